@@ -21,7 +21,14 @@ from beatrice.extract.records import SETTINGS, Label, Setting
 from beatrice.extract.run.console import Progress
 from beatrice.extract.run.directory import NotWritten, RunDir, read_manifest
 from beatrice.extract.run.files import read_sealed, seal, write_json_atomic
-from beatrice.jaxprobe.calibrate import FusedHead, Grid, calibrated, score_store
+from beatrice.jaxprobe.calibrate import (
+    FusedHead,
+    Grid,
+    branch_setting,
+    calibrated,
+    pool_of,
+    score_store,
+)
 from beatrice.jaxprobe.calibration import brier, ece
 from beatrice.jaxprobe.config import (
     GRID_PRESETS,
@@ -31,9 +38,7 @@ from beatrice.jaxprobe.config import (
     set_compiler,
 )
 from beatrice.jaxprobe.detector import Detector, HeadName, Provenance
-from beatrice.jaxprobe.features.reading import stored_dtypes
-from beatrice.jaxprobe.features.rows import Rows, training_set
-from beatrice.jaxprobe.fit.stage import train_encoders
+from beatrice.jaxprobe.encoder import MemberOutputs
 from beatrice.jaxprobe.metrics import (
     BootstrapConfig,
     Metric,
@@ -42,8 +47,9 @@ from beatrice.jaxprobe.metrics import (
     interval_of,
     resamples,
 )
-from beatrice.jaxprobe.model.encoder import MemberOutputs
-from beatrice.jaxprobe.pool import branch_setting, pool_of
+from beatrice.jaxprobe.rows import Rows, training_set
+from beatrice.jaxprobe.tokens import stored_dtypes
+from beatrice.jaxprobe.train import train_encoders
 from beatrice.pgir.arguments import argument_error, as_path, as_probability
 from beatrice.selection.greedy import HeadTrainer, select_heads
 from beatrice.selection.sweep import SWEEP_PRESETS, SweepSection, choose_layer

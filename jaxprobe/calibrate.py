@@ -1,20 +1,54 @@
-"""From a trained grid and selected heads to a detector, and to its probabilities.
+"""From trained encoders and selected heads to a calibrated detector.
+
+The pool that heads are selected from, the detector of a selection, the stage that saves
+it, and what the stages of all rooms read of a run. With context the pool is the
+with-context encoders, then the closed-book ones reading the closed-book pass of the
+same question. Closed-book it is the closed-book encoders. In a run of one setting it is
+that setting's alone.
 
 Calibration sees validation rows alone: one isotonic map and one threshold a head.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
 
 import jax
+import msgspec
 import numpy as np
 
-from beatrice.extract.records import Setting
-from beatrice.extract.store.store import FeatureStore
-from beatrice.jaxprobe.calibration import fit_calibrator
-from beatrice.jaxprobe.config import EncoderConfig, FusionConfig
+from beatrice.extract.generate.prompts import PromptConfig
+from beatrice.extract.records import Record, Setting
+from beatrice.extract.run.console import Progress, Update
+from beatrice.extract.run.contents import (
+    read_answers,
+    read_examples,
+    read_labels,
+    row_files,
+    settings_of,
+)
+from beatrice.extract.run.directory import Preset, RunDir, read_manifest
+from beatrice.extract.run.stages import Stage
+from beatrice.extract.store.store import FeatureStore, open_store
+from beatrice.jaxprobe import checkpoint
+from beatrice.jaxprobe.calibration import (
+    Calibrator,
+    cross_fit,
+    fit_calibrator,
+    folds_of,
+)
+from beatrice.jaxprobe.config import (
+    GRID_PRESETS,
+    SELECT_PRESETS,
+    EncoderConfig,
+    FusionConfig,
+    GridConfig,
+    SelectConfig,
+    set_compiler,
+)
 from beatrice.jaxprobe.detector import (
     Detector,
     EncoderBank,
@@ -23,20 +57,149 @@ from beatrice.jaxprobe.detector import (
     Scores,
     SettingHead,
 )
-from beatrice.jaxprobe.features.families import (
+from beatrice.jaxprobe.encoder import MemberOutputs, Params
+from beatrice.jaxprobe.evaluation import INTERVAL_PRESETS
+from beatrice.jaxprobe.families import (
+    SUBSET_NAMES,
+    FamilyDims,
     Standardizer,
     span_lengths,
     used_spans,
     width_groups,
     widths_of,
 )
-from beatrice.jaxprobe.features.reading import family_dims, longest_spans, read_features
-from beatrice.jaxprobe.features.rows import Rows, partners, rows_at_once
-from beatrice.jaxprobe.features.subsets import FamilyDims
-from beatrice.jaxprobe.fit.grid import Trained
-from beatrice.jaxprobe.model.encoder import Params
-from beatrice.jaxprobe.pool import branch_setting, reads
-from beatrice.jaxprobe.scope import choose_threshold, fit_scope
+from beatrice.jaxprobe.fusion import PoolOutputs, pool_outputs
+from beatrice.jaxprobe.grid import Trained, grid_members
+from beatrice.jaxprobe.metrics import BootstrapConfig
+from beatrice.jaxprobe.rows import (
+    Rows,
+    TrainingSet,
+    partners,
+    read_sweep,
+    rows_at_once,
+    rows_of,
+    training_set,
+)
+from beatrice.jaxprobe.scope import choose_threshold, fit_scope, scripts_of
+from beatrice.jaxprobe.tokens import (
+    family_dims,
+    longest_spans,
+    read_features,
+    stored_dtypes,
+)
+
+BRANCHES: tuple[HeadName, ...] = ("closed_book", "with_context", "single_pass")
+
+
+class Pool(NamedTuple):
+    """What the pool of a setting puts out on its rows.
+
+    Attributes:
+      train: outputs on the training rows.
+      valid: outputs on the validation rows.
+      all_rows: outputs on every stored row.
+      rows: what the rows are.
+      n_subsets: encoders of each pass; a family alone is at `2**f - 1`.
+    """
+
+    train: PoolOutputs
+    valid: PoolOutputs
+    all_rows: PoolOutputs
+    rows: Rows
+    n_subsets: int
+
+
+def pool_of(
+    outputs: Mapping[Setting, MemberOutputs],
+    rows: Mapping[Setting, Rows],
+    setting: Setting,
+    n_seeds: int,
+) -> Pool:
+    """Return a setting's pool.
+
+    Args:
+      outputs: of every trained encoder of a pass, on all rows of that pass; with
+        context, the closed-book pass is read too where it is there.
+      rows: what the rows of each pass are.
+      setting: whose answers are scored.
+      n_seeds: of every encoder.
+    """
+    own_rows, passes = rows[setting], [outputs[setting]]
+    if setting == "with_context" and "closed_book" in outputs:
+        where = partners(own_rows.ids, rows["closed_book"].ids)
+        passes.append(_take(outputs["closed_book"], where))
+
+    def part(where: np.ndarray) -> PoolOutputs:
+        parts = tuple(_take(member_outputs, where) for member_outputs in passes)
+        return pool_outputs(parts, n_seeds, own_rows.labels[where])
+
+    return Pool(
+        train=part(own_rows.where("train")),
+        valid=part(own_rows.where("validation")),
+        all_rows=part(np.arange(len(own_rows.ids))),
+        rows=own_rows,
+        n_subsets=len(passes[0].logits) // n_seeds,
+    )
+
+
+def _take(outputs: MemberOutputs, where: np.ndarray) -> MemberOutputs:
+    return MemberOutputs(outputs.logits[:, where], outputs.pooled[:, where])
+
+
+def branch_setting(branch: HeadName) -> Setting:
+    """Return the setting whose answers a branch scores."""
+    return "closed_book" if branch == "closed_book" else "with_context"
+
+
+def branches_of(settings: Sequence[Setting]) -> tuple[HeadName, ...]:
+    """Return the branches that score answers of some settings."""
+    return tuple(branch for branch in BRANCHES if branch_setting(branch) in settings)
+
+
+def reads(
+    branch: HeadName, members: Sequence[int], names: Sequence[str] = SUBSET_NAMES
+) -> tuple[tuple[Setting, str], ...]:
+    """Return the (pass, subset name) of pool positions.
+
+    Args:
+      branch: whose pool.
+      members: positions in it.
+      names: of all subsets of a pass; those of the paper's families by default.
+    """
+    own, n = branch_setting(branch), len(names)
+    return tuple((own if i < n else "closed_book", names[i % n]) for i in members)
+
+
+def pool_names(branch: HeadName, members: Sequence[int]) -> list[str]:
+    """Return printed names of pool positions: [HP] with context, (HA) without."""
+    return [
+        f"({name})" if where == "closed_book" else f"[{name}]"
+        for where, name in reads(branch, members)
+    ]
+
+
+class Round(Record, frozen=True, kw_only=True):
+    """One accepted round of a search; `candidates` are AUROCs by pool position."""
+
+    added: int
+    auroc: float
+    candidates: dict[str, float]
+
+
+class SearchSummary(Record, frozen=True, kw_only=True):
+    """How a search went, as it is saved beside its heads."""
+
+    members: tuple[int, ...]
+    n_slots: int
+    stop: str
+    rounds: tuple[Round, ...]
+
+
+def read_selection(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the heads and scores of a saved search, and the search's summary."""
+    tree, summary = checkpoint.restore(path, SearchSummary)
+    return tree, msgspec.to_builtins(summary)
+
 
 SEEN = ("train", "validation")  # the rows that a detector knows
 _OF_A_KIND = 64  # rows of similar length that are worth a shape of their own
@@ -73,7 +236,7 @@ class FusedHead(NamedTuple):
     """The heads of a selected set, with what they say of every row of their setting.
 
     Attributes:
-      members: pool positions, see `jaxprobe.pool.reads`.
+      members: pool positions, see `jaxprobe.calibrate.reads`.
       config: shape of the heads.
       params: leaves `[n_seeds, ...]`.
       scores: `[n_seeds, n_rows]` uncalibrated probabilities.
@@ -255,3 +418,219 @@ def _check_families(dims: FamilyDims, store: FeatureStore) -> None:
 
 def _ids(store: FeatureStore) -> list[str]:
     return [key[0] for key in store.spec.keys]
+
+
+N_FOLDS = 5  # of `fold_calibrators`
+
+
+def open_rows(run: RunDir, setting: Setting) -> tuple[FeatureStore, Rows]:
+    """Open a setting's store and say what its rows are.
+
+    Raises:
+      ValueError: the store is missing, or a row has no label record.
+    """
+    store = open_store(run.features(setting))
+    return store, rows_of(store, read_examples(run), read_labels(run).values())
+
+
+def chosen_layer(run: RunDir) -> int:
+    """Return the layer that the hidden family of a run is read from."""
+    return read_sweep(run.sweep).layer
+
+
+def encoder_folders(run: RunDir) -> list[Path]:
+    """Return the checkpoints of the run's settings."""
+    return [run.encoders(setting) for setting in settings_of(run)]
+
+
+def grid_config(run: RunDir) -> GridConfig:
+    """Return how a run's encoders are trained, with the run's seed."""
+    return run.settle("train", GRID_PRESETS).seeded(run.seed)
+
+
+def select_config(run: RunDir) -> SelectConfig:
+    """Return how a run's heads are trained and selected, with the run's seed."""
+    return run.settle("select", SELECT_PRESETS).seeded(run.seed)
+
+
+def run_branches(run: RunDir) -> tuple[HeadName, ...]:
+    """Return the branches that score answers of a run's settings."""
+    return branches_of(settings_of(run))
+
+
+def run_selection(
+    run: RunDir, branch: HeadName
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a branch's heads and scores, and the summary of its search."""
+    return read_selection(run.selection / branch)
+
+
+def run_outputs(run: RunDir, setting: Setting) -> MemberOutputs:
+    """Return the outputs of every trained encoder of a setting on its rows."""
+    tree, _ = checkpoint.restore(run.encoders(setting))
+    return MemberOutputs(**tree["outputs"])
+
+
+def run_pool(
+    run: RunDir,
+    setting: Setting,
+    outputs_of: Callable[[Setting], MemberOutputs] | None = None,
+) -> Pool:
+    """Return a setting's pool.
+
+    Args:
+      run: with trained encoders.
+      setting: whose answers are scored.
+      outputs_of: gives the outputs of a pass; None takes the run's own encoders.
+    """
+    outputs_of = outputs_of or partial(run_outputs, run)
+    passes: list[Setting] = [setting]
+    if setting == "with_context" and "closed_book" in settings_of(run):
+        passes.append("closed_book")
+    return pool_of(
+        {where: outputs_of(where) for where in passes},
+        {where: open_rows(run, where)[1] for where in passes},
+        setting,
+        grid_config(run).train.n_seeds,
+    )
+
+
+def run_training_set(run: RunDir, setting: Setting, config: GridConfig) -> TrainingSet:
+    """Return a setting's rows as a configuration trains encoders on them."""
+    store, rows = open_rows(run, setting)
+    return training_set(
+        store,
+        rows,
+        layer=chosen_layer(run),
+        n_batch=config.train.batch_size,
+        streamed=config.stream is not None,
+    )
+
+
+def run_bootstrap(run: RunDir) -> BootstrapConfig:
+    """Return how a run's intervals are made, with the run's seed."""
+    return run.settle("intervals", INTERVAL_PRESETS).bootstrap(run.seed)
+
+
+def fold_calibrators(run: RunDir, branch: HeadName) -> tuple[Calibrator, ...]:
+    """Return a head's maps by fold of validation questions; see `cross_fit`."""
+    _, rows = open_rows(run, branch_setting(branch))
+    where = rows.where("validation")
+    scores = _fused(run, branch).scores.mean(axis=0)[where]
+    folds = folds_of(rows.ids[where], N_FOLDS)
+    return cross_fit(scores, rows.labels[where], folds, N_FOLDS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CalibrateConfig:
+    """The run's section `calibrate`.
+
+    Attributes:
+      precision: share of the trusted answers that shall be correct, on validation.
+    """
+
+    precision: float = 0.9
+
+    def __post_init__(self) -> None:
+        """Refuse what is no share."""
+        if not 0 < self.precision <= 1:
+            raise ValueError(
+                f"precision: expected a share above 0 and at most 1, found "
+                f"{self.precision}"
+            )
+
+
+CALIBRATE_PRESETS: dict[Preset, CalibrateConfig] = dict.fromkeys(
+    get_args(Preset), CalibrateConfig()
+)
+
+
+def settle_precision(run: RunDir, precision: float) -> None:
+    """Let a run have another threshold; its detector is then calibrated again.
+
+    Unlike other settings it may change: no answer, label or weight depends on it.
+    """
+    asked = CalibrateConfig(precision=precision)
+    if run.settle("calibrate", CALIBRATE_PRESETS, is_recorded=False) != asked:
+        run.reopen_stage("calibrate")
+    run.settle("calibrate", CALIBRATE_PRESETS, lambda _: asked, is_replaceable=True)
+
+
+def _fused(run: RunDir, branch: HeadName) -> FusedHead:
+    """Return the heads that a branch's search has chosen."""
+    tree, summary = run_selection(run, branch)
+    config = dataclasses.replace(select_config(run).head, n_slots=summary["n_slots"])
+    champion = tree["champion"]
+    return FusedHead(summary["members"], config, champion["params"], champion["scores"])
+
+
+def _grid(run: RunDir, setting: Setting) -> Grid:
+    """Return the trained encoders of a setting."""
+    store, rows = open_rows(run, setting)
+    tree, _ = checkpoint.restore(run.encoders(setting))
+    config = grid_config(run)
+    members = grid_members(config.train.n_seeds, family_dims(store).n_subsets)
+    return Grid(
+        store=store,
+        rows=rows,
+        layer=chosen_layer(run),
+        trained=Trained(members, tree["params"], tree["info"]),
+        standardizer=Standardizer(**tree["standardizer"]),
+        config=config.encoder,
+    )
+
+
+def _training_scripts(run: RunDir) -> tuple[str, ...]:
+    """Return the scripts that the training questions and passages are written in."""
+    questions = (e for e in read_examples(run) if e.split == "train")
+    return scripts_of(
+        text for e in questions for text in (e.question, *(p.text for p in e.passages))
+    )
+
+
+def _provenance(run: RunDir, store: FeatureStore) -> Provenance:
+    """Return what a run's detector is trained on; `store` is any of the run's."""
+    sections = read_manifest(run.path)["sections"]
+    ends = Counter(a.stop_id for a in read_answers(run) if a.stop_id is not None)
+    return Provenance(
+        model=sections["backbone"]["model"],
+        revision=str(store.spec.fingerprint["model"]),
+        layer=chosen_layer(run),
+        dtype=sections["backbone"]["dtype"],
+        stored_as=stored_dtypes(store),
+        answer_span=sections["extract"]["answer_span"],
+        prompt=msgspec.convert(sections["answer"]["prompt"], PromptConfig),
+        stop_id=ends.most_common(1)[0][0] if ends else None,
+        scripts=_training_scripts(run),
+    )
+
+
+def _calibrate(
+    run: RunDir, config: CalibrateConfig, update: Update, progress: Progress
+) -> None:
+    set_compiler(run.preset)
+    grids = {setting: _grid(run, setting) for setting in settings_of(run)}
+    detector = calibrated(
+        {branch: _fused(run, branch) for branch in run_branches(run)},
+        grids,
+        provenance=_provenance(run, next(iter(grids.values())).store),
+        precision=config.precision,
+    )
+    for branch, head in detector.heads.items():
+        if head.threshold is not None:
+            progress.note(f"{branch}: {head.threshold.in_words()}")
+    detector.save(run.detector)
+
+
+CALIBRATE = Stage(
+    name="calibrate",
+    inputs=lambda run: [
+        *row_files(run),
+        run.sweep,
+        run.selection,
+        *encoder_folders(run),
+    ],
+    outputs=lambda run: [run.detector],
+    work=_calibrate,
+    presets=CALIBRATE_PRESETS,
+)

@@ -125,7 +125,7 @@ def train(
     """
     from beatrice.extract.run.stages import do
     from beatrice.jaxprobe.config import GRID_PRESETS, GridConfig
-    from beatrice.jaxprobe.fit.stage import TRAIN
+    from beatrice.jaxprobe.train import TRAIN
 
     sizes = {"epochs": epochs, "learning_rate": learning_rate, "width": width}
 
@@ -151,7 +151,7 @@ def calibrate(run_dir: Path, precision: float | None) -> None:
     """
     from beatrice.extract.run.directory import RunDir
     from beatrice.extract.run.stages import do
-    from beatrice.jaxprobe.stage import CALIBRATE, settle_precision
+    from beatrice.jaxprobe.calibrate import CALIBRATE, settle_precision
 
     if precision is not None:
         with RunDir.open(run_dir) as run:

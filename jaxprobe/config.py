@@ -30,7 +30,7 @@ class EncoderConfig:
         "float32"  # operands of matrix products; bfloat16: mixed
     )
     # A linear probe comes first, and the network learns what it leaves; the paper has
-    # none. See `jaxprobe.fit.linear`.
+    # none. See `jaxprobe.linear`.
     is_linear_first: bool = False
 
     def __post_init__(self):

@@ -22,16 +22,16 @@ from beatrice.extract.store.families import Dtype
 from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.calibration import Calibrator
 from beatrice.jaxprobe.config import EncoderConfig, FusionConfig
-from beatrice.jaxprobe.features.families import (
+from beatrice.jaxprobe.encoder import Encoder, Params
+from beatrice.jaxprobe.families import (
+    FamilyDims,
     FamilyTokens,
     Features,
     Standardizer,
     check_features,
     split_families,
 )
-from beatrice.jaxprobe.features.subsets import FamilyDims
-from beatrice.jaxprobe.model.encoder import Encoder, Params
-from beatrice.jaxprobe.model.fusion import FusionHead, head_inputs, slots_of
+from beatrice.jaxprobe.fusion import FusionHead, head_inputs, slots_of
 from beatrice.jaxprobe.scope import Scope, Threshold
 
 

@@ -18,7 +18,6 @@ import numpy as np
 from beatrice.extract.records import IN_DOMAIN
 from beatrice.extract.run.directory import Preset
 from beatrice.extract.run.rows import DIFFERENCE, ResultRow
-from beatrice.jaxprobe.features.rows import Rows
 from beatrice.jaxprobe.metrics import (
     BootstrapConfig,
     Metric,
@@ -31,6 +30,7 @@ from beatrice.jaxprobe.metrics import (
     weighted_metrics,
     weighted_stratified,
 )
+from beatrice.jaxprobe.rows import Rows
 
 METRICS = {"auroc": auroc, "auprc": auprc}
 

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.stats import binomtest
 
-from beatrice.jaxprobe.features.families import Features
-from beatrice.jaxprobe.features.subsets import FamilyDims
+from beatrice.jaxprobe.families import FamilyDims, Features
 
 QUANTILES = (0.001, 0.999)  # of a channel over training tokens: its range
 FLAGGED = 0.001  # share of validation answers that a family's limit would flag

@@ -18,8 +18,7 @@ from beatrice.extract.signals.reader import SignalReader, Signals
 from beatrice.extract.signals.sequence import TokenSequence, sequence_of
 from beatrice.extract.store.families import as_written
 from beatrice.jaxprobe.detector import Detector, Scores
-from beatrice.jaxprobe.features.families import SPANS, Features, assemble
-from beatrice.jaxprobe.features.subsets import FAMILIES
+from beatrice.jaxprobe.families import FAMILIES, SPANS, Features, assemble
 
 # Padded lengths of spans longer than any in training: each rounded up to one of these,
 # so a new question rarely means a new compilation.

@@ -372,7 +372,7 @@ def shown_tokens(
         none (the first of all) is left out.
       first_token: which token the first row is of.
     """
-    from beatrice.jaxprobe.features.families import (
+    from beatrice.jaxprobe.families import (
         SPAN_NAMES,  # the report needs no JAX
     )
 

@@ -26,7 +26,7 @@ from beatrice.extract.records import SETTINGS, Setting
 from beatrice.extract.run.directory import RunDir, read_manifest
 from beatrice.jaxprobe.config import set_compiler
 from beatrice.jaxprobe.detector import Detector, HeadName, Scores
-from beatrice.jaxprobe.features.families import SPAN_NAMES, SPANS, Features
+from beatrice.jaxprobe.families import SPAN_NAMES, SPANS, Features
 from beatrice.jaxprobe.scope import Threshold, count_scripts, share_outside
 from beatrice.pgir.arguments import (
     argument_error,

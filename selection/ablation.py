@@ -24,6 +24,20 @@ from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import read_json, write_json_atomic
 from beatrice.extract.run.rows import ResultRow, publish, rows_file
 from beatrice.extract.run.stages import Stage, side_by_side
+from beatrice.jaxprobe import families
+from beatrice.jaxprobe.calibrate import (
+    Pool,
+    encoder_folders,
+    grid_config,
+    open_rows,
+    pool_names,
+    pool_of,
+    reads,
+    run_bootstrap,
+    run_outputs,
+    run_selection,
+    run_training_set,
+)
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.config import (
     SELECT_PRESETS,
@@ -31,30 +45,19 @@ from beatrice.jaxprobe.config import (
     SelectConfig,
     set_compiler,
 )
+from beatrice.jaxprobe.encoder import MemberOutputs
 from beatrice.jaxprobe.evaluation import METRICS, Scored, detection_rows
-from beatrice.jaxprobe.features import families
-from beatrice.jaxprobe.features.families import all_but
-from beatrice.jaxprobe.features.rows import Rows, TrainingSet
-from beatrice.jaxprobe.features.subsets import (
+from beatrice.jaxprobe.families import (
     FAMILIES,
     LETTERS,
     N_SUBSETS,
     SUBSET_NAMES,
+    all_but,
 )
-from beatrice.jaxprobe.fit.stage import settings_at_once, train_encoders
+from beatrice.jaxprobe.fusion import PoolOutputs
 from beatrice.jaxprobe.metrics import BootstrapConfig
-from beatrice.jaxprobe.model.encoder import MemberOutputs
-from beatrice.jaxprobe.model.fusion import PoolOutputs
-from beatrice.jaxprobe.pool import Pool, pool_names, pool_of, reads
-from beatrice.jaxprobe.stage import (
-    encoder_folders,
-    grid_config,
-    open_rows,
-    run_bootstrap,
-    run_outputs,
-    run_selection,
-    run_training_set,
-)
+from beatrice.jaxprobe.rows import Rows, TrainingSet
+from beatrice.jaxprobe.train import settings_at_once, train_encoders
 from beatrice.selection.greedy import HeadTrainer, NoSignalError, Selection
 from beatrice.selection.stage import load_part
 

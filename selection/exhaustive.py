@@ -23,6 +23,14 @@ from beatrice.extract.run.contents import row_files, settings_of
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.rows import ResultRow, publish, rows_file
 from beatrice.extract.run.stages import Stage, side_by_side
+from beatrice.jaxprobe.calibrate import (
+    encoder_folders,
+    pool_names,
+    reads,
+    run_bootstrap,
+    run_pool,
+    run_selection,
+)
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.config import (
     SELECT_PRESETS,
@@ -32,17 +40,10 @@ from beatrice.jaxprobe.config import (
     set_compiler,
 )
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
-from beatrice.jaxprobe.features.rows import Rows
-from beatrice.jaxprobe.features.subsets import LETTERS
+from beatrice.jaxprobe.families import LETTERS
+from beatrice.jaxprobe.fusion import PoolOutputs
 from beatrice.jaxprobe.metrics import BootstrapConfig
-from beatrice.jaxprobe.model.fusion import PoolOutputs
-from beatrice.jaxprobe.pool import pool_names, reads
-from beatrice.jaxprobe.stage import (
-    encoder_folders,
-    run_bootstrap,
-    run_pool,
-    run_selection,
-)
+from beatrice.jaxprobe.rows import Rows
 from beatrice.selection.greedy import (
     GreedyConfig,
     HeadTrainer,

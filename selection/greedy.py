@@ -15,18 +15,18 @@ import jax
 import numpy as np
 
 from beatrice.extract.records import Setting
+from beatrice.jaxprobe.calibrate import Pool, branch_setting, branches_of
 from beatrice.jaxprobe.config import FusionConfig, SelectConfig, TrainConfig
 from beatrice.jaxprobe.detector import HeadName
-from beatrice.jaxprobe.fit.heads import fit_heads
-from beatrice.jaxprobe.fit.loop import FitInfo
-from beatrice.jaxprobe.model.encoder import Params
-from beatrice.jaxprobe.model.fusion import (
+from beatrice.jaxprobe.encoder import Params
+from beatrice.jaxprobe.fusion import (
     FusionHead,
     PoolOutputs,
     apply_head,
     slots_of,
 )
-from beatrice.jaxprobe.pool import Pool, branch_setting, branches_of
+from beatrice.jaxprobe.heads import fit_heads
+from beatrice.jaxprobe.loop import FitInfo
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

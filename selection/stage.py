@@ -23,20 +23,21 @@ from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.rows import ResultRow, publish, rows_file
 from beatrice.extract.run.stages import Stage, side_by_side
 from beatrice.jaxprobe import checkpoint
-from beatrice.jaxprobe.checkpoint import Cache
-from beatrice.jaxprobe.config import SELECT_PRESETS, SelectConfig, set_compiler
-from beatrice.jaxprobe.detector import HeadName
-from beatrice.jaxprobe.features.rows import Rows
-from beatrice.jaxprobe.features.subsets import N_SUBSETS
-from beatrice.jaxprobe.metrics import auroc
-from beatrice.jaxprobe.model.fusion import PoolOutputs
-from beatrice.jaxprobe.pool import Pool, pool_names
-from beatrice.jaxprobe.stage import (
+from beatrice.jaxprobe.calibrate import (
+    Pool,
     encoder_folders,
+    pool_names,
     run_branches,
     run_pool,
     run_selection,
 )
+from beatrice.jaxprobe.checkpoint import Cache
+from beatrice.jaxprobe.config import SELECT_PRESETS, SelectConfig, set_compiler
+from beatrice.jaxprobe.detector import HeadName
+from beatrice.jaxprobe.families import N_SUBSETS
+from beatrice.jaxprobe.fusion import PoolOutputs
+from beatrice.jaxprobe.metrics import auroc
+from beatrice.jaxprobe.rows import Rows
 from beatrice.selection.greedy import HeadTrainer, Selection, select_heads
 
 EXPERIMENT = "optimism"

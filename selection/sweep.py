@@ -24,10 +24,10 @@ from beatrice.extract.run.directory import Preset, RunDir
 from beatrice.extract.run.files import write_json_atomic
 from beatrice.extract.run.stages import Stage
 from beatrice.extract.store.store import FeatureStore
+from beatrice.jaxprobe.calibrate import open_rows
 from beatrice.jaxprobe.config import TrainConfig, set_compiler
-from beatrice.jaxprobe.features.reading import mean_answer_states
-from beatrice.jaxprobe.features.rows import LayerCurve, LayerSweep, Rows
-from beatrice.jaxprobe.fit.loop import (
+from beatrice.jaxprobe.kernels.random import PROBES, stream_key
+from beatrice.jaxprobe.loop import (
     FitState,
     Keys,
     Learner,
@@ -36,8 +36,8 @@ from beatrice.jaxprobe.fit.loop import (
     start_fit,
     take_steps,
 )
-from beatrice.jaxprobe.kernels.random import PROBES, stream_key
-from beatrice.jaxprobe.stage import open_rows
+from beatrice.jaxprobe.rows import LayerCurve, LayerSweep, Rows
+from beatrice.jaxprobe.tokens import mean_answer_states
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

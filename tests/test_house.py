@@ -169,7 +169,7 @@ def loaded_by(code):
         ("extract.datasets.building extract.datasets.splits", "torch"),
         ("extract.datasets", "pyarrow"),
         # What `train`, `select`, `calibrate` and `report` import to do their work.
-        ("jaxprobe.fit.stage jaxprobe.stage jaxprobe.detector", "torch"),
+        ("jaxprobe.train jaxprobe.calibrate jaxprobe.detector", "torch"),
         ("selection.stage selection.exhaustive selection.ablation", "torch"),
         ("benchmarks.results.stage benchmarks.results.evaluate", "torch"),
         ("", "numpy"),

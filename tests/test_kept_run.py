@@ -8,7 +8,7 @@ import pytest
 import beatrice
 from beatrice.extract.run.contents import read_answers, read_examples
 from beatrice.extract.run.directory import RunDir
-from beatrice.jaxprobe.stage import open_rows, run_selection
+from beatrice.jaxprobe.calibrate import open_rows, run_selection
 from tests.process import call
 
 CHOICE = "--hidden-layers 4 --hidden-spans answer --dtype int8 --scalars bf16".split()

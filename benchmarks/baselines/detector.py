@@ -25,7 +25,7 @@ from beatrice.extract.run.rows import ResultRow
 if TYPE_CHECKING:
     from beatrice.extract.generate.prompts import PromptTemplate
     from beatrice.extract.store.store import FeatureStore
-    from beatrice.jaxprobe.features.rows import Rows
+    from beatrice.jaxprobe.rows import Rows
 
 
 # Beyond the pass that gave the answer and its four families:

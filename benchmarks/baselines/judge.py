@@ -64,17 +64,17 @@ from beatrice.extract.run.memory import begin_peak, peak_bytes
 from beatrice.extract.run.rows import ResultRow, publish, rows_file, write_rows
 from beatrice.extract.run.stages import Stage
 from beatrice.extract.store.store import FeatureStore
-from beatrice.jaxprobe.checkpoint import Cache
-from beatrice.jaxprobe.config import set_compiler
-from beatrice.jaxprobe.evaluation import Scored, detection_rows
-from beatrice.jaxprobe.features.rows import Rows, rows_of
-from beatrice.jaxprobe.metrics import BootstrapConfig
-from beatrice.jaxprobe.stage import (
+from beatrice.jaxprobe.calibrate import (
     chosen_layer,
     open_rows,
     run_bootstrap,
     run_selection,
 )
+from beatrice.jaxprobe.checkpoint import Cache
+from beatrice.jaxprobe.config import set_compiler
+from beatrice.jaxprobe.evaluation import Scored, detection_rows
+from beatrice.jaxprobe.metrics import BootstrapConfig
+from beatrice.jaxprobe.rows import Rows, rows_of
 
 if TYPE_CHECKING:
     import pandas

@@ -14,12 +14,11 @@ from beatrice.extract.records import IN_DOMAIN, Answer, Example, Setting
 from beatrice.extract.run.rows import ResultRow
 from beatrice.extract.store.store import FeatureStore, read_family
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
-from beatrice.jaxprobe.features.families import ANSWER, SPANS
-from beatrice.jaxprobe.features.reading import mean_answer_states
-from beatrice.jaxprobe.features.rows import Rows
-from beatrice.jaxprobe.features.subsets import FAMILIES, LETTERS
+from beatrice.jaxprobe.families import ANSWER, FAMILIES, LETTERS, SPANS
+from beatrice.jaxprobe.linear import block_scale, fit_linear
 from beatrice.jaxprobe.metrics import BootstrapConfig, paired_strata
-from beatrice.jaxprobe.regression import block_scale, fit_linear
+from beatrice.jaxprobe.rows import Rows
+from beatrice.jaxprobe.tokens import mean_answer_states
 
 SURPRISAL = 1  # column of a prob row: p(v), -log p(v), entropy, top p, margin
 

@@ -14,7 +14,7 @@ import numpy as np
 from beatrice.benchmarks.baselines.detector import Baseline, DetectorInput
 from beatrice.extract.run.memory import begin_peak, peak_bytes
 from beatrice.jaxprobe.checkpoint import Cache
-from beatrice.jaxprobe.features.rows import Rows
+from beatrice.jaxprobe.rows import Rows
 
 if TYPE_CHECKING:
     from beatrice.extract.backbone.loading import Backbone

@@ -16,17 +16,23 @@ from safetensors.numpy import save_file
 
 from beatrice.extract.run.memory import begin_peak
 from beatrice.jaxprobe.config import GRID_PRESETS, EncoderConfig, TrainConfig
-from beatrice.jaxprobe.features.families import Features, Standardizer, split_families
-from beatrice.jaxprobe.features.subsets import SUBSETS, paper_dims
-from beatrice.jaxprobe.fit.grid import (
+from beatrice.jaxprobe.encoder import Encoder
+from beatrice.jaxprobe.families import (
+    SUBSETS,
+    Features,
+    Standardizer,
+    paper_dims,
+    split_families,
+)
+from beatrice.jaxprobe.grid import (
     Block,
     Labelled,
+    Member,
     fit_blocks,
     labelled,
     member_keys,
 )
-from beatrice.jaxprobe.fit.work import Member, Workload
-from beatrice.jaxprobe.model.encoder import Encoder
+from beatrice.jaxprobe.memory import Workload
 
 Losses = dict[Member, list[float]]  # of every step
 N_VALID = 16  # examples behind an epoch, so few that validation costs nothing
@@ -98,7 +104,7 @@ def labelled_of(workload: Workload, n_examples: int, seed: int) -> Labelled:
 
 
 class Grid:
-    """Members trained by `jaxprobe.fit.grid`, each a block, as on a CPU in a run."""
+    """Members trained by `jaxprobe.grid`, each a block, as on a CPU in a run."""
 
     def __init__(self, workload: Workload, members: Sequence[Member], at_once: int):
         """Train `at_once` members side by side, as a run does on its cores."""

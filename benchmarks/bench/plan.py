@@ -21,16 +21,17 @@ from beatrice.extract.run.console import Progress, quiet
 from beatrice.extract.run.stages import bytes_in_words
 from beatrice.extract.store.families import StoreConfig
 from beatrice.jaxprobe.config import GridConfig, StreamConfig, as_bytes
-from beatrice.jaxprobe.features.subsets import N_FAMILIES
-from beatrice.jaxprobe.fit.memory import (
+from beatrice.jaxprobe.families import N_FAMILIES
+from beatrice.jaxprobe.kernels.masked import N_TAPS
+from beatrice.jaxprobe.memory import (
     Plan,
     Sizes,
+    Workload,
     choose,
     compiled_step,
+    step_flops,
     traced_steps,
 )
-from beatrice.jaxprobe.fit.work import Workload, step_flops
-from beatrice.jaxprobe.kernels.masked import N_TAPS
 
 _BYTES = {"f32": 4, "bf16": 2, "f16": 2, "f64": 8, "i1": 1, "i8": 1, "i32": 4,
           "ui16": 2, "ui32": 4, "i64": 8, "ui64": 8}  # fmt: skip

@@ -24,9 +24,9 @@ from sklearn.metrics import roc_auc_score
 from torch.nn.functional import binary_cross_entropy_with_logits, one_hot
 
 from beatrice.benchmarks.bench.commands import AS_JSON, RowPrinter
+from beatrice.jaxprobe import fusion
 from beatrice.jaxprobe.config import FusionConfig, TrainConfig, set_compiler
-from beatrice.jaxprobe.model import fusion
-from beatrice.jaxprobe.model.fusion import PoolOutputs, head_inputs
+from beatrice.jaxprobe.fusion import PoolOutputs, head_inputs
 from beatrice.selection.greedy import Heads, fit_sets
 
 TOLERANCE = 1e-4  # of logits, fp32, sums in another order
@@ -165,7 +165,7 @@ def fit_head(
     shape: FusionConfig,
     config: TrainConfig,
 ) -> float:
-    """Train one head, see `jaxprobe.fit.loop.fit`; return its best validation AUROC."""
+    """Train one head, see `jaxprobe.loop.fit`; return its best validation AUROC."""
     rows, labels = train
     head = TorchHead(rows.shape[1], n_members, shape.hidden)
     optimizer = torch.optim.AdamW(

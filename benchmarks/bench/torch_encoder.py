@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import conv1d, dropout, gelu, layer_norm, pad
 
 from beatrice.jaxprobe.config import EncoderConfig
-from beatrice.jaxprobe.features.subsets import N_FAMILIES
+from beatrice.jaxprobe.families import N_FAMILIES
 
 Arrays = Mapping[str, np.ndarray]
 Weights = dict[str, torch.Tensor]

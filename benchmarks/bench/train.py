@@ -49,9 +49,9 @@ from beatrice.benchmarks.bench.torch_encoder import (
 from beatrice.extract.run.console import Progress, quiet
 from beatrice.extract.run.memory import begin_peak
 from beatrice.jaxprobe.config import XLA_FLAGS
-from beatrice.jaxprobe.features.subsets import subset_index
-from beatrice.jaxprobe.fit.work import (
-    Member,
+from beatrice.jaxprobe.families import subset_index
+from beatrice.jaxprobe.grid import Member
+from beatrice.jaxprobe.memory import (
     Workload,
     families_of,
     in_parts,

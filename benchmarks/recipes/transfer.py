@@ -53,40 +53,38 @@ from beatrice.extract.run.rows import ResultRow, publish, rows_file
 from beatrice.extract.run.stages import Stage, run_stage
 from beatrice.extract.signals.extract import EXTRACT, extract_config
 from beatrice.jaxprobe import checkpoint
+from beatrice.jaxprobe.calibrate import (
+    chosen_layer,
+    encoder_folders,
+    grid_config,
+    run_bootstrap,
+)
 from beatrice.jaxprobe.config import GridConfig, set_compiler
 from beatrice.jaxprobe.detector import Detector
+from beatrice.jaxprobe.encoder import Encoder
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
-from beatrice.jaxprobe.features.families import (
+from beatrice.jaxprobe.families import (
+    FAMILIES,
+    LETTERS,
+    SUBSET_NAMES,
+    SUBSETS,
+    FamilyDims,
     Features,
     Standardizer,
     split_families,
     width_groups,
     widths_of,
 )
-from beatrice.jaxprobe.features.reading import (
+from beatrice.jaxprobe.grid import grid_members, member_logits
+from beatrice.jaxprobe.metrics import BootstrapConfig
+from beatrice.jaxprobe.rows import Rows, partners, rows_at_once
+from beatrice.jaxprobe.tokens import (
     family_dims,
     longest_spans,
     read_features,
     stored_lengths,
 )
-from beatrice.jaxprobe.features.rows import Rows, partners, rows_at_once
-from beatrice.jaxprobe.features.subsets import (
-    FAMILIES,
-    LETTERS,
-    SUBSET_NAMES,
-    SUBSETS,
-    FamilyDims,
-)
-from beatrice.jaxprobe.fit.grid import grid_members, member_logits
-from beatrice.jaxprobe.fit.stage import EVERY_FAMILY
-from beatrice.jaxprobe.metrics import BootstrapConfig
-from beatrice.jaxprobe.model.encoder import Encoder
-from beatrice.jaxprobe.stage import (
-    chosen_layer,
-    encoder_folders,
-    grid_config,
-    run_bootstrap,
-)
+from beatrice.jaxprobe.train import EVERY_FAMILY
 from beatrice.pgir.controllers.stage import retrieval_config, retrieval_of
 from beatrice.pgir.controllers.waves import showable
 from beatrice.pgir.corpus import has_answer

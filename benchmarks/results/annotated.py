@@ -10,13 +10,13 @@ from beatrice.benchmarks.results.names import AT_EQUAL_LENGTH
 from beatrice.extract.run.files import read_json
 from beatrice.extract.run.rows import ResultRow
 from beatrice.jaxprobe.evaluation import Scored
-from beatrice.jaxprobe.features.rows import Rows
 from beatrice.jaxprobe.metrics import (
     BootstrapConfig,
     interval_of,
     resamples,
     weighted_metrics,
 )
+from beatrice.jaxprobe.rows import Rows
 
 SPLIT = "annotated"
 

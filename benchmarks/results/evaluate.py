@@ -46,20 +46,20 @@ from beatrice.extract.run.rows import ResultRow, publish, rows_file
 from beatrice.extract.run.stages import Stage
 from beatrice.extract.store.store import FeatureStore
 from beatrice.jaxprobe import checkpoint
-from beatrice.jaxprobe.calibration import Reliability, brier, ece, reliability
-from beatrice.jaxprobe.config import set_compiler
-from beatrice.jaxprobe.detector import Detector
-from beatrice.jaxprobe.evaluation import Scored, detection_rows
-from beatrice.jaxprobe.features.rows import Rows
-from beatrice.jaxprobe.features.subsets import N_SUBSETS, SUBSET_NAMES
-from beatrice.jaxprobe.fit.stage import EVERY_FAMILY
-from beatrice.jaxprobe.metrics import BootstrapConfig
-from beatrice.jaxprobe.stage import (
+from beatrice.jaxprobe.calibrate import (
     encoder_folders,
     grid_config,
     run_bootstrap,
     run_selection,
 )
+from beatrice.jaxprobe.calibration import Reliability, brier, ece, reliability
+from beatrice.jaxprobe.config import set_compiler
+from beatrice.jaxprobe.detector import Detector
+from beatrice.jaxprobe.evaluation import Scored, detection_rows
+from beatrice.jaxprobe.families import N_SUBSETS, SUBSET_NAMES
+from beatrice.jaxprobe.metrics import BootstrapConfig
+from beatrice.jaxprobe.rows import Rows
+from beatrice.jaxprobe.train import EVERY_FAMILY
 from beatrice.pgir.score_files import shown_tokens
 
 N_BINS = 10

@@ -55,15 +55,15 @@ from beatrice.extract.run.rows import (
 )
 from beatrice.extract.run.stages import Stage
 from beatrice.extract.signals.extract import extract_config
-from beatrice.jaxprobe.features.rows import read_sweep
-from beatrice.jaxprobe.features.subsets import N_SUBSETS
-from beatrice.jaxprobe.stage import (
+from beatrice.jaxprobe.calibrate import (
     chosen_layer,
     grid_config,
     open_rows,
     run_bootstrap,
     run_outputs,
 )
+from beatrice.jaxprobe.families import N_SUBSETS
+from beatrice.jaxprobe.rows import read_sweep
 from beatrice.selection.ablation import ablation_summary
 from beatrice.selection.anatomy.reach import Ranked
 from beatrice.selection.exhaustive import ranking_summary

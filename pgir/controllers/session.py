@@ -19,7 +19,7 @@ from beatrice.extract.label.labels import exact_match
 from beatrice.extract.records import Example, Setting
 from beatrice.extract.run.console import Update
 from beatrice.extract.store.store import FeatureStore
-from beatrice.jaxprobe.features.rows import Rows
+from beatrice.jaxprobe.rows import Rows
 from beatrice.pgir.controllers.loop import (
     ControllerConfig,
     Judge,

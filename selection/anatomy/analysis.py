@@ -16,8 +16,8 @@ import numpy as np
 from beatrice.extract.records import IN_DOMAIN, Answer, Example, Setting
 from beatrice.extract.run.rows import ResultRow
 from beatrice.jaxprobe.detector import HeadName, SettingHead
-from beatrice.jaxprobe.features.rows import Rows
 from beatrice.jaxprobe.metrics import BootstrapConfig, interval_of, resamples
+from beatrice.jaxprobe.rows import Rows
 from beatrice.selection.anatomy import Study
 from beatrice.selection.anatomy.encoders import Deployed
 from beatrice.selection.exhaustive import Ranking

@@ -23,7 +23,7 @@ import numpy as np
 from beatrice.extract.records import IN_DOMAIN
 from beatrice.extract.run.rows import DIFFERENCE, ResultRow
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
-from beatrice.jaxprobe.features.subsets import LETTERS
+from beatrice.jaxprobe.families import LETTERS
 from beatrice.selection.anatomy.analysis import (
     Analysis,
     AnalysisInput,

@@ -24,7 +24,7 @@ import numpy as np
 
 from beatrice.extract.records import IN_DOMAIN, Setting, stands_in_context
 from beatrice.extract.run.rows import ResultRow
-from beatrice.jaxprobe.features.rows import Rows
+from beatrice.jaxprobe.rows import Rows
 from beatrice.selection.anatomy import Study
 from beatrice.selection.anatomy.analysis import (
     Analysis,

@@ -19,38 +19,36 @@ import numpy as np
 from beatrice.extract.records import Setting
 from beatrice.extract.store.store import FeatureStore
 from beatrice.jaxprobe.config import GridConfig
-from beatrice.jaxprobe.features.families import (
-    SPAN_NAMES,
-    SPANS,
-    FamilyTokens,
-    width_groups,
-    widths_of,
-)
-from beatrice.jaxprobe.features.rows import (
-    Rows,
-    TrainingSet,
-    rows_at_once,
-    training_set,
-)
-from beatrice.jaxprobe.features.subsets import (
-    FLOATS,
-    LETTERS,
-    N_FAMILIES,
-    N_SUBSETS,
-    SUBSETS,
-    FamilyDims,
-    subset_index,
-)
-from beatrice.jaxprobe.fit.grid import is_silent, member_logits
-from beatrice.jaxprobe.kernels.masked import materialize
-from beatrice.jaxprobe.metrics import BootstrapConfig
-from beatrice.jaxprobe.model.encoder import (
+from beatrice.jaxprobe.encoder import (
     COLLECTION,
     Encoder,
     LinearPart,
     Params,
     linear_logits,
     pooled_signals,
+)
+from beatrice.jaxprobe.families import (
+    FLOATS,
+    LETTERS,
+    N_FAMILIES,
+    N_SUBSETS,
+    SPAN_NAMES,
+    SPANS,
+    SUBSETS,
+    FamilyDims,
+    FamilyTokens,
+    subset_index,
+    width_groups,
+    widths_of,
+)
+from beatrice.jaxprobe.grid import is_silent, member_logits
+from beatrice.jaxprobe.kernels.masked import materialize
+from beatrice.jaxprobe.metrics import BootstrapConfig
+from beatrice.jaxprobe.rows import (
+    Rows,
+    TrainingSet,
+    rows_at_once,
+    training_set,
 )
 
 EVERY_FAMILY = "HPRA"
@@ -214,7 +212,7 @@ class Deployed:
       store: the setting's signals.
       rows: what the rows of the store are.
       layer: entry of the resid axis that the hidden family is read from.
-      tree: weights, and what all encoders say of all rows; see `jaxprobe.fit.stage`.
+      tree: weights, and what all encoders say of all rows; see `jaxprobe.train`.
       config: how the encoders are trained.
       selected: encoders of this pass that some search has selected, by their letters.
       bootstrap: how intervals are made; its seed is that of all drawings.

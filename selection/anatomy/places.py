@@ -26,10 +26,9 @@ import numpy as np
 from beatrice.extract.records import IN_DOMAIN
 from beatrice.extract.run.rows import ResultRow
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
-from beatrice.jaxprobe.features.reading import mean_answer_states
-from beatrice.jaxprobe.features.subsets import FAMILIES, FamilyDims
-from beatrice.jaxprobe.fit.linear import Pooled
-from beatrice.jaxprobe.regression import block_scale, fit_linear
+from beatrice.jaxprobe.families import FAMILIES, FamilyDims
+from beatrice.jaxprobe.linear import Pooled, block_scale, fit_linear
+from beatrice.jaxprobe.tokens import mean_answer_states
 from beatrice.selection.anatomy.analysis import (
     Analysis,
     Ratio,
@@ -337,7 +336,7 @@ def linear_scores(
 def pooled_signals(deployed: Deployed, where: np.ndarray) -> tuple[np.ndarray, ...]:
     """Return what a linear probe reads of some rows, `[n, n_features]` a family.
 
-    The same as encoders that begin as regressions do, see `jaxprobe.model.encoder`.
+    The same as encoders that begin as regressions do, see `jaxprobe.encoder`.
     """
     labels = deployed.rows.labels[where]
     return Pooled.of(deployed.parts(where, 2), labels).families

@@ -32,10 +32,13 @@ from beatrice.extract.records import IN_DOMAIN, Setting
 from beatrice.extract.run.rows import ResultRow
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
-from beatrice.jaxprobe.features.families import FamilyTokens, widths_of
-from beatrice.jaxprobe.features.rows import Held, Rows, TrainingSet
-from beatrice.jaxprobe.features.subsets import LETTERS, SUBSET_NAMES, subset_index
-from beatrice.jaxprobe.fit.stage import train_encoders
+from beatrice.jaxprobe.families import (
+    LETTERS,
+    SUBSET_NAMES,
+    FamilyTokens,
+    subset_index,
+    widths_of,
+)
 from beatrice.jaxprobe.metrics import (
     BootstrapConfig,
     auroc,
@@ -43,6 +46,8 @@ from beatrice.jaxprobe.metrics import (
     resamples,
     weighted_metrics,
 )
+from beatrice.jaxprobe.rows import Held, Rows, TrainingSet
+from beatrice.jaxprobe.train import train_encoders
 from beatrice.selection.anatomy.analysis import (
     Analysis,
     AnalysisInput,

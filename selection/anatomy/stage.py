@@ -26,19 +26,19 @@ from beatrice.extract.run.files import from_json, sha256_tree, write_json_atomic
 from beatrice.extract.run.rows import ResultRow, publish, rows_file, write_rows
 from beatrice.extract.run.stages import Stage
 from beatrice.jaxprobe import checkpoint
-from beatrice.jaxprobe.checkpoint import Cache
-from beatrice.jaxprobe.config import set_compiler
-from beatrice.jaxprobe.detector import Detector
-from beatrice.jaxprobe.pool import reads
-from beatrice.jaxprobe.stage import (
+from beatrice.jaxprobe.calibrate import (
     chosen_layer,
     encoder_folders,
     grid_config,
     open_rows,
+    reads,
     run_bootstrap,
     run_branches,
     run_selection,
 )
+from beatrice.jaxprobe.checkpoint import Cache
+from beatrice.jaxprobe.config import set_compiler
+from beatrice.jaxprobe.detector import Detector
 from beatrice.selection.ablation import scores_without
 from beatrice.selection.anatomy import Study, combining, decisions, places, reach
 from beatrice.selection.anatomy.analysis import (

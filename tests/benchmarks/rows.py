@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from beatrice.jaxprobe.features.rows import Rows
+from beatrice.jaxprobe.rows import Rows
 
 SPLITS = ("train", "validation", "test")
 

@@ -31,7 +31,7 @@ from beatrice.extract.run.files import from_json
 from beatrice.extract.store.store import as_url
 from beatrice.extract.world.facts import WorldConfig, make_world
 from beatrice.extract.world.model import make_tokenizer
-from beatrice.jaxprobe.features.rows import read_sweep
+from beatrice.jaxprobe.rows import read_sweep
 from tests.extract.small_run import beatrice, questions
 
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")

@@ -14,7 +14,7 @@ from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.stages import run_stage
 from beatrice.extract.signals.extract import extract_stage
 from beatrice.extract.store.store import open_store, read_family
-from beatrice.jaxprobe.features.rows import rows_of
+from beatrice.jaxprobe.rows import rows_of
 from tests.extract.small_run import questions, smoke
 
 N_WORDS, D_MODEL = 50, 8

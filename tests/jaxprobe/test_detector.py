@@ -14,23 +14,25 @@ from beatrice.jaxprobe.calibrate import score_store, selected_params
 from beatrice.jaxprobe.calibration import Calibrator
 from beatrice.jaxprobe.config import EncoderConfig, FusionConfig
 from beatrice.jaxprobe.detector import Detector, EncoderBank, Provenance, SettingHead
-from beatrice.jaxprobe.features.families import (
+from beatrice.jaxprobe.encoder import Encoder, MemberOutputs
+from beatrice.jaxprobe.families import (
     SPANS,
+    SUBSETS,
     Features,
+    paper_dims,
     split_families,
     standardizer_of,
+    subset_index,
 )
-from beatrice.jaxprobe.features.reading import read_features
-from beatrice.jaxprobe.features.subsets import SUBSETS, paper_dims, subset_index
-from beatrice.jaxprobe.fit.grid import Member, Trained, member_outputs
-from beatrice.jaxprobe.model.encoder import Encoder, MemberOutputs
-from beatrice.jaxprobe.model.fusion import (
+from beatrice.jaxprobe.fusion import (
     FusionHead,
     PoolOutputs,
     apply_head,
     head_inputs,
     slots_of,
 )
+from beatrice.jaxprobe.grid import Member, Trained, member_outputs
+from beatrice.jaxprobe.tokens import read_features
 
 CONFIG = EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2)
 FUSION = FusionConfig(hidden=8, n_slots=4)

@@ -5,7 +5,6 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 from beatrice.extract.records import IN_DOMAIN, is_safe_name
 from beatrice.extract.run.rows import ResultTable
 from beatrice.jaxprobe.evaluation import Scored, detection_rows, permute_by_question
-from beatrice.jaxprobe.features.rows import Rows
 from beatrice.jaxprobe.metrics import (
     BootstrapConfig,
     auroc,
@@ -13,6 +12,7 @@ from beatrice.jaxprobe.metrics import (
     resamples,
     weighted_metrics,
 )
+from beatrice.jaxprobe.rows import Rows
 
 
 def some_rows(n=200, n_labelled=150, p_right=0.9):

@@ -10,7 +10,13 @@ from beatrice.extract.records import Example, Label
 from beatrice.extract.store.families import Family
 from beatrice.extract.store.spec import StoreSpec
 from beatrice.extract.store.store import create_store, write_range
-from beatrice.jaxprobe.calibrate import FusedHead, Grid, calibrated, score_store
+from beatrice.jaxprobe.calibrate import (
+    FusedHead,
+    Grid,
+    calibrated,
+    pool_of,
+    score_store,
+)
 from beatrice.jaxprobe.config import (
     EncoderConfig,
     FusionConfig,
@@ -18,11 +24,10 @@ from beatrice.jaxprobe.config import (
     TrainConfig,
 )
 from beatrice.jaxprobe.detector import Detector
-from beatrice.jaxprobe.features.rows import rows_of, training_set
-from beatrice.jaxprobe.fit.grid import Member
-from beatrice.jaxprobe.fit.stage import train_encoders
+from beatrice.jaxprobe.grid import Member
 from beatrice.jaxprobe.metrics import auroc
-from beatrice.jaxprobe.pool import pool_of
+from beatrice.jaxprobe.rows import rows_of, training_set
+from beatrice.jaxprobe.train import train_encoders
 from beatrice.selection.greedy import fused_probability, select
 
 N, N_SEEDS = 300, 2

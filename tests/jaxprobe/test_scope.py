@@ -4,9 +4,13 @@ import numpy as np
 import pytest
 
 from beatrice.extract.run.directory import NewRun, RunDir
+from beatrice.jaxprobe.calibrate import (
+    CALIBRATE_PRESETS,
+    CalibrateConfig,
+    settle_precision,
+)
 from beatrice.jaxprobe.detector import Detector
-from beatrice.jaxprobe.features.families import Features
-from beatrice.jaxprobe.features.subsets import paper_dims
+from beatrice.jaxprobe.families import Features, paper_dims
 from beatrice.jaxprobe.scope import (
     Scope,
     choose_threshold,
@@ -14,7 +18,6 @@ from beatrice.jaxprobe.scope import (
     scripts_of,
     share_outside,
 )
-from beatrice.jaxprobe.stage import CALIBRATE_PRESETS, CalibrateConfig, settle_precision
 from tests.jaxprobe.test_detector import made  # noqa: F401, a fixture
 
 DIMS = paper_dims(hidden=3, prob=2, resid=2, attn=1)

@@ -7,10 +7,9 @@ import numpy as np
 from beatrice.jaxprobe.calibration import fit_calibrator
 from beatrice.jaxprobe.config import EncoderConfig, FusionConfig
 from beatrice.jaxprobe.detector import Detector, EncoderBank, Provenance, SettingHead
-from beatrice.jaxprobe.features.families import FamilyTokens, Standardizer
-from beatrice.jaxprobe.features.subsets import paper_dims
-from beatrice.jaxprobe.model.encoder import Encoder
-from beatrice.jaxprobe.model.fusion import FusionHead, head_inputs
+from beatrice.jaxprobe.encoder import Encoder
+from beatrice.jaxprobe.families import FamilyTokens, Standardizer, paper_dims
+from beatrice.jaxprobe.fusion import FusionHead, head_inputs
 
 LAYER = 3
 QUESTION = "where was Skiband Rugrond born?"

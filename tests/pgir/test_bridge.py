@@ -5,7 +5,7 @@ import pytest
 
 from beatrice.extract.records import Passage
 from beatrice.jaxprobe.detector import bank_outputs
-from beatrice.jaxprobe.features.families import SPANS
+from beatrice.jaxprobe.families import SPANS
 from beatrice.pgir.bridge import ProbedBackbone, fixed_length
 from tests.pgir.small_detector import LAYER, PASSAGE, QUESTION
 

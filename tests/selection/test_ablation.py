@@ -4,19 +4,19 @@ import numpy as np
 import pytest
 
 from beatrice.extract.records import IN_DOMAIN
-from beatrice.jaxprobe.features.families import FamilyTokens
-from beatrice.jaxprobe.features.rows import Held, Rows, TrainingSet
-from beatrice.jaxprobe.features.subsets import (
+from beatrice.jaxprobe.encoder import MemberOutputs
+from beatrice.jaxprobe.families import (
     FAMILIES,
     FLOATS,
     N_SUBSETS,
     SUBSET_NAMES,
+    FamilyTokens,
     paper_dims,
     subset_index,
 )
-from beatrice.jaxprobe.fit.grid import Block, Member
-from beatrice.jaxprobe.model.encoder import MemberOutputs
-from beatrice.jaxprobe.model.fusion import pool_outputs
+from beatrice.jaxprobe.fusion import pool_outputs
+from beatrice.jaxprobe.grid import Block, Member
+from beatrice.jaxprobe.rows import Held, Rows, TrainingSet
 from beatrice.selection.ablation import (
     candidates_without,
     own_scores,

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from beatrice.extract.records import Answer, Example, Passage, stands_in_context
-from beatrice.jaxprobe.features.rows import Rows
 from beatrice.jaxprobe.metrics import BootstrapConfig
+from beatrice.jaxprobe.rows import Rows
 from beatrice.selection.anatomy.analysis import (
     Ratio,
     drawn,

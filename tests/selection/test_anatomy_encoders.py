@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from beatrice.jaxprobe.config import EncoderConfig
-from beatrice.jaxprobe.features.families import FamilyTokens
-from beatrice.jaxprobe.features.subsets import SUBSETS, paper_dims, subset_index
-from beatrice.jaxprobe.fit.grid import apply_member, member_logits
-from beatrice.jaxprobe.model.encoder import Encoder, LinearPart
+from beatrice.jaxprobe.encoder import Encoder, LinearPart
+from beatrice.jaxprobe.families import SUBSETS, FamilyTokens, paper_dims, subset_index
+from beatrice.jaxprobe.grid import apply_member, member_logits
 from beatrice.selection.anatomy.encoders import (
     TOLERANCE,
     attributed,

@@ -3,12 +3,12 @@ import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
 
+from beatrice.jaxprobe.calibrate import pool_of
 from beatrice.jaxprobe.config import FusionConfig, SelectConfig, TrainConfig
-from beatrice.jaxprobe.features.rows import Rows
-from beatrice.jaxprobe.fit.heads import train_heads
-from beatrice.jaxprobe.model.encoder import MemberOutputs
-from beatrice.jaxprobe.model.fusion import PoolOutputs, head_inputs
-from beatrice.jaxprobe.pool import pool_of
+from beatrice.jaxprobe.encoder import MemberOutputs
+from beatrice.jaxprobe.fusion import PoolOutputs, head_inputs
+from beatrice.jaxprobe.heads import train_heads
+from beatrice.jaxprobe.rows import Rows
 from beatrice.selection.greedy import (
     GreedyConfig,
     fused_probability,

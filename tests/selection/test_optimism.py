@@ -3,12 +3,12 @@
 import jax.numpy as jnp
 import numpy as np
 
+from beatrice.jaxprobe.calibrate import Pool
 from beatrice.jaxprobe.config import FusionConfig, SelectConfig, TrainConfig
-from beatrice.jaxprobe.features.rows import Rows
-from beatrice.jaxprobe.features.subsets import N_SUBSETS
-from beatrice.jaxprobe.model.encoder import MemberOutputs
-from beatrice.jaxprobe.model.fusion import pool_outputs
-from beatrice.jaxprobe.pool import Pool
+from beatrice.jaxprobe.encoder import MemberOutputs
+from beatrice.jaxprobe.families import N_SUBSETS
+from beatrice.jaxprobe.fusion import pool_outputs
+from beatrice.jaxprobe.rows import Rows
 from beatrice.selection.stage import gaps, halves, searched_on
 
 CONFIG = SelectConfig(

@@ -4,7 +4,7 @@ import pytest
 from beatrice.extract.store.families import Family
 from beatrice.extract.store.spec import StoreSpec
 from beatrice.extract.store.store import create_store, write_range
-from beatrice.jaxprobe.features.rows import Rows
+from beatrice.jaxprobe.rows import Rows
 from beatrice.selection.sweep import (
     SweepConfig,
     SweepSection,

@@ -13,10 +13,10 @@ from beatrice.benchmarks.baselines.detector import DetectorInput, DetectorOutput
 from beatrice.benchmarks.baselines.plain import chosen_row
 from beatrice.extract.run.rows import ResultRow
 from beatrice.extract.store.store import FeatureStore, read_family
-from beatrice.jaxprobe.features.families import ANSWER
-from beatrice.jaxprobe.features.rows import Rows
+from beatrice.jaxprobe.families import ANSWER
+from beatrice.jaxprobe.linear import both_classes
 from beatrice.jaxprobe.metrics import auroc
-from beatrice.jaxprobe.regression import both_classes
+from beatrice.jaxprobe.rows import Rows
 
 
 def reading(inputs: DetectorInput, name: str, n_axes: int) -> np.ndarray:

@@ -18,7 +18,7 @@ from beatrice.benchmarks.baselines.detectors.choice import (
     reading,
     scores_where_defined,
 )
-from beatrice.jaxprobe.features.rows import Rows
+from beatrice.jaxprobe.rows import Rows
 
 
 def p_true(inputs: DetectorInput) -> DetectorOutput:

@@ -22,9 +22,9 @@ from beatrice.benchmarks.baselines.detector import (
     DetectorOutput,
 )
 from beatrice.benchmarks.baselines.plain import chosen_row
-from beatrice.jaxprobe.features.rows import Rows
+from beatrice.jaxprobe.linear import both_classes
 from beatrice.jaxprobe.metrics import auroc
-from beatrice.jaxprobe.regression import both_classes
+from beatrice.jaxprobe.rows import Rows
 
 _N_GROUPS = 8
 _N_HEADS = 4

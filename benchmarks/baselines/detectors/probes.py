@@ -25,8 +25,8 @@ from beatrice.benchmarks.baselines.detectors.choice import (
 )
 from beatrice.benchmarks.baselines.plain import chosen_row, scores_of, standardise
 from beatrice.extract.store.store import FeatureStore
-from beatrice.jaxprobe.features.reading import mean_answer_states
-from beatrice.jaxprobe.features.rows import Rows
+from beatrice.jaxprobe.rows import Rows
+from beatrice.jaxprobe.tokens import mean_answer_states
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

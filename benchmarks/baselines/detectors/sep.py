@@ -25,7 +25,7 @@ from beatrice.benchmarks.baselines.detectors.clustering import (
 )
 from beatrice.benchmarks.baselines.detectors.entropy import discrete_entropies
 from beatrice.benchmarks.baselines.plain import chosen_row
-from beatrice.jaxprobe.features.rows import Rows
+from beatrice.jaxprobe.rows import Rows
 
 FEWEST_LAYERS = 5  # of a range, as in the code
 

@@ -23,9 +23,9 @@ from beatrice.benchmarks.baselines.detector import (
     DetectorOutput,
 )
 from beatrice.benchmarks.baselines.plain import chosen_row, word_pairs
-from beatrice.jaxprobe.features.rows import Rows
+from beatrice.jaxprobe.linear import both_classes, fit_linear
 from beatrice.jaxprobe.metrics import auroc
-from beatrice.jaxprobe.regression import both_classes, fit_linear
+from beatrice.jaxprobe.rows import Rows
 
 
 def _tfidf(texts: Sequence[str], rows: Rows) -> csr_matrix:

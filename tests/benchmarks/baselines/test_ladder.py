@@ -28,7 +28,7 @@ from beatrice.benchmarks.baselines.detectors.text_models import (
 )
 from beatrice.extract.generate.requests import PromptConfig
 from beatrice.extract.records import Answer, Example, Passage
-from beatrice.jaxprobe.regression import INVERSE_PENALTIES
+from beatrice.jaxprobe.linear import INVERSE_PENALTIES
 from tests.benchmarks.baselines.test_trained import (
     chosen,
     measured,

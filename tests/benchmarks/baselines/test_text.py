@@ -5,7 +5,7 @@ from sklearn.metrics import roc_auc_score
 
 from beatrice.benchmarks.baselines import plain
 from beatrice.benchmarks.baselines.plain import joined_text, perplexity_score
-from beatrice.jaxprobe.regression import INVERSE_PENALTIES
+from beatrice.jaxprobe.linear import INVERSE_PENALTIES
 
 
 def planted(n, seed):

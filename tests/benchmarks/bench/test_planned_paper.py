@@ -19,8 +19,7 @@ from beatrice.benchmarks.bench.plan import (
     read_module,
     work_of,
 )
-from beatrice.jaxprobe.fit.memory import Plan, choose, compiled_step
-from beatrice.jaxprobe.fit.work import Workload, step_flops
+from beatrice.jaxprobe.memory import Plan, Workload, choose, compiled_step, step_flops
 
 GIB = 1 << 30
 

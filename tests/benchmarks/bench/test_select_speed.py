@@ -14,7 +14,7 @@ from beatrice.benchmarks.bench.select import (
     rows_of_set,
 )
 from beatrice.jaxprobe.config import FusionConfig, TrainConfig
-from beatrice.jaxprobe.model.fusion import head_inputs
+from beatrice.jaxprobe.fusion import head_inputs
 from beatrice.selection.greedy import fit_sets
 
 SMALL = SelectConfig(

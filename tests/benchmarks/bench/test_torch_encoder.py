@@ -16,10 +16,15 @@ from beatrice.benchmarks.bench.torch_encoder import (
     weights_of,
 )
 from beatrice.jaxprobe.config import EncoderConfig
-from beatrice.jaxprobe.features.families import Standardizer, split_families
-from beatrice.jaxprobe.features.subsets import SUBSETS, paper_dims, subset_index
-from beatrice.jaxprobe.fit.work import Workload, families_of
-from beatrice.jaxprobe.model.encoder import Encoder
+from beatrice.jaxprobe.encoder import Encoder
+from beatrice.jaxprobe.families import (
+    SUBSETS,
+    Standardizer,
+    paper_dims,
+    split_families,
+    subset_index,
+)
+from beatrice.jaxprobe.memory import Workload, families_of
 
 SPANS = ((0, 5), (3, 7), (1, 4))  # the first one is empty for some examples
 WORK = Workload(

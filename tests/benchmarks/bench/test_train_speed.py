@@ -20,8 +20,8 @@ from beatrice.benchmarks.bench.train import (
     train_torch,
 )
 from beatrice.jaxprobe.config import EncoderConfig
-from beatrice.jaxprobe.features.subsets import paper_dims, subset_index
-from beatrice.jaxprobe.fit.work import (
+from beatrice.jaxprobe.families import paper_dims, subset_index
+from beatrice.jaxprobe.memory import (
     Workload,
     in_parts,
     step_flops,

@@ -1,0 +1,299 @@
+"""A combination encoder: some of the signal families in, one logit out.
+
+Paper, section 3.3 and appendix B. One module serves all fifteen subsets: a
+`[n_families]` mask says which families are read, and weights start with the scale that
+an encoder of those families alone would have.
+
+An encoder may have a linear part, a regression on pooled signals: of the answer span
+the mean, the least and the largest value of each channel, of every other span the mean.
+It lies in a collection of its own beside the network's weights, so that no training
+step touches it.
+
+Modules here take a batch of examples, not one, and have it innermost; see
+`jaxprobe.kernels.masked` for the reason.
+"""
+
+import itertools
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from beatrice.jaxprobe.config import EncoderConfig, MatmulDtype
+from beatrice.jaxprobe.families import FamilyDims, FamilyTokens
+from beatrice.jaxprobe.kernels.masked import (
+    N_TAPS,
+    channel_product,
+    masked_group_norm,
+    masked_pool,
+    materialize,
+    token_convolution,
+)
+from beatrice.jaxprobe.kernels.projection import Draw, project
+from beatrice.jaxprobe.kernels.random import dropout
+from beatrice.jaxprobe.kernels.stored import values_of
+
+COLLECTION = "linear"
+
+
+class LinearPart(NamedTuple):
+    """Weights on pooled signals.
+
+    Attributes:
+      kernels: per family `[n_parts * d_family]` float32; zero where it is not read.
+      bias: scalar float32.
+    """
+
+    kernels: tuple[Any, ...]
+    bias: Any
+
+    @classmethod
+    def of(cls, collection: Mapping[str, Any]) -> "LinearPart":
+        """Return what `variables` laid down."""
+        n_families = len(collection) - 1
+        kernels = (collection[f"kernel_{f}"] for f in range(n_families))
+        return cls(tuple(kernels), collection["bias"])
+
+    def variables(self) -> dict[str, Any]:
+        """Return the part as a collection of an encoder's variables."""
+        named = {f"kernel_{f}": kernel for f, kernel in enumerate(self.kernels)}
+        return {COLLECTION: {**named, "bias": self.bias}}
+
+
+def pooled_signals(features: FamilyTokens) -> tuple[jax.Array, ...]:
+    """Pool every family over the spans.
+
+    Args:
+      features: standardised signals, families apart; the answer is the last span.
+
+    Returns:
+      Per family `[n_parts * d_family, n_examples]`: mean, least and largest of the
+      answer, then the mean of each other span; zeros where a span is empty.
+    """
+    return tuple(_pooled(values_of(family), features) for family in features.tokens)
+
+
+def _pooled(tokens: jax.Array, features: FamilyTokens) -> jax.Array:
+    means, extremes = [], []
+    for mask, at in zip(features.masks, features.span_slices, strict=True):
+        own, is_real = tokens[at], mask[..., None]
+        count = jnp.maximum(mask.sum(axis=0, dtype=own.dtype), 1.0)[:, None]
+        means.append(jnp.where(is_real, own, 0.0).sum(axis=0) / count)
+    own, is_real = tokens[features.span_slices[-1]], features.masks[-1][..., None]
+    is_empty = ~features.masks[-1].any(axis=0)[:, None]
+    for sign in (-1.0, 1.0):
+        most = jnp.where(is_real, sign * own, -jnp.inf).max(axis=0, initial=-jnp.inf)
+        extremes.append(jnp.where(is_empty, 0.0, sign * most))
+    return jnp.concatenate([means[-1], *extremes, *means[:-1]], axis=1).T
+
+
+def linear_logits(part: LinearPart, pooled: tuple[jax.Array, ...]) -> jax.Array:
+    """Return the logits of pooled signals, `[n_examples]`."""
+    products = (k @ x for k, x in zip(part.kernels, pooled, strict=True))
+    return sum(products, start=jnp.asarray(part.bias))
+
+
+Params = Any
+
+
+class MemberOutputs(NamedTuple):
+    """What trained encoders say of some examples.
+
+    Attributes:
+      logits: `[n_members, n_examples]` float32.
+      pooled: `[n_members, n_examples, 2 * hidden]` float32.
+    """
+
+    logits: Any
+    pooled: Any
+
+
+# Of weights `[d_out, ..., d_in]`: standard deviation `1 / sqrt(fan-in)`.
+fan_in_normal = nn.initializers.variance_scaling(
+    1.0, "fan_in", "normal", in_axis=-1, out_axis=0
+)
+
+
+def entry_init(key: jax.Array, config: EncoderConfig, family_mask: jax.Array):
+    """Draw the same for `[hidden, n_families * projection]`; zero if not read.
+
+    The fan-in counts the families that are read, so that a masked member starts as an
+    encoder of those families alone would.
+    """
+    read = jnp.repeat(family_mask.astype(jnp.float32), config.projection)
+    deviation = read * jax.lax.rsqrt(jnp.maximum(read.sum(), 1.0))
+    return jax.random.normal(key, (config.hidden, len(read))) * deviation[None]
+
+
+class ChannelMap(nn.Module):
+    """Affine map of the channels, `[d_in, n_examples]` to `features` of them."""
+
+    features: int
+    matmul_dtype: MatmulDtype
+    kernel_init: nn.initializers.Initializer = fan_in_normal
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map every example's vector."""
+        shape = (self.features, x.shape[0])
+        kernel = self.param("kernel", self.kernel_init, shape)
+        bias = self.param("bias", nn.initializers.zeros, (self.features,))
+        return channel_product(kernel, x, self.matmul_dtype) + bias[:, None]
+
+
+class MaskedConv(nn.Module):
+    """Convolution of kernel size 3 over tokens."""
+
+    features: int
+    matmul_dtype: MatmulDtype
+
+    @nn.compact
+    def __call__(self, x: jax.Array, flag: jax.Array) -> jax.Array:
+        """Map `[d_in, n_span_tokens, n_examples]`, zero on padding, to `features`."""
+        shape = (self.features, N_TAPS, x.shape[0])
+        kernel = self.param("kernel", fan_in_normal, shape)
+        bias = self.param("bias", nn.initializers.zeros, (self.features,))
+        y = token_convolution(x, kernel, flag, self.matmul_dtype)
+        return y + bias[:, None, None]
+
+
+class MaskedGroupNorm(nn.Module):
+    """Learned scale and bias around `masked_group_norm`."""
+
+    n_groups: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+        """Normalise `[d, n_span_tokens, n_examples]` under `mask`."""
+        scale = self.param("scale", nn.initializers.ones, (x.shape[0],))
+        bias = self.param("bias", nn.initializers.zeros, (x.shape[0],))
+        return masked_group_norm(x, mask, self.n_groups, scale, bias)
+
+
+class SpanCNN(nn.Module):
+    """Width-1 convolution, then residual blocks, then pooling, for one span."""
+
+    config: EncoderConfig
+    span: int
+
+    @nn.compact
+    def __call__(
+        self,
+        projected: jax.Array,
+        mask: jax.Array,
+        family_mask: jax.Array,
+        key: jax.Array | None,
+    ) -> jax.Array:
+        """Encode one span.
+
+        Args:
+          projected: `[n_families * projection, n_span_tokens, n_examples]`.
+          mask: `[n_span_tokens, n_examples]` bool.
+          family_mask: `[n_families]` bool.
+          key: seed of the dropout; None outside training.
+
+        Returns:
+          `[2 * hidden, n_examples]`.
+        """
+        cfg = self.config
+        flag = family_mask.any()
+        real = materialize(mask.astype(jnp.float32), flag)
+        kernel = self.param("entry_kernel", entry_init, cfg, family_mask)
+        bias = self.param("entry_bias", nn.initializers.zeros, (cfg.hidden,))
+        x = channel_product(kernel, projected, cfg.matmul_dtype)
+        x = (x + bias[:, None, None]) * real[None]
+        conv = partial(MaskedConv, cfg.hidden, cfg.matmul_dtype)
+        for block in range(cfg.n_blocks):
+            stream = self.span * cfg.n_blocks + block
+            y = conv(name=f"conv_{block}_0")(x, flag) * real[None]
+            y = MaskedGroupNorm(cfg.n_groups, name=f"norm_{block}_0")(y, real)
+            y = dropout(nn.gelu(y), cfg.dropout, key, stream)
+            y = conv(name=f"conv_{block}_1")(y, flag) * real[None]
+            y = MaskedGroupNorm(cfg.n_groups, name=f"norm_{block}_1")(y, real)
+            x = nn.gelu(x + y)
+        return masked_pool(x, real)
+
+
+class Encoder(nn.Module):
+    """All spans to one logit and one pooled vector (paper, appendix B)."""
+
+    config: EncoderConfig
+    dims: FamilyDims
+
+    @nn.compact
+    def __call__(
+        self,
+        features: FamilyTokens,
+        family_mask: jax.Array,
+        draw: Draw | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Score answers.
+
+        Args:
+          features: standardised signals, families apart.
+          family_mask: `[n_families]` bool, the subset that is read.
+          draw: a batch of training, whose rows alone are scored; None for all examples
+            without noise and dropout.
+
+        Returns:
+          logits `[n_examples]`, of the network and of a linear part if the variables
+          hold one, and pooled vectors `[n_examples, 2 * hidden]`: those of the answer
+          span, which carries nearly all of the signal (paper, appendix D).
+        """
+        if draw is None:
+            masks, dropout_key = features.masks, None
+        else:
+            masks = tuple(jnp.take(mask, draw.rows, axis=1) for mask in features.masks)
+            dropout_key = draw.dropout
+        rows = self._projected(features, jnp.concatenate(masks), family_mask, draw)
+        vectors = []
+        for span, mask in enumerate(masks):
+            cnn = SpanCNN(self.config, span, name=f"span_{span}")
+            tokens = rows[:, features.span_slices[span]]
+            vectors.append(cnn(tokens, mask, family_mask, dropout_key))
+        pairs = itertools.combinations(vectors, 2)
+        x = jnp.concatenate([*vectors, *(a - b for a, b in pairs)])
+        matmul_dtype = self.config.matmul_dtype
+        x = ChannelMap(self.config.hidden, matmul_dtype, name="mlp_in")(x)
+        norm = nn.LayerNorm(reduction_axes=0, feature_axes=0, name="mlp_norm")
+        # What comes after a linear part starts as nothing.
+        is_zero = self.config.is_linear_first
+        start = nn.initializers.zeros if is_zero else fan_in_normal
+        out = ChannelMap(1, matmul_dtype, start, name="mlp_out")
+        logits = out(nn.gelu(norm(x)))[0]
+        if self.has_variable(COLLECTION, "bias"):
+            part = LinearPart.of(self.variables[COLLECTION])
+            logits += linear_logits(part, pooled_signals(features))
+        return logits, vectors[-1].T
+
+    def _projected(self, features, real, family_mask, draw):
+        """All families, `[n_families * projection, n_tokens, n_examples]`."""
+        cfg = self.config
+        weights = [
+            self.param(f"projection_{f}", fan_in_normal, (cfg.projection, size))
+            for f, size in enumerate(self.dims.sizes)
+        ]
+        shape = (self.dims.n_families, cfg.projection)
+        biases = self.param("projection_bias", nn.initializers.zeros, shape)
+        bias = (biases * family_mask.astype(jnp.float32)[:, None]).reshape(-1)
+        families = [
+            project(
+                weights[f],
+                tokens,
+                real,
+                family_mask[f],
+                draw,
+                deviation=cfg.input_noise,
+                stream=f,
+                matmul_dtype=cfg.matmul_dtype,
+            )
+            for f, tokens in enumerate(features.tokens)
+        ]
+        for f in self.dims.of_answers:
+            # The other spans' signals are zero at evaluation: no noise in training.
+            n_before = features.span_slices[-1].start
+            families[f] = families[f].at[:, :n_before].set(0.0)
+        return jnp.concatenate(families) + bias[:, None, None]

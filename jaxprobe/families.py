@@ -1,0 +1,547 @@
+"""Families of signals, their subsets, and a batch of their tokens.
+
+Subset number k reads family f exactly when bit f of k + 1 is set, whatever the number
+of families. So the order is that of a binary counter with the first family as its
+lowest bit. For the paper's four families: H, P, HP, R, HR, PR, HPR, A, HA, PA, HPA, RA,
+HRA, PRA, HPRA.
+
+An example is two spans closed-book (question, answer) and three with context
+(context, question, answer); the answer is always the last one. Every span is padded to
+its own length, and a mask says which positions are real. At each position the families
+lie side by side in one vector, in the order of `FamilyDims`. A span that is left out is
+made empty in every example, and an empty span pools to zeros: no shape changes, so that
+every choice of spans trains in the executable of the full grid.
+
+The order of axes changes four times between the store and a fusion head:
+
+| array                     | axes                                  | why              |
+| ------------------------- | ------------------------------------- | ---------------- |
+| rows of a stored family   | n_tokens_total, channels              | ragged           |
+| `Features.tokens`         | n_examples, n_span_tokens, d_total    | padded spans     |
+| `FamilyTokens.tokens`     | n_tokens, n_examples, d_family        | one gather each  |
+| activations of an encoder | d, n_span_tokens, n_examples          | `kernels.masked` |
+| `MemberOutputs.pooled`    | n_members, n_examples, d_pooled       | rows of the disk |
+| `PoolOutputs.outputs`     | n_seeds, n_pool, d_output, n_examples | batches: slices  |
+"""
+
+import dataclasses
+import functools
+import string
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from beatrice.extract.records import Setting
+from beatrice.extract.store.families import Dtype, Spans
+from beatrice.jaxprobe.kernels.stored import StoredTokens, moved
+
+MOST_FAMILIES = 8  # 255 encoders a seed
+
+
+@functools.lru_cache
+def subset_masks(n_families: int) -> np.ndarray:
+    """Return `[n_subsets, n_families]` bool, True where a subset reads a family."""
+    numbers = np.arange(1, 2**n_families)
+    return ((numbers[:, None] >> np.arange(n_families)[None, :]) & 1).astype(bool)
+
+
+def letters_of(names: Sequence[str]) -> str:
+    """Return one letter a family, which names of subsets are made of.
+
+    They are the initials as capitals, such as "HPRA" of the paper's families; where
+    these are not distinct letters, A, B, C and so on.
+    """
+    initials = "".join(name[:1].upper() for name in names)
+    is_clear = set(initials) <= set(string.ascii_uppercase)
+    if is_clear and len(set(initials)) == len(names):
+        return initials
+    return string.ascii_uppercase[: len(names)]
+
+
+FAMILIES = ("hidden", "prob", "resid", "attn")  # the paper's
+N_FAMILIES, LETTERS = len(FAMILIES), letters_of(FAMILIES)
+SUBSETS = subset_masks(N_FAMILIES)
+N_SUBSETS = len(SUBSETS)
+FLOATS: tuple[Dtype, ...] = ("float32",) * N_FAMILIES  # their types, widened
+
+
+def subset_name(family_mask: Iterable[bool], letters: str = LETTERS) -> str:
+    """Name a subset by its letters, as in "HPA"."""
+    return "".join(
+        letter for letter, on in zip(letters, family_mask, strict=True) if on
+    )
+
+
+SUBSET_NAMES: tuple[str, ...] = tuple(subset_name(row) for row in SUBSETS)
+
+
+def subset_index(name: str, letters: str = LETTERS) -> int:
+    """Return the number of a subset given its letters in any order.
+
+    Raises:
+      ValueError: if a letter is unknown, repeated, or there is none.
+    """
+    if not name or len(set(name)) != len(name) or not set(name) <= set(letters):
+        raise ValueError(
+            f"unknown subset {name!r}: expected distinct ones of {letters}"
+        )
+    return sum(1 << letters.index(letter) for letter in name) - 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FamilyDims:
+    """Families and their channels, in the order in which they lie in a token's vector.
+
+    Attributes:
+      names: of the families.
+      sizes: channels of each.
+      spans: of which each has signals: all, or the answer alone. Empty is all.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    spans: tuple[Spans, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check that the families are distinct, and that each has one of everything."""
+        spans = self.spans or ("all",) * len(self.names)
+        object.__setattr__(self, "spans", tuple(spans))
+        n = len(self.names)
+        if not 1 <= n <= MOST_FAMILIES or len(set(self.names)) != n:
+            raise ValueError(
+                f"expected 1 to {MOST_FAMILIES} families of distinct names, got "
+                f"{', '.join(self.names) or 'none'}"
+            )
+        if len(self.sizes) != n or len(self.spans) != n:
+            raise ValueError(
+                f"{n} families have {len(self.sizes)} sizes and {len(self.spans)} "
+                "choices of spans; give one of each a family"
+            )
+
+    @property
+    def n_families(self) -> int:
+        """How many families there are."""
+        return len(self.names)
+
+    @property
+    def n_subsets(self) -> int:
+        """How many encoders a seed has."""
+        return 2**self.n_families - 1
+
+    @property
+    def letters(self) -> str:
+        """One letter a family, see `letters_of`."""
+        return letters_of(self.names)
+
+    @property
+    def subset_masks(self) -> np.ndarray:
+        """`[n_subsets, n_families]` bool."""
+        return subset_masks(self.n_families)
+
+    @property
+    def subset_names(self) -> tuple[str, ...]:
+        """Names of all subsets, as in "HPA", in order."""
+        return tuple(subset_name(row, self.letters) for row in self.subset_masks)
+
+    def subset_index(self, name: str) -> int:
+        """Return the number of a subset given its letters in any order."""
+        return subset_index(name, self.letters)
+
+    @property
+    def total(self) -> int:
+        """Channels of a whole token vector, `d_total`."""
+        return sum(self.sizes)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Where each family lies within `d_total`."""
+        stops = np.cumsum(self.sizes).tolist()
+        return tuple(
+            slice(stop - size, stop)
+            for stop, size in zip(stops, self.sizes, strict=True)
+        )
+
+    @property
+    def of_answers(self) -> tuple[int, ...]:
+        """The families that have signals of the answer span alone, by place."""
+        return tuple(f for f, spans in enumerate(self.spans) if spans == "answer")
+
+
+def paper_dims(hidden_spans: Spans = "all", **sizes: int) -> FamilyDims:
+    """Return the paper's four families.
+
+    Args:
+      hidden_spans: spans whose hidden states are read.
+      **sizes: channels of `hidden`, `prob`, `resid` and `attn`.
+    """
+    ordered = tuple(sizes[name] for name in FAMILIES)
+    spans: tuple[Any, ...] = (hidden_spans, *["all"] * (N_FAMILIES - 1))
+    return FamilyDims(names=FAMILIES, sizes=ordered, spans=spans)
+
+
+SPAN_NAMES = ("context", "question", "answer")  # as they are stored
+ANSWER = 2
+SPANS: dict[Setting, tuple[int, ...]] = {
+    "closed_book": (1, 2),
+    "with_context": (0, 1, 2),
+}
+
+
+class Features(NamedTuple):
+    """Signals of `n_examples` answers, one entry per span.
+
+    Attributes:
+      tokens: per span `[n_examples, n_span_tokens, d_total]` float32.
+      masks: per span `[n_examples, n_span_tokens]` bool, True on real tokens. A span
+        may be empty (all False) for some examples.
+    """
+
+    tokens: tuple[Any, ...]
+    masks: tuple[Any, ...]
+
+    @property
+    def n_examples(self) -> int:
+        """How many answers there are."""
+        return self.masks[0].shape[0]
+
+    @property
+    def n_spans(self) -> int:
+        """Two closed-book, three with context; one where answers stand alone."""
+        return len(self.masks)
+
+    def take(self, rows: np.ndarray | slice) -> "Features":
+        """Select examples by index, slice or boolean mask."""
+        return Features(
+            tuple(tokens[rows] for tokens in self.tokens),
+            tuple(mask[rows] for mask in self.masks),
+        )
+
+
+class FamilyTokens(NamedTuple):
+    """The same signals with the families apart, as the encoders read them.
+
+    The spans lie one after another, so that a family is gathered and projected in one
+    piece; tokens come before examples (see `jaxprobe.kernels.masked` for the reason).
+
+    Attributes:
+      tokens: per family `[n_tokens, n_examples, d_family]`, where `n_tokens` is the sum
+        of the spans' widths: float32, standardised, or as they are stored.
+      masks: per span `[n_span_tokens, n_examples]` bool.
+    """
+
+    tokens: tuple[Any, ...]
+    masks: tuple[Any, ...]
+
+    @property
+    def n_examples(self) -> int:
+        """How many answers there are."""
+        return self.masks[0].shape[1]
+
+    @property
+    def span_slices(self) -> tuple[slice, ...]:
+        """Where each span lies among the `n_tokens` positions."""
+        stops = np.cumsum([mask.shape[0] for mask in self.masks]).tolist()
+        return tuple(
+            slice(stop - mask.shape[0], stop)
+            for stop, mask in zip(stops, self.masks, strict=True)
+        )
+
+    def of_examples(
+        self, change: Callable[..., Any], *others: "FamilyTokens"
+    ) -> "FamilyTokens":
+        """Change all arrays, whose axis 1 is that of examples, along with others'."""
+
+        def one(x: Any, *rest: Any) -> Any:
+            if isinstance(x, StoredTokens):
+                return x.of_examples(change, *rest)
+            return change(x, *rest)
+
+        tokens = map(one, self.tokens, *(other.tokens for other in others))
+        masks = map(change, self.masks, *(other.masks for other in others))
+        return FamilyTokens(tuple(tokens), tuple(masks))
+
+    def take(self, rows: jax.Array) -> "FamilyTokens":
+        """Select examples by index, `[n_rows]`."""
+        take = partial(jnp.take, indices=rows, axis=1)
+        return self.of_examples(partial(moved, take))
+
+
+class Standardizer(NamedTuple):
+    """Per-channel affine map, fitted on the training tokens of all spans.
+
+    Attributes:
+      mean: `[d_total]` float32.
+      std: `[d_total]` float32; 1 where the channel was constant.
+    """
+
+    mean: Any
+    std: Any
+
+
+def check_features(features: Features, dims: FamilyDims) -> None:
+    """Raise `ValueError` where spans, masks and widths do not fit together."""
+    if not 1 <= features.n_spans <= 3 or len(features.tokens) != features.n_spans:
+        raise ValueError(
+            f"expected 2 spans (closed-book) or 3 (with context), each with a mask; "
+            f"got {len(features.tokens)} spans and {features.n_spans} masks"
+        )
+    for tokens, mask in zip(features.tokens, features.masks, strict=True):
+        if tuple(tokens.shape) != (*mask.shape, dims.total):
+            raise ValueError(
+                f"span tokens have shape {tuple(tokens.shape)}, expected "
+                f"{(*mask.shape, dims.total)} from the mask and {dims}"
+            )
+
+
+def standardizer_of(parts: Iterable[Features]) -> Standardizer:
+    """Fit mean and deviation of every channel over the real tokens, in one pass.
+
+    Raises:
+      ValueError: no token is real.
+    """
+    # Here, since it takes a second to load, and most stages only look at rows.
+    from sklearn.preprocessing import StandardScaler
+
+    scaler = StandardScaler()
+    for features in parts:
+        spans = zip(features.tokens, features.masks, strict=True)
+        rows = np.concatenate([np.asarray(x)[np.asarray(mask)] for x, mask in spans])
+        if len(rows):
+            # Double precision: channels vary a hundredth of their mean, or less.
+            scaler.partial_fit(rows.astype(np.float64))
+    if not hasattr(scaler, "mean_"):
+        raise ValueError("cannot standardise: no span has a real token")
+    mean, std = scaler.mean_, np.sqrt(scaler.var_)
+    std = np.where(std <= 1e-6 * np.maximum(1.0, np.abs(mean)), 1.0, std)
+    return Standardizer(mean.astype(np.float32), std.astype(np.float32))
+
+
+def standardize_span(
+    tokens: jax.Array, mask: jax.Array, standardizer: Standardizer
+) -> jax.Array:
+    """Standardise one span of one example; padding rows become exactly zero.
+
+    Args:
+      tokens: `[n_span_tokens, d_total]`.
+      mask: `[n_span_tokens]` bool.
+      standardizer: fitted on training tokens.
+
+    Returns:
+      `[n_span_tokens, d_total]` float32.
+    """
+    mean, std = jnp.asarray(standardizer.mean), jnp.asarray(standardizer.std)
+    # The compiler divides by what many rows share in this way; so does NumPy elsewhere.
+    scaled = (tokens.astype(jnp.float32) - mean[None, :]) * (1.0 / std)[None, :]
+    return jnp.where(mask[:, None], scaled, 0.0)
+
+
+@partial(jax.jit, static_argnames="dims")
+def split_families(
+    features: Features, dims: FamilyDims, standardizer: Standardizer
+) -> FamilyTokens:
+    """Standardise and lay the families apart, one contiguous array for each.
+
+    Apart, an encoder that does not read a family neither gathers nor multiplies it.
+    Signals of a span that is not read are exactly zero, whatever was given: a store
+    that kept the answer span alone and a live pass, which has them all, come to the
+    same. No further mask is needed, since a span either has them in every example
+    or in none, and each span has a convolution of its own: zeros there tell nothing.
+    """
+    standardized = jax.vmap(standardize_span, in_axes=(0, 0, None))
+    spans = []
+    for span, mask in zip(features.tokens, features.masks, strict=True):
+        values = standardized(span, mask, standardizer)
+        for f in dims.of_answers if len(spans) < features.n_spans - 1 else ():
+            values = values.at[..., dims.slices[f]].set(0.0)
+        spans.append(values.transpose(1, 0, 2))
+    tokens = jnp.concatenate(spans)
+    return FamilyTokens(
+        tuple(tokens[..., s] for s in dims.slices),
+        tuple(jnp.asarray(mask).T for mask in features.masks),
+    )
+
+
+def keep_spans(features: FamilyTokens, span_mask: np.ndarray) -> FamilyTokens:
+    """Leave out whole spans.
+
+    Args:
+      features: families apart.
+      span_mask: `[n_spans]` bool, True where the span is read. Two spans closed-book
+        (question, answer), three with context (context, question, answer).
+
+    Returns:
+      The same tokens; the masks of spans that are left out are all False.
+
+    Raises:
+      ValueError: not one flag for each span, or no span is left.
+    """
+    span_mask = np.asarray(span_mask)
+    if span_mask.dtype != bool or span_mask.shape != (len(features.masks),):
+        raise ValueError(
+            f"expected one boolean for each of {len(features.masks)} spans, got "
+            f"{span_mask.dtype} {span_mask.shape}"
+        )
+    if not span_mask.any():
+        raise ValueError("every span is left out: nothing remains to be read")
+    masks = tuple(
+        mask if kept else jnp.zeros_like(mask)
+        for mask, kept in zip(features.masks, span_mask, strict=True)
+    )
+    return FamilyTokens(features.tokens, masks)
+
+
+def zero_span(features: FamilyTokens, span: int) -> FamilyTokens:
+    """Set one span's signals to zero; unlike `keep_spans` its tokens stay."""
+    at = features.span_slices[span]
+
+    def one(x: Any) -> Any:
+        if not isinstance(x, StoredTokens):
+            return jnp.asarray(x).at[at].set(0.0)
+        kept = jnp.ones(x.shape[0], bool) if x.is_kept is None else x.is_kept
+        return x._replace(is_kept=kept.at[at].set(False))
+
+    return FamilyTokens(tuple(map(one, features.tokens)), features.masks)
+
+
+def all_but(span: int, n_spans: int) -> np.ndarray:
+    """Return the mask that leaves out one span, `[n_spans]` bool."""
+    return np.arange(n_spans) != span
+
+
+def pad_span(
+    rows: np.ndarray, starts: np.ndarray, spans: np.ndarray, n_tokens: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Cut one span out of ragged rows and pad it on the right with zeros.
+
+    Args:
+      rows: `[n_rows, d_total]`.
+      starts: `[n_examples]`, the row of each example's token 0, or where it would be.
+      spans: `[n_examples, 2]`, `[start, stop)` inside the example.
+      n_tokens: padded length; no span is longer.
+
+    Returns:
+      `[n_examples, n_tokens, d_total]` float32 and its mask `[n_examples, n_tokens]`.
+
+    Raises:
+      ValueError: a span is longer than `n_tokens`; nothing is cut.
+    """
+    lengths = spans[:, 1] - spans[:, 0]
+    check_width(lengths, n_tokens)
+    mask = np.arange(n_tokens)[None, :] < lengths[:, None]
+    first = starts + spans[:, 0]
+    index = np.where(mask, first[:, None] + np.arange(n_tokens)[None, :], 0)
+    tokens = rows[index].astype(np.float32, copy=False)
+    tokens[~mask] = 0.0
+    return tokens, mask
+
+
+def check_width(lengths: np.ndarray, n_tokens: int) -> None:
+    """Raise if a span is longer than it is padded to; nothing is cut."""
+    if lengths.max(initial=0) > n_tokens:
+        raise ValueError(
+            f"a span has {lengths.max()} tokens, expected at most {n_tokens}; "
+            "pad to a larger length"
+        )
+
+
+def used_spans(spans: np.ndarray) -> tuple[int, ...]:
+    """Return the spans of which some example has a token; the answer is always one.
+
+    Args:
+      spans: `[n_examples, 3, 2]`.
+
+    Returns:
+      Places among `SPAN_NAMES`: those of `SPANS` for answers of a model.
+    """
+    is_used = (spans[..., 1] > spans[..., 0]).any(axis=0)
+    return tuple(s for s in range(len(SPAN_NAMES)) if is_used[s] or s == ANSWER)
+
+
+def span_lengths(spans: np.ndarray, read: Sequence[int]) -> np.ndarray:
+    """Return the tokens of the spans that are read, `[n_examples, n_spans]`.
+
+    Args:
+      spans: `[n_examples, 3, 2]`.
+      read: places among `SPAN_NAMES`.
+    """
+    return np.diff(spans[:, list(read)])[..., 0]
+
+
+def assemble(
+    families: Mapping[str, np.ndarray],
+    starts: np.ndarray,
+    spans: np.ndarray,
+    read: Sequence[int],
+    n_tokens: Sequence[int] | None = None,
+) -> Features:
+    """Lay the families side by side and pad the spans.
+
+    Args:
+      families: by name `[n_rows, ...]`, in the order of `FamilyDims`; one layer of
+        those that are stored by layer.
+      starts: as in `pad_span`.
+      spans: `[n_examples, 3, 2]`, see the glossary in `extract/store/store.py`.
+      read: the spans that are read, places among `SPAN_NAMES`.
+      n_tokens: padded length per span; None takes the longest of each.
+    """
+    channels = [
+        np.asarray(values).reshape(len(values), -1).astype(np.float32)
+        for values in families.values()
+    ]
+    rows = np.concatenate(channels, axis=1)
+    widths = widths_of(span_lengths(spans, read)) if n_tokens is None else n_tokens
+    padded = [
+        pad_span(rows, starts, spans[:, s], width)
+        for s, width in zip(read, widths, strict=True)
+    ]
+    tokens, masks = zip(*padded, strict=True)
+    return Features(tokens, masks)
+
+
+_WORTH = 1.5  # padded tokens of one group, over those of several, from which they pay
+_MOST_GROUPS = 4  # each is a shape of its own, to be compiled
+
+
+def width_groups(lengths: np.ndarray, n_batch: int) -> list[np.ndarray]:
+    """Part rows by length, where that spares at least a third of the padded tokens.
+
+    The longest rows are a batch of their own, the next two batches, the next four; the
+    rest is one group. A group's batches are then hardly ever filled up with nothing.
+
+    Args:
+      lengths: `[n_rows, n_spans]` tokens.
+      n_batch: rows of a batch.
+
+    Returns:
+      Positions of rows, ascending within each group, shortest group first; all of them
+      in one group where the rows are alike.
+    """
+    n_rows = len(lengths)
+    order = np.argsort(lengths.sum(axis=1), kind="stable")
+    sizes = [n_batch << i for i in range(_MOST_GROUPS - 1)]
+    edges = np.cumsum(sizes)
+    cuts = n_rows - edges[edges < n_rows][::-1]
+    groups = [np.sort(part) for part in np.split(order, cuts)]
+    padded = sum(len(part) * _width(lengths[part]) for part in groups)
+    if n_rows * _width(lengths) < _WORTH * padded:
+        return [np.arange(n_rows)]
+    return groups
+
+
+def widths_of(lengths: np.ndarray) -> tuple[int, ...]:
+    """Return the padded length of each span, at least one token.
+
+    Args:
+      lengths: `[n_rows, n_spans]` tokens.
+    """
+    longest: Sequence[int] = lengths.max(axis=0).tolist()
+    return tuple(max(1, n) for n in longest)
+
+
+def _width(lengths: np.ndarray) -> int:
+    """Return the padded tokens of a row of a group."""
+    return sum(widths_of(lengths))

@@ -1,1 +1,0 @@
-"""Training: one member, the grid, heads of a search round, streams, devices."""

@@ -1,0 +1,533 @@
+"""Train every encoder of the grid: members are subset x seed.
+
+Members lie side by side in blocks by `vmap`; a block is trained whole by `fit`, and
+blocks follow one another, so that results can be saved and progress shown. On a CPU a
+block is one member: its activations stay in cache, it stops when it is done, and the
+families that it does not read cost nothing. On a GPU it is the whole grid. Over several
+devices the subsets of a block lie along one mesh axis: each device trains its share of
+them, with every seed, as one device trains them all; only what comes out is gathered.
+
+Batches and input noise depend on the seed alone, so the members of a seed share them;
+initial weights and dropout depend on (subset, seed), never on the block.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from beatrice.jaxprobe.config import TrainConfig
+from beatrice.jaxprobe.encoder import (
+    COLLECTION,
+    Encoder,
+    LinearPart,
+    MemberOutputs,
+    Params,
+    linear_logits,
+    pooled_signals,
+)
+from beatrice.jaxprobe.families import FamilyTokens, subset_masks
+from beatrice.jaxprobe.kernels.projection import Draw
+from beatrice.jaxprobe.kernels.random import BATCHES, MEMBERS, stream_key
+from beatrice.jaxprobe.kernels.stored import use_one_blas_thread
+from beatrice.jaxprobe.loop import (
+    FitInfo,
+    FitState,
+    Keys,
+    Learner,
+    epoch_batches,
+    fit,
+    shuffled,
+    start_fit,
+    take_steps,
+)
+
+AXIS = "members"  # of the mesh of devices
+_CORES = threading.BoundedSemaphore(os.cpu_count() or 1)
+
+
+class Member(NamedTuple):
+    """One encoder of the grid."""
+
+    subset: int  # see `jaxprobe.families`
+    seed: int
+
+
+class Block(NamedTuple):
+    """Members that train together: every subset with every seed."""
+
+    subsets: tuple[int, ...]
+    seeds: tuple[int, ...]
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """Seed-major, as the leading axis of a trained block."""
+        return tuple(Member(k, s) for s in self.seeds for k in self.subsets)
+
+
+def grid_members(n_seeds: int, n_subsets: int) -> tuple[Member, ...]:
+    """All subsets x seeds, seed-major: `s * n_subsets + k` is subset k of seed s."""
+    return Block(tuple(range(n_subsets)), tuple(range(n_seeds))).members
+
+
+class BlockArrays(NamedTuple):
+    """A block for the device.
+
+    Attributes:
+      family_masks: `[n_subsets, n_families]` bool.
+      subsets: `[n_subsets]` int32 numbers of subsets, which decide the random keys.
+      seeds: `[n_seeds]` int32.
+    """
+
+    family_masks: Any
+    subsets: Any
+    seeds: Any
+
+    @classmethod
+    def of(cls, block: Block, n_families: int) -> "BlockArrays":
+        """Put a block into arrays."""
+        subsets, seeds = (np.asarray(x, np.int32) for x in block)
+        return cls(subset_masks(n_families)[subsets], subsets, seeds)
+
+
+def over_members(
+    one: Callable[..., Any],
+    block: BlockArrays,
+    states: tuple[Any, ...],
+    shared: tuple[Any, ...],
+    mesh: Mesh | None,
+) -> Any:
+    """Apply a function to every subset with every seed.
+
+    Args:
+      one: of `(family_mask, subset, seed)`, a member's states, and what all share.
+      block: the members.
+      states: leaves `[n_seeds, n_subsets, ...]`.
+      shared: what every member is given.
+      mesh: devices over which the subsets are split, or None for one device.
+
+    Returns:
+      What `one` returns, leaves `[n_seeds, n_subsets, ...]`.
+    """
+
+    def on_device(block: BlockArrays, states: tuple, shared: tuple) -> Any:
+        if len(block.subsets) * len(block.seeds) == 1:
+            # No vmap: it would turn branches into selects.
+            member = tuple(x[0] for x in block)
+            own = jax.tree.map(lambda x: x[0, 0], states)
+            return jax.tree.map(lambda x: x[None, None], one(member, own, *shared))
+        rest = (None,) * len(shared)
+        over_subsets = jax.vmap(one, in_axes=((0, 0, None), 0, *rest))
+        if len(block.seeds) == 1:  # one axis less to trace, and to compile
+            member = block._replace(seeds=block.seeds[0])
+            own = jax.tree.map(lambda x: x[0], states)
+            found = over_subsets(tuple(member), own, *shared)
+            return jax.tree.map(lambda x: x[None], found)
+        over_seeds = jax.vmap(over_subsets, in_axes=((None, None, 0), 0, *rest))
+        return over_seeds(tuple(block), states, *shared)
+
+    if mesh is None:
+        return on_device(block, states, shared)
+    (axis,) = mesh.axis_names
+    own, whole = PartitionSpec(None, axis), PartitionSpec()
+    split = jax.shard_map(
+        on_device,
+        mesh=mesh,
+        in_specs=(BlockArrays(*[PartitionSpec(axis)] * 2, whole), own, whole),
+        out_specs=own,
+        check_vma=False,  # branches that not every device takes
+    )
+    return split(block, states, shared)
+
+
+class Labelled(NamedTuple):
+    """Features with their labels.
+
+    Attributes:
+      features: families apart, `n_examples` rows.
+      labels: `[n_examples]` float32, 1 where the answer is correct.
+      weights: `[n_examples]` float32, at least 0; 0 leaves a row out.
+      offsets: `[n_subsets, n_examples]` float32, the linear parts' logits, on which
+        networks are trained; see `jaxprobe.linear`. Zeros where there are none.
+    """
+
+    features: FamilyTokens
+    labels: jax.Array
+    weights: jax.Array
+    offsets: jax.Array
+
+
+class Trained(NamedTuple):
+    """Trained members; every leaf of `params` and `info` is `[n_members, ...]`."""
+
+    members: tuple[Member, ...]
+    params: Params
+    info: FitInfo
+
+
+def labelled(
+    features: FamilyTokens,
+    labels: np.ndarray,
+    weights: np.ndarray | None = None,
+    offsets: np.ndarray | None = None,
+) -> Labelled:
+    """Put features and boolean labels together; every row must have a label."""
+    labels = np.asarray(labels)
+    if labels.dtype != bool or labels.shape != (features.n_examples,):
+        raise ValueError(
+            f"expected one boolean label for each of {features.n_examples} "
+            f"examples, got {labels.dtype} {labels.shape}; leave rows without a label "
+            "out beforehand"
+        )
+    if weights is None:
+        weights = np.ones(labels.shape)
+    if offsets is None:
+        offsets = np.zeros((2 ** len(features.tokens) - 1, *labels.shape))
+    # Converted on the host: for the device every shape would be compiled by itself.
+    on_host = tuple(np.array(x, np.float32) for x in (labels, weights, offsets))
+    return Labelled(features, *jax.device_put(on_host))
+
+
+def in_chunks(
+    apply: Callable[[FamilyTokens], Any], features: FamilyTokens, n_chunk: int
+) -> Any:
+    """Apply to `n_chunk` examples at a time; results are `[n_examples, ...]`."""
+    n_rows = features.n_examples
+    n_chunk = min(n_chunk, n_rows)
+    rows = jnp.minimum(jnp.arange(-(-n_rows // n_chunk) * n_chunk), n_rows - 1)
+
+    each = rows.reshape(-1, n_chunk)
+    chunks = jax.lax.map(lambda rows: apply(features.take(rows)), each)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:n_rows], chunks)
+
+
+def member_keys(
+    config: TrainConfig, subset: jax.Array | int, seed: jax.Array | int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Keys of a member: of its batches (by seed only), first weights, and dropout."""
+    own = stream_key(config.root_seed, MEMBERS, seed, subset)
+    return stream_key(config.root_seed, BATCHES, seed), *jax.random.split(own)
+
+
+_STATIC = ("encoder", "config", "mesh")
+
+
+@partial(jax.jit, static_argnames=_STATIC)
+def start_block(
+    block: BlockArrays,
+    features: FamilyTokens,
+    *,
+    encoder: Encoder,
+    config: TrainConfig,
+    mesh: Mesh | None = None,
+) -> FitState:
+    """States before the first step; of `features` only the widths matter."""
+
+    def one(member, _, few: FamilyTokens) -> FitState:
+        family_mask, subset, seed = member
+        _, init_key, _ = member_keys(config, subset, seed)
+        return start_fit(encoder.init(init_key, few, family_mask), config)
+
+    few = features.of_examples(lambda x: x[:, :1])
+    return over_members(one, block, (), (few,), mesh)
+
+
+@partial(jax.jit, static_argnames=_STATIC)
+def train_block(
+    states: FitState,
+    number: jax.Array,
+    block: BlockArrays,
+    train: Labelled,
+    *,
+    encoder: Encoder,
+    config: TrainConfig,
+    mesh: Mesh | None = None,
+) -> tuple[FitState, jax.Array]:
+    """Take the steps of every member on a group of rows; also their mean losses."""
+
+    def one(member, state: FitState, number: jax.Array, train: Labelled):
+        family_mask, subset, seed = member
+
+        def loss(params, rows, shares, noise_key, dropout_key):
+            draw = Draw(rows, noise_key, dropout_key)
+            logits, _ = encoder.apply(params, train.features, family_mask, draw)
+            if encoder.config.is_linear_first:
+                logits += train.offsets[subset, rows]
+            losses = optax.sigmoid_binary_cross_entropy(logits, train.labels[rows])
+            return (losses * shares).sum()
+
+        batch_key, _, dropout_key = member_keys(config, subset, seed)
+        order_key, noise_key = jax.random.split(jax.random.fold_in(batch_key, number))
+        keys = Keys(noise_key, jax.random.fold_in(dropout_key, number))
+        batches = epoch_batches(order_key, train.weights, config.batch_size)
+        return take_steps(state, loss, batches, keys, config)
+
+    return over_members(one, block, states, (number, train), mesh)
+
+
+@partial(jax.jit, static_argnames=_STATIC)
+def block_logits(
+    states: FitState,
+    block: BlockArrays,
+    group: Labelled,
+    *,
+    encoder: Encoder,
+    config: TrainConfig,
+    mesh: Mesh | None = None,
+) -> jax.Array:
+    """Logits of every member, `[n_seeds, n_subsets, n_examples]`."""
+
+    def one(member, state: FitState, group: Labelled) -> jax.Array:
+        logits = in_chunks(
+            lambda batch: encoder.apply(state.params, batch, member[0])[0],
+            group.features,
+            config.rows_scored(),
+        )
+        if encoder.config.is_linear_first:
+            logits += group.offsets[member[1]]
+        return logits
+
+    return over_members(one, block, states, (group,), mesh)
+
+
+def block_learner(
+    block: BlockArrays,
+    sample: FamilyTokens,
+    *,
+    encoder: Encoder,
+    config: TrainConfig,
+    mesh: Mesh | None = None,
+) -> Learner:
+    """Make what `fit` trains out of a block; `sample` is any row of features."""
+    fixed = {"encoder": encoder, "config": config, "mesh": mesh}
+    return Learner(
+        lambda: start_block(block, sample, **fixed),
+        lambda states, number, group: train_block(
+            states, number, block, group, **fixed
+        ),
+        lambda states, group: block_logits(states, block, group, **fixed),
+    )
+
+
+def trained_block(block: Block, state: FitState) -> Trained:
+    """Fetch the best weights of a block."""
+    n_subsets = len(block.subsets)  # of which a mesh may have trained more
+
+    def fetch(x: jax.Array) -> np.ndarray:
+        x = np.asarray(x)[:, :n_subsets]
+        return x.reshape(-1, *x.shape[2:])
+
+    return Trained(block.members, *jax.tree.map(fetch, (state.best_params, state.info)))
+
+
+def fit_blocks(
+    blocks: Sequence[Block],
+    train: Sequence[Labelled],
+    valid: Sequence[Labelled],
+    *,
+    encoder: Encoder,
+    config: TrainConfig,
+    n_threads: int | None = None,
+) -> Iterator[Trained]:
+    """Train blocks and yield each as it is done, in order.
+
+    Rows come in groups of similar length, most often one; a batch is of one group.
+    To continue an interrupted run, pass the blocks that are still missing. On a CPU as
+    many blocks run at once as there are cores (or `n_threads`), each in a thread of its
+    own: one alone keeps all cores awake for little more than one core's work. Calls
+    that train side by side share the cores: with twice as many blocks as cores, each in
+    the others' caches, training takes longer.
+    """
+
+    def one(block: Block) -> Trained:
+        with _CORES:
+            learner = block_learner(
+                BlockArrays.of(block, encoder.dims.n_families),
+                train[0].features,
+                encoder=encoder,
+                config=config,
+            )
+            (state,) = fit(
+                [learner], partial(shuffled, train, config), lambda: valid, config
+            )
+            return trained_block(block, state)
+
+    use_one_blas_thread()
+    for block in blocks[:1]:  # alone: the others use what it compiles
+        yield one(block)
+    if n_threads is None:
+        n_threads = (os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1
+    with ThreadPoolExecutor(n_threads) as pool:
+        yield from pool.map(one, blocks[1:])
+
+
+def member_mesh() -> Mesh:
+    """Return the devices of this process, in a row."""
+    return Mesh(np.asarray(jax.local_devices()), (AXIS,))
+
+
+def _placed(tree: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
+    """Put arrays on the devices of the mesh."""
+    return jax.device_put(tree, NamedSharding(mesh, spec))
+
+
+def fit_on_mesh(
+    block: Block,
+    train: Sequence[Labelled],
+    valid: Sequence[Labelled],
+    *,
+    encoder: Encoder,
+    config: TrainConfig,
+    mesh: Mesh,
+) -> Trained:
+    """Train a block's members over the devices of a mesh.
+
+    Where the subsets do not come out even, the last one is trained again on the devices
+    that would stand idle, and left out of the result.
+
+    Args:
+      block: every subset with every seed.
+      train: groups of training rows; each is copied to every device.
+      valid: validation rows, likewise.
+      encoder: the module.
+      config: the protocol.
+      mesh: of one axis, "members"; see `member_mesh`.
+
+    Returns:
+      The members with all their weights, on the host.
+    """
+    use_one_blas_thread()
+    n_excess = -len(block.subsets) % mesh.size
+    subsets = np.pad(np.asarray(block.subsets), (0, n_excess), mode="edge")
+    whole = Block(tuple(subsets.tolist()), block.seeds)
+    family_masks, subsets, seeds = BlockArrays.of(whole, encoder.dims.n_families)
+    split = _placed((family_masks, subsets), mesh, PartitionSpec(AXIS))
+    given = (seeds, list(train), list(valid))
+    seeds, train, valid = _placed(given, mesh, PartitionSpec())
+    learner = block_learner(
+        BlockArrays(*split, seeds),
+        train[0].features,
+        encoder=encoder,
+        config=config,
+        mesh=mesh,
+    )
+    (state,) = fit([learner], partial(shuffled, train, config), lambda: valid, config)
+    return trained_block(block, state)
+
+
+def fit_everywhere(
+    blocks: Sequence[Block],
+    train: Sequence[Labelled],
+    valid: Sequence[Labelled],
+    *,
+    encoder: Encoder,
+    config: TrainConfig,
+) -> Iterator[Trained]:
+    """Train blocks on all devices there are, and yield each as it is done."""
+    if jax.local_device_count() == 1:
+        yield from fit_blocks(blocks, train, valid, encoder=encoder, config=config)
+        return
+    mesh = member_mesh()
+    for block in blocks:
+        yield fit_on_mesh(
+            block, train, valid, encoder=encoder, config=config, mesh=mesh
+        )
+
+
+def join(parts: Sequence[Trained], order: Sequence[Member]) -> Trained:
+    """Put trained blocks together in the order of `order`.
+
+    Raises:
+      ValueError: if a member is missing.
+    """
+    position = {m: i for i, m in enumerate(m for part in parts for m in part.members)}
+    missing = [m for m in order if m not in position]
+    if missing:
+        raise ValueError(f"{len(missing)} members are not trained, first {missing[0]}")
+    rows = np.asarray([position[m] for m in order])
+    stacked = jax.tree.map(
+        lambda *leaves: np.concatenate(leaves)[rows],
+        *[(part.params, part.info) for part in parts],
+    )
+    return Trained(tuple(order), *stacked)
+
+
+@partial(jax.jit, static_argnames=("encoder", "n_chunk"))
+def apply_member(
+    params: Params,
+    family_mask: jax.Array,
+    features: FamilyTokens,
+    *,
+    encoder: Encoder,
+    n_chunk: int = 256,
+) -> tuple[jax.Array, jax.Array]:
+    """Logits `[n_examples]` and pooled `[n_examples, 2 * hidden]` of one encoder."""
+    return in_chunks(
+        lambda batch: encoder.apply(params, batch, family_mask), features, n_chunk
+    )
+
+
+@jax.jit
+def _linear_parts(parts: LinearPart, features: FamilyTokens) -> jax.Array:
+    """Logits `[n_members, n_examples]` of linear parts, leaves `[n_members, ...]`."""
+    pooled = pooled_signals(features)  # once for all
+    return jax.vmap(lambda part: linear_logits(part, pooled))(parts)
+
+
+def is_silent(params: Params) -> bool:
+    """Tell whether a network has no say: its linear part speaks alone."""
+    last = jax.tree.leaves(params["params"]["mlp_out"])
+    return COLLECTION in params and not any(np.any(x) for x in last)
+
+
+def member_logits(
+    every: Sequence[tuple[Params, jax.Array]],
+    features: FamilyTokens,
+    *,
+    encoder: Encoder,
+) -> np.ndarray:
+    """Logits `[n_members, n_examples]`; no silent network is run.
+
+    Args:
+      every: of each member its weights, and `[n_families]` bool which it reads.
+      features: standardised signals.
+      encoder: the module.
+    """
+    logits = np.zeros((len(every), features.n_examples), np.float32)
+    for own, (params, mask) in zip(logits, every, strict=True):
+        if not is_silent(params):
+            network = {k: v for k, v in params.items() if k != COLLECTION}
+            own += np.asarray(apply_member(network, mask, features, encoder=encoder)[0])
+    if every and COLLECTION in every[0][0]:
+        parts = [LinearPart.of(params[COLLECTION]) for params, _ in every]
+        stacked = jax.tree.map(lambda *x: np.stack(x), *parts)
+        logits += np.asarray(_linear_parts(stacked, features))
+    return logits
+
+
+def member_outputs(
+    trained: Trained, features: FamilyTokens, *, encoder: Encoder, n_chunk: int = 256
+) -> MemberOutputs:
+    """What every trained member says of every example (see `MemberOutputs`)."""
+    outputs, masks = [], encoder.dims.subset_masks
+    network = {k: v for k, v in trained.params.items() if k != COLLECTION}
+    for i, member in enumerate(trained.members):
+        params = jax.tree.map(lambda x, i=i: x[i], network)
+        mask = jnp.asarray(masks[member.subset])
+        outputs.append(
+            apply_member(params, mask, features, encoder=encoder, n_chunk=n_chunk)
+        )
+    logits, pooled = zip(*jax.device_get(outputs), strict=True)
+    found = MemberOutputs(np.stack(logits), np.stack(pooled))
+    if COLLECTION in trained.params:
+        parts = LinearPart.of(trained.params[COLLECTION])
+        found = found._replace(logits=found.logits + _linear_parts(parts, features))
+    return found

@@ -1,0 +1,284 @@
+"""Logistic regressions, and encoders that begin as one.
+
+A few thousand labelled answers are too few for a network to find all that a regression
+finds in the same signals. So the regression comes first, one for each subset of the
+families, and the network starts as zero and learns what it leaves. On training rows the
+regression has seen the labels, and would leave nothing there: in its place stand
+regressions that have not seen the row's question.
+
+A network that does not rank the validation answers better than the regression alone, by
+more than chance (`jaxprobe.metrics.is_gain`), is dropped.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from scipy.sparse import spmatrix
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import GroupKFold
+from sklearn.svm import LinearSVC
+
+from beatrice.jaxprobe.checkpoint import Cache
+from beatrice.jaxprobe.encoder import LinearPart, pooled_signals
+from beatrice.jaxprobe.families import FamilyTokens, subset_masks
+from beatrice.jaxprobe.grid import Trained
+from beatrice.jaxprobe.kernels.stored import use_one_blas_thread
+from beatrice.jaxprobe.metrics import auroc, is_gain
+
+# Inverse strengths of the penalty, from which validation chooses; the paper gives none.
+INVERSE_PENALTIES = (0.01, 0.1, 1.0, 10.0, 100.0)
+
+
+class LinearFit(NamedTuple):
+    """A fitted regression, and the validation AUROC by which it was chosen."""
+
+    regression: LogisticRegression | LinearSVC
+    valid_auroc: float
+
+
+def logistic_regression(inverse_penalty: float) -> LogisticRegression:
+    """Return a logistic regression to be fitted."""
+    return LogisticRegression(C=inverse_penalty, max_iter=2000)
+
+
+def fit_linear(
+    train: np.ndarray | spmatrix,
+    labels: Sequence[bool],
+    valid: np.ndarray | spmatrix,
+    valid_labels: Sequence[bool],
+    regression_of: Callable[
+        [float], LogisticRegression | LinearSVC
+    ] = logistic_regression,
+) -> LinearFit:
+    """Fit on training answers; validation AUROC chooses the penalty.
+
+    Of equals, the strongest penalty.
+
+    Args:
+      train: `[n_train, n_features]`.
+      labels: `n_train`, True where the answer is correct.
+      valid: `[n_validation, n_features]`.
+      valid_labels: of the same.
+      regression_of: what is fitted, of an inverse penalty.
+
+    Raises:
+      ValueError: the lengths differ, or only one class is there.
+    """
+    is_correct = both_classes(labels, train.shape[0], "training")
+    is_valid_correct = both_classes(valid_labels, valid.shape[0], "validation")
+
+    def fitted(inverse_penalty: float) -> LinearFit:
+        regression = regression_of(inverse_penalty).fit(train, is_correct)
+        scores = regression.decision_function(valid)
+        return LinearFit(regression, auroc(scores, is_valid_correct).value)
+
+    return max(map(fitted, INVERSE_PENALTIES), key=lambda one: one.valid_auroc)
+
+
+def block_scale(train: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return what to subtract from a block of features, and what to divide by.
+
+    Features then have mean 0 and one variance on the training rows, and together
+    those of a row have variance 1, whatever the block's width: one range of penalties
+    serves ten features and ten thousand, and blocks can stand side by side.
+
+    Args:
+      train: `[n_train, n_features]` of the training rows; a feature that is constant
+        there is only centred.
+
+    Returns:
+      means and divisors, `[n_features]`, of the dtype of `train`.
+    """
+    spread = train.std(axis=0)
+    return train.mean(axis=0), np.where(spread > 0, spread, 1) * train.shape[1] ** 0.5
+
+
+def both_classes(labels: Sequence[bool], n: int, split: str) -> np.ndarray:
+    """Return `n` labels of both classes as an array.
+
+    Raises:
+      ValueError: there are not `n`, or only one class is there.
+    """
+    is_correct = np.asarray(labels, dtype=bool)
+    if is_correct.shape != (n,):
+        raise ValueError(
+            f"labels have shape {is_correct.shape}, expected one per answer ({n})"
+        )
+    if is_correct.all() or not is_correct.any():
+        raise ValueError(
+            f"the {n} {split} labels hold one class only; logistic regression needs "
+            "correct and incorrect answers"
+        )
+    return is_correct
+
+
+N_FOLDS = 5
+
+_pooled = jax.jit(pooled_signals)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Pooled:
+    """Pooled signals of rows, see `jaxprobe.encoder`.
+
+    Attributes:
+      families: per family `[n_rows, n_parts * d_family]` float32.
+      labels: `[n_rows]` bool.
+    """
+
+    families: tuple[np.ndarray, ...]
+    labels: np.ndarray
+
+    @classmethod
+    def of(
+        cls, parts: Iterable[tuple[np.ndarray, FamilyTokens]], labels: np.ndarray
+    ) -> "Pooled":
+        """Pool rows that come in parts: places, and tokens of at least as many."""
+        places, pooled = [], []
+        for where, tokens in parts:
+            places.append(where)
+            pooled.append([np.asarray(x)[:, : len(where)] for x in _pooled(tokens)])
+        order = np.argsort(np.concatenate(places))
+        families = (np.concatenate(x, axis=1) for x in zip(*pooled, strict=True))
+        return cls(families=tuple(x.T[order] for x in families), labels=labels)
+
+
+class LinearGrid(NamedTuple):
+    """The linear parts of every subset, and their logits.
+
+    Attributes:
+      kernels: per family `[n_subsets, n_parts * d_family]` float32.
+      bias: `[n_subsets]` float32.
+      inverse_penalty: `[n_subsets]`, chosen by the validation rows; 0 where a subset
+        was not asked for: its part is zero.
+      train: `[n_subsets, n_train]` logits of training rows, each of a regression
+        that has not seen the row's question.
+      fitted: the same of the regression that is kept.
+      valid: `[n_subsets, n_validation]`.
+    """
+
+    kernels: tuple[np.ndarray, ...]
+    bias: np.ndarray
+    inverse_penalty: np.ndarray
+    train: np.ndarray
+    fitted: np.ndarray
+    valid: np.ndarray
+
+
+def fit_linear_parts(
+    train: Pooled, valid: Pooled, questions: np.ndarray, subsets: Sequence[int]
+) -> LinearGrid:
+    """Fit the regressions of subsets of the families.
+
+    Args:
+      train: training rows.
+      valid: validation rows, which choose each regression's penalty.
+      questions: `[n_train]`; rows of one question are in one fold.
+      subsets: their numbers.
+
+    Raises:
+      ValueError: training or validation rows hold one class only.
+    """
+    scales = [block_scale(family) for family in train.families]
+    scaled = [
+        [(x - mean) / scale for x, (mean, scale) in zip(rows, scales, strict=True)]
+        for rows in (train.families, valid.families)
+    ]
+    folds = list(GroupKFold(N_FOLDS).split(questions, groups=questions))
+    widths = [len(mean) for mean, _ in scales]
+    masks = subset_masks(len(widths))
+    n_subsets = len(masks)
+    grid = LinearGrid(
+        kernels=tuple(np.zeros((n_subsets, width), np.float32) for width in widths),
+        bias=np.zeros(n_subsets, np.float32),
+        inverse_penalty=np.zeros(n_subsets),
+        train=np.zeros((n_subsets, len(train.labels)), np.float32),
+        fitted=np.zeros((n_subsets, len(train.labels)), np.float32),
+        valid=np.zeros((n_subsets, len(valid.labels)), np.float32),
+    )
+
+    def fit_one(subset: int) -> None:
+        read = np.flatnonzero(masks[subset])
+        x, y = (np.concatenate([part[f] for f in read], axis=1) for part in scaled)
+        kept = fit_linear(x, train.labels, y, valid.labels).regression
+        grid.inverse_penalty[subset] = kept.C
+        grid.fitted[subset] = kept.decision_function(x)
+        grid.valid[subset] = kept.decision_function(y)
+        for seen, unseen in folds:
+            own = logistic_regression(kept.C).fit(x[seen], train.labels[seen])
+            grid.train[subset, unseen] = own.decision_function(x[unseen])
+        ends = np.cumsum([widths[f] for f in read])
+        bias = kept.intercept_[0]
+        for f, weights in zip(read, np.split(kept.coef_[0], ends[:-1]), strict=True):
+            mean, scale = scales[f]
+            grid.kernels[f][subset] = weights / scale
+            bias -= mean @ (weights / scale)
+        grid.bias[subset] = bias
+
+    use_one_blas_thread()
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(fit_one, subsets))
+    return grid
+
+
+def with_linear_parts(trained: Trained, grid: LinearGrid) -> Trained:
+    """Return trained members whose variables hold the linear parts of their subsets."""
+    subsets = [member.subset for member in trained.members]
+    part = LinearPart(tuple(k[subsets] for k in grid.kernels), grid.bias[subsets])
+    return trained._replace(params={**trained.params, **part.variables()})
+
+
+def silence(
+    trained: Trained, logits: np.ndarray, grid: LinearGrid, labels: np.ndarray
+) -> Trained:
+    """Let the linear part alone speak where the network gains nothing on it.
+
+    Args:
+      trained: members with their linear parts.
+      logits: `[n_members, n_validation]` of network and linear part together.
+      grid: the linear parts.
+      labels: `[n_validation]` bool.
+    """
+    linear = [grid.valid[member.subset] for member in trained.members]
+    pairs = zip(logits, linear, strict=True)
+    is_silent = np.array([not is_gain(*pair, labels) for pair in pairs])
+    last = trained.params["params"]["mlp_out"]
+    silenced = jax.tree.map(
+        lambda x: np.where(is_silent.reshape(-1, *[1] * (x.ndim - 1)), 0.0, x), last
+    )
+    network = {**trained.params["params"], "mlp_out": silenced}
+    alone = np.array([auroc(x, labels).value for x in linear], np.float32)
+    best = np.where(is_silent, alone, trained.info.best_auroc)
+    return trained._replace(
+        params={**trained.params, "params": network},
+        info=trained.info._replace(best_auroc=best),
+    )
+
+
+def count_heard(trained: Trained) -> int:
+    """Return how many members have a network that adds to their linear part."""
+    last = jax.tree.leaves(trained.params["params"]["mlp_out"])
+    own = [np.any(np.reshape(x, (len(trained.members), -1)), axis=1) for x in last]
+    return int(np.any(own, axis=0).sum())
+
+
+def save_linear(cache: Cache, grid: LinearGrid) -> None:
+    """Save the parts for a run that continues."""
+    kernels = {f"kernel_{f}": kernel for f, kernel in enumerate(grid.kernels)}
+    rest = {k: v for k, v in grid._asdict().items() if k != "kernels"}
+    cache.save("linear", {**kernels, **rest})
+
+
+def load_linear(cache: Cache, subsets: Sequence[int]) -> LinearGrid | None:
+    """Return the saved parts, or None where some of the subsets are missing."""
+    arrays = cache.load("linear")
+    if arrays is None or not arrays["inverse_penalty"][subsets].all():
+        return None
+    n_families = sum(name.startswith("kernel_") for name in arrays)
+    kernels = tuple(arrays.pop(f"kernel_{f}") for f in range(n_families))
+    return LinearGrid(kernels, **arrays)

@@ -1,0 +1,449 @@
+"""What training needs: FLOPs of a step, and how many members fit a device's memory.
+
+The step of all members is compiled for arrays that do not exist, and halved until the
+compiler says that it fits: first the members side by side, then the rows at once.
+Results do not depend on it (`PlannedConfig`).
+
+Where an accelerator is there, its own compiler is asked. Where none is, this machine's
+compiler stands for it: it is given the module as it is lowered for accelerators. Its
+buffers are not theirs: it fuses other loops, lays arrays out otherwise, and leaves no
+room for a library's scratch.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from beatrice.extract.run.stages import bytes_in_words
+from beatrice.extract.store.families import Dtype, numpy_dtype
+from beatrice.jaxprobe.config import (
+    EncoderConfig,
+    GridConfig,
+    PlannedConfig,
+    TrainConfig,
+    row_choices,
+)
+from beatrice.jaxprobe.encoder import Encoder
+from beatrice.jaxprobe.families import FamilyDims, FamilyTokens, width_groups, widths_of
+from beatrice.jaxprobe.grid import (
+    Block,
+    BlockArrays,
+    Labelled,
+    Member,
+    block_logits,
+    start_block,
+    train_block,
+)
+from beatrice.jaxprobe.kernels.stored import StoredTokens
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Encoders, and the batches they are trained on.
+
+    Attributes:
+      encoder: widths.
+      dims: channels of the families.
+      spans: per span the fewest and the most tokens of an example; lengths between
+        them are equally likely, and every example is padded to the most.
+      batch_size: examples per step.
+      n_steps: steps of each encoder in a turn.
+      n_seeds: of the grid; 15 encoders each.
+      learning_rate: constant.
+      weight_decay: decoupled.
+    """
+
+    encoder: EncoderConfig
+    dims: FamilyDims
+    spans: tuple[tuple[int, int], ...]
+    batch_size: int
+    n_steps: int
+    n_seeds: int = 3
+    learning_rate: float = 2e-4
+    weight_decay: float = 0.01
+
+    @property
+    def members(self) -> list[Member]:
+        """Every encoder, seed-major."""
+        return [(k, s) for s in range(self.n_seeds) for k in range(self.dims.n_subsets)]
+
+    @property
+    def n_tokens(self) -> int:
+        """Positions of an example, padding included."""
+        return sum(most for _, most in self.spans)
+
+    @property
+    def n_examples(self) -> int:
+        """Training examples of a turn: each is seen once."""
+        return self.batch_size * self.n_steps
+
+    def quiet(self) -> "Workload":
+        """Return the same without noise and dropout."""
+        still = dataclasses.replace(self.encoder, dropout=0.0, input_noise=0.0)
+        return dataclasses.replace(self, encoder=still)
+
+    def mixed(self) -> "Workload":
+        """Return the same with products of bfloat16."""
+        mixed = dataclasses.replace(self.encoder, matmul_dtype="bfloat16")
+        return dataclasses.replace(self, encoder=mixed)
+
+
+def families_of(member: Member) -> tuple[int, ...]:
+    """Return the families that a member reads."""
+    bits = member[0] + 1
+    return tuple(f for f in range(bits.bit_length()) if bits >> f & 1)
+
+
+def step_flops(workload: Workload, member: Member) -> int:
+    """Floating-point operations of one encoder's step, from shapes.
+
+    Matrix products only, at the encoder's own widths, over all positions of the batch,
+    padded ones included. Forward plus backward is three products for one, and two for
+    the first projection, whose inputs need no gradient.
+    """
+    config, read = workload.encoder, families_of(member)
+    sizes = [workload.dims.sizes[f] for f in read]
+    hidden, n_spans = config.hidden, len(workload.spans)
+    projection = 2 * sum(sizes) * config.projection
+    entry = 2 * len(read) * config.projection * hidden
+    convolutions = config.n_blocks * 2 * (2 * 3 * hidden * hidden)
+    per_token = 2 * projection + 3 * (entry + convolutions)
+    n_vectors = n_spans + n_spans * (n_spans - 1) // 2
+    mlp = 2 * n_vectors * config.d_pooled * hidden + 2 * hidden
+    per_example = workload.n_tokens * per_token + 3 * mlp
+    return workload.batch_size * per_example
+
+
+def turn_flops(workload: Workload, members: Sequence[Member]) -> int:
+    """Operations of a turn: `n_steps` of each member."""
+    return workload.n_steps * sum(step_flops(workload, member) for member in members)
+
+
+def in_parts(
+    workload: Workload, groups: Sequence[Sequence[Member]], n_parts: int
+) -> list[list[Member]]:
+    """Deal groups of members out so that every part has about as much to do."""
+    parts: list[list[Member]] = [[] for _ in range(n_parts)]
+    loads = [0] * n_parts
+    costs = [turn_flops(workload, group) for group in groups]
+    for i in sorted(range(len(groups)), key=lambda i: -costs[i]):
+        part = loads.index(min(loads))
+        parts[part].extend(groups[i])
+        loads[part] += costs[i]
+    return parts
+
+
+KEPT_FREE = 0.15  # of a device: fragments, libraries, and what the compiler left out
+# More members share what is read of a seed's hidden states, and more rows share the
+# sum of gradients, which is as large as a member's weights: at the paper's sizes it is
+# a twentieth of what a step of 64 rows moves. Members come first down to here.
+_FEW_ROWS = 64
+# Code that is never run need not be good; what it needs of memory is the same.
+FOR_SIZES_ALONE = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_use_fusion_emitters": False,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What is trained, in sizes.
+
+    Attributes:
+      encoder: widths.
+      dims: channels of the families.
+      train: the protocol.
+      widths: tokens of the padded spans of the longest group of rows.
+      n_train: rows of this group.
+      n_valid: rows that are scored together with it in memory.
+      held_as: types in which the device holds the families.
+      resident: bytes that lie on the device beside a step's own arguments: other
+        groups, validation rows, the group of a stream that is read ahead.
+    """
+
+    encoder: EncoderConfig
+    dims: FamilyDims
+    train: TrainConfig
+    widths: tuple[int, ...]
+    n_train: int
+    n_valid: int
+    held_as: tuple[Dtype, ...]
+    resident: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        config: GridConfig,
+        dims: FamilyDims,
+        lengths: np.ndarray,
+        where: Sequence[np.ndarray],
+        held_as: tuple[Dtype, ...],
+    ) -> "Sizes":
+        """Return the sizes of a setting's rows.
+
+        Args:
+          config: how they are trained on.
+          dims: channels of the families.
+          lengths: `[n_rows, n_spans]` tokens, of every row of the store.
+          where: training rows and validation rows among them.
+          held_as: types in which the device holds the families.
+        """
+        if config.stream is not None:
+            n_group = config.stream.n_chunk * config.stream.n_mixed
+            groups = [[(min(n_group, len(own)), widths_of(lengths))] for own in where]
+        else:
+            parts = [width_groups(lengths[o], config.train.batch_size) for o in where]
+            groups = [
+                [(len(part), widths_of(lengths[own][part])) for part in found]
+                for own, found in zip(where, parts, strict=True)
+            ]
+        (n_train, widths), (n_valid, _) = (
+            max(found, key=lambda one: sum(one[1])) for found in groups
+        )
+        sizes = cls(
+            encoder=config.encoder,
+            dims=dims,
+            train=config.train,
+            widths=widths,
+            n_train=n_train,
+            n_valid=n_valid,
+            held_as=held_as,
+        )
+        if config.stream is not None:  # two groups: one is read while one is used
+            return dataclasses.replace(sizes, resident=rows_bytes(sizes, n_train))
+        held = sum(rows_bytes(sizes, *one) for found in groups for one in found)
+        resident = held - rows_bytes(sizes, n_train)
+        return dataclasses.replace(sizes, resident=resident)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepBytes:
+    """What a compiled step needs, in bytes.
+
+    Attributes:
+      arguments: rows of the group, and the members' weights and moments.
+      outputs: the members' new weights and moments.
+      temporaries: of a step, or of scoring if that needs more.
+    """
+
+    arguments: int
+    outputs: int
+    temporaries: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.arguments + self.outputs + self.temporaries
+
+
+def rows_bytes(sizes: Sizes, n_rows: int, widths: tuple[int, ...] | None = None) -> int:
+    """Return the bytes of rows on the device, labels and offsets included."""
+    if widths is not None:
+        sizes = dataclasses.replace(sizes, widths=widths)
+    leaves = jax.tree.leaves(_rows(sizes, n_rows))
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+
+
+def _rows(sizes: Sizes, n: int) -> Labelled:
+    """Rows that do not exist."""
+    shape, n_tokens = jax.ShapeDtypeStruct, sum(sizes.widths)
+
+    def family(d: int, dtype: Dtype) -> jax.ShapeDtypeStruct | StoredTokens:
+        codes = shape((n_tokens, n, d), numpy_dtype(dtype))
+        if dtype == "float32":
+            return codes
+        scales = shape((n_tokens, n), jnp.float32) if dtype == "int8" else None
+        return StoredTokens(codes, scales, *[shape((d,), jnp.float32)] * 2)
+
+    tokens = map(family, sizes.dims.sizes, sizes.held_as)
+    masks = [shape((width, n), jnp.bool_) for width in sizes.widths]
+    one = shape((n,), jnp.float32)
+    offsets = shape((sizes.dims.n_subsets, n), jnp.float32)
+    return Labelled(FamilyTokens(tuple(tokens), tuple(masks)), one, one, offsets)
+
+
+@functools.lru_cache
+def traced_steps(sizes: Sizes, n_subsets: int, n_seeds: int, n_rows: int) -> list[Any]:
+    """Return a block's training step and its scoring, traced for absent arrays."""
+    config = PlannedConfig(**dataclasses.asdict(sizes.train), n_rows=n_rows)
+    fixed = {"encoder": Encoder(sizes.encoder, sizes.dims), "config": config}
+    shape = jax.ShapeDtypeStruct
+    subsets, seeds = (shape((n,), jnp.int32) for n in (n_subsets, n_seeds))
+    block = BlockArrays(
+        shape((n_subsets, sizes.dims.n_families), jnp.bool_), subsets, seeds
+    )
+    rows = _rows(sizes, sizes.n_train)
+    alone = BlockArrays(*(shape((1, *x.shape[1:]), x.dtype) for x in block))
+    states = jax.eval_shape(lambda b, x: start_block(b, x, **fixed), alone, rows[0])
+    states = jax.tree.map(
+        lambda x: shape((n_seeds, n_subsets, *x.shape[2:]), x.dtype), states
+    )
+    number = shape((), jnp.int32)
+    valid = _rows(sizes, sizes.n_valid)
+    return [
+        train_block.trace(states, number, block, rows, **fixed),
+        block_logits.trace(states, block, valid, **fixed),
+    ]
+
+
+def _lowered(traced: Sequence[Any]) -> list[Any]:
+    """Lower a block's steps for the accelerator that is here, or for any."""
+    if jax.default_backend() != "cpu":
+        return [one.lower() for one in traced]
+    # A TPU's lowering leaves factorisations to the compiler, which any can translate;
+    # a GPU's calls a library that is not here.
+    return [one.lower(lowering_platforms=("tpu",)) for one in traced]
+
+
+def _compile(lowered: Sequence[Any]) -> tuple[StepBytes, dict[str, float]]:
+    """Ask the compiler for the bytes, and what it counts of the training step."""
+    options = FOR_SIZES_ALONE if jax.default_backend() == "cpu" else None
+    compiled = [one.compile(compiler_options=options) for one in lowered]
+    found = [one.memory_analysis() for one in compiled]
+    needed = StepBytes(
+        arguments=found[0].argument_size_in_bytes,
+        outputs=found[0].output_size_in_bytes,
+        temporaries=max(one.temp_size_in_bytes for one in found),
+    )
+    return needed, compiled[0].cost_analysis()
+
+
+@functools.lru_cache
+def compiled_step(
+    sizes: Sizes, n_subsets: int, n_seeds: int, n_rows: int
+) -> tuple[StepBytes, dict[str, float]]:
+    """Compile a block's step; say what it needs, and XLA's own count of its work.
+
+    That count, by name, has the bodies of loops once: one microbatch of one batch.
+    """
+    return _compile(_lowered(traced_steps(sizes, n_subsets, n_seeds, n_rows)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How a setting's members are trained on a device.
+
+    Attributes:
+      n_subsets: of a seed side by side, on each device.
+      n_seeds: side by side.
+      n_rows: of which a gradient is computed at once; None for the protocol's own.
+      limit: bytes that may be used, or None where nobody has counted.
+      resident: bytes beside those of a step.
+      needed: of a step, by the compiler.
+    """
+
+    n_subsets: int
+    n_seeds: int
+    n_rows: int | None = None
+    limit: int | None = None
+    resident: int = 0
+    needed: StepBytes | None = None
+
+    def config(self, config: TrainConfig) -> TrainConfig:
+        """Return the protocol as it is carried out."""
+        if self.n_rows is None:
+            return config
+        return PlannedConfig(**dataclasses.asdict(config), n_rows=self.n_rows)
+
+    def blocks(self, members: Sequence[Member]) -> tuple[Block, ...]:
+        """Put members into blocks, every subset of a block with every seed of it."""
+        of_seed: dict[int, tuple[int, ...]] = {}
+        for subset, seed in members:
+            of_seed[seed] = (*of_seed.get(seed, ()), subset)
+        seeds_of: dict[tuple[int, ...], list[int]] = {}
+        for seed, subsets in of_seed.items():
+            seeds_of.setdefault(subsets, []).append(seed)
+        size = self.n_subsets * max(1, jax.device_count())
+        return tuple(
+            Block(part, some)
+            for subsets, seeds in seeds_of.items()
+            for some in _split(seeds, self.n_seeds)
+            for part in _split(subsets, size)
+        )
+
+
+def _split(items: Sequence[int], size: int) -> list[tuple[int, ...]]:
+    return [tuple(items[i : i + size]) for i in range(0, len(items), size)]
+
+
+def device_bytes() -> int | None:
+    """Return what programs may use of this machine's accelerator; None on a CPU.
+
+    JAX takes three quarters of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says more.
+    """
+    if jax.default_backend() == "cpu":
+        return None
+    statistics = jax.local_devices()[0].memory_stats() or {}
+    return statistics.get("bytes_limit")
+
+
+def choose(sizes: Sizes, device_memory: int | None = None) -> Plan:
+    """Choose blocks and microbatches for a device.
+
+    On a CPU a block is one member, whose activations stay in cache, unless a size is
+    given. Elsewhere all members and a whole batch are compiled first; what does not fit
+    is halved: rows down to 64, then seeds and subsets, then rows.
+
+    Args:
+      sizes: what is trained.
+      device_memory: bytes; what the device says by default.
+
+    Raises:
+      ValueError: one row of one member does not fit.
+    """
+    device_memory = device_memory or device_bytes()
+    if device_memory is None:
+        if jax.default_backend() == "cpu" and jax.device_count() == 1:
+            return Plan(n_subsets=1, n_seeds=1)
+        return Plan(n_subsets=_subsets_each(sizes), n_seeds=sizes.train.n_seeds)
+    limit = int((1 - KEPT_FREE) * device_memory)
+    rows = sizes.resident + rows_bytes(sizes, sizes.n_train)
+    if rows >= limit:
+        raise ValueError(
+            f"the rows that training holds take {bytes_in_words(rows)}, and of the "
+            f"device's {bytes_in_words(device_memory)} {bytes_in_words(limit)} may be "
+            "used; train with --streamed, or store fewer or narrower hidden states"
+        )
+    for n_subsets, n_seeds, n_rows in _candidates(sizes):
+        needed, _ = compiled_step(sizes, n_subsets, n_seeds, n_rows)
+        if sizes.resident + needed.total <= limit:
+            return Plan(
+                n_subsets=n_subsets,
+                n_seeds=n_seeds,
+                n_rows=n_rows,
+                limit=limit,
+                resident=sizes.resident,
+                needed=needed,
+            )
+    raise ValueError(
+        f"one member's step on one row does not fit into {bytes_in_words(limit)} "
+        f"beside {bytes_in_words(rows)} of rows; train with --streamed, with a smaller "
+        "`hidden` width, or on a device with more memory"
+    )
+
+
+def _subsets_each(sizes: Sizes) -> int:
+    """Subsets of a seed on each device, where all of them are side by side."""
+    return -(-sizes.dims.n_subsets // jax.device_count())
+
+
+def _candidates(sizes: Sizes) -> Iterator[tuple[int, int, int]]:
+    """Yield subsets, seeds and rows of blocks, each about half of the one before."""
+    rows = row_choices(sizes.train)
+    n_many = sum(n >= _FEW_ROWS for n in rows) or 1
+    n_subsets, n_seeds = _subsets_each(sizes), sizes.train.n_seeds
+    yield from ((n_subsets, n_seeds, n) for n in rows[:n_many])
+    while n_subsets * n_seeds > 1:
+        if n_seeds > 1:
+            n_seeds = -(-n_seeds // 2)
+        else:
+            n_subsets = -(-n_subsets // 2)
+        yield n_subsets, n_seeds, rows[n_many - 1]
+    yield from ((1, 1, n) for n in rows[n_many:])

@@ -1,1 +1,0 @@
-"""The two Flax modules: the combination encoder and the late-fusion head."""

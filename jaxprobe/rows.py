@@ -1,0 +1,356 @@
+"""Which stored row is which question, and the rows that encoders are trained on.
+
+Training rows lie on the device, or stay in the store and are read while encoders train.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from beatrice.extract.records import IN_DOMAIN, Example, Label, Record, Setting, Share
+from beatrice.extract.run.files import read_json
+from beatrice.extract.store.families import Dtype
+from beatrice.extract.store.store import FeatureStore
+from beatrice.jaxprobe.families import (
+    FamilyDims,
+    FamilyTokens,
+    Standardizer,
+    keep_spans,
+    width_groups,
+    widths_of,
+    zero_span,
+)
+from beatrice.jaxprobe.tokens import (
+    family_dims,
+    fit_reading,
+    fit_reading_of,
+    read_features,
+    read_tokens,
+    stored_dtypes,
+    stored_lengths,
+)
+
+_MOST_ROWS, _MOST_BYTES = 1024, 1 << 29  # standardised and encoded together
+# Of rows of the store, `[n]`, in the padded widths of all spans, or the given ones.
+ReadRows = Callable[..., FamilyTokens]
+
+
+class Held(NamedTuple):
+    """Rows of similar length on the device.
+
+    Attributes:
+      places: `[n]` which of the training or validation rows they are.
+      tokens: their tokens, `n` examples.
+    """
+
+    places: np.ndarray
+    tokens: FamilyTokens
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Rows:
+    """The rows of one setting's feature store, in its order.
+
+    Attributes:
+      ids: `[n_rows]` example ids; an original and a rewritten context share one.
+      datasets: `[n_rows]`.
+      splits: `[n_rows]`.
+      variants: `[n_rows]`.
+      labels: `[n_rows]` bool; False where `is_labelled` is False.
+      is_labelled: `[n_rows]` bool; False where the judges disagreed.
+    """
+
+    setting: Setting
+    ids: np.ndarray
+    datasets: np.ndarray
+    splits: np.ndarray
+    variants: np.ndarray
+    labels: np.ndarray
+    is_labelled: np.ndarray
+
+    def _chosen(self, split: str, dataset: str) -> np.ndarray:
+        is_split = self.splits == split
+        return (
+            is_split if dataset == IN_DOMAIN else is_split & (self.datasets == dataset)
+        )
+
+    def where(self, split: str, dataset: str = IN_DOMAIN) -> np.ndarray:
+        """Return the indices of the labelled rows of a split, of all its sets or one.
+
+        With context these are the rows of both wordings, as in the paper.
+        """
+        return np.flatnonzero(self._chosen(split, dataset) & self.is_labelled)
+
+    def fields_of(self, dataset: str, split: str) -> dict[str, Any]:
+        """Return the fields that all result rows on an evaluated set have in common."""
+        chosen = self._chosen(split, dataset)
+        return {
+            "setting": self.setting,
+            "dataset": dataset,
+            "split": split,
+            "n": int((chosen & self.is_labelled).sum()),
+            "n_failed": int((chosen & ~self.is_labelled).sum()),
+        }
+
+    def evaluated_sets(self) -> list[tuple[str, str]]:
+        """Return the evaluated (dataset, split) pairs, in-domain first.
+
+        Before the single sets come those of a split together, except the held-out ones.
+        """
+        pairs = dict.fromkeys(zip(self.datasets, self.splits, strict=True))
+        single = [(str(d), str(s)) for d, s in pairs if s != "train"]
+        splits = dict.fromkeys(split for _, split in single if split != "ood")
+        return [*((IN_DOMAIN, split) for split in splits), *single]
+
+
+def rows_of(
+    store: FeatureStore, examples: Iterable[Example], labels: Iterable[Label]
+) -> Rows:
+    """Return which question each row of a store is, and whether its answer is right.
+
+    Args:
+      store: of one setting; its keys are (example, setting, variant).
+      examples: all questions of the store; others may be among them.
+      labels: one for every row of the store; others may be among them.
+
+    Raises:
+      ValueError: a row has no question or no label.
+    """
+    by_id = {example.id: example for example in examples}
+    by_key = {(x.example_id, x.setting, x.variant): x for x in labels}
+    keys = store.spec.keys
+    if unknown := [key[0] for key in keys if key[0] not in by_id]:
+        raise ValueError(
+            f"{store.url} has signals of the question {unknown[0]!r}, which is not "
+            "among the questions; delete the store and run `beatrice extract` again"
+        )
+    if unlabelled := [key for key in keys if key not in by_key]:
+        raise ValueError(
+            f"the labels have none for {unlabelled[0]}, of which {store.url} has "
+            "signals; run `beatrice label` again"
+        )
+    verdicts = [by_key[key].label for key in keys]
+    return Rows(
+        setting=keys[0][1],
+        ids=np.array([key[0] for key in keys]),
+        datasets=np.array([by_id[key[0]].dataset for key in keys]),
+        splits=np.array([by_id[key[0]].split for key in keys]),
+        variants=np.array([key[2] for key in keys]),
+        labels=np.array([label is True for label in verdicts]),
+        is_labelled=np.array([label is not None for label in verdicts]),
+    )
+
+
+def partners(ids: Sequence[str], closed_book: Sequence[str]) -> np.ndarray:
+    """Return, for every row's question, the closed-book row of the same question.
+
+    Args:
+      ids: `[n_rows]` example ids.
+      closed_book: example ids of the closed-book rows.
+
+    Returns:
+      `[n_rows]` int64 indices into `closed_book`.
+
+    Raises:
+      ValueError: a question has no closed-book row.
+    """
+    place = {example_id: i for i, example_id in enumerate(closed_book)}
+    if missing := [example_id for example_id in ids if example_id not in place]:
+        raise ValueError(
+            f"question {missing[0]!r} has no closed-book answer; answer and extract "
+            "both settings"
+        )
+    return np.array([place[example_id] for example_id in ids], dtype=np.int64)
+
+
+class LayerCurve(Record, frozen=True, kw_only=True):
+    """A setting's sweep: validation AUROC per layer and seed, and the best layer.
+
+    `n_train` and `n_validation` are the answers that the probes read.
+    """
+
+    layers: tuple[int, ...]
+    auroc: tuple[tuple[Share, ...], ...]
+    best: int
+    n_train: int
+    n_validation: int
+
+
+class LayerSweep(Record, frozen=True, kw_only=True):
+    """What the sweep found; `layer` serves all settings."""
+
+    layer: int
+    settings: dict[Setting, LayerCurve]
+
+
+def read_sweep(path: Path) -> LayerSweep:
+    """Return what a layer sweep has written to a file.
+
+    Raises:
+      ValueError: the file is missing, or not as it was written.
+    """
+    return read_json(path, LayerSweep, "run `beatrice sweep` again")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class TrainingSet:
+    """A setting's rows as encoders read them, with those they are trained on.
+
+    Attributes:
+      rows: what the rows are.
+      layer: entry of the resid axis for the hidden family (0 is the embedding).
+      dims: widths of the families.
+      standardizer: fitted on the training rows.
+      held_as: types in which the device holds the families.
+      read: reads tokens of rows of the store, in one padded width, or in the widths
+        that are given as well.
+      read_train: the same for the rows that are trained on.
+      lengths: `[n_rows, n_spans]` tokens of the spans of every row of the store.
+      where: training rows and validation rows, indices into the store.
+      in_memory: their tokens on the device, by groups of similar length; None where
+        they are streamed.
+    """
+
+    rows: Rows
+    layer: int | None
+    dims: FamilyDims
+    standardizer: Standardizer
+    held_as: tuple[Dtype, ...]
+    read: ReadRows
+    read_train: ReadRows
+    lengths: np.ndarray
+    where: tuple[np.ndarray, np.ndarray]
+    in_memory: tuple[tuple[Held, ...], tuple[Held, ...]] | None
+
+    def with_spans(self, span_mask: np.ndarray) -> "TrainingSet":
+        """Return the same rows with some spans left out; see `keep_spans`."""
+
+        def read(where: np.ndarray, *widths: Any) -> FamilyTokens:
+            return keep_spans(self.read(where, *widths), span_mask)
+
+        in_memory = self.in_memory and tuple(
+            tuple(Held(places, keep_spans(held, span_mask)) for places, held in part)
+            for part in self.in_memory
+        )
+        return dataclasses.replace(
+            self, read=read, read_train=read, in_memory=in_memory
+        )
+
+    def with_zeroed(self, span: int) -> "TrainingSet":
+        """Return the same with a span's signals zero while training, and only then."""
+        in_memory = self.in_memory and (
+            tuple(Held(p, zero_span(held, span)) for p, held in self.in_memory[0]),
+            self.in_memory[1],
+        )
+        return dataclasses.replace(
+            self,
+            read_train=lambda where, *widths: zero_span(
+                self.read_train(where, *widths), span
+            ),
+            in_memory=in_memory,
+        )
+
+
+def training_set(
+    store: FeatureStore,
+    rows: Rows,
+    *,
+    layer: int | None,
+    n_batch: int,
+    streamed: bool = False,
+    held_as: tuple[Dtype, ...] | None = None,
+) -> TrainingSet:
+    """Fit the standardisation on the training rows, and read them unless streamed.
+
+    Args:
+      store: of one setting.
+      rows: what its rows are.
+      layer: entry of the resid axis for the hidden family (0 is the embedding); None
+        where no family is stored by layer.
+      n_batch: rows of a training batch, which decides how rows are grouped by length.
+      streamed: leave the rows in the store.
+      held_as: types in which the device holds the families, see `read_tokens`; None for
+        those in which they are stored.
+
+    Raises:
+      ValueError: the training or validation rows hold one class alone.
+    """
+    dims, lengths = family_dims(store), stored_lengths(store)
+    where = rows.where("train"), rows.where("validation")
+    _refuse_one_class(rows, where)
+    whole = widths_of(lengths)
+    features = partial(read_features, store, layer)
+    groups = [width_groups(lengths[split], n_batch) for split in where]
+    if streamed or len(groups[0]) > 1:
+        parts = [
+            part
+            for places in groups[0]
+            for part in _parts(where[0][places], rows_at_once(whole, dims))
+        ]
+        standardizer = fit_reading_of(
+            lambda: (features(part, widths_of(lengths[part])) for part in parts), dims
+        )
+    else:
+        standardizer = fit_reading(features(where[0], whole), dims)
+
+    held_as = held_as or stored_dtypes(store)
+    fixed = {"standardizer": standardizer, "held_as": held_as}
+    read_part = partial(read_tokens, store, layer, **fixed)
+
+    def read(some: np.ndarray, widths: tuple[int, ...] = whole) -> FamilyTokens:
+        first, *parts = (
+            read_part(part, widths) for part in _parts(some, rows_at_once(widths, dims))
+        )
+        joined = first.of_examples(lambda *x: np.concatenate(x, axis=1), *parts)
+        return jax.device_put(joined)
+
+    def held(split: np.ndarray, groups: Sequence[np.ndarray]) -> tuple[Held, ...]:
+        return tuple(
+            Held(places, read(split[places], widths_of(lengths[split[places]])))
+            for places in groups
+        )
+
+    return TrainingSet(
+        rows=rows,
+        layer=layer,
+        dims=dims,
+        standardizer=standardizer,
+        held_as=held_as,
+        read=read,
+        read_train=read,
+        lengths=lengths,
+        where=where,
+        in_memory=None if streamed else tuple(map(held, where, groups)),
+    )
+
+
+def _refuse_one_class(rows: Rows, where: tuple[np.ndarray, np.ndarray]) -> None:
+    """Raise if the training or validation rows are all right or all wrong."""
+    for split, held in zip(("training", "validation"), where, strict=True):
+        if len(set(rows.labels[held].tolist())) < 2:
+            raise ValueError(
+                f"{rows.setting}: {int(rows.labels[held].sum())} of {len(held)} "
+                f"labelled {split} answers are correct, and one class alone teaches "
+                "nothing; look at the answers, take more questions, or make the run "
+                "without this setting (--settings)"
+            )
+
+
+def rows_at_once(widths: Sequence[int], dims: FamilyDims) -> int:
+    """Return how many examples are standardised and encoded together, a power of two.
+
+    Args:
+      widths: tokens of the padded spans.
+      dims: channels of a token; an example of the paper's takes eight megabytes.
+    """
+    fitting = _MOST_BYTES // (4 * sum(widths) * dims.total)
+    return 1 << (max(1, min(fitting, _MOST_ROWS)).bit_length() - 1)
+
+
+def _parts(where: np.ndarray, n_at_once: int) -> list[np.ndarray]:
+    return [where[i : i + n_at_once] for i in range(0, len(where), n_at_once)]

@@ -1,0 +1,406 @@
+"""Train every encoder of a setting, and apply it to every row; the stage that does so.
+
+Several processes may train one grid, each its share of the members. Members never speak
+to each other, so neither do the processes: each saves its finished members, and whoever
+finds that none is missing joins them as one process would. On a CPU the checkpoint is
+that of one process bit by bit, whatever the number of processes, before and after a
+kill. On accelerators members lie side by side in blocks of other sizes, which changes
+how their products are summed, within rounding.
+
+Each process trains on the devices it sees, one GPU of its own where a launcher starts
+several on a machine. Rows are not split over processes: a setting has 48 members, six
+for each of eight GPUs, and gradients of parts of the rows would meet in every step.
+"""
+
+import dataclasses
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import flax.traverse_util
+import jax
+import numpy as np
+
+from beatrice.extract.records import SETTINGS, Setting
+from beatrice.extract.run.console import Progress, Update
+from beatrice.extract.run.contents import question_files, row_files, settings_of
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.files import sha256_file
+from beatrice.extract.run.memory import return_freed_memory
+from beatrice.extract.run.share import Share, own_gpu
+from beatrice.extract.run.stages import Stage, side_by_side
+from beatrice.extract.store.store import open_store
+from beatrice.jaxprobe import checkpoint
+from beatrice.jaxprobe.calibrate import encoder_folders, run_training_set
+from beatrice.jaxprobe.checkpoint import Cache
+from beatrice.jaxprobe.config import GRID_PRESETS, GridConfig, set_compiler
+from beatrice.jaxprobe.encoder import Encoder, MemberOutputs
+from beatrice.jaxprobe.evaluation import permute_by_question
+from beatrice.jaxprobe.families import (
+    N_SUBSETS,
+    FamilyTokens,
+    subset_index,
+    width_groups,
+    widths_of,
+)
+from beatrice.jaxprobe.grid import (
+    Member,
+    Trained,
+    fit_everywhere,
+    join,
+    labelled,
+    member_outputs,
+)
+from beatrice.jaxprobe.linear import (
+    LinearGrid,
+    Pooled,
+    count_heard,
+    fit_linear_parts,
+    load_linear,
+    save_linear,
+    silence,
+    with_linear_parts,
+)
+from beatrice.jaxprobe.loop import FitInfo
+from beatrice.jaxprobe.memory import Sizes, Workload, choose, step_flops
+from beatrice.jaxprobe.rows import ReadRows, TrainingSet, rows_at_once
+from beatrice.jaxprobe.streaming import Streamed, fit_streamed
+
+EVERY_FAMILY = subset_index("HPRA")
+
+
+def train_encoders(
+    data: TrainingSet,
+    config: GridConfig,
+    *,
+    subsets: Iterable[int] | None = None,
+    cache: Cache = Cache(),
+    share: Share = Share(),
+    on_part: Callable[[], None] = lambda: None,
+) -> tuple[Trained, MemberOutputs] | None:
+    """Train encoders on the rows of a setting, and apply them to all of its rows.
+
+    Args:
+      data: the rows; their labels are learned.
+      config: widths, protocol, and how rows are streamed.
+      subsets: numbers of those that are trained, each with every seed of the
+        protocol; None trains all of the families that the rows have.
+      cache: where finished members are saved, and those of an earlier or another
+        process found; its key names the data, the configuration and nothing else.
+        Streamed members are all finished at once.
+      share: which of the members this process trains.
+      on_part: called once a member that is trained, by whomever.
+
+    Returns:
+      All members, seed-major, the subsets of a seed in their order; and their
+      outputs on every row of the store. A training row's logit has in it the linear
+      part that has not seen its question: fusion heads are trained on these. None for
+      a share, whose members are in the cache.
+    """
+    subsets = sorted(range(data.dims.n_subsets) if subsets is None else subsets)
+    linear = _linear_parts(data, config, subsets, cache)
+    members = _members(config, subsets)
+    mine = members_of_share(_workload(data, config), subsets, share)
+    for _ in range(len(members) - len(mine)):
+        on_part()
+    parts = []
+    for part in _trained(data, config, mine, linear, cache):
+        parts.append(part)
+        for _ in part.members:
+            on_part()
+    if not share.is_whole:
+        return None
+    trained = join(parts, members)
+    every = np.arange(len(data.lengths))
+    if linear is None:
+        return trained, _outputs(data, config, trained, every)
+    train, valid = data.where
+    trained = with_linear_parts(trained, linear)
+    logits = _outputs(data, config, trained, valid).logits
+    trained = silence(trained, logits, linear, data.rows.labels[valid])
+    outputs = _outputs(data, config, trained, every)
+    read = [member.subset for member in trained.members]
+    outputs.logits[:, train] += (linear.train - linear.fitted)[read]
+    return trained, outputs
+
+
+def _members(config: GridConfig, subsets: Sequence[int]) -> list[Member]:
+    return [Member(k, s) for s in range(config.train.n_seeds) for k in subsets]
+
+
+def _workload(data: TrainingSet, config: GridConfig) -> Workload:
+    return Workload(
+        encoder=config.encoder,
+        dims=data.dims,
+        spans=tuple((1, width) for width in widths_of(data.lengths)),
+        batch_size=config.train.batch_size,
+        n_steps=1,
+        n_seeds=config.train.n_seeds,
+    )
+
+
+def members_of_share(
+    work: Workload, subsets: Sequence[int], share: Share
+) -> list[Member]:
+    """Return the members of a share; all shares have about as much to do.
+
+    The seeds of a subset stay together, as they train side by side; where there are
+    more processes than subsets, single members are dealt out.
+
+    Args:
+      work: of the grid.
+      subsets: their numbers, ascending.
+      share: of the members of these subsets.
+
+    Returns:
+      members, seed-major.
+    """
+    members = [(k, s) for s in range(work.n_seeds) for k in subsets]
+    groups = [[m for m in members if m[0] == k] for k in subsets]
+    if share.world_size > len(subsets):
+        groups = [[member] for member in members]
+    mine = share.mine(groups, lambda group: sum(step_flops(work, m) for m in group))
+    return [Member(*m) for m in sorted(chain(*mine), key=members.index)]
+
+
+def _name(member: Member) -> str:
+    """Return the name of a member's part, whatever the block and the process."""
+    return f"{member.subset}-{member.seed}"
+
+
+def _load(cache: Cache, member: Member) -> Trained | None:
+    arrays = cache.load(_name(member))
+    if arrays is None:
+        return None
+    info = FitInfo(**{name: arrays.pop(f"info.{name}") for name in FitInfo._fields})
+    return Trained((member,), flax.traverse_util.unflatten_dict(arrays, sep="/"), info)
+
+
+def _save(cache: Cache, trained: Trained) -> None:
+    """Save every member of a block as a part of its own."""
+    for i, member in enumerate(trained.members):
+        params, info = jax.tree.map(
+            lambda x, i=i: x[i : i + 1], (trained.params, trained.info)
+        )
+        arrays: dict[str, Any] = flax.traverse_util.flatten_dict(params, sep="/")
+        infos = {f"info.{name}": value for name, value in info._asdict().items()}
+        cache.save(_name(member), {**arrays, **infos})
+
+
+def _trained(
+    data: TrainingSet,
+    config: GridConfig,
+    members: Sequence[Member],
+    linear: LinearGrid | None,
+    cache: Cache,
+) -> Iterator[Trained]:
+    """Yield members, those that are saved first; save the others as they are done."""
+    saved = [part for member in members if (part := _load(cache, member)) is not None]
+    yield from saved
+    done = {member for part in saved for member in part.members}
+    missing = [member for member in members if member not in done]
+    for part in _fit(data, config, missing, linear) if missing else ():
+        _save(cache, part)
+        yield part
+
+
+def _fit(
+    data: TrainingSet,
+    config: GridConfig,
+    members: Sequence[Member],
+    linear: LinearGrid | None,
+) -> Iterator[Trained]:
+    """Train members; streamed ones all in one pass over the store per epoch."""
+    sizes = Sizes.of(config, data.dims, data.lengths, data.where, data.held_as)
+    plan = choose(sizes, config.device_memory)
+    blocks = plan.blocks(members)
+    protocol = {
+        "encoder": Encoder(config.encoder, data.dims),
+        "config": plan.config(config.train),
+    }
+    labels = [data.rows.labels[where] for where in data.where]
+    offsets = (linear.train, linear.valid) if linear else (None, None)
+    if data.in_memory is not None:
+        groups = [
+            [
+                labelled(tokens, y[at], offsets=None if o is None else o[:, at])
+                for at, tokens in part
+            ]
+            for part, y, o in zip(data.in_memory, labels, offsets, strict=True)
+        ]
+        yield from fit_everywhere(blocks, *groups, **protocol)
+        return
+    reads = (data.read_train, data.read)
+    parts = (
+        Streamed(where=where, labels=y, read=read, config=config.stream, offsets=o)
+        for where, y, read, o in zip(data.where, labels, reads, offsets, strict=True)
+    )
+    yield fit_streamed(blocks, *parts, **protocol)
+
+
+def _linear_parts(
+    data: TrainingSet, config: GridConfig, subsets: Sequence[int], cache: Cache
+) -> LinearGrid | None:
+    """Fit the linear parts, or load those of an earlier, interrupted call."""
+    if not config.encoder.is_linear_first:
+        return None
+    saved = load_linear(cache, subsets)
+    if saved is not None:
+        return saved
+    parts = data.in_memory or map(
+        partial(_in_parts, data, config), data.where, (data.read_train, data.read)
+    )
+    train, valid = (
+        Pooled.of(part, data.rows.labels[where])
+        for part, where in zip(parts, data.where, strict=True)
+    )
+    questions = data.rows.ids[data.where[0]]
+    linear = fit_linear_parts(train, valid, questions, subsets)
+    save_linear(cache, linear)
+    return linear
+
+
+def _outputs(
+    data: TrainingSet, config: GridConfig, trained: Trained, where: np.ndarray
+) -> MemberOutputs:
+    """Return every member's outputs on rows of the store, a few at a time."""
+    encoder = Encoder(config.encoder, data.dims)
+    order, parts = [], []
+    for rows, tokens in _in_parts(data, config, where, data.read):
+        logits, pooled = jax.device_get(
+            member_outputs(trained, tokens, encoder=encoder)
+        )
+        order.append(rows)
+        n_real = len(rows)
+        parts.append(MemberOutputs(logits[:, :n_real], pooled[:, :n_real]))
+    place = np.argsort(np.concatenate(order))
+    return jax.tree.map(lambda *x: np.concatenate(x, axis=1)[:, place], *parts)
+
+
+def _in_parts(
+    data: TrainingSet, config: GridConfig, where: np.ndarray, read: ReadRows
+) -> Iterator[tuple[np.ndarray, FamilyTokens]]:
+    """Yield places in `where`, and the tokens there, a few rows at a time.
+
+    All parts of rows of similar length have one shape, so that one executable serves
+    them; the last one repeats its last row.
+    """
+    lengths = data.lengths[where]
+    for group in width_groups(lengths, config.train.batch_size):
+        widths = widths_of(lengths[group])
+        n_parts = -(-len(group) // rows_at_once(widths, data.dims))
+        size = -(-len(group) // n_parts)
+        for start in range(0, len(group), size):
+            rows = group[start : start + size]
+            padded = np.pad(rows, (0, size - len(rows)), "edge")
+            yield rows, read(where[padded], widths)
+
+
+def settings_at_once(config: GridConfig) -> int:
+    """Return how many settings are trained side by side.
+
+    Both, where memory holds them: each compiles its own step on one core for as long as
+    the other does, and a member's operations already share the cores among themselves.
+    Streamed, one: memory holds one's groups. On an accelerator, or where memory is
+    given, one: it is planned to be full.
+    """
+    is_planned = config.device_memory is not None or jax.default_backend() != "cpu"
+    return 1 if is_planned or config.stream is not None else len(SETTINGS)
+
+
+def _key(run: RunDir, config: GridConfig, store_id: str) -> str:
+    """Return the identity of all that a setting's members depend on."""
+    sources = (*question_files(run), run.labels, run.sweep)
+    config = dataclasses.replace(config, device_memory=None)  # changes no result
+    text = json.dumps(dataclasses.asdict(config))
+    protocol = hashlib.sha256(text.encode()).hexdigest()
+    return " ".join((*map(sha256_file, sources), store_id, protocol))
+
+
+def _train_setting(
+    run: RunDir,
+    config: GridConfig,
+    note: Callable[[str], None],
+    setting: Setting,
+    tick: Callable[[], None],
+) -> int:
+    """Train this process's share of a setting, or all and save the checkpoint.
+
+    The grid, and its control: encoders of all families, with labels that are permuted.
+
+    Returns:
+      How many members of other processes are missing.
+    """
+    key = _key(run, config, open_store(run.features(setting)).id)
+    if checkpoint.is_saved(run.encoders(setting), key):
+        return 0
+    if config.stream is not None:
+        return_freed_memory()
+    data = run_training_set(run, setting, config)
+    permuted = permute_by_question(data.rows, run.seed)
+    control_data = dataclasses.replace(
+        data, rows=dataclasses.replace(data.rows, labels=permuted)
+    )
+    folder = run.encoders(setting).with_name(f"{setting}.members")
+    caches = [Cache(folder / name, key) for name in ("grid", "permuted")]
+    fit = partial(train_encoders, config=config, share=run.share, on_part=tick)
+    grid = fit(data, cache=caches[0])
+    control = fit(control_data, subsets=[EVERY_FAMILY], cache=caches[1])
+    if grid is None or control is None:
+        subsets = range(N_SUBSETS), [EVERY_FAMILY]
+        return sum(
+            len(cache.missing(map(_name, _members(config, read))))
+            for cache, read in zip(caches, subsets, strict=True)
+        )
+    trained, outputs = grid
+    if config.encoder.is_linear_first:
+        counts = f"{count_heard(trained)} of {len(trained.members)}"
+        note(
+            f"train: {setting}: {counts} networks add to the logistic regression of "
+            "their signals, which the others are"
+        )
+    checkpoint.save(
+        run.encoders(setting),
+        {
+            "params": trained.params,
+            "info": trained.info._asdict(),
+            "standardizer": data.standardizer._asdict(),
+            "outputs": outputs._asdict(),
+            "control": {"logits": control[1].logits, "labels": permuted},
+        },
+        {"key": key, "layer": data.layer, "dims": dataclasses.asdict(data.dims)},
+    )
+    shutil.rmtree(folder, ignore_errors=True)  # no longer needed
+    return 0
+
+
+def _train(run: RunDir, config: GridConfig, update: Update, progress: Progress) -> int:
+    """Train a share of the members; returns how many of others are missing."""
+    gpu = None if run.share.is_whole else own_gpu()
+    if gpu is not None:  # before JAX looks
+        jax.config.update("jax_cuda_visible_devices", str(gpu))
+    set_compiler(run.preset)
+    config, settings = config.seeded(run.seed), settings_of(run)
+    n_missing = []
+
+    def work(setting: Setting, tick: Callable[[], None]) -> None:
+        n_missing.append(_train_setting(run, config, progress.note, setting, tick))
+
+    total = (N_SUBSETS + 1) * config.train.n_seeds * len(settings)
+    side_by_side(work, settings, update, total, at_once=settings_at_once(config))
+    return sum(n_missing)
+
+
+TRAIN = Stage(
+    name="train",
+    inputs=lambda run: [*row_files(run), run.sweep],
+    outputs=encoder_folders,
+    work=_train,
+    parts="encoders",
+    presets=GRID_PRESETS,
+    is_open=True,
+)

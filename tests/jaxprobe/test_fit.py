@@ -1,0 +1,121 @@
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from beatrice.jaxprobe.config import TrainConfig
+from beatrice.jaxprobe.loop import (
+    Keys,
+    Learner,
+    epoch_batches,
+    fit,
+    start_fit,
+    take_steps,
+)
+from beatrice.jaxprobe.metrics import masked_auroc
+
+RNG = np.random.default_rng(0)
+ROWS = jnp.asarray(RNG.standard_normal((150, 3)), jnp.float32)
+LABELS = jnp.asarray(RNG.random(150) < 1 / (1 + np.exp(-2 * ROWS[:, 0])), jnp.float32)
+
+
+class Group(NamedTuple):
+    labels: jax.Array
+    weights: jax.Array
+
+
+GROUP = Group(LABELS, jnp.ones(150))
+
+
+def logistic(config, seeds=(0,)):
+    """Fit logistic regressions side by side through the shared loop."""
+
+    def loss(params, rows, shares, *_):
+        logits = ROWS[rows] @ params["w"]
+        return (optax.sigmoid_binary_cross_entropy(logits, LABELS[rows]) * shares).sum()
+
+    @jax.jit
+    def start():
+        params = {"w": jnp.array([-0.1, 0.2, 0.1])}
+        one = start_fit(params, config)
+        return jax.tree.map(
+            lambda x: jnp.broadcast_to(x, (1, len(seeds), *x.shape)), one
+        )
+
+    @jax.jit
+    def train(states, number, group):
+        def one(state, seed):
+            key = jax.random.fold_in(jax.random.key(seed), number)
+            batches = epoch_batches(key, group.weights, config.batch_size)
+            return take_steps(state, loss, batches, Keys(key, key), config)
+
+        return jax.vmap(jax.vmap(one), in_axes=(0, None))(states, jnp.asarray(seeds))
+
+    def logits(states, group):
+        return states.params["w"] @ ROWS.T
+
+    learner = Learner(start, train, logits)
+    (state,) = fit([learner], lambda _: [GROUP], lambda: [GROUP], config)
+    return jax.tree.map(lambda x: x[0], (state.best_params, state.info))
+
+
+def test_training_stops_early_and_halves_the_rate():
+    config = TrainConfig(
+        batch_size=64, max_epochs=60, lr_patience=2, patience=5, learning_rate=0.1
+    )
+    params, info = jax.tree.map(lambda x: x[0], logistic(config))
+    n_epochs, best = int(info.n_epochs), int(info.best_epoch)
+    assert n_epochs < 60 and n_epochs == best + 1 + 5
+    assert info.learning_rate <= 0.1 / 4 * 1.001  # halved twice since the best epoch
+    assert np.isnan(info.valid_auroc[n_epochs:]).all()
+    assert info.valid_auroc[best] == np.nanmax(info.valid_auroc) == info.best_auroc
+    kept = masked_auroc(ROWS @ params["w"], LABELS, jnp.ones(150))
+    assert float(kept) == pytest.approx(float(info.best_auroc), abs=1e-6)
+
+
+def test_microbatches_add_up_to_the_gradient_of_the_batch():
+    one, four = (
+        logistic(TrainConfig(batch_size=64, max_epochs=2, n_microbatches=n))[0]
+        for n in (1, 4)
+    )
+    np.testing.assert_allclose(one["w"], four["w"], atol=1e-6)
+
+
+def test_members_side_by_side_train_as_alone():
+    config = TrainConfig(batch_size=64, max_epochs=30, patience=3, learning_rate=0.1)
+    params, info = logistic(config, range(4))
+    assert len(set(info.n_epochs.tolist())) > 1  # they stop at different epochs
+    for seed in range(4):
+        alone, alone_info = logistic(config, [seed])
+        np.testing.assert_allclose(params["w"][seed], alone["w"][0], atol=1e-4)
+        assert info.n_epochs[seed] == alone_info.n_epochs[0]
+
+
+def test_a_step_is_that_of_adamw():
+    config = TrainConfig(learning_rate=1e-2, weight_decay=0.1, n_microbatches=1)
+    params = jnp.array([1.0, -2.0, 3.0])
+    slopes = jnp.outer(jnp.arange(-2.0, 3.0), jnp.array([0.5, -1.0, 2.0]))
+
+    def loss(params, slope, *_):  # whose gradient is the slope
+        return (params * slope[0]).sum()
+
+    keys = Keys(jax.random.key(0), jax.random.key(1))
+    state = start_fit(params, config)
+    found, _ = take_steps(state, loss, (slopes[:, None],), keys, config)
+    with jax.numpy_dtype_promotion("standard"):
+        adamw = optax.adamw(1e-2, weight_decay=0.1)
+        expected, opt_state = params, adamw.init(params)
+        for slope in slopes:
+            updates, opt_state = adamw.update(slope, opt_state, expected)
+            expected = optax.apply_updates(expected, updates)
+    np.testing.assert_allclose(found.params, expected, rtol=1e-6)
+
+
+def test_configs_that_train_nothing_are_refused():
+    with pytest.raises(ValueError, match="max_epochs"):
+        TrainConfig(max_epochs=0)
+    with pytest.raises(ValueError, match="equal parts"):
+        TrainConfig(batch_size=100, n_microbatches=3)

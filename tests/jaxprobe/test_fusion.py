@@ -1,0 +1,212 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from beatrice.jaxprobe.config import FusionConfig, TrainConfig
+from beatrice.jaxprobe.encoder import MemberOutputs
+from beatrice.jaxprobe.fusion import (
+    FusionHead,
+    PoolOutputs,
+    head_inputs,
+    keep_encoders,
+    pool_outputs,
+    slots_of,
+)
+from beatrice.jaxprobe.heads import fit_heads
+from beatrice.jaxprobe.metrics import auroc
+
+TRAIN = TrainConfig(learning_rate=1e-2, batch_size=64, max_epochs=6)
+N_SEEDS, N_POOL, D_POOLED = 2, 5, 6
+
+
+def random_codes(n_examples, seed):
+    """A pool in which encoder 2 knows the answer and the others do not."""
+    rng = np.random.default_rng(seed)
+    labels = rng.random(n_examples) < 0.5
+    shape = (N_SEEDS, N_POOL, n_examples)
+    logits = rng.standard_normal(shape).astype(np.float32)
+    logits[:, 2] += 2 * labels
+    pooled = rng.standard_normal((*shape, D_POOLED)).astype(np.float32)
+    pooled[..., 0] = logits
+    ones = jnp.ones(n_examples)
+    outputs = head_inputs(jnp.asarray(pooled), jnp.asarray(logits))
+    return PoolOutputs(outputs, jnp.asarray(labels, jnp.float32), ones)
+
+
+SLOTS = jnp.arange(3)
+CODES = random_codes(200, 0), random_codes(100, 1)
+
+
+def train(sets, n_slots=4, codes=CODES, **config):
+    slots = [slots_of(s, n_slots) for s in sets]
+    return fit_heads(
+        np.stack([s for s, _ in slots]),
+        np.stack([m for _, m in slots]),
+        *codes,
+        head=FusionHead(FusionConfig(hidden=8, n_slots=n_slots, **config)),
+        config=TRAIN,
+    )
+
+
+def test_a_head_finds_the_encoder_that_knows():
+    _, info = train([(2,), (0,), (0, 2)])
+    assert (info.best_auroc[0] > 0.75).all() and (info.best_auroc[2] > 0.7).all()
+    assert (info.best_auroc[1] < 0.65).all()  # 100 rows: s.e. 0.06
+
+
+def test_a_head_depends_on_its_set_and_seed_only():
+    _, info = train([(1, 2), (0,), (2, 1)])
+    _, alone = train([(0, 3), (2,), (1, 2)])
+    np.testing.assert_array_equal(info.valid_auroc[0], info.valid_auroc[2])
+    np.testing.assert_array_equal(info.valid_auroc[0], alone.valid_auroc[2])
+    assert not np.array_equal(info.valid_auroc[0, 0], info.valid_auroc[0, 1])
+    fewer = [c._replace(outputs=c.outputs[:1]) for c in CODES]
+    _, first = train([(1, 2), (0,), (2, 1)], codes=fewer)
+    np.testing.assert_allclose(first.valid_auroc[0, 0], info.valid_auroc[0, 0])
+
+
+def test_a_head_that_is_done_stands_still_while_others_go_on():
+    _, info = train([(2,), (0,), (0, 2), (1, 3), (4,)])
+    n_epochs = np.asarray(info.n_epochs)
+    ran = np.isfinite(info.valid_auroc).sum(axis=-1)
+    np.testing.assert_array_equal(ran, n_epochs)
+    best = np.nanmax(info.valid_auroc, axis=-1)
+    kept_first = info.best_auroc > best  # as it was before the first epoch
+    np.testing.assert_array_equal(best[~kept_first], info.best_auroc[~kept_first])
+
+
+def test_few_answers_move_a_head_from_the_mean_logit_only_beyond_chance():
+    sets = [(0, 1), (0, 1, 2)]  # noise; noise and the encoder that knows
+    codes = random_codes(800, 0), random_codes(800, 1)
+    _, free = train(sets, codes=codes)
+    params, info = train(sets, codes=codes, is_mean_first=True)
+    output = np.abs(params["params"]["out_kernel"]).sum(axis=-1)
+    assert (output[0] == 0).all() and (output[1] > 0).all()
+    np.testing.assert_array_equal(info.best_auroc[1], free.best_auroc[1])
+    assert (free.best_auroc[0] > info.best_auroc[0]).any()
+    for seed in range(N_SEEDS):
+        scores = codes[1].outputs[seed, :2, -1]
+        mean = np.asarray(jax.scipy.special.logit(scores).mean(axis=0))
+        expected = auroc(mean, np.asarray(codes[1].labels) > 0).value
+        assert info.best_auroc[0, seed] == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_head_begins_as_the_mean_logit_and_is_never_worse_on_validation():
+    head, mask = FusionHead(FusionConfig(hidden=8, n_slots=3)), jnp.ones(3, bool)
+    logits = jax.random.normal(jax.random.key(1), (3, 50))
+    outputs = head_inputs(jax.random.normal(jax.random.key(0), (3, 50, 4)), logits)
+    params = head.init(jax.random.key(2), outputs, SLOTS, mask)
+    first = head.apply(params, outputs, SLOTS, mask)
+    np.testing.assert_allclose(first, logits.mean(axis=0), atol=1e-5)
+    sets = [(2,), (0, 1), (0, 2, 4)]
+    _, info = train(sets)
+    _, valid = CODES
+    for members, found in zip(sets, info.best_auroc, strict=True):
+        for seed in range(N_SEEDS):
+            p = np.asarray(valid.outputs)[seed, list(members), -1]
+            mean = (np.log(p) - np.log1p(-p)).mean(axis=0)
+            right, wrong = mean[valid.labels > 0], mean[valid.labels == 0]
+            assert found[seed] >= (right[:, None] > wrong[None]).mean() - 1e-5
+
+
+def test_more_slots_change_nothing():
+    _, few = train([(1, 2), (0,), (3,)])
+    _, many = train([(1, 2), (0,), (3,)], n_slots=6)
+    np.testing.assert_allclose(few.valid_auroc, many.valid_auroc, atol=2e-3)  # sums
+
+
+def test_an_empty_set_trains_nothing():
+    _, info = train([(), (), (1,)])
+    assert not info.n_epochs[:2].any() and info.n_epochs[2].all()
+
+
+def test_encoder_dropout_hides_whole_encoders_but_never_all():
+    mask = jnp.array([True, True, True, False])
+    keep = np.asarray(keep_encoders(jax.random.key(0), 20000, mask, 0.3))
+    assert not keep[3].any() and keep.any(axis=0).all()
+    hidden = 0.3 - 0.3**3 / 3  # all three hidden: one of them, at random, stays
+    np.testing.assert_allclose(1 - keep[:3].mean(axis=1), hidden, atol=0.015)
+    alone = keep_encoders(jax.random.key(1), 100, jnp.array([True, False]), 0.3)
+    assert np.asarray(alone)[0].all()
+
+
+def test_dropout_acts_in_training_only():
+    head = FusionHead(FusionConfig(hidden=8, n_slots=3))
+    outputs, mask = (
+        head_inputs(jnp.ones((3, 50, 4)), jnp.ones((3, 50))),
+        jnp.ones(3, bool),
+    )
+    params = jax.jit(head.init)(jax.random.key(0), outputs, SLOTS, mask)
+    params = jax.tree.map(lambda x: x + 0.1, params)  # it begins without a correction
+    apply = jax.jit(head.apply)
+    assert np.ptp(apply(params, outputs, SLOTS, mask)) < 1e-6
+    moved = apply(params, outputs, SLOTS, mask, None, jax.random.key(1))
+    assert np.ptp(moved) > 1e-3
+
+
+def test_empty_slots_have_no_influence():
+    head = FusionHead(FusionConfig(hidden=8, n_slots=3))
+    mask = jnp.array([True, True, False])
+    pooled = jax.random.normal(jax.random.key(0), (3, 5, 4))
+    logits = jax.random.normal(jax.random.key(1), (3, 5))
+    outputs, other = (
+        head_inputs(pooled.at[2].add(moved), logits.at[2].add(moved))
+        for moved in (0.0, 9.0)
+    )
+    params = jax.jit(head.init)(jax.random.key(0), outputs, SLOTS, mask)
+    params = jax.tree.map(lambda x: x + 0.1, params)
+    np.testing.assert_array_equal(
+        head.apply(params, outputs, SLOTS, mask), head.apply(params, other, SLOTS, mask)
+    )
+    assert not np.array_equal(outputs, other)
+
+
+def test_what_is_said_is_the_pooled_vector_and_the_probability():
+    outputs = np.asarray(
+        head_inputs(jnp.arange(6.0).reshape(1, 3, 2), jnp.array([[0.0, 2, 4]]))
+    )
+    np.testing.assert_array_equal(outputs[0, :2], [[0, 2, 4], [1, 3, 5]])
+    p = 1 / (1 + np.exp(-np.array([0.0, 2.0, 4.0])))
+    np.testing.assert_allclose(outputs[0, 2], p, rtol=1e-6)
+
+
+def test_a_head_sees_how_far_each_two_of_its_slots_are_apart_and_no_others():
+    head, mask = FusionHead(FusionConfig(hidden=8, n_slots=3)), jnp.ones(3, bool)
+    outputs = head_inputs(
+        jax.random.normal(jax.random.key(0), (3, 5, 4)), jnp.zeros((3, 5))
+    )
+    params = jax.jit(head.init)(jax.random.key(0), outputs, SLOTS, mask)
+    own = params["params"] | {"out_kernel": jnp.arange(1.0, 9.0)}
+    assert own["gaps"].shape == (3, 8) and not own["gaps"].any()
+
+    def with_pair(pair, scores, mask):
+        gaps = own["gaps"].at[pair, 0].set(5.0)
+        apart = outputs.at[:, -1].set(jnp.asarray(scores)[:, None])
+        logits = [
+            head.apply({"params": {**own, "gaps": g}}, apart, SLOTS, mask)
+            for g in (own["gaps"], gaps)
+        ]
+        return float(jnp.abs(logits[0] - logits[1]).max())
+
+    # Pairs in order: 0 and 1, 0 and 2, 1 and 2.
+    assert with_pair(0, (0.1, 0.9, 0.1), mask) > 1e-3
+    assert with_pair(1, (0.1, 0.9, 0.1), mask) == 0.0
+    assert with_pair(2, (0.1, 0.9, 0.1), mask) > 1e-3
+    assert with_pair(2, (0.1, 0.9, 0.1), jnp.array([True, True, False])) == 0.0
+
+
+def test_sets_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="cannot hold"):
+        slots_of((0, 1, 2), 2)
+    with pytest.raises(ValueError, match="cannot hold"):
+        slots_of((1, 1), 4)
+
+
+def test_one_executable_lays_out_a_pool(caplog):
+    logits, pooled = np.ones((6, 11)), np.ones((6, 11, 5))
+    one = MemberOutputs(logits.astype(np.float32), pooled.astype(np.float32))
+    with jax.log_compiles():
+        pool_outputs((one, one), 3, np.ones(11, bool))
+    compiled = [x for x in caplog.messages if x.startswith("Finished XLA compilation")]
+    assert len(compiled) == 1, compiled

@@ -1,0 +1,176 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from beatrice.jaxprobe.config import EncoderConfig, TrainConfig
+from beatrice.jaxprobe.encoder import Encoder
+from beatrice.jaxprobe.families import (
+    SUBSETS,
+    Features,
+    paper_dims,
+    split_families,
+    standardizer_of,
+    subset_index,
+)
+from beatrice.jaxprobe.grid import (
+    Block,
+    Member,
+    fit_blocks,
+    grid_members,
+    join,
+    labelled,
+    member_outputs,
+    train_block,
+)
+from beatrice.jaxprobe.kernels.projection import Draw
+from beatrice.jaxprobe.metrics import masked_auroc
+
+DIMS = paper_dims(hidden=6, prob=5, resid=4, attn=3)
+CONFIG = EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2)
+ENCODER = Encoder(CONFIG, DIMS)
+TRAIN = TrainConfig(learning_rate=1e-2, batch_size=64, max_epochs=3, n_seeds=2)
+
+
+def planted(n_examples, seed, family=2, strength=2.0):
+    """Labels shift one family's channels in the answer span."""
+    rng = np.random.default_rng(seed)
+    labels = rng.random(n_examples) < 0.4
+    tokens, masks = [], []
+    for length in (4, 3):
+        x = rng.standard_normal((n_examples, length, DIMS.total)).astype(np.float32)
+        tokens.append(x)
+        real = rng.integers(1, length + 1, n_examples)
+        masks.append(np.arange(length)[None] < real[:, None])
+    tokens[-1][..., DIMS.slices[family]] += strength * labels[:, None, None]
+    return Features(tuple(tokens), tuple(masks)), labels
+
+
+def planted_parts():
+    """Training and validation rows with a planted residual-stream signal."""
+    features, labels = planted(230, seed=0)
+    valid_features, valid_labels = planted(110, seed=1)
+    standardizer = standardizer_of([features])
+    return (
+        labelled(split_families(features, DIMS, standardizer), labels),
+        labelled(split_families(valid_features, DIMS, standardizer), valid_labels),
+    )
+
+
+@pytest.fixture(scope="module")
+def parts():
+    return planted_parts()
+
+
+def in_one_group(parts):
+    return [[part] for part in parts]
+
+
+def train(blocks, parts, config=TRAIN):
+    return list(
+        fit_blocks(blocks, *in_one_group(parts), encoder=ENCODER, config=config)
+    )
+
+
+def test_members_are_found_where_the_signal_is_planted_and_only_there(parts):
+    blocks = [Block((subset_index(name),), (0,)) for name in ("R", "P")]
+    found, chance = (part.info.best_auroc[0] for part in train(blocks, parts))
+    assert found > 0.9
+    assert abs(chance - 0.5) < 0.2  # best of three epochs, 110 rows: s.e. 0.06
+
+
+def test_permuted_labels_give_chance_auroc(parts):
+    rng = np.random.default_rng(5)
+    permuted = [
+        part._replace(labels=jnp.asarray(rng.permutation(np.asarray(part.labels))))
+        for part in parts
+    ]
+    trained = train([Block((3,), (0,))], permuted)[0]
+    # Best of three epochs on 110 rows, standard error 0.06.
+    assert abs(trained.info.best_auroc[0] - 0.5) < 0.2
+
+
+def test_grid_member_equals_solo_fit(parts):
+    names = ("PR", "HPRA")
+    subsets = tuple(subset_index(name) for name in names)
+    together = train([Block(subsets, (0, 1))], parts)[0]
+    for subset in subsets:
+        alone = train([Block((subset,), (1,))], parts)[0]
+        row = together.members.index(Member(subset, 1))
+        # Three epochs of AdamW: float32 sums in another order drift apart a little.
+        np.testing.assert_allclose(
+            together.info.valid_auroc[row], alone.info.valid_auroc[0], atol=2e-3
+        )
+        for a, b in zip(
+            jax.tree.leaves(together.params), jax.tree.leaves(alone.params), strict=True
+        ):
+            np.testing.assert_allclose(a[row], b[0], atol=2e-3)
+
+
+def test_one_trace_serves_all_fifteen_subsets(parts):
+    blocks = [Block((k,), (0,)) for k in range(len(SUBSETS))]
+    train(blocks[:1], parts)
+    n_traces = train_block._cache_size()
+    assert len(train(blocks[1:], parts)) == 14
+    assert train_block._cache_size() == n_traces
+
+
+def test_join_orders_members_and_names_the_missing(parts):
+    blocks = [Block((2,), (0,)), Block((0,), (0,))]
+    trained = train(blocks, parts, TRAIN)
+    joined = join(trained, [Member(0, 0), Member(2, 0)])
+    np.testing.assert_array_equal(
+        joined.params["params"]["mlp_in"]["bias"][1],
+        trained[0].params["params"]["mlp_in"]["bias"][0],
+    )
+    with pytest.raises(ValueError, match="not trained"):
+        join(trained, grid_members(1, 15))
+
+
+def test_rows_of_weight_zero_are_as_good_as_absent(parts):
+    rows, valid = parts
+    silent = rows._replace(weights=rows.weights.at[:90].set(0.0))
+    changed = silent._replace(labels=rows.labels.at[:90].set(1 - rows.labels[:90]))
+    a, b = (train([Block((3,), (0,))], (rows, valid))[0] for rows in (changed, silent))
+    np.testing.assert_array_equal(a.info.valid_auroc, b.info.valid_auroc)
+
+
+def test_kept_weights_are_those_of_the_best_epoch(parts):
+    part = train([Block((3,), (0,))], parts, TRAIN)[0]
+    codes = member_outputs(part, parts[1].features, encoder=ENCODER)
+    auroc = masked_auroc(codes.logits[0], parts[1].labels, parts[1].weights)
+    assert float(auroc) == pytest.approx(float(part.info.best_auroc[0]), abs=1e-5)
+    assert codes.pooled.shape == (1, 110, 2 * CONFIG.hidden)
+
+
+def test_noise_on_padding_is_never_seen(parts):
+    train_rows = parts[0]
+    few = train_rows.features.take(jnp.arange(20))
+    wide = few._replace(
+        tokens=tuple(jnp.pad(x, ((0, 3), (0, 0), (0, 0))) for x in few.tokens),
+        masks=(*few.masks[:-1], jnp.pad(few.masks[-1], ((0, 3), (0, 0)))),
+    )
+    quiet = Encoder(CONFIG, DIMS)
+    loud = Encoder(dataclasses.replace(CONFIG, input_noise=30.0), DIMS)
+    mask = jnp.asarray(SUBSETS[subset_index("HPRA")])
+    hidden = jax.tree.map(jnp.zeros_like, few.masks)
+    params = jax.jit(quiet.init)(jax.random.key(0), few, mask)
+    draw = Draw(jnp.arange(20), jax.random.key(1), jax.random.key(2))
+    without_dropout = [
+        jax.jit(Encoder(dataclasses.replace(e.config, dropout=0.0), DIMS).apply)
+        for e in (quiet, loud)
+    ]
+    # All tokens padded: neither noise nor tokens may come through.
+    blank = few._replace(masks=hidden)
+    calm, storm = (apply(params, blank, mask, draw)[0] for apply in without_dropout)
+    np.testing.assert_array_equal(calm, storm)
+    # Real tokens: the same noise must matter.
+    calm, storm = (apply(params, wide, mask, draw)[0] for apply in without_dropout)
+    assert np.abs(calm - storm).max() > 0.05
+
+
+def test_labels_must_be_boolean_and_complete(parts):
+    with pytest.raises(ValueError, match="one boolean label"):
+        labelled(parts[0].features, np.zeros(230))

@@ -1,0 +1,215 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from sklearn.linear_model import LogisticRegression
+
+from beatrice.jaxprobe.checkpoint import Cache
+from beatrice.jaxprobe.config import TrainConfig
+from beatrice.jaxprobe.encoder import Encoder, pooled_signals
+from beatrice.jaxprobe.families import (
+    SUBSETS,
+    Features,
+    split_families,
+    standardizer_of,
+    subset_index,
+)
+from beatrice.jaxprobe.grid import Block, fit_blocks, labelled, member_outputs
+from beatrice.jaxprobe.linear import (
+    Pooled,
+    count_heard,
+    fit_linear_parts,
+    load_linear,
+    save_linear,
+    silence,
+    with_linear_parts,
+)
+from beatrice.jaxprobe.metrics import auroc, auroc_gain
+from tests.jaxprobe.test_grid import CONFIG, DIMS, planted
+
+ENCODER = Encoder(dataclasses.replace(CONFIG, is_linear_first=True), DIMS)
+TRAIN = TrainConfig(learning_rate=1e-2, batch_size=64, max_epochs=3, n_seeds=1)
+N_TRAIN, N_VALID = 230, 110
+EVERYTHING = np.arange(N_TRAIN)  # every row a question of its own
+
+
+def families_of(*parts):
+    """Standardised tokens of each part, as the first part's tell."""
+    standardizer = standardizer_of([parts[0]])
+    return [split_families(x, DIMS, standardizer) for x in parts]
+
+
+def pooled(tokens, labels):
+    return Pooled.of([(np.arange(len(labels)), tokens)], labels)
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Tokens and labels of training and validation rows with a planted signal."""
+    parts = planted(N_TRAIN, seed=0, strength=0.7), planted(N_VALID, 1, strength=0.7)
+    features, labels = zip(*parts, strict=True)
+    return list(zip(families_of(*features), labels, strict=True))
+
+
+def grid_of(rows, *names, questions=EVERYTHING):
+    subsets = [subset_index(name) for name in names]
+    return fit_linear_parts(*(pooled(*part) for part in rows), questions, subsets)
+
+
+def trained_on(rows, grid, name, config=TRAIN):
+    subset = subset_index(name)
+    groups = [
+        [labelled(*part, offsets=offsets)]
+        for part, offsets in zip(rows, (grid.train, grid.valid), strict=True)
+    ]
+    block = Block((subset,), (0,))
+    (found,) = fit_blocks([block], *groups, encoder=ENCODER, config=config)
+    return found
+
+
+def test_pooled_signals_are_means_and_extremes_of_each_example_alone():
+    features, labels = planted(20, seed=3)
+    masks = (features.masks[0], features.masks[1].copy())
+    masks[1][4] = False  # an answer without a token
+    (tokens,) = families_of(Features(features.tokens, masks))
+    found = pooled_signals(tokens)
+    for family, own in zip(found, tokens.tokens, strict=True):
+        for row in range(20):
+            question, answer = (
+                np.asarray(own)[at, row][np.asarray(mask)[:, row]]
+                for at, mask in zip(tokens.span_slices, tokens.masks, strict=True)
+            )
+            if row == 4:
+                answer = np.zeros((1, own.shape[2]))
+            parts = answer.mean(0), answer.min(0), answer.max(0), question.mean(0)
+            expected = np.concatenate(parts)
+            np.testing.assert_allclose(family[:, row], expected, atol=1e-5)
+
+
+def test_an_encoder_begins_as_logistic_regression_on_its_pooled_signals(rows):
+    (tokens, labels), (valid_tokens, _) = rows
+    grid = grid_of(rows, "PR")
+    still = dataclasses.replace(TRAIN, learning_rate=1e-12, max_epochs=1)  # at zero
+    member = with_linear_parts(trained_on(rows, grid, "PR", still), grid)
+    said = member_outputs(member, valid_tokens, encoder=ENCODER).logits[0]
+
+    def features(part):
+        x = [np.asarray(family).T for family in pooled_signals(part)[1:3]]
+        return [(own, own.shape[1] ** 0.5) for own in x]
+
+    x, y = [], []
+    for own, other in zip(features(tokens), features(valid_tokens), strict=True):
+        mean, scale = own[0].mean(0), own[0].std(0) * own[1]
+        x.append((own[0] - mean) / scale)
+        y.append((other[0] - mean) / scale)
+    penalty = grid.inverse_penalty[subset_index("PR")]
+    regression = LogisticRegression(C=penalty, max_iter=2000, tol=1e-6)
+    regression.fit(np.concatenate(x, axis=1), labels)
+    expected = regression.decision_function(np.concatenate(y, axis=1))
+    np.testing.assert_allclose(said, expected, atol=2e-2)
+    assert np.std(expected) > 0.5
+    np.testing.assert_allclose(said, grid.valid[subset_index("PR")], atol=1e-3)
+
+
+def test_all_members_at_once_say_what_each_says_alone(rows):
+    grid = grid_of(rows, "PR")
+    member = with_linear_parts(trained_on(rows, grid, "PR"), grid)
+    tokens, mask = rows[1][0], SUBSETS[subset_index("PR")]
+    alone = jax.tree.map(lambda x: x[0], member.params)
+    logits, _ = ENCODER.apply(alone, tokens, jnp.asarray(mask))
+    found = member_outputs(member, tokens, encoder=ENCODER)
+    np.testing.assert_allclose(found.logits[0], logits, atol=1e-4)
+
+
+def test_a_family_that_is_not_read_has_no_weight(rows):
+    grid = grid_of(rows, "PR")
+    subset = subset_index("PR")
+    for family, kernel in enumerate(grid.kernels):
+        assert kernel[subset].any() == SUBSETS[subset][family]
+        assert not np.delete(kernel, subset, axis=0).any()
+
+
+def test_a_network_that_gains_nothing_is_silenced_and_one_that_gains_is_not(rows):
+    grid, subset = grid_of(rows, "R"), subset_index("R")
+    still = dataclasses.replace(TRAIN, max_epochs=1)
+    member = with_linear_parts(trained_on(rows, grid, "R", still), grid)
+    tokens, labels = rows[1]
+    linear = grid.valid[subset]
+    noise = 0.05 * np.random.default_rng(0).standard_normal(len(labels))
+
+    def errors(weight):
+        gain, error = auroc_gain(linear + weight * labels, linear, labels)
+        return gain / (error or np.inf)
+
+    chance = next(w for w in np.geomspace(1e-3, 1, 200) if errors(w) > 2.5) * labels
+    for added, is_silent in ((noise, True), (chance, True), (3.0 * labels, False)):
+        kept = silence(member, linear[None] + added, grid, labels)
+        assert is_silent == (not kept.params["params"]["mlp_out"]["kernel"].any())
+        assert count_heard(kept) == (not is_silent)
+        if is_silent:
+            said = member_outputs(kept, tokens, encoder=ENCODER).logits[0]
+            np.testing.assert_allclose(said, grid.valid[subset], atol=1e-4)
+            expected = auroc(grid.valid[subset], labels).value
+            assert kept.info.best_auroc[0] == pytest.approx(expected)
+
+
+def test_the_network_finds_what_no_weight_on_pooled_signals_can():
+    def one(n, seed):
+        features, _ = planted(n, seed, strength=0.0)
+        features.masks[-1][:] = True
+        rng = np.random.default_rng(seed + 10)
+        labels = rng.random(n) < 0.5
+        # Two neighbouring tokens agree in sign or differ; each alone tells nothing.
+        signs = rng.choice([-2.0, 2.0], n)
+        place = DIMS.slices[2].start
+        features.tokens[-1][:, :2, place] = signs[:, None]
+        features.tokens[-1][:, 1, place] *= np.where(labels, 1, -1)
+        features.tokens[-1][:, 2, place] = rng.choice([-2.0, 2.0], n)
+        return features, labels
+
+    parts = one(1500, 0), one(400, 1)
+    features, labels = zip(*parts, strict=True)
+    rows = list(zip(families_of(*features), labels, strict=True))
+    grid = grid_of(rows, "R", questions=np.arange(1500))
+    alone = auroc(grid.valid[subset_index("R")], labels[1]).value
+    longer = dataclasses.replace(TRAIN, max_epochs=12, patience=12)
+    assert trained_on(rows, grid, "R", longer).info.best_auroc[0] > alone + 0.05
+
+
+def test_training_logits_are_of_regressions_that_have_not_seen_the_question(rows):
+    (tokens, labels), valid = rows
+    random = np.random.default_rng(0).permutation(labels)
+    subset = subset_index("HPRA")
+    grid = grid_of([(tokens, random), valid], "HPRA")
+    assert auroc(grid.fitted[subset], random).value > 0.7
+    assert abs(auroc(grid.train[subset], random).value - 0.5) < 0.12
+
+
+def test_two_wordings_of_a_question_do_not_tell_on_each_other(rows):
+    (tokens, labels), valid = rows
+    questions = EVERYTHING // 2
+    twice = tokens.take(jnp.asarray(questions * 2))
+    coins = np.random.default_rng(1).random(len(labels)) < 0.5
+    told = [(twice, coins[questions]), valid]
+    subset = subset_index("HPRA")
+    apart = grid_of(told, "HPRA", questions=questions).train[subset]
+    leaking = grid_of(told, "HPRA").train[subset]
+    assert auroc(leaking, told[0][1]).value > 0.65
+    assert abs(auroc(apart, told[0][1]).value - 0.5) < 0.15
+
+
+def test_saved_parts_are_read_back_under_their_own_key_and_for_their_subsets_alone(
+    rows, tmp_path
+):
+    cache, subsets = Cache(tmp_path, "key"), [subset_index("P")]
+    grid = grid_of(rows, "P")
+    save_linear(cache, grid)
+    found = load_linear(cache, subsets)
+    for a, b in zip(
+        (*grid.kernels, *grid[1:]), (*found.kernels, *found[1:]), strict=True
+    ):
+        np.testing.assert_array_equal(a, b)
+    assert load_linear(Cache(tmp_path, "another"), subsets) is None
+    assert load_linear(cache, [*subsets, subset_index("PR")]) is None

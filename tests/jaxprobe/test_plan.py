@@ -1,0 +1,195 @@
+"""What memory allows, and that results do not depend on it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from beatrice.jaxprobe.config import (
+    EncoderConfig,
+    GridConfig,
+    PlannedConfig,
+    StreamConfig,
+    TrainConfig,
+    as_bytes,
+    row_choices,
+)
+from beatrice.jaxprobe.families import (
+    FLOATS,
+    N_SUBSETS,
+    paper_dims,
+    subset_index,
+)
+from beatrice.jaxprobe.grid import Block, Member, grid_members
+from beatrice.jaxprobe.kernels.random import RowKeys, hashed_bits, hashed_normal
+from beatrice.jaxprobe.memory import (
+    KEPT_FREE,
+    Plan,
+    Sizes,
+    choose,
+    compiled_step,
+    rows_bytes,
+)
+from tests.jaxprobe.test_grid import TRAIN, planted_parts, train
+
+# Wide, since what a plan is made of is: absent arrays cost nothing.
+SIZES = Sizes(
+    encoder=EncoderConfig(n_blocks=1),
+    dims=paper_dims(hidden=4096, prob=5, resid=128, attn=512),
+    train=TrainConfig(),
+    widths=(40, 16),
+    n_train=2048,
+    n_valid=512,
+    held_as=FLOATS,
+)
+
+
+@pytest.mark.parametrize(
+    ("n_rows", "shape", "axis"), [(8, (3, 48), -1), (16, (48,), 0), (32, (2, 48, 3), 1)]
+)
+def test_a_row_draws_the_same_in_every_microbatch(n_rows, shape, axis):
+    keys = jax.random.split(jax.random.key(3), 3)  # of groups of 16 rows
+
+    def group(key):
+        own = tuple(16 if n == 48 else n for n in shape)
+        return hashed_bits(key, 2, own, axis)
+
+    whole = jnp.concatenate([group(key) for key in keys], axis=axis)
+    parts = []
+    for first in range(0, 48, n_rows):
+        n = min(n_rows, 48 - first)
+        key = keys[first // 16 :][: n // 16] if n >= 16 else keys[first // 16]
+        own = tuple(n if size == 48 else size for size in shape)
+        parts.append(hashed_bits(RowKeys(key, first % 16, 16), 2, own, axis))
+    np.testing.assert_array_equal(jnp.concatenate(parts, axis=axis), whole)
+    other = hashed_normal(RowKeys(keys[:1], 0, 16), 2, (16,))
+    assert not np.array_equal(other, hashed_normal(keys[1], 2, (16,)))
+
+
+def test_members_are_the_same_whatever_the_block_and_the_microbatches():
+    # Noise and dropout are on: draws do not depend on how a batch is parted. Sums of
+    # float32 in another order, and Adam's division by a small second moment, drift
+    # apart a little in three epochs (1e-5 of a weight here; rates are 1e-2 a step).
+    parts, subsets = planted_parts(), (subset_index("R"), subset_index("HPRA"))
+    own = dataclasses.replace(TRAIN, n_microbatches=2)  # groups of 32 draw together
+    alone = train([Block((k,), (s,)) for s in (0, 1) for k in subsets], parts, own)
+    for n_rows in (16, 64):
+        config = PlannedConfig(**dataclasses.asdict(own), n_rows=n_rows)
+        together = train([Block(subsets, (0, 1))], parts, config)[0]
+        for i, one in enumerate(alone):
+            assert together.members[i] == one.members[0]
+            for a, b in zip(
+                jax.tree.leaves(together.params), jax.tree.leaves(one.params),
+                strict=True,
+            ):  # fmt: skip
+                np.testing.assert_allclose(a[i], b[0], atol=2e-4)
+
+
+def test_a_batch_is_parted_only_into_parts_of_what_draws_together():
+    config = TrainConfig(batch_size=384)  # three groups of 128
+    assert row_choices(config) == [384, 128, 64, 32, 16, 8, 4, 2, 1]
+    with pytest.raises(ValueError, match="expected one of"):
+        PlannedConfig(batch_size=384, n_rows=192)
+
+
+def test_without_an_accelerator_members_follow_one_another():
+    plan = choose(SIZES)
+    assert plan == Plan(n_subsets=1, n_seeds=1)
+    assert plan.blocks(grid_members(3, 15)) == tuple(
+        Block((k,), (s,)) for s in range(3) for k in range(N_SUBSETS)
+    )
+    assert plan.config(SIZES.train) is SIZES.train
+
+
+def test_blocks_hold_every_member_once_and_no_more_than_planned():
+    members = [
+        m for m in grid_members(3, 15) if m != Member(4, 1)
+    ]  # one is done already
+    blocks = Plan(n_subsets=8, n_seeds=2).blocks(members)
+    assert sorted(m for b in blocks for m in b.members) == sorted(members)
+    assert all(len(b.subsets) <= 8 and len(b.seeds) <= 2 for b in blocks)
+    assert Block(tuple(range(8)), (0, 2)) in blocks
+
+
+def test_what_does_not_fit_is_halved_rows_first_and_then_members():
+    train = TrainConfig(batch_size=128, n_microbatches=1, n_seeds=2)
+    sizes = dataclasses.replace(SIZES, train=train, n_train=128, n_valid=64)
+    for before, after in (
+        ((15, 2, 128), (15, 2, 64)),  # fewer rows are too short a microbatch
+        ((15, 2, 64), (15, 1, 64)),
+    ):
+        needed = compiled_step(sizes, *before)[0].total
+        for n_bytes, expected in ((needed + 9, before), (needed - 9, after)):
+            plan = choose(sizes, round(n_bytes / (1 - KEPT_FREE)))
+            assert (plan.n_subsets, plan.n_seeds, plan.n_rows) == expected
+            assert plan.needed.total + plan.resident <= plan.limit
+
+
+def test_one_row_of_one_member_that_does_not_fit_is_named_in_a_sentence():
+    sizes = dataclasses.replace(
+        SIZES,
+        encoder=EncoderConfig(n_blocks=1, dropout=0.0, input_noise=0.0),
+        dims=paper_dims(hidden=6, prob=5, resid=4, attn=3),
+        train=TrainConfig(batch_size=2, n_microbatches=1, n_seeds=1),
+        widths=(4,),
+        n_train=4,
+        n_valid=4,
+    )
+    rows = rows_bytes(sizes, 4)
+    with pytest.raises(ValueError, match="one member's step on one row does not fit"):
+        choose(sizes, int((rows + 1000) / (1 - KEPT_FREE)))
+
+
+def test_rows_that_do_not_fit_are_named_in_a_sentence():
+    with pytest.raises(ValueError, match="rows that training holds .* --streamed"):
+        choose(SIZES, rows_bytes(SIZES, 2048))
+
+
+def test_two_groups_of_a_stream_and_all_groups_in_memory_are_counted():
+    dims, lengths = SIZES.dims, np.tile([40, 16], (5000, 1))
+    where = np.split(np.arange(5000), [4000])
+    held = Sizes.of(GridConfig(), dims, lengths, where, FLOATS)
+    assert (held.n_train, held.n_valid, held.widths) == (4000, 1000, (40, 16))
+    assert held.resident == rows_bytes(held, 1000)
+    config = GridConfig(stream=StreamConfig())
+    streamed = Sizes.of(config, dims, lengths, where, FLOATS)
+    assert streamed.n_train == 2048
+    assert streamed.resident == rows_bytes(streamed, 2048)
+    # A token is 4,741 float32, a row 56 tokens; then its masks, label, weight, offsets.
+    assert rows_bytes(held, 1) == 56 * 4741 * 4 + 56 + 2 * 4 + 15 * 4
+
+
+@pytest.mark.parametrize(("dtype", "token"), [("bfloat16", 8192), ("int8", 4096 + 4)])
+def test_rows_are_counted_in_the_width_in_which_they_are_held(dtype, token):
+    sizes = dataclasses.replace(SIZES, held_as=(dtype, *FLOATS[1:]))
+    each = rows_bytes(sizes, 2) - rows_bytes(sizes, 1)
+    assert each == 56 * (token + 645 * 4) + 56 + 2 * 4 + 15 * 4
+    # Beside the rows lie the mean and deviation of every channel.
+    assert rows_bytes(sizes, 1) - each == 2 * 4 * 4096
+    narrow, wide = (compiled_step(x, 1, 1, 16)[0] for x in (sizes, SIZES))
+    spared = rows_bytes(SIZES, 2048) - rows_bytes(sizes, 2048)
+    assert wide.arguments - narrow.arguments == spared
+    # A batch of them is widened, never all.
+    assert narrow.temporaries < wide.temporaries + 16 * 56 * 4096 * 4
+
+
+@pytest.mark.parametrize(
+    ("text", "n"), [("80GiB", 80 << 30), ("1.5 MiB", 3 << 19), ("7", 7), ("2k", 2048)]
+)
+def test_a_number_of_bytes_is_read(text, n):
+    assert as_bytes(text) == n
+
+
+@pytest.mark.parametrize("text", ["", "80 apples", "-1GiB", "0"])
+def test_what_is_no_number_of_bytes_is_refused(text):
+    with pytest.raises(ValueError, match="expected a number of bytes"):
+        as_bytes(text)
+
+
+def test_what_is_trained_again_does_not_ask_for_a_plan():
+    assert {f.name for f in dataclasses.fields(TrainConfig)}.isdisjoint({"n_rows"})
+    plan = Plan(n_subsets=15, n_seeds=3, n_rows=64)
+    assert plan.config(TrainConfig()).rows_at_once() == 64
+    assert plan.config(TrainConfig()).microbatches() == 4  # as many draw together

@@ -1,0 +1,308 @@
+"""From a store to what the encoders read, with every token or the answer's alone."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from beatrice.benchmarks.baselines.plain import perplexity_scores
+from beatrice.extract.store.families import Family, encode, scale_family
+from beatrice.extract.store.spec import StoreSpec
+from beatrice.extract.store.store import create_store, read_family, write_range
+from beatrice.jaxprobe.families import (
+    FLOATS,
+    FamilyDims,
+    letters_of,
+    split_families,
+    standardizer_of,
+    used_spans,
+)
+from beatrice.jaxprobe.kernels.stored import values_of
+from beatrice.jaxprobe.tokens import (
+    family_dims,
+    fit_reading,
+    fit_reading_of,
+    longest_spans,
+    mean_answer_states,
+    read_features,
+    read_tokens,
+    stored_dtypes,
+    stored_lengths,
+)
+
+N, LAYERS, D = 12, (1, 3), 6
+
+
+def spans_and_lengths():
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(6, 14, N)
+    cuts = np.sort(rng.integers(1, lengths[:, None] - 1, (N, 2)), axis=1)
+    spans = np.stack(
+        [
+            np.stack([np.ones_like(lengths), cuts[:, 0]], -1),
+            cuts,
+            np.stack([cuts[:, 1], lengths], -1),
+        ],
+        axis=1,
+    )
+    spans[4, 2] = lengths[4]  # an example with an empty answer
+    return spans.astype(np.int64), lengths.astype(np.int64)
+
+
+@pytest.fixture(params=[(2,), (1, 2), (0, 1, 2)], ids=["answer", "closed", "context"])
+def used(request):
+    """The spans that a store has tokens of: answers alone, or those of a setting."""
+    return request.param
+
+
+def stored(hidden_spans, is_spared=False, dtype="float32", used=(0, 1, 2)):
+    """The same signals: hidden states of all tokens, or of the answers alone.
+
+    Every other example may have rows from its context on alone.
+    """
+    spans, lengths = spans_and_lengths()
+    for span in {0, 1, 2}.difference(used):
+        spans[:, span, 1] = spans[:, span, 0]
+    firsts = spans[:, 0, 0] * (np.arange(N) % 2) * is_spared
+    families = {
+        "hidden": Family(
+            shape=(len(LAYERS), D), by_layer=True, spans=hidden_spans, dtype=dtype
+        ),
+        "prob": Family(shape=(5,)),
+        "resid": Family(shape=(4,)),
+        "attn": Family(shape=(2, 2, 1, 1)),
+    }
+    spec = StoreSpec(
+        families=families,
+        keys=tuple((f"q{i}",) for i in range(N)),
+        lengths=lengths,
+        spans=spans,
+        firsts=firsts,
+        rows_per_shard=32,
+        hidden_layers=LAYERS,
+        fingerprint={},
+    )
+    rng = np.random.default_rng(1)
+    every = {
+        name: rng.standard_normal((lengths.sum(), *f.shape)).astype(np.float32) + 3
+        for name, f in families.items()
+    }
+    place = np.concatenate([np.arange(n) for n in lengths])
+    bounds = np.repeat(spans[:, 2], lengths, axis=0)
+    is_read = place >= np.repeat(firsts, lengths)
+    if hidden_spans == "answer":
+        is_answer = (place >= bounds[:, 0]) & (place < bounds[:, 1])
+        every["hidden"] = every["hidden"][is_answer]
+    for name, family in families.items():
+        if family.spans == "all":
+            every[name] = every[name][is_read]
+    encoded = encode(every["hidden"], dtype)
+    every["hidden"] = encoded.codes
+    if encoded.scales is not None:
+        families["hidden_scale"] = scale_family(families["hidden"])
+        every["hidden_scale"] = encoded.scales
+    spec = dataclasses.replace(spec, families=families)
+    url = f"memory://reading-{hidden_spans}-{is_spared}-{dtype}-{len(used)}"
+    store = create_store(url, spec)
+    for range_id in range(spec.n_ranges):
+        part = {}
+        for name in families:
+            start, stop = spec.range_rows(range_id, name)
+            part[name] = every[name][start:stop]
+        write_range(store, range_id, part)
+    return store
+
+
+def split_of(store, features):
+    dims = family_dims(store)
+    return split_families(features, dims, fit_reading(features, dims))
+
+
+def test_a_store_of_answers_reads_as_the_whole_one_without_the_other_states(used):
+    whole, answers = (
+        split_of(store, read_features(store, 3))
+        for store in (stored("all", used=used), stored("answer", used=used))
+    )
+    for one, other in zip(whole.tokens[1:], answers.tokens[1:], strict=True):
+        np.testing.assert_array_equal(one, other)
+    hidden = np.asarray(answers.tokens[0])
+    last = answers.span_slices[-1]
+    assert not hidden[: last.start].any()
+    assert hidden[last].any() and np.asarray(whole.tokens[0])[0].any()
+
+
+@pytest.mark.parametrize("hidden_spans", ["all", "answer"])
+def test_a_store_without_the_rows_before_the_spans_reads_as_the_whole_one(
+    used, hidden_spans
+):
+    whole, spared = (
+        stored(hidden_spans, is_spared, used=used) for is_spared in (False, True)
+    )
+    assert spared.spec.offsets[-1] == whole.spec.offsets[-1] - N // 2
+    some = np.array([5, 2, 3])
+    for examples in (None, some):
+        one, other = (read_features(store, 3, examples) for store in (whole, spared))
+        for left, right in zip(one.tokens, other.tokens, strict=True):
+            np.testing.assert_array_equal(left, right)
+    means = (mean_answer_states(store, some, 1) for store in (whole, spared))
+    np.testing.assert_array_equal(*means)
+    np.testing.assert_array_equal(*map(perplexity_scores, (whole, spared)))
+
+
+def test_a_live_pass_with_every_state_reads_as_the_store_of_answers(used):
+    answers = stored("answer", used=used)
+    kept = read_features(answers, 3)
+    live = read_features(stored("all", used=used), 3)  # a model has all of them
+    dims = family_dims(answers)
+    standardizer = fit_reading(kept, dims)
+    for one, other in zip(
+        split_families(kept, dims, standardizer).tokens,
+        split_families(live, dims, standardizer).tokens,
+        strict=True,
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("hidden_spans", ["all", "answer"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
+def test_tokens_are_those_of_the_padded_features_in_the_width_that_is_asked_for(
+    used, hidden_spans, dtype
+):
+    store = stored(hidden_spans, dtype=dtype, used=used)
+    some, dims = np.array([5, 4, 2, 3, 3]), family_dims(store)
+    features = read_features(store, 3, some)
+    standardizer = fit_reading(features, dims)
+    wanted = split_families(features, dims, standardizer)
+    widths = [mask.shape[1] for mask in features.masks]
+    for held_as in (FLOATS, stored_dtypes(store)):
+        found = read_tokens(
+            *(store, 3, some, widths),
+            standardizer=standardizer,
+            held_as=held_as,
+        )
+        for one, other in zip(found.masks, wanted.masks, strict=True):
+            np.testing.assert_array_equal(one, other)
+        real = np.concatenate(wanted.masks)
+        for one, other in zip(found.tokens, wanted.tokens, strict=True):
+            if held_as == FLOATS:
+                np.testing.assert_array_equal(one, other)
+            values = np.asarray(values_of(one))[real]
+            # int8 alone: a product and a difference may be rounded once or twice.
+            atol = 1e-5 if dtype == "int8" else 0
+            np.testing.assert_allclose(values, other[real], rtol=0, atol=atol)
+        size = {"int8": 1, "float32": 4}.get(held_as[0], 2)
+        hidden = found.tokens[0]
+        codes = hidden if held_as[0] == "float32" else hidden.codes
+        assert codes.dtype.itemsize == size
+    with pytest.raises(ValueError, match="pad to a larger length"):
+        read_tokens(
+            *(store, 3, some, [1] * len(widths)),
+            standardizer=standardizer,
+            held_as=FLOATS,
+        )
+
+
+def test_kept_states_are_standardised_by_the_answers_alone(used):
+    answers = stored("answer", used=used)
+    tokens = np.asarray(split_of(answers, read_features(answers, 1)).tokens[0])
+    spans, _ = spans_and_lengths()
+    n_answer = (spans[:, 2, 1] - spans[:, 2, 0]).sum()
+    real = tokens[np.abs(tokens).sum(-1) > 0]
+    assert len(real) == n_answer
+    np.testing.assert_allclose(real.mean(axis=0), 0, atol=1e-5)
+    np.testing.assert_allclose(real.std(axis=0), 1, atol=1e-5)
+
+
+def test_with_every_state_the_standardisation_is_over_all_spans(used):
+    whole = stored("all", used=used)
+    features = read_features(whole, 1)
+    one, other = fit_reading(features, family_dims(whole)), standardizer_of([features])
+    np.testing.assert_array_equal(one.mean, other.mean)
+    np.testing.assert_array_equal(one.std, other.std)
+
+
+def test_answer_means_are_those_of_a_loop_over_examples_in_any_chunks():
+    spans, _ = spans_and_lengths()
+    order = np.array([5, 0, 11, 4, 7, 3])
+    for kind in ("all", "answer"):
+        store = stored(kind)
+        ragged = read_family(store, "hidden")
+        wanted = np.zeros((len(order), D))
+        for i, example in enumerate(order):
+            start, stop = spans[example, 2] - ragged.first_tokens[example]
+            if stop > start:
+                wanted[i] = ragged.example(example)[start:stop, 1].mean(axis=0)
+        for n_chunk in (1, 4, 100):
+            found = mean_answer_states(store, order, 3, n_chunk)
+            np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kept", ["all", "answer"])
+def test_examples_a_few_at_a_time_are_standardised_as_all_at_once(used, kept):
+    store = stored(kept, used=used)
+    features, dims = read_features(store, 1), family_dims(store)
+    parts = [np.arange(5), np.arange(5, 6), np.arange(6, N)]
+    widths = [mask.shape[1] for mask in features.masks]
+
+    def read(where):
+        return read_features(store, 1, where, widths)
+
+    one = fit_reading(features, dims)
+    other = fit_reading_of(lambda: map(read, parts), dims)
+    np.testing.assert_allclose(one.mean, other.mean, atol=1e-5)
+    np.testing.assert_allclose(one.std, other.std, rtol=1e-5)
+
+
+def test_spans_are_those_that_some_answer_has(used):
+    store = stored("all", used=used)
+    assert used_spans(store.spec.spans) == used
+    assert read_features(store, 3).n_spans == len(used)
+    assert longest_spans(store) == tuple(stored_lengths(store).max(axis=0))
+
+
+def test_families_of_any_names_and_number_are_read_in_their_order():
+    spans, lengths = spans_and_lengths()
+    families = {
+        "Zeta": Family(shape=(3,)),
+        "beta": Family(shape=(2, 2), spans="answer"),
+    }
+    spec = StoreSpec(
+        families=families,
+        keys=tuple((f"q{i}",) for i in range(N)),
+        lengths=lengths,
+        spans=spans,
+        rows_per_shard=256,
+        hidden_layers=(),
+        fingerprint={},
+    )
+    store = create_store("memory://reading-any", spec)
+    rng = np.random.default_rng(0)
+    values = {
+        name: rng.standard_normal(
+            (spec.family_offsets(name)[-1], *family.shape)
+        ).astype(np.float32)
+        for name, family in families.items()
+    }
+    write_range(store, 0, values)
+    dims = family_dims(store)
+    assert dims == FamilyDims(
+        names=("Zeta", "beta"), sizes=(3, 4), spans=("all", "answer")
+    )
+    assert dims.letters == "ZB" and dims.subset_names == ("Z", "B", "ZB")
+    features = read_features(store, None)
+    start = spec.offsets[3]
+    for span, (tokens, mask) in enumerate(
+        zip(features.tokens, features.masks, strict=True)
+    ):
+        own = slice(*(start + spans[3, span]))
+        np.testing.assert_array_equal(tokens[3, mask[3], :3], values["Zeta"][own])
+        n_answer = int(spans[:3, 2, 1].sum() - spans[:3, 2, 0].sum())
+        answers = values["beta"][n_answer : n_answer + mask[3].sum()].reshape(-1, 4)
+        kept = answers if span == 2 else np.zeros((mask[3].sum(), 4))
+        np.testing.assert_array_equal(tokens[3, mask[3], 3:], kept)
+
+
+def test_letters_are_initials_where_these_are_distinct():
+    assert letters_of(("hidden", "prob", "resid", "attn")) == "HPRA"
+    assert letters_of(("mass", "mean", "x")) == "ABC"
+    assert letters_of(("1st", "2nd")) == "AB"
