@@ -269,7 +269,7 @@ def _look_at_store(run: RunDir, shapes: Shapes) -> Iterator[Finding]:
     fits = needed < free
     text = (
         f"the answers there have {counts['n_tokens']:,} tokens, "
-        f"{counts['n_answer']:,} of them in answer spans; {kept.in_words()} "
+        f"{counts['n_answer']:,} of them in answer spans; {kept.describe()} "
         f"take {as_size(needed)}; {as_size(free)} are free"
         + ("" if fits else ", so keep less, or run elsewhere")
     )

@@ -1,19 +1,16 @@
-"""What lies in a GGUF file, as Transformers understands it: config and tokenizer.
+"""A GGUF file as a checkpoint directory, which is made once and kept in the cache.
 
-Transformers' own way through `from_pretrained(gguf_file=…)` reads the header three
-times with the gguf package, which makes several views of NumPy for each of its words:
-three quarters of the time for a vocabulary of 262,144. Here the header is read once
-with `struct`, and Transformers is shown a header without vocabulary for the config.
-
-The weights of a GGUF file under Transformers' names, dequantised one by one.
-
-A GGUF file's model as a checkpoint directory, made once and kept in the cache.
+Transformers' own `from_pretrained(gguf_file=…)` holds the whole model in float32, passes
+over how rotary positions are scaled and over tensors that it has no place for, and reads
+the header three times. Here Transformers gives config, tokenizer and the names of
+tensors; each tensor is dequantised and written by itself.
 """
 
 import contextlib
 import copy
 import dataclasses
 import fcntl
+import functools
 import json
 import math
 import os
@@ -26,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import gguf
 import ml_dtypes
@@ -93,14 +90,12 @@ class Header:
 
     Attributes:
       path: the file.
-      types: type of each metadata value, and of an array's elements.
       values: metadata; an array of more than 4,096 entries is None.
       n_tokens: of the vocabulary.
       tensors: by their names in the file.
     """
 
     path: Path
-    types: dict[str, tuple[int, int | None]]
     values: dict[str, Any]
     n_tokens: int
     tensors: dict[str, Entry]
@@ -109,6 +104,15 @@ class Header:
     def architecture(self) -> str:
         """What the file calls the model's architecture."""
         return str(self.values["general.architecture"])
+
+    @functools.cached_property
+    def config_values(self) -> dict[str, Any]:
+        """The config that Transformers makes of the metadata."""
+        if self.architecture in GGUF_CONFIG_ARCHS:
+            metadata = self.values | {"tokenizer.ggml.tokens": self.n_tokens}
+            return get_gguf_config(metadata, tuple(self.tensors))
+        values = load_gguf_checkpoint(str(self.path))["config"]
+        return {"vocab_size": self.n_tokens, **values}
 
     @property
     def weights(self) -> dict[str, Entry]:
@@ -124,9 +128,9 @@ class _Cursor:
 
     def take(self, form: str) -> Any:
         """Return the next value, or the next ones as a tuple."""
-        found = struct.unpack_from(f"<{form}", self.content, self.at)
+        values = struct.unpack_from(f"<{form}", self.content, self.at)
         self.at += struct.calcsize(f"<{form}")
-        return found[0] if len(form) == 1 else found
+        return values[0] if len(form) == 1 else values
 
     def text(self) -> str:
         n_bytes = self.take("Q")
@@ -135,35 +139,31 @@ class _Cursor:
         self.at += n_bytes
         return bytes(self.content[self.at - n_bytes : self.at]).decode()
 
-    def value(self, kind: int) -> tuple[Any, int | None, int]:
-        """Return a value, what an array's elements are, and how many it has."""
+    def value(self, kind: int) -> tuple[Any, int]:
+        """Return a value, and the number of an array's elements."""
         if kind == _STRING:
-            return self.text(), None, 1
+            return self.text(), 1
         if kind != _ARRAY:
-            return self.take(_FORMATS[kind]), None, 1
+            return self.take(_FORMATS[kind]), 1
         element, n_elements = self.take("IQ")
         is_short = n_elements <= _LONGEST_VALUE
         if element == _STRING:
-            found = []
-            for _ in range(n_elements):
-                word = self.text()
-                if is_short:
-                    found.append(word)
-            return found if is_short else None, element, n_elements
+            words = [self.text() for _ in range(n_elements)]
+            return words if is_short else None, n_elements
         form = _FORMATS[element]
         n_bytes = n_elements * struct.calcsize(f"<{form}")
         if n_bytes > len(self.content) - self.at:
             raise ValueError("an array reaches beyond the end of the file")
-        found = list(self.take(f"{n_elements}{form}")) if is_short else None
+        values = list(self.take(f"{n_elements}{form}")) if is_short else None
         self.at += 0 if is_short else n_bytes
-        return found, element, n_elements
+        return values, n_elements
 
 
 class Refusal(ValueError):
     """A sentence about a file that cannot be used."""
 
     def __init__(self, path: Path, text: str) -> None:
-        """Say which file, what is wrong with it, and what to do."""
+        """Format which file, what is wrong with it, and what to do."""
         super().__init__(f"backbone {str(path)!r}: {text}")
 
 
@@ -180,11 +180,7 @@ def reading(path: Path, what: str) -> Iterator[None]:
 
 
 def read_header(path: Path) -> Header:
-    """Read all of a GGUF file but its weights; a second for 262,144 words.
-
-    Raises:
-      ValueError: the file is damaged, cut short, or of another format or version.
-    """
+    """Read all of a GGUF file but its weights; a second for 262,144 words."""
     content = np.memmap(path, mode="r", dtype=np.uint8)
     with reading(path, "its header is damaged"):
         return _parsed(path, content)
@@ -195,13 +191,11 @@ def _parsed(path: Path, content: np.ndarray) -> Header:
     magic, version, n_tensors, n_values = cursor.take("IIQQ")
     if magic != gguf.GGUF_MAGIC or version not in (2, 3):
         raise Refusal(path, "expected a GGUF file of version 2 or 3")
-    types: dict[str, tuple[int, int | None]] = {}
     values: dict[str, Any] = {}
     n_tokens = 0
     for _ in range(n_values):
         key, kind = cursor.text(), cursor.take("I")
-        values[key], element, n_elements = cursor.value(kind)
-        types[key] = (kind, element)
+        values[key], n_elements = cursor.value(kind)
         if key == "tokenizer.ggml.tokens":
             n_tokens = n_elements
     listed = []
@@ -226,60 +220,24 @@ def _parsed(path: Path, content: np.ndarray) -> Header:
             )
         tensors[name] = entry
     if "general.architecture" not in values:
-        raise Refusal(path, "expected a model, found no general.architecture in it")
+        raise Refusal(path, "expected a model, but it has no general.architecture")
     if not n_tokens:
-        raise Refusal(path, "expected a tokenizer in the file, found no words")
-    return Header(path, types, values, n_tokens, tensors)
-
-
-def _without_vocabulary(header: Header, path: Path) -> None:
-    """Write a GGUF file of the same short values and names of tensors, and no more."""
-    writer = gguf.GGUFWriter(path, header.architecture)
-    for key, value in header.values.items():
-        kind, element = header.types[key]
-        if value is None or value == [] or key == "general.architecture":
-            continue
-        sub = None if element is None else gguf.GGUFValueType(element)
-        writer.add_key_value(key, value, gguf.GGUFValueType(kind), sub)
-    if f"{header.architecture}.vocab_size" not in header.values:
-        writer.add_vocab_size(header.n_tokens)
-    for name in header.tensors:
-        writer.add_tensor(name, np.zeros(1, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def config_values(header: Header) -> dict[str, Any]:
-    """Return the config that Transformers makes of a file's metadata."""
-    if header.architecture in GGUF_CONFIG_ARCHS:
-        metadata = header.values | {"tokenizer.ggml.tokens": header.n_tokens}
-        return get_gguf_config(metadata, tuple(header.tensors))
-    with tempfile.TemporaryDirectory(prefix="beatrice-") as folder:
-        short = Path(folder) / "header.gguf"
-        _without_vocabulary(header, short)
-        found = load_gguf_checkpoint(str(short))["config"]
-    found.setdefault("vocab_size", header.n_tokens)
-    return found
+        raise Refusal(path, "expected a tokenizer in the file, but it has no words")
+    return Header(path, values, n_tokens, tensors)
 
 
 def config_of(header: Header) -> Any:
-    """Return the model's config.
-
-    Raises:
-      ValueError: Transformers reads no GGUF file of this architecture.
-    """
+    """Return the model's config."""
     what = f"Transformers reads no causal model from GGUF of {header.architecture!r}"
     with reading(header.path, what):
-        values = config_values(header)
+        values = header.config_values
         config = CONFIG_MAPPING[values["model_type"]].from_dict(values)
         _set_rotary_scaling(header, config)
     return config
 
 
 def _set_rotary_scaling(header: Header, config: Any) -> None:
-    """Put how rotary frequencies are scaled into a config, or refuse.
+    """Put how rotary frequencies are scaled into a config.
 
     Transformers passes over it in silence: Llama 3.1 and later, and Gemma 3 from 4B on,
     would read every position wrongly.
@@ -301,7 +259,7 @@ def _set_rotary_scaling(header: Header, config: Any) -> None:
 
 
 def _set_llama3_scaling(header: Header, config: Any, rope: dict[str, Any]) -> None:
-    """Find the parameters of a file's factors: Llama 3.1's, but for the largest."""
+    """Fit the parameters of a file's factors: Llama 3.1's, but for the largest."""
     content = np.memmap(header.path, mode="r", dtype=np.uint8)
     with ThreadPoolExecutor(1) as thread:
         factors = dequantized(content, header.tensors[_ROPE_FREQS], thread)
@@ -316,9 +274,9 @@ def _set_llama3_scaling(header: Header, config: Any, rope: dict[str, Any]) -> No
         "original_max_position_embeddings": 8192,
     }
     rope |= scaled
-    found, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    read, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
     expected = 1 / (rope["rope_theta"] ** plain * torch.from_numpy(factors))
-    if found.shape != expected.shape or not torch.allclose(found, expected, rtol=1e-4):
+    if read.shape != expected.shape or not torch.allclose(read, expected, rtol=1e-4):
         raise Refusal(
             header.path,
             "its rotary factors (rope_freqs.weight) are not those of Llama 3, and "
@@ -341,20 +299,20 @@ def tokenizer_of(header: Header, config: Any) -> Any:
 
 
 def generation_of(header: Header, config: Any, tokenizer: Any) -> GenerationConfig:
-    """Return how the model is asked: its stop tokens are those of the file.
+    """Return the generation config, with the stop tokens of the file.
 
     A chat model often ends its turn with another token than its text, and a GGUF file
     need not name it. So what llama.cpp stops at ends an answer here too.
     """
-    found = [
+    candidates = [
         header.values.get(f"tokenizer.ggml.{name}_token_id")
         for name in ("eos", "eot", "eom")
     ]
     control = tokenizer.added_tokens_decoder.items()
-    found += [i for i, t in control if t.special and t.content in _ENDS_OF_TURN]
+    candidates += [i for i, t in control if t.special and t.content in _ENDS_OF_TURN]
     generation = GenerationConfig.from_model_config(config)
-    known = (i for i in found if i is not None and i < header.n_tokens)
-    stops = list(dict.fromkeys(known))
+    in_vocabulary = (i for i in candidates if i is not None and i < header.n_tokens)
+    stops = list(dict.fromkeys(in_vocabulary))
     generation.eos_token_id = stops or generation.eos_token_id
     return generation
 
@@ -376,8 +334,8 @@ def dequantized(
     step = max(1, _N_AT_ONCE // n_columns)
 
     def fill(begin: int) -> None:
-        part = rows[begin : begin + step]
-        values[begin : begin + step] = gguf.dequantize(part, entry.kind)
+        some = slice(begin, begin + step)
+        values[some] = gguf.dequantize(rows[some], entry.kind)
 
     list(threads.map(fill, range(0, len(rows), step)))
     return values.reshape(entry.shape)
@@ -386,10 +344,10 @@ def dequantized(
 class _Route(Protocol):
     """How Transformers turns the tensors of an architecture into its own."""
 
-    places: dict[str, str | None]  # by name in the file; None: it has no place
+    targets: dict[str, str | None]  # by name in the file; None: no tensor of the model
 
-    def turned(self, name: str, values: np.ndarray, is_last: bool) -> Any:
-        """Return the tensor as laid out here, or None while parts of it are missing."""
+    def convert(self, name: str, values: np.ndarray, is_last: bool) -> Any:
+        """Return a tensor in Transformers' layout, or None until all of it is there."""
 
 
 class _Processed:
@@ -397,25 +355,25 @@ class _Processed:
 
     def __init__(self, header: Header, config: Any, model: Any) -> None:
         make = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)
-        self._processor = make(config=config_values(header))
+        self._processor = make(config=header.config_values)
         # The names of all submodules are needed for a few models only (Bloom's), and
         # take most of the time: asked for if the whole model's names do not do.
         alone = SimpleNamespace(
             config=config, state_dict=model.state_dict, named_children=lambda: ()
         )
         for source in (alone, model):
-            found = get_gguf_hf_weights_map(source, self._processor, config.model_type)
-            self._mapping = found
+            names = get_gguf_hf_weights_map(source, self._processor, config.model_type)
+            self._mapping = names
             # Those of experts are listed without their ending.
-            self.places = {
-                name: found.get(name) or found.get(re.sub(r"\.weight$", "", name))
+            self.targets = {
+                name: names.get(name) or names.get(re.sub(r"\.weight$", "", name))
                 for name in header.weights
             }
-            if None not in self.places.values():
+            if None not in self.targets.values():
                 break
         self._joined: dict[str, torch.Tensor] = {}
 
-    def turned(self, name: str, values: np.ndarray, is_last: bool) -> Any:
+    def convert(self, name: str, values: np.ndarray, is_last: bool) -> Any:
         done = self._processor.process(
             weights=values,
             name=name,
@@ -424,7 +382,7 @@ class _Processed:
         )
         if done.name is not None:
             return done.weights
-        return self._joined.pop(str(self.places[name])).numpy() if is_last else None
+        return self._joined.pop(str(self.targets[name])).numpy() if is_last else None
 
 
 class _Converted:
@@ -432,28 +390,30 @@ class _Converted:
 
     def __init__(self, header: Header, config: Any, model: Any) -> None:
         mapping = get_gguf_conversion_mapping(header.architecture, config)
-        renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
-        converters = [one for one in mapping if isinstance(one, WeightConverter)]
-        self._converters = {p: one for one in converters for p in one.source_patterns}
-        known = model.state_dict()
-        found = {
+        renamings = [rule for rule in mapping if isinstance(rule, WeightRenaming)]
+        converters = [rule for rule in mapping if isinstance(rule, WeightConverter)]
+        self._converters = {
+            p: rule for rule in converters for p in rule.source_patterns
+        }
+        tensors = model.state_dict()
+        renamed = {
             name: rename_source_key(name, renamings, converters)
             for name in header.weights
         }
-        self._patterns = {name: pattern for name, (_, pattern) in found.items()}
-        self.places = {n: p if p in known else None for n, (p, _) in found.items()}
+        self._patterns = {name: pattern for name, (_, pattern) in renamed.items()}
+        self.targets = {n: t if t in tensors else None for n, (t, _) in renamed.items()}
         self._open: dict[str, WeightConverter] = {}
 
-    def turned(self, name: str, values: np.ndarray, is_last: bool) -> Any:
-        place, pattern = str(self.places[name]), self._patterns[name]
+    def convert(self, name: str, values: np.ndarray, is_last: bool) -> Any:
+        target, pattern = str(self.targets[name]), self._patterns[name]
         if pattern is None:
             return values
-        if place not in self._open:
-            self._open[place] = copy.deepcopy(self._converters[pattern])
-        self._open[place].add_tensor(place, name, pattern, torch.from_numpy(values))
+        if target not in self._open:
+            self._open[target] = copy.deepcopy(self._converters[pattern])
+        self._open[target].add_tensor(target, name, pattern, torch.from_numpy(values))
         if not is_last:
             return None
-        return self._open.pop(place).convert(place)[place].numpy()
+        return self._open.pop(target).convert(target)[target].numpy()
 
 
 class Weights:
@@ -465,21 +425,16 @@ class Weights:
     """
 
     def __init__(self, header: Header, config: Any) -> None:
-        """Match names; no weight is read.
-
-        Raises:
-          ValueError: a tensor of the file is none of this model's.
-        """
+        """Match names; no weight is read."""
         self._header = header
         with reading(header.path, "its tensors cannot be matched"):
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config)
-            make = _Processed
-            if is_gguf_arch_supported(header.architecture):
-                make = _Converted
-            self._route: _Route = make(header, config, model)
+            is_new = is_gguf_arch_supported(header.architecture)
+            route = _Converted if is_new else _Processed
+            self._route: _Route = route(header, config, model)
             shapes = {k: tuple(v.shape) for k, v in model.state_dict().items()}
-        unread = [name for name, place in self._route.places.items() if place is None]
+        unread = [name for name, t in self._route.targets.items() if t is None]
         if unread:
             raise Refusal(
                 header.path,
@@ -487,16 +442,16 @@ class Weights:
                 f"{unread[0]!r}, and would pass over them in silence; use the model's "
                 "safetensors",
             )
-        self._places = {name: str(p) for name, p in self._route.places.items()}
-        self._n_parts = Counter(self._places.values())
-        self.shapes = {place: shapes[place] for place in self._n_parts}
+        self._targets = {name: str(t) for name, t in self._route.targets.items()}
+        self._n_sources = Counter(self._targets.values())
+        self.shapes = {target: shapes[target] for target in self._n_sources}
         self.dtypes = dict.fromkeys(self.shapes, "F32")
-        for name, place in self._places.items():
+        for name, target in self._targets.items():
             kind = header.tensors[name].kind.name
-            # Vectors are changed by some processors (norms), matrices only turned.
-            is_matrix = len(self.shapes[place]) > 1 and self._n_parts[place] == 1
+            # Vectors are changed by some processors (norms), matrices only permuted.
+            is_matrix = len(self.shapes[target]) > 1 and self._n_sources[target] == 1
             if kind in ("F16", "BF16") and is_matrix:
-                self.dtypes[place] = kind
+                self.dtypes[target] = kind
 
     def read(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield each tensor once as `[…]` float32, with its name; one is in memory.
@@ -505,26 +460,26 @@ class Weights:
           ValueError: a tensor is of a type that cannot be dequantised, or its shape is
             not the model's.
         """
-        path, waiting = self._header.path, self._n_parts.copy()
+        path, n_missing = self._header.path, self._n_sources.copy()
         content = np.memmap(path, mode="r", dtype=np.uint8)
         with ThreadPoolExecutor(2) as threads:
-            for name, place in self._places.items():
-                waiting[place] -= 1
+            for name, target in self._targets.items():
+                n_missing[target] -= 1
                 with reading(path, f"{name!r} cannot be dequantised"):
-                    values = self._route.turned(
+                    values = self._route.convert(
                         name,
                         dequantized(content, self._header.tensors[name], threads),
-                        waiting[place] == 0,
+                        n_missing[target] == 0,
                     )
                 if values is None:
                     continue
-                if values.shape != self.shapes[place]:
+                if values.shape != self.shapes[target]:
                     raise Refusal(
                         path,
-                        f"it holds {place!r} as {list(values.shape)}, but the model of "
-                        f"its metadata has it as {list(self.shapes[place])}",
+                        f"it holds {target!r} as {list(values.shape)}, but the model "
+                        f"of its metadata has it as {list(self.shapes[target])}",
                     )
-                yield place, np.ascontiguousarray(values)
+                yield target, np.ascontiguousarray(values)
                 del values
 
 
@@ -539,8 +494,8 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
     return cache / "beatrice" / "gguf"
 
 
-def _kept(path: Path) -> Path:
-    """Return the folder of a file's model, which may not be there yet."""
+def _model_folder(path: Path) -> Path:
+    """Return the folder of a file's model, which may not exist yet."""
     return cache_folder() / f"{sha256_file(path)}-{_RECIPE}"
 
 
@@ -605,17 +560,8 @@ def _write_weights(weights: Weights, path: Path, update: Update) -> None:
         os.fsync(stream.fileno())
 
 
-@contextlib.contextmanager
-def _only_one(folder: Path) -> Iterator[BinaryIO]:
-    """Let one process unpack at a time; the others wait, and then find it done."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("wb") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        yield stream
-
-
-def _is_whole(folder: Path) -> bool:
-    """Tell whether an unpacked model is there as it was written."""
+def _is_intact(folder: Path) -> bool:
+    """Return whether an unpacked model is there as it was written."""
     try:
         verify_checksums(folder)
     except ValueError:
@@ -626,35 +572,33 @@ def _is_whole(folder: Path) -> bool:
 def unpacked(name: str) -> str:
     """Return what Transformers loads for a name; a GGUF file is unpacked if need be.
 
-    The folder is written beside its place and moved there whole. If what is kept does
-    not match its checksums, it is made again.
+    One process unpacks at a time; the others wait, and then read what it wrote.
 
     Args:
       name: a GGUF file; a directory or Hub id is returned as it is.
-
-    Raises:
-      ValueError: the file is damaged, or of an architecture that cannot be read.
     """
     path = Path(name).expanduser()
     if not path.is_file():
         return str(path) if path.exists() else name
-    kept = _kept(path)
-    if _is_whole(kept):
-        return str(kept)
+    folder = _model_folder(path)
+    if _is_intact(folder):
+        return str(folder)
     header = read_header(path)
     weights = Weights(header, config_of(header))
-    with _only_one(kept.parent):
-        if not _is_whole(kept):
-            _unpack(weights, header, kept)
-    return str(kept)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / ".lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not _is_intact(folder):
+            _unpack(weights, header, folder)
+    return str(folder)
 
 
-def _unpack(weights: Weights, header: Header, kept: Path) -> None:
-    """Write a model's folder beside its place, and move it there."""
-    for left in kept.parent.glob(f".{kept.name}.*"):  # of a process that was killed
+def _unpack(weights: Weights, header: Header, target: Path) -> None:
+    """Write a model's folder beside its target, and move it there."""
+    for left in target.parent.glob(f".{target.name}.*"):  # of a process that was killed
         shutil.rmtree(left)
     with tempfile.TemporaryDirectory(
-        prefix=f".{kept.name}.", dir=kept.parent
+        prefix=f".{target.name}.", dir=target.parent
     ) as beside:
         folder = Path(beside) / "model"
         folder.mkdir()
@@ -662,21 +606,17 @@ def _unpack(weights: Weights, header: Header, kept: Path) -> None:
             _write_outline(header, folder)
             _write_weights(weights, folder / "model.safetensors", update)
             write_checksums(folder)
-        shutil.rmtree(kept, ignore_errors=True)
-        folder.rename(kept)
-        sync_folder(kept.parent)
+        shutil.rmtree(target, ignore_errors=True)
+        folder.rename(target)
+        sync_folder(target.parent)
 
 
 @contextlib.contextmanager
 def outlined(name: str) -> Iterator[str]:
-    """Yield what has a name's config and tokenizer; no weight of a GGUF file is read.
-
-    Raises:
-      ValueError: as `unpacked` does.
-    """
+    """Yield what has a name's config and tokenizer; no weight of a GGUF file is read."""
     path = Path(name).expanduser()
-    if not path.is_file() or _kept(path).is_dir():
-        yield str(_kept(path)) if path.is_file() else unpacked(name)
+    if not path.is_file() or _model_folder(path).is_dir():
+        yield str(_model_folder(path)) if path.is_file() else unpacked(name)
         return
     header = read_header(path)
     with tempfile.TemporaryDirectory(prefix="beatrice-") as folder:

@@ -219,11 +219,6 @@ def find_layout(model: Any) -> Layout:
 
     Args:
       model: a Transformers causal LM, or a multimodal wrapper around one.
-
-    Raises:
-      ValueError: "unknown residual layout", naming what was not found, or what is
-        in the way. A layout that is found can still be wrong; `parity` checks it by
-        its sums.
     """
     _check_config(model)
     decoder = model.get_decoder()

@@ -141,11 +141,7 @@ def _hash_files(directory: Path) -> str:
 
 
 def check_device(device: str) -> None:
-    """Refuse a device that Torch does not have here.
-
-    Raises:
-      ValueError: says what there is.
-    """
+    """Refuse a device that Torch does not have here."""
     try:
         found = torch.device(device)
     except RuntimeError:
@@ -205,9 +201,6 @@ def require_answering_model(answers: Path, backbone: Backbone) -> None:
       answers: the run's folder of answers. Its `backend.json` says who gave them;
         without that file (an earlier version's run) nothing can be compared.
       backbone: the model that is to read them.
-
-    Raises:
-      ValueError: another revision answered.
     """
     path = answers / "backend.json"
     if not path.exists():
@@ -228,11 +221,7 @@ def require_answering_model(answers: Path, backbone: Backbone) -> None:
 
 
 def require_known_tokens(answers: Iterable[Answer], backbone: Backbone) -> None:
-    """Refuse answers with token ids that the model has no embedding of.
-
-    Raises:
-      ValueError: names the first of them.
-    """
+    """Refuse answers with token ids that the model has no embedding of."""
     n_tokens = backbone.model.get_input_embeddings().weight.shape[0]
     for answer in answers:
         stop = () if answer.stop_id is None else (answer.stop_id,)
@@ -276,11 +265,7 @@ def layer_values(config: Any, *names: str) -> list[Any]:
 
 
 def n_heads_of(config: Any) -> int:
-    """Return the query heads of an attention layer.
-
-    Raises:
-      ValueError: layers differ, or there are none.
-    """
+    """Return the query heads of an attention layer."""
     found = layer_values(config, "num_attention_heads")
     listed = [n if isinstance(n, list | tuple) else [n] for n in found]
     found = list(dict.fromkeys(n for part in listed for n in part))
@@ -478,11 +463,7 @@ def _check_tensors(name: str, model: Any, report: dict[str, Any]) -> None:
 
 
 def load_checkpoint(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Load model and tokenizer of a directory or Hub id.
-
-    Raises:
-      ValueError: whatever is wrong, in one sentence.
-    """
+    """Load model and tokenizer of a directory or Hub id."""
     commit, unpacked = _check_configs(name)
     packing = {} if unpacked is None else {"quantization_config": unpacked}
     with _loading(name):
@@ -550,11 +531,7 @@ def _load_outline(name: str) -> Outline:
 
 
 def check_quantization_support(name: str, outline: Outline) -> None:
-    """Look whether this machine has what a checkpoint's quantised weights need.
-
-    Raises:
-      ValueError: it has not.
-    """
+    """Look whether this machine has what a checkpoint's quantised weights need."""
     if outline.quantization is not None:
         with _loading(name):
             AutoHfQuantizer.from_config(outline.quantization).validate_environment()

@@ -87,9 +87,6 @@ def own_device(
       n_visible: GPUs that this process sees. A launcher that shows each process one
         GPU only calls it 0, whatever the process's rank.
       environ: of the process.
-
-    Raises:
-      ValueError: the launcher's local rank of this process is not a number.
     """
     if device != "cuda":
         return device

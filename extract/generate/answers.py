@@ -163,9 +163,6 @@ def answers_in_words(
       answers: all of a run.
       limit: most tokens of an answer.
       prompt: how the questions were put.
-
-    Raises:
-      ValueError: every answer is empty, so that nothing can be concluded.
     """
     found: dict[str, list[Answer]] = {}
     for answer in answers:
@@ -193,11 +190,7 @@ def answers_in_words(
 
 
 def record_backend(folder: Path, identity: Mapping[str, Any]) -> None:
-    """Write down in a folder of answers which backend answers, or check that it did.
-
-    Raises:
-      ValueError: the answers that are there are of another backend; never mixed.
-    """
+    """Write down in a folder of answers which backend answers, or check that it did."""
     path = folder / "backend.json"
     # Through JSON, so that tuples and lists compare alike.
     wanted = json.loads(json.dumps(dict(identity)))
@@ -230,9 +223,6 @@ def generate(
       generator: any, as long as it tells the ids that it wrote.
       requests: of `make_requests`.
       sampling: greedy in a run; longest answer and stop strings.
-
-    Raises:
-      ValueError: the generator tells no ids, or cannot answer.
     """
     for i, reply in generator.stream(prompts_of(requests), sampling):
         yield requests[i].answer(reply)
@@ -323,9 +313,6 @@ def request_prompt(
       tokenizer: of the backbone.
       request: the question.
       as_text: the backend takes text alone and will tokenize it itself.
-
-    Raises:
-      ValueError: with `as_text`, the text would become other ids.
     """
     ids = request.prompt.ids
     text = tokenizer.decode(ids, skip_special_tokens=True)

@@ -234,11 +234,7 @@ def draw_seed(prompt: GeneratorPrompt, config: SamplingConfig) -> int:
 
 
 def stop_ids_of(stop: int | Sequence[int] | None, name: str) -> tuple[int, ...]:
-    """Return the `eos_token_id` of a checkpoint (`name`, for the message) as ids.
-
-    Raises:
-      ValueError: it is absent.
-    """
+    """Return the `eos_token_id` of a checkpoint (`name`, for the message) as ids."""
     if stop is None:
         raise ValueError(
             f"{name} names no end-of-text token, so no answer would ever "

@@ -324,11 +324,7 @@ class Done(StoppingCriteria):
 
 
 def stop_ids(backbone: Backbone) -> tuple[int, ...]:
-    """Return the tokens that end a text.
-
-    Raises:
-      ValueError: the model names no such token.
-    """
+    """Return the tokens that end a text."""
     stop = backbone.model.generation_config.eos_token_id
     if stop is None:
         stop = backbone.model.config.get_text_config().eos_token_id
@@ -426,12 +422,7 @@ class TransformersGenerator:
         config: SamplingConfig,
         done: Collection[int] = (),
     ) -> Iterator[list[tuple[int, Generated]]]:
-        """Yield the (index, text) of each batch; one is skipped if all of it is done.
-
-        Raises:
-          ValueError: a prompt and its text do not fit the model's window, or the
-            model's logits are not finite.
-        """
+        """Yield the (index, text) of each batch; one is skipped if all of it is done."""
         ids = [self.prompt_ids(prompt) for prompt in prompts]
         lengths, n_new = [len(tokens) for tokens in ids], config.max_new_tokens
         window = self.max_length
@@ -549,12 +540,7 @@ class TransformersGenerator:
 def generate(
     backbone: Backbone, requests: Sequence[Request], config: GenerationConfig
 ) -> list[Answer]:
-    """Answer requests greedily, in batches; returns the answers in their order.
-
-    Raises:
-      ValueError: a prompt and its answer do not fit the model's window; nothing is
-        ever cut.
-    """
+    """Answer requests greedily, in batches; returns the answers in their order."""
     window, n_new = backbone.max_length, config.max_new_tokens
     for request in requests:
         if window is not None and len(request.prompt.ids) + n_new > window:

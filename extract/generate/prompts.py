@@ -86,9 +86,6 @@ def read_shots(path: Path) -> tuple[Shot, ...]:
 
     Args:
       path: of lines with "question", "answer" and, where there is one, "context".
-
-    Raises:
-      ValueError: there is no such file, no line, or one that is no example.
     """
     try:
         lines = path.read_text("utf-8").splitlines()
@@ -142,9 +139,6 @@ class PromptTemplate:
 
         Without a context both are where the words around the question begin, behind
         the examples. With one, the examples are those that have a context.
-
-        Raises:
-          ValueError: there are examples, but none with a context where one is asked.
         """
         if context is None:
             shown = [(shot, None) for shot in self.shots]
@@ -275,9 +269,6 @@ def encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool) -> Any:
       tokenizer: a fast one.
       text: from a data set or a model.
       add_special_tokens: put the tokenizer's own around it.
-
-    Raises:
-      ValueError: the tokenizer still makes control tokens of it.
     """
     encoded = tokenizer(
         text,
@@ -369,9 +360,6 @@ def apply_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str
     """Return messages in the model's chat template, ready for its reply.
 
     Thinking is switched off, under the names that templates know it by.
-
-    Raises:
-      ValueError: there is no chat template, or it fails on these messages.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         raise ValueError(
@@ -402,12 +390,7 @@ def apply_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str
 
 
 def render_message(tokenizer: Any, message: str) -> Rendered:
-    """Return a user's message as `apply_template` does, and where it lies.
-
-    Raises:
-      ValueError: there is no chat template, it changes the message, or it opens a
-        thinking block although it is told not to.
-    """
+    """Return a user's message as `apply_template` does, and where it lies."""
     marked, text = (
         apply_template(tokenizer, [{"role": "user", "content": content}])
         for content in (_MARK, message)
@@ -448,11 +431,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def check_text(text: str, what: str) -> None:
-    """Refuse text that is empty or that no encoding can hold.
-
-    Raises:
-      ValueError: `what` is empty or has a lone surrogate.
-    """
+    """Refuse text that is empty or that no encoding can hold."""
     if not text.strip():
         raise ValueError(f"{what} is empty; give at least one word")
     lone = _SURROGATE.search(text)

@@ -77,11 +77,7 @@ class Replies:
 
     @classmethod
     def open(cls, path: Path) -> "Replies":
-        """Open a file of replies; an unfinished last line is set aside and done again.
-
-        Raises:
-          ValueError: a line before the last is no reply; the message names it.
-        """
+        """Open a file of replies; an unfinished last line is set aside and done again."""
         return cls(journal=Journal.open(reply_files(path)))
 
     def generate(

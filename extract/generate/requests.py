@@ -54,12 +54,7 @@ class Request:
         return (self.example_id, self.setting, self.variant)
 
     def answer(self, reply: Generated) -> Answer:
-        """Return a generated text as the answer to this request.
-
-        Raises:
-          ValueError: a server told no token ids. A text that is split again may be
-            other ids than were written, and the signals those of another answer.
-        """
+        """Return a generated text as the answer to this request."""
         if reply.token_ids is None or (
             reply.finish == "stop" and reply.stop_id is None
         ):

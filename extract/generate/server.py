@@ -78,11 +78,7 @@ class Account:
         self._reserved = 0.0
 
     def reserve(self, n_prompt: int, n_new: int) -> float:
-        """Set aside the most that one request can cost.
-
-        Raises:
-          SpendingCapReached: with it the cap might be crossed.
-        """
+        """Set aside the most that one request can cost."""
         most = self._prices.cost(n_prompt, n_new)
         with self._lock:
             cap = self._prices.cap
@@ -206,9 +202,6 @@ def _read(reply: Any, is_chat: bool, stop_ids: Collection[int]) -> Generated:
     A server gives the stop token among its ids or leaves it out. Where the model has
     only one (`stop_ids`, as far as known) it can have been no other, unless the server
     says that it stopped at a text.
-
-    Raises:
-      ValueError: there is no one text, or it ended in a way that makes it no answer.
     """
     choices = getattr(reply, "choices", None) or []
     if len(choices) != 1:

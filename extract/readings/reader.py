@@ -137,11 +137,7 @@ def _log_weights(
 
 
 def check_names(names: Sequence[str]) -> frozenset[str]:
-    """Return the names, or refuse those that no part reads.
-
-    Raises:
-      ValueError: names them and lists those there are.
-    """
+    """Return the names, or refuse those that no part reads."""
     if unknown := sorted(set(names) - set(READINGS)):
         raise ValueError(
             f"no reading is called {', '.join(unknown)}; expected some of "

@@ -577,28 +577,21 @@ def settle_kept(run: RunDir, given: Mapping[str, Any]) -> ExtractConfig:
     Args:
       run: an existing run.
       given: fields of `ExtractConfig`; the others stay as the run has them.
-
-    Raises:
-      ValueError: other features are there already.
     """
     config = extract_config(run)
     asked = dataclasses.replace(config, **given)
     folders = [run.features(setting) for setting in settings_of(run)]
     if asked != config and any((f / "index.json").exists() for f in folders):
         raise ValueError(
-            f"{run.path} has features already: {config.in_words()}; you asked for "
-            f"{asked.in_words()}; repeat that choice, or delete {folders[0].parent} to "
+            f"{run.path} has features already: {config.describe()}; you asked for "
+            f"{asked.describe()}; repeat that choice, or delete {folders[0].parent} to "
             "extract again"
         )
     return run.settle("extract", EXTRACT_PRESETS, lambda _: asked, is_replaceable=True)
 
 
 def open_local_reader(run: RunDir, config: ExtractConfig) -> Reader:
-    """Load a run's backbone, which gave its answers, to read on this machine.
-
-    Raises:
-      ValueError: other weights gave the answers, see `require_answering_model`.
-    """
+    """Load a run's backbone, which gave its answers, to read on this machine."""
     from beatrice.extract.backbone.loading import (
         open_backbone,
         require_answering_model,

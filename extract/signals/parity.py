@@ -409,9 +409,6 @@ def require_readable(name: str, outline: Outline) -> None:
     Args:
       name: of the checkpoint, as messages call it.
       outline: its config.
-
-    Raises:
-      ValueError: its twin is refused, with the reason.
     """
     try:
         model = narrow_twin(outline.config)

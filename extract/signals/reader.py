@@ -140,9 +140,6 @@ class SignalReader:
           hidden_spans: tokens whose hidden states are read; the other families are
             read for all from `first_read` on.
           budget: sizes of chunks; None chooses by the backbone's device.
-
-        Raises:
-          ValueError: an entry out of range, or "unknown residual layout".
         """
         self.hidden_layers = check_layers(hidden_layers, backbone.n_layers + 1)
         self.hidden_spans = hidden_spans

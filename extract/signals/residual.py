@@ -173,11 +173,7 @@ class StreamReading:
         self._missing.discard(entry)
 
     def states(self) -> torch.Tensor:
-        """Return the kept entries, `[n_entries, n_rows, d_model]`.
-
-        Raises:
-          ValueError: a layer did not run, or no entry is kept.
-        """
+        """Return the kept entries, `[n_entries, n_rows, d_model]`."""
         if self._missing or self._hidden is None:
             raise ValueError(
                 f"unknown residual layout: entries {sorted(self._missing)} of the "

@@ -56,9 +56,6 @@ def sequence_of(
     context to where the answer span starts, so that the spans part the input (section
     3.2: "partitioned"). If the answer was cut at the length limit its last token
     emitted nothing we know, and is outside in both.
-
-    Raises:
-      ValueError: no prompt, or a context that reaches its last token.
     """
     n_prompt, n_answer = len(answer.prompt_ids), len(answer.token_ids)
     context, is_cut = answer.context_span, answer.stop_id is None

@@ -1,7 +1,4 @@
-"""One family of signals in a feature store: its shape, its type, its rounding.
-
-What a store keeps of every answer, and how many bytes that is.
-"""
+"""One family of signals in a feature store, what is stored of it, and its rounding."""
 
 import dataclasses
 import math
@@ -12,6 +9,9 @@ import numpy as np
 import tensorstore as ts
 
 Dtype = Literal["bfloat16", "float16", "float32", "int8"]
+# Attention masses can be below 6e-8, the smallest number of float16.
+ScalarDtype = Literal["bfloat16", "float32"]
+Spans = Literal["all", "answer"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 # As on the command line.
 SHORT_NAMES: dict[str, Dtype] = {
@@ -20,109 +20,15 @@ SHORT_NAMES: dict[str, Dtype] = {
     "fp32": "float32",
     "int8": "int8",
 }
-Spans = Literal["all", "answer"]
 # A chunk of at most this size is the unit of a read. With 1 MiB writing cost more
 # (250 against 325 MiB per CPU second) and reading a layer cost the same.
 _CHUNK_BYTES = 1 << 18
 _LARGEST_CODE = 127
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Encoded:
-    """Values as they are written.
-
-    Attributes:
-      codes: of the given shape, in the stored type: `out`, or the given array itself
-        where it has that type.
-      scales: float32, without the last axis; None unless the type is int8.
-      n_invalid: values that were not finite to begin with.
-      n_overflowed: finite values that the type turned into infinities.
-    """
-
-    codes: np.ndarray
-    scales: np.ndarray | None
-    n_invalid: int
-    n_overflowed: int
-
-
 def numpy_dtype(dtype: Dtype) -> np.dtype:
     """Return NumPy's type of that name; bfloat16 is TensorStore's (ml_dtypes)."""
     return np.dtype(getattr(ts, dtype).numpy_dtype)
-
-
-def encode(values: np.ndarray, dtype: Dtype, out: np.ndarray | None = None) -> Encoded:
-    """Write values in a type, and count what it cannot hold.
-
-    Args:
-      values: `[..., n_channels]` float32.
-      dtype: the type.
-      out: where the codes are written, of that type; None makes an array if needed.
-    """
-    scales = None
-    if dtype == "int8":
-        codes, scales = _quantised(values, out)
-    else:
-        with np.errstate(over="ignore", invalid="ignore"):  # counted below
-            if out is None:
-                codes = values.astype(numpy_dtype(dtype), copy=False)
-            else:
-                out[...] = values
-                codes = out
-    if _n_not_finite(codes if scales is None else scales) == 0:
-        return Encoded(codes=codes, scales=scales, n_invalid=0, n_overflowed=0)
-    n_invalid = _n_not_finite(values)
-    lost = 0 if scales is not None else _n_not_finite(codes) - n_invalid
-    return Encoded(codes=codes, scales=scales, n_invalid=n_invalid, n_overflowed=lost)
-
-
-def decode(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Return float32 values of int8 codes `[..., n_channels]` and scales `[...]`."""
-    values = codes.astype(np.float32)
-    values *= scales[..., None]
-    return values
-
-
-def as_written(values: np.ndarray, dtype: Dtype) -> np.ndarray:
-    """Return float32 values as they would be read back after being written.
-
-    Raises:
-      ValueError: the type cannot hold them.
-    """
-    encoded = encode(values, dtype)
-    n_lost = encoded.n_invalid + encoded.n_overflowed
-    if n_lost:
-        raise ValueError(
-            f"{n_lost} of {values.size} values are not numbers or too large for "
-            f"{dtype}, in which the features were written; extract with --dtype bf16"
-        )
-    if encoded.scales is not None:
-        return decode(encoded.codes, encoded.scales)
-    return encoded.codes.astype(np.float32)
-
-
-def _quantised(
-    values: np.ndarray, out: np.ndarray | None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return int8 codes and float32 scales."""
-    with np.errstate(invalid="ignore"):  # a scale that is no number is counted
-        scales = np.abs(values).max(axis=-1) / np.float32(_LARGEST_CODE)
-        step = np.where(scales > 0, scales, np.float32(1))[..., None]
-        codes = np.rint(values / step).astype(np.int8)
-    if out is not None:
-        out[...] = codes
-    return codes, scales.astype(np.float32)
-
-
-def _n_not_finite(values: np.ndarray) -> int:
-    """Count NaN and infinities; `np.isfinite` is slow on bfloat16."""
-    if values.dtype.itemsize == 2:
-        exponent = 0x7C00 if values.dtype == np.float16 else 0x7F80
-        magnitudes = values.view(np.uint16) & 0x7FFF
-        # Usually there are none, and a maximum is cheaper than a count.
-        if magnitudes.max(initial=0) < exponent:
-            return 0
-        return int((magnitudes >= exponent).sum())
-    return values.size - int(np.count_nonzero(np.isfinite(values)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,8 +39,8 @@ class Family:
       shape: the axes behind the row axis.
       dtype: `bfloat16`, `float16`, `float32`, or `int8`, which needs a companion
         family of scales beside it, see `scale_family`.
-      by_layer: True where the first axis is kept layers that are read one at a
-        time; such a family is chunked so that the others are not touched.
+      by_layer: True where the first axis is layers that are read one at a time; such
+        a family is chunked so that the others are not touched.
       spans: `all` has a row for every token, `answer` for those of the answer span
         alone.
     """
@@ -145,7 +51,7 @@ class Family:
     spans: Spans = "all"
 
     def __post_init__(self) -> None:
-        """Refuse a family without channels."""
+        """Check that there are channels."""
         if not self.shape or min(self.shape) < 1:
             raise ValueError(
                 f"a family needs at least one channel per token, found shape "
@@ -172,14 +78,8 @@ class Family:
         return [rows, *inner]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fields for the index.
-
-        The default `spans` is left out, as in stores written before there was a choice.
-        """
-        fields = dataclasses.asdict(self)
-        if self.spans == "all":
-            del fields["spans"]
-        return fields
+        """Return the fields for the index."""
+        return dataclasses.asdict(self)
 
 
 def scale_name(name: str) -> str:
@@ -192,8 +92,93 @@ def scale_family(family: Family) -> Family:
     return dataclasses.replace(family, shape=family.shape[:-1], dtype="float32")
 
 
-# Attention masses can be below 6e-8, the smallest number of float16.
-ScalarDtype = Literal["bfloat16", "float32"]
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Encoded:
+    """Values as they are written.
+
+    Attributes:
+      codes: of the values' shape, in the stored type: `out`, or the values themselves
+        where they have that type.
+      scales: float32, without the last axis; None unless the type is int8.
+      n_invalid: values that were not finite to begin with.
+      n_overflowed: finite values that the type turned into infinities.
+    """
+
+    codes: np.ndarray
+    scales: np.ndarray | None
+    n_invalid: int
+    n_overflowed: int
+
+
+def encode(values: np.ndarray, dtype: Dtype, out: np.ndarray | None = None) -> Encoded:
+    """Write values in a type, and count what it cannot hold.
+
+    Args:
+      values: `[..., n_channels]` float32.
+      dtype: the type.
+      out: where the codes are written, of that type; None makes an array if needed.
+    """
+    scales = None
+    if dtype == "int8":
+        codes, scales = _quantise(values, out)
+    else:
+        with np.errstate(over="ignore", invalid="ignore"):  # counted below
+            if out is None:
+                codes = values.astype(numpy_dtype(dtype), copy=False)
+            else:
+                out[...] = values
+                codes = out
+    if _n_not_finite(codes if scales is None else scales) == 0:
+        return Encoded(codes=codes, scales=scales, n_invalid=0, n_overflowed=0)
+    n_invalid = _n_not_finite(values)
+    lost = 0 if scales is not None else _n_not_finite(codes) - n_invalid
+    return Encoded(codes=codes, scales=scales, n_invalid=n_invalid, n_overflowed=lost)
+
+
+def decode(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Return float32 values of int8 codes `[..., n_channels]` and scales `[...]`."""
+    values = codes.astype(np.float32)
+    values *= scales[..., None]
+    return values
+
+
+def as_written(values: np.ndarray, dtype: Dtype) -> np.ndarray:
+    """Return float32 values as they would be read back after being written."""
+    encoded = encode(values, dtype)
+    n_lost = encoded.n_invalid + encoded.n_overflowed
+    if n_lost:
+        raise ValueError(
+            f"{n_lost} of {values.size} values are not numbers or too large for "
+            f"{dtype}, in which the features were written; extract with --dtype bf16"
+        )
+    if encoded.scales is not None:
+        return decode(encoded.codes, encoded.scales)
+    return encoded.codes.astype(np.float32)
+
+
+def _quantise(
+    values: np.ndarray, out: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return int8 codes and float32 scales."""
+    with np.errstate(invalid="ignore"):  # a scale that is no number is counted
+        scales = np.abs(values).max(axis=-1) / np.float32(_LARGEST_CODE)
+        step = np.where(scales > 0, scales, np.float32(1))[..., None]
+        codes = np.rint(values / step).astype(np.int8)
+    if out is not None:
+        out[...] = codes
+    return codes, scales.astype(np.float32)
+
+
+def _n_not_finite(values: np.ndarray) -> int:
+    """Count NaN and infinities; `np.isfinite` is slow on bfloat16."""
+    if values.dtype.itemsize == 2:
+        exponent = 0x7C00 if values.dtype == np.float16 else 0x7F80
+        magnitudes = values.view(np.uint16) & 0x7FFF
+        # Usually all are finite, and a maximum is cheaper than a count.
+        if magnitudes.max(initial=0) < exponent:
+            return 0
+        return int((magnitudes >= exponent).sum())
+    return values.size - int(np.count_nonzero(np.isfinite(values)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -206,7 +191,7 @@ class StoreConfig:
       hidden_spans: tokens whose hidden states are kept: all, or those of the answer
         span. The other families are kept for every token.
       dtype: how `hidden` is stored. bfloat16 keeps the range of the residual stream,
-        float16 overflows at 65504 (which is refused), int8 has a scale per token and
+        float16 overflows at 65504 (which is an error), int8 has a scale per token and
         layer.
       scalars: how the other families are stored.
     """
@@ -220,21 +205,21 @@ class StoreConfig:
         """Check the choices; whether a model has the layers, its reader checks."""
         types = {"hidden_spans": Spans, "dtype": Dtype, "scalars": ScalarDtype}
         for name, choices in types.items():
-            found = getattr(self, name)
-            if found not in get_args(choices):
+            value = getattr(self, name)
+            if value not in get_args(choices):
                 raise ValueError(
-                    f"{name} is one of {', '.join(get_args(choices))}, not {found!r}"
+                    f"{name} is one of {', '.join(get_args(choices))}, not {value!r}"
                 )
 
-    def in_words(self) -> str:
-        """Say what is kept in a few words."""
-        which = "every layer"
+    def describe(self) -> str:
+        """Return what is kept in a few words."""
+        layers = "every layer"
         if self.hidden_layers is not None:
             plural = "s" if len(self.hidden_layers) != 1 else ""
-            which = f"layer{plural} {', '.join(map(str, self.hidden_layers))}"
-        where = "all spans" if self.hidden_spans == "all" else "the answer span"
+            layers = f"layer{plural} {', '.join(map(str, self.hidden_layers))}"
+        spans = "all spans" if self.hidden_spans == "all" else "the answer span"
         return (
-            f"hidden states of {which} on {where} as {self.dtype}, the rest as "
+            f"hidden states of {layers} on {spans} as {self.dtype}, the rest as "
             f"{self.scalars}"
         )
 
@@ -244,60 +229,52 @@ def parse_layers(text: str) -> tuple[int, ...] | None:
 
     Returns:
       The layers, or None for `all`.
-
-    Raises:
-      ValueError: not such a list, or a layer is there twice.
     """
     if text.strip() == "all":
         return None
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() for part in parts):
+    numbers = [number.strip() for number in text.split(",")]
+    if not all(number.isascii() and number.isdigit() for number in numbers):
         raise ValueError(
             f"expected all, or layer numbers from 0 (the embedding) with commas "
-            f"between, such as 8,16,24; found {text!r}"
+            f"between, such as 8,16,24; came {text!r}"
         )
-    layers = sorted(map(int, parts))
+    layers = sorted(map(int, numbers))
     if len(set(layers)) < len(layers):
         raise ValueError(f"a layer is there twice in {text!r}; name each once")
     return tuple(layers)
 
 
 def check_layers(layers: tuple[int, ...] | None, n_entries: int) -> tuple[int, ...]:
-    """Return the entries of a resid axis `[n_entries]` to keep; None is all of them.
-
-    Raises:
-      ValueError: there is no such entry, or one is there twice.
-    """
+    """Return the entries of a resid axis `[n_entries]` to keep; None is all of them."""
     if layers is None:
         return tuple(range(n_entries))
-    if any(not 0 <= layer < n_entries for layer in layers):
+    is_inside = all(0 <= layer < n_entries for layer in layers)
+    if not is_inside or len(set(layers)) < len(layers):
         raise ValueError(
             f"hidden_layers: expected entries of 0 (embedding) to {n_entries - 1}, "
-            f"found {list(layers)}"
+            f"each once, found {list(layers)}"
         )
-    if len(set(layers)) < len(layers):
-        raise ValueError(f"hidden_layers: found one twice, {list(layers)}")
     return tuple(layers)
 
 
 def stored_families(
-    shapes: Mapping[str, Sequence[int]], kept: StoreConfig
+    shapes: Mapping[str, Sequence[int]], config: StoreConfig
 ) -> dict[str, Family]:
     """Return what a store holds for each family that is read.
 
     Args:
       shapes: shape of one token's reading, per family; `hidden` is
         `[n_layers_kept, d_model]`.
-      kept: what is kept.
+      config: what is kept.
     """
     families: dict[str, Family] = {}
     for name, shape in shapes.items():
         is_hidden = name == "hidden"
         families[name] = Family(
             shape=tuple(shape),
-            dtype=kept.dtype if is_hidden else kept.scalars,
+            dtype=config.dtype if is_hidden else config.scalars,
             by_layer=is_hidden,
-            spans=kept.hidden_spans if is_hidden else "all",
+            spans=config.hidden_spans if is_hidden else "all",
         )
         if families[name].dtype == "int8":
             families[scale_name(name)] = scale_family(families[name])
@@ -321,7 +298,7 @@ def model_shapes(
 
 def stored_bytes(
     shapes: Mapping[str, Sequence[int]],
-    kept: StoreConfig,
+    config: StoreConfig,
     *,
     n_tokens: int,
     n_answer: int,
@@ -333,13 +310,13 @@ def stored_bytes(
 
     Args:
       shapes: as `model_shapes` gives them; layers that are not kept are left out.
-      kept: what is kept.
+      config: what is kept.
       n_tokens: tokens of all sequences, prompts included.
       n_answer: tokens of all answer spans.
     """
-    layers, width = shapes["hidden"]
-    n_kept = len(check_layers(kept.hidden_layers, layers))
-    families = stored_families({**shapes, "hidden": (n_kept, width)}, kept)
+    n_entries, width = shapes["hidden"]
+    n_layers_kept = len(check_layers(config.hidden_layers, n_entries))
+    families = stored_families({**shapes, "hidden": (n_layers_kept, width)}, config)
     n_rows = {"all": n_tokens, "answer": n_answer}
     return {
         name: family.row_bytes * n_rows[family.spans]
@@ -348,7 +325,7 @@ def stored_bytes(
 
 
 def as_size(n_bytes: int) -> str:
-    """Say a number of bytes in decimal units, such as 228 GB."""
+    """Format a number of bytes in decimal units, such as 228 GB."""
     if n_bytes < 1000:
         return f"{n_bytes} B"
     power = min(4, int(math.log10(n_bytes)) // 3)

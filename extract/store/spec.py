@@ -1,7 +1,7 @@
 """What fixes a feature store: families, examples, ranges, and the index on disk.
 
-The glossary of axes and the meaning of a range are in `extract/store/store.py`. Nothing
-here opens a file.
+The glossary of axes and the meaning of a range are in `extract/store/store.py`. No
+file is opened here.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import safetensors.numpy
 
 from beatrice.extract.store.families import Family
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -29,7 +29,7 @@ class StoreSpec:
       lengths: `[n_examples]` int64, tokens of each example, at least 1.
       spans: `[n_examples, 3, 2]` int64, see the glossary.
       firsts: `[n_examples]` int64, the token of each example from which on families
-        have rows; behind the worked examples of a prompt. None is all zeros.
+        have rows; behind the worked examples of a prompt. None: from the first.
       rows_per_shard: rows of one file, a power of two.
       hidden_layers: the layer numbers behind the layer axis of `hidden`.
       fingerprint: what else the values depend on (model, revision, precision, …);
@@ -47,8 +47,6 @@ class StoreSpec:
 
     def __post_init__(self) -> None:
         """Check that the fields agree with each other."""
-        if self.firsts is None:
-            object.__setattr__(self, "firsts", np.zeros_like(self.lengths))
         n_examples = len(self.keys)
         rows = self.rows_per_shard
         if rows < 1 or rows & (rows - 1):
@@ -72,20 +70,25 @@ class StoreSpec:
         inside = (self.spans >= 0) & (self.spans <= self.lengths[:, None, None])
         ordered = self.spans[..., 0] <= self.spans[..., 1]
         bad = (self.n_read < 1) | ~inside.all((1, 2)) | ~ordered.all(1)
-        bad |= (self.firsts < 0) | (self.firsts > self.spans[:, 0, 0])
+        bad |= (self.first_rows < 0) | (self.first_rows > self.spans[:, 0, 0])
         if bad.any():
             first = int(np.argmax(bad))
             raise ValueError(
                 f"example {self.keys[first]} has {self.lengths[first]} tokens and the "
                 f"spans {self.spans[first].tolist()}, with rows from token "
-                f"{self.firsts[first]} on; spans are [start, stop) inside the example, "
-                "and its rows begin before them"
+                f"{self.first_rows[first]} on; spans are [start, stop) inside the "
+                "example, and its rows begin before them"
             )
+
+    @functools.cached_property
+    def first_rows(self) -> np.ndarray:
+        """`[n_examples]` int64: the first token that has a row."""
+        return np.zeros_like(self.lengths) if self.firsts is None else self.firsts
 
     @functools.cached_property
     def n_read(self) -> np.ndarray:
         """`[n_examples]` int64: the tokens that have rows."""
-        return self.lengths - self.firsts
+        return self.lengths - self.first_rows
 
     @functools.cached_property
     def range_examples(self) -> np.ndarray:
@@ -122,7 +125,7 @@ class StoreSpec:
     def first_tokens(self, name: str) -> np.ndarray:
         """`[n_examples]` int64: the token of each example that has the first row."""
         is_all = self.families[name].spans == "all"
-        return self.firsts if is_all else self.spans[:, 2, 0]
+        return self.first_rows if is_all else self.spans[:, 2, 0]
 
     @property
     def n_ranges(self) -> int:
@@ -161,9 +164,11 @@ class StoreSpec:
 
     def examples_bytes(self) -> bytes:
         """Return the content of `examples.safetensors`."""
-        tensors = {"lengths": self.lengths, "spans": self.spans}
-        if self.firsts.any():  # else the bytes are those from before there was a choice
-            tensors["firsts"] = self.firsts
+        tensors = {
+            "lengths": self.lengths,
+            "spans": self.spans,
+            "firsts": self.first_rows,
+        }
         # The memory of a strided array would be written as it lies.
         contiguous = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
         return safetensors.numpy.save(contiguous)
@@ -195,16 +200,16 @@ def parse_index(content: bytes, url: str) -> tuple[dict[str, Any], str]:
     try:
         index = json.loads(content)
         sha = index.pop("sha256")
-        intact = sha == hashlib.sha256(canonical_json(index)).hexdigest()
+        is_intact = sha == hashlib.sha256(canonical_json(index)).hexdigest()
         version = index["version"]
     except (ValueError, KeyError, TypeError, AttributeError):
-        intact, sha, version = False, "", FORMAT_VERSION
+        index, sha, is_intact, version = {}, "", False, FORMAT_VERSION
     if version != FORMAT_VERSION:
         raise ValueError(
             f"{url}index.json is of version {version}, this program reads version "
             f"{FORMAT_VERSION}; use the program that wrote it, or extract again"
         )
-    if not intact:
+    if not is_intact:
         raise ValueError(
             f"{url}index.json is damaged: it does not match its own SHA-256; "
             "restore it from a copy, or delete the store and extract again"
@@ -229,7 +234,7 @@ def parse_spec(index: Mapping[str, Any], examples: bytes, url: str) -> StoreSpec
         keys=tuple(map(tuple, index["keys"])),
         lengths=tensors["lengths"],
         spans=tensors["spans"],
-        firsts=tensors.get("firsts"),
+        firsts=tensors["firsts"],
         rows_per_shard=index["rows_per_shard"],
         hidden_layers=tuple(index["hidden_layers"]),
         fingerprint=index["fingerprint"],

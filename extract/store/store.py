@@ -29,8 +29,6 @@ What is absent or damaged raises; it is never NaN, zero, or left out.
 
 A store is `index.json`, `examples.safetensors`, one folder per family, and
 `commits/<store id>/<range>.json`.
-
-Creating a feature store, writing its ranges, and verifying what it holds.
 """
 
 import dataclasses
@@ -107,7 +105,7 @@ def _array_spec(url: str, spec: StoreSpec, name: str) -> dict[str, Any]:
 
 
 def open_arrays(url: str, spec: StoreSpec, create: bool) -> dict[str, ts.TensorStore]:
-    """Open every family, or say what is wrong with it."""
+    """Open every family; an error names the one that fails."""
     arrays = {}
     for name in spec.families:
         try:
@@ -197,10 +195,10 @@ def open_store(url: str | Path) -> FeatureStore:
     """
     url = as_url(url)
     kvstore = open_kvstore(url)
-    found = kvstore.read("index.json").result()
-    if found.state != "value":
+    stored = kvstore.read("index.json").result()
+    if stored.state != "value":
         raise ValueError(f"no feature store at {url} (no index.json); extract first")
-    index, sha = parse_index(found.value, url)
+    index, sha = parse_index(stored.value, url)
     examples = kvstore.read("examples.safetensors").result().value
     spec = parse_spec(index, examples, url)
     arrays = open_arrays(url, spec, create=False)
@@ -218,13 +216,13 @@ def done_ranges(store: FeatureStore) -> frozenset[int]:
 
 def _range_of(url: str, key: str) -> int:
     """Return the range whose commit record lies at a key."""
-    found = re.fullmatch(r".*/([0-9]+)\.json", key)
-    if found is None:
+    match = re.fullmatch(r".*/([0-9]+)\.json", key)
+    if match is None:
         raise ValueError(
             f"{url}{key} is no commit record, and the folder must hold nothing else "
             "(a stage is done again when it changes); delete that file"
         )
-    return int(found[1])
+    return int(match[1])
 
 
 def _family_array(store: FeatureStore, name: str, layer: int | None) -> ts.TensorStore:
@@ -241,11 +239,7 @@ def _family_array(store: FeatureStore, name: str, layer: int | None) -> ts.Tenso
 def read_blocks(
     store: FeatureStore, name: str, layer: int | None, blocks: Sequence[tuple[int, int]]
 ) -> np.ndarray:
-    """Read row blocks `[start, stop)` as they are stored, int8 codes included.
-
-    Raises:
-      ValueError: a range is not extracted or damaged; the message names its files.
-    """
+    """Read row blocks `[start, stop)` as they are stored, int8 codes included."""
     array = _family_array(store, name, layer)
     n_rows = sum(stop - start for start, stop in blocks)
     shape = n_rows, *array.shape[1:]
@@ -375,11 +369,11 @@ def create_store(url: str | Path, spec: StoreSpec) -> FeatureStore:
         )
     kvstore = open_kvstore(url)
     index = spec.index_bytes()
-    found = kvstore.read("index.json").result()
-    if found.state == "value":
-        if found.value != index:
+    stored = kvstore.read("index.json").result()
+    if stored.state == "value":
+        if stored.value != index:
             raise ValueError(
-                f"{url} holds another store: {_index_difference(found.value, index)}; "
+                f"{url} holds another store: {_index_difference(stored.value, index)}; "
                 "choose another place, or delete it to extract again"
             )
         return open_store(url)
@@ -389,25 +383,25 @@ def create_store(url: str | Path, spec: StoreSpec) -> FeatureStore:
     return open_store(url)
 
 
-def _index_difference(found: bytes, wanted: bytes) -> str:
-    """Say in which fields two indexes differ."""
+def _index_difference(stored: bytes, wanted: bytes) -> str:
+    """Format the fields in which two indexes differ."""
     try:
         old, new = (
             index | {f"fingerprint.{k}": v for k, v in index["fingerprint"].items()}
-            for index in (json.loads(found), json.loads(wanted))
+            for index in (json.loads(stored), json.loads(wanted))
         )
     except (ValueError, KeyError, TypeError, AttributeError):
         return "its index.json is not readable"
-    parts = []
+    differences = []
     for field in dict.fromkeys([*old, *new]):
         there, wants = json.dumps(old.get(field)), json.dumps(new.get(field))
         if there == wants or field in ("sha256", "fingerprint"):
             continue
         is_short = len(there) + len(wants) < 200
-        parts.append(
+        differences.append(
             f"its {field} is {there}, not {wants}" if is_short else f"other {field}"
         )
-    return "; ".join(parts) or "its index.json was written by another version"
+    return "; ".join(differences) or "its index.json was written by another version"
 
 
 def write_range(
@@ -453,15 +447,15 @@ def _check_signals(
     for name, family in store.spec.families.items():
         start, stop = store.spec.range_rows(range_id, name)
         wanted[name] = ((stop - start, *family.shape), family.numpy_dtype)
-    found = {name: (value.shape, value.dtype) for name, value in signals.items()}
-    if found != wanted:
-        raise ValueError(f"{store.describe(range_id)} needs {wanted}, found {found}")
+    came = {name: (value.shape, value.dtype) for name, value in signals.items()}
+    if came != wanted:
+        raise ValueError(f"{store.describe(range_id)} needs {wanted}, found {came}")
 
 
 def _checksums(signals: Mapping[str, np.ndarray]) -> dict[str, str]:
     """CRC-32 of each family's values, C order; SHA-256 would halve the write rate."""
     return {
-        name: f"{zlib.crc32(np.ascontiguousarray(values).view(np.uint8)):08x}"
+        name: f"{zlib.crc32(np.ascontiguousarray(values).view(np.uint8).data):08x}"
         for name, values in signals.items()
     }
 
