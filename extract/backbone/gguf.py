@@ -1,9 +1,9 @@
 """A GGUF file as a checkpoint directory, which is made once and kept in the cache.
 
-Transformers' own `from_pretrained(gguf_file=…)` holds the whole model in float32, passes
-over how rotary positions are scaled and over tensors that it has no place for, and reads
-the header three times. Here Transformers gives config, tokenizer and the names of
-tensors; each tensor is dequantised and written by itself.
+Transformers' own `from_pretrained(gguf_file=…)` holds the whole model in float32, and
+passes over how rotary positions are scaled and over tensors that it has no place for.
+Here Transformers gives config, tokenizer and the names of tensors; each tensor is
+dequantised and written by itself.
 """
 
 import contextlib
@@ -613,7 +613,7 @@ def _unpack(weights: Weights, header: Header, target: Path) -> None:
 
 @contextlib.contextmanager
 def outlined(name: str) -> Iterator[str]:
-    """Yield what has a name's config and tokenizer; no weight of a GGUF file is read."""
+    """Yield a folder of config and tokenizer; no weight of a GGUF file is read."""
     path = Path(name).expanduser()
     if not path.is_file() or _model_folder(path).is_dir():
         yield str(_model_folder(path)) if path.is_file() else unpacked(name)

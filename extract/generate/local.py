@@ -422,7 +422,7 @@ class TransformersGenerator:
         config: SamplingConfig,
         done: Collection[int] = (),
     ) -> Iterator[list[tuple[int, Generated]]]:
-        """Yield the (index, text) of each batch; one is skipped if all of it is done."""
+        """Yield the (index, text) of each batch that is not done as a whole."""
         ids = [self.prompt_ids(prompt) for prompt in prompts]
         lengths, n_new = [len(tokens) for tokens in ids], config.max_new_tokens
         window = self.max_length

@@ -77,7 +77,7 @@ class Replies:
 
     @classmethod
     def open(cls, path: Path) -> "Replies":
-        """Open a file of replies; an unfinished last line is set aside and done again."""
+        """Open a file of replies; an unfinished last line is done again."""
         return cls(journal=Journal.open(reply_files(path)))
 
     def generate(
