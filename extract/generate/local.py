@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -108,19 +108,24 @@ def begun_cache(
 
 
 def shared_states(
-    layout: Layout, prompts: Sequence[Sequence[int]], width: int
+    layout: Layout,
+    prompts: Sequence[Sequence[int]],
+    width: int,
+    n_most: int | None = None,
 ) -> DynamicCache | None:
     """Return the keys and values of what all prompts begin with, computed once.
 
     Every row's lie as they would if the row were computed by itself behind its padding
     on the left; of a row that is shorter than `width` tokens the last ones are left
-    out, and are computed with the rest of it.
+    out, and are computed with the rest of it. Of the beginning `n_most` tokens are
+    computed at most.
 
     Returns:
       None where too little is common to be worth it, and as `begun_cache`: then every
       row is computed from its beginning.
     """
     n = n_shared(prompts)
+    n = n if n_most is None else min(n, n_most)
     if len(prompts) < 2 or n < FEWEST_SHARED:
         return None
     ids = torch.tensor([list(prompts[0][:n])], device=layout.head.weight.device)
@@ -347,6 +352,38 @@ def _contiguous_states(backbone: Backbone) -> Iterator[None]:
         hook.remove()
 
 
+class Watch(Protocol):
+    """Sees every forward of a batch that is written, see `extract.signals.decode`.
+
+    Attributes:
+      n_unread: columns of the padded prompts that it need not see.
+    """
+
+    n_unread: int
+
+    def watching(
+        self, rows: Sequence[int], n_cached: int
+    ) -> contextlib.AbstractContextManager[None]:
+        """Watch a run of some rows, whose first columns come out of a cache."""
+        ...
+
+    def on_choice(self, ids: torch.Tensor, is_done: torch.Tensor) -> None:
+        """Take the ids of all columns after a step, and which rows are done."""
+
+
+class _Chosen(StoppingCriteria):
+    """Passes what was chosen to a watch; ends nothing."""
+
+    def __init__(self, watch: Watch, done: Done) -> None:
+        self._watch, self._done = watch, done
+
+    def __call__(
+        self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **_: Any
+    ) -> torch.BoolTensor:
+        self._watch.on_choice(input_ids, self._done.rows)
+        return torch.zeros_like(self._done.rows)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformersGenerator:
     """Generates with a backbone that is loaded here.
@@ -435,23 +472,39 @@ class TransformersGenerator:
         for batch in plan_batches(lengths, self._batching(config)):
             if all(i in done for i in batch):
                 continue
-            seeds = [draw_seed(prompts[i], config) for i in batch]
-            stops = stop_ids(self.backbone)
-            choice = Choice(config, seeds, self.backbone.device, stops)
-            written = self._continue([ids[i] for i in batch], config, choice)
-            yield [
-                (i, self._text(len(ids[i]), tokens, log_probs, config.stop))
-                for i, (tokens, log_probs) in zip(batch, written, strict=True)
-            ]
+            written = self.write([prompts[i] for i in batch], config)
+            yield list(zip(batch, written, strict=True))
+
+    def write(
+        self,
+        prompts: Sequence[GeneratorPrompt],
+        config: SamplingConfig,
+        watch: Watch | None = None,
+    ) -> list[Generated]:
+        """Return the texts of one batch; a watch sees every forward."""
+        seeds = [draw_seed(prompt, config) for prompt in prompts]
+        stops = stop_ids(self.backbone)
+        choice = Choice(config, seeds, self.backbone.device, stops)
+        ids = [self.prompt_ids(prompt) for prompt in prompts]
+        written = self._continue(ids, config, choice, watch)
+        return [
+            self._text(len(tokens), *reply, config.stop)
+            for tokens, reply in zip(ids, written, strict=True)
+        ]
 
     @torch.inference_mode()
     def _continue(
-        self, prompts: Sequence[Sequence[int]], config: SamplingConfig, choice: Choice
+        self,
+        prompts: Sequence[Sequence[int]],
+        config: SamplingConfig,
+        choice: Choice,
+        watch: Watch | None = None,
     ) -> list[tuple[list[int], list[float]]]:
         """Return of every prompt the ids that are chosen, and their log-probabilities.
 
         When half of the rows are done the others go on without them, so that a long
-        answer does not keep short ones in the batch.
+        answer does not keep short ones in the batch. Whoever watches sees one step
+        more, in which an answer of the longest length runs its last token.
         """
         width, stops = max(map(len, prompts)), stop_ids(self.backbone)
         # Padded on the left, since generation appends to the right.
@@ -473,22 +526,38 @@ class TransformersGenerator:
             )
 
         found: list[tuple[list[int], list[float]]] = [([], []) for _ in prompts]
-        rows, edges = list(range(len(prompts))), (width, width + config.max_new_tokens)
+        whole: dict[str, Any] = {}
+        if watch is not None and self.backbone.model._supports_logits_to_keep():
+            # By a number Gemma 4 would leave the prompt out of its last layers.
+            whole["logits_to_keep"] = torch.tensor([-1], device=ids.device)
+        rows, n_new = list(range(len(prompts))), config.max_new_tokens
+        edges = (width, width + n_new + (watch is not None))
         layout, tokenizer = self.backbone.layout, self.backbone.tokenizer
         are_parted = has_plain_states(layout)
         with _contiguous_states(self.backbone):
-            cache = begun_states(layout, prompts, ids, mask, run)
+            if watch is None:
+                cache = begun_states(layout, prompts, ids, mask, run)
+            else:
+                cache = shared_states(layout, prompts, width, watch.n_unread)
+            n_cached = 0 if cache is None else filled_layers(cache)[0].keys.shape[-2]
             while rows:
                 n_read = ids.shape[1]
                 done = Done(tokenizer, edges, config.stop, stops, are_parted=are_parted)
-                made = run(
-                    ids,
-                    mask,
-                    past_key_values=cache,
-                    max_new_tokens=edges[1] - n_read,
-                    logits_processor=LogitsProcessorList([choice]),
-                    stopping_criteria=StoppingCriteriaList([done]),
-                )
+                criteria = StoppingCriteriaList([done])
+                watching = contextlib.nullcontext()
+                if watch is not None:
+                    criteria.append(_Chosen(watch, done))
+                    watching = watch.watching(rows, n_cached)
+                with watching:
+                    made = run(
+                        ids,
+                        mask,
+                        past_key_values=cache,
+                        max_new_tokens=edges[1] - n_read,
+                        logits_processor=LogitsProcessorList([choice]),
+                        stopping_criteria=criteria,
+                        **whole,
+                    )
                 new = made.sequences[:, n_read:]
                 for row, *written in zip(rows, new, choice.taken(), strict=True):
                     found[row][0].extend(written[0].tolist())
@@ -500,7 +569,8 @@ class TransformersGenerator:
                     mask = torch.cat([mask[left], torch.ones_like(new[left])], dim=1)
                     choice.keep(left.tolist())
                 rows = [rows[place] for place in left.tolist()]
-        return found
+                n_cached = ids.shape[1] - 1
+        return [(tokens[:n_new], log_probs[:n_new]) for tokens, log_probs in found]
 
     def _text(
         self,
@@ -537,10 +607,10 @@ class TransformersGenerator:
         return msgspec.structs.replace(found, n_new_tokens=n_new)
 
 
-def generate(
+def check_requests_fit(
     backbone: Backbone, requests: Sequence[Request], config: GenerationConfig
-) -> list[Answer]:
-    """Answer requests greedily, in batches; returns the answers in their order."""
+) -> None:
+    """Refuse a prompt that does not fit the model's window with its answer."""
     window, n_new = backbone.max_length, config.max_new_tokens
     for request in requests:
         if window is not None and len(request.prompt.ids) + n_new > window:
@@ -549,10 +619,22 @@ def generate(
                 f"prompt and {n_new} answer tokens, but {backbone.name} has a window "
                 f"of {window}; give fewer or shorter passages"
             )
+
+
+def generate(
+    backbone: Backbone, requests: Sequence[Request], config: GenerationConfig
+) -> list[Answer]:
+    """Answer requests greedily, in batches; returns the answers in their order.
+
+    Raises:
+      ValueError: a prompt and its answer do not fit the model's window; nothing is
+        ever cut.
+    """
+    check_requests_fit(backbone, requests, config)
     generator = TransformersGenerator(
         backbone=backbone, tokens_per_batch=config.tokens_per_batch
     )
     prompts = [GeneratorPrompt(text="", ids=r.prompt.ids) for r in requests]
-    sampling = SamplingConfig(max_new_tokens=n_new, stop=config.stop)
+    sampling = SamplingConfig(max_new_tokens=config.max_new_tokens, stop=config.stop)
     found = dict(generator.stream(prompts, sampling))
     return [request.answer(found[i]) for i, request in enumerate(requests)]

@@ -167,7 +167,8 @@ NAME = "span_readings"
 # queries and keys by then, windows in the mask, and nothing is dropped outside
 # training. Any other keyword may be a part of the attention, and is refused.
 _INERT = frozenset(
-    ("dropout", "position_ids", "use_cache", "output_attentions", "sliding_window")
+    "dropout position_ids use_cache output_attentions output_router_logits "
+    "sliding_window".split()
 )
 _active: contextvars.ContextVar[AttentionReading] = contextvars.ContextVar("reading")
 
@@ -443,7 +444,6 @@ def run_reading(
 ) -> torch.Tensor:
     """Run a decoder once, its attention through a reading, see `run_decoder`.
 
-    The model's own attention is put back at the end: generation relies on its name.
     With the cache of a beginning that all examples go on from, calls have the queries
     of `ids` and the keys of both; only where the model asks for an attention function,
     and has neither softcap nor sinks.
@@ -452,13 +452,23 @@ def run_reading(
       Final-normed states `[n_examples, n_tokens, d_model]`.
     """
     decoder = layout.decoder
-    own = decoder.config._attn_implementation
+    calls_torch = decoder.config._attn_implementation == "sdpa"
     asks = decoder._can_set_attn_implementation()
     # Who calls Torch's attention would compute the weights once more to return them.
-    options = {} if asks or own == "sdpa" else {"output_attentions": True}
+    options = {} if asks or calls_torch else {"output_attentions": True}
     options["use_cache"] = cache is not None
     if cache is not None:
         options["past_key_values"] = cache
+    with attending_through(layout, reading), watch_layers(layout, on_layer):
+        return decoder(input_ids=ids, **options).last_hidden_state
+
+
+@contextlib.contextmanager
+def attending_through(layout: Layout, reading: AttentionReading) -> Iterator[None]:
+    """Let a reading see the attention of every forward inside the block."""
+    decoder = layout.decoder
+    before = decoder.config._attn_implementation
+    asks = decoder._can_set_attn_implementation()
     if asks:
         decoder.set_attn_implementation(NAME)
     token = _active.set(reading)
@@ -466,10 +476,9 @@ def run_reading(
         contextlib.nullcontext() if asks else _OwnAttention(reading).watching(layout)
     )
     try:
-        with watch, watch_layers(layout, on_layer):
-            output = decoder(input_ids=ids, **options)
+        with watch:
+            yield
     finally:
         _active.reset(token)
         if asks:
-            decoder.set_attn_implementation(own)
-    return output.last_hidden_state
+            decoder.set_attn_implementation(before)

@@ -105,7 +105,7 @@ def _window_of(backbone: Backbone) -> int | None:
     return min((w for w in windows if w <= longest), default=None)
 
 
-def _lengths(backbone: Backbone) -> tuple[int, int]:
+def probe_lengths(backbone: Backbone) -> tuple[int, int]:
     """Return the lengths of the two rows, within the model's positions."""
     most = 2**62 if backbone.max_length is None else backbone.max_length
     if most < _LEAST_POSITIONS:
@@ -119,7 +119,7 @@ def _lengths(backbone: Backbone) -> tuple[int, int]:
     return longer, min(_LENGTHS[1], longer - 1)
 
 
-def _probe_ids(backbone: Backbone, lengths: tuple[int, int]) -> torch.Tensor:
+def probe_ids(backbone: Backbone, lengths: tuple[int, int]) -> torch.Tensor:
     """Return `[2, n_tokens]` ids spread over the vocabulary, distinct if it is large.
 
     The second row is padded with its last id.
@@ -382,8 +382,8 @@ def check_parity(backbone: Backbone, final_norm: residual.FinalNorm, head: Head)
     Raises:
       ValueError: "unknown residual layout", naming the identity that failed.
     """
-    lengths = _lengths(backbone)
-    ids = _probe_ids(backbone, lengths)
+    lengths = probe_lengths(backbone)
+    ids = probe_ids(backbone, lengths)
     together = _read(backbone, final_norm, head, ids, lengths)
     _check_sums(backbone, together.errors)
     if not bool(together.attn.isfinite().all()):

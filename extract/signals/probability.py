@@ -204,6 +204,22 @@ class _OnlineSoftmax:
         return torch.stack([log_p.exp(), 0.0 - log_p, entropy, p_top[:, 0], margin], 1)
 
 
+def scalars_of_logits(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Read distributions whose logits are there anyway, see `token_probabilities`.
+
+    Args:
+      logits: `[n_tokens, vocab_size]` float32, as the model chooses from.
+      targets: `[n_tokens]` int64, v_t.
+
+    Returns:
+      `[n_tokens, 5]` float32.
+    """
+    sums = _OnlineSoftmax(targets)
+    buffer = logits.new_empty(max(logits.shape[1], _N_CACHED))
+    sums.add(logits.clone(), 0, buffer)
+    return sums.scalars()
+
+
 def token_probabilities(
     states: torch.Tensor,
     targets: torch.Tensor,

@@ -143,13 +143,13 @@ class SignalReader:
         """
         self.hidden_layers = check_layers(hidden_layers, backbone.n_layers + 1)
         self.hidden_spans = hidden_spans
-        self._budget = budget or budget_for(backbone.device)
+        self.budget = budget or budget_for(backbone.device)
         self._copies = host_copies(backbone.device)
-        self._final_norm = residual.measure_final_norm(backbone.layout)
-        self._head = probability.head_of(backbone.model)
+        self.final_norm = residual.measure_final_norm(backbone.layout)
+        self.head = probability.head_of(backbone.model)
         config = backbone.model.config.get_text_config()
         self._n_chosen = min(layer_values(config, "index_topk"), default=None)
-        n_heads = check_parity(backbone, self._final_norm, self._head)
+        n_heads = check_parity(backbone, self.final_norm, self.head)
         self.backbone = dataclasses.replace(backbone, n_heads=n_heads)
 
     @classmethod
@@ -221,9 +221,9 @@ class SignalReader:
         rows = hidden_rows = Rows(read, n_tokens, device)
         if self.hidden_spans == "answer":
             hidden_rows = Rows(spans[:, 2].tolist(), n_tokens, device)
-        copies, budget = self._copies(), self._budget
+        copies, budget = self._copies(), self.budget
         first = min(firsts)
-        lens = residual.LogitLens(self._final_norm, self._head, targets[:, first:])
+        lens = residual.LogitLens(self.final_norm, self.head, targets[:, first:])
         stream = residual.StreamReading(self.hidden_layers, hidden_rows, lens, copies)
         final, attn = run_decoder(
             layout,
@@ -235,7 +235,7 @@ class SignalReader:
         prob = probability.token_probabilities(
             rows.of(final),
             rows.of(targets),
-            self._head,
+            self.head,
             n_tokens_per_chunk=budget.n_tokens_per_chunk,
             n_words_per_block=budget.n_words_per_block,
         )

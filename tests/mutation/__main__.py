@@ -150,7 +150,7 @@ class Chooser:
         return sum(map(self.seconds.__getitem__, tests))
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)  # a plugin is hashed
 class Reporter:
     """Writes which test began last, or which failed first."""
 

@@ -1,0 +1,432 @@
+"""The four signal families of answers, read in the passes that write them.
+
+A prompt's signals come out of the prefill, each new token's out of its decode step.
+What needs the next token (its probability, the push towards it) waits one step: of
+every row the last position's contributions and logits are kept until the token is
+chosen. What a token sends to other spans comes from its step's queries and the cached
+keys; what it receives is summed as later steps attend to it.
+
+Rows stand in columns: column 0 is the longest prompt's first token, shorter prompts are
+padded on the left, and a layer with a sliding window hands over the last columns alone.
+What all prompts begin with and no span holds may come out of a cache, and is read by
+nobody.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from beatrice.extract.backbone.layout import LayerPass, watch_layers
+from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
+from beatrice.extract.generate.local import TransformersGenerator, check_requests_fit
+from beatrice.extract.generate.prompts import Prompt
+from beatrice.extract.generate.requests import GenerationConfig, Request
+from beatrice.extract.records import Answer, AnswerSpan
+from beatrice.extract.signals import probability, residual
+from beatrice.extract.signals.attention import AttentionReading, attending_through
+from beatrice.extract.signals.parity import probe_ids, probe_lengths
+from beatrice.extract.signals.reader import SignalReader, Signals
+from beatrice.extract.signals.sequence import first_read, sequence_of
+from beatrice.extract.signals.span_sums import (
+    AttentionCall,
+    AttentionMap,
+    entropies_and_masses,
+    span_sums,
+)
+
+# Of a family's norm. The two passes are the model's with a cache and without.
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 2e-2}
+_N_PADDED = 4  # columns by which the shorter prompt is padded
+_N_CHECKED = 3  # tokens: the first of a decode step, one behind it, and the last
+
+
+class DecodeReading(AttentionReading):
+    """Reads a batch of prompts and their answers while the model writes these.
+
+    Generation calls `watching` around each of its runs and `on_choice` after each step.
+    """
+
+    attends_to_cache = True
+
+    def __init__(
+        self,
+        reader: SignalReader,
+        prompts: Sequence[Sequence[int]],
+        context_spans: Sequence[tuple[int, int]],
+        n_new: int,
+        *,
+        answer_span: AnswerSpan = "emitting",
+    ) -> None:
+        """Make room for a batch.
+
+        Args:
+          reader: whose model writes, and which says what is kept.
+          prompts: ids.
+          context_spans: of each, half-open.
+          n_new: most tokens of an answer.
+          answer_span: see `sequence_of`.
+        """
+        self._reader, self._layout = reader, reader.backbone.layout
+        layout, budget = self._layout, reader.budget.n_attention_weights
+        super().__init__(0, layout.attention_layers, (0, 0), budget)
+        hidden_layers, hidden_spans = reader.hidden_layers, reader.hidden_spans
+        self._slots = {entry: slot for slot, entry in enumerate(hidden_layers)}
+        device = layout.head.weight.device
+        self._width, self._n_new = max(map(len, prompts)), n_new
+        n_rows, n_columns = len(prompts), self._width + n_new
+        self._pads = [self._width - len(prompt) for prompt in prompts]
+        self._firsts = [first_read(start) for start, _ in context_spans]
+        pairs = list(zip(self._pads, self._firsts, strict=True))
+        # The first column that holds a token which is read.
+        self.n_unread = min(pad + first for pad, first in pairs)
+        self._answer = self._width - (answer_span == "emitting")
+        self._first_hidden = self._answer if hidden_spans == "answer" else self.n_unread
+        ids = [[0] * n + list(p) for n, p in zip(self._pads, prompts, strict=True)]
+        self._ids = torch.tensor(ids, device=device)
+        columns = torch.arange(n_columns)
+        edges = [
+            [(pad + start, pad + stop), (pad + stop, self._answer)]
+            for pad, (start, stop) in zip(self._pads, context_spans, strict=True)
+        ]
+        starts, stops = torch.tensor(edges)[..., None].unbind(2)
+        members = torch.zeros((n_rows, 3, n_columns), dtype=torch.bool)
+        members[:, :2] = (columns >= starts) & (columns < stops)
+        members[:, 2] = columns == self._width - 1  # later ones as they are written
+        members[:, 2] &= columns >= self._answer
+        self._members = members.to(device)
+        n_read, n_layers = n_columns - self.n_unread, len(layout.layers)
+        self._prob = torch.zeros((n_rows, n_read, 5), device=device)
+        self._resid = torch.zeros((n_rows, n_read, 4 * n_layers), device=device)
+        self._hidden: torch.Tensor | None = None
+        self._sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._n_written = [0] * n_rows  # tokens of each answer that were run
+        self._live = list(range(n_rows))
+        self._begin_step(0)
+
+    @contextlib.contextmanager
+    def watching(self, rows: Sequence[int], n_cached: int) -> Iterator[None]:
+        """Read every step of one run.
+
+        Args:
+          rows: of the batch, those that the run goes on with.
+          n_cached: columns that come out of a cache.
+        """
+        self._run_rows, self._live = list(rows), list(rows)
+        self._begin_step(n_cached)
+        with (
+            attending_through(self._layout, self),
+            watch_layers(self._layout, self._on_layer),
+            contextlib.ExitStack() as handles,
+        ):
+            for module, hook in (
+                (self._layout.decoder, self._after_decoder),
+                (self._reader.backbone.model, self._after_model),
+            ):
+                handles.callback(module.register_forward_hook(hook).remove)
+            yield
+
+    def _begin_step(self, n_cached: int) -> None:
+        self.layers = dict.fromkeys(self.layers)
+        self._n_before, self._n_step = n_cached, 0
+        self._lens: residual.LogitLens | None = None
+        self._prompt_resid: list[torch.Tensor] = []
+        self._last_parts: list[torch.Tensor] = []
+
+    @property
+    def _first(self) -> int:
+        """Return which of the step's tokens is the first that is read."""
+        return min(max(0, self.n_unread - self._n_before), self._n_step)
+
+    def _columns(self) -> slice:
+        """Return where the step's tokens that are read stand in what is kept."""
+        start = self._n_before + self._first - self.n_unread
+        return slice(start, self._n_before + self._n_step - self.n_unread)
+
+    def reduce(
+        self,
+        layer: int,
+        call: AttentionCall | AttentionMap,
+        value: torch.Tensor | None,
+    ) -> tuple[bool, torch.Tensor | None]:
+        """Add one step of a layer to the sums between spans."""
+        n_rows, n_heads, self._n_step = call.shape
+        stop = self._n_before + self._n_step
+        n_keys = call.n_cached + self._n_step
+        if n_keys > stop or n_rows != len(self._run_rows):
+            raise ValueError(
+                f"expected at most {stop} keys of {len(self._run_rows)} rows, as a "
+                f"growing cache has them, found {n_keys} of {n_rows}"
+            )
+        if layer not in self._sums:
+            shape = (2, len(self._pads), n_heads, 2, self._prob.shape[1])
+            self._sums[layer] = (
+                torch.zeros(shape, device=call.device),
+                torch.zeros(shape, device=call.device),
+            )
+        self.rows = (self._first, self._n_step)
+        members = self._members[self._run_rows]
+        by_row, by_key, attended = span_sums(
+            call,
+            members[:, :2, stop - n_keys : stop],
+            members[:, 1:, self._n_before : stop],
+            self.rows,
+            self.budget,
+            value,
+        )
+        row_sums, key_sums = self._sums[layer]
+        columns = self._columns()
+        row_sums[:, self._run_rows, ..., columns] = by_row[..., self._first :]
+        n_skipped = max(0, self.n_unread - (stop - n_keys))
+        start = stop - n_keys + n_skipped - self.n_unread
+        at = slice(start, columns.stop)
+        key_sums[:, self._run_rows, ..., at] += by_key[..., n_skipped:]
+        return True, attended
+
+    def _on_layer(self, layer_pass: LayerPass) -> None:
+        """Read a layer: the prompt's tokens now, the last when its next is chosen."""
+        self._n_step = layer_pass.h_in.shape[1]
+        if layer_pass.index == 0:
+            self._keep_hidden(0, layer_pass.h_in)
+        self._keep_hidden(layer_pass.index + 1, layer_pass.h_out)
+        if self._n_step - self._first > 1:
+            if self._lens is None:
+                start = self._n_before + self._first + 1
+                ids = self._ids[self._run_rows, start : self._n_before + self._n_step]
+                # The last one's next token is not chosen yet; any id stands there.
+                targets = torch.cat([ids, ids[:, -1:]], dim=1)
+                self._lens = self._lens_of(targets)
+            scalars = residual.contribution_scalars(layer_pass, self._lens)
+            self._prompt_resid.append(scalars)
+        parts = (layer_pass.h_in, layer_pass.att, layer_pass.ffn)
+        self._last_parts.append(torch.stack([part[:, -1].float() for part in parts]))
+
+    def _keep_hidden(self, entry: int, states: torch.Tensor) -> None:
+        if entry not in self._slots:
+            return
+        n_columns = self._width + self._n_new
+        if self._hidden is None:
+            n_read = n_columns - self._first_hidden
+            shape = (len(self._pads), n_read, len(self._slots), states.shape[-1])
+            self._hidden = torch.zeros(shape, dtype=states.dtype, device=states.device)
+        stop = self._n_before + self._n_step
+        start = max(self._n_before, self._first_hidden)
+        if start < stop:
+            columns = slice(start - self._first_hidden, stop - self._first_hidden)
+            kept = states[:, start - self._n_before :]
+            self._hidden[self._run_rows, columns, self._slots[entry]] = kept
+
+    def _after_decoder(self, module: Any, inputs: Any, output: Any) -> None:
+        """Read the prompt's next-token distributions; keep the last token's states."""
+        self.found()
+        states = output.last_hidden_state
+        self._last_states = states[:, -1]
+        n_read = self._n_step - self._first
+        if n_read < 2:
+            return
+        columns = self._columns()
+        start = self._n_before + self._first + 1
+        targets = self._ids[self._run_rows, start : self._n_before + self._n_step]
+        # Padding of shorter prompts is not worth a product with the vocabulary.
+        is_read = self._is_read()[self._run_rows, columns][:, :-1]
+        self._prob[self._run_rows, columns.start : columns.stop - 1] = torch.zeros(
+            (*targets.shape, 5), device=states.device
+        ).masked_scatter_(
+            is_read[..., None],
+            self._probabilities(states[:, self._first : -1][is_read], targets[is_read]),
+        )
+        resid = torch.cat(self._prompt_resid, dim=-1)
+        self._resid[self._run_rows, columns] = resid
+
+    def _is_read(self) -> torch.Tensor:
+        """Return `[n_rows, n_read]` bool, whether a column holds a token of its row."""
+        starts = torch.tensor(self._pads) + torch.tensor(self._firsts) - self.n_unread
+        columns = torch.arange(self._prob.shape[1])
+        return (columns >= starts[:, None]).to(self._prob.device)
+
+    def _lens_of(self, targets: torch.Tensor) -> residual.LogitLens:
+        return residual.LogitLens(self._reader.final_norm, self._reader.head, targets)
+
+    def _probabilities(
+        self, states: torch.Tensor, targets: torch.Tensor
+    ) -> torch.Tensor:
+        return probability.token_probabilities(
+            states,
+            targets,
+            self._reader.head,
+            n_tokens_per_chunk=self._reader.budget.n_tokens_per_chunk,
+            n_words_per_block=self._reader.budget.n_words_per_block,
+        )
+
+    def _after_model(self, module: Any, inputs: Any, output: Any) -> None:
+        """Keep what the next token is chosen from."""
+        self._logits = output.logits[:, -1]
+
+    def on_choice(self, ids: torch.Tensor, is_done: torch.Tensor) -> None:
+        """Read what had to wait for the next token.
+
+        Args:
+          ids: `[n_run_rows, n_columns]`, up to the tokens that were chosen now.
+          is_done: `[n_run_rows]`, rows whose later tokens are not of their answers.
+        """
+        column = self._n_before + self._n_step - 1
+        # An answer that is cut ends in a token that emitted nothing; see `sequence_of`.
+        is_last = column == self._width + self._n_new - 1
+        targets = ids[:, -2 if is_last else -1]
+        at = column - self.n_unread
+        parts = torch.stack(self._last_parts, dim=2)  # [3, n_rows, n_layers, d_model]
+        lens = self._lens_of(targets[:, None].expand(-1, parts.shape[2]))
+        h_in, att, ffn = parts
+        scalars = residual.contribution_scalars(
+            LayerPass(0, h_in, att, ffn, h_in), lens
+        )
+        self._resid[self._run_rows, at] = scalars.flatten(1)
+        if self._logits.dtype == torch.float32:
+            prob = probability.scalars_of_logits(self._logits, targets)
+        else:
+            prob = self._probabilities(self._last_states, targets)
+        self._prob[self._run_rows, at] = prob
+        if column >= self._width:
+            for row in self._live:
+                self._n_written[row] += 1
+        done = is_done.tolist()
+        places = zip(self._run_rows, done, strict=True)
+        self._live = [row for row, over in places if not over]
+        self._begin_step(column + 1)
+        if column + 1 < self._width + self._n_new - 1:
+            self._members[self._live, 2, column + 1] = True
+
+    def signals(self, answers: Sequence[Answer]) -> list[Signals | None]:
+        """Return what was read of every answer, in the order of the prompts.
+
+        Returns:
+          None for an answer of which other tokens were run than it has: its stop string
+          began in a token before the last, and later steps attended to its tokens.
+        """
+        members = self._members[..., self.n_unread :]
+        per_layer = [
+            entropies_and_masses(*self._sums[layer], members) for layer in self.layers
+        ]
+        attn = torch.stack(per_layer, dim=-2).cpu().numpy()
+        prob, resid = self._prob.cpu().numpy(), self._resid.cpu().numpy()
+        assert self._hidden is not None
+        hidden = self._hidden.cpu()
+        signals: list[Signals | None] = []
+        for row, answer in enumerate(answers):
+            n_tokens, is_cut = len(answer.token_ids), answer.stop_id is None
+            if self._n_written[row] != n_tokens:
+                signals.append(None)
+                continue
+            first = self._pads[row] + self._firsts[row]
+            stop = self._width + n_tokens
+            read = slice(first - self.n_unread, stop - self.n_unread)
+            start, end = first, stop
+            if self._first_hidden == self._answer:
+                start, end = self._answer, stop - is_cut
+            start, end = start - self._first_hidden, end - self._first_hidden
+            signals.append(
+                Signals(
+                    first_token=self._firsts[row],
+                    hidden=hidden[row, start : max(start, end)].float().numpy(),
+                    prob=prob[row, read],
+                    resid=resid[row, read],
+                    attn=attn[row, read],
+                )
+            )
+        return signals
+
+
+def generate_and_read(
+    reader: SignalReader,
+    requests: Sequence[Request],
+    config: GenerationConfig,
+    *,
+    answer_span: AnswerSpan = "emitting",
+) -> Iterator[tuple[int, Answer, Signals]]:
+    """Answer requests greedily and read the answers in the passes that write them.
+
+    An answer of which more tokens were run than it has (its stop string is several
+    tokens) is read again.
+
+    Args:
+      reader: of the model that answers.
+      requests: prompts.
+      config: how long answers and batches are.
+      answer_span: see `sequence_of`.
+
+    Yields:
+      Of each request, batch by batch, its index, its answer and the signals.
+
+    Raises:
+      ValueError: a prompt and its answer do not fit the model's window, or this
+        model's attention cannot be read while it writes.
+    """
+    check_requests_fit(reader.backbone, requests, config)
+    generator = TransformersGenerator(
+        backbone=reader.backbone, tokens_per_batch=config.tokens_per_batch
+    )
+    sampling = SamplingConfig(max_new_tokens=config.max_new_tokens, stop=config.stop)
+    prompts = [GeneratorPrompt(text="", ids=r.prompt.ids) for r in requests]
+    for batch in generator.plan(prompts, sampling):
+        watch = DecodeReading(
+            reader,
+            [requests[i].prompt.ids for i in batch],
+            [requests[i].prompt.context_span for i in batch],
+            config.max_new_tokens,
+            answer_span=answer_span,
+        )
+        replies = generator.write([prompts[i] for i in batch], sampling, watch)
+        pairs = zip(batch, replies, strict=True)
+        answers = [requests[i].answer(reply) for i, reply in pairs]
+        signals = watch.signals(answers)
+        for i, answer, read in zip(batch, answers, signals, strict=True):
+            if read is None:
+                (read,) = reader.read([sequence_of(answer, answer_span=answer_span)])
+            yield i, answer, read
+
+
+def check_decoding(reader: SignalReader) -> str | None:
+    """Compare what is read while writing with what is read of the same ids again.
+
+    Two prompts of unequal length, beyond the model's smallest window, are answered by
+    a few tokens. What differs by more than rounding is the model's own: Llama 4 cuts
+    its chunks of attention from the padding on.
+
+    Returns:
+      None where they agree; else why answers have to be read again, a sentence.
+    """
+    longest, _ = probe_lengths(reader.backbone)
+    window = reader.backbone.max_length or longest + _N_CHECKED + _N_PADDED
+    longest = min(longest + _N_PADDED, window - _N_CHECKED)
+    lengths = longest, max(2, longest - _N_PADDED)
+    ids = probe_ids(reader.backbone, lengths).tolist()
+    requests = [
+        Request(
+            example_id=str(row),
+            setting="with_context",
+            variant="original",
+            prompt=Prompt(tuple(ids[row][:n]), (1, 1 + n // 2), n_unknown=0),
+        )
+        for row, n in enumerate(lengths)
+    ]
+    config = GenerationConfig(max_new_tokens=_N_CHECKED)
+    try:
+        written = list(generate_and_read(reader, requests, config))
+        again = reader.read([sequence_of(answer) for _, answer, _ in written])
+    except ValueError as error:
+        return f"{reader.backbone.name} cannot be read while it writes: {error}"
+    tolerance = _TOLERANCE[reader.backbone.dtype]
+    for (_, _, signals), expected in zip(written, again, strict=True):
+        for family in ("hidden", "prob", "resid", "attn"):
+            value, wanted = getattr(signals, family), getattr(expected, family)
+            error = float(np.linalg.norm(value - wanted))
+            error /= float(np.linalg.norm(wanted)) or 1.0
+            if not error <= tolerance:
+                return (
+                    f"{reader.backbone.name} computes other states with its cache than "
+                    f"without: {family} differ by {error:.1e} of their norm (at most "
+                    f"{tolerance:.0e})"
+                )
+    return None
