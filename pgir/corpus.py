@@ -21,7 +21,7 @@ import numpy as np
 
 from beatrice.extract.datasets.loading import FileRefused, Loaded, open_dataset
 from beatrice.extract.datasets.question import Question
-from beatrice.extract.datasets.rows import RecordStream
+from beatrice.extract.datasets.rows import read_raw
 from beatrice.extract.records import (
     Passage,
     Record,
@@ -180,7 +180,7 @@ def read_source(path: Path, note: Note) -> Iterator[Found]:
         if refused.format is None or not refused.format.startswith("passages"):
             note(f"{path.name}: left out, neither passages nor questions")
             return
-        for raw in RecordStream(path, refused.type):
+        for raw in read_raw(path, refused.type):
             if raw.value is None:
                 raise ValueError(f"{path}, {raw.at}: {raw.problem}") from None
             yield None, [_passage(raw.value, f"{path}, {raw.at}")]

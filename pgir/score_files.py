@@ -22,8 +22,8 @@ import jinja2
 import numpy as np
 
 from beatrice.extract.datasets.fields import Record
-from beatrice.extract.datasets.loading import recognise_record
-from beatrice.extract.datasets.rows import RecordStream, recognise
+from beatrice.extract.datasets.readers import recognise_record
+from beatrice.extract.datasets.rows import read_raw, recognise
 from beatrice.extract.records import Answer, Passage
 from beatrice.extract.run.files import JsonLines, sha256_json
 from beatrice.extract.signals.sequence import sequence_of
@@ -139,7 +139,7 @@ def read_rows(path: Path) -> Iterator[Row]:
     Raises:
       ValueError: the file is not JSON, a table or Parquet, or is cut off.
     """
-    for raw in RecordStream(path, recognise(path)):
+    for raw in read_raw(path, recognise(path)):
         given: AnswerToScore | str = raw.problem or "no record"
         unread: tuple[str, ...] = ()
         name = None
@@ -167,7 +167,7 @@ def count_rows(path: Path) -> int:
     Raises:
       ValueError: none, or as `read_rows`.
     """
-    n = sum(1 for _ in RecordStream(path, recognise(path)))
+    n = sum(1 for _ in read_raw(path, recognise(path)))
     if not n:
         raise ValueError(f"{path} holds no records; expected an answer a row")
     return n

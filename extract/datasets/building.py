@@ -4,14 +4,21 @@ Files are read twice, so that memory holds ids and the drawn questions of one se
 a file: once to draw, once to write what was drawn.
 """
 
+import collections
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from beatrice.extract.datasets.loading import DatasetFile, Loaded, Refusal, open_dataset
+from beatrice.extract.datasets.loading import (
+    MAX_LISTED,
+    DatasetFile,
+    Loaded,
+    Refusal,
+    open_dataset,
+)
 from beatrice.extract.datasets.question import DATASETS
 from beatrice.extract.datasets.splits import (
     BuildConfig,
@@ -24,93 +31,38 @@ from beatrice.extract.datasets.splits import (
     draw_splits,
     questions_digest,
     read_splits,
-    seal,
 )
 from beatrice.extract.records import Passage, Split, text_key, to_json
 from beatrice.extract.run.files import (
+    seal,
     sha256_file,
     write_json_atomic,
     write_stream_atomic,
 )
 
-MAX_LISTED = 1000  # refusals named one by one in the manifest; all are counted
-_WANTED = {
+N_LOOKED_AT = 256  # questions of a file, by which a set's default context is chosen
+_FILES = ("examples.jsonl", "passages.jsonl")
+_WANTED: dict[Context, str] = {
     "supporting": "a supporting passage",
     "first": "a supporting passage",
     "all": "a passage",
     "none": "an answer",
 }
+Pools = dict[tuple[str, Role], dict[str, Candidate]]  # by set and role, then by id
+Report = dict[str, Any]  # what one file gave, as in the manifest
 
 
-@dataclasses.dataclass
-class SourceReport:
-    """What one file gave."""
-
-    source: Source
-    format: str
-    sha256: str
-    context: Context
-    records: int = 0
-    usable: int = 0
-    left_out: int = 0
-    elsewhere: int = 0
-    repeats: list[Refusal] = dataclasses.field(default_factory=list)
-    refusals: list[Refusal] = dataclasses.field(default_factory=list)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return what the manifest says of the file."""
-        listed = self.refusals[:MAX_LISTED]
-        return {
-            "dataset": self.source.dataset,
-            "role": self.source.role,
-            "file": self.source.path.name,
-            "sha256": self.sha256,
-            "format": self.format,
-            "records": self.records,
-            "usable": self.usable,
-            "context": self.context,
-            "without_passages": self.left_out,
-            "of_another_split": self.elsewhere,
-            "repeated": len(self.repeats),
-            "repeats": [dataclasses.asdict(one) for one in self.repeats[:MAX_LISTED]],
-            "refused": len(self.refusals),
-            "refusals": [dataclasses.asdict(refusal) for refusal in listed],
-            "refusals_not_listed": len(self.refusals) - len(listed),
-        }
-
-
-def _accepted(
-    file: DatasetFile, report: SourceReport, config: BuildConfig
-) -> Iterator[Loaded]:
-    """Yield the questions of a file that can be used; count the others."""
-    splits = config.splits.sizes(report.source.dataset, report.source.role)
-    for found in file.read():
-        report.records += 1
-        if isinstance(found, Refusal):
-            if not config.skip_bad:
-                raise ValueError(
-                    f"{file.path}, record {found.number} ({found.at}): {found.reason}; "
-                    "--skip-bad leaves such records out and lists them"
-                )
-            report.refusals.append(found)
-        elif found.question.split not in (None, *splits):
-            report.elsewhere += 1
-        elif is_usable(found, report.context):
-            report.usable += 1
-            yield found
-        else:
-            report.left_out += 1
-
-
-def is_usable(found: Loaded, context: Context) -> bool:
-    """Tell whether a question has the passages that are asked for."""
-    passages = found.question.passages
+def is_usable(row: Loaded, context: Context) -> bool:
+    """Return whether a question has the passages that are asked for."""
+    passages = row.question.passages
     if context in ("supporting", "first"):
         return any(passage.is_supporting for passage in passages)
     return context == "none" or bool(passages)
 
 
-N_LOOKED_AT = 256  # questions of a file, by which a set's default context is chosen
+def open_source(source: Source, config: BuildConfig) -> DatasetFile:
+    """Recognise a file; it must be of the set it was given for."""
+    return open_dataset(source.path, dataset=source.dataset, evidence=config.evidence)
 
 
 def with_contexts_of_files(
@@ -130,45 +82,67 @@ def with_contexts_of_files(
     for dataset in dict.fromkeys(source.dataset for source in sources):
         if dataset in DATASETS or dataset in contexts:
             continue
-        rows = (
-            row
+        marks = [
+            passage.is_supporting
             for source in sources
             if source.dataset == dataset
             for row in itertools.islice(open_source(source, config).read(), N_LOOKED_AT)
-        )
-        found = [r.question.passages for r in rows if isinstance(r, Loaded)]
-        marks = [p.is_supporting for passages in found for p in passages]
+            if isinstance(row, Loaded)
+            for passage in row.question.passages
+        ]
         contexts[dataset] = "supporting" if any(marks) else "all" if marks else "none"
     return dataclasses.replace(config, contexts=contexts)
 
 
-def open_source(source: Source, config: BuildConfig) -> DatasetFile:
-    """Recognise a file; it must be of the set it was given for."""
-    return open_dataset(source.path, dataset=source.dataset, evidence=config.evidence)
+def _accepted(
+    file: DatasetFile,
+    source: Source,
+    config: BuildConfig,
+    counts: collections.Counter[str],
+    refusals: list[Refusal],
+) -> Iterator[Loaded]:
+    """Yield the questions of a file that can be used; count the others."""
+    splits = config.splits.sizes(source.dataset, source.role)
+    context = config.context_of(source.dataset)
+    for row in file.read():
+        counts["records"] += 1
+        if isinstance(row, Refusal):
+            if not config.skip_bad:
+                raise ValueError(
+                    f"{file.path}, record {row.number} ({row.at}): {row.reason}; "
+                    "--skip-bad leaves such records out and lists them"
+                )
+            refusals.append(row)
+        elif row.question.split not in (None, *splits):
+            counts["of_another_split"] += 1
+        elif not is_usable(row, context):
+            counts["without_passages"] += 1
+        else:
+            counts["usable"] += 1
+            yield row
 
 
 def _read_pool(
-    source: Source, config: BuildConfig, pool: dict[str, Candidate], others: set[str]
-) -> SourceReport:
+    source: Source, config: BuildConfig, pool: dict[str, Candidate]
+) -> Report:
     """Add what may be drawn from one file to a pool; returns what the file gave.
 
-    Args:
-      source: the file.
-      config: what counts as usable.
-      pool: by id; grows.
-      others: ids that came from other files of the same set and role.
+    The pool holds what other files of the same set and role gave, by id.
     """
     file = open_source(source, config)
     context = config.context_of(source.dataset)
-    report = SourceReport(source, file.format.name, sha256_file(source.path), context)
-    first: dict[str, int] = {}
-    for found in _accepted(file, report, config):
-        question, name = found.question, str(found.question.id)
+    names = ("records", "usable", "without_passages", "of_another_split")
+    counts = collections.Counter(dict.fromkeys(names, 0))
+    repeats: list[Refusal] = []
+    refusals: list[Refusal] = []
+    others, first = set(pool), dict[str, int]()
+    for row in _accepted(file, source, config, counts, refusals):
+        question, name = row.question, str(row.question.id)
         if question.has_made_id and name in pool:
             # The same text again: the first one stands for both.
             where = f"record {first[name]}" if name in first else "another file"
             reason = f"the question of {where} again, without an id of its own"
-            report.repeats.append(Refusal(found.number, found.at, reason))
+            repeats.append(Refusal(row.number, row.at, reason))
             continue
         if name in others:
             raise ValueError(
@@ -176,50 +150,54 @@ def _read_pool(
                 f"{source.dataset} does; give one of the two files"
             )
         if question.has_made_id:
-            first[name] = found.number
+            first[name] = row.number
         pool[name] = Candidate(name, text_key(question.question), question.split)
-    if report.records and report.elsewhere == report.records:
+    n = counts["records"]
+    if n and counts["of_another_split"] == n:
         raise ValueError(
-            f"{source.path}: all {report.records} records name another split than "
-            f"--{source.role} is for; give them under another option, or take their "
-            "field 'split' out to have splits drawn"
+            f"{source.path}: all {n} records name another split than --{source.role} "
+            "is for; give them under another option, or take their field 'split' out "
+            "to have splits drawn"
         )
-    if not report.usable:
+    if not counts["usable"]:
         raise ValueError(
-            f"{source.path}: none of {report.records} records has "
-            f"{_WANTED[context]}; give a file that has, or "
-            f"--context {source.dataset}=none to ask them closed-book only"
+            f"{source.path}: none of {n} records has {_WANTED[context]}; give a file "
+            f"that has, or --context {source.dataset}=none to ask them closed-book only"
         )
-    return report
+    return {
+        "dataset": source.dataset,
+        "role": source.role,
+        "file": source.path.name,
+        "sha256": sha256_file(source.path),
+        "format": file.format.name,
+        "context": context,
+        **counts,
+        "repeated": len(repeats),
+        "repeats": [dataclasses.asdict(row) for row in repeats[:MAX_LISTED]],
+        "refused": len(refusals),
+        "refusals": [dataclasses.asdict(row) for row in refusals[:MAX_LISTED]],
+        "refusals_not_listed": max(0, len(refusals) - MAX_LISTED),
+    }
 
 
-def read_pools(
+def _read_pools(
     sources: Sequence[Source], config: BuildConfig, note: Callable[[str], None]
-) -> tuple[dict[tuple[str, Role], dict[str, Candidate]], list[SourceReport]]:
+) -> tuple[Pools, list[Report]]:
     """Read every file once; returns what may be drawn, and what each file gave."""
-    pools: dict[tuple[str, Role], dict[str, Candidate]] = {}
+    pools: Pools = {}
     reports = []
     for source in sources:
         pool = pools.setdefault((source.dataset, source.role), {})
-        report = _read_pool(source, config, pool, set(pool))
+        report = _read_pool(source, config, pool)
         reports.append(report)
-        context = report.context
         note(
-            f"{source.dataset} {source.role}: {report.usable} of {report.records} "
-            f"records can be used ({len(report.refusals)} refused, "
-            f"{report.left_out} without {_WANTED[context]}, {len(report.repeats)} "
-            f"repeated, {report.elsewhere} of another split)"
-            f"{'' if context != 'none' else '; closed-book only'}"
+            f"{source.dataset} {source.role}: {report['usable']} of "
+            f"{report['records']} records can be used ({report['refused']} refused, "
+            f"{report['without_passages']} without {_WANTED[report['context']]}, "
+            f"{report['repeated']} repeated, {report['of_another_split']} of another "
+            f"split){'; closed-book only' if report['context'] == 'none' else ''}"
         )
     return pools, reports
-
-
-def _has_other_things(folder: Path) -> bool:
-    """Tell whether a folder holds what is neither ours nor a run's that was killed."""
-    names = {p.name for p in folder.iterdir() if not p.name.startswith(".")}
-    if "manifest.json" in names:
-        names -= {"manifest.json", "lock", "examples.jsonl", "passages.jsonl"}
-    return bool(names)
 
 
 class _Row(NamedTuple):
@@ -231,7 +209,10 @@ class _Row(NamedTuple):
 
 
 def _drawn_rows(
-    sources: Iterable[Source], config: BuildConfig, order: Mapping[str, Split]
+    dataset: str,
+    sources: Sequence[Source],
+    config: BuildConfig,
+    order: Mapping[str, Split],
 ) -> dict[str, _Row]:
     """Return by id the drawn questions of one set; `order` names their splits.
 
@@ -239,25 +220,26 @@ def _drawn_rows(
       ValueError: one is not in the files.
     """
     rows: dict[str, _Row] = {}
+    context = config.context_of(dataset)
     for source in sources:
-        context = config.context_of(source.dataset)
-        for found in open_source(source, config).read():
-            if isinstance(found, Refusal) or not is_usable(found, context):
+        if source.dataset != dataset:
+            continue
+        for row in open_source(source, config).read():
+            if isinstance(row, Refusal) or not is_usable(row, context):
                 continue  # counted when the file was read to draw
-            question, name = found.question, str(found.question.id)
+            question, name = row.question, str(row.question.id)
             if name not in order or name in rows:
                 continue
             example = question.as_example(order[name], question.context(context))
-            bare = (Passage(title=p.title, text=p.text) for p in question.passages)
-            rows[name] = _Row(
-                to_json(example), text_key(question.question), list(map(to_json, bare))
-            )
+            bare = [Passage(title=p.title, text=p.text) for p in question.passages]
+            key = text_key(question.question)
+            rows[name] = _Row(to_json(example), key, list(map(to_json, bare)))
     missing = [name for name in order if name not in rows]
     if missing:
         raise ValueError(
-            f"{source.dataset}: {len(missing)} questions of the splits are not in the "
-            f"files given (or cannot be used), the first is {missing[0]!r}; give the "
-            "files that the splits were drawn from"
+            f"{dataset}: {len(missing)} questions of the splits are not in the files "
+            f"given (or cannot be used), the first is {missing[0]!r}; give the files "
+            "that the splits were drawn from"
         )
     return rows
 
@@ -270,26 +252,24 @@ def _write_examples(
 ) -> dict[str, dict[str, str]]:
     """Write examples and passages; returns digests of the questions of each split."""
     digests: dict[str, dict[str, str]] = {}
-    seen: set[bytes] = set()
+    written: set[bytes] = set()  # passages
     with (
-        write_stream_atomic(folder / "examples.jsonl", is_new=True) as examples,
-        write_stream_atomic(folder / "passages.jsonl", is_new=True) as passages,
+        write_stream_atomic(folder / _FILES[0], is_new=True) as examples,
+        write_stream_atomic(folder / _FILES[1], is_new=True) as passages,
     ):
         for dataset in dict.fromkeys(source.dataset for source in sources):
             names = {split: sets.get(dataset, ()) for split, sets in splits.items()}
-            order = {name: split for split, those in names.items() for name in those}
-            rows = _drawn_rows(
-                (one for one in sources if one.dataset == dataset), config, order
-            )
+            order = {name: split for split, ids in names.items() for name in ids}
+            rows = _drawn_rows(dataset, sources, config, order)
             for name in order:
                 examples.write(f"{rows[name].line}\n".encode())
                 for line in rows[name].passages:
                     key = hashlib.blake2b(line.encode(), digest_size=16).digest()
-                    if key not in seen:  # no earlier question brought it
-                        seen.add(key)
+                    if key not in written:
+                        written.add(key)
                         passages.write(f"{line}\n".encode())
-            for split, those in names.items():
-                keys = ((name, rows[name].text_key) for name in those)
+            for split, ids in names.items():
+                keys = ((name, rows[name].text_key) for name in ids)
                 digests.setdefault(split, {})[dataset] = questions_digest(keys)
     return digests
 
@@ -317,30 +297,50 @@ def build_examples(
     Raises:
       ValueError: a file is refused or too small, or does not fit the fixed splits.
     """
-    asked = data_config(sources, config, fixed).as_json()
+    settings = data_config(sources, config, fixed).as_json()
     if (folder / "splits.json").exists():
-        return _continue(folder, asked)
-    if folder.exists() and _has_other_things(folder):
-        raise ValueError(
-            f"{folder} is not empty and has no splits.json; choose another directory"
-        )
-    pools, reports = read_pools(sources, config, note)
-    drawn = _drawn(pools, config, fixed)
+        return _finished(folder, settings)
     is_new = not folder.exists()
+    if not is_new:
+        names = {path.name for path in folder.iterdir() if path.name[0] != "."}
+        if "manifest.json" in names:  # of a run, which may have been killed
+            names -= {"manifest.json", "lock", *_FILES}
+        if names:
+            raise ValueError(
+                f"{folder} is not empty and has no splits.json; choose another "
+                "directory"
+            )
+    pools, reports = _read_pools(sources, config, note)
+    drawn = _drawn(pools, config, fixed)
     folder.mkdir(parents=True, exist_ok=True)
-    own = [folder / name for name in ("examples.jsonl", "passages.jsonl")]
-    ours = [path for path in own if not path.exists()]
+    new_files = [folder / name for name in _FILES if not (folder / name).exists()]
     try:
         digests = _write_examples(folder, sources, drawn.splits, config)
         if fixed is not None:
             _check_texts(fixed, digests)
     except BaseException:
-        for path in ours:
+        for path in new_files:
             path.unlink(missing_ok=True)
         if is_new:
             folder.rmdir()
         raise
-    manifest = seal(_manifest(folder, asked, reports, drawn, digests))
+    manifest = seal(
+        {
+            "format": "beatrice-splits",
+            "version": 1,
+            "config": settings,
+            "sources": reports,
+            "splits": drawn.splits,
+            "sizes": {
+                split: {dataset: len(ids) for dataset, ids in sets.items()}
+                for split, sets in drawn.splits.items()
+            },
+            "questions_sha256": digests,
+            "files": {name: sha256_file(folder / name) for name in _FILES},
+            "passed_over": [dataclasses.asdict(row) for row in drawn.conflicts],
+            "repeated_within_a_split": [list(row) for row in drawn.repeated],
+        }
+    )
     write_json_atomic(folder / "splits.json", manifest)
     return manifest
 
@@ -359,17 +359,17 @@ def data_config(
       ValueError: a file is missing, the manifest is none, or a set has a context or a
         size of its own and no file.
     """
-    for dataset in sorted(config.contexts.keys() - {s.dataset for s in sources}):
-        raise ValueError(
-            f"--context {dataset}={config.contexts[dataset]}: no file of {dataset} is "
-            "given; leave it out, or give one"
-        )
-    trained = {s.dataset for s in sources if s.role == "train"}
-    for dataset in sorted(config.splits.n_train_of.keys() - trained):
-        raise ValueError(
-            f"--n-train {dataset}={config.splits.n_train_of[dataset]}: no training "
-            f"file of {dataset} is given; leave it out, or give one"
-        )
+    given = {source.dataset for source in sources}
+    trained = {source.dataset for source in sources if source.role == "train"}
+    for option, values, datasets, kind in (
+        ("--context", config.contexts, given, "file"),
+        ("--n-train", config.splits.n_train_of, trained, "training file"),
+    ):
+        for dataset in sorted(values.keys() - datasets):
+            raise ValueError(
+                f"{option} {dataset}={values[dataset]}: no {kind} of {dataset} is "
+                "given; leave it out, or give one"
+            )
     for source in sources:
         if not source.path.is_file():
             raise ValueError(f"{source.path}: no such file")
@@ -384,73 +384,45 @@ def data_config(
     )
 
 
-def _continue(folder: Path, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the manifest of a folder that is finished, if it is what is asked for."""
+def _finished(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the manifest of a finished folder, if its settings are these."""
     manifest = check_folder(folder)
-    if manifest["config"] != asked:
-        differ = ", ".join(
-            key for key in asked if manifest["config"].get(key) != asked[key]
-        )
+    found = manifest["config"]
+    differ = [key for key in settings if found.get(key) != settings[key]]
+    if differ:
         raise ValueError(
-            f"{folder} was built with other {differ}; choose another directory"
+            f"{folder} was built with other {', '.join(differ)}; choose another "
+            "directory"
         )
     return manifest
 
 
-def _drawn(
-    pools: Mapping[tuple[str, Role], Mapping[str, Candidate]],
-    config: BuildConfig,
-    fixed: Path | None,
-) -> Draw:
+def _drawn(pools: Pools, config: BuildConfig, fixed: Path | None) -> Draw:
     """Draw, or take the splits of a manifest for the sets that were given."""
     if fixed is None:
         return draw_splits({k: v.values() for k, v in pools.items()}, config.splits)
     given = {dataset for dataset, _ in pools}
-    held = read_splits(fixed)["splits"]
-    absent = given - {dataset for sets in held.values() for dataset in sets}
+    splits = read_splits(fixed)["splits"]
+    absent = given - {dataset for sets in splits.values() for dataset in sets}
     if absent:
         raise ValueError(f"{fixed} has no splits of {', '.join(sorted(absent))}")
-    return Draw(
-        {s: {d: n for d, n in sets.items() if d in given} for s, sets in held.items()},
-        [],
-        [],
-    )
+    chosen = {
+        split: {dataset: ids for dataset, ids in sets.items() if dataset in given}
+        for split, sets in splits.items()
+    }
+    return Draw(chosen, [], [])
 
 
 def _check_texts(fixed: Path, digests: Mapping[str, Mapping[str, str]]) -> None:
     """Raise if the ids of fixed splits now stand for other questions."""
-    held = read_splits(fixed)["questions_sha256"]
+    expected = read_splits(fixed)["questions_sha256"]
     for split, sets in digests.items():
         for dataset, digest in sets.items():
-            if held.get(split, {}).get(dataset, digest) != digest:
+            if expected.get(split, {}).get(dataset, digest) != digest:
                 raise ValueError(
                     f"{fixed}: the questions of {dataset} in {split} are not those the "
                     "splits were drawn from, though their ids are; give those files"
                 )
-
-
-def _manifest(
-    folder: Path,
-    asked: Mapping[str, Any],
-    reports: Sequence[SourceReport],
-    drawn: Draw,
-    digests: Mapping[str, Mapping[str, str]],
-) -> dict[str, Any]:
-    """Return what is written down about a folder."""
-    files = ("examples.jsonl", "passages.jsonl")
-    return {
-        "format": "beatrice-splits",
-        "version": 1,
-        "config": asked,
-        "sources": [report.as_json() for report in reports],
-        "splits": drawn.splits,
-        "sizes": {s: {d: len(n) for d, n in sets.items()}
-                  for s, sets in drawn.splits.items()},
-        "questions_sha256": digests,
-        "files": {name: sha256_file(folder / name) for name in files},
-        "passed_over": [dataclasses.asdict(one) for one in drawn.conflicts],
-        "repeated_within_a_split": [list(one) for one in drawn.repeated],
-    }  # fmt: skip
 
 
 def check_folder(folder: Path) -> dict[str, Any]:

@@ -1,13 +1,14 @@
-"""Values out of a raw record.
+"""Values and passages out of a raw record.
 
-What cannot be had is a ValueError; its text is why the record is refused.
+What is missing or of another type is a ValueError that names the field; its text is why
+the record is refused.
 """
 
 import ast
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import msgspec
 
@@ -15,7 +16,7 @@ from beatrice.extract.records import Passage
 
 T = TypeVar("T")
 Record = Mapping[str, Any]  # as it lies in a file
-_KINDS = {
+_KINDS: dict[type, str] = {
     dict: "an object",
     list: "a list",
     str: "text",
@@ -26,18 +27,22 @@ _KINDS = {
 }
 # The one known table without a header is DPR's: question, list of answers.
 HEADERLESS = ("column 1", "column 2")
-_LITERAL_CHARACTERS = 1 << 20  # of a list written as text; the longest known is 20 kB
-# A Python list of texts without quotes or backslashes inside: most of DPR's rows,
-# which are read nearly twice as fast as by the parser of the language alone.
-_ENTRY = re.compile(r"'([^'\\\n]*)'")
-_PLAIN_LIST = re.compile(r"\['[^'\\\n]*'(?:, '[^'\\\n]*')*+\]")
-# A text ends and another begins, which Python would join.
+# A text ends and another begins, which Python would join: NumPy prints lists like that.
 _NO_COMMA = re.compile(r"""[^\\\s\[,](['"])\s+['"]""")
 _OPENS_A_LIST = re.compile(r"""[\[{]\s*['"\]}]""")
 _MISSING = ("null", "NULL", "nan", "NaN", "None", "<NA>")  # as tables and logs write it
 _SINGULAR = ("answer", "reference", "target")  # names under which a plain text is usual
-_IN_ORDER = ("answers", "answer", "golden_answers", "ground_truth", "short_answers",
-             "possible_answers", "gold_answers", "golds", "reference")  # fmt: skip
+_ANSWERS = ("answers", "answer", "golden_answers", "ground_truth", "short_answers",
+            "possible_answers", "gold_answers", "golds", "reference")  # fmt: skip
+
+_SENTENCES = ("sentences", "content", "text", "paragraph_text", "contents")
+_TEXTS = ("text", "paragraph_text", "contents", "content")
+_MARKS = ("is_supporting", "isgold")
+# A list or an object as text; "[1] It is said" and "{{cite}}" are passages.
+_IN_JSON = re.compile(r"""\s*(\[\s*(\[?\s*['"]|\{|\]\s*$)|\{\s*['"}])""")
+# Names under which a record keeps passages, whoever wrote it.
+_HOLDERS = ("paragraphs", "ctxs", "context", "contexts", "passages", "documents",
+            "positive_ctxs", "positive_passages")  # fmt: skip
 
 
 def kind_of(value: Any) -> str:
@@ -83,7 +88,7 @@ def listed(record: Record, key: str, *, within: str = "") -> list[Any]:
 def objects(record: Record, key: str, *, within: str = "") -> list[Record]:
     """Return a list of objects that must be there."""
     items = listed(record, key, within=within)
-    return [expect(one, dict, f"{within}{key}[{i}]") for i, one in enumerate(items)]
+    return [expect(item, dict, f"{within}{key}[{i}]") for i, item in enumerate(items)]
 
 
 def identity(record: Record, *keys: str) -> str | None:
@@ -113,20 +118,14 @@ def unfold(value: Any, name: str) -> Any:
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
-        return _literal(text, name)
-
-
-def _literal(text: str, name: str) -> Any:
-    """Return a Python literal; NumPy prints arrays like one, without its commas."""
-    if _PLAIN_LIST.fullmatch(text):
-        return _ENTRY.findall(text)
-    if len(text) <= _LITERAL_CHARACTERS and not _NO_COMMA.search(text):
-        try:
+        pass
+    try:
+        if not _NO_COMMA.search(text):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of "\ " and the like inside a string
                 return ast.literal_eval(text)
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            pass
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        pass
     raise ValueError(
         f"{name!r}: expected a list as JSON or as a Python literal, commas between "
         f"its texts, found {text[:40]!r}"
@@ -151,28 +150,23 @@ def answers(value: Any, name: str) -> tuple[str, ...]:
         raise ValueError(
             f"{name!r}: expected text or a list of texts, found {kind_of(value)}"
         )
-    found = distinct(expect(one, str, f"{name}[{i}]") for i, one in enumerate(items))
-    if not found:
+    golds = distinct(expect(item, str, f"{name}[{i}]") for i, item in enumerate(items))
+    if not golds:
         what = "is an empty list" if not items else "holds no word"
         raise ValueError(f"{name!r} {what}: there is no answer")
-    return found
+    return golds
 
 
 def any_answers(record: Record) -> tuple[str, ...]:
     """Return the accepted answers under whichever of their names is there."""
-    name = next((name for name in _IN_ORDER if name in record), None)
+    name = next((name for name in _ANSWERS if name in record), None)
     if name is None:
         raise ValueError("no answer field (a test set without answers?)")
     return field_answers(record[name], name)
 
 
 def field_answers(value: Any, name: str) -> tuple[str, ...]:
-    """Return the accepted answers in a field that may hold a list written as text."""
-    return answers(_answers_of_text(value, name), name)
-
-
-def _answers_of_text(value: Any, name: str) -> Any:
-    """Return the list that a text holds; a plain answer as it is.
+    """Return the accepted answers in a field that may hold a list written as text.
 
     Under a singular name a text may begin with a bracket ("[Chorus] hey").
     """
@@ -187,31 +181,22 @@ def _answers_of_text(value: Any, name: str) -> Any:
             f"{name!r}: expected a list, found {text[:40]!r}; whether the bars part "
             "several answers cannot be told, save the list as JSON"
         )
-    return unfold(value, name) if is_plural or _OPENS_A_LIST.match(text) else value
+    may_be_list = is_plural or _OPENS_A_LIST.match(text)
+    return answers(unfold(value, name) if may_be_list else value, name)
 
 
 def has_answers(record: Record) -> bool:
-    """Tell whether any known name of an answer field is there."""
-    return any(name in record for name in _IN_ORDER)
+    """Return whether any known name of an answer field is there."""
+    return any(name in record for name in _ANSWERS)
 
 
-_BODIES = ("sentences", "content", "text", "paragraph_text", "contents")
-_TEXTS = ("text", "paragraph_text", "contents", "content")
-# A list or an object as text; "[1] It is said" and "{{cite}}" are passages.
-_IN_JSON = re.compile(r"""\s*(\[\s*(\[?\s*['"]|\{|\]\s*$)|\{\s*['"}])""")
-_MARKS = ("is_supporting", "isgold")
-# Names under which a record keeps passages, whoever wrote it.
-_HOLDERS = ("paragraphs", "ctxs", "context", "contexts", "passages", "documents",
-            "positive_ctxs", "positive_passages")  # fmt: skip
-
-
-def is_list_of_objects(value: Any) -> bool:
-    """Tell whether a value is a list whose first entry is an object."""
-    return isinstance(value, Sequence) and bool(value) and isinstance(value[0], dict)
+def is_list_of_objects(value: Any) -> TypeGuard[list[Record]]:
+    """Return whether a value is a list whose first entry is an object."""
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
 def is_titled(value: Any) -> bool:
-    """Tell whether a context is of titled sentences, in one of their layouts."""
+    """Return whether a context is of titled sentences, in one of their layouts."""
     if isinstance(value, list) and value:
         value = value[0]
         if isinstance(value, list):
@@ -222,54 +207,45 @@ def is_titled(value: Any) -> bool:
     )
 
 
-def _object_pairs(items: Sequence[Any], name: str, second: tuple[str, ...]) -> Any:
-    """Return the pairs of a list of objects; a text stands for its one sentence."""
-    pairs = []
-    for i, item in enumerate(items):
-        key = next((key for key in second if key in item), None)
-        if "title" not in item or key is None:
-            raise ValueError(
-                f"{f'{name}[{i}]'!r}: expected an object with 'title' and {second[0]!r}"
-            )
-        is_text = second is _BODIES and isinstance(item[key], str)
-        pairs.append((item["title"], [item[key]] if is_text else item[key]))
-    return pairs
-
-
 def _pairs(value: Any, name: str, second: tuple[str, ...]) -> Sequence[Sequence[Any]]:
-    """Return the pairs of a list of pairs, of objects, or of an object of two lists."""
+    """Return pairs: of a list of pairs or of objects, or an object of two lists.
+
+    Args:
+      value: the field's.
+      name: of the field.
+      second: names of what stands beside "title" in an object.
+    """
     value = unfold(value, name)
     if value is None:
         raise ValueError(f"{name!r} is null")
     if isinstance(value, dict):
         key = next((key for key in second if key in value), second[0])
-        columns = value.get("title"), value.get(key)
-        if not all(isinstance(column, list) for column in columns):
+        titles, others = value.get("title"), value.get(key)
+        if not isinstance(titles, list) or not isinstance(others, list):
             raise ValueError(f"{name!r}: expected the lists 'title' and {key!r}")
-        if len(columns[0]) != len(columns[1]):
-            raise ValueError(
-                f"{name!r}: {len(columns[0])} titles but {len(columns[1])} {key}"
-            )
-        return list(zip(*columns, strict=True))
-    kinds = {type(item) for item in expect(value, list, name)}
-    if kinds == {list} and {len(item) for item in value} == {2}:
-        return value  # nearly every record; told faster than item by item
-    if kinds == {dict}:
-        return _object_pairs(value, name, second)
-    for i, item in enumerate(value):
+        if len(titles) != len(others):
+            raise ValueError(f"{name!r}: {len(titles)} titles but {len(others)} {key}")
+        return list(zip(titles, others, strict=True))
+    pairs = []
+    for i, item in enumerate(expect(value, list, name)):
+        if isinstance(item, dict):
+            key = next((key for key in second if key in item), None)
+            body = item[key] if key else None
+            # A text stands for the list of its one sentence.
+            body = [body] if isinstance(body, str) else body
+            item = [item["title"], body] if "title" in item and key else [item]
         if not isinstance(item, list) or len(item) != 2:
             raise ValueError(
-                f"{f'{name}[{i}]'!r}: expected a pair of title and {second[0]}, found "
-                f"{kind_of(item)}"
+                f"{f'{name}[{i}]'!r}: expected a pair of title and {second[0]}, or an "
+                f"object with both, found {kind_of(value[i])}"
             )
-    return value
+        pairs.append(item)
+    return pairs
 
 
 def _joined(sentences: Sequence[str]) -> str:
     """Return a paragraph; HotpotQA's sentences bring their spaces, 2Wiki's do not."""
-    if len(sentences) < 2 or sentences[1][:1].isspace():  # nearly every paragraph
-        return "".join(sentences).strip()
-    if any(sentence[:1].isspace() for sentence in sentences[2:]):
+    if len(sentences) < 2 or any(sentence[:1].isspace() for sentence in sentences[1:]):
         return "".join(sentences).strip()
     return " ".join(sentence for sentence in sentences if sentence).strip()
 
@@ -280,39 +256,35 @@ def supporting_titles(value: Any) -> list[str]:
     The sentence numbers beside them are not used: published files hold some that are
     out of range.
     """
-    titles = {}
-    for i, (title, _) in enumerate(_pairs(value, "supporting_facts", ("sent_id",))):
-        if not isinstance(title, str):
-            raise ValueError(
-                f"'supporting_facts[{i}]': expected a title, found {kind_of(title)}"
-            )
-        titles[title] = None
-    return list(titles)
+    pairs = _pairs(value, "supporting_facts", ("sent_id",))
+    titles = [
+        expect(title, str, f"supporting_facts[{i}]")
+        for i, (title, _) in enumerate(pairs)
+    ]
+    return list(dict.fromkeys(titles))
 
 
 def read_context(value: Any, gold_titles: Sequence[str]) -> tuple[Passage, ...]:
     """Return the paragraphs; those under a gold title are supporting."""
     passages = []
-    for i, (title, sentences) in enumerate(_pairs(value, "context", _BODIES)):
-        if not (isinstance(title, str) and isinstance(sentences, list)):
+    for i, (title, sentences) in enumerate(_pairs(value, "context", _SENTENCES)):
+        if not (
+            isinstance(title, str)
+            and isinstance(sentences, list)
+            and all(isinstance(sentence, str) for sentence in sentences)
+        ):
             raise ValueError(
                 f"'context[{i}]': expected a title and a list of sentences, found "
                 f"{kind_of(title)} and {kind_of(sentences)}"
             )
-        try:
-            body = _joined(sentences)
-        except (TypeError, AttributeError):
-            raise ValueError(
-                f"'context[{i}]': expected sentences as texts, found another type"
-            ) from None
-        is_gold = title in gold_titles
+        body, is_gold = _joined(sentences), title in gold_titles
         passages.append(Passage(title=title, text=body, is_supporting=is_gold))
     if not passages:
         raise ValueError("'context' holds no paragraph")
     return tuple(passages)
 
 
-def _body(item: Record, within: str) -> str:
+def body_of(item: Record, within: str) -> str:
     """Return the text of a passage; it may be empty, and is then left out later."""
     name = next((name for name in _TEXTS if name in item), _TEXTS[0])
     return "" if item.get(name) == "" else text(item, name, within=within)
@@ -325,7 +297,7 @@ def _passage(item: Any, name: str, is_supporting: bool | None) -> Passage:
     item, within = expect(item, dict, name), f"{name}."
     title = "" if item.get("title") is None else item["title"]
     title = expect(title, str, f"{within}title").strip()
-    body = _body(item, within)
+    body = body_of(item, within)
     if is_supporting is None:
         mark = next((name for name in _MARKS if name in item), None)
         is_supporting = mark is not None and expect(item[mark], bool, within + mark)
@@ -345,10 +317,9 @@ def titled_passages(
       key: the field.
       is_supporting: the same for all; None believes the file's own marks.
     """
-    value = _unfolded(required(record, key), key)
+    items = expect(_unfolded(required(record, key), key), list, key)
     return tuple(
-        _passage(item, f"{key}[{i}]", is_supporting)
-        for i, item in enumerate(expect(value, list, key))
+        _passage(item, f"{key}[{i}]", is_supporting) for i, item in enumerate(items)
     )
 
 
@@ -359,23 +330,6 @@ def _unfolded(value: Any, name: str) -> Any:
     if _IN_JSON.match(value):
         return unfold(value, name)
     return [value] if value.strip() else []
-
-
-def marked_passages(record: Record, key: str) -> tuple[Passage, ...]:
-    """Return the same where every passage must have its title and its mark."""
-    passages = tuple(
-        Passage(
-            is_supporting=expect(
-                item.get("is_supporting"), bool, f"{key}[{i}].is_supporting"
-            ),
-            title=expect(item.get("title"), str, f"{key}[{i}].title"),
-            text=_body(item, f"{key}[{i}]."),
-        )
-        for i, item in enumerate(objects(record, key))
-    )
-    if not passages:
-        raise ValueError(f"{key!r} is an empty list")
-    return passages
 
 
 def any_passages(record: Record) -> tuple[Passage, ...]:

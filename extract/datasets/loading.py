@@ -9,13 +9,13 @@ import dataclasses
 import hashlib
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import msgspec
 
-from beatrice.extract.datasets.fields import Record, check_no_passages, has_answers
+from beatrice.extract.datasets.fields import Record, check_no_passages
 from beatrice.extract.datasets.question import (
     DATASETS,
     Format,
@@ -24,75 +24,15 @@ from beatrice.extract.datasets.question import (
     dataset_of_style,
     is_foreign,
 )
-from beatrice.extract.datasets.readers import (
-    multihop,
-    neutral,
-    single_hop,
-    triviaqa,
-)
+from beatrice.extract.datasets.readers import choose_format, recognise_record
 from beatrice.extract.datasets.readers.triviaqa import attach, find_evidence
-from beatrice.extract.datasets.rows import FileType, RawRecord, RecordStream, recognise
+from beatrice.extract.datasets.rows import FileType, RawRecord, read_raw, recognise
 from beatrice.extract.datasets.splits import A_NAME, Context
 from beatrice.extract.records import Example, is_safe_name, normalise
 from beatrice.extract.run.files import sha256_file
 
 N_SAMPLE = 64  # records from which a file's layout and question set are told
-
-
-def _read_document(record: Record) -> Question | None:
-    """Read the source record inside a log; None where it is of no layout."""
-    found = recognise_record(record)
-    if found is None or found.read is None:
-        return None
-    if found.is_weak and not has_answers(record):
-        return None  # the log's `target` then holds the answer
-    return found.read(record)
-
-
-def _fits_log(record: Record) -> bool:
-    marks = {"target", "resps", "filtered_resps", "doc_id"}
-    return "doc" in record and not marks.isdisjoint(record)
-
-
-def _read_log(record: Record) -> Question:
-    return neutral.read_lm_eval(record, read_document=_read_document)
-
-
-FORMATS: tuple[Format, ...] = (
-    Format("lm-eval samples", _fits_log, _read_log),
-    *triviaqa.FORMATS,
-    *single_hop.POPQA_FORMATS,
-    *single_hop.DPR_FORMATS,
-    *single_hop.NQ_FORMATS,
-    *neutral.FORMATS,
-    *multihop.FORMATS,
-    *neutral.OTHER_FORMATS,
-    *multihop.WEAK_FORMATS,
-    *neutral.WEAK_FORMATS,
-)
-_IN_ORDER = sorted(FORMATS, key=lambda known: known.is_weak)
-
-
-def recognise_record(record: Record) -> Format | None:
-    """Return the layout of one record: the first strong one that fits, or a weak."""
-    return next((known for known in _IN_ORDER if known.fits(record)), None)
-
-
-def choose_format(records: Iterable[Record]) -> Format | None:
-    """Return the layout of a file from its first records.
-
-    The most frequent one, where a layout that any damaged record fits (a question and
-    an answer) only counts if there is no other.
-    """
-    counts = collections.Counter(map(recognise_record, records))
-    del counts[None]
-    return min(
-        counts,
-        key=lambda known: (known.is_weak, -counts[known], _IN_ORDER.index(known)),
-        default=None,
-    )
-
-
+MAX_LISTED = 1000  # refused records listed one by one; all are counted
 # A layout tells less than marks in the records: others may have written so too.
 DatasetSource = Literal[
     "given", "records", "layout", "style of the questions", "file name"
@@ -123,6 +63,20 @@ class Refusal:
     reason: str
 
 
+class FileRefused(ValueError):
+    """A file whose container was recognised, and which holds no questions.
+
+    Attributes:
+      type: how it holds its records.
+      format: the layout that they are of, or None if it is not known.
+    """
+
+    def __init__(self, message: str, file_type: FileType, layout: str | None) -> None:
+        """Say why, and what is known all the same."""
+        super().__init__(message)
+        self.type, self.format = file_type, layout
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DatasetFile:
     """A recognised file.
@@ -140,7 +94,7 @@ class DatasetFile:
     evidence: Path | None
     dataset: str | None = None
     dataset_from: DatasetSource | None = None
-    envelope: dict[str, object] = dataclasses.field(default_factory=dict)
+    envelope: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def read(self) -> Iterator[Loaded | Refusal]:
         """Yield every record, in file order.
@@ -148,40 +102,52 @@ class DatasetFile:
         Raises:
           ValueError: the file turns out to be cut off or damaged.
         """
-        seen: dict[int, int] = {}
-        filters: list[Any] = []
-        stream = RecordStream(self.path, self.type)
-        for raw in stream:
-            found = self.read_one(raw)
-            if isinstance(found, Loaded):
-                reason = _other_filter(found.question, filters) or _taken_id(
-                    found.question, raw.number, seen
-                )
-                found = Refusal(raw.number, raw.at, reason) if reason else found
-            yield found
-        self.envelope.update(stream.envelope)
+        numbers: dict[int, int] = {}  # of the first record with an id
+        log_filter: str | None = None
+        for raw in read_raw(self.path, self.type, self.envelope):
+            row = self.read_one(raw)
+            if isinstance(row, Loaded):
+                name = row.question.meta.get("filter")
+                log_filter = log_filter or name
+                # As an id takes too much memory.
+                short = hash((row.question.dataset, row.question.id))
+                first = numbers.setdefault(short, raw.number)
+                reason = ""
+                if name != log_filter and name is not None:
+                    # A log with two filters has each question twice.
+                    reason = (
+                        f"the same questions again through the filter {name!r}: only "
+                        f"the first filter's records, {log_filter!r}, are read"
+                    )
+                elif first != raw.number and not row.question.has_made_id:
+                    reason = (
+                        f"the id {row.question.id!r} is that of record {first} already"
+                    )
+                row = Refusal(raw.number, raw.at, reason) if reason else row
+            yield row
 
     def read_one(self, raw: RawRecord) -> Loaded | Refusal:
         """Turn one raw record into a question or a refusal."""
         if raw.value is None:
             return Refusal(raw.number, raw.at, raw.problem or "no record")
-        known, value = self.format, raw.value
-        if not known.fits(value):
-            known = self._other_format(value)
-        if known.read is None:
-            return Refusal(raw.number, raw.at, f"is of another kind ({known.name})")
-        is_own = self.dataset_from == "given" and self.dataset not in DATASETS
-        if is_own and is_foreign(value.get("dataset")):
-            value = {key: one for key, one in value.items() if key != "dataset"}
+        layout, value = self.format, raw.value
+        if not layout.fits(value):
+            layout = self._other_format(value)
+        if layout.read is None:
+            return Refusal(raw.number, raw.at, f"is of another kind ({layout.name})")
+        # A name of a person's choice is no claim to be the set that a tag names.
+        is_renamed = self.dataset_from == "given" and self.dataset not in DATASETS
+        if is_renamed and is_foreign(value.get("dataset")):
+            value = {key: x for key, x in value.items() if key != "dataset"}
         try:
-            question = known.read(value)
+            question = layout.read(value)
             if not (question.passages or question.documents):
                 check_no_passages(value)
-            if question.documents or known.dataset == "triviaqa":
+            if question.documents or layout.dataset == "triviaqa":
                 question = attach(question, self.evidence)
         except ValueError as error:
             return Refusal(raw.number, raw.at, str(error))
-        return Loaded(raw.number, raw.at, self._completed(question), known.name)
+        return Loaded(raw.number, raw.at, self._completed(question), layout.name)
 
     def _other_format(self, record: Record) -> Format:
         """Return the layout of a record that is not of the file's.
@@ -206,51 +172,11 @@ class DatasetFile:
         if question.id is None:
             digest = hashlib.sha256(question.question.encode()).hexdigest()[:24]
             changes |= {"id": f"q{digest}", "has_made_id": True}
-        if "" in [passage.text for passage in question.passages]:
-            kept = tuple(passage for passage in question.passages if passage.text)
-            n_empty = len(question.passages) - len(kept)
+        passages = tuple(passage for passage in question.passages if passage.text)
+        if n_empty := len(question.passages) - len(passages):
             meta = {**question.meta, "n_empty_passages": n_empty}
-            changes |= {"passages": kept, "meta": meta}
+            changes |= {"passages": passages, "meta": meta}
         return dataclasses.replace(question, **changes) if changes else question
-
-
-def _taken_id(question: Question, number: int, seen: dict[int, int]) -> str | None:
-    """Say that another record of the file has the id; `seen` grows."""
-    short = hash((question.dataset, question.id))  # as an id takes too much memory
-    first = seen.setdefault(short, number)
-    if first == number or question.has_made_id:
-        return None
-    return f"the id {question.id!r} is that of record {first} already"
-
-
-def _other_filter(question: Question, filters: list[Any]) -> str | None:
-    """Say that a log's record went through another filter than its first.
-
-    A log with two filters has every question twice, with two answers of the model.
-    """
-    name = question.meta.get("filter")
-    if name is not None and not filters:
-        filters.append(name)
-    if name is None or name == filters[0]:
-        return None
-    return (
-        f"the same questions again through the filter {name!r}: only the first "
-        f"filter's records, {filters[0]!r}, are read"
-    )
-
-
-class FileRefused(ValueError):
-    """A file whose container was recognised, and which holds no questions.
-
-    Attributes:
-      type: how it holds its records.
-      format: the layout that they are of, or None if it is not known.
-    """
-
-    def __init__(self, message: str, file_type: FileType, known: str | None) -> None:
-        """Say why, and what is known all the same."""
-        super().__init__(message)
-        self.type, self.format = file_type, known
 
 
 def open_dataset(
@@ -269,16 +195,15 @@ def open_dataset(
     """
     file_type = recognise(path)
     try:
-        records, known = _sample(path, file_type)
+        records, layout = _sample(path, file_type)
     except ValueError as error:
         raise FileRefused(str(error), file_type, None) from None
-    if known.read is None:
-        raise FileRefused(f"{path} {known.refusal}", file_type, known.name)
+    if layout.read is None:
+        raise FileRefused(f"{path} {layout.refusal}", file_type, layout.name)
     evidence = evidence or find_evidence(path)
-    file = DatasetFile(path=path, type=file_type, format=known, evidence=evidence)
+    file = DatasetFile(path=path, type=file_type, format=layout, evidence=evidence)
     name, source = _dataset_of(file, records)
     if dataset is not None:
-        # A name of one's own is no claim to be a published set.
         if source == "records" and name != dataset and dataset in DATASETS:
             raise ValueError(
                 f"{path} holds {name}, not {dataset}; give it under its own name"
@@ -291,10 +216,9 @@ def _sample(path: Path, file_type: FileType) -> tuple[list[RawRecord], Format]:
     """Return the first records and their layout."""
     sample: list[RawRecord] = []
     try:
-        for raw in itertools.islice(RecordStream(path, file_type), N_SAMPLE):
-            sample.append(raw)
+        sample.extend(itertools.islice(read_raw(path, file_type), N_SAMPLE))
     except ValueError:
-        if not any(raw.value is not None for raw in sample):
+        if all(raw.value is None for raw in sample):
             raise  # otherwise what was read tells what the file is
     if not sample:
         raise ValueError(f"{path} holds no records")
@@ -304,33 +228,33 @@ def _sample(path: Path, file_type: FileType) -> tuple[list[RawRecord], Format]:
             f"{path}: none of the first {len(sample)} records can be read; record "
             f"{sample[0].number} ({sample[0].at}): {sample[0].problem}"
         )
-    known = choose_format(values)
-    if known is None:
+    layout = choose_format(values)
+    if layout is None:
         keys = ", ".join(repr(key) for key in list(values[0])[:8])
         what = f"with the fields {keys}" if keys else "without any field"
         raise ValueError(
             f"{path}: records {what} are of no known layout of questions; save them "
             'as FlashRAG does, {"id", "question", "golden_answers"} on each line'
         )
-    return sample, known
+    return sample, layout
 
 
 def _dataset_of(
     file: DatasetFile, sample: list[RawRecord]
 ) -> tuple[str | None, DatasetSource | None]:
     """Return the question set and what told it."""
-    found = [file.read_one(raw) for raw in sample]
-    questions = [one.question for one in found if isinstance(one, Loaded)]
+    rows = [file.read_one(raw) for raw in sample]
+    questions = [row.question for row in rows if isinstance(row, Loaded)]
     named = collections.Counter(q.dataset for q in questions if q.dataset)
     known = file.format.dataset
     if named:
-        most = max(named.values())
-        # Where two sets have as many, it is that of the format.
-        is_known = known is not None and named[known] == most
+        # Where two sets have as many records, it is that of the format.
+        is_known = known is not None and named[known] == max(named.values())
         return known if is_known else named.most_common(1)[0][0], "records"
     if known is not None and not file.format.is_weak:
         return known, "records"
-    guess, source = None, None
+    guess: str | None = None
+    source: DatasetSource | None = None
     if not is_foreign(file.path.name):
         guess, source = known, "layout"
         # Layouts of nobody in particular are not guessed at: any set may be so written.
@@ -387,9 +311,8 @@ def read_questions(
         question = row.question
         if question.dataset is None:
             question = dataclasses.replace(question, dataset=default)
-        example = question.as_example(
-            question.split or "train", question.context(context)
-        )
+        split = question.split or "train"
+        example = question.as_example(split, question.context(context))
         # The text of a question without an id may be there again.
         for number in itertools.count(2):
             if examples.setdefault(example.id, example) is example:
@@ -399,93 +322,22 @@ def read_questions(
     return list(examples.values())
 
 
-MAX_LISTED = 1000  # refusals kept one by one; all are counted
-
 # A value in a reason, in Python's quotes of either kind.
 _A_VALUE = re.compile(
     r"(found|the id|the filter|records,|its 'dataset' is|the evidence file) "
     r"""b?(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
 )
 _LONG_WORD = re.compile(r"\w{4}")  # no article: spares normalising most answers
-
-
 _COUNTED = ("records", "loaded", "refused", "with_passages", "with_gold_passages",
             "passages", "gold_passages", "golds", "repeated_questions",
             "golds_without_words", "empty_passages", "missing_titles",
             "missing_documents")  # fmt: skip
 
 
-class Tally:
-    """What was counted while a file was read."""
-
-    def __init__(self) -> None:
-        """Begin with nothing."""
-        self.counts = collections.Counter(dict.fromkeys(_COUNTED, 0))
-        self.datasets: collections.Counter[str] = collections.Counter()
-        self.formats: collections.Counter[str] = collections.Counter()
-        self.reasons: collections.Counter[str] = collections.Counter()
-        self.refusals: list[Refusal] = []
-        self._questions: set[bytes] = set()
-
-    def add(self, found: Loaded | Refusal) -> None:
-        """Count one record."""
-        self.counts["records"] += 1
-        if isinstance(found, Refusal):
-            self.counts["refused"] += 1
-            self.reasons[_kind_of_reason(found.reason)] += 1
-            if len(self.refusals) < MAX_LISTED:
-                self.refusals.append(found)
-            return
-        self.datasets[found.question.dataset or "unknown"] += 1
-        self.formats[found.format] += 1
-        self._add_question(found.question)
-
-    def _add_question(self, question: Question) -> None:
-        n_gold = sum(passage.is_supporting for passage in question.passages)
-        text = normalise(question.question).encode()
-        key = hashlib.blake2b(text, digest_size=12).digest()
-        self.counts.update(
-            loaded=1,
-            with_passages=bool(question.passages),
-            with_gold_passages=n_gold > 0,
-            passages=len(question.passages),
-            gold_passages=n_gold,
-            golds=len(question.golds),
-            golds_without_words=sum(map(_has_no_word, question.golds)),
-            empty_passages=question.meta.get("n_empty_passages", 0),
-            missing_titles="missing_titles" in question.meta,
-            missing_documents=question.meta.get("n_missing_documents", 0),
-            repeated_questions=key in self._questions,
-        )
-        self._questions.add(key)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the numbers, and what was refused."""
-        return {
-            **self.counts,
-            "reasons": dict(self.reasons.most_common()),
-            "refusals": [
-                {"record": one.number, "at": one.at, "reason": one.reason}
-                for one in self.refusals
-            ],
-            "refusals_not_listed": self.counts["refused"] - len(self.refusals),
-        }
-
-
-def _has_no_word(gold: str) -> bool:
-    """Tell whether nothing of an answer is left when it is normalised."""
-    return _LONG_WORD.search(gold) is None and not normalise(gold)
-
-
-def _kind_of_reason(reason: str) -> str:
-    """Return a reason without the numbers and values in it, to count alike ones."""
-    return re.sub(r"\d+", "N", _A_VALUE.sub(r"\1 …", reason))
-
-
 def inspect_file(
     path: Path, *, dataset: str | None = None, evidence: Path | None = None
 ) -> dict[str, Any]:
-    """Return what a file is, as JSON values.
+    """Return what a file of questions is, counted, as JSON values.
 
     Args:
       path: the file.
@@ -496,57 +348,103 @@ def inspect_file(
       See the help of `beatrice data`: `error` is None, or the sentence for which the
       whole file is refused; what was read before it is counted all the same.
     """
-    report: dict[str, Any] = {"file": str(path)}
-    tally, file, error = Tally(), None, None
-    known: dict[str, Any] = {}
+    counts: collections.Counter[str] = collections.Counter()
+    counts.update(dict.fromkeys(_COUNTED, 0))
+    groups: dict[str, collections.Counter[str]] = {
+        name: collections.Counter() for name in ("datasets", "formats", "reasons")
+    }
+    refusals: list[Refusal] = []
+    texts: set[bytes] = set()
+    file, error = None, None
+    identity: dict[str, Any] = dict.fromkeys(
+        ("dataset", "dataset_from", "format", "container", "gzipped", "bom")
+    )
     try:
         file = open_dataset(path, dataset=dataset, evidence=evidence)
-        for found in file.read():
-            tally.add(found)
+        for row in file.read():
+            counts["records"] += 1
+            if isinstance(row, Refusal):
+                counts["refused"] += 1
+                # Reasons that differ in numbers and values alone are counted as one.
+                kind = re.sub(r"\d+", "N", _A_VALUE.sub(r"\1 …", row.reason))
+                groups["reasons"][kind] += 1
+                refusals += [row] if len(refusals) < MAX_LISTED else []
+                continue
+            groups["datasets"][row.question.dataset or "unknown"] += 1
+            groups["formats"][row.format] += 1
+            counts.update(_counts_of(row.question, texts))
     except FileRefused as refused:
         error = " ".join(str(refused).split())
-        known = _container(refused.type) | {"format": refused.format}
+        identity |= {"format": refused.format, **_container(refused.type)}
     except (ValueError, OSError) as problem:
         error = " ".join(str(problem).split())
-    if path.is_file():
-        report |= {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
-    report |= _identity(file, tally) | known | tally.as_json()
-    if file is None:
-        report["records"] = None  # not counted: what they are was enough
-    if error is None and not tally.counts["loaded"]:
-        first = tally.refusals[0]
+    if file is not None:
+        name = file.format.name
+        if name == "TriviaQA" and file.envelope.get("Domain"):
+            name = f"TriviaQA ({file.envelope['Domain']})"
+        identity = {
+            "dataset": file.dataset,
+            "dataset_from": file.dataset_from,
+            "format": name,
+            **_container(file.type),
+            "published_split": file.envelope.get("Split"),
+            "known_dataset": file.dataset in DATASETS,
+            "datasets": dict(groups["datasets"]),
+            "formats": dict(groups["formats"]),
+        }
+    if error is None and not counts["loaded"]:
+        first = refusals[0]
         error = (
-            f"{path}: none of {tally.counts['records']} records can be used; record "
+            f"{path}: none of {counts['records']} records can be used; record "
             f"{first.number} ({first.at}): {first.reason}"
         )
-    return report | {"error": error}
-
-
-def _identity(file: DatasetFile | None, tally: Tally) -> dict[str, Any]:
-    """Say what the file is."""
-    if file is None:
-        return dict.fromkeys(
-            ("dataset", "dataset_from", "format", "container", "gzipped", "bom")
-        )
-    name = file.format.name
-    if name == "TriviaQA" and file.envelope.get("Domain"):
-        name = f"TriviaQA ({file.envelope['Domain']})"
+    about: dict[str, Any] = {"file": str(path)}
+    if path.is_file():
+        about |= {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
     return {
-        "dataset": file.dataset,
-        "dataset_from": file.dataset_from,
-        "format": name,
-        **_container(file.type),
-        "published_split": file.envelope.get("Split"),
-        "known_dataset": file.dataset in DATASETS,
-        "datasets": dict(tally.datasets),
-        "formats": dict(tally.formats),
+        **about,
+        **identity,
+        **counts,
+        # Not counted where what the records are was enough.
+        "records": None if file is None else counts["records"],
+        "reasons": dict(groups["reasons"].most_common()),
+        "refusals": [
+            {"record": refusal.number, "at": refusal.at, "reason": refusal.reason}
+            for refusal in refusals
+        ],
+        "refusals_not_listed": counts["refused"] - len(refusals),
+        "error": error,
     }
 
 
 def _container(file_type: FileType) -> dict[str, Any]:
-    """Say how a file holds its records."""
     return {
         "container": file_type.container,
         "gzipped": file_type.is_gzipped,
         "bom": file_type.has_bom,
     }
+
+
+def _counts_of(question: Question, texts: set[bytes]) -> collections.Counter[str]:
+    """Return what is counted of one question; `texts` grows by its digest."""
+    n_gold = sum(passage.is_supporting for passage in question.passages)
+    text = normalise(question.question).encode()
+    key = hashlib.blake2b(text, digest_size=12).digest()
+    is_repeated = key in texts
+    texts.add(key)
+    return collections.Counter(
+        loaded=1,
+        with_passages=bool(question.passages),
+        with_gold_passages=n_gold > 0,
+        passages=len(question.passages),
+        gold_passages=n_gold,
+        golds=len(question.golds),
+        golds_without_words=sum(
+            _LONG_WORD.search(gold) is None and not normalise(gold)
+            for gold in question.golds
+        ),
+        empty_passages=question.meta.get("n_empty_passages", 0),
+        missing_titles="missing_titles" in question.meta,
+        missing_documents=question.meta.get("n_missing_documents", 0),
+        repeated_questions=is_repeated,
+    )

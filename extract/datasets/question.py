@@ -186,29 +186,6 @@ def dataset_of_id(name: Any) -> DatasetName | None:
     return next((known for pattern, known in _IDS if re.fullmatch(pattern, name)), None)
 
 
-# Tuples: a damaged record may have a list here, which no set can be asked about.
-TWOWIKI_TYPES = ("compositional", "inference", "bridge_comparison")
-_LEVELS = ("easy", "medium", "hard")
-_TWOWIKI_KEYS = {"evidences", "evidence", "entity_ids", "evidences_id", "answer_id"}
-
-
-def is_twowiki(record: Record) -> bool:
-    """Tell 2WikiMultihopQA from HotpotQA, whose records are nearly the same.
-
-    What the sets write themselves goes first: a type, an id, a level. Keys that a
-    third party may have added to HotpotQA tell only where nothing else does.
-    """
-    kind = record.get("type")
-    if kind == "bridge" or kind in TWOWIKI_TYPES:
-        return kind != "bridge"
-    by_id = dataset_of_id(record.get("_id", record.get("id")))
-    if by_id in ("hotpotqa", "2wikimultihopqa"):
-        return by_id == "2wikimultihopqa"
-    if record.get("level") in _LEVELS:
-        return False
-    return not _TWOWIKI_KEYS.isdisjoint(record)
-
-
 def dataset_of_style(questions: Sequence[Question]) -> DatasetName | None:
     """Tell NQ from TriviaQA by how they ask and accept, or return None.
 

@@ -13,15 +13,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from beatrice.extract.records import ACROSS_SETS, MAX_NAME, Split
+from beatrice.extract.run.files import read_sealed, seal
 
 Role = Literal["train", "dev", "held-out"]
 Context = Literal["supporting", "first", "all", "none"]
 Size = int | Literal["all"]  # of a split
+ROLES: tuple[Role, ...] = ("dev", "held-out", "train")  # evaluation chooses first
+HELD_OUT_SIZES = {"popqa": 1000, "nq": 1182, "triviaqa": 1277}
 A_NAME = (
     f"a name (letters, digits, '.', '_' and '-', at most {MAX_NAME}, the first a "
     f"letter, a digit or '_'; none of {', '.join(ACROSS_SETS)})"
 )
-HELD_OUT_SIZES = {"popqa": 1000, "nq": 1182, "triviaqa": 1277}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +48,7 @@ class SplitConfig:
     )
 
     def __post_init__(self) -> None:
-        """Refuse sizes below one."""
+        """Check that every size is at least one."""
         of_sets = (*self.n_train_of.values(), *self.n_held_out.values())
         for size in (self.n_train, self.n_evaluation, *of_sets):
             if size != "all" and size < 1:
@@ -102,11 +104,11 @@ class BuildConfig:
     def contexts_as_text(self) -> str:
         """Return what a manifest says: "supporting popqa=none"."""
         common = self.context or "supporting"
-        others = (
+        others = [
             f"{dataset}={context}"
             for dataset, context in sorted(self.contexts.items())
             if context != common
-        )
+        ]
         return " ".join((common, *others))
 
 
@@ -132,9 +134,6 @@ class DataConfig:
     def as_json(self) -> dict[str, Any]:
         """Return JSON values, lists for tuples."""
         return json.loads(json.dumps(dataclasses.asdict(self), sort_keys=True))
-
-
-ROLES: tuple[Role, ...] = ("dev", "held-out", "train")  # evaluation chooses first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,11 +179,6 @@ class Draw:
     repeated: list[tuple[Split, str, str, str, str]]
 
 
-def order_key(seed: int, dataset: str, name: str) -> bytes:
-    """Return the place of a question among those of its set."""
-    return hashlib.sha256(f"{seed}\n{dataset}\n{name}".encode()).digest()
-
-
 def draw_splits(
     pools: Mapping[tuple[str, Role], Iterable[Candidate]], config: SplitConfig
 ) -> Draw:
@@ -197,15 +191,16 @@ def draw_splits(
     Raises:
       ValueError: a pool is too small.
     """
+
+    def order(candidate: Candidate) -> bytes:
+        text = f"{config.seed}\n{dataset}\n{candidate.id}"
+        return hashlib.sha256(text.encode()).digest()
+
     drawn = Draw({}, [], [])
-    taken: dict[bytes, tuple[Split, str, str]] = {}  # who has a text: split, set, id
+    first_of: dict[bytes, tuple[Split, str, str]] = {}  # by text: split, set, id
     ids: set[tuple[str, str]] = set()
-    for dataset, role in sorted(
-        pools, key=lambda pool: (ROLES.index(pool[1]), pool[0])
-    ):
-        pool = sorted(
-            pools[dataset, role], key=lambda c: order_key(config.seed, dataset, c.id)
-        )
+    for dataset, role in sorted(pools, key=lambda x: (ROLES.index(x[1]), x[0])):
+        pool = sorted(pools[dataset, role], key=order)
         seen: set[str] = set()  # of this pool: chosen or passed over
         for split, size in config.sizes(dataset, role).items():
             chosen = drawn.splits.setdefault(split, {}).setdefault(dataset, [])
@@ -215,17 +210,18 @@ def draw_splits(
                 if len(chosen) == n_wanted:
                     break
                 seen.add(candidate.id)
-                me = (split, dataset, candidate.id)
-                holder = taken.setdefault(candidate.text_key, me)
-                if holder[0] != split or me[1:] in ids:
-                    other_split, *other = holder
-                    drawn.conflicts.append(
-                        Conflict(dataset, candidate.id, split, *other, other_split)
+                name = dataset, candidate.id
+                first = first_of.setdefault(candidate.text_key, (split, *name))
+                if first[0] != split or name in ids:
+                    other_split, other_dataset, other_id = first
+                    conflict = Conflict(
+                        *name, split, other_dataset, other_id, other_split
                     )
+                    drawn.conflicts.append(conflict)
                     continue
-                if holder != me:
-                    drawn.repeated.append((*me, *holder[1:]))
-                ids.add(me[1:])
+                if first != (split, *name):
+                    drawn.repeated.append((split, *name, *first[1:]))
+                ids.add(name)
                 chosen.append(candidate.id)
             if len(chosen) < (1 if size == "all" else size):
                 raise _too_few(pools, dataset, role, config, drawn)
@@ -247,7 +243,7 @@ def _too_few(
     config: SplitConfig,
     drawn: Draw,
 ) -> ValueError:
-    """Say how many questions a pool has, how many are asked for, and what can be."""
+    """Return how many questions a pool has, how many are asked for, and what can be."""
     sizes = config.sizes(dataset, role)
     keys = {c.text_key for c in pools[dataset, role]}
     n = sum(1 for _ in pools[dataset, role])
@@ -280,35 +276,16 @@ def questions_digest(rows: Iterable[tuple[str, bytes]]) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def seal(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a manifest with the SHA-256 of everything else in it."""
-    rest = {key: value for key, value in manifest.items() if key != "sha256"}
-    text = json.dumps(rest, sort_keys=True, ensure_ascii=True, allow_nan=False)
-    return rest | {"sha256": hashlib.sha256(text.encode()).hexdigest()}
-
-
 def read_splits(path: Path) -> dict[str, Any]:
-    """Read a manifest of splits.
+    """Read a manifest of splits, as `seal` made it.
 
     Raises:
-      ValueError: it is none, or its SHA-256 is not that of its content.
+      ValueError: there is none, or it was changed after it was written.
     """
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file; draw splits with `beatrice data`")
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        is_ours = manifest["format"] == "beatrice-splits" and manifest["version"] == 1
-    except (ValueError, KeyError, TypeError):
-        is_ours = False
-    if not is_ours:
+    again = "restore it, or draw splits again with `beatrice data`"
+    manifest = read_sealed(path, again)
+    if (manifest.get("format"), manifest.get("version")) != ("beatrice-splits", 1):
         raise ValueError(
-            f"{path} is no manifest of splits (beatrice-splits, version 1)"
+            f"{path} is no manifest of splits (beatrice-splits, version 1); {again}"
         )
-    expected = seal(manifest)["sha256"]
-    if manifest.get("sha256") != expected:
-        raise ValueError(
-            f"{path} was changed after it was written: its SHA-256 is "
-            f"{expected[:12]}…, "
-            f"it says {str(manifest.get('sha256'))[:12]}…; restore it, or draw again"
-        )
-    return manifest
+    return seal(manifest)

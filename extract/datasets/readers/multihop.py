@@ -2,31 +2,37 @@
 
 from typing import Any
 
-from beatrice.extract.datasets.fields import (
-    Record,
-    answers,
-    identity,
-    is_list_of_objects,
-    is_titled,
-    listed,
-    marked_passages,
-    read_context,
-    required,
-    supporting_titles,
-    text,
-)
-from beatrice.extract.datasets.question import (
-    TWOWIKI_TYPES,
-    Format,
-    Question,
-    is_twowiki,
-)
+from beatrice.extract.datasets import fields
+from beatrice.extract.datasets.fields import Record
+from beatrice.extract.datasets.question import Format, Question, dataset_of_id
+from beatrice.extract.records import Passage
 
-_BARE_TYPES = ("bridge", "comparison", *TWOWIKI_TYPES)
+# Tuples: a damaged record may have a list here, which no set can be asked about.
+_TWOWIKI_TYPES = ("compositional", "inference", "bridge_comparison")
+_BARE_TYPES = ("bridge", "comparison", *_TWOWIKI_TYPES)
+_LEVELS = ("easy", "medium", "hard")
+_TWOWIKI_KEYS = {"evidences", "evidence", "entity_ids", "evidences_id", "answer_id"}
+
+
+def is_twowiki(record: Record) -> bool:
+    """Return whether a record is of 2WikiMultihopQA and not of HotpotQA.
+
+    What the sets write themselves goes first: a type, an id, a level. Keys that a
+    third party may have added to HotpotQA tell only where nothing else does.
+    """
+    kind = record.get("type")
+    if kind == "bridge" or kind in _TWOWIKI_TYPES:
+        return kind != "bridge"
+    by_id = dataset_of_id(record.get("_id", record.get("id")))
+    if by_id in ("hotpotqa", "2wikimultihopqa"):
+        return by_id == "2wikimultihopqa"
+    if record.get("level") in _LEVELS:
+        return False
+    return not _TWOWIKI_KEYS.isdisjoint(record)
 
 
 def _has_paragraphs(record: Record) -> bool:
-    """Tell whether a record has, or ought to have, paragraphs of titled sentences.
+    """Return whether a record has, or ought to have, paragraphs of titled sentences.
 
     What lacks the facts, or has them beside another kind of context, is refused by the
     reader: taken for a plain question it would lose its passages in silence.
@@ -38,10 +44,10 @@ def _has_paragraphs(record: Record) -> bool:
     if "context" not in record:
         return False
     context = record["context"]
-    if is_titled(context):
+    if fields.is_titled(context):
         return True
     is_prose = isinstance(context, str) and context.lstrip()[:1] not in ("[", "{")
-    return "_id" in record and not is_prose and not is_list_of_objects(context)
+    return "_id" in record and not is_prose and not fields.is_list_of_objects(context)
 
 
 def _multihop_set(record: Record) -> str:
@@ -50,9 +56,9 @@ def _multihop_set(record: Record) -> str:
 
 def read_titled(record: Record) -> Question:
     """Read one record of HotpotQA or 2WikiMultihopQA, in any of its layouts."""
-    question, golds = text(record, "question"), _answer(record)
-    titles = supporting_titles(required(record, "supporting_facts"))
-    passages = read_context(required(record, "context"), titles)
+    question, golds = fields.text(record, "question"), _answer(record)
+    titles = fields.supporting_titles(fields.required(record, "supporting_facts"))
+    passages = fields.read_context(fields.required(record, "context"), titles)
     meta: dict[str, Any] = {
         key: record[key]
         for key in ("type", "level")
@@ -62,7 +68,7 @@ def read_titled(record: Record) -> Question:
     if missing:  # fullwiki: what was retrieved need not hold the gold paragraphs
         meta["missing_titles"] = sorted(missing)
     return Question(
-        id=identity(record, "_id", "id"),
+        id=fields.identity(record, "_id", "id"),
         dataset=_multihop_set(record),
         question=question,
         golds=golds,
@@ -73,20 +79,21 @@ def read_titled(record: Record) -> Question:
 
 def _answer(record: Record) -> tuple[str, ...]:
     why = " (a test set without answers?)"
-    return answers(required(record, "answer", why=why), "answer")
+    return fields.answers(fields.required(record, "answer", why=why), "answer")
 
 
-def _is_answerable(mark: Any) -> bool:
-    """Return a mark as true or false; copies write it as text or as a number.
+# Of MuSiQue's mark, which copies write as text or as a number; MuSiQue-Ans has none.
+_ANSWERABLE = {"none": True, "true": True, "1": True, "false": False, "0": False}
 
-    Raises:
-      ValueError: it is neither.
-    """
-    known = {"none": True, "true": True, "1": True, "false": False, "0": False}
-    found = known.get(str(mark).strip().lower())  # MuSiQue-Ans needs no mark
-    if found is None:
-        raise ValueError(f"'answerable': expected true or false, found {mark!r}")
-    return found
+
+def _paragraph(item: Record, within: str) -> Passage:
+    """Return a paragraph, which must have its title and its mark."""
+    mark, title = item.get("is_supporting"), item.get("title")
+    return Passage(
+        is_supporting=fields.expect(mark, bool, f"{within}is_supporting"),
+        title=fields.expect(title, str, f"{within}title"),
+        text=fields.body_of(item, within),
+    )
 
 
 def read_musique(record: Record) -> Question:
@@ -94,30 +101,41 @@ def read_musique(record: Record) -> Question:
 
     Only `is_supporting` marks gold paragraphs: distractors share their titles.
     """
-    if not _is_answerable(record.get("answerable")):
+    mark = record.get("answerable")
+    is_answerable = _ANSWERABLE.get(str(mark).strip().lower())
+    if is_answerable is None:
+        raise ValueError(f"'answerable': expected true or false, found {mark!r}")
+    if not is_answerable:
         raise ValueError(
             "unanswerable on purpose (MuSiQue-Full): its paragraphs do not hold the "
             "answer; use the file musique_ans, or leave such records out"
         )
-    question = text(record, "question")
-    aliases = listed(record, "answer_aliases") if "answer_aliases" in record else []
-    golds = answers([*_answer(record), *aliases], "answer_aliases")
-    passages = marked_passages(record, "paragraphs")
-    name = identity(record, "id")
+    question = fields.text(record, "question")
+    golds = _answer(record)
+    if "answer_aliases" in record:
+        aliases = fields.listed(record, "answer_aliases")
+        golds = fields.answers([*golds, *aliases], "answer_aliases")
+    passages = tuple(
+        _paragraph(item, f"paragraphs[{i}].")
+        for i, item in enumerate(fields.objects(record, "paragraphs"))
+    )
+    if not passages:
+        raise ValueError("'paragraphs' is an empty list")
+    name = fields.identity(record, "id")
     return Question(
         id=name,
         dataset="musique",
         question=question,
         golds=golds,
         passages=passages,
-        meta={"hops": name.split("__")[0]} if name and "__" in name else {},
+        meta={"hops": name.partition("__")[0]} if name and "__" in name else {},
     )
 
 
 def _fits_musique(record: Record) -> bool:
     paragraphs = record.get("paragraphs")
     return "question_decomposition" in record or (
-        is_list_of_objects(paragraphs) and "paragraph_text" in paragraphs[0]
+        fields.is_list_of_objects(paragraphs) and "paragraph_text" in paragraphs[0]
     )
 
 
@@ -132,9 +150,9 @@ def _fits_bare(record: Record) -> bool:
 def read_bare(record: Record) -> Question:
     """Read a copy of HotpotQA that kept question and answer only."""
     return Question(
-        id=identity(record, "_id", "id"),
+        id=fields.identity(record, "_id", "id"),
         dataset=_multihop_set(record),
-        question=text(record, "question"),
+        question=fields.text(record, "question"),
         golds=_answer(record),
         meta={"type": record["type"]},
     )

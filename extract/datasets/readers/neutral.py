@@ -13,7 +13,6 @@ from beatrice.extract.datasets.fields import (
     Record,
     any_passages,
     check_no_passages,
-    is_list_of_objects,
     is_titled,
     read_context,
     supporting_titles,
@@ -26,9 +25,9 @@ from beatrice.extract.datasets.question import (
     dataset_named,
     dataset_of_id,
     dataset_tagged,
-    is_twowiki,
     unquote,
 )
+from beatrice.extract.datasets.readers.multihop import is_twowiki
 from beatrice.extract.records import Passage, Split
 
 _QUESTIONS = ("question", "query", "input", "Question", "problem")
@@ -42,11 +41,11 @@ def question_of(record: Record) -> str:
 
 def _metadata(record: Record) -> dict[str, Any]:
     """Return what FlashRAG keeps of the source, which is nested twice in places."""
-    found = record.get("metadata", record.get("meta_data"))
-    if found is None:
+    outer = record.get("metadata", record.get("meta_data"))
+    if outer is None:
         return {}
-    inner = fields.expect(found, dict, "metadata").get("metadata")
-    return {**found, **inner} if isinstance(inner, dict) else found
+    inner = fields.expect(outer, dict, "metadata").get("metadata")
+    return {**outer, **inner} if isinstance(inner, dict) else outer
 
 
 def _source(meta: Record) -> str | None:
@@ -60,20 +59,6 @@ def _source(meta: Record) -> str | None:
     return dataset_marked(meta)
 
 
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _gold_titles(meta: Record) -> list[str]:
-    """Return the titles of MuSiQue's steps; FlashRAG keeps no more of its passages."""
-    steps = [
-        s for s in _list(meta.get("question_decomposition")) if isinstance(s, dict)
-    ]
-    pages = [step.get("support_paragraph") for step in steps]
-    titles = [page.get("title") for page in pages if isinstance(page, dict)]
-    return list(dict.fromkeys(title for title in titles if isinstance(title, str)))
-
-
 def read_flashrag(record: Record) -> Question:
     """Read `{"id", "question", "golden_answers", "metadata"}` of FlashRAG or UltraRAG.
 
@@ -82,7 +67,6 @@ def read_flashrag(record: Record) -> Question:
     question, meta = question_of(record), _metadata(record)
     golds = fields.field_answers(record.get("golden_answers"), "golden_answers")
     passages: tuple[Passage, ...] = ()
-    kept: dict[str, Any] = {}
     if record.get("context") not in (None, ""):
         passages = titled_passages(record, "context")
     elif meta.get("context"):
@@ -90,20 +74,16 @@ def read_flashrag(record: Record) -> Question:
         facts = meta.get("supporting_facts")
         titles = [] if facts is None else supporting_titles(facts)
         passages = read_context(meta["context"], titles)
-    elif titles := _gold_titles(meta):
-        kept["supporting_titles"] = titles
-    else:
+    elif "question_decomposition" not in meta:  # MuSiQue's passages are not there
         passages = any_passages(record) or any_passages(meta)
-    for key in ("type", "level", "prop", "subj", "s_wiki_title", "s_pop"):
-        if isinstance(meta.get(key), str | int):
-            kept[key] = meta[key]
+    names = ("type", "level", "prop", "subj", "s_wiki_title", "s_pop")
     return Question(
         id=fields.identity(record, "id"),
         dataset=_source(meta) or dataset_marked(record),
         question=question,
         golds=golds,
         passages=passages,
-        meta=kept,
+        meta={key: meta[key] for key in names if isinstance(meta.get(key), str | int)},
     )
 
 
@@ -121,10 +101,13 @@ def read_plain(record: Record) -> Question:
 def read_example(record: Record) -> Question:
     """Read one line of an `examples.jsonl` that this program wrote."""
     dataset = fields.text(record, "dataset")
-    name, split = fields.identity(record, "id"), fields.text(record, "split")
-    if split not in get_args(Split):
-        known = ", ".join(get_args(Split))
-        raise ValueError(f"'split': expected one of {known}, found {split!r}")
+    name = fields.identity(record, "id")
+    splits: dict[str, Split] = {split: split for split in get_args(Split)}
+    split = splits.get(fields.text(record, "split"))
+    if split is None:
+        raise ValueError(
+            f"'split': expected one of {', '.join(splits)}, found {record['split']!r}"
+        )
     passages = titled_passages(record, "passages") if record.get("passages") else ()
     return Question(
         split=split,
@@ -139,19 +122,12 @@ def read_example(record: Record) -> Question:
 def _response(record: Record) -> str | None:
     """Return the model's answer in a log: filtered if there, else as generated."""
     for name in ("filtered_resps", "resps"):
-        found = record.get(name)
-        while isinstance(found, list) and found:
-            found = found[0]
-        if isinstance(found, str):
-            return found
+        response = record.get(name)
+        while isinstance(response, list) and response:
+            response = response[0]
+        if isinstance(response, str):
+            return response
     return None
-
-
-def _target(record: Record) -> tuple[str, ...]:
-    """Return the accepted answers that a log compared with."""
-    if record.get("target") is None:
-        raise ValueError("neither 'doc' nor 'target' holds an answer")
-    return fields.field_answers(record["target"], "target")
 
 
 def read_lm_eval(
@@ -165,28 +141,30 @@ def read_lm_eval(
     """
     document = fields.expect(record.get("doc"), dict, "doc")
     try:
-        read = read_document(document)
-        passages = () if read is not None else any_passages(document)
+        question = read_document(document)
+        passages = () if question is not None else any_passages(document)
     except ValueError as error:
         raise ValueError(f"in 'doc': {error}") from None
-    if read is None:
-        read = Question(
+    if question is None:
+        if record.get("target") is None:
+            raise ValueError("neither 'doc' nor 'target' holds an answer")
+        question = Question(
             id=fields.identity(document, "id", "question_id"),
             dataset=None,
             question=question_of(document),
-            golds=_target(record),
+            golds=fields.field_answers(record["target"], "target"),
             passages=passages,
         )
-    if not (read.passages or read.documents):
+    if not (question.passages or question.documents):
         check_no_passages(document, within="in 'doc': ")
     response = _response(record)
     if response is None:
         raise ValueError("no response in 'filtered_resps' or 'resps'")
-    meta: dict[str, Any] = {**read.meta, "response": response}
+    meta = {**question.meta, "response": response}
     for key in ("doc_id", "filter"):
         if isinstance(record.get(key), str | int):
             meta[key] = record[key]
-    return dataclasses.replace(read, meta=meta)
+    return dataclasses.replace(question, meta=meta)
 
 
 def read_kilt(record: Record) -> Question:
@@ -197,21 +175,14 @@ def read_kilt(record: Record) -> Question:
             "own files"
         )
     outputs = fields.expect(record.get("output"), list, "output")
-    found = [one for one in outputs if isinstance(one, dict)]
-    golds = [one["answer"] for one in found if isinstance(one.get("answer"), str)]
-    pages = [
-        page["title"]
-        for output in found
-        for page in _list(output.get("provenance"))
-        if isinstance(page, dict) and isinstance(page.get("title"), str)
-    ]
+    texts = [item.get("answer") for item in outputs if isinstance(item, dict)]
+    golds = [text for text in texts if isinstance(text, str)]
     name = fields.identity(record, "id")
     return Question(
         id=name,
         dataset=dataset_of_id(name),
         question=fields.text(record, "input"),
         golds=fields.answers(golds, "output[].answer"),
-        meta={"supporting_titles": list(dict.fromkeys(pages))},
     )
 
 
@@ -229,29 +200,28 @@ def read_retrievalqa(record: Record) -> Question:
     )
 
 
-def _spoken(answer: Record) -> list[str]:
+def _wordings(answer: Record) -> list[Any]:
     """Return the wordings in one of IRCoT's answer objects."""
-    spans: list[Any] = list(
-        fields.listed(answer, "spans") if answer.get("spans") else []
-    )
+    spans = list(fields.listed(answer, "spans")) if answer.get("spans") else []
     number, date = answer.get("number"), answer.get("date")
     if number not in (None, ""):
         spans.append(str(number))
     if isinstance(date, dict):
-        words = " ".join(str(date.get(k) or "") for k in ("day", "month", "year"))
-        spans.append(words.strip())
+        words = (str(date.get(key) or "") for key in ("day", "month", "year"))
+        spans.append(" ".join(words).strip())
     return spans
 
 
 def read_ircot(record: Record) -> Question:
     """Read one line of the processed files of IRCoT and Adaptive-RAG."""
-    found = [w for a in fields.objects(record, "answers_objects") for w in _spoken(a)]
+    objects = fields.objects(record, "answers_objects")
+    golds = [wording for answer in objects for wording in _wordings(answer)]
     name = fields.identity(record, "question_id")
     return Question(
         id=name,
         dataset=dataset_tagged(record) or dataset_named(name),
         question=fields.text(record, "question_text"),
-        golds=fields.any_answers({"answers": found}),
+        golds=fields.any_answers({"answers": golds}),
         passages=titled_passages(record, "contexts"),
     )
 
@@ -262,6 +232,12 @@ def _fits_kilt(record: Record) -> bool:
     return has_output and bool({"input", "id"} & record.keys())
 
 
+def _fits_ircot(record: Record) -> bool:
+    return "question_text" in record and (
+        "answers_objects" in record or "contexts" in record
+    )
+
+
 def _fits_titles(record: Record) -> bool:
     asked = {"question", "query", "answers", "answer"}
     return {"title", "text"} <= record.keys() and not asked & record.keys()
@@ -270,62 +246,23 @@ def _fits_titles(record: Record) -> bool:
 _NOT_READ = "not questions; a retriever searches it, `beatrice data` does not read it"
 FORMATS = (
     Format("FlashRAG", lambda r: "golden_answers" in r, read_flashrag),
-    Format(
-        "examples of this program",
-        lambda r: {"golds", "question", "split", "dataset"} <= r.keys(),
-        read_example,
-    ),
+    Format("examples of this program",
+           lambda r: {"golds", "question", "split", "dataset"} <= r.keys(),
+           read_example),
     Format("KILT", _fits_kilt, read_kilt),
-)
+)  # fmt: skip
 OTHER_FORMATS = (
-    Format(
-        "RetrievalQA",
-        lambda r: {"data_source", "ground_truth"} <= r.keys(),
-        read_retrievalqa,
-    ),
-    Format(
-        "MuSiQue as its authors made it",
-        lambda r: {"question_text", "answer_text", "contexts"} <= r.keys(),
-        dataset="musique",
-        refusal="is MuSiQue in the layout of its authors' own programs (question_text, "
-        "answer_text, contexts); give the published musique_ans_v1.0_*.jsonl",
-    ),
-    Format(
-        "IRCoT / Adaptive-RAG",
-        lambda r: (
-            "question_text" in r and bool({"answers_objects", "contexts"} & r.keys())
-        ),
-        read_ircot,
-    ),
-    Format(
-        "SQuAD",
-        lambda r: (
-            is_list_of_objects(r.get("paragraphs")) and "qas" in r["paragraphs"][0]
-        ),
-        refusal="is SQuAD, which is none of the six question sets",
-    ),
-    Format(
-        "2WikiMultihopQA aliases",
-        lambda r: {"Q_id", "aliases"} <= r.keys(),
-        refusal="holds the aliases of 2WikiMultihopQA (id_aliases.json), not "
-        "questions; give train.json or dev.json",
-    ),
-    Format(
-        "passages (FlashRAG corpus)",
-        lambda r: "contents" in r and not {"question", "query"} & r.keys(),
-        refusal=f"holds passages (a FlashRAG corpus), {_NOT_READ}",
-    ),
-    Format(
-        "passages (titles and texts)",
-        _fits_titles,
-        refusal=f"holds passages (titles and texts, as psgs_w100.tsv), {_NOT_READ}",
-    ),
-)
+    Format("RetrievalQA", lambda r: {"data_source", "ground_truth"} <= r.keys(),
+           read_retrievalqa),
+    Format("IRCoT / Adaptive-RAG", _fits_ircot, read_ircot),
+    Format("passages (FlashRAG corpus)",
+           lambda r: "contents" in r and not {"question", "query"} & r.keys(),
+           refusal=f"holds passages (a FlashRAG corpus), {_NOT_READ}"),
+    Format("passages (titles and texts)", _fits_titles,
+           refusal=f"holds passages (titles and texts, as psgs_w100.tsv), {_NOT_READ}"),
+)  # fmt: skip
 WEAK_FORMATS = (
-    Format(
-        "questions and answers",
-        lambda r: bool({"question", "query", "Question"} & r.keys()),
-        read_plain,
-        is_weak=True,
-    ),
-)
+    Format("questions and answers",
+           lambda r: bool({"question", "query", "Question"} & r.keys()),
+           read_plain, is_weak=True),
+)  # fmt: skip

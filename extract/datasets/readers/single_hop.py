@@ -21,15 +21,16 @@ from beatrice.extract.datasets.question import (
 )
 from beatrice.extract.records import Passage
 
-GOLD_SCORE = 1000  # of the positive that comes from the annotated page
+# Scores of the positive that comes from the annotated page.
+_GOLD_SCORES = (1000, "1000", "1000.0")
 
 
 def read_qa_row(record: Record) -> Question:
     """Read one row of `{nq,trivia}-*.qa.csv`: a question and a Python list."""
     question = fields.text(record, fields.HEADERLESS[0])
     value = fields.text(record, fields.HEADERLESS[1])
-    found = fields.unfold(value, fields.HEADERLESS[1])
-    if not isinstance(found, list):
+    golds = fields.unfold(value, fields.HEADERLESS[1])
+    if not isinstance(golds, list):
         raise ValueError(
             f"expected a list of answers in the second column, found {value[:40]!r}"
         )
@@ -37,16 +38,8 @@ def read_qa_row(record: Record) -> Question:
         id=None,
         dataset=None,
         question=unquote(question),
-        golds=fields.answers(found, "answers"),
+        golds=fields.answers(golds, "answers"),
     )
-
-
-def _is_annotated(item: Record) -> bool:
-    """Tell a positive that comes from the annotated page; scores may be text."""
-    try:
-        return float(item.get("score", "nan")) == GOLD_SCORE
-    except (TypeError, ValueError):
-        return False
 
 
 def _positives(record: Record, key: str) -> tuple[Passage, ...]:
@@ -55,7 +48,8 @@ def _positives(record: Record, key: str) -> tuple[Passage, ...]:
     The others were retrieved and merely contain the answer. In files without that
     score the first positive is the gold one.
     """
-    is_gold = [_is_annotated(item) for item in fields.objects(record, key)]
+    items = fields.objects(record, key)
+    is_gold = [item.get("score") in _GOLD_SCORES for item in items]
     passages = titled_passages(record, key, is_supporting=False)
     if not any(is_gold):
         is_gold = [i == 0 for i in range(len(passages))]
@@ -85,7 +79,6 @@ def read_biencoder(record: Record) -> Question:
         question=unquote(question),
         golds=golds,
         passages=(*positives, *others),
-        meta={"n_positive": len(positives)},
     )
 
 
@@ -132,7 +125,7 @@ def read_tevatron(record: Record) -> Question:
 
 
 def _fits_gold_info(record: Record) -> bool:
-    """Tell gold passages from SQuAD's rows, which have a title and a context too."""
+    """Return whether a record is no row of SQuAD, with a title and a context too."""
     if "question_tokens" in record:
         return "context" in record and fields.has_answers(record)
     return {"question", "context", "title", "short_answers"} <= record.keys()
@@ -155,7 +148,7 @@ _TAG = re.compile(r"^<[^>]+>$")
 
 
 def _fits_open(record: Record) -> bool:
-    """Tell NQ-open's lines from those of others with a mark of their own.
+    """Return whether a line is NQ-open's, without a mark of another set.
 
     An id of hexadecimal digits is one: NQ-open has no ids, EfficientQA neither.
     """
@@ -246,7 +239,6 @@ def read_simplified(record: Record) -> Question:
             Passage(title=title, text=body, is_supporting=True)
             for body in fields.distinct(long_answers)
         ),
-        meta={"n_annotations": len(notes)},
     )
 
 
@@ -280,12 +272,9 @@ def read_popqa(record: Record) -> Question:
     golds = fields.field_answers(
         fields.required(record, "possible_answers"), "possible_answers"
     )
-    has_paragraphs = record.get("paragraphs") is not None
-    passages = (
-        titled_passages(record, "paragraphs")
-        if has_paragraphs
-        else any_passages(record)
-    )
+    passages = any_passages(record)
+    if record.get("paragraphs") is not None:
+        passages = titled_passages(record, "paragraphs")
     return Question(
         id=fields.identity(record, "id"),
         dataset="popqa",
@@ -307,26 +296,17 @@ def _fits_popqa(record: Record) -> bool:
 
 
 POPQA_FORMATS = (
-    Format(
-        "PopQA with paragraphs",
-        lambda r: {"possible_answers", "paragraphs"} <= r.keys(),
-        read_popqa,
-        "popqa",
-    ),
+    Format("PopQA with paragraphs",
+           lambda r: {"possible_answers", "paragraphs"} <= r.keys(),
+           read_popqa, "popqa"),
     Format("PopQA", _fits_popqa, read_popqa, "popqa"),
-)
+)  # fmt: skip
 NQ_FORMATS = (
-    Format(
-        "NQ original",
-        _is_original,
-        refusal="holds whole HTML pages of Natural Questions in the original release; "
-        "give the simplified release, or NQ-open, or DPR's files",
-    ),
-    Format(
-        "NQ simplified",
-        lambda r: {"document_text", "question_text"} <= r.keys(),
-        read_simplified,
-        "nq",
-    ),
+    Format("NQ original", _is_original,
+           refusal="holds whole HTML pages of Natural Questions in the original "
+           "release; give the simplified release, or NQ-open, or DPR's files"),
+    Format("NQ simplified",
+           lambda r: {"document_text", "question_text"} <= r.keys(),
+           read_simplified, "nq"),
     Format("NQ-open", _fits_open, read_open, "nq", is_weak=True),
-)
+)  # fmt: skip

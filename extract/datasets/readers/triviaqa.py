@@ -53,15 +53,14 @@ def _passages(title: str, page: str, golds: Sequence[str]) -> Iterator[Passage]:
 
     The first that holds a gold answer as whole words is marked: distant supervision.
     """
-    wanted = [f" {found} " for gold in golds if (found := _words(gold))]
+    wanted = [f" {words} " for gold in golds if (words := _words(gold))]
     words = page.split()
-    is_found = False
     for start in range(0, len(words), N_WORDS):
         body = " ".join(words[start : start + N_WORDS])
-        padded = "" if is_found else f" {_words(body)} "
-        is_first = any(gold in padded for gold in wanted)
-        is_found |= is_first
-        yield Passage(title=title, text=body, is_supporting=is_first)
+        padded = f" {_words(body)} " if wanted else ""
+        holds_gold = any(gold in padded for gold in wanted)
+        wanted = [] if holds_gold else wanted
+        yield Passage(title=title, text=body, is_supporting=holds_gold)
 
 
 def attach(question: Question, folder: Path | None) -> Question:
@@ -102,16 +101,15 @@ def _golds(answer: Any, names: tuple[str, ...], field: str) -> tuple[str, ...]:
         the last are used only where there are no others.
       field: its name, for the message.
     """
-    fields.expect(answer, dict, field)
     value, *lists, normalised = names
-    found = [] if answer.get(value) is None else [answer[value]]
-    fields.expect(found[0] if found else "", str, f"{field}.{value}")
+    texts: list[Any] = [fields.expect(answer, dict, field).get(value) or ""]
+    fields.expect(texts[0], str, f"{field}.{value}")
     for name in (*lists, normalised):
-        if answer.get(name) is None or (name == normalised and any(found)):
+        if answer.get(name) is None or (name == normalised and any(texts)):
             continue
         for j, alias in enumerate(fields.listed(answer, name, within=f"{field}.")):
-            found.append(fields.expect(alias, str, f"{field}.{name}[{j}]"))
-    golds = fields.distinct(found)
+            texts.append(fields.expect(alias, str, f"{field}.{name}[{j}]"))
+    golds = fields.distinct(texts)
     if not golds or golds == ("<unk>",):  # the hub's mark of a hidden answer
         raise ValueError(f"{field!r} holds no word: there is no answer")
     return golds
@@ -155,15 +153,16 @@ def _columns(holder: Any, body: str) -> Iterator[Passage]:
     holder = fields.unfold(holder, body)
     rows: Iterable[tuple[Any, Any]] = ()
     if isinstance(holder, list):
-        objects_ = (row for row in holder if isinstance(row, dict))
-        rows = ((row.get("title"), row.get(body)) for row in objects_)
+        pages = (row for row in holder if isinstance(row, dict))
+        rows = ((page.get("title"), page.get(body)) for page in pages)
     elif isinstance(holder, dict) and isinstance(holder.get(body), list):
         titles = holder.get("title")
         titles = titles if isinstance(titles, list) else []
         rows = itertools.zip_longest(titles, holder[body])
     for title, page in rows:
-        if fields.text_or_empty(page).strip():
-            yield Passage(title=fields.text_or_empty(title), text=page)
+        text = fields.text_or_empty(page)
+        if text.strip():
+            yield Passage(title=fields.text_or_empty(title), text=text)
 
 
 def read_hub(record: Record) -> Question:

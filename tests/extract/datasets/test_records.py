@@ -295,19 +295,6 @@ def test_numpys_list_in_the_second_column_is_refused_row_by_row(tmp_path):
     assert (report["loaded"], report["refused"], report["golds"]) == (1, 2, 1)
 
 
-@pytest.mark.parametrize("write", [pub.write_table, pub.write_lines])
-def test_a_header_in_the_middle_of_a_table_is_no_record(write, tmp_path):
-    rows = [pub.popqa(0), {name: name for name in pub.popqa(0)}, pub.popqa(1)]
-    report = inspect_file(write(tmp_path / "popqa.tsv", rows))
-    is_table = write is pub.write_table
-    assert report["records"] == 3
-    assert report["refused"] == is_table  # as JSON it may be anything
-    if is_table:
-        (refusal,) = report["refusals"]
-        assert (refusal["record"], refusal["at"]) == (2, "line 3")
-        assert "column names again" in refusal["reason"]
-
-
 def test_token_numbers_count_the_spaces_that_a_page_begins_with(tmp_path):
     moved = pub.simplified(start=6)
     moved["document_text"] = "  " + moved["document_text"]
@@ -318,26 +305,6 @@ def test_token_numbers_count_the_spaces_that_a_page_begins_with(tmp_path):
     first, second = (row.question for row in open_dataset(path).read())
     assert first.golds == second.golds == ("December 1972",)
     assert first.passages == second.passages
-
-
-@pytest.mark.parametrize(
-    ("values", "kind"),
-    [([1, 2**30, 3], "date32[day]"), ([1, 2**45, 3], "timestamp[s]")],
-)
-def test_a_date_that_python_cannot_hold_costs_no_record(values, kind, tmp_path):
-    import pyarrow
-    from pyarrow import parquet
-
-    raw = pyarrow.int32() if kind.startswith("date") else pyarrow.int64()
-    when = pyarrow.array(values, raw).view(kind)
-    table = pyarrow.Table.from_pylist([pub.hotpot_columns(i) for i in range(3)])
-    parquet.write_table(table.append_column("when", when), tmp_path / "a.parquet")
-    assert inspect_file(tmp_path / "a.parquet")["loaded"] == 3
-    if kind.startswith("date"):  # inside an object it cannot be left out
-        inner = pyarrow.StructArray.from_arrays([when], ["day"])
-        parquet.write_table(table.append_column("at", inner), tmp_path / "b.parquet")
-        (refusal,) = inspect_file(tmp_path / "b.parquet")["refusals"]
-        assert refusal["record"] == 2 and "cannot be read" in refusal["reason"]
 
 
 @pytest.mark.parametrize(
