@@ -92,9 +92,9 @@ def baselines(
     Example: beatrice baselines runs/demo --only saplma_last --only p_true
     """
     if is_list:
-        from beatrice.benchmarks.baselines.detector import catalogue, listed
+        from beatrice.benchmarks.baselines.detector import catalogue, format_list
 
-        click.echo(listed(catalogue().values()))
+        click.echo(format_list(catalogue().values()))
         return
     if run_dir is None:
         raise click.UsageError("missing argument 'RUN_DIR'; or give --list")

@@ -1,7 +1,8 @@
-"""What a rival detector is, what it may read, what it gives back, and what it costs.
+"""What a baseline detector is: what it reads, what it returns, what it costs.
 
-A detector is a value: a name, what it needs, where it was published, and a function
-from `DetectorInput` to scores of every row of a setting.
+A baseline is a value: a name, what it needs, where it was published, and a function
+from `DetectorInput` to a score of every answer of one setting. `@baseline(...)` makes
+one of a function; those of the files in `detectors/` are the catalogue.
 """
 
 import dataclasses
@@ -22,11 +23,10 @@ from beatrice.extract.records import SETTINGS, Answer, Example, Sample, Setting
 from beatrice.extract.run.files import sha256_file
 from beatrice.extract.run.rows import ResultRow
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the report reads costs alone, and loads no JAX
     from beatrice.extract.generate.prompts import PromptTemplate
     from beatrice.extract.store.store import FeatureStore
     from beatrice.jaxprobe.rows import Rows
-
 
 # Beyond the pass that gave the answer and its four families:
 #   samples        answers drawn to the same prompt (`beatrice sample`)
@@ -144,16 +144,19 @@ class DetectorInput:
 
 
 class DetectorOutput(NamedTuple):
-    """What a detector says.
+    """Scores of one setting.
 
     Attributes:
       scores: `[n_seeds, n_rows]` float64, higher = more likely correct; NaN where the
         detector is undefined, which is counted and never filled.
-      chosen: rows of what validation chose for it (experiment "chosen").
+      chosen: rows of what validation chose for the detector (experiment "chosen").
     """
 
     scores: np.ndarray
     chosen: tuple[ResultRow, ...] = ()
+
+
+Score = Callable[[DetectorInput], DetectorOutput]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -176,7 +179,7 @@ class Baseline:
     name: str
     title: str
     source: str
-    score: Callable[[DetectorInput], DetectorOutput]
+    score: Score
     needs: frozenset[Requirement] = frozenset()
     reads: tuple[str, ...] = ()
     is_trained: bool = False
@@ -194,13 +197,13 @@ class DetectorCost(
       seconds: of scoring, its share of the readings, and of drawing its samples;
         fitting included, which is paid once, over all answers of the setting. None
         where its samples were drawn before drawing was timed.
-      peak_bytes: most memory of the process while it was read and scored, with all
-        that the process holds, such as the backbone; of the host, not of a device.
-        None in records from before it was measured.
+      peak_bytes: most memory of the process while the detector was read and scored,
+        the backbone included; of the host, not of a device. None in records from
+        before it was measured.
       n_forwards: beside the pass that gave the answer, none of which generates.
       n_new_tokens: generated beside the answer, mean.
-      n_rows: answers that it was asked about.
-      reason: why it gives no score at all; empty where it does.
+      n_rows: answers that were scored.
+      reason: why there is no score at all; empty where there is.
     """
 
     name: str
@@ -218,37 +221,63 @@ class DetectorCost(
     reason: str = ""
 
 
-def is_taken(name: str) -> bool:
-    """Whether a name is that of what `beatrice evaluate` measures."""
-    kind, colon, _ = name.partition(":")
-    return name in (*OURS, *PLAIN) or (bool(colon) and kind in _KINDS)
-
-
-def is_rival(name: str) -> bool:
-    """Whether a detector is another's and not made of the selected set's encoders."""
-    return name not in OURS and not name.startswith("encoder:")
-
-
 GROUP = "beatrice.baselines"  # of entry points
-# The order of the paper's tables; a file that is not named here comes behind.
+# The order of the paper's tables; a file that is not named here comes last.
 _ORDER = "entropy selfcheck probes sep gnosis llm_check context text_models".split()
+_registered: dict[str, dict[str, Baseline]] = {}  # by module, then by name
+
+
+def baseline(
+    name: str,
+    *,
+    title: str,
+    source: str,
+    needs: Iterable[Requirement] = (),
+    reads: Sequence[str] = (),
+    is_trained: bool = False,
+    variant: str = "",
+    settings: Sequence[Setting] = SETTINGS,
+) -> Callable[[Score], Baseline]:
+    """Make a baseline of a function, see `Baseline` for the arguments.
+
+    In a file of `detectors/` the baseline is in the catalogue; anywhere else it goes by
+    `module:function`, an entry point, or as a value to `judge`.
+    """
+
+    def register(score: Score) -> Baseline:
+        detector = Baseline(
+            name=name,
+            title=title,
+            source=source,
+            score=score,
+            needs=frozenset(needs),
+            reads=tuple(reads),
+            is_trained=is_trained,
+            variant=variant,
+            settings=tuple(settings),
+        )
+        _registered.setdefault(score.__module__, {})[name] = detector
+        return detector
+
+    return register
 
 
 @functools.cache
 def catalogue() -> dict[str, Baseline]:
-    """Return the detectors by name; loads JAX and scikit-learn, and not Torch."""
+    """Return the baselines by name, in the order of the tables; Torch is not loaded."""
     folder = Path(__file__).parent / "detectors"
-    places = {name: place for place, name in enumerate(_ORDER)}
-    names = sorted(
-        (info.name for info in pkgutil.iter_modules([str(folder)])),
-        key=lambda name: (places.get(name, len(places)), name),
-    )
-    modules = [importlib.import_module(f"{__package__}.detectors.{n}") for n in names]
-    return {one.name: one for x in modules for one in getattr(x, "DETECTORS", ())}
+    files = sorted(info.name for info in pkgutil.iter_modules([str(folder)]))
+    order = [*_ORDER, *(name for name in files if name not in _ORDER)]
+    modules = [importlib.import_module(f"{__package__}.detectors.{x}") for x in order]
+    return {
+        name: detector
+        for module in modules
+        for name, detector in _registered.get(module.__name__, {}).items()
+    }
 
 
 def is_plug(spec: str) -> bool:
-    """Tell whether a detector is somebody's own, and not in the catalogue."""
+    """Whether a detector is a person's own, and not in the catalogue."""
     return spec not in catalogue()
 
 
@@ -259,20 +288,19 @@ def find_detector(spec: str) -> Baseline:
       spec: the name of an entry point of "beatrice.baselines" too.
 
     Raises:
-      ValueError: there is no such detector, or it has the name of another.
+      ValueError: there is no such detector, or another row of the tables has its name.
     """
     known = catalogue()
     if spec in known:
         return known[spec]
-    if ":" not in spec:
-        try:
-            detector = load_plug(spec, GROUP)
-        except ValueError as error:
-            raise ValueError(
-                f"no detector {spec!r}; there are {', '.join(known)}; and {error}"
-            ) from None
-    else:
+    try:
         detector = load_plug(spec, GROUP)
+    except ValueError as error:
+        if ":" in spec:
+            raise
+        raise ValueError(
+            f"no detector {spec!r}; there are {', '.join(known)}; and {error}"
+        ) from None
     if not isinstance(detector, Baseline):
         raise ValueError(
             f"{spec} is {type(detector).__name__}, expected a Baseline "
@@ -290,8 +318,8 @@ def find_detector(spec: str) -> Baseline:
 def code_of(detector: Baseline) -> str:
     """Return the SHA-256 of the file that a detector's function is written in.
 
-    Scores of a detector in the catalogue stay until its `variant` says otherwise;
-    somebody's own is scored anew whenever that file changes.
+    Scores of a detector in the catalogue are valid until its `variant` changes; a
+    person's own detector is scored again whenever that file changes.
     """
     score = inspect.unwrap(detector.score)
     while isinstance(score, functools.partial):
@@ -302,16 +330,26 @@ def code_of(detector: Baseline) -> str:
         return sha256_file(Path(inspect.getfile(type(score))))
 
 
-def listed(detectors: Iterable[Baseline]) -> str:
+def format_list(detectors: Iterable[Baseline]) -> str:
     """Return a line for each detector: name, title, what it needs, where it is from."""
-    cells = [(one.name, one.title, _needs(one), one.source) for one in detectors]
+    cells = []
+    for detector in detectors:
+        needs = [*sorted(detector.needs), *(["a pass"] if detector.reads else [])]
+        needed = ", ".join(needs) or "nothing more"
+        cells.append((detector.name, detector.title, needed, detector.source))
     widths = [2 + max(map(len, column)) for column in zip(*cells, strict=True)]
-    pad = [[f"{x:<{w}}" for x, w in zip(own, widths, strict=True)] for own in cells]
-    return "\n".join("".join(own).rstrip() for own in pad)
-
-
-def _needs(detector: Baseline) -> str:
-    found: Sequence[str] = [*sorted(detector.needs)]
-    return (
-        ", ".join([*found, *(["a pass"] if detector.reads else [])]) or "nothing more"
+    lines = (
+        "".join(f"{x:<{w}}" for x, w in zip(row, widths, strict=True)) for row in cells
     )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def is_taken(name: str) -> bool:
+    """Whether a name is that of a row which `beatrice evaluate` writes."""
+    kind, colon, _ = name.partition(":")
+    return name in (*OURS, *PLAIN) or (bool(colon) and kind in _KINDS)
+
+
+def is_rival(name: str) -> bool:
+    """Whether a detector is not made of the selected set's encoders."""
+    return name not in OURS and not name.startswith("encoder:")

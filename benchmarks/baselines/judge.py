@@ -1,7 +1,7 @@
 """Detectors judged on answers: scores, what they cost, and rows of results.
 
-`judge` does it in a notebook; `beatrice baselines` on the answers of a run, whose
-scores are in a cache until something that they depend on changes.
+`judge` is for a notebook; the stage `baselines` judges on the answers of a run, whose
+scores are cached until something that they depend on changes.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, get_args
 
 import msgspec
 import numpy as np
@@ -31,8 +31,8 @@ from beatrice.benchmarks.baselines.detector import (
 )
 from beatrice.benchmarks.baselines.readings import (
     NOTHING_READ,
+    AnswerReader,
     CachedReadings,
-    Reading,
     cached_readings,
     parts_of,
     reading_keys,
@@ -83,19 +83,20 @@ if TYPE_CHECKING:
 
 
 SCORE_FORMAT = "4"  # of cached scores: 4 holds the rows of what was chosen too
+OURS = "champion"
 
 
 class Scores(NamedTuple):
-    """What a detector said of a setting, and what that took.
+    """A detector's output for a setting, and what that cost.
 
     Attributes:
-      found: its scores, of one seed and all NaN where it could not be fitted.
+      output: of one seed and all NaN where the detector could not be fitted.
       seconds: of scoring and of its share of the readings.
       peak_bytes: most memory of the process while it was scored or read.
       reason: why there is no score, or empty.
     """
 
-    found: DetectorOutput
+    output: DetectorOutput
     seconds: float
     peak_bytes: int = 0
     reason: str = ""
@@ -103,22 +104,22 @@ class Scores(NamedTuple):
     def scored(self, name: str) -> Scored:
         """Return the scores as they are measured."""
         reason = {"reason": self.reason} if self.reason else {}
-        return Scored(name=name, scores=self.found.scores, **reason)
+        return Scored(name=name, scores=self.output.scores, **reason)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoreCache:
     """The scores of detectors on one setting, a file a detector.
 
-    The layer of the sweep is part of their key, with all rows, and so are readings:
-    P(True) is shown drawn answers, which may come later.
+    The key of a file covers all rows, the layer of the sweep and the readings: P(True)
+    is shown drawn answers, which may come later.
 
     Attributes:
       folder: of the files.
       setting: of the answers.
       identities: of what all detectors read ("run"), of answers and questions
-        ("answers"), of drawn answers ("samples"), and by need of the models that some
-        ask beside the backbone.
+        ("answers"), of drawn answers ("samples"), and by requirement of the models
+        beside the backbone.
     """
 
     folder: Path
@@ -129,35 +130,33 @@ class ScoreCache:
         needs = sorted(detector.needs & set(self.identities))
         readings = reading_keys(self.setting, self.identities, detector.reads)
         code = [code_of(detector)] if is_plug(detector.name) else []
-        key = (
-            SCORE_FORMAT,
-            detector.name,
-            detector.variant,
-            self.identities["run"],
-            *code,
-        )
+        run = self.identities["run"]
+        key = (SCORE_FORMAT, detector.name, detector.variant, run, *code)
         extra = [self.identities[need] for need in needs]
         return Cache(self.folder, " ".join((*key, *extra, *readings.values())))
 
     def load(self, detector: Baseline) -> Scores | None:
-        """Return what a detector said before, if of the same things."""
-        held = self._cache(detector).load(_file(detector))
-        if held is None:
+        """Return a detector's cached scores, if they are of the same inputs."""
+        arrays = self._cache(detector).load(_file(detector))
+        if arrays is None:
             return None
-        lines = held["chosen"].tobytes().splitlines()
+        lines = arrays["chosen"].tobytes().splitlines()
         chosen = tuple(msgspec.json.decode(line, type=ResultRow) for line in lines)
-        reason = held["reason"].tobytes().decode()
-        cost = held["seconds"].item(), held["peak_bytes"].item()
-        return Scores(DetectorOutput(held["scores"], chosen), *cost, reason)
+        return Scores(
+            DetectorOutput(arrays["scores"], chosen),
+            arrays["seconds"].item(),
+            arrays["peak_bytes"].item(),
+            arrays["reason"].tobytes().decode(),
+        )
 
     def save(self, detector: Baseline, scores: Scores) -> None:
-        """Write what a detector said and what that took, under one checksum."""
+        """Write a detector's scores and their cost, under one checksum."""
         arrays = {
-            "scores": scores.found.scores,
+            "scores": scores.output.scores,
             "seconds": np.float64(scores.seconds),
             "peak_bytes": np.int64(scores.peak_bytes),
             "reason": _as_bytes(scores.reason),
-            "chosen": _as_bytes(write_rows(scores.found.chosen)),
+            "chosen": _as_bytes(write_rows(scores.output.chosen)),
         }
         self._cache(detector).save(_file(detector), arrays)
 
@@ -171,9 +170,9 @@ def _as_bytes(text: str) -> np.ndarray:
 
 
 class MeteredRelations:
-    """An NLI model whose time is charged to all that ask for a pair.
+    """An NLI model whose time for a pair is charged to every detector that reads it.
 
-    It reads a pair once; the detector that asks first would pay for all others.
+    The model reads a pair once; the first detector would pay for all others.
     """
 
     def __init__(self, relations: Relations) -> None:
@@ -195,31 +194,31 @@ class MeteredRelations:
 
 
 def score(
-    detector: Baseline, inputs: DetectorInput, read: CachedReadings = NOTHING_READ
+    detector: Baseline, inputs: DetectorInput, readings: CachedReadings = NOTHING_READ
 ) -> Scores:
-    """Return a detector's scores, and why there are none where it refuses.
+    """Return a detector's scores, or why there are none.
 
     Args:
-      detector: whose.
-      inputs: with the readings that it wants.
-      read: what these readings cost.
+      detector: that scores.
+      inputs: with the readings that the detector wants.
+      readings: what these cost.
     """
     relations = inputs.relations
     owed = relations.owed if isinstance(relations, MeteredRelations) else 0.0
     begin_peak()
     began, reason, names = time.monotonic(), "", set(detector.reads)
     try:
-        found = detector.score(inputs)
+        scores, chosen = detector.score(inputs)
     except ValueError as error:  # such as a split of one class
         reason = str(error)
-        found = DetectorOutput(np.full((1, len(inputs.rows.ids)), np.nan))
-    found = DetectorOutput(np.asarray(found.scores, np.float64), tuple(found.chosen))
+        scores, chosen = np.full((1, len(inputs.rows.ids)), np.nan), ()
+    output = DetectorOutput(np.asarray(scores, np.float64), tuple(chosen))
     seconds = time.monotonic() - began
-    seconds += sum(read.seconds.get(name, 0.0) for name in names)
+    seconds += sum(readings.seconds.get(name, 0.0) for name in names)
     if isinstance(relations, MeteredRelations):
         seconds += relations.owed - owed
-    peaks = (peak_bytes(), *(read.peak_bytes.get(name, 0) for name in names))
-    return Scores(found, seconds, max(peaks), reason)
+    peaks = (peak_bytes(), *(readings.peak_bytes.get(name, 0) for name in names))
+    return Scores(output, seconds, max(peaks), reason)
 
 
 def cost_of(
@@ -231,19 +230,17 @@ def cost_of(
     """Return what a detector is and cost.
 
     Args:
-      detector: which.
+      detector: that scored.
       inputs: of the setting.
-      scores: what it said.
-      draw_seconds: of a drawn answer; None where that was not timed.
+      scores: of the detector.
+      draw_seconds: of a drawn answer; None where drawing was not timed.
     """
-    n_rows, reads = len(inputs.rows.ids), set(detector.reads)
-    drawn = (
-        [row for row in inputs.samples if row] if "samples" in detector.needs else []
-    )
-    n_samples = max(map(len, drawn), default=0)
-    n_new = [sum(len(s.token_ids or ()) for s in row) for row in drawn]
-    per_draw = draw_seconds if drawn else 0.0
-    per_question = scores.seconds / n_rows
+    reads = set(detector.reads)
+    samples = [x for x in inputs.samples if x] if "samples" in detector.needs else []
+    n_samples = max(map(len, samples), default=0)
+    n_new = [sum(len(s.token_ids or ()) for s in row) for row in samples]
+    per_draw = draw_seconds if samples else 0.0
+    per_question = scores.seconds / len(inputs.rows.ids)
     # Everything of the answer behind its own prompt is read in one pass.
     is_read = bool(reads - {"p_true", "sample_states"})
     n_others = ("p_true" in reads) + ("lumina_mmd" in reads)
@@ -259,17 +256,29 @@ def cost_of(
         peak_bytes=scores.peak_bytes,
         n_forwards=is_read + n_others + n_samples * ("sample_states" in reads),
         n_new_tokens=float(np.mean(n_new)) if n_new else 0.0,
-        n_rows=n_rows,
+        n_rows=len(inputs.rows.ids),
         reason=scores.reason,
     )
 
 
+class StoredSignals(Protocol):
+    """What `judge` reads of `beatrice.Signals`.
+
+    Attributes:
+      store: a feature store of one setting.
+      indices: `[n]` which of its answers these are.
+    """
+
+    store: FeatureStore
+    indices: np.ndarray
+
+
 def judge(
-    signals: FeatureStore,
-    labels: Rows | Iterable[Label] | Sequence[bool] | np.ndarray,
+    signals: StoredSignals | FeatureStore,
+    labels: Rows | Iterable[Label] | Sequence[bool | None] | np.ndarray,
     detectors: Iterable[Baseline],
     *,
-    splits: Sequence[str] | None = None,
+    splits: Sequence[str] | np.ndarray | None = None,
     layer: int | None = None,
     questions: Sequence[Example] = (),
     answers: Sequence[Answer] = (),
@@ -283,21 +292,21 @@ def judge(
     """Judge detectors on answers, without a run.
 
     Args:
-      signals: a store of one setting, on disk or in memory.
-      labels: whether each answer of the store is right, in its order; or records, with
-        `questions`, whose splits are then taken; or rows that are there already.
-      detectors: published ones (`catalogue()`) or your own.
+      signals: of answers in one setting, a `beatrice.Signals` or a feature store.
+      labels: whether each answer is right, in the order of the signals; or records,
+        with `questions`, whose splits are then taken; or rows of a store.
+      detectors: published ones (`catalogue()`) or a person's own.
       splits: of every answer, where `labels` are true and false: "train", "validation",
         "test" or "ood". Detectors learn on the first, choose on the second.
-      layer: of the hidden states; None takes the middle one of those that are kept.
+      layer: of the hidden states; None takes the middle one of those that are stored.
       questions: of the answers, for detectors that read texts.
-      answers: of every row, likewise.
+      answers: of every row of the store, likewise.
       samples: drawn answers, for detectors that compare them.
       readings: by name, what detectors read beyond the four families, `[n_rows, ...]`.
       relations: an NLI model, see `benchmarks.baselines.entailment`.
       encoder: directory of a text encoder.
       intervals: resamples and seed of the intervals.
-      on_score: told the name of every detector that has its scores.
+      on_score: called with the name of every detector that has its scores.
 
     Returns:
       A row for each metric, set and seed, as in results.jsonl: AUROC and AUPRC with
@@ -306,11 +315,15 @@ def judge(
     Raises:
       ValueError: labels and answers do not fit together.
     """
-    rows = _rows_of_labels(signals, labels, questions, splits)
-    kept = signals.spec.hidden_layers
-    middle = kept[len(kept) // 2] if kept else 0
+    store = signals if isinstance(signals, FeatureStore) else signals.store
+    n_rows = len(store.spec.keys)
+    is_store = isinstance(signals, FeatureStore)
+    indices = np.arange(n_rows) if is_store else signals.indices
+    rows = _rows_of_labels(store, indices, labels, questions, splits)
+    layers = store.spec.hidden_layers
+    middle = layers[len(layers) // 2] if layers else 0
     inputs = DetectorInput.of(
-        signals,
+        store,
         rows,
         layer=middle if layer is None else layer,
         questions=questions,
@@ -324,10 +337,10 @@ def judge(
     for detector in detectors:
         scores[detector.name] = score(detector, inputs)
         on_score(detector.name)
-    scored = [own.scored(name) for name, own in scores.items()]
-    chosen = [row for own in scores.values() for row in own.found.chosen]
-    made = detection_rows(scored, rows, intervals or BootstrapConfig())
-    return as_frame([*chosen, *made])
+    scored = [x.scored(name) for name, x in scores.items()]
+    chosen = [row for x in scores.values() for row in x.output.chosen]
+    measured = detection_rows(scored, rows, intervals or BootstrapConfig())
+    return as_frame([*chosen, *measured])
 
 
 def as_frame(rows: Iterable[ResultRow]) -> "pandas.DataFrame":
@@ -340,39 +353,48 @@ def as_frame(rows: Iterable[ResultRow]) -> "pandas.DataFrame":
 
 def _rows_of_labels(
     store: FeatureStore,
+    indices: np.ndarray,
     labels: Any,
     questions: Sequence[Example],
-    splits: Sequence[str] | None,
+    splits: Sequence[str] | np.ndarray | None,
 ) -> Rows:
+    """Return what the rows of a store are; answers beside `indices` have no split."""
     if isinstance(labels, Rows):
         return labels
     labels = list(labels)
     if all(isinstance(label, Label) for label in labels):
-        return rows_of(store, questions, labels)
-    keys, n_rows = store.spec.keys, len(store.spec.keys)
-    if splits is None or len(splits) != n_rows or len(labels) != n_rows:
+        rows = rows_of(store, questions, labels)
+        is_there = np.isin(np.arange(len(rows.ids)), indices)
+        return dataclasses.replace(
+            rows,
+            splits=np.where(is_there, rows.splits, ""),
+            is_labelled=rows.is_labelled & is_there,
+        )
+    if splits is None or len(splits) != len(indices) or len(labels) != len(indices):
         n_splits = "none" if splits is None else len(splits)
         raise ValueError(
-            f"expected a label and a split for each of {n_rows} answers, found "
+            f"expected a label and a split for each of {len(indices)} answers, found "
             f"{len(labels)} labels and {n_splits} splits"
         )
-    return Rows(
+    keys, n_rows = store.spec.keys, len(store.spec.keys)
+    rows = Rows(
         setting=keys[0][1],
         ids=np.array([key[0] for key in keys]),
         datasets=np.full(n_rows, "own"),
-        splits=np.asarray(splits),
+        splits=np.full(n_rows, "", np.asarray(splits).dtype),
         variants=np.array([key[2] for key in keys]),
-        labels=np.array([label is not None and bool(label) for label in labels]),
-        is_labelled=np.array([label is not None for label in labels]),
+        labels=np.zeros(n_rows, bool),
+        is_labelled=np.zeros(n_rows, bool),
     )
-
-
-OURS = "champion"
+    rows.splits[indices] = splits
+    rows.labels[indices] = [label is not None and bool(label) for label in labels]
+    rows.is_labelled[indices] = [label is not None for label in labels]
+    return rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BaselinesConfig:
-    """Which rivals a run is judged with.
+    """Which detectors a run's answers are judged by.
 
     Attributes:
       only: names; empty takes those that need nothing beyond the run's signals and
@@ -394,12 +416,9 @@ class BaselinesConfig:
         return {"entailment": self.nli, "encoder": self.encoder}
 
 
-BASELINES_PRESETS: dict[Preset, BaselinesConfig] = {
-    "demo": BaselinesConfig(),
-    "smoke": BaselinesConfig(),
-    "few": BaselinesConfig(),
-    "paper": BaselinesConfig(),
-}
+BASELINES_PRESETS: dict[Preset, BaselinesConfig] = dict.fromkeys(
+    get_args(Preset), BaselinesConfig()
+)
 
 
 def unmet(detector: Baseline, run: RunDir, config: BaselinesConfig) -> str | None:
@@ -414,19 +433,19 @@ def unmet(detector: Baseline, run: RunDir, config: BaselinesConfig) -> str | Non
 
 
 def chosen_detectors(config: BaselinesConfig) -> list[Baseline]:
-    """Return the detectors asked for, in the catalogue's order, somebody's own last.
+    """Return the detectors of a config: the catalogue's in its order, then plugs.
 
     Raises:
-      ValueError: one is not known.
+      ValueError: a name is unknown, or two detectors have one name.
     """
     known = catalogue()
     if not config.only:
         every = known.values()
-        return [one for one in every if config.again or not (one.needs or one.reads)]
+        return [x for x in every if config.again or not (x.needs or x.reads)]
     wanted = {spec: find_detector(spec) for spec in dict.fromkeys(config.only)}
     names = {detector.name for detector in wanted.values()}
-    own = [detector for spec, detector in wanted.items() if is_plug(spec)]
-    return _distinct([*(x for name, x in known.items() if name in names), *own])
+    plugs = [detector for spec, detector in wanted.items() if is_plug(spec)]
+    return _distinct([*(x for name, x in known.items() if name in names), *plugs])
 
 
 def _distinct(detectors: Sequence[Baseline]) -> list[Baseline]:
@@ -439,16 +458,11 @@ def _distinct(detectors: Sequence[Baseline]) -> list[Baseline]:
     return list(by_name.values())
 
 
-def _plugs_file(run: RunDir) -> Path:
-    """Return where a run remembers which detectors are not of the catalogue."""
-    return run.path / "baselines" / "plugs.json"
-
-
 def _known_detectors(
     run: RunDir, config: BaselinesConfig, progress: Progress
 ) -> list[Baseline]:
-    """Return the catalogue and somebody's own, now asked for or by an earlier start."""
-    path = _plugs_file(run)
+    """Return the catalogue, and the plugs of this start and of earlier ones."""
+    path = run.path / "baselines" / "plugs.json"
     before = read_json(path, list[str], "delete it") if path.exists() else []
     specs = list(dict.fromkeys((*before, *filter(is_plug, config.only))))
     if specs != before:
@@ -513,34 +527,35 @@ def run_identities(
 def models_beside(
     path: Path, given: Mapping[Requirement, str | None]
 ) -> dict[str, str]:
-    """Return by need the identity of the model that is asked beside the backbone.
+    """Return by requirement the identity of the model beside the backbone.
 
-    Where none is given now that is the last one that was, so that what it said stays.
+    Without a directory now, the identity of the last start is valid, and with it the
+    scores that came of that model.
 
     Args:
-      path: where those of earlier starts are written.
+      path: where the identities of earlier starts are written.
       given: directories of models.
     """
     what_to_do = "move it away, and give --nli and --encoder again"
     known = read_json(path, dict[str, str], what_to_do) if path.exists() else {}
-    return known | {n: str(sha256_tree(Path(own))) for n, own in given.items() if own}
+    return known | {n: str(sha256_tree(Path(x))) for n, x in given.items() if x}
 
 
 def models_file(run: RunDir) -> Path:
-    """Return where a run remembers which models were asked."""
+    """Return where a run remembers its models beside the backbone."""
     return run.path / "baselines" / "models.json"
 
 
 def costs_file(run: RunDir) -> Path:
-    """Return where what the detectors are and cost is written, for the report."""
+    """Return where the detectors and their costs are written, for the report."""
     return run.path / "baselines" / "detectors.json"
 
 
 def read_costs(path: Path) -> list[DetectorCost]:
-    """Return what the rivals of a run are and cost.
+    """Return what the detectors of a run are and cost.
 
     Raises:
-      ValueError: it is missing, or not as it was written.
+      ValueError: the file is missing, or damaged.
     """
     return read_json(path, list[DetectorCost], "run `beatrice baselines` again")
 
@@ -561,7 +576,7 @@ def _read(
     identities: Mapping[str, str],
     tick: Callable[[], None] = lambda: None,
 ) -> CachedReadings:
-    """Read what some detectors want of a setting."""
+    """Return the readings that some detectors want of a setting."""
     wanted = rows_read(inputs.rows, detectors)
     if not wanted:
         return NOTHING_READ
@@ -569,12 +584,12 @@ def _read(
     folder = run.path / "readings" / setting
     keys = reading_keys(setting, identities, wanted)
     caches = {name: Cache(folder / name, key) for name, key in keys.items()}
-    reading = Reading(inputs, partial(_open_backbone, run))
-    return cached_readings(reading, wanted, len(inputs.rows.ids), caches, tick)
+    reader = AnswerReader(inputs, partial(_open_backbone, run))
+    return cached_readings(reader, wanted, len(inputs.rows.ids), caches, tick)
 
 
 def _draw_seconds(run: RunDir, setting: Setting) -> float | None:
-    """Return what a drawn answer of a setting took; None where that was not timed."""
+    """Return the seconds of a drawn answer; None where drawing was not timed."""
     path = draw_seconds_file(run)
     if not path.exists():
         return None
@@ -595,21 +610,21 @@ def _scores(
     cache = ScoreCache(
         folder=run.path / "baselines" / setting, setting=setting, identities=identities
     )
-    held = {x: cache.load(x) for x in known if setting in x.settings}
-    new = [x for x, scores in held.items() if x.name in names and scores is None]
+    cached = {x: cache.load(x) for x in known if setting in x.settings}
+    new = [x for x, scores in cached.items() if x.name in names and scores is None]
     n_parts = len(parts_of(len(inputs.rows.ids))) * any(x.reads for x in new)
     ticks, total = itertools.count(1), len(new) + n_parts
 
     def tick() -> None:
         update(next(ticks), total)
 
-    read = _read(run, inputs, new, identities, tick)
-    inputs = dataclasses.replace(inputs, readings=read.values)
+    readings = _read(run, inputs, new, identities, tick)
+    inputs = dataclasses.replace(inputs, readings=readings.values)
     for detector in new:
-        held[detector] = scores = score(detector, inputs, read)
+        cached[detector] = scores = score(detector, inputs, readings)
         cache.save(detector, scores)
         tick()
-    return {detector: scores for detector, scores in held.items() if scores is not None}
+    return {detector: scores for detector, scores in cached.items() if scores}
 
 
 def _rows(
@@ -618,14 +633,22 @@ def _rows(
     """Return the rows of detectors on a setting, and of the selected set's lead."""
     heads, _ = run_selection(run, inputs.rows.setting)
     ours = Scored(name=OURS, scores=heads[OURS]["scores"])
-    rivals = [own.scored(detector.name) for detector, own in scores.items()]
-    pairs = {"paired": [(OURS, one.name) for one in rivals if is_rival(one.name)]}
+    rivals = [x.scored(detector.name) for detector, x in scores.items()]
+    pairs = {"paired": [(OURS, x.name) for x in rivals if is_rival(x.name)]}
     intervals = run_bootstrap(run)
-    made = detection_rows([ours, *rivals], inputs.rows, intervals, pairs=pairs)
-    chosen = [row for own in scores.values() for row in own.found.chosen]
-    # The selected set's own rows are those of `evaluate`.
-    new = [r for r in made if r.experiment != "detection" or r.detector != OURS]
+    measured = detection_rows([ours, *rivals], inputs.rows, intervals, pairs=pairs)
+    chosen = [row for x in scores.values() for row in x.output.chosen]
+    # The selected set's rows of detection are written by `evaluate`.
+    new = [r for r in measured if r.experiment != "detection" or r.detector != OURS]
     return [*chosen, *new]
+
+
+def _open_relations(config: BaselinesConfig, progress: Update) -> Relations | None:
+    if config.nli is None:
+        return None
+    from beatrice.benchmarks.baselines.entailment import load_entailment
+
+    return load_entailment(Path(config.nli), progress=progress)
 
 
 def _baselines(
@@ -633,33 +656,31 @@ def _baselines(
 ) -> None:
     set_compiler(run.preset)
     known = _known_detectors(run, config, progress)
-    lacks = {one.name: unmet(one, run, config) for one in chosen_detectors(config)}
+    lacks = {x.name: unmet(x, run, config) for x in chosen_detectors(config)}
     for name, reason in lacks.items():
         if reason is not None:
             progress.note(f"baselines: {name} {reason}")
     names = [name for name, reason in lacks.items() if reason is None]
     relations = None
-    if config.nli is not None and any(
-        "entailment" in x.needs for x in known if x.name in names
-    ):
-        from beatrice.benchmarks.baselines.entailment import load_entailment
-
-        relations = MeteredRelations(load_entailment(Path(config.nli), progress=update))
+    if any("entailment" in x.needs for x in known if x.name in names):
+        relations = _open_relations(config, update)
+    if relations is not None:
+        relations = MeteredRelations(relations)
     if models := models_beside(models_file(run), config.models):
         write_json_atomic(models_file(run), models)
     identities = run_identities(run, config.models)
-    made, judged = [], []
+    rows, costs = [], []
     for setting in settings_of(run):
         inputs = run_inputs(run, setting, config, relations)
         scores = _scores(run, inputs, known, names, identities, update)
-        for detector, own in scores.items():
-            if own.reason:
-                progress.note(f"baselines: {setting}: {detector.name}: {own.reason}")
-        made += _rows(run, inputs, scores)
+        for detector, x in scores.items():
+            if x.reason:
+                progress.note(f"baselines: {setting}: {detector.name}: {x.reason}")
+        rows += _rows(run, inputs, scores)
         per_draw = _draw_seconds(run, setting)
-        judged += [cost_of(x, inputs, own, per_draw) for x, own in scores.items()]
-    write_json_atomic(costs_file(run), msgspec.to_builtins(judged))
-    publish(run, "baselines", made, progress)
+        costs += [cost_of(d, inputs, x, per_draw) for d, x in scores.items()]
+    write_json_atomic(costs_file(run), msgspec.to_builtins(costs))
+    publish(run, "baselines", rows, progress)
 
 
 def run_violations(run: RunDir, spec: str, config: BaselinesConfig) -> list[str]:
@@ -668,7 +689,7 @@ def run_violations(run: RunDir, spec: str, config: BaselinesConfig) -> list[str]
     Args:
       run: whose signals are extracted, labelled and swept.
       spec: see `find_detector`.
-      config: gives the models that it needs.
+      config: names the models that the detector needs.
 
     Raises:
       ValueError: the run lacks what the detector needs.
@@ -676,18 +697,14 @@ def run_violations(run: RunDir, spec: str, config: BaselinesConfig) -> list[str]
     detector = find_detector(spec)
     if lack := unmet(detector, run, config):
         raise ValueError(f"{detector.name} {lack}")
-    relations = None
-    if config.nli is not None:
-        from beatrice.benchmarks.baselines.entailment import load_entailment
-
-        relations = load_entailment(Path(config.nli))
+    relations = _open_relations(config, lambda done, total: None)
     identities = run_identities(run, config.models)
     faults = []
     for setting in settings_of(run):
         if setting in detector.settings:
             inputs = run_inputs(run, setting, config, relations)
-            read = _read(run, inputs, [detector], identities)
-            inputs = dataclasses.replace(inputs, readings=read.values)
+            readings = _read(run, inputs, [detector], identities)
+            inputs = dataclasses.replace(inputs, readings=readings.values)
             faults += [f"{setting}: {x}" for x in violations(detector, inputs)]
     return faults
 

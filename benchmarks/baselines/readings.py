@@ -1,7 +1,7 @@
 """What detectors read beyond the four families, in a cache part by part.
 
 A part is some hundred answers; its readings are files of their own, one a name, so that
-what is stopped continues and what another detector asks for later is read alone.
+an interrupted start continues, and another detector's reading is read alone.
 """
 
 import time
@@ -23,7 +23,7 @@ FORMAT = "3"  # of cached readings: 3 says of which rows
 _OF_SAMPLES = ("sample_states", "p_true")  # readings of drawn answers too
 _ANSWERS_PER_PART = 256
 _Arrays = dict[str, np.ndarray]
-Wanted = Mapping[str, np.ndarray]  # by name of a reading, `[n]` places of rows
+Wanted = Mapping[str, np.ndarray]  # by name of a reading, `[n]` indices of rows
 
 
 class CachedReadings(NamedTuple):
@@ -34,7 +34,7 @@ class CachedReadings(NamedTuple):
       seconds: by name, over all starts, as if all rows had been read; what is read in
         one pass shares its time evenly.
       peak_bytes: by name, most memory of the process in a pass that read it, the
-        backbone and what else it holds included.
+        backbone included.
     """
 
     values: dict[str, np.ndarray]
@@ -50,8 +50,8 @@ def reading_keys(
 ) -> dict[str, str]:
     """Return the identity of all that each reading depends on, by name.
 
-    Of the answers, the questions and, where the drawn answers are read too, of these.
-    Labels and the layer of the sweep are no part of it.
+    Of the answers, the questions and, where drawn answers are read too, of these.
+    Readings depend neither on labels nor on the layer of the sweep.
 
     Args:
       setting: of the answers.
@@ -66,14 +66,14 @@ def reading_keys(
     }
 
 
-class Reading:
-    """Reads answers; the model is loaded when the first one is read."""
+class AnswerReader:
+    """Reads answers again; the model is loaded when the first one is read."""
 
     def __init__(
         self, inputs: DetectorInput, open_backbone: "Callable[[], Backbone]"
     ) -> None:
-        """Say whose answers are read, and by which model."""
-        self._evidence = inputs
+        """Take the answers, and what opens the model that gave them."""
+        self._inputs = inputs
         self._open_backbone = open_backbone
 
     @cached_property
@@ -84,79 +84,72 @@ class Reading:
     def _n_cue(self) -> int:
         from beatrice.extract.readings.batch import cue_length
 
-        return cue_length(self._evidence.answers)
+        return cue_length(self._inputs.answers)
 
-    def some(self, rows: Sequence[int], names: Sequence[str]) -> dict[str, np.ndarray]:
-        """Read the answers of some rows."""
+    def read(self, rows: Sequence[int], names: Sequence[str]) -> dict[str, np.ndarray]:
+        """Return readings of some rows by name, `[n, ...]` float32."""
         from beatrice.extract.readings.reader import read
 
-        given = {
-            argument: [one(i) for i in rows]
-            for name, (argument, one) in self._given().items()
-            if name in names
-        }
-        answers = [self._evidence.answers[i] for i in rows]
-        found = list(read(self._backbone, answers, names, n_cue=self._n_cue, **given))
-        stacked = {name: [one[name] for one in found] for name in names}
-        return {name: _stack(values) for name, values in stacked.items()}
-
-    def _given(self) -> Mapping[str, tuple[str, Callable[[int], Any]]]:
-        """Return by name what else `read` is to be given, of each row."""
-        return {
+        arguments: dict[str, tuple[str, Callable[[int], Any]]] = {
             "lumina_mmd": ("swapped", self._swapped),
             "p_true": ("truth_prompts", self._truth_prompt),
-            "sample_states": (
-                "drawn",
-                lambda i: [sample.token_ids for sample in self._evidence.samples[i]],
-            ),
+            "sample_states": ("drawn", self._drawn),
         }
+        extra: dict[str, Any] = {
+            argument: [value_of(i) for i in rows]
+            for name, (argument, value_of) in arguments.items()
+            if name in names
+        }
+        answers = [self._inputs.answers[i] for i in rows]
+        readings = [*read(self._backbone, answers, names, n_cue=self._n_cue, **extra)]
+        return {name: _stack([row[name] for row in readings]) for name in names}
 
     def _swapped(self, i: int) -> tuple[int, ...] | None:
         from beatrice.extract.readings.prompts import swapped_prompt
 
-        inputs = self._evidence
+        inputs = self._inputs
         if inputs.template is None:
             raise ValueError("how passages were shown is not known: give a template")
+        example, answer = inputs.examples[i], inputs.answers[i]
         return swapped_prompt(
-            self._backbone,
-            inputs.template,
-            inputs.examples[i],
-            inputs.answers[i],
-            inputs.questions,
+            self._backbone, inputs.template, example, answer, inputs.questions
         )
 
     def _truth_prompt(self, i: int) -> tuple[int, ...] | None:
         from beatrice.extract.readings.prompts import truth_prompt
 
-        inputs = self._evidence
-        ideas = [sample.text for sample in inputs.samples[i]]
-        question, answer = inputs.examples[i].question, inputs.answers[i].text
-        return truth_prompt(self._backbone, question, answer, ideas)
+        ideas = [sample.text for sample in self._inputs.samples[i]]
+        question, answer = self._inputs.examples[i].question, self._inputs.answers[i]
+        return truth_prompt(self._backbone, question, answer.text, ideas)
+
+    def _drawn(self, i: int) -> list[tuple[int, ...] | None]:
+        return [sample.token_ids for sample in self._inputs.samples[i]]
 
 
 def _stack(values: Sequence[np.ndarray]) -> np.ndarray:
     """Stack readings; those of fewer samples get rows of NaN behind."""
     shape = np.max([value.shape for value in values], axis=0).astype(int)
-    found = np.full((len(values), *shape), np.nan, np.float32)
+    stacked = np.full((len(values), *shape), np.nan, np.float32)
     for i, value in enumerate(values):
-        found[(i, *map(slice, value.shape))] = value
-    return found
+        stacked[(i, *map(slice, value.shape))] = value
+    return stacked
 
 
 def rows_read(rows: Rows, detectors: Iterable[Baseline]) -> Wanted:
-    """Return by name the rows whose reading some detector asks for, `[n]` places.
+    """Return by name the rows whose reading some detector wants, `[n]` indices.
 
-    Training answers are read for those that learn from them alone.
+    Training answers are read only for detectors that learn from them.
     """
     everywhere = np.arange(len(rows.ids))
     elsewhere = np.flatnonzero(rows.splits != "train")
-    learned = {n for one in detectors if one.is_trained for n in one.reads}
-    names = sorted({name for one in detectors for name in one.reads})
+    detectors = list(detectors)
+    learned = {name for x in detectors if x.is_trained for name in x.reads}
+    names = sorted({name for x in detectors for name in x.reads})
     return {name: everywhere if name in learned else elsewhere for name in names}
 
 
 def cached_readings(
-    reading: Reading,
+    reader: AnswerReader,
     wanted: Wanted,
     n_rows: int,
     caches: Mapping[str, Cache],
@@ -165,79 +158,81 @@ def cached_readings(
     """Return readings of rows, read now or by an earlier, interrupted start.
 
     Args:
-      reading: reads what is missing.
+      reader: reads what is missing.
       wanted: of `extract.readings.reader.READINGS`, each with its rows.
       n_rows: of the setting.
       caches: of each name.
-      tick: called once for each of `parts_of`, when it is there.
+      tick: called once for each of `parts_of`, when its readings are there.
 
     Raises:
       ValueError: other weights gave the answers, or a prompt is longer than the window.
     """
-    every: dict[str, dict[int, np.ndarray]] = {name: {} for name in wanted}
+    values: dict[str, dict[int, np.ndarray]] = {name: {} for name in wanted}
     seconds, peaks = dict.fromkeys(wanted, 0.0), dict.fromkeys(wanted, 0)
     for part in parts_of(n_rows):
-        held, missing = read_before(wanted, caches, part)
-        for name, own in _read(reading, missing).items():
-            caches[name].save(_file(part), own)
-            held[name] = own
-        for name, own in held.items():
-            every[name] |= zip(own["rows"].tolist(), own["values"], strict=True)
-            seconds[name] += own["seconds"].item()
-            peaks[name] = max(peaks[name], own["peak_bytes"].item())
+        cached, missing = load_part(wanted, caches, part)
+        for name, arrays in _read_part(reader, missing).items():
+            caches[name].save(_file(part), arrays)
+            cached[name] = arrays
+        for name, arrays in cached.items():
+            values[name] |= zip(arrays["rows"].tolist(), arrays["values"], strict=True)
+            seconds[name] += arrays["seconds"].item()
+            peaks[name] = max(peaks[name], arrays["peak_bytes"].item())
         tick()
-    for name, own in every.items():
-        seconds[name] *= n_rows / max(1, len(own))
-    values = {name: _laid_out(own, n_rows) for name, own in every.items()}
-    return CachedReadings(values, seconds, peaks)
+    for name, by_row in values.items():
+        seconds[name] *= n_rows / max(1, len(by_row))
+    laid_out = {name: _lay_out(by_row, n_rows) for name, by_row in values.items()}
+    return CachedReadings(laid_out, seconds, peaks)
 
 
-def read_before(
+def load_part(
     wanted: Wanted, caches: Mapping[str, Cache], part: slice
 ) -> tuple[dict[str, _Arrays], dict[str, list[int]]]:
     """Return what is cached of a part by name, and the rows of what is not."""
-    held, missing = {}, {}
+    cached, missing = {}, {}
     for name, rows in wanted.items():
-        own = rows[(rows >= part.start) & (rows < part.stop)]
-        found = caches[name].load(_file(part))
-        if found is not None and np.isin(own, found["rows"]).all():
-            held[name] = found
-        elif len(own):
-            missing[name] = own.tolist()
-    return held, missing
+        rows = rows[(rows >= part.start) & (rows < part.stop)]
+        arrays = caches[name].load(_file(part))
+        if arrays is not None and np.isin(rows, arrays["rows"]).all():
+            cached[name] = arrays
+        elif len(rows):
+            missing[name] = rows.tolist()
+    return cached, missing
 
 
 def _file(part: slice) -> str:
     return f"{part.start:07d}"
 
 
-def _read(reading: Reading, missing: Mapping[str, Sequence[int]]) -> dict[str, _Arrays]:
-    """Read rows, each once with all that is asked of it."""
-    asked: dict[tuple[str, ...], list[int]] = {}
+def _read_part(
+    reader: AnswerReader, missing: Mapping[str, Sequence[int]]
+) -> dict[str, _Arrays]:
+    """Read rows, each once with all the readings that are wanted of it."""
+    rows_of: dict[tuple[str, ...], list[int]] = {}
     for row in sorted({row for rows in missing.values() for row in rows}):
         names = tuple(name for name, rows in missing.items() if row in rows)
-        asked.setdefault(names, []).append(row)
+        rows_of.setdefault(names, []).append(row)
     values: dict[str, dict[int, np.ndarray]] = {name: {} for name in missing}
     seconds = dict.fromkeys(missing, 0.0)
     begin_peak()
-    for names, rows in asked.items():
+    for names, rows in rows_of.items():
         began = time.monotonic()
-        made = reading.some(rows, names)
+        readings = reader.read(rows, names)
         for name in names:
-            values[name] |= zip(rows, made[name], strict=True)
+            values[name] |= zip(rows, readings[name], strict=True)
             seconds[name] += (time.monotonic() - began) / len(names)
     return {
         name: {
-            "values": _stack(list(own.values())),
-            "rows": np.array(list(own)),
+            "values": _stack(list(by_row.values())),
+            "rows": np.array(list(by_row)),
             "seconds": np.float64(seconds[name]),
             "peak_bytes": np.int64(peak_bytes()),
         }
-        for name, own in values.items()
+        for name, by_row in values.items()
     }
 
 
-def _laid_out(values: Mapping[int, np.ndarray], n_rows: int) -> np.ndarray:
+def _lay_out(values: Mapping[int, np.ndarray], n_rows: int) -> np.ndarray:
     """Return the values of all rows, NaN where a row was not read."""
     n_axes = np.ndim(next(iter(values.values()), np.nan))
     nothing = np.full((0,) * n_axes, np.nan, np.float32)
@@ -245,6 +240,6 @@ def _laid_out(values: Mapping[int, np.ndarray], n_rows: int) -> np.ndarray:
 
 
 def parts_of(n_rows: int) -> list[slice]:
-    """Return the rows that are read and kept together."""
+    """Return the rows that are read and cached together."""
     starts = range(0, n_rows, _ANSWERS_PER_PART)
     return [slice(start, min(start + _ANSWERS_PER_PART, n_rows)) for start in starts]

@@ -1,1 +1,1 @@
-"""Published detectors: a file that ends in `DETECTORS` is in the catalogue."""
+"""Published detectors: what `@baseline` marks in these files is the catalogue."""

@@ -1,4 +1,10 @@
-"""How layers, heads and signs are chosen: by AUROC on rows that are not tested."""
+"""How layers, heads and signs are chosen, and the states that detectors read.
+
+Choices go by AUROC on rows that are not tested. Steps count the positions of an answer:
+step 0 is the last prompt token, which emits the first answer token, and step s is the
+s-th answer token. A state that an answer does not have is NaN, its row is left out of
+training, and its score is NaN.
+"""
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -23,13 +29,13 @@ def reading(inputs: DetectorInput, name: str, n_axes: int) -> np.ndarray:
     """Return a reading of every row, `[n_rows, …]` with so many axes, float64.
 
     Raises:
-      ValueError: it was not read, or not for these rows.
+      ValueError: the reading is missing, or of other rows.
     """
     values, n_rows = inputs.readings.get(name), len(inputs.rows.ids)
     if values is None or values.ndim != n_axes or len(values) != n_rows:
-        found = "missing" if values is None else f"of shape {list(values.shape)}"
+        shape = "missing" if values is None else f"of shape {list(values.shape)}"
         raise ValueError(
-            f"the reading {name!r} is {found}, expected {n_axes} axes, the first of "
+            f"the reading {name!r} is {shape}, expected {n_axes} axes, the first of "
             f"{n_rows} rows; read it with `extract.readings.reader.read`"
         )
     return np.asarray(values, dtype=np.float64)
@@ -57,22 +63,22 @@ def defined_rows(values: np.ndarray, rows: Rows, split: str) -> np.ndarray:
 
     Args:
       values: `[n_rows, n_columns]`.
-      rows: what the rows are.
+      rows: ids, splits and labels of the same rows.
       split: which.
 
     Raises:
-      ValueError: they hold one class only.
+      ValueError: the rows hold one class only.
     """
-    found = rows.where(split)
-    found = found[np.isfinite(values[found]).any(axis=1)]
-    n_right = int(rows.labels[found].sum())
-    if not 0 < n_right < len(found):
+    where = rows.where(split)
+    where = where[np.isfinite(values[where]).any(axis=1)]
+    n_right = int(rows.labels[where].sum())
+    if not 0 < n_right < len(where):
         raise ValueError(
-            f"{rows.setting}: {n_right} of the {len(found)} labelled {split} answers "
+            f"{rows.setting}: {n_right} of the {len(where)} labelled {split} answers "
             "that were read are correct, and one class alone chooses nothing; take "
             "more questions"
         )
-    return found
+    return where
 
 
 class Oriented(NamedTuple):
@@ -95,7 +101,7 @@ def oriented(values: np.ndarray, rows: Rows) -> Oriented:
     Args:
       values: `[n_rows, n_columns]`; NaN where a row was not read. A column that lacks
         a value where another has one is not chosen.
-      rows: what the rows are.
+      rows: with labels and splits.
 
     Raises:
       ValueError: the validation rows hold one class only.
@@ -115,8 +121,8 @@ def oriented(values: np.ndarray, rows: Rows) -> Oriented:
 def chosen_rows(
     rows: Rows, detector: str, values: Mapping[str, float]
 ) -> tuple[ResultRow, ...]:
-    """Return the rows that say what validation chose for a detector, by metric."""
-    return tuple(chosen_row(rows, detector, *one) for one in values.items())
+    """Return the rows that hold what validation chose for a detector, by metric."""
+    return tuple(chosen_row(rows, detector, *item) for item in values.items())
 
 
 # Of training states `[n_train, width]`, their labels, and the states to be scored
@@ -127,8 +133,8 @@ Fit = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 def last_steps(store: FeatureStore) -> np.ndarray:
     """Return the last step of every answer, `[n_rows]`: how many tokens it has.
 
-    An answer that was cut at the length limit counts one less: its last token emitted
-    nothing that is known, and is not in the store.
+    An answer that was cut at the length limit counts one less: what its last token
+    emitted is unknown, so the store lacks that token.
     """
     spans = store.spec.spans[:, ANSWER]
     return spans[:, 1] - spans[:, 0] - 1 + _first_step(store)
@@ -159,9 +165,10 @@ def states_at(
     for start in range(0, len(rows), n_chunk):
         chunk = np.arange(start, min(start + n_chunk, len(rows)))
         ragged = read_family(store, "hidden", chunk, layer=layer, span=ANSWER)
-        own = rows[chunk]
-        has_step = (own >= 0) & (own < ragged.lengths)
-        states[chunk[has_step]] = ragged.values[(ragged.starts + own)[has_step]]
+        steps_here = rows[chunk]
+        has_step = (steps_here >= 0) & (steps_here < ragged.lengths)
+        at = (ragged.starts + steps_here)[has_step]
+        states[chunk[has_step]] = ragged.values[at]
     return states
 
 
@@ -174,7 +181,7 @@ def scores_where_defined(
       features: `[n_rows, width]`; NaN where a row has none.
       labels: `[n_rows]` bool.
       train: `[n_train]` indices.
-      fit: of what is fitted.
+      fit: trains and scores.
 
     Returns:
       `[n_seeds, n_rows]` float64; NaN where a row has no features.
@@ -184,10 +191,10 @@ def scores_where_defined(
     """
     is_defined = np.isfinite(features).all(axis=1)
     train = train[is_defined[train]]
-    own_labels = both_classes(labels[train], len(train), "training")
-    own = fit(features[train], own_labels, features[is_defined])
-    scores = np.full((len(own), len(features)), np.nan)
-    scores[:, is_defined] = own
+    train_labels = both_classes(labels[train], len(train), "training")
+    defined = fit(features[train], train_labels, features[is_defined])
+    scores = np.full((len(defined), len(features)), np.nan)
+    scores[:, is_defined] = defined
     return scores
 
 
@@ -219,7 +226,7 @@ def validation_auroc(scores: np.ndarray, rows: Rows) -> float:
 
     Args:
       scores: `[n_seeds, n_rows]`; NaN for the same rows with every seed.
-      rows: what the rows are.
+      rows: with labels and splits.
 
     Raises:
       ValueError: these rows hold one class only.
@@ -227,7 +234,7 @@ def validation_auroc(scores: np.ndarray, rows: Rows) -> float:
     valid = rows.where("validation")
     valid = valid[np.isfinite(scores[0, valid])]
     labels = both_classes(rows.labels[valid], len(valid), "validation")
-    return float(np.mean([auroc(own[valid], labels).value for own in scores]))
+    return float(np.mean([auroc(seed[valid], labels).value for seed in scores]))
 
 
 def best_layer(
@@ -236,24 +243,24 @@ def best_layer(
     rows: Rows,
     name: str,
 ) -> DetectorOutput:
-    """Return what a detector says from the layer that is best on validation.
+    """Return a detector's output from the layer that is best on validation.
 
     Of equals, the first layer.
 
     Args:
-      fit_at: what it says from a layer.
+      fit_at: returns the output from a layer.
       layers: to choose from, at least one.
-      rows: what the rows are.
+      rows: with labels and splits.
       name: of the detector.
     """
     best: tuple[float, int, DetectorOutput] | None = None
     for layer in layers:
-        found = fit_at(layer)
-        value = validation_auroc(found.scores, rows)
+        output = fit_at(layer)
+        value = validation_auroc(output.scores, rows)
         if best is None or value > best[0]:
-            best = value, layer, found
+            best = value, layer, output
     if best is None:
         raise ValueError(f"{name}: expected at least one layer to choose from")
-    _, layer, found = best
+    _, layer, output = best
     row = chosen_row(rows, name, "layer", layer)
-    return DetectorOutput(found.scores, (row, *found.chosen))
+    return DetectorOutput(output.scores, (row, *output.chosen))

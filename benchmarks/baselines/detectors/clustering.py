@@ -11,7 +11,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from beatrice.benchmarks.baselines.detector import DetectorInput
+from beatrice.benchmarks.baselines.detector import (
+    DetectorInput,
+    Relations,
+    Requirement,
+)
 from beatrice.extract.records import normalise
 
 # Which samples of each row mean the same: `[n_samples, n_samples]` bool, symmetric.
@@ -25,15 +29,19 @@ BY_WORDS = (
 )
 
 
+def requirements(equivalences: Equivalences) -> frozenset[Requirement]:
+    """Return what a detector of drawn answers needs beyond the answer's pass."""
+    return frozenset(
+        ("samples",) if equivalences is by_words else ("samples", "entailment")
+    )
+
+
 def by_entailment(inputs: DetectorInput) -> list[np.ndarray]:
     """Return which samples of each row entail each other, by the NLI model.
 
     Entailment must be the likeliest of the three relations in both directions
-    (`strict_entailment`, the default of the official code). Equal texts are asked too,
+    (`strict_entailment`, the default of the official code). Equal texts are read too,
     as there.
-
-    Raises:
-      ValueError: there is no NLI model.
     """
     relations = relations_of(inputs)
     texts = [
@@ -47,19 +55,19 @@ def by_entailment(inputs: DetectorInput) -> list[np.ndarray]:
     entails = dict(zip(pairs, is_entailed, strict=True))
 
     def matrix(row: list[str]) -> np.ndarray:
-        found = np.eye(len(row), dtype=bool)
+        equivalent = np.eye(len(row), dtype=bool)
         for i, j in itertools.permutations(range(len(row)), 2):
-            found[i, j] = entails[row[i], row[j]] and entails[row[j], row[i]]
-        return found
+            equivalent[i, j] = entails[row[i], row[j]] and entails[row[j], row[i]]
+        return equivalent
 
     return list(map(matrix, texts))
 
 
-def relations_of(inputs: DetectorInput) -> Callable[..., np.ndarray]:
-    """Return the NLI model of the inputs, or refuse to go on without.
+def relations_of(inputs: DetectorInput) -> Relations:
+    """Return the NLI model of the inputs.
 
     Raises:
-      ValueError: there is none.
+      ValueError: the inputs have no NLI model.
     """
     if inputs.relations is None:
         raise ValueError(
@@ -82,7 +90,7 @@ def by_words(inputs: DetectorInput) -> list[np.ndarray]:
 
 
 def words_of(text: str) -> frozenset[str]:
-    """Return the normalised words of a text; where nothing is left, as of "The", it."""
+    """Return the normalised words of a text; without any, as of "The", the text."""
     folded = unicodedata.normalize("NFKC", text).casefold()
     return frozenset((normalise(folded) or folded).split())
 
@@ -90,9 +98,9 @@ def words_of(text: str) -> frozenset[str]:
 def official_clusters(texts: Sequence[str], equivalent: np.ndarray) -> np.ndarray:
     """Return the clusters of `get_semantic_ids`.
 
-    The first text without a cluster opens one, and takes in every later text that means
-    the same, out of another cluster if need be: a text that matches two first members
-    ends with the last.
+    The first text without a cluster opens one, and every later text that means the same
+    joins, out of another cluster if need be: a text that matches two first members ends
+    with the last.
 
     Args:
       texts: of the samples, not read.
@@ -136,8 +144,8 @@ def _opened_in_turn(equivalent: np.ndarray, *, leaves: bool) -> np.ndarray:
     for i in range(len(ids)):
         if ids[i] < 0:
             later = np.arange(len(ids)) > i
-            taken = equivalent[i] & later & (leaves | (ids < 0))
-            ids[i] = ids[taken] = ids.max() + 1
+            joins = equivalent[i] & later & (leaves | (ids < 0))
+            ids[i] = ids[joins] = ids.max() + 1
     return ids
 
 

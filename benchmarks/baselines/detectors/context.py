@@ -6,9 +6,9 @@ from typing import NamedTuple
 import numpy as np
 
 from beatrice.benchmarks.baselines.detector import (
-    Baseline,
     DetectorInput,
     DetectorOutput,
+    baseline,
 )
 from beatrice.benchmarks.baselines.detectors.choice import (
     chosen_rows,
@@ -21,72 +21,56 @@ from beatrice.benchmarks.baselines.detectors.choice import (
 from beatrice.jaxprobe.rows import Rows
 
 
-def p_true(inputs: DetectorInput) -> DetectorOutput:
-    """Return the probability of the option "A) True".
-
-    NaN where the question cannot be put: the tokenizer has no single token for the
-    option, or the prompt is longer than the window.
-
-    Raises:
-      ValueError: it was not read.
-    """
-    return DetectorOutput(reading(inputs, "p_true", 1)[None])
-
-
-P_TRUE = Baseline(
-    name="p_true",
+@baseline(
+    "p_true",
     title="P(True)",
     source="Kadavath et al. (2022), section 3; jlko/semantic_uncertainty a8d9aa8, "
     "p_true.py",
-    score=p_true,
-    needs=frozenset({"second_prompt"}),
+    needs={"second_prompt"},
     reads=("p_true",),
     variant="without the 20 worked examples, which are labelled answers to other "
     "questions; the brainstormed ideas are the drawn answers where there are any",
 )
-_ONE = (P_TRUE,)
+def p_true(inputs: DetectorInput) -> DetectorOutput:
+    """Return the probability of the option "A) True" to the model's own answer.
 
-
-def lookback_lens(ratios: np.ndarray, rows: Rows) -> DetectorOutput:
-    """Return log-odds of a right answer from the lookback ratios of all heads.
-
-    Args:
-      ratios: `[n_rows, n_layers, n_heads]` in [0, 1], means over the answer's steps;
-        NaN where a row was not read.
-      rows: what the rows are.
-
-    Returns:
-      `[1, n_rows]` scores; NaN where a ratio is.
-
-    Raises:
-      ValueError: the training rows hold one class only.
+    NaN where the question cannot be put: the tokenizer has no single token for the
+    option, or the prompt is longer than the window.
     """
-    features = ratios.reshape(len(ratios), -1)  # layer by layer, as in the code
-    fit = partial(logistic_log_odds, max_iter=1000)
-    return DetectorOutput(
-        scores_where_defined(features, rows.labels, rows.where("train"), fit)
-    )
+    return DetectorOutput(reading(inputs, "p_true", 1)[None])
 
 
-def _score(inputs: DetectorInput) -> DetectorOutput:
-    return lookback_lens(inputs.readings["lookback"], inputs.rows)
-
-
-LOOKBACK_LENS = Baseline(
-    name="lookback_lens",
+@baseline(
+    "lookback_lens",
     title="Lookback-Lens",
     source="Chuang et al. (EMNLP 2024), section 2; voidism/Lookback-Lens f2846ef, "
     "step03_lookback_lens.py",
-    score=_score,
     reads=("lookback",),
     is_trained=True,
     variant="One example an answer, the mean over all its steps, and the label is "
     "correctness, not faithfulness to the context.",
     settings=("with_context",),
 )
-_TWO = (LOOKBACK_LENS,)
+def lookback_lens(inputs: DetectorInput) -> DetectorOutput:
+    """Return log-odds of a right answer from the lookback ratios of all heads.
+
+    A ratio is the share of a head's attention that goes to the context, in [0, 1], mean
+    over the answer's steps: the reading is `[n_rows, n_layers, n_heads]`.
+
+    Raises:
+      ValueError: the training rows hold one class only.
+    """
+    rows, ratios = inputs.rows, inputs.readings["lookback"]
+    features = ratios.reshape(len(ratios), -1)  # layer by layer, as in the code
+    fit = partial(logistic_log_odds, max_iter=1000)
+    train = rows.where("train")
+    return DetectorOutput(scores_where_defined(features, rows.labels, train, fit))
 
 
+# ReDeEP: external context of some heads against parametric knowledge of some layers.
+# The official scripts rank heads and layers, and choose their numbers and the weight,
+# on the test answers. Here heads and layers are ranked, and scores scaled, on the
+# training answers; validation chooses how many are summed and the weight.
 MOST_HEADS = 32
 ALPHAS = tuple(np.arange(1, 20) / 10)
 
@@ -97,7 +81,7 @@ def ranked_sums(values: np.ndarray, rows: Rows, most: int) -> np.ndarray:
     Args:
       values: `[n_rows, n_columns]`, higher = more likely correct. A column that lacks a
         value where another has one is left out.
-      rows: what the rows are.
+      rows: with labels and splits.
       most: columns that are summed at most.
 
     Returns:
@@ -108,9 +92,8 @@ def ranked_sums(values: np.ndarray, rows: Rows, most: int) -> np.ndarray:
     """
     train = defined_rows(values, rows, "train")
     aurocs = column_aurocs(values[train], rows.labels[train])
-    best = np.argsort(-aurocs, kind="stable")[
-        : min(most, int((~np.isnan(aurocs)).sum()))
-    ]
+    n_sums = min(most, int((~np.isnan(aurocs)).sum()))
+    best = np.argsort(-aurocs, kind="stable")[:n_sums]
     if not len(best):
         raise ValueError(
             f"{rows.setting}: every head or layer lacks a value in some training row "
@@ -125,23 +108,23 @@ class _Choice(NamedTuple):
     """The best on validation: of equals the fewest heads, then layers, then weight."""
 
     scores: np.ndarray
-    chosen: dict[str, float]
+    numbers: dict[str, float]
 
 
-def choose_sum(sums: np.ndarray, rows: Rows, what: str) -> _Choice:
+def _choose_sum(sums: np.ndarray, rows: Rows, what: str) -> _Choice:
     """Choose how many columns are summed, on validation; see `ranked_sums`."""
     valid = defined_rows(sums, rows, "validation")
     best = int(np.nanargmax(column_aurocs(sums[valid], rows.labels[valid])))
     return _Choice(sums[:, best], {what: best + 1})
 
 
-def choose_both(context: np.ndarray, knowledge: np.ndarray, rows: Rows) -> _Choice:
+def _choose_both(context: np.ndarray, knowledge: np.ndarray, rows: Rows) -> _Choice:
     """Choose numbers of heads and layers and the weight of the heads, on validation.
 
     Args:
       context: `[n_rows, n_sums]` of `ranked_sums` of external context scores.
       knowledge: the same of minus parametric knowledge scores.
-      rows: what the rows are.
+      rows: with labels and splits.
 
     Returns:
       Scores `[n_rows]`: knowledge + alpha context, which is minus the paper's h.
@@ -164,133 +147,130 @@ def choose_both(context: np.ndarray, knowledge: np.ndarray, rows: Rows) -> _Choi
     return _Choice(scores, numbers)
 
 
-def redeep(
-    inputs: DetectorInput, *, context: bool, knowledge: str | None, detector: str
-) -> DetectorOutput:
-    """Return ReDeEP's score, or one of its two halves alone.
+def _redeep(
+    name: str, title: str, variant: str, *, context: bool, knowledge: str | None
+) -> None:
+    """Register ReDeEP, or one of its two halves alone.
 
     Args:
-      inputs: with the readings.
+      name: of the detector.
+      title: as in the tables.
+      variant: what differs from the published one.
       context: whether the external context counts.
       knowledge: the reading of parametric knowledge that counts, or None.
-      detector: its name in the rows.
-
-    Raises:
-      ValueError: they were not read, or a split holds one class only.
     """
-    rows, found = inputs.rows, None
-    sums_of_heads = sums_of_layers = np.empty(0)
-    if context:
-        heads = reading(inputs, "redeep_ecs", 3).reshape(len(rows.ids), -1)
-        sums_of_heads = ranked_sums(heads, rows, MOST_HEADS)
-        found = choose_sum(sums_of_heads, rows, "n_heads")
-    if knowledge is not None:
-        layers = -reading(inputs, knowledge, 2)
-        sums_of_layers = ranked_sums(layers, rows, layers.shape[1])
-        found = choose_sum(sums_of_layers, rows, "n_layers")
-    if context and knowledge is not None:
-        found = choose_both(sums_of_heads, sums_of_layers, rows)
-    if found is None:
-        raise ValueError("ReDeEP reads external context, parametric knowledge, or both")
-    return DetectorOutput(found.scores[None], chosen_rows(rows, detector, found.chosen))
+
+    @baseline(
+        name,
+        title=title,
+        source="Sun et al. (ICLR 2025), section 3; Jeryi-Sun/ReDEeP-ICLR e969202, "
+        "token level",
+        reads=("redeep_ecs",) * context + ((knowledge,) if knowledge else ()),
+        is_trained=True,
+        variant=variant,
+        settings=("with_context",),
+    )
+    def redeep(inputs: DetectorInput) -> DetectorOutput:
+        rows = inputs.rows
+        heads = layers = np.empty(0)
+        if context:
+            values = reading(inputs, "redeep_ecs", 3).reshape(len(rows.ids), -1)
+            heads = ranked_sums(values, rows, MOST_HEADS)
+        if knowledge is not None:
+            values = -reading(inputs, knowledge, 2)
+            layers = ranked_sums(values, rows, values.shape[1])
+        if context and knowledge is not None:
+            choice = _choose_both(heads, layers, rows)
+        elif context:
+            choice = _choose_sum(heads, rows, "n_heads")
+        else:
+            choice = _choose_sum(layers, rows, "n_layers")
+        return DetectorOutput(
+            choice.scores[None], chosen_rows(rows, name, choice.numbers)
+        )
 
 
-_REDEEP = (
-    "Sun et al. (ICLR 2025), section 3; Jeryi-Sun/ReDEeP-ICLR e969202, token level"
-)
 _FAIR = (
     "heads and layers are ranked on training answers and their numbers chosen on "
     "validation, not on test; all heads are candidates; answers, not tokens, are the "
     "units that are scaled"
 )
 _JSD = (
-    "; the Jensen-Shannon divergence as in the paper, where the code exchanges its "
-    "arguments"
+    f"{_FAIR}; the Jensen-Shannon divergence as in the paper, where the code exchanges "
+    "its arguments"
 )
-# Baseline: title, whether it reads heads, the reading of layers.
-_REDEEP_KINDS = {
-    "redeep": ("ReDeEP", True, "redeep_pks_swapped"),
-    "redeep:paper": ("ReDeEP (paper's divergence)", True, "redeep_pks"),
-    "redeep_ecs": ("ReDeEP-ECS", True, None),
-    "redeep_pks": ("ReDeEP-PKS", False, "redeep_pks_swapped"),
-    "redeep_pks:paper": ("ReDeEP-PKS (paper's divergence)", False, "redeep_pks"),
-}
-_THREE = tuple(
-    Baseline(
-        name=name,
-        title=title,
-        source=_REDEEP,
-        score=partial(redeep, context=heads, knowledge=layers, detector=name),
-        reads=(*(("redeep_ecs",) if heads else ()), *((layers,) if layers else ())),
-        is_trained=True,
-        variant=_FAIR + (_JSD if name.endswith(":paper") else ""),
-        settings=("with_context",),
-    )
-    for name, (title, heads, layers) in _REDEEP_KINDS.items()
+_PKS = "redeep_pks_swapped"
+_redeep("redeep", "ReDeEP", _FAIR, context=True, knowledge=_PKS)
+_redeep(
+    "redeep:paper",
+    "ReDeEP (paper's divergence)",
+    _JSD,
+    context=True,
+    knowledge="redeep_pks",
+)
+_redeep("redeep_ecs", "ReDeEP-ECS", _FAIR, context=True, knowledge=None)
+_redeep("redeep_pks", "ReDeEP-PKS", _FAIR, context=False, knowledge=_PKS)
+_redeep(
+    "redeep_pks:paper",
+    "ReDeEP-PKS (paper's divergence)",
+    _JSD,
+    context=False,
+    knowledge="redeep_pks",
 )
 
-
+# LUMINA: what the model adds by itself against what the passages change, untrained.
 _LAMBDA = 0.5  # of the paper, for every model; the two are not scaled
 
 
-def lumina(
-    inputs: DetectorInput, *, rate: str | None, discrepancy: bool
-) -> DetectorOutput:
-    """Return LUMINA's score, or one of its two halves alone.
+def _lumina(
+    name: str, title: str, rate: str | None, variant: str, *, discrepancy: bool
+) -> None:
+    """Register LUMINA, or one of its two halves alone.
 
     Args:
-      inputs: with the readings.
+      name: of the detector.
+      title: as in the tables.
       rate: the reading of the processing rate that counts, or None; a high one means
         that the answer comes from the model's own knowledge.
+      variant: what differs from the published one.
       discrepancy: whether the discrepancy counts; a high one means that the passages
         decided the answer.
-
-    Raises:
-      ValueError: they were not read.
     """
-    terms = []
-    if rate is not None:
-        terms.append(-_LAMBDA * reading(inputs, rate, 1))
-    if discrepancy:
-        terms.append((1 - _LAMBDA) * reading(inputs, "lumina_mmd", 1))
-    return DetectorOutput(sum(terms)[None])
+
+    @baseline(
+        name,
+        title=title,
+        source="Yeh et al. (2026), arXiv 2509.21875; deeplearning-wisc/LUMINA c43ff41",
+        needs={"swapped"} if discrepancy else (),
+        reads=((rate,) if rate else ()) + ("lumina_mmd",) * discrepancy,
+        variant=variant,
+        settings=("with_context",),
+    )
+    def lumina(inputs: DetectorInput) -> DetectorOutput:
+        scores = np.zeros(len(inputs.rows.ids))
+        if rate is not None:
+            scores = scores - _LAMBDA * reading(inputs, rate, 1)
+        if discrepancy:
+            scores = scores + (1 - _LAMBDA) * reading(inputs, "lumina_mmd", 1)
+        return DetectorOutput(scores[None])
 
 
-_LUMINA = "Yeh et al. (2026), arXiv 2509.21875; deeplearning-wisc/LUMINA c43ff41"
 _SWAP = (
     "the other passages are those of the next question of the set that shares no title "
     "with the own ones and whose passages hold no gold answer: the rule is unpublished"
 )
 _INNER = "the last layer is left out, as in the paper; the code norms its state twice"
-# Baseline: title, the reading of the rate, whether it reads the discrepancy, variant.
-_LUMINA_KINDS = {
-    "lumina": ("LUMINA", "lumina_ipr", True, _SWAP),
-    "lumina:paper": (
-        "LUMINA (paper's sum)",
-        "lumina_ipr_inner",
-        True,
-        f"{_SWAP}; {_INNER}",
-    ),
-    "lumina_mmd": ("LUMINA-MMD", None, True, _SWAP),
-    "lumina_ipr": ("LUMINA-IPR", "lumina_ipr", False, ""),
-    "lumina_ipr:paper": (
-        "LUMINA-IPR (paper's sum)",
-        "lumina_ipr_inner",
-        False,
-        _INNER,
-    ),
-}
-_FOUR = tuple(
-    Baseline(
-        name=name,
-        title=title,
-        source=_LUMINA,
-        score=partial(lumina, rate=rate, discrepancy=discrepancy),
-        needs=frozenset({"swapped"} if discrepancy else ()),
-        reads=(*((rate,) if rate else ()), *(("lumina_mmd",) if discrepancy else ())),
-        variant=variant,
-        settings=("with_context",),
-    )
-    for name, (title, rate, discrepancy, variant) in _LUMINA_KINDS.items()
+_PAPER = "lumina_ipr_inner"
+_lumina("lumina", "LUMINA", "lumina_ipr", _SWAP, discrepancy=True)
+_lumina(
+    "lumina:paper",
+    "LUMINA (paper's sum)",
+    _PAPER,
+    f"{_SWAP}; {_INNER}",
+    discrepancy=True,
 )
-DETECTORS = (*_ONE, *_TWO, *_THREE, *_FOUR)
+_lumina("lumina_mmd", "LUMINA-MMD", None, _SWAP, discrepancy=True)
+_lumina("lumina_ipr", "LUMINA-IPR", "lumina_ipr", "", discrepancy=False)
+_lumina(
+    "lumina_ipr:paper", "LUMINA-IPR (paper's sum)", _PAPER, _INNER, discrepancy=False
+)

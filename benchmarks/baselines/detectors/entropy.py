@@ -1,20 +1,24 @@
 """Semantic entropy: how evenly drawn answers spread over meanings.
 
 Kuhn et al. (ICLR 2023) and Farquhar et al. (Nature, 2024), as in the latter's code.
+
+Bayesian semantic entropy: what the entropy is likely to be, given few answers. Ciosek,
+Felicioni and Ghiassian (TMLR 2025, arXiv 2504.03579), the estimator SE-Bayes, as in
+spotify-research/bayesian-semantic-entropy (d4f1be3, estimation_final.ipynb).
 """
 
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 from scipy.special import entr, softmax
 
 from beatrice.benchmarks.baselines.detector import (
-    Baseline,
     DetectorInput,
     DetectorOutput,
+    baseline,
 )
 from beatrice.benchmarks.baselines.detectors.clustering import (
     BY_WORDS,
@@ -26,21 +30,24 @@ from beatrice.benchmarks.baselines.detectors.clustering import (
     distinct_clusters,
     official_clusters,
     paper_clusters,
+    requirements,
 )
 from beatrice.extract.records import IN_DOMAIN, Sample
 from beatrice.extract.run.rows import ResultRow
+
+Entropy = Callable[[Sequence[Sample], np.ndarray], float]
 
 
 def mean_log_prob(sample: Sample) -> float:
     """Return the mean log-probability of an answer's tokens, in nats; NaN without any.
 
     The stop token is left out, except where it is the only token, as in the official
-    code. Where a server told no ids, all the log-probabilities that it told are read.
+    code. Of a server's answer without ids all log-probabilities are read.
     """
-    known = sample.log_probs or ()
-    n_ids = len(known) if sample.token_ids is None else len(sample.token_ids)
-    own = known[: max(1, n_ids)]
-    return math.fsum(own) / len(own) if own else math.nan
+    log_probs = sample.log_probs or ()
+    n_ids = len(log_probs) if sample.token_ids is None else len(sample.token_ids)
+    log_probs = log_probs[: max(1, n_ids)]
+    return math.fsum(log_probs) / len(log_probs) if log_probs else math.nan
 
 
 def weighted_entropy(mean_log_probs: Sequence[float], clusters: np.ndarray) -> float:
@@ -81,17 +88,16 @@ def _discrete(samples: Sequence[Sample], clusters: np.ndarray) -> float:
     return discrete_entropy(clusters)
 
 
-def entropy_scores(
+def _entropies(
     inputs: DetectorInput,
-    entropy: Callable[[Sequence[Sample], np.ndarray], float],
+    entropy: Entropy,
     equivalences: Equivalences,
     clustering: Clustering,
-) -> DetectorOutput:
-    """Return minus the entropy of every row; NaN where nothing was drawn."""
+) -> np.ndarray:
+    """Return the entropy of every row, `[n_rows]` nats; NaN without samples."""
     clusters = clusters_of(inputs, equivalences, clustering)
     rows = zip(inputs.samples, clusters, strict=True)
-    values = [-entropy(row, ids) if row else math.nan for row, ids in rows]
-    return DetectorOutput(np.array([values]))
+    return np.array([entropy(row, ids) if row else math.nan for row, ids in rows])
 
 
 def discrete_entropies(inputs: DetectorInput, equivalences: Equivalences) -> np.ndarray:
@@ -99,77 +105,14 @@ def discrete_entropies(inputs: DetectorInput, equivalences: Equivalences) -> np.
 
     Semantic entropy probes learn it.
     """
-    found = entropy_scores(inputs, _discrete, equivalences, official_clusters)
-    return -found.scores[0]
-
-
-_SOURCE = (
-    "Farquhar et al., Nature 2024; jlko/semantic_uncertainty a8d9aa8, "
-    "semantic_entropy.py: "
-)
-_PAPER = (
-    "an answer stays with the first cluster that it matches, and equal answers are one "
-    "cluster whatever the NLI model finds"
-)
-_OWN = "log-probabilities are the model's own, before temperature, top-p and top-k"
-
-
-def _detectors(
-    name: str,
-    title: str,
-    function: str,
-    entropy: Callable[[Sequence[Sample], np.ndarray], float],
-    differs: str = "",
-) -> tuple[Baseline, ...]:
-    """Return a detector as published, with the paper's clusters, and without NLI."""
-
-    def one(
-        ending: str, note: str, equivalences: Equivalences, clustering: Clustering
-    ) -> Baseline:
-        kind = {} if equivalences is by_words else {"entailment"}
-        return Baseline(
-            name=name + (ending and f":{ending}"),
-            title=title + (ending and f" ({ending.replace('_', ' ')})"),
-            source=_SOURCE + function,
-            score=partial(
-                entropy_scores,
-                entropy=entropy,
-                equivalences=equivalences,
-                clustering=clustering,
-            ),
-            needs=frozenset({"samples", *kind}),
-            variant="; ".join(filter(None, (note, differs))),
-        )
-
-    return (
-        one("", "", by_entailment, official_clusters),
-        one("first_match", _PAPER, by_entailment, paper_clusters),
-        one("words", BY_WORDS, by_words, official_clusters),
-    )
-
-
-_ONE = (
-    *_detectors(
-        "semantic_entropy",
-        "Semantic entropy",
-        "predictive_entropy_rao",
-        _weighted,
-        _OWN,
-    ),
-    *_detectors(
-        "semantic_entropy_discrete",
-        "Semantic entropy, discrete",
-        "cluster_assignment_entropy",
-        _discrete,
-    ),
-)
+    return _entropies(inputs, _discrete, equivalences, official_clusters)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BayesConfig:
     """How the entropy is estimated; defaults are those of the notebook."""
 
-    n_prior_rows: int = 200  # which tell how many meanings there are
+    n_prior_rows: int = 200  # from which the prior is counted
     most_meanings: int = 7  # of the prior; more count as this many
     concentration: float = 0.5  # of the Dirichlet prior, per meaning
     n_draws: int = 1000  # of the importance sampling
@@ -199,17 +142,17 @@ def prior_of(n_meanings: Sequence[int], config: BayesConfig) -> dict[int, float]
             "which the prior on the number of meanings is counted; draw answers for "
             "them (`beatrice sample --split train`)"
         )
-    held, counts = np.unique(
+    numbers, counts = np.unique(
         np.minimum(n_meanings, config.most_meanings), return_counts=True
     )
-    return dict(zip(held.tolist(), (counts / len(n_meanings)).tolist(), strict=True))
+    return dict(zip(numbers.tolist(), (counts / len(n_meanings)).tolist(), strict=True))
 
 
 def tail_of(prior: dict[int, float], n_seen: int) -> dict[int, float]:
     """Return the prior on the number of meanings where some have been seen.
 
-    It is cut below `n_seen` and normalised again, not multiplied with the likelihood of
-    the counts; with as many seen as it knows, or more, there are no others.
+    The prior is cut below `n_seen` and normalised again, not multiplied with the
+    likelihood of the counts; with as many seen as in the prior, or more, none is left.
     """
     if n_seen >= max(prior):
         return {n_seen: 1.0}
@@ -218,10 +161,10 @@ def tail_of(prior: dict[int, float], n_seen: int) -> dict[int, float]:
 
 
 def lower_bounds(samples: Sequence[Sample], clusters: np.ndarray) -> np.ndarray:
-    """Return the probability that each meaning has at the least, `[n_clusters]`.
+    """Return the least probability of each meaning, `[n_clusters]`.
 
-    It is that of its distinct texts together, the stop token included; of a text that
-    was drawn twice, the first. Rescaled to .99 where all come to more.
+    The sum over the distinct texts of a meaning, the stop token included; of a text
+    that was drawn twice, the first. Rescaled to .99 where all come to more.
 
     Returns:
       NaN where a sample has no log-probabilities.
@@ -319,16 +262,12 @@ def bayesian_scores(
 ) -> DetectorOutput:
     """Return minus the expected entropy of every row; NaN where nothing was drawn.
 
-    Args:
-      inputs: of the rows.
-      equivalences: tells which answers mean the same.
-      name: of the detector, for the row that says on how many rows of which split the
-        prior was counted: the first of training, or of validation where nothing was
-        drawn for any of training. Labels are not read.
-      config: of the estimate.
+    Labels are not read. The output's row `n_prior_rows` holds on how many rows of which
+    split the prior was counted: the first of training, or of validation where no
+    training row has samples.
 
     Raises:
-      ValueError: nothing was drawn for any row of either.
+      ValueError: no row of either has samples.
     """
     rows, samples = inputs.rows, inputs.samples
     clusters = clusters_of(inputs, equivalences, distinct_clusters)
@@ -354,31 +293,97 @@ def bayesian_scores(
     return DetectorOutput(scores, (chosen,))
 
 
+def _register(
+    name: str,
+    title: str,
+    function: str,
+    entropy: Entropy,
+    variant: str,
+    equivalences: Equivalences = by_entailment,
+    clustering: Clustering = official_clusters,
+) -> None:
+    """Register minus an entropy; `function` is that of the official code."""
+
+    @baseline(
+        name,
+        title=title,
+        source="Farquhar et al., Nature 2024; jlko/semantic_uncertainty a8d9aa8, "
+        f"semantic_entropy.py: {function}",
+        needs=requirements(equivalences),
+        variant=variant,
+    )
+    def score(inputs: DetectorInput) -> DetectorOutput:
+        return DetectorOutput(
+            -_entropies(inputs, entropy, equivalences, clustering)[None]
+        )
+
+
+_PAPER = (
+    "an answer stays with the first cluster that it matches, and equal answers are one "
+    "cluster whatever the NLI model finds"
+)
+_OWN = "log-probabilities are the model's own, before temperature, top-p and top-k"
+for _name, _title, _function, _entropy, _more in (
+    (
+        "semantic_entropy",
+        "Semantic entropy",
+        "predictive_entropy_rao",
+        _weighted,
+        (_OWN,),
+    ),
+    (
+        "semantic_entropy_discrete",
+        "Semantic entropy, discrete",
+        "cluster_assignment_entropy",
+        _discrete,
+        (),
+    ),
+):
+    _register(_name, _title, _function, _entropy, "; ".join(_more))
+    _register(
+        f"{_name}:first_match",
+        f"{_title} (first match)",
+        _function,
+        _entropy,
+        "; ".join((_PAPER, *_more)),
+        clustering=paper_clusters,
+    )
+    _register(
+        f"{_name}:words",
+        f"{_title} (words)",
+        _function,
+        _entropy,
+        "; ".join((BY_WORDS, *_more)),
+        by_words,
+    )
+
 _PRIOR = (
     "the prior on the number of meanings is counted on as many samples as the run has, "
     "not 100"
 )
 
 
-def _detector(ending: str, note: str, equivalences: Equivalences) -> Baseline:
-    """Return the detector with one way to tell which answers mean the same."""
-    kind = {} if equivalences is by_words else {"entailment"}
-    name = "semantic_entropy_bayesian" + (ending and f":{ending}")
-    return Baseline(
-        name=name,
-        title="Semantic entropy, Bayesian" + (ending and f" ({ending})"),
-        source=(
-            "Ciosek et al., TMLR 2025, SE-Bayes; spotify-research/"
-            "bayesian-semantic-entropy d4f1be3, estimation_final.ipynb"
-        ),
-        score=partial(bayesian_scores, equivalences=equivalences, name=name),
-        needs=frozenset({"samples", *kind}),
-        variant="; ".join(filter(None, (note, _PRIOR))),
+def _register_bayesian(
+    name: str, title: str, variant: str, equivalences: Equivalences
+) -> None:
+    @baseline(
+        name,
+        title=title,
+        source="Ciosek et al., TMLR 2025, SE-Bayes; spotify-research/"
+        "bayesian-semantic-entropy d4f1be3, estimation_final.ipynb",
+        needs=requirements(equivalences),
+        variant=variant,
     )
+    def score(inputs: DetectorInput) -> DetectorOutput:
+        return bayesian_scores(inputs, equivalences, name)
 
 
-_TWO = (
-    _detector("", "", by_entailment),
-    _detector("words", BY_WORDS, by_words),
+_BAYESIAN = "semantic_entropy_bayesian"
+_BAYESIAN_TITLE = "Semantic entropy, Bayesian"
+_register_bayesian(_BAYESIAN, _BAYESIAN_TITLE, _PRIOR, by_entailment)
+_register_bayesian(
+    f"{_BAYESIAN}:words",
+    f"{_BAYESIAN_TITLE} (words)",
+    f"{BY_WORDS}; {_PRIOR}",
+    by_words,
 )
-DETECTORS = (*_ONE, *_TWO)

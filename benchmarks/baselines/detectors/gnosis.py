@@ -17,9 +17,9 @@ import optax
 from flax import linen as nn
 
 from beatrice.benchmarks.baselines.detector import (
-    Baseline,
     DetectorInput,
     DetectorOutput,
+    baseline,
 )
 from beatrice.benchmarks.baselines.plain import chosen_row
 from beatrice.jaxprobe.linear import both_classes
@@ -366,7 +366,7 @@ def _chosen(is_first: np.ndarray, first: jax.Array, second: jax.Array) -> jax.Ar
     return jnp.where(is_first.reshape(-1, *[1] * (first.ndim - 1)), first, second)
 
 
-def gnosis(
+def gnosis_scores(
     maps: np.ndarray,
     states: np.ndarray,
     rows: Rows,
@@ -408,17 +408,11 @@ def gnosis(
     return DetectorOutput(scores, (epoch,))
 
 
-def _score(inputs: DetectorInput) -> DetectorOutput:
-    read = inputs.readings
-    return gnosis(read["gnosis_maps"], read["gnosis_states"], inputs.rows)
-
-
-GNOSIS = Baseline(
-    name="gnosis",
+@baseline(
+    "gnosis",
     title="Gnosis",
     source="Ghasemabadi and Niu (2025), arXiv 2512.20578, abstract; "
     "Amirhosein-gh98/Gnosis f8ff11d, models/qwen3",
-    score=_score,
     reads=("gnosis_maps", "gnosis_states"),
     is_trained=True,
     variant="Statistics of the maps (of 32 cells a side, not 256) without the "
@@ -426,4 +420,7 @@ GNOSIS = Baseline(
     "the whole sequence. Width 32 instead of 192 and stopped by validation, for some "
     "thousand answers.",
 )
-DETECTORS = (GNOSIS,)
+def gnosis(inputs: DetectorInput) -> DetectorOutput:
+    """Score by heads on the readings of maps and states, see `gnosis_scores`."""
+    maps, states = inputs.readings["gnosis_maps"], inputs.readings["gnosis_states"]
+    return gnosis_scores(maps, states, inputs.rows)

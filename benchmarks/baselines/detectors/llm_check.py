@@ -5,16 +5,12 @@ notebook takes minus perplexity and minus attention for answers that other model
 wrote), and no layer is fixed in the code: validation chooses both.
 """
 
-from collections.abc import Mapping
-from functools import partial
-from typing import NamedTuple
-
 import numpy as np
 
 from beatrice.benchmarks.baselines.detector import (
-    Baseline,
     DetectorInput,
     DetectorOutput,
+    baseline,
 )
 from beatrice.benchmarks.baselines.detectors.choice import (
     chosen_rows,
@@ -41,33 +37,26 @@ def answer_perplexity(inputs: DetectorInput) -> np.ndarray:
     return found
 
 
-class _Candidates(NamedTuple):
-    """What validation chooses from, before a sign is given.
+def _candidates(inputs: DetectorInput, name: str) -> tuple[np.ndarray, int | None]:
+    """Return what validation chooses from, before a sign is given.
 
-    Attributes:
-      values: `[n_rows, n_columns]`.
-      first_layer: of the first column, counted from 1; None where there are no layers.
+    Args:
+      inputs: with the reading.
+      name: of the reading, or "perplexity".
+
+    Returns:
+      `[n_rows, n_columns]`; and the layer of the first column, counted from 1, None
+      where columns are no layers.
     """
-
-    values: np.ndarray
-    first_layer: int | None = None
-
-
-def _candidates(inputs: DetectorInput, name: str) -> _Candidates:
-    """Return the candidates of one score, by the name of its reading."""
     if name == "perplexity":
-        return _Candidates(answer_perplexity(inputs))
+        return answer_perplexity(inputs), None
     if name.startswith("llmcheck_hidden"):
-        return _Candidates(reading(inputs, name, 2), 1)
+        return reading(inputs, name, 2), 1
     if name.startswith("llmcheck_attention"):
         # The official loop over layers begins at its second and never scores the first.
         values = reading(inputs, name, 2)
-        return (
-            _Candidates(values[:, 1:], 2)
-            if values.shape[1] > 1
-            else _Candidates(values, 1)
-        )
-    return _Candidates(reading(inputs, name, 1)[:, None])
+        return (values[:, 1:], 2) if values.shape[1] > 1 else (values, 1)
+    return reading(inputs, name, 1)[:, None], None
 
 
 def _oriented(inputs: DetectorInput, name: str) -> tuple[np.ndarray, dict[str, float]]:
@@ -78,51 +67,14 @@ def _oriented(inputs: DetectorInput, name: str) -> tuple[np.ndarray, dict[str, f
     return scores, {"sign": sign, **layer}
 
 
-def single_score(inputs: DetectorInput, *, name: str, detector: str) -> DetectorOutput:
-    """Return one score, from the layer and with the sign that validation chooses.
-
-    Args:
-      inputs: with the reading.
-      name: of the reading, or "perplexity".
-      detector: its name in the rows.
-
-    Raises:
-      ValueError: it was not read, or the validation rows hold one class only.
-    """
-    scores, chosen = _oriented(inputs, name)
-    return DetectorOutput(scores[None], chosen_rows(inputs.rows, detector, chosen))
-
-
-def combined_score(
-    inputs: DetectorInput, *, names: Mapping[str, str], detector: str
-) -> DetectorOutput:
-    """Return the mean of the oriented scores, each standardised on validation rows.
-
-    A row that lacks one of them has NaN.
-
-    Args:
-      inputs: with every reading.
-      names: of the readings, by what their choices are reported as.
-      detector: its name in the rows.
-
-    Raises:
-      ValueError: as `single_score`.
-    """
-    rows = inputs.rows
-    total, chosen = np.zeros(len(rows.ids)), {}
-    for short, name in names.items():
-        scores, own_choice = _oriented(inputs, name)
-        own = scores[defined_rows(scores[:, None], rows, "validation")]
-        total += (scores - own.mean()) / (own.std() or 1.0)
-        chosen |= {f"{short}_{metric}": value for metric, value in own_choice.items()}
-    return DetectorOutput(total[None] / len(names), chosen_rows(rows, detector, chosen))
-
-
 _SOURCE = (
     "Sriramanan et al. (NeurIPS 2024), section 3; "
     "GaurangSriramanan/LLM_Check_Hallucination_Detection 2f3bf9e, common_utils.py"
 )
-_CHOSEN = "validation chooses the sign{}, which the code leaves open"
+_SIGN = "validation chooses the sign, which the code leaves open"
+_SIGN_AND_LAYER = (
+    "validation chooses the sign and the layer, which the code leaves open"
+)
 _OWN_TOKENS = (
     "; the answer's tokens alone, a flag of the code that its script leaves off"
 )
@@ -130,34 +82,64 @@ _ALIGNED = (
     "; of the distributions that predict the answer's tokens, where the code takes "
     "those one token later"
 )
-# Baseline: title, what it reads, what differs.
-_SINGLE = {
-    "llmcheck_hidden": ("hidden", "llmcheck_hidden_all", ""),
-    "llmcheck_hidden:answer": (
+
+
+def _register(name: str, title: str, score_name: str, variant: str) -> None:
+    """Register one score, from the layer and with the sign that validation chooses.
+
+    Args:
+      name: of the detector.
+      title: in brackets behind "LLM-Check".
+      score_name: of the reading, or "perplexity".
+      variant: what differs from the published one.
+    """
+
+    @baseline(
+        name,
+        title=f"LLM-Check ({title})",
+        source=_SOURCE,
+        reads=() if score_name == "perplexity" else (score_name,),
+        variant=variant,
+    )
+    def score(inputs: DetectorInput) -> DetectorOutput:
+        scores, chosen = _oriented(inputs, score_name)
+        return DetectorOutput(scores[None], chosen_rows(inputs.rows, name, chosen))
+
+
+for _name, _title, _score_name, _variant in (
+    ("llmcheck_hidden", "hidden", "llmcheck_hidden_all", _SIGN_AND_LAYER),
+    (
+        "llmcheck_hidden:answer",
         "hidden, answer tokens",
         "llmcheck_hidden",
-        _OWN_TOKENS,
+        _SIGN_AND_LAYER + _OWN_TOKENS,
     ),
-    "llmcheck_attention": ("attention", "llmcheck_attention_all", ""),
-    "llmcheck_attention:answer": (
+    ("llmcheck_attention", "attention", "llmcheck_attention_all", _SIGN_AND_LAYER),
+    (
+        "llmcheck_attention:answer",
         "attention, answer tokens",
         "llmcheck_attention",
-        _OWN_TOKENS,
+        _SIGN_AND_LAYER + _OWN_TOKENS,
     ),
-    "llmcheck_perplexity": ("perplexity", "perplexity", ""),
-    "llmcheck_entropy": ("entropy", "logit_entropy", ""),
-    "llmcheck_entropy:corrected": (
+    ("llmcheck_perplexity", "perplexity", "perplexity", _SIGN),
+    ("llmcheck_entropy", "entropy", "logit_entropy", _SIGN),
+    (
+        "llmcheck_entropy:corrected",
         "entropy, corrected",
         "logit_entropy_corrected",
-        _ALIGNED,
+        _SIGN + _ALIGNED,
     ),
-    "llmcheck_window": ("window entropy", "window_entropy", ""),
-    "llmcheck_window:corrected": (
+    ("llmcheck_window", "window entropy", "window_entropy", _SIGN),
+    (
+        "llmcheck_window:corrected",
         "window entropy, corrected",
         "window_entropy_corrected",
-        _ALIGNED,
+        _SIGN + _ALIGNED,
     ),
-}
+):
+    _register(_name, _title, _score_name, _variant)
+
+# What is combined: names in the rows of choices, and readings.
 _COMBINED = {
     "hidden": "llmcheck_hidden_all",
     "attention": "llmcheck_attention_all",
@@ -167,30 +149,26 @@ _COMBINED = {
 }
 
 
-def _single(name: str, title: str, read: str, differs: str) -> Baseline:
-    """Return the detector of one score."""
-    has_layers = read.startswith(("llmcheck_hidden", "llmcheck_attention"))
-    return Baseline(
-        name=name,
-        title=f"LLM-Check ({title})",
-        source=_SOURCE,
-        score=partial(single_score, name=read, detector=name),
-        reads=() if read == "perplexity" else (read,),
-        variant=_CHOSEN.format(" and the layer" if has_layers else "") + differs,
-    )
-
-
-LLM_CHECK_COMBINED = Baseline(
-    name="llmcheck_combined",
+@baseline(
+    "llmcheck_combined",
     title="LLM-Check (combined)",
     source=_SOURCE,
-    score=partial(combined_score, names=_COMBINED, detector="llmcheck_combined"),
-    reads=tuple(n for n in _COMBINED.values() if n != "perplexity"),
+    reads=[name for name in _COMBINED.values() if name != "perplexity"],
     # Neither the paper nor the code combines them; the paper leaves it to later work.
     variant="own definition: the mean of hidden, attention, perplexity, window entropy "
     "and entropy, each oriented and standardised on validation answers",
 )
-DETECTORS = (
-    *(_single(name, *rest) for name, rest in _SINGLE.items()),
-    LLM_CHECK_COMBINED,
-)
+def llmcheck_combined(inputs: DetectorInput) -> DetectorOutput:
+    """Return the mean of the oriented scores, each standardised on validation rows.
+
+    NaN for a row that lacks one of the scores.
+    """
+    rows = inputs.rows
+    total, chosen = np.zeros(len(rows.ids)), {}
+    for prefix, name in _COMBINED.items():
+        scores, choices = _oriented(inputs, name)
+        valid = scores[defined_rows(scores[:, None], rows, "validation")]
+        total += (scores - valid.mean()) / (valid.std() or 1.0)
+        chosen |= {f"{prefix}_{metric}": value for metric, value in choices.items()}
+    chosen = chosen_rows(rows, "llmcheck_combined", chosen)
+    return DetectorOutput(total[None] / len(_COMBINED), chosen)

@@ -12,9 +12,9 @@ import optax
 from flax import linen as nn
 
 from beatrice.benchmarks.baselines.detector import (
-    Baseline,
     DetectorInput,
     DetectorOutput,
+    baseline,
 )
 from beatrice.benchmarks.baselines.detectors.choice import (
     best_layer,
@@ -67,15 +67,15 @@ def _fit_network(
     adam = optax.adam(config.learning_rate, eps=config.epsilon)
     init_key, *epoch_keys = jax.random.split(key, 1 + config.n_epochs)
     orders = jnp.stack([jax.random.permutation(k, n) for k in epoch_keys])
-    # The last batch of an epoch is short; place n stands for nobody.
+    # The last batch of an epoch is short; index n stands for no example.
     padding = ((0, 0), (0, -n % config.batch_size))
     batches = jnp.pad(orders, padding, constant_values=n)
 
     def loss(params: Any, batch: jax.Array) -> jax.Array:
-        own, counts = jnp.minimum(batch, n - 1), batch < n
-        logits = network.apply(params, states[own])
-        losses = optax.sigmoid_binary_cross_entropy(logits, labels[own])
-        return losses.mean(where=counts)
+        rows, is_example = jnp.minimum(batch, n - 1), batch < n
+        logits = network.apply(params, states[rows])
+        losses = optax.sigmoid_binary_cross_entropy(logits, labels[rows])
+        return losses.mean(where=is_example)
 
     def step(carry: Any, batch: jax.Array) -> tuple[Any, None]:
         params, moments = carry
@@ -99,12 +99,12 @@ def _fit_seeds(
     root = jax.random.key(config.root_seed)
     keys = jax.vmap(partial(jax.random.fold_in, root))(jnp.arange(config.n_seeds))
 
-    def one(key: jax.Array) -> jax.Array:
+    def logits_of(key: jax.Array) -> jax.Array:
         return SaplmaNetwork().apply(
             _fit_network(key, states, labels, config=config), scored
         )
 
-    return jax.vmap(one)(keys)
+    return jax.vmap(logits_of)(keys)
 
 
 def saplma_logits(
@@ -132,7 +132,7 @@ def saplma_logits(
 def mean_states(store: FeatureStore, layer: int) -> np.ndarray:
     """Return the mean state of every answer span, `[n_rows, d_model]` float32.
 
-    Of an answer without a token it is the state that emitted its end.
+    An answer without a token has the state that emitted its end.
     """
     return mean_answer_states(store, np.arange(len(store.spec.keys)), layer)
 
@@ -156,8 +156,8 @@ def saplma(
     """Return the networks' log-odds from the layer that validation chooses.
 
     Args:
-      store: an extracted setting; every layer that it keeps is tried.
-      rows: what its rows are.
+      store: an extracted setting; every layer in it is tried.
+      rows: of the store, with labels and splits.
       states_of: `mean_states` or `last_states`.
       name: of the detector.
       config: of the fit.
@@ -177,52 +177,54 @@ def saplma(
     return best_layer(fit_at, store.spec.hidden_layers, rows, name)
 
 
-def _mean(inputs: DetectorInput) -> DetectorOutput:
-    return saplma(inputs.store, inputs.rows, mean_states, "saplma_mean")
-
-
-def _last(inputs: DetectorInput) -> DetectorOutput:
-    return saplma(inputs.store, inputs.rows, last_states, "saplma_last")
-
-
-SOURCE = (
+_SAPLMA = (
     "Azaria and Mitchell (Findings of EMNLP 2023), arXiv 2304.13734; no official code, "
     "what the paper leaves open after balevinstein/Probes a4dd8d3"
 )
-SAPLMA_MEAN = Baseline(
-    name="saplma_mean",
+
+
+@baseline(
+    "saplma_mean",
     title="SAPLMA (mean)",
-    source=SOURCE,
-    score=_mean,
+    source=_SAPLMA,
     is_trained=True,
     variant="The mean state of the answer span; the published one reads the last token "
     "alone. The layer is chosen by validation.",
 )
-SAPLMA_LAST = Baseline(
-    name="saplma_last",
+def saplma_mean(inputs: DetectorInput) -> DetectorOutput:
+    """Score by networks on the mean state of the answer."""
+    return saplma(inputs.store, inputs.rows, mean_states, "saplma_mean")
+
+
+@baseline(
+    "saplma_last",
     title="SAPLMA (last)",
-    source=SOURCE,
-    score=_last,
+    source=_SAPLMA,
     is_trained=True,
     variant="Reads the answer behind its prompt, not a statement by itself. The layer "
     "is chosen by validation.",
 )
-_ONE = (SAPLMA_MEAN, SAPLMA_LAST)
+def saplma_last(inputs: DetectorInput) -> DetectorOutput:
+    """Score by networks on the state at the answer's last token."""
+    return saplma(inputs.store, inputs.rows, last_states, "saplma_last")
 
 
-def linear_probe(store: FeatureStore, rows: Rows) -> DetectorOutput:
+@baseline(
+    "linear_probe",
+    title="Linear probe",
+    source="Alain and Bengio (2017), arXiv 1610.01644; not among the paper's detectors",
+    is_trained=True,
+    variant="Reads the mean state of the answer span; layer and penalty by validation.",
+)
+def linear_probe(inputs: DetectorInput) -> DetectorOutput:
     """Return log-odds from the layer and the penalty that validation chooses.
 
-    Args:
-      store: an extracted setting; every layer that it keeps is tried.
-      rows: what its rows are.
-
-    Returns:
-      `[1, n_rows]` scores.
+    Every layer of the store is tried.
 
     Raises:
       ValueError: training or validation rows hold one class only.
     """
+    store, rows = inputs.store, inputs.rows
 
     def fit_at(layer: int) -> DetectorOutput:
         states = mean_answer_states(store, np.arange(len(rows.ids)), layer)
@@ -234,61 +236,32 @@ def linear_probe(store: FeatureStore, rows: Rows) -> DetectorOutput:
     return best_layer(fit_at, store.spec.hidden_layers, rows, "linear_probe")
 
 
-def _score_linear(inputs: DetectorInput) -> DetectorOutput:
-    return linear_probe(inputs.store, inputs.rows)
-
-
-LINEAR_PROBE = Baseline(
-    name="linear_probe",
-    title="Linear probe",
-    source="Alain and Bengio (2017), arXiv 1610.01644; not among the paper's detectors",
-    score=_score_linear,
-    is_trained=True,
-    variant="Reads the mean state of the answer span; layer and penalty by validation.",
-)
-_TWO = (LINEAR_PROBE,)
-
-
-def llms_know(outputs: np.ndarray, rows: Rows) -> DetectorOutput:
-    """Return log-odds of a right answer from the block that validation chooses.
-
-    Args:
-      outputs: `[n_rows, n_layers, d_model]`, what the MLP of each block added at the
-        exact answer's last token; NaN where a row has none.
-      rows: what the rows are.
-
-    Returns:
-      `[1, n_rows]` scores, and the layer. Blocks count from 1 there, as the entries of
-      the residual stream do that they write to; the official code counts from 0.
-
-    Raises:
-      ValueError: training or validation rows hold one class only.
-    """
-
-    def fit_at(layer: int) -> DetectorOutput:
-        own, train = outputs[:, layer - 1], rows.where("train")
-        return DetectorOutput(
-            scores_where_defined(own, rows.labels, train, logistic_log_odds)
-        )
-
-    return best_layer(fit_at, range(1, outputs.shape[1] + 1), rows, "llms_know")
-
-
-def _score_llms_know(inputs: DetectorInput) -> DetectorOutput:
-    return llms_know(inputs.readings["mlp_exact_answer"], inputs.rows)
-
-
-LLMS_KNOW = Baseline(
-    name="llms_know",
+@baseline(
+    "llms_know",
     title="LLMsKnow",
     source="Orgad et al. (ICLR 2025), section 3; technion-cs-nlp/LLMsKnow bee3ec5, "
     "probe.py",
-    score=_score_llms_know,
     reads=("mlp_exact_answer",),
     is_trained=True,
     # The official extraction finds the gold answer in right ones, at test time too.
     variant="The exact answer is the whole greedy answer, which is short after worked "
     "examples; fitted on training answers alone, not on those of validation too.",
 )
-_THREE = (LLMS_KNOW,)
-DETECTORS = (*_ONE, *_TWO, *_THREE)
+def llms_know(inputs: DetectorInput) -> DetectorOutput:
+    """Return log-odds of a right answer from the block that validation chooses.
+
+    The reading is `[n_rows, n_layers, d_model]`, what the MLP of each block added at
+    the exact answer's last token. Blocks count from 1 in the row of the choice, as the
+    entries of the resid axis that they write to; the official code counts from 0.
+
+    Raises:
+      ValueError: training or validation rows hold one class only.
+    """
+    rows, outputs = inputs.rows, inputs.readings["mlp_exact_answer"]
+
+    def fit_at(layer: int) -> DetectorOutput:
+        states, train = outputs[:, layer - 1], rows.where("train")
+        scores = scores_where_defined(states, rows.labels, train, logistic_log_odds)
+        return DetectorOutput(scores)
+
+    return best_layer(fit_at, range(1, outputs.shape[1] + 1), rows, "llms_know")

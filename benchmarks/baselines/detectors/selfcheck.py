@@ -1,7 +1,14 @@
-"""SelfCheckGPT: whether drawn answers bear out what the answer says, by sentence.
+"""SelfCheckGPT and EigenScore: do drawn answers agree with the answer, or differ?
 
-Manakul et al. (EMNLP 2023), as in potsawee/selfcheckgpt (19b492a): the two variants
-that need no second language model, NLI and unigrams.
+SelfCheckGPT (Manakul et al., EMNLP 2023), as in potsawee/selfcheckgpt (19b492a): the
+two variants that need no second language model, NLI and unigrams, by sentence.
+
+EigenScore, INSIDE (Chen et al., ICLR 2024), as in alibaba/eigenscore (ea8062a,
+func/metric.py, `getEigenIndicator_v0`), with ten answers. What is read is the state of
+each answer's last token before the stop, at entry floor((n_layers + 1) / 2) of the
+resid axis: the official code finds that token by ids above 2, which holds for LLaMA-1/2
+and OPT alone, and reads the first token of the prompt for an answer of one token. The
+feature clipping of the paper is not in its code, and not here.
 """
 
 import collections
@@ -9,16 +16,16 @@ import itertools
 import math
 import re
 import unicodedata
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from beatrice.benchmarks.baselines.detector import (
-    Baseline,
     DetectorInput,
     DetectorOutput,
+    baseline,
 )
+from beatrice.benchmarks.baselines.detectors.choice import reading
 from beatrice.benchmarks.baselines.detectors.clustering import relations_of
 
 # After a mark that ends a sentence, which may be followed by a quote or bracket; not
@@ -40,7 +47,8 @@ def sentences_of(text: str) -> list[str]:
 
     The official code takes spaCy's; short answers are one sentence by both.
     """
-    return [part for one in _SENTENCE_END.split(text) if (part := one.strip())]
+    parts = (part.strip() for part in _SENTENCE_END.split(text))
+    return [part for part in parts if part]
 
 
 def tokens_of(text: str) -> list[str]:
@@ -65,32 +73,17 @@ def unigram_max(sentences: Sequence[str], samples: Sequence[str]) -> float:
     Returns:
       0 or more; NaN without a sentence.
     """
-    own = [tokens_of(sentence) for sentence in sentences]
+    tokens = [tokens_of(sentence) for sentence in sentences]
     drawn = map(tokens_of, samples)
-    counts = collections.Counter(itertools.chain.from_iterable([*own, *drawn]))
-    rarest = [min(counts[token] for token in one) for one in own]
+    counts = collections.Counter(itertools.chain.from_iterable([*tokens, *drawn]))
+    rarest = [min(counts[token] for token in sentence) for sentence in tokens]
     if not rarest:
         return math.nan
     return math.log(counts.total()) - math.fsum(map(math.log, rarest)) / len(rarest)
 
 
-def unigram_scores(inputs: DetectorInput) -> DetectorOutput:
-    """Return minus the surprisal of every row.
-
-    NaN where nothing was drawn or the answer is empty.
-    """
-    rows = zip(inputs.answers, inputs.samples, strict=True)
-    values = [
-        -unigram_max(sentences_of(answer.text), [sample.text for sample in samples])
-        if samples
-        else math.nan
-        for answer, samples in rows
-    ]
-    return DetectorOutput(np.array([values]))
-
-
-def contradiction_scores(
-    inputs: DetectorInput, *, sentence_first: bool
+def _contradictions(
+    inputs: DetectorInput, pair_of: Callable[[str, str], tuple[str, str]]
 ) -> DetectorOutput:
     """Return minus the mean probability that samples contradict the answer.
 
@@ -100,8 +93,7 @@ def contradiction_scores(
 
     Args:
       inputs: with an NLI model.
-      sentence_first: a sentence is the premise, as in the official code; in the paper
-        the sample is.
+      pair_of: premise and hypothesis of a sentence of the answer and a sample.
 
     Returns:
       In [-1, 0]; NaN where nothing was drawn or the answer is empty.
@@ -111,15 +103,11 @@ def contradiction_scores(
     """
     relations = relations_of(inputs)
     rows = [
-        [
-            (sentence, sample.text) if sentence_first else (sample.text, sentence)
-            for sentence in sentences_of(answer.text)
-            for sample in samples
-        ]
+        [pair_of(x, s.text) for x in sentences_of(answer.text) for s in samples]
         for answer, samples in zip(inputs.answers, inputs.samples, strict=True)
     ]
     pairs = list(dict.fromkeys(itertools.chain.from_iterable(rows)))
-    p_contradicted = {}
+    p_contradicted: dict[tuple[str, str], float] = {}
     if pairs:
         p_entailment, _, p_contradiction = relations(pairs).T
         with np.errstate(invalid="ignore"):  # 0 / 0 of a pair that is surely neutral
@@ -127,7 +115,7 @@ def contradiction_scores(
         p_contradicted = dict(zip(pairs, p.tolist(), strict=True))
     # Every sentence has as many samples: the mean of means is the mean of all.
     values = [
-        -math.fsum(map(p_contradicted.get, row)) / len(row) if row else math.nan
+        -math.fsum(p_contradicted[pair] for pair in row) / len(row) if row else math.nan
         for row in rows
     ]
     return DetectorOutput(np.array([values]))
@@ -137,37 +125,54 @@ _SELFCHECK = (
     "Manakul et al., EMNLP 2023, section 5.{}; potsawee/selfcheckgpt 19b492a, {}"
 )
 
-_ONE = (
-    Baseline(
-        name="selfcheck_nli",
-        title="SelfCheckGPT-NLI",
-        source=_SELFCHECK.format(4, "SelfCheckNLI"),
-        score=partial(contradiction_scores, sentence_first=True),
-        needs=frozenset({"samples", "entailment"}),
-        variant="as many samples as the run has, not 20; a pattern splits sentences",
-    ),
-    Baseline(
-        name="selfcheck_nli:paper",
-        title="SelfCheckGPT-NLI (sample first)",
-        source=_SELFCHECK.format(4, "SelfCheckNLI"),
-        score=partial(contradiction_scores, sentence_first=False),
-        needs=frozenset({"samples", "entailment"}),
-        variant="the sample is the premise and the sentence the hypothesis, as in the "
-        "paper; otherwise as the other",
-    ),
-    Baseline(
-        name="selfcheck_ngram",
-        title="SelfCheckGPT-ngram",
-        source=_SELFCHECK.format(3, "SelfCheckNgram, n=1, max"),
-        score=unigram_scores,
-        needs=frozenset({"samples"}),
-        variant="as many samples as the run has, not 20; words and sentences are split "
-        "by patterns, not by spaCy",
-    ),
+
+@baseline(
+    "selfcheck_nli",
+    title="SelfCheckGPT-NLI",
+    source=_SELFCHECK.format(4, "SelfCheckNLI"),
+    needs={"samples", "entailment"},
+    variant="as many samples as the run has, not 20; a pattern splits sentences",
 )
+def selfcheck_nli(inputs: DetectorInput) -> DetectorOutput:
+    """Score by contradiction, a sentence as the premise, as in the official code."""
+    return _contradictions(inputs, lambda sentence, sample: (sentence, sample))
 
 
-SAMPLE_STATES = "sample_states"  # the reading, `[n_rows, n_samples, d_model]`
+@baseline(
+    "selfcheck_nli:paper",
+    title="SelfCheckGPT-NLI (sample first)",
+    source=_SELFCHECK.format(4, "SelfCheckNLI"),
+    needs={"samples", "entailment"},
+    variant="the sample is the premise and the sentence the hypothesis, as in the "
+    "paper; otherwise as the other",
+)
+def selfcheck_nli_paper(inputs: DetectorInput) -> DetectorOutput:
+    """Score by contradiction, a sample as the premise."""
+    return _contradictions(inputs, lambda sentence, sample: (sample, sentence))
+
+
+@baseline(
+    "selfcheck_ngram",
+    title="SelfCheckGPT-ngram",
+    source=_SELFCHECK.format(3, "SelfCheckNgram, n=1, max"),
+    needs={"samples"},
+    variant="as many samples as the run has, not 20; words and sentences are split "
+    "by patterns, not by spaCy",
+)
+def selfcheck_ngram(inputs: DetectorInput) -> DetectorOutput:
+    """Return minus the surprisal of every row, see `unigram_max`.
+
+    NaN where nothing was drawn or the answer is empty.
+    """
+    values = [
+        -unigram_max(sentences_of(answer.text), [sample.text for sample in samples])
+        if samples
+        else math.nan
+        for answer, samples in zip(inputs.answers, inputs.samples, strict=True)
+    ]
+    return DetectorOutput(np.array([values]))
+
+
 _RIDGE = 1e-3
 
 
@@ -196,57 +201,54 @@ def paper_eigenscore(states: np.ndarray, ridge: float = _RIDGE) -> float:
 
 
 def _mean_log_eigenvalue(gram: np.ndarray, ridge: float) -> float:
-    """Return it by the log-determinant, which is positive with a ridge."""
+    # By the log-determinant, which is positive with a ridge.
     return float(np.linalg.slogdet(gram + ridge * np.eye(len(gram)))[1] / len(gram))
 
 
-def eigen_scores(inputs: DetectorInput, *, is_official: bool) -> DetectorOutput:
+def _eigenscores(
+    inputs: DetectorInput, eigenscore: Callable[[np.ndarray], float]
+) -> DetectorOutput:
     """Return minus the score of every row.
 
     Answers whose state was not read (NaN) are left out; where fewer than two are left,
     nothing lies apart and the score is NaN.
 
     Raises:
-      ValueError: the states were not read, or not for these rows.
+      ValueError: the states, `[n_rows, n_samples, d_model]`, were not read.
     """
-    states = inputs.readings.get(SAMPLE_STATES)
-    n_rows = len(inputs.rows.ids)
-    if states is None or states.ndim != 3 or len(states) != n_rows:
-        found = "missing" if states is None else list(states.shape)
-        raise ValueError(
-            f"the reading {SAMPLE_STATES!r} is {found}, expected [{n_rows}, n_samples, "
-            "d_model]; read the states of the drawn answers first"
-        )
-    measure = official_eigenscore if is_official else paper_eigenscore
     values = []
-    for row in states:
-        own = row[~np.isnan(row).any(axis=1)].astype(np.float64)
-        values.append(-measure(own) if len(own) > 1 else math.nan)
+    for states in reading(inputs, "sample_states", 3):
+        states = states[~np.isnan(states).any(axis=1)]
+        values.append(-eigenscore(states) if len(states) > 1 else math.nan)
     return DetectorOutput(np.array([values]))
 
 
 _INSIDE = "Chen et al., ICLR 2024 (INSIDE), section 3.1; alibaba/eigenscore ea8062a"
 
-_TWO = (
-    Baseline(
-        name="eigenscore",
-        title="EigenScore",
-        source=_INSIDE,
-        score=partial(eigen_scores, is_official=True),
-        needs=frozenset({"samples"}),
-        reads=("sample_states",),
-        variant="answers are drawn at the pool's temperature, not 0.5; the last token "
-        "before the stop is read whatever its id",
-    ),
-    Baseline(
-        name="eigenscore:paper",
-        title="EigenScore (paper's formula)",
-        source=_INSIDE,
-        score=partial(eigen_scores, is_official=False),
-        needs=frozenset({"samples"}),
-        reads=("sample_states",),
-        variant="the covariance is not divided by d_model - 1 and the logarithm is "
-        "natural, as in the paper; read as the other",
-    ),
+
+@baseline(
+    "eigenscore",
+    title="EigenScore",
+    source=_INSIDE,
+    needs={"samples"},
+    reads=("sample_states",),
+    variant="answers are drawn at the pool's temperature, not 0.5; the last token "
+    "before the stop is read whatever its id",
 )
-DETECTORS = (*_ONE, *_TWO)
+def eigenscore_official(inputs: DetectorInput) -> DetectorOutput:
+    """Score by the formula of the official code."""
+    return _eigenscores(inputs, official_eigenscore)
+
+
+@baseline(
+    "eigenscore:paper",
+    title="EigenScore (paper's formula)",
+    source=_INSIDE,
+    needs={"samples"},
+    reads=("sample_states",),
+    variant="the covariance is not divided by d_model - 1 and the logarithm is "
+    "natural, as in the paper; read as the other",
+)
+def eigenscore_paper(inputs: DetectorInput) -> DetectorOutput:
+    """Score by the formula of the paper."""
+    return _eigenscores(inputs, paper_eigenscore)

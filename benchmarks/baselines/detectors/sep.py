@@ -6,11 +6,12 @@ from functools import partial
 import numpy as np
 
 from beatrice.benchmarks.baselines.detector import (
-    Baseline,
     DetectorInput,
     DetectorOutput,
+    baseline,
 )
 from beatrice.benchmarks.baselines.detectors.choice import (
+    chosen_rows,
     last_steps,
     logistic_log_odds,
     scores_where_defined,
@@ -22,9 +23,9 @@ from beatrice.benchmarks.baselines.detectors.clustering import (
     Equivalences,
     by_entailment,
     by_words,
+    requirements,
 )
 from beatrice.benchmarks.baselines.detectors.entropy import discrete_entropies
-from beatrice.benchmarks.baselines.plain import chosen_row
 from beatrice.jaxprobe.rows import Rows
 
 FEWEST_LAYERS = 5  # of a range, as in the code
@@ -60,7 +61,7 @@ def best_range(aurocs: Sequence[float]) -> tuple[int, int]:
     n = max(1, len(aurocs) - 1)
     fewest = min(FEWEST_LAYERS, n)
     ranges = [(i, j) for i in range(n) for j in range(i + fewest, n + 1)]
-    return max(ranges, key=lambda one: float(np.mean(aurocs[slice(*one)])))
+    return max(ranges, key=lambda span: float(np.mean(aurocs[slice(*span)])))
 
 
 def entropy_probe(
@@ -82,7 +83,7 @@ def entropy_probe(
       layers: of the store, rising.
       entropies: `[n_rows]` discrete semantic entropy in nats; NaN where no answer was
         drawn.
-      rows: what the rows are.
+      rows: with labels and splits.
       name: of the detector.
 
     Returns:
@@ -102,14 +103,17 @@ def entropy_probe(
     threshold = entropy_threshold(entropies[train])
     is_low = entropies < threshold
 
-    def scores_of(*chosen: int) -> np.ndarray:
-        states = np.concatenate([states_of(layer) for layer in chosen], axis=1)
+    def scores_of(*layers: int) -> np.ndarray:
+        states = np.concatenate([states_of(layer) for layer in layers], axis=1)
         return scores_where_defined(states, is_low, train, logistic_log_odds)
 
     start, stop = best_range([validation_auroc(scores_of(x), rows) for x in layers])
-    picked = {"threshold": threshold}
-    picked |= {"first_layer": layers[start], "last_layer": layers[stop - 1]}
-    chosen = tuple(chosen_row(rows, name, metric, x) for metric, x in picked.items())
+    values = {
+        "threshold": threshold,
+        "first_layer": layers[start],
+        "last_layer": layers[stop - 1],
+    }
+    chosen = chosen_rows(rows, name, values)
     return DetectorOutput(scores_of(*layers[start:stop]), chosen)
 
 
@@ -136,62 +140,62 @@ def official_second_last(last: np.ndarray) -> np.ndarray:
     return np.where(last >= 2, last - 2, last)
 
 
-def _score(
-    inputs: DetectorInput,
-    *,
+def _register(
     name: str,
+    title: str,
+    variant: str,
     step_of: Callable[[np.ndarray], np.ndarray],
     equivalences: Equivalences,
-) -> DetectorOutput:
-    """Probe the states at a step of every answer."""
-    store = inputs.store
-    states_of = partial(states_at, store, step_of(last_steps(store)))
-    entropies = discrete_entropies(inputs, equivalences)
-    layers = store.spec.hidden_layers
-    return entropy_probe(states_of, layers, entropies, inputs.rows, name)
+) -> None:
+    """Register a probe of the states at a step of every answer."""
+
+    @baseline(
+        name,
+        title=title,
+        source="Kossen et al. (2024), arXiv 2406.15927, section 4; "
+        "OATML/semantic-entropy-probes 02e2167, train-latent-probe.ipynb",
+        needs=requirements(equivalences),
+        is_trained=True,
+        variant=variant,
+    )
+    def score(inputs: DetectorInput) -> DetectorOutput:
+        store = inputs.store
+        states_of = partial(states_at, store, step_of(last_steps(store)))
+        entropies = discrete_entropies(inputs, equivalences)
+        layers = store.spec.hidden_layers
+        return entropy_probe(states_of, layers, entropies, inputs.rows, name)
 
 
-def _detectors(
-    name: str, title: str, step_of: Callable[[np.ndarray], np.ndarray], token: str
-) -> tuple[Baseline, Baseline]:
-    """Return the probes of one token position: with an NLI model, and by words."""
-
-    def one(ending: str, note: str, equivalences: Equivalences) -> Baseline:
-        own = name + (ending and f":{ending}")
-        kind = {} if equivalences is by_words else {"entailment"}
-        return Baseline(
-            name=own,
-            title=title + (ending and f" ({ending})"),
-            source="Kossen et al. (2024), arXiv 2406.15927, section 4; "
-            "OATML/semantic-entropy-probes 02e2167, train-latent-probe.ipynb",
-            score=partial(_score, name=own, step_of=step_of, equivalences=equivalences),
-            needs=frozenset({"samples", *kind}),
-            is_trained=True,
-            variant=f"{token}; the range of layers is chosen on validation answers, "
-            "the code's on test; fitted on training answers alone" + note,
-        )
-
-    return one("", "", by_entailment), one("words", f"; {BY_WORDS}", by_words)
-
-
-DETECTORS = (
-    *_detectors(
+for _name, _title, _step_of, _token in (
+    (
         "sep",
         "SEP",
         official_second_last,
         "the token of the code, which stands one before the second-last",
     ),
-    *_detectors(
+    (
         "sep_corrected",
         "SEP, second-last token",
         second_last,
         "corrected: the second-last answer token, which the paper names and the code "
         "misses by one",
     ),
-    *_detectors(
+    (
         "sep_tbg",
         "SEP, before the answer",
         before_generation,
         "the last prompt token, before the answer is generated",
     ),
-)
+):
+    _variant = (
+        f"{_token}; the range of layers is chosen on validation answers, the code's on "
+        "test; fitted on training answers alone"
+    )
+    _register(_name, _title, _variant, _step_of, by_entailment)
+    _register(
+        f"{_name}:words",
+        f"{_title} (words)",
+        f"{_variant}; {BY_WORDS}",
+        _step_of,
+        by_words,
+    )

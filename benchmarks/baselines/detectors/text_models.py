@@ -7,8 +7,7 @@ here are ours.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ from sklearn.neural_network import MLPClassifier
 from sklearn.svm import LinearSVC
 
 from beatrice.benchmarks.baselines.detector import (
-    Baseline,
     DetectorInput,
     DetectorOutput,
+    baseline,
 )
 from beatrice.benchmarks.baselines.plain import chosen_row, word_pairs
 from beatrice.jaxprobe.linear import both_classes, fit_linear
@@ -78,7 +77,7 @@ def mlp_scores(
 
     Args:
       texts: of every row.
-      rows: what the rows are.
+      rows: with labels and splits.
       config: of the fit.
 
     Raises:
@@ -106,7 +105,7 @@ def mlp_scores(
         return best_epoch(epochs(), rows, config.patience)
 
     first = {penalty: fitted(penalty, 0) for penalty in config.penalties}
-    penalty = max(first, key=lambda one: first[one][0])
+    penalty = max(first, key=lambda penalty: first[penalty][0])
     seeds = [first[penalty], *(fitted(penalty, i) for i in range(1, config.n_seeds))]
     chosen = chosen_row(rows, "tfidf_mlp", "penalty", penalty)
     return DetectorOutput(np.stack([scores for _, scores, _ in seeds]), (chosen,))
@@ -120,7 +119,7 @@ def best_epoch(
     Args:
       epochs: yields the scores `[n_rows]` after each; of validation rows is enough to
         compare them. It is asked for no more after `patience` without a better one.
-      rows: what the rows are.
+      rows: with labels and splits.
       patience: epochs to wait.
 
     Raises:
@@ -161,7 +160,7 @@ def encoder_scores(
 
     Args:
       texts: of every row.
-      rows: what the rows are.
+      rows: with labels and splits.
       path: a folder with a Transformers encoder in safetensors, and its tokenizer.
       config: of the fit.
 
@@ -247,52 +246,31 @@ def _fine_tuned(
         return best_epoch(epochs(), rows, config.n_epochs)
 
 
-def _scored(
-    inputs: DetectorInput, *, by: Callable[[Sequence[str], Rows], DetectorOutput]
-) -> DetectorOutput:
-    return by(inputs.texts, inputs.rows)
+_PAPER = "Paper, appendix 'How Far Surface Text Alone Goes', without settings"
 
 
-def _rung(
-    name: str,
-    title: str,
-    by: Callable[[Sequence[str], Rows], DetectorOutput],
-    variant: str = "",
-) -> Baseline:
-    return Baseline(
-        name=name,
-        title=title,
-        source="Paper, appendix 'How Far Surface Text Alone Goes', without settings",
-        score=partial(_scored, by=by),
-        is_trained=True,
-        variant=variant,
-    )
+@baseline("tfidf_svm", title="TF-IDF, linear SVM", source=_PAPER, is_trained=True)
+def tfidf_svm(inputs: DetectorInput) -> DetectorOutput:
+    """Score by `svm_scores`."""
+    return svm_scores(inputs.texts, inputs.rows)
 
 
-def fine_tuned(
-    inputs: DetectorInput, config: FineTuneConfig | None = None
-) -> DetectorOutput:
-    """Return what a fine-tuned encoder says of the texts of a run.
-
-    Raises:
-      ValueError: no encoder is given, or see `encoder_scores`.
-    """
-    if inputs.encoder is None:
-        raise ValueError("a text encoder is needed: --encoder DIRECTORY")
-    return _scored(
-        inputs, by=partial(encoder_scores, path=inputs.encoder, config=config)
-    )
+@baseline("tfidf_mlp", title="TF-IDF, MLP", source=_PAPER, is_trained=True)
+def tfidf_mlp(inputs: DetectorInput) -> DetectorOutput:
+    """Score by `mlp_scores`."""
+    return mlp_scores(inputs.texts, inputs.rows)
 
 
-TFIDF_SVM = _rung("tfidf_svm", "TF-IDF, linear SVM", svm_scores)
-TFIDF_MLP = _rung("tfidf_mlp", "TF-IDF, MLP", mlp_scores)
-TEXT_ENCODER = Baseline(
-    name="text_encoder",
+@baseline(
+    "text_encoder",
     title="Fine-tuned text encoder",
-    source=TFIDF_SVM.source,
-    score=fine_tuned,
-    needs=frozenset({"encoder"}),
+    source=_PAPER,
+    needs={"encoder"},
     is_trained=True,
     variant="the encoder given by path; the paper fine-tunes e5-base",
 )
-DETECTORS = (TFIDF_SVM, TFIDF_MLP, TEXT_ENCODER)
+def text_encoder(inputs: DetectorInput) -> DetectorOutput:
+    """Score by `encoder_scores` of the encoder in `inputs.encoder`."""
+    if inputs.encoder is None:
+        raise ValueError("a text encoder is needed: --encoder DIRECTORY")
+    return encoder_scores(inputs.texts, inputs.rows, inputs.encoder)

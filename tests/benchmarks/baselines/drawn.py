@@ -73,9 +73,3 @@ def by_last_word(premise, hypothesis):
 def scores(detector, drawn):
     """Return the scores of the only or first seed."""
     return detector.score(drawn).scores[0]
-
-
-def named(detectors, name):
-    """Return the detector of a name."""
-    (found,) = (one for one in detectors if one.name == name)
-    return found

@@ -59,7 +59,7 @@ def test_a_detector_that_cannot_learn_has_its_reason_in_its_rows():
 
     read = CachedReadings({}, {"x": 3.0}, {"x": 2**60})
     scores = score(one(refuse, reads=("x",)), given, read)
-    assert np.isnan(scores.found.scores).all() and scores.seconds >= 3
+    assert np.isnan(scores.output.scores).all() and scores.seconds >= 3
     assert scores.peak_bytes == 2**60
     other = Scored(name="other", scores=np.arange(6.0)[None])
     rows = detection_rows(
@@ -108,8 +108,8 @@ def test_scores_are_cached_until_what_they_depend_on_changes(tmp_path, needs):
     detector = one(None, name="p_true", needs=frozenset(needs))
     cache_of(tmp_path).save(detector, Scores(found, 1.5, 7, "why"))
     held = cache_of(tmp_path).load(detector)
-    np.testing.assert_array_equal(held.found.scores, found.scores)
-    assert held.found.chosen == (CHOSEN,)
+    np.testing.assert_array_equal(held.output.scores, found.scores)
+    assert held.output.chosen == (CHOSEN,)
     assert held[1:] == (1.5, 7, "why")
     for name in SHAS:
         is_read = name in ("run", *needs)

@@ -88,7 +88,7 @@ def test_a_score_of_chance_is_not_blamed_for_its_sign():
 
 def test_a_detector_is_found_by_its_place_or_the_place_is_named():
     assert find_detector("p_true").name == "p_true"
-    place = "beatrice.benchmarks.baselines.detectors.context:P_TRUE"
+    place = "beatrice.benchmarks.baselines.detectors.context:p_true"
     assert find_detector(place).name == "p_true"
     with pytest.raises(ValueError, match="expected a Baseline"):
         find_detector("beatrice.benchmarks.baselines.detectors.context:reading")

@@ -3,15 +3,15 @@ import math
 import numpy as np
 import pytest
 
+from beatrice.benchmarks.baselines.detector import catalogue
 from beatrice.benchmarks.baselines.detectors.selfcheck import (
-    DETECTORS,
-    SAMPLE_STATES,
     official_eigenscore,
     paper_eigenscore,
 )
-from tests.benchmarks.baselines.drawn import inputs, named, scores
+from tests.benchmarks.baselines.drawn import inputs, scores
 
-OFFICIAL = named(DETECTORS, "eigenscore")
+SAMPLE_STATES = "sample_states"
+OFFICIAL = catalogue()["eigenscore"]
 
 
 def with_states(states, labels=None):
@@ -68,9 +68,9 @@ def test_states_of_half_precision_do_not_overflow():
 
 @pytest.mark.parametrize(
     ("readings", "found"),
-    [({}, "missing"), ({SAMPLE_STATES: np.zeros((3, 2, 4))}, r"\[3, 2, 4\]")],
+    [({}, "missing"), ({SAMPLE_STATES: np.zeros((3, 2, 4))}, r"of shape \[3, 2, 4\]")],
 )
 def test_states_of_other_rows_or_none_are_refused(readings, found):
     one = inputs([["a"], ["b"]], readings=readings)
-    with pytest.raises(ValueError, match=f"'sample_states' is {found}, expected"):
+    with pytest.raises(ValueError, match=f"'sample_states' is {found}, expected 3"):
         OFFICIAL.score(one)

@@ -12,9 +12,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from beatrice.benchmarks.baselines.detectors import entropy
+from beatrice.benchmarks.baselines.detector import catalogue
 from beatrice.benchmarks.baselines.entailment import columns_of, load_entailment
-from tests.benchmarks.baselines.drawn import inputs, named, scores
+from tests.benchmarks.baselines.drawn import inputs, scores
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefghij", "Q0", "?"]
 SIZES = dict(
@@ -207,7 +207,7 @@ def test_logits_that_are_not_finite_are_refused(tmp_path):
 def test_semantic_entropy_reads_a_model_from_a_directory(saved, tmp_path):
     model = load_entailment(saved)
     drawn = inputs([["a", "b c", "a"], ["d"]], relations=model)
-    found = scores(named(entropy.DETECTORS, "semantic_entropy"), drawn)
+    found = scores(catalogue()["semantic_entropy"], drawn)
     assert -np.log(3) - 1e-9 <= found[0] <= 0 == found[1]
     # Both orders of (a, b c), and a with itself, asked once.
     assert len(model.known) == 3

@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
 
-from beatrice.benchmarks.baselines.detector import DetectorInput
+from beatrice.benchmarks.baselines.detector import DetectorInput, catalogue
 from beatrice.benchmarks.baselines.detectors.gnosis import (
-    GNOSIS,
     GnosisConfig,
     GnosisHead,
     Inputs,
     fit_heads,
-    gnosis,
+    gnosis_scores,
 )
 from tests.benchmarks.rows import rows_of
 
 N = 600
+GNOSIS = catalogue()["gnosis"]
 SMALL = GnosisConfig(width=16, head_widths=(16,), n_grid=1, n_seeds=1, n_epochs=8)
 
 
@@ -47,7 +47,7 @@ def measured(scores, labels):
 @pytest.mark.parametrize("where", ["maps", "states"])
 def test_either_stream_alone_tells_right_from_wrong(where):
     labels = some_labels()
-    found = gnosis(*planted(labels, where), rows_of(labels), SMALL)
+    found = gnosis_scores(*planted(labels, where), rows_of(labels), SMALL)
     assert measured(found.scores, labels) > 0.85
     (chosen,) = found.chosen
     assert chosen.metric == "epoch" and 1 <= chosen.value <= SMALL.n_epochs

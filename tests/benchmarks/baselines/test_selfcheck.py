@@ -3,8 +3,8 @@ import math
 import numpy as np
 import pytest
 
+from beatrice.benchmarks.baselines.detector import catalogue
 from beatrice.benchmarks.baselines.detectors.selfcheck import (
-    DETECTORS,
     sentences_of,
     tokens_of,
     unigram_max,
@@ -12,7 +12,6 @@ from beatrice.benchmarks.baselines.detectors.selfcheck import (
 from tests.benchmarks.baselines.drawn import (
     by_last_word,
     inputs,
-    named,
     relations_by,
     scores,
 )
@@ -27,7 +26,7 @@ SAMPLES = [
     OPENING.format(BORN, "an") + "He obtained his PhD from MIT.",
 ]
 NLI, PAPER, NGRAM = (
-    named(DETECTORS, f"selfcheck_{name}") for name in ("nli", "nli:paper", "ngram")
+    catalogue()[f"selfcheck_{name}"] for name in ("nli", "nli:paper", "ngram")
 )
 
 
@@ -127,7 +126,7 @@ def test_sentences_count_alike():
     assert scores(NLI, drawn) == pytest.approx([-(low + 2 * high) / 3])
 
 
-@pytest.mark.parametrize("detector", DETECTORS[:3], ids=lambda one: one.name)
+@pytest.mark.parametrize("detector", (NLI, PAPER, NGRAM), ids=lambda one: one.name)
 def test_an_empty_answer_and_no_samples_are_undefined(detector):
     drawn = inputs(
         [["a", "b"], ["a"], [], ["", "a"]],

@@ -6,10 +6,10 @@ import pytest
 from beatrice.benchmarks.baselines import readings
 from beatrice.benchmarks.baselines.detector import catalogue
 from beatrice.benchmarks.baselines.readings import (
-    Reading,
+    AnswerReader,
     cached_readings,
+    load_part,
     parts_of,
-    read_before,
     reading_keys,
     rows_read,
 )
@@ -39,7 +39,7 @@ def unread(wanted, caches, n_rows):
     """Return by name the rows that would be read now."""
     rows = {name: [] for name in wanted}
     for part in parts_of(n_rows):
-        for name, missing in read_before(wanted, caches, part)[1].items():
+        for name, missing in load_part(wanted, caches, part)[1].items():
             rows[name] += missing
     return rows
 
@@ -58,7 +58,7 @@ def test_what_an_earlier_start_read_is_not_read_again(tmp_path):
         keep(caches[name], values)
     ticks = []
     wanted = dict.fromkeys(NAMES, np.arange(300))
-    reading = Reading(given, no_model)
+    reading = AnswerReader(given, no_model)
     read = cached_readings(reading, wanted, 300, caches, lambda: ticks.append(1))
     np.testing.assert_array_equal(read.values["llmcheck_hidden"], states)
     np.testing.assert_array_equal(read.values["p_true"], scalars)
@@ -84,7 +84,7 @@ def test_training_answers_are_read_for_those_that_learn_from_them_alone(tmp_path
     caches = {"llmcheck_hidden_all": Cache(tmp_path, "key")}
     keep(caches["llmcheck_hidden_all"], values[evaluated], evaluated)
     few = {"llmcheck_hidden_all": evaluated}
-    read = cached_readings(Reading(given, no_model), few, 12, caches)
+    read = cached_readings(AnswerReader(given, no_model), few, 12, caches)
     laid_out = np.where(np.arange(12)[:, None] % 3 == 0, np.nan, values)
     np.testing.assert_array_equal(read.values["llmcheck_hidden_all"], laid_out)
     assert read.seconds["llmcheck_hidden_all"] == 3.0  # of 8 rows 2, of 12 rows 3

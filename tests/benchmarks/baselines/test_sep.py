@@ -14,7 +14,7 @@ from beatrice.benchmarks.baselines.detectors.sep import (
     official_second_last,
     second_last,
 )
-from tests.benchmarks.baselines.test_trained import (
+from tests.benchmarks.baselines.test_probes import (
     LAYERS,
     chosen,
     measured,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
 
-from beatrice.benchmarks.baselines.detector import DetectorInput
+from beatrice.benchmarks.baselines.detector import DetectorInput, catalogue
 from beatrice.benchmarks.baselines.detectors import context as context_baselines
 from beatrice.benchmarks.baselines.detectors import llm_check
 from beatrice.benchmarks.baselines.detectors.choice import (
@@ -24,9 +24,9 @@ from tests.benchmarks.rows import rows_of as rows_with
 N = 300
 N_LAYERS, N_HEADS = 4, 3
 DETECTORS = {
-    one.name: one
-    for one in (*llm_check.DETECTORS, *context_baselines.DETECTORS)
-    if one.name != "lookback_lens"
+    name: x
+    for name, x in catalogue().items()
+    if name.startswith(("llmcheck", "redeep", "lumina", "p_true"))
 }
 READERS = [name for name, one in DETECTORS.items() if one.reads]
 RNG = np.random.default_rng(5)

@@ -1,7 +1,6 @@
 """Text alone, further up: each rung finds what was planted, and nothing else."""
 
 import dataclasses
-from functools import partial
 
 import numpy as np
 import pytest
@@ -14,11 +13,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
-from beatrice.benchmarks.baselines.detector import DetectorInput
+from beatrice.benchmarks.baselines.detector import DetectorInput, catalogue
 from beatrice.benchmarks.baselines.detectors.text_models import (
-    TEXT_ENCODER,
-    TFIDF_MLP,
-    TFIDF_SVM,
     FineTuneConfig,
     MlpConfig,
     best_epoch,
@@ -29,7 +25,7 @@ from beatrice.benchmarks.baselines.detectors.text_models import (
 from beatrice.extract.generate.requests import PromptConfig
 from beatrice.extract.records import Answer, Example, Passage
 from beatrice.jaxprobe.linear import INVERSE_PENALTIES
-from tests.benchmarks.baselines.test_trained import (
+from tests.benchmarks.baselines.test_probes import (
     chosen,
     measured,
     rows_of,
@@ -239,10 +235,10 @@ def test_the_rungs_read_question_answer_and_passages_of_a_run(
         template=PromptConfig().prompt_template(),
         encoder=tiny_encoder,
     )
-    quick = partial(TEXT_ENCODER.score, config=QUICK)
-    for score in (TFIDF_SVM.score, TFIDF_MLP.score, quick):
-        assert measured(score(own), rows) > 0.8
+    assert measured(encoder_scores(own.texts, rows, tiny_encoder, QUICK), rows) > 0.8
+    for name in ("tfidf_svm", "tfidf_mlp"):
+        assert measured(catalogue()[name].score(own), rows) > 0.8
     with pytest.raises(ValueError, match="--encoder DIRECTORY"):
-        quick(dataclasses.replace(own, encoder=None))
+        catalogue()["text_encoder"].score(dataclasses.replace(own, encoder=None))
     with pytest.raises(ValueError, match="give questions, answers and the template"):
-        TFIDF_SVM.score(dataclasses.replace(own, template=None))
+        catalogue()["tfidf_svm"].score(dataclasses.replace(own, template=None))

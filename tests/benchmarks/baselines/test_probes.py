@@ -1,7 +1,6 @@
 """Detectors that learn from labels: each finds what was planted, and nothing else."""
 
 import itertools
-from functools import partial
 
 import jax
 import numpy as np
@@ -11,17 +10,11 @@ from scipy.special import logit
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
-from beatrice.benchmarks.baselines.detector import DetectorInput
-from beatrice.benchmarks.baselines.detectors import probes, sep
+from beatrice.benchmarks.baselines.detector import DetectorInput, catalogue
 from beatrice.benchmarks.baselines.detectors.choice import last_steps, states_at
-from beatrice.benchmarks.baselines.detectors.context import LOOKBACK_LENS
 from beatrice.benchmarks.baselines.detectors.probes import (
-    LLMS_KNOW,
-    SAPLMA_LAST,
-    SAPLMA_MEAN,
     SaplmaConfig,
     SaplmaNetwork,
-    last_states,
     saplma_logits,
 )
 from beatrice.extract.store.families import Family
@@ -114,18 +107,18 @@ def test_a_step_is_counted_from_the_token_before_the_answer(answer_span):
 def test_saplma_reads_the_last_token_of_the_layer_where_it_was_planted():
     labels = some_labels(900)
     rows, store = rows_of(labels), stored(planted(labels, step=-1))
-    found = SAPLMA_LAST.score(inputs(rows, store))
+    found = catalogue()["saplma_last"].score(inputs(rows, store))
     assert found.scores.shape == (3, 900) and chosen(found) == {"layer": 2}
     assert measured(found, rows) > 0.9
     elsewhere = rows_of(labels), stored(planted(labels, step=0))
-    found = SAPLMA_LAST.score(inputs(*elsewhere))
+    found = catalogue()["saplma_last"].score(inputs(*elsewhere))
     assert abs(measured(found, rows) - 0.5) < 0.12  # of 300 answers, s.d. 0.033
 
 
 def test_saplma_of_the_mean_reads_every_step():
     labels = some_labels(900)
     rows, store = rows_of(labels), stored(planted(labels, slice(None), size=2.0))
-    found = SAPLMA_MEAN.score(inputs(rows, store))
+    found = catalogue()["saplma_mean"].score(inputs(rows, store))
     assert chosen(found) == {"layer": 2} and measured(found, rows) > 0.9
     assert np.isfinite(found.scores).all()
 
@@ -133,7 +126,7 @@ def test_saplma_of_the_mean_reads_every_step():
 def test_an_answer_without_a_token_has_no_last_one_and_teaches_nothing():
     labels = some_labels(300)
     rows, store = rows_of(labels), stored(planted(labels, step=-1))
-    found = SAPLMA_LAST.score(inputs(rows, store))
+    found = catalogue()["saplma_last"].score(inputs(rows, store))
     np.testing.assert_array_equal(np.isnan(found.scores).sum(axis=1), [1, 1, 1])
     assert np.isnan(found.scores[:, 3]).all()
 
@@ -142,11 +135,9 @@ def test_what_is_not_a_training_or_validation_row_changes_no_choice():
     labels = some_labels(300)
     store = stored(planted(labels, step=-1))
     turned = np.where(np.arange(300) < 200, labels, ~labels)
-    for detector in (
-        partial(probes.saplma, states_of=last_states, name="saplma_last"),
-        probes.linear_probe,
-    ):
-        first, second = (detector(store, rows_of(x)) for x in (labels, turned))
+    for name in ("saplma_last", "linear_probe"):
+        score = catalogue()[name].score
+        first, second = (score(inputs(rows_of(x), store)) for x in (labels, turned))
         np.testing.assert_array_equal(first.scores, second.scores)
         assert chosen(first) == chosen(second)
         assert measured(second, rows_of(turned)) < 0.2
@@ -158,7 +149,7 @@ def test_the_layer_is_chosen_on_validation_not_on_training_rows():
     is_valid = np.arange(600) >= 200
     for own, label, held in zip(answers, labels, is_valid, strict=True):
         own[:, 2, 1] += 9 * label * (not held)  # perfect in training, absent after it
-    found = probes.linear_probe(stored(answers), rows_of(labels))
+    found = catalogue()["linear_probe"].score(inputs(rows_of(labels), stored(answers)))
     assert chosen(found)["layer"] == LAYERS[1]
 
 
@@ -214,7 +205,7 @@ def test_a_seed_of_several_is_fitted_as_it_is_alone():
 def test_a_linear_probe_finds_the_layer_and_says_it():
     labels = some_labels(600)
     store = stored(planted(labels, slice(None)))
-    found = probes.linear_probe(store, rows_of(labels))
+    found = catalogue()["linear_probe"].score(inputs(rows_of(labels), store))
     assert chosen(found)["layer"] == 2 and "inverse_penalty" in chosen(found)
     assert measured(found, rows_of(labels)) > 0.9
 
@@ -223,7 +214,7 @@ def test_one_class_alone_is_refused():
     store = stored(noise(np.ones(60)))
     for labels in (np.ones(60), np.arange(60) < 20, np.arange(60) % 20 < 40):
         with pytest.raises(ValueError, match="one class only"):
-            probes.linear_probe(store, rows_of(labels))
+            catalogue()["linear_probe"].score(inputs(rows_of(labels), store))
 
 
 def test_llms_know_is_the_default_regression_on_the_block_of_validation():
@@ -232,7 +223,7 @@ def test_llms_know_is_the_default_regression_on_the_block_of_validation():
     outputs[:, 2, 0] += 3 * labels
     outputs[5] = np.nan
     rows = rows_of(labels)
-    found = LLMS_KNOW.score(inputs(rows, mlp_exact_answer=outputs))
+    found = catalogue()["llms_know"].score(inputs(rows, mlp_exact_answer=outputs))
     assert chosen(found) == {"layer": 3} and measured(found, rows) > 0.9
     train = np.delete(rows.where("train"), 5)
     official = LogisticRegression().fit(outputs[train, 2], labels[train])
@@ -248,7 +239,7 @@ def test_lookback_lens_is_one_regression_on_the_ratios_of_all_heads():
     ratios[:, 1, 1] = (ratios[:, 1, 1] + labels) / 2
     ratios[5, 0, 0] = np.nan
     rows = rows_of(labels, "with_context")
-    (scores,) = LOOKBACK_LENS.score(inputs(rows, lookback=ratios)).scores
+    (scores,) = catalogue()["lookback_lens"].score(inputs(rows, lookback=ratios)).scores
     assert np.flatnonzero(np.isnan(scores)).tolist() == [5]
     train = np.delete(rows.where("train"), 5)
     flat = ratios.reshape(600, 6)
@@ -257,11 +248,15 @@ def test_lookback_lens_is_one_regression_on_the_ratios_of_all_heads():
     np.testing.assert_allclose(np.delete(scores, 5), expected)
     test = rows.where("test")
     assert roc_auc_score(labels[test], scores[test]) > 0.9
-    assert LOOKBACK_LENS.settings == ("with_context",)
+    assert catalogue()["lookback_lens"].settings == ("with_context",)
 
 
 def test_every_trained_detector_says_what_it_is():
-    detectors = [*probes.DETECTORS, *sep.DETECTORS, LOOKBACK_LENS]
+    detectors = [
+        x
+        for name, x in catalogue().items()
+        if name.startswith(("saplma", "linear", "llms", "sep", "lookback"))
+    ]
     assert len({one.name for one in detectors}) == len(detectors) == 11
     assert all(one.is_trained and one.source and one.variant for one in detectors)
     for one in detectors:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.special import digamma
 
-from beatrice.benchmarks.baselines.detectors import entropy
+from beatrice.benchmarks.baselines.detector import catalogue
 from beatrice.benchmarks.baselines.detectors.entropy import (
     BayesConfig,
     bayesian_entropies,
@@ -19,12 +19,11 @@ from beatrice.benchmarks.baselines.detectors.entropy import (
 )
 from tests.benchmarks.baselines.drawn import (
     inputs,
-    named,
     sample,
     scores,
 )
 
-DETECTORS = entropy.DETECTORS
+DETECTORS = [x for name, x in catalogue().items() if name.startswith("semantic")]
 
 
 def ids(*counts):
@@ -89,7 +88,7 @@ def test_without_log_probabilities_only_counts_are_defined(log_probs):
         ("semantic_entropy_discrete:words", True),
         ("semantic_entropy_bayesian:words", False),
     ):
-        found = scores(named(DETECTORS, name), one)
+        found = scores(catalogue()[name], one)
         assert np.isfinite(found).tolist() == [True, is_defined], name
 
 
@@ -166,7 +165,7 @@ def test_with_as_many_meanings_as_the_prior_knows_there_are_no_others():
 
 
 def test_only_the_training_rows_change_the_prior():
-    detector = named(DETECTORS, "semantic_entropy_bayesian:words")
+    detector = catalogue()["semantic_entropy_bayesian:words"]
     alike = [["a", "a"], ["a"]]
     one, two, three = (
         inputs(drawn, splits=splits)
@@ -182,7 +181,7 @@ def test_only_the_training_rows_change_the_prior():
 
 
 def test_without_drawn_training_answers_the_prior_is_that_of_validation():
-    detector = named(DETECTORS, "semantic_entropy_bayesian:words")
+    detector = catalogue()["semantic_entropy_bayesian:words"]
     splits = ["train", "validation", "test", "validation"]
     drawn = [[], ["a", "b"], ["a"], ["a"]]
     found = detector.score(inputs(drawn, splits=splits))
@@ -194,7 +193,7 @@ def test_without_drawn_training_answers_the_prior_is_that_of_validation():
 
 
 def test_drawn_test_answers_alone_give_no_prior():
-    detector = named(DETECTORS, "semantic_entropy_bayesian:words")
+    detector = catalogue()["semantic_entropy_bayesian:words"]
     with pytest.raises(ValueError, match="beatrice sample --split train"):
         detector.score(inputs([[], ["a"]]))
 
@@ -222,7 +221,7 @@ def test_bounds_leave_a_hundredth_for_what_was_not_seen():
 
 def test_every_seed_is_an_estimate_of_its_own():
     one = inputs([["a", "b"], ["a"]])
-    found = named(DETECTORS, "semantic_entropy_bayesian:words").score(one).scores
+    found = catalogue()["semantic_entropy_bayesian:words"].score(one).scores
     assert found.shape == (5, 2)
     assert len(set(found[:, 1])) == 5 and np.ptp(found[:, 1]) < 0.1
     few = dataclasses.replace(BayesConfig(), n_seeds=1)
