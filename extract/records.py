@@ -275,18 +275,6 @@ def text_key(question: str) -> bytes:
     return hashlib.blake2b((normalise(folded) or folded).encode()).digest()[:16]
 
 
-def stands_in_context(example: Example, answer: Answer) -> bool:
-    """Return whether an answer, normalised, stands in the passages that were shown.
-
-    Whole words, of titles and texts; an answer of which nothing is left stands nowhere.
-    """
-    passages = example.context(answer.variant)
-    shown = [p for i, p in enumerate(passages) if i not in answer.dropped]
-    text = normalise(" ".join(f"{p.title} {p.text}" for p in shown))
-    wanted = normalise(answer.text)
-    return bool(wanted) and f" {wanted} " in f" {text} "
-
-
 RecordT = TypeVar("RecordT", bound=Record)
 
 

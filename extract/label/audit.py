@@ -21,9 +21,13 @@ import numpy as np
 
 from beatrice.extract.generate.requests import variants_of
 from beatrice.extract.label.judges import RUBRICS, Rubric, parse_verdict
-from beatrice.extract.label.labels import exact_match
+from beatrice.extract.label.labels import Key, exact_match
 from beatrice.extract.records import Answer, Example, Label
 from beatrice.extract.run.files import write_text_atomic
+
+COLUMNS = tuple(
+    "item example_id setting variant question golds passages answer check human".split()
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,11 +60,15 @@ class Agreement:
         return f"{line}{self.kappa:.3f} [{self.ci_low:.3f}, {self.ci_high:.3f}]"
 
 
-def _kappas(tables: np.ndarray) -> np.ndarray:
-    """Return `cohen_kappa_score` of many tables; one by one, 10 000 take 8 s.
+def kappas(tables: np.ndarray) -> np.ndarray:
+    """Return Cohen's kappa (Cohen 1960) of many tables.
 
-    `tables` are `[n_tables, 4]` counts: both yes, only the first, only the second, both
-    no; NaN where both raters put everything into one class.
+    Args:
+      tables: `[n_tables, 4]` counts: both yes, only the first, only the second, both
+        no.
+
+    Returns:
+      `[n_tables]` float64, NaN where both raters put everything into one class.
     """
     both, first, second, neither = tables.T.astype(np.float64)
     n = both + first + second + neither
@@ -72,7 +80,7 @@ def _kappas(tables: np.ndarray) -> np.ndarray:
 def agreement(
     pairs: Sequence[tuple[bool, bool]], *, n_bootstrap: int = 10_000, seed: int = 0
 ) -> Agreement:
-    """Compare two raters by Cohen's kappa (Cohen 1960).
+    """Compare two raters by Cohen's kappa.
 
     Args:
       pairs: both ratings of every item.
@@ -80,17 +88,14 @@ def agreement(
         the same distribution as drawing the items one by one.
       seed: of the resamples.
     """
-    # Here, since a second of the verb's start would go into loading it.
-    from sklearn.metrics import cohen_kappa_score
-
     n = len(pairs)
     a, b = np.array(pairs, dtype=bool).reshape(n, 2).T
     cells = np.array([(a & b).sum(), (a & ~b).sum(), (~a & b).sum(), (~a & ~b).sum()])
     kappa, low, high, drawn = None, None, None, np.empty(0)
     if len(np.unique(pairs)) > 1:
-        kappa = float(cohen_kappa_score(a, b))
+        kappa = float(kappas(cells[None])[0])
         rng = np.random.default_rng(seed)
-        drawn = _kappas(rng.multinomial(n, cells / n, size=n_bootstrap))
+        drawn = kappas(rng.multinomial(n, cells / n, size=n_bootstrap))
         defined = drawn[~np.isnan(drawn)]
         if len(defined):
             low, high = np.quantile(defined, (0.025, 0.975)).tolist()
@@ -125,6 +130,15 @@ class LabelledAnswer:
         """Return setting and variant."""
         return (self.label.setting, self.label.variant)
 
+    @property
+    def check(self) -> str:
+        """Return what changes with the question, its golds or the answer.
+
+        A letter stands first, or a spreadsheet might take it for a number.
+        """
+        content = [self.example.question, list(self.example.golds), self.answer.text]
+        return f"c{hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]}"
+
 
 def join_labels(
     examples: Iterable[Example], answers: Iterable[Answer], labels: Iterable[Label]
@@ -136,16 +150,16 @@ def join_labels(
     """
     by_id = {example.id: example for example in examples}
     by_key = {answer.key: answer for answer in answers}
-    found = {label.key: label for label in labels}
-    lone = sorted(by_key.keys() ^ found.keys())
+    label_of = {label.key: label for label in labels}
+    lone = sorted(by_key.keys() ^ label_of.keys())
     if lone:
         what = "label" if lone[0] in by_key else "answer"
         raise ValueError(
             f"{lone[0]} has no {what}; run `beatrice label` again before the audit"
         )
     return [
-        LabelledAnswer(example=by_id[key[0]], answer=by_key[key], label=found[key])
-        for key in sorted(found)
+        LabelledAnswer(example=by_id[key[0]], answer=by_key[key], label=label_of[key])
+        for key in sorted(label_of)
     ]
 
 
@@ -184,19 +198,18 @@ def against_exact_match(
     for row in sorted(rows, key=lambda row: row.group):
         groups.setdefault(row.group, []).append(row)
     compared = []
-    for (setting, variant), chosen in groups.items():
-        kept = [row for row in chosen if row.label.label is not None]
-        rated = [(bool(row.label.label), row.exact) for row in kept]
+    for (setting, variant), members in groups.items():
+        rated = [(x.label.label, x.exact) for x in members]
+        pairs = [(label, exact) for label, exact in rated if label is not None]
+        unparsable = [x.label.verdicts.count("unparsable") for x in members]
         compared.append(
             {
                 "setting": setting,
                 "variant": variant,
-                "n_answers": len(chosen),
-                "n_dropped": len(chosen) - len(kept),
-                "n_unparsable_verdicts": sum(
-                    row.label.verdicts.count("unparsable") for row in chosen
-                ),
-                **dataclasses.asdict(agreement(rated, seed=seed)),
+                "n_answers": len(members),
+                "n_dropped": len(members) - len(pairs),
+                "n_unparsable_verdicts": sum(unparsable),
+                **dataclasses.asdict(agreement(pairs, seed=seed)),
             }
         )
     return compared
@@ -236,12 +249,6 @@ def between_judges(
     return compared
 
 
-Key = tuple[str, str, str]  # example, setting, variant
-COLUMNS = tuple(
-    "item example_id setting variant question golds passages answer check human".split()
-)
-
-
 def draw_sample(
     rows: Sequence[LabelledAnswer], n: int, *, seed: int = 0
 ) -> list[LabelledAnswer]:
@@ -262,46 +269,37 @@ def draw_sample(
     rng = np.random.default_rng(seed)
     piles = [
         [pile[i] for i in rng.permutation(len(pile))]
-        for _, pile in sorted(_kinds(rows).items())
+        for _, pile in sorted(_by_label(rows).items())
     ]
-    chosen: list[LabelledAnswer] = []
-    while len(chosen) < n and any(piles):
+    sample: list[LabelledAnswer] = []
+    while len(sample) < n and any(piles):
         for pile in piles:
-            if pile and len(chosen) < n:
-                chosen.append(pile.pop())
-    return [chosen[i] for i in rng.permutation(len(chosen))]
+            if pile and len(sample) < n:
+                sample.append(pile.pop())
+    return [sample[i] for i in rng.permutation(len(sample))]
 
 
-def _kinds(
+def _by_label(
     rows: Sequence[LabelledAnswer],
 ) -> dict[tuple[str, bool], list[LabelledAnswer]]:
     """Return the answers that may be drawn, by setting and label."""
-    kept = [row for row in rows if row.label.label is not None]
-    evaluated = [row for row in kept if row.example.split in ("test", "ood")]
-    kinds: dict[tuple[str, bool], list[LabelledAnswer]] = {}
-    for row in evaluated or kept:
-        kinds.setdefault((row.label.setting, bool(row.label.label)), []).append(row)
-    return kinds
+    labelled = [row for row in rows if row.label.label is not None]
+    evaluated = [row for row in labelled if row.example.split in ("test", "ood")]
+    groups: dict[tuple[str, bool], list[LabelledAnswer]] = {}
+    for row in evaluated or labelled:
+        group = (row.label.setting, bool(row.label.label))
+        groups.setdefault(group, []).append(row)
+    return groups
 
 
-def checksum(row: LabelledAnswer) -> str:
-    """Return what changes with the question, its golds or the answer.
-
-    A letter stands first, or a spreadsheet might take it for a number.
-    """
-    content = [row.example.question, list(row.example.golds), row.answer.text]
-    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-    return f"c{digest[:12]}"
-
-
-def _shown(text: str) -> str:
+def _cell(text: str) -> str:
     """Return a cell that no spreadsheet takes for a formula."""
     return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
 
 
 def _passages(row: LabelledAnswer) -> str:
     """Return the titles and texts that the model saw, a line each."""
-    shown = dict(variants_of(row.label.setting, row.example)).get(row.label.variant, ())
+    shown = dict(variants_of(row.label.setting, row.example)).get(row.label.variant)
     return "\n".join(
         f"{passage.title}: {passage.text}"
         for i, passage in enumerate(shown or ())
@@ -309,8 +307,21 @@ def _passages(row: LabelledAnswer) -> str:
     )
 
 
-def sample_csv(sample: Sequence[LabelledAnswer]) -> str:
-    """Return the sample as CSV, the column `human` empty."""
+def write_sample(path: Path, sample: Sequence[LabelledAnswer]) -> None:
+    """Write the sample's CSV, the column `human` empty.
+
+    A file that a person may have filled in is left alone.
+
+    Raises:
+      ValueError: the file there holds another sample.
+    """
+    if path.exists():
+        if [row["check"] for row in _read_rows(path)] != [row.check for row in sample]:
+            raise ValueError(
+                f"{path} holds another sample, perhaps with annotations; move it away "
+                "to draw anew"
+            )
+        return
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(COLUMNS)
@@ -322,27 +333,10 @@ def sample_csv(sample: Sequence[LabelledAnswer]) -> str:
             " | ".join(row.example.golds),
             _passages(row),
             row.answer.text,
-            checksum(row),
+            row.check,
         )
-        writer.writerow((item, *map(_shown, cells), ""))
-    return stream.getvalue()
-
-
-def write_sample(path: Path, sample: Sequence[LabelledAnswer]) -> None:
-    """Write the sample's CSV; a file that a person may have filled in is left alone.
-
-    Raises:
-      ValueError: the file there holds another sample.
-    """
-    if path.exists():
-        there = [row["check"] for row in _read_rows(path)]
-        if there != [checksum(row) for row in sample]:
-            raise ValueError(
-                f"{path} holds another sample, perhaps with annotations; move it away "
-                "to draw anew"
-            )
-        return
-    write_text_atomic(path, sample_csv(sample))
+        writer.writerow((item, *map(_cell, cells), ""))
+    write_text_atomic(path, stream.getvalue())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -359,11 +353,11 @@ class LabelNoise:
 
     def in_words(self) -> str:
         """Return one line for a person."""
-        said, truly = ("right", "wrong") if self.label else ("wrong", "right")
-        line = f"{self.setting}: {self.n_disputed} of {self.n} labelled {said} are "
+        names = ("right", "wrong") if self.label else ("wrong", "right")
+        line = f"{self.setting}: {self.n_disputed} of {self.n} labelled {names[0]} are "
         if self.ci_low is None:
-            return f"{line}{truly}"
-        return f"{line}{truly} [{self.ci_low:.3f}, {self.ci_high:.3f}]"
+            return f"{line}{names[1]}"
+        return f"{line}{names[1]} [{self.ci_low:.3f}, {self.ci_high:.3f}]"
 
 
 def label_noise(
@@ -378,29 +372,37 @@ def label_noise(
     # Here, since a second of the verb's start would go into loading it.
     from scipy.stats import binomtest
 
-    found = []
-    for (setting, label), pile in sorted(_kinds(rows).items()):
-        own = [human[row.label.key] for row in pile if row.label.key in human]
-        n, n_disputed = len(own), sum(one != label for one in own)
-        interval = (None, None)
+    noise = []
+    for (setting, label), group in sorted(_by_label(rows).items()):
+        verdicts = [human[row.label.key] for row in group if row.label.key in human]
+        n, n_disputed = len(verdicts), sum(verdict != label for verdict in verdicts)
+        low, high = None, None
         if n:
             interval = binomtest(n_disputed, n).proportion_ci(0.95, method="wilson")
-        fields = {"setting": setting, "label": label, "n_all": len(pile), "n": n}
-        fields |= {"n_disputed": n_disputed}
-        low, high = (None if x is None else float(x) for x in interval)
-        found.append(LabelNoise(**fields, ci_low=low, ci_high=high))
-    return tuple(found)
+            low, high = float(interval.low), float(interval.high)
+        noise.append(
+            LabelNoise(
+                setting=setting,
+                label=label,
+                n_all=len(group),
+                n=n,
+                n_disputed=n_disputed,
+                ci_low=low,
+                ci_high=high,
+            )
+        )
+    return tuple(noise)
 
 
 def noise_in_words(noise: Sequence[LabelNoise]) -> list[str]:
     """Return a line for each label of each setting, and one for all of its answers."""
     lines = []
-    for setting in dict.fromkeys(one.setting for one in noise):
-        own = [one for one in noise if one.setting == setting]
-        lines += [one.in_words() for one in own]
-        if all(one.n for one in own):
-            share = sum(x.n_all * x.n_disputed / x.n for x in own)
-            share /= sum(x.n_all for x in own)
+    for setting in dict.fromkeys(row.setting for row in noise):
+        rows = [row for row in noise if row.setting == setting]
+        lines += [row.in_words() for row in rows]
+        if all(row.n for row in rows):
+            share = sum(row.n_all * row.n_disputed / row.n for row in rows)
+            share /= sum(row.n_all for row in rows)
             lines.append(f"{setting}: of all answers, {100 * share:.1f} % mislabelled")
     return lines
 
@@ -452,30 +454,33 @@ def read_annotations(
         an item is unknown, twice there, or of another answer than the run's.
     """
     # Looked up as it is shown: the CSV may hold an id behind an apostrophe.
-    by_key = {tuple(map(_shown, row.label.key)): row for row in rows}
+    by_key = {tuple(map(_cell, row.label.key)): row for row in rows}
     rated: list[tuple[bool, LabelledAnswer]] = []
     seen: set[tuple[str, ...]] = set()
     for number, cells in enumerate(_read_rows(path), start=1):
         key = (cells["example_id"], cells["setting"], cells["variant"])
-        where = f"{path}, row {number}"
-        if key not in by_key or by_key[key].label.label is None:
-            raise ValueError(f"{where}: {key} is no labelled answer of this run")
-        if key in seen:
-            raise ValueError(f"{where}: {key} is there twice; keep one of them")
-        seen.add(key)
-        if cells["check"] != checksum(by_key[key]):
-            raise ValueError(
-                f"{where}: {key} was annotated for another question, gold or answer "
-                "than the run's; draw a new sample"
+        row = by_key.get(key)
+        verdict = parse_verdict(cells["human"]) if cells["human"].strip() else None
+        problem = None
+        if row is None or row.label.label is None:
+            problem = f"{key} is no labelled answer of this run"
+        elif key in seen:
+            problem = f"{key} is there twice; keep one of them"
+        elif cells["check"] != row.check:
+            problem = (
+                f"{key} was annotated for another question, gold or answer than the "
+                "run's; draw a new sample"
             )
-        if cells["human"].strip():
-            verdict = parse_verdict(cells["human"])
-            if verdict == "unparsable":
-                raise ValueError(
-                    f"{where}: the column human is correct, incorrect or empty, found "
-                    f"{cells['human'][:40]!r}"
-                )
-            rated.append((verdict == "correct", by_key[key]))
+        elif verdict == "unparsable":
+            problem = (
+                "the column human is correct, incorrect or empty, found "
+                f"{cells['human'][:40]!r}"
+            )
+        if row is None or problem is not None:
+            raise ValueError(f"{path}, row {number}: {problem}")
+        seen.add(key)
+        if verdict is not None:
+            rated.append((verdict == "correct", row))
     labels = [(human, bool(row.label.label)) for human, row in rated]
     return HumanAgreement(
         judge=agreement(labels, seed=seed),

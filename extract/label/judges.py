@@ -18,7 +18,7 @@ from beatrice.extract.generate.generator import (
     SamplingConfig,
 )
 from beatrice.extract.generate.replies import Texts
-from beatrice.extract.label.labels import pair_answers
+from beatrice.extract.label.labels import label_of, pair_answers
 from beatrice.extract.records import Answer, Example, Label
 from beatrice.extract.run.console import Update
 
@@ -101,21 +101,6 @@ def consensus(
     if len(set(verdicts)) > 1:
         return None, f"judges disagree: {n_yes} of {n} say correct"
     return verdicts[0] == "correct", f"unanimous of {n}"
-
-
-def label_by(
-    answer: Answer, verdicts: Sequence[Verdict], vote: Vote = "unanimous"
-) -> Label:
-    """Return the label that verdicts on an answer amount to, see `consensus`."""
-    label, reason = consensus(verdicts, vote)
-    return Label(
-        example_id=answer.example_id,
-        setting=answer.setting,
-        variant=answer.variant,
-        verdicts=tuple(verdicts),
-        label=label,
-        reason=reason,
-    )
 
 
 # A chat template's control tokens are written in the text itself: <|im_end|>,
@@ -324,10 +309,12 @@ def judge_answers(
         if not pending:
             break
         n_retried += len(pending) if attempt else 0
-        prompts = [
-            _prompt(rubrics[r], *pairs[i], attempt=attempt, seed=config.seed)
-            for i, r in pending
-        ]
+        prompts = []
+        for i, r in pending:
+            example, answer = pairs[i]
+            fields = (example.question, example.golds, answer.text)
+            text = judge_prompt(rubrics[r], *fields, attempt=attempt, seed=config.seed)
+            prompts.append(GeneratorPrompt(text=text, is_chat=True))
         texts = replies.generate(generator, prompts, sampling, progress)
         if texts is None:
             return None
@@ -335,19 +322,12 @@ def judge_answers(
             is_whole = reply.finish == "stop"
             verdicts[cell] = parse_verdict(reply.text) if is_whole else "unparsable"
         pending = [cell for cell in pending if verdicts[cell] == "unparsable"]
+    labels = []
+    for i, (_, answer) in enumerate(pairs):
+        votes = [verdicts[i, r] for r in range(len(rubrics))]
+        labels.append(label_of(answer, *consensus(votes, config.vote), votes))
     return Judgements(
-        labels=tuple(
-            label_by(answer, [verdicts[i, r] for r in range(len(rubrics))], config.vote)
-            for i, (_, answer) in enumerate(pairs)
-        ),
+        labels=tuple(labels),
         n_retried=n_retried,
         n_unparsable=len(pending),
     )
-
-
-def _prompt(
-    rubric: Rubric, example: Example, answer: Answer, **marker: int
-) -> GeneratorPrompt:
-    texts = example.question, example.golds, answer.text
-    text = judge_prompt(rubric, *texts, **marker)
-    return GeneratorPrompt(text=text, is_chat=True)

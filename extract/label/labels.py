@@ -24,6 +24,16 @@ from beatrice.extract.run.console import Update
 from beatrice.extract.run.directory import Preset
 
 Match = Literal["exact", "containment"]
+Key = tuple[str, str, str]  # example, setting, variant
+# A judge of labels: True, False, or None where it cannot decide.
+Judge = Callable[[Example, Answer], bool | None]
+RecordT = TypeVar("RecordT", bound=Record)
+
+RULES: dict[Match, str] = {"exact": "exact match", "containment": "containment"}
+FEW = 10  # validation answers of the rarer class, below which numbers say little
+ENOUGH = 150  # right training answers of a setting, and wrong ones
+_WORDS = {True: "correct", False: "incorrect"}
+_CLOSED = ("yes", "no", "noanswer")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,10 +46,6 @@ class LabelConfig:
 LABEL_PRESETS: dict[Preset, LabelConfig] = dict.fromkeys(
     get_args(Preset), LabelConfig()
 )
-RULES: dict[Match, str] = {"exact": "exact match", "containment": "containment"}
-
-
-_CLOSED = ("yes", "no", "noanswer")
 
 
 def exact_match(answer: str, golds: Sequence[str]) -> bool:
@@ -54,8 +60,8 @@ def contains_gold(answer: str, golds: Sequence[str]) -> bool:
     A gold of which nothing is left, as of "The", is in no answer.
     """
     text = f" {normalise(answer)} "
-    found = (normalise(gold) for gold in golds)
-    return exact_match(answer, golds) or any(g and f" {g} " in text for g in found)
+    texts = [normalise(gold) for gold in golds]
+    return exact_match(answer, golds) or any(x and f" {x} " in text for x in texts)
 
 
 def token_f1(answer: str, golds: Sequence[str]) -> float:
@@ -75,10 +81,35 @@ def _pair_f1(answer: str, gold: str) -> float:
     return 2 * common / (len(words) + len(wanted)) if common else 0.0
 
 
-# A judge of labels: True, False, or None where it cannot decide.
-Judge = Callable[[Example, Answer], bool | None]
-RecordT = TypeVar("RecordT", bound=Record)
-_WORDS = {True: "correct", False: "incorrect"}
+def stands_in_context(example: Example, answer: Answer) -> bool:
+    """Return whether an answer, normalised, stands in the passages that were shown.
+
+    Whole words, of titles and texts; an answer of which nothing is left stands nowhere.
+    """
+    passages = example.context(answer.variant)
+    shown = [p for i, p in enumerate(passages) if i not in answer.dropped]
+    text = normalise(" ".join(f"{p.title} {p.text}" for p in shown))
+    wanted = normalise(answer.text)
+    return bool(wanted) and f" {wanted} " in f" {text} "
+
+
+def label_of(
+    answer: Answer,
+    label: bool | None,
+    reason: str,
+    verdicts: Sequence[str] | None = None,
+) -> Label:
+    """Return the record of one answer's label; its one verdict is the label itself."""
+    if verdicts is None:
+        verdicts = () if label is None else (_WORDS[label],)
+    return Label(
+        example_id=answer.example_id,
+        setting=answer.setting,
+        variant=answer.variant,
+        verdicts=tuple(verdicts),
+        label=label,
+        reason=reason,
+    )
 
 
 def pair_answers(
@@ -103,17 +134,17 @@ def pair_answers(
 
 def _checked(records: Iterable[RecordT], kind: type[RecordT]) -> list[RecordT]:
     """Return records as a list; anything else is a ValueError that names it."""
-    expected = f"expected a list of {kind.__name__}"
-    if isinstance(records, kind | str | bytes | dict) or hasattr(records, "columns"):
-        raise ValueError(f"{expected}, found {type(records).__name__}")
-    try:
-        items = list(records)
-    except TypeError:
-        raise ValueError(f"{expected}, found {type(records).__name__}") from None
+    is_iterable = isinstance(records, Iterable) and not hasattr(records, "columns")
+    if not is_iterable or isinstance(records, str | bytes | dict):
+        raise ValueError(
+            f"expected a list of {kind.__name__}, found {type(records).__name__}"
+        )
+    items = list(records)
     for place, item in enumerate(items):
         if not isinstance(item, kind):
             raise ValueError(
-                f"{expected}, found {type(item).__name__} at place {place}"
+                f"expected a list of {kind.__name__}, found {type(item).__name__} at "
+                f"place {place}"
             )
     return items
 
@@ -135,9 +166,9 @@ def label_by_match(
     """
     if rule not in RULES:
         raise ValueError(f"rule: expected one of {', '.join(RULES)}, found {rule!r}")
-    is_right = {"exact": exact_match, "containment": contains_gold}[rule]
+    is_right = exact_match if rule == "exact" else contains_gold
     return [
-        _label(answer, is_right(answer.text, example.golds), "unanimous of 1")
+        label_of(answer, is_right(answer.text, example.golds), "unanimous of 1")
         for example, answer in pair_answers(answers, examples)
     ]
 
@@ -185,23 +216,11 @@ def label_with(
             raise ValueError(
                 f"{name}: expected True, False or None of {where}, found {verdict!r}"
             )
-        verdict = None if verdict is None else bool(verdict)
-        reason = f"by {name}" if verdict is not None else f"{name} cannot decide"
-        labels.append(_label(answer, verdict, reason))
+        label = None if verdict is None else bool(verdict)
+        reason = f"by {name}" if label is not None else f"{name} cannot decide"
+        labels.append(label_of(answer, label, reason))
         progress(number, len(pairs))
     return labels
-
-
-def _label(answer: Answer, verdict: bool | None, reason: str) -> Label:
-    """Return the label of one answer, which may be None."""
-    return Label(
-        example_id=answer.example_id,
-        setting=answer.setting,
-        variant=answer.variant,
-        verdicts=() if verdict is None else (_WORDS[verdict],),
-        label=verdict,
-        reason=reason,
-    )
 
 
 class JudgedAnswer(Record, frozen=True, kw_only=True):
@@ -224,22 +243,15 @@ class JudgedAnswer(Record, frozen=True, kw_only=True):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Imported:
-    """The labels of all answers, and what of the file was of no use.
+    """The labels of all answers, and what of the file was of no use."""
 
-    Attributes:
-      labels: one for every answer; without a verdict where the file has none.
-      n_lines: of the file.
-      n_other_question: lines whose question the run does not have.
-      n_other_answer: lines whose answer the run's model did not give.
-    """
-
-    labels: tuple[Label, ...]
-    n_lines: int
-    n_other_question: int
-    n_other_answer: int
+    labels: tuple[Label, ...]  # one an answer; None where the file has no verdict
+    n_lines: int  # of the file
+    n_other_question: int  # lines whose question the run does not have
+    n_other_answer: int  # lines whose answer the run's model did not give
 
 
-def _read(path: Path) -> Iterator[tuple[str, JudgedAnswer | Label]]:
+def _judged_lines(path: Path) -> Iterator[tuple[str, JudgedAnswer | Label]]:
     """Yield lines with their places; a line of a run's labels.jsonl is read too."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -251,23 +263,21 @@ def _read(path: Path) -> Iterator[tuple[str, JudgedAnswer | Label]]:
             yield where, from_json(Label if is_label else JudgedAnswer, line, where)
 
 
-def _fitting(row: JudgedAnswer | Label, answers: Sequence[Answer]) -> list[Answer]:
-    """Return which answers to its question a line judges."""
+def _judges(row: JudgedAnswer | Label, answer: Answer) -> bool:
+    """Return whether a line on the answer's question is about this answer."""
     if isinstance(row, Label):
-        return [answer for answer in answers if answer.key == row.key]
-    return [
-        answer
-        for answer in answers
-        if answer.text.strip() == row.answer.strip()
+        return row.key == answer.key
+    return (
+        row.answer.strip() == answer.text.strip()
         and row.setting in (None, answer.setting)
         and row.variant in (None, answer.variant)
-    ]
+    )
 
 
 def import_labels(
     path: Path, answers: Iterable[Answer], examples: Iterable[Example]
 ) -> Imported:
-    """Give every answer the label that a file has for it.
+    """Return for every answer the label that a file has for it.
 
     A label is about a text: it holds for an answer only if that is the very answer
     that was judged. What the file does not judge stays without a label, and is left out
@@ -288,21 +298,21 @@ def import_labels(
     for example, answer in pairs:
         for key in (example.id, text_key(example.question)):
             by_question.setdefault(key, []).append(answer)
-    labels: dict[tuple[str, str, str], tuple[bool, str]] = {}
+    labels: dict[Key, tuple[bool, str]] = {}
     n_lines = n_other_question = n_other_answer = 0
-    for where, row in _read(path):
+    for where, row in _judged_lines(path):
         n_lines += 1
         key = row.example_id if isinstance(row, Label) else text_key(row.question)
         to_question = by_question.get(key, [])
-        fitting = _fitting(row, to_question)
+        judged = [answer for answer in to_question if _judges(row, answer)]
         n_other_question += not to_question
-        n_other_answer += bool(to_question) and not fitting
-        for answer in fitting if row.label is not None else ():
-            label, first = labels.setdefault(answer.key, (row.label, where))
+        n_other_answer += bool(to_question) and not judged
+        for answer in judged if row.label is not None else ():
+            label, first = labels.setdefault(answer.key, (bool(row.label), where))
             if label != row.label:
                 raise ValueError(
                     f"{where} calls the answer {answer.text[:60]!r} to question "
-                    f"{answer.example_id!r} {_WORDS[row.label]}, {first} calls it "
+                    f"{answer.example_id!r} {_WORDS[not label]}, {first} calls it "
                     f"{_WORDS[label]}; leave one of the two out"
                 )
     if not labels:
@@ -314,9 +324,9 @@ def import_labels(
     reason = f"imported from {path.name}"
     return Imported(
         labels=tuple(
-            _label(answer, labels[answer.key][0], reason)
+            label_of(answer, labels[answer.key][0], reason)
             if answer.key in labels
-            else _label(answer, None, f"not {reason}")
+            else label_of(answer, None, f"not {reason}")
             for _, answer in pairs
         ),
         n_lines=n_lines,
@@ -325,129 +335,13 @@ def import_labels(
     )
 
 
-_FEW = 10  # validation answers of the rarer class, below which numbers say little
-
-
-def shares_in_words(
-    examples: Sequence[Example], labels: Sequence[Label]
-) -> Iterator[str]:
-    """Say how many answers are correct, and where one class is rare or alone.
-
-    Args:
-      examples: the questions.
-      labels: of answers to them.
-
-    Yields:
-      A line per setting, and one more for each of its training and validation sets
-      that holds one class alone, or too few of one.
-    """
-    too_few = too_few_answers(count_correct(examples, {x.key: x for x in labels}))
-    counts = class_counts(examples, labels)
-    for setting in SETTINGS:
-        mine = [label for label in labels if label.setting == setting]
-        if not mine:
-            continue
-        n, n_correct = _count(mine)
-        share = f" ({100 * n_correct / n:.1f} %)" if n else ""
-        dropped = f", {len(mine) - n} without a label" if n < len(mine) else ""
-        yield f"{setting}: {n_correct} of {n} answers correct{share}{dropped}"
-        for split in ("train", "validation"):
-            n, n_correct = counts.get((setting, split), (None, 0))
-            if n is None:
-                continue
-            if n_correct in (0, n):
-                yield _one_class(setting, split, n, n_correct)
-            elif split == "train" and setting in too_few:
-                yield f"{setting}, train: {too_few[setting]}"
-            elif split == "validation" and min(n_correct, n - n_correct) < _FEW:
-                yield (
-                    f"{setting}, validation: {n_correct} correct and {n - n_correct} "
-                    "incorrect answers; what is trained or measured on so few says "
-                    "little"
-                )
-
-
-def check_both_classes(examples: Sequence[Example], labels: Sequence[Label]) -> None:
-    """Check that training and validation answers of every setting hold both classes.
-
-    Raises:
-      ValueError: the labelled answers of one are all correct or all incorrect; says
-        which, and what may help.
-    """
-    for (setting, split), (n, n_correct) in class_counts(examples, labels).items():
-        if n_correct in (0, n):
-            raise ValueError(
-                f"{_one_class(setting, split, n, n_correct)}; signals for another use "
-                "are read where labels.jsonl is not there"
-            )
-
-
-def class_counts(
-    examples: Sequence[Example], labels: Sequence[Label]
-) -> dict[tuple[Setting, Split], tuple[int, int]]:
-    """Count labelled and correct answers for training and validation, by setting."""
-    split_of = {example.id: example.split for example in examples}
-    groups: dict[tuple[Setting, Split], list[Label]] = {}
-    for label in labels:
-        if (split := split_of[label.example_id]) in ("train", "validation"):
-            groups.setdefault((label.setting, split), []).append(label)
-    return {group: _count(members) for group, members in groups.items()}
-
-
-def _count(labels: Sequence[Label]) -> tuple[int, int]:
-    """Return how many answers have a label, and how many of them are correct."""
-    kept = [label.label for label in labels if label.label is not None]
-    return len(kept), sum(kept)
-
-
-def _one_class(setting: Setting, split: Split, n: int, n_correct: int) -> str:
-    return (
-        f"{setting}, {split}: {n_correct} of {n} labelled answers are correct; with "
-        "one class alone no detector can be trained, chosen or calibrated. Look at the "
-        "answers; other prompts, more questions, --match containment or a judge may "
-        "help"
-    )
-
-
-ENOUGH = 150  # right training answers of a setting, and wrong ones
-
-
-def too_few_answers(counts: Sequence[Mapping[str, Any]]) -> dict[Setting, str]:
-    """Say for which settings a run cannot conclude anything, whatever comes out.
-
-    The paper names no such number. With 150 of one class and 850 of the other, the
-    standard error of an AUROC of .75 is .024 (Hanley and McNeil, 1982), about what
-    separates detectors in the paper; validation and test have fewer still.
-
-    Args:
-      counts: as `count_correct` gives them; the original wording of training counts.
-
-    Returns:
-      A sentence with both counts, by setting; nothing for one that has enough.
-    """
-    found: dict[Setting, str] = {}
-    for setting in SETTINGS:
-        mine = [
-            row
-            for row in counts
-            if (row["split"], row["setting"]) == ("train", setting)
-            and row["variant"] == "original"
-        ]
-        n_correct = sum(row["n_correct"] for row in mine)
-        n_wrong = sum(row["n"] for row in mine) - n_correct
-        if mine and min(n_correct, n_wrong) < ENOUGH:
-            found[setting] = (
-                f"{n_correct} correct and {n_wrong} incorrect training answers; with "
-                f"fewer than {ENOUGH} of either this run cannot conclude for this "
-                "setting"
-            )
-    return found
-
-
 def count_correct(
-    examples: Sequence[Example], labels: Mapping[tuple[str, str, str], Label]
+    examples: Sequence[Example], labels: Mapping[Key, Label]
 ) -> list[dict[str, Any]]:
-    """Count right answers per dataset, split, setting and variant, in file order."""
+    """Count labelled and right answers of each dataset, split, setting and variant.
+
+    In the order of the labels; an answer without a label counts in neither number.
+    """
     counts: dict[tuple[str, str, str, str], list[int]] = {}
     by_id = {example.id: example for example in examples}
     for label in labels.values():
@@ -466,3 +360,100 @@ def count_correct(
         {**dict(zip(names, group, strict=True)), "n": n, "n_correct": n_correct}
         for group, (n, n_correct) in counts.items()
     ]
+
+
+def class_counts(
+    counts: Iterable[Mapping[str, Any]],
+) -> dict[tuple[Setting, Split], tuple[int, int]]:
+    """Sum rows of `count_correct` over training and validation, by setting.
+
+    Returns:
+      Labelled answers, and right ones among them.
+    """
+    sums: dict[tuple[Setting, Split], tuple[int, int]] = {}
+    for row in counts:
+        if row["split"] in ("train", "validation"):
+            group = (row["setting"], row["split"])
+            n, n_correct = sums.get(group, (0, 0))
+            sums[group] = n + row["n"], n_correct + row["n_correct"]
+    return sums
+
+
+def too_few_answers(counts: Sequence[Mapping[str, Any]]) -> dict[Setting, str]:
+    """Return for which settings a run cannot conclude anything, and why.
+
+    The paper names no such number. With 150 of one class and 850 of the other, the
+    standard error of an AUROC of .75 is .024 (Hanley and McNeil, 1982), about what
+    separates detectors in the paper; validation and test have fewer still.
+
+    Args:
+      counts: as `count_correct` gives them; the original wording of training counts.
+
+    Returns:
+      A sentence with both counts, by setting; nothing for one that has enough.
+    """
+    original = class_counts(row for row in counts if row["variant"] == "original")
+    return {
+        setting: f"{n_correct} correct and {n - n_correct} incorrect training answers; "
+        f"with fewer than {ENOUGH} of either this run cannot conclude for this setting"
+        for (setting, split), (n, n_correct) in original.items()
+        if split == "train" and min(n_correct, n - n_correct) < ENOUGH
+    }
+
+
+def _one_class(setting: Setting, split: Split, n: int, n_correct: int) -> str:
+    return (
+        f"{setting}, {split}: {n_correct} of {n} labelled answers are correct; with "
+        "one class alone no detector can be trained, chosen or calibrated. Look at the "
+        "answers; other prompts, more questions, --match containment or a judge may "
+        "help"
+    )
+
+
+def shares_in_words(
+    examples: Sequence[Example], labels: Sequence[Label]
+) -> Iterator[str]:
+    """Yield how many answers are correct, and where one class is rare or alone.
+
+    A line per setting, and one more for each of its training and validation sets that
+    holds one class alone, or too few of one.
+    """
+    counts = count_correct(examples, {label.key: label for label in labels})
+    too_few, classes = too_few_answers(counts), class_counts(counts)
+    for setting in SETTINGS:
+        n_all = sum(label.setting == setting for label in labels)
+        rows = [row for row in counts if row["setting"] == setting]
+        n, n_correct = (sum(row[key] for row in rows) for key in ("n", "n_correct"))
+        if not n_all:
+            continue
+        share = f" ({100 * n_correct / n:.1f} %)" if n else ""
+        dropped = f", {n_all - n} without a label" if n < n_all else ""
+        yield f"{setting}: {n_correct} of {n} answers correct{share}{dropped}"
+        for split in ("train", "validation"):
+            n, n_correct = classes.get((setting, split), (0, 0))
+            if (setting, split) in classes and n_correct in (0, n):
+                yield _one_class(setting, split, n, n_correct)
+            elif split == "train" and setting in too_few:
+                yield f"{setting}, train: {too_few[setting]}"
+            elif split == "validation" and min(n_correct, n - n_correct) < FEW and n:
+                yield (
+                    f"{setting}, validation: {n_correct} correct and {n - n_correct} "
+                    "incorrect answers; what is trained or measured on so few says "
+                    "little"
+                )
+
+
+def check_both_classes(examples: Sequence[Example], labels: Sequence[Label]) -> None:
+    """Check that training and validation answers of every setting hold both classes.
+
+    Raises:
+      ValueError: the labelled answers of one are all correct or all incorrect; says
+        which, and what may help.
+    """
+    counts = count_correct(examples, {label.key: label for label in labels})
+    for (setting, split), (n, n_correct) in class_counts(counts).items():
+        if n_correct in (0, n):
+            raise ValueError(
+                f"{_one_class(setting, split, n, n_correct)}; signals for another use "
+                "are read where labels.jsonl is not there"
+            )

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from beatrice.extract.label.labels import (
     LabelConfig,
     Match,
     class_counts,
+    count_correct,
     import_labels,
     label_by_match,
     label_with,
@@ -79,24 +80,20 @@ def _answered(run: RunDir) -> tuple[list[Answer], list[Example]]:
     return read_answers(run), read_examples(run)
 
 
-def _settle_match(run: RunDir, match: Match) -> None:
-    """Let a run's answers be compared in another way; they are then labelled again."""
-    config = LabelConfig(match=match)
-    if run.settle("label", LABEL_PRESETS, is_recorded=False) != config:
-        refuse_stale(run, "label", ())
-    run.settle("label", LABEL_PRESETS, lambda _: config, is_replaceable=True)
-
-
 def label_run(run: RunDir, match: Match | None, progress: Progress) -> None:
     """Label the run's answers by comparison with golds; writes `labels.jsonl`.
 
     Args:
       run: whose answers are labelled.
-      match: how they are compared; None leaves it as the run has it.
+      match: how they are compared, another way labels them again; None leaves it as
+        the run has it.
       progress: shows the stage.
     """
     if match is not None:
-        _settle_match(run, match)
+        config = LabelConfig(match=match)
+        if run.settle("label", LABEL_PRESETS, is_recorded=False) != config:
+            refuse_stale(run, "label", ())
+        run.settle("label", LABEL_PRESETS, lambda _: config, is_replaceable=True)
     run_stage(LABEL, run, progress)
 
 
@@ -119,24 +116,30 @@ def _label(
     labels = label_by_match(*_answered(run), config.match)
     # Without a record nobody has labelled here, and what is there is a person's.
     write = write_new_text if record is None else write_text_atomic
+    _write_labels(run, labels, progress, write)
+
+
+def _write_labels(
+    run: RunDir,
+    labels: Sequence[Label],
+    progress: Progress,
+    write: Callable[[Path, str], None] = write_text_atomic,
+) -> None:
+    """Write labels; print how many are correct, and an answer where all are alike."""
     write(run.labels, write_lines(labels))
-    _note_shares(run, labels, progress)
-
-
-def _note_shares(run: RunDir, labels: Sequence[Label], progress: Progress) -> None:
-    """Print how many answers are correct, and one of them where all are alike."""
     examples = read_examples(run)
     for line in shares_in_words(examples, labels):
         progress.note(f"label: {line}")
-    counts = class_counts(examples, labels).items()
-    one_class = [setting for (setting, _), (n, k) in counts if k in (0, n)]
-    if one_class:
-        answer = read_answers(run, one_class[0])[0]
-        example = next(e for e in examples if e.id == answer.example_id)
-        progress.note(
-            f"label: for instance, {example.question!r} is answered {answer.text!r}, "
-            f"its golds are {', '.join(map(repr, example.golds))}"
-        )
+    counts = count_correct(examples, {label.key: label for label in labels})
+    for (setting, _), (n, n_correct) in class_counts(counts).items():
+        if n_correct in (0, n):
+            answer = read_answers(run, setting)[0]
+            example = next(e for e in examples if e.id == answer.example_id)
+            progress.note(
+                f"label: for instance, {example.question!r} is answered "
+                f"{answer.text!r}, its golds are {', '.join(map(repr, example.golds))}"
+            )
+            return
 
 
 def _label_inputs(run: RunDir) -> dict[str, str]:
@@ -178,7 +181,6 @@ def label_run_by_judges(
         if judgements is None:
             return replies.n_missing
         progress.note(f"label: {reused_in_words(replies)}")
-        write_text_atomic(run.labels, write_lines(judgements.labels))
         counts = {
             "n_retried": judgements.n_retried,
             "n_unparsable_verdicts": judgements.n_unparsable,
@@ -187,7 +189,7 @@ def label_run_by_judges(
         write_json_atomic(summary, identity | counts)
         for row in counts["counts"]:
             progress.note("label: " + ", ".join(f"{k} {v}" for k, v in row.items()))
-        _note_shares(run, judgements.labels, progress)
+        _write_labels(run, judgements.labels, progress)
         progress.note(
             f"label: {judgements.n_retried} replies asked for again, "
             f"{judgements.n_unparsable} verdicts stayed unparsable"
@@ -221,8 +223,7 @@ def label_run_with(run: RunDir, spec: str, progress: Progress) -> None:
 
     def work(update: Update) -> None:
         labels = label_with(*_answered(run), judge, name=spec, progress=update)
-        write_text_atomic(run.labels, write_lines(labels))
-        _note_shares(run, labels, progress)
+        _write_labels(run, labels, progress)
 
     inputs = _label_inputs(run) | {"rule": f"judge {spec}"}
     defined = judge if inspect.isroutine(judge) else type(judge)
@@ -241,13 +242,12 @@ def label_run_by_import(run: RunDir, path: Path, progress: Progress) -> None:
 
     def work(update: Update) -> None:
         imported = import_labels(path, *_answered(run))
-        write_text_atomic(run.labels, write_lines(imported.labels))
         progress.note(
             f"label: {imported.n_lines} lines of {path}; {imported.n_other_question} "
             f"are about other questions, {imported.n_other_answer} about other answers "
             "than this run's"
         )
-        _note_shares(run, imported.labels, progress)
+        _write_labels(run, imported.labels, progress)
 
     inputs = _label_inputs(run) | {
         "imported": sha256_file(path),

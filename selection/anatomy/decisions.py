@@ -22,7 +22,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from beatrice.extract.records import IN_DOMAIN, Setting, stands_in_context
+from beatrice.extract.label.labels import stands_in_context
+from beatrice.extract.records import IN_DOMAIN, Setting
 from beatrice.extract.run.rows import ResultRow
 from beatrice.jaxprobe.rows import Rows
 from beatrice.selection.anatomy import Study

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from beatrice.extract.records import Answer, Example, Passage, stands_in_context
+from beatrice.extract.label.labels import stands_in_context
+from beatrice.extract.records import Answer, Example, Passage
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.rows import Rows
 from beatrice.selection.anatomy.analysis import (

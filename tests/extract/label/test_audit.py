@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from sklearn.metrics import cohen_kappa_score
 
 from beatrice.extract.label.audit import (
-    _kappas,
     against_exact_match,
     agreement,
     between_judges,
     disagreements,
     draw_sample,
     join_labels,
+    kappas,
     noise_in_words,
     read_annotations,
     write_sample,
@@ -83,22 +83,22 @@ def test_the_interval_is_that_of_resampling_items_one_by_one():
     drawn = rng.integers(0, 100, (20_000, 100))
     a, b = first[drawn], second[drawn]
     cells = [(a & b), (a & ~b), (~a & b), (~a & ~b)]
-    kappas = _kappas(np.stack([cell.sum(axis=1) for cell in cells], axis=-1))
-    expected = np.quantile(kappas, (0.025, 0.975))
+    drawn_kappas = kappas(np.stack([cell.sum(axis=1) for cell in cells], axis=-1))
+    expected = np.quantile(drawn_kappas, (0.025, 0.975))
     # Two Monte Carlo estimates of the same quantiles; 0.02 is four standard errors.
     assert (found.ci_low, found.ci_high) == pytest.approx(tuple(expected), abs=0.02)
     assert found.ci_low < found.kappa < found.ci_high
 
 
-def test_resampled_kappas_are_those_of_scikit_learn():
+def test_resampledkappas_are_those_of_scikit_learn():
     tables = np.array([[5, 0, 0, 5], [4, 4, 4, 4], [0, 5, 5, 0], [9, 2, 1, 3]])
     one_by_one = [
         cohen_kappa_score([1, 1, 0, 0], [1, 0, 1, 0], sample_weight=table)
         for table in tables
     ]
-    assert _kappas(tables) == pytest.approx(one_by_one)
+    assert kappas(tables) == pytest.approx(one_by_one)
     assert one_by_one[:3] == pytest.approx([1.0, 0.0, -1.0])
-    assert np.isnan(_kappas(np.array([[3, 0, 0, 0]]))).all()
+    assert np.isnan(kappas(np.array([[3, 0, 0, 0]]))).all()
 
 
 def test_one_class_has_no_kappa_but_a_reason_and_such_resamples_are_counted():
