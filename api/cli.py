@@ -1,15 +1,15 @@
-"""The command line, and the public Python names.
+"""The command line.
 
 Everything heavy is imported inside functions, so that `--help` is instant and a user
 of `jaxprobe` never loads Torch.
 """
 
+import difflib
 import importlib
 import json
 import os
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -18,40 +18,49 @@ from beatrice.extract.run.directory import NotWritten
 from beatrice.extract.run.share import find_share
 from beatrice.extract.run.verbs import alone
 
-if TYPE_CHECKING:
-    pass
-
 __all__ = ["main"]
 
-# The module in which a verb lives, in the order of the data, which is that of the help.
-VERBS = {
-    "demo": "beatrice.cli",
-    "real": "beatrice.benchmarks.recipes.commands",
-    "data": "beatrice.extract.datasets.commands",
-    "world": "beatrice.extract.world.commands",
-    "rewrite": "beatrice.extract.label.commands",
-    "answer": "beatrice.extract.generate.commands",
-    "label": "beatrice.extract.label.commands",
-    "sample": "beatrice.extract.generate.commands",
-    "extract": "beatrice.extract.signals.commands",
-    "verify": "beatrice.doctor",
-    "sweep": "beatrice.selection.commands",
-    "train": "beatrice.jaxprobe.commands",
-    "select": "beatrice.selection.commands",
-    "calibrate": "beatrice.jaxprobe.commands",
-    "evaluate": "beatrice.benchmarks.commands",
-    "baselines": "beatrice.benchmarks.commands",
-    "anatomy": "beatrice.selection.commands",
-    "corpus": "beatrice.pgir.commands",
-    "retrieve": "beatrice.pgir.commands",
-    "transfer": "beatrice.benchmarks.recipes.commands",
-    "control": "beatrice.pgir.commands",
-    "report": "beatrice.benchmarks.commands",
-    "compare": "beatrice.benchmarks.commands",
-    "score": "beatrice.pgir.commands",
-    "fetch": "beatrice.benchmarks.recipes.commands",
-    "doctor": "beatrice.doctor",
-    "bench": "beatrice.benchmarks.bench.commands",
+# The module in which a verb lives, under the headings and in the order of the help.
+HEADINGS = {
+    "Begin here": {
+        "demo": "beatrice.cli",
+        "score": "beatrice.pgir.commands",
+        "real": "beatrice.benchmarks.recipes.commands",
+        "doctor": "beatrice.doctor",
+    },
+    "From questions to a detector, in this order": {
+        "data": "beatrice.extract.datasets.commands",
+        "rewrite": "beatrice.extract.label.commands",
+        "answer": "beatrice.extract.generate.commands",
+        "label": "beatrice.extract.label.commands",
+        "sample": "beatrice.extract.generate.commands",
+        "extract": "beatrice.extract.signals.commands",
+        "sweep": "beatrice.selection.commands",
+        "train": "beatrice.jaxprobe.commands",
+        "select": "beatrice.selection.commands",
+        "calibrate": "beatrice.jaxprobe.commands",
+    },
+    "What it is worth": {
+        "evaluate": "beatrice.benchmarks.commands",
+        "baselines": "beatrice.benchmarks.commands",
+        "anatomy": "beatrice.selection.commands",
+        "report": "beatrice.benchmarks.commands",
+    },
+    "Retrieval": {
+        "corpus": "beatrice.pgir.commands",
+        "transfer": "beatrice.benchmarks.recipes.commands",
+        "control": "beatrice.pgir.commands",
+    },
+    "Speed and exactness": {"bench": "beatrice.benchmarks.bench.commands"},
+}
+VERBS = {verb: place for verbs in HEADINGS.values() for verb, place in verbs.items()}
+# What does the work of verbs that there were.
+_FORMER = {
+    "compare": "report RUN_A RUN_B",
+    "fetch": "real --fetch NAME",
+    "retrieve": "corpus FOLDER --search QUESTION",
+    "verify": "doctor RUN_DIR --verify",
+    "world": "data RUN_DIR --world",
 }
 # What several processes may share; each other verb is the work of one.
 SHARED = ("rewrite", "answer", "label", "sample", "extract", "train")
@@ -71,7 +80,31 @@ class _Verbs(click.Group):
         if name == "demo":
             return make_demo()
         module = importlib.import_module(VERBS[name])
-        return getattr(module, name.replace("-", "_"))
+        return getattr(module, name)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find a verb; of one that does not exist, name what may be meant."""
+        name = args[0]
+        close = difflib.get_close_matches(name, VERBS, 1)
+        meant = _FORMER.get(name, close[0] if close else None)
+        if name not in VERBS and meant is not None:
+            ctx.fail(f"no verb is called {name!r}; did you mean `beatrice {meant}`?")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(
+        self, ctx: click.Context, formatter: click.HelpFormatter
+    ) -> None:
+        """List the verbs under their headings, each with its whole first sentence."""
+        for heading, verbs in HEADINGS.items():
+            rows = []
+            for verb in verbs:
+                command = self.get_command(ctx, verb)
+                text = (command.help or "") if command else ""
+                rows.append((verb, text.partition("\n\n")[0]))
+            with formatter.section(heading):
+                formatter.write_dl(rows)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a verb; an expected failure becomes one sentence and exit code 1.
@@ -93,22 +126,27 @@ class _Verbs(click.Group):
 
 def make_demo() -> click.Command:
     """Return the verb that does everything."""
-    from beatrice.extract.run.verbs import RUN_DIR, load_stage
-    from beatrice.extract.world.commands import new_world, new_world_options
-    from beatrice.jaxprobe.commands import training_options, with_options
+    from beatrice.extract.run.verbs import (
+        AS_JSON,
+        RUN_DIR,
+        RunOptions,
+        given,
+        load_stage,
+        options,
+    )
+    from beatrice.extract.signals.commands import KeptOptions
+    from beatrice.jaxprobe.commands import TrainingOptions
 
     @click.command()
     @RUN_DIR
-    @new_world_options
-    @training_options
-    @click.option("--json", "as_json", is_flag=True, help="Print the headline as JSON.")
+    @AS_JSON
+    @options(run=RunOptions, kept=KeptOptions, training=TrainingOptions)
     def demo(
         run_dir: Path,
-        is_streamed: bool,
-        is_mixed: bool,
-        is_linear_first: bool,
         as_json: bool,
-        **options: Any,
+        run: RunOptions,
+        kept: KeptOptions,
+        training: TrainingOptions,
     ) -> None:
         """Do everything, from questions to the report.
 
@@ -119,22 +157,16 @@ def make_demo() -> click.Command:
         from beatrice.extract.run.contents import settings_of
         from beatrice.extract.run.directory import RunDir
         from beatrice.extract.run.stages import run_stage
+        from beatrice.extract.world.stage import new_world
 
-        asked, progress = new_world(options), Progress()
-        with RunDir.open(run_dir, asked) as run:
+        asked, progress = new_world(**given(run), kept=kept.fields()), Progress()
+        with RunDir.open(run_dir, asked) as opened:
             for place in CHAIN:
                 stage = load_stage(place)
-                if stage.name == "control" and settings_of(run) != SETTINGS:
+                if stage.name == "control" and settings_of(opened) != SETTINGS:
                     continue  # it needs both, and the report says so
-                change = None
-                if stage.name == "train":
-                    change = partial(
-                        with_options,
-                        is_streamed=is_streamed,
-                        is_mixed=is_mixed,
-                        is_linear_first=is_linear_first,
-                    )
-                run_stage(stage, run, progress, change)
+                change = training.change if stage.name == "train" else None
+                run_stage(stage, opened, progress, change)
         from beatrice.benchmarks.results.stage import summary
 
         found = summary(run_dir)

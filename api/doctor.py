@@ -1,4 +1,4 @@
-"""The verbs that look and change nothing: `doctor` and `verify`.
+"""The verb that looks and changes nothing: `doctor`.
 
 What a run needs of a machine is looked at before hours are spent on it. Every check is
 a function that returns findings; none raises for what it finds.
@@ -22,7 +22,7 @@ from beatrice.extract.run.contents import settings_in_words
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import JsonLines
 from beatrice.extract.run.stages import bytes_in_words
-from beatrice.extract.run.verbs import RUN_DIR, RunPath
+from beatrice.extract.run.verbs import RunPath
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -362,21 +362,6 @@ def typical_sizes(shapes: Shapes) -> str:
     )
 
 
-@click.command()
-@RUN_DIR
-def verify(run_dir: Path) -> None:
-    """Read every checksum of a run again: stages, stores, weights.
-
-    Example: beatrice verify runs/demo
-    """
-    problems = verify_run(run_dir)
-    for problem in problems:
-        click.echo(problem)
-    if problems:
-        raise click.ClickException(f"{len(problems)} problems found in {run_dir}")
-    click.echo(f"{run_dir}: every checksum holds")
-
-
 def verify_run(path: Path) -> list[str]:
     """Return every problem of a run directory, one sentence each.
 
@@ -409,22 +394,50 @@ def verify_run(path: Path) -> list[str]:
     return problems
 
 
+def _verify(run_dir: Path, as_json: bool) -> None:
+    """Print every problem of a run directory; raise if there is one."""
+    problems = verify_run(run_dir)
+    for problem in problems:
+        found = Finding("run", "problem", problem)
+        click.echo(json.dumps(dataclasses.asdict(found)) if as_json else problem)
+    if problems:
+        raise click.ClickException(f"{len(problems)} problems found in {run_dir}")
+    if not as_json:
+        click.echo(f"{run_dir}: every checksum holds")
+
+
 @click.command()
 @click.argument("run_dir", required=False, type=RunPath())
 @click.option(
     "--model", help="Also look at a backbone: directory, GGUF file, Hub id, embedded."
 )
 @click.option("--server", help="Also ask an OpenAI-compatible server, up to /v1.")
+@click.option(
+    "--verify",
+    is_flag=True,
+    help="Read every checksum of RUN_DIR again, stages, stores, weights, and stop.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print findings as JSON lines.")
 def doctor(
-    run_dir: Path | None, model: str | None, server: str | None, as_json: bool
+    run_dir: Path | None,
+    model: str | None,
+    server: str | None,
+    verify: bool,
+    as_json: bool,
 ) -> None:
     """Look whether a run can work here: packages, GPUs, disk, model, server, run.
 
     Nothing is loaded, generated or written. Exit code 1 if something would stop a run.
 
     Example: beatrice doctor runs/paper --model Qwen/Qwen3.5-9B
+
+    Example: beatrice doctor runs/paper --verify
     """
+    if verify:
+        if run_dir is None:
+            raise click.UsageError("--verify is of a run; give RUN_DIR too")
+        _verify(run_dir, as_json)
+        return
     from beatrice.extract.run.console import quiet
 
     hub = list(look_at_hub(model))

@@ -1,4 +1,4 @@
-"""The verbs `evaluate`, `baselines`, `report` and `compare`."""
+"""The verbs `evaluate`, `baselines` and `report`."""
 
 import dataclasses
 from pathlib import Path
@@ -9,8 +9,12 @@ import click
 from beatrice.extract.run.console import Progress
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.verbs import (
+    FOLDER,
     RUN_DIR,
     RunPath,
+    do_again_if_changed,
+    option,
+    options,
 )
 
 if TYPE_CHECKING:
@@ -41,96 +45,84 @@ def evaluate(run_dir: Path, ablations: bool) -> None:
         Progress().note(f"report: `beatrice report {run_dir}` shows the rows of now")
 
 
+_AGAIN, _ALL = "again", "all"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BaselinesOptions:
+    """Which published detectors are judged, and what they need beside the run."""
+
+    only: tuple[str, ...] = option(
+        "These, yours by MODULE:NAME; by default those that need the run's signals and "
+        "texts alone; again: also those that read the answers again, or something else "
+        "beside them; all: every one, and answers are drawn if there are none.",
+        (),
+        metavar="NAME",
+    )
+    nli: Path | None = option(
+        "Directory of an NLI model, for those that ask what follows from what.",
+        type=FOLDER,
+    )
+    encoder: Path | None = option(
+        "Directory of a text encoder, for the one that is fine-tuned.", type=FOLDER
+    )
+    list: bool = option("Say which there are, and stop.", False)
+    check: str | None = option(
+        "Say what a detector of your own does wrong on the run's answers, and stop.",
+        metavar="MODULE:NAME",
+    )
+
+    def change(self, config: "BaselinesConfig") -> "BaselinesConfig":
+        """Return what is judged: what a run had, and what is named here."""
+        from beatrice.benchmarks.baselines.judge import chosen_detectors
+
+        is_more = bool({_AGAIN, _ALL} & {*self.only})
+        names = tuple(name for name in self.only if name not in (_AGAIN, _ALL))
+        asked = dataclasses.replace(
+            config,
+            only=names or (() if is_more else config.only),
+            again=is_more or config.again,
+            nli=str(self.nli.resolve()) if self.nli else config.nli,
+            encoder=str(self.encoder.resolve()) if self.encoder else config.encoder,
+        )
+        chosen_detectors(asked)  # an unknown name is wrong usage
+        return asked
+
+
 @click.command()
 @click.argument("run_dir", type=RunPath(), required=False)
-@click.option(
-    "--only",
-    multiple=True,
-    metavar="NAME",
-    help="These, yours by MODULE:NAME; by default those that need the run's signals "
-    "and texts alone.",
-)
-@click.option(
-    "--again",
-    is_flag=True,
-    help="Also those that read the answers again, or something else beside them.",
-)
-@click.option(
-    "--all",
-    "is_all",
-    is_flag=True,
-    help="Every one: --again, and answers are drawn if there are none.",
-)
-@click.option(
-    "--nli",
-    type=click.Path(exists=True, file_okay=False),
-    help="Directory of an NLI model, for those that ask what follows from what.",
-)
-@click.option(
-    "--encoder",
-    type=click.Path(exists=True, file_okay=False),
-    help="Directory of a text encoder, for the one that is fine-tuned.",
-)
-@click.option("--list", "is_list", is_flag=True, help="Say which there are, and stop.")
-@click.option(
-    "--check",
-    metavar="MODULE:NAME",
-    help="Say what a detector of your own does wrong on the run's answers, and stop.",
-)
-def baselines(
-    run_dir: Path | None,
-    only: tuple[str, ...],
-    again: bool,
-    is_all: bool,
-    nli: str | None,
-    encoder: str | None,
-    is_list: bool,
-    check: str | None,
-) -> None:
+@options(how=BaselinesOptions)
+def baselines(run_dir: Path | None, how: BaselinesOptions) -> None:
     """Judge published detectors on the run's answers, with intervals and costs.
 
     Example: beatrice baselines runs/demo --only saplma_last --only p_true
     """
-    if is_list:
+    if how.list:
         from beatrice.benchmarks.baselines.detector import catalogue, format_list
 
         click.echo(format_list(catalogue().values()))
         return
     if run_dir is None:
         raise click.UsageError("missing argument 'RUN_DIR'; or give --list")
-    if check is not None:
-        from beatrice.benchmarks.baselines.judge import BaselinesConfig, run_violations
+    from beatrice.benchmarks.baselines.judge import BASELINES
 
-        with RunDir.open(run_dir) as run:
-            faults = run_violations(
-                run, check, BaselinesConfig(nli=nli, encoder=encoder)
-            )
-        click.echo("\n".join(faults) or f"{check}: nothing wrong was found")
-        if faults:
-            raise click.exceptions.Exit(1)
+    if how.check is not None:
+        _check(run_dir, how.check, how)
         return
-    from beatrice.benchmarks.baselines.judge import BASELINES, chosen_detectors
-    from beatrice.extract.run.stages import do
-
-    def change(config: "BaselinesConfig") -> "BaselinesConfig":
-        is_more = again or is_all
-        asked = dataclasses.replace(
-            config,
-            only=only or (() if is_more else config.only),
-            again=is_more or config.again,
-            nli=str(Path(nli).resolve()) if nli else config.nli,
-            encoder=str(Path(encoder).resolve()) if encoder else config.encoder,
-        )
-        chosen_detectors(asked)  # refuses a name that is not known
-        return asked
-
-    if is_all and not (run_dir / "samples").exists():
+    if _ALL in how.only and not (run_dir / "samples").exists():
         _draw(run_dir)
+    do_again_if_changed(run_dir, BASELINES, how.change)
+
+
+def _check(run_dir: Path, name: str, how: BaselinesOptions) -> None:
+    """Print what a person's detector does wrong; exit code 1 if anything."""
+    from beatrice.benchmarks.baselines.judge import BaselinesConfig, run_violations
+
     with RunDir.open(run_dir) as run:
-        before = BASELINES.settle(run)
-        if BASELINES.settle(run, change, is_replaceable=True) != before:
-            run.reopen_stage(BASELINES.name)
-    do(run_dir, BASELINES)
+        violations = run_violations(run, name, how.change(BaselinesConfig()))
+    click.echo("\n".join(violations) or f"{name}: nothing wrong was found")
+    if violations:
+        raise click.exceptions.Exit(1)
 
 
 def _draw(run_dir: Path) -> None:
@@ -141,38 +133,49 @@ def _draw(run_dir: Path) -> None:
     sample.main([str(run_dir), *splits], standalone_mode=False)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """What is printed beside the report."""
+
+    ledger: bool = option(
+        "Also print the paper's tables with this run's numbers and what differs.", False
+    )
+    out: Path | None = option(
+        "With RUN_B: write the comparison there too.", metavar="FILE"
+    )
+
+
 @click.command()
 @RUN_DIR
-@click.option(
-    "--ledger",
-    is_flag=True,
-    help="Also print the paper's tables with this run's numbers and what differs.",
-)
-def report(run_dir: Path, ledger: bool) -> None:
-    """Write report.html from the rows.
+@click.argument("run_b", type=RunPath(), required=False)
+@options(how=ReportOptions)
+def report(run_dir: Path, run_b: Path | None, how: ReportOptions) -> None:
+    """Write report.html from the rows; or lay two runs side by side, with RUN_B.
+
+    Side by side are rankings, headline rows and answers; nothing of the runs changes.
 
     Example: beatrice report runs/demo --ledger
+
+    Example: beatrice report runs/gemma runs/smollm2 --out comparison.md
     """
-    from beatrice.benchmarks.results.stage import REPORT
+    from beatrice.benchmarks.results.stage import REPORT, run_experiment
     from beatrice.extract.run.stages import do
 
+    if run_b is not None:
+        if how.ledger:
+            raise click.UsageError("--ledger is of one run")
+        _compare(run_dir, run_b, how.out)
+        return
+    if how.out is not None:
+        raise click.UsageError("--out is for a comparison; give RUN_B too")
     do(run_dir, REPORT)
-    if ledger:
-        from beatrice.benchmarks.paper.ledger import ledger as ledger_of
-        from beatrice.benchmarks.results.stage import run_experiment
+    if how.ledger:
+        from beatrice.benchmarks.paper.ledger import ledger
 
-        click.echo(ledger_of(run_experiment(RunDir(run_dir))))
+        click.echo(ledger(run_experiment(RunDir(run_dir))))
 
 
-@click.command()
-@click.argument("run_a", type=RunPath())
-@click.argument("run_b", type=RunPath())
-@click.option("--out", type=click.Path(path_type=Path), help="Write it there too.")
-def compare(run_a: Path, run_b: Path, out: Path | None) -> None:
-    """Lay two runs side by side: rankings, headline rows, answers.
-
-    Example: beatrice compare runs/gemma runs/smollm2 --out comparison.md
-    """
+def _compare(run_a: Path, run_b: Path, out: Path | None) -> None:
     from beatrice.benchmarks.results.compare import comparison
     from beatrice.benchmarks.results.stage import run_side
     from beatrice.extract.run.files import write_text_atomic

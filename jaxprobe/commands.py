@@ -1,43 +1,27 @@
 """The verbs `train` and `calibrate`."""
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from beatrice.extract.run.share import find_share
-from beatrice.extract.run.verbs import RUN_DIR, SHARD, SIZES, preset_option
+from beatrice.extract.run.directory import Preset
+from beatrice.extract.run.verbs import (
+    PRESET,
+    RUN_DIR,
+    SIZES,
+    ShareOptions,
+    given,
+    option,
+    options,
+)
 
 if TYPE_CHECKING:
-    from beatrice.extract.run.directory import Preset
     from beatrice.jaxprobe.config import GridConfig, SelectConfig
 
 Config = TypeVar("Config", "GridConfig", "SelectConfig")
-_OPTIONS = {
-    "streamed": "Train from the store in groups, not in memory.",
-    "mixed": "Round the operands of the encoders' products to bfloat16.",
-    "linear-first": "Begin encoders as regressions: for a few thousand answers.",
-}
-
-
-def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of how encoders are trained, flags of `with_options`."""
-    for name, told in reversed(_OPTIONS.items()):
-        flag = f"is_{name.replace('-', '_')}"
-        command = click.option(f"--{name}", flag, is_flag=True, help=told)(command)
-    return command
-
-
-_POSITIVE = click.IntRange(min=1)
-_SIZES = {
-    "seeds": (_POSITIVE, "Encoders of each subset of the families."),
-    "epochs": (_POSITIVE, "Most epochs."),
-    "learning-rate": (click.FloatRange(0, min_open=True), "Rate of the first epoch."),
-    "width": (_POSITIVE, "Hidden width; projections follow in proportion."),
-}
-
-
 # What presets are of heads; a test holds it against their configurations.
 HEAD_SIZES = (
     "few: heads begin as the mean of their encoders, width 16, batches of 64, 8 epochs "
@@ -47,71 +31,77 @@ HEAD_SIZES = (
 )
 
 
-def size_options(
-    *names: str, sizes: str = SIZES
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return what adds --preset, and options of sizes; see `with_sizes`."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadSizeOptions:
+    """Sizes of fusion heads that are not the run's."""
 
-    def add(command: Callable[..., Any]) -> Callable[..., Any]:
-        for name in reversed(names):
-            kind, text = _SIZES[name]
-            command = click.option(f"--{name}", type=kind, help=text)(command)
-        return preset_option(None, "Instead of the run's.", sizes)(command)
+    preset: Preset | None = option(f"Instead of the run's. {HEAD_SIZES}", type=PRESET)
+    epochs: int | None = option("Most epochs.", min=1)
+    learning_rate: float | None = option(
+        "Rate of the first epoch.", min=0, is_above=True
+    )
+    width: int | None = option("Hidden width; projections follow in proportion.", min=1)
 
-    return add
-
-
-def with_sizes(
-    config: Config,
-    presets: "Mapping[Preset, Config]",
-    preset: "Preset | None",
-    sizes: Mapping[str, float | None],
-) -> Config:
-    """Return a section `train` or `select` of other sizes; None changes nothing."""
-    return (config if preset is None else presets[preset]).resized(**sizes)
+    def resize(self, config: Config, presets: Mapping[Preset, Config]) -> Config:
+        """Return a section of these sizes."""
+        sizes = {name: value for name, value in given(self).items() if name != "preset"}
+        return (presets[self.preset] if self.preset else config).resized(**sizes)
 
 
-def with_options(
-    config: "GridConfig",
-    *,
-    is_streamed: bool = False,
-    is_mixed: bool = False,
-    is_linear_first: bool = False,
-    device_memory: str | None = None,
-) -> "GridConfig":
-    """Return how encoders are trained, as the options say."""
-    import dataclasses
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SizeOptions(HeadSizeOptions):
+    """Sizes of encoders that are not the run's."""
 
-    from beatrice.jaxprobe.config import StreamConfig, as_bytes
+    preset: Preset | None = option(f"Instead of the run's. {SIZES}", type=PRESET)
+    seeds: int | None = option("Encoders of each subset of the families.", min=1)
 
-    if is_streamed:
-        config = dataclasses.replace(config, stream=StreamConfig())
-    if is_linear_first:
-        config = config.linear_first()
-    if device_memory is not None:
-        config = dataclasses.replace(config, device_memory=as_bytes(device_memory))
-    return config.mixed() if is_mixed else config
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingOptions:
+    """How encoders are trained."""
+
+    streamed: bool = option("Train from the store in groups, not in memory.", False)
+    mixed: bool = option(
+        "Round the operands of the encoders' products to bfloat16.", False
+    )
+    linear_first: bool = option(
+        "Begin encoders as regressions: for a few thousand answers.", False
+    )
+
+    def change(self, config: "GridConfig") -> "GridConfig":
+        """Return how encoders are trained, as the options say."""
+        from beatrice.jaxprobe.config import StreamConfig
+
+        if self.streamed:
+            config = dataclasses.replace(config, stream=StreamConfig())
+        if self.linear_first:
+            config = config.linear_first()
+        return config.mixed() if self.mixed else config
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceOptions:
+    """For which devices training is planned."""
+
+    device_memory: str | None = option(
+        "Bytes to plan for, such as 80GiB; by default the device's own.", rare=True
+    )
 
 
 @click.command()
 @RUN_DIR
-@size_options("seeds", "epochs", "learning-rate", "width")
-@training_options
-@SHARD
-@click.option(
-    "--device-memory",
-    metavar="BYTES",
-    help="Plan for devices of this memory, such as 80GiB; by default for their own.",
+@options(
+    sizes=SizeOptions,
+    training=TrainingOptions,
+    work=ShareOptions,
+    device=DeviceOptions,
 )
 def train(
     run_dir: Path,
-    shard: str | None,
-    preset: "Preset | None",
-    seeds: int | None,
-    epochs: int | None,
-    learning_rate: float | None,
-    width: int | None,
-    **options: Any,
+    sizes: SizeOptions,
+    training: TrainingOptions,
+    work: ShareOptions,
+    device: DeviceOptions,
 ) -> None:
     """Train all fifteen encoders, every seed, every setting of the run.
 
@@ -124,16 +114,17 @@ def train(
     Example: srun -n 8 beatrice train runs/paper
     """
     from beatrice.extract.run.stages import do
-    from beatrice.jaxprobe.config import GRID_PRESETS, GridConfig
+    from beatrice.jaxprobe.config import GRID_PRESETS, as_bytes
     from beatrice.jaxprobe.train import TRAIN
 
-    sizes = {"epochs": epochs, "learning_rate": learning_rate, "width": width}
+    def change(config: "GridConfig") -> "GridConfig":
+        config = training.change(sizes.resize(config, GRID_PRESETS))
+        if device.device_memory is None:
+            return config
+        n_bytes = as_bytes(device.device_memory)
+        return dataclasses.replace(config, device_memory=n_bytes)
 
-    def change(config: GridConfig) -> GridConfig:
-        asked = with_sizes(config, GRID_PRESETS, preset, {"seeds": seeds, **sizes})
-        return with_options(asked, **options)
-
-    do(run_dir, TRAIN, change=change, share=find_share(shard))
+    do(run_dir, TRAIN, change=change, share=work.share)
 
 
 @click.command()
@@ -141,7 +132,6 @@ def train(
 @click.option(
     "--precision",
     type=click.FloatRange(0, 1, min_open=True),
-    default=None,
     help="Share of trusted answers to be correct; may be changed.  [default: 0.9]",
 )
 def calibrate(run_dir: Path, precision: float | None) -> None:

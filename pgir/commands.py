@@ -1,17 +1,24 @@
-"""The verbs that search and that act on the score: corpus, retrieve, control, score."""
+"""The verbs that search and that act on the score: corpus, control, score."""
 
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from beatrice.extract.run.console import Progress, quiet
-from beatrice.extract.run.verbs import RUN_DIR
+from beatrice.extract.run.verbs import (
+    AS_JSON,
+    FILE,
+    FOLDER,
+    RUN_DIR,
+    given,
+    option,
+    options,
+)
 
 if TYPE_CHECKING:
     from beatrice.extract.run.directory import RunDir
@@ -19,168 +26,185 @@ if TYPE_CHECKING:
     from beatrice.pgir.corpus import Corpus
     from beatrice.pgir.index import TextEncoder
 
-_FORMS = ("flat", "sq8", "ivf_pq")
-_FOLDER = click.Path(file_okay=False, path_type=Path)
-_ENCODER = ("query_prefix", "passage_prefix", "max_tokens", "dtype")
+Form = Literal["flat", "sq8", "ivf_pq"]
+_ASKED = ("question", "prompt")  # shown of a row on the page: the first that is there
+Results = Sequence[tuple[str | None, Mapping[str, Any]]]
 
 
-def encoder_options(
-    verb: "Callable[..., None]", flag: str = "--encoder"
-) -> "Callable[..., None]":
-    """Add the options that say by which encoder passages are found.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncoderSettings:
+    """How a text encoder reads; None is the encoder's own way."""
 
-    Args:
-      verb: takes them.
-      flag: the first of them, where the verb knows other encoders.
-    """
-    for option in reversed(
-        (
-            click.option(
-                flag,
-                type=click.Path(exists=True, file_okay=False, path_type=Path),
-                help="Directory of a text encoder, such as E5 or MiniLM.",
-            ),
-            click.option("--query-prefix", help="Of questions.  [default: its own]"),
-            click.option("--passage-prefix", help="Of passages.  [default: its own]"),
-            click.option("--max-tokens", type=click.IntRange(min=8), help="Of a text."
-                         "  [default: 256]"),
-            click.option(
-                "--encoder-dtype",
-                "dtype",
-                type=click.Choice(["float32", "bfloat16"]),
-                help="Of the encoder's weights.  [default: float32]",
-            ),
-        )
-    ):  # fmt: skip
-        verb = option(verb)
-    return verb
-
-
-def load_encoder(options: dict[str, Any]) -> "TextEncoder | None":
-    """Return the encoder that the options name, or None."""
-    if options["encoder"] is None:
-        return None
-    from beatrice.pgir.index import TextEncoder, encoder_config
-
-    quiet()
-    given = {name: options[name] for name in _ENCODER}
-    return TextEncoder(encoder_config(options["encoder"], **given))
-
-
-def retrieval_options(verb: "Callable[..., None]") -> "Callable[..., None]":
-    """Add the options that say where a run's questions find passages."""
-    for option in reversed(
-        (
-            click.option(
-                "--corpus",
-                type=click.Path(exists=True, file_okay=False, path_type=Path),
-                help="A corpus, as `beatrice corpus` built it.",
-            ),
-            click.option(
-                "--retriever",
-                help="With --corpus bm25, dense or fused; or one's own, as MODULE:NAME "
-                "or an entry point.  [default: bm25]",
-            ),
-            click.option(
-                "--index", "form", type=click.Choice(_FORMS), help="Dense index."
-                "  [default: flat]"
-            ),
-            click.option(
-                "--url",
-                help="A retrieval server's, up to /retrieve or /batch_search.",
-            ),
-            partial(encoder_options, flag="--retriever-encoder"),
-        )
-    ):  # fmt: skip
-        verb = option(verb)
-    return verb
-
-
-def take_retrieval(options: dict[str, Any]) -> dict[str, Any]:
-    """Take what `retrieval_options` added out of a verb's options."""
-    names = ("corpus", "retriever", "form", "url", "retriever_encoder")
-    return {name: options.pop(name) for name in (*names, *_ENCODER) if name in options}
-
-
-def settle_options(run_dir: Path, options: "Mapping[str, Any]", *stages: str) -> None:
-    """Write down in a run where it searches, if any of its options was given.
-
-    Args:
-      run_dir: an existing run.
-      options: those of `retrieval_options`, see `take_retrieval`.
-      *stages: that search, and are done again where the choice has changed.
-    """
-    given = {name: value for name, value in options.items() if value is not None}
-    if not given:
-        return
-    from beatrice.extract.run.directory import RunDir
-    from beatrice.pgir.controllers.stage import settle_retrieval
-    from beatrice.pgir.retrievers import (
-        KINDS,
-        RetrievalConfig,
-        load_retriever,
+    query_prefix: str | None = option("Of questions.", rare=True)
+    passage_prefix: str | None = option("Of passages.", rare=True)
+    max_tokens: int | None = option("Of a text, else 256.", rare=True, min=8)
+    encoder_dtype: Literal["float32", "bfloat16"] | None = option(
+        "Of the encoder's weights, else float32.", rare=True
     )
 
-    own = {name: given[name] for name in _ENCODER if name in given}
-    paths = {
-        name: str(given[key].resolve()) if key in given else None
-        for name, key in (("corpus", "corpus"), ("encoder", "retriever_encoder"))
-    }
-    chosen = RetrievalConfig(
-        retriever="served" if "url" in given else given.get("retriever", "bm25"),
-        form=given.get("form", "flat"),
-        url=given.get("url"),
-        encoder_options=own,
-        **paths,
+    def settings(self) -> dict[str, Any]:
+        """Return what was given, by the names of `encoder_config`."""
+        names = [field.name for field in dataclasses.fields(EncoderSettings)]
+        values = {name: getattr(self, name) for name in names}
+        values["dtype"] = values.pop("encoder_dtype")
+        return {name: value for name, value in values.items() if value is not None}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RetrievalOptions(EncoderSettings):
+    """Where a run's questions find passages."""
+
+    corpus: Path | None = option(
+        "A corpus, as `beatrice corpus` built it.", type=FOLDER
     )
-    if chosen.retriever not in KINDS:
-        load_retriever(chosen.retriever)  # what cannot be found is not written down
-    with RunDir.open(run_dir) as run:
-        settle_retrieval(run, lambda _: chosen, *stages)
+    retriever: str | None = option(
+        "With --corpus bm25, dense or fused; or one's own, as MODULE:NAME or an entry "
+        "point.  [default: bm25]"
+    )
+    index: Form | None = option("Form of the dense index.  [default: flat]")
+    url: str | None = option("A retrieval server's, up to /retrieve or /batch_search.")
+    retriever_encoder: Path | None = option(
+        "Directory of a text encoder, such as E5 or MiniLM.", type=FOLDER
+    )
+
+    def write(self, run_dir: Path, *stages: str) -> None:
+        """Write down in a run where it searches, if any of these was given.
+
+        Args:
+          run_dir: an existing run.
+          *stages: that search, and are done again where the choice has changed.
+        """
+        if not given(self):
+            return
+        from beatrice.extract.run.directory import RunDir
+        from beatrice.pgir.controllers.stage import settle_retrieval
+        from beatrice.pgir.retrievers import KINDS, RetrievalConfig, load_retriever
+
+        chosen = RetrievalConfig(
+            retriever="served" if self.url else self.retriever or "bm25",
+            form=self.index or "flat",
+            url=self.url,
+            corpus=_absolute(self.corpus),
+            encoder=_absolute(self.retriever_encoder),
+            encoder_options=self.settings(),
+        )
+        if chosen.retriever not in KINDS:
+            load_retriever(chosen.retriever)  # what is missing is not written down
+        with RunDir.open(run_dir) as run:
+            settle_retrieval(run, lambda _: chosen, *stages)
+
+
+def _absolute(path: Path | None) -> str | None:
+    return None if path is None else str(path.resolve())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CorpusOptions(EncoderSettings):
+    """What a corpus is built of, and what is done with it."""
+
+    source: tuple[Path, ...] = option(
+        "Passages or questions with passages; a folder for all below it; repeatable.",
+        (),
+        type=click.Path(exists=True, path_type=Path),
+    )
+    encoder: Path | None = option(
+        "Directory of a text encoder, such as E5 or MiniLM.", type=FOLDER
+    )
+    index: tuple[Form, ...] = option(
+        "Form of the dense index; repeatable in building.  [default: flat]", ()
+    )
+    search: tuple[str, ...] = option("Find passages for this question; repeatable.", ())
+    recall: bool = option(
+        "Measure on the corpus's own questions: BM25, and with --encoder dense, fused "
+        "and what a lossy --index loses.",
+        False,
+    )
+    serve: bool = option("Answer over HTTP, until stopped.", False)
+    retriever: Literal["bm25", "dense", "fused"] = option(
+        "Search by words, by vectors, or both fused by reciprocal rank.", "bm25"
+    )
+    depth: int = option("How many passages are found.", 3, flag="-k", min=1)
+    host: str = option("With --serve.", "127.0.0.1", rare=True)
+    port: int = option("With --serve.", 8000, rare=True, min=0, max=65535)
+
+    def load_encoder(self) -> "TextEncoder | None":
+        """Return the encoder that is named, or None."""
+        if self.encoder is None:
+            return None
+        from beatrice.pgir.index import TextEncoder, encoder_config
+
+        quiet()
+        return TextEncoder(encoder_config(self.encoder, **self.settings()))
 
 
 @click.command()
-@click.argument("folder", type=_FOLDER)
-@click.option(
-    "--source",
-    "sources",
-    multiple=True,
-    type=click.Path(exists=True, path_type=Path),
-    help="Passages or questions with passages; a folder for all below it; repeatable.",
-)
-@encoder_options
-@click.option(
-    "--index",
-    "forms",
-    multiple=True,
-    type=click.Choice(_FORMS),
-    help="Form of the dense index; repeatable.  [default: flat]",
-)
-def corpus(
-    folder: Path, sources: tuple[Path, ...], forms: tuple[str, ...], **options: Any
-) -> None:
-    """Gather passages into a corpus, each once, and index it for dense retrieval.
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+@AS_JSON
+@options(how=CorpusOptions)
+def corpus(folder: Path, as_json: bool, how: CorpusOptions) -> None:
+    """Gather passages into a corpus, index it for dense retrieval, or search it.
 
     psgs_w100.tsv, JSON lines of wiki18 and HippoRAG's lists are read as published, and
-    so are the contexts of question sets, whose gold passages are then known. FOLDER
-    holds everything; the same line again continues, after any kill. An index is of
-    one encoder, whose folder's name it has, and of this corpus.
+    so are the contexts of question sets, whose gold passages are then known; each
+    passage is kept once. FOLDER holds everything; the same line again continues, after
+    any kill. An index is of one encoder, whose folder's name it has, and of this
+    corpus. --search, --recall and --serve search what is there; --serve speaks the
+    protocols of Search-R1 (POST /retrieve) and FlashRAG (POST /search and
+    /batch_search), for whoever has the index elsewhere.
 
     Example: beatrice corpus corpora/wiki --source psgs_w100.tsv --encoder e5-base-v2
     --index ivf_pq
+
+    Example: beatrice corpus corpora/wiki --search "who wrote Emma?"
     """
     from beatrice.pgir.corpus import Corpus, build_corpus
 
+    uses = sum((bool(how.search), how.recall, how.serve))
+    if uses > 1 or (uses and (how.source or len(how.index) > 1)):
+        raise click.UsageError(
+            "give one of --source, --search, --recall and --serve, and one --index to "
+            "search"
+        )
+    encoder = how.load_encoder()
+    if uses:
+        _search(Corpus(folder), encoder, how, as_json)
+        return
     progress = Progress()
-    encoder = load_encoder(options)
-    if sources:
-        made = build_corpus(folder, sources, progress.note)
-    else:
-        made = Corpus(folder)
-    click.echo(f"{folder}: {len(made):,} passages, {len(made.golds()):,} questions "
-               "with gold passages")  # fmt: skip
+    made = Corpus(folder)
+    if how.source:
+        made = build_corpus(folder, how.source, progress.note)
+    click.echo(
+        f"{folder}: {len(made):,} passages, {len(made.golds()):,} questions with gold "
+        "passages"
+    )
     if encoder is not None:
-        _index(made, encoder, forms or ("flat",), progress)
+        _index(made, encoder, how.index or ("flat",), progress)
+
+
+def _search(
+    corpus: "Corpus", encoder: "TextEncoder | None", how: CorpusOptions, as_json: bool
+) -> None:
+    """Search a corpus for questions, over HTTP, or to see how well it is searched."""
+    from beatrice.pgir.retrievers import open_corpus_retrieval
+
+    form = how.index[0] if how.index else "flat"
+    if how.recall:
+        _recall(corpus, encoder, form, as_json)
+        return
+    retriever = open_corpus_retrieval(corpus, how.retriever, encoder, form)
+    if how.serve:
+        _serve(retriever, corpus, how.host, how.port, how.depth)
+        return
+    rows = retriever.search(how.search, how.depth)
+    for text, row in zip(how.search, rows, strict=True):
+        passages = [corpus[int(place)] for place in row]
+        if as_json:
+            shown = [{"title": p.title, "text": p.text} for p in passages]
+            click.echo(json.dumps({"question": text, "passages": shown}))
+        else:
+            click.echo(text)
+            for rank, passage in enumerate(passages, start=1):
+                click.echo(f"  {rank}. {passage.title}: {passage.text}")
 
 
 def _index(
@@ -205,74 +229,6 @@ def _index(
     for form in forms:
         path = build_index(vectors, IndexConfig(form=form)) or folder
         click.echo(f"{form}: {path}")
-
-
-@click.command()
-@click.argument("folder", type=_FOLDER)
-@click.option(
-    "--retriever",
-    type=click.Choice(["bm25", "dense", "fused"]),
-    default="bm25",
-    help="By words, by vectors, or both fused by reciprocal rank.",
-)
-@encoder_options
-@click.option(
-    "--index", "form", type=click.Choice(_FORMS), default="flat", help="Dense index."
-)
-@click.option("--question", multiple=True, help="To find passages for; repeatable.")
-@click.option("-k", "depth", type=click.IntRange(1), default=3, help="How many.")
-@click.option(
-    "--recall",
-    is_flag=True,
-    help="Measure on the corpus's own questions: BM25, and with --encoder dense, fused "
-    "and what a lossy --index loses.",
-)
-@click.option("--serve", is_flag=True, help="Answer over HTTP, until stopped.")
-@click.option("--host", default="127.0.0.1", help="With --serve.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, help="Likewise.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def retrieve(
-    folder: Path,
-    retriever: Any,
-    form: Any,
-    question: tuple[str, ...],
-    depth: int,
-    recall: bool,
-    serve: bool,
-    host: str,
-    port: int,
-    as_json: bool,
-    **options: Any,
-) -> None:
-    """Search a corpus: for a question, over HTTP, or to see how well it is searched.
-
-    --serve speaks the protocols of Search-R1 (POST /retrieve) and FlashRAG (POST
-    /search and /batch_search), for whoever has the index elsewhere.
-
-    Example: beatrice retrieve corpora/wiki --question "who wrote Emma?"
-    """
-    if sum((bool(question), recall, serve)) != 1:
-        raise click.UsageError("give one of --question, --recall and --serve")
-    from beatrice.pgir.corpus import Corpus
-    from beatrice.pgir.retrievers import open_corpus_retrieval
-
-    made, encoder = Corpus(folder), load_encoder(options)
-    if recall:
-        _recall(made, encoder, form, as_json)
-        return
-    search = open_corpus_retrieval(made, retriever, encoder, form)
-    if serve:
-        _serve(search, made, host, port, depth)
-        return
-    for text, row in zip(question, search.search(question, depth), strict=True):
-        found = [made[int(place)] for place in row]
-        if as_json:
-            shown = [{"title": p.title, "text": p.text} for p in found]
-            click.echo(json.dumps({"question": text, "passages": shown}))
-        else:
-            click.echo(text)
-            for rank, passage in enumerate(found, start=1):
-                click.echo(f"  {rank}. {passage.title}: {passage.text}")
 
 
 def _recall(
@@ -332,71 +288,59 @@ def _serve(search: Any, corpus: "Corpus", host: str, port: int, depth: int) -> N
         server.serve_forever()
 
 
-_ASKED = ("question", "prompt")  # shown of a row on the page: the first that is there
-Results = Sequence[tuple[str | None, Mapping[str, Any]]]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ControlOptions:
+    """Fields of `ControlConfig`; None leaves a field as it is."""
 
+    max_generations: float | None = option(
+        "Cap on their mean, in choosing settings on validation.  [default: 4]", min=1
+    )
+    rivals: tuple[str, ...] = option(
+        "A rival to run, or none or all; repeatable.", (), flag="--only"
+    )
+    n_questions: int | None = option(
+        "Most questions of each set.", flag="--limit", min=1
+    )
+    n_training: int | None = option(
+        "Training questions that trained rivals learn from.", flag="--n-train", min=1
+    )
+    encoder: str | None = option(
+        "A sentence encoder's folder, for rivals that read questions alone.",
+        type=click.Path(exists=True, file_okay=False),
+    )
+    judge: tuple[str, ...] = option(
+        "A judge of drafts of one's own, to run PGIR's loop with; repeatable.",
+        (),
+        metavar="MODULE:NAME",
+    )
+    cross_fit: bool | None = option(
+        "Also choose PGIR's settings on probabilities from maps fitted on other "
+        "questions (true or false).",
+        rare=True,
+    )
+    queries: Literal["paper", "choose", "all"] | None = option(
+        "Search as the paper, also as is best on validation, or in all ways (paper, "
+        "choose, all).",
+        rare=True,
+    )
 
-def with_options(
-    config: "ControlConfig", judges: tuple[str, ...] | None = None, **given: Any
-) -> "ControlConfig":
-    """Return how the controllers are run, as the options say; None leaves a field."""
-    chosen = {name: value for name, value in given.items() if value is not None}
-    rivals = (*chosen.pop("rivals", config.rivals), *(judges or ()))
-    return dataclasses.replace(config, **chosen, rivals=tuple(dict.fromkeys(rivals)))
+    def change(self, config: "ControlConfig") -> "ControlConfig":
+        """Return how the controllers are run."""
+        from beatrice.pgir.controllers.stage import EVERY_RIVAL, OWN_JUDGE
+
+        fields = given(self)
+        judges = tuple(f"{OWN_JUDGE}{spec}" for spec in fields.pop("judge", ()))
+        rivals = config.rivals
+        if names := fields.pop("rivals", ()):
+            rivals = tuple(n for n in EVERY_RIVAL if n in names or "all" in names)
+        rivals = tuple(dict.fromkeys((*rivals, *judges)))
+        return dataclasses.replace(config, **fields, rivals=rivals)
 
 
 @click.command()
 @RUN_DIR
-@click.option(
-    "--max-generations",
-    type=click.FloatRange(min=1),
-    help="Cap on their mean, in choosing settings on validation.  [default: 4]",
-)
-@click.option(
-    "--cross-fit",
-    is_flag=True,
-    default=None,
-    help="Also choose PGIR's on probabilities from maps fitted on other questions.",
-)
-@click.option(
-    "--only",
-    "rivals",
-    multiple=True,
-    help="A rival to run, or none or all; repeatable.",
-)
-@click.option(
-    "--limit",
-    "n_questions",
-    type=click.IntRange(min=1),
-    help="Most questions of each set.",
-)
-@click.option(
-    "--training",
-    "n_training",
-    type=click.IntRange(min=1),
-    help="Training questions that trained rivals learn from.",
-)
-@click.option(
-    "--encoder",
-    type=click.Path(exists=True, file_okay=False),
-    help="A sentence encoder's folder, for rivals that read questions alone.",
-)
-@click.option(
-    "--queries",
-    type=click.Choice(["paper", "choose", "all"]),
-    help="Search as the paper, also as is best on validation, or in all ways.",
-)
-@click.option(
-    "--judge",
-    "judges",
-    multiple=True,
-    metavar="MODULE:NAME",
-    help="A judge of drafts of one's own, to run PGIR's loop with; repeatable.",
-)
-@retrieval_options
-def control(
-    run_dir: Path, rivals: tuple[str, ...], judges: tuple[str, ...], **given: Any
-) -> None:
+@options(how=ControlOptions, retrieval=RetrievalOptions)
+def control(run_dir: Path, how: ControlOptions, retrieval: RetrievalOptions) -> None:
     """Run PGIR and its rivals; choose their settings on validation.
 
     Without --corpus or --url the passages that came with the questions are searched.
@@ -406,74 +350,63 @@ def control(
     from beatrice.extract.plugs import load_plug
     from beatrice.extract.run.directory import RunDir
     from beatrice.extract.run.stages import do
-    from beatrice.pgir.controllers.stage import (
-        CONTROL,
-        EVERY_RIVAL,
-        OWN_JUDGE,
-        settle_search,
-    )
+    from beatrice.pgir.controllers.stage import CONTROL, EVERY_RIVAL, settle_search
     from beatrice.pgir.controllers.waves import JUDGES
 
-    settle_options(run_dir, take_retrieval(given), "control")
-    known = {"none": (), "all": EVERY_RIVAL} | {name: (name,) for name in EVERY_RIVAL}
-    if unknown := [name for name in rivals if name not in known]:
+    known = ("none", "all", *EVERY_RIVAL)
+    if unknown := [name for name in how.rivals if name not in known]:
         raise click.UsageError(
             f"--only: no rival is called {unknown[0]!r}; expected {', '.join(known)}"
         )
-    named = {one for name in rivals for one in known[name]}
-    for spec in judges:
-        load_plug(spec, JUDGES)  # what cannot be found is not written down
-    given["rivals"] = tuple(n for n in EVERY_RIVAL if n in named) if rivals else None
-    given["judges"] = tuple(f"{OWN_JUDGE}{spec}" for spec in judges) or None
-    if any(value is not None for value in given.values()):
+    retrieval.write(run_dir, "control")
+    for spec in how.judge:
+        load_plug(spec, JUDGES)  # what is missing is not written down
+    if given(how):
         with RunDir.open(run_dir) as run:
-            settle_search(run, partial(with_options, **given))
+            settle_search(run, how.change)
     do(run_dir, CONTROL)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoreOptions:
+    """One answer, or a file of them, and where the results go."""
+
+    question: str | None = option("As the model was asked.")
+    answer: str | None = option("The answer to be judged.")
+    context: tuple[str, ...] = option("A passage the model was shown; repeatable.", ())
+    file: Path | None = option(
+        "Answers, a row each: own, lm-eval's or FlashRAG's.", type=FILE
+    )
+    out: Path | None = option(
+        "Where a file's results go; continued if it is there.  [default: stdout]",
+        type=click.Path(dir_okay=False, path_type=Path),
+    )
+    html: Path | None = option(
+        "Write a page with the answers' tokens tinted by their probability.",
+        type=click.Path(dir_okay=False, path_type=Path),
+    )
+    batch_size: int = option("Most rows of a file in one forward pass.", 64, min=1)
+    model: str | None = option("Where the backbone lies, if moved.")
+
+    def __post_init__(self) -> None:
+        """Check what goes together."""
+        one = (self.question, self.answer, self.context)
+        if self.file is None and (self.question is None or self.answer is None):
+            raise click.UsageError("give --question and --answer, or --file")
+        if self.file is not None and one != (None, None, ()):
+            raise click.UsageError(
+                "a --file has its own questions, answers and contexts"
+            )
+        if self.file is None and self.out is not None:
+            raise click.UsageError("--out is for the results of a --file")
+        _check_different({"--file": self.file, "--out": self.out, "--html": self.html})
 
 
 @click.command()
 @RUN_DIR
-@click.option("--question", default=None, help="As the model was asked.")
-@click.option("--answer", default=None, help="The answer to be judged.")
-@click.option(
-    "--context", multiple=True, help="A passage the model was shown; repeatable."
-)
-@click.option(
-    "--file",
-    "answers",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Answers, a row each: own, lm-eval's or FlashRAG's.",
-)
-@click.option(
-    "--out",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Where a file's results go; continued if it is there.  [default: stdout]",
-)
-@click.option(
-    "--html",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write a page with the answers' tokens tinted by their probability.",
-)
-@click.option(
-    "--batch-size",
-    type=click.IntRange(min=1),
-    default=64,
-    help="Most rows of a file in one forward pass.",
-)
-@click.option("--model", default=None, help="Where the backbone lies, if moved.")
-@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
-def score(
-    run_dir: Path,
-    question: str | None,
-    answer: str | None,
-    context: tuple[str, ...],
-    answers: Path | None,
-    out: Path | None,
-    html: Path | None,
-    batch_size: int,
-    model: str | None,
-    as_json: bool,
-) -> None:
+@AS_JSON
+@options(how=ScoreOptions)
+def score(run_dir: Path, as_json: bool, how: ScoreOptions) -> None:
     """Score answers that exist: one, or a file of them; P(correct) back.
 
     A file's results are JSON lines in its order; a row that cannot be scored is named
@@ -481,32 +414,25 @@ def score(
 
     Example: beatrice score runs/demo --question "who wrote X?" --answer "Y"
     """
-    if answers is None and (question is None or answer is None):
-        raise click.UsageError("give --question and --answer, or --file")
-    if answers is not None and (question, answer, context) != (None, None, ()):
-        raise click.UsageError("a --file has its own questions, answers and contexts")
-    if answers is None and out is not None:
-        raise click.UsageError("--out is for the results of a --file")
-    _refuse_same({"--file": answers, "--out": out, "--html": html})
     quiet()
     from beatrice.extract.run.directory import RunDir, read_manifest
 
     read_manifest(run_dir)  # what is no run, or not finished, is refused at once
     run = RunDir(run_dir)
     run.require(run.detector)
-    if answers is not None:
-        _score_file(RunDir(run_dir), model, answers, out, html, batch_size)
+    if how.file is not None:
+        _score_file(run, how.file, how)
         return
     from beatrice.pgir.scorer import Scorer
 
-    found = Scorer.load(run_dir, model=model).score(question, answer, context or None)
+    scorer = Scorer.load(run_dir, model=how.model)
+    found = scorer.score(how.question, how.answer, how.context or None)
     for warning in found.warnings:
         click.echo(f"warning: {warning}", err=True)
     click.echo(": ".join(filter(None, (found.decision, found.reason))), err=True)
-    if html is not None:
-        _write_page(
-            html, f"{run_dir.name}: one answer", "", [(question, found.as_json())]
-        )
+    if how.html is not None:
+        results = [(how.question, found.as_json())]
+        _write_page(how.html, f"{run_dir.name}: one answer", "", results)
     if as_json:
         click.echo(json.dumps(found.as_json()))
     else:
@@ -514,8 +440,8 @@ def score(
         click.echo("unknown" if p_correct is None else f"{p_correct:.3f}")
 
 
-def _refuse_same(files: Mapping[str, Path | None]) -> None:
-    """Refuse to write a file over another that the same line names."""
+def _check_different(files: Mapping[str, Path | None]) -> None:
+    """Check that no file would be written over another that the line names."""
     named = [(name, path) for name, path in files.items() if path is not None]
     for (one, path), (other, same) in itertools.combinations(named, 2):
         is_link = path.exists() and same.exists() and path.samefile(same)
@@ -533,14 +459,7 @@ def _write_page(html: Path, title: str, summary: str, results: Results) -> None:
     write_text_atomic(html, page(title, summary, results))
 
 
-def _score_file(
-    run: "RunDir",
-    model: str | None,
-    answers: Path,
-    out: Path | None,
-    html: Path | None,
-    batch_size: int,
-) -> None:
+def _score_file(run: "RunDir", answers: Path, how: ScoreOptions) -> None:
     """Score a file's rows; raise at the end if any of them could not be scored."""
     from beatrice.extract.records import SETTINGS
     from beatrice.extract.run.files import CHECKSUMS, JsonLines, sha256_file
@@ -550,8 +469,8 @@ def _score_file(
     total = count_rows(answers)  # a file that cannot be read is refused at once
     from beatrice.pgir.scorer import Scorer
 
-    scorer = Scorer.load(run.path, model=model)
-    lines = JsonLines.open(out) if out else None
+    scorer = Scorer.load(run.path, model=how.model)
+    lines = JsonLines.open(how.out) if how.out else None
     if lines and lines.truncated:
         progress.note(lines.truncated)
     with progress.stage("score") as update:
@@ -559,12 +478,12 @@ def _score_file(
         def each(row: Any, result: Mapping[str, Any]) -> None:
             tally.add(row, result)
             update(tally.n_done, total)
-            if html is not None:
+            if how.html is not None:
                 asked = (getattr(row.given, name, None) for name in _ASKED)
                 shown.append((next(filter(None, asked), None), result))
 
         score_rows(
-            lambda rows: scorer.score_many(rows, batch_size),
+            lambda rows: scorer.score_many(rows, how.batch_size),
             read_rows(answers),
             sha256_file(run.require(run.detector) / CHECKSUMS),
             lines,
@@ -576,10 +495,9 @@ def _score_file(
         if threshold is not None:
             progress.note(f"{setting}: trusted is {threshold.in_words()}")
     progress.note(tally.in_words())
-    if html is not None:
-        _write_page(
-            html, f"{answers.name}, read by {run.path.name}", tally.in_words(), shown
-        )
+    if how.html is not None:
+        title = f"{answers.name}, read by {run.path.name}"
+        _write_page(how.html, title, tally.in_words(), shown)
     if tally.bad:
         raise click.ClickException(
             f"{len(tally.bad)} of {tally.n_done} rows could not be scored; the first, "

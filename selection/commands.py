@@ -6,13 +6,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from beatrice.extract.run.directory import RunDir
-from beatrice.extract.run.verbs import RUN_DIR, RunPath
-from beatrice.jaxprobe.commands import HEAD_SIZES, size_options, with_sizes
+from beatrice.extract.run.verbs import (
+    RUN_DIR,
+    RunPath,
+    do_again_if_changed,
+    option,
+    options,
+)
+from beatrice.jaxprobe.commands import HeadSizeOptions
 
 if TYPE_CHECKING:
-    from beatrice.extract.run.directory import Preset
-    from beatrice.jaxprobe.config import SelectConfig
     from beatrice.selection.anatomy.stage import AnatomyConfig
 
 
@@ -29,26 +32,22 @@ def sweep(run_dir: Path) -> None:
     do(run_dir, SWEEP)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """What is searched beside the selected set."""
+
+    exhaustive: bool = option(
+        "Also rank every set of three encoders; a killed ranking continues.", False
+    )
+    optimism: bool = option(
+        "Also search on twenty other splits: how much too good validation looks.", False
+    )
+
+
 @click.command()
 @RUN_DIR
-@size_options("epochs", "learning-rate", "width", sizes=HEAD_SIZES)
-@click.option(
-    "--exhaustive",
-    is_flag=True,
-    help="Also rank every set of three encoders; a killed ranking continues.",
-)
-@click.option(
-    "--optimism",
-    is_flag=True,
-    help="Also search on twenty other splits: how much too good validation looks.",
-)
-def select(
-    run_dir: Path,
-    exhaustive: bool,
-    optimism: bool,
-    preset: "Preset | None",
-    **sizes: float | None,
-) -> None:
+@options(sizes=HeadSizeOptions, also=SearchOptions)
+def select(run_dir: Path, sizes: HeadSizeOptions, also: SearchOptions) -> None:
     """Select encoders greedily and train the fusion heads.
 
     There is a head for every seed of the encoders. Sizes stay with the run, and may be
@@ -58,17 +57,12 @@ def select(
     """
     from beatrice.extract.run.stages import do
     from beatrice.jaxprobe.config import SELECT_PRESETS
-    from beatrice.selection.stage import SELECT
+    from beatrice.selection.stage import OPTIMISM, SELECT
 
-    def change(config: "SelectConfig") -> "SelectConfig":
-        return with_sizes(config, SELECT_PRESETS, preset, sizes)
-
-    do(run_dir, SELECT, change=change)
-    if optimism:
-        from beatrice.selection.stage import OPTIMISM
-
+    do(run_dir, SELECT, change=lambda config: sizes.resize(config, SELECT_PRESETS))
+    if also.optimism:
         do(run_dir, OPTIMISM)
-    if exhaustive:
+    if also.exhaustive:
         from beatrice.selection.exhaustive import EXHAUSTIVE
 
         do(run_dir, EXHAUSTIVE)
@@ -83,17 +77,12 @@ def anatomy(run_dir: Path, other: Path | None, only: tuple[str, ...]) -> None:
 
     Example: beatrice anatomy runs/gemma runs/smollm2 --only flips --only backbones
     """
-    from beatrice.extract.run.stages import do
     from beatrice.selection.anatomy.stage import ANATOMY, chosen_analyses
 
     def change(config: "AnatomyConfig") -> "AnatomyConfig":
         beside = config.other if other is None else str(other.resolve())
         asked = dataclasses.replace(config, only=only, other=beside)
-        chosen_analyses(asked)  # refuses a name that is not known
+        chosen_analyses(asked)  # an unknown name is wrong usage
         return asked
 
-    with RunDir.open(run_dir) as run:
-        before = ANATOMY.settle(run)
-        if ANATOMY.settle(run, change, is_replaceable=True) != before:
-            run.reopen_stage(ANATOMY.name)
-    do(run_dir, ANATOMY)
+    do_again_if_changed(run_dir, ANATOMY, change)

@@ -71,4 +71,4 @@ def test_kills_change_no_row_and_the_report_shows_what_was_asked_for(
         assert 'class="empty"' not in text.group()
     assert not list(killed.glob("exhaustive/*.pieces"))
     assert not list(killed.glob("ablations/*.members"))
-    finish("verify", killed)
+    finish("doctor", killed, "--verify")

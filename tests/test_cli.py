@@ -5,24 +5,21 @@ signals are asked of real processes.
 """
 
 import json
+import re
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
-from beatrice.cli import main
+from beatrice.cli import HEADINGS, VERBS, main
 from beatrice.extract.backbone.names import WEIGHTS
 
 ROOT = Path(__file__).parent.parent
-VERBS = (
-    "demo real data world rewrite answer label sample extract verify sweep train "
-    "select calibrate evaluate baselines anatomy corpus retrieve transfer control "
-    "report compare score fetch doctor bench"
-).split()
 
 
 def beatrice(*arguments):
@@ -54,21 +51,52 @@ def assert_one_sentence(done, *words, code=1):
 @pytest.fixture(scope="module")
 def small_run(tmp_path_factory):
     path = tmp_path_factory.mktemp("runs") / "small"
-    done = called("world", path, "--preset", "smoke")
+    done = called("data", path, "--world", "--preset", "smoke")
     assert done.exit_code == 0, done.output
     return path
 
 
 def test_help_lists_the_verbs_in_the_order_of_the_data():
     done = called("--help")
-    lines = done.stdout.split("Commands:")[1].splitlines()
-    listed = [line.split()[0] for line in lines if line[:3].strip() and line.strip()]
-    assert listed == VERBS
+    text = done.stdout.split(f"{next(iter(HEADINGS))}:")[1]
+    listed = re.findall(r"^  (\w+) ", text, re.MULTILINE)
+    assert listed == list(VERBS)
+    assert "..." not in text
 
 
 def test_every_verb_has_an_example_in_its_help():
     for verb in VERBS:
         assert "Example:" in called(verb, "--help").stdout
+
+
+def every_option(command, name=""):
+    """Yield every option of a command and of what is below it, by its name."""
+    for option in command.params:
+        if isinstance(option, click.Option):
+            yield max(option.opts, key=len)
+    for verb in getattr(command, "list_commands", lambda context: ())(None):
+        yield from every_option(command.get_command(None, verb))
+
+
+def test_there_are_few_verbs_and_options():
+    assert len(VERBS) <= 22
+    assert len(set(every_option(main))) <= 80
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("scor RUN", "`beatrice score`"),
+        ("verify RUN", "`beatrice doctor RUN_DIR --verify`"),
+        ("world RUN", "`beatrice data RUN_DIR --world`"),
+        ("demo RUN --sed 1", "--seed"),
+        ("label RUN --set max_costs=3", "max_cost?"),
+    ],
+)
+def test_what_is_mistyped_gets_a_suggestion(words, meant):
+    done = called(*words.split())
+    assert done.exit_code == 2
+    assert meant in done.stderr
 
 
 def test_an_unknown_option_is_wrong_usage():
@@ -78,33 +106,33 @@ def test_an_unknown_option_is_wrong_usage():
 
 
 def test_underscores_are_accepted_in_options(tmp_path):
-    done = called("demo", tmp_path / "x", "--answer_span", "sideways")
+    done = called("demo", tmp_path / "x", "--hidden_spans", "sideways")
     assert done.exit_code == 2
-    assert "emitting" in done.stderr
+    assert "answer" in done.stderr
 
 
 WRONG_USAGE = [
     ("demo RUN --preset smoke --model /no/model", "no such directory"),
     ("data RUN --train nq=x.json --n-train -5", "--n-train"),
     ("data RUN --train nq=x.json --n-evaluation 0", "--n-evaluation"),
-    ("world RUN --seed -1", "--seed"),
-    ("world RUN --seed 2147483648", "--seed"),
-    ("world RUN --hidden-layers 99", "layers 0 (the embedding) to 6, not 99"),
-    ("world gs://bucket/run", "folder on this machine, found 'gs://bucket/run'"),
+    ("data RUN --world --seed -1", "--seed"),
+    ("data RUN --world --seed 2147483648", "--seed"),
+    ("data RUN --world --hidden-layers 99", "layers 0 (the embedding) to 6, not 99"),
+    ("data gs://bucket/run --world", "folder on this machine, found 'gs://bucket/run'"),
     ("extract s3://bucket/run", "folder on this machine"),
     ("score file:///run --question q --answer a", "folder on this machine"),
     ("doctor gs://bucket/run", "folder on this machine"),
     ("answer RUN --shard 4/4", "rank 4 of 4 workers"),
     ("extract RUN --shard x/2", "expected a whole number, found 'x'"),
-    ("sample RUN --top-p 2", "--top-p"),
-    ("sample RUN --temperature -1", "--temperature"),
-    ("sample RUN --top-k -5", "--top-k"),
-    ("sample RUN --served-model x", "--served-model is for a server"),
-    ("answer RUN --served-model x", "--served-model is for a server"),
+    ("sample RUN --set top_p=2", "top_p"),
+    ("sample RUN --set temperature=-1", "temperature"),
+    ("sample RUN --set topk=5", "did you mean top_k?"),
+    ("sample RUN --set served_model=x", "served_model is for a server"),
+    ("answer RUN --set served_model=x", "served_model is for a server"),
     ("answer RUN --server not-a-url", "expected a URL"),
     ("label RUN --server not-a-url --judge x", "expected a URL"),
     ("label RUN --server http://x/v1", "--server"),
-    ("label RUN --sample 5", "--sample is drawn by --audit"),
+    ("label RUN --n-samples 5", "--n-samples is for --audit"),
     ("rewrite RUN --model /no/model", "--model"),
 ]
 
@@ -139,24 +167,24 @@ def test_a_model_whose_config_cannot_be_used_is_one_sentence(tmp_path):
     content = json.loads((model / "config.json").read_text())
     content["hidden_act"] = "no-such"
     (model / "config.json").write_text(json.dumps(content))
-    done = called("world", run, "--preset", "smoke", "--model", model)
+    done = called("data", run, "--world", "--preset", "smoke", "--model", model)
     assert_one_sentence(done, str(model), "could not be loaded", "no-such")
     assert not run.exists()
 
 
 def test_a_run_of_another_configuration_is_refused(small_run):
-    done = called("world", small_run, "--preset", "smoke", "--seed", 5)
+    done = called("data", small_run, "--world", "--preset", "smoke", "--seed", 5)
     assert_one_sentence(done, "seed=0;", "seed=5;", "choose another directory")
 
 
 def test_another_preset_is_told_before_and_without_what_follows_from_it(small_run):
-    done = called("world", small_run, "--preset", "demo")
+    done = called("data", small_run, "--world", "--preset", "demo")
     assert_one_sentence(done, "a run with preset='smoke';", "for preset='demo';")
 
 
 def test_a_directory_that_is_no_run_is_refused_and_left_alone(tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
-    done = beatrice("world", tmp_path, "--preset", "smoke")
+    done = beatrice("data", tmp_path, "--world", "--preset", "smoke")
     assert_one_sentence(done, str(tmp_path))
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.txt"]
 
@@ -168,8 +196,8 @@ def test_a_stage_without_its_inputs_says_so(small_run):
 
 
 def test_a_verb_on_no_run_says_so(tmp_path):
-    for verb in ("answer", "verify"):
-        assert_one_sentence(called(verb, tmp_path / "nothing"), "nothing")
+    for words in (["answer"], ["doctor", "--verify"]):
+        assert_one_sentence(called(*words, tmp_path / "nothing"), "nothing")
 
 
 def test_who_presses_ctrl_c_gets_the_code_of_what_was_interrupted(tmp_path):
@@ -202,7 +230,7 @@ def test_scoring_with_an_unfinished_run_says_so(small_run):
 
 def test_the_same_line_again_does_nothing_again(small_run):
     before = (small_run / "stages" / "world.json").read_bytes()
-    done = called("world", small_run, "--preset", "smoke")
+    done = called("data", small_run, "--world", "--preset", "smoke")
     assert "already done" in done.stderr
     assert (small_run / "stages" / "world.json").read_bytes() == before
 
@@ -210,10 +238,10 @@ def test_the_same_line_again_does_nothing_again(small_run):
 def test_verify_finds_a_changed_output(small_run, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(small_run, copy)
-    assert called("verify", copy).exit_code == 0
+    assert called("doctor", copy, "--verify").exit_code == 0
     with (copy / "passages.jsonl").open("a") as file:
         file.write("\n")
-    assert_one_sentence(called("verify", copy), "1 problems found")
+    assert_one_sentence(called("doctor", copy, "--verify"), "1 problems found")
 
 
 @pytest.mark.slow
@@ -230,7 +258,7 @@ def test_the_smoke_demo_is_the_same_twice_and_scores(smoke_run, tmp_path):
     done = beatrice("score", runs[0], *question, "--answer", "Guzolt Falls", "--json")
     assert 0 <= json.loads(done.stdout)["p_correct"] <= 1
     assert_one_sentence(beatrice("score", runs[0], *question, "--answer", ""), "empty")
-    assert beatrice("verify", runs[0]).returncode == 0
+    assert beatrice("doctor", runs[0], "--verify").returncode == 0
     chunk = max(
         (runs[0] / "features" / "closed_book" / "hidden").rglob("*"),
         key=lambda p: p.stat().st_size if p.is_file() else 0,
@@ -238,4 +266,4 @@ def test_the_smoke_demo_is_the_same_twice_and_scores(smoke_run, tmp_path):
     chunk.write_bytes(chunk.read_bytes()[:-100])
     (runs[0] / "sweep.json").unlink()
     assert_one_sentence(beatrice("sweep", runs[0]), "features/closed_book")
-    assert beatrice("verify", runs[0]).returncode == 1
+    assert beatrice("doctor", runs[0], "--verify").returncode == 1

@@ -28,9 +28,9 @@ from beatrice.extract.run.stages import once, run_stage
 from beatrice.extract.run.verbs import load_stage
 from beatrice.extract.signals.extract import extract_config
 from beatrice.extract.store.store import open_store, verify
-from beatrice.extract.world.commands import WorldSection
 from beatrice.extract.world.facts import WorldConfig, make_world
 from beatrice.extract.world.questions import QuestionConfig, make_examples
+from beatrice.extract.world.stage import WorldSection
 from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.calibrate import grid_config, run_selection, select_config
 from beatrice.jaxprobe.detector import Detector
@@ -267,6 +267,6 @@ def test_verify_names_every_file_that_was_edited(run):
     whole = contents(run)
     for edited, change in PLAUSIBLE.items():
         change(run)
-        assert call("verify", run).exit_code == 1, edited
+        assert call("doctor", run, "--verify").exit_code == 1, edited
         write_all(run, whole)
-    assert call("verify", run).exit_code == 0
+    assert call("doctor", run, "--verify").exit_code == 0

@@ -11,7 +11,8 @@ from beatrice.extract.run.directory import RunDir
 from beatrice.jaxprobe.calibrate import open_rows, run_selection
 from tests.process import call
 
-CHOICE = "--hidden-layers 4 --hidden-spans answer --dtype int8 --scalars bf16".split()
+WORDS = "--hidden-layers 4 --hidden-spans answer --dtype int8 --set scalars=bf16"
+CHOICE = WORDS.split()
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def test_one_layer_is_what_the_sweep_finds_and_everything_verifies(run):
     assert sweep["layer"] == 4
     assert [found["layers"] for found in sweep["settings"].values()] == [[4], [4]]
     assert "int8" in (run / "report.html").read_text()
-    call("verify", run)
+    call("doctor", run, "--verify")
 
 
 @pytest.mark.slow

@@ -9,9 +9,9 @@ import json
 import pytest
 
 from beatrice.extract.records import IN_DOMAIN
-from beatrice.extract.world.commands import WORLD_PRESETS
 from beatrice.extract.world.facts import make_world
 from beatrice.extract.world.questions import make_examples
+from beatrice.extract.world.stage import WORLD_PRESETS
 from tests.process import call
 
 
@@ -77,4 +77,4 @@ def test_a_run_of_two_sets_goes_the_whole_way_and_pools_them(tmp_path):
     cut = [row for row in rows if row["experiment"] == "prompts"]
     assert cut and all(row["value"] == 0 for row in cut)
     assert IN_DOMAIN in (run / "report.html").read_text()
-    assert "every checksum holds" in call("verify", run).stdout
+    assert "every checksum holds" in call("doctor", run, "--verify").stdout

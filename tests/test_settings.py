@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from functools import partial
 
 import pytest
 
@@ -20,9 +19,9 @@ from beatrice.extract.run.directory import (
 )
 from beatrice.extract.run.verbs import SIZES, load_stage
 from beatrice.extract.signals.extract import EXTRACT_PRESETS
-from beatrice.extract.world.commands import WORLD_PRESETS
+from beatrice.extract.world.stage import WORLD_PRESETS
 from beatrice.jaxprobe.calibrate import CALIBRATE_PRESETS, grid_config, select_config
-from beatrice.jaxprobe.commands import HEAD_SIZES, with_options
+from beatrice.jaxprobe.commands import HEAD_SIZES, TrainingOptions
 from beatrice.jaxprobe.config import (
     GRID_PRESETS,
     SELECT_PRESETS,
@@ -86,12 +85,11 @@ def run(tmp_path):
         yield run
 
 
-def options(**given):
-    names = ("is_streamed", "is_mixed", "is_linear_first")
-    return partial(with_options, **(dict.fromkeys(names, False) | given))
+def options(**flags):
+    return TrainingOptions(**flags).change
 
 
-@pytest.mark.parametrize("option", ["is_mixed", "is_streamed", "is_linear_first"])
+@pytest.mark.parametrize("option", ["mixed", "streamed", "linear_first"])
 def test_options_of_training_stay_with_the_run(run, option):
     chosen = options(**{option: True})
     found = run.settle("train", GRID_PRESETS, chosen)
@@ -99,7 +97,7 @@ def test_options_of_training_stay_with_the_run(run, option):
     assert run.settle("train", GRID_PRESETS, options()) == found  # none is given
     assert run.settle("train", GRID_PRESETS, chosen) == found
     assert grid_config(run) == found.seeded(7)
-    both = options(is_mixed=True, is_streamed=True, is_linear_first=True)
+    both = options(mixed=True, streamed=True, linear_first=True)
     with pytest.raises(ValueError, match="you asked for .*train.(encoder|stream)"):
         run.settle("train", GRID_PRESETS, both)
 
@@ -108,14 +106,14 @@ def test_a_run_that_is_trained_without_an_option_is_not_trained_with_it(run):
     assert grid_config(run).encoder.matmul_dtype != "bfloat16"
     asked = "you asked for train.encoder.matmul_dtype='bfloat16'"
     with pytest.raises(ValueError, match=f"run with train.encoder.matmul_.*{asked}"):
-        run.settle("train", GRID_PRESETS, options(is_mixed=True))
+        run.settle("train", GRID_PRESETS, options(mixed=True))
 
 
 def test_a_run_that_holds_its_store_in_memory_is_not_streamed(run):
     grid_config(run)
     told = "a run with train.stream=None; you asked for train.stream={'n_chunk': 64"
     with pytest.raises(ValueError, match=told):
-        run.settle("train", GRID_PRESETS, options(is_streamed=True))
+        run.settle("train", GRID_PRESETS, options(streamed=True))
 
 
 @pytest.mark.parametrize("preset", PRESETS)

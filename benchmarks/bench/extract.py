@@ -177,9 +177,9 @@ class Bench:
         if self.config.device != "cpu":
             torch.cuda.synchronize()
 
-    def time(self, n_pairs: int) -> Times:
+    def time(self, n_rounds: int) -> Times:
         """Let both take turns, after one unmeasured run each."""
-        pairs = alternate([self.bare, self.read], n_pairs)
+        pairs = alternate([self.bare, self.read], n_rounds)
         bare, read = (statistics.median(side) for side in zip(*pairs, strict=True))
         ratio = statistics.median(read / bare for bare, read in pairs)
         return Times(bare=bare, read=read, ratio=ratio)
@@ -230,9 +230,9 @@ class ReadingCost:
         ]
 
 
-def measure_reading(config: BatchConfig, n_pairs: int) -> ReadingCost:
+def measure_reading(config: BatchConfig, n_rounds: int) -> ReadingCost:
     """Measure times here and both peaks in processes of their own."""
-    times = Bench(config).time(n_pairs)
+    times = Bench(config).time(n_rounds)
     bare, read = (
         measure_fresh(f"the memory of {mode}", measure_peak, config, mode)
         for mode in ("bare", "read")
@@ -534,7 +534,7 @@ def profile_of(run: Callable[[], None]) -> str:
 def measure_gpu(
     name: str,
     model: PreTrainedModel,
-    n_pairs: int,
+    n_rounds: int,
     peak: float,
     *,
     n_examples: int = 40,
@@ -546,7 +546,7 @@ def measure_gpu(
     Args:
       name: of the model.
       model: on a GPU; on a CPU only a small one makes sense.
-      n_pairs: runs of each.
+      n_rounds: runs of each.
       peak: FLOP/s that the reading's are held against.
       n_examples: of the batch.
       n_tokens: of each example; 60 of 400 are the answer, 100 the question.
@@ -564,7 +564,7 @@ def measure_gpu(
         dtype="bfloat16",
     )
     bench = Bench(shape, reader)
-    times = bench.time(n_pairs)
+    times = bench.time(n_rounds)
     budget = n_examples * n_tokens
     work = LoopConfig(
         n_examples=n_batches * n_examples,
@@ -579,7 +579,7 @@ def measure_gpu(
         times=times,
         flops=flops_per_token(backbone.model) * budget / times.read,
         peak=peak,
-        loop=Loop(reader, work).measure(name, max(1, n_pairs // 2)),
+        loop=Loop(reader, work).measure(name, max(1, n_rounds // 2)),
         profile=profile_of(bench.read),
     )
 
@@ -692,13 +692,13 @@ def measure_with_examples(
     help="Type of that model.",
 )
 @click.option(
-    "--pairs",
+    "--rounds",
     type=click.IntRange(min=1),
     default=5,
     help="Runs of each per row.",
 )
 @AS_JSON
-def extract(model: str | None, dtype: ModelDtype, pairs: int, as_json: bool) -> None:
+def extract(model: str | None, dtype: ModelDtype, rounds: int, as_json: bool) -> None:
     """Time a full reading beside the bare forward with logits; print the tables.
 
     Llama-shaped, d=512, 8 layers, fp32 readings, every hidden layer kept. Both take
@@ -709,7 +709,7 @@ def extract(model: str | None, dtype: ModelDtype, pairs: int, as_json: bool) -> 
     With --model: tokens per second of `answer` and `extract` on prompts with worked
     examples beside the bare forward, for that model.
 
-    Example: beatrice bench extract --pairs 7
+    Example: beatrice bench extract --rounds 7
     """
     quiet()
     torch.set_num_threads(N_THREADS)
@@ -717,7 +717,7 @@ def extract(model: str | None, dtype: ModelDtype, pairs: int, as_json: bool) -> 
         printer = RowPrinter(as_json)
         printer.head(EXAMPLES_HEAD)
         backbone = load_backbone(model_path(model), dtype=dtype)
-        printer.row(measure_with_examples(backbone, pairs))
+        printer.row(measure_with_examples(backbone, rounds))
         return
     has_gpu = torch.cuda.is_available()
     configs = batch_configs(has_gpu=has_gpu)
@@ -725,17 +725,17 @@ def extract(model: str | None, dtype: ModelDtype, pairs: int, as_json: bool) -> 
     printer.head(HEAD)
     with Progress().stage("extract") as update:
         for done, config in enumerate(configs, start=1):
-            printer.row(measure_reading(config, pairs))
+            printer.row(measure_reading(config, rounds))
             update(done, len(configs) + 2)
         if not has_gpu:
             printer.not_measured(["GPU", "bfloat16"], HEAD)
         printer.head(LOOP_HEAD)
-        for done, cost in enumerate(measure_loops(pairs), start=len(configs) + 1):
+        for done, cost in enumerate(measure_loops(rounds), start=len(configs) + 1):
             printer.row(cost)
             update(done, len(configs) + 2)
     peak = gemm_peak() if has_gpu else 0.0
     models = FULL_MODELS if has_gpu else ()
-    found = [measure_gpu(x, full_model(x, "cuda"), pairs, peak) for x in models]
+    found = [measure_gpu(x, full_model(x, "cuda"), rounds, peak) for x in models]
     for cost in found:
         printer.row(cost.loop)
     printer.head(GPU_HEAD)

@@ -19,7 +19,9 @@ from beatrice.benchmarks.bench.grid import paper
 from beatrice.extract.records import SETTINGS, Setting
 from beatrice.extract.run.console import Progress, quiet
 from beatrice.extract.run.stages import bytes_in_words
+from beatrice.extract.run.verbs import options
 from beatrice.extract.store.families import StoreConfig
+from beatrice.jaxprobe.commands import DeviceOptions
 from beatrice.jaxprobe.config import GridConfig, StreamConfig, as_bytes
 from beatrice.jaxprobe.families import N_FAMILIES
 from beatrice.jaxprobe.kernels.masked import N_TAPS
@@ -493,13 +495,11 @@ def in_words(
     default="h100",
     help="Whose published peaks.",
 )
-@click.option(
-    "--device-memory", metavar="BYTES", help="Instead of the device's, such as 40GiB."
-)
+@options(planned_for=DeviceOptions)
 @click.option("--mixed", "is_mixed", is_flag=True, help="Products of bfloat16.")
 @AS_JSON
 def plan(
-    device: Name, device_memory: str | None, is_mixed: bool, as_json: bool
+    device: Name, planned_for: DeviceOptions, is_mixed: bool, as_json: bool
 ) -> None:
     """Plan the paper's training for a device that is not here. Arithmetic alone.
 
@@ -507,7 +507,8 @@ def plan(
     """
     quiet()
     on = DEVICES[device]
-    memory = as_bytes(device_memory) if device_memory else on.memory
+    n_bytes = planned_for.device_memory
+    memory = as_bytes(n_bytes) if n_bytes else on.memory
     printer, progress = RowPrinter(as_json), Progress()
     rows, notes = [], []
     for setting in SETTINGS:

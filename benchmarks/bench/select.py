@@ -324,21 +324,17 @@ def measure(widths: str, config: SelectConfig) -> SelectCost:
 
 
 @click.command()
-@click.option(
-    "--widths",
-    type=click.Choice(list(WIDTHS)),
-    default="microworld",
-    help="Of encoders and heads.",
-)
+@click.option("--paper", "is_paper", is_flag=True, help="Paper widths, d=4096.")
 @AS_JSON
-def select(widths: str, as_json: bool) -> None:
+def select(is_paper: bool, as_json: bool) -> None:
     """Train the heads of one search round, beside a PyTorch loop over the same heads.
 
     Both sides must give the same logits from the same weights before they are timed.
 
-    Example: beatrice bench select --widths paper
+    Example: beatrice bench select --paper
     """
     set_compiler("demo")  # as a run does
     printer = RowPrinter(as_json)
     printer.head(HEAD)
+    widths = "paper" if is_paper else "microworld"
     printer.row(measure(widths, WIDTHS[widths]))

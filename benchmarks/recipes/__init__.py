@@ -5,7 +5,7 @@ from beatrice.extract.run.directory import NotWritten, RunDir
 # What `demo` does, in order: where each stage stands. Real questions take the place of
 # the world's in `real`.
 CHAIN = (
-    "beatrice.extract.world.commands:WORLD",
+    "beatrice.extract.world.stage:WORLD",
     "beatrice.extract.generate.answers:ANSWER",
     "beatrice.extract.label.stage:LABEL",
     "beatrice.extract.signals.extract:EXTRACT",

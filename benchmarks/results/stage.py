@@ -88,7 +88,7 @@ def _facts(run: RunDir) -> dict[str, str]:
         "Layer of the hidden states": str(chosen_layer(run)),
         "Training seeds": str(grid_config(run).train.n_seeds),
         "Answer span": extract.answer_span,
-        "Kept": extract.in_words(),
+        "Kept": extract.describe(),
     }
 
 

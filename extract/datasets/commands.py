@@ -1,35 +1,47 @@
 """The verb `data` and its stage: published question sets become a run.
 
-What comes out is what `world` writes, and a manifest of the splits beside it; from
+What comes out is what the world's stage writes, and a manifest of the splits; from
 there on a run does not know where its questions came from.
 """
 
 import contextlib
+import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
-from beatrice.extract.datasets.options import (
-    SetName,
-    asking_options,
-    build_config,
-    prompt_config,
-    question_options,
-    sources_of,
-    stop_strings,
-    take_files,
+from beatrice.extract.backbone.names import Device, ModelDtype
+from beatrice.extract.datasets.splits import (
+    A_NAME,
+    HELD_OUT_SIZES,
+    BuildConfig,
+    Context,
+    Size,
+    Source,
+    SplitConfig,
 )
-from beatrice.extract.datasets.splits import BuildConfig, Source
+from beatrice.extract.records import is_safe_name
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.contents import splits_file
 from beatrice.extract.run.directory import NewRun, RunDir, manifest_file
 from beatrice.extract.run.files import sha256_file
 from beatrice.extract.run.stages import once
-from beatrice.extract.run.verbs import RunPath
-from beatrice.extract.signals.commands import kept_options, take_kept
+from beatrice.extract.run.verbs import (
+    AS_JSON,
+    FOLDER,
+    RunOptions,
+    RunPath,
+    given,
+    option,
+    options,
+)
+from beatrice.extract.signals.commands import KeptOptions
+
+if TYPE_CHECKING:
+    from beatrice.extract.generate.prompts import PromptConfig
 
 
 @contextlib.contextmanager
@@ -94,6 +106,252 @@ def make_data_run(
         return check_folder(run.path)
 
 
+_ROLES = ("train", "dev", "held_out")
+File = tuple[str, Path]  # the set's name, and where it lies
+
+
+def _size(text: str) -> Size:
+    """Return a number of questions, or "all"."""
+    if text == "all":
+        return text
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise ValueError(f"expected a whole number above 0, or all, found {text!r}")
+    return int(text)
+
+
+def _context(text: str) -> Context:
+    """Return which passages become a context."""
+    if text not in get_args(Context):
+        raise ValueError(f"expected {', '.join(get_args(Context))}, found {text!r}")
+    return text
+
+
+class NamedValue(click.ParamType):
+    """A value, `NAME=VALUE` of one question set, or either.
+
+    Args:
+      parse: makes the value of its text; a ValueError says why it cannot.
+      named: whether a name must, may or cannot stand before it.
+    """
+
+    name = "value"
+
+    def __init__(
+        self, parse: Callable[[str], Any], named: Literal["always", "maybe", "never"]
+    ) -> None:
+        """Read values of a kind."""
+        self._parse, self._named = parse, named
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Any:
+        """Return the name, or None for all sets, and the value; or the value alone."""
+        if not isinstance(value, str):
+            return value  # a default
+        name, equals, rest = value.partition("=")
+        has_name = self._named == "always" or (self._named == "maybe" and equals)
+        if has_name and not (equals and rest and is_safe_name(name)):
+            self.fail(
+                f"expected NAME=VALUE, such as mine={rest or name}, with {A_NAME}; "
+                f"found {value!r}",
+                param,
+                ctx,
+            )
+        try:
+            parsed = self._parse(rest if has_name else value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        if self._named == "never":
+            return parsed
+        return name if has_name else None, parsed
+
+
+def _by_set(
+    flag: str, values: Sequence[tuple[str | None, Any]], default: Any
+) -> tuple[Any, dict[str, Any]]:
+    """Return what holds for all sets, and for each that was named."""
+    by_name: dict[str | None, Any] = {}
+    for name, value in values:
+        if name in by_name:
+            raise click.UsageError(
+                f"{flag} {f'{name}=' if name else ''}{value}: another one was "
+                f"given for {name or 'all sets'} before; give one"
+            )
+        by_name[name] = value
+    common = by_name.pop(None, default)
+    return common, {name: value for name, value in by_name.items() if name is not None}
+
+
+def _files(text: str) -> Any:
+    kind = NamedValue(Path, "always")
+    return option(text, (), type=kind, metavar="NAME=FILE")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuestionOptions:
+    """Which published questions are read, and how they are split."""
+
+    train: tuple[File, ...] = _files("Training questions; may be repeated.")
+    dev: tuple[File, ...] = _files(
+        "Development questions, halved into validation and test."
+    )
+    held_out: tuple[File, ...] = _files("Questions never trained on (split `ood`).")
+    n_train: tuple[tuple[str | None, Size], ...] = option(
+        "N or all; with NAME= of one set alone. Default: 10000 of each.",
+        (),
+        type=NamedValue(_size, "maybe"),
+        metavar="[NAME=]N",
+    )
+    n_evaluation: Size = option(
+        "Validation and test each, of each set; all halves the questions.",
+        500,
+        type=NamedValue(_size, "never"),
+        metavar="N",
+    )
+    n_held_out: tuple[tuple[str, Size], ...] = option(
+        "N or all. Default: popqa=1000, nq=1182, triviaqa=1277.",
+        (),
+        type=NamedValue(_size, "always"),
+        metavar="NAME=N",
+    )
+    context: tuple[tuple[str | None, Context], ...] = option(
+        "Passages of an example: supporting (the default), the first of these, all or "
+        "none; questions without are left out, and counted. With NAME= of one set "
+        "alone: with none, its questions are asked closed-book only. Default for a set "
+        "of your own: what its files have.",
+        (),
+        type=NamedValue(_context, "maybe"),
+        metavar="[NAME=]CONTEXT",
+    )
+    splits: Path | None = option(
+        "Take the splits of this splits.json instead of drawing.", metavar="FILE"
+    )
+    skip_bad: bool = option(
+        "Leave refused records out, counted and listed, instead of failing.", False
+    )
+    evidence: Path | None = option(
+        "TriviaQA's folder `evidence`; else looked for beside the file.", type=FOLDER
+    )
+
+    def files(self) -> list[Source]:
+        """Return the files with what they are for."""
+        return [
+            Source(dataset=name, role=role.replace("_", "-"), path=path)
+            for role in _ROLES
+            for name, path in getattr(self, role)
+        ]
+
+    def build_config(self, seed: int) -> BuildConfig:
+        """Return what is to be built."""
+        n_train, n_train_of = _by_set("--n-train", self.n_train, 10_000)
+        context, contexts = _by_set("--context", self.context, None)
+        splits = SplitConfig(
+            seed=seed,
+            n_train=n_train,
+            n_train_of=n_train_of,
+            n_evaluation=self.n_evaluation,
+            n_held_out=HELD_OUT_SIZES | dict(self.n_held_out),
+        )
+        return BuildConfig(
+            splits=splits,
+            context=context,
+            contexts=contexts,
+            skip_bad=self.skip_bad,
+            evidence=self.evidence,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AskingOptions:
+    """How the questions are put to the run's model."""
+
+    model_dtype: ModelDtype | None = option(
+        "Of the backbone's weights, where it is loaded here. Default: bfloat16 with "
+        "--device cuda, else float32."
+    )
+    device: Device = option(
+        "Of the backbone; under torchrun, cuda is each process's own GPU.", "cpu"
+    )
+    template: str = option(
+        "The prompt's words: paper (appendix A's), short (what the embedded model was "
+        "taught), few-shot (four worked examples before the question, which a base "
+        "model needs), or a file of your own worked examples, JSON lines of question, "
+        "answer and context.",
+        "paper",
+        metavar="NAME|FILE",
+    )
+    stop: tuple[str, ...] = option(
+        r"Ends an answer where it begins; may be given several times, \n is a line "
+        "feed. Default: a line feed with worked examples, else nothing.",
+        (),
+        metavar="TEXT",
+    )
+    chat: bool = option(
+        "Through the tokenizer's chat template, thinking off; else as plain text.",
+        False,
+        flag="--chat/--plain",
+    )
+    overlong: Literal["refuse", "drop-passages"] = option(
+        "Prompts that do not fit: refuse them, or leave out their last passages whole, "
+        "listed and counted.",
+        "refuse",
+    )
+    window: int | None = option(
+        "Most tokens of prompt and answer; default: the model's own window.", min=2
+    )
+    max_new_tokens: int | None = option(
+        "Longest answer; default: 32, of the embedded model 10.", min=1
+    )
+
+    @property
+    def has_shots(self) -> bool:
+        """Whether worked examples stand before the question."""
+        return self.template not in ("paper", "short")
+
+    def prompt_config(self) -> "PromptConfig":
+        """Return how the questions are put."""
+        from beatrice.extract.generate.prompts import SHOTS, PromptConfig, read_shots
+
+        shots: tuple[Any, ...] = ()
+        if self.has_shots:
+            own = self.template != "few-shot"
+            shots = read_shots(Path(self.template)) if own else SHOTS
+        return PromptConfig(
+            shots=shots,
+            template="few-shot" if self.has_shots else self.template,
+            chat=self.chat,
+            overlong=self.overlong,
+            window=self.window,
+        )
+
+    def stop_strings(self) -> tuple[str, ...]:
+        r"""Return the texts that end an answer; `\n` stands for a line feed."""
+        texts = tuple(text.replace(r"\n", "\n") for text in self.stop)
+        if not all(texts):
+            raise click.BadParameter("expected a text, found none", param_hint="--stop")
+        return texts or (("\n",) if self.has_shots else ())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """What `data` does beside making a run of published questions."""
+
+    inspect: str | None = option(
+        "Say what one file is, and build nothing; NAME= is the set, where the content "
+        "does not tell.",
+        metavar="[NAME=]FILE",
+    )
+    world: bool = option(
+        "Make a run of the microworld's questions, which the embedded model knows.",
+        False,
+    )
+    train_model: bool = option(
+        "With --world, also train its model from nothing, into RUN_DIR/model.",
+        False,
+        rare=True,
+    )
+
+
 _FEW = 1000  # training questions; the paper has 10,000 of each set
 _N_SHOWN = 20  # refused records named one by one on the terminal; --json has more
 _NOTES = (
@@ -107,35 +365,23 @@ _NOTES = (
 
 @click.command()
 @click.argument("run_dir", required=False, type=RunPath())
-@click.option(
-    "--inspect",
-    metavar="FILE",
-    type=click.Path(path_type=Path),
-    help="Say what one file is, and build nothing.",
+@options(
+    what=DataOptions,
+    questions=QuestionOptions,
+    run=RunOptions,
+    asking=AskingOptions,
+    kept=KeptOptions,
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
-@click.option(
-    "--skip-bad",
-    is_flag=True,
-    help="Leave refused records out, counted and listed, instead of failing.",
-)
-@click.option(
-    "--dataset",
-    type=SetName(),
-    help="With --inspect: the set, where the content does not tell.",
-)
-@click.option(
-    "--evidence",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="TriviaQA's folder `evidence`; else looked for beside the file.",
-)
-@click.option(
-    "--check", is_flag=True, help="Compare the files in RUN_DIR with its splits.json."
-)
-@question_options
-@asking_options
-@kept_options
-def data(run_dir: Path | None, **options: Any) -> None:
+@AS_JSON
+def data(
+    run_dir: Path | None,
+    what: DataOptions,
+    questions: QuestionOptions,
+    run: RunOptions,
+    asking: AskingOptions,
+    kept: KeptOptions,
+    as_json: bool,
+) -> None:
     """Read published question sets: say what a file is, or make a run of them.
 
     Six sets are read in the formats in which they are published, and any set, under a
@@ -143,9 +389,10 @@ def data(run_dir: Path | None, **options: Any) -> None:
     and "golds" (and "passages": texts, or objects of "title" and "text"), as a table of
     question, answer and context, or as the examples.jsonl of a run, whose splits are
     then kept; a file is recognised by its content. One file may serve as --train and as
-    --dev: no question is in two splits. RUN_DIR becomes a
-    run directory as `world` makes one, with splits.json and its SHA-256 sums beside;
-    `answer`, `rewrite`, `label`, `extract` and the rest go on from there.
+    --dev: no question is in two splits. RUN_DIR becomes a run directory, with
+    splits.json and its SHA-256 sums beside, which `doctor RUN_DIR --verify` compares;
+    `answer`, `rewrite`, `label`, `extract` and the rest go on from there. With --world
+    the questions are those of an invented world, whose small model ships with this.
 
     --inspect --json prints one object: dataset, dataset_from (what told it), format,
     container, records, loaded, with_passages, with_gold_passages, refused, refusals
@@ -166,34 +413,58 @@ def data(run_dir: Path | None, **options: Any) -> None:
     hotpotqa=hotpot_dev_distractor_v1.json --held-out nq=nq-open-oracle.jsonl.gz
     --model Qwen/Qwen3.5-9B --device cuda --chat
     """
-    files = take_files(options)
-    inspected: Path | None = options["inspect"]
-    if (inspected is None) == (run_dir is None):
+    files = questions.files()
+    if (what.inspect is None) == (run_dir is None):
         raise click.UsageError("give either RUN_DIR, or --inspect FILE")
-    if inspected is not None:
-        if files or options["splits"] or options["check"]:
+    if run_dir is None:
+        if files or questions.splits or what.world:
             raise click.UsageError("--inspect goes with no other work")
-        _inspect(inspected, options)
-    elif options["check"]:
-        if files or options["splits"]:
-            raise click.UsageError("--check goes with RUN_DIR alone")
-        _check(Path(run_dir or "."), options["as_json"])
+        _inspect(what.inspect or "", questions, as_json)
+    elif what.world:
+        if files or questions != QuestionOptions() or asking != AskingOptions():
+            raise click.UsageError("--world has its own questions, asked in its way")
+        make_world_run(run_dir, run, kept, train_model=what.train_model)
     elif not files:
-        raise click.UsageError("give files with --train, --dev or --held-out")
+        raise click.UsageError(
+            "give files with --train, --dev or --held-out; or --world"
+        )
     else:
-        make_run(Path(run_dir or "."), files, options)
+        make_run(run_dir, files, questions, run, asking, kept, as_json=as_json)
 
 
-def _inspect(path: Path, options: Mapping[str, Any]) -> None:
+def make_world_run(
+    run_dir: Path, run: RunOptions, kept: KeptOptions, *, train_model: bool
+) -> None:
+    """Make a run of the microworld, and its model from nothing where asked."""
+    from beatrice.extract.run.stages import do
+    from beatrice.extract.world.stage import WORLD, new_world, train_world_model
+
+    asked = new_world(**given(run), kept=kept.fields())
+    do(run_dir, WORLD, asked=asked)
+    if train_model:
+        progress = Progress()
+        with RunDir.open(run_dir) as opened, progress.stage("model") as update:
+            click.echo(str(train_world_model(opened, update, progress)))
+
+
+def _inspect(named_file: str, questions: QuestionOptions, as_json: bool) -> None:
     """Print what a file is; raise if it or a record is refused."""
     from beatrice.extract.datasets.loading import inspect_file
 
-    report = inspect_file(
-        path, dataset=options["dataset"], evidence=options["evidence"]
-    )
-    is_tolerated = report["refused"] == 0 or options["skip_bad"]
+    name, equals, file = named_file.partition("=")
+    if equals and not Path(named_file).exists():
+        if not is_safe_name(name):
+            raise click.BadParameter(
+                f"expected {A_NAME} before the =, found {name!r}",
+                param_hint="--inspect",
+            )
+        dataset, path = name, Path(file)
+    else:
+        dataset, path = None, Path(named_file)
+    report = inspect_file(path, dataset=dataset, evidence=questions.evidence)
+    is_tolerated = report["refused"] == 0 or questions.skip_bad
     report = {"ok": report["error"] is None and is_tolerated, **report}
-    if options["as_json"]:
+    if as_json:
         click.echo(json.dumps(report))
     elif shown := _inspection_as_text(report):
         click.echo(shown)
@@ -209,83 +480,69 @@ def _inspect(path: Path, options: Mapping[str, Any]) -> None:
         )
 
 
-def _check(run_dir: Path, as_json: bool) -> None:
-    """Verify a folder."""
-    from beatrice.extract.datasets.building import check_folder
-
-    manifest = check_folder(run_dir)
-    click.echo(
-        json.dumps({"ok": True, "sha256": manifest["sha256"]})
-        if as_json
-        else f"{run_dir}: every checksum holds"
-    )
-
-
 def make_run(
-    run_dir: Path, files: list[tuple[str, str, Path]], options: dict[str, Any]
+    run_dir: Path,
+    sources: list[Source],
+    questions: QuestionOptions,
+    run: RunOptions,
+    asking: AskingOptions,
+    kept: KeptOptions,
+    *,
+    as_json: bool = False,
 ) -> None:
     """Draw the splits, make the run directory, and print what was drawn.
 
     Args:
       run_dir: created if absent; the same call again continues.
-      files: (role, set, path) of each.
-      options: of the verb `data`, without the files.
+      sources: the files.
+      questions: which of their questions.
+      run: what makes the run what it is.
+      asking: how the questions are put.
+      kept: what is kept of the signals.
+      as_json: print the splits as JSON.
 
     Raises:
       ValueError: see `make_data_run`.
     """
-    import dataclasses
-
-    from beatrice.extract.backbone.names import EMBEDDED, BackboneConfig, default_dtype
+    from beatrice.extract.backbone.names import BackboneConfig, default_dtype
     from beatrice.extract.datasets.building import data_config, with_contexts_of_files
     from beatrice.extract.generate.options import check_backbone
-    from beatrice.extract.generate.requests import ANSWER_PRESETS
-    from beatrice.extract.run.console import Progress
-    from beatrice.extract.run.directory import NewRun
     from beatrice.extract.signals.extract import EXTRACT_PRESETS
+    from beatrice.extract.world.stage import answer_config
 
-    if options["model"] is None:
+    if run.model is None:
         raise click.UsageError(
             "--model is missing: say which model answers these questions, by a "
             "directory, a GGUF file or a Hub id such as Qwen/Qwen3-0.6B (--model "
             "embedded is the small model of the microworld, which knows none of them)"
         )
-    sources, build = sources_of(files), build_config(options)
-    build, given = with_contexts_of_files(sources, build), build
-    fixed: Path | None = options["splits"]
-    preset, kept = options["preset"], take_kept(options)
+    asked_build = questions.build_config(run.seed)
+    build = with_contexts_of_files(sources, asked_build)
+    preset, fields = run.preset or "paper", kept.fields()
     backbone = BackboneConfig(
-        model=options["model"],
-        dtype=options["model_dtype"] or default_dtype(options["device"]),
-        device=options["device"],
+        model=run.model,
+        dtype=asking.model_dtype or default_dtype(asking.device),
+        device=asking.device,
     )
-    check_backbone(backbone, kept.get("hidden_layers"))
-    generation = ANSWER_PRESETS[preset].generation
-    # The embedded model answers with a name; a preset says nothing of other models.
-    longest = preset if options["model"] == EMBEDDED else "paper"
-    n_longest = ANSWER_PRESETS[longest].generation.max_new_tokens
+    check_backbone(backbone, fields.get("hidden_layers"))
+    answer = answer_config(preset, run.model)
+    n_longest = asking.max_new_tokens or answer.generation.max_new_tokens
     generation = dataclasses.replace(
-        generation,
-        max_new_tokens=options["max_new_tokens"] or n_longest,
-        stop=stop_strings(options),
+        answer.generation, max_new_tokens=n_longest, stop=asking.stop_strings()
     )
-    asked = NewRun(
-        preset=preset,
-        seed=options["seed"],
-        sections={
-            "backbone": backbone,
-            "data": data_config(sources, build, fixed),
-            "answer": dataclasses.replace(
-                ANSWER_PRESETS[preset],
-                settings=options["settings"],
-                prompt=prompt_config(options),
-                generation=generation,
-            ),
-            "extract": dataclasses.replace(EXTRACT_PRESETS[preset], **kept),
-        },
-    )
+    sections = {
+        "backbone": backbone,
+        "data": data_config(sources, build, questions.splits),
+        "answer": dataclasses.replace(
+            answer,
+            settings=run.settings,
+            prompt=asking.prompt_config(),
+            generation=generation,
+        ),
+        "extract": dataclasses.replace(EXTRACT_PRESETS[preset], **fields),
+    }
     progress = Progress()
-    for name in build.contexts.keys() - given.contexts.keys():
+    for name in build.contexts.keys() - asked_build.contexts.keys():
         if (context := build.contexts[name]) != "supporting":
             progress.note(
                 f"data: --context {name}={context}, since no passage in its files is "
@@ -295,14 +552,17 @@ def make_run(
         progress.note(
             "data: without --dev there is nothing to choose and calibrate a detector on"
         )
-    manifest = make_data_run(run_dir, sources, build, asked, progress, fixed=fixed)
+    asked = NewRun(preset=preset, seed=run.seed, sections=sections)
+    manifest = make_data_run(
+        run_dir, sources, build, asked, progress, fixed=questions.splits
+    )
     n_train = sum(manifest["sizes"].get("train", {}).values())
     if preset == "paper" and 0 < n_train < _FEW:
         progress.note(
             f"data: {n_train} training questions are few for the sizes of the preset "
             "paper; `beatrice train RUN --preset few` is made for them"
         )
-    _show_splits(run_dir, manifest, options["as_json"])
+    _show_splits(run_dir, manifest, as_json)
 
 
 def _show_splits(run_dir: Path, manifest: Mapping[str, Any], as_json: bool) -> None:

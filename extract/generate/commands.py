@@ -1,29 +1,31 @@
 """The verbs that ask the run's backbone: `answer` and `sample`."""
 
 import contextlib
-from collections.abc import Iterator
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+import msgspec
 
 from beatrice.extract.generate.generator import MAX_SAMPLES
 from beatrice.extract.generate.options import (
-    SERVED_MODEL,
-    BackendOptions,
-    backend_options,
-    open_asking,
-    opened_once,
-    server_options,
+    RunBackendOptions,
+    RunServerOptions,
+    ServerOptions,
+    open_generator,
 )
+from beatrice.extract.records import Split
 from beatrice.extract.run.console import Progress, quiet
 from beatrice.extract.run.verbs import (
     RUN_DIR,
-    SHARD,
+    WorkOptions,
     alone,
     do_or_forecast,
-    dry_run_option,
-    share_of,
+    option,
+    options,
 )
 
 if TYPE_CHECKING:
@@ -32,9 +34,84 @@ if TYPE_CHECKING:
     from beatrice.extract.run.directory import RunDir
 
 
+Opened = TypeVar("Opened")
+
+
+@contextlib.contextmanager
+def opened_once(
+    open_in: Callable[["RunDir"], contextlib.AbstractContextManager[Opened]],
+) -> Iterator[Callable[["RunDir"], Opened]]:
+    """Yield what opens a model at its first call, and returns it at every call.
+
+    A model is opened in a run that is held already, and stays open where a share of a
+    stage is done first and all shares are joined afterwards.
+    """
+    with contextlib.ExitStack() as stack:
+        yield functools.cache(lambda run: stack.enter_context(open_in(run)))
+
+
+@contextlib.contextmanager
+def open_asking(
+    run: "RunDir",
+    stage: str,
+    model: str,
+    options: ServerOptions,
+    **known: Any,
+) -> Iterator["Generator"]:
+    """Open a stage's backend.
+
+    Args:
+      run: of the stage; texts that it has already count towards the spending cap.
+      stage: as on the command line.
+      model: see `open_generator`.
+      options: where it runs.
+      **known: of the model, see `open_generator`.
+    """
+    paid = _paid_tokens(run, stage)
+    with open_generator(model, options, earlier=paid, **known) as generator:
+        yield generator
+
+
+class _Spent(msgspec.Struct, frozen=True):
+    """What is counted of a reply; its other fields are passed over."""
+
+    n_prompt_tokens: int | None
+    n_new_tokens: int | None
+
+
+def _paid_tokens(run: "RunDir", stage: str) -> tuple[int, int]:
+    """Return prompt and new tokens of the texts that are there of a stage.
+
+    All of them, whichever backend wrote them: a cap errs on the side of the purse.
+    What a server did not count is not known.
+    """
+    from beatrice.extract.generate.answers import answer_files
+    from beatrice.extract.records import Answer
+    from beatrice.extract.run.contents import answers_file
+    from beatrice.extract.run.files import JsonLines
+
+    if stage == "answer":
+        files = answer_files(answers_file(run), run.parts("answer"))
+        counts = (
+            (len(r.prompt_ids), len(r.token_ids) + (r.stop_id is not None))
+            for file in (files.path, *files.part_files())
+            for r in JsonLines(file).intact_rows(Answer)
+        )
+    else:
+        replies = JsonLines(run.replies({"label": "judge"}.get(stage, stage)))
+        counts = (
+            (row.n_prompt_tokens or 0, row.n_new_tokens or 0)
+            for row in replies.intact_rows(_Spent)
+        )
+    n_prompt = n_new = 0
+    for prompt, new in counts:
+        n_prompt, n_new = n_prompt + prompt, n_new + new
+    return n_prompt, n_new
+
+
 @contextlib.contextmanager
 def _open_backbone(
-    run: "RunDir", stage: str, backend: BackendOptions, **options: Any
+    run: "RunDir", stage: str, backend: RunServerOptions, **known: Any
 ) -> Iterator[tuple["TokenizerOnly", "Generator"]]:
     """Open a run's tokenizer, and the backend that has its backbone."""
     from beatrice.extract.backbone.names import BackboneConfig
@@ -43,20 +120,15 @@ def _open_backbone(
     quiet()
     model, stop_ids = load_tokenizer_only(run)
     name = backend.served_model or run.section("backbone", BackboneConfig).path
-    known = {"stop_ids": stop_ids, "tokenizer": model.tokenizer}
-    with open_asking(run, stage, name, backend, **known, **options) as generator:
+    known |= {"stop_ids": stop_ids, "tokenizer": model.tokenizer}
+    with open_asking(run, stage, name, backend, **known) as generator:
         yield model, generator
 
 
 @click.command()
 @RUN_DIR
-@SERVED_MODEL
-@SHARD
-@dry_run_option
-@server_options
-def answer(
-    run_dir: Path, shard: str | None, dry_run: bool, backend: BackendOptions
-) -> None:
+@options(work=WorkOptions, backend=RunServerOptions)
+def answer(run_dir: Path, work: WorkOptions, backend: RunServerOptions) -> None:
     """Answer every question, closed-book and with context.
 
     On this machine, or by a vLLM server that holds the run's backbone. On this
@@ -68,74 +140,57 @@ def answer(
     Example: torchrun --nproc-per-node 8 -m beatrice answer runs/paper
     """
     from beatrice.extract.generate import answers
-    from beatrice.extract.generate.answers import answer_config
     from beatrice.extract.run.directory import RunDir
 
-    share = share_of(shard, dry_run)
     if backend.server is None:
         # A share's model is the one that joins all of them.
-        answering = answers.ANSWER if share.is_whole else answers.answer_stage_kept()
-        do_or_forecast(run_dir, answering, dry_run, share=share)
+        is_whole = work.share.is_whole
+        stage = answers.ANSWER if is_whole else answers.answer_stage_kept()
+        do_or_forecast(run_dir, stage, work.dry_run, share=work.share)
         return
-    alone("answer --server", share)
+    alone("answer --server", work.share)
     with (
         RunDir.open(run_dir) as run,
         _open_backbone(run, "answer", backend) as (model, generator),
     ):
-        if dry_run:
-            config = answer_config(run, is_recorded=False)
-            forecast = answers.forecast_answers(run, config, model)
-            click.echo(forecast.as_text())
+        if work.dry_run:
+            config = answers.answer_config(run, is_recorded=False)
+            click.echo(answers.forecast_answers(run, config, model).as_text())
         else:
             answers.answer_with(run, answers.Engine(generator, model), Progress())
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrawOptions:
+    """How answers are drawn, and of which questions."""
+
+    n_samples: int = option(
+        "Drawn answers per question, setting and variant.", 10, min=1, max=MAX_SAMPLES
+    )
+    split: tuple[Split, ...] = option(
+        "May be given several times.", ("validation", "test", "ood")
+    )
+    temperature: float = option(
+        "Of the distribution drawn from.", 1.0, rare=True, min=0, is_above=True
+    )
+    top_p: float = option(
+        "Share of the probability drawn from.",
+        0.9,
+        rare=True,
+        min=0,
+        max=1,
+        is_above=True,
+    )
+    top_k: int = option(
+        "Tokens drawn from; 0 keeps all; a server needs vllm.", 50, rare=True, min=0
+    )
+
+
 @click.command()
 @RUN_DIR
-@click.option(
-    "--n-samples",
-    default=10,
-    type=click.IntRange(1, MAX_SAMPLES),
-    help="Drawn answers per question, setting and variant.",
-)
-@click.option(
-    "--temperature",
-    default=1.0,
-    type=click.FloatRange(min=0, min_open=True),
-)
-@click.option(
-    "--top-p",
-    default=0.9,
-    type=click.FloatRange(0, 1, min_open=True),
-)
-@click.option(
-    "--top-k",
-    default=50,
-    type=click.IntRange(min=0),
-    help="0 keeps all; a server needs vllm.",
-)
-@click.option(
-    "--split",
-    "splits",
-    multiple=True,
-    type=click.Choice(["train", "validation", "test", "ood"]),
-    default=["validation", "test", "ood"],
-    help="May be given several times.",
-)
-@SERVED_MODEL
-@SHARD
-@dry_run_option
-@backend_options
+@options(draw=DrawOptions, work=WorkOptions, backend=RunBackendOptions)
 def sample(
-    run_dir: Path,
-    n_samples: int,
-    temperature: float,
-    top_p: float,
-    top_k: int,
-    splits: tuple[str, ...],
-    shard: str | None,
-    dry_run: bool,
-    backend: BackendOptions,
+    run_dir: Path, draw: DrawOptions, work: WorkOptions, backend: RunBackendOptions
 ) -> None:
     """Draw several answers per question, for the sampling baselines.
 
@@ -155,7 +210,7 @@ def sample(
     from beatrice.extract.run.directory import RunDir
     from beatrice.extract.run.stages import do_share
 
-    share, progress = share_of(shard, dry_run), Progress()
+    share, progress = work.share, Progress()
     if backend.server is not None:
         alone("sample --server", share)
 
@@ -164,25 +219,25 @@ def sample(
 
     with opened_once(open_in) as opened:
 
-        def work(run: RunDir) -> int | None:
-            config = answer_config(run, is_recorded=not dry_run)
+        def draw_in(run: RunDir) -> int | None:
+            config = answer_config(run, is_recorded=not work.dry_run)
             sampling = SamplingConfig(
                 max_new_tokens=config.generation.max_new_tokens,
                 stop=config.generation.stop,
-                temperature=temperature,
-                top_p=top_p,
-                top_k=top_k or None,
+                temperature=draw.temperature,
+                top_p=draw.top_p,
+                top_k=draw.top_k or None,
                 seed=run.seed,
             )
             model, generator = opened(run)
-            draws = DrawConfig(n_samples=n_samples, sampling=sampling)
-            drawing = (run, generator, model, config.prompt, draws, splits)
+            draws = DrawConfig(n_samples=draw.n_samples, sampling=sampling)
+            drawing = (run, generator, model, config.prompt, draws, draw.split)
             as_text = backend.server is not None and backend.dialect == "openai"
-            if dry_run:
+            if work.dry_run:
                 click.echo(forecast_draws(*drawing, as_text=as_text))
                 return None
             return draw_run(*drawing, progress, as_text=as_text)
 
-        do_share(run_dir, "sample", share, work, progress, parts="texts")
-    if not dry_run and share.is_whole:
+        do_share(run_dir, "sample", share, draw_in, progress, parts="texts")
+    if not work.dry_run and share.is_whole:
         click.echo(str(samples_file(RunDir(run_dir))))

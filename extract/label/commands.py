@@ -2,23 +2,27 @@
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from beatrice.extract.generate.options import (
-    BackendOptions,
-    backend_options,
-    check_model_option,
-    open_asking,
-    opened_once,
-)
+from beatrice.extract.generate.commands import open_asking, opened_once
+from beatrice.extract.generate.options import BackendOptions, check_model_option
 from beatrice.extract.run.console import Progress, quiet
 from beatrice.extract.run.share import Share
-from beatrice.extract.run.verbs import RUN_DIR, SHARD, alone, dry_run_option, share_of
+from beatrice.extract.run.verbs import (
+    AS_JSON,
+    FILE,
+    RUN_DIR,
+    WorkOptions,
+    alone,
+    option,
+    options,
+)
 
 if TYPE_CHECKING:
     from beatrice.extract.generate.generator import Generator
@@ -48,36 +52,32 @@ def _asking(
         yield opened
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewriteOptions:
+    """Which model rewrites contexts, and how long they may be."""
+
+    model: str = option(
+        "Rewriter: directory, GGUF file, Hub id, or a server's name.", required=True
+    )
+    max_new_tokens: int = option(
+        "Longest rewritten context; a longer one counts as failed.", 1024, min=1
+    )
+    overlong: Literal["refuse", "skip"] = option(
+        "Without --server: contexts beyond the rewriter's window stop the stage, or "
+        "count as failed.",
+        "refuse",
+    )
+
+
 @click.command()
 @RUN_DIR
-@click.option(
-    "--model", required=True, help="Rewriter: directory, GGUF file, Hub id, or name."
-)
-@click.option(
-    "--max-tokens",
-    default=1024,
-    type=click.IntRange(min=1),
-    help="Longest rewritten context; a longer one counts as failed.",
-)
-@click.option(
-    "--overlong",
-    type=click.Choice(["refuse", "skip"]),
-    default="refuse",
-    help="Without --server: contexts beyond the rewriter's window stop the stage, or "
-    "count as failed.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print the counts as JSON.")
-@SHARD
-@dry_run_option
-@backend_options
+@AS_JSON
+@options(how=RewriteOptions, work=WorkOptions, backend=BackendOptions)
 def rewrite(
     run_dir: Path,
-    model: str,
-    max_tokens: int,
-    overlong: str,
     as_json: bool,
-    shard: str | None,
-    dry_run: bool,
+    how: RewriteOptions,
+    work: WorkOptions,
     backend: BackendOptions,
 ) -> None:
     """Put every in-domain context into other words, with the paper's prompt.
@@ -99,23 +99,23 @@ def rewrite(
     from beatrice.extract.run.directory import RunDir
     from beatrice.extract.run.stages import do_share
 
-    share, progress = share_of(shard, dry_run), Progress()
-    with _asking("rewrite --model", model, backend, share) as opened:
+    progress = Progress()
+    with _asking("rewrite --model", how.model, backend, work.share) as opened:
 
-        def work(run: RunDir) -> int | None:
+        def rewrite_in(run: RunDir) -> int | None:
             config = RewriteConfig(
-                max_new_tokens=max_tokens,
+                max_new_tokens=how.max_new_tokens,
                 seed=run.seed,
-                skip_overlong=overlong == "skip",
+                skip_overlong=how.overlong == "skip",
                 template=answer_config(run, is_recorded=False).prompt.template,
             )
-            if dry_run:
+            if work.dry_run:
                 click.echo(forecast_rewrites(run, opened(run), config))
                 return None
             return rewrite_run(run, opened(run), config, progress)
 
-        do_share(run_dir, "rewrite", share, work, progress, parts="texts")
-    if dry_run or not RunDir(run_dir).stage_done("rewrite"):
+        do_share(run_dir, "rewrite", work.share, rewrite_in, progress, parts="texts")
+    if work.dry_run or not RunDir(run_dir).stage_done("rewrite"):
         return  # of a share: others have to do theirs
     counts = rewrite_counts(RunDir(run_dir))
     lines = (f"{name:<30}{n:>8}" for name, n in counts.items())
@@ -123,71 +123,78 @@ def rewrite(
     click.echo(str(run_dir / "rewrites.jsonl"), err=as_json)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LabelOptions:
+    """Who says whether an answer is right; at most one of the first three."""
+
+    match: Literal["exact", "containment"] | None = option(
+        "Without --judge: the answer is a gold, or has one in it as whole words; both "
+        "normalised as SQuAD's script does. Default: the run's own, at first exact."
+    )
+    imported: Path | None = option(
+        'Take the labels of a file: lines of {"question", "answer", "label"}; a label '
+        "holds for that very answer of the model, others stay without one.",
+        flag="--import",
+        metavar="FILE",
+        type=FILE,
+    )
+    judge: str | None = option(
+        "Judge by a model and three rubrics: directory, GGUF file, Hub id, or a "
+        "server's model name. Or by a function of your own, called with a question and "
+        "an answer, that returns True, False or None: MODULE:NAME of a module that is "
+        "installed or lies here, or an entry point of beatrice.judges."
+    )
+    vote: Literal["unanimous", "majority"] = option(
+        "unanimous drops what the rubrics disagree on; majority is for the set with "
+        "real retrieval.",
+        "unanimous",
+    )
+    audit: bool = option("Say how far the labels can be trusted.", False)
+    n_samples: int | None = option(
+        "With --audit: answers for a person to judge blind.  [default: 100]", min=1
+    )
+    annotations: Path | None = option(
+        "With --audit: that sample, its column 'human' filled in.", type=FILE
+    )
+
+    def __post_init__(self) -> None:
+        """Check what goes together."""
+        ways = {
+            "--match": self.match,
+            "--import": self.imported,
+            "--judge": self.judge,
+        }
+        chosen = [name for name, value in ways.items() if value is not None]
+        if len(chosen) > 1:
+            raise click.UsageError(
+                f"{' and '.join(chosen)} are ways to label; give one"
+            )
+        if self.audit and chosen and self.judge is None:
+            raise click.UsageError(f"label with {chosen[0]} first, then with --audit")
+        for name in ("n_samples", "annotations"):
+            if getattr(self, name) is not None and not self.audit:
+                flag = "--" + name.replace("_", "-")
+                raise click.UsageError(f"{flag} is for --audit; give both")
+
+    def is_function(self, backend: BackendOptions) -> bool:
+        """Return whether the judge is a person's function, and no model."""
+        if self.judge is None or backend.server is not None:
+            return False
+        if Path(self.judge).exists():
+            return False
+        points = importlib.metadata.entry_points(group="beatrice.judges")
+        return ":" in self.judge or self.judge in points.names
+
+
 @click.command()
 @RUN_DIR
-@click.option(
-    "--match",
-    type=click.Choice(["exact", "containment"]),
-    help="Without --judge: the answer is a gold, or has one in it as whole words; both "
-    "normalised as SQuAD's script does. Default: the run's own, at first exact.",
-)
-@click.option(
-    "--import",
-    "imported",
-    metavar="FILE",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help='Take the labels of a file: lines of {"question", "answer", "label"}; a label '
-    "holds for that very answer of the model, others stay without one.",
-)
-@click.option(
-    "--judge",
-    help="Judge by three rubrics: directory, GGUF file, Hub id, or a server's model "
-    "name.",
-)
-@click.option(
-    "--judge-with",
-    metavar="MODULE:NAME",
-    help="Judge by a function of your own, called with a question and an answer, that "
-    "returns True, False or None; of a module that is installed or lies here, or an "
-    "entry point of beatrice.judges.",
-)
-@click.option(
-    "--vote",
-    type=click.Choice(["unanimous", "majority"]),
-    default="unanimous",
-    help="unanimous drops what the rubrics disagree on; majority is for the set "
-    "with real retrieval.",
-)
-@click.option("--audit", is_flag=True, help="Say how far the labels can be trusted.")
-@click.option(
-    "--sample",
-    "n_sample",
-    default=100,
-    type=click.IntRange(min=1),
-    help="With --audit: answers for a person to judge blind.",
-)
-@click.option(
-    "--annotations",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="With --audit: that sample, its column 'human' filled in.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print the audit as JSON.")
-@SHARD
-@dry_run_option
-@backend_options
+@AS_JSON
+@options(how=LabelOptions, work=WorkOptions, backend=BackendOptions)
 def label(
     run_dir: Path,
-    match: str | None,
-    imported: Path | None,
-    judge: str | None,
-    judge_with: str | None,
-    vote: str,
-    audit: bool,
-    n_sample: int,
-    annotations: Path | None,
     as_json: bool,
-    shard: str | None,
-    dry_run: bool,
+    how: LabelOptions,
+    work: WorkOptions,
     backend: BackendOptions,
 ) -> None:
     """Label the answers, by comparison with golds, by judges or by a file; audit them.
@@ -198,64 +205,58 @@ def label(
 
     Example: beatrice label runs/demo --audit
     """
-    ways = {
-        "--match": match,
-        "--import": imported,
-        "--judge": judge,
-        "--judge-with": judge_with,
-    }
-    chosen = [option for option, value in ways.items() if value is not None]
-    if len(chosen) > 1:
-        raise click.UsageError(f"{' and '.join(chosen)} are ways to label; give one")
-    if audit and chosen and judge is None:
-        raise click.UsageError(f"label with {chosen[0]} first, then with --audit")
-    source = click.get_current_context().get_parameter_source("n_sample")
-    if source is not click.core.ParameterSource.DEFAULT and not audit:
-        raise click.UsageError("--sample is drawn by --audit; give both")
-    if annotations is not None and not audit:
-        raise click.UsageError("--annotations is read by --audit; give both")
-    if judge is None and (backend.server is not None or vote != "unanimous"):
-        raise click.UsageError("--server and --vote are for judges; give --judge too")
-    is_function = judge is not None and ":" in judge and not Path(judge).exists()
-    if is_function and backend.server is None:
-        raise click.UsageError(
-            f"--judge names a model; a function of your own is --judge-with {judge}"
-        )
-    if dry_run and (judge is None or audit):
+    is_function = how.is_function(backend)
+    model = None if is_function else how.judge
+    if model is None and (backend.server is not None or how.vote != "unanimous"):
+        raise click.UsageError("--server and --vote are for a model as --judge")
+    if work.dry_run and (model is None or how.audit):
         raise click.UsageError("--dry-run counts what --judge would be asked, alone")
+    from beatrice.extract.label import stage
+    from beatrice.extract.run.directory import RunDir
+
+    progress = Progress()
+    if model is None or how.audit:
+        alone("label without --judge, or with --audit,", work.share)
+    if model is not None:
+        _label_by_model(run_dir, model, how, work, backend)
+    elif not how.audit or how.judge is not None:
+        with RunDir.open(run_dir) as run:
+            if how.imported is not None:
+                stage.label_run_by_import(run, how.imported, progress)
+            elif how.judge is not None:
+                stage.label_run_with(run, how.judge, progress)
+            else:
+                stage.label_run(run, how.match, progress)
+    if how.audit:
+        _audit(run_dir, how.n_samples or 100, how.annotations, as_json)
+
+
+def _label_by_model(
+    run_dir: Path,
+    model: str,
+    how: LabelOptions,
+    work: WorkOptions,
+    backend: BackendOptions,
+) -> None:
+    """Label the answers by a model's verdicts, or count what it would be asked."""
     from beatrice.extract.label import stage
     from beatrice.extract.label.judges import ConsensusConfig
     from beatrice.extract.run.directory import RunDir
     from beatrice.extract.run.stages import do_share
 
-    share, progress = share_of(shard, dry_run), Progress()
-    if judge is None or audit:
-        alone("label without --judge, or with --audit,", share)
-    if judge is not None:
-        # Of a directory its name alone: rows are compared between machines.
-        name = Path(judge).name if Path(judge).is_dir() else judge
-        line = "label --judge"
-        with _asking(line, judge, backend, share) as opened:
+    # Of a directory its name alone: rows are compared between machines.
+    name, progress = Path(model).name if Path(model).is_dir() else model, Progress()
+    with _asking("label --judge", model, backend, work.share) as opened:
 
-            def work(run: RunDir) -> int | None:
-                config = ConsensusConfig(vote=vote, seed=run.seed)
-                judging = (run, opened(run), config)
-                if dry_run:
-                    click.echo(stage.forecast_judges(*judging))
-                    return None
-                return stage.label_run_by_judges(*judging, progress, name=name)
+        def label_in(run: RunDir) -> int | None:
+            config = ConsensusConfig(vote=how.vote, seed=run.seed)
+            judging = (run, opened(run), config)
+            if work.dry_run:
+                click.echo(stage.forecast_judges(*judging))
+                return None
+            return stage.label_run_by_judges(*judging, progress, name=name)
 
-            do_share(run_dir, "label", share, work, progress, parts="texts")
-    elif not audit:
-        with RunDir.open(run_dir) as run:
-            if imported is not None:
-                stage.label_run_by_import(run, imported, progress)
-            elif judge_with is not None:
-                stage.label_run_with(run, judge_with, progress)
-            else:
-                stage.label_run(run, match, progress)
-    if audit:
-        _audit(run_dir, n_sample, annotations, as_json)
+        do_share(run_dir, "label", work.share, label_in, progress, parts="texts")
 
 
 def _audit(

@@ -114,7 +114,7 @@ def store_files(run: RunDir) -> list[Path]:
     """Return what identifies the feature stores: their indices and commit records.
 
     Not their arrays, which can be hundreds of gigabytes; the commit records hold their
-    checksums, and `beatrice verify` reads them all.
+    checksums, and `beatrice doctor RUN --verify` reads them all.
     """
     folders = [run.features(setting) for setting in settings_of(run)]
     return [folder / name for folder in folders for name in ("index.json", "commits")]

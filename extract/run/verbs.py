@@ -1,23 +1,193 @@
-"""What the verbs of every room share: arguments, options, and stages named by place."""
+"""What the verbs of every room share: options made of dataclasses, arguments, stages.
 
+A class of options is a frozen dataclass whose fields are made by `option`: name, type,
+default and help of an option stand there and nowhere else. A field that is `rare` has
+no option of its own; `--set NAME=VALUE` gives it, and its help lists all of them.
+"""
+
+import dataclasses
+import difflib
+import functools
 import importlib
 import re
-from collections.abc import Callable
+import types
+import typing
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from beatrice.extract.records import SETTINGS
+from beatrice.extract.records import SETTINGS, Setting
 from beatrice.extract.run.directory import PRESETS
 from beatrice.extract.run.share import Share, find_share
 
 if TYPE_CHECKING:
-    from beatrice.extract.run.stages import Stage
+    from beatrice.extract.run.stages import Change, Stage
 
-Command = Callable[..., None]
+Command = Callable[..., Any]
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+def option(
+    text: str,
+    default: Any = None,
+    *,
+    flag: str | None = None,
+    rare: bool = False,
+    type: click.ParamType | None = None,
+    min: float | None = None,
+    max: float | None = None,
+    is_above: bool = False,
+    **settings: Any,
+) -> Any:
+    """Return a field of a class of options.
+
+    Args:
+      text: the option's help.
+      default: its value where it is not given.
+      flag: its name on the command line; by default that of the field, with dashes.
+      rare: whether `--set NAME=VALUE` alone gives it.
+      type: how its text is read; by default as the field's annotation says.
+      min: least number.
+      max: largest number.
+      is_above: whether the least number itself is outside.
+      **settings: what click is given beside.
+    """
+    bounds = {"min": min, "max": max, "min_open": is_above}
+    about = {"text": text, "flag": flag, "rare": rare, "type": type, "bounds": bounds}
+    return dataclasses.field(default=default, metadata=about | {"settings": settings})
+
+
+def _type_of(field: dataclasses.Field, hint: Any) -> click.ParamType:
+    """Return how an option's text becomes a value of the field's annotation."""
+    if field.metadata["type"] is not None:
+        return field.metadata["type"]
+    arguments = [a for a in typing.get_args(hint) if a is not types.NoneType]
+    if typing.get_origin(hint) is Literal:
+        return click.Choice(arguments)
+    if typing.get_origin(hint) is not None or isinstance(hint, types.UnionType):
+        return _type_of(field, arguments[0])  # `X | None`, `tuple[X, ...]`
+    bounds = field.metadata["bounds"]
+    return {
+        int: click.IntRange(**bounds),
+        float: click.FloatRange(**bounds),
+        bool: click.BOOL,
+        Path: click.Path(path_type=Path),
+    }.get(hint, click.STRING)
+
+
+def _click_option(field: dataclasses.Field, hint: Any) -> Callable[[Command], Command]:
+    about = field.metadata
+    flag = about["flag"] or f"--{field.name.replace('_', '-')}"
+    settings = {"help": about["text"], **about["settings"]}
+    if field.default is not None:
+        settings["default"] = field.default
+    if typing.get_origin(hint) is tuple:
+        settings.setdefault("multiple", True)
+    if bool in (hint, *typing.get_args(hint)):
+        return click.option(*flag.split(" "), field.name, is_flag=True, **settings)
+    kind = _type_of(field, hint)
+    return click.option(*flag.split(" "), field.name, type=kind, **settings)
+
+
+class _Settings(click.ParamType):
+    """`NAME=VALUE` of a rare option."""
+
+    name = "setting"
+
+    def __init__(self, kinds: dict[str, click.ParamType]) -> None:
+        self._kinds = kinds
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Any:
+        """Return the name and the value, of its own type."""
+        if not isinstance(value, str):
+            return value
+        name, equals, text = value.partition("=")
+        name = name.strip().replace("-", "_")
+        if not equals or name not in self._kinds:
+            close = difflib.get_close_matches(name, self._kinds, 1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            self.fail(
+                f"expected NAME=VALUE with a NAME of {', '.join(self._kinds)}, found "
+                f"{value!r}{hint}",
+                param,
+                ctx,
+            )
+        try:
+            return name, self._kinds[name].convert(text, param, ctx)
+        except click.BadParameter as error:
+            self.fail(f"{name}: {error.message}", param, ctx)
+
+
+def _set_option(rare: dict[str, tuple[dataclasses.Field, Any]]) -> Any:
+    texts = []
+    for name, (field, _) in rare.items():
+        default = "" if field.default is None else f" (default {field.default})"
+        texts.append(f"{name}: {field.metadata['text'].rstrip('.')}{default}.")
+    return click.option(
+        "--set",
+        "rare_settings",
+        multiple=True,
+        metavar="NAME=VALUE",
+        type=_Settings({name: _type_of(*pair) for name, pair in rare.items()}),
+        help=f"What is seldom needed; repeatable. {' '.join(texts)}",
+    )
+
+
+def options(**kinds: type) -> Callable[[Command], Command]:
+    """Return what adds the options of classes to a command.
+
+    Args:
+      **kinds: the classes, by the argument in which the command gets an instance.
+    """
+    fields = {
+        name: [(f, typing.get_type_hints(kind)[f.name]) for f in _fields(kind)]
+        for name, kind in kinds.items()
+    }
+    rare = {f.name: (f, h) for own in fields.values() for f, h in own if _is_rare(f)}
+    usual = [pair for own in fields.values() for pair in own if not _is_rare(pair[0])]
+
+    def add(command: Command) -> Command:
+        @functools.wraps(command)
+        def with_options(**values: Any) -> Any:
+            values.update(_unrepeated(values.pop("rare_settings", ())))
+            for name, kind in kinds.items():
+                names = [f.name for f, _ in fields[name] if f.name in values]
+                values[name] = kind(**{n: values.pop(n) for n in names})
+            return command(**values)
+
+        if rare:
+            with_options = _set_option(rare)(with_options)
+        for field, hint in reversed(usual):
+            with_options = _click_option(field, hint)(with_options)
+        return with_options
+
+    return add
+
+
+def _fields(kind: type) -> Sequence[dataclasses.Field]:
+    return dataclasses.fields(kind)
+
+
+def _is_rare(field: dataclasses.Field) -> bool:
+    return field.metadata["rare"]
+
+
+def _unrepeated(settings: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in settings]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise click.UsageError(f"--set {repeated[0]}: give it once")
+    return dict(settings)
+
+
+def given(values: Any) -> dict[str, Any]:
+    """Return the options of an instance that were given: neither None nor empty."""
+    pairs = ((f.name, getattr(values, f.name)) for f in dataclasses.fields(values))
+    return {name: value for name, value in pairs if value not in (None, ())}
 
 
 class RunPath(click.Path):
@@ -30,7 +200,7 @@ class RunPath(click.Path):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> Any:
-        """Return the path, or refuse a URL."""
+        """Return the path; a URL is wrong usage."""
         if _URL.match(str(value)):
             self.fail(
                 f"a run directory is a folder on this machine, found {str(value)!r}; "
@@ -43,31 +213,9 @@ class RunPath(click.Path):
 
 
 RUN_DIR = click.argument("run_dir", type=RunPath())
-SEED = click.IntRange(0, 2**31 - 1)  # what every generator of draws takes
-MODEL = click.option(
-    "--model",
-    default="embedded",
-    help="Backbone: a directory, a GGUF file, a Hub id, or the embedded one.",
-)
-SETTINGS_ASKED = {
-    "both": SETTINGS,
-    "closed-book": ("closed_book",),
-    "with-context": ("with_context",),
-}
-SETTINGS_OPTION = click.option(
-    "--settings",
-    type=click.Choice(list(SETTINGS_ASKED)),
-    default="both",
-    callback=lambda context, option, name: SETTINGS_ASKED[name],
-    help="How every question is asked; with context those that have passages.",
-)
-dry_run_option = click.option(
-    "--dry-run",
-    is_flag=True,
-    help="Count what all would need; ask no model and write nothing.",
-)
-
-
+FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
 # What presets are of encoders; a test holds it against their configurations.
 SIZES = (
     "few (for some hundred answers): encoders begin as regressions, width 16, batches "
@@ -75,17 +223,45 @@ SIZES = (
     "paper: width 128, batches of 512, 60 epochs at 0.0002; smoke: width 8, batches of "
     "64, 2 epochs at 0.003, one seed, which means nothing. Three seeds else."
 )
+PRESET = click.Choice(PRESETS)
 
 
-def preset_option(
-    default: str | None, text: str, sizes: str = SIZES
-) -> Callable[[Command], Command]:
-    """Return the option that chooses sizes, which its help lists."""
-    return click.option(
-        "--preset",
-        type=click.Choice(PRESETS),
-        default=default,
-        help=f"{text} {sizes}",
+class _AskedSettings(click.Choice):
+    """Which settings of a run are asked."""
+
+    def __init__(self) -> None:
+        super().__init__(["both", "closed-book", "with-context"])
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[Setting, ...]:
+        """Return the settings by their names in a run."""
+        if isinstance(value, tuple):
+            return value
+        name = str(super().convert(value, param, ctx)).replace("-", "_")
+        return SETTINGS if name == "both" else (typing.cast(Setting, name),)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What makes a run what it is, wherever its questions come from."""
+
+    model: str | None = option(
+        "Backbone: a directory, a GGUF file, a Hub id, or embedded, the small model of "
+        "the microworld, which knows no real question."
+    )
+    preset: str | None = option(
+        f"Sizes of encoders and training. {SIZES} Default: paper, of the world demo.",
+        type=PRESET,
+    )
+    settings: tuple[Setting, ...] = option(
+        "How every question is asked; with context those that have passages.",
+        "both",
+        type=_AskedSettings(),
+        multiple=False,
+    )
+    seed: int = option(
+        "Of the splits, of training and bootstrap.", 0, min=0, max=2**31 - 1
     )
 
 
@@ -95,11 +271,23 @@ def load_stage(place: str) -> "Stage":
     return getattr(importlib.import_module(module), name)
 
 
+def do_again_if_changed(run_dir: Path, stage: "Stage", change: "Change") -> None:
+    """Do a stage whose settings may be others at any time; it is then done again."""
+    from beatrice.extract.run.directory import RunDir
+    from beatrice.extract.run.stages import do
+
+    with RunDir.open(run_dir) as run:
+        before = stage.settle(run)
+        if stage.settle(run, change, is_replaceable=True) != before:
+            run.reopen_stage(stage.name)
+    do(run_dir, stage)
+
+
 def do_or_forecast(
     run_dir: Path,
     stage: "Stage",
     dry_run: bool,
-    change: Callable | None = None,
+    change: "Change | None" = None,
     share: Share = Share(),
 ) -> None:
     """Do a stage of an existing run, or a share, or say what it would need."""
@@ -111,7 +299,7 @@ def do_or_forecast(
         do(run_dir, stage, change=change, share=share)
 
 
-def _checked(
+def _check_shard(
     context: click.Context, option: click.Parameter, shard: str | None
 ) -> str | None:
     """Validate --shard before anything is opened."""
@@ -123,18 +311,35 @@ def _checked(
     return shard
 
 
-SHARD = click.option(
-    "--shard",
-    metavar="I/N",
-    callback=_checked,
-    help="Do part I (from 0) of N; each part is a process of its own. Torchrun, srun "
-    "and mpirun say this by themselves.",
-)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShareOptions:
+    """Which part of a stage a process does."""
+
+    shard: str | None = option(
+        "Do part I (from 0) of N; each part is a process of its own. Torchrun, srun "
+        "and mpirun say this by themselves.",
+        metavar="I/N",
+        callback=_check_shard,
+    )
+
+    @property
+    def share(self) -> Share:
+        """Of the work, this process's."""
+        return find_share(self.shard)
 
 
-def share_of(shard: str | None, dry_run: bool) -> Share:
-    """Return this process's share of a verb; a dry run counts the work of all."""
-    return Share() if dry_run else find_share(shard)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkOptions(ShareOptions):
+    """Which part of a stage a process does, or that it counts the work alone."""
+
+    dry_run: bool = option(
+        "Count what all would need; ask no model and write nothing.", False
+    )
+
+    @property
+    def share(self) -> Share:
+        """Of the work, this process's; a dry run counts the work of all."""
+        return Share() if self.dry_run else find_share(self.shard)
 
 
 def alone(what: str, share: Share) -> None:
@@ -146,6 +351,7 @@ def alone(what: str, share: Share) -> None:
     if share.world_size > 1:
         raise click.UsageError(
             f"{what} is one process's work, and {share.world_size} were launched "
-            f"({share.source}); start this once (with --server, --concurrency says how "
-            "many requests are under way); verbs that workers share have --shard"
+            f"({share.source}); start this once (with --server, --set concurrency=N "
+            "says how many requests are under way); verbs that workers share have "
+            "--shard"
         )

@@ -1,105 +1,97 @@
 """The verb `extract`, and the options that say what is kept of the signals."""
 
-from collections.abc import Callable
+import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
+from beatrice.extract.records import AnswerSpan
 from beatrice.extract.run.verbs import (
     RUN_DIR,
-    SHARD,
+    WorkOptions,
     do_or_forecast,
-    dry_run_option,
-    share_of,
+    given,
+    option,
+    options,
 )
 
-_NAMES = ("hidden_layers", "hidden_spans", "dtype", "scalars", "answer_span")
+_LONG_NAMES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp32": "float32",
+    "int8": "int8",
+}
 
 
-def _layers(
-    context: click.Context, option: click.Parameter, text: str | None
-) -> tuple[int, ...] | str | None:
-    """Read a list of layers; `all` stays a word, since None means not given."""
-    from beatrice.extract.store.families import parse_layers
+class _Layers(click.ParamType):
+    """A list of layers; `all` stays a word, since None means not given."""
 
-    if text is None:
-        return None
-    try:
-        layers = parse_layers(text)
-    except ValueError as error:
-        raise click.BadParameter(str(error), context, option) from None
-    return "all" if layers is None else layers
+    name = "layers"
 
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...] | str:
+        """Return the numbers of the layers."""
+        from beatrice.extract.store.families import parse_layers
 
-def _dtype(
-    context: click.Context, option: click.Parameter, name: str | None
-) -> str | None:
-    """Return the type's long name."""
-    from beatrice.extract.store.families import SHORT_NAMES
-
-    return None if name is None else SHORT_NAMES[name]
+        try:
+            return parse_layers(str(value)) or "all"
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
-_KEPT = (
-    click.option(
-        "--hidden-layers",
+class _StoredType(click.Choice):
+    """A type of numbers by its short name."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> str:
+        """Return the long name."""
+        return _LONG_NAMES[super().convert(value, param, ctx)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KeptOptions:
+    """Fields of `ExtractConfig`; None leaves a field as it is."""
+
+    hidden_layers: tuple[int, ...] | Literal["all"] | None = option(
+        "Layers kept: one, some (8,16,24), or all; 0 is the embedding.",
         metavar="LAYERS",
-        callback=_layers,
         show_default="all",
-        help="Layers kept: one, some (8,16,24), or all; 0 is the embedding.",
-    ),
-    click.option(
-        "--hidden-spans",
-        type=click.Choice(["all", "answer"]),
-        show_default="all",
-        help="Tokens whose hidden states are kept.",
-    ),
-    click.option(
-        "--dtype",
-        type=click.Choice(["bf16", "fp16", "fp32", "int8"]),
-        callback=_dtype,
+        type=_Layers(),
+    )
+    hidden_spans: Literal["all", "answer"] | None = option(
+        "Tokens whose hidden states are kept.", show_default="all"
+    )
+    dtype: str | None = option(
+        "How hidden states are written; int8 has a scale per token.",
         show_default="bf16",
-        help="How hidden states are written; int8 has a scale per token.",
-    ),
-    click.option(
-        "--scalars",
-        type=click.Choice(["bf16", "fp32"]),
-        callback=_dtype,
-        show_default="fp32",
-        help="How the other three families are written.",
-    ),
-    click.option(
-        "--answer-span",
-        type=click.Choice(["emitting", "literal"]),
-        show_default="emitting",
-        help="Positions that emit the answer, or the answer tokens alone.",
-    ),
-)
+        type=_StoredType(list(_LONG_NAMES)),
+    )
+    scalars: str | None = option(
+        "How the other three families are written, bf16 or fp32 (the default).",
+        rare=True,
+        type=_StoredType(["bf16", "fp32"]),
+    )
+    answer_span: AnswerSpan | None = option(
+        "Positions that emit the answer (emitting, the default), or the answer tokens "
+        "alone (literal).",
+        rare=True,
+    )
 
-
-def kept_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options; one that is not given is None."""
-    for option in reversed(_KEPT):
-        command = option(command)
-    return command
-
-
-def take_kept(options: dict[str, Any]) -> dict[str, Any]:
-    """Take these options out of all; return the fields of `ExtractConfig` given."""
-    taken = {name: options.pop(name) for name in _NAMES}
-    given = {name: value for name, value in taken.items() if value is not None}
-    if given.get("hidden_layers") == "all":
-        given["hidden_layers"] = None
-    return given
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of `ExtractConfig` that were given."""
+        fields = given(self)
+        if fields.get("hidden_layers") == "all":
+            fields["hidden_layers"] = None
+        return fields
 
 
 @click.command()
 @RUN_DIR
-@kept_options
-@SHARD
-@dry_run_option
-def extract(run_dir: Path, shard: str | None, dry_run: bool, **options: Any) -> None:
+@options(kept=KeptOptions, work=WorkOptions)
+def extract(run_dir: Path, kept: KeptOptions, work: WorkOptions) -> None:
     """Read the four signal families of every answer into the feature store.
 
     What is kept may be chosen here as long as nothing is extracted; by default it is
@@ -108,8 +100,6 @@ def extract(run_dir: Path, shard: str | None, dry_run: bool, **options: Any) -> 
 
     Example: torchrun --nproc-per-node 2 -m beatrice extract runs/demo
     """
-    import dataclasses
-
     from beatrice.extract.backbone.names import BackboneConfig
     from beatrice.extract.generate.options import check_backbone
     from beatrice.extract.run.directory import RunDir
@@ -119,18 +109,20 @@ def extract(run_dir: Path, shard: str | None, dry_run: bool, **options: Any) -> 
         settle_kept,
     )
 
-    given, share = take_kept(options), share_of(shard, dry_run)
-    if given.get("hidden_layers") is not None:
-        check_backbone(
-            RunDir(run_dir).section("backbone", BackboneConfig), given["hidden_layers"]
-        )
-    if dry_run:
-        asked = given and (lambda config: dataclasses.replace(config, **given))
-        do_or_forecast(run_dir, EXTRACT, True, asked or None)
+    fields = kept.fields()
+    if fields.get("hidden_layers") is not None:
+        config = RunDir(run_dir).section("backbone", BackboneConfig)
+        check_backbone(config, fields["hidden_layers"])
+    if work.dry_run:
+
+        def change(config: Any) -> Any:
+            return dataclasses.replace(config, **fields)
+
+        do_or_forecast(run_dir, EXTRACT, True, change if fields else None)
         return
-    if given:
-        with RunDir.open(run_dir, share=share) as run:
-            settle_kept(run, given)
+    if fields:
+        with RunDir.open(run_dir, share=work.share) as run:
+            settle_kept(run, fields)
     # A share's model is the one that joins all of them.
-    extracting = EXTRACT if share.is_whole else extract_stage_kept()
-    do_or_forecast(run_dir, extracting, False, share=share)
+    stage = EXTRACT if work.share.is_whole else extract_stage_kept()
+    do_or_forecast(run_dir, stage, False, share=work.share)

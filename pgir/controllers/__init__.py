@@ -3,7 +3,7 @@
 Printed names of controllers and of bounds on them, in the order of the tables.
 """
 
-CROSS_FIT = "pgir_cross_fit"  # is there only where `control --cross-fit` asks for it
+CROSS_FIT = "pgir_cross_fit"  # there with `control --set cross_fit=yes` alone
 CONTROLLERS = {
     "no_rag": "Never retrieve",
     "vanilla_rag": "Always retrieve once",

@@ -9,9 +9,9 @@ from beatrice.extract.backbone.names import WEIGHTS
 from beatrice.extract.generate.local import TransformersGenerator
 from beatrice.extract.generate.prompts import PromptConfig
 from beatrice.extract.generate.requests import make_requests
-from beatrice.extract.world.commands import WORLD_PRESETS
 from beatrice.extract.world.facts import make_world
 from beatrice.extract.world.questions import make_examples
+from beatrice.extract.world.stage import WORLD_PRESETS
 
 
 @pytest.fixture(scope="module")

@@ -198,7 +198,7 @@ def little_room():
 
 
 def test_a_full_disk_is_a_sentence_that_says_what_to_do(tmp_path, little_room):
-    done = beatrice("world", tmp_path / "run", "--preset", "smoke", code=1)
+    done = beatrice("data", tmp_path / "run", "--world", "--preset", "smoke", code=1)
     last = done.output.strip().splitlines()[-1]
     assert last.startswith("Error: a file cannot grow, as on a full disk (")
     assert last.endswith("make room and run the same line again: it continues")

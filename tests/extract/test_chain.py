@@ -42,7 +42,7 @@ def chain(run, *data_options, overlong=("--overlong", "skip")):
     """Return the lines of the four stages."""
     return {
         "data": ["data", run, *CHOSEN, *data_options],
-        "rewrite": ["rewrite", run, "--model", "embedded", "--max-tokens", 24]
+        "rewrite": ["rewrite", run, "--model", "embedded", "--max-new-tokens", 24]
         + list(overlong),
         "answer": ["answer", run],
         "label": ["label", run, "--judge", "embedded"],
@@ -130,7 +130,7 @@ def test_the_chain_asks_published_questions_in_the_papers_words(tmp_path, option
             assert answer.context_span == prompt.context_span
     assert "already done" in beatrice(*lines["data"]).stderr
     assert "already done" in beatrice(*lines["answer"]).stderr
-    assert "every checksum holds" in beatrice("verify", run).stdout
+    assert "every checksum holds" in beatrice("doctor", run, "--verify").stdout
     # The truncated end of a kill, and no record of the stages: the same bytes again.
     before = {name: (run / name).read_bytes() for name in COMPARED}
     for name in ("answers/answers.jsonl", "replies/judge.jsonl"):
@@ -187,7 +187,7 @@ def test_a_run_of_other_questions_or_other_words_is_refused(tmp_path, options):
     assert "template='paper'" in done.stderr
     done = beatrice(*line, "--n-train", 9, code=1)
     assert "n_train=9" in done.stderr
-    done = beatrice("world", run, "--preset", "smoke", code=1)
+    done = beatrice("data", run, "--world", "--preset", "smoke", code=1)
     assert "holds a run with no world; you asked for one with world" in done.stderr
 
 

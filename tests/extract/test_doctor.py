@@ -110,7 +110,7 @@ def test_a_server_that_is_not_there_is_a_problem():
 
 def test_a_run_says_which_stages_are_done_and_which_are_stale(tmp_path):
     run = tmp_path / "run"
-    beatrice("world", run, "--preset", "smoke")
+    beatrice("data", run, "--world", "--preset", "smoke")
     found = doctor(run)
     assert "done are world" in found["run"]["text"]
     assert found["run"]["status"] == "ok"

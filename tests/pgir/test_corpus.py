@@ -100,7 +100,7 @@ def test_a_damaged_corpus_is_refused_by_name(tmp_path, name):
 
 def test_a_corpus_is_searched_from_the_command_line(tmp_path):
     corpus = make_corpus(tmp_path, 40)
-    done = beatrice("retrieve", corpus.folder, "--question", "w7 v7 n7", "-k", 1)
+    done = beatrice("corpus", corpus.folder, "--search", "w7 v7 n7", "-k", 1)
     assert "1. Title 7:" in done.stdout
-    failed = beatrice("retrieve", tmp_path, "--question", "x", code=1)
+    failed = beatrice("corpus", tmp_path, "--search", "x", code=1)
     assert "no finished corpus" in failed.stderr

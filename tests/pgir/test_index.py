@@ -242,8 +242,8 @@ def test_without_faiss_one_sentence_says_what_to_install(built):
     code = (
         "import sys; sys.modules['faiss'] = None; from beatrice.cli import main; main()"
     )
-    words = ["retrieve", corpus.folder, "--retriever", "dense", "--question", "x"]
-    words += ["--encoder", encoder.config.path, "--max-tokens", 48]
+    words = ["corpus", corpus.folder, "--retriever", "dense", "--search", "x"]
+    words += ["--encoder", encoder.config.path, "--set", "max_tokens=48"]
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, words)],
         cwd=ROOT,

@@ -1,5 +1,4 @@
 import json
-from functools import partial
 
 import pytest
 from hypothesis import given
@@ -7,7 +6,7 @@ from hypothesis import strategies as st
 
 from beatrice.extract.records import Passage
 from beatrice.extract.run.directory import NewRun, RunDir
-from beatrice.pgir.commands import with_options
+from beatrice.pgir.commands import ControlOptions
 from beatrice.pgir.controllers.loop import (
     ControllerConfig,
     Draft,
@@ -213,20 +212,20 @@ def test_a_higher_cap_admits_a_policy_that_costs_more():
     right = lambda i, answer: answer == "a4"  # noqa: E731
     budgets = {}
     for cap in (4.0, 5.0):
-        config = with_options(CONTROL_PRESETS["paper"], max_generations=cap)
+        config = ControlOptions(max_generations=cap).change(CONTROL_PRESETS["paper"])
         searched = ControllerConfig(max_generations=config.max_generations)
         budgets[cap] = search_policy(traces, right, searched).budget
     assert budgets[5.0] == 4 > budgets[4.0]
 
 
 def test_the_cap_is_a_setting_of_the_run(tmp_path):
-    change = partial(with_options, max_generations=4.63, cross_fit=None)
+    change = ControlOptions(max_generations=4.63).change
     with RunDir.open(tmp_path / "run", NewRun(preset="paper")) as run:
         assert CONTROL.settle(run, change).max_generations == 4.63
         section = json.loads((run.path / "manifest.json").read_text())["sections"]
         assert section["control"]["max_generations"] == 4.63
         assert CONTROL.settle(run).max_generations == 4.63
-        other = partial(with_options, max_generations=None, cross_fit=True)
+        other = ControlOptions(cross_fit=True).change
         settle_search(run, other)  # another search of the policy may follow
         settled = ControlConfig(max_generations=4.63, cross_fit=True)
         assert CONTROL.settle(run) == settled

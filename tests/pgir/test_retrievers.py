@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from beatrice.extract.records import Passage, write_lines
 from beatrice.extract.run.directory import RunDir
-from beatrice.pgir.commands import settle_options
+from beatrice.pgir.commands import RetrievalOptions
 from beatrice.pgir.controllers.stage import retrieval_config, retrieval_of
 from beatrice.pgir.corpus import Gold, agreement, gold_recall, has_answer, measure
 from beatrice.pgir.retrievers import (
@@ -345,18 +345,18 @@ def test_a_run_without_a_choice_searches_its_own_passages_by_words(run):
 def test_a_run_searches_the_corpus_that_it_was_given(run, tmp_path):
     corpus = make_corpus(tmp_path, 20)
     before = retrieval_of(run).identity
-    settle_options(run.path, {"corpus": corpus.folder, "url": None})
+    RetrievalOptions(corpus=corpus.folder).write(run.path)
     found = retrieval_of(run)
     (row,) = found.retriever.search(["w7 n7"], 1)
     assert found.passages[row[0]].title == "Title 7"
     assert found.identity != before
-    settle_options(run.path, {"corpus": None, "url": None})  # not asked: stays
+    RetrievalOptions().write(run.path)  # not asked: stays
     assert retrieval_of(run).identity == found.identity
 
 
 def test_a_choice_that_lacks_something_is_refused_in_a_sentence(run, tmp_path):
     with pytest.raises(ValueError, match="needs a corpus and the encoder"):
-        settle_options(run.path, {"retriever": "fused"})
+        RetrievalOptions(retriever="fused").write(run.path)
     with pytest.raises(ValueError, match="goes with the served retriever"):
         RetrievalConfig(retriever="served")
     assert retrieval_config(run) == RetrievalConfig()
@@ -368,7 +368,7 @@ def test_what_a_server_said_lies_in_nobodys_way(run):
     earlier.parent.mkdir()
     kept = {"query": "q", "depth": 1, "places": [0], "new": ["a passage"]}
     earlier.write_text(json.dumps(kept) + "\n")
-    settle_options(run.path, {"url": url})
+    RetrievalOptions(url=url).write(run.path)
     found = retrieval_of(run)
     assert found.retriever.search(["q"], 1) == [(0,)]
     assert not any(earlier.parent.iterdir())  # a run of its own may lie there
@@ -378,9 +378,9 @@ def test_what_a_server_said_lies_in_nobodys_way(run):
 def test_two_servers_are_not_taken_for_each_other(run):
     one, other = (f"http://127.0.0.1:{port}/retrieve" for port in (8, 9))
     caches = {served_cache(run.path, url) for url in (one, other)}
-    settle_options(run.path, {"url": one})
+    RetrievalOptions(url=one).write(run.path)
     before = retrieval_of(run).identity
-    settle_options(run.path, {"url": other})
+    RetrievalOptions(url=other).write(run.path)
     assert len(caches) == 2 and retrieval_of(run).identity != before
 
 

@@ -178,5 +178,5 @@ def test_answering_and_reading_with_worked_examples_are_measured_on_the_same_tok
 
 
 def test_no_runs_are_refused():
-    found = CliRunner().invoke(extract, ["--pairs", "0"])
+    found = CliRunner().invoke(extract, ["--rounds", "0"])
     assert found.exit_code == 2 and "x>=1" in found.output

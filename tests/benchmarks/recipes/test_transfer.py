@@ -55,7 +55,7 @@ class Half:
 def world(tmp_path):
     """A run of the microworld's questions, nothing answered."""
     run = tmp_path / "run"
-    beatrice("world", run, "--preset", "smoke")
+    beatrice("data", run, "--world", "--preset", "smoke")
     return RunDir(run)
 
 

@@ -251,7 +251,7 @@ def test_what_is_no_gguf_file_is_one_sentence(tmp_path):
 
 def test_a_verb_refuses_a_damaged_file_with_an_exit_code(tmp_path):
     path = write_gguf(tmp_path / "m.gguf", tiny("llama"))
-    words = ["world", str(tmp_path / "run"), "--model", str(path)]
+    words = ["data", str(tmp_path / "run"), "--world", "--model", str(path)]
     path.write_bytes(path.read_bytes()[:-100])
     found = CliRunner().invoke(main, words)
     assert (found.exit_code, "Traceback" in found.output) == (1, False)

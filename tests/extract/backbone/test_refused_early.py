@@ -33,17 +33,16 @@ def test_the_doctor_and_a_new_run_refuse_what_cannot_be_read(doge, tmp_path):
     found = doctor("--model", doge, code=1)["model"]
     assert found["status"] == "problem"
     assert "contributions miss the change of the residual stream" in found["text"]
-    for verb in ("world",):
-        done = beatrice(verb, tmp_path / "run", "--preset", "smoke", "--model", doge,
-                        code=1)  # fmt: skip
-        assert "miss the change of the residual stream" in done.stderr
-        assert "Traceback" not in done.stderr
+    new_run = ("data", tmp_path / "run", "--world", "--preset", "smoke")
+    done = beatrice(*new_run, "--model", doge, code=1)
+    assert "miss the change of the residual stream" in done.stderr
+    assert "Traceback" not in done.stderr
     assert not (tmp_path / "run" / "examples.jsonl").exists()
 
 
 def test_answering_refuses_weights_that_cannot_be_read(doge, tmp_path):
     model, run = save(tiny_model("llama"), tmp_path / "model"), tmp_path / "run"
-    beatrice("world", run, "--preset", "smoke", "--model", model)
+    beatrice("data", run, "--world", "--preset", "smoke", "--model", model)
     shutil.rmtree(model)
     shutil.copytree(doge, model)
     done = beatrice("answer", run, code=1)

@@ -75,10 +75,11 @@ def test_splits_are_drawn_checked_and_refused_when_changed(hotpot, tmp_path):
     done = beatrice(*line, "--json")
     assert json.loads(done.stdout)["sizes"] == {"train": {"hotpotqa": 20}}
     beatrice(*line)  # finished already
-    beatrice("data", out, "--check")
+    beatrice("doctor", out, "--verify")
     splits = out / "splits.json"
     splits.write_text(splits.read_text().replace('"seed": 0', '"seed": 1'))
-    assert_one_sentence(beatrice("data", out, "--check", code=1), "SHA-256")
+    verified = beatrice("doctor", out, "--verify", code=1)
+    assert "splits.json has changed since" in verified.stdout
 
 
 @pytest.mark.parametrize(
@@ -89,9 +90,9 @@ def test_splits_are_drawn_checked_and_refused_when_changed(hotpot, tmp_path):
         ("out", "--inspect", "x"),
         ("out", "--train", "x.json"),
         ("out", "--train", "../squad=x.json"),
-        ("out", "--check", "--train", "nq=x"),
+        ("out", "--world", "--train", "nq=x"),
         ("out", "--train", "nq=x", "--n-held-out", "nq=many"),
-        ("--inspect", "x", "--dataset", "../squad"),
+        ("--inspect", "../squad=x"),
     ],
 )
 def test_wrong_usage_is_told_from_a_refusal(arguments):

@@ -126,13 +126,13 @@ def test_sizes_that_one_file_cannot_have_are_refused_with_sizes_that_it_can(
 
 
 @pytest.mark.parametrize(("model", "n_longest"), [("embedded", 10), (str(WEIGHTS), 32)])
-@pytest.mark.parametrize("verb", ["data", "world"])
+@pytest.mark.parametrize("is_world", [False, True])
 def test_a_preset_shortens_the_answers_of_the_embedded_model_alone(
-    own, tmp_path, model, n_longest, verb
+    own, tmp_path, model, n_longest, is_world
 ):
     files = ("--train", f"mine={own}", "--n-train", "all")
     options = ("--model", model, "--preset", "demo")
-    beatrice(verb, tmp_path / "run", *(files if verb == "data" else ()), *options)
+    beatrice("data", tmp_path / "run", *(("--world",) if is_world else files), *options)
     answer = read_manifest(tmp_path / "run")["sections"]["answer"]
     assert answer["generation"]["max_new_tokens"] == n_longest
 
@@ -142,7 +142,7 @@ def test_a_run_without_a_detector_says_which_verb_is_next(own, tmp_path):
     build(run, ("train", own))
     answer = ("--question", "where?", "--answer", "here")
     said = beatrice("score", run, *answer, code=1).output
-    assert f"go on with `beatrice answer {run}`, then label, extract, sweep" in said
+    assert f"run `beatrice answer {run}` first, then label, extract, sweep" in said
     assert "demo" not in said
 
 
@@ -163,11 +163,12 @@ def test_a_name_of_ones_own_is_no_claim_to_be_a_published_set(own, tmp_path):
     assert "none of the six question sets" in done.output
 
 
-@pytest.mark.parametrize("verb", ["demo", "world", "data"])
-def test_a_folder_with_a_persons_files_is_refused_and_left_alone(own, verb):
-    files = ("--train", f"mine={own}", "--n-train", "all", "--model", "embedded")
-    files = files if verb == "data" else ()
-    said = beatrice(verb, own.parent, "--preset", "smoke", *files, code=1).output
+@pytest.mark.parametrize("line", ["demo", "data --world", "data"])
+def test_a_folder_with_a_persons_files_is_refused_and_left_alone(own, line):
+    verb, *options = line.split()
+    if line == "data":
+        options = ["--train", f"mine={own}", "--n-train", "all", "--model", "embedded"]
+    said = beatrice(verb, own.parent, "--preset", "smoke", *options, code=1).output
     assert "it holds 'examples.jsonl'" in said
     assert "`beatrice data NEW_RUN --train NAME=FILE` makes a run of them" in said
     assert [path.name for path in own.parent.iterdir()] == ["examples.jsonl"]
@@ -175,13 +176,13 @@ def test_a_folder_with_a_persons_files_is_refused_and_left_alone(own, verb):
 
 def test_a_file_whose_name_begins_like_ours_is_a_persons(tmp_path):
     (tmp_path / "lockdown.txt").write_text("mine")
-    assert "'lockdown.txt'" in beatrice("world", tmp_path, code=1).output
+    assert "'lockdown.txt'" in beatrice("data", tmp_path, "--world", code=1).output
 
 
-@pytest.mark.parametrize("verb", ["demo", "world"])
-def test_questions_in_a_run_that_nobody_recorded_are_not_replaced(tmp_path, verb):
-    line = (verb, tmp_path / "run", "--preset", "smoke")
-    beatrice("world", *line[1:])
+@pytest.mark.parametrize("line", ["demo", "data --world"])
+def test_questions_in_a_run_that_nobody_recorded_are_not_replaced(tmp_path, line):
+    line = (*line.split(), tmp_path / "run", "--preset", "smoke")
+    beatrice("data", tmp_path / "run", "--preset", "smoke", "--world")
     (tmp_path / "run" / "stages" / "world.json").unlink()
     mine = write_lines(questions())
     (tmp_path / "run" / "examples.jsonl").write_text(mine)
@@ -197,18 +198,22 @@ def swap_validation_and_test(path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-@pytest.mark.parametrize("verb", ["demo", "world", "answer"])
-def test_questions_that_were_changed_are_neither_read_nor_replaced(tmp_path, verb):
+@pytest.mark.parametrize("line", ["demo", "data --world", "answer"])
+def test_questions_that_were_changed_are_neither_read_nor_replaced(tmp_path, line):
     run = tmp_path / "run"
     options = ("--preset", "smoke")
-    beatrice("world", run, *options)
+    beatrice("data", run, "--world", *options)
     swap_validation_and_test(run / "examples.jsonl")
     changed = (run / "examples.jsonl").read_bytes()
-    said = beatrice(verb, run, *(() if verb == "answer" else options), code=1).output
+    rest = () if line == "answer" else options
+    said = beatrice(*line.split(), run, *rest, code=1).output
     assert "examples.jsonl was changed since it was written, and is neither" in said
     assert "put it back, or start a new run" in said
     assert (run / "examples.jsonl").read_bytes() == changed
-    assert "examples.jsonl has changed since" in beatrice("verify", run, code=1).output
+    assert (
+        "examples.jsonl has changed since"
+        in beatrice("doctor", run, "--verify", code=1).output
+    )
 
 
 def test_half_of_the_answers_are_not_labelled(tmp_path):

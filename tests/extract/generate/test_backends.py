@@ -24,15 +24,7 @@ from tests.extract.datasets import published as pub
 from tests.extract.small_run import beatrice, smoke
 
 SERVED = BackendOptions(
-    server="http://x/v1",
-    dialect="vllm",
-    revision="r",
-    concurrency=1,
-    retries=0,
-    timeout=1.0,
-    price_prompt=0.0,
-    price_new=0.0,
-    max_cost=None,
+    server="http://x/v1", revision="r", concurrency=1, retries=0, timeout=1.0
 )
 
 
@@ -61,7 +53,7 @@ def test_a_local_backend_is_loaded_as_its_device_wants():
     local = dataclasses.replace(SERVED, server=None)
     with open_generator("embedded", local) as generator:
         assert generator.identity["dtype"] == "float32"
-    half = dataclasses.replace(local, dtype="bfloat16")
+    half = dataclasses.replace(local, model_dtype="bfloat16")
     with open_generator("embedded", half) as generator:
         assert generator.identity["dtype"] == "bfloat16"
 

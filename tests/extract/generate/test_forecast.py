@@ -171,7 +171,7 @@ def done_by(run, verb):
 
 def test_a_dry_run_counts_what_the_real_one_then_takes_and_changes_nothing(run):
     for line in (
-        ("rewrite", run, "--model", "embedded", "--max-tokens", 5),
+        ("rewrite", run, "--model", "embedded", "--max-new-tokens", 5),
         ("answer", run),
         ("sample", run, "--n-samples", 2, "--split", "test"),
     ):

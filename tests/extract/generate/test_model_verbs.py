@@ -89,7 +89,7 @@ def test_a_served_backbone_gives_the_answers_of_the_local_one(
 def test_a_server_without_token_ids_cannot_answer(run_dir, backbone):
     with served(backbone) as server:
         server.is_vllm = False
-        arguments = ("--server", server.url, "--dialect", "openai")
+        arguments = ("--server", server.url, "--set", "dialect=openai")
         done = beatrice("answer", run_dir, *arguments, code=1)
     assert "tells no token ids" in done.stderr
 
@@ -188,13 +188,18 @@ def test_rewrites_are_answered_beside_the_original_contexts(run_dir):
     added = [a for a in after if a.variant == "rewritten"]
     assert [a for a in after if a.variant == "original"] == before
     assert len(added) == counts["n"]
-    assert beatrice("verify", run_dir)
+    assert beatrice("doctor", run_dir, "--verify")
 
 
 def test_a_cap_is_not_spent_again_by_the_process_that_continues(run_dir):
     beatrice("answer", run_dir)
     replies = run_dir / "replies" / "judge.jsonl"
-    prices = ("--price-new", 1e6, "--max-cost", 40)  # one unit per new token
+    prices = (
+        "--set",
+        "price_new=1e6",
+        "--set",
+        "max_cost=40",
+    )  # one unit per new token
 
     def wordy(prompt):
         return msgspec.structs.replace(generated(fair_verdict(prompt)), n_new_tokens=2)
@@ -262,7 +267,7 @@ def test_samples_come_from_a_server_with_and_without_token_ids(run_dir, backbone
         path = run_dir / "samples" / "samples.jsonl"
         assert all(s.log_probs for s in read_records(path, Sample))
         server.is_vllm = False
-        plain = ("--server", server.url, "--dialect", "openai", "--top-k", 0)
+        plain = ("--server", server.url, "--set", "dialect=openai", "--set", "top_k=0")
         done = beatrice("sample", run_dir, *arguments, *plain)
         assert all(s.token_ids is None for s in read_records(path, Sample))
         assert "0 without log-probabilities" in done.stderr
@@ -272,18 +277,18 @@ def test_samples_come_from_a_server_with_and_without_token_ids(run_dir, backbone
     ("arguments", "words", "code"),
     [
         (("label", "--annotations", __file__), "give both", 2),
-        (("label", "--vote", "majority"), "give --judge too", 2),
-        (("label", "--judge", "m", "--max-cost", 1), "give --server too", 2),
+        (("label", "--vote", "majority"), "model as --judge", 2),
+        (("label", "--judge", "m", "--set", "max_cost=1"), "give --server too", 2),
         (("label", "--judge", "m", "--server", "localhost"), "http://localhost", 2),
         (
-            ("label", "--judge", "m", "--server", "http://x/v1", "--max-cost", 1),
+            ("label", "--judge", "m", "--server", "http://x/v1", "--set", "max_cost=1"),
             "needs prices",
             1,
         ),
         (("label", "--audit"), "is missing", 1),
         (("rewrite",), "--model", 2),
-        (("sample", "--temperature", 0), "range x>0", 2),
-        (("sample", "--top-p", 2), "--top-p", 2),
+        (("sample", "--set", "temperature=0"), "range x>0", 2),
+        (("sample", "--set", "top_p=2"), "top_p", 2),
     ],
 )
 def test_a_users_mistake_is_one_sentence(run_dir, arguments, words, code):
@@ -301,7 +306,7 @@ def test_labelling_that_is_killed_again_and_again_ends_as_one_that_was_not(run_d
     n_kills, n_before = 0, 0
     with served(ScriptedGenerator(fair_verdict)) as server:
         command = [sys.executable, "-m", "beatrice", "label", str(run_dir)]
-        command += ["--judge", "big", "--server", server.url, "--concurrency", "2"]
+        command += ["--judge", "big", "--server", server.url, "--set", "concurrency=2"]
         server.pause = 0.03
         for _ in range(4):
             process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)

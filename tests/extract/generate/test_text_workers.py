@@ -10,9 +10,9 @@ from beatrice.extract.run.directory import RunDir
 from tests.extract.small_run import beatrice, questions, smoke
 
 LINES = {  # each in several batches
-    "rewrite": "--model embedded --max-tokens 8 --batch-tokens 400".split(),
-    "label": "--judge embedded --vote majority --batch-tokens 2000".split(),
-    "sample": "--n-samples 3 --batch-tokens 300".split(),
+    "rewrite": "--model embedded --max-new-tokens 8 --set batch_tokens=400".split(),
+    "label": "--judge embedded --vote majority --set batch_tokens=2000".split(),
+    "sample": "--n-samples 3 --set batch_tokens=300".split(),
 }
 ROLES = {"rewrite": "rewrite", "label": "judge", "sample": "sample"}
 WRITTEN = {

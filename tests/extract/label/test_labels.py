@@ -261,19 +261,17 @@ def test_the_judge_of_the_readme_labels_a_run_and_again_where_its_file_has_chang
     ]
     run.examples.write_text(write_lines(golds))
     spec = "my_judge:alike"
-    beatrice("label", run.path, "--judge-with", spec)
+    beatrice("label", run.path, "--judge", spec)
     labels = [label.label for label in read_records(run.labels, Label)]
     assert labels == [True, None, False]
     assert label_rule(run) == f"judge {spec}"
-    assert "already done" in beatrice("label", run.path, "--judge-with", spec).output
+    assert "already done" in beatrice("label", run.path, "--judge", spec).output
     (tmp_path / "my_judge.py").write_text(code + "\n# in other words\n")
-    done = beatrice("label", run.path, "--judge-with", spec)
+    done = beatrice("label", run.path, "--judge", spec)
     assert "judge_with has changed since" in done.output
     said = beatrice("label", run.path).output
     assert f"replaces the labels of before: judge {spec}" in said
-    refused = beatrice("label", run.path, "--judge-with", "no_judge:x", code=1).output
+    refused = beatrice("label", run.path, "--judge", "no_judge:x", code=1).output
     assert "no_judge.py" in refused
-    model = beatrice("label", run.path, "--judge", spec, code=2).output
-    assert f"--judge-with {spec}" in model
-    both = ("--judge-with", spec, "--match", "exact")
+    both = ("--judge", spec, "--match", "exact")
     assert "give one" in beatrice("label", run.path, *both, code=2).output

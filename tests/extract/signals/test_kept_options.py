@@ -7,16 +7,17 @@ import pytest
 from click.testing import CliRunner
 
 from beatrice.extract.run.directory import RunDir, read_manifest
-from beatrice.extract.signals.commands import kept_options, take_kept
+from beatrice.extract.run.verbs import options
+from beatrice.extract.signals.commands import KeptOptions
 from beatrice.extract.signals.extract import ExtractConfig, extract_config, settle_kept
 from beatrice.extract.store.families import SHORT_NAMES
 from tests.extract.small_run import beatrice, smoke
 
 
 @click.command()
-@kept_options
-def verb(**options):
-    print(json.dumps(take_kept(options)))
+@options(kept=KeptOptions)
+def verb(kept):
+    print(json.dumps(kept.fields()))
 
 
 def given(*words):
@@ -35,8 +36,8 @@ def test_options_become_fields_and_those_not_given_are_left_out():
     assert given() == {}
     assert given("--hidden-layers", "16,8") == {"hidden_layers": [8, 16]}
     assert given("--hidden-layers", "all") == {"hidden_layers": None}
-    words = "--dtype int8 --scalars bf16 --hidden-spans answer --answer-span literal"
-    assert given(*words.split()) == {
+    rare = "--set scalars=bf16 --set answer_span=literal"
+    assert given(*f"--dtype int8 --hidden-spans answer {rare}".split()) == {
         "dtype": "int8",
         "scalars": "bfloat16",
         "hidden_spans": "answer",
@@ -57,7 +58,10 @@ def test_every_type_has_its_name_on_the_command_line():
         "--hidden-layers 8;16",
         "--dtype fp8",
         "--hidden-spans question",
-        "--answer-span sideways",
+        "--set answer_span=sideways",
+        "--set answer_spam=literal",
+        "--set scalars=bf16 --set scalars=fp32",
+        "--set scalars",
     ],
 )
 def test_a_wrong_choice_is_wrong_usage(words):
@@ -100,8 +104,8 @@ def test_a_run_that_is_in_use_is_left_as_it_is(run):
 
 
 def test_a_run_that_is_made_says_what_it_will_keep(tmp_path):
-    words = "--hidden-layers 4 --dtype int8 --answer-span literal".split()
-    beatrice("world", tmp_path / "run", "--preset", "smoke", *words)
+    words = "--hidden-layers 4 --dtype int8 --set answer_span=literal".split()
+    beatrice("data", tmp_path / "run", "--world", "--preset", "smoke", *words)
     config = RunDir(tmp_path / "run").section("extract", ExtractConfig)
     assert (config.hidden_layers, config.dtype) == ((4,), "int8")
     assert config.answer_span == "literal"

@@ -1,0 +1,136 @@
+"""The stage `world`: the microworld's questions become a run."""
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from beatrice.extract.records import Setting, write_lines
+from beatrice.extract.run.console import Progress, Update
+from beatrice.extract.run.directory import NewRun, Preset, RunDir, package_versions
+from beatrice.extract.run.files import write_new_text
+from beatrice.extract.run.stages import Stage
+from beatrice.extract.world.facts import WorldConfig, make_world
+from beatrice.extract.world.questions import QuestionConfig, make_examples
+
+if TYPE_CHECKING:
+    from beatrice.extract.generate.requests import AnswerConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorldSection:
+    """The run's section `world`.
+
+    The world's own seed is fixed, since the embedded model knows one world.
+    """
+
+    world: WorldConfig = WorldConfig()
+    questions: QuestionConfig = QuestionConfig()
+
+
+WORLD_PRESETS: dict[Preset, WorldSection] = {
+    "demo": WorldSection(),
+    "few": WorldSection(),
+    "smoke": WorldSection(
+        questions=QuestionConfig(n_train=128, n_evaluation=32, n_ood=16)
+    ),
+    "paper": WorldSection(),
+}
+
+
+def _world(
+    run: RunDir, config: WorldSection, update: Update, progress: Progress
+) -> None:
+    facts = make_world(config.world)
+    write_new_text(run.examples, write_lines(make_examples(facts, config.questions)))
+    write_new_text(run.passages, write_lines(facts.passages))
+
+
+WORLD = Stage(
+    name="world",
+    verb="data --world",
+    inputs=lambda run: [],
+    outputs=lambda run: [run.examples, run.passages],
+    work=_world,
+    presets=WORLD_PRESETS,
+)
+
+
+def train_world_model(run: RunDir, update: Update, progress: Progress) -> Path:
+    """Train the microworld's model from nothing, into the run directory.
+
+    Returns:
+      The directory it was saved in, for `--model`.
+    """
+    from beatrice.extract.world.model import WorldModelConfig, save, train
+
+    recipe, config = WorldModelConfig(), run.section("world", WorldSection)
+    path = run.path / "model"
+
+    def on_step(step: int, losses: list[float], _: object) -> None:
+        update(step + 1, recipe.n_steps)
+        if (step + 1) % 100 == 0:
+            shown = ", ".join(f"{loss:.3f}" for loss in losses)
+            progress.note(f"model: step {step + 1}, losses {shown} nats")
+
+    model, tokenizer = train(make_world(config.world), recipe, on_step)
+    save(
+        model,
+        tokenizer,
+        path,
+        {
+            "command": "beatrice data RUN_DIR --world=model",
+            "world": dataclasses.asdict(config.world),
+            "model": dataclasses.asdict(recipe),
+            "versions": package_versions(),
+        },
+    )
+    return path
+
+
+def answer_config(preset: Preset, model: str) -> "AnswerConfig":
+    """Return how a model answers in a new run of a preset.
+
+    The embedded model answers with a name; a preset says nothing of other models.
+    """
+    from beatrice.extract.backbone.names import EMBEDDED
+    from beatrice.extract.generate.requests import ANSWER_PRESETS
+
+    longest = ANSWER_PRESETS[preset if model == EMBEDDED else "paper"].generation
+    config = ANSWER_PRESETS[preset]
+    generation = dataclasses.replace(
+        config.generation, max_new_tokens=longest.max_new_tokens
+    )
+    return dataclasses.replace(config, generation=generation)
+
+
+def new_world(
+    *,
+    model: str = "embedded",
+    preset: Preset = "demo",
+    settings: tuple[Setting, ...],
+    seed: int = 0,
+    kept: dict[str, Any],
+) -> NewRun:
+    """Return a run of the microworld; a wrong model is found before it is made.
+
+    Args:
+      model: as `BackboneConfig` has it.
+      preset: sizes of every section.
+      settings: which are asked.
+      seed: of training and bootstrap.
+      kept: fields of `ExtractConfig` that differ from the preset's.
+    """
+    from beatrice.extract.backbone.names import BackboneConfig
+    from beatrice.extract.generate.options import check_backbone
+    from beatrice.extract.signals.extract import EXTRACT_PRESETS
+
+    backbone = BackboneConfig(model=model)
+    check_backbone(backbone, kept.get("hidden_layers"))
+    answer = dataclasses.replace(answer_config(preset, model), settings=settings)
+    sections = {
+        "backbone": backbone,
+        "world": WORLD_PRESETS[preset],
+        "answer": answer,
+        "extract": dataclasses.replace(EXTRACT_PRESETS[preset], **kept),
+    }
+    return NewRun(preset=preset, seed=seed, sections=sections)
