@@ -357,10 +357,6 @@ def score_store(
         where no family is stored by layer.
       examples: `[n]` indices into the store of the branch's setting, at least one; None
         for all.
-
-    Raises:
-      ValueError: a pass or one of its questions is missing, or its families are others
-        than the detector's.
     """
     setting = branch_setting(branch)
     passes = detector.passes_of(branch)
@@ -424,11 +420,7 @@ N_FOLDS = 5  # of `fold_calibrators`
 
 
 def open_rows(run: RunDir, setting: Setting) -> tuple[FeatureStore, Rows]:
-    """Open a setting's store and say what its rows are.
-
-    Raises:
-      ValueError: the store is missing, or a row has no label record.
-    """
+    """Open a setting's store and say what its rows are."""
     store = open_store(run.features(setting))
     return store, rows_of(store, read_examples(run), read_labels(run).values())
 

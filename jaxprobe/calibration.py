@@ -57,9 +57,6 @@ def fit_calibrator(
       scores: `[n_examples]`, higher means more likely correct.
       labels: `[n_examples]` bool.
       weights: `[n_examples]`, or None for ones.
-
-    Raises:
-      ValueError: if there is no example, or a score is not finite.
     """
     # Here, since it takes a second to load, and most stages fit no map.
     from sklearn.isotonic import IsotonicRegression
@@ -101,9 +98,6 @@ def cross_fit(
       labels: `[n_examples]` bool.
       folds: `[n_examples]` int, from 0.
       n_folds: how many there are; one may be empty.
-
-    Raises:
-      ValueError: all examples are in one fold.
     """
     return tuple(
         fit_calibrator(scores[folds != k], labels[folds != k]) for k in range(n_folds)

@@ -160,9 +160,6 @@ def restore(path: Path, kind: type[Decoded] = dict[str, Any]) -> tuple[Any, Deco
     Args:
       path: directory of the checkpoint.
       kind: what its JSON description is.
-
-    Raises:
-      ValueError: if the checkpoint is damaged or missing, or described otherwise.
     """
     path = Path(path).absolute()
     verify_checksums(path)

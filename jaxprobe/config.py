@@ -371,11 +371,7 @@ _UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 
 
 def as_bytes(text: str) -> int:
-    """Read a number of bytes such as "80GiB"; units are powers of 1024.
-
-    Raises:
-      ValueError: it is none.
-    """
+    """Read a number of bytes such as "80GiB"; units are powers of 1024."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
     if match is None or float(match[1]) == 0:
         raise ValueError(f"expected a number of bytes such as 80GiB, got {text!r}")

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -34,18 +34,23 @@ from beatrice.jaxprobe.families import (
 from beatrice.jaxprobe.fusion import FusionHead, head_inputs, slots_of
 from beatrice.jaxprobe.scope import Scope, Threshold
 
+_Kind = TypeVar("_Kind")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BankSpec:
-    """What is not an array of an `EncoderBank`.
+class EncoderBank:
+    """The selected encoders of one pass.
 
     Attributes:
       dims: channels of that pass.
       config: shape of its encoders.
-      names: subsets, as in "HPA"; one per kept encoder.
-      spans: that the encoders read, places among `SPAN_NAMES`.
+      names: subsets, as in "HPA"; one per encoder.
+      spans: that the encoders read, indices into `SPAN_NAMES`.
       lengths: of the longest spans in training; whoever pads to them compiles once.
         Empty where unknown.
+      standardizer: fitted on its training tokens.
+      params: leaves `[n_seeds, n_encoders, ...]`.
+      scope: where its signals lay in training; None where unknown.
     """
 
     dims: FamilyDims
@@ -53,18 +58,6 @@ class BankSpec:
     names: tuple[str, ...]
     spans: tuple[int, ...]
     lengths: tuple[int, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EncoderBank(BankSpec):
-    """The encoders kept for one pass.
-
-    Attributes:
-      standardizer: fitted on its training tokens.
-      params: leaves `[n_seeds, n_kept, ...]`.
-      scope: where its signals lay in training; None where unknown.
-    """
-
     standardizer: Standardizer
     params: Params
     scope: Scope | None = None
@@ -115,7 +108,7 @@ HeadName = Literal["closed_book", "with_context", "single_pass"]
 
 
 class Scores(NamedTuple):
-    """What the detector says of `n_examples` answers.
+    """Scores of `n_examples` answers.
 
     Attributes:
       raw: `[n_examples]` mean over seeds of the fused probability, uncalibrated.
@@ -150,29 +143,20 @@ class Scores(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HeadSpec:
-    """What is not an array of a `SettingHead`.
+class SettingHead:
+    """The fusion heads of one setting.
 
     Attributes:
       reads: the selected encoders in pool order, as (pass, subset name).
       config: shape of the heads.
-      threshold: at which answers are trusted; None where none was asked for.
+      threshold: from which P(correct) on answers are trusted; None without a threshold.
+      params: leaves `[n_seeds, ...]`.
+      calibrator: from raw score to probability.
     """
 
     reads: tuple[tuple[Setting, str], ...]
     config: FusionConfig
     threshold: Threshold | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SettingHead(HeadSpec):
-    """The fusion heads of one setting.
-
-    Attributes:
-      params: leaves `[n_seeds, ...]`.
-      calibrator: from raw score to probability.
-    """
-
     params: Params
     calibrator: Calibrator
 
@@ -225,17 +209,37 @@ class Provenance:
 
 
 class _Saved(Record, frozen=True, kw_only=True):
-    """What is not an array of a `Detector`."""
+    """A detector without its arrays, which are the tree of the checkpoint."""
 
-    format: Literal[3]
-    banks: dict[Setting, BankSpec]
-    heads: dict[HeadName, HeadSpec]
+    format: Literal[4]
+    banks: dict[Setting, dict[str, Any]]
+    heads: dict[HeadName, dict[str, Any]]
     provenance: Provenance | None
 
 
-def _spec_of(kind: type, value: Any) -> dict[str, Any]:
-    """Return the fields that a value shares with its description."""
-    return {f.name: getattr(value, f.name) for f in dataclasses.fields(kind)}
+_ARRAYS = {
+    "params": dict,
+    "standardizer": Standardizer,
+    "scope": Scope,
+    "calibrator": Calibrator,
+}  # fields of a bank or a head that hold arrays
+
+
+def _split_arrays(value: EncoderBank | SettingHead) -> tuple[dict, dict[str, Any]]:
+    """Return the arrays of a bank or a head as a tree, and its other fields."""
+    fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    arrays = {name: fields.pop(name) for name in _ARRAYS if name in fields}
+    tree = {
+        name: x if isinstance(x, dict) else x._asdict()
+        for name, x in arrays.items()
+        if x is not None
+    }
+    return tree, msgspec.to_builtins(fields)
+
+
+def _merge_arrays(tree: dict, fields: dict[str, Any], kind: type[_Kind]) -> _Kind:
+    arrays = {name: _ARRAYS[name](**arrays) for name, arrays in tree.items()}
+    return msgspec.convert({**fields, **arrays}, kind)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -253,13 +257,13 @@ class Detector:
     provenance: Provenance | None = None
 
     def __post_init__(self):
-        """Refuse heads that read encoders which are not there."""
+        """Check that every encoder that a head reads is in its bank."""
         for setting, head in self.heads.items():
             for where, name in head.reads:
                 if where not in self.banks or name not in self.banks[where].names:
                     raise ValueError(
                         f"the {setting} head reads encoder {name} of {where}, which "
-                        "the detector does not hold"
+                        "the detector lacks"
                     )
 
     def passes_of(self, branch: HeadName) -> tuple[Setting, ...]:
@@ -295,9 +299,6 @@ class Detector:
         Args:
           branch: which head.
           passes: signals of the same answers; others than are read may be among them.
-
-        Raises:
-          ValueError: the detector lacks the head, or the passes one that it reads.
         """
         head = self._head(branch)
         encoded = {
@@ -319,21 +320,19 @@ class Detector:
             head=FusionHead(head.config),
         )
         raw = np.asarray(raw, np.float64)
-        own = np.asarray(jax.nn.sigmoid(filled).mean(axis=0).T, np.float64)
+        encoders = np.asarray(jax.nn.sigmoid(filled).mean(axis=0).T, np.float64)
         names = tuple(f"{where}/{name}" for where, name in head.reads)
-        return Scores(raw, head.calibrator(raw), own, names)
+        return Scores(raw, head.calibrator(raw), encoders, names)
 
     def _head(self, setting: HeadName) -> SettingHead:
-        """The heads of a setting, or a clear error."""
         if setting not in self.heads:
             raise ValueError(
-                f"this detector was not trained for {setting}; it knows "
+                f"this detector was not trained for {setting}, but for "
                 f"{', '.join(self.heads)}"
             )
         return self.heads[setting]
 
     def _encode(self, where: Setting, passes: Mapping[Setting, Features]):
-        """Run the bank of one pass over its features."""
         if where not in passes:
             raise ValueError(f"this score needs the signals of the {where} pass too")
         bank, features = self.banks[where], passes[where]
@@ -355,45 +354,32 @@ class Detector:
 
     def save(self, path: Path | str) -> None:
         """Write the detector to a directory, atomically (see `checkpoint`)."""
-        arrays: dict[str, Any] = {"banks": {}, "heads": {}}
-        for where, bank in self.banks.items():
-            own = {"params": bank.params, "standardizer": bank.standardizer._asdict()}
-            if bank.scope is not None:
-                own["scope"] = bank.scope._asdict()
-            arrays["banks"][where] = own
-        for name, head in self.heads.items():
-            calibrator = head.calibrator._asdict()
-            arrays["heads"][name] = {"params": head.params, "calibrator": calibrator}
-        config = {
-            "format": 3,
-            "banks": {w: _spec_of(BankSpec, bank) for w, bank in self.banks.items()},
-            "heads": {n: _spec_of(HeadSpec, head) for n, head in self.heads.items()},
-            "provenance": self.provenance,
-        }
-        checkpoint.save(Path(path), arrays, msgspec.to_builtins(config))
+        tree, saved = (
+            {},
+            {"format": 4, "provenance": msgspec.to_builtins(self.provenance)},
+        )
+        for name, values in (("banks", self.banks), ("heads", self.heads)):
+            parts = {key: _split_arrays(value) for key, value in values.items()}
+            tree[name] = {key: arrays for key, (arrays, _) in parts.items()}
+            saved[name] = {key: fields for key, (_, fields) in parts.items()}
+        checkpoint.save(Path(path), tree, saved)
 
     @classmethod
     def load(cls, path: Path | str) -> "Detector":
-        """Read a detector; every file is checked against its SHA-256 first.
-
-        Raises:
-          ValueError: there is none, it is damaged, or it is of another format.
-        """
-        arrays, saved = checkpoint.restore(Path(path), _Saved)
-        banks, heads = {}, {}
-        for where, spec in saved.banks.items():
-            own = arrays["banks"][where]
-            banks[where] = EncoderBank(
-                **_spec_of(BankSpec, spec),
-                params=own["params"],
-                standardizer=Standardizer(**own["standardizer"]),
-                scope=Scope(**own["scope"]) if "scope" in own else None,
-            )
-        for name, spec in saved.heads.items():
-            own = arrays["heads"][name]
-            heads[name] = SettingHead(
-                **_spec_of(HeadSpec, spec),
-                params=own["params"],
-                calibrator=Calibrator(**own["calibrator"]),
-            )
+        """Read a detector; every file is checked against its SHA-256 first."""
+        tree, saved = checkpoint.restore(Path(path), _Saved)
+        try:
+            banks = {
+                setting: _merge_arrays(tree["banks"][setting], fields, EncoderBank)
+                for setting, fields in saved.banks.items()
+            }
+            heads = {
+                name: _merge_arrays(tree["heads"][name], fields, SettingHead)
+                for name, fields in saved.heads.items()
+            }
+        except (msgspec.ValidationError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path} is no detector of this version ({error}); run `beatrice "
+                "calibrate` again"
+            ) from error
         return cls(banks=banks, heads=heads, provenance=saved.provenance)

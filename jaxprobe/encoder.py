@@ -37,30 +37,7 @@ from beatrice.jaxprobe.kernels.random import dropout
 from beatrice.jaxprobe.kernels.stored import values_of
 
 COLLECTION = "linear"
-
-
-class LinearPart(NamedTuple):
-    """Weights on pooled signals.
-
-    Attributes:
-      kernels: per family `[n_parts * d_family]` float32; zero where it is not read.
-      bias: scalar float32.
-    """
-
-    kernels: tuple[Any, ...]
-    bias: Any
-
-    @classmethod
-    def of(cls, collection: Mapping[str, Any]) -> "LinearPart":
-        """Return what `variables` laid down."""
-        n_families = len(collection) - 1
-        kernels = (collection[f"kernel_{f}"] for f in range(n_families))
-        return cls(tuple(kernels), collection["bias"])
-
-    def variables(self) -> dict[str, Any]:
-        """Return the part as a collection of an encoder's variables."""
-        named = {f"kernel_{f}": kernel for f, kernel in enumerate(self.kernels)}
-        return {COLLECTION: {**named, "bias": self.bias}}
+Params = Any
 
 
 def pooled_signals(features: FamilyTokens) -> tuple[jax.Array, ...]:
@@ -79,28 +56,31 @@ def pooled_signals(features: FamilyTokens) -> tuple[jax.Array, ...]:
 def _pooled(tokens: jax.Array, features: FamilyTokens) -> jax.Array:
     means, extremes = [], []
     for mask, at in zip(features.masks, features.span_slices, strict=True):
-        own, is_real = tokens[at], mask[..., None]
-        count = jnp.maximum(mask.sum(axis=0, dtype=own.dtype), 1.0)[:, None]
-        means.append(jnp.where(is_real, own, 0.0).sum(axis=0) / count)
-    own, is_real = tokens[features.span_slices[-1]], features.masks[-1][..., None]
+        span, is_real = tokens[at], mask[..., None]
+        count = jnp.maximum(mask.sum(axis=0, dtype=span.dtype), 1.0)[:, None]
+        means.append(jnp.where(is_real, span, 0.0).sum(axis=0) / count)
+    answer, is_real = tokens[features.span_slices[-1]], features.masks[-1][..., None]
     is_empty = ~features.masks[-1].any(axis=0)[:, None]
     for sign in (-1.0, 1.0):
-        most = jnp.where(is_real, sign * own, -jnp.inf).max(axis=0, initial=-jnp.inf)
+        most = jnp.where(is_real, sign * answer, -jnp.inf).max(0, initial=-jnp.inf)
         extremes.append(jnp.where(is_empty, 0.0, sign * most))
     return jnp.concatenate([means[-1], *extremes, *means[:-1]], axis=1).T
 
 
-def linear_logits(part: LinearPart, pooled: tuple[jax.Array, ...]) -> jax.Array:
-    """Return the logits of pooled signals, `[n_examples]`."""
-    products = (k @ x for k, x in zip(part.kernels, pooled, strict=True))
-    return sum(products, start=jnp.asarray(part.bias))
+def linear_logits(part: Mapping[str, Any], pooled: tuple[jax.Array, ...]) -> jax.Array:
+    """Return the logits of pooled signals, `[n_examples]`.
 
-
-Params = Any
+    Args:
+      part: the collection of an encoder's linear part: of every family f a `kernel_f`
+        `[n_parts * d_family]`, zero where the family is not read, and a scalar `bias`.
+      pooled: see `pooled_signals`.
+    """
+    products = (part[f"kernel_{f}"] @ x for f, x in enumerate(pooled))
+    return sum(products, start=jnp.asarray(part["bias"]))
 
 
 class MemberOutputs(NamedTuple):
-    """What trained encoders say of some examples.
+    """What trained encoders put out for some examples.
 
     Attributes:
       logits: `[n_members, n_examples]` float32.
@@ -265,7 +245,7 @@ class Encoder(nn.Module):
         out = ChannelMap(1, matmul_dtype, start, name="mlp_out")
         logits = out(nn.gelu(norm(x)))[0]
         if self.has_variable(COLLECTION, "bias"):
-            part = LinearPart.of(self.variables[COLLECTION])
+            part = self.variables[COLLECTION]
             logits += linear_logits(part, pooled_signals(features))
         return logits, vectors[-1].T
 

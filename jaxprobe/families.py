@@ -80,11 +80,7 @@ SUBSET_NAMES: tuple[str, ...] = tuple(subset_name(row) for row in SUBSETS)
 
 
 def subset_index(name: str, letters: str = LETTERS) -> int:
-    """Return the number of a subset given its letters in any order.
-
-    Raises:
-      ValueError: if a letter is unknown, repeated, or there is none.
-    """
+    """Return the number of a subset given its letters in any order."""
     if not name or len(set(name)) != len(name) or not set(name) <= set(letters):
         raise ValueError(
             f"unknown subset {name!r}: expected distinct ones of {letters}"
@@ -298,11 +294,7 @@ def check_features(features: Features, dims: FamilyDims) -> None:
 
 
 def standardizer_of(parts: Iterable[Features]) -> Standardizer:
-    """Fit mean and deviation of every channel over the real tokens, in one pass.
-
-    Raises:
-      ValueError: no token is real.
-    """
+    """Fit mean and deviation of every channel over the real tokens, in one pass."""
     # Here, since it takes a second to load, and most stages only look at rows.
     from sklearn.preprocessing import StandardScaler
 
@@ -375,9 +367,6 @@ def keep_spans(features: FamilyTokens, span_mask: np.ndarray) -> FamilyTokens:
 
     Returns:
       The same tokens; the masks of spans that are left out are all False.
-
-    Raises:
-      ValueError: not one flag for each span, or no span is left.
     """
     span_mask = np.asarray(span_mask)
     if span_mask.dtype != bool or span_mask.shape != (len(features.masks),):
@@ -425,9 +414,6 @@ def pad_span(
 
     Returns:
       `[n_examples, n_tokens, d_total]` float32 and its mask `[n_examples, n_tokens]`.
-
-    Raises:
-      ValueError: a span is longer than `n_tokens`; nothing is cut.
     """
     lengths = spans[:, 1] - spans[:, 0]
     check_width(lengths, n_tokens)

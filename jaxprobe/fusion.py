@@ -287,11 +287,7 @@ def apply_head(
 
 
 def slots_of(members: tuple[int, ...], n_slots: int) -> tuple[np.ndarray, np.ndarray]:
-    """Fill slots with a set in pool order: positions `[n_slots]`, mask `[n_slots]`.
-
-    Raises:
-      ValueError: if the set does not fit or repeats a member.
-    """
+    """Fill slots with a set in pool order: positions `[n_slots]`, mask `[n_slots]`."""
     if len(members) > n_slots or len(set(members)) != len(members):
         raise ValueError(f"a head of {n_slots} slots cannot hold the set {members}")
     slots = np.zeros(n_slots, np.int32)

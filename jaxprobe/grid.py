@@ -28,7 +28,6 @@ from beatrice.jaxprobe.config import TrainConfig
 from beatrice.jaxprobe.encoder import (
     COLLECTION,
     Encoder,
-    LinearPart,
     MemberOutputs,
     Params,
     linear_logits,
@@ -99,7 +98,7 @@ class BlockArrays(NamedTuple):
 
 
 def over_members(
-    one: Callable[..., Any],
+    apply: Callable[..., Any],
     block: BlockArrays,
     states: tuple[Any, ...],
     shared: tuple[Any, ...],
@@ -108,41 +107,43 @@ def over_members(
     """Apply a function to every subset with every seed.
 
     Args:
-      one: of `(family_mask, subset, seed)`, a member's states, and what all share.
+      apply: of `(family_mask, subset, seed)`, a member's states, and what all share.
       block: the members.
       states: leaves `[n_seeds, n_subsets, ...]`.
-      shared: what every member is given.
+      shared: arguments that all members share.
       mesh: devices over which the subsets are split, or None for one device.
 
     Returns:
-      What `one` returns, leaves `[n_seeds, n_subsets, ...]`.
+      What `apply` returns, leaves `[n_seeds, n_subsets, ...]`.
     """
 
     def on_device(block: BlockArrays, states: tuple, shared: tuple) -> Any:
         if len(block.subsets) * len(block.seeds) == 1:
             # No vmap: it would turn branches into selects.
             member = tuple(x[0] for x in block)
-            own = jax.tree.map(lambda x: x[0, 0], states)
-            return jax.tree.map(lambda x: x[None, None], one(member, own, *shared))
+            state = jax.tree.map(lambda x: x[0, 0], states)
+            results = apply(member, state, *shared)
+            return jax.tree.map(lambda x: x[None, None], results)
         rest = (None,) * len(shared)
-        over_subsets = jax.vmap(one, in_axes=((0, 0, None), 0, *rest))
+        over_subsets = jax.vmap(apply, in_axes=((0, 0, None), 0, *rest))
         if len(block.seeds) == 1:  # one axis less to trace, and to compile
             member = block._replace(seeds=block.seeds[0])
-            own = jax.tree.map(lambda x: x[0], states)
-            found = over_subsets(tuple(member), own, *shared)
-            return jax.tree.map(lambda x: x[None], found)
+            state = jax.tree.map(lambda x: x[0], states)
+            results = over_subsets(tuple(member), state, *shared)
+            return jax.tree.map(lambda x: x[None], results)
         over_seeds = jax.vmap(over_subsets, in_axes=((None, None, 0), 0, *rest))
         return over_seeds(tuple(block), states, *shared)
 
     if mesh is None:
         return on_device(block, states, shared)
     (axis,) = mesh.axis_names
-    own, whole = PartitionSpec(None, axis), PartitionSpec()
+    by_subset, replicated = PartitionSpec(None, axis), PartitionSpec()
+    specs = BlockArrays(*[PartitionSpec(axis)] * 2, replicated)
     split = jax.shard_map(
         on_device,
         mesh=mesh,
-        in_specs=(BlockArrays(*[PartitionSpec(axis)] * 2, whole), own, whole),
-        out_specs=own,
+        in_specs=(specs, by_subset, replicated),
+        out_specs=by_subset,
         check_vma=False,  # branches that not every device takes
     )
     return split(block, states, shared)
@@ -184,8 +185,7 @@ def labelled(
     if labels.dtype != bool or labels.shape != (features.n_examples,):
         raise ValueError(
             f"expected one boolean label for each of {features.n_examples} "
-            f"examples, got {labels.dtype} {labels.shape}; leave rows without a label "
-            "out beforehand"
+            f"examples, got {labels.dtype} {labels.shape}; drop unlabelled rows first"
         )
     if weights is None:
         weights = np.ones(labels.shape)
@@ -204,8 +204,9 @@ def in_chunks(
     n_chunk = min(n_chunk, n_rows)
     rows = jnp.minimum(jnp.arange(-(-n_rows // n_chunk) * n_chunk), n_rows - 1)
 
-    each = rows.reshape(-1, n_chunk)
-    chunks = jax.lax.map(lambda rows: apply(features.take(rows)), each)
+    chunks = jax.lax.map(
+        lambda rows: apply(features.take(rows)), rows.reshape(-1, n_chunk)
+    )
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:n_rows], chunks)
 
 
@@ -213,8 +214,8 @@ def member_keys(
     config: TrainConfig, subset: jax.Array | int, seed: jax.Array | int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Keys of a member: of its batches (by seed only), first weights, and dropout."""
-    own = stream_key(config.root_seed, MEMBERS, seed, subset)
-    return stream_key(config.root_seed, BATCHES, seed), *jax.random.split(own)
+    member = stream_key(config.root_seed, MEMBERS, seed, subset)
+    return stream_key(config.root_seed, BATCHES, seed), *jax.random.split(member)
 
 
 _STATIC = ("encoder", "config", "mesh")
@@ -231,13 +232,13 @@ def start_block(
 ) -> FitState:
     """States before the first step; of `features` only the widths matter."""
 
-    def one(member, _, few: FamilyTokens) -> FitState:
+    def start(member, _, few: FamilyTokens) -> FitState:
         family_mask, subset, seed = member
         _, init_key, _ = member_keys(config, subset, seed)
         return start_fit(encoder.init(init_key, few, family_mask), config)
 
     few = features.of_examples(lambda x: x[:, :1])
-    return over_members(one, block, (), (few,), mesh)
+    return over_members(start, block, (), (few,), mesh)
 
 
 @partial(jax.jit, static_argnames=_STATIC)
@@ -253,7 +254,7 @@ def train_block(
 ) -> tuple[FitState, jax.Array]:
     """Take the steps of every member on a group of rows; also their mean losses."""
 
-    def one(member, state: FitState, number: jax.Array, train: Labelled):
+    def train_member(member, state: FitState, number: jax.Array, train: Labelled):
         family_mask, subset, seed = member
 
         def loss(params, rows, shares, noise_key, dropout_key):
@@ -270,7 +271,7 @@ def train_block(
         batches = epoch_batches(order_key, train.weights, config.batch_size)
         return take_steps(state, loss, batches, keys, config)
 
-    return over_members(one, block, states, (number, train), mesh)
+    return over_members(train_member, block, states, (number, train), mesh)
 
 
 @partial(jax.jit, static_argnames=_STATIC)
@@ -285,7 +286,7 @@ def block_logits(
 ) -> jax.Array:
     """Logits of every member, `[n_seeds, n_subsets, n_examples]`."""
 
-    def one(member, state: FitState, group: Labelled) -> jax.Array:
+    def score(member, state: FitState, group: Labelled) -> jax.Array:
         logits = in_chunks(
             lambda batch: encoder.apply(state.params, batch, member[0])[0],
             group.features,
@@ -295,7 +296,7 @@ def block_logits(
             logits += group.offsets[member[1]]
         return logits
 
-    return over_members(one, block, states, (group,), mesh)
+    return over_members(score, block, states, (group,), mesh)
 
 
 def block_learner(
@@ -347,7 +348,7 @@ def fit_blocks(
     the others' caches, training takes longer.
     """
 
-    def one(block: Block) -> Trained:
+    def train_one(block: Block) -> Trained:
         with _CORES:
             learner = block_learner(
                 BlockArrays.of(block, encoder.dims.n_families),
@@ -362,21 +363,16 @@ def fit_blocks(
 
     use_one_blas_thread()
     for block in blocks[:1]:  # alone: the others use what it compiles
-        yield one(block)
+        yield train_one(block)
     if n_threads is None:
         n_threads = (os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1
     with ThreadPoolExecutor(n_threads) as pool:
-        yield from pool.map(one, blocks[1:])
+        yield from pool.map(train_one, blocks[1:])
 
 
 def member_mesh() -> Mesh:
     """Return the devices of this process, in a row."""
     return Mesh(np.asarray(jax.local_devices()), (AXIS,))
-
-
-def _placed(tree: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
-    """Put arrays on the devices of the mesh."""
-    return jax.device_put(tree, NamedSharding(mesh, spec))
 
 
 def fit_on_mesh(
@@ -407,11 +403,14 @@ def fit_on_mesh(
     use_one_blas_thread()
     n_excess = -len(block.subsets) % mesh.size
     subsets = np.pad(np.asarray(block.subsets), (0, n_excess), mode="edge")
-    whole = Block(tuple(subsets.tolist()), block.seeds)
-    family_masks, subsets, seeds = BlockArrays.of(whole, encoder.dims.n_families)
-    split = _placed((family_masks, subsets), mesh, PartitionSpec(AXIS))
-    given = (seeds, list(train), list(valid))
-    seeds, train, valid = _placed(given, mesh, PartitionSpec())
+    padded = Block(tuple(subsets.tolist()), block.seeds)
+    family_masks, subsets, seeds = BlockArrays.of(padded, encoder.dims.n_families)
+    split = jax.device_put(
+        (family_masks, subsets), NamedSharding(mesh, PartitionSpec(AXIS))
+    )
+    seeds, train, valid = jax.device_put(
+        (seeds, list(train), list(valid)), NamedSharding(mesh, PartitionSpec())
+    )
     learner = block_learner(
         BlockArrays(*split, seeds),
         train[0].features,
@@ -443,11 +442,7 @@ def fit_everywhere(
 
 
 def join(parts: Sequence[Trained], order: Sequence[Member]) -> Trained:
-    """Put trained blocks together in the order of `order`.
-
-    Raises:
-      ValueError: if a member is missing.
-    """
+    """Put trained blocks together in the order of `order`."""
     position = {m: i for i, m in enumerate(m for part in parts for m in part.members)}
     missing = [m for m in order if m not in position]
     if missing:
@@ -476,58 +471,59 @@ def apply_member(
 
 
 @jax.jit
-def _linear_parts(parts: LinearPart, features: FamilyTokens) -> jax.Array:
+def _linear_logits(parts: dict[str, jax.Array], features: FamilyTokens) -> jax.Array:
     """Logits `[n_members, n_examples]` of linear parts, leaves `[n_members, ...]`."""
     pooled = pooled_signals(features)  # once for all
     return jax.vmap(lambda part: linear_logits(part, pooled))(parts)
 
 
-def is_silent(params: Params) -> bool:
-    """Tell whether a network has no say: its linear part speaks alone."""
+def _network(params: Params) -> Params:
+    return {"params": params["params"]}
+
+
+def is_linear_only(params: Params) -> bool:
+    """Return whether a member is its linear part, to which its network adds nothing."""
     last = jax.tree.leaves(params["params"]["mlp_out"])
     return COLLECTION in params and not any(np.any(x) for x in last)
 
 
 def member_logits(
-    every: Sequence[tuple[Params, jax.Array]],
+    members: Sequence[tuple[Params, jax.Array]],
     features: FamilyTokens,
     *,
     encoder: Encoder,
 ) -> np.ndarray:
-    """Logits `[n_members, n_examples]`; no silent network is run.
+    """Logits `[n_members, n_examples]`; a network that adds nothing is not run.
 
     Args:
-      every: of each member its weights, and `[n_families]` bool which it reads.
+      members: of each its weights, and `[n_families]` bool which families it reads.
       features: standardised signals.
       encoder: the module.
     """
-    logits = np.zeros((len(every), features.n_examples), np.float32)
-    for own, (params, mask) in zip(logits, every, strict=True):
-        if not is_silent(params):
-            network = {k: v for k, v in params.items() if k != COLLECTION}
-            own += np.asarray(apply_member(network, mask, features, encoder=encoder)[0])
-    if every and COLLECTION in every[0][0]:
-        parts = [LinearPart.of(params[COLLECTION]) for params, _ in every]
+    logits = np.zeros((len(members), features.n_examples), np.float32)
+    for row, (params, mask) in zip(logits, members, strict=True):
+        if not is_linear_only(params):
+            outputs = apply_member(_network(params), mask, features, encoder=encoder)
+            row += np.asarray(outputs[0])
+    if members and COLLECTION in members[0][0]:
+        parts = [params[COLLECTION] for params, _ in members]
         stacked = jax.tree.map(lambda *x: np.stack(x), *parts)
-        logits += np.asarray(_linear_parts(stacked, features))
+        logits += np.asarray(_linear_logits(stacked, features))
     return logits
 
 
 def member_outputs(
     trained: Trained, features: FamilyTokens, *, encoder: Encoder, n_chunk: int = 256
 ) -> MemberOutputs:
-    """What every trained member says of every example (see `MemberOutputs`)."""
+    """Apply every trained member to every example (see `MemberOutputs`)."""
     outputs, masks = [], encoder.dims.subset_masks
-    network = {k: v for k, v in trained.params.items() if k != COLLECTION}
     for i, member in enumerate(trained.members):
-        params = jax.tree.map(lambda x, i=i: x[i], network)
+        params = jax.tree.map(lambda x, i=i: x[i], _network(trained.params))
         mask = jnp.asarray(masks[member.subset])
         outputs.append(
             apply_member(params, mask, features, encoder=encoder, n_chunk=n_chunk)
         )
-    logits, pooled = zip(*jax.device_get(outputs), strict=True)
-    found = MemberOutputs(np.stack(logits), np.stack(pooled))
+    logits, pooled = map(np.stack, zip(*jax.device_get(outputs), strict=True))
     if COLLECTION in trained.params:
-        parts = LinearPart.of(trained.params[COLLECTION])
-        found = found._replace(logits=found.logits + _linear_parts(parts, features))
-    return found
+        logits = logits + _linear_logits(trained.params[COLLECTION], features)
+    return MemberOutputs(logits, pooled)

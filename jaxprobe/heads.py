@@ -42,7 +42,7 @@ class _Set(NamedTuple):
 
 
 def _head_keys(
-    config: TrainConfig, seed: jax.Array, one: _Set, n_pool: int
+    config: TrainConfig, seed: jax.Array, fused: _Set, n_pool: int
 ) -> jax.Array:
     """Keys of a head's first weights and of its dropout, `[2]`.
 
@@ -50,8 +50,8 @@ def _head_keys(
     changes them. Bits of no set are the batches'. A pool of more than 32 encoders, as
     of five families in two passes, has several words of bits, and then their number.
     """
-    n_words, position = -(-n_pool // 32), one.members.astype(jnp.uint32)
-    bits = jnp.where(one.slot_mask, jnp.uint32(1) << (position % 32), jnp.uint32(0))
+    n_words, position = -(-n_pool // 32), fused.members.astype(jnp.uint32)
+    bits = jnp.where(fused.slot_mask, jnp.uint32(1) << (position % 32), jnp.uint32(0))
     words = [
         jnp.where(position // 32 == word, bits, jnp.uint32(0)).sum(dtype=jnp.uint32)
         for word in range(n_words)
@@ -82,12 +82,12 @@ def _permuted(
     d_output = train.outputs.shape[2]
 
     def permute(encoder: jax.Array, channel: jax.Array) -> jax.Array:
-        # Told that no row is out of bounds: checking takes as long as reading.
-        place = train.outputs[seed, encoder, channel]
-        return place.at[order].get(mode="promise_in_bounds")
+        # Checking bounds takes as long as reading, and no row is beyond them.
+        values = train.outputs[seed, encoder, channel]
+        return values.at[order].get(mode="promise_in_bounds")
 
-    def permute_encoder(one: tuple[jax.Array, jax.Array]) -> jax.Array:
-        encoder, is_read = one
+    def permute_encoder(pair: tuple[jax.Array, jax.Array]) -> jax.Array:
+        encoder, is_read = pair
         # A channel at a time: XLA would transpose an encoder to gather it at once.
         each = partial(jax.lax.map, partial(permute, encoder), jnp.arange(d_output))
         zeros = jnp.zeros((d_output, len(order)), train.outputs.dtype)
@@ -125,16 +125,16 @@ def start_heads(
     validation rows stays the mean logit.
     """
 
-    def one_head(seed: jax.Array, one: _Set) -> FitState:
-        key = _head_keys(config, seed, one, train.n_pool)[0]
-        params = head.init(key, train.outputs[seed][..., :1], *one)
+    def one_head(seed: jax.Array, fused: _Set) -> FitState:
+        key = _head_keys(config, seed, fused, train.n_pool)[0]
+        params = head.init(key, train.outputs[seed][..., :1], *fused)
         state = start_fit(params, config, _kernel_and_rest)
-        logits = head.apply(params, valid.outputs[seed], *one)
+        logits = head.apply(params, valid.outputs[seed], *fused)
         first = masked_auroc(logits, valid.labels, valid.weights)
         info = state.info._replace(best_auroc=jnp.nan_to_num(first, nan=-1.0))
         state = state._replace(info=info)
-        # A set of nothing is done before it begins.
-        since_best = jnp.where(one.slot_mask.any(), 0, config.patience)
+        # An empty set is done before it begins.
+        since_best = jnp.where(fused.slot_mask.any(), 0, config.patience)
         return state._replace(epochs_since_best=since_best)
 
     def one_seed(seed: jax.Array) -> FitState:
@@ -166,22 +166,20 @@ def train_heads(
         pool, labels, shares = _permuted(train, seed, read, order_key, size)
         batches = (jnp.arange(len(labels)) * size, labels, shares)
 
-        def steps(state: FitState, one: _Set) -> tuple[FitState, jax.Array]:
+        def steps(state: FitState, fused: _Set) -> tuple[FitState, jax.Array]:
             def loss(params, start, labels, shares, _, dropout_key):
-                logits = head.apply(params, pool, *one, (start, size), dropout_key)
+                logits = head.apply(params, pool, *fused, (start, size), dropout_key)
                 losses = optax.sigmoid_binary_cross_entropy(logits, labels)
                 return (losses * shares).sum()
 
-            own = jax.random.fold_in(
-                _head_keys(config, seed, one, train.n_pool)[1], number
-            )
-            keys = Keys(noise_key, own)
+            dropout_key = _head_keys(config, seed, fused, train.n_pool)[1]
+            keys = Keys(noise_key, jax.random.fold_in(dropout_key, number))
             return take_steps(state, loss, batches, keys, config, _kernel_and_rest)
 
         def one_head(args):
-            state, one, is_active = args
+            state, fused, is_active = args
             done = state, jnp.float32(jnp.nan)
-            return jax.lax.cond(is_active, lambda: steps(state, one), lambda: done)
+            return jax.lax.cond(is_active, lambda: steps(state, fused), lambda: done)
 
         return jax.lax.map(one_head, (states, sets, active))
 
@@ -207,8 +205,8 @@ def head_logits(
 
         def one_head(args):
             state, (members, slot_mask) = args
-            own = members + seed * valid.n_pool
-            logits = partial(head.apply, state.params, pool, own, slot_mask)
+            members = members + seed * valid.n_pool
+            logits = partial(head.apply, state.params, pool, members, slot_mask)
             return jax.lax.cond(state.is_active(config), logits, lambda: zeros)
 
         return jax.lax.map(one_head, (states, sets))
@@ -238,46 +236,47 @@ def fit_heads(
     Returns:
       weights and info on the host, leaves `[n_sets, n_seeds, ...]`.
     """
-    given = jax.device_put(_Set(sets, slot_masks))
+    placed = jax.device_put(_Set(sets, slot_masks))
     fixed = {"head": head, "config": dataclasses.replace(config, n_microbatches=1)}
     learner = Learner(
-        lambda: start_heads(given, train, valid, **fixed),
+        lambda: start_heads(placed, train, valid, **fixed),
         lambda states, number, group: train_heads(
-            states, number, given, group, **fixed
+            states, number, placed, group, **fixed
         ),
-        lambda states, group: head_logits(states, given, group, **fixed),
+        lambda states, group: head_logits(states, placed, group, **fixed),
     )
     (state,) = fit([learner], lambda _: [train], lambda: [valid], fixed["config"])
     if head.config.is_mean_first:
-        state = _without_chance(state, lambda one: learner.logits(one, valid), valid)
+        state = _fall_back_to_mean(state, lambda x: learner.logits(x, valid), valid)
     trained = jax.device_get((state.best_params, state.info))
     return jax.tree.map(lambda x: np.swapaxes(x, 0, 1), trained)
 
 
-def _without_chance(
+def _fall_back_to_mean(
     state: FitState, logits: Callable[[FitState], jax.Array], valid: PoolOutputs
 ) -> FitState:
-    """Let the mean logit stay where what a head gains on it may be chance."""
+    """Replace a head by the mean logit where what it gains on that may be chance."""
     used, shape = np.asarray(valid.weights) > 0, state.epochs_since_best.shape
     labels = np.asarray(valid.labels)[used] > 0
-    ready = state._replace(epochs_since_best=jnp.zeros_like(state.epochs_since_best))
+    unstopped = state._replace(
+        epochs_since_best=jnp.zeros_like(state.epochs_since_best)
+    )
 
-    def output_of(is_kept: np.ndarray) -> Params:
+    def zero_output(is_used: np.ndarray) -> Params:
         weights = state.best_params["params"]
         axes = {name: (*shape, *[1] * (weights[name].ndim - 2)) for name in OUTPUT}
-        kept = {n: np.where(is_kept.reshape(axes[n]), weights[n], 0) for n in OUTPUT}
-        return {"params": {**weights, **kept}}
+        zeroed = {n: np.where(is_used.reshape(axes[n]), weights[n], 0) for n in OUTPUT}
+        return {"params": {**weights, **zeroed}}
 
-    def said(params: Params) -> np.ndarray:
-        found = np.asarray(logits(ready._replace(params=params)))
-        return found[..., used].reshape(-1, used.sum())
+    def scores_of(params: Params) -> np.ndarray:
+        scores = np.asarray(logits(unstopped._replace(params=params)))
+        return scores[..., used].reshape(-1, used.sum())
 
-    means = said(output_of(np.zeros(shape, bool)))
-    trained = said(state.best_params)
-    is_kept = [is_gain(*pair, labels) for pair in zip(trained, means, strict=True)]
-    is_kept = np.reshape(is_kept, shape)
-    alone = np.reshape([auroc(one, labels).value for one in means], shape)
-    best = np.where(is_kept, state.info.best_auroc, alone).astype(np.float32)
+    mean_scores = scores_of(zero_output(np.zeros(shape, bool)))
+    pairs = zip(scores_of(state.best_params), mean_scores, strict=True)
+    is_used = np.reshape([is_gain(*pair, labels) for pair in pairs], shape)
+    mean_auroc = np.reshape([auroc(x, labels).value for x in mean_scores], shape)
+    best = np.where(is_used, state.info.best_auroc, mean_auroc).astype(np.float32)
     return state._replace(
-        best_params=output_of(is_kept), info=state.info._replace(best_auroc=best)
+        best_params=zero_output(is_used), info=state.info._replace(best_auroc=best)
     )

@@ -10,7 +10,6 @@ A network that does not rank the validation answers better than the regression a
 more than chance (`jaxprobe.metrics.is_gain`), is dropped.
 """
 
-import dataclasses
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,7 @@ from sklearn.model_selection import GroupKFold
 from sklearn.svm import LinearSVC
 
 from beatrice.jaxprobe.checkpoint import Cache
-from beatrice.jaxprobe.encoder import LinearPart, pooled_signals
+from beatrice.jaxprobe.encoder import COLLECTION, pooled_signals
 from beatrice.jaxprobe.families import FamilyTokens, subset_masks
 from beatrice.jaxprobe.grid import Trained
 from beatrice.jaxprobe.kernels.stored import use_one_blas_thread
@@ -61,23 +60,20 @@ def fit_linear(
 
     Args:
       train: `[n_train, n_features]`.
-      labels: `n_train`, True where the answer is correct.
+      labels: `[n_train]`, True where the answer is correct.
       valid: `[n_validation, n_features]`.
-      valid_labels: of the same.
-      regression_of: what is fitted, of an inverse penalty.
-
-    Raises:
-      ValueError: the lengths differ, or only one class is there.
+      valid_labels: `[n_validation]`.
+      regression_of: the regression of an inverse penalty, to be fitted.
     """
     is_correct = both_classes(labels, train.shape[0], "training")
     is_valid_correct = both_classes(valid_labels, valid.shape[0], "validation")
 
-    def fitted(inverse_penalty: float) -> LinearFit:
+    def fit(inverse_penalty: float) -> LinearFit:
         regression = regression_of(inverse_penalty).fit(train, is_correct)
         scores = regression.decision_function(valid)
         return LinearFit(regression, auroc(scores, is_valid_correct).value)
 
-    return max(map(fitted, INVERSE_PENALTIES), key=lambda one: one.valid_auroc)
+    return max(map(fit, INVERSE_PENALTIES), key=lambda fit: fit.valid_auroc)
 
 
 def block_scale(train: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -99,11 +95,7 @@ def block_scale(train: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def both_classes(labels: Sequence[bool], n: int, split: str) -> np.ndarray:
-    """Return `n` labels of both classes as an array.
-
-    Raises:
-      ValueError: there are not `n`, or only one class is there.
-    """
+    """Return `n` labels of both classes as an array."""
     is_correct = np.asarray(labels, dtype=bool)
     if is_correct.shape != (n,):
         raise ValueError(
@@ -122,8 +114,7 @@ N_FOLDS = 5
 _pooled = jax.jit(pooled_signals)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Pooled:
+class Pooled(NamedTuple):
     """Pooled signals of rows, see `jaxprobe.encoder`.
 
     Attributes:
@@ -136,34 +127,33 @@ class Pooled:
 
     @classmethod
     def of(
-        cls, parts: Iterable[tuple[np.ndarray, FamilyTokens]], labels: np.ndarray
+        cls, groups: Iterable[tuple[np.ndarray, FamilyTokens]], labels: np.ndarray
     ) -> "Pooled":
-        """Pool rows that come in parts: places, and tokens of at least as many."""
-        places, pooled = [], []
-        for where, tokens in parts:
-            places.append(where)
-            pooled.append([np.asarray(x)[:, : len(where)] for x in _pooled(tokens)])
-        order = np.argsort(np.concatenate(places))
+        """Pool rows that come in groups: indices, and tokens of at least as many."""
+        indices, pooled = [], []
+        for rows, tokens in groups:
+            indices.append(rows)
+            pooled.append([np.asarray(x)[:, : len(rows)] for x in _pooled(tokens)])
+        order = np.argsort(np.concatenate(indices))
         families = (np.concatenate(x, axis=1) for x in zip(*pooled, strict=True))
-        return cls(families=tuple(x.T[order] for x in families), labels=labels)
+        return cls(tuple(x.T[order] for x in families), labels)
 
 
 class LinearGrid(NamedTuple):
     """The linear parts of every subset, and their logits.
 
     Attributes:
-      kernels: per family `[n_subsets, n_parts * d_family]` float32.
-      bias: `[n_subsets]` float32.
+      parts: the variables of `jaxprobe.encoder.linear_logits` of every subset, leaves
+        `[n_subsets, ...]` float32.
       inverse_penalty: `[n_subsets]`, chosen by the validation rows; 0 where a subset
-        was not asked for: its part is zero.
+        was not fitted: its part is zero.
       train: `[n_subsets, n_train]` logits of training rows, each of a regression
         that has not seen the row's question.
-      fitted: the same of the regression that is kept.
+      fitted: `[n_subsets, n_train]` logits of the regression in `parts`.
       valid: `[n_subsets, n_validation]`.
     """
 
-    kernels: tuple[np.ndarray, ...]
-    bias: np.ndarray
+    parts: dict[str, np.ndarray]
     inverse_penalty: np.ndarray
     train: np.ndarray
     fitted: np.ndarray
@@ -180,9 +170,6 @@ def fit_linear_parts(
       valid: validation rows, which choose each regression's penalty.
       questions: `[n_train]`; rows of one question are in one fold.
       subsets: their numbers.
-
-    Raises:
-      ValueError: training or validation rows hold one class only.
     """
     scales = [block_scale(family) for family in train.families]
     scaled = [
@@ -193,50 +180,51 @@ def fit_linear_parts(
     widths = [len(mean) for mean, _ in scales]
     masks = subset_masks(len(widths))
     n_subsets = len(masks)
+
+    def zeros(*shape: int) -> np.ndarray:
+        return np.zeros((n_subsets, *shape), np.float32)
+
     grid = LinearGrid(
-        kernels=tuple(np.zeros((n_subsets, width), np.float32) for width in widths),
-        bias=np.zeros(n_subsets, np.float32),
-        inverse_penalty=np.zeros(n_subsets),
-        train=np.zeros((n_subsets, len(train.labels)), np.float32),
-        fitted=np.zeros((n_subsets, len(train.labels)), np.float32),
-        valid=np.zeros((n_subsets, len(valid.labels)), np.float32),
+        {**{f"kernel_{f}": zeros(n) for f, n in enumerate(widths)}, "bias": zeros()},
+        np.zeros(n_subsets),
+        *(zeros(len(rows.labels)) for rows in (train, train, valid)),
     )
 
-    def fit_one(subset: int) -> None:
+    def fit_subset(subset: int) -> None:
         read = np.flatnonzero(masks[subset])
-        x, y = (np.concatenate([part[f] for f in read], axis=1) for part in scaled)
-        kept = fit_linear(x, train.labels, y, valid.labels).regression
-        grid.inverse_penalty[subset] = kept.C
-        grid.fitted[subset] = kept.decision_function(x)
-        grid.valid[subset] = kept.decision_function(y)
+        x, y = (np.concatenate([rows[f] for f in read], axis=1) for rows in scaled)
+        best = fit_linear(x, train.labels, y, valid.labels).regression
+        grid.inverse_penalty[subset] = best.C
+        grid.fitted[subset] = best.decision_function(x)
+        grid.valid[subset] = best.decision_function(y)
         for seen, unseen in folds:
-            own = logistic_regression(kept.C).fit(x[seen], train.labels[seen])
-            grid.train[subset, unseen] = own.decision_function(x[unseen])
+            fold = logistic_regression(best.C).fit(x[seen], train.labels[seen])
+            grid.train[subset, unseen] = fold.decision_function(x[unseen])
         ends = np.cumsum([widths[f] for f in read])
-        bias = kept.intercept_[0]
-        for f, weights in zip(read, np.split(kept.coef_[0], ends[:-1]), strict=True):
+        bias = best.intercept_[0]
+        for f, weights in zip(read, np.split(best.coef_[0], ends[:-1]), strict=True):
             mean, scale = scales[f]
-            grid.kernels[f][subset] = weights / scale
+            grid.parts[f"kernel_{f}"][subset] = weights / scale
             bias -= mean @ (weights / scale)
-        grid.bias[subset] = bias
+        grid.parts["bias"][subset] = bias
 
     use_one_blas_thread()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(fit_one, subsets))
+        list(pool.map(fit_subset, subsets))
     return grid
 
 
 def with_linear_parts(trained: Trained, grid: LinearGrid) -> Trained:
     """Return trained members whose variables hold the linear parts of their subsets."""
     subsets = [member.subset for member in trained.members]
-    part = LinearPart(tuple(k[subsets] for k in grid.kernels), grid.bias[subsets])
-    return trained._replace(params={**trained.params, **part.variables()})
+    parts = {name: values[subsets] for name, values in grid.parts.items()}
+    return trained._replace(params={**trained.params, COLLECTION: parts})
 
 
-def silence(
+def drop_networks_without_gain(
     trained: Trained, logits: np.ndarray, grid: LinearGrid, labels: np.ndarray
 ) -> Trained:
-    """Let the linear part alone speak where the network gains nothing on it.
+    """Zero the last layer of networks that gain nothing on their linear part.
 
     Args:
       trained: members with their linear parts.
@@ -246,32 +234,31 @@ def silence(
     """
     linear = [grid.valid[member.subset] for member in trained.members]
     pairs = zip(logits, linear, strict=True)
-    is_silent = np.array([not is_gain(*pair, labels) for pair in pairs])
-    last = trained.params["params"]["mlp_out"]
-    silenced = jax.tree.map(
-        lambda x: np.where(is_silent.reshape(-1, *[1] * (x.ndim - 1)), 0.0, x), last
+    is_dropped = np.array([not is_gain(*pair, labels) for pair in pairs])
+    network = trained.params["params"]
+    mlp_out = jax.tree.map(
+        lambda x: np.where(is_dropped.reshape(-1, *[1] * (x.ndim - 1)), 0.0, x),
+        network["mlp_out"],
     )
-    network = {**trained.params["params"], "mlp_out": silenced}
-    alone = np.array([auroc(x, labels).value for x in linear], np.float32)
-    best = np.where(is_silent, alone, trained.info.best_auroc)
+    linear_auroc = np.array([auroc(x, labels).value for x in linear], np.float32)
+    best = np.where(is_dropped, linear_auroc, trained.info.best_auroc)
     return trained._replace(
-        params={**trained.params, "params": network},
+        params={**trained.params, "params": {**network, "mlp_out": mlp_out}},
         info=trained.info._replace(best_auroc=best),
     )
 
 
-def count_heard(trained: Trained) -> int:
+def n_networks_kept(trained: Trained) -> int:
     """Return how many members have a network that adds to their linear part."""
-    last = jax.tree.leaves(trained.params["params"]["mlp_out"])
-    own = [np.any(np.reshape(x, (len(trained.members), -1)), axis=1) for x in last]
-    return int(np.any(own, axis=0).sum())
+    mlp_out = jax.tree.leaves(trained.params["params"]["mlp_out"])
+    used = [np.any(x.reshape(len(trained.members), -1), axis=1) for x in mlp_out]
+    return int(np.any(used, axis=0).sum())
 
 
 def save_linear(cache: Cache, grid: LinearGrid) -> None:
     """Save the parts for a run that continues."""
-    kernels = {f"kernel_{f}": kernel for f, kernel in enumerate(grid.kernels)}
-    rest = {k: v for k, v in grid._asdict().items() if k != "kernels"}
-    cache.save("linear", {**kernels, **rest})
+    logits = {name: x for name, x in grid._asdict().items() if name != "parts"}
+    cache.save("linear", {**grid.parts, **logits})
 
 
 def load_linear(cache: Cache, subsets: Sequence[int]) -> LinearGrid | None:
@@ -279,6 +266,5 @@ def load_linear(cache: Cache, subsets: Sequence[int]) -> LinearGrid | None:
     arrays = cache.load("linear")
     if arrays is None or not arrays["inverse_penalty"][subsets].all():
         return None
-    n_families = sum(name.startswith("kernel_") for name in arrays)
-    kernels = tuple(arrays.pop(f"kernel_{f}") for f in range(n_families))
-    return LinearGrid(kernels, **arrays)
+    logits = {name: arrays.pop(name) for name in LinearGrid._fields if name != "parts"}
+    return LinearGrid(arrays, **logits)

@@ -394,9 +394,6 @@ def choose(sizes: Sizes, device_memory: int | None = None) -> Plan:
     Args:
       sizes: what is trained.
       device_memory: bytes; what the device says by default.
-
-    Raises:
-      ValueError: one row of one member does not fit.
     """
     device_memory = device_memory or device_bytes()
     if device_memory is None:

@@ -117,9 +117,6 @@ def rows_of(
       store: of one setting; its keys are (example, setting, variant).
       examples: all questions of the store; others may be among them.
       labels: one for every row of the store; others may be among them.
-
-    Raises:
-      ValueError: a row has no question or no label.
     """
     by_id = {example.id: example for example in examples}
     by_key = {(x.example_id, x.setting, x.variant): x for x in labels}
@@ -155,9 +152,6 @@ def partners(ids: Sequence[str], closed_book: Sequence[str]) -> np.ndarray:
 
     Returns:
       `[n_rows]` int64 indices into `closed_book`.
-
-    Raises:
-      ValueError: a question has no closed-book row.
     """
     place = {example_id: i for i, example_id in enumerate(closed_book)}
     if missing := [example_id for example_id in ids if example_id not in place]:
@@ -189,11 +183,7 @@ class LayerSweep(Record, frozen=True, kw_only=True):
 
 
 def read_sweep(path: Path) -> LayerSweep:
-    """Return what a layer sweep has written to a file.
-
-    Raises:
-      ValueError: the file is missing, or not as it was written.
-    """
+    """Return what a layer sweep has written to a file."""
     return read_json(path, LayerSweep, "run `beatrice sweep` again")
 
 
@@ -276,9 +266,6 @@ def training_set(
       streamed: leave the rows in the store.
       held_as: types in which the device holds the families, see `read_tokens`; None for
         those in which they are stored.
-
-    Raises:
-      ValueError: the training or validation rows hold one class alone.
     """
     dims, lengths = family_dims(store), stored_lengths(store)
     where = rows.where("train"), rows.where("validation")

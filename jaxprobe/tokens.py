@@ -144,9 +144,6 @@ def read_tokens(
 
     Returns:
       Arrays of the host.
-
-    Raises:
-      ValueError: a range is not extracted or damaged, or a span is longer.
     """
     families = read_families(store, layer, examples, is_decoded=False)
     spans = store.spec.spans[examples][:, list(used_spans(store.spec.spans))]
@@ -216,9 +213,6 @@ def read_features(
       examples: `[n]` indices into the store, or None for all.
       n_tokens: padded length per span; None takes the longest of each.
       read: the spans, places among `SPAN_NAMES`; None takes those that the store has.
-
-    Raises:
-      ValueError: a range is not extracted or damaged.
     """
     spec, families = store.spec, read_families(store, layer, examples)
     chosen = slice(None) if examples is None else examples

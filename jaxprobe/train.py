@@ -58,11 +58,11 @@ from beatrice.jaxprobe.grid import (
 from beatrice.jaxprobe.linear import (
     LinearGrid,
     Pooled,
-    count_heard,
+    drop_networks_without_gain,
     fit_linear_parts,
     load_linear,
+    n_networks_kept,
     save_linear,
-    silence,
     with_linear_parts,
 )
 from beatrice.jaxprobe.loop import FitInfo
@@ -121,7 +121,8 @@ def train_encoders(
     train, valid = data.where
     trained = with_linear_parts(trained, linear)
     logits = _outputs(data, config, trained, valid).logits
-    trained = silence(trained, logits, linear, data.rows.labels[valid])
+    labels = data.rows.labels[valid]
+    trained = drop_networks_without_gain(trained, logits, linear, labels)
     outputs = _outputs(data, config, trained, every)
     read = [member.subset for member in trained.members]
     outputs.logits[:, train] += (linear.train - linear.fitted)[read]
@@ -358,10 +359,10 @@ def _train_setting(
         )
     trained, outputs = grid
     if config.encoder.is_linear_first:
-        counts = f"{count_heard(trained)} of {len(trained.members)}"
+        counts = f"{n_networks_kept(trained)} of {len(trained.members)}"
         note(
             f"train: {setting}: {counts} networks add to the logistic regression of "
-            "their signals, which the others are"
+            "their signals; the others are that regression"
         )
     checkpoint.save(
         run.encoders(setting),

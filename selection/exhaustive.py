@@ -79,11 +79,7 @@ class Ranking(NamedTuple):
         return np.argsort(-self.means, kind="stable")
 
     def row_of(self, members: tuple[int, ...]) -> int:
-        """Return the row of a set.
-
-        Raises:
-          ValueError: no such set was ranked.
-        """
+        """Return the row of a set."""
         is_size = len(members) == self.sets.shape[1]
         wanted = np.sort(members)[None, :] if is_size else -1
         found = np.flatnonzero((self.sets == wanted).all(axis=1))
@@ -106,11 +102,7 @@ class Ranking(NamedTuple):
 
 
 def all_sets(n_pool: int, set_size: int) -> np.ndarray:
-    """Return every set of pool positions, `[n_sets, set_size]` int32.
-
-    Raises:
-      ValueError: the pool is smaller than a set.
-    """
+    """Return every set of pool positions, `[n_sets, set_size]` int32."""
     if not 1 <= set_size <= n_pool:
         raise ValueError(
             f"a pool of {n_pool} encoders has no sets of {set_size}; ask for a size "
@@ -140,11 +132,7 @@ class Enumeration:
     set_size: int = SET_SIZE
 
     def __post_init__(self) -> None:
-        """Refuse validation rows on which nothing can be ranked.
-
-        Raises:
-          ValueError: they have one class only.
-        """
+        """Refuse validation rows on which nothing can be ranked."""
         check_classes(self.valid)
 
     @cached_property
@@ -372,11 +360,7 @@ def _enumerate(
 
 
 def read_ranking(run: RunDir, setting: Setting) -> Ranking:
-    """Return a setting's ranking.
-
-    Raises:
-      ValueError: it was not made, or is damaged.
-    """
+    """Return a setting's ranking."""
     saved = load_part(_rankings(run), setting, EXHAUSTIVE.verb)
     return Ranking(saved["sets"], saved["aurocs"])
 

@@ -171,11 +171,6 @@ def select(
       candidates: pool positions to search, in the executable of the whole pool; None
         searches all.
       progress: called after every round.
-
-    Raises:
-      NoSignalError: if no candidate is better than chance.
-      ValueError: if the validation rows have one class only, or a candidate is not in
-        the pool.
     """
     config, greedy = config or FusionConfig(), greedy or GreedyConfig()
     train_config = train_config or TrainConfig()
@@ -314,10 +309,6 @@ def select_heads(
     Args:
       pools: what encoders put out, by setting whose answers are scored.
       config: heads and search, with the run's seed.
-
-    Raises:
-      NoSignalError: no encoder of a pool is better than chance.
-      ValueError: the validation rows of a pool have one class only.
     """
     selections = {}
     for branch in branches_of(tuple(pools)):

@@ -45,11 +45,7 @@ N_SPLITS = 20  # of validation and test questions
 
 
 def load_part(cache: Cache, name: str, verb: str) -> dict[str, np.ndarray]:
-    """Read the arrays of a part that a stage on request has saved.
-
-    Raises:
-      ValueError: the part is missing, damaged, or made from other inputs.
-    """
+    """Read the arrays of a part that a stage on request has saved."""
     arrays = cache.load(name)
     if arrays is None:
         raise ValueError(

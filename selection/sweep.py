@@ -84,9 +84,6 @@ def sweep_layers(
       valid_hidden: `[n_valid, n_layers + 1, d_model]`.
       valid_labels: `[n_valid]` bool.
       config: the probe.
-
-    Raises:
-      ValueError: if either part has one class only, or the shapes differ.
     """
     config = config or SweepConfig()
     if train_hidden.shape[1:] != valid_hidden.shape[1:]:
@@ -227,9 +224,6 @@ def sweep_store(store: FeatureStore, rows: Rows, config: SweepSection) -> LayerC
       store: of one setting.
       rows: what its rows are.
       config: which rows are read, and how probes are fitted.
-
-    Raises:
-      ValueError: the training or validation rows have one class only.
     """
     layers = store.spec.hidden_layers
     parts = []

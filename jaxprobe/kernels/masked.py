@@ -69,14 +69,12 @@ def token_convolution(
 
 
 def _token_convolution_forward(x, kernel, flag, matmul_dtype):
-    """Forward rule of `token_convolution`."""
     x = materialize(x, flag)
     y = product(kernel.reshape(kernel.shape[0], -1), _beside(x), matmul_dtype)
     return y.reshape(-1, *x.shape[1:]), (x.astype(matmul_dtype), kernel, flag)
 
 
 def _token_convolution_backward(matmul_dtype, residuals, dy):
-    """Backward rule: the same convolution of `dy` with the kernel flipped."""
     x, kernel, flag = residuals
     d_out, _, d_in = kernel.shape
     beside = _beside(materialize(dy, flag))

@@ -197,13 +197,11 @@ def _gated_product(deviation, stream, matmul_dtype, weight, batch, gate, key):
 
 
 def _gated_product_forward(deviation, stream, matmul_dtype, weight, batch, gate, key):
-    """Forward rule of `_gated_product`; the residuals are its own arguments."""
     y = _gated_product(deviation, stream, matmul_dtype, weight, batch, gate, key)
     return y, (weight, batch, gate, key)
 
 
 def _gated_product_backward(deviation, stream, matmul_dtype, residuals, dy):
-    """Backward rule of `_gated_product`, a branch as well."""
     weight, batch, gate, key = residuals
 
     def vjp(given):
@@ -277,7 +275,6 @@ def wide_product(
 
 
 def _wide_forward(matmul_dtype, weight, tokens, rows, real, gate):
-    """Forward rule of `wide_product`; the residuals are its own arguments."""
     given = weight, tokens, rows, real, gate
     y = jax.lax.platform_dependent(
         *given,
@@ -288,7 +285,7 @@ def _wide_forward(matmul_dtype, weight, tokens, rows, real, gate):
 
 
 def _wide_backward(matmul_dtype, given, dy):
-    """Backward rule: the tokens are gathered a second time, not kept."""
+    # The tokens are gathered a second time, not kept.
     d_weight = jax.lax.platform_dependent(
         dy,
         *given,
@@ -322,13 +319,11 @@ def _all(tokens: jax.Array) -> jax.Array:
 
 
 def _reading_forward(matmul_dtype, weight, tokens, real, gate):
-    """Forward rule of `wide_reading`; the residuals are its own arguments."""
     given = weight, tokens, real, gate
     return wide_reading(matmul_dtype, *given), given
 
 
 def _reading_backward(matmul_dtype, given, dy):
-    """Backward rule: that of `wide_product`, and of the tokens."""
     weight, tokens, real, gate = given
     whole = weight, tokens, _all(tokens), real, gate
     d_weight = _wide_backward(matmul_dtype, whole, dy)[0]

@@ -152,13 +152,11 @@ def _mixed(a, b):
 
 
 def _mixed_forward(a, b):
-    """Forward rule of `_mixed`."""
     a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
     return _summed(a, b), (a, b)
 
 
 def _mixed_backward(kept, dy):
-    """Backward rule of `_mixed`."""
     a, b = kept
     dy = dy.astype(jnp.bfloat16)
     return _summed(dy, b.T), _summed(a.T, dy)

@@ -22,7 +22,6 @@ from beatrice.jaxprobe.config import GridConfig
 from beatrice.jaxprobe.encoder import (
     COLLECTION,
     Encoder,
-    LinearPart,
     Params,
     linear_logits,
     pooled_signals,
@@ -41,7 +40,7 @@ from beatrice.jaxprobe.families import (
     width_groups,
     widths_of,
 )
-from beatrice.jaxprobe.grid import is_silent, member_logits
+from beatrice.jaxprobe.grid import is_linear_only, member_logits
 from beatrice.jaxprobe.kernels.masked import materialize
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.rows import (
@@ -116,8 +115,7 @@ def path_gradients(
     def total(tokens: tuple[jax.Array, ...]) -> jax.Array:
         features = FamilyTokens(tokens, end.masks)
         if encoder is None:
-            part = LinearPart.of(params[COLLECTION])
-            return linear_logits(part, pooled_signals(features)).sum()
+            return linear_logits(params[COLLECTION], pooled_signals(features)).sum()
         return encoder.apply(params, features, family_mask)[0].sum()
 
     def step(so_far, at):
@@ -171,7 +169,7 @@ def attributed(
         for at in (start, end)
     )
     change = np.subtract(*reversed(list(ends)))
-    heard = None if is_silent(params) else encoder
+    network = None if is_linear_only(params) else encoder
     n_steps = _FEWEST_STEPS
     while True:
         nodes, weights = quadrature(n_steps)
@@ -179,7 +177,7 @@ def attributed(
         for first in range(0, n_steps, _STEPS_AT_ONCE):
             some = slice(first, first + _STEPS_AT_ONCE)
             at = jnp.asarray(nodes[some]), jnp.asarray(weights[some])
-            part = path_gradients(params, family_mask, start, end, *at, encoder=heard)
+            part = path_gradients(params, family_mask, start, end, *at, encoder=network)
             total = part if total is None else jax.tree.map(jnp.add, total, part)
         found = [np.asarray(own)[:, :n] for own in total]
         added = sum(own.sum(axis=(0, 2)) for own in found)

@@ -426,9 +426,6 @@ def backbones(given: AnalysisInput) -> Findings:
     """Return how two runs' encoders compare on test answers, in shared settings.
 
     And what pairs of families gain on the other backbone.
-
-    Raises:
-      ValueError: the runs have no setting in common.
     """
     shared = [setting for setting in given.settings if setting in given.other]
     if not shared:

@@ -80,11 +80,7 @@ ANATOMY_PRESETS: dict[Preset, AnatomyConfig] = dict.fromkeys(
 
 
 def chosen_analyses(config: AnatomyConfig) -> list[str]:
-    """Return the names of the analyses that a run is given, in order.
-
-    Raises:
-      ValueError: one is not known.
-    """
+    """Return the names of the analyses that a run is given, in order."""
     if unknown := [name for name in config.only if name not in ANALYSES]:
         raise ValueError(f"no analysis {unknown[0]!r}; there are {', '.join(ANALYSES)}")
     return [name for name in ANALYSES if not config.only or name in config.only]

@@ -19,11 +19,11 @@ from beatrice.jaxprobe.families import (
 from beatrice.jaxprobe.grid import Block, fit_blocks, labelled, member_outputs
 from beatrice.jaxprobe.linear import (
     Pooled,
-    count_heard,
+    drop_networks_without_gain,
     fit_linear_parts,
     load_linear,
+    n_networks_kept,
     save_linear,
-    silence,
     with_linear_parts,
 )
 from beatrice.jaxprobe.metrics import auroc, auroc_gain
@@ -126,7 +126,7 @@ def test_all_members_at_once_say_what_each_says_alone(rows):
 def test_a_family_that_is_not_read_has_no_weight(rows):
     grid = grid_of(rows, "PR")
     subset = subset_index("PR")
-    for family, kernel in enumerate(grid.kernels):
+    for family, kernel in enumerate(grid.parts[f"kernel_{f}"] for f in range(4)):
         assert kernel[subset].any() == SUBSETS[subset][family]
         assert not np.delete(kernel, subset, axis=0).any()
 
@@ -145,9 +145,9 @@ def test_a_network_that_gains_nothing_is_silenced_and_one_that_gains_is_not(rows
 
     chance = next(w for w in np.geomspace(1e-3, 1, 200) if errors(w) > 2.5) * labels
     for added, is_silent in ((noise, True), (chance, True), (3.0 * labels, False)):
-        kept = silence(member, linear[None] + added, grid, labels)
+        kept = drop_networks_without_gain(member, linear[None] + added, grid, labels)
         assert is_silent == (not kept.params["params"]["mlp_out"]["kernel"].any())
-        assert count_heard(kept) == (not is_silent)
+        assert n_networks_kept(kept) == (not is_silent)
         if is_silent:
             said = member_outputs(kept, tokens, encoder=ENCODER).logits[0]
             np.testing.assert_allclose(said, grid.valid[subset], atol=1e-4)

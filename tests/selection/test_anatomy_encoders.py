@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from beatrice.jaxprobe.config import EncoderConfig
-from beatrice.jaxprobe.encoder import Encoder, LinearPart
+from beatrice.jaxprobe.encoder import COLLECTION, Encoder
 from beatrice.jaxprobe.families import SUBSETS, FamilyTokens, paper_dims, subset_index
 from beatrice.jaxprobe.grid import apply_member, member_logits
 from beatrice.selection.anatomy.encoders import (
@@ -68,13 +68,14 @@ def logits(params, mask, features):
 def with_linear_part(params, n_spans, is_silent):
     """Weights with a regression beside the network, which may have no say."""
     rng = np.random.default_rng(4)
-    kernels = tuple(
-        rng.normal(size=(2 + n_spans) * size).astype(np.float32) for size in DIMS.sizes
-    )
+    part = {
+        f"kernel_{f}": rng.normal(size=(2 + n_spans) * size).astype(np.float32)
+        for f, size in enumerate(DIMS.sizes)
+    }
     network = dict(params["params"])
     if is_silent:
         network["mlp_out"] = jax.tree.map(jnp.zeros_like, network["mlp_out"])
-    return {"params": network, **LinearPart(kernels, np.float32(0.5)).variables()}
+    return {"params": network, COLLECTION: {**part, "bias": np.float32(0.5)}}
 
 
 def test_a_silent_network_is_not_run_and_the_logits_are_the_same():
