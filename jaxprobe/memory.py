@@ -163,7 +163,7 @@ class Sizes:
       widths: tokens of the padded spans of the longest group of rows.
       n_train: rows of this group.
       n_valid: rows that are scored together with it in memory.
-      held_as: types in which the device holds the families.
+      device_dtypes: types of the families on the device.
       resident: bytes that lie on the device beside a step's own arguments: other
         groups, validation rows, the group of a stream that is read ahead.
     """
@@ -174,7 +174,7 @@ class Sizes:
     widths: tuple[int, ...]
     n_train: int
     n_valid: int
-    held_as: tuple[Dtype, ...]
+    device_dtypes: tuple[Dtype, ...]
     resident: int = 0
 
     @classmethod
@@ -184,7 +184,7 @@ class Sizes:
         dims: FamilyDims,
         lengths: np.ndarray,
         where: Sequence[np.ndarray],
-        held_as: tuple[Dtype, ...],
+        device_dtypes: tuple[Dtype, ...],
     ) -> "Sizes":
         """Return the sizes of a setting's rows.
 
@@ -193,7 +193,7 @@ class Sizes:
           dims: channels of the families.
           lengths: `[n_rows, n_spans]` tokens, of every row of the store.
           where: training rows and validation rows among them.
-          held_as: types in which the device holds the families.
+          device_dtypes: types of the families on the device.
         """
         if config.stream is not None:
             n_group = config.stream.n_chunk * config.stream.n_mixed
@@ -214,7 +214,7 @@ class Sizes:
             widths=widths,
             n_train=n_train,
             n_valid=n_valid,
-            held_as=held_as,
+            device_dtypes=device_dtypes,
         )
         if config.stream is not None:  # two groups: one is read while one is used
             return dataclasses.replace(sizes, resident=rows_bytes(sizes, n_train))
@@ -262,7 +262,7 @@ def _rows(sizes: Sizes, n: int) -> Labelled:
         scales = shape((n_tokens, n), jnp.float32) if dtype == "int8" else None
         return StoredTokens(codes, scales, *[shape((d,), jnp.float32)] * 2)
 
-    tokens = map(family, sizes.dims.sizes, sizes.held_as)
+    tokens = map(family, sizes.dims.sizes, sizes.device_dtypes)
     masks = [shape((width, n), jnp.bool_) for width in sizes.widths]
     one = shape((n,), jnp.float32)
     offsets = shape((sizes.dims.n_subsets, n), jnp.float32)

@@ -4,8 +4,7 @@ Training rows lie on the device, or stay in the store and are read while encoder
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,8 +26,7 @@ from beatrice.jaxprobe.families import (
 )
 from beatrice.jaxprobe.tokens import (
     family_dims,
-    fit_reading,
-    fit_reading_of,
+    fit_standardizer,
     read_features,
     read_tokens,
     stored_dtypes,
@@ -36,19 +34,19 @@ from beatrice.jaxprobe.tokens import (
 )
 
 _MOST_ROWS, _MOST_BYTES = 1024, 1 << 29  # standardised and encoded together
-# Of rows of the store, `[n]`, in the padded widths of all spans, or the given ones.
+# Of rows of the store, `[n]`, in the padded widths of all spans, or in given widths.
 ReadRows = Callable[..., FamilyTokens]
 
 
-class Held(NamedTuple):
+class Bucket(NamedTuple):
     """Rows of similar length on the device.
 
     Attributes:
-      places: `[n]` which of the training or validation rows they are.
+      indices: `[n]` of the training or the validation rows.
       tokens: their tokens, `n` examples.
     """
 
-    places: np.ndarray
+    indices: np.ndarray
     tokens: FamilyTokens
 
 
@@ -144,7 +142,7 @@ def rows_of(
 
 
 def partners(ids: Sequence[str], closed_book: Sequence[str]) -> np.ndarray:
-    """Return, for every row's question, the closed-book row of the same question.
+    """Return the closed-book row of the same question for every row.
 
     Args:
       ids: `[n_rows]` example ids.
@@ -153,13 +151,13 @@ def partners(ids: Sequence[str], closed_book: Sequence[str]) -> np.ndarray:
     Returns:
       `[n_rows]` int64 indices into `closed_book`.
     """
-    place = {example_id: i for i, example_id in enumerate(closed_book)}
-    if missing := [example_id for example_id in ids if example_id not in place]:
+    index = {example_id: i for i, example_id in enumerate(closed_book)}
+    if missing := [example_id for example_id in ids if example_id not in index]:
         raise ValueError(
             f"question {missing[0]!r} has no closed-book answer; answer and extract "
             "both settings"
         )
-    return np.array([place[example_id] for example_id in ids], dtype=np.int64)
+    return np.array([index[example_id] for example_id in ids], dtype=np.int64)
 
 
 class LayerCurve(Record, frozen=True, kw_only=True):
@@ -176,7 +174,7 @@ class LayerCurve(Record, frozen=True, kw_only=True):
 
 
 class LayerSweep(Record, frozen=True, kw_only=True):
-    """What the sweep found; `layer` serves all settings."""
+    """The result of the sweep; `layer` serves all settings."""
 
     layer: int
     settings: dict[Setting, LayerCurve]
@@ -196,9 +194,10 @@ class TrainingSet:
       layer: entry of the resid axis for the hidden family (0 is the embedding).
       dims: widths of the families.
       standardizer: fitted on the training rows.
-      held_as: types in which the device holds the families.
+      device_dtypes: types of the families on the device.
+      n_batch: rows of a training batch, by which rows are grouped by length.
       read: reads tokens of rows of the store, in one padded width, or in the widths
-        that are given as well.
+        that are its second argument.
       read_train: the same for the rows that are trained on.
       lengths: `[n_rows, n_spans]` tokens of the spans of every row of the store.
       where: training rows and validation rows, indices into the store.
@@ -210,12 +209,38 @@ class TrainingSet:
     layer: int | None
     dims: FamilyDims
     standardizer: Standardizer
-    held_as: tuple[Dtype, ...]
+    device_dtypes: tuple[Dtype, ...]
+    n_batch: int
     read: ReadRows
     read_train: ReadRows
     lengths: np.ndarray
     where: tuple[np.ndarray, np.ndarray]
-    in_memory: tuple[tuple[Held, ...], tuple[Held, ...]] | None
+    in_memory: tuple[tuple[Bucket, ...], tuple[Bucket, ...]] | None
+
+    def batches(
+        self, where: np.ndarray, read: ReadRows | None = None, n_copies: int = 1
+    ) -> Iterator[tuple[np.ndarray, FamilyTokens]]:
+        """Yield rows a few at a time, those of similar length together.
+
+        All batches of rows of similar length have one shape, so that one executable
+        serves them; the last batch repeats its last row.
+
+        Args:
+          where: `[n]` rows of the store.
+          read: `read` or `read_train`; None is `read`.
+          n_copies: how many arrays as large as the tokens the work on them takes.
+
+        Yields:
+          Indices into `where`, `[n]`, and the tokens of at least `n` examples.
+        """
+        lengths, read = self.lengths[where], read or self.read
+        for group in width_groups(lengths, self.n_batch):
+            widths = widths_of(lengths[group])
+            most = max(1, rows_at_once(widths, self.dims) // n_copies)
+            size = -(-len(group) // -(-len(group) // most))
+            for indices in _split(group, size):
+                padded = np.pad(indices, (0, size - len(indices)), "edge")
+                yield indices, read(where[padded], widths)
 
     def with_spans(self, span_mask: np.ndarray) -> "TrainingSet":
         """Return the same rows with some spans left out; see `keep_spans`."""
@@ -224,8 +249,8 @@ class TrainingSet:
             return keep_spans(self.read(where, *widths), span_mask)
 
         in_memory = self.in_memory and tuple(
-            tuple(Held(places, keep_spans(held, span_mask)) for places, held in part)
-            for part in self.in_memory
+            tuple(Bucket(i, keep_spans(tokens, span_mask)) for i, tokens in split)
+            for split in self.in_memory
         )
         return dataclasses.replace(
             self, read=read, read_train=read, in_memory=in_memory
@@ -233,17 +258,15 @@ class TrainingSet:
 
     def with_zeroed(self, span: int) -> "TrainingSet":
         """Return the same with a span's signals zero while training, and only then."""
+
+        def read_train(where: np.ndarray, *widths: Any) -> FamilyTokens:
+            return zero_span(self.read_train(where, *widths), span)
+
         in_memory = self.in_memory and (
-            tuple(Held(p, zero_span(held, span)) for p, held in self.in_memory[0]),
+            tuple(Bucket(i, zero_span(x, span)) for i, x in self.in_memory[0]),
             self.in_memory[1],
         )
-        return dataclasses.replace(
-            self,
-            read_train=lambda where, *widths: zero_span(
-                self.read_train(where, *widths), span
-            ),
-            in_memory=in_memory,
-        )
+        return dataclasses.replace(self, read_train=read_train, in_memory=in_memory)
 
 
 def training_set(
@@ -253,7 +276,7 @@ def training_set(
     layer: int | None,
     n_batch: int,
     streamed: bool = False,
-    held_as: tuple[Dtype, ...] | None = None,
+    device_dtypes: tuple[Dtype, ...] | None = None,
 ) -> TrainingSet:
     """Fit the standardisation on the training rows, and read them unless streamed.
 
@@ -262,44 +285,43 @@ def training_set(
       rows: what its rows are.
       layer: entry of the resid axis for the hidden family (0 is the embedding); None
         where no family is stored by layer.
-      n_batch: rows of a training batch, which decides how rows are grouped by length.
+      n_batch: rows of a training batch, by which rows are grouped by length.
       streamed: leave the rows in the store.
-      held_as: types in which the device holds the families, see `read_tokens`; None for
+      device_dtypes: types of the families on the device, see `read_tokens`; None for
         those in which they are stored.
     """
     dims, lengths = family_dims(store), stored_lengths(store)
     where = rows.where("train"), rows.where("validation")
-    _refuse_one_class(rows, where)
-    whole = widths_of(lengths)
-    features = partial(read_features, store, layer)
+    _check_classes(rows, where)
+    longest = widths_of(lengths)
     groups = [width_groups(lengths[split], n_batch) for split in where]
-    if streamed or len(groups[0]) > 1:
-        parts = [
-            part
-            for places in groups[0]
-            for part in _parts(where[0][places], rows_at_once(whole, dims))
-        ]
-        standardizer = fit_reading_of(
-            lambda: (features(part, widths_of(lengths[part])) for part in parts), dims
+    shards = [where[0]]
+    if streamed or len(groups[0]) > 1:  # memory need not hold them in one width
+        n_at_once = rows_at_once(longest, dims)
+        shards = [x for group in groups[0] for x in _split(where[0][group], n_at_once)]
+    standardizer = fit_standardizer(
+        lambda: (
+            read_features(store, layer, shard, widths_of(lengths[shard]))
+            for shard in shards
+        ),
+        dims,
+    )
+    device_dtypes = device_dtypes or stored_dtypes(store)
+    fixed = {"standardizer": standardizer, "device_dtypes": device_dtypes}
+
+    def read(some: np.ndarray, widths: tuple[int, ...] = longest) -> FamilyTokens:
+        first, *others = (
+            read_tokens(store, layer, shard, widths, **fixed)
+            for shard in _split(some, rows_at_once(widths, dims))
         )
-    else:
-        standardizer = fit_reading(features(where[0], whole), dims)
-
-    held_as = held_as or stored_dtypes(store)
-    fixed = {"standardizer": standardizer, "held_as": held_as}
-    read_part = partial(read_tokens, store, layer, **fixed)
-
-    def read(some: np.ndarray, widths: tuple[int, ...] = whole) -> FamilyTokens:
-        first, *parts = (
-            read_part(part, widths) for part in _parts(some, rows_at_once(widths, dims))
+        return jax.device_put(
+            first.of_examples(lambda *x: np.concatenate(x, axis=1), *others)
         )
-        joined = first.of_examples(lambda *x: np.concatenate(x, axis=1), *parts)
-        return jax.device_put(joined)
 
-    def held(split: np.ndarray, groups: Sequence[np.ndarray]) -> tuple[Held, ...]:
+    def buckets(split: np.ndarray, groups: Sequence[np.ndarray]) -> tuple[Bucket, ...]:
         return tuple(
-            Held(places, read(split[places], widths_of(lengths[split[places]])))
-            for places in groups
+            Bucket(group, read(split[group], widths_of(lengths[split[group]])))
+            for group in groups
         )
 
     return TrainingSet(
@@ -307,24 +329,25 @@ def training_set(
         layer=layer,
         dims=dims,
         standardizer=standardizer,
-        held_as=held_as,
+        device_dtypes=device_dtypes,
+        n_batch=n_batch,
         read=read,
         read_train=read,
         lengths=lengths,
         where=where,
-        in_memory=None if streamed else tuple(map(held, where, groups)),
+        in_memory=None if streamed else tuple(map(buckets, where, groups)),
     )
 
 
-def _refuse_one_class(rows: Rows, where: tuple[np.ndarray, np.ndarray]) -> None:
-    """Raise if the training or validation rows are all right or all wrong."""
-    for split, held in zip(("training", "validation"), where, strict=True):
-        if len(set(rows.labels[held].tolist())) < 2:
+def _check_classes(rows: Rows, where: tuple[np.ndarray, np.ndarray]) -> None:
+    for split, indices in zip(("training", "validation"), where, strict=True):
+        n_right = int(rows.labels[indices].sum())
+        if n_right in (0, len(indices)):
             raise ValueError(
-                f"{rows.setting}: {int(rows.labels[held].sum())} of {len(held)} "
-                f"labelled {split} answers are correct, and one class alone teaches "
-                "nothing; look at the answers, take more questions, or make the run "
-                "without this setting (--settings)"
+                f"{rows.setting}: {n_right} of {len(indices)} labelled {split} answers "
+                "are correct, and one class alone teaches nothing; look at the "
+                "answers, take more questions, or make the run without this setting "
+                "(--settings)"
             )
 
 
@@ -339,5 +362,5 @@ def rows_at_once(widths: Sequence[int], dims: FamilyDims) -> int:
     return 1 << (max(1, min(fitting, _MOST_ROWS)).bit_length() - 1)
 
 
-def _parts(where: np.ndarray, n_at_once: int) -> list[np.ndarray]:
-    return [where[i : i + n_at_once] for i in range(0, len(where), n_at_once)]
+def _split(where: np.ndarray, size: int) -> list[np.ndarray]:
+    return [where[i : i + size] for i in range(0, len(where), size)]

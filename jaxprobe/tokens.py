@@ -31,23 +31,23 @@ def stored_signals(store: FeatureStore) -> dict[str, Family]:
     """Return the families of a store without those of the scales of int8 codes."""
     families = store.spec.families
     scales = set(map(scale_name, families))
-    return {name: own for name, own in families.items() if name not in scales}
+    return {name: x for name, x in families.items() if name not in scales}
 
 
 def family_dims(store: FeatureStore) -> FamilyDims:
     """Return what an encoder reads of a store; of families by layer, one layer."""
     families = stored_signals(store)
-    shapes = (own.shape[1:] if own.by_layer else own.shape for own in families.values())
+    shapes = (x.shape[1:] if x.by_layer else x.shape for x in families.values())
     return FamilyDims(
         names=tuple(families),
         sizes=tuple(int(np.prod(shape)) for shape in shapes),
-        spans=tuple(own.spans for own in families.values()),
+        spans=tuple(x.spans for x in families.values()),
     )
 
 
 def stored_dtypes(store: FeatureStore) -> tuple[Dtype, ...]:
     """Return the types in which the families are stored, in their order."""
-    return tuple(own.dtype for own in stored_signals(store).values())
+    return tuple(x.dtype for x in stored_signals(store).values())
 
 
 def stored_lengths(store: FeatureStore) -> np.ndarray:
@@ -61,12 +61,7 @@ def longest_spans(store: FeatureStore) -> tuple[int, ...]:
     return widths_of(stored_lengths(store))
 
 
-def fit_reading(features: Features, dims: FamilyDims) -> Standardizer:
-    """Fit the standardisation of what is read, see `fit_reading_of`."""
-    return fit_reading_of(lambda: iter([features]), dims)
-
-
-def fit_reading_of(
+def fit_standardizer(
     parts: Callable[[], Iterator[Features]], dims: FamilyDims
 ) -> Standardizer:
     """Fit the standardisation on examples that memory need not hold together.
@@ -79,15 +74,15 @@ def fit_reading_of(
         of the answer span alone.
       dims: of the store.
     """
-    whole = standardizer_of(parts())
+    standardizer = standardizer_of(parts())
     if not dims.of_answers:
-        return whole
+        return standardizer
     answers = (Features(x.tokens[-1:], x.masks[-1:]) for x in parts())
     of_answers = standardizer_of(answers)
     for at in (dims.slices[f] for f in dims.of_answers):
-        for all_spans, answer in zip(whole, of_answers, strict=True):
+        for all_spans, answer in zip(standardizer, of_answers, strict=True):
             all_spans[at] = answer[at]
-    return whole
+    return standardizer
 
 
 def read_families(
@@ -112,8 +107,8 @@ def read_families(
     names = list(stored_signals(store) if is_decoded else stored)
 
     def read(name: str) -> Ragged:
-        own = layer if stored[name].by_layer else None
-        return read_family(store, name, examples, layer=own, is_decoded=is_decoded)
+        at = layer if stored[name].by_layer else None
+        return read_family(store, name, examples, layer=at, is_decoded=is_decoded)
 
     with ThreadPoolExecutor(len(names)) as pool:
         return dict(zip(names, pool.map(read, names), strict=True))
@@ -126,9 +121,9 @@ def read_tokens(
     n_tokens: Sequence[int],
     *,
     standardizer: Standardizer,
-    held_as: Sequence[Dtype],
+    device_dtypes: Sequence[Dtype],
 ) -> FamilyTokens:
-    """Read the signals of stored examples as a device holds them.
+    """Read the signals of stored examples as they lie on a device.
 
     Their values are those of `split_families` after `read_features`.
 
@@ -139,8 +134,8 @@ def read_tokens(
       examples: `[n]` indices into the store.
       n_tokens: padded length per span.
       standardizer: fitted on training tokens.
-      held_as: of each family `float32`, which is standardised here, or the type in
-        which it is stored, which is kept as `StoredTokens`.
+      device_dtypes: of each family `float32`, standardised here, or the type in
+        which it is stored, for `StoredTokens`.
 
     Returns:
       Arrays of the host.
@@ -148,43 +143,43 @@ def read_tokens(
     families = read_families(store, layer, examples, is_decoded=False)
     spans = store.spec.spans[examples][:, list(used_spans(store.spec.spans))]
     first, lengths = spans[..., 0], spans[..., 1] - spans[..., 0]
-    masks, places = [], []
+    masks, positions = [], []
     for s, width in enumerate(n_tokens):
         check_width(lengths[:, s], width)
         position = np.arange(width)[:, None]
         masks.append(position < lengths[None, :, s])
-        places.append(first[None, :, s] + position)
-    mask, place = np.concatenate(masks), np.concatenate(places)
+        positions.append(first[None, :, s] + position)
+    mask, position = np.concatenate(masks), np.concatenate(positions)
     is_answer = np.arange(len(mask)) >= len(mask) - n_tokens[-1]
 
-    def one(name: str, at: slice, dtype: Dtype) -> np.ndarray | StoredTokens:
+    def tokens_of(name: str, at: slice, dtype: Dtype) -> np.ndarray | StoredTokens:
         ragged, scales = families[name], families.get(scale_name(name))
         is_all = store.spec.families[name].spans == "all"
-        own = mask if is_all else mask & is_answer[:, None]
-        rows = (place + (ragged.starts - ragged.first_tokens))[own]
+        is_stored = mask if is_all else mask & is_answer[:, None]
+        rows = (position + (ragged.starts - ragged.first_tokens))[is_stored]
         scalars = None if scales is None else scales.values.take(rows, axis=0)
         codes = ragged.values.reshape(len(ragged.values), -1).take(rows, axis=0)
         mean, std = standardizer.mean[at], standardizer.std[at]
         if dtype == "float32":
-            return _padded(_standardized(codes, scalars, mean, std), own)
+            return _padded(_standardized(codes, scalars, mean, std), is_stored)
         return StoredTokens(
-            codes=_padded(codes, own),
-            scales=None if scalars is None else _padded(scalars, own),
+            codes=_padded(codes, is_stored),
+            scales=None if scalars is None else _padded(scalars, is_stored),
             mean=mean,
             std=std,
             is_kept=None if is_all else is_answer,
         )
 
     dims = family_dims(store)
-    tokens = map(one, dims.names, dims.slices, held_as)
+    tokens = map(tokens_of, dims.names, dims.slices, device_dtypes)
     return FamilyTokens(tuple(tokens), tuple(masks))
 
 
-def _padded(values: np.ndarray, own: np.ndarray) -> np.ndarray:
-    """Lay values out where `own` is True, in its order, and zeros elsewhere."""
-    found = np.zeros((*own.shape, *values.shape[1:]), values.dtype)
-    found[own] = values
-    return found
+def _padded(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Lay values out where the mask is True, in its order, and zeros elsewhere."""
+    padded = np.zeros((*mask.shape, *values.shape[1:]), values.dtype)
+    padded[mask] = values
+    return padded
 
 
 def _standardized(
@@ -229,21 +224,21 @@ def read_features(
     return assemble(rows, starts, spec.spans[chosen], read, n_tokens)
 
 
-def _spread(kept: Ragged, starts: np.ndarray, n_rows: int) -> np.ndarray:
-    """Return kept rows at the tokens they are of, among zeros.
+def _spread(answers: Ragged, starts: np.ndarray, n_rows: int) -> np.ndarray:
+    """Return rows of answers at their tokens, among zeros.
 
-    The zeros stand for states that nobody kept. An encoder never sees them: what it
-    reads of those spans is zero after standardisation, see `split_families`.
+    No encoder sees these zeros: what it reads of the other spans is zero after
+    standardisation, see `split_families`.
 
     Args:
-      kept: rows of the answer span.
+      answers: rows of the answer span.
       starts: as in `pad_span`.
       n_rows: of all tokens.
     """
-    spread = np.zeros((n_rows, *kept.values.shape[1:]), kept.values.dtype)
-    within = np.arange(len(kept.values)) - np.repeat(kept.starts, kept.lengths)
-    first = np.repeat(starts + kept.first_tokens, kept.lengths)
-    spread[first + within] = kept.values
+    values, lengths = answers.values, answers.lengths
+    spread = np.zeros((n_rows, *values.shape[1:]), values.dtype)
+    within = np.arange(len(values)) - np.repeat(answers.starts, lengths)
+    spread[np.repeat(starts + answers.first_tokens, lengths) + within] = values
     return spread
 
 

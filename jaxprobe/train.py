@@ -42,9 +42,7 @@ from beatrice.jaxprobe.encoder import Encoder, MemberOutputs
 from beatrice.jaxprobe.evaluation import permute_by_question
 from beatrice.jaxprobe.families import (
     N_SUBSETS,
-    FamilyTokens,
     subset_index,
-    width_groups,
     widths_of,
 )
 from beatrice.jaxprobe.grid import (
@@ -67,7 +65,7 @@ from beatrice.jaxprobe.linear import (
 )
 from beatrice.jaxprobe.loop import FitInfo
 from beatrice.jaxprobe.memory import Sizes, Workload, choose, step_flops
-from beatrice.jaxprobe.rows import ReadRows, TrainingSet, rows_at_once
+from beatrice.jaxprobe.rows import TrainingSet
 from beatrice.jaxprobe.streaming import Streamed, fit_streamed
 
 EVERY_FAMILY = subset_index("HPRA")
@@ -216,7 +214,7 @@ def _fit(
     linear: LinearGrid | None,
 ) -> Iterator[Trained]:
     """Train members; streamed ones all in one pass over the store per epoch."""
-    sizes = Sizes.of(config, data.dims, data.lengths, data.where, data.held_as)
+    sizes = Sizes.of(config, data.dims, data.lengths, data.where, data.device_dtypes)
     plan = choose(sizes, config.device_memory)
     blocks = plan.blocks(members)
     protocol = {
@@ -252,12 +250,12 @@ def _linear_parts(
     saved = load_linear(cache, subsets)
     if saved is not None:
         return saved
-    parts = data.in_memory or map(
-        partial(_in_parts, data, config), data.where, (data.read_train, data.read)
+    batches = data.in_memory or map(
+        data.batches, data.where, (data.read_train, data.read)
     )
     train, valid = (
-        Pooled.of(part, data.rows.labels[where])
-        for part, where in zip(parts, data.where, strict=True)
+        Pooled.of(split, data.rows.labels[where])
+        for split, where in zip(batches, data.where, strict=True)
     )
     questions = data.rows.ids[data.where[0]]
     linear = fit_linear_parts(train, valid, questions, subsets)
@@ -270,35 +268,15 @@ def _outputs(
 ) -> MemberOutputs:
     """Return every member's outputs on rows of the store, a few at a time."""
     encoder = Encoder(config.encoder, data.dims)
-    order, parts = [], []
-    for rows, tokens in _in_parts(data, config, where, data.read):
+    indices, outputs = [], []
+    for rows, tokens in data.batches(where):
         logits, pooled = jax.device_get(
             member_outputs(trained, tokens, encoder=encoder)
         )
-        order.append(rows)
-        n_real = len(rows)
-        parts.append(MemberOutputs(logits[:, :n_real], pooled[:, :n_real]))
-    place = np.argsort(np.concatenate(order))
-    return jax.tree.map(lambda *x: np.concatenate(x, axis=1)[:, place], *parts)
-
-
-def _in_parts(
-    data: TrainingSet, config: GridConfig, where: np.ndarray, read: ReadRows
-) -> Iterator[tuple[np.ndarray, FamilyTokens]]:
-    """Yield places in `where`, and the tokens there, a few rows at a time.
-
-    All parts of rows of similar length have one shape, so that one executable serves
-    them; the last one repeats its last row.
-    """
-    lengths = data.lengths[where]
-    for group in width_groups(lengths, config.train.batch_size):
-        widths = widths_of(lengths[group])
-        n_parts = -(-len(group) // rows_at_once(widths, data.dims))
-        size = -(-len(group) // n_parts)
-        for start in range(0, len(group), size):
-            rows = group[start : start + size]
-            padded = np.pad(rows, (0, size - len(rows)), "edge")
-            yield rows, read(where[padded], widths)
+        indices.append(rows)
+        outputs.append(MemberOutputs(logits[:, : len(rows)], pooled[:, : len(rows)]))
+    order = np.argsort(np.concatenate(indices))
+    return jax.tree.map(lambda *x: np.concatenate(x, axis=1)[:, order], *outputs)
 
 
 def settings_at_once(config: GridConfig) -> int:

@@ -246,8 +246,8 @@ def paper_sizes(setting: Setting, is_mixed: bool = False) -> Sizes:
     where = np.split(np.arange(len(lengths)), [n_train])
     config = paper_config(setting, is_mixed)
     kept = StoreConfig()
-    held_as = (kept.dtype, *[kept.scalars] * (N_FAMILIES - 1))
-    return Sizes.of(config, paper(1).dims, lengths, where, held_as)
+    device_dtypes = (kept.dtype, *[kept.scalars] * (N_FAMILIES - 1))
+    return Sizes.of(config, paper(1).dims, lengths, where, device_dtypes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

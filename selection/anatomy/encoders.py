@@ -37,18 +37,11 @@ from beatrice.jaxprobe.families import (
     FamilyDims,
     FamilyTokens,
     subset_index,
-    width_groups,
-    widths_of,
 )
 from beatrice.jaxprobe.grid import is_linear_only, member_logits
 from beatrice.jaxprobe.kernels.masked import materialize
 from beatrice.jaxprobe.metrics import BootstrapConfig
-from beatrice.jaxprobe.rows import (
-    Rows,
-    TrainingSet,
-    rows_at_once,
-    training_set,
-)
+from beatrice.jaxprobe.rows import Rows, TrainingSet, training_set
 
 EVERY_FAMILY = "HPRA"
 # Of each family `[n_spans, d_family]`: values of every span's channels, or which.
@@ -311,7 +304,7 @@ class Deployed:
             layer=self.layer,
             n_batch=self.config.train.batch_size,
             streamed=True,
-            held_as=FLOATS,  # signals are replaced, and have gradients
+            device_dtypes=FLOATS,  # signals are replaced, and have gradients
         )
 
     @property
@@ -332,35 +325,12 @@ class Deployed:
             for i in places
         ]
 
-    def parts(
-        self, where: np.ndarray, n_copies: int = 1
-    ) -> Iterator[tuple[np.ndarray, FamilyTokens]]:
-        """Yield rows a few at a time, those of similar length together.
-
-        Args:
-          where: `[n]` rows of the store.
-          n_copies: how many arrays as large as the tokens the work on them takes.
-
-        Yields:
-          Places in `where`, `[n]`, and their tokens; all parts of a group have one
-          shape, the last filled up with its last row, which has no place.
-        """
-        lengths = self.data.lengths[where]
-        for group in width_groups(lengths, self.config.train.batch_size):
-            widths = widths_of(lengths[group])
-            most = max(1, rows_at_once(widths, self.dims) // n_copies)
-            size = -(-len(group) // -(-len(group) // most))
-            for first in range(0, len(group), size):
-                places = group[first : first + size]
-                padded = np.pad(where[places], (0, size - len(places)), "edge")
-                yield places, self.data.read(padded, widths)
-
     @cached_property
     def means(self) -> PerChannel:
         """Mean of every span's channels over the labelled test and held-out rows."""
         sums = [np.zeros((self.n_spans, size)) for size in self.dims.sizes]
         counts = np.zeros((self.n_spans, 1))
-        for places, tokens in self.parts(self.judged):
+        for places, tokens in self.data.batches(self.judged):
             for span, at in enumerate(tokens.span_slices):
                 real = np.asarray(tokens.masks[span])[:, : len(places)]
                 counts[span] += real.sum()
@@ -395,7 +365,7 @@ class Deployed:
             for name, mask in zip(names, masks, strict=True)
             for params in self.params(name)
         ]
-        for places, tokens in self.parts(where, 2):
+        for places, tokens in self.data.batches(where, n_copies=2):
             for v, gone in enumerate(each):
                 changed = replaced(tokens, self.means, gone)
                 said = member_logits(every, changed, encoder=self.encoder)
@@ -419,7 +389,7 @@ class Deployed:
         """
         gone = of_families(self.dims, self.n_spans, families)
         mask = jnp.asarray(SUBSETS[subset_index(name)])
-        for places, tokens in self.parts(where, 8):
+        for places, tokens in self.data.batches(where, n_copies=8):
             start = replaced(tokens, self.means, gone)
             n, differences, by_seed = len(places), [], []
             for params in self.params(name):

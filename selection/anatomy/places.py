@@ -339,7 +339,7 @@ def pooled_signals(deployed: Deployed, where: np.ndarray) -> tuple[np.ndarray, .
     The same as encoders that begin as regressions do, see `jaxprobe.encoder`.
     """
     labels = deployed.rows.labels[where]
-    return Pooled.of(deployed.parts(where, 2), labels).families
+    return Pooled.of(deployed.data.batches(where, n_copies=2), labels).families
 
 
 def layers(deployed: Deployed) -> list[ResultRow]:

@@ -46,7 +46,7 @@ from beatrice.jaxprobe.metrics import (
     resamples,
     weighted_metrics,
 )
-from beatrice.jaxprobe.rows import Held, Rows, TrainingSet
+from beatrice.jaxprobe.rows import Bucket, Rows, TrainingSet
 from beatrice.jaxprobe.train import train_encoders
 from beatrice.selection.anatomy.analysis import (
     Analysis,
@@ -174,7 +174,8 @@ class Few:
             read_train=read,
             where=tuple(places),
             in_memory=tuple(
-                (Held(np.arange(len(own)), read(own, self.lengths)),) for own in places
+                (Bucket(np.arange(len(own)), read(own, self.lengths)),)
+                for own in places
             ),
         )
 

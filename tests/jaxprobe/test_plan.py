@@ -42,7 +42,7 @@ SIZES = Sizes(
     widths=(40, 16),
     n_train=2048,
     n_valid=512,
-    held_as=FLOATS,
+    device_dtypes=FLOATS,
 )
 
 
@@ -163,7 +163,7 @@ def test_two_groups_of_a_stream_and_all_groups_in_memory_are_counted():
 
 @pytest.mark.parametrize(("dtype", "token"), [("bfloat16", 8192), ("int8", 4096 + 4)])
 def test_rows_are_counted_in_the_width_in_which_they_are_held(dtype, token):
-    sizes = dataclasses.replace(SIZES, held_as=(dtype, *FLOATS[1:]))
+    sizes = dataclasses.replace(SIZES, device_dtypes=(dtype, *FLOATS[1:]))
     each = rows_bytes(sizes, 2) - rows_bytes(sizes, 1)
     assert each == 56 * (token + 645 * 4) + 56 + 2 * 4 + 15 * 4
     # Beside the rows lie the mean and deviation of every channel.

@@ -20,8 +20,7 @@ from beatrice.jaxprobe.families import (
 from beatrice.jaxprobe.kernels.stored import values_of
 from beatrice.jaxprobe.tokens import (
     family_dims,
-    fit_reading,
-    fit_reading_of,
+    fit_standardizer,
     longest_spans,
     mean_answer_states,
     read_features,
@@ -113,9 +112,13 @@ def stored(hidden_spans, is_spared=False, dtype="float32", used=(0, 1, 2)):
     return store
 
 
+def standardizer_fit(features, dims):
+    return fit_standardizer(lambda: iter([features]), dims)
+
+
 def split_of(store, features):
     dims = family_dims(store)
-    return split_families(features, dims, fit_reading(features, dims))
+    return split_families(features, dims, standardizer_fit(features, dims))
 
 
 def test_a_store_of_answers_reads_as_the_whole_one_without_the_other_states(used):
@@ -154,7 +157,7 @@ def test_a_live_pass_with_every_state_reads_as_the_store_of_answers(used):
     kept = read_features(answers, 3)
     live = read_features(stored("all", used=used), 3)  # a model has all of them
     dims = family_dims(answers)
-    standardizer = fit_reading(kept, dims)
+    standardizer = standardizer_fit(kept, dims)
     for one, other in zip(
         split_families(kept, dims, standardizer).tokens,
         split_families(live, dims, standardizer).tokens,
@@ -171,34 +174,34 @@ def test_tokens_are_those_of_the_padded_features_in_the_width_that_is_asked_for(
     store = stored(hidden_spans, dtype=dtype, used=used)
     some, dims = np.array([5, 4, 2, 3, 3]), family_dims(store)
     features = read_features(store, 3, some)
-    standardizer = fit_reading(features, dims)
+    standardizer = standardizer_fit(features, dims)
     wanted = split_families(features, dims, standardizer)
     widths = [mask.shape[1] for mask in features.masks]
-    for held_as in (FLOATS, stored_dtypes(store)):
+    for device_dtypes in (FLOATS, stored_dtypes(store)):
         found = read_tokens(
             *(store, 3, some, widths),
             standardizer=standardizer,
-            held_as=held_as,
+            device_dtypes=device_dtypes,
         )
         for one, other in zip(found.masks, wanted.masks, strict=True):
             np.testing.assert_array_equal(one, other)
         real = np.concatenate(wanted.masks)
         for one, other in zip(found.tokens, wanted.tokens, strict=True):
-            if held_as == FLOATS:
+            if device_dtypes == FLOATS:
                 np.testing.assert_array_equal(one, other)
             values = np.asarray(values_of(one))[real]
             # int8 alone: a product and a difference may be rounded once or twice.
             atol = 1e-5 if dtype == "int8" else 0
             np.testing.assert_allclose(values, other[real], rtol=0, atol=atol)
-        size = {"int8": 1, "float32": 4}.get(held_as[0], 2)
+        size = {"int8": 1, "float32": 4}.get(device_dtypes[0], 2)
         hidden = found.tokens[0]
-        codes = hidden if held_as[0] == "float32" else hidden.codes
+        codes = hidden if device_dtypes[0] == "float32" else hidden.codes
         assert codes.dtype.itemsize == size
     with pytest.raises(ValueError, match="pad to a larger length"):
         read_tokens(
             *(store, 3, some, [1] * len(widths)),
             standardizer=standardizer,
-            held_as=FLOATS,
+            device_dtypes=FLOATS,
         )
 
 
@@ -216,7 +219,10 @@ def test_kept_states_are_standardised_by_the_answers_alone(used):
 def test_with_every_state_the_standardisation_is_over_all_spans(used):
     whole = stored("all", used=used)
     features = read_features(whole, 1)
-    one, other = fit_reading(features, family_dims(whole)), standardizer_of([features])
+    one, other = (
+        standardizer_fit(features, family_dims(whole)),
+        standardizer_of([features]),
+    )
     np.testing.assert_array_equal(one.mean, other.mean)
     np.testing.assert_array_equal(one.std, other.std)
 
@@ -247,8 +253,8 @@ def test_examples_a_few_at_a_time_are_standardised_as_all_at_once(used, kept):
     def read(where):
         return read_features(store, 1, where, widths)
 
-    one = fit_reading(features, dims)
-    other = fit_reading_of(lambda: map(read, parts), dims)
+    one = standardizer_fit(features, dims)
+    other = fit_standardizer(lambda: map(read, parts), dims)
     np.testing.assert_allclose(one.mean, other.mean, atol=1e-5)
     np.testing.assert_allclose(one.std, other.std, rtol=1e-5)
 

@@ -16,7 +16,7 @@ from beatrice.jaxprobe.families import (
 )
 from beatrice.jaxprobe.fusion import pool_outputs
 from beatrice.jaxprobe.grid import Block, Member
-from beatrice.jaxprobe.rows import Held, Rows, TrainingSet
+from beatrice.jaxprobe.rows import Bucket, Rows, TrainingSet
 from beatrice.selection.ablation import (
     candidates_without,
     own_scores,
@@ -76,12 +76,13 @@ def test_the_papers_way_zeroes_a_span_in_training_and_evaluates_it_whole():
         layer=0,
         dims=paper_dims(hidden=3, prob=0, resid=0, attn=0),
         standardizer=None,
-        held_as=FLOATS,
+        device_dtypes=FLOATS,
+        n_batch=2,
         read=read,
         read_train=read,
         lengths=np.full((4, 2), (5, 4)),
         where=(np.arange(2), np.arange(2)),
-        in_memory=((Held(np.arange(2), read(None)),),) * 2,
+        in_memory=((Bucket(np.arange(2), read(None)),),) * 2,
     )
     zeroed = rows_without(data, "closed_book", "zeroed_answer_span")
     ((own_train,), (own_valid,)) = zeroed.in_memory
