@@ -51,10 +51,10 @@ def save_cache(path: Path, arrays: Arrays, key: str) -> None:
       key: identity of everything the values depend on.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    whole = {name: np.ascontiguousarray(value) for name, value in arrays.items()}
+    contiguous = {name: np.ascontiguousarray(value) for name, value in arrays.items()}
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        save_file(whole, temporary, metadata={"sha256": _digest(whole, key)})
+        save_file(contiguous, temporary, metadata={"sha256": _digest(contiguous, key)})
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

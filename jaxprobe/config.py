@@ -34,10 +34,10 @@ class EncoderConfig:
     is_linear_first: bool = False
 
     def __post_init__(self):
-        """Refuse widths that do not fit together."""
+        """Check that the widths fit together."""
         if self.hidden % self.n_groups:
             raise ValueError(
-                f"hidden width {self.hidden} does not part into {self.n_groups} groups"
+                f"hidden width {self.hidden} has no {self.n_groups} equal groups"
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}")
@@ -68,27 +68,20 @@ class TrainConfig:
     n_microbatches: int | None = None  # of a batch; None: 128 rows each
 
     def __post_init__(self):
-        """Refuse counts that train nothing."""
-        for name in (
-            "batch_size",
-            "max_epochs",
-            "lr_patience",
-            "patience",
-            "n_seeds",
-        ):
+        """Check that counts are positive."""
+        counts = ("batch_size", "max_epochs", "lr_patience", "patience", "n_seeds")
+        for name in counts:
             if getattr(self, name) < 1:
-                raise ValueError(
-                    f"{name} must be at least 1, got {getattr(self, name)}"
-                )
+                raise ValueError(f"{name}: expected at least 1, got {self!r}")
         if self.n_microbatches is not None and self.batch_size % self.n_microbatches:
             raise ValueError(
                 f"batch_size {self.batch_size} has no {self.n_microbatches} equal parts"
             )
 
     def microbatches(self) -> int:
-        """Into how many pieces of equal size a batch is parted.
+        """Return into how many microbatches of equal size a batch is split.
 
-        Each piece draws noise and dropout with keys of its own. Its gradient is
+        Each microbatch draws noise and dropout with keys of its own. Its gradient is
         computed by itself, unless a device's memory asks for another size; see
         `PlannedConfig`. Activations of about 128 rows stay in a core's cache: at 512 a
         step took twice the time per token.
@@ -117,7 +110,7 @@ class PlannedConfig(TrainConfig):
     n_rows: int
 
     def __post_init__(self):
-        """Refuse rows that do not fit the pieces that draw together."""
+        """Check that the rows fit the microbatches that draw together."""
         super().__post_init__()
         if self.n_rows not in row_choices(self):
             raise ValueError(
@@ -134,16 +127,15 @@ class PlannedConfig(TrainConfig):
 
 
 def row_choices(config: TrainConfig) -> list[int]:
-    """Return the sizes into which a batch may be parted, largest first.
+    """Return the sizes into which a batch may be split, largest first.
 
-    They are parts of a piece that draws together, or several such pieces.
+    They divide a microbatch that draws together, or are several such microbatches.
     """
-    own = config.batch_size // config.microbatches()
-    sizes = range(config.batch_size, 0, -1)
+    size = config.batch_size // config.microbatches()
     return [
         n
-        for n in sizes
-        if config.batch_size % n == 0 and (n % own == 0 or own % n == 0)
+        for n in range(config.batch_size, 0, -1)
+        if config.batch_size % n == 0 and (n % size == 0 or size % n == 0)
     ]
 
 
@@ -165,14 +157,14 @@ class FusionConfig:
     is_mean_first: bool = False
 
     def __post_init__(self):
-        """Refuse a head without slots, or one that hides every encoder."""
+        """Check that a head has slots, and does not drop every encoder."""
         if self.n_slots < 1 or not 0.0 <= self.encoder_dropout < 1.0:
             raise ValueError(f"need n_slots >= 1 and 0 <= encoder_dropout < 1: {self}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StreamConfig:
-    """How a store is parted; memory is that of two groups.
+    """How a store is split into groups; memory is that of two groups.
 
     Attributes:
       n_chunk: neighbours that are read together; more of them read faster.
@@ -183,7 +175,7 @@ class StreamConfig:
     n_mixed: int = 32
 
     def __post_init__(self) -> None:
-        """Refuse sizes that read nothing."""
+        """Check that sizes are positive."""
         if min(self.n_chunk, self.n_mixed) < 1:
             raise ValueError(
                 f"n_chunk and n_mixed must be at least 1, got {self.n_chunk} and "
@@ -199,7 +191,7 @@ class GridConfig:
       encoder: widths.
       train: the protocol; the run's seed takes the place of its own.
       stream: how encoders read a store that is larger than memory, or None where all
-        of it is held; batches are then mixed within groups, which changes results.
+        of it is in memory; batches are then mixed within groups, which changes results.
       device_memory: bytes for which members side by side are planned, or None for those
         that the device has; no result depends on it, so that it may change.
     """

@@ -251,12 +251,12 @@ class FamilyTokens(NamedTuple):
     ) -> "FamilyTokens":
         """Change all arrays, whose axis 1 is that of examples, along with others'."""
 
-        def one(x: Any, *rest: Any) -> Any:
+        def change_family(x: Any, *rest: Any) -> Any:
             if isinstance(x, StoredTokens):
                 return x.of_examples(change, *rest)
             return change(x, *rest)
 
-        tokens = map(one, self.tokens, *(other.tokens for other in others))
+        tokens = map(change_family, self.tokens, *(other.tokens for other in others))
         masks = map(change, self.masks, *(other.masks for other in others))
         return FamilyTokens(tuple(tokens), tuple(masks))
 
@@ -338,10 +338,9 @@ def split_families(
     """Standardise and lay the families apart, one contiguous array for each.
 
     Apart, an encoder that does not read a family neither gathers nor multiplies it.
-    Signals of a span that is not read are exactly zero, whatever was given: a store
-    that kept the answer span alone and a live pass, which has them all, come to the
-    same. No further mask is needed, since a span either has them in every example
-    or in none, and each span has a convolution of its own: zeros there tell nothing.
+    Signals of a span that is not read are exactly zero, so that a store of the answer
+    span alone and a live pass, which has all spans, give the same. No mask is needed: a
+    span has signals in every example or in none, and a convolution of its own.
     """
     standardized = jax.vmap(standardize_span, in_axes=(0, 0, None))
     spans = []
@@ -377,8 +376,8 @@ def keep_spans(features: FamilyTokens, span_mask: np.ndarray) -> FamilyTokens:
     if not span_mask.any():
         raise ValueError("every span is left out: nothing remains to be read")
     masks = tuple(
-        mask if kept else jnp.zeros_like(mask)
-        for mask, kept in zip(features.masks, span_mask, strict=True)
+        mask if is_read else jnp.zeros_like(mask)
+        for mask, is_read in zip(features.masks, span_mask, strict=True)
     )
     return FamilyTokens(features.tokens, masks)
 
@@ -387,13 +386,13 @@ def zero_span(features: FamilyTokens, span: int) -> FamilyTokens:
     """Set one span's signals to zero; unlike `keep_spans` its tokens stay."""
     at = features.span_slices[span]
 
-    def one(x: Any) -> Any:
+    def zero(x: Any) -> Any:
         if not isinstance(x, StoredTokens):
             return jnp.asarray(x).at[at].set(0.0)
-        kept = jnp.ones(x.shape[0], bool) if x.is_kept is None else x.is_kept
-        return x._replace(is_kept=kept.at[at].set(False))
+        is_kept = jnp.ones(x.shape[0], bool) if x.is_kept is None else x.is_kept
+        return x._replace(is_kept=is_kept.at[at].set(False))
 
-    return FamilyTokens(tuple(map(one, features.tokens)), features.masks)
+    return FamilyTokens(tuple(map(zero, features.tokens)), features.masks)
 
 
 def all_but(span: int, n_spans: int) -> np.ndarray:

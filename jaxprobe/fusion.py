@@ -1,4 +1,4 @@
-"""The fusion head: what several frozen encoders say, made into one logit.
+"""The fusion head: from the outputs of several frozen encoders to one logit.
 
 Paper, section 3.3 and appendix B. A head has a fixed number of slots, of which a set of
 encoders fills the first few in pool order; the rest is masked. So all sets share one
@@ -35,7 +35,7 @@ def slot_products(
 ) -> jax.Array:
     """Sum over filled slots s of `kernel[s].T @ (pool[members[s]] * keep[s])`.
 
-    Only `kernel` has a gradient: what a frozen encoder says does not change.
+    Only `kernel` has a gradient: the outputs of a frozen encoder do not change.
 
     Args:
       kernel: `[n_slots, d_output, hidden]`.
@@ -70,19 +70,19 @@ def _forward(kernel, pool, members, start, keep, n_filled):
 def _backward(residuals, dy):
     n_slots, pool, members, start, keep, n_filled = residuals
 
-    def put(slot, found):
-        own = _seen(pool, members, start, keep, slot) @ dy.T
-        return jax.lax.dynamic_update_index_in_dim(found, own, slot, 0)
+    def set_slot(slot, d_kernel):
+        d_slot = _seen(pool, members, start, keep, slot) @ dy.T
+        return jax.lax.dynamic_update_index_in_dim(d_kernel, d_slot, slot, 0)
 
-    found = jnp.zeros((n_slots, pool.shape[1], dy.shape[0]), jnp.float32)
-    return jax.lax.fori_loop(0, n_filled, put, found), *[None] * 5
+    d_kernel = jnp.zeros((n_slots, pool.shape[1], dy.shape[0]), jnp.float32)
+    return jax.lax.fori_loop(0, n_filled, set_slot, d_kernel), *[None] * 5
 
 
 slot_products.defvjp(_forward, _backward)
 
 
 class PoolOutputs(NamedTuple):
-    """What the pool of encoders says of labelled examples, seed by seed.
+    """Outputs of the pool of encoders for labelled examples, seed by seed.
 
     Attributes:
       outputs: `[n_seeds, n_pool, d_pooled + 1, n_examples]` float32, see `head_inputs`.
@@ -106,7 +106,7 @@ class PoolOutputs(NamedTuple):
 
 
 def head_inputs(pooled: jax.Array, logits: jax.Array) -> jax.Array:
-    """What encoders hand to a head.
+    """Return the inputs of a head.
 
     Args:
       pooled: `[..., n_examples, d_pooled]`.
@@ -143,7 +143,7 @@ def pool_outputs(
 @partial(jax.jit, static_argnums=1)
 def _side_by_side(outputs: tuple[MemberOutputs, ...], n_seeds: int) -> jax.Array:
     """`PoolOutputs.outputs`, in one executable instead of one for every step."""
-    grids = [head_inputs(one.pooled, one.logits) for one in outputs]
+    grids = [head_inputs(x.pooled, x.logits) for x in outputs]
     by_seed = [grid.reshape(n_seeds, -1, *grid.shape[1:]) for grid in grids]
     return jnp.concatenate(by_seed, axis=1)
 
@@ -151,7 +151,7 @@ def _side_by_side(outputs: tuple[MemberOutputs, ...], n_seeds: int) -> jax.Array
 def keep_encoders(
     key: jax.Array, n_examples: int, slot_mask: jax.Array, rate: float
 ) -> jax.Array:
-    """Which encoders an example sees in one training step.
+    """Draw which encoders an example sees in one training step.
 
     Each is hidden independently with probability `rate`. Where that would hide all of
     them, one filled slot, chosen uniformly, stays: a head cannot learn from nothing.
@@ -209,7 +209,7 @@ class FusionHead(nn.Module):
         start, n_examples = (0, pool.shape[2]) if examples is None else examples
         first, second = np.triu_indices(n_slots, 1)
         kernel = self.param("kernel", kernel_init, cfg.hidden, d_output, slot_mask)
-        # Disagreements start without a say: the head begins as one over the encoders.
+        # Disagreements start at zero: the head begins as one over the encoders.
         gap_kernel = self.param("gaps", nn.initializers.zeros, (len(first), cfg.hidden))
         bias = self.param("bias", nn.initializers.zeros, (cfg.hidden,))
         keep = jnp.broadcast_to(slot_mask[:, None], (n_slots, n_examples))

@@ -239,26 +239,28 @@ def _gradient(
     if n_microbatches == 1:
         return gradient(params, *batch, *jax.tree.map(lambda key: key[0], keys))
 
-    def add(total, one):
-        arrays, keys = one
+    def add(total, microbatch):
+        arrays, keys = microbatch
         return jax.tree.map(jnp.add, total, gradient(params, *arrays, *keys)), None
 
     zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
-    parts = tuple(x.reshape(n_microbatches, -1, *x.shape[1:]) for x in batch)
-    return jax.lax.scan(add, zero, (parts, keys))[0]
+    microbatches = tuple(x.reshape(n_microbatches, -1, *x.shape[1:]) for x in batch)
+    return jax.lax.scan(add, zero, (microbatches, keys))[0]
 
 
 def _microbatch_keys(keys: Keys, config: TrainConfig) -> Keys:
     """Keys of the microbatches, from those of the pieces that draw together."""
-    own, n_rows = config.batch_size // config.microbatches(), config.rows_at_once()
-    if n_rows == own:
+    size, n_rows = config.batch_size // config.microbatches(), config.rows_at_once()
+    if n_rows == size:
         return keys
-    if n_rows > own:
+    if n_rows > size:
         n_microbatches = config.batch_size // n_rows
         first = jnp.zeros(n_microbatches, jnp.int32)
-        return Keys(*(RowKeys(x.reshape(n_microbatches, -1), first, own) for x in keys))
+        return Keys(
+            *(RowKeys(x.reshape(n_microbatches, -1), first, size) for x in keys)
+        )
     first = jnp.arange(0, config.batch_size, n_rows, dtype=jnp.int32)
-    return Keys(*(RowKeys(x[first // own], first % own, own) for x in keys))
+    return Keys(*(RowKeys(x[first // size], first % size, size) for x in keys))
 
 
 @partial(jax.jit, static_argnames="config")
@@ -283,7 +285,7 @@ def end_epoch(
     """
     labels, weights = (jnp.concatenate(x) for x in zip(*truth, strict=True))
 
-    def one(state: FitState, loss: jax.Array, logits: jax.Array) -> FitState:
+    def end_member(state: FitState, loss: jax.Array, logits: jax.Array) -> FitState:
         info, active = state.info, state.is_active(config)
         auroc = masked_auroc(logits, labels, weights)
         better = active & (auroc > info.best_auroc)  # False for NaN: keep the first
@@ -304,7 +306,7 @@ def end_epoch(
         )
 
     loss, scores = jnp.stack(losses).mean(axis=0), jnp.concatenate(logits, axis=-1)
-    return jax.vmap(jax.vmap(one))(states, loss, scores)
+    return jax.vmap(jax.vmap(end_member))(states, loss, scores)
 
 
 def _where(condition: jax.Array, new: Any, old: Any) -> Any:

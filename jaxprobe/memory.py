@@ -37,6 +37,7 @@ from beatrice.jaxprobe.grid import (
     Labelled,
     Member,
     block_logits,
+    grid_members,
     start_block,
     train_block,
 )
@@ -71,7 +72,7 @@ class Workload:
     @property
     def members(self) -> list[Member]:
         """Every encoder, seed-major."""
-        return [(k, s) for s in range(self.n_seeds) for k in range(self.dims.n_subsets)]
+        return list(grid_members(self.n_seeds, self.dims.n_subsets))
 
     @property
     def n_tokens(self) -> int:
@@ -123,20 +124,6 @@ def step_flops(workload: Workload, member: Member) -> int:
 def turn_flops(workload: Workload, members: Sequence[Member]) -> int:
     """Operations of a turn: `n_steps` of each member."""
     return workload.n_steps * sum(step_flops(workload, member) for member in members)
-
-
-def in_parts(
-    workload: Workload, groups: Sequence[Sequence[Member]], n_parts: int
-) -> list[list[Member]]:
-    """Deal groups of members out so that every part has about as much to do."""
-    parts: list[list[Member]] = [[] for _ in range(n_parts)]
-    loads = [0] * n_parts
-    costs = [turn_flops(workload, group) for group in groups]
-    for i in sorted(range(len(groups)), key=lambda i: -costs[i]):
-        part = loads.index(min(loads))
-        parts[part].extend(groups[i])
-        loads[part] += costs[i]
-    return parts
 
 
 KEPT_FREE = 0.15  # of a device: fragments, libraries, and what the compiler left out
@@ -197,15 +184,17 @@ class Sizes:
         """
         if config.stream is not None:
             n_group = config.stream.n_chunk * config.stream.n_mixed
-            groups = [[(min(n_group, len(own)), widths_of(lengths))] for own in where]
+            groups = [[(min(n_group, len(rows)), widths_of(lengths))] for rows in where]
         else:
-            parts = [width_groups(lengths[o], config.train.batch_size) for o in where]
             groups = [
-                [(len(part), widths_of(lengths[own][part])) for part in found]
-                for own, found in zip(where, parts, strict=True)
+                [
+                    (len(group), widths_of(lengths[rows][group]))
+                    for group in width_groups(lengths[rows], config.train.batch_size)
+                ]
+                for rows in where
             ]
         (n_train, widths), (n_valid, _) = (
-            max(found, key=lambda one: sum(one[1])) for found in groups
+            max(split, key=lambda group: sum(group[1])) for split in groups
         )
         sizes = cls(
             encoder=config.encoder,
@@ -218,8 +207,10 @@ class Sizes:
         )
         if config.stream is not None:  # two groups: one is read while one is used
             return dataclasses.replace(sizes, resident=rows_bytes(sizes, n_train))
-        held = sum(rows_bytes(sizes, *one) for found in groups for one in found)
-        resident = held - rows_bytes(sizes, n_train)
+        in_memory = sum(
+            rows_bytes(sizes, *group) for split in groups for group in split
+        )
+        resident = in_memory - rows_bytes(sizes, n_train)
         return dataclasses.replace(sizes, resident=resident)
 
 
@@ -252,7 +243,7 @@ def rows_bytes(sizes: Sizes, n_rows: int, widths: tuple[int, ...] | None = None)
 
 
 def _rows(sizes: Sizes, n: int) -> Labelled:
-    """Rows that do not exist."""
+    """Return the shapes of `n` rows."""
     shape, n_tokens = jax.ShapeDtypeStruct, sum(sizes.widths)
 
     def family(d: int, dtype: Dtype) -> jax.ShapeDtypeStruct | StoredTokens:
@@ -264,9 +255,10 @@ def _rows(sizes: Sizes, n: int) -> Labelled:
 
     tokens = map(family, sizes.dims.sizes, sizes.device_dtypes)
     masks = [shape((width, n), jnp.bool_) for width in sizes.widths]
-    one = shape((n,), jnp.float32)
+    per_row = shape((n,), jnp.float32)
     offsets = shape((sizes.dims.n_subsets, n), jnp.float32)
-    return Labelled(FamilyTokens(tuple(tokens), tuple(masks)), one, one, offsets)
+    features = FamilyTokens(tuple(tokens), tuple(masks))
+    return Labelled(features, per_row, per_row, offsets)
 
 
 @functools.lru_cache
@@ -293,37 +285,29 @@ def traced_steps(sizes: Sizes, n_subsets: int, n_seeds: int, n_rows: int) -> lis
     ]
 
 
-def _lowered(traced: Sequence[Any]) -> list[Any]:
-    """Lower a block's steps for the accelerator that is here, or for any."""
-    if jax.default_backend() != "cpu":
-        return [one.lower() for one in traced]
-    # A TPU's lowering leaves factorisations to the compiler, which any can translate;
-    # a GPU's calls a library that is not here.
-    return [one.lower(lowering_platforms=("tpu",)) for one in traced]
-
-
-def _compile(lowered: Sequence[Any]) -> tuple[StepBytes, dict[str, float]]:
-    """Ask the compiler for the bytes, and what it counts of the training step."""
-    options = FOR_SIZES_ALONE if jax.default_backend() == "cpu" else None
-    compiled = [one.compile(compiler_options=options) for one in lowered]
-    found = [one.memory_analysis() for one in compiled]
-    needed = StepBytes(
-        arguments=found[0].argument_size_in_bytes,
-        outputs=found[0].output_size_in_bytes,
-        temporaries=max(one.temp_size_in_bytes for one in found),
-    )
-    return needed, compiled[0].cost_analysis()
-
-
 @functools.lru_cache
 def compiled_step(
     sizes: Sizes, n_subsets: int, n_seeds: int, n_rows: int
 ) -> tuple[StepBytes, dict[str, float]]:
-    """Compile a block's step; say what it needs, and XLA's own count of its work.
+    """Compile a block's step; return its bytes, and XLA's own count of its work.
 
     That count, by name, has the bodies of loops once: one microbatch of one batch.
     """
-    return _compile(_lowered(traced_steps(sizes, n_subsets, n_seeds, n_rows)))
+    traced = traced_steps(sizes, n_subsets, n_seeds, n_rows)
+    if jax.default_backend() == "cpu":
+        # A TPU's lowering leaves factorisations to the compiler, which any can
+        # translate; a GPU's calls a library that is not here.
+        lowered = [step.lower(lowering_platforms=("tpu",)) for step in traced]
+        compiled = [step.compile(compiler_options=FOR_SIZES_ALONE) for step in lowered]
+    else:
+        compiled = [step.lower().compile() for step in traced]
+    bytes_of = [step.memory_analysis() for step in compiled]
+    needed = StepBytes(
+        arguments=bytes_of[0].argument_size_in_bytes,
+        outputs=bytes_of[0].output_size_in_bytes,
+        temporaries=max(step.temp_size_in_bytes for step in bytes_of),
+    )
+    return needed, compiled[0].cost_analysis()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -334,9 +318,9 @@ class Plan:
       n_subsets: of a seed side by side, on each device.
       n_seeds: side by side.
       n_rows: of which a gradient is computed at once; None for the protocol's own.
-      limit: bytes that may be used, or None where nobody has counted.
+      limit: bytes that may be used; None without a limit.
       resident: bytes beside those of a step.
-      needed: of a step, by the compiler.
+      needed: of a step, by the compiler; None without a limit.
     """
 
     n_subsets: int
@@ -362,10 +346,10 @@ class Plan:
             seeds_of.setdefault(subsets, []).append(seed)
         size = self.n_subsets * max(1, jax.device_count())
         return tuple(
-            Block(part, some)
+            Block(block_subsets, block_seeds)
             for subsets, seeds in seeds_of.items()
-            for some in _split(seeds, self.n_seeds)
-            for part in _split(subsets, size)
+            for block_seeds in _split(seeds, self.n_seeds)
+            for block_subsets in _split(subsets, size)
         )
 
 

@@ -62,7 +62,7 @@ def _undefined(scores: np.ndarray, labels: np.ndarray) -> str | None:
     """Say why no ranking metric exists for these scores, or None."""
     if scores.shape != labels.shape or scores.ndim != 1:
         raise ValueError(
-            f"scores {scores.shape} and labels {labels.shape} must be equally long"
+            f"expected as many scores as labels, got {scores.shape} and {labels.shape}"
         )
     if not labels.size:
         return "no labelled example"
@@ -91,9 +91,11 @@ def auprc(scores: np.ndarray, labels: np.ndarray) -> Metric:
     if reason := _undefined(scores, labels):
         return Metric(math.nan, reason)
     wrong, everything = np.sort(scores[~labels]), np.sort(scores)
-    # Found and flagged with each wrong answer: all that score at most as much.
-    found, flagged = (np.searchsorted(x, wrong, "right") for x in (wrong, everything))
-    return Metric(float((found / flagged).mean()))
+    # Up to each wrong answer: wrong ones, and all that score at most as much.
+    n_wrong, n_flagged = (
+        np.searchsorted(x, wrong, "right") for x in (wrong, everything)
+    )
+    return Metric(float((n_wrong / n_flagged).mean()))
 
 
 def auroc_gain(
@@ -158,10 +160,10 @@ def stratified_auroc(
     if reason := _undefined(scores, labels):
         return Metric(math.nan, reason)
     credit = n_pairs = 0.0
-    for own in paired_strata(labels, strata):
-        n = float(labels[own].sum() * (~labels[own]).sum())
+    for rows in paired_strata(labels, strata):
+        n = float(labels[rows].sum() * (~labels[rows]).sum())
         credit, n_pairs = (
-            credit + n * auroc(scores[own], labels[own]).value,
+            credit + n * auroc(scores[rows], labels[rows]).value,
             n_pairs + n,
         )
     if not n_pairs:
@@ -171,8 +173,8 @@ def stratified_auroc(
 
 def paired_strata(labels: np.ndarray, strata: np.ndarray) -> list[np.ndarray]:
     """Return the indices of each stratum that has right and wrong answers."""
-    found = (np.flatnonzero(strata == one) for one in np.unique(strata))
-    return [own for own in found if 0 < labels[own].sum() < len(own)]
+    strata_rows = (np.flatnonzero(strata == stratum) for stratum in np.unique(strata))
+    return [rows for rows in strata_rows if 0 < labels[rows].sum() < len(rows)]
 
 
 def _rising(
@@ -192,8 +194,8 @@ def _rising(
     for start, stop in itertools.pairwise(edges.tolist()):
         tied = order[start:stop]
         if stop - start == 1:
-            own = weights[tied[0]]  # a view: copying the row would cost as much again
-            yield (own, None) if labels[tied[0]] else (None, own)
+            row = weights[tied[0]]  # a view: copying the row would cost as much again
+            yield (row, None) if labels[tied[0]] else (None, row)
         else:
             is_right = labels[tied]
             yield (
@@ -222,25 +224,25 @@ def weighted_metrics(
       `[n_resamples]` float32 by the metric's name; NaN where a resample lacks a class.
     """
     zeros = np.zeros((5, weights.shape[1]), np.float32)
-    found, flagged, credit, precision, part = zeros  # found: flagged, and wrong
-    flagged += np.float32(1e-30)  # no division by zero, and gone with the first count
+    n_wrong, n_flagged, credit, precision, scratch = zeros
+    n_flagged += np.float32(1e-30)  # no division by zero, and gone with the first count
     for right, wrong in _rising(scores, labels, weights):
         if right is not None:
-            flagged += right
-            beaten = found if wrong is None else found + 0.5 * wrong
-            credit += np.multiply(right, beaten, out=part)
+            n_flagged += right
+            n_beaten = n_wrong if wrong is None else n_wrong + 0.5 * wrong
+            credit += np.multiply(right, n_beaten, out=scratch)
         if wrong is not None:
-            flagged += wrong
-            found += wrong
-            np.divide(found, flagged, out=part)
-            precision += np.multiply(part, wrong, out=part)
-    n_right = flagged - found
+            n_flagged += wrong
+            n_wrong += wrong
+            np.divide(n_wrong, n_flagged, out=scratch)
+            precision += np.multiply(scratch, wrong, out=scratch)
+    n_right = n_flagged - n_wrong
     with np.errstate(invalid="ignore"):
         return {
-            "auroc": np.minimum(credit / (n_right * found), 1),
+            "auroc": np.minimum(credit / (n_right * n_wrong), 1),
             # As for AUROC, a resample without a right answer says nothing of ranking.
             "auprc": np.where(
-                n_right >= 1, np.minimum(precision / found, 1), np.float32(np.nan)
+                n_right >= 1, np.minimum(precision / n_wrong, 1), np.float32(np.nan)
             ),
         }
 
@@ -253,17 +255,17 @@ def weighted_stratified(
     Arguments and result are those of `weighted_metrics`, with AUROC alone; NaN where a
     resample has no pair.
     """
-    credit, n_pairs, part = np.zeros((3, weights.shape[1]), np.float32)
-    for own in paired_strata(labels, strata):
-        found, n_right = np.zeros((2, weights.shape[1]), np.float32)
-        for right, wrong in _rising(scores, labels, weights, own):
+    credit, n_pairs, scratch = np.zeros((3, weights.shape[1]), np.float32)
+    for rows in paired_strata(labels, strata):
+        n_wrong, n_right = np.zeros((2, weights.shape[1]), np.float32)
+        for right, wrong in _rising(scores, labels, weights, rows):
             if right is not None:
                 n_right += right
-                beaten = found if wrong is None else found + 0.5 * wrong
-                credit += np.multiply(right, beaten, out=part)
+                n_beaten = n_wrong if wrong is None else n_wrong + 0.5 * wrong
+                credit += np.multiply(right, n_beaten, out=scratch)
             if wrong is not None:
-                found += wrong
-        n_pairs += n_right * found
+                n_wrong += wrong
+        n_pairs += n_right * n_wrong
     with np.errstate(invalid="ignore"):
         return {"auroc": np.minimum(credit / n_pairs, 1)}
 
@@ -313,6 +315,6 @@ def two_sided_p(draws: np.ndarray) -> float:
     Twice the share of the resamples, the sample itself among them, that lie on the
     rarer side of zero or on it; so it is never 0. Undefined ones are left out.
     """
-    known = draws[np.isfinite(draws)]
-    rarer = min((known <= 0).sum(), (known >= 0).sum())
-    return float(min(1.0, 2 * (1 + rarer) / (1 + len(known))))
+    defined = draws[np.isfinite(draws)]
+    rarer = min((defined <= 0).sum(), (defined >= 0).sum())
+    return float(min(1.0, 2 * (1 + rarer) / (1 + len(defined))))

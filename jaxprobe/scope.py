@@ -104,16 +104,18 @@ def fit_scope(
     features = read(_some(train, lengths))
     low, high = np.zeros((2, dims.total), np.float32)
     for first in range(0, dims.total, _CHANNELS_AT_ONCE):
-        some = slice(first, first + _CHANNELS_AT_ONCE)
-        seen = []
+        channels = slice(first, first + _CHANNELS_AT_ONCE)
+        values = []
         for span, (tokens, mask) in enumerate(
             zip(features.tokens, features.masks, strict=True)
         ):
-            x = np.asarray(tokens)[np.asarray(mask)][:, some]
-            seen.append(
-                np.where(_is_read(dims, span, features.n_spans)[some], x, np.nan)
+            x = np.asarray(tokens)[np.asarray(mask)][:, channels]
+            values.append(
+                np.where(_is_read(dims, span, features.n_spans)[channels], x, np.nan)
             )
-        low[some], high[some] = np.nanquantile(np.concatenate(seen), QUANTILES, axis=0)
+        low[channels], high[channels] = np.nanquantile(
+            np.concatenate(values), QUANTILES, axis=0
+        )
     shares = share_outside(read(_some(validation, lengths)), dims, low, high)
     limits = np.quantile(shares, 1 - FLAGGED, axis=0).astype(np.float32)
     return Scope(low, high, limits)
@@ -173,13 +175,13 @@ class Threshold:
 
     def in_words(self) -> str:
         """Say what it is, in a sentence's part."""
-        found = (
+        reached = (
             f"precision {self.precision:.3f} [{self.low:.3f}, {self.high:.3f}] at "
             f"coverage {self.coverage:.3f} of {self.n} validation answers"
         )
         if self.p_correct is None:
-            return f"no P reaches precision {self.wanted:g}; the best has {found}"
-        return f"P >= {self.p_correct:.4f} for precision {self.wanted:g}: {found}"
+            return f"no P reaches precision {self.wanted:g}; the best has {reached}"
+        return f"P >= {self.p_correct:.4f} for precision {self.wanted:g}: {reached}"
 
 
 def choose_threshold(

@@ -65,8 +65,8 @@ def epoch_groups(
     ]
     order = np.random.default_rng(list(seed)).permutation(n_chunks)
     groups = []
-    for part in np.array_split(order, n_groups):
-        where = np.concatenate([chunks[i] for i in np.sort(part)])  # as on disk
+    for numbers in np.array_split(order, n_groups):
+        where = np.concatenate([chunks[i] for i in np.sort(numbers)])  # as on disk
         is_real = np.arange(n_rows) < len(where)
         groups.append(Group(np.pad(where, (0, n_rows - len(where)), "edge"), is_real))
     return groups
@@ -81,11 +81,11 @@ def prefetched(read: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any
     with ThreadPoolExecutor(1) as pool:
         pending = pool.submit(read, items[0]) if items else None
         for following in [*items[1:], None]:
-            found = pending.result()
+            value = pending.result()
             if following is not None:
                 pending = pool.submit(read, following)
-            yield found
-            del found  # or it would live until the next one is there
+            yield value
+            del value  # or it would live until the next one is there
 
 
 Read = Callable[[np.ndarray], FamilyTokens]
@@ -118,8 +118,8 @@ class Streamed:
             offsets = None if self.offsets is None else self.offsets[:, group.where]
             return labelled(features, self.labels[group.where], weights, offsets)
 
-        places = np.arange(len(self.where))
-        yield from prefetched(fetch, epoch_groups(places, self.config, seed))
+        indices = np.arange(len(self.where))
+        yield from prefetched(fetch, epoch_groups(indices, self.config, seed))
 
 
 def fit_streamed(

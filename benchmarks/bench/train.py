@@ -7,6 +7,8 @@ call.
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import os
 import tempfile
 import time
@@ -48,13 +50,13 @@ from beatrice.benchmarks.bench.torch_encoder import (
 )
 from beatrice.extract.run.console import Progress, quiet
 from beatrice.extract.run.memory import begin_peak
+from beatrice.extract.run.share import Share
 from beatrice.jaxprobe.config import XLA_FLAGS
 from beatrice.jaxprobe.families import subset_index
 from beatrice.jaxprobe.grid import Member
 from beatrice.jaxprobe.memory import (
     Workload,
     families_of,
-    in_parts,
     turn_flops,
 )
 
@@ -337,6 +339,15 @@ class CheckSize:
     n_seeds: int = 2
 
 
+def split_members(
+    workload: Workload, groups: Sequence[Sequence[Member]], n_processes: int
+) -> list[list[Member]]:
+    """Split groups of members among processes that have about as much to do."""
+    cost = functools.partial(turn_flops, workload)
+    shares = [Share(rank, n_processes) for rank in range(n_processes)]
+    return [list(itertools.chain(*share.mine(groups, cost))) for share in shares]
+
+
 class Method:
     """One way to train: its processes, each with its share of the members."""
 
@@ -372,7 +383,7 @@ class Method:
             else Remote(
                 environment, TorchTrainer, workload, setting, part, folder, kind
             )
-            for part in in_parts(workload, groups, n_processes)
+            for part in split_members(workload, groups, n_processes)
         ]
 
     def _all(self, name: str, *arguments: Any) -> list[Any]:

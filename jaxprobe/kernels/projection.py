@@ -26,9 +26,9 @@ def shared_branch(
     compute: Callable[[Any], jax.Array],
     mask: Callable[[jax.Array, jax.Array], jax.Array] | None,
     gate: jax.Array,
-    given: Any,
+    operands: Any,
 ) -> jax.Array:
-    """`compute(given)` where the gate is open; for members side by side, once for all.
+    """`compute(operands)` where the gate is open; once for all members side by side.
 
     By itself `vmap` over gates copies what the members share, a batch of hidden states,
     for every member. Here what is computed is as shared as what it is computed from.
@@ -37,32 +37,32 @@ def shared_branch(
       compute: has no gradient of its own.
       mask: makes zeros of a value whose gate is closed; None where nobody reads it.
       gate: scalar bool.
-      given: arrays, not closed over, since `vmap` must see them.
+      operands: arrays, not closed over, since `vmap` must see them.
     """
-    shape = jax.eval_shape(compute, given)
+    shape = jax.eval_shape(compute, operands)
 
     @jax.custom_batching.custom_vmap
-    def branch(gate, given):
+    def branch(gate, operands):
         return jax.lax.cond(
-            gate, compute, lambda _: jnp.zeros(shape.shape, shape.dtype), given
+            gate, compute, lambda _: jnp.zeros(shape.shape, shape.dtype), operands
         )
 
     @branch.def_vmap
-    def several(n, is_batched, gate, given):
+    def several(n, is_batched, gate, operands):
         is_gate_batched, are_given = is_batched
         axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, are_given)
         is_shared = not any(jax.tree.leaves(are_given))
-        found = (
-            compute(given)
+        results = (
+            compute(operands)
             if is_shared
-            else jax.vmap(compute, in_axes=(axes,), axis_size=n)(given)
+            else jax.vmap(compute, in_axes=(axes,), axis_size=n)(operands)
         )
         if mask is None:
-            return found, not is_shared
-        own = 0 if is_gate_batched else None, None if is_shared else 0
-        return jax.vmap(mask, in_axes=own, axis_size=n)(gate, found), True
+            return results, not is_shared
+        axes_of_mask = 0 if is_gate_batched else None, None if is_shared else 0
+        return jax.vmap(mask, in_axes=axes_of_mask, axis_size=n)(gate, results), True
 
-    return branch(gate, given)
+    return branch(gate, operands)
 
 
 def zeros_if_closed(gate: jax.Array, x: jax.Array) -> jax.Array:
@@ -136,8 +136,8 @@ def project(
         )
     before = d_family <= d_projection
 
-    def gather(given):
-        tokens, rows, key = given
+    def gather(operands):
+        tokens, rows, key = operands
         batch = take_rows(tokens, rows_of_tokens(tokens, rows))
         if not before or deviation == 0.0:
             return batch
@@ -192,7 +192,7 @@ def _gated_product(deviation, stream, matmul_dtype, weight, batch, gate, key):
     """`_noisy_product` behind a gate; only `weight` has a gradient."""
     compute = partial(_noisy_product, deviation, stream, matmul_dtype)
     return shared_branch(
-        lambda given: compute(*given), zeros_if_closed, gate, (weight, batch, key)
+        lambda operands: compute(*operands), zeros_if_closed, gate, (weight, batch, key)
     )
 
 
@@ -204,14 +204,14 @@ def _gated_product_forward(deviation, stream, matmul_dtype, weight, batch, gate,
 def _gated_product_backward(deviation, stream, matmul_dtype, residuals, dy):
     weight, batch, gate, key = residuals
 
-    def vjp(given):
-        weight, batch, key, dy = given
+    def vjp(operands):
+        weight, batch, key, dy = operands
         fixed = deviation, stream, matmul_dtype
         compute = partial(_noisy_product, *fixed, batch=batch, key=key)
         return jax.vjp(compute, weight)[1](dy)[0]
 
-    given = weight, batch, key, dy
-    return shared_branch(vjp, zeros_if_closed, gate, given), None, None, None
+    operands = weight, batch, key, dy
+    return shared_branch(vjp, zeros_if_closed, gate, operands), None, None, None
 
 
 _gated_product.defvjp(_gated_product_forward, _gated_product_backward)
@@ -275,22 +275,22 @@ def wide_product(
 
 
 def _wide_forward(matmul_dtype, weight, tokens, rows, real, gate):
-    given = weight, tokens, rows, real, gate
+    operands = weight, tokens, rows, real, gate
     y = jax.lax.platform_dependent(
-        *given,
-        cpu=partial(project_in_chunks, matmul_dtype),
-        default=partial(project_whole, matmul_dtype),
+        *operands,
+        cpu=partial(project_on_cpu, matmul_dtype),
+        default=partial(project_on_accelerator, matmul_dtype),
     )
-    return y, given
+    return y, operands
 
 
-def _wide_backward(matmul_dtype, given, dy):
+def _wide_backward(matmul_dtype, operands, dy):
     # The tokens are gathered a second time, not kept.
     d_weight = jax.lax.platform_dependent(
         dy,
-        *given,
-        cpu=partial(project_in_chunks_vjp, matmul_dtype),
-        default=partial(project_whole_vjp, matmul_dtype),
+        *operands,
+        cpu=partial(cpu_vjp, matmul_dtype),
+        default=partial(accelerator_vjp, matmul_dtype),
     )
     return d_weight, None, None, None, None
 
@@ -319,18 +319,18 @@ def _all(tokens: jax.Array) -> jax.Array:
 
 
 def _reading_forward(matmul_dtype, weight, tokens, real, gate):
-    given = weight, tokens, real, gate
-    return wide_reading(matmul_dtype, *given), given
+    operands = weight, tokens, real, gate
+    return wide_reading(matmul_dtype, *operands), operands
 
 
-def _reading_backward(matmul_dtype, given, dy):
-    weight, tokens, real, gate = given
-    whole = weight, tokens, _all(tokens), real, gate
-    d_weight = _wide_backward(matmul_dtype, whole, dy)[0]
-    kept = jnp.where(real[None], dy, 0.0).reshape(len(weight), -1)
+def _reading_backward(matmul_dtype, operands, dy):
+    weight, tokens, real, gate = operands
+    all_examples = weight, tokens, _all(tokens), real, gate
+    d_weight = _wide_backward(matmul_dtype, all_examples, dy)[0]
+    masked = jnp.where(real[None], dy, 0.0).reshape(len(weight), -1)
 
     def vjp() -> jax.Array:
-        return contract(kept, weight, 0, matmul_dtype).reshape(tokens.shape)
+        return contract(masked, weight, 0, matmul_dtype).reshape(tokens.shape)
 
     return d_weight, _gated(vjp, gate, tokens.shape), None, None
 
@@ -359,22 +359,22 @@ def _chunk(tokens, places: _Places, chunk) -> jax.Array:
     return take_rows(tokens, places.rows[at])
 
 
-def project_in_chunks(matmul_dtype, weight, tokens, rows, real, gate):
-    """`wide_product` where there is a cache."""
+def project_on_cpu(matmul_dtype, weight, tokens, rows, real, gate):
+    """`wide_product` on a CPU: in chunks that stay in its cache."""
     places = _places(tokens, rows, real, gate)
 
-    def put(chunk, found):
+    def put(chunk, projected):
         y = contract(_chunk(tokens, places, chunk), weight, 1, matmul_dtype)
-        return jax.lax.dynamic_update_slice(found, y, (chunk * _N_CHUNK, 0))
+        return jax.lax.dynamic_update_slice(projected, y, (chunk * _N_CHUNK, 0))
 
-    found = jnp.zeros((len(places.order), len(weight)), jnp.float32)
-    found = jax.lax.fori_loop(0, places.n_chunks, put, found)
-    y = jnp.where(places.real[:, None], found[places.rank], 0.0)
+    projected = jnp.zeros((len(places.order), len(weight)), jnp.float32)
+    projected = jax.lax.fori_loop(0, places.n_chunks, put, projected)
+    y = jnp.where(places.real[:, None], projected[places.rank], 0.0)
     return y.T.reshape(-1, *real.shape)
 
 
-def project_in_chunks_vjp(matmul_dtype, dy, weight, tokens, rows, real, gate):
-    """Gradient of `weight` where there is a cache."""
+def cpu_vjp(matmul_dtype, dy, weight, tokens, rows, real, gate):
+    """Gradient of `weight` on a CPU."""
     places = _places(tokens, rows, real, gate)
     n_padded = len(places.order)
     transposed = dy.reshape(len(weight), -1).T[places.order]
@@ -383,8 +383,10 @@ def project_in_chunks_vjp(matmul_dtype, dy, weight, tokens, rows, real, gate):
 
     def add(chunk, total):
         at = (chunk * _N_CHUNK, 0)
-        own = jax.lax.dynamic_slice(transposed, at, (_N_CHUNK, len(weight)))
-        return total + contract(own, _chunk(tokens, places, chunk), 0, matmul_dtype)
+        chunk_dy = jax.lax.dynamic_slice(transposed, at, (_N_CHUNK, len(weight)))
+        return total + contract(
+            chunk_dy, _chunk(tokens, places, chunk), 0, matmul_dtype
+        )
 
     return jax.lax.fori_loop(0, places.n_chunks, add, jnp.zeros_like(weight))
 
@@ -394,11 +396,11 @@ def _batch(tokens, rows) -> jax.Array:
     return take_rows(tokens, rows_of_tokens(tokens, rows).reshape(-1))
 
 
-def project_whole(matmul_dtype, weight, tokens, rows, real, gate):
-    """`wide_product` where there is none."""
+def project_on_accelerator(matmul_dtype, weight, tokens, rows, real, gate):
+    """`wide_product` on an accelerator: one product."""
 
-    def project(given):
-        weight, tokens, rows, real = given
+    def project(operands):
+        weight, tokens, rows, real = operands
         batch = _batch(tokens, rows)
         y = contract(weight, batch, 1, matmul_dtype).reshape(-1, *real.shape)
         return jnp.where(real[None], y, 0.0)
@@ -406,11 +408,11 @@ def project_whole(matmul_dtype, weight, tokens, rows, real, gate):
     return shared_branch(project, zeros_if_closed, gate, (weight, tokens, rows, real))
 
 
-def project_whole_vjp(matmul_dtype, dy, weight, tokens, rows, real, gate):
-    """Gradient of `weight` where there is none."""
+def accelerator_vjp(matmul_dtype, dy, weight, tokens, rows, real, gate):
+    """Gradient of `weight` on an accelerator."""
 
-    def vjp(given):
-        dy, tokens, rows, real = given
+    def vjp(operands):
+        dy, tokens, rows, real = operands
         batch = _batch(tokens, rows)
         transposed = jnp.where(real[None], dy, 0.0).reshape(len(weight), -1)
         return product(transposed, batch, matmul_dtype)

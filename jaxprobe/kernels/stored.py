@@ -57,8 +57,8 @@ def values_of(tokens: jax.Array | StoredTokens) -> jax.Array:
     """Return standardised values, `[n_tokens, n_examples, d_family]` float32."""
     if not isinstance(tokens, StoredTokens):
         return tokens
-    kept = None if tokens.is_kept is None else tokens.is_kept[:, None]
-    return _standardized(tokens, tokens.codes, tokens.scales, kept)
+    is_kept = None if tokens.is_kept is None else tokens.is_kept[:, None]
+    return _standardized(tokens, tokens.codes, tokens.scales, is_kept)
 
 
 def take_rows(tokens: jax.Array | StoredTokens, at: jax.Array) -> jax.Array:
@@ -78,8 +78,8 @@ def take_rows(tokens: jax.Array | StoredTokens, at: jax.Array) -> jax.Array:
     if not isinstance(tokens, StoredTokens):
         return take(tokens)
     scales = None if tokens.scales is None else take(tokens.scales)
-    kept = None if tokens.is_kept is None else tokens.is_kept[at // tokens.shape[1]]
-    return _standardized(tokens, moved(take, tokens.codes), scales, kept)
+    is_kept = None if tokens.is_kept is None else tokens.is_kept[at // tokens.shape[1]]
+    return _standardized(tokens, moved(take, tokens.codes), scales, is_kept)
 
 
 def moved(take: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
@@ -112,7 +112,7 @@ def _standardized(
     tokens: StoredTokens,
     codes: jax.Array,
     scales: jax.Array | None,
-    kept: jax.Array | None,
+    is_kept: jax.Array | None,
 ) -> jax.Array:
     """Widen and standardise codes `[..., d_family]`."""
     axes = range(codes.ndim - 1)
@@ -121,7 +121,7 @@ def _standardized(
     if scales is not None:
         x = x * scales[..., None]
     x = (x - mean) * (1.0 / std)
-    return x if kept is None else jnp.where(kept[..., None], x, 0.0)
+    return x if is_kept is None else jnp.where(is_kept[..., None], x, 0.0)
 
 
 def product(a: jax.Array, b: jax.Array, matmul_dtype: MatmulDtype) -> jax.Array:
@@ -156,8 +156,8 @@ def _mixed_forward(a, b):
     return _summed(a, b), (a, b)
 
 
-def _mixed_backward(kept, dy):
-    a, b = kept
+def _mixed_backward(residuals, dy):
+    a, b = residuals
     dy = dy.astype(jnp.bfloat16)
     return _summed(dy, b.T), _summed(a.T, dy)
 

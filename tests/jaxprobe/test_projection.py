@@ -146,10 +146,10 @@ def test_an_accelerator_projects_the_widest_family_to_the_same():
     given = weight, tokens, rows, real, OPEN
     there, here = (
         way("float32", *given)
-        for way in (projection.project_whole, projection.project_in_chunks)
+        for way in (projection.project_on_accelerator, projection.project_on_cpu)
     )
     np.testing.assert_allclose(there, here, atol=1e-5)
-    ways = projection.project_whole_vjp, projection.project_in_chunks_vjp
+    ways = projection.accelerator_vjp, projection.cpu_vjp
     there, here = (way("float32", dy, *given) for way in ways)
     np.testing.assert_allclose(there, here, atol=1e-4)
 

@@ -17,13 +17,13 @@ from beatrice.benchmarks.bench.train import (
     TorchTrainer,
     measure,
     require_same_losses,
+    split_members,
     train_torch,
 )
 from beatrice.jaxprobe.config import EncoderConfig
 from beatrice.jaxprobe.families import paper_dims, subset_index
 from beatrice.jaxprobe.memory import (
     Workload,
-    in_parts,
     step_flops,
     turn_flops,
 )
@@ -75,7 +75,7 @@ def test_members_are_split_whole_and_evenly():
     work = dataclasses.replace(
         TOY, dims=paper_dims(hidden=900, prob=5, resid=4, attn=2)
     )
-    parts = in_parts(work, [[m] for m in work.members], 2)
+    parts = split_members(work, [[m] for m in work.members], 2)
     assert sorted(m for part in parts for m in part) == work.members
     loads = [turn_flops(work, part) for part in parts]
     # By parity of the subset one part would have all that read the wide family.
