@@ -9,9 +9,9 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,7 +37,7 @@ METRICS = {"auroc": auroc, "auprc": auprc}
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Scored:
-    """The scores that one detector gives to every row of a setting.
+    """The scores of one detector on every row of a setting.
 
     Attributes:
       name: as in the rows, such as "champion" or "encoder:HP".
@@ -108,63 +108,43 @@ def _less(fields: Mapping[str, Any], n_left_out: int) -> dict[str, Any]:
     return {**fields, "n": n, "n_failed": n_failed}
 
 
-def _no_score(scores: np.ndarray, labels: np.ndarray, *, reason: str) -> Metric:
-    return Metric(math.nan, reason)
+class _Case(NamedTuple):
+    """A detector on the rows of a set where it has scores.
+
+    Attributes:
+      name: of the detector.
+      where: `[n_chosen]` bool, these rows among the set's.
+      scores: `[n_seeds, n]`.
+      labels: `[n]` bool.
+      weighted: the metrics under weightings, see `weighted_metrics`.
+      seeds: by metric its value with each training seed.
+    """
+
+    name: str
+    where: np.ndarray
+    scores: np.ndarray
+    labels: np.ndarray
+    weighted: Callable[..., dict[str, np.ndarray]]
+    seeds: dict[str, list[Metric]]
+
+
+def _case(scored: Scored, rows: Rows, strata: np.ndarray | None) -> _Case:
+    """Return a detector's values; `scored`, `rows` and `strata` are of one set."""
+    where = scored.is_defined
+    labels = (rows.labels if scored.labels is None else scored.labels)[where]
+    metrics, weighted = METRICS, weighted_metrics
+    if strata is not None:
+        metrics = {"auroc": partial(stratified_auroc, strata=strata[where])}
+        weighted = partial(weighted_stratified, strata=strata[where])
+    scores, undefined = scored.scores[:, where], Metric(math.nan, scored.reason)
+    seeds = {
+        metric: [point(x, labels) if where.any() else undefined for x in scores]
+        for metric, point in metrics.items()
+    }
+    return _Case(scored.name, where, scores, labels, weighted, seeds)
 
 
 def _measure(
-    detectors: Sequence[Scored],
-    labels: np.ndarray,
-    weights: Iterable[np.ndarray],
-    strata: np.ndarray | None,
-) -> dict[tuple[str, str], _Measured]:
-    """Measure every detector by every metric, on the labelled rows of one set.
-
-    Args:
-      detectors: their scores of these rows alone.
-      labels: of the same rows, where a detector does not have its own.
-      weights: of the same rows, see `resamples`; all detectors share them.
-      strata: of the same rows, within which alone answers are compared; None compares
-        all.
-    """
-    cases = []
-    for one in detectors:
-        where = one.is_defined
-        truth = (labels if one.labels is None else one.labels)[where]
-        metrics, weighted = METRICS, weighted_metrics
-        if strata is not None:
-            metrics = {"auroc": partial(stratified_auroc, strata=strata[where])}
-            weighted = partial(weighted_stratified, strata=strata[where])
-        scores = one.scores[:, where]
-        if not where.any():
-            metrics = dict.fromkeys(metrics, partial(_no_score, reason=one.reason))
-        seeds = {
-            metric: [point(own, truth) for own in scores]
-            for metric, point in metrics.items()
-        }
-        cases.append((one.name, where, scores, truth, weighted, seeds))
-    draws: dict[tuple[str, str], list[np.ndarray]] = collections.defaultdict(list)
-    for block in weights:
-        for name, where, scores, truth, weighted, seeds in cases:
-            if any(p.reason for p in seeds["auroc"]):
-                continue
-            counts = block if where.all() else block[where]
-            found = [weighted(own, truth, counts) for own in scores]
-            for metric in seeds:
-                mean = np.mean([one[metric] for one in found], axis=0)
-                draws[name, metric].append(mean)
-    return {
-        (name, metric): _Measured(
-            seeds=points,
-            draws=np.concatenate(draws[name, metric]) if draws[name, metric] else None,
-            n_left_out=int((~where).sum()),
-        )
-        for name, where, _, _, _, seeds in cases
-        for metric, points in seeds.items()
-    }
-
-
-def _measure_rows(
     detectors: Sequence[Scored],
     chosen: np.ndarray,
     *,
@@ -172,11 +152,37 @@ def _measure_rows(
     config: BootstrapConfig,
     strata: np.ndarray | None,
 ) -> dict[tuple[str, str], _Measured]:
-    """Measure detectors on some rows, `[n]` indices, which may be none."""
-    own = [scored.take(chosen) for scored in detectors]
-    weights = resamples(rows.ids[chosen], config) if len(chosen) else ()
-    within = None if strata is None else strata[chosen]
-    return _measure(own, rows.labels[chosen], weights, within)
+    """Measure every detector by every metric on one set.
+
+    Args:
+      detectors: their scores of all rows.
+      chosen: `[n]` indices of the set's labelled rows, which may be none.
+      rows: what the rows are.
+      config: of the resamples, which all detectors share.
+      strata: `[n_rows]`, within which alone answers are compared; None compares all.
+    """
+    of_set = rows.take(chosen)
+    strata = None if strata is None else strata[chosen]
+    cases = [_case(scored.take(chosen), of_set, strata) for scored in detectors]
+    draws: dict[tuple[str, str], list[np.ndarray]] = collections.defaultdict(list)
+    for weights in resamples(of_set.ids, config) if len(chosen) else ():
+        for case in cases:
+            if any(point.reason for point in case.seeds["auroc"]):
+                continue
+            counts = weights if case.where.all() else weights[case.where]
+            by_seed = [case.weighted(x, case.labels, counts) for x in case.scores]
+            for metric in case.seeds:
+                mean = np.mean([values[metric] for values in by_seed], axis=0)
+                draws[case.name, metric].append(mean)
+    return {
+        (case.name, metric): _Measured(
+            seeds=points,
+            draws=np.concatenate(x) if (x := draws[case.name, metric]) else None,
+            n_left_out=int((~case.where).sum()),
+        )
+        for case in cases
+        for metric, points in case.seeds.items()
+    }
 
 
 def difference_row(value: float, draws: np.ndarray, **fields: Any) -> ResultRow:
@@ -221,41 +227,39 @@ def detection_rows(
       strata: `[n_rows]`; AUROC is then measured within strata alone, see
         `stratified_auroc`.
     """
-    made: list[ResultRow] = []
-    known: dict[bytes, dict[tuple[str, str], _Measured]] = {}
-    by_name = {one.name: one for one in detectors}
-    measure = partial(_measure_rows, rows=rows, config=config, strata=strata)
+    measure = partial(_measure, rows=rows, config=config, strata=strata)
+    by_name = {scored.name: scored for scored in detectors}
+    result: list[ResultRow] = []
+    measured_sets: dict[bytes, dict[tuple[str, str], _Measured]] = {}
     for dataset, split in rows.evaluated_sets():
         chosen = rows.where(split, dataset)
         if not len(chosen):
             continue
-        place = chosen.tobytes()  # one set alone is all the in-domain sets
-        if place not in known:
-            known[place] = measure(detectors, chosen)
-        found, shared = known[place], rows.fields_of(dataset, split)
-        for (name, metric), measured in found.items():
+        identity = chosen.tobytes()  # one set alone is all the in-domain sets
+        if identity not in measured_sets:
+            measured_sets[identity] = measure(detectors, chosen)
+        measured, shared = measured_sets[identity], rows.fields_of(dataset, split)
+        for (name, metric), values in measured.items():
             fields = {"experiment": experiment, "detector": name, "metric": metric}
-            made += measured.rows(fields | shared)
-        for compared, chosen_pairs in (pairs or {}).items():
-            for (name, rival), metric in itertools.product(chosen_pairs, METRICS):
-                if (name, metric) not in found:
+            result += values.rows(fields | shared)
+        for compared, names in (pairs or {}).items():
+            for (name, rival), metric in itertools.product(names, METRICS):
+                if (name, metric) not in measured:
                     continue
                 fields = {"experiment": compared, "detector": name, "against": rival}
                 fields |= {"metric": metric + DIFFERENCE, **shared}
-                pair = [found[name, metric], found[rival, metric]]
-                if any(one.n_left_out for one in pair):
+                pair = [measured[name, metric], measured[rival, metric]]
+                if any(values.n_left_out for values in pair):
                     both = [by_name[name], by_name[rival]]
-                    common = chosen[
-                        np.all([x.is_defined[chosen] for x in both], axis=0)
-                    ]
-                    again = measure(both, common)
-                    n_left_out = len(chosen) - len(common)
+                    is_common = np.all([x.is_defined[chosen] for x in both], axis=0)
+                    common = measure(both, chosen[is_common])
+                    n_left_out = int((~is_common).sum())
                     pair = [
-                        dataclasses.replace(again[x, metric], n_left_out=n_left_out)
+                        dataclasses.replace(common[x, metric], n_left_out=n_left_out)
                         for x in (name, rival)
                     ]
-                made.append(_difference(*pair, **fields))
-    return made
+                result.append(_difference(*pair, **fields))
+    return result
 
 
 def permute_by_question(rows: Rows, seed: int) -> np.ndarray:

@@ -84,6 +84,15 @@ class Rows:
         """
         return np.flatnonzero(self._chosen(split, dataset) & self.is_labelled)
 
+    def take(self, where: np.ndarray) -> "Rows":
+        """Return some of the rows, `[n]` indices."""
+        arrays = {
+            field.name: getattr(self, field.name)[where]
+            for field in dataclasses.fields(self)
+            if field.name != "setting"
+        }
+        return dataclasses.replace(self, **arrays)
+
     def fields_of(self, dataset: str, split: str) -> dict[str, Any]:
         """Return the fields that all result rows on an evaluated set have in common."""
         chosen = self._chosen(split, dataset)

@@ -119,12 +119,6 @@ def judged_sets(rows: Rows) -> list[tuple[str, str]]:
     return [p for p in places if len(own) > 1 or p not in own]
 
 
-def some_rows(rows: Rows, where: np.ndarray) -> Rows:
-    """Return what some rows are, `[n]` indices."""
-    fields = ("ids", "datasets", "splits", "variants", "labels", "is_labelled")
-    return dataclasses.replace(rows, **{f: getattr(rows, f)[where] for f in fields})
-
-
 def drawn(rows: Rows, where: np.ndarray, n: int, seed: int) -> np.ndarray:
     """Return `n` of some rows, or all of fewer; the same ones in whatever order.
 

@@ -32,7 +32,6 @@ from beatrice.selection.anatomy.analysis import (
     in_each_setting,
     judged_sets,
     ratio_rows,
-    some_rows,
 )
 from beatrice.selection.anatomy.encoders import EVERY_FAMILY, Deployed
 from beatrice.selection.exhaustive import SET_SIZE, Ranking, traits
@@ -99,7 +98,7 @@ def _differences(
     deployed: Deployed, scored: list[Scored], pairs: list[tuple[str, str]], name: str
 ) -> list[ResultRow]:
     """Return how much more AUROC the first of each pair has, on the judged sets."""
-    rows = some_rows(deployed.rows, deployed.judged)
+    rows = deployed.rows.take(deployed.judged)
     judged = [one.take(deployed.judged) for one in scored]
     made = detection_rows(judged, rows, deployed.bootstrap, _ALL, {name: pairs})
     wanted = f"auroc{DIFFERENCE}"

@@ -35,7 +35,6 @@ from beatrice.selection.anatomy.analysis import (
     drawn,
     in_each_setting,
     ratio_rows,
-    some_rows,
 )
 from beatrice.selection.anatomy.encoders import (
     EVERY_FAMILY,
@@ -296,7 +295,7 @@ def spans_gone(deployed: Deployed) -> list[ResultRow]:
             without = deployed.without(name, span)
             scored.append(Scored(name=f"{printed} without {span}", scores=without))
             pairs.append((f"{printed} without {span}", printed))
-    rows = some_rows(deployed.rows, deployed.judged)
+    rows = deployed.rows.take(deployed.judged)
     return detection_rows(
         scored, rows, deployed.bootstrap, SPANS_GONE, {SPANS_GONE: pairs}
     )
@@ -346,7 +345,7 @@ def layers(deployed: Deployed) -> list[ResultRow]:
     """Return the AUROC of the mean answer state of every kept layer, on every row."""
     rows, store = deployed.rows, deployed.store
     where = np.flatnonzero(rows.is_labelled)
-    own = some_rows(rows, where)
+    own = rows.take(where)
     train, valid = own.where("train"), own.where("validation")
     scored = []
     for layer in store.spec.hidden_layers:

@@ -53,7 +53,6 @@ from beatrice.selection.anatomy.analysis import (
     AnalysisInput,
     Findings,
     drawn,
-    some_rows,
 )
 from beatrice.selection.anatomy.combining import pairs
 from beatrice.selection.anatomy.encoders import EVERY_FAMILY, Deployed
@@ -168,7 +167,7 @@ class Few:
 
         return dataclasses.replace(
             data,
-            rows=some_rows(data.rows, taken),
+            rows=data.rows.take(taken),
             lengths=data.lengths[taken],
             read=read,
             read_train=read,
@@ -236,7 +235,7 @@ def _curve(given: AnalysisInput, deployed: Deployed) -> list[ResultRow]:
         scored += [_scored(f"encoder:{x} at {n}", found[x], _ONE_CLASS) for x in shown]
         mean = np.mean([1 / (1 + np.exp(-found[x])) for x in selected], axis=0)
         scored.append(_scored(f"selected at {n}", mean, _ONE_CLASS))
-    own = some_rows(rows, judged)
+    own = rows.take(judged)
     made = detection_rows(scored, own, deployed.bootstrap, CURVE)
     n_all = sum(len(rows.where(split)) for split in ("train", "validation"))
     place = deployed.place(IN_DOMAIN, "test")
@@ -301,7 +300,7 @@ def _matrix(deployed: Deployed, folder: Path) -> list[ResultRow]:
         scored.append(
             _scored(f"encoder:{EVERY_FAMILY} from {name}", logits, _ONE_CLASS)
         )
-    made = detection_rows(scored, some_rows(rows, judged), deployed.bootstrap, TRANSFER)
+    made = detection_rows(scored, rows.take(judged), deployed.bootstrap, TRANSFER)
     kept = [row for row in made if row.metric == "auroc"]
     return [row for row in kept if row.dataset != IN_DOMAIN]
 
