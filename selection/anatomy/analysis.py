@@ -1,8 +1,7 @@
-"""What every analysis is given, and how shares become rows with intervals.
+"""The input and the output of every analysis, and shares as rows with intervals.
 
-An analysis asks the encoders and heads of a finished run and gives rows. Nothing is
-trained again, except where an analysis says so. A file of analyses lists them in its
-`ANALYSES`; the stage does those of all files.
+An analysis reads the encoders and heads of a finished run and returns rows. Nothing is
+trained again, except where an analysis says so. `anatomy.stage` has the table of all.
 """
 
 import dataclasses
@@ -26,7 +25,7 @@ Part = Literal["closed_book", "with_context", "rankings", "ablations", "other"]
 
 
 class Search(NamedTuple):
-    """What a search has selected, and what its heads say.
+    """The encoders that a search has selected, and the scores of its heads.
 
     Attributes:
       reads: pass and letters of every selected encoder.
@@ -46,7 +45,7 @@ class Texts(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class AnalysisInput:
-    """What an analysis is given.
+    """The input of an analysis.
 
     Attributes:
       settings: the encoders of every setting.
@@ -74,37 +73,21 @@ class AnalysisInput:
     folder: Path
 
 
-class Findings(NamedTuple):
-    """What an analysis gives: rows of the results, and cases where it shows some."""
+class AnalysisOutput(NamedTuple):
+    """The output of an analysis: rows of the results, and cases to be shown."""
 
     rows: list[ResultRow]
     cases: tuple[Study, ...] = ()
 
 
-class Analysis(NamedTuple):
-    """An analysis of the anatomy.
+def per_setting(
+    rows_of: Callable[[Deployed], list[ResultRow]],
+) -> Callable[[AnalysisInput], AnalysisOutput]:
+    """Return an analysis of every setting by itself."""
 
-    Attributes:
-      name: by which it is asked for.
-      work: does it.
-      needs: parts that its input must have.
-      uses: parts that it reads where its input has them.
-    """
-
-    name: str
-    work: Callable[[AnalysisInput], Findings]
-    needs: tuple[Part, ...] = ()
-    uses: tuple[Part, ...] = ()
-
-
-def in_each_setting(
-    work: Callable[[Deployed], list[ResultRow]],
-) -> Callable[[AnalysisInput], Findings]:
-    """Return what does some work in every setting, one after another."""
-
-    def analyse(given: AnalysisInput) -> Findings:
-        each = map(work, given.settings.values())
-        return Findings([row for rows in each for row in rows])
+    def analyse(inputs: AnalysisInput) -> AnalysisOutput:
+        settings = inputs.settings.values()
+        return AnalysisOutput([row for setting in settings for row in rows_of(setting)])
 
     return analyse
 
@@ -112,19 +95,15 @@ def in_each_setting(
 def judged_sets(rows: Rows) -> list[tuple[str, str]]:
     """Return the test and held-out sets, all in-domain ones together first.
 
-    One in-domain set alone is not a second time itself.
+    Of one in-domain set alone there is one entry.
     """
-    places = [p for p in rows.evaluated_sets() if p[1] in ("test", "ood")]
-    own = [p for p in places if p[1] == "test" and p[0] != IN_DOMAIN]
-    return [p for p in places if len(own) > 1 or p not in own]
+    sets = [x for x in rows.evaluated_sets() if x[1] in ("test", "ood")]
+    in_domain = [x for x in sets if x[1] == "test" and x[0] != IN_DOMAIN]
+    return [x for x in sets if len(in_domain) > 1 or x not in in_domain]
 
 
-def drawn(rows: Rows, where: np.ndarray, n: int, seed: int) -> np.ndarray:
-    """Return `n` of some rows, or all of fewer; the same ones in whatever order.
-
-    Questions are drawn by a hash of their id, so that the order in which they lie
-    does not matter.
-    """
+def draw_rows(rows: Rows, where: np.ndarray, n: int, seed: int) -> np.ndarray:
+    """Draw `n` of some rows by a hash of their question, whatever their order."""
 
     def key(i: int) -> bytes:
         text = f"{seed} {rows.ids[i]} {rows.variants[i]}"
@@ -134,19 +113,19 @@ def drawn(rows: Rows, where: np.ndarray, n: int, seed: int) -> np.ndarray:
 
 
 class Ratio(NamedTuple):
-    """A share or a mean: the sum of `part` over the sum of `whole`.
+    """A share or a mean: the sum of `numerator` over the sum of `denominator`.
 
     Attributes:
       detector: of the row.
       metric: of the row.
-      part: `[..., n]`; leading axes such as seeds are summed.
-      whole: the same; 0 where an example does not count.
+      numerator: `[..., n]`; leading axes such as seeds are summed.
+      denominator: the same; 0 where an example does not count.
     """
 
     detector: str
     metric: str
-    part: np.ndarray
-    whole: np.ndarray
+    numerator: np.ndarray
+    denominator: np.ndarray
 
 
 def ratio_rows(
@@ -155,7 +134,7 @@ def ratio_rows(
     ids: np.ndarray,
     place: dict[str, Any],
     config: BootstrapConfig,
-    nothing: str = "no answer of this kind",
+    reason: str = "no answer of this kind",
 ) -> list[ResultRow]:
     """Return ratios with 95 % intervals that resample questions.
 
@@ -165,31 +144,37 @@ def ratio_rows(
       ids: `[n]` questions; two wordings of one move together.
       place: the rows' setting, dataset and split.
       config: of the resamples, which all ratios share.
-      nothing: why a ratio is undefined whose whole is 0.
+      reason: why a ratio is undefined whose denominator is 0.
     """
     n = len(ids)
-    parts, wholes = (
+    numerators, denominators = (
         np.stack([np.asarray(x, np.float32).reshape(-1, n).sum(axis=0) for x in side])
         if ratios
         else np.zeros((0, n), np.float32)
-        for side in ([r.part for r in ratios], [r.whole for r in ratios])
+        for side in ([r.numerator for r in ratios], [r.denominator for r in ratios])
     )
     draws: list[np.ndarray] = []
     if n and len(ratios):
         with np.errstate(invalid="ignore", divide="ignore"):
-            draws = [(parts @ w) / (wholes @ w) for w in resamples(ids, config)]
+            draws = [
+                (numerators @ w) / (denominators @ w) for w in resamples(ids, config)
+            ]
     joined = np.concatenate(draws, axis=1) if draws else np.zeros((len(ratios), 0))
-    made = []
-    for one, part, whole, own in zip(ratios, parts, wholes, joined, strict=True):
-        fields = dict(experiment=experiment, detector=one.detector, metric=one.metric)
-        fields |= {**place, "n": int((whole != 0).sum())}
-        total = float(whole.sum(dtype=np.float64))
+    result = []
+    for ratio, numerator, denominator, ratio_draws in zip(
+        ratios, numerators, denominators, joined, strict=True
+    ):
+        fields = dict(
+            experiment=experiment, detector=ratio.detector, metric=ratio.metric
+        )
+        fields |= {**place, "n": int((denominator != 0).sum())}
+        total = float(denominator.sum(dtype=np.float64))
         if total == 0:
-            made.append(ResultRow(**fields, value=None, reason=nothing))
+            result.append(ResultRow(**fields, value=None, reason=reason))
             continue
-        low, high = interval_of(own)
-        value = float(part.sum(dtype=np.float64)) / total
+        low, high = interval_of(ratio_draws)
+        value = float(numerator.sum(dtype=np.float64)) / total
         # Sums in single precision can leave a share of everything just beside it.
         low, high = min(low, value), max(high, value)
-        made.append(ResultRow(**fields, value=value, ci_low=low, ci_high=high))
-    return made
+        result.append(ResultRow(**fields, value=value, ci_low=low, ci_high=high))
+    return result

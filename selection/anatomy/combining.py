@@ -25,12 +25,11 @@ from beatrice.extract.run.rows import DIFFERENCE, ResultRow
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
 from beatrice.jaxprobe.families import LETTERS
 from beatrice.selection.anatomy.analysis import (
-    Analysis,
     AnalysisInput,
-    Findings,
+    AnalysisOutput,
     Ratio,
-    in_each_setting,
     judged_sets,
+    per_setting,
     ratio_rows,
 )
 from beatrice.selection.anatomy.encoders import EVERY_FAMILY, Deployed
@@ -66,7 +65,7 @@ def complementarity(deployed: Deployed) -> list[ResultRow]:
     Seeds are counted together: a share is over the mistakes of all seeds, each against
     the same seed of the other family.
     """
-    rows, made = deployed.rows, []
+    rows, result = deployed.rows, []
     names = np.char.add(np.char.add(rows.ids, " "), rows.variants)
     for dataset, split in judged_sets(rows):
         where = rows.where(split, dataset)
@@ -74,24 +73,26 @@ def complementarity(deployed: Deployed) -> list[ResultRow]:
         wrong = {
             x: np.stack(
                 [
-                    mistakes(own[where], labels, names[where])
-                    for own in deployed.logits_of(x)
+                    mistakes(logits[where], labels, names[where])
+                    for logits in deployed.logits_of(x)
                 ]
             )
             for x in LETTERS
         }
-        every = np.ones_like(wrong["H"])
-        ratios = [Ratio(f"encoder:{x}", "error_rate", wrong[x], every) for x in LETTERS]
+        all_answers = np.ones_like(wrong["H"])
+        ratios = [
+            Ratio(f"encoder:{x}", "error_rate", wrong[x], all_answers) for x in LETTERS
+        ]
         ratios += [
             Ratio(f"encoder:{row}", f"rights:{of}", wrong[of] & ~wrong[row], wrong[of])
             for row, of in itertools.permutations(LETTERS, 2)
         ]
         place = deployed.place(dataset, split)
         ids, config = rows.ids[where], deployed.bootstrap
-        made += ratio_rows(
+        result += ratio_rows(
             COMPLEMENTARITY, ratios, ids, place, config, "it has no mistake"
         )
-    return made
+    return result
 
 
 def _differences(
@@ -99,10 +100,10 @@ def _differences(
 ) -> list[ResultRow]:
     """Return how much more AUROC the first of each pair has, on the judged sets."""
     rows = deployed.rows.take(deployed.judged)
-    judged = [one.take(deployed.judged) for one in scored]
-    made = detection_rows(judged, rows, deployed.bootstrap, _ALL, {name: pairs})
+    judged = [scores.take(deployed.judged) for scores in scored]
+    result = detection_rows(judged, rows, deployed.bootstrap, _ALL, {name: pairs})
     wanted = f"auroc{DIFFERENCE}"
-    return [r for r in made if r.experiment == name and r.metric == wanted]
+    return [r for r in result if r.experiment == name and r.metric == wanted]
 
 
 def pairs(deployed: Deployed) -> list[ResultRow]:
@@ -113,33 +114,33 @@ def pairs(deployed: Deployed) -> list[ResultRow]:
         for name in names
     ]
     compared = [
-        (f"encoder:{name}", f"encoder:{one}")
+        (f"encoder:{name}", f"encoder:{letter}")
         for name in names
         if len(name) == 2
-        for one in name
+        for letter in name
     ]
     return _differences(deployed, scored, compared, PAIRS)
 
 
-def fusion(given: AnalysisInput) -> Findings:
+def fusion(inputs: AnalysisInput) -> AnalysisOutput:
     """Return what the selected set has more than each other variant.
 
     Without hidden states only where `evaluate --ablations` has searched for it.
     """
     rows: list[ResultRow] = []
-    for setting, deployed in given.settings.items():
-        scores = dict(given.searches[setting].scores)
+    for setting, deployed in inputs.settings.items():
+        scores = dict(inputs.searches[setting].scores)
         scores["hidden_only"] = deployed.logits_of("H")
         scores["early_fusion"] = deployed.logits_of(EVERY_FAMILY)
-        if setting == "with_context" and len(given.settings) > 1:
-            single_pass = given.searches["single_pass"]
+        if setting == "with_context" and len(inputs.settings) > 1:
+            single_pass = inputs.searches["single_pass"]
             scores["without_closed_book"] = single_pass.scores["champion"]
-        if setting in given.without_hidden:
-            scores["without_hidden"] = given.without_hidden[setting]
-        scored = [Scored(name=name, scores=own) for name, own in scores.items()]
+        if setting in inputs.without_hidden:
+            scores["without_hidden"] = inputs.without_hidden[setting]
+        scored = [Scored(name=name, scores=values) for name, values in scores.items()]
         compared = [("champion", name) for name in scores if name != "champion"]
         rows += _differences(deployed, scored, compared, VARIANTS)
-    return Findings(rows)
+    return AnalysisOutput(rows)
 
 
 def counts_along(
@@ -162,13 +163,10 @@ def counts_along(
     )
 
 
-def combinations(given: AnalysisInput) -> Findings:
+def combinations(inputs: AnalysisInput) -> AnalysisOutput:
     """Return the rows of every setting's ranking, by validation AUROC."""
-    each = (
-        _of_ranking(given.rankings[setting], deployed)
-        for setting, deployed in given.settings.items()
-    )
-    return Findings([row for rows in each for row in rows])
+    rankings = inputs.rankings
+    return per_setting(lambda x: _of_ranking(rankings[x.setting], x))(inputs)
 
 
 def _of_ranking(ranking: Ranking, deployed: Deployed) -> list[ResultRow]:
@@ -187,8 +185,8 @@ def _of_ranking(ranking: Ranking, deployed: Deployed) -> list[ResultRow]:
     if not is_closed_book.all():
         shares = counts_along(ranking, is_closed_book, N_PARTS)
         for k, along in enumerate(shares):
-            held = is_closed_book[best].sum(axis=1) == k
-            fields = f"{k} closed-book", "best sets", float(held.sum()), len(best)
+            is_count = is_closed_book[best].sum(axis=1) == k
+            fields = f"{k} closed-book", "best sets", float(is_count.sum()), len(best)
             values.append(fields)
             values += [
                 (f"{k} closed-book", f"share in part {part}", float(share), n_sets)
@@ -210,11 +208,3 @@ def _of_ranking(ranking: Ranking, deployed: Deployed) -> list[ResultRow]:
 def _mean(reads: np.ndarray, sets: Sequence[np.ndarray] | np.ndarray) -> float:
     """Return how many encoders of a set have a trait, on average."""
     return float(reads[np.asarray(sets)].sum(axis=1).mean())
-
-
-ANALYSES = (
-    Analysis("complementarity", in_each_setting(complementarity)),
-    Analysis("pairs", in_each_setting(pairs)),
-    Analysis("fusion", fusion, uses=("ablations",)),
-    Analysis("combinations", combinations, needs=("rankings",)),
-)

@@ -1,4 +1,4 @@
-"""Who decides: families whose absence flips decisions, support in passages, and cases.
+"""Decisions: families whose absence flips them, support in passages, and cases.
 
 Flips: one family at a time is replaced by its means inside a deployed encoder (paper,
 appendix E, table of flips and figure of the boundary band). A flip is a decision,
@@ -28,12 +28,10 @@ from beatrice.extract.run.rows import ResultRow
 from beatrice.jaxprobe.rows import Rows
 from beatrice.selection.anatomy import Study
 from beatrice.selection.anatomy.analysis import (
-    Analysis,
     AnalysisInput,
-    Findings,
+    AnalysisOutput,
     Ratio,
     Texts,
-    in_each_setting,
     judged_sets,
     ratio_rows,
 )
@@ -78,7 +76,7 @@ def flips(deployed: Deployed) -> list[ResultRow]:
 
     And the share of right answers, against which a precision is to be read.
     """
-    rows, made = deployed.rows, []
+    rows, result = deployed.rows, []
     for dataset, split in judged_sets(rows):
         at = np.isin(deployed.judged, rows.where(split, dataset))
         labels = rows.labels[deployed.judged[at]]
@@ -93,10 +91,10 @@ def flips(deployed: Deployed) -> list[ResultRow]:
                 ratios += flip_ratios(f"{printed}-{letter}", intact, without, labels)
         place = deployed.place(dataset, split)
         ids = rows.ids[deployed.judged[at]]
-        made += ratio_rows(
+        result += ratio_rows(
             FLIPS, ratios, ids, place, deployed.bootstrap, "no decision flips"
         )
-    return made
+    return result
 
 
 def boundary(deployed: Deployed) -> list[ResultRow]:
@@ -106,7 +104,7 @@ def boundary(deployed: Deployed) -> list[ResultRow]:
     its centre and its width, and `flips at x y in w` where decisions changed there. All
     cells of an encoder have one width, the least at which every answer has a cell.
     """
-    rows, made = deployed.rows, []
+    rows, result = deployed.rows, []
     at = np.isin(deployed.judged, rows.where("test"))
     place = deployed.place(IN_DOMAIN, "test") | {"n": int(at.sum())}
     for name in deployed.queried:
@@ -115,11 +113,11 @@ def boundary(deployed: Deployed) -> list[ResultRow]:
         width = max(_width(x) for rest in rests.values() for x in (rest, intact - rest))
         for letter, without in rests.items():
             flipped = (intact > 0) != (without > 0)
-            places = np.stack([without, intact - without], axis=-1)
-            cells = width * (np.floor(places / width) + 0.5)
+            points = np.stack([without, intact - without], axis=-1)
+            cells = width * (np.floor(points / width) + 0.5)
             for metric, chosen in (("answers", ~flipped), ("flips", flipped)):
                 centres, counts = np.unique(cells[chosen], axis=0, return_counts=True)
-                made += [
+                result += [
                     ResultRow(
                         experiment=BAND,
                         detector=f"{deployed.printed(name)}-{letter}",
@@ -129,7 +127,7 @@ def boundary(deployed: Deployed) -> list[ResultRow]:
                     )
                     for (x, y), count in zip(centres, counts, strict=True)
                 ]
-    return made
+    return result
 
 
 def _width(logits: np.ndarray) -> float:
@@ -139,7 +137,7 @@ def _width(logits: np.ndarray) -> float:
 
 
 class Grounded(NamedTuple):
-    """What is known of some with-context answers.
+    """Labels of some with-context answers, and where they stand.
 
     Attributes:
       labels: `[n]` bool.
@@ -153,17 +151,17 @@ class Grounded(NamedTuple):
     right_without: np.ndarray
 
 
-def ratios_of(
-    known: Grounded, flips: dict[str, tuple[np.ndarray, np.ndarray]]
+def grounding_ratios(
+    answers: Grounded, flips: dict[str, tuple[np.ndarray, np.ndarray]]
 ) -> list[Ratio]:
     """Return shares of answers and precisions of flips.
 
     Args:
-      known: of `n` answers.
+      answers: `n` of them.
       flips: by encoder, whether decisions flip, and whether the intact encoder is
         right; `[n_seeds, n]` bool each.
     """
-    labels, stands, without = known
+    labels, stands, without = answers
     every, has = np.ones(len(labels)), ~np.isnan(without)
     ratios = [
         Ratio("answers", "right with context", labels, every),
@@ -178,23 +176,27 @@ def ratios_of(
     }
     for name, (is_flip, is_right) in flips.items():
         ratios += [
-            Ratio(name, metric, is_flip & is_right & own[None], is_flip & own[None])
-            for metric, own in subsets.items()
+            Ratio(
+                name,
+                metric,
+                is_flip & is_right & is_read[None],
+                is_flip & is_read[None],
+            )
+            for metric, is_read in subsets.items()
         ]
-        for metric, own in list(subsets.items())[1:]:
-            whole = np.broadcast_to(own[None], is_flip.shape)
+        for metric, is_read in list(subsets.items())[1:]:
+            all_flips = np.broadcast_to(is_read[None], is_flip.shape)
             rate = metric.replace("flip precision", "flip rate")
-            ratios.append(Ratio(name, rate, is_flip & own[None], whole))
+            ratios.append(Ratio(name, rate, is_flip & is_read[None], all_flips))
     return ratios
 
 
 def _grounded(deployed: Deployed, texts: Texts, closed_book: Rows | None) -> Grounded:
-    """Return what is known of the judged answers of the with-context setting."""
     rows, where = deployed.rows, deployed.judged
     stands = np.zeros(len(where), bool)
-    for place, i in enumerate(where):
+    for index, i in enumerate(where):
         key = str(rows.ids[i]), deployed.setting, str(rows.variants[i])
-        stands[place] = stands_in_context(texts.examples[key[0]], texts.answers[key])
+        stands[index] = stands_in_context(texts.examples[key[0]], texts.answers[key])
     without = np.full(len(where), np.nan)
     if closed_book is not None:
         labelled = np.flatnonzero(closed_book.is_labelled)
@@ -203,14 +205,16 @@ def _grounded(deployed: Deployed, texts: Texts, closed_book: Rows | None) -> Gro
     return Grounded(rows.labels[where], stands, without)
 
 
-def grounding(given: AnalysisInput) -> Findings:
+def grounding(inputs: AnalysisInput) -> AnalysisOutput:
     """Return the rows of every test and held-out set, with context alone."""
-    deployed, made = given.settings["with_context"], []
-    closed_book = given.settings.get("closed_book")
-    known = _grounded(deployed, given.read_texts(), closed_book and closed_book.rows)
+    deployed, result = inputs.settings["with_context"], []
+    closed_book = inputs.settings.get("closed_book")
+    grounded = _grounded(
+        deployed, inputs.read_texts(), closed_book and closed_book.rows
+    )
     for dataset, split in judged_sets(deployed.rows):
         at = np.isin(deployed.judged, deployed.rows.where(split, dataset))
-        own = Grounded(*(x[at] for x in known))
+        of_set = Grounded(*(x[at] for x in grounded))
         flips = {}
         for name in deployed.queried:
             if "A" not in name:
@@ -218,13 +222,13 @@ def grounding(given: AnalysisInput) -> Findings:
             intact, without = (
                 x[:, at] for x in (deployed.intact(name), deployed.without(name, "A"))
             )
-            is_right = (intact > 0) == own.labels[None]
+            is_right = (intact > 0) == of_set.labels[None]
             flips[deployed.printed(name)] = (intact > 0) != (without > 0), is_right
         ids = deployed.rows.ids[deployed.judged[at]]
         place = deployed.place(dataset, split)
-        ratios = ratios_of(own, flips)
-        made += ratio_rows(GROUNDING, ratios, ids, place, deployed.bootstrap)
-    return Findings(made)
+        ratios = grounding_ratios(of_set, flips)
+        result += ratio_rows(GROUNDING, ratios, ids, place, deployed.bootstrap)
+    return AnalysisOutput(result)
 
 
 class Answered(NamedTuple):
@@ -247,20 +251,22 @@ def kinds_of(p: np.ndarray, thresholds: np.ndarray) -> np.ndarray:
     return np.where(is_trusted[:, 0], 0, np.where(is_trusted[:, 1], 1, 2))
 
 
-def chosen(found: Answered, thresholds: np.ndarray) -> dict[int, int]:
+def surest_questions(answered: Answered, thresholds: np.ndarray) -> dict[int, int]:
     """Return the question shown of each kind, by the kind's place.
 
     The surest: the smallest distance of a probability that decides from its threshold
     is the largest. Accepted, the first decides alone.
     """
-    kinds = kinds_of(found.p, thresholds)
-    distance = np.abs(found.p - thresholds[None])
+    kinds = kinds_of(answered.p, thresholds)
+    distance = np.abs(answered.p - thresholds[None])
     margin = np.where(kinds == 0, distance[:, 0], distance.min(axis=1))
     shown = {}
     for kind in range(len(KINDS)):
-        own = np.flatnonzero(kinds == kind)
-        if len(own):
-            shown[kind] = min(own.tolist(), key=lambda i: (-margin[i], found.ids[i]))
+        of_kind = np.flatnonzero(kinds == kind)
+        if len(of_kind):
+            shown[kind] = min(
+                of_kind.tolist(), key=lambda i: (-margin[i], answered.ids[i])
+            )
     return shown
 
 
@@ -272,49 +278,49 @@ class _Decisions(NamedTuple):
     threshold: float
 
 
-def _read_decisions(given: AnalysisInput, setting: Setting) -> _Decisions:
-    deployed, head = given.settings[setting], given.heads[setting]
+def _read_decisions(inputs: AnalysisInput, setting: Setting) -> _Decisions:
+    deployed, head = inputs.settings[setting], inputs.heads[setting]
     rows, where = deployed.rows, deployed.judged
     where = where[rows.variants[where] == "original"]
-    scores = given.searches[setting].scores["champion"]
+    scores = inputs.searches[setting].scores["champion"]
     p = head.calibrator(scores.mean(axis=0))
-    wanted = head.threshold and head.threshold.p_correct
+    threshold = head.threshold and head.threshold.p_correct
     return _Decisions(
         {str(rows.ids[i]): float(p[i]) for i in where},
         {str(rows.ids[i]): bool(rows.labels[i]) for i in where},
-        TRUSTED_FROM if wanted is None else float(wanted),
+        TRUSTED_FROM if threshold is None else float(threshold),
     )
 
 
-def cases(given: AnalysisInput) -> Findings:
+def cases(inputs: AnalysisInput) -> AnalysisOutput:
     """Return how many questions are of each kind and how often the answer is right.
 
     And a case of each kind of every set.
     """
     settings: tuple[Setting, Setting] = ("closed_book", "with_context")
-    with_context = given.settings["with_context"]
-    sides = [_read_decisions(given, setting) for setting in settings]
-    thresholds = np.array([side.threshold for side in sides])
-    examples, answers = given.read_texts()
-    made: list[ResultRow] = []
+    with_context = inputs.settings["with_context"]
+    decisions = [_read_decisions(inputs, setting) for setting in settings]
+    thresholds = np.array([decision.threshold for decision in decisions])
+    examples, answers = inputs.read_texts()
+    result: list[ResultRow] = []
     shown: list[Study] = []
     rows = with_context.rows
     for dataset, split in judged_sets(rows):
-        own = rows.where(split, dataset)
-        wanted = set(rows.ids[own].tolist())
-        ids = sorted(wanted & sides[0].p.keys() & sides[1].p.keys())
+        of_set = rows.where(split, dataset)
+        questions = set(rows.ids[of_set].tolist())
+        ids = sorted(questions & decisions[0].p.keys() & decisions[1].p.keys())
         if not ids:
             continue
-        found = Answered(
+        answered = Answered(
             np.array(ids),
-            np.array([[side.p[i] for side in sides] for i in ids]),
-            np.array([[side.labels[i] for side in sides] for i in ids]),
+            np.array([[decision.p[i] for decision in decisions] for i in ids]),
+            np.array([[decision.labels[i] for decision in decisions] for i in ids]),
         )
-        made += _case_rows(found, thresholds, dataset, split, with_context)
-        if len(set(datasets := rows.datasets[own].tolist())) > 1:
+        result += _case_rows(answered, thresholds, dataset, split, with_context)
+        if len(set(datasets := rows.datasets[of_set].tolist())) > 1:
             continue  # all in-domain sets together
         dataset = datasets[0]
-        for kind, i in chosen(found, thresholds).items():
+        for kind, i in surest_questions(answered, thresholds).items():
             example = examples[ids[i]]
             texts = [answers[ids[i], s, "original"].text for s in settings]
             shown.append(
@@ -325,38 +331,30 @@ def cases(given: AnalysisInput) -> Findings:
                     question=example.question,
                     gold="; ".join(example.golds[:3]),  # any of them is right
                     closed_book=texts[0],
-                    p_closed_book=float(found.p[i, 0]),
-                    is_closed_book_right=bool(found.labels[i, 0]),
+                    p_closed_book=float(answered.p[i, 0]),
+                    is_closed_book_right=bool(answered.labels[i, 0]),
                     with_context=texts[1],
-                    p_with_context=float(found.p[i, 1]),
-                    is_with_context_right=bool(found.labels[i, 1]),
+                    p_with_context=float(answered.p[i, 1]),
+                    is_with_context_right=bool(answered.labels[i, 1]),
                 )
             )
-    return Findings(made, tuple(shown))
+    return AnalysisOutput(result, tuple(shown))
 
 
 def _case_rows(
-    found: Answered,
+    answered: Answered,
     thresholds: np.ndarray,
     dataset: str,
     split: str,
     deployed: Deployed,
 ) -> list[ResultRow]:
     """Return the share of each kind, and of its final answers that are right."""
-    kinds, every = kinds_of(found.p, thresholds), np.ones(len(found.ids))
-    final = np.where(kinds == 0, found.labels[:, 0], found.labels[:, 1])
+    kinds, every = kinds_of(answered.p, thresholds), np.ones(len(answered.ids))
+    final = np.where(kinds == 0, answered.labels[:, 0], answered.labels[:, 1])
     ratios = []
-    for place, kind in enumerate(KINDS):
-        is_own = kinds == place
-        ratios.append(Ratio(kind, "share", is_own, every))
-        ratios.append(Ratio(kind, "right", is_own & final, is_own))
+    for number, kind in enumerate(KINDS):
+        is_kind = kinds == number
+        ratios.append(Ratio(kind, "share", is_kind, every))
+        ratios.append(Ratio(kind, "right", is_kind & final, is_kind))
     place = {"setting": "both", "dataset": dataset, "split": split}
-    return ratio_rows(CASES, ratios, found.ids, place, deployed.bootstrap)
-
-
-ANALYSES = (
-    Analysis("flips", in_each_setting(flips)),
-    Analysis("boundary", in_each_setting(boundary)),
-    Analysis("grounding", grounding, needs=("with_context",)),
-    Analysis("cases", cases, needs=("closed_book", "with_context")),
-)
+    return ratio_rows(CASES, ratios, answered.ids, place, deployed.bootstrap)

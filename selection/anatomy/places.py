@@ -1,4 +1,4 @@
-"""Where it is read: heads of attention, spans and tokens, layers.
+"""Where correctness is read: heads of attention, spans and tokens, layers.
 
 Heads (paper, appendix E, figure of attention heads): integrated gradients over the
 channels of attention, from a baseline in which that family lies at its means, over 400
@@ -30,10 +30,8 @@ from beatrice.jaxprobe.families import FAMILIES, FamilyDims
 from beatrice.jaxprobe.linear import Pooled, block_scale, fit_linear
 from beatrice.jaxprobe.tokens import mean_answer_states
 from beatrice.selection.anatomy.analysis import (
-    Analysis,
     Ratio,
-    drawn,
-    in_each_setting,
+    draw_rows,
     ratio_rows,
 )
 from beatrice.selection.anatomy.encoders import (
@@ -62,7 +60,7 @@ def incomplete(experiment: str, detector: str, error: float, **place) -> ResultR
 
 
 def not_attributed(error: float) -> str:
-    """Say why attributions that do not add up are not shown."""
+    """Return why attributions that do not add up are not shown."""
     return (
         f"the attributions miss the differences of the logits by {error:.1%}, more "
         f"than {TOLERANCE:.0%}; a family of 1,024 channels or more gives no gradient"
@@ -74,13 +72,13 @@ def test_answers(deployed: Deployed) -> np.ndarray:
     rows = deployed.rows
     where = rows.where("test")
     where = where[rows.variants[where] == "original"]
-    return drawn(rows, where, N_ANSWERS, deployed.seed)
+    return draw_rows(rows, where, N_ANSWERS, deployed.seed)
 
 
 def head_sums(
     deployed: Deployed, name: str, where: np.ndarray
 ) -> tuple[np.ndarray, float]:
-    """Return what each head of each layer moves, and how far it is from adding up.
+    """Return how much each head of each layer moves the logit, and the error.
 
     Args:
       deployed: encoders of a setting.
@@ -94,10 +92,12 @@ def head_sums(
     shape = deployed.store.spec.families["attn"].shape
     sums = np.zeros((len(where), *shape[-2:]))
     added, wanted = [], []
-    for places, change, found, _ in deployed.attributions(name, where, (_ATTENTION,)):
-        attention = found[_ATTENTION]
-        whole = np.abs(attention).sum(axis=(0, 1))
-        sums[places] = whole.reshape(len(places), -1, *shape[-2:]).sum(axis=1)
+    for indices, change, attributions, _ in deployed.attributions(
+        name, where, (_ATTENTION,)
+    ):
+        attention = attributions[_ATTENTION]
+        sizes = np.abs(attention).sum(axis=(0, 1))
+        sums[indices] = sizes.reshape(len(indices), -1, *shape[-2:]).sum(axis=1)
         added.append(attention.sum(axis=(1, 3)).ravel())
         wanted.append(change.ravel())
     return sums, incompleteness(np.concatenate(added), np.concatenate(wanted))
@@ -130,19 +130,19 @@ def heads(deployed: Deployed) -> list[ResultRow]:
     where = test_answers(deployed)
     names = dict.fromkeys([*(n for n in deployed.queried if "A" in n), "A"])
     place = deployed.place(IN_DOMAIN, "test")
-    made: list[ResultRow] = []
+    result: list[ResultRow] = []
     for name in names if len(where) > 1 else ():
         printed = deployed.printed(name)
         sums, error = head_sums(deployed, name, where)
-        made.append(incomplete(HEADS, printed, error, **place, n=len(where)))
+        result.append(incomplete(HEADS, printed, error, **place, n=len(where)))
         if error > TOLERANCE:
             fields = dict(experiment=HEADS, detector=printed, n=len(where))
             reason = not_attributed(error)
             fields |= {"metric": "share of 8", "value": None, "reason": reason}
-            made.append(ResultRow(**fields, **place))
+            result.append(ResultRow(**fields, **place))
             continue
-        made += _head_rows(deployed, name, where, sums, place)
-    return made
+        result += _head_rows(deployed, name, where, sums, place)
+    return result
 
 
 def _head_rows(
@@ -151,14 +151,14 @@ def _head_rows(
     """Return the rows of one encoder's heads."""
     printed = deployed.printed(name)
     shape, n_cells = sums.shape[1:], int(np.prod(sums.shape[1:]))
-    whole = sums.sum(axis=(1, 2))
+    totals = sums.sum(axis=(1, 2))
     ratios = [
-        Ratio(printed, f"share at {layer} {head}", sums[:, layer, head], whole)
+        Ratio(printed, f"share at {layer} {head}", sums[:, layer, head], totals)
         for layer in range(shape[0])
         for head in range(shape[1])
     ]
     ids, config = deployed.rows.ids[where], deployed.bootstrap
-    made = ratio_rows(HEADS, ratios, ids, place, config)
+    result = ratio_rows(HEADS, ratios, ids, place, config)
     n_heads = min(N_HEADS, n_cells)
     half = len(where) // 2  # they are in the order of a hash
     order = np.argsort(-sums[:half].sum(axis=0).ravel(), kind="stable")
@@ -169,28 +169,33 @@ def _head_rows(
         for _ in range(N_DRAWS)
     ]
     rest = where[half:]
-    each = [
+    variants = [
         channels_of_heads(deployed.dims, deployed.n_spans, cells)
         for cells in (top & ~top, top, *others)  # none of them first
     ]
-    (without,) = deployed.logits_without([name], rest, each)
+    (without,) = deployed.logits_without([name], rest, variants)
     moved = np.abs(without[1:] - without[:1]).mean(axis=1)  # [1 + n_draws, n]
     by_random, every = moved[1:].mean(axis=0), np.ones(len(rest))
-    kept = sums[half:]
+    measured = sums[half:]
     ratios = [
-        Ratio(printed, "share of 8", kept[:, top].sum(axis=1), kept.sum(axis=(1, 2))),
+        Ratio(
+            printed,
+            "share of 8",
+            measured[:, top].sum(axis=1),
+            measured.sum(axis=(1, 2)),
+        ),
         Ratio(printed, "moved by 8", moved[0], every),
         Ratio(printed, "moved by random 8", by_random, every),
         Ratio(printed, "moved more by 8", moved[0] - by_random, every),
     ]
-    made += ratio_rows(HEADS, ratios, deployed.rows.ids[rest], place, config)
+    result += ratio_rows(HEADS, ratios, deployed.rows.ids[rest], place, config)
     even = dict(experiment=HEADS, detector=printed, metric="even share of 8")
-    made.append(ResultRow(**even, **place, value=n_heads / n_cells, n=n_cells))
-    return made
+    result.append(ResultRow(**even, **place, value=n_heads / n_cells, n=n_cells))
+    return result
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Moved:
+class TokenAttribution:
     """How much tokens move a logit, summed over seeds.
 
     Attributes:
@@ -211,7 +216,9 @@ class Moved:
         return self.families.sum(axis=2)
 
 
-def moved_by_tokens(deployed: Deployed, name: str, where: np.ndarray) -> Moved:
+def attribute_tokens(
+    deployed: Deployed, name: str, where: np.ndarray
+) -> TokenAttribution:
     """Return how much every token moves an encoder's logit.
 
     A token's part is the size of what each family's channels add there together,
@@ -222,37 +229,43 @@ def moved_by_tokens(deployed: Deployed, name: str, where: np.ndarray) -> Moved:
     families = np.zeros((n, n_spans, len(FAMILIES)))
     answer = np.zeros((n, int(lengths[:, -1].max())))
     added, wanted = [], []
-    for places, change, found, tokens in deployed.attributions(name, where):
-        each = np.stack([own.sum(axis=3) for own in found], axis=-1)
-        added.append(each.sum(axis=(1, 3)).ravel())
+    for indices, change, attributions, tokens in deployed.attributions(name, where):
+        per_family = np.stack([x.sum(axis=3) for x in attributions], axis=-1)
+        added.append(per_family.sum(axis=(1, 3)).ravel())
         wanted.append(change.ravel())
-        size = np.abs(each).sum(axis=0)  # [n_tokens, n, n_families]
+        size = np.abs(per_family).sum(axis=0)  # [n_tokens, n, n_families]
         for span, at in enumerate(tokens.span_slices):
-            families[places, span] = size[at].sum(axis=0)
-        own = size[tokens.span_slices[-1]].sum(axis=2)
-        answer[places, : len(own)] = own.T[:, : answer.shape[1]]
+            families[indices, span] = size[at].sum(axis=0)
+        of_answer = size[tokens.span_slices[-1]].sum(axis=2)
+        answer[indices, : len(of_answer)] = of_answer.T[:, : answer.shape[1]]
     error = incompleteness(np.concatenate(added), np.concatenate(wanted))
-    return Moved(families, answer, lengths, error)
+    return TokenAttribution(families, answer, lengths, error)
 
 
-def position_ratios(printed: str, moved: Moved, spans: tuple[str, ...]) -> list[Ratio]:
+def position_ratios(
+    printed: str, moved: TokenAttribution, spans: tuple[str, ...]
+) -> list[Ratio]:
     """Return shares by span, by family within, and by position in the answer."""
-    whole, tokens = moved.spans.sum(axis=1), moved.lengths.sum(axis=1)
+    total_moved, tokens = moved.spans.sum(axis=1), moved.lengths.sum(axis=1)
     ratios = []
     for i, span in enumerate(spans):
-        ratios.append(Ratio(printed, f"share in {span}", moved.spans[:, i], whole))
-        own = moved.lengths[:, i]
-        ratios.append(Ratio(printed, f"tokens in {span}", own, tokens))
+        ratios.append(
+            Ratio(printed, f"share in {span}", moved.spans[:, i], total_moved)
+        )
+        n_tokens = moved.lengths[:, i]
+        ratios.append(Ratio(printed, f"tokens in {span}", n_tokens, tokens))
         for f, family in enumerate(FAMILIES):
-            part = moved.families[:, i, f]
-            ratios.append(Ratio(printed, f"share in {span} by {family}", part, whole))
+            movement = moved.families[:, i, f]
+            ratios.append(
+                Ratio(printed, f"share in {span} by {family}", movement, total_moved)
+            )
     length, total = moved.lengths[:, -1], moved.answer.sum(axis=1)
     for k in range(min(N_POSITIONS, moved.answer.shape[1])):
         has = length > k
         if has.sum() >= _FEWEST:
-            part = moved.answer[:, k]
+            movement = moved.answer[:, k]
             metric = f"share at {k + 1}"
-            ratios.append(Ratio(printed, metric, part * has, total * has))
+            ratios.append(Ratio(printed, metric, movement * has, total * has))
             metric = f"even share at {k + 1}"
             even = has / np.maximum(length, 1)
             ratios.append(Ratio(printed, metric, even, has))
@@ -269,17 +282,17 @@ def positions(deployed: Deployed) -> list[ResultRow]:
     where, printed = test_answers(deployed), deployed.printed(EVERY_FAMILY)
     if not len(where):
         return []
-    moved = moved_by_tokens(deployed, EVERY_FAMILY, where)
+    moved = attribute_tokens(deployed, EVERY_FAMILY, where)
     place = deployed.place(IN_DOMAIN, "test")
-    made = [incomplete(POSITIONS, printed, moved.error, **place, n=len(where))]
+    result = [incomplete(POSITIONS, printed, moved.error, **place, n=len(where))]
     if moved.error > TOLERANCE:
         fields = dict(experiment=POSITIONS, detector=printed, metric="share in answer")
         reason = not_attributed(moved.error)
         row = ResultRow(**fields, **place, value=None, reason=reason, n=len(where))
-        return [*made, row]
+        return [*result, row]
     ratios = position_ratios(printed, moved, deployed.spans)
     ids = deployed.rows.ids[where]
-    return made + ratio_rows(POSITIONS, ratios, ids, place, deployed.bootstrap)
+    return result + ratio_rows(POSITIONS, ratios, ids, place, deployed.bootstrap)
 
 
 def spans_gone(deployed: Deployed) -> list[ResultRow]:
@@ -321,7 +334,7 @@ def linear_scores(
     Returns:
       `[n]` log-odds; NaN where training or validation rows hold one class.
     """
-    if any(len(set(labels[part].tolist())) < 2 for part in (train, valid)):
+    if any(len(set(labels[split].tolist())) < 2 for split in (train, valid)):
         return np.full(len(labels), np.nan)
     scaled = []
     for block in blocks:
@@ -345,20 +358,12 @@ def layers(deployed: Deployed) -> list[ResultRow]:
     """Return the AUROC of the mean answer state of every kept layer, on every row."""
     rows, store = deployed.rows, deployed.store
     where = np.flatnonzero(rows.is_labelled)
-    own = rows.take(where)
-    train, valid = own.where("train"), own.where("validation")
+    labelled = rows.take(where)
+    train, valid = labelled.where("train"), labelled.where("validation")
     scored = []
     for layer in store.spec.hidden_layers:
         states = mean_answer_states(store, where, layer)
-        scores = linear_scores([states], own.labels, train, valid)
+        scores = linear_scores([states], labelled.labels, train, valid)
         scored.append(Scored(name=f"layer {layer}", scores=scores[None]))
-    made = detection_rows(scored, own, deployed.bootstrap, LAYERS)
-    return [row for row in made if row.metric == "auroc"]
-
-
-ANALYSES = (
-    Analysis("heads", in_each_setting(heads)),
-    Analysis("positions", in_each_setting(positions)),
-    Analysis("spans", in_each_setting(spans_gone)),
-    Analysis("layers", in_each_setting(layers)),
-)
+    result = detection_rows(scored, labelled, deployed.bootstrap, LAYERS)
+    return [row for row in result if row.metric == "auroc"]

@@ -1,8 +1,8 @@
-"""How far it reaches: how much data it takes, other sets, another backbone.
+"""How far a detector reaches: number of labels, other sets, another backbone.
 
-Encoders are trained anew here. Beyond the paper: a user with 200 labelled answers asks
-whether they are enough; so of n labels four fifths train and one fifth stops the
-training (or chooses the penalty of a linear probe). And a detector of one question set
+Encoders are trained anew here. Beyond the paper: are 200 labelled answers enough? Of n
+labels four fifths train and one fifth stops the training (or chooses the penalty of a
+linear probe). And a detector of one question set
 is read on each other one, all trained on equally many answers; a held-out set, on which
 nothing of the run is trained, teaches with one half of its questions and is read on the
 other.
@@ -49,10 +49,10 @@ from beatrice.jaxprobe.metrics import (
 from beatrice.jaxprobe.rows import Bucket, Rows, TrainingSet
 from beatrice.jaxprobe.train import train_encoders
 from beatrice.selection.anatomy.analysis import (
-    Analysis,
     AnalysisInput,
-    Findings,
-    drawn,
+    AnalysisOutput,
+    draw_rows,
+    per_setting,
 )
 from beatrice.selection.anatomy.combining import pairs
 from beatrice.selection.anatomy.encoders import EVERY_FAMILY, Deployed
@@ -80,22 +80,22 @@ def candidates(deployed: Deployed, split: str) -> np.ndarray:
     return where[n_tokens <= 4 * np.median(n_tokens)] if len(where) else where
 
 
-def parted(order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Part drawn rows into those that train and those that validate, in turn."""
+def train_valid_split(order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Split drawn rows into training and validation rows, in turn."""
     is_valid = np.arange(len(order)) % _FOR_VALIDATION == _FOR_VALIDATION - 1
     return order[~is_valid], order[is_valid]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Few:
-    """Trains encoders on few rows of a setting.
+class SmallSampleTrainer:
+    """Trains encoders on a small sample of the rows of a setting.
 
     Attributes:
       deployed: of the setting.
       n_train: rows of an epoch, to which fewer are repeated.
       n_valid: likewise.
       lengths: padded length of every span.
-      folder: where finished members are kept until all are done.
+      folder: of finished members, until all are done.
     """
 
     deployed: Deployed
@@ -107,9 +107,9 @@ class Few:
     @classmethod
     def of(
         cls, deployed: Deployed, drawn_rows: np.ndarray, n_most: int, folder: Path
-    ) -> "Few":
-        """Return what trains on at most `n_most` of some rows."""
-        train, valid = parted(np.arange(n_most))
+    ) -> "SmallSampleTrainer":
+        """Return the trainer of at most `n_most` of some rows."""
+        train, valid = train_valid_split(np.arange(n_most))
         return cls(
             deployed=deployed,
             n_train=len(train),
@@ -121,18 +121,18 @@ class Few:
     def scores(
         self, names: Sequence[str], order: np.ndarray, where: np.ndarray
     ) -> dict[str, np.ndarray] | None:
-        """Train encoders on some labelled rows, and return what they say of others.
+        """Train encoders on some labelled rows, and return their logits on others.
 
         Args:
           names: of encoders.
-          order: `[n]` rows that are trained and validated on, as `parted` takes them.
+          order: `[n]` rows to train and validate on, see `train_valid_split`.
           where: `[m]` rows that are scored.
 
         Returns:
           `[m]` logits by name; None where a part of the rows holds one class.
         """
         labels, config = self.deployed.rows.labels, self.deployed.config
-        parts = parted(order)
+        parts = train_valid_split(order)
         if any(len(set(labels[part].tolist())) < 2 for part in parts):
             return None
         sizes = self.n_train, self.n_valid
@@ -179,74 +179,69 @@ class Few:
         )
 
 
-def selected_here(given: AnalysisInput, setting: Setting) -> list[str]:
+def selected_members(inputs: AnalysisInput, setting: Setting) -> list[str]:
     """Return the selected encoders of a pass, of the search in this pass alone."""
     branch = "single_pass" if setting == "with_context" else setting
-    return [name for _, name in given.searches[branch].reads]
+    return [name for _, name in inputs.searches[branch].reads]
 
 
-def _scored(name: str, scores: np.ndarray, reason: str = "") -> Scored:
-    if reason:
-        return Scored(name=name, scores=scores[None], reason=reason)
-    return Scored(name=name, scores=scores[None])
+def _scored(name: str, scores: np.ndarray) -> Scored:
+    return Scored(name=name, scores=scores[None], reason=_ONE_CLASS)
 
 
-def learning_curve(given: AnalysisInput) -> Findings:
-    """Return AUROC on test and held-out sets against the number of labelled answers.
-
-    `encoder:H at 400` and so on; `selected at 400` is the mean of the probabilities of
-    the selected encoders of this pass, which is how a head begins; `probe:HPRA at 400`
-    logistic regression on all four families.
-    """
-    each = (_curve(given, deployed) for deployed in given.settings.values())
-    return Findings([row for rows in each for row in rows])
-
-
-def _curve(given: AnalysisInput, deployed: Deployed) -> list[ResultRow]:
+def _curve(inputs: AnalysisInput, deployed: Deployed) -> list[ResultRow]:
     rows, judged = deployed.rows, deployed.judged
     pool = np.concatenate(
         [candidates(deployed, split) for split in ("train", "validation")]
     )
-    order = drawn(rows, pool, max(SIZES), deployed.seed)
+    order = draw_rows(rows, pool, max(SIZES), deployed.seed)
     sizes = [n for n in SIZES if n <= len(order)]
     if not sizes:
         return []
     where = np.concatenate([order, judged])
-    blocks = pooled_signals(deployed, where)
-    selected = selected_here(given, deployed.setting)
+    blocks, labels = pooled_signals(deployed, where), rows.labels[where]
+    selected = selected_members(inputs, deployed.setting)
     names = tuple(dict.fromkeys([*LETTERS, EVERY_FAMILY, *selected]))
     n_most = max(n for n in sizes if n in ENCODER_SIZES)
-    few = Few.of(deployed, order, n_most, given.folder)
+    trainer = SmallSampleTrainer.of(deployed, order, n_most, inputs.folder)
     scored: list[Scored] = []
     for n in sizes:
-        train, valid = parted(np.arange(n))
-        labels = rows.labels[where]
-        for letters, chosen in (
+        train, valid = train_valid_split(np.arange(n))
+        for letters, features in (
             *((x, [blocks[f]]) for f, x in enumerate(LETTERS)),
             (EVERY_FAMILY, blocks),
         ):
-            scores = linear_scores(chosen, labels, train, valid)[len(order) :]
-            scored.append(_scored(f"probe:{letters} at {n}", scores, _ONE_CLASS))
+            scores = linear_scores(features, labels, train, valid)[len(order) :]
+            scored.append(_scored(f"probe:{letters} at {n}", scores))
         if n not in ENCODER_SIZES:
             continue
-        found = few.scores(names, order[:n], judged)
-        found = found or dict.fromkeys(names, np.full(len(judged), np.nan))
-        shown = [*LETTERS, EVERY_FAMILY]
-        scored += [_scored(f"encoder:{x} at {n}", found[x], _ONE_CLASS) for x in shown]
-        mean = np.mean([1 / (1 + np.exp(-found[x])) for x in selected], axis=0)
-        scored.append(_scored(f"selected at {n}", mean, _ONE_CLASS))
-    own = rows.take(judged)
-    made = detection_rows(scored, own, deployed.bootstrap, CURVE)
+        logits = trainer.scores(names, order[:n], judged)
+        logits = logits or dict.fromkeys(names, np.full(len(judged), np.nan))
+        for letters in (*LETTERS, EVERY_FAMILY):
+            scored.append(_scored(f"encoder:{letters} at {n}", logits[letters]))
+        mean = np.mean([1 / (1 + np.exp(-logits[x])) for x in selected], axis=0)
+        scored.append(_scored(f"selected at {n}", mean))
+    result = detection_rows(scored, rows.take(judged), deployed.bootstrap, CURVE)
     n_all = sum(len(rows.where(split)) for split in ("train", "validation"))
     place = deployed.place(IN_DOMAIN, "test")
     fields = dict(experiment=CURVE, detector="run", metric="labels", n=n_all)
     of_run = ResultRow(**fields, **place, value=float(n_all))
-    return [of_run, *(row for row in made if row.metric == "auroc")]
+    return [of_run, *(row for row in result if row.metric == "auroc")]
+
+
+def learning_curve(inputs: AnalysisInput) -> AnalysisOutput:
+    """Return AUROC on test and held-out sets against the number of labelled answers.
+
+    `encoder:H at 400` and so on; `selected at 400` is the mean of the probabilities of
+    the selected encoders of this pass, with which a head begins; `probe:HPRA at 400`
+    logistic regression on all four families.
+    """
+    return per_setting(lambda deployed: _curve(inputs, deployed))(inputs)
 
 
 def _half(ids: Iterable[str]) -> np.ndarray:
-    """Return which questions teach, by a hash of their id; the others are read on."""
-    digests = (hashlib.blake2b(f"half {one}".encode()).digest() for one in ids)
+    """Return which questions are trained on, by a hash of their id."""
+    digests = (hashlib.blake2b(f"half {x}".encode()).digest() for x in ids)
     return np.array([digest[0] % 2 == 0 for digest in digests], bool)
 
 
@@ -257,56 +252,51 @@ def sources_of(rows: Rows, pools: Mapping[str, np.ndarray]) -> dict[str, np.ndar
       rows: of a setting.
       pools: rows that may be drawn, by split.
     """
-    found = {}
-    taught = np.concatenate([pools["train"], pools["validation"]])
-    for dataset in dict.fromkeys(rows.datasets[taught].tolist()):
-        found[dataset] = taught[rows.datasets[taught] == dataset]
+    sources = {}
+    in_domain = np.concatenate([pools["train"], pools["validation"]])
+    for dataset in dict.fromkeys(rows.datasets[in_domain].tolist()):
+        sources[dataset] = in_domain[rows.datasets[in_domain] == dataset]
     held_out = pools["ood"]
     held_out = held_out[_half(rows.ids[held_out])] if len(held_out) else held_out
     for dataset in dict.fromkeys(rows.datasets[held_out].tolist()):
-        found[dataset] = held_out[rows.datasets[held_out] == dataset]
-    return found
+        sources[dataset] = held_out[rows.datasets[held_out] == dataset]
+    return sources
 
 
-def transfer(given: AnalysisInput) -> Findings:
+def transfer(inputs: AnalysisInput) -> AnalysisOutput:
     """Return AUROC on every set of detectors that were trained on one set each.
 
     `encoder:HPRA from NAME` and `probe:HPRA from NAME`, from as many answers of each.
     """
-    each = (_matrix(deployed, given.folder) for deployed in given.settings.values())
-    return Findings([row for rows in each for row in rows])
+    return per_setting(lambda deployed: _matrix(deployed, inputs.folder))(inputs)
 
 
 def _matrix(deployed: Deployed, folder: Path) -> list[ResultRow]:
-    rows, seed = deployed.rows, deployed.seed
+    rows, judged = deployed.rows, deployed.judged
     splits = ("train", "validation", "ood")
     sources = sources_of(rows, {s: candidates(deployed, s) for s in splits})
     n = min(min(map(len, sources.values())), max(SIZES))
-    taught = {name: drawn(rows, own, n, seed) for name, own in sources.items()}
-    judged = deployed.judged
+    orders = [draw_rows(rows, source, n, deployed.seed) for source in sources.values()]
     is_read = (rows.splits[judged] == "test") | ~_half(rows.ids[judged])
     judged = judged[is_read]
-    every = np.concatenate([*taught.values(), judged])
+    every = np.concatenate([*orders, judged])
     blocks = pooled_signals(deployed, every)
-    few = Few.of(deployed, np.concatenate(list(taught.values())), n, folder)
+    trainer = SmallSampleTrainer.of(deployed, np.concatenate(orders), n, folder)
     scored = []
-    for place, (name, order) in enumerate(taught.items()):
-        train, valid = (place * n + part for part in parted(np.arange(n)))
+    for number, (name, order) in enumerate(zip(sources, orders, strict=True)):
+        train, valid = (number * n + x for x in train_valid_split(np.arange(n)))
         scores = linear_scores(blocks, rows.labels[every], train, valid)
-        own = scores[len(taught) * n :]
-        scored.append(_scored(f"{PROBE} from {name}", own, _ONE_CLASS))
-        found = few.scores([EVERY_FAMILY], order, judged)
-        logits = found[EVERY_FAMILY] if found else np.full(len(judged), np.nan)
-        scored.append(
-            _scored(f"encoder:{EVERY_FAMILY} from {name}", logits, _ONE_CLASS)
-        )
-    made = detection_rows(scored, rows.take(judged), deployed.bootstrap, TRANSFER)
-    kept = [row for row in made if row.metric == "auroc"]
-    return [row for row in kept if row.dataset != IN_DOMAIN]
+        scored.append(_scored(f"{PROBE} from {name}", scores[len(orders) * n :]))
+        logits = trainer.scores([EVERY_FAMILY], order, judged)
+        logits = logits or {EVERY_FAMILY: np.full(len(judged), np.nan)}
+        encoder = f"encoder:{EVERY_FAMILY} from {name}"
+        scored.append(_scored(encoder, logits[EVERY_FAMILY]))
+    result = detection_rows(scored, rows.take(judged), deployed.bootstrap, TRANSFER)
+    return [r for r in result if r.metric == "auroc" and r.dataset != IN_DOMAIN]
 
 
 class Ranked(NamedTuple):
-    """What the encoders of a run say of its answers of a split.
+    """Scores of all encoders of a run on its answers of a split.
 
     Attributes:
       ids: `[n]` questions; two wordings of one share an id.
@@ -327,11 +317,11 @@ class Agreement(NamedTuple):
     high: float
 
 
-def subset_aurocs(found: Ranked, weights: np.ndarray) -> np.ndarray:
+def subset_aurocs(ranked: Ranked, weights: np.ndarray) -> np.ndarray:
     """Return every subset's AUROC, mean over seeds, under many weightings.
 
     Args:
-      found: of a run.
+      ranked: of a run.
       weights: `[n, n_resamples]` float32 counts.
 
     Returns:
@@ -341,12 +331,12 @@ def subset_aurocs(found: Ranked, weights: np.ndarray) -> np.ndarray:
         [
             np.mean(
                 [
-                    weighted_metrics(own, found.labels, weights)["auroc"]
-                    for own in found.scores[:, subset]
+                    weighted_metrics(scores, ranked.labels, weights)["auroc"]
+                    for scores in ranked.scores[:, subset]
                 ],
                 axis=0,
             )
-            for subset in range(found.scores.shape[1])
+            for subset in range(ranked.scores.shape[1])
         ]
     )
 
@@ -364,7 +354,7 @@ def rank_correlation(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 
 def agreement(first: Ranked, second: Ranked, config: BootstrapConfig) -> Agreement:
-    """Do two runs rank the subsets of signal families alike?
+    """Correlate how two runs rank the subsets of signal families.
 
     The paper's conservation of the ranking between its two models, .78. It gives no
     interval. Ours resamples the validation questions of both runs and computes all
@@ -402,61 +392,55 @@ def _answers(deployed: Deployed, split: str) -> Ranked:
 
 
 def _auroc_rows(
-    found: Ranked, config: BootstrapConfig, which: str, place: dict
+    ranked: Ranked, config: BootstrapConfig, which: str, place: dict
 ) -> list[ResultRow]:
     """Return the AUROC of every subset on one run, with its interval."""
     draws = np.concatenate(
-        [subset_aurocs(found, block) for block in resamples(found.ids, config)], axis=1
+        [subset_aurocs(ranked, block) for block in resamples(ranked.ids, config)],
+        axis=1,
     )
-    made = []
+    result = []
     for subset, name in enumerate(SUBSET_NAMES):
-        values = [auroc(own, found.labels) for own in found.scores[:, subset]]
+        values = [auroc(scores, ranked.labels) for scores in ranked.scores[:, subset]]
         fields = dict(experiment=BACKBONES, detector=f"{which} {name}", metric="auroc")
-        fields |= place | {"n": len(found.labels)}
+        fields |= place | {"n": len(ranked.labels)}
         if reason := next((v.reason for v in values if v.reason), None):
-            made.append(ResultRow(**fields, value=None, reason=reason))
+            result.append(ResultRow(**fields, value=None, reason=reason))
             continue
         low, high = interval_of(draws[subset])
         value = float(np.mean([v.value for v in values]))
-        made.append(ResultRow(**fields, value=value, ci_low=low, ci_high=high))
-    return made
+        result.append(ResultRow(**fields, value=value, ci_low=low, ci_high=high))
+    return result
 
 
-def backbones(given: AnalysisInput) -> Findings:
+def backbones(inputs: AnalysisInput) -> AnalysisOutput:
     """Return how two runs' encoders compare on test answers, in shared settings.
 
     And what pairs of families gain on the other backbone.
     """
-    shared = [setting for setting in given.settings if setting in given.other]
+    shared = [setting for setting in inputs.settings if setting in inputs.other]
     if not shared:
         raise ValueError(
-            f"this run has {', '.join(given.settings)}, the other one has "
-            f"{', '.join(given.other)}, and they have no setting in common; give a run "
-            "whose questions were asked in the same way"
+            f"this run has {', '.join(inputs.settings)}, the other one has "
+            f"{', '.join(inputs.other)}, and they have no setting in common; give a "
+            "run whose questions were asked in the same way"
         )
-    made: list[ResultRow] = []
+    result: list[ResultRow] = []
     for setting in shared:
-        both = given.settings[setting], given.other[setting]
+        both = inputs.settings[setting], inputs.other[setting]
         config, place = both[0].bootstrap, both[0].place(IN_DOMAIN, "test")
         ranked = [_answers(deployed, "test") for deployed in both]
         for which, side in zip(("first", "second"), ranked, strict=True):
-            made += _auroc_rows(side, config, which, place)
-        alike = agreement(*ranked, config)
+            result += _auroc_rows(side, config, which, place)
+        correlation = agreement(*ranked, config)
         fields = dict(experiment=BACKBONES, metric="spearman", n=len(SUBSET_NAMES))
-        fields |= {"detector": " | ".join(given.models), **place}
-        if np.isfinite(alike.value):
-            ends = {"ci_low": alike.low, "ci_high": alike.high}
-            made.append(ResultRow(**fields, value=alike.value, **ends))
+        fields |= {"detector": " | ".join(inputs.models), **place}
+        if np.isfinite(correlation.value):
+            ends = {"ci_low": correlation.low, "ci_high": correlation.high}
+            result.append(ResultRow(**fields, value=correlation.value, **ends))
         else:
             reason = "one class only, or all subsets are equally good"
-            made.append(ResultRow(**fields, value=None, reason=reason))
-    of_pairs = [row for setting in shared for row in pairs(given.other[setting])]
-    made += [msgspec.structs.replace(row, experiment=OTHER_PAIRS) for row in of_pairs]
-    return Findings(made)
-
-
-ANALYSES = (
-    Analysis("labels", learning_curve),
-    Analysis("transfer", transfer),
-    Analysis("backbones", backbones, needs=("other",)),
-)
+            result.append(ResultRow(**fields, value=None, reason=reason))
+    of_pairs = [row for setting in shared for row in pairs(inputs.other[setting])]
+    result += [msgspec.structs.replace(row, experiment=OTHER_PAIRS) for row in of_pairs]
+    return AnalysisOutput(result)

@@ -7,8 +7,10 @@ next one, and asking for one analysis more does not make the others again.
 import dataclasses
 import hashlib
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -42,21 +44,49 @@ from beatrice.jaxprobe.detector import Detector
 from beatrice.selection.ablation import scores_without
 from beatrice.selection.anatomy import Study, combining, decisions, places, reach
 from beatrice.selection.anatomy.analysis import (
-    Analysis,
     AnalysisInput,
-    Findings,
+    AnalysisOutput,
     Part,
     Search,
     Texts,
+    per_setting,
 )
 from beatrice.selection.anatomy.encoders import Deployed
 from beatrice.selection.exhaustive import read_ranking
 
 FORMAT = 3  # of what is saved
-ANALYSES: dict[str, Analysis] = {
-    analysis.name: analysis
-    for file in (combining, decisions, places, reach)
-    for analysis in file.ANALYSES
+
+
+class Analysis(NamedTuple):
+    """An analysis of the anatomy.
+
+    Attributes:
+      run: does it.
+      needs: parts that its input must have.
+      uses: parts that it reads where its input has them.
+    """
+
+    run: Callable[[AnalysisInput], AnalysisOutput]
+    needs: tuple[Part, ...] = ()
+    uses: tuple[Part, ...] = ()
+
+
+ANALYSES = {
+    "complementarity": Analysis(per_setting(combining.complementarity)),
+    "pairs": Analysis(per_setting(combining.pairs)),
+    "fusion": Analysis(combining.fusion, uses=("ablations",)),
+    "combinations": Analysis(combining.combinations, needs=("rankings",)),
+    "flips": Analysis(per_setting(decisions.flips)),
+    "boundary": Analysis(per_setting(decisions.boundary)),
+    "grounding": Analysis(decisions.grounding, needs=("with_context",)),
+    "cases": Analysis(decisions.cases, needs=("closed_book", "with_context")),
+    "heads": Analysis(per_setting(places.heads)),
+    "positions": Analysis(per_setting(places.positions)),
+    "spans": Analysis(per_setting(places.spans_gone)),
+    "layers": Analysis(per_setting(places.layers)),
+    "labels": Analysis(reach.learning_curve),
+    "transfer": Analysis(reach.transfer),
+    "backbones": Analysis(reach.backbones, needs=("other",)),
 }
 
 
@@ -96,8 +126,8 @@ def cases_file(run: RunDir) -> Path:
 
 
 def _inputs(run: RunDir) -> list[Path]:
-    whole = [run.answers, run.sweep, run.selection, run.detector]
-    return [*row_files(run), *whole, *encoder_folders(run)]
+    files = [run.answers, run.sweep, run.selection, run.detector]
+    return [*row_files(run), *files, *encoder_folders(run)]
 
 
 def _model_of(run: RunDir) -> str:
@@ -107,12 +137,12 @@ def _model_of(run: RunDir) -> str:
 
 
 def _searches(run: RunDir) -> dict[str, Search]:
-    found = {}
+    searches = {}
     for branch in run_branches(run):
         tree, summary = run_selection(run, branch)
         scores = {name: head["scores"] for name, head in tree.items()}
-        found[branch] = Search(reads(branch, summary["members"]), scores)
-    return found
+        searches[branch] = Search(reads(branch, summary["members"]), scores)
+    return searches
 
 
 def _deployed(run: RunDir) -> dict[Setting, Deployed]:
@@ -180,40 +210,35 @@ def _input(run: RunDir, config: AnatomyConfig) -> AnalysisInput:
     )
 
 
-def _missing(analysis: Analysis, given: AnalysisInput, run: RunDir) -> str | None:
-    """Return what a run lacks for an analysis, in words, or None."""
-    words: dict[Part, str] = {
+def _missing(analysis: Analysis, inputs: AnalysisInput, run: RunDir) -> str | None:
+    """Return the first part that an analysis needs and a run lacks, or None."""
+    sources: dict[Part, str] = {
         "closed_book": "closed-book answers",
         "with_context": "answers with context",
         "rankings": f"the ranking of `beatrice select {run.path} --exhaustive`",
         "ablations": f"the ablations of `beatrice evaluate {run.path} --ablations`",
         "other": f"another backbone: `beatrice anatomy {run.path} OTHER_RUN`",
     }
-    return next((words[p] for p in analysis.needs if p not in given.parts), None)
+    missing = (part for part in analysis.needs if part not in inputs.parts)
+    return next((sources[part] for part in missing), None)
 
 
-def _cache(run: RunDir, analysis: Analysis, given: AnalysisInput, base: str) -> Cache:
-    """Return where an analysis is saved, by what it is made of."""
-    read = [given.parts.get(part) for part in (*analysis.needs, *analysis.uses)]
-    key = hashlib.sha256(f"{FORMAT} {analysis.name} {base} {read}".encode())
-    return Cache(_folder(run), key.hexdigest())
-
-
-def _load(cache: Cache, name: str) -> Findings | None:
-    """Return what an analysis found before, in the same things."""
+def _load(cache: Cache, name: str) -> AnalysisOutput | None:
+    """Return the output of an earlier run of an analysis on the same input."""
     arrays = cache.load(name)
     if arrays is None:
         return None
     where = f"the rows of {name}"
     lines = arrays["rows"].tobytes().decode().splitlines()
-    shown = from_json(tuple[Study, ...], arrays["cases"].tobytes(), where)
-    return Findings([from_json(ResultRow, line, where) for line in lines], shown)
+    cases = from_json(tuple[Study, ...], arrays["cases"].tobytes(), where)
+    rows = [from_json(ResultRow, line, where) for line in lines]
+    return AnalysisOutput(rows, cases)
 
 
-def _save(cache: Cache, name: str, findings: Findings) -> None:
+def _save(cache: Cache, name: str, output: AnalysisOutput) -> None:
     texts = {
-        "rows": write_rows(findings.rows).encode(),
-        "cases": msgspec.json.encode(findings.cases),
+        "rows": write_rows(output.rows).encode(),
+        "cases": msgspec.json.encode(output.cases),
     }
     cache.save(name, {n: np.frombuffer(text, np.uint8) for n, text in texts.items()})
 
@@ -222,28 +247,30 @@ def _anatomy(
     run: RunDir, config: AnatomyConfig, update: Update, progress: Progress
 ) -> None:
     set_compiler(run.preset)
-    given, chosen = _input(run, config), chosen_analyses(config)
+    inputs, chosen = _input(run, config), chosen_analyses(config)
     base = " ".join(run.hash_inputs(*_inputs(run)).values())
-    every: list[Findings] = []
+    outputs: list[AnalysisOutput] = []
     for name, analysis in ANALYSES.items():
-        missing = _missing(analysis, given, run)
+        missing = _missing(analysis, inputs, run)
         if missing is not None and name in chosen:
             progress.note(f"anatomy: {name} needs {missing}")
         if missing is None:
-            cache = _cache(run, analysis, given, base)
-            findings = _load(cache, name)
-            if findings is None and name in chosen:
+            parts = [inputs.parts.get(x) for x in (*analysis.needs, *analysis.uses)]
+            key = hashlib.sha256(f"{FORMAT} {name} {base} {parts}".encode())
+            cache = Cache(_folder(run), key.hexdigest())
+            output = _load(cache, name)
+            if output is None and name in chosen:
                 began = time.monotonic()
-                findings = analysis.work(given)
-                _save(cache, name, findings)
+                output = analysis.run(inputs)
+                _save(cache, name, output)
                 seconds = time.monotonic() - began
                 progress.note(f"anatomy: {name} took {seconds:.0f} s")
-            every += [] if findings is None else [findings]
+            outputs += [] if output is None else [output]
         if name in chosen:
             update(1 + chosen.index(name), len(chosen))
-    shown = [msgspec.to_builtins(case) for one in every for case in one.cases]
-    write_json_atomic(cases_file(run), shown)
-    publish(run, "anatomy", [row for one in every for row in one.rows], progress)
+    cases = [msgspec.to_builtins(case) for output in outputs for case in output.cases]
+    write_json_atomic(cases_file(run), cases)
+    publish(run, "anatomy", [row for x in outputs for row in x.rows], progress)
 
 
 ANATOMY = Stage(

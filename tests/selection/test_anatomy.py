@@ -11,7 +11,7 @@ from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.rows import Rows
 from beatrice.selection.anatomy.analysis import (
     Ratio,
-    drawn,
+    draw_rows,
     judged_sets,
     ratio_rows,
 )
@@ -20,13 +20,17 @@ from beatrice.selection.anatomy.decisions import (
     Answered,
     Grounded,
     boundary,
-    chosen,
     flip_ratios,
+    grounding_ratios,
     kinds_of,
-    ratios_of,
+    surest_questions,
 )
-from beatrice.selection.anatomy.places import Moved, linear_scores, position_ratios
-from beatrice.selection.anatomy.reach import parted, sources_of
+from beatrice.selection.anatomy.places import (
+    TokenAttribution,
+    linear_scores,
+    position_ratios,
+)
+from beatrice.selection.anatomy.reach import sources_of, train_valid_split
 from beatrice.selection.anatomy.stage import ANALYSES, AnatomyConfig, chosen_analyses
 from beatrice.selection.exhaustive import Ranking, all_sets
 
@@ -167,12 +171,14 @@ def rows_of(datasets, splits, ids=None):
 
 def test_the_same_answers_are_drawn_in_whatever_order_they_lie():
     rows = rows_of(["one"] * 50, ["test"] * 50)
-    first = {str(rows.ids[i]) for i in drawn(rows, np.arange(50), 10, 7)}
+    first = {str(rows.ids[i]) for i in draw_rows(rows, np.arange(50), 10, 7)}
     order = np.random.default_rng(0).permutation(50)
     turned = rows_of(["one"] * 50, ["test"] * 50, rows.ids[order])
-    assert {str(turned.ids[i]) for i in drawn(turned, np.arange(50), 10, 7)} == first
-    assert {str(rows.ids[i]) for i in drawn(rows, np.arange(50), 10, 8)} != first
-    small, large = (drawn(rows, np.arange(50), n, 7).tolist() for n in (10, 30))
+    assert {
+        str(turned.ids[i]) for i in draw_rows(turned, np.arange(50), 10, 7)
+    } == first
+    assert {str(rows.ids[i]) for i in draw_rows(rows, np.arange(50), 10, 8)} != first
+    small, large = (draw_rows(rows, np.arange(50), n, 7).tolist() for n in (10, 30))
     assert large[:10] == small  # more labels hold the fewer
 
 
@@ -190,7 +196,7 @@ def test_support_without_truth_is_seen_in_the_flips_of_attention():
     is_flip = np.ones((1, 100), bool)
     is_right = (stands == labels)[None]
     known = Grounded(labels, stands, np.full(100, np.nan))
-    found = values(ratios_of(known, {"[A]": (is_flip, is_right)}), 100)
+    found = values(grounding_ratios(known, {"[A]": (is_flip, is_right)}), 100)
     assert found["flip precision"].value == 0.5
     assert found["flip precision, there but wrong"].value == 0.0
     assert found["flip precision, right but not there"].value == 0.0
@@ -230,7 +236,7 @@ def test_shares_of_spans_and_positions_sum_to_one_and_find_the_token_that_moves(
     families = np.zeros((n, 2, 4))
     families[:, 1, 3] = 2.0  # through attention
     families[:, 0, 0] = 0.5
-    moved = Moved(families, answer, lengths, 0.0)
+    moved = TokenAttribution(families, answer, lengths, 0.0)
     found = values(position_ratios("(HPRA)", moved, ("question", "answer")), n)
     assert found["share in answer"].value == pytest.approx(0.8)
     assert found["share in question"].value == pytest.approx(0.2)
@@ -270,7 +276,7 @@ def test_regression_finds_what_is_planted_and_nothing_in_permuted_rows():
 
 
 def test_a_fifth_of_the_labels_validates_and_the_rest_trains():
-    train, valid = parted(np.arange(100))
+    train, valid = train_valid_split(np.arange(100))
     assert (len(train), len(valid)) == (80, 20)
     assert not set(train) & set(valid)
 
@@ -293,7 +299,7 @@ def test_a_case_is_the_surest_of_its_kind_and_of_equals_the_smaller_id():
     )
     assert kinds_of(p, thresholds).tolist() == [0, 0, 0, 1, 1, 2]
     found = Answered(np.array(["b", "a", "c", "d", "e", "f"]), p, p > 0.5)
-    assert chosen(found, thresholds) == {0: 1, 1: 3, 2: 5}
+    assert surest_questions(found, thresholds) == {0: 1, 1: 3, 2: 5}
 
 
 def test_an_analysis_that_is_not_known_is_refused_by_its_name():
