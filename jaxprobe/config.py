@@ -72,7 +72,9 @@ class TrainConfig:
         counts = ("batch_size", "max_epochs", "lr_patience", "patience", "n_seeds")
         for name in counts:
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {self!r}")
+                raise ValueError(
+                    f"{name} must be at least 1, got {getattr(self, name)}"
+                )
         if self.n_microbatches is not None and self.batch_size % self.n_microbatches:
             raise ValueError(
                 f"batch_size {self.batch_size} has no {self.n_microbatches} equal parts"

@@ -235,5 +235,5 @@ def test_detector_says_what_is_missing(made):
             banks=detector.banks, heads={"closed_book": detector.heads["closed_book"]}
         )
         alone.score_with_context(with_context, None)
-    with pytest.raises(ValueError, match="does not hold"):
+    with pytest.raises(ValueError, match="which the detector lacks"):
         Detector(banks={}, heads=detector.heads)

@@ -1,10 +1,21 @@
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
+import scipy.linalg  # noqa: F401  its OpenBLAS is the one that JAX calls
+from jax.flatten_util import ravel_pytree
+from scipy.stats import kstest
+from threadpoolctl import threadpool_info, threadpool_limits
 
+from beatrice.jaxprobe.config import EncoderConfig, TrainConfig
+from beatrice.jaxprobe.encoder import Encoder
+from beatrice.jaxprobe.families import FamilyTokens, paper_dims
+from beatrice.jaxprobe.grid import member_keys
 from beatrice.jaxprobe.kernels import projection
 from beatrice.jaxprobe.kernels.projection import Draw, noise_factor, project
+from beatrice.jaxprobe.kernels.random import dropout, hashed_bits, hashed_normal
+from beatrice.jaxprobe.kernels.stored import contract, product, use_one_blas_thread
 
 WIDE, NARROW = (3, 7), (7, 3)  # [d_projection, d_family]: noise behind, noise before
 WIDEST = (3, 2048)  # a few tokens at a time
@@ -170,3 +181,128 @@ def test_outside_training_tokens_have_a_gradient_whatever_their_width(shape):
     found = jax.grad(total)(tokens, OPEN)
     np.testing.assert_allclose(found, jax.grad(plainly)(tokens), atol=1e-5)
     assert not np.any(jax.grad(total)(tokens, CLOSED))
+
+
+DIMS = paper_dims(hidden=1024, prob=5, resid=24, attn=40)  # one is wide
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def rounded(x):
+    """The nearest bfloat16, in float64."""
+    return np.asarray(x).astype(ml_dtypes.bfloat16).astype(np.float64)
+
+
+def test_a_mixed_product_is_that_of_the_rounded_operands():
+    a, b, dy = normal(0, 7, 300), normal(1, 300, 9), normal(2, 7, 9)
+    y, pull = jax.vjp(lambda a, b: product(a, b, "bfloat16"), a, b)
+    da, db = pull(dy)
+    np.testing.assert_allclose(y, rounded(a) @ rounded(b), atol=1e-4)
+    np.testing.assert_allclose(da, rounded(dy) @ rounded(b).T, atol=1e-4)
+    np.testing.assert_allclose(db, rounded(a).T @ rounded(dy), atol=1e-4)
+    assert np.abs(y - a @ b).max() > 1e-2
+
+
+def test_a_mixed_contraction_is_that_of_the_rounded_operands():
+    a, b = normal(0, 7, 300), normal(1, 9, 300)
+    y = contract(a, b, 1, "bfloat16")
+    np.testing.assert_allclose(y, rounded(a) @ rounded(b).T, atol=1e-4)
+
+
+@pytest.mark.parametrize("matmul_dtype", ["float32", "bfloat16"])
+def test_sums_are_float32(matmul_dtype):
+    ones = jnp.ones((1, 4097))
+    assert product(ones, ones.T, matmul_dtype)[0, 0] == 4097.0
+    assert contract(ones, ones, 1, matmul_dtype)[0, 0] == 4097.0
+
+
+def loss_and_gradient(matmul_dtype, family_mask):
+    config = EncoderConfig(
+        projection=8, hidden=16, n_blocks=1, n_groups=2, matmul_dtype=matmul_dtype
+    )
+    encoder = Encoder(config, DIMS)
+    n_tokens, n = 9, 12
+    tokens = tuple(normal(i, n_tokens, n, d) for i, d in enumerate(DIMS.sizes))
+    masks = (jnp.ones((5, n), bool), jnp.ones((4, n), bool))
+    features = FamilyTokens(tokens, masks)
+    params = encoder.init(jax.random.key(1), features, family_mask)
+    draw = Draw(jnp.arange(n), jax.random.key(2), jax.random.key(3))
+
+    def loss(params):
+        logits, _ = encoder.apply(params, features, family_mask, draw)
+        return jnp.square(logits - 1.0).mean()
+
+    return jax.value_and_grad(loss)(params)
+
+
+@pytest.mark.parametrize("read", ["HPRA", "P"])
+def test_a_mixed_step_is_close_to_the_single_one_and_leaves_float32_weights(read):
+    mask = jnp.array([letter in read for letter in "HPRA"])
+    loss, gradient = loss_and_gradient("float32", mask)
+    mixed_loss, mixed = loss_and_gradient("bfloat16", mask)
+    assert 0 < abs(mixed_loss - loss) < 0.02 * loss
+    one, other = (ravel_pytree(x)[0] for x in (gradient, mixed))
+    assert other.dtype == jnp.float32
+    cosine = one @ other / jnp.linalg.norm(one) / jnp.linalg.norm(other)
+    assert 0.999 < cosine < 1.0
+
+
+def test_products_of_another_type_are_refused():
+    with pytest.raises(ValueError, match="expected float32 or bfloat16"):
+        EncoderConfig(matmul_dtype="float16")
+
+
+KEY = jax.random.key(7)
+
+
+def test_hashed_draws_are_uniform_normal_and_independent_of_stream():
+    bits = np.asarray(hashed_bits(KEY, 0, (100, 400)))
+    unit = bits / 2**32
+    assert unit.mean() == pytest.approx(0.5, abs=0.01)
+    assert unit.var() == pytest.approx(1 / 12, rel=0.02)
+    other = np.asarray(hashed_bits(KEY, 1, (100, 400))) / 2**32
+    assert abs(np.corrcoef(unit.ravel(), other.ravel())[0, 1]) < 0.02
+    assert abs(np.corrcoef(unit.ravel()[:-1], unit.ravel()[1:])[0, 1]) < 0.02
+    normal = np.asarray(hashed_normal(KEY, 2, (100, 400)))
+    assert normal.mean() == pytest.approx(0, abs=0.02)
+    assert normal.var() == pytest.approx(1, rel=0.03)
+
+
+def test_dropout_keeps_the_mean_and_is_off_outside_training():
+    x = jnp.ones((200, 100))
+    kept = dropout(x, 0.3, KEY, 0)
+    assert float((kept == 0).mean()) == pytest.approx(0.3, abs=0.01)
+    assert float(kept.mean()) == pytest.approx(1.0, abs=0.02)
+    np.testing.assert_array_equal(dropout(x, 0.3, None, 0), x)
+
+
+def test_hashed_draws_of_consecutive_steps_are_uniform_and_unrelated():
+    keys = jax.random.split(KEY, 2000)
+    draws = jax.vmap(lambda key: hashed_bits(key, 0, (64,)))(keys)
+    steps = np.asarray(draws) / 2**32
+    assert kstest(steps.ravel(), "uniform").pvalue > 1e-3
+    assert abs(np.corrcoef(steps[:-1].ravel(), steps[1:].ravel())[0, 1]) < 0.02
+
+
+def test_members_of_a_seed_share_batches_and_nothing_else():
+    def numbers(subset, seed):
+        keys = member_keys(TrainConfig(), subset, seed)
+        return [tuple(jax.random.key_data(key).tolist()) for key in keys]
+
+    keys = {(k, seed): numbers(k, seed) for k in (0, 3) for seed in (0, 1)}
+    assert keys[0, 0][0] == keys[3, 0][0] != keys[0, 1][0]
+    assert len({key for own in keys.values() for key in own[1:]}) == 8
+
+
+def threads():
+    libraries = threadpool_info()
+    return {one["num_threads"] for one in libraries if one["user_api"] == "blas"}
+
+
+def test_linear_algebra_has_one_thread_once_training_has_asked_for_it():
+    with threadpool_limits(2, user_api="blas"):  # puts back what was there
+        assert threads() == {2}
+        use_one_blas_thread()
+        assert threads() == {1}
