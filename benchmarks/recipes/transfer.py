@@ -1,4 +1,12 @@
-"""Which questions are asked again with retrieved passages."""
+"""A run's detectors, as they are, on answers from retrieved passages.
+
+The paper's appendix on real retrieval: k passages from a corpus, the backbone answers,
+labels as in the run, and every detector as it was trained on gold contexts.
+
+The questions with their passages are a run inside the run. It is answered, labelled and
+extracted by the stages of any run, so it stops and continues as they do, and `beatrice
+label RUN/retrieved --judge …` puts judges in the place of exact match.
+"""
 
 import collections
 import dataclasses
@@ -6,7 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import msgspec
@@ -116,10 +124,8 @@ class TransferConfig:
 
 
 TRANSFER_PRESETS: dict[Preset, TransferConfig] = {
-    "demo": TransferConfig(),
-    "few": TransferConfig(),
+    **dict.fromkeys(get_args(Preset), TransferConfig()),
     "smoke": TransferConfig(limit=20),
-    "paper": TransferConfig(),
 }
 
 
@@ -140,23 +146,23 @@ def asked_questions(
         if example.split in ("test", "ood"):
             pools.setdefault((example.dataset, example.split), []).append(example)
     for name, file in config.questions:
-        own = pools.setdefault((name, "ood"), [])
-        for found in open_dataset(Path(file), dataset=name).read():
-            if not isinstance(found, Loaded):
+        pool = pools.setdefault((name, "ood"), [])
+        for row in open_dataset(Path(file), dataset=name).read():
+            if not isinstance(row, Loaded):
                 continue
-            key = text_key(found.question.question)
+            key = text_key(row.question.question)
             if key not in known:
                 known.add(key)
-                own.append(found.question.as_example("ood", ()))
-    asked = [one for pool in pools.values() for one in pool[: config.limit]]
-    if not asked:
+                pool.append(row.question.as_example("ood", ()))
+    chosen = [example for pool in pools.values() for example in pool[: config.limit]]
+    if not chosen:
         raise ValueError("there are neither test nor held-out questions to ask again")
-    return [msgspec.structs.replace(e, passages=(), rewritten=()) for e in asked]
+    return [msgspec.structs.replace(e, passages=(), rewritten=()) for e in chosen]
 
 
 def with_passages(
     asked: Sequence[Example],
-    found: Retrieval,
+    retrieval: Retrieval,
     n_passages: int,
     prompts: tuple[Any, PromptTemplate] | None = None,
 ) -> tuple[list[Example], Failed]:
@@ -164,14 +170,14 @@ def with_passages(
 
     Args:
       asked: without passages.
-      found: ranks passages.
+      retrieval: ranks passages.
       n_passages: of each question.
       prompts: tokenizer and template; passages that hold control tokens of the model,
         which no prompt can, are escaped. None takes all as they are.
     """
     queries = [example.question for example in asked]
     try:
-        rows = enumerate(found.retriever.search(queries, n_passages))
+        rows = enumerate(retrieval.retriever.search(queries, n_passages))
         ranked, reasons = dict(rows), {}
     except RetrievalFailed as error:
         ranked, reasons = error.rankings, error.reasons
@@ -179,7 +185,7 @@ def with_passages(
     examples = []
     for i, example in enumerate(asked):
         if i in ranked:
-            every = (found.passages[int(place)] for place in ranked[i])
+            every = (retrieval.passages[int(number)] for number in ranked[i])
             passages = [Passage(title=p.title, text=p.text) for p in every]
             if prompts is not None:
                 passages = showable(*prompts, example.question, passages)
@@ -247,11 +253,12 @@ class Scenario:
         self, dims: FamilyDims, score: Callable[[np.ndarray, Features], np.ndarray]
     ) -> np.ndarray:
         """Return `score(part, features)`, `[..., n]`, of all parts: `[..., n_rows]`."""
-        places, made = [], []
+        indices, parts = [], []
         for part, features in self.parts(dims):
-            places.append(part)
-            made.append(np.asarray(score(part, features))[..., : len(part)])
-        return np.concatenate(made, axis=-1)[..., np.argsort(np.concatenate(places))]
+            indices.append(part)
+            parts.append(np.asarray(score(part, features))[..., : len(part)])
+        order = np.argsort(np.concatenate(indices))
+        return np.concatenate(parts, axis=-1)[..., order]
 
 
 def encoder_scores(
@@ -269,25 +276,25 @@ def encoder_scores(
     dims = family_dims(scene.own.store)
     standardizer = Standardizer(**tree["standardizer"])
     members = grid_members(config.train.n_seeds, dims.n_subsets)
-    every = [
+    trained = [
         (jax.tree.map(lambda x, i=i: x[i], tree["params"]), SUBSETS[member.subset])
         for i, member in enumerate(members)
     ]
-
     split = jax.jit(lambda features: split_families(features, dims, standardizer))
     encoder = Encoder(config.encoder, dims)
 
     def logits(_: np.ndarray, features: Features) -> np.ndarray:
-        return member_logits(every, split(features), encoder=encoder)
+        return member_logits(trained, split(features), encoder=encoder)
 
-    said = scene.scored(dims, logits).astype(np.float64)
-    own = {
-        name: said[[i for i, m in enumerate(members) if m.subset == subset]]
+    every = scene.scored(dims, logits).astype(np.float64)
+    by_subset = {
+        name: every[[i for i, m in enumerate(members) if m.subset == subset]]
         for subset, name in enumerate(SUBSET_NAMES)
     }
-    found = {f"encoder:{name}": logits for name, logits in own.items()}
-    singles = {"hidden_only": 0, "early_fusion": EVERY_FAMILY}
-    return found | {name: own[SUBSET_NAMES[at]] for name, at in singles.items()}
+    return {f"encoder:{name}": x for name, x in by_subset.items()} | {
+        "hidden_only": by_subset[SUBSET_NAMES[0]],
+        "early_fusion": by_subset[SUBSET_NAMES[EVERY_FAMILY]],
+    }
 
 
 def selected_scores(scene: Scenario, detector: Detector) -> dict[str, np.ndarray]:
@@ -318,10 +325,10 @@ def selected_scores(scene: Scenario, detector: Detector) -> dict[str, np.ndarray
     def alone(_: np.ndarray, features: Features) -> np.ndarray:
         return detector.score_single_pass(features).raw
 
-    found = {"champion": scene.scored(bank.dims, both)[None]}
+    scores = {"champion": scene.scored(bank.dims, both)[None]}
     if "single_pass" in detector.heads:
-        found["without_closed_book"] = scene.scored(bank.dims, alone)[None]
-    return found
+        scores["without_closed_book"] = scene.scored(bank.dims, alone)[None]
+    return scores
 
 
 def rival_scores(scene: Scenario) -> dict[str, np.ndarray]:
@@ -342,65 +349,53 @@ def rival_scores(scene: Scenario) -> dict[str, np.ndarray]:
             ]
         )
         standardise(families[letter], train)
-    found = {}
+    scores = {}
     for letters in (*LETTERS, LETTERS):
         features = np.concatenate([families[x] for x in letters], axis=1)
-        found[f"probe:{letters}"] = scores_of(features, rows)[0][:, n_own:]
+        scores[f"probe:{letters}"] = scores_of(features, rows)[0][:, n_own:]
     length = length_features([*own.answers, *new.answers])
     standardise(length, train)
-    found["answer_length"] = scores_of(length, rows)[0][:, n_own:]
-    found["tfidf"], _ = text_scores(own.texts, own.rows, new.texts)
-    found["perplexity"] = perplexity_scores(new.store)
-    return found
+    scores["answer_length"] = scores_of(length, rows)[0][:, n_own:]
+    scores["tfidf"], _ = text_scores(own.texts, own.rows, new.texts)
+    scores["perplexity"] = perplexity_scores(new.store)
+    return scores
 
 
 def _answer_rows(examples: Sequence[Example], rows: Rows) -> list[ResultRow]:
     """Return how often answers are right, and how often a passage holds a gold."""
-    held = {
+    has_gold = {
         e.id: has_answer(np.arange(len(e.passages)), e.passages, e.golds, (99,))[99]
         for e in examples
     }
-    made = []
+    result = []
     for dataset, split in rows.evaluated_sets():
         where = rows.where(split, dataset)
         values = {"em": rows.labels[where]}
         if rows.setting == "with_context":
-            values["answer_found"] = np.array([held[i] for i in rows.ids[where]])
-        made += [
-            ResultRow(
-                experiment=EXPERIMENT,
-                detector="backbone",
-                metric=metric,
-                value=float(own.mean()) if len(own) else None,
-                reason=None if len(own) else "no labelled answer",
-                **rows.fields_of(dataset, split),
-            )
-            for metric, own in values.items()
-        ]
-    return made
+            values["answer_found"] = np.array([has_gold[i] for i in rows.ids[where]])
+        for metric, x in values.items():
+            fields = {"detector": "backbone", "metric": metric}
+            fields |= rows.fields_of(dataset, split)
+            fields["value"] = float(x.mean()) if len(x) else None
+            reason = None if len(x) else "no labelled answer"
+            result.append(ResultRow(experiment=EXPERIMENT, reason=reason, **fields))
+    return result
 
 
-def _counted(
-    made: list[ResultRow], rows: Rows, asked: Sequence[Example]
+def _count_missing(
+    result: Sequence[ResultRow], rows: Rows, asked: Sequence[Example]
 ) -> list[ResultRow]:
     """Add to each row's failures the questions that have no answer to be scored."""
-    there = set(rows.ids)
-    missing = [example for example in asked if example.id not in there]
-    n_missing = {
-        ALL_SETS: len(missing),
-        **collections.Counter((e.dataset, e.split) for e in missing),
-        **collections.Counter((IN_DOMAIN, e.split) for e in missing),
-    }
-    return [
-        msgspec.structs.replace(
-            row,
-            n_failed=row.n_failed
-            + n_missing.get(
-                ALL_SETS if row.dataset == ALL_SETS else (row.dataset, row.split), 0
-            ),
-        )
-        for row in made
-    ]
+    answered = set(rows.ids)
+    missing = [example for example in asked if example.id not in answered]
+    n_missing = collections.Counter((e.dataset, e.split) for e in missing)
+    n_missing += collections.Counter((IN_DOMAIN, e.split) for e in missing)
+
+    def n_failed(row: ResultRow) -> int:
+        n = n_missing[row.dataset, row.split]
+        return row.n_failed + (len(missing) if row.dataset == ALL_SETS else n)
+
+    return [msgspec.structs.replace(row, n_failed=n_failed(row)) for row in result]
 
 
 def scene_rows(
@@ -418,17 +413,17 @@ def scene_rows(
       intervals: of the rows.
     """
     rows = scene.new.rows
-    detectors = [Scored(name=name, scores=own) for name, own in scores.items()]
+    detectors = [Scored(name=name, scores=x) for name, x in scores.items()]
     pairs = {f"{EXPERIMENT}_paired": [("champion", rival) for rival in RIVALS]}
     everything = np.full(len(rows.ids), ALL_SETS)
     unseen = np.full(len(rows.ids), "ood")
     together = dataclasses.replace(rows, datasets=everything, splits=unseen)
-    made = []
-    for some in (rows, together):
-        own = detection_rows(detectors, some, intervals, EXPERIMENT, pairs)
-        own += _answer_rows(scene.new.questions, some)
-        made += _counted(own, some, asked)
-    return made
+    result = []
+    for each in (rows, together):
+        measured = detection_rows(detectors, each, intervals, EXPERIMENT, pairs)
+        measured += _answer_rows(scene.new.questions, each)
+        result += _count_missing(measured, each, asked)
+    return result
 
 
 NAME = "transfer"
@@ -504,16 +499,16 @@ def _transfer(
 ) -> None:
     set_compiler(run.preset)
     detector, intervals = Detector.load(run.detector), run_bootstrap(run)
-    asked, made = asked_questions(read_examples(run), config), []
+    asked, rows = asked_questions(read_examples(run), config), []
     for n_done, setting in enumerate(SETTINGS, start=1):
         scene = run_scene(run, _inner(run), setting)
         encoders, _ = checkpoint.restore(run.encoders(setting))
         scores = selected_scores(scene, detector)
         scores |= encoder_scores(scene, encoders, grid_config(run))
         scores |= rival_scores(scene)
-        made += scene_rows(scene, scores, asked, intervals)
+        rows += scene_rows(scene, scores, asked, intervals)
         update(n_done, len(SETTINGS))
-    publish(run, NAME, made, progress)
+    publish(run, NAME, rows, progress)
 
 
 TRANSFER = Stage(

@@ -18,11 +18,10 @@ from beatrice.benchmarks.recipes.real import (
     ENCODERS,
     MODELS,
     WANTED,
-    PackagedFolder,
+    PackagedFile,
     PackagedModel,
     costs_in_words,
     cpu_dtype,
-    fetch_folder,
     fetch_model,
     find_questions,
     measured,
@@ -65,92 +64,93 @@ def index(tmp_path):
     return {**os.environ, **only_here}
 
 
+def checksum(content):
+    return hashlib.sha256(content).hexdigest()
+
+
 TINY = PackagedModel(
     title="Tiny",
-    file="tiny.gguf",
-    sha256=hashlib.sha256(b"".join(CONTENT)).hexdigest(),
-    n_bytes=30,
-    pieces=tuple((f"tiny_model_part{i}==1.0", f"part{i}/data.bin") for i in range(2)),
-    terms=("tiny_model==1.0", "TERMS.html"),
+    path="tiny.gguf",
+    files=(
+        PackagedFile(
+            "tiny.gguf",
+            checksum(b"".join(CONTENT)),
+            tuple((f"tiny_model_part{i}==1.0", f"part{i}/data.bin") for i in range(2)),
+        ),
+        PackagedFile("tiny.TERMS", None, (("tiny_model==1.0", "TERMS.html"),)),
+    ),
+    terms="tiny.TERMS",
     licence="Tiny's own terms",
+    n_bytes=30,
 )
-
-
-def test_pieces_are_fetched_joined_and_kept_with_their_terms(index, tmp_path):
-    told = []
-    path = fetch_model(TINY, tmp_path / "models", told.append, index)
-    assert path.read_bytes() == b"".join(CONTENT)
-    names = sorted(p.name for p in path.parent.iterdir())
-    assert names == ["tiny.gguf", "tiny.gguf.TERMS.html"]
-    assert "Tiny's own terms" in told[-1] and names[1] in told[-1]
-
-
-def test_what_was_fetched_is_not_fetched_again_unless_it_was_changed(index, tmp_path):
-    fetch_model(TINY, tmp_path, print, index)
-    nowhere = index | {"PIP_FIND_LINKS": str(tmp_path / "nothing")}
-    path = fetch_model(TINY, tmp_path, print, nowhere)
-    path.write_bytes(b"something else")
-    with pytest.raises(ValueError, match="pip could not fetch .*give --model PATH"):
-        fetch_model(TINY, tmp_path, print, nowhere)
-    assert fetch_model(TINY, tmp_path, print, index).read_bytes() == b"".join(CONTENT)
-
-
-def test_pieces_that_do_not_make_the_model_are_refused_and_not_kept(index, tmp_path):
-    other = dataclasses.replace(TINY, pieces=TINY.pieces[::-1])
-    with pytest.raises(ValueError, match="expected SHA-256 .* give .* nothing of them"):
-        fetch_model(other, tmp_path / "models", print, index)
-    assert list((tmp_path / "models").iterdir()) == []
-
-
-def test_a_package_without_the_piece_is_refused_in_a_sentence(index, tmp_path):
-    other = dataclasses.replace(TINY, pieces=(("tiny_model==1.0", "data.bin"),))
-    with pytest.raises(ValueError, match="does not hold data.bin"):
-        fetch_model(other, tmp_path / "models", print, index)
-
-
-def test_every_requirement_is_pinned_and_every_checksum_whole():
-    for model in MODELS.values():
-        assert all("==" in name for name, _ in (*model.pieces, model.terms))
-        assert len(bytes.fromhex(model.sha256)) == 32
-
-
-FOLDER = PackagedFolder(
+FOLDER = PackagedModel(
     title="Tiny folder",
-    folder="tiny",
-    requirement="tiny_model_part1==1.0",
-    files=(("a/model.bin", "part1/data.bin", hashlib.sha256(CONTENT[1]).hexdigest()),),
-    terms="a/model.bin",
+    path="tiny",
+    files=(
+        PackagedFile(
+            "tiny/a/model.bin",
+            checksum(CONTENT[1]),
+            (("tiny_model_part1==1.0", "part1/data.bin"),),
+        ),
+    ),
+    terms="tiny/a/model.bin",
     licence="Tiny's own terms",
     n_bytes=12,
 )
 
 
-def test_a_folder_is_fetched_once_and_again_where_a_file_was_changed(index, tmp_path):
-    place = fetch_folder(FOLDER, tmp_path, print, index)
-    file = place / "a" / "model.bin"
-    assert file.read_bytes() == CONTENT[1]
+def with_pieces(model, pieces):
+    first, *others = model.files
+    return dataclasses.replace(model, files=(first._replace(pieces=pieces), *others))
+
+
+def test_pieces_are_fetched_joined_and_kept_with_their_terms(index, tmp_path):
+    notes = []
+    path = fetch_model(TINY, tmp_path / "models", notes.append, index)
+    assert path.read_bytes() == b"".join(CONTENT)
+    assert sorted(p.name for p in path.parent.iterdir()) == ["tiny.TERMS", "tiny.gguf"]
+    assert "Tiny's own terms" in notes[-1] and "tiny.TERMS" in notes[-1]
+
+
+@pytest.mark.parametrize(("model", "file"), [(TINY, "."), (FOLDER, "a/model.bin")])
+def test_what_was_fetched_is_fetched_again_only_where_a_file_was_changed(
+    index, tmp_path, model, file
+):
+    path = fetch_model(model, tmp_path, print, index) / file
+    published = path.read_bytes()
     nowhere = index | {"PIP_FIND_LINKS": str(tmp_path / "nothing")}
-    fetch_folder(FOLDER, tmp_path, print, nowhere)
-    file.write_bytes(b"something else")
-    with pytest.raises(ValueError, match="pip could not fetch"):
-        fetch_folder(FOLDER, tmp_path, print, nowhere)
-    fetch_folder(FOLDER, tmp_path, print, index)
-    assert file.read_bytes() == CONTENT[1]
+    fetch_model(model, tmp_path, print, nowhere)
+    path.write_bytes(b"something else")
+    with pytest.raises(ValueError, match="pip could not fetch .*give --model PATH"):
+        fetch_model(model, tmp_path, print, nowhere)
+    fetch_model(model, tmp_path, print, index)
+    assert path.read_bytes() == published
 
 
-def test_a_folder_that_is_not_the_published_one_is_not_kept(index, tmp_path):
-    files = ((*FOLDER.files[0][:2], "0" * 64),)
-    other = dataclasses.replace(FOLDER, files=files)
-    with pytest.raises(ValueError, match="not what was published"):
-        fetch_folder(other, tmp_path, print, index)
-    assert not [path for path in tmp_path.rglob("*") if path.name == "model.bin"]
+@pytest.mark.parametrize(
+    ("model", "pieces", "message"),
+    [
+        (TINY, TINY.files[0].pieces[::-1], "tiny.gguf: expected SHA-256"),
+        (FOLDER, TINY.files[0].pieces[:1], "tiny/a/model.bin: expected SHA-256"),
+        (TINY, (("tiny_model==1.0", "data.bin"),), "does not hold data.bin"),
+    ],
+)
+def test_what_is_not_the_published_file_is_refused_and_not_kept(
+    index, tmp_path, model, pieces, message
+):
+    folder = tmp_path / "models"
+    with pytest.raises(ValueError, match=message):
+        fetch_model(with_pieces(model, pieces), folder, print, index)
+    assert not [path for path in folder.rglob("*") if path.is_file()]
 
 
-def test_every_file_of_an_encoder_has_a_whole_checksum():
-    for model in ENCODERS.values():
-        assert "==" in model.requirement
-        assert model.terms in [name for name, *_ in model.files]
-        assert all(len(bytes.fromhex(sha)) == 32 for *_, sha in model.files)
+def test_every_requirement_is_pinned_and_every_checksum_whole():
+    for model in (MODELS | ENCODERS).values():
+        assert model.terms in [file.path for file in model.files]
+        for file in model.files:
+            assert all("==" in requirement for requirement, _ in file.pieces)
+            assert file.sha256 is None or len(bytes.fromhex(file.sha256)) == 32
+            assert file.sha256 is not None or file.path == model.terms
 
 
 def world(**sizes):

@@ -11,7 +11,7 @@ from beatrice.benchmarks.recipes.transfer import (
     ALL_SETS,
     EXPERIMENT,
     TransferConfig,
-    _counted,
+    _count_missing,
     asked_questions,
     encoder_scores,
     rival_scores,
@@ -101,7 +101,7 @@ def test_questions_that_a_server_failed_are_named_and_the_others_kept():
     assert set(failed.values()) == {"it is slow"}
 
 
-def test_what_was_asked_and_not_answered_is_counted_as_failed():
+def test_what_was_asked_and_not_answered_is_count_missing_as_failed():
     asked = [e for e in questions() if e.split in ("test", "ood")]
     n, lost = len(asked), asked[-1]
     there = asked[:-1]
@@ -121,7 +121,7 @@ def test_what_was_asked_and_not_answered_is_counted_as_failed():
         return ResultRow(**fields, dataset=dataset, split=split)
 
     places = [(lost.dataset, "ood"), (ALL_SETS, "ood"), (IN_DOMAIN, "test")]
-    counted = _counted([row(*place) for place in places], rows, asked)
+    counted = _count_missing([row(*place) for place in places], rows, asked)
     assert lost.split == "ood" and [r.n_failed for r in counted] == [1, 1, 0]
 
 
