@@ -2,17 +2,22 @@
 
 import dataclasses
 import functools
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
 from beatrice.extract.records import Answer, Example, Passage, Setting
 from beatrice.pgir.arguments import argument_error, as_passages
 
 if TYPE_CHECKING:
     from beatrice.extract.backbone.loading import Backbone
-    from beatrice.extract.generate.requests import PromptConfig
+    from beatrice.extract.generate.requests import (
+        GenerationConfig,
+        PromptConfig,
+        Request,
+    )
     from beatrice.extract.signals.extract import ExtractConfig
     from beatrice.extract.signals.reader import SignalReader
     from beatrice.signals import Signals
@@ -65,6 +70,7 @@ class LanguageModel:
             f"{backbone.d_model}, {dtype} on {backbone.device})"
         )
 
+    @overload
     def answer(
         self,
         questions: Iterable[str | Example],
@@ -72,7 +78,32 @@ class LanguageModel:
         *,
         max_new_tokens: int = 32,
         stop: Sequence[str] | None = None,
-    ) -> list[Answer]:
+        read: Literal[False] = False,
+    ) -> list[Answer]: ...
+    @overload
+    def answer(
+        self,
+        questions: Iterable[str | Example],
+        contexts: Iterable[Any] | None = None,
+        *,
+        max_new_tokens: int = 32,
+        stop: Sequence[str] | None = None,
+        read: Literal[True],
+        layers: Sequence[int] | Literal["middle", "all"] = "middle",
+        store: str | Path | None = None,
+    ) -> "tuple[list[Answer], Signals]": ...
+
+    def answer(
+        self,
+        questions: Iterable[str | Example],
+        contexts: Iterable[Any] | None = None,
+        *,
+        max_new_tokens: int = 32,
+        stop: Sequence[str] | None = None,
+        read: bool = False,
+        layers: Sequence[int] | Literal["middle", "all"] = "middle",
+        store: str | Path | None = None,
+    ) -> "list[Answer] | tuple[list[Answer], Signals]":
         r"""Answer questions greedily, in batches of similar length.
 
         Args:
@@ -84,10 +115,14 @@ class LanguageModel:
             None asks closed-book.
           max_new_tokens: most tokens of an answer.
           stop: texts that end an answer; None takes "\n" behind worked examples.
+          read: whether signals are read in the passes that write the answers. A model
+            whose attention or cache does not allow it warns, and reads them again.
+          layers: as in `read`, where signals are read.
+          store: likewise.
 
         Returns:
           The answers, in the order of the questions, with the exact ids that were read
-          and written.
+          and written; with `read` also their signals.
 
         Raises:
           ValueError: a text is empty or holds a control token, counts differ, or a
@@ -104,7 +139,44 @@ class LanguageModel:
         )
         stop = usual_stop(self.prompt) if stop is None else tuple(stop)
         config = GenerationConfig(max_new_tokens=max_new_tokens, stop=stop)
+        if read:
+            return self._answer_and_read(
+                requests.requests, config, self._layers(layers), store
+            )
         return generate(self.backbone, requests.requests, config)
+
+    def _answer_and_read(
+        self,
+        requests: "Sequence[Request]",
+        generation: "GenerationConfig",
+        layers: tuple[int, ...],
+        store: str | Path | None,
+    ) -> "tuple[list[Answer], Signals]":
+        """Answer, and keep the signals of the passes that write the answers."""
+        from beatrice.extract.generate.local import generate
+        from beatrice.extract.signals.decode import ReadBefore, generate_and_read
+        from beatrice.extract.signals.extract import ExtractConfig, extract
+        from beatrice.extract.store.store import open_store
+        from beatrice.signals import Signals, memory_url
+
+        reader = self._reader(layers, "all")
+        if (reason := self._why_read_again(layers)) is not None:
+            warnings.warn(f"{reason}; the answers are read again", stacklevel=3)
+            answers = generate(self.backbone, requests, generation)
+            return answers, self.read(answers, layers=layers, store=store)
+        written = sorted(
+            generate_and_read(reader, requests, generation), key=lambda part: part[0]
+        )
+        answers = [answer for _, answer, _ in written]
+        url = memory_url() if store is None else store
+        extract(
+            ReadBefore(reader, answers, [signals for _, _, signals in written]),
+            answers,
+            url,
+            ExtractConfig(hidden_layers=layers),
+            about={**self._about(answers), "path": "decode"},
+        )
+        return answers, Signals(open_store(url), model=self)
 
     def read(
         self,
@@ -166,6 +238,12 @@ class LanguageModel:
         from beatrice.extract.signals.reader import SignalReader
 
         return SignalReader(self.backbone, layers, hidden_spans=spans)
+
+    @functools.lru_cache(maxsize=4)  # noqa: B019  # models live as long as a process
+    def _why_read_again(self, layers: tuple[int, ...]) -> str | None:
+        from beatrice.extract.signals.decode import check_decoding
+
+        return check_decoding(self._reader(layers, "all"))
 
     def _about(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return what a score has to do as these answers did; for `Provenance`."""

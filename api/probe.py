@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import msgspec
 import numpy as np
@@ -613,9 +613,30 @@ class Probe:
         """
         return self.scorer.score_many(rows, batch_size)
 
-    def answer(self, questions: Sequence[str]) -> list[str]:
-        """Return the language model's closed-book answers, asked as in the fit."""
-        return self.scorer.answer(questions)
+    @overload
+    def answer(self, questions: str, contexts: Any = None) -> "Score": ...
+    @overload
+    def answer(
+        self, questions: Sequence[str], contexts: Sequence[Any] | None = None
+    ) -> "list[Score]": ...
+
+    def answer(self, questions: Any, contexts: Any = None) -> Any:
+        """Answer questions, and score the answers in the passes that write them.
+
+        The language model is asked as in the fit, and answers greedily.
+
+        Args:
+          questions: a text, or several.
+          contexts: what is shown with the question, as `score` takes it; or a list of
+            that, one for each question. None asks closed-book.
+
+        Returns:
+          A score with the answer's `text`; of several questions a list of scores.
+        """
+        if not isinstance(questions, str):
+            return self.scorer.answer_and_score(questions, contexts)
+        contexts = None if contexts is None else [contexts]
+        return self.scorer.answer_and_score([questions], contexts)[0]
 
     def threshold(self, setting: Setting) -> Any:
         """Return at which P answers of a setting are trusted, and how often rightly."""

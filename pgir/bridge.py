@@ -5,6 +5,7 @@ the jitted detector, so that JAX compiles once per length and not once per quest
 """
 
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Sequence
 
@@ -14,6 +15,7 @@ from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.generate.prompts import build_prompt
 from beatrice.extract.generate.requests import GenerationConfig, Request, plan_batches
 from beatrice.extract.records import Answer, Setting
+from beatrice.extract.signals.decode import check_decoding, generate_and_read
 from beatrice.extract.signals.reader import SignalReader, Signals
 from beatrice.extract.signals.sequence import TokenSequence, sequence_of
 from beatrice.extract.store.families import as_written
@@ -154,6 +156,36 @@ class ProbedBackbone:
 
         with self.lock:
             return generate(self.backbone, requests, self.config)
+
+    @functools.cached_property
+    def why_read_again(self) -> str | None:
+        """Why answers cannot be read in the passes that write them, or None."""
+        with self.lock:
+            return check_decoding(self.reader)
+
+    def answer_and_read(
+        self, requests: Sequence[Request]
+    ) -> tuple[list[Answer], Reading]:
+        """Return greedy answers and their signals, from the passes that write them.
+
+        Where the model cannot be read so, it reads the answers again.
+        """
+        if self.why_read_again is not None:
+            answers = self.answer(requests)
+            return answers, self.read(answers)
+        with self.lock:
+            written = sorted(
+                generate_and_read(
+                    self.reader, requests, self.config, answer_span=self.answer_span
+                ),
+                key=lambda part: part[0],
+            )
+        answers = [answer for _, answer, _ in written]
+        sequences = [sequence_of(a, answer_span=self.answer_span) for a in answers]
+        return answers, Reading(
+            [self._as_trained(signals) for _, _, signals in written],
+            np.stack([sequence.spans for sequence in sequences]),
+        )
 
     def read(self, answers: Sequence[Answer]) -> Reading:
         """Return the signals of answers, one forward pass per batch."""

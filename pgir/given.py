@@ -348,15 +348,17 @@ def _prompt_as_given(
 
 
 def _prompt_from_template(
-    tokenizer: Any, template: PromptTemplate, given: AnswerToScore
+    tokenizer: Any,
+    template: PromptTemplate,
+    question: str,
+    passages: Sequence[Passage],
 ) -> PromptTokens:
     """Return the prompt that the run's own template makes."""
-    question = str(given.question)
-    prompt = build_prompt(tokenizer, template, question, given.context)
+    prompt = build_prompt(tokenizer, template, question, passages)
     texts = [("the question", question)]
     texts += [
         (f"passage {i}", f"{passage.title} {passage.text}".strip())
-        for i, passage in enumerate(given.context, start=1)
+        for i, passage in enumerate(passages, start=1)
     ]
     return PromptTokens(
         ids=prompt.ids,
@@ -414,8 +416,11 @@ def prepare(
       ValueError: a text is empty or no text, holds control tokens, or is not where it
         is said to be.
     """
-    make = _prompt_from_template if given.uses_template else _prompt_as_given
-    prompt = make(tokenizer, template, given)
+    if given.uses_template:
+        question, context = str(given.question), given.context
+        prompt = _prompt_from_template(tokenizer, template, question, context)
+    else:
+        prompt = _prompt_as_given(tokenizer, template, given)
     usual = tokenizer.eos_token_id if stop_id is None else stop_id
     ids, pieces, stop = _answer_tokens(tokenizer, template, given, usual)
     answer = Answer(
@@ -438,5 +443,34 @@ def prepare(
         sequence=sequence,
         parts=[*prompt.parts, ("the answer", ids)],
         pieces=pieces,
+        text=f"{prompt.text} {answer.text}",
+    )
+
+
+def prepare_written(
+    tokenizer: Any,
+    template: PromptTemplate,
+    question: str,
+    passages: Sequence[Passage],
+    answer: Answer,
+    *,
+    answer_span: AnswerSpan = "emitting",
+) -> ScoringInput:
+    """Make the sequence of an answer that the model has just written.
+
+    Args:
+      tokenizer: of the model.
+      template: by which it was asked.
+      question: as it was asked.
+      passages: as they were shown.
+      answer: with the ids that were read and written.
+      answer_span: as in training.
+    """
+    prompt = _prompt_from_template(tokenizer, template, question, passages)
+    return ScoringInput(
+        prompt=prompt,
+        sequence=sequence_of(answer, answer_span=answer_span),
+        parts=[*prompt.parts, ("the answer", answer.token_ids)],
+        pieces=tuple(tokenizer.decode([i]) for i in answer.token_ids),
         text=f"{prompt.text} {answer.text}",
     )

@@ -32,12 +32,19 @@ from beatrice.pgir.arguments import (
     argument_error,
     as_count,
     as_messages,
+    as_passages,
     as_path,
     as_rows,
     as_texts,
 )
-from beatrice.pgir.bridge import ProbedBackbone
-from beatrice.pgir.given import AnswerToScore, ScoringInput, as_answer, prepare
+from beatrice.pgir.bridge import ProbedBackbone, Reading
+from beatrice.pgir.given import (
+    AnswerToScore,
+    ScoringInput,
+    as_answer,
+    prepare,
+    prepare_written,
+)
 
 BATCH_SIZE = 64  # one of the bridge's padded numbers of examples: few compilations
 MOST_UNKNOWN = 0.5  # share of a text's tokens that the model may not know
@@ -65,6 +72,7 @@ class Score:
       warnings: what makes the number less reliable, in words.
       tokens: the answer's text, a piece a token.
       log_probs: of each token, log p in nats under the backbone, at most 0.
+      text: the answer, where the model wrote it in the pass that was scored.
       error: what is wrong with the row, where `score_many` could not read it as an
         answer at all; `reason` says the same.
     """
@@ -77,13 +85,15 @@ class Score:
     warnings: tuple[str, ...] = ()
     tokens: tuple[str, ...] = ()
     log_probs: tuple[float, ...] = ()
+    text: str | None = None
     error: str | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fields as JSON values; `error` only where there is one."""
+        """Return the fields as JSON; `text` and `error` only where there is one."""
         fields = dataclasses.asdict(self)
-        if self.error is None:
-            del fields["error"]
+        for name in ("text", "error"):
+            if fields[name] is None:
+                del fields[name]
         return {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
 
 
@@ -185,6 +195,55 @@ class Scorer:
         requests = self.probed.requests("closed_book", texts, [()] * len(texts))
         return [answer.text for answer in self.probed.answer(requests)]
 
+    def answer_and_score(
+        self, questions: Sequence[str], contexts: Sequence[Any] | None = None
+    ) -> list[Score]:
+        """Answer questions greedily and score the answers, in the same passes.
+
+        Args:
+          questions: texts.
+          contexts: the passages that are shown with each, as `score` takes them; None
+            asks closed-book.
+
+        Returns:
+          A score each, with the answer's `text`.
+
+        Raises:
+          ValueError: an argument is of another type, a text is empty or holds control
+            tokens, a prompt does not fit the model's window, or the detector was
+            trained in another setting.
+        """
+        texts = as_texts(questions, "questions")
+        shown: list[Any] = [()] * len(texts)
+        if contexts is not None:
+            shown = [as_passages(c, f"contexts[{i}]") for i, c in enumerate(contexts)]
+        if len(shown) != len(texts) or (contexts is not None and not all(shown)):
+            raise argument_error(
+                "contexts", f"passages for each of {len(texts)} questions", contexts
+            )
+        setting: Setting = "closed_book" if contexts is None else "with_context"
+        self._require_head(setting)
+        probed = self.probed
+        with probed.lock:
+            requests = probed.requests(setting, texts, shown)
+        answers, reading = probed.answer_and_read(requests)
+        inputs = [
+            prepare_written(
+                probed.backbone.tokenizer,
+                probed.template,
+                question,
+                context,
+                answer,
+                answer_span=probed.answer_span,
+            )
+            for question, context, answer in zip(texts, shown, answers, strict=True)
+        ]
+        scores = self._score_batch(setting, inputs, reading)
+        return [
+            dataclasses.replace(score, text=answer.text)
+            for score, answer in zip(scores, answers, strict=True)
+        ]
+
     def score(
         self,
         question: str | None = None,
@@ -274,15 +333,17 @@ class Scorer:
                 answer_span=probed.answer_span,
                 stop_id=probed.trained.stop_id,
             )
-        heads = probed.detector.heads
-        if _HEADS[prepared.prompt.setting] not in heads:
-            known = next(setting for setting, head in _HEADS.items() if head in heads)
-            raise ValueError(
-                f"this answer is {prepared.prompt.setting}, and the run was trained on "
-                f"{known} answers alone: score one of those, or make a run with both "
-                "settings"
-            )
+        self._require_head(prepared.prompt.setting)
         return prepared
+
+    def _require_head(self, setting: Setting) -> None:
+        heads = self.probed.detector.heads
+        if _HEADS[setting] not in heads:
+            known = next(name for name, head in _HEADS.items() if head in heads)
+            raise ValueError(
+                f"this answer is {setting}, and the run was trained on {known} answers "
+                "alone: score one of those, or make a run with both settings"
+            )
 
     def _score_inputs(
         self, inputs: Sequence[ScoringInput], batch_size: int
@@ -312,11 +373,16 @@ class Scorer:
         return [scores[i] for i in range(len(inputs))]
 
     def _score_batch(
-        self, setting: Setting, inputs: Sequence[ScoringInput]
+        self,
+        setting: Setting,
+        inputs: Sequence[ScoringInput],
+        reading: Reading | None = None,
     ) -> Iterator[Score]:
-        """Score answers of one setting in one forward pass."""
+        """Score answers of one setting, which one forward pass reads if none has."""
         probed, detector = self.probed, self.probed.detector
-        reading = probed.read_sequences([prepared.sequence for prepared in inputs])
+        if reading is None:
+            sequences = [prepared.sequence for prepared in inputs]
+            reading = probed.read_sequences(sequences)
         features = probed.features(reading, setting)
         scores = (
             detector.score_single_pass(features)

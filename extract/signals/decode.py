@@ -14,7 +14,7 @@ nobody.
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from beatrice.extract.signals import probability, residual
 from beatrice.extract.signals.attention import AttentionReading, attending_through
 from beatrice.extract.signals.parity import probe_ids, probe_lengths
 from beatrice.extract.signals.reader import SignalReader, Signals
-from beatrice.extract.signals.sequence import first_read, sequence_of
+from beatrice.extract.signals.sequence import TokenSequence, first_read, sequence_of
 from beatrice.extract.signals.span_sums import (
     AttentionCall,
     AttentionMap,
@@ -385,6 +385,44 @@ def generate_and_read(
             if read is None:
                 (read,) = reader.read([sequence_of(answer, answer_span=answer_span)])
             yield i, answer, read
+
+
+class ReadBefore:
+    """A `Reader` of answers whose signals were read while they were written."""
+
+    def __init__(
+        self,
+        reader: SignalReader,
+        answers: Sequence[Answer],
+        signals: Sequence[Signals],
+        answer_span: AnswerSpan = "emitting",
+    ) -> None:
+        """Hold the signals by what the model had read and written."""
+        self.hidden_layers, self.hidden_spans = (
+            reader.hidden_layers,
+            reader.hidden_spans,
+        )
+        self.fingerprint, self.shapes = reader.fingerprint, reader.shapes
+        self._signals = {
+            _key(sequence_of(answer, answer_span=answer_span)): read
+            for answer, read in zip(answers, signals, strict=True)
+        }
+
+    def start(self, sequences: list[TokenSequence]) -> "_Done":
+        """Return a batch, see `Reader`."""
+        return _Done([self._signals[_key(sequence)] for sequence in sequences])
+
+
+class _Done(NamedTuple):
+    signals: list[Signals]
+
+    def result(self) -> list[Signals]:
+        return self.signals
+
+
+def _key(sequence: TokenSequence) -> tuple[bytes, ...]:
+    parts = (sequence.ids, sequence.targets, sequence.spans)
+    return tuple(part.tobytes() for part in parts)
 
 
 def check_decoding(reader: SignalReader) -> str | None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import beatrice
+from beatrice.benchmarks.bench.tiny_models import tiny_model
 from beatrice.extract.run.contents import read_answers, read_examples
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.store.store import open_store, read_family
@@ -43,8 +44,10 @@ def test_a_notebook_of_ten_lines_goes_from_questions_to_a_score(run, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["probe", "questions.jsonl"]
     score, probe = names["score"], names["probe"]
     p_correct = probe.predict(names["signals"][:1])
-    assert score.p_correct == pytest.approx(p_correct[0], abs=1e-4)
+    again = probe.score(names["questions"][0].question, names["answers"][0].text)
+    assert again.p_correct == pytest.approx(p_correct[0], abs=1e-4)
     assert score.decision in ("trust", "distrust", "unknown")
+    assert score.text and 0 <= score.p_correct <= 1
 
 
 def test_answers_are_those_of_the_verb(run, model, examples):
@@ -71,6 +74,46 @@ def test_signals_are_those_of_the_verb_in_memory_and_in_a_folder(
                 kept = read_family(store, name, at).values
                 np.testing.assert_allclose(signals[i][name], kept, rtol=0, atol=1e-4)
     assert len(model.read(answers, layers=[2, 4], store=where)) == len(answers)
+
+
+CONTEXTS = ["Skiband Rugrond was born in Guzolt Falls.", "a b c", ["d e", "f"]]
+QUESTIONS = ["where was Skiband Rugrond born?", "who is Guzolt Falls?", "where is he?"]
+
+
+@pytest.mark.parametrize("contexts", [None, CONTEXTS])
+def test_answers_are_read_in_the_passes_that_write_them(model, contexts):
+    answers, signals = model.answer(
+        QUESTIONS, contexts, max_new_tokens=8, read=True, layers=[1, 3]
+    )
+    assert answers == model.answer(QUESTIONS, contexts, max_new_tokens=8)
+    again = model.read(answers, layers=[1, 3])
+    assert signals.keys == again.keys and signals.layers == again.layers == (1, 3)
+    for read, expected in zip(signals, again, strict=True):
+        for name, rows in expected.items():
+            np.testing.assert_allclose(read[name], rows, atol=1e-3)
+
+
+def test_a_model_that_cannot_be_read_so_says_it_and_reads_again(model):
+    tiny = beatrice.LanguageModel(
+        tiny_model("bloom"), model.backbone.tokenizer, prompt=model.prompt
+    )
+    with pytest.warns(UserWarning, match="read again"):
+        answers, signals = tiny.answer(["where is he?"], max_new_tokens=2, read=True)
+    assert len(answers) == len(signals) == 1
+
+
+def test_a_probe_answers_and_scores_in_one_pass(run, model):
+    probe = beatrice.load(run.path)
+    for contexts in (None, CONTEXTS):
+        scores = probe.answer(QUESTIONS, contexts)
+        shown = [None] * len(QUESTIONS) if contexts is None else contexts
+        for question, context, score in zip(QUESTIONS, shown, scores, strict=True):
+            again = probe.score(question, score.text, context)
+            assert score.p_correct == pytest.approx(again.p_correct, abs=1e-4)
+            assert score.decision == again.decision
+    assert probe.answer(QUESTIONS[0], CONTEXTS[0]).text == scores[0].text
+    with pytest.raises(ValueError, match="contexts"):
+        probe.answer(QUESTIONS, CONTEXTS[:2])
 
 
 def test_a_model_in_memory_is_read_where_it_is_and_as_it_is(model, examples):
