@@ -90,7 +90,8 @@ def test_answers_are_read_in_the_passes_that_write_them(model, contexts):
     assert signals.keys == again.keys and signals.layers == again.layers == (1, 3)
     for read, expected in zip(signals, again, strict=True):
         for name, rows in expected.items():
-            np.testing.assert_allclose(read[name], rows, atol=1e-3)
+            # Hidden states are stored as bfloat16.
+            np.testing.assert_allclose(read[name], rows, rtol=1e-2, atol=1e-3)
 
 
 def test_a_model_that_cannot_be_read_so_says_it_and_reads_again(model):
