@@ -167,7 +167,7 @@ def make_demo() -> click.Command:
                     continue  # it needs both, and the report says so
                 change = training.change if stage.name == "train" else None
                 run_stage(stage, opened, progress, change)
-        from beatrice.benchmarks.results.stage import summary
+        from beatrice.benchmarks.results.report import summary
 
         found = summary(run_dir)
         click.echo(json.dumps(found["headline"]) if as_json else found["text"])

@@ -158,7 +158,7 @@ def report(run_dir: Path, run_b: Path | None, how: ReportOptions) -> None:
 
     Example: beatrice report runs/gemma runs/smollm2 --out comparison.md
     """
-    from beatrice.benchmarks.results.stage import REPORT, run_experiment
+    from beatrice.benchmarks.results.report import REPORT, run_experiment
     from beatrice.extract.run.stages import do
 
     if run_b is not None:
@@ -170,14 +170,14 @@ def report(run_dir: Path, run_b: Path | None, how: ReportOptions) -> None:
         raise click.UsageError("--out is for a comparison; give RUN_B too")
     do(run_dir, REPORT)
     if how.ledger:
-        from beatrice.benchmarks.paper.ledger import ledger
+        from beatrice.benchmarks.results.paper import ledger
 
         click.echo(ledger(run_experiment(RunDir(run_dir))))
 
 
 def _compare(run_a: Path, run_b: Path, out: Path | None) -> None:
     from beatrice.benchmarks.results.compare import comparison
-    from beatrice.benchmarks.results.stage import run_side
+    from beatrice.benchmarks.results.report import run_side
     from beatrice.extract.run.files import write_text_atomic
 
     text = comparison(run_side(RunDir(run_a)), run_side(RunDir(run_b)))

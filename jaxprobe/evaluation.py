@@ -17,7 +17,7 @@ import numpy as np
 
 from beatrice.extract.records import IN_DOMAIN
 from beatrice.extract.run.directory import Preset
-from beatrice.extract.run.rows import DIFFERENCE, ResultRow
+from beatrice.extract.run.rows import ResultRow, Subject
 from beatrice.jaxprobe.metrics import (
     BootstrapConfig,
     Metric,
@@ -40,7 +40,7 @@ class Scored:
     """The scores of one detector on every row of a setting.
 
     Attributes:
-      name: as in the rows, such as "champion" or "encoder:HP".
+      name: as in the rows: an id, or a subject where the id alone does not tell it.
       scores: `[n_seeds, n_rows]`, higher = more likely correct; NaN where the detector
         is undefined, and the row is then left out of its numbers and counted.
       labels: `[n_rows]` bool to measure against, or None for the rows' own; only
@@ -48,10 +48,15 @@ class Scored:
       reason: why there is no score, where none of a set is defined.
     """
 
-    name: str
+    name: Subject | str
     scores: np.ndarray
     labels: np.ndarray | None = None
     reason: str = "the detector gives no score here"
+
+    @property
+    def subject(self) -> Subject:
+        """What the rows of these scores measure."""
+        return Subject.of(self.name)
 
     @property
     def is_defined(self) -> np.ndarray:
@@ -141,7 +146,7 @@ def _case(scored: Scored, rows: Rows, strata: np.ndarray | None) -> _Case:
         metric: [point(x, labels) if where.any() else undefined for x in scores]
         for metric, point in metrics.items()
     }
-    return _Case(scored.name, where, scores, labels, weighted, seeds)
+    return _Case(scored.subject, where, scores, labels, weighted, seeds)
 
 
 def _measure(
@@ -151,7 +156,7 @@ def _measure(
     rows: Rows,
     config: BootstrapConfig,
     strata: np.ndarray | None,
-) -> dict[tuple[str, str], _Measured]:
+) -> dict[tuple[Subject, str], _Measured]:
     """Measure every detector by every metric on one set.
 
     Args:
@@ -164,7 +169,7 @@ def _measure(
     of_set = rows.take(chosen)
     strata = None if strata is None else strata[chosen]
     cases = [_case(scored.take(chosen), of_set, strata) for scored in detectors]
-    draws: dict[tuple[str, str], list[np.ndarray]] = collections.defaultdict(list)
+    draws: dict[tuple[Subject, str], list[np.ndarray]] = collections.defaultdict(list)
     for weights in resamples(of_set.ids, config) if len(chosen) else ():
         for case in cases:
             if any(point.reason for point in case.seeds["auroc"]):
@@ -212,7 +217,7 @@ def detection_rows(
     rows: Rows,
     config: BootstrapConfig,
     experiment: str = "detection",
-    pairs: Mapping[str, Iterable[tuple[str, str]]] | None = None,
+    pairs: Mapping[str, Iterable[tuple[Subject | str, Subject | str]]] | None = None,
     strata: np.ndarray | None = None,
 ) -> list[ResultRow]:
     """Return the rows of all detectors of one setting on all evaluated sets.
@@ -222,15 +227,15 @@ def detection_rows(
       rows: what the rows are.
       config: the same resamples serve every detector, so that intervals compare.
       experiment: name of the rows.
-      pairs: of an experiment, names of detectors; how much more the first has than the
+      pairs: of an experiment, two detectors; how much more the first has than the
         second becomes a row of it.
       strata: `[n_rows]`; AUROC is then measured within strata alone, see
         `stratified_auroc`.
     """
     measure = partial(_measure, rows=rows, config=config, strata=strata)
-    by_name = {scored.name: scored for scored in detectors}
+    by_name = {scored.subject: scored for scored in detectors}
     result: list[ResultRow] = []
-    measured_sets: dict[bytes, dict[tuple[str, str], _Measured]] = {}
+    measured_sets: dict[bytes, dict[tuple[Subject, str], _Measured]] = {}
     for dataset, split in rows.evaluated_sets():
         chosen = rows.where(split, dataset)
         if not len(chosen):
@@ -240,14 +245,16 @@ def detection_rows(
             measured_sets[identity] = measure(detectors, chosen)
         measured, shared = measured_sets[identity], rows.fields_of(dataset, split)
         for (name, metric), values in measured.items():
-            fields = {"experiment": experiment, "detector": name, "metric": metric}
+            fields = {"experiment": experiment, "metric": metric, **name._asdict()}
             result += values.rows(fields | shared)
         for compared, names in (pairs or {}).items():
-            for (name, rival), metric in itertools.product(names, METRICS):
+            for compared_pair, metric in itertools.product(names, METRICS):
+                name, rival = map(Subject.of, compared_pair)
                 if (name, metric) not in measured:
                     continue
-                fields = {"experiment": compared, "detector": name, "against": rival}
-                fields |= {"metric": metric + DIFFERENCE, **shared}
+                fields = {"experiment": compared, "metric": metric, **name._asdict()}
+                fields |= {"against": rival.detector, **shared}
+                fields["against_families"] = rival.families
                 pair = [measured[name, metric], measured[rival, metric]]
                 if any(values.n_left_out for values in pair):
                     both = [by_name[name], by_name[rival]]

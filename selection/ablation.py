@@ -22,7 +22,7 @@ from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.contents import row_files, settings_of
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import read_json, write_json_atomic
-from beatrice.extract.run.rows import ResultRow, publish, rows_file
+from beatrice.extract.run.rows import ResultRow, Subject, publish, rows_file
 from beatrice.extract.run.stages import Stage, side_by_side
 from beatrice.jaxprobe import families
 from beatrice.jaxprobe.calibrate import (
@@ -69,7 +69,19 @@ SPANS: dict[Setting, tuple[str, ...]] = {
 
 
 WAYS = ("zeroed", "without")  # in which a span is taken away
-OWN = "_encoders"  # ends the name of a mean of encoders' own probabilities
+ENCODERS = "encoders"  # kind of rows: mean of encoders' own probabilities, no head
+# What the rows of a variant measure, by its name.
+SUBJECTS = {
+    **{
+        f"without_{family}": Subject("without_family", LETTERS.replace(letter, ""))
+        for family, letter in zip(FAMILIES, LETTERS, strict=True)
+    },
+    **{
+        f"{way}_{span}_span": Subject(f"{way}_span", span=span)
+        for way in WAYS
+        for span in families.SPAN_NAMES
+    },
+}
 
 
 def span_variants(setting: Setting) -> list[str]:
@@ -129,9 +141,9 @@ def undefined_rows(name: str, rows: Rows) -> list[ResultRow]:
     return [
         ResultRow(
             experiment=EXPERIMENT,
-            detector=name,
             metric=metric,
             value=None,
+            **SUBJECTS[name]._asdict(),
             **rows.fields_of(*place),
             reason="no encoder of those left is better than chance on validation",
         )
@@ -279,14 +291,17 @@ class Ablation:
         """Return the rows of a setting's variants, undefined ones last."""
         rows = self.rows[setting]
         own = own_scores(self._pool(setting).all_rows, self.champions[setting])
-        scored, undefined = [Scored(name=f"champion{OWN}", scores=own)], []
+        champion = Subject("champion", kind=ENCODERS)
+        scored, undefined = [Scored(name=champion, scores=own)], []
         for variant, arrays in load_variants(self.cache, setting).items():
             if "scores" not in arrays:
                 undefined += undefined_rows(variant, rows)
                 continue
-            scored.append(Scored(name=variant, scores=arrays["scores"]))
+            subject = SUBJECTS[variant]
+            scored.append(Scored(name=subject, scores=arrays["scores"]))
             if variant in span_variants(setting):
-                scored.append(Scored(name=variant + OWN, scores=arrays["own"]))
+                subject = subject._replace(kind=ENCODERS)
+                scored.append(Scored(name=subject, scores=arrays["own"]))
         return detection_rows(scored, rows, bootstrap, EXPERIMENT) + undefined
 
 

@@ -265,16 +265,16 @@ def _rank_rows(
     ]
 
 
-def traits(setting: Setting, n_pool: int) -> dict[str, np.ndarray]:
+def traits(setting: Setting, n_pool: int) -> dict[tuple[str, Setting], np.ndarray]:
     """Return which encoders of a pool read which family in which pass.
 
     Returns:
-      `[n_pool]` bool by "family letter:pass", such as "H:with_context".
+      `[n_pool]` bool by the family's letter and the pass.
     """
     pool = reads(setting, range(n_pool))
     passes = [s for s in SETTINGS if any(where == s for where, _ in pool)]
     return {
-        f"{letter}:{where}": np.array([w == where and letter in n for w, n in pool])
+        (letter, where): np.array([w == where and letter in n for w, n in pool])
         for letter in LETTERS
         for where in passes
     }
@@ -378,7 +378,12 @@ def ranking_summary(run: RunDir, setting: Setting) -> dict[str, Any]:
         "greedy": pool_names(setting, greedy),
         "best": pool_names(setting, saved["best"].tolist()),
         "means": saved["ordered_means"].tolist(),
-        "ribbon": dict(zip(names, saved["ribbon"].tolist(), strict=True)),
+        "ribbon": [
+            {"family": letter, "reads": reads, "means": means}
+            for (letter, reads), means in zip(
+                names, saved["ribbon"].tolist(), strict=True
+            )
+        ],
     }
 
 

@@ -13,7 +13,7 @@ import shutil
 import pytest
 from click.testing import CliRunner
 
-from beatrice.benchmarks.results.saved import read_control, read_reliability
+from beatrice.benchmarks.results.report import Control, Curves, read_part
 from beatrice.cli import CHAIN, main
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.generate.answers import answer_config
@@ -92,8 +92,10 @@ def read(run, name):
         "encoders": lambda: checkpoint.restore(run.encoders(inner[0])),
         "detector": lambda: Detector.load(run.detector),
         "features": lambda: verify(open_store(run.features(inner[0]))),
-        "control": lambda: read_control(run.control / "control.json"),
-        "reliability.json": lambda: read_reliability(run.path / name),
+        "control": lambda: read_part(run.control / "control.json", Control, "control"),
+        "reliability.json": lambda: read_part(
+            run.path / name, dict[str, Curves], "evaluate"
+        ),
         "results.jsonl": lambda: read_result_rows(run),
         "rows": lambda: list(read_rows(run.path / name)),
     }

@@ -171,7 +171,7 @@ def loaded_by(code):
         # What `train`, `select`, `calibrate` and `report` import to do their work.
         ("jaxprobe.train jaxprobe.calibrate jaxprobe.detector", "torch"),
         ("selection.stage selection.exhaustive selection.ablation", "torch"),
-        ("benchmarks.results.stage benchmarks.results.evaluate", "torch"),
+        ("benchmarks.results.report benchmarks.results.evaluate", "torch"),
         ("", "numpy"),
     ],
 )

@@ -11,7 +11,7 @@ from beatrice.extract.generate.requests import ANSWER_PRESETS
 from beatrice.extract.records import IN_DOMAIN, SETTINGS, read_records, write_lines
 from beatrice.extract.run.contents import read_examples, settings_of
 from beatrice.extract.run.directory import RunDir
-from beatrice.extract.run.rows import ResultRow, ResultTable
+from beatrice.extract.run.rows import ResultRow
 from tests.extract.small_run import beatrice, questions, smoke
 
 BARE = {"bare", "rephrased"}  # sets without passages in a mixed run
@@ -79,14 +79,12 @@ def run(case, tmp_path_factory):
 
 def sets_of(run, setting):
     """Return the evaluated sets of a setting, with their counts of answers."""
-    found = ResultTable(list(read_records(run.results, ResultRow))).select(
-        detector="champion",
-        experiment="detection",
-        setting=setting,
-        metric="auroc",
-        seed="mean",
-    )
-    return {(row.dataset, row.split): row.n for row in found}
+    wanted = ("champion", "detection", setting, "auroc", "mean")
+    return {
+        (r.dataset, r.split): r.n
+        for r in read_records(run.results, ResultRow)
+        if (r.detector, r.experiment, r.setting, r.metric, r.seed) == wanted
+    }
 
 
 @pytest.mark.slow

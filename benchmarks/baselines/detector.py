@@ -40,6 +40,7 @@ Relations = Callable[[Sequence[tuple[str, str]]], np.ndarray]
 # Built from the same encoders as the selected set: no rivals of it.
 OURS = (
     "champion",
+    "encoder",
     "without_closed_book",
     "hidden_only",
     "early_fusion",
@@ -50,7 +51,7 @@ OURS = (
 )
 
 PLAIN = ("perplexity", "tfidf", "answer_length")  # rivals that `evaluate` measures
-_KINDS = ("champion", "encoder", "probe", "layer", "labels")
+_TAKEN = (*OURS, *PLAIN, "probe", "chosen_layer", "first_layer", "last_layer", "labels")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -345,11 +346,10 @@ def format_list(detectors: Iterable[Baseline]) -> str:
 
 
 def is_taken(name: str) -> bool:
-    """Whether a name is that of a row which `beatrice evaluate` writes."""
-    kind, colon, _ = name.partition(":")
-    return name in (*OURS, *PLAIN) or (bool(colon) and kind in _KINDS)
+    """Whether a name is that of what `beatrice evaluate` measures."""
+    return name in _TAKEN
 
 
 def is_rival(name: str) -> bool:
-    """Whether a detector is not made of the selected set's encoders."""
-    return name not in OURS and not name.startswith("encoder:")
+    """Whether a detector is another's and not made of the selected set's encoders."""
+    return name not in OURS

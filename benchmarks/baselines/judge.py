@@ -61,7 +61,13 @@ from beatrice.extract.run.contents import (
 from beatrice.extract.run.directory import Preset, RunDir
 from beatrice.extract.run.files import read_json, sha256_tree, write_json_atomic
 from beatrice.extract.run.memory import begin_peak, peak_bytes
-from beatrice.extract.run.rows import ResultRow, publish, rows_file, write_rows
+from beatrice.extract.run.rows import (
+    ResultRow,
+    as_frame,
+    publish,
+    rows_file,
+    write_rows,
+)
 from beatrice.extract.run.stages import Stage
 from beatrice.extract.store.store import FeatureStore
 from beatrice.jaxprobe.calibrate import (
@@ -341,14 +347,6 @@ def judge(
     chosen = [row for x in scores.values() for row in x.output.chosen]
     measured = detection_rows(scored, rows, intervals or BootstrapConfig())
     return as_frame([*chosen, *measured])
-
-
-def as_frame(rows: Iterable[ResultRow]) -> "pandas.DataFrame":
-    """Return rows of results as a table with their fields as columns."""
-    import pandas
-
-    columns = list(ResultRow.__struct_fields__)
-    return pandas.DataFrame(map(msgspec.structs.asdict, rows), columns=columns)
 
 
 def _rows_of_labels(

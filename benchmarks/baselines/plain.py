@@ -11,7 +11,7 @@ from sklearn.linear_model import LogisticRegression
 from beatrice.extract.generate.prompts import PromptTemplate
 from beatrice.extract.generate.requests import variants_of
 from beatrice.extract.records import IN_DOMAIN, Answer, Example, Setting
-from beatrice.extract.run.rows import ResultRow
+from beatrice.extract.run.rows import ResultRow, Subject
 from beatrice.extract.store.store import FeatureStore, read_family
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
 from beatrice.jaxprobe.families import ANSWER, FAMILIES, LETTERS, SPANS
@@ -89,13 +89,16 @@ def scores_of(features: np.ndarray, rows: Rows) -> tuple[np.ndarray, float]:
     return fit.decision_function(features)[None].astype(np.float64), fit.C
 
 
-def chosen_row(rows: Rows, detector: str, metric: str, value: float) -> ResultRow:
+def chosen_row(
+    rows: Rows, detector: Subject | str, metric: str, value: float, seed: str = "mean"
+) -> ResultRow:
     """Return the row that says what the validation rows chose for a detector."""
     return ResultRow(
         experiment="chosen",
-        detector=detector,
         metric=metric,
         value=value,
+        seed=seed,
+        **Subject.of(detector)._asdict(),
         **rows.fields_of(IN_DOMAIN, "validation"),
     )
 
@@ -141,7 +144,7 @@ def rows_at_equal_length(
     rows: Rows,
     n_tokens: np.ndarray,
     config: BootstrapConfig,
-    names: Sequence[str],
+    names: Sequence[Subject | str],
 ) -> list[ResultRow]:
     """Return what detectors are worth among answers of equally many tokens.
 
@@ -163,8 +166,8 @@ def rows_at_equal_length(
       a counterpart, which say nothing here ("unmatched").
     """
     experiment = "at_equal_length"
-    own = [one for one in detectors if one.name in names]
-    ours, *rivals = names
+    ours, *rivals = subjects = [Subject.of(name) for name in names]
+    own = [one for one in detectors if one.subject in subjects]
     made = detection_rows(
         own,
         rows,
@@ -349,7 +352,7 @@ def pooled_signals(
 
 def probe_scores(
     store: FeatureStore, rows: Rows, layer: int
-) -> tuple[dict[str, np.ndarray], list[ResultRow]]:
+) -> tuple[dict[Subject, np.ndarray], list[ResultRow]]:
     """Return the scores of a linear probe on each family, and on all four.
 
     Args:
@@ -358,8 +361,8 @@ def probe_scores(
       layer: from which the hidden states are read.
 
     Returns:
-      `[1, n_rows]` by name: "probe:H" and so on, and "probe:HPRA", one regression on
-      the four families side by side; and rows of the penalties that validation chose.
+      `[1, n_rows]` of each family, and of one regression on the four families side by
+      side; and rows of the penalties that validation chose.
       Every family has the same variance there, whatever its width, so that five
       probabilities count beside thousands of hidden states: validation AUROC in the
       demo .920 closed-book and .805 with context, without it .915 and .796, of the sum
@@ -376,7 +379,7 @@ def probe_scores(
     scores, chosen = {}, []
     for letters in (*LETTERS, LETTERS):
         features = np.concatenate([families[x] for x in letters], axis=1)
-        name = f"probe:{letters}"
+        name = Subject("probe", letters)
         scores[name], inverse_penalty = scores_of(features, rows)
         chosen.append(chosen_row(rows, name, "inverse_penalty", inverse_penalty))
     return scores, chosen

@@ -16,7 +16,7 @@ CHAIN = (
     "beatrice.benchmarks.results.evaluate:EVALUATE",
     "beatrice.benchmarks.baselines.judge:BASELINES",
     "beatrice.pgir.controllers.stage:CONTROL",
-    "beatrice.benchmarks.results.stage:REPORT",
+    "beatrice.benchmarks.results.report:REPORT",
 )
 
 # Which verb writes what lies at a path of a run, by the path's first name.

@@ -144,7 +144,7 @@ def _do_all(run_dir: Path, progress: Progress) -> None:
         measured,
         read_costs,
     )
-    from beatrice.benchmarks.results.stage import summary
+    from beatrice.benchmarks.results.report import summary
     from beatrice.extract.run.directory import RunDir
     from beatrice.extract.run.stages import run_stage
     from beatrice.jaxprobe.config import GRID_PRESETS, SELECT_PRESETS

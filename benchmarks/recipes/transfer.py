@@ -30,7 +30,7 @@ from beatrice.benchmarks.baselines.plain import (
     standardise,
     text_scores,
 )
-from beatrice.benchmarks.results.names import RIVALS
+from beatrice.benchmarks.results.names import CHAMPION, RIVALS
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.datasets.loading import Loaded, open_dataset
 from beatrice.extract.generate.answers import ANSWER, answer_config, load_tokenizer_only
@@ -57,7 +57,7 @@ from beatrice.extract.run.contents import (
 )
 from beatrice.extract.run.directory import NewRun, Preset, RunDir
 from beatrice.extract.run.files import write_json_atomic, write_text_atomic
-from beatrice.extract.run.rows import ResultRow, publish, rows_file
+from beatrice.extract.run.rows import ResultRow, Subject, publish, rows_file
 from beatrice.extract.run.stages import Stage, run_stage
 from beatrice.extract.signals.extract import EXTRACT, extract_config
 from beatrice.jaxprobe import checkpoint
@@ -265,7 +265,7 @@ def encoder_scores(
     scene: Scenario,
     tree: Mapping[str, Any],
     config: GridConfig,
-) -> dict[str, np.ndarray]:
+) -> dict[Subject, np.ndarray]:
     """Return the logits of every encoder on the new rows, `[n_seeds, n_rows]`.
 
     Args:
@@ -291,13 +291,13 @@ def encoder_scores(
         name: every[[i for i, m in enumerate(members) if m.subset == subset]]
         for subset, name in enumerate(SUBSET_NAMES)
     }
-    return {f"encoder:{name}": x for name, x in by_subset.items()} | {
-        "hidden_only": by_subset[SUBSET_NAMES[0]],
-        "early_fusion": by_subset[SUBSET_NAMES[EVERY_FAMILY]],
+    return {Subject("encoder", name): x for name, x in by_subset.items()} | {
+        Subject("hidden_only"): by_subset[SUBSET_NAMES[0]],
+        Subject("early_fusion"): by_subset[SUBSET_NAMES[EVERY_FAMILY]],
     }
 
 
-def selected_scores(scene: Scenario, detector: Detector) -> dict[str, np.ndarray]:
+def selected_scores(scene: Scenario, detector: Detector) -> dict[Subject, np.ndarray]:
     """Return the raw scores of the selected heads on the new rows, `[1, n_rows]`."""
     if scene.closed_book is None:
 
@@ -305,7 +305,7 @@ def selected_scores(scene: Scenario, detector: Detector) -> dict[str, np.ndarray
             return detector.score_closed_book(features).raw
 
         dims = detector.banks["closed_book"].dims
-        return {"champion": scene.scored(dims, closed_book)[None]}
+        return {Subject("champion"): scene.scored(dims, closed_book)[None]}
     bank = detector.banks.get("with_context") or detector.banks["closed_book"]
     closed_store = scene.closed_book.store
     partner = partners(scene.new.rows.ids, scene.closed_book.rows.ids)
@@ -325,13 +325,13 @@ def selected_scores(scene: Scenario, detector: Detector) -> dict[str, np.ndarray
     def alone(_: np.ndarray, features: Features) -> np.ndarray:
         return detector.score_single_pass(features).raw
 
-    scores = {"champion": scene.scored(bank.dims, both)[None]}
+    scores = {Subject("champion"): scene.scored(bank.dims, both)[None]}
     if "single_pass" in detector.heads:
-        scores["without_closed_book"] = scene.scored(bank.dims, alone)[None]
+        scores[Subject("without_closed_book")] = scene.scored(bank.dims, alone)[None]
     return scores
 
 
-def rival_scores(scene: Scenario) -> dict[str, np.ndarray]:
+def rival_scores(scene: Scenario) -> dict[Subject, np.ndarray]:
     """Return the scores of probes, length, text and perplexity on the new rows.
 
     They are fitted as in `evaluate`, on the run's own training and validation rows.
@@ -352,12 +352,12 @@ def rival_scores(scene: Scenario) -> dict[str, np.ndarray]:
     scores = {}
     for letters in (*LETTERS, LETTERS):
         features = np.concatenate([families[x] for x in letters], axis=1)
-        scores[f"probe:{letters}"] = scores_of(features, rows)[0][:, n_own:]
+        scores[Subject("probe", letters)] = scores_of(features, rows)[0][:, n_own:]
     length = length_features([*own.answers, *new.answers])
     standardise(length, train)
-    scores["answer_length"] = scores_of(length, rows)[0][:, n_own:]
-    scores["tfidf"], _ = text_scores(own.texts, own.rows, new.texts)
-    scores["perplexity"] = perplexity_scores(new.store)
+    scores[Subject("answer_length")] = scores_of(length, rows)[0][:, n_own:]
+    scores[Subject("tfidf")], _ = text_scores(own.texts, own.rows, new.texts)
+    scores[Subject("perplexity")] = perplexity_scores(new.store)
     return scores
 
 
@@ -400,7 +400,7 @@ def _count_missing(
 
 def scene_rows(
     scene: Scenario,
-    scores: Mapping[str, np.ndarray],
+    scores: Mapping[Subject, np.ndarray],
     asked: Sequence[Example],
     intervals: BootstrapConfig,
 ) -> list[ResultRow]:
@@ -414,7 +414,7 @@ def scene_rows(
     """
     rows = scene.new.rows
     detectors = [Scored(name=name, scores=x) for name, x in scores.items()]
-    pairs = {f"{EXPERIMENT}_paired": [("champion", rival) for rival in RIVALS]}
+    pairs = {f"{EXPERIMENT}_paired": [(CHAMPION, rival) for rival in RIVALS]}
     everything = np.full(len(rows.ids), ALL_SETS)
     unseen = np.full(len(rows.ids), "ood")
     together = dataclasses.replace(rows, datasets=everything, splits=unseen)

@@ -1,11 +1,15 @@
-"""The stage that measures every detector on every set, with intervals."""
+"""The stage that measures every detector on every set, with intervals.
+
+Beside the rows it leaves the reliability of the selected set, and answers to look at:
+the surest right and wrong ones of every set, chosen by a rule, since nobody picks.
+"""
 
 import collections
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,14 +25,19 @@ from beatrice.benchmarks.baselines.plain import (
     rows_at_equal_length,
     text_scores,
 )
-from beatrice.benchmarks.results.annotated import annotated_rows, read_verdicts
 from beatrice.benchmarks.results.names import (
     AT_EQUAL_LENGTH,
+    CHAMPION,
+    EARLY_FUSION,
     FAMILY_PAIRS,
     FLOORS,
+    HIDDEN_ONLY,
+    LAYER_PROBES,
+    N_SHOWN,
+    PERPLEXITY,
     RIVALS,
+    encoder,
 )
-from beatrice.benchmarks.results.shown import Spell, shown_sets
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.generate.answers import answer_config, shares_of
 from beatrice.extract.records import IN_DOMAIN, Answer, Example, Setting
@@ -41,10 +50,10 @@ from beatrice.extract.run.contents import (
     settings_of,
 )
 from beatrice.extract.run.directory import RunDir
-from beatrice.extract.run.files import write_json_atomic
-from beatrice.extract.run.rows import ResultRow, publish, rows_file
+from beatrice.extract.run.files import read_json, write_json_atomic
+from beatrice.extract.run.rows import ResultRow, Subject, publish, rows_file
 from beatrice.extract.run.stages import Stage
-from beatrice.extract.store.store import FeatureStore
+from beatrice.extract.store.store import FeatureStore, read_family
 from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.calibrate import (
     encoder_folders,
@@ -57,14 +66,22 @@ from beatrice.jaxprobe.config import set_compiler
 from beatrice.jaxprobe.detector import Detector
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
 from beatrice.jaxprobe.families import N_SUBSETS, SUBSET_NAMES
-from beatrice.jaxprobe.metrics import BootstrapConfig
+from beatrice.jaxprobe.metrics import (
+    BootstrapConfig,
+    interval_of,
+    resamples,
+    weighted_metrics,
+)
 from beatrice.jaxprobe.rows import Rows
+from beatrice.jaxprobe.scope import Threshold
 from beatrice.jaxprobe.train import EVERY_FAMILY
 from beatrice.pgir.score_files import shown_tokens
 
 N_BINS = 10
+TRUSTED_FROM = 0.5  # where the run has no threshold of its own
+ANNOTATED = "annotated"  # set and split of the answers that a person has judged
 PAIRS = {
-    "paired": [("champion", rival) for rival in RIVALS],
+    "paired": [(CHAMPION, rival) for rival in RIVALS],
     "floor_paired": FLOORS.items(),
     "finding": FAMILY_PAIRS,
 }
@@ -88,25 +105,27 @@ def detectors_of(
     """
     store, rows = evidence.store, evidence.rows
     logits = encoders["outputs"]["logits"].reshape(n_seeds, N_SUBSETS, -1)
-    scores = dict(heads)
-    scores |= {"hidden_only": logits[:, 0], "early_fusion": logits[:, EVERY_FAMILY]}
-    for subset, name in enumerate(SUBSET_NAMES):
-        scores[f"encoder:{name}"] = logits[:, subset]
-    scores["tfidf"], chosen = text_scores(evidence.texts, rows)
-    scores["perplexity"] = perplexity_scores(store)
-    lengths = length_features(evidence.answers)
-    scores["answer_length"] = length_scores(lengths, rows)
-    scores["majority"] = majority_scores(rows)
-    probes, of_probes = probe_scores(store, rows, evidence.layer)
-    scores |= probes
+    tfidf, chosen = text_scores(evidence.texts, rows)
+    probes, chosen_of_probes = probe_scores(store, rows, evidence.layer)
+    scores: dict[Subject | str, np.ndarray] = {
+        **heads,
+        HIDDEN_ONLY: logits[:, 0],
+        EARLY_FUSION: logits[:, EVERY_FAMILY],
+        **{encoder(name): logits[:, i] for i, name in enumerate(SUBSET_NAMES)},
+        "tfidf": tfidf,
+        PERPLEXITY: perplexity_scores(store),
+        "answer_length": length_scores(length_features(evidence.answers), rows),
+        "majority": majority_scores(rows),
+        **probes,
+    }
     control = encoders["control"]
     permuted = Scored(
         name="permuted_labels",
         scores=control["logits"],
         labels=np.asarray(control["labels"], dtype=bool),
     )
-    detectors = [Scored(name=name, scores=own) for name, own in scores.items()]
-    return [*detectors, permuted], [chosen, *of_probes]
+    detectors = [Scored(name=name, scores=values) for name, values in scores.items()]
+    return [*detectors, permuted], [chosen, *chosen_of_probes]
 
 
 def layer_rows(
@@ -118,15 +137,16 @@ def layer_rows(
     measured on sets that the choice of the layer has not seen.
     """
     kept = store.spec.hidden_layers
-    layers = {"layer:chosen": layer, "layer:first": kept[0], "layer:last": kept[-1]}
-    distinct = [n for n, x in layers.items() if n == "layer:chosen" or x != layer]
+    chosen = LAYER_PROBES[0]
+    layers = dict(zip(LAYER_PROBES, (layer, kept[0], kept[-1]), strict=True))
+    distinct = [name for name, x in layers.items() if name == chosen or x != layer]
     if len(distinct) == 1:
         return []
     detectors = [
         Scored(name=name, scores=layer_scores(store, rows, layers[name]))
         for name in distinct
     ]
-    pairs = {"finding": [("layer:chosen", name) for name in distinct[1:]]}
+    pairs = {"finding": [(chosen, name) for name in distinct[1:]]}
     return detection_rows(detectors, rows, config, "layer", pairs)
 
 
@@ -159,18 +179,19 @@ def reliability_of(
     """
     shown: dict[str, Any] = {}
     made = []
-    for name, p_correct in (("raw", raw), ("calibrated", calibrated)):
-        shown[name] = _bins(reliability(p_correct, labels, N_BINS))
+    for kind, p_correct in (("raw", raw), ("calibrated", calibrated)):
+        shown[kind] = _bins(reliability(p_correct, labels, N_BINS))
         values = {
             "brier": brier(p_correct, labels),
             "ece": ece(p_correct, labels, N_BINS),
         }
         for metric, value in values.items():
-            shown[f"{metric}_{name}"] = value
+            shown[f"{metric}_{kind}"] = value
             made.append(
                 ResultRow(
                     experiment="calibration",
-                    detector=f"champion:{name}",
+                    detector="champion",
+                    kind=kind,
                     setting=setting,
                     dataset=IN_DOMAIN,
                     split="test",
@@ -182,29 +203,34 @@ def reliability_of(
     return shown, made
 
 
+def _places(
+    examples: Sequence[Example], keys: Iterable[tuple[str, Setting]]
+) -> list[tuple[Setting, str, str]]:
+    """Return setting, dataset and split of questions by id and setting."""
+    by_id = {example.id: example for example in examples}
+    return [(at, by_id[id_].dataset, by_id[id_].split) for id_, at in keys]
+
+
+def _backbone_row(
+    experiment: str, place: tuple[Setting, str, str], **fields: Any
+) -> ResultRow:
+    setting, dataset, split = place
+    fields |= {"setting": setting, "dataset": dataset, "split": split}
+    return ResultRow(experiment=experiment, detector="backbone", **fields)
+
+
 def answer_rows(
     examples: Sequence[Example], answers: Sequence[Answer]
 ) -> list[ResultRow]:
     """Return per set, split and setting the shares of `shares_of`: no answer is out."""
-    by_id = {example.id: example for example in examples}
     groups: dict[tuple[Setting, str, str], list[Answer]] = {}
-    for answer in answers:
-        example = by_id[answer.example_id]
-        place = answer.setting, example.dataset, example.split
+    places = _places(examples, ((a.example_id, a.setting) for a in answers))
+    for place, answer in zip(places, answers, strict=True):
         groups.setdefault(place, []).append(answer)
     return [
-        ResultRow(
-            experiment="answers",
-            detector="backbone",
-            setting=setting,
-            dataset=dataset,
-            split=split,
-            metric=metric,
-            value=value,
-            n=len(own),
-        )
-        for (setting, dataset, split), own in groups.items()
-        for metric, value in shares_of(own).items()
+        _backbone_row("answers", place, metric=metric, value=value, n=len(group))
+        for place, group in groups.items()
+        for metric, value in shares_of(group).items()
     ]
 
 
@@ -223,25 +249,16 @@ def prompt_rows(
       answers: to them.
       left_out: the example and the setting of what was not asked.
     """
-    by_id = {example.id: example for example in examples}
-
-    def group(example_id: str, setting: Setting) -> tuple[Setting, str, str]:
-        return setting, by_id[example_id].dataset, by_id[example_id].split
-
-    n_asked = collections.Counter(group(a.example_id, a.setting) for a in answers)
-    n_cut = collections.Counter(
-        group(a.example_id, a.setting) for a in answers if a.dropped
-    )
-    n_left_out = collections.Counter(
-        group(row["example_id"], row["setting"]) for row in left_out
+    cut = [(a.example_id, a.setting) for a in answers if a.dropped]
+    unasked = [(row["example_id"], row["setting"]) for row in left_out]
+    asked = ((a.example_id, a.setting) for a in answers)
+    n_asked, n_cut, n_left_out = (
+        collections.Counter(_places(examples, keys)) for keys in (asked, cut, unasked)
     )
     return [
-        ResultRow(
-            experiment="prompts",
-            detector="backbone",
-            setting=setting,
-            dataset=dataset,
-            split=split,
+        _backbone_row(
+            "prompts",
+            place,
             metric="cut",
             value=n_cut[place] / n_asked[place] if n_asked[place] else None,
             n=n_asked[place],
@@ -249,8 +266,215 @@ def prompt_rows(
             reason=None if n_asked[place] else "no passage of any question fitted",
         )
         for place in sorted(n_asked.keys() | n_left_out.keys())
-        for setting, dataset, split in (place,)
     ]
+
+
+def annotated_rows(
+    verdicts: Mapping[str, Any],
+    detectors: Sequence[Scored],
+    rows: Rows,
+    config: BootstrapConfig,
+) -> list[ResultRow]:
+    """Return which labels a person disputes, and AUROC on the annotated answers.
+
+    The sample has as many right labels as wrong; every answer counts for as many as it
+    was drawn from.
+
+    Args:
+      verdicts: as `label --audit` has written them.
+      detectors: that are measured.
+      rows: what they score.
+      config: of the intervals.
+
+    Returns:
+      Rows of the experiment "label_noise": per label the share that is disputed
+      (Wilson's interval; `kind` is "right" or "wrong"). And of the experiment
+      "annotated" the AUROC of detectors, where `kind` says by which truth: "labels",
+      "undisputed labels" (the disputed answers are out), or "a person".
+    """
+    noise = [x for x in verdicts["noise"] if x["setting"] == rows.setting]
+    human = {(x[0], x[2]): x[3] for x in verdicts["verdicts"] if x[1] == rows.setting}
+    keys = list(zip(rows.ids.tolist(), rows.variants.tolist(), strict=True))
+    is_evaluated = np.isin(rows.splits, ("test", "ood")) & rows.is_labelled
+    where = np.array([i for i in np.flatnonzero(is_evaluated) if keys[i] in human], int)
+    labels = rows.labels[where]
+    judged = np.array([human[keys[i]] for i in where], bool)
+    counts = {x["label"]: x["n_all"] / max(1, x["n"]) for x in noise}
+    weights = np.array([counts[label] for label in labels.tolist()], np.float32)
+    everyone = np.arange(len(where))
+    truths = {
+        "labels": (everyone, labels),
+        "undisputed labels": (np.flatnonzero(labels == judged), labels),
+        "a person": (everyone, judged),
+    }
+    made = [_disputed(x) for x in noise]
+    for kind, (some, truth) in truths.items():
+        fields = {"experiment": ANNOTATED, "setting": rows.setting, "metric": "auroc"}
+        fields |= {"dataset": ANNOTATED, "split": ANNOTATED, "n": len(some)}
+        is_defined = 0 < truth[some].sum() < len(some)
+        draws = [np.ones((len(some), 1), np.float32)]
+        draws += resamples(rows.ids[where[some]], config) if is_defined else []
+        drawn = np.concatenate(draws, axis=1) * weights[some, None]
+        for detector in detectors:
+            if detector.subject not in AT_EQUAL_LENGTH:
+                continue
+            fields |= detector.subject._replace(kind=kind)._asdict()
+            if not is_defined:
+                reason = "the annotated answers are of one class only"
+                made.append(ResultRow(**fields, value=None, reason=reason))
+                continue
+            scores = detector.scores[:, where[some]]
+            by_seed = [weighted_metrics(x, truth[some], drawn) for x in scores]
+            value, *resampled = np.mean([x["auroc"] for x in by_seed], axis=0)
+            low, high = interval_of(np.array(resampled))
+            ends = {"ci_low": low, "ci_high": high}
+            made.append(ResultRow(**fields, value=float(value), **ends))
+    return made
+
+
+def _disputed(noise: dict[str, Any]) -> ResultRow:
+    """Return how often a person disputes one label."""
+    n = noise["n"]
+    return ResultRow(
+        experiment="label_noise",
+        detector="labels",
+        kind="right" if noise["label"] else "wrong",
+        setting=noise["setting"],
+        dataset=ANNOTATED,
+        split=ANNOTATED,
+        metric="disputed",
+        value=noise["n_disputed"] / n if n else None,
+        ci_low=noise["ci_low"],
+        ci_high=noise["ci_high"],
+        n=n,
+        reason=None if n else "no answer with this label was annotated",
+    )
+
+
+class Kind(NamedTuple):
+    """A kind of answer, and which of them are shown.
+
+    Attributes:
+      name: in words.
+      is_correct: by its label.
+      is_trusted: whether its P is at least the threshold.
+      is_highest: whether the highest P come first, or the lowest.
+    """
+
+    name: str
+    is_correct: bool
+    is_trusted: bool
+    is_highest: bool
+
+
+KINDS = (
+    Kind("right and trusted", True, True, True),
+    Kind("wrong and caught", False, False, False),
+    Kind("wrong and missed", False, True, True),
+    Kind("right and distrusted", True, False, False),
+)
+
+
+def choose_answers(
+    p_correct: np.ndarray,
+    labels: np.ndarray,
+    ids: Sequence[str],
+    threshold: float,
+) -> list[tuple[Kind, int, list[int]]]:
+    """Return, for each kind, how many there are and the indices of those to show.
+
+    Of each kind the `N_SHOWN` answers with the highest, or the lowest, P; of equals the
+    smaller id, since isotonic calibration gives many answers one P.
+
+    Args:
+      p_correct: `[n]` calibrated.
+      labels: `[n]` bool.
+      ids: `n`, all different.
+      threshold: answers with at least this P are trusted.
+    """
+    chosen = []
+    for kind in KINDS:
+        is_trusted = (p_correct >= threshold) == kind.is_trusted
+        where = np.flatnonzero((labels == kind.is_correct) & is_trusted)
+        sign = -1.0 if kind.is_highest else 1.0
+        ranked = sorted(where.tolist(), key=lambda i: (sign * p_correct[i], ids[i]))
+        chosen.append((kind, len(where), ranked[:N_SHOWN]))
+    return chosen
+
+
+SpellTokens = Callable[[Answer, np.ndarray, int], list[dict[str, Any]]]
+
+
+def shown_sets(
+    evidence: DetectorInput,
+    p_correct: np.ndarray,
+    threshold: Threshold | None,
+    spell: SpellTokens | None,
+) -> list[dict[str, Any]]:
+    """Return the answers to look at of every test and held-out set of a setting.
+
+    Contexts in their original wording alone.
+
+    Args:
+      evidence: of the setting; the tokens' probabilities are read from its store.
+      p_correct: `[n_rows]` calibrated.
+      threshold: for the precision that was asked for.
+      spell: spells the tokens of an answer, or None.
+
+    Returns:
+      As `benchmarks.results.report.ShownSet` has them.
+    """
+    rows, wanted = evidence.rows, threshold and threshold.p_correct
+    trusted_from = TRUSTED_FROM if wanted is None else float(wanted)
+    sets = []
+    for dataset, split in rows.evaluated_sets():
+        if split == "validation" or dataset == IN_DOMAIN:
+            continue
+        where = rows.where(split, dataset)
+        where = where[rows.variants[where] == "original"]
+        ids = rows.ids[where].tolist()
+        kinds = [
+            {
+                "name": kind.name,
+                "n": n,
+                "answers": [_shown(evidence, p_correct, where[i], spell) for i in best],
+            }
+            for kind, n, best in choose_answers(
+                p_correct[where], rows.labels[where], ids, trusted_from
+            )
+        ]
+        place = {"setting": rows.setting, "dataset": dataset, "split": split}
+        counts = {"n": len(where), "threshold": trusted_from}
+        sets.append({**place, **counts, "kinds": kinds})
+    return sets
+
+
+def _shown(
+    evidence: DetectorInput, p_correct: np.ndarray, row: int, spell: SpellTokens | None
+) -> dict[str, Any]:
+    """Return an answer as the page shows it; the context's tokens are left out."""
+    answer, example = evidence.answers[row], evidence.examples[row]
+    passages = example.passages if answer.setting == "with_context" else ()
+    tokens: list[dict[str, Any]] = []
+    if spell is not None:
+        prob = read_family(evidence.store, "prob", np.array([row]))
+        tokens = spell(answer, prob.example(0), int(prob.first_tokens[0]))
+    return {
+        "id": example.id,
+        "question": example.question,
+        "golds": list(example.golds[:4]),
+        "n_golds": len(example.golds),
+        "draft": {
+            "setting": answer.setting,
+            "answer": answer.text,
+            "p_correct": float(p_correct[row]),
+            "correct": bool(evidence.rows.labels[row]),
+            "passages": [
+                p.text for i, p in enumerate(passages) if i not in answer.dropped
+            ],
+            "tokens": [token for token in tokens if token["span"] != "context"],
+        },
+    }
 
 
 def run_heads(run: RunDir, setting: Setting) -> dict[str, np.ndarray]:
@@ -274,7 +498,7 @@ def run_detectors(
     return detectors_of(evidence, encoders, run_heads(run, setting), n_seeds)
 
 
-def _speller(run: RunDir, progress: Progress) -> Spell | None:
+def _speller(run: RunDir, progress: Progress) -> SpellTokens | None:
     """Return what spells tokens, or None where the run's backbone is not there."""
     # Loads Torch, which the tables and figures do without.
     from beatrice.extract.backbone.loading import load_outline
@@ -301,7 +525,8 @@ def _human_files(run: RunDir) -> list[Path]:
 def _evaluate(run: RunDir, config: None, update: Update, progress: Progress) -> None:
     set_compiler(run.preset)
     bootstrap, spell = run_bootstrap(run), _speller(run, progress)
-    verdicts = [read_verdicts(path) for path in _human_files(run)]
+    again = "run `beatrice label --audit` again"
+    verdicts = [read_json(x, dict[str, Any], again) for x in _human_files(run)]
     calibrated = Detector.load(run.detector)
     made, curves, shown = [], {}, []
     settings = settings_of(run)
@@ -319,8 +544,8 @@ def _evaluate(run: RunDir, config: None, update: Update, progress: Progress) -> 
         head = calibrated.heads[setting]
         raw = run_heads(run, setting)["champion"].mean(axis=0)
         shown += shown_sets(evidence, head.calibrator(raw), head.threshold, spell)
-        for own in verdicts:
-            made += annotated_rows(own, detectors, rows, bootstrap)
+        for judged in verdicts:
+            made += annotated_rows(judged, detectors, rows, bootstrap)
         if len(where := rows.where("test")):
             curves[setting], calibration = reliability_of(
                 raw[where], head.calibrator(raw[where]), rows.labels[where], setting

@@ -1,55 +1,11 @@
-"""Printed names of detectors, in the order of the tables, and which are compared."""
+"""What rows measure, by stable id: printed names in the order of tables, and pairs.
 
-DETECTORS = {
-    "champion": "BEATRICE (selected encoders)",
-    "without_closed_book": "BEATRICE, with-context pass alone",
-    "hidden_only": "Hidden states only",
-    "early_fusion": "One encoder, all families",
-    "late_fusion_singles": "Late fusion, single families",
-    "late_fusion_all": "Late fusion, all encoders",
-    "tfidf": "Text only (TF-IDF)",
-    "perplexity": "Answer perplexity",
-    "answer_length": "Answer length",
-    "majority": "Majority class",
-    "probe:H": "Linear probe on hidden states",
-    "probe:P": "Linear probe on probabilities",
-    "probe:R": "Linear probe on the residual stream",
-    "probe:A": "Linear probe on attention",
-    "probe:HPRA": "Linear probe on all families",
-}
-# What the selected encoders are compared with, question by question.
-RIVALS = {
-    "perplexity": DETECTORS["perplexity"],
-    "hidden_only": DETECTORS["hidden_only"],
-    "encoder:P": "Probabilities only",
-    "encoder:R": "Residual stream only",
-    "encoder:A": "Attention only",
-    "early_fusion": DETECTORS["early_fusion"],
-    "tfidf": DETECTORS["tfidf"],
-    "answer_length": DETECTORS["answer_length"],
-    **{name: title for name, title in DETECTORS.items() if name.startswith("probe:")},
-}
-# What each encoder is compared with: a linear probe that reads the same signals.
-FLOORS = {
-    "encoder:H": "probe:H",
-    "encoder:P": "probe:P",
-    "encoder:R": "probe:R",
-    "encoder:A": "probe:A",
-    "early_fusion": "probe:HPRA",
-}
-# What a family has alone before perplexity, and what it adds to the other three.
-FAMILY_PAIRS = (
-    *((f"encoder:{family}", "perplexity") for family in "HPRA"),
-    *(("early_fusion", f"encoder:{others}") for others in ("PRA", "HRA", "HPA", "HPR")),
-)
-# What is measured among answers of equally many tokens too; the first against the rest.
-AT_EQUAL_LENGTH = {"champion": DETECTORS["champion"], **RIVALS}
-CONTROLS = {"permuted_labels": "Trained on permuted labels"}
-SPAN_DECISIONS = {
-    "emitting": "From the position that emits the answer",
-    "literal": "Answer tokens only",
-}
-# Printed names of settings, splits and metrics.
+Ids never change and are never split; titles are printed. Controllers have theirs in
+`beatrice.pgir.controllers.titles`.
+"""
+
+from beatrice.extract.run.rows import Subject
+
 SETTING_LABELS = {
     "closed_book": "Closed-book",
     "with_context": "With context",
@@ -64,3 +20,146 @@ SPLIT_LABELS = {
     "annotated": "annotated by a person",
 }
 METRIC_LABELS = {"auroc": "AUROC", "auprc": "AUPRC", "em": "EM", "f1": "F1"}
+FAMILIES = {
+    "H": "hidden states",
+    "P": "probabilities",
+    "R": "residual stream",
+    "A": "attention",
+}
+EVERY_FAMILY = "HPRA"
+N_SHOWN = 3  # answers of each kind of each set
+
+
+def encoder(families: str) -> Subject:
+    """Return the encoder of some families."""
+    return Subject("encoder", families)
+
+
+def probe(families: str) -> Subject:
+    """Return the linear probe of some families."""
+    return Subject("probe", families)
+
+
+CHAMPION = Subject("champion")
+HIDDEN_ONLY = Subject("hidden_only")
+EARLY_FUSION = Subject("early_fusion")
+PERPLEXITY = Subject("perplexity")
+LAYER_PROBES = tuple(map(Subject, ("chosen_layer", "first_layer", "last_layer")))
+PROBES = {
+    **{probe(letter): f"Linear probe on {name}" for letter, name in FAMILIES.items()},
+    probe("R"): "Linear probe on the residual stream",
+    probe(EVERY_FAMILY): "Linear probe on all families",
+}
+DETECTORS = {
+    CHAMPION: "BEATRICE (selected encoders)",
+    Subject("without_closed_book"): "BEATRICE, with-context pass alone",
+    HIDDEN_ONLY: "Hidden states only",
+    EARLY_FUSION: "One encoder, all families",
+    Subject("late_fusion_singles"): "Late fusion, single families",
+    Subject("late_fusion_all"): "Late fusion, all encoders",
+    Subject("tfidf"): "Text only (TF-IDF)",
+    PERPLEXITY: "Answer perplexity",
+    Subject("answer_length"): "Answer length",
+    Subject("majority"): "Majority class",
+    **PROBES,
+}
+# What the selected encoders are compared with, question by question.
+RIVALS = {
+    PERPLEXITY: DETECTORS[PERPLEXITY],
+    HIDDEN_ONLY: DETECTORS[HIDDEN_ONLY],
+    encoder("P"): "Probabilities only",
+    encoder("R"): "Residual stream only",
+    encoder("A"): "Attention only",
+    EARLY_FUSION: DETECTORS[EARLY_FUSION],
+    Subject("tfidf"): DETECTORS[Subject("tfidf")],
+    Subject("answer_length"): DETECTORS[Subject("answer_length")],
+    **PROBES,
+}
+# What each encoder is compared with: a linear probe that reads the same signals.
+FLOORS = {
+    **{encoder(letter): probe(letter) for letter in FAMILIES},
+    EARLY_FUSION: probe(EVERY_FAMILY),
+}
+# What a family has alone before perplexity, and what it adds to the other three.
+FAMILY_PAIRS = (
+    *((encoder(family), PERPLEXITY) for family in FAMILIES),
+    *((EARLY_FUSION, encoder(others)) for others in ("PRA", "HRA", "HPA", "HPR")),
+)
+# What is measured among answers of equally many tokens too; the first against the rest.
+AT_EQUAL_LENGTH = {CHAMPION: DETECTORS[CHAMPION], **RIVALS}
+CONTROLS = {Subject("permuted_labels"): "Trained on permuted labels"}
+SPAN_DECISIONS = {
+    Subject("emitting"): "From the position that emits the answer",
+    Subject("literal"): "Answer tokens only",
+}
+# The seven variants of the paper's table, in its order.
+WITHOUT_HIDDEN = Subject("without_family", "PRA")
+FEATURES = {
+    HIDDEN_ONLY: "Hidden states only",
+    WITHOUT_HIDDEN: "Without hidden states",
+    EARLY_FUSION: "Early fusion: one encoder, all families",
+    Subject("late_fusion_singles"): "Late fusion: single families",
+    Subject("late_fusion_all"): "Late fusion: all encoders (not ranked)",
+    Subject("without_closed_book"): "Without closed-book encoders",
+    CHAMPION: "Full: the selected encoders",
+}
+REFERENCE = Subject("late_fusion_all")  # where fusion saturates; the paper ranks it not
+FAMILY_VARIANTS = {
+    WITHOUT_HIDDEN: "Without hidden states",
+    Subject("without_family", "HRA"): "Without probabilities",
+    Subject("without_family", "HPA"): "Without residual stream",
+    Subject("without_family", "HPR"): "Without attention",
+    CHAMPION: "Full: all four families",
+}
+_WAYS = {"zeroed_span": "zeroed in training", "without_span": "left out of both"}
+_SPANS = ("context", "question", "answer")
+_WITH_HEAD = {
+    CHAMPION: "None: all spans",
+    **{
+        Subject(way, span=span): f"{span.capitalize()}, {words}"
+        for way, words in _WAYS.items()
+        for span in _SPANS
+    },
+}
+# A head reads the answer span's vector: what the encoders say without one.
+SPAN_VARIANTS = {
+    **_WITH_HEAD,
+    **{
+        subject._replace(kind="encoders"): f"{title} · no head"
+        for subject, title in _WITH_HEAD.items()
+    },
+}
+RANKED = {
+    Subject("best_three"): "Best of all sets of three",
+    Subject("greedy_three"): "Greedy search after three rounds",
+}
+FUSION_VARIANTS = {
+    HIDDEN_ONLY: DETECTORS[HIDDEN_ONLY],
+    WITHOUT_HIDDEN: "Search without hidden states",
+    EARLY_FUSION: DETECTORS[EARLY_FUSION],
+    **{
+        Subject(name): DETECTORS[Subject(name)]
+        for name in ("late_fusion_singles", "late_fusion_all", "without_closed_book")
+    },
+}
+# Of `beatrice anatomy`: who reads fewer labels, in the order of the figure.
+LEARNERS = {
+    **{encoder(letter): name for letter, name in FAMILIES.items()},
+    Subject("selected"): "selected encoders",
+    encoder(EVERY_FAMILY): "encoder of all four",
+    probe(EVERY_FAMILY): "regression on all four",
+}
+# What a controller spends on a question, as its rows name it, and the unit.
+COSTS = {
+    "generations": "per question",
+    "sequences": "texts written",
+    "tokens": "read, written",
+    "retrievals": "per question",
+    "forwards": "over text",
+    "seconds": "this machine",
+}
+
+
+def family_name(families: str, setting: str) -> str:
+    """Return an encoder's printed name: [HP] reads the passages too, (HP) does not."""
+    return f"({families})" if setting == "closed_book" else f"[{families}]"

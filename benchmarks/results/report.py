@@ -1,74 +1,222 @@
-"""One page for one run: self-contained, readable offline, the same bytes every time."""
+"""The stage that writes the report: one page, self-contained, the same bytes each time.
+
+And the same tables as Markdown and LaTeX, and the headline of a finished run.
+"""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import msgspec
+import numpy as np
+import pandas
 
-from beatrice.benchmarks.anatomy.parts import anatomy_parts
 from beatrice.benchmarks.baselines.detector import DetectorCost
-from beatrice.benchmarks.panorama.costs import HEADS as COST_HEADS
-from beatrice.benchmarks.panorama.costs import cost_tables, titles_of
-from beatrice.benchmarks.panorama.layout import panoramas
-from beatrice.benchmarks.panorama.scatter import cost_pictures
-from beatrice.benchmarks.panorama.significance import (
-    HEADS,
-    TITLES,
-    cells_of,
-    leads,
-    sentence,
-)
+from beatrice.benchmarks.baselines.judge import costs_file, read_costs
+from beatrice.benchmarks.results import costs, figures, significance, tables
+from beatrice.benchmarks.results.anatomy import anatomy_parts
+from beatrice.benchmarks.results.compare import Side
+from beatrice.benchmarks.results.figures import Picture, picture
 from beatrice.benchmarks.results.findings import (
+    as_latex,
+    as_markdown,
+    facts,
     findings,
     grids,
     measured,
-    remarks,
-    sentences,
 )
 from beatrice.benchmarks.results.names import (
+    CHAMPION,
     CONTROLS,
     DETECTORS,
     METRIC_LABELS,
+    N_SHOWN,
+    PERPLEXITY,
+    RIVALS,
     SETTING_LABELS,
-    SPAN_DECISIONS,
     SPLIT_LABELS,
 )
-from beatrice.benchmarks.results.paired import (
-    annotated_table,
-    answer_table,
-    equal_length_table,
-    floor_table,
-    gain,
-    noise_table,
-    paired_table,
-)
-from beatrice.benchmarks.results.pictures import (
-    frontier_pictures,
-    ranking_pictures,
-    reliability_pictures,
-    selection_pictures,
-    sweep_pictures,
-    synergy_pictures,
-)
-from beatrice.benchmarks.results.saved import N_SHOWN
+from beatrice.benchmarks.results.paper import Experiment, verdict_counts
 from beatrice.benchmarks.results.tables import (
-    controller_table,
-    detection_table,
-    exhaustive_table,
-    family_table,
-    feature_table,
+    EVALUATED,
+    find,
     interval,
     number,
-    set_names,
-    span_table,
+    of_rival,
+    of_subject,
+    results_of,
+    row_value,
+    subjects_in,
+    where,
 )
-from beatrice.extract.records import IN_DOMAIN
-from beatrice.extract.run.files import write_text_atomic
-from beatrice.extract.run.rows import MACRO, ResultRow, ResultTable
+from beatrice.extract.backbone.names import BackboneConfig
+from beatrice.extract.label.labels import count_correct
+from beatrice.extract.records import IN_DOMAIN, SETTINGS, Record, Setting, Share
+from beatrice.extract.run.console import Progress, Update
+from beatrice.extract.run.contents import (
+    question_files,
+    read_examples,
+    read_labels,
+    settings_in_words,
+    settings_of,
+)
+from beatrice.extract.run.directory import RunDir, read_manifest
+from beatrice.extract.run.files import read_json, write_text_atomic
+from beatrice.extract.run.rows import (
+    MACRO,
+    ResultRow,
+    Subject,
+    gather,
+    label_rule,
+    published,
+    read_result_rows,
+    read_rows,
+    rows_file,
+)
+from beatrice.extract.run.stages import Stage
+from beatrice.extract.signals.extract import extract_config
+from beatrice.jaxprobe.calibrate import (
+    chosen_layer,
+    grid_config,
+    open_rows,
+    run_bootstrap,
+    run_outputs,
+)
+from beatrice.jaxprobe.families import N_SUBSETS
+from beatrice.jaxprobe.rows import read_sweep
 from beatrice.pgir.controllers import CONTROLLERS, OPTIONAL
 from beatrice.pgir.score_files import P_STEPS
+from beatrice.selection.ablation import ablation_summary
+from beatrice.selection.anatomy import Study
+from beatrice.selection.anatomy.reach import Ranked
+from beatrice.selection.exhaustive import ranking_summary
+from beatrice.selection.stage import selection_summary
+
+STUDIES = "anatomy/cases.json"  # in the run
+IN_ORDER = (
+    "data world answer label extract sweep train select calibrate evaluate control"
+).split()
+PerSetting = Mapping[str, Mapping[str, Any]]
+
+
+# What `evaluate`, `control` and `anatomy` leave for the report, read by type.
+
+
+class Bin(Record, frozen=True, kw_only=True):
+    """One bin of a reliability curve that holds `n` examples."""
+
+    lower: Share
+    upper: Share
+    mean_p: Share
+    accuracy: Share
+    n: int
+
+
+class Curves(Record, frozen=True, kw_only=True):
+    """A setting's reliability, of the head's own probability and the calibrated one."""
+
+    raw: tuple[Bin, ...]
+    calibrated: tuple[Bin, ...]
+    brier_raw: Share
+    brier_calibrated: Share
+    ece_raw: Share
+    ece_calibrated: Share
+
+
+class Point(Record, frozen=True, kw_only=True):
+    """Quality and cost of PGIR on one set at one budget; "pgir" is the paper's."""
+
+    controller: str
+    dataset: str
+    budget: int
+    em: Share
+    f1: Share
+    generations: float
+
+
+class Token(Record, frozen=True, kw_only=True):
+    """A token of a case; the numbers are of the position that emitted it."""
+
+    text: str
+    span: str
+    p: float
+    surprisal: float
+    entropy: float
+    margin: float
+
+
+class ShownDraft(Record, frozen=True, kw_only=True):
+    """A draft of a case, with the passages that it was given."""
+
+    setting: Setting
+    answer: str
+    p_correct: Share
+    correct: bool
+    passages: tuple[str, ...]
+    tokens: tuple[Token, ...]
+
+
+class Case(Record, frozen=True, kw_only=True):
+    """A question of the controller's run, and what was made of it."""
+
+    dataset: str
+    question: str
+    golds: tuple[str, ...]
+    action: str
+    verdict: str
+    drafts: tuple[ShownDraft, ...]
+
+
+class ShownAnswer(Record, frozen=True, kw_only=True):
+    """An answer of a set; `golds` are the first of `n_golds`."""
+
+    id: str
+    question: str
+    golds: tuple[str, ...]
+    n_golds: int
+    draft: ShownDraft
+
+
+class ShownKind(Record, frozen=True, kw_only=True):
+    """Some of the `n` answers of one kind, see `benchmarks.results.evaluate.KINDS`."""
+
+    name: str
+    n: int
+    answers: tuple[ShownAnswer, ...]
+
+
+class ShownSet(Record, frozen=True, kw_only=True):
+    """What is shown of the `n` answers of a set; trusted from P = `threshold`."""
+
+    setting: Setting
+    dataset: str
+    split: str
+    n: int
+    threshold: Share
+    kinds: tuple[ShownKind, ...]
+
+
+class Control(Record, frozen=True, kw_only=True):
+    """PGIR's policy, what it gives at each budget, and cases."""
+
+    tau: Share
+    budget: int
+    cap: float
+    frontier: tuple[Point, ...]
+    cases: tuple[Case, ...]
+
+
+def read_part(file: Path, kind: Any, verb: str) -> Any:
+    """Return what a verb left for the report, as plain values.
+
+    Raises:
+      ValueError: it is missing, or not as it was written.
+    """
+    value = read_json(file, kind, f"run `beatrice {verb}` again")
+    return msgspec.to_builtins(list(value) if isinstance(value, tuple) else value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,98 +232,234 @@ class ReportData:
       sweep: per setting `{"layers", "auroc": [[per seed] per layer], "best"}`.
       selection: per setting `{"rounds": [{"added", "auroc", "candidates"}],
         "selected": [names], "stop": why it stopped}`.
-      reliability: per setting `{"raw": bins, "calibrated": bins, "brier_raw",
-        "brier_calibrated", "ece_raw", "ece_calibrated"}`; a bin is `{lower, upper,
-        mean_p, accuracy, n}`.
-      control: `{"tau", "budget", "cap", "frontier": [{controller, dataset, budget, em,
-        f1, generations}]}`.
+      reliability: per setting as `Curves` has it.
+      control: as `Control` has it, without its cases.
       why_no_control: why there are no controllers, in words; empty where there are.
-      cases: `{dataset, question, golds, action, verdict, drafts}`; a draft is
-        `{setting, answer, p_correct, correct, passages, tokens}`; a token `{text, span,
-        p, surprisal, entropy, margin}`, the span one of context, question, answer, the
-        numbers those of the position that emits this token.
-      shown: answers to look at, by setting and set, as `saved.ShownSet` has them.
+      cases: as `Case` has them.
+      shown: answers to look at, by setting and set, as `ShownSet` has them.
       ranking: per setting what `selection.exhaustive.ranking_summary` returns.
       ablations: per setting and variant the names of the encoders it reads.
-      studies: cases of `beatrice anatomy`, as its `Case` has them.
+      studies: cases of `beatrice anatomy`, as its `Study` has them.
       judged: what the rivals of `beatrice baselines` are and cost.
     """
 
-    facts: dict[str, str]
-    stage_seconds: dict[str, float]
+    facts: Mapping[str, str]
+    stage_seconds: Mapping[str, float]
     rows: Sequence[ResultRow]
     accuracy: Sequence[Mapping[str, Any]]
-    sweep: Mapping[str, Mapping[str, Any]]
-    selection: Mapping[str, Mapping[str, Any]]
-    reliability: Mapping[str, Mapping[str, Any]]
+    sweep: PerSetting
+    selection: PerSetting
+    reliability: PerSetting
     control: Mapping[str, Any]
     cases: Sequence[Mapping[str, Any]]
     shown: Sequence[Mapping[str, Any]] = ()
     why_no_control: str = ""
-    ranking: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
-    ablations: Mapping[str, Mapping[str, Sequence[str]]] = dataclasses.field(
-        default_factory=dict
-    )
+    ranking: PerSetting = dataclasses.field(default_factory=dict)
+    ablations: PerSetting = dataclasses.field(default_factory=dict)
     studies: Sequence[Mapping[str, Any]] = ()
     judged: Sequence[DetectorCost] = ()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Headline:
-    """One of the large numbers at the top."""
-
-    label: str
-    value: str
-    detail: str
+# The figures, each with its title and caption.
 
 
-def _detection_headlines(table: ResultTable) -> list[Headline]:
-    """The champion's AUROC on all in-domain test questions of each setting."""
-    found = []
-    for setting in ("closed_book", "with_context"):
-        where = {"setting": setting, "dataset": IN_DOMAIN, "split": "test"}
-        where["seed"] = "mean"
-        for row in table.select(
-            experiment="detection", detector="champion", metric="auroc", **where
-        ):
-            label = f"AUROC {SETTING_LABELS[setting].lower()}, in-domain test"
+def reliability_pictures(reliability: PerSetting) -> list[Picture]:
+    """One reliability plot per setting."""
+    return [
+        picture(
+            figures.reliability(curves["raw"], curves["calibrated"], setting),
+            f"reliability-{setting}",
+            SETTING_LABELS[setting],
+            f"Brier {number(curves['brier_raw'])} raw, "
+            f"{number(curves['brier_calibrated'])} calibrated; calibration error (ECE) "
+            f"{number(curves['ece_raw'])} raw, {number(curves['ece_calibrated'])} "
+            "calibrated. Dashed: perfect calibration. Below: answers per bin.",
+        )
+        for setting, curves in reliability.items()
+    ]
+
+
+def sweep_pictures(sweep: PerSetting) -> list[Picture]:
+    """One picture of both settings."""
+    if not sweep:
+        return []
+    caption = "Pale points are seeds, the line is their mean, the ring the best layer."
+    for setting, layers in sweep.items():
+        caption += (
+            f" {SETTING_LABELS[setting]}: {layers['n_train']:,} training and "
+            f"{layers['n_validation']:,} validation answers."
+        )
+    figure = figures.layer_sweep(sweep)
+    return [picture(figure, "sweep", "Hidden states, layer by layer", caption)]
+
+
+def synergy_pictures(results: pandas.DataFrame) -> list[Picture]:
+    """One picture per setting from the validation rows of the single encoders.
+
+    Over all in-domain sets together, on which encoders are also selected.
+    """
+    at = {"experiment": "detection", "detector": "encoder", "metric": "auroc"}
+    at |= {"dataset": IN_DOMAIN, "split": "validation", "seed": "mean"}
+    pictures = []
+    for setting in SETTINGS:
+        rows = where(results, setting=setting, **at)["row"].tolist()
+        auroc = {str(r.families): r.value for r in rows if r.value is not None}
+        if not auroc:
+            continue
+        caption = (
+            "Dots: the families an encoder reads; full colour: hidden states are one. "
+            "The axis is cropped."
+        )
+        ends = [(r.ci_low, r.ci_high) for r in rows if r.ci_low is not None]
+        if ends:
+            halves = sorted((high - low) / 2 for low, high in ends)
+            half = number(halves[len(halves) // 2])
+            caption += f" The 95 % interval of one bar is about ±{half}."
+        for row in rows:
             if row.value is None:
-                found.append(Headline(label=label, value="–", detail=str(row.reason)))
-                continue
-            where |= {"experiment": "paired", "metric": "auroc_difference"}
-            than = gain(table.rows, "perplexity", **where)
-            parts = (f"95 % interval {interval(row)}", than, f"n = {row.n}")
-            detail = "; ".join(part for part in parts if part)
-            found.append(Headline(label=label, value=number(row.value), detail=detail))
-    return found
+                caption += f" {row.families} is undefined: {row.reason}."
+        figure, title = figures.synergy(auroc, setting), SETTING_LABELS[setting]
+        pictures.append(picture(figure, f"synergy-{setting}", title, caption))
+    return pictures
 
 
-def headlines(data: ReportData) -> list[Headline]:
-    """Pick the numbers to see first: detection, calibration, controller."""
-    table = ResultTable(data.rows)
-    found = _detection_headlines(table)
-    for setting, fit in data.reliability.items():
+def selection_pictures(selection: PerSetting) -> list[Picture]:
+    """One picture of the greedy search per setting."""
+    return [
+        picture(
+            figures.selection_path(search["rounds"], setting),
+            f"selection-{setting}",
+            SETTING_LABELS[setting],
+            f"Selected: {', '.join(search['selected'])}. Stopped: {search['stop']}.",
+        )
+        for setting, search in selection.items()
+        if search["rounds"]
+    ]
+
+
+def frontier_curve(
+    entries: Sequence[Mapping[str, Any]],
+) -> tuple[list[dict[str, float]], list[str]]:
+    """Average the controller's frontier over its datasets, budget by budget.
+
+    Returns:
+      One `{budget, generations, em, f1}` per budget, and the datasets averaged over.
+
+    Raises:
+      ValueError: a budget lacks a dataset, so that its mean would be of other data.
+    """
+    datasets = list(dict.fromkeys(entry["dataset"] for entry in entries))
+    curve = []
+    for budget in sorted({entry["budget"] for entry in entries}):
+        here = [entry for entry in entries if entry["budget"] == budget]
+        if sorted(e["dataset"] for e in here) != sorted(datasets):
+            raise ValueError(
+                f"the frontier at budget {budget} has {len(here)} entries, expected "
+                f"one for each of {', '.join(datasets)}"
+            )
+        means = {
+            name: sum(entry[name] for entry in here) / len(here)
+            for name in ("generations", "em", "f1")
+        }
+        curve.append({"budget": budget, **means})
+    return curve, datasets
+
+
+def frontier_pictures(
+    control: Mapping[str, Any], results: pandas.DataFrame
+) -> list[Picture]:
+    """EM and F1 against generations per question."""
+    if not control.get("frontier"):
+        return []
+    by_name: dict[str, list[Mapping[str, Any]]] = {}
+    for entry in control["frontier"]:
+        by_name.setdefault(entry["controller"], []).append(entry)
+    curves, datasets = {}, []
+    for name, entries in by_name.items():
+        curves[CONTROLLERS.get(name, name)], datasets = frontier_curve(entries)
+    means = where(results, experiment="controller_macro", dataset=MACRO, seed="mean")
+    values = {(row.detector, row.metric): row.value for row in means["row"]}
+    rivals = [name for name in CONTROLLERS if name not in by_name]
+    pictures = []
+    for metric in ("em", "f1"):
+        points = {
+            CONTROLLERS[x]: (values[x, "generations"], values[x, metric])
+            for x in rivals
+            if None not in (values.get((x, "generations")), values.get((x, metric)))
+        }
+        figure = figures.frontier(curves, points, metric, control["budget"])
+        caption = f"Mean over {', '.join(datasets)}. The ring marks the chosen budget."
+        title = f"{METRIC_LABELS[metric]} against cost"
+        pictures.append(picture(figure, f"frontier-{metric}", title, caption))
+    return pictures
+
+
+def ranking_pictures(ranked: PerSetting) -> list[Picture]:
+    """One picture per setting."""
+    return [
+        picture(
+            figures.ranking(ranking, setting),
+            f"ranking-{setting}",
+            SETTING_LABELS[setting],
+            f"{ranking['n_sets']:,} sets of three, best to worst. Greedy's "
+            f"{' '.join(ranking['greedy'])} is number {ranking['rank']:,} (dashed), "
+            f"{ranking['gap']:.4f} AUROC below the best, "
+            f"{' '.join(ranking['best'])}. Ribbons: how many of the three read a "
+            "family, with context in orange, closed-book in blue.",
+        )
+        for setting, ranking in ranked.items()
+    ]
+
+
+# The page.
+
+
+def _gain(results: pandas.DataFrame, rival: Subject, title: str, **columns: Any) -> str:
+    """Format how much more there is than a rival has; empty if not measured."""
+    row = find(results, **of_rival(rival), **columns)
+    if row is None or row.value is None:
+        return ""
+    return f"{row_value(row)} [{interval(row)}] against {title[0].lower()}{title[1:]}"
+
+
+def headlines(
+    results: pandas.DataFrame, reliability: PerSetting
+) -> list[tuple[str, str, str]]:
+    """Pick the numbers to see first: label, value and detail of each."""
+    made = []
+    test = {"dataset": IN_DOMAIN, "split": "test", "metric": "auroc", "seed": "mean"}
+    for setting in SETTINGS:
+        at = {"setting": setting, **of_subject(CHAMPION), **test}
+        row = find(results, experiment="detection", **at)
+        label = f"AUROC {SETTING_LABELS[setting].lower()}, in-domain test"
+        if row is not None and row.value is None:
+            made.append((label, "–", str(row.reason)))
+        elif row is not None:
+            at["experiment"] = "paired"
+            gain = _gain(results, PERPLEXITY, RIVALS[PERPLEXITY], **at)
+            detail = (f"95 % interval {interval(row)}", gain, f"n = {row.n}")
+            made.append((label, row_value(row), "; ".join(filter(None, detail))))
+    for setting, curves in reliability.items():
         label = f"Calibration error {SETTING_LABELS[setting].lower()}"
-        detail = f"{number(fit['ece_raw'])} before calibration"
-        value = number(fit["ece_calibrated"])
-        found.append(Headline(label=label, value=value, detail=detail))
+        detail = f"{number(curves['ece_raw'])} before calibration"
+        made.append((label, number(curves["ece_calibrated"]), detail))
     pgir = {"experiment": "controller_macro", "detector": "pgir", "dataset": MACRO}
-    em, cost = (table.find(metric=m, **pgir) for m in ("em", "generations"))
+    em, cost = (find(results, metric=m, **pgir) for m in ("em", "generations"))
     if em is not None and cost is not None:
-        where = {"experiment": "controller_paired", "dataset": MACRO}
-        than = gain(data.rows, "vanilla_rag", metric="em_difference", **where)
-        spent = f"{number(cost.value, 'generations')} generations per question"
-        detail = "; ".join(part for part in (than, spent) if part)
+        at = {"experiment": "controller_paired", "dataset": MACRO, "metric": "em"}
+        once = "vanilla_rag"
+        gain = _gain(results, Subject(once), CONTROLLERS[once], **at)
+        detail = (gain, f"{row_value(cost)} generations per question")
         label = "Exact match, PGIR, mean of the sets"
-        found.append(Headline(label=label, value=number(em.value), detail=detail))
-    return found
+        made.append((label, row_value(em), "; ".join(filter(None, detail))))
+    return made
 
 
-def accuracy_grid(data: ReportData) -> dict[str, Any]:
+def accuracy_grid(accuracy: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Lay the model's own accuracy out as datasets against settings and variants."""
-    columns = list(dict.fromkeys((a["setting"], a["variant"]) for a in data.accuracy))
+    columns = list(dict.fromkeys((x["setting"], x["variant"]) for x in accuracy))
     lines: dict[tuple[str, str], dict[tuple[str, str], Mapping[str, Any]]] = {}
-    for entry in data.accuracy:
+    for entry in accuracy:
         line = lines.setdefault((entry["dataset"], entry["split"]), {})
         line[(entry["setting"], entry["variant"])] = entry
     heads = [f"{SETTING_LABELS[at]}, {variant}" for at, variant in columns]
@@ -186,20 +470,27 @@ def accuracy_grid(data: ReportData) -> dict[str, Any]:
     return {"heads": heads, "lines": body}
 
 
-def missing(data: ReportData) -> list[str]:
+def missing(data: ReportData, results: pandas.DataFrame) -> list[str]:
     """Name the detectors and controllers that a full run has and this one lacks."""
-    expected = {"detection": {**DETECTORS, **CONTROLS}}
-    if not data.why_no_control:
-        expected["controller"] = CONTROLLERS
+    measured = subjects_in(where(results, experiment=("detection", "controller")))
+    expected = {**DETECTORS, **CONTROLS}
     if len(data.selection) == 1:  # of the with-context pass beside the other
-        del expected["detection"]["without_closed_book"]
-    return [
-        label
-        for experiment, labels in expected.items()
-        for name, label in labels.items()
-        if name not in OPTIONAL
-        and not ResultTable(data.rows).select(experiment=experiment, detector=name)
+        del expected[Subject("without_closed_book")]
+    if not data.why_no_control:
+        names = (name for name in CONTROLLERS if name not in OPTIONAL)
+        expected |= {Subject(name): CONTROLLERS[name] for name in names}
+    return [title for subject, title in expected.items() if subject not in measured]
+
+
+def optimism_table(results: pandas.DataFrame) -> tables.Table:
+    """How much too good validation looks, in AUROC."""
+    shown = where(results, experiment="optimism")
+    lines = [
+        ("The set searched", {"detector": "champion"}),
+        ("One encoder, fixed before", {"detector": "early_fusion"}),
     ]
+    columns = tables.place_columns(tables.places_of(shown, EVALUATED))
+    return tables.pivot(shown, "Seen minus unseen half", lines, columns)
 
 
 def _environment() -> jinja2.Environment:
@@ -211,68 +502,67 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["number"] = number
-    environment.filters["interval"] = interval
-    environment.filters["measured"] = measured
-    environment.filters["lead_cells"] = cells_of
-    environment.filters["lead_sentence"] = sentence
+    filters = {"number": number, "interval": interval, "row_value": row_value}
+    filters |= {"measured": measured, "verdict_counts": verdict_counts}
+    filters |= {"lead_cells": significance.cells_of, "lead_counts": significance.counts}
+    environment.filters |= filters
     environment.filters["tint"] = lambda p: sum(p >= step for step in P_STEPS)
     return environment
 
 
 def render_report(data: ReportData) -> str:
     """Return the page."""
-    answered = findings(data.rows, data.accuracy)
-    titles = titles_of(data.judged)
+    results = results_of(data.rows)
+    titles = costs.titles_of(data.judged)
+    permuted, spans = tables.control_tables(results)
     return (
         _environment()
         .get_template("report.html.j2")
         .render(
             data=data,
-            headlines=headlines(data),
-            findings=grids(answered),
-            sentences=sentences(answered),
-            remarks=remarks(data.rows, data.accuracy, data.sweep, data.selection),
-            detection=detection_table(data.rows, titles=titles),
-            panoramas=panoramas(data.rows, titles),
+            headlines=headlines(results, data.reliability),
+            findings=grids(findings(results, data.accuracy)),
+            facts=facts(results, data.accuracy, data.sweep, data.selection),
+            detection=tables.detection_table(results, titles=titles),
+            panoramas=tables.panoramas(results, titles),
             titles=titles,
-            cost_heads=COST_HEADS,
-            cost_tables=cost_tables(data.judged, data.rows),
-            cost_pictures=cost_pictures(data.judged, data.rows),
-            paired=paired_table(data.rows),
-            leads={title: leads(data.rows, name) for name, title in TITLES.items()},
-            lead_heads=HEADS,
-            floors=floor_table(data.rows),
-            at_equal_length=equal_length_table(data.rows),
-            at_equal_length_paired=paired_table(data.rows, "at_equal_length_paired"),
-            permuted=detection_table(data.rows, labels=CONTROLS),
-            spans=detection_table(
-                data.rows,
-                experiment="span_decision",
-                labels=SPAN_DECISIONS,
-                splits=("validation", "test", "ood"),
+            cost_heads=costs.HEADS,
+            cost_tables=costs.cost_tables(data.judged, results),
+            cost_pictures=costs.cost_pictures(data.judged, results),
+            paired=tables.paired_table(results),
+            leads={
+                title: significance.leads(results, name)
+                for name, title in significance.TITLES.items()
+            },
+            lead_heads=significance.HEADS,
+            floors=tables.floor_table(results),
+            at_equal_length=tables.equal_length_table(results),
+            at_equal_length_paired=tables.paired_table(
+                results, "at_equal_length_paired"
             ),
-            controller=controller_table(data.rows),
-            controller_paired=paired_table(data.rows, "controller_paired"),
-            controller_query=paired_table(data.rows, "controller_query_paired"),
-            accuracy=accuracy_grid(data),
-            answers=answer_table(data.rows),
-            noise=noise_table(data.rows),
-            annotated=annotated_table(data.rows),
+            permuted=permuted,
+            spans=spans,
+            controller=tables.controller_table(results),
+            controller_paired=tables.paired_table(results, "controller_paired"),
+            controller_query=tables.paired_table(results, "controller_query_paired"),
+            accuracy=accuracy_grid(data.accuracy),
+            answers=tables.answer_table(results),
+            noise=tables.noise_table(results),
+            annotated=tables.annotated_table(results),
             reliability=reliability_pictures(data.reliability),
             sweep=sweep_pictures(data.sweep),
-            synergy=synergy_pictures(data.rows),
+            synergy=synergy_pictures(results),
             selection=selection_pictures(data.selection),
-            optimism=ResultTable(data.rows).select(experiment="optimism"),
-            frontier=frontier_pictures(data.control, data.rows),
-            missing=missing(data),
-            features=feature_table(data.rows),
-            families=family_table(data.rows),
-            dropped=span_table(data.rows),
-            exhaustive=exhaustive_table(data.rows),
-            set_names=set_names(data.selection, data.ablations),
+            optimism=optimism_table(results),
+            frontier=frontier_pictures(data.control, results),
+            missing=missing(data, results),
+            features=tables.feature_table(results),
+            families=tables.family_table(results),
+            dropped=tables.span_table(results),
+            exhaustive=tables.exhaustive_table(results),
+            set_names=tables.set_names(data.selection, data.ablations),
             ranking=ranking_pictures(data.ranking),
-            anatomy=anatomy_parts(data.rows, data.studies),
+            anatomy=anatomy_parts(results, data.studies),
             setting_labels=SETTING_LABELS,
             split_labels=SPLIT_LABELS,
             metric_labels=METRIC_LABELS,
@@ -282,6 +572,205 @@ def render_report(data: ReportData) -> str:
     )
 
 
-def write_report(data: ReportData, path: Path) -> None:
-    """Write the page to `path`; the same data give the same bytes."""
-    write_text_atomic(path, render_report(data))
+# The stage.
+
+
+def _facts(run: RunDir) -> dict[str, str]:
+    n_questions = Counter(example.split for example in read_examples(run))
+    splits = ("train", "validation", "test", "ood")
+    extract = extract_config(run)
+    return {
+        "Backbone": run.section("backbone", BackboneConfig).model,
+        "Preset": run.preset,
+        "Seed": str(run.seed),
+        "Settings": settings_in_words(run),
+        "Questions": ", ".join(f"{n_questions[split]} {split}" for split in splits),
+        "Labels by": label_rule(run),
+        "Layer of the hidden states": str(chosen_layer(run)),
+        "Training seeds": str(grid_config(run).train.n_seeds),
+        "Answer span": extract.answer_span,
+        "Kept": extract.describe(),
+    }
+
+
+def _why_no_control(settings: Sequence[Setting]) -> str:
+    """Say why a run has no controllers."""
+    if len(settings) < len(SETTINGS):
+        return f"needs both settings, and this run has {settings[0]} alone"
+    return "was not run: `beatrice control RUN_DIR` does it"
+
+
+def report_data(run: RunDir) -> ReportData:
+    """Collect what the report shows from the run's files."""
+    settings, has_control = settings_of(run), run.stage_record("control") is not None
+    on_request = published(run)
+    ranked = settings if "exhaustive" in on_request else ()
+    records = {n: run.stage_record(n) for n in (*IN_ORDER, "report", *on_request)}
+    control: dict[str, Any] = {}
+    if has_control:
+        control = read_part(run.control / "control.json", Control, "control")
+    studies: list[dict[str, Any]] = []
+    if "anatomy" in on_request:
+        studies = read_part(run.path / STUDIES, tuple[Study, ...], "anatomy")
+    # What a question takes each controller, which differs from machine to machine.
+    seconds = run.control / "seconds.jsonl"
+    rows = [*read_result_rows(run), *(read_rows(seconds) if seconds.exists() else ())]
+    curves = dict[Setting, Curves]
+    return ReportData(
+        facts=_facts(run),
+        stage_seconds={name: r.seconds for name, r in records.items() if r is not None},
+        rows=rows,
+        accuracy=count_correct(read_examples(run), read_labels(run)),
+        sweep=msgspec.to_builtins(read_sweep(run.sweep).settings),
+        selection={setting: selection_summary(run, setting) for setting in settings},
+        reliability=read_part(run.path / "reliability.json", curves, "evaluate"),
+        shown=read_part(run.path / "shown.json", tuple[ShownSet, ...], "evaluate"),
+        control={k: v for k, v in control.items() if k != "cases"},
+        cases=control.get("cases", ()),
+        why_no_control="" if has_control else _why_no_control(settings),
+        ranking={setting: ranking_summary(run, setting) for setting in ranked},
+        ablations=ablation_summary(run) if "ablate" in on_request else {},
+        studies=studies,
+        judged=read_costs(costs_file(run)) if "baselines" in on_request else (),
+    )
+
+
+def findings_files(run: RunDir) -> list[Path]:
+    """Return where the answers to the paper's questions lie: Markdown and LaTeX."""
+    return [run.path / f"findings.{kind}" for kind in ("md", "tex")]
+
+
+def panorama_files(run: RunDir) -> list[Path]:
+    """Return where the tables of all detectors lie: Markdown and LaTeX."""
+    return [run.path / f"panorama.{kind}" for kind in ("md", "tex")]
+
+
+def tables_as_text(data: ReportData) -> tuple[str, str, str, str]:
+    """Return findings and the paper's panoramas, each as Markdown and as LaTeX."""
+    results, titles = results_of(data.rows), costs.titles_of(data.judged)
+    answered = findings(results, data.accuracy)
+    beside = facts(results, data.accuracy, data.sweep, data.selection)
+    panoramas = tables.panoramas(results, titles)
+    markdown = [f"### {h}\n\n{tables.as_markdown(t)}" for h, t in panoramas.items()]
+    markdown.append(significance.as_markdown(results, titles))
+    markdown.append(costs.as_markdown(data.judged, results))
+    latex = [f"% {h}\n{tables.as_latex(t)}" for h, t in panoramas.items()]
+    latex.append(significance.as_latex(results, titles))
+    return (
+        as_markdown(answered, beside),
+        as_latex(answered),
+        "\n".join(markdown),
+        "\n".join(latex),
+    )
+
+
+def _report(run: RunDir, config: None, update: Update, progress: Progress) -> None:
+    gather(run, progress)
+    data = report_data(run)
+    files = [*findings_files(run), *panorama_files(run)]
+    for path, text in zip(files, tables_as_text(data), strict=True):
+        write_text_atomic(path, text)
+    write_text_atomic(run.report, render_report(data))
+
+
+def _inputs(run: RunDir) -> list[Path]:
+    has_control = run.stage_record("control") is not None
+    return [
+        *question_files(run),
+        run.sweep,
+        run.labels,
+        run.selection,
+        run.path / "reliability.json",
+        run.path / "shown.json",
+        rows_file(run, "evaluate"),
+        *((run.control, rows_file(run, "control")) if has_control else ()),
+        *(rows_file(run, name) for name in published(run)),
+        *([costs_file(run)] if "baselines" in published(run) else []),
+        *([run.path / STUDIES] if "anatomy" in published(run) else []),
+    ]
+
+
+REPORT = Stage(
+    name="report",
+    inputs=_inputs,
+    outputs=lambda run: [
+        run.report,
+        run.results,
+        *findings_files(run),
+        *panorama_files(run),
+    ],
+    work=_report,
+)
+
+
+def run_side(run: RunDir) -> Side:
+    """Return what is compared of an evaluated run.
+
+    Raises:
+      ValueError: it has not been evaluated.
+    """
+    results = results_of(read_result_rows(run))
+    counts = count_correct(read_examples(run), read_labels(run))
+    return Side(
+        name=str(run.path),
+        results=results,
+        answered=findings(results, counts),
+        validation={setting: _ranked(run, setting) for setting in settings_of(run)},
+        intervals=run_bootstrap(run),
+    )
+
+
+def _ranked(run: RunDir, setting: Setting) -> Ranked:
+    """Return what a run's encoders say of its validation answers of a setting."""
+    _, rows = open_rows(run, setting)
+    logits, n_seeds = run_outputs(run, setting).logits, grid_config(run).train.n_seeds
+    where = rows.where("validation")
+    seeds = np.asarray(logits).reshape(n_seeds, N_SUBSETS, -1)
+    return Ranked(rows.ids[where], rows.labels[where], seeds[:, :, where])
+
+
+def run_experiment(run: RunDir) -> Experiment:
+    """Return what the paper's numbers are laid beside, of an evaluated run.
+
+    Raises:
+      ValueError: it has not been evaluated.
+    """
+    data = read_manifest(run.path)["sections"].get("data", {})
+    return Experiment(
+        rows=read_result_rows(run),
+        examples=read_examples(run),
+        labels=read_labels(run),
+        backbone=Path(run.section("backbone", BackboneConfig).model).name,
+        label_rule=label_rule(run),
+        passages=data.get("context", "of the embedded world"),
+        n_seeds=grid_config(run).train.n_seeds,
+        n_resamples=run_bootstrap(run).n_resamples,
+    )
+
+
+def summary(path: Path) -> dict[str, Any]:
+    """Return the headline of a finished run: tables as text, numbers as values."""
+    run = RunDir(path)
+    results = results_of(read_result_rows(run))
+    at = {"dataset": IN_DOMAIN, "split": "test", "seed": "mean"}
+    champion = where(results, experiment="detection", **of_subject(CHAMPION), **at)
+    macro = where(results, experiment="controller_macro", metric="em")
+    headline = {f"{row.setting}/{row.metric}": row.value for row in champion["row"]}
+    headline |= {f"{row.detector}/em": row.value for row in macro["row"]}
+    selected = [
+        f"{setting}: {' '.join(selection_summary(run, setting)['selected'])}"
+        for setting in settings_of(run)
+    ]
+    judged = read_costs(costs_file(run)) if "baselines" in published(run) else ()
+    detection = tables.detection_table(results, titles=costs.titles_of(judged))
+    gains = tables.as_text(tables.paired_table(results))
+    parts = [
+        tables.as_text(detection),
+        f"Gain of the selected encoders in AUROC\n{gains}",
+        "\n".join(("Selected encoders", *selected)),
+    ]
+    if run.stage_record("control") is not None:
+        gains = tables.as_text(tables.paired_table(results, "controller_paired"))
+        parts.append(tables.as_text(tables.controller_table(results)))
+        parts.append(f"Gain of PGIR in exact match / F1\n{gains}")
+    return {"headline": headline, "text": "\n\n".join(parts)}

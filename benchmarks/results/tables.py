@@ -1,31 +1,70 @@
-"""Result rows laid out as tables, once for the page and once for the terminal.
+"""Result rows as tables: one pivot, for page, terminal, Markdown and LaTeX.
 
-A table is a structure (columns, lines, cells of measures) in which the best value of
-each column and the notes under the table are settled; `terminal.as_text` and the page's
-template only spell it out. Ranks go by the printed digits, so two equal numbers rank
-equally.
+`results_of` puts rows into a data frame with a typed column for each field (see
+docs/results/schema.md). A table is a structure (columns, lines, cells of measures) in
+which the best value of each column and the notes under the table are settled. Ranks go
+by the printed digits, so two equal numbers rank equally.
 """
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, get_args
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
-import msgspec
+import numpy as np
+import pandas
+import rich.box
+import rich.console
+import rich.table
+import rich.text
 
+from beatrice.benchmarks.baselines.detector import is_rival
 from beatrice.benchmarks.results.names import (
+    AT_EQUAL_LENGTH,
+    CHAMPION,
     CONTROLS,
+    COSTS,
     DETECTORS,
+    FAMILY_VARIANTS,
+    FEATURES,
+    FLOORS,
+    HIDDEN_ONLY,
+    RANKED,
+    REFERENCE,
+    RIVALS,
     SETTING_LABELS,
+    SPAN_DECISIONS,
+    SPAN_VARIANTS,
     SPLIT_LABELS,
+    encoder,
 )
-from beatrice.extract.records import IN_DOMAIN
-from beatrice.extract.run.rows import DIFFERENCE, MACRO, ResultRow, ResultTable
+from beatrice.extract.records import IN_DOMAIN, SETTINGS
+from beatrice.extract.run.rows import MACRO, ResultRow, Subject, as_frame
 from beatrice.pgir.controllers import BOUNDS, CONTROLLERS
 
 METRICS = ("auroc", "auprc")  # of a detector, in the order of a cell
+EVALUATED = ("test", "ood")  # splits that nothing was chosen on
+_RANKED = (*METRICS, "em", "f1")  # metrics of which a column has a best one
+_COUNTS = ("best_sets", "labels", "n_sets", "rank")
 Rank = Literal["best", "second"]
-Place = tuple[str, str, str]  # setting, dataset, split
+Titles = Mapping[Subject, str]
+Key = Mapping[str, Any]  # values of columns
+
+
+class Place(NamedTuple):
+    """Where rows were measured."""
+
+    setting: str
+    dataset: str
+    split: str
+
+    @property
+    def title(self) -> str:
+        """The set in words, as "all in-domain" or "popqa, held out"."""
+        if self.dataset == IN_DOMAIN:
+            return self.dataset
+        return f"{self.dataset}, {SPLIT_LABELS[self.split]}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,16 +86,13 @@ class Measure:
     @property
     def is_clear(self) -> bool:
         """Whether this is a difference whose interval excludes zero."""
-        row = self.row
-        is_known = row.against is not None and row.ci_low is not None
-        return is_known and row.ci_low * row.ci_high > 0
+        return is_change(self.row) and excludes_zero(self.row)
 
 
 Cell = tuple[Measure | None, ...]  # None: not measured
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Column:
+class Column(NamedTuple):
     """A column and its place under a group heading."""
 
     group: str
@@ -93,34 +129,208 @@ class Table:
         return tuple(dict.fromkeys(n for m in measures if m for n in m.notes))
 
 
-def number(value: float, metric: str = "") -> str:
-    """Spell a value as the tables do: three decimals, no leading zero.
+# Numbers as they are printed.
 
-    A cost has two decimals, a difference its sign.
-    """
+
+def number(value: float, metric: str = "", *, is_signed: bool = False) -> str:
+    """Format a value: three decimals (a cost two, a count none), no leading zero."""
     if metric == "generations":
         return f"{value:.2f}"
+    if metric in _COUNTS:
+        return f"{value:,.0f}"
     value = round(value, 3) + 0.0  # no minus before a zero
-    spelled = f"{value:+.3f}" if metric.endswith(DIFFERENCE) else f"{value:.3f}"
-    return spelled.replace("0.", ".", 1) if abs(value) < 1 else spelled
+    text = f"{value:+.3f}" if is_signed else f"{value:.3f}"
+    return text.replace("0.", ".", 1) if abs(value) < 1 else text
+
+
+def is_change(row: ResultRow) -> bool:
+    """Whether a row is a difference, which is printed with its sign."""
+    return row.against is not None or row.metric == "auroc_gap"
+
+
+def row_value(row: ResultRow) -> str:
+    """Format a row's value; a difference has its sign."""
+    if row.value is None:
+        return "n/a"
+    return number(row.value, row.metric, is_signed=is_change(row))
 
 
 def interval(row: ResultRow) -> str:
-    """Spell a row's interval, empty where there is none."""
+    """Format a row's interval, empty where there is none."""
     if row.ci_low is None or row.ci_high is None:
         return ""
-    link = "–" if row.against is None else " to "
-    return link.join(number(end, row.metric) for end in (row.ci_low, row.ci_high))
+    is_signed = is_change(row)
+    ends = (
+        number(x, row.metric, is_signed=is_signed) for x in (row.ci_low, row.ci_high)
+    )
+    return (" to " if is_signed else "–").join(ends)
 
 
-def _cell(rows: Iterable[ResultRow | None]) -> Cell:
-    """Put rows side by side; None was not measured."""
-    return tuple(None if row is None else Measure(row=row) for row in rows)
+def p_text(p_value: float | None) -> str:
+    """Format a p-value, a dash without one."""
+    return "–" if p_value is None else f"{p_value:.2g}".replace("0.", ".")
+
+
+def excludes_zero(row: ResultRow) -> bool:
+    """Whether a row has an interval, and zero is not in it."""
+    return row.ci_low is not None and row.ci_low * (row.ci_high or 0.0) > 0
+
+
+# Rows by their columns.
+
+
+def results_of(rows: Iterable[ResultRow]) -> pandas.DataFrame:
+    """Return rows as a data frame of typed columns, and themselves as `row`."""
+    rows = list(rows)
+    return as_frame(rows).assign(row=pandas.Series(rows, dtype=object))
+
+
+def where(results: pandas.DataFrame, **columns: Any) -> pandas.DataFrame:
+    """Return the rows with these values, in their order.
+
+    Args:
+      results: see `results_of`.
+      **columns: a value, None for an absent one, or a tuple of values.
+    """
+    is_in = np.ones(len(results), bool)
+    for name, value in columns.items():
+        column = results[name]
+        if value is None:
+            is_in &= column.isna().to_numpy()
+        elif isinstance(value, tuple):
+            is_in &= column.isin(value).to_numpy()
+        else:
+            is_in &= (column == value).fillna(False).to_numpy(bool)
+    return results[is_in]
+
+
+def find(results: pandas.DataFrame, **columns: Any) -> ResultRow | None:
+    """Return the only row with these values, or None if there is none.
+
+    Raises:
+      LookupError: several rows match.
+    """
+    matches = where(results, **columns)["row"].tolist()
+    if len(matches) > 1:
+        raise LookupError(
+            f"{len(matches)} rows have {columns}, expected one; the first two are "
+            f"({matches[0].where}) and ({matches[1].where})"
+        )
+    return matches[0] if matches else None
+
+
+def subjects_in(results: pandas.DataFrame) -> list[Subject]:
+    """Return what rows measure, each once, in their order."""
+    return list(dict.fromkeys(row.subject for row in results["row"]))
+
+
+def places_of(results: pandas.DataFrame, splits: Sequence[str]) -> list[Place]:
+    """Where rows were measured: by setting, split, all sets at once, then as they came.
+
+    One in-domain set alone is not shown a second time as all of them.
+    """
+    some = where(results, split=tuple(splits))[list(Place._fields)].drop_duplicates()
+    places = [Place(*x) for x in some.itertuples(index=False, name=None)]
+    n_sets = collections.Counter((p.setting, p.split) for p in places)
+    settings = list(SETTING_LABELS)
+    return sorted(
+        (
+            p
+            for p in places
+            if p.dataset != IN_DOMAIN or n_sets[p.setting, p.split] != 2
+        ),
+        key=lambda p: (
+            settings.index(p.setting),
+            splits.index(p.split),
+            p.dataset != IN_DOMAIN,
+        ),
+    )
+
+
+def of_subject(subject: Subject) -> Key:
+    """Return the columns of what is measured."""
+    return subject._asdict()
+
+
+def of_rival(subject: Subject) -> Key:
+    """Return the columns of what a difference is to."""
+    return {"against": subject.detector, "against_families": subject.families}
+
+
+def place_columns(places: Iterable[Place]) -> list[tuple[Column, Key]]:
+    """Return a column for each place, under its setting."""
+    return [
+        (
+            Column(SETTING_LABELS[p.setting], p.dataset, SPLIT_LABELS[p.split]),
+            p._asdict(),
+        )
+        for p in places
+    ]
+
+
+def pivot(
+    results: pandas.DataFrame,
+    corner: str,
+    lines: Sequence[tuple[str, Key]],
+    columns: Sequence[tuple[Column, Key]],
+    parts: Sequence[Key] = ({},),
+    *,
+    ours: str = "",
+    unranked: Sequence[str] = (),
+) -> Table:
+    """Lay rows out; what a cell holds is told by the columns of line, column and part.
+
+    A column of the rows that any of these names and one does not is absent there.
+
+    Args:
+      results: see `results_of`; columns that nothing names may have any value.
+      corner: what the lines are.
+      lines: labels and the rows' columns; a line without a row is left out.
+      columns: likewise.
+      parts: of every cell.
+      ours: label of the line that is marked as ours.
+      unranked: labels of lines that have no rank, and take none away.
+
+    Raises:
+      LookupError: two rows would stand in one place.
+    """
+    keys = (*(key for _, key in lines), *(key for _, key in columns), *parts)
+    names = sorted({name for key in keys for name in key})
+    values = results[names].astype(object)
+    places = values.where(values.notna(), None).itertuples(index=False, name=None)
+    rows: dict[tuple, list[ResultRow]] = {}
+    for place, row in zip(places, results["row"], strict=True):
+        rows.setdefault(place, []).append(row)
+
+    def measure(*keys: Key) -> Measure | None:
+        key = collections.ChainMap(*map(dict, keys))
+        matches = rows.get(tuple(key.get(name) for name in names), [])
+        if len(matches) > 1:
+            raise LookupError(
+                f"expected one row for {dict(key)}, found ({matches[0].where}) and "
+                f"({matches[1].where})"
+            )
+        return Measure(row=matches[0]) if matches else None
+
+    laid = [
+        Line(
+            label=label,
+            cells=tuple(
+                tuple(measure(line, column, part) for part in parts)
+                for _, column in columns
+            ),
+            is_ours=label == ours,
+        )
+        for label, line in lines
+    ]
+    laid = [x for x in laid if any(m for own in x.cells for m in own)]
+    heads = tuple(column for column, _ in columns)
+    return _ranked(Table(corner=corner, columns=heads, lines=tuple(laid)), unranked)
 
 
 def _printed(measure: Measure | None) -> float | None:
-    """Return what a rank goes by; costs, differences, undefined values have none."""
-    if measure is None or measure.row.metric in COSTS or measure.row.against:
+    """Return what a rank goes by: the printed digits, of some metrics."""
+    if measure is None or measure.row.metric not in _RANKED or is_change(measure.row):
         return None
     return None if measure.row.value is None else round(measure.row.value, 3)
 
@@ -129,8 +339,7 @@ def _rank_cells(cells: Sequence[Cell]) -> list[Cell]:
     """Mark the best and the second measure of every part of one column."""
     ranked = []
     for part in zip(*cells, strict=True):
-        printed = {_printed(m) for m in part} - {None}
-        best_first = sorted(printed, reverse=True)
+        best_first = sorted({_printed(m) for m in part} - {None}, reverse=True)
         ranks = dict(zip(best_first, get_args(Rank), strict=False))
         ranked.append(
             [m and dataclasses.replace(m, rank=ranks.get(_printed(m))) for m in part]
@@ -138,250 +347,263 @@ def _rank_cells(cells: Sequence[Cell]) -> list[Cell]:
     return list(zip(*ranked, strict=True))
 
 
-def _ranked(table: Table) -> Table:
+def _ranked(table: Table, unranked: Sequence[str]) -> Table:
     """Mark the best and the second of every column, where there is a comparison."""
-    if len(table.lines) < 2:
+    compared = [line for line in table.lines if line.label not in unranked]
+    if len(compared) < 2:
         return table
-    columns = zip(*(line.cells for line in table.lines), strict=True)
-    ranked = zip(*map(_rank_cells, columns), strict=True)
+    columns = zip(*(line.cells for line in compared), strict=True)
+    ranked = iter(zip(*map(_rank_cells, columns), strict=True))
     lines = (
-        dataclasses.replace(line, cells=cells)
-        for line, cells in zip(table.lines, ranked, strict=True)
+        line
+        if line.label in unranked
+        else dataclasses.replace(line, cells=next(ranked))
+        for line in table.lines
     )
     return dataclasses.replace(table, lines=tuple(lines))
 
 
-def _ordered(found: Iterable[str], labels: Mapping[str, str]) -> list[str]:
-    """Known names in the order of their labels, then the others as they came."""
-    names = dict.fromkeys(found)
-    return [n for n in labels if n in names] + [n for n in names if n not in labels]
-
-
-def _detection_rows(
-    rows: Sequence[ResultRow],
-    experiment: str,
-    labels: Mapping[str, str] | None,
-    splits: Sequence[str],
-    metrics: Sequence[str],
-) -> list[ResultRow]:
-    """Keep the seed means that a table of detectors shows."""
-
-    def is_wanted(detector: str) -> bool:
-        # Single encoders have their figure, controls their own table.
-        is_shown = detector not in CONTROLS and not detector.startswith("encoder:")
-        return is_shown if labels is None else detector in labels
-
-    found = ResultTable(rows).select(experiment=experiment, seed="mean")
-    return [
-        row
-        for row in found
-        if row.split in splits and row.metric in metrics and is_wanted(row.detector)
-    ]
-
-
-def places_of(rows: Iterable[ResultRow], splits: Sequence[str]) -> list[Place]:
-    """Where rows were measured: by setting, split, all sets at once, then as they came.
-
-    One in-domain set alone is not shown a second time as all of them.
-    """
-    settings = list(SETTING_LABELS)
-    found = dict.fromkeys((row.setting, row.dataset, row.split) for row in rows)
-    n_sets = collections.Counter((at, split) for at, _, split in found)
-    return sorted(
-        (p for p in found if p[1] != IN_DOMAIN or n_sets[p[0], p[2]] != 2),
-        key=lambda p: (settings.index(p[0]), splits.index(p[2]), p[1] != IN_DOMAIN),
-    )
+# The tables of detectors and controllers.
 
 
 def detection_table(
-    rows: Sequence[ResultRow],
+    results: pandas.DataFrame,
     *,
-    experiment: str = "detection",
-    labels: Mapping[str, str] | None = None,
-    splits: Sequence[str] = ("test", "ood"),
+    experiment: str | tuple[str, ...] = "detection",
+    labels: Titles | None = None,
+    splits: Sequence[str] = EVALUATED,
     metrics: Sequence[str] = METRICS,
-    titles: Mapping[str, str] | None = None,
+    titles: Titles | None = None,
+    corner: str = "Detector",
+    unranked: Sequence[str] = (),
 ) -> Table:
     """Lay out detectors against the evaluation sets of both settings, AUROC / AUPRC.
 
     Args:
-      rows: result rows; only those of seed "mean" are read.
+      results: only rows of seed "mean" are read, and no differences.
       experiment: which rows to lay out.
       labels: detectors and their printed names, in order. None is every detector but
         single encoders and the permuted-label control.
       splits: which splits become columns, in this order.
       metrics: in the order of a cell.
       titles: without `labels`, printed names beyond those of `DETECTORS`.
+      corner: what the lines are.
+      unranked: see `pivot`.
     """
-    kept = _detection_rows(rows, experiment, labels, splits, metrics)
-    table = ResultTable(kept)
-    names = {**DETECTORS, **(titles or {})} if labels is None else labels
-    places = places_of(kept, splits)
+    experiments = (experiment,) if isinstance(experiment, str) else experiment
+    shown = where(results, experiment=experiments, seed="mean", against=None)
+    shown = where(shown, split=tuple(splits), metric=tuple(metrics))
+    if labels is None:
+        # Single encoders have their figure, controls their own table.
+        known = {**DETECTORS, **(titles or {})}
+        others = [x for x in subjects_in(shown) if x.detector != "encoder"]
+        labels = known | {
+            x: x.detector for x in others if x not in known and x not in CONTROLS
+        }
+    is_shown = np.array([row.subject in labels for row in shown["row"]], bool)
+    return pivot(
+        shown[is_shown],
+        corner,
+        [(title, of_subject(x)) for x, title in labels.items()],
+        place_columns(places_of(shown[is_shown], splits)),
+        [{"metric": metric} for metric in metrics],
+        ours=labels.get(CHAMPION, ""),
+        unranked=unranked,
+    )
 
-    def cell(name: str, place: Place) -> Cell:
-        at, dataset, split = place
-        where = {"setting": at, "dataset": dataset, "split": split}
-        return _cell(table.find(detector=name, metric=m, **where) for m in metrics)
 
-    columns = tuple(
-        Column(
-            group=SETTING_LABELS[at],
-            label=dataset,
-            detail=SPLIT_LABELS[split],
+def paired_table(results: pandas.DataFrame, experiment: str = "paired") -> Table:
+    """Lay out differences: a line for each rival, a column for each set.
+
+    Args:
+      results: see `results_of`.
+      experiment: "paired" or "at_equal_length_paired" for AUROC, or
+        "controller_paired" or "controller_query_paired" for exact match and F1.
+    """
+    is_detection = not experiment.startswith("controller")
+    metrics = ("auroc",) if is_detection else ("em", "f1")
+    shown = where(results, experiment=experiment, metric=metrics)
+    controllers = {Subject(name): title for name, title in CONTROLLERS.items()}
+    return pivot(
+        shown,
+        "Against",
+        [
+            (title, of_rival(x))
+            for x, title in (RIVALS if is_detection else controllers).items()
+        ],
+        place_columns(places_of(shown, (*EVALUATED, "evaluated"))),
+        [{"metric": metric} for metric in metrics],
+    )
+
+
+def floor_table(results: pandas.DataFrame) -> Table:
+    """How much more each encoder has than a linear probe of the same signals."""
+    titles = {**RIVALS, encoder("H"): DETECTORS[HIDDEN_ONLY]}
+    shown = where(results, experiment="floor_paired", metric="auroc")
+    lines = [(titles[x], of_subject(x)) for x in FLOORS]
+    columns = place_columns(places_of(shown, EVALUATED))
+    return pivot(shown, "Detector", lines, columns)
+
+
+def equal_length_table(results: pandas.DataFrame) -> Table:
+    """AUROC among answers of equally many tokens, and the share without such a pair."""
+    shown = where(results, experiment="at_equal_length", seed="mean")
+    lines = [
+        (title, of_subject(x) | {"metric": "auroc"})
+        for x, title in AT_EQUAL_LENGTH.items()
+    ]
+    share = {"detector": "answers", "metric": "unmatched"}
+    lines.append(("Share of answers without a counterpart", share))
+    columns = place_columns(places_of(shown, EVALUATED))
+    ours = AT_EQUAL_LENGTH[CHAMPION]
+    return pivot(shown, "Detector", lines, columns, ours=ours)
+
+
+def noise_table(results: pandas.DataFrame) -> Table:
+    """Share of labels that a person disputes."""
+    kinds = {"right": "Labelled right", "wrong": "Labelled wrong"}
+    shown = where(results, experiment="label_noise")
+    columns = place_columns(places_of(shown, ("annotated",)))
+    return pivot(shown, "Labels", [(v, {"kind": k}) for k, v in kinds.items()], columns)
+
+
+def annotated_table(results: pandas.DataFrame) -> Table:
+    """AUROC on annotated answers by the labels, without the disputed, by a person."""
+    shown = where(results, experiment="annotated")
+    columns = [
+        (
+            Column(SETTING_LABELS[p.setting], kind, p.dataset),
+            p._asdict() | {"kind": kind},
         )
-        for at, dataset, split in places
-    )
-    found = _ordered((row.detector for row in kept), names)
-    cells = [tuple(cell(name, place) for place in places) for name in found]
-    lines = tuple(
-        Line(label=names.get(n, n), cells=c, is_ours=n == "champion")
-        for n, c in zip(found, cells, strict=True)
-    )
-    return _ranked(Table(corner="Detector", columns=columns, lines=lines))
+        for p in places_of(shown, ("annotated",))
+        for kind in ("labels", "undisputed labels", "a person")
+    ]
+    lines = [
+        (title, {"detector": x.detector, "families": x.families})
+        for x, title in AT_EQUAL_LENGTH.items()
+    ]
+    return pivot(shown, "Detector", lines, columns, ours=AT_EQUAL_LENGTH[CHAMPION])
 
 
-# What a controller spends on a question, as its rows name it, and the unit.
-COSTS = {
-    "generations": "per question",
-    "sequences": "texts written",
-    "tokens": "read, written",
-    "retrievals": "per question",
-    "forwards": "over text",
-    "seconds": "this machine",
-}
+def answer_table(results: pandas.DataFrame) -> Table:
+    """Shares of answers that were cut off, are empty, and are hedges or refusals."""
+    shown = where(results, experiment="answers")
+    columns = place_columns(places_of(shown, ("train", "validation", *EVALUATED)))
+    parts = [{"metric": metric} for metric in ("cut_off", "empty", "hedged")]
+    lines = [("Cut off / empty / hedges", {"detector": "backbone"})]
+    return pivot(shown, "Share of answers", lines, columns, parts)
 
 
-def controller_table(rows: Sequence[ResultRow]) -> Table:
+def controller_table(results: pandas.DataFrame) -> Table:
     """Lay out controllers against datasets, EM / F1, with macro means and cost.
 
     What bounds them stands below, and takes no rank away.
     """
-    table = controller_rows(rows)
-    macro = ResultTable(ResultTable(rows).select(experiment="controller_macro"))
-    places = {r.dataset: r.split for r in table.rows}
-    datasets = sorted(places, key=lambda name: ("test", "ood").index(places[name]))
-
-    def mean(name: str, metric: str) -> ResultRow | None:
-        found = macro.find(detector=name, metric=metric)
-        return found or macro_row(table, name, metric, datasets)
-
-    measured = {row.metric for row in (*table.rows, *macro.rows)}
-    costs = [cost for cost in COSTS if cost == "generations" or cost in measured]
-
-    def cells(name: str) -> tuple[Cell, ...]:
-        found = [
-            [table.find(detector=name, dataset=d, metric=m) for m in ("em", "f1")]
-            for d in datasets
-        ]
-        means = [mean(name, "em"), mean(name, "f1")]
-        spent = [[mean(name, cost)] for cost in costs]
-        return tuple(map(_cell, [*found, means, *spent]))
-
-    labels = {**CONTROLLERS, **BOUNDS}
-    names = _ordered((row.detector for row in table.rows), labels)
-    lines = {
-        n: Line(label=labels.get(n, n), cells=cells(n), is_ours=n == "pgir")
-        for n in names
-    }
-    heads = [(name, SPLIT_LABELS[places[name]]) for name in datasets]
+    splits = (*EVALUATED, "evaluated")
+    controllers = ("controller", "controller_macro")
+    shown = where(results, experiment=controllers, seed="mean", split=splits)
+    places = places_of(shown, splits)
+    macro = {"dataset": MACRO, "split": "evaluated"}
+    metrics = shown["metric"].unique()
     columns = [
-        Column(group="Exact match / F1", label=label, detail=detail)
-        for label, detail in [*heads, ("macro", "mean")]
+        (
+            Column("Exact match / F1", p.dataset, SPLIT_LABELS[p.split]),
+            {"dataset": p.dataset, "split": p.split},
+        )
+        for p in places
     ]
-    columns += [Column(group="Cost", label=n, detail=COSTS[n]) for n in costs]
-    rivals = tuple(line for name, line in lines.items() if name not in BOUNDS)
-    bounds = tuple(line for name, line in lines.items() if name in BOUNDS)
-    ranked = _ranked(Table(corner="Controller", columns=tuple(columns), lines=rivals))
-    return dataclasses.replace(ranked, lines=ranked.lines + bounds)
+    lines = [
+        (label, {"detector": name}) for name, label in {**CONTROLLERS, **BOUNDS}.items()
+    ]
+    quality = [{"metric": "em"}, {"metric": "f1"}]
+    names = {"ours": CONTROLLERS["pgir"], "unranked": tuple(BOUNDS.values())}
+    table = pivot(shown, "Controller", lines, columns, quality, **names)
+    costs = [
+        (Column("Cost", cost, unit), macro | {"metric": cost})
+        for cost, unit in COSTS.items()
+        if cost in metrics
+    ]
+    return beside(table, pivot(shown, "Controller", lines, costs, **names))
 
 
-# The seven variants of the paper's table, in its order.
-FEATURES = {
-    "hidden_only": "Hidden states only",
-    "without_hidden": "Without hidden states",
-    "early_fusion": "Early fusion: one encoder, all families",
-    "late_fusion_singles": "Late fusion: single families",
-    "late_fusion_all": "Late fusion: all encoders (not ranked)",
+def beside(left: Table, right: Table) -> Table:
+    """Join tables of the same lines; a line that only one has is not measured there."""
+    more = {line.label: line.cells for line in right.lines}
+    nothing: tuple[Cell, ...] = ((None,),) * len(right.columns)
+    lines = tuple(
+        dataclasses.replace(line, cells=(*line.cells, *more.get(line.label, nothing)))
+        for line in left.lines
+    )
+    columns = (*left.columns, *right.columns)
+    return dataclasses.replace(left, columns=columns, lines=lines)
+
+
+def _ablation_table(results: pandas.DataFrame, labels: Titles, corner: str) -> Table:
+    """Lay some detectors and variants out; no table where no ablation was made."""
+    if where(results, experiment="ablation").empty:
+        results = results[:0]
+    both, unranked = ("detection", "ablation"), (FEATURES[REFERENCE],)
+    return detection_table(
+        results, experiment=both, labels=labels, corner=corner, unranked=unranked
+    )
+
+
+def feature_table(results: pandas.DataFrame) -> Table:
+    """The paper's table of features and fusion, seven variants in both settings."""
+    return _ablation_table(results, FEATURES, "Variant")
+
+
+def family_table(results: pandas.DataFrame) -> Table:
+    """The search without the encoders that read a family, for each family."""
+    return _ablation_table(results, FAMILY_VARIANTS, "Pool")
+
+
+def span_table(results: pandas.DataFrame) -> Table:
+    """The champion trained anew without a token span, for each span."""
+    return _ablation_table(results, SPAN_VARIANTS, "Dropped span")
+
+
+def exhaustive_table(results: pandas.DataFrame) -> Table:
+    """The best set of the enumeration and greedy's, where they were evaluated."""
+    return detection_table(
+        results,
+        experiment="exhaustive",
+        labels=RANKED,
+        splits=("validation", *EVALUATED),
+        corner="Set",
+    )
+
+
+def control_tables(results: pandas.DataFrame) -> tuple[Table, Table]:
+    """The control of permuted labels, and both readings of where an answer starts."""
+    permuted = detection_table(results, labels=CONTROLS)
+    spans = detection_table(
+        results,
+        experiment="span_decision",
+        labels=SPAN_DECISIONS,
+        splits=("validation", *EVALUATED),
+    )
+    return permuted, spans
+
+
+# Named as `beatrice evaluate --ablations` names them, in the order of the table.
+_ABLATIONS = {
     "without_closed_book": "Without closed-book encoders",
-    "champion": "Full: the selected encoders",
-}
-REFERENCE = "late_fusion_all"  # a saturation reference, which the paper does not rank
-FAMILY_VARIANTS = {
     "without_hidden": "Without hidden states",
     "without_prob": "Without probabilities",
     "without_resid": "Without residual stream",
     "without_attn": "Without attention",
     "champion": "Full: all four families",
 }
-_SPANS = ("context", "question", "answer")
-SPAN_VARIANTS = {
-    "champion": "None: all spans",
-    **{f"zeroed_{x}_span": f"{x.capitalize()}, zeroed in training" for x in _SPANS},
-    **{f"without_{x}_span": f"{x.capitalize()}, left out of both" for x in _SPANS},
-}
-# A head reads the answer span's vector: what the encoders say without one.
-for _name, _label in list(SPAN_VARIANTS.items()):
-    SPAN_VARIANTS[f"{_name}_encoders"] = f"{_label} · no head"
-RANKED = {
-    "best_three": "Best of all sets of three",
-    "greedy_three": "Greedy search after three rounds",
-}
-
-
-def _table(rows: Sequence[ResultRow], names: Mapping[str, str], corner: str) -> Table:
-    """Lay some detectors and variants out under one experiment, as the main table does.
-
-    Nothing, where none was made on request: `evaluate` alone makes no ablation.
-    """
-    together = [
-        msgspec.structs.replace(row, experiment="ablation")
-        for row in rows
-        if row.experiment in ("detection", "ablation") and row.detector in names
-    ]
-    shown = together if any(row.experiment == "ablation" for row in rows) else []
-    found = detection_table(shown, experiment="ablation", labels=names)
-    return dataclasses.replace(found, corner=corner)
-
-
-def feature_table(rows: Sequence[ResultRow]) -> Table:
-    """The paper's table of features and fusion, seven variants in both settings."""
-    ranked = {name: label for name, label in FEATURES.items() if name != REFERENCE}
-    whole, table = (_table(rows, names, "Variant") for names in (FEATURES, ranked))
-    lines = {line.label: line for line in table.lines}
-    for line in whole.lines:  # the reference has no rank, and takes none away
-        if line.label not in lines:
-            plain = [_cell(m and m.row for m in cell) for cell in line.cells]
-            lines[line.label] = dataclasses.replace(line, cells=tuple(plain))
-    return dataclasses.replace(whole, lines=tuple(lines[x.label] for x in whole.lines))
-
-
-def family_table(rows: Sequence[ResultRow]) -> Table:
-    """The search without the encoders that read a family, for each family."""
-    return _table(rows, FAMILY_VARIANTS, "Pool")
-
-
-def span_table(rows: Sequence[ResultRow]) -> Table:
-    """The champion trained anew without a token span, for each span."""
-    return _table(rows, SPAN_VARIANTS, "Dropped span")
-
-
-def exhaustive_table(rows: Sequence[ResultRow]) -> Table:
-    """The best set of the enumeration and greedy's, where they were evaluated."""
-    splits = ("validation", "test", "ood")
-    found = detection_table(rows, experiment="exhaustive", labels=RANKED, splits=splits)
-    return dataclasses.replace(found, corner="Set")
 
 
 def set_names(
     selection: Mapping[str, Mapping[str, Any]],
     ablations: Mapping[str, Mapping[str, Sequence[str]]],
 ) -> list[tuple[str, list[str]]]:
-    """Spell which encoders each variant reads: its label, and a text per setting."""
-    if not ablations:
-        return []
-    labels = {"without_closed_book": "Without closed-book encoders", **FAMILY_VARIANTS}
+    """Return which encoders each variant reads: its label, and a text per setting."""
 
-    def spelled(name: str, setting: str) -> str:
+    def text(name: str, setting: str) -> str:
         if name == "champion":
             return " ".join(selection[setting]["selected"])
         if name not in ablations[setting]:
@@ -389,38 +611,229 @@ def set_names(
         return " ".join(ablations[setting][name]) or "none: no better than chance"
 
     return [
-        (label, [spelled(name, setting) for setting in ablations])
-        for name, label in labels.items()
-        if name == "champion" or any(name in found for found in ablations.values())
+        (label, [text(name, setting) for setting in ablations])
+        for name, label in (_ABLATIONS if ablations else {}).items()
+        if name == "champion"
+        or any(name in variants for variants in ablations.values())
     ]
 
 
-def controller_rows(rows: Sequence[ResultRow]) -> ResultTable:
-    """Keep the evaluation rows of the retrieval controllers."""
-    controllers = ResultTable(rows).select(experiment="controller", seed="mean")
-    return ResultTable([row for row in controllers if row.split in ("test", "ood")])
+# The paper's panoramas: the selected set and all rivals, the better ones first.
+
+CHANCE = "Random AUPRC (error rate)"
 
 
-def macro_row(
-    table: ResultTable, detector: str, metric: str, datasets: Sequence[str]
-) -> ResultRow | None:
-    """Return the unweighted mean over datasets as a row without an interval.
+def panorama_table(
+    results: pandas.DataFrame, setting: str | None = None, titles: Titles | None = None
+) -> Table:
+    """Lay the selected set and all its rivals out, sorted by AUROC in the first column.
 
-    Returns:
-      None if a dataset was not measured; a row without value, with its reason, if one
-      is undefined.
+    Own encoders and fusions are no rivals and have tables of their own. The first line
+    is the AUPRC of guessing: that of a score which is the same for every answer.
+
+    Args:
+      results: see `results_of`.
+      setting: on every set of this one (tab:appendix-detection and
+        tab:appendix-detection-ctx); None is both, in-domain sets pooled
+        (tab:main-detection).
+      titles: printed names beyond those of `DETECTORS`.
     """
-    rows = [table.find(detector=detector, metric=metric, dataset=d) for d in datasets]
-    if not rows or None in rows:
-        return None
-    undefined = [row.dataset for row in rows if row.value is None]
-    return msgspec.structs.replace(
-        rows[0],
-        dataset=MACRO,
-        value=None if undefined else sum(row.value for row in rows) / len(rows),
-        ci_low=None,
-        ci_high=None,
-        n=sum(row.n for row in rows),
-        n_failed=sum(row.n_failed for row in rows),
-        reason=f"undefined on {', '.join(undefined)}" if undefined else None,
+    shown = where(results, experiment="detection", seed="mean", split=EVALUATED)
+    if setting is None:
+        shown = shown[(shown["split"] == "ood") | (shown["dataset"] == IN_DOMAIN)]
+    else:
+        shown = where(shown, setting=setting)
+    printed = {**DETECTORS, **(titles or {})}
+    labels = {
+        x: printed.get(x, x.detector)
+        for x in subjects_in(shown)
+        if x == CHAMPION or is_rival(x.detector)
+    }
+    table = detection_table(shown, labels=labels)
+    columns = place_columns(places_of(shown, EVALUATED))
+    parts = [{"metric": None}, {"metric": "auprc"}]
+    guessing = [(CHANCE, of_subject(Subject("majority")))]
+    chance = pivot(shown, table.corner, guessing, columns, parts)
+
+    def order(line: Line) -> tuple[bool, float]:
+        first = line.cells[0][0]
+        is_known = first is not None and first.row.value is not None
+        return not line.is_ours, -first.row.value if is_known else 1.0
+
+    if not table.lines:
+        return table
+    lines = (*chance.lines, *sorted(table.lines, key=order))
+    return dataclasses.replace(table, lines=lines)
+
+
+def panoramas(
+    results: pandas.DataFrame, titles: Titles | None = None
+) -> dict[str, Table]:
+    """Return the three tables by their headings, without the empty ones."""
+    tables = {"Detecting wrong answers": panorama_table(results, None, titles)}
+    for setting in SETTINGS:
+        heading = f"{SETTING_LABELS[setting]}, every set"
+        tables[heading] = panorama_table(results, setting, titles)
+    return {heading: table for heading, table in tables.items() if table.lines}
+
+
+def counts_of(table: Table) -> list[str]:
+    """Return for each column how many answers are measured and how many left out.
+
+    Of the selected set, where it has a line; what another detector leaves out stands
+    in the notes.
+    """
+    lines = [line for line in table.lines if line.is_ours] or list(table.lines)
+    columns = zip(*(line.cells for line in lines), strict=True)
+    rows = [[m.row for cell in column for m in cell if m] for column in columns]
+    return [
+        f"{max((r.n for r in column), default=0):,} "
+        f"({max((r.n_failed for r in column), default=0):,})"
+        for column in rows
+    ]
+
+
+# How tables are spelled.
+
+
+def markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """Format texts as a Markdown table."""
+    rows = ["| " + " | ".join(cells) + " |" for cells in (heads, *lines)]
+    rows.insert(1, "|---" * len(heads) + "|")
+    return "\n".join(rows) + "\n"
+
+
+_TEX = {"_": r"\_", "%": r"\%", "&": r"\&", "#": r"\#", "$": r"\$", "–": "--"}
+_TEX |= {"−": "$-$", "±": r"$\pm$", "→": r"$\to$", "†": r"$^\dagger$"}
+
+
+def tex(text: str) -> str:
+    """Return a text with what LaTeX reads as commands escaped."""
+    return "".join(_TEX.get(letter, letter) for letter in text)
+
+
+def latex(
+    align: str, head: Sequence[str], lines: Iterable[Sequence[str]], foot: str = ""
+) -> str:
+    """Format texts as a LaTeX table (booktabs).
+
+    Args:
+      align: of the columns.
+      head: finished lines above the first rule.
+      lines: cells, whose markup is LaTeX already.
+      foot: a finished line below another rule.
+    """
+    body = [" & ".join(cells) + r" \\" for cells in lines]
+    below = [r"\midrule", foot] if foot else []
+    parts = [rf"\begin{{tabular}}{{{align}}}", r"\toprule", *head, r"\midrule", *body]
+    return "\n".join([*parts, *below, r"\bottomrule", r"\end{tabular}"]) + "\n"
+
+
+def _spelled(
+    table: Table, marks: Mapping[Rank | None, str], note: str, absent: str
+) -> Iterator[list[str]]:
+    """Yield the texts of every line's cells."""
+
+    def text(m: Measure | None) -> str:
+        if m is None:
+            return absent
+        numbers = [str(table.notes.index(n) + 1) for n in m.notes]
+        references = note % ",".join(numbers) if numbers else ""
+        return marks[m.rank] % row_value(m.row) + references
+
+    for line in table.lines:
+        yield ["/".join(map(text, cell)) for cell in line.cells]
+
+
+def as_markdown(table: Table) -> str:
+    """Format a table as Markdown; its notes are a numbered list below it."""
+    marks: dict[Rank | None, str] = {
+        "best": "**%s**",
+        "second": "<u>%s</u>",
+        None: "%s",
+    }
+    heads = [f"{c.group}: {c.label}, {c.detail}" for c in table.columns]
+    cells = _spelled(table, marks, "<sup>%s</sup>", "–")
+    lines = [[x.label, *own] for x, own in zip(table.lines, cells, strict=True)]
+    lines.append(["n (left out)", *counts_of(table)])
+    notes = [f"{i}. {note}\n" for i, note in enumerate(table.notes, start=1)]
+    return markdown([table.corner, *heads], lines) + "\n" + "".join(notes)
+
+
+def as_latex(table: Table) -> str:
+    """Format a table as LaTeX (booktabs); its notes follow in small print."""
+    marks: dict[Rank | None, str] = {
+        "best": r"\textbf{%s}",
+        "second": r"\underline{%s}",
+    }
+    marks[None] = "%s"
+    groups, rules, start = [""], [], 2
+    for group, width in table.groups.items():
+        groups.append(rf"\multicolumn{{{width}}}{{c}}{{{tex(group)}}}")
+        rules.append(rf"\cmidrule(lr){{{start}-{start + width - 1}}}")
+        start += width
+    heads = [tex(f"{c.label}, {c.detail}") for c in table.columns]
+    cells = _spelled(table, marks, r"\textsuperscript{%s}", "--")
+    text = latex(
+        "l" + "c" * len(table.columns),
+        [
+            " & ".join(groups) + r" \\",
+            " ".join(rules),
+            " & ".join([tex(table.corner), *heads]) + r" \\",
+        ],
+        ([tex(x.label), *own] for x, own in zip(table.lines, cells, strict=True)),
+        " & ".join(["$n$ (left out)", *counts_of(table)]) + r" \\",
     )
+    notes = [f"{i}. {tex(note)}." for i, note in enumerate(table.notes, start=1)]
+    small = r"\\ {\footnotesize " + " ".join(notes) + "}\n" if notes else ""
+    return text + small
+
+
+def _cell_text(cell: Cell, notes: Sequence[str]) -> str:
+    """Format one cell for the terminal, its interval on a second line."""
+    marks = {"best": "*", "second": "+", None: ""}
+    parts = []
+    for m in cell:
+        if m is None:
+            parts.append("-")
+            continue
+        references = "".join(f"[{notes.index(note) + 1}]" for note in m.notes)
+        clear = "!" if m.is_clear else ""
+        parts.append(f"{row_value(m.row)}{marks[m.rank]}{clear}{references}")
+    below = interval(cell[0].row).replace("–", "-") if cell[0] else ""
+    return "/".join(parts) + (f"\n{below}" if below else "")
+
+
+def _block(table: Table, kept: Sequence[int], title: str | None) -> rich.table.Table:
+    """Build one block of columns."""
+    block = rich.table.Table(title=title, title_justify="left", box=rich.box.SIMPLE)
+    block.add_column(rich.text.Text(table.corner))
+    for i in kept:
+        column = table.columns[i]
+        head = rich.text.Text(f"{column.label}\n{column.detail}")
+        block.add_column(head, no_wrap=True)
+    for line in table.lines:
+        cells = [_cell_text(line.cells[i], table.notes) for i in kept]
+        block.add_row(*map(rich.text.Text, (line.label, *cells)))
+    return block
+
+
+def as_text(table: Table, width: int = 100) -> str:
+    """Format a table in plain characters; groups are stacked where it is too wide.
+
+    The best value of a column has a `*`, the second a `+`, a difference whose interval
+    excludes zero a `!`; under the first metric of a cell stands its 95 % interval, and
+    `[1]` refers to the notes below.
+    """
+    stream = io.StringIO()
+    console = rich.console.Console(file=stream, width=width, color_system=None)
+    n_columns = len(table.columns)
+    if 28 + 13 * n_columns <= width:
+        console.print(_block(table, range(n_columns), None))
+    else:
+        for group in table.groups:
+            kept = [i for i, c in enumerate(table.columns) if c.group == group]
+            console.print(_block(table, kept, group))
+    for index, note in enumerate(table.notes, start=1):
+        console.print(rich.text.Text(f"[{index}] {note}"))
+    return "\n".join(line.rstrip() for line in stream.getvalue().split("\n"))

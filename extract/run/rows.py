@@ -5,12 +5,12 @@ not be computed (one class only, say) is `null` with its reason, never NaN, 0.5 
 a missing line.
 """
 
-import dataclasses
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import typing
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -19,23 +19,54 @@ from beatrice.extract.run.console import Progress
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import write_text_atomic
 
+if TYPE_CHECKING:
+    import pandas
+
 N_DECIMALS = 6
 
 MACRO = "macro"  # what stands for a set in the mean over sets, each counted once
 
-DIFFERENCE = "_difference"  # ends the metric of a row that compares two methods
-
 # Of these a value lies in [0, 1], and a difference in [-1, 1].
 SHARES = ("auroc", "auprc", "em", "f1", "brier", "ece", "cut", "unmatched", "disputed")
+# What a row measures; its other columns say of what.
+_FLOATS = {"value", "ci_low", "ci_high", "p_value", "bin_x", "bin_y", "bin_width"}
+MEASURED = ("value", "ci_low", "ci_high", "n", "n_failed", "reason", "p_value")
 RowSetting = Literal["closed_book", "with_context", "both"]
 
 
+class Subject(NamedTuple):
+    """What a row measures: a stable id, and the columns that make it one of several.
+
+    Attributes:
+      detector: stable id, such as "champion", "encoder" or "probe".
+      families: letters of the signal families that it reads, such as "HPA".
+      span: token span that it is without.
+      layer: entry of the resid axis that it reads (0 is the embedding).
+      n_labels: labelled answers that it was trained on, where it had not all.
+      source: question set that it was trained on, or backbone that it reads.
+      kind: which of a few, where an experiment has several; see the schema.
+    """
+
+    detector: str
+    families: str | None = None
+    span: str | None = None
+    layer: int | None = None
+    n_labels: int | None = None
+    source: str | None = None
+    kind: str | None = None
+
+    @classmethod
+    def of(cls, name: "Subject | str") -> "Subject":
+        """Return a subject, or that of an id which needs no other column."""
+        return cls(name) if isinstance(name, str) else name
+
+
 class ResultRow(Record, frozen=True, kw_only=True):
-    """One number, with what it was measured on.
+    """One number, with what it was measured on; docs/results/schema.md has all columns.
 
     Attributes:
       experiment: "detection", "controller", "span_decision", ...
-      detector: what was measured, e.g. "champion" or "encoder:HP".
+      detector: stable id of what was measured, e.g. "champion" or "encoder".
       setting: "both" where one number needs both passes, as a controller does.
       metric: "auroc", "auprc" (an incorrect answer is the positive class), "em", ...
       value: None where it is undefined; then `reason` says why.
@@ -46,9 +77,19 @@ class ResultRow(Record, frozen=True, kw_only=True):
       seed: training seed as a string, or "mean" over the seeds.
       label_rule: by which rule the answers were labelled, in words; `publish` fills it
         in, and an unpublished row has None.
-      against: of a difference, what was measured on the same questions and taken away
-        from the detector's value; the interval is that of a paired bootstrap.
+      against: id of what was measured on the same questions and taken away from the
+        detector's value. The row is then a difference with a paired bootstrap interval.
+      against_families: letters of the families that `against` reads.
       p_value: of a difference, two-sided; see `jaxprobe.metrics.two_sided_p`.
+      families: see `Subject`, as for `span`, `layer`, `n_labels`, `source` and `kind`.
+      family: letter of the one family that the metric is of, or that is taken away.
+      head: attention head, from 0.
+      position: token of the answer, from 1.
+      bin: part of a ranking, from 1 (the best).
+      bin_x: centre of a cell of the boundary band: logit without the family.
+      bin_y: likewise: logits that the family adds.
+      bin_width: width of those cells, in logits.
+      n_closed_book: closed-book encoders in a set of three.
     """
 
     experiment: str
@@ -66,7 +107,22 @@ class ResultRow(Record, frozen=True, kw_only=True):
     reason: str | None = None
     label_rule: str | None = None
     against: str | None = None
+    against_families: str | None = None
     p_value: float | None = None
+    families: str | None = None
+    family: str | None = None
+    span: str | None = None
+    layer: int | None = None
+    head: int | None = None
+    position: int | None = None
+    bin: int | None = None
+    bin_x: float | None = None
+    bin_y: float | None = None
+    bin_width: float | None = None
+    n_labels: int | None = None
+    n_closed_book: int | None = None
+    source: str | None = None
+    kind: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse a row that hides something.
@@ -88,7 +144,7 @@ class ResultRow(Record, frozen=True, kw_only=True):
             wrong = "an interval needs both ends or neither"
         elif self.ci_low is not None and self.ci_low > self.ci_high:
             wrong = f"its interval is reversed: {self.ci_low} to {self.ci_high}"
-        elif self.metric.removesuffix(DIFFERENCE) in SHARES and any(
+        elif self.metric in SHARES and any(
             x is not None and abs(x) > 1 for x in numbers
         ):
             wrong = f"{numbers} is no share, expected numbers up to 1"
@@ -96,29 +152,51 @@ class ResultRow(Record, frozen=True, kw_only=True):
             wrong = "a count cannot be negative"
         elif self.seed != "mean" and not self.seed.isdecimal():
             wrong = f"seed is {self.seed!r}, expected 'mean' or '0', '1', ..."
-        elif (self.against is not None) != self.metric.endswith(DIFFERENCE):
-            wrong = "a difference says against what, and nothing else does"
+        elif self.against is None and (self.against_families or self.p_value):
+            wrong = "against_families and p_value are of a difference; give `against`"
         else:
             return
         raise ValueError(f"{self.where}: {wrong}")
 
     @property
+    def subject(self) -> Subject:
+        """What was measured."""
+        return Subject(*(getattr(self, name) for name in Subject._fields))
+
+    @property
+    def rival(self) -> Subject | None:
+        """Of a difference, what was taken away."""
+        return self.against and Subject(self.against, self.against_families)
+
+    @property
     def where(self) -> str:
-        """Name the row in words, for messages."""
-        names = (self.experiment, self.detector, self.setting, self.dataset, self.split)
-        against = () if self.against is None else (f"against {self.against}",)
-        return " / ".join((*names, self.metric, *against, f"seed {self.seed}"))
+        """Name the row by its columns, for messages."""
+        fields = msgspec.structs.asdict(self).items()
+        return ", ".join(
+            f"{name}={value}"
+            for name, value in fields
+            if name not in (*MEASURED, "label_rule") and value is not None
+        )
 
 
 def write_rows(rows: Iterable[ResultRow]) -> str:
-    """Return the rows as JSON lines, floats rounded to six decimals."""
+    """Return the rows as JSON lines: floats of six decimals, no absent column."""
     lines = []
     for row in rows:
-        fields = msgspec.structs.asdict(row)
-        for name in ("value", "ci_low", "ci_high", "p_value"):
-            if fields[name] is not None:
-                fields[name] = round(float(fields[name]), N_DECIMALS)
-        lines.append(json.dumps(fields, ensure_ascii=True, allow_nan=False) + "\n")
+        present = {
+            name: value
+            for name, value in msgspec.structs.asdict(row).items()
+            if value is not None
+        }
+        floats = {
+            n: round(float(present[n]), N_DECIMALS) for n in _FLOATS & present.keys()
+        }
+        lines.append(
+            json.dumps(
+                {"value": None} | present | floats, ensure_ascii=True, allow_nan=False
+            )
+            + "\n"
+        )
     return "".join(lines)
 
 
@@ -131,60 +209,22 @@ def read_rows(path: Path) -> Iterator[ResultRow]:
     yield from read_records(path, ResultRow)
 
 
-@dataclasses.dataclass(frozen=True)
-class ResultTable:
-    """Rows that can be looked up by the values of their fields; keeps their order."""
+def as_frame(rows: Iterable[ResultRow]) -> "pandas.DataFrame":
+    """Return rows as a table of typed columns, in each of which a value may be absent.
 
-    rows: Sequence[ResultRow]
+    Text is `string`, whole numbers are `Int64` and others `Float64`.
+    """
+    import pandas  # half a second, which only tables need
 
-    def select(self, **fields: Any) -> tuple[ResultRow, ...]:
-        """Return the rows whose fields have these values, in their order.
-
-        Raises:
-          ValueError: a name is no field of a row.
-        """
-        known = ResultRow.__struct_fields__
-        if unknown := sorted(set(fields) - set(known)):
-            raise ValueError(
-                f"a result row has no field {unknown[0]!r}; it has {', '.join(known)}"
-            )
-        return tuple(
-            row
-            for row in self.rows
-            if all(getattr(row, name) == wanted for name, wanted in fields.items())
+    rows = list(rows)
+    columns = {}
+    for name, hint in typing.get_type_hints(ResultRow).items():
+        numbers = {int: "Int64", float: "Float64"}
+        dtype = next(
+            (numbers[x] for x in get_args(hint) or (hint,) if x in numbers), "string"
         )
-
-    def find(self, **fields: Any) -> ResultRow | None:
-        """Return the only row with these values, or None if there is none.
-
-        Raises:
-          LookupError: several rows match.
-        """
-        matches = self.select(**fields)
-        if len(matches) > 1:
-            raise LookupError(
-                f"{len(matches)} rows have {_in_words(fields)}, expected one; the "
-                f"first two are ({matches[0].where}) and ({matches[1].where})"
-            )
-        return matches[0] if matches else None
-
-    def value(self, **fields: Any) -> float | None:
-        """Return the value of the only row with these fields; None if undefined.
-
-        Raises:
-          LookupError: no row matches, or several do.
-        """
-        row = self.find(**fields)
-        if row is None:
-            raise LookupError(
-                f"none of {len(self.rows)} rows has {_in_words(fields)}; compute it "
-                "first, or ask for what is there"
-            )
-        return row.value
-
-
-def _in_words(fields: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={wanted!r}" for name, wanted in fields.items())
+        columns[name] = pandas.array([getattr(r, name) for r in rows], dtype=dtype)
+    return pandas.DataFrame(columns)
 
 
 def rows_file(run: RunDir, stage: str) -> Path:
@@ -247,9 +287,6 @@ def gather(run: RunDir, progress: Progress, stage: str | None = None) -> None:
     write_text_atomic(run.results, "".join(texts))
 
 
-_MEASURED = ("value", "ci_low", "ci_high", "n", "n_failed", "reason", "p_value")
-
-
 def read_result_rows(run: RunDir) -> list[ResultRow]:
     """Return every row of the run.
 
@@ -262,7 +299,7 @@ def read_result_rows(run: RunDir) -> list[ResultRow]:
     lines: dict[tuple[Any, ...], int] = {}
     for number, row in enumerate(found, start=1):
         fields = msgspec.structs.asdict(row).items()
-        identity = tuple(value for name, value in fields if name not in _MEASURED)
+        identity = tuple(value for name, value in fields if name not in MEASURED)
         if lines.setdefault(identity, number) != number:
             raise ValueError(
                 f"{run.results}, lines {lines[identity]} and {number}: two rows for "

@@ -11,7 +11,7 @@ import numpy as np
 
 from beatrice.extract.label.labels import exact_match, token_f1
 from beatrice.extract.records import Example
-from beatrice.extract.run.rows import DIFFERENCE, MACRO, ResultRow
+from beatrice.extract.run.rows import MACRO, ResultRow
 from beatrice.jaxprobe.evaluation import difference_row
 from beatrice.jaxprobe.metrics import BootstrapConfig, interval_of, resamples
 from beatrice.pgir.controllers import CONTROLLERS
@@ -74,7 +74,6 @@ class _Drawn(NamedTuple):
 
     def minus(self, other: "_Drawn", **fields: Any) -> ResultRow:
         """Return the row of the difference, resampled over the same questions."""
-        fields["metric"] += DIFFERENCE
         draws = self.draws - other.draws
         value = self.value - other.value
         return difference_row(value, draws, setting="both", n=self.n, **fields)

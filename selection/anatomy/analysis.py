@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from beatrice.extract.records import IN_DOMAIN, Answer, Example, Setting
-from beatrice.extract.run.rows import ResultRow
+from beatrice.extract.run.rows import ResultRow, Subject
 from beatrice.jaxprobe.detector import HeadName, SettingHead
 from beatrice.jaxprobe.metrics import BootstrapConfig, interval_of, resamples
 from beatrice.jaxprobe.rows import Rows
@@ -120,12 +120,14 @@ class Ratio(NamedTuple):
       metric: of the row.
       numerator: `[..., n]`; leading axes such as seeds are summed.
       denominator: the same; 0 where an example does not count.
+      columns: of the row beside those of its detector, such as `family`.
     """
 
-    detector: str
+    detector: Subject | str
     metric: str
     numerator: np.ndarray
     denominator: np.ndarray
+    columns: Mapping[str, Any] = {}
 
 
 def ratio_rows(
@@ -164,10 +166,9 @@ def ratio_rows(
     for ratio, numerator, denominator, ratio_draws in zip(
         ratios, numerators, denominators, joined, strict=True
     ):
-        fields = dict(
-            experiment=experiment, detector=ratio.detector, metric=ratio.metric
-        )
-        fields |= {**place, "n": int((denominator != 0).sum())}
+        fields = Subject.of(ratio.detector)._asdict() | {**ratio.columns, **place}
+        fields |= {"experiment": experiment, "metric": ratio.metric}
+        fields["n"] = int((denominator != 0).sum())
         total = float(denominator.sum(dtype=np.float64))
         if total == 0:
             result.append(ResultRow(**fields, value=None, reason=reason))

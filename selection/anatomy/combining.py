@@ -17,13 +17,15 @@ the count of closed-book encoders along the ranking, and what the ten best sets 
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from beatrice.extract.records import IN_DOMAIN
-from beatrice.extract.run.rows import DIFFERENCE, ResultRow
+from beatrice.extract.run.rows import ResultRow, Subject
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
 from beatrice.jaxprobe.families import LETTERS
+from beatrice.selection.ablation import SUBJECTS
 from beatrice.selection.anatomy.analysis import (
     AnalysisInput,
     AnalysisOutput,
@@ -81,12 +83,11 @@ def complementarity(deployed: Deployed) -> list[ResultRow]:
         }
         all_answers = np.ones_like(wrong["H"])
         ratios = [
-            Ratio(f"encoder:{x}", "error_rate", wrong[x], all_answers) for x in LETTERS
+            Ratio(encoder(x), "error_rate", wrong[x], all_answers) for x in LETTERS
         ]
-        ratios += [
-            Ratio(f"encoder:{row}", f"rights:{of}", wrong[of] & ~wrong[row], wrong[of])
-            for row, of in itertools.permutations(LETTERS, 2)
-        ]
+        for row, of in itertools.permutations(LETTERS, 2):
+            both = wrong[of] & ~wrong[row], wrong[of]
+            ratios.append(Ratio(encoder(row), "rights", *both, {"family": of}))
         place = deployed.place(dataset, split)
         ids, config = rows.ids[where], deployed.bootstrap
         result += ratio_rows(
@@ -95,26 +96,32 @@ def complementarity(deployed: Deployed) -> list[ResultRow]:
     return result
 
 
+def encoder(letters: str) -> Subject:
+    """Return the encoder of some families, as rows name it."""
+    return Subject("encoder", letters)
+
+
 def _differences(
-    deployed: Deployed, scored: list[Scored], pairs: list[tuple[str, str]], name: str
+    deployed: Deployed,
+    scored: list[Scored],
+    pairs: list[tuple[Subject | str, Subject | str]],
+    name: str,
 ) -> list[ResultRow]:
     """Return how much more AUROC the first of each pair has, on the judged sets."""
     rows = deployed.rows.take(deployed.judged)
     judged = [scores.take(deployed.judged) for scores in scored]
     result = detection_rows(judged, rows, deployed.bootstrap, _ALL, {name: pairs})
-    wanted = f"auroc{DIFFERENCE}"
-    return [r for r in result if r.experiment == name and r.metric == wanted]
+    return [r for r in result if r.experiment == name and r.metric == "auroc"]
 
 
 def pairs(deployed: Deployed) -> list[ResultRow]:
     """Return what the encoder of two families has more than that of each of them."""
     names = [*LETTERS, *map("".join, itertools.combinations(LETTERS, 2))]
     scored = [
-        Scored(name=f"encoder:{name}", scores=deployed.logits_of(name))
-        for name in names
+        Scored(name=encoder(name), scores=deployed.logits_of(name)) for name in names
     ]
     compared = [
-        (f"encoder:{name}", f"encoder:{letter}")
+        (encoder(name), encoder(letter))
         for name in names
         if len(name) == 2
         for letter in name
@@ -129,14 +136,14 @@ def fusion(inputs: AnalysisInput) -> AnalysisOutput:
     """
     rows: list[ResultRow] = []
     for setting, deployed in inputs.settings.items():
-        scores = dict(inputs.searches[setting].scores)
+        scores: dict[Subject | str, np.ndarray] = dict(inputs.searches[setting].scores)
         scores["hidden_only"] = deployed.logits_of("H")
         scores["early_fusion"] = deployed.logits_of(EVERY_FAMILY)
         if setting == "with_context" and len(inputs.settings) > 1:
             single_pass = inputs.searches["single_pass"]
             scores["without_closed_book"] = single_pass.scores["champion"]
         if setting in inputs.without_hidden:
-            scores["without_hidden"] = inputs.without_hidden[setting]
+            scores[SUBJECTS["without_hidden"]] = inputs.without_hidden[setting]
         scored = [Scored(name=name, scores=values) for name, values in scores.items()]
         compared = [("champion", name) for name in scores if name != "champion"]
         rows += _differences(deployed, scored, compared, VARIANTS)
@@ -174,34 +181,36 @@ def _of_ranking(ranking: Ranking, deployed: Deployed) -> list[ResultRow]:
     by_trait = traits(deployed.setting, n_pool)
     place = deployed.place(IN_DOMAIN, "validation")
     best = ranking.sets[ranking.order[:N_BEST]]
-    values: list[tuple[str, str, float, int]] = []
-    for name, reads in by_trait.items():
-        values.append((name, "encoders in a best set", _mean(reads, best), len(best)))
-        values.append((name, "encoders in a set", _mean(reads, ranking.sets), n_sets))
+    values: list[tuple[str, float, int, dict[str, Any]]] = []
+    for (letter, reads), is_read in by_trait.items():
+        trait = {"family": letter, "kind": reads}
+        values.append(("encoders_in_best_set", _mean(is_read, best), len(best), trait))
+        values.append(("encoders_in_set", _mean(is_read, ranking.sets), n_sets, trait))
     is_closed_book = np.any(
-        [reads for name, reads in by_trait.items() if name.endswith("closed_book")],
+        [read for (_, reads), read in by_trait.items() if reads == "closed_book"],
         axis=0,
     )
     if not is_closed_book.all():
         shares = counts_along(ranking, is_closed_book, N_PARTS)
         for k, along in enumerate(shares):
             is_count = is_closed_book[best].sum(axis=1) == k
-            fields = f"{k} closed-book", "best sets", float(is_count.sum()), len(best)
-            values.append(fields)
+            counted = {"n_closed_book": k}
+            values.append(("best_sets", float(is_count.sum()), len(best), counted))
             values += [
-                (f"{k} closed-book", f"share in part {part}", float(share), n_sets)
+                ("share", float(share), n_sets, counted | {"bin": part})
                 for part, share in enumerate(along, start=1)
             ]
     return [
         ResultRow(
             experiment=COMBINATIONS,
-            detector=name,
+            detector="sets_of_three",
             metric=metric,
             value=value,
             n=n,
+            **columns,
             **place,
         )
-        for name, metric, value, n in values
+        for metric, value, n, columns in values
     ]
 
 

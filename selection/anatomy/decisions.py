@@ -24,7 +24,7 @@ import numpy as np
 
 from beatrice.extract.label.labels import stands_in_context
 from beatrice.extract.records import IN_DOMAIN, Setting
-from beatrice.extract.run.rows import ResultRow
+from beatrice.extract.run.rows import ResultRow, Subject
 from beatrice.jaxprobe.rows import Rows
 from beatrice.selection.anatomy import Study
 from beatrice.selection.anatomy.analysis import (
@@ -35,6 +35,7 @@ from beatrice.selection.anatomy.analysis import (
     judged_sets,
     ratio_rows,
 )
+from beatrice.selection.anatomy.combining import encoder
 from beatrice.selection.anatomy.encoders import Deployed
 
 FLIPS, BAND = "anatomy_flips", "anatomy_boundary"
@@ -48,26 +49,31 @@ KINDS = ("accepted closed-book", "trusted with context", "both flagged")
 
 
 def flip_ratios(
-    detector: str, intact: np.ndarray, without: np.ndarray, labels: np.ndarray
+    name: str, family: str, intact: np.ndarray, without: np.ndarray, labels: np.ndarray
 ) -> list[Ratio]:
     """Return how often decisions flip, how often rightly, and how near the boundary.
 
     Args:
-      detector: of the rows.
+      name: letters of the encoder.
+      family: letter of the family that is taken away.
       intact: `[n_seeds, n]` logits.
-      without: the same without a family.
+      without: the same without the family.
       labels: `[n]` bool.
     """
     is_flip = (intact > 0) != (without > 0)
     is_right = (intact > 0) == labels[None]
     is_near, every = np.abs(without) <= NEAR, np.ones_like(is_flip)
     added = intact - without
+    ratios = {
+        "flip_rate": (is_flip, every),
+        "flip_precision": (is_flip & is_right, is_flip),
+        "flips_near_boundary": (is_flip & is_near, is_flip),
+        "answers_near_boundary": (is_near, every),
+        "mean_contribution": (np.abs(added), every),
+    }
     return [
-        Ratio(detector, "flip_rate", is_flip, every),
-        Ratio(detector, "flip_precision", is_flip & is_right, is_flip),
-        Ratio(detector, "flips_near_boundary", is_flip & is_near, is_flip),
-        Ratio(detector, "answers_near_boundary", is_near, every),
-        Ratio(detector, "mean_contribution", np.abs(added), every),
+        Ratio(encoder(name), metric, *both, {"family": family})
+        for metric, both in ratios.items()
     ]
 
 
@@ -84,11 +90,10 @@ def flips(deployed: Deployed) -> list[ResultRow]:
         for name in deployed.queried:
             intact = deployed.intact(name)[:, at]
             right = (intact > 0) == labels[None]
-            printed = deployed.printed(name)
-            ratios.append(Ratio(printed, "accuracy", right, np.ones_like(right)))
+            ratios.append(Ratio(encoder(name), "accuracy", right, np.ones_like(right)))
             for letter in name:
                 without = deployed.without(name, letter)[:, at]
-                ratios += flip_ratios(f"{printed}-{letter}", intact, without, labels)
+                ratios += flip_ratios(name, letter, intact, without, labels)
         place = deployed.place(dataset, split)
         ids = rows.ids[deployed.judged[at]]
         result += ratio_rows(
@@ -100,9 +105,9 @@ def flips(deployed: Deployed) -> list[ResultRow]:
 def boundary(deployed: Deployed) -> list[ResultRow]:
     """Return how many answers lie where, by remaining score and contribution.
 
-    Of the in-domain test rows, all seeds: a cell is a row, `answers at x y in w` with
-    its centre and its width, and `flips at x y in w` where decisions changed there. All
-    cells of an encoder have one width, the least at which every answer has a cell.
+    Of the in-domain test rows, all seeds: a cell is a row, `answers` with its centre
+    and its width, and `flips` where decisions changed there. All cells of an encoder
+    have one width, the least at which every answer has a cell.
     """
     rows, result = deployed.rows, []
     at = np.isin(deployed.judged, rows.where("test"))
@@ -120,9 +125,13 @@ def boundary(deployed: Deployed) -> list[ResultRow]:
                 result += [
                     ResultRow(
                         experiment=BAND,
-                        detector=f"{deployed.printed(name)}-{letter}",
-                        metric=f"{metric} at {x:g} {y:g} in {width:g}",
+                        metric=metric,
                         value=float(count),
+                        family=letter,
+                        bin_x=float(x),
+                        bin_y=float(y),
+                        bin_width=float(width),
+                        **encoder(name)._asdict(),
                         **place,
                     )
                     for (x, y), count in zip(centres, counts, strict=True)
@@ -158,36 +167,32 @@ def grounding_ratios(
 
     Args:
       answers: `n` of them.
-      flips: by encoder, whether decisions flip, and whether the intact encoder is
-        right; `[n_seeds, n]` bool each.
+      flips: by letters of the encoder, whether decisions flip, and whether the intact
+        encoder is right; `[n_seeds, n]` bool each.
     """
     labels, stands, without = answers
     every, has = np.ones(len(labels)), ~np.isnan(without)
     ratios = [
-        Ratio("answers", "right with context", labels, every),
-        Ratio("answers", "right closed-book", np.where(has, without, 0), has),
-        Ratio("answers", "wrong ones that stand there", stands & ~labels, ~labels),
-        Ratio("answers", "right ones that stand there", stands & labels, labels),
+        Ratio("answers", "right_with_context", labels, every),
+        Ratio("answers", "right_closed_book", np.where(has, without, 0), has),
+        Ratio("answers", "wrong_in_passage", stands & ~labels, ~labels),
+        Ratio("answers", "right_in_passage", stands & labels, labels),
     ]
     subsets = {
-        "flip precision": every > 0,
-        "flip precision, there but wrong": stands & ~labels,
-        "flip precision, right but not there": ~stands & labels,
+        None: every > 0,
+        "in_passage_but_wrong": stands & ~labels,
+        "right_not_in_passage": ~stands & labels,
     }
     for name, (is_flip, is_right) in flips.items():
-        ratios += [
-            Ratio(
-                name,
-                metric,
-                is_flip & is_right & is_read[None],
-                is_flip & is_read[None],
-            )
-            for metric, is_read in subsets.items()
-        ]
-        for metric, is_read in list(subsets.items())[1:]:
-            all_flips = np.broadcast_to(is_read[None], is_flip.shape)
-            rate = metric.replace("flip precision", "flip rate")
-            ratios.append(Ratio(name, rate, is_flip & is_read[None], all_flips))
+        for kind, is_read in subsets.items():
+            subject = encoder(name)._replace(kind=kind)
+            flipped = is_flip & is_read[None]
+            columns = subject, "flip_precision", flipped & is_right, flipped
+            ratios.append(Ratio(*columns, {"family": "A"}))
+            if kind is not None:
+                all_flips = np.broadcast_to(is_read[None], is_flip.shape)
+                columns = subject, "flip_rate", flipped, all_flips
+                ratios.append(Ratio(*columns, {"family": "A"}))
     return ratios
 
 
@@ -223,7 +228,7 @@ def grounding(inputs: AnalysisInput) -> AnalysisOutput:
                 x[:, at] for x in (deployed.intact(name), deployed.without(name, "A"))
             )
             is_right = (intact > 0) == of_set.labels[None]
-            flips[deployed.printed(name)] = (intact > 0) != (without > 0), is_right
+            flips[name] = (intact > 0) != (without > 0), is_right
         ids = deployed.rows.ids[deployed.judged[at]]
         place = deployed.place(dataset, split)
         ratios = grounding_ratios(of_set, flips)
@@ -354,7 +359,8 @@ def _case_rows(
     ratios = []
     for number, kind in enumerate(KINDS):
         is_kind = kinds == number
-        ratios.append(Ratio(kind, "share", is_kind, every))
-        ratios.append(Ratio(kind, "right", is_kind & final, is_kind))
+        subject = Subject("answers", kind=kind)
+        ratios.append(Ratio(subject, "share", is_kind, every))
+        ratios.append(Ratio(subject, "right", is_kind & final, is_kind))
     place = {"setting": "both", "dataset": dataset, "split": split}
     return ratio_rows(CASES, ratios, answered.ids, place, deployed.bootstrap)

@@ -255,10 +255,6 @@ class Deployed:
         """Number of the setting's spans."""
         return len(SPANS[self.setting])
 
-    def printed(self, name: str) -> str:
-        """Return an encoder's printed name, [HP] with context and (HP) without."""
-        return f"({name})" if self.setting == "closed_book" else f"[{name}]"
-
     def place(self, dataset: str, split: str) -> dict[str, Any]:
         """Return the fields of a row that say where it was measured."""
         return {"setting": self.setting, "dataset": dataset, "split": split}

@@ -24,9 +24,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from beatrice.extract.records import IN_DOMAIN
-from beatrice.extract.run.rows import ResultRow
+from beatrice.extract.run.rows import ResultRow, Subject
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
-from beatrice.jaxprobe.families import FAMILIES, FamilyDims
+from beatrice.jaxprobe.families import FAMILIES, LETTERS, FamilyDims
 from beatrice.jaxprobe.linear import Pooled, block_scale, fit_linear
 from beatrice.jaxprobe.tokens import mean_answer_states
 from beatrice.selection.anatomy.analysis import (
@@ -34,6 +34,7 @@ from beatrice.selection.anatomy.analysis import (
     draw_rows,
     ratio_rows,
 )
+from beatrice.selection.anatomy.combining import encoder
 from beatrice.selection.anatomy.encoders import (
     EVERY_FAMILY,
     TOLERANCE,
@@ -53,10 +54,10 @@ _FEWEST = 20  # answers that have a position
 LAYERS = "anatomy_layers"
 
 
-def incomplete(experiment: str, detector: str, error: float, **place) -> ResultRow:
+def incomplete(experiment: str, name: str, error: float, **place) -> ResultRow:
     """Return the row that says how far attributions are from adding up."""
-    fields = dict(experiment=experiment, detector=detector, metric="incompleteness")
-    return ResultRow(**fields, value=error, **place)
+    fields = dict(experiment=experiment, metric="incompleteness", value=error)
+    return ResultRow(**fields, **encoder(name)._asdict(), **place)
 
 
 def not_attributed(error: float) -> str:
@@ -132,14 +133,12 @@ def heads(deployed: Deployed) -> list[ResultRow]:
     place = deployed.place(IN_DOMAIN, "test")
     result: list[ResultRow] = []
     for name in names if len(where) > 1 else ():
-        printed = deployed.printed(name)
         sums, error = head_sums(deployed, name, where)
-        result.append(incomplete(HEADS, printed, error, **place, n=len(where)))
+        result.append(incomplete(HEADS, name, error, **place, n=len(where)))
         if error > TOLERANCE:
-            fields = dict(experiment=HEADS, detector=printed, n=len(where))
-            reason = not_attributed(error)
-            fields |= {"metric": "share of 8", "value": None, "reason": reason}
-            result.append(ResultRow(**fields, **place))
+            fields = dict(experiment=HEADS, metric="share_of_top_heads", value=None)
+            fields |= {"n": len(where), "reason": not_attributed(error)}
+            result.append(ResultRow(**fields, **encoder(name)._asdict(), **place))
             continue
         result += _head_rows(deployed, name, where, sums, place)
     return result
@@ -149,11 +148,17 @@ def _head_rows(
     deployed: Deployed, name: str, where: np.ndarray, sums: np.ndarray, place: dict
 ) -> list[ResultRow]:
     """Return the rows of one encoder's heads."""
-    printed = deployed.printed(name)
+    subject = encoder(name)
     shape, n_cells = sums.shape[1:], int(np.prod(sums.shape[1:]))
     totals = sums.sum(axis=(1, 2))
     ratios = [
-        Ratio(printed, f"share at {layer} {head}", sums[:, layer, head], totals)
+        Ratio(
+            subject._replace(layer=layer),
+            "share",
+            sums[:, layer, head],
+            totals,
+            {"head": head},
+        )
         for layer in range(shape[0])
         for head in range(shape[1])
     ]
@@ -177,20 +182,17 @@ def _head_rows(
     moved = np.abs(without[1:] - without[:1]).mean(axis=1)  # [1 + n_draws, n]
     by_random, every = moved[1:].mean(axis=0), np.ones(len(rest))
     measured = sums[half:]
-    ratios = [
-        Ratio(
-            printed,
-            "share of 8",
-            measured[:, top].sum(axis=1),
-            measured.sum(axis=(1, 2)),
-        ),
-        Ratio(printed, "moved by 8", moved[0], every),
-        Ratio(printed, "moved by random 8", by_random, every),
-        Ratio(printed, "moved more by 8", moved[0] - by_random, every),
-    ]
+    measures = {
+        "share_of_top_heads": (measured[:, top].sum(axis=1), measured.sum(axis=(1, 2))),
+        "moved_by_top_heads": (moved[0], every),
+        "moved_by_random_heads": (by_random, every),
+        "moved_more_by_top_heads": (moved[0] - by_random, every),
+    }
+    ratios = [Ratio(subject, metric, *both) for metric, both in measures.items()]
     result += ratio_rows(HEADS, ratios, deployed.rows.ids[rest], place, config)
-    even = dict(experiment=HEADS, detector=printed, metric="even share of 8")
-    result.append(ResultRow(**even, **place, value=n_heads / n_cells, n=n_cells))
+    even = dict(experiment=HEADS, metric="even_share_of_top_heads", n=n_cells)
+    even |= {"value": n_heads / n_cells, **subject._asdict(), **place}
+    result.append(ResultRow(**even))
     return result
 
 
@@ -243,54 +245,51 @@ def attribute_tokens(
 
 
 def position_ratios(
-    printed: str, moved: TokenAttribution, spans: tuple[str, ...]
+    name: str, moved: TokenAttribution, spans: tuple[str, ...]
 ) -> list[Ratio]:
     """Return shares by span, by family within, and by position in the answer."""
+    subject = encoder(name)
     total_moved, tokens = moved.spans.sum(axis=1), moved.lengths.sum(axis=1)
     ratios = []
     for i, span in enumerate(spans):
-        ratios.append(
-            Ratio(printed, f"share in {span}", moved.spans[:, i], total_moved)
-        )
-        n_tokens = moved.lengths[:, i]
-        ratios.append(Ratio(printed, f"tokens in {span}", n_tokens, tokens))
-        for f, family in enumerate(FAMILIES):
+        at = {"span": span}
+        ratios.append(Ratio(subject, "share", moved.spans[:, i], total_moved, at))
+        ratios.append(Ratio(subject, "tokens", moved.lengths[:, i], tokens, at))
+        for f, letter in enumerate(LETTERS):
             movement = moved.families[:, i, f]
             ratios.append(
-                Ratio(printed, f"share in {span} by {family}", movement, total_moved)
+                Ratio(subject, "share", movement, total_moved, at | {"family": letter})
             )
     length, total = moved.lengths[:, -1], moved.answer.sum(axis=1)
     for k in range(min(N_POSITIONS, moved.answer.shape[1])):
         has = length > k
         if has.sum() >= _FEWEST:
-            movement = moved.answer[:, k]
-            metric = f"share at {k + 1}"
-            ratios.append(Ratio(printed, metric, movement * has, total * has))
-            metric = f"even share at {k + 1}"
+            movement, at = moved.answer[:, k], {"position": k + 1}
+            ratios.append(Ratio(subject, "share", movement * has, total * has, at))
             even = has / np.maximum(length, 1)
-            ratios.append(Ratio(printed, metric, even, has))
+            ratios.append(Ratio(subject, "even_share", even, has, at))
     last = moved.answer[np.arange(len(length)), np.maximum(length, 1) - 1]
     several = length > 1
-    ratios.append(Ratio(printed, "share at last", last * several, total * several))
+    subject = subject._replace(kind="last")
+    ratios.append(Ratio(subject, "share", last * several, total * several))
     even = several / np.maximum(length, 1)
-    ratios.append(Ratio(printed, "even share at last", even, several))
+    ratios.append(Ratio(subject, "even_share", even, several))
     return ratios
 
 
 def positions(deployed: Deployed) -> list[ResultRow]:
     """Return the shares of spans and positions, by integrated gradients."""
-    where, printed = test_answers(deployed), deployed.printed(EVERY_FAMILY)
+    where = test_answers(deployed)
     if not len(where):
         return []
     moved = attribute_tokens(deployed, EVERY_FAMILY, where)
     place = deployed.place(IN_DOMAIN, "test")
-    result = [incomplete(POSITIONS, printed, moved.error, **place, n=len(where))]
+    result = [incomplete(POSITIONS, EVERY_FAMILY, moved.error, **place, n=len(where))]
     if moved.error > TOLERANCE:
-        fields = dict(experiment=POSITIONS, detector=printed, metric="share in answer")
-        reason = not_attributed(moved.error)
-        row = ResultRow(**fields, **place, value=None, reason=reason, n=len(where))
-        return [*result, row]
-    ratios = position_ratios(printed, moved, deployed.spans)
+        fields = encoder(EVERY_FAMILY)._replace(span="answer")._asdict() | place
+        fields |= dict(experiment=POSITIONS, metric="share", value=None, n=len(where))
+        return [*result, ResultRow(**fields, reason=not_attributed(moved.error))]
+    ratios = position_ratios(EVERY_FAMILY, moved, deployed.spans)
     ids = deployed.rows.ids[where]
     return result + ratio_rows(POSITIONS, ratios, ids, place, deployed.bootstrap)
 
@@ -302,12 +301,12 @@ def spans_gone(deployed: Deployed) -> list[ResultRow]:
     """
     scored, pairs = [], []
     for name in deployed.queried:
-        printed = deployed.printed(name)
-        scored.append(Scored(name=printed, scores=deployed.intact(name)))
+        intact = encoder(name)
+        scored.append(Scored(name=intact, scores=deployed.intact(name)))
         for span in deployed.spans:
-            without = deployed.without(name, span)
-            scored.append(Scored(name=f"{printed} without {span}", scores=without))
-            pairs.append((f"{printed} without {span}", printed))
+            without = intact._replace(span=span)
+            scored.append(Scored(name=without, scores=deployed.without(name, span)))
+            pairs.append((without, intact))
     rows = deployed.rows.take(deployed.judged)
     return detection_rows(
         scored, rows, deployed.bootstrap, SPANS_GONE, {SPANS_GONE: pairs}
@@ -364,6 +363,7 @@ def layers(deployed: Deployed) -> list[ResultRow]:
     for layer in store.spec.hidden_layers:
         states = mean_answer_states(store, where, layer)
         scores = linear_scores([states], labelled.labels, train, valid)
-        scored.append(Scored(name=f"layer {layer}", scores=scores[None]))
+        probe = Subject("layer_probe", layer=int(layer))
+        scored.append(Scored(name=probe, scores=scores[None]))
     result = detection_rows(scored, labelled, deployed.bootstrap, LAYERS)
     return [row for row in result if row.metric == "auroc"]

@@ -29,7 +29,7 @@ import numpy as np
 from scipy.stats import rankdata
 
 from beatrice.extract.records import IN_DOMAIN, Setting
-from beatrice.extract.run.rows import ResultRow
+from beatrice.extract.run.rows import ResultRow, Subject
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
 from beatrice.jaxprobe.families import (
@@ -54,7 +54,7 @@ from beatrice.selection.anatomy.analysis import (
     draw_rows,
     per_setting,
 )
-from beatrice.selection.anatomy.combining import pairs
+from beatrice.selection.anatomy.combining import encoder, pairs
 from beatrice.selection.anatomy.encoders import EVERY_FAMILY, Deployed
 from beatrice.selection.anatomy.places import linear_scores, pooled_signals
 
@@ -62,7 +62,6 @@ CURVE, TRANSFER = "anatomy_labels", "anatomy_transfer"
 SIZES = (100, 200, 400, 800, 1600)  # labelled answers
 ENCODER_SIZES = (100, 400, 1600)  # of which encoders are trained on these
 _FOR_VALIDATION = 5  # one of so many labels
-PROBE = "probe:HPRA"
 _ONE_CLASS = "the drawn answers hold one class"
 BACKBONES, OTHER_PAIRS = "anatomy_backbones", "anatomy_other_pairs"
 
@@ -185,7 +184,7 @@ def selected_members(inputs: AnalysisInput, setting: Setting) -> list[str]:
     return [name for _, name in inputs.searches[branch].reads]
 
 
-def _scored(name: str, scores: np.ndarray) -> Scored:
+def _scored(name: Subject, scores: np.ndarray) -> Scored:
     return Scored(name=name, scores=scores[None], reason=_ONE_CLASS)
 
 
@@ -212,15 +211,16 @@ def _curve(inputs: AnalysisInput, deployed: Deployed) -> list[ResultRow]:
             (EVERY_FAMILY, blocks),
         ):
             scores = linear_scores(features, labels, train, valid)[len(order) :]
-            scored.append(_scored(f"probe:{letters} at {n}", scores))
+            scored.append(_scored(Subject("probe", letters, n_labels=n), scores))
         if n not in ENCODER_SIZES:
             continue
         logits = trainer.scores(names, order[:n], judged)
         logits = logits or dict.fromkeys(names, np.full(len(judged), np.nan))
         for letters in (*LETTERS, EVERY_FAMILY):
-            scored.append(_scored(f"encoder:{letters} at {n}", logits[letters]))
+            reader = encoder(letters)._replace(n_labels=n)
+            scored.append(_scored(reader, logits[letters]))
         mean = np.mean([1 / (1 + np.exp(-logits[x])) for x in selected], axis=0)
-        scored.append(_scored(f"selected at {n}", mean))
+        scored.append(_scored(Subject("selected", n_labels=n), mean))
     result = detection_rows(scored, rows.take(judged), deployed.bootstrap, CURVE)
     n_all = sum(len(rows.where(split)) for split in ("train", "validation"))
     place = deployed.place(IN_DOMAIN, "test")
@@ -266,7 +266,7 @@ def sources_of(rows: Rows, pools: Mapping[str, np.ndarray]) -> dict[str, np.ndar
 def transfer(inputs: AnalysisInput) -> AnalysisOutput:
     """Return AUROC on every set of detectors that were trained on one set each.
 
-    `encoder:HPRA from NAME` and `probe:HPRA from NAME`, from as many answers of each.
+    Of the encoder and the probe of all families, from as many answers of each set.
     """
     return per_setting(lambda deployed: _matrix(deployed, inputs.folder))(inputs)
 
@@ -286,11 +286,12 @@ def _matrix(deployed: Deployed, folder: Path) -> list[ResultRow]:
     for number, (name, order) in enumerate(zip(sources, orders, strict=True)):
         train, valid = (number * n + x for x in train_valid_split(np.arange(n)))
         scores = linear_scores(blocks, rows.labels[every], train, valid)
-        scored.append(_scored(f"{PROBE} from {name}", scores[len(orders) * n :]))
+        probe = Subject("probe", EVERY_FAMILY, source=name)
+        scored.append(_scored(probe, scores[len(orders) * n :]))
         logits = trainer.scores([EVERY_FAMILY], order, judged)
         logits = logits or {EVERY_FAMILY: np.full(len(judged), np.nan)}
-        encoder = f"encoder:{EVERY_FAMILY} from {name}"
-        scored.append(_scored(encoder, logits[EVERY_FAMILY]))
+        reader = encoder(EVERY_FAMILY)._replace(source=name)
+        scored.append(_scored(reader, logits[EVERY_FAMILY]))
     result = detection_rows(scored, rows.take(judged), deployed.bootstrap, TRANSFER)
     return [r for r in result if r.metric == "auroc" and r.dataset != IN_DOMAIN]
 
@@ -392,9 +393,9 @@ def _answers(deployed: Deployed, split: str) -> Ranked:
 
 
 def _auroc_rows(
-    ranked: Ranked, config: BootstrapConfig, which: str, place: dict
+    ranked: Ranked, config: BootstrapConfig, backbone: dict[str, str], place: dict
 ) -> list[ResultRow]:
-    """Return the AUROC of every subset on one run, with its interval."""
+    """Return the AUROC of every subset on one backbone, with its interval."""
     draws = np.concatenate(
         [subset_aurocs(ranked, block) for block in resamples(ranked.ids, config)],
         axis=1,
@@ -402,8 +403,8 @@ def _auroc_rows(
     result = []
     for subset, name in enumerate(SUBSET_NAMES):
         values = [auroc(scores, ranked.labels) for scores in ranked.scores[:, subset]]
-        fields = dict(experiment=BACKBONES, detector=f"{which} {name}", metric="auroc")
-        fields |= place | {"n": len(ranked.labels)}
+        fields = encoder(name)._asdict() | backbone | place
+        fields |= dict(experiment=BACKBONES, metric="auroc", n=len(ranked.labels))
         if reason := next((v.reason for v in values if v.reason), None):
             result.append(ResultRow(**fields, value=None, reason=reason))
             continue
@@ -430,11 +431,14 @@ def backbones(inputs: AnalysisInput) -> AnalysisOutput:
         both = inputs.settings[setting], inputs.other[setting]
         config, place = both[0].bootstrap, both[0].place(IN_DOMAIN, "test")
         ranked = [_answers(deployed, "test") for deployed in both]
-        for which, side in zip(("first", "second"), ranked, strict=True):
-            result += _auroc_rows(side, config, which, place)
+        for kind, source, side in zip(
+            ("first", "second"), inputs.models, ranked, strict=True
+        ):
+            backbone = {"kind": kind, "source": source}
+            result += _auroc_rows(side, config, backbone, place)
         correlation = agreement(*ranked, config)
         fields = dict(experiment=BACKBONES, metric="spearman", n=len(SUBSET_NAMES))
-        fields |= {"detector": " | ".join(inputs.models), **place}
+        fields |= {"detector": "two_backbones", **place}
         if np.isfinite(correlation.value):
             ends = {"ci_low": correlation.low, "ci_high": correlation.high}
             result.append(ResultRow(**fields, value=correlation.value, **ends))

@@ -54,7 +54,7 @@ from beatrice.selection.anatomy.analysis import (
 from beatrice.selection.anatomy.encoders import Deployed
 from beatrice.selection.exhaustive import read_ranking
 
-FORMAT = 3  # of what is saved
+FORMAT = 4  # of what is saved
 
 
 class Analysis(NamedTuple):

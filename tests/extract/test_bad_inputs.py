@@ -3,6 +3,7 @@
 import json
 import resource
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import tensorstore
 import torch
 
 from beatrice.benchmarks.bench.tiny_models import tiny_model
-from beatrice.benchmarks.results.saved import read_control, read_reliability
+from beatrice.benchmarks.results.report import Control, Curves, read_part
 from beatrice.doctor import look_at_run
 from beatrice.extract.backbone.loading import (
     Backbone,
@@ -132,8 +133,16 @@ def test_a_file_of_another_stage_that_holds_something_else_is_named(tmp_path, co
     run.control.mkdir()
     for path, read, verb in (
         (run.sweep, read_sweep, "sweep"),
-        (run.path / "reliability.json", read_reliability, "evaluate"),
-        (run.control / "control.json", read_control, "control"),
+        (
+            run.path / "reliability.json",
+            partial(read_part, kind=dict[str, Curves], verb="evaluate"),
+            "evaluate",
+        ),
+        (
+            run.control / "control.json",
+            partial(read_part, kind=Control, verb="control"),
+            "control",
+        ),
     ):
         if (path.name, content) == ("reliability.json", "{}"):
             continue  # a run without in-domain test questions

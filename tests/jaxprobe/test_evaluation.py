@@ -2,8 +2,9 @@ import numpy as np
 import pytest
 from sklearn.metrics import average_precision_score, roc_auc_score
 
+from beatrice.benchmarks.results.tables import find, results_of
+from beatrice.benchmarks.results.tables import where as select
 from beatrice.extract.records import IN_DOMAIN, is_safe_name
-from beatrice.extract.run.rows import ResultTable
 from beatrice.jaxprobe.evaluation import Scored, detection_rows, permute_by_question
 from beatrice.jaxprobe.metrics import (
     BootstrapConfig,
@@ -77,7 +78,7 @@ def noisy(rows, name, strength, seed, n_seeds=3):
 def measured(rows, *scored, pairs=(), config=BOOTSTRAP, strata=None):
     pairs = {"paired": pairs}
     made = detection_rows(list(scored), rows, config, pairs=pairs, strata=strata)
-    return ResultTable(made)
+    return results_of(made)
 
 
 def test_the_pooled_auroc_is_that_of_all_in_domain_questions_together():
@@ -96,12 +97,12 @@ def test_the_pooled_auroc_is_that_of_all_in_domain_questions_together():
         "auprc": np.mean([average_precision_score(~labels, -one) for one in scores]),
     }
     for metric, value in expected.items():
-        row = table.find(metric=metric, **pooled)
+        row = find(table, metric=metric, **pooled)
         assert row.value == pytest.approx(value) and row.ci_low < value < row.ci_high
         assert (row.n, row.n_failed) == (len(where), is_test.sum() - len(where))
-    single = table.value(metric="auroc", **pooled | {"dataset": "musique"})
-    assert single != pytest.approx(expected["auroc"], abs=1e-3)
-    assert not table.select(dataset=IN_DOMAIN, split="ood")
+    single = find(table, metric="auroc", **pooled | {"dataset": "musique"})
+    assert single.value != pytest.approx(expected["auroc"], abs=1e-3)
+    assert select(table, dataset=IN_DOMAIN, split="ood").empty
 
 
 def test_one_in_domain_set_is_its_own_pool():
@@ -109,7 +110,7 @@ def test_one_in_domain_set_is_its_own_pool():
     rows.datasets[rows.datasets == "musique"] = "hotpotqa"
     table = measured(rows, noisy(rows, "champion", 1.0, 1))
     shared = {"split": "test", "metric": "auroc", "seed": "mean"}
-    one, pooled = (table.find(dataset=d, **shared) for d in ("hotpotqa", IN_DOMAIN))
+    one, pooled = (find(table, dataset=d, **shared) for d in ("hotpotqa", IN_DOMAIN))
     assert (one.value, one.ci_low, one.n) == (pooled.value, pooled.ci_low, pooled.n)
 
 
@@ -131,12 +132,13 @@ def test_a_paired_difference_resamples_both_detectors_together():
             weighted_metrics(s, labels, weights)["auroc"] for s in one.scores[:, where]
         ]
         draws[one.name] = np.mean(seeds, axis=0)
-    row = table.find(
+    row = find(
+        table,
         experiment="paired",
         against="near",
         dataset=IN_DOMAIN,
         split="test",
-        metric="auroc_difference",
+        metric="auroc",
     )
     means = [
         np.mean([auroc(s, labels).value for s in one.scores[:, where]])
@@ -146,7 +148,8 @@ def test_a_paired_difference_resamples_both_detectors_together():
     expected = interval_of(draws["champion"] - draws["near"])
     assert (row.ci_low, row.ci_high) == pytest.approx(expected)
     # Near twins: each has a wide interval, their difference a narrow one.
-    alone = table.find(
+    alone = find(
+        table,
         experiment="detection",
         detector="champion",
         dataset=IN_DOMAIN,
@@ -163,7 +166,7 @@ def test_a_difference_with_an_undefined_side_says_why():
     ours, rival = noisy(rows, "champion", 1.0, 1), noisy(rows, "rival", 0.5, 2)
     rows.labels[rows.datasets == "nq"] = True
     table = measured(rows, ours, rival, pairs=[("champion", "rival")])
-    row = table.find(experiment="paired", dataset="nq", metric="auroc_difference")
+    row = find(table, experiment="paired", dataset="nq", metric="auroc")
     assert row.value is None and "one class" in row.reason
 
 
@@ -182,14 +185,16 @@ def test_what_has_no_score_is_left_out_and_counted_and_pairs_are_of_common_rows(
     def mean(one, at):
         return np.mean([auroc(s[at], rows.labels[at]).value for s in one.scores])
 
-    row = table.find(detector="part", metric="auroc", seed="mean", **place)
-    whole = table.find(detector="champion", metric="auroc", seed="mean", **place)
+    row = find(table, detector="part", metric="auroc", seed="mean", **place)
+    place["experiment"] = "detection"
+    whole = find(table, detector="champion", metric="auroc", seed="mean", **place)
+    place["experiment"] = "paired"
     assert row.value == pytest.approx(mean(part, rest))
     assert row.n == len(rest) and row.n_failed == whole.n_failed + len(where[::3])
-    pair = table.find(against="part", metric="auroc_difference", **place)
+    pair = find(table, against="part", metric="auroc", **place)
     assert pair.value == pytest.approx(mean(ours, rest) - mean(part, rest))
     assert pair.n == len(rest)
-    for row in table.select(metric="auroc_difference", against="nowhere"):
+    for row in select(table, metric="auroc", against="nowhere")["row"]:
         assert row.value is None and "no score" in row.reason and row.n == 0
 
 

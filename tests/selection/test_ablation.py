@@ -148,7 +148,7 @@ def test_greedys_place_is_three_rows():
 
 def test_traits_part_the_pool_by_family_and_pass():
     found = traits("with_context", 30)
-    assert list(found)[:2] == ["H:closed_book", "H:with_context"]
+    assert list(found)[:2] == [("H", "closed_book"), ("H", "with_context")]
     assert {int(t.sum()) for t in found.values()} == {8}  # subsets that hold a family
-    assert not (found["P:closed_book"] & found["P:with_context"]).any()
-    assert list(traits("closed_book", 15)) == [f"{x}:closed_book" for x in "HPRA"]
+    assert not (found["P", "closed_book"] & found["P", "with_context"]).any()
+    assert list(traits("closed_book", 15)) == [(x, "closed_book") for x in "HPRA"]

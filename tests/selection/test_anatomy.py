@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from beatrice.benchmarks.results.tables import find, results_of
 from beatrice.extract.label.labels import stands_in_context
 from beatrice.extract.records import Answer, Example, Passage
 from beatrice.jaxprobe.metrics import BootstrapConfig
@@ -41,7 +42,7 @@ PLACE = {"setting": "closed_book", "dataset": "one", "split": "test"}
 def values(ratios, n, ids=None):
     ids = np.arange(n) if ids is None else ids
     made = ratio_rows("anatomy_flips", ratios, ids, PLACE, CONFIG)
-    return {row.metric: row for row in made}
+    return {(row.metric, row.kind) if row.kind else row.metric: row for row in made}
 
 
 def planted(n=400):
@@ -63,7 +64,7 @@ def test_a_family_that_decides_and_one_that_corrects_at_the_boundary_are_told_ap
     labels, decider, corrector, is_near = planted()
     n = len(labels)
     both = (decider + corrector)[None]
-    found = values(flip_ratios("[HP]-P", both, decider[None], labels), n)
+    found = values(flip_ratios("HP", "P", both, decider[None], labels), n)
     was_wrong = ((decider > 0) != labels).mean()
     assert found["flip_rate"].value == pytest.approx(was_wrong)
     assert found["flip_precision"].value == 1.0
@@ -71,7 +72,7 @@ def test_a_family_that_decides_and_one_that_corrects_at_the_boundary_are_told_ap
     assert found["answers_near_boundary"].value == pytest.approx(is_near.mean())
     assert found["mean_contribution"].value == pytest.approx(0.5)
     # Without the decider a constant is left, and half of the decisions are others.
-    found = values(flip_ratios("[HP]-H", both, np.full((1, n), -0.01), labels), n)
+    found = values(flip_ratios("HP", "H", both, np.full((1, n), -0.01), labels), n)
     assert found["flip_rate"].value == pytest.approx(0.5)
 
 
@@ -84,24 +85,22 @@ def test_the_boundarys_cells_hold_every_answer_however_far_it_lies(reach, width)
             rows=SimpleNamespace(where=lambda split: np.arange(50)),
             judged=np.arange(50),
             queried=("P",),
-            printed=lambda name: f"({name})",
             place=lambda *place: PLACE,
             intact=lambda name: rest + added,
             without=lambda name, letter: rest,
         )
     )
     assert sum(row.value for row in rows) == 50
-    flips = sum(row.value for row in rows if row.metric.startswith("flips"))
+    flips = sum(row.value for row in rows if row.metric == "flips")
     assert flips == ((rest > 0) != (rest + added > 0)).sum()
-    places = [row.metric.split(" ") for row in rows]
-    assert {float(place[-1]) for place in places} == {width}
-    farthest = max(abs(float(place[2])) for place in places)
+    assert {row.bin_width for row in rows} == {width}
+    farthest = max(abs(row.bin_x) for row in rows)
     assert abs(farthest - reach) <= width / 2
 
 
 def test_a_family_that_adds_nothing_flips_nothing_and_its_precision_is_undefined():
     labels, decider, _, _ = planted()
-    found = values(flip_ratios("[H]-P", decider[None], decider[None], labels), 400)
+    found = values(flip_ratios("H", "P", decider[None], decider[None], labels), 400)
     assert found["flip_rate"].value == found["mean_contribution"].value == 0.0
     assert found["flip_precision"].value is None and found["flip_precision"].reason
 
@@ -111,7 +110,7 @@ def test_a_family_of_noise_flips_as_often_rightly_as_wrongly():
     labels = rng.random(4000) < 0.5
     rest = rng.normal(size=(2, 4000))  # knows nothing either
     noise = rng.normal(size=(2, 4000))
-    found = values(flip_ratios("[HP]-P", rest + noise, rest, labels), 4000)
+    found = values(flip_ratios("HP", "P", rest + noise, rest, labels), 4000)
     row = found["flip_precision"]
     assert row.ci_low <= 0.5 <= row.ci_high
 
@@ -196,12 +195,12 @@ def test_support_without_truth_is_seen_in_the_flips_of_attention():
     is_flip = np.ones((1, 100), bool)
     is_right = (stands == labels)[None]
     known = Grounded(labels, stands, np.full(100, np.nan))
-    found = values(grounding_ratios(known, {"[A]": (is_flip, is_right)}), 100)
-    assert found["flip precision"].value == 0.5
-    assert found["flip precision, there but wrong"].value == 0.0
-    assert found["flip precision, right but not there"].value == 0.0
-    assert found["wrong ones that stand there"].value == 0.5
-    assert found["right closed-book"].value is None  # nobody was asked without
+    found = values(grounding_ratios(known, {"A": (is_flip, is_right)}), 100)
+    assert found["flip_precision"].value == 0.5
+    assert found["flip_precision", "in_passage_but_wrong"].value == 0.0
+    assert found["flip_precision", "right_not_in_passage"].value == 0.0
+    assert found["wrong_in_passage"].value == 0.5
+    assert found["right_closed_book"].value is None  # nobody was asked without
 
 
 @pytest.mark.parametrize(
@@ -237,14 +236,20 @@ def test_shares_of_spans_and_positions_sum_to_one_and_find_the_token_that_moves(
     families[:, 1, 3] = 2.0  # through attention
     families[:, 0, 0] = 0.5
     moved = TokenAttribution(families, answer, lengths, 0.0)
-    found = values(position_ratios("(HPRA)", moved, ("question", "answer")), n)
-    assert found["share in answer"].value == pytest.approx(0.8)
-    assert found["share in question"].value == pytest.approx(0.2)
-    assert found["share in answer by attn"].value == pytest.approx(0.8)
-    assert found["tokens in answer"].value == pytest.approx(1 / 3)
-    assert [found[f"share at {k}"].value for k in (1, 2, 3)] == [0.0, 1.0, 0.0]
-    assert found["share at last"].value == 0.0
-    assert found["even share at 1"].value == pytest.approx(1 / 3)
+    ratios = position_ratios("HPRA", moved, ("question", "answer"))
+    found = results_of(ratio_rows("x", ratios, np.arange(n), PLACE, CONFIG))
+
+    def value(metric, **columns):
+        at = {"span": None, "family": None, "position": None, "kind": None}
+        return find(found, metric=metric, **at | columns).value
+
+    assert value("share", span="answer") == pytest.approx(0.8)
+    assert value("share", span="question") == pytest.approx(0.2)
+    assert value("share", span="answer", family="A") == pytest.approx(0.8)
+    assert value("tokens", span="answer") == pytest.approx(1 / 3)
+    assert [value("share", position=k) for k in (1, 2, 3)] == [0.0, 1.0, 0.0]
+    assert value("share", kind="last") == 0.0
+    assert value("even_share", position=1) == pytest.approx(1 / 3)
 
 
 def test_sets_with_one_closed_book_encoder_are_found_at_the_top():

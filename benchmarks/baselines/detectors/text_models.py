@@ -176,7 +176,7 @@ def encoder_scores(
         )
     best = [_fine_tuned(texts, rows, path, config, x) for x in range(config.n_seeds)]
     chosen = tuple(
-        chosen_row(rows, "text_encoder", f"epoch_of_seed_{seed}", number)
+        chosen_row(rows, "text_encoder", "epoch", number, str(seed))
         for seed, (_, _, number) in enumerate(best)
     )
     return DetectorOutput(np.stack([scores for _, scores, _ in best]), chosen)

@@ -98,6 +98,6 @@ def test_a_detector_is_found_by_its_place_or_the_place_is_named():
 
 def test_no_rival_has_the_name_of_another_row():
     known = catalogue()
-    assert not set(known) & {*DETECTORS, *CONTROLS}
+    assert not set(known) & {x.detector for x in (*DETECTORS, *CONTROLS)}
     assert len({one.title for one in known.values()}) == len(known)
     assert all(one.source for one in known.values())

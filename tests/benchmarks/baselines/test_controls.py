@@ -12,9 +12,10 @@ from beatrice.benchmarks.baselines.plain import (
     rows_at_equal_length,
     standardise,
 )
-from beatrice.benchmarks.results.annotated import annotated_rows
-from beatrice.benchmarks.results.names import AT_EQUAL_LENGTH
-from beatrice.extract.run.rows import ResultTable
+from beatrice.benchmarks.results.evaluate import annotated_rows
+from beatrice.benchmarks.results.names import AT_EQUAL_LENGTH, probe
+from beatrice.benchmarks.results.tables import find, results_of
+from beatrice.extract.run.rows import Subject
 from beatrice.extract.store.families import Family
 from beatrice.extract.store.spec import StoreSpec
 from beatrice.extract.store.store import create_store, write_range
@@ -145,14 +146,14 @@ def test_a_linear_probe_finds_what_was_planted_in_its_family_and_layer_alone():
 
     def aurocs(layer):
         scores, chosen = probe_scores(store, rows, layer)
-        assert [row.detector for row in chosen] == list(scores)
+        assert [row.subject for row in chosen] == list(scores)
         return {n: roc_auc_score(labels[test], x[0, test]) for n, x in scores.items()}
 
     there, elsewhere = aurocs(3), aurocs(1)
-    assert there["probe:H"] > 0.9 and there["probe:HPRA"] > 0.8
+    assert there[probe("H")] > 0.9 and there[probe("HPRA")] > 0.8
     # Of 80 answers: s.d. 0.065 by chance.
-    assert all(abs(there[f"probe:{x}"] - 0.5) < 0.2 for x in "PRA")
-    assert abs(elsewhere["probe:H"] - 0.5) < 0.2
+    assert all(abs(there[probe(x)] - 0.5) < 0.2 for x in "PRA")
+    assert abs(elsewhere[probe("H")] - 0.5) < 0.2
 
 
 def matched(n=1800):
@@ -162,9 +163,9 @@ def matched(n=1800):
     rows = rows_of(rng.random(n) < 1 - n_tokens / 12)
     noise = rng.standard_normal((3, n))
     scores = {
-        "champion": 2.0 * rows.labels - n_tokens + noise,
-        "answer_length": -1.0 * n_tokens[None],
-        "perplexity": -1.0 * n_tokens[None] + noise[:1],
+        Subject("champion"): 2.0 * rows.labels - n_tokens + noise,
+        Subject("answer_length"): -1.0 * n_tokens[None],
+        Subject("perplexity"): -1.0 * n_tokens[None] + noise[:1],
     }
     scores |= {x: noise[1:2] for x in AT_EQUAL_LENGTH if x not in scores}
     return rows, n_tokens, [Scored(name=n, scores=x) for n, x in scores.items()]
@@ -180,10 +181,10 @@ def equal_length(detectors, rows, n_tokens):
 
 def test_what_only_follows_length_vanishes_at_equal_length_and_the_rest_stays():
     rows, n_tokens, detectors = matched()
-    table = ResultTable(equal_length(detectors, rows, n_tokens))
+    table = results_of(equal_length(detectors, rows, n_tokens))
     where = {"split": "test", "dataset": "world", "metric": "auroc", "seed": "mean"}
     length, ours, rival = (
-        table.find(detector=x, **where)
+        find(table, detector=x, against=None, **where)
         for x in ("answer_length", "champion", "perplexity")
     )
     labels, test = rows.labels, rows.where("test")
@@ -191,7 +192,7 @@ def test_what_only_follows_length_vanishes_at_equal_length_and_the_rest_stays():
     assert length.value == length.ci_low == length.ci_high == 0.5
     assert rival.ci_low < 0.5 < rival.ci_high
     assert ours.ci_low > 0.85
-    gain = table.find(against="answer_length", **where | {"metric": "auroc_difference"})
+    gain = find(table, against="answer_length", **where)
     assert gain.value == pytest.approx(ours.value - 0.5)
     assert gain.experiment == "at_equal_length_paired"
 
@@ -204,7 +205,7 @@ def test_permuted_labels_cover_one_half_at_equal_length():
     ]
     made = equal_length(detectors, rows, n_tokens)
     where = {"split": "test", "dataset": "world", "metric": "auroc", "seed": "mean"}
-    row = ResultTable(made).find(detector="champion", **where)
+    row = find(results_of(made), detector="champion", against=None, **where)
     assert row.ci_low < 0.5 < row.ci_high
 
 
@@ -212,13 +213,14 @@ def test_answers_without_a_counterpart_of_their_length_are_counted():
     rows, n_tokens, detectors = matched()
     n_tokens = np.where(rows.labels, n_tokens, n_tokens + 100)
     n_tokens[rows.where("test")[:10]] = 7
-    table = ResultTable(equal_length(detectors, rows, n_tokens))
+    table = results_of(equal_length(detectors, rows, n_tokens))
     where = {"split": "test", "dataset": "world"}
-    share = table.find(detector="answers", **where)
-    n = table.find(detector="champion", metric="auroc", seed="mean", **where).n
+    share = find(table, detector="answers", **where)
+    where |= {"against": None}
+    n = find(table, detector="champion", metric="auroc", seed="mean", **where).n
     assert 0 < n < share.n and share.value == pytest.approx(1 - n / share.n)
-    undefined = table.find(
-        detector="champion", **where | {"split": "validation"}, metric="auroc"
+    undefined = find(
+        table, detector="champion", **where | {"split": "validation"}, metric="auroc"
     )
     assert undefined.value is None and "no stratum" in undefined.reason
 
@@ -249,8 +251,8 @@ def test_mislabelled_answers_cost_auroc_that_a_person_gives_back():
     scores = (2.5 * truth + rng.standard_normal(900))[None]
     verdicts = annotated(rows, set(slips.tolist()))
     scored = [Scored(name="champion", scores=scores)]
-    table = ResultTable(annotated_rows(verdicts, scored, rows, BOOTSTRAP))
-    by = {x.dataset: x for x in table.select(experiment="annotated")}
+    made = annotated_rows(verdicts, scored, rows, BOOTSTRAP)
+    by = {x.kind: x for x in made if x.experiment == "annotated"}
     test = rows.where("test")
     expected = roc_auc_score(labels[test], scores[0, test])
     assert by["labels"].value == pytest.approx(expected, abs=1e-5)
@@ -258,5 +260,5 @@ def test_mislabelled_answers_cost_auroc_that_a_person_gives_back():
     assert by["a person"].value == pytest.approx(expected, abs=0.02)  # weighted
     assert by["labels"].value < by["undisputed labels"].ci_low
     assert by["undisputed labels"].n == 300 - len(set(slips) & set(test))
-    shares = table.select(experiment="label_noise")
-    assert [row.detector for row in shares] == ["labels:right", "labels:wrong"]
+    shares = [x for x in made if x.experiment == "label_noise"]
+    assert [row.kind for row in shares] == ["right", "wrong"]

@@ -20,10 +20,11 @@ from beatrice.benchmarks.recipes.transfer import (
     with_passages,
 )
 from beatrice.benchmarks.results.evaluate import run_detectors
+from beatrice.benchmarks.results.names import probe
 from beatrice.extract.records import IN_DOMAIN, Passage, read_records
 from beatrice.extract.run.contents import read_examples
 from beatrice.extract.run.directory import RunDir
-from beatrice.extract.run.rows import ResultRow, read_result_rows, read_rows
+from beatrice.extract.run.rows import ResultRow, Subject, read_result_rows, read_rows
 from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.calibrate import grid_config
 from beatrice.jaxprobe.detector import Detector
@@ -137,7 +138,7 @@ def finished(smoke_run, tmp_path_factory):
 @pytest.mark.parametrize("setting", ["closed_book", "with_context"])
 def test_put_to_their_own_rows_detectors_score_as_evaluate_says(finished, setting):
     scene = run_scene(finished, finished, setting)
-    known = {one.name: one.scores for one in run_detectors(finished, scene.own)[0]}
+    known = {one.subject: one.scores for one in run_detectors(finished, scene.own)[0]}
     encoders, _ = checkpoint.restore(finished.encoders(setting))
     found = encoder_scores(scene, encoders, grid_config(finished))
     found |= rival_scores(scene)
@@ -156,9 +157,8 @@ def test_the_rows_are_published_beside_the_others_and_done_once(finished):
     assert {r.setting for r in rows} == {"closed_book", "with_context"}
     found = {(r.dataset, r.metric) for r in rows if r.detector == "backbone"}
     assert (ALL_SETS, "em") in found and (ALL_SETS, "answer_found") in found
-    assert {"champion", "probe:HPRA", "perplexity", "tfidf"} <= {
-        r.detector for r in rows
-    }
+    wanted = map(Subject.of, ("champion", "perplexity", "tfidf"))
+    assert {*wanted, probe("HPRA")} <= {r.subject for r in rows}
     before = finished.results.read_bytes()
     assert "transfer: already done" in call("transfer", finished.path).stderr
     assert finished.results.read_bytes() == before

@@ -10,8 +10,9 @@ import msgspec
 
 from beatrice.benchmarks.baselines.detector import DetectorCost
 from beatrice.benchmarks.results.report import ReportData
+from beatrice.benchmarks.results.tables import results_of
 from beatrice.extract.records import IN_DOMAIN
-from beatrice.extract.run.rows import ResultRow
+from beatrice.extract.run.rows import ResultRow, Subject
 
 FOLDER = Path(__file__).parent
 PLACES = (
@@ -21,17 +22,20 @@ PLACES = (
     ("places", "ood"),
     ("rephrased", "ood"),
 )
+TEST = PLACES[1]
+POOLED = (IN_DOMAIN, "test")
 MARKUP = '<script>alert("x")</script> & co'
 PARTS = json.loads((FOLDER / "report.json").read_text(encoding="utf-8"))
 
 
-def row(detector, setting, place, metric, value, **changes):
-    """One seed mean with an interval around it."""
-    half = 0.03
-    top = math.inf if metric == "generations" else 1.0
+def row(name, setting, place, metric, value, **changes):
+    """One seed mean with an interval around it; `name` is an id or a subject."""
+    half, top = 0.03, math.inf if metric == "generations" else 1.0
+    if (rival := changes.pop("rival", None)) is not None:
+        rival = Subject.of(rival)
+        changes |= {"against": rival.detector, "against_families": rival.families}
     fields = dict(
         experiment="detection",
-        detector=detector,
         setting=setting,
         dataset=place[0],
         split=place[1],
@@ -40,9 +44,15 @@ def row(detector, setting, place, metric, value, **changes):
         ci_low=None if value is None else round(value - half, 6),
         ci_high=None if value is None else round(min(value + half, top), 6),
         n=398,
-        seed="mean",
+        **Subject.of(name)._asdict(),
     )
     return ResultRow(**(fields | changes))
+
+
+def undefined(result, reason="one class only"):
+    """The same row without a value."""
+    gone = dict(value=None, ci_low=None, ci_high=None, p_value=None)
+    return msgspec.structs.replace(result, reason=reason, **gone)
 
 
 @functools.cache
@@ -59,8 +69,12 @@ def anatomy_rows():
     return list(read_rows("anatomy.csv"))
 
 
-def with_pool(rows):
-    """Add what one in-domain set gives for all of them."""
+def sample_rows():
+    """The rows, one of them undefined and one with failed examples.
+
+    And what one in-domain set gives for all of them.
+    """
+    rows = read_rows("rows.csv")
     pooled = (
         msgspec.structs.replace(r, dataset=IN_DOMAIN)
         for r in rows
@@ -69,9 +83,10 @@ def with_pool(rows):
     return [*rows, *pooled]
 
 
-def sample_rows():
-    """The rows, one of them undefined and one with failed examples."""
-    return with_pool(read_rows("rows.csv"))
+@functools.cache
+def sample_results():
+    """The rows as a data frame."""
+    return results_of(sample_rows())
 
 
 def judged():

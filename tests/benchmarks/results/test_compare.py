@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from beatrice.benchmarks.results.compare import in_words
+from beatrice.benchmarks.results.compare import correlation
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.selection.anatomy.reach import Ranked, agreement, rank_correlation
 
@@ -64,4 +64,4 @@ def test_the_correlation_is_spearmans_with_ties_in_the_middle():
 def test_one_class_alone_has_no_ranking_and_says_so():
     one = encoders(0)
     found = agreement(one._replace(labels=np.ones(200, bool)), one, CONFIG)
-    assert np.isnan(found.value) and "one class only" in in_words(found)
+    assert np.isnan(found.value) and "one class only" in correlation(found)

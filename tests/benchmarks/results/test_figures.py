@@ -116,6 +116,16 @@ def test_selection_shows_every_candidate_and_names_the_kept():
     assert [text.get_text() for text in axes.texts] == found["selected"]
 
 
+@pytest.mark.parametrize("setting", ["closed_book", "with_context"])
+def test_a_ranking_marks_greedys_rank_and_stacks_the_passes(setting):
+    figure = figures.ranking(sample.PARTS["ranking"][setting], setting)
+    _, *ribbons = figure.axes
+    assert len(ribbons) == 4
+    n_passes = 1 if setting == "closed_book" else 2
+    assert {axes.lines[-1].get_xdata()[0] for axes in figure.axes} == {7}
+    assert {len(axes.collections) for axes in ribbons} == {n_passes}
+
+
 def test_drawing_leaves_matplotlib_as_it_was():
     before = dict(matplotlib.rcParams)
     drawn()
@@ -136,6 +146,7 @@ def test_drawing_needs_neither_pyplot_nor_a_display():
     assert "matplotlib.pyplot" not in loaded
 
 
-def test_a_report_only_reads_rows():
-    loaded = loaded_by("import beatrice.benchmarks.results.report")
+def test_tables_and_figures_only_read_rows():
+    names = "anatomy, costs, figures, findings, paper, significance, tables"
+    loaded = loaded_by(f"from beatrice.benchmarks.results import {names}")
     assert not loaded & {"torch", "transformers", "jax"}

@@ -6,30 +6,31 @@ from beatrice.benchmarks.results.findings import (
     as_latex,
     as_markdown,
     best_single,
+    facts,
     findings,
     grids,
-    remarks,
-    sentences,
 )
+from beatrice.benchmarks.results.names import encoder
+from beatrice.benchmarks.results.tables import results_of
 from beatrice.extract.records import IN_DOMAIN
-from beatrice.extract.run.rows import ResultTable
 from tests.benchmarks.results.sample import (
     PARTS,
-    PLACES,
+    TEST,
     row,
     sample_report,
+    sample_results,
     sample_rows,
+    undefined,
 )
 
-TEST = PLACES[1]
 ENOUGH = [a for a in PARTS["accuracy"] if a["split"] != "train"]
 
 
 def difference(low, high, p_value=0.01, **fields):
     value = (low + high) / 2
-    fields = dict(experiment="paired", against="perplexity", p_value=p_value) | fields
+    fields = dict(experiment="paired", rival="perplexity", p_value=p_value) | fields
     fields |= dict(ci_low=low, ci_high=high)
-    return row("champion", "closed_book", TEST, "auroc_difference", value, **fields)
+    return row("champion", "closed_book", TEST, "auroc", value, **fields)
 
 
 @pytest.mark.parametrize(
@@ -58,28 +59,26 @@ def test_no_takes_every_difference_below_zero():
 
 
 def test_what_was_not_measured_or_is_undefined_is_not_answered():
-    gone = difference(0.01, 0.05)
-    changes = dict(value=None, ci_low=None, ci_high=None, reason="one class only")
-    gone = msgspec.structs.replace(gone, **changes)
+    gone = undefined(difference(0.01, 0.05))
     assert answer_of([]) is None
     assert answer_of([gone]) is None
     assert answer_of([gone, difference(0.01, 0.05)]) is None
 
 
 def test_the_best_single_family_is_that_of_validation_not_of_test():
-    at = {"hidden_only": (0.6, 0.9), "encoder:P": (0.8, 0.5)}
-    at |= {"encoder:R": (0.7, 0.7), "encoder:A": (0.7, 0.7)}
+    at = {"hidden_only": (0.6, 0.9), encoder("P"): (0.8, 0.5)}
+    at |= {encoder("R"): (0.7, 0.7), encoder("A"): (0.7, 0.7)}
     rows = [
         row(name, "closed_book", (IN_DOMAIN, split), "auroc", value)
         for name, both in at.items()
         for split, value in zip(("validation", "test"), both, strict=True)
     ]
-    assert best_single(ResultTable(rows), "closed_book") == "P"
-    assert best_single(ResultTable(rows[2:]), "closed_book") is None
+    assert best_single(results_of(rows), "closed_book") == "P"
+    assert best_single(results_of(rows[2:]), "closed_book") is None
 
 
 def test_every_question_is_answered_on_every_set_that_has_its_rows():
-    found = findings(sample_rows(), ENOUGH)
+    found = findings(sample_results(), ENOUGH)
     places = {f.place for f in found}
     assert {split for _, _, split in places} == {"test", "ood"}
     assert len(places) == 8  # two settings of one set and three held out
@@ -90,21 +89,23 @@ def test_every_question_is_answered_on_every_set_that_has_its_rows():
 def test_too_few_right_answers_leave_nothing_to_conclude():
     counts = {"n": 2000, "n_correct": 149, "variant": "original", "dataset": "nq"}
     counts |= {"split": "train", "setting": "closed_book"}
-    found = findings(sample_rows(), [counts])
-    answers = {f.place[0]: set() for f in found}
+    found = findings(sample_results(), [counts])
+    answers = {f.place.setting: set() for f in found}
     for f in found:
-        answers[f.place[0]].add(f.answer)
+        answers[f.place.setting].add(f.answer)
     assert answers["closed_book"] == {"cannot conclude", None}
     assert "cannot conclude" not in answers["with_context"]
-    told = remarks(sample_rows(), [counts], {}, {})["closed_book"]
-    assert told[0].startswith("149 correct and 1851 incorrect training answers")
-    again = findings(sample_rows(), [counts | {"n_correct": 150}])
+    beside = facts(sample_results(), [counts], {}, {})["closed_book"]
+    assert beside[0][1].startswith("149 correct and 1851 incorrect training answers")
+    again = findings(sample_results(), [counts | {"n_correct": 150}])
     assert "cannot conclude" not in {f.answer for f in again}
 
 
 def test_a_run_of_one_setting_has_the_answers_of_that_one():
     rows = [r for r in sample_rows() if r.setting == "closed_book"]
-    assert [grid.setting for grid in grids(findings(rows, ENOUGH))] == ["closed_book"]
+    assert [grid.setting for grid in grids(findings(results_of(rows), ENOUGH))] == [
+        "closed_book"
+    ]
 
 
 def test_a_set_without_a_row_has_a_dash_and_no_zero():
@@ -113,16 +114,10 @@ def test_a_set_without_a_row_has_a_dash_and_no_zero():
         for r in sample_rows()
         if not (r.experiment == "finding" and r.dataset == "places")
     ]
-    text = as_markdown(findings(rows, ENOUGH), {})
+    text = as_markdown(findings(results_of(rows), ENOUGH), {})
     (line,) = (x for x in text.splitlines()[:20] if "Do hidden states add" in x)
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells[3] == "–" and "–" not in (cells[1], cells[2], cells[4])
-
-
-def test_each_question_is_one_sentence_over_all_sets():
-    told = sentences(findings(sample_rows(), ENOUGH))["closed_book"]
-    (one,) = (x for x in told if "beat answer perplexity" in x and "set" in x)
-    assert one.count(" [") == 4 and one.endswith(".")
 
 
 def test_the_spread_of_the_seeds_stands_beside_the_interval():
@@ -130,10 +125,12 @@ def test_the_spread_of_the_seeds_stands_beside_the_interval():
         row("champion", "closed_book", TEST, "auroc", value, seed=str(i))
         for i, value in enumerate((0.90, 0.91, 0.92))
     ]
-    told = remarks([*sample_rows(), *seeds], ENOUGH, PARTS["sweep"], PARTS["selection"])
-    assert "microworld, test SD .010 over 3 seeds, beside ±.030" in "".join(
-        told["closed_book"]
-    )
+    results = results_of([*sample_rows(), *seeds])
+    beside = facts(results, ENOUGH, PARTS["sweep"], PARTS["selection"])
+    line = ("SD over seeds, microworld, test", ".010 over 3, questions ±.030")
+    assert line in beside["closed_book"]
+    text = as_markdown(findings(results, ENOUGH), beside)
+    assert f"| {line[0]} | {line[1]} |" in text
 
 
 def test_the_latex_table_has_a_cell_for_each_set_and_escapes_names():
@@ -141,7 +138,7 @@ def test_the_latex_table_has_a_cell_for_each_set_and_escapes_names():
         msgspec.structs.replace(r, dataset="my_set") if r.dataset == "places" else r
         for r in sample_rows()
     ]
-    text = as_latex(findings(renamed, ENOUGH))
+    text = as_latex(findings(results_of(renamed), ENOUGH))
     assert r"my\_set" in text and "my_set" not in text
     lines = [x for x in text.splitlines() if x.endswith(r"\\")]
     assert {line.count(" & ") for line in lines} == {4}
@@ -151,7 +148,7 @@ def test_the_page_shows_the_answers_that_the_rule_gives():
     from beatrice.benchmarks.results.report import render_report
 
     page = render_report(sample_report())
-    answers = [f.answer for f in findings(sample_rows(), PARTS["accuracy"])]
+    answers = [f.answer for f in findings(sample_results(), PARTS["accuracy"])]
     for answer in ("yes", "cannot tell"):
         shown = page.count(f'<b class="{answer.replace(" ", "-")}">')
         assert shown == answers.count(answer)

@@ -1,47 +1,127 @@
 import msgspec
+import pandas
+import pytest
 
 from beatrice.benchmarks.results.names import (
     CONTROLS,
     DETECTORS,
+    FEATURES,
+    REFERENCE,
     RIVALS,
     SPAN_DECISIONS,
+    SPAN_VARIANTS,
+    WITHOUT_HIDDEN,
+    encoder,
 )
-from beatrice.benchmarks.results.paired import gain, paired_table
-from beatrice.benchmarks.results.tables import controller_table, detection_table, number
-from beatrice.benchmarks.results.terminal import as_text
+from beatrice.benchmarks.results.tables import (
+    CHANCE,
+    Column,
+    as_latex,
+    as_markdown,
+    as_text,
+    control_tables,
+    controller_table,
+    counts_of,
+    detection_table,
+    exhaustive_table,
+    family_table,
+    feature_table,
+    find,
+    number,
+    paired_table,
+    panorama_table,
+    panoramas,
+    pivot,
+    results_of,
+    set_names,
+    span_table,
+    where,
+)
 from beatrice.extract.records import IN_DOMAIN
-from tests.benchmarks.results.sample import PLACES, row, sample_rows
+from beatrice.extract.run.rows import ResultRow, Subject
+from tests.benchmarks.results.sample import (
+    PARTS,
+    PLACES,
+    POOLED,
+    TEST,
+    row,
+    sample_results,
+    sample_rows,
+    undefined,
+)
 
-TEST = PLACES[1]
 
-
-def small(values, **changes):
-    """A table of one column; the values by detector."""
-    rows = [
-        row(name, "closed_book", TEST, "auroc", value, **changes)
+def table_of(values, place=TEST, metrics=("auroc",), **changes):
+    """Rows of one set; the values by detector."""
+    return results_of(
+        row(name, "closed_book", place, metric, value, **changes)
         for name, value in values.items()
-    ]
-    return detection_table(rows)
+        for metric in metrics
+    )
+
+
+def labels(table):
+    return [line.label for line in table.lines]
 
 
 def ranks(table):
     return {line.label: line.cells[0][0].rank for line in table.lines}
 
 
-def test_a_rival_of_a_run_goes_by_its_title_where_one_is_given():
-    rows = [row(n, "closed_book", TEST, "auroc", 0.7) for n in ("tfidf", "saplma_last")]
-    table = detection_table(rows, titles={"saplma_last": "SAPLMA (last token)"})
-    assert [line.label for line in table.lines] == [
-        DETECTORS["tfidf"],
-        "SAPLMA (last token)",
+def test_columns_of_rows_are_typed_and_may_be_absent():
+    results = results_of(
+        [row(Subject("layer_probe", layer=3), "both", TEST, "em", 0.5)]
+    )
+    assert results["layer"].dtype == pandas.Int64Dtype()
+    assert results["value"].dtype == pandas.Float64Dtype()
+    assert isinstance(results["setting"].dtype, pandas.StringDtype)
+    assert results["families"].isna().all() and results["layer"].tolist() == [3]
+    assert set(results.columns) == {*ResultRow.__struct_fields__, "row"}
+
+
+def test_rows_are_found_by_value_absence_and_membership():
+    results = table_of({encoder("HP"): 0.7, encoder("P"): 0.6, "champion": 0.9})
+    assert find(results, families="HP").value == 0.7
+    assert find(results, families=None).detector == "champion"
+    assert len(where(results, families=("HP", "P"))) == 2
+    assert find(results, families="A") is None
+    with pytest.raises(LookupError, match="2 rows have .*families=HP.*families=P"):
+        find(results, detector="encoder")
+
+
+def test_a_pivot_takes_what_line_column_and_part_name_and_nothing_else():
+    rows = [
+        row(
+            Subject("encoder", "HP"),
+            "both",
+            TEST,
+            "share",
+            0.1,
+            family=family,
+            head=head,
+        )
+        for family, head in (("H", None), ("P", None), ("H", 3))
     ]
+    lines = [("hidden", {"family": "H", "head": None}), ("none", {"family": "A"})]
+    table = pivot(results_of(rows), "x", lines, [(Column("g", "c"), {})])
+    assert labels(table) == ["hidden"] and table.lines[0].cells[0][0].row == rows[0]
+    with pytest.raises(LookupError, match="expected one row .*head=3"):
+        pivot(
+            results_of(rows), "x", [("hidden", {"family": "H"})], [(Column("", ""), {})]
+        )
+
+
+def test_a_rival_of_a_run_goes_by_its_title_where_one_is_given():
+    results = table_of({"tfidf": 0.7, "saplma_last": 0.7})
+    titles = {Subject("saplma_last"): "SAPLMA (last token)"}
+    table = detection_table(results, titles=titles)
+    assert labels(table) == [DETECTORS[Subject("tfidf")], "SAPLMA (last token)"]
 
 
 def test_columns_are_test_then_held_out_in_either_setting():
-    columns = detection_table(sample_rows()).columns
-    names = [(c.group, c.label, c.detail) for c in columns]
+    columns = detection_table(sample_results()).columns
     held_out = [(name, "held out") for name in ("pursuits", "places", "rephrased")]
-    assert names == [
+    assert [tuple(column) for column in columns] == [
         (group, *place)
         for group in ("Closed-book", "With context")
         for place in [("microworld", "test"), *held_out]
@@ -55,87 +135,79 @@ def test_all_in_domain_sets_together_come_first_where_there_are_several():
         for r in rows
         if r.dataset == "microworld"
     ]
-    columns = detection_table(rows + other).columns
+    results = results_of(rows + other)
+    columns = detection_table(results).columns
     names = [(c.label, c.detail) for c in columns if c.group == "Closed-book"]
     assert names[:3] == [(d, "test") for d in (IN_DOMAIN, "microworld", "musique")]
-    alone = [r for r in rows if r.dataset == IN_DOMAIN]
+    alone = results_of(r for r in rows if r.dataset == IN_DOMAIN)
     assert {c.label for c in detection_table(alone).columns} == {IN_DOMAIN}
+    main, closed, context = (
+        [c.label for c in table.columns] for table in panoramas(results).values()
+    )
+    held_out = ["pursuits", "places", "rephrased"]
+    assert main == [IN_DOMAIN, *held_out] * 2
+    assert closed == context == [IN_DOMAIN, "microworld", "musique", *held_out]
 
 
 def test_a_difference_has_its_sign_a_mark_where_it_is_clear_and_no_rank():
-    rows = [
-        row("champion", "closed_book", TEST, "auroc_difference", value, **fields)
-        for value, fields in (
-            (0.05, dict(against="perplexity", p_value=0.01)),
-            (-0.01, dict(against="tfidf", p_value=0.6)),
+    results = results_of(
+        row("champion", "closed_book", TEST, "auroc", value, rival=rival, **fields)
+        for value, rival, fields in (
+            (0.05, "perplexity", dict(experiment="paired", p_value=0.01)),
+            (-0.01, "tfidf", dict(experiment="paired", p_value=0.6)),
         )
-    ]
-    rows = [msgspec.structs.replace(r, experiment="paired") for r in rows]
-    table = paired_table(rows)
-    assert [line.label for line in table.lines] == [
-        RIVALS[name] for name in ("perplexity", "tfidf")
-    ]
+    )
+    table = paired_table(results)
+    assert labels(table) == [RIVALS[Subject(x)] for x in ("perplexity", "tfidf")]
     assert set(ranks(table).values()) == {None}
     assert [line.cells[0][0].is_clear for line in table.lines] == [True, False]
     text = as_text(table)
     assert "+.050!" in text and "+.020 to +.080" in text and "-.010\n" in text + "\n"
-    assert gain(rows, "tfidf", dataset=TEST[0]) == (
-        "-.010 [-.040 to +.020] against text only (TF-IDF)"
-    )
-    assert gain(rows, "perplexity", dataset="nq") == ""
 
 
 def test_pgir_is_laid_out_against_each_controller_and_in_the_mean_of_the_sets():
-    table = paired_table(sample_rows(), "controller_paired")
-    assert [(c.label, c.detail) for c in table.columns][-1] == ("macro", "mean of sets")
+    table = paired_table(sample_results(), "controller_paired")
+    assert table.columns[-1][1:] == ("macro", "mean of sets")
     assert len(table.lines) == 3 and len(table.columns) == 5
     assert all(len(cell) == 2 for line in table.lines for cell in line.cells)
 
 
 def test_lines_are_the_known_detectors_and_then_the_others():
     rows = [row("saplma", "closed_book", TEST, "auroc", 0.8), *sample_rows()]
-    labels = [line.label for line in detection_table(rows).lines]
-    assert labels == [*DETECTORS.values(), "saplma"]
+    assert labels(detection_table(results_of(rows))) == [*DETECTORS.values(), "saplma"]
 
 
 def test_seeds_and_validation_rows_are_left_out():
     rows = [row("champion", "closed_book", TEST, "auroc", 0.9)]
     rows.append(row("champion", "closed_book", TEST, "auroc", 0.1, seed="0"))
     rows.append(row("champion", "closed_book", PLACES[0], "auroc", 0.2))
-    (line,) = detection_table(rows).lines
+    (line,) = detection_table(results_of(rows)).lines
     assert [m and m.row.value for cell in line.cells for m in cell] == [0.9, None]
 
 
-def test_best_and_second_are_marked():
-    found = ranks(small({"a": 0.7, "b": 0.9, "c": 0.8, "d": 0.6}))
-    assert found == {"a": None, "b": "best", "c": "second", "d": None}
-
-
-def test_equal_printed_digits_rank_equally():
-    found = ranks(small({"a": 0.9001, "b": 0.9004, "c": 0.8}))
-    assert found == {"a": "best", "b": "best", "c": "second"}
-
-
-def test_zero_is_a_value_and_undefined_is_none():
+@pytest.mark.parametrize(
+    ("values", "wanted"),
+    [
+        ((0.7, 0.9, 0.8), (None, "best", "second")),
+        ((0.9001, 0.9004, 0.8), ("best", "best", "second")),  # equal printed digits
+        ((0.0, None, -0.1), ("best", None, "second")),  # zero is a value
+        ((0.9,), (None,)),  # a line alone is not called best
+    ],
+)
+def test_best_and_second_are_marked_by_the_printed_digits(values, wanted):
     rows = [
-        row("a", "closed_book", TEST, "auroc", 0.0, ci_low=None, ci_high=None),
-        row("b", "closed_book", TEST, "auroc", None, reason="one class only"),
-        row("c", "closed_book", TEST, "auroc", -0.1),
+        row(x, "closed_book", TEST, "auroc", v or 0.0)
+        for x, v in zip("abc", values, strict=False)
     ]
-    assert ranks(detection_table(rows)) == {"a": "best", "b": None, "c": "second"}
-
-
-def test_a_line_alone_is_not_called_best():
-    assert ranks(small({"champion": 0.9})) == {DETECTORS["champion"]: None}
+    rows = [undefined(r) if v is None else r for r, v in zip(rows, values, strict=True)]
+    table = detection_table(results_of(rows))
+    assert tuple(ranks(table).values()) == wanted
 
 
 def test_notes_are_numbered_and_each_is_given_once():
-    rows = [
-        row(name, "closed_book", TEST, "auroc", None, reason="one class only")
-        for name in ("a", "b")
-    ]
+    rows = [undefined(row(x, "closed_book", TEST, "auroc", 0.5)) for x in "ab"]
     rows.append(row("c", "closed_book", TEST, "auroc", 0.8, n_failed=1))
-    table = detection_table(rows)
+    table = detection_table(results_of(rows))
     assert table.notes == ("one class only", "1 example left out: no label or no score")
     text = as_text(table)
     assert text.count("n/a[1]/-") == 2 and ".800*[2]/-" in text
@@ -143,52 +215,168 @@ def test_notes_are_numbered_and_each_is_given_once():
 
 
 def test_controls_and_span_decisions_have_their_own_tables():
-    control = detection_table(sample_rows(), labels=CONTROLS)
-    assert [line.label for line in control.lines] == list(CONTROLS.values())
-    spans = detection_table(
-        sample_rows(), experiment="span_decision", labels=SPAN_DECISIONS
-    )
-    assert [line.label for line in spans.lines] == list(SPAN_DECISIONS.values())
+    permuted, spans = control_tables(sample_results())
+    assert labels(permuted) == list(CONTROLS.values())
+    assert labels(spans) == list(SPAN_DECISIONS.values())
 
 
-def test_controllers_have_macro_means_and_a_cost_without_rank():
-    table = controller_table(sample_rows())
+def test_controllers_have_macro_means_and_a_cost_and_bounds_no_rank():
+    table = controller_table(sample_results())
     assert [c.label for c in table.columns[-2:]] == ["macro", "generations"]
     *_, pgir, bound = table.lines
-    assert all(m.rank is None for cell in bound.cells for m in cell)
-    em = [cell[0].row.value for cell in pgir.cells[:-2]]
-    assert pgir.is_ours
-    assert abs(pgir.cells[-2][0].row.value - sum(em) / 4) < 1e-12
-    assert {line.cells[-1][0].rank for line in table.lines} == {None}
-
-
-def test_a_dataset_that_was_not_run_leaves_no_macro_mean():
-    rows = [
-        r
-        for r in sample_rows()
-        if r.detector != "pgir" or r.dataset not in ("places", "macro")
-    ]
-    pgir = controller_table(rows).lines[-2]
-    assert pgir.cells[-2] == (None, None) and pgir.cells[2] == (None, None)
+    assert all(m.rank is None for cell in bound.cells for m in cell if m)
+    assert pgir.is_ours and {line.cells[-1][0].rank for line in table.lines} == {None}
 
 
 def test_text_fits_its_width_and_carries_no_terminal_codes():
-    text = as_text(detection_table(sample_rows()), width=100)
+    text = as_text(detection_table(sample_results()), width=100)
     assert max(map(len, text.splitlines())) <= 100
     assert "\x1b" not in text and "Closed-book" in text and ".882-.942" in text
-
-
-def test_names_in_brackets_are_printed_as_they_are():
-    assert "[bold]HP[/bold]" in as_text(small({"[bold]HP[/bold]": 0.9}))
+    assert "[bold]HP[/bold]" in as_text(
+        detection_table(table_of({"[bold]HP[/bold]": 0.9}))
+    )
 
 
 def test_no_rows_make_an_empty_table():
-    assert detection_table([]).lines == () and controller_table([]).lines == ()
+    for make in (detection_table, controller_table, feature_table, exhaustive_table):
+        assert make(results_of([])).lines == ()
+    for results in (results_of([]), table_of({encoder("H"): 0.7})):
+        assert panoramas(results) == {}
 
 
-def test_numbers_have_three_decimals_and_no_leading_zero():
-    spelled = [number(x) for x in (0.8391, 1.0, 0.0, -0.012, 0.9999, 0.10)]
-    assert spelled == [".839", "1.000", ".000", "-.012", "1.000", ".100"]
-    assert number(2.404, "generations") == "2.40"
-    gains = [number(x, "em_difference") for x in (0.0051, -0.0002, -0.3)]
-    assert gains == ["+.005", "+.000", "-.300"]
+@pytest.mark.parametrize(
+    ("value", "fields", "text"),
+    [
+        (0.8391, {}, ".839"),
+        (1.0, {}, "1.000"),
+        (0.0, {}, ".000"),
+        (-0.012, {}, "-.012"),
+        (0.9999, {}, "1.000"),
+        (2.404, {"metric": "generations"}, "2.40"),
+        (7.0, {"metric": "best_sets"}, "7"),
+        (0.0051, {"is_signed": True}, "+.005"),
+        (-0.0002, {"is_signed": True}, "+.000"),
+        (-0.3, {"is_signed": True}, "-.300"),
+    ],
+)
+def test_numbers_have_three_decimals_and_no_leading_zero(value, fields, text):
+    assert number(value, **fields) == text
+
+
+# What is taken away.
+
+
+def test_the_papers_seven_variants_are_in_its_order():
+    table = feature_table(sample_results())
+    assert labels(table) == list(FEATURES.values()) and len(table.lines) == 7
+    assert [line.is_ours for line in table.lines] == [False] * 6 + [True]
+    assert len(table.columns) == 8  # four sets in both settings
+
+
+def test_the_reference_takes_no_rank_and_takes_none_away():
+    values = {"hidden_only": 0.7, "late_fusion_all": 0.95, "champion": 0.9}
+    rows = [row(n, "closed_book", TEST, "auroc", v) for n, v in values.items()]
+    fields = dict(experiment="ablation")
+    rows.append(row(WITHOUT_HIDDEN, "closed_book", TEST, "auroc", 0.8, **fields))
+    assert ranks(feature_table(results_of(rows))) == {
+        FEATURES[Subject("hidden_only")]: None,
+        FEATURES[WITHOUT_HIDDEN]: "second",
+        FEATURES[REFERENCE]: None,
+        FEATURES[Subject("champion")]: "best",
+    }
+
+
+def test_rows_of_evaluate_alone_make_no_ablation():
+    results = where(sample_results(), experiment="detection")
+    for make in (feature_table, family_table, span_table, exhaustive_table):
+        assert make(results).lines == ()
+
+
+def test_a_span_that_a_setting_lacks_is_not_measured():
+    table = span_table(sample_results())
+    assert labels(table) == list(SPAN_VARIANTS.values()) and len(SPAN_VARIANTS) == 14
+    for line in table.lines:
+        lacks = [cell == (None, None) for cell in line.cells]
+        assert lacks == [line.label.startswith("Context")] * 4 + [False] * 4
+
+
+def test_ranked_sets_are_shown_where_they_were_chosen_too():
+    columns = exhaustive_table(sample_results()).columns
+    assert [c.detail for c in columns[:3]] == ["validation", "test", "held out"]
+
+
+def test_every_family_has_its_line_and_its_encoders():
+    assert len(family_table(sample_results()).lines) == 5
+    named = dict(set_names(PARTS["selection"], PARTS["ablations"]))
+    assert named["Without attention"] == ["(PR) (A)", "(PR) (A)"]
+    assert named["Without closed-book encoders"] == ["–", "[PR] [A]"]
+    none = {s: x | {"without_prob": []} for s, x in PARTS["ablations"].items()}
+    named = dict(set_names(PARTS["selection"], none))
+    assert named["Without probabilities"][0] == "none: no better than chance"
+    assert set_names(PARTS["selection"], {}) == []
+
+
+# The paper's panoramas.
+
+BOTH = ("auroc", "auprc")
+
+
+def test_the_selected_set_comes_first_and_its_rivals_by_their_auroc():
+    values = {"answer_length": 0.6, "tfidf": 0.8, "champion": 0.7, "sep": 0.5}
+    titles = {Subject("answer_length"): "Length"}
+    table = panorama_table(table_of(values, POOLED, BOTH), titles=titles)
+    ours = "BEATRICE (selected encoders)"
+    assert labels(table) == [ours, "Text only (TF-IDF)", "Length", "sep"]
+
+
+def test_own_encoders_are_left_to_their_own_tables():
+    shown = labels(panorama_table(sample_results()))
+    assert "Hidden states only" not in shown and "Majority class" not in shown
+    assert not [label for label in shown if label == "encoder"]
+
+
+def test_guessing_has_the_auprc_of_the_share_of_wrong_answers_and_no_rank():
+    values = {"champion": 0.7, "tfidf": 0.6, "majority": 0.9}
+    first, second, _ = panorama_table(table_of(values, POOLED, BOTH)).lines
+    ((auroc, auprc),) = first.cells
+    assert first.label == CHANCE and auroc is None and auprc.rank is None
+    assert auprc.row.value == 0.9 and auprc.row.metric == "auprc"
+    assert [m.rank for m in second.cells[0]] == ["best", "best"]
+
+
+def test_best_is_bold_and_second_underlined_in_both_spellings():
+    values = {"champion": 0.7, "tfidf": 0.8, "sep": 0.6}
+    table = panorama_table(table_of(values, POOLED, BOTH))
+    markdown, latex = as_markdown(table), as_latex(table)
+    assert "| BEATRICE (selected encoders) | <u>.700</u>/<u>.700</u> |" in markdown
+    assert "| Text only (TF-IDF) | **.800**/**.800** |" in markdown
+    assert r"Text only (TF-IDF) & \textbf{.800}/\textbf{.800} \\" in latex
+    assert r"sep & .600/.600 \\" in latex
+
+
+def test_what_is_measured_and_what_is_left_out_is_counted_and_noted():
+    rows = [
+        row(name, "closed_book", POOLED, metric, value, **counts)
+        for name, value, counts in (
+            ("champion", 0.7, dict(n=1390, n_failed=10)),
+            ("sep", 0.6, dict(n=1300, n_failed=100)),
+        )
+        for metric in BOTH
+    ]
+    table = panorama_table(results_of(rows))
+    assert counts_of(table) == ["1,390 (10)"]
+    assert "| n (left out) | 1,390 (10) |" in as_markdown(table)
+    assert "2. 100 examples left out: no label or no score" in as_markdown(table)
+    assert r"\underline{.600}\textsuperscript{2}" in as_latex(table)
+    gone = undefined(row("x", "closed_book", POOLED, "auroc", 0.5))
+    text = as_markdown(panorama_table(results_of([*rows, gone])))
+    assert "| x | n/a<sup>3</sup>/– |" in text and "3. one class only" in text
+
+
+def test_latex_rules_span_the_columns_of_their_groups():
+    latex = as_latex(panorama_table(sample_results()))
+    assert latex.startswith(r"\begin{tabular}{lcccccccc}")
+    assert r"\multicolumn{4}{c}{Closed-book} & \multicolumn{4}{c}{With con" in latex
+    assert r"\cmidrule(lr){2-5} \cmidrule(lr){6-9}" in latex
+    body = [line for line in latex.split("\n") if line.endswith(r"\\")]
+    assert {line.count("&") for line in body[1:]} == {8}

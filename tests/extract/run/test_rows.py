@@ -1,13 +1,10 @@
 import json
 
-import msgspec
 import pytest
 
-from beatrice.benchmarks.results.tables import macro_row
 from beatrice.extract.run.directory import NewRun, RunDir
 from beatrice.extract.run.rows import (
     ResultRow,
-    ResultTable,
     publish,
     published,
     read_result_rows,
@@ -94,44 +91,6 @@ def test_a_bad_line_is_named_by_file_and_line(tmp_path, old, new, message):
     with pytest.raises(ValueError, match=message) as caught:
         list(read_rows(path))
     assert str(caught.value).count(f"{path}, line 2") == 1
-
-
-def test_lookup_returns_the_one_value_that_fits():
-    table = ResultTable([row(), row(setting="with_context", value=0.7, ci_low=0.6)])
-    assert table.value(detector="champion", setting="with_context") == 0.7
-
-
-def test_lookup_says_what_is_missing():
-    with pytest.raises(LookupError, match="none of 1 rows has detector='tfidf'"):
-        ResultTable([row()]).value(detector="tfidf")
-
-
-def test_lookup_refuses_to_choose_among_several():
-    table = ResultTable([row(seed="0"), row(seed="1")])
-    with pytest.raises(LookupError, match="2 rows have .*seed 0.*seed 1"):
-        table.value(detector="champion")
-
-
-def test_lookup_by_a_field_that_does_not_exist_is_an_error():
-    with pytest.raises(ValueError, match="no field 'model'"):
-        ResultTable([row()]).select(model="champion")
-
-
-def test_select_keeps_the_order_of_the_rows():
-    rows = [row(seed=str(seed)) for seed in (2, 0, 1)]
-    assert [r.seed for r in ResultTable(rows).select(metric="auroc")] == ["2", "0", "1"]
-
-
-def test_macro_mean_is_undefined_where_one_of_its_parts_is():
-    bare = {"ci_low": None, "ci_high": None}
-    known = row(metric="em", value=0.25, **bare)
-    gone = row(metric="em", value=None, dataset="b", reason="nothing ran", **bare)
-    other = msgspec.structs.replace(gone, value=0.75, reason=None)
-    names = ("microworld", "b")
-    assert macro_row(ResultTable([known, other]), "champion", "em", names).value == 0.5
-    undefined = macro_row(ResultTable([known, gone]), "champion", "em", names)
-    assert (undefined.value, undefined.reason) == (None, "undefined on b")
-    assert macro_row(ResultTable([known]), "champion", "em", names) is None
 
 
 @pytest.mark.parametrize(

@@ -1,36 +1,37 @@
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from beatrice.benchmarks.panorama.significance import (
+from beatrice.benchmarks.baselines.detector import is_rival
+from beatrice.benchmarks.results.names import DETECTORS, RIVALS
+from beatrice.benchmarks.results.significance import (
     as_latex,
     as_markdown,
     cells_of,
+    counts,
     holm,
-    is_rival,
     leads,
-    sentence,
 )
-from beatrice.benchmarks.results.names import DETECTORS, RIVALS
+from beatrice.benchmarks.results.tables import results_of
 from beatrice.extract.records import IN_DOMAIN
+from beatrice.extract.run.rows import Subject
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
 from beatrice.jaxprobe.metrics import BootstrapConfig
-from tests.benchmarks.results.sample import row, sample_rows
+from tests.benchmarks.results.sample import POOLED, row, sample_results, undefined
 from tests.benchmarks.rows import rows_of
 
-POOLED, OUTSIDE = (IN_DOMAIN, "test"), ("places", "ood")
+OUTSIDE = ("places", "ood")
 
 
 def by_hand(p_values):
     """Holm's method written out."""
     order = np.argsort(p_values)
-    found, worst = np.empty(len(p_values)), 0.0
+    corrected, worst = np.empty(len(p_values)), 0.0
     for rank, i in enumerate(order):
         worst = max(worst, (len(p_values) - rank) * p_values[i])
-        found[i] = min(1.0, worst)
-    return found
+        corrected[i] = min(1.0, worst)
+    return corrected
 
 
 def test_holm_gives_the_textbook_values():
@@ -50,37 +51,44 @@ def column(place, rivals, champion=0.9, setting="closed_book"):
     for name, (auroc, p_value) in rivals.items():
         made.append(row(name, setting, place, "auroc", auroc))
         if p_value is not None:
-            fields = dict(experiment="paired", against=name, p_value=p_value)
+            fields = dict(experiment="paired", rival=name, p_value=p_value)
             gain = champion - auroc
-            metric = "auroc_difference"
-            made.append(row("champion", setting, place, metric, gain, **fields))
+            made.append(row("champion", setting, place, "auroc", gain, **fields))
     return made
+
+
+def leads_of(rows, against="strongest"):
+    return leads(results_of(rows), against)
+
+
+def rivals(compared):
+    return [lead.rival.detector for lead in compared]
 
 
 def test_the_strongest_rival_is_chosen_anew_in_each_column():
     rows = column(POOLED, {"tfidf": (0.8, 0.01), "perplexity": (0.7, 0.01)})
     rows += column(OUTSIDE, {"tfidf": (0.6, 0.01), "perplexity": (0.7, 0.02)})
-    assert [x.rival for x in leads(rows, "strongest")] == ["tfidf", "perplexity"]
+    assert rivals(leads_of(rows)) == ["tfidf", "perplexity"]
 
 
 def test_all_that_the_run_measures_by_itself_is_compared_with_the_selected_set():
     # The same score for every answer has half of everything, and is no rival.
-    assert {name for name in DETECTORS if is_rival(name)} - {"majority"} <= set(RIVALS)
+    assert {x for x in DETECTORS if is_rival(x.detector)} <= set(RIVALS)
 
 
 def test_own_encoders_and_controls_are_no_rivals():
-    own = ("champion", "hidden_only", "encoder:HP", "late_fusion_all", "majority")
-    assert not any(map(is_rival, (*own, "permuted_labels", "early_fusion")))
+    own = "champion hidden_only encoder late_fusion_all majority permuted_labels"
+    assert not any(map(is_rival, own.split())) and is_rival("probe")
     rows = column(POOLED, {"hidden_only": (0.89, 0.5), "tfidf": (0.6, 0.01)})
-    assert [x.rival for x in leads(rows, "strongest")] == ["tfidf"]
-    assert [x.rival for x in leads(rows, "hidden_only")] == ["hidden_only"]
+    assert rivals(leads_of(rows)) == ["tfidf"]
+    assert rivals(leads_of(rows, "hidden_only")) == ["hidden_only"]
 
 
 def test_a_stronger_detector_without_a_pair_is_named_and_not_passed_over_in_silence():
     rows = column(POOLED, {"sep": (0.95, None), "tfidf": (0.6, 0.01)})
-    (lead,) = leads(rows, "strongest")
-    assert (lead.rival, lead.uncompared) == ("tfidf", ("sep",))
-    assert "not compared: sep." in sentence([lead])
+    (lead,) = leads_of(rows)
+    assert (lead.rival, lead.uncompared) == (Subject("tfidf"), (Subject("sep"),))
+    assert "sep" in counts([lead]).values()
 
 
 def test_the_correction_runs_over_all_columns_of_both_settings():
@@ -88,50 +96,47 @@ def test_the_correction_runs_over_all_columns_of_both_settings():
     for setting in ("closed_book", "with_context"):
         for place in (POOLED, OUTSIDE):
             rows += column(place, {"tfidf": (0.8, 0.02)}, setting=setting)
-    found = leads(rows, "strongest")
-    assert [lead.p_holm for lead in found] == [0.08] * 4
-    assert not any(lead.is_sure for lead in found)
-    alone = leads(column(POOLED, {"tfidf": (0.8, 0.02)}), "strongest")
-    assert [lead.is_sure for lead in alone] == [True]
+    compared = leads_of(rows)
+    assert [lead.p_holm for lead in compared] == [0.08] * 4
+    assert not any(lead.is_sure for lead in compared)
+    (alone,) = leads_of(column(POOLED, {"tfidf": (0.8, 0.02)}))
+    assert alone.is_sure
 
 
 def test_an_undefined_difference_takes_no_part_in_the_correction():
     rows = column(POOLED, {"hidden_only": (0.8, 0.02)})
-    gone = column(OUTSIDE, {"hidden_only": (0.8, 0.02)})[-1]
-    changes = dict(value=None, ci_low=None, ci_high=None, p_value=None)
-    gone = msgspec.structs.replace(gone, **changes, reason="one class only")
-    rows += [*column(OUTSIDE, {}), gone]
-    first, second = leads(rows, "hidden_only")
+    gone = undefined(column(OUTSIDE, {"hidden_only": (0.8, 0.02)})[-1])
+    first, second = leads_of([*rows, *column(OUTSIDE, {}), gone], "hidden_only")
     assert (first.p_holm, second.p_holm) == (0.02, None)
     assert "n/a (one class only)" in cells_of(second)
-    assert sentence([first, second]).startswith("After Holm's correction over 1 ")
+    assert counts([first, second])["Columns compared"] == "1"
 
 
 def test_a_lag_is_as_sure_as_a_lead_and_counted_as_a_lag():
-    found = leads(column(POOLED, {"tfidf": (0.95, 0.001)}), "strongest")
-    assert "leads for sure (p < .05) on 0 and lags on 1." in sentence(found)
+    numbers = counts(leads_of(column(POOLED, {"tfidf": (0.95, 0.001)})))
+    assert (numbers["Sure leads (p < .05)"], numbers["Sure lags"]) == ("0", "1")
 
 
 def test_single_in_domain_sets_are_no_columns_beside_their_pool():
-    places = [lead.place for lead in leads(sample_rows(), "strongest")]
+    places = [lead.place for lead in leads(sample_results(), "strongest")]
     assert len(places) == 8
-    assert {d for _, d, split in places if split == "test"} == {IN_DOMAIN}
-    assert all(split != "validation" for _, _, split in places)
+    assert {p.dataset for p in places if p.split == "test"} == {IN_DOMAIN}
+    assert all(p.split != "validation" for p in places)
 
 
 def test_seeds_stand_beside_the_questions():
     rows = column(POOLED, {"tfidf": (0.8, 0.02)})
     for seed, value in enumerate((0.89, 0.9, 0.91)):
-        own = row("champion", "closed_book", POOLED, "auroc", value, seed=str(seed))
-        rows.append(own)
-    (lead,) = leads(rows, "strongest")
+        fields = dict(seed=str(seed))
+        rows.append(row("champion", "closed_book", POOLED, "auroc", value, **fields))
+    (lead,) = leads_of(rows)
     assert lead.seeds_sd == pytest.approx(0.01)
     assert cells_of(lead)[-1] == ".010, questions ±.030"
 
 
 def test_both_spellings_have_every_column_and_mark_what_is_sure():
     rows = column(POOLED, {"tfidf": (0.8, 0.002), "hidden_only": (0.85, 0.5)})
-    markdown, latex = as_markdown(rows), as_latex(rows)
+    markdown, latex = (spell(results_of(rows)) for spell in (as_markdown, as_latex))
     assert markdown.count("| Closed-book, all in-domain |") == 2
     assert "| **.002** |" in markdown and "| .5 |" in markdown
     assert latex.count(r"\toprule") == 2 and r"\textbf{.002}" in latex
@@ -152,9 +157,9 @@ def planted(strength, seed=0):
 
 
 def test_a_planted_lead_is_sure_and_equals_are_not():
-    (lead,) = leads(planted(1.0), "strongest")
+    (lead,) = leads_of(planted(1.0))
     assert lead.is_sure and lead.difference.value > 0
-    (equal,) = leads(planted(0.0), "strongest")
+    (equal,) = leads_of(planted(0.0))
     assert not equal.is_sure
-    (lag,) = leads(planted(-0.9), "strongest")
+    (lag,) = leads_of(planted(-0.9))
     assert lag.is_sure and lag.difference.value < 0

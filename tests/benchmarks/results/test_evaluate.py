@@ -1,6 +1,6 @@
 import numpy as np
 
-from beatrice.benchmarks.results.shown import choose_answers
+from beatrice.benchmarks.results.evaluate import choose_answers
 from beatrice.extract.records import Answer
 from beatrice.pgir.score_files import shown_tokens
 

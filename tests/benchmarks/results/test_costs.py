@@ -1,22 +1,24 @@
 """What rivals cost: the record, the tables and the figures of the report."""
 
-import re
-
 import msgspec
 import pytest
 
 from beatrice.benchmarks.baselines.judge import read_costs
-from beatrice.benchmarks.panorama.costs import (
+from beatrice.benchmarks.results.costs import (
     HEADS,
     as_markdown,
+    cost_pictures,
     cost_tables,
+    kind_of,
     measured,
     titles_of,
 )
-from beatrice.benchmarks.panorama.scatter import cost_pictures, kind_of
-from beatrice.benchmarks.panorama.significance import cells_of, leads
+from beatrice.benchmarks.results.significance import cells_of, leads
 from beatrice.extract.run.files import write_json_atomic
-from tests.benchmarks.results.sample import judged, sample_report, sample_rows
+from beatrice.extract.run.rows import Subject
+from tests.benchmarks.results.sample import judged, sample_results
+
+RESULTS = sample_results()
 
 
 def test_the_record_is_read_as_it_was_written_and_refused_otherwise(tmp_path):
@@ -30,7 +32,7 @@ def test_the_record_is_read_as_it_was_written_and_refused_otherwise(tmp_path):
 
 def test_the_better_ones_come_first_and_the_unmeasured_last():
     unknown = msgspec.structs.replace(judged()[0], name="nobody")
-    found = measured([unknown, *judged()], sample_rows())
+    found = measured([unknown, *judged()], RESULTS)
     aurocs = [auroc for _, auroc in found]
     assert aurocs[-1] is None
     assert aurocs[:-1] == sorted(aurocs[:-1], reverse=True)
@@ -38,7 +40,7 @@ def test_the_better_ones_come_first_and_the_unmeasured_last():
 
 def test_every_setting_has_a_table_with_its_costs_and_reasons():
     broken = msgspec.structs.replace(judged()[0], reason="one class")
-    tables = cost_tables([broken, *judged()[1:]], sample_rows())
+    tables = cost_tables([broken, *judged()[1:]], RESULTS)
     assert list(tables) == ["Closed-book", "With context"]
     lines = {
         cells[0]: dict(zip(HEADS, cells, strict=True))
@@ -50,18 +52,18 @@ def test_every_setting_has_a_table_with_its_costs_and_reasons():
     assert lines["Rival tfidf"]["Peak memory"] == "–"
     assert lines["Rival answer_length"]["Needs"] == "drawn answers"
     assert lines["Rival tfidf"]["Needs"] == "training labels"
-    markdown = as_markdown(judged(), sample_rows())
+    markdown = as_markdown(judged(), RESULTS)
     assert markdown.count("### What each costs") == 2
-    assert as_markdown([], sample_rows()) == ""
+    assert as_markdown([], RESULTS) == ""
 
 
 def test_a_figure_stands_where_costs_differ_and_has_every_point():
-    pictures = cost_pictures(judged(), sample_rows())
+    pictures = cost_pictures(judged(), RESULTS)
     assert len(pictures) == 6
     same = [msgspec.structs.replace(x, n_forwards=1) for x in judged()]
-    titles = [p.title for p in cost_pictures(same, sample_rows())]
+    titles = [p.title for p in cost_pictures(same, RESULTS)]
     assert len(titles) == 4 and not any("forwards" in title for title in titles)
-    assert cost_pictures([], sample_rows()) == []
+    assert cost_pictures([], RESULTS) == []
     for found in pictures:
         assert "Rival tfidf" in found.svg and "BEATRICE" in found.svg
         assert ("Time is measured" in found.caption) == ("seconds" in found.title)
@@ -70,10 +72,10 @@ def test_a_figure_stands_where_costs_differ_and_has_every_point():
 def test_what_was_not_timed_has_a_dash_and_no_point():
     first, *others = judged()
     untimed = [msgspec.structs.replace(first, seconds=None), *others]
-    cells = cost_tables(untimed, sample_rows())["Closed-book"]
+    cells = cost_tables(untimed, RESULTS)["Closed-book"]
     (own,) = (row for row in cells if row[0] == first.title)
     assert dict(zip(HEADS, own, strict=True))["Seconds a question"] == "–"
-    for found in cost_pictures(untimed, sample_rows()):
+    for found in cost_pictures(untimed, RESULTS):
         timed = "seconds" in found.title and "Closed" in found.title
         assert (first.title in found.svg) != timed
 
@@ -85,9 +87,8 @@ def test_what_reads_drawn_answers_is_drawn_so_even_if_trained():
 
 
 def test_rivals_go_by_their_titles():
-    assert titles_of(judged())["tfidf"] == "Rival tfidf"
-    found = leads(sample_rows(), "strongest")
-    titles = {lead.rival: f"Rival {lead.rival}" for lead in found}
-    assert all(cells_of(lead, titles)[1].startswith("Rival ") for lead in found)
-    rows = sample_report().rows
-    assert not re.search("Rival", str([cells_of(x) for x in leads(rows, "strongest")]))
+    assert titles_of(judged())[Subject("tfidf")] == "Rival tfidf"
+    compared = leads(RESULTS, "strongest")
+    titles = {lead.rival: f"Rival {lead.rival.detector}" for lead in compared}
+    assert all(cells_of(lead, titles)[1].startswith("Rival ") for lead in compared)
+    assert "Rival" not in str([cells_of(lead) for lead in compared])

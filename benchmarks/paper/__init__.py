@@ -1,1 +1,0 @@
-"""The paper's numbers, and a run's own beside them."""

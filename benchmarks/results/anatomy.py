@@ -1,0 +1,678 @@
+"""The report's section on the anatomy: a figure and a table of every analysis.
+
+Each part reads the rows of its experiments by their columns, and has beside it what the
+paper compares. Nothing here loads JAX or Torch.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import pandas
+from matplotlib.figure import Figure
+
+from beatrice.benchmarks.results import figures
+from beatrice.benchmarks.results.figures import Picture, picture
+from beatrice.benchmarks.results.names import (
+    EVERY_FAMILY,
+    FAMILIES,
+    FUSION_VARIANTS,
+    LEARNERS,
+    SETTING_LABELS,
+    SPLIT_LABELS,
+    encoder,
+    family_name,
+    probe,
+)
+from beatrice.benchmarks.results.paper import (
+    Sign,
+    better_pairs,
+    read_ledger,
+    signs_by_table,
+)
+from beatrice.benchmarks.results.tables import (
+    EVALUATED,
+    Column,
+    Key,
+    Table,
+    find,
+    of_rival,
+    of_subject,
+    pivot,
+    place_columns,
+    places_of,
+    subjects_in,
+    where,
+)
+from beatrice.extract.records import IN_DOMAIN, SETTINGS
+from beatrice.extract.run.rows import ResultRow, Subject
+
+Tables = Sequence[tuple[str, Table]]
+Content = tuple[Sequence[Picture], Tables]
+TEST = {"dataset": IN_DOMAIN, "split": "test"}
+SPANS = ("context", "question", "answer")
+
+
+class Analysis(NamedTuple):
+    """How one analysis is shown.
+
+    Attributes:
+      title: of the analysis.
+      look: what to look at, in a sentence.
+      make: figures and tables from the run's results.
+      beside: the paper's tables, figures and sections whose numbers stand beside.
+    """
+
+    title: str
+    look: str
+    make: Callable[[pandas.DataFrame], Content]
+    beside: tuple[str, ...] = ()
+
+
+class Part(NamedTuple):
+    """One analysis on the page.
+
+    Attributes:
+      title: of the analysis.
+      look: what to look at, in a sentence.
+      pictures: figures.
+      tables: by heading.
+      beside: what the paper compares, and whether the run agrees.
+      cases: as `selection.anatomy.Study` has them.
+    """
+
+    title: str
+    look: str
+    pictures: Sequence[Picture] = ()
+    tables: Tables = ()
+    beside: Sequence[Sign] = ()
+    cases: Sequence[Mapping[str, Any]] = ()
+
+
+def rows_of(results: pandas.DataFrame, name: str, **columns: Any) -> pandas.DataFrame:
+    """Return the rows of one analysis, mean over seeds."""
+    return where(results, experiment=f"anatomy_{name}", seed="mean", **columns)
+
+
+def settings_in(results: pandas.DataFrame) -> list[str]:
+    """Return the settings that rows are of, in the order of the tables."""
+    return [x for x in SETTINGS if x in set(results["setting"])]
+
+
+def by_setting(
+    results: pandas.DataFrame, columns: Iterable[tuple[str, str, Key]]
+) -> list[tuple[Column, Key]]:
+    """Return labelled columns under each setting that rows are of."""
+    columns = list(columns)
+    return [
+        (Column(SETTING_LABELS[setting], label, detail), {"setting": setting, **key})
+        for setting in settings_in(results)
+        for label, detail, key in columns
+    ]
+
+
+def _matrix(results: pandas.DataFrame, index: str, columns: str) -> pandas.DataFrame:
+    """Return values by two columns of the rows, NaN where there is none."""
+    laid = results.pivot(index=index, columns=columns, values="value")
+    return laid.astype("float64")
+
+
+def _drawn(
+    figure: Figure, name: str, setting: str, caption: str, title: str = ""
+) -> Picture:
+    title = title or SETTING_LABELS[setting]
+    return picture(figure, f"{name}-{setting}", title, caption)
+
+
+def complementarity(results: pandas.DataFrame) -> Content:
+    """Which family gets right what another gets wrong."""
+    shown, pictures = rows_of(results, "complementarity", **TEST), []
+    letters = list(FAMILIES)
+    for setting in settings_in(shown):
+        here = where(shown, setting=setting)
+        errors = where(here, metric="error_rate").set_index("families")["value"]
+        errors = errors.astype("float64").reindex(letters)
+        if errors.isna().any():
+            continue
+        rights = _matrix(where(here, metric="rights"), "families", "family")
+        rights = rights.reindex(index=letters, columns=letters).to_numpy()
+        caption = (
+            f"All in-domain test answers ({here['n'].max():,}). Every family's encoder "
+            "flags as many answers as are wrong. Right: what each gets wrong itself."
+        )
+        figure = figures.complementarity(rights, errors.tolist(), setting)
+        pictures.append(_drawn(figure, "complementarity", setting, caption))
+    error = ("own error rate", "share of answers", {"metric": "error_rate"})
+    columns = [error] + [
+        (f"of {name}", "mistakes right", {"metric": "rights", "family": letter})
+        for letter, name in FAMILIES.items()
+    ]
+    lines = [(name, {"families": letter}) for letter, name in FAMILIES.items()]
+    table = pivot(shown, "Family", lines, by_setting(shown, columns))
+    return pictures, [("Mistakes, family by family", table)]
+
+
+def pairs(results: pandas.DataFrame) -> Content:
+    """Which pairs of families are worth more together."""
+    better = better_pairs(results)
+    if better.empty:
+        return (), ()
+    kinds = [
+        (place, experiment)
+        for experiment in better["experiment"].unique()
+        for place in places_of(where(better, experiment=experiment), EVALUATED)
+    ]
+    gains: dict[str, dict[tuple[str, bool], list[float]]] = {}
+    every = dict.fromkeys((p.setting, e == "anatomy_other_pairs") for p, e in kinds)
+    lines = []
+    for families in better["families"].unique():
+        name = " + ".join(figures.FAMILIES[letter] for letter in families)
+        lines.append((name, {"families": families}))
+        gains[name] = {kind: [] for kind in every}
+        for place, experiment in kinds:
+            at = {**place._asdict(), "experiment": experiment}
+            if row := find(better, families=families, **at):
+                kind = place.setting, experiment == "anatomy_other_pairs"
+                gains[name][kind].append(row.value or 0.0)
+    caption = (
+        "A point is a test or held-out set; to the right of zero an encoder of both "
+        "ranks answers better than either alone. Nothing corrects for the number of "
+        "comparisons."
+    )
+    figure = figures.pair_gains(gains)
+    columns = []
+    for place, experiment in kinds:
+        column, key = place_columns([place])[0]
+        other = ", other backbone" if experiment == "anatomy_other_pairs" else ""
+        column = column._replace(group=column.group + other)
+        columns.append((column, {**key, "experiment": experiment}))
+    table = pivot(better, "Pair", lines, columns)
+    drawn = picture(figure, "pairs", "Two families early-fused", caption)
+    return [drawn], [("AUROC of the pair minus its better member", table)]
+
+
+def fusion(results: pandas.DataFrame) -> Content:
+    """What the selected set has more than the other ways of fusing."""
+    shown = rows_of(results, "fusion")
+    lines = [(title, of_rival(x)) for x, title in FUSION_VARIANTS.items()]
+    columns = place_columns(places_of(shown, EVALUATED))
+    table = pivot(shown, "Variant", lines, columns)
+    return (), [("AUROC of the selected set minus the variant's", table)]
+
+
+def combinations(results: pandas.DataFrame) -> Content:
+    """What the best sets of three hold."""
+    shown, pictures = rows_of(results, "combinations"), []
+    counts = [(f"{k} closed-book", {"n_closed_book": k, "bin": None}) for k in range(4)]
+    for setting in settings_in(shown):
+        along = where(shown, setting=setting, metric="share")
+        if along.empty:
+            continue
+        shares = _matrix(along, "n_closed_book", "bin").fillna(0.0).to_numpy()
+        figure = figures.closed_book_counts(shares)
+        caption = (
+            "Sets of three from best to worst by validation AUROC; the wedges are how "
+            "many of the three read the closed-book pass."
+        )
+        title = f"{SETTING_LABELS[setting]}: closed-book encoders along the ranking"
+        pictures.append(_drawn(figure, "counts", setting, caption, title))
+    traits = [
+        (f"{name}, {SETTING_LABELS[x].lower()}", {"family": letter, "kind": x})
+        for letter, name in FAMILIES.items()
+        for x in SETTINGS
+    ]
+    of_sets = [
+        ("in the ten best", "of three encoders", {"metric": "encoders_in_best_set"}),
+        ("in all sets", "of three encoders", {"metric": "encoders_in_set"}),
+    ]
+    best = by_setting(shown, [("ten best", "sets", {"metric": "best_sets"})])
+    return pictures, [
+        ("What sets carry", pivot(shown, "Reads", traits, by_setting(shown, of_sets))),
+        ("What the ten best sets hold", pivot(shown, "Encoders", counts, best)),
+    ]
+
+
+def backbones(results: pandas.DataFrame) -> Content:
+    """Whether the same combinations win on another backbone."""
+    shown = rows_of(results, "backbones", **TEST)
+    aurocs = where(shown, metric="auroc")
+    points, names = {}, {}
+    for setting in settings_in(aurocs):
+        here = where(aurocs, setting=setting)
+        names |= dict(zip(here["kind"], here["source"], strict=True))
+        both = _matrix(here, "families", "kind").dropna()
+        if not both.empty:
+            values = (both["first"], both["second"])
+            points[setting] = list(zip(both.index, *values, strict=True))
+    if not points:
+        return (), ()
+    figure = figures.two_backbones(points, (names["first"], names["second"]))
+    caption = "A point is an encoder of a subset of the families, mean over seeds."
+    drawn = picture(figure, "backbones", "The same combinations?", caption)
+    line = ("Spearman's correlation", {"detector": "two_backbones"})
+    columns = by_setting(shown, [("fifteen encoders", "test AUROC", {})])
+    return [drawn], [("Both rankings", pivot(shown, "Test answers", [line], columns))]
+
+
+_FLIPS = (
+    ("flip rate", "share", {"metric": "flip_rate"}),
+    ("flip precision", "share", {"metric": "flip_precision"}),
+    ("flips within one logit", "share", {"metric": "flips_near_boundary"}),
+    ("answers within one logit", "share", {"metric": "answers_near_boundary"}),
+)
+
+
+def flips(results: pandas.DataFrame) -> Content:
+    """Which family decides, and when the others act."""
+    shown, band = rows_of(results, "flips"), rows_of(results, "boundary", **TEST)
+    pictures, tables = [], []
+    for setting in settings_in(band):
+        here = where(band, setting=setting, families=EVERY_FAMILY)
+        here = here[here["value"].notna()]
+        panels = {
+            name: ({}, {}) for x, name in FAMILIES.items() if x in set(here["family"])
+        }
+        for row in here["row"]:
+            cells = panels[FAMILIES[row.family]][row.metric == "flips"]
+            cells[row.bin_x, row.bin_y] = row.value
+        if not panels:
+            continue
+        name, width = family_name(EVERY_FAMILY, setting), here["bin_width"].max()
+        caption = (
+            f"Of {name}, in-domain test answers, all seeds, in cells of {width:g} "
+            "logits; a larger mark is more answers. In the shaded wedge the family "
+            "changes the decision; squares are flips."
+        )
+        figure = figures.boundary_band(panels, width, setting)
+        pictures.append(_drawn(figure, "boundary", setting, caption))
+    places = places_of(shown, EVALUATED)
+    for place in places:
+        here = where(shown, **place._asdict())
+        lines = [
+            (f"{FAMILIES[family]} in {family_name(families, place.setting)}", key)
+            for families in here["families"].dropna().unique()
+            for family in families
+            for key in [{"families": families, "family": family}]
+        ]
+        table = pivot(here, "Family", lines, by_setting(here, _FLIPS))
+        tables.append((f"{SETTING_LABELS[place.setting]}, {place.title}", table))
+    right = [("Right answers", {"detector": "answers", "metric": "right"})]
+    table = pivot(shown, "Share", right, place_columns(places))
+    return pictures, [*tables, ("How often answers are right at all", table)]
+
+
+_GROUNDING = {
+    "Right answers, closed-book": ("right_closed_book", None),
+    "Right answers, with the passages": ("right_with_context", None),
+    "Wrong answers that stand there": ("wrong_in_passage", None),
+    "Right answers that stand there": ("right_in_passage", None),
+    "Precision of attention's flips": ("flip_precision", None),
+    "· answer stands there, but is wrong": ("flip_precision", "in_passage_but_wrong"),
+    "· answer right, but not there": ("flip_precision", "right_not_in_passage"),
+}
+
+
+def grounding(results: pandas.DataFrame) -> Content:
+    """What the attention family responds to."""
+    shown, tables = rows_of(results, "grounding"), []
+    columns = place_columns(places_of(shown, EVALUATED))
+    for families in shown["families"].dropna().unique():
+        lines = [
+            (label, {"metric": metric, "kind": kind, "families": of})
+            for label, (metric, kind) in _GROUNDING.items()
+            for of in [families if metric == "flip_precision" else None]
+        ]
+        heading = f"Attention in {family_name(families, 'with_context')}"
+        tables.append((heading, pivot(shown, "Share", lines, columns)))
+    return (), tables
+
+
+def heads(results: pandas.DataFrame) -> Content:
+    """Whether a few heads carry what attention says."""
+    shown, pictures = rows_of(results, "heads", **TEST), []
+    for setting in settings_in(shown):
+        maps = {}
+        for families in (EVERY_FAMILY, "A"):
+            key = {"setting": setting, "families": families, "metric": "share"}
+            cells = where(shown, **key)
+            cells = cells[cells["head"].notna() & cells["value"].notna()]
+            if not cells.empty:
+                name = family_name(families, setting)
+                maps[name] = _matrix(cells, "layer", "head").to_numpy()
+        if maps:
+            caption = (
+                "Integrated gradients of the logit from attention at its means, "
+                "absolute, over all channels, tokens and spans of 400 test answers; "
+                "the line on the scale is an even share."
+            )
+            figure = figures.head_map(maps, setting)
+            pictures.append(_drawn(figure, "heads", setting, caption))
+    lines = [
+        (family_name(families, setting), {"setting": setting, "families": families})
+        for setting in settings_in(shown)
+        for families in where(shown, setting=setting)["families"].unique()
+    ]
+    columns = [
+        (Column("The eight largest heads", label, unit), {"metric": metric})
+        for label, unit, metric in (
+            ("attribution", "share", "share_of_top_heads"),
+            ("of an even map", "share", "even_share_of_top_heads"),
+            ("moved without them", "logits", "moved_by_top_heads"),
+            ("without eight random ones", "logits", "moved_by_random_heads"),
+            ("difference", "logits", "moved_more_by_top_heads"),
+        )
+    ]
+    return pictures, [("Eight heads", pivot(shown, "Encoder", lines, columns))]
+
+
+def positions(results: pandas.DataFrame) -> Content:
+    """Where in the text the read-out comes from."""
+    shown = rows_of(results, "positions", **TEST, families=EVERY_FAMILY, family=None)
+    ends = [str(x) for x in sorted(shown["position"].dropna().unique())]
+    of_token = {x: {"position": int(x), "kind": None, "span": None} for x in ends}
+    of_token["last"] = {"position": None, "kind": "last", "span": None}
+    of_span = {x: {"span": x, "position": None, "kind": None} for x in SPANS}
+    pictures = []
+    for setting in settings_in(shown):
+        here = where(shown, setting=setting)
+
+        def values(key: Key, metrics: Sequence[str]) -> list[ResultRow | None]:
+            return [find(here, metric=metric, **key) for metric in metrics]  # noqa: B023
+
+        spans, tokens = {}, {}
+        for name, key in of_span.items():
+            share, n_tokens = values(key, ("share", "tokens"))
+            if share and n_tokens and None not in (share.value, n_tokens.value):
+                spans[name] = share.value, n_tokens.value
+        for name, key in of_token.items():
+            share, even = values(key, ("share", "even_share"))
+            if share and even and None not in (share.value, share.ci_low, even.value):
+                tokens[name] = share.value, share.ci_low, share.ci_high, even.value
+        if spans and tokens:
+            caption = (
+                f"Of {family_name(EVERY_FAMILY, setting)}, {here['n'].max()} test "
+                "answers: size of integrated gradients from all signals at their "
+                "means. Right: of the answers that have such a token; bars are 95 % "
+                "intervals, dashes an even share. The first position emits the first "
+                "token."
+            )
+            figure = figures.shares_of_text(spans, tokens, setting)
+            pictures.append(_drawn(figure, "positions", setting, caption))
+    shares = ("share", "of what moves the logit", {"metric": "share"})
+    tokens = ("tokens", "share", {"metric": "tokens"})
+    even = ("even", "share", {"metric": "even_share"})
+    tables = [
+        (
+            "Spans",
+            pivot(
+                shown,
+                "Span",
+                list(of_span.items()),
+                by_setting(shown, [shares, tokens]),
+            ),
+        ),
+        (
+            "Tokens of the answer",
+            pivot(
+                shown,
+                "Token",
+                list(of_token.items()),
+                by_setting(shown, [shares, even]),
+            ),
+        ),
+    ]
+    gone = rows_of(results, "spans", metric="auroc")
+    gone = gone[gone["against"].notna()]
+    for setting in settings_in(gone):
+        here = where(gone, setting=setting)
+        lines = [
+            (
+                f"{family_name(x.families or '', setting)} without {x.span}",
+                of_subject(x),
+            )
+            for x in subjects_in(here)
+        ]
+        columns = place_columns(places_of(here, EVALUATED))
+        heading = (
+            f"{SETTING_LABELS[setting]}: AUROC with a span at its means, minus intact"
+        )
+        tables.append((heading, pivot(here, "Encoder", lines, columns)))
+    return pictures, tables
+
+
+def layers(results: pandas.DataFrame) -> Content:
+    """Which layer knows, on every answer."""
+    shown = rows_of(results, "layers", dataset=IN_DOMAIN, split=("validation", "test"))
+    curves, best = {}, {}
+    for setting in settings_in(shown):
+        known = where(shown, setting=setting)
+        known = known[known["value"].notna() & known["ci_low"].notna()]
+        split = known["split"]
+        valid, test = (
+            known[split == name].set_index("layer").sort_index()
+            for name in ("validation", "test")
+        )
+        if valid.empty or list(valid.index) != list(test.index):
+            continue
+        best[setting] = int(valid["value"].astype("float64").idxmax())
+        ends = test[["value", "ci_low", "ci_high"]].astype("float64")
+        curves[setting] = list(ends.itertuples(name=None))
+    if not curves:
+        return (), ()
+    caption = (
+        "Logistic regression on the mean state of the answer, on every labelled "
+        "answer; bands are 95 % intervals, rings the layers that validation chooses."
+    )
+    figure = figures.layer_curves(curves, best)
+    lines = [(f"layer {x}", {"layer": x}) for x in sorted(shown["layer"].unique())]
+    columns = place_columns(places_of(shown, ("validation", "test")))
+    drawn = picture(figure, "anatomy-layers", "Every layer on every answer", caption)
+    return [drawn], [("AUROC by layer", pivot(shown, "Layer", lines, columns))]
+
+
+def labels(results: pandas.DataFrame) -> Content:
+    """How much data it takes."""
+    shown, pictures = rows_of(results, "labels", **TEST), []
+    for setting in settings_in(shown):
+        curves = _learning_curves(results, where(shown, setting=setting), setting)
+        if curves:
+            caption = (
+                "Of n labels a fifth stops the training or chooses the penalty. "
+                "Encoders: one seed and one drawing, three sizes; rightmost, all "
+                "labels of the run with all its seeds, and the selected encoders "
+                "under their head."
+            )
+            figure = figures.learning_curves(curves, setting)
+            pictures.append(_drawn(figure, "labels", setting, caption))
+    lines = [
+        (title, {"detector": x.detector, "families": x.families})
+        for x, title in LEARNERS.items()
+    ]
+    sizes = sorted(shown["n_labels"].dropna().unique())
+    columns = by_setting(shown, [(f"{n:,}", "labels", {"n_labels": n}) for n in sizes])
+    return pictures, [("AUROC, in-domain test", pivot(shown, "Reader", lines, columns))]
+
+
+def _learning_curves(
+    results: pandas.DataFrame, shown: pandas.DataFrame, setting: str
+) -> dict[str, list[tuple[float, float]]]:
+    """Return number of labels and AUROC of every reader, all labels last.
+
+    What has been trained on everything has the names of the detection rows.
+    """
+    at = {"setting": setting, **TEST, "metric": "auroc", "seed": "mean"}
+    detection = {
+        r.subject: r for r in where(results, experiment="detection", **at)["row"]
+    }
+    alone = Subject("without_closed_book")  # of this pass alone, as fewer labels are
+    every = Subject("champion") if alone not in detection else alone
+    whole = {Subject("selected"): every, encoder(EVERY_FAMILY): Subject("early_fusion")}
+    n_all = find(shown, metric="labels")
+    curves = {}
+    for reader, title in LEARNERS.items():
+        rows = where(shown, detector=reader.detector, families=reader.families)["row"]
+        points = [
+            (r.n_labels, r.value) for r in rows if r.n_labels and r.value is not None
+        ]
+        last = detection.get(whole.get(reader, reader))
+        if points and last and last.value is not None and n_all and n_all.value:
+            points.append((n_all.value, last.value))
+        if points:
+            curves[title] = points
+    return curves
+
+
+def transfer(results: pandas.DataFrame) -> Content:
+    """What one question set teaches about another."""
+    shown, pictures, tables = rows_of(results, "transfer", metric="auroc"), [], []
+    for setting in settings_in(shown):
+        for reader in (encoder(EVERY_FAMILY), probe(EVERY_FAMILY)):
+            here = where(shown, setting=setting, detector=reader.detector)
+            sources = list(here["source"].unique())
+            if len(sources) < 2:
+                continue
+            read = dict.fromkeys([*sources, *here["dataset"].unique()])
+            targets = [x for x in read if x in set(here["dataset"])]
+            values = _matrix(here, "source", "dataset").reindex(
+                sources, columns=targets
+            )
+            title = f"{SETTING_LABELS[setting]}, {LEARNERS[reader]}"
+            figure = figures.matrix(values.to_numpy(), sources, targets, setting)
+            name = f"transfer-{reader.detector}"
+            caption = "A dash is undefined: one class only."
+            pictures.append(_drawn(figure, name, setting, caption, title))
+            lines = [(source, {"source": source}) for source in sources]
+            columns = place_columns(places_of(here, EVALUATED))
+            tables.append((title, pivot(here, "Trained on", lines, columns)))
+    return pictures, tables
+
+
+def cases(results: pandas.DataFrame) -> Content:
+    """Two passes, two decisions, of every set."""
+    shown = rows_of(results, "cases")
+    lines = [(kind, {"kind": kind}) for kind in shown["kind"].unique()]
+    columns = [
+        (
+            Column(title, p.dataset, SPLIT_LABELS[p.split]),
+            {**p._asdict(), "metric": metric},
+        )
+        for title, metric in (("Share of questions", "share"), ("Right", "right"))
+        for p in places_of(shown, EVALUATED)
+    ]
+    return (), [("Decisions", pivot(shown, "Decision", lines, columns))]
+
+
+ANALYSES = (
+    Analysis(
+        "Which family gets right what another gets wrong",
+        "A cell near the row's own share of right answers means mistakes that have "
+        "nothing to do with each other; near 0, that the row repeats the column's.",
+        complementarity,
+        ("fig:complementarity",),
+    ),
+    Analysis(
+        "Which pairs of families are worth more together",
+        "Points to the right of zero; that the better of two is chosen on the same "
+        "answers makes gains look smaller by a little.",
+        pairs,
+        ("fig:cross-model-synergy, bottom",),
+    ),
+    Analysis(
+        "Features and fusion, variant by variant",
+        "Whether an interval excludes zero (†): a larger number alone says little.",
+        fusion,
+        ("ablation", "champion-vs-hidden"),
+    ),
+    Analysis(
+        "What the best sets of three encoders hold",
+        "Of the ranking of all sets by validation AUROC: what the ten best carry more "
+        "of than sets at large, and whether closed-book encoders gather at the top.",
+        combinations,
+        ("fig:combination-search", "fig:gemma-combination-search"),
+    ),
+    Analysis(
+        "Whether the same combinations win on another backbone",
+        "Points that rise from left to right: the ranking belongs to the families, not "
+        "to one model.",
+        backbones,
+        ("fig:cross-model-synergy, top",),
+    ),
+    Analysis(
+        "Which family decides, and when the others act",
+        "A family is replaced by its means inside a deployed encoder. A high flip rate "
+        "is a family that decides; a high precision with flips near the boundary is "
+        "one that corrects where the rest is undecided. A precision is to be read "
+        "against how often such answers are right at all.",
+        flips,
+        ("anatomy-flip-profile", "fig:boundary-band"),
+    ),
+    Analysis(
+        "What attention responds to",
+        "If precision falls where an answer stands in the passage and is wrong, "
+        "attention endorses support, not truth. Whole words of the normalised answer "
+        "are looked for in titles and texts.",
+        grounding,
+        ("anatomy-grounding",),
+    ),
+    Analysis(
+        "Whether a few heads carry what attention says",
+        "A flat map, and eight largest heads that move the encoder no more than eight "
+        "random ones, mean that no head is privileged.",
+        heads,
+        ("fig:attention-heads",),
+    ),
+    Analysis(
+        "Where in the text the read-out comes from",
+        "How much each span and each token of the answer moves the logit, beside its "
+        "share of the tokens; and what a deployed encoder loses without a span.",
+        positions,
+        ("sec:anatomy", "app:span", "span-ablation"),
+    ),
+    Analysis(
+        "Which layer knows, on every answer",
+        "Whether the curve peaks in the middle, and whether the peak stands out of the "
+        "intervals.",
+        layers,
+    ),
+    Analysis(
+        "How much data it takes",
+        "Where the curves begin to flatten, and whether encoders need more labels than "
+        "logistic regression on the same signals.",
+        labels,
+    ),
+    Analysis(
+        "What one question set teaches about another",
+        "Rows that stay as dark as the diagonal carry over. Every detector had as many "
+        "labels as every other; held-out sets teach with half of their questions and "
+        "are read on the other.",
+        transfer,
+    ),
+    Analysis(
+        "Cases: two passes, two decisions",
+        "Of every set and kind the question that is surest of its decisions, of equals "
+        "the smaller id; nobody picked.",
+        cases,
+    ),
+)
+
+
+def anatomy_parts(
+    results: pandas.DataFrame, studies: Sequence[Mapping[str, Any]] = ()
+) -> list[Part]:
+    """Return the analyses that a run has rows of, in order.
+
+    Args:
+      results: see `tables.results_of`.
+      studies: cases, as `selection.anatomy.Study` has them.
+    """
+    if not results["experiment"].str.startswith("anatomy_").any():
+        return []
+    compared, parts = signs_by_table(read_ledger(), results), []
+    for analysis in ANALYSES:
+        pictures, tables = analysis.make(results)
+        tables = [(heading, table) for heading, table in tables if table.lines]
+        shown = studies if analysis.make is cases else ()
+        if pictures or tables or shown:
+            beside = [sign for x in analysis.beside for sign in compared.get(x, ())]
+            part = Part(analysis.title, analysis.look, pictures, tables, beside, shown)
+            parts.append(part)
+    return parts

@@ -1,0 +1,816 @@
+"""The paper's numbers beside a run's: a join on keys, and which order is the same.
+
+`paper.jsonl` has every number of the paper's seventeen tables, a line each, in the
+order of print: as printed (percentages stay percentages), with the mark that the paper
+gives it. Then come the numbers that only the text or a caption of the anatomy prints
+(the figures print none), by the figure or section that they belong to, and what the
+text there says of an order without a number. What is a definition (fifteen encoders,
+one half) or repeats a table is no line.
+
+A number has a counterpart in a run where its line names a setting, a set, a split and a
+detector of ours; where it has none its line says why. A set that the paper held out may
+be one that a run was trained on; both are laid side by side, and a note says so.
+
+A number of the paper has a sign where it is a difference or a correlation, and where
+the paper compares it with another of its table. Ours has one where a 95 % interval
+excludes zero: that of the paired difference where the run has it, else what the two
+intervals leave for the difference. They are of the same answers, so this is more
+cautious than a paired interval would be.
+"""
+
+import collections
+import dataclasses
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import pandas
+
+from beatrice.benchmarks.results.names import EVERY_FAMILY, FAMILIES, SPLIT_LABELS
+from beatrice.benchmarks.results.tables import (
+    EVALUATED,
+    markdown,
+    number,
+    p_text,
+    places_of,
+    results_of,
+    where,
+)
+from beatrice.extract.label.labels import count_correct
+from beatrice.extract.records import (
+    ACROSS_SETS,
+    IN_DOMAIN,
+    SETTINGS,
+    Example,
+    Label,
+    Record,
+    read_records,
+)
+from beatrice.extract.run.rows import ResultRow
+
+Mark = Literal["bold", "underlined", "dagger"]
+Order = Literal["above", "below", "not above"]
+# The first that has a number gives it: an ablation repeats some rows of the main table.
+_EXPERIMENTS = ("detection", "ablation", "paired", "controller", "controller_macro")
+OF_AN_INTERVAL = ("ci_low", "ci_high", "p_value")
+_ELSEWHERE = {"test": "ood", "ood": "test"}
+_IN_HUNDREDTHS = ("share_percent", "points")
+
+
+class PaperCell(Record, frozen=True, kw_only=True):
+    """One number of the paper.
+
+    Attributes:
+      table: its label, without `tab:`; of a number in the text, that of the figure or
+        the section.
+      backbone: of the paper.
+      group: heading above the row, where there is one.
+      row: its label as printed.
+      column: likewise, with the headings above it.
+      metric: "auroc", "ci_low", "accuracy_percent", "n", ...
+      value: as printed; a percentage is one of 100. None where the paper says what is
+        larger, and prints no number.
+      mark: how the paper marks it. A dagger: the 95 % interval excludes zero.
+      below: whether the paper says "less than" or "at most" the value.
+      setting: of ours; with dataset, split and detector, None without a counterpart.
+      dataset: likewise.
+      split: as the paper uses the set.
+      detector: as in result rows; "backbone" for its accuracy and numbers of answers.
+      families: of our row, as the columns that follow up to `against_families`.
+      family: likewise.
+      span: likewise.
+      kind: likewise.
+      n_closed_book: likewise.
+      against: of a difference.
+      against_families: likewise.
+      variant: wording of the passages, None for both together.
+      experiment: of our row, where it is not one of detection.
+      ours: metric of our row, where that has another name.
+      instead: families of our encoder where the run lacks `families`: the paper looks
+        into the encoders that its search selected, ours may have selected others.
+      than: the row of this table, column and metric with which the paper compares it;
+        none for fusing all encoders, from which it tells no difference.
+      sign: how the paper says that it compares, where it prints no number; without
+        `than`, to zero.
+      departs: what our row measures otherwise than the paper.
+      reason: why there is no counterpart.
+    """
+
+    table: str
+    backbone: str
+    group: str | None = None
+    row: str
+    column: str
+    metric: str
+    value: float | None = None
+    mark: Mark | None = None
+    below: bool = False
+    setting: str | None = None
+    dataset: str | None = None
+    split: str | None = None
+    detector: str | None = None
+    families: str | None = None
+    family: str | None = None
+    span: str | None = None
+    kind: str | None = None
+    n_closed_book: int | None = None
+    against: str | None = None
+    against_families: str | None = None
+    variant: str | None = None
+    experiment: str | None = None
+    ours: str | None = None
+    instead: str | None = None
+    than: str | None = None
+    sign: Order | None = None
+    departs: str | None = None
+    reason: str | None = None
+
+    @property
+    def has_counterpart(self) -> bool:
+        """Whether the line names a row of ours."""
+        return None not in (self.setting, self.dataset, self.split, self.detector)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Beside:
+    """A number of the paper and the run's.
+
+    Attributes:
+      paper: of the paper.
+      value: the run's, in the paper's units; None where it is undefined.
+      low: lower end of its 95 % interval, None if it has none.
+      high: upper end.
+      n: answers that the run's is computed on.
+      n_failed: answers without a label or a score.
+      split: how the run uses the set.
+      row: the run's; None of what is counted.
+    """
+
+    paper: PaperCell
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+    n: int
+    n_failed: int = 0
+    split: str
+    row: ResultRow | None = None
+
+
+def read_ledger() -> list[PaperCell]:
+    """Return every number of the paper's tables, in the order of print.
+
+    Raises:
+      ValueError: a line of the file is none.
+    """
+    return list(read_records(Path(__file__).with_name("paper.jsonl"), PaperCell))
+
+
+# The join.
+
+# What both sides are joined on: where, what, and which number.
+KEY = ["experiment", "detector", "families", "family", "span", "kind", "n_closed_book"]
+KEY += ["setting", "dataset", "split", "metric", "against", "against_families"]
+
+
+def _keyed(results: pandas.DataFrame) -> pandas.DataFrame:
+    """Return the seed means by `KEY`; a controller uses both settings whatever it asks.
+
+    Rows of detection are found without the name of their experiment, in their order.
+    """
+    keyed = where(results, seed="mean").copy()
+    ranks = {name: rank for rank, name in enumerate(_EXPERIMENTS)}
+    is_control = keyed["experiment"].str.startswith("controller")
+    keyed["setting"] = keyed["setting"].mask(is_control, "both")
+    keyed["rank"] = keyed["experiment"].map(ranks).fillna(len(ranks))
+    keyed["experiment"] = keyed["experiment"].where(~keyed["experiment"].isin(ranks))
+    return keyed.sort_values("rank", kind="stable").drop_duplicates(KEY)
+
+
+def _wanted(cells: Sequence[PaperCell]) -> pandas.DataFrame:
+    """Return the keys under which our row of each number may stand, the first best."""
+    keys = []
+    for place, cell in enumerate(cells):
+        if not cell.has_counterpart or cell.detector == "backbone":
+            continue
+        own = {name: getattr(cell, name) for name in KEY if name != "metric"}
+        own["metric"] = cell.ours or ("auroc" if cell.against else cell.metric)
+        for split in _splits(cell):
+            for families in dict.fromkeys(
+                (cell.families, cell.instead or cell.families)
+            ):
+                keys.append(own | {"split": split, "families": families, "cell": place})
+    wanted = pandas.DataFrame(keys, columns=[*KEY, "cell"])
+    numbers = dict.fromkeys(("n_closed_book", "cell"), "Int64")
+    return wanted.astype({name: numbers.get(name, "string") for name in wanted.columns})
+
+
+def _splits(cell: PaperCell) -> list[str]:
+    """Return the splits in which a run may have the paper's set."""
+    split = str(cell.split)
+    is_one_set = cell.dataset not in ACROSS_SETS and split in _ELSEWHERE
+    return [split, _ELSEWHERE[split]] if is_one_set else [split]
+
+
+def _from_row(cell: PaperCell, row: ResultRow) -> Beside:
+    """Return our number in the paper's units."""
+    scale = 100 if cell.metric in _IN_HUNDREDTHS else 1
+    numbers = (row.value, row.ci_low, row.ci_high)
+    value, low, high = (None if x is None else scale * x for x in numbers)
+    if cell.metric in OF_AN_INTERVAL:
+        value, low, high = getattr(row, cell.metric), None, None
+    counts = {"n": row.n, "n_failed": row.n_failed}
+    own = {"value": value, "low": low, "high": high, "row": row, **counts}
+    return Beside(paper=cell, split=row.split, **own)
+
+
+def _counted(cell: PaperCell, accuracy: Sequence[Mapping[str, Any]]) -> Beside | None:
+    """Return the model's accuracy, or its number of answers, beside the paper's."""
+    for split in _splits(cell):
+        counts = [
+            (count["n"], count["n_correct"])
+            for count in accuracy
+            if (count["setting"], count["split"]) == (cell.setting, split)
+            and cell.dataset in (count["dataset"], IN_DOMAIN)
+            and cell.variant in (count["variant"], None)
+        ]
+        if n := sum(n for n, _ in counts):
+            share = 100 * sum(n_correct for _, n_correct in counts) / n
+            value = share if cell.metric == "accuracy_percent" else float(n)
+            return Beside(paper=cell, value=value, n=n, split=split)
+    return None
+
+
+def beside(
+    cells: Sequence[PaperCell],
+    results: pandas.DataFrame,
+    accuracy: Sequence[Mapping[str, Any]] = (),
+) -> list[Beside]:
+    """Return the numbers of the paper that a run has too, in their order.
+
+    Args:
+      cells: of the paper.
+      results: of the run, see `with_summaries`.
+      accuracy: as `extract.label.labels.count_correct` gives it.
+    """
+    joined = _wanted(cells).merge(_keyed(results)[[*KEY, "row"]], on=KEY, how="inner")
+    first = joined.sort_values("cell", kind="stable").drop_duplicates("cell")
+    rows = dict(zip(first["cell"], first["row"], strict=True))
+    numbers = (
+        _counted(cell, accuracy)
+        if cell.detector == "backbone" and cell.has_counterpart
+        else rows.get(place) and _from_row(cell, rows[place])
+        for place, cell in enumerate(cells)
+    )
+    return [x for x in numbers if x is not None]
+
+
+# What the paper says of many numbers at once: the least, the most, how many.
+
+SUMMARY = "anatomy_summary"
+OTHERS = tuple(letter for letter in FAMILIES if letter != "H")
+NEAR = 0.72  # the paper's, of eleven of its twelve cases
+
+
+def _count(detector: str, metric: str, setting: str, value: float, n: int, **more: str):
+    """Return a count, or another number without an interval, as a row."""
+    fields = dict(experiment=SUMMARY, dataset=IN_DOMAIN, split="test", setting=setting)
+    fields |= dict(detector=detector, metric=metric, **more)
+    return ResultRow(value=value, n=n, **fields)
+
+
+def _as(row: ResultRow, metric: str, detector: str = "", **fields: Any) -> ResultRow:
+    """Return a row under another name, with its value and interval."""
+    gone = {"against": None, "against_families": None, "p_value": None, "span": None}
+    if detector:
+        gone |= {"detector": detector, "families": None, "family": None}
+    named = {**gone, "experiment": SUMMARY, "metric": metric, **fields}
+    return msgspec.structs.replace(row, **named)
+
+
+def _sorted(results: pandas.DataFrame) -> list[ResultRow]:
+    """Return the rows that have a value, the least first."""
+    known = results[results["value"].notna()]
+    return known.sort_values("value", kind="stable")["row"].tolist()
+
+
+def better_pairs(results: pandas.DataFrame) -> pandas.DataFrame:
+    """Return the difference to the better member, of every pair of families and set."""
+    experiments = ("anatomy_pairs", "anatomy_other_pairs")
+    rows = where(results, experiment=experiments, metric="auroc", seed="mean")
+    place = ["experiment", "families", "setting", "dataset", "split"]
+    least = rows[rows["value"].notna()].sort_values("value", kind="stable")
+    return least.drop_duplicates(place).sort_index()
+
+
+def _best_encoder(results: pandas.DataFrame) -> Iterable[ResultRow]:
+    at = {"dataset": IN_DOMAIN, "split": "validation", "metric": "auroc"}
+    at |= {"experiment": "detection", "detector": "encoder", "seed": "mean"}
+    for setting in SETTINGS:
+        for row in _sorted(where(results, setting=setting, **at))[-1:]:
+            n = float(len(row.families or ""))
+            name = "best_encoder", "families", setting
+            yield _count(*name, n, row.n, split=row.split)
+
+
+def _extremes(results: pandas.DataFrame) -> Iterable[ResultRow]:
+    """Mistakes of hidden states that others get right; what a span costs; layers."""
+    test = {"dataset": IN_DOMAIN, "split": "test", "seed": "mean"}
+    rights = where(
+        results, experiment="anatomy_complementarity", metric="rights", **test
+    )
+    rows = _sorted(where(rights, family="H"))
+    for name, row in zip(("least", "most"), (rows[:1], rows[-1:]), strict=True):
+        fields = {"detector": f"{name}_of_hidden", "setting": "both", "family": "H"}
+        yield from (_as(x, "rights", **fields) for x in row)
+    spans = where(results, experiment="anatomy_spans", metric="auroc", **test)
+    gone = where(spans, families=EVERY_FAMILY, span=("question", "context"))
+    for row in _sorted(gone[gone["against"].notna()])[:1]:
+        yield _as(row, "loss", "most_of_question_and_context", setting="both")
+    for row in where(results, experiment="anatomy_backbones", metric="spearman")["row"]:
+        yield _as(row, "spearman")
+    at = {"metric": "auroc", "dataset": IN_DOMAIN, "split": "validation"}
+    layers = where(results, experiment="anatomy_layers", seed="mean", **at)
+    if layers["value"].notna().any():
+        # The best of the mean over settings, as the sweep chooses it.
+        layer = layers.groupby("layer")["value"].mean().astype("float64").idxmax()
+        n = int(where(layers, layer=layer)["n"].sum())
+        name = "best_layer", "layer", "both"
+        yield _count(*name, float(layer), n, split="validation")
+
+
+def _near(results: pandas.DataFrame) -> Iterable[ResultRow]:
+    """Flips near the boundary, of the encoder of all families, which every run has."""
+    rows = where(
+        results,
+        experiment="anatomy_flips",
+        metric="flips_near_boundary",
+        families=EVERY_FAMILY,
+        family=OTHERS,
+        dataset=IN_DOMAIN,
+        split="test",
+    )
+    every = _sorted(rows)
+    groups = {setting: _sorted(where(rows, setting=setting)) for setting in SETTINGS}
+    for setting, group in (groups | {"both": every}).items():
+        if group:
+            yield _as(group[0], "near", "least_near", setting=setting)
+            yield _as(group[-1], "near", "most_near", setting=setting)
+    if len(every) > 1:
+        yield _as(every[1], "near", "least_but_one_near", setting="both")
+        n = sum((row.value or 0.0) >= NEAR for row in every)
+        yield _count("families", "near_at_72", "both", n, len(every))
+        yield _count("families", "near_cases", "both", len(every), len(every))
+
+
+def _gains(results: pandas.DataFrame) -> Iterable[ResultRow]:
+    """Of probabilities with attention, on both backbones where rows tell of two."""
+    better = where(better_pairs(results), families="PA")
+    here = where(better, experiment="anatomy_pairs")
+    yield from (_as(row, "gain") for row in here["row"])
+    distinct = []
+    for experiment in better["experiment"].unique():
+        rows = where(better, experiment=experiment)
+        for place in places_of(rows, EVALUATED):
+            distinct.append(where(rows, **place._asdict()))
+    every = _sorted(pandas.concat(distinct)) if distinct else []
+    if not every:
+        return
+    middle = every[statistics.median_low(range(len(every)))]
+    place = {"setting": "both", "dataset": IN_DOMAIN, "split": "test"}
+    yield _as(middle, "median_gain", **place)
+    n = sum((row.value or 0.0) > 0 for row in every)
+    name = {"detector": "encoder", "setting": "both", "families": "PA"}
+    yield _count(metric="gains_above_zero", value=n, n=len(every), **name)
+    yield _count(metric="gains", value=len(every), n=len(every), **name)
+
+
+def _counts(results: pandas.DataFrame) -> Iterable[ResultRow]:
+    """How many sets were ranked, and how many answers' heads were attributed."""
+    for setting in SETTINGS:
+        at = {"setting": setting, "seed": "mean"}
+        ranked = where(results, experiment="anatomy_combinations", **at)
+        for row in where(ranked, metric="encoders_in_set")["row"][:1]:
+            name = "sets_of_three_ranked", "sets", setting
+            yield _count(*name, float(row.n), row.n, split="validation")
+        heads = where(
+            results, experiment="anatomy_heads", metric="incompleteness", **at
+        )
+        for row in where(heads, dataset=IN_DOMAIN, split="test")["row"][:1]:
+            yield _count("heads", "answers", setting, float(row.n), row.n)
+
+
+def with_summaries(results: pandas.DataFrame) -> pandas.DataFrame:
+    """Add rows of what the paper's text says of many numbers; nothing publishes them.
+
+    A summary is the one of the rows that is least, most or in the middle, with its own
+    interval, or a count.
+    """
+    parts = (_best_encoder, _extremes, _near, _gains, _counts)
+    rows = [row for part in parts for row in part(results)]
+    return results_of([*results["row"], *rows])
+
+
+# Which order is the same.
+
+Verdict = Literal["agrees", "differs", "cannot be told", "no interval"]
+VERDICTS: Mapping[Verdict, str] = {
+    "agrees": "as in the paper",
+    "differs": "the other way",
+    "cannot be told": "cannot be told",
+    "no interval": "without an interval here",
+}
+_TO_ZERO = ("spearman", "points")
+
+
+def number_text(cell: PaperCell, value: float | None) -> str:
+    """Format a value, the paper's or the run's, as the paper prints it; None is –."""
+    metric = cell.metric
+    if value is None:
+        return "–"
+    if metric in ("n", "count", "layer"):
+        return f"{value:,.0f}"
+    if metric in ("accuracy_percent", "share_percent"):
+        return f"{value:.1f}"
+    if metric == "points":
+        return f"{value:+.1f}"
+    if metric == "p_value":
+        return p_text(value)
+    is_end = metric in OF_AN_INTERVAL and cell.against is not None
+    return number(value, metric, is_signed=is_end or metric.endswith("_difference"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sign:
+    """What is larger in the paper, and in a run.
+
+    Attributes:
+      first: the number, and the run's.
+      second: what it is compared with; None is zero.
+      order: of the paper.
+      value: the run's difference.
+      low: lower end of its interval; None where there is none.
+      high: upper end.
+      is_paired: whether the interval is of a difference on the same questions.
+    """
+
+    first: Beside
+    second: Beside | None
+    order: Order
+    value: float
+    low: float | None
+    high: float | None
+    is_paired: bool
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the run agrees, as far as its interval tells."""
+        if self.low is None or self.high is None:
+            return "no interval"
+        if self.order == "not above":
+            return "differs" if self.low > 0 else "agrees"
+        side = "above" if self.low > 0 else "below" if self.high < 0 else None
+        if side is None:
+            return "cannot be told"
+        return "agrees" if side == self.order else "differs"
+
+    @property
+    def cells(self) -> tuple[str, str, str, str]:
+        """What is compared, the paper's, the run's with intervals, and the verdict."""
+        cell, second = self.first.paper, self.second
+        to = "zero" if second is None else second.paper.row
+        paper = f"{self.order} {to}"
+        if cell.value is not None:
+            paper = ("≥ " if cell.below else "") + number_text(cell, cell.value)
+            if second is not None:
+                paper += f" beside {number_text(cell, second.paper.value)} ({to})"
+        here = _with_ends(self.first)
+        if second is not None:
+            here += f" beside {_with_ends(second)}"
+        if self.is_paired and second is not None:
+            numbers = (self.value, self.low or 0.0, self.high or 0.0)
+            change, low, high = (number(x, is_signed=True) for x in numbers)
+            here += f", difference {change} [{low}, {high}]"
+        verdict = VERDICTS[self.verdict]
+        if self.verdict == "cannot be told":
+            is_one = self.is_paired or second is None
+            verdict += ": our interval covers zero" if is_one else ": intervals overlap"
+        what = f"{cell.row} ({cell.column}; {cell.backbone})"
+        return what, paper, here, verdict
+
+
+def _with_ends(number: Beside) -> str:
+    value, *ends = (
+        number_text(number.paper, x) for x in (number.value, number.low, number.high)
+    )
+    return value if number.low is None else f"{value} [{', '.join(ends)}]"
+
+
+def _order(cell: PaperCell, than: PaperCell | None) -> Order | None:
+    """Return what the paper says; None if nothing, or that both are equal."""
+    if cell.sign is not None or cell.value is None:
+        return cell.sign
+    if than is None:
+        is_one = cell.metric.endswith("_difference") or cell.metric in _TO_ZERO
+        change = cell.value if is_one else 0.0
+    else:
+        change = cell.value - (than.value or 0.0)
+    return None if not change else "above" if change > 0 else "below"
+
+
+Differences = Mapping[tuple, ResultRow]
+
+
+def _differences(results: pandas.DataFrame) -> Differences:
+    """Return paired differences of AUROC by both sides and place."""
+    rows = where(results, metric="auroc", seed="mean")
+    rows = rows[rows["against"].notna() & rows["ci_low"].notna()]
+    found: dict[tuple, ResultRow] = {}
+    for experiment in ("anatomy_fusion", "paired"):
+        for r in where(rows, experiment=experiment)["row"]:
+            place = (r.setting, r.dataset, r.split)
+            found.setdefault((r.subject, r.rival, *place), r)
+    return found
+
+
+def _paired(
+    first: Beside, second: Beside, differences: Differences
+) -> tuple[float, float, float] | None:
+    """Return a paired difference of AUROC and its interval, whichever way it lies."""
+    if first.paper.metric != "auroc" or first.row is None or second.row is None:
+        return None
+    for sign, one, other in ((1, first.row, second.row), (-1, second.row, first.row)):
+        key = (one.subject, other.subject, one.setting, one.dataset, one.split)
+        if (row := differences.get(key)) is not None:
+            low, high = sorted(
+                (sign * (row.ci_low or 0.0), sign * (row.ci_high or 0.0))
+            )
+            return sign * (row.value or 0.0), low, high
+    return None
+
+
+def _sign(
+    first: Beside, second: Beside | None, differences: Differences
+) -> Sign | None:
+    """Compare; None where nothing is said, or a number of ours is undefined."""
+    order = _order(first.paper, None if second is None else second.paper)
+    if order is None or first.value is None:
+        return None
+    fields: dict[str, Any] = {"first": first, "second": second, "order": order}
+    if second is None:
+        ends = {"low": first.low, "high": first.high}
+        return Sign(value=first.value, is_paired=True, **ends, **fields)
+    if second.value is None:
+        return None
+    if (paired := _paired(first, second, differences)) is not None:
+        value, low, high = paired
+        return Sign(value=value, low=low, high=high, is_paired=True, **fields)
+    value, ends = first.value - second.value, {"low": None, "high": None}
+    if first.low is not None and first.high is not None:
+        # What has no interval is no measurement: an even share.
+        low = second.value if second.low is None else second.low
+        high = second.value if second.high is None else second.high
+        ends = {"low": first.low - high, "high": first.high - low}
+    return Sign(value=value, is_paired=False, **ends, **fields)
+
+
+def signs(numbers: Sequence[Beside], results: pandas.DataFrame) -> list[Sign]:
+    """Return every comparison of the paper that a run can be asked about, in order.
+
+    Args:
+      numbers: of the paper and the run.
+      results: of the run; paired differences are looked up there.
+    """
+    differences, made = _differences(results), []
+    at = ("table", "backbone", "row", "column", "metric")
+    by_place = {tuple(getattr(b.paper, x) for x in at): b for b in numbers}
+    for first in numbers:
+        cell, second = first.paper, None
+        if cell.than is not None:
+            place = (cell.table, cell.backbone, cell.than, cell.column, cell.metric)
+            if (second := by_place.get(place)) is None or second.split != first.split:
+                continue
+        made.append(_sign(first, second, differences))
+    return [sign for sign in made if sign is not None]
+
+
+def signs_by_table(
+    cells: Sequence[PaperCell], results: pandas.DataFrame
+) -> dict[str, list[Sign]]:
+    """Return the comparisons that a run's rows can be asked about, by table."""
+    results = with_summaries(results)
+    by_table: dict[str, list[Sign]] = {}
+    for sign in signs(beside(cells, results), results):
+        by_table.setdefault(sign.first.paper.table, []).append(sign)
+    return by_table
+
+
+def verdict_counts(compared: Sequence[Sign]) -> list[tuple[str, str]]:
+    """Return how many comparisons have each verdict, in words; empty without any."""
+    counts = collections.Counter(sign.verdict for sign in compared)
+    return [(words, str(counts[v])) for v, words in VERDICTS.items() if counts[v]]
+
+
+# The ledger: the paper's tables with a run's own numbers, and what differs.
+
+_MARKS = {"bold": "**{}**", "underlined": "<u>{}</u>", "dagger": "{}†", None: "{}"}
+_RETRIEVAL = "needs the paper's own retrieval over Wikipedia for all sets"
+_WHY_NOT = dict.fromkeys(("realrag-detection", "realrag-detection-gemma"), _RETRIEVAL)
+_MISSING = "this run has none of its sets or detectors"
+_NO_ANATOMY = "rows of `beatrice anatomy` that this run does not have"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """What the paper's numbers are laid beside: an evaluated run.
+
+    Attributes:
+      rows: of its results.
+      examples: its questions.
+      labels: of its answers, by key.
+      backbone: name of its model.
+      label_rule: by which its answers were judged, in words.
+      passages: which ones its questions have.
+      n_seeds: of training.
+      n_resamples: of the intervals.
+    """
+
+    rows: Sequence[ResultRow]
+    examples: Sequence[Example]
+    labels: Mapping[tuple[str, str, str], Label]
+    backbone: str
+    label_rule: str
+    passages: Any
+    n_seeds: int
+    n_resamples: int
+
+
+def _backbones(cells: Iterable[PaperCell]) -> str:
+    """Name the paper's models, each once; a number may be of both."""
+    names = (name for cell in cells for name in cell.backbone.split(" and "))
+    return " and ".join(dict.fromkeys(names))
+
+
+def experiments_differ(
+    run: Experiment, cells: Sequence[PaperCell]
+) -> list[tuple[str, str, str]]:
+    """Return what differs between the paper's experiment and a run: what, paper, here.
+
+    Args:
+      run: the other one.
+      cells: of the paper; its sizes are read there (`tab:label-dist`). The rest is
+        of its section 4.1 and appendix B.
+    """
+    variants = {label.variant for label in run.labels.values()}
+    wordings = "two wordings" if "rewritten" in variants else "one wording"
+    judges = "three prompts to a larger model of the same family, unanimous"
+    passages = "supporting, in two wordings where in-domain"
+    facts = [
+        ("Backbone", _backbones(cells), run.backbone),
+        ("Answers judged by", judges, run.label_rule),
+        ("Passages", passages, f"{run.passages}, in {wordings}"),
+        ("Training seeds", "3", str(run.n_seeds)),
+        ("Resamples", "10,000", f"{run.n_resamples:,}"),
+    ]
+    for split in ("train", "validation", "test", "ood"):
+        sizes = [
+            f"{cell.dataset} {cell.value:,.0f}"
+            for cell in cells
+            if (cell.metric, cell.split) == ("n", split) and cell.dataset != IN_DOMAIN
+        ]
+        counts = collections.Counter(
+            e.dataset for e in run.examples if e.split == split
+        )
+        here = ", ".join(f"{name} {n:,}" for name, n in counts.items()) or "none"
+        facts.append((f"Questions, {SPLIT_LABELS[split]}", ", ".join(sizes), here))
+    return [fact for fact in facts if fact[1] != fact[2]]
+
+
+def _pair(numbers: Sequence[Beside]) -> str:
+    """Format one printed cell: what the paper has → what the run has."""
+    paper, here = [], []
+    for b in numbers:
+        text = ("< " if b.paper.below else "") + number_text(b.paper, b.paper.value)
+        paper.append(_MARKS[b.paper.mark].format(text))
+        here.append("n/a" if b.value is None else number_text(b.paper, b.value))
+    return f"{'/'.join(paper)} → {'/'.join(here)}"
+
+
+def _note(label: str, numbers: Sequence[Beside], n_paper: Mapping[tuple, Any]) -> str:
+    """Say how a set differs: its use and its size; empty where it does not."""
+    first, parts = numbers[0], []
+    if first.split != first.paper.split:
+        words = {"test": "in-domain", "ood": "held out"}
+        uses = words[first.split], words[str(first.paper.split)]
+        parts.append(f"{uses[0]} here, {uses[1]} in the paper")
+    there = n_paper.get((first.paper.dataset, first.paper.split))
+    n, n_failed = (max(getattr(b, name) for b in numbers) for name in ("n", "n_failed"))
+    is_of_answers = first.row is not None and ":" not in first.paper.table
+    if there not in (None, n) and is_of_answers:
+        parts.append(f"{n:,} answers here, {there:,.0f} questions in the paper")
+    if n_failed:
+        parts.append(f"up to {n_failed:,} here without a label or a score")
+    return f"* {label}: {'; '.join(parts)}\n" if parts else ""
+
+
+def _table(numbers: Sequence[Beside], n_paper: Mapping[tuple, Any]) -> str:
+    """Lay a table's shared numbers out as the paper does, and how its sets differ."""
+    lines: dict[str, dict[str, list[Beside]]] = {}
+    places = collections.defaultdict(set)
+    n_backbones = len({b.paper.backbone for b in numbers})
+    for b in numbers:
+        row = b.paper.row + (f" ({b.paper.backbone})" if n_backbones > 1 else "")
+        lines.setdefault(row, {}).setdefault(b.paper.column, []).append(b)
+        places[b.paper.column].add((b.paper.setting, b.paper.dataset, b.paper.split))
+    text = markdown(
+        ["Paper → here", *places],
+        [
+            [row, *(_pair(cells[c]) if c in cells else "–" for c in places)]
+            for row, cells in lines.items()
+        ],
+    )
+    # A set is a column in most tables and a row in some.
+    is_row = max(map(len, places.values())) > 1
+    by_set: dict[str, list[Beside]] = {}
+    for b in numbers:
+        by_set.setdefault(b.paper.row if is_row else b.paper.column, []).append(b)
+    notes = "".join(_note(label, group, n_paper) for label, group in by_set.items())
+    others = (
+        f"* Here the encoder of {b.row.families} for that of {b.paper.families}\n"
+        for b in numbers
+        if b.row is not None and b.row.families != b.paper.families
+    )
+    departures = (
+        f"* Measured here: {b.paper.departs}\n" for b in numbers if b.paper.departs
+    )
+    notes += "".join(dict.fromkeys((*others, *departures)))
+    return text + (f"\n{notes}" if notes else "")
+
+
+def _absent(whole: Sequence[PaperCell], numbers: Sequence[Beside]) -> str:
+    """List which numbers of a table have none here, by the reason."""
+    have = {id(b.paper) for b in numbers}
+    reasons: dict[str, list[PaperCell]] = {}
+    for cell in whole:
+        if id(cell) in have or (cell.reason is None and cell.experiment is None):
+            continue  # those of other sets and detectors are counted, not named
+        reasons.setdefault(cell.reason or _NO_ANATOMY, []).append(cell)
+    return "".join(
+        f"* {len(cells)} without a number here: {reason} "
+        f"({'; '.join(dict.fromkeys(f'{c.row}, {c.column}' for c in cells))})\n"
+        for reason, cells in reasons.items()
+    )
+
+
+def as_markdown(
+    cells: Sequence[PaperCell],
+    numbers: Sequence[Beside],
+    differing: Sequence[tuple[str, str, str]],
+    compared: Sequence[Sign] = (),
+) -> str:
+    """Format what differs, and then each table of the paper with the run's numbers.
+
+    Bold, underlined and † are the paper's marks. Rows that the run has nothing of are
+    left out and counted.
+
+    Args:
+      cells: of the paper.
+      numbers: those that the run has, of the same cells.
+      differing: see `experiments_differ`.
+      compared: what is larger, in the paper and here.
+    """
+    parts, absent = [markdown(("What differs", "Paper", "Here"), differing)], ""
+    n_paper = {(c.dataset, c.split): c.value for c in cells if c.metric == "n"}
+    by_table: dict[str, list[PaperCell]] = {}
+    for cell in cells:
+        by_table.setdefault(cell.table, []).append(cell)
+    for table, whole in by_table.items():
+        own = [b for b in numbers if b.paper.table == table]
+        n_whole = sum(cell.value is not None for cell in whole)
+        n_own = sum(b.paper.value is not None for b in own)
+        heading = table if ":" in table else f"tab:{table}"
+        if not own:
+            reasons = (c.reason or c.experiment and _NO_ANATOMY for c in whole)
+            named = "; ".join(dict.fromkeys(filter(None, reasons)))
+            why = _WHY_NOT.get(table, named or _MISSING)
+            absent += f"* {heading}, {n_whole} numbers: {why}\n"
+            continue
+        parts.append(f"## {heading} ({_backbones(whole)})\n")
+        parts.append(f"{n_own} of its {n_whole} numbers have one here.\n")
+        parts += [_table(own, n_paper), _absent(whole, own)]
+        if of_table := [x for x in compared if x.first.paper.table == table]:
+            parts.append(markdown(("Verdict", "Comparisons"), verdict_counts(of_table)))
+            heads = ("What is compared", "Paper", "Here", "Sign")
+            parts.append(markdown(heads, [sign.cells for sign in of_table]))
+    if absent:
+        parts += ["## Without a number of this run\n", absent]
+    return "\n".join(filter(None, parts))
+
+
+def ledger(run: Experiment) -> str:
+    """Return the paper's tables with the numbers of an evaluated run, as Markdown."""
+    cells, results = read_ledger(), with_summaries(results_of(run.rows))
+    numbers = beside(cells, results, count_correct(run.examples, run.labels))
+    differing = experiments_differ(run, cells)
+    return as_markdown(cells, numbers, differing, signs(numbers, results))

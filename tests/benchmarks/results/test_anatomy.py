@@ -1,0 +1,137 @@
+"""The anatomy on the page: figures and tables from rows alone."""
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+
+from beatrice.benchmarks.results import anatomy
+from beatrice.benchmarks.results.paper import read_ledger, signs_by_table
+from beatrice.benchmarks.results.report import render_report
+from beatrice.benchmarks.results.tables import results_of, where
+from tests.benchmarks.results.sample import (
+    PARTS,
+    anatomy_rows,
+    sample_report,
+    sample_results,
+    undefined,
+)
+
+ROWS = anatomy_rows()
+
+
+@pytest.fixture(scope="module")
+def parts():
+    return anatomy.anatomy_parts(results_of(ROWS), PARTS["studies"])
+
+
+def test_every_analysis_has_what_to_look_at_and_a_table_or_a_figure(parts):
+    assert [part.title for part in parts] == [x.title for x in anatomy.ANALYSES]
+    for part in parts:
+        assert part.look and (part.pictures or part.tables), part.title
+    assert sum(len(part.pictures) for part in parts) == 18
+    assert parts[-1].cases == PARTS["studies"]
+
+
+def test_every_row_of_the_anatomy_is_in_a_table_or_a_figure(parts):
+    """Parts of the ranking and cells of the boundary are drawn; heads are mapped."""
+    tables = [table for part in parts for _, table in part.tables]
+    cells = (cell for table in tables for line in table.lines for cell in line.cells)
+    shown = {id(m.row) for cell in cells for m in cell if m is not None}
+    drawn = {"share", "answers", "flips"}  # of many rows, which figures show
+    lacking = {
+        (row.experiment, row.metric)
+        for row in ROWS
+        if id(row) not in shown and row.metric not in drawn and row.seed == "mean"
+    }
+    assert lacking <= {
+        ("anatomy_complementarity", "error_rate"),  # of held-out sets
+        ("anatomy_complementarity", "rights"),
+        ("anatomy_backbones", "auroc"),  # the points of a figure
+        ("anatomy_pairs", "auroc"),  # to the worse member
+        ("anatomy_other_pairs", "auroc"),
+        ("anatomy_spans", "auroc"),  # both sides of a difference
+        ("anatomy_flips", "accuracy"),
+        ("anatomy_flips", "mean_contribution"),  # beside the paper's
+        ("anatomy_grounding", "flip_rate"),
+        ("anatomy_heads", "incompleteness"),
+        ("anatomy_positions", "incompleteness"),
+        ("anatomy_labels", "labels"),
+        ("anatomy_layers", "auroc"),  # of single and held-out sets
+    }
+
+
+def test_the_table_of_flips_has_the_rows_rates(parts):
+    (part,) = (x for x in parts if x.title.startswith("Which family decides"))
+    (table,) = (t for h, t in part.tables if h == "With context, all in-domain")
+    rows = where(
+        results_of(ROWS),
+        experiment="anatomy_flips",
+        metric="flip_rate",
+        setting="with_context",
+        dataset="all in-domain",
+    )["row"]
+    rates = {line.label: line.cells[0][0].row for line in table.lines}
+    names = {"H": "hidden states", "P": "probabilities"}
+    for row in rows:
+        if row.family in names:
+            assert rates[f"{names[row.family]} in [{row.families}]"] == row
+    assert {m.rank for line in table.lines for cell in line.cells for m in cell} == {
+        None
+    }
+
+
+def test_the_boundary_has_a_cell_for_each_row():
+    rows = [
+        r for r in ROWS if r.experiment == "anatomy_boundary" and r.bin_x is not None
+    ]
+    assert len({r.bin_width for r in rows}) == 1 and len(rows) > 8
+    pictures, _ = anatomy.flips(results_of(rows))
+    assert {p.title for p in pictures} == {"Closed-book", "With context"}
+
+
+def test_undefined_numbers_break_nothing():
+    hollow = results_of(map(undefined, ROWS))
+    for part in anatomy.anatomy_parts(hollow, PARTS["studies"]):
+        for picture in part.pictures:
+            assert "nan" not in picture.svg, part.title
+
+
+def test_a_run_without_the_anatomy_has_none_and_one_setting_is_enough():
+    assert anatomy.anatomy_parts(results_of([])) == []
+    alone = results_of(row for row in ROWS if row.setting == "closed_book")
+    titles = [part.title for part in anatomy.anatomy_parts(alone)]
+    assert "What attention responds to" not in titles and len(titles) > 8
+
+
+def test_the_curve_of_all_labels_ends_in_the_rows_of_detection():
+    results = results_of([*ROWS, *sample_results()["row"]])
+    at = dict(setting="closed_book", **anatomy.TEST)
+    shown = where(results, experiment="anatomy_labels", **at)
+    curves = anatomy._learning_curves(results, shown, "closed_book")
+    last = where(results, experiment="detection", detector="early_fusion", **at)
+    (value,) = where(last, metric="auroc")["value"]
+    n_labels, auroc = curves["encoder of all four"][-1]
+    assert auroc == value and n_labels == max(where(shown, metric="labels")["value"])
+    assert np.all(np.diff([n for n, _ in curves["hidden states"]]) > 0)
+
+
+def test_the_page_shows_it_and_escapes_the_cases():
+    data = sample_report()
+    data = dataclasses.replace(data, rows=[*data.rows, *ROWS], studies=PARTS["studies"])
+    page = render_report(data)
+    section = re.search(r'<section id="anatomy">.*?</section>', page, re.DOTALL).group()
+    assert 'class="empty"' not in section
+    assert section.count("<svg") == 18
+    assert "<script>" not in section and "&lt;script&gt;" in section
+
+
+def test_every_comparison_with_the_paper_stands_beside_an_analysis(parts):
+    by_table = signs_by_table(read_ledger(), results_of(ROWS))
+    shown = [sign.cells for part in parts for sign in part.beside]
+    assert len(shown) == sum(map(len, by_table.values())) > 30
+    for _, _, here, verdict in shown:
+        assert "[" in here or verdict == "without an interval here", here
+    placed = [table for analysis in anatomy.ANALYSES for table in analysis.beside]
+    assert by_table.keys() <= set(placed) and len(set(placed)) == len(placed)

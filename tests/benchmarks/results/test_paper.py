@@ -1,0 +1,479 @@
+"""The paper's numbers: as printed, beside a run's, and which order is the same."""
+
+import collections
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from beatrice.benchmarks.results.names import encoder
+from beatrice.benchmarks.results.paper import (
+    PaperCell,
+    as_markdown,
+    beside,
+    read_ledger,
+    signs,
+    signs_by_table,
+    verdict_counts,
+    with_summaries,
+)
+from beatrice.benchmarks.results.tables import results_of
+from beatrice.extract.records import IN_DOMAIN
+from tests.benchmarks.results.sample import anatomy_rows, row, undefined
+
+ROOT = Path(__file__).parents[3]
+# How many numerals the LaTeX of each table has; counted by a reader that knows no
+# columns, when the tables were transcribed.
+N_NUMBERS = {
+    "main-detection": 169,
+    "ablation": 107,
+    "label-dist": 69,
+    "appendix-detection": 231,
+    "appendix-detection-ctx": 329,
+    "significance": 40,
+    "champion-vs-hidden": 40,
+    "span-ablation": 56,
+    "textonly-control": 51,
+    "anatomy-flip-profile": 64,
+    "anatomy-grounding": 18,
+    "realrag-detection": 329,
+    "realrag-detection-gemma": 329,
+    "pgir-application": 120,
+    "case-studies": 11,
+    "gemma-detection": 185,
+    "gemma-pgir": 120,
+}
+# Numbers that only the anatomy's text and captions print, counted as read and again
+# among all numerals of those sections; and what is said of an order without a number.
+N_IN_TEXT = {
+    "fig:complementarity": 2,
+    "fig:signal-synergy": 2,
+    "fig:combination-search": 3,
+    "fig:gemma-combination-search": 4,
+    "sec:anatomy": 3,
+    "app:span": 4,
+    "fig:layer-sweep": 1,
+    "fig:boundary-band": 8,
+    "app:anatomy-signals": 1,
+    "fig:cross-model-synergy, top": 2,
+    "fig:cross-model-synergy, bottom": 4,
+    "fig:attention-heads": 5,
+    "app:cases": 1,
+}
+N_ORDERS = {"fig:complementarity": 8, "fig:boundary-band": 8, "fig:attention-heads": 1}
+RANKED = ("auroc", "auprc", "em", "f1")
+UNRANKED_ROWS = ("Random AUPRC (error rate)", "Late fusion (all)")
+CELLS = read_ledger()
+
+
+def of(table, *metrics):
+    return [c for c in CELLS if c.table == table and c.metric in metrics]
+
+
+def test_every_table_of_the_paper_is_there_with_all_its_numbers():
+    printed = collections.Counter(c.table for c in CELLS if c.value is not None)
+    assert printed == N_NUMBERS | N_IN_TEXT
+    assert collections.Counter(c.table for c in CELLS if c.value is None) == N_ORDERS
+
+
+def test_no_two_lines_are_the_same_number_of_the_paper():
+    places = [(c.table, c.backbone, c.row, c.column, c.metric) for c in CELLS]
+    assert len(set(places)) == len(places)
+
+
+def test_the_wheel_takes_the_ledger_along():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    taken = project["tool"]["setuptools"]["package-data"]["beatrice.benchmarks.results"]
+    assert "paper.jsonl" in taken
+
+
+def test_what_the_paper_marks_as_best_and_second_is_so_in_every_column():
+    columns = collections.defaultdict(list)
+    for cell in CELLS:
+        if cell.metric in RANKED and cell.row not in UNRANKED_ROWS:
+            columns[cell.table, cell.column, cell.metric].append(cell)
+    n_checked = 0
+    for place, own in columns.items():
+        marked = collections.defaultdict(set)
+        for cell in own:
+            marked[cell.mark].add(cell.value)
+        first, second, *_ = [*sorted({c.value for c in own}, reverse=True), None]
+        if marked["bold"]:
+            n_checked += 1
+            assert marked["bold"] == {first}, place
+        if marked["underlined"]:
+            assert marked["underlined"] == {second}, place
+    assert n_checked == 16 + 16 + 14 + 14 + 8 + 14 + 14 + 14 + 16 + 14
+
+
+@pytest.mark.parametrize("panorama", ["appendix-detection", "appendix-detection-ctx"])
+def test_the_main_table_repeats_the_panoramas(panorama):
+    def by_place(cells):
+        return {(c.setting, c.dataset, c.detector, c.metric): c.value for c in cells}
+
+    whole = by_place(of(panorama, "auroc", "auprc"))
+    main = by_place(of("main-detection", "auroc", "auprc"))
+    shared = main.keys() & whole.keys()
+    assert len(shared) > 70
+    assert {key: main[key] for key in shared} == {key: whole[key] for key in shared}
+
+
+def test_the_auprc_of_guessing_is_the_share_of_wrong_answers():
+    right = {
+        (c.setting, c.dataset, c.split): c.value
+        for c in of("label-dist", "accuracy_percent")
+        if c.variant == "original"
+    }
+    guessing = [c for c in CELLS if c.detector == "majority" and c.metric == "auprc"]
+    checked = [c for c in guessing if c.split is not None]
+    assert len(checked) == 14
+    for cell in checked:
+        share = 1 - right[cell.setting, cell.dataset, cell.split] / 100
+        assert cell.value == pytest.approx(share, abs=0.0021), cell
+
+
+@pytest.mark.parametrize("table", ["pgir-application", "gemma-pgir"])
+def test_macro_is_the_mean_of_the_six_sets(table):
+    for name in {cell.row for cell in of(table, "em")}:
+        for metric in ("em", "f1"):
+            own = [c for c in of(table, metric) if c.row == name]
+            *sets, macro = [cell.value for cell in own]
+            assert len(sets) == 6
+            assert macro == pytest.approx(sum(sets) / 6, abs=0.001)
+
+
+def test_a_difference_is_that_of_the_two_aurocs_beside_it():
+    own = collections.defaultdict(dict)
+    for cell in of("champion-vs-hidden", "auroc", "auroc_difference"):
+        own[cell.row][cell.column] = cell.value
+    for aurocs in own.values():
+        gain = aurocs["Champion"] - aurocs["Hidden only"]
+        assert gain == pytest.approx(aurocs["Difference (95% CI)"], abs=0.0016)
+
+
+def found_of(rows, accuracy=()):
+    return {
+        (b.paper.table, b.paper.row, b.paper.column, b.paper.metric): b
+        for b in beside(CELLS, results_of(rows), accuracy)
+    }
+
+
+def test_a_run_stands_beside_the_same_detector_set_setting_and_metric_only():
+    place = ("popqa", "ood")
+    found = found_of([row("champion", "closed_book", place, "auprc", 0.25)])
+    assert {key[2:] for key in found} == {
+        ("Closed-book, PopQA", "auprc"),
+        ("PopQA", "auprc"),
+    }
+    assert {b.paper.value for b in found.values()} == {0.976, 0.993}
+    assert {b.value for b in found.values()} == {0.25}
+    rows = [row(encoder("P"), "closed_book", place, "auprc", 0.25)]
+    assert found_of(rows) == {}
+
+
+def test_a_set_that_the_paper_held_out_may_be_in_domain_and_a_note_says_so():
+    at = ("main-detection", "BEATRICE", "With context, NQ", "auroc")
+    inside = row("champion", "with_context", ("nq", "test"), "auroc", 0.7)
+    outside = row("champion", "with_context", ("nq", "ood"), "auroc", 0.6)
+    assert found_of([inside])[at].split == "test"
+    assert found_of([inside, outside])[at].value == 0.6
+    told = as_markdown(CELLS, beside(CELLS, results_of([inside])), [])
+    assert "* With context, NQ: in-domain here, held out in the paper; 398 a" in told
+
+
+def test_the_in_domain_sets_together_are_never_taken_for_held_out_ones():
+    place = (IN_DOMAIN, "ood")
+    assert found_of([row("champion", "closed_book", place, "auroc", 0.7)]) == {}
+
+
+def test_an_undefined_number_is_shown_as_such_and_one_of_a_single_seed_not_at_all():
+    place = ("triviaqa", "ood")
+    gone = undefined(row("tfidf", "closed_book", place, "auroc", 0.5))
+    told = as_markdown(CELLS, beside(CELLS, results_of([gone])), [])
+    assert "| TF-IDF + logistic regr. | .643 → n/a |" in told
+    seed = row("tfidf", "closed_book", place, "auroc", 0.6, seed="1")
+    assert beside(CELLS, results_of([seed])) == []
+
+
+def test_a_gain_stands_beside_the_papers_with_its_interval():
+    fields = dict(experiment="paired", rival="hidden_only", p_value=0.5)
+    fields |= dict(ci_low=-0.01, ci_high=0.03)
+    place = ("nq", "ood")
+    gain = row("champion", "with_context", place, "auroc", 0.01, **fields)
+    told = as_markdown(CELLS, beside(CELLS, results_of([gain])), [])
+    assert "| With context, NQ | +.016†/+.005/+.027 → +.010/-.010/+.030 |" in told
+
+
+def test_accuracy_of_all_in_domain_sets_counts_every_answer_of_the_wording():
+    counts = [("hotpotqa", "original", 100, 30), ("musique", "original", 300, 30)]
+    counts += [("hotpotqa", "rewritten", 100, 90)]
+    names = ("dataset", "variant", "n", "n_correct")
+    accuracy = [
+        dict(zip(names, own, strict=True), setting="with_context", split="test")
+        for own in counts
+    ]
+    found = found_of([], accuracy)
+    at = ("label-dist", "Test, All", "With-context, Orig. (%)", "accuracy_percent")
+    assert found[at].value == 15.0
+    at = (at[0], "Test, HotpotQA", "With-context, Rewr. (%)", at[3])
+    assert found[at].value == 90.0
+
+
+def test_every_table_is_told_of_with_what_differs_first():
+    differing = [("Backbone", "Qwen", "embedded")]
+    told = as_markdown(CELLS, [], differing)
+    assert "| Backbone | Qwen | embedded |" in told
+    for table, n in N_NUMBERS.items():
+        assert f"* tab:{table}, {n} numbers: " in told
+
+
+# Which order is the same.
+
+TEST = dict(setting="with_context", dataset=IN_DOMAIN, split="test")
+ANATOMY = [c for c in CELLS if c.experiment is not None or c.reason is not None]
+
+
+POOLED = (IN_DOMAIN, "test")
+
+
+def of_run(experiment, name, metric, value, low=None, high=None, **changes):
+    fields = dict(experiment=experiment, ci_low=low, ci_high=high, n=100) | changes
+    place = fields.pop("dataset", IN_DOMAIN), fields.pop("split", "test")
+    return row(name, "with_context", place, metric, value, **fields)
+
+
+def flips(family, value, half=0.01, families="HPRA"):
+    ends = value - half, value + half
+    name, fields = encoder(families), {"family": family}
+    return of_run("anatomy_flips", name, "flip_rate", value, *ends, **fields)
+
+
+def only(rows, cells=CELLS):
+    results = results_of(rows)
+    compared = signs(beside(cells, results), results)
+    return {(s.first.paper.row, s.first.paper.backbone): s for s in compared}
+
+
+def summaries(rows):
+    added = with_summaries(results_of(rows))["row"]
+    return [r for r in added if r.experiment == "anatomy_summary"]
+
+
+def value_of(table, row, column, metric):
+    (cell,) = (
+        c
+        for c in CELLS
+        if (c.table, c.row, c.column, c.metric) == (table, row, column, metric)
+    )
+    return cell.value
+
+
+@pytest.mark.parametrize(
+    ("table", "row", "column", "metric", "value"),
+    [
+        ("anatomy-grounding", "Wrong answers present in passage", "NQ", None, 45.1),
+        ("fig:cross-model-synergy, top", None, "Closed-book", "spearman", 0.78),
+        ("fig:cross-model-synergy, top", None, "With context", "spearman", 0.79),
+        ("fig:cross-model-synergy, bottom", None, "Closed-book, TQA", "points", 6.4),
+        ("fig:attention-heads", "The eight largest", "[A]", "share_percent", 8.3),
+        ("fig:boundary-band", "Resid", None, "share", 0.45),
+        ("fig:layer-sweep", None, "both", "layer", 17),
+    ],
+)
+def test_a_number_of_the_anatomy_is_the_papers(table, row, column, metric, value):
+    wanted = dict(table=table, row=row, column=column, metric=metric)
+    own = [
+        c.value
+        for c in CELLS
+        if all(getattr(c, k) == v for k, v in wanted.items() if v is not None)
+    ]
+    assert own == [value]
+
+
+def test_the_captions_losses_are_differences_of_the_tables_numbers():
+    own = [c for c in CELLS if c.table == "app:span"]
+    for cell in own:
+        gone, whole = (
+            value_of("span-ablation", row, cell.column, "auroc")
+            for row in ("Answer", "None (full)")
+        )
+        assert cell.value == pytest.approx(gone - whole, abs=1e-9)
+
+
+def test_the_precision_that_others_are_compared_with_is_the_one_in_bold():
+    own = [c for c in CELLS if c.metric == "flip_precision" and c.table.endswith("ile")]
+    by_place = {(c.backbone, c.row, c.column): c for c in own}
+    compared = [c for c in own if c.than is not None]
+    assert len(compared) == 8
+    for cell in compared:
+        best = by_place[cell.backbone, cell.than, cell.column]
+        assert best.mark == "bold" and best.value > cell.value
+
+
+def test_every_number_of_the_anatomy_has_a_row_of_ours_or_a_reason():
+    tables = {c.table for c in ANATOMY}
+    of_anatomy = [c for c in CELLS if c.table in tables]
+    assert len(of_anatomy) == 64 + 18 + 11 + 40 + 17
+    for cell in of_anatomy:
+        assert cell.has_counterpart != (cell.reason is not None), cell
+
+
+def test_what_is_compared_is_a_row_of_the_same_table():
+    places = {(c.table, c.backbone, c.row, c.column, c.metric) for c in CELLS}
+    compared = [c for c in CELLS if c.than is not None]
+    assert len(compared) == 100  # 36 + 20 of ablations, 20 + 9 + 15 of the anatomy
+    for c in compared:
+        assert (c.table, c.backbone, c.than, c.column, c.metric) in places
+
+
+def test_rows_of_every_analysis_that_the_paper_has_find_their_numbers():
+    own = beside(ANATOMY, with_summaries(results_of(anatomy_rows())))
+    lacking = {c.table for c in ANATOMY} - {b.paper.table for b in own}
+    assert lacking == {"case-studies", "app:cases", "fig:signal-synergy"}
+
+
+def test_an_order_that_our_intervals_show_agrees_or_differs():
+    known = [flips("H", 0.6), flips("P", 0.1), flips("A", 0.8)]
+    found = only(known)
+    assert found["Prob", "Qwen3.5-9B"].verdict == "agrees"
+    assert found["Attn", "Qwen3.5-9B"].verdict == "differs"
+    _, paper, here, verdict = found["Attn", "Qwen3.5-9B"].cells
+    assert paper == ".065 beside .668 (Hidden)" and verdict == "the other way"
+    assert here == ".800 [.790, .810] beside .600 [.590, .610]"
+
+
+def test_overlapping_intervals_leave_an_order_open():
+    found = only([flips("H", 0.5, 0.1), flips("P", 0.4, 0.1)])
+    assert found["Prob", "Gemma 4 E4B"].verdict == "cannot be told"
+    assert "intervals overlap" in found["Prob", "Gemma 4 E4B"].cells[3]
+
+
+def test_the_papers_own_encoder_is_taken_where_a_run_has_it():
+    rows = [flips("P", 0.1), flips("P", 0.2, families="HPA")]
+    rate = [b for b in beside(CELLS, results_of(rows)) if b.paper.row == "Prob"]
+    assert {b.value for b in rate} == {0.2}
+    assert {b.value for b in beside(CELLS, results_of(rows[:1]))} == {0.1}
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "verdict"),
+    [
+        (0.1, 0.3, "agrees"),
+        (-0.1, 0.5, "cannot be told"),
+        (-0.5, -0.1, "differs"),
+        (None, None, "no interval"),
+    ],
+)
+def test_a_correlation_has_the_papers_sign_where_its_interval_excludes_zero(
+    low, high, verdict
+):
+    value = 0.2 if low is None else (low + high) / 2
+    rows = [of_run("anatomy_backbones", "two_backbones", "spearman", value, low, high)]
+    (sign,) = signs_by_table(CELLS, results_of(rows))["fig:cross-model-synergy, top"]
+    assert sign.verdict == verdict
+    assert ("covers zero" in sign.cells[3]) == (verdict == "cannot be told")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "verdict"),
+    [(-0.2, 0.1, "agrees"), (-0.2, -0.1, "agrees"), (0.1, 0.2, "differs")],
+)
+def test_no_more_than_random_heads_is_less_or_not_told_apart(low, high, verdict):
+    middle = (low + high) / 2
+    names = "anatomy_heads", encoder("HPRA"), "moved_more_by_top_heads"
+    results = results_of([of_run(*names, middle, low, high)])
+    (sign,) = signs_by_table(CELLS, results)["fig:attention-heads"]
+    assert sign.verdict == verdict
+
+
+def test_a_paired_difference_is_preferred_and_turned_the_papers_way():
+    rows = [
+        of_run("detection", name, "auroc", value, value - 0.05, value + 0.05)
+        for name, value in (("champion", 0.9), ("hidden_only", 0.88))
+    ]
+    assert only(rows)["Hidden-only", "Qwen3.5-9B"].verdict == "cannot be told"
+    name, rival = "anatomy_fusion", {"rival": "hidden_only"}
+    gain = of_run(name, "champion", "auroc", 0.02, 0.01, 0.03, **rival)
+    found = only([*rows, gain])
+    assert found["Hidden-only", "Qwen3.5-9B"].verdict == "agrees"
+
+
+def test_what_the_paper_has_equal_or_ours_undefined_is_not_compared():
+    cells = [
+        PaperCell(table="t", backbone="b", row=name, column="c", metric="auroc", **rest)
+        for name, rest in (
+            ("one", TEST | dict(value=0.5, detector="champion", than="two")),
+            ("two", TEST | dict(value=0.5, detector="tfidf")),
+        )
+    ]
+    rows = [
+        of_run("detection", name, "auroc", 0.5, 0.4, 0.6)
+        for name in ("champion", "tfidf")
+    ]
+    assert only(rows, cells) == {}
+    assert only([undefined(flips(x, 0.5)) for x in "HP"]) == {}
+
+
+def test_least_most_and_middle_are_rows_with_their_own_intervals():
+    rights = [
+        of_run(
+            "anatomy_complementarity", encoder(x), "rights", v, v - 0.1, v, family="H"
+        )
+        for x, v in (("P", 0.5), ("R", 0.2), ("A", 0.4))
+    ]
+    found = {row.detector: row for row in summaries(rights)}
+    assert (found["least_of_hidden"].value, found["most_of_hidden"].value) == (0.2, 0.5)
+    assert found["least_of_hidden"].ci_low == pytest.approx(0.1)
+    gains = [
+        of_run(
+            "anatomy_pairs",
+            encoder("PA"),
+            "auroc",
+            value,
+            value - 0.01,
+            value + 0.01,
+            rival=encoder(x),
+            dataset=name,
+        )
+        for name, pair in (("a", (0.3, 0.1)), ("b", (-0.2, 0.2)), ("c", (0.04, 0.05)))
+        for x, value in zip("PA", pair, strict=True)
+    ]
+    found = {row.metric: row for row in summaries(gains) if row.setting == "both"}
+    assert found["median_gain"].value == 0.04
+    assert found["gains_above_zero"].value == 2 and found["gains"].value == 3
+
+
+def test_one_in_domain_set_is_counted_once_among_the_gains():
+    one = dict(rival=encoder("P"))
+    gains = [
+        of_run("anatomy_pairs", encoder("PA"), "auroc", 0.1, 0, 0.2, **place)
+        for place in (one, one | {"dataset": "a"}, one | dict(dataset="b", split="ood"))
+    ]
+    found = {row.metric: row.value for row in summaries(gains) if row.setting == "both"}
+    assert found["gains"] == 2
+
+
+def test_the_order_of_a_runs_rows_changes_no_verdict():
+    rows = anatomy_rows()
+    first, second = (
+        {
+            t: [s.cells for s in x]
+            for t, x in signs_by_table(CELLS, results_of(own)).items()
+        }
+        for own in (rows, rows[::-1])
+    )
+    assert first == second
+
+
+def test_the_ledger_names_what_has_no_number_here_and_why():
+    results = with_summaries(results_of(anatomy_rows()))
+    numbers = beside(CELLS, results)
+    compared = signs(numbers, results)
+    text = as_markdown(CELLS, numbers, [], compared)
+    assert "## fig:attention-heads (Qwen3.5-9B)" in text
+    assert "* Here the encoder of HPRA for that of HPA" in text
+    assert "no row has which encoders are selected" in text
+    counts = dict(verdict_counts(compared))
+    assert text.count(" | the other way |") == int(counts["the other way"]) > 0
+    assert sum(map(int, counts.values())) == len(compared)
+    assert verdict_counts([]) == []
