@@ -48,7 +48,7 @@ def test_the_readmes_detector_runs_into_the_same_tables(here, smoke_run):
     run = shutil.copytree(smoke_run, here / "run")
     check, only = (command.split() for command in COMMANDS)
     said = beatrice("baselines", run, *check).output
-    assert "hedges:HEDGING: nothing wrong was found" in said
+    assert "hedges:hedging: nothing wrong was found" in said
     before = read_result_rows(RunDir(run))
     beatrice("baselines", run, *only)
     rows = read_result_rows(RunDir(run))
@@ -64,7 +64,7 @@ def test_the_readmes_detector_runs_into_the_same_tables(here, smoke_run):
     (here / "hedges.py").unlink()
     del sys.modules["hedges"]
     done = beatrice("baselines", run, "--only", "saplma_mean")
-    assert "hedges:HEDGING is left out" in done.stderr
+    assert "hedges:hedging is left out" in done.stderr
     names = {row.detector for row in read_result_rows(RunDir(run))}
     assert "hedging" not in names and "saplma_last" in names
 
@@ -74,7 +74,7 @@ def test_an_entry_point_goes_by_its_name(here, monkeypatch):
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: installed\n")
     (folder / "entry_points.txt").write_text(
-        "[beatrice.baselines]\nhedges_of_theirs = hedges:HEDGING\n"
+        "[beatrice.baselines]\nhedges_of_theirs = hedges:hedging\n"
     )
     monkeypatch.syspath_prepend(here)
     assert find_detector("hedges_of_theirs").name == "hedging"
@@ -85,13 +85,13 @@ def test_an_entry_point_goes_by_its_name(here, monkeypatch):
 @pytest.mark.parametrize("name", ["champion", "perplexity", "probe", "encoder"])
 def test_the_name_of_another_row_is_refused(here, name):
     file = here / "hedges.py"
-    file.write_text(file.read_text().replace('name="hedging"', f'name="{name}"'))
+    file.write_text(file.read_text().replace('"hedging"', f'"{name}"'))
     with pytest.raises(ValueError, match=f"the name '{name}' is that of another row"):
-        find_detector("hedges:HEDGING")
-    file.write_text(file.read_text().replace(f'name="{name}"', 'name="p_true"'))
+        find_detector("hedges:hedging")
+    file.write_text(file.read_text().replace(f'"{name}"', '"p_true"'))
     sys.modules.pop("hedges")
     with pytest.raises(ValueError, match="'p_true'"):
-        find_detector("hedges:HEDGING")
+        find_detector("hedges:hedging")
 
 
 def oracle(inputs):
