@@ -240,9 +240,17 @@ class Scorer:
         ]
         scores = self._score_batch(setting, inputs, reading)
         return [
-            dataclasses.replace(score, text=answer.text)
-            for score, answer in zip(scores, answers, strict=True)
+            dataclasses.replace(self._unreadable(prepared) or score, text=answer.text)
+            for score, prepared, answer in zip(scores, inputs, answers, strict=True)
         ]
+
+    def _unreadable(self, prepared: ScoringInput) -> Score | None:
+        """Return the score of an answer whose signals would mean nothing, or None."""
+        reason = _why_unreadable(self.probed.backbone, prepared)
+        if reason is None:
+            return None
+        warnings = _warn_before(self.probed.detector, self.probed.backbone, prepared)
+        return _unknown(prepared, reason, warnings)
 
     def score(
         self,
@@ -352,10 +360,8 @@ class Scorer:
         probed = self.probed
         scores: dict[int, Score] = {}
         for i, prepared in enumerate(inputs):
-            reason = _why_unreadable(probed.backbone, prepared)
-            if reason is not None:
-                warnings = _warn_before(probed.detector, probed.backbone, prepared)
-                scores[i] = _unknown(prepared, reason, warnings)
+            if (unknown := self._unreadable(prepared)) is not None:
+                scores[i] = unknown
         for setting in _HEADS:
             rows = [
                 i

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import BloomConfig, BloomForCausalLM
 
 import beatrice
-from beatrice.benchmarks.bench.tiny_models import tiny_model
 from beatrice.extract.run.contents import read_answers, read_examples
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.store.store import open_store, read_family
@@ -76,8 +76,12 @@ def test_signals_are_those_of_the_verb_in_memory_and_in_a_folder(
     assert len(model.read(answers, layers=[2, 4], store=where)) == len(answers)
 
 
-CONTEXTS = ["Skiband Rugrond was born in Guzolt Falls.", "a b c", ["d e", "f"]]
-QUESTIONS = ["where was Skiband Rugrond born?", "who is Guzolt Falls?", "where is he?"]
+CONTEXTS = ["Skiband Rugrond was born in Guzolt Falls.", "in Falls", ["x y", "was z"]]
+QUESTIONS = [
+    "where was Skiband Rugrond born?",
+    "where was Guzolt Falls born?",
+    "where was Skiband born?",
+]
 
 
 @pytest.mark.parametrize("contexts", [None, CONTEXTS])
@@ -95,9 +99,10 @@ def test_answers_are_read_in_the_passes_that_write_them(model, contexts):
 
 
 def test_a_model_that_cannot_be_read_so_says_it_and_reads_again(model):
-    tiny = beatrice.LanguageModel(
-        tiny_model("bloom"), model.backbone.tokenizer, prompt=model.prompt
-    )
+    tokenizer = model.backbone.tokenizer
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 16, "n_layer": 2, "n_head": 2}
+    bloom = BloomForCausalLM(BloomConfig(**sizes))
+    tiny = beatrice.LanguageModel(bloom, tokenizer, prompt=model.prompt)
     with pytest.warns(UserWarning, match="read again"):
         answers, signals = tiny.answer(["where is he?"], max_new_tokens=2, read=True)
     assert len(answers) == len(signals) == 1
@@ -111,7 +116,7 @@ def test_a_probe_answers_and_scores_in_one_pass(run, model):
         for question, context, score in zip(QUESTIONS, shown, scores, strict=True):
             again = probe.score(question, score.text, context)
             assert score.p_correct == pytest.approx(again.p_correct, abs=1e-4)
-            assert score.decision == again.decision
+            assert (score.decision, score.reason) == (again.decision, again.reason)
     assert probe.answer(QUESTIONS[0], CONTEXTS[0]).text == scores[0].text
     with pytest.raises(ValueError, match="contexts"):
         probe.answer(QUESTIONS, CONTEXTS[:2])
