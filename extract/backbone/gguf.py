@@ -35,9 +35,11 @@ from transformers.core_model_loading import (
     WeightRenaming,
     rename_source_key,
 )
-from transformers.integrations.gguf import (
+from transformers.integrations.gguf.gguf_config_mapping import (
     GGUF_CONFIG_ARCHS,
     get_gguf_config,
+)
+from transformers.integrations.gguf.utils import (
     get_gguf_conversion_mapping,
     is_gguf_arch_supported,
 )
@@ -60,7 +62,8 @@ from beatrice.extract.run.files import (
 )
 
 # Of a value in the header, by its type: see gguf.GGUFValueType.
-_FORMATS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
+_CODES = (0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12)
+_FORMATS: dict[int, str] = dict(zip(_CODES, "BbHhIif?Qqd", strict=True))
 _STRING, _ARRAY = 8, 9
 _ROPE_FREQS = "rope_freqs.weight"  # in place of parameters in the metadata
 # Longer arrays are the vocabulary's, which only the tokenizer needs.
@@ -124,7 +127,7 @@ class _Cursor:
     """Reads the numbers and texts of a header one after the other."""
 
     def __init__(self, content: np.ndarray) -> None:
-        self.content, self.at = memoryview(content), 0
+        self.content, self.at = content.data, 0
 
     def take(self, form: str) -> Any:
         """Return the next value, or the next ones as a tuple."""
@@ -286,7 +289,7 @@ def _set_llama3_scaling(header: Header, config: Any, rope: dict[str, Any]) -> No
 
 def tokenizer_of(header: Header, config: Any) -> Any:
     """Return the file's tokenizer with its chat template, as `AutoTokenizer` would."""
-    kind = TOKENIZER_MAPPING.get(type(config), TokenizersBackend)
+    kind: Any = TOKENIZER_MAPPING.get(type(config), TokenizersBackend)
     if kind.__name__ == "MistralCommonBackend":  # reads files that are not in a GGUF
         kind = TokenizersBackend
     with (
@@ -402,7 +405,7 @@ class _Converted:
         }
         self._patterns = {name: pattern for name, (_, pattern) in renamed.items()}
         self.targets = {n: t if t in tensors else None for n, (t, _) in renamed.items()}
-        self._open: dict[str, WeightConverter] = {}
+        self._open: dict[str, Any] = {}  # copies of converters
 
     def convert(self, name: str, values: np.ndarray, is_last: bool) -> Any:
         target, pattern = str(self.targets[name]), self._patterns[name]

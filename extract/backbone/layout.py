@@ -108,8 +108,8 @@ class Layer:
 
     def multiplier(self) -> float:
         """Return what the layer multiplies each contribution by, else 1."""
-        found = (getattr(self.module, name, None) for name in _MULTIPLIERS)
-        return next((value for value in found if value is not None), 1.0)
+        values = (getattr(self.module, name, None) for name in _MULTIPLIERS)
+        return next((value for value in values if value is not None), 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,10 +123,10 @@ class Layout:
       head: W_U, a linear module `[vocab_size, d_model]`.
     """
 
-    decoder: torch.nn.Module
+    decoder: Any
     layers: tuple[Layer, ...]
     final_norm: torch.nn.Module
-    head: torch.nn.Module
+    head: torch.nn.Linear
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
@@ -150,18 +150,18 @@ class LayerPass:
 
 def _first_child(parent: torch.nn.Module, names: Sequence[str]) -> Any:
     """Return the first child module present under one of the names, or None."""
-    found = (getattr(parent, name, None) for name in names)
-    return next((child for child in found if isinstance(child, torch.nn.Module)), None)
+    children = (getattr(parent, name, None) for name in names)
+    return next((c for c in children if isinstance(c, torch.nn.Module)), None)
 
 
 def _required_child(parent: torch.nn.Module, names: Sequence[str], what: str) -> Any:
-    """Return such a child, or name those that are there."""
+    """Return the first child under one of the names; an error lists the children."""
     child = _first_child(parent, names)
     if child is None:
-        found = ", ".join(name for name, _ in parent.named_children()) or "nothing"
+        children = ", ".join(name for name, _ in parent.named_children()) or "nothing"
         raise ValueError(
             f"unknown residual layout: expected {what} of {type(parent).__name__} "
-            f"under {' or '.join(names)}, found {found}; "
+            f"under {' or '.join(names)}, found {children}; "
             "teach extract/backbone/layout.py this family"
         )
     return child
@@ -180,15 +180,18 @@ def _layer(module: torch.nn.Module) -> Layer:
     """Classify one decoder layer."""
     names = _ATTENTION_NAMES + _RECURRENT_NAMES
     mixer = _required_child(module, names, "the token mixer")
-    found = ((k, [_submodule(module, path) for path in k.paths]) for k in _KINDS)
-    kind, parts = next((pair for pair in found if None not in pair[1]), (None, []))
-    if kind is None:
-        plain = tuple(kind.ffn[0] for kind in _KINDS if kind.att is None)
-        _required_child(module, plain, "the feed-forward part")
+    for kind in _KINDS:
+        outputs = [_submodule(module, path) for path in kind.paths]
+        taps = [output for output in outputs if output is not None]
+        if len(taps) == len(outputs):
+            break
+    else:
+        names = tuple(kind.ffn[0] for kind in _KINDS if kind.att is None)
+        return _required_child(module, names, "the feed-forward part")
     return Layer(
         module=module,
-        att=mixer if kind.att is None else parts[0],
-        ffn=tuple(parts[-len(kind.ffn) :]),
+        att=mixer if kind.att is None else taps[0],
+        ffn=tuple(taps[-len(kind.ffn) :]),
         mixer=mixer,
         has_attention=_first_child(module, _ATTENTION_NAMES) is not None,
         is_overwritten=kind.is_overwritten,
@@ -196,7 +199,7 @@ def _layer(module: torch.nn.Module) -> Layer:
 
 
 def _check_config(model: Any) -> None:
-    """Refuse what a config says is in the way of reading contributions."""
+    """Check that nothing in a config prevents reading contributions."""
     config = model.config.get_text_config()
     for (name, value), reason in _IN_THE_WAY.items():
         if getattr(config, name, None) is value:
@@ -250,24 +253,26 @@ def _tensor(output: Any) -> torch.Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-def _added(part: torch.Tensor, layer: Layer, h_in: torch.Tensor) -> torch.Tensor:
+def _contribution(
+    output: torch.Tensor, layer: Layer, h_in: torch.Tensor
+) -> torch.Tensor:
     """Return what a layer adds of a module's output, in the shape of the stream."""
-    if part.shape != h_in.shape:
+    if output.shape != h_in.shape:
         # Llama 4's experts and OPT put the tokens of all examples end to end.
-        if part.numel() != h_in.numel() or part.shape[-1] != h_in.shape[-1]:
+        if output.numel() != h_in.numel() or output.shape[-1] != h_in.shape[-1]:
             raise ValueError(
                 f"unknown residual layout: {type(layer.module).__name__} adds to a "
-                f"stream of {tuple(h_in.shape)}, its parts give {tuple(part.shape)}"
+                f"stream of {tuple(h_in.shape)}, its parts give {tuple(output.shape)}"
             )
-        part = part.view(h_in.shape)
+        output = output.view(h_in.shape)
     multiplier = layer.multiplier()
     # In the stream's dtype, as the model rounds it.
-    return part if multiplier == 1.0 else (part * multiplier).to(h_in.dtype)
+    return output if multiplier == 1.0 else (output * multiplier).to(h_in.dtype)
 
 
 @dataclasses.dataclass
 class _LayerWatch:
-    """Collects one layer's contributions and hands them on when it ends."""
+    """Collects one layer's contributions, for a callback when the layer ends."""
 
     index: int
     layer: Layer
@@ -278,8 +283,8 @@ class _LayerWatch:
     def hook(self) -> Iterator[Any]:
         """Register all hooks; yields their handles."""
         yield self.layer.att.register_forward_hook(self._after_att)
-        for part in self.layer.ffn:
-            yield part.register_forward_hook(self._after_ffn)
+        for module in self.layer.ffn:
+            yield module.register_forward_hook(self._after_ffn)
         yield self.layer.module.register_forward_hook(
             self._after_layer, with_kwargs=True
         )
@@ -294,11 +299,11 @@ class _LayerWatch:
                 f"unknown residual layout: layer {self.index} called its feed-forward "
                 "part before its token mixer"
             )
-        part = _tensor(output)
+        added = _tensor(output)
         if self.layer.is_overwritten:
-            part = part.clone()
+            added = added.clone()
         # Gemma 4 and Granite 4 add twice, in the stream's dtype.
-        self.ffn = part if self.ffn is None else self.ffn.float() + part.float()
+        self.ffn = added if self.ffn is None else self.ffn.float() + added.float()
 
     def _after_layer(self, module: Any, inputs: Any, kwargs: Any, output: Any) -> None:
         h_in = inputs[0] if inputs else kwargs["hidden_states"]
@@ -310,7 +315,7 @@ class _LayerWatch:
                 f"({type(module).__name__}) did not call its "
                 f"{'token mixer' if att is None else 'feed-forward part'}"
             )
-        att, ffn = (_added(part, self.layer, h_in) for part in (att, ffn))
+        att, ffn = (_contribution(x, self.layer, h_in) for x in (att, ffn))
         self.on_layer(LayerPass(self.index, h_in, att, ffn, _tensor(output)))
 
 

@@ -1,6 +1,4 @@
-"""A frozen backbone: loading it, and whether it is the one that gave the answers.
-
-Loading a checkpoint, and refusing what Transformers would misread.
+"""A frozen backbone: loading it, and what Transformers would misread is an error.
 
 Transformers fails over a config that it cannot use with whatever exception comes
 first, and passes over some things in silence: remote code where it has a class of its
@@ -20,11 +18,11 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    Mxfp4Config,
     PreTrainedConfig,
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.quantizers.auto import AutoHfQuantizer
+from transformers.utils.quantization_config import Mxfp4Config
 
 from beatrice.extract.backbone.layout import Layout, find_layout
 from beatrice.extract.backbone.names import (
@@ -34,20 +32,314 @@ from beatrice.extract.backbone.names import (
     own_device,
 )
 from beatrice.extract.records import Answer
-from beatrice.extract.run.console import quiet
 from beatrice.extract.run.files import read_json, sha256_file
 from beatrice.extract.run.memory import keep_freed_memory
+
+
+def _switch_lengths(rope: Any) -> list[int]:
+    """Return the lengths at which a config's rotary positions change, if they do."""
+    if not isinstance(rope, dict):
+        return []
+    if rope.get("rope_type") == "longrope":
+        return [int(rope["original_max_position_embeddings"])]
+    # Nested where each layer type has its own.
+    return [n for layer_type in rope.values() for n in _switch_lengths(layer_type)]
+
+
+def layer_values(config: Any, *names: str) -> list[Any]:
+    """Return the distinct values of some entries of a text model's config.
+
+    Some configs keep entries per layer, and Transformers refuses to read such an entry
+    from the whole. Entries that are absent or None are left out.
+    """
+    is_per_layer = getattr(config, "is_heterogeneous", False)
+    configs = config.per_layer_config if is_per_layer else [config]
+    values = (getattr(layer, name, None) for layer in configs for name in names)
+    return list(dict.fromkeys(value for value in values if value is not None))
+
+
+def n_heads_of(config: Any) -> int:
+    """Return the query heads of an attention layer, which all layers share."""
+    values = layer_values(config, "num_attention_heads")
+    lists = [n if isinstance(n, list | tuple) else [n] for n in values]
+    counts = sorted({n for heads in lists for n in heads})
+    if len(counts) != 1:
+        listed = ", ".join(map(str, counts)) or "none"
+        raise ValueError(
+            "unknown residual layout: expected the same number of attention heads in "
+            f"every layer, found {listed} in the config; use another backbone"
+        )
+    return counts[0]
+
+
+def window_of(config: Any) -> int | None:
+    """Return the longest sequence in tokens, or None where there is no limit.
+
+    Longrope (Phi-3's long models) has two sets of frequencies, and Transformers takes
+    the long one for a whole batch as soon as its longest sequence is longer than
+    `original_max_position_embeddings`: what is read of a short example would depend on
+    the rest of its batch. So the window ends where the short set does. Dynamic rotary
+    scaling changes only beyond `max_position_embeddings`, where nothing is read.
+
+    Args:
+      config: a text model's, as Transformers completes it.
+    """
+    limits = [getattr(config, "max_position_embeddings", None)]
+    limits += _switch_lengths(getattr(config, "rope_parameters", None))
+    return min((n for n in limits if n is not None), default=None)
+
+
+# Tensors that a text-only model leaves out (towers for images and sounds, heads that
+# predict several tokens), and buffers that older versions saved.
+_HARMLESS = re.compile(
+    r"rotary_emb\.inv_freq$|\.attn\.bias$|\.masked_bias$|(^|\.)mtp[._]"
+    r"|(^|\.)(visual|vision_tower|vision_model|audio_tower|multi_modal_projector"
+    r"|embed_vision|embed_audio)\."
+)
+# What Transformers' configs call the number of layers, and more than any model has.
+_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_MOST_LAYERS = 1000
+# Their messages say nothing by themselves: a KeyError's is the key.
+_BARE_ERRORS = (KeyError, AttributeError, TypeError, IndexError, ArithmeticError)
+
+
+def _message_of(error: Exception) -> str:
+    """Return a library's message, for use inside a sentence."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    if isinstance(error, _BARE_ERRORS):
+        message = f"{type(error).__name__}: {' '.join(lines)}"[:300]
+        return (
+            "a value in its config.json or tokenizer_config.json is not one that "
+            f"Transformers can use ({message})"
+        )
+    # Some put the cause on the second line.
+    return " ".join(line.strip() for line in lines[: 1 + lines[0].endswith(":")])
+
+
+@contextlib.contextmanager
+def _loading(name: str) -> Iterator[None]:
+    """Turn whatever a library raises into one sentence about a checkpoint."""
+    try:
+        yield
+    # All of them: a config's values reach every part of Transformers, which checks
+    # few, so no list of its exceptions is complete.
+    except Exception as error:
+        raise ValueError(
+            f"backbone {name!r}: could not be loaded: {_message_of(error)}"
+        ) from error
+
+
+def _check_remote_code(name: str, auto_maps: dict[str, Any]) -> None:
+    """Check that a checkpoint does not name code of its own.
+
+    Transformers ignores such a request in silence where it has its own class for the
+    model type. That is an error too (Phi-3's, for one): the authors' code and
+    Transformers' class need not be one model.
+    """
+    for file, code in auto_maps.items():
+        if code:
+            names = code.values() if isinstance(code, dict) else [code]
+            raise ValueError(
+                f"backbone {name!r}: its {file} asks for {', '.join(map(str, names))} "
+                "(auto_map), that is, code from the checkpoint, which is never run; "
+                "use a model that Transformers implements"
+            )
+
+
+def _check_quantization(name: str, config: dict[str, Any]) -> None:
+    """Check that Transformers can unpack the weights."""
+    packing = config.get("quantization_config")
+    if packing is None:
+        return
+    with _loading(name):
+        is_supported = AutoHfQuantizer.supports_quant_method(packing)
+    if not is_supported:
+        raise ValueError(
+            f"backbone {name!r}: its weights are quantised by "
+            f"{packing.get('quant_method')!r}, which Transformers does not know and "
+            "would pass over; use the checkpoint that is not quantised"
+        )
+    # bitsandbytes' own default threshold is 6; at 0 no column is an outlier.
+    if packing.get("load_in_8bit") and packing.get("llm_int8_threshold", 6.0):
+        raise ValueError(
+            f"backbone {name!r}: its weights are quantised by LLM.int8, which treats a "
+            "column as an outlier if any token of the batch is large there, so that a "
+            "token's signals would depend on its batch; use the checkpoint that is "
+            "not quantised, or one of four bits"
+        )
+
+
+def _check_depth(name: str, config: Any) -> None:
+    """Check that the config has no more layers than any model."""
+    if not isinstance(config, dict):
+        return
+    for key, value in config.items():
+        _check_depth(name, value)
+        if key in _DEPTHS and isinstance(value, int) and value > _MOST_LAYERS:
+            raise ValueError(
+                f"backbone {name!r}: its config.json says {key}={value}, expected at "
+                f"most {_MOST_LAYERS}; use the config that was saved with the weights"
+            )
+
+
+def _packing(quantization: Any) -> Any:
+    """Return how packed weights are loaded: gpt-oss's four bits as floats.
+
+    Multiplying them as they are needs kernels that are fetched from the Hub; unpacked
+    they are the same numbers on every device, and four times as large.
+    """
+    method = (quantization or {}).get("quant_method")
+    return Mxfp4Config(dequantize=True) if method == "mxfp4" else None
+
+
+def _check_configs(name: str) -> tuple[str | None, Any]:
+    """Check a checkpoint's configs.
+
+    Returns:
+      Their commit, from which all files are loaded even if the repository moves on
+      meanwhile; and `_packing` of the weights.
+    """
+    with _loading(name):
+        config, _ = PreTrainedConfig.get_config_dict(name)
+        commit = config.get("_commit_hash")
+        tokenizer = get_tokenizer_config(name, revision=commit)
+        auto_maps = {
+            "config.json": config.get("auto_map"),
+            "tokenizer_config.json": tokenizer.get("auto_map"),
+        }
+    _check_remote_code(name, auto_maps)
+    _check_depth(name, config)
+    _check_quantization(name, config)
+    return commit, _packing(config.get("quantization_config"))
+
+
+def _load_tokenizer(name: str, commit: str | None) -> Any:
+    return AutoTokenizer.from_pretrained(name, revision=commit, trust_remote_code=False)
+
+
+def _check_vocabulary(name: str, model: Any, tokenizer: Any) -> None:
+    """Check that the model has an embedding of every token of the tokenizer."""
+    n_rows = model.get_input_embeddings().weight.shape[0]
+    # Fine-tuned models often have one more token for padding, which is never fed.
+    padding = {tokenizer.pad_token_id} - {tokenizer.eos_token_id}
+    last = max(set(tokenizer.get_vocab().values()) - padding, default=0)
+    if last >= n_rows:
+        raise ValueError(
+            f"backbone {name!r}: its tokenizer has ids up to {last}, but the model has "
+            f"embeddings of {n_rows} tokens (0 to {n_rows - 1}); put the tokenizer "
+            "beside the weights that it was made for"
+        )
+
+
+def _check_tensors(name: str, model: Any, report: dict[str, Any]) -> None:
+    """Check that the weights are those of the model which the config describes."""
+    kind = type(model).__name__
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ValueError(
+            f"backbone {name!r}: its weights lack {len(missing)} tensors of {kind}, "
+            f"first {missing[0]!r}; the checkpoint is incomplete or of another "
+            "architecture"
+        )
+    for tensor, shape, expected in sorted(report["mismatched_keys"]):
+        raise ValueError(
+            f"backbone {name!r}: its weights hold {tensor!r} as {list(shape)}, but "
+            f"{kind} of its config.json has it as {list(expected)}; use the config "
+            "that was saved with these weights"
+        )
+    extra = [k for k in sorted(report["unexpected_keys"]) if not _HARMLESS.search(k)]
+    if extra:
+        raise ValueError(
+            f"backbone {name!r}: its weights hold {len(extra)} tensors that {kind} of "
+            f"its config.json has no place for, first {extra[0]!r}; use the config "
+            "that was saved with these weights"
+        )
+
+
+def load_checkpoint(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Load model and tokenizer of a directory or Hub id."""
+    commit, packing = _check_configs(name)
+    options = {} if packing is None else {"quantization_config": packing}
+    with _loading(name):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            name,
+            dtype=dtype,
+            revision=commit,
+            use_safetensors=True,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # checked below, by name
+            output_loading_info=True,
+            **options,
+        )
+        tokenizer = _load_tokenizer(name, commit)
+    model, report = loaded
+    _check_tensors(name, model, report)
+    _check_vocabulary(name, model, tokenizer)
+    return model, tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Outline:
+    """A checkpoint without its weights.
+
+    Attributes:
+      model: on the device "meta": shapes, but no numbers.
+      config: of the text model.
+      quantization: how its weights are quantised, or None.
+    """
+
+    model: Any
+    config: Any
+    tokenizer: Any
+    quantization: Any | None
+
+
+def load_outline(name: str) -> Outline:
+    """Load what a checkpoint is, but not its weights; seconds, however large it is.
+
+    Args:
+      name: a directory, GGUF file or Hub id.
+
+    Raises:
+      ValueError: it could not be loaded, or would be refused if it were, as far as
+        its weights need not be read for that.
+    """
+    from beatrice.extract.backbone.gguf import outlined  # scoring has no need of it
+
+    check_name(name)
+    with outlined(name) as source:
+        commit, packing = _check_configs(source)
+        with _loading(source):
+            config = AutoConfig.from_pretrained(
+                source, revision=commit, trust_remote_code=False
+            )
+            packing = packing or getattr(config, "quantization_config", None)
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(
+                    config, trust_remote_code=False
+                )
+            tokenizer = _load_tokenizer(source, commit)
+        _check_vocabulary(source, model, tokenizer)
+    return Outline(model, model.config.get_text_config(), tokenizer, packing)
+
+
+def check_quantization_support(name: str, outline: Outline) -> None:
+    """Check that this machine has what a checkpoint's quantised weights need."""
+    if outline.quantization is not None:
+        with _loading(name):
+            AutoHfQuantizer.from_config(outline.quantization).validate_environment()
+
 
 _COMMIT = re.compile("[0-9a-fA-F]{40}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Backbone:
-    """A frozen causal language model and what the other rooms ask about it.
+    """A frozen causal language model and what the other rooms read of it.
 
     Attributes:
       model: in evaluation mode, no parameter requires a gradient.
-      tokenizer: or None for a model made in memory.
+      tokenizer: None where a model in memory has no tokenizer.
       name: the path or Hub id it was loaded from.
       revision: the Hub's commit hash; else the SHA-256 of the GGUF file, or of weights
         and config.
@@ -141,14 +433,14 @@ def _hash_files(directory: Path) -> str:
 
 
 def check_device(device: str) -> None:
-    """Refuse a device that Torch does not have here."""
+    """Check that Torch has a device here."""
     try:
-        found = torch.device(device)
+        parsed = torch.device(device)
     except RuntimeError:
         raise ValueError(
             f"device {device!r}: expected a Torch device, such as cpu, cuda or cuda:0"
         ) from None
-    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+    if parsed.type == "cuda" and (parsed.index or 0) >= torch.cuda.device_count():
         raise ValueError(
             f"device {device!r}: Torch {torch.__version__} sees "
             f"{torch.cuda.device_count() or 'no'} GPUs here; go on where it sees them "
@@ -178,22 +470,21 @@ def load_backbone(
     check_device(device)
     if not device.startswith("cuda"):
         keep_freed_memory()
-    place = Path(name).expanduser()
-    is_local = place.exists()
-    source = str(place) if is_local else name
-    if place.is_file():  # GGUF, which few need: three files
+    local = Path(name).expanduser()
+    source = str(local) if local.exists() else name
+    if local.is_file():  # GGUF, which few need
         from beatrice.extract.backbone.gguf import unpacked
 
         source = unpacked(name)
     model, tokenizer = load_checkpoint(source, getattr(torch, dtype))
-    revision = _hash_files(place) if is_local else model.config._commit_hash
+    revision = _hash_files(local) if local.exists() else model.config._commit_hash
     return Backbone.from_model(
         model.to(device), tokenizer, name=name, revision=revision
     )
 
 
 def require_answering_model(answers: Path, backbone: Backbone) -> None:
-    """Refuse to read answers with weights that did not give them.
+    """Check that answers are read with the weights that gave them.
 
     The signals would be those of a model that never wrote these answers.
 
@@ -205,10 +496,10 @@ def require_answering_model(answers: Path, backbone: Backbone) -> None:
     path = answers / "backend.json"
     if not path.exists():
         return
-    found = read_json(path, dict[str, Any], f"delete {answers} to answer again")
-    revision = str(found.get("revision"))
+    backend = read_json(path, dict[str, Any], f"delete {answers} to answer again")
+    revision = str(backend.get("revision"))
     # A server's user names its weights as they like: only commits can be compared.
-    is_comparable = found.get("backend") == "transformers" or (
+    is_comparable = backend.get("backend") == "transformers" or (
         _COMMIT.fullmatch(revision) and _COMMIT.fullmatch(backbone.revision)
     )
     if revision == backbone.revision or not is_comparable:
@@ -221,7 +512,7 @@ def require_answering_model(answers: Path, backbone: Backbone) -> None:
 
 
 def require_known_tokens(answers: Iterable[Answer], backbone: Backbone) -> None:
-    """Refuse answers with token ids that the model has no embedding of."""
+    """Check that the model has an embedding of every token of the answers."""
     n_tokens = backbone.model.get_input_embeddings().weight.shape[0]
     for answer in answers:
         stop = () if answer.stop_id is None else (answer.stop_id,)
@@ -236,302 +527,9 @@ def require_known_tokens(answers: Iterable[Answer], backbone: Backbone) -> None:
 
 def open_backbone(config: BackboneConfig) -> Backbone:
     """Load a run's backbone with the run's number of threads."""
+    from beatrice.extract.run.console import quiet  # scoring has no need of it
+
     quiet()
     torch.set_num_threads(config.n_threads)
     device = own_device(config.device, torch.cuda.device_count())
     return load_backbone(config.path, dtype=config.dtype, device=device)
-
-
-def _switch_lengths(rope: Any) -> list[int]:
-    """Return the lengths at which a config's rotary positions change, if they do."""
-    if not isinstance(rope, dict):
-        return []
-    if rope.get("rope_type") == "longrope":
-        return [int(rope["original_max_position_embeddings"])]
-    # Nested where each layer type has its own.
-    return [n for part in rope.values() for n in _switch_lengths(part)]
-
-
-def layer_values(config: Any, *names: str) -> list[Any]:
-    """Return what a text model's layers have under some names, each value once.
-
-    Some configs keep entries per layer, and Transformers refuses to read such an entry
-    from the whole. Entries that are absent or None are left out.
-    """
-    is_per_layer = getattr(config, "is_heterogeneous", False)
-    configs = config.per_layer_config if is_per_layer else [config]
-    found = [getattr(one, name, None) for one in configs for name in names]
-    return list(dict.fromkeys(value for value in found if value is not None))
-
-
-def n_heads_of(config: Any) -> int:
-    """Return the query heads of an attention layer."""
-    found = layer_values(config, "num_attention_heads")
-    listed = [n if isinstance(n, list | tuple) else [n] for n in found]
-    found = list(dict.fromkeys(n for part in listed for n in part))
-    if len(found) != 1:
-        listed = ", ".join(map(str, sorted(found))) or "none"
-        raise ValueError(
-            "unknown residual layout: expected the same number of attention heads in "
-            f"every layer, found {listed} in the config; use another backbone"
-        )
-    return found[0]
-
-
-def window_of(config: Any) -> int | None:
-    """Return the longest sequence in tokens, or None where there is no limit.
-
-    Longrope (Phi-3's long models) has two sets of frequencies, and Transformers takes
-    the long one for a whole batch as soon as its longest sequence is longer than
-    `original_max_position_embeddings`: what is read of a short example would depend on
-    the rest of its batch. So the window ends where the short set does. Dynamic rotary
-    scaling changes only beyond `max_position_embeddings`, where nothing is read.
-
-    Args:
-      config: a text model's, as Transformers completes it.
-    """
-    limits = [getattr(config, "max_position_embeddings", None)]
-    limits += _switch_lengths(getattr(config, "rope_parameters", None))
-    return min((n for n in limits if n is not None), default=None)
-
-
-# Tensors that a text-only model leaves out (towers for images and sounds, heads that
-# predict several tokens), and buffers that older versions saved.
-_HARMLESS = re.compile(
-    r"rotary_emb\.inv_freq$|\.attn\.bias$|\.masked_bias$|(^|\.)mtp[._]"
-    r"|(^|\.)(visual|vision_tower|vision_model|audio_tower|multi_modal_projector"
-    r"|embed_vision|embed_audio)\."
-)
-# What Transformers' configs call the number of layers, and more than any model has.
-_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_MOST_LAYERS = 1000
-# Their messages say nothing by themselves: a KeyError's is the key.
-_BARE_ERRORS = (KeyError, AttributeError, TypeError, IndexError, ArithmeticError)
-
-
-def _message_of(error: Exception) -> str:
-    """Return a library's message, for use inside a sentence."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    if isinstance(error, _BARE_ERRORS):
-        message = f"{type(error).__name__}: {' '.join(lines)}"[:300]
-        return (
-            "a value in its config.json or tokenizer_config.json is not one that "
-            f"Transformers can use ({message})"
-        )
-    # Some put the cause on the second line.
-    return " ".join(line.strip() for line in lines[: 1 + lines[0].endswith(":")])
-
-
-@contextlib.contextmanager
-def _loading(name: str) -> Iterator[None]:
-    """Turn whatever a library raises into one sentence about a checkpoint."""
-    try:
-        yield
-    # All of them: a config's values reach every part of Transformers, which checks
-    # few, so no list of its exceptions is complete.
-    except Exception as error:
-        raise ValueError(
-            f"backbone {name!r}: could not be loaded: {_message_of(error)}"
-        ) from error
-
-
-def _check_remote_code(name: str, auto_maps: dict[str, Any]) -> None:
-    """Refuse a checkpoint that asks to run code of its own.
-
-    Read before anything is built: Transformers would ignore the request in silence
-    where it has its own class for the model type. Such a checkpoint (Phi-3's, for one)
-    is refused too: its authors' code and Transformers' class need not be one model.
-    """
-    for file, code in auto_maps.items():
-        if code:
-            names = code.values() if isinstance(code, dict) else [code]
-            raise ValueError(
-                f"backbone {name!r}: its {file} asks for {', '.join(map(str, names))} "
-                "(auto_map), that is, code from the checkpoint, which is never run; "
-                "use a model that Transformers implements"
-            )
-
-
-def _check_quantization(name: str, config: dict[str, Any]) -> None:
-    """Refuse weights packed in a way that Transformers would not unpack."""
-    found = config.get("quantization_config")
-    if found is None:
-        return
-    with _loading(name):
-        is_known = AutoHfQuantizer.supports_quant_method(found)
-    if not is_known:
-        raise ValueError(
-            f"backbone {name!r}: its weights are quantised by "
-            f"{found.get('quant_method')!r}, which Transformers does not know and "
-            "would pass over; use the checkpoint that is not quantised"
-        )
-    # bitsandbytes' own default threshold is 6; at 0 no column is an outlier.
-    if found.get("load_in_8bit") and found.get("llm_int8_threshold", 6.0):
-        raise ValueError(
-            f"backbone {name!r}: its weights are quantised by LLM.int8, which treats a "
-            "column as an outlier if any token of the batch is large there, so that a "
-            "token's signals would depend on its batch; use the checkpoint that is "
-            "not quantised, or one of four bits"
-        )
-
-
-def _check_depth(name: str, config: Any) -> None:
-    """Refuse a config of more layers than can be built in any time."""
-    if not isinstance(config, dict):
-        return
-    for key, value in config.items():
-        _check_depth(name, value)
-        if key in _DEPTHS and isinstance(value, int) and value > _MOST_LAYERS:
-            raise ValueError(
-                f"backbone {name!r}: its config.json says {key}={value}, expected at "
-                f"most {_MOST_LAYERS}; use the config that was saved with the weights"
-            )
-
-
-def _unpacked(quantization: Any) -> Any:
-    """Return how packed weights are loaded: gpt-oss's four bits as numbers.
-
-    Multiplying them as they are needs kernels that are fetched from the Hub; unpacked
-    they are the same numbers on every device, and four times as large.
-    """
-    method = (quantization or {}).get("quant_method")
-    return Mxfp4Config(dequantize=True) if method == "mxfp4" else None
-
-
-def _check_configs(name: str) -> tuple[str | None, Any]:
-    """Check a checkpoint's configs.
-
-    Returns:
-      Their commit, which all files are taken of, so that they are of one even if the
-      repository moves on meanwhile; and what `_unpacked` says of its weights.
-    """
-    with _loading(name):
-        config, _ = PreTrainedConfig.get_config_dict(name)
-        commit = config.get("_commit_hash")
-        tokenizer = get_tokenizer_config(name, revision=commit)
-        auto_maps = {
-            "config.json": config.get("auto_map"),
-            "tokenizer_config.json": tokenizer.get("auto_map"),
-        }
-    _check_remote_code(name, auto_maps)
-    _check_depth(name, config)
-    _check_quantization(name, config)
-    return commit, _unpacked(config.get("quantization_config"))
-
-
-def _load_tokenizer(name: str, commit: str | None) -> Any:
-    return AutoTokenizer.from_pretrained(name, revision=commit, trust_remote_code=False)
-
-
-def _check_vocabulary(name: str, model: Any, tokenizer: Any) -> None:
-    """Refuse a tokenizer that names tokens the model has no embedding of."""
-    n_rows = model.get_input_embeddings().weight.shape[0]
-    # Fine-tuned models often have one more token for padding, which is never fed.
-    padding = {tokenizer.pad_token_id} - {tokenizer.eos_token_id}
-    last = max(set(tokenizer.get_vocab().values()) - padding, default=0)
-    if last >= n_rows:
-        raise ValueError(
-            f"backbone {name!r}: its tokenizer has ids up to {last}, but the model has "
-            f"embeddings of {n_rows} tokens (0 to {n_rows - 1}); put the tokenizer "
-            "beside the weights that it was made for"
-        )
-
-
-def _check_tensors(name: str, model: Any, report: dict[str, Any]) -> None:
-    """Refuse weights that are not those of the model which the config describes."""
-    kind = type(model).__name__
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise ValueError(
-            f"backbone {name!r}: its weights lack {len(missing)} tensors of {kind}, "
-            f"first {missing[0]!r}; the checkpoint is incomplete or of another "
-            "architecture"
-        )
-    for tensor, found, expected in sorted(report["mismatched_keys"]):
-        raise ValueError(
-            f"backbone {name!r}: its weights hold {tensor!r} as {list(found)}, but "
-            f"{kind} of its config.json has it as {list(expected)}; use the config "
-            "that was saved with these weights"
-        )
-    extra = [k for k in sorted(report["unexpected_keys"]) if not _HARMLESS.search(k)]
-    if extra:
-        raise ValueError(
-            f"backbone {name!r}: its weights hold {len(extra)} tensors that {kind} of "
-            f"its config.json has no place for, first {extra[0]!r}; use the config "
-            "that was saved with these weights"
-        )
-
-
-def load_checkpoint(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Load model and tokenizer of a directory or Hub id."""
-    commit, unpacked = _check_configs(name)
-    packing = {} if unpacked is None else {"quantization_config": unpacked}
-    with _loading(name):
-        model, report = AutoModelForCausalLM.from_pretrained(
-            name,
-            dtype=dtype,
-            revision=commit,
-            use_safetensors=True,
-            trust_remote_code=False,
-            ignore_mismatched_sizes=True,  # refused below, by name
-            output_loading_info=True,
-            **packing,
-        )
-        tokenizer = _load_tokenizer(name, commit)
-    _check_tensors(name, model, report)
-    _check_vocabulary(name, model, tokenizer)
-    return model, tokenizer
-
-
-@dataclasses.dataclass(frozen=True)
-class Outline:
-    """A checkpoint without its weights.
-
-    Attributes:
-      model: on the device "meta": shapes, but no numbers.
-      config: of the text model.
-      quantization: how its weights are quantised, or None.
-    """
-
-    model: Any
-    config: Any
-    tokenizer: Any
-    quantization: Any | None
-
-
-def load_outline(name: str) -> Outline:
-    """Load what a checkpoint is, but not its weights; seconds, however large it is.
-
-    Args:
-      name: a directory, GGUF file or Hub id.
-
-    Raises:
-      ValueError: it could not be loaded, or would be refused if it were, as far as
-        its weights need not be read for that.
-    """
-    from beatrice.extract.backbone.gguf import outlined
-
-    check_name(name)
-    with outlined(name) as source:
-        return _load_outline(source)
-
-
-def _load_outline(name: str) -> Outline:
-    commit, unpacked = _check_configs(name)
-    with _loading(name):
-        config = AutoConfig.from_pretrained(
-            name, revision=commit, trust_remote_code=False
-        )
-        quantization = unpacked or getattr(config, "quantization_config", None)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-        tokenizer = _load_tokenizer(name, commit)
-    _check_vocabulary(name, model, tokenizer)
-    return Outline(model, model.config.get_text_config(), tokenizer, quantization)
-
-
-def check_quantization_support(name: str, outline: Outline) -> None:
-    """Look whether this machine has what a checkpoint's quantised weights need."""
-    if outline.quantization is not None:
-        with _loading(name):
-            AutoHfQuantizer.from_config(outline.quantization).validate_environment()

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from beatrice.extract.run.share import local_rank
-
 EMBEDDED = "embedded"  # its name on the command line and in manifests
 WEIGHTS = Path(__file__).parent.parent / "world" / "weights"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -18,7 +16,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 
 
 def _check_directory(directory: Path) -> None:
-    """Say in one sentence what a directory lacks to be a checkpoint."""
+    """Check that a directory is a checkpoint."""
     if not directory.is_dir():
         with directory.open("rb") as content:
             if content.read(4) == b"GGUF":
@@ -90,11 +88,13 @@ def own_device(
     """
     if device != "cuda":
         return device
+    from beatrice.extract.run.share import local_rank
+
     return f"cuda:{local_rank(environ) % max(1, n_visible)}"
 
 
 def default_dtype(device: str) -> Literal["bfloat16", "float32"]:
-    """Return how weights are held where nobody says: as trained on a GPU, else exact.
+    """Return the default type of weights: as trained on a GPU, else exact.
 
     Published checkpoints are bfloat16; float32 takes twice the memory and several
     times the time of a GPU, and on a processor it is the faster one.

@@ -71,7 +71,7 @@ def _narrow_sizes(config: dict[str, Any]) -> dict[str, Any]:
     """Return the entries of a config that its twin has otherwise; windows stay."""
     entries = {k: v for k, v in config.items() if not isinstance(v, bool)}
     counts = [v for k, v in entries.items() if re.fullmatch(_LAYER_COUNT, k)]
-    changed = {}
+    changed: dict[str, Any] = {}
     for name, value in entries.items():
         size = _D_MODEL if _WIDTH.fullmatch(name) else _size_of(name)
         if isinstance(value, list) and len(value) > 1 and len(value) in counts:

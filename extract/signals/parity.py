@@ -56,13 +56,11 @@ _N_BEYOND = 3
 _N_COMPARED = 16
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class _Pass:
     """One forward on the reading path.
 
     Attributes:
-      lens: reads the pushes.
-      scales: what each layer multiplies its output by.
       errors: per layer, how far the contributions miss the change of the stream,
         relative to its norm.
       pushes: `[n_examples, n_tokens]`, summed over the layers.
@@ -73,27 +71,13 @@ class _Pass:
       attn: `[n_examples, n_tokens, 2, 2, n_attention_layers, n_heads]`.
     """
 
-    lens: residual.LogitLens
-    scales: list[torch.Tensor | float]
-    errors: list[float] = dataclasses.field(default_factory=list)
-    pushes: torch.Tensor | float = 0.0
-    first: torch.Tensor | None = None
-    last: torch.Tensor | None = None
-    end: torch.Tensor | None = None
-    final: torch.Tensor | None = None
-    attn: torch.Tensor | None = None
-
-    def on_layer(self, layer_pass: LayerPass) -> None:
-        """Add one layer."""
-        if self.first is None:
-            self.first = layer_pass.h_in.float().clone()
-        out = layer_pass.h_out.float() / self.scales[layer_pass.index]
-        total = layer_pass.h_in.float() + layer_pass.att.float()
-        error = (total + layer_pass.ffn.float() - out).norm(dim=-1)
-        self.errors.append(float((error / out.norm(dim=-1)).max()))
-        scalars = residual.contribution_scalars(layer_pass, self.lens)
-        self.pushes = self.pushes + scalars[..., 1] + scalars[..., 3]
-        self.last, self.end = out.clone(), layer_pass.h_out.clone()
+    errors: list[float]
+    pushes: torch.Tensor
+    first: torch.Tensor
+    last: torch.Tensor
+    end: torch.Tensor
+    final: torch.Tensor
+    attn: torch.Tensor
 
 
 def _window_of(backbone: Backbone) -> int | None:
@@ -133,6 +117,12 @@ def probe_ids(backbone: Backbone, lengths: tuple[int, int]) -> torch.Tensor:
     return torch.stack([ids[:n_tokens], second]).to(backbone.device)
 
 
+def _spans_of(lengths: tuple[int, ...]) -> torch.Tensor:
+    """Return `[n_examples, 3, 2]` spans, each a third of its example."""
+    thirds = [[0, n // 3, 2 * n // 3, n] for n in lengths]
+    return torch.tensor([[t[:2], t[1:3], t[2:]] for t in thirds])
+
+
 def _read(
     backbone: Backbone,
     final_norm: residual.FinalNorm,
@@ -143,16 +133,29 @@ def _read(
     """Run the reading path on `[n_examples, n_tokens]` ids."""
     layout = backbone.layout
     lens = residual.LogitLens(final_norm, head, ids.roll(-1, dims=1))
-    found = _Pass(lens, [layer.scale() for layer in layout.layers])
-    thirds = [[0, n // 3, 2 * n // 3, n] for n in lengths]
-    spans = torch.tensor([[t[:2], t[1:3], t[2:]] for t in thirds])
+    scales = [layer.scale() for layer in layout.layers]
+    errors: list[float] = []
+    pushes = torch.zeros(ids.shape, device=ids.device)
+    states: dict[str, torch.Tensor] = {}
+
+    def on_layer(layer_pass: LayerPass) -> None:
+        if layer_pass.index == 0:
+            states["first"] = layer_pass.h_in.float().clone()
+        out = layer_pass.h_out.float() / scales[layer_pass.index]
+        total = layer_pass.h_in.float() + layer_pass.att.float()
+        error = (total + layer_pass.ffn.float() - out).norm(dim=-1)
+        errors.append(float((error / out.norm(dim=-1)).max()))
+        scalars = residual.contribution_scalars(layer_pass, lens)
+        pushes.add_(scalars[..., 1]).add_(scalars[..., 3])
+        states["last"], states["end"] = out.clone(), layer_pass.h_out.clone()
+
     budget = budget_for(ids.device).n_attention_weights
-    found.final, found.attn = run_decoder(layout, ids, spans, budget, found.on_layer)
-    return found
+    final, attn = run_decoder(layout, ids, _spans_of(lengths), budget, on_layer)
+    return _Pass(errors=errors, pushes=pushes, final=final, attn=attn, **states)
 
 
 def _check_close(
-    found: torch.Tensor,
+    values: torch.Tensor,
     expected: torch.Tensor,
     tolerance: float,
     what: str,
@@ -166,7 +169,7 @@ def _check_close(
     reading is wrong for all.
     """
     scale = float(expected.float().abs().max()) + 1e-6
-    errors = (found.float() - expected.float()).abs().flatten(1).amax(1)
+    errors = (values.float() - expected.float()).abs().flatten(1).amax(1)
     error = float(errors.max() if every else errors.median()) / scale
     # Written so that a NaN, which loses every comparison, does not pass.
     if not error <= tolerance:
@@ -177,7 +180,7 @@ def _check_close(
 
 
 def _check_sums(backbone: Backbone, errors: list[float]) -> None:
-    """Require that contributions sum to the change of the stream in every layer."""
+    """Check that contributions sum to the change of the stream in every layer."""
     for index, error in enumerate(errors):
         if math.isnan(error):
             raise ValueError(
@@ -195,11 +198,11 @@ def _check_sums(backbone: Backbone, errors: list[float]) -> None:
             )
 
 
-def _check_norm(backbone: Backbone, found: _Pass) -> None:
-    """Require that the decoder puts out the norm of the last state, as N is taken."""
+def _check_norm(backbone: Backbone, together: _Pass) -> None:
+    """Check that the decoder puts out the norm of the last state."""
     _check_close(
-        found.final,
-        backbone.layout.final_norm(found.end),
+        together.final,
+        backbone.layout.final_norm(together.end),
         _SUM_TOLERANCE[backbone.dtype],
         "what the decoder puts out and the final norm of its last state",
     )
@@ -222,17 +225,18 @@ def _check_logits(
         "attention_mask": mask,
         "position_ids": (mask.cumsum(1) - 1).clamp_min(0),
     }
-    own = backbone.model(input_ids=ids, use_cache=False).logits
+    logits = backbone.model(input_ids=ids, use_cache=False).logits
     n_words = head.weight.shape[0]
-    if own.shape[-1] != n_words:
+    if logits.shape[-1] != n_words:
         raise ValueError(
-            f"unknown residual layout: the model's logits are of {own.shape[-1]} "
+            f"unknown residual layout: the model's logits are of {logits.shape[-1]} "
             f"words, but its output embedding has {n_words} rows"
         )
     what = "the logits of the reading pass and of the untouched model"
-    _compare_logits(backbone, final, list(own), head, lengths, what, _LOGIT_TOLERANCE)
-    own = backbone.model(**left, use_cache=False).logits
-    rows = [row.roll(n - n_tokens, 0) for row, n in zip(own, lengths, strict=True)]
+    rows = list(logits)
+    _compare_logits(backbone, final, rows, head, lengths, what, _LOGIT_TOLERANCE)
+    logits = backbone.model(**left, use_cache=False).logits
+    rows = [row.roll(n - n_tokens, 0) for row, n in zip(logits, lengths, strict=True)]
     what += ", padded to the left,"
     _compare_logits(backbone, final, rows, head, lengths, what, _VALUE_TOLERANCE)
 
@@ -240,7 +244,7 @@ def _check_logits(
 def _compare_logits(
     backbone: Backbone,
     final: torch.Tensor,
-    own: list[torch.Tensor],
+    logits: list[torch.Tensor],
     head: Head,
     lengths: tuple[int, int],
     what: str,
@@ -248,16 +252,16 @@ def _compare_logits(
 ) -> None:
     """Compare the last logits of both rows, and those beyond the window."""
     firsts = [max(0, n - _N_COMPARED) for n in lengths]
-    parts = {"": [slice(*edges) for edges in zip(firsts, lengths, strict=True)]}
+    compared = {"": [slice(*edges) for edges in zip(firsts, lengths, strict=True)]}
     window = _window_of(backbone)
     if window is not None:
         # By themselves: where single tokens may differ they would be outvoted.
-        parts[" beyond its attention's window"] = [slice(window, lengths[0])]
-    for where, slices in parts.items():
+        compared[" beyond its attention's window"] = [slice(window, lengths[0])]
+    for where, slices in compared.items():
         states = [row[at] for row, at in zip(final, slices, strict=False)]
-        expected = [row[at] for row, at in zip(own, slices, strict=False)]
+        expected = [row[at] for row, at in zip(logits, slices, strict=False)]
         _check_close(
-            head.logits(torch.cat(states), 0, own[0].shape[-1]),
+            head.logits(torch.cat(states), 0, logits[0].shape[-1]),
             torch.cat(expected),
             tolerances[backbone.dtype],
             f"{what}{where}",
@@ -275,8 +279,8 @@ def _check_alone(
 ) -> None:
     """Read each example alone and unpadded; nothing may change."""
     for row, length in enumerate(lengths):
-        one = ids[row : row + 1, :length]
-        alone = _read(backbone, final_norm, head, one, (length,))
+        example = ids[row : row + 1, :length]
+        alone = _read(backbone, final_norm, head, example, (length,))
         # The last token's own target is the neighbour's in one of the two.
         pairs = {
             "states": (together.final[row, :length], alone.final[0]),
@@ -286,9 +290,9 @@ def _check_alone(
                 alone.pushes[0, :-1, None],
             ),
         }
-        for what, (found, expected) in pairs.items():
+        for what, (padded, expected) in pairs.items():
             _check_close(
-                found,
+                padded,
                 expected,
                 _VALUE_TOLERANCE[backbone.dtype],
                 f"the {what} of a sequence in a padded batch and alone",
@@ -296,16 +300,18 @@ def _check_alone(
             )
 
 
-def _calls(backbone: Backbone, run: Callable[[], Any]) -> dict[int, tuple[Any, Any]]:
+def _attention_calls(
+    backbone: Backbone, run: Callable[[], Any]
+) -> dict[int, tuple[Any, Any]]:
     """Return what each attention module is called with during a forward, by layer."""
     calls: dict[int, tuple[Any, Any]] = {}
 
-    def keep(index: int, module: Any, args: Any, kwargs: Any) -> None:
+    def save(index: int, module: Any, args: Any, kwargs: Any) -> None:
         calls[index] = args, kwargs
 
     with contextlib.ExitStack() as handles:
         for index in backbone.layout.attention_layers:
-            hook = functools.partial(keep, index)
+            hook = functools.partial(save, index)
             mixer = backbone.layout.layers[index].mixer
             handle = mixer.register_forward_pre_hook(hook, with_kwargs=True)
             handles.callback(handle.remove)
@@ -318,7 +324,7 @@ def _widened(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.float() if value.is_floating_point() else value
     if isinstance(value, dict):
-        return {key: _widened(part) for key, part in value.items()}
+        return {key: _widened(item) for key, item in value.items()}
     if type(value) in (tuple, list):
         return type(value)(map(_widened, value))
     return value
@@ -331,11 +337,11 @@ def _check_attention(
     layout = backbone.layout
     if not layout.decoder._can_set_attn_implementation():
         return  # its own weights are read
-    thirds = [[0, n // 3, 2 * n // 3, n] for n in lengths]
-    spans = torch.tensor([[t[:2], t[1:3], t[2:]] for t in thirds])
-    budget = budget_for(ids.device).n_attention_weights
-    unread = _calls(backbone, lambda: layout.decoder(input_ids=ids, use_cache=False))
-    read = _calls(
+    spans, budget = _spans_of(lengths), budget_for(ids.device).n_attention_weights
+    unread = _attention_calls(
+        backbone, lambda: layout.decoder(input_ids=ids, use_cache=False)
+    )
+    read = _attention_calls(
         backbone, lambda: run_decoder(layout, ids, spans, budget, lambda _: None)
     )
     for index in layout.attention_layers:
@@ -357,15 +363,16 @@ def _check_attention(
 
 
 def _check_pushes(
-    backbone: Backbone, head: Head, found: _Pass, targets: torch.Tensor
+    backbone: Backbone, head: Head, together: _Pass, targets: torch.Tensor
 ) -> None:
     """Compare summed pushes with the final norm applied to both ends."""
     # In float32, as the pushes are: the stream's dtype would round both ends.
     norm = copy.deepcopy(backbone.layout.final_norm).float()
     rows = head.rows(targets)
-    before, after = [(norm(end) * rows).sum(-1) for end in (found.first, found.last)]
+    ends = (together.first, together.last)
+    before, after = [(norm(state) * rows).sum(-1) for state in ends]
     _check_close(
-        found.pushes[..., None],
+        together.pushes[..., None],
         (after - before)[..., None],
         _PUSH_TOLERANCE[backbone.dtype],
         "the summed pushes and the final norm's own difference",
@@ -374,7 +381,7 @@ def _check_pushes(
 
 @torch.no_grad()
 def check_parity(backbone: Backbone, final_norm: residual.FinalNorm, head: Head) -> int:
-    """Run the checks.
+    """Check that what is read of a backbone sums to what it does.
 
     Returns:
       The heads of an attention layer, as they were read; a config can say otherwise.
@@ -402,9 +409,9 @@ _REFUSAL = re.compile("(unknown residual layout|cannot read)(?!.*found no attent
 
 
 def require_readable(name: str, outline: Outline) -> None:
-    """Refuse a checkpoint whose signals could not be read, before it is loaded.
+    """Check on a narrow twin that a checkpoint can be read, before it is loaded.
 
-    Where no twin can be made, the check of the loaded model decides.
+    Where Transformers can build no twin, the check of the loaded model decides.
 
     Args:
       name: of the checkpoint, as messages call it.
