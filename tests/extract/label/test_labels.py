@@ -245,10 +245,10 @@ def test_labels_that_nobody_recorded_are_not_replaced(run):
     beatrice("label", run.path)
 
 
-README = Path(__file__).parents[3] / "extract" / "README.md"
+README = Path(__file__).parents[3] / "docs" / "labels.md"
 
 
-def test_the_judge_of_the_readme_labels_a_run_and_again_where_its_file_has_changed(
+def test_the_judge_of_the_guide_labels_a_run_and_again_where_its_file_has_changed(
     run, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
