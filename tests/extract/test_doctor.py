@@ -14,7 +14,7 @@ from beatrice.extract.records import Answer, write_lines
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.signals.extract import ExtractConfig
 from beatrice.extract.store.families import as_size
-from tests.extract.backbone.test_backbone import save_tokenizer
+from tests.extract.backbone.test_loading import save_words
 from tests.extract.small_run import beatrice, smoke
 
 
@@ -54,7 +54,7 @@ def test_every_choice_of_what_is_kept_has_its_bytes():
 def test_only_layers_that_have_attention_are_counted(tmp_path):
     model = tmp_path / "model"
     tiny_model("qwen3_5").save_pretrained(model)
-    save_tokenizer(model)
+    save_words(model)
     found = doctor("--model", model)
     assert "4 layers" in found["model"]["text"]
     assert "1 layers have attention" in found["model"]["text"]

@@ -1,4 +1,4 @@
-"""Forecasts: what is counted is what is then done, and a dry run does nothing."""
+"""A dry run counts what is then done, and does nothing."""
 
 import dataclasses
 import re
@@ -13,29 +13,16 @@ from beatrice.extract.generate.replies import (
     count_requests,
     reply_files,
 )
-from beatrice.extract.records import (
-    SETTINGS,
-    Answer,
-    read_records,
-    write_lines,
-)
+from beatrice.extract.records import SETTINGS, Answer, read_records, write_lines
 from beatrice.extract.run.contents import read_answers
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import JsonLines
-from beatrice.extract.run.stages import Forecast, bytes_in_words, disk_bytes
 from beatrice.extract.signals.extract import EXTRACT, EXTRACT_PRESETS
 from beatrice.extract.store.store import open_store
-from tests.extract.datasets import published as pub
 from tests.extract.label.scripted import ScriptedGenerator
 from tests.extract.small_run import beatrice, questions, smoke
 
 GREEDY = SamplingConfig(max_new_tokens=4)
-KEPT = (
-    {"dtype": "bfloat16"},
-    {"dtype": "int8"},
-    {"dtype": "bfloat16", "hidden_spans": "answer", "scalars": "bfloat16"},
-    {"hidden_layers": (2, 4)},
-)
 
 
 def prompts(n):
@@ -44,66 +31,68 @@ def prompts(n):
     ]
 
 
-def test_all_that_would_be_asked_is_counted():
-    forecast = count_requests("label", prompts(100), GREEDY)
-    assert forecast.n_requests == forecast.n_rows == 100
-    assert forecast.n_prompt_tokens == sum(range(1, 101))
-    assert forecast.n_new_tokens == 400
+def files_of(run):
+    return {
+        path.relative_to(run): path.read_bytes()
+        for path in run.rglob("*")
+        if path.is_file() and path.name != "lock"
+    }
 
 
-def test_what_is_there_and_what_is_asked_twice_is_not_counted(tmp_path):
-    generator = ScriptedGenerator(lambda text: "said")
-    run = RunDir(tmp_path)
+def numbers_of(text):
+    """Return the whole numbers of a forecast, by their names."""
+    lines = re.findall(r"^  (\S.*?)  +([\d,]+)$", text, re.MULTILINE)
+    return {name: int(number.replace(",", "")) for name, number in lines}
+
+
+def test_texts_that_are_there_or_come_twice_are_not_counted(tmp_path):
+    generator, run = ScriptedGenerator(lambda text: "said"), RunDir(tmp_path)
     Replies.open(run.replies("judge")).generate(generator, prompts(30), GREEDY)
-    before, n_asked = files_of(tmp_path), len(generator.asked)
+    before, n_generated = files_of(tmp_path), len(generator.asked)
     counting = CountedReplies(reply_files(run.replies("judge")), "label")
     assert counting.generate(generator, prompts(33) + prompts(32), GREEDY) is None
-    assert counting.forecast.n_requests == 3
-    assert counting.forecast.n_prompt_tokens == 31 + 32 + 33
-    assert files_of(tmp_path) == before and len(generator.asked) == n_asked
+    forecast = counting.forecast
+    assert forecast.n_requests == forecast.n_rows == 3
+    assert forecast.n_prompt_tokens == 31 + 32 + 33
+    assert forecast.n_new_tokens == 3 * 4
+    assert files_of(tmp_path) == before and len(generator.asked) == n_generated
 
 
-def test_prompts_that_only_a_server_can_count_are_told_as_unknown():
+def test_prompt_tokens_that_only_a_server_can_count_are_unknown():
     texts = [GeneratorPrompt(text="abc") for _ in range(20)]
-    inner = ScriptedGenerator(str)
-    forecast = count_requests("label", texts, GREEDY, generator=inner)
+    forecast = count_requests("label", texts, GREEDY, generator=ScriptedGenerator(str))
     assert forecast.n_prompt_tokens is None
     assert "does not count prompt tokens" in forecast.basis
-    assert "prompt tokens  " not in forecast.as_text()
-
-
-def test_a_forecast_shows_the_numbers_it_has():
-    forecast = Forecast(stage="answer", n_rows=1200, disk_bytes=3 << 20, basis="why.")
-    assert forecast.as_text().splitlines() == [
-        "answer: a dry run, nothing is written",
-        "  rows                    1,200",
-        "  disk, at most           3.0 MiB",
-        "  why.",
-    ]
-    sizes = (5, 1 << 10, 1536 << 20, 3 << 40)
-    assert list(map(bytes_in_words, sizes)) == [
-        "5 bytes",
-        "1.0 KiB",
-        "1.5 GiB",
-        "3072.0 GiB",
-    ]
 
 
 @pytest.fixture(scope="module")
-def answered(tmp_path_factory):
-    path = tmp_path_factory.mktemp("answered") / "run"
+def asked(tmp_path_factory):
+    path = tmp_path_factory.mktemp("asked") / "run"
     with RunDir.open(path, smoke()) as run:
-        made = questions()
-        run.examples.write_text(write_lines(made))
+        run.examples.write_text(write_lines(questions()))
+    return path
+
+
+@pytest.fixture(scope="module")
+def answered(asked):
+    path = shutil.copytree(asked, asked.with_name("answered"))
     beatrice("answer", path)
     return path
 
 
-@pytest.mark.parametrize("kept", KEPT)
-def test_the_stores_bytes_are_counted_with_everything_that_is_kept(answered, kept):
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "bfloat16"},
+        {"dtype": "int8"},
+        {"dtype": "bfloat16", "hidden_spans": "answer", "scalars": "bfloat16"},
+        {"hidden_layers": (2, 4)},
+    ],
+)
+def test_the_stores_bytes_are_counted_with_everything_that_is_kept(answered, changes):
     """Against the sum over tokens and families, written out by hand."""
     run = RunDir(answered)
-    config = dataclasses.replace(EXTRACT_PRESETS["smoke"], **kept)
+    config = dataclasses.replace(EXTRACT_PRESETS["smoke"], **changes)
     expected = 0
     for answer in read_answers(run):
         n_tokens = len(answer.prompt_ids) + len(answer.token_ids)
@@ -116,52 +105,25 @@ def bytes_of(config, n_tokens, n_answer):
     n_layers, d_model, n_heads = 6, 160, 5  # of the embedded model
     scalar = 2 if config.scalars == "bfloat16" else 4
     code, scale = (1, 4) if config.dtype == "int8" else (2, 0)
-    n_kept = len(config.hidden_layers or range(n_layers + 1))
-    hidden = n_kept * (d_model * code + scale)
+    n_entries = len(config.hidden_layers or range(n_layers + 1))
+    hidden = n_entries * (d_model * code + scale)
     others = (5 + 4 * n_layers + 2 * 2 * n_layers * n_heads) * scalar
     n_hidden = n_answer if config.hidden_spans == "answer" else n_tokens
     return n_hidden * hidden + n_tokens * others
 
 
 def test_the_store_takes_the_tokens_that_were_counted(answered, tmp_path):
-    path = tmp_path / "run"
-    shutil.copytree(answered, path)
+    path = shutil.copytree(answered, tmp_path / "run")
     numbers = numbers_of(beatrice("extract", path, "--dry-run").stdout)
     beatrice("extract", path)
     stores = [open_store(RunDir(path).features(setting)) for setting in SETTINGS]
     assert numbers["rows"] == sum(int(s.spec.offsets[-1]) for s in stores)
-    assert disk_bytes(RunDir(path).path / "features") > 0
     done = beatrice("extract", path, "--dry-run")
     assert "already done, nothing is left to forecast" in done.stdout
 
 
-def numbers_of(text):
-    """Return the whole numbers of a forecast, by their names."""
-    lines = re.findall(r"^  (\S.*?)  +([\d,]+)$", text, re.MULTILINE)
-    return {name: int(number.replace(",", "")) for name, number in lines}
-
-
-def files_of(run):
-    return {
-        path.relative_to(run): path.read_bytes()
-        for path in run.rglob("*")
-        if path.is_file() and path.name != "lock"
-    }
-
-
-@pytest.fixture
-def run(tmp_path):
-    path = pub.write_array(tmp_path / "h.json", [pub.hotpot(i) for i in range(14)])
-    made = tmp_path / "run"
-    line = ("data", made, "--dev", f"hotpotqa={path}", "--n-evaluation", 7)
-    line += ("--model", "embedded", "--preset", "smoke", "--max-new-tokens", 3)
-    beatrice(*line)
-    assert (made / "examples.jsonl").read_bytes().count(b"\n") == 14
-    return made
-
-
 def done_by(run, verb):
-    """Return rows and prompt tokens of what a verb has made; None: not recorded."""
+    """Return rows and prompt tokens of what a verb has written."""
     if verb == "answer":
         answers = list(read_records(run / "answers" / "answers.jsonl", Answer))
         return len(answers), sum(len(answer.prompt_ids) for answer in answers)
@@ -169,7 +131,10 @@ def done_by(run, verb):
     return len(rows), sum(row["n_prompt_tokens"] for row in rows)
 
 
-def test_a_dry_run_counts_what_the_real_one_then_takes_and_changes_nothing(run):
+def test_a_dry_run_counts_what_the_real_one_then_takes_and_changes_nothing(
+    asked, tmp_path
+):
+    run = shutil.copytree(asked, tmp_path / "run")
     for line in (
         ("rewrite", run, "--model", "embedded", "--max-new-tokens", 5),
         ("answer", run),
@@ -182,33 +147,28 @@ def test_a_dry_run_counts_what_the_real_one_then_takes_and_changes_nothing(run):
         counts = numbers["rows"], numbers["prompt tokens"]
         assert counts == done_by(run, line[0]), line[0]
         done = beatrice(*line, "--dry-run").stdout
-        is_left = numbers_of(done).get("requests", 0) > 0
-        assert not is_left and ("already done" in done or line[0] != "answer")
+        assert numbers_of(done).get("requests", 0) == 0
+        assert "already done" in done or line[0] != "answer"
 
 
-def test_half_of_the_answers_leaves_the_other_half_to_be_counted(run):
-    whole = numbers_of(beatrice("answer", run, "--dry-run").stdout)
-    beatrice("answer", run)
+def test_half_of_the_answers_leaves_the_other_half_to_be_counted(answered, tmp_path):
+    run = shutil.copytree(answered, tmp_path / "run")
+    n_rows, n_tokens = done_by(run, "answer")
     path = run / "answers" / "answers.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:10]))
     (run / "stages" / "answer.json").unlink()
     left = numbers_of(beatrice("answer", run, "--dry-run").stdout)
-    kept = list(read_records(path, Answer))
-    assert left["rows"] == whole["rows"] - 10
-    n_kept = sum(len(answer.prompt_ids) for answer in kept)
-    assert left["prompt tokens"] == whole["prompt tokens"] - n_kept
+    assert left["rows"] == n_rows - 10
+    assert left["prompt tokens"] == n_tokens - done_by(run, "answer")[1]
 
 
-def test_a_dry_run_of_a_new_run_settles_nothing(tmp_path):
-    with RunDir.open(tmp_path / "run", smoke()) as run:
-        run.examples.write_text(write_lines(questions()))
-    before = files_of(run.path)
-    for line in (
-        ("answer", run.path),
-        ("answer", run.path, "--server", "http://x/v1"),
-        ("sample", run.path),
-    ):
-        numbers = numbers_of(beatrice(*line, "--dry-run").stdout)
-        assert numbers["requests"] > 0
-        assert files_of(run.path) == before, line
+@pytest.mark.parametrize(
+    "line", [("answer",), ("answer", "--server", "http://x/v1"), ("sample",)]
+)
+def test_a_dry_run_of_a_new_run_records_nothing(asked, line):
+    before = files_of(asked)
+    verb, *options = line
+    numbers = numbers_of(beatrice(verb, asked, *options, "--dry-run").stdout)
+    assert numbers["requests"] > 0
+    assert files_of(asked) == before

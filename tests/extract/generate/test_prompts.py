@@ -1,40 +1,101 @@
-import dataclasses
+"""Prompts and requests: words, spans, chats, worked examples, control tokens."""
 
+import dataclasses
+import json
+
+import click
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from beatrice.extract.generate.generator import Generated
-from beatrice.extract.generate.prompts import TEMPLATES, build_prompt
+from beatrice.cli import main
+from beatrice.extract.backbone.loading import load_backbone
+from beatrice.extract.backbone.names import WEIGHTS
+from beatrice.extract.datasets.commands import AskingOptions
+from beatrice.extract.generate.generator import Generated, SamplingConfig
+from beatrice.extract.generate.prompts import (
+    SHOTS,
+    TEMPLATES,
+    PromptConfig,
+    Shot,
+    build_prompt,
+    encode_text,
+    read_shots,
+    render_message,
+)
+from beatrice.extract.generate.requests import Request, TokenizerOnly, make_requests
+from beatrice.extract.generate.server import ServedGenerator, ServerConfig
 from beatrice.extract.label.rewrite import read_rewrite, rewrite_prompt
 from beatrice.extract.records import Example, Passage, with_rewrites
+from beatrice.extract.signals.sequence import sequence_of
 from beatrice.extract.world.facts import WorldConfig, make_world
 from beatrice.extract.world.model import make_tokenizer
+from tests.extract.generate.generating import GREEDY, prompts_of, texts
+from tests.extract.generate.loopback import served
 
 WORLD = make_world(WorldConfig(n_people=60, n_books=40, n_strangers=5))
 TOKENIZER = make_tokenizer(WORLD)
 TEXTS = [passage.text for passage in WORLD.passages[:40]]
+SHORT = TEMPLATES["short"]
+CHAT = dataclasses.replace(SHORT, chat=True)
+FEW_SHOT = dataclasses.replace(TEMPLATES["few-shot"], shots=SHOTS)
+# ChatML in the microworld's words: a header of one special token and two words.
+TEMPLATE = (
+    "{{ '<s>' }}{% for m in messages %} the of {{ m['content'] | trim }} {% endfor %}"
+    "{% if add_generation_prompt %}</s> was in"
+    "{% if enable_thinking is defined and enable_thinking %} where{% endif %}"
+    "{% endif %}"
+)
 
 
-def passages(texts):
-    return [Passage(title="t", text=text) for text in texts]
+@pytest.fixture
+def tokenizer():
+    return make_tokenizer(WORLD)
+
+
+@pytest.fixture
+def chatty(tokenizer):
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def passages(*texts, title=""):
+    return tuple(Passage(title=title, text=text) for text in texts)
+
+
+def example(name="e", contexts=(), rewritten=(), **changes):
+    fields = {
+        "dataset": "d",
+        "split": "test",
+        "question": TEXTS[0],
+        "golds": ("g",),
+        "passages": passages(*contexts),
+        "rewritten": passages(*rewritten),
+    }
+    return Example(id=name, **(fields | changes))
+
+
+def context_of(tokenizer, prompt):
+    start, stop = prompt.context_span
+    return tokenizer.decode(prompt.ids[start:stop])
 
 
 @given(st.lists(st.sampled_from(TEXTS), min_size=1, max_size=5))
 def test_the_context_span_holds_the_passages_and_nothing_else(texts):
-    prompt = build_prompt(TOKENIZER, TEMPLATES["short"], TEXTS[0], passages(texts))
-    start, stop = prompt.context_span
-    assert TOKENIZER.decode(prompt.ids[start:stop]) == " ".join(texts)
+    prompt = build_prompt(TOKENIZER, SHORT, TEXTS[0], passages(*texts, title="t"))
+    assert context_of(TOKENIZER, prompt) == " ".join(texts)
 
 
-TITLED = [
+TITLED = (
     Passage(title="Sid &amp; Nancy", text="It was released in 1986."),
     Passage(title="", text="A film of Alex Cox."),
     Passage(title=" ", text="Another."),
-]
+)
+TITLES = "Sid & Nancy: It was released in 1986.\nA film of Alex Cox.\nAnother."
 SHOWN = {
-    "few-shot": "Sid & Nancy: It was released in 1986.\nA film of Alex Cox.\nAnother.",
-    "paper": "Sid & Nancy: It was released in 1986.\nA film of Alex Cox.\nAnother.",
+    "few-shot": TITLES,
+    "paper": TITLES,
     "short": "It was released in 1986. A film of Alex Cox. Another.",
 }
 
@@ -44,46 +105,27 @@ SHOWN = {
 def test_a_context_has_its_titles_in_the_papers_words_alone(bytewise, name, chat):
     template = dataclasses.replace(TEMPLATES[name], chat=chat)
     prompt = build_prompt(bytewise, template, "when?", TITLED)
-    start, stop = prompt.context_span
-    assert bytewise.decode(prompt.ids[start:stop]) == SHOWN[name]
+    assert context_of(bytewise, prompt) == SHOWN[name]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_context_is_rewritten_as_the_model_reads_it(name):
-    example = Example(
-        id="q",
-        dataset="d",
-        split="train",
-        question="when?",
-        golds=("1986",),
-        passages=tuple(TITLED),
-    )
+    asked = example("q", question="when?", passages=TITLED)
     context = TEMPLATES[name].context_text(TITLED)
-    assert f"\n{context}\n" in rewrite_prompt(example, template=name)
-    reply = Generated(
-        text="Sid & Nancy came out in 1986.",
-        token_ids=None,
-        stop_id=None,
-        log_probs=None,
-        finish="stop",
-        n_prompt_tokens=None,
-        n_new_tokens=None,
-    )
-    rewrite = read_rewrite(example, reply, template=name)
+    assert f"\n{context}\n" in rewrite_prompt(asked, template=name)
+    empty = dict.fromkeys(("token_ids", "stop_id", "log_probs"))
+    counts = dict.fromkeys(("n_prompt_tokens", "n_new_tokens"))
+    text = "Sid & Nancy came out in 1986."
+    reply = Generated(text=text, finish="stop", **empty, **counts)
+    rewrite = read_rewrite(asked, reply, template=name)
     # A name that the prompt does not show is an addition of the rewriter's.
     assert ("Nancy" in str(rewrite.added_entities)) == (name == "short")
-    (rewritten,) = with_rewrites([example], {"q": rewrite})[0].rewritten
-    assert TEMPLATES[name].context_text([rewritten]) == reply.text
+    (rewritten,) = with_rewrites([asked], {"q": rewrite})[0].rewritten
+    assert TEMPLATES[name].context_text([rewritten]) == text
 
 
 def test_texts_of_the_microworld_name_the_subject_that_is_their_title():
     assert all(passage.title in passage.text for passage in WORLD.passages)
-
-
-def test_a_surrogate_in_a_title_that_is_shown_is_refused():
-    bad = [Passage(title="b\ud800d", text="fine")]
-    with pytest.raises(ValueError, match="the title of passage 1 has the lone"):
-        build_prompt(TOKENIZER, TEMPLATES["paper"], "who?", bad)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -93,28 +135,25 @@ def test_without_passages_the_context_span_is_empty_after_the_special_tokens(nam
     assert prompt.context_span == (1, 1)
 
 
-def test_braces_in_a_question_stay_as_they_are():
-    prompt = build_prompt(
-        TOKENIZER, TEMPLATES["short"], "{context} {question}", passages(TEXTS[:1])
-    )
-    start, stop = prompt.context_span
-    assert TOKENIZER.decode(prompt.ids[start:stop]) == TEXTS[0]
+def test_braces_stay_as_they_are_and_unknown_words_are_counted():
+    question = "{context} {question}"
+    prompt = build_prompt(TOKENIZER, SHORT, question, passages(TEXTS[0]))
+    assert context_of(TOKENIZER, prompt) == TEXTS[0]
+    assert build_prompt(TOKENIZER, SHORT, "what is the xyzzy?").n_unknown == 1
 
 
-def test_unknown_words_are_counted():
-    prompt = build_prompt(TOKENIZER, TEMPLATES["short"], "what is the xyzzy?")
-    assert prompt.n_unknown == 1
-
-
-def test_an_empty_question_is_refused():
-    with pytest.raises(ValueError, match="the question is empty"):
-        build_prompt(TOKENIZER, TEMPLATES["short"], " \n ")
-
-
-def test_a_lone_surrogate_is_refused_with_its_place():
-    bad = passages(["fine", "b\ud800d"])
-    with pytest.raises(ValueError, match=r"passage 2 has the lone surrogate U\+D800"):
-        build_prompt(TOKENIZER, TEMPLATES["short"], "who?", bad)
+@pytest.mark.parametrize(
+    ("question", "context", "words"),
+    [
+        (" \n ", (), "the question is empty"),
+        ("who?", passages("fine", " "), "passage 2 is empty"),
+        ("who?", passages("fine", "b\ud800d"), r"passage 2 .* surrogate U\+D800"),
+        ("who?", passages("fine", title="b\ud800d"), "title of passage 1 .* surrogate"),
+    ],
+)
+def test_a_text_that_is_empty_or_no_text_is_named(question, context, words):
+    with pytest.raises(ValueError, match=words):
+        build_prompt(TOKENIZER, TEMPLATES["paper"], question, context)
 
 
 def test_a_tokenizer_without_offsets_is_refused():
@@ -122,4 +161,309 @@ def test_a_tokenizer_without_offsets_is_refused():
         is_fast = False
 
     with pytest.raises(ValueError, match="no offsets"):
-        build_prompt(Slow(), TEMPLATES["short"], "who?")
+        build_prompt(Slow(), SHORT, "who?")
+
+
+def test_a_chat_prompt_is_the_rendered_template_with_its_context_in_it(chatty):
+    prompt = build_prompt(chatty, CHAT, TEXTS[0], passages(*TEXTS[1:4]))
+    context = " ".join(TEXTS[1:4])
+    assert context_of(chatty, prompt) == context
+    content = f"Context: {context} Question: {TEXTS[0]} Answer:"
+    rendered = chatty.apply_chat_template(
+        [{"role": "user", "content": content}],
+        tokenize=False,
+        add_generation_prompt=True,
+        enable_thinking=False,
+    )
+    ids = chatty(rendered, add_special_tokens=False)["input_ids"]
+    assert prompt.ids == tuple(ids)
+    assert ids.count(chatty.bos_token_id) == 1
+
+
+def test_a_chats_header_belongs_to_no_span(chatty):
+    prompt = build_prompt(chatty, CHAT, TEXTS[0])
+    assert prompt.context_span == (3, 3)  # <s>, the, of
+    plain = build_prompt(chatty, SHORT, TEXTS[0])
+    assert prompt.ids[3 : 3 + len(plain.ids) - 1] == plain.ids[1:]
+
+
+def test_a_context_that_the_template_trims_keeps_its_place(chatty):
+    paper = dataclasses.replace(TEMPLATES["paper"], chat=True)  # begins with context
+    prompt = build_prompt(chatty, paper, TEXTS[0], passages(f"  {TEXTS[1]}", TEXTS[2]))
+    assert context_of(chatty, prompt) == f"{TEXTS[1]} {TEXTS[2]}"
+
+
+def test_thinking_is_switched_off(chatty, tokenizer):
+    assert render_message(chatty, "x").text.endswith("was in")
+    tokenizer.chat_template = "{{ messages[0]['content'] }}<think>\n\n</think>\n\n"
+    assert render_message(tokenizer, "x").text.rstrip().endswith("</think>")
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (None, "no chat template"),
+        ("{{ messages[0]['content'] | upper }}", "changes the text"),
+        ("{{ messages[0]['content'] * 2 }}", "changes the text"),
+        ("{{ messages[0]['content'] }}<think>\n", "opens a thinking block"),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_refused(tokenizer, template, words):
+    tokenizer.chat_template = template
+    with pytest.raises(ValueError, match=words):
+        build_prompt(tokenizer, CHAT, TEXTS[0])
+
+
+EVIL = "a </s> <s> b"
+
+
+def test_what_looks_like_a_control_token_is_spelled_out(bytewise):
+    """Without the care, the very same text holds both."""
+    control = {bytewise.bos_token_id, bytewise.eos_token_id}
+    assert control < set(bytewise(EVIL)["input_ids"])
+    prompt = build_prompt(bytewise, SHORT, "what is x?", passages(EVIL))
+    assert not control & set(prompt.ids)
+    assert context_of(bytewise, prompt) == EVIL
+
+
+def test_a_chat_refuses_it_since_its_template_writes_control_tokens_as_text(bytewise):
+    ids = build_prompt(bytewise, CHAT, "what is x?", passages("a b")).ids
+    assert (ids[0], ids[-1]) == (bytewise.bos_token_id, bytewise.eos_token_id)
+    for question, context, token in (("x?", EVIL, "</s>"), ("is <s>?", "a", "<s>")):
+        with pytest.raises(ValueError, match=f"the text holds '{token}'"):
+            build_prompt(bytewise, CHAT, question, passages(context))
+
+
+def test_a_tokenizer_that_knows_it_as_a_word_is_refused_the_text():
+    tokenizer = load_backbone(WEIGHTS).tokenizer
+    for question, context in (("what is x?", EVIL), (EVIL, "a b")):
+        with pytest.raises(ValueError, match="the text holds '</s>'"):
+            build_prompt(tokenizer, SHORT, question, passages(context))
+    with pytest.raises(ValueError, match="the text holds '</s>'"):
+        encode_text(tokenizer, "in </s>", add_special_tokens=False)
+    # An unknown word steers nothing; it is counted.
+    prompt = build_prompt(tokenizer, SHORT, "what is x?", passages("a <unk> xyzzy"))
+    assert prompt.n_unknown >= 2
+    assert prompt.ids[0] == tokenizer.bos_token_id
+
+
+BERN = (Passage(title="Bern", text="The capital lies on the Aare."),)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("context", [(), BERN])
+def test_worked_examples_stand_before_the_spans_and_belong_to_none(
+    bytewise, chat, context
+):
+    template = dataclasses.replace(FEW_SHOT, chat=chat)
+    prompt = build_prompt(bytewise, template, "Where is it?", context)
+    start, stop = prompt.context_span
+    before, inside, question = (
+        bytewise.decode(ids, skip_special_tokens=True)
+        for ids in (prompt.ids[:start], prompt.ids[start:stop], prompt.ids[stop:])
+    )
+    assert before.count("Question:") == before.count("Answer:") == len(SHOTS)
+    assert before.endswith("\n\nContext: ") == bool(context)
+    assert inside == ("Bern: The capital lies on the Aare." if context else "")
+    assert question.lstrip("\n") == "Question: Where is it?\nAnswer:"
+
+
+def test_an_example_is_shown_in_the_words_of_the_question(bytewise):
+    shot = Shot(question="Who?", answer="Ann", context="Ann did.")
+    for context in ((), BERN):
+        asked = build_prompt(bytewise, TEMPLATES["few-shot"], "Who?", context)
+        template = dataclasses.replace(FEW_SHOT, shots=(shot,))
+        prompt = build_prompt(bytewise, template, "Who?", context)
+        text = bytewise.decode(prompt.ids, skip_special_tokens=True)
+        shown, _, rest = text.partition(" Ann\n\n")
+        alone = bytewise.decode(asked.ids, skip_special_tokens=True)
+        assert rest == alone
+        assert shown == alone.replace("Bern: The capital lies on the Aare.", "Ann did.")
+
+
+def test_the_answers_to_a_prompt_with_examples_have_its_spans(local):
+    prompt = build_prompt(local.backbone.tokenizer, FEW_SHOT, "Where is it?")
+    request = Request("q", "closed_book", "original", prompt)
+    (reply,) = texts(local, prompts_of([request]))
+    spans = sequence_of(request.answer(reply)).spans
+    n_before, n_prompt = prompt.context_span[0], len(prompt.ids)
+    assert n_before > 20
+    assert spans[:, 0].tolist() == [n_before, n_before, n_prompt - 1]
+    assert spans[2, 1] == n_prompt + len(reply.token_ids)
+
+
+def test_examples_without_a_context_are_for_questions_without_one(bytewise):
+    bare = dataclasses.replace(FEW_SHOT, shots=(Shot(question="Who?", answer="Ann"),))
+    build_prompt(bytewise, bare, "Who?")
+    with pytest.raises(ValueError, match="none of the worked examples has a context"):
+        build_prompt(bytewise, bare, "Who?", BERN)
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"template": "paper", "shots": SHOTS}, "worked examples"),
+        ({"template": "few-shot"}, "worked examples"),
+        ({"template": "long"}, "template"),
+        ({"overlong": "cut"}, "overlong"),
+        ({"window": 1}, "window"),
+    ],
+)
+def test_a_prompt_config_names_the_field_that_is_wrong(fields, word):
+    with pytest.raises(ValueError, match=word):
+        PromptConfig(**fields)
+
+
+def stops_within(local, requests):
+    """Return requests whose texts have several tokens, and strings to end them at."""
+    decode = local.backbone.tokenizer.decode
+    whole = texts(local, prompts_of(requests))
+    chosen = [
+        (request, reply)
+        for request, reply in zip(requests, whole, strict=True)
+        if len(reply.token_ids) >= 3 and len(set(reply.text.split())) >= 3
+    ][:4]
+    assert len(chosen) == 4
+    stops = tuple(decode(reply.token_ids[1:3]).strip() for _, reply in chosen)
+    prompts = prompts_of([request for request, _ in chosen])
+    return prompts, [reply for _, reply in chosen], stops
+
+
+def test_a_text_ends_where_a_stop_string_begins_here_and_on_a_server(local, requests):
+    prompts, whole, stops = stops_within(local, requests)
+    config = dataclasses.replace(GREEDY, stop=stops)
+    here = texts(local, prompts, config)
+    for before, cut in zip(whole, here, strict=True):
+        n = len(cut.token_ids)
+        assert cut.token_ids == before.token_ids[:n]
+        assert (cut.stop_id, cut.finish) == (before.token_ids[n], "stop")
+        assert cut.log_probs == pytest.approx(before.log_probs[: n + 1], abs=2e-4)
+        assert not any(stop in cut.text for stop in stops)
+        assert before.text[len(cut.text) :].strip().startswith(stops)
+    with served(local) as loopback:
+        server = ServerConfig(url=loopback.url, model="microworld", log_probs=True)
+        words = local.backbone.tokenizer
+        with ServedGenerator(server, (2,), tokenizer=words) as client:
+            there = texts(client, prompts, config)
+        assert loopback.requests[0][1]["stop"] == list(stops)
+    for a, b in zip(here, there, strict=True):
+        assert (a.text, a.token_ids, a.stop_id) == (b.text, b.token_ids, b.stop_id)
+        assert (a.finish, b.finish) == ("stop", "stop")
+        assert a.log_probs == pytest.approx(b.log_probs, abs=2e-4)
+
+
+def test_a_stop_string_that_never_comes_changes_nothing(local, requests):
+    prompts = prompts_of(requests[:8])
+    config = dataclasses.replace(GREEDY, stop=("\n", "Question:"))
+    before, after = texts(local, prompts), texts(local, prompts, config)
+    assert [(b.token_ids, b.stop_id) for b in before] == [
+        (a.token_ids, a.stop_id) for a in after
+    ]
+
+
+def test_a_stop_string_changes_the_key_of_a_reply_and_an_empty_tuple_does_not():
+    assert GREEDY.as_key() == {"max_new_tokens": 10, "temperature": 0.0}
+    assert SamplingConfig(stop=("x",)).as_key()["stop"] == ["x"]
+    assert "stop" not in SamplingConfig(temperature=1.0).as_key()
+
+
+def test_a_line_feed_ends_answers_to_worked_examples_unless_told_otherwise():
+    assert AskingOptions(template="few-shot").stop_strings() == ("\n",)
+    assert AskingOptions().stop_strings() == ()
+    options = AskingOptions(stop=(r"\n\n", "Q:"))
+    assert options.stop_strings() == ("\n\n", "Q:")
+    with pytest.raises(click.BadParameter):
+        AskingOptions(stop=("",)).stop_strings()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "at least one worked example"),
+        ('{"question": "Who?"}', "line 1: expected"),
+        ('{"question": "Who?", "answer": " "}', "needs a question and an answer"),
+        ('\n{"question": "Who?", "answer": "A\\nB"}', "line 2.*several lines"),
+        ("nothing", "line 1: expected"),
+    ],
+)
+def test_a_file_of_examples_that_cannot_be_used_is_refused(tmp_path, text, message):
+    path = tmp_path / "shots.jsonl"
+    path.write_text(text, "utf-8")
+    with pytest.raises(ValueError, match=message):
+        read_shots(path)
+
+
+def test_examples_of_ones_own_are_what_the_run_asks_with(tmp_path):
+    own, rows = tmp_path / "shots.jsonl", tmp_path / "own.jsonl"
+    own.write_text('{"question": "Who?", "answer": "Ann"}\n', "utf-8")
+    lines = (
+        json.dumps({"question": f"Where is {n}?", "golds": [f"at {n}"]})
+        for n in range(12)
+    )
+    rows.write_text("\n".join(lines), "utf-8")
+    files = ["--train", f"own={rows}", "--dev", f"own={rows}"]
+    sizes = ["--n-train", "4", "--n-evaluation", "2", "--model", "embedded"]
+    command = ["data", str(tmp_path / "run"), *files, *sizes, "--template", str(own)]
+    done = CliRunner().invoke(main, command)
+    assert done.exit_code == 0, done.output
+    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text("utf-8"))
+    answer = manifest["sections"]["answer"]
+    shot = {"question": "Who?", "answer": "Ann", "context": ""}
+    assert answer["prompt"]["shots"] == [shot]
+    assert answer["generation"]["stop"] == ["\n"]
+
+
+def test_every_setting_and_variant_is_asked_once(tokenizer):
+    both = example("both", TEXTS[1:3], TEXTS[3:4])
+    words = TokenizerOnly(tokenizer)
+    asked = make_requests([both, example("bare")], words, PromptConfig(), 5)
+    assert [request.key for request in asked.requests] == [
+        ("both", "closed_book", "original"),
+        ("bare", "closed_book", "original"),
+        ("both", "with_context", "original"),
+        ("both", "with_context", "rewritten"),
+    ]
+    assert asked.note is None
+    with pytest.raises(ValueError, match="question 'bad': passage 2 is empty"):
+        make_requests([example("bad", ["fine", " "])], words, PromptConfig(), 5)
+
+
+def length(tokenizer, texts):
+    return len(build_prompt(tokenizer, SHORT, TEXTS[0], passages(*texts)).ids)
+
+
+def test_a_prompt_that_does_not_fit_is_refused_before_anything_is_asked(tokenizer):
+    room = length(tokenizer, TEXTS[1:3])
+    words = TokenizerOnly(tokenizer, max_length=room + 5, name="little")
+    fits, long = example("fits", TEXTS[1:3]), example("long", TEXTS[1:6])
+    assert len(make_requests([fits], words, PromptConfig(), 5).requests) == 2
+    with pytest.raises(ValueError, match="1 prompts do not fit.*'long'.*little"):
+        make_requests([fits, long], words, PromptConfig(), 5)
+    with pytest.raises(ValueError, match="do not fit"):  # one token more to answer
+        make_requests([fits], words, PromptConfig(), 6)
+
+
+def test_whole_passages_are_dropped_from_the_end_and_named(tokenizer):
+    room = length(tokenizer, TEXTS[1:4])
+    words = TokenizerOnly(tokenizer, max_length=1000)
+    config = PromptConfig(overlong="drop-passages", window=room + 5)
+    asked = make_requests([example("long", TEXTS[1:6])], words, config, 5)
+    closed, cut = asked.requests
+    assert (closed.dropped, cut.dropped) == ((), (3, 4))
+    assert cut.prompt == build_prompt(tokenizer, SHORT, TEXTS[0], passages(*TEXTS[1:4]))
+    assert "1 of 2 prompts lack passages" in asked.note
+
+
+def test_a_question_of_which_no_passage_fits_is_listed(tokenizer):
+    words = TokenizerOnly(tokenizer, max_length=1000)
+    room = length(tokenizer, ()) + 1
+    config = PromptConfig(overlong="drop-passages", window=room + 5)
+    asked = make_requests([example("long", TEXTS[1:6])], words, config, 5)
+    assert [request.setting for request in asked.requests] == ["closed_book"]
+    (left,) = asked.left_out
+    assert (left.example_id, left.setting, left.room) == ("long", "with_context", room)
+    assert left.n_tokens == length(tokenizer, TEXTS[1:2])
+    # Without a passage there is nothing to leave out.
+    with pytest.raises(ValueError, match="do not fit"):
+        config = dataclasses.replace(config, window=7)
+        make_requests([example("bare")], words, config, 5)

@@ -1,17 +1,32 @@
+"""A server as a backend: its texts, failures, spending and keys."""
+
 import contextlib
 import dataclasses
+import socket
+import subprocess
+import sys
 import time
+import urllib.request
 
 import pytest
 
 from beatrice.doctor import look_at_server
+from beatrice.extract.backbone.names import WEIGHTS, default_dtype
+from beatrice.extract.generate.answers import (
+    answer_identity,
+    load_tokenizer_only,
+    record_backend,
+)
 from beatrice.extract.generate.generator import (
     GeneratorPrompt,
     SamplingConfig,
     reply_key,
+    tokenizer_identity,
 )
-from beatrice.extract.generate.prompts import TEMPLATE_FIELDS
+from beatrice.extract.generate.options import BackendOptions, open_generator
+from beatrice.extract.generate.prompts import TEMPLATE_FIELDS, PromptConfig
 from beatrice.extract.generate.replies import Replies
+from beatrice.extract.generate.requests import ANSWER_PRESETS, make_requests
 from beatrice.extract.generate.server import (
     Account,
     Prices,
@@ -19,8 +34,11 @@ from beatrice.extract.generate.server import (
     ServerConfig,
     SpendingCapReached,
 )
+from beatrice.extract.run.directory import RunDir, read_manifest
+from tests.extract.datasets import published as pub
 from tests.extract.generate.generating import GREEDY, prompts_of, texts
 from tests.extract.generate.loopback import served
+from tests.extract.small_run import beatrice, questions, smoke
 
 
 @pytest.fixture
@@ -303,3 +321,195 @@ def test_sampling_parameters_reach_the_server_with_a_seed_per_draw(
     assert {b["temperature"] for b in bodies} == {0.7}
     assert {(b["top_p"], b["top_k"]) for b in bodies} == {(0.9, 7)}
     assert len({b["seed"] for b in bodies}) == 3
+
+
+def five_hundred(local):
+    made = questions(n_train=1, n_evaluation=260, n_ood=100)
+    examples = [e for e in made if e.split != "train"][:500]
+    requests = make_requests(examples, local.backbone, PromptConfig(), 10).requests
+    assert len(examples) == 500
+    return requests
+
+
+def same_texts(local, generator, requests):
+    """Return how many greedy texts are the same here and there."""
+    tokenizer = local.backbone.tokenizer
+    prompts = [
+        GeneratorPrompt(
+            text=tokenizer.decode(r.prompt.ids, skip_special_tokens=True),
+            ids=r.prompt.ids,
+        )
+        for r in requests
+    ]
+    assert all(tuple(tokenizer(p.text)["input_ids"]) == p.ids for p in prompts), (
+        "a server that takes text reads other ids"
+    )
+    here, there = (texts(backend, prompts) for backend in (local, generator))
+    return sum(a.text == b.text for a, b in zip(here, there, strict=True))
+
+
+@pytest.mark.slow
+def test_five_hundred_questions_are_answered_alike_here_and_over_loopback(local):
+    requests = five_hundred(local)
+    with (
+        served(local) as loopback,
+        ServedGenerator(
+            ServerConfig(
+                url=loopback.url, model="microworld", n_concurrent=4, n_retries=0
+            ),
+            (2,),
+        ) as generator,
+    ):
+        n_same = same_texts(local, generator, requests)
+    print(f"{n_same} of {len(requests)} greedy texts are identical")
+    assert n_same == len(requests) >= 500
+
+
+@contextlib.contextmanager
+def transformers_serve():
+    """Start `transformers serve` on a free port; yield its URL."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    code = "from transformers.cli.transformers import main; main()"
+    options = f"--device cpu --dtype float32 --host 127.0.0.1 --port {port}".split()
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "serve", str(WEIGHTS), *options],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_until_healthy(f"http://127.0.0.1:{port}/health", process)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def wait_until_healthy(url, process):
+    for _ in range(600):
+        assert process.poll() is None, "the server ended before it was ready"
+        try:
+            with urllib.request.urlopen(url) as reply:
+                assert reply.status == 200
+                return
+        except OSError:
+            time.sleep(0.5)
+    raise AssertionError("the server was not ready in five minutes")
+
+
+@pytest.mark.slow
+def test_five_hundred_questions_are_answered_alike_by_transformers_serve(local):
+    """A server that this project did not write; needs transformers[serving]."""
+    for name in ("fastapi", "uvicorn", "accelerate"):
+        pytest.importorskip(name, reason="pip install 'transformers[serving]'")
+    requests = five_hundred(local)
+    with (
+        transformers_serve() as url,
+        ServedGenerator(
+            ServerConfig(
+                url=url,
+                model=str(WEIGHTS),
+                dialect="openai",
+                n_concurrent=1,
+                n_retries=8,
+            )
+        ) as generator,
+    ):
+        n_same = same_texts(local, generator, requests)
+    print(f"{n_same} of {len(requests)} greedy texts are identical")
+    assert n_same == len(requests) >= 500
+
+
+SERVED = BackendOptions(
+    server="http://x/v1", revision="r", concurrency=1, retries=0, timeout=1.0
+)
+
+
+def test_weights_are_bfloat16_on_a_gpu_and_exact_elsewhere():
+    found = {device: default_dtype(device) for device in ("cuda", "cuda:3", "cpu")}
+    assert found == {"cuda": "bfloat16", "cuda:3": "bfloat16", "cpu": "float32"}
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ((), "float32"),
+        (("--device", "cuda"), "bfloat16"),
+        (("--device", "cuda", "--model-dtype", "float32"), "float32"),
+        (("--model-dtype", "bfloat16"), "bfloat16"),
+    ],
+)
+def test_a_runs_manifest_says_how_its_weights_are_held(tmp_path, options, dtype):
+    path = pub.write_array(tmp_path / "h.json", [pub.hotpot(i) for i in range(14)])
+    line = ("data", tmp_path / "run", "--dev", f"hotpotqa={path}", "--n-evaluation", 7)
+    beatrice(*line, "--model", "embedded", "--preset", "smoke", *options)
+    assert read_manifest(tmp_path / "run")["sections"]["backbone"]["dtype"] == dtype
+
+
+def test_a_local_backend_is_loaded_as_its_device_wants():
+    local = dataclasses.replace(SERVED, server=None)
+    with open_generator("embedded", local) as generator:
+        assert generator.identity["dtype"] == "float32"
+    half = dataclasses.replace(local, model_dtype="bfloat16")
+    with open_generator("embedded", half) as generator:
+        assert generator.identity["dtype"] == "bfloat16"
+
+
+def test_a_server_of_the_runs_backbone_has_its_tokenizer_in_the_keys(tmp_path):
+    """Thrown in: another template, another tokenizer, another stated dtype."""
+    with RunDir.open(tmp_path / "run", smoke()) as run:
+        words, _ = load_tokenizer_only(run)
+
+    def key(options=SERVED, tokenizer=words.tokenizer):
+        with open_generator("m", options, tokenizer=tokenizer) as generator:
+            prompt = GeneratorPrompt(text="p")
+            return reply_key(generator.identity, prompt, SamplingConfig())
+
+    keys = [key(), key(tokenizer=None)]
+    keys.append(key(dataclasses.replace(SERVED, served_dtype="bfloat16")))
+    keys.append(key(dataclasses.replace(SERVED, revision="s")))
+    assert key() == keys[0]
+    words.tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    keys.append(key())
+    words.tokenizer.add_tokens(["<another>"])
+    keys.append(key())
+    assert len(set(keys)) == len(keys)
+    assert None not in tokenizer_identity(words.tokenizer).values()
+
+
+def test_every_ingredient_of_an_answer_is_in_the_answers_key(tmp_path):
+    config = ANSWER_PRESETS["smoke"]
+    run = RunDir(tmp_path)
+    backend = {"backend": "transformers", "revision": "r", "dtype": "float32"}
+
+    def identity(config=config, **fields):
+        return backend | fields | answer_identity(config)
+
+    record_backend(run.answers, identity())
+    record_backend(run.answers, identity())  # the same again
+    asking, longest = config.prompt, config.generation
+    others = [
+        identity(revision="s"),
+        identity(dtype="bfloat16"),
+        identity(
+            dataclasses.replace(
+                config, generation=dataclasses.replace(longest, max_new_tokens=3)
+            )
+        ),
+        *(
+            identity(
+                dataclasses.replace(config, prompt=dataclasses.replace(asking, **other))
+            )
+            for other in (
+                {"template": "paper"},
+                {"chat": True},
+                {"overlong": "drop-passages"},
+                {"window": 99},
+            )
+        ),
+    ]
+    others.append(identity() | {"schema": identity()["schema"] + 1})
+    for other in others:
+        with pytest.raises(ValueError, match="start another run directory"):
+            record_backend(run.answers, other)

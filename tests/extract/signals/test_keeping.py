@@ -1,24 +1,35 @@
-"""What is kept: the choices, their bytes, and the stores they make."""
+"""What is kept of the signals: chosen, recorded in the run, and stored as chosen."""
 
 import dataclasses
+import json
 
+import click
 import numpy as np
 import pytest
-import safetensors.numpy
+from click.testing import CliRunner
 
-from beatrice.extract.signals.extract import ExtractConfig, plan_extraction, run_plan
+from beatrice.extract.run.directory import RunDir, read_manifest
+from beatrice.extract.run.verbs import options
+from beatrice.extract.signals.commands import KeptOptions
+from beatrice.extract.signals.extract import (
+    ExtractConfig,
+    extract_config,
+    plan_extraction,
+    run_plan,
+    settle_kept,
+)
 from beatrice.extract.store.families import (
+    SHORT_NAMES,
     StoreConfig,
     as_size,
     as_written,
     model_shapes,
     parse_layers,
     stored_bytes,
-    stored_families,
 )
-from beatrice.extract.store.spec import StoreSpec
 from beatrice.extract.store.store import done_ranges, open_store, read_family, verify
 from tests.extract.signals.test_extraction import Begun, Reading, TokenIds
+from tests.extract.small_run import beatrice, smoke
 
 QWEN_9B = model_shapes(d_model=4096, n_layers=32, n_attention_layers=8, n_heads=16)
 
@@ -119,11 +130,6 @@ def test_worked_examples_before_the_spans_have_no_rows(tmp_path, spans):
     np.testing.assert_array_equal(answers.example(0), every.prob[70:79])
 
 
-def test_a_store_without_worked_examples_says_nothing_of_first_rows(tmp_path):
-    spec = extracted(in_memory(tmp_path)).spec
-    assert set(safetensors.numpy.load(spec.examples_bytes())) == {"lengths", "spans"}
-
-
 @pytest.mark.parametrize("spans", ["all", "answer"])
 def test_one_span_of_one_layer_is_that_part_of_everything(tmp_path, spans):
     store = extracted(in_memory(tmp_path), dtype="int8", hidden_spans=spans)
@@ -144,12 +150,6 @@ def test_a_span_that_was_not_kept_is_refused(tmp_path):
     with pytest.raises(ValueError, match="answer span alone.*--hidden-spans all"):
         read_family(store, "hidden", span=1)
     assert len(read_family(store, "prob", span=1).values)
-
-
-def test_the_rows_of_an_answer_store_end_where_its_answers_end(tmp_path):
-    store = extracted(in_memory(tmp_path), hidden_spans="answer")
-    lengths = store.spec.spans[:, 2, 1] - store.spec.spans[:, 2, 0]
-    assert len(read_family(store, "hidden").values) == lengths.sum()
 
 
 def test_half_precision_overflow_is_counted_over_the_range_and_refused(tmp_path):
@@ -183,40 +183,6 @@ def test_another_choice_is_another_store(tmp_path):
     ):
         with pytest.raises(ValueError, match="holds another store: .*families"):
             extracted(in_memory(tmp_path), **other)
-
-
-def test_the_index_of_the_default_choice_is_that_of_a_store_without_choices():
-    families = stored_families(WaveReader.shapes, StoreConfig())
-    assert {name: family.as_json() for name, family in families.items()} == {
-        "hidden": {"shape": (2, 16), "dtype": "bfloat16", "by_layer": True},
-        "prob": {"shape": (5,), "dtype": "float32", "by_layer": False},
-    }
-
-
-@pytest.mark.parametrize(
-    "kept",
-    [
-        {},
-        {"dtype": "int8"},
-        {"hidden_spans": "answer", "scalars": "bfloat16"},
-        {"dtype": "int8", "hidden_spans": "answer"},
-        {"dtype": "float32"},
-    ],
-)
-def test_bytes_told_beforehand_are_those_of_the_values_stored(tmp_path, kept):
-    store = extracted(in_memory(tmp_path), **kept)
-    spec: StoreSpec = store.spec
-    told = stored_bytes(
-        {"hidden": (7, 16), "prob": (5,)},
-        StoreConfig(hidden_layers=(2, 5), **kept),
-        n_tokens=int(spec.lengths.sum()),
-        n_answer=int((spec.spans[:, 2, 1] - spec.spans[:, 2, 0]).sum()),
-    )
-    held = {
-        name: int(spec.family_offsets(name)[-1]) * family.row_bytes
-        for name, family in spec.families.items()
-    }
-    assert told == held
 
 
 class WideReader(WaveReader):
@@ -294,3 +260,100 @@ def test_what_is_no_list_of_layers_is_refused(text):
 def test_an_unknown_choice_is_refused(wrong):
     with pytest.raises(ValueError, match="is one of"):
         StoreConfig(**wrong)
+
+
+@click.command()
+@options(kept=KeptOptions)
+def verb(kept):
+    print(json.dumps(kept.fields()))
+
+
+def given(*words):
+    done = CliRunner().invoke(verb, words)
+    assert done.exit_code == 0, done.output
+    return json.loads(done.output)
+
+
+@pytest.fixture
+def run(tmp_path):
+    with RunDir.open(tmp_path / "run", smoke(extract=ExtractConfig())) as run:
+        yield run
+
+
+def test_options_become_fields_and_those_not_given_are_left_out():
+    assert given() == {}
+    assert given("--hidden-layers", "16,8") == {"hidden_layers": [8, 16]}
+    assert given("--hidden-layers", "all") == {"hidden_layers": None}
+    rare = "--set scalars=bf16 --set answer_span=literal"
+    assert given(*f"--dtype int8 --hidden-spans answer {rare}".split()) == {
+        "dtype": "int8",
+        "scalars": "bfloat16",
+        "hidden_spans": "answer",
+        "answer_span": "literal",
+    }
+
+
+def test_every_type_has_its_name_on_the_command_line():
+    (option,) = (p for p in verb.params if p.name == "dtype")
+    assert list(option.type.choices) == list(SHORT_NAMES)
+    for short, name in SHORT_NAMES.items():
+        assert given("--dtype", short) == {"dtype": name}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--hidden-layers 8;16",
+        "--dtype fp8",
+        "--hidden-spans question",
+        "--set answer_span=sideways",
+        "--set answer_spam=literal",
+        "--set scalars=bf16 --set scalars=fp32",
+        "--set scalars",
+    ],
+)
+def test_a_wrong_choice_is_wrong_usage(words):
+    assert CliRunner().invoke(verb, words.split()).exit_code == 2
+
+
+def test_a_choice_at_extraction_is_recorded_and_serves_the_later_verbs(run):
+    config = settle_kept(run, {"dtype": "int8", "hidden_layers": (2, 4)})
+    assert (config.dtype, config.hidden_layers) == ("int8", (2, 4))
+    assert extract_config(run) == config
+    before = run.manifest.read_bytes()
+    assert settle_kept(run, {}) == config  # the same line without options goes on
+    assert settle_kept(run, {"dtype": "int8"}) == config
+    assert run.manifest.read_bytes() == before
+
+
+def test_nothing_else_of_a_run_changes_with_what_it_keeps(run):
+    before = read_manifest(run.path)
+    settle_kept(run, {"hidden_spans": "answer"})
+    after = read_manifest(run.path)
+    assert after["sections"]["extract"].pop("hidden_spans") == "answer"
+    assert before["sections"]["extract"].pop("hidden_spans") == "all"
+    assert after == before
+
+
+def test_features_that_are_there_are_not_mixed_with_another_choice(run):
+    store = run.features("with_context")
+    store.mkdir(parents=True)
+    (store / "index.json").write_text("{}")
+    with pytest.raises(ValueError, match="as bfloat16.*asked for .* as int8.*delete"):
+        settle_kept(run, {"dtype": "int8"})
+    assert settle_kept(run, {"dtype": "bfloat16"}) == extract_config(run)
+
+
+def test_a_run_that_is_in_use_is_left_as_it_is(run):
+    before = run.manifest.read_bytes()
+    done = beatrice("extract", run.path, "--dtype", "int8", code=1)
+    assert "in use by process" in done.stderr
+    assert run.manifest.read_bytes() == before
+
+
+def test_a_run_that_is_made_says_what_it_will_keep(tmp_path):
+    words = "--hidden-layers 4 --dtype int8 --set answer_span=literal".split()
+    beatrice("data", tmp_path / "run", "--world", "--preset", "smoke", *words)
+    config = RunDir(tmp_path / "run").section("extract", ExtractConfig)
+    assert (config.hidden_layers, config.dtype) == ((4,), "int8")
+    assert config.answer_span == "literal"

@@ -1,33 +1,55 @@
+"""What is read sums to what the model does, or the model is refused with the reason.
+
+Models that do more than their layout says, and mistakes planted in the reading path:
+most are refused when the backbone is loaded, the others are told apart by the oracle.
+"""
+
 import copy
+import dataclasses
+import shutil
 
 import numpy as np
 import pytest
 import torch
 from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
     BloomConfig,
     BloomForCausalLM,
     CTRLConfig,
     CTRLLMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
     MistralConfig,
     MistralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
 )
-from transformers.masking_utils import AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from beatrice.benchmarks.bench import oracle
+from beatrice.benchmarks.bench.oracle import TOLERANCE
 from beatrice.benchmarks.bench.tiny_models import (
+    _SIZE,
+    FAMILIES,
     VOCAB_SIZE,
+    _randomise,
     make_batch,
     make_sequence,
     tiny_model,
 )
 from beatrice.doctor import outline_shapes
-from beatrice.extract.backbone.loading import Backbone, Outline
+from beatrice.extract.backbone.loading import Backbone, Outline, load_outline
 from beatrice.extract.backbone.twin import narrow_twin
-from beatrice.extract.signals import attention
+from beatrice.extract.signals import attention, parity, probability, residual
+from beatrice.extract.signals.parity import require_readable
 from beatrice.extract.signals.reader import SignalReader
+from tests.extract.backbone.test_loading import edit, save
+from tests.extract.signals.families import representatives
+from tests.extract.small_run import beatrice
+from tests.extract.test_doctor import doctor
 
 SMALL = {
     "vocab_size": VOCAB_SIZE,
@@ -183,3 +205,383 @@ def test_a_model_of_too_few_positions_is_refused_in_a_sentence():
     model = with_positions(3)
     with pytest.raises(ValueError, match="reads at most 3 tokens.*need 4"):
         SignalReader(Backbone.from_model(model))
+
+
+class ProjectedDecoder(LlamaModel):
+    """Llama's decoder with a projection behind its final norm."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.project = torch.nn.Linear(32, 32, bias=False)
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.last_hidden_state = self.project(output.last_hidden_state)
+        return output
+
+
+class Projected(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = ProjectedDecoder(config)
+
+
+class Cut(LlamaForCausalLM):
+    """Llama that gives no logits to the last rows of its head."""
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits[..., :56]
+        return output
+
+
+def refused(model, message):
+    with pytest.raises(ValueError, match=f"unknown residual layout: {message}"):
+        SignalReader(Backbone.from_model(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Projected, "what the decoder puts out and the final norm of its last state"),
+        (Cut, "the model's logits are of 56 words.*has 61 rows"),
+    ],
+)
+def test_what_follows_the_last_layer_is_as_the_layout_says_or_refused(
+    kind, message, dtype
+):
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        model = kind(LlamaConfig(**_SIZE))
+        _randomise(model)
+    refused(model.to(dtype), message)
+
+
+def attending(change):
+    """Return an attention function whose logits or weights are changed."""
+
+    def attend(module, query, key, value, attention_mask, scaling=None, **kwargs):
+        n_groups = query.shape[1] // key.shape[1]
+        keys, values = [x.repeat_interleave(n_groups, dim=1) for x in (key, value)]
+        logits = query.float() @ keys.mT.float() * scaling
+        visible = torch.ones(logits.shape[-2:], dtype=torch.bool).tril()
+        if attention_mask is not None:
+            visible = visible & attention_mask
+        weights = change(logits, visible)
+        return (weights @ values.float()).to(query.dtype).transpose(1, 2), None
+
+    return attend
+
+
+def softmax(logits, visible):
+    return logits.masked_fill(~visible, -1e30).softmax(-1)
+
+
+def with_sink(logits, visible):
+    """One more column, which takes its share and gives nothing."""
+    hidden = logits.masked_fill(~visible, -1e30)
+    sink = torch.full_like(hidden[..., :1], -2.0)
+    return torch.cat([hidden, sink], dim=-1).softmax(-1)[..., :-1]
+
+
+# Each moves logits by 7 to 8 % of the largest; rounding in bf16 by less than 1 %.
+HIDDEN = {
+    "sink": with_sink,
+    "soft_cap": lambda logits, seen: softmax(3.0 * (logits / 3.0).tanh(), seen),
+    "temperature": lambda logits, seen: softmax(logits / 1.2, seen),
+}
+
+
+def with_attention(name, change):
+    AttentionInterface.register(f"hidden_{name}", attending(change))
+    AttentionMaskInterface.register(f"hidden_{name}", sdpa_mask)
+    model = tiny_model("llama")
+    model.set_attn_implementation(f"hidden_{name}")
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", list(HIDDEN))
+def test_a_change_that_only_the_models_own_attention_knows_is_refused(name, dtype):
+    model = with_attention(name, HIDDEN[name]).to(dtype)
+    refused(model, "the logits of the reading pass and of the untouched model differ")
+
+
+def weak_sink(logits, visible):
+    """Takes four percent of what attention gives, and moves logits by less than two."""
+    return with_sink(logits + 2.0, visible)
+
+
+def test_a_sink_too_weak_for_rounded_logits_is_refused_all_the_same():
+    model = with_attention("weak_sink", weak_sink).to(torch.bfloat16)
+    refused(model, "what the attention of layer 0 puts out by itself and as it is read")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_another_implementation_of_the_same_attention_passes(dtype):
+    SignalReader(Backbone.from_model(with_attention("none", softmax).to(dtype)))
+
+
+@pytest.fixture(scope="module")
+def doge(tmp_path_factory):
+    """Its blocks multiply the stream before they add, which only a forward shows."""
+    model = narrow_twin(CONFIG_MAPPING["doge"]())
+    return save(model, tmp_path_factory.mktemp("doge") / "model")
+
+
+def test_the_doctor_and_a_new_run_refuse_what_cannot_be_read(doge, tmp_path):
+    found = doctor("--model", doge, code=1)["model"]
+    assert found["status"] == "problem"
+    assert "contributions miss the change of the residual stream" in found["text"]
+    new_run = ("data", tmp_path / "run", "--world", "--preset", "smoke")
+    done = beatrice(*new_run, "--model", doge, code=1)
+    assert "miss the change of the residual stream" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run" / "examples.jsonl").exists()
+
+
+def test_answering_refuses_weights_that_cannot_be_read(doge, tmp_path):
+    model, run = save(tiny_model("llama"), tmp_path / "model"), tmp_path / "run"
+    beatrice("data", run, "--world", "--preset", "smoke", "--model", model)
+    shutil.rmtree(model)
+    shutil.copytree(doge, model)
+    done = beatrice("answer", run, code=1)
+    assert "miss the change of the residual stream" in done.stderr
+    assert not list((run / "answers").glob("answers.jsonl"))
+
+
+@pytest.mark.parametrize("family", representatives(FAMILIES))
+def test_no_family_that_is_read_is_refused_by_its_twin(family):
+    config = tiny_model(family).config.get_text_config()
+    require_readable(family, Outline(None, config, None, None))
+    narrow_twin(config)  # so that the twin was asked
+
+
+def test_a_twin_too_short_for_an_attention_layer_refuses_nothing():
+    config = CONFIG_MAPPING["jamba"]()
+    assert config.attn_layer_offset == 4  # of a twin's four layers none
+    with pytest.raises(ValueError, match="found no attention"):
+        SignalReader(Backbone.from_model(narrow_twin(config)))
+    require_readable("jamba", Outline(None, config, None, None))
+
+
+def test_gemma_3n_is_refused_for_its_streams():
+    model = narrow_twin(CONFIG_MAPPING["gemma3n_text"]())
+    with pytest.raises(ValueError, match="4 residual streams .altup_num_inputs"):
+        Backbone.from_model(model)
+
+
+def test_llm_int8_is_refused_for_what_it_does_to_a_batch(tmp_path):
+    path = save(tiny_model("llama"), tmp_path)
+    eight = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    edit(path, quantization_config=eight)
+    with pytest.raises(ValueError, match="LLM.int8.*would depend on its batch"):
+        load_outline(str(path))
+
+
+# Its norm has no weight to forget.
+WITH_GAIN = [family for family in FAMILIES if family != "olmo"]
+ONE_PLUS = ["qwen3_5", "qwen3_5_moe", "gemma", "gemma2", "gemma3"]
+
+
+def check(backbone, *, norm=None, head=None):
+    right = residual.measure_final_norm(backbone.layout)
+    parity.check_parity(
+        backbone, norm or right, head or probability.head_of(backbone.model)
+    )
+
+
+@pytest.mark.parametrize("family", representatives(FAMILIES))
+def test_without_a_mistake_every_family_passes(family):
+    check(Backbone.from_model(tiny_model(family)))
+
+
+@pytest.mark.parametrize("family", representatives(WITH_GAIN))
+def test_a_forgotten_gain_is_refused(family):
+    backbone = Backbone.from_model(tiny_model(family))
+    norm = residual.measure_final_norm(backbone.layout)
+    flat = dataclasses.replace(norm, gain=torch.ones_like(norm.gain))
+    with pytest.raises(ValueError, match="summed pushes"):
+        check(backbone, norm=flat)
+
+
+@pytest.mark.parametrize("family", ONE_PLUS)
+def test_a_norm_without_its_one_plus_is_refused(family):
+    backbone = Backbone.from_model(tiny_model(family))
+    norm = residual.measure_final_norm(backbone.layout)
+    # The planted gain is the stored weight, so these families do add one.
+    weight = backbone.layout.final_norm.weight
+    torch.testing.assert_close(norm.gain, 1 + weight)
+    with pytest.raises(ValueError, match="summed pushes"):
+        check(backbone, norm=dataclasses.replace(norm, gain=weight))
+
+
+def test_a_norm_taken_as_centred_is_refused():
+    backbone = Backbone.from_model(tiny_model("llama"))
+    norm = residual.measure_final_norm(backbone.layout)
+    with pytest.raises(ValueError, match="summed pushes"):
+        check(backbone, norm=dataclasses.replace(norm, is_centred=True))
+
+
+def test_a_forgotten_softcap_is_refused():
+    backbone = Backbone.from_model(tiny_model("gemma2"))
+    head = dataclasses.replace(probability.head_of(backbone.model), softcap=None)
+    with pytest.raises(ValueError, match="the logits"):
+        check(backbone, head=head)
+
+
+@pytest.mark.parametrize("family", ["granite", "granitemoehybrid", "cohere", "cohere2"])
+def test_a_forgotten_scale_of_the_logits_is_refused(family):
+    backbone = Backbone.from_model(tiny_model(family))
+    head = dataclasses.replace(probability.head_of(backbone.model), scale=1.0)
+    with pytest.raises(ValueError, match="the logits"):
+        check(backbone, head=head)
+
+
+def break_layers(backbone, change):
+    """Return the backbone with every layer's taps changed."""
+    layers = tuple(map(change, backbone.layout.layers))
+    layout = dataclasses.replace(backbone.layout, layers=layers)
+    return dataclasses.replace(backbone, layout=layout)
+
+
+def without_the_second_part(layer):
+    return dataclasses.replace(layer, ffn=layer.ffn[:1])
+
+
+def before_the_sandwich_norm(layer):
+    return dataclasses.replace(layer, att=layer.mixer)
+
+
+def with_the_stream_itself(layer):
+    return dataclasses.replace(layer, att=layer.mixer, ffn=(layer.module.mlp,))
+
+
+def without_a_copy(layer):
+    return dataclasses.replace(layer, is_overwritten=False)
+
+
+def without_the_experts(layer):
+    return dataclasses.replace(layer, ffn=(layer.module.mlp,))
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("gemma4", without_the_second_part),
+        ("gemma4_moe", without_the_experts),
+        ("gemma3", before_the_sandwich_norm),
+        ("olmo2", before_the_sandwich_norm),
+        ("olmo3", before_the_sandwich_norm),
+        ("glm4", before_the_sandwich_norm),
+        ("granitemoeshared", without_the_second_part),
+        ("bloom", with_the_stream_itself),
+        ("falcon", without_a_copy),
+    ],
+)
+def test_a_wrong_tap_is_refused(family, change):
+    broken = break_layers(Backbone.from_model(tiny_model(family)), change)
+    with pytest.raises(ValueError, match="contributions miss the change"):
+        SignalReader(broken)
+
+
+def exchanged(layer):
+    return dataclasses.replace(layer, att=layer.ffn[0], ffn=(layer.att,))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_neox_parallel", "gpt2"])
+def test_attention_and_feed_forward_exchanged_are_refused(family):
+    broken = break_layers(Backbone.from_model(tiny_model(family)), exchanged)
+    with pytest.raises(ValueError, match="feed-forward part before its token mixer"):
+        SignalReader(broken)
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["gemma4", "gemma4_moe", "granite", "granitemoe", "granitemoehybrid_dense"],
+)
+def test_a_forgotten_layer_scalar_or_multiplier_is_refused(family):
+    backbone = Backbone.from_model(tiny_model(family))
+
+    class Unscaled(type(backbone.layout.layers[0])):
+        def scale(self):
+            return 1.0
+
+        multiplier = scale
+
+    def unscale(layer):
+        return Unscaled(**vars(layer))
+
+    with pytest.raises(ValueError, match="contributions miss the change"):
+        SignalReader(break_layers(backbone, unscale))
+
+
+@pytest.mark.parametrize("family", ["mistral_window", "gemma3", "gemma4", "olmo3"])
+def test_a_forgotten_mask_function_is_refused(family, monkeypatch):
+    # Transformers then hands over no mask at all, without a word.
+    masks = AttentionMaskInterface._global_mapping
+    monkeypatch.delitem(masks, attention.NAME)
+    with pytest.raises(ValueError, match="the logits"):
+        SignalReader(Backbone.from_model(tiny_model(family)))
+
+
+def test_a_forgotten_sink_is_refused(monkeypatch):
+    functions = AttentionInterface._global_mapping
+    read = functions[attention.NAME]
+    monkeypatch.setitem(
+        functions,
+        attention.NAME,
+        lambda *args, s_aux, **kwargs: read(*args, **kwargs),
+    )
+    with pytest.raises(ValueError, match="the logits"):
+        SignalReader(Backbone.from_model(tiny_model("gpt_oss")))
+
+
+@pytest.fixture(scope="module")
+def llama():
+    model = tiny_model("llama")
+    return model, oracle.oracle_batch(model, "eager")
+
+
+def errors_of(model, batch, expected):
+    reader = SignalReader(Backbone.from_model(model))
+    found = [
+        {field: getattr(item, field) for field in oracle.SIGNALS}
+        for item in reader.read(batch)
+    ]
+    return oracle.largest_errors(found, expected)
+
+
+def test_next_tokens_shifted_by_one_are_told_apart_by_the_oracle(llama):
+    model, expected = llama
+    shifted = [
+        dataclasses.replace(sequence, targets=np.roll(sequence.targets, 1))
+        for sequence in oracle.make_batch()
+    ]
+    errors = errors_of(model, shifted, expected)
+    assert errors["prob"] > 0.1 and errors["resid"] > 0.1
+    assert errors["hidden"] < TOLERANCE and errors["attn"] < TOLERANCE
+
+
+def test_spans_shifted_by_one_are_told_apart_by_the_oracle(llama):
+    model, expected = llama
+    shifted = [
+        dataclasses.replace(
+            sequence, spans=np.clip(sequence.spans + 1, 0, len(sequence.ids))
+        )
+        for sequence in oracle.make_batch()
+    ]
+    errors = errors_of(model, shifted, expected)
+    assert errors["attn"] > 0.1
+    assert max(errors["hidden"], errors["prob"], errors["resid"]) < TOLERANCE
+
+
+def test_a_normed_hidden_state_is_told_apart_by_the_oracle(llama):
+    model, expected = llama
+    norm = oracle.copy_with_attention(model, "eager").get_decoder().norm
+    normed = [
+        {**item, "hidden": norm(torch.from_numpy(item["hidden"]).float()).numpy()}
+        for item in expected
+    ]
+    assert oracle.largest_errors(normed, expected)["hidden"] > 0.1

@@ -1,8 +1,11 @@
+"""The four families of every architecture against brute force, and their laws."""
+
 import dataclasses
 
 import numpy as np
 import pytest
 import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from beatrice.benchmarks.bench import oracle
 from beatrice.benchmarks.bench.oracle import TOLERANCE
@@ -18,11 +21,14 @@ from beatrice.benchmarks.bench.tiny_models import (
     tiny_model,
 )
 from beatrice.extract.backbone.loading import Backbone
+from beatrice.extract.backbone.twin import narrow_twin
 from beatrice.extract.signals import probability
 from beatrice.extract.signals.attention import run_decoder
-from beatrice.extract.signals.batch import HostCopies, Rows
+from beatrice.extract.signals.batch import HostCopies, ReadingBudget, Rows
+from beatrice.extract.signals.probability import Head
 from beatrice.extract.signals.reader import SignalReader
 from beatrice.extract.signals.residual import StreamReading
+from beatrice.extract.signals.sequence import first_read
 from tests.extract.signals.families import representatives
 
 FIELDS = oracle.SIGNALS
@@ -346,3 +352,164 @@ def test_bfloat16_reads_near_float32():
         # bf16 keeps 8 bits: each of a dozen roundings moves a state by 0.4 %.
         error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
         assert error < 0.1, field
+
+
+# Eight heads of the indexer: fewer, and the ReLU leaves ties among its scores.
+KEYS = {"index_topk": 6, "index_n_heads": 8, "num_attention_heads": 4}
+BLOCKS = {
+    "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
+    # Opening it left-pads 11 tokens, where MiniMax itself shifts its blocks.
+    "index_block_size": 12,
+    "index_topk_blocks": 2,
+    "index_n_heads": 2,
+    "num_key_value_heads": 2,
+    "num_attention_heads": 4,
+}
+SPARSE = {
+    "deepseek_v32": KEYS,
+    "glm_moe_dsa": KEYS,
+    "axk2": KEYS,
+    "minimax_m3_vl_text": BLOCKS,
+}
+
+
+def sparse_model(name):
+    return narrow_twin(CONFIG_MAPPING[name](), **SPARSE[name])
+
+
+@pytest.mark.parametrize("name", list(SPARSE))
+def test_a_sparse_model_is_read_exactly_where_it_leaves_keys_out(name):
+    model = sparse_model(name)
+    expected = oracle.oracle_batch(model, "eager")
+    # Of 26 tokens some rows leave keys out; else this would show nothing.
+    seen = oracle.run_model(oracle.copy_with_attention(model, "eager"),
+                            make_batch()[0].ids).maps[-1]  # fmt: skip
+    assert (seen[0, -1] == 0).sum() > 5
+    found = oracle.reader_signals(model, together=True)
+    for field, error in oracle.largest_errors(found, expected).items():
+        assert error < oracle.TOLERANCE, field
+
+
+def with_keyword(model, **keywords):
+    """Let the first layer hand one more keyword to its attention function."""
+    first = model.get_decoder().layers[0].self_attn
+
+    def add(module, args, kwargs):
+        return args, {**kwargs, **keywords}
+
+    first.register_forward_pre_hook(add, with_kwargs=True)
+    return model
+
+
+@pytest.mark.parametrize(
+    "indices", [torch.ones(1), torch.zeros((1, 26, 3), dtype=torch.long)]
+)
+def test_chosen_keys_of_another_shape_are_refused_and_do_not_crash(llama, indices):
+    model = with_keyword(llama, indices=indices)
+    with pytest.raises(ValueError, match="LlamaAttention.*expected the keys"):
+        SignalReader(Backbone.from_model(model))
+
+
+def test_a_ragged_batch_with_ties_among_its_keys_is_read_as_each_row_alone():
+    # One head of the indexer: its ReLU leaves most keys of a row at exactly zero, and
+    # which of them are chosen depends on the number of columns.
+    config = CONFIG_MAPPING["deepseek_v32"]()
+    sizes = {"index_topk": 14, "index_n_heads": 1, "num_attention_heads": 4}
+    reader = SignalReader(Backbone.from_model(narrow_twin(config, **sizes)))
+    batch = make_batch()
+    together = reader.read(batch)
+    for sequence, signals in zip(batch, together, strict=True):
+        (alone,) = reader.read([sequence])
+        for name in ("hidden", "prob", "resid", "attn"):
+            gap = abs(getattr(alone, name) - getattr(signals, name)).max()
+            assert gap < oracle.TOLERANCE, name
+
+
+@pytest.fixture
+def llama():
+    return narrow_twin(CONFIG_MAPPING["llama"](), num_attention_heads=4)
+
+
+def test_a_keyword_that_is_not_known_is_refused_by_name_when_a_model_is_opened(llama):
+    with pytest.raises(ValueError, match="LlamaAttention.*found chosen_keys"):
+        SignalReader(
+            Backbone.from_model(with_keyword(llama, chosen_keys=torch.ones(1)))
+        )
+
+
+def test_a_keyword_that_comes_later_is_refused_in_any_forward(llama):
+    reader = SignalReader(Backbone.from_model(llama))
+    reader.read(make_batch())
+    with_keyword(llama, chosen_keys=torch.ones(1))
+    with pytest.raises(ValueError, match="LlamaAttention.*found chosen_keys"):
+        reader.read(make_batch())
+
+
+def test_a_keyword_without_a_value_asks_for_nothing(llama):
+    SignalReader(Backbone.from_model(with_keyword(llama, chosen_keys=None)))
+
+
+SMALL = ReadingBudget(
+    n_attention_weights=1000, n_tokens_per_chunk=7, n_words_per_block=13
+)
+
+
+def mixed_batch():
+    """Examples of two lengths before the spans, none, and an answer alone."""
+    return [
+        make_sequence(1, 90, [60, 60], [60, 80], [80, 90]),
+        make_sequence(2, 70, [50, 58], [58, 66], [66, 69]),
+        make_sequence(3, 26, [2, 15], [15, 22], [22, 26]),
+        make_sequence(4, 52, [51, 51], [51, 51], [51, 52]),
+    ]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_5", "gpt2", "bloom"])
+@pytest.mark.parametrize("n_spared", [2, 4])
+def test_rows_behind_worked_examples_are_those_of_the_oracle(name, n_spared):
+    model = tiny_model(name)
+    reader = SignalReader(Backbone.from_model(model), budget=SMALL)
+    twin = oracle.copy_with_attention(model, "eager")
+    batch = mixed_batch()[:n_spared]
+    for sequence, found in zip(batch, reader.read(batch), strict=True):
+        first = first_read(sequence.spans[0, 0])
+        assert found.first_token == first
+        for family, expected in oracle.oracle_signals(twin, sequence).items():
+            rows = getattr(found, family)
+            assert len(rows) == len(sequence.ids) - first
+            np.testing.assert_allclose(rows, expected[first:], atol=oracle.TOLERANCE)
+
+
+def test_a_short_beginning_is_read_and_a_long_one_is_not():
+    assert [first_read(n) for n in (0, 1, 30, 47)] == [0, 0, 0, 0]
+    assert [first_read(n) for n in (48, 200)] == [48, 200]
+
+
+def random_head(dtype, n_words=3000, d_model=192):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn((n_words, d_model), generator=generator).to(dtype)
+    states = torch.randn((200, d_model), generator=generator).to(dtype)
+    return Head(weight=weight, bias=None, softcap=None), states
+
+
+def test_logits_of_bfloat16_are_sums_in_float32():
+    head, states = random_head(torch.bfloat16)
+    found = head.logits(states, 100, 3000)
+    exact = states.double() @ head.weight[100:].double().T
+    assert found.dtype == torch.float32
+    assert float((found - exact).abs().max() / exact.abs().max()) < 1e-6
+
+
+def test_logits_of_float32_are_the_plain_product_bit_by_bit():
+    head, states = random_head(torch.float32)
+    assert torch.equal(head.logits(states, 0, 3000), torch.mm(states, head.weight.T))
+
+
+def test_products_of_others_stay_in_float32_after_logits_of_bfloat16():
+    own = torch.backends.mkldnn.matmul.fp32_precision
+    head, states = random_head(torch.float32)
+    before = torch.mm(states, head.weight.T)
+    half, half_states = random_head(torch.bfloat16)
+    half.logits(half_states, 0, 3000)
+    assert torch.backends.mkldnn.matmul.fp32_precision == own
+    assert torch.equal(torch.mm(states, head.weight.T), before)

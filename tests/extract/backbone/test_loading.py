@@ -1,0 +1,377 @@
+"""What a checkpoint's files may hold, and the sentence for what they may not."""
+
+import json
+import shutil
+import types
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from beatrice.benchmarks.bench import oracle
+from beatrice.benchmarks.bench.tiny_models import (
+    _NO_HEAD_DIM,
+    VOCAB_SIZE,
+    _randomise,
+    make_sequence,
+    tiny_model,
+)
+from beatrice.extract.backbone.loading import (
+    Backbone,
+    check_quantization_support,
+    load_backbone,
+    load_outline,
+    require_answering_model,
+    window_of,
+)
+from beatrice.extract.backbone.names import WEIGHTS
+from beatrice.extract.records import write_lines
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.signals.reader import SignalReader
+from tests.extract.small_run import beatrice, questions, smoke
+
+
+def save_words(path, n_words=VOCAB_SIZE, **special):
+    words = {f"w{i}": i for i in range(n_words)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(path)
+
+
+def save(model, path):
+    model.save_pretrained(path)
+    save_words(path)
+    return path
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    return save(tiny_model("llama"), tmp_path / "model")
+
+
+def edit(path, file="config.json", **changes):
+    content = json.loads((path / file).read_text())
+    (path / file).write_text(json.dumps({**content, **changes}))
+
+
+def add_tensor(path, name):
+    tensors = load_file(path / "model.safetensors")
+    tensors[name] = torch.zeros(3)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def load_quantized(path):
+    check_quantization_support(path, load_outline(path))
+
+
+def assert_refused(path, *words, load=load_backbone):
+    with pytest.raises(ValueError, match=f"^backbone '{path}'") as caught:
+        load(str(path))
+    assert "\n" not in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_saved_model_comes_back_frozen_and_described(tmp_path):
+    path = save(tiny_model("qwen3_5"), tmp_path / "model")
+    backbone = load_backbone(path)
+    assert not backbone.model.training
+    assert not any(p.requires_grad for p in backbone.model.parameters())
+    assert (backbone.n_layers, backbone.d_model, backbone.n_heads) == (4, 32, 4)
+    assert backbone.attention_layers == (3,)
+    assert backbone.max_length == 128
+    assert backbone.name == str(path)
+    assert backbone.tokenizer.convert_tokens_to_ids("w5") == 5
+    ids = torch.arange(3, 13)[None]
+    expected = tiny_model("qwen3_5")(input_ids=ids).logits
+    torch.testing.assert_close(backbone.model(input_ids=ids).logits, expected)
+    assert load_backbone(path, dtype="bfloat16").dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="float32, bfloat16, float16"):
+        load_backbone(path, dtype="int8")
+
+
+def test_the_revision_follows_weights_and_config(checkpoint):
+    first = load_backbone(checkpoint).revision
+    assert len(first) == 64
+    assert load_backbone(checkpoint).revision == first
+    edit(checkpoint, max_position_embeddings=64)
+    assert load_backbone(checkpoint).revision != first
+
+
+def test_a_model_in_memory_has_a_revision_too():
+    revision = Backbone.from_model(tiny_model("gpt2")).revision
+    assert Backbone.from_model(tiny_model("gpt2")).revision == revision
+    changed = tiny_model("gpt2")
+    changed.transformer.wpe.weight[0, 0] += 1
+    assert Backbone.from_model(changed).revision != revision
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/no/such/place", "no such directory"),
+        ("./runs/none", "no such directory"),
+        ("a/b/c", "no such directory"),
+        ("nobody/nothing", "could not be loaded"),
+    ],
+)
+def test_a_name_of_nothing_is_refused(path, words):
+    assert_refused(path, words)
+
+
+DAMAGES = [
+    ("config.json", None, "no config.json"),
+    ("model.safetensors", None, "no *.safetensors file"),
+    ("tokenizer.json", None, "expected a tokenizer"),
+    ("model.safetensors", "not a tensor", "could not be loaded"),
+    ("config.json", "{", "could not be loaded"),
+    ("config.json", "[]", "could not be loaded"),
+    ("tokenizer_config.json", "[]", "could not be loaded"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "words"), DAMAGES)
+def test_a_file_that_is_missing_or_damaged_is_named(checkpoint, name, content, words):
+    file = checkpoint / name
+    file.write_text(content) if content else file.unlink()
+    assert_refused(checkpoint, words)
+
+
+def test_a_file_instead_of_a_folder_is_refused(checkpoint):
+    assert_refused(checkpoint / "config.json", "expected a model directory")
+
+
+WRONG_CONFIGS = [
+    ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "optimum"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "accelerate"),
+    (
+        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+        "accelerate",
+    ),
+    (
+        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}},
+        "LLM.int8",
+    ),
+    ({"quantization_config": {"quant_method": "no-such"}}, "quantised by 'no-such'"),
+    ({"_attn_implementation": "flash_attention_2"}, "FlashAttention2"),
+    ({"rope_scaling": {"rope_type": "no-such"}}, "KeyError: 'no-such'"),
+    ({"hidden_act": "no-such"}, "KeyError: 'no-such'"),
+    ({"dtype": "no-such"}, "no-such"),
+    ({"num_attention_heads": "four"}, "'num_attention_heads' expected int"),
+    ({"num_attention_heads": 0}, "ZeroDivisionError"),
+    ({"model_type": "no_such_type", "architectures": ["NoSuch"]}, "could not be"),
+    ({"num_hidden_layers": 5000}, "num_hidden_layers=5000"),
+    ({"auto_map": {"AutoModelForCausalLM": "evil.Model"}}, "config.json asks for evil"),
+]
+
+
+@pytest.mark.parametrize(("changes", "word"), WRONG_CONFIGS)
+def test_a_config_that_cannot_be_used_is_one_sentence(checkpoint, changes, word):
+    edit(checkpoint, **changes)
+    assert_refused(checkpoint, word)
+    assert_refused(checkpoint, word, load=load_quantized)
+
+
+def test_code_of_the_tokenizer_is_refused_and_an_empty_request_is_not(checkpoint):
+    edit(checkpoint, auto_map={})
+    load_backbone(checkpoint)
+    evil = {"AutoTokenizer": ["evil.Tokenizer", None]}
+    edit(checkpoint, "tokenizer_config.json", auto_map=evil)
+    assert_refused(checkpoint, "tokenizer_config.json asks for", "evil.Tokenizer")
+
+
+def test_an_outline_describes_the_model_without_its_weights(checkpoint):
+    outline = load_outline(str(checkpoint))
+    assert outline.config.num_hidden_layers == 3
+    assert {p.device.type for p in outline.model.parameters()} == {"meta"}
+    assert outline.tokenizer.convert_tokens_to_ids("w5") == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_hidden_layers": 2}, ("9 tensors", "model.layers.2.")),
+        ({"num_hidden_layers": 4}, ("lack 9 tensors",)),
+        ({"intermediate_size": 40}, ("down_proj", "[32, 48]", "[32, 40]")),
+    ],
+)
+def test_weights_of_another_size_are_refused_by_name(checkpoint, changes, words):
+    edit(checkpoint, **changes)
+    assert_refused(checkpoint, *words)
+
+
+def test_a_tensor_without_a_place_is_refused_by_name(checkpoint):
+    add_tensor(checkpoint, "adapter.weight")
+    assert_refused(checkpoint, "adapter.weight")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "model.visual.blocks.0.weight",
+        "vision_tower.encoder.weight",
+        "mtp.layers.0.weight",
+        "transformer.h.0.attn.bias",  # GPT-J's causal mask
+    ],
+)
+def test_what_a_text_model_leaves_out_is_no_reason_to_refuse(checkpoint, name):
+    add_tensor(checkpoint, name)
+    load_backbone(checkpoint)
+
+
+def test_a_tokenizer_of_more_words_than_the_model_is_refused_with_numbers(checkpoint):
+    save_words(checkpoint, VOCAB_SIZE, pad_token="[PAD]")  # is never fed
+    assert load_backbone(checkpoint).tokenizer.pad_token_id == VOCAB_SIZE
+    save_words(checkpoint, 80)
+    words = ("ids up to 79", "61 tokens (0 to 60)")
+    assert_refused(checkpoint, *words)
+    assert_refused(checkpoint, *words, load=load_outline)
+
+
+FOUR_BITS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+def four_bit_tensors(name, n_experts, n_in, n_out):
+    """Return packed weights as gpt-oss is released, and the numbers they stand for."""
+    codes = torch.randint(0, 16, (n_experts, n_out, n_in // 32, 32))
+    scales = torch.randint(122, 126, codes.shape[:-1])
+    values = torch.tensor(FOUR_BITS + [-value for value in FOUR_BITS])[codes]
+    values = values * torch.exp2(scales - 127.0)[..., None]
+    packed = {
+        f"{name}_blocks": (codes[..., ::2] + 16 * codes[..., 1::2]).to(torch.uint8),
+        f"{name}_scales": scales.to(torch.uint8),
+    }
+    return packed, values.flatten(2).mT
+
+
+def test_four_bit_experts_are_unpacked_to_the_numbers_they_stand_for(tmp_path):
+    config = tiny_model("gpt_oss").config.to_dict() | {"intermediate_size": 32}
+    model, wanted = GptOssForCausalLM(GptOssConfig(**config)), {}
+    path = save(model, tmp_path / "model")
+    tensors = load_file(path / "model.safetensors")
+    for name in [key for key in tensors if key.endswith("_proj") and "experts" in key]:
+        packed, wanted[name] = four_bit_tensors(name, *tensors.pop(name).shape)
+        tensors |= packed
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    edit(path, quantization_config={"quant_method": "mxfp4"})
+    backbone = load_backbone(path)
+    assert len(wanted) == 2 * 3
+    for name, values in wanted.items():
+        torch.testing.assert_close(backbone.model.get_parameter(name).data, values)
+    SignalReader(backbone)
+    load_quantized(str(path))
+
+
+HERE, OTHER = "a" * 40, "b" * 40
+
+
+@pytest.mark.parametrize(
+    ("backend", "is_refused"),
+    [
+        ({"backend": "transformers", "revision": "f" * 64}, True),
+        ({"backend": "served", "revision": OTHER}, True),
+        ({"backend": "transformers", "revision": HERE}, False),
+        ({"backend": "served", "revision": HERE}, False),
+        ({"backend": "served", "revision": "my-tuned-v2"}, False),
+        (None, False),  # of an earlier version, which did not say who answered
+    ],
+)
+def test_answers_of_other_weights_are_refused(tmp_path, backend, is_refused):
+    backbone = types.SimpleNamespace(name="m", revision=HERE)
+    if backend is not None:
+        (tmp_path / "backend.json").write_text(json.dumps(backend))
+    if not is_refused:
+        require_answering_model(tmp_path, backbone)
+        return
+    with pytest.raises(ValueError, match="answered by revision .* m is now a{12};"):
+        require_answering_model(tmp_path, backbone)
+
+
+def test_weights_changed_between_answer_and_extract_are_refused(tmp_path):
+    model, path = shutil.copytree(WEIGHTS, tmp_path / "model"), tmp_path / "run"
+    with RunDir.open(path, smoke(model)) as run:
+        run.examples.write_text(write_lines(questions()))
+    beatrice("answer", path)
+    backend = json.loads((path / "answers" / "backend.json").read_text())
+    tensors = load_file(model / "model.safetensors")
+    changed = {k: t * 0.5 if "down_proj" in k else t for k, t in tensors.items()}
+    save_file(changed, model / "model.safetensors", metadata={"format": "pt"})
+    said = beatrice("extract", path, code=1).output
+    assert f"answered by revision {backend['revision'][:12]}" in said
+    assert str(model) in said and "delete" in said
+    assert not (path / "features").exists()
+    shutil.copy(WEIGHTS / "model.safetensors", model)
+    # So few answers are one range per setting, which is worker 0's.
+    said = beatrice("extract", path, RANK="1", WORLD_SIZE="2").output
+    assert "extract 1/2: 2 ranges of other workers are missing" in said
+    assert not RunDir(path).stage_done("extract")
+    beatrice("extract", path, "--shard", "0/2")
+    assert RunDir(path).stage_done("extract")
+    assert "already done" in beatrice("extract", path, "--shard", "1/2").output
+
+
+SWITCH = 16  # tokens, where the positions of the longrope model below change
+ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+    "original_max_position_embeddings": SWITCH,
+}
+
+
+@pytest.fixture(scope="module")
+def longrope():
+    rope = {"original_max_position_embeddings": SWITCH, "rope_parameters": ROPE}
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        model = Phi3ForCausalLM(Phi3Config(**_NO_HEAD_DIM, **rope))
+        _randomise(model)
+    return model.eval()
+
+
+def sequence(seed, n_tokens):
+    edges = [1, n_tokens // 3, 2 * n_tokens // 3, n_tokens]
+    return make_sequence(seed, n_tokens, edges[:2], edges[1:3], edges[2:])
+
+
+def test_a_longrope_window_ends_where_its_positions_change(longrope):
+    """The model itself does depend on the batch beyond it."""
+    assert Backbone.from_model(longrope).max_length == SWITCH
+    ids = torch.arange(3, 15)[None]
+    padded = torch.nn.functional.pad(ids, (0, SWITCH - 11), value=3)
+    with torch.no_grad():
+        alone = longrope(input_ids=ids).logits
+        in_long_batch = longrope(input_ids=padded).logits[:, : ids.shape[1]]
+        in_window = longrope(input_ids=padded[:, :SWITCH]).logits[:, : ids.shape[1]]
+    assert (alone - in_long_batch).abs().max() > 1e-2
+    torch.testing.assert_close(alone, in_window, atol=1e-4, rtol=0)
+
+
+def test_within_the_window_a_reading_is_exact_in_any_batch(longrope):
+    reader, short = SignalReader(Backbone.from_model(longrope)), sequence(1, 12)
+    eager = oracle.copy_with_attention(longrope, "eager")
+    expected = oracle.oracle_signals(eager, short)
+    signals = reader.read([short, sequence(2, SWITCH)])[0]
+    for name in oracle.SIGNALS:
+        np.testing.assert_allclose(getattr(signals, name), expected[name], atol=2e-4)
+    with pytest.raises(ValueError, match="17 tokens.*reads at most 16"):
+        reader.read([short, sequence(2, SWITCH + 1)])
+
+
+def test_a_switch_per_layer_type_counts_and_other_ropes_do_not():
+    config = Phi3Config(**_NO_HEAD_DIM)
+    assert window_of(config) == 128
+    config.rope_parameters = {"full_attention": ROPE, "sliding_attention": {}}
+    assert window_of(config) == SWITCH
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0}
+    assert window_of(config) == 128

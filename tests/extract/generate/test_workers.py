@@ -1,0 +1,269 @@
+"""Workers that answer, reword, judge or sample together write what one process does."""
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import pytest
+
+from beatrice.extract.backbone.names import own_device
+from beatrice.extract.generate.requests import ANSWER_PRESETS, GenerationConfig
+from beatrice.extract.records import write_lines
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.share import Share
+from tests.extract.small_run import beatrice, questions, smoke
+
+ROOT = Path(__file__).parents[3]
+# A few prompts with contexts fill a batch.
+BATCHES = dataclasses.replace(
+    ANSWER_PRESETS["smoke"],
+    generation=GenerationConfig(max_new_tokens=10, tokens_per_batch=600),
+)
+
+
+class Shared(NamedTuple):
+    options: str  # with which its work is several batches
+    parts: str  # folder of the workers' files
+    written: tuple[str, ...]
+    missing: str  # what a worker says that others have to do
+
+
+TEXTS = "texts of other workers are missing"
+STAGES = {
+    "answer": Shared(
+        "",
+        "answer",
+        ("answers/answers.jsonl", "answers/backend.json"),
+        "answers of other workers are missing",
+    ),
+    "rewrite": Shared(
+        "--model embedded --max-new-tokens 8 --set batch_tokens=400",
+        "rewrite",
+        ("rewrites.jsonl", "replies/rewrite.json"),
+        TEXTS,
+    ),
+    "label": Shared(
+        "--judge embedded --vote majority --set batch_tokens=2000",
+        "judge",
+        ("labels.jsonl", "replies/judge.json"),
+        TEXTS,
+    ),
+    "sample": Shared(
+        "--n-samples 3 --set batch_tokens=300",
+        "sample",
+        ("samples/samples.jsonl", "samples/config.json"),
+        TEXTS,
+    ),
+}
+
+
+def do(verb, run, rank=0, world_size=1, *, by="torchrun", options=(), code=0):
+    line, environ = [verb, run, *STAGES[verb].options.split(), *options], {}
+    if by == "torchrun":
+        environ = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    else:
+        line += ["--shard", f"{rank}/{world_size}"]
+    return beatrice(*line, code=code, **environ)
+
+
+def written(verb, run):
+    return {name: (run / name).read_bytes() for name in STAGES[verb].written}
+
+
+def texts(verb, run):
+    """Replies in any order, without the time that they took; none of `answer`."""
+    path = run / "replies" / f"{STAGES[verb].parts}.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else ()
+    return sorted(line[: line.index(', "seconds"')] for line in lines)
+
+
+def parts(verb, run):
+    return sorted((run / "parts" / STAGES[verb].parts).glob("*.jsonl"))
+
+
+def n_lines(paths):
+    return sum(path.read_bytes().count(b"\n") for path in paths)
+
+
+def cut(file):
+    """Leave two thirds of a worker's file, as another process's that was killed."""
+    content = file.read_bytes()
+    killed = file.with_name("0-of-2@elsewhere.1.jsonl")
+    killed.write_bytes(content[: len(content) * 2 // 3])
+    file.unlink()
+    return killed
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """A run without answers, and a smaller one with answers."""
+    folder = tmp_path_factory.mktemp("begun")
+    for name, examples in (
+        ("asked", questions(n_train=10, n_evaluation=5)),
+        ("answered", questions(2, 1, 1)[:4]),
+    ):
+        bare = [msgspec.structs.replace(e, rewritten=()) for e in examples]
+        with RunDir.open(folder / name, smoke(answer=BATCHES)) as run:
+            run.examples.write_text(write_lines(bare))
+    beatrice("answer", folder / "answered")
+    return {v: folder / ("asked" if v == "answer" else "answered") for v in STAGES}
+
+
+@pytest.fixture(scope="module", params=list(STAGES))
+def verb(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def alone(begun, verb, tmp_path_factory):
+    """What one process makes."""
+    path = shutil.copytree(begun[verb], tmp_path_factory.mktemp("alone") / "run")
+    do(verb, path)
+    return path
+
+
+@pytest.fixture
+def run(begun, verb, tmp_path):
+    return shutil.copytree(begun[verb], tmp_path / "run")
+
+
+@pytest.fixture
+def asked(begun, tmp_path):
+    return shutil.copytree(begun["answer"], tmp_path / "asked")
+
+
+@pytest.mark.parametrize("by", ["torchrun", "--shard"])
+def test_whoever_comes_last_writes_what_one_process_writes(verb, run, alone, by):
+    for rank in (2, 0):
+        assert STAGES[verb].missing in do(verb, run, rank, 3, by=by).stderr
+        assert not (run / STAGES[verb].written[0]).exists()
+        assert not RunDir(run).stage_done(verb)
+    assert 0 < n_lines(parts(verb, run))
+    do(verb, run, 1, 3, by=by)
+    assert written(verb, run) == written(verb, alone)
+    assert texts(verb, run) == texts(verb, alone)
+    assert not parts(verb, run)
+    assert RunDir(run).stage_done(verb)
+    assert "already done" in do(verb, run, 1, 3, by=by).stderr
+    assert "already done" in do(verb, run).stderr
+
+
+GOES_ON = {
+    "answer": "same line",
+    "rewrite": "one process",
+    "label": "other world size",
+    "sample": "one process",
+}
+
+
+def test_what_a_killed_worker_wrote_is_continued(verb, run, alone):
+    way = GOES_ON[verb]
+    do(verb, run, 0, 2)
+    (file,) = parts(verb, run)
+    n_whole = n_lines([file])
+    n_left = n_lines([cut(file)])
+    if way == "same line":
+        do(verb, run, 0, 2)
+        assert 0 < n_lines(parts(verb, run)) - n_left < n_whole
+        do(verb, run, 1, 2)
+    elif way == "one process":
+        said, n_texts = do(verb, run).stderr, len(texts(verb, alone))
+        assert f"{n_texts - n_left} texts generated, {n_left}" in said
+    else:
+        for rank in (2, 0, 1):
+            do(verb, run, rank, 3)
+    assert written(verb, run) == written(verb, alone)
+    assert texts(verb, run) == texts(verb, alone)
+
+
+def test_two_processes_of_one_rank_do_no_harm(verb, run, alone):
+    do(verb, run, 0, 2)
+    (file,) = parts(verb, run)
+    file.with_name("0-of-2@twice.1.jsonl").write_bytes(file.read_bytes())
+    do(verb, run, 1, 2)
+    assert written(verb, run) == written(verb, alone)
+
+
+def test_a_dry_run_counts_what_workers_have_left_and_writes_nothing(verb, run):
+    def n_requests(*worker):
+        lines = do(verb, run, *worker, options=["--dry-run"]).stdout.splitlines()
+        (line,) = (line for line in lines if "requests" in line)
+        return int(line.split()[-1])
+
+    before = n_requests(0, 1)
+    do(verb, run, 1, 2)
+    (file,) = parts(verb, run)
+    assert n_requests(0, 1) == n_requests(0, 2) == before - n_lines([file])
+    assert parts(verb, run) == [file]
+
+
+def test_one_process_and_workers_keep_each_other_out(asked):
+    with RunDir.open(asked, smoke(answer=BATCHES), share=Share(0, 2)):
+        done = do("answer", asked, code=1)
+        assert "workers that a launcher started" in done.stderr
+    do("answer", asked)
+
+
+def test_answers_to_other_prompts_are_set_aside(asked):
+    do("answer", asked, 0, 2)
+    (file,) = parts("answer", asked)
+    rows = [json.loads(line) for line in file.read_bytes().splitlines()]
+    rows[0]["prompt_ids"][0] += 1
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    do("answer", asked, 1, 2)
+    assert not (asked / "answers" / "answers.jsonl").exists()
+    assert "no longer asked" in do("answer", asked).stderr
+
+
+SERVED = ("--server", "http://x/v1")
+
+
+@pytest.mark.parametrize(
+    ("line", "by"),
+    [
+        *((("answer", *SERVED), by) for by in ("torchrun", "--shard")),
+        (("sample", *SERVED), "torchrun"),
+        (("rewrite", "--model", "m", *SERVED), "--shard"),
+        (("label", "--judge", "m", *SERVED), "torchrun"),
+        (("label",), "--shard"),
+        (("label", "--judge", "embedded", "--audit"), "torchrun"),
+        *(((v,), "torchrun") for v in ("calibrate", "report", "doctor", "demo")),
+        *(((v,), "torchrun") for v in ("sweep", "select")),
+    ],
+)
+def test_what_is_not_shared_says_that_it_is_one_processs_work(asked, line, by):
+    verb, *options = line
+    environ = {"RANK": "0", "WORLD_SIZE": "2"} if by == "torchrun" else {}
+    shard = () if by == "torchrun" else ("--shard", "0/2")
+    said = beatrice(verb, asked, *options, *shard, code=2, **environ).stderr
+    assert "is one process's work, and 2 were launched" in " ".join(said.split())
+
+
+@pytest.mark.parametrize(
+    ("device", "n_visible", "environ", "expected"),
+    [
+        ("cuda", 8, {"LOCAL_RANK": "3"}, "cuda:3"),
+        ("cuda", 1, {"SLURM_LOCALID": "3"}, "cuda:0"),  # it is shown one GPU only
+        ("cuda", 0, {}, "cuda:0"),
+        ("cuda:5", 8, {"LOCAL_RANK": "3"}, "cuda:5"),
+        ("cpu", 0, {"LOCAL_RANK": "3"}, "cpu"),
+    ],
+)
+def test_each_process_has_a_gpu_of_its_own(device, n_visible, environ, expected):
+    assert own_device(device, n_visible, environ) == expected
+
+
+@pytest.mark.slow
+def test_torchrun_starts_workers_that_answer_together(asked, begun, tmp_path):
+    alone = shutil.copytree(begun["answer"], tmp_path / "alone")
+    do("answer", alone)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command = [*launcher, "-m", "beatrice", "answer", str(asked)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert written("answer", asked) == written("answer", alone)
