@@ -13,7 +13,13 @@ and the stage of `extract.signals.extract.extract_stage(lambda run, config: my_r
 reads the answers. `tests/extract/test_own_engine.py` does both with small classes.
 """
 
-from beatrice.extract.generate.answers import generate
+from beatrice.extract.generate.answers import (
+    AnswerConfig,
+    Engine,
+    answer_stage,
+    generate,
+    open_local,
+)
 from beatrice.extract.generate.generator import (
     Generated,
     Generator,
@@ -22,10 +28,23 @@ from beatrice.extract.generate.generator import (
 )
 from beatrice.extract.generate.prompts import PromptConfig
 from beatrice.extract.generate.requests import PromptModel, TokenizerOnly, make_requests
+from beatrice.extract.run.directory import RunDir
 from beatrice.extract.signals.extract import ExtractConfig, Reader, extract
 from beatrice.extract.signals.sequence import TokenSequence
 
+
+def open_readable(run: RunDir, config: AnswerConfig) -> Engine:
+    """Load a run's backbone to answer, if its signals can be read afterwards."""
+    from beatrice.extract.signals.reader import SignalReader
+
+    # Hours of answers whose signals cannot be read would be in vain.
+    return open_local(run, config, lambda backbone: SignalReader(backbone, (0,)))
+
+
+ANSWER = answer_stage(open_readable)
+
 __all__ = [
+    "ANSWER",
     "ExtractConfig",
     "Generated",
     "Generator",
@@ -39,4 +58,5 @@ __all__ = [
     "extract",
     "generate",
     "make_requests",
+    "open_readable",
 ]

@@ -16,7 +16,7 @@ from beatrice.extract.generate.prompts import build_prompt
 from beatrice.extract.generate.requests import GenerationConfig, Request, plan_batches
 from beatrice.extract.records import Answer, Setting
 from beatrice.extract.signals.decode import check_decoding, generate_and_read
-from beatrice.extract.signals.reader import SignalReader, Signals
+from beatrice.extract.signals.reader import AnswerSignals, SignalReader
 from beatrice.extract.signals.sequence import TokenSequence, sequence_of
 from beatrice.extract.store.families import as_written
 from beatrice.jaxprobe.detector import Detector, Scores
@@ -40,7 +40,7 @@ def fixed_length(n: int, lengths: Sequence[int] = LENGTHS) -> int:
 class Reading:
     """Signals of some answers, as rows."""
 
-    signals: list[Signals]
+    signals: list[AnswerSignals]
     spans: np.ndarray  # [n_examples, 3, 2]
 
     def part(self, first: int, n: int) -> "Reading":
@@ -195,7 +195,7 @@ class ProbedBackbone:
 
     def read_sequences(self, sequences: Sequence[TokenSequence]) -> Reading:
         """Return the signals of sequences, one forward pass per batch."""
-        signals: list[Signals | None] = [None] * len(sequences)
+        signals: list[AnswerSignals | None] = [None] * len(sequences)
         for batch in plan_batches([len(s.ids) for s in sequences], self.config):
             with self.lock:
                 found = self.reader.read([sequences[i] for i in batch])
@@ -206,7 +206,7 @@ class ProbedBackbone:
             np.stack([s.spans for s in sequences]),
         )
 
-    def _as_trained(self, signals: Signals) -> Signals:
+    def _as_trained(self, signals: AnswerSignals) -> AnswerSignals:
         """Round signals as the store that the detector was trained on does.
 
         So a score is that of the evaluation, also where the store keeps 8 bits.

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from beatrice.extract.backbone.loading import load_backbone
 from beatrice.extract.backbone.names import WEIGHTS
-from beatrice.extract.generate.answers import answers_in_words, is_hedge, shares_of
+from beatrice.extract.generate.answers import is_hedge, shares_of, summarize_answers
 from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
 from beatrice.extract.generate.local import TransformersGenerator
 from beatrice.extract.generate.prompts import SHOTS, PromptConfig
@@ -93,7 +93,7 @@ def test_answers_cut_at_the_length_limit_are_counted_and_loud(tmp_path, examples
     ],
 )
 def test_cut_answers_are_told_only_what_was_not_done_yet(prompt, done):
-    (line,) = answers_in_words([answer(stop_id=None)] * 3, 7, prompt)
+    (line,) = summarize_answers([answer(stop_id=None)] * 3, 7, prompt)
     advice = line.partition("Make another run with")[2]
     assert "--max-new-tokens above 7" in advice
     for option in ("--chat", "--te"):
@@ -102,7 +102,7 @@ def test_cut_answers_are_told_only_what_was_not_done_yet(prompt, done):
 
 def test_few_cut_answers_are_counted_without_advice():
     answers = [answer() for _ in range(19)] + [answer(stop_id=None, text="")]
-    assert answers_in_words(answers, 7, PromptConfig()) == [
+    assert summarize_answers(answers, 7, PromptConfig()) == [
         "closed_book: 20 answers, 1 cut at 7 tokens, 1 empty, 0 hedges or refusals"
     ]
 
@@ -132,14 +132,14 @@ def test_hedges_and_refusals_are_told_by_how_an_answer_begins(text, counts):
 
 def test_hedges_are_counted_and_nothing_is_dropped():
     answers = [answer(text=x) for x in ("Oslo", "I do not know", "unclear", "")]
-    (line,) = answers_in_words(answers, 7, PromptConfig())
+    (line,) = summarize_answers(answers, 7, PromptConfig())
     assert line.endswith("4 answers, 0 cut at 7 tokens, 1 empty, 2 hedges or refusals")
     assert shares_of(answers) == {"cut_off": 0.0, "empty": 0.25, "hedged": 0.5}
 
 
 def test_nothing_but_empty_answers_is_refused():
     with pytest.raises(ValueError, match="all 3 answers are empty"):
-        answers_in_words([answer("")] * 3, 10, PromptConfig())
+        summarize_answers([answer("")] * 3, 10, PromptConfig())
 
 
 def test_labels_say_how_many_answers_are_right_and_where_one_class_is_alone():

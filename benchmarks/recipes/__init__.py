@@ -6,7 +6,7 @@ from beatrice.extract.run.directory import NotWritten, RunDir
 # the world's in `real`.
 CHAIN = (
     "beatrice.extract.world.stage:WORLD",
-    "beatrice.extract.generate.answers:ANSWER",
+    "beatrice.extract.engines:ANSWER",
     "beatrice.extract.label.stage:LABEL",
     "beatrice.extract.signals.extract:EXTRACT",
     "beatrice.selection.sweep:SWEEP",

@@ -33,7 +33,8 @@ from beatrice.benchmarks.baselines.plain import (
 from beatrice.benchmarks.results.names import CHAMPION, RIVALS
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.datasets.loading import Loaded, open_dataset
-from beatrice.extract.generate.answers import ANSWER, answer_config, load_tokenizer_only
+from beatrice.extract.engines import ANSWER
+from beatrice.extract.generate.answers import answer_config, load_tokenizer_only
 from beatrice.extract.generate.prompts import PromptTemplate
 from beatrice.extract.label.labels import LABEL_PRESETS
 from beatrice.extract.label.stage import LABEL

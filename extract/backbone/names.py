@@ -66,10 +66,10 @@ def unreachable_hub(environ: Mapping[str, str] = os.environ) -> str | None:
     if any(environ.get(n) or environ.get(n.upper()) for n in proxies):
         return None
     address = environ.get("HF_ENDPOINT") or "https://huggingface.co"
-    parts = urllib.parse.urlsplit(address)
-    port = parts.port or (80 if parts.scheme == "http" else 443)
+    url = urllib.parse.urlsplit(address)
+    port = url.port or (80 if url.scheme == "http" else 443)
     try:
-        socket.create_connection((parts.hostname or "", port), timeout=3).close()
+        socket.create_connection((url.hostname or "", port), timeout=3).close()
     except OSError:
         return address
     return None

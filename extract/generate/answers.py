@@ -1,22 +1,13 @@
-"""The journal of answers, which of them still hold, and what is said of them.
+"""The stages that ask the run's backbone: `answer`, and `sample` for baselines.
 
-An answer holds if it is to the very prompt that is asked now. Others (of a context that
-was rewritten again since) are moved to a file beside, never mixed in.
-
-Several drawn answers per question, for the detectors that measure their agreement.
-
-Temperature, top-p and top-k are always written down: left to a checkpoint's defaults,
-the published numbers of the same detector differ.
-
-The stages that ask the run's backbone: `answer`, and `sample` for baselines.
-
-Finished rows are never done again: a killed stage continues where it stopped. Batches
-are planned over all requests, done or not, so that an answer depends neither on when
-the run was killed nor on how many workers share it.
+Rows that are done are never done again: a killed stage continues where it stopped.
+Batches are planned over all requests, done or not, so that an answer depends neither on
+when the run was killed nor on how many workers share it. An answer holds if it is to
+the very prompt that is asked now; others (of a context that was rewritten since) are
+moved to a file beside, never mixed in.
 """
 
 import dataclasses
-import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -77,7 +68,7 @@ from beatrice.extract.run.share import Share
 from beatrice.extract.run.stages import Forecast, Stage, once
 
 if TYPE_CHECKING:
-    from beatrice.extract.backbone.loading import Backbone
+    from beatrice.extract.backbone.loading import Backbone, Outline
 
 Key = tuple[str, str, str]  # example, setting, variant
 
@@ -103,8 +94,8 @@ def answer_files(
     )
 
 
-# How an answer says that it is none; read at its start, after small words are lowered.
-# A short list on purpose: it counts what is plainly no answer, and drops nothing.
+# How a refusal begins. A short list on purpose: it counts what is plainly no answer,
+# and drops nothing.
 _HEDGE = re.compile(
     r"\W*((i|we) (do not|don't|don’t|cannot|can't|can’t|am not|am unable|have no)\b"
     r"|i'm (not sure|unable|sorry)|i’m (not sure|unable|sorry)|sorry\b"
@@ -119,10 +110,11 @@ _HEDGE = re.compile(
 
 
 def is_hedge(text: str) -> bool:
-    """Return whether an answer begins by refusing, or by saying that it is unknown.
+    """Return whether an answer begins with a refusal or "unknown".
 
     By a list of English words: "I don't know", "unknown", "I cannot", "as an AI", "it
-    depends", "not mentioned", "no information", and their like. An empty text is none.
+    depends", "not mentioned", "no information", and their like. False for an empty
+    text.
     """
     return _HEDGE.match(text) is not None
 
@@ -145,42 +137,45 @@ _MANY_CUT = 0.1  # of the answers of a setting
 
 
 def _against_cuts(prompt: PromptConfig, limit: int) -> str:
-    """Say how the next run can have whole answers; what this one did is left out."""
-    ways = [f"--max-new-tokens above {limit}"]
+    """Return the options by which the next run can have whole answers."""
+    options = [f"--max-new-tokens above {limit}"]
     if prompt.template != "few-shot":
-        ways.append("--template few-shot, whose worked examples have short answers")
+        options.append("--template few-shot, whose examples have short answers")
     if not prompt.chat:
-        ways.append("--chat, if the model is instruction-tuned")
-    return "; or ".join(ways)
+        options.append("--chat, if the model is instruction-tuned")
+    return "; or ".join(options)
 
 
-def answers_in_words(
+def summarize_answers(
     answers: Iterable[Answer], limit: int, prompt: PromptConfig
 ) -> list[str]:
-    """Say per setting how many answers were cut at the length limit or are empty.
+    """Count per setting the answers that are cut at the length limit or empty.
 
     Args:
       answers: all of a run.
       limit: most tokens of an answer.
       prompt: how the questions were put.
     """
-    found: dict[str, list[Answer]] = {}
+    by_setting: dict[str, list[Answer]] = {}
     for answer in answers:
-        found.setdefault(answer.setting, []).append(answer)
-    n_all, lines = sum(map(len, found.values())), []
-    if n_all and not any(answer.text for mine in found.values() for answer in mine):
+        by_setting.setdefault(answer.setting, []).append(answer)
+    texts = [answer.text for rows in by_setting.values() for answer in rows]
+    n_all, lines = len(texts), []
+    if n_all and not any(texts):
         raise ValueError(
             f"all {n_all} answers are empty: the model ends or cannot go on where its "
             "answer should begin; ask in other words (--template, --chat), look at the "
             "model's weights, and start another run directory"
         )
-    for setting, mine in found.items():
-        n_cut = sum(answer.stop_id is None for answer in mine)
-        n_empty = sum(not answer.text for answer in mine)
-        line = f"{setting}: {len(mine)} answers, {n_cut} cut at {limit} tokens, "
-        n_hedges = sum(is_hedge(answer.text) for answer in mine)
-        lines.append(f"{line}{n_empty} empty, {n_hedges} hedges or refusals")
-        if n_cut > _MANY_CUT * len(mine):
+    for setting, rows in by_setting.items():
+        n_cut = sum(answer.stop_id is None for answer in rows)
+        n_empty = sum(not answer.text for answer in rows)
+        n_hedges = sum(is_hedge(answer.text) for answer in rows)
+        lines.append(
+            f"{setting}: {len(rows)} answers, {n_cut} cut at {limit} tokens, "
+            f"{n_empty} empty, {n_hedges} hedges or refusals"
+        )
+        if n_cut > _MANY_CUT * len(rows):
             lines[-1] += (
                 ". A cut answer is half a text, and mostly labelled wrong: the model "
                 "explains or never stops. Make another run with "
@@ -190,28 +185,22 @@ def answers_in_words(
 
 
 def record_backend(folder: Path, identity: Mapping[str, Any]) -> None:
-    """Write down in a folder of answers which backend answers, or check that it did."""
+    """Write in a folder of answers which backend answers, or check that it did."""
     path = folder / "backend.json"
     # Through JSON, so that tuples and lists compare alike.
     wanted = json.loads(json.dumps(dict(identity)))
-    if path.exists():
-        # Before the file named a schema there was one only.
-        again = "restore it, or delete the folder to answer again"
-        found = {"schema": 1, **read_json(path, dict[str, Any], again)}
-        for name in sorted(found.keys() | wanted.keys()):
-            if found.get(name) != wanted.get(name):
-                raise ValueError(
-                    f"{folder} holds answers with {name}={found.get(name)!r}, "
-                    f"asked was {wanted.get(name)!r}; start another run directory, or "
-                    "delete this folder to answer again"
-                )
+    if not path.exists():
+        write_json_atomic(path, wanted)
         return
-    if (folder / "answers.jsonl").exists() and wanted["backend"] == "served":
-        raise ValueError(
-            f"{folder} holds answers of an earlier version, which did not say who "
-            "answered; start another run directory to answer by a server"
-        )
-    write_json_atomic(path, wanted)
+    again = "restore it, or delete the folder to answer again"
+    recorded = read_json(path, dict[str, Any], again)
+    for name in sorted(recorded.keys() | wanted.keys()):
+        if recorded.get(name) != wanted.get(name):
+            raise ValueError(
+                f"{folder} holds answers with {name}={recorded.get(name)!r}, expected "
+                f"{wanted.get(name)!r}; start another run directory, or delete this "
+                "folder to answer again"
+            )
 
 
 def generate(
@@ -220,7 +209,7 @@ def generate(
     """Answer requests; yields each answer as soon as it exists.
 
     Args:
-      generator: any, as long as it tells the ids that it wrote.
+      generator: any that returns the token ids of its texts.
       requests: of `make_requests`.
       sampling: greedy in a run; longest answer and stop strings.
     """
@@ -242,14 +231,15 @@ def append_answers(
     update: Update,
     share: Share = Share(),
 ) -> None:
-    """Answer what has no row yet; a whole share of it in the generator's order.
+    """Answer the requests of a share that have no row yet.
 
     Args:
-      journal: where the answers go, batch by batch.
+      journal: the answers are appended batch by batch; those of a whole share are put
+        into the generator's order at the end.
       generator: see `plan_of`.
       requests: all of them, also those that are answered: batches are planned over all.
       sampling: as in `generate`.
-      update: told rows done and to do.
+      update: is called with rows done and rows in all.
       share: of the batches.
     """
     prompts = prompts_of(requests)
@@ -257,14 +247,14 @@ def append_answers(
     batch_of = {i: batch for batch in share.mine(batches) for i in batch}
     todo = {i for i in batch_of if requests[i].key not in journal}
     update(len(batch_of) - len(todo), len(batch_of))
-    waiting: dict[int, Answer] = {}
+    unwritten: dict[int, Answer] = {}
     for i, reply in generator.stream(prompts, sampling, {*range(len(prompts))} - todo):
         if i in todo:
-            waiting[i] = requests[i].answer(reply)
+            unwritten[i] = requests[i].answer(reply)
             todo.discard(i)
         batch = batch_of.get(i, ())
         if todo.isdisjoint(batch):
-            answers = [waiting.pop(k) for k in batch if k in waiting]
+            answers = [unwritten.pop(k) for k in batch if k in unwritten]
             journal.append({answer.key: to_json(answer) for answer in answers})
             update(len(batch_of) - len(todo), len(batch_of))
     if share.is_whole:
@@ -279,7 +269,7 @@ class DrawConfig:
     sampling: SamplingConfig = SamplingConfig(temperature=1.0, top_p=0.9, top_k=50)
 
     def __post_init__(self) -> None:
-        """Refuse no draws, and greedy ones."""
+        """Check that there are draws, and that they are not greedy."""
         if not 1 <= self.n_samples <= MAX_SAMPLES:
             raise ValueError(
                 f"n_samples: expected 1 to {MAX_SAMPLES}, found {self.n_samples}"
@@ -345,33 +335,34 @@ def draw_answers(
         for prompt in (request_prompt(tokenizer, r, as_text=as_text) for r in requests)
         for k in range(config.n_samples)
     ]
-    found = replies.generate(generator, prompts, config.sampling, progress)
-    if found is None:
+    texts = replies.generate(generator, prompts, config.sampling, progress)
+    if texts is None:
         return None
-    written = ("text", "token_ids", "stop_id", "log_probs", "finish")
+    fields = ("text", "token_ids", "stop_id", "log_probs", "finish")
     samples = [
         Sample(
             example_id=request.example_id,
             setting=request.setting,
             variant=request.variant,
             sample=k,
-            **{name: getattr(reply, name) for name in written},
+            **{name: getattr(reply, name) for name in fields},
         )
-        for (request, k), reply in zip(cells, found, strict=True)
+        for (request, k), reply in zip(cells, texts, strict=True)
     ]
-    timed: dict[Setting, list[float | None]] = {}
-    for sample, reply in zip(samples, found, strict=True):
-        timed.setdefault(sample.setting, []).append(reply.seconds)
-    return Drawn(samples, {setting: _mean(each) for setting, each in timed.items()})
+    seconds: dict[Setting, list[float | None]] = {}
+    for sample, reply in zip(samples, texts, strict=True):
+        seconds.setdefault(sample.setting, []).append(reply.seconds)
+    return Drawn(samples, {name: _mean(values) for name, values in seconds.items()})
 
 
 def _mean(seconds: Sequence[float | None]) -> float | None:
-    known = [one for one in seconds if one is not None]
-    return sum(known) / len(known) if len(known) == len(seconds) else None
+    """Return the mean, or None where a value is unknown."""
+    timed = [value for value in seconds if value is not None]
+    return sum(timed) / len(timed) if len(timed) == len(seconds) else None
 
 
 def answer_config(run: RunDir, *, is_recorded: bool = True) -> AnswerConfig:
-    """Return how a run's questions are put; a dry run settles nothing."""
+    """Return how a run's questions are put; a dry run records nothing."""
     return run.settle("answer", ANSWER_PRESETS, is_recorded=is_recorded)
 
 
@@ -384,35 +375,24 @@ def answer_identity(config: AnswerConfig) -> dict[str, Any]:
     }
 
 
-def _make_requests(run: RunDir, model: PromptModel, config: AnswerConfig) -> Requests:
+def _requests_of(run: RunDir, model: PromptModel, config: AnswerConfig) -> Requests:
     limit = config.generation.max_new_tokens
     examples, settings = read_examples(run), settings_of(run)
     return make_requests(examples, model, config.prompt, limit, settings)
 
 
-def _asked(
-    run: RunDir, model: PromptModel, config: AnswerConfig, progress: Progress
-) -> list[Request]:
-    """Return what the run asks; what it does not ask is written down and counted."""
-    progress.note(f"answer: {settings_in_words(run)}")
-    made = _make_requests(run, model, config)
-    if made.left_out:
-        write_text_atomic(left_out_file(run), write_lines(made.left_out))
+def _record_left_out(run: RunDir, requests: Requests, progress: Progress) -> None:
+    """Write which questions are not asked, and count the prompts that were cut."""
+    if requests.left_out:
+        write_text_atomic(left_out_file(run), write_lines(requests.left_out))
     else:
         left_out_file(run).unlink(missing_ok=True)
-    if made.note:
-        progress.note(f"answer: {made.note}")
-    return made.requests
+    if requests.note:
+        progress.note(f"answer: {requests.note}")
 
 
 def _files(run: RunDir, requests: Sequence[Request]) -> JournalFiles[Key, Answer]:
     return answer_files(answers_file(run), run.parts("answer"), requests)
-
-
-def _note_shares(run: RunDir, config: AnswerConfig, progress: Progress) -> None:
-    limit = config.generation.max_new_tokens
-    for line in answers_in_words(read_answers(run), limit, config.prompt):
-        progress.note(f"answer: {line}")
 
 
 def _greedy(config: AnswerConfig) -> SamplingConfig:
@@ -436,7 +416,7 @@ def open_local(
     Args:
       run: of the backbone.
       config: how it answers.
-      check: raises a ValueError where it is of no use to answer by this backbone.
+      check: raises a ValueError for a backbone whose answers would be of no use.
     """
     from beatrice.extract.backbone.loading import open_backbone
     from beatrice.extract.generate.local import TransformersGenerator
@@ -460,7 +440,10 @@ def _answer(
     record_backend(
         run.answers, dict(engine.generator.identity) | answer_identity(config)
     )
-    requests = _asked(run, engine.model, config, progress)
+    progress.note(f"answer: {settings_in_words(run)}")
+    listed = _requests_of(run, engine.model, config)
+    _record_left_out(run, listed, progress)
+    requests = listed.requests
     journal = Journal.open(_files(run, requests), run.share)
     for note in journal.notes:
         progress.note(f"answer: {note}")
@@ -468,24 +451,32 @@ def _answer(
     append_answers(journal, *how, update, run.share)
     if not run.share.is_whole:
         return len(requests) - len(journal.files.keys())
-    _note_shares(run, config, progress)
+    limit = config.generation.max_new_tokens
+    for line in summarize_answers(read_answers(run), limit, config.prompt):
+        progress.note(f"answer: {line}")
     return 0
 
 
-def load_tokenizer_only(run: RunDir) -> tuple[TokenizerOnly, tuple[int, ...]]:
-    """Load a run's tokenizer and stop tokens, without the backbone's weights."""
+def load_tokenizer_only(
+    run: RunDir, check: Callable[[str, "Outline"], object] = lambda name, outline: None
+) -> tuple[TokenizerOnly, tuple[int, ...]]:
+    """Load a run's tokenizer and stop tokens, without the backbone's weights.
+
+    Args:
+      run: of the backbone.
+      check: raises a ValueError for a model whose answers would be of no use.
+    """
     from transformers import GenerationConfig as Defaults
 
     from beatrice.extract.backbone.gguf import unpacked
     from beatrice.extract.backbone.loading import load_outline, window_of
-    from beatrice.extract.signals.parity import require_readable
 
     config = run.section("backbone", BackboneConfig)
-    found = load_outline(config.path)
-    require_readable(config.model, found)
+    outline = load_outline(config.path)
+    check(config.model, outline)
     defaults = Defaults.from_pretrained(unpacked(config.path))
     model = TokenizerOnly(
-        found.tokenizer, max_length=window_of(found.config), name=config.model
+        outline.tokenizer, max_length=window_of(outline.config), name=config.model
     )
     return model, stop_ids_of(defaults.eos_token_id, config.model)
 
@@ -507,17 +498,13 @@ def answer_with(run: RunDir, engine: Engine, progress: Progress) -> None:
 
 def forecast_answers(run: RunDir, config: AnswerConfig, model: PromptModel) -> Forecast:
     """Return what answering needs: the prompts that have no answer yet."""
-    run.hash_inputs(run.examples)  # says what is missing
-    made = _make_requests(run, model, config)
-    there = _files(run, made.requests).keys()
-    prompts = prompts_of([r for r in made.requests if r.key not in there])
+    run.hash_inputs(run.examples)  # an error where they are missing
+    listed = _requests_of(run, model, config)
+    answered = _files(run, listed.requests).keys()
+    prompts = prompts_of([r for r in listed.requests if r.key not in answered])
     forecast = count_requests("answer", prompts, _greedy(config))
-    basis = ". ".join(filter(None, (forecast.basis, made.note)))
+    basis = ". ".join(filter(None, (forecast.basis, listed.note)))
     return dataclasses.replace(forecast, basis=basis)
-
-
-def _forecast_here(run: RunDir, config: AnswerConfig) -> Forecast:
-    return forecast_answers(run, config, load_tokenizer_only(run)[0])
 
 
 def _draw_requests(
@@ -542,7 +529,7 @@ def forecast_draws(
     *,
     as_text: bool = False,
 ) -> str:
-    """Return in words what `draw_run` would ask."""
+    """Return as text what `draw_run` would ask for."""
     requests = _draw_requests(run, model, prompt, draws, splits).requests
     drawing = (requests, generator, model.tokenizer)
     return forecast_texts(
@@ -580,11 +567,11 @@ def draw_run(
     def work(update: Update) -> int | None:
         files = reply_files(run.replies("sample"), run.parts("sample"))
         replies = open_replies(files, run.share, progress.note, is_timed=True)
-        made = _draw_requests(run, model, prompt, draws, splits)
-        if made.note:
-            progress.note(f"sample: {made.note}")
+        listed = _draw_requests(run, model, prompt, draws, splits)
+        if listed.note:
+            progress.note(f"sample: {listed.note}")
         drawn = draw_answers(
-            made.requests,
+            listed.requests,
             generator,
             model.tokenizer,
             replies,
@@ -595,11 +582,11 @@ def draw_run(
         if drawn is None:
             return replies.n_missing
         samples, seconds = drawn
-        n_bare = sum(sample.log_probs is None for sample in samples)
+        n_without = sum(sample.log_probs is None for sample in samples)
         n_cut = sum(sample.finish == "length" for sample in samples)
         progress.note(f"sample: {reused_in_words(replies)}")
         progress.note(
-            f"sample: {len(samples)} drawn, {n_bare} without log-probabilities, "
+            f"sample: {len(samples)} drawn, {n_without} without log-probabilities, "
             f"{n_cut} cut at {limit} tokens"
         )
         write_text_atomic(path, write_lines(samples))
@@ -626,21 +613,7 @@ def answer_stage(open_engine: Callable[[RunDir, AnswerConfig], Engine]) -> Stage
         work=work,
         parts="answers",
         presets=ANSWER_PRESETS,
-        forecast=_forecast_here,
+        forecast=lambda run, config: forecast_answers(
+            run, config, load_tokenizer_only(run)[0]
+        ),
     )
-
-
-def _open_readable(run: RunDir, config: AnswerConfig) -> Engine:
-    from beatrice.extract.signals.reader import SignalReader
-
-    # Read on a few tokens first: hours of answers whose signals cannot be read
-    # would be in vain.
-    return open_local(run, config, lambda backbone: SignalReader(backbone, (0,)))
-
-
-def answer_stage_kept() -> Stage:
-    """Return the stage for a share: the model that did it joins all shares."""
-    return answer_stage(functools.cache(_open_readable))
-
-
-ANSWER = answer_stage(_open_readable)

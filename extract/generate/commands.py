@@ -116,9 +116,10 @@ def _open_backbone(
     """Open a run's tokenizer, and the backend that has its backbone."""
     from beatrice.extract.backbone.names import BackboneConfig
     from beatrice.extract.generate.answers import load_tokenizer_only
+    from beatrice.extract.signals.parity import require_readable
 
     quiet()
-    model, stop_ids = load_tokenizer_only(run)
+    model, stop_ids = load_tokenizer_only(run, require_readable)
     name = backend.served_model or run.section("backbone", BackboneConfig).path
     known |= {"stop_ids": stop_ids, "tokenizer": model.tokenizer}
     with open_asking(run, stage, name, backend, **known) as generator:
@@ -139,13 +140,15 @@ def answer(run_dir: Path, work: WorkOptions, backend: RunServerOptions) -> None:
 
     Example: torchrun --nproc-per-node 8 -m beatrice answer runs/paper
     """
+    from beatrice.extract import engines
     from beatrice.extract.generate import answers
     from beatrice.extract.run.directory import RunDir
 
     if backend.server is None:
         # A share's model is the one that joins all of them.
-        is_whole = work.share.is_whole
-        stage = answers.ANSWER if is_whole else answers.answer_stage_kept()
+        stage = engines.ANSWER
+        if not work.share.is_whole:
+            stage = answers.answer_stage(functools.cache(engines.open_readable))
         do_or_forecast(run_dir, stage, work.dry_run, share=work.share)
         return
     alone("answer --server", work.share)

@@ -41,8 +41,8 @@ class SamplingConfig:
             ("stop", all(self.stop), "texts of at least one character"),
         ):
             if not holds:
-                found = getattr(self, name)
-                raise ValueError(f"{name}: expected {expected}, found {found!r}")
+                value = getattr(self, name)
+                raise ValueError(f"{name}: expected {expected}, found {value!r}")
 
     @property
     def is_greedy(self) -> bool:
@@ -103,8 +103,8 @@ class Generated(Record, frozen=True, kw_only=True):
 
 def find_stop(text: str, stop: Sequence[str]) -> int | None:
     """Return the character at which the first of the stop strings begins, or None."""
-    places = [place for one in stop if (place := text.find(one)) >= 0]
-    return min(places, default=None)
+    starts = [start for string in stop if (start := text.find(string)) >= 0]
+    return min(starts, default=None)
 
 
 def cut_at_stop(
@@ -126,25 +126,25 @@ def cut_at_stop(
       ValueError: there are ids, and no tokenizer to find the string in them.
     """
     if reply.token_ids is None or not stop:
-        place = find_stop(reply.text, stop)
-        if place is None:
+        start = find_stop(reply.text, stop)
+        if start is None:
             return reply
         return msgspec.structs.replace(
-            reply, text=reply.text[:place].strip(), finish="stop"
+            reply, text=reply.text[:start].strip(), finish="stop"
         )
     if tokenizer is None:
         raise ValueError("stop strings need the model's tokenizer beside token ids")
     text = decode_ids(tokenizer, reply.token_ids)
-    place = find_stop(text, stop)
-    if place is None:
+    start = find_stop(text, stop)
+    if start is None:
         return reply
     n_kept = 0
-    while len(decode_ids(tokenizer, reply.token_ids[: n_kept + 1])) <= place:
+    while len(decode_ids(tokenizer, reply.token_ids[: n_kept + 1])) <= start:
         n_kept += 1
     log_probs = reply.log_probs and reply.log_probs[: n_kept + 1]
     return msgspec.structs.replace(
         reply,
-        text=text[:place].strip(),
+        text=text[:start].strip(),
         token_ids=reply.token_ids[:n_kept],
         stop_id=reply.token_ids[n_kept],
         log_probs=log_probs,

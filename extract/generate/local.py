@@ -135,11 +135,11 @@ def shared_states(
 
     if (cache := begun_cache(layout, n, run)) is None:
         return None
-    n_padding = torch.tensor([[width - len(own)] for own in prompts])
-    places = (torch.arange(n) - n_padding).clamp_min(0).to(ids.device)
+    n_padding = torch.tensor([[width - len(prompt)] for prompt in prompts])
+    columns = (torch.arange(n) - n_padding).clamp_min(0).to(ids.device)
     for layer in filled_layers(cache):
-        layer.keys = layer.keys[0][:, places].transpose(0, 1).contiguous()
-        layer.values = layer.values[0][:, places].transpose(0, 1).contiguous()
+        layer.keys = layer.keys[0][:, columns].transpose(0, 1).contiguous()
+        layer.values = layer.values[0][:, columns].transpose(0, 1).contiguous()
     return cache
 
 
@@ -163,21 +163,21 @@ def begun_states(
       generate: of the model, given ids, mask and options, returning its states too; it
         knows what positions and masks its architecture needs.
     """
-    width, own = ids.shape[1], {tuple(p): row for row, p in enumerate(prompts)}
+    width, row_of = ids.shape[1], {tuple(p): row for row, p in enumerate(prompts)}
     begun = _empty_cache(layout)
-    if len(own) == len(prompts) or min(map(len, own)) < 2 or begun is None:
+    if len(row_of) == len(prompts) or min(map(len, row_of)) < 2 or begun is None:
         return shared_states(layout, prompts, width)
-    shared = shared_states(layout, [prompt[:-1] for prompt in own], width - 1)
-    found = generate(
-        ids[list(own.values()), :-1],
-        mask[list(own.values()), :-1],
+    shared = shared_states(layout, [prompt[:-1] for prompt in row_of], width - 1)
+    output = generate(
+        ids[list(row_of.values()), :-1],
+        mask[list(row_of.values()), :-1],
         past_key_values=begun if shared is None else shared,
         max_new_tokens=1,
     )
-    places = {prompt: place for place, prompt in enumerate(own)}
-    rows = torch.tensor([places[tuple(prompt)] for prompt in prompts])
-    found.past_key_values.batch_select_indices(rows.to(ids.device))
-    return found.past_key_values
+    index_of = {prompt: index for index, prompt in enumerate(row_of)}
+    rows = torch.tensor([index_of[tuple(prompt)] for prompt in prompts])
+    output.past_key_values.batch_select_indices(rows.to(ids.device))
+    return output.past_key_values
 
 
 def _likeliest(scores: torch.Tensor, n_most: int | None) -> torch.Tensor:
@@ -246,31 +246,33 @@ class Choice(LogitsProcessor):
         if self._found:  # before, a prompt's last token stands there
             is_live = ~torch.isin(input_ids[:, -1], self._stops)
         live = is_live.nonzero()[:, 0]
-        own = scores[live]
-        words = _likeliest(own, self._n_most)
-        kept = self._warpers(input_ids, own.gather(-1, words))
+        logits = scores[live]
+        words = _likeliest(logits, self._n_most)
+        warped = self._warpers(input_ids, logits.gather(-1, words))
         rows = [
             torch.rand(
-                scores.shape[1], generator=self._generators[row], device=own.device
+                scores.shape[1], generator=self._generators[row], device=logits.device
             )
             for row in live.tolist()
         ]
         tiny = torch.finfo(torch.float32).tiny
         noise = torch.stack(rows).gather(-1, words).clamp_min(tiny)
-        best = (kept - torch.log(-torch.log(noise))).argmax(-1, keepdim=True)
+        best = (warped - torch.log(-torch.log(noise))).argmax(-1, keepdim=True)
         chosen = words.gather(-1, best)
-        told = own.gather(-1, chosen) - own.float().logsumexp(-1, keepdim=True)
-        log_probs = torch.zeros((len(scores), 1), device=own.device)
-        self._found.append(log_probs.index_copy_(0, live, told))
+        chosen_log_probs = logits.gather(-1, chosen) - logits.float().logsumexp(
+            -1, keepdim=True
+        )
+        log_probs = torch.zeros((len(scores), 1), device=logits.device)
+        self._found.append(log_probs.index_copy_(0, live, chosen_log_probs))
         drawn = torch.full_like(scores, -torch.inf)
         drawn[live, chosen[:, 0]] = 0.0
         return drawn
 
     def taken(self) -> list[list[float]]:
         """Return `[n_rows, n_new_tokens]` in nats, of the model itself; forget them."""
-        found = torch.cat(self._found, dim=1).tolist()
+        log_probs = torch.cat(self._found, dim=1).tolist()
         self._found.clear()
-        return found
+        return log_probs
 
     def keep(self, rows: Sequence[int]) -> None:
         """Go on with some of the rows."""
@@ -315,17 +317,17 @@ class Done(StoppingCriteria):
         """Return `[n_rows]`, all true where the batch is to end."""
         start, stop = self._edges
         stops = torch.tensor(self._stops, device=input_ids.device)
-        found = torch.isin(input_ids[:, -1], stops) | (input_ids.shape[1] >= stop)
+        is_done = torch.isin(input_ids[:, -1], stops) | (input_ids.shape[1] >= stop)
         if self._stop:
             texts = (
                 decode_ids(self._tokenizer, row)
                 for row in input_ids[:, start:].tolist()
             )
             ended = [find_stop(text, self._stop) is not None for text in texts]
-            found |= torch.tensor(ended, device=input_ids.device)
-        self.rows = found
-        is_over = self._are_parted and 2 * int(found.sum()) >= len(found)
-        return found | is_over
+            is_done |= torch.tensor(ended, device=input_ids.device)
+        self.rows = is_done
+        is_over = self._are_parted and 2 * int(is_done.sum()) >= len(is_done)
+        return is_done | is_over
 
 
 def stop_ids(backbone: Backbone) -> tuple[int, ...]:
@@ -345,7 +347,7 @@ def _contiguous_states(backbone: Backbone) -> Iterator[None]:
     58 GB for 172 rows and 262,144 words.
     """
     head = backbone.model.get_output_embeddings()
-    hook = head.register_forward_pre_hook(lambda _, given: (given[0].contiguous(),))
+    hook = head.register_forward_pre_hook(lambda _, args: (args[0].contiguous(),))
     try:
         yield
     finally:
@@ -525,11 +527,11 @@ class TransformersGenerator:
                 **options,
             )
 
-        found: list[tuple[list[int], list[float]]] = [([], []) for _ in prompts]
-        whole: dict[str, Any] = {}
+        texts: list[tuple[list[int], list[float]]] = [([], []) for _ in prompts]
+        options: dict[str, Any] = {}
         if watch is not None and self.backbone.model._supports_logits_to_keep():
             # By a number Gemma 4 would leave the prompt out of its last layers.
-            whole["logits_to_keep"] = torch.tensor([-1], device=ids.device)
+            options["logits_to_keep"] = torch.tensor([-1], device=ids.device)
         rows, n_new = list(range(len(prompts))), config.max_new_tokens
         edges = (width, width + n_new + (watch is not None))
         layout, tokenizer = self.backbone.layout, self.backbone.tokenizer
@@ -549,28 +551,28 @@ class TransformersGenerator:
                     criteria.append(_Chosen(watch, done))
                     watching = watch.watching(rows, n_cached)
                 with watching:
-                    made = run(
+                    output = run(
                         ids,
                         mask,
                         past_key_values=cache,
                         max_new_tokens=edges[1] - n_read,
                         logits_processor=LogitsProcessorList([choice]),
                         stopping_criteria=criteria,
-                        **whole,
+                        **options,
                     )
-                new = made.sequences[:, n_read:]
+                new = output.sequences[:, n_read:]
                 for row, *written in zip(rows, new, choice.taken(), strict=True):
-                    found[row][0].extend(written[0].tolist())
-                    found[row][1].extend(written[1])
+                    texts[row][0].extend(written[0].tolist())
+                    texts[row][1].extend(written[1])
                 left = (~done.rows).nonzero()[:, 0]
                 if len(left):
-                    cache, ids = made.past_key_values, made.sequences[left]
+                    cache, ids = output.past_key_values, output.sequences[left]
                     cache.batch_select_indices(left)
                     mask = torch.cat([mask[left], torch.ones_like(new[left])], dim=1)
                     choice.keep(left.tolist())
-                rows = [rows[place] for place in left.tolist()]
+                rows = [rows[index] for index in left.tolist()]
                 n_cached = ids.shape[1] - 1
-        return [(tokens[:n_new], log_probs[:n_new]) for tokens, log_probs in found]
+        return [(tokens[:n_new], log_probs[:n_new]) for tokens, log_probs in texts]
 
     def _text(
         self,
@@ -582,29 +584,29 @@ class TransformersGenerator:
         """Return what was written before it stopped, and the padding behind that."""
         stops = stop_ids(self.backbone)
         end = next((i for i, token in enumerate(tokens) if token in stops), None)
-        kept = tokens[:end]
-        n_new = len(kept) + (end is not None)
+        ids = tokens[:end]
+        n_new = len(ids) + (end is not None)
         if any(map(math.isnan, log_probs[:n_new])):
             raise ValueError(
                 f"{self.backbone.name} gives logits that are not finite, in "
                 f"{self.identity['dtype']}: its weights are damaged, or too large for "
                 "this type; check them, or load them as float32"
             )
-        whole = Generated(
-            text=self.backbone.tokenizer.decode(kept, skip_special_tokens=True).strip(),
-            token_ids=tuple(kept),
+        text = Generated(
+            text=self.backbone.tokenizer.decode(ids, skip_special_tokens=True).strip(),
+            token_ids=tuple(ids),
             stop_id=None if end is None else tokens[end],
             log_probs=tuple(log_probs[:n_new]),
             finish="length" if end is None else "stop",
             n_prompt_tokens=n_prompt,
             n_new_tokens=n_new,
         )
-        found = cut_at_stop(whole, stop, self.backbone.tokenizer)
-        if found is whole:
-            return whole
+        cut = cut_at_stop(text, stop, self.backbone.tokenizer)
+        if cut is text:
+            return text
         # What stands behind the stop token is padding, or was written for other rows.
-        n_new = len(found.token_ids or ()) + 1
-        return msgspec.structs.replace(found, n_new_tokens=n_new)
+        n_new = len(cut.token_ids or ()) + 1
+        return msgspec.structs.replace(cut, n_new_tokens=n_new)
 
 
 def check_requests_fit(
@@ -636,5 +638,5 @@ def generate(
     )
     prompts = [GeneratorPrompt(text="", ids=r.prompt.ids) for r in requests]
     sampling = SamplingConfig(max_new_tokens=config.max_new_tokens, stop=config.stop)
-    found = dict(generator.stream(prompts, sampling))
-    return [request.answer(found[i]) for i, request in enumerate(requests)]
+    replies = dict(generator.stream(prompts, sampling))
+    return [request.answer(replies[i]) for i, request in enumerate(requests)]

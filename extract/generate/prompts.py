@@ -253,11 +253,11 @@ def _control_tokens(tokenizer: Any, n_words: int) -> dict[int, str]:
         if token.special
     }
     named = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
-    found = added | dict(named)
+    tokens = added | dict(named)
     unknown = tokenizer.unk_token_id
     if unknown not in (tokenizer.bos_token_id, tokenizer.eos_token_id):
-        found.pop(unknown, None)  # it steers nothing, and is counted elsewhere
-    return found
+        tokens.pop(unknown, None)  # it steers nothing, and is counted elsewhere
+    return tokens
 
 
 def encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool) -> Any:
@@ -366,11 +366,11 @@ def apply_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str
             "the tokenizer has no chat template; ask with plain prompts (without "
             "--chat), or use an instruction-tuned model"
         )
-    n_characters = sum(len(str(one.get("content"))) for one in messages)
+    n_characters = sum(len(str(message.get("content"))) for message in messages)
     try:
         with _within(_TEMPLATE_SECONDS):
             text = tokenizer.apply_chat_template(
-                [dict(one) for one in messages],
+                [dict(message) for message in messages],
                 tokenize=False,
                 add_generation_prompt=True,
                 **TEMPLATE_FIELDS,
@@ -395,9 +395,9 @@ def render_message(tokenizer: Any, message: str) -> Rendered:
         apply_template(tokenizer, [{"role": "user", "content": content}])
         for content in (_MARK, message)
     )
-    parts = marked.split(_MARK)
-    for kept in (message, message.strip(), message.rstrip(), message.lstrip()):
-        if len(parts) == 2 and text == parts[0] + kept + parts[1]:
+    around = marked.split(_MARK)
+    for shown in (message, message.strip(), message.rstrip(), message.lstrip()):
+        if len(around) == 2 and text == around[0] + shown + around[1]:
             break
     else:
         raise ValueError(
@@ -405,14 +405,14 @@ def render_message(tokenizer: Any, message: str) -> Rendered:
             "cannot be told from the question in it; ask with plain prompts"
         )
     for begin, end in _BLOCKS:
-        if parts[1].count(begin) > parts[1].count(end):
+        if around[1].count(begin) > around[1].count(end):
             raise ValueError(
                 f"the chat template opens a thinking block ({begin}) although thinking "
                 "is switched off, so the model's first words would be no answer; use "
                 "a model whose template can switch it off, or plain prompts"
             )
-    start = len(parts[0])
-    return Rendered(text, start, start + len(kept), message.find(kept))
+    start = len(around[0])
+    return Rendered(text, start, start + len(shown), message.find(shown))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -454,8 +454,8 @@ def token_span(
     if inside:
         return inside[0], inside[-1] + 1
     behind = (i for i, (a, b) in enumerate(offsets) if b > a and b > begin)
-    place = next(behind, len(offsets))
-    return place, place
+    at = next(behind, len(offsets))
+    return at, at
 
 
 def build_prompt(

@@ -175,7 +175,7 @@ def make_requests(
     room = min(limits, default=math.inf) - max_new_tokens
     may_cut = config.overlong == "drop-passages"
     template = config.prompt_template()
-    made, too_long = Requests([], []), []
+    result, too_long = Requests([], []), []
     cells = (
         (example, setting, variant, passages)
         for setting in settings
@@ -191,9 +191,13 @@ def make_requests(
         n_tokens = len(prompt.ids)
         if n_tokens <= room:
             dropped = tuple(range(n_kept, len(passages)))
-            made.requests.append(Request(example.id, setting, variant, prompt, dropped))
+            result.requests.append(
+                Request(example.id, setting, variant, prompt, dropped)
+            )
         elif may_cut and passages:
-            made.left_out.append(LeftOut(example.id, setting, variant, n_tokens, room))
+            result.left_out.append(
+                LeftOut(example.id, setting, variant, n_tokens, room)
+            )
         else:
             too_long.append((n_tokens, example.id))
     if too_long:
@@ -205,7 +209,7 @@ def make_requests(
             f"{model.name}; make the run with --overlong drop-passages (whole "
             "passages, listed and counted), or with fewer or shorter passages"
         )
-    return made
+    return result
 
 
 def _prompt(

@@ -182,11 +182,11 @@ def _seconds_before_retry(error: openai.OpenAIError, attempt: int) -> float:
     """Return how long to wait: what the server asks for, else longer each time."""
     if isinstance(error, openai.APIStatusError):
         try:
-            asked = float(error.response.headers.get("retry-after", ""))
+            seconds = float(error.response.headers.get("retry-after", ""))
         except ValueError:
-            asked = 0.0  # absent, or a date
-        if 0 < asked <= _LONGEST_ASKED:
-            return asked
+            seconds = 0.0  # absent, or a date
+        if 0 < seconds <= _LONGEST_ASKED:
+            return seconds
     # Requests that failed together are spread, or they would fail together again.
     return min(_FIRST * 2**attempt, _LONGEST) * random.uniform(0.75, 1.0)
 
@@ -361,11 +361,11 @@ class ServedGenerator(contextlib.AbstractContextManager):
                     for job in finished:
                         i = under_way.pop(job)
                         try:
-                            found = job.result()
+                            reply = job.result()
                         except ValueError as error:
                             failure = failure or error
                         else:
-                            yield i, found
+                            yield i, reply
             finally:
                 gave_up.set()  # the caller stopped listening: send nothing more
         if failure is not None:
@@ -401,8 +401,8 @@ class ServedGenerator(contextlib.AbstractContextManager):
         client = self._client.chat if prompt.is_chat else self._client
         try:
             request = client.completions.create(**self._fields(prompt, config))
-            found = self._wait_for(within(self.config.timeout, request))
-            reply = _read(found, prompt.is_chat, self._stop_ids)
+            response = self._wait_for(within(self.config.timeout, request))
+            reply = _read(response, prompt.is_chat, self._stop_ids)
             reply = cut_at_stop(reply, config.stop, self._tokenizer)
             if reply.n_prompt_tokens is not None:
                 n_prompt = reply.n_prompt_tokens

@@ -72,29 +72,29 @@ class Beginning:
 
     def cache_of(self, n_examples: int) -> DynamicCache:
         """Return keys and values for a batch, which its forward adds to."""
-        own = copy.copy(self.cache)
-        own.layers = [copy.copy(layer) for layer in own.layers]
-        for layer in filled_layers(own):
+        cache = copy.copy(self.cache)
+        cache.layers = [copy.copy(layer) for layer in cache.layers]
+        for layer in filled_layers(cache):
             layer.keys = layer.keys.expand(n_examples, -1, -1, -1)
             layer.values = layer.values.expand(n_examples, -1, -1, -1)
-        return own
+        return cache
 
-    def before(self, own: torch.Tensor) -> torch.Tensor:
+    def before(self, states: torch.Tensor) -> torch.Tensor:
         """Put its final states before those of a batch."""
-        return _before(self.final, own)
+        return _before(self.final, states)
 
-    def before_pass(self, own: LayerPass) -> LayerPass:
+    def before_pass(self, layer_pass: LayerPass) -> LayerPass:
         """Put what a layer did to it before what it did to a batch."""
-        first = self.layers[own.index]
+        first = self.layers[layer_pass.index]
         names = ("h_in", "att", "ffn", "h_out")
-        pairs = {n: _before(getattr(first, n), getattr(own, n)) for n in names}
-        return LayerPass(own.index, **pairs)
+        pairs = {n: _before(getattr(first, n), getattr(layer_pass, n)) for n in names}
+        return LayerPass(layer_pass.index, **pairs)
 
-    def before_call(self, layer: int, own: AttentionCall) -> AttentionCall:
+    def before_call(self, layer: int, call: AttentionCall) -> AttentionCall:
         """Put its queries before those of a batch, whose keys are of both."""
-        first, mask = self.calls[layer], own.mask
+        first, mask = self.calls[layer], call.mask
         query = torch.cat(
-            [first.query.expand(len(own.query), -1, -1, -1), own.query], 2
+            [first.query.expand(len(call.query), -1, -1, -1), call.query], 2
         )
         if mask is not None:
             square = first.mask
@@ -104,12 +104,12 @@ class Beginning:
                 square, (0, mask.shape[-1] - self.n_tokens), value=False
             )
             mask = torch.cat([wide.expand(*mask.shape[:2], -1, -1), mask], dim=2)
-        return dataclasses.replace(own, query=query, mask=mask)
+        return dataclasses.replace(call, query=query, mask=mask)
 
 
-def _before(first: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+def _before(first: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
     """Put `[1, n_first, d]` before each of `[n_examples, n_own, d]`."""
-    return torch.cat([first.expand(len(own), -1, -1), own], dim=1)
+    return torch.cat([first.expand(len(states), -1, -1), states], dim=1)
 
 
 def begin(
@@ -141,9 +141,9 @@ def begin(
     reading = _Calls(n_tokens, layout.attention_layers, (n_tokens, n_tokens), 0)
     layers, finals = [], []
 
-    def keep(one: LayerPass) -> None:
-        parts = (one.h_in, one.att, one.ffn, one.h_out)
-        layers.append(LayerPass(one.index, *(part.clone() for part in parts)))
+    def keep(item: LayerPass) -> None:
+        tensors = (item.h_in, item.att, item.ffn, item.h_out)
+        layers.append(LayerPass(item.index, *(tensor.clone() for tensor in tensors)))
 
     def run(cache: DynamicCache) -> None:
         finals.append(run_reading(layout, ids, reading, keep, cache))
@@ -153,18 +153,20 @@ def begin(
         return behind
     calls = dict(zip(layout.attention_layers, reading.found(), strict=True))
     is_plain = all(
-        one.softcap is None
-        and one.sinks is None
-        and (one.mask is None or one.mask.dtype == torch.bool)
-        for one in calls.values()
+        item.softcap is None
+        and item.sinks is None
+        and (item.mask is None or item.mask.dtype == torch.bool)
+        for item in calls.values()
     )
     if not is_plain:
         return behind
     final = finals[0]
     if behind is not None:
-        calls = {layer: behind.before_call(layer, one) for layer, one in calls.items()}
+        calls = {
+            layer: behind.before_call(layer, item) for layer, item in calls.items()
+        }
         layers, final = (
-            [behind.before_pass(one) for one in layers],
+            [behind.before_pass(item) for item in layers],
             behind.before(final),
         )
     return Beginning(
@@ -188,8 +190,8 @@ def final_states(
     decoder = layout.decoder
     if begun is None:
         return decoder(input_ids=ids, use_cache=False).last_hidden_state
-    own, cache = ids[:, begun.n_tokens :], begun.cache_of(len(ids))
-    output = decoder(input_ids=own, past_key_values=cache, use_cache=True)
+    behind, cache = ids[:, begun.n_tokens :], begun.cache_of(len(ids))
+    output = decoder(input_ids=behind, past_key_values=cache, use_cache=True)
     return begun.before(output.last_hidden_state)
 
 
@@ -334,8 +336,8 @@ class Batch:
             for word in range(0, n_words, width):
                 stop = min(word + width, n_words)
                 self.head.logits(chunk, word, stop, out=logits[:, word:stop])
-            for part in logits.split(rows_in_cache(logits)):
-                part.sub_(part.logsumexp(-1, keepdim=True))
+            for some in logits.split(rows_in_cache(logits)):
+                some.sub_(some.logsumexp(-1, keepdim=True))
             yield rows, logits
 
 
@@ -384,4 +386,4 @@ class Part(abc.ABC):
 
 def mean_rows(values: torch.Tensor, slices: Sequence[slice]) -> list[torch.Tensor]:
     """Return the mean row of each slice of `[n_rows, …]`; NaN where it is empty."""
-    return [values[own].mean(0) for own in slices]
+    return [values[rows].mean(0) for rows in slices]

@@ -129,7 +129,7 @@ def divergences(mid: torch.Tensor, post: torch.Tensor) -> torch.Tensor:
       official code computes with arguments exchanged (there a mean over words times a
       million, in half precision; here their sum).
     """
-    found = mid.new_zeros((len(mid), 2))
+    sums = mid.new_zeros((len(mid), 2))
     # A few rows at a time, and of these a block of words, which a CPU's cache holds for
     # all the passes over them.
     n_rows = rows_in_cache(mid)
@@ -142,10 +142,10 @@ def divergences(mid: torch.Tensor, post: torch.Tensor) -> torch.Tensor:
             # Where both underflow the term is zero, and so is what multiplies this.
             log_between = between.clamp_min(_LEAST).log_()
             from_mid, from_post = p - log_between, q - log_between
-            found[rows, 0] += first.mul_(from_mid).sum(-1)
-            found[rows, 0] += second.mul_(from_post).sum(-1)
-            found[rows, 1] -= between.mul_(from_mid.add_(from_post)).sum(-1)
-    return found / 2
+            sums[rows, 0] += first.mul_(from_mid).sum(-1)
+            sums[rows, 0] += second.mul_(from_post).sum(-1)
+            sums[rows, 1] -= between.mul_(from_mid.add_(from_post)).sum(-1)
+    return sums / 2
 
 
 class ContextScores(Part):
@@ -170,40 +170,40 @@ class ContextScores(Part):
     def on_weights(self, layer: int, log_weights: torch.Tensor, start: int) -> None:
         """Keep which prompt tokens some rows attend to most."""
         for example, (first, stop) in enumerate(self.batch.predictor_edges):
-            own = slice(max(first - start, 0), max(stop - start, 0))
+            some = slice(max(first - start, 0), max(stop - start, 0))
             n_prompt = first + 1
-            rows = log_weights[example, :, own, :n_prompt]
+            rows = log_weights[example, :, some, :n_prompt]
             if rows.shape[1]:
                 top = rows.topk(n_attended(n_prompt), dim=-1)
-                places = top.indices.masked_fill_(top.values < _UNSEEN, -1).int()
+                indices = top.indices.masked_fill_(top.values < _UNSEEN, -1).int()
             else:
-                places = rows.new_empty((len(rows), 0, n_attended(n_prompt))).int()
-            self._places[example].setdefault(layer, []).append(places)
+                indices = rows.new_empty((len(rows), 0, n_attended(n_prompt))).int()
+            self._places[example].setdefault(layer, []).append(indices)
 
     def finish(self, final: torch.Tensor) -> dict[str, list[torch.Tensor]]:
         """Compare the states; NaN for an answer without tokens."""
-        found = []
+        result = []
         for example, (first, stop) in enumerate(self.batch.predictor_edges):
             prompt = final[example, : first + 1].float()
-            told = final[example, first:stop].float()
+            predictors = final[example, first:stop].float()
             scores = [
-                _cosines(torch.cat(kept, dim=1).long(), prompt, told)
-                for _, kept in sorted(self._places[example].items())
+                _cosines(torch.cat(chunks, dim=1).long(), prompt, predictors)
+                for _, chunks in sorted(self._places[example].items())
             ]
-            found.append(torch.stack(scores))
-        return {"redeep_ecs": found}
+            result.append(torch.stack(scores))
+        return {"redeep_ecs": result}
 
 
 def _cosines(
-    places: torch.Tensor, prompt: torch.Tensor, told: torch.Tensor
+    indices: torch.Tensor, prompt: torch.Tensor, predictors: torch.Tensor
 ) -> torch.Tensor:
     """Return the mean cosine of every head, `[n_heads]`, from what it attends to."""
     n_prompt = len(prompt)
-    counts = prompt.new_zeros((*places.shape[:2], n_prompt + 1))
-    counts.scatter_(-1, places.masked_fill(places < 0, n_prompt), 1.0)
+    counts = prompt.new_zeros((*indices.shape[:2], n_prompt + 1))
+    counts.scatter_(-1, indices.masked_fill(indices < 0, n_prompt), 1.0)
     chosen = counts[..., :n_prompt]
     # Cosines do not depend on the length, so the sum serves for the mean.
-    cosines = torch.cosine_similarity(chosen @ prompt, told, dim=-1)
+    cosines = torch.cosine_similarity(chosen @ prompt, predictors, dim=-1)
     return cosines.masked_fill(chosen.sum(-1) == 0, torch.nan).nanmean(-1)
 
 
@@ -238,10 +238,10 @@ class KnowledgeScores(Part):
         states = pairs.reshape(-1, width)
         every = states.new_empty((n_rows * n_layers, 2), dtype=torch.float32)
         for rows, log_probs in self.batch.log_probs(states, is_normed=False):
-            own = slice(rows.start // 2, rows.stop // 2)
-            every[own] = divergences(log_probs[::2], log_probs[1::2])
+            cells = slice(rows.start // 2, rows.stop // 2)
+            every[cells] = divergences(log_probs[::2], log_probs[1::2])
             for show in self.batch.lenses:
-                show(final, own, log_probs[1::2])
+                show(final, cells, log_probs[1::2])
         every = every.view(n_rows, n_layers, 2)
         means = mean_rows(every, self._rows.slices())
         return {
@@ -276,7 +276,10 @@ def processing_rate(
 
 
 def discrepancy(
-    own: torch.Tensor, other: torch.Tensor, embeddings: torch.Tensor, n_top: int = 100
+    log_p: torch.Tensor,
+    log_q: torch.Tensor,
+    embeddings: torch.Tensor,
+    n_top: int = 100,
 ) -> torch.Tensor:
     """Return the squared maximum mean discrepancy of two next-token distributions.
 
@@ -285,8 +288,8 @@ def discrepancy(
     of (sum P - sum Q)^2 + |sum P e - sum Q e|^2, with e of length 1.
 
     Args:
-      own: `[n_rows, vocab_size]` log P, behind the question's own passages.
-      other: the same of Q, behind others.
+      log_p: `[n_rows, vocab_size]`, behind the question's own passages.
+      log_q: likewise, behind other passages.
       embeddings: `[≥ vocab_size, d_model]`, of the input.
       n_top: words kept, at most the vocabulary.
 
@@ -294,7 +297,7 @@ def discrepancy(
       `[n_rows]`, at least 0.
     """
     total, mean = 0.0, 0.0
-    for sign, log_probs in ((1, own), (-1, other)):
+    for sign, log_probs in ((1, log_p), (-1, log_q)):
         top = log_probs.topk(min(n_top, log_probs.shape[-1]), dim=-1)
         unit = torch.nn.functional.normalize(embeddings[top.indices].float(), dim=-1)
         weights = sign * top.values.exp()
@@ -342,13 +345,13 @@ class ProcessingRates(Part):
             log_match[:, -1:], entropies[:, -1:] = last
         matches, emphasis = (log_match - best[:, None]).exp(), (log_told - best).exp()
         n_layers = matches.shape[1]
-        found = {}
+        result = {}
         for name, n_read in zip(self.names, (n_layers, n_layers - 1), strict=True):
             if name in self.wanted:
-                parts = matches[:, :n_read], entropies[:, :n_read]
-                rates = processing_rate(*parts, emphasis)
-                found[name] = mean_rows(rates, self._rows.slices())
-        return found
+                read = matches[:, :n_read], entropies[:, :n_read]
+                rates = processing_rate(*read, emphasis)
+                result[name] = mean_rows(rates, self._rows.slices())
+        return result
 
     def _likeliest(self, final: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return of every row the best log-probability, its word, the answer's own."""
@@ -356,12 +359,14 @@ class ProcessingRates(Part):
             return self._told
         states = self._rows.of(final)
         ids = [i for answer in self.batch.answers for i in answer.token_ids]
-        told = torch.tensor(ids, device=states.device, dtype=torch.long)
-        best, best_word, log_told = (states.new_zeros(len(told)) for _ in range(3))
+        answer_ids = torch.tensor(ids, device=states.device, dtype=torch.long)
+        best, best_word, log_told = (
+            states.new_zeros(len(answer_ids)) for _ in range(3)
+        )
         best, log_told, best_word = best.float(), log_told.float(), best_word.long()
         for rows, log_probs in self.batch.log_probs(states, is_normed=True):
             best[rows], best_word[rows] = log_probs.max(-1)
-            log_told[rows] = log_probs.gather(1, told[rows, None])[:, 0]
+            log_told[rows] = log_probs.gather(1, answer_ids[rows, None])[:, 0]
         self._told = best, best_word, log_told
         return self._told
 
@@ -372,11 +377,11 @@ class ProcessingRates(Part):
             self._shown = words.new_empty(
                 (len(words), n_layers, 2), dtype=torch.float32
             )
-        own = words.repeat_interleave(n_layers)[cells, None]
-        parts = log_probs.split(rows_in_cache(log_probs))
-        entropies = torch.cat([-(part.exp() * part).sum(-1) for part in parts])
-        found = torch.stack([log_probs.gather(1, own)[:, 0], entropies], dim=-1)
-        self._shown.view(-1, 2)[cells] = found
+        cell_words = words.repeat_interleave(n_layers)[cells, None]
+        chunks = log_probs.split(rows_in_cache(log_probs))
+        entropies = torch.cat([-(chunk.exp() * chunk).sum(-1) for chunk in chunks])
+        values = torch.stack([log_probs.gather(1, cell_words)[:, 0], entropies], dim=-1)
+        self._shown.view(-1, 2)[cells] = values
 
     def _lenses(
         self, layers: Sequence[torch.Tensor], words: torch.Tensor
@@ -411,9 +416,9 @@ class Discrepancies(Part):
         batch = self.batch
         cells = zip(batch.answers, batch.swapped, batch.predictor_edges, strict=True)
         ids, edges, own_edges = [], [], []
-        for answer, prompt, own in cells:
+        for answer, prompt, edge in cells:
             is_read = prompt is not None and len(answer.token_ids) > 0
-            own_edges.append(own if is_read else (0, 0))
+            own_edges.append(edge if is_read else (0, 0))
             if is_read:
                 ids.append(np.array(prompt + answer.token_ids))
                 edges.append((len(prompt) - 1, len(ids[-1]) - 1))

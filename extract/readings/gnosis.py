@@ -42,11 +42,11 @@ def bin_weights(
       `[n_examples, n_bins, n_tokens]` float32; every row sums to 1.
     """
     weights = torch.zeros(len(edges), n_bins, n_tokens)
-    for own, (start, stop) in zip(weights, edges, strict=True):
+    for example, (start, stop) in zip(weights, edges, strict=True):
         n = stop - start
         for i in range(n_bins):
             first, last = start + i * n // n_bins, start - (-(i + 1) * n // n_bins)
-            own[i, first:last] = 1 / (last - first)
+            example[i, first:last] = 1 / (last - first)
     return weights
 
 
@@ -67,20 +67,20 @@ def map_statistics(maps: torch.Tensor) -> torch.Tensor:
       `[…, 23]`.
     """
     n = maps.shape[-1]
-    rows, columns, whole = maps.sum(-1), maps.sum(-2), maps.sum((-2, -1))
+    rows, columns, total = maps.sum(-1), maps.sum(-2), maps.sum((-2, -1))
     near = [_about_diagonal(maps, width) for width in (0, n // 32, n // 16)]
-    found = [
+    statistics = [
         *_spectrum(maps),
         rows.var(-1, correction=0),
         columns.var(-1, correction=0),
         _line_entropy(maps),
         _line_entropy(maps.mT),
-        *(part / (whole + 1e-6) for part in near),
-        whole - near[0],
-        *_moments(rows, columns, maps, whole),
+        *(mass / (total + 1e-6) for mass in near),
+        total - near[0],
+        *_moments(rows, columns, maps, total),
         *_entropies(maps),
     ]
-    return torch.stack(found, dim=-1)
+    return torch.stack(statistics, dim=-1)
 
 
 def _spectrum(maps: torch.Tensor) -> list[torch.Tensor]:
@@ -95,7 +95,14 @@ def _spectrum(maps: torch.Tensor) -> list[torch.Tensor]:
     down = torch.linspace(-0.5, 0.5, n, dtype=torch.float64)
     across = torch.linspace(0, 0.5, n // 2 + 1, dtype=torch.float64)
     radius = torch.hypot(down[:, None], across).to(maps.device)
-    edges = [-1.0, *(part * float(radius.max()) for part in (0.15, 0.35, 0.6)), 1.0]
+    edges = [
+        -1.0,
+        *(
+            share_of_radius * float(radius.max())
+            for share_of_radius in (0.15, 0.35, 0.6)
+        ),
+        1.0,
+    ]
     bands = [
         (share * ((radius > low) & (radius <= high))).sum((-2, -1))
         for low, high in zip(edges[:-1], edges[1:], strict=True)
@@ -115,18 +122,20 @@ def _about_diagonal(maps: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _moments(
-    rows: torch.Tensor, columns: torch.Tensor, maps: torch.Tensor, whole: torch.Tensor
+    rows: torch.Tensor, columns: torch.Tensor, maps: torch.Tensor, total: torch.Tensor
 ) -> list[torch.Tensor]:
     """Where a map's weight lies, each side from 0 to 1."""
-    whole = whole.clamp_min(1e-8)
-    place = torch.linspace(0, 1, maps.shape[-1], device=maps.device, dtype=maps.dtype)
+    total = total.clamp_min(1e-8)
+    position = torch.linspace(
+        0, 1, maps.shape[-1], device=maps.device, dtype=maps.dtype
+    )
     means, spreads, apart = [], [], []
     for margin in (rows, columns):
-        means.append((margin * place).sum(-1) / whole)
-        apart.append(place - means[-1][..., None])
-        spreads.append((margin * apart[-1].square()).sum(-1) / whole)
+        means.append((margin * position).sum(-1) / total)
+        apart.append(position - means[-1][..., None])
+        spreads.append((margin * apart[-1].square()).sum(-1) / total)
     both = apart[0][..., :, None] * apart[1][..., None, :]
-    covariance = (maps * both).sum((-2, -1)) / whole
+    covariance = (maps * both).sum((-2, -1)) / total
     unlike = (spreads[0] - spreads[1]).abs() / (sum(spreads) + 1e-8)
     return [*means, *spreads, covariance, unlike]
 
@@ -137,9 +146,9 @@ def _entropies(maps: torch.Tensor) -> list[torch.Tensor]:
     share = (maps / maps.sum((-2, -1), keepdim=True)).clamp_min(_TINY)
     margins = [share.sum(-1), share.sum(-2)]
     joint = -(share * share.log()).sum((-2, -1))
-    apart = [-(one * one.log()).sum(-1) for one in margins]
+    apart = [-(margin * margin.log()).sum(-1) for margin in margins]
     mutual = (sum(apart) - joint).clamp_min(0)
-    return [joint / (2 * most), *(one / most for one in apart), mutual / most]
+    return [joint / (2 * most), *(margin / most for margin in apart), mutual / most]
 
 
 class AttentionStatistics(Part):
@@ -154,8 +163,8 @@ class AttentionStatistics(Part):
     def __init__(self, batch: Batch, wanted: frozenset[str]) -> None:
         """Begin a batch."""
         super().__init__(batch, wanted)
-        whole = [(0, n) for n in batch.lengths]
-        bins = bin_weights(whole, max(batch.lengths), N_CELLS)
+        edges = [(0, n) for n in batch.lengths]
+        bins = bin_weights(edges, max(batch.lengths), N_CELLS)
         self._bins = bins.to(batch.backbone.device)[:, None]
         self._sums: dict[int, torch.Tensor] = {}
         self._found: dict[int, torch.Tensor] = {}

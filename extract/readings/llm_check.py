@@ -38,15 +38,15 @@ def hidden_scores(
     """
     first, stop = torch.tensor(edges, device=states.device).T[..., None]
     counts = stop - first
-    places = first + torch.arange(int(counts.max()), device=states.device)
+    positions = first + torch.arange(int(counts.max()), device=states.device)
     every = torch.arange(len(states), device=states.device)[:, None]
-    rows = states[every, places.clamp(max=states.shape[1] - 1)].double()
+    rows = states[every, positions.clamp(max=states.shape[1] - 1)].double()
     rows -= rows.mean(-1, keepdim=True)
     # What pads is a row of zeros, of which the determinant has the 0.001 alone.
-    rows.masked_fill_((places >= stop)[..., None], 0.0)
-    n_padded = places.shape[1] - counts[:, 0]
-    found = _log_determinants(rows) - n_padded.double() * math.log(_RIDGE)
-    return (found / counts[:, 0]).masked_fill(counts[:, 0] == 0, math.nan)
+    rows.masked_fill_((positions >= stop)[..., None], 0.0)
+    n_padded = positions.shape[1] - counts[:, 0]
+    scores = _log_determinants(rows) - n_padded.double() * math.log(_RIDGE)
+    return (scores / counts[:, 0]).masked_fill(counts[:, 0] == 0, math.nan)
 
 
 def _log_determinants(rows: torch.Tensor) -> torch.Tensor:
@@ -59,13 +59,13 @@ def _log_determinants(rows: torch.Tensor) -> torch.Tensor:
     gram = rows @ rows.mT
     gram.diagonal(dim1=-2, dim2=-1).add_(_RIDGE)
     factors, failed = torch.linalg.cholesky_ex(gram)
-    found = 2 * factors.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    log_dets = 2 * factors.diagonal(dim1=-2, dim2=-1).log().sum(-1)
     for i in failed.nonzero()[:, 0].tolist():
         values = torch.linalg.svdvals(rows[i])
         n_null = len(rows[i]) - len(values)
         log_det = (values.square() + _RIDGE).log().sum() + n_null * math.log(_RIDGE)
-        found[i] = log_det
-    return found
+        log_dets[i] = log_det
+    return log_dets
 
 
 def window_entropy(
@@ -118,8 +118,8 @@ class HiddenScores(Part):
     def __init__(self, batch: Batch, wanted: frozenset[str]) -> None:
         """Begin a batch."""
         super().__init__(batch, wanted)
-        whole = [(0, n) for n in batch.lengths]
-        edges = dict(zip(self.names, (batch.answer_edges, whole), strict=True))
+        sequences = [(0, n) for n in batch.lengths]
+        edges = dict(zip(self.names, (batch.answer_edges, sequences), strict=True))
         self._edges = {name: edges[name] for name in edges if name in wanted}
         self._scores = {name: [] for name in self._edges}
 
@@ -151,8 +151,10 @@ class DiagonalScores(Part):
     def __init__(self, batch: Batch, wanted: frozenset[str]) -> None:
         """Begin a batch."""
         super().__init__(batch, wanted)
-        whole = [(0, n) for n in batch.lengths]
-        self._edges = dict(zip(self.names, (batch.answer_edges, whole), strict=True))
+        sequences = [(0, n) for n in batch.lengths]
+        self._edges = dict(
+            zip(self.names, (batch.answer_edges, sequences), strict=True)
+        )
         self._sums: dict[str, dict[int, torch.Tensor]] = {}
 
     def first_row(self) -> int:
@@ -163,22 +165,24 @@ class DiagonalScores(Part):
     def on_weights(self, layer: int, log_weights: torch.Tensor, start: int) -> None:
         """Add the diagonal of some rows."""
         diagonal = log_weights.diagonal(start, -2, -1).double().sum(1)
-        places = torch.arange(start, start + diagonal.shape[1], device=diagonal.device)
+        positions = torch.arange(
+            start, start + diagonal.shape[1], device=diagonal.device
+        )
         for name in self.wanted & set(self.names):
             edges = torch.tensor(self._edges[name], device=diagonal.device)[:, :, None]
-            is_own = (places >= edges[:, 0]) & (places < edges[:, 1])
+            is_own = (positions >= edges[:, 0]) & (positions < edges[:, 1])
             added = diagonal.masked_fill(~is_own, 0.0).sum(1)
             sums = self._sums.setdefault(name, {})
             sums[layer] = sums[layer] + added if layer in sums else added
 
     def finish(self, final: torch.Tensor) -> dict[str, list[torch.Tensor]]:
         """Divide by the tokens; an answer without tokens has NaN."""
-        found = {}
+        scores = {}
         for name, sums in self._sums.items():
             counts = [stop - start for start, stop in self._edges[name]]
             every = torch.stack([sums[layer] for layer in sorted(sums)], dim=1)
-            found[name] = list(every / every.new_tensor(counts)[:, None])
-        return found
+            scores[name] = list(every / every.new_tensor(counts)[:, None])
+        return scores
 
 
 class Entropies(Part):
@@ -196,17 +200,19 @@ class Entropies(Part):
         # One stretch holds both: from the predictor of the first token to the last.
         edges = [(start - 1, stop) for start, stop in self.batch.answer_edges]
         rows = self.batch.rows(edges)
-        whole, top = [], []
+        entropies_of, top = [], []
         for _, log_probs in self.batch.log_probs(rows.of(final), is_normed=True):
-            whole.append(_entropy(log_probs))
+            entropies_of.append(_entropy(log_probs))
             top.append(top_entropies(log_probs))
         n_words = self.batch.head.weight.shape[0]
-        found: dict[str, list[torch.Tensor]] = {name: [] for name in self.names}
-        for own in rows.slices():
-            parts = {"": slice(1, None), "_corrected": slice(0, -1)}
-            for suffix, part in parts.items():
-                entropies = torch.cat(whole)[own][part]
+        scores: dict[str, list[torch.Tensor]] = {name: [] for name in self.names}
+        for at in rows.slices():
+            shifts = {"": slice(1, None), "_corrected": slice(0, -1)}
+            for suffix, shift in shifts.items():
+                entropies = torch.cat(entropies_of)[at][shift]
                 window = window_entropy(entropies, n_words)
-                found[f"window_entropy{suffix}"].append(window)
-                found[f"logit_entropy{suffix}"].append(torch.cat(top)[own][part].mean())
-        return {name: values for name, values in found.items() if name in self.wanted}
+                scores[f"window_entropy{suffix}"].append(window)
+                scores[f"logit_entropy{suffix}"].append(
+                    torch.cat(top)[at][shift].mean()
+                )
+        return {name: values for name, values in scores.items() if name in self.wanted}

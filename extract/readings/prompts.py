@@ -106,15 +106,15 @@ def other_passages(
       answer: to it, which says how many passages the model read.
       others: questions in a fixed order, the example among them.
     """
-    own = example.context(answer.variant)
-    n_read = len(own) - len(answer.dropped)
+    own_passages = example.context(answer.variant)
+    n_read = len(own_passages) - len(answer.dropped)
     golds = [gold.strip().casefold() for gold in example.golds if gold.strip()]
     same = [other for other in others if other.dataset == example.dataset]
     at = next(i for i, other in enumerate(same) if other.id == example.id)
     for other in (*same[at + 1 :], *same[:at]):
         passages = other.context(answer.variant)[:n_read]
         words = " ".join(f"{p.title} {p.text}" for p in passages).casefold()
-        is_foreign = not _known(passages) & _known(own)
+        is_foreign = not _known(passages) & _known(own_passages)
         if (
             len(passages) == n_read
             and is_foreign
@@ -180,10 +180,10 @@ def _end_states(
     """
     begun = begin(backbone.layout, sequences, behind)
     n_begun = 0 if begun is None else begun.n_tokens
-    found = torch.empty((len(sequences), backbone.d_model), dtype=backbone.dtype)
-    for places in batches_of([len(ids) for ids in sequences], tokens_per_batch):
-        check_window(backbone, len(sequences[places[0]]))
-        rows = [np.array(sequences[i]) for i in places]
+    states = torch.empty((len(sequences), backbone.d_model), dtype=backbone.dtype)
+    for batch in batches_of([len(ids) for ids in sequences], tokens_per_batch):
+        check_window(backbone, len(sequences[batch[0]]))
+        rows = [np.array(sequences[i]) for i in batch]
         ids = pad_batch(rows, backbone.device)
         ends = torch.tensor([len(row) - 1 for row in rows], device=ids.device)
         every = torch.arange(len(rows), device=ids.device)
@@ -197,8 +197,8 @@ def _end_states(
             final = final_states(backbone.layout, ids, begun)
         if entry == backbone.n_layers:
             seen = [final[every, ends]]
-        found[places] = seen[0].cpu()
-    return found
+        states[batch] = seen[0].cpu()
+    return states
 
 
 def truth_probabilities(
@@ -217,24 +217,24 @@ def truth_probabilities(
         uncertainty does (jlko/semantic_uncertainty at a8d9aa8).
       tokens_per_batch: as in `extract.readings.reader.read`.
     """
-    found = [np.array(np.nan, np.float32) for _ in answers]
-    asked = [(i, ids) for i, ids in enumerate(prompts) if ids is not None]
-    sequences = [ids[:-1] for _, ids in asked]
-    if not asked:
-        return found
+    result = [np.array(np.nan, np.float32) for _ in answers]
+    read = [(i, ids) for i, ids in enumerate(prompts) if ids is not None]
+    sequences = [ids[:-1] for _, ids in read]
+    if not read:
+        return result
     states = _end_states(backbone, sequences, backbone.n_layers, tokens_per_batch)
     budget = budget_for(backbone.device)
     # All at once: what multiplies a state converts the head's weights to do so.
     scalars = token_probabilities(
         states.to(backbone.device),
-        torch.tensor([ids[-1] for _, ids in asked], device=backbone.device),
+        torch.tensor([ids[-1] for _, ids in read], device=backbone.device),
         head_of(backbone.model),
         n_tokens_per_chunk=budget.n_tokens_per_chunk,
         n_words_per_block=budget.n_words_per_block,
     )
-    for (place, _), told in zip(asked, scalars[:, 0].cpu().numpy(), strict=True):
-        found[place] = np.array(told)
-    return found
+    for (index, _), value in zip(read, scalars[:, 0].cpu().numpy(), strict=True):
+        result[index] = np.array(value)
+    return result
 
 
 def sample_states(
@@ -260,18 +260,18 @@ def sample_states(
     """
     entry = middle_entry(backbone.n_layers)
     shapes = [(len(draws), backbone.d_model) for draws in drawn]
-    found = [np.full(shape, np.nan, np.float32) for shape in shapes]
+    result = [np.full(shape, np.nan, np.float32) for shape in shapes]
     prompts = [answer.prompt_ids for answer in answers]
     common = begin(backbone.layout, prompts)
-    for own, prompt, draws in zip(found, prompts, drawn, strict=True):
+    for rows, prompt, draws in zip(result, prompts, drawn, strict=True):
         # A question at a time: its prompt is run once for all its draws.
-        places = {ids: i for i, ids in enumerate(dict.fromkeys(filter(None, draws)))}
-        sequences = [(*prompt, *ids) for ids in places]
+        index_of = {ids: i for i, ids in enumerate(dict.fromkeys(filter(None, draws)))}
+        sequences = [(*prompt, *ids) for ids in index_of]
         states = _end_states(backbone, sequences, entry, tokens_per_batch, common)
         for draw, ids in enumerate(draws):
             if ids:
-                own[draw] = states[places[ids]].float().numpy()
-    return found
+                rows[draw] = states[index_of[ids]].float().numpy()
+    return result
 
 
 SECOND_PASSES: dict[str, Callable[..., list[np.ndarray]]] = {

@@ -93,14 +93,14 @@ _TOKENS_PER_BATCH = 4096
 class _WeightReading(AttentionReading):
     """Shows the log attention weights to the parts that read them."""
 
-    def __init__(self, batch: Batch, parts: Sequence[Part]) -> None:
+    def __init__(self, batch: Batch, readers: Sequence[Part]) -> None:
         """Begin a forward; the model's own kernel attends, for no row is shared."""
         n_tokens = batch.ids.shape[1]
         layers = batch.backbone.attention_layers
         budget = batch.budget.n_attention_weights
         super().__init__(n_tokens, layers, (n_tokens, n_tokens), budget)
-        self._parts, self._begun = parts, batch.beginning
-        self._first = max(0, min(part.first_row() for part in parts))
+        self._parts, self._begun = readers, batch.beginning
+        self._first = max(0, min(part.first_row() for part in readers))
 
     def reduce(
         self,
@@ -116,8 +116,8 @@ class _WeightReading(AttentionReading):
         per_row = n_examples * n_heads * n_tokens
         for start, stop in row_chunks((self._first, n_tokens), per_row, self.budget):
             log_weights = _log_weights(call, start, stop)
-            for part in self._parts:
-                part.on_weights(layer, log_weights, start)
+            for reader in self._parts:
+                reader.on_weights(layer, log_weights, start)
         if value is None:
             return True, None
         return True, value.new_empty((n_examples, 0, n_heads, value.shape[-1]))
@@ -192,9 +192,11 @@ def read(
     cue = cue_length(answers) if n_cue is None else n_cue
     for start in range(0, len(answers), _N_AHEAD):
         ahead = slice(start, start + _N_AHEAD)
-        own = {name: given[name][ahead] for name in wanted & set(given)}
-        found = _read_some(backbone, answers[ahead], wanted, own, cue, tokens_per_batch)
-        yield from found
+        inputs = {name: given[name][ahead] for name in wanted & set(given)}
+        readings = _read_some(
+            backbone, answers[ahead], wanted, inputs, cue, tokens_per_batch
+        )
+        yield from readings
 
 
 @torch.no_grad()
@@ -202,14 +204,14 @@ def _read_some(
     backbone: Backbone,
     answers: Sequence[Answer],
     wanted: frozenset[str],
-    given: dict[str, Any],
+    inputs: dict[str, Any],
     n_cue: int,
     tokens_per_batch: int,
 ) -> list[dict[str, np.ndarray]]:
     """Read some answers, those of similar length together."""
-    found: list[dict[str, np.ndarray]] = [{} for _ in answers]
-    swapped = given.get("lumina_mmd", [None] * len(answers))
-    kinds = [part for part in PARTS if wanted & set(part.names)]
+    readings: list[dict[str, np.ndarray]] = [{} for _ in answers]
+    swapped = inputs.get("lumina_mmd", [None] * len(answers))
+    kinds = [kind for kind in PARTS if wanted & set(kind.names)]
     lengths = [
         max(len(answer.prompt_ids), len(other or ())) + len(answer.token_ids)
         for answer, other in zip(answers, swapped, strict=True)
@@ -217,52 +219,55 @@ def _read_some(
     prompts = [answer.prompt_ids for answer in answers]
     prompts += [other for other in swapped if other is not None]
     begun = begin(backbone.layout, prompts) if kinds else None
-    for places in batches_of(lengths, tokens_per_batch) if kinds else ():
+    for indices in batches_of(lengths, tokens_per_batch) if kinds else ():
         batch = Batch(
             backbone=backbone,
-            answers=[answers[i] for i in places],
-            swapped=[swapped[i] for i in places],
+            answers=[answers[i] for i in indices],
+            swapped=[swapped[i] for i in indices],
             n_cue=n_cue,
             budget=budget_for(backbone.device),
             beginning=begun,
         )
-        check_window(backbone, lengths[places[0]])
+        check_window(backbone, lengths[indices[0]])
         for name, values in _read_batch(batch, kinds, wanted).items():
-            for place, value in zip(places, values, strict=True):
-                found[place][name] = value.float().cpu().numpy()
+            for index, value in zip(indices, values, strict=True):
+                readings[index][name] = value.float().cpu().numpy()
     for name, second_pass in SECOND_PASSES.items():
         if name in wanted:
-            values = second_pass(backbone, answers, given[name], tokens_per_batch)
-            for place, value in enumerate(values):
-                found[place][name] = value
-    return found
+            values = second_pass(backbone, answers, inputs[name], tokens_per_batch)
+            for index, value in enumerate(values):
+                readings[index][name] = value
+    return readings
 
 
 def _read_batch(
     batch: Batch, kinds: Sequence[type[Part]], wanted: frozenset[str]
 ) -> dict[str, list[torch.Tensor]]:
     """Run the decoder once before the parts, and return what they found."""
-    parts = [kind(batch, wanted) for kind in kinds]
+    reducers = [kind(batch, wanted) for kind in kinds]
     layout, begun = batch.backbone.layout, batch.beginning
 
     def on_layer(layer_pass: LayerPass) -> None:
         if begun is not None:
             layer_pass = begun.before_pass(layer_pass)
-        for part in parts:
-            part.on_layer(layer_pass)
+        for reducer in reducers:
+            reducer.on_layer(layer_pass)
 
-    if readers := [part for part in parts if part.reads_weights]:
+    if readers := [reducer for reducer in reducers if reducer.reads_weights]:
         reading = _WeightReading(batch, readers)
         if begun is None:
             final = run_reading(layout, batch.ids, reading, on_layer)
         else:
-            own, cache = batch.ids[:, begun.n_tokens :], begun.cache_of(len(batch.ids))
-            final = begun.before(run_reading(layout, own, reading, on_layer, cache))
+            behind, cache = (
+                batch.ids[:, begun.n_tokens :],
+                begun.cache_of(len(batch.ids)),
+            )
+            final = begun.before(run_reading(layout, behind, reading, on_layer, cache))
         reading.found()
     else:
         with watch_layers(layout, on_layer):
             final = final_states(layout, batch.ids, begun)
-    found: dict[str, list[torch.Tensor]] = {}
-    for part in parts:
-        found |= part.finish(final)
-    return found
+    readings: dict[str, list[torch.Tensor]] = {}
+    for reducer in reducers:
+        readings |= reducer.finish(final)
+    return readings

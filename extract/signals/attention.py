@@ -68,10 +68,10 @@ class AttentionReading(abc.ABC):
         self.n_tokens, self.rows, self.budget = n_tokens, rows, budget
         self.layers: dict[int, Any] = dict.fromkeys(attention_layers)
 
-    def is_map(self, part: Any) -> bool:
+    def is_map(self, output: Any) -> bool:
         """Return whether something a module returned is a map of this batch."""
-        is_tensor = isinstance(part, torch.Tensor) and part.ndim == 4
-        return is_tensor and part.shape[-2:] == (self.n_tokens, self.n_tokens)
+        is_tensor = isinstance(output, torch.Tensor) and output.ndim == 4
+        return is_tensor and output.shape[-2:] == (self.n_tokens, self.n_tokens)
 
     @abc.abstractmethod
     def reduce(
@@ -150,16 +150,16 @@ class SpanReading(AttentionReading):
 
     def readings(self) -> torch.Tensor:
         """Return `[n_examples, n_tokens, 2, 2, n_attention_layers, n_heads]`."""
-        found = self.found()
-        n_heads = sorted({reading.shape[-1] for reading in found})
+        readings = self.found()
+        n_heads = sorted({reading.shape[-1] for reading in readings})
         if len(n_heads) != 1:
             listed = "layers with " + ", ".join(map(str, n_heads))
             raise ValueError(
                 "unknown residual layout: expected the same number of attention heads "
-                f"in every layer, found {listed if found else 'no attention'}; use "
+                f"in every layer, found {listed if readings else 'no attention'}; use "
                 "another backbone"
             )
-        return torch.stack(found, dim=-2)
+        return torch.stack(readings, dim=-2)
 
 
 NAME = "span_readings"
@@ -175,13 +175,13 @@ _active: contextvars.ContextVar[AttentionReading] = contextvars.ContextVar("read
 
 def _check_readable(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
     """Refuse attention that is more than a causal softmax of queries and keys."""
-    found = [n for n, value in kwargs.items() if value is not None and n not in _INERT]
+    unread = [n for n, value in kwargs.items() if value is not None and n not in _INERT]
     if not getattr(module, "is_causal", True):
-        found = ["attention to later tokens"]
-    if found:
+        unread = ["attention to later tokens"]
+    if unread:
         raise ValueError(
             f"cannot read the attention of {type(module).__name__}: expected a causal "
-            f"softmax over queries and keys, found {', '.join(sorted(found))}, which "
+            f"softmax over queries and keys, found {', '.join(sorted(unread))}, which "
             "this version does not read; use another backbone"
         )
 
@@ -227,13 +227,15 @@ def _selected(
         size = module.indexer.block_size
     n_blocks = -(-n_tokens // size)
     blocks = blocks.long().masked_fill(blocks < 0, n_blocks)  # a column that is cut off
-    kept = torch.zeros(
+    is_selected = torch.zeros(
         (*blocks.shape[:-1], n_blocks + 1), dtype=torch.bool, device=query.device
     )
-    kept = kept.scatter_(-1, blocks, True)[..., keys // size]
-    if kept.shape[1] > 1:
-        kept = kept.repeat_interleave(query.shape[1] // kept.shape[1], dim=1)
-    return kept & (keys <= keys[:, None] if mask is None else mask)
+    is_selected = is_selected.scatter_(-1, blocks, True)[..., keys // size]
+    if is_selected.shape[1] > 1:
+        is_selected = is_selected.repeat_interleave(
+            query.shape[1] // is_selected.shape[1], dim=1
+        )
+    return is_selected & (keys <= keys[:, None] if mask is None else mask)
 
 
 def _is_exact(query: torch.Tensor) -> bool:
@@ -376,9 +378,9 @@ class _OwnAttention(TorchFunctionMode):
         index, self.layer = self.layer, None
         if self.reading.layers[index] is not None or not isinstance(output, tuple):
             return output
-        for at, part in enumerate(output):
-            if self.reading.is_map(part):
-                self.reading.read(index, AttentionMap(part), None)
+        for at, item in enumerate(output):
+            if self.reading.is_map(item):
+                self.reading.read(index, AttentionMap(item), None)
                 return (*output[:at], None, *output[at + 1 :])
         return output
 

@@ -146,12 +146,12 @@ class Rows:
         self, edges: list[tuple[int, int]], n_tokens: int, device: torch.device
     ) -> None:
         """Take `[start, stop)` of each example of `n_tokens` with its padding."""
-        parts = [
+        indices = [
             np.arange(row * n_tokens + start, row * n_tokens + stop)
             for row, (start, stop) in enumerate(edges)
         ]
         self.stops = np.cumsum([stop - start for start, stop in edges]).tolist()
-        self.index = to_device(torch.from_numpy(np.concatenate(parts)), device)
+        self.index = to_device(torch.from_numpy(np.concatenate(indices)), device)
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
         """Return rows `[n_rows, …]` of `[n_examples, n_tokens, …]`."""

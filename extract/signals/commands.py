@@ -106,7 +106,7 @@ def extract(run_dir: Path, kept: KeptOptions, work: WorkOptions) -> None:
     from beatrice.extract.signals.extract import (
         EXTRACT,
         extract_stage_kept,
-        settle_kept,
+        record_kept,
     )
 
     fields = kept.fields()
@@ -122,7 +122,7 @@ def extract(run_dir: Path, kept: KeptOptions, work: WorkOptions) -> None:
         return
     if fields:
         with RunDir.open(run_dir, share=work.share) as run:
-            settle_kept(run, fields)
+            record_kept(run, fields)
     # A share's model is the one that joins all of them.
     stage = EXTRACT if work.share.is_whole else extract_stage_kept()
     do_or_forecast(run_dir, stage, False, share=work.share)

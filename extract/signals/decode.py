@@ -28,7 +28,7 @@ from beatrice.extract.records import Answer, AnswerSpan
 from beatrice.extract.signals import probability, residual
 from beatrice.extract.signals.attention import AttentionReading, attending_through
 from beatrice.extract.signals.parity import probe_ids, probe_lengths
-from beatrice.extract.signals.reader import SignalReader, Signals
+from beatrice.extract.signals.reader import AnswerSignals, SignalReader
 from beatrice.extract.signals.sequence import TokenSequence, first_read, sequence_of
 from beatrice.extract.signals.span_sums import (
     AttentionCall,
@@ -298,7 +298,7 @@ class DecodeReading(AttentionReading):
         if column + 1 < self._width + self._n_new - 1:
             self._members[self._live, 2, column + 1] = True
 
-    def signals(self, answers: Sequence[Answer]) -> list[Signals | None]:
+    def signals(self, answers: Sequence[Answer]) -> list[AnswerSignals | None]:
         """Return what was read of every answer, in the order of the prompts.
 
         Returns:
@@ -313,7 +313,7 @@ class DecodeReading(AttentionReading):
         prob, resid = self._prob.cpu().numpy(), self._resid.cpu().numpy()
         assert self._hidden is not None
         hidden = self._hidden.cpu()
-        signals: list[Signals | None] = []
+        signals: list[AnswerSignals | None] = []
         for row, answer in enumerate(answers):
             n_tokens, is_cut = len(answer.token_ids), answer.stop_id is None
             if self._n_written[row] != n_tokens:
@@ -327,7 +327,7 @@ class DecodeReading(AttentionReading):
                 start, end = self._answer, stop - is_cut
             start, end = start - self._first_hidden, end - self._first_hidden
             signals.append(
-                Signals(
+                AnswerSignals(
                     first_token=self._firsts[row],
                     hidden=hidden[row, start : max(start, end)].float().numpy(),
                     prob=prob[row, read],
@@ -344,7 +344,7 @@ def generate_and_read(
     config: GenerationConfig,
     *,
     answer_span: AnswerSpan = "emitting",
-) -> Iterator[tuple[int, Answer, Signals]]:
+) -> Iterator[tuple[int, Answer, AnswerSignals]]:
     """Answer requests greedily and read the answers in the passes that write them.
 
     An answer of which more tokens were run than it has (its stop string is several
@@ -394,7 +394,7 @@ class ReadBefore:
         self,
         reader: SignalReader,
         answers: Sequence[Answer],
-        signals: Sequence[Signals],
+        signals: Sequence[AnswerSignals],
         answer_span: AnswerSpan = "emitting",
     ) -> None:
         """Hold the signals by what the model had read and written."""
@@ -414,9 +414,9 @@ class ReadBefore:
 
 
 class _Done(NamedTuple):
-    signals: list[Signals]
+    signals: list[AnswerSignals]
 
-    def result(self) -> list[Signals]:
+    def result(self) -> list[AnswerSignals]:
         return self.signals
 
 

@@ -1,16 +1,10 @@
-"""What an extraction reads together and where it goes, fixed from the answers alone.
+"""From answers to a feature store: the plan, the loop over its units, and the stage.
 
-Rank, world size and what was done before only choose which units are done here, so
-the bytes of a store depend on neither. Nothing here loads Torch.
-
-From answers to a feature store, unit by unit.
-
-A unit is read in batches of similar lengths and written range by range, each with a
-commit record of its own. Of a unit that was interrupted only the batches that its
-missing ranges need are read again; they are the plan's, so that what comes out does
-not depend on what was there.
-
-The stage that reads the four signal families of every answer into its store.
+What is read together and where it goes is fixed from the answers alone: rank, world
+size and what was done before only choose which units are done here, so the bytes of a
+store depend on neither. A unit is read in batches of similar lengths and written range
+by range, each with a commit record. Of a unit that was interrupted only the batches
+that its missing ranges need are read again. Nothing here loads Torch.
 """
 
 import concurrent.futures
@@ -142,8 +136,7 @@ class ExtractionPlan:
 
     Attributes:
       spec: the store.
-      units: in the order of their ranges; every range is in one. A worker does
-        `share.mine(units)`.
+      units: in the order of their ranges; a worker does `share.mine(units)`.
     """
 
     spec: StoreSpec
@@ -153,9 +146,9 @@ class ExtractionPlan:
 def _bytes_per_token(
     families: Mapping[str, Family], n_tokens: int, n_answer: int | None
 ) -> list[int]:
-    """Return each family's bytes per token, whether or not that token has a row."""
-    n_kept = {"all": n_tokens, "answer": n_tokens if n_answer is None else n_answer}
-    return [f.row_bytes * n_kept[f.spans] // n_tokens for f in families.values()]
+    """Return each family's mean bytes per token that is read."""
+    n_rows = {"all": n_tokens, "answer": n_tokens if n_answer is None else n_answer}
+    return [f.row_bytes * n_rows[f.spans] // n_tokens for f in families.values()]
 
 
 def n_rows_of(
@@ -238,8 +231,8 @@ def _hash_sequences(sequences: Sequence[TokenSequence]) -> str:
     """Hash what the model reads, so that a store never mixes two sets of answers."""
     digest = hashlib.sha256()
     for item in sequences:
-        for part in (item.ids, item.targets, item.spans):
-            digest.update(np.ascontiguousarray(part, dtype="<i8").data)
+        for numbers in (item.ids, item.targets, item.spans):
+            digest.update(np.ascontiguousarray(numbers, dtype="<i8").data)
     return digest.hexdigest()
 
 
@@ -281,6 +274,10 @@ def plan_extraction(
     firsts = np.array([first_read(start) for start in spans[:, 0, 0]], dtype=np.int64)
     n_answer = int((spans[:, 2, 1] - spans[:, 2, 0]).sum())
     families = stored_families(reader.shapes, config)
+    # Which examples share a batch moves values by rounding.
+    n_tokens = tokens_per_unit(
+        lengths - firsts, families, config.tokens_per_batch, n_answer
+    )
     spec = StoreSpec(
         families=families,
         keys=tuple(keys),
@@ -294,18 +291,11 @@ def plan_extraction(
             **fingerprint,
             "answer_span": config.answer_span,
             "tokens_per_batch": config.tokens_per_batch,
+            "tokens_per_unit": n_tokens,
             "sequences_sha256": _hash_sequences(sequences),
         },
     )
-    n_tokens = tokens_per_unit(
-        lengths - firsts, families, config.tokens_per_batch, n_answer
-    )
     edges = _unit_edges(spec, n_tokens)
-    if len(edges) <= spec.n_ranges:
-        # Which examples share a batch moves values by rounding. Where every unit is
-        # one range the batches are those of stores from before there were units.
-        facts = {**spec.fingerprint, "tokens_per_unit": n_tokens}
-        spec = dataclasses.replace(spec, fingerprint=facts)
     units = []
     for first, last in zip(edges[:-1], edges[1:], strict=True):
         examples = range(*spec.range_examples[[first, last]].tolist())
@@ -340,23 +330,22 @@ class _RangeRows:
         """Make room for the family, and for its scales if it is int8."""
         self._spec, self._name, self._range_id = spec, name, range_id
         self._start, stop = spec.range_rows(range_id, name)
-        names = [name, scale_name(name)]
+        families = {name: spec.families[name]}
+        if families[name].dtype == "int8":
+            families[scale_name(name)] = spec.families[scale_name(name)]
         self.arrays = {
-            part: np.empty(
-                (stop - self._start, *spec.families[part].shape),
-                spec.families[part].numpy_dtype,
-            )
-            for part in names[: 1 + (spec.families[name].dtype == "int8")]
+            stored: np.empty((stop - self._start, *family.shape), family.numpy_dtype)
+            for stored, family in families.items()
         }
         self._n_invalid = self._n_overflowed = 0
         self._bad_keys: list[tuple[str, ...]] = []
 
     def put(self, example: int, reading: np.ndarray) -> None:
-        """Keep of an answer's reading what the family keeps.
+        """Store the rows of an answer that the family has.
 
         Args:
           example: which answer.
-          reading: of the last tokens `[n_rows, …]`, or of those that are kept alone.
+          reading: of the last tokens `[n_rows, …]`, or of the stored ones alone.
         """
         offsets = self._spec.family_offsets(self._name)[example : example + 2]
         first, last = (offsets - self._start).tolist()
@@ -375,7 +364,7 @@ class _RangeRows:
             self._bad_keys.append(self._spec.keys[example])
 
     def check(self) -> None:
-        """Raise if there are values that the stored type cannot hold."""
+        """Check that the stored type can represent every value."""
         if not self._bad_keys:
             return
         raise ValueError(
@@ -393,19 +382,19 @@ def read_batches(
     sequences: Sequence[TokenSequence],
     batches: Sequence[Sequence[int]],
 ) -> Iterator[tuple[int, Any]]:
-    """Read batch after batch; yields each example and what was read of it.
+    """Read batch after batch; yields each example and its signals.
 
-    The next batch is begun before one is taken from the device, where the copies of
-    one and the work of the other overlap; meanwhile the caller stores what it got.
+    The next batch is started before the results of a batch are copied from the device,
+    so that copies and computation overlap.
     """
-    before: tuple[Sequence[int], Any] | None = None
+    pending: tuple[Sequence[int], Any] | None = None
     for batch in batches:
-        begun = reader.start([sequences[example] for example in batch])
-        if before is not None:
-            yield from zip(before[0], before[1].result(), strict=True)
-        before = (batch, begun)
-    if before is not None:
-        yield from zip(before[0], before[1].result(), strict=True)
+        started = reader.start([sequences[example] for example in batch])
+        if pending is not None:
+            yield from zip(pending[0], pending[1].result(), strict=True)
+        pending = (batch, started)
+    if pending is not None:
+        yield from zip(pending[0], pending[1].result(), strict=True)
 
 
 def _read_unit(
@@ -433,20 +422,20 @@ def _read_unit(
     for example, reading in read_batches(reader, sequences, needed):
         if range_of[example] not in rows:
             continue
-        for name, kept in rows[range_of[example]].items():
-            kept.put(example, getattr(reading, name))
+        for name, family in rows[range_of[example]].items():
+            family.put(example, getattr(reading, name))
         tick()
-    found: dict[int, dict[str, np.ndarray]] = {}
+    arrays: dict[int, dict[str, np.ndarray]] = {}
     for range_id, families in rows.items():
-        found[range_id] = {}
-        for kept in families.values():
-            kept.check()
-            found[range_id] |= kept.arrays
-    return found
+        arrays[range_id] = {}
+        for family in families.values():
+            family.check()
+            arrays[range_id] |= family.arrays
+    return arrays
 
 
 def _write_unit(store: FeatureStore, rows: dict[int, dict[str, np.ndarray]]) -> None:
-    """Write ranges in order, letting go of each as soon as it is written."""
+    """Write ranges in order, and free each as soon as it is written."""
     for range_id in sorted(rows):
         write_range(store, range_id, rows.pop(range_id))
 
@@ -464,7 +453,7 @@ def _write_units(
             if pending is not None:
                 pending.result()
             pending = pool.submit(_write_unit, store, rows)
-            del rows  # the writer's alone, which lets go of it range by range
+            del rows  # so that the writer frees it range by range
         if pending is not None:
             pending.result()
 
@@ -485,11 +474,11 @@ def run_plan(
     where that is larger), and the readings of two batches.
     """
     began = time.perf_counter()
-    mine = share.mine(plan.units)
+    units = share.mine(plan.units)
     store = create_store(url, plan.spec)
     done = done_ranges(store)
-    every = [(unit, [r for r in unit.ranges if r not in done]) for unit in mine]
-    todo = [(unit, missing) for unit, missing in every if missing]
+    todo = [(unit, [r for r in unit.ranges if r not in done]) for unit in units]
+    todo = [(unit, missing) for unit, missing in todo if missing]
     written = [range_id for _, missing in todo for range_id in missing]
     n_answers = int(np.diff(plan.spec.range_examples)[written].sum())
     n_read = itertools.count(1)
@@ -505,7 +494,7 @@ def run_plan(
     edges = [plan.spec.range_rows(range_id) for range_id in written]
     return ExtractionReport(
         n_written=len(written),
-        n_skipped=sum(len(unit.ranges) for unit in mine) - len(written),
+        n_skipped=sum(len(unit.ranges) for unit in units) - len(written),
         n_missing=plan.spec.n_ranges - len(done_ranges(store)),
         n_tokens=sum(stop - start for start, stop in edges),
         seconds=time.perf_counter() - began,
@@ -544,14 +533,7 @@ def extract(
     keys = [answer.key for answer in answers]
     fingerprint = {**reader.fingerprint, **(about or {})}
     plan = plan_extraction(sequences, keys, reader, config, fingerprint)
-    return run_plan(
-        reader,
-        sequences,
-        plan,
-        url,
-        share=share,
-        progress=progress,
-    )
+    return run_plan(reader, sequences, plan, url, share=share, progress=progress)
 
 
 _SMALL = ExtractConfig(tokens_per_batch=4096, rows_per_shard=4096)
@@ -568,30 +550,30 @@ def extract_config(run: RunDir) -> ExtractConfig:
     return run.settle("extract", EXTRACT_PRESETS)
 
 
-def settle_kept(run: RunDir, given: Mapping[str, Any]) -> ExtractConfig:
-    """Let a run keep what is asked, as long as nothing of it is extracted.
+def record_kept(run: RunDir, changes: Mapping[str, Any]) -> ExtractConfig:
+    """Record what a run keeps, as long as nothing is extracted.
 
     What is kept changes no answer and no label, so it may be chosen when the signals
-    are read, and is recorded then; every later verb finds it in the manifest.
+    are read; every later verb reads it in the manifest.
 
     Args:
       run: an existing run.
-      given: fields of `ExtractConfig`; the others stay as the run has them.
+      changes: fields of `ExtractConfig`; the others stay as the run has them.
     """
     config = extract_config(run)
-    asked = dataclasses.replace(config, **given)
+    wanted = dataclasses.replace(config, **changes)
     folders = [run.features(setting) for setting in settings_of(run)]
-    if asked != config and any((f / "index.json").exists() for f in folders):
+    if wanted != config and any((f / "index.json").exists() for f in folders):
         raise ValueError(
             f"{run.path} has features already: {config.describe()}; you asked for "
-            f"{asked.describe()}; repeat that choice, or delete {folders[0].parent} to "
-            "extract again"
+            f"{wanted.describe()}; repeat that choice, or delete "
+            f"{folders[0].parent} to extract again"
         )
-    return run.settle("extract", EXTRACT_PRESETS, lambda _: asked, is_replaceable=True)
+    return run.settle("extract", EXTRACT_PRESETS, lambda _: wanted, is_replaceable=True)
 
 
 def open_local_reader(run: RunDir, config: ExtractConfig) -> Reader:
-    """Load a run's backbone, which gave its answers, to read on this machine."""
+    """Load the backbone that gave a run's answers, to read on this machine."""
     from beatrice.extract.backbone.loading import (
         open_backbone,
         require_answering_model,
@@ -665,7 +647,7 @@ def _forecast(run: RunDir, config: ExtractConfig) -> Forecast:
 
 
 def extract_stage(open_reader: Callable[[RunDir, ExtractConfig], Reader]) -> Stage:
-    """Return the stage that reads by what `open_reader` opens when it is needed."""
+    """Return the stage that reads with the reader that `open_reader` opens."""
     return Stage(
         name="extract",
         inputs=lambda run: [*question_files(run), run.answers],
@@ -678,7 +660,7 @@ def extract_stage(open_reader: Callable[[RunDir, ExtractConfig], Reader]) -> Sta
 
 
 def extract_stage_kept() -> Stage:
-    """Return the stage for a share: the model that did it joins all shares."""
+    """Return the stage whose model stays loaded between a share and the merge."""
     return extract_stage(functools.cache(open_local_reader))
 
 

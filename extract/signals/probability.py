@@ -27,12 +27,12 @@ def _products_of_bfloat16() -> Iterator[None]:
     processor without such units multiplies as before. The setting is the process's.
     """
     matmul = torch.backends.mkldnn.matmul
-    own = matmul.fp32_precision
+    before = matmul.fp32_precision
     matmul.fp32_precision = "bf16"
     try:
         yield
     finally:
-        matmul.fp32_precision = own
+        matmul.fp32_precision = before
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,9 +158,9 @@ class _OnlineSoftmax:
         """
         n_tokens, width = logits.shape
         local = self.targets - start
-        found = logits.gather(1, local.clamp(0, width - 1)[:, None])[:, 0]
+        logit = logits.gather(1, local.clamp(0, width - 1)[:, None])[:, 0]
         is_here = (local >= 0) & (local < width)
-        self.target_logit = torch.where(is_here, found, self.target_logit)
+        self.target_logit = torch.where(is_here, logit, self.target_logit)
         best = torch.cat([self.top, _candidates(logits)], dim=1)
         self.top = best.topk(2, dim=1).values
         self._follow(self.top[:, 0])

@@ -37,7 +37,7 @@ FamilyName = Literal["hidden", "prob", "resid", "attn"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Signals:
+class AnswerSignals:
     """The four families of one example; a row for every token from one on.
 
     Attributes:
@@ -79,7 +79,7 @@ class PendingSignals:
     firsts: list[int]
     copies: HostCopies
 
-    def result(self) -> Iterator[Signals]:
+    def result(self) -> Iterator[AnswerSignals]:
         """Wait for the device; yield the examples in order, without padding.
 
         Arrays are views of the batch where no type has to be changed. One example at
@@ -87,33 +87,33 @@ class PendingSignals:
         """
         self.copies.wait()
         scalars = {name: values.numpy() for name, values in self.scalars.items()}
-        places = zip(self.firsts, self.hidden_rows, self.rows, strict=True)
-        for first, own, rows in places:
-            yield Signals(
+        slices = zip(self.firsts, self.hidden_rows, self.rows, strict=True)
+        for first, hidden_rows, rows in slices:
+            yield AnswerSignals(
                 first_token=first,
-                hidden=self.hidden[:, own].float().transpose(0, 1).numpy(),
+                hidden=self.hidden[:, hidden_rows].float().transpose(0, 1).numpy(),
                 **{name: values[rows] for name, values in scalars.items()},
             )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PendingParts:
-    """A batch that is read in several parts.
+class PendingBatches:
+    """A batch that is read as several, one for each length.
 
     Attributes:
-      parts: each a batch of its own.
-      places: which examples of the whole batch are in each part.
+      batches: those that are read.
+      indices: for each of them, which examples of the whole batch it holds.
     """
 
-    parts: list[PendingSignals]
-    places: list[list[int]]
+    batches: list[PendingSignals]
+    indices: list[list[int]]
 
-    def result(self) -> Iterator[Signals]:
+    def result(self) -> Iterator[AnswerSignals]:
         """Yield the examples in the order of the whole batch."""
-        signals: dict[int, Signals] = {}
-        for part, places in zip(self.parts, self.places, strict=True):
-            signals |= zip(places, part.result(), strict=True)
-        yield from (signals[place] for place in sorted(signals))
+        signals: dict[int, AnswerSignals] = {}
+        for batch, indices in zip(self.batches, self.indices, strict=True):
+            signals |= zip(indices, batch.result(), strict=True)
+        yield from (signals[index] for index in sorted(signals))
 
 
 class SignalReader:
@@ -173,19 +173,19 @@ class SignalReader:
         )
         return {**every, "hidden": (len(self.hidden_layers), self.backbone.d_model)}
 
-    def read(self, sequences: list[TokenSequence]) -> list[Signals]:
+    def read(self, sequences: list[TokenSequence]) -> list[AnswerSignals]:
         """Read all families of a batch in one forward of the decoder.
 
         Args:
           sequences: any lengths; of similar length costs least.
 
         Returns:
-          One `Signals` each, in order; what is read of an example does not depend on
-          its batch, up to rounding.
+          One `AnswerSignals` each, in order; what is read of an example does not depend
+          on its batch, up to rounding.
         """
         return list(self.start(sequences).result()) if sequences else []
 
-    def start(self, sequences: list[TokenSequence]) -> "PendingSignals | PendingParts":
+    def start(self, sequences: list[TokenSequence]) -> PendingSignals | PendingBatches:
         """Begin to read a batch of at least one sequence, see `read`.
 
         On a GPU this returns when the work is queued. The next batch may be started
@@ -195,13 +195,17 @@ class SignalReader:
         columns there are: what it reads of a padded sequence may be other keys than
         alone. Such a batch is read one length at a time, without padding.
         """
-        places: dict[int, list[int]] = {}
-        for place, sequence in enumerate(sequences):
-            places.setdefault(len(sequence.ids), []).append(place)
-        if self._n_chosen is None or len(places) == 1 or max(places) <= self._n_chosen:
+        by_length: dict[int, list[int]] = {}
+        for index, sequence in enumerate(sequences):
+            by_length.setdefault(len(sequence.ids), []).append(index)
+        is_safe = self._n_chosen is None or max(by_length) <= self._n_chosen
+        if is_safe or len(by_length) == 1:
             return self._start(sequences)
-        parts = [self._start([sequences[i] for i in at]) for at in places.values()]
-        return PendingParts(parts=parts, places=list(places.values()))
+        batches = [
+            self._start([sequences[i] for i in indices])
+            for indices in by_length.values()
+        ]
+        return PendingBatches(batches=batches, indices=list(by_length.values()))
 
     @torch.no_grad()
     def _start(self, sequences: list[TokenSequence]) -> PendingSignals:

@@ -116,8 +116,8 @@ def contribution_scalars(layer_pass: LayerPass, lens: LogitLens) -> torch.Tensor
       `[n_examples, n_read, 4]` float32, of the tokens that the lens reads; norms in
       the stream's units, pushes in logits before any softcap.
     """
-    parts = layer_pass.h_in, layer_pass.att, layer_pass.ffn
-    before, att, ffn = (part[:, -lens.n_read :].float() for part in parts)
+    states = layer_pass.h_in, layer_pass.att, layer_pass.ffn
+    before, att, ffn = (values[:, -lens.n_read :].float() for values in states)
     logit_before = lens(before)
     state = before + att
     logit_between = lens(state)

@@ -133,9 +133,9 @@ class AttentionCall:
         largest = logits.amax(-1, keepdim=True)
         log_total = largest.sub_(weights.amax(-1, keepdim=True).log_())
         if self.sinks is not None:
-            whole = torch.logaddexp(log_total, self.sinks.float()[:, None, None])
-            weights.mul_((log_total - whole).exp_())
-            log_total = whole
+            with_sinks = torch.logaddexp(log_total, self.sinks.float()[:, None, None])
+            weights.mul_((log_total - with_sinks).exp_())
+            log_total = with_sinks
         return weights, logits.sub_(log_total).mul_(weights)
 
     def _hide(self, logits: torch.Tensor, start: int, stop: int) -> None:

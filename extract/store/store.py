@@ -125,8 +125,8 @@ def open_arrays(url: str, spec: StoreSpec, create: bool) -> dict[str, ts.TensorS
 
 def _cause_of(error: Exception) -> str:
     """Shorten TensorStore's message to its innermost part."""
-    parts = str(error).split(" [")[0].rstrip(".").split(": ")
-    text = parts[-1] if len(parts[-1]) > 12 else ": ".join(parts[-2:])
+    causes = str(error).split(" [")[0].rstrip(".").split(": ")
+    text = causes[-1] if len(causes[-1]) > 12 else ": ".join(causes[-2:])
     return "it or a part of it is missing" if text.endswith("is missing") else text
 
 

@@ -31,7 +31,7 @@ from beatrice.extract.generate.prompts import (
 from beatrice.extract.generate.requests import Request
 from beatrice.extract.records import Answer, Passage, Setting
 from beatrice.extract.run.files import JsonLines, sha256_json
-from beatrice.extract.signals.reader import Signals
+from beatrice.extract.signals.reader import AnswerSignals
 from beatrice.pgir.arguments import argument_error
 from beatrice.pgir.bridge import ROWS, ProbedBackbone, Reading
 from beatrice.pgir.controllers.plans import (
@@ -445,7 +445,7 @@ class Scoring:
         """Take what made the answers, and where they are kept."""
         self._answering = answering
         self._journal = journal
-        self._closed_book: dict[str, tuple[Signals, np.ndarray]] = {}
+        self._closed_book: dict[str, tuple[AnswerSignals, np.ndarray]] = {}
 
     def _read(self, calls: Sequence[Call]) -> Reading:
         answers = []

@@ -81,9 +81,6 @@ def test_a_served_backbone_gives_the_answers_of_the_local_one(
         file.write(write_lines([msgspec.structs.replace(examples[0], id="new")]))
     done = beatrice("answer", other.path, code=1)
     assert "holds answers with backend='served'" in done.stderr
-    (other.path / "answers" / "backend.json").unlink()
-    done = beatrice("answer", other.path, "--server", "http://x/v1", code=1)
-    assert "did not say who answered" in done.stderr
 
 
 def test_a_server_without_token_ids_cannot_answer(run_dir, backbone):

@@ -15,8 +15,8 @@ from beatrice.extract.signals.extract import (
     ExtractConfig,
     extract_config,
     plan_extraction,
+    record_kept,
     run_plan,
-    settle_kept,
 )
 from beatrice.extract.store.families import (
     SHORT_NAMES,
@@ -317,18 +317,18 @@ def test_a_wrong_choice_is_wrong_usage(words):
 
 
 def test_a_choice_at_extraction_is_recorded_and_serves_the_later_verbs(run):
-    config = settle_kept(run, {"dtype": "int8", "hidden_layers": (2, 4)})
+    config = record_kept(run, {"dtype": "int8", "hidden_layers": (2, 4)})
     assert (config.dtype, config.hidden_layers) == ("int8", (2, 4))
     assert extract_config(run) == config
     before = run.manifest.read_bytes()
-    assert settle_kept(run, {}) == config  # the same line without options goes on
-    assert settle_kept(run, {"dtype": "int8"}) == config
+    assert record_kept(run, {}) == config  # the same line without options goes on
+    assert record_kept(run, {"dtype": "int8"}) == config
     assert run.manifest.read_bytes() == before
 
 
 def test_nothing_else_of_a_run_changes_with_what_it_keeps(run):
     before = read_manifest(run.path)
-    settle_kept(run, {"hidden_spans": "answer"})
+    record_kept(run, {"hidden_spans": "answer"})
     after = read_manifest(run.path)
     assert after["sections"]["extract"].pop("hidden_spans") == "answer"
     assert before["sections"]["extract"].pop("hidden_spans") == "all"
@@ -340,8 +340,8 @@ def test_features_that_are_there_are_not_mixed_with_another_choice(run):
     store.mkdir(parents=True)
     (store / "index.json").write_text("{}")
     with pytest.raises(ValueError, match="as bfloat16.*asked for .* as int8.*delete"):
-        settle_kept(run, {"dtype": "int8"})
-    assert settle_kept(run, {"dtype": "bfloat16"}) == extract_config(run)
+        record_kept(run, {"dtype": "int8"})
+    assert record_kept(run, {"dtype": "bfloat16"}) == extract_config(run)
 
 
 def test_a_run_that_is_in_use_is_left_as_it_is(run):

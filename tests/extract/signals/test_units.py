@@ -119,13 +119,6 @@ def test_units_are_small_enough_to_share_and_large_enough_to_fill_batches():
     assert tokens_per_unit(np.full(100, 400), one, BUDGET) == BUDGET
 
 
-def test_a_store_of_one_range_per_unit_is_named_as_before_there_were_units():
-    single = tiny_plan(n_examples=2)
-    assert all(len(unit.ranges) == 1 for unit in single.units)
-    assert "tokens_per_unit" not in single.spec.fingerprint
-    assert "tokens_per_unit" in tiny_plan().spec.fingerprint
-
-
 def tiny_sequences(n_examples=120):
     rng = np.random.default_rng(3)
     made = []
