@@ -373,6 +373,14 @@ class Backbone:
         """Return the dtype of the weights and the stream."""
         return self.layout.head.weight.dtype
 
+    def check_length(self, n_tokens: int) -> None:
+        """Check that a sequence of so many tokens can be read."""
+        if self.max_length is not None and n_tokens > self.max_length:
+            raise ValueError(
+                f"a sequence has {n_tokens} tokens, backbone {self.name!r} reads at "
+                f"most {self.max_length}; shorten its prompt, or use another backbone"
+            )
+
     @classmethod
     def from_model(
         cls,

@@ -31,7 +31,6 @@ from beatrice.extract.generate.replies import (
     forecast_texts,
     open_replies,
     reply_files,
-    reused_in_words,
 )
 from beatrice.extract.generate.requests import (
     ANSWER_PRESETS,
@@ -584,7 +583,7 @@ def draw_run(
         samples, seconds = drawn
         n_without = sum(sample.log_probs is None for sample in samples)
         n_cut = sum(sample.finish == "length" for sample in samples)
-        progress.note(f"sample: {reused_in_words(replies)}")
+        progress.note(f"sample: {replies.summary()}")
         progress.note(
             f"sample: {len(samples)} drawn, {n_without} without log-probabilities, "
             f"{n_cut} cut at {limit} tokens"

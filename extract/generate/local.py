@@ -1,11 +1,8 @@
-"""States of prompts that are computed once: of what all begin with, and of equal ones.
+"""The backend on this machine: Transformers, in batches of similar length.
 
-A layer may keep other states than keys and values (recurrent ones, an indexer's); these
-cannot be laid out for other rows, so that every row is computed from its beginning.
-
-How each token is chosen, what it is worth to the model, and when a row is done.
-
-The backend on this machine: Transformers, in batches of similar length.
+What all prompts of a batch begin with, and equal prompts, are computed once. A layer
+may keep other states than keys and values (recurrent ones, an indexer's), which cannot
+be laid out for other rows; then every row is computed from its beginning.
 """
 
 import contextlib

@@ -1,12 +1,9 @@
-"""The words around a question: templates, and the worked examples before it.
+"""Prompts: templates, worked examples, chat, and which tokens are context.
 
-A base model that sees a bare question writes on as if it were a web page. After a few
-questions with their answers it answers in kind, and ends its answer with a line.
-
-Prompts, and which of their tokens are context.
-
-The span comes from the tokenizer's offsets over the exact ids that the model reads,
-never from tokenising a part again: a part alone may split differently.
+A base model that sees a bare question continues as if it were a web page; after a few
+worked examples it answers in kind, and ends its answer with a line. The context's span
+comes from the tokenizer's offsets over the exact ids that the model reads, never from
+tokenising a substring, which may split differently.
 """
 
 import contextlib

@@ -1,7 +1,4 @@
-"""Generated texts on disk, each appended when it exists and found again by its key.
-
-What texts a stage would ask a model for, counted instead of asked.
-"""
+"""Generated texts on disk, by key; and how many a dry run would still generate."""
 
 import dataclasses
 import json
@@ -27,7 +24,7 @@ from beatrice.extract.run.stages import Forecast
 
 
 class Reply(Generated, frozen=True, kw_only=True):
-    """A generated text with the key that it is found by, see `reply_key`."""
+    """A generated text with its key, see `reply_key`."""
 
     key: str
 
@@ -43,7 +40,7 @@ def reply_files(path: Path, parts: Path | None = None) -> JournalFiles[str, Repl
 
 
 class Texts(Protocol):
-    """What a stage asks for texts: `Replies`, or what counts them in a dry run."""
+    """Generates what a stage needs: `Replies`, or `CountedReplies` in a dry run."""
 
     def generate(
         self,
@@ -53,27 +50,28 @@ class Texts(Protocol):
         progress: Update = ...,
     ) -> list[Generated] | None:
         """Return the text of every prompt, or None where the stage ends here."""
+        ...
 
 
 @dataclasses.dataclass(kw_only=True)
 class Replies:
     """Generated texts by key.
 
-    The key covers everything that changes a text, so a text is found again only for
-    the same question to the same backend.
+    The key covers everything that changes a text, so that a text is reused only for the
+    same prompt to the same backend.
 
     Attributes:
       journal: where texts are appended.
       share: of the texts that are generated here.
-      is_timed: a new text's line says what it took; no two starts write equal lines.
+      is_timed: write the seconds of each new text; no two starts write equal lines.
     """
 
     journal: Journal[str, Reply]
     share: Share = Share()
     is_timed: bool = False
-    n_reused: int = 0  # texts that were found and not generated again
+    n_reused: int = 0  # texts that were there
     n_new: int = 0  # texts that were generated and appended
-    n_missing: int = 0  # texts of other workers that were wanted and are not there
+    n_missing: int = 0  # texts that other workers have yet to generate
 
     @classmethod
     def open(cls, path: Path) -> "Replies":
@@ -89,17 +87,15 @@ class Replies:
     ) -> list[Generated] | None:
         """Return the text of every prompt, in order; generate what is missing.
 
-        For a share of the texts there is nothing to go on with: whoever works alone
-        afterwards finds them all.
-
         Args:
           generator: the backend.
           prompts: equal ones share a text.
-          config: how.
-          progress: told texts there and wanted.
+          config: how texts are sampled.
+          progress: is called with texts there and texts in all.
 
         Returns:
-          None after a share; `n_missing` says what others have to do.
+          None after a share of the texts, with which no stage can go on; `n_missing`
+          counts what other workers have to do.
         """
         identity = generator.identity
         keys = [reply_key(identity, prompt, config) for prompt in prompts]
@@ -109,16 +105,16 @@ class Replies:
         self.n_reused += n_there
         progress(n_there, len(first))
         if not self.share.is_whole:
-            mine = self.share.mine(plan_of(generator, prompts, config))
-            done |= {*range(len(prompts))} - {i for batch in mine for i in batch}
+            batches = self.share.mine(plan_of(generator, prompts, config))
+            done |= {*range(len(prompts))} - {i for batch in batches for i in batch}
         began = time.monotonic()
         for i, text in generator.stream(prompts, config, done):
             now = time.monotonic()
-            took, began = round(now - began, 6) if self.is_timed else None, now
-            reply = msgspec.structs.replace(text, seconds=took)
+            seconds, began = round(now - began, 6) if self.is_timed else None, now
             if keys[i] in self.journal:
                 continue
-            self.journal.append({keys[i]: _line(keys[i], reply)})
+            fields = msgspec.structs.asdict(text) | {"seconds": seconds}
+            self.journal.append({keys[i]: json.dumps({"key": keys[i], **fields})})
             self.n_new += 1
             n_there += 1
             progress(n_there, len(first))
@@ -126,12 +122,12 @@ class Replies:
             there = self.journal.files.keys()
             self.n_missing = sum(key not in there for key in first)
             return None
-        texts = {key: self.journal[key].text_alone() for key in first}
-        return [texts[key] for key in keys]
+        return [self.journal[key].text_alone() for key in keys]
 
-
-def _line(key: str, reply: Generated) -> str:
-    return json.dumps({"key": key, **msgspec.structs.asdict(reply)})
+    def summary(self) -> str:
+        """Count the texts that were generated, and those that were reused."""
+        name = self.journal.lines.path.name
+        return f"{self.n_new} texts generated, {self.n_reused} found in {name}"
 
 
 def open_replies(
@@ -141,12 +137,12 @@ def open_replies(
     *,
     is_timed: bool = False,
 ) -> Replies:
-    """Open what a model has written, to go on with it.
+    """Open what a model has written, to continue it.
 
     Args:
-      files: where it lies, see `reply_files`.
+      files: see `reply_files`.
       share: of the texts, which this process generates.
-      note: is told what was set aside.
+      note: is called with what was set aside.
       is_timed: see `Replies`.
     """
     journal = Journal.open(files, share)
@@ -155,26 +151,18 @@ def open_replies(
     return Replies(journal=journal, share=share, is_timed=is_timed)
 
 
-def reused_in_words(replies: Replies) -> str:
-    """Say how many texts were generated, and how many found."""
-    return (
-        f"{replies.n_new} texts generated, {replies.n_reused} found in "
-        f"{replies.journal.lines.path.name}"
-    )
-
-
 def count_requests(
     stage: str,
     prompts: Sequence[GeneratorPrompt],
     config: SamplingConfig,
     generator: Generator | None = None,
 ) -> Forecast:
-    """Return what texts would need.
+    """Return how many tokens texts would need.
 
     Args:
       stage: whose forecast it is.
-      prompts: what a model would be asked.
-      config: how.
+      prompts: of the texts.
+      config: how they are sampled.
       generator: counts the tokens of prompts without ids; a server's may not.
     """
     counts = [
@@ -183,36 +171,28 @@ def count_requests(
         else generator and generator.count_tokens(prompt)
         for prompt in prompts
     ]
-    is_known = None not in counts
+    is_counted = None not in counts
     return Forecast(
         stage=stage,
         n_rows=len(prompts),
         n_requests=len(prompts),
-        n_prompt_tokens=sum(n or 0 for n in counts) if is_known else None,
+        n_prompt_tokens=sum(n or 0 for n in counts) if is_counted else None,
         n_new_tokens=len(prompts) * config.max_new_tokens,
         basis=(
             "what is there already is not counted; retries are not foreseen"
-            if is_known
+            if is_counted
             else "the server does not count prompt tokens; retries are not foreseen"
         ),
     )
 
 
 class CountedReplies:
-    """Stands in for `Replies` in a dry run: counts the texts that are not there yet.
-
-    Whoever asks for texts gets None, as for a share of them, and goes no further: the
-    stage itself decides what it would ask.
-
-    Args:
-      files: of the texts that are there, see `reply_files`.
-      stage: whose forecast it is.
-    """
+    """Counts the texts that are not there yet, in place of `Replies` in a dry run."""
 
     n_missing = 0
 
     def __init__(self, files: JournalFiles[str, Reply], stage: str) -> None:
-        """Look which texts are there; nothing is written."""
+        """Read which texts are there; nothing is written."""
         self._there = files.keys()
         self._stage = stage
         self.forecast = count_requests(stage, (), SamplingConfig())
@@ -224,19 +204,19 @@ class CountedReplies:
         config: SamplingConfig,
         progress: Update = lambda done, total: None,
     ) -> None:
-        """Count what `Replies.generate` would ask the generator."""
+        """Count what `Replies.generate` would generate; the stage ends here."""
         identity = generator.identity
-        left = {reply_key(identity, prompt, config): prompt for prompt in prompts}
-        todo = [prompt for key, prompt in left.items() if key not in self._there]
+        missing = {reply_key(identity, prompt, config): prompt for prompt in prompts}
+        todo = [prompt for key, prompt in missing.items() if key not in self._there]
         self.forecast = count_requests(self._stage, todo, config, generator)
 
 
 def forecast_texts(
     files: JournalFiles[str, Reply],
     stage: str,
-    ask: Callable[[CountedReplies], object],
+    generate: Callable[[CountedReplies], object],
 ) -> str:
-    """Return in words what texts `ask` would generate with these replies."""
+    """Return as text how many texts `generate` would need with these replies."""
     replies = CountedReplies(files, stage)
-    ask(replies)
+    generate(replies)
     return replies.forecast.as_text()

@@ -1,11 +1,9 @@
-"""What a server charges, what was spent, and where to stop.
+"""The backend behind a server that speaks OpenAI's protocol, such as vLLM.
 
-The backend behind a server that speaks OpenAI's protocol, such as vLLM.
-
-The `openai` client does the talking. A request that failed for the server's reasons is
-sent again here, not by the client: each attempt may cost, and is booked. What a client
-calls a time-out is the longest pause between two bytes; a request has a deadline here,
-so that a server that trickles holds nobody up.
+A request that failed for the server's reasons is sent again here, not by the `openai`
+client: each attempt may cost, and is booked. What the client calls a time-out is the
+longest pause between two bytes; here a whole request has a deadline, which a server
+that trickles cannot exceed.
 """
 
 import asyncio

@@ -13,7 +13,6 @@ from beatrice.extract.generate.replies import (
     forecast_texts,
     open_replies,
     reply_files,
-    reused_in_words,
 )
 from beatrice.extract.label.audit import (
     HumanAgreement,
@@ -180,7 +179,7 @@ def label_run_by_judges(
         )
         if judgements is None:
             return replies.n_missing
-        progress.note(f"label: {reused_in_words(replies)}")
+        progress.note(f"label: {replies.summary()}")
         counts = {
             "n_retried": judgements.n_retried,
             "n_unparsable_verdicts": judgements.n_unparsable,
@@ -319,7 +318,7 @@ def rewrite_run(
         rewrites = rewrite_contexts(examples, generator, replies, config, update)
         if rewrites is None:
             return replies.n_missing
-        progress.note(f"rewrite: {reused_in_words(replies)}")
+        progress.note(f"rewrite: {replies.summary()}")
         counts = count_rewrites(rewrites) | {
             "n_without_passages": sum(not e.passages for e in examples),
             "n_rewritten_before": sum(bool(e.rewritten) for e in examples),

@@ -1,14 +1,12 @@
-"""What the prompts of a setting begin with, run once: mostly its worked examples.
-
-A batch goes on from its keys and values. Parts still see whole sequences: what the
-beginning has of a layer is put before what the batch has.
-
-A part of a pass: one group of readings, and the batch that it reads.
+"""A batch that is read for rival detectors, and `Part`: one group of readings of it.
 
 A part sees the pass while it happens (log attention weights in chunks of rows, then the
-layer's states) and gives its readings when the decoder has ended. Positions are as in
-the whole repository: a sequence is the exact ids of prompt and answer, and the token t
-of an answer behind `n_prompt` ids is predicted at position `n_prompt + t - 1`.
+layer's states) and returns its readings when the decoder has ended. The token t of an
+answer behind `n_prompt` ids is predicted at position `n_prompt + t - 1`.
+
+What the prompts of a setting begin with (mostly worked examples) is run once, and a
+batch continues from its keys and values. Parts still see whole sequences: the
+beginning's states of a layer are put before those of the batch.
 """
 
 import abc
@@ -217,28 +215,6 @@ def cue_length(answers: Sequence[Answer]) -> int:
     pairs = enumerate(zip(first, last, strict=False))
     shared = next((i for i, (a, b) in pairs if a != b), min(len(first), len(last)) - 1)
     return max(1, shared)
-
-
-def batches_of(lengths: Sequence[int], tokens_per_batch: int) -> list[list[int]]:
-    """Group places by length, padding included in the budget."""
-    batches: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        is_full = not batches or (
-            (len(batches[-1]) + 1) * lengths[batches[-1][0]] > tokens_per_batch
-        )
-        if is_full:
-            batches.append([])
-        batches[-1].append(i)
-    return batches
-
-
-def check_window(backbone: Backbone, n_tokens: int) -> None:
-    """Refuse a sequence that is longer than the model's window."""
-    if backbone.max_length is not None and n_tokens > backbone.max_length:
-        raise ValueError(
-            f"a sequence has {n_tokens} tokens, backbone {backbone.name!r} reads at "
-            f"most {backbone.max_length}; leave it out (None), or shorten its prompt"
-        )
 
 
 def rows_in_cache(logits: torch.Tensor) -> int:

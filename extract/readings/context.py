@@ -1,22 +1,19 @@
-"""The lookback ratio of every head (Chuang et al., 2024, "Lookback Lens").
+"""Does the answer follow its context? Lookback Lens, ReDeEP and LUMINA.
 
-Followed: voidism/Lookback-Lens at f2846ef, step01_extract_attns.py. Its context is the
-whole prompt before the answer cue, not the passages alone as in the paper, and the cue
-counts among the new tokens, so that there is one when the first token is predicted.
+Lookback Lens (Chuang et al., 2024; voidism/Lookback-Lens at f2846ef,
+step01_extract_attns.py): its context is the whole prompt before the answer cue, not the
+passages alone as in the paper, and the cue counts among the new tokens, so that there
+is one when the first token is predicted.
 
-ReDeEP's two scores (Sun et al., 2025): external context, parametric knowledge.
+ReDeEP (Sun et al., 2025; Jeryi-Sun/ReDEeP-ICLR at e969202, token level): scores at the
+positions that predict the answer's tokens; here the mean over them. Its candidate
+"copying heads" are a list per published model, whose script is lost: all heads are
+read, and whoever trains the detector chooses.
 
-Followed: Jeryi-Sun/ReDEeP-ICLR at e969202, token level, at the positions that predict
-the answer's tokens; here the mean over them. Its candidate "copying heads" are a list
-per published model, made by a script that is lost: all heads are read, and whoever
-trains the detector chooses.
-
-LUMINA's two scores (Yeh et al., 2026, arXiv 2509.21875).
-
-Followed: deeplearning-wisc/LUMINA (c43ff41), read at the positions that predict the
-answer's tokens and averaged over them. Where the model's words come from its own
-layers the processing rate is high; where the passages decide them, so is the
-discrepancy to the same answer read behind other passages.
+LUMINA (Yeh et al., 2026, arXiv 2509.21875; deeplearning-wisc/LUMINA at c43ff41): read
+at the same positions and averaged. Where the model's words come from its own layers the
+processing rate is high; where the passages decide them, so is the discrepancy to the
+same answer read behind other passages.
 """
 
 import math

@@ -1,10 +1,8 @@
-"""Which other sequences are read: a question about the answer, and swapped passages.
+"""Readings of other sequences than the answer's: P(True), drawn answers, swaps.
 
-Nothing here loads Torch.
-
-Readings of other sequences than the answer's: P(True), and states of drawn answers.
-
-Each returns one float32 array per answer, NaN where there is nothing to read.
+The prompts of these sequences, and the passes that read a question about the answer and
+the states of drawn answers. A pass returns one float32 array per answer, NaN where
+there is nothing to read.
 """
 
 import html
@@ -18,16 +16,11 @@ from beatrice.extract.backbone.layout import LayerPass, watch_layers
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.generate.prompts import PromptTemplate, build_prompt, encode_text
 from beatrice.extract.generate.requests import PromptModel
-from beatrice.extract.readings.batch import (
-    Beginning,
-    batches_of,
-    begin,
-    check_window,
-    final_states,
-)
+from beatrice.extract.readings.batch import Beginning, begin, final_states
 from beatrice.extract.records import Answer, Example, Passage
 from beatrice.extract.signals.batch import budget_for, pad_batch
 from beatrice.extract.signals.probability import head_of, token_probabilities
+from beatrice.extract.signals.sequence import batches_of
 
 _OPTION = " A"
 
@@ -182,7 +175,7 @@ def _end_states(
     n_begun = 0 if begun is None else begun.n_tokens
     states = torch.empty((len(sequences), backbone.d_model), dtype=backbone.dtype)
     for batch in batches_of([len(ids) for ids in sequences], tokens_per_batch):
-        check_window(backbone, len(sequences[batch[0]]))
+        backbone.check_length(len(sequences[batch[0]]))
         rows = [np.array(sequences[i]) for i in batch]
         ids = pad_batch(rows, backbone.device)
         ends = torch.tensor([len(row) - 1 for row in rows], device=ids.device)

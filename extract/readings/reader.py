@@ -1,13 +1,8 @@
-"""What the feed-forward part of each layer writes at the end of an answer.
-
-Read by "LLMs Know More Than They Show" (Orgad et al., ICLR 2025); official code:
-technion-cs-nlp/LLMsKnow at bee3ec5, where `probe_at="mlp"` hooks each block's MLP.
-
-What rival detectors read beyond the four families, in a pass of its own.
+"""What rival detectors read beyond the four families, in a pass of its own.
 
 The exact ids of prompt and answer are read once more, a batch at a time; each group of
-readings (`Part`) reduces what it sees at once. What is not asked for is not computed:
-without a reading of attention the model attends with its own kernel.
+readings (`Part`) reduces what it sees at once. Without a reading of attention the model
+attends with its own kernel.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,15 +13,7 @@ import torch
 
 from beatrice.extract.backbone.layout import LayerPass, watch_layers
 from beatrice.extract.backbone.loading import Backbone
-from beatrice.extract.readings.batch import (
-    Batch,
-    Part,
-    batches_of,
-    begin,
-    check_window,
-    cue_length,
-    final_states,
-)
+from beatrice.extract.readings.batch import Batch, Part, begin, cue_length, final_states
 from beatrice.extract.readings.context import (
     ContextScores,
     Discrepancies,
@@ -40,6 +27,7 @@ from beatrice.extract.readings.prompts import SECOND_PASSES
 from beatrice.extract.records import Answer
 from beatrice.extract.signals.attention import AttentionReading, run_reading
 from beatrice.extract.signals.batch import budget_for
+from beatrice.extract.signals.sequence import batches_of
 from beatrice.extract.signals.span_sums import AttentionCall, AttentionMap, row_chunks
 
 
@@ -228,7 +216,7 @@ def _read_some(
             budget=budget_for(backbone.device),
             beginning=begun,
         )
-        check_window(backbone, lengths[indices[0]])
+        backbone.check_length(lengths[indices[0]])
         for name, values in _read_batch(batch, kinds, wanted).items():
             for index, value in zip(indices, values, strict=True):
                 readings[index][name] = value.float().cpu().numpy()

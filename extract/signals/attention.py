@@ -1,19 +1,17 @@
-"""What the attention of one forward is reduced to, while the model attends.
+"""How attention flows between spans, read while the model attends.
 
-How attention flows between spans, read while the model attends.
-
-An attention function and its mask function are registered with Transformers under
-the name `span_readings`. Without the mask function sliding windows would be lost in
-silence. While a reading is active the function computes, from the queries and keys it
-is handed (past norms and rotary embedding), the attention weights of question and
-answer rows in bounded chunks, reduces them over spans (`span_sums`), and returns the
-model's ordinary attention output. In float32 on a CPU the rows that were read are
-attended with the weights at hand, the others by the fused kernel.
+An attention function and its mask function are registered with Transformers under the
+name `span_readings`. Without the mask function sliding windows would be lost in
+silence. The function computes, from queries and keys (past norms and rotary embedding),
+the attention weights of question and answer rows in bounded chunks, reduces them over
+spans (`span_sums`), and returns the model's ordinary attention output. In float32 on a
+CPU the rows that were read are attended with these weights, the others by the fused
+kernel.
 
 Older decoders ask for no attention function. Of those that call Torch's (Falcon) the
 call is read. The others (GPT-J, MPT, BLOOM) return the weights that they used, in half
 precision rounded as they rounded them; these are read layer by layer and taken out of
-what a layer returns, so that one map at most is kept.
+what a layer returns, so that at most one map is in memory.
 """
 
 import abc

@@ -1,4 +1,4 @@
-"""One batch on its way: chunk sizes, copies from the device, and padding cut off."""
+"""One padded batch: sizes of chunks, copies from the device, rows without padding."""
 
 import dataclasses
 from collections.abc import Callable

@@ -36,7 +36,12 @@ from beatrice.extract.run.contents import (
 from beatrice.extract.run.directory import Preset, RunDir
 from beatrice.extract.run.share import Share
 from beatrice.extract.run.stages import Forecast, Stage
-from beatrice.extract.signals.sequence import TokenSequence, first_read, sequence_of
+from beatrice.extract.signals.sequence import (
+    TokenSequence,
+    batches_of,
+    first_read,
+    sequence_of,
+)
 from beatrice.extract.store.families import (
     Family,
     Spans,
@@ -210,23 +215,6 @@ def _unit_edges(spec: StoreSpec, n_tokens: int) -> list[int]:
     return [*edges, spec.n_ranges]
 
 
-def _batches(
-    lengths: np.ndarray, examples: range, tokens_per_batch: int
-) -> tuple[tuple[int, ...], ...]:
-    """Group one unit's examples by length, padding included in the budget."""
-    order = sorted(examples, key=lambda example: (-lengths[example], example))
-    batches: list[list[int]] = []
-    for example in order:
-        # The first of a batch is its longest, so it sets the padded width.
-        is_full = not batches or (
-            (len(batches[-1]) + 1) * lengths[batches[-1][0]] > tokens_per_batch
-        )
-        if is_full:
-            batches.append([])
-        batches[-1].append(example)
-    return tuple(map(tuple, batches))
-
-
 def _hash_sequences(sequences: Sequence[TokenSequence]) -> str:
     """Hash what the model reads, so that a store never mixes two sets of answers."""
     digest = hashlib.sha256()
@@ -298,8 +286,11 @@ def plan_extraction(
     edges = _unit_edges(spec, n_tokens)
     units = []
     for first, last in zip(edges[:-1], edges[1:], strict=True):
-        examples = range(*spec.range_examples[[first, last]].tolist())
-        batches = _batches(lengths, examples, config.tokens_per_batch)
+        begin, end = spec.range_examples[[first, last]].tolist()
+        batches = tuple(
+            tuple(begin + i for i in batch)
+            for batch in batches_of(lengths[begin:end], config.tokens_per_batch)
+        )
         units.append(Unit(ranges=range(first, last), batches=batches))
     return ExtractionPlan(spec=spec, units=tuple(units))
 

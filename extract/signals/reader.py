@@ -210,12 +210,8 @@ class SignalReader:
     @torch.no_grad()
     def _start(self, sequences: list[TokenSequence]) -> PendingSignals:
         lengths = [len(sequence.ids) for sequence in sequences]
-        n_tokens, window = max(lengths), self.backbone.max_length
-        if window is not None and n_tokens > window:
-            raise ValueError(
-                f"a sequence has {n_tokens} tokens, backbone {self.backbone.name!r} "
-                f"reads at most {window}; shorten the context or use another backbone"
-            )
+        n_tokens = max(lengths)
+        self.backbone.check_length(n_tokens)
         device, layout = self.backbone.device, self.backbone.layout
         ids = pad_batch([sequence.ids for sequence in sequences], device)
         targets = pad_batch([sequence.targets for sequence in sequences], device)

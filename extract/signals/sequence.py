@@ -4,6 +4,7 @@ Nothing here loads Torch.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -85,3 +86,27 @@ def first_read(context_start: int) -> int:
       context_start: where the context span starts, also if it is empty.
     """
     return int(context_start) if context_start >= _FEWEST_SPARED else 0
+
+
+def batches_of(
+    lengths: Sequence[int] | np.ndarray, tokens_per_batch: int
+) -> list[list[int]]:
+    """Group sequences by length, the longest first, padding included in the budget.
+
+    Args:
+      lengths: `[n_sequences]` tokens.
+      tokens_per_batch: a longer sequence is a batch of its own.
+
+    Returns:
+      Indices of the sequences of every batch.
+    """
+    batches: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        # The first of a batch is its longest, so it sets the padded width.
+        is_full = not batches or (
+            (len(batches[-1]) + 1) * lengths[batches[-1][0]] > tokens_per_batch
+        )
+        if is_full:
+            batches.append([])
+        batches[-1].append(i)
+    return batches
