@@ -8,9 +8,8 @@ a question of which no passage fits is not asked with context, but listed.
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from beatrice.extract.generate.generator import Generated
 from beatrice.extract.generate.prompts import (
     Prompt,
     PromptConfig,
@@ -27,6 +26,9 @@ from beatrice.extract.records import (
     Variant,
 )
 from beatrice.extract.run.directory import Preset
+
+if TYPE_CHECKING:
+    from beatrice.extract.generate.generator import Generated
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,7 +55,7 @@ class Request:
         """Return what identifies the answer: example, setting, variant."""
         return (self.example_id, self.setting, self.variant)
 
-    def answer(self, reply: Generated) -> Answer:
+    def answer(self, reply: "Generated") -> Answer:
         """Return a generated text as the answer to this request."""
         if reply.token_ids is None or (
             reply.finish == "stop" and reply.stop_id is None

@@ -32,7 +32,6 @@ import torch
 
 from beatrice.extract.backbone.layout import LayerPass
 from beatrice.extract.backbone.loading import Backbone, Outline, layer_values
-from beatrice.extract.backbone.twin import narrow_twin
 from beatrice.extract.signals import probability, residual
 from beatrice.extract.signals.attention import SpanReading, attend_alone, run_decoder
 from beatrice.extract.signals.batch import budget_for
@@ -367,7 +366,7 @@ def _check_pushes(
 ) -> None:
     """Compare summed pushes with the final norm applied to both ends."""
     # In float32, as the pushes are: the stream's dtype would round both ends.
-    norm = copy.deepcopy(backbone.layout.final_norm).float()
+    norm: Any = copy.deepcopy(backbone.layout.final_norm).float()
     rows = head.rows(targets)
     ends = (together.first, together.last)
     before, after = [(norm(state) * rows).sum(-1) for state in ends]
@@ -417,6 +416,8 @@ def require_readable(name: str, outline: Outline) -> None:
       name: of the checkpoint, as messages call it.
       outline: its config.
     """
+    from beatrice.extract.backbone.twin import narrow_twin  # scoring has no need of it
+
     try:
         model = narrow_twin(outline.config)
     # Transformers raises whatever comes first for sizes that do not fit each other.

@@ -8,6 +8,7 @@ vocabulary are kept as in an online softmax.
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -26,7 +27,8 @@ def _products_of_bfloat16() -> Iterator[None]:
     The products are exact and summed in float32, several times faster (AMX); a
     processor without such units multiplies as before. The setting is the process's.
     """
-    matmul = torch.backends.mkldnn.matmul
+    mkldnn: Any = torch.backends.mkldnn
+    matmul = mkldnn.matmul
     before = matmul.fp32_precision
     matmul.fp32_precision = "bf16"
     try:
@@ -99,7 +101,7 @@ class Head:
         return logits
 
 
-def head_of(model: torch.nn.Module) -> Head:
+def head_of(model: Any) -> Head:
     """Return the output side of a Transformers causal LM."""
     linear = model.get_output_embeddings()
     config = model.config.get_text_config()

@@ -8,7 +8,7 @@ survives it.
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Literal, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -32,8 +32,6 @@ from beatrice.extract.store.families import (
     check_layers,
     model_shapes,
 )
-
-FamilyName = Literal["hidden", "prob", "resid", "attn"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,7 +71,7 @@ class PendingSignals:
     """
 
     hidden: torch.Tensor
-    scalars: dict[FamilyName, torch.Tensor]
+    scalars: dict[str, torch.Tensor]
     hidden_rows: list[slice]
     rows: list[slice]
     firsts: list[int]
@@ -163,7 +161,7 @@ class SignalReader:
         return {"model": self.backbone.revision, "dtype": str(self.backbone.dtype)}
 
     @property
-    def shapes(self) -> dict[FamilyName, tuple[int, ...]]:
+    def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of one token's reading, per family."""
         every = model_shapes(
             d_model=self.backbone.d_model,

@@ -59,7 +59,7 @@ def sequence_of(
     emitted nothing we know, and is outside in both.
     """
     n_prompt, n_answer = len(answer.prompt_ids), len(answer.token_ids)
-    context, is_cut = answer.context_span, answer.stop_id is None
+    context = answer.context_span
     if not 0 <= context[0] <= context[1] <= n_prompt - 1:
         raise ValueError(
             f"answer {answer.key}: expected a context span before the last of "
@@ -67,10 +67,11 @@ def sequence_of(
         )
     ids = np.array(answer.prompt_ids + answer.token_ids, dtype=np.int64)
     start = {"emitting": n_prompt - 1, "literal": n_prompt}[answer_span]
-    stop = max(start, n_prompt + n_answer - int(is_cut))
+    stop = max(start, n_prompt + n_answer - int(answer.stop_id is None))
+    last = ids[-1] if answer.stop_id is None else answer.stop_id
     return TokenSequence(
         ids=ids,
-        targets=np.append(ids[1:], ids[-1] if is_cut else answer.stop_id),
+        targets=np.append(ids[1:], last),
         spans=np.array([context, (context[1], start), (start, stop)]),
     )
 

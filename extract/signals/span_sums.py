@@ -270,7 +270,7 @@ def span_sums(
             # The skinny operand comes first: the other order is six times slower.
             by_row[kind, ..., start:stop] = is_key @ values.mT
             by_key[kind, ..., :n_seen] += is_row @ values
-        if value is not None:
+        if value is not None and attended is not None:
             attended[:, at] = _attended(pair[0], value)
     return by_row, by_key, attended
 
