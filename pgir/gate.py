@@ -118,10 +118,9 @@ class Gate:
 
     def __init__(self, scorer: Scorer, threshold: float) -> None:
         """Take the detector and its threshold."""
-        if not all(hasattr(scorer, name) for name in ("answer", "score", "score_many")):
-            raise argument_error(
-                "scorer", "a Scorer, such as `beatrice.load(run)`", scorer
-            )
+        scorer = getattr(scorer, "scorer", scorer)  # that of a Probe
+        if not all(hasattr(scorer, name) for name in ("answer_and_score", "score")):
+            raise argument_error("scorer", "a Probe, as `beatrice.load(run)`", scorer)
         self.scorer = scorer
         self.threshold = as_probability(threshold, "threshold")
         self._lock = threading.Lock()
@@ -163,16 +162,15 @@ class Gate:
         if not questions:
             return []
         with self._lock:
-            answers = self.scorer.answer(questions)
-        scores = self.scorer.score_many(list(zip(questions, answers, strict=True)))
+            scores = self.scorer.answer_and_score(questions)
         return [
             Draft(
                 question=question,
-                answer=answer,
+                answer=score.text or "",
                 p_correct=score.p_correct,
                 decision=self._decide(score.p_correct),
             )
-            for question, answer, score in zip(questions, answers, scores, strict=True)
+            for question, score in zip(questions, scores, strict=True)
         ]
 
     def should_retrieve(self, question: str) -> bool:
