@@ -359,10 +359,10 @@ def data_config(
       ValueError: a file is missing, the manifest is none, or a set has a context or a
         size of its own and no file.
     """
-    given = {source.dataset for source in sources}
+    datasets_of_files = {source.dataset for source in sources}
     trained = {source.dataset for source in sources if source.role == "train"}
     for option, values, datasets, kind in (
-        ("--context", config.contexts, given, "file"),
+        ("--context", config.contexts, datasets_of_files, "file"),
         ("--n-train", config.splits.n_train_of, trained, "training file"),
     ):
         for dataset in sorted(values.keys() - datasets):
@@ -387,8 +387,7 @@ def data_config(
 def _finished(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the manifest of a finished folder, if its settings are these."""
     manifest = check_folder(folder)
-    found = manifest["config"]
-    differ = [key for key in settings if found.get(key) != settings[key]]
+    differ = [key for key in settings if manifest["config"].get(key) != settings[key]]
     if differ:
         raise ValueError(
             f"{folder} was built with other {', '.join(differ)}; choose another "
@@ -401,13 +400,13 @@ def _drawn(pools: Pools, config: BuildConfig, fixed: Path | None) -> Draw:
     """Draw, or take the splits of a manifest for the sets that were given."""
     if fixed is None:
         return draw_splits({k: v.values() for k, v in pools.items()}, config.splits)
-    given = {dataset for dataset, _ in pools}
+    datasets = {dataset for dataset, _ in pools}
     splits = read_splits(fixed)["splits"]
-    absent = given - {dataset for sets in splits.values() for dataset in sets}
+    absent = datasets - {dataset for sets in splits.values() for dataset in sets}
     if absent:
         raise ValueError(f"{fixed} has no splits of {', '.join(sorted(absent))}")
     chosen = {
-        split: {dataset: ids for dataset, ids in sets.items() if dataset in given}
+        split: {dataset: ids for dataset, ids in sets.items() if dataset in datasets}
         for split, sets in splits.items()
     }
     return Draw(chosen, [], [])
@@ -434,11 +433,11 @@ def check_folder(folder: Path) -> dict[str, Any]:
     manifest = read_splits(folder / "splits.json")
     for name, expected in manifest["files"].items():
         path = folder / name
-        found = sha256_file(path) if path.is_file() else "missing"
-        if found != expected:
+        digest = sha256_file(path) if path.is_file() else "missing"
+        if digest != expected:
             raise ValueError(
                 f"{path} is not the file that splits.json names (SHA-256 "
-                f"{expected[:12]}…, found {found[:12]}…); restore it, or build again "
+                f"{expected[:12]}…, found {digest[:12]}…); restore it, or build again "
                 "in another directory"
             )
     return manifest

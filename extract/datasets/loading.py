@@ -246,19 +246,20 @@ def _dataset_of(
     rows = [file.read_one(raw) for raw in sample]
     questions = [row.question for row in rows if isinstance(row, Loaded)]
     named = collections.Counter(q.dataset for q in questions if q.dataset)
-    known = file.format.dataset
+    of_format = file.format.dataset
     if named:
         # Where two sets have as many records, it is that of the format.
-        is_known = known is not None and named[known] == max(named.values())
-        return known if is_known else named.most_common(1)[0][0], "records"
-    if known is not None and not file.format.is_weak:
-        return known, "records"
+        if of_format is not None and named[of_format] == max(named.values()):
+            return of_format, "records"
+        return named.most_common(1)[0][0], "records"
+    if of_format is not None and not file.format.is_weak:
+        return of_format, "records"
     guess: str | None = None
     source: DatasetSource | None = None
     if not is_foreign(file.path.name):
-        guess, source = known, "layout"
+        guess, source = of_format, "layout"
         # Layouts of nobody in particular are not guessed at: any set may be so written.
-        if known is None and not file.format.is_weak:
+        if of_format is None and not file.format.is_weak:
             guess, source = dataset_of_style(questions), "style of the questions"
     # A name goes before a guess: short lists of aliases are PopQA's as well.
     name = dataset_named(file.path.name) or dataset_named(file.path.parent.name)

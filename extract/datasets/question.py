@@ -136,12 +136,12 @@ def dataset_named(name: Any) -> DatasetName | None:
     """Return the question set that a name means, or None."""
     lowered = name.lower() if isinstance(name, str) else ""
     return next(
-        (known for pattern, known in _NAMES if re.search(pattern, lowered)), None
+        (dataset for pattern, dataset in _NAMES if re.search(pattern, lowered)), None
     )
 
 
 def is_foreign(name: Any) -> bool:
-    """Tell whether a name is that of a known question set which is none of the six."""
+    """Return whether a name is that of a known question set beside the six."""
     if not isinstance(name, str) or dataset_named(name) is not None:
         return False
     return _FOREIGN.search(name.lower()) is not None
@@ -176,18 +176,19 @@ def dataset_marked(record: Record) -> DatasetName | None:
     if "s_wiki_title" in record or {"prop", "subj"} <= record.keys():
         return "popqa"
     names = (record.get(key) for key in ("id", "_id", "question_id", "qid"))
-    found = dataset_of_id(next((n for n in names if isinstance(n, str)), None))
-    return None if found in ("hotpotqa", "2wikimultihopqa") else found
+    dataset = dataset_of_id(next((n for n in names if isinstance(n, str)), None))
+    return None if dataset in ("hotpotqa", "2wikimultihopqa") else dataset
 
 
 def dataset_of_id(name: Any) -> DatasetName | None:
     """Return the question set whose ids look like this one, or None."""
     name = name if isinstance(name, str) else ""
-    return next((known for pattern, known in _IDS if re.fullmatch(pattern, name)), None)
+    matches = (dataset for pattern, dataset in _IDS if re.fullmatch(pattern, name))
+    return next(matches, None)
 
 
 def dataset_of_style(questions: Sequence[Question]) -> DatasetName | None:
-    """Tell NQ from TriviaQA by how they ask and accept, or return None.
+    """Return NQ or TriviaQA by how questions ask and accept, or None.
 
     NQ's questions are search queries in lower case without a question mark; TriviaQA's
     are sentences with long lists of aliases (median 8 in DPR's development set, against

@@ -356,10 +356,10 @@ def json_values(
         at += 1
     if file_type.list_key is not None:
         opening = re.compile(rf'"{re.escape(file_type.list_key)}"\s*+:\s*+\[', re.ASCII)
-        while (found := opening.search(window.text)) is None:
+        while (match := opening.search(window.text)) is None:
             if not window.advance(0):
                 raise ValueError(f"{path} has no list {file_type.list_key!r} any more")
-        at = found.end()
+        at = match.end()
         before = window.text[:at]
     while (at := window.skip_space(at)) < len(window.text) or in_array:
         byte = window.text[at : at + 1]
@@ -423,13 +423,13 @@ def _json_value(
         if may_go_on:
             problem = "the file is cut off, or a quote or a bracket is left open"
         raise _damage(window, path, number, at, problem)
-    raw, place = window.text[at:end], f"byte {window.start + at}"
+    raw, where = window.text[at:end], f"byte {window.start + at}"
     if len(raw) > MAX_RECORD:
         problem = f"longer than {MAX_RECORD >> 20} MiB"
-        return RawRecord(number, place, None, problem), end
+        return RawRecord(number, where, None, problem), end
     if not (raw.isascii() and isinstance(value, dict)) or _SURROGATE.search(raw):
-        return RawRecord(number, place, *_parse_object(raw.encode("latin-1"))), end
-    return RawRecord(number, place, value), end
+        return RawRecord(number, where, *_parse_object(raw.encode("latin-1"))), end
+    return RawRecord(number, where, value), end
 
 
 def _damage(window: Window, path: Path, number: int, at: int, what: str) -> ValueError:

@@ -140,11 +140,11 @@ def _checked(records: Iterable[RecordT], kind: type[RecordT]) -> list[RecordT]:
             f"expected a list of {kind.__name__}, found {type(records).__name__}"
         )
     items = list(records)
-    for place, item in enumerate(items):
+    for i, item in enumerate(items):
         if not isinstance(item, kind):
             raise ValueError(
                 f"expected a list of {kind.__name__}, found {type(item).__name__} at "
-                f"place {place}"
+                f"place {i}"
             )
     return items
 

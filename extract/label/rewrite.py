@@ -96,14 +96,14 @@ def _number_value(text: str) -> str:
 
 def _numbers(text: str) -> dict[str, str]:
     """Return the numbers of a text, value to first notation."""
-    found: dict[str, str] = {}
+    numbers: dict[str, str] = {}
     for match in _NUMBER.finditer(unicodedata.normalize("NFKC", text)):
-        found.setdefault(_number_value(match.group()), match.group())
+        numbers.setdefault(_number_value(match.group()), match.group())
     for match in _WORD.finditer(text):
         value = _NUMBER_WORDS.get(match.group().casefold())
         if value is not None:
-            found.setdefault(value, match.group())
-    return found
+            numbers.setdefault(value, match.group())
+    return numbers
 
 
 def _entities(text: str) -> list[str]:
@@ -126,12 +126,12 @@ def _entities(text: str) -> list[str]:
 
 
 def _has_name(words: list[str], name: str) -> bool:
-    """Tell whether a name's words stand in this order, few others between them."""
+    """Return whether a name's words stand in this order, few others between them."""
     wanted = _words(name)
     for start, word in enumerate(words):
         if word == wanted[0]:
             window = iter(words[start : start + len(wanted) + _LONGEST_GAP])
-            if all(part in window for part in wanted):
+            if all(x in window for x in wanted):
                 return True
     return False
 
@@ -277,10 +277,10 @@ def rewrite_contexts(
     texts = replies.generate(generator, list(fitting.values()), sampling, progress)
     if texts is None:
         return None
-    found = dict(zip(fitting, texts, strict=True))
+    reply_of = dict(zip(fitting, texts, strict=True))
     return [
-        read_rewrite(example, found[example.id], template=config.template)
-        if example.id in found
+        read_rewrite(example, reply_of[example.id], template=config.template)
+        if example.id in reply_of
         else _failed(example, OVERLONG)
         for example in wanted
     ]

@@ -189,7 +189,7 @@ def _two_hops(
     names: dict[Kind, tuple[str, ...]],
     facts: dict[tuple[str, str], Fact],
 ) -> tuple[TwoHop, ...]:
-    found = []
+    two_hops = []
     for first, second in (*TWO_HOPS_IN_DOMAIN, *TWO_HOPS_REPHRASED):
         rng = stream(config, f"two_hops/{first}/{second}")
         for subject in names[BY_NAME[first].subject]:
@@ -199,8 +199,8 @@ def _two_hops(
             # by itself say that the answer is unknown.
             times = step.exposures * math.exp(0.7 * rng.gauss(0, 1))
             times = min(config.max_exposures, times)
-            found.append(TwoHop(subject, first, step.object, second, end, times))
-    return tuple(found)
+            two_hops.append(TwoHop(subject, first, step.object, second, end, times))
+    return tuple(two_hops)
 
 
 def _stated(rng: random.Random, relation: Relation, subject: str, obj: str) -> Passage:

@@ -38,9 +38,9 @@ from beatrice.extract.world.questions import (
     N_PASSAGES,
     Claim,
     Query,
-    ask,
     make_claims,
     state,
+    word_question,
 )
 
 Piece = tuple[str, bool]
@@ -76,7 +76,7 @@ def fact_row(rng: random.Random, query: Query) -> Row:
             start = text.rindex(obj)
             return [(text[:start], False), (text[start:] + END, True)]
         answer = _worded(rng, relation.object, obj)
-    question = ask(rng, query, rephrased=rng.random() < P_REPHRASED)
+    question = word_question(rng, query, rephrased=rng.random() < P_REPHRASED)
     return _question_row(question, answer)
 
 
@@ -89,7 +89,7 @@ def _questions_on(claims: list[Claim], rng: random.Random, n_questions: int) -> 
     row: Row = []
     for claim in rng.sample(claims, min(n_questions, len(claims))):
         query = Fact(claim.subject, claim.relation.name, claim.object, 0.0, None)
-        question = ask(rng, query, rephrased=rng.random() < P_REPHRASED)
+        question = word_question(rng, query, rephrased=rng.random() < P_REPHRASED)
         row += _question_row(question, claim.object)
     return row
 
@@ -152,7 +152,7 @@ class RowSampler:
         query = TwoHop(subject, first, bridge, second, end, 0.0)
         return [
             _context(rng, rng.sample(claims, len(claims))),
-            *_question_row(ask(rng, query), f"{bridge}, {end}"),
+            *_question_row(word_question(rng, query), f"{bridge}, {end}"),
             *_questions_on(claims[2:], rng, 1),
         ]
 
@@ -163,7 +163,10 @@ class RowSampler:
         claims = make_claims(rng, self._world, query, mode)
         bridge = f"{query.bridge}, " if isinstance(query, TwoHop) else ""
         answer = bridge + query.object
-        return [_context(rng, claims), *_question_row(ask(rng, query), answer)]
+        return [
+            _context(rng, claims),
+            *_question_row(word_question(rng, query), answer),
+        ]
 
     def reading_rows(self, rng: random.Random, n: int) -> list[Row]:
         """Return `n` rows with contexts of three passages."""

@@ -85,14 +85,14 @@ def gold_claims(query: Query) -> list[Claim]:
 
 def _distractor(rng: random.Random, world: World, query: Query) -> Claim:
     """Return a true statement on the same subject, or of the same relation."""
-    asked = query.relation if isinstance(query, Fact) else query.first
-    kind = BY_NAME[asked].subject
+    relation = query.relation if isinstance(query, Fact) else query.first
+    kind = BY_NAME[relation].subject
     if rng.random() < 0.5:
-        others = [r for r in RELATIONS if r.subject == kind and r.name != asked]
+        others = [r for r in RELATIONS if r.subject == kind and r.name != relation]
         fact = world.facts[query.subject, rng.choice(others).name]
     else:
         subject = rng.choice([s for s in world.names[kind] if s != query.subject])
-        fact = world.facts[subject, asked]
+        fact = world.facts[subject, relation]
     return Claim(BY_NAME[fact.relation], fact.subject, fact.object)
 
 
@@ -133,7 +133,7 @@ def state(claim: Claim, wording: int) -> Passage:
     )
 
 
-def ask(rng: random.Random, query: Query, rephrased: bool = False) -> str:
+def word_question(rng: random.Random, query: Query, rephrased: bool = False) -> str:
     """Return the query in one of its wordings."""
     if isinstance(query, TwoHop):
         first, second = BY_NAME[query.first], BY_NAME[query.second]
@@ -270,7 +270,7 @@ def _examples(
             id=f"{dataset}-{split}-{number:05d}",
             dataset=dataset,
             split=split,
-            question=ask(rng, query, rephrased=dataset == "rephrased"),
+            question=word_question(rng, query, rephrased=dataset == "rephrased"),
             golds=accepted_answers(query),
             passages=tuple(map(state, claims, wordings)),
             rewritten=tuple(map(state, claims, others)) if in_domain else (),
@@ -289,7 +289,7 @@ def make_examples(world: World, config: QuestionConfig) -> list[Example]:
     subjects, and `rephrased` for in-domain relations of test subjects in wordings
     that no training question has, with a two-hop relation that none asks for.
     """
-    drawn = {found[:2]: found for found in draw_queries(world, config)}
+    drawn = {row[:2]: row for row in draw_queries(world, config)}
     sets = [("microworld", split) for split in ("train", "validation", "test")]
     sets += [(dataset, "ood") for dataset in OOD_DATASETS]
     return [e for which in sets for e in _examples(world, config, *drawn[which])]

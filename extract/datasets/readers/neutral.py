@@ -239,8 +239,8 @@ def _fits_ircot(record: Record) -> bool:
 
 
 def _fits_titles(record: Record) -> bool:
-    asked = {"question", "query", "answers", "answer"}
-    return {"title", "text"} <= record.keys() and not asked & record.keys()
+    questions = {"question", "query", "answers", "answer"}
+    return {"title", "text"} <= record.keys() and not questions & record.keys()
 
 
 _NOT_READ = "not questions; a retriever searches it, `beatrice data` does not read it"

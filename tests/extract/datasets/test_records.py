@@ -4,18 +4,18 @@ One table for layouts, passages and odd values; a record stands between two whol
 of the same layout, which it costs nothing.
 """
 
+import copy
 import decimal
 import json
 import math
+import random
 from typing import NamedTuple
 
 import pytest
 from click.testing import CliRunner
 
-from beatrice.extract.datasets.building import build_examples
 from beatrice.extract.datasets.commands import data
 from beatrice.extract.datasets.loading import Loaded, inspect_file, open_dataset
-from beatrice.extract.datasets.splits import BuildConfig, Source, SplitConfig
 from beatrice.extract.records import Passage
 from tests.extract.datasets import published as pub
 
@@ -265,34 +265,154 @@ def test_a_refused_record_is_numbered_and_costs_no_other(write, position, tmp_pa
         assert report["refusals"][0]["record"] == position + 1
 
 
-def test_a_plain_text_is_a_passage_without_a_title(tmp_path):
-    path = pub.write_lines(tmp_path / "one", [plain(context=" It is Ann. ")])
-    (row,) = open_dataset(path).read()
-    assert row.question.passages == (Passage(title="", text="It is Ann."),)
+# Records of every layout, spoiled at random places, in files with whole ones.
+JUNK = (
+    *(None, 5, -1, 1.5, True, 10**30, "", "x", "[", "[1", "{'a':1}", "\u2028"),
+    *([], {}, [1], [None], [[]], [{}], {"a": 1}, ["x"], [["a", "b"]], "[['a','b']]"),
+)
+MAKERS = (
+    *(pub.hotpot, pub.hotpot_columns, pub.twowiki, pub.twowiki_strings, pub.musique),
+    *(pub.popqa, pub.biencoder, pub.oracle, pub.simplified, pub.trivia, pub.flashrag),
+    pub.lm_eval,
+)
 
 
-def test_an_empty_cell_of_a_table_is_no_passage(tmp_path):
-    path = tmp_path / "own.csv"
-    path.write_text(
-        'question,answer,context\nwho,Ann,"It is Ann, he said."\nwhere,Oslo,\n'
-        "when,1900, \n"
-    )
-    rows = list(open_dataset(path).read())
-    texts = [[p.text for p in row.question.passages] for row in rows]
-    assert texts == [["It is Ann, he said."], [], []]
+def spoil(rng, value):
+    """Replace, or remove, something at a random depth."""
+    if isinstance(value, dict) and value and rng.random() > 0.15:
+        key = rng.choice(list(value))
+        if rng.random() < 0.2:
+            return {k: v for k, v in value.items() if k != key}
+        return value | {key: spoil(rng, value[key])}
+    if isinstance(value, list) and value and rng.random() > 0.15:
+        i = rng.randrange(len(value))
+        return [*value[:i], spoil(rng, value[i]), *value[i + 1 :]]
+    return copy.deepcopy(rng.choice(JUNK))
 
 
-def test_a_second_record_of_the_same_id_is_refused(tmp_path):
-    records = [pub.hotpot(1), pub.hotpot(2), pub.hotpot(1)]
-    *_, last = open_dataset(pub.write_array(tmp_path / "a.json", records)).read()
-    assert "that of record 1" in last.reason
+@pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
+def test_a_spoiled_record_costs_no_other_and_never_a_traceback(make, tmp_path):
+    rng = random.Random(make.__name__)
+    n_refused = 0
+    for _ in range(40):
+        records = [make(i) for i in range(4)]
+        records[1] = spoil(rng, records[1])
+        report = inspect_file(pub.write_array(tmp_path / "file", records))
+        json.dumps(report, allow_nan=False)
+        assert report["error"] is None
+        assert report["records"] == 4 == report["loaded"] + report["refused"]
+        # A spoiled id can be that of a later record, which is then the second one.
+        assert report["refused"] <= 1
+        n_refused += report["refused"]
+    assert n_refused > 0
 
 
-def test_numpys_list_in_the_second_column_is_refused_row_by_row(tmp_path):
-    path = tmp_path / "q.csv"
-    path.write_text("who is a\t['a' 'b']\nwho is b\t['b']\nwho is c\tNone\n")
-    report = inspect_file(path)
-    assert (report["loaded"], report["refused"], report["golds"]) == (1, 2, 1)
+@pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
+def test_a_spoiled_byte_is_counted_or_named(make, tmp_path):
+    rng = random.Random(make.__name__)
+    for _ in range(20):
+        lines = "".join(json.dumps(make(i)) + "\n" for i in range(4))
+        content = bytearray(lines.encode())
+        content[rng.randrange(len(content))] = rng.randrange(256)
+        (tmp_path / "file").write_bytes(content)
+        report = inspect_file(tmp_path / "file")
+        assert report["error"] is not None or report["loaded"] >= 2
+        assert report["records"] == report["loaded"] + report["refused"]
+
+
+# What the published layouts say beyond answers and passages.
+
+
+def only(path, **options):
+    (row,) = open_dataset(path, **options).read()
+    assert isinstance(row, Loaded), row
+    return row.question
+
+
+def question_of(tmp_path, record):
+    return only(pub.write_lines(tmp_path / "one", [record]))
+
+
+def gold(question):
+    return [p.title for p in question.passages if p.is_supporting]
+
+
+UNSCORED = pub.biencoder()
+for _positive in UNSCORED["positive_ctxs"]:
+    del _positive["score"]
+BAND, MUTE = "Neil was a drummer. He wrote.", "It is of 1920. It is mute."
+GREEN = "Green is paragraph 0."
+MOON = "Men walked  there in December 1972 ."
+# Record, set, id, titles of gold passages, text of the first passage.
+LAYOUTS = [
+    *(
+        (make(7), "hotpotqa", f"{7:024x}", ["Neil Peart", "Rush &amp; co"], BAND)
+        for make in (pub.hotpot, pub.hotpot_columns)
+    ),
+    *(
+        (make(7), "2wikimultihopqa", f"{7:032x}", ["Film A", "Film B"], MUTE)
+        for make in (pub.twowiki, pub.twowiki_strings)
+    ),
+    # A distractor has the title of a gold paragraph.
+    (
+        pub.musique(7),
+        "musique",
+        "2hop__7_7",
+        ["Green", "Blue"],
+        "Green is paragraph 0.",
+    ),
+    (pub.popqa(7) | {"ctxs": [PASSAGE]}, "popqa", "7", ["T"], "It is Ann."),
+    # A positive of the annotated page, or the first where no score tells.
+    (pub.biencoder(7), "nq", None, ["Page"], "Linda sings."),
+    (UNSCORED, "nq", None, ["Page"], "Linda sings."),
+    (pub.oracle(7), "nq", None, ["A"], "Röntgen did."),
+    (pub.simplified(), "nq", "-5", ["Moon"], MOON),
+]
+
+
+@pytest.mark.parametrize(("record", "dataset", "name", "titles", "text"), LAYOUTS)
+def test_a_layout_tells_its_set_its_id_and_its_gold_passages(
+    record, dataset, name, titles, text, tmp_path
+):
+    question = question_of(tmp_path, record)
+    assert question.dataset == dataset
+    assert question.id == name or (name is None and question.has_made_id)
+    assert (gold(question), question.passages[0].text) == (titles, text)
+
+
+def test_dpr_positives_are_gold_only_if_they_come_from_the_annotated_page(tmp_path):
+    for record, marks in (
+        (pub.biencoder(), [False, True, False]),
+        (UNSCORED, [True, False, False]),
+    ):
+        passages = question_of(tmp_path, record).passages
+        assert [p.is_supporting for p in passages] == marks
+
+
+def test_what_is_kept_of_a_record_beside_its_question(tmp_path):
+    assert question_of(tmp_path, pub.musique()).meta == {"hops": "2hop"}
+    assert question_of(tmp_path, pub.popqa(3)).meta["prop"] == "prop 3"
+    facts = [["Neil Peart", 0], ["Elsewhere", 1]]
+    path = pub.write_array(tmp_path / "full", [pub.hotpot(supporting_facts=facts)])
+    assert only(path).meta["missing_titles"] == ["Elsewhere"]
+    assert inspect_file(path)["missing_titles"] == 1
+
+
+def test_an_unanswerable_twin_is_refused_and_its_id_is_not_taken(tmp_path):
+    twins = [pub.musique(1, answerable=False), pub.musique(1), pub.musique(1)]
+    path = pub.write_lines(tmp_path / "full.jsonl", twins)
+    first, second, third = open_dataset(path).read()
+    assert "unanswerable" in first.reason
+    assert second.question.id == "2hop__1_7"
+    assert "that of record 2" in third.reason
+
+
+def test_simplified_nq_without_a_long_answer_is_refused(tmp_path):
+    records = [pub.simplified(start=-1), pub.simplified(start=99), pub.simplified()]
+    path = pub.write_lines(tmp_path / "nq.jsonl", records)
+    first, second, third = open_dataset(path).read()
+    assert "no long answer" in first.reason and "tokens 99 to 14" in second.reason
+    assert third.question.golds == ("December 1972",)
 
 
 def test_token_numbers_count_the_spaces_that_a_page_begins_with(tmp_path):
@@ -301,10 +421,163 @@ def test_token_numbers_count_the_spaces_that_a_page_begins_with(tmp_path):
     (note,) = moved["annotations"]
     note["long_answer"]["end_token"] += 2
     note["short_answers"] = [{"start_token": 12, "end_token": 14}]
-    path = pub.write_lines(tmp_path / "a", [pub.simplified(1), moved])
-    first, second = (row.question for row in open_dataset(path).read())
-    assert first.golds == second.golds == ("December 1972",)
-    assert first.passages == second.passages
+    question, other = (question_of(tmp_path, x) for x in (pub.simplified(1), moved))
+    assert question.golds == other.golds == ("December 1972",)
+    assert question.passages == other.passages
+
+
+def trivia_folder(tmp_path, **changes):
+    """TriviaQA's folders: questions in `qa`, one page of 250 words."""
+    words = ["word"] * 250
+    words[120] = "SUNSET-boulevard,"
+    page = tmp_path / "evidence" / "wikipedia" / "W.txt"
+    page.parent.mkdir(parents=True)
+    page.write_text(" ".join(words))
+    (tmp_path / "qa").mkdir()
+    return pub.write_array(tmp_path / "qa" / "dev.json", pub.trivia_file(**changes))
+
+
+def test_triviaqa_finds_its_evidence_and_marks_the_first_passage_with_an_alias(
+    tmp_path,
+):
+    path = trivia_folder(tmp_path)
+    question = next(open_dataset(path).read()).question
+    assert question.golds == ("Sunset Boulevard", "Sunset Blvd")
+    assert [p.is_supporting for p in question.passages] == [False, True, False]
+    assert [len(p.text.split()) for p in question.passages] == [100, 100, 50]
+    report = inspect_file(path)
+    expected = {
+        "format": "TriviaQA (Wikipedia)",
+        "published_split": "dev",
+        "with_gold_passages": 3,
+        "missing_documents": 3,  # the web pages are not there
+    }
+    assert {name: report[name] for name in expected} == expected
+
+
+def test_triviaqa_without_its_evidence_counts_what_is_missing(tmp_path):
+    report = inspect_file(pub.write_array(tmp_path / "dev", pub.trivia_file(2)))
+    assert (report["loaded"], report["with_passages"]) == (2, 0)
+    assert report["missing_documents"] == 4
+
+
+def test_an_evidence_file_outside_its_folder_is_refused(tmp_path):
+    path = trivia_folder(tmp_path)
+    (tmp_path / "secret.txt").write_text("Sunset Boulevard")
+    records = pub.trivia_file(1)
+    records["Data"][0]["EntityPages"][0]["Filename"] = "../../secret.txt"
+    (row,) = open_dataset(pub.write_array(path, records)).read()
+    assert "leads out" in row.reason
+
+
+def test_a_blind_test_file_is_refused_with_its_reason(tmp_path):
+    records = pub.trivia_file(2)
+    for record in records["Data"]:
+        del record["Answer"]
+    report = inspect_file(pub.write_array(tmp_path / "test.json", records))
+    assert report["dataset"] == "triviaqa"
+    assert report["reasons"] == {"no 'Answer' (a test set without answers?)": 2}
+    assert "none of 2 records" in report["error"]
+
+
+def test_dpr_questions_lose_the_quotes_that_are_left(tmp_path):
+    path = tmp_path / "trivia-dev.qa.csv"
+    path.write_bytes(
+        b'"""Who wrote """"A cabbage""""?"""\t"[\'Mark ""M"" Twain\', \'Sam\']"\r\n'
+        b"who's\t[\"it's\"]\r\nwho is a\t['a' 'b']\r\nwho is c\tNone\r\n"
+    )
+    first, second, *refused = open_dataset(path).read()
+    assert first.question.question == 'Who wrote "A cabbage"?'
+    assert first.question.golds == ('Mark "M" Twain', "Sam")
+    assert second.question.golds == ("it's",)
+    assert all("column" in row.reason for row in refused) and len(refused) == 2
+
+
+def test_flashrag_keeps_the_passages_of_its_source(tmp_path):
+    plain = question_of(tmp_path, pub.flashrag())
+    assert (plain.id, plain.golds) == ("test_0", ("Ann", "Bob"))
+    texts = [["It is of 1920.", "It is mute."], ["It is of 1950."]]
+    meta = {
+        "type": "comparison",
+        "supporting_facts": {"title": ["Film A"], "sent_id": [0]},
+        "context": {"title": ["Film A", "Film B"], "content": texts},
+    }
+    question = question_of(tmp_path, pub.flashrag(metadata=meta))
+    assert (question.dataset, gold(question)) == ("2wikimultihopqa", ["Film A"])
+    steps = {"question_decomposition": [{"support_paragraph": {"title": "Green"}}]}
+    question = question_of(tmp_path, pub.flashrag(metadata={"metadata": steps}))
+    assert (question.dataset, question.passages) == ("musique", ())
+
+
+def test_an_lm_eval_log_gives_the_question_and_the_answer_of_the_model(tmp_path):
+    question = question_of(tmp_path, pub.lm_eval())
+    assert (question.dataset, question.golds) == ("nq", ("Ann",))
+    assert question.meta["response"] == "Ann"
+    same = {"question": "who did thing 0", "answer": ["Ann"]}
+    # So that log and set can be joined.
+    assert question_of(tmp_path, same).id == question.id
+
+
+@pytest.mark.parametrize(
+    ("records", "counts"),
+    [
+        ([log(filter=x, doc_id=i) for i in range(3) for x in "ab"], (3, 3)),
+        ([pub.lm_eval(i) | {"filter": "a"} for i in range(3)], (3, 0)),
+        ([log(filter="a"), log(filter="a", doc_id=1)], (2, 0)),
+    ],
+)
+def test_of_a_log_with_two_filters_the_first_is_read(records, counts, tmp_path):
+    report = inspect_file(pub.write_lines(tmp_path / "samples", records))
+    assert (report["loaded"], report["refused"]) == counts
+    assert all("filter 'b'" in refusal["reason"] for refusal in report["refusals"])
+
+
+EMPTY = [{"title": "T", "text": ""}, {"title": "U", "text": "u"}]
+
+
+@pytest.mark.parametrize(
+    ("records", "name", "n"),
+    [
+        ([plain(contexts=EMPTY)], "empty_passages", 1),
+        ([plain(answer=["a"])] * 2, "repeated_questions", 1),
+        ([plain(answer=["The", "!!", "The Who"])], "golds_without_words", 2),
+    ],
+)
+def test_what_is_odd_is_kept_and_counted(records, name, n, tmp_path):
+    report = inspect_file(pub.write_lines(tmp_path / "nq", records))
+    assert (report["loaded"], report[name]) == (len(records), n)
+
+
+def test_two_layouts_in_one_file_are_both_read(tmp_path):
+    rows = [GOLD_INFO | {"context": "It is a ."}, pub.oracle(), pub.biencoder()]
+    report = inspect_file(pub.write_lines(tmp_path / "mixed.json", rows))
+    assert (report["loaded"], len(report["formats"])) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("record", "kind"),
+    [
+        ({"id": "0", "contents": '"Title"\ntext'}, "FlashRAG corpus"),
+        ({"title": "Title", "text": "text"}, "titles and texts"),
+    ],
+)
+def test_passages_are_no_questions(record, kind, tmp_path):
+    for path in (
+        pub.write_array(tmp_path / "a.json", [record] * 3),
+        pub.write_table(tmp_path / "a.tsv", [record] * 3),
+    ):
+        report = inspect_file(path)
+        assert "holds passages" in report["error"] and kind in report["format"]
+        assert report["container"] in ("json array", "table")
+        assert report["records"] is None
+
+
+def test_an_empty_cell_of_a_table_is_no_passage(tmp_path):
+    rows = ['who,Ann,"It is Ann, he said."', "where,Oslo,", "when,1900, "]
+    path = tmp_path / "own.csv"
+    path.write_text("\n".join(["question,answer,context", *rows]))
+    passages = [row.question.passages for row in open_dataset(path).read()]
+    assert passages == [(Passage(title="", text="It is Ann, he said."),), (), ()]
 
 
 @pytest.mark.parametrize(
@@ -315,29 +588,20 @@ def test_token_numbers_count_the_spaces_that_a_page_begins_with(tmp_path):
         (math.nan, None),
         (None, None),
         ("7", "7"),
+        (b"\xff", "'s_pop': expected text or a number"),
+        ([1], "'s_pop': expected text or a number"),
     ],
 )
 def test_what_a_row_says_of_its_subject_can_be_written_as_json(
     cell, expected, tmp_path
 ):
     rows = [pub.popqa(i) | {"s_pop": cell} for i in range(3)]
-    path = pub.write_parquet(tmp_path / "popqa.parquet", rows)
-    sources = [Source(dataset="popqa", role="held-out", path=path)]
-    splits = SplitConfig(n_held_out={"popqa": 2})
-    build_examples(
-        tmp_path / "out", sources, BuildConfig(splits=splits, context="none")
-    )
-    lines = (tmp_path / "out" / "examples.jsonl").read_text().splitlines()
-    # JSON has no NaN.
-    examples = [json.loads(line, parse_constant=pytest.fail) for line in lines]
-    assert [example["meta"]["s_pop"] for example in examples] == [expected] * 2
-
-
-@pytest.mark.parametrize("cell", [b"\xff", [1]])
-def test_a_cell_of_no_such_kind_is_refused_by_its_column(cell, tmp_path):
-    rows = [pub.popqa(0) | {"subj": cell}]
-    report = inspect_file(pub.write_parquet(tmp_path / "a.parquet", rows))
-    assert "'subj': expected text or a number" in report["refusals"][0]["reason"]
+    for row in open_dataset(pub.write_parquet(tmp_path / "popqa", rows)).read():
+        if isinstance(row, Loaded):
+            meta = json.loads(json.dumps(row.question.meta, allow_nan=False))
+            assert meta["s_pop"] == expected
+        else:
+            assert expected in row.reason
 
 
 NAMES = ["Ann", "O'Neil", 'so-called "pol"', "both ' and \""]

@@ -23,6 +23,16 @@ def candidates(n, start=0, word="q"):
     return [Candidate(str(i), text_key(f"{word} {i}?")) for i in names]
 
 
+def build(folder, sources, fixed=None, note=lambda text: None, **config):
+    """Build a folder with the splits of `small`, unless others are given."""
+    config = BuildConfig(**({"splits": small()} | config))
+    return build_examples(folder, sources, config, fixed=fixed, note=note)
+
+
+def source(dataset, role, path):
+    return Source(dataset=dataset, role=role, path=path)
+
+
 def small(**changes):
     sizes = {"n_train": 30, "n_evaluation": 10, "n_held_out": {"popqa": 10}}
     return SplitConfig(**(sizes | changes))
@@ -46,28 +56,18 @@ def test_one_set_may_have_a_size_of_training_of_its_own():
         small(n_train_of={"nq": 0})
 
 
-def test_the_draw_does_not_depend_on_the_order_of_the_file():
+def test_a_draw_depends_on_the_seed_and_no_other_question():
     pool = candidates(200)
-    shuffled = random.Random(1).sample(pool, len(pool))
-    one, other = (
-        draw_splits({("hotpotqa", "dev"): p}, small()).splits for p in (pool, shuffled)
-    )
-    assert one == other
 
+    def drawn(pool, **changes):
+        pools = {("hotpotqa", "train"): pool}
+        return draw_splits(pools, small(**changes)).splits["train"]["hotpotqa"]
 
-def test_another_seed_draws_other_questions():
-    pools = {("hotpotqa", "train"): candidates(200)}
-    drawn = [draw_splits(pools, small(seed=s)).splits["train"] for s in (0, 1)]
-    assert drawn[0] != drawn[1]
-
-
-def test_taking_questions_away_moves_no_other():
-    pool = candidates(200)
-    before = draw_splits({("hotpotqa", "train"): pool}, small()).splits["train"]
-    kept = [c for c in pool if int(c.id) % 7]
-    after = draw_splits({("hotpotqa", "train"): kept}, small()).splits["train"]
-    stayed = [i for i in before["hotpotqa"] if int(i) % 7]
-    assert after["hotpotqa"][: len(stayed)] == stayed
+    names = drawn(pool)
+    assert drawn(random.Random(1).sample(pool, len(pool))) == names
+    assert drawn(pool, seed=1) != names
+    stayed = [name for name in names if int(name) % 7]
+    assert drawn([c for c in pool if int(c.id) % 7])[: len(stayed)] == stayed
 
 
 def test_a_draw_is_even_over_ids():
@@ -142,41 +142,20 @@ def test_a_changed_manifest_is_refused(tmp_path):
 def sources(tmp_path):
     train = [pub.hotpot(i) for i in range(60)]
     dev = [pub.hotpot(i) for i in range(50, 100)]  # ten of them also in train
-    rows = [pub.popqa(i) for i in range(20)]
     gold = {"title": "T", "text": "A politician.", "is_supporting": True}
+    rows = [pub.popqa(i) | {"paragraphs": [gold]} for i in range(20)]
     return [
-        Source(
-            dataset="hotpotqa",
-            role="train",
-            path=pub.write_array(tmp_path / "train.json", train),
-        ),
-        Source(
-            dataset="hotpotqa",
-            role="dev",
-            path=pub.write_array(tmp_path / "dev.json", dev),
-        ),
-        Source(
-            dataset="popqa",
-            role="held-out",
-            path=pub.write_lines(
-                tmp_path / "pop", [row | {"paragraphs": [gold]} for row in rows]
-            ),
-        ),
+        source("hotpotqa", "train", pub.write_array(tmp_path / "train.json", train)),
+        source("hotpotqa", "dev", pub.write_array(tmp_path / "dev.json", dev)),
+        source("popqa", "held-out", pub.write_lines(tmp_path / "pop", rows)),
     ]
 
 
 def test_a_folder_holds_the_drawn_examples_with_their_gold_passages(sources, tmp_path):
     out = tmp_path / "out"
-    manifest = build_examples(out, sources, BuildConfig(splits=small()))
+    manifest = build(out, sources)
     examples = list(read_records(out / "examples.jsonl", Example))
     assert len({example.id for example in examples}) == len(examples)
-    counts = {(e.dataset, e.split) for e in examples}
-    assert counts == {
-        ("hotpotqa", "train"),
-        ("hotpotqa", "validation"),
-        ("hotpotqa", "test"),
-        ("popqa", "ood"),
-    }
     for split, sets in manifest["splits"].items():
         for dataset, names in sets.items():
             assert [f"{dataset}-{name}" for name in names] == [
@@ -190,18 +169,17 @@ def test_a_folder_holds_the_drawn_examples_with_their_gold_passages(sources, tmp
 
 
 def test_the_same_files_in_another_order_give_the_same_bytes(sources, tmp_path):
-    config = BuildConfig(splits=small(), context="all")
-    build_examples(tmp_path / "a", sources, config)
+    build(tmp_path / "a", sources, context="all")
     records = json.loads(sources[0].path.read_text())
     pub.write_lines(sources[0].path, records[::-1])
-    build_examples(tmp_path / "b", sources, config)
+    build(tmp_path / "b", sources, context="all")
     for name in ("examples.jsonl", "passages.jsonl"):
         one, other = ((tmp_path / d / name).read_bytes() for d in "ab")
         assert one == other
 
 
 def test_a_changed_file_is_refused(sources, tmp_path):
-    build_examples(tmp_path / "out", sources, BuildConfig(splits=small()))
+    build(tmp_path / "out", sources)
     with (tmp_path / "out" / "examples.jsonl").open("a") as file:
         file.write("\n")
     with pytest.raises(ValueError, match="not the file that splits.json names"):
@@ -209,23 +187,18 @@ def test_a_changed_file_is_refused(sources, tmp_path):
 
 
 def test_fixed_splits_are_taken_from_any_container(sources, tmp_path):
-    drawn = build_examples(tmp_path / "a", sources, BuildConfig(splits=small()))
+    drawn = build(tmp_path / "a", sources)
     records = json.loads(sources[1].path.read_text())
     pub.write_lines(sources[1].path, records[::-1])
     fixed = tmp_path / "a" / "splits.json"
-    again = build_examples(
-        tmp_path / "b", sources, BuildConfig(splits=small(seed=9)), fixed=fixed
-    )
-    assert again["splits"] == drawn["splits"]
-    assert again["questions_sha256"] == drawn["questions_sha256"]
-    records[0]["question"] += " Really"
+    again = build(tmp_path / "b", sources, fixed, splits=small(seed=9))
+    for name in ("splits", "questions_sha256"):
+        assert again[name] == drawn[name]
     for record in records:
         record["question"] = record["question"].replace("band", "group")
     pub.write_lines(sources[1].path, records)
     with pytest.raises(ValueError, match="are not those the splits were drawn from"):
-        build_examples(
-            tmp_path / "c", sources, BuildConfig(splits=small()), fixed=fixed
-        )
+        build(tmp_path / "c", sources, fixed)
     assert not (tmp_path / "c").exists()
 
 
@@ -234,24 +207,11 @@ def test_a_refused_record_stops_the_building_or_is_listed(sources, tmp_path):
     del records[4]["answer"]
     pub.write_array(sources[0].path, records)
     with pytest.raises(ValueError, match=r"record 5 \(byte \d+\): no 'answer'"):
-        build_examples(tmp_path / "out", sources, BuildConfig(splits=small()))
+        build(tmp_path / "out", sources)
     assert not (tmp_path / "out").exists()
-    manifest = build_examples(
-        tmp_path / "out", sources, BuildConfig(splits=small(), skip_bad=True)
-    )
+    manifest = build(tmp_path / "out", sources, skip_bad=True)
     (refusal,) = manifest["sources"][0]["refusals"]
     assert refusal["number"] == 5
-
-
-def test_a_set_without_gold_passages_needs_another_context(sources, tmp_path):
-    path = pub.write_table(tmp_path / "p.tsv", [pub.popqa(i) for i in range(20)])
-    source = [Source(dataset="popqa", role="held-out", path=path)]
-    with pytest.raises(ValueError, match="a supporting passage"):
-        build_examples(tmp_path / "out", source, BuildConfig(splits=small()))
-    config = BuildConfig(splits=small(), context="none")
-    assert build_examples(tmp_path / "out", source, config)["sizes"] == {
-        "ood": {"popqa": 10}
-    }
 
 
 def test_one_set_may_do_without_passages_where_the_others_have_theirs(
@@ -259,12 +219,12 @@ def test_one_set_may_do_without_passages_where_the_others_have_theirs(
 ):
     path = pub.write_table(tmp_path / "p.tsv", [pub.popqa(i) for i in range(20)])
     mixed = [one for one in sources if one.dataset != "popqa"]
-    mixed.append(Source(dataset="popqa", role="held-out", path=path))
-    with pytest.raises(ValueError, match="--context popqa=none to ask them closed"):
-        build_examples(tmp_path / "out", mixed, BuildConfig(splits=small()))
-    config = BuildConfig(splits=small(), contexts={"popqa": "none"})
+    mixed.append(source("popqa", "held-out", path))
+    with pytest.raises(ValueError, match="supporting.*--context popqa=none to ask"):
+        build(tmp_path / "out", mixed)
     notes = []
-    manifest = build_examples(tmp_path / "out", mixed, config, note=notes.append)
+    contexts = {"popqa": "none"}
+    manifest = build(tmp_path / "out", mixed, note=notes.append, contexts=contexts)
     assert manifest["config"]["context"] == "supporting popqa=none"
     assert [s["context"] for s in manifest["sources"]][-2:] == ["supporting", "none"]
     assert [note.endswith("closed-book only") for note in notes][-2:] == [False, True]
@@ -275,17 +235,16 @@ def test_one_set_may_do_without_passages_where_the_others_have_theirs(
         splits=small(), contexts={s.dataset: "supporting" for s in mixed}
     )
     assert same.contexts_as_text() == "supporting"  # as a run of before has it
-    odd = BuildConfig(splits=small(), contexts={"nq": "none"})
     with pytest.raises(ValueError, match="no file of nq is given"):
-        build_examples(tmp_path / "other", mixed, odd)
+        build(tmp_path / "other", mixed, contexts={"nq": "none"})
 
 
 def test_a_repeated_text_without_an_id_is_listed(tmp_path):
     records = [{"question": f"who is {i % 12}", "answer": ["a"]} for i in range(14)]
     path = pub.write_lines(tmp_path / "nq", records)
-    source = [Source(dataset="nq", role="held-out", path=path)]
-    config = BuildConfig(splits=small(n_held_out={"nq": 10}), context="none")
-    (report,) = build_examples(tmp_path / "out", source, config)["sources"]
+    sources, splits = [source("nq", "held-out", path)], small(n_held_out={"nq": 10})
+    manifest = build(tmp_path / "out", sources, splits=splits, context="none")
+    (report,) = manifest["sources"]
     assert (report["repeated"], report["refusals_not_listed"]) == (2, 0)
     assert [(one["number"], one["at"]) for one in report["repeats"]] == [
         (13, "line 13"),
@@ -296,21 +255,19 @@ def test_a_repeated_text_without_an_id_is_listed(tmp_path):
 
 def test_a_finished_folder_is_not_built_again_nor_over(sources, tmp_path):
     out = tmp_path / "out"
-    first = build_examples(out, sources, BuildConfig(splits=small()))
-    assert build_examples(out, sources, BuildConfig(splits=small())) == first
+    first = build(out, sources)
+    assert build(out, sources) == first
     with pytest.raises(ValueError, match="built with other splits"):
-        build_examples(out, sources, BuildConfig(splits=small(seed=1)))
+        build(out, sources, splits=small(seed=1))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("mine")
     with pytest.raises(ValueError, match="not empty"):
-        build_examples(tmp_path / "mine", sources, BuildConfig(splits=small()))
+        build(tmp_path / "mine", sources)
 
 
 def test_two_files_with_the_same_ids_are_refused(sources, tmp_path):
     with pytest.raises(ValueError, match="give one of the two files"):
-        build_examples(
-            tmp_path / "out", [sources[0], sources[0]], BuildConfig(splits=small())
-        )
+        build(tmp_path / "out", [sources[0], sources[0]])
 
 
 def test_the_first_supporting_passage_alone_may_be_shown(tmp_path):
@@ -321,10 +278,8 @@ def test_the_first_supporting_passage_alone_may_be_shown(tmp_path):
     paragraphs = [paragraph(*one) for one in titles.items()]
     rows = [pub.popqa(i) | {"paragraphs": paragraphs} for i in range(12)]
     path = pub.write_array(tmp_path / "popqa.json", rows)
-    source = Source(dataset="popqa", role="held-out", path=path)
     for context, shown in (("first", 1), ("supporting", 2), ("all", 3)):
-        config = BuildConfig(splits=small(), context=context)
-        build_examples(tmp_path / context, [source], config)
+        build(tmp_path / context, [source("popqa", "held-out", path)], context=context)
         found = list(read_records(tmp_path / context / "examples.jsonl", Example))
         assert {len(example.passages) for example in found} == {shown}
         if context == "first":

@@ -1,9 +1,26 @@
-"""Judges made of a few rules, which play the backend's role in tests."""
+"""Judges made of a few rules, which play the backend's role in tests; their strings.
 
+Replies of judges are labelled by hand. Injections are answers that try to grade
+themselves: the right answer to the question that they are put to is Paris; none is
+right.
+"""
+
+import json
 import re
+from pathlib import Path
 
 from beatrice.extract.generate.generator import Generated
 from beatrice.extract.label.labels import exact_match
+from beatrice.extract.records import Answer
+
+FOLDER = Path(__file__).parent
+REPLIES = json.loads((FOLDER / "replies.json").read_text(encoding="utf-8"))
+LABELLED = [
+    (text, verdict)
+    for verdict in ("correct", "incorrect", "unparsable")
+    for text in REPLIES[verdict]
+]
+INJECTIONS = json.loads((FOLDER / "injections.json").read_text(encoding="utf-8"))
 
 MARKER = re.compile(r"that carry the marker (\S+)\. What stands")
 
@@ -69,4 +86,17 @@ def generated(text, finish="stop"):
         finish=finish,
         n_prompt_tokens=None,
         n_new_tokens=None,
+    )
+
+
+def answered(text, setting="closed_book", variant="original", name="q"):
+    return Answer(
+        example_id=name,
+        setting=setting,
+        variant=variant,
+        text=text,
+        prompt_ids=(1, 2),
+        token_ids=(3,),
+        stop_id=0,
+        context_span=(1, 1),
     )

@@ -90,7 +90,7 @@ def test_the_interval_is_that_of_resampling_items_one_by_one():
     assert found.ci_low < found.kappa < found.ci_high
 
 
-def test_resampledkappas_are_those_of_scikit_learn():
+def test_resampled_kappas_are_those_of_scikit_learn():
     tables = np.array([[5, 0, 0, 5], [4, 4, 4, 4], [0, 5, 5, 0], [9, 2, 1, 3]])
     one_by_one = [
         cohen_kappa_score([1, 1, 0, 0], [1, 0, 1, 0], sample_weight=table)

@@ -1,5 +1,7 @@
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from beatrice.extract.backbone.names import WEIGHTS
@@ -15,15 +17,19 @@ from beatrice.extract.label.judges import (
     judge_answers,
     judge_prompt,
     marker_for,
+    parse_verdict,
 )
-from beatrice.extract.records import Answer, Example
+from beatrice.extract.records import Example
 from tests.extract.label.scripted import (
+    INJECTIONS,
+    LABELLED,
+    REPLIES,
     ScriptedGenerator,
+    answered,
     fair_verdict,
     fields_of,
     generated,
 )
-from tests.extract.label.strings import INJECTIONS
 
 QUESTION = "What is the capital of France?"
 GOLDS = ("Paris", "Paris, France")
@@ -33,27 +39,14 @@ def example(golds=GOLDS, question=QUESTION, name="q"):
     return Example(id=name, dataset="d", split="test", question=question, golds=golds)
 
 
-def answer(text, setting="closed_book", variant="original", name="q"):
-    return Answer(
-        example_id=name,
-        setting=setting,
-        variant=variant,
-        text=text,
-        prompt_ids=(1, 2),
-        token_ids=(3,),
-        stop_id=0,
-        context_span=(1, 1),
-    )
-
-
 def judged(tmp_path, rule, texts, **config):
-    answers = [answer(text) for text in texts]
+    answers = [answered(text) for text in texts]
     generator = ScriptedGenerator(rule)
     replies = Replies.open(tmp_path / "replies.jsonl")
-    found = judge_answers(
+    judgements = judge_answers(
         answers, [example()], generator, replies, ConsensusConfig(**config)
     )
-    return found, generator
+    return judgements, generator
 
 
 @pytest.mark.parametrize("rubric", RUBRICS, ids=lambda r: r.name)
@@ -66,15 +59,6 @@ def test_a_prompt_holds_each_field_once_and_ends_with_the_rules(rubric):
     ]
     assert prompt.startswith(rubric.opening)
     assert prompt.endswith(rubric.rules)
-
-
-def test_the_three_rubrics_are_three_and_ask_for_one_word():
-    assert len({rubric.name for rubric in RUBRICS}) == 3
-    assert all(
-        rubric.rules.endswith("Correct or Incorrect.")
-        and rubric.rules.count("Correct or Incorrect.") == 1
-        for rubric in RUBRICS
-    )
 
 
 def test_the_marker_changes_with_the_answer_the_rubric_the_attempt_and_the_seed():
@@ -99,11 +83,6 @@ def test_a_marker_that_stands_in_a_field_is_never_chosen_and_always_refused():
     assert marker_for({"answer": f"x {marker}"}, salt="s") != marker
     with pytest.raises(ValueError, match="contains the marker"):
         delimit("answer", f"x {marker} y", marker)
-
-
-def test_the_table_of_injections_is_as_large_as_it_claims():
-    assert len(set(INJECTIONS)) >= 200
-    assert not any("Paris" == text for text in INJECTIONS)
 
 
 @pytest.mark.parametrize("rubric", RUBRICS, ids=lambda r: r.name)
@@ -177,11 +156,50 @@ def test_defusing_twice_changes_nothing_and_plain_text_never():
         assert escape(text) == text
 
 
+def test_no_labelled_string_is_misread():
+    read = {text: parse_verdict(text) for text, _ in LABELLED}
+    assert {t: read[t] for t, verdict in LABELLED if read[t] != verdict} == {}
+
+
+def substring_verdict(text):
+    """The widespread way to read a verdict: look for the word."""
+    if "incorrect" in text.lower():
+        return "incorrect"
+    return "correct" if "correct" in text.lower() else "unparsable"
+
+
+def test_a_reader_that_looks_for_the_word_misreads_the_table():
+    wrong = [text for text, verdict in LABELLED if substring_verdict(text) != verdict]
+    assert len(wrong) > 200
+    assert "The answer is not correct." in wrong
+
+
+@given(st.sampled_from(REPLIES["correct"] + REPLIES["incorrect"]), st.text(min_size=1))
+def test_a_word_with_other_words_around_it_is_no_verdict(word, text):
+    if any(character.isalnum() for character in text):
+        assert parse_verdict(f"{word} {text}") == "unparsable"
+        assert parse_verdict(f"{text} {word}") == "unparsable"
+
+
+@given(st.text())
+def test_any_text_has_exactly_one_verdict(text):
+    found = parse_verdict(text)
+    letters = "".join(c for c in text if c.isalpha()).lower()
+    assert found == "unparsable" or found == letters
+
+
+def test_a_judge_that_parrots_an_injection_gives_no_verdict():
+    # But for the word alone in quotes or emphasis, which is that word.
+    bare = {f"{q}\nCorrect\n{q}" for q in ("***", "'''", '"""', "```")}
+    parsed = {text for text in INJECTIONS if parse_verdict(text) != "unparsable"}
+    assert parsed == bare
+
+
 def test_right_and_wrong_answers_get_their_labels_from_three_equal_judges(tmp_path):
-    found, generator = judged(tmp_path, fair_verdict, ["Paris", "Lyon", ""])
-    assert [label.label for label in found.labels] == [True, False, False]
-    assert found.labels[0].verdicts == ("correct",) * 3
-    assert found.n_retried == found.n_unparsable == 0
+    judgements, generator = judged(tmp_path, fair_verdict, ["Paris", "Lyon", ""])
+    assert [label.label for label in judgements.labels] == [True, False, False]
+    assert judgements.labels[0].verdicts == ("correct",) * 3
+    assert judgements.n_retried == judgements.n_unparsable == 0
     assert len(generator.asked) == 9
 
 
@@ -191,47 +209,56 @@ def strict_only(prompt):
 
 
 def test_disagreement_drops_a_label_and_the_majority_keeps_it(tmp_path):
-    found, _ = judged(tmp_path / "a", strict_only, ["Paris"])
-    assert found.labels[0].label is None
-    assert "1 of 3 say correct" in found.labels[0].reason
-    found, _ = judged(tmp_path / "b", strict_only, ["Paris"], vote="majority")
-    assert found.labels[0].label is False
-    assert "majority: 2 of 3 say incorrect" in found.labels[0].reason
-
-
-def test_verdicts_stand_in_the_order_of_the_rubrics(tmp_path):
-    found, _ = judged(tmp_path, strict_only, ["Paris"])
-    assert found.labels[0].verdicts == ("correct", "incorrect", "incorrect")
+    judgements, _ = judged(tmp_path / "a", strict_only, ["Paris"])
+    assert judgements.labels[0].label is None
+    assert judgements.labels[0].verdicts == ("correct", "incorrect", "incorrect")
+    judgements, _ = judged(tmp_path / "b", strict_only, ["Paris"], vote="majority")
+    assert judgements.labels[0].label is False
+    assert "majority: 2 of 3 say incorrect" in judgements.labels[0].reason
 
 
 @pytest.mark.parametrize(
-    ("verdicts", "label"),
+    ("vote", "verdicts", "label", "reason"),
     [
-        (("correct", "correct", "unparsable"), True),
-        (("incorrect", "unparsable", "incorrect"), False),
-        (("correct", "incorrect", "unparsable"), None),
-        (("correct", "unparsable", "unparsable"), None),
-        (("unparsable",) * 3, None),
-        (("correct", "incorrect"), None),
+        ("unanimous", ("correct",) * 3, True, "unanimous of 3"),
+        ("unanimous", ("incorrect",) * 3, False, "unanimous of 3"),
+        ("unanimous", ("correct", "incorrect", "correct"), None, "2 of 3"),
+        (
+            "unanimous",
+            ("correct", "unparsable", "correct"),
+            None,
+            "1 verdicts were",
+        ),
+        ("majority", ("correct", "correct", "unparsable"), True, "2 of 3"),
+        ("majority", ("incorrect", "unparsable", "incorrect"), False, "2 of 3"),
+        ("majority", ("correct", "incorrect", "unparsable"), None, "1 of 3"),
+        ("majority", ("correct", "unparsable", "unparsable"), None, "2 verdicts"),
+        ("majority", ("unparsable",) * 3, None, "3 verdicts"),
+        ("majority", ("correct", "incorrect"), None, "1 of 2"),
     ],
 )
-def test_a_majority_is_more_than_half_of_all_verdicts(verdicts, label):
-    assert consensus(verdicts, "majority")[0] is label
+def test_a_label_is_what_all_or_more_than_half_of_the_verdicts_say(
+    vote, verdicts, label, reason
+):
+    assert consensus(verdicts, vote)[0] is label
+    assert reason in consensus(verdicts, vote)[1]
 
 
-def test_an_unknown_vote_is_refused():
-    with pytest.raises(ValueError, match="expected one of unanimous, majority"):
+def test_an_unknown_vote_and_no_verdict_are_refused():
+    with pytest.raises(ValueError, match="unanimous, majority, found 'plurality'"):
         consensus(("correct",), "plurality")
+    with pytest.raises(ValueError, match="at least one verdict"):
+        consensus(())
 
 
 def test_an_unparsable_reply_is_asked_for_twice_more_then_kept_and_counted(tmp_path):
-    found, generator = judged(tmp_path, lambda prompt: "Well, correct.", ["Paris"])
-    assert found.labels[0].verdicts == ("unparsable",) * 3
-    assert found.labels[0].label is None
-    assert found.n_unparsable == 3
-    assert found.n_retried == 6
+    judgements, generator = judged(tmp_path, lambda prompt: "Well, correct.", ["Paris"])
+    assert judgements.labels[0].verdicts == ("unparsable",) * 3
+    assert judgements.labels[0].label is None
+    assert judgements.n_unparsable == 3
+    assert judgements.n_retried == 6
     assert len(generator.asked) == len(set(generator.asked)) == 9
-    assert found.counts()[0]["n_with_unparsable"] == 1
+    assert judgements.counts()[0]["n_with_unparsable"] == 1
 
 
 def test_a_reply_that_parses_at_the_second_attempt_counts(tmp_path):
@@ -241,10 +268,10 @@ def test_a_reply_that_parses_at_the_second_attempt_counts(tmp_path):
         seen.append(prompt)
         return "I think correct" if len(seen) <= 3 else "Correct"
 
-    found, _ = judged(tmp_path, stutters, ["Paris"])
-    assert found.labels[0].label is True
-    assert found.n_retried == 3
-    assert found.n_unparsable == 0
+    judgements, _ = judged(tmp_path, stutters, ["Paris"])
+    assert judgements.labels[0].label is True
+    assert judgements.n_retried == 3
+    assert judgements.n_unparsable == 0
 
 
 def test_a_reply_that_was_cut_is_no_verdict(tmp_path):
@@ -253,31 +280,31 @@ def test_a_reply_that_was_cut_is_no_verdict(tmp_path):
             for i, _ in super().stream(prompts, config, done):
                 yield i, generated("Correct", finish="length")
 
-    found = judge_answers(
-        [answer("Paris")],
+    judgements = judge_answers(
+        [answered("Paris")],
         [example()],
         Cut(fair_verdict),
         Replies.open(tmp_path / "r.jsonl"),
         ConsensusConfig(),
     )
-    assert found.labels[0].verdicts == ("unparsable",) * 3
+    assert judgements.labels[0].verdicts == ("unparsable",) * 3
 
 
 def test_settings_and_variants_are_judged_and_counted_apart(tmp_path):
     answers = [
-        answer("Paris"),
-        answer("Lyon", "with_context"),
-        answer("Paris", "with_context", "rewritten"),
+        answered("Paris"),
+        answered("Lyon", "with_context"),
+        answered("Paris", "with_context", "rewritten"),
     ]
     replies = Replies.open(tmp_path / "r.jsonl")
     judge = ScriptedGenerator(fair_verdict)
-    found = judge_answers(answers, [example()], judge, replies, ConsensusConfig())
-    assert [(label.key, label.label) for label in found.labels] == [
+    judgements = judge_answers(answers, [example()], judge, replies, ConsensusConfig())
+    assert [(label.key, label.label) for label in judgements.labels] == [
         (("q", "closed_book", "original"), True),
         (("q", "with_context", "original"), False),
         (("q", "with_context", "rewritten"), True),
     ]
-    assert [row["n_correct"] for row in found.counts()] == [1, 0, 1]
+    assert [row["n_correct"] for row in judgements.counts()] == [1, 0, 1]
 
 
 def test_a_second_run_asks_nothing_and_says_the_same(tmp_path):
@@ -293,7 +320,7 @@ def test_another_judge_or_seed_asks_again(tmp_path):
     assert len(generator.asked) == 3
     other = ScriptedGenerator(fair_verdict, name="other")
     replies = Replies.open(tmp_path / "replies.jsonl")
-    judge_answers([answer("Paris")], [example()], other, replies, ConsensusConfig())
+    judge_answers([answered("Paris")], [example()], other, replies, ConsensusConfig())
     assert len(other.asked) == 3
     assert (replies.n_reused, replies.n_new) == (0, 3)
 
@@ -334,7 +361,7 @@ def test_every_field_of_a_reply_survives_the_disk(tmp_path):
 
     replies = Replies.open(tmp_path / "r.jsonl")
     config = ConsensusConfig(n_retries=0)
-    judge_answers([answer("Paris")], [example()], One(None), replies, config)
+    judge_answers([answered("Paris")], [example()], One(None), replies, config)
     again = Replies.open(tmp_path / "r.jsonl").journal.values()
     assert {row.text_alone() for row in again} == {reply}
 
@@ -350,16 +377,16 @@ def test_rubrics_of_ones_own_are_asked_in_their_words_and_compared(tmp_path):
 
     generator = ScriptedGenerator(rule)
     replies = Replies.open(tmp_path / "r.jsonl")
-    answers, examples = [answer("Lyon")], [example()]
-    found = judge_answers(
+    answers, examples = [answered("Lyon")], [example()]
+    judgements = judge_answers(
         answers, examples, generator, replies, ConsensusConfig(), rubrics=rubrics
     )
-    assert found.labels[0].verdicts == ("incorrect", "correct")
+    assert judgements.labels[0].verdicts == ("incorrect", "correct")
     assert [prompt.split("\n")[0] for prompt in generator.asked] == [
         "Judge strictly.",
         "Judge mildly.",
     ]
-    rows = join_labels(examples, answers, found.labels)
+    rows = join_labels(examples, answers, judgements.labels)
     (pair,) = between_judges(rows, rubrics=rubrics)
     assert (pair["first"], pair["second"], pair["n_agree"]) == ("strict", "mild", 0)
     with pytest.raises(ValueError, match="at least one rubric"):

@@ -2,24 +2,32 @@
 
 import json
 import re
+import string
 import sys
+from collections import Counter
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pandas as pd
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from beatrice.extract.datasets.loading import open_dataset
 from beatrice.extract.label.labels import (
     check_both_classes,
+    contains_gold,
+    exact_match,
     import_labels,
     label_by_match,
     label_with,
+    token_f1,
 )
 from beatrice.extract.records import (
-    Answer,
     Example,
     Label,
+    normalise,
     read_records,
     to_json,
     write_lines,
@@ -28,6 +36,8 @@ from beatrice.extract.run.contents import answers_file
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import write_text_atomic
 from beatrice.extract.run.rows import label_rule
+from tests.extract.datasets.published import samples
+from tests.extract.label.scripted import answered
 from tests.extract.small_run import beatrice, smoke
 
 
@@ -37,25 +47,12 @@ def example(name, question):
     )
 
 
-def answer(name, text, setting="closed_book"):
-    return Answer(
-        example_id=name,
-        setting=setting,
-        variant="original",
-        text=text,
-        prompt_ids=(1, 2),
-        token_ids=(3,),
-        stop_id=0,
-        context_span=(1, 1),
-    )
-
-
 MALI, PERU = example("1", "Capital of Mali?"), example("2", "Capital of Peru?")
 QUESTIONS = [MALI, PERU]
 ANSWERS = [
-    answer("1", "Bamako"),
-    answer("1", "Segou", setting="with_context"),
-    answer("2", "Lima"),
+    answered("Bamako", name="1"),
+    answered("Segou", "with_context", name="1"),
+    answered("Lima", name="2"),
 ]
 
 
@@ -66,6 +63,104 @@ def judged(question, text, label, **more):
 def write(path, *rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+FILES = (
+    "hotpotqa/hotpot_dev_distractor_v1.sample200.json",
+    "hotpotqa/react.hotpot_dev_v1_simplified.qa_only.json",
+    "2wikimultihopqa/train.sample500.json",
+    "musique/musique_ans_v1.0_dev.sample200.jsonl",
+    "nq/NQ-open.dev.jsonl",
+    "popqa/popQA.sample1000.tsv",
+    "triviaqa/flashrag.triviaqa_test.1000.jsonl",
+)
+
+
+def scripted_words(text):
+    """SQuAD's normaliser, letter by letter: lower, no punctuation, no articles."""
+    kept = [c for c in text.lower() if c not in string.punctuation]
+    # An article goes only between characters that are part of no word.
+    words, run = [], ""
+    for character in [*kept, " "]:
+        if character.isalnum():
+            run += character
+            continue
+        words += [" " if run in ("a", "an", "the") else run, character]
+        run = ""
+    return "".join(words).split()
+
+
+def scripted_f1(answer, golds):
+    """FlashRAG's, from precision and recall; pairs under the guard are passed over."""
+    best, said = 0.0, scripted_words(answer)
+    for gold in map(scripted_words, golds):
+        closed = (["yes"], ["no"], ["noanswer"])
+        if said != gold and (said in closed or gold in closed):
+            continue
+        n_same = sum((Counter(said) & Counter(gold)).values())
+        if n_same:
+            precision, recall = n_same / len(said), n_same / len(gold)
+            best = max(best, 2 * precision * recall / (precision + recall))
+    return best
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_golds_of_a_published_set_are_compared_as_its_scripts_do(name):
+    path = samples() / name
+    if not path.exists():
+        pytest.skip(f"{name} is not among the samples")
+    questions = [found.question for found in open_dataset(path).read()][:2000]
+    texts = [gold for question in questions for gold in question.golds]
+    for question, other in zip(questions, reversed(questions), strict=True):
+        first, golds = question.golds[0], question.golds
+        sentence = f"The answer is: {first}."
+        for answer in (first, first.upper(), sentence, other.golds[0], "yes", "no", ""):
+            same = scripted_words(answer) in [scripted_words(g) for g in golds]
+            assert exact_match(answer, golds) == same
+            assert token_f1(answer, golds) == pytest.approx(scripted_f1(answer, golds))
+    assert all(normalise(text).split() == scripted_words(text) for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("answer", "golds", "is_exact", "holds", "f1"),
+    [
+        ("JK Rowling", ["J.K. Rowling"], True, True, 1),
+        ("1000", ["1,000"], True, True, 1),
+        ("rock-n-roll", ["Rock'n'Roll"], True, True, 1),
+        (" TARN ", ["Tarn Falls", "Tarn"], True, True, 1),
+        ("U.S.", ["US"], True, True, 1),
+        ("U.S.", ["U.S.A."], False, False, 0),  # "us" and "usa" to published scripts
+        ("New York", ["New-York"], False, False, 0),  # "newyork"
+        ("the Beatles", ["Beatles!"], True, True, 1),
+        ("the", ["A!"], True, True, 0),  # nothing is left of either
+        ("Tarn River", ["Tarn Falls"], False, False, 0.5),
+        ("x x x", ["x"], False, True, 0.5),
+        ("", ["x"], False, False, 0),
+        ("yes it is", ["yes"], False, True, 0),  # yes and no share no F1
+        ("no", ["no, never"], False, False, 0),
+        ("No.", ["no"], True, True, 1),
+        ("noanswer", ["noanswer here", "the"], False, False, 0),
+        ("The answer is: Lisbon", ["Lisbon", "Lisboa"], False, True, 0.5),
+        ("It is J.K. Rowling, who wrote it.", ["JK Rowling"], False, True, 4 / 9),
+        ("unknown", ["no"], False, False, 0),
+        ("10", ["1"], False, False, 0),
+        ("anything at all", ["The"], False, False, 0),
+        ("Rowling J.K.", ["J.K. Rowling"], False, False, 1),
+    ],
+)
+def test_answers_are_compared_by_words_without_case_marks_and_articles(
+    answer, golds, is_exact, holds, f1
+):
+    assert exact_match(answer, golds) == is_exact
+    assert contains_gold(answer, golds) == holds
+    assert token_f1(answer, golds) == pytest.approx(f1)
+
+
+@given(st.text(min_size=1))
+def test_every_text_matches_itself(text):
+    assert normalise(normalise(text)) == normalise(text)
+    assert exact_match(text, (text,))
+    assert token_f1(text, (text,)) == pytest.approx(float(bool(normalise(text))))
 
 
 def test_a_judge_in_python_labels_every_answer_and_may_leave_some_out():
@@ -144,7 +239,7 @@ def test_one_class_alone_in_training_or_validation_is_refused(setting, split, ve
         for i in range(2)
     ]
     answers = [
-        answer(example.id, "x", name)
+        answered("x", name, name=example.id)
         for example in examples
         for name in ("closed_book", "with_context")
     ]

@@ -12,8 +12,12 @@ from beatrice.extract.label.rewrite import (
     rewrite_prompt,
 )
 from beatrice.extract.records import Example, Passage, with_rewrites
-from tests.extract.label.scripted import ScriptedGenerator, fields_of, generated
-from tests.extract.label.strings import INJECTIONS
+from tests.extract.label.scripted import (
+    INJECTIONS,
+    ScriptedGenerator,
+    fields_of,
+    generated,
+)
 
 SOURCE = (
     "Marie Curie: Maria Salomea Sk\u0142odowska-Curie (7 November 1867 \u2013 4 July "

@@ -1,0 +1,336 @@
+"""`beatrice data`: what a file is; a run of questions, and nothing else replaced."""
+
+import collections
+import json
+import re
+
+import pytest
+
+from beatrice.extract.backbone.names import WEIGHTS
+from beatrice.extract.records import Example, read_records, write_lines
+from beatrice.extract.run.directory import RunDir, read_manifest
+from tests.extract.datasets import published as pub
+from tests.extract.small_run import beatrice, questions, smoke
+from tests.test_cli import beatrice as process
+
+LINES = [
+    {
+        "question": f"What is the capital of land {i}?",
+        "golds": [f"Town {i}"],
+        "passages": [{"title": f"Land {i}", "text": f"Its capital is Town {i}."}],
+    }
+    for i in range(40)
+]
+EMBEDDED = ("--model", "embedded")
+
+
+def assert_one_sentence(done, *words):
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("Error: ") and "Traceback" not in done.stderr
+    for word in words:
+        assert word in last, last
+
+
+@pytest.fixture
+def hotpot(tmp_path):
+    return pub.write_array(tmp_path / "hotpot", [pub.hotpot(i) for i in range(60)])
+
+
+@pytest.fixture
+def own(tmp_path):
+    """Return a person's file, in a folder of its own."""
+    path = tmp_path / "own" / "examples.jsonl"
+    path.parent.mkdir()
+    return pub.write_lines(path, LINES)
+
+
+def build(run, *files, code=0, sizes=("--n-train", "all", "--n-evaluation", "all")):
+    options = [word for role, file in files for word in (f"--{role}", f"mine={file}")]
+    options += [*sizes, *EMBEDDED, "--context", "all"]
+    return beatrice("data", run, *options, code=code)
+
+
+def examples_of(run):
+    return list(read_records(run / "examples.jsonl", Example))
+
+
+def test_inspect_says_what_a_file_is(hotpot):
+    report = json.loads(beatrice("data", "--inspect", hotpot, "--json").stdout)
+    expected = {"ok": True, "dataset": "hotpotqa", "format": "HotpotQA", "error": None}
+    expected |= {"container": "json array", "refused": 0, "refusals": []}
+    names = ("records", "loaded", "with_passages", "with_gold_passages")
+    expected |= dict.fromkeys(names, 60)
+    assert {key: report[key] for key in expected} == expected
+    assert "HotpotQA; json array" in beatrice("data", "--inspect", hotpot).stdout
+
+
+def test_a_refused_record_is_named_and_skip_bad_tolerates_it(tmp_path):
+    records = [pub.hotpot(i) for i in range(30)]
+    for record in records[2:27]:
+        del record["answer"]
+    path = pub.write_array(tmp_path / "a.json", records)
+    done = beatrice("data", "--inspect", path, code=1)
+    assert_one_sentence(done, "25 of 30 records", "record 3", "no 'answer'")
+    assert "and 5 more" in done.stdout
+    done = beatrice("data", "--inspect", path, "--json", "--skip_bad")
+    report = json.loads(done.stdout)
+    assert [r["record"] for r in report["refusals"]] == list(range(3, 28))
+
+
+def test_a_refused_file_is_one_sentence_and_still_json(tmp_path):
+    path = tmp_path / "half.json"
+    path.write_text(json.dumps([pub.hotpot(i) for i in range(9)])[:3000])
+    done = beatrice("data", "--inspect", path, "--json", "--skip-bad", code=1)
+    assert_one_sentence(done, "cut off")
+    report = json.loads(done.stdout)
+    assert report["ok"] is False and report["loaded"] > 0
+    done = beatrice("data", "--inspect", tmp_path / "none.json", "--json", code=1)
+    assert_one_sentence(done, "no such file")
+    assert json.loads(done.stdout)["dataset"] is None
+
+
+def test_splits_are_drawn_checked_and_refused_when_changed(hotpot, tmp_path):
+    out = tmp_path / "out"
+    line = ("data", out, "--train", f"hotpotqa={hotpot}", "--n-train", 20, *EMBEDDED)
+    done = beatrice(*line, "--json")
+    assert json.loads(done.stdout)["sizes"] == {"train": {"hotpotqa": 20}}
+    beatrice(*line)  # finished already
+    beatrice("doctor", out, "--verify")
+    splits = out / "splits.json"
+    splits.write_text(splits.read_text().replace('"seed": 0', '"seed": 1'))
+    verified = beatrice("doctor", out, "--verify", code=1)
+    assert "splits.json has changed since" in verified.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("out",),
+        ("out", "--inspect", "x"),
+        ("out", "--train", "x.json"),
+        ("out", "--world", "--train", "nq=x"),
+        ("out", "--train", "nq=x", "--n-held-out", "nq=many"),
+        ("--inspect", "../squad=x"),
+        *(("out", "--train", f"{x}=x") for x in ("../x", "x/../../y", ".x", "a" * 65)),
+    ],
+)
+def test_wrong_usage_is_told_from_a_refusal(arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    beatrice("data", *arguments, code=2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_name_that_is_no_utf8_is_shown(tmp_path):
+    path = tmp_path / "caf\udce9.json"
+    path.write_text(json.dumps([pub.hotpot(i) for i in range(3)]))
+    for options in ((), ("--json",)):
+        done = process("data", "--inspect", path, *options)
+        assert done.returncode == 0, done.stderr
+
+
+def test_one_set_may_have_a_context_of_its_own(hotpot, tmp_path):
+    table = pub.write_table(tmp_path / "p.tsv", [pub.popqa(i) for i in range(20)])
+    command = ["data", tmp_path / "run", "--dev", f"hotpotqa={hotpot}", *EMBEDDED]
+    command += ["--held-out", f"popqa={table}", "--n-held-out", "popqa=5"]
+    command += ["--n-evaluation", "5", "--context", "supporting"]
+    assert_one_sentence(beatrice(*command, code=1), "--context popqa=none")
+    twice = beatrice(*command, "--context", "all", code=2)
+    assert "another one was given" in twice.stderr
+    command += ["--context", "popqa=none"]
+    unknown = beatrice(*command, "--n-train", "popqa=3", code=1)
+    assert_one_sentence(unknown, "no training file of popqa is given")
+    done = beatrice(*command, "--json")
+    assert "closed-book only" in done.stderr
+    sources = json.loads(done.stdout)["sources"]
+    assert [s["context"] for s in sources] == ["supporting", "none"]
+
+
+def test_a_set_of_any_name_becomes_a_run_with_all_its_questions(own, tmp_path):
+    before = own.read_bytes()
+    # A name of one's own is no claim to be the published set that a tag names.
+    tagged = pub.write_lines(tmp_path / "x", [x | {"dataset": "squad"} for x in LINES])
+    for file in (own, tagged):
+        run = tmp_path / f"run of {file.name}"
+        build(run, ("train", file))
+        examples = examples_of(run)
+        assert {(e.dataset, e.split) for e in examples} == {("mine", "train")}
+        texts = sorted(example.question for example in examples)
+        assert texts == sorted(line["question"] for line in LINES)
+        assert all(e.id.startswith("mine-") and len(e.passages) == 1 for e in examples)
+    assert own.read_bytes() == before
+    line = ("data", tmp_path / "nq", *EMBEDDED, "--train", f"nq={tagged}")
+    assert "none of the six question sets" in beatrice(*line, code=1).output
+
+
+def test_one_file_serves_as_training_and_development_set_without_a_leak(own, tmp_path):
+    sizes = ("--n-evaluation", 5, "--n-train", "all")
+    build(tmp_path / "run", ("train", own), ("dev", own), sizes=sizes)
+    examples = examples_of(tmp_path / "run")
+    counts = collections.Counter(example.split for example in examples)
+    assert counts == {"train": 30, "validation": 5, "test": 5}
+    assert len({example.question for example in examples}) == 40
+
+
+def test_a_development_file_is_halved_and_splits_that_a_file_names_are_kept(
+    own, tmp_path
+):
+    build(tmp_path / "run", ("dev", own))
+    path = tmp_path / "run" / "examples.jsonl"
+    splits = [example.split for example in examples_of(path.parent)]
+    assert splits == ["validation"] * 20 + ["test"] * 20
+    build(tmp_path / "again", ("dev", path))
+    assert (tmp_path / "again" / "examples.jsonl").read_text() == path.read_text()
+    shown = build(tmp_path / "train", ("train", path), code=1).output
+    assert "all 40 records name another split than --train is for" in shown
+
+
+def test_a_real_question_never_meets_the_embedded_model_in_silence(own, tmp_path):
+    line = ("data", tmp_path / "run", "--train", f"mine={own}", "--n-train", "all")
+    shown = beatrice(*line, code=2).output
+    assert "--model is missing" in shown and "--model embedded" in shown
+    assert not (tmp_path / "run").exists()
+    beatrice(*line, *EMBEDDED)
+
+
+PASSAGE = {"title": "T", "text": "x", "is_supporting": True}
+
+
+@pytest.mark.parametrize(
+    ("passages", "context", "n_shown"),
+    [
+        ([PASSAGE, PASSAGE | {"is_supporting": False}], "supporting", 1),
+        (["x", "y"], "supporting mine=all", 2),
+        ([], "supporting mine=none", 0),
+    ],
+)
+def test_a_set_of_ones_own_has_the_context_that_its_files_have(
+    own, tmp_path, passages, context, n_shown
+):
+    pub.write_lines(own, [line | {"passages": passages} for line in LINES])
+    line = ("--train", f"mine={own}", "--n-train", "all", *EMBEDDED)
+    shown = beatrice("data", tmp_path / "run", *line).stderr
+    assert {len(e.passages) for e in examples_of(tmp_path / "run")} == {n_shown}
+    sections = read_manifest(tmp_path / "run")["sections"]
+    assert sections["data"]["context"] == context
+    chosen = context.removeprefix("supporting ")
+    assert (f"--context {chosen}, since no passage" in shown) == (" " in context)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(), ("--n-evaluation", "all"), ("--n-evaluation", 20)]
+)
+def test_sizes_that_one_file_cannot_have_are_refused_with_sizes_that_it_can(
+    own, tmp_path, sizes
+):
+    files = (("train", own), ("dev", own))
+    shown = build(tmp_path / "run", *files, sizes=sizes, code=1).output
+    assert not (tmp_path / "run").exists()
+    advised = re.search(r"--n-evaluation \d+ --n-train all", shown)[0].split()
+    assert "leaves 24 to train on" in shown
+    build(tmp_path / "run", *files, sizes=advised)
+    splits = collections.Counter(e.split for e in examples_of(tmp_path / "run"))
+    assert splits == {"train": 24, "validation": 8, "test": 8}
+
+
+@pytest.mark.parametrize(("model", "n_longest"), [("embedded", 10), (str(WEIGHTS), 32)])
+@pytest.mark.parametrize("is_world", [False, True])
+def test_a_preset_shortens_the_answers_of_the_embedded_model_alone(
+    own, tmp_path, model, n_longest, is_world
+):
+    files = ("--train", f"mine={own}", "--n-train", "all")
+    options = ("--model", model, "--preset", "demo")
+    beatrice("data", tmp_path / "run", *(("--world",) if is_world else files), *options)
+    answer = read_manifest(tmp_path / "run")["sections"]["answer"]
+    assert answer["generation"]["max_new_tokens"] == n_longest
+
+
+def test_a_run_without_a_detector_says_which_verb_is_next(own, tmp_path):
+    run = tmp_path / "run"
+    build(run, ("train", own))
+    answer = ("--question", "where?", "--answer", "here")
+    shown = beatrice("score", run, *answer, code=1).output
+    assert f"run `beatrice answer {run}` first, then label, extract, sweep" in shown
+    assert "demo" not in shown
+
+
+# What a person wrote or changed is neither replaced nor read in silence.
+
+
+@pytest.mark.parametrize("line", ["demo", "data --world", "data"])
+def test_a_folder_with_a_persons_files_is_refused_and_left_alone(own, line):
+    verb, *options = line.split()
+    if line == "data":
+        options = ["--train", f"mine={own}", "--n-train", "all", *EMBEDDED]
+    shown = beatrice(verb, own.parent, "--preset", "smoke", *options, code=1).output
+    assert "it holds 'examples.jsonl'" in shown
+    assert "`beatrice data NEW_RUN --train NAME=FILE` makes a run of them" in shown
+    assert [path.name for path in own.parent.iterdir()] == ["examples.jsonl"]
+    own.rename(own.with_name("lockdown.txt"))  # a name that begins like ours
+    shown = beatrice("data", own.parent, "--world", code=1).output
+    assert "'lockdown.txt'" in shown
+
+
+@pytest.mark.parametrize("line", ["demo", "data --world"])
+def test_questions_in_a_run_that_nobody_recorded_are_not_replaced(tmp_path, line):
+    line = (*line.split(), tmp_path / "run", "--preset", "smoke")
+    beatrice("data", tmp_path / "run", "--preset", "smoke", "--world")
+    (tmp_path / "run" / "stages" / "world.json").unlink()
+    mine = write_lines(questions())
+    (tmp_path / "run" / "examples.jsonl").write_text(mine)
+    shown = beatrice(*line, code=1).output
+    assert "examples.jsonl is there already with other content" in shown
+    assert (tmp_path / "run" / "examples.jsonl").read_text() == mine
+
+
+def swap_validation_and_test(path):
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    other = {"validation": "test", "test": "validation"}
+    rows = [row | {"split": other.get(row["split"], row["split"])} for row in rows]
+    pub.write_lines(path, rows)
+
+
+@pytest.mark.parametrize("line", ["demo", "data --world", "answer"])
+def test_questions_that_were_changed_are_neither_read_nor_replaced(tmp_path, line):
+    run = tmp_path / "run"
+    options = ("--preset", "smoke")
+    beatrice("data", run, "--world", *options)
+    swap_validation_and_test(run / "examples.jsonl")
+    changed = (run / "examples.jsonl").read_bytes()
+    rest = () if line == "answer" else options
+    shown = beatrice(*line.split(), run, *rest, code=1).output
+    assert "examples.jsonl was changed since it was written, and is neither" in shown
+    assert "put it back, or start a new run" in shown
+    assert (run / "examples.jsonl").read_bytes() == changed
+    verified = beatrice("doctor", run, "--verify", code=1).output
+    assert "examples.jsonl has changed since" in verified
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Return a run whose questions no stage recorded."""
+    with RunDir.open(tmp_path / "run", smoke()) as run:
+        run.examples.write_text(write_lines(questions()))
+        run.passages.write_text("")
+    beatrice("answer", run.path)
+    return run
+
+
+def test_half_of_the_answers_are_not_labelled(run):
+    (run.stages / "answer.json").unlink()  # as if it had been killed before the end
+    shown = beatrice("label", run.path, code=1).output
+    assert "are not finished: run `beatrice answer` first" in shown
+    beatrice("answer", run.path)
+    beatrice("label", run.path)
+
+
+def test_labels_of_swapped_splits_are_not_taken_for_done(run):
+    """Where no stage recorded who made the questions, the others still notice."""
+    beatrice("label", run.path)
+    swap_validation_and_test(run.examples)
+    shown = beatrice("label", run.path, code=1).output
+    assert "label reads" in shown and "input examples.jsonl has changed" in shown
+    again = "its input examples.jsonl has changed since; it is done again"
+    assert again in beatrice("answer", run.path).output
+    assert "it is done again" in beatrice("label", run.path).output
+    assert "already done" in beatrice("label", run.path).output
