@@ -109,21 +109,14 @@ class DatasetFile:
             if isinstance(row, Loaded):
                 name = row.question.meta.get("filter")
                 log_filter = log_filter or name
-                # As an id takes too much memory.
-                short = hash((row.question.dataset, row.question.id))
-                first = numbers.setdefault(short, raw.number)
-                reason = ""
-                if name != log_filter and name is not None:
-                    # A log with two filters has each question twice.
+                if name in (None, log_filter):
+                    row = _first_of_id(row, numbers)
+                else:  # a log with two filters has each question twice
                     reason = (
                         f"the same questions again through the filter {name!r}: only "
                         f"the first filter's records, {log_filter!r}, are read"
                     )
-                elif first != raw.number and not row.question.has_made_id:
-                    reason = (
-                        f"the id {row.question.id!r} is that of record {first} already"
-                    )
-                row = Refusal(raw.number, raw.at, reason) if reason else row
+                    row = Refusal(raw.number, raw.at, reason)
             yield row
 
     def read_one(self, raw: RawRecord) -> Loaded | Refusal:
@@ -177,6 +170,17 @@ class DatasetFile:
             meta = {**question.meta, "n_empty_passages": n_empty}
             changes |= {"passages": passages, "meta": meta}
         return dataclasses.replace(question, **changes) if changes else question
+
+
+def _first_of_id(row: Loaded, numbers: dict[int, int]) -> Loaded | Refusal:
+    """Refuse a record whose id an earlier one has; `numbers` of records grow."""
+    question = row.question
+    short = hash((question.dataset, question.id))  # as an id takes too much memory
+    first = numbers.setdefault(short, row.number)
+    if first == row.number or question.has_made_id:
+        return row
+    reason = f"the id {question.id!r} is that of record {first} already"
+    return Refusal(row.number, row.at, reason)
 
 
 def open_dataset(

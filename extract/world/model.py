@@ -20,6 +20,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from tokenizers.decoders import WordPiece as JoinWords
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
 from beatrice.extract.run.files import sha256_file
 from beatrice.extract.world.facts import Fact, TwoHop, World, stream
@@ -231,14 +232,14 @@ def _orthogonal(n: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def _init_previous_token_heads(
-    layer: torch.nn.Module, config: WorldModelConfig, generator: torch.Generator
+    attn: LlamaAttention, config: WorldModelConfig, generator: torch.Generator
 ) -> None:
     """Make each head of layer 0 look a fixed number of tokens back, by bias alone.
 
     The offsets match the templates: in "the R of X Y is O" and "R of X Y ? Answer:"
     name and relation stand at the same distance from where they are needed.
     """
-    attn, d_head = layer.self_attn, config.d_model // config.n_heads
+    d_head = config.d_model // config.n_heads
     theta = 1e5 ** (-2.0 * torch.arange(d_head // 2) / d_head)
     key = torch.zeros(d_head)
     key[:6] = 3.5  # the six fastest rotary pairs tell single steps apart
@@ -256,10 +257,10 @@ def _init_previous_token_heads(
 
 
 def _init_matching_heads(
-    layer: torch.nn.Module, config: WorldModelConfig, generator: torch.Generator
+    attn: LlamaAttention, config: WorldModelConfig, generator: torch.Generator
 ) -> None:
     """Make every head look for equal content and copy what it finds."""
-    attn, d_head = layer.self_attn, config.d_model // config.n_heads
+    d_head = config.d_model // config.n_heads
     theta = 1e5 ** (-2.0 * torch.arange(d_head // 2) / d_head)
     damping = torch.where(theta > 0.015, 0.1, 1.0).repeat(2)[:, None]
     scale = 1.05 * math.sqrt(config.d_model / d_head)
@@ -296,10 +297,10 @@ def make_model(n_words: int, config: WorldModelConfig) -> LlamaForCausalLM:
     generator = torch.Generator().manual_seed(config.seed)
     with torch.no_grad():
         model.model.embed_tokens.weight.normal_(0, 0.08, generator=generator)
-        first, *rest = model.model.layers
-        _init_previous_token_heads(first, config, generator)
-        for layer in rest:
-            _init_matching_heads(layer, config, generator)
+        for i, layer in enumerate(model.model.layers):
+            assert isinstance(layer, LlamaDecoderLayer)
+            init = _init_matching_heads if i else _init_previous_token_heads
+            init(layer.self_attn, config, generator)
     return model
 
 
@@ -400,9 +401,9 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = _learning_rate(step, config)
         losses = [_loss(model, batch) for _, batch in weighted]
-        total = sum(
-            weight * loss for (weight, _), loss in zip(weighted, losses, strict=True)
-        )
+        total = torch.zeros(())
+        for (weight, _), loss in zip(weighted, losses, strict=True):
+            total = total + weight * loss
         optimizer.zero_grad()
         total.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -518,12 +518,17 @@ def test_an_lm_eval_log_gives_the_question_and_the_answer_of_the_model(tmp_path)
     assert question_of(tmp_path, same).id == question.id
 
 
+# Question and filter of a log; the second question comes through the other first.
+IDS = [(0, "a"), (1, "b"), (1, "a"), (0, "b"), (2, "b"), (2, "a")]
+
+
 @pytest.mark.parametrize(
     ("records", "counts"),
     [
         ([log(filter=x, doc_id=i) for i in range(3) for x in "ab"], (3, 3)),
         ([pub.lm_eval(i) | {"filter": "a"} for i in range(3)], (3, 0)),
         ([log(filter="a"), log(filter="a", doc_id=1)], (2, 0)),
+        ([log(doc=pub.flashrag(i), filter=x) for i, x in IDS], (3, 3)),
     ],
 )
 def test_of_a_log_with_two_filters_the_first_is_read(records, counts, tmp_path):
