@@ -156,10 +156,21 @@ def report(run_dir: Path, run_b: Path | None, how: ReportOptions) -> None:
 
     Example: beatrice report runs/demo --ledger
 
+    Of a file of rows, such as docs/results/smoke.jsonl, the tables are printed.
+
     Example: beatrice report runs/gemma runs/smollm2 --out comparison.md
     """
-    from beatrice.benchmarks.results.report import REPORT, run_experiment
+    from beatrice.benchmarks.results.report import (
+        REPORT,
+        rows_as_markdown,
+        run_experiment,
+    )
+    from beatrice.extract.run.rows import read_rows
     from beatrice.extract.run.stages import do
+
+    if run_dir.is_file():
+        click.echo(rows_as_markdown(list(read_rows(run_dir))), nl=False)
+        return
 
     if run_b is not None:
         if how.ledger:

@@ -664,6 +664,20 @@ def tables_as_text(data: ReportData) -> tuple[str, str, str, str]:
     )
 
 
+def rows_as_markdown(rows: Sequence[ResultRow]) -> str:
+    """Return the tables of some rows that need nothing else of a run, as Markdown."""
+    results = results_of(rows)
+    shown = {
+        **tables.panoramas(results),
+        "What is taken away": tables.feature_table(results),
+        "Gain of the selected encoders in AUROC": tables.paired_table(results),
+        "Retrieval controllers": tables.controller_table(results),
+        "Gain of PGIR": tables.paired_table(results, "controller_paired"),
+    }
+    parts = [f"### {h}\n\n{tables.as_markdown(t)}" for h, t in shown.items() if t.lines]
+    return "\n".join([*parts, significance.as_markdown(results)])
+
+
 def _report(run: RunDir, config: None, update: Update, progress: Progress) -> None:
     gather(run, progress)
     data = report_data(run)

@@ -757,7 +757,8 @@ def as_markdown(table: Table) -> str:
     lines = [[x.label, *own] for x, own in zip(table.lines, cells, strict=True)]
     lines.append(["n (left out)", *counts_of(table)])
     notes = [f"{i}. {note}\n" for i, note in enumerate(table.notes, start=1)]
-    return markdown([table.corner, *heads], lines) + "\n" + "".join(notes)
+    below = "\n" + "".join(notes) if notes else ""
+    return markdown([table.corner, *heads], lines) + below
 
 
 def as_latex(table: Table) -> str:

@@ -1,0 +1,32 @@
+"""docs/results: what is committed as rows is what is printed, and columns are named."""
+
+import re
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from beatrice.benchmarks.commands import report
+from beatrice.extract.run.rows import ResultRow
+
+FOLDER = Path(__file__).parents[3] / "docs" / "results"
+
+
+def test_the_tables_are_those_of_the_committed_rows():
+    done = CliRunner().invoke(report, [str(FOLDER / "smoke.jsonl")])
+    assert done.exit_code == 0, done.output
+    assert done.stdout == (FOLDER / "smoke.md").read_text(encoding="utf-8")
+    assert done.stdout.count("###") == 8
+
+
+def test_the_schema_names_every_column_in_the_order_of_the_type():
+    text = (FOLDER / "schema.md").read_text(encoding="utf-8")
+    columns = re.findall(r"^\| `(\w+)` \| (?:text|number|whole) \|", text, re.MULTILINE)
+    assert sorted(columns) == sorted(ResultRow.__struct_fields__)
+
+
+def test_the_schema_names_every_experiment_of_the_committed_rows():
+    text = (FOLDER / "schema.md").read_text(encoding="utf-8")
+    lines = (FOLDER / "smoke.jsonl").read_text(encoding="utf-8")
+    experiments = set(re.findall(r'"experiment": "(\w+)"', lines))
+    assert len(experiments) == 5
+    assert all(f"`{name}`" in text for name in experiments)
