@@ -180,7 +180,7 @@ def label_run_by_judges(
         if judgements is None:
             return replies.n_missing
         progress.note(f"label: {replies.summary()}")
-        counts = {
+        counts: dict[str, Any] = {
             "n_retried": judgements.n_retried,
             "n_unparsable_verdicts": judgements.n_unparsable,
             "counts": judgements.counts(),
