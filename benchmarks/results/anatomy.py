@@ -505,7 +505,10 @@ def _learning_curves(
     }
     alone = Subject("without_closed_book")  # of this pass alone, as fewer labels are
     every = Subject("champion") if alone not in detection else alone
-    whole = {Subject("selected"): every, encoder(EVERY_FAMILY): Subject("early_fusion")}
+    of_all_labels = {
+        Subject("selected"): every,
+        encoder(EVERY_FAMILY): Subject("early_fusion"),
+    }
     n_all = find(shown, metric="labels")
     curves = {}
     for reader, title in LEARNERS.items():
@@ -513,7 +516,7 @@ def _learning_curves(
         points = [
             (r.n_labels, r.value) for r in rows if r.n_labels and r.value is not None
         ]
-        last = detection.get(whole.get(reader, reader))
+        last = detection.get(of_all_labels.get(reader, reader))
         if points and last and last.value is not None and n_all and n_all.value:
             points.append((n_all.value, last.value))
         if points:

@@ -426,23 +426,23 @@ def headlines(
     results: pandas.DataFrame, reliability: PerSetting
 ) -> list[tuple[str, str, str]]:
     """Pick the numbers to see first: label, value and detail of each."""
-    made = []
+    shown = []
     test = {"dataset": IN_DOMAIN, "split": "test", "metric": "auroc", "seed": "mean"}
     for setting in SETTINGS:
         at = {"setting": setting, **of_subject(CHAMPION), **test}
         row = find(results, experiment="detection", **at)
         label = f"AUROC {SETTING_LABELS[setting].lower()}, in-domain test"
         if row is not None and row.value is None:
-            made.append((label, "–", str(row.reason)))
+            shown.append((label, "–", str(row.reason)))
         elif row is not None:
             at["experiment"] = "paired"
             gain = _gain(results, PERPLEXITY, RIVALS[PERPLEXITY], **at)
             detail = (f"95 % interval {interval(row)}", gain, f"n = {row.n}")
-            made.append((label, row_value(row), "; ".join(filter(None, detail))))
+            shown.append((label, row_value(row), "; ".join(filter(None, detail))))
     for setting, curves in reliability.items():
         label = f"Calibration error {SETTING_LABELS[setting].lower()}"
         detail = f"{number(curves['ece_raw'])} before calibration"
-        made.append((label, number(curves["ece_calibrated"]), detail))
+        shown.append((label, number(curves["ece_calibrated"]), detail))
     pgir = {"experiment": "controller_macro", "detector": "pgir", "dataset": MACRO}
     em, cost = (find(results, metric=m, **pgir) for m in ("em", "generations"))
     if em is not None and cost is not None:
@@ -451,8 +451,8 @@ def headlines(
         gain = _gain(results, Subject(once), CONTROLLERS[once], **at)
         detail = (gain, f"{row_value(cost)} generations per question")
         label = "Exact match, PGIR, mean of the sets"
-        made.append((label, row_value(em), "; ".join(filter(None, detail))))
-    return made
+        shown.append((label, row_value(em), "; ".join(filter(None, detail))))
+    return shown
 
 
 def accuracy_grid(accuracy: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -323,7 +323,7 @@ def pivot(
         )
         for label, line in lines
     ]
-    laid = [x for x in laid if any(m for own in x.cells for m in own)]
+    laid = [x for x in laid if any(m for cell in x.cells for m in cell)]
     heads = tuple(column for column, _ in columns)
     return _ranked(Table(corner=corner, columns=heads, lines=tuple(laid)), unranked)
 
@@ -805,16 +805,16 @@ def _cell_text(cell: Cell, notes: Sequence[str]) -> str:
     return "/".join(parts) + (f"\n{below}" if below else "")
 
 
-def _block(table: Table, kept: Sequence[int], title: str | None) -> rich.table.Table:
+def _block(table: Table, chosen: Sequence[int], title: str | None) -> rich.table.Table:
     """Build one block of columns."""
     block = rich.table.Table(title=title, title_justify="left", box=rich.box.SIMPLE)
     block.add_column(rich.text.Text(table.corner))
-    for i in kept:
+    for i in chosen:
         column = table.columns[i]
         head = rich.text.Text(f"{column.label}\n{column.detail}")
         block.add_column(head, no_wrap=True)
     for line in table.lines:
-        cells = [_cell_text(line.cells[i], table.notes) for i in kept]
+        cells = [_cell_text(line.cells[i], table.notes) for i in chosen]
         block.add_row(*map(rich.text.Text, (line.label, *cells)))
     return block
 
@@ -833,8 +833,8 @@ def as_text(table: Table, width: int = 100) -> str:
         console.print(_block(table, range(n_columns), None))
     else:
         for group in table.groups:
-            kept = [i for i, c in enumerate(table.columns) if c.group == group]
-            console.print(_block(table, kept, group))
+            chosen = [i for i, c in enumerate(table.columns) if c.group == group]
+            console.print(_block(table, chosen, group))
     for index, note in enumerate(table.notes, start=1):
         console.print(rich.text.Text(f"[{index}] {note}"))
     return "\n".join(line.rstrip() for line in stream.getvalue().split("\n"))
