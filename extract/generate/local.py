@@ -59,7 +59,7 @@ def n_shared(prompts: Sequence[Sequence[int]]) -> int:
 
 
 def has_plain_states(layout: Layout) -> bool:
-    """Say whether all layers keep keys and values alone, which rows can be taken of."""
+    """Return whether all layers keep keys and values alone, which rows can leave."""
     return _empty_cache(layout) is not None
 
 
@@ -337,7 +337,7 @@ def stop_ids(backbone: Backbone) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def _contiguous_states(backbone: Backbone) -> Iterator[None]:
-    """Give the output matrix its states in one piece.
+    """Make the states contiguous before the output matrix multiplies them.
 
     Of a prompt only the last states are multiplied, which is a view with holes. Torch
     multiplies such a view in bfloat16 on a CPU by a copy of the matrix for every row:
@@ -609,7 +609,7 @@ class TransformersGenerator:
 def check_requests_fit(
     backbone: Backbone, requests: Sequence[Request], config: GenerationConfig
 ) -> None:
-    """Refuse a prompt that does not fit the model's window with its answer."""
+    """Check that every prompt fits the model's window with its answer."""
     window, n_new = backbone.max_length, config.max_new_tokens
     for request in requests:
         if window is not None and len(request.prompt.ids) + n_new > window:
