@@ -183,14 +183,6 @@ def test_progress_counts_the_answers_that_were_left(tmp_path):
     assert report.n_skipped + report.n_written == open_store(tmp_path).spec.n_ranges
 
 
-def test_two_processes_at_once_write_the_bytes_of_one(tmp_path, whole):
-    workers = [start_worker(tmp_path, rank, 2) for rank in range(2)]
-    for worker in workers:
-        worker.communicate(timeout=30)
-        assert worker.returncode == 0
-    assert files_under(tmp_path) == files_under(whole)
-
-
 def test_a_run_killed_at_random_moments_continues_to_the_same_bytes(tmp_path, whole):
     rng = random.Random(0)
     n_done = []
