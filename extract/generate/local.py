@@ -72,9 +72,10 @@ def _empty_cache(layout: Layout) -> DynamicCache | None:
     return cache if is_plain else None
 
 
-def filled_layers(cache: DynamicCache) -> list[DynamicLayer]:
+def filled_layers(cache: DynamicCache) -> list[Any]:
     """Return the layers of a cache that hold keys and values."""
-    return [layer for layer in cache.layers if layer.keys is not None]
+    layers: list[Any] = cache.layers
+    return [layer for layer in layers if layer.keys is not None]
 
 
 def begun_cache(
@@ -558,9 +559,10 @@ class TransformersGenerator:
                         **options,
                     )
                 new = output.sequences[:, n_read:]
-                for row, *written in zip(rows, new, choice.taken(), strict=True):
-                    texts[row][0].extend(written[0].tolist())
-                    texts[row][1].extend(written[1])
+                log_probs = choice.taken()
+                for row, chosen, values in zip(rows, new, log_probs, strict=True):
+                    texts[row][0].extend(chosen.tolist())
+                    texts[row][1].extend(values)
                 left = (~done.rows).nonzero()[:, 0]
                 if len(left):
                     cache, ids = output.past_key_values, output.sequences[left]

@@ -185,7 +185,7 @@ def _check_readable(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
 
 
 def _selected(
-    module: torch.nn.Module,
+    module: Any,
     query: torch.Tensor,
     mask: torch.Tensor | None,
     kwargs: dict[str, Any],
