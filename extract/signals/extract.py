@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -303,15 +302,11 @@ class ExtractionReport:
       n_written: ranges written by this worker now.
       n_skipped: ranges of this worker that were there before.
       n_missing: ranges of any worker that are not there yet.
-      n_tokens: tokens of the ranges written now.
-      seconds: wall time.
     """
 
     n_written: int
     n_skipped: int
     n_missing: int
-    n_tokens: int
-    seconds: float
 
 
 class _RangeRows:
@@ -464,7 +459,6 @@ def run_plan(
     read and one being written (`tokens_per_unit`: at most 8 GiB each, or one range
     where that is larger), and the readings of two batches.
     """
-    began = time.perf_counter()
     units = share.mine(plan.units)
     store = create_store(url, plan.spec)
     done = done_ranges(store)
@@ -482,13 +476,10 @@ def run_plan(
         return _read_unit(reader, sequences, plan, unit, missing, tick)
 
     _write_units(read, store, todo)
-    edges = [plan.spec.range_rows(range_id) for range_id in written]
     return ExtractionReport(
         n_written=len(written),
         n_skipped=sum(len(unit.ranges) for unit in units) - len(written),
         n_missing=plan.spec.n_ranges - len(done_ranges(store)),
-        n_tokens=sum(stop - start for start, stop in edges),
-        seconds=time.perf_counter() - began,
     )
 
 
