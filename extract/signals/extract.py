@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -46,6 +46,7 @@ from beatrice.extract.store.families import (
     Spans,
     StoreConfig,
     encode,
+    model_shapes,
     scale_name,
     stored_bytes,
     stored_families,
@@ -57,6 +58,9 @@ from beatrice.extract.store.store import (
     done_ranges,
     write_range,
 )
+
+if TYPE_CHECKING:
+    from beatrice.extract.backbone.loading import Outline
 
 _BATCHES_PER_UNIT = 16
 _WANTED_UNITS = 16
@@ -601,14 +605,30 @@ def _extract(
     )
 
 
+def outline_shapes(outline: "Outline") -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a model's readings, every hidden layer kept.
+
+    Raises:
+      ValueError: its residual layout is unknown.
+    """
+    from beatrice.extract.backbone.layout import find_layout
+    from beatrice.extract.backbone.loading import n_heads_of
+
+    layout = find_layout(outline.model)
+    return model_shapes(
+        d_model=layout.head.in_features,
+        n_layers=len(layout.layers),
+        n_attention_layers=len(layout.attention_layers),
+        n_heads=n_heads_of(outline.config),
+    )
+
+
 def _forecast(run: RunDir, config: ExtractConfig) -> Forecast:
     """Return what extraction needs; the store's size is exact before compression."""
-    from beatrice.extract.backbone.loading import open_backbone
-    from beatrice.extract.signals.reader import SignalReader
+    from beatrice.extract.backbone.loading import load_outline
     from beatrice.extract.signals.sequence import first_read, sequence_of
 
-    backbone = open_backbone(run.section("backbone", BackboneConfig))
-    reader = SignalReader.for_config(backbone, config)
+    shapes = outline_shapes(load_outline(run.section("backbone", BackboneConfig).path))
     sequences = [
         sequence_of(answer, answer_span=config.answer_span)
         for answer in read_answers(run)
@@ -616,8 +636,6 @@ def _forecast(run: RunDir, config: ExtractConfig) -> Forecast:
     n_tokens = sum(len(sequence.ids) for sequence in sequences)
     n_read = n_tokens - sum(first_read(s.spans[0, 0]) for s in sequences)
     n_answer = int(sum(s.spans[2, 1] - s.spans[2, 0] for s in sequences))
-    every_layer = (backbone.n_layers + 1, backbone.d_model)
-    shapes = {**reader.shapes, "hidden": every_layer}
     stored = stored_bytes(shapes, config, n_tokens=n_read, n_answer=n_answer)
     return Forecast(
         stage="extract",
