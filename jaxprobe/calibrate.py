@@ -62,6 +62,7 @@ from beatrice.jaxprobe.evaluation import INTERVAL_PRESETS
 from beatrice.jaxprobe.families import (
     SUBSET_NAMES,
     FamilyDims,
+    Features,
     Standardizer,
     span_lengths,
     used_spans,
@@ -129,14 +130,14 @@ def pool_of(
         where = partners(own_rows.ids, rows["closed_book"].ids)
         passes.append(_take(outputs["closed_book"], where))
 
-    def part(where: np.ndarray) -> PoolOutputs:
-        parts = tuple(_take(member_outputs, where) for member_outputs in passes)
-        return pool_outputs(parts, n_seeds, own_rows.labels[where])
+    def outputs_of_rows(where: np.ndarray) -> PoolOutputs:
+        of_passes = tuple(_take(member_outputs, where) for member_outputs in passes)
+        return pool_outputs(of_passes, n_seeds, own_rows.labels[where])
 
     return Pool(
-        train=part(own_rows.where("train")),
-        valid=part(own_rows.where("validation")),
-        all_rows=part(np.arange(len(own_rows.ids))),
+        train=outputs_of_rows(own_rows.where("train")),
+        valid=outputs_of_rows(own_rows.where("validation")),
+        all_rows=outputs_of_rows(np.arange(len(own_rows.ids))),
         rows=own_rows,
         n_subsets=len(passes[0].logits) // n_seeds,
     )
@@ -166,8 +167,8 @@ def reads(
       members: positions in it.
       names: of all subsets of a pass; those of the paper's families by default.
     """
-    own, n = branch_setting(branch), len(names)
-    return tuple((own if i < n else "closed_book", names[i % n]) for i in members)
+    setting, n = branch_setting(branch), len(names)
+    return tuple((setting if i < n else "closed_book", names[i % n]) for i in members)
 
 
 def pool_names(branch: HeadName, members: Sequence[int]) -> list[str]:
@@ -279,10 +280,10 @@ def selected_params(trained: Trained, subsets: Sequence[int]) -> Params:
       subsets: their numbers.
     """
     seeds = sorted({member.seed for member in trained.members})
-    places = [
+    indices = [
         [trained.members.index((subset, seed)) for subset in subsets] for seed in seeds
     ]
-    return jax.tree.map(lambda x: np.asarray(x)[np.asarray(places)], trained.params)
+    return jax.tree.map(lambda x: np.asarray(x)[np.asarray(indices)], trained.params)
 
 
 def encoder_bank(grid: Grid, names: Sequence[str]) -> EncoderBank:
@@ -325,7 +326,7 @@ def calibrated(
       provenance: what the detector was trained on; None for a caller's arrays.
       precision: share of the trusted answers that shall be correct, in (0, 1].
     """
-    heads = {
+    heads: dict[HeadName, SettingHead] = {
         branch: calibrated_head(branch, head, grids[branch_setting(branch)], precision)
         for branch, head in fused.items()
     }
@@ -364,26 +365,32 @@ def score_store(
         raise ValueError(
             f"scoring {branch} needs the signals of {' and '.join(sorted(missing))}"
         )
-    own = stores[setting]
-    where = np.arange(len(own.spec.keys)) if examples is None else np.asarray(examples)
+    store_of_answers = stores[setting]
+    where = (
+        np.arange(len(store_of_answers.spec.keys))
+        if examples is None
+        else np.asarray(examples)
+    )
     rows, lengths = {}, {}
     for name in passes:
         store, bank = stores[name], detector.banks[name]
         _check_families(bank.dims, store)
         rows[name] = (
-            where if name == setting else partners(_ids(own), _ids(store))[where]
+            where
+            if name == setting
+            else partners(_ids(store_of_answers), _ids(store))[where]
         )
         lengths[name] = span_lengths(store.spec.spans[rows[name]], bank.spans)
-    places, scores = [], []
+    indices, scores = [], []
     every = np.concatenate(list(lengths.values()), axis=1)
     for group in width_groups(every, _OF_A_KIND):
         widths = {name: widths_of(lengths[name][group]) for name in passes}
         fitting = (rows_at_once(widths[n], detector.banks[n].dims) for n in passes)
         n_at_once = min(len(group), *fitting)
         for start in range(0, len(group), n_at_once):
-            part = group[start : start + n_at_once]
-            padded = np.pad(part, (0, n_at_once - len(part)), "edge")
-            features = {
+            batch = group[start : start + n_at_once]
+            padded = np.pad(batch, (0, n_at_once - len(batch)), "edge")
+            features: dict[Setting, Features] = {
                 name: read_features(
                     stores[name],
                     layer,
@@ -393,17 +400,17 @@ def score_store(
                 )
                 for name in passes
             }
-            places.append(part)
-            scores.append(detector.score(branch, features).first(len(part)))
-    return Scores.joined(scores).take(np.argsort(np.concatenate(places)))
+            indices.append(batch)
+            scores.append(detector.score(branch, features).first(len(batch)))
+    return Scores.joined(scores).take(np.argsort(np.concatenate(indices)))
 
 
 def _check_families(dims: FamilyDims, store: FeatureStore) -> None:
     """Raise where a store lacks signals that encoders read."""
     stored = family_dims(store)
     is_kept = all(
-        kept in ("all", read)
-        for kept, read in zip(stored.spans, dims.spans, strict=False)
+        stored_spans in ("all", read)
+        for stored_spans, read in zip(stored.spans, dims.spans, strict=False)
     )
     if (stored.names, stored.sizes) != (dims.names, dims.sizes) or not is_kept:
         raise ValueError(
@@ -542,10 +549,10 @@ def settle_precision(run: RunDir, precision: float) -> None:
 
     Unlike other settings it may change: no answer, label or weight depends on it.
     """
-    asked = CalibrateConfig(precision=precision)
-    if run.settle("calibrate", CALIBRATE_PRESETS, is_recorded=False) != asked:
+    config = CalibrateConfig(precision=precision)
+    if run.settle("calibrate", CALIBRATE_PRESETS, is_recorded=False) != config:
         run.reopen_stage("calibrate")
-    run.settle("calibrate", CALIBRATE_PRESETS, lambda _: asked, is_replaceable=True)
+    run.settle("calibrate", CALIBRATE_PRESETS, lambda _: config, is_replaceable=True)
 
 
 def _fused(run: RunDir, branch: HeadName) -> FusedHead:
@@ -601,7 +608,7 @@ def _calibrate(
     run: RunDir, config: CalibrateConfig, update: Update, progress: Progress
 ) -> None:
     set_compiler(run.preset)
-    grids = {setting: _grid(run, setting) for setting in settings_of(run)}
+    grids: dict[Setting, Grid] = {s: _grid(run, s) for s in settings_of(run)}
     detector = calibrated(
         {branch: _fused(run, branch) for branch in run_branches(run)},
         grids,

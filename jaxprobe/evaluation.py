@@ -61,7 +61,7 @@ class Scored:
     @property
     def is_defined(self) -> np.ndarray:
         """Where every seed has a score, `[n_rows]` bool."""
-        return ~np.isnan(self.scores).any(axis=0)
+        return np.logical_not(np.any(np.isnan(self.scores), axis=0))
 
     def take(self, where: np.ndarray) -> "Scored":
         """Return the same of some rows, `[n]` indices or bool of all."""
@@ -290,7 +290,7 @@ def permute_by_question(rows: Rows, seed: int) -> np.ndarray:
     ):
         by_question: dict[str, list[int]] = {}
         for i in rows.where(split, dataset):
-            by_question.setdefault(rows.ids[i], []).append(i)
+            by_question.setdefault(str(rows.ids[i]), []).append(i)
         by_size: dict[int, list[list[int]]] = {}
         for where in by_question.values():
             by_size.setdefault(len(where), []).append(where)

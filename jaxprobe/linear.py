@@ -47,9 +47,9 @@ def logistic_regression(inverse_penalty: float) -> LogisticRegression:
 
 def fit_linear(
     train: np.ndarray | spmatrix,
-    labels: Sequence[bool],
+    labels: Sequence[bool] | np.ndarray,
     valid: np.ndarray | spmatrix,
-    valid_labels: Sequence[bool],
+    valid_labels: Sequence[bool] | np.ndarray,
     regression_of: Callable[
         [float], LogisticRegression | LinearSVC
     ] = logistic_regression,
@@ -94,7 +94,7 @@ def block_scale(train: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return train.mean(axis=0), np.where(spread > 0, spread, 1) * train.shape[1] ** 0.5
 
 
-def both_classes(labels: Sequence[bool], n: int, split: str) -> np.ndarray:
+def both_classes(labels: Sequence[bool] | np.ndarray, n: int, split: str) -> np.ndarray:
     """Return `n` labels of both classes as an array."""
     is_correct = np.asarray(labels, dtype=bool)
     if is_correct.shape != (n,):
@@ -201,7 +201,7 @@ def fit_linear_parts(
             fold = logistic_regression(best.C).fit(x[seen], train.labels[seen])
             grid.train[subset, unseen] = fold.decision_function(x[unseen])
         ends = np.cumsum([widths[f] for f in read])
-        bias = best.intercept_[0]
+        bias = np.asarray(best.intercept_)[0]
         for f, weights in zip(read, np.split(best.coef_[0], ends[:-1]), strict=True):
             mean, scale = scales[f]
             grid.parts[f"kernel_{f}"][subset] = weights / scale

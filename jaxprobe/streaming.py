@@ -79,11 +79,10 @@ def prefetched(read: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any
     holds the interpreter's lock while it works, nor does a training step.
     """
     with ThreadPoolExecutor(1) as pool:
-        pending = pool.submit(read, items[0]) if items else None
-        for following in [*items[1:], None]:
-            value = pending.result()
-            if following is not None:
-                pending = pool.submit(read, following)
+        pending = [pool.submit(read, item) for item in items[:1]]
+        for number in range(len(items)):
+            value = pending.pop().result()
+            pending = [pool.submit(read, item) for item in items[number + 1 :][:1]]
             yield value
             del value  # or it would live until the next one is there
 

@@ -37,7 +37,12 @@ from beatrice.extract.store.store import open_store
 from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.calibrate import encoder_folders, run_training_set
 from beatrice.jaxprobe.checkpoint import Cache
-from beatrice.jaxprobe.config import GRID_PRESETS, GridConfig, set_compiler
+from beatrice.jaxprobe.config import (
+    GRID_PRESETS,
+    GridConfig,
+    StreamConfig,
+    set_compiler,
+)
 from beatrice.jaxprobe.encoder import Encoder, MemberOutputs
 from beatrice.jaxprobe.evaluation import permute_by_question
 from beatrice.jaxprobe.families import (
@@ -105,14 +110,14 @@ def train_encoders(
     mine = members_of_share(_workload(data, config), subsets, share)
     for _ in range(len(members) - len(mine)):
         on_part()
-    parts = []
-    for part in _trained(data, config, mine, linear, cache):
-        parts.append(part)
-        for _ in part.members:
+    trained_blocks = []
+    for block in _trained(data, config, mine, linear, cache):
+        trained_blocks.append(block)
+        for _ in block.members:
             on_part()
     if not share.is_whole:
         return None
-    trained = join(parts, members)
+    trained = join(trained_blocks, members)
     every = np.arange(len(data.lengths))
     if linear is None:
         return trained, _outputs(data, config, trained, every)
@@ -158,12 +163,12 @@ def members_of_share(
     Returns:
       members, seed-major.
     """
-    members = [(k, s) for s in range(work.n_seeds) for k in subsets]
-    groups = [[m for m in members if m[0] == k] for k in subsets]
+    members = [Member(k, s) for s in range(work.n_seeds) for k in subsets]
+    groups = [[m for m in members if m.subset == k] for k in subsets]
     if share.world_size > len(subsets):
         groups = [[member] for member in members]
     mine = share.mine(groups, lambda group: sum(step_flops(work, m) for m in group))
-    return [Member(*m) for m in sorted(chain(*mine), key=members.index)]
+    return sorted(chain(*mine), key=members.index)
 
 
 def _name(member: Member) -> str:
@@ -227,18 +232,18 @@ def _fit(
         groups = [
             [
                 labelled(tokens, y[at], offsets=None if o is None else o[:, at])
-                for at, tokens in part
+                for at, tokens in buckets
             ]
-            for part, y, o in zip(data.in_memory, labels, offsets, strict=True)
+            for buckets, y, o in zip(data.in_memory, labels, offsets, strict=True)
         ]
         yield from fit_everywhere(blocks, *groups, **protocol)
         return
-    reads = (data.read_train, data.read)
-    parts = (
-        Streamed(where=where, labels=y, read=read, config=config.stream, offsets=o)
+    stream, reads = config.stream or StreamConfig(), (data.read_train, data.read)
+    train, valid = (
+        Streamed(where=where, labels=y, read=read, config=stream, offsets=o)
         for where, y, read, o in zip(data.where, labels, reads, offsets, strict=True)
     )
-    yield fit_streamed(blocks, *parts, **protocol)
+    yield fit_streamed(blocks, train, valid, **protocol)
 
 
 def _linear_parts(

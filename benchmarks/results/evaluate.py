@@ -162,7 +162,7 @@ def _bins(curve: Reliability) -> list[dict[str, Any]]:
             "accuracy": float(curve.accuracy[i]),
             "n": int(n),
         }
-        for i, n in enumerate(curve.count)
+        for i, n in enumerate(curve.n_examples)
         if n
     ]
 

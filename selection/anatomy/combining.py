@@ -164,9 +164,9 @@ def counts_along(
       `[SET_SIZE + 1, n_parts]`: of a part's sets, the share that holds 0, 1, 2 or 3.
     """
     counts = is_closed_book[ranking.sets[ranking.order]].sum(axis=1)
-    parts = np.array_split(counts, min(n_parts, len(counts)))
+    bins = np.array_split(counts, min(n_parts, len(counts)))
     return np.stack(
-        [[(part == k).mean() for part in parts] for k in range(SET_SIZE + 1)]
+        [[(bin_counts == k).mean() for bin_counts in bins] for k in range(SET_SIZE + 1)]
     )
 
 

@@ -18,7 +18,7 @@ each set and kind the case that is surest of its decisions is shown, of equals t
 smaller id, with at most three of its golds.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -111,7 +111,8 @@ def boundary(deployed: Deployed) -> list[ResultRow]:
     """
     rows, result = deployed.rows, []
     at = np.isin(deployed.judged, rows.where("test"))
-    place = deployed.place(IN_DOMAIN, "test") | {"n": int(at.sum())}
+    place: dict[str, Any] = deployed.place(IN_DOMAIN, "test")
+    place["n"] = int(at.sum())
     for name in deployed.queried:
         intact = deployed.intact(name)[:, at]
         rests = {letter: deployed.without(name, letter)[:, at] for letter in name}

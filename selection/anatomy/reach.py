@@ -22,7 +22,7 @@ import hashlib
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -131,33 +131,35 @@ class SmallSampleTrainer:
           `[m]` logits by name; None where a part of the rows holds one class.
         """
         labels, config = self.deployed.rows.labels, self.deployed.config
-        parts = train_valid_split(order)
-        if any(len(set(labels[part].tolist())) < 2 for part in parts):
+        splits = train_valid_split(order)
+        if any(len(set(labels[split].tolist())) < 2 for split in splits):
             return None
         sizes = self.n_train, self.n_valid
-        repeated = [np.resize(p, n) for p, n in zip(parts, sizes, strict=True)]
+        repeated = [np.resize(p, n) for p, n in zip(splits, sizes, strict=True)]
         taken = np.concatenate([*repeated, where])
-        places = np.split(np.arange(len(taken)), np.cumsum(sizes))
-        data = self._rows(taken, places[:2])
+        indices = np.split(np.arange(len(taken)), np.cumsum(sizes))
+        data = self._rows(taken, indices[:2])
         digest = hashlib.sha256(taken.tobytes()).hexdigest()
         one_seed = dataclasses.replace(config.train, n_seeds=1)
-        trained, outputs = train_encoders(
+        trained = train_encoders(
             data,
             dataclasses.replace(config, train=one_seed, stream=None),
             subsets=[subset_index(name) for name in names],
             cache=Cache(self.folder / digest[:16], digest),
         )
         shutil.rmtree(self.folder, ignore_errors=True)
-        at = {m.subset: i for i, m in enumerate(trained.members)}
-        own = np.asarray(outputs.logits)[:, places[2]]
-        return {name: own[at[subset_index(name)]] for name in names}
+        assert trained is not None  # None is of a share
+        members, outputs = trained[0].members, trained[1]
+        row_of = {member.subset: i for i, member in enumerate(members)}
+        logits = np.asarray(outputs.logits)[:, indices[2]]
+        return {name: logits[row_of[subset_index(name)]] for name in names}
 
-    def _rows(self, taken: np.ndarray, places: Sequence[np.ndarray]) -> TrainingSet:
+    def _rows(self, taken: np.ndarray, splits: Sequence[np.ndarray]) -> TrainingSet:
         """Return some rows of the store as if they were all; no others are read.
 
         Args:
           taken: `[n]` rows of the store, some more than once.
-          places: of training and validation rows among them.
+          splits: indices of training and of validation rows among them.
         """
         data = self.deployed.data
 
@@ -170,10 +172,10 @@ class SmallSampleTrainer:
             lengths=data.lengths[taken],
             read=read,
             read_train=read,
-            where=tuple(places),
+            where=tuple(splits),
             in_memory=tuple(
                 (Bucket(np.arange(len(own)), read(own, self.lengths)),)
-                for own in places
+                for own in splits
             ),
         )
 
@@ -403,8 +405,9 @@ def _auroc_rows(
     result = []
     for subset, name in enumerate(SUBSET_NAMES):
         values = [auroc(scores, ranked.labels) for scores in ranked.scores[:, subset]]
-        fields = encoder(name)._asdict() | backbone | place
-        fields |= dict(experiment=BACKBONES, metric="auroc", n=len(ranked.labels))
+        fields: dict[str, Any] = encoder(name)._asdict() | backbone | place
+        fields |= {"experiment": BACKBONES, "metric": "auroc"}
+        fields |= {"n": len(ranked.labels)}
         if reason := next((v.reason for v in values if v.reason), None):
             result.append(ResultRow(**fields, value=None, reason=reason))
             continue
@@ -419,7 +422,7 @@ def backbones(inputs: AnalysisInput) -> AnalysisOutput:
 
     And what pairs of families gain on the other backbone.
     """
-    shared = [setting for setting in inputs.settings if setting in inputs.other]
+    shared: list[Setting] = [s for s in inputs.settings if s in inputs.other]
     if not shared:
         raise ValueError(
             f"this run has {', '.join(inputs.settings)}, the other one has "
@@ -436,9 +439,9 @@ def backbones(inputs: AnalysisInput) -> AnalysisOutput:
         ):
             backbone = {"kind": kind, "source": source}
             result += _auroc_rows(side, config, backbone, place)
-        correlation = agreement(*ranked, config)
-        fields = dict(experiment=BACKBONES, metric="spearman", n=len(SUBSET_NAMES))
-        fields |= {"detector": "two_backbones", **place}
+        correlation = agreement(ranked[0], ranked[1], config)
+        fields: dict[str, Any] = {"experiment": BACKBONES, "metric": "spearman"}
+        fields |= {"detector": "two_backbones", "n": len(SUBSET_NAMES), **place}
         if np.isfinite(correlation.value):
             ends = {"ci_low": correlation.low, "ci_high": correlation.high}
             result.append(ResultRow(**fields, value=correlation.value, **ends))
