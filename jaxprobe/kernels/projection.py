@@ -247,8 +247,7 @@ class _Positions(NamedTuple):
     n_chunks: jax.Array
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def wide_product(
+def _wide_product(
     matmul_dtype: MatmulDtype,
     weight: jax.Array,
     tokens: jax.Array | StoredTokens,
@@ -272,6 +271,9 @@ def wide_product(
       `[d_projection, n_tokens, n_batch]`.
     """
     return _wide_forward(matmul_dtype, weight, tokens, rows, real, gate)[0]
+
+
+wide_product = jax.custom_vjp(_wide_product, nondiff_argnums=(0,))
 
 
 def _wide_forward(matmul_dtype, weight, tokens, rows, real, gate):
@@ -298,8 +300,7 @@ def _wide_backward(matmul_dtype, operands, dy):
 wide_product.defvjp(_wide_forward, _wide_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def wide_reading(
+def _wide_reading(
     matmul_dtype: MatmulDtype,
     weight: jax.Array,
     tokens: jax.Array | StoredTokens,
@@ -314,7 +315,10 @@ def wide_reading(
     return _wide_forward(matmul_dtype, weight, tokens, _all(tokens), real, gate)[0]
 
 
-def _all(tokens: jax.Array) -> jax.Array:
+wide_reading = jax.custom_vjp(_wide_reading, nondiff_argnums=(0,))
+
+
+def _all(tokens: jax.Array | StoredTokens) -> jax.Array:
     return jnp.arange(tokens.shape[1])
 
 

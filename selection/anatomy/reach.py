@@ -443,8 +443,8 @@ def backbones(inputs: AnalysisInput) -> AnalysisOutput:
         fields: dict[str, Any] = {"experiment": BACKBONES, "metric": "spearman"}
         fields |= {"detector": "two_backbones", "n": len(SUBSET_NAMES), **place}
         if np.isfinite(correlation.value):
-            ends = {"ci_low": correlation.low, "ci_high": correlation.high}
-            result.append(ResultRow(**fields, value=correlation.value, **ends))
+            fields |= {"ci_low": correlation.low, "ci_high": correlation.high}
+            result.append(ResultRow(**fields, value=correlation.value))
         else:
             reason = "one class only, or all subsets are equally good"
             result.append(ResultRow(**fields, value=None, reason=reason))
