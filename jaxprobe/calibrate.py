@@ -26,13 +26,12 @@ from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.contents import (
     read_answers,
     read_examples,
-    read_labels,
     row_files,
     settings_of,
 )
 from beatrice.extract.run.directory import Preset, RunDir, read_manifest
 from beatrice.extract.run.stages import Stage
-from beatrice.extract.store.store import FeatureStore, open_store
+from beatrice.extract.store.store import FeatureStore
 from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.calibration import (
     Calibrator,
@@ -41,11 +40,9 @@ from beatrice.jaxprobe.calibration import (
     folds_of,
 )
 from beatrice.jaxprobe.config import (
-    GRID_PRESETS,
     SELECT_PRESETS,
     EncoderConfig,
     FusionConfig,
-    GridConfig,
     SelectConfig,
     set_compiler,
 )
@@ -74,12 +71,8 @@ from beatrice.jaxprobe.grid import Trained, grid_members
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.rows import (
     Rows,
-    TrainingSet,
     partners,
-    read_sweep,
     rows_at_once,
-    rows_of,
-    training_set,
 )
 from beatrice.jaxprobe.scope import choose_threshold, fit_scope, scripts_of
 from beatrice.jaxprobe.tokens import (
@@ -87,6 +80,13 @@ from beatrice.jaxprobe.tokens import (
     longest_spans,
     read_features,
     stored_dtypes,
+)
+from beatrice.jaxprobe.train import (
+    chosen_layer,
+    encoder_folders,
+    grid_config,
+    open_rows,
+    run_outputs,
 )
 
 BRANCHES: tuple[HeadName, ...] = ("closed_book", "with_context", "single_pass")
@@ -426,27 +426,6 @@ def _ids(store: FeatureStore) -> list[str]:
 N_FOLDS = 5  # of `fold_calibrators`
 
 
-def open_rows(run: RunDir, setting: Setting) -> tuple[FeatureStore, Rows]:
-    """Open a setting's store and say what its rows are."""
-    store = open_store(run.features(setting))
-    return store, rows_of(store, read_examples(run), read_labels(run).values())
-
-
-def chosen_layer(run: RunDir) -> int:
-    """Return the layer that the hidden family of a run is read from."""
-    return read_sweep(run.sweep).layer
-
-
-def encoder_folders(run: RunDir) -> list[Path]:
-    """Return the checkpoints of the run's settings."""
-    return [run.encoders(setting) for setting in settings_of(run)]
-
-
-def grid_config(run: RunDir) -> GridConfig:
-    """Return how a run's encoders are trained, with the run's seed."""
-    return run.settle("train", GRID_PRESETS).seeded(run.seed)
-
-
 def select_config(run: RunDir) -> SelectConfig:
     """Return how a run's heads are trained and selected, with the run's seed."""
     return run.settle("select", SELECT_PRESETS).seeded(run.seed)
@@ -462,12 +441,6 @@ def run_selection(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a branch's heads and scores, and the summary of its search."""
     return read_selection(run.selection / branch)
-
-
-def run_outputs(run: RunDir, setting: Setting) -> MemberOutputs:
-    """Return the outputs of every trained encoder of a setting on its rows."""
-    tree, _ = checkpoint.restore(run.encoders(setting))
-    return MemberOutputs(**tree["outputs"])
 
 
 def run_pool(
@@ -491,18 +464,6 @@ def run_pool(
         {where: open_rows(run, where)[1] for where in passes},
         setting,
         grid_config(run).train.n_seeds,
-    )
-
-
-def run_training_set(run: RunDir, setting: Setting, config: GridConfig) -> TrainingSet:
-    """Return a setting's rows as a configuration trains encoders on them."""
-    store, rows = open_rows(run, setting)
-    return training_set(
-        store,
-        rows,
-        layer=chosen_layer(run),
-        n_batch=config.train.batch_size,
-        streamed=config.stream is not None,
     )
 
 

@@ -19,6 +19,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import flax.traverse_util
@@ -27,15 +28,20 @@ import numpy as np
 
 from beatrice.extract.records import SETTINGS, Setting
 from beatrice.extract.run.console import Progress, Update
-from beatrice.extract.run.contents import question_files, row_files, settings_of
+from beatrice.extract.run.contents import (
+    question_files,
+    read_examples,
+    read_labels,
+    row_files,
+    settings_of,
+)
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import sha256_file
 from beatrice.extract.run.memory import return_freed_memory
 from beatrice.extract.run.share import Share, own_gpu
 from beatrice.extract.run.stages import Stage, side_by_side
-from beatrice.extract.store.store import open_store
+from beatrice.extract.store.store import FeatureStore, open_store
 from beatrice.jaxprobe import checkpoint
-from beatrice.jaxprobe.calibrate import encoder_folders, run_training_set
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.config import (
     GRID_PRESETS,
@@ -70,10 +76,49 @@ from beatrice.jaxprobe.linear import (
 )
 from beatrice.jaxprobe.loop import FitInfo
 from beatrice.jaxprobe.memory import Sizes, Workload, choose, step_flops
-from beatrice.jaxprobe.rows import TrainingSet
+from beatrice.jaxprobe.rows import Rows, TrainingSet, read_sweep, rows_of, training_set
 from beatrice.jaxprobe.streaming import Streamed, fit_streamed
 
 EVERY_FAMILY = subset_index("HPRA")
+
+
+def open_rows(run: RunDir, setting: Setting) -> tuple[FeatureStore, Rows]:
+    """Open a setting's store and say what its rows are."""
+    store = open_store(run.features(setting))
+    return store, rows_of(store, read_examples(run), read_labels(run).values())
+
+
+def chosen_layer(run: RunDir) -> int:
+    """Return the layer that the hidden family of a run is read from."""
+    return read_sweep(run.sweep).layer
+
+
+def encoder_folders(run: RunDir) -> list[Path]:
+    """Return the checkpoints of the run's settings."""
+    return [run.encoders(setting) for setting in settings_of(run)]
+
+
+def grid_config(run: RunDir) -> GridConfig:
+    """Return how a run's encoders are trained, with the run's seed."""
+    return run.settle("train", GRID_PRESETS).seeded(run.seed)
+
+
+def run_outputs(run: RunDir, setting: Setting) -> MemberOutputs:
+    """Return the outputs of every trained encoder of a setting on its rows."""
+    tree, _ = checkpoint.restore(run.encoders(setting))
+    return MemberOutputs(**tree["outputs"])
+
+
+def run_training_set(run: RunDir, setting: Setting, config: GridConfig) -> TrainingSet:
+    """Return a setting's rows as a configuration trains encoders on them."""
+    store, rows = open_rows(run, setting)
+    return training_set(
+        store,
+        rows,
+        layer=chosen_layer(run),
+        n_batch=config.train.batch_size,
+        streamed=config.stream is not None,
+    )
 
 
 def train_encoders(

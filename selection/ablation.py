@@ -27,16 +27,11 @@ from beatrice.extract.run.stages import Stage, side_by_side
 from beatrice.jaxprobe import families
 from beatrice.jaxprobe.calibrate import (
     Pool,
-    encoder_folders,
-    grid_config,
-    open_rows,
     pool_names,
     pool_of,
     reads,
     run_bootstrap,
-    run_outputs,
     run_selection,
-    run_training_set,
 )
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.config import (
@@ -57,7 +52,15 @@ from beatrice.jaxprobe.families import (
 from beatrice.jaxprobe.fusion import PoolOutputs
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.rows import Rows, TrainingSet
-from beatrice.jaxprobe.train import settings_at_once, train_encoders
+from beatrice.jaxprobe.train import (
+    encoder_folders,
+    grid_config,
+    open_rows,
+    run_outputs,
+    run_training_set,
+    settings_at_once,
+    train_encoders,
+)
 from beatrice.selection.greedy import HeadTrainer, NoSignalError, Selection
 from beatrice.selection.stage import load_part
 

@@ -24,7 +24,6 @@ from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.rows import ResultRow, publish, rows_file
 from beatrice.extract.run.stages import Stage, side_by_side
 from beatrice.jaxprobe.calibrate import (
-    encoder_folders,
     pool_names,
     reads,
     run_bootstrap,
@@ -44,6 +43,7 @@ from beatrice.jaxprobe.families import LETTERS
 from beatrice.jaxprobe.fusion import PoolOutputs
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.rows import Rows
+from beatrice.jaxprobe.train import encoder_folders
 from beatrice.selection.greedy import (
     GreedyConfig,
     HeadTrainer,

@@ -25,7 +25,6 @@ from beatrice.extract.run.stages import Stage, side_by_side
 from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.calibrate import (
     Pool,
-    encoder_folders,
     pool_names,
     run_branches,
     run_pool,
@@ -38,6 +37,7 @@ from beatrice.jaxprobe.families import N_SUBSETS
 from beatrice.jaxprobe.fusion import PoolOutputs
 from beatrice.jaxprobe.metrics import auroc
 from beatrice.jaxprobe.rows import Rows
+from beatrice.jaxprobe.train import encoder_folders
 from beatrice.selection.greedy import HeadTrainer, Selection, select_heads
 
 EXPERIMENT = "optimism"

@@ -24,7 +24,6 @@ from beatrice.extract.run.directory import Preset, RunDir
 from beatrice.extract.run.files import write_json_atomic
 from beatrice.extract.run.stages import Stage
 from beatrice.extract.store.store import FeatureStore
-from beatrice.jaxprobe.calibrate import open_rows
 from beatrice.jaxprobe.config import TrainConfig, set_compiler
 from beatrice.jaxprobe.kernels.random import PROBES, stream_key
 from beatrice.jaxprobe.loop import (
@@ -38,6 +37,7 @@ from beatrice.jaxprobe.loop import (
 )
 from beatrice.jaxprobe.rows import LayerCurve, LayerSweep, Rows
 from beatrice.jaxprobe.tokens import mean_answer_states
+from beatrice.jaxprobe.train import open_rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -55,12 +55,7 @@ from beatrice.extract.run.rows import ResultRow, Subject, publish, rows_file
 from beatrice.extract.run.stages import Stage
 from beatrice.extract.store.store import FeatureStore, read_family
 from beatrice.jaxprobe import checkpoint
-from beatrice.jaxprobe.calibrate import (
-    encoder_folders,
-    grid_config,
-    run_bootstrap,
-    run_selection,
-)
+from beatrice.jaxprobe.calibrate import run_bootstrap, run_selection
 from beatrice.jaxprobe.calibration import Reliability, brier, ece, reliability
 from beatrice.jaxprobe.config import set_compiler
 from beatrice.jaxprobe.detector import Detector
@@ -74,7 +69,7 @@ from beatrice.jaxprobe.metrics import (
 )
 from beatrice.jaxprobe.rows import Rows
 from beatrice.jaxprobe.scope import Threshold
-from beatrice.jaxprobe.train import EVERY_FAMILY
+from beatrice.jaxprobe.train import EVERY_FAMILY, encoder_folders, grid_config
 from beatrice.pgir.score_files import shown_tokens
 
 N_BINS = 10

@@ -78,15 +78,10 @@ from beatrice.extract.run.rows import (
 )
 from beatrice.extract.run.stages import Stage
 from beatrice.extract.signals.extract import extract_config
-from beatrice.jaxprobe.calibrate import (
-    chosen_layer,
-    grid_config,
-    open_rows,
-    run_bootstrap,
-    run_outputs,
-)
+from beatrice.jaxprobe.calibrate import run_bootstrap
 from beatrice.jaxprobe.families import N_SUBSETS
 from beatrice.jaxprobe.rows import read_sweep
+from beatrice.jaxprobe.train import chosen_layer, grid_config, open_rows, run_outputs
 from beatrice.pgir.controllers import CONTROLLERS, OPTIONAL
 from beatrice.pgir.score_files import P_STEPS
 from beatrice.selection.ablation import ablation_summary

@@ -29,10 +29,6 @@ from beatrice.extract.run.rows import ResultRow, publish, rows_file, write_rows
 from beatrice.extract.run.stages import Stage
 from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.calibrate import (
-    chosen_layer,
-    encoder_folders,
-    grid_config,
-    open_rows,
     reads,
     run_bootstrap,
     run_branches,
@@ -41,6 +37,12 @@ from beatrice.jaxprobe.calibrate import (
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.config import set_compiler
 from beatrice.jaxprobe.detector import Detector, HeadName
+from beatrice.jaxprobe.train import (
+    chosen_layer,
+    encoder_folders,
+    grid_config,
+    open_rows,
+)
 from beatrice.selection.ablation import scores_without
 from beatrice.selection.anatomy import Study, combining, decisions, places, reach
 from beatrice.selection.anatomy.analysis import (
