@@ -234,7 +234,7 @@ class Grid:
 
 
 class FusedHead(NamedTuple):
-    """The heads of a selected set, with what they say of every row of their setting.
+    """The heads of a selected set, with their scores of every row of their setting.
 
     Attributes:
       members: pool positions, see `jaxprobe.calibrate.reads`.
@@ -492,11 +492,10 @@ class CalibrateConfig:
     precision: float = 0.9
 
     def __post_init__(self) -> None:
-        """Refuse what is no share."""
+        """Check that precision is in (0, 1]."""
         if not 0 < self.precision <= 1:
             raise ValueError(
-                f"precision: expected a share above 0 and at most 1, found "
-                f"{self.precision}"
+                f"precision: expected a share above 0 and at most 1, got {self.precision}"
             )
 
 
@@ -505,7 +504,7 @@ CALIBRATE_PRESETS: dict[Preset, CalibrateConfig] = dict.fromkeys(
 )
 
 
-def settle_precision(run: RunDir, precision: float) -> None:
+def change_precision(run: RunDir, precision: float) -> None:
     """Let a run have another threshold; its detector is then calibrated again.
 
     Unlike other settings it may change: no answer, label or weight depends on it.

@@ -1,4 +1,4 @@
-"""From a score to a probability that means what it says.
+"""From a score to a calibrated probability.
 
 Isotonic regression on validation scores (the controller section of the paper), kept as
 two arrays; and the measures of how well probabilities are calibrated.

@@ -377,7 +377,7 @@ def choose(sizes: Sizes, device_memory: int | None = None) -> Plan:
 
     Args:
       sizes: what is trained.
-      device_memory: bytes; what the device says by default.
+      device_memory: bytes; None for those of the device.
     """
     device_memory = device_memory or device_bytes()
     if device_memory is None:

@@ -326,7 +326,7 @@ def _cache(run: RunDir) -> Cache:
 
 
 def scores_without(run: RunDir, setting: Setting, variant: str) -> np.ndarray | None:
-    """Return what a variant says of every row, `[n_seeds, n_rows]`.
+    """Return the scores of a variant on every row, `[n_seeds, n_rows]`.
 
     None where its search found nothing to select.
     """

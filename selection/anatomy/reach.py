@@ -388,7 +388,7 @@ def agreement(first: Ranked, second: Ranked, config: BootstrapConfig) -> Agreeme
 
 
 def _answers(deployed: Deployed, split: str) -> Ranked:
-    """Return what a run's encoders say of its in-domain answers of a split."""
+    """Return the scores of a run's encoders on its in-domain answers of a split."""
     rows = deployed.rows
     where = rows.where(split)
     return Ranked(rows.ids[where], rows.labels[where], deployed.logits[:, :, where])
