@@ -495,7 +495,8 @@ class CalibrateConfig:
         """Check that precision is in (0, 1]."""
         if not 0 < self.precision <= 1:
             raise ValueError(
-                f"precision: expected a share above 0 and at most 1, got {self.precision}"
+                "precision: expected a share above 0 and at most 1, got "
+                f"{self.precision}"
             )
 
 

@@ -22,7 +22,7 @@ from beatrice.extract.store.families import Dtype
 from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.calibration import Calibrator
 from beatrice.jaxprobe.config import EncoderConfig, FusionConfig
-from beatrice.jaxprobe.encoder import Encoder, Params
+from beatrice.jaxprobe.encoder import Encoder, Params, apply_module
 from beatrice.jaxprobe.families import (
     FamilyDims,
     FamilyTokens,
@@ -98,7 +98,7 @@ def bank_outputs(
       Logits `[n_seeds, n_kept, n_examples]` and pooled vectors `[..., d_pooled]`.
     """
     families: FamilyTokens = split_families(features, dims, standardizer)
-    over_kept = jax.vmap(lambda p, mask: encoder.apply(p, families, mask))
+    over_kept = jax.vmap(lambda p, mask: apply_module(encoder, p, families, mask))
     return jax.vmap(over_kept, in_axes=(0, None))(params, family_masks)
 
 
@@ -175,7 +175,8 @@ def _fuse(
 
     def fuse_seed(params, pooled, logits):
         slots = jnp.arange(len(slot_mask))
-        return head.apply(params, head_inputs(pooled, logits), slots, slot_mask)
+        inputs = head_inputs(pooled, logits)
+        return apply_module(head, params, inputs, slots, slot_mask)
 
     return jax.nn.sigmoid(jax.vmap(fuse_seed)(params, pooled, logits)).mean(axis=0)
 

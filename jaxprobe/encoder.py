@@ -277,3 +277,8 @@ class Encoder(nn.Module):
             n_before = features.span_slices[-1].start
             families[f] = families[f].at[:, :n_before].set(0.0)
         return jnp.concatenate(families) + bias[:, None, None]
+
+
+def apply_module(module: nn.Module, *arguments: Any) -> Any:
+    """Return `module.apply`, whose type in Flax is a union of all that it may return."""
+    return module.apply(*arguments)
