@@ -280,5 +280,5 @@ class Encoder(nn.Module):
 
 
 def apply_module(module: nn.Module, *arguments: Any) -> Any:
-    """Return `module.apply`, whose type in Flax is a union of all that it may return."""
+    """Return `module.apply`, which Flax types as a union of possible results."""
     return module.apply(*arguments)
