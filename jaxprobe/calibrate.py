@@ -252,14 +252,7 @@ class FusedHead(NamedTuple):
 def calibrated_head(
     branch: HeadName, fused: FusedHead, grid: Grid, precision: float
 ) -> SettingHead:
-    """Fit a head's map and threshold on the labelled validation rows.
-
-    Args:
-      branch: which rows and which passes the head is of.
-      fused: the heads.
-      grid: of the branch's setting.
-      precision: share of the trusted answers that shall be correct, in (0, 1].
-    """
+    """Fit a head's map and threshold on the labelled validation rows."""
     where = grid.rows.where("validation")
     scores, labels = fused.scores.mean(axis=0)[where], grid.rows.labels[where]
     calibrator = fit_calibrator(scores, labels)
@@ -273,12 +266,7 @@ def calibrated_head(
 
 
 def selected_params(trained: Trained, subsets: Sequence[int]) -> Params:
-    """Return some subsets' weights, every seed: leaves `[n_seeds, n_subsets, ...]`.
-
-    Args:
-      trained: members of the grid.
-      subsets: their numbers.
-    """
+    """Return some subsets' weights, every seed: leaves `[n_seeds, n_subsets, ...]`."""
     seeds = sorted({member.seed for member in trained.members})
     indices = [
         [trained.members.index((subset, seed)) for subset in subsets] for seed in seeds
@@ -287,12 +275,7 @@ def selected_params(trained: Trained, subsets: Sequence[int]) -> Params:
 
 
 def encoder_bank(grid: Grid, names: Sequence[str]) -> EncoderBank:
-    """Return some subsets' encoders, with where the signals of training lay.
-
-    Args:
-      grid: the setting's trained encoders.
-      names: subsets that some head reads, as in "HPA".
-    """
+    """Return some subsets' encoders, with where the signals of training lay."""
     store, rows, dims = grid.store, grid.rows, grid.dims
     return EncoderBank(
         dims=dims,

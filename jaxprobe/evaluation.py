@@ -114,23 +114,14 @@ def _less(fields: Mapping[str, Any], n_left_out: int) -> dict[str, Any]:
 
 
 class _Case(NamedTuple):
-    """A detector on the rows of a set where it has scores.
-
-    Attributes:
-      name: of the detector.
-      where: `[n_chosen]` bool, these rows among the set's.
-      scores: `[n_seeds, n]`.
-      labels: `[n]` bool.
-      weighted: the metrics under weightings, see `weighted_metrics`.
-      seeds: by metric its value with each training seed.
-    """
+    """A detector on the rows of a set where it has scores."""
 
     name: str
-    where: np.ndarray
-    scores: np.ndarray
-    labels: np.ndarray
-    weighted: Callable[..., dict[str, np.ndarray]]
-    seeds: dict[str, list[Metric]]
+    where: np.ndarray  # [n_chosen] bool, these rows among the set's
+    scores: np.ndarray  # [n_seeds, n]
+    labels: np.ndarray  # [n] bool
+    weighted: Callable[..., dict[str, np.ndarray]]  # see `weighted_metrics`
+    seeds: dict[str, list[Metric]]  # by metric its value with each training seed
 
 
 def _case(scored: Scored, rows: Rows, strata: np.ndarray | None) -> _Case:

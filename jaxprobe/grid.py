@@ -389,14 +389,6 @@ def fit_on_mesh(
     Where the subsets do not come out even, the last one is trained again on the devices
     that would stand idle, and left out of the result.
 
-    Args:
-      block: every subset with every seed.
-      train: groups of training rows; each is copied to every device.
-      valid: validation rows, likewise.
-      encoder: the module.
-      config: the protocol.
-      mesh: of one axis, "members"; see `member_mesh`.
-
     Returns:
       The members with all their weights, on the host.
     """

@@ -367,7 +367,7 @@ def _check_classes(rows: Rows, where: tuple[np.ndarray, np.ndarray]) -> None:
 
 
 def rows_at_once(widths: Sequence[int], dims: FamilyDims) -> int:
-    """Return how many examples are standardised and encoded together, a power of two.
+    """Return how many examples are encoded together, a power of two.
 
     Args:
       widths: tokens of the padded spans.

@@ -131,13 +131,6 @@ def fit_streamed(
 ) -> Trained:
     """Train encoders from a store, as `jaxprobe.grid` trains them from memory.
 
-    Args:
-      blocks: what is trained; each waits for the others at the end of a group.
-      train: training rows.
-      valid: validation rows, read in the same way after every epoch.
-      encoder: the module.
-      config: the protocol; `root_seed` also orders the chunks.
-
     Returns:
       Best weights of every member, in the order of the blocks.
     """

@@ -229,11 +229,6 @@ def _spread(answers: Ragged, starts: np.ndarray, n_rows: int) -> np.ndarray:
 
     No encoder sees these zeros: what it reads of the other spans is zero after
     standardisation, see `split_families`.
-
-    Args:
-      answers: rows of the answer span.
-      starts: as in `pad_span`.
-      n_rows: of all tokens.
     """
     values, lengths = answers.values, answers.lengths
     spread = np.zeros((n_rows, *values.shape[1:]), values.dtype)

@@ -200,11 +200,6 @@ def members_of_share(
     The seeds of a subset stay together, as they train side by side; where there are
     more processes than subsets, single members are dealt out.
 
-    Args:
-      work: of the grid.
-      subsets: their numbers, ascending.
-      share: of the members of these subsets.
-
     Returns:
       members, seed-major.
     """

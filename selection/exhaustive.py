@@ -230,10 +230,6 @@ def _greedy_members(heads: HeadTrainer, added: Sequence[int]) -> tuple[int, ...]
 
     Where the search stopped earlier, it is continued without a margin, so that what is
     ranked is always as large as what it is ranked among.
-
-    Args:
-      heads: of the search.
-      added: pool positions that it added, in order.
     """
     if len(added) >= SET_SIZE:
         return tuple(sorted(added[:SET_SIZE]))
@@ -287,12 +283,6 @@ def rank(
     bootstrap: BootstrapConfig,
 ) -> tuple[dict[str, np.ndarray], list[ResultRow]]:
     """Compare a pool's best set of three with greedy's.
-
-    Args:
-      heads: of the pool.
-      ranking: of all its sets.
-      added: pool positions that the greedy search added, in order.
-      bootstrap: how intervals are made.
 
     Returns:
       What the report shows of the ranking, and the rows of both sets.

@@ -305,10 +305,6 @@ def select_heads(
     """Select encoders for every branch that scores answers of some settings.
 
     The single pass searches the with-context half of the with-context pool.
-
-    Args:
-      pools: what encoders put out, by setting whose answers are scored.
-      config: heads and search, with the run's seed.
     """
     selections = {}
     for branch in branches_of(tuple(pools)):

@@ -218,13 +218,7 @@ def sweep_rows(rows: Rows, split: str, limit: int, seed: int) -> np.ndarray:
 
 
 def sweep_store(store: FeatureStore, rows: Rows, config: SweepSection) -> LayerCurve:
-    """Fit probes on the mean answer states of every layer that a store keeps.
-
-    Args:
-      store: of one setting.
-      rows: what its rows are.
-      config: which rows are read, and how probes are fitted.
-    """
+    """Fit probes on the mean answer states of every layer that a store keeps."""
     layers = store.spec.hidden_layers
 
     def read(split: str) -> tuple[np.ndarray, np.ndarray]:

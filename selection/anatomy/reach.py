@@ -248,12 +248,7 @@ def _half(ids: Iterable[str]) -> np.ndarray:
 
 
 def sources_of(rows: Rows, pools: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the rows from which every set may teach, `[n]` indices by its name.
-
-    Args:
-      rows: of a setting.
-      pools: rows that may be drawn, by split.
-    """
+    """Return the rows from which every set may teach, `[n]` indices by its name."""
     sources = {}
     in_domain = np.concatenate([pools["train"], pools["validation"]])
     for dataset in dict.fromkeys(rows.datasets[in_domain].tolist()):
@@ -366,11 +361,6 @@ def agreement(first: Ranked, second: Ranked, config: BootstrapConfig) -> Agreeme
     questions were asked. A question that both runs were asked is drawn for both
     together. Resampled AUROCs have more noise than the sample's, so the interval lies
     somewhat nearer to zero than one around the value would.
-
-    Args:
-      first: a run's validation answers.
-      second: those of another run with the same subsets.
-      config: of the bootstrap.
     """
     n = len(first.ids)
     ones = [np.ones((len(x.ids), 1), np.float32) for x in (first, second)]
