@@ -1,7 +1,7 @@
 """From trained encoders and selected heads to a calibrated detector.
 
-The pool that heads are selected from, the detector of a selection, the stage that saves
-it, and what the stages of all rooms read of a run. With context the pool is the
+The pool that heads are selected from, the detector of a selection, and the stage that
+saves it. The `run_…` functions read a run as values. With context the pool is the
 with-context encoders, then the closed-book ones reading the closed-book pass of the
 same question. Closed-book it is the closed-book encoders. In a run of one setting it is
 that setting's alone.

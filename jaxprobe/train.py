@@ -1,4 +1,6 @@
-"""Train every encoder of a setting, and apply it to every row; the stage that does so.
+"""Train every encoder of a setting, and apply it to every row; the stage `train`.
+
+The first functions read a run as the values that the functions below a stage take.
 
 Several processes may train one grid, each its share of the members. Members never speak
 to each other, so neither do the processes: each saves its finished members, and whoever
