@@ -116,7 +116,7 @@ def _less(fields: Mapping[str, Any], n_left_out: int) -> dict[str, Any]:
 class _Case(NamedTuple):
     """A detector on the rows of a set where it has scores."""
 
-    name: str
+    name: Subject
     where: np.ndarray  # [n_chosen] bool, these rows among the set's
     scores: np.ndarray  # [n_seeds, n]
     labels: np.ndarray  # [n] bool
@@ -275,9 +275,9 @@ def permute_by_question(rows: Rows, seed: int) -> np.ndarray:
     """
     permuted = rows.labels.copy()
     rng = np.random.default_rng(seed)
-    places = zip(rows.datasets, rows.splits, strict=True)
+    sets = zip(rows.datasets, rows.splits, strict=True)
     for dataset, split in dict.fromkeys(
-        (name if split == "ood" else IN_DOMAIN, split) for name, split in places
+        (name if split == "ood" else IN_DOMAIN, split) for name, split in sets
     ):
         by_question: dict[str, list[int]] = {}
         for i in rows.where(split, dataset):
@@ -286,8 +286,8 @@ def permute_by_question(rows: Rows, seed: int) -> np.ndarray:
         for where in by_question.values():
             by_size.setdefault(len(where), []).append(where)
         for questions in by_size.values():
-            places = np.array(questions)  # [n_questions, n_wordings]
-            permuted[places] = rows.labels[places[rng.permutation(len(places))]]
+            indices = np.array(questions)  # [n_questions, n_wordings]
+            permuted[indices] = rows.labels[indices[rng.permutation(len(indices))]]
     return permuted
 
 

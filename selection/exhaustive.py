@@ -268,7 +268,7 @@ def traits(setting: Setting, n_pool: int) -> dict[tuple[str, Setting], np.ndarra
       `[n_pool]` bool by the family's letter and the pass.
     """
     pool = reads(setting, range(n_pool))
-    passes = [s for s in SETTINGS if any(where == s for where, _ in pool)]
+    passes: list[Setting] = [s for s in SETTINGS if any(w == s for w, _ in pool)]
     return {
         (letter, where): np.array([w == where and letter in n for w, n in pool])
         for letter in LETTERS

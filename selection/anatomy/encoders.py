@@ -259,7 +259,7 @@ class Deployed:
         """Number of the setting's spans."""
         return len(SPANS[self.setting])
 
-    def place(self, dataset: str, split: str) -> dict[str, Any]:
+    def set_fields(self, dataset: str, split: str) -> dict[str, Any]:
         """Return the fields of a row that say where it was measured."""
         return {"setting": self.setting, "dataset": dataset, "split": split}
 

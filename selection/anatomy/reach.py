@@ -225,9 +225,9 @@ def _curve(inputs: AnalysisInput, deployed: Deployed) -> list[ResultRow]:
         scored.append(_scored(Subject("selected", n_labels=n), mean))
     result = detection_rows(scored, rows.take(judged), deployed.bootstrap, CURVE)
     n_all = sum(len(rows.where(split)) for split in ("train", "validation"))
-    place = deployed.place(IN_DOMAIN, "test")
+    set_fields = deployed.set_fields(IN_DOMAIN, "test")
     fields = dict(experiment=CURVE, detector="run", metric="labels", n=n_all)
-    of_run = ResultRow(**fields, **place, value=float(n_all))
+    of_run = ResultRow(**fields, **set_fields, value=float(n_all))
     return [of_run, *(row for row in result if row.metric == "auroc")]
 
 
@@ -385,7 +385,7 @@ def _answers(deployed: Deployed, split: str) -> Ranked:
 
 
 def _auroc_rows(
-    ranked: Ranked, config: BootstrapConfig, backbone: dict[str, str], place: dict
+    ranked: Ranked, config: BootstrapConfig, backbone: dict[str, str], set_fields: dict
 ) -> list[ResultRow]:
     """Return the AUROC of every subset on one backbone, with its interval."""
     draws = np.concatenate(
@@ -395,7 +395,7 @@ def _auroc_rows(
     result = []
     for subset, name in enumerate(SUBSET_NAMES):
         values = [auroc(scores, ranked.labels) for scores in ranked.scores[:, subset]]
-        fields: dict[str, Any] = encoder(name)._asdict() | backbone | place
+        fields: dict[str, Any] = encoder(name)._asdict() | backbone | set_fields
         fields |= {"experiment": BACKBONES, "metric": "auroc"}
         fields |= {"n": len(ranked.labels)}
         if reason := next((v.reason for v in values if v.reason), None):
@@ -422,16 +422,16 @@ def backbones(inputs: AnalysisInput) -> AnalysisOutput:
     result: list[ResultRow] = []
     for setting in shared:
         both = inputs.settings[setting], inputs.other[setting]
-        config, place = both[0].bootstrap, both[0].place(IN_DOMAIN, "test")
+        config, set_fields = both[0].bootstrap, both[0].set_fields(IN_DOMAIN, "test")
         ranked = [_answers(deployed, "test") for deployed in both]
         for kind, source, side in zip(
             ("first", "second"), inputs.models, ranked, strict=True
         ):
             backbone = {"kind": kind, "source": source}
-            result += _auroc_rows(side, config, backbone, place)
+            result += _auroc_rows(side, config, backbone, set_fields)
         correlation = agreement(ranked[0], ranked[1], config)
         fields: dict[str, Any] = {"experiment": BACKBONES, "metric": "spearman"}
-        fields |= {"detector": "two_backbones", "n": len(SUBSET_NAMES), **place}
+        fields |= {"detector": "two_backbones", "n": len(SUBSET_NAMES), **set_fields}
         if np.isfinite(correlation.value):
             fields |= {"ci_low": correlation.low, "ci_high": correlation.high}
             result.append(ResultRow(**fields, value=correlation.value))

@@ -85,7 +85,7 @@ def test_the_boundarys_cells_hold_every_answer_however_far_it_lies(reach, width)
             rows=SimpleNamespace(where=lambda split: np.arange(50)),
             judged=np.arange(50),
             queried=("P",),
-            place=lambda *place: PLACE,
+            set_fields=lambda *_: PLACE,
             intact=lambda name: rest + added,
             without=lambda name, letter: rest,
         )
