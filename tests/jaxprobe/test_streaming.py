@@ -129,7 +129,7 @@ def test_one_group_that_holds_everything_trains_as_the_resident_grid():
 
 def test_streaming_finds_what_is_planted_and_reads_each_epoch_once():
     config = StreamConfig(n_chunk=16, n_mixed=4)
-    longer = dataclasses.replace(CONFIG, learning_rate=2e-2, max_epochs=6)
+    longer = dataclasses.replace(CONFIG, learning_rate=2e-2, max_epochs=6, patience=6)
     aurocs = {}
     for shift in (0.0, 2.0):
         counted = []
