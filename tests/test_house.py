@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "pgir": {"pgir", "selection", "jaxprobe", "extract"},
     "benchmarks": set(ROOMS),
 }
-# What a JAX room may take from `extract`: records, the words of prompts, run
+# What a JAX room may take from `extract`: records, labels, words of prompts, run
 # directories, stored arrays.
 WITHOUT_TORCH = (
     "extract.generate.prompts",
