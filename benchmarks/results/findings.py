@@ -165,8 +165,8 @@ def findings(
         here = where(pairs, **place._asdict())["row"]
         differences = {(row.subject, row.rival): row for row in here}
         for name, question in questions_of(best_single(results, place.setting)).items():
-            rows = [differences.get(pair) for pair in question.pairs]
-            rows = [] if None in rows else rows
+            rows = [differences[x] for x in question.pairs if x in differences]
+            rows = rows if len(rows) == len(question.pairs) else []
             largest = max(rows, key=lambda r: r.value or -1.0, default=None)
             label = (
                 question.labels[rows.index(largest)] if rows and question.labels else ""

@@ -41,7 +41,6 @@ from beatrice.benchmarks.results.names import (
 )
 from beatrice.benchmarks.results.paper import Experiment, verdict_counts
 from beatrice.benchmarks.results.tables import (
-    EVALUATED,
     find,
     interval,
     number,
@@ -484,8 +483,7 @@ def optimism_table(results: pandas.DataFrame) -> tables.Table:
         ("The set searched", {"detector": "champion"}),
         ("One encoder, fixed before", {"detector": "early_fusion"}),
     ]
-    columns = tables.place_columns(tables.places_of(shown, EVALUATED))
-    return tables.pivot(shown, "Seen minus unseen half", lines, columns)
+    return tables.by_place(shown, "Seen minus unseen half", lines)
 
 
 def _environment() -> jinja2.Environment:
