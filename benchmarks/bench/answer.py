@@ -1,0 +1,260 @@
+"""What signals cost beside the answers alone: read while writing, or read again.
+
+Four ways take turns on the same prompts in one process: greedy generation; the floor,
+which is generation that also computes the logits of the prompt's tokens that are read;
+one pass, which reads all four families while it writes; and two passes, which generate
+and read the answers again. Ratios are medians over neighbouring turns. Peak memory is
+taken in processes of their own, above the loaded model and its libraries.
+"""
+
+import contextlib
+import dataclasses
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import click
+import torch
+
+from beatrice.benchmarks.bench.commands import AS_JSON, RowPrinter, measure_fresh
+from beatrice.benchmarks.bench.extract import N_THREADS, alternate, peak_above
+from beatrice.extract.backbone.loading import load_backbone
+from beatrice.extract.backbone.names import ModelDtype, model_path
+from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
+from beatrice.extract.generate.local import TransformersGenerator, generate
+from beatrice.extract.generate.prompts import SHOTS, TEMPLATES, build_prompt
+from beatrice.extract.generate.requests import GenerationConfig, Request
+from beatrice.extract.records import Passage, Setting
+from beatrice.extract.run.console import quiet
+from beatrice.extract.signals.decode import (
+    DecodeReading,
+    check_decoding,
+    generate_and_read,
+)
+from beatrice.extract.signals.reader import SignalReader
+from beatrice.extract.signals.sequence import sequence_of
+
+Way = Literal["plain", "floor", "one pass", "two passes"]
+WAYS: tuple[Way, ...] = ("plain", "floor", "one pass", "two passes")
+SETTINGS: tuple[Setting, ...] = ("closed_book", "with_context")
+N_QUESTIONS = 24
+CONFIG = GenerationConfig(stop=("\n",))
+HEAD = (
+    "setting",
+    "prompt tokens",
+    "new tokens",
+    "plain s",
+    "floor ÷ plain",
+    "one pass ÷ floor",
+    "one pass ÷ plain",
+    "two passes ÷ plain",
+    "MiB plain",
+    "MiB one pass",
+)
+
+
+def requests_of(tokenizer: Any, setting: Setting) -> list[Request]:
+    """Return prompts with four worked examples, with a passage each or without."""
+    template = dataclasses.replace(TEMPLATES["few-shot"], shots=SHOTS)
+    passage = (
+        "International calling codes are prefixes for reaching the networks of other "
+        "countries. Code +{code} was assigned by the International Telecommunication "
+        "Union, which lists it with its zone, its country and the year in which it was "
+        "first used; some codes are shared by several countries of one region."
+    )
+    return [
+        Request(
+            example_id=str(code),
+            setting=setting,
+            variant="original",
+            prompt=build_prompt(
+                tokenizer,
+                template,
+                f"Which country has the international calling code +{code}?",
+                [Passage(title="Calling codes", text=passage.format(code=code))]
+                if setting == "with_context"
+                else [],
+            ),
+        )
+        for code in range(30, 30 + N_QUESTIONS)
+    ]
+
+
+class Floor(DecodeReading):
+    """Computes the logits of what is read, and reads nothing else."""
+
+    @contextlib.contextmanager
+    def watching(self, rows: Sequence[int], n_cached: int) -> Iterator[None]:
+        """Watch the decoder's last states alone."""
+        self._run_rows = list(rows)
+        self._begin_step(n_cached)
+        handle = self._layout.decoder.register_forward_hook(self._after_decoder)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _after_decoder(self, module: Any, inputs: Any, output: Any) -> None:
+        states = output.last_hidden_state
+        self._n_step = states.shape[1]
+        if self._n_step - self._first > 1:
+            is_read = self._is_read()[self._run_rows, self._columns()]
+            self._layout.head(states[:, self._first :][is_read])
+
+    def on_choice(self, ids: torch.Tensor, is_done: torch.Tensor) -> None:
+        """Go on to the next step."""
+        self._begin_step(ids.shape[1] - 1)
+
+
+class Bench:
+    """A model and its prompts, answered in four ways."""
+
+    def __init__(self, model: str, dtype: ModelDtype, setting: Setting) -> None:
+        """Load the model; each way is run once by whoever measures."""
+        quiet()
+        torch.set_num_threads(N_THREADS)
+        backbone = load_backbone(model_path(model), dtype=dtype)
+        self.backbone, self.setting = backbone, setting
+        self.reader = SignalReader(backbone, (backbone.n_layers // 2,))
+        self.requests = requests_of(backbone.tokenizer, setting)
+
+    def run(self, way: Way) -> None:
+        """Answer all prompts in one way."""
+        if way == "one pass":
+            for _ in generate_and_read(self.reader, self.requests, CONFIG):
+                pass
+        elif way == "floor":
+            self._floor()
+        else:
+            answers = generate(self.backbone, self.requests, CONFIG)
+            if way == "two passes":
+                self.reader.read([sequence_of(answer) for answer in answers])
+
+    def _floor(self) -> None:
+        generator = TransformersGenerator(backbone=self.backbone)
+        sampling = SamplingConfig(
+            max_new_tokens=CONFIG.max_new_tokens, stop=CONFIG.stop
+        )
+        prompts = [GeneratorPrompt(text="", ids=r.prompt.ids) for r in self.requests]
+        for batch in generator.plan(prompts, sampling):
+            watch = Floor(
+                self.reader,
+                [self.requests[i].prompt.ids for i in batch],
+                [self.requests[i].prompt.context_span for i in batch],
+                CONFIG.max_new_tokens,
+            )
+            generator.write([prompts[i] for i in batch], sampling, watch)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AnswerCost:
+    """One setting's times and peaks.
+
+    Attributes:
+      setting: of the prompts.
+      n_prompt: tokens of all prompts.
+      n_new: tokens of all answers.
+      plain: seconds of plain generation, median over turns.
+      floor_over_plain: median of the ratios of neighbouring turns, as are the others.
+      one_over_floor: likewise.
+      one_over_plain: likewise.
+      two_over_plain: likewise.
+      peak_plain: MiB above the loaded model.
+      peak_one: likewise, of one pass.
+    """
+
+    setting: Setting
+    n_prompt: int
+    n_new: int
+    plain: float
+    floor_over_plain: float
+    one_over_floor: float
+    one_over_plain: float
+    two_over_plain: float
+    peak_plain: float
+    peak_one: float
+
+    def cells(self) -> list[str]:
+        """Return the cells of the row in the order of `HEAD`."""
+        return [
+            self.setting,
+            str(self.n_prompt),
+            str(self.n_new),
+            *(
+                f"{value:.2f}"
+                for value in (
+                    self.plain,
+                    self.floor_over_plain,
+                    self.one_over_floor,
+                    self.one_over_plain,
+                    self.two_over_plain,
+                )
+            ),
+            f"{self.peak_plain:.0f}",
+            f"{self.peak_one:.0f}",
+        ]
+
+
+def measure_peak(model: str, dtype: ModelDtype, setting: Setting, way: Way) -> float:
+    """Return the peak in MiB of one way, above the loaded model."""
+    bench = Bench(model, dtype, setting)
+    return peak_above(lambda: bench.run(way), bench.backbone.device.type)
+
+
+def measure_setting(
+    model: str, dtype: ModelDtype, setting: Setting, n_rounds: int
+) -> AnswerCost:
+    """Let the four ways take turns on one setting's prompts.
+
+    Raises:
+      ValueError: the model cannot be read while it writes.
+    """
+    bench = Bench(model, dtype, setting)
+    if (reason := check_decoding(bench.reader)) is not None:
+        raise ValueError(reason)
+    turns = alternate([lambda way=way: bench.run(way) for way in WAYS], n_rounds)
+
+    def ratio(way: Way, other: Way) -> float:
+        above, below = WAYS.index(way), WAYS.index(other)
+        return statistics.median(turn[above] / turn[below] for turn in turns)
+
+    answers = generate(bench.backbone, bench.requests, CONFIG)
+    return AnswerCost(
+        setting=setting,
+        n_prompt=sum(len(answer.prompt_ids) for answer in answers),
+        n_new=sum(len(answer.token_ids) for answer in answers),
+        plain=statistics.median(turn[0] for turn in turns),
+        floor_over_plain=ratio("floor", "plain"),
+        one_over_floor=ratio("one pass", "floor"),
+        one_over_plain=ratio("one pass", "plain"),
+        two_over_plain=ratio("two passes", "plain"),
+        peak_plain=measure_fresh(
+            "the peak of generation", measure_peak, model, dtype, setting, "plain"
+        ),
+        peak_one=measure_fresh(
+            "the peak of one pass", measure_peak, model, dtype, setting, "one pass"
+        ),
+    )
+
+
+@click.command()
+@click.option("--model", default="embedded", help="A path, a GGUF file or a Hub id.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    default="float32",
+    help="Type of its weights.",
+)
+@click.option(
+    "--rounds", type=click.IntRange(min=1), default=5, help="Runs of each per row."
+)
+@AS_JSON
+def answer(model: str, dtype: ModelDtype, rounds: int, as_json: bool) -> None:
+    """Time answers with their signals beside the answers alone; print a table.
+
+    Example: beatrice bench answer --model embedded
+    """
+    printer = RowPrinter(as_json)
+    printer.head(HEAD)
+    for setting in SETTINGS:
+        printer.row(measure_setting(model, dtype, setting, rounds))
