@@ -136,9 +136,10 @@ def _placements(
     right, wrong = scores[labels], scores[~labels]
 
     def below(rows: np.ndarray, others: np.ndarray) -> np.ndarray:
-        ordered = np.sort(others)
-        below, upto = (np.searchsorted(ordered, rows, s) for s in ("left", "right"))
-        return (below + upto) / (2 * len(others))
+        ranks = (
+            np.searchsorted(np.sort(others), rows, side) for side in ("left", "right")
+        )
+        return sum(ranks) / (2 * len(others))
 
     return below(right, wrong), below(-wrong, -right)
 

@@ -80,10 +80,10 @@ class Entailment:
                 f"the NLI model gives logits that are not finite for {pairs[0]!r} or "
                 "a pair read with it; its weights are damaged, or too large for float32"
             )
-        found = np.zeros((len(pairs), len(RELATIONS)))
+        relations = np.zeros((len(pairs), len(RELATIONS)))
         places = [RELATIONS.index(name) for name in self.columns]
-        found[:, places] = softmax(logits[:, list(self.columns.values())], axis=1)
-        return found
+        relations[:, places] = softmax(logits[:, list(self.columns.values())], axis=1)
+        return relations
 
 
 def columns_of(labels: Mapping[int, str], path: Path) -> dict[str, int]:
@@ -97,9 +97,9 @@ def columns_of(labels: Mapping[int, str], path: Path) -> dict[str, int]:
       ValueError: the labels are not entailment and contradiction, with or without
         neutral.
     """
-    found = {str(label).lower(): column for column, label in labels.items()}
-    wanted = [name for name in RELATIONS if name in found]
-    if len(found) != len(labels) or set(found) not in (
+    columns = {str(label).lower(): column for column, label in labels.items()}
+    wanted = [name for name in RELATIONS if name in columns]
+    if len(columns) != len(labels) or set(columns) not in (
         set(RELATIONS),
         set(RELATIONS) - {"neutral"},
     ):
@@ -108,7 +108,7 @@ def columns_of(labels: Mapping[int, str], path: Path) -> dict[str, int]:
             f"{', '.join(RELATIONS)} in any order, or without neutral; take a model "
             "trained on MNLI, or name its labels in id2label of its config.json"
         )
-    return {name: found[name] for name in wanted}
+    return {name: columns[name] for name in wanted}
 
 
 def load_entailment(

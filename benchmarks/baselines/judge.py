@@ -40,6 +40,7 @@ from beatrice.benchmarks.baselines.readings import (
 )
 from beatrice.extract.generate.answers import answer_config
 from beatrice.extract.records import (
+    SETTINGS,
     Answer,
     Example,
     Label,
@@ -70,13 +71,17 @@ from beatrice.extract.run.rows import (
 )
 from beatrice.extract.run.stages import Stage
 from beatrice.extract.store.store import FeatureStore
-from beatrice.jaxprobe.calibrate import run_bootstrap, run_selection
+from beatrice.jaxprobe.calibrate import (
+    chosen_layer,
+    open_rows,
+    run_bootstrap,
+    run_selection,
+)
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.config import set_compiler
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.rows import Rows, rows_of
-from beatrice.jaxprobe.train import chosen_layer, open_rows
 
 if TYPE_CHECKING:
     import pandas
@@ -105,8 +110,9 @@ class Scores(NamedTuple):
 
     def scored(self, name: str) -> Scored:
         """Return the scores as they are measured."""
-        reason = {"reason": self.reason} if self.reason else {}
-        return Scored(name=name, scores=self.output.scores, **reason)
+        if self.reason:
+            return Scored(name=name, scores=self.output.scores, reason=self.reason)
+        return Scored(name=name, scores=self.output.scores)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -372,7 +378,7 @@ def _rows_of_labels(
         )
     keys, n_rows = store.spec.keys, len(store.spec.keys)
     rows = Rows(
-        setting=keys[0][1],
+        setting=next(setting for setting in SETTINGS if setting == keys[0][1]),
         ids=np.array([key[0] for key in keys]),
         datasets=np.full(n_rows, "own"),
         splits=np.full(n_rows, "", np.asarray(splits).dtype),
@@ -628,7 +634,7 @@ def _rows(
     heads, _ = run_selection(run, inputs.rows.setting)
     ours = Scored(name=OURS, scores=heads[OURS]["scores"])
     rivals = [x.scored(detector.name) for detector, x in scores.items()]
-    pairs = {"paired": [(OURS, x.name) for x in rivals if is_rival(x.name)]}
+    pairs = {"paired": [(OURS, x.name) for x in scores if is_rival(x.name)]}
     intervals = run_bootstrap(run)
     measured = detection_rows([ours, *rivals], inputs.rows, intervals, pairs=pairs)
     chosen = [row for x in scores.values() for row in x.output.chosen]

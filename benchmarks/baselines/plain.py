@@ -2,9 +2,11 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
+from scipy.sparse import csr_matrix
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 
@@ -33,9 +35,6 @@ def perplexity_score(prob_rows: np.ndarray, answer_span: tuple[int, int]) -> flo
     Args:
       prob_rows: `[n_tokens, 5]`, the prob family of one example, any float dtype.
       answer_span: absolute `[start, stop)` into those rows.
-
-    Raises:
-      ValueError: the span is not inside the rows.
     """
     start, stop = answer_span
     if not 0 <= start <= stop <= len(prob_rows) or stop == 0:
@@ -78,9 +77,6 @@ def scores_of(features: np.ndarray, rows: Rows) -> tuple[np.ndarray, float]:
 
     Returns:
       `[1, n_rows]` log-odds, and the inverse penalty that validation chose.
-
-    Raises:
-      ValueError: training or validation rows hold one class only.
     """
     train, valid = rows.where("train"), rows.where("validation")
     fit, _ = fit_linear(
@@ -167,9 +163,9 @@ def rows_at_equal_length(
     """
     experiment = "at_equal_length"
     ours, *rivals = subjects = [Subject.of(name) for name in names]
-    own = [one for one in detectors if one.subject in subjects]
-    made = detection_rows(
-        own,
+    compared = [detector for detector in detectors if detector.subject in subjects]
+    measured = detection_rows(
+        compared,
         rows,
         config,
         experiment,
@@ -177,20 +173,20 @@ def rows_at_equal_length(
         strata=n_tokens,
     )
     n_matched, unmatched = {}, []
-    for place in rows.evaluated_sets():
-        dataset, split = place
+    for key in rows.evaluated_sets():
+        dataset, split = key
         where = rows.where(split, dataset)
         strata = paired_strata(rows.labels[where], n_tokens[where])
-        n_matched[place] = sum(map(len, strata))
-        fields = {"experiment": experiment, "detector": "answers"}
+        n_matched[key] = sum(map(len, strata))
+        fields: dict[str, Any] = {"experiment": experiment, "detector": "answers"}
         fields |= {"metric": "unmatched", **rows.fields_of(dataset, split)}
-        value = 1 - n_matched[place] / len(where) if len(where) else None
+        value = 1 - n_matched[key] / len(where) if len(where) else None
         reason = None if len(where) else "no labelled example"
         unmatched.append(ResultRow(**fields, value=value, reason=reason))
     return [
         *(
             msgspec.structs.replace(row, n=n_matched[row.dataset, row.split])
-            for row in made
+            for row in measured
         ),
         *unmatched,
     ]
@@ -234,9 +230,9 @@ def word_pairs() -> TfidfVectorizer:
 
 def fit_tfidf(
     texts: Sequence[str],
-    labels: Sequence[bool],
+    labels: Sequence[bool] | np.ndarray,
     valid_texts: Sequence[str],
-    valid_labels: Sequence[bool],
+    valid_labels: Sequence[bool] | np.ndarray,
 ) -> TextDetector:
     """Fit the text-only detector; validation AUROC chooses the penalty.
 
@@ -245,15 +241,12 @@ def fit_tfidf(
       labels: `n_examples`, True where the answer is correct.
       valid_texts: the same of the validation split.
       valid_labels: of the same.
-
-    Raises:
-      ValueError: the lengths differ, or only one class is there.
     """
     vectorizer = word_pairs()
-    train = vectorizer.fit_transform(texts)
-    valid = vectorizer.transform(valid_texts)
-    found = fit_linear(train, labels, valid, valid_labels)
-    return TextDetector(vectorizer=vectorizer, **found._asdict())
+    train = csr_matrix(vectorizer.fit_transform(texts))
+    valid = csr_matrix(vectorizer.transform(valid_texts))
+    fit = fit_linear(train, labels, valid, valid_labels)
+    return TextDetector(vectorizer=vectorizer, **fit._asdict())
 
 
 def texts_of(
@@ -295,9 +288,9 @@ def text_scores(
     """
     train, valid = rows.where("train"), rows.where("validation")
     detector = fit_tfidf(
-        [texts[i] for i in train],
+        [texts[int(i)] for i in train],
         rows.labels[train],
-        [texts[i] for i in valid],
+        [texts[int(i)] for i in valid],
         rows.labels[valid],
     )
     chosen = chosen_row(rows, "tfidf", "inverse_penalty", detector.regression.C)
@@ -333,20 +326,26 @@ def pooled_signals(
     width = int(np.prod(shape))
     pooled = np.zeros((len(spec.keys), 3 + len(others), width), np.float32)
     first_rows = spec.family_offsets(family)[:-1]
-    part = first_rows // max(1, most_bytes // (4 * width))
-    for chunk in np.split(np.arange(len(part)), np.flatnonzero(np.diff(part)) + 1):
+    chunk_ids = first_rows // max(1, most_bytes // (4 * width))
+    for chunk in np.split(
+        np.arange(len(chunk_ids)), np.flatnonzero(np.diff(chunk_ids)) + 1
+    ):
         ragged = read_family(store, family, chunk, layer=layer)
         for i, row in enumerate(chunk):
             tokens = ragged.example(i).reshape(-1, width).astype(np.float32)
             spans = spec.spans[row] - ragged.first_tokens[i]
-            for place, span in enumerate((ANSWER, *others)):
-                own = tokens[slice(*spans[span])]
-                if not len(own):
+            for column, span in enumerate((ANSWER, *others)):
+                span_tokens = tokens[slice(*spans[span])]
+                if not len(span_tokens):
                     continue
                 if span == ANSWER:
-                    pooled[row, :3] = own.mean(axis=0), own.min(axis=0), own.max(axis=0)
+                    pooled[row, :3] = (
+                        span_tokens.mean(axis=0),
+                        span_tokens.min(axis=0),
+                        span_tokens.max(axis=0),
+                    )
                 else:
-                    pooled[row, 2 + place] = own.mean(axis=0)
+                    pooled[row, 2 + column] = span_tokens.mean(axis=0)
     return pooled.reshape(len(pooled), -1)
 
 
@@ -367,9 +366,6 @@ def probe_scores(
       probabilities count beside thousands of hidden states: validation AUROC in the
       demo .920 closed-book and .805 with context, without it .915 and .796, of the sum
       of the four scores .826 and .781.
-
-    Raises:
-      ValueError: training or validation rows hold one class only.
     """
     families: dict[str, np.ndarray] = {}
     for family, letter in zip(FAMILIES, LETTERS, strict=True):

@@ -225,8 +225,8 @@ def _read_part(
         name: {
             "values": _stack(list(by_row.values())),
             "rows": np.array(list(by_row)),
-            "seconds": np.float64(seconds[name]),
-            "peak_bytes": np.int64(peak_bytes()),
+            "seconds": np.asarray(seconds[name]),
+            "peak_bytes": np.asarray(peak_bytes()),
         }
         for name, by_row in values.items()
     }

@@ -47,13 +47,13 @@ class _Benches(click.Group):
         """Return the benchmarks in the order of the table."""
         return list(BENCHES)
 
-    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import one benchmark's command."""
-        if name not in BENCHES:
+        if cmd_name not in BENCHES:
             return None
-        module = _ELSEWHERE.get(name, name)
+        module = _ELSEWHERE.get(cmd_name, cmd_name)
         return getattr(
-            importlib.import_module(f"beatrice.benchmarks.bench.{module}"), name
+            importlib.import_module(f"beatrice.benchmarks.bench.{module}"), cmd_name
         )
 
     def format_commands(
@@ -90,10 +90,10 @@ class RowPrinter:
         self._is_first = False
         self.text(table_head(names))
 
-    def row(self, found: Any) -> None:
+    def row(self, cost: Any) -> None:
         """Print one measurement: a dataclass whose `cells()` are its row."""
-        as_json = json.dumps(dataclasses.asdict(found)) if self._as_json else None
-        click.echo(as_json or table_row(found.cells()))
+        as_json = json.dumps(dataclasses.asdict(cost)) if self._as_json else None
+        click.echo(as_json or table_row(cost.cells()))
 
     def not_measured(self, first: list[str], head: Sequence[str]) -> None:
         """Say what this machine could not measure."""
@@ -124,11 +124,7 @@ def _set_environment(variables: Mapping[str, str]) -> None:
 
 
 def measure_fresh(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what a function of a module returns in a process of its own.
-
-    Raises:
-      ValueError: it has failed there; says at what, and why.
-    """
+    """Return what a function of a module returns in a process of its own."""
     with fresh_process() as process:
         try:
             return process.submit(function, *arguments).result()
@@ -141,10 +137,10 @@ def measure_fresh(what: str, function: Callable[..., Any], *arguments: Any) -> A
 class Remote:
     """An object in a process of its own, which alone loads the object's libraries."""
 
-    def __init__(self, environment: Mapping[str, str], make: Callable, *given: Any):
+    def __init__(self, environment: Mapping[str, str], make: Callable, *arguments: Any):
         """Start the process; `make(*given)` is called there before the first call."""
         self._process = fresh_process(environment)
-        self._process.submit(_keep, functools.partial(make, *given))
+        self._process.submit(_keep, functools.partial(make, *arguments))
 
     def call(self, name: str, *arguments: Any) -> Future:
         """Call a method of the object."""

@@ -123,7 +123,7 @@ class Grid:
             params = jax.device_get(start(key, jnp.asarray(SUBSETS[subset])))
             arrays = flax.traverse_util.flatten_dict(params["params"], sep="/")
             arrays = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
-            save_file(arrays, weights_file(folder, (subset, seed)))
+            save_file(arrays, weights_file(folder, Member(subset, seed)))
 
     def _fit(
         self,
@@ -140,14 +140,14 @@ class Grid:
         )
         trained = fit_blocks(
             [Block((subset,), (seed,)) for subset, seed in members],
-            *([part] for part in data),
+            *([split] for split in data),
             encoder=Encoder(workload.encoder, workload.dims),
             config=config,
             n_threads=self.at_once,
         )
         return {
-            member: one.info.train_loss[0].tolist()
-            for member, one in zip(members, trained, strict=True)
+            member: block.info.train_loss[0].tolist()
+            for member, block in zip(members, trained, strict=True)
         }
 
     def losses(self, workload: Workload, n_steps: int, n_microbatches: int) -> Losses:

@@ -1,14 +1,28 @@
-"""What a model does in one forward, caught by other taps than the reader's.
+"""`beatrice bench oracle` and `survey`: the reader against brute force.
 
-Attention maps come from Transformers' eager path, or from the queries and keys of the
-fused one; states are what layers are handed. What a layer adds is caught where it is
-added: every addition that PyTorch executes is seen, and those to the residual stream
-count, whatever the modules are called.
+The oracle reads each example alone and by other taps than the reader: attention maps
+from Transformers' eager path, or from the queries and keys of the fused one; states as
+layers are handed them; probabilities from the full vocabulary. What a layer adds is
+caught where it is added: every addition that PyTorch executes is seen, and those to the
+residual stream count, whatever the modules are called. The final norm is the model's
+own module; everything after the model is a float64 loop over single numbers.
+
+`oracle`: a tiny random model of each architecture reads four examples through small odd
+chunks, so that every seam between chunks is crossed. In float32 the reader is given one
+padded batch and the oracle attends eagerly. In bfloat16 the oracle attends by the same
+fused kernel as the reader, and beside the reader's error stands how far the model's own
+eager attention moves the same readings.
+
+`survey`: of every causal language model of Transformers a narrow random twin is made
+from its default config, and read exactly or refused in a sentence: on a ragged batch
+with windows as they are and with windows of eight tokens, which most rows go beyond,
+and on one text longer than the 2,048 keys that sparse layers choose by default.
 """
 
 import contextlib
 import copy
 import dataclasses
+import functools
 import math
 import re
 import sys
@@ -100,7 +114,7 @@ class _Additions(TorchDispatchMode):
         if isinstance(out, torch.Tensor):
             self.made_at[out.data_ptr()] = self.n_run
             if len(pair) == 2 and out.numel() == self.layers[0].numel():
-                self.seen[-1].append((*pair, out))
+                self.seen[-1].append((pair[0], pair[1], out))
         return out
 
     def added(self, index: int) -> list[torch.Tensor]:
@@ -114,7 +128,9 @@ class _Additions(TorchDispatchMode):
                 stream = out
         if len(parts) == 1:  # a parallel block adds both at once
             parts = made_of[parts[0].data_ptr()]
-        return [part.reshape(self.layers[index].shape)[0].double() for part in parts]
+        return [
+            tensor.reshape(self.layers[index].shape)[0].double() for tensor in parts
+        ]
 
 
 def exact_map(
@@ -157,8 +173,8 @@ def _fused(
 ) -> tuple[torch.Tensor, None]:
     """Attend by the fused kernel, and note the map that follows from q and k."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    found = exact_map(query, key, attention_mask, scale, softcap, s_aux)
-    _maps.append(found.numpy())
+    weights = exact_map(query, key, attention_mask, scale, softcap, s_aux)
+    _maps.append(weights.numpy())
     if softcap is None and s_aux is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
@@ -166,7 +182,7 @@ def _fused(
     # No fused kernel has a softcap (Gemma 2) or sinks (gpt-oss): models that have one
     # attend eagerly under every name.
     eager = sys.modules[type(module).__module__].eager_attention_forward
-    causal = torch.ones(found.shape[-2:], dtype=torch.bool).tril()
+    causal = torch.ones(weights.shape[-2:], dtype=torch.bool).tril()
     visible = causal if attention_mask is None else attention_mask
     added = torch.zeros(visible.shape).masked_fill(
         ~visible, torch.finfo(query.dtype).min
@@ -185,8 +201,8 @@ class _Calls(TorchFunctionMode):
         if func is torch.nn.functional.scaled_dot_product_attention:
             query, key, _ = args
             scale = options.get("scale") or query.shape[-1] ** -0.5
-            found = exact_map(query, key, options["attn_mask"], scale, None)
-            _maps.append(found.numpy())
+            weights = exact_map(query, key, options["attn_mask"], scale, None)
+            _maps.append(weights.numpy())
         return func(*args, **options)
 
 
@@ -230,6 +246,7 @@ def logit_scale(model: PreTrainedModel) -> float:
 def _exact_logits(model: PreTrainedModel, final: torch.Tensor) -> torch.Tensor:
     """Return the logits of normed states without the rounding of the model's dtype."""
     head = model.get_output_embeddings()
+    assert head is not None
     logits = final.double() @ head.weight.double().T
     if head.bias is not None:
         logits = logits + head.bias.double()
@@ -272,7 +289,7 @@ def run_model(model: PreTrainedModel, ids: np.ndarray) -> Run:
         logits=logits[0].double().numpy(),
         # The norm's last call: some norm their embedding by the same module.
         states=[state[0] for state in (*additions.layers, ends[-2])],
-        contributions=[(att, sum(ffn)) for att, *ffn in added],
+        contributions=[(att, functools.reduce(torch.add, ffn)) for att, *ffn in added],
         maps=maps,
     )
 
@@ -311,13 +328,13 @@ def attention_reading(
     attention_map: np.ndarray, spans: Items[tuple[int, int]], position: int
 ) -> list[tuple[float, float]]:
     """Return `[2 partners][entropy, mass]` of one token in one head."""
-    own = [i for i, (a, b) in enumerate(spans) if a <= position < b]
-    if not own:
+    own_spans = [i for i, (a, b) in enumerate(spans) if a <= position < b]
+    if not own_spans:
         return [(0.0, 0.0), (0.0, 0.0)]
     readings = []
-    for partner in [i for i in range(3) if i != own[0]]:
+    for partner in [i for i in range(3) if i != own_spans[0]]:
         tokens = range(*spans[partner])
-        is_before = partner < own[0]  # it is attended to, else it attends
+        is_before = partner < own_spans[0]  # it is attended to, else it attends
         seen = attention_map[position] if is_before else attention_map[:, position]
         readings.append(entropy_and_mass([seen[token] for token in tokens]))
     return readings
@@ -327,7 +344,9 @@ def attention_reading(
 def resid_scalars(model: PreTrainedModel, run: Run, targets: np.ndarray) -> np.ndarray:
     """Return `[n_tokens, 4 * n_layers]`: norms, and pushes through the norm itself."""
     norm = copy.deepcopy(layers_and_norm(model)[1]).float()
-    words = model.get_output_embeddings().weight.double()[torch.from_numpy(targets)]
+    head = model.get_output_embeddings()
+    assert head is not None
+    words = head.weight.double()[torch.from_numpy(targets)]
     words = words * logit_scale(model)
 
     def lens(state: torch.Tensor) -> torch.Tensor:
@@ -403,8 +422,8 @@ def reader_signals(model: PreTrainedModel, *, together: bool) -> list[Readings]:
     )
     reader, batch = SignalReader(Backbone.from_model(model), budget=small), make_batch()
     groups = [batch] if together else [[sequence] for sequence in batch]
-    found = [item for group in groups for item in reader.read(group)]
-    return [{name: getattr(item, name) for name in SIGNALS} for item in found]
+    signals = [item for group in groups for item in reader.read(group)]
+    return [{name: getattr(item, name) for name in SIGNALS} for item in signals]
 
 
 def oracle_batch(model: PreTrainedModel, attention: str) -> list[Readings]:
@@ -413,11 +432,13 @@ def oracle_batch(model: PreTrainedModel, attention: str) -> list[Readings]:
     return [oracle_signals(twin, sequence) for sequence in make_batch()]
 
 
-def largest_errors(found: list[Readings], expected: list[Readings]) -> dict[str, float]:
+def largest_errors(
+    readings: list[Readings], expected: list[Readings]
+) -> dict[str, float]:
     """Return the largest absolute error per family of signals; NaN counts as worst."""
     errors = {}
     for name in SIGNALS:
-        pairs = zip(found, expected, strict=True)
+        pairs = zip(readings, expected, strict=True)
         gap = np.max([np.abs(left[name] - right[name]).max() for left, right in pairs])
         errors[name] = float(np.nan_to_num(gap, nan=np.inf))
     return errors
@@ -438,20 +459,16 @@ def measure(name: str, build: Callable[[], PreTrainedModel]) -> Exactness:
 
 
 def require(rows: list[Exactness]) -> None:
-    """Check every row.
-
-    Raises:
-      ValueError: an error is too large; names the first architecture and family.
-    """
+    """Check every row."""
     for row in rows:
         of_itself = ", the distance between the model's eager and fused attention"
-        for name, dtype, found, limit, why in [
+        for name, dtype, error, limit, why in [
             *((n, "float32", row.float32[n], TOLERANCE, "") for n in SIGNALS),
             *((n, "bfloat16", row.bfloat16[n], row.gap[n], of_itself) for n in SIGNALS),
         ]:
-            if not found <= max(limit, TOLERANCE):  # so that NaN fails
+            if not error <= max(limit, TOLERANCE):  # so that NaN fails
                 raise ValueError(
-                    f"{row.name}: {dtype} {name} is {found:.1e} from the oracle, "
+                    f"{row.name}: {dtype} {name} is {error:.1e} from the oracle, "
                     f"expected at most {limit:.1e}{why}"
                 )
 
@@ -570,18 +587,18 @@ class Surveyed:
 
 
 def relative_errors(
-    found: list[Readings], expected: list[Readings], n_spared: int = 0
+    readings: list[Readings], expected: list[Readings], n_spared: int = 0
 ) -> dict[str, float]:
     """Return per family the largest error over the family's largest value.
 
     Args:
-      found: what was read of each text, `[n_tokens, …]` per family.
+      readings: what was read of each text, `[n_tokens, …]` per family.
       expected: what should have been.
       n_spared: so many tokens of all may be further off.
     """
     errors = {}
     for name in SIGNALS:
-        pairs = [(a[name], b[name]) for a, b in zip(found, expected, strict=True)]
+        pairs = [(a[name], b[name]) for a, b in zip(readings, expected, strict=True)]
         errors[name] = math.inf
         if all(left.shape == right.shape for left, right in pairs):
             gaps = [np.abs(a - b).reshape(len(a), -1).max(1) for a, b in pairs]
@@ -602,8 +619,10 @@ def twin_of(name: str, lengths: Lengths = "short") -> Any:
     config = CONFIG_MAPPING[name]().get_text_config()
     entries, changes = config.to_dict(), dict(_ENTRIES.get(name, {}))
     if lengths == "beyond":
-        held = [k for k, value in entries.items() if _WINDOWS.fullmatch(k) and value]
-        changes |= dict.fromkeys(held, WINDOW)
+        text_config = [
+            k for k, value in entries.items() if _WINDOWS.fullmatch(k) and value
+        ]
+        changes |= dict.fromkeys(text_config, WINDOW)
     elif lengths == "long":
         known = [k for k in entries if _POSITIONS.fullmatch(k)]
         changes |= dict.fromkeys(known, N_POSITIONS)
@@ -622,12 +641,12 @@ def _is_sentence(error: Exception) -> bool:
 def _expected(model: Any, batch: list[TokenSequence]) -> list[Readings]:
     """Return the oracle's readings, by the model's own eager attention."""
     eager = copy_with_attention(model, "eager")
-    expected = [oracle_signals(eager, one) for one in batch]
+    expected = [oracle_signals(eager, sequence) for sequence in batch]
     if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
         # Granite returns its weights before the sink has taken its share.
         fused = copy_with_attention(model, FUSED)
-        for item, one in zip(expected, batch, strict=True):
-            item["attn"] = oracle_signals(fused, one)["attn"]
+        for item, sequence in zip(expected, batch, strict=True):
+            item["attn"] = oracle_signals(fused, sequence)["attn"]
     return expected
 
 
@@ -639,12 +658,12 @@ def survey_one(name: str, lengths: Lengths = "short") -> Surveyed:
         model = twin_of(name, lengths)
         outcome, batch = "wrong", _batch(lengths)
         read = SignalReader(Backbone.from_model(model)).read(batch)
-        found = [{key: getattr(item, key) for key in SIGNALS} for item in read]
+        readings = [{key: getattr(item, key) for key in SIGNALS} for item in read]
         # A token on the edge between two experts, or between the last key that a
         # sparse layer chooses and the next, may go either way by rounding; a wrong
         # mask moves hundreds.
         n_spared = 2 if lengths == "long" else 0
-        errors = relative_errors(found, _expected(model, batch), n_spared)
+        errors = relative_errors(readings, _expected(model, batch), n_spared)
         if max(errors.values()) < SURVEY_TOLERANCE:
             outcome = "exact"
         reason = "" if outcome == "exact" else "the errors are too large"
@@ -712,11 +731,7 @@ def summary(rows: Sequence[Surveyed]) -> Iterator[str]:
 
 
 def require_types(rows: Sequence[Surveyed]) -> None:
-    """Check that every type is exact or refused.
-
-    Raises:
-      ValueError: types are read wrong, or end in a traceback; names them.
-    """
+    """Check that every type is exact or refused."""
     wrong = [f"{row.name} ({row.lengths})" for row in rows if row.outcome == "wrong"]
     if wrong:
         raise ValueError(

@@ -1,7 +1,15 @@
-"""Read a lowered module: its products, transposes, gathers and calls of libraries.
+"""`beatrice bench plan`: the paper's training on a device that is not here.
 
-The text of StableHLO, in which a function of jitted code stands once and is called from
-several places. Bodies of loops count once: one microbatch of one batch.
+Arithmetic, not a measurement. The training step is planned as `beatrice train` plans it
+and compiled by this machine's compiler, whose memory analysis and counts of operations
+are shown; it is lowered for CUDA, and the products of that module are held against the
+device's published peaks. Time by roofline is that of every product at the peak that
+binds it, and of all other bytes at memory's; how many these are follows from how this
+machine's compiler fuses loops, and a GPU's may move fewer.
+
+The lowered module is read as the text of StableHLO, in which a function of jitted code
+stands once and is called from several places. Bodies of loops count once: one
+microbatch of one batch.
 """
 
 import dataclasses
@@ -106,13 +114,13 @@ class Module:
 
 def _functions(text: str) -> dict[str, list[str]]:
     """Lines of every function."""
-    found: dict[str, list[str]] = defaultdict(list)
+    functions: dict[str, list[str]] = defaultdict(list)
     name = ""
     for line in text.splitlines():
         if match := _FUNCTION.search(line):
             name = match[1]
-        found[name].append(line)
-    return found
+        functions[name].append(line)
+    return functions
 
 
 def _times(functions: dict[str, list[str]]) -> Counter[str]:
@@ -149,31 +157,33 @@ def _is_read_by_products_alone(line: str, body: str) -> bool:
         for other in re.findall(rf"^.*{re.escape(name)}\b.*$", body, re.MULTILINE)
         if other.strip() != line.strip()
     ]
-    return bool(readers) and all("stablehlo.dot_general" in one for one in readers)
+    return bool(readers) and all(
+        "stablehlo.dot_general" in reader for reader in readers
+    )
 
 
 def read_module(text: str) -> Module:
     """Read a module's text, as `Lowered.as_text` gives it."""
     functions = _functions(text)
-    found = Module(Counter(), Counter(), Counter(), Counter())
+    module = Module(Counter(), Counter(), Counter(), Counter())
     for name, n in _times(functions).items():
         lines = functions.get(name, [])
         body = "\n".join(lines)
         for line in _operations(lines):
             if "stablehlo.dot_general" in line:
                 left, right, result = _tensors(line)
-                axes = _PRODUCT.search(line)[1].split(",")
+                axes = _PRODUCT.findall(line)[0].split(",")
                 depth = math.prod(left.shape[int(axis)] for axis in axes if axis)
-                found.products[Product(left, right, result, depth)] += n
+                module.products[Product(left, right, result, depth)] += n
             elif "stablehlo.transpose" in line:
                 if not _is_read_by_products_alone(line, body):
-                    found.transposes[_tensors(line)[-1]] += n
+                    module.transposes[_tensors(line)[-1]] += n
             elif 'stablehlo.gather"' in line:
                 source, _, result = _tensors(line)
-                found.gathers[source, result] += n
+                module.gathers[source, result] += n
             elif match := _LIBRARY.search(line):
-                found.libraries[match[1]] += n
-    return found
+                module.libraries[match[1]] += n
+    return module
 
 
 def _operations(lines: list[str]) -> Iterator[str]:
@@ -245,8 +255,8 @@ def paper_sizes(setting: Setting, is_mixed: bool = False) -> Sizes:
     lengths = np.tile(WIDTHS[setting], (n_train + n_valid, 1))
     where = np.split(np.arange(len(lengths)), [n_train])
     config = paper_config(setting, is_mixed)
-    kept = StoreConfig()
-    device_dtypes = (kept.dtype, *[kept.scalars] * (N_FAMILIES - 1))
+    store_config = StoreConfig()
+    device_dtypes = (store_config.dtype, *[store_config.scalars] * (N_FAMILIES - 1))
     return Sizes.of(config, paper(1).dims, lengths, where, device_dtypes)
 
 
@@ -390,12 +400,12 @@ def operations(
     setting: Setting, sizes: Sizes, module: Module, device: Device
 ) -> list[Operation]:
     """Return the products of a microbatch, those that take longest first."""
-    found = []
+    products = []
     for product, n in module.products.items():
         arithmetic = product.n_flops / device.flops[product.left.dtype]
         moving = product.n_bytes / device.bandwidth
         texts = [x.text() for x in (product.left, product.right, product.result)]
-        found.append(
+        products.append(
             Operation(
                 setting=setting,
                 role=role_of(product, sizes),
@@ -407,11 +417,15 @@ def operations(
                 is_memory_bound=moving > arithmetic,
             )
         )
-    return sorted(found, key=lambda one: -one.seconds)
+    return sorted(products, key=lambda operation: -operation.seconds)
 
 
 def work_of(
-    setting: Setting, sizes: Sizes, plan: Plan, found: list[Operation], device: Device
+    setting: Setting,
+    sizes: Sizes,
+    plan: Plan,
+    products: list[Operation],
+    device: Device,
 ) -> Work:
     """Sum up a batch: its microbatches of the planned block, and all other blocks."""
     work = Workload(
@@ -425,18 +439,20 @@ def work_of(
     n_members = plan.n_subsets * plan.n_seeds
     times = sizes.train.batch_size // plan.n_rows * len(work.members) / n_members
     _, cost = compiled_step(sizes, plan.n_subsets, plan.n_seeds, plan.n_rows)
-    products = sum(one.seconds for one in found)
-    bound = sum(one.seconds for one in found if one.is_memory_bound)
-    others = cost["bytes accessed"] - sum(one.n_bytes for one in found)
+    product_seconds = sum(operation.seconds for operation in products)
+    bound = sum(
+        operation.seconds for operation in products if operation.is_memory_bound
+    )
+    others = cost["bytes accessed"] - sum(operation.n_bytes for operation in products)
     n_epoch = math.ceil(N_ROWS[setting][0] / sizes.train.batch_size)
     return Work(
         setting=setting,
-        n_flops=round(times * sum(one.n_flops for one in found)),
+        n_flops=round(times * sum(operation.n_flops for operation in products)),
         own_flops=sum(step_flops(work, member) for member in work.members),
         xla_flops=times * cost["flops"],
-        product_seconds=times * products,
+        product_seconds=times * product_seconds,
         other_seconds=times * max(others, 0.0) / device.bandwidth,
-        memory_share=bound / products,
+        memory_share=bound / product_seconds,
         n_batches=n_epoch * sizes.train.max_epochs,
     )
 
@@ -459,11 +475,11 @@ def moved_activations(module: Module, sizes: Sizes, n_rows: int) -> int:
 def gathers_of_states(module: Module, sizes: Sizes) -> Counter[tuple[int, ...]]:
     """Count the gathers of hidden states, by the shape of what is gathered."""
     width = sizes.dims.sizes[0]
-    found: Counter[tuple[int, ...]] = Counter()
+    gathers: Counter[tuple[int, ...]] = Counter()
     for (source, result), n in module.gathers.items():
         if source.shape[-1:] == (width,):
-            found[result.shape] += n
-    return found
+            gathers[result.shape] += n
+    return gathers
 
 
 def in_words(
@@ -474,7 +490,7 @@ def in_words(
         f"{p.left.dtype} · {p.right.dtype} → {p.result.dtype}"
         for p in module.products.elements()
     )
-    told = ", ".join(f"{n} of {name}" for name, n in types.most_common())
+    products = ", ".join(f"{n} of {name}" for name, n in types.most_common())
     gathered = ", ".join(
         f"{n} of {'x'.join(map(str, shape))}"
         for shape, n in gathers_of_states(module, sizes).items()
@@ -482,7 +498,7 @@ def in_words(
     calls = ", ".join(f"{n} of {name}" for name, n in module.libraries.items())
     n_moved = moved_activations(module, sizes, plan.n_rows)
     yield (
-        f"{setting}, a microbatch as lowered for CUDA: products {told}; gathers of "
+        f"{setting}, a microbatch as lowered for CUDA: products {products}; gathers of "
         f"hidden states {gathered}; transposes of activations that no product takes as "
         f"they are {n_moved}; calls of libraries {calls or 'none'}."
     )
@@ -515,8 +531,8 @@ def plan(
         progress.note(f"{setting}: compiling blocks")
         sizes, row = planned(setting, memory, is_mixed)
         module = cuda_module(sizes, row.plan)
-        found = operations(setting, sizes, module, on)
-        rows.append((row, found, work_of(setting, sizes, row.plan, found, on)))
+        products = operations(setting, sizes, module, on)
+        rows.append((row, products, work_of(setting, sizes, row.plan, products, on)))
         notes.extend(in_words(setting, sizes, row.plan, module))
     printer.text(f"Arithmetic for one {device.upper()}, not measured.\n")
     printer.head(PLANNED)
@@ -526,7 +542,7 @@ def plan(
     for _, _, work in rows:
         printer.row(work)
     printer.head(OPERATIONS)
-    for _, found, _ in rows:
-        for one in found[:_SHOWN]:
-            printer.row(one)
+    for _, products, _ in rows:
+        for operation in products[:_SHOWN]:
+            printer.row(operation)
     printer.text("\n" + "\n".join(notes))

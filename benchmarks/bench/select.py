@@ -273,9 +273,6 @@ def measure(widths: str, config: SelectConfig) -> SelectCost:
     Args:
       widths: their name, for the row.
       config: the sizes.
-
-    Raises:
-      ValueError: the two sides do not compute the same head.
     """
     train = made_up_outputs(config, config.n_train, 1)
     valid = made_up_outputs(config, config.n_valid, 2)

@@ -21,7 +21,7 @@ VOCAB_SIZE = 61
 N_TEXT_IDS = 56
 WINDOW = 8
 
-_SIZE = {
+_SIZE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -35,7 +35,7 @@ _SIZE = {
     "eos_token_id": 2,
 }
 _NO_HEAD_DIM = {key: size for key, size in _SIZE.items() if key != "head_dim"}
-_GPT = {"vocab_size": VOCAB_SIZE, "bos_token_id": 1, "eos_token_id": 2}
+_GPT: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "bos_token_id": 1, "eos_token_id": 2}
 _GPT_NEOX = {
     **_GPT,
     "hidden_size": 32,
@@ -44,7 +44,7 @@ _GPT_NEOX = {
     "num_attention_heads": 4,
     "max_position_embeddings": 128,
 }
-_MOE = {"moe_intermediate_size": 16, "num_experts": 6}
+_MOE: dict[str, Any] = {"moe_intermediate_size": 16, "num_experts": 6}
 _LINEAR = {
     "num_hidden_layers": 4,
     "linear_num_key_heads": 2,
@@ -60,7 +60,7 @@ _GEMMA4 = {
     "global_head_dim": 16,
     "final_logit_softcapping": 3.0,
 }
-_GRANITE = {
+_GRANITE: dict[str, Any] = {
     "embedding_multiplier": 3.0,
     "attention_multiplier": 0.2,
     "residual_multiplier": 0.5,
@@ -76,7 +76,7 @@ _HYBRID = {
     "mamba_chunk_size": 8,
     **_GRANITE,
 }
-_FALCON = {
+_FALCON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
     "num_hidden_layers": 3,
@@ -85,7 +85,13 @@ _FALCON = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_GPTJ = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128, "rotary_dim": 4}
+_GPTJ: dict[str, Any] = {
+    "n_embd": 32,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 128,
+    "rotary_dim": 4,
+}
 _LATENT = {
     "num_key_value_heads": 4,
     "q_lora_rank": 16,
@@ -102,8 +108,8 @@ def _named(
 ) -> Callable[[], PreTrainedModel]:
     """Return what builds `{name}ForCausalLM` of Transformers with small sizes."""
     model = getattr(transformers, f"{name}ForCausalLM")
-    made = getattr(transformers, config or f"{name}Config")
-    return lambda: model(made(**{**sizes, **changes}))
+    config_class = getattr(transformers, config or f"{name}Config")
+    return lambda: model(config_class(**{**sizes, **changes}))
 
 
 def _gpt2() -> PreTrainedModel:
@@ -291,7 +297,7 @@ def tiny_model(family: str) -> PreTrainedModel:
 
 _TINY = {"hidden_size": 16, "intermediate_size": 16}
 _ONE_LAYER = {**_TINY, "num_hidden_layers": 1, "num_attention_heads": 2}
-_QWEN = {
+_QWEN: dict[str, Any] = {
     f"{name}_token_id": N_TEXT_IDS + index
     for index, name in enumerate(("image", "video", "vision_start", "vision_end"))
 }
@@ -315,7 +321,7 @@ _GEMMA3 = {
     "eoi_token_index": N_TEXT_IDS + 1,
     "image_token_index": N_TEXT_IDS + 2,
 }
-_GEMMA4_WRAPPER = {
+_GEMMA4_WRAPPER: dict[str, Any] = {
     f"{name}_token_id": N_TEXT_IDS + index
     for index, name in enumerate(("eoi", "boi", "image", "audio", "video"))
 }

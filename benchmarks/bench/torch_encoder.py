@@ -56,20 +56,20 @@ def weights_of(arrays: Arrays, encoder: TorchEncoder) -> dict[str, np.ndarray]:
     """
     read, width = list(encoder.families), encoder.config.projection
     unread = {f"projection_{f}" for f in range(N_FAMILIES) if f not in read}
-    found = {
+    weights = {
         name: _outputs_last(name, np.asarray(x))
         for name, x in arrays.items()
         if name not in unread
     }
-    found["projection_bias"] = found["projection_bias"][read].reshape(-1)
-    for name, x in found.items():
+    weights["projection_bias"] = weights["projection_bias"][read].reshape(-1)
+    for name, x in weights.items():
         d_out = x.shape[-1]
         if name.endswith("entry_kernel"):
-            found[name] = x.reshape(-1, width, d_out)[read].reshape(-1, d_out)
+            weights[name] = x.reshape(-1, width, d_out)[read].reshape(-1, d_out)
         if "/conv_" in name and name.endswith("kernel"):  # [3, d_in, d_out]
             is_product = encoder.convolution == "product"
-            found[name] = x.reshape(-1, d_out) if is_product else x.transpose(2, 1, 0)
-    return {name: np.array(x, order="C") for name, x in found.items()}
+            weights[name] = x.reshape(-1, d_out) if is_product else x.transpose(2, 1, 0)
+    return {name: np.array(x, order="C") for name, x in weights.items()}
 
 
 def _outputs_last(name: str, x: np.ndarray) -> np.ndarray:
@@ -220,15 +220,17 @@ def apply_encoder(
     rows = project(weights, tokens, real, encoder, noise)
     vectors, start = [], 0
     for span, width in enumerate(encoder.widths):
-        own = {
+        span_weights = {
             name.removeprefix(f"span_{span}/"): x
             for name, x in weights.items()
             if name.startswith(f"span_{span}/")
         }
-        x = rows[:, start : start + width] @ own.pop("entry_kernel")
-        x = x + own.pop("entry_bias")
+        x = rows[:, start : start + width] @ span_weights.pop("entry_kernel")
+        x = x + span_weights.pop("entry_bias")
         mask = real[:, start : start + width]
-        vectors.append(span_function(x, mask, own, config, encoder.convolution, rate))
+        vectors.append(
+            span_function(x, mask, span_weights, config, encoder.convolution, rate)
+        )
         start += width
     pairs = itertools.combinations(vectors, 2)
     x = torch.cat([*vectors, *(a - b for a, b in pairs)], dim=1)

@@ -1,8 +1,13 @@
-"""Training steps of the encoders in PyTorch, one after another or stacked.
+"""`beatrice bench train`: what the training grid is worth beside PyTorch.
 
-Both ways share data, draws and optimiser. The loop trains each encoder by itself;
-`torch.func.vmap` trains the seeds of one subset, which have the same widths, with one
-call.
+Five methods train the same encoders: (a) the grid as a run trains it, members side by
+side; (b) a PyTorch loop over the encoders; (c) `torch.func.vmap` over the seeds of one
+subset, which have the same widths; (d) the grid's members one at a time; (e) the grid
+in mixed precision. From the same weights and batches all must give the same losses.
+Then they take turns, so that a busy machine slows all of them, and each round measures
+the fp32 peak of matrix products beside them. Every method has processes of its own,
+with its own threads, compiler and memory, and waits without a load while another one is
+timed.
 """
 
 import contextlib
@@ -108,7 +113,7 @@ def by_subset(members: Iterable[Member]) -> list[list[Member]]:
     """Return the members in groups of one subset's seeds, which one vmap covers."""
     groups: dict[int, list[Member]] = {}
     for subset, seed in members:
-        groups.setdefault(subset, []).append((subset, seed))
+        groups.setdefault(subset, []).append(Member(subset, seed))
     return list(groups.values())
 
 
@@ -175,11 +180,15 @@ class Loop:
         self._state = {}
         for member, arrays in weights.items():
             encoder = encoder_of(workload, member, setting)
-            own = {
+            weights_here = {
                 name: torch.from_numpy(x).requires_grad_()
                 for name, x in weights_of(arrays, encoder).items()
             }
-            self._state[member] = encoder, own, _optimizer(own, workload, "fused")
+            self._state[member] = (
+                encoder,
+                weights_here,
+                _optimizer(weights_here, workload, "fused"),
+            )
 
     def step(self, group: Sequence[Member], data: TorchData, rows) -> list[float]:
         """Take one step of a group; return its loss in a list."""
@@ -211,10 +220,10 @@ class Stacked:
         self._state = {}
         for group in self.groups:
             encoder = encoder_of(workload, group[0], setting)
-            own = [weights_of(weights[member], encoder) for member in group]
+            weights_here = [weights_of(weights[member], encoder) for member in group]
             stacked = {
-                name: torch.from_numpy(np.stack([x[name] for x in own]))
-                for name in own[0]
+                name: torch.from_numpy(np.stack([x[name] for x in weights_here]))
+                for name in weights_here[0]
             }
             optimizer = _optimizer(stacked, workload, "foreach")
             self._state[group[0]] = encoder, stacked, optimizer
@@ -262,7 +271,7 @@ class TorchTrainer:
         seeds = {int(path.stem.split("-")[1]) for path in written}
         weights = {
             (subset, seed): load_file(
-                weights_file(self.folder, (subset, seed if seed in seeds else 0))
+                weights_file(self.folder, Member(subset, seed if seed in seeds else 0))
             )
             for subset, seed in members
         }
@@ -303,8 +312,8 @@ def train_torch(
             first = step * batch_size % len(data.labels)
             # Gathered by number, as shuffled rows have to be.
             rows = torch.arange(first, first + batch_size)
-            found = trainer.step(group, data, rows)
-            for member, loss in zip(group, found, strict=True):
+            step_losses = trainer.step(group, data, rows)
+            for member, loss in zip(group, step_losses, strict=True):
                 losses.setdefault(member, []).append(loss)
     return losses
 
@@ -367,7 +376,7 @@ class Method:
         self.kind = kind
         self.workload = workload
         is_stacked = kind == "vmap"
-        groups = by_subset(members) if is_stacked else [[one] for one in members]
+        groups = by_subset(members) if is_stacked else [[member] for member in members]
         n_processes, n_threads = 1, os.cpu_count()
         if setting is not None:
             n_processes, n_threads = setting.n_processes, setting.n_threads
@@ -378,19 +387,19 @@ class Method:
         }
         at_once = 1 if kind == "alone" else N_THREADS
         self._trainers = [
-            Remote(environment, Grid, workload, part, at_once)
+            Remote(environment, Grid, workload, share, at_once)
             if setting is None
             else Remote(
-                environment, TorchTrainer, workload, setting, part, folder, kind
+                environment, TorchTrainer, workload, setting, share, folder, kind
             )
-            for part in split_members(workload, groups, n_processes)
+            for share in split_members(workload, groups, n_processes)
         ]
 
     def _all(self, name: str, *arguments: Any) -> list[Any]:
         """Call every process's trainer, and wait for all of them."""
         waited = [trainer.call(name, *arguments) for trainer in self._trainers]
         try:
-            return [one.result() for one in waited]
+            return [future.result() for future in waited]
         except Exception as error:
             raise ValueError(
                 f"the process that trains by {self.kind!r} has failed: {error}"
@@ -401,8 +410,8 @@ class Method:
         work = self.workload.quiet()
         work = dataclasses.replace(work, batch_size=size.n_examples, n_steps=1)
         parts = self._all("losses", work, size.n_steps, size.n_microbatches)
-        every = {member: found for part in parts for member, found in part.items()}
-        return {m: found for m, found in every.items() if m[1] < size.n_seeds}
+        every = {member: x for share in parts for member, x in share.items()}
+        return {m: x for m, x in every.items() if m[1] < size.n_seeds}
 
     def prepare(self) -> None:
         """Make data and weights, and compile."""
@@ -416,7 +425,7 @@ class Method:
 
     def peak_mib(self) -> float:
         """Return peak memory above the libraries, summed over the processes."""
-        return sum(one.peak().result() for one in self._trainers) / MIB
+        return sum(trainer.peak().result() for trainer in self._trainers) / MIB
 
     def close(self) -> None:
         """End the processes."""
@@ -430,7 +439,9 @@ def fastest(kind: str, workload: Workload, folder: Path, note: Note) -> Setting:
     Each of `CHANGES` in turn is taken if it is faster: trying all combinations would
     take longer than what is measured. A setting that does not run here is passed over.
     """
-    members = [(subset_index(x), s) for x in _TRIED_ON for s in range(workload.n_seeds)]
+    members = [
+        Member(subset_index(x), s) for x in _TRIED_ON for s in range(workload.n_seeds)
+    ]
 
     def rate(setting: Setting) -> float:
         """GFLOP/s, the better of two short turns."""
@@ -438,29 +449,25 @@ def fastest(kind: str, workload: Workload, folder: Path, note: Note) -> Setting:
         with contextlib.closing(method):
             method.prepare()
             seconds = min(method.turn() for _ in range(2))
-        found = turn_flops(workload, members) / seconds / 1e9
-        note(f"{kind}: {setting.text()}: {found:.1f} GFLOP/s")
-        return found
+        gflops = turn_flops(workload, members) / seconds / 1e9
+        note(f"{kind}: {setting.text()}: {gflops:.1f} GFLOP/s")
+        return gflops
 
     best, highest = FASTEST[kind], rate(FASTEST[kind])
     for change in CHANGES[kind]:
         new = dataclasses.replace(best, **change)
         try:
-            found = rate(new) if new != best else 0.0
+            gflops = rate(new) if new != best else 0.0
         except ValueError as error:
             note(f"{kind}: {new.text()}: {error}")
             continue
-        if found > highest:
-            best, highest = new, found
+        if gflops > highest:
+            best, highest = new, gflops
     return best
 
 
 def largest_difference(ours: Losses, theirs: Losses) -> float:
-    """Return the largest difference of two methods' losses.
-
-    Raises:
-      ValueError: they have not trained the same members for the same steps.
-    """
+    """Return the largest difference of two methods' losses."""
     if {m: len(x) for m, x in ours.items()} != {m: len(x) for m, x in theirs.items()}:
         raise ValueError(
             f"one method has trained {sorted(ours)}, another {sorted(theirs)}, or for "
@@ -471,14 +478,12 @@ def largest_difference(ours: Losses, theirs: Losses) -> float:
     return float(np.max(every))
 
 
-def require_same_losses(found: dict[str, Losses]) -> dict[str, float]:
-    """Return each method's largest difference from the grid.
-
-    Raises:
-      ValueError: a loss differs by more than `TOLERANCE`, or does not move.
-    """
-    grid = found["grid"]
-    differences = {k: largest_difference(grid, losses) for k, losses in found.items()}
+def require_same_losses(by_method: dict[str, Losses]) -> dict[str, float]:
+    """Return each method's largest difference from the grid."""
+    grid = by_method["grid"]
+    differences = {
+        k: largest_difference(grid, losses) for k, losses in by_method.items()
+    }
     for kind, difference in differences.items():
         tolerance = MIXED_TOLERANCE if kind == "mixed" else TOLERANCE
         if not difference <= tolerance:  # so that NaN fails
@@ -572,9 +577,6 @@ def measure(
       check: how losses are compared.
       search: whether PyTorch's fastest setting is looked for.
       note: told what is going on.
-
-    Raises:
-      ValueError: the methods do not compute the same losses, or one has failed.
     """
     check = check or CheckSize()
     n_steps = workload.n_steps * len(workload.members)
@@ -599,16 +601,16 @@ def measure(
     grid = np.array([seconds["grid"] for seconds, _ in rounds])
     rows = []
     for kind in KINDS:
-        own = np.array([seconds[kind] for seconds, _ in rounds])
-        gflops = flops / own / 1e9
+        turn_seconds = np.array([seconds[kind] for seconds, _ in rounds])
+        gflops = flops / turn_seconds / 1e9
         rows.append(
             TrainCost(
                 kind=kind,
                 setting=chosen[kind].text() if kind in chosen else "",
-                steps_per_second=n_steps / float(np.median(own)),
+                steps_per_second=n_steps / float(np.median(turn_seconds)),
                 gflops=float(np.median(gflops)),
                 peak_share=float(np.median(gflops / products)),
-                ratio=float(np.median(own / grid)),
+                ratio=float(np.median(turn_seconds / grid)),
                 peak_mib=peaks[kind],
                 loss_difference=differences[kind],
                 peak_gflops=float(np.median(products)),

@@ -62,7 +62,12 @@ from beatrice.extract.run.rows import ResultRow, Subject, publish, rows_file
 from beatrice.extract.run.stages import Stage, run_stage
 from beatrice.extract.signals.extract import EXTRACT, extract_config
 from beatrice.jaxprobe import checkpoint
-from beatrice.jaxprobe.calibrate import run_bootstrap
+from beatrice.jaxprobe.calibrate import (
+    chosen_layer,
+    encoder_folders,
+    grid_config,
+    run_bootstrap,
+)
 from beatrice.jaxprobe.config import GridConfig, set_compiler
 from beatrice.jaxprobe.detector import Detector
 from beatrice.jaxprobe.encoder import Encoder
@@ -88,12 +93,7 @@ from beatrice.jaxprobe.tokens import (
     read_features,
     stored_lengths,
 )
-from beatrice.jaxprobe.train import (
-    EVERY_FAMILY,
-    chosen_layer,
-    encoder_folders,
-    grid_config,
-)
+from beatrice.jaxprobe.train import EVERY_FAMILY
 from beatrice.pgir.controllers.stage import retrieval_config, retrieval_of
 from beatrice.pgir.controllers.waves import showable
 from beatrice.pgir.corpus import has_answer
@@ -162,7 +162,7 @@ def asked_questions(
 
 
 def with_passages(
-    asked: Sequence[Example],
+    questions: Sequence[Example],
     retrieval: Retrieval,
     n_passages: int,
     prompts: tuple[Any, PromptTemplate] | None = None,
@@ -170,13 +170,13 @@ def with_passages(
     """Return the questions with retrieved passages, and those that got none.
 
     Args:
-      asked: without passages.
+      questions: without passages.
       retrieval: ranks passages.
       n_passages: of each question.
       prompts: tokenizer and template; passages that hold control tokens of the model,
         which no prompt can, are escaped. None takes all as they are.
     """
-    queries = [example.question for example in asked]
+    queries = [example.question for example in questions]
     try:
         rows = enumerate(retrieval.retriever.search(queries, n_passages))
         ranked, reasons = dict(rows), {}
@@ -184,7 +184,7 @@ def with_passages(
         ranked, reasons = error.rankings, error.reasons
 
     examples = []
-    for i, example in enumerate(asked):
+    for i, example in enumerate(questions):
         if i in ranked:
             every = (retrieval.passages[int(number)] for number in ranked[i])
             passages = [Passage(title=p.title, text=p.text) for p in every]
@@ -192,7 +192,7 @@ def with_passages(
                 passages = showable(*prompts, example.question, passages)
             example = msgspec.structs.replace(example, passages=tuple(passages))
             examples.append(example)
-    return examples, {asked[i].id: why for i, why in reasons.items()}
+    return examples, {questions[i].id: why for i, why in reasons.items()}
 
 
 EXPERIMENT = "real_retrieval"
@@ -222,16 +222,16 @@ class Scenario:
 
     def joined(self) -> Rows:
         """Return the rows of both, the run's own first; only those are trained on."""
-        own, new = self.own.rows, self.new.rows
+        trained, new = self.own.rows, self.new.rows
         fields = {
             field.name: np.concatenate(
-                [getattr(own, field.name), getattr(new, field.name)]
+                [getattr(trained, field.name), getattr(new, field.name)]
             )
             for field in dataclasses.fields(Rows)
             if field.name != "setting"
         }
         unseen = np.full(len(new.ids), "ood")
-        fields["splits"] = np.concatenate([own.splits, unseen])
+        fields["splits"] = np.concatenate([trained.splits, unseen])
         return Rows(setting=self.setting, **fields)
 
     def parts(self, dims: FamilyDims) -> Iterator[tuple[np.ndarray, Features]]:
@@ -246,18 +246,18 @@ class Scenario:
             widths = widths_of(lengths[group])
             n_at_once = min(len(group), rows_at_once(widths, dims))
             for start in range(0, len(group), n_at_once):
-                part = group[start : start + n_at_once]
-                full = np.pad(part, (0, n_at_once - len(part)), mode="edge")
-                yield part, read_features(store, layer, full, widths)
+                batch = group[start : start + n_at_once]
+                full = np.pad(batch, (0, n_at_once - len(batch)), mode="edge")
+                yield batch, read_features(store, layer, full, widths)
 
     def scored(
         self, dims: FamilyDims, score: Callable[[np.ndarray, Features], np.ndarray]
     ) -> np.ndarray:
         """Return `score(part, features)`, `[..., n]`, of all parts: `[..., n_rows]`."""
         indices, parts = [], []
-        for part, features in self.parts(dims):
-            indices.append(part)
-            parts.append(np.asarray(score(part, features))[..., : len(part)])
+        for batch, features in self.parts(dims):
+            indices.append(batch)
+            parts.append(np.asarray(score(batch, features))[..., : len(batch)])
         order = np.argsort(np.concatenate(indices))
         return np.concatenate(parts, axis=-1)[..., order]
 
@@ -317,9 +317,9 @@ def selected_scores(scene: Scenario, detector: Detector) -> dict[Subject, np.nda
         n_tokens=longest_spans(closed_store),
     )
 
-    def both(part: np.ndarray, features: Features) -> np.ndarray:
-        n_more = len(features.tokens[0]) - len(part)
-        where = np.pad(partner[part], (0, n_more), mode="edge")
+    def both(batch: np.ndarray, features: Features) -> np.ndarray:
+        n_more = len(features.tokens[0]) - len(batch)
+        where = np.pad(partner[batch], (0, n_more), mode="edge")
         closed: Features = read(examples=where)
         return detector.score_with_context(features, closed).raw
 
@@ -337,16 +337,16 @@ def rival_scores(scene: Scenario) -> dict[Subject, np.ndarray]:
 
     They are fitted as in `evaluate`, on the run's own training and validation rows.
     """
-    own, new = scene.own, scene.new
-    rows, n_own = scene.joined(), len(own.rows.ids)
+    trained, new = scene.own, scene.new
+    rows, n_own = scene.joined(), len(trained.rows.ids)
     train = rows.where("train")
     families = {}
     for family, letter in zip(FAMILIES, LETTERS, strict=True):
-        layer = own.layer if family == "hidden" else None
+        layer = trained.layer if family == "hidden" else None
         families[letter] = np.concatenate(
             [
                 pooled_signals(store, scene.setting, family, layer)
-                for store in (own.store, new.store)
+                for store in (trained.store, new.store)
             ]
         )
         standardise(families[letter], train)
@@ -354,10 +354,10 @@ def rival_scores(scene: Scenario) -> dict[Subject, np.ndarray]:
     for letters in (*LETTERS, LETTERS):
         features = np.concatenate([families[x] for x in letters], axis=1)
         scores[Subject("probe", letters)] = scores_of(features, rows)[0][:, n_own:]
-    length = length_features([*own.answers, *new.answers])
+    length = length_features([*trained.answers, *new.answers])
     standardise(length, train)
     scores[Subject("answer_length")] = scores_of(length, rows)[0][:, n_own:]
-    scores[Subject("tfidf")], _ = text_scores(own.texts, own.rows, new.texts)
+    scores[Subject("tfidf")], _ = text_scores(trained.texts, trained.rows, new.texts)
     scores[Subject("perplexity")] = perplexity_scores(new.store)
     return scores
 
@@ -375,7 +375,7 @@ def _answer_rows(examples: Sequence[Example], rows: Rows) -> list[ResultRow]:
         if rows.setting == "with_context":
             values["answer_found"] = np.array([has_gold[i] for i in rows.ids[where]])
         for metric, x in values.items():
-            fields = {"detector": "backbone", "metric": metric}
+            fields: dict[str, Any] = {"detector": "backbone", "metric": metric}
             fields |= rows.fields_of(dataset, split)
             fields["value"] = float(x.mean()) if len(x) else None
             reason = None if len(x) else "no labelled answer"
@@ -384,11 +384,11 @@ def _answer_rows(examples: Sequence[Example], rows: Rows) -> list[ResultRow]:
 
 
 def _count_missing(
-    result: Sequence[ResultRow], rows: Rows, asked: Sequence[Example]
+    result: Sequence[ResultRow], rows: Rows, questions: Sequence[Example]
 ) -> list[ResultRow]:
     """Add to each row's failures the questions that have no answer to be scored."""
     answered = set(rows.ids)
-    missing = [example for example in asked if example.id not in answered]
+    missing = [example for example in questions if example.id not in answered]
     n_missing = collections.Counter((e.dataset, e.split) for e in missing)
     n_missing += collections.Counter((IN_DOMAIN, e.split) for e in missing)
 
@@ -402,7 +402,7 @@ def _count_missing(
 def scene_rows(
     scene: Scenario,
     scores: Mapping[Subject, np.ndarray],
-    asked: Sequence[Example],
+    questions: Sequence[Example],
     intervals: BootstrapConfig,
 ) -> list[ResultRow]:
     """Return the rows of a setting, of each set and of all sets together.
@@ -410,7 +410,7 @@ def scene_rows(
     Args:
       scene: of the setting.
       scores: by detector, `[n_seeds, n_rows]` of the new rows.
-      asked: all questions; those without an answer are counted as failed.
+      questions: all of them; those without an answer are counted as failed.
       intervals: of the rows.
     """
     rows = scene.new.rows
@@ -423,7 +423,7 @@ def scene_rows(
     for each in (rows, together):
         measured = detection_rows(detectors, each, intervals, EXPERIMENT, pairs)
         measured += _answer_rows(scene.new.questions, each)
-        result += _count_missing(measured, each, asked)
+        result += _count_missing(measured, each, questions)
     return result
 
 
@@ -500,14 +500,14 @@ def _transfer(
 ) -> None:
     set_compiler(run.preset)
     detector, intervals = Detector.load(run.detector), run_bootstrap(run)
-    asked, rows = asked_questions(read_examples(run), config), []
+    questions, rows = asked_questions(read_examples(run), config), []
     for n_done, setting in enumerate(SETTINGS, start=1):
         scene = run_scene(run, _inner(run), setting)
         encoders, _ = checkpoint.restore(run.encoders(setting))
         scores = selected_scores(scene, detector)
         scores |= encoder_scores(scene, encoders, grid_config(run))
         scores |= rival_scores(scene)
-        rows += scene_rows(scene, scores, asked, intervals)
+        rows += scene_rows(scene, scores, questions, intervals)
         update(n_done, len(SETTINGS))
     publish(run, NAME, rows, progress)
 
@@ -537,13 +537,13 @@ def transfer_run(run: RunDir, config: TransferConfig, progress: Progress) -> Non
     """
     require_both_settings(run, NAME)
     run.require(run.detector)
-    asked = asked_questions(read_examples(run), config)
+    questions = asked_questions(read_examples(run), config)
     retrieval = retrieval_of(run, progress.note)
     model, _ = load_tokenizer_only(run)
     prompts = model.tokenizer, answer_config(run).prompt.prompt_template()
-    examples, failed = with_passages(asked, retrieval, config.n_passages, prompts)
+    examples, failed = with_passages(questions, retrieval, config.n_passages, prompts)
     progress.note(
-        f"transfer: {len(examples)} of {len(asked)} questions have passages, by "
+        f"transfer: {len(examples)} of {len(questions)} questions have passages, by "
         f"{retrieval_config(run).retriever} over {len(retrieval.passages):,}"
     )
     if not examples:
@@ -556,12 +556,12 @@ def transfer_run(run: RunDir, config: TransferConfig, progress: Progress) -> Non
         if not inner.stage_done("label"):  # judges may have labelled
             run_stage(LABEL, inner, progress, lambda _: match)
         run_stage(EXTRACT, inner, progress)
-        counts = {"n_asked": len(asked), "n_failed": len(failed)}
+        counts = {"n_asked": len(questions), "n_failed": len(failed)}
         write_json_atomic(_counts_file(run), counts)
         run_stage(TRANSFER, run, progress)
     if failed:
         raise ValueError(
-            f"{len(failed)} of {len(asked)} questions got no passages and are counted "
-            f"as failed, the first since {next(iter(failed.values()))}; the same line "
-            "again asks for them"
+            f"{len(failed)} of {len(questions)} questions got no passages and are "
+            f"counted as failed, the first since {next(iter(failed.values()))}; the "
+            "same line again asks for them"
         )

@@ -26,11 +26,7 @@ from beatrice.jaxprobe.rows import Rows
 
 
 def reading(inputs: DetectorInput, name: str, n_axes: int) -> np.ndarray:
-    """Return a reading of every row, `[n_rows, …]` with so many axes, float64.
-
-    Raises:
-      ValueError: the reading is missing, or of other rows.
-    """
+    """Return a reading of every row, `[n_rows, …]` with so many axes, float64."""
     values, n_rows = inputs.readings.get(name), len(inputs.rows.ids)
     if values is None or values.ndim != n_axes or len(values) != n_rows:
         shape = "missing" if values is None else f"of shape {list(values.shape)}"
@@ -65,9 +61,6 @@ def defined_rows(values: np.ndarray, rows: Rows, split: str) -> np.ndarray:
       values: `[n_rows, n_columns]`.
       rows: ids, splits and labels of the same rows.
       split: which.
-
-    Raises:
-      ValueError: the rows hold one class only.
     """
     where = rows.where(split)
     where = where[np.isfinite(values[where]).any(axis=1)]
@@ -102,9 +95,6 @@ def oriented(values: np.ndarray, rows: Rows) -> Oriented:
       values: `[n_rows, n_columns]`; NaN where a row was not read. A column that lacks
         a value where another has one is not chosen.
       rows: with labels and splits.
-
-    Raises:
-      ValueError: the validation rows hold one class only.
     """
     valid = defined_rows(values, rows, "validation")
     aurocs = column_aurocs(values[valid], rows.labels[valid])
@@ -185,11 +175,8 @@ def scores_where_defined(
 
     Returns:
       `[n_seeds, n_rows]` float64; NaN where a row has no features.
-
-    Raises:
-      ValueError: the training rows hold one class only.
     """
-    is_defined = np.isfinite(features).all(axis=1)
+    is_defined = np.all(np.isfinite(features), axis=1)
     train = train[is_defined[train]]
     train_labels = both_classes(labels[train], len(train), "training")
     defined = fit(features[train], train_labels, features[is_defined])
@@ -227,9 +214,6 @@ def validation_auroc(scores: np.ndarray, rows: Rows) -> float:
     Args:
       scores: `[n_seeds, n_rows]`; NaN for the same rows with every seed.
       rows: with labels and splits.
-
-    Raises:
-      ValueError: these rows hold one class only.
     """
     valid = rows.where("validation")
     valid = valid[np.isfinite(scores[0, valid])]

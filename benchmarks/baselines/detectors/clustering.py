@@ -64,11 +64,7 @@ def by_entailment(inputs: DetectorInput) -> list[np.ndarray]:
 
 
 def relations_of(inputs: DetectorInput) -> Relations:
-    """Return the NLI model of the inputs.
-
-    Raises:
-      ValueError: the inputs have no NLI model.
-    """
+    """Return the NLI model of the inputs."""
     if inputs.relations is None:
         raise ValueError(
             "expected an NLI model, found none; give the path of one, or take the "

@@ -56,9 +56,6 @@ def lookback_lens(inputs: DetectorInput) -> DetectorOutput:
 
     A ratio is the share of a head's attention that goes to the context, in [0, 1], mean
     over the answer's steps: the reading is `[n_rows, n_layers, n_heads]`.
-
-    Raises:
-      ValueError: the training rows hold one class only.
     """
     rows, ratios = inputs.rows, inputs.readings["lookback"]
     features = ratios.reshape(len(ratios), -1)  # layer by layer, as in the code
@@ -86,9 +83,6 @@ def ranked_sums(values: np.ndarray, rows: Rows, most: int) -> np.ndarray:
 
     Returns:
       `[n_rows, n_sums]`: of the best column, of the best two, and so on.
-
-    Raises:
-      ValueError: the training rows hold one class only, or no column is left.
     """
     train = defined_rows(values, rows, "train")
     aurocs = column_aurocs(values[train], rows.labels[train])

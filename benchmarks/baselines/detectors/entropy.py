@@ -132,9 +132,6 @@ def prior_of(n_meanings: Sequence[int], config: BayesConfig) -> dict[int, float]
 
     Returns:
       Shares of the numbers of meanings that occur, ascending.
-
-    Raises:
-      ValueError: there is no row.
     """
     if not len(n_meanings):
         raise ValueError(
@@ -265,9 +262,6 @@ def bayesian_scores(
     Labels are not read. The output's row `n_prior_rows` holds on how many rows of which
     split the prior was counted: the first of training, or of validation where no
     training row has samples.
-
-    Raises:
-      ValueError: no row of either has samples.
     """
     rows, samples = inputs.rows, inputs.samples
     clusters = clusters_of(inputs, equivalences, distinct_clusters)

@@ -79,11 +79,11 @@ class _Attend(nn.Module):
         attention = nn.MultiHeadDotProductAttention(
             num_heads=_N_HEADS, dropout_rate=self.dropout
         )
-        found = attention(queries, tokens, deterministic=not is_training)
-        found = nn.LayerNorm()(queries + found)
-        inner = nn.gelu(nn.Dense(4 * width)(found))
+        mixed_tokens = attention(queries, tokens, deterministic=not is_training)
+        mixed_tokens = nn.LayerNorm()(queries + mixed_tokens)
+        inner = nn.gelu(nn.Dense(4 * width)(mixed_tokens))
         inner = nn.Dense(width)(drop(inner, deterministic=not is_training))
-        return nn.LayerNorm()(found + inner)
+        return nn.LayerNorm()(mixed_tokens + inner)
 
 
 class _Pool(nn.Module):
@@ -126,7 +126,8 @@ class _Neighbours(nn.Module):
         init = nn.initializers.normal(3**-0.5)
         kernel = self.param("kernel", init, (3, *[1] * (tokens.ndim - 1), width))
         # Sums of shifted arrays: under vmap over seeds a convolution would be grouped.
-        return sum(_shifted(tokens, self.axis, 1 - i) * kernel[i] for i in range(3))
+        taps = [_shifted(tokens, self.axis, 1 - i) * kernel[i] for i in range(3)]
+        return taps[0] + taps[1] + taps[2]
 
 
 class _Dilated(nn.Module):
@@ -142,10 +143,10 @@ class _Dilated(nn.Module):
         taps = [_shifted(parts, 1, self.spread * (2 - i)) for i in range(5)]
         init = nn.initializers.normal((5 * size) ** -0.5)
         kernel = self.param("kernel", init, (5, _N_GROUPS, size, size))
-        found = jnp.einsum("kntgi,kgij->ntgj", jnp.stack(taps), kernel)
-        found = found.reshape(tokens.shape)
+        mixed_tokens = jnp.einsum("kntgi,kgij->ntgj", jnp.stack(taps), kernel)
+        mixed_tokens = mixed_tokens.reshape(tokens.shape)
         bias = self.param("bias", nn.initializers.zeros, (1, 1, width))
-        return nn.gelu(nn.GroupNorm(_N_GROUPS)(found + bias))
+        return nn.gelu(nn.GroupNorm(_N_GROUPS)(mixed_tokens + bias))
 
 
 class _MapEncoder(nn.Module):
@@ -283,27 +284,27 @@ def _epoch(
     adam = _adam(config, config.n_epochs * n_batches)
 
     def loss(params: Any, batch: jax.Array, key: jax.Array) -> jax.Array:
-        own, counts = jnp.minimum(batch, n - 1), batch < n
-        read = jax.tree.map(lambda x: x[own], inputs)
-        logits = GnosisHead(config).apply(params, *read, True, rngs={"dropout": key})
-        losses = optax.sigmoid_binary_cross_entropy(logits, labels[own])
-        return losses.mean(where=counts)
+        rows, is_example = jnp.minimum(batch, n - 1), batch < n
+        some = jax.tree.map(lambda x: x[rows], inputs)
+        logits = GnosisHead(config).apply(params, *some, True, rngs={"dropout": key})
+        losses = optax.sigmoid_binary_cross_entropy(logits, labels[rows])
+        return losses.mean(where=is_example)
 
-    def step(carry: Any, given: Any) -> tuple[Any, None]:
+    def step(carry: Any, batches_and_keys: Any) -> tuple[Any, None]:
         params, moments = carry
-        grads = jax.grad(loss)(params, *given)
+        grads = jax.grad(loss)(params, *batches_and_keys)
         with jax.numpy_dtype_promotion("standard"):  # optax mixes float and int32
             updates, moments = adam.update(grads, moments)
         return (optax.apply_updates(params, updates), moments), None
 
     def one(key: jax.Array, fit: Any) -> Any:
         order_key, drop_key = jax.random.split(jax.random.fold_in(key, number))
-        # The last batch of an epoch is short; place n stands for nobody.
+        # The last batch of an epoch is short; index n stands for no example.
         padding = (0, n_batches * config.batch_size - n)
         order = jax.random.permutation(order_key, n)
         batches = jnp.pad(order, padding, constant_values=n).reshape(n_batches, -1)
-        given = batches, jax.random.split(drop_key, n_batches)
-        return jax.lax.scan(step, fit, given)[0]
+        batches_and_keys = batches, jax.random.split(drop_key, n_batches)
+        return jax.lax.scan(step, fit, batches_and_keys)[0]
 
     return jax.vmap(one)(keys, fits)
 
@@ -312,9 +313,11 @@ def _epoch(
 def _logits(params: Any, inputs: Inputs, *, config: GnosisConfig) -> jax.Array:
     """Return `[n_seeds, n]` logits."""
 
-    def one(own: Any) -> jax.Array:
+    def one(seed_params: Any) -> jax.Array:
         def of_row(row: Inputs) -> jax.Array:
-            return GnosisHead(config).apply(own, row.maps[None], row.states[None])[0]
+            return GnosisHead(config).apply(
+                seed_params, row.maps[None], row.states[None]
+            )[0]
 
         return jax.lax.map(of_row, inputs, batch_size=_N_SCORED)
 
@@ -344,19 +347,20 @@ def fit_heads(
       valid_labels: of the same.
       config: of the fit.
     """
-    targets = np.asarray(labels, np.float32)
+    targets, patience = np.asarray(labels, np.float32), config.patience
+    config = dataclasses.replace(config, patience=0)  # no part of what is compiled
     keys, fits = _start(train, config=config)
     best, most = fits[0], np.full(config.n_seeds, -np.inf)
     epochs = np.zeros(config.n_seeds, int)
     for number in range(1, config.n_epochs + 1):
         fits = _epoch(keys, fits, jnp.int32(number), train, targets, config=config)
         logits = np.asarray(_logits(fits[0], valid, config=config), np.float64)
-        values = np.array([auroc(own, valid_labels).value for own in logits])
-        is_better = (values > most) & (number - epochs <= config.patience)
+        values = np.array([auroc(seed, valid_labels).value for seed in logits])
+        is_better = (values > most) & (number - epochs <= patience)
         most = np.where(is_better, values, most)
         epochs = np.where(is_better, number, epochs)
         best = jax.tree.map(partial(_chosen, is_better), fits[0], best)
-        if (number - epochs >= config.patience).all():
+        if (number - epochs >= patience).all():
             break
     return Fitted(best, epochs)
 
@@ -385,12 +389,10 @@ def gnosis_scores(
     Returns:
       `[n_seeds, n_rows]` scores, NaN where a row was not read; the mean epoch that
       validation chose.
-
-    Raises:
-      ValueError: training or validation rows hold one class only.
     """
     config = config or GnosisConfig()
-    is_read = np.isfinite(maps).all((1, 2, 3)) & np.isfinite(states).all((1, 2))
+    is_read = np.all(np.isfinite(maps), axis=(1, 2, 3))
+    is_read &= np.all(np.isfinite(states), axis=(1, 2))
     train, valid = (
         np.array([i for i in rows.where(split) if is_read[i]], int)
         for split in ("train", "validation")

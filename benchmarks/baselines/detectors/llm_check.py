@@ -28,13 +28,13 @@ def answer_perplexity(inputs: DetectorInput) -> np.ndarray:
     Without the stop token, as in the official code; NaN for an answer without tokens.
     """
     ragged = read_family(inputs.store, "prob")
-    found = np.full((len(inputs.answers), 1), np.nan)
+    perplexity = np.full((len(inputs.answers), 1), np.nan)
     for i, answer in enumerate(inputs.answers):
         if answer.token_ids:
             start = len(answer.prompt_ids) - 1 - int(ragged.first_tokens[i])
             rows = ragged.example(i)[start : start + len(answer.token_ids)]
-            found[i] = np.exp(rows[:, SURPRISAL].astype(np.float64).mean())
-    return found
+            perplexity[i] = np.exp(rows[:, SURPRISAL].astype(np.float64).mean())
+    return perplexity
 
 
 def _candidates(inputs: DetectorInput, name: str) -> tuple[np.ndarray, int | None]:

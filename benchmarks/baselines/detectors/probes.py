@@ -100,9 +100,8 @@ def _fit_seeds(
     keys = jax.vmap(partial(jax.random.fold_in, root))(jnp.arange(config.n_seeds))
 
     def logits_of(key: jax.Array) -> jax.Array:
-        return SaplmaNetwork().apply(
-            _fit_network(key, states, labels, config=config), scored
-        )
+        params = _fit_network(key, states, labels, config=config)
+        return jnp.asarray(SaplmaNetwork().apply(params, scored))
 
     return jax.vmap(logits_of)(keys)
 
@@ -164,9 +163,6 @@ def saplma(
 
     Returns:
       `[n_seeds, n_rows]` scores; NaN where an answer has no such state.
-
-    Raises:
-      ValueError: training or validation rows hold one class only.
     """
     fit = partial(saplma_logits, config=config)
 
@@ -220,9 +216,6 @@ def linear_probe(inputs: DetectorInput) -> DetectorOutput:
     """Return log-odds from the layer and the penalty that validation chooses.
 
     Every layer of the store is tried.
-
-    Raises:
-      ValueError: training or validation rows hold one class only.
     """
     store, rows = inputs.store, inputs.rows
 
@@ -253,9 +246,6 @@ def llms_know(inputs: DetectorInput) -> DetectorOutput:
     The reading is `[n_rows, n_layers, d_model]`, what the MLP of each block added at
     the exact answer's last token. Blocks count from 1 in the row of the choice, as the
     entries of the resid axis that they write to; the official code counts from 0.
-
-    Raises:
-      ValueError: training or validation rows hold one class only.
     """
     rows, outputs = inputs.rows, inputs.readings["mlp_exact_answer"]
 

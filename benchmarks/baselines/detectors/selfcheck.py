@@ -97,9 +97,6 @@ def _contradictions(
 
     Returns:
       In [-1, 0]; NaN where nothing was drawn or the answer is empty.
-
-    Raises:
-      ValueError: there is no NLI model.
     """
     relations = relations_of(inputs)
     rows = [
@@ -212,9 +209,6 @@ def _eigenscores(
 
     Answers whose state was not read (NaN) are left out; where fewer than two are left,
     nothing lies apart and the score is NaN.
-
-    Raises:
-      ValueError: the states, `[n_rows, n_samples, d_model]`, were not read.
     """
     values = []
     for states in reading(inputs, "sample_states", 3):

@@ -88,10 +88,6 @@ def entropy_probe(
 
     Returns:
       `[1, n_rows]` scores.
-
-    Raises:
-      ValueError: no training row has an entropy, all have low or all high entropy, or
-        validation rows hold one class only.
     """
     train = rows.where("train")
     train = train[np.isfinite(entropies[train])]

@@ -39,9 +39,6 @@ def svm_scores(texts: Sequence[str], rows: Rows) -> DetectorOutput:
     Args:
       texts: of every row.
       rows: what the rows are; validation AUROC chooses the penalty.
-
-    Raises:
-      ValueError: training or validation rows hold one class only.
     """
     matrix = _tfidf(texts, rows)
     train, valid = rows.where("train"), rows.where("validation")
@@ -79,14 +76,11 @@ def mlp_scores(
       texts: of every row.
       rows: with labels and splits.
       config: of the fit.
-
-    Raises:
-      ValueError: training or validation rows hold one class only.
     """
     config = config or MlpConfig()
     train = rows.where("train")
     # Half the time of float64: Adam moves the weights of every word of a text.
-    matrix = _tfidf(texts, rows).astype(np.float32)
+    matrix = csr_matrix(_tfidf(texts, rows), dtype=np.float32)
     labels = both_classes(rows.labels[train], len(train), "training")
 
     def fitted(penalty: float, seed: int) -> tuple[float, np.ndarray, int]:
@@ -100,7 +94,7 @@ def mlp_scores(
         def epochs() -> Iterator[np.ndarray]:
             for _ in range(config.max_epochs):
                 network.partial_fit(matrix[train], labels, classes=[False, True])
-                yield network.predict_proba(matrix)[:, 1]
+                yield np.asarray(network.predict_proba(matrix))[:, 1]
 
         return best_epoch(epochs(), rows, config.patience)
 
@@ -121,9 +115,6 @@ def best_epoch(
         compare them. It is asked for no more after `patience` without a better one.
       rows: with labels and splits.
       patience: epochs to wait.
-
-    Raises:
-      ValueError: the validation rows hold one class only.
     """
     valid = rows.where("validation")
     labels = both_classes(rows.labels[valid], len(valid), "validation")
@@ -163,10 +154,6 @@ def encoder_scores(
       rows: with labels and splits.
       path: a folder with a Transformers encoder in safetensors, and its tokenizer.
       config: of the fit.
-
-    Raises:
-      ValueError: there is no such encoder, or training or validation rows hold one
-        class only.
     """
     config = config or FineTuneConfig()
     if not any(path.glob("*.safetensors")):
@@ -199,9 +186,9 @@ def _fine_tuned(
     tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     size = config.batch_size
 
-    def logits(model: Any, own: np.ndarray) -> torch.Tensor:
+    def logits(model: Any, rows_read: np.ndarray) -> torch.Tensor:
         tokens = tokenizer(
-            [texts[i] for i in own],
+            [texts[i] for i in rows_read],
             truncation=True,
             max_length=config.n_tokens,
             padding=True,

@@ -1,5 +1,7 @@
 """Small inputs in which every detector of the catalogue finds what was planted."""
 
+import itertools
+
 import numpy as np
 
 from beatrice.benchmarks.baselines.detector import DetectorInput
@@ -12,6 +14,7 @@ from tests.benchmarks.rows import rows_of
 
 N, D, N_LAYERS, N_HEADS, N_SAMPLES, N_PROMPT, N_TOLD = 150, 6, 5, 3, 4, 3, 3
 SETTING, LAYER = "with_context", 2  # of which hidden states tell, 0 the embedding
+_NUMBERS = itertools.count()
 # Readings that are higher for right answers; all others are lower.
 UP = {"redeep_ecs", "lumina_mmd", "p_true", "llmcheck_attention_all"}
 SHAPES = {
@@ -29,14 +32,14 @@ SHAPES = {
 }
 
 
-def readings(labels, rng):
+def readings(labels, rng, strength):
     """Noise, and the label at layer 2 where there are layers."""
     found = {}
     for name, shape in SHAPES.items():
         values = rng.standard_normal((len(labels), *shape)).astype(np.float32)
         told = values[:, LAYER] if shape else values
         sign = 1 if name in UP else -1
-        told += 3 * sign * labels.reshape(-1, *[1] * (told.ndim - 1))
+        told += strength * sign * labels.reshape(-1, *[1] * (told.ndim - 1))
         found[name] = values
     # The states of draws that mean the same lie together.
     spread = np.where(labels, 0.1, 2.0)[:, None, None]
@@ -44,7 +47,44 @@ def readings(labels, rng):
     return {**found, "sample_states": states.astype(np.float32)}
 
 
-def store_of(labels, rng, name):
+def memory_store(values, lengths, spans, *, layers=(), setting=SETTING, **fields):
+    """Return a store in memory, of values end to end by family, `[n_tokens, ...]`.
+
+    Args:
+      values: of "hidden" with a layer axis behind the tokens.
+      lengths: `[n_rows]` tokens.
+      spans: `[n_rows, 3, 2]` or, the same for all rows, `[3, 2]`.
+      layers: of the hidden states.
+      setting: of the answers.
+      fields: of the hidden family ("spans"), or the fingerprint.
+    """
+    n_rows, hidden = len(lengths), {"spans": fields.pop("hidden_spans", "all")}
+    families = {
+        name: Family(
+            shape=x.shape[1:],
+            by_layer=name == "hidden",
+            dtype="float32",
+            **(hidden if name == "hidden" else {}),
+        )
+        for name, x in values.items()
+    }
+    spec = StoreSpec(
+        families=families,
+        keys=tuple((f"q{i}", setting, "original") for i in range(n_rows)),
+        lengths=np.asarray(lengths, np.int64),
+        spans=np.broadcast_to(spans, (n_rows, 3, 2)).astype(np.int64),
+        rows_per_shard=64,
+        hidden_layers=tuple(layers),
+        fingerprint=fields,
+    )
+    store = create_store(f"memory://planted-{next(_NUMBERS)}", spec)
+    for range_id in range(spec.n_ranges):
+        rows = {name: slice(*spec.range_rows(range_id, name)) for name in values}
+        write_range(store, range_id, {name: values[name][rows[name]] for name in rows})
+    return store
+
+
+def store_of(labels, rng):
     """Hidden states of which layer 2 tells, and surprisals that do."""
     length = N_PROMPT + N_TOLD
     shape = (len(labels), length)
@@ -52,28 +92,13 @@ def store_of(labels, rng, name):
     hidden[:, :, LAYER, 0] += 3 * labels[:, None]
     prob = rng.random((*shape, 5)).astype(np.float32)
     prob[:, :, 1] += 2 * ~labels[:, None]
-    span = [(0, 0), (0, N_PROMPT - 1), (N_PROMPT - 1, length)]
-    spec = StoreSpec(
-        families={
-            "hidden": Family(shape=(N_LAYERS, D), by_layer=True, dtype="float32"),
-            "prob": Family(shape=(5,), dtype="float32"),
-        },
-        keys=tuple((f"q{i}", SETTING, "original") for i in range(len(labels))),
-        lengths=np.full(len(labels), length),
-        spans=np.array([span] * len(labels)),
-        rows_per_shard=64,
-        hidden_layers=tuple(range(N_LAYERS)),
-        fingerprint={"answer_span": "emitting"},
+    return memory_store(
+        {"hidden": hidden.reshape(-1, N_LAYERS, D), "prob": prob.reshape(-1, 5)},
+        np.full(len(labels), length),
+        [(0, 0), (0, N_PROMPT - 1), (N_PROMPT - 1, length)],
+        layers=range(N_LAYERS),
+        answer_span="emitting",
     )
-    store = create_store(f"memory://{name}", spec)
-    flat = {"hidden": hidden.reshape(-1, N_LAYERS, D), "prob": prob.reshape(-1, 5)}
-    for range_id in range(spec.n_ranges):
-        parts = {
-            family: values[slice(*spec.range_rows(range_id, family))]
-            for family, values in flat.items()
-        }
-        write_range(store, range_id, parts)
-    return store
 
 
 def samples_of(i, is_right, rng):
@@ -97,7 +122,7 @@ def samples_of(i, is_right, rng):
     ]
 
 
-def inputs(seed=0):
+def inputs(seed=0, strength=3.0):
     """Return inputs with context, of 150 rows, a third each of three splits."""
     rng = np.random.default_rng(seed)
     labels = rng.random(N) < 0.5
@@ -135,13 +160,13 @@ def inputs(seed=0):
         return np.where(same[:, None], (0.9, 0.08, 0.02), (0.02, 0.08, 0.9))
 
     return DetectorInput.of(
-        store_of(labels, rng, f"planted-{seed}"),
+        store_of(labels, rng),
         rows,
         layer=LAYER,
         questions=examples,
         answers=answers,
         samples=drawn,
         template=PromptConfig().prompt_template(),
-        readings=readings(labels, rng),
+        readings=readings(labels, rng, strength),
         relations=relations,
     )

@@ -156,44 +156,44 @@ def test_labels_are_read_in_any_case_and_order(tmp_path):
     assert found == {"entailment": 1, "neutral": 0, "contradiction": 2}
 
 
-@pytest.mark.parametrize("lacking", ["config.json", "model.safetensors", "all"])
-def test_a_directory_without_a_model_is_refused(tmp_path, lacking):
-    path = tmp_path if lacking == "all" else save_model(tmp_path)
-    (path / lacking).unlink(missing_ok=True)
-    with pytest.raises(ValueError, match="is no directory with config.json and"):
-        load_entailment(path)
-
-
-def test_pickled_weights_are_not_read(tmp_path):
+def test_remote_code_is_not_run(tmp_path):
     path = save_model(tmp_path)
-    (path / "model.safetensors").rename(path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="safetensors"):
-        load_entailment(path)
+    name = "AutoModelForSequenceClassification"
+    rewrite(path, auto_map={name: "modeling.Net", "AutoConfig": "modeling.Config"})
+    (path / "modeling.py").write_text("raise SystemExit('run')\n")
+    assert type(load_entailment(path).model).__name__ == "BertForSequenceClassification"
+
+
+def rewrite(path, **changes):
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | changes))
+
+
+WEIGHTS = "model.safetensors"
+BROKEN = {
+    "no configuration": (lambda x: (x / "config.json").unlink(), "is no directory"),
+    "no weights": (lambda x: (x / WEIGHTS).unlink(), "is no directory"),
+    "pickled weights": (
+        lambda x: (x / WEIGHTS).rename(x / "pytorch_model.bin"),
+        "safetensors",
+    ),
+    "other sizes": (lambda x: rewrite(x, hidden_size=32), "could not be loaded"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_directory_without_an_nli_model_is_refused_in_one_sentence(tmp_path, kind):
+    damage, message = BROKEN[kind]
+    damage(save_model(tmp_path))
+    with pytest.raises(ValueError, match=message) as error:
+        load_entailment(tmp_path)
+    assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
 
 
 def test_a_model_that_was_not_trained_to_classify_is_refused(tmp_path):
     path = save_model(tmp_path, with_head=False)
     with pytest.raises(ValueError, match="lacks 2 tensors of BertForSequenceClassif"):
         load_entailment(path)
-
-
-def test_remote_code_is_not_run(tmp_path):
-    path = save_model(tmp_path)
-    config = json.loads((path / "config.json").read_text())
-    name = "AutoModelForSequenceClassification"
-    config["auto_map"] = {name: "modeling.Net", "AutoConfig": "modeling.Config"}
-    (path / "config.json").write_text(json.dumps(config))
-    (path / "modeling.py").write_text("raise SystemExit('run')\n")
-    assert type(load_entailment(path).model).__name__ == "BertForSequenceClassification"
-
-
-def test_weights_of_another_model_are_refused_in_one_sentence(tmp_path):
-    path = save_model(tmp_path)
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "hidden_size": 32}))
-    with pytest.raises(ValueError, match="could not be loaded") as told:
-        load_entailment(path)
-    assert "\n" not in str(told.value)
 
 
 def test_logits_that_are_not_finite_are_refused(tmp_path):

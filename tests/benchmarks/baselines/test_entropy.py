@@ -92,15 +92,6 @@ def test_without_log_probabilities_only_counts_are_defined(log_probs):
         assert np.isfinite(found).tolist() == [True, is_defined], name
 
 
-def test_a_detector_needs_an_nli_model_or_says_that_it_compares_words():
-    bare = inputs([["a", "b"]])
-    for detector in DETECTORS:
-        assert ("entailment" in detector.needs) != ("no NLI model" in detector.variant)
-        if "entailment" in detector.needs:
-            with pytest.raises(ValueError, match="expected an NLI model"):
-                detector.score(bare)
-
-
 def closed_form(counts, n_meanings, concentration=0.5):
     """The posterior mean of the entropy without bounds, by digamma functions."""
     alpha = concentration + np.pad(counts, (0, n_meanings - len(counts)))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
 
-from beatrice.benchmarks.baselines.detector import DetectorInput, catalogue
+from beatrice.benchmarks.baselines.detector import catalogue
 from beatrice.benchmarks.baselines.detectors.gnosis import (
     GnosisConfig,
     GnosisHead,
@@ -18,9 +18,12 @@ from beatrice.benchmarks.baselines.detectors.gnosis import (
 )
 from tests.benchmarks.rows import rows_of
 
-N = 600
+N = 300
 GNOSIS = catalogue()["gnosis"]
-SMALL = GnosisConfig(width=16, head_widths=(16,), n_grid=1, n_seeds=1, n_epochs=8)
+# All fits of one seed share what is compiled: shapes and this configuration.
+SMALL = GnosisConfig(
+    width=16, head_widths=(16,), n_grid=1, n_seeds=1, n_epochs=8, batch_size=16
+)
 
 
 def some_labels(seed=7):
@@ -56,19 +59,12 @@ def test_either_stream_alone_tells_right_from_wrong(where):
 def test_an_answer_that_was_not_read_has_no_score_and_teaches_nothing():
     labels = some_labels()
     maps, states = planted(labels, "states")
-    readings = {"gnosis_maps": maps, "gnosis_states": states}
     maps[3, 0, 0, 0] = states[4] = maps[N - 1] = np.nan
-    inputs = DetectorInput(
-        store=None,
-        rows=rows_of(labels),
-        layer=0,
-        readings=readings,
-    )
-    scores = GNOSIS.score(inputs).scores
-    assert scores.shape == (3, N) and scores.dtype == np.float64
-    for own in scores:
-        assert np.flatnonzero(np.isnan(own)).tolist() == [3, 4, N - 1]
-    assert GNOSIS.is_trained and set(GNOSIS.reads) == set(readings)
+    config = dataclasses.replace(SMALL, n_epochs=1)
+    scores = gnosis_scores(maps, states, rows_of(labels), config).scores
+    assert scores.shape == (1, N) and scores.dtype == np.float64
+    assert np.flatnonzero(np.isnan(scores[0])).tolist() == [3, 4, N - 1]
+    assert GNOSIS.is_trained and set(GNOSIS.reads) == {"gnosis_maps", "gnosis_states"}
 
 
 @functools.cache
@@ -85,8 +81,8 @@ def fitted(**changes):
 
 
 def test_a_seed_of_several_is_fitted_as_it_is_alone():
-    several, _, _, _ = fitted(n_seeds=3, n_epochs=6, patience=1)
-    alone, _, _, _ = fitted(n_epochs=6, patience=1)
+    several, _, _, _ = fitted(n_seeds=2, patience=1)
+    alone, _, _, _ = fitted(patience=1)
     assert several.epochs[0] == alone.epochs[0]
     pairs = map(jax.tree.leaves, (several.params, alone.params))
     for one, other in zip(*pairs, strict=True):
@@ -97,15 +93,15 @@ def test_a_seed_of_several_is_fitted_as_it_is_alone():
 
 
 def test_a_head_keeps_the_epoch_that_is_best_on_validation():
-    best, config, inputs, labels = fitted(n_epochs=6, patience=6)
+    best, config, inputs, labels = fitted(patience=6)
     apply = jax.jit(GnosisHead(config).apply)
     valid, values = np.arange(200, 300), []
     for patience in (6, 1):
-        found, _, _, _ = fitted(n_epochs=6, patience=patience)
+        found, _, _, _ = fitted(patience=patience)
         own = jax.tree.map(lambda x: x[0], found.params)
         logits = apply(own, *inputs.at(valid))
         values.append(roc_auc_score(labels[valid], logits))
-    assert 1 <= best.epochs[0] <= 6 and values[0] >= values[1] > 0.5
+    assert 1 <= best.epochs[0] <= SMALL.n_epochs and values[0] >= values[1] > 0.5
 
 
 def test_a_step_and_a_head_have_their_places():

@@ -1,12 +1,16 @@
-"""Controls for what is easy: length, the commoner class, a linear probe."""
+"""Perplexity, length, TF-IDF and linear probes, and what is too easy."""
 
 import numpy as np
 import pytest
+from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
+from beatrice.benchmarks.baselines import plain
 from beatrice.benchmarks.baselines.plain import (
+    joined_text,
     length_scores,
     majority_scores,
+    perplexity_score,
     pooled_signals,
     probe_scores,
     rows_at_equal_length,
@@ -16,12 +20,133 @@ from beatrice.benchmarks.results.evaluate import annotated_rows
 from beatrice.benchmarks.results.names import AT_EQUAL_LENGTH, probe
 from beatrice.benchmarks.results.tables import find, results_of
 from beatrice.extract.run.rows import Subject
-from beatrice.extract.store.families import Family
-from beatrice.extract.store.spec import StoreSpec
-from beatrice.extract.store.store import create_store, write_range
 from beatrice.jaxprobe.evaluation import Scored, permute_by_question
+from beatrice.jaxprobe.linear import INVERSE_PENALTIES
 from beatrice.jaxprobe.metrics import BootstrapConfig
+from tests.benchmarks.baselines.planted import memory_store
 from tests.benchmarks.rows import rows_of
+
+
+def planted_texts(n, seed):
+    """Random words, and in the answer one of forty names; twenty of them are right."""
+    rng = np.random.default_rng(seed)
+    questions = [
+        " ".join(f"word{i}" for i in rng.integers(60, size=8)) for _ in "x" * n
+    ]
+    names = rng.integers(40, size=n)
+    texts = [
+        joined_text(question, f"it is name{i}")
+        for question, i in zip(questions, names, strict=True)
+    ]
+    return texts, names < 20
+
+
+def fit_tfidf(texts, labels):
+    """Fitted and validated on the same, since the penalty does not matter here."""
+    return plain.fit_tfidf(texts, labels, texts, labels)
+
+
+def test_validation_chooses_the_penalty():
+    train, valid = planted_texts(200, seed=0), planted_texts(200, seed=1)
+    noisy, chosen = np.random.default_rng(0).random(200) < 0.35, set()
+    for labels in (train[1], train[1] ^ noisy):
+        found = plain.fit_tfidf(train[0], labels, *valid)
+        aurocs = {}
+        for penalty in INVERSE_PENALTIES:
+            matrix = found.vectorizer.transform(train[0])
+            again = LogisticRegression(C=penalty, max_iter=2000).fit(matrix, labels)
+            scores = again.predict_proba(found.vectorizer.transform(valid[0]))[:, 1]
+            aurocs[penalty] = roc_auc_score(valid[1], scores)
+        assert found.valid_auroc == pytest.approx(max(aurocs.values()))
+        assert found.regression.C == max(aurocs, key=aurocs.get)
+        chosen.add(found.regression.C)
+    assert len(chosen) == 2  # clean labels and noisy ones want another penalty
+
+
+def test_planted_words_are_found():
+    detector = fit_tfidf(*planted_texts(400, seed=0))
+    texts, labels = planted_texts(300, seed=1)
+    p_correct = detector.score(texts)
+    assert roc_auc_score(labels, p_correct) > 0.99
+    assert p_correct.min() >= 0 and p_correct.max() <= 1
+
+
+def test_permuted_labels_give_chance_auroc():
+    texts, labels = planted_texts(400, seed=0)
+    new_texts, new_labels = planted_texts(300, seed=1)
+    aurocs = []
+    for seed in range(8):
+        permuted = np.random.default_rng(seed).permutation(labels)
+        p_correct = fit_tfidf(texts, permuted).score(new_texts)
+        aurocs.append(roc_auc_score(new_labels, p_correct))
+    # One fit ranks 20 right and 20 wrong names at random: s.d. 0.09, of the mean 0.03.
+    assert abs(np.mean(aurocs) - 0.5) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        (joined_text("which", "a"), joined_text("which", "b")),  # one letter counts
+        (
+            joined_text("who", "Ada", ["a page", "it is known"]),
+            joined_text("who", "Ada", ["a page", "nobody knows"]),
+        ),
+        ("right not is", "is not right"),  # the same words in other pairs
+    ],
+)
+def test_short_answers_passages_and_pairs_of_words_are_read(right, wrong):
+    detector = fit_tfidf([wrong, right] * 20, [False, True] * 20)
+    p_wrong, p_right = detector.score([wrong, right])
+    assert p_wrong < 0.5 < p_right
+
+
+def test_fitting_twice_gives_the_same_scores():
+    texts, labels = planted_texts(80, seed=4)
+    first, second = (fit_tfidf(texts, labels) for _ in range(2))
+    np.testing.assert_array_equal(first.score(texts), second.score(texts))
+
+
+def test_nothing_to_score_is_no_error():
+    assert fit_tfidf(*planted_texts(20, seed=5)).score([]).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("texts", "labels", "message"),
+    [
+        (["a"], [True, False], "one per answer"),
+        (["a", "b"], [True, True], "one class only"),
+    ],
+)
+def test_what_cannot_be_fitted_is_refused(texts, labels, message):
+    with pytest.raises(ValueError, match=message):
+        fit_tfidf(texts, labels)
+
+
+def prob_rows(p):
+    """Rows of the prob family in which only p and the surprisal are filled."""
+    p = np.asarray(p, dtype=np.float32)
+    return np.stack([p, -np.log(p), *[np.full_like(p, 9.0)] * 3], axis=1)
+
+
+def test_perplexity_score_is_minus_the_mean_surprisal_of_the_answer_only():
+    score = perplexity_score(prob_rows([0.001, 0.5, 0.25, 0.001]), (1, 3))
+    assert score == pytest.approx(np.log([0.5, 0.25]).mean())
+
+
+def test_an_answer_without_a_token_is_read_where_its_end_was_emitted():
+    score = perplexity_score(prob_rows([0.001, 0.5, 0.25]), (3, 3))
+    assert score == pytest.approx(np.log(0.25))
+
+
+def test_a_likelier_answer_scores_higher():
+    likely, unlikely = prob_rows([0.9, 0.9]), prob_rows([0.9, 0.2])
+    assert perplexity_score(likely, (0, 2)) > perplexity_score(unlikely, (0, 2))
+
+
+@pytest.mark.parametrize("span", [(0, 0), (0, 3), (-1, 1), (2, 1)])
+def test_an_answer_span_outside_the_tokens_is_refused(span):
+    with pytest.raises(ValueError, match="outside the 2 tokens"):
+        perplexity_score(prob_rows([0.5, 0.5]), span)
 
 
 def lengths(n_tokens):
@@ -72,38 +197,21 @@ def stored(labels, hidden_spans="all"):
     bounds = np.stack([lengths * 0 + 1, lengths // 3, lengths - 2, lengths], axis=1)
     spans = np.stack([bounds[:, i : i + 2] for i in range(3)], axis=1).astype(np.int64)
     spans[4, 2] = lengths[4]  # an empty answer
-    families = {
-        "hidden": Family(
-            shape=(len(LAYERS), D), by_layer=True, spans=hidden_spans, dtype="float32"
-        ),
-        "prob": Family(shape=(5,), dtype="float32"),
-        "resid": Family(shape=(4,), dtype="float32"),
-        "attn": Family(shape=(2, 2, 1, 1), dtype="float32"),
-    }
-    spec = StoreSpec(
-        families=families,
-        keys=tuple((f"q{i}",) for i in range(len(labels))),
-        lengths=lengths.astype(np.int64),
-        spans=spans,
-        rows_per_shard=64,
-        hidden_layers=LAYERS,
-        fingerprint={},
-    )
+    shapes = {"hidden": (len(LAYERS), D), "prob": (5,), "resid": (4,)}
+    shapes["attn"] = (2, 2, 1, 1)
     every = {
-        name: rng.standard_normal((lengths.sum(), *f.shape)).astype(np.float32)
-        for name, f in families.items()
+        name: rng.standard_normal((lengths.sum(), *shape)).astype(np.float32)
+        for name, shape in shapes.items()
     }
     every["hidden"][:, 1, 0] += 2 * np.repeat(labels, lengths)
-    place = np.concatenate([np.arange(n) for n in lengths])
-    own = np.repeat(spans[:, 2], lengths, axis=0)
+    position = np.concatenate([np.arange(n) for n in lengths])
+    answer = np.repeat(spans[:, 2], lengths, axis=0)
     if hidden_spans == "answer":
-        is_answer = (place >= own[:, 0]) & (place < own[:, 1])
+        is_answer = (position >= answer[:, 0]) & (position < answer[:, 1])
         every["hidden"] = every["hidden"][is_answer]
-    store = create_store(f"memory://probes-{hidden_spans}-{labels.sum()}", spec)
-    for range_id in range(spec.n_ranges):
-        stops = {name: spec.range_rows(range_id, name) for name in families}
-        part = {name: every[name][slice(*stops[name])] for name in families}
-        write_range(store, range_id, part)
+    store = memory_store(
+        every, lengths, spans, layers=LAYERS, hidden_spans=hidden_spans
+    )
     return store, every, spans, np.cumsum(lengths) - lengths
 
 

@@ -1,0 +1,255 @@
+"""Every detector of the catalogue finds what is planted, and nothing else.
+
+And four ways to break it are each caught.
+"""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+
+from beatrice.benchmarks.baselines.check import violations
+from beatrice.benchmarks.baselines.detector import (
+    Baseline,
+    DetectorInput,
+    DetectorOutput,
+    catalogue,
+    find_detector,
+)
+from beatrice.benchmarks.results.names import CONTROLS, DETECTORS
+from beatrice.extract.readings.reader import READINGS
+from beatrice.jaxprobe.metrics import auroc
+from tests.benchmarks.baselines import planted
+from tests.benchmarks.rows import rows_of
+
+# The encoder is a model of its own, and tested with one (`test_ladder`); a head that
+# JAX fits is slow.
+KNOWN = {n: x for n, x in catalogue().items() if "encoder" not in x.needs}
+NAMES = [
+    pytest.param(name, marks=pytest.mark.slow) if name == "gnosis" else name
+    for name in KNOWN
+]
+# Those that choose on validation alone read no training answers.
+LEARNS = {name for name, x in KNOWN.items() if x.is_trained}
+# What says at which layer validation found the signal, counted from the embedding.
+LAYERED = ("saplma_mean", "saplma_last", "linear_probe")
+SAMPLED = [
+    name
+    for name, x in KNOWN.items()
+    if "samples" in x.needs and not x.is_trained and not x.reads
+]
+
+
+@pytest.fixture(scope="module")
+def given():
+    return planted.inputs()
+
+
+def broken(name, score):
+    """The detector with another score, `score(its own, inputs)`."""
+    own = KNOWN[name]
+    return dataclasses.replace(own, score=lambda inputs: score(own.score, inputs))
+
+
+def measured(found, rows):
+    test = rows.where("test")
+    scores = np.nan_to_num(found.scores[0, test])
+    return auroc(scores, rows.labels[test]).value
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_detector_of_the_catalogue_has_no_fault_and_finds_what_is_planted(
+    given, name
+):
+    assert violations(KNOWN[name], given) == []
+    assert measured(KNOWN[name].score(given), given.rows) > 0.7
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_permuted_labels_teach_nothing(given, name):
+    labels = np.random.default_rng(1).permutation(given.rows.labels)
+    rows = dataclasses.replace(given.rows, labels=labels)
+    scores = KNOWN[name].score(dataclasses.replace(given, rows=rows))
+    # Of 50 test answers: s.d. 0.08.
+    assert abs(measured(scores, rows) - 0.5) < 0.3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_answer_of_which_nothing_is_known_is_undefined_and_the_others_are_not(
+    given, name
+):
+    (gone, *others) = given.rows.where("test")
+    readings = {key: values.copy() for key, values in given.readings.items()}
+    for values in readings.values():
+        values[gone] = np.nan
+    samples = [() if i == gone else own for i, own in enumerate(given.samples)]
+    less = dataclasses.replace(given, readings=readings, samples=samples)
+    scores = KNOWN[name].score(less).scores
+    needs_it = KNOWN[name].reads or (
+        "samples" in KNOWN[name].needs and not KNOWN[name].is_trained
+    )
+    assert np.isnan(scores[:, gone]).all() == bool(needs_it)
+    assert np.isfinite(scores[:, others]).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_sign_that_is_turned_is_caught(given, name):
+    turned = broken(name, lambda own, e: DetectorOutput(-own(e).scores))
+    assert any("is the sign turned?" in fault for fault in violations(turned, given))
+
+
+@pytest.mark.parametrize("name", sorted(LEARNS - {"gnosis"}))
+def test_learning_from_the_test_answers_is_caught(given, name):
+    def exchanged(own, inputs):
+        names = {"train": "test", "test": "train", "validation": "validation"}
+        splits = np.array([names[split] for split in inputs.rows.splits])
+        rows = dataclasses.replace(inputs.rows, splits=splits)
+        return own(dataclasses.replace(inputs, rows=rows))
+
+    # By their labels, or by what was read or drawn of them.
+    assert violations(broken(name, exchanged), given) != []
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_samples_of_the_next_question_are_caught(given, name):
+    def shifted(own, inputs):
+        drawn = inputs.samples
+        return own(dataclasses.replace(inputs, samples=[*drawn[1:], drawn[0]]))
+
+    faults = violations(broken(name, shifted), given)
+    assert any("drawn to other test questions" in fault for fault in faults)
+
+
+@pytest.mark.parametrize("name", LAYERED)
+def test_a_layer_that_is_off_by_one_is_caught_by_the_one_that_is_chosen(given, name):
+    def layer_of(inputs):
+        found = KNOWN[name].score(inputs)
+        return next(row.value for row in found.chosen if row.metric == "layer")
+
+    spec = given.store.spec
+    off = tuple(layer + 1 for layer in spec.hidden_layers)
+    wrong = dataclasses.replace(spec, hidden_layers=off)
+    store = dataclasses.replace(given.store, spec=wrong)
+    assert layer_of(given) == planted.LAYER
+    assert layer_of(dataclasses.replace(given, store=store)) != planted.LAYER
+
+
+READERS = [name for name, x in KNOWN.items() if x.reads and name != "gnosis"]
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_detector_reads_what_it_says_and_nothing_else(given, name):
+    detector = KNOWN[name]
+    own = {key: given.readings[key] for key in detector.reads}
+    assert set(own) <= set(READINGS)
+    detector.score(dataclasses.replace(given, readings=own))
+    for missing in own:
+        rest = {key: values for key, values in own.items() if key != missing}
+        with pytest.raises((ValueError, KeyError), match=missing):
+            detector.score(dataclasses.replace(given, readings=rest))
+
+
+@pytest.mark.parametrize("name", [n for n in KNOWN if n != "gnosis"])
+def test_trained_detectors_alone_look_at_training_labels(given, name):
+    rows = given.rows
+    labels = np.where(rows.splits == "train", ~rows.labels, rows.labels)
+    other = dataclasses.replace(given, rows=dataclasses.replace(rows, labels=labels))
+    pair = [KNOWN[name].score(x).scores for x in (given, other)]
+    is_same = bool(np.array_equal(*pair, equal_nan=True))
+    learns_labels = KNOWN[name].is_trained and not name.startswith("sep")
+    assert is_same != learns_labels
+
+
+def test_words_need_no_nli_model_and_say_so():
+    for name, detector in KNOWN.items():
+        if name.startswith(("semantic_entropy", "sep")):
+            is_words = name.endswith(":words")
+            assert ("no NLI model" in detector.variant) == is_words
+            assert ("entailment" in detector.needs) != is_words
+
+
+N = 240
+_LABELS = np.random.default_rng(0).random(N) < 0.5
+SIGNAL = 2 * _LABELS + np.random.default_rng(1).normal(size=N)
+SPLITS = np.array(["train", "validation", "test"])[np.arange(N) % 3]
+
+
+def signals():
+    rows = rows_of(_LABELS, splits=SPLITS)
+    readings = {"signal": SIGNAL.astype(np.float32)}
+    return DetectorInput(store=None, rows=rows, layer=0, readings=readings)
+
+
+def own(score, **fields):
+    found = dict(name="own", title="Own", source="here", reads=("signal",))
+    return Baseline(
+        **found | fields, score=lambda e: DetectorOutput(np.asarray(score(e)))
+    )
+
+
+def signal(given):
+    return given.readings["signal"].astype(float)
+
+
+def test_a_sound_detector_has_no_fault():
+    assert violations(own(lambda e: signal(e)[None]), signals()) == []
+
+
+def learned(given, where):
+    """Points along the difference of the means of some rows."""
+    labels, values = given.rows.labels[where], signal(given)
+    sign = np.sign(values[where][labels].mean() - values[where][~labels].mean())
+    return (sign * values)[None]
+
+
+counter = itertools.count()
+CENTRED = "which other test answers"
+WRONG = {
+    "sign": (lambda e: -signal(e)[None], "is the sign turned?"),
+    "test labels": (
+        lambda e: np.where(SPLITS == "test", e.rows.labels, signal(e))[None],
+        "it reads them",
+    ),
+    "train and test exchanged": (
+        lambda e: learned(e, e.rows.where("test")),
+        "it reads them",
+    ),
+    "not repeated": (lambda e: signal(e)[None] + next(counter), "the second time"),
+    "shape": (signal, "expected floats [n_seeds, 240]"),
+    "kind": (lambda e: (signal(e) > 0)[None], "scores are bool"),
+    "infinite": (lambda e: np.where(signal(e) > 3, np.inf, signal(e))[None], "NaN"),
+    "filled": (lambda e: np.nan_to_num(signal(e))[None], "not read has a score"),
+    "of its batch": (lambda e: (signal(e) / np.nanstd(signal(e)))[None], CENTRED),
+    "nothing": (lambda e: np.full((1, N), np.nan), "no answer has a score"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_said(name):
+    score, said = WRONG[name]
+    faults = violations(own(score), signals())
+    assert any(said in fault for fault in faults), faults
+
+
+def test_a_score_of_chance_is_not_blamed_for_its_sign():
+    noise = np.random.default_rng(3).normal(size=(1, N))
+    detector = dataclasses.replace(own(lambda e: noise), reads=())
+    assert violations(detector, signals()) == []
+
+
+def test_a_detector_is_found_by_its_place_or_the_place_is_named():
+    assert find_detector("p_true").name == "p_true"
+    place = "beatrice.benchmarks.baselines.detectors.context:p_true"
+    assert find_detector(place).name == "p_true"
+    with pytest.raises(ValueError, match="expected a Baseline"):
+        find_detector("beatrice.benchmarks.baselines.detectors.context:reading")
+    with pytest.raises(ValueError, match="no module 'no_such_module'"):
+        find_detector("no_such_module:X")
+
+
+def test_no_rival_has_the_name_of_another_row():
+    known = catalogue()
+    assert not set(known) & {x.detector for x in (*DETECTORS, *CONTROLS)}
+    assert len({one.title for one in known.values()}) == len(known)
+    assert all(one.source for one in known.values())
