@@ -7,7 +7,7 @@ the jitted detector, so that JAX compiles once per length and not once per quest
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -43,8 +43,8 @@ class Reading:
     signals: list[AnswerSignals]
     spans: np.ndarray  # [n_examples, 3, 2]
 
-    def part(self, first: int, n: int) -> "Reading":
-        """At most `n` answers from one on."""
+    def rows(self, first: int, n: int) -> "Reading":
+        """Return the signals of at most `n` answers from `first` on."""
         rows = slice(first, first + n)
         return Reading(self.signals[rows], self.spans[rows])
 
@@ -93,9 +93,6 @@ class ProbedBackbone:
       detector: trained on this backbone's signals.
       config: how answers are generated.
       most_bytes: that encoding answers together may take.
-
-    Raises:
-      ValueError: the detector was trained on another model.
     """
 
     def __init__(
@@ -195,14 +192,13 @@ class ProbedBackbone:
 
     def read_sequences(self, sequences: Sequence[TokenSequence]) -> Reading:
         """Return the signals of sequences, one forward pass per batch."""
-        signals: list[AnswerSignals | None] = [None] * len(sequences)
+        signals: dict[int, AnswerSignals] = {}
         for batch in plan_batches([len(s.ids) for s in sequences], self.config):
             with self.lock:
-                found = self.reader.read([sequences[i] for i in batch])
-            for i, one in zip(batch, found, strict=True):
-                signals[i] = one
+                of_batch = self.reader.read([sequences[i] for i in batch])
+            signals |= zip(batch, of_batch, strict=True)
         return Reading(
-            [self._as_trained(one) for one in signals if one is not None],
+            [self._as_trained(signals[i]) for i in range(len(sequences))],
             np.stack([s.spans for s in sequences]),
         )
 
@@ -231,7 +227,8 @@ class ProbedBackbone:
 
     def score_closed_book(self, reading: Reading) -> Scores:
         """Return the detector's scores of closed-book answers, `[n]` each."""
-        return self._in_parts(self.detector.score_closed_book, closed_book=reading)
+        passes: dict[Setting, Reading] = {"closed_book": reading}
+        return self._in_parts(self.detector.score_closed_book, passes)
 
     def score_with_context(self, reading: Reading, closed_book: Reading) -> Scores:
         """Return the scores of with-context answers, `[n]` each.
@@ -240,16 +237,23 @@ class ProbedBackbone:
           reading: of the with-context answers.
           closed_book: of the closed-book answers to the same questions.
         """
-        passes = {"with_context": reading, "closed_book": closed_book}
-        return self._in_parts(self.detector.score_with_context, **passes)
+        passes: dict[Setting, Reading] = {
+            "with_context": reading,
+            "closed_book": closed_book,
+        }
+        return self._in_parts(self.detector.score_with_context, passes)
 
-    def _in_parts(self, score: Callable[..., Scores], **passes: Reading) -> Scores:
+    def _in_parts(
+        self, score: Callable[..., Scores], passes: Mapping[Setting, Reading]
+    ) -> Scores:
         """Score readings of the same answers, by setting, some answers at a time."""
         n = min(self.rows_at_once(setting) for setting in passes)
         n_all = len(next(iter(passes.values())).signals)
-        found = []
+        scores = []
         for first in range(0, n_all, n):
-            parts = {where: whole.part(first, n) for where, whole in passes.items()}
-            features = [self.features(part, where) for where, part in parts.items()]
-            found.append(score(*features).first(min(n, n_all - first)))
-        return Scores.joined(found)
+            features = [
+                self.features(reading.rows(first, n), setting)
+                for setting, reading in passes.items()
+            ]
+            scores.append(score(*features).first(min(n, n_all - first)))
+        return Scores.joined(scores)

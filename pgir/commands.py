@@ -43,7 +43,7 @@ class EncoderSettings:
     )
 
     def settings(self) -> dict[str, Any]:
-        """Return what was given, by the names of `encoder_config`."""
+        """Return what was given, by the names of `read_encoder_config`."""
         names = [field.name for field in dataclasses.fields(EncoderSettings)]
         values = {name: getattr(self, name) for name in names}
         values["dtype"] = values.pop("encoder_dtype")
@@ -131,10 +131,10 @@ class CorpusOptions(EncoderSettings):
         """Return the encoder that is named, or None."""
         if self.encoder is None:
             return None
-        from beatrice.pgir.index import TextEncoder, encoder_config
+        from beatrice.pgir.index import TextEncoder, read_encoder_config
 
         quiet()
-        return TextEncoder(encoder_config(self.encoder, **self.settings()))
+        return TextEncoder(read_encoder_config(self.encoder, **self.settings()))
 
 
 @click.command()
@@ -215,7 +215,6 @@ def _index(
 ) -> None:
     """Encode a corpus and build its indexes."""
     from beatrice.pgir.index import (
-        IndexConfig,
         build_index,
         build_vectors,
         import_faiss,
@@ -225,9 +224,9 @@ def _index(
     import_faiss()  # hours of encoding would be in vain without it
     folder = index_folder(corpus, encoder.config.path.name)
     with progress.stage("encode") as update:
-        vectors = build_vectors(folder, corpus, encoder, IndexConfig(), update)
+        vectors = build_vectors(folder, corpus, encoder, update)
     for form in forms:
-        path = build_index(vectors, IndexConfig(form=form)) or folder
+        path = build_index(vectors, form) or folder
         click.echo(f"{form}: {path}")
 
 

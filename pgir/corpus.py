@@ -8,13 +8,12 @@ retrieval can be judged: by gold passages and gold answers among the first of a 
 
 import collections
 import contextlib
-import dataclasses
 import hashlib
 import mmap
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import IO, Any, overload
 
 import msgspec
 import numpy as np
@@ -42,9 +41,13 @@ from beatrice.pgir.arguments import from_document
 # A passage is what a prompt can hold. TriviaQA's evidence is whole pages, of which
 # nothing says which paragraph holds the answer.
 MOST_WORDS = 1000
+DEPTHS = (3, 5, 20)  # of a ranking, at which retrieval is judged
 _WORDS = re.compile(r"\W+")
 _AGAIN = "build the corpus again in another folder"
+_FILES = ("passages.jsonl", "gold.jsonl", "lines.npy")
 Note = Callable[[str], None]
+# By (question set, measure): the mean at each depth.
+Measured = dict[tuple[str, str], dict[int, float]]
 
 
 class Gold(Record, frozen=True, kw_only=True):
@@ -57,36 +60,18 @@ class Gold(Record, frozen=True, kw_only=True):
     passages: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SourceFile:
-    """What one file brought.
-
-    Attributes:
-      n_found: passages in it.
-      n_new: of them, those that no earlier file had.
-      n_long: left out for more than `MOST_WORDS` words.
-    """
-
-    name: str
-    sha256: str
-    n_found: int
-    n_new: int
-    n_long: int
-
-
 class Corpus(Sequence[Passage]):
     """The passages of a finished corpus, read from disk one by one.
 
     Attributes:
+      folder: where it lies.
+      facts: of `corpus.json`; `sources` counts the passages of every file, those that
+        no earlier file had, and those left out for more than `MOST_WORDS` words.
       identity: SHA-256 of the passages; an index names the one that it was built on.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Open a corpus; every file is checked against its SHA-256.
-
-        Raises:
-          ValueError: there is none, or it is damaged.
-        """
+        """Open a corpus; every file is checked against its SHA-256."""
         if not (folder / "corpus.json").is_file():
             raise ValueError(
                 f"{folder} holds no finished corpus: build one with `beatrice corpus "
@@ -94,9 +79,9 @@ class Corpus(Sequence[Passage]):
             )
         self.folder = folder
         self.facts = read_sealed(folder / "corpus.json", _AGAIN)
-        for name, expected in self.facts["files"].items():
+        for name, sha256 in self.facts["files"].items():
             path = folder / name
-            if not path.is_file() or sha256_file(path) != expected:
+            if not path.is_file() or sha256_file(path) != sha256:
                 raise ValueError(
                     f"{path} is damaged: it does not match its SHA-256; restore it, or "
                     f"{_AGAIN}"
@@ -161,26 +146,25 @@ def _passage(record: Mapping[str, Any], where: str) -> Passage:
     return Passage(title=title.strip(), text=text.strip())
 
 
-Found = tuple[Question | None, Sequence[Passage]]
-
-
-def read_source(path: Path, note: Note) -> Iterator[Found]:
-    """Yield what a file holds: passages, or questions with theirs.
+def read_source(
+    path: Path, note: Note
+) -> Iterator[tuple[Question | None, Sequence[Passage]]]:
+    """Yield the passages of a file, or its questions with theirs.
 
     Args:
       path: of a corpus or of a question set, in any published layout.
-      note: told of a file that holds neither, which yields nothing.
+      note: called where the file holds neither, which yields nothing.
 
     Raises:
       ValueError: a record of a corpus is no passage.
     """
     try:
         questions = open_dataset(path)
-    except FileRefused as refused:
-        if refused.format is None or not refused.format.startswith("passages"):
+    except FileRefused as error:
+        if not (error.format or "").startswith("passages"):
             note(f"{path.name}: left out, neither passages nor questions")
             return
-        for raw in read_raw(path, refused.type):
+        for raw in read_raw(path, error.type):
             if raw.value is None:
                 raise ValueError(f"{path}, {raw.at}: {raw.problem}") from None
             yield None, [_passage(raw.value, f"{path}, {raw.at}")]
@@ -188,54 +172,57 @@ def read_source(path: Path, note: Note) -> Iterator[Found]:
     except ValueError:
         note(f"{path.name}: left out, neither passages nor questions")
         return
-    for found in questions.read():
-        if isinstance(found, Loaded):
-            yield found.question, found.question.passages
+    for row in questions.read():
+        if isinstance(row, Loaded):
+            yield row.question, row.question.passages
 
 
 class _Writer:
-    """Passages and gold passages, each once, as they are written."""
+    """Writes passages and gold passages, each once, and counts those of a file."""
 
     def __init__(self) -> None:
         self.places: dict[int, int] = {}
         self.lines = [0]
-        self.asked: set[tuple[str, bytes]] = set()
-        self.n_found = self.n_new = self.n_long = 0
+        self.questions: set[tuple[str, bytes]] = set()
+        self.counts: collections.Counter[str] = collections.Counter()
 
-    def add(self, passage: Passage, stream: Any) -> int | None:
+    def add(self, passage: Passage, stream: IO[bytes]) -> int | None:
         """Write a passage unless it is there; return its place."""
-        self.n_found += 1
+        self.counts["n_found"] += 1
         if not passage.text.strip() or len(passage.text.split()) > MOST_WORDS:
-            self.n_long += 1
+            self.counts["n_long"] += 1
             return None
         place = self.places.setdefault(_key(passage), len(self.places))
         if place == len(self.lines) - 1:
-            self.n_new += 1
+            self.counts["n_new"] += 1
             bare = Passage(title=passage.title, text=passage.text)
             line = f"{to_json(bare)}\n".encode()
             stream.write(line)
             self.lines.append(self.lines[-1] + len(line))
         return place
 
-    def ask(self, question: Question, places: Sequence[int | None]) -> Gold | None:
-        """Return a question's gold passages, or None without any or asked before."""
-        own = zip(question.passages, places, strict=True)
-        golds = [at for passage, at in own if passage.is_supporting and at is not None]
+    def add_golds(
+        self, question: Question, places: Sequence[int | None], stream: IO[bytes]
+    ) -> None:
+        """Write a question's gold passages, unless it has none or was there before."""
+        pairs = zip(question.passages, places, strict=True)
+        golds = [i for passage, i in pairs if passage.is_supporting and i is not None]
         name = question.dataset or "unknown"
         key = (name, text_key(question.question))
-        if not golds or key in self.asked:
-            return None
-        self.asked.add(key)
-        return Gold(
+        if not golds or key in self.questions:
+            return
+        self.questions.add(key)
+        gold = Gold(
             dataset=name,
             id=str(question.id),
             question=question.question,
             golds=question.golds,
             passages=tuple(dict.fromkeys(golds)),
         )
+        stream.write(f"{to_json(gold)}\n".encode())
 
 
-def source_files(sources: Sequence[Path]) -> list[Path]:
+def _source_files(sources: Sequence[Path]) -> list[Path]:
     """Return the files among paths and, sorted, below those that are folders."""
     files: list[Path] = []
     for source in sources:
@@ -246,18 +233,6 @@ def source_files(sources: Sequence[Path]) -> list[Path]:
     return files
 
 
-@contextlib.contextmanager
-def _created(folder: Path) -> Iterator[None]:
-    """Create a folder; where nothing comes to lie in it, it goes again."""
-    is_new = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    finally:
-        if is_new and not any(folder.iterdir()):
-            folder.rmdir()
-
-
 def build_corpus(folder: Path, sources: Sequence[Path], note: Note) -> Corpus:
     """Build a corpus, or open the one that is there if it is of the same files.
 
@@ -266,61 +241,61 @@ def build_corpus(folder: Path, sources: Sequence[Path], note: Note) -> Corpus:
     Args:
       folder: created if absent.
       sources: files of passages or questions; folders stand for all files below them.
-      note: told of each file.
+      note: called with what each file brought.
 
     Raises:
       ValueError: the folder holds another corpus, or no file holds a passage.
     """
-    files = source_files(sources)
-    asked = [[path.name, sha256_file(path)] for path in files]
+    files = _source_files(sources)
+    hashes = [[path.name, sha256_file(path)] for path in files]
     if (folder / "corpus.json").exists():
         corpus = Corpus(folder)
-        if corpus.facts["asked"] != asked:
+        if corpus.facts["asked"] != hashes:
             raise ValueError(
                 f"{folder} holds a corpus of other files; choose another folder"
             )
         return corpus
-    writer, reports = _Writer(), []
-    with (
-        _created(folder),
-        write_stream_atomic(folder / "passages.jsonl") as passages,
-        write_stream_atomic(folder / "gold.jsonl") as golds,
-    ):
-        for path, (name, sha256) in zip(files, asked, strict=True):
-            writer.n_found = writer.n_new = writer.n_long = 0
-            for question, own in read_source(path, note):
-                places = [writer.add(passage, passages) for passage in own]
-                gold = writer.ask(question, places) if question is not None else None
-                if gold is not None:
-                    golds.write(f"{to_json(gold)}\n".encode())
-            report = SourceFile(
-                name=name,
-                sha256=sha256,
-                n_found=writer.n_found,
-                n_new=writer.n_new,
-                n_long=writer.n_long,
-            )
-            if report.n_found:
-                reports.append(dataclasses.asdict(report))
-                note(f"{name}: {report.n_found} passages, {report.n_new} of them new")
-        if not writer.places:
-            raise ValueError("none of the files holds a passage")
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        writer, reports = _write_passages(folder, files, hashes, note)
+    except BaseException:
+        with contextlib.suppress(OSError):  # there is something in it
+            folder.rmdir()
+        raise
     with write_stream_atomic(folder / "lines.npy") as stream:
         np.save(stream, np.array(writer.lines, np.int64))
-    names = ("passages.jsonl", "gold.jsonl", "lines.npy")
     facts = {
-        "asked": asked,
+        "asked": hashes,
         "sources": reports,
         "n_passages": len(writer.places),
-        "files": {name: sha256_file(folder / name) for name in names},
+        "files": {name: sha256_file(folder / name) for name in _FILES},
     }
     write_json_atomic(folder / "corpus.json", seal(facts))
     return Corpus(folder)
 
 
-DEPTHS = (3, 5, 20)
-# By (question set, measure): the mean at each depth; None of a set is its count.
-Measured = dict[tuple[str, str], dict[int, float]]
+def _write_passages(
+    folder: Path, files: Sequence[Path], hashes: Sequence[Sequence[str]], note: Note
+) -> tuple[_Writer, list[dict[str, Any]]]:
+    """Write the passages and gold passages of files; return what each file brought."""
+    writer, reports = _Writer(), []
+    with (
+        write_stream_atomic(folder / "passages.jsonl") as passages,
+        write_stream_atomic(folder / "gold.jsonl") as golds,
+    ):
+        for path, (name, sha256) in zip(files, hashes, strict=True):
+            writer.counts = collections.Counter(n_found=0, n_new=0, n_long=0)
+            for question, of_record in read_source(path, note):
+                places = [writer.add(passage, passages) for passage in of_record]
+                if question is not None:
+                    writer.add_golds(question, places, golds)
+            n_found, n_new = writer.counts["n_found"], writer.counts["n_new"]
+            if n_found:
+                reports.append({"name": name, "sha256": sha256, **writer.counts})
+                note(f"{name}: {n_found} passages, {n_new} of them new")
+        if not writer.places:
+            raise ValueError("none of the files holds a passage")
+    return writer, reports
 
 
 def gold_recall(
@@ -350,38 +325,36 @@ def has_answer(
     Words of the normalised answer, in order, as whole words of the normalised passage
     (DPR's "has answer", under SQuAD's normalisation).
     """
-    wanted = [f" {words} " for gold in golds if (words := normalise(gold))]
-
-    def holds(place: int) -> bool:
+    answers = [f" {words} " for gold in golds if (words := normalise(gold))]
+    is_held = []
+    for place in ranking[: max(depths)].tolist():
         passage = passages[place]
         text = f" {normalise(f'{passage.title} {passage.text}')} "
-        return any(words in text for words in wanted)
-
-    held = [holds(int(place)) for place in ranking[: max(depths)]]
-    return {depth: float(any(held[:depth])) for depth in depths}
+        is_held.append(any(words in text for words in answers))
+    return {depth: float(any(is_held[:depth])) for depth in depths}
 
 
 def measure(
-    found: np.ndarray, passages: Sequence[Passage], golds: Sequence[Gold]
+    rankings: np.ndarray, passages: Sequence[Passage], golds: Sequence[Gold]
 ) -> tuple[Measured, dict[str, int]]:
     """Return recall and has-answer per question set, and how many questions each has.
 
     Args:
-      found: `[n_questions, n]` indices, best first.
+      rankings: `[n_questions, n]` indices, best first.
       passages: what the indices mean.
       golds: the questions, with their gold passages.
     """
-    sums: dict[tuple[str, str], collections.Counter[int]] = {}
+    sums: dict[tuple[str, str], dict[int, float]] = {}
     counts: collections.Counter[str] = collections.Counter()
-    for gold, ranking in zip(golds, found, strict=True):
+    for gold, ranking in zip(golds, rankings, strict=True):
         counts[gold.dataset] += 1
         values = {
             "recall": gold_recall(ranking, gold.passages),
             "answer": has_answer(ranking, passages, gold.golds),
         }
-        for name, own in values.items():
-            total = sums.setdefault((gold.dataset, name), collections.Counter())
-            for depth, value in own.items():
+        for name, by_depth in values.items():
+            total = sums.setdefault((gold.dataset, name), dict.fromkeys(DEPTHS, 0.0))
+            for depth, value in by_depth.items():
                 total[depth] += value
     measured = {
         (dataset, name): {d: total[d] / counts[dataset] for d in DEPTHS}
@@ -390,30 +363,27 @@ def measure(
     return measured, dict(counts)
 
 
-def agreement(found: np.ndarray, exact: np.ndarray) -> dict[int, float]:
+def agreement(rankings: np.ndarray, exact: np.ndarray) -> dict[int, float]:
     """Return the share of the exact ranking's first passages that another one has.
 
     Args:
-      found: `[n_queries, n]` of a lossy index.
+      rankings: `[n_queries, n]` of a lossy index.
       exact: `[n_queries, n]` of the flat one.
     """
-    pairs = list(zip(found, exact, strict=True))
-    return {
-        depth: float(np.mean([gold_recall(a, b[:depth], (depth,))[depth]
-                              for a, b in pairs]))
-        for depth in DEPTHS
-    }  # fmt: skip
+    pairs = list(zip(rankings, exact, strict=True))
+    shares = {d: [gold_recall(a, b[:d], (d,))[d] for a, b in pairs] for d in DEPTHS}
+    return {depth: float(np.mean(values)) for depth, values in shares.items()}
 
 
 def recall_table(measured: Mapping[str, Measured], counts: Mapping[str, int]) -> str:
     """Return a Markdown table: a line per set and retriever, recall then has-answer."""
-    heads = [f"recall@{d}" for d in DEPTHS] + [f"answer@{d}" for d in DEPTHS]
+    heads = [f"{kind}@{d}" for kind in ("recall", "answer") for d in DEPTHS]
     lines = ["| set | n | retriever | " + " | ".join(heads) + " |"]
     lines.append("|" + "---|" * (3 + len(heads)))
     for dataset, n in counts.items():
-        for name, own in measured.items():
+        for name, of_retriever in measured.items():
             values = [
-                own[dataset, kind][depth]
+                of_retriever[dataset, kind][depth]
                 for kind in ("recall", "answer")
                 for depth in DEPTHS
             ]

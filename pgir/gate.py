@@ -36,15 +36,15 @@ from beatrice.pgir.controllers.loop import (
     Policy,
     Query,
     Trace,
-    beatrice,
+    custom_judge,
     decide,
+    detector_judge,
     drafts,
-    own_judge,
 )
 from beatrice.pgir.controllers.waves import (
     Answering,
+    CallJournal,
     DraftJudge,
-    Journal,
     Waves,
     open_services,
 )
@@ -111,9 +111,6 @@ class Gate:
       scorer: of a run, see `Scorer.load`; or another object that can `answer`, `score`
         and `score_many`.
       threshold: least probability of an answer that may stand, in (0, 1].
-
-    Raises:
-      ValueError: the scorer is none, or the threshold no such number.
     """
 
     def __init__(self, scorer: Scorer, threshold: float) -> None:
@@ -143,9 +140,6 @@ class Gate:
           model: as of `Scorer.load`, and so are the others.
           device: where the backbone computes.
           dtype: of its weights.
-
-        Raises:
-          ValueError: nobody chose a threshold.
         """
         path = as_path(path, "path")
         if threshold is None:
@@ -279,9 +273,8 @@ def langgraph_app(
     from langgraph.graph import END, START, StateGraph
 
     def draft(state: dict) -> dict:
-        (answered,) = gate.draft([state.get("question")])
-        answer = {"answer": answered.answer, "p_correct": answered.p_correct}
-        return {"draft": answered, **answer}
+        (draft,) = gate.draft([state["question"]])
+        return {"draft": draft, "answer": draft.answer, "p_correct": draft.p_correct}
 
     def ground(state: dict) -> dict:
         passages = retrieve(state["question"])
@@ -391,24 +384,24 @@ def run_pgir(
         max_budget=policy.budget,
         query=query,
     )
-    own = OwnRetriever(retriever)
-    answering, journal = Answering(scorer.probed, own.passages), Journal(None, "")
-    services = open_services(answering, own.passages, journal, own)
-    draft_judge: Judge = beatrice
+    own_retriever = OwnRetriever(retriever)
+    passages = own_retriever.passages
+    answering, journal = Answering(scorer.probed, passages), CallJournal(None, "")
+    waves = Waves(open_services(answering, journal, own_retriever), journal)
+    draft_judge: Judge = detector_judge
     if judge is not None:
-        draft_judge = own_judge(services["judge"].add("judge", judge))
-    waves = Waves(services, journal)
+        draft_judge = custom_judge(waves.add_judge("judge", judge))
     plans = [
         drafts(text, config, draft_judge, lambda d: d.p_correct >= policy.threshold)
         for text in texts
     ]
     done = waves.run("pgir", plans)
-    failed = next(iter(waves.failed.values()), None)
+    reason = next(iter(waves.failed.values()), None)
     return [
-        RagAnswer(question=text, error=failed)
-        if one is None
-        else _answer_of(text, one.value, policy, own.passages)
-        for text, one in zip(texts, done, strict=True)
+        RagAnswer(question=text, error=reason)
+        if result is None
+        else _answer_of(text, result.value, policy, passages)
+        for text, result in zip(texts, done, strict=True)
     ]
 
 

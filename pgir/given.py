@@ -114,11 +114,7 @@ ARGUMENTS = tuple(field.name for field in dataclasses.fields(AnswerToScore))
 
 
 def as_answer(row: Any) -> AnswerToScore:
-    """Return one row of many: a mapping of what `score` takes, or a tuple in its order.
-
-    Raises:
-      ValueError: it is neither, or as `AnswerToScore`.
-    """
+    """Return a row of many: a mapping of what `score` takes, or a tuple in order."""
     if isinstance(row, AnswerToScore):
         return row
     if hasattr(row, "_asdict"):
@@ -199,7 +195,7 @@ class _PromptText:
     text: str
     ids: tuple[int, ...]
     offsets: Sequence[Range] | None
-    begin: int  # character at which what was asked begins, if nothing else says so
+    begin: int  # character at which the question begins where no range is known
 
 
 def _prompt_text(tokenizer: Any, given: AnswerToScore) -> _PromptText:
@@ -212,9 +208,9 @@ def _prompt_text(tokenizer: Any, given: AnswerToScore) -> _PromptText:
         text, bos = given.prompt, tokenizer.bos_token
         has_special = bos is not None and text.startswith(bos)
     else:
-        ids = given.prompt_ids
-        _check_ids(tokenizer, ids, "prompt_ids")
-        text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        prompt_ids = tuple(given.prompt_ids or ())
+        _check_ids(tokenizer, prompt_ids, "prompt_ids")
+        text = tokenizer.decode(prompt_ids, clean_up_tokenization_spaces=False)
     check_text(text, "the prompt")
     encoded = tokenizer(
         text, return_offsets_mapping=True, add_special_tokens=not has_special
@@ -222,12 +218,12 @@ def _prompt_text(tokenizer: Any, given: AnswerToScore) -> _PromptText:
     ids = tuple(encoded["input_ids"])
     offsets: Sequence[Range] | None = encoded["offset_mapping"]
     if given.prompt_ids is not None and ids != given.prompt_ids:
-        ids, offsets = given.prompt_ids, None
+        ids, offsets = tuple(given.prompt_ids), None
     return _PromptText(text, ids, offsets, begin)
 
 
 def _check_ids(tokenizer: Any, ids: Sequence[int], name: str) -> None:
-    """Refuse an empty list and ids that the model does not have."""
+    """Check that there are ids, all of which the model has."""
     wrong = [i for i in ids if not 0 <= i < len(tokenizer)]
     if wrong or not ids:
         shown = wrong[0] if wrong else "none"
@@ -388,7 +384,7 @@ def _answer_tokens(
         if given.uses_template:  # as the run's own begin; a chat's begins a line
             text = ("" if template.chat else " ") + text.strip()
         return (*_continue(tokenizer, text), stop)
-    ids = given.answer_ids
+    ids = tuple(given.answer_ids)
     _check_ids(tokenizer, ids, "answer_ids")
     if ids[-1] == stop or ids[-1] in tokenizer.all_special_ids:
         ids, stop = ids[:-1], ids[-1]

@@ -32,22 +32,29 @@ from beatrice.extract.run.files import (
 from beatrice.pgir.corpus import Corpus, as_document
 
 Pooling = Literal["mean", "cls"]
-Kind = Literal["query", "passage"]
+Form = Literal["flat", "sq8", "ivf_pq"]
+ROWS_PER_SHARD = 16_384  # passages encoded between two files
 _E5 = re.compile(r"(?<![a-z0-9])e5(?![a-z0-9])", re.IGNORECASE)
 _TOKENS_PER_BATCH = 8192  # padding included
 # What an encoder's vectors depend on, beside its weights.
-_FILES = ("config.json", "tokenizer.json", "vocab.txt", "tokenizer_config.json")
+_ENCODER_FILES = ("config.json", "tokenizer.json", "vocab.txt", "tokenizer_config.json")
+_N_RESCORED = 200  # candidates of a lossy index whose exact score decides
+_LISTS_PROBED = 0.1  # share of an inverted file's lists that a query looks into
+_N_TRAIN = 500_000  # vectors that quantisers are trained on, spread over the corpus
+_PER_LIST = 39  # faiss: fewer training vectors per centroid make poor ones
+_CODES = 256  # values of a product-quantised byte
+_AGAIN = "delete the folder and build it again"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EncoderConfig:
-    """How an encoder is run.
+class PassageEncoderConfig:
+    """How an encoder of texts is run.
 
     Attributes:
       path: a directory written by `save_pretrained`, weights as safetensors.
       query_prefix: put before a question.
       passage_prefix: put before a passage.
-      pooling: what of the last hidden states is kept.
+      pooling: which last hidden states are averaged: all, or the first token's.
       max_tokens: of a text, special tokens included; the rest is cut. Passages of 100
         words have 130 to 180 tokens, so 256 lose nothing of them.
       dtype: of weights and hidden states; pooling is always in float32.
@@ -61,19 +68,16 @@ class EncoderConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
-def encoder_config(path: Path, **given: Any) -> EncoderConfig:
-    """Return how an encoder is run, as its own files say, or its name for E5.
+def read_encoder_config(path: Path, **chosen: Any) -> PassageEncoderConfig:
+    """Return how an encoder is run, by its files, or for E5 by its name.
 
     Args:
       path: its directory.
-      **given: fields of `EncoderConfig` that a person chose; None leaves them open.
-
-    Raises:
-      ValueError: the directory holds no encoder, or says a pooling we do not know.
+      **chosen: fields of `PassageEncoderConfig` that a person chose, or None.
     """
     path = Path(path).expanduser().resolve()
     if not (path / "config.json").is_file():
@@ -81,39 +85,28 @@ def encoder_config(path: Path, **given: Any) -> EncoderConfig:
             f"{path} is no encoder: expected a directory with config.json and "
             "model.safetensors, as `save_pretrained` writes it"
         )
-    own = _json(path / "config.json")
-    prompts = _json(path / "config_sentence_transformers.json").get("prompts") or {}
-    names = (path.name, str(own.get("_name_or_path", "")))
-    is_e5 = any(_E5.search(name) for name in names)
-    pooled = _json(path / "1_Pooling" / "config.json")
-    if pooled.get("pooling_mode_cls_token"):
-        pooling: Pooling = "cls"
-    elif pooled.get("pooling_mode_mean_tokens", True):
-        pooling = "mean"
-    else:
+    model = _read_json(path / "config.json")
+    prompts = (
+        _read_json(path / "config_sentence_transformers.json").get("prompts") or {}
+    )
+    pooled = _read_json(path / "1_Pooling" / "config.json")
+    pooling: Pooling = "cls" if pooled.get("pooling_mode_cls_token") else "mean"
+    if pooling == "mean" and not pooled.get("pooling_mode_mean_tokens", True):
         raise ValueError(
-            f"{path}: its pooling is neither mean nor the first token's, and no other "
-            "is known here"
+            f"{path}: expected a pooling by mean or first token, found another one in "
+            "1_Pooling/config.json; take another encoder"
         )
-    passages = prompts.get("passage", prompts.get("document"))
-    found = {
+    names = (path.name, str(model.get("_name_or_path", "")))
+    is_e5 = any(_E5.search(name) for name in names)
+    fields = {
         "query_prefix": prompts.get("query", "query: " if is_e5 else ""),
-        "passage_prefix": "passage: " if is_e5 and passages is None else passages or "",
+        "passage_prefix": prompts.get(
+            "passage", prompts.get("document", "passage: " if is_e5 else "")
+        ),
         "pooling": pooling,
     }
-    found |= {name: value for name, value in given.items() if value is not None}
-    return EncoderConfig(path=path, **found)
-
-
-def encoder_identity(config: EncoderConfig) -> str:
-    """Return the SHA-256 of all that an encoder's vectors depend on, but its path."""
-    files = [*sorted(config.path.glob("*.safetensors"))]
-    if not files:
-        raise ValueError(f"{config.path} has no weights as safetensors")
-    files += [config.path / name for name in _FILES if (config.path / name).is_file()]
-    settings = dataclasses.asdict(config)
-    del settings["path"]
-    return sha256_json([settings, {file.name: sha256_file(file) for file in files}])
+    fields |= {name: value for name, value in chosen.items() if value is not None}
+    return PassageEncoderConfig(path=path, **fields)
 
 
 class TextEncoder:
@@ -121,16 +114,23 @@ class TextEncoder:
 
     Attributes:
       config: how it is run.
-      identity: see `encoder_identity`.
+      identity: SHA-256 of all that its vectors depend on, but its path.
       d_model: width of its vectors.
     """
 
-    def __init__(self, config: EncoderConfig, *, device: str = "cpu") -> None:
+    def __init__(self, config: PassageEncoderConfig, *, device: str = "cpu") -> None:
         """Load the weights."""
         import torch
         from transformers import AutoModel, AutoTokenizer
 
-        self.config, self.identity = config, encoder_identity(config)
+        files = [*sorted(config.path.glob("*.safetensors"))]
+        if not files:
+            raise ValueError(f"{config.path} has no weights as safetensors")
+        files += [path for n in _ENCODER_FILES if (path := config.path / n).is_file()]
+        settings = dataclasses.asdict(config)
+        del settings["path"]
+        hashes = {file.name: sha256_file(file) for file in files}
+        self.config, self.identity = config, sha256_json([settings, hashes])
         self._tokenizer = AutoTokenizer.from_pretrained(config.path)
         model = AutoModel.from_pretrained(
             config.path, use_safetensors=True, dtype=getattr(torch, config.dtype)
@@ -139,7 +139,9 @@ class TextEncoder:
         self._device = device
         self.d_model = int(model.config.hidden_size)
 
-    def encode(self, texts: Sequence[str], kind: Kind) -> np.ndarray:
+    def encode(
+        self, texts: Sequence[str], kind: Literal["query", "passage"]
+    ) -> np.ndarray:
         """Return unit vectors `[n_texts, d_model]` float32.
 
         Texts of similar length share a batch; batches depend on the texts alone, so
@@ -157,93 +159,39 @@ class TextEncoder:
             max_length=config.max_tokens,
             return_attention_mask=False,
         )["input_ids"]
-        order = sorted(range(len(ids)), key=lambda i: (len(ids[i]), i))
-        found = np.empty((len(ids), self.d_model), np.float32)
-        start = 0
-        while start < len(order):
-            stop = start + 1
-            while (
-                stop < len(order)
-                and (stop + 1 - start) * len(ids[order[stop]]) <= _TOKENS_PER_BATCH
-            ):
-                stop += 1
-            batch = order[start:stop]
-            found[batch] = self._encode([ids[i] for i in batch])
-            start = stop
-        return found
+        vectors = np.empty((len(ids), self.d_model), np.float32)
+        batch: list[int] = []
+        for i in sorted(range(len(ids)), key=lambda i: (len(ids[i]), i)):
+            if batch and (len(batch) + 1) * len(ids[i]) > _TOKENS_PER_BATCH:
+                vectors[batch] = self._encode_batch([ids[j] for j in batch])
+                batch = []
+            batch.append(i)
+        vectors[batch] = self._encode_batch([ids[j] for j in batch])
+        return vectors
 
-    def _encode(self, ids: Sequence[Sequence[int]]) -> np.ndarray:
-        """Return the vectors of one batch."""
+    def _encode_batch(self, ids: Sequence[Sequence[int]]) -> np.ndarray:
         import torch
 
-        width = max(map(len, ids))
-        padded = np.zeros((len(ids), width), np.int64)
-        mask = np.zeros((len(ids), width), np.int64)
-        for row, own in enumerate(ids):
-            padded[row, : len(own)], mask[row, : len(own)] = own, 1
-        keep = torch.from_numpy(mask).to(self._device)
+        padded = np.zeros((len(ids), max(map(len, ids))), np.int64)
+        mask = np.zeros_like(padded)
+        for row, text_ids in enumerate(ids):
+            padded[row, : len(text_ids)], mask[row, : len(text_ids)] = text_ids, 1
+        attended = torch.from_numpy(mask).to(self._device)
         with torch.inference_mode():
             states = self._model(
                 input_ids=torch.from_numpy(padded).to(self._device),
-                attention_mask=keep,
+                attention_mask=attended,
             ).last_hidden_state.float()
             if self.config.pooling == "mean":
-                weights = keep[..., None].float()
+                weights = attended[..., None].float()
                 vectors = (states * weights).sum(1) / weights.sum(1)
             else:
                 vectors = states[:, 0]
-            unit = torch.nn.functional.normalize(vectors, dim=-1)
-        return unit.cpu().numpy()
-
-
-Form = Literal["flat", "sq8", "ivf_pq"]
-FORMS: tuple[Form, ...] = ("flat", "sq8", "ivf_pq")
-# faiss: fewer training vectors than these per centroid make poor ones.
-_PER_LIST, _PER_CODE = 39, 39
-_CODES = 256  # of a PQ byte
-_AGAIN = "delete the folder and build it again"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class IndexConfig:
-    """How vectors are stored and searched.
-
-    Attributes:
-      form: "flat" keeps float32 vectors in memory and is exact; "sq8" a byte per
-        channel; "ivf_pq" `n_codes` bytes, and looks only into lists nearby.
-      rows_per_shard: passages encoded between two files.
-      n_lists: of an inverted file; None takes the root of the number of passages, as
-        Atlas does, and no more than training can fill.
-      n_codes: bytes of a product-quantised vector; None takes one for 8 channels.
-      probed: share of the lists that a query looks into.
-      n_rescored: candidates of a lossy index whose exact score decides.
-      n_train: vectors that quantisers are trained on, spread evenly over the corpus.
-    """
-
-    form: Form = "flat"
-    rows_per_shard: int = 16_384
-    n_lists: int | None = None
-    n_codes: int | None = None
-    probed: float = 0.1
-    n_rescored: int = 200
-    n_train: int = 500_000
-
-    def lists(self, n_passages: int) -> int:
-        """Return the number of inverted lists for a corpus of some size."""
-        most = max(1, min(n_passages, self.n_train) // _PER_LIST)
-        return min(self.n_lists or math.isqrt(n_passages), most)
-
-    def codes(self, d_model: int) -> int:
-        """Return the bytes of a product-quantised vector of some width."""
-        return self.n_codes or max(1, d_model // 8)
+            return torch.nn.functional.normalize(vectors, dim=-1).cpu().numpy()
 
 
 def import_faiss() -> Any:
-    """Return faiss.
-
-    Raises:
-      ValueError: it is not installed; the message says how to get it.
-    """
+    """Return faiss; without it the ValueError says how to install it."""
     try:
         import faiss
     except ImportError:
@@ -253,24 +201,17 @@ def import_faiss() -> Any:
     return faiss
 
 
-def _shard(folder: Path, number: int) -> Path:
-    return folder / f"vectors-{number:05d}.npy"
-
-
 class Vectors:
     """The vectors of a corpus, memory-mapped.
 
     Attributes:
+      folder: where they lie.
       facts: what they were made of, as sealed in `vectors.json`.
       shape: `(n_passages, d_model)`.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Open finished vectors; every shard is checked against its SHA-256.
-
-        Raises:
-          ValueError: they are not there or not finished, or a shard is damaged.
-        """
+        """Open finished vectors; every shard is checked against its SHA-256."""
         if not (folder / "vectors.json").is_file():
             raise ValueError(
                 f"{folder} holds no finished vectors: run `beatrice corpus` with this "
@@ -278,35 +219,35 @@ class Vectors:
             )
         self.folder = folder
         self.facts = read_sealed(folder / "vectors.json", _AGAIN)
-        for name, expected in self.facts["shards"].items():
-            path = folder / name
-            if not path.is_file() or sha256_file(path) != expected:
-                raise ValueError(
-                    f"{path} is damaged: it does not match its SHA-256; delete it and "
-                    "vectors.json, and the same `beatrice corpus` makes it again"
-                )
-        self._shards = [np.load(folder / name, mmap_mode="r") for name in self._names]
+        for name, sha256 in self.facts["shards"].items():
+            _check_file(folder / name, sha256, "vectors.json")
+        names = sorted(self.facts["shards"])
+        self._shards = [np.load(folder / name, mmap_mode="r") for name in names]
         self._starts = np.cumsum([0, *map(len, self._shards)])
         self.shape = (int(self._starts[-1]), self._shards[0].shape[1])
 
-    @property
-    def _names(self) -> list[str]:
-        return sorted(self.facts["shards"])
-
-    def parts(self) -> Iterator[np.ndarray]:
+    def shards(self) -> Iterator[np.ndarray]:
         """Yield the shards in order, `[n, d_model]` float32 each."""
         for shard in self._shards:
             yield np.asarray(shard, np.float32)
 
     def take(self, places: np.ndarray) -> np.ndarray:
         """Return some vectors, `[n, d_model]` float32."""
-        found = np.empty((len(places), self.shape[1]), np.float32)
+        vectors = np.empty((len(places), self.shape[1]), np.float32)
         owner = np.searchsorted(self._starts, places, side="right") - 1
         for number in np.unique(owner):
             where = owner == number
             rows = places[where] - self._starts[number]
-            found[where] = self._shards[number][rows]
-        return found
+            vectors[where] = self._shards[number][rows]
+        return vectors
+
+
+def _check_file(path: Path, sha256: str, about: str) -> None:
+    if not path.is_file() or sha256_file(path) != sha256:
+        raise ValueError(
+            f"{path} is damaged: it does not match its SHA-256; delete it and "
+            f"{about}, and the same `beatrice corpus` makes it again"
+        )
 
 
 def index_folder(corpus: Corpus, encoder_name: str) -> Path:
@@ -314,23 +255,10 @@ def index_folder(corpus: Corpus, encoder_name: str) -> Path:
     return corpus.folder / "index" / encoder_name
 
 
-def _made_of(corpus: Corpus, encoder: TextEncoder, config: IndexConfig) -> dict:
-    return {
-        "corpus": corpus.identity,
-        "encoder": encoder.identity,
-        "encoder_name": encoder.config.path.name,
-        "rows_per_shard": config.rows_per_shard,
-    }
-
-
-def check_made_of(
+def _check_origin(
     facts: dict[str, Any], corpus: Corpus, encoder: TextEncoder, folder: Path
 ) -> None:
-    """Refuse vectors of another corpus or of another encoder.
-
-    Raises:
-      ValueError: names which of the two differs.
-    """
+    """Check that vectors are of this corpus and of this encoder."""
     if facts["corpus"] != corpus.identity:
         raise ValueError(
             f"{folder} was built on another corpus ({facts['corpus'][:12]}…, this one "
@@ -349,160 +277,144 @@ def build_vectors(
     folder: Path,
     corpus: Corpus,
     encoder: TextEncoder,
-    config: IndexConfig,
     update: Update,
+    rows_per_shard: int = ROWS_PER_SHARD,
 ) -> Vectors:
-    """Encode a corpus, shard by shard; what is there is kept.
+    """Encode a corpus, shard by shard; shards that are there stay.
 
     Args:
       folder: of one encoder.
       corpus: what is encoded.
       encoder: encodes it.
-      config: only `rows_per_shard` counts here.
-      update: told passages done and to do.
-
-    Raises:
-      ValueError: the folder holds vectors of another corpus or encoder.
+      update: called with passages done and to do.
+      rows_per_shard: of a new folder; one begun earlier keeps its own size.
     """
-    made_of, plan = _made_of(corpus, encoder, config), folder / "plan.json"
+    plan = folder / "plan.json"
+    facts: dict[str, Any] = {
+        "corpus": corpus.identity,
+        "encoder": encoder.identity,
+        "encoder_name": encoder.config.path.name,
+        "rows_per_shard": rows_per_shard,
+    }
     if plan.exists():
-        held = read_sealed(plan, _AGAIN)
-        check_made_of(held, corpus, encoder, folder)
-        made_of = held  # shards of one size, whatever is asked for now
+        facts = read_sealed(plan, _AGAIN)
+        _check_origin(facts, corpus, encoder, folder)
     else:
         folder.mkdir(parents=True, exist_ok=True)
-        write_json_atomic(plan, seal(made_of))
+        write_json_atomic(plan, seal(facts))
     if (folder / "vectors.json").exists():
         return Vectors(folder)
-    step, n = made_of["rows_per_shard"], len(corpus)
-    names = []
+    step, n = facts["rows_per_shard"], len(corpus)
+    shards = {}
     for number, start in enumerate(range(0, n, step)):
-        path, stop = _shard(folder, number), min(n, start + step)
+        path, stop = folder / f"vectors-{number:05d}.npy", min(n, start + step)
         if not path.exists():
             texts = [as_document(corpus[i]) for i in range(start, stop)]
             vectors = encoder.encode(texts, "passage").astype(np.float16)
             with write_stream_atomic(path) as stream:
                 np.save(stream, vectors)
-        names.append(path.name)
+        shards[path.name] = sha256_file(path)
         update(stop, n)
-    shards = {name: sha256_file(folder / name) for name in names}
-    write_json_atomic(folder / "vectors.json", seal(made_of | {"shards": shards}))
+    write_json_atomic(folder / "vectors.json", seal(facts | {"shards": shards}))
     return Vectors(folder)
 
 
-def _training_rows(vectors: Vectors, config: IndexConfig) -> np.ndarray:
-    """Return what quantisers are trained on, `[n, d_model]`."""
-    n = vectors.shape[0]
-    places = np.linspace(0, n - 1, min(n, config.n_train)).astype(np.int64)
-    return vectors.take(places)
+def index_recipe(form: Form, n_passages: int, d_model: int) -> str:
+    """Return faiss's `index_factory` string of a form.
+
+    "flat" keeps float32 vectors in memory and is exact; "sq8" a byte per channel;
+    "ivf_pq" a byte for 8 channels, in as many lists as the root of the number of
+    passages, as Atlas does, and no more than training can fill.
+    """
+    if form == "flat":
+        return "Flat"
+    if form == "sq8":
+        return "SQ8"
+    if n_passages < _CODES:
+        raise ValueError(
+            f"an ivf_pq index learns {_CODES} codes and needs as many passages, "
+            f"found {n_passages}; use --index flat"
+        )
+    n_lists = min(math.isqrt(n_passages), min(n_passages, _N_TRAIN) // _PER_LIST)
+    return f"IVF{max(1, n_lists)},PQ{max(1, d_model // 8)}"
 
 
-def _empty_index(vectors: Vectors, config: IndexConfig) -> Any:
-    """Return a trained faiss index without vectors."""
-    faiss = import_faiss()
-    n, d_model = vectors.shape
-    if config.form == "flat":
-        return faiss.IndexFlatIP(d_model)
-    if config.form == "sq8":
-        kind = faiss.ScalarQuantizer.QT_8bit
-        index = faiss.IndexScalarQuantizer(d_model, kind, faiss.METRIC_INNER_PRODUCT)
-    else:
-        if n < _CODES:
-            raise ValueError(
-                f"an ivf_pq index learns {_CODES} codes and needs as many passages, "
-                f"found {n}; use --index flat"
-            )
-        recipe = f"IVF{config.lists(n)},PQ{config.codes(d_model)}"
-        index = faiss.index_factory(d_model, recipe, faiss.METRIC_INNER_PRODUCT)
-        index.verbose = index.pq.cp.verbose = index.cp.verbose = False
-        # Few passages are warned of on stdout; who builds so small an index knows.
-        index.cp.min_points_per_centroid = index.pq.cp.min_points_per_centroid = 1
-    index.train(_training_rows(vectors, config))
-    return index
-
-
-def build_index(vectors: Vectors, config: IndexConfig) -> Path | None:
-    """Write the faiss index of one form; returns its file, or None for `flat`.
+def build_index(vectors: Vectors, form: Form) -> Path | None:
+    """Write the faiss index of one form; return its file, or None for `flat`.
 
     A flat index is the vectors themselves and is filled from them when it is opened. A
     lossy one is written in one piece: it takes minutes where encoding takes hours, so
     a build that is killed here begins it again, with the same result.
     """
-    if config.form == "flat":
+    if form == "flat":
         return None
-    folder, name = vectors.folder, f"{config.form}.faiss"
-    of_vectors = sha256_file(folder / "vectors.json")
-    about = folder / f"{config.form}.json"
-    settings = dataclasses.asdict(config)
+    (n, d_model), folder = vectors.shape, vectors.folder
+    path, about = folder / f"{form}.faiss", folder / f"{form}.json"
+    facts = {
+        "vectors": sha256_file(folder / "vectors.json"),
+        "recipe": index_recipe(form, n, d_model),
+    }
     if about.exists():
-        held = read_sealed(about, _AGAIN)
-        if (held["vectors"], held["config"]) == (of_vectors, settings):
-            return folder / name
+        if facts.items() <= read_sealed(about, _AGAIN).items():
+            return path
         about.unlink()
     faiss = import_faiss()
-    index = _empty_index(vectors, config)
-    for part in vectors.parts():
-        index.add(part)
-    with write_stream_atomic(folder / name) as stream:
+    recipe, metric = facts["recipe"], faiss.METRIC_INNER_PRODUCT
+    index = faiss.index_factory(d_model, recipe, metric)
+    if form == "ivf_pq":
+        index.verbose = index.pq.cp.verbose = index.cp.verbose = False
+        # Few passages are warned of on stdout; who builds so small an index knows.
+        index.cp.min_points_per_centroid = index.pq.cp.min_points_per_centroid = 1
+    trained_on = np.linspace(0, n - 1, min(n, _N_TRAIN)).astype(np.int64)
+    index.train(vectors.take(trained_on))
+    for shard in vectors.shards():
+        index.add(shard)
+    with write_stream_atomic(path) as stream:
         faiss.write_index(index, faiss.PyCallbackIOWriter(stream.write))
-    sha256 = sha256_file(folder / name)
-    facts = {"vectors": of_vectors, "config": settings, "file": sha256}
-    write_json_atomic(about, seal(facts))
-    return folder / name
+    write_json_atomic(about, seal(facts | {"file": sha256_file(path)}))
+    return path
 
 
-def open_index(vectors: Vectors, form: Form) -> tuple[Any, IndexConfig]:
-    """Return a faiss index over vectors, and its settings.
-
-    Raises:
-      ValueError: it is not built, damaged, or of other vectors.
-    """
+def open_index(vectors: Vectors, form: Form) -> Any:
+    """Return the faiss index of a form over vectors."""
     faiss = import_faiss()
     if form == "flat":
         index = faiss.IndexFlatIP(vectors.shape[1])
-        for part in vectors.parts():
-            index.add(part)
-        return index, IndexConfig()
+        for shard in vectors.shards():
+            index.add(shard)
+        return index
     folder, path = vectors.folder, vectors.folder / f"{form}.faiss"
     if not (folder / f"{form}.json").is_file():
         raise ValueError(
             f"{folder} has no {form} index: run `beatrice corpus` with --index {form}"
         )
-    held = read_sealed(folder / f"{form}.json", _AGAIN)
-    if held["vectors"] != sha256_file(folder / "vectors.json"):
+    facts = read_sealed(folder / f"{form}.json", _AGAIN)
+    if facts["vectors"] != sha256_file(folder / "vectors.json"):
         raise ValueError(f"{path} was built of other vectors; build it again")
-    if not path.is_file() or sha256_file(path) != held["file"]:
-        raise ValueError(
-            f"{path} is damaged: it does not match its SHA-256; delete it and "
-            f"{form}.json, and the same `beatrice corpus` makes it again"
-        )
-    config = IndexConfig(**held["config"])
+    _check_file(path, facts["file"], f"{form}.json")
     index = faiss.read_index(str(path))
     if form == "ivf_pq":
-        index.nprobe = max(1, math.ceil(config.probed * index.nlist))
-    return index, config
+        index.nprobe = max(1, math.ceil(_LISTS_PROBED * index.nlist))
+    return index
 
 
 def exact_best(
-    vectors: Vectors, queries: np.ndarray, candidates: np.ndarray, depth: int
+    vectors: Vectors, query: np.ndarray, candidates: np.ndarray, depth: int
 ) -> np.ndarray:
-    """Return the best of each query's candidates by exact inner product.
+    """Return the best of a query's candidates by exact inner product.
 
     Args:
       vectors: of the corpus.
-      queries: `[n_queries, d_model]`.
-      candidates: `[n_queries, n]` places, none twice in a row.
+      query: `[d_model]`.
+      candidates: `[n]` places, none twice.
       depth: at most `n`.
 
     Returns:
-      `[n_queries, depth]` places, best first; of equal scores the first place.
+      `[depth]` places, best first; of equal scores the first place.
     """
-    best = np.empty((len(queries), depth), np.int64)
-    for i, (query, own) in enumerate(zip(queries, candidates, strict=True)):
-        own = np.sort(own)
-        order = np.argsort(-(vectors.take(own) @ query), kind="stable")
-        best[i] = own[order[:depth]]
-    return best
+    places = np.sort(candidates)
+    order = np.argsort(-(vectors.take(places) @ query), kind="stable")
+    return places[order[:depth]]
 
 
 class DenseRetriever:
@@ -511,15 +423,11 @@ class DenseRetriever:
     def __init__(
         self, corpus: Corpus, encoder: TextEncoder, form: Form = "flat"
     ) -> None:
-        """Open the index that was built for this corpus and encoder.
-
-        Raises:
-          ValueError: it is not there, damaged, of another encoder or another corpus.
-        """
+        """Open the index that was built for this corpus and encoder."""
         folder = index_folder(corpus, encoder.config.path.name)
         self._vectors = Vectors(folder)
-        check_made_of(self._vectors.facts, corpus, encoder, folder)
-        self._index, self._config = open_index(self._vectors, form)
+        _check_origin(self._vectors.facts, corpus, encoder, folder)
+        self._index = open_index(self._vectors, form)
         self._encoder, self._form = encoder, form
 
     def search(self, queries: Sequence[str], depth: int) -> np.ndarray:
@@ -535,26 +443,21 @@ class DenseRetriever:
         depth = min(depth, n_passages)
         if self._form == "flat":
             return self._index.search(queries, depth)[1]
-        n = min(n_passages, max(depth, self._config.n_rescored))
-        found = self._index.search(queries, n)[1]
+        n = min(n_passages, max(depth, _N_RESCORED))
+        candidates = self._index.search(queries, n)[1]
         best = np.empty((len(queries), depth), np.int64)
-        # The lists a query looked into may hold fewer than were asked for.
-        short = np.flatnonzero((found < 0).any(axis=1))
-        for i in short:
-            own = found[i][found[i] >= 0]
-            if len(own) < depth:
-                own = self._look_everywhere(queries[i : i + 1], n)
-            best[i] = exact_best(self._vectors, queries[i : i + 1], own[None], depth)[0]
-        whole = np.setdiff1d(np.arange(len(queries)), short)
-        best[whole] = exact_best(self._vectors, queries[whole], found[whole], depth)
+        for i, query in enumerate(queries):
+            places = candidates[i][candidates[i] >= 0]
+            if len(places) < depth:  # the lists nearby hold fewer
+                places = self._search_all_lists(query, n)
+            best[i] = exact_best(self._vectors, query, places, depth)
         return best
 
-    def _look_everywhere(self, query: np.ndarray, n: int) -> np.ndarray:
-        """Return the candidates of one query from all inverted lists."""
-        faiss_parameters: Any = self._index
-        n_probed = faiss_parameters.nprobe
-        faiss_parameters.nprobe = faiss_parameters.nlist
+    def _search_all_lists(self, query: np.ndarray, n: int) -> np.ndarray:
+        """Return the candidates of one query from all inverted lists, `[n]`."""
+        n_probed = self._index.nprobe
+        self._index.nprobe = self._index.nlist
         try:
-            return faiss_parameters.search(query, n)[1][0]
+            return self._index.search(query[None], n)[1][0]
         finally:
-            faiss_parameters.nprobe = n_probed
+            self._index.nprobe = n_probed

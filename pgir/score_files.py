@@ -69,7 +69,8 @@ def _prompt_of(record: Record, passages: Sequence[Passage]) -> dict[str, Any]:
         except ValueError:
             pass
     if _is_messages(prompt):
-        text = "\n".join(str(message.get("content")) for message in prompt)
+        messages: list[Any] = list(prompt)
+        text = "\n".join(str(message.get("content")) for message in messages)
         return {"messages": prompt, "context": [p for p in passages if p.text in text]}
     if isinstance(prompt, str) and prompt:
         return {"prompt": prompt, "context": [p for p in passages if p.text in prompt]}
@@ -162,11 +163,7 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 
 def count_rows(path: Path) -> int:
-    """Return how many rows a file has.
-
-    Raises:
-      ValueError: none, or as `read_rows`.
-    """
+    """Return how many rows a file has."""
     n = sum(1 for _ in read_raw(path, recognise(path)))
     if not n:
         raise ValueError(f"{path} holds no records; expected an answer a row")
@@ -217,7 +214,7 @@ def score_rows(
     rows: Iterable[Row],
     identity: str,
     out: JsonLines | None,
-    write: Callable[[list[str]], None],
+    write: Callable[[list[str]], object],
     each: Callable[[Row, Mapping[str, Any]], None],
 ) -> None:
     """Score rows in order; those that `out` has already are not scored again.
@@ -235,16 +232,18 @@ def score_rows(
         detector.
     """
     stream = iter(rows)
-    for number, result in enumerate(out.rows() if out else (), start=1):
+    rows_done = out.rows() if out else ()
+    where = out.path if out else ""
+    for number, result in enumerate(rows_done, start=1):
         row = next(stream, None)
         if row is None or result.get("key") != _key(row, identity):
             raise ValueError(
-                f"{out.path}, line {number}: is of another row or another detector; "
+                f"{where}, line {number}: is of another row or another detector; "
                 "give a new --out, or delete it to score all again"
             )
         if result.pop("check", None) != _check(result):
             raise ValueError(
-                f"{out.path}, line {number}: was edited, or written by an earlier "
+                f"{where}, line {number}: was edited, or written by an earlier "
                 "version; put the line back, or delete the file to score all again"
             )
         each(row, result)
@@ -254,10 +253,10 @@ def score_rows(
         results = []
         for row in some:
             is_bad = isinstance(row.given, str)
-            made = {"error": row.given} if is_bad else next(scores).as_json()
-            made = {"error": made["error"]} if "error" in made else made
+            fields = {"error": row.given} if is_bad else next(scores).as_json()
+            fields = {"error": fields["error"]} if "error" in fields else fields
             ids = {"line": row.line, "id": row.id, "key": _key(row, identity)}
-            results.append(ids | made)
+            results.append(ids | fields)
         write([_to_line(result) for result in results])
         for row, result in zip(some, results, strict=True):
             each(row, result)

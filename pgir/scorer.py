@@ -19,11 +19,9 @@ from beatrice.extract.generate.prompts import apply_template
 from beatrice.extract.generate.requests import (
     ANSWER_PRESETS,
     GenerationConfig,
-    PromptModel,
     plan_batches,
 )
 from beatrice.extract.records import SETTINGS, Setting
-from beatrice.extract.run.directory import RunDir, read_manifest
 from beatrice.jaxprobe.config import set_compiler
 from beatrice.jaxprobe.detector import Detector, HeadName, Scores
 from beatrice.jaxprobe.families import SPAN_NAMES, SPANS, Features
@@ -110,9 +108,6 @@ class Scorer:
       model: a `Backbone`, or an object that has one as its `backbone`.
       detector: trained on this model's signals.
       generation: how `answer` writes.
-
-    Raises:
-      ValueError: the detector was trained on another model.
     """
 
     def __init__(
@@ -149,8 +144,10 @@ class Scorer:
         Raises:
           ValueError: no detector there yet, or the backbone is another one.
         """
+        from beatrice.extract.run.directory import RunDir, read_manifest
+
         path = as_path(path, "path")
-        read_manifest(path)  # refuses what is no run
+        read_manifest(path)  # an error where it is no run
         run = RunDir(path)
         folder = run.require(run.detector)
         set_compiler(run.preset)
@@ -327,11 +324,7 @@ class Scorer:
         return [scores[i] for i in range(n_rows)]
 
     def _prepare(self, given: AnswerToScore) -> ScoringInput:
-        """Make the sequence of an answer; the model is not asked.
-
-        Raises:
-          ValueError: as `score`.
-        """
+        """Make the sequence of an answer; the model is not asked."""
         probed = self.probed
         with probed.lock:
             prepared = prepare(
@@ -486,7 +479,7 @@ def _unknown(prepared: ScoringInput, reason: str, warnings: Sequence[str]) -> Sc
     return Score(reason=reason, warnings=tuple(warnings), tokens=prepared.pieces)
 
 
-def _why_unreadable(model: PromptModel, prepared: ScoringInput) -> str | None:
+def _why_unreadable(model: Backbone, prepared: ScoringInput) -> str | None:
     """Say why an answer cannot be read to any use, or return None."""
     n_tokens = len(prepared.sequence.ids)
     if model.max_length is not None and n_tokens > model.max_length:
@@ -506,7 +499,7 @@ def _why_unreadable(model: PromptModel, prepared: ScoringInput) -> str | None:
 
 
 def _warn_before(
-    detector: Detector, model: PromptModel, prepared: ScoringInput
+    detector: Detector, model: Backbone, prepared: ScoringInput
 ) -> list[str]:
     """Say what can be told without the model."""
     trained, prompt = detector.provenance, prepared.prompt

@@ -26,12 +26,14 @@ own validation answers, makes it a probability, so that drafts with and without 
 can be compared under one threshold.
 """
 
+import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from scipy.sparse import csr_array
 
 from beatrice.extract.records import Example, Setting
 from beatrice.extract.store.store import FeatureStore, read_family
@@ -52,55 +54,35 @@ from beatrice.pgir.controllers.session import (
     right_of,
     rival,
 )
+from beatrice.pgir.index import TextEncoder, read_encoder_config
 
 NEIGHBOURS = (5, 6, 7, 8, 9, 10)  # k, those that the paper tries
-_BATCH = 64
 
 
 def question_encoder(
     training: Sequence[str], checkpoint: Path | None = None
 ) -> QuestionEncoder:
-    """Return what encodes questions for the rivals that read questions alone.
+    """Return the encoder of questions for the rivals that read questions alone.
 
     Args:
       training: questions that the words are weighed on, where there is no checkpoint.
-      checkpoint: folder of a sentence encoder (SKR takes SimCSE). None counts words
-        and pairs of words (TF-IDF), which needs no weights.
+      checkpoint: folder of a sentence encoder (SKR takes SimCSE), whose states are
+        averaged over the tokens. None counts words and pairs of words (TF-IDF), which
+        needs no weights.
     """
     if checkpoint is not None:
-        return QuestionEncoder(checkpoint.name, _transformer(checkpoint))
+        options = {"query_prefix": "", "pooling": "mean", "max_tokens": 128}
+        encoder = TextEncoder(read_encoder_config(checkpoint, **options))
+        return QuestionEncoder(
+            checkpoint.name, lambda texts: encoder.encode(texts, "query")
+        )
     from sklearn.feature_extraction.text import TfidfVectorizer
 
-    words = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True).fit(training)
-    return QuestionEncoder("TF-IDF", lambda texts: words.transform(texts).toarray())
-
-
-def _transformer(checkpoint: Path) -> Callable[[Sequence[str]], np.ndarray]:
-    """Return the mean last state over a text's tokens, at length 1."""
-    import torch
-    from transformers import AutoModel, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    model = AutoModel.from_pretrained(checkpoint).eval()
-
-    @torch.no_grad()
-    def vectors(texts: Sequence[str]) -> np.ndarray:
-        parts = []
-        for first in range(0, len(texts), _BATCH):
-            given = tokenizer(
-                list(texts[first : first + _BATCH]),
-                padding=True,
-                truncation=True,
-                max_length=128,
-                return_tensors="pt",
-            )
-            states = model(**given).last_hidden_state
-            mask = given["attention_mask"][..., None]
-            means = (states * mask).sum(1) / mask.sum(1)
-            parts.append(torch.nn.functional.normalize(means, dim=-1).numpy())
-        return np.concatenate(parts)
-
-    return vectors
+    tf_idf = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True)
+    tf_idf.fit(training)
+    return QuestionEncoder(
+        "TF-IDF", lambda texts: csr_array(tf_idf.transform(texts)).toarray()
+    )
 
 
 def wants_retrieval(
@@ -142,22 +124,17 @@ class Neighbours:
 
     def retrieves(self, questions: Sequence[str], k: int) -> np.ndarray:
         """Return whether each question is to retrieve, `[n_questions]` bool."""
-        counts = (
-            int(self.is_better.sum()),
-            int((~self.is_better).sum()),
-            self.n_all,
-        )
+        n_better = int(self.is_better.sum())
+        counts = (n_better, len(self.is_better) - n_better, self.n_all)
         if not len(self.vectors):  # nothing ever changed: as at a tie, no vote wins
             return np.full(len(questions), wants_retrieval(0, 0, counts, k))
         near = self.encoder.vectors(questions) @ self.vectors.T
         order = np.argsort(-near, axis=1, kind="stable")[:, :k]
         votes = self.is_better[order]
-        return np.array(
-            [
-                wants_retrieval(int(own.sum()), int((~own).sum()), counts, k)
-                for own in votes
-            ]
-        )
+        n_for = votes.sum(axis=1).tolist()
+        n_against = (~votes).sum(axis=1).tolist()
+        pairs = zip(n_for, n_against, strict=True)
+        return np.array([wants_retrieval(*pair, counts, k) for pair in pairs])
 
 
 def neighbours_of(
@@ -174,8 +151,8 @@ def neighbours_of(
       with_passages: the same of the answer after one retrieval.
       encoder: of questions.
     """
-    changed = np.flatnonzero(without != with_passages)
-    vectors = encoder.vectors([questions[i] for i in changed]) if len(changed) else []
+    changed = np.flatnonzero(without != with_passages).tolist()
+    vectors = encoder.vectors([questions[i] for i in changed]) if changed else []
     return Neighbours(
         vectors=np.asarray(vectors),
         is_better=with_passages[changed],
@@ -191,27 +168,22 @@ def skr(question: str, retrieves: bool, config: SearchConfig) -> Plan[str]:
     return (yield from no_rag(question))
 
 
-@rival("skr", "2023-10", "encoder")
+@rival("skr", "2023-10")
 def run_skr(session: Session) -> None:
     """Learn from training questions, choose k on validation, and run."""
     without, with_passages = (
-        right_of(session.training, found) for found in session.outcomes
+        right_of(session.training, done) for done in session.outcomes
     )
     questions = [example.question for example in session.training]
     index = neighbours_of(questions, without, with_passages, session.encoder())
-    asked = [e for one in session.sets for e in one.examples]
+    ids = [example.id for example in session.examples]
+    texts = [example.question for example in session.examples]
     votes = {
-        k: dict(
-            zip(
-                [e.id for e in asked],
-                index.retrieves([e.question for e in asked], k),
-                strict=True,
-            )
-        )
+        k: dict(zip(ids, index.retrieves(texts, k).tolist(), strict=True))
         for k in NEIGHBOURS
     }
     shared = session.config.search
-    plan = lambda k, e: skr(e.question, bool(votes[k][e.id]), shared)  # noqa: E731
+    plan = lambda k, e: skr(e.question, votes[k][e.id], shared)  # noqa: E731
     session.tune("skr", NEIGHBOURS, plan)
 
 
@@ -219,9 +191,11 @@ Strategy = Literal["A", "B", "C"]
 STRENGTHS = (1.0, 0.1, 10.0, 100.0)  # C of the regression; scikit-learn's is the first
 N_BIAS = 400  # questions of each set that get its label without being answered
 # What is known of published sets: the label of their questions beside the outcomes.
+SINGLE_HOP: Strategy = "B"
+MULTI_HOP: Strategy = "C"
 SET_LABELS: Mapping[str, Strategy] = {
-    **dict.fromkeys(("nq", "triviaqa", "squad", "popqa", "webquestions"), "B"),
-    **dict.fromkeys(("hotpotqa", "2wiki", "2wikimultihopqa", "musique"), "C"),
+    **dict.fromkeys(("nq", "triviaqa", "squad", "popqa", "webquestions"), SINGLE_HOP),
+    **dict.fromkeys(("hotpotqa", "2wiki", "2wikimultihopqa", "musique"), MULTI_HOP),
 }
 
 
@@ -264,17 +238,17 @@ def biased(
     examples: Sequence[Example], n_of_each: int = N_BIAS
 ) -> list[tuple[Example, Strategy]]:
     """Return the first questions of each known set with the label of their set."""
-    taken: dict[str, int] = {}
-    found = []
+    counts: collections.Counter[str] = collections.Counter()
+    labelled = []
     for example in examples:
         label = SET_LABELS.get(example.dataset)
-        if label and taken.get(example.dataset, 0) < n_of_each:
-            taken[example.dataset] = taken.get(example.dataset, 0) + 1
-            found.append((example, label))
-    return found
+        if label and counts[example.dataset] < n_of_each:
+            counts[example.dataset] += 1
+            labelled.append((example, label))
+    return labelled
 
 
-def fit_router(vectors: np.ndarray, labels: Sequence[Strategy], strength: float) -> Any:
+def fit_router(vectors: np.ndarray, labels: Sequence[str], strength: float) -> Any:
     """Return a classifier with `predict`; of one class alone it says that class."""
     from sklearn.dummy import DummyClassifier
     from sklearn.linear_model import LogisticRegression
@@ -293,11 +267,11 @@ def adaptive_rag(question: str, strategy: Strategy, config: SearchConfig) -> Pla
     return (yield from iterative(question, config))
 
 
-@rival("adaptive_rag", "2024-03", "encoder")
+@rival("adaptive_rag", "2024-03")
 def run_adaptive(session: Session) -> None:
     """Learn from outcomes, choose the classifier on validation, and run."""
     shared, training = session.config.search, session.training
-    without, once = (right_of(training, found) for found in session.outcomes)
+    without, once = (right_of(training, done) for done in session.outcomes)
     again = session.run(
         "train:iterative", training, lambda e: iterative(e.question, shared)
     )
@@ -306,24 +280,20 @@ def run_adaptive(session: Session) -> None:
         "B": once,
         "C": right_of(training, again),
     }
-    labelled = [
-        (example, label)
-        for example, label in zip(training, silver_labels(right), strict=True)
-        if label
-    ]
+    pairs = zip(training, silver_labels(right), strict=True)
+    labelled = [(example, label) for example, label in pairs if label]
     labelled += biased(session.unanswered)
     if not labelled:  # nothing was ever right; retrieving once is what is cheap
-        labelled = [(example, "B") for example in training]
+        labelled = [(example, SINGLE_HOP) for example in training]
     encoder = session.encoder()
     vectors = encoder.vectors([example.question for example, _ in labelled])
     labels = [label for _, label in labelled]
-    asked = [e for one in session.sets for e in one.examples]
-    asked_vectors = encoder.vectors([e.question for e in asked])
+    ids = [example.id for example in session.examples]
+    new = encoder.vectors([example.question for example in session.examples])
     chosen: dict[float, dict[str, Strategy]] = {}
     for strength in STRENGTHS:
-        found = fit_router(vectors, labels, strength).predict(asked_vectors)
-        ids = (e.id for e in asked)
-        chosen[strength] = dict(zip(ids, map(str, found), strict=True))
+        strategies = fit_router(vectors, labels, strength).predict(new).tolist()
+        chosen[strength] = dict(zip(ids, strategies, strict=True))
 
     def plan(strength: float, example: Example) -> Plan[str]:
         return adaptive_rag(example.question, chosen[strength][example.id], shared)
@@ -377,13 +347,13 @@ def perplexity_judge(maps: Mapping[Setting, Map]) -> Judge:
         question: str, passages: tuple[int, ...], reply: Reply
     ) -> Plan[tuple[float, float]]:
         p_correct_of = maps["with_context" if passages else "closed_book"]
-        return float(p_correct_of(np.float64(reply.log_prob))), reply.log_prob
+        return float(p_correct_of(np.array(reply.log_prob))), reply.log_prob
         yield  # a plan without a call
 
     return judge
 
 
-@rival("perplexity_rag", "", "stores")
+@rival("perplexity_rag", "")
 def run_perplexity(session: Session) -> None:
     """Choose threshold and budget on validation, and run.
 
@@ -393,5 +363,5 @@ def run_perplexity(session: Session) -> None:
     session.run_loop("perplexity_rag", judge)
     if session.queries != "paper":
         session.deferred.append(
-            lambda: session.enter_query("perplexity_rag", judge, show_all=False)
+            lambda: session.run_pgir_query("perplexity_rag", judge, show_all=False)
         )

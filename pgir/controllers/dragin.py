@@ -15,7 +15,7 @@ validation (published: 0.6 to 1.5 by model and set).
 """
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,10 +35,9 @@ from beatrice.pgir.controllers.plans import (
     Plan,
     SearchConfig,
     Words,
-    content_words,
 )
 from beatrice.pgir.controllers.session import Session, rival
-from beatrice.pgir.controllers.waves import Answering, Journal
+from beatrice.pgir.controllers.waves import Answering, CallJournal
 
 THETA = 1.0  # 2Wiki, Llama-2-7B-chat
 MOST_QUERY_WORDS = 25  # retrieve_keep_top_k of the same
@@ -56,22 +55,22 @@ class _LastWeights(AttentionReading):
         value: torch.Tensor | None,
     ) -> tuple[Any, torch.Tensor | None]:
         """Return the weights `[n_examples, n_heads, n_tokens, n_tokens]`."""
-        kept: Any = True
+        weights: Any = True
         n_examples, n_heads, n_tokens = call.shape
         if layer == max(self.layers):
             call = call.prepared()
             if isinstance(call, AttentionMap):
-                kept = call.map.float().cpu()
+                weights = call.map.float().cpu()
             else:
                 logits = call.logits(0, n_tokens)
                 total = logits.logsumexp(-1, keepdim=True)
                 if call.sinks is not None:
                     sinks = call.sinks.float()[:, None, None]
                     total = torch.logaddexp(total, sinks)
-                kept = (logits - total).exp().cpu()
+                weights = (logits - total).exp().cpu()
         if value is None:
-            return kept, None
-        return kept, value.new_empty((n_examples, 0, n_heads, value.shape[-1]))
+            return weights, None
+        return weights, value.new_empty((n_examples, 0, n_heads, value.shape[-1]))
 
 
 @torch.no_grad()
@@ -88,7 +87,7 @@ def last_attention(
     Returns:
       `[n_heads, n_tokens, n_tokens]` each, rows of weights that sum to 1.
     """
-    found: list[Any] = [None] * len(sequences)
+    maps: list[Any] = [None] * len(sequences)
     plan = GenerationConfig(max_new_tokens=1, tokens_per_batch=tokens_per_batch)
     for batch in plan_batches([len(ids) for ids in sequences], plan):
         rows = [np.array(sequences[i], np.int64) for i in batch]
@@ -104,8 +103,21 @@ def last_attention(
         weights = reading.found()[-1].numpy()
         for place, i in enumerate(batch):
             n_own = len(sequences[i])
-            found[i] = weights[place, :, :n_own, :n_own]
-    return found
+            maps[i] = weights[place, :, :n_own, :n_own]
+    return maps
+
+
+def content_words(text: str) -> list[str]:
+    """Return the words of a text that are no function words, lower case.
+
+    In the place of spaCy's tags (noun, adjective, verb, proper noun, number), which
+    DRAGIN takes, the stop words of scikit-learn: no tagger is among our
+    packages, and a made-up name has no tag to be had.
+    """
+    from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
+
+    words = re.findall(r"\w[\w'-]*", text.lower())
+    return [word for word in words if word not in ENGLISH_STOP_WORDS]
 
 
 def word_owners(ends: Sequence[int], text: str) -> tuple[list[str], np.ndarray]:
@@ -145,22 +157,22 @@ def query_words(
     asking = is_hit & is_content if (is_hit & is_content).any() else is_hit
     rows = [attended.rows[i - n_question] for i in np.flatnonzero(asking)]
     weight = np.mean(rows, axis=0)
-    known = np.flatnonzero(is_content & ~is_hit)
-    top = known[np.argsort(-weight[known], kind="stable")[:most]]
+    others = np.flatnonzero(is_content & ~is_hit)
+    top = others[np.argsort(-weight[others], kind="stable")[:most]]
     return " ".join(words[i] for i in sorted(top))
 
 
 class Wording:
     """Serves "words" and "attended", a pass over bare text each."""
 
-    def __init__(self, answering: Answering, journal: Journal) -> None:
+    def __init__(self, answering: Answering, journal: CallJournal) -> None:
         """Take what made the answers, and where they are kept."""
         self._answering, self._journal = answering, journal
         self._backbone = answering.probed.backbone
 
     def batches(
         self, calls: Sequence[Call], done: Collection[int]
-    ) -> Iterator[list[tuple[int, Words | Attended]]]:
+    ) -> Generator[list[tuple[int, Words | Attended]], None, None]:
         """Yield all that are asked for together; see `Service`."""
         if len(done) < len(calls):
             replies = [
@@ -177,53 +189,58 @@ class Wording:
 
     def _words(self, calls: Sequence[Call], replies: Sequence[Any]) -> list[Words]:
         tokenizer = self._backbone.tokenizer
-        found = [Words((), (), ()) for _ in calls]
-        own = [i for i, reply in enumerate(replies) if reply.text]
-        if not own:
-            return found
-        answers = [self._answering.answered(calls[i], replies[i]) for i in own]
+        words_of = [Words((), (), ()) for _ in calls]
+        written = [i for i, reply in enumerate(replies) if reply.text]
+        if not written:
+            return words_of
+        answers = [self._answering.answer_of(calls[i], replies[i]) for i in written]
         # The entropies of generation itself, read again: they cost a user nothing.
         signals = self._answering.probed.read(answers).signals
-        maps = self._attention([replies[i].token_ids for i in own])
-        for i, answer, one, weights in zip(own, answers, signals, maps, strict=True):
+        maps = self._attention([replies[i].token_ids for i in written])
+        for i, answer, signal, weights in zip(
+            written, answers, signals, maps, strict=True
+        ):
             ids = answer.token_ids
             ends = [len(decode_ids(tokenizer, ids[: n + 1])) for n in range(len(ids))]
             words, owners = word_owners(ends, decode_ids(tokenizer, ids))
             # Of the positions that emitted the tokens.
-            start = len(answer.prompt_ids) - 1 - one.first_token
-            entropy = one.prob[start : start + len(ids), _ENTROPY]
+            start = len(answer.prompt_ids) - 1 - signal.first_token
+            entropy = signal.prob[start : start + len(ids), _ENTROPY]
             looked_at = weights.max(axis=1).mean(axis=0)
             counts = np.bincount(owners, minlength=len(words))
             sums = np.bincount(owners, looked_at, len(words))
             means = np.bincount(owners, entropy, len(words)) / np.maximum(counts, 1)
-            found[i] = Words(tuple(words), tuple(sums.tolist()), tuple(means.tolist()))
-        return found
+            columns = tuple(sums.tolist()), tuple(means.tolist())
+            words_of[i] = Words(tuple(words), *columns)
+        return words_of
 
     def _attended(
         self, calls: Sequence[Call], replies: Sequence[Any]
     ) -> list[Attended]:
         texts = [f"{c.text} {r.text}" for c, r in zip(calls, replies, strict=True)]
-        given = self._backbone.tokenizer(
+        encoded = self._backbone.tokenizer(
             texts, add_special_tokens=False, return_offsets_mapping=True
         )
-        found = []
-        maps = self._attention(given["input_ids"])
-        places = zip(calls, texts, given["offset_mapping"], maps, strict=True)
+        attended = []
+        maps = self._attention(encoded["input_ids"])
+        places = zip(calls, texts, encoded["offset_mapping"], maps, strict=True)
         for call, text, offsets, heads in places:
             words, owners = word_owners([stop for _, stop in offsets], text)
             weights = heads.mean(axis=0)
             n_question = len(call.text.split())
             rows = []
             for word in range(n_question, len(words)):
-                own = np.flatnonzero(owners == word)
+                tokens = np.flatnonzero(owners == word)
                 row = np.zeros(len(words))
-                for token in own[own > 0]:
-                    earlier = weights[token - 1, : own[0]]
+                for token in tokens[tokens > 0]:
+                    earlier = weights[token - 1, : tokens[0]]
                     share = earlier / max(earlier.sum(), 1e-12)
-                    row += np.bincount(owners[: own[0]], share, len(words)) / len(own)
+                    row += np.bincount(owners[: tokens[0]], share, len(words)) / len(
+                        tokens
+                    )
                 rows.append(tuple(row.tolist()))
-            found.append(Attended(tuple(words), tuple(rows)))
-        return found
+            attended.append(Attended(tuple(words), tuple(rows)))
+        return attended
 
     def cost(self, call: Call, value: Words | Attended) -> Cost:
         """Return what it costs: one pass over the bare text."""
@@ -244,7 +261,7 @@ def dragin(question: str, theta: float, config: SearchConfig) -> Plan[str]:
     return reply.text
 
 
-@rival("dragin", "2024-03", "answering")
+@rival("dragin", "2024-03")
 def run_dragin(session: Session) -> None:
     """Choose theta among the quantiles of validation answers, and run."""
     wording = Wording(session.answering, session.waves.journal)
@@ -256,8 +273,8 @@ def run_dragin(session: Session) -> None:
         words = yield Call("words", example.question)
         return float(word_values(words).max(initial=0.0))
 
-    found = session.run("dragin:draft", session.validation, strongest)
-    values = np.array([done.value for done in found])
+    results = session.run("dragin:draft", session.validation, strongest)
+    values = np.array([done.value for done in results])
     grid = [THETA, -1.0, *(float(np.quantile(values, share)) for share in _SHARES)]
 
     def plan(theta: float, example: Example) -> Plan[str]:

@@ -17,9 +17,9 @@ import numpy as np
 
 from beatrice.extract.records import Example
 from beatrice.pgir.controllers.plans import Call, Plan, Reply, SearchConfig
+from beatrice.pgir.retrievers import fuse
 
 Query = Literal["draft", "question", "question_first", "sure_draft", "fused", "both"]
-_RANK_OFFSET = 60  # of reciprocal ranks (Cormack et al., SIGIR 2009)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ Judge = Callable[[str, tuple[int, ...], Reply], Plan[tuple[float, float]]]
 Accept = Callable[[Draft], bool]
 
 
-def beatrice(
+def detector_judge(
     question: str, passages: tuple[int, ...], reply: Reply
 ) -> Plan[tuple[float, float]]:
     """Judge an answer by the run's detector: calibrated, and raw."""
@@ -120,8 +120,8 @@ def beatrice(
     return scored.p_correct, scored.raw
 
 
-def own_judge(number: int) -> Judge:
-    """Return the judge that a service knows by a number, see `Judging`."""
+def custom_judge(number: int) -> Judge:
+    """Return a person's own judge, by its number; see `Judging`."""
 
     def judge(
         question: str, passages: tuple[int, ...], reply: Reply
@@ -132,10 +132,9 @@ def own_judge(number: int) -> Judge:
     return judge
 
 
-def _unjudged(
+def _no_judge(
     question: str, passages: tuple[int, ...], reply: Reply
 ) -> Plan[tuple[float, float]]:
-    """Judge nothing, and ask for nothing."""
     return 0.0, 0.0
     yield  # a plan without a call
 
@@ -197,15 +196,6 @@ def fresh_passages(
     return ()
 
 
-def _fused(rankings: Sequence[Sequence[int]]) -> list[int]:
-    """Join rankings by the sum of reciprocal ranks; of equals the smaller index."""
-    gains: dict[int, float] = {}
-    for ranking in rankings:
-        for rank, passage in enumerate(ranking, start=1):
-            gains[passage] = gains.get(passage, 0) + 1 / (_RANK_OFFSET + rank)
-    return sorted(gains, key=lambda passage: (-gains[passage], passage))
-
-
 def _fresh_of_round(
     question: str, trace: Sequence[Draft], config: ControllerConfig
 ) -> Plan[tuple[int, ...]]:
@@ -226,19 +216,18 @@ def _fresh_of_round(
     rankings = []
     for text in queries:
         rankings.append((yield Call("search", text, n=config.depth)))
-    if query != "both":
-        ranking = rankings[0] if len(rankings) == 1 else _fused(rankings)
-        return fresh_passages(ranking, seen, config.n_passages)
-    found: tuple[int, ...] = ()
+    if query == "fused":
+        rankings = [fuse([np.array(each, np.int64) for each in rankings]).tolist()]
+    passages: tuple[int, ...] = ()
     for ranking in rankings:
-        found += fresh_passages(ranking, seen | set(found), config.n_passages)
-    return found
+        passages += fresh_passages(ranking, seen | set(passages), config.n_passages)
+    return passages
 
 
 def drafts(
     question: str,
     config: ControllerConfig,
-    judge: Judge = beatrice,
+    judge: Judge = detector_judge,
     accept: Accept = lambda draft: False,
 ) -> Plan[Trace]:
     """Draft a question closed-book and round after round, until a draft is accepted.
@@ -274,7 +263,10 @@ def drafts(
 
 
 def pgir(
-    question: str, policy: Policy, config: ControllerConfig, judge: Judge = beatrice
+    question: str,
+    policy: Policy,
+    config: ControllerConfig,
+    judge: Judge = detector_judge,
 ) -> Plan[str]:
     """Answer as a policy says."""
     limited = dataclasses.replace(config, max_budget=policy.budget)
@@ -291,42 +283,47 @@ def draft_rag(question: str, config: ControllerConfig) -> Plan[str]:
     detector's.
     """
     limited = dataclasses.replace(config, max_budget=1)
-    trace = yield from drafts(question, limited, _unjudged)
+    trace = yield from drafts(question, limited, _no_judge)
     return trace[-1].answer
 
 
-Knows = Literal["judge", "gate", "choice"]
+Oracle = Literal["judge", "gate", "choice"]
 
 
-def with_golds(
+def upper_bound(
     question: str,
     policy: Policy,
     config: ControllerConfig,
-    knows: Knows,
+    oracle: Oracle,
     is_right: Callable[[str], bool],
 ) -> Plan[str]:
-    """Answer with PGIR's drafts, one of its parts being told what is right.
+    """Answer with PGIR's drafts, one of its decisions made with the gold answers.
 
-    No controllers but bounds: how much the part could still give. "judge" stops at the
-    first right draft; "gate" knows whether the closed-book draft is right, and goes on
-    as the policy says; "choice" stops where the policy does, and returns a right draft
-    if there is one by then.
+    No controller but a bound: how much that decision could still give. "judge" stops at
+    the first right draft; "gate" knows whether the closed-book draft is right, and goes
+    on as the policy says; "choice" stops where the policy does, and returns a right
+    draft if there is one by then.
     """
     limited = dataclasses.replace(config, max_budget=policy.budget)
-    trusted: Accept = lambda draft: draft.p_correct >= policy.threshold  # noqa: E731
-    right: Accept = lambda draft: is_right(draft.answer)  # noqa: E731
-    accept: dict[Knows, Accept] = {
+
+    def trusted(draft: Draft) -> bool:
+        return draft.p_correct >= policy.threshold
+
+    def right(draft: Draft) -> bool:
+        return is_right(draft.answer)
+
+    accept: dict[Oracle, Accept] = {
         "judge": right,
         "gate": lambda draft: (trusted if draft.passages else right)(draft),
         "choice": trusted,
     }
-    trace = yield from drafts(question, limited, beatrice, accept[knows])
-    if knows == "gate":
+    trace = yield from drafts(question, limited, detector_judge, accept[oracle])
+    if oracle == "gate":
         pool = trace[1:] or trace
         return pool[decide(pool, policy).round].answer
-    known = [draft.answer for draft in trace if right(draft)]
-    rest = trace[-1] if knows == "judge" else trace[decide(trace, policy).round]
-    return known[0] if known else rest.answer
+    right_answers = [draft.answer for draft in trace if right(draft)]
+    rest = trace[-1] if oracle == "judge" else trace[decide(trace, policy).round]
+    return right_answers[0] if right_answers else rest.answer
 
 
 def recalibrated(
@@ -362,12 +359,9 @@ def search_policy(
             decisions = [decide(trace, policy) for trace in traces]
             cost = float(np.mean([d.n_generations for d in decisions]))
             if cost <= config.max_generations:
-                right = np.mean(
-                    [
-                        is_right(i, traces[i][d.round].answer)
-                        for i, d in enumerate(decisions)
-                    ]
-                )
+                pairs = zip(traces, decisions, strict=True)
+                answers = [trace[decision.round].answer for trace, decision in pairs]
+                right = np.mean([is_right(i, text) for i, text in enumerate(answers)])
                 ranked.append((-float(right), cost, budget, threshold))
     if not ranked:
         raise ValueError(

@@ -1,14 +1,13 @@
-"""What a controller may ask for, and what that costs.
+"""The calls that a controller makes, what they cost, and the simplest controllers.
 
 A controller is a generator function over one question: it yields calls and is sent
-what each gives, so that it reads like its paper, and whoever runs it may serve the
+the value of each, so that it reads like its paper, and whoever runs it may serve the
 calls of a thousand questions together (`pgir.controllers.waves`). The cost is counted
 from the calls, the same for all; see `Cost`.
 """
 
 import dataclasses
-import re
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -21,12 +20,12 @@ T = TypeVar("T")
 
 
 class Call(msgspec.Struct, frozen=True):
-    """One thing asked for; equal calls give equal values, and are made once.
+    """A request of a controller; equal calls have equal values, and are made once.
 
     Attributes:
       kind: "search" ranks passages for the text; the others take the text as the
         question: "answer" generates greedily, "score" judges that answer by the
-        detector, "judge" by a judge of one's own, "words" and "attended" read its words
+        detector, "judge" by a person's own judge, "words" and "attended" read its words
         (DRAGIN), "spread" draws answers and measures how far they lie apart (SeaKR),
         "probe" judges it by rival probes (Probing-RAG).
       text: the question, or the query.
@@ -68,7 +67,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Scored(msgspec.Struct, frozen=True):
-    """What a detector says: `p_correct` in [0, 1], `raw` before calibration."""
+    """The score of an answer: `p_correct` in [0, 1], `raw` before calibration."""
 
     p_correct: float
     raw: float
@@ -94,7 +93,7 @@ class Attended(msgspec.Struct, frozen=True):
     rows: tuple[tuple[float, ...], ...]
 
 
-# What each kind of call gives, as it is read back from disk.
+# The type of each kind of call's value, as it is read back from disk.
 VALUES: dict[str, Any] = {
     "search": tuple[int, ...],
     "answer": Reply,
@@ -165,22 +164,6 @@ def vanilla_rag(question: str, config: SearchConfig) -> Plan[str]:
     return reply.text
 
 
-def content_words(text: str) -> list[str]:
-    """Return the words of a text that are no function words, lower case.
-
-    In the place of spaCy's tags (noun, adjective, verb, proper noun, number), which
-    SeaKR and DRAGIN take, the stop words of scikit-learn: no tagger is among our
-    packages, and a made-up name has no tag to be had.
-    """
-    from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
-
-    words = re.findall(r"\w[\w'-]*", text.lower())
-    return [word for word in words if word not in ENGLISH_STOP_WORDS]
-
-
-Right = Callable[[int, str], bool]  # whether an answer to the i-th question is right
-
-
 def best_under_cap(
     candidates: dict[Any, tuple[np.ndarray, np.ndarray]], cap: float
 ) -> Any:
@@ -193,10 +176,10 @@ def best_under_cap(
       candidates: per setting, quality and generations of each question.
       cap: on the mean generations of a question.
     """
-    found = [
+    ranked = [
         (-float(quality.mean()), float(cost.mean()), place)
         for place, (quality, cost) in enumerate(candidates.values())
     ]
-    allowed = [one for one in found if one[1] <= cap]
-    best = min(allowed) if allowed else min(found, key=lambda one: one[1])
+    allowed = [entry for entry in ranked if entry[1] <= cap]
+    best = min(allowed) if allowed else min(ranked, key=lambda entry: entry[1])
     return list(candidates)[best[2]]

@@ -13,7 +13,7 @@ run's template and its k; worked examples are left out of the query; theta is ch
 validation (published: 0).
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from beatrice.extract.signals.reader import SignalReader
 from beatrice.extract.signals.sequence import sequence_of
 from beatrice.pgir.controllers.plans import Call, Cost, Plan, Reply, SearchConfig
 from beatrice.pgir.controllers.session import Session, rival
-from beatrice.pgir.controllers.waves import Answering, Journal
+from beatrice.pgir.controllers.waves import Answering, CallJournal
 
 _DEPTHS = tuple(layer / 18 for layer in (6, 8, 10, 12, 14, 16))  # of Gemma 2B's 18
 _WIDTH, _BATCH, _EPOCHS = 512, 8, 2
@@ -61,8 +61,8 @@ def balanced(labels: np.ndarray) -> np.ndarray:
     rng = np.random.default_rng(0)
     right, wrong = np.flatnonzero(labels), np.flatnonzero(~labels)
     n = min(len(right), len(wrong))
-    kept = [rng.choice(places, n, replace=False) for places in (right, wrong)]
-    return np.sort(np.concatenate(kept))
+    chosen = [rng.choice(places, n, replace=False) for places in (right, wrong)]
+    return np.sort(np.concatenate(chosen))
 
 
 def fit_probe(states: np.ndarray, labels: np.ndarray, seed: int) -> torch.nn.Module:
@@ -73,21 +73,19 @@ def fit_probe(states: np.ndarray, labels: np.ndarray, seed: int) -> torch.nn.Mod
       labels: `[n]` bool, True is right.
       seed: of weights and order; theirs is the layer.
     """
-    kept = balanced(labels)
-    given, wanted = (
-        torch.from_numpy(states[kept]),
-        torch.from_numpy(labels[kept]).long(),
-    )
+    rows = balanced(labels)
+    inputs = torch.from_numpy(states[rows])
+    targets = torch.from_numpy(labels[rows]).long()
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(seed)
         probe = make_probe(states.shape[1])
         optimizer = torch.optim.AdamW(probe.parameters(), lr=_LEARNING_RATE)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, _DECAY)
         for _ in range(_EPOCHS):
-            for batch in torch.randperm(len(kept)).split(_BATCH):
+            for batch in torch.randperm(len(rows)).split(_BATCH):
                 optimizer.zero_grad()
-                softmaxed = probe(given[batch]).softmax(-1)
-                torch.nn.functional.cross_entropy(softmaxed, wanted[batch]).backward()
+                softmaxed = probe(inputs[batch]).softmax(-1)
+                torch.nn.functional.cross_entropy(softmaxed, targets[batch]).backward()
                 optimizer.step()
                 schedule.step()
     return probe.eval()
@@ -108,7 +106,7 @@ class Probing:
     def __init__(
         self,
         answering: Answering,
-        journal: Journal,
+        journal: CallJournal,
         training: Sequence[tuple[Call, Example]],
     ) -> None:
         """Take the answers to learn from."""
@@ -117,8 +115,8 @@ class Probing:
         backbone = answering.probed.backbone
         self._layers = probed_layers(backbone.n_layers)
         # Entry l + 1 of the resid axis is the output of layer l.
-        kept = tuple(layer + 1 for layer in self._layers)
-        self._reader = SignalReader(backbone, kept, hidden_spans="answer")
+        outputs = tuple(layer + 1 for layer in self._layers)
+        self._reader = SignalReader(backbone, outputs, hidden_spans="answer")
         self._probes: list[torch.nn.Module] = []
 
     def _states(self, calls: Sequence[Call]) -> np.ndarray:
@@ -127,18 +125,18 @@ class Probing:
         The last generated token is never fed; where nothing else was generated it is
         the state that emitted it that is read.
         """
-        answers = [self._answering.answered(c, self._reply(c)) for c in calls]
+        answers = [self._answering.answer_of(c, self._reply(c)) for c in calls]
         sequences = [sequence_of(a, answer_span="literal") for a in answers]
         for i, sequence in enumerate(sequences):
             if sequence.spans[2, 0] == sequence.spans[2, 1]:
                 sequences[i] = sequence_of(answers[i], answer_span="emitting")
-        found: list[Any] = [None] * len(calls)
+        states: list[Any] = [None] * len(calls)
         config = self._answering.probed.config
         for batch in plan_batches([len(s.ids) for s in sequences], config):
             read = self._reader.read([sequences[i] for i in batch])
-            for i, one in zip(batch, read, strict=True):
-                found[i] = one.hidden.mean(axis=0)
-        return np.stack(found)
+            for i, signals in zip(batch, read, strict=True):
+                states[i] = signals.hidden.mean(axis=0)
+        return np.stack(states)
 
     def _reply(self, call: Call) -> Reply:
         return self._journal.value(Call("answer", call.text, call.passages))
@@ -165,7 +163,7 @@ class Probing:
 
     def batches(
         self, calls: Sequence[Call], done: Collection[int]
-    ) -> Iterator[list[tuple[int, tuple[float, float]]]]:
+    ) -> Generator[list[tuple[int, tuple[float, float]]], None, None]:
         """Yield sums of some answers at a time; see `Service`."""
         with self._answering.probed.lock:
             if len(done) < len(calls) and not self._probes:
@@ -215,7 +213,7 @@ def probing_rag(
     return reply.text
 
 
-@rival("probing_rag", "2024-10", "answering")
+@rival("probing_rag", "2024-10")
 def run_probing(session: Session) -> None:
     """Train probes on training answers, choose theta on validation, and run."""
     answering = session.answering
@@ -240,8 +238,8 @@ def run_probing(session: Session) -> None:
         wrong, right = yield Call("probe", example.question, n=n)
         return right - wrong
 
-    found = session.run("probing:draft", session.validation, gap)
-    gaps = np.array([done.value for done in found])
+    results = session.run("probing:draft", session.validation, gap)
+    gaps = np.array([done.value for done in results])
     grid = [0.0, *(float(np.quantile(gaps, share)) for share in _SHARES)]
 
     def plan(theta: float, example: Example) -> Plan[str]:

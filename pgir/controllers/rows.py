@@ -46,11 +46,11 @@ def measures(
     examples: Sequence[Example], answers: Sequence[Done]
 ) -> dict[str, np.ndarray]:
     """Return exact match, F1 and what was spent per question, `[n_examples]` each."""
-    found = _quality(examples, [done.value for done in answers])
+    columns = _quality(examples, [done.value for done in answers])
     for name in COUNTED:
-        own = [getattr(done.cost, name) for done in answers]
-        found[name] = np.array(own, np.float64)
-    return found
+        counts = [getattr(done.cost, name) for done in answers]
+        columns[name] = np.array(counts, np.float64)
+    return columns
 
 
 class _Drawn(NamedTuple):
@@ -103,9 +103,9 @@ def _macro(sets: Sequence[Drawn]) -> Drawn:
     """Return the unweighted mean over sets, each resampled by itself."""
     return {
         key: _Drawn(
-            float(np.mean([one[key].value for one in sets])),
-            np.mean([one[key].draws for one in sets], axis=0),
-            sum(one[key].n for one in sets),
+            float(np.mean([drawn[key].value for drawn in sets])),
+            np.mean([drawn[key].draws for drawn in sets], axis=0),
+            sum(drawn[key].n for drawn in sets),
         )
         for key in sets[0]
     }
@@ -158,6 +158,10 @@ def control_rows(
     return rows
 
 
+def _mean_seconds(answers: Sequence[Done]) -> float:
+    return float(np.mean([done.cost.seconds for done in answers]))
+
+
 def seconds_rows(
     sets: Sequence[QuestionSet], answers: Sequence[Answers]
 ) -> list[ResultRow]:
@@ -167,7 +171,7 @@ def seconds_rows(
     the same wherever they are measured.
     """
     pairs = zip(sets, answers, strict=True)
-    own = [one for asked, one in pairs if asked.split != "validation"]
+    evaluated = [of_set for each, of_set in pairs if each.split != "validation"]
     return [
         ResultRow(
             experiment="controller_macro",
@@ -176,12 +180,10 @@ def seconds_rows(
             dataset=MACRO,
             split="evaluated",
             metric="seconds",
-            value=float(
-                np.mean([np.mean([d.cost.seconds for d in one[name]]) for one in own])
-            ),
-            n=sum(len(one[name]) for one in own),
+            value=float(np.mean([_mean_seconds(of_set[name]) for of_set in evaluated])),
+            n=sum(len(of_set[name]) for of_set in evaluated),
         )
-        for name in (own[0] if own else ())
+        for name in (evaluated[0] if evaluated else ())
     ]
 
 
@@ -205,11 +207,11 @@ def frontier(
             decisions = [decide(trace, limited) for trace in one.traces]
             pairs = zip(one.traces, decisions, strict=True)
             texts = [trace[decision.round].answer for trace, decision in pairs]
-            found = _quality(one.examples, texts)
-            found["generations"] = [d.n_generations for d in decisions]
-            means = {name: float(np.mean(values)) for name, values in found.items()}
-            place = {"controller": name, "dataset": one.dataset, "budget": budget}
-            points.append(place | means)
+            columns = _quality(one.examples, texts)
+            columns["generations"] = np.array([d.n_generations for d in decisions])
+            means = {metric: float(np.mean(x)) for metric, x in columns.items()}
+            keys = {"controller": name, "dataset": one.dataset, "budget": budget}
+            points.append(keys | means)
     return points
 
 

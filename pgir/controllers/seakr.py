@@ -8,7 +8,7 @@ their script always runs all. Delta is chosen on validation: -6 was for one mode
 the scale depends on the width of the states.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Sequence
 
 import numpy as np
 import torch
@@ -23,7 +23,6 @@ from beatrice.pgir.controllers.plans import Call, Cost, Plan, SearchConfig
 from beatrice.pgir.controllers.session import Session, rival
 from beatrice.pgir.controllers.waves import Answering
 
-N_DRAWS = 20
 _RIDGE = 1e-3
 _SEED = 42
 _CALLS_PER_BATCH = 32  # whose draws are made together, and kept at once
@@ -71,7 +70,7 @@ class Spreading:
 
     def batches(
         self, calls: Sequence[Call], done: Collection[int]
-    ) -> Iterator[list[tuple[int, tuple[float, int]]]]:
+    ) -> Generator[list[tuple[int, tuple[float, int]]], None, None]:
         """Yield (uncertainty, new tokens) of some calls at a time; see `Service`."""
         for first in range(0, len(calls), _CALLS_PER_BATCH):
             places = range(first, min(first + _CALLS_PER_BATCH, len(calls)))
@@ -82,30 +81,30 @@ class Spreading:
                 yield list(zip(places, spreads, strict=True))
 
     def _spreads(self, calls: Sequence[Call]) -> list[tuple[float, int]]:
-        asked = [self._answering.request(call)[0].prompt.ids for call in calls]
-        prompts = [
+        answering = self._answering
+        prompts = [answering.request(call)[0].prompt.ids for call in calls]
+        owners = [place for place, call in enumerate(calls) for _ in range(call.n)]
+        draws = [
             GeneratorPrompt(text="", ids=ids, sample=k)
-            for ids, call in zip(asked, calls, strict=True)
+            for ids, call in zip(prompts, calls, strict=True)
             for k in range(call.n)
         ]
-        found = dict(self._answering.generator.stream(prompts, self._sampling))
-        stop = stop_ids(self._answering.probed.backbone)[0]
-        owners, sequences = [], []
+        texts = dict(answering.generator.stream(draws, self._sampling))
+        stop = stop_ids(answering.probed.backbone)[0]
         n_new = [0] * len(calls)
-        owner_of = [place for place, call in enumerate(calls) for _ in range(call.n)]
-        for i, written in sorted(found.items()):
-            n_new[owner_of[i]] += len(written.log_probs)
+        row_owners, sequences = [], []
+        for i, text in sorted(texts.items()):
+            ids, log_probs = text.token_ids or (), text.log_probs or ()
+            n_new[owners[i]] += len(log_probs)
             # The last token is replaced, the one that stopped it included.
-            kept = written.token_ids
-            if written.stop_id is None:
-                kept = kept[:-1]
-            if written.token_ids:
-                owners.append(owner_of[i])
-                sequences.append(np.array((*prompts[i].ids, *kept, stop), np.int64))
-        states = self._states(sequences)
-        own = np.array(owners, int)
+            before_stop = ids[:-1] if text.stop_id is None else ids
+            if ids:
+                prompt = prompts[owners[i]]
+                row_owners.append(owners[i])
+                sequences.append(np.array((*prompt, *before_stop, stop), np.int64))
+        states, rows = self._states(sequences), np.array(row_owners, int)
         return [
-            (uncertainty(states[own == place]), n_new[place])
+            (uncertainty(states[rows == place]), n_new[place])
             for place in range(len(calls))
         ]
 
@@ -120,19 +119,19 @@ class Spreading:
             tokens_per_batch=self._answering.generator.tokens_per_batch,
         )
         for batch in plan_batches([len(ids) for ids in sequences], plan):
-            kept: list[torch.Tensor] = []
+            outputs: list[torch.Tensor] = []
             last = torch.tensor([len(sequences[i]) - 1 for i in batch])
 
             def on_layer(layer: LayerPass, last: torch.Tensor = last) -> None:
                 if layer.index == self._layer:
                     rows = torch.arange(len(last), device=layer.ffn.device)
                     at = last.to(layer.ffn.device)
-                    kept.append(layer.ffn[rows, at].float().cpu())  # noqa: B023
+                    outputs.append(layer.ffn[rows, at].float().cpu())  # noqa: B023
 
             ids = pad_batch([sequences[i] for i in batch], backbone.device)
             with watch_layers(layout, on_layer):
                 layout.decoder(input_ids=ids, use_cache=False)
-            states[list(batch)] = kept[0].numpy()
+            states[list(batch)] = outputs[0].numpy()
         return states
 
     def cost(self, call: Call, value: tuple[float, int]) -> Cost:
@@ -147,16 +146,16 @@ def seakr(question: str, delta: float, n_draws: int, config: SearchConfig) -> Pl
     if spread < delta:
         return direct.text
     ranking = yield Call("search", question, n=config.depth)
-    found = []
+    answers = []
     for passage in ranking[: config.n_passages]:
         reply = yield Call("answer", question, (passage,))
         spread, _ = yield Call("spread", question, (passage,), n=n_draws)
         # Empty answers rank last.
-        found.append((not reply.text, spread, len(found), reply.text))
-    return min(found)[-1] if found else direct.text
+        answers.append((not reply.text, spread, len(answers), reply.text))
+    return min(answers)[-1] if answers else direct.text
 
 
-@rival("seakr", "2024-06", "answering")
+@rival("seakr", "2024-06")
 def run_seakr(session: Session) -> None:
     """Choose delta among the quantiles of validation questions, and run."""
     session.waves.services["spread"] = Spreading(session.answering)
@@ -167,8 +166,8 @@ def run_seakr(session: Session) -> None:
         spread, _ = yield Call("spread", example.question, n=n_draws)
         return spread
 
-    found = session.run("seakr:direct", session.validation, direct)
-    spreads = np.array([done.value for done in found])
+    results = session.run("seakr:direct", session.validation, direct)
+    spreads = np.array([done.value for done in results])
     grid = [float(np.quantile(spreads, share)) for share in _SHARES]
     grid.append(float(spreads.max()) + 1)  # never retrieve
 

@@ -27,8 +27,8 @@ from beatrice.pgir.controllers.loop import (
     QuestionSet,
     Trace,
     Traced,
-    beatrice,
     decide,
+    detector_judge,
     drafts,
     pgir,
     search_policy,
@@ -71,9 +71,9 @@ def question_sets(examples: Sequence[Example], limit: int | None) -> list[Questi
         if example.split != "train":
             sets.setdefault((example.dataset, example.split), []).append(example)
     return [
-        QuestionSet(dataset=dataset, split=split, examples=tuple(own[:limit]))
-        for (dataset, split), own in sets.items()
-        if any(example.passages for example in own)
+        QuestionSet(dataset=dataset, split=split, examples=tuple(of_set[:limit]))
+        for (dataset, split), of_set in sets.items()
+        if any(example.passages for example in of_set)
     ]
 
 
@@ -89,7 +89,7 @@ def training_questions(examples: Sequence[Example], limit: int) -> list[Example]
         if example.split == "train" and example.passages:
             sets.setdefault(example.dataset, []).append(example)
     share = -(-limit // max(1, len(sets)))
-    return [example for own in sets.values() for example in own[:share]][:limit]
+    return [e for of_set in sets.values() for e in of_set[:share]][:limit]
 
 
 Run = Callable[["Session"], None]
@@ -102,27 +102,30 @@ class RivalEntry(NamedTuple):
       name: in rows and on the command line.
       since: month in which it was first published; rivals run in this order, those of
         one month by name, and what nobody published first.
-      needs: attributes of a session that it cannot run without.
       run: chooses its setting on a session's validation questions, and runs it.
     """
 
     name: str
     since: str
-    needs: tuple[str, ...]
     run: Run
 
 
 _RIVALS: dict[str, RivalEntry] = {}
 
 
-def rival(name: str, since: str, *needs: str) -> Callable[[Run], Run]:
-    """Enter a controller; that its module lies in this folder is all else it takes."""
+def rival(name: str, since: str) -> Callable[[Run], Run]:
+    """Register a controller; that its module lies in this folder is all else it takes.
 
-    def enter(run: Run) -> Run:
-        _RIVALS[name] = RivalEntry(name, since, needs, run)
+    Args:
+      name: of the `RivalEntry`.
+      since: likewise.
+    """
+
+    def register(run: Run) -> Run:
+        _RIVALS[name] = RivalEntry(name, since, run)
         return run
 
-    return enter
+    return register
 
 
 @functools.cache
@@ -135,7 +138,7 @@ def all_rivals() -> dict[str, RivalEntry]:
 
 
 class QuestionEncoder(NamedTuple):
-    """Questions as vectors of length 1, and what makes them, in words."""
+    """Questions as vectors of length 1, and the name of their encoder."""
 
     name: str
     vectors: Callable[[Sequence[str]], np.ndarray]
@@ -152,16 +155,17 @@ class Session:
       config: how far PGIR searches; others share its k, depth and cap.
       update: called with how many questions were put to a controller, and how many
         will be.
-      answering: what makes prompts and answers; None where no rival needs it.
-      unanswered: training questions whose outcomes are not known.
-      encoder: of questions; None where no rival reads them alone.
-      n_draws: answers that SeaKR draws at a time.
+      answering: makes prompts and answers.
+      encoder: loads the encoder of questions.
       stores: opens the signals of answers with their labels, of each setting.
+      unanswered: training questions whose outcomes are not known.
+      n_draws: answers that SeaKR draws at a time.
       queries: which of PGIR's queries are run, see `ControlConfig`.
       total: questions that will be put to controllers, as far as it is known.
-      deferred: what is left for when all rivals have run.
+      n_done: questions that were.
       answers: by set's place and controller, what it returned.
       chosen: the setting of every controller that was tuned.
+      deferred: work for when all rivals have run.
     """
 
     waves: Waves
@@ -169,21 +173,36 @@ class Session:
     training: Sequence[Example]
     config: ControllerConfig
     update: Update
-    answering: Answering | None = None
+    answering: Answering
+    encoder: Callable[[], QuestionEncoder]
+    stores: Callable[[], Stores]
     unanswered: Sequence[Example] = ()
-    encoder: Callable[[], QuestionEncoder] | None = None
     n_draws: int = 20
-    stores: Callable[[], Stores] | None = None
     queries: Queries = "paper"
     total: int = 0
     n_done: int = 0
     answers: list[dict[str, list[Done]]] = dataclasses.field(default_factory=list)
     chosen: dict[str, Any] = dataclasses.field(default_factory=dict)
-    deferred: list[Callable[[], None]] = dataclasses.field(default_factory=list)
+    deferred: list[Callable[[], object]] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Begin with no answers."""
         self.answers = [{} for _ in self.sets]
+
+    @property
+    def examples(self) -> list[Example]:
+        """Return the questions of all sets together."""
+        return [example for each in self.sets for example in each.examples]
+
+    @property
+    def validation_sets(self) -> list[QuestionSet]:
+        """Return the validation sets alone."""
+        return [each for each in self.sets if each.split == "validation"]
+
+    @property
+    def validation(self) -> list[Example]:
+        """Return the validation questions of all sets together."""
+        return [example for each in self.validation_sets for example in each.examples]
 
     def run(
         self, label: str, examples: Sequence[Example], plan_of: PlanOf
@@ -191,9 +210,9 @@ class Session:
         """Run a controller on questions.
 
         Args:
-          label: its own; it names the waves.
+          label: of this run alone; it names the waves.
           examples: the questions.
-          plan_of: what it does with one.
+          plan_of: the controller's plan for a question.
 
         Raises:
           ConnectionError: calls failed; they are made again by the next run, and
@@ -206,41 +225,22 @@ class Session:
             self.n_done = before + n
             self.update(self.n_done, self.total)
 
-        found = self.waves.run(label, [plan_of(e) for e in examples], on_done)
-        if None in found:
+        results = self.waves.run(label, [plan_of(e) for e in examples], on_done)
+        done = [result for result in results if result is not None]
+        if len(done) < len(results):
             call, reason = next(iter(self.waves.failed.items()))
             raise ConnectionError(
-                f"{found.count(None)} of {len(found)} questions could not be done "
-                f"({label}): {call.kind} of {call.text[:60]!r} failed ({reason}); run "
-                "the same line again, which tries these and keeps everything else"
+                f"{len(results) - len(done)} of {len(results)} questions could not be "
+                f"done ({label}): {call.kind} of {call.text[:60]!r} failed ({reason}); "
+                "run the same line again, which tries these and keeps everything else"
             )
-        return found
-
-    @property
-    def validation(self) -> list[Example]:
-        """Return the validation questions of all sets together."""
-        return [example for one in self.validation_sets for example in one.examples]
+        return done
 
     def answer(self, name: str, plan_of: PlanOf) -> None:
-        """Run a controller on every set, and keep what it answers."""
-        examples = [example for one in self.sets for example in one.examples]
-        found = self.run(name, examples, plan_of)
-        for answers, own in zip(self.answers, _split(found, self.sets), strict=True):
-            answers[name] = own
-
-    def run_rival(self, name: str) -> None:
-        """Run a rival of this folder by name.
-
-        Raises:
-          ValueError: the session lacks what it needs.
-        """
-        entry = all_rivals()[name]
-        if missing := [need for need in entry.needs if getattr(self, need) is None]:
-            raise ValueError(
-                f"{name} needs a session with {' and '.join(missing)}; give them when "
-                "it is made"
-            )
-        entry.run(self)
+        """Run a controller on every set, and keep its answers."""
+        done = self.run(name, self.examples, plan_of)
+        for answers, of_set in zip(self.answers, _split(done, self.sets), strict=True):
+            answers[name] = of_set
 
     def tune(
         self,
@@ -253,17 +253,15 @@ class Session:
         Args:
           name: of the controller.
           grid: settings tried, the published one first; the first of equals is taken.
-          plan: what it does with a question under a setting.
+          plan: for a question under a setting.
         """
         examples, tried = self.validation, {}
         for place, setting in enumerate(grid):
             done = self.run(
                 f"{name}:{place}", examples, lambda e, s=setting: plan(s, e)
             )
-            tried[place] = (
-                right_of(examples, done),
-                np.array([one.cost.generations for one in done]),
-            )
+            generations = np.array([each.cost.generations for each in done])
+            tried[place] = (right_of(examples, done), generations)
         best = best_under_cap(tried, self.config.max_generations)
         self.chosen[name] = grid[best]
         self.answer(name, lambda e: plan(grid[best], e))
@@ -273,24 +271,24 @@ class Session:
         label: str,
         config: ControllerConfig,
         sets: Sequence[QuestionSet] | None = None,
-        judge: Judge = beatrice,
+        judge: Judge = detector_judge,
     ) -> list[Traced]:
         """Trace every question of some sets (None: all) to the full budget."""
         sets = self.sets if sets is None else sets
-        examples = [example for one in sets for example in one.examples]
-        found = self.run(label, examples, lambda e: drafts(e.question, config, judge))
-        traces = _split([done.value for done in found], sets)
+        examples = [example for each in sets for example in each.examples]
+        done = self.run(label, examples, lambda e: drafts(e.question, config, judge))
+        traces = _split([each.value for each in done], sets)
         return [
-            Traced(**vars(one), traces=tuple(own))
-            for one, own in zip(sets, traces, strict=True)
+            Traced(**vars(each), traces=tuple(of_set))
+            for each, of_set in zip(sets, traces, strict=True)
         ]
 
-    def enter(
+    def run_pgir(
         self,
         name: str,
         traced: Sequence[Traced],
         config: ControllerConfig,
-        judge: Judge = beatrice,
+        judge: Judge = detector_judge,
         recalibrate: Recalibrate = lambda example, trace: trace,
     ) -> Policy:
         """Choose threshold and budget on validation traces, and run the loop.
@@ -300,7 +298,7 @@ class Session:
           traced: validation sets, at least.
           config: that the traces were made with.
           judge: of drafts, where the loop is run.
-          recalibrate: gives a trace the probabilities to search on.
+          recalibrate: returns a trace with the probabilities to search on.
         """
         policy = choose_policy(traced, config, recalibrate)
         self._run_policy(name, policy, config, judge)
@@ -309,14 +307,9 @@ class Session:
     def run_loop(self, name: str, judge: Judge) -> None:
         """Choose PGIR's threshold and budget under another judge, and run the loop."""
         traced = self.trace(f"trace:{name}", self.config, self.validation_sets, judge)
-        self.enter(name, traced, self.config, judge)
+        self.run_pgir(name, traced, self.config, judge)
 
-    @property
-    def validation_sets(self) -> list[QuestionSet]:
-        """Return the validation sets alone."""
-        return [one for one in self.sets if one.split == "validation"]
-
-    def enter_query(
+    def run_pgir_query(
         self, name: str, judge: Judge, *, show_all: bool
     ) -> tuple[Policy, ControllerConfig]:
         """Choose PGIR's query on validation too, and run it as `<name>_query`.
@@ -328,24 +321,26 @@ class Session:
           judge: of drafts.
           show_all: also run those that were not chosen, as `<name>:<query>`.
         """
-        tried, entered = {}, {}
+        tried: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        settings: dict[str, tuple[Policy, ControllerConfig]] = {}
         for query, fields in QUERIES.items():
             config = dataclasses.replace(self.config, **fields)
             label = f"trace:{name}:{query}"
             traced = self.trace(label, config, self.validation_sets, judge)
             policy = choose_policy(traced, config)
-            traces = [trace for one in traced for trace in one.traces]
+            traces = [trace for each in traced for trace in each.traces]
             decisions = [decide(trace, policy) for trace in traces]
-            kept = zip(self.validation, traces, decisions, strict=True)
-            right = [exact_match(t[d.round].answer, e.golds) for e, t, d in kept]
-            spent = np.array([d.n_generations for d in decisions])
-            tried[query], entered[query] = (np.array(right), spent), (policy, config)
+            rows = zip(self.validation, traces, decisions, strict=True)
+            right = [exact_match(t[d.round].answer, e.golds) for e, t, d in rows]
+            generations = np.array([d.n_generations for d in decisions])
+            tried[query] = (np.array(right), generations)
+            settings[query] = (policy, config)
             if show_all:
                 self._run_policy(f"{name}:{query}", policy, config, judge)
         best = best_under_cap(tried, self.config.max_generations)
-        self._run_policy(f"{name}_query", *entered[best], judge)
+        self._run_policy(f"{name}_query", *settings[best], judge)
         self.chosen[f"{name}_query"] |= {"query": best}
-        return entered[best]
+        return settings[best]
 
     def _run_policy(
         self, name: str, policy: Policy, config: ControllerConfig, judge: Judge
@@ -355,30 +350,30 @@ class Session:
 
     @functools.cached_property
     def outcomes(self) -> tuple[list[Done], list[Done]]:
-        """Return what training questions get closed-book, and after one retrieval."""
+        """Return training questions' answers, closed-book and after one search."""
         shared = self.config.search
-        return (
-            self.run("train:no_rag", self.training, lambda e: no_rag(e.question)),
-            self.run(
-                "train:vanilla_rag",
-                self.training,
-                lambda e: vanilla_rag(e.question, shared),
-            ),
+        closed_book = self.run(
+            "train:no_rag", self.training, lambda e: no_rag(e.question)
+        )
+        return closed_book, self.run(
+            "train:vanilla_rag",
+            self.training,
+            lambda e: vanilla_rag(e.question, shared),
         )
 
 
 def _split(values: Sequence[Any], sets: Sequence[QuestionSet]) -> Iterator[list[Any]]:
     """Yield the values of each set, in order."""
     start = 0
-    for one in sets:
-        yield list(values[start : start + len(one.examples)])
-        start += len(one.examples)
+    for each in sets:
+        yield list(values[start : start + len(each.examples)])
+        start += len(each.examples)
 
 
-def right_of(examples: Sequence[Example], found: Sequence[Done]) -> np.ndarray:
+def right_of(examples: Sequence[Example], done: Sequence[Done]) -> np.ndarray:
     """Return whether each answer is right by exact match, `[n]` bool."""
-    pairs = zip(examples, found, strict=True)
-    return np.array([exact_match(done.value, e.golds) for e, done in pairs], bool)
+    pairs = zip(examples, done, strict=True)
+    return np.array([exact_match(each.value, e.golds) for e, each in pairs], bool)
 
 
 def choose_policy(
@@ -391,11 +386,11 @@ def choose_policy(
     Args:
       traced: of all sets.
       config: what is searched.
-      recalibrate: gives each question's trace its probabilities for the search.
+      recalibrate: returns each question's trace with its probabilities for the search.
     """
-    validation = [one for one in traced if one.split == "validation"]
-    examples = [example for one in validation for example in one.examples]
-    traces = [trace for one in validation for trace in one.traces]
+    validation = [each for each in traced if each.split == "validation"]
+    examples = [example for each in validation for example in each.examples]
+    traces = [trace for each in validation for trace in each.traces]
     return search_policy(
         tuple(map(recalibrate, examples, traces)),
         lambda i, answer: exact_match(answer, examples[i].golds),

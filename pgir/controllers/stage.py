@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from beatrice.extract.backbone.loading import open_backbone
 from beatrice.extract.backbone.names import BackboneConfig
@@ -38,15 +38,15 @@ from beatrice.pgir.controllers import CONTROLLERS, CROSS_FIT
 from beatrice.pgir.controllers.adaptive import question_encoder
 from beatrice.pgir.controllers.loop import (
     ControllerConfig,
-    Knows,
+    Oracle,
     Policy,
     Trace,
     Traced,
-    beatrice,
+    custom_judge,
+    detector_judge,
     draft_rag,
-    own_judge,
     recalibrated,
-    with_golds,
+    upper_bound,
 )
 from beatrice.pgir.controllers.plans import Plan, no_rag, vanilla_rag
 from beatrice.pgir.controllers.rows import (
@@ -66,7 +66,7 @@ from beatrice.pgir.controllers.session import (
 from beatrice.pgir.controllers.waves import (
     JUDGES,
     Answering,
-    Journal,
+    CallJournal,
     Waves,
     open_services,
 )
@@ -75,14 +75,13 @@ from beatrice.pgir.retrievers import (
     Retrieval,
     RetrievalConfig,
     open_retrieval,
-    served_cache,
 )
 
 EVERY_RIVAL: tuple[str, ...] = tuple(all_rivals())
 OWN_JUDGE = "judge:"  # before `module:NAME` of a judge of drafts, among the rivals
 
-# What no controller knows: the names of bounds, and which part is told.
-KNOWS: dict[str, Knows] = {
+# The names of bounds, and which decision is made with the gold answers.
+ORACLES: dict[str, Oracle] = {
     "perfect_judge": "judge",
     "perfect_gate": "gate",
     "perfect_choice": "choice",
@@ -171,8 +170,8 @@ def settle_search(
 
     Unlike other settings these may change: nothing but tables depends on them.
     """
-    held = run.settle("control", CONTROL_PRESETS, is_recorded=False)
-    if change(held) != held:
+    settled = run.settle("control", CONTROL_PRESETS, is_recorded=False)
+    if change(settled) != settled:
         run.reopen_stage("control")
     run.settle("control", CONTROL_PRESETS, change, is_replaceable=True)
 
@@ -191,8 +190,8 @@ def settle_retrieval(
 
     No answer, label or weight of the run itself depends on it.
     """
-    held = retrieval_config(run)
-    if change(held) != held:
+    settled = retrieval_config(run)
+    if change(settled) != settled:
         for stage in stages:
             run.reopen_stage(stage)
     run.settle("retrieval", RETRIEVAL_PRESETS, change, is_replaceable=True)
@@ -202,14 +201,9 @@ def retrieval_of(
     run: RunDir, note: Callable[[str], None] = lambda text: None
 ) -> Retrieval:
     """Open the retriever that a run has chosen."""
-    config, searches = retrieval_config(run), run.path / "searches"
-    # Where an earlier version kept a server's replies, and in the way of `transfer`,
-    # whose run that folder is.
-    earlier = run.path / "retrieved" / "served.jsonl"
-    if config.url is not None and earlier.exists():
-        searches.mkdir(exist_ok=True)
-        earlier.replace(served_cache(searches, config.url))
-    return open_retrieval(config, run.passages, searches, note)
+    return open_retrieval(
+        retrieval_config(run), run.passages, run.path / "searches", note
+    )
 
 
 def _cross_fitted(run: RunDir) -> Recalibrate:
@@ -227,20 +221,20 @@ def _cross_fitted(run: RunDir) -> Recalibrate:
 def _open_session(
     run: RunDir,
     answering: Answering,
-    searched: Retrieval,
+    retrieval: Retrieval,
     config: ControlConfig,
     update: Update,
 ) -> Session:
     """Return the run's questions, and what runs controllers on them."""
     hashes = run.hash_inputs(run.passages, run.detector).values()
-    journal = Journal(
+    journal = CallJournal(
         run.control / "calls.jsonl",
-        hashlib.sha256("\n".join([*hashes, searched.identity]).encode()).hexdigest(),
+        hashlib.sha256("\n".join([*hashes, retrieval.identity]).encode()).hexdigest(),
     )
     examples = read_examples(run)
-    services = open_services(answering, searched.passages, journal, searched.retriever)
+    services = open_services(answering, journal, retrieval.retriever)
     training = training_questions(examples, config.n_training)
-    answered = {example.id for example in training}
+    training_ids = {example.id for example in training}
     questions = [example.question for example in training]
     checkpoint = Path(config.encoder) if config.encoder else None
     return Session(
@@ -248,7 +242,9 @@ def _open_session(
         sets=question_sets(examples, config.n_questions),
         training=training,
         answering=answering,
-        unanswered=[e for e in examples if e.split == "train" and e.id not in answered],
+        unanswered=[
+            e for e in examples if e.split == "train" and e.id not in training_ids
+        ],
         encoder=functools.cache(lambda: question_encoder(questions, checkpoint)),
         n_draws=config.n_draws,
         stores=lambda: {setting: open_rows(run, setting) for setting in SETTINGS},
@@ -260,7 +256,7 @@ def _open_session(
     )
 
 
-def _enter_pgir(
+def _run_pgir(
     session: Session, run: RunDir, config: ControlConfig
 ) -> tuple[list[Traced], Policy]:
     """Run PGIR, what it is made of, and what bounds it."""
@@ -269,32 +265,31 @@ def _enter_pgir(
     session.answer("no_rag", lambda e: no_rag(e.question))
     session.answer("vanilla_rag", lambda e: vanilla_rag(e.question, controller.search))
     session.answer("draft_rag", lambda e: draft_rag(e.question, controller))
-    policy = session.enter("pgir", traced, controller)
+    policy = session.run_pgir("pgir", traced, controller)
     if config.cross_fit:
         cross_fitted = _cross_fitted(run)
-        session.enter(CROSS_FIT, traced, controller, recalibrate=cross_fitted)
-    for name, knows in KNOWS.items():
+        session.run_pgir(CROSS_FIT, traced, controller, recalibrate=cross_fitted)
+    for name, oracle in ORACLES.items():
 
-        def told(example: Example, knows: Knows = knows) -> Plan[str]:
-            right = partial(exact_match, golds=example.golds)
-            return with_golds(example.question, policy, controller, knows, right)
+        def bound(example: Example, oracle: Oracle = oracle) -> Plan[str]:
+            is_right = partial(exact_match, golds=example.golds)
+            return upper_bound(example.question, policy, controller, oracle, is_right)
 
-        session.answer(name, told)
+        session.answer(name, bound)
     return traced, policy
 
 
 def _run_rivals(session: Session, config: ControlConfig) -> None:
     """Run the controllers that PGIR is compared with, and the judges of one's own."""
-    for name in all_rivals():
+    for name, entry in all_rivals().items():
         if name in config.rivals:
-            session.run_rival(name)
+            entry.run(session)
     for work in session.deferred:
         work()
     for name in config.rivals:
         if name.startswith(OWN_JUDGE):
-            judging: Any = session.waves.services["judge"]
             judge = load_plug(name.removeprefix(OWN_JUDGE), JUDGES)
-            session.run_loop(name, own_judge(judging.add(name, judge)))
+            session.run_loop(name, custom_judge(session.waves.add_judge(name, judge)))
 
 
 def _control(
@@ -302,30 +297,32 @@ def _control(
 ) -> None:
     set_compiler(run.preset)
     probed = _open_probed(run)
-    searched = retrieval_of(run, progress.note)
-    answering = Answering(probed, searched.passages)
-    session = _open_session(run, answering, searched, config, update)
+    retrieval = retrieval_of(run, progress.note)
+    answering = Answering(probed, retrieval.passages)
+    session = _open_session(run, answering, retrieval, config, update)
     examples = read_examples(run)
-    asked = {one.dataset for one in session.sets}
-    if bare := {e.dataset for e in examples if e.split != "train"} - asked:
+    datasets = {each.dataset for each in session.sets}
+    if bare := {e.dataset for e in examples if e.split != "train"} - datasets:
         progress.note(
             f"control: {', '.join(sorted(bare))} left out: no question has passages, "
             "and there is nothing to find for them"
         )
-    traced, policy = _enter_pgir(session, run, config)
+    traced, policy = _run_pgir(session, run, config)
     curve = frontier("pgir", traced, policy, session.config)
     if config.queries != "paper":
         show_all = config.queries == "all"
-        best, with_query = session.enter_query("pgir", beatrice, show_all=show_all)
-        evaluated = [one for one in session.sets if one.split != "validation"]
+        best, with_query = session.run_pgir_query(
+            "pgir", detector_judge, show_all=show_all
+        )
+        evaluated = [each for each in session.sets if each.split != "validation"]
         retraced = session.trace("trace:query", with_query, evaluated)
         curve += frontier("pgir_query", retraced, best, with_query)
     _run_rivals(session, config)
-    if note := _note_of_passages(searched, answering):
+    if note := _note_of_passages(retrieval, answering):
         progress.note(f"control: {note}")
     for name, setting in session.chosen.items():
         progress.note(f"control: {CONTROLLERS.get(name, name)}: {setting}")
-    evaluated = [one for one in traced if one.split != "validation"]
+    evaluated = [each for each in traced if each.split != "validation"]
     write_json_atomic(
         run.control / "control.json",
         {
@@ -336,22 +333,25 @@ def _control(
             "cases": make_cases(answering, evaluated, policy),
         },
     )
-    spent = seconds_rows(session.sets, session.answers)
-    write_text_atomic(run.control / "seconds.jsonl", write_rows(spent))
+    seconds = seconds_rows(session.sets, session.answers)
+    write_text_atomic(run.control / "seconds.jsonl", write_rows(seconds))
     rows = control_rows(session.sets, session.answers, run_bootstrap(run))
     publish(run, "control", rows, progress)
 
 
-def _note_of_passages(searched: Retrieval, answering: Answering) -> str:
-    """Say how many passages could not be shown as they were, or nothing."""
-    counts = {
-        "without a word, which were left out": getattr(
-            searched.retriever, "n_empty", 0
-        ),
-        "with control tokens of the model, which a blank parts": len(answering.escaped),
-    }
-    parts = [f"{n} passages {what}" for what, n in counts.items() if n]
-    return "; ".join(parts)
+def _note_of_passages(retrieval: Retrieval, answering: Answering) -> str:
+    """Return how many passages could not be shown as they were, or nothing."""
+    n_empty = getattr(retrieval.retriever, "n_empty", 0)
+    n_escaped = len(answering.escaped)
+    notes = []
+    if n_empty:
+        notes.append(f"{n_empty} passages without a word were left out")
+    if n_escaped:
+        notes.append(
+            f"{n_escaped} passages hold control tokens of the model, which a blank "
+            "splits"
+        )
+    return "; ".join(notes)
 
 
 def _inputs(run: RunDir) -> list[Path]:

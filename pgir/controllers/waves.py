@@ -14,14 +14,18 @@ import contextlib
 import hashlib
 import numbers
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
-from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
+from beatrice.extract.generate.generator import (
+    Generated,
+    GeneratorPrompt,
+    SamplingConfig,
+)
 from beatrice.extract.generate.local import TransformersGenerator
 from beatrice.extract.generate.prompts import (
     PromptTemplate,
@@ -43,9 +47,12 @@ from beatrice.pgir.controllers.plans import (
     Reply,
     Scored,
 )
-from beatrice.pgir.retrievers import Bm25Retriever, RetrievalFailed, Retriever
+from beatrice.pgir.retrievers import RetrievalFailed, Retriever
 
-GROUP_SIZE = 256  # questions that go together; what is read of them is in memory
+GROUP_SIZE = 256  # questions that go together; their signals are in memory
+JUDGES = "beatrice.draft_judges"  # the group of entry points
+_MOST_CACHED = 2 * ROWS[-1]  # closed-book answers; a group has half of them
+DraftJudge = Callable[[str, str, Sequence[Passage]], float]
 
 
 class Failed(msgspec.Struct, frozen=True):
@@ -59,14 +66,16 @@ class Service(Protocol):
 
     def batches(
         self, calls: Sequence[Call], done: Collection[int]
-    ) -> Iterator[list[tuple[int, Any]]]:
+    ) -> Generator[list[tuple[int, Any]], None, None]:
         """Yield (place in `calls`, value or `Failed`) of each batch.
 
         Batches are planned over all calls; one is skipped if all of it is done.
         """
+        ...
 
     def cost(self, call: Call, value: Any) -> Cost:
         """Return what a call costs, seconds apart."""
+        ...
 
 
 class _Line(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,14 +93,14 @@ class _Line(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """What a call gave, in which wave, and its share of the batch's seconds."""
+    """The value of a call, its wave, and its share of the batch's seconds."""
 
     value: Any
     wave: str
     seconds: float
 
 
-class Journal:
+class CallJournal:
     """Every call that was made under one identity, in memory and in a file.
 
     Args:
@@ -102,7 +111,7 @@ class Journal:
     """
 
     def __init__(self, path: Path | None, key: str) -> None:
-        """Open the file and read what is there."""
+        """Open the file and read its calls."""
         self._entries: dict[Call, Entry] = {}
         self._waves: dict[str, list[Call]] = {}
         self._file: JsonLines | None = None
@@ -120,7 +129,7 @@ class Journal:
             self._file.append([head])
 
     def _read(self, path: Path, head: str) -> int | None:
-        """Take the lines in; return how many bytes are good, None if not the head."""
+        """Read the intact lines; return their bytes, None of another identity."""
         if not path.exists():
             return None
         with path.open("rb") as lines:
@@ -135,38 +144,37 @@ class Journal:
                     break
                 if line.digest() != line.check or not raw.endswith(b"\n"):
                     break
-                self._take(line, value)
+                self._add(line, value)
                 n_good += len(raw)
         return n_good
 
-    def _take(self, line: _Line, value: Any) -> None:
-        self._entries[line.call] = Entry(
-            value=value, wave=line.wave, seconds=line.seconds
-        )
+    def _add(self, line: _Line, value: Any) -> None:
+        entry = Entry(value=value, wave=line.wave, seconds=line.seconds)
+        self._entries[line.call] = entry
         self._waves.setdefault(line.wave, []).append(line.call)
 
     def find(self, call: Call) -> Entry | None:
-        """Return what a call gave, or None."""
+        """Return the entry of a call, or None."""
         return self._entries.get(call)
 
     def value(self, call: Call) -> Any:
-        """Return what a call gave; it was made."""
+        """Return the value of a call that was made."""
         return self._entries[call].value
 
-    def beside(self, call: Call) -> list[Call]:
+    def wave_of(self, call: Call) -> list[Call]:
         """Return the calls of a call's wave, in the order in which they were kept."""
         return self._waves[self._entries[call].wave]
 
     def add(
         self, wave: str, calls: Sequence[Call], values: Sequence[Any], seconds: float
     ) -> None:
-        """Keep what a batch gave; `seconds` is each call's share of its time."""
+        """Keep the values of a batch; `seconds` is each call's share of its time."""
         lines = []
         for call, value in zip(calls, values, strict=True):
             plain = msgspec.to_builtins(value)
             line = _Line(call=call, wave=wave, seconds=round(seconds, 6), value=plain)
             line = msgspec.structs.replace(line, check=line.digest())
-            self._take(line, value)
+            self._add(line, value)
             lines.append(msgspec.json.encode(line).decode())
         if self._file is not None:
             self._file.append(lines)
@@ -174,6 +182,9 @@ class Journal:
 
 class Waves:
     """Runs controllers.
+
+    Attributes:
+      failed: calls that could not be made, and why.
 
     Args:
       services: by kind of call.
@@ -184,14 +195,20 @@ class Waves:
     def __init__(
         self,
         services: dict[str, Service],
-        journal: Journal,
+        journal: CallJournal,
         group_size: int = GROUP_SIZE,
     ) -> None:
-        """Take what serves calls, and where they are kept."""
+        """Begin without failures."""
         self.services = services
         self.journal = journal
-        self.failed: dict[Call, str] = {}  # what could not be done, and why
+        self.failed: dict[Call, str] = {}
         self._group_size = group_size
+
+    def add_judge(self, name: str, judge: DraftJudge) -> int:
+        """Add a person's own judge; return its number, see `Judging.add`."""
+        judging = self.services["judge"]
+        assert isinstance(judging, Judging)
+        return judging.add(name, judge)
 
     def run(
         self,
@@ -202,22 +219,22 @@ class Waves:
         """Run a controller on questions.
 
         Args:
-          label: of this run, its own; it names the waves.
+          label: of this run alone; it names the waves.
           plans: one per question.
-          on_done: told how many questions are done.
+          on_done: called with how many questions are done.
 
         Returns:
           What each returned, and its cost; None where a call failed (see `failed`).
         """
-        found: list[Done | None] = []
+        results: list[Done | None] = []
         for first in range(0, len(plans), self._group_size):
             group = plans[first : first + self._group_size]
-            found += self._run_group(f"{label}/{first}", group)
-            on_done(len(found))
-        return found
+            results += self._run_group(f"{label}/{first}", group)
+            on_done(len(results))
+        return results
 
     def _run_group(self, label: str, plans: Sequence[Plan[Any]]) -> list[Done | None]:
-        found: list[Done | None] = [None] * len(plans)
+        results: list[Done | None] = [None] * len(plans)
         costs = [Cost()] * len(plans)
         waiting: dict[int, Call] = {}
 
@@ -225,7 +242,7 @@ class Waves:
             try:
                 waiting[i] = plans[i].send(value)
             except StopIteration as end:
-                found[i] = Done(end.value, costs[i])
+                results[i] = Done(end.value, costs[i])
 
         for i in range(len(plans)):
             advance(i, None)
@@ -245,69 +262,66 @@ class Waves:
                 costs[i] = costs[i].plus(cost._replace(seconds=entry.seconds))
                 advance(i, entry.value)
             number += 1
-        return found
+        return results
 
     def _serve(self, wave: str, kind: str, calls: Sequence[Call]) -> None:
         """Make those calls that were not made in another wave."""
         entries = {call: self.journal.find(call) for call in calls}
-        own = [c for c, entry in entries.items() if entry is None or entry.wave == wave]
-        done = {place for place, call in enumerate(own) if entries[call] is not None}
-        if len(done) == len(own):
+        of_wave = [c for c, e in entries.items() if e is None or e.wave == wave]
+        done = {i for i, call in enumerate(of_wave) if entries[call] is not None}
+        if len(done) == len(of_wave):
             return
-        batches = self.services[kind].batches(own, done)
+        batches = self.services[kind].batches(of_wave, done)
         began = time.perf_counter()
         with contextlib.closing(batches):
             for batch in batches:
                 seconds = (time.perf_counter() - began) / len(batch)
-                fresh = [(own[i], value) for i, value in batch if i not in done]
+                fresh = [(of_wave[i], value) for i, value in batch if i not in done]
                 bad = {c: v.reason for c, v in fresh if isinstance(v, Failed)}
                 self.failed |= bad
-                good = [(c, v) for c, v in fresh if c not in bad]
-                calls_of, values = [c for c, _ in good], [v for _, v in good]
-                self.journal.add(wave, calls_of, values, seconds)
+                good = {c: v for c, v in fresh if c not in bad}
+                self.journal.add(wave, list(good), list(good.values()), seconds)
                 began = time.perf_counter()
 
 
-_MOST_CACHED = 2 * ROWS[-1]  # closed-book answers; a group has half of them
-
-
-def _as_tuple(ranking: Sequence[int]) -> tuple[int, ...]:
-    return tuple(int(place) for place in ranking)
-
-
 class Searching:
-    """Serves "search": the ranking of a query, indices into the corpus."""
+    """Serves "search": the ranking of a query, indices into the corpus.
+
+    An error of the connection fails the queries concerned alone.
+    """
 
     def __init__(self, retriever: Retriever) -> None:
-        """Take the retriever; an error of the connection fails the query alone."""
+        """Take the retriever."""
         self._retriever = retriever
 
     def batches(
         self, calls: Sequence[Call], done: Collection[int]
-    ) -> Iterator[list[tuple[int, tuple[int, ...] | Failed]]]:
+    ) -> Generator[list[tuple[int, tuple[int, ...] | Failed]], None, None]:
         """Yield the rankings of one depth together; see `Service`."""
         for depth in sorted({call.n for call in calls}):
             places = [i for i, c in enumerate(calls) if c.n == depth and i not in done]
             if not places:
                 continue
+            texts = [calls[i].text for i in places]
+            reasons: Mapping[int, str] = {}
             try:
-                texts = [calls[i].text for i in places]
                 rankings = dict(enumerate(self._retriever.search(texts, depth)))
-                reasons: Mapping[int, str] = {}
-            except RetrievalFailed as error:  # of some queries; the others are there
+            except RetrievalFailed as error:
                 rankings, reasons = error.rankings, error.reasons
             except OSError as error:  # a server that is down or slow
                 rankings, reasons = {}, dict.fromkeys(range(len(texts)), str(error))
             yield [
                 (
                     i,
-                    Failed(reasons[n]) if n in reasons else _as_tuple(rankings[n]),
+                    Failed(reasons[n])
+                    if n in reasons
+                    else tuple(int(place) for place in rankings[n]),
                 )
                 for n, i in enumerate(places)
             ]
 
     def cost(self, call: Call, value: tuple[int, ...]) -> Cost:
-        """Return what a search costs."""
+        """Return the cost of a search."""
         return Cost(retrievals=1)
 
 
@@ -318,11 +332,11 @@ class Answering:
       probed: the backbone.
       passages: the corpus.
       escaped: indices of passages that hold control tokens of the model, which no
-        prompt can; a blank parts them.
+        prompt can; a blank splits them.
     """
 
     def __init__(self, probed: ProbedBackbone, passages: Sequence[Passage]) -> None:
-        """Take the backbone and the corpus."""
+        """Open the generator."""
         self.probed = probed
         self.passages = passages
         self.escaped: set[int] = set()
@@ -336,8 +350,7 @@ class Answering:
     def request(self, call: Call) -> tuple[Request, int]:
         """Return a call's prompt, and how many of its passages are in it.
 
-        The last ones are left out until it fits the model's window; that all of a
-        question's first passages do not fit is an error of whoever made the run.
+        The last ones are left out until it fits the model's window, all but the first.
         """
         setting = "with_context" if call.passages else "closed_book"
         window = self.probed.backbone.max_length
@@ -351,20 +364,19 @@ class Answering:
     def _request(
         self, setting: Setting, question: str, places: Sequence[int]
     ) -> Request:
-        """Return the prompt of a question with passages, in which they can stand."""
+        """Return the prompt of a question with passages, escaped where need be."""
         context = [self.passages[place] for place in places]
         try:
             return self.probed.requests(setting, [question], [context])[0]
         except ValueError:
-            for i, place in enumerate(places):
-                escaped = escape_passage(self.probed.backbone.tokenizer, context[i])
-                if escaped != context[i]:
-                    self.escaped.add(place)
-                    context[i] = escaped
-            return self.probed.requests(setting, [question], [context])[0]
+            tokenizer = self.probed.backbone.tokenizer
+            escaped = [escape_passage(tokenizer, passage) for passage in context]
+            pairs = zip(places, context, escaped, strict=True)
+            self.escaped |= {place for place, old, new in pairs if old != new}
+            return self.probed.requests(setting, [question], [escaped])[0]
 
-    def answered(self, call: Call, reply: Reply) -> Answer:
-        """Return a call's answer as a record, for whoever reads its signals."""
+    def answer_of(self, call: Call, reply: Reply) -> Answer:
+        """Return a call's reply as a record, whose signals can be read."""
         request, _ = self.request(call)
         return Answer(
             example_id=call.text,
@@ -379,32 +391,32 @@ class Answering:
 
     def batches(
         self, calls: Sequence[Call], done: Collection[int]
-    ) -> Iterator[list[tuple[int, Reply]]]:
+    ) -> Generator[list[tuple[int, Reply]], None, None]:
         """Yield batches of answers; see `Service`."""
-        asked = [self.request(call) for call in calls]
-        prompts = [GeneratorPrompt(text="", ids=r.prompt.ids) for r, _ in asked]
+        requests = [self.request(call) for call in calls]
+        prompts = [GeneratorPrompt(text="", ids=r.prompt.ids) for r, _ in requests]
         with self.probed.lock:
-            found = self.generator.batches(prompts, self._sampling, done)
-            for batch in found:
-                yield [
-                    (
-                        i,
-                        Reply(
-                            text=written.text,
-                            token_ids=written.token_ids,
-                            stop_id=written.stop_id,
-                            log_probs=written.log_probs,
-                            n_prompt_tokens=written.n_prompt_tokens,
-                            n_shown=asked[i][1],
-                        ),
-                    )
-                    for i, written in batch
-                ]
+            for batch in self.generator.batches(prompts, self._sampling, done):
+                yield [(i, _reply(text, requests[i][1])) for i, text in batch]
 
     def cost(self, call: Call, value: Reply) -> Cost:
-        """Return what an answer costs."""
+        """Return the cost of an answer."""
         n_tokens = value.n_prompt_tokens + len(value.log_probs)
         return Cost(generations=1, sequences=1, tokens=n_tokens)
+
+
+def _reply(generated: Generated, n_shown: int) -> Reply:
+    """Return the reply of a model in memory, which knows its ids."""
+    assert generated.token_ids is not None and generated.log_probs is not None
+    assert generated.n_prompt_tokens is not None
+    return Reply(
+        text=generated.text,
+        token_ids=generated.token_ids,
+        stop_id=generated.stop_id,
+        log_probs=generated.log_probs,
+        n_prompt_tokens=generated.n_prompt_tokens,
+        n_shown=n_shown,
+    )
 
 
 def escape_passage(tokenizer: Any, passage: Passage) -> Passage:
@@ -422,9 +434,9 @@ def showable(
     question: str,
     passages: Sequence[Passage],
 ) -> list[Passage]:
-    """Return a question's passages as its prompt can hold them, see `escape_passage`.
+    """Return a question's passages unchanged, or escaped where no prompt can hold them.
 
-    They are as they were wherever a prompt can be made of them.
+    See `escape_passage`.
     """
     try:
         build_prompt(tokenizer, template, question, passages)
@@ -441,8 +453,8 @@ class Scoring:
     together with the same others, so that they are rounded as before.
     """
 
-    def __init__(self, answering: Answering, journal: Journal) -> None:
-        """Take what made the answers, and where they are kept."""
+    def __init__(self, answering: Answering, journal: CallJournal) -> None:
+        """Begin without signals."""
         self._answering = answering
         self._journal = journal
         self._closed_book: dict[str, tuple[AnswerSignals, np.ndarray]] = {}
@@ -450,11 +462,12 @@ class Scoring:
     def _read(self, calls: Sequence[Call]) -> Reading:
         answers = []
         for call in calls:
-            asked = msgspec.structs.replace(call, kind="answer")
-            answers.append(self._answering.answered(asked, self._journal.value(asked)))
+            answer = msgspec.structs.replace(call, kind="answer")
+            reply = self._journal.value(answer)
+            answers.append(self._answering.answer_of(answer, reply))
         return self._answering.probed.read(answers)
 
-    def _keep(self, calls: Sequence[Call], reading: Reading) -> None:
+    def _cache(self, calls: Sequence[Call], reading: Reading) -> None:
         """Keep the signals of closed-book answers for the rounds that follow."""
         texts = (call.text for call in calls)
         pairs = zip(reading.signals, reading.spans, strict=True)
@@ -463,15 +476,17 @@ class Scoring:
     def _closed_book_of(self, calls: Sequence[Call]) -> Reading:
         for call in calls:
             if call.text not in self._closed_book:
-                beside = self._journal.beside(Call("score", call.text))
-                beside = [other for other in beside if not other.passages]
-                self._keep(beside, self._read(beside))
-        found = [self._closed_book[call.text] for call in calls]
-        return Reading([s for s, _ in found], np.stack([spans for _, spans in found]))
+                wave = self._journal.wave_of(Call("score", call.text))
+                closed_book = [other for other in wave if not other.passages]
+                self._cache(closed_book, self._read(closed_book))
+        signals, spans = zip(
+            *(self._closed_book[call.text] for call in calls), strict=True
+        )
+        return Reading(list(signals), np.stack(spans))
 
     def batches(
         self, calls: Sequence[Call], done: Collection[int]
-    ) -> Iterator[list[tuple[int, Scored]]]:
+    ) -> Generator[list[tuple[int, Scored]], None, None]:
         """Yield batches of scores; see `Service`."""
         probed = self._answering.probed
         if len(self._closed_book) > _MOST_CACHED:
@@ -482,58 +497,47 @@ class Scoring:
                 batch = places[first : first + ROWS[-1]]
                 if all(i in done for i in batch):
                     continue
-                own = [calls[i] for i in batch]
-                reading = self._read(own)
+                of_batch = [calls[i] for i in batch]
+                reading = self._read(of_batch)
                 if has_context:
-                    closed_book = self._closed_book_of(own)
+                    closed_book = self._closed_book_of(of_batch)
                     scores = probed.score_with_context(reading, closed_book)
                 else:
-                    self._keep(own, reading)
+                    self._cache(of_batch, reading)
                     scores = probed.score_closed_book(reading)
-                pairs = zip(scores.p_correct, scores.raw, strict=True)
-                yield [
-                    (i, Scored(float(p), float(raw)))
-                    for i, (p, raw) in zip(batch, pairs, strict=True)
-                ]
+                values = map(Scored, scores.p_correct.tolist(), scores.raw.tolist())
+                yield list(zip(batch, values, strict=True))
 
     def cost(self, call: Call, value: Scored) -> Cost:
-        """Return what a score costs: one pass over the answer."""
+        """Return the cost of a score: one pass over the answer."""
         return Cost(forwards=1)
 
 
-DraftJudge = Callable[[str, str, Sequence[Passage]], float]
-JUDGES = "beatrice.draft_judges"  # the group of entry points
-
-
 class Judging:
-    """Serves "judge": what judges of one's own say of an answer.
+    """Serves "judge": a person's own judges of answers.
 
     A judge is called with the question, the answer and the passages that were shown,
     and returns P(the answer is correct). An OSError of it fails the question, which
     the next run tries again.
-
-    Attributes:
-      judges: by the number that calls name them by.
     """
 
-    def __init__(self, answering: Answering, journal: Journal) -> None:
-        """Take what made the answers, and where they are kept."""
+    def __init__(self, answering: Answering, journal: CallJournal) -> None:
+        """Begin without a judge."""
         self._answering, self._journal = answering, journal
-        self.judges: dict[int, DraftJudge] = {}
+        self._judges: dict[int, DraftJudge] = {}
 
     def add(self, name: str, judge: DraftJudge) -> int:
         """Add a judge; return its number, which depends on its name alone."""
         if not callable(judge):
-            raise argument_error(
-                name, "a callable of question, answer and passages", judge
-            )
+            expected = "a callable of question, answer and passages"
+            raise argument_error(name, expected, judge)
         number = int(sha256_json(name)[:12], 16)
-        self.judges[number] = judge
+        self._judges[number] = judge
         return number
 
     def batches(
         self, calls: Sequence[Call], done: Collection[int]
-    ) -> Iterator[list[tuple[int, Scored | Failed]]]:
+    ) -> Generator[list[tuple[int, Scored | Failed]], None, None]:
         """Yield one verdict at a time; see `Service`."""
         for i, call in enumerate(calls):
             if i not in done:
@@ -543,7 +547,7 @@ class Judging:
         reply = self._journal.value(Call("answer", call.text, call.passages))
         passages = [self._answering.passages[place] for place in call.passages]
         try:
-            p_correct = self.judges[call.n](call.text, reply.text, passages)
+            p_correct = self._judges[call.n](call.text, reply.text, passages)
         except OSError as error:
             return Failed(str(error))
         # Whatever a person's own code raises is a mistake in that code.
@@ -552,31 +556,27 @@ class Judging:
                 f"the judge fails ({type(error).__name__}): {error}"
             ) from error
         is_number = isinstance(p_correct, numbers.Real)
-        if not is_number or not 0 <= p_correct <= 1:
+        if not is_number or not 0 <= float(p_correct) <= 1:
             raise argument_error("the judge", "a probability in [0, 1]", p_correct)
         return Scored(float(p_correct), float(p_correct))
 
     def cost(self, call: Call, value: Scored) -> Cost:
-        """Return what it costs here; what a judge asks elsewhere is its own account."""
+        """Return no cost: what a judge spends elsewhere is not counted here."""
         return Cost()
 
 
 def open_services(
-    answering: Answering,
-    passages: Sequence[Passage],
-    journal: Journal,
-    retriever: Retriever | None = None,
+    answering: Answering, journal: CallJournal, retriever: Retriever
 ) -> dict[str, Service]:
-    """Return what serves the calls that need no training.
+    """Return the services of all calls that need no training.
 
     Args:
       answering: the backbone.
-      passages: the corpus.
       journal: where calls are kept.
-      retriever: ranks the passages; None takes BM25.
+      retriever: ranks the passages of `answering`.
     """
     return {
-        "search": Searching(retriever or Bm25Retriever(passages)),
+        "search": Searching(retriever),
         "answer": answering,
         "score": Scoring(answering, journal),
         "judge": Judging(answering, journal),

@@ -7,7 +7,7 @@ from beatrice.extract.backbone.names import WEIGHTS
 from beatrice.extract.generate.requests import GenerationConfig
 from beatrice.pgir.bridge import ProbedBackbone
 from beatrice.pgir.scorer import Scorer
-from tests.pgir.small_detector import make_detector
+from tests.pgir.small import make_detector
 
 
 @pytest.fixture(scope="session")

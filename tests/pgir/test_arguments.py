@@ -11,7 +11,7 @@ from beatrice.extract.records import Passage
 from beatrice.pgir.arguments import as_passages, as_rows
 from beatrice.pgir.gate import FlashRagJudger, Gate
 from beatrice.pgir.scorer import Scorer
-from tests.pgir.small_detector import PASSAGE, QUESTION
+from tests.pgir.small import PASSAGE, QUESTION
 
 ANSWER = "Guzolt Falls"
 ROW = {"question": QUESTION, "answer": ANSWER}

@@ -7,7 +7,7 @@ from beatrice.extract.records import Passage
 from beatrice.jaxprobe.detector import bank_outputs
 from beatrice.jaxprobe.families import SPANS
 from beatrice.pgir.bridge import ProbedBackbone, fixed_length
-from tests.pgir.small_detector import LAYER, PASSAGE, QUESTION
+from tests.pgir.small import LAYER, PASSAGE, QUESTION
 
 
 def test_lengths_are_rounded_up_to_a_few():

@@ -13,7 +13,7 @@ from beatrice.pgir.corpus import (
     build_corpus,
 )
 from tests.extract.small_run import beatrice
-from tests.pgir.small_corpus import make_corpus, write_passages
+from tests.pgir.small import make_corpus, write_passages
 
 PSGS = 'id\ttext\ttitle\n1\t"He said ""no"" twice."\tAaron\n2\t"Second block."\tAaron\n'
 TITLES = [

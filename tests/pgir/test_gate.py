@@ -13,7 +13,7 @@ from beatrice.pgir.gate import (
     langgraph_app,
     llama_index_engine,
 )
-from tests.pgir.small_detector import PASSAGE, QUESTION
+from tests.pgir.small import PASSAGE, QUESTION
 
 OTHER = "what is the genre of Skiband Rugrond?"
 ANSWER = "Guzolt Falls"

@@ -13,16 +13,15 @@ import torch
 
 from beatrice.pgir.index import (
     DenseRetriever,
-    IndexConfig,
     TextEncoder,
     Vectors,
     build_index,
     build_vectors,
-    encoder_config,
     index_folder,
     open_index,
+    read_encoder_config,
 )
-from tests.pgir.small_corpus import make_corpus, save_encoder, text_of
+from tests.pgir.small import make_corpus, save_encoder, text_of
 from tests.process import ROOT
 
 pytest.importorskip("faiss")
@@ -32,19 +31,19 @@ BUILD = """
 import sys, time
 from pathlib import Path
 from beatrice.pgir.corpus import Corpus
-from beatrice.pgir.index import EncoderConfig, TextEncoder
+from beatrice.pgir.index import PassageEncoderConfig, TextEncoder
 from beatrice.pgir.index import *
 corpus = Corpus(Path(sys.argv[1]))
-encoder = TextEncoder(EncoderConfig(path=Path(sys.argv[2]), max_tokens=48))
+encoder = TextEncoder(PassageEncoderConfig(path=Path(sys.argv[2]), max_tokens=48))
 folder = index_folder(corpus, encoder.config.path.name)
 there = len(list(folder.glob("vectors-*")))
 def update(done, total):
     if done > 16 * there:
         print(done, flush=True)
         time.sleep(float(sys.argv[3]))
-vectors = build_vectors(folder, corpus, encoder, IndexConfig(rows_per_shard=16), update)
+vectors = build_vectors(folder, corpus, encoder, update, rows_per_shard=16)
 for form in ("sq8", "ivf_pq"):
-    build_index(vectors, IndexConfig(form=form, n_codes=4))
+    build_index(vectors, form)
 """
 
 
@@ -55,10 +54,9 @@ def built(tmp_path_factory):
     corpus = make_corpus(folder, N)
     encoder = TextEncoder(save_encoder(folder / "tiny"))
     made = index_folder(corpus, "tiny")
-    config = IndexConfig(rows_per_shard=64)
-    vectors = build_vectors(made, corpus, encoder, config, NOTHING)
+    vectors = build_vectors(made, corpus, encoder, NOTHING, rows_per_shard=64)
     for form in ("sq8", "ivf_pq"):
-        build_index(vectors, IndexConfig(form=form, n_codes=4, n_rescored=100))
+        build_index(vectors, form)
     return corpus, encoder, vectors
 
 
@@ -85,13 +83,13 @@ def test_pooling_is_the_mean_over_the_tokens_of_the_text(built):
 
 def test_e5_gets_its_prefixes_by_name_and_others_none(tmp_path):
     e5 = save_encoder(tmp_path / "e5-base-v2").path
-    found = encoder_config(e5)
+    found = read_encoder_config(e5)
     assert (found.query_prefix, found.passage_prefix) == ("query: ", "passage: ")
-    assert encoder_config(e5, query_prefix="ask: ").query_prefix == "ask: "
-    other = encoder_config(save_encoder(tmp_path / "se57en").path)
+    assert read_encoder_config(e5, query_prefix="ask: ").query_prefix == "ask: "
+    other = read_encoder_config(save_encoder(tmp_path / "se57en").path)
     assert (other.query_prefix, other.passage_prefix) == ("", "")
-    plain = TextEncoder(encoder_config(e5, query_prefix="", max_tokens=48))
-    asked = TextEncoder(encoder_config(e5, max_tokens=48))
+    plain = TextEncoder(read_encoder_config(e5, query_prefix="", max_tokens=48))
+    asked = TextEncoder(read_encoder_config(e5, max_tokens=48))
     np.testing.assert_allclose(
         asked.encode(["river"], "query"),
         plain.encode(["query: river"], "query"),
@@ -207,7 +205,7 @@ def test_what_is_damaged_and_deleted_is_made_again_as_it_was(copied):
     expected = (folder / "vectors-00001.npy").read_bytes()
     (folder / "vectors-00001.npy").unlink()
     (folder / "vectors.json").unlink()
-    build_vectors(folder, corpus, encoder, IndexConfig(), NOTHING)
+    build_vectors(folder, corpus, encoder, NOTHING)
     assert (folder / "vectors-00001.npy").read_bytes() == expected
 
 
@@ -218,7 +216,7 @@ def test_an_index_of_another_encoder_is_refused_by_name(copied, tmp_path):
         DenseRetriever(corpus, other)
     folder = index_folder(corpus, "tiny")
     with pytest.raises(ValueError, match="by another encoder"):
-        build_vectors(folder, corpus, other, IndexConfig(), NOTHING)
+        build_vectors(folder, corpus, other, NOTHING)
 
 
 def test_an_index_of_another_corpus_is_refused_by_name(copied, tmp_path):

@@ -17,7 +17,7 @@ from beatrice.pgir.controllers.loop import (
     pgir,
     recalibrated,
     search_policy,
-    with_golds,
+    upper_bound,
 )
 from beatrice.pgir.controllers.plans import Scored
 from beatrice.pgir.controllers.stage import (
@@ -27,7 +27,7 @@ from beatrice.pgir.controllers.stage import (
     settle_search,
 )
 from beatrice.pgir.retrievers import Bm25Retriever
-from tests.pgir.played import played, reply
+from tests.pgir.small import played, reply
 
 CORPUS = [Passage(title=f"t{i}", text=f"word{i} shared") for i in range(12)]
 
@@ -178,7 +178,7 @@ def test_who_knows_the_answers_loses_only_what_the_other_parts_lose():
     policy, config = Policy(threshold=0.7, budget=2), ControllerConfig()
 
     def told(knows, truth):
-        plan = with_golds("who?", policy, config, knows, lambda a: a == truth)
+        plan = upper_bound("who?", policy, config, knows, lambda a: a == truth)
         answer, calls = played(plan, serve)
         return answer, sum(call.kind == "answer" for call in calls)
 

@@ -10,7 +10,7 @@ import pytest
 
 from beatrice.extract.records import Passage
 from beatrice.pgir.controllers.plans import Call
-from beatrice.pgir.controllers.waves import Answering, Journal, Judging
+from beatrice.pgir.controllers.waves import Answering, CallJournal, Judging
 from beatrice.pgir.gate import run_pgir
 from beatrice.pgir.retrievers import (
     OwnRetriever,
@@ -18,7 +18,7 @@ from beatrice.pgir.retrievers import (
     load_retriever,
 )
 from tests.extract.small_run import beatrice
-from tests.pgir.small_detector import PASSAGE, QUESTION
+from tests.pgir.small import PASSAGE, QUESTION
 from tests.process import ROOT
 
 
@@ -169,7 +169,7 @@ def test_a_plug_that_is_not_there_is_not_written_down(smoke_run, tmp_path, words
 
 def test_what_an_own_judge_said_is_kept_and_told_from_anothers(probed):
     answering = Answering(probed, [Passage(title="", text=PASSAGE)])
-    journal = Journal(None, "")
+    journal = CallJournal(None, "")
     call = Call("answer", QUESTION, (0,))
     for batch in answering.batches([call], ()):
         journal.add("one", [call], [value for _, value in batch], 0.0)

@@ -27,10 +27,9 @@ from beatrice.pgir.retrievers import (
     ServedRetriever,
     fuse,
     read_reply,
-    served_cache,
 )
 from tests.extract.small_run import beatrice, smoke
-from tests.pgir.small_corpus import make_corpus
+from tests.pgir.small import make_corpus
 
 CORPUS = [Passage(title=f"T{i}", text=f"word{i} shared text") for i in range(12)]
 QUERIES = ["word3", "word7 shared", "word1"]
@@ -362,26 +361,22 @@ def test_a_choice_that_lacks_something_is_refused_in_a_sentence(run, tmp_path):
     assert retrieval_config(run) == RetrievalConfig()
 
 
-def test_what_a_server_said_lies_in_nobodys_way(run):
-    url = "http://127.0.0.1:9/retrieve"
-    earlier = run.path / "retrieved" / "served.jsonl"
-    earlier.parent.mkdir()
+def test_replies_of_two_servers_lie_in_two_files(run):
+    urls = [f"http://127.0.0.1:{port}/retrieve" for port in (8, 9)]
+    identities = []
+    for url in urls:
+        RetrievalOptions(url=url).write(run.path)
+        identities.append(retrieval_of(run).identity)
     kept = {"query": "q", "depth": 1, "places": [0], "new": ["a passage"]}
-    earlier.write_text(json.dumps(kept) + "\n")
-    RetrievalOptions(url=url).write(run.path)
-    found = retrieval_of(run)
-    assert found.retriever.search(["q"], 1) == [(0,)]
-    assert not any(earlier.parent.iterdir())  # a run of its own may lie there
-    assert served_cache(run.path / "searches", url).exists()
-
-
-def test_two_servers_are_not_taken_for_each_other(run):
-    one, other = (f"http://127.0.0.1:{port}/retrieve" for port in (8, 9))
-    caches = {served_cache(run.path, url) for url in (one, other)}
-    RetrievalOptions(url=one).write(run.path)
-    before = retrieval_of(run).identity
-    RetrievalOptions(url=other).write(run.path)
-    assert len(caches) == 2 and retrieval_of(run).identity != before
+    (run.path / "searches").mkdir(exist_ok=True)
+    (run.path / "searches" / f"{identities[1][:16]}.jsonl").write_text(
+        json.dumps(kept) + "\n"
+    )
+    assert retrieval_of(run).retriever.search(["q"], 1) == [(0,)]
+    RetrievalOptions(url=urls[0]).write(run.path)
+    with pytest.raises(RetrievalFailed):
+        ServedRetriever(urls[0], None, n_attempts=1, timeout=1).search(["q"], 1)
+    assert retrieval_of(run).passages == [] and len(set(identities)) == 2
 
 
 def test_control_takes_the_choice_and_a_wrong_server_is_refused(run):

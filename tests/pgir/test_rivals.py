@@ -26,6 +26,7 @@ from beatrice.pgir.controllers.adaptive import (
 )
 from beatrice.pgir.controllers.dragin import (
     Wording,
+    content_words,
     dragin,
     last_attention,
     query_words,
@@ -39,7 +40,6 @@ from beatrice.pgir.controllers.plans import (
     SearchConfig,
     Words,
     best_under_cap,
-    content_words,
 )
 from beatrice.pgir.controllers.probing import (
     Probing,
@@ -51,9 +51,8 @@ from beatrice.pgir.controllers.probing import (
 )
 from beatrice.pgir.controllers.seakr import Spreading, seakr, uncertainty
 from beatrice.pgir.controllers.session import QuestionEncoder
-from beatrice.pgir.controllers.waves import Answering, Journal
-from tests.pgir.played import played, reply
-from tests.pgir.small_detector import PASSAGE, QUESTION
+from beatrice.pgir.controllers.waves import Answering, CallJournal
+from tests.pgir.small import PASSAGE, QUESTION, played, reply
 
 SEARCH = SearchConfig(n_passages=3, depth=9)
 TEMPORAL = (47, 62, 849)  # better, worse, all: the counts that SKR's code holds
@@ -395,7 +394,7 @@ def answering(probed, tmp_path_factory):
 @pytest.fixture(scope="module")
 def asked(answering, tmp_path_factory):
     """Two answers in a journal, without a passage and with one."""
-    journal = Journal(tmp_path_factory.mktemp("calls") / "calls.jsonl", "one")
+    journal = CallJournal(tmp_path_factory.mktemp("calls") / "calls.jsonl", "one")
     calls = [Call("answer", QUESTION), Call("answer", QUESTION, (0,))]
     for batch in answering.batches(calls, ()):
         places, values = zip(*batch, strict=True)

@@ -12,11 +12,11 @@ from beatrice.pgir.controllers.loop import (
     Traced,
     draft_rag,
     pgir,
-    with_golds,
+    upper_bound,
 )
 from beatrice.pgir.controllers.plans import Cost, Done, Scored, no_rag, vanilla_rag
 from beatrice.pgir.controllers.rows import choose_cases, control_rows, frontier
-from tests.pgir.played import played, reply
+from tests.pgir.small import played, reply
 
 POLICY = Policy(threshold=0.5, budget=2)
 
@@ -83,7 +83,7 @@ def answers_of(one, vanilla=("no", "no", "yes", "no")):
             vanilla_rag(asked, config.search),
             draft_rag(asked, config),
             pgir(asked, POLICY, config),
-            with_golds(asked, POLICY, config, "judge", lambda a: a == "yes"),
+            upper_bound(asked, POLICY, config, "judge", lambda a: a == "yes"),
         )
         for name, plan in zip(RANKED, plans, strict=True):
             value, calls = played(plan, serve_from(own, plain))

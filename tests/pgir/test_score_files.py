@@ -17,7 +17,7 @@ from beatrice.pgir.given import AnswerToScore
 from beatrice.pgir.score_files import Tally, page, read_rows, score_rows
 from beatrice.pgir.scorer import Scorer
 from tests.extract.datasets.published import lm_eval, write_array, write_lines
-from tests.pgir.small_detector import PASSAGE, QUESTION
+from tests.pgir.small import PASSAGE, QUESTION
 
 OWN = {"id": "a", "question": QUESTION, "answer": "Guzolt Falls"}
 PROMPT = f"Context: {PASSAGE} Question: {QUESTION} Answer:"

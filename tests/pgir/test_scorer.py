@@ -15,7 +15,7 @@ from beatrice.jaxprobe.scope import Scope, Threshold
 from beatrice.pgir.bridge import ProbedBackbone
 from beatrice.pgir.given import AnswerToScore, prepare
 from beatrice.pgir.scorer import Scorer
-from tests.pgir.small_detector import PASSAGE, QUESTION
+from tests.pgir.small import PASSAGE, QUESTION
 
 ANSWER = "Guzolt Falls"
 OWN = f"Question: {QUESTION} Answer:"

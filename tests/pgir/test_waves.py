@@ -11,8 +11,8 @@ import pytest
 
 from beatrice.pgir.controllers.loop import ControllerConfig, drafts
 from beatrice.pgir.controllers.plans import Call, Cost, Scored
-from beatrice.pgir.controllers.waves import Failed, Journal, Waves
-from tests.pgir.played import played, reply
+from beatrice.pgir.controllers.waves import CallJournal, Failed, Waves
+from tests.pgir.small import played, reply
 
 ROOT = Path(__file__).parents[2]
 QUESTIONS = [f"question {i}?" for i in range(7)]
@@ -56,7 +56,7 @@ class Served:
 def waves(path, key="corpus", **options):
     deaths = options.pop("deaths", {})
     services = {kind: Served(kind, deaths.get(kind)) for kind in PRICES}
-    return Waves(services, Journal(path, key), **options)
+    return Waves(services, CallJournal(path, key), **options)
 
 
 def run(one):
@@ -178,8 +178,9 @@ from beatrice.pgir.controllers.loop import ControllerConfig, QuestionSet
 from beatrice.pgir.controllers.rows import control_rows
 from beatrice.pgir.controllers.waves import Answering, open_services
 from beatrice.pgir.controllers.session import Session
-from beatrice.pgir.controllers.waves import Journal, Waves
-from tests.pgir.small_detector import make_detector
+from beatrice.pgir.controllers.waves import CallJournal, Waves
+from beatrice.pgir.retrievers import Bm25Retriever
+from tests.pgir.small import make_detector
 
 folder = Path(sys.argv[1])
 names = [f"{a} {b}" for a in "Skiband Wegrur Tepus Laset".split() for b in
@@ -195,18 +196,19 @@ backbone = load_backbone(WEIGHTS)
 probed = ProbedBackbone(backbone, make_detector(backbone),
                         GenerationConfig(max_new_tokens=6, tokens_per_batch=200))
 answering = Answering(probed, passages)
-journal = Journal(folder / "calls.jsonl", "one")
+journal = CallJournal(folder / "calls.jsonl", "one")
 test = tuple(Example(id=f"t{e.id}", dataset="world", split="test", golds=e.golds,
                      question=e.question.replace("what is", "name")) for e in examples)
 session = Session(
-    waves=Waves(open_services(answering, passages, journal), journal),
+    waves=Waves(open_services(answering, journal, Bm25Retriever(passages)), journal),
     sets=[QuestionSet(dataset="world", split=s, examples=e)
           for s, e in (("validation", examples), ("test", test))],
     training=(), config=ControllerConfig(max_budget=2),
-    update=lambda done, total: None)
+    update=lambda done, total: None, answering=answering,
+    encoder=lambda: None, stores=lambda: {})
 traced = session.trace("trace", session.config)
 session.answer("vanilla_rag", lambda e: vanilla_rag(e.question, session.config.search))
-session.enter("pgir", traced, session.config)
+session.run_pgir("pgir", traced, session.config)
 rows = control_rows(session.sets, session.answers, BootstrapConfig(n_resamples=50))
 (folder / "rows.jsonl").write_text(write_rows(rows))
 print(traced, file=(folder / "traces.txt").open("w"))
