@@ -27,7 +27,6 @@ from beatrice.extract.run.verbs import RunPath
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-    from beatrice.extract.backbone.loading import Outline
     from beatrice.extract.store.families import StoreConfig
 
 Status = Literal["ok", "warning", "problem"]
@@ -177,6 +176,7 @@ def look_at_model(name: str) -> Generator[Finding, None, Shapes | None]:
         window_of,
     )
     from beatrice.extract.backbone.names import model_path
+    from beatrice.extract.signals.extract import outline_shapes
     from beatrice.extract.signals.parity import require_readable
 
     path, shapes = model_path(name), None
@@ -288,25 +288,6 @@ def _count_tokens(run: RunDir, answer_span: str) -> dict[str, int]:
         n_answer += len(row.token_ids) + (answer_span == "emitting")
         n_answer -= row.stop_id is None  # the last token emitted nothing we know
     return {"n_tokens": n_tokens, "n_answer": n_answer}
-
-
-def outline_shapes(outline: "Outline") -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a model's readings, every hidden layer kept.
-
-    Raises:
-      ValueError: its residual layout is unknown.
-    """
-    from beatrice.extract.backbone.layout import find_layout
-    from beatrice.extract.backbone.loading import n_heads_of
-    from beatrice.extract.store.families import model_shapes
-
-    layout = find_layout(outline.model)
-    return model_shapes(
-        d_model=layout.head.in_features,
-        n_layers=len(layout.layers),
-        n_attention_layers=len(layout.attention_layers),
-        n_heads=n_heads_of(outline.config),
-    )
 
 
 def sizes_of_choices(

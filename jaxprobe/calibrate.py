@@ -1,7 +1,7 @@
 """From trained encoders and selected heads to a calibrated detector.
 
-The pool that heads are selected from, the detector of a selection, the stage that saves
-it, and what the stages of all rooms read of a run. With context the pool is the
+The pool that heads are selected from, the detector of a selection, and the stage that
+saves it. The `run_…` functions read a run as values. With context the pool is the
 with-context encoders, then the closed-book ones reading the closed-book pass of the
 same question. Closed-book it is the closed-book encoders. In a run of one setting it is
 that setting's alone.
@@ -26,13 +26,12 @@ from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.contents import (
     read_answers,
     read_examples,
-    read_labels,
     row_files,
     settings_of,
 )
 from beatrice.extract.run.directory import Preset, RunDir, read_manifest
 from beatrice.extract.run.stages import Stage
-from beatrice.extract.store.store import FeatureStore, open_store
+from beatrice.extract.store.store import FeatureStore
 from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.calibration import (
     Calibrator,
@@ -41,11 +40,9 @@ from beatrice.jaxprobe.calibration import (
     folds_of,
 )
 from beatrice.jaxprobe.config import (
-    GRID_PRESETS,
     SELECT_PRESETS,
     EncoderConfig,
     FusionConfig,
-    GridConfig,
     SelectConfig,
     set_compiler,
 )
@@ -62,6 +59,7 @@ from beatrice.jaxprobe.evaluation import INTERVAL_PRESETS
 from beatrice.jaxprobe.families import (
     SUBSET_NAMES,
     FamilyDims,
+    Features,
     Standardizer,
     span_lengths,
     used_spans,
@@ -73,12 +71,8 @@ from beatrice.jaxprobe.grid import Trained, grid_members
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.rows import (
     Rows,
-    TrainingSet,
     partners,
-    read_sweep,
     rows_at_once,
-    rows_of,
-    training_set,
 )
 from beatrice.jaxprobe.scope import choose_threshold, fit_scope, scripts_of
 from beatrice.jaxprobe.tokens import (
@@ -86,6 +80,13 @@ from beatrice.jaxprobe.tokens import (
     longest_spans,
     read_features,
     stored_dtypes,
+)
+from beatrice.jaxprobe.train import (
+    chosen_layer,
+    encoder_folders,
+    grid_config,
+    open_rows,
+    run_outputs,
 )
 
 BRANCHES: tuple[HeadName, ...] = ("closed_book", "with_context", "single_pass")
@@ -129,14 +130,14 @@ def pool_of(
         where = partners(own_rows.ids, rows["closed_book"].ids)
         passes.append(_take(outputs["closed_book"], where))
 
-    def part(where: np.ndarray) -> PoolOutputs:
-        parts = tuple(_take(member_outputs, where) for member_outputs in passes)
-        return pool_outputs(parts, n_seeds, own_rows.labels[where])
+    def outputs_of_rows(where: np.ndarray) -> PoolOutputs:
+        of_passes = tuple(_take(member_outputs, where) for member_outputs in passes)
+        return pool_outputs(of_passes, n_seeds, own_rows.labels[where])
 
     return Pool(
-        train=part(own_rows.where("train")),
-        valid=part(own_rows.where("validation")),
-        all_rows=part(np.arange(len(own_rows.ids))),
+        train=outputs_of_rows(own_rows.where("train")),
+        valid=outputs_of_rows(own_rows.where("validation")),
+        all_rows=outputs_of_rows(np.arange(len(own_rows.ids))),
         rows=own_rows,
         n_subsets=len(passes[0].logits) // n_seeds,
     )
@@ -166,8 +167,8 @@ def reads(
       members: positions in it.
       names: of all subsets of a pass; those of the paper's families by default.
     """
-    own, n = branch_setting(branch), len(names)
-    return tuple((own if i < n else "closed_book", names[i % n]) for i in members)
+    setting, n = branch_setting(branch), len(names)
+    return tuple((setting if i < n else "closed_book", names[i % n]) for i in members)
 
 
 def pool_names(branch: HeadName, members: Sequence[int]) -> list[str]:
@@ -233,7 +234,7 @@ class Grid:
 
 
 class FusedHead(NamedTuple):
-    """The heads of a selected set, with what they say of every row of their setting.
+    """The heads of a selected set, with their scores of every row of their setting.
 
     Attributes:
       members: pool positions, see `jaxprobe.calibrate.reads`.
@@ -251,14 +252,7 @@ class FusedHead(NamedTuple):
 def calibrated_head(
     branch: HeadName, fused: FusedHead, grid: Grid, precision: float
 ) -> SettingHead:
-    """Fit a head's map and threshold on the labelled validation rows.
-
-    Args:
-      branch: which rows and which passes the head is of.
-      fused: the heads.
-      grid: of the branch's setting.
-      precision: share of the trusted answers that shall be correct, in (0, 1].
-    """
+    """Fit a head's map and threshold on the labelled validation rows."""
     where = grid.rows.where("validation")
     scores, labels = fused.scores.mean(axis=0)[where], grid.rows.labels[where]
     calibrator = fit_calibrator(scores, labels)
@@ -272,26 +266,16 @@ def calibrated_head(
 
 
 def selected_params(trained: Trained, subsets: Sequence[int]) -> Params:
-    """Return some subsets' weights, every seed: leaves `[n_seeds, n_subsets, ...]`.
-
-    Args:
-      trained: members of the grid.
-      subsets: their numbers.
-    """
+    """Return some subsets' weights, every seed: leaves `[n_seeds, n_subsets, ...]`."""
     seeds = sorted({member.seed for member in trained.members})
-    places = [
+    indices = [
         [trained.members.index((subset, seed)) for subset in subsets] for seed in seeds
     ]
-    return jax.tree.map(lambda x: np.asarray(x)[np.asarray(places)], trained.params)
+    return jax.tree.map(lambda x: np.asarray(x)[np.asarray(indices)], trained.params)
 
 
 def encoder_bank(grid: Grid, names: Sequence[str]) -> EncoderBank:
-    """Return some subsets' encoders, with where the signals of training lay.
-
-    Args:
-      grid: the setting's trained encoders.
-      names: subsets that some head reads, as in "HPA".
-    """
+    """Return some subsets' encoders, with where the signals of training lay."""
     store, rows, dims = grid.store, grid.rows, grid.dims
     return EncoderBank(
         dims=dims,
@@ -325,7 +309,7 @@ def calibrated(
       provenance: what the detector was trained on; None for a caller's arrays.
       precision: share of the trusted answers that shall be correct, in (0, 1].
     """
-    heads = {
+    heads: dict[HeadName, SettingHead] = {
         branch: calibrated_head(branch, head, grids[branch_setting(branch)], precision)
         for branch, head in fused.items()
     }
@@ -364,26 +348,32 @@ def score_store(
         raise ValueError(
             f"scoring {branch} needs the signals of {' and '.join(sorted(missing))}"
         )
-    own = stores[setting]
-    where = np.arange(len(own.spec.keys)) if examples is None else np.asarray(examples)
+    store_of_answers = stores[setting]
+    where = (
+        np.arange(len(store_of_answers.spec.keys))
+        if examples is None
+        else np.asarray(examples)
+    )
     rows, lengths = {}, {}
     for name in passes:
         store, bank = stores[name], detector.banks[name]
         _check_families(bank.dims, store)
         rows[name] = (
-            where if name == setting else partners(_ids(own), _ids(store))[where]
+            where
+            if name == setting
+            else partners(_ids(store_of_answers), _ids(store))[where]
         )
         lengths[name] = span_lengths(store.spec.spans[rows[name]], bank.spans)
-    places, scores = [], []
+    indices, scores = [], []
     every = np.concatenate(list(lengths.values()), axis=1)
     for group in width_groups(every, _OF_A_KIND):
         widths = {name: widths_of(lengths[name][group]) for name in passes}
         fitting = (rows_at_once(widths[n], detector.banks[n].dims) for n in passes)
         n_at_once = min(len(group), *fitting)
         for start in range(0, len(group), n_at_once):
-            part = group[start : start + n_at_once]
-            padded = np.pad(part, (0, n_at_once - len(part)), "edge")
-            features = {
+            batch = group[start : start + n_at_once]
+            padded = np.pad(batch, (0, n_at_once - len(batch)), "edge")
+            features: dict[Setting, Features] = {
                 name: read_features(
                     stores[name],
                     layer,
@@ -393,17 +383,17 @@ def score_store(
                 )
                 for name in passes
             }
-            places.append(part)
-            scores.append(detector.score(branch, features).first(len(part)))
-    return Scores.joined(scores).take(np.argsort(np.concatenate(places)))
+            indices.append(batch)
+            scores.append(detector.score(branch, features).first(len(batch)))
+    return Scores.joined(scores).take(np.argsort(np.concatenate(indices)))
 
 
 def _check_families(dims: FamilyDims, store: FeatureStore) -> None:
     """Raise where a store lacks signals that encoders read."""
     stored = family_dims(store)
     is_kept = all(
-        kept in ("all", read)
-        for kept, read in zip(stored.spans, dims.spans, strict=False)
+        stored_spans in ("all", read)
+        for stored_spans, read in zip(stored.spans, dims.spans, strict=False)
     )
     if (stored.names, stored.sizes) != (dims.names, dims.sizes) or not is_kept:
         raise ValueError(
@@ -417,27 +407,6 @@ def _ids(store: FeatureStore) -> list[str]:
 
 
 N_FOLDS = 5  # of `fold_calibrators`
-
-
-def open_rows(run: RunDir, setting: Setting) -> tuple[FeatureStore, Rows]:
-    """Open a setting's store and say what its rows are."""
-    store = open_store(run.features(setting))
-    return store, rows_of(store, read_examples(run), read_labels(run).values())
-
-
-def chosen_layer(run: RunDir) -> int:
-    """Return the layer that the hidden family of a run is read from."""
-    return read_sweep(run.sweep).layer
-
-
-def encoder_folders(run: RunDir) -> list[Path]:
-    """Return the checkpoints of the run's settings."""
-    return [run.encoders(setting) for setting in settings_of(run)]
-
-
-def grid_config(run: RunDir) -> GridConfig:
-    """Return how a run's encoders are trained, with the run's seed."""
-    return run.settle("train", GRID_PRESETS).seeded(run.seed)
 
 
 def select_config(run: RunDir) -> SelectConfig:
@@ -455,12 +424,6 @@ def run_selection(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a branch's heads and scores, and the summary of its search."""
     return read_selection(run.selection / branch)
-
-
-def run_outputs(run: RunDir, setting: Setting) -> MemberOutputs:
-    """Return the outputs of every trained encoder of a setting on its rows."""
-    tree, _ = checkpoint.restore(run.encoders(setting))
-    return MemberOutputs(**tree["outputs"])
 
 
 def run_pool(
@@ -484,18 +447,6 @@ def run_pool(
         {where: open_rows(run, where)[1] for where in passes},
         setting,
         grid_config(run).train.n_seeds,
-    )
-
-
-def run_training_set(run: RunDir, setting: Setting, config: GridConfig) -> TrainingSet:
-    """Return a setting's rows as a configuration trains encoders on them."""
-    store, rows = open_rows(run, setting)
-    return training_set(
-        store,
-        rows,
-        layer=chosen_layer(run),
-        n_batch=config.train.batch_size,
-        streamed=config.stream is not None,
     )
 
 
@@ -524,10 +475,10 @@ class CalibrateConfig:
     precision: float = 0.9
 
     def __post_init__(self) -> None:
-        """Refuse what is no share."""
+        """Check that precision is in (0, 1]."""
         if not 0 < self.precision <= 1:
             raise ValueError(
-                f"precision: expected a share above 0 and at most 1, found "
+                "precision: expected a share above 0 and at most 1, got "
                 f"{self.precision}"
             )
 
@@ -537,15 +488,15 @@ CALIBRATE_PRESETS: dict[Preset, CalibrateConfig] = dict.fromkeys(
 )
 
 
-def settle_precision(run: RunDir, precision: float) -> None:
+def change_precision(run: RunDir, precision: float) -> None:
     """Let a run have another threshold; its detector is then calibrated again.
 
     Unlike other settings it may change: no answer, label or weight depends on it.
     """
-    asked = CalibrateConfig(precision=precision)
-    if run.settle("calibrate", CALIBRATE_PRESETS, is_recorded=False) != asked:
+    config = CalibrateConfig(precision=precision)
+    if run.settle("calibrate", CALIBRATE_PRESETS, is_recorded=False) != config:
         run.reopen_stage("calibrate")
-    run.settle("calibrate", CALIBRATE_PRESETS, lambda _: asked, is_replaceable=True)
+    run.settle("calibrate", CALIBRATE_PRESETS, lambda _: config, is_replaceable=True)
 
 
 def _fused(run: RunDir, branch: HeadName) -> FusedHead:
@@ -601,7 +552,7 @@ def _calibrate(
     run: RunDir, config: CalibrateConfig, update: Update, progress: Progress
 ) -> None:
     set_compiler(run.preset)
-    grids = {setting: _grid(run, setting) for setting in settings_of(run)}
+    grids: dict[Setting, Grid] = {s: _grid(run, s) for s in settings_of(run)}
     detector = calibrated(
         {branch: _fused(run, branch) for branch in run_branches(run)},
         grids,

@@ -1,4 +1,4 @@
-"""From a score to a probability that means what it says.
+"""From a score to a calibrated probability.
 
 Isotonic regression on validation scores (the controller section of the paper), kept as
 two arrays; and the measures of how well probabilities are calibrated.
@@ -34,13 +34,13 @@ class Reliability(NamedTuple):
       edges: `[n_bins + 1]`, from 0 to 1.
       confidence: `[n_bins]` mean prediction; NaN in an empty bin.
       accuracy: `[n_bins]` share of correct answers; NaN in an empty bin.
-      count: `[n_bins]` examples.
+      n_examples: `[n_bins]`.
     """
 
     edges: np.ndarray
     confidence: np.ndarray
     accuracy: np.ndarray
-    count: np.ndarray
+    n_examples: np.ndarray
 
 
 def fit_calibrator(
@@ -79,10 +79,10 @@ def fit_calibrator(
     return Calibrator(model.X_thresholds_, bounded)
 
 
-def folds_of(ids: Sequence[str], n_folds: int) -> np.ndarray:
+def folds_of(ids: Sequence[str] | np.ndarray, n_folds: int) -> np.ndarray:
     """Put questions into folds by id alone, `[n]`: a rewording goes along."""
-    digests = (hashlib.sha256(str(one).encode()).digest() for one in ids)
-    return np.array([int.from_bytes(one[:8], "big") % n_folds for one in digests], int)
+    digests = (hashlib.sha256(str(x).encode()).digest() for x in ids)
+    return np.array([int.from_bytes(x[:8], "big") % n_folds for x in digests], int)
 
 
 def cross_fit(
@@ -131,4 +131,4 @@ def ece(p_correct: np.ndarray, labels: np.ndarray, n_bins: int = 15) -> float:
         return float("nan")
     bins = reliability(p_correct, labels, n_bins)
     gap = np.abs(bins.confidence - bins.accuracy)
-    return float(np.nansum(gap * bins.count) / bins.count.sum())
+    return float(np.nansum(gap * bins.n_examples) / bins.n_examples.sum())

@@ -42,42 +42,6 @@ def _digest(arrays: Arrays, key: str) -> str:
     return digest.hexdigest()
 
 
-def save_cache(path: Path, arrays: Arrays, key: str) -> None:
-    """Write arrays under a key.
-
-    Args:
-      path: file to be made or replaced.
-      arrays: by name.
-      key: identity of everything the values depend on.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    contiguous = {name: np.ascontiguousarray(value) for name, value in arrays.items()}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        save_file(contiguous, temporary, metadata={"sha256": _digest(contiguous, key)})
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def load_cache(path: Path, key: str) -> dict[str, np.ndarray] | None:
-    """Read arrays back.
-
-    Returns:
-      The arrays, or None if there is no such file, it was made from something else, or
-      it is damaged: then the member is trained again.
-    """
-    if not path.is_file():
-        return None
-    try:
-        with safe_open(path, framework="np") as file:
-            metadata = file.metadata() or {}
-            arrays = {name: file.get_tensor(name) for name in file.keys()}
-    except (SafetensorError, OSError):
-        return None
-    return arrays if metadata.get("sha256") == _digest(arrays, key) else None
-
-
 @dataclasses.dataclass(frozen=True)
 class Cache:
     """Arrays of the finished parts of a work, one file a part.
@@ -99,14 +63,33 @@ class Cache:
         return self.folder and self.folder / f"{name}.safetensors"
 
     def load(self, name: str) -> dict[str, np.ndarray] | None:
-        """Return a part's arrays by name, or None if the part is missing."""
+        """Return a part's arrays by name, or None if it is missing or damaged."""
         path = self.path(name)
-        return path and load_cache(path, self.key)
+        if path is None or not path.is_file():
+            return None
+        try:
+            with safe_open(path, framework="np") as file:
+                metadata = file.metadata() or {}
+                arrays = {name: file.get_tensor(name) for name in file.keys()}
+        except (SafetensorError, OSError):
+            return None
+        is_intact = metadata.get("sha256") == _digest(arrays, self.key)
+        return arrays if is_intact else None
 
     def save(self, name: str, arrays: Arrays) -> None:
         """Write a part's arrays, replacing what was there."""
-        if path := self.path(name):
-            save_cache(path, arrays, self.key)
+        path = self.path(name)
+        if path is None:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        contiguous = {key: np.ascontiguousarray(x) for key, x in arrays.items()}
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            digest = _digest(contiguous, self.key)
+            save_file(contiguous, temporary, metadata={"sha256": digest})
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
     def missing(self, names: Iterable[str]) -> list[str]:
         """Return those parts that are still to be done, in the order of `names`."""
@@ -123,13 +106,7 @@ ARRAYS = "arrays"
 
 
 def save(path: Path, tree: Any, config: dict[str, Any]) -> None:
-    """Write a pytree of arrays and its JSON description, replacing what was there.
-
-    Args:
-      path: directory of the checkpoint.
-      tree: nested dicts of arrays.
-      config: JSON values only.
-    """
+    """Write a pytree of arrays and its JSON description, replacing what was there."""
     path = Path(path).absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
@@ -155,12 +132,7 @@ def _swap(work: Path, path: Path) -> None:
 
 
 def restore(path: Path, kind: type[Decoded] = dict[str, Any]) -> tuple[Any, Decoded]:
-    """Read a checkpoint after checking it: nested dicts of NumPy arrays, and config.
-
-    Args:
-      path: directory of the checkpoint.
-      kind: what its JSON description is.
-    """
+    """Read a checkpoint after checking it: nested dicts of NumPy arrays, and config."""
     path = Path(path).absolute()
     verify_checksums(path)
     what_to_do = "another version of this program made it: do its stage again"

@@ -141,9 +141,9 @@ def calibrate(run_dir: Path, precision: float | None) -> None:
     """
     from beatrice.extract.run.directory import RunDir
     from beatrice.extract.run.stages import do
-    from beatrice.jaxprobe.calibrate import CALIBRATE, settle_precision
+    from beatrice.jaxprobe.calibrate import CALIBRATE, change_precision
 
     if precision is not None:
         with RunDir.open(run_dir) as run:
-            settle_precision(run, precision)
+            change_precision(run, precision)
     do(run_dir, CALIBRATE)

@@ -22,7 +22,7 @@ from beatrice.extract.store.families import Dtype
 from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.calibration import Calibrator
 from beatrice.jaxprobe.config import EncoderConfig, FusionConfig
-from beatrice.jaxprobe.encoder import Encoder, Params
+from beatrice.jaxprobe.encoder import Encoder, Params, apply_module
 from beatrice.jaxprobe.families import (
     FamilyDims,
     FamilyTokens,
@@ -98,7 +98,7 @@ def bank_outputs(
       Logits `[n_seeds, n_kept, n_examples]` and pooled vectors `[..., d_pooled]`.
     """
     families: FamilyTokens = split_families(features, dims, standardizer)
-    over_kept = jax.vmap(lambda p, mask: encoder.apply(p, families, mask))
+    over_kept = jax.vmap(lambda p, mask: apply_module(encoder, p, families, mask))
     return jax.vmap(over_kept, in_axes=(0, None))(params, family_masks)
 
 
@@ -136,10 +136,11 @@ class Scores(NamedTuple):
         return self.take(slice(n))
 
     @staticmethod
-    def joined(parts: "Sequence[Scores]") -> "Scores":
+    def joined(scores: "Sequence[Scores]") -> "Scores":
         """Scores of answers that were scored in parts."""
-        *arrays, names = zip(*parts, strict=True)
-        return Scores(*map(np.concatenate, arrays), names[0])
+        raw, p_correct, encoders, names = zip(*scores, strict=True)
+        arrays = map(np.concatenate, (raw, p_correct, encoders))
+        return Scores(*arrays, encoder_names=names[0])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,11 +173,12 @@ def _fuse(
 ) -> jax.Array:
     """Probability `[n_examples]`, mean over seeds of the heads'."""
 
-    def one(params, pooled, logits):
+    def fuse_seed(params, pooled, logits):
         slots = jnp.arange(len(slot_mask))
-        return head.apply(params, head_inputs(pooled, logits), slots, slot_mask)
+        inputs = head_inputs(pooled, logits)
+        return apply_module(head, params, inputs, slots, slot_mask)
 
-    return jax.nn.sigmoid(jax.vmap(one)(params, pooled, logits)).mean(axis=0)
+    return jax.nn.sigmoid(jax.vmap(fuse_seed)(params, pooled, logits)).mean(axis=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -359,9 +361,9 @@ class Detector:
             {"format": 4, "provenance": msgspec.to_builtins(self.provenance)},
         )
         for name, values in (("banks", self.banks), ("heads", self.heads)):
-            parts = {key: _split_arrays(value) for key, value in values.items()}
-            tree[name] = {key: arrays for key, (arrays, _) in parts.items()}
-            saved[name] = {key: fields for key, (_, fields) in parts.items()}
+            split = {key: _split_arrays(value) for key, value in values.items()}
+            tree[name] = {key: arrays for key, (arrays, _) in split.items()}
+            saved[name] = {key: fields for key, (_, fields) in split.items()}
         checkpoint.save(Path(path), tree, saved)
 
     @classmethod
@@ -369,11 +371,11 @@ class Detector:
         """Read a detector; every file is checked against its SHA-256 first."""
         tree, saved = checkpoint.restore(Path(path), _Saved)
         try:
-            banks = {
+            banks: dict[Setting, EncoderBank] = {
                 setting: _merge_arrays(tree["banks"][setting], fields, EncoderBank)
                 for setting, fields in saved.banks.items()
             }
-            heads = {
+            heads: dict[HeadName, SettingHead] = {
                 name: _merge_arrays(tree["heads"][name], fields, SettingHead)
                 for name, fields in saved.heads.items()
             }

@@ -33,7 +33,7 @@ from beatrice.jaxprobe.kernels.masked import (
     token_convolution,
 )
 from beatrice.jaxprobe.kernels.projection import Draw, project
-from beatrice.jaxprobe.kernels.random import dropout
+from beatrice.jaxprobe.kernels.random import RowKeys, dropout
 from beatrice.jaxprobe.kernels.stored import values_of
 
 COLLECTION = "linear"
@@ -165,7 +165,7 @@ class SpanCNN(nn.Module):
         projected: jax.Array,
         mask: jax.Array,
         family_mask: jax.Array,
-        key: jax.Array | None,
+        key: jax.Array | RowKeys | None,
     ) -> jax.Array:
         """Encode one span.
 
@@ -277,3 +277,8 @@ class Encoder(nn.Module):
             n_before = features.span_slices[-1].start
             families[f] = families[f].at[:, :n_before].set(0.0)
         return jnp.concatenate(families) + bias[:, None, None]
+
+
+def apply_module(module: nn.Module, *arguments: Any) -> Any:
+    """Return `module.apply`, which Flax types as a union of possible results."""
+    return module.apply(*arguments)

@@ -61,7 +61,7 @@ class Scored:
     @property
     def is_defined(self) -> np.ndarray:
         """Where every seed has a score, `[n_rows]` bool."""
-        return ~np.isnan(self.scores).any(axis=0)
+        return np.logical_not(np.any(np.isnan(self.scores), axis=0))
 
     def take(self, where: np.ndarray) -> "Scored":
         """Return the same of some rows, `[n]` indices or bool of all."""
@@ -114,23 +114,14 @@ def _less(fields: Mapping[str, Any], n_left_out: int) -> dict[str, Any]:
 
 
 class _Case(NamedTuple):
-    """A detector on the rows of a set where it has scores.
+    """A detector on the rows of a set where it has scores."""
 
-    Attributes:
-      name: of the detector.
-      where: `[n_chosen]` bool, these rows among the set's.
-      scores: `[n_seeds, n]`.
-      labels: `[n]` bool.
-      weighted: the metrics under weightings, see `weighted_metrics`.
-      seeds: by metric its value with each training seed.
-    """
-
-    name: str
-    where: np.ndarray
-    scores: np.ndarray
-    labels: np.ndarray
-    weighted: Callable[..., dict[str, np.ndarray]]
-    seeds: dict[str, list[Metric]]
+    name: Subject
+    where: np.ndarray  # [n_chosen] bool, these rows among the set's
+    scores: np.ndarray  # [n_seeds, n]
+    labels: np.ndarray  # [n] bool
+    weighted: Callable[..., dict[str, np.ndarray]]  # see `weighted_metrics`
+    seeds: dict[str, list[Metric]]  # by metric its value with each training seed
 
 
 def _case(scored: Scored, rows: Rows, strata: np.ndarray | None) -> _Case:
@@ -284,19 +275,19 @@ def permute_by_question(rows: Rows, seed: int) -> np.ndarray:
     """
     permuted = rows.labels.copy()
     rng = np.random.default_rng(seed)
-    places = zip(rows.datasets, rows.splits, strict=True)
+    sets = zip(rows.datasets, rows.splits, strict=True)
     for dataset, split in dict.fromkeys(
-        (name if split == "ood" else IN_DOMAIN, split) for name, split in places
+        (name if split == "ood" else IN_DOMAIN, split) for name, split in sets
     ):
         by_question: dict[str, list[int]] = {}
         for i in rows.where(split, dataset):
-            by_question.setdefault(rows.ids[i], []).append(i)
+            by_question.setdefault(str(rows.ids[i]), []).append(i)
         by_size: dict[int, list[list[int]]] = {}
         for where in by_question.values():
             by_size.setdefault(len(where), []).append(where)
         for questions in by_size.values():
-            places = np.array(questions)  # [n_questions, n_wordings]
-            permuted[places] = rows.labels[places[rng.permutation(len(places))]]
+            indices = np.array(questions)  # [n_questions, n_wordings]
+            permuted[indices] = rows.labels[indices[rng.permutation(len(indices))]]
     return permuted
 
 

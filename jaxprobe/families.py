@@ -293,13 +293,13 @@ def check_features(features: Features, dims: FamilyDims) -> None:
             )
 
 
-def standardizer_of(parts: Iterable[Features]) -> Standardizer:
+def standardizer_of(batches: Iterable[Features]) -> Standardizer:
     """Fit mean and deviation of every channel over the real tokens, in one pass."""
     # Here, since it takes a second to load, and most stages only look at rows.
     from sklearn.preprocessing import StandardScaler
 
     scaler = StandardScaler()
-    for features in parts:
+    for features in batches:
         spans = zip(features.tokens, features.masks, strict=True)
         rows = np.concatenate([np.asarray(x)[np.asarray(mask)] for x, mask in spans])
         if len(rows):
@@ -307,7 +307,7 @@ def standardizer_of(parts: Iterable[Features]) -> Standardizer:
             scaler.partial_fit(rows.astype(np.float64))
     if not hasattr(scaler, "mean_"):
         raise ValueError("cannot standardise: no span has a real token")
-    mean, std = scaler.mean_, np.sqrt(scaler.var_)
+    mean, std = np.asarray(scaler.mean_), np.sqrt(np.asarray(scaler.var_))
     std = np.where(std <= 1e-6 * np.maximum(1.0, np.abs(mean)), 1.0, std)
     return Standardizer(mean.astype(np.float32), std.astype(np.float32))
 
@@ -442,7 +442,7 @@ def used_spans(spans: np.ndarray) -> tuple[int, ...]:
     Returns:
       Places among `SPAN_NAMES`: those of `SPANS` for answers of a model.
     """
-    is_used = (spans[..., 1] > spans[..., 0]).any(axis=0)
+    is_used = np.any(spans[..., 1] > spans[..., 0], axis=0)
     return tuple(s for s in range(len(SPAN_NAMES)) if is_used[s] or s == ANSWER)
 
 
@@ -510,8 +510,8 @@ def width_groups(lengths: np.ndarray, n_batch: int) -> list[np.ndarray]:
     sizes = [n_batch << i for i in range(_MOST_GROUPS - 1)]
     edges = np.cumsum(sizes)
     cuts = n_rows - edges[edges < n_rows][::-1]
-    groups = [np.sort(part) for part in np.split(order, cuts)]
-    padded = sum(len(part) * _width(lengths[part]) for part in groups)
+    groups = [np.sort(group) for group in np.split(order, cuts)]
+    padded = sum(len(group) * _width(lengths[group]) for group in groups)
     if n_rows * _width(lengths) < _WORTH * padded:
         return [np.arange(n_rows)]
     return groups

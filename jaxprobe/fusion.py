@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from beatrice.jaxprobe.config import FusionConfig
-from beatrice.jaxprobe.encoder import MemberOutputs, Params
+from beatrice.jaxprobe.encoder import MemberOutputs, Params, apply_module
 from beatrice.jaxprobe.kernels.masked import materialize
 from beatrice.jaxprobe.kernels.random import hashed_bits
 
@@ -283,7 +283,7 @@ def apply_head(
     head: FusionHead,
 ) -> jax.Array:
     """Fused logits `[n_examples]` of one trained head."""
-    return head.apply(params, outputs.outputs[seed], members, slot_mask)
+    return apply_module(head, params, outputs.outputs[seed], members, slot_mask)
 
 
 def slots_of(members: tuple[int, ...], n_slots: int) -> tuple[np.ndarray, np.ndarray]:

@@ -138,7 +138,7 @@ def over_members(
         return on_device(block, states, shared)
     (axis,) = mesh.axis_names
     by_subset, replicated = PartitionSpec(None, axis), PartitionSpec()
-    specs = BlockArrays(*[PartitionSpec(axis)] * 2, replicated)
+    specs = BlockArrays(PartitionSpec(axis), PartitionSpec(axis), replicated)
     split = jax.shard_map(
         on_device,
         mesh=mesh,
@@ -161,9 +161,9 @@ class Labelled(NamedTuple):
     """
 
     features: FamilyTokens
-    labels: jax.Array
-    weights: jax.Array
-    offsets: jax.Array
+    labels: Any
+    weights: Any
+    offsets: Any
 
 
 class Trained(NamedTuple):
@@ -323,8 +323,8 @@ def trained_block(block: Block, state: FitState) -> Trained:
     n_subsets = len(block.subsets)  # of which a mesh may have trained more
 
     def fetch(x: jax.Array) -> np.ndarray:
-        x = np.asarray(x)[:, :n_subsets]
-        return x.reshape(-1, *x.shape[2:])
+        trained = np.asarray(x)[:, :n_subsets]
+        return trained.reshape(-1, *trained.shape[2:])
 
     return Trained(block.members, *jax.tree.map(fetch, (state.best_params, state.info)))
 
@@ -389,14 +389,6 @@ def fit_on_mesh(
     Where the subsets do not come out even, the last one is trained again on the devices
     that would stand idle, and left out of the result.
 
-    Args:
-      block: every subset with every seed.
-      train: groups of training rows; each is copied to every device.
-      valid: validation rows, likewise.
-      encoder: the module.
-      config: the protocol.
-      mesh: of one axis, "members"; see `member_mesh`.
-
     Returns:
       The members with all their weights, on the host.
     """
@@ -405,14 +397,14 @@ def fit_on_mesh(
     subsets = np.pad(np.asarray(block.subsets), (0, n_excess), mode="edge")
     padded = Block(tuple(subsets.tolist()), block.seeds)
     family_masks, subsets, seeds = BlockArrays.of(padded, encoder.dims.n_families)
-    split = jax.device_put(
+    family_masks, subsets = jax.device_put(
         (family_masks, subsets), NamedSharding(mesh, PartitionSpec(AXIS))
     )
     seeds, train, valid = jax.device_put(
         (seeds, list(train), list(valid)), NamedSharding(mesh, PartitionSpec())
     )
     learner = block_learner(
-        BlockArrays(*split, seeds),
+        BlockArrays(family_masks, subsets, seeds),
         train[0].features,
         encoder=encoder,
         config=config,
@@ -441,16 +433,18 @@ def fit_everywhere(
         )
 
 
-def join(parts: Sequence[Trained], order: Sequence[Member]) -> Trained:
+def join(blocks: Sequence[Trained], order: Sequence[Member]) -> Trained:
     """Put trained blocks together in the order of `order`."""
-    position = {m: i for i, m in enumerate(m for part in parts for m in part.members)}
+    position = {
+        m: i for i, m in enumerate(m for block in blocks for m in block.members)
+    }
     missing = [m for m in order if m not in position]
     if missing:
         raise ValueError(f"{len(missing)} members are not trained, first {missing[0]}")
     rows = np.asarray([position[m] for m in order])
     stacked = jax.tree.map(
         lambda *leaves: np.concatenate(leaves)[rows],
-        *[(part.params, part.info) for part in parts],
+        *[(block.params, block.info) for block in blocks],
     )
     return Trained(tuple(order), *stacked)
 

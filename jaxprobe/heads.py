@@ -18,7 +18,7 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 from beatrice.jaxprobe.config import TrainConfig
-from beatrice.jaxprobe.encoder import Params
+from beatrice.jaxprobe.encoder import Params, apply_module
 from beatrice.jaxprobe.fusion import OUTPUT, FusionHead, PoolOutputs
 from beatrice.jaxprobe.kernels.random import HEADS, stream_key
 from beatrice.jaxprobe.loop import (
@@ -129,7 +129,7 @@ def start_heads(
         key = _head_keys(config, seed, fused, train.n_pool)[0]
         params = head.init(key, train.outputs[seed][..., :1], *fused)
         state = start_fit(params, config, _kernel_and_rest)
-        logits = head.apply(params, valid.outputs[seed], *fused)
+        logits = apply_module(head, params, valid.outputs[seed], *fused)
         first = masked_auroc(logits, valid.labels, valid.weights)
         info = state.info._replace(best_auroc=jnp.nan_to_num(first, nan=-1.0))
         state = state._replace(info=info)

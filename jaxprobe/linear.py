@@ -201,7 +201,7 @@ def fit_linear_parts(
             fold = logistic_regression(best.C).fit(x[seen], train.labels[seen])
             grid.train[subset, unseen] = fold.decision_function(x[unseen])
         ends = np.cumsum([widths[f] for f in read])
-        bias = best.intercept_[0]
+        bias = np.asarray(best.intercept_)[0]
         for f, weights in zip(read, np.split(best.coef_[0], ends[:-1]), strict=True):
             mean, scale = scales[f]
             grid.parts[f"kernel_{f}"][subset] = weights / scale

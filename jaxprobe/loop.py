@@ -20,7 +20,7 @@ from beatrice.jaxprobe.config import TrainConfig
 from beatrice.jaxprobe.kernels.random import RowKeys
 from beatrice.jaxprobe.metrics import masked_auroc
 
-Params = optax.Params
+Params = Any
 
 
 class FitInfo(NamedTuple):
@@ -60,15 +60,20 @@ class FitState(NamedTuple):
 class Keys(NamedTuple):
     """Keys of the steps on a group: of the batch (input noise), and a member's own."""
 
-    batch: jax.Array
-    member: jax.Array
+    batch: Any
+    member: Any
 
 
 class Rows(Protocol):
     """A group of rows that is in memory."""
 
-    labels: jax.Array  # [n_rows] float32, 1 where the answer is correct
-    weights: jax.Array  # [n_rows] float32, at least 0; 0 leaves a row out
+    @property
+    def labels(self) -> Any:
+        """`[n_rows]` float32, 1 where the answer is correct."""
+
+    @property
+    def weights(self) -> Any:
+        """`[n_rows]` float32, at least 0; 0 leaves a row out."""
 
 
 class Learner(NamedTuple):
@@ -111,7 +116,8 @@ def fit(
         active = [i for i, x in enumerate(waited) if (x < config.patience).any()]
         if not active:
             break
-        losses, logits = ({i: () for i in active} for _ in range(2))
+        losses: dict[int, tuple[jax.Array, ...]] = {i: () for i in active}
+        logits: dict[int, tuple[jax.Array, ...]] = {i: () for i in active}
         truth: tuple[tuple[jax.Array, jax.Array], ...] = ()
         for group in train(epoch):
             for i in active:
@@ -207,10 +213,14 @@ def take_steps(
     step_keys = Keys(*(jax.random.split(key, shape) for key in keys))
     adamw = optimizer(config)
 
-    def step(carry, batch):
-        packed, opt_state = carry
+    def step(carry, step_inputs):
+        (packed, opt_state), (batch, keys) = carry, step_inputs
         value, grads = _gradient(
-            lambda packed, *batch: loss(unpack(packed), *batch), packed, *batch, config
+            lambda packed, *batch: loss(unpack(packed), *batch),
+            packed,
+            batch,
+            keys,
+            config,
         )
         # Optax raises an integer count to a power, which strict promotion refuses.
         with jax.numpy_dtype_promotion("standard"):

@@ -374,10 +374,6 @@ def choose(sizes: Sizes, device_memory: int | None = None) -> Plan:
     On a CPU a block is one member, whose activations stay in cache, unless a size is
     given. Elsewhere all members and a whole batch are compiled first; what does not fit
     is halved: rows down to 64, then seeds and subsets, then rows.
-
-    Args:
-      sizes: what is trained.
-      device_memory: bytes; what the device says by default.
     """
     device_memory = device_memory or device_bytes()
     if device_memory is None:

@@ -136,10 +136,9 @@ def _placements(
     right, wrong = scores[labels], scores[~labels]
 
     def below(rows: np.ndarray, others: np.ndarray) -> np.ndarray:
-        ranks = (
-            np.searchsorted(np.sort(others), rows, side) for side in ("left", "right")
-        )
-        return sum(ranks) / (2 * len(others))
+        ordered = np.sort(others)
+        below, upto = (np.searchsorted(ordered, rows, s) for s in ("left", "right"))
+        return (below + upto) / (2 * len(others))
 
     return below(right, wrong), below(-wrong, -right)
 

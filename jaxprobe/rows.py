@@ -126,7 +126,9 @@ def rows_of(
       labels: one for every row of the store; others may be among them.
     """
     by_id = {example.id: example for example in examples}
-    by_key = {(x.example_id, x.setting, x.variant): x for x in labels}
+    by_key: dict[tuple[str, ...], Label] = {
+        (x.example_id, x.setting, x.variant): x for x in labels
+    }
     keys = store.spec.keys
     if unknown := [key[0] for key in keys if key[0] not in by_id]:
         raise ValueError(
@@ -140,7 +142,7 @@ def rows_of(
         )
     verdicts = [by_key[key].label for key in keys]
     return Rows(
-        setting=keys[0][1],
+        setting=by_key[keys[0]].setting,
         ids=np.array([key[0] for key in keys]),
         datasets=np.array([by_id[key[0]].dataset for key in keys]),
         splits=np.array([by_id[key[0]].split for key in keys]),
@@ -150,7 +152,9 @@ def rows_of(
     )
 
 
-def partners(ids: Sequence[str], closed_book: Sequence[str]) -> np.ndarray:
+def partners(
+    ids: Sequence[str] | np.ndarray, closed_book: Sequence[str] | np.ndarray
+) -> np.ndarray:
     """Return the closed-book row of the same question for every row.
 
     Args:
@@ -344,7 +348,9 @@ def training_set(
         read_train=read,
         lengths=lengths,
         where=where,
-        in_memory=None if streamed else tuple(map(buckets, where, groups)),
+        in_memory=None
+        if streamed
+        else (buckets(where[0], groups[0]), buckets(where[1], groups[1])),
     )
 
 
@@ -361,7 +367,7 @@ def _check_classes(rows: Rows, where: tuple[np.ndarray, np.ndarray]) -> None:
 
 
 def rows_at_once(widths: Sequence[int], dims: FamilyDims) -> int:
-    """Return how many examples are standardised and encoded together, a power of two.
+    """Return how many examples are encoded together, a power of two.
 
     Args:
       widths: tokens of the padded spans.

@@ -62,7 +62,7 @@ def longest_spans(store: FeatureStore) -> tuple[int, ...]:
 
 
 def fit_standardizer(
-    parts: Callable[[], Iterator[Features]], dims: FamilyDims
+    batches: Callable[[], Iterator[Features]], dims: FamilyDims
 ) -> Standardizer:
     """Fit the standardisation on examples that memory need not hold together.
 
@@ -70,14 +70,14 @@ def fit_standardizer(
     zeros that stand for the others would shrink the mean and widen the spread.
 
     Args:
-      parts: yields the examples, some at a time; called twice where a family is kept
+      batches: yields the examples, some at a time; called twice where a family is kept
         of the answer span alone.
       dims: of the store.
     """
-    standardizer = standardizer_of(parts())
+    standardizer = standardizer_of(batches())
     if not dims.of_answers:
         return standardizer
-    answers = (Features(x.tokens[-1:], x.masks[-1:]) for x in parts())
+    answers = (Features(x.tokens[-1:], x.masks[-1:]) for x in batches())
     of_answers = standardizer_of(answers)
     for at in (dims.slices[f] for f in dims.of_answers):
         for all_spans, answer in zip(standardizer, of_answers, strict=True):
@@ -213,7 +213,7 @@ def read_features(
     chosen = slice(None) if examples is None else examples
     lengths = spec.n_read[chosen]
     # The row of each example's token 0, or where it would be.
-    starts = np.cumsum(lengths) - lengths - spec.firsts[chosen]
+    starts = np.cumsum(lengths) - lengths - spec.first_rows[chosen]
     rows = {
         name: _spread(ragged, starts, int(lengths.sum()))
         if spec.families[name].spans == "answer"
@@ -229,11 +229,6 @@ def _spread(answers: Ragged, starts: np.ndarray, n_rows: int) -> np.ndarray:
 
     No encoder sees these zeros: what it reads of the other spans is zero after
     standardisation, see `split_families`.
-
-    Args:
-      answers: rows of the answer span.
-      starts: as in `pad_span`.
-      n_rows: of all tokens.
     """
     values, lengths = answers.values, answers.lengths
     spread = np.zeros((n_rows, *values.shape[1:]), values.dtype)

@@ -1,4 +1,6 @@
-"""Train every encoder of a setting, and apply it to every row; the stage that does so.
+"""Train every encoder of a setting, and apply it to every row; the stage `train`.
+
+The first functions read a run as the values that the functions below a stage take.
 
 Several processes may train one grid, each its share of the members. Members never speak
 to each other, so neither do the processes: each saves its finished members, and whoever
@@ -19,6 +21,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import flax.traverse_util
@@ -27,17 +30,27 @@ import numpy as np
 
 from beatrice.extract.records import SETTINGS, Setting
 from beatrice.extract.run.console import Progress, Update
-from beatrice.extract.run.contents import question_files, row_files, settings_of
+from beatrice.extract.run.contents import (
+    question_files,
+    read_examples,
+    read_labels,
+    row_files,
+    settings_of,
+)
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import sha256_file
 from beatrice.extract.run.memory import return_freed_memory
 from beatrice.extract.run.share import Share, own_gpu
 from beatrice.extract.run.stages import Stage, side_by_side
-from beatrice.extract.store.store import open_store
+from beatrice.extract.store.store import FeatureStore, open_store
 from beatrice.jaxprobe import checkpoint
-from beatrice.jaxprobe.calibrate import encoder_folders, run_training_set
 from beatrice.jaxprobe.checkpoint import Cache
-from beatrice.jaxprobe.config import GRID_PRESETS, GridConfig, set_compiler
+from beatrice.jaxprobe.config import (
+    GRID_PRESETS,
+    GridConfig,
+    StreamConfig,
+    set_compiler,
+)
 from beatrice.jaxprobe.encoder import Encoder, MemberOutputs
 from beatrice.jaxprobe.evaluation import permute_by_question
 from beatrice.jaxprobe.families import (
@@ -65,10 +78,49 @@ from beatrice.jaxprobe.linear import (
 )
 from beatrice.jaxprobe.loop import FitInfo
 from beatrice.jaxprobe.memory import Sizes, Workload, choose, step_flops
-from beatrice.jaxprobe.rows import TrainingSet
+from beatrice.jaxprobe.rows import Rows, TrainingSet, read_sweep, rows_of, training_set
 from beatrice.jaxprobe.streaming import Streamed, fit_streamed
 
 EVERY_FAMILY = subset_index("HPRA")
+
+
+def open_rows(run: RunDir, setting: Setting) -> tuple[FeatureStore, Rows]:
+    """Open a setting's store and say what its rows are."""
+    store = open_store(run.features(setting))
+    return store, rows_of(store, read_examples(run), read_labels(run).values())
+
+
+def chosen_layer(run: RunDir) -> int:
+    """Return the layer that the hidden family of a run is read from."""
+    return read_sweep(run.sweep).layer
+
+
+def encoder_folders(run: RunDir) -> list[Path]:
+    """Return the checkpoints of the run's settings."""
+    return [run.encoders(setting) for setting in settings_of(run)]
+
+
+def grid_config(run: RunDir) -> GridConfig:
+    """Return how a run's encoders are trained, with the run's seed."""
+    return run.settle("train", GRID_PRESETS).seeded(run.seed)
+
+
+def run_outputs(run: RunDir, setting: Setting) -> MemberOutputs:
+    """Return the outputs of every trained encoder of a setting on its rows."""
+    tree, _ = checkpoint.restore(run.encoders(setting))
+    return MemberOutputs(**tree["outputs"])
+
+
+def run_training_set(run: RunDir, setting: Setting, config: GridConfig) -> TrainingSet:
+    """Return a setting's rows as a configuration trains encoders on them."""
+    store, rows = open_rows(run, setting)
+    return training_set(
+        store,
+        rows,
+        layer=chosen_layer(run),
+        n_batch=config.train.batch_size,
+        streamed=config.stream is not None,
+    )
 
 
 def train_encoders(
@@ -105,14 +157,14 @@ def train_encoders(
     mine = members_of_share(_workload(data, config), subsets, share)
     for _ in range(len(members) - len(mine)):
         on_part()
-    parts = []
-    for part in _trained(data, config, mine, linear, cache):
-        parts.append(part)
-        for _ in part.members:
+    trained_blocks = []
+    for block in _trained(data, config, mine, linear, cache):
+        trained_blocks.append(block)
+        for _ in block.members:
             on_part()
     if not share.is_whole:
         return None
-    trained = join(parts, members)
+    trained = join(trained_blocks, members)
     every = np.arange(len(data.lengths))
     if linear is None:
         return trained, _outputs(data, config, trained, every)
@@ -150,20 +202,15 @@ def members_of_share(
     The seeds of a subset stay together, as they train side by side; where there are
     more processes than subsets, single members are dealt out.
 
-    Args:
-      work: of the grid.
-      subsets: their numbers, ascending.
-      share: of the members of these subsets.
-
     Returns:
       members, seed-major.
     """
-    members = [(k, s) for s in range(work.n_seeds) for k in subsets]
-    groups = [[m for m in members if m[0] == k] for k in subsets]
+    members = [Member(k, s) for s in range(work.n_seeds) for k in subsets]
+    groups = [[m for m in members if m.subset == k] for k in subsets]
     if share.world_size > len(subsets):
         groups = [[member] for member in members]
     mine = share.mine(groups, lambda group: sum(step_flops(work, m) for m in group))
-    return [Member(*m) for m in sorted(chain(*mine), key=members.index)]
+    return sorted(chain(*mine), key=members.index)
 
 
 def _name(member: Member) -> str:
@@ -227,18 +274,18 @@ def _fit(
         groups = [
             [
                 labelled(tokens, y[at], offsets=None if o is None else o[:, at])
-                for at, tokens in part
+                for at, tokens in buckets
             ]
-            for part, y, o in zip(data.in_memory, labels, offsets, strict=True)
+            for buckets, y, o in zip(data.in_memory, labels, offsets, strict=True)
         ]
         yield from fit_everywhere(blocks, *groups, **protocol)
         return
-    reads = (data.read_train, data.read)
-    parts = (
-        Streamed(where=where, labels=y, read=read, config=config.stream, offsets=o)
+    stream, reads = config.stream or StreamConfig(), (data.read_train, data.read)
+    train, valid = (
+        Streamed(where=where, labels=y, read=read, config=stream, offsets=o)
         for where, y, read, o in zip(data.where, labels, reads, offsets, strict=True)
     )
-    yield fit_streamed(blocks, *parts, **protocol)
+    yield fit_streamed(blocks, train, valid, **protocol)
 
 
 def _linear_parts(

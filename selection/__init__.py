@@ -1,1 +1,1 @@
-"""Which signals to read, and what the choice says."""
+"""Which signals to read, and how the choice can be explained."""

@@ -27,16 +27,11 @@ from beatrice.extract.run.stages import Stage, side_by_side
 from beatrice.jaxprobe import families
 from beatrice.jaxprobe.calibrate import (
     Pool,
-    encoder_folders,
-    grid_config,
-    open_rows,
     pool_names,
     pool_of,
     reads,
     run_bootstrap,
-    run_outputs,
     run_selection,
-    run_training_set,
 )
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.config import (
@@ -57,7 +52,15 @@ from beatrice.jaxprobe.families import (
 from beatrice.jaxprobe.fusion import PoolOutputs
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.rows import Rows, TrainingSet
-from beatrice.jaxprobe.train import settings_at_once, train_encoders
+from beatrice.jaxprobe.train import (
+    encoder_folders,
+    grid_config,
+    open_rows,
+    run_outputs,
+    run_training_set,
+    settings_at_once,
+    train_encoders,
+)
 from beatrice.selection.greedy import HeadTrainer, NoSignalError, Selection
 from beatrice.selection.stage import load_part
 
@@ -126,11 +129,11 @@ def replaced(
       subsets: rows of SUBSETS.
     """
     n_seeds = len(outputs.logits) // N_SUBSETS
-    places = [s * N_SUBSETS + k for s in range(n_seeds) for k in subsets]
+    indices = [s * N_SUBSETS + k for s in range(n_seeds) for k in subsets]
 
     def put(old: np.ndarray, new: np.ndarray) -> np.ndarray:
         copy = np.array(old)
-        copy[places] = new
+        copy[indices] = new
         return copy
 
     return MemberOutputs(put(outputs.logits, by.logits), put(outputs.pooled, by.pooled))
@@ -144,10 +147,10 @@ def undefined_rows(name: str, rows: Rows) -> list[ResultRow]:
             metric=metric,
             value=None,
             **SUBJECTS[name]._asdict(),
-            **rows.fields_of(*place),
+            **rows.fields_of(*of_set),
             reason="no encoder of those left is better than chance on validation",
         )
-        for place, metric in itertools.product(rows.evaluated_sets(), METRICS)
+        for of_set, metric in itertools.product(rows.evaluated_sets(), METRICS)
     ]
 
 
@@ -194,7 +197,9 @@ class Ablation:
     @cached_property
     def subsets(self) -> dict[Setting, tuple[int, ...]]:
         """The encoders of each pass that a champion reads, as rows of SUBSETS."""
-        read = {pair for s, own in self.champions.items() for pair in reads(s, own)}
+        read = {
+            pair for s, members in self.champions.items() for pair in reads(s, members)
+        }
         return {
             setting: tuple(
                 sorted(SUBSET_NAMES.index(n) for s, n in read if s == setting)
@@ -227,14 +232,15 @@ class Ablation:
             name = f"{setting}.{variant}"
             folder = self.cache.folder and self.cache.folder / f"{name}.members"
             members = Cache(folder, self.cache.key)
-            _, outputs = train_encoders(
+            trained = train_encoders(
                 rows_without(data, setting, variant),
                 self.grid,
                 subsets=subsets,
                 cache=members,
                 on_part=tick,
             )
-            self.cache.save(name, outputs._asdict())
+            assert trained is not None  # None is of a share
+            self.cache.save(name, trained[1]._asdict())
             members.clear()
 
     def _outputs_without(self, variant: str, setting: Setting) -> MemberOutputs:
@@ -252,8 +258,10 @@ class Ablation:
 
     def _pool(self, setting: Setting, variant: str = "") -> Pool:
         """Return a setting's pool, by default of the encoders as they are."""
-        passes = self.champions if setting == "with_context" else (setting,)
-        outputs = {s: self._outputs_without(variant, s) for s in passes}
+        passes = tuple(self.champions) if setting == "with_context" else (setting,)
+        outputs: dict[Setting, MemberOutputs] = {
+            where: self._outputs_without(variant, where) for where in passes
+        }
         return pool_of(outputs, self.rows, setting, self.grid.train.n_seeds)
 
     def fit_variants(self, setting: Setting, tick: Callable[[], None]) -> None:
@@ -290,9 +298,9 @@ class Ablation:
     ) -> list[ResultRow]:
         """Return the rows of a setting's variants, undefined ones last."""
         rows = self.rows[setting]
-        own = own_scores(self._pool(setting).all_rows, self.champions[setting])
+        scores = own_scores(self._pool(setting).all_rows, self.champions[setting])
         champion = Subject("champion", kind=ENCODERS)
-        scored, undefined = [Scored(name=champion, scores=own)], []
+        scored, undefined = [Scored(name=champion, scores=scores)], []
         for variant, arrays in load_variants(self.cache, setting).items():
             if "scores" not in arrays:
                 undefined += undefined_rows(variant, rows)
@@ -318,7 +326,7 @@ def _cache(run: RunDir) -> Cache:
 
 
 def scores_without(run: RunDir, setting: Setting, variant: str) -> np.ndarray | None:
-    """Return what a variant says of every row, `[n_seeds, n_rows]`.
+    """Return the scores of a variant on every row, `[n_seeds, n_rows]`.
 
     None where its search found nothing to select.
     """

@@ -1,4 +1,4 @@
-"""Every set of a given size, ranked: how good is what the greedy search found?
+"""Every set of a given size, ranked, and the rank of the greedy search's set.
 
 The paper enumerates all three-encoder sets of a pool (section 4.3): 455 closed-book and
 4,060 with context, each with a head per seed. Calls are as large as a round of the
@@ -24,7 +24,6 @@ from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.rows import ResultRow, publish, rows_file
 from beatrice.extract.run.stages import Stage, side_by_side
 from beatrice.jaxprobe.calibrate import (
-    encoder_folders,
     pool_names,
     reads,
     run_bootstrap,
@@ -44,6 +43,7 @@ from beatrice.jaxprobe.families import LETTERS
 from beatrice.jaxprobe.fusion import PoolOutputs
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.rows import Rows
+from beatrice.jaxprobe.train import encoder_folders
 from beatrice.selection.greedy import (
     GreedyConfig,
     HeadTrainer,
@@ -57,7 +57,7 @@ SET_SIZE = 3  # of the paper's enumeration
 
 
 class Ranking(NamedTuple):
-    """What every set of a pool reaches on validation.
+    """Validation AUROC of every set of a pool.
 
     Attributes:
       sets: `[n_sets, set_size]` int32 pool positions, ascending in a set; the sets in
@@ -82,13 +82,13 @@ class Ranking(NamedTuple):
         """Return the row of a set."""
         is_size = len(members) == self.sets.shape[1]
         wanted = np.sort(members)[None, :] if is_size else -1
-        found = np.flatnonzero((self.sets == wanted).all(axis=1))
-        if not len(found):
+        matches = np.flatnonzero((self.sets == wanted).all(axis=1))
+        if not len(matches):
             raise ValueError(
                 f"the set {tuple(members)} is not among the {len(self.sets)} ranked "
                 f"sets of {self.sets.shape[1]} encoders"
             )
-        return int(found[0])
+        return int(matches[0])
 
     def rank_of(self, members: tuple[int, ...]) -> int:
         """Return a set's rank, from 1: one more than the number of better sets."""
@@ -132,7 +132,7 @@ class Enumeration:
     set_size: int = SET_SIZE
 
     def __post_init__(self) -> None:
-        """Refuse validation rows on which nothing can be ranked."""
+        """Check that validation rows have both classes."""
         check_classes(self.valid)
 
     @cached_property
@@ -167,14 +167,14 @@ class Enumeration:
         n_sets = sum(len(calls[name]) for name in self.cache.missing(calls))
         return n_sets * self.train.n_seeds
 
-    def run(self, tick: Callable[[int], None] | None = None) -> Ranking:
+    def run(self, tick: Callable[[int], object] | None = None) -> Ranking:
         """Train every head that is missing, and rank all sets.
 
         Args:
-          tick: told after every call how many heads it has trained.
+          tick: called after every call with the number of heads that it trained.
         """
         shape = slots_for(self.config, self.set_size)
-        parts = []
+        aurocs = []
         for name, sets in self._calls.items():
             saved = self.cache.load(name)
             if saved is None:
@@ -190,8 +190,8 @@ class Enumeration:
                 self.cache.save(name, saved)
                 if tick is not None:
                     tick(saved["aurocs"].size)
-            parts.append(saved["aurocs"])
-        return Ranking(self.sets, np.concatenate(parts))
+            aurocs.append(saved["aurocs"])
+        return Ranking(self.sets, np.concatenate(aurocs))
 
 
 def carried(ranking: Ranking, traits: np.ndarray, n_bins: int) -> np.ndarray:
@@ -209,8 +209,8 @@ def carried(ranking: Ranking, traits: np.ndarray, n_bins: int) -> np.ndarray:
       `[n_traits, n_bins]` mean number of encoders, from 0 to the size of a set.
     """
     counts = traits[:, ranking.sets[ranking.order]].sum(axis=2)
-    parts = np.array_split(counts, min(n_bins, counts.shape[1]), axis=1)
-    return np.stack([part.mean(axis=1) for part in parts], axis=1)
+    bins = np.array_split(counts, min(n_bins, counts.shape[1]), axis=1)
+    return np.stack([bin_counts.mean(axis=1) for bin_counts in bins], axis=1)
 
 
 N_BINS = 80  # parts of the ranking that the figure shows
@@ -230,10 +230,6 @@ def _greedy_members(heads: HeadTrainer, added: Sequence[int]) -> tuple[int, ...]
 
     Where the search stopped earlier, it is continued without a margin, so that what is
     ranked is always as large as what it is ranked among.
-
-    Args:
-      heads: of the search.
-      added: pool positions that it added, in order.
     """
     if len(added) >= SET_SIZE:
         return tuple(sorted(added[:SET_SIZE]))
@@ -272,7 +268,7 @@ def traits(setting: Setting, n_pool: int) -> dict[tuple[str, Setting], np.ndarra
       `[n_pool]` bool by the family's letter and the pass.
     """
     pool = reads(setting, range(n_pool))
-    passes = [s for s in SETTINGS if any(where == s for where, _ in pool)]
+    passes: list[Setting] = [s for s in SETTINGS if any(w == s for w, _ in pool)]
     return {
         (letter, where): np.array([w == where and letter in n for w, n in pool])
         for letter in LETTERS
@@ -288,12 +284,6 @@ def rank(
 ) -> tuple[dict[str, np.ndarray], list[ResultRow]]:
     """Compare a pool's best set of three with greedy's.
 
-    Args:
-      heads: of the pool.
-      ranking: of all its sets.
-      added: pool positions that the greedy search added, in order.
-      bootstrap: how intervals are made.
-
     Returns:
       What the report shows of the ranking, and the rows of both sets.
     """
@@ -308,12 +298,12 @@ def rank(
         )
     ]
     families = list(traits(rows.setting, heads.pool.train.n_pool).values())
-    parts = np.array_split(ranking.means[ranking.order], N_BINS)
+    bins = np.array_split(ranking.means[ranking.order], N_BINS)
     arrays = {
         **ranking._asdict(),
         "greedy": np.array(greedy, np.int32),
         "best": best,
-        "ordered_means": np.stack([part.mean() for part in parts]),
+        "ordered_means": np.stack([bin_means.mean() for bin_means in bins]),
         "ribbon": carried(ranking, np.stack(families), N_BINS),
     }
     return arrays, [

@@ -1,4 +1,4 @@
-"""Which encoders to fuse: greedy forward selection on validation AUROC.
+"""Greedy forward selection of the encoders to fuse, on validation AUROC.
 
 Algorithm 1 of the paper (appendix B). Each round trains a fresh head, per seed, for
 every encoder not yet selected, added to the set; the best addition is kept while it
@@ -121,17 +121,17 @@ def fit_sets(
         slots[i], masks[i] = slots_of(members, config.n_slots)
     head = FusionHead(config)
 
-    def train_part(part: tuple[np.ndarray, np.ndarray]) -> Any:
-        return fit_heads(*part, train, valid, head=head, config=train_config)
+    def train_part(shard: tuple[np.ndarray, np.ndarray]) -> Any:
+        return fit_heads(*shard, train, valid, head=head, config=train_config)
 
     # On a CPU a core for each part: a head's operations are too small to share cores.
     n_cores = (os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1
-    parts = _split_sets(slots, masks, min(n_cores, n_sets))
-    with ThreadPoolExecutor(len(parts)) as pool:
-        trained = list(pool.map(train_part, parts))
+    shards = _split_sets(slots, masks, min(n_cores, n_sets))
+    with ThreadPoolExecutor(len(shards)) as pool:
+        trained = list(pool.map(train_part, shards))
 
-    def merge(*parts: np.ndarray) -> np.ndarray:
-        return np.stack(parts, axis=1).reshape(-1, *parts[0].shape[1:])[: len(sets)]
+    def merge(*shards: np.ndarray) -> np.ndarray:
+        return np.stack(shards, axis=1).reshape(-1, *shards[0].shape[1:])[: len(sets)]
 
     return Heads(*jax.tree.map(merge, *trained))
 
@@ -208,12 +208,12 @@ def select(
 
 def _searched(candidates: Sequence[int] | None, n_pool: int) -> tuple[int, ...]:
     """Return the pool positions to search, in pool order."""
-    found = tuple(range(n_pool) if candidates is None else sorted(set(candidates)))
-    if not found or found[0] < 0 or found[-1] >= n_pool:
+    positions = tuple(range(n_pool) if candidates is None else sorted(set(candidates)))
+    if not positions or positions[0] < 0 or positions[-1] >= n_pool:
         raise ValueError(
-            f"candidates are positions in a pool of {n_pool} encoders, found {found}"
+            f"candidates are positions in a pool of {n_pool} encoders, got {positions}"
         )
-    return found
+    return positions
 
 
 def check_classes(valid: PoolOutputs) -> None:
@@ -305,10 +305,6 @@ def select_heads(
     """Select encoders for every branch that scores answers of some settings.
 
     The single pass searches the with-context half of the with-context pool.
-
-    Args:
-      pools: what encoders put out, by setting whose answers are scored.
-      config: heads and search, with the run's seed.
     """
     selections = {}
     for branch in branches_of(tuple(pools)):

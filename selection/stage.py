@@ -1,12 +1,12 @@
 """The stage that chooses encoders and trains the fusion heads, and its optimism.
 
-How much too good does a selection look on the rows that it was selected on? One
+Optimism: how much too good a selection looks on the rows that it was selected on. One
 validation split decides early stopping, layer, heads, encoders and calibration, as in
-the paper. On request its questions and those of the in-domain test are parted anew, at
-random, into a half that the greedy search sees and a half that it does not; what it
-reports of the first above what it reaches on the second is its optimism. Halves are
-exchangeable, so that anything chosen beforehand has none: one encoder of all families
-is the control. The encoders themselves stay those of the run.
+the paper. On request the validation and in-domain test questions are split anew, at
+random, into a half that the greedy search sees and a half that it does not; the
+difference of its AUROC on the two halves is its optimism. Halves are exchangeable, so
+anything chosen beforehand has none: one encoder of all families is the control. The
+encoders themselves stay those of the run.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,6 @@ from beatrice.extract.run.stages import Stage, side_by_side
 from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.calibrate import (
     Pool,
-    encoder_folders,
     pool_names,
     run_branches,
     run_pool,
@@ -38,6 +37,7 @@ from beatrice.jaxprobe.families import N_SUBSETS
 from beatrice.jaxprobe.fusion import PoolOutputs
 from beatrice.jaxprobe.metrics import auroc
 from beatrice.jaxprobe.rows import Rows
+from beatrice.jaxprobe.train import encoder_folders
 from beatrice.selection.greedy import HeadTrainer, Selection, select_heads
 
 EXPERIMENT = "optimism"
@@ -140,16 +140,16 @@ SELECT = Stage(
 
 
 def halves(rows: Rows, number: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Part the labelled in-domain questions that no encoder was trained on.
+    """Split the labelled in-domain questions that no encoder was trained on.
 
     Args:
       rows: of a setting.
-      number: of the split; both settings part the same questions alike.
+      number: of the split; both settings split the same questions alike.
       seed: of the run.
 
     Returns:
       Rows that a search may see and rows that it may not, indices into the store. Each
-      set of questions is parted evenly, and a rewording goes with its question.
+      set of questions is split evenly, and a rewording goes with its question.
     """
     where = np.concatenate([rows.where("validation"), rows.where("test")])
     is_seen = np.zeros(len(rows.ids), bool)
@@ -184,7 +184,9 @@ def gaps(
 
     def mean(scored: np.ndarray, where: np.ndarray) -> float:
         labels = pool.rows.labels[where]
-        return float(np.mean([auroc(one[where], labels).value for one in scored]))
+        return float(
+            np.mean([auroc(seed_scores[where], labels).value for seed_scores in scored])
+        )
 
     return {
         name: np.array([mean(s, seen) - mean(s, unseen)]) for name, s in scores.items()
@@ -193,10 +195,10 @@ def gaps(
 
 def _gap_rows(every: dict[str, np.ndarray], rows: Rows, n: int) -> list[ResultRow]:
     """Return means over the splits; the interval holds 95 % of the splits' own."""
-    made = []
+    result = []
     for name, values in every.items():
         low, high = np.quantile(values, [0.025, 0.975])
-        made.append(
+        result.append(
             ResultRow(
                 experiment=EXPERIMENT,
                 detector=name,
@@ -210,7 +212,7 @@ def _gap_rows(every: dict[str, np.ndarray], rows: Rows, n: int) -> list[ResultRo
                 n=n,
             )
         )
-    return made
+    return result
 
 
 def _optimism_folder(run: RunDir) -> Path:

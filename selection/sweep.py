@@ -1,4 +1,4 @@
-"""From which layer to read the hidden state: one small probe per layer.
+"""The layer of the hidden states: one small probe per layer.
 
 The layer sweep of the paper (appendix B, "Layer selection"): validation AUROC of the
 hidden-state signal read from each layer. The probe is a logistic regression on the mean
@@ -24,7 +24,6 @@ from beatrice.extract.run.directory import Preset, RunDir
 from beatrice.extract.run.files import write_json_atomic
 from beatrice.extract.run.stages import Stage
 from beatrice.extract.store.store import FeatureStore
-from beatrice.jaxprobe.calibrate import open_rows
 from beatrice.jaxprobe.config import TrainConfig, set_compiler
 from beatrice.jaxprobe.kernels.random import PROBES, stream_key
 from beatrice.jaxprobe.loop import (
@@ -38,6 +37,7 @@ from beatrice.jaxprobe.loop import (
 )
 from beatrice.jaxprobe.rows import LayerCurve, LayerSweep, Rows
 from beatrice.jaxprobe.tokens import mean_answer_states
+from beatrice.jaxprobe.train import open_rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,8 +100,8 @@ def sweep_layers(
 
     def rows(hidden: np.ndarray, labels: np.ndarray) -> _States:
         scaled = ((hidden - mean) / std).astype(np.float32).transpose(1, 0, 2)
-        labels = jnp.asarray(labels, jnp.float32)
-        return _States(jnp.asarray(scaled), labels, jnp.ones_like(labels))
+        targets = jnp.asarray(labels, jnp.float32)
+        return _States(jnp.asarray(scaled), targets, jnp.ones_like(targets))
 
     train, valid = rows(train_hidden, train_labels), rows(valid_hidden, valid_labels)
     protocol = config.train_config()
@@ -132,12 +132,12 @@ def _of_probe(params: Any, hidden: jax.Array) -> jax.Array:
 def _start(hidden: jax.Array, *, config: TrainConfig) -> FitState:
     """States of all probes, leaves `[n_layers + 1, n_seeds, ...]`."""
 
-    def one(_, seed: jax.Array) -> FitState:
+    def start(_, seed: jax.Array) -> FitState:
         key = stream_key(config.root_seed, PROBES, seed)
         weight = 1e-3 * jax.random.normal(key, hidden.shape[-1:])
         return start_fit({"weight": weight, "bias": jnp.zeros(())}, config)
 
-    over_seeds = jax.vmap(one, in_axes=(None, 0))
+    over_seeds = jax.vmap(start, in_axes=(None, 0))
     seeds = jnp.arange(config.n_seeds)
     return jax.vmap(over_seeds, in_axes=(0, None))(jnp.arange(len(hidden)), seeds)
 
@@ -148,7 +148,7 @@ def _train(
 ) -> tuple[FitState, jax.Array]:
     """Take an epoch's steps with every probe; the probes of a seed share batches."""
 
-    def one(state: FitState, hidden: jax.Array, seed: jax.Array):
+    def train_probe(state: FitState, hidden: jax.Array, seed: jax.Array):
         def loss(params, rows, shares, *_):
             logits = _of_probe(params, hidden[rows])
             losses = optax.sigmoid_binary_cross_entropy(logits, train.labels[rows])
@@ -158,7 +158,7 @@ def _train(
         batches = epoch_batches(key, train.weights, config.batch_size)
         return take_steps(state, loss, batches, Keys(key, key), config)
 
-    over_seeds = jax.vmap(one, in_axes=(0, None, 0))
+    over_seeds = jax.vmap(train_probe, in_axes=(0, None, 0))
     over_layers = jax.vmap(over_seeds, in_axes=(0, 0, None))
     return over_layers(states, train.hidden, jnp.arange(config.n_seeds))
 
@@ -218,26 +218,22 @@ def sweep_rows(rows: Rows, split: str, limit: int, seed: int) -> np.ndarray:
 
 
 def sweep_store(store: FeatureStore, rows: Rows, config: SweepSection) -> LayerCurve:
-    """Fit probes on the mean answer states of every layer that a store keeps.
-
-    Args:
-      store: of one setting.
-      rows: what its rows are.
-      config: which rows are read, and how probes are fitted.
-    """
+    """Fit probes on the mean answer states of every layer that a store keeps."""
     layers = store.spec.hidden_layers
-    parts = []
-    for split in ("train", "validation"):
+
+    def read(split: str) -> tuple[np.ndarray, np.ndarray]:
         where = sweep_rows(rows, split, config.n_rows, config.probe.root_seed)
         states = [mean_answer_states(store, where, layer) for layer in layers]
-        parts += [np.stack(states, axis=1), rows.labels[where]]
-    sweep = sweep_layers(*parts, config.probe)
+        return np.stack(states, axis=1), rows.labels[where]
+
+    train, valid = read("train"), read("validation")
+    sweep = sweep_layers(train[0], train[1], valid[0], valid[1], config.probe)
     return LayerCurve(
         layers=tuple(layers),
         auroc=tuple(tuple(round(float(x), 6) for x in row) for row in sweep.aurocs),
         best=layers[sweep.best_layer],
-        n_train=len(parts[1]),
-        n_validation=len(parts[3]),
+        n_train=len(train[1]),
+        n_validation=len(valid[1]),
     )
 
 

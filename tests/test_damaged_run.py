@@ -32,9 +32,10 @@ from beatrice.extract.world.facts import WorldConfig, make_world
 from beatrice.extract.world.questions import QuestionConfig, make_examples
 from beatrice.extract.world.stage import WorldSection
 from beatrice.jaxprobe import checkpoint
-from beatrice.jaxprobe.calibrate import grid_config, run_selection, select_config
+from beatrice.jaxprobe.calibrate import run_selection, select_config
 from beatrice.jaxprobe.detector import Detector
 from beatrice.jaxprobe.rows import read_sweep
+from beatrice.jaxprobe.train import grid_config
 
 JUNK = (None, True, -1, 0, 7, 2.5, 10**9, 10**30, "", "x", "7", [], {}, [1], [[]])
 JUNK += ({"a": 1}, [None], "../..", float("nan"))

@@ -8,7 +8,8 @@ import pytest
 import beatrice
 from beatrice.extract.run.contents import read_answers, read_examples
 from beatrice.extract.run.directory import RunDir
-from beatrice.jaxprobe.calibrate import open_rows, run_selection
+from beatrice.jaxprobe.calibrate import run_selection
+from beatrice.jaxprobe.train import open_rows
 from tests.process import call
 
 WORDS = "--hidden-layers 4 --hidden-spans answer --dtype int8 --set scalars=bf16"

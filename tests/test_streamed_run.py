@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from beatrice.extract.records import SETTINGS
 from beatrice.extract.run.directory import RunDir
-from beatrice.jaxprobe.calibrate import run_outputs
+from beatrice.jaxprobe.train import run_outputs
 from tests.process import call
 
 

@@ -71,17 +71,13 @@ from beatrice.extract.run.rows import (
 )
 from beatrice.extract.run.stages import Stage
 from beatrice.extract.store.store import FeatureStore
-from beatrice.jaxprobe.calibrate import (
-    chosen_layer,
-    open_rows,
-    run_bootstrap,
-    run_selection,
-)
+from beatrice.jaxprobe.calibrate import run_bootstrap, run_selection
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.config import set_compiler
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.rows import Rows, rows_of
+from beatrice.jaxprobe.train import chosen_layer, open_rows
 
 if TYPE_CHECKING:
     import pandas

@@ -25,7 +25,7 @@ from beatrice.extract.run.files import (
     write_stream_atomic,
 )
 from beatrice.extract.run.memory import begin_peak, peak_bytes
-from beatrice.extract.run.stages import bytes_in_words, disk_bytes
+from beatrice.extract.run.stages import bytes_in_words
 from beatrice.jaxprobe.config import (
     EncoderConfig,
     FusionConfig,
@@ -418,6 +418,12 @@ def read_costs(path: Path) -> dict[str, StageCost]:
 
 def _write(path: Path, costs: Mapping[str, StageCost]) -> None:
     write_json_atomic(path, msgspec.to_builtins(costs))
+
+
+def disk_bytes(path: Path) -> int:
+    """Return the bytes of a file, or of all files below a folder."""
+    files = path.rglob("*") if path.is_dir() else (path,)
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 @contextlib.contextmanager

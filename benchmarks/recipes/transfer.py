@@ -62,12 +62,7 @@ from beatrice.extract.run.rows import ResultRow, Subject, publish, rows_file
 from beatrice.extract.run.stages import Stage, run_stage
 from beatrice.extract.signals.extract import EXTRACT, extract_config
 from beatrice.jaxprobe import checkpoint
-from beatrice.jaxprobe.calibrate import (
-    chosen_layer,
-    encoder_folders,
-    grid_config,
-    run_bootstrap,
-)
+from beatrice.jaxprobe.calibrate import run_bootstrap
 from beatrice.jaxprobe.config import GridConfig, set_compiler
 from beatrice.jaxprobe.detector import Detector
 from beatrice.jaxprobe.encoder import Encoder
@@ -93,7 +88,12 @@ from beatrice.jaxprobe.tokens import (
     read_features,
     stored_lengths,
 )
-from beatrice.jaxprobe.train import EVERY_FAMILY
+from beatrice.jaxprobe.train import (
+    EVERY_FAMILY,
+    chosen_layer,
+    encoder_folders,
+    grid_config,
+)
 from beatrice.pgir.controllers.stage import retrieval_config, retrieval_of
 from beatrice.pgir.controllers.waves import showable
 from beatrice.pgir.corpus import has_answer

@@ -34,6 +34,7 @@ from beatrice.benchmarks.results.tables import (
     Column,
     Key,
     Table,
+    by_place,
     find,
     of_rival,
     of_subject,
@@ -194,8 +195,7 @@ def fusion(results: pandas.DataFrame) -> Content:
     """What the selected set has more than the other ways of fusing."""
     shown = rows_of(results, "fusion")
     lines = [(title, of_rival(x)) for x, title in FUSION_VARIANTS.items()]
-    columns = place_columns(places_of(shown, EVALUATED))
-    table = pivot(shown, "Variant", lines, columns)
+    table = by_place(shown, "Variant", lines)
     return (), [("AUROC of the selected set minus the variant's", table)]
 
 
@@ -296,7 +296,7 @@ def flips(results: pandas.DataFrame) -> Content:
         table = pivot(here, "Family", lines, by_setting(here, _FLIPS))
         tables.append((f"{SETTING_LABELS[place.setting]}, {place.title}", table))
     right = [("Right answers", {"detector": "answers", "metric": "right"})]
-    table = pivot(shown, "Share", right, place_columns(places))
+    table = by_place(shown, "Share", right)
     return pictures, [*tables, ("How often answers are right at all", table)]
 
 
@@ -314,7 +314,6 @@ _GROUNDING = {
 def grounding(results: pandas.DataFrame) -> Content:
     """What the attention family responds to."""
     shown, tables = rows_of(results, "grounding"), []
-    columns = place_columns(places_of(shown, EVALUATED))
     for families in shown["families"].dropna().unique():
         lines = [
             (label, {"metric": metric, "kind": kind, "families": of})
@@ -322,7 +321,7 @@ def grounding(results: pandas.DataFrame) -> Content:
             for of in [families if metric == "flip_precision" else None]
         ]
         heading = f"Attention in {family_name(families, 'with_context')}"
-        tables.append((heading, pivot(shown, "Share", lines, columns)))
+        tables.append((heading, by_place(shown, "Share", lines)))
     return (), tables
 
 
@@ -464,9 +463,9 @@ def layers(results: pandas.DataFrame) -> Content:
     )
     figure = figures.layer_curves(curves, best)
     lines = [(f"layer {x}", {"layer": x}) for x in sorted(shown["layer"].unique())]
-    columns = place_columns(places_of(shown, ("validation", "test")))
+    table = by_place(shown, "Layer", lines, ("validation", "test"))
     drawn = picture(figure, "anatomy-layers", "Every layer on every answer", caption)
-    return [drawn], [("AUROC by layer", pivot(shown, "Layer", lines, columns))]
+    return [drawn], [("AUROC by layer", table)]
 
 
 def labels(results: pandas.DataFrame) -> Content:
@@ -505,7 +504,10 @@ def _learning_curves(
     }
     alone = Subject("without_closed_book")  # of this pass alone, as fewer labels are
     every = Subject("champion") if alone not in detection else alone
-    whole = {Subject("selected"): every, encoder(EVERY_FAMILY): Subject("early_fusion")}
+    of_all_labels = {
+        Subject("selected"): every,
+        encoder(EVERY_FAMILY): Subject("early_fusion"),
+    }
     n_all = find(shown, metric="labels")
     curves = {}
     for reader, title in LEARNERS.items():
@@ -513,7 +515,7 @@ def _learning_curves(
         points = [
             (r.n_labels, r.value) for r in rows if r.n_labels and r.value is not None
         ]
-        last = detection.get(whole.get(reader, reader))
+        last = detection.get(of_all_labels.get(reader, reader))
         if points and last and last.value is not None and n_all and n_all.value:
             points.append((n_all.value, last.value))
         if points:
@@ -541,8 +543,7 @@ def transfer(results: pandas.DataFrame) -> Content:
             caption = "A dash is undefined: one class only."
             pictures.append(_drawn(figure, name, setting, caption, title))
             lines = [(source, {"source": source}) for source in sources]
-            columns = place_columns(places_of(here, EVALUATED))
-            tables.append((title, pivot(here, "Trained on", lines, columns)))
+            tables.append((title, by_place(here, "Trained on", lines)))
     return pictures, tables
 
 

@@ -85,10 +85,10 @@ def _text(row: ResultRow | None) -> str:
 def _answers(sides: Sequence[Side], setting: Setting) -> str:
     """Lay out both runs' answers to each question on the sets that both have."""
     both: list[dict[tuple[str, str], Finding]] = [{}, {}]
-    for side, found in zip(sides, both, strict=True):
+    for side, answers in zip(sides, both, strict=True):
         for x in side.answered:  # the first of the test sets is all of them together
             if x.place.setting == setting and x.answer is not None:
-                found.setdefault((x.question, _set_of(x.place)), x)
+                answers.setdefault((x.question, _set_of(x.place)), x)
     shared = [key for key in both[0] if key in both[1]]
     pairs = [(both[0][key].answer, both[1][key].answer) for key in shared]
     counts = [
@@ -99,7 +99,7 @@ def _answers(sides: Sequence[Side], setting: Setting) -> str:
     ]
     wordings, lines = questions_of(None), []
     for question, name in shared:
-        a, b = (found[question, name] for found in both)
+        a, b = (answers[question, name] for answers in both)
         cells = [f"**{x.answer}** {measured(x)}" for x in (a, b)]
         same = "same" if a.answer == b.answer else "differs"
         lines.append([wordings[question].text, name, *cells, same])

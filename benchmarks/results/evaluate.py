@@ -55,12 +55,7 @@ from beatrice.extract.run.rows import ResultRow, Subject, publish, rows_file
 from beatrice.extract.run.stages import Stage
 from beatrice.extract.store.store import FeatureStore, read_family
 from beatrice.jaxprobe import checkpoint
-from beatrice.jaxprobe.calibrate import (
-    encoder_folders,
-    grid_config,
-    run_bootstrap,
-    run_selection,
-)
+from beatrice.jaxprobe.calibrate import run_bootstrap, run_selection
 from beatrice.jaxprobe.calibration import Reliability, brier, ece, reliability
 from beatrice.jaxprobe.config import set_compiler
 from beatrice.jaxprobe.detector import Detector
@@ -74,7 +69,7 @@ from beatrice.jaxprobe.metrics import (
 )
 from beatrice.jaxprobe.rows import Rows
 from beatrice.jaxprobe.scope import Threshold
-from beatrice.jaxprobe.train import EVERY_FAMILY
+from beatrice.jaxprobe.train import EVERY_FAMILY, encoder_folders, grid_config
 from beatrice.pgir.score_files import shown_tokens
 
 N_BINS = 10
@@ -136,9 +131,11 @@ def layer_rows(
     Each by logistic regression on the mean state of the answer, as in the sweep; but
     measured on sets that the choice of the layer has not seen.
     """
-    kept = store.spec.hidden_layers
+    layers_kept = store.spec.hidden_layers
     chosen = LAYER_PROBES[0]
-    layers = dict(zip(LAYER_PROBES, (layer, kept[0], kept[-1]), strict=True))
+    layers = dict(
+        zip(LAYER_PROBES, (layer, layers_kept[0], layers_kept[-1]), strict=True)
+    )
     distinct = [name for name, x in layers.items() if name == chosen or x != layer]
     if len(distinct) == 1:
         return []
@@ -160,7 +157,7 @@ def _bins(curve: Reliability) -> list[dict[str, Any]]:
             "accuracy": float(curve.accuracy[i]),
             "n": int(n),
         }
-        for i, n in enumerate(curve.count)
+        for i, n in enumerate(curve.n_examples)
         if n
     ]
 
@@ -178,7 +175,7 @@ def reliability_of(
       setting: of the answers.
     """
     shown: dict[str, Any] = {}
-    made = []
+    result = []
     for kind, p_correct in (("raw", raw), ("calibrated", calibrated)):
         shown[kind] = _bins(reliability(p_correct, labels, N_BINS))
         values = {
@@ -187,7 +184,7 @@ def reliability_of(
         }
         for metric, value in values.items():
             shown[f"{metric}_{kind}"] = value
-            made.append(
+            result.append(
                 ResultRow(
                     experiment="calibration",
                     detector="champion",
@@ -200,7 +197,7 @@ def reliability_of(
                     n=len(labels),
                 )
             )
-    return shown, made
+    return shown, result
 
 
 def _places(
@@ -251,9 +248,10 @@ def prompt_rows(
     """
     cut = [(a.example_id, a.setting) for a in answers if a.dropped]
     unasked = [(row["example_id"], row["setting"]) for row in left_out]
-    asked = ((a.example_id, a.setting) for a in answers)
+    answered = ((a.example_id, a.setting) for a in answers)
     n_asked, n_cut, n_left_out = (
-        collections.Counter(_places(examples, keys)) for keys in (asked, cut, unasked)
+        collections.Counter(_places(examples, keys))
+        for keys in (answered, cut, unasked)
     )
     return [
         _backbone_row(
@@ -307,7 +305,7 @@ def annotated_rows(
         "undisputed labels": (np.flatnonzero(labels == judged), labels),
         "a person": (everyone, judged),
     }
-    made = [_disputed(x) for x in noise]
+    result = [_disputed(x) for x in noise]
     for kind, (some, truth) in truths.items():
         fields = {"experiment": ANNOTATED, "setting": rows.setting, "metric": "auroc"}
         fields |= {"dataset": ANNOTATED, "split": ANNOTATED, "n": len(some)}
@@ -321,15 +319,15 @@ def annotated_rows(
             fields |= detector.subject._replace(kind=kind)._asdict()
             if not is_defined:
                 reason = "the annotated answers are of one class only"
-                made.append(ResultRow(**fields, value=None, reason=reason))
+                result.append(ResultRow(**fields, value=None, reason=reason))
                 continue
             scores = detector.scores[:, where[some]]
             by_seed = [weighted_metrics(x, truth[some], drawn) for x in scores]
             value, *resampled = np.mean([x["auroc"] for x in by_seed], axis=0)
             low, high = interval_of(np.array(resampled))
             ends = {"ci_low": low, "ci_high": high}
-            made.append(ResultRow(**fields, value=float(value), **ends))
-    return made
+            result.append(ResultRow(**fields, value=float(value), **ends))
+    return result
 
 
 def _disputed(noise: dict[str, Any]) -> ResultRow:
@@ -528,41 +526,41 @@ def _evaluate(run: RunDir, config: None, update: Update, progress: Progress) -> 
     again = "run `beatrice label --audit` again"
     verdicts = [read_json(x, dict[str, Any], again) for x in _human_files(run)]
     calibrated = Detector.load(run.detector)
-    made, curves, shown = [], {}, []
+    result, curves, shown = [], {}, []
     settings = settings_of(run)
     for n_done, setting in enumerate(settings, start=1):
         evidence = run_inputs(run, setting)
         rows = evidence.rows
         detectors, chosen = run_detectors(run, evidence)
-        made += chosen
-        made += detection_rows(detectors, rows, bootstrap, pairs=PAIRS)
-        made += layer_rows(evidence.store, rows, evidence.layer, bootstrap)
+        result += chosen
+        result += detection_rows(detectors, rows, bootstrap, pairs=PAIRS)
+        result += layer_rows(evidence.store, rows, evidence.layer, bootstrap)
         n_tokens = length_features(evidence.answers)[:, 0]
-        made += rows_at_equal_length(
+        result += rows_at_equal_length(
             detectors, rows, n_tokens, bootstrap, list(AT_EQUAL_LENGTH)
         )
         head = calibrated.heads[setting]
         raw = run_heads(run, setting)["champion"].mean(axis=0)
         shown += shown_sets(evidence, head.calibrator(raw), head.threshold, spell)
         for judged in verdicts:
-            made += annotated_rows(judged, detectors, rows, bootstrap)
+            result += annotated_rows(judged, detectors, rows, bootstrap)
         if len(where := rows.where("test")):
             curves[setting], calibration = reliability_of(
                 raw[where], head.calibrator(raw[where]), rows.labels[where], setting
             )
-            made += calibration
+            result += calibration
         else:
             progress.note(f"evaluate: {setting}: no test answer, so no reliability")
         update(n_done, len(settings))
     examples, answers = read_examples(run), read_answers(run)
-    made += answer_rows(examples, answers)
+    result += answer_rows(examples, answers)
     if answer_config(run).prompt.overlong != "refuse":
         path = left_out_file(run)
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        made += prompt_rows(examples, answers, [json.loads(line) for line in lines])
+        result += prompt_rows(examples, answers, [json.loads(line) for line in lines])
     write_json_atomic(run.path / "reliability.json", curves)
     write_json_atomic(run.path / "shown.json", shown)
-    publish(run, "evaluate", made, progress)
+    publish(run, "evaluate", result, progress)
 
 
 EVALUATE = Stage(

@@ -128,6 +128,7 @@ def _cropped(values: Sequence[float], above: float = 0.12) -> tuple[float, float
     return min(values) - 0.15 * spread, max(values) + above * spread
 
 
+@styled()
 def reliability(
     raw: Sequence[Mapping[str, Any]],
     calibrated: Sequence[Mapping[str, Any]],
@@ -144,30 +145,30 @@ def reliability(
         ("raw", raw, SOFT[setting], "s"),
         ("calibrated", calibrated, STRONG[setting], "o"),
     )
-    with styled():
-        figure = Figure(figsize=(6.0, 4.6), layout="constrained")
-        top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3.4, 1))
-        top.plot((0, 1), (0, 1), color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
-        for place, (label, bins, colour, marker) in enumerate(curves):
-            full = [b for b in bins if b["n"] > 0]
-            x, y = [b["mean_p"] for b in full], [b["accuracy"] for b in full]
-            top.plot(x, y, color=colour, marker=marker, markersize=5.5, label=label)
-            steps = [b["upper"] - b["lower"] for b in bins]
-            shifts = [(0.06 + 0.46 * place) * step for step in steps]
-            bottom.bar(
-                [b["lower"] + shift for b, shift in zip(bins, shifts, strict=True)],
-                [b["n"] for b in bins],
-                width=[0.42 * step for step in steps],
-                align="edge",
-                color=colour,
-            )
-        top.set(ylabel="share correct", xlim=(0, 1), ylim=(-0.02, 1.02))
-        top.legend(loc="upper left")
-        bottom.set(xlabel="P(correct)", ylabel="answers")
-        bottom.yaxis.set_major_locator(MaxNLocator(3, integer=True))
+    figure = Figure(figsize=(6.0, 4.6), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3.4, 1))
+    top.plot((0, 1), (0, 1), color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
+    for number, (label, bins, colour, marker) in enumerate(curves):
+        full = [b for b in bins if b["n"] > 0]
+        x, y = [b["mean_p"] for b in full], [b["accuracy"] for b in full]
+        top.plot(x, y, color=colour, marker=marker, markersize=5.5, label=label)
+        steps = [b["upper"] - b["lower"] for b in bins]
+        shifts = [(0.06 + 0.46 * number) * step for step in steps]
+        bottom.bar(
+            [b["lower"] + shift for b, shift in zip(bins, shifts, strict=True)],
+            [b["n"] for b in bins],
+            width=[0.42 * step for step in steps],
+            align="edge",
+            color=colour,
+        )
+    top.set(ylabel="share correct", xlim=(0, 1), ylim=(-0.02, 1.02))
+    top.legend(loc="upper left")
+    bottom.set(xlabel="P(correct)", ylabel="answers")
+    bottom.yaxis.set_major_locator(MaxNLocator(3, integer=True))
     return figure
 
 
+@styled()
 def layer_sweep(sweep: Mapping[str, Mapping[str, Any]]) -> Figure:
     """Draw the hidden-state encoder's AUROC over layers: seeds, their mean, the best.
 
@@ -175,30 +176,29 @@ def layer_sweep(sweep: Mapping[str, Mapping[str, Any]]) -> Figure:
       sweep: per setting `{"layers": [...], "auroc": [[per seed] per layer], "best"}`; a
         seed whose AUROC is undefined is None.
     """
-    with styled():
-        figure, axes = _axes()
-        for setting, found in sweep.items():
-            strong, soft = STRONG[setting], SOFT[setting]
-            means = {}
-            for layer, seeds in zip(found["layers"], found["auroc"], strict=True):
-                known = [x for x in seeds if x is not None]
-                axes.plot([layer] * len(known), known, "o", color=soft, markersize=3.5)
-                if known:
-                    means[layer] = sum(known) / len(known)
-            best = found["best"]
-            axes.plot(
-                list(means),
-                list(means.values()),
-                color=strong,
-                marker="o" if setting == "closed_book" else "s",
-                markersize=5,
-                label=f"{SETTING_LABELS[setting]}, best layer {best}",
-            )
-            _ring(axes, best, means[best], strong)
-        axes.set(xlabel="layer", ylabel="validation AUROC")
-        axes.margins(y=0.12)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.legend(loc="best")
+    figure, axes = _axes()
+    for setting, layers in sweep.items():
+        strong, soft = STRONG[setting], SOFT[setting]
+        means = {}
+        for layer, seeds in zip(layers["layers"], layers["auroc"], strict=True):
+            known = [x for x in seeds if x is not None]
+            axes.plot([layer] * len(known), known, "o", color=soft, markersize=3.5)
+            if known:
+                means[layer] = sum(known) / len(known)
+        best = layers["best"]
+        axes.plot(
+            list(means),
+            list(means.values()),
+            color=strong,
+            marker="o" if setting == "closed_book" else "s",
+            markersize=5,
+            label=f"{SETTING_LABELS[setting]}, best layer {best}",
+        )
+        _ring(axes, best, means[best], strong)
+    axes.set(xlabel="layer", ylabel="validation AUROC")
+    axes.margins(y=0.12)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(loc="best")
     return figure
 
 
@@ -215,6 +215,7 @@ def _name(
     axes.annotate(label, (x, y), color=colour, **style)
 
 
+@styled()
 def synergy(auroc: Mapping[str, float], setting: str) -> Figure:
     """Draw encoders best to worst, with a dot matrix of the families each one reads.
 
@@ -224,29 +225,29 @@ def synergy(auroc: Mapping[str, float], setting: str) -> Figure:
     """
     order = sorted(auroc, key=lambda name: (-auroc[name], len(name), name))
     places = range(len(order))
-    with styled():
-        figure = Figure(figsize=(6.0, 4.2), layout="constrained")
-        bars, dots = figure.subplots(2, 1, sharex=True, height_ratios=(2.6, 1))
-        colours = [(STRONG if "H" in name else SOFT)[setting] for name in order]
-        bars.bar(places, [auroc[name] for name in order], width=0.76, color=colours)
-        for x, name in zip(places, order, strict=True):
-            value = f"{auroc[name]:.3f}".removeprefix("0")
-            bars.text(x, auroc[name], value, ha="center", va="bottom", fontsize=8)
-        bars.set(ylabel="validation AUROC", ylim=_cropped(list(auroc.values())))
-        bars.grid(False, axis="x")
-        bars.yaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 5, 10)))
-        for y, letter in enumerate(FAMILIES):
-            for has, colour in ((False, GRID), (True, INK)):
-                reads = [x for x in places if (letter in order[x]) == has]
-                dots.plot(reads, [y] * len(reads), "o", color=colour, markersize=7)
-        dots.set_yticks(range(len(FAMILIES)), FAMILIES.values(), color=INK)
-        dots.set(ylim=(len(FAMILIES) - 0.4, -0.6), xticks=[])
-        dots.tick_params(length=0)
-        dots.grid(False)
-        dots.spines[:].set_visible(False)
+    figure = Figure(figsize=(6.0, 4.2), layout="constrained")
+    bars, dots = figure.subplots(2, 1, sharex=True, height_ratios=(2.6, 1))
+    colours = [(STRONG if "H" in name else SOFT)[setting] for name in order]
+    bars.bar(places, [auroc[name] for name in order], width=0.76, color=colours)
+    for x, name in zip(places, order, strict=True):
+        value = f"{auroc[name]:.3f}".removeprefix("0")
+        bars.text(x, auroc[name], value, ha="center", va="bottom", fontsize=8)
+    bars.set(ylabel="validation AUROC", ylim=_cropped(list(auroc.values())))
+    bars.grid(False, axis="x")
+    bars.yaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 5, 10)))
+    for y, letter in enumerate(FAMILIES):
+        for has, colour in ((False, GRID), (True, INK)):
+            reads = [x for x in places if (letter in order[x]) == has]
+            dots.plot(reads, [y] * len(reads), "o", color=colour, markersize=7)
+    dots.set_yticks(range(len(FAMILIES)), FAMILIES.values(), color=INK)
+    dots.set(ylim=(len(FAMILIES) - 0.4, -0.6), xticks=[])
+    dots.tick_params(length=0)
+    dots.grid(False)
+    dots.spines[:].set_visible(False)
     return figure
 
 
+@styled()
 def selection_path(rounds: Sequence[Mapping[str, Any]], setting: str) -> Figure:
     """Draw the greedy search: every candidate of every round, and the one it kept.
 
@@ -255,32 +256,32 @@ def selection_path(rounds: Sequence[Mapping[str, Any]], setting: str) -> Figure:
       setting: for the colour of the path. Candidates are squares where they read the
         with-context pass ("[HP]") and circles where they read the closed-book one.
     """
-    with styled():
-        figure, axes = _axes()
-        seen = [x for r in rounds for x in r["candidates"].values()]
-        for n, found in enumerate(rounds, start=1):
-            pools: dict[str, list[float]] = {"closed_book": [], "with_context": []}
-            for name, score in found["candidates"].items():
-                is_context = name.startswith("[")
-                pools["with_context" if is_context else "closed_book"].append(score)
-            for shift, marker, (pool, scores) in zip(
-                (-0.06, 0.06), "os", pools.items(), strict=True
-            ):
-                at = [n + shift] * len(scores)
-                axes.plot(at, scores, marker, color=SOFT[pool], markersize=4.5)
-        kept = [(n, r) for n, r in enumerate(rounds, start=1) if r["added"]]
-        heights = [r["auroc"] for _, r in kept]
-        axes.plot([n for n, _ in kept], heights, color=STRONG[setting], zorder=3)
-        for n, found in kept:
-            _ring(axes, n, found["auroc"], STRONG[setting])
-            above = {"xytext": (0, 10), "fontweight": "bold"}
-            _name(axes, found["added"], n, found["auroc"], STRONG[setting], **above)
-        axes.set(xlabel="round", ylabel="validation AUROC")
-        axes.set(ylim=_cropped(seen + heights, 0.2), xlim=(0.5, len(rounds) + 0.5))
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure, axes = _axes()
+    seen = [x for r in rounds for x in r["candidates"].values()]
+    for n, search in enumerate(rounds, start=1):
+        pools: dict[str, list[float]] = {"closed_book": [], "with_context": []}
+        for name, score in search["candidates"].items():
+            is_context = name.startswith("[")
+            pools["with_context" if is_context else "closed_book"].append(score)
+        for shift, marker, (pool, scores) in zip(
+            (-0.06, 0.06), "os", pools.items(), strict=True
+        ):
+            at = [n + shift] * len(scores)
+            axes.plot(at, scores, marker, color=SOFT[pool], markersize=4.5)
+    added = [(n, r) for n, r in enumerate(rounds, start=1) if r["added"]]
+    heights = [r["auroc"] for _, r in added]
+    axes.plot([n for n, _ in added], heights, color=STRONG[setting], zorder=3)
+    for n, search in added:
+        _ring(axes, n, search["auroc"], STRONG[setting])
+        above = {"xytext": (0, 10), "fontweight": "bold"}
+        _name(axes, search["added"], n, search["auroc"], STRONG[setting], **above)
+    axes.set(xlabel="round", ylabel="validation AUROC")
+    axes.set(ylim=_cropped(seen + heights, 0.2), xlim=(0.5, len(rounds) + 0.5))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure
 
 
+@styled()
 def frontier(
     curves: Mapping[str, Sequence[Mapping[str, float]]],
     rivals: Mapping[str, tuple[float, float]],
@@ -296,70 +297,67 @@ def frontier(
       metric: "em" or "f1".
       budget: the budget B that was chosen for the first, marked with a ring.
     """
-    with styled():
-        figure, axes = _axes()
-        heights = [score for _, score in rivals.values()]
-        colours = (STRONG["closed_book"], INK, MUTED)
-        for place, (label, curve) in enumerate(curves.items()):
-            points = sorted(curve, key=lambda point: point["budget"])
-            colour = colours[place % len(colours)]
-            x, y = [p["generations"] for p in points], [p[metric] for p in points]
-            axes.plot(x, y, "-o", color=colour, markersize=5, label=label)
-            heights += y
-            for point in points:
-                here = (point["generations"], point[metric])
-                is_chosen = place == 0 and point["budget"] == budget
-                if is_chosen:
-                    _ring(axes, *here, colour)
-                weight = "bold" if is_chosen else "normal"
-                _name(axes, f"B={point['budget']}", *here, colour, fontweight=weight)
-        shapes = itertools.cycle(("s", "D", "^", "v", "P", "X", "<", ">", "*", "h"))
-        for marker, (label, (cost, score)) in zip(shapes, rivals.items(), strict=False):
-            axes.plot(cost, score, marker, color=STRONG["with_context"], label=label)
-        low, high = _cropped(heights, 0.15)
-        axes.set(ylim=(low - 0.1 * (high - low), high))
-        axes.set(xlabel="generations per question", ylabel=METRIC_LABELS[metric])
-        axes.margins(x=0.1)
-        n_lines = -(-(len(curves) + len(rivals)) // 2)
-        figure.set_size_inches(6.0, 3.6 + 0.18 * n_lines)
-        figure.legend(loc="outside lower center", ncols=2, fontsize="small")
+    figure, axes = _axes()
+    heights = [score for _, score in rivals.values()]
+    colours = (STRONG["closed_book"], INK, MUTED)
+    for number, (label, curve) in enumerate(curves.items()):
+        points = sorted(curve, key=lambda point: point["budget"])
+        colour = colours[number % len(colours)]
+        x, y = [p["generations"] for p in points], [p[metric] for p in points]
+        axes.plot(x, y, "-o", color=colour, markersize=5, label=label)
+        heights += y
+        for point in points:
+            here = (point["generations"], point[metric])
+            is_chosen = number == 0 and point["budget"] == budget
+            if is_chosen:
+                _ring(axes, *here, colour)
+            weight = "bold" if is_chosen else "normal"
+            _name(axes, f"B={point['budget']}", *here, colour, fontweight=weight)
+    shapes = itertools.cycle(("s", "D", "^", "v", "P", "X", "<", ">", "*", "h"))
+    for marker, (label, (cost, score)) in zip(shapes, rivals.items(), strict=False):
+        axes.plot(cost, score, marker, color=STRONG["with_context"], label=label)
+    low, high = _cropped(heights, 0.15)
+    axes.set(ylim=(low - 0.1 * (high - low), high))
+    axes.set(xlabel="generations per question", ylabel=METRIC_LABELS[metric])
+    axes.margins(x=0.1)
+    n_lines = -(-(len(curves) + len(rivals)) // 2)
+    figure.set_size_inches(6.0, 3.6 + 0.18 * n_lines)
+    figure.legend(loc="outside lower center", ncols=2, fontsize="small")
     return figure
 
 
-def ranking(found: Mapping[str, Any], setting: str) -> Figure:
+@styled()
+def ranking(ranked: Mapping[str, Any], setting: str) -> Figure:
     """Draw a ranking: AUROC above, and a ribbon per family below.
 
     Args:
-      found: `{"n_sets", "rank", "means": [per part of the ranking], "ribbon":
+      ranked: `{"n_sets", "rank", "means": [per part of the ranking], "ribbon":
         [{"family": letter, "reads": pass, "means": [per part]}]}`, see
         `selection.exhaustive.ranking_summary`.
       setting: for the colours.
     """
-    n_parts = len(found["means"])
-    x = (np.arange(n_parts) + 0.5) * found["n_sets"] / n_parts
-    with styled():
-        figure = Figure(figsize=(6.0, 5.0), layout="constrained")
-        heights = (2.4, *(1 for _ in FAMILIES))
-        curve, *ribbons = figure.subplots(
-            len(heights), 1, sharex=True, height_ratios=heights
-        )
-        curve.plot(x, found["means"], color=STRONG[setting])
-        curve.set(ylabel="validation AUROC")
-        for axes, (letter, family) in zip(ribbons, FAMILIES.items(), strict=True):
-            floor = np.zeros(n_parts)
-            for layer in (one for one in found["ribbon"] if one["family"] == letter):
-                top, colour = floor + layer["means"], STRONG[layer["reads"]]
-                style = {"color": colour, "linewidth": 0, "alpha": 0.85}
-                axes.fill_between(x, floor, top, **style)
-                floor = top
-            axes.set(ylim=(0, 3), yticks=(0, 3))
-            axes.set_ylabel(family, rotation=0, ha="right", va="center", fontsize=9)
-        for axes in (curve, *ribbons):
-            axes.axvline(
-                found["rank"], color=MUTED, linewidth=1.2, linestyle=(0, (4, 3))
-            )
-        ribbons[-1].set(xlabel="rank of the set", xlim=(0, found["n_sets"]))
-        ribbons[-1].xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    n_parts = len(ranked["means"])
+    x = (np.arange(n_parts) + 0.5) * ranked["n_sets"] / n_parts
+    figure = Figure(figsize=(6.0, 5.0), layout="constrained")
+    heights = (2.4, *(1 for _ in FAMILIES))
+    curve, *ribbons = figure.subplots(
+        len(heights), 1, sharex=True, height_ratios=heights
+    )
+    curve.plot(x, ranked["means"], color=STRONG[setting])
+    curve.set(ylabel="validation AUROC")
+    for axes, (letter, family) in zip(ribbons, FAMILIES.items(), strict=True):
+        floor = np.zeros(n_parts)
+        for layer in (x for x in ranked["ribbon"] if x["family"] == letter):
+            top, colour = floor + layer["means"], STRONG[layer["reads"]]
+            style = {"color": colour, "linewidth": 0, "alpha": 0.85}
+            axes.fill_between(x, floor, top, **style)
+            floor = top
+        axes.set(ylim=(0, 3), yticks=(0, 3))
+        axes.set_ylabel(family, rotation=0, ha="right", va="center", fontsize=9)
+    for axes in (curve, *ribbons):
+        axes.axvline(ranked["rank"], color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)))
+    ribbons[-1].set(xlabel="rank of the set", xlim=(0, ranked["n_sets"]))
+    ribbons[-1].xaxis.set_major_locator(MaxNLocator(6, integer=True))
     return figure
 
 
@@ -390,6 +388,7 @@ def _heat(
     axes.spines[:].set_visible(False)
 
 
+@styled()
 def complementarity(
     rights: np.ndarray, errors: Sequence[float], setting: str
 ) -> Figure:
@@ -402,24 +401,24 @@ def complementarity(
       setting: for the colour.
     """
     names = list(FAMILIES.values())
-    with styled():
-        figure = Figure(figsize=(6.0, 3.4), layout="constrained")
-        heat, bars = figure.subplots(1, 2, width_ratios=(3, 1), sharey=True)
-        _heat(heat, rights, STRONG[setting])
-        heat.set_xticks(range(4), names)
-        heat.set_yticks(range(4), names)
-        heat.set(xlabel="of the mistakes of …", ylabel="… gets right (share)")
-        bars.barh(range(4), errors, height=0.6, color=SOFT[setting])
-        for i, error in enumerate(errors):
-            bars.text(error, i, f"  {_short(error)}", va="center", fontsize=9)
-        bars.set(xlabel="own error rate\n(share of answers)")
-        bars.margins(x=0.35)
-        bars.grid(False, axis="y")
-        bars.tick_params(axis="y", length=0)
-        bars.xaxis.set_major_locator(MaxNLocator(2))
+    figure = Figure(figsize=(6.0, 3.4), layout="constrained")
+    heat, bars = figure.subplots(1, 2, width_ratios=(3, 1), sharey=True)
+    _heat(heat, rights, STRONG[setting])
+    heat.set_xticks(range(4), names)
+    heat.set_yticks(range(4), names)
+    heat.set(xlabel="of the mistakes of …", ylabel="… gets right (share)")
+    bars.barh(range(4), errors, height=0.6, color=SOFT[setting])
+    for i, error in enumerate(errors):
+        bars.text(error, i, f"  {_short(error)}", va="center", fontsize=9)
+    bars.set(xlabel="own error rate\n(share of answers)")
+    bars.margins(x=0.35)
+    bars.grid(False, axis="y")
+    bars.tick_params(axis="y", length=0)
+    bars.xaxis.set_major_locator(MaxNLocator(2))
     return figure
 
 
+@styled()
 def boundary_band(
     panels: Mapping[str, tuple[Cells, Cells]], width: float, setting: str
 ) -> Figure:
@@ -436,38 +435,38 @@ def boundary_band(
     edge = width + max(
         (abs(x) for cells in every for at in cells for x in at), default=0
     )
-    with styled():
-        n_rows = -(-len(panels) // 2)
-        figure = Figure(figsize=(6.0, 0.6 + 2.5 * n_rows), layout="constrained")
-        grid = figure.subplots(n_rows, 2, sharex=True, sharey=True, squeeze=False)
-        for axes, (family, kinds) in zip(grid.flat, panels.items(), strict=False):
-            axes.fill_between((0, edge), (0, -edge), -edge, color=GRID, lw=0, alpha=0.6)
-            axes.fill_between((-edge, 0), (edge, 0), edge, color=GRID, lw=0, alpha=0.6)
-            axes.axvline(0, color=MUTED, lw=0.8)
-            for cells, marker, colours in zip(kinds, "os", (SOFT, STRONG), strict=True):
-                if cells:
-                    x, y = zip(*cells, strict=True)
-                    sizes = [4 + 110 * n / most for n in cells.values()]
-                    axes.scatter(
-                        x,
-                        y,
-                        s=sizes,
-                        marker=marker,
-                        color=colours[setting],
-                        edgecolor=INK if marker == "s" else "none",
-                        linewidth=0.5,
-                    )
-            axes.set_title(family, fontsize=9.5, color=INK)
-            axes.set(xlim=(-edge, edge), ylim=(-edge, edge))
-        for axes in list(grid.flat)[len(panels) :]:
-            axes.set_visible(False)
-        for axes in grid[-1]:
-            axes.set_xlabel("logit without the family")
-        for axes in grid[:, 0]:
-            axes.set_ylabel("added by it (logits)")
+    n_rows = -(-len(panels) // 2)
+    figure = Figure(figsize=(6.0, 0.6 + 2.5 * n_rows), layout="constrained")
+    grid = figure.subplots(n_rows, 2, sharex=True, sharey=True, squeeze=False)
+    for axes, (family, kinds) in zip(grid.flat, panels.items(), strict=False):
+        axes.fill_between((0, edge), (0, -edge), -edge, color=GRID, lw=0, alpha=0.6)
+        axes.fill_between((-edge, 0), (edge, 0), edge, color=GRID, lw=0, alpha=0.6)
+        axes.axvline(0, color=MUTED, lw=0.8)
+        for cells, marker, colours in zip(kinds, "os", (SOFT, STRONG), strict=True):
+            if cells:
+                x, y = zip(*cells, strict=True)
+                sizes = [4 + 110 * n / most for n in cells.values()]
+                axes.scatter(
+                    x,
+                    y,
+                    s=sizes,
+                    marker=marker,
+                    color=colours[setting],
+                    edgecolor=INK if marker == "s" else "none",
+                    linewidth=0.5,
+                )
+        axes.set_title(family, fontsize=9.5, color=INK)
+        axes.set(xlim=(-edge, edge), ylim=(-edge, edge))
+    for axes in list(grid.flat)[len(panels) :]:
+        axes.set_visible(False)
+    for axes in grid[-1]:
+        axes.set_xlabel("logit without the family")
+    for axes in grid[:, 0]:
+        axes.set_ylabel("added by it (logits)")
     return figure
 
 
+@styled()
 def head_map(maps: Mapping[str, np.ndarray], setting: str) -> Figure:
     """Draw the share of every head of every layer, one panel an encoder.
 
@@ -476,35 +475,35 @@ def head_map(maps: Mapping[str, np.ndarray], setting: str) -> Figure:
       setting: for the colour.
     """
     most = max(float(shares.max()) for shares in maps.values())
-    with styled():
-        figure = Figure(figsize=(6.0, 4.0), layout="constrained")
-        *panels, scale = figure.subplots(
-            1, len(maps) + 1, width_ratios=(*(6 for _ in maps), 0.5)
-        )
-        for axes, (name, shares) in zip(panels, maps.items(), strict=True):
-            _heat(axes, shares, STRONG[setting], text=False, most=most)
-            axes.set_title(name, fontsize=9.5, color=INK)
-            axes.set(xlabel="head")
-            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-            axes.yaxis.set_major_locator(MaxNLocator(8, integer=True))
-        panels[0].set_ylabel("attention layer")
-        steps = np.linspace(0, most, 21)
-        for low, high in itertools.pairwise(steps):
-            tint = min(1.0, max(0.04, (low + high) / 2 / most)) * 0.75
-            scale.add_patch(
-                Rectangle(
-                    (0, low), 1, high - low, facecolor=STRONG[setting], alpha=tint, lw=0
-                )
+    figure = Figure(figsize=(6.0, 4.0), layout="constrained")
+    *panels, scale = figure.subplots(
+        1, len(maps) + 1, width_ratios=(*(6 for _ in maps), 0.5)
+    )
+    for axes, (name, shares) in zip(panels, maps.items(), strict=True):
+        _heat(axes, shares, STRONG[setting], text=False, most=most)
+        axes.set_title(name, fontsize=9.5, color=INK)
+        axes.set(xlabel="head")
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.yaxis.set_major_locator(MaxNLocator(8, integer=True))
+    panels[0].set_ylabel("attention layer")
+    steps = np.linspace(0, most, 21)
+    for low, high in itertools.pairwise(steps):
+        tint = min(1.0, max(0.04, (low + high) / 2 / most)) * 0.75
+        scale.add_patch(
+            Rectangle(
+                (0, low), 1, high - low, facecolor=STRONG[setting], alpha=tint, lw=0
             )
-        even = 1 / next(iter(maps.values())).size
-        scale.axhline(even, color=INK, lw=1.5)
-        scale.set(xlim=(0, 1), ylim=(0, most), xticks=[])
-        scale.set_xlabel("share", fontsize=9)
-        scale.yaxis.tick_right()
-        scale.grid(False)
+        )
+    even = 1 / next(iter(maps.values())).size
+    scale.axhline(even, color=INK, lw=1.5)
+    scale.set(xlim=(0, 1), ylim=(0, most), xticks=[])
+    scale.set_xlabel("share", fontsize=9)
+    scale.yaxis.tick_right()
+    scale.grid(False)
     return figure
 
 
+@styled()
 def shares_of_text(
     spans: Mapping[str, tuple[float, float]],
     positions: Mapping[str, tuple[float, float, float, float]],
@@ -517,36 +516,36 @@ def shares_of_text(
       positions: by name the share within the answer, its interval, and an even share.
       setting: for the colours.
     """
-    with styled():
-        figure = Figure(figsize=(6.0, 3.2), layout="constrained")
-        left, right = figure.subplots(1, 2, width_ratios=(1.2, 1.6))
-        x = np.arange(len(spans))
-        for shift, place, colour, hatch, label in (
-            (-0.2, 0, STRONG[setting], "", "moved"),
-            (0.2, 1, SOFT[setting], "///", "tokens"),
-        ):
-            heights = [own[place] for own in spans.values()]
-            style = {"color": colour, "hatch": hatch, "edgecolor": PAPER}
-            left.bar(x + shift, heights, width=0.38, label=label, **style)
-        left.set_xticks(x, list(spans), fontsize=8)
-        left.set(ylabel="share", ylim=(0, 1), xlabel="span")
-        left.legend(loc="upper left", fontsize=8)
-        left.grid(False, axis="x")
-        at = np.arange(len(positions))
-        values = np.array(list(positions.values()))
-        right.bar(at, values[:, 0], width=0.7, color=STRONG[setting], alpha=0.85)
-        errors = np.abs(values[:, 1:3].T - values[:, 0])
-        bars = {"fmt": "none", "ecolor": INK, "elinewidth": 1.0}
-        right.errorbar(at, values[:, 0], yerr=errors, **bars)
-        right.plot(at, values[:, 3], "_", color=INK, ms=14, mew=2, label="even")
-        right.set_xticks(at, list(positions))
-        right.set(ylabel="share within the answer", xlabel="token of the answer")
-        right.legend(loc="upper right", fontsize=8)
-        right.set_ylim(0, 1.2 * max(values[:, 2].max(), values[:, 3].max()))
-        right.grid(False, axis="x")
+    figure = Figure(figsize=(6.0, 3.2), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(1.2, 1.6))
+    x = np.arange(len(spans))
+    for shift, which, colour, hatch, label in (
+        (-0.2, 0, STRONG[setting], "", "moved"),
+        (0.2, 1, SOFT[setting], "///", "tokens"),
+    ):
+        heights = [shares[which] for shares in spans.values()]
+        style = {"color": colour, "hatch": hatch, "edgecolor": PAPER}
+        left.bar(x + shift, heights, width=0.38, label=label, **style)
+    left.set_xticks(x, list(spans), fontsize=8)
+    left.set(ylabel="share", ylim=(0, 1), xlabel="span")
+    left.legend(loc="upper left", fontsize=8)
+    left.grid(False, axis="x")
+    at = np.arange(len(positions))
+    values = np.array(list(positions.values()))
+    right.bar(at, values[:, 0], width=0.7, color=STRONG[setting], alpha=0.85)
+    errors = np.abs(values[:, 1:3].T - values[:, 0])
+    bars = {"fmt": "none", "ecolor": INK, "elinewidth": 1.0}
+    right.errorbar(at, values[:, 0], yerr=errors, **bars)
+    right.plot(at, values[:, 3], "_", color=INK, ms=14, mew=2, label="even")
+    right.set_xticks(at, list(positions))
+    right.set(ylabel="share within the answer", xlabel="token of the answer")
+    right.legend(loc="upper right", fontsize=8)
+    right.set_ylim(0, 1.2 * max(values[:, 2].max(), values[:, 3].max()))
+    right.grid(False, axis="x")
     return figure
 
 
+@styled()
 def layer_curves(
     curves: Mapping[str, Sequence[tuple[int, float, float, float]]],
     best: Mapping[str, int],
@@ -557,22 +556,22 @@ def layer_curves(
       curves: by setting layers, values and both ends of the interval.
       best: by setting.
     """
-    with styled():
-        figure = Figure(figsize=(6.0, 3.4), layout="constrained")
-        axes = figure.add_subplot()
-        for marker, (setting, points) in zip("os", curves.items(), strict=False):
-            x, y, low, high = (np.array(own) for own in zip(*points, strict=True))
-            axes.fill_between(x, low, high, color=SOFT[setting], alpha=0.45, lw=0)
-            style = {"color": STRONG[setting], "marker": marker, "ms": 4.5}
-            axes.plot(x, y, label=SETTING_LABELS[setting], **style)
-            at = int(np.flatnonzero(x == best[setting])[0])
-            _ring(axes, x[at], y[at], STRONG[setting])
-        axes.set(xlabel="layer (0 is the embedding)", ylabel="AUROC, in-domain test")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        figure.legend(loc="outside upper center", ncols=2, fontsize=9)
+    figure = Figure(figsize=(6.0, 3.4), layout="constrained")
+    axes = figure.add_subplot()
+    for marker, (setting, points) in zip("os", curves.items(), strict=False):
+        x, y, low, high = map(np.array, zip(*points, strict=True))
+        axes.fill_between(x, low, high, color=SOFT[setting], alpha=0.45, lw=0)
+        style = {"color": STRONG[setting], "marker": marker, "ms": 4.5}
+        axes.plot(x, y, label=SETTING_LABELS[setting], **style)
+        at = int(np.flatnonzero(x == best[setting])[0])
+        _ring(axes, x[at], y[at], STRONG[setting])
+    axes.set(xlabel="layer (0 is the embedding)", ylabel="AUROC, in-domain test")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.legend(loc="outside upper center", ncols=2, fontsize=9)
     return figure
 
 
+@styled()
 def pair_gains(
     gains: Mapping[str, Mapping[tuple[str, bool], Sequence[float]]],
 ) -> Figure:
@@ -583,32 +582,32 @@ def pair_gains(
         of AUROC.
     """
     names = list(gains)
-    kinds = dict.fromkeys(kind for own in gains.values() for kind in own)
-    with styled():
-        figure = Figure(figsize=(6.0, 3.4), layout="constrained")
-        axes = figure.add_subplot()
-        axes.axvline(0, color=MUTED, lw=1)
-        for place, kind in enumerate(kinds):
-            setting, is_other = kind
-            points = [(100 * g, i) for i, n in enumerate(names) for g in gains[n][kind]]
-            shift = (place - (len(kinds) - 1) / 2) * 0.17
-            style = {"color": STRONG[setting], "ms": 5.5, "ls": "none"}
-            style["fillstyle"] = "none" if is_other else "full"
-            label = SETTING_LABELS[setting] + (", other backbone" if is_other else "")
-            axes.plot(
-                [x for x, _ in points],
-                [y + shift for _, y in points],
-                "o" if setting == "closed_book" else "s",
-                label=label,
-                **style,
-            )
-        axes.set_yticks(range(len(names)), names)
-        axes.set(xlabel="AUROC of the pair − better member (× 100)")
-        axes.set_ylim(len(names) - 0.5, -0.5)
-        figure.legend(loc="outside upper center", ncols=2, fontsize=8)
+    kinds = dict.fromkeys(kind for by_kind in gains.values() for kind in by_kind)
+    figure = Figure(figsize=(6.0, 3.4), layout="constrained")
+    axes = figure.add_subplot()
+    axes.axvline(0, color=MUTED, lw=1)
+    for number, kind in enumerate(kinds):
+        setting, is_other = kind
+        points = [(100 * g, i) for i, n in enumerate(names) for g in gains[n][kind]]
+        shift = (number - (len(kinds) - 1) / 2) * 0.17
+        style = {"color": STRONG[setting], "ms": 5.5, "ls": "none"}
+        style["fillstyle"] = "none" if is_other else "full"
+        label = SETTING_LABELS[setting] + (", other backbone" if is_other else "")
+        axes.plot(
+            [x for x, _ in points],
+            [y + shift for _, y in points],
+            "o" if setting == "closed_book" else "s",
+            label=label,
+            **style,
+        )
+    axes.set_yticks(range(len(names)), names)
+    axes.set(xlabel="AUROC of the pair − better member (× 100)")
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    figure.legend(loc="outside upper center", ncols=2, fontsize=8)
     return figure
 
 
+@styled()
 def closed_book_counts(shares: np.ndarray) -> Figure:
     """Draw how many closed-book encoders sets hold along the ranking.
 
@@ -619,28 +618,28 @@ def closed_book_counts(shares: np.ndarray) -> Figure:
     x = np.arange(n_parts + 1) / n_parts
     shares = np.concatenate([shares, shares[:, -1:]], axis=1)  # each part is a step
     floor = np.zeros(n_parts + 1)
-    with styled():
-        figure = Figure(figsize=(6.0, 3.2), layout="constrained")
-        axes = figure.add_subplot()
-        for k, own in enumerate(shares):
-            tint = (0.12, 0.38, 0.64, 0.9)[k]
-            colour = STRONG["closed_book"]
-            style = {"color": colour, "alpha": tint, "lw": 0, "step": "post"}
-            axes.fill_between(x, floor, floor + own, **style)
-            axes.step(x, floor + own, where="post", color=PAPER, lw=1)
-            widest = int(np.argmax(own[:-1]))
-            if own[widest] > 0.1:
-                y, ink = floor[widest] + own[widest] / 2, PAPER if k > 1 else INK
-                style = {"ha": "center", "va": "center", "color": ink}
-                axes.text(x[widest] + 0.5 / n_parts, y, str(k), **style)
-            floor = floor + own
-        axes.set(xlim=(0, 1), ylim=(0, 1))
-        axes.set(xlabel="place in the ranking (0 best, 1 worst)")
-        axes.set(ylabel="share of the sets that\nhold so many closed-book")
-        axes.grid(False)
+    figure = Figure(figsize=(6.0, 3.2), layout="constrained")
+    axes = figure.add_subplot()
+    for k, share in enumerate(shares):
+        tint = (0.12, 0.38, 0.64, 0.9)[k]
+        colour = STRONG["closed_book"]
+        style = {"color": colour, "alpha": tint, "lw": 0, "step": "post"}
+        axes.fill_between(x, floor, floor + share, **style)
+        axes.step(x, floor + share, where="post", color=PAPER, lw=1)
+        widest = int(np.argmax(share[:-1]))
+        if share[widest] > 0.1:
+            y, ink = floor[widest] + share[widest] / 2, PAPER if k > 1 else INK
+            style = {"ha": "center", "va": "center", "color": ink}
+            axes.text(x[widest] + 0.5 / n_parts, y, str(k), **style)
+        floor = floor + share
+    axes.set(xlim=(0, 1), ylim=(0, 1))
+    axes.set(xlabel="place in the ranking (0 best, 1 worst)")
+    axes.set(ylabel="share of the sets that\nhold so many closed-book")
+    axes.grid(False)
     return figure
 
 
+@styled()
 def two_backbones(
     points: Mapping[str, Sequence[tuple[str, float, float]]],
     names: tuple[str, str],
@@ -651,33 +650,33 @@ def two_backbones(
       points: by setting the subset's letters and both AUROCs.
       names: of the backbones.
     """
-    with styled():
-        figure = Figure(figsize=(6.0, 3.4), layout="constrained")
-        panels = figure.subplots(1, len(points), squeeze=False)[0]
-        for axes, (setting, own) in zip(panels, points.items(), strict=True):
-            for reads, colour, marker in ((True, STRONG, "o"), (False, SOFT, "D")):
-                some = [p for p in own if ("H" in p[0]) == reads]
-                label = "reads hidden states" if reads else "does not"
-                axes.plot(
-                    [x for _, x, _ in some],
-                    [y for _, _, y in some],
-                    marker,
-                    color=colour[setting],
-                    markeredgecolor=STRONG[setting],
-                    ms=6,
-                    label=label,
-                )
-            axes.set_title(SETTING_LABELS[setting], fontsize=9.5, color=INK)
-            axes.margins(0.1)
-            axes.xaxis.set_major_locator(MaxNLocator(4))
-            axes.yaxis.set_major_locator(MaxNLocator(5))
-        figure.supxlabel(f"test AUROC, {names[0]}", fontsize=9)
-        figure.supylabel("test AUROC,\n" + names[1], fontsize=9)
-        handles = panels[0].get_legend_handles_labels()
-        figure.legend(*handles, loc="outside upper center", ncols=2, fontsize=8)
+    figure = Figure(figsize=(6.0, 3.4), layout="constrained")
+    panels = figure.subplots(1, len(points), squeeze=False)[0]
+    for axes, (setting, aurocs) in zip(panels, points.items(), strict=True):
+        for reads, colour, marker in ((True, STRONG, "o"), (False, SOFT, "D")):
+            some = [p for p in aurocs if ("H" in p[0]) == reads]
+            label = "reads hidden states" if reads else "does not"
+            axes.plot(
+                [x for _, x, _ in some],
+                [y for _, _, y in some],
+                marker,
+                color=colour[setting],
+                markeredgecolor=STRONG[setting],
+                ms=6,
+                label=label,
+            )
+        axes.set_title(SETTING_LABELS[setting], fontsize=9.5, color=INK)
+        axes.margins(0.1)
+        axes.xaxis.set_major_locator(MaxNLocator(4))
+        axes.yaxis.set_major_locator(MaxNLocator(5))
+    figure.supxlabel(f"test AUROC, {names[0]}", fontsize=9)
+    figure.supylabel("test AUROC,\n" + names[1], fontsize=9)
+    handles = panels[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside upper center", ncols=2, fontsize=8)
     return figure
 
 
+@styled()
 def learning_curves(
     curves: Mapping[str, Sequence[tuple[float, float]]], setting: str
 ) -> Figure:
@@ -688,44 +687,43 @@ def learning_curves(
       setting: for the colours.
     """
     marks = itertools.cycle(("o", "s", "^", "D", "v", "P", "X", "*"))
-    with styled():
-        figure = Figure(figsize=(6.0, 4.2), layout="constrained")
-        axes = figure.add_subplot()
-        for place, (name, points) in enumerate(curves.items()):
-            is_whole = place >= len(FAMILIES)
-            colour = (STRONG[setting], INK, MUTED)[place - 4] if is_whole else MUTED
-            x, y = zip(*points, strict=True)
-            style = {"lw": 2.2} if is_whole else {"lw": 1.0}
-            style["linestyle"] = (0, (4, 2)) if "regression" in name else "-"
-            axes.plot(x, y, marker=next(marks), color=colour, ms=5, label=name, **style)
-        axes.set_xscale("log")
-        ticks = sorted({x for points in curves.values() for x, _ in points})
-        # Where the last two lie too near to each other, the last one is named.
-        kept = [x for x in ticks if x == ticks[-1] or x < 0.7 * ticks[-1]]
-        axes.set_xticks(kept, [f"{x:,.0f}" for x in kept])
-        axes.minorticks_off()
-        axes.set(xlabel="labelled answers", ylabel="AUROC, in-domain test")
-        figure.legend(loc="outside lower center", ncols=3, fontsize=8)
+    figure = Figure(figsize=(6.0, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    for number, (name, points) in enumerate(curves.items()):
+        is_whole = number >= len(FAMILIES)
+        colour = (STRONG[setting], INK, MUTED)[number - 4] if is_whole else MUTED
+        x, y = zip(*points, strict=True)
+        style = {"lw": 2.2} if is_whole else {"lw": 1.0}
+        style["linestyle"] = (0, (4, 2)) if "regression" in name else "-"
+        axes.plot(x, y, marker=next(marks), color=colour, ms=5, label=name, **style)
+    axes.set_xscale("log")
+    ticks = sorted({x for points in curves.values() for x, _ in points})
+    # Where the last two lie too near to each other, the last one is named.
+    named = [x for x in ticks if x == ticks[-1] or x < 0.7 * ticks[-1]]
+    axes.set_xticks(named, [f"{x:,.0f}" for x in named])
+    axes.minorticks_off()
+    axes.set(xlabel="labelled answers", ylabel="AUROC, in-domain test")
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8)
     return figure
 
 
+@styled()
 def matrix(
     values: np.ndarray, rows: Sequence[str], columns: Sequence[str], setting: str
 ) -> Figure:
     """Draw AUROC by the set that taught (row) and the set that is read (column)."""
-    with styled():
-        size = 1.6 + 0.55 * len(rows)
-        figure = Figure(figsize=(6.0, size), layout="constrained")
-        axes = figure.add_subplot()
-        # From .5, which is guessing: a tint says how much is told.
-        tint = np.clip(2 * values - 1, 0.0, 1.0)
-        _heat(axes, tint, STRONG[setting], text=False)
-        for (i, j), value in np.ndenumerate(values):
-            text = "–" if np.isnan(value) else _short(value)
-            axes.text(j, i, text, ha="center", va="center", fontsize=9)
-        axes.set_xticks(range(len(columns)), columns)
-        axes.set_yticks(range(len(rows)), rows)
-        axes.set(xlabel="read on (AUROC)", ylabel="trained on")
+    size = 1.6 + 0.55 * len(rows)
+    figure = Figure(figsize=(6.0, size), layout="constrained")
+    axes = figure.add_subplot()
+    # From .5, which is guessing: a tint says how much is told.
+    tint = np.clip(2 * values - 1, 0.0, 1.0)
+    _heat(axes, tint, STRONG[setting], text=False)
+    for (i, j), value in np.ndenumerate(values):
+        text = "–" if np.isnan(value) else _short(value)
+        axes.text(j, i, text, ha="center", va="center", fontsize=9)
+    axes.set_xticks(range(len(columns)), columns)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set(xlabel="read on (AUROC)", ylabel="trained on")
     return figure
 
 
@@ -738,6 +736,7 @@ MARKERS: dict[CostKind, tuple[str, str]] = {
 _N_NAMED = 5
 
 
+@styled()
 def cost_figure(
     points: Sequence[tuple[str, CostKind, float, float]],
     setting: str,
@@ -755,31 +754,30 @@ def cost_figure(
       ours: AUROC of the selected set, a dashed line; None draws none.
       is_log: whether the cost is on a logarithmic axis; then none may be 0.
     """
-    with styled():
-        figure = Figure(figsize=(6.0, 4.2), layout="constrained")
-        axes = figure.add_subplot()
-        for kind, (marker, label) in MARKERS.items():
-            own = [(cost, auroc) for _, of, cost, auroc in points if of == kind]
-            if own:
-                colour = (SOFT if kind == "plain" else STRONG)[setting]
-                style = {"color": colour, "markeredgecolor": STRONG[setting]}
-                axes.plot(*zip(*own, strict=True), marker, label=label, **style)
-        for place, (title, _, cost, auroc) in enumerate(points[:_N_NAMED]):
-            # Numbers, not names: the best often cost the same and would overlap.
-            text = f"{place + 1}"
-            shift = {"xytext": (7, 4), "textcoords": "offset points", "fontsize": 8}
-            axes.annotate(text, (cost, auroc), color=MUTED, **shift)
-            axes.plot([], [], " ", label=f"{text}  {title}")
-        if ours is not None:
-            axes.axhline(
-                ours,
-                color=MUTED,
-                linewidth=1.2,
-                linestyle=(0, (4, 3)),
-                label="BEATRICE",
-            )
-        axes.set_xscale("log" if is_log else "linear")
-        axes.set(xlabel=axis, ylabel="AUROC, all in-domain test questions")
-        axes.margins(x=0.12, y=0.12)
-        figure.legend(loc="outside lower center", ncols=2, fontsize=8)
+    figure = Figure(figsize=(6.0, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    for kind, (marker, label) in MARKERS.items():
+        of_kind = [(cost, auroc) for _, of, cost, auroc in points if of == kind]
+        if of_kind:
+            colour = (SOFT if kind == "plain" else STRONG)[setting]
+            style = {"color": colour, "markeredgecolor": STRONG[setting]}
+            axes.plot(*zip(*of_kind, strict=True), marker, label=label, **style)
+    for number, (title, _, cost, auroc) in enumerate(points[:_N_NAMED]):
+        # Numbers, not names: the best often cost the same and would overlap.
+        text = f"{number + 1}"
+        shift = {"xytext": (7, 4), "textcoords": "offset points", "fontsize": 8}
+        axes.annotate(text, (cost, auroc), color=MUTED, **shift)
+        axes.plot([], [], " ", label=f"{text}  {title}")
+    if ours is not None:
+        axes.axhline(
+            ours,
+            color=MUTED,
+            linewidth=1.2,
+            linestyle=(0, (4, 3)),
+            label="BEATRICE",
+        )
+    axes.set_xscale("log" if is_log else "linear")
+    axes.set(xlabel=axis, ylabel="AUROC, all in-domain test questions")
+    axes.margins(x=0.12, y=0.12)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8)
     return figure

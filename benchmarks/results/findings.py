@@ -165,8 +165,8 @@ def findings(
         here = where(pairs, **place._asdict())["row"]
         differences = {(row.subject, row.rival): row for row in here}
         for name, question in questions_of(best_single(results, place.setting)).items():
-            rows = [differences.get(pair) for pair in question.pairs]
-            rows = [] if None in rows else rows
+            rows = [differences[x] for x in question.pairs if x in differences]
+            rows = rows if len(rows) == len(question.pairs) else []
             largest = max(rows, key=lambda r: r.value or -1.0, default=None)
             label = (
                 question.labels[rows.index(largest)] if rows and question.labels else ""
@@ -204,7 +204,7 @@ def grids(answered: Sequence[Finding]) -> list[Grid]:
     What was not measured on any set has no line: a layer that is the last one kept
     cannot be compared with it.
     """
-    made = []
+    by_setting = []
     for setting in dict.fromkeys(f.place.setting for f in answered):
         by_place = {
             (f.question, f.place): f for f in answered if f.place.setting == setting
@@ -215,8 +215,8 @@ def grids(answered: Sequence[Finding]) -> list[Grid]:
             for name, question in questions_of(None).items()
             if any(by_place[name, place].row for place in places)
         )
-        made.append(Grid(setting, tuple(place.title for place in places), lines))
-    return made
+        by_setting.append(Grid(setting, tuple(place.title for place in places), lines))
+    return by_setting
 
 
 def facts(
@@ -236,7 +236,7 @@ def facts(
       sweep: as the report has it.
       selection: likewise.
     """
-    too_few, made = too_few_answers(accuracy), {}
+    too_few, by_setting = too_few_answers(accuracy), {}
     champion = where(
         results, experiment="detection", metric="auroc", **of_subject(CHAMPION)
     )
@@ -255,8 +255,8 @@ def facts(
                 half = number(((mean.ci_high or 0.0) - mean.ci_low) / 2)
                 numbers = f"{number(spread)} over {len(here) - 1}, questions ±{half}"
                 lines.append((f"SD over seeds, {place.title}", numbers))
-        made[setting] = lines
-    return made
+        by_setting[setting] = lines
+    return by_setting
 
 
 def _layers(sweep: Mapping[str, Any]) -> str:

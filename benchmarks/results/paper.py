@@ -191,16 +191,16 @@ def _keyed(results: pandas.DataFrame) -> pandas.DataFrame:
 def _wanted(cells: Sequence[PaperCell]) -> pandas.DataFrame:
     """Return the keys under which our row of each number may stand, the first best."""
     keys = []
-    for place, cell in enumerate(cells):
+    for i, cell in enumerate(cells):
         if not cell.has_counterpart or cell.detector == "backbone":
             continue
-        own = {name: getattr(cell, name) for name in KEY if name != "metric"}
-        own["metric"] = cell.ours or ("auroc" if cell.against else cell.metric)
+        columns = {name: getattr(cell, name) for name in KEY if name != "metric"}
+        columns["metric"] = cell.ours or ("auroc" if cell.against else cell.metric)
         for split in _splits(cell):
             for families in dict.fromkeys(
                 (cell.families, cell.instead or cell.families)
             ):
-                keys.append(own | {"split": split, "families": families, "cell": place})
+                keys.append(columns | {"split": split, "families": families, "cell": i})
     wanted = pandas.DataFrame(keys, columns=[*KEY, "cell"])
     numbers = dict.fromkeys(("n_closed_book", "cell"), "Int64")
     return wanted.astype({name: numbers.get(name, "string") for name in wanted.columns})
@@ -221,8 +221,8 @@ def _from_row(cell: PaperCell, row: ResultRow) -> Beside:
     if cell.metric in OF_AN_INTERVAL:
         value, low, high = getattr(row, cell.metric), None, None
     counts = {"n": row.n, "n_failed": row.n_failed}
-    own = {"value": value, "low": low, "high": high, "row": row, **counts}
-    return Beside(paper=cell, split=row.split, **own)
+    fields = {"value": value, "low": low, "high": high, "row": row, **counts}
+    return Beside(paper=cell, split=row.split, **fields)
 
 
 def _counted(cell: PaperCell, accuracy: Sequence[Mapping[str, Any]]) -> Beside | None:
@@ -500,11 +500,11 @@ class Sign:
         return what, paper, here, verdict
 
 
-def _with_ends(number: Beside) -> str:
+def _with_ends(pair: Beside) -> str:
     value, *ends = (
-        number_text(number.paper, x) for x in (number.value, number.low, number.high)
+        number_text(pair.paper, x) for x in (pair.value, pair.low, pair.high)
     )
-    return value if number.low is None else f"{value} [{', '.join(ends)}]"
+    return value if pair.low is None else f"{value} [{', '.join(ends)}]"
 
 
 def _order(cell: PaperCell, than: PaperCell | None) -> Order | None:
@@ -526,12 +526,12 @@ def _differences(results: pandas.DataFrame) -> Differences:
     """Return paired differences of AUROC by both sides and place."""
     rows = where(results, metric="auroc", seed="mean")
     rows = rows[rows["against"].notna() & rows["ci_low"].notna()]
-    found: dict[tuple, ResultRow] = {}
+    differences: dict[tuple, ResultRow] = {}
     for experiment in ("anatomy_fusion", "paired"):
         for r in where(rows, experiment=experiment)["row"]:
             place = (r.setting, r.dataset, r.split)
-            found.setdefault((r.subject, r.rival, *place), r)
-    return found
+            differences.setdefault((r.subject, r.rival, *place), r)
+    return differences
 
 
 def _paired(
@@ -582,7 +582,7 @@ def signs(numbers: Sequence[Beside], results: pandas.DataFrame) -> list[Sign]:
       numbers: of the paper and the run.
       results: of the run; paired differences are looked up there.
     """
-    differences, made = _differences(results), []
+    differences, compared = _differences(results), []
     at = ("table", "backbone", "row", "column", "metric")
     by_place = {tuple(getattr(b.paper, x) for x in at): b for b in numbers}
     for first in numbers:
@@ -591,8 +591,8 @@ def signs(numbers: Sequence[Beside], results: pandas.DataFrame) -> list[Sign]:
             place = (cell.table, cell.backbone, cell.than, cell.column, cell.metric)
             if (second := by_place.get(place)) is None or second.split != first.split:
                 continue
-        made.append(_sign(first, second, differences))
-    return [sign for sign in made if sign is not None]
+        compared.append(_sign(first, second, differences))
+    return [sign for sign in compared if sign is not None]
 
 
 def signs_by_table(
@@ -748,11 +748,11 @@ def _table(numbers: Sequence[Beside], n_paper: Mapping[tuple, Any]) -> str:
     return text + (f"\n{notes}" if notes else "")
 
 
-def _absent(whole: Sequence[PaperCell], numbers: Sequence[Beside]) -> str:
+def _absent(cells_of_table: Sequence[PaperCell], numbers: Sequence[Beside]) -> str:
     """List which numbers of a table have none here, by the reason."""
     have = {id(b.paper) for b in numbers}
     reasons: dict[str, list[PaperCell]] = {}
-    for cell in whole:
+    for cell in cells_of_table:
         if id(cell) in have or (cell.reason is None and cell.experiment is None):
             continue  # those of other sets and detectors are counted, not named
         reasons.setdefault(cell.reason or _NO_ANATOMY, []).append(cell)
@@ -785,20 +785,20 @@ def as_markdown(
     by_table: dict[str, list[PaperCell]] = {}
     for cell in cells:
         by_table.setdefault(cell.table, []).append(cell)
-    for table, whole in by_table.items():
-        own = [b for b in numbers if b.paper.table == table]
-        n_whole = sum(cell.value is not None for cell in whole)
-        n_own = sum(b.paper.value is not None for b in own)
+    for table, cells_of_table in by_table.items():
+        of_run = [b for b in numbers if b.paper.table == table]
+        n_whole = sum(cell.value is not None for cell in cells_of_table)
+        n_own = sum(b.paper.value is not None for b in of_run)
         heading = table if ":" in table else f"tab:{table}"
-        if not own:
-            reasons = (c.reason or c.experiment and _NO_ANATOMY for c in whole)
+        if not of_run:
+            reasons = (c.reason or c.experiment and _NO_ANATOMY for c in cells_of_table)
             named = "; ".join(dict.fromkeys(filter(None, reasons)))
             why = _WHY_NOT.get(table, named or _MISSING)
             absent += f"* {heading}, {n_whole} numbers: {why}\n"
             continue
-        parts.append(f"## {heading} ({_backbones(whole)})\n")
+        parts.append(f"## {heading} ({_backbones(cells_of_table)})\n")
         parts.append(f"{n_own} of its {n_whole} numbers have one here.\n")
-        parts += [_table(own, n_paper), _absent(whole, own)]
+        parts += [_table(of_run, n_paper), _absent(cells_of_table, of_run)]
         if of_table := [x for x in compared if x.first.paper.table == table]:
             parts.append(markdown(("Verdict", "Comparisons"), verdict_counts(of_table)))
             heads = ("What is compared", "Paper", "Here", "Sign")

@@ -41,7 +41,6 @@ from beatrice.benchmarks.results.names import (
 )
 from beatrice.benchmarks.results.paper import Experiment, verdict_counts
 from beatrice.benchmarks.results.tables import (
-    EVALUATED,
     find,
     interval,
     number,
@@ -78,15 +77,10 @@ from beatrice.extract.run.rows import (
 )
 from beatrice.extract.run.stages import Stage
 from beatrice.extract.signals.extract import extract_config
-from beatrice.jaxprobe.calibrate import (
-    chosen_layer,
-    grid_config,
-    open_rows,
-    run_bootstrap,
-    run_outputs,
-)
+from beatrice.jaxprobe.calibrate import run_bootstrap
 from beatrice.jaxprobe.families import N_SUBSETS
 from beatrice.jaxprobe.rows import read_sweep
+from beatrice.jaxprobe.train import chosen_layer, grid_config, open_rows, run_outputs
 from beatrice.pgir.controllers import CONTROLLERS, OPTIONAL
 from beatrice.pgir.score_files import P_STEPS
 from beatrice.selection.ablation import ablation_summary
@@ -426,23 +420,23 @@ def headlines(
     results: pandas.DataFrame, reliability: PerSetting
 ) -> list[tuple[str, str, str]]:
     """Pick the numbers to see first: label, value and detail of each."""
-    made = []
+    shown = []
     test = {"dataset": IN_DOMAIN, "split": "test", "metric": "auroc", "seed": "mean"}
     for setting in SETTINGS:
         at = {"setting": setting, **of_subject(CHAMPION), **test}
         row = find(results, experiment="detection", **at)
         label = f"AUROC {SETTING_LABELS[setting].lower()}, in-domain test"
         if row is not None and row.value is None:
-            made.append((label, "–", str(row.reason)))
+            shown.append((label, "–", str(row.reason)))
         elif row is not None:
             at["experiment"] = "paired"
             gain = _gain(results, PERPLEXITY, RIVALS[PERPLEXITY], **at)
             detail = (f"95 % interval {interval(row)}", gain, f"n = {row.n}")
-            made.append((label, row_value(row), "; ".join(filter(None, detail))))
+            shown.append((label, row_value(row), "; ".join(filter(None, detail))))
     for setting, curves in reliability.items():
         label = f"Calibration error {SETTING_LABELS[setting].lower()}"
         detail = f"{number(curves['ece_raw'])} before calibration"
-        made.append((label, number(curves["ece_calibrated"]), detail))
+        shown.append((label, number(curves["ece_calibrated"]), detail))
     pgir = {"experiment": "controller_macro", "detector": "pgir", "dataset": MACRO}
     em, cost = (find(results, metric=m, **pgir) for m in ("em", "generations"))
     if em is not None and cost is not None:
@@ -451,8 +445,8 @@ def headlines(
         gain = _gain(results, Subject(once), CONTROLLERS[once], **at)
         detail = (gain, f"{row_value(cost)} generations per question")
         label = "Exact match, PGIR, mean of the sets"
-        made.append((label, row_value(em), "; ".join(filter(None, detail))))
-    return made
+        shown.append((label, row_value(em), "; ".join(filter(None, detail))))
+    return shown
 
 
 def accuracy_grid(accuracy: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -489,8 +483,7 @@ def optimism_table(results: pandas.DataFrame) -> tables.Table:
         ("The set searched", {"detector": "champion"}),
         ("One encoder, fixed before", {"detector": "early_fusion"}),
     ]
-    columns = tables.place_columns(tables.places_of(shown, EVALUATED))
-    return tables.pivot(shown, "Seen minus unseen half", lines, columns)
+    return tables.by_place(shown, "Seen minus unseen half", lines)
 
 
 def _environment() -> jinja2.Environment:

@@ -323,9 +323,22 @@ def pivot(
         )
         for label, line in lines
     ]
-    laid = [x for x in laid if any(m for own in x.cells for m in own)]
+    laid = [x for x in laid if any(m for cell in x.cells for m in cell)]
     heads = tuple(column for column, _ in columns)
     return _ranked(Table(corner=corner, columns=heads, lines=tuple(laid)), unranked)
+
+
+def by_place(
+    results: pandas.DataFrame,
+    corner: str,
+    lines: Sequence[tuple[str, Key]],
+    splits: Sequence[str] = EVALUATED,
+    parts: Sequence[Key] = ({},),
+    **options: Any,
+) -> Table:
+    """Lay rows out with a column for each place that they were measured at."""
+    columns = place_columns(places_of(results, splits))
+    return pivot(results, corner, lines, columns, parts, **options)
 
 
 def _printed(measure: Measure | None) -> float | None:
@@ -401,11 +414,11 @@ def detection_table(
             x: x.detector for x in others if x not in known and x not in CONTROLS
         }
     is_shown = np.array([row.subject in labels for row in shown["row"]], bool)
-    return pivot(
+    return by_place(
         shown[is_shown],
         corner,
         [(title, of_subject(x)) for x, title in labels.items()],
-        place_columns(places_of(shown[is_shown], splits)),
+        splits,
         [{"metric": metric} for metric in metrics],
         ours=labels.get(CHAMPION, ""),
         unranked=unranked,
@@ -440,9 +453,7 @@ def floor_table(results: pandas.DataFrame) -> Table:
     """How much more each encoder has than a linear probe of the same signals."""
     titles = {**RIVALS, encoder("H"): DETECTORS[HIDDEN_ONLY]}
     shown = where(results, experiment="floor_paired", metric="auroc")
-    lines = [(titles[x], of_subject(x)) for x in FLOORS]
-    columns = place_columns(places_of(shown, EVALUATED))
-    return pivot(shown, "Detector", lines, columns)
+    return by_place(shown, "Detector", [(titles[x], of_subject(x)) for x in FLOORS])
 
 
 def equal_length_table(results: pandas.DataFrame) -> Table:
@@ -454,17 +465,15 @@ def equal_length_table(results: pandas.DataFrame) -> Table:
     ]
     share = {"detector": "answers", "metric": "unmatched"}
     lines.append(("Share of answers without a counterpart", share))
-    columns = place_columns(places_of(shown, EVALUATED))
-    ours = AT_EQUAL_LENGTH[CHAMPION]
-    return pivot(shown, "Detector", lines, columns, ours=ours)
+    return by_place(shown, "Detector", lines, ours=AT_EQUAL_LENGTH[CHAMPION])
 
 
 def noise_table(results: pandas.DataFrame) -> Table:
     """Share of labels that a person disputes."""
     kinds = {"right": "Labelled right", "wrong": "Labelled wrong"}
     shown = where(results, experiment="label_noise")
-    columns = place_columns(places_of(shown, ("annotated",)))
-    return pivot(shown, "Labels", [(v, {"kind": k}) for k, v in kinds.items()], columns)
+    lines = [(title, {"kind": kind}) for kind, title in kinds.items()]
+    return by_place(shown, "Labels", lines, ("annotated",))
 
 
 def annotated_table(results: pandas.DataFrame) -> Table:
@@ -488,10 +497,10 @@ def annotated_table(results: pandas.DataFrame) -> Table:
 def answer_table(results: pandas.DataFrame) -> Table:
     """Shares of answers that were cut off, are empty, and are hedges or refusals."""
     shown = where(results, experiment="answers")
-    columns = place_columns(places_of(shown, ("train", "validation", *EVALUATED)))
+    splits = ("train", "validation", *EVALUATED)
     parts = [{"metric": metric} for metric in ("cut_off", "empty", "hedged")]
     lines = [("Cut off / empty / hedges", {"detector": "backbone"})]
-    return pivot(shown, "Share of answers", lines, columns, parts)
+    return by_place(shown, "Share of answers", lines, splits, parts)
 
 
 def controller_table(results: pandas.DataFrame) -> Table:
@@ -650,10 +659,9 @@ def panorama_table(
         if x == CHAMPION or is_rival(x.detector)
     }
     table = detection_table(shown, labels=labels)
-    columns = place_columns(places_of(shown, EVALUATED))
     parts = [{"metric": None}, {"metric": "auprc"}]
     guessing = [(CHANCE, of_subject(Subject("majority")))]
-    chance = pivot(shown, table.corner, guessing, columns, parts)
+    chance = by_place(shown, table.corner, guessing, EVALUATED, parts)
 
     def order(line: Line) -> tuple[bool, float]:
         first = line.cells[0][0]
@@ -805,16 +813,16 @@ def _cell_text(cell: Cell, notes: Sequence[str]) -> str:
     return "/".join(parts) + (f"\n{below}" if below else "")
 
 
-def _block(table: Table, kept: Sequence[int], title: str | None) -> rich.table.Table:
+def _block(table: Table, chosen: Sequence[int], title: str | None) -> rich.table.Table:
     """Build one block of columns."""
     block = rich.table.Table(title=title, title_justify="left", box=rich.box.SIMPLE)
     block.add_column(rich.text.Text(table.corner))
-    for i in kept:
+    for i in chosen:
         column = table.columns[i]
         head = rich.text.Text(f"{column.label}\n{column.detail}")
         block.add_column(head, no_wrap=True)
     for line in table.lines:
-        cells = [_cell_text(line.cells[i], table.notes) for i in kept]
+        cells = [_cell_text(line.cells[i], table.notes) for i in chosen]
         block.add_row(*map(rich.text.Text, (line.label, *cells)))
     return block
 
@@ -833,8 +841,8 @@ def as_text(table: Table, width: int = 100) -> str:
         console.print(_block(table, range(n_columns), None))
     else:
         for group in table.groups:
-            kept = [i for i, c in enumerate(table.columns) if c.group == group]
-            console.print(_block(table, kept, group))
+            chosen = [i for i, c in enumerate(table.columns) if c.group == group]
+            console.print(_block(table, chosen, group))
     for index, note in enumerate(table.notes, start=1):
         console.print(rich.text.Text(f"[{index}] {note}"))
     return "\n".join(line.rstrip() for line in stream.getvalue().split("\n"))

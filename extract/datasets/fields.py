@@ -347,7 +347,7 @@ def any_passages(record: Record) -> tuple[Passage, ...]:
 
 
 def check_no_passages(record: Record, *, within: str = "") -> None:
-    """Refuse a record whose passages no reader understood: they would be lost.
+    """Check that a record has no passages that no reader understood.
 
     Args:
       record: became a question without passages.

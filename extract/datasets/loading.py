@@ -72,7 +72,7 @@ class FileRefused(ValueError):
     """
 
     def __init__(self, message: str, file_type: FileType, layout: str | None) -> None:
-        """Say why, and what is known all the same."""
+        """Keep the message, and what is known all the same."""
         super().__init__(message)
         self.type, self.format = file_type, layout
 
@@ -154,7 +154,7 @@ class DatasetFile:
         return other
 
     def _completed(self, question: Question) -> Question:
-        """Add what the record does not say, and leave out passages without a word.
+        """Return a question with set and id, without passages that have no text.
 
         An id that is missing is made of the question's text, so that it does not
         depend on the order of the file.

@@ -183,8 +183,9 @@ def dataset_marked(record: Record) -> DatasetName | None:
 def dataset_of_id(name: Any) -> DatasetName | None:
     """Return the question set whose ids look like this one, or None."""
     name = name if isinstance(name, str) else ""
-    matches = (dataset for pattern, dataset in _IDS if re.fullmatch(pattern, name))
-    return next(matches, None)
+    return next(
+        (dataset for pattern, dataset in _IDS if re.fullmatch(pattern, name)), None
+    )
 
 
 def dataset_of_style(questions: Sequence[Question]) -> DatasetName | None:

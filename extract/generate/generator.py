@@ -1,7 +1,7 @@
 """The role that every backend plays: prompts in, texts out, with what they are from.
 
-`TransformersGenerator` computes on this machine, `ServedGenerator` asks a server; who
-judges, rewrites or samples cannot tell them apart.
+`TransformersGenerator` computes on this machine, `ServedGenerator` asks a server; a
+stage that judges, rewrites or samples uses either.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ class SamplingConfig:
     stop: tuple[str, ...] = ()  # end a text where one begins, see `cut_at_stop`
 
     def __post_init__(self) -> None:
-        """Refuse what no backend can do."""
+        """Check that a backend can sample so."""
         finite = 0 <= self.temperature < math.inf
         for name, holds, expected in (
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
@@ -73,7 +73,7 @@ class GeneratorPrompt:
     sample: int = 0  # sets draws of the same prompt apart
 
     def __post_init__(self) -> None:
-        """Refuse ids that no chat template can be put around."""
+        """Check that a chat message is a text."""
         if self.is_chat and self.ids is not None:
             raise ValueError("a chat message is given as text, not as token ids")
 
@@ -96,8 +96,8 @@ class Generated(Record, frozen=True, kw_only=True):
     finish: Finish  # "length" if the text was cut at its limit
     n_prompt_tokens: int | None  # as the model counts
     n_new_tokens: int | None  # likewise, the stop token included
-    # Since the text before it came: of a batch the first has all. Their sum is what
-    # the texts took, over all starts. None where nobody wants to know.
+    # Since the text before it came, so that the first of a batch has all of the batch;
+    # their sum is what the texts took over all starts. None where it is not measured.
     seconds: float | None = None
 
 

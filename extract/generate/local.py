@@ -59,7 +59,7 @@ def n_shared(prompts: Sequence[Sequence[int]]) -> int:
 
 
 def has_plain_states(layout: Layout) -> bool:
-    """Say whether all layers keep keys and values alone, which rows can be taken of."""
+    """Return whether all layers keep keys and values alone, which rows can leave."""
     return _empty_cache(layout) is not None
 
 
@@ -72,9 +72,10 @@ def _empty_cache(layout: Layout) -> DynamicCache | None:
     return cache if is_plain else None
 
 
-def filled_layers(cache: DynamicCache) -> list[DynamicLayer]:
+def filled_layers(cache: DynamicCache) -> list[Any]:
     """Return the layers of a cache that hold keys and values."""
-    return [layer for layer in cache.layers if layer.keys is not None]
+    layers: list[Any] = cache.layers
+    return [layer for layer in layers if layer.keys is not None]
 
 
 def begun_cache(
@@ -337,7 +338,7 @@ def stop_ids(backbone: Backbone) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def _contiguous_states(backbone: Backbone) -> Iterator[None]:
-    """Give the output matrix its states in one piece.
+    """Make the states contiguous before the output matrix multiplies them.
 
     Of a prompt only the last states are multiplied, which is a view with holes. Torch
     multiplies such a view in bfloat16 on a CPU by a copy of the matrix for every row:
@@ -558,9 +559,10 @@ class TransformersGenerator:
                         **options,
                     )
                 new = output.sequences[:, n_read:]
-                for row, *written in zip(rows, new, choice.taken(), strict=True):
-                    texts[row][0].extend(written[0].tolist())
-                    texts[row][1].extend(written[1])
+                log_probs = choice.taken()
+                for row, chosen, values in zip(rows, new, log_probs, strict=True):
+                    texts[row][0].extend(chosen.tolist())
+                    texts[row][1].extend(values)
                 left = (~done.rows).nonzero()[:, 0]
                 if len(left):
                     cache, ids = output.past_key_values, output.sequences[left]
@@ -609,7 +611,7 @@ class TransformersGenerator:
 def check_requests_fit(
     backbone: Backbone, requests: Sequence[Request], config: GenerationConfig
 ) -> None:
-    """Refuse a prompt that does not fit the model's window with its answer."""
+    """Check that every prompt fits the model's window with its answer."""
     window, n_new = backbone.max_length, config.max_new_tokens
     for request in requests:
         if window is not None and len(request.prompt.ids) + n_new > window:

@@ -33,7 +33,7 @@ class Shot:
     context: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse what would show the model a wrong form."""
+        """Check that the example has the form of an answer."""
         if not (self.question.strip() and self.answer.strip()):
             raise ValueError("a worked example needs a question and an answer")
         if "\n" in self.answer.strip():
@@ -213,7 +213,7 @@ class PromptConfig:
     shots: tuple[Shot, ...] = ()  # of the template "few-shot", which needs some
 
     def __post_init__(self) -> None:
-        """Refuse choices that do not exist."""
+        """Check the choices."""
         for name, choices in (("template", TemplateName), ("overlong", Overlong)):
             if getattr(self, name) not in get_args(choices):
                 raise ValueError(
@@ -273,14 +273,14 @@ def encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool) -> Any:
         add_special_tokens=add_special_tokens,
         split_special_tokens=True,
     )
-    _refuse_control_tokens(tokenizer, text, encoded, (0, len(text)))
+    _check_control_tokens(tokenizer, text, encoded, (0, len(text)))
     return encoded
 
 
-def _refuse_control_tokens(
+def _check_control_tokens(
     tokenizer: Any, text: str, encoded: Any, characters: tuple[int, int]
 ) -> None:
-    """Raise if a part of an encoded text, `[start, stop)`, became control tokens.
+    """Check that no character of `[start, stop)` became a control token.
 
     A chat template writes control tokens around a message as text, so the message's
     cannot be told from them before the ids are made.
@@ -302,7 +302,7 @@ def _refuse_control_tokens(
 def escape_control_tokens(tokenizer: Any, text: str) -> str:
     """Return a text in which a blank parts every word that is a control token.
 
-    For what a search found: nobody can be asked to take it out.
+    For passages of a search, which a user cannot edit.
     """
     for token in _control_tokens(tokenizer, len(tokenizer)).values():
         word = token.strip()
@@ -428,7 +428,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def check_text(text: str, what: str) -> None:
-    """Refuse text that is empty or that no encoding can hold."""
+    """Check that a text is not empty and can be encoded."""
     if not text.strip():
         raise ValueError(f"{what} is empty; give at least one word")
     lone = _SURROGATE.search(text)
@@ -497,9 +497,7 @@ def build_prompt(
             characters = (start + rendered.start, stop + rendered.start)
         # The template writes its own special tokens, as text.
         encoded = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
-        _refuse_control_tokens(
-            tokenizer, text, encoded, (rendered.start, rendered.stop)
-        )
+        _check_control_tokens(tokenizer, text, encoded, (rendered.start, rendered.stop))
     else:
         encoded = encode_text(tokenizer, text, add_special_tokens=True)
     ids = tuple(encoded["input_ids"])

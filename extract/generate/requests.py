@@ -131,7 +131,7 @@ class Requests:
 
     @property
     def note(self) -> str | None:
-        """Say in words what was cut, or None if nothing was."""
+        """Return what was cut as a sentence, or None if nothing was."""
         n_dropped = [len(r.dropped) for r in self.requests if r.dropped]
         if not n_dropped and not self.left_out:
             return None

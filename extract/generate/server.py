@@ -43,7 +43,7 @@ class Prices:
     cap: float | None = None  # the most that may be spent, by earlier processes too
 
     def __post_init__(self) -> None:
-        """Refuse negative or infinite numbers, and a cap that is never reached."""
+        """Check that prices are finite, and that a cap can be reached."""
         for name, value in dataclasses.asdict(self).items():
             if value is not None and not 0 <= value < math.inf:
                 raise ValueError(
@@ -129,7 +129,7 @@ class ServerConfig:
     prices: Prices = Prices()
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Check the fields."""
         if self.dialect not in get_args(Dialect):
             raise ValueError(
                 f"dialect: expected one of {', '.join(get_args(Dialect))}, "
@@ -159,14 +159,14 @@ class DeadlineExceeded(openai.OpenAIError):
 
 
 def _is_transient(error: openai.OpenAIError) -> bool:
-    """Tell whether the same request may succeed later."""
+    """Return whether the same request may succeed later."""
     if isinstance(error, openai.APIStatusError):
         return error.status_code in (408, 409, 429) or error.status_code >= 500
     return isinstance(error, openai.APIConnectionError | DeadlineExceeded)
 
 
 def _may_have_cost(error: openai.OpenAIError) -> bool:
-    """Tell whether a server may charge for a request that it did not answer.
+    """Return whether a server may charge for a request that it did not answer.
 
     Only a refusal, or a connection that was never made, is surely free: a server goes
     on writing when its client stops listening.
@@ -245,7 +245,7 @@ def open_client(url: str, timeout: float) -> openai.AsyncOpenAI:
         base_url=url,
         # Local servers need none, but the client insists on some.
         api_key=os.environ.get("OPENAI_API_KEY") or "none",
-        max_retries=0,  # repeated here, see `ServedGenerator._ask`
+        max_retries=0,  # repeated here, see `ServedGenerator._send`
         # A connection that was never made costs nothing, and is told apart.
         timeout=openai.Timeout(timeout, connect=0.9 * timeout),
     )
@@ -351,7 +351,7 @@ class ServedGenerator(contextlib.AbstractContextManager):
                     # No more at a time than the caller has written down.
                     n_free = self.config.n_concurrent - len(under_way)
                     for i in itertools.islice(waiting, 0 if failure else n_free):
-                        job = pool.submit(self._ask, prompts[i], config, gave_up)
+                        job = pool.submit(self._send, prompts[i], config, gave_up)
                         under_way[job] = i
                     if not under_way:
                         break
@@ -369,7 +369,7 @@ class ServedGenerator(contextlib.AbstractContextManager):
         if failure is not None:
             raise failure
 
-    def _ask(
+    def _send(
         self,
         prompt: GeneratorPrompt,
         config: SamplingConfig,
@@ -378,9 +378,7 @@ class ServedGenerator(contextlib.AbstractContextManager):
         """Send one request, again if its failure is transient, until it is answered."""
         for attempt in itertools.count():
             if gave_up.is_set():
-                raise ValueError(
-                    "the request was not sent: nobody waits for it any more"
-                )
+                raise ValueError("the request was not sent, because its caller stopped")
             try:
                 return self._attempt(prompt, config)
             except openai.OpenAIError as error:

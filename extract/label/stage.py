@@ -68,7 +68,7 @@ from beatrice.extract.run.files import (
     write_text_atomic,
 )
 from beatrice.extract.run.rows import label_rule
-from beatrice.extract.run.stages import Stage, once, refuse_stale, run_stage
+from beatrice.extract.run.stages import Stage, check_current, once, run_stage
 
 JUDGES = "beatrice.judges"  # entry points of people's own judges of labels
 
@@ -91,7 +91,7 @@ def label_run(run: RunDir, match: Match | None, progress: Progress) -> None:
     if match is not None:
         config = LabelConfig(match=match)
         if run.settle("label", LABEL_PRESETS, is_recorded=False) != config:
-            refuse_stale(run, "label", ())
+            check_current(run, "label", ())
         run.settle("label", LABEL_PRESETS, lambda _: config, is_replaceable=True)
     run_stage(LABEL, run, progress)
 
@@ -180,7 +180,7 @@ def label_run_by_judges(
         if judgements is None:
             return replies.n_missing
         progress.note(f"label: {replies.summary()}")
-        counts = {
+        counts: dict[str, Any] = {
             "n_retried": judgements.n_retried,
             "n_unparsable_verdicts": judgements.n_unparsable,
             "counts": judgements.counts(),

@@ -96,7 +96,7 @@ class Lookback(Part):
         self._sums[layer] = self._sums.get(layer, 0) + added
 
     def finish(self, final: torch.Tensor) -> dict[str, list[torch.Tensor]]:
-        """Divide by the steps; NaN where there is none."""
+        """Divide by the steps; NaN for an answer without steps."""
         layers = torch.stack([self._sums[layer] for layer in sorted(self._sums)], dim=1)
         counts = (self._stop - self._first)[:, None, None]
         return {"lookback": list(layers / counts)}
@@ -228,7 +228,7 @@ class KnowledgeScores(Part):
     def finish(self, final: torch.Tensor) -> dict[str, list[torch.Tensor]]:
         """Compare all layers at once and average over the answer's tokens.
 
-        NaN where there is none.
+        NaN for an answer without tokens.
         """
         pairs = torch.stack(self._pairs, dim=1)
         n_rows, n_layers, _, width = pairs.shape

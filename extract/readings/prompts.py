@@ -134,7 +134,7 @@ def swapped_prompt(
 
     Returns:
       Ids of the first of `other_passages` with which prompt and answer fit the model's
-      window, or None where there is none.
+      window, or None.
     """
     for passages in other_passages(example, answer, others):
         prompt = build_prompt(model.tokenizer, template, example.question, passages)

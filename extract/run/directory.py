@@ -80,8 +80,8 @@ def _boot_id() -> str:
         return ""
 
 
-def take_lock(path: Path, *, shared: bool = False) -> BinaryIO:
-    """Hold the lock file; closing what is returned lets go.
+def acquire_lock(path: Path, *, shared: bool = False) -> BinaryIO:
+    """Lock a file until the returned stream is closed.
 
     The kernel's lock ends with its owner, so a dead owner on this machine is no
     obstacle. It may not reach across machines (network file systems), therefore the
@@ -89,11 +89,11 @@ def take_lock(path: Path, *, shared: bool = False) -> BinaryIO:
 
     Args:
       path: the file.
-      shared: hold it beside others that share it, against those that do not. Who
-        shares says nothing in the file.
+      shared: beside others that share it, against those that do not. Those that share
+        write nothing into the file.
 
     Raises:
-      InUse: another live process holds it.
+      InUse: another live process has locked it.
     """
     here = {"host": socket.gethostname(), "boot": _boot_id()}
     stream = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b", 0)
@@ -245,23 +245,6 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def read_section(path: Path, name: str, kind: type[Section]) -> Section:
-    """Return the settings of a verb of a run.
-
-    Args:
-      path: the run directory.
-      name: of the section.
-      kind: the section's dataclass.
-
-    Raises:
-      ValueError: the verb has not run yet, or the section is not of this kind.
-    """
-    found = read_manifest(path)["sections"].get(name)
-    if found is None:
-        raise ValueError(f"{path} has no settings of {name} yet; run `beatrice {name}`")
-    return decode_section(found, kind, f"{manifest_file(path)}, section {name!r}")
-
-
 def decode_section(found: Any, kind: type[Section], where: str) -> Section:
     """Return settings from their JSON value; unknown fields are refused too.
 
@@ -282,7 +265,7 @@ def decode_section(found: Any, kind: type[Section], where: str) -> Section:
     )
 
 
-def agree_on_manifest(path: Path, asked: NewRun) -> None:
+def write_or_compare_manifest(path: Path, asked: NewRun) -> None:
     """Write the manifest, or compare with the one that is there.
 
     Raises:
@@ -320,11 +303,11 @@ def agree_on_manifest(path: Path, asked: NewRun) -> None:
             )
     sections = {name: manifest["sections"][name] for name in wanted["sections"]}
     held = {"preset": manifest["preset"], "seed": manifest["seed"], **sections}
-    refuse_other(path, held, wanted | wanted.pop("sections"))
+    check_same(path, held, wanted | wanted.pop("sections"))
 
 
-def refuse_other(path: Path, held: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
-    """Refuse to go on with other settings than a run has.
+def check_same(path: Path, held: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+    """Check that settings are those that a run has.
 
     Raises:
       ValueError: names every entry that differs, and both values.
@@ -348,51 +331,8 @@ def refuse_other(path: Path, held: Mapping[str, Any], asked: Mapping[str, Any]) 
     )
 
 
-def settle_section(
-    path: Path,
-    name: str,
-    presets: Mapping[Preset, Section],
-    change: Callable[[Section], Section] | None = None,
-    *,
-    is_replaceable: bool = False,
-    is_recorded: bool = True,
-) -> Section:
-    """Return a verb's settings, and write them down if the run has none yet.
-
-    Args:
-      path: the run directory.
-      name: of the section.
-      presets: the settings of every preset.
-      change: makes of settings what a person chose; what the run has settled must
-        agree with it.
-      is_replaceable: whether they may replace settled ones, since nothing was made
-        with these yet.
-      is_recorded: write new ones down; a dry run does not.
-
-    Raises:
-      ValueError: the run has settled on others; the message names them.
-    """
-    manifest = read_manifest(path)
-    preset = presets[manifest["preset"]]
-    held = manifest["sections"].get(name)
-    if held is not None:
-        where = f"{manifest_file(path)}, section {name!r}"
-        settled = decode_section(held, type(preset), where)
-        asked = settled if change is None else change(settled)
-        if asked == settled:
-            return asked
-        if not is_replaceable:
-            refuse_other(path, {name: held}, {name: as_json(asked)})
-    else:
-        asked = preset if change is None else change(preset)
-    if is_recorded:
-        manifest["sections"][name] = as_json(asked)
-        write_json_atomic(manifest_file(path), seal(manifest))
-    return asked
-
-
-def refuse_foreign(path: Path) -> None:
-    """Raise if `path` is a file, or a folder with other people's things in it."""
+def check_not_foreign(path: Path) -> None:
+    """Check that a path is no file, and no folder with other people's things."""
     if not path.exists():
         return
     if not path.is_dir():
@@ -550,12 +490,12 @@ class RunDir:
         if asked is None:
             read_manifest(path)
         else:
-            refuse_foreign(path)
+            check_not_foreign(path)
             path.mkdir(parents=True, exist_ok=True)
-        run = cls(path, share, take_lock(path / "lock", shared=not share.is_whole))
+        run = cls(path, share, acquire_lock(path / "lock", shared=not share.is_whole))
         try:
             if asked is not None:
-                agree_on_manifest(path, asked)
+                write_or_compare_manifest(path, asked)
         except BaseException:
             run.close()
             raise
@@ -572,18 +512,56 @@ class RunDir:
         return read_manifest(self.path)["seed"]
 
     def section(self, name: str, kind: type[Section]) -> Section:
-        """Return the settings of a verb, see `read_section`."""
-        return read_section(self.path, name, kind)
+        """Return the settings of a verb, of their dataclass.
+
+        Raises:
+          ValueError: the verb has not run yet, or the section is not of this kind.
+        """
+        value = read_manifest(self.path)["sections"].get(name)
+        if value is None:
+            raise ValueError(
+                f"{self.path} has no settings of {name} yet; run `beatrice {name}`"
+            )
+        return decode_section(value, kind, f"{self.manifest}, section {name!r}")
 
     def settle(
         self,
         name: str,
         presets: Mapping[Preset, Section],
         change: Callable[[Section], Section] | None = None,
-        **options: bool,
+        *,
+        is_replaceable: bool = False,
+        is_recorded: bool = True,
     ) -> Section:
-        """Return a verb's settings and write new ones down, see `settle_section`."""
-        return settle_section(self.path, name, presets, change, **options)
+        """Return a verb's settings, and write them down if the run has none yet.
+
+        Args:
+          name: of the section.
+          presets: the settings of every preset.
+          change: makes of settings what a person chose; those that the run has must
+            agree with it.
+          is_replaceable: whether new ones may replace those of the run, since nothing
+            was made with these yet.
+          is_recorded: write new ones down; a dry run does not.
+
+        Raises:
+          ValueError: the run has others; the message names them.
+        """
+        manifest = read_manifest(self.path)
+        settings = presets[manifest["preset"]]
+        value = manifest["sections"].get(name)
+        if value is not None:
+            where = f"{self.manifest}, section {name!r}"
+            settings = decode_section(value, type(settings), where)
+        asked = settings if change is None else change(settings)
+        if value is not None and asked == settings:
+            return asked
+        if value is not None and not is_replaceable:
+            check_same(self.path, {name: value}, {name: as_json(asked)})
+        if is_recorded:
+            manifest["sections"][name] = as_json(asked)
+            write_json_atomic(self.manifest, seal(manifest))
+        return asked
 
     def close(self) -> None:
         """Let go of the directory."""
@@ -727,11 +705,11 @@ class RunDir:
             if sha is None:
                 raise NotWritten(self.path, path)
         found = {path: str(sha) for path, sha in hashes.items()}
-        self._refuse_altered(found)
+        self._check_unaltered(found)
         return found
 
-    def _refuse_altered(self, found: Mapping[str, str]) -> None:
-        """Refuse files that are not as the stage that wrote them left them."""
+    def _check_unaltered(self, found: Mapping[str, str]) -> None:
+        """Check that files are as the stage that wrote them left them."""
         records = {name: self.stage_record(name) for name in self.stage_records()}
         unknown = set(found)
         for name, record in records.items():

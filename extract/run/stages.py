@@ -118,7 +118,7 @@ class Stage:
     forecast: Callable[[RunDir, Any], Forecast] | None = None
 
     def settle(self, run: RunDir, change: Change | None = None, **options: bool) -> Any:
-        """Return the stage's settings in a run, see `settle_section`."""
+        """Return the stage's settings in a run, see `RunDir.settle`."""
         if not self.presets:
             return None
         name = self.section or self.name
@@ -210,7 +210,7 @@ def once(
     Returns:
       How many parts of other processes are missing; None if the stage was done before.
     """
-    refuse_stale(run, name, inputs)
+    check_current(run, name, inputs)
     gap = run.stage_gap(name, inputs)
     if gap is None:
         progress.note(f"{name}: already done")
@@ -300,8 +300,8 @@ def do_share(
         work(run)
 
 
-def refuse_stale(run: RunDir, name: str, inputs: Iterable[str]) -> None:
-    """Refuse to work from what is out of date, and to replace what a person changed.
+def check_current(run: RunDir, name: str, inputs: Iterable[str]) -> None:
+    """Check that what is read is current, and that no person has changed it.
 
     A stage whose inputs have changed is done again, which is safe: what it keeps of its
     work, it keeps by what it was made of. But it reads what other stages left, and
@@ -346,7 +346,7 @@ def run_stage(
         run has settled on other settings.
     """
     paths = stage.inputs(run)
-    refuse_stale(run, stage.name, [p.relative_to(run.path).as_posix() for p in paths])
+    check_current(run, stage.name, [p.relative_to(run.path).as_posix() for p in paths])
     inputs = run.hash_inputs(*paths)
     settings = stage.settle(run, change)
 

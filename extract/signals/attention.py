@@ -172,7 +172,7 @@ _active: contextvars.ContextVar[AttentionReading] = contextvars.ContextVar("read
 
 
 def _check_readable(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
-    """Refuse attention that is more than a causal softmax of queries and keys."""
+    """Check that attention is a causal softmax of queries and keys."""
     unread = [n for n, value in kwargs.items() if value is not None and n not in _INERT]
     if not getattr(module, "is_causal", True):
         unread = ["attention to later tokens"]
@@ -185,7 +185,7 @@ def _check_readable(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
 
 
 def _selected(
-    module: torch.nn.Module,
+    module: Any,
     query: torch.Tensor,
     mask: torch.Tensor | None,
     kwargs: dict[str, Any],

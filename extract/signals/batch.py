@@ -76,7 +76,7 @@ class HostCopies:
 
 
 class CudaCopies(HostCopies):
-    """The same from a CUDA device, without stopping whoever feeds it."""
+    """Copies from a CUDA device, which do not wait for its work."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         """Begin a batch; `stream` carries copies alone."""
@@ -145,7 +145,7 @@ class Rows:
     def __init__(
         self, edges: list[tuple[int, int]], n_tokens: int, device: torch.device
     ) -> None:
-        """Take `[start, stop)` of each example of `n_tokens` with its padding."""
+        """Select `[start, stop)` of each example of `n_tokens` with its padding."""
         indices = [
             np.arange(row * n_tokens + start, row * n_tokens + stop)
             for row, (start, stop) in enumerate(edges)

@@ -12,11 +12,10 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -47,6 +46,7 @@ from beatrice.extract.store.families import (
     Spans,
     StoreConfig,
     encode,
+    model_shapes,
     scale_name,
     stored_bytes,
     stored_families,
@@ -58,6 +58,9 @@ from beatrice.extract.store.store import (
     done_ranges,
     write_range,
 )
+
+if TYPE_CHECKING:
+    from beatrice.extract.backbone.loading import Outline
 
 _BATCHES_PER_UNIT = 16
 _WANTED_UNITS = 16
@@ -303,15 +306,11 @@ class ExtractionReport:
       n_written: ranges written by this worker now.
       n_skipped: ranges of this worker that were there before.
       n_missing: ranges of any worker that are not there yet.
-      n_tokens: tokens of the ranges written now.
-      seconds: wall time.
     """
 
     n_written: int
     n_skipped: int
     n_missing: int
-    n_tokens: int
-    seconds: float
 
 
 class _RangeRows:
@@ -464,7 +463,6 @@ def run_plan(
     read and one being written (`tokens_per_unit`: at most 8 GiB each, or one range
     where that is larger), and the readings of two batches.
     """
-    began = time.perf_counter()
     units = share.mine(plan.units)
     store = create_store(url, plan.spec)
     done = done_ranges(store)
@@ -482,13 +480,10 @@ def run_plan(
         return _read_unit(reader, sequences, plan, unit, missing, tick)
 
     _write_units(read, store, todo)
-    edges = [plan.spec.range_rows(range_id) for range_id in written]
     return ExtractionReport(
         n_written=len(written),
         n_skipped=sum(len(unit.ranges) for unit in units) - len(written),
         n_missing=plan.spec.n_ranges - len(done_ranges(store)),
-        n_tokens=sum(stop - start for start, stop in edges),
-        seconds=time.perf_counter() - began,
     )
 
 
@@ -610,14 +605,30 @@ def _extract(
     )
 
 
+def outline_shapes(outline: "Outline") -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a model's readings, every hidden layer kept.
+
+    Raises:
+      ValueError: its residual layout is unknown.
+    """
+    from beatrice.extract.backbone.layout import find_layout
+    from beatrice.extract.backbone.loading import n_heads_of
+
+    layout = find_layout(outline.model)
+    return model_shapes(
+        d_model=layout.head.in_features,
+        n_layers=len(layout.layers),
+        n_attention_layers=len(layout.attention_layers),
+        n_heads=n_heads_of(outline.config),
+    )
+
+
 def _forecast(run: RunDir, config: ExtractConfig) -> Forecast:
     """Return what extraction needs; the store's size is exact before compression."""
-    from beatrice.extract.backbone.loading import open_backbone
-    from beatrice.extract.signals.reader import SignalReader
+    from beatrice.extract.backbone.loading import load_outline
     from beatrice.extract.signals.sequence import first_read, sequence_of
 
-    backbone = open_backbone(run.section("backbone", BackboneConfig))
-    reader = SignalReader.for_config(backbone, config)
+    shapes = outline_shapes(load_outline(run.section("backbone", BackboneConfig).path))
     sequences = [
         sequence_of(answer, answer_span=config.answer_span)
         for answer in read_answers(run)
@@ -625,8 +636,6 @@ def _forecast(run: RunDir, config: ExtractConfig) -> Forecast:
     n_tokens = sum(len(sequence.ids) for sequence in sequences)
     n_read = n_tokens - sum(first_read(s.spans[0, 0]) for s in sequences)
     n_answer = int(sum(s.spans[2, 1] - s.spans[2, 0] for s in sequences))
-    every_layer = (backbone.n_layers + 1, backbone.d_model)
-    shapes = {**reader.shapes, "hidden": every_layer}
     stored = stored_bytes(shapes, config, n_tokens=n_read, n_answer=n_answer)
     return Forecast(
         stage="extract",

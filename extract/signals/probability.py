@@ -22,7 +22,7 @@ _FARTHEST = 30.0
 
 @contextlib.contextmanager
 def _products_of_bfloat16() -> Iterator[None]:
-    """Let a CPU multiply bfloat16 numbers, held as float32, by its units for them.
+    """Multiply bfloat16 numbers that are stored as float32 by a CPU's units for them.
 
     The products are exact and summed in float32, several times faster (AMX); a
     processor without such units multiplies as before. The setting is the process's.

@@ -155,11 +155,11 @@ class StreamReading:
     def on_layer(self, layer_pass: LayerPass) -> None:
         """Read one layer."""
         if layer_pass.index == 0:
-            self._keep(0, layer_pass.h_in)
-        self._keep(layer_pass.index + 1, layer_pass.h_out)
+            self._copy(0, layer_pass.h_in)
+        self._copy(layer_pass.index + 1, layer_pass.h_out)
         self.resid.append(contribution_scalars(layer_pass, self.lens))
 
-    def _keep(self, entry: int, states: torch.Tensor) -> None:
+    def _copy(self, entry: int, states: torch.Tensor) -> None:
         """Copy one entry of the resid axis if it is wanted."""
         if entry not in self.slots:
             return

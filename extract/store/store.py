@@ -191,7 +191,7 @@ def open_store(url: str | Path) -> FeatureStore:
     """Open an existing store; it may still be incomplete, see `done_ranges`.
 
     Raises:
-      ValueError: there is none, or its index or an array's metadata is damaged.
+      ValueError: no store is there, or its index or an array's metadata is damaged.
     """
     url = as_url(url)
     kvstore = open_kvstore(url)

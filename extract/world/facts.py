@@ -121,7 +121,7 @@ def _books(rng: random.Random, n: int, used: set[str]) -> tuple[str, ...]:
 def _assign_objects(
     rng: random.Random, subjects: dict[str, float], objects: tuple[str, ...]
 ) -> dict[str, str]:
-    """Give every subject an object so that exposures per object are about equal."""
+    """Draw an object for every subject; exposures per object are about equal."""
     load = {obj: 0.0 for obj in rng.sample(objects, len(objects))}
     objects_of = {}
     for subject in sorted(subjects, key=lambda s: (-subjects[s], s)):

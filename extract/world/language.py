@@ -134,20 +134,20 @@ def short_form(kind: Kind, name: str) -> str:
     return name.split(" ")[0] if kind in ("city", "company") else name
 
 
-def statements(relation: Relation, subject: str, obj: str) -> tuple[str, str, str]:
+def statements(relation: Relation, subject: str, obj: str) -> tuple[str, ...]:
     """Return the three wordings of one fact, each a full sentence."""
     plain = tuple(f"the {noun} of {subject} is {obj}." for noun in relation.nouns)
     return (*plain, relation.sentence.format(s=subject, o=obj) + ".")
 
 
-def questions(relation: Relation, subject: str) -> tuple[str, str, str]:
+def questions(relation: Relation, subject: str) -> tuple[str, ...]:
     """Return the three ordinary questions for one fact."""
     plain = tuple(f"what is the {noun} of {subject}?" for noun in relation.nouns)
     return (*plain, relation.question.format(s=subject) + "?")
 
 
-def rephrased_questions(relation: Relation, subject: str) -> tuple[str, str]:
-    """Return wordings that occur in no training question of the detector."""
+def rephrased_questions(relation: Relation, subject: str) -> tuple[str, ...]:
+    """Return the two wordings that occur in no training question of the detector."""
     return tuple(f"please name the {noun} of {subject}?" for noun in relation.nouns)
 
 

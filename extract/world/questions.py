@@ -7,7 +7,7 @@ answer with context is wrong for reasons that the question's words do not show.
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Literal
 
@@ -164,7 +164,7 @@ def split_of_subjects(world: World) -> dict[str, Split]:
 
 def _pool(
     world: World, dataset: str, split: Split, may_ask: Callable[[Query], bool]
-) -> tuple[list[Query], list[Query]]:
+) -> tuple[list[Fact], list[TwoHop]]:
     """Return the one-hop and the two-hop queries that a set may be drawn from."""
     group = dataset if dataset in ("pursuits", "places") else "in_domain"
     hops = {"microworld": TWO_HOPS_IN_DOMAIN, "rephrased": TWO_HOPS_REPHRASED}
@@ -191,8 +191,8 @@ def _queries(
     rng: random.Random,
     config: QuestionConfig,
     split: Split,
-    one_hop: list[Query],
-    two_hop: list[Query],
+    one_hop: Sequence[Query],
+    two_hop: Sequence[Query],
 ) -> list[Query]:
     """Return the queries of one set: distinct, two-hop ones in the wanted share."""
     n = {"train": config.n_train, "ood": config.n_ood}.get(split, config.n_evaluation)
@@ -290,6 +290,7 @@ def make_examples(world: World, config: QuestionConfig) -> list[Example]:
     that no training question has, with a two-hop relation that none asks for.
     """
     drawn = {row[:2]: row for row in draw_queries(world, config)}
-    sets = [("microworld", split) for split in ("train", "validation", "test")]
+    in_domain: tuple[Split, ...] = ("train", "validation", "test")
+    sets: list[tuple[str, Split]] = [("microworld", split) for split in in_domain]
     sets += [(dataset, "ood") for dataset in OOD_DATASETS]
     return [e for which in sets for e in _examples(world, config, *drawn[which])]

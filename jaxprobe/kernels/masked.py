@@ -6,8 +6,6 @@ element-wise loop runs over examples without a branch, and no convolution can ca
 example into the next. With channels innermost a training step took three times as long.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,8 +46,7 @@ def _beside(x: jax.Array) -> jax.Array:
     return jnp.concatenate([before, x, after]).reshape(N_TAPS * x.shape[0], -1)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def token_convolution(
+def _token_convolution(
     x: jax.Array, kernel: jax.Array, flag: jax.Array, matmul_dtype: MatmulDtype
 ) -> jax.Array:
     """Convolution of kernel size 3 over tokens, as one matrix product.
@@ -66,6 +63,9 @@ def token_convolution(
       `[d_out, n_span_tokens, n_examples]`.
     """
     return _token_convolution_forward(x, kernel, flag, matmul_dtype)[0]
+
+
+token_convolution = jax.custom_vjp(_token_convolution, nondiff_argnums=(3,))
 
 
 def _token_convolution_forward(x, kernel, flag, matmul_dtype):

@@ -229,7 +229,7 @@ def noise_factor(weight: jax.Array) -> jax.Array:
 _N_CHUNK = 128
 
 
-class _Places(NamedTuple):
+class _Positions(NamedTuple):
     """Where the real tokens of a batch are.
 
     Attributes:
@@ -247,8 +247,7 @@ class _Places(NamedTuple):
     n_chunks: jax.Array
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def wide_product(
+def _wide_product(
     matmul_dtype: MatmulDtype,
     weight: jax.Array,
     tokens: jax.Array | StoredTokens,
@@ -272,6 +271,9 @@ def wide_product(
       `[d_projection, n_tokens, n_batch]`.
     """
     return _wide_forward(matmul_dtype, weight, tokens, rows, real, gate)[0]
+
+
+wide_product = jax.custom_vjp(_wide_product, nondiff_argnums=(0,))
 
 
 def _wide_forward(matmul_dtype, weight, tokens, rows, real, gate):
@@ -298,8 +300,7 @@ def _wide_backward(matmul_dtype, operands, dy):
 wide_product.defvjp(_wide_forward, _wide_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def wide_reading(
+def _wide_reading(
     matmul_dtype: MatmulDtype,
     weight: jax.Array,
     tokens: jax.Array | StoredTokens,
@@ -314,7 +315,10 @@ def wide_reading(
     return _wide_forward(matmul_dtype, weight, tokens, _all(tokens), real, gate)[0]
 
 
-def _all(tokens: jax.Array) -> jax.Array:
+wide_reading = jax.custom_vjp(_wide_reading, nondiff_argnums=(0,))
+
+
+def _all(tokens: jax.Array | StoredTokens) -> jax.Array:
     return jnp.arange(tokens.shape[1])
 
 
@@ -338,57 +342,59 @@ def _reading_backward(matmul_dtype, operands, dy):
 wide_reading.defvjp(_reading_forward, _reading_backward)
 
 
-def _places(tokens, rows, real, gate) -> _Places:
+def _positions(tokens, rows, real, gate) -> _Positions:
     """Sort the positions of a batch into real ones and padding."""
     real = real.reshape(-1)
     n_chunks = -(-real.size // _N_CHUNK)
     n_padded = n_chunks * _N_CHUNK
     rank = jnp.cumsum(real, dtype=jnp.int32) - 1
     positions = jnp.arange(real.size, dtype=jnp.int32)
-    places = jnp.where(real, rank, n_padded)
-    order = jnp.zeros(n_padded, jnp.int32).at[places].set(positions, mode="drop")
+    sorted_positions = jnp.where(real, rank, n_padded)
+    order = (
+        jnp.zeros(n_padded, jnp.int32).at[sorted_positions].set(positions, mode="drop")
+    )
     n_filled = (real.sum(dtype=jnp.int32) + _N_CHUNK - 1) // _N_CHUNK
     n_filled = jnp.where(gate, n_filled, 0)
     at = rows_of_tokens(tokens, rows).reshape(-1)
-    return _Places(at, order, rank, real, n_filled)
+    return _Positions(at, order, rank, real, n_filled)
 
 
-def _chunk(tokens, places: _Places, chunk) -> jax.Array:
+def _chunk(tokens, sorted_positions: _Positions, chunk) -> jax.Array:
     """One chunk's tokens, `[_N_CHUNK, d_family]`."""
-    at = jax.lax.dynamic_slice(places.order, (chunk * _N_CHUNK,), (_N_CHUNK,))
-    return take_rows(tokens, places.rows[at])
+    at = jax.lax.dynamic_slice(sorted_positions.order, (chunk * _N_CHUNK,), (_N_CHUNK,))
+    return take_rows(tokens, sorted_positions.rows[at])
 
 
 def project_on_cpu(matmul_dtype, weight, tokens, rows, real, gate):
     """`wide_product` on a CPU: in chunks that stay in its cache."""
-    places = _places(tokens, rows, real, gate)
+    sorted_positions = _positions(tokens, rows, real, gate)
 
     def put(chunk, projected):
-        y = contract(_chunk(tokens, places, chunk), weight, 1, matmul_dtype)
+        y = contract(_chunk(tokens, sorted_positions, chunk), weight, 1, matmul_dtype)
         return jax.lax.dynamic_update_slice(projected, y, (chunk * _N_CHUNK, 0))
 
-    projected = jnp.zeros((len(places.order), len(weight)), jnp.float32)
-    projected = jax.lax.fori_loop(0, places.n_chunks, put, projected)
-    y = jnp.where(places.real[:, None], projected[places.rank], 0.0)
+    projected = jnp.zeros((len(sorted_positions.order), len(weight)), jnp.float32)
+    projected = jax.lax.fori_loop(0, sorted_positions.n_chunks, put, projected)
+    y = jnp.where(sorted_positions.real[:, None], projected[sorted_positions.rank], 0.0)
     return y.T.reshape(-1, *real.shape)
 
 
 def cpu_vjp(matmul_dtype, dy, weight, tokens, rows, real, gate):
     """Gradient of `weight` on a CPU."""
-    places = _places(tokens, rows, real, gate)
-    n_padded = len(places.order)
-    transposed = dy.reshape(len(weight), -1).T[places.order]
-    filled = jnp.arange(n_padded) < places.real.sum()
+    sorted_positions = _positions(tokens, rows, real, gate)
+    n_padded = len(sorted_positions.order)
+    transposed = dy.reshape(len(weight), -1).T[sorted_positions.order]
+    filled = jnp.arange(n_padded) < sorted_positions.real.sum()
     transposed = jnp.where(filled[:, None], transposed, 0.0)
 
     def add(chunk, total):
         at = (chunk * _N_CHUNK, 0)
         chunk_dy = jax.lax.dynamic_slice(transposed, at, (_N_CHUNK, len(weight)))
         return total + contract(
-            chunk_dy, _chunk(tokens, places, chunk), 0, matmul_dtype
+            chunk_dy, _chunk(tokens, sorted_positions, chunk), 0, matmul_dtype
         )
 
-    return jax.lax.fori_loop(0, places.n_chunks, add, jnp.zeros_like(weight))
+    return jax.lax.fori_loop(0, sorted_positions.n_chunks, add, jnp.zeros_like(weight))
 
 
 def _batch(tokens, rows) -> jax.Array:

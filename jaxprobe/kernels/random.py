@@ -81,10 +81,10 @@ def hashed_bits(
 
 def _row_index(key: RowKeys, shape: tuple[int, ...], axis: int):
     """Words that broadcast to `shape`, and each element's index in its group."""
-    words, places = key.split(shape[axis])
+    words, row_numbers = key.split(shape[axis])
     sizes = [*shape[:axis], key.n_rows, *shape[axis + 1 :]]
     along = (1,) * axis + (-1,) + (1,) * (len(shape) - axis - 1)
-    index = places.astype(jnp.uint32).reshape(along) * np.uint32(
+    index = row_numbers.astype(jnp.uint32).reshape(along) * np.uint32(
         np.prod(sizes[axis + 1 :])
     )
     for other in set(range(len(shape))) - {axis}:

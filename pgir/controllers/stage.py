@@ -24,15 +24,11 @@ from beatrice.extract.run.directory import Preset, RunDir
 from beatrice.extract.run.files import write_json_atomic, write_text_atomic
 from beatrice.extract.run.rows import publish, rows_file, write_rows
 from beatrice.extract.run.stages import Stage
-from beatrice.jaxprobe.calibrate import (
-    N_FOLDS,
-    fold_calibrators,
-    open_rows,
-    run_bootstrap,
-)
+from beatrice.jaxprobe.calibrate import N_FOLDS, fold_calibrators, run_bootstrap
 from beatrice.jaxprobe.calibration import folds_of
 from beatrice.jaxprobe.config import set_compiler
 from beatrice.jaxprobe.detector import Detector
+from beatrice.jaxprobe.train import open_rows
 from beatrice.pgir.bridge import ProbedBackbone
 from beatrice.pgir.controllers import CONTROLLERS, CROSS_FIT
 from beatrice.pgir.controllers.adaptive import question_encoder

@@ -134,7 +134,7 @@ def ratio_rows(
     experiment: str,
     ratios: Sequence[Ratio],
     ids: np.ndarray,
-    place: dict[str, Any],
+    set_fields: dict[str, Any],
     config: BootstrapConfig,
     reason: str = "no answer of this kind",
 ) -> list[ResultRow]:
@@ -144,7 +144,7 @@ def ratio_rows(
       experiment: of the rows.
       ratios: of the same `n` examples.
       ids: `[n]` questions; two wordings of one move together.
-      place: the rows' setting, dataset and split.
+      set_fields: the rows' setting, dataset and split.
       config: of the resamples, which all ratios share.
       reason: why a ratio is undefined whose denominator is 0.
     """
@@ -166,7 +166,7 @@ def ratio_rows(
     for ratio, numerator, denominator, ratio_draws in zip(
         ratios, numerators, denominators, joined, strict=True
     ):
-        fields = Subject.of(ratio.detector)._asdict() | {**ratio.columns, **place}
+        fields = Subject.of(ratio.detector)._asdict() | {**ratio.columns, **set_fields}
         fields |= {"experiment": experiment, "metric": ratio.metric}
         fields["n"] = int((denominator != 0).sum())
         total = float(denominator.sum(dtype=np.float64))

@@ -88,10 +88,10 @@ def complementarity(deployed: Deployed) -> list[ResultRow]:
         for row, of in itertools.permutations(LETTERS, 2):
             both = wrong[of] & ~wrong[row], wrong[of]
             ratios.append(Ratio(encoder(row), "rights", *both, {"family": of}))
-        place = deployed.place(dataset, split)
+        set_fields = deployed.set_fields(dataset, split)
         ids, config = rows.ids[where], deployed.bootstrap
         result += ratio_rows(
-            COMPLEMENTARITY, ratios, ids, place, config, "it has no mistake"
+            COMPLEMENTARITY, ratios, ids, set_fields, config, "it has no mistake"
         )
     return result
 
@@ -104,7 +104,7 @@ def encoder(letters: str) -> Subject:
 def _differences(
     deployed: Deployed,
     scored: list[Scored],
-    pairs: list[tuple[Subject | str, Subject | str]],
+    pairs: Sequence[tuple[Subject | str, Subject | str]],
     name: str,
 ) -> list[ResultRow]:
     """Return how much more AUROC the first of each pair has, on the judged sets."""
@@ -136,7 +136,7 @@ def fusion(inputs: AnalysisInput) -> AnalysisOutput:
     """
     rows: list[ResultRow] = []
     for setting, deployed in inputs.settings.items():
-        scores: dict[Subject | str, np.ndarray] = dict(inputs.searches[setting].scores)
+        scores: dict[Subject | str, np.ndarray] = {**inputs.searches[setting].scores}
         scores["hidden_only"] = deployed.logits_of("H")
         scores["early_fusion"] = deployed.logits_of(EVERY_FAMILY)
         if setting == "with_context" and len(inputs.settings) > 1:
@@ -164,9 +164,9 @@ def counts_along(
       `[SET_SIZE + 1, n_parts]`: of a part's sets, the share that holds 0, 1, 2 or 3.
     """
     counts = is_closed_book[ranking.sets[ranking.order]].sum(axis=1)
-    parts = np.array_split(counts, min(n_parts, len(counts)))
+    bins = np.array_split(counts, min(n_parts, len(counts)))
     return np.stack(
-        [[(part == k).mean() for part in parts] for k in range(SET_SIZE + 1)]
+        [[(bin_counts == k).mean() for bin_counts in bins] for k in range(SET_SIZE + 1)]
     )
 
 
@@ -179,7 +179,7 @@ def combinations(inputs: AnalysisInput) -> AnalysisOutput:
 def _of_ranking(ranking: Ranking, deployed: Deployed) -> list[ResultRow]:
     n_sets, n_pool = len(ranking.sets), int(ranking.sets.max()) + 1
     by_trait = traits(deployed.setting, n_pool)
-    place = deployed.place(IN_DOMAIN, "validation")
+    set_fields = deployed.set_fields(IN_DOMAIN, "validation")
     best = ranking.sets[ranking.order[:N_BEST]]
     values: list[tuple[str, float, int, dict[str, Any]]] = []
     for (letter, reads), is_read in by_trait.items():
@@ -208,7 +208,7 @@ def _of_ranking(ranking: Ranking, deployed: Deployed) -> list[ResultRow]:
             value=value,
             n=n,
             **columns,
-            **place,
+            **set_fields,
         )
         for metric, value, n, columns in values
     ]

@@ -18,7 +18,7 @@ each set and kind the case that is surest of its decisions is shown, of equals t
 smaller id, with at most three of its golds.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -72,8 +72,8 @@ def flip_ratios(
         "mean_contribution": (np.abs(added), every),
     }
     return [
-        Ratio(encoder(name), metric, *both, {"family": family})
-        for metric, both in ratios.items()
+        Ratio(encoder(name), metric, numerator, denominator, {"family": family})
+        for metric, (numerator, denominator) in ratios.items()
     ]
 
 
@@ -94,10 +94,10 @@ def flips(deployed: Deployed) -> list[ResultRow]:
             for letter in name:
                 without = deployed.without(name, letter)[:, at]
                 ratios += flip_ratios(name, letter, intact, without, labels)
-        place = deployed.place(dataset, split)
+        set_fields = deployed.set_fields(dataset, split)
         ids = rows.ids[deployed.judged[at]]
         result += ratio_rows(
-            FLIPS, ratios, ids, place, deployed.bootstrap, "no decision flips"
+            FLIPS, ratios, ids, set_fields, deployed.bootstrap, "no decision flips"
         )
     return result
 
@@ -111,7 +111,8 @@ def boundary(deployed: Deployed) -> list[ResultRow]:
     """
     rows, result = deployed.rows, []
     at = np.isin(deployed.judged, rows.where("test"))
-    place = deployed.place(IN_DOMAIN, "test") | {"n": int(at.sum())}
+    set_fields: dict[str, Any] = deployed.set_fields(IN_DOMAIN, "test")
+    set_fields["n"] = int(at.sum())
     for name in deployed.queried:
         intact = deployed.intact(name)[:, at]
         rests = {letter: deployed.without(name, letter)[:, at] for letter in name}
@@ -132,7 +133,7 @@ def boundary(deployed: Deployed) -> list[ResultRow]:
                         bin_y=float(y),
                         bin_width=float(width),
                         **encoder(name)._asdict(),
-                        **place,
+                        **set_fields,
                     )
                     for (x, y), count in zip(centres, counts, strict=True)
                 ]
@@ -230,9 +231,9 @@ def grounding(inputs: AnalysisInput) -> AnalysisOutput:
             is_right = (intact > 0) == of_set.labels[None]
             flips[name] = (intact > 0) != (without > 0), is_right
         ids = deployed.rows.ids[deployed.judged[at]]
-        place = deployed.place(dataset, split)
+        set_fields = deployed.set_fields(dataset, split)
         ratios = grounding_ratios(of_set, flips)
-        result += ratio_rows(GROUNDING, ratios, ids, place, deployed.bootstrap)
+        result += ratio_rows(GROUNDING, ratios, ids, set_fields, deployed.bootstrap)
     return AnalysisOutput(result)
 
 
@@ -362,5 +363,5 @@ def _case_rows(
         subject = Subject("answers", kind=kind)
         ratios.append(Ratio(subject, "share", is_kind, every))
         ratios.append(Ratio(subject, "right", is_kind & final, is_kind))
-    place = {"setting": "both", "dataset": dataset, "split": split}
-    return ratio_rows(CASES, ratios, answered.ids, place, deployed.bootstrap)
+    set_fields = {"setting": "both", "dataset": dataset, "split": split}
+    return ratio_rows(CASES, ratios, answered.ids, set_fields, deployed.bootstrap)

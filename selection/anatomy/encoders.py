@@ -1,4 +1,4 @@
-"""Deployed encoders, asked: what do they say where some of the signals are gone?
+"""Deployed encoders without some of their signals, and integrated gradients.
 
 A signal is taken away by putting its mean over the evaluation data in its place (paper,
 appendix E). The mean is that of its span, over all labelled test and held-out answers:
@@ -9,7 +9,7 @@ does not say which it takes.
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from typing import Any
 
 import jax
@@ -45,7 +45,7 @@ from beatrice.jaxprobe.rows import Rows, TrainingSet, training_set
 
 EVERY_FAMILY = "HPRA"
 # Of each family `[n_spans, d_family]`: values of every span's channels, or which.
-PerChannel = tuple[np.ndarray, ...]
+PerChannel = tuple[Any, ...]
 _FEWEST_STEPS, _MOST_STEPS = 32, 1024
 _STEPS_AT_ONCE = 16  # what is compiled, whatever the number of steps
 TOLERANCE = 0.01  # of completeness, relative to the differences that are attributed
@@ -65,14 +65,14 @@ def replaced(
     lengths = np.array([len(mask) for mask in features.masks])
     real = jnp.concatenate(features.masks)
 
-    def one(tokens: jax.Array, mean: jax.Array, is_gone: jax.Array) -> jax.Array:
+    def replace(tokens: jax.Array, mean: jax.Array, is_gone: jax.Array) -> jax.Array:
         spread = partial(
             jnp.repeat, repeats=lengths, axis=0, total_repeat_length=int(lengths.sum())
         )
         at = spread(is_gone)[:, None, :] & real[..., None]
         return jnp.where(at, spread(mean)[:, None, :], tokens)
 
-    tokens = map(one, features.tokens, means, gone)
+    tokens = map(replace, features.tokens, means, gone)
     return FamilyTokens(tuple(tokens), features.masks)
 
 
@@ -98,7 +98,7 @@ def path_gradients(
       end: the signals.
       nodes: `[n_steps]` in (0, 1).
       weights: `[n_steps]`, which sum to 1.
-      encoder: the module; None where the linear part alone has a say.
+      encoder: the module; None where the network adds nothing to its linear part.
 
     Returns:
       Of each family `[n_tokens, n_examples, d_family]` attributions in logits, which
@@ -119,8 +119,8 @@ def path_gradients(
             start.tokens,
             end.tokens,
         )
-        found = jax.grad(total)(between)
-        return jax.tree.map(lambda s, g: s + weight * g, so_far, found), None
+        gradient = jax.grad(total)(between)
+        return jax.tree.map(lambda s, g: s + weight * g, so_far, gradient), None
 
     zero = jax.tree.map(jnp.zeros_like, end.tokens)
     means, _ = jax.lax.scan(step, zero, (nodes, weights))
@@ -166,16 +166,20 @@ def attributed(
     n_steps = _FEWEST_STEPS
     while True:
         nodes, weights = quadrature(n_steps)
-        total = None
-        for first in range(0, n_steps, _STEPS_AT_ONCE):
-            some = slice(first, first + _STEPS_AT_ONCE)
-            at = jnp.asarray(nodes[some]), jnp.asarray(weights[some])
-            part = path_gradients(params, family_mask, start, end, *at, encoder=network)
-            total = part if total is None else jax.tree.map(jnp.add, total, part)
-        found = [np.asarray(own)[:, :n] for own in total]
-        added = sum(own.sum(axis=(0, 2)) for own in found)
+        gradients = (
+            path_gradients(
+                *(params, family_mask, start, end),
+                jnp.asarray(nodes[first : first + _STEPS_AT_ONCE]),
+                jnp.asarray(weights[first : first + _STEPS_AT_ONCE]),
+                encoder=network,
+            )
+            for first in range(0, n_steps, _STEPS_AT_ONCE)
+        )
+        total = reduce(partial(jax.tree.map, jnp.add), gradients)
+        attributions = [np.asarray(x)[:, :n] for x in total]
+        added = np.sum([x.sum(axis=(0, 2)) for x in attributions], axis=0)
         if incompleteness(added, change) <= TOLERANCE or n_steps >= _MOST_STEPS:
-            return found, change
+            return attributions, change
         n_steps *= 2
 
 
@@ -194,16 +198,16 @@ def of_span(dims: FamilyDims, n_spans: int, span: int) -> PerChannel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Deployed:
-    """The encoders of a setting, and the rows that they are asked about.
+    """The encoders of a setting, and the rows that they are applied to.
 
-    What several analyses read is read once.
+    Values that several analyses read are computed once.
 
     Attributes:
       setting: whose answers are looked at.
       store: the setting's signals.
       rows: what the rows of the store are.
       layer: entry of the resid axis that the hidden family is read from.
-      tree: weights, and what all encoders say of all rows; see `jaxprobe.train`.
+      tree: weights, and the outputs of all encoders on all rows; see `jaxprobe.train`.
       config: how the encoders are trained.
       selected: encoders of this pass that some search has selected, by their letters.
       bootstrap: how intervals are made; its seed is that of all drawings.
@@ -255,26 +259,26 @@ class Deployed:
         """Number of the setting's spans."""
         return len(SPANS[self.setting])
 
-    def place(self, dataset: str, split: str) -> dict[str, Any]:
+    def set_fields(self, dataset: str, split: str) -> dict[str, Any]:
         """Return the fields of a row that say where it was measured."""
         return {"setting": self.setting, "dataset": dataset, "split": split}
 
     @cached_property
     def logits(self) -> np.ndarray:
-        """What the encoders say of every row, `[n_seeds, 15, n_rows]`."""
+        """Logits of the encoders on every row, `[n_seeds, 15, n_rows]`."""
         logits = np.asarray(self.tree["outputs"]["logits"])
         return logits.reshape(self.n_seeds, N_SUBSETS, -1)
 
     def logits_of(self, name: str) -> np.ndarray:
-        """Return what one encoder says of every row, `[n_seeds, n_rows]`."""
+        """Return the logits of one encoder on every row, `[n_seeds, n_rows]`."""
         return self.logits[:, subset_index(name)]
 
     def intact(self, name: str) -> np.ndarray:
-        """Return what one encoder says of the judged rows, `[n_seeds, n]`."""
+        """Return the logits of one encoder on the judged rows, `[n_seeds, n]`."""
         return self.logits_of(name)[:, self.judged]
 
     def without(self, name: str, what: str) -> np.ndarray:
-        """Return what a queried encoder says of them without a family or a span.
+        """Return a queried encoder's logits on the judged rows without a signal.
 
         Args:
           name: the encoder's letters.
@@ -315,10 +319,10 @@ class Deployed:
 
     def params(self, name: str) -> list[Params]:
         """Return the weights of an encoder, seed by seed."""
-        places = np.arange(self.n_seeds) * N_SUBSETS + subset_index(name)
+        indices = np.arange(self.n_seeds) * N_SUBSETS + subset_index(name)
         return [
             jax.tree.map(lambda x, i=i: np.asarray(x)[i], self.tree["params"])
-            for i in places
+            for i in indices
         ]
 
     @cached_property
@@ -326,13 +330,13 @@ class Deployed:
         """Mean of every span's channels over the labelled test and held-out rows."""
         sums = [np.zeros((self.n_spans, size)) for size in self.dims.sizes]
         counts = np.zeros((self.n_spans, 1))
-        for places, tokens in self.data.batches(self.judged):
+        for indices, tokens in self.data.batches(self.judged):
             for span, at in enumerate(tokens.span_slices):
-                real = np.asarray(tokens.masks[span])[:, : len(places)]
+                real = np.asarray(tokens.masks[span])[:, : len(indices)]
                 counts[span] += real.sum()
-                for family, own in enumerate(tokens.tokens):
-                    kept = np.asarray(own)[at][:, : len(places)][real]
-                    sums[family][span] += kept.sum(axis=0, dtype=np.float64)
+                for family, values in enumerate(tokens.tokens):
+                    real_values = np.asarray(values)[at][:, : len(indices)][real]
+                    sums[family][span] += real_values.sum(axis=0, dtype=np.float64)
         return tuple(
             (total / np.maximum(counts, 1)).astype(np.float32) for total in sums
         )
@@ -343,7 +347,7 @@ class Deployed:
         where: np.ndarray,
         each: Sequence[PerChannel],
     ) -> np.ndarray:
-        """Return what encoders say when signals are replaced by their means.
+        """Return the logits of encoders whose signals are replaced by their means.
 
         Args:
           names: encoders by their letters.
@@ -354,20 +358,20 @@ class Deployed:
           `[n_names, n_variants, n_seeds, n]` logits.
         """
         shape = (len(names), len(each), self.n_seeds, len(where))
-        found = np.full(shape, np.nan, np.float32)
+        result = np.full(shape, np.nan, np.float32)
         masks = [jnp.asarray(SUBSETS[subset_index(name)]) for name in names]
         every = [
             (params, mask)
             for name, mask in zip(names, masks, strict=True)
             for params in self.params(name)
         ]
-        for places, tokens in self.data.batches(where, n_copies=2):
+        for indices, tokens in self.data.batches(where, n_copies=2):
             for v, gone in enumerate(each):
                 changed = replaced(tokens, self.means, gone)
-                said = member_logits(every, changed, encoder=self.encoder)
-                own = said[:, : len(places)].reshape(*found.shape[::2], -1)
-                found[:, v, :, places] = np.moveaxis(own, -1, 0)
-        return found
+                logits = member_logits(every, changed, encoder=self.encoder)
+                by_name = logits[:, : len(indices)].reshape(*result.shape[::2], -1)
+                result[:, v, :, indices] = np.moveaxis(by_name, -1, 0)
+        return result
 
     def attributions(
         self, name: str, where: np.ndarray, families: Sequence[int] = range(N_FAMILIES)
@@ -385,15 +389,17 @@ class Deployed:
         """
         gone = of_families(self.dims, self.n_spans, families)
         mask = jnp.asarray(SUBSETS[subset_index(name)])
-        for places, tokens in self.data.batches(where, n_copies=8):
+        for indices, tokens in self.data.batches(where, n_copies=8):
             start = replaced(tokens, self.means, gone)
-            n, differences, by_seed = len(places), [], []
+            n, differences, by_seed = len(indices), [], []
             for params in self.params(name):
-                found, change = attributed(params, mask, start, tokens, self.encoder, n)
+                attributions_of_seed, change = attributed(
+                    params, mask, start, tokens, self.encoder, n
+                )
                 differences.append(change)
-                by_seed.append(found)
-            stacked = tuple(np.stack(own) for own in zip(*by_seed, strict=True))
-            yield places, np.stack(differences), stacked, tokens
+                by_seed.append(attributions_of_seed)
+            stacked = tuple(np.stack(seeds) for seeds in zip(*by_seed, strict=True))
+            yield indices, np.stack(differences), stacked, tokens
 
 
 def incompleteness(summed: np.ndarray, differences: np.ndarray) -> float:

@@ -20,6 +20,7 @@ validation, test and held-out sets.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -54,10 +55,10 @@ _FEWEST = 20  # answers that have a position
 LAYERS = "anatomy_layers"
 
 
-def incomplete(experiment: str, name: str, error: float, **place) -> ResultRow:
+def incomplete(experiment: str, name: str, error: float, **set_fields) -> ResultRow:
     """Return the row that says how far attributions are from adding up."""
     fields = dict(experiment=experiment, metric="incompleteness", value=error)
-    return ResultRow(**fields, **encoder(name)._asdict(), **place)
+    return ResultRow(**fields, **encoder(name)._asdict(), **set_fields)
 
 
 def not_attributed(error: float) -> str:
@@ -130,22 +131,22 @@ def heads(deployed: Deployed) -> list[ResultRow]:
     """Return the share of every head, and what the largest eight of them are worth."""
     where = test_answers(deployed)
     names = dict.fromkeys([*(n for n in deployed.queried if "A" in n), "A"])
-    place = deployed.place(IN_DOMAIN, "test")
+    set_fields = deployed.set_fields(IN_DOMAIN, "test")
     result: list[ResultRow] = []
     for name in names if len(where) > 1 else ():
         sums, error = head_sums(deployed, name, where)
-        result.append(incomplete(HEADS, name, error, **place, n=len(where)))
+        result.append(incomplete(HEADS, name, error, **set_fields, n=len(where)))
         if error > TOLERANCE:
             fields = dict(experiment=HEADS, metric="share_of_top_heads", value=None)
             fields |= {"n": len(where), "reason": not_attributed(error)}
-            result.append(ResultRow(**fields, **encoder(name)._asdict(), **place))
+            result.append(ResultRow(**fields, **encoder(name)._asdict(), **set_fields))
             continue
-        result += _head_rows(deployed, name, where, sums, place)
+        result += _head_rows(deployed, name, where, sums, set_fields)
     return result
 
 
 def _head_rows(
-    deployed: Deployed, name: str, where: np.ndarray, sums: np.ndarray, place: dict
+    deployed: Deployed, name: str, where: np.ndarray, sums: np.ndarray, set_fields: dict
 ) -> list[ResultRow]:
     """Return the rows of one encoder's heads."""
     subject = encoder(name)
@@ -163,7 +164,7 @@ def _head_rows(
         for head in range(shape[1])
     ]
     ids, config = deployed.rows.ids[where], deployed.bootstrap
-    result = ratio_rows(HEADS, ratios, ids, place, config)
+    result = ratio_rows(HEADS, ratios, ids, set_fields, config)
     n_heads = min(N_HEADS, n_cells)
     half = len(where) // 2  # they are in the order of a hash
     order = np.argsort(-sums[:half].sum(axis=0).ravel(), kind="stable")
@@ -189,9 +190,10 @@ def _head_rows(
         "moved_more_by_top_heads": (moved[0] - by_random, every),
     }
     ratios = [Ratio(subject, metric, *both) for metric, both in measures.items()]
-    result += ratio_rows(HEADS, ratios, deployed.rows.ids[rest], place, config)
-    even = dict(experiment=HEADS, metric="even_share_of_top_heads", n=n_cells)
-    even |= {"value": n_heads / n_cells, **subject._asdict(), **place}
+    result += ratio_rows(HEADS, ratios, deployed.rows.ids[rest], set_fields, config)
+    even: dict[str, Any] = {"experiment": HEADS, "metric": "even_share_of_top_heads"}
+    even["n"] = n_cells
+    even |= {"value": n_heads / n_cells, **subject._asdict(), **set_fields}
     result.append(ResultRow(**even))
     return result
 
@@ -283,15 +285,17 @@ def positions(deployed: Deployed) -> list[ResultRow]:
     if not len(where):
         return []
     moved = attribute_tokens(deployed, EVERY_FAMILY, where)
-    place = deployed.place(IN_DOMAIN, "test")
-    result = [incomplete(POSITIONS, EVERY_FAMILY, moved.error, **place, n=len(where))]
+    set_fields = deployed.set_fields(IN_DOMAIN, "test")
+    result = [
+        incomplete(POSITIONS, EVERY_FAMILY, moved.error, **set_fields, n=len(where))
+    ]
     if moved.error > TOLERANCE:
-        fields = encoder(EVERY_FAMILY)._replace(span="answer")._asdict() | place
+        fields = encoder(EVERY_FAMILY)._replace(span="answer")._asdict() | set_fields
         fields |= dict(experiment=POSITIONS, metric="share", value=None, n=len(where))
         return [*result, ResultRow(**fields, reason=not_attributed(moved.error))]
     ratios = position_ratios(EVERY_FAMILY, moved, deployed.spans)
     ids = deployed.rows.ids[where]
-    return result + ratio_rows(POSITIONS, ratios, ids, place, deployed.bootstrap)
+    return result + ratio_rows(POSITIONS, ratios, ids, set_fields, deployed.bootstrap)
 
 
 def spans_gone(deployed: Deployed) -> list[ResultRow]:

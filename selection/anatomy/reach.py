@@ -22,7 +22,7 @@ import hashlib
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -131,33 +131,35 @@ class SmallSampleTrainer:
           `[m]` logits by name; None where a part of the rows holds one class.
         """
         labels, config = self.deployed.rows.labels, self.deployed.config
-        parts = train_valid_split(order)
-        if any(len(set(labels[part].tolist())) < 2 for part in parts):
+        splits = train_valid_split(order)
+        if any(len(set(labels[split].tolist())) < 2 for split in splits):
             return None
         sizes = self.n_train, self.n_valid
-        repeated = [np.resize(p, n) for p, n in zip(parts, sizes, strict=True)]
+        repeated = [np.resize(p, n) for p, n in zip(splits, sizes, strict=True)]
         taken = np.concatenate([*repeated, where])
-        places = np.split(np.arange(len(taken)), np.cumsum(sizes))
-        data = self._rows(taken, places[:2])
+        indices = np.split(np.arange(len(taken)), np.cumsum(sizes))
+        data = self._rows(taken, indices[:2])
         digest = hashlib.sha256(taken.tobytes()).hexdigest()
         one_seed = dataclasses.replace(config.train, n_seeds=1)
-        trained, outputs = train_encoders(
+        trained = train_encoders(
             data,
             dataclasses.replace(config, train=one_seed, stream=None),
             subsets=[subset_index(name) for name in names],
             cache=Cache(self.folder / digest[:16], digest),
         )
         shutil.rmtree(self.folder, ignore_errors=True)
-        at = {m.subset: i for i, m in enumerate(trained.members)}
-        own = np.asarray(outputs.logits)[:, places[2]]
-        return {name: own[at[subset_index(name)]] for name in names}
+        assert trained is not None  # None is of a share
+        members, outputs = trained[0].members, trained[1]
+        row_of = {member.subset: i for i, member in enumerate(members)}
+        logits = np.asarray(outputs.logits)[:, indices[2]]
+        return {name: logits[row_of[subset_index(name)]] for name in names}
 
-    def _rows(self, taken: np.ndarray, places: Sequence[np.ndarray]) -> TrainingSet:
+    def _rows(self, taken: np.ndarray, splits: Sequence[np.ndarray]) -> TrainingSet:
         """Return some rows of the store as if they were all; no others are read.
 
         Args:
           taken: `[n]` rows of the store, some more than once.
-          places: of training and validation rows among them.
+          splits: indices of training and of validation rows among them.
         """
         data = self.deployed.data
 
@@ -170,10 +172,10 @@ class SmallSampleTrainer:
             lengths=data.lengths[taken],
             read=read,
             read_train=read,
-            where=tuple(places),
+            where=tuple(splits),
             in_memory=tuple(
                 (Bucket(np.arange(len(own)), read(own, self.lengths)),)
-                for own in places
+                for own in splits
             ),
         )
 
@@ -223,9 +225,9 @@ def _curve(inputs: AnalysisInput, deployed: Deployed) -> list[ResultRow]:
         scored.append(_scored(Subject("selected", n_labels=n), mean))
     result = detection_rows(scored, rows.take(judged), deployed.bootstrap, CURVE)
     n_all = sum(len(rows.where(split)) for split in ("train", "validation"))
-    place = deployed.place(IN_DOMAIN, "test")
+    set_fields = deployed.set_fields(IN_DOMAIN, "test")
     fields = dict(experiment=CURVE, detector="run", metric="labels", n=n_all)
-    of_run = ResultRow(**fields, **place, value=float(n_all))
+    of_run = ResultRow(**fields, **set_fields, value=float(n_all))
     return [of_run, *(row for row in result if row.metric == "auroc")]
 
 
@@ -246,12 +248,7 @@ def _half(ids: Iterable[str]) -> np.ndarray:
 
 
 def sources_of(rows: Rows, pools: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the rows from which every set may teach, `[n]` indices by its name.
-
-    Args:
-      rows: of a setting.
-      pools: rows that may be drawn, by split.
-    """
+    """Return the rows from which every set may teach, `[n]` indices by its name."""
     sources = {}
     in_domain = np.concatenate([pools["train"], pools["validation"]])
     for dataset in dict.fromkeys(rows.datasets[in_domain].tolist()):
@@ -364,11 +361,6 @@ def agreement(first: Ranked, second: Ranked, config: BootstrapConfig) -> Agreeme
     questions were asked. A question that both runs were asked is drawn for both
     together. Resampled AUROCs have more noise than the sample's, so the interval lies
     somewhat nearer to zero than one around the value would.
-
-    Args:
-      first: a run's validation answers.
-      second: those of another run with the same subsets.
-      config: of the bootstrap.
     """
     n = len(first.ids)
     ones = [np.ones((len(x.ids), 1), np.float32) for x in (first, second)]
@@ -386,14 +378,14 @@ def agreement(first: Ranked, second: Ranked, config: BootstrapConfig) -> Agreeme
 
 
 def _answers(deployed: Deployed, split: str) -> Ranked:
-    """Return what a run's encoders say of its in-domain answers of a split."""
+    """Return the scores of a run's encoders on its in-domain answers of a split."""
     rows = deployed.rows
     where = rows.where(split)
     return Ranked(rows.ids[where], rows.labels[where], deployed.logits[:, :, where])
 
 
 def _auroc_rows(
-    ranked: Ranked, config: BootstrapConfig, backbone: dict[str, str], place: dict
+    ranked: Ranked, config: BootstrapConfig, backbone: dict[str, str], set_fields: dict
 ) -> list[ResultRow]:
     """Return the AUROC of every subset on one backbone, with its interval."""
     draws = np.concatenate(
@@ -403,8 +395,9 @@ def _auroc_rows(
     result = []
     for subset, name in enumerate(SUBSET_NAMES):
         values = [auroc(scores, ranked.labels) for scores in ranked.scores[:, subset]]
-        fields = encoder(name)._asdict() | backbone | place
-        fields |= dict(experiment=BACKBONES, metric="auroc", n=len(ranked.labels))
+        fields: dict[str, Any] = encoder(name)._asdict() | backbone | set_fields
+        fields |= {"experiment": BACKBONES, "metric": "auroc"}
+        fields |= {"n": len(ranked.labels)}
         if reason := next((v.reason for v in values if v.reason), None):
             result.append(ResultRow(**fields, value=None, reason=reason))
             continue
@@ -419,7 +412,7 @@ def backbones(inputs: AnalysisInput) -> AnalysisOutput:
 
     And what pairs of families gain on the other backbone.
     """
-    shared = [setting for setting in inputs.settings if setting in inputs.other]
+    shared: list[Setting] = [s for s in inputs.settings if s in inputs.other]
     if not shared:
         raise ValueError(
             f"this run has {', '.join(inputs.settings)}, the other one has "
@@ -429,19 +422,19 @@ def backbones(inputs: AnalysisInput) -> AnalysisOutput:
     result: list[ResultRow] = []
     for setting in shared:
         both = inputs.settings[setting], inputs.other[setting]
-        config, place = both[0].bootstrap, both[0].place(IN_DOMAIN, "test")
+        config, set_fields = both[0].bootstrap, both[0].set_fields(IN_DOMAIN, "test")
         ranked = [_answers(deployed, "test") for deployed in both]
         for kind, source, side in zip(
             ("first", "second"), inputs.models, ranked, strict=True
         ):
             backbone = {"kind": kind, "source": source}
-            result += _auroc_rows(side, config, backbone, place)
-        correlation = agreement(*ranked, config)
-        fields = dict(experiment=BACKBONES, metric="spearman", n=len(SUBSET_NAMES))
-        fields |= {"detector": "two_backbones", **place}
+            result += _auroc_rows(side, config, backbone, set_fields)
+        correlation = agreement(ranked[0], ranked[1], config)
+        fields: dict[str, Any] = {"experiment": BACKBONES, "metric": "spearman"}
+        fields |= {"detector": "two_backbones", "n": len(SUBSET_NAMES), **set_fields}
         if np.isfinite(correlation.value):
-            ends = {"ci_low": correlation.low, "ci_high": correlation.high}
-            result.append(ResultRow(**fields, value=correlation.value, **ends))
+            fields |= {"ci_low": correlation.low, "ci_high": correlation.high}
+            result.append(ResultRow(**fields, value=correlation.value))
         else:
             reason = "one class only, or all subsets are equally good"
             result.append(ResultRow(**fields, value=None, reason=reason))

@@ -29,10 +29,6 @@ from beatrice.extract.run.rows import ResultRow, publish, rows_file, write_rows
 from beatrice.extract.run.stages import Stage
 from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.calibrate import (
-    chosen_layer,
-    encoder_folders,
-    grid_config,
-    open_rows,
     reads,
     run_bootstrap,
     run_branches,
@@ -40,7 +36,13 @@ from beatrice.jaxprobe.calibrate import (
 )
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.config import set_compiler
-from beatrice.jaxprobe.detector import Detector
+from beatrice.jaxprobe.detector import Detector, HeadName
+from beatrice.jaxprobe.train import (
+    chosen_layer,
+    encoder_folders,
+    grid_config,
+    open_rows,
+)
 from beatrice.selection.ablation import scores_without
 from beatrice.selection.anatomy import Study, combining, decisions, places, reach
 from beatrice.selection.anatomy.analysis import (
@@ -136,8 +138,8 @@ def _model_of(run: RunDir) -> str:
     return Path(str(section.get("model", "embedded"))).name
 
 
-def _searches(run: RunDir) -> dict[str, Search]:
-    searches = {}
+def _searches(run: RunDir) -> dict[HeadName, Search]:
+    searches: dict[HeadName, Search] = {}
     for branch in run_branches(run):
         tree, summary = run_selection(run, branch)
         scores = {name: head["scores"] for name, head in tree.items()}
@@ -178,12 +180,12 @@ def _parts(run: RunDir, other: RunDir | None) -> dict[Part, str]:
     """Return the identity of each part that a run has and others may not have."""
     parts: dict[Part, str] = {setting: "" for setting in settings_of(run)}
     if run.stage_done("exhaustive"):
-        parts["rankings"] = sha256_tree(run.path / "exhaustive")
+        parts["rankings"] = str(sha256_tree(run.path / "exhaustive"))
     if run.stage_done("ablate"):
-        parts["ablations"] = sha256_tree(run.path / "ablations")
+        parts["ablations"] = str(sha256_tree(run.path / "ablations"))
     if other is not None:
         files = [*row_files(other), *encoder_folders(other)]
-        parts["other"] = " ".join(map(sha256_tree, files))
+        parts["other"] = " ".join(str(sha256_tree(file)) for file in files)
     return parts
 
 
@@ -191,7 +193,7 @@ def _input(run: RunDir, config: AnatomyConfig) -> AnalysisInput:
     """Read what analyses are given."""
     other = None if config.other is None else RunDir(Path(config.other))
     parts, settings = _parts(run, other), settings_of(run)
-    without_hidden = {
+    without_hidden: dict[Setting, np.ndarray] = {
         setting: scores
         for setting in (settings if "ablations" in parts else ())
         if (scores := scores_without(run, setting, "without_hidden")) is not None
@@ -212,7 +214,7 @@ def _input(run: RunDir, config: AnatomyConfig) -> AnalysisInput:
 
 def _missing(analysis: Analysis, inputs: AnalysisInput, run: RunDir) -> str | None:
     """Return the first part that an analysis needs and a run lacks, or None."""
-    sources: dict[Part, str] = {
+    sources = {
         "closed_book": "closed-book answers",
         "with_context": "answers with context",
         "rankings": f"the ranking of `beatrice select {run.path} --exhaustive`",

@@ -1,6 +1,7 @@
 """What a notebook does: questions, answers, signals, a probe, a score."""
 
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from beatrice.extract.run.directory import RunDir
 from beatrice.extract.store.store import open_store, read_family
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
-NOTEBOOK = README.split("## From a notebook")[1].split("```python\n")[1].split("```")[0]
+FIRST, NOTEBOOK, GATE = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +51,17 @@ def test_a_notebook_of_ten_lines_goes_from_questions_to_a_score(run, tmp_path):
     assert score.text and 0 <= score.p_correct <= 1
 
 
+def test_the_first_lines_of_the_readme_and_its_gate_run(run, tmp_path, monkeypatch):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "demo").symlink_to(run.path)
+    monkeypatch.chdir(tmp_path)
+    names = {"passages": [PASSAGE], "grounded_answer": "Guzolt Falls"}
+    exec(FIRST, names)
+    assert names["score"].text and 0 <= names["score"].p_correct <= 1
+    exec(GATE.replace("0.7", "1.0"), names)  # no draft stands
+    assert names["kept"].answer in ("Guzolt Falls", names["draft"].answer)
+
+
 def test_answers_are_those_of_the_verb(run, model, examples):
     for setting, contexts in (
         ("closed_book", None),
@@ -76,7 +88,8 @@ def test_signals_are_those_of_the_verb_in_memory_and_in_a_folder(
     assert len(model.read(answers, layers=[2, 4], store=where)) == len(answers)
 
 
-CONTEXTS = ["Skiband Rugrond was born in Guzolt Falls.", "in Falls", ["x y", "was z"]]
+PASSAGE = "Skiband Rugrond was born in Guzolt Falls."
+CONTEXTS = [PASSAGE, "in Falls", ["x y", "was z"]]
 QUESTIONS = [
     "where was Skiband Rugrond born?",
     "where was Guzolt Falls born?",

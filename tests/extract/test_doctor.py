@@ -7,12 +7,12 @@ import socket
 import msgspec
 
 from beatrice.benchmarks.bench.tiny_models import tiny_model
-from beatrice.doctor import look_at_hub, outline_shapes
+from beatrice.doctor import look_at_hub
 from beatrice.extract.backbone.loading import load_outline
 from beatrice.extract.backbone.names import WEIGHTS, unreachable_hub
 from beatrice.extract.records import Answer, write_lines
 from beatrice.extract.run.directory import RunDir
-from beatrice.extract.signals.extract import ExtractConfig
+from beatrice.extract.signals.extract import ExtractConfig, outline_shapes
 from beatrice.extract.store.families import as_size
 from tests.extract.backbone.test_loading import save_words
 from tests.extract.small_run import beatrice, smoke

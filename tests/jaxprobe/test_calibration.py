@@ -28,7 +28,7 @@ def test_calibration_is_monotone_and_repairs_a_distorted_probability():
 def test_reliability_bins_count_every_example_and_perfect_ones_have_no_error():
     p = np.array([0.0, 0.0, 1.0, 1.0])
     bins = reliability(p, p.astype(bool), n_bins=10)
-    assert bins.count.sum() == 4 and np.isnan(bins.accuracy[5])
+    assert bins.n_examples.sum() == 4 and np.isnan(bins.accuracy[5])
     assert ece(p, p.astype(bool)) == 0.0 and brier(p, p.astype(bool)) == 0.0
 
 

@@ -7,8 +7,6 @@ import pytest
 
 from beatrice.extract.generate.prompts import PromptConfig, Shot
 from beatrice.extract.store.families import Family
-from beatrice.extract.store.spec import StoreSpec
-from beatrice.extract.store.store import create_store, write_range
 from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.calibrate import score_store, selected_params
 from beatrice.jaxprobe.calibration import Calibrator
@@ -33,6 +31,7 @@ from beatrice.jaxprobe.fusion import (
 )
 from beatrice.jaxprobe.grid import Member, Trained, member_outputs
 from beatrice.jaxprobe.tokens import read_features
+from tests.jaxprobe.samples import store_like
 
 CONFIG = EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2)
 FUSION = FusionConfig(hidden=8, n_slots=4)
@@ -171,29 +170,13 @@ def stored(setting, questions):
     lengths = rng.integers(1, 5, (len(questions), 3))
     lengths[:, 0] *= setting == "with_context"
     stops = np.cumsum(lengths, axis=1)
-    spec = StoreSpec(
-        families={
-            name: Family(shape=(size,))
-            for name, size in zip(dims.names, dims.sizes, strict=True)
-        },
+    sizes = zip(dims.names, dims.sizes, strict=True)
+    return store_like(
+        f"memory://detector-{setting}-{len(questions)}",
+        {name: Family(shape=(size,)) for name, size in sizes},
+        np.stack([stops - lengths, stops], axis=-1),
         keys=tuple((f"q{i}", setting, "original") for i in questions),
-        lengths=stops[:, -1],
-        spans=np.stack([stops - lengths, stops], axis=-1),
-        rows_per_shard=1 << 10,
-        hidden_layers=(),
-        fingerprint={},
     )
-    store = create_store(f"memory://detector-{setting}-{len(questions)}", spec)
-    n_tokens = int(stops[:, -1].sum())
-    write_range(
-        store,
-        0,
-        {
-            name: rng.standard_normal((n_tokens, *family.shape)).astype(np.float32)
-            for name, family in spec.families.items()
-        },
-    )
-    return store
 
 
 def test_stored_answers_are_scored_beside_the_closed_book_ones_of_their_questions(made):

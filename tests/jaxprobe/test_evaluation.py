@@ -13,20 +13,18 @@ from beatrice.jaxprobe.metrics import (
     resamples,
     weighted_metrics,
 )
-from beatrice.jaxprobe.rows import Rows
+from tests.jaxprobe.samples import rows_like
 
 
 def some_rows(n=200, n_labelled=150, p_right=0.9):
     """Two wordings of every question; the last questions have no label."""
     is_labelled = np.repeat(np.arange(n) < n_labelled, 2)
     labels = np.random.default_rng(0).random(2 * n) < p_right
-    return Rows(
-        setting="with_context",
+    return rows_like(
+        labels & is_labelled,
         ids=np.repeat([f"q{i}" for i in range(n)], 2),
-        datasets=np.full(2 * n, "world"),
-        splits=np.full(2 * n, "test"),
+        splits=["test"] * 2 * n,
         variants=np.tile(["original", "rewritten"], n),
-        labels=labels & is_labelled,
         is_labelled=is_labelled,
     )
 
@@ -59,13 +57,12 @@ def several_sets(n=120):
     places = [(d, s) for d in ("hotpotqa", "musique") for s in ("train", "test")]
     places.append(("nq", "ood"))
     labels = [np.repeat(rng.random(n) < RATES[d], 2) for d, _ in places]
-    return Rows(
-        setting="with_context",
-        ids=np.array([f"{d}-{s}-{i // 2}" for d, s in places for i in range(2 * n)]),
+    return rows_like(
+        np.concatenate(labels),
+        ids=[f"{d}-{s}-{i // 2}" for d, s in places for i in range(2 * n)],
         datasets=np.repeat([d for d, _ in places], 2 * n),
         splits=np.repeat([s for _, s in places], 2 * n),
         variants=np.tile(["original", "rewritten"], n * len(places)),
-        labels=np.concatenate(labels),
         is_labelled=rng.random(2 * n * len(places)) < 0.95,
     )
 

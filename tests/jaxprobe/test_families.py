@@ -64,15 +64,6 @@ def test_without_the_span_of_the_signal_nothing_is_found(plain):
     assert abs(chance - 0.5) < 0.2  # best of three epochs, 110 rows: s.e. 0.06
 
 
-def test_all_spans_kept_is_the_grid_itself(plain):
-    *parts, standardizer = plain
-    ordinary = tuple(
-        labelled(split_families(x, DIMS, standardizer), y) for x, y in parts
-    )
-    kept, grid = (train([BLOCK], p)[0] for p in (without(plain), ordinary))
-    np.testing.assert_array_equal(kept.info.valid_auroc, grid.info.valid_auroc)
-
-
 def test_a_span_left_out_is_a_span_that_was_never_there(plain):
     """Another way to the same: features whose span is empty and holds zeros."""
     *parts, standardizer = plain

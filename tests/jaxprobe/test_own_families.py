@@ -8,8 +8,6 @@ import pytest
 
 from beatrice.extract.records import Example, Label
 from beatrice.extract.store.families import Family
-from beatrice.extract.store.spec import StoreSpec
-from beatrice.extract.store.store import create_store, write_range
 from beatrice.jaxprobe.calibrate import (
     FusedHead,
     Grid,
@@ -29,6 +27,7 @@ from beatrice.jaxprobe.metrics import auroc
 from beatrice.jaxprobe.rows import rows_of, training_set
 from beatrice.jaxprobe.train import train_encoders
 from beatrice.selection.greedy import fused_probability, select
+from tests.jaxprobe.samples import store_like
 
 N, N_SEEDS = 300, 2
 CONFIG = GridConfig(
@@ -50,22 +49,12 @@ def answers(url, seed=0):
         "loud": Family(shape=(2, 2)),
         "flat": Family(shape=(1,)),
     }
-    spec = StoreSpec(
-        families=families,
-        keys=tuple((f"q{i}", "closed_book", "original") for i in range(N)),
-        lengths=lengths,
-        spans=spans,
-        rows_per_shard=1 << 11,
-        hidden_layers=(),
-        fingerprint={},
-    )
     values = {
         name: rng.standard_normal((lengths.sum(), *family.shape)).astype(np.float32)
         for name, family in families.items()
     }
     values["loud"][:, 1, 0] += 1.5 * np.repeat(is_right, lengths)
-    store = create_store(url, spec)
-    write_range(store, 0, values)
+    store = store_like(url, families, spans, values)
     splits = ("train",) * 3 + ("validation", "test")
     examples = [
         Example(

@@ -179,12 +179,3 @@ def test_a_span_that_is_zeroed_or_left_out_is_so_in_both(dtype):
     assert not any(map(np.any, widened(zero_span(zeroed[0], 1)).tokens))
     left_out = keep_spans(features, np.array([False, True]))
     assert_same(*map(pooled_signals, (left_out, widened(left_out))), dtype)
-
-
-def test_stored_tokens_take_the_room_of_their_codes():
-    shapes = {"bfloat16": 2, "float16": 2, "int8": 1}
-    for dtype, size in shapes.items():
-        features, _ = stored_tokens(WIDE, dtype)
-        hidden = features.tokens[0]
-        assert hidden.codes.nbytes == size * np.prod(hidden.shape)
-        assert (hidden.scales is None) == (dtype != "int8")

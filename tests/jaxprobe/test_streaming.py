@@ -5,12 +5,9 @@ import jax
 import numpy as np
 import pytest
 
-from beatrice.jaxprobe.config import EncoderConfig, StreamConfig, TrainConfig
-from beatrice.jaxprobe.encoder import Encoder
+from beatrice.jaxprobe.config import StreamConfig, TrainConfig
 from beatrice.jaxprobe.families import (
-    Features,
     Standardizer,
-    paper_dims,
     split_families,
     standardizer_of,
     subset_index,
@@ -22,27 +19,12 @@ from beatrice.jaxprobe.streaming import (
     fit_streamed,
     prefetched,
 )
+from tests.jaxprobe.test_grid import DIMS, ENCODER, planted
 
-DIMS = paper_dims(hidden=6, prob=2, resid=3, attn=2)
-ENCODER = Encoder(EncoderConfig(projection=3, hidden=4, n_blocks=1, n_groups=2), DIMS)
 CONFIG = TrainConfig(learning_rate=1e-2, batch_size=16, max_epochs=3, patience=3)
 IDENTITY = Standardizer(
     np.zeros(DIMS.total, np.float32), np.ones(DIMS.total, np.float32)
 )
-
-
-def planted(n_examples, seed, shift=1.0):
-    """Answers whose hidden states move with the label by `shift` deviations."""
-    rng = np.random.default_rng(seed)
-    labels = rng.random(n_examples) < 0.5
-    tokens, masks = [], []
-    for length in (4, 3):
-        x = rng.standard_normal((n_examples, length, DIMS.total)).astype(np.float32)
-        x[..., 0] += shift * labels[:, None]
-        mask = np.arange(length) < rng.integers(1, length + 1, n_examples)[:, None]
-        tokens.append(x * mask[..., None])
-        masks.append(mask)
-    return Features(tuple(tokens), tuple(masks)), labels
 
 
 def streamed(features, labels, config, counted=None):
@@ -100,7 +82,7 @@ def test_an_error_while_reading_ahead_is_raised():
 
 
 def test_statistics_of_parts_are_those_of_the_whole():
-    features, _ = planted(300, 1)
+    features, _ = planted(300, 1, family=0)
     features.tokens[0][..., 3] = 1000.0 + 0.1 * features.tokens[0][..., 3]
     features.tokens[1][..., 3] = 1000.0
     for tokens in features.tokens:
@@ -117,7 +99,7 @@ def test_statistics_of_parts_are_those_of_the_whole():
 
 def test_one_group_that_holds_everything_trains_as_the_resident_grid():
     blocks = [Block((subset_index(n),), (seed,)) for n, seed in (("P", 0), ("HA", 1))]
-    data, valid = planted(64, 1), planted(48, 2)
+    data, valid = planted(64, 1, family=0), planted(48, 2, family=0)
     config = StreamConfig(n_chunk=16, n_mixed=4)
     found = fit_streamed(
         blocks,
@@ -147,12 +129,12 @@ def test_one_group_that_holds_everything_trains_as_the_resident_grid():
 
 def test_streaming_finds_what_is_planted_and_reads_each_epoch_once():
     config = StreamConfig(n_chunk=16, n_mixed=4)
-    longer = dataclasses.replace(CONFIG, learning_rate=2e-2, max_epochs=6)
+    longer = dataclasses.replace(CONFIG, learning_rate=2e-2, max_epochs=6, patience=6)
     aurocs = {}
     for shift in (0.0, 2.0):
         counted = []
-        train = streamed(*planted(256, 3, shift), config, counted)
-        valid = streamed(*planted(400, 4, shift), config)
+        train = streamed(*planted(256, 3, family=0, strength=shift), config, counted)
+        valid = streamed(*planted(400, 4, family=0, strength=shift), config)
         blocks = [Block((subset_index("H"), subset_index("HPRA")), (0,))]
         found = fit_streamed(blocks, train, valid, encoder=ENCODER, config=longer)
         aurocs[shift] = found.info.best_auroc

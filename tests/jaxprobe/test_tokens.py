@@ -28,6 +28,7 @@ from beatrice.jaxprobe.tokens import (
     stored_dtypes,
     stored_lengths,
 )
+from tests.jaxprobe.samples import store_like
 
 N, LAYERS, D = 12, (1, 3), 6
 
@@ -272,24 +273,9 @@ def test_families_of_any_names_and_number_are_read_in_their_order():
         "Zeta": Family(shape=(3,)),
         "beta": Family(shape=(2, 2), spans="answer"),
     }
-    spec = StoreSpec(
-        families=families,
-        keys=tuple((f"q{i}",) for i in range(N)),
-        lengths=lengths,
-        spans=spans,
-        rows_per_shard=256,
-        hidden_layers=(),
-        fingerprint={},
-    )
-    store = create_store("memory://reading-any", spec)
-    rng = np.random.default_rng(0)
-    values = {
-        name: rng.standard_normal(
-            (spec.family_offsets(name)[-1], *family.shape)
-        ).astype(np.float32)
-        for name, family in families.items()
-    }
-    write_range(store, 0, values)
+    store = store_like("memory://reading-any", families, spans, lengths=lengths)
+    spec = store.spec
+    values = {name: read_family(store, name).values for name in families}
     dims = family_dims(store)
     assert dims == FamilyDims(
         names=("Zeta", "beta"), sizes=(3, 4), spans=("all", "answer")

@@ -16,7 +16,7 @@ from beatrice.jaxprobe.families import (
 )
 from beatrice.jaxprobe.fusion import pool_outputs
 from beatrice.jaxprobe.grid import Block, Member
-from beatrice.jaxprobe.rows import Bucket, Rows, TrainingSet
+from beatrice.jaxprobe.rows import Bucket, TrainingSet
 from beatrice.selection.ablation import (
     candidates_without,
     own_scores,
@@ -26,18 +26,16 @@ from beatrice.selection.ablation import (
     variants,
 )
 from beatrice.selection.exhaustive import Ranking, _rank_rows, all_sets, traits
+from tests.jaxprobe.samples import rows_like
 
 
 def some_rows():
-    n = 4
-    return Rows(
+    return rows_like(
+        [True, False, True, False],
         setting="with_context",
-        ids=np.array(["a", "b", "c", "d"]),
-        datasets=np.array(["microworld"] * n),
-        splits=np.array(["validation", "validation", "test", "test"]),
-        variants=np.array(["original"] * n),
-        labels=np.array([True, False, True, False]),
-        is_labelled=np.array([True, True, True, False]),
+        datasets=["microworld"] * 4,
+        splits=["validation", "validation", "test", "test"],
+        is_labelled=[True, True, True, False],
     )
 
 

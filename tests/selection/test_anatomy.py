@@ -9,7 +9,6 @@ from beatrice.benchmarks.results.tables import find, results_of
 from beatrice.extract.label.labels import stands_in_context
 from beatrice.extract.records import Answer, Example, Passage
 from beatrice.jaxprobe.metrics import BootstrapConfig
-from beatrice.jaxprobe.rows import Rows
 from beatrice.selection.anatomy.analysis import (
     Ratio,
     draw_rows,
@@ -34,6 +33,7 @@ from beatrice.selection.anatomy.places import (
 from beatrice.selection.anatomy.reach import sources_of, train_valid_split
 from beatrice.selection.anatomy.stage import ANALYSES, AnatomyConfig, chosen_analyses
 from beatrice.selection.exhaustive import Ranking, all_sets
+from tests.jaxprobe.samples import rows_like
 
 CONFIG = BootstrapConfig(n_resamples=400, seed=0)
 PLACE = {"setting": "closed_book", "dataset": "one", "split": "test"}
@@ -85,7 +85,7 @@ def test_the_boundarys_cells_hold_every_answer_however_far_it_lies(reach, width)
             rows=SimpleNamespace(where=lambda split: np.arange(50)),
             judged=np.arange(50),
             queried=("P",),
-            place=lambda *place: PLACE,
+            set_fields=lambda *_: PLACE,
             intact=lambda name: rest + added,
             without=lambda name, letter: rest,
         )
@@ -156,16 +156,9 @@ def test_as_many_answers_are_flagged_as_are_wrong_and_ties_fall_by_name():
 
 
 def rows_of(datasets, splits, ids=None):
-    n = len(datasets)
-    return Rows(
-        setting="closed_book",
-        ids=np.array(ids if ids is not None else [f"q{i}" for i in range(n)]),
-        datasets=np.array(datasets),
-        splits=np.array(splits),
-        variants=np.array(["original"] * n),
-        labels=np.arange(n) % 2 == 0,
-        is_labelled=np.ones(n, bool),
-    )
+    fields = {} if ids is None else {"ids": ids}
+    labels = np.arange(len(datasets)) % 2 == 0
+    return rows_like(labels, datasets=datasets, splits=splits, **fields)
 
 
 def test_the_same_answers_are_drawn_in_whatever_order_they_lie():

@@ -8,7 +8,6 @@ from beatrice.jaxprobe.config import FusionConfig, SelectConfig, TrainConfig
 from beatrice.jaxprobe.encoder import MemberOutputs
 from beatrice.jaxprobe.fusion import PoolOutputs, head_inputs
 from beatrice.jaxprobe.heads import train_heads
-from beatrice.jaxprobe.rows import Rows
 from beatrice.selection.greedy import (
     GreedyConfig,
     fused_probability,
@@ -16,6 +15,7 @@ from beatrice.selection.greedy import (
     select_heads,
     slots_for,
 )
+from tests.jaxprobe.samples import rows_like
 
 TRAIN = TrainConfig(learning_rate=1e-2, batch_size=64, max_epochs=8)
 FUSION = FusionConfig(hidden=8, n_slots=4)
@@ -120,14 +120,10 @@ def test_outputs_of_two_passes_give_every_branch_its_selection():
     n = 900
     labels = np.random.default_rng(0).random(n) < 0.5
     rows = {
-        setting: Rows(
+        setting: rows_like(
+            labels,
             setting=setting,
-            ids=np.array([f"q{i}" for i in range(n)]),
-            datasets=np.full(n, "own"),
             splits=np.where(np.arange(n) % 3 < 2, "train", "validation"),
-            variants=np.full(n, "original"),
-            labels=labels,
-            is_labelled=np.ones(n, bool),
         )
         for setting in ("closed_book", "with_context")
     }

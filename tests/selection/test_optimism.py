@@ -8,8 +8,8 @@ from beatrice.jaxprobe.config import FusionConfig, SelectConfig, TrainConfig
 from beatrice.jaxprobe.encoder import MemberOutputs
 from beatrice.jaxprobe.families import N_SUBSETS
 from beatrice.jaxprobe.fusion import pool_outputs
-from beatrice.jaxprobe.rows import Rows
 from beatrice.selection.stage import gaps, halves, searched_on
+from tests.jaxprobe.samples import rows_like
 
 CONFIG = SelectConfig(
     head=FusionConfig(hidden=4, n_slots=4),
@@ -21,15 +21,12 @@ def rows_of(n_questions, variants=("original", "rewritten")):
     """Two sets of questions, each in two wordings; a third of each are training."""
     n = n_questions * len(variants)
     question = np.repeat(np.arange(n_questions), len(variants))
-    splits = np.array(["train", "validation", "test"])[question % 3]
-    return Rows(
-        setting="closed_book",
-        ids=np.array([f"q{i}" for i in question]),
+    return rows_like(
+        np.random.default_rng(0).random(n) < 0.5,
+        ids=[f"q{i}" for i in question],
         datasets=np.array(["one", "two"])[question // 3 % 2],
-        splits=splits,
+        splits=np.array(["train", "validation", "test"])[question % 3],
         variants=np.tile(variants, n_questions),
-        labels=np.random.default_rng(0).random(n) < 0.5,
-        is_labelled=np.ones(n, bool),
     )
 
 

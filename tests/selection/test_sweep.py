@@ -2,9 +2,6 @@ import numpy as np
 import pytest
 
 from beatrice.extract.store.families import Family
-from beatrice.extract.store.spec import StoreSpec
-from beatrice.extract.store.store import create_store, write_range
-from beatrice.jaxprobe.rows import Rows
 from beatrice.selection.sweep import (
     SweepConfig,
     SweepSection,
@@ -12,6 +9,7 @@ from beatrice.selection.sweep import (
     sweep_layers,
     sweep_rows,
 )
+from tests.jaxprobe.samples import rows_like, store_like
 
 
 def states(n_examples, seed, layer=2):
@@ -46,15 +44,8 @@ def several_sets():
         ids += np.repeat([f"{name}-{i}" for i in range(n)], 2).tolist()
         datasets += [name] * 2 * n
         labels += np.repeat(np.arange(n) < rate * n, 2).tolist()
-    return Rows(
-        setting="with_context",
-        ids=np.array(ids),
-        datasets=np.array(datasets),
-        splits=np.full(len(ids), "train"),
-        variants=np.tile(["original", "rewritten"], len(ids) // 2),
-        labels=np.array(labels),
-        is_labelled=np.ones(len(ids), bool),
-    )
+    variants = np.tile(["original", "rewritten"], len(ids) // 2)
+    return rows_like(labels, ids=ids, datasets=datasets, variants=variants)
 
 
 def test_the_rows_of_a_sweep_hold_every_dataset_and_both_labels_in_proportion():
@@ -83,27 +74,16 @@ def stored(setting, layer, loudness, n=400):
     hidden = rng.standard_normal((2 * n, 3, 4)).astype(np.float32)
     hidden[:, layer, 1] += loudness * np.repeat(labels, 2)
     spans = np.tile([[0, 0], [0, 0], [0, 2]], (n, 1, 1))
-    spec = StoreSpec(
-        families={"hidden": Family(shape=(3, 4), by_layer=True)},
+    store = store_like(
+        f"memory://sweep-{setting}",
+        {"hidden": Family(shape=(3, 4), by_layer=True)},
+        spans,
+        {"hidden": hidden},
         keys=tuple((f"q{i}", setting, "original") for i in range(n)),
-        lengths=np.full(n, 2),
-        spans=spans,
-        rows_per_shard=1 << 10,
         hidden_layers=(0, 4, 8),
-        fingerprint={},
     )
-    store = create_store(f"memory://sweep-{setting}", spec)
-    write_range(store, 0, {"hidden": hidden})
-    rows = Rows(
-        setting=setting,
-        ids=np.array([f"q{i}" for i in range(n)]),
-        datasets=np.full(n, "own"),
-        splits=np.where(np.arange(n) % 2, "train", "validation"),
-        variants=np.full(n, "original"),
-        labels=labels,
-        is_labelled=np.ones(n, bool),
-    )
-    return store, rows
+    splits = np.where(np.arange(n) % 2, "train", "validation")
+    return store, rows_like(labels, setting=setting, splits=splits)
 
 
 def test_one_layer_of_stores_is_chosen_for_all_settings_the_best_of_their_mean():

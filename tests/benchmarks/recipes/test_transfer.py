@@ -26,9 +26,9 @@ from beatrice.extract.run.contents import read_examples
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.rows import ResultRow, Subject, read_result_rows, read_rows
 from beatrice.jaxprobe import checkpoint
-from beatrice.jaxprobe.calibrate import grid_config
 from beatrice.jaxprobe.detector import Detector
 from beatrice.jaxprobe.rows import Rows
+from beatrice.jaxprobe.train import grid_config
 from beatrice.pgir.retrievers import (
     Bm25Retriever,
     Retrieval,

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from beatrice.extract.backbone.names import WEIGHTS
 from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
 from beatrice.extract.generate.replies import (
     CountedReplies,
@@ -99,6 +100,18 @@ def test_the_stores_bytes_are_counted_with_everything_that_is_kept(answered, cha
         n_answer = len(answer.token_ids) + (answer.stop_id is not None)
         expected += bytes_of(config, n_tokens, n_answer)
     assert EXTRACT.forecast(run, config).disk_bytes == expected
+
+
+def test_counting_the_stores_bytes_needs_no_weights(answered, tmp_path):
+    model, path = tmp_path / "model", tmp_path / "run"
+    shutil.copytree(WEIGHTS, model)
+    (model / "model.safetensors").write_bytes(b"")
+    with RunDir.open(path, smoke(model)) as run:
+        shutil.copy(answered / "examples.jsonl", run.examples)
+        shutil.copytree(answered / "answers", run.answers)
+        config = EXTRACT_PRESETS["smoke"]
+        counted = EXTRACT.forecast(run, config)
+    assert counted == EXTRACT.forecast(RunDir(answered), config)
 
 
 def bytes_of(config, n_tokens, n_answer):

@@ -159,11 +159,6 @@ def test_a_failure_that_stays_is_one_sentence_and_keeps_what_was_answered(
     assert (again.n_reused, again.n_new) == (3, 3)
 
 
-def test_a_server_that_is_not_there_is_one_sentence(client):
-    with pytest.raises(ValueError, match="is it running"):
-        texts(client(url="http://127.0.0.1:1/v1"), [GeneratorPrompt(text="x")])
-
-
 def test_a_reply_of_another_protocol_is_one_sentence(client, server):
     server.choice = lambda found, body, is_chat: {"hello": "world"}
     with pytest.raises(ValueError, match="0 choices, expected 1"):

@@ -1,4 +1,4 @@
-"""Every reading against a second implementation from the eager model's own outputs."""
+"""Every reading against loops over the eager model, alone and behind a beginning."""
 
 import numpy as np
 import pytest
@@ -6,15 +6,16 @@ import torch
 
 from beatrice.benchmarks.bench.tiny_models import N_TEXT_IDS, tiny_model
 from beatrice.extract.backbone.loading import Backbone
-from beatrice.extract.readings.batch import Batch, cue_length
-from beatrice.extract.readings.prompts import SECOND_PASSES, middle_entry
-from beatrice.extract.readings.reader import PARTS, READINGS, read
+from beatrice.extract.readings.batch import Batch, begin, cue_length
+from beatrice.extract.readings.gnosis import bin_weights, map_statistics
+from beatrice.extract.readings.prompts import SECOND_PASSES, _end_states, middle_entry
+from beatrice.extract.readings.reader import PARTS, READINGS, _read_batch, read
 from beatrice.extract.records import Answer
 from beatrice.extract.signals.batch import ReadingBudget, budget_for
-from tests.extract.readings.reading_loops import Eager, expected
+from tests.extract.readings.loops import Eager, expected, statistics
 
 CUE = (5, 9, 7)
-OWN = tuple(name for part in PARTS for name in part.names)
+PART_NAMES = tuple(name for part in PARTS for name in part.names)
 # Sums of float32 products in another order; the Gram matrix' logarithms in float64 of
 # states that differ so.
 TOLERANCE = 2e-4
@@ -76,7 +77,7 @@ def found(backbone):
 def test_every_reading_is_what_loops_over_the_eager_model_give(eager, found):
     for answer, swapped, one in zip(ANSWERS[:3], SWAPPED, found, strict=False):
         wanted = expected(eager, answer, swapped, 3)
-        assert set(wanted) == set(OWN)
+        assert set(wanted) == set(PART_NAMES)
         for name, value in wanted.items():
             assert one[name].dtype == np.float32
             value = np.array(value)
@@ -113,11 +114,11 @@ def test_an_answer_without_tokens_has_nan_where_its_tokens_are_read(backbone, fo
     whole = {"llmcheck_hidden_all", "llmcheck_attention_all", "lookback"}
     whole |= {"gnosis_maps", "gnosis_states"}
     ahead = {"window_entropy", "logit_entropy"}
-    for name in set(OWN):
+    for name in set(PART_NAMES):
         assert found[3][name].shape == found[0][name].shape, name
         is_nan = np.isnan(found[3][name])
         assert not is_nan.any() if name in whole else is_nan.all(), name
-    assert ahead <= set(OWN)
+    assert ahead <= set(PART_NAMES)
 
 
 def test_what_is_read_does_not_depend_on_the_batch_nor_on_the_order(backbone, found):
@@ -147,13 +148,13 @@ def test_chunks_of_one_row_give_what_one_chunk_gives(backbone):
             backbone=backbone, answers=ANSWERS, swapped=SWAPPED, n_cue=3, budget=budget
         )
         with torch.no_grad():
-            return reader._read_batch(batch, PARTS, frozenset(OWN))
+            return reader._read_batch(batch, PARTS, frozenset(PART_NAMES))
 
     small = ReadingBudget(
         n_attention_weights=1, n_tokens_per_chunk=1, n_words_per_block=2
     )
     pairs = parts_of(small), parts_of(budget_for(backbone.device))
-    for name in OWN:
+    for name in PART_NAMES:
         for one, other in zip(pairs[0][name], pairs[1][name], strict=True):
             torch.testing.assert_close(
                 one, other, rtol=1e-4, atol=1e-5, equal_nan=True, check_dtype=False
@@ -198,7 +199,7 @@ def test_an_unknown_name_is_refused_and_so_is_a_missing_prompt(backbone):
 def test_other_architectures_give_finite_readings(name):
     backbone = Backbone.from_model(tiny_model(name))
     for one in read_all(backbone)[:3]:
-        for reading in OWN:
+        for reading in PART_NAMES:
             assert np.isfinite(one[reading]).all(), reading
         assert one["llmcheck_attention"].shape == (len(backbone.attention_layers),)
 
@@ -206,3 +207,188 @@ def test_other_architectures_give_finite_readings(name):
 def test_the_cue_is_what_all_prompts_end_with():
     assert cue_length(ANSWERS) == 3
     assert cue_length(ANSWERS[:1]) == cue_length(ANSWERS[:1] * 2) == 1
+
+
+N_SHARED = 24
+NAMES = frozenset(name for part in PARTS for name in part.names)
+
+
+def ids_of(seed, n):
+    return tuple(np.random.default_rng(seed).integers(10, N_TEXT_IDS, n).tolist())
+
+
+def answer_of(seed, n_prompt, n_answer, prompt_ids=None):
+    return Answer(
+        example_id=f"q{seed}",
+        setting="with_context",
+        variant="original",
+        text="",
+        prompt_ids=prompt_ids or (*ids_of(0, N_SHARED), *ids_of(seed, n_prompt)),
+        token_ids=ids_of(100 + seed, n_answer),
+        stop_id=2,
+        context_span=(N_SHARED, N_SHARED),
+    )
+
+
+TAILED = [answer_of(1, 9, 3), answer_of(2, 4, 1), answer_of(3, 14, 5)]
+TAILED_SWAPS = [answer_of(10 + i, 7 + 2 * i, 0).prompt_ids for i in range(3)]
+PROMPTS = [*(answer.prompt_ids for answer in TAILED), *TAILED_SWAPS]
+
+
+def backbone_of(name):
+    model = tiny_model(name)
+    if name.startswith("gemma"):  # longer than what is common, shorter than a sequence
+        model.config.sliding_window = 30
+        model = type(model)(model.config).eval().requires_grad_(False)
+    return Backbone.from_model(model)
+
+
+@torch.no_grad()
+def readings(backbone, begun, answers=TAILED, swapped=TAILED_SWAPS):
+    batch = Batch(
+        backbone=backbone,
+        answers=answers,
+        swapped=swapped,
+        n_cue=1,
+        budget=ReadingBudget(),
+        beginning=begun,
+    )
+    return _read_batch(batch, PARTS, NAMES)
+
+
+# Full attention, learned positions, windows that a sequence outgrows, and layers that
+# read the keys of others.
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "gemma4"])
+def test_a_batch_goes_on_from_its_beginning_to_the_same_readings(name):
+    backbone = backbone_of(name)
+    with torch.no_grad():
+        begun = begin(backbone.layout, PROMPTS)
+    assert begun.n_tokens == N_SHARED
+    whole, own = readings(backbone, None), readings(backbone, begun)
+    again = readings(backbone, begun)  # what one batch adds is not there for the next
+    for reading in NAMES:
+        for one, other, third in zip(
+            whole[reading], own[reading], again[reading], strict=True
+        ):
+            torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-5)
+            assert torch.equal(other, third)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_beginning_goes_on_from_a_shorter_one(name):
+    backbone, first = backbone_of(name), ids_of(0, N_SHARED)
+    draws = [(*first, *ids_of(5, 20), *ids_of(30 + k, 1 + k)) for k in range(3)]
+    answers = [answer_of(1, 9, 3, ids) for ids in draws]
+    with torch.no_grad():
+        short = begin(backbone.layout, PROMPTS)
+        both, once = begin(backbone.layout, draws, short), begin(backbone.layout, draws)
+    assert both.n_tokens == once.n_tokens == N_SHARED + 20
+    with_both, with_once = (readings(backbone, b, answers, draws) for b in (both, once))
+    for reading in NAMES:
+        for one, other in zip(with_both[reading], with_once[reading], strict=True):
+            torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-5)
+
+
+def test_another_beginning_gives_other_readings():
+    backbone = backbone_of("llama")
+    with torch.no_grad():
+        begun = begin(backbone.layout, [ids_of(9, N_SHARED + 2)] * 2)
+    whole, own = readings(backbone, None), readings(backbone, begun)
+    assert begun.n_tokens >= N_SHARED
+    assert not torch.allclose(
+        torch.stack(whole["llmcheck_hidden"]), torch.stack(own["llmcheck_hidden"])
+    )
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_states_of_draws_are_those_of_each_sequence_by_itself(name):
+    backbone, n_layers = backbone_of(name), 3
+    for entry in (2, n_layers):
+        with torch.no_grad():
+            together = _end_states(backbone, PROMPTS, entry, 4096)
+            alone = [_end_states(backbone, [ids], entry, 4096) for ids in PROMPTS]
+        torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_common_is_run_once():
+    backbone, n_read = backbone_of("llama"), []
+    handle = backbone.layout.layers[0].module.register_forward_pre_hook(
+        lambda module, given: n_read.append(given[0].shape[:2])
+    )
+    list(read(backbone, TAILED, ["lookback", "lumina_mmd"], swapped=TAILED_SWAPS))
+    handle.remove()
+    assert n_read == [(1, N_SHARED), (3, 19), (3, 16)]
+
+
+# A window shorter than what is common, recurrent layers, a softcap, sinks, and
+# attention that the model does not ask for.
+@pytest.mark.parametrize(
+    "name", ["mistral_window", "qwen3_5", "gemma2", "gpt_oss", "bloom"]
+)
+def test_some_models_read_every_sequence_from_its_beginning(name):
+    with torch.no_grad():
+        assert begin(Backbone.from_model(tiny_model(name)).layout, PROMPTS) is None
+
+
+def test_little_in_common_is_not_worth_a_run():
+    backbone = backbone_of("llama")
+    assert begin(backbone.layout, [ids[N_SHARED - 15 :] for ids in PROMPTS]) is None
+    assert (
+        begin(backbone.layout, PROMPTS[:1]) is None
+        and begin(backbone.layout, []) is None
+    )
+
+
+# Of Amirhosein-gh98/Gnosis f8ff11d, `compute_attn_stats(A[None, None], ("all",))` in
+# float64, where A is `made_map()`.
+GOLDEN = [
+    *(2.433117151, 0.00841421, 0.013417416, 0.121788226, 0.856380224),
+    *(0.075951562, 0.077601563, 2.409176157, 2.401336395),
+    *(0.061868683, 0.118371205, 0.175189383, 14.86),
+    *(0.665322581, 0.33266129, 0.061313085, 0.060664076, 0.030645703, 0.005320744),
+    *(0.88213545, 0.948622593, 0.947382334, 0.131734027),
+]
+
+
+def made_map(n=32):
+    i = torch.arange(n, dtype=torch.float64)
+    rows, columns = i[:, None], i[None, :]
+    return (1 + (7 * rows + 3 * columns) % 11) * (columns <= rows) / 200
+
+
+def test_a_map_has_the_statistics_of_the_official_code():
+    np.testing.assert_allclose(map_statistics(made_map()), GOLDEN, atol=2e-8)
+    np.testing.assert_allclose(statistics(made_map().numpy()), GOLDEN, atol=1e-7)
+
+
+def test_maps_are_described_one_by_one_in_single_precision_too():
+    many = torch.stack([made_map(), made_map().flip(0), made_map().mT]).float()
+    found = map_statistics(many.reshape(3, 1, 32, 32))
+    assert found.shape == (3, 1, 23)
+    for one, own in zip(found[:, 0], many, strict=True):
+        np.testing.assert_allclose(one, map_statistics(own.double()), atol=1e-5)
+
+
+def test_a_head_that_sees_itself_alone_has_all_on_the_diagonal():
+    found = map_statistics(torch.eye(32)).numpy()
+    np.testing.assert_allclose(found[9:13], [1, 1, 1, 0], atol=1e-6)
+    np.testing.assert_allclose(found[13:15], 0.5, atol=1e-6)
+    assert found[22] == pytest.approx(1, abs=1e-6)  # a row tells its column
+
+
+def test_a_head_that_sees_the_first_token_alone_has_all_in_one_column():
+    sink = torch.zeros(32, 32)
+    sink[:, 0] = 1
+    found = map_statistics(sink).numpy()
+    assert found[14] == found[16] == 0 and found[18] == pytest.approx(1, abs=1e-6)
+    assert found[22] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("n_tokens", [1, 7, 32, 50])
+def test_bins_are_those_of_adaptive_pooling(n_tokens):
+    values = torch.rand(1, 1, n_tokens, generator=torch.Generator().manual_seed(0))
+    bins = bin_weights([(3, 3 + n_tokens)], n_tokens + 9, 32)
+    own = bins[0, :, 3 : 3 + n_tokens]
+    assert float(bins.sum()) == pytest.approx(float(own.sum()), abs=1e-5)
+    pooled = torch.nn.functional.adaptive_avg_pool1d(values, 32)
+    torch.testing.assert_close(own @ values.flatten(), pooled.flatten())

@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from beatrice.extract.run.directory import NewRun, RunDir, read_manifest, settle_section
+from beatrice.extract.run.directory import NewRun, RunDir, read_manifest
 from beatrice.extract.run.files import seal
 from beatrice.extract.run.share import Share
 
@@ -283,7 +283,7 @@ def test_workers_that_settle_at_once_write_the_same_bytes(run):
         return dataclasses.replace(settings, stop=3)
 
     def work():
-        settled = settle_section(run.path, "train", PRESETS, settle)
+        settled = RunDir(run.path).settle("train", PRESETS, settle)
         found.append((settled, run.manifest.read_bytes()))
 
     workers = [threading.Thread(target=work) for _ in range(2)]

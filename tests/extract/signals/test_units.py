@@ -180,12 +180,6 @@ def test_batches_of_the_small_model_cross_ranges(whole):
     assert any(len(set(ranges[list(batch)])) > 1 for batch in batches)
 
 
-def test_two_workers_write_the_bytes_of_one(tmp_path, whole):
-    for rank in range(2):
-        run_tiny(tmp_path, rank=rank, world_size=2)
-    assert files_under(tmp_path) == files_under(whole)
-
-
 def test_a_third_of_three_continued_by_two_launched_has_the_bytes_of_one(
     tmp_path, whole
 ):

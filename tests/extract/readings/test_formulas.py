@@ -14,7 +14,7 @@ from beatrice.extract.readings.context import lookback_ratio
 from beatrice.extract.records import Answer
 from beatrice.extract.signals.batch import ReadingBudget
 from beatrice.extract.signals.probability import Head
-from tests.extract.readings.reading_loops import log_gram, mmd, shannon
+from tests.extract.readings.loops import log_gram, mmd, shannon
 
 
 @pytest.fixture(scope="module")

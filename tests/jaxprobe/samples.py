@@ -1,0 +1,48 @@
+"""Rows and stores of made-up answers: what many tests begin with."""
+
+import numpy as np
+
+from beatrice.extract.store.spec import StoreSpec
+from beatrice.extract.store.store import create_store, write_range
+from beatrice.jaxprobe.rows import Rows
+
+
+def rows_like(labels, setting="closed_book", **fields):
+    """Labelled training rows of one set, each of its own question, but for `fields`."""
+    n = len(labels)
+    rows = {
+        "ids": [f"q{i}" for i in range(n)],
+        "datasets": ["world"] * n,
+        "splits": ["train"] * n,
+        "variants": ["original"] * n,
+        "labels": labels,
+        "is_labelled": [True] * n,
+    }
+    arrays = {name: np.asarray(values) for name, values in (rows | fields).items()}
+    return Rows(setting=setting, **arrays)
+
+
+def store_like(url, families, spans, values=None, **fields):
+    """A store in memory of one range; by default of normal signals of all tokens.
+
+    The spans end with the answer, `[n_examples, 3, 2]`.
+    """
+    spans = np.asarray(spans, np.int64)
+    fixed = {
+        "keys": tuple((f"q{i}", "closed_book", "original") for i in range(len(spans))),
+        "lengths": spans[:, 2, 1],
+        "rows_per_shard": 1 << 11,
+        "hidden_layers": (),
+        "fingerprint": {},
+    }
+    spec = StoreSpec(families=families, spans=spans, **(fixed | fields))
+    store, rng = create_store(url, spec), np.random.default_rng(len(spans))
+    if values is None:
+        values = {
+            name: rng.standard_normal(
+                (spec.family_offsets(name)[-1], *family.shape), np.float32
+            )
+            for name, family in families.items()
+        }
+    write_range(store, 0, values)
+    return store
