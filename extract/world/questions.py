@@ -289,8 +289,9 @@ def make_examples(world: World, config: QuestionConfig) -> list[Example]:
     subjects, and `rephrased` for in-domain relations of test subjects in wordings
     that no training question has, with a two-hop relation that none asks for.
     """
-    drawn = {row[:2]: row for row in draw_queries(world, config)}
-    in_domain: tuple[Split, ...] = ("train", "validation", "test")
-    sets: list[tuple[str, Split]] = [("microworld", split) for split in in_domain]
-    sets += [(dataset, "ood") for dataset in OOD_DATASETS]
-    return [e for which in sets for e in _examples(world, config, *drawn[which])]
+    test, validation, train, *held_out = draw_queries(world, config)
+    return [
+        example
+        for drawn in (train, validation, test, *held_out)
+        for example in _examples(world, config, *drawn)
+    ]
