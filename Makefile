@@ -2,8 +2,9 @@ PYTHON ?= python3
 VENV := .venv
 RUN ?= runs/demo
 STAMP := $(VENV)/.installed
+ROOMS := extract jaxprobe selection pgir benchmarks
 
-.PHONY: demo real test mutants lint setup clean
+.PHONY: demo real test mutants lint types setup clean
 
 demo: $(STAMP)
 	$(VENV)/bin/beatrice demo $(RUN)
@@ -25,6 +26,13 @@ mutants: $(STAMP)
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+
+# What pyright says in its standard mode. It cannot follow an editable installation, so
+# the package is laid out for it as links.
+types: $(STAMP)
+	mkdir -p build/types/beatrice
+	ln -sfn $(CURDIR)/api/* $(addprefix $(CURDIR)/,$(ROOMS)) build/types/beatrice/
+	$(VENV)/bin/basedpyright --level error
 
 setup: $(STAMP)
 

@@ -73,14 +73,14 @@ class _Verbs(click.Group):
         """Return the verbs in the order of the data."""
         return list(VERBS)
 
-    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Load a verb from its module, which imports nothing heavy."""
-        if name not in VERBS:
+        if cmd_name not in VERBS:
             return None
-        if name == "demo":
+        if cmd_name == "demo":
             return make_demo()
-        module = importlib.import_module(VERBS[name])
-        return getattr(module, name)
+        module = importlib.import_module(VERBS[cmd_name])
+        return getattr(module, cmd_name)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -193,8 +193,9 @@ def main(context: click.Context) -> None:
     Every verb reads its inputs from RUN_DIR and writes its outputs there; the same
     line again continues where it stopped. `demo` runs them all.
     """
-    if context.invoked_subcommand not in SHARED:
-        alone(context.invoked_subcommand, find_share())
+    verb = context.invoked_subcommand
+    if verb is not None and verb not in SHARED:
+        alone(verb, find_share())
     # Progress of weight loading and the like is Transformers' own; ours is above.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

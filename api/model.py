@@ -6,7 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args, overload
 
 from beatrice.extract.records import Answer, Example, Passage, Setting
 from beatrice.pgir.arguments import argument_error, as_passages
@@ -295,7 +295,9 @@ def _open(
     quiet()
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     return load_backbone(
-        model_path(str(model)), dtype=dtype or default_dtype(device), device=device
+        model_path(str(model)),
+        dtype=cast(ModelDtype, dtype or default_dtype(device)),
+        device=device,
     )
 
 
@@ -360,15 +362,20 @@ def _as_list(values: Any, name: str, expected: str) -> list[Any]:
 def _as_example(
     question: str | Example, number: int, passages: tuple[Passage, ...]
 ) -> Example:
-    fields = {"id": str(number), "question": question}
+    name, text = str(number), question
     if isinstance(question, Example):
-        fields = {"id": question.id, "question": question.question}
+        name, text = question.id, question.question
     elif not isinstance(question, str) or not question.strip():
         raise argument_error(
             f"questions[{number}]", "a text that says something", question
         )
     return Example(
-        **fields, dataset="asked", split=_NO_SPLIT, golds=("-",), passages=passages
+        id=name,
+        question=str(text),
+        dataset="asked",
+        split=_NO_SPLIT,
+        golds=("-",),
+        passages=passages,
     )
 
 

@@ -21,9 +21,11 @@ from beatrice.extract.records import SETTINGS, Label, Setting
 from beatrice.extract.run.console import Progress
 from beatrice.extract.run.directory import NotWritten, RunDir, read_manifest
 from beatrice.extract.run.files import read_sealed, seal, write_json_atomic
+from beatrice.extract.store.store import FeatureStore
 from beatrice.jaxprobe.calibrate import (
     FusedHead,
     Grid,
+    Pool,
     branch_setting,
     calibrated,
     pool_of,
@@ -155,7 +157,9 @@ def fit(
             part, rows[setting], layer, encoders, progress
         )
     n_seeds = encoders.train.n_seeds
-    pools = {setting: pool_of(outputs, rows, setting, n_seeds) for setting in passes}
+    pools: dict[Setting, Pool] = {
+        setting: pool_of(outputs, rows, setting, n_seeds) for setting in passes
+    }
     fused: dict[HeadName, FusedHead] = {
         branch: FusedHead(
             chosen.members,
@@ -192,11 +196,13 @@ def _train(
     n_members = config.train.n_seeds * data.dims.n_subsets
     done = itertools.count(1)
     with Progress().stage(f"fit {rows.setting}") as update:
-        trained, outputs = train_encoders(
+        result = train_encoders(
             data,
             config,
             on_part=lambda: update(next(done), n_members) if progress else None,
         )
+    assert result is not None  # a process alone trains every member
+    trained, outputs = result
     grid = Grid(
         store=signals.store,
         rows=rows,
@@ -286,7 +292,9 @@ def _rows_of(
     Raises:
       ValueError: counts differ, or a split is none.
     """
-    truth = {s: _as_labels(_of(labels, s, passes), x) for s, x in passes.items()}
+    truth: dict[Setting, tuple[np.ndarray, np.ndarray]] = {
+        s: _as_labels(_of(labels, s, passes), x) for s, x in passes.items()
+    }
     names = {}
     for setting, part in passes.items():
         group = _of(groups, setting, passes)
@@ -378,7 +386,9 @@ def _choose_layer(
     (layers,) = kept
     if len(layers) < 2:
         return layers[0] if layers else None
-    stores = {s: (part.store, rows[s]) for s, part in passes.items()}
+    stores: dict[Setting, tuple[FeatureStore, Rows]] = {
+        s: (part.store, rows[s]) for s, part in passes.items()
+    }
     return choose_layer(stores, config.sweep.seeded(seed)).layer
 
 
@@ -544,7 +554,9 @@ class Probe:
                     f"signals: the probe reads layer {self.layer}, these keep "
                     f"{', '.join(map(str, part.layers))}; read them with that layer"
                 )
-        stores = {setting: part.store for setting, part in passes.items()}
+        stores: dict[Setting, FeatureStore] = {
+            setting: part.store for setting, part in passes.items()
+        }
         return score_store(
             self.detector,
             branch,

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import numpy as np
 import tensorstore as ts
@@ -159,7 +159,7 @@ class Signals:
     @property
     def setting(self) -> Setting:
         """Whether the answers were given closed-book or with context."""
-        return self.store.spec.keys[0][1]
+        return cast(Setting, self.store.spec.keys[0][1])  # checked when opened
 
     @property
     def layers(self) -> tuple[int, ...]:

@@ -98,9 +98,18 @@ def plan_batches(
 class PromptModel(Protocol):
     """What prompts are made with: a loaded `Backbone`, or a `TokenizerOnly`."""
 
-    tokenizer: Any  # a fast one, which tells offsets
-    max_length: int | None  # window in tokens, None where the model sets no limit
-    name: str  # of the model, for messages
+    @property
+    def tokenizer(self) -> Any:
+        """Return a fast one, which has offsets."""
+
+    @property
+    def max_length(self) -> int | None:
+        """Return the window in tokens; None where the model sets no limit."""
+
+    @property
+    def name(self) -> str:
+        """Return the model's name, for messages."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,6 +36,7 @@ from beatrice.extract.signals.span_sums import (
     entropies_and_masses,
     span_sums,
 )
+from beatrice.extract.store.families import Spans
 
 # Of a family's norm. The two passes are the model's with a cache and without.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 2e-2}
@@ -398,10 +399,8 @@ class ReadBefore:
         answer_span: AnswerSpan = "emitting",
     ) -> None:
         """Hold the signals by what the model had read and written."""
-        self.hidden_layers, self.hidden_spans = (
-            reader.hidden_layers,
-            reader.hidden_spans,
-        )
+        self.hidden_layers: tuple[int, ...] = reader.hidden_layers
+        self.hidden_spans: Spans = reader.hidden_spans
         self.fingerprint, self.shapes = reader.fingerprint, reader.shapes
         self._signals = {
             _key(sequence_of(answer, answer_span=answer_span)): read

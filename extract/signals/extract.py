@@ -99,15 +99,17 @@ class ExtractConfig(StoreConfig):
 
 
 class Reader(Protocol):
-    """What reads signals, see `extract.signals.reader.SignalReader`.
+    """What reads signals, see `extract.signals.reader.SignalReader`."""
 
-    Attributes:
-      hidden_layers: entries of the resid axis that are read (0: the embedding).
-      hidden_spans: tokens whose hidden states are read; the others are read of all.
-    """
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """Return the entries of the resid axis that are read (0: the embedding)."""
+        ...
 
-    hidden_layers: tuple[int, ...]
-    hidden_spans: Spans
+    @property
+    def hidden_spans(self) -> Spans:
+        """Return the tokens whose hidden states are read; the others are of all."""
+        ...
 
     @property
     def fingerprint(self) -> Mapping[str, Any]:

@@ -140,7 +140,7 @@ class SignalReader:
           budget: sizes of chunks; None chooses by the backbone's device.
         """
         self.hidden_layers = check_layers(hidden_layers, backbone.n_layers + 1)
-        self.hidden_spans = hidden_spans
+        self.hidden_spans: Spans = hidden_spans
         self.budget = budget or budget_for(backbone.device)
         self._copies = host_copies(backbone.device)
         self.final_norm = residual.measure_final_norm(backbone.layout)
