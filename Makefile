@@ -30,6 +30,7 @@ lint: $(STAMP)
 # What pyright says in its standard mode. It cannot follow an editable installation, so
 # the package is laid out for it as links.
 types: $(STAMP)
+	$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[types]'
 	mkdir -p build/types/beatrice
 	ln -sfn $(CURDIR)/api/* $(addprefix $(CURDIR)/,$(ROOMS)) build/types/beatrice/
 	$(VENV)/bin/basedpyright --level error
