@@ -504,7 +504,7 @@ _WINDOWS = re.compile(
 )
 _POSITIONS = re.compile("max_position_embeddings|n_positions|n_ctx|max_seq_len")
 _N_LONG = 2300
-_OURS = Path(__file__).parents[3] / "extract"
+_OURS = Path(__file__).parents[2] / "extract"
 # What a twin needs beyond its small sizes: constraints between entries of a config.
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64}
 _SLIDING = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}

@@ -22,14 +22,14 @@ def folder(tmp_path, monkeypatch):
 
 def test_a_module_in_the_current_folder_is_loaded_with_those_beside_it(folder):
     (folder / "its_words.py").write_text("WORD = 'yes'\n")
-    (folder / "my_judge.py").write_text(
+    (folder / "strict_judge.py").write_text(
         "class Judges:\n"
         "    @staticmethod\n"
         "    def strict(text):\n"
         "        import its_words\n"
         "        return text == its_words.WORD\n"
     )
-    strict = load_plug("my_judge:Judges.strict", GROUP)
+    strict = load_plug("strict_judge:Judges.strict", GROUP)
     assert strict("yes")
     assert not strict("no")
 
