@@ -93,6 +93,7 @@ class DecodeReading(AttentionReading):
             for pad, (start, stop) in zip(self._pads, context_spans, strict=True)
         ]
         starts, stops = torch.tensor(edges)[..., None].unbind(2)
+        # Which columns are of context, question and answer.
         members = torch.zeros((n_rows, 3, n_columns), dtype=torch.bool)
         members[:, :2] = (columns >= starts) & (columns < stops)
         members[:, 2] = columns == self._width - 1  # later ones as they are written
@@ -101,7 +102,8 @@ class DecodeReading(AttentionReading):
         n_read, n_layers = n_columns - self.n_unread, len(layout.layers)
         self._prob = torch.zeros((n_rows, n_read, 5), device=device)
         self._resid = torch.zeros((n_rows, n_read, 4 * n_layers), device=device)
-        self._hidden: torch.Tensor | None = None
+        self._hidden: torch.Tensor | None = None  # [n_rows, n_columns, n_kept, d_model]
+        # By layer, over rows and keys, [2, n_rows, n_heads, 2, n_read]: `span_sums`.
         self._sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._n_written = [0] * n_rows  # tokens of each answer that were run
         self._live = list(range(n_rows))
