@@ -106,13 +106,23 @@ class Floor(DecodeReading):
         self._begin_step(ids.shape[1] - 1)
 
 
+@contextlib.contextmanager
+def torch_threads(n_threads: int) -> Iterator[None]:
+    """Let Torch compute with some threads; their number is put back."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(n_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class Bench:
     """A model and its prompts, answered in four ways."""
 
     def __init__(self, model: str, dtype: ModelDtype, setting: Setting) -> None:
         """Load the model; each way is run once by whoever measures."""
         quiet()
-        torch.set_num_threads(N_THREADS)
         backbone = load_backbone(model_path(model), dtype=dtype)
         self.backbone, self.setting = backbone, setting
         self.reader = SignalReader(backbone, (backbone.n_layers // 2,))
@@ -197,6 +207,7 @@ class AnswerCost:
 
 def measure_peak(model: str, dtype: ModelDtype, setting: Setting, way: Way) -> float:
     """Return the peak in MiB of one way, above the loaded model."""
+    torch.set_num_threads(N_THREADS)  # the process is this measurement's alone
     bench = Bench(model, dtype, setting)
     return peak_above(lambda: bench.run(way), bench.backbone.device.type)
 
@@ -212,7 +223,8 @@ def measure_setting(
     bench = Bench(model, dtype, setting)
     if (reason := check_decoding(bench.reader)) is not None:
         raise ValueError(reason)
-    turns = alternate([lambda way=way: bench.run(way) for way in WAYS], n_rounds)
+    with torch_threads(N_THREADS):
+        turns = alternate([lambda way=way: bench.run(way) for way in WAYS], n_rounds)
 
     def ratio(way: Way, other: Way) -> float:
         above, below = WAYS.index(way), WAYS.index(other)
