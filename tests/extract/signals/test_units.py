@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from beatrice.benchmarks.bench.tiny_models import N_TEXT_IDS, tiny_model
 from beatrice.extract.backbone.loading import Backbone
@@ -148,6 +149,15 @@ def run_tiny(where, rank=0, world_size=1):
     return run_plan(
         reader, tiny_sequences(), plan, where, share=Share(rank, world_size)
     )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """As the processes have that are launched: last bits depend on it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
