@@ -181,6 +181,11 @@ def test_a_line_too_long_to_be_a_record_is_refused_alone(tmp_path):
     assert "longer than 32 MiB" in report["refusals"][0]["reason"]
 
 
+def test_a_parquet_file_of_other_columns_names_them(tmp_path):
+    path = pub.write_parquet(tmp_path / "a.parquet", [{"colour": "red", "size": 3}])
+    assert "'colour', 'size'" in inspect_file(path)["error"]
+
+
 def test_a_damaged_page_of_a_parquet_file_is_named(tmp_path):
     rows = [pub.hotpot_columns(i) for i in range(500)]
     content = bytearray(pub.write_parquet(tmp_path / "a", rows).read_bytes())
