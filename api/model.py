@@ -4,12 +4,12 @@ import dataclasses
 import functools
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args, overload
 
 from beatrice.extract.records import Answer, Example, Passage, Setting
-from beatrice.pgir.arguments import argument_error, as_passages
+from beatrice.pgir.arguments import argument_error, as_contexts, as_list
 
 if TYPE_CHECKING:
     from beatrice.extract.backbone.loading import Backbone
@@ -164,13 +164,10 @@ class LanguageModel:
             warnings.warn(f"{reason}; the answers are read again", stacklevel=3)
             answers = generate(self.backbone, requests, generation)
             return answers, self.read(answers, layers=layers, store=store)
-        written = sorted(
-            generate_and_read(reader, requests, generation), key=lambda part: part[0]
-        )
-        answers = [answer for _, answer, _ in written]
+        answers, written = generate_and_read(reader, requests, generation)
         url = memory_url() if store is None else store
         extract(
-            ReadBefore(reader, answers, [signals for _, _, signals in written]),
+            ReadBefore(reader, answers, written),
             answers,
             url,
             ExtractConfig(hidden_layers=layers),
@@ -332,31 +329,10 @@ def as_examples(
     Raises:
       ValueError: of another type, empty, or counts differ.
     """
-    asked = _as_list(questions, "questions", "a list of texts or Examples")
-    shown: list[tuple[Passage, ...]] = [()] * len(asked)
-    if contexts is not None:
-        given = _as_list(contexts, "contexts", "a list with an entry a question")
-        if len(given) != len(asked):
-            raise ValueError(
-                f"contexts: expected one for each of {len(asked)} questions, found "
-                f"{len(given)}"
-            )
-        shown = [as_passages(c, f"contexts[{i}]") for i, c in enumerate(given)]
-        for number, passages in enumerate(shown):
-            if not passages:
-                raise ValueError(
-                    f"contexts[{number}]: expected at least one passage, found none; "
-                    "leave contexts out to ask closed-book"
-                )
-    pairs = enumerate(zip(asked, shown, strict=True))
+    texts = as_list(questions, "questions", "a list of texts or Examples")
+    shown = as_contexts(contexts, len(texts))
+    pairs = enumerate(zip(texts, shown, strict=True))
     return [_as_example(question, n, passages) for n, (question, passages) in pairs]
-
-
-def _as_list(values: Any, name: str, expected: str) -> list[Any]:
-    """Return a list; a text alone would be read letter by letter."""
-    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
-        raise argument_error(name, expected, values)
-    return list(values)
 
 
 def _as_example(
@@ -380,7 +356,7 @@ def _as_example(
 
 
 def _of_one_setting(answers: Iterable[Answer]) -> list[Answer]:
-    checked = _as_list(answers, "answers", "a list of Answers")
+    checked = as_list(answers, "answers", "a list of Answers")
     for number, answer in enumerate(checked):
         if not isinstance(answer, Answer):
             raise argument_error(

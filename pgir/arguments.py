@@ -39,12 +39,43 @@ def as_text(value: Any, name: str) -> str:
     return str(value)
 
 
-def as_texts(values: Any, name: str) -> list[str]:
-    """Return a list of texts; a single text would be read letter by letter."""
+def as_list(values: Any, name: str, expected: str) -> list[Any]:
+    """Return a list; a text alone would be read letter by letter."""
     if not _is_several(values):
-        expected = "a list of texts, such as [text] or one column of a table"
         raise argument_error(name, expected, values)
-    return [as_text(value, f"{name}[{i}]") for i, value in enumerate(values)]
+    return list(values)
+
+
+def as_texts(values: Any, name: str) -> list[str]:
+    """Return a list of texts."""
+    expected = "a list of texts, such as [text] or one column of a table"
+    texts = as_list(values, name, expected)
+    return [as_text(value, f"{name}[{i}]") for i, value in enumerate(texts)]
+
+
+def as_contexts(values: Any, n_questions: int) -> list[tuple[Passage, ...]]:
+    """Return the passages of every question: none of any where there are no contexts.
+
+    Args:
+      values: None, or for every question what `as_passages` reads.
+      n_questions: that they belong to.
+    """
+    if values is None:
+        return [()] * n_questions
+    contexts = as_list(values, "contexts", "a list with an entry a question")
+    if len(contexts) != n_questions:
+        raise ValueError(
+            f"contexts: expected one for each of {n_questions} questions, found "
+            f"{len(contexts)}"
+        )
+    shown = [as_passages(c, f"contexts[{i}]") for i, c in enumerate(contexts)]
+    for i, passages in enumerate(shown):
+        if not passages:
+            raise ValueError(
+                f"contexts[{i}]: expected at least one passage, found none; leave "
+                "contexts out to ask closed-book"
+            )
+    return shown
 
 
 def as_count(value: Any, name: str) -> int:
@@ -177,9 +208,7 @@ def as_rows(value: Any, name: str) -> list[Any]:
     """
     if _is_table(value):
         return _table_rows(value)
-    if not _is_several(value):
-        raise argument_error(name, "a list of rows or a data frame", value)
-    return list(value)
+    return as_list(value, name, "a list of rows or a data frame")
 
 
 def _is_several(value: Any) -> bool:

@@ -171,16 +171,12 @@ class ProbedBackbone:
             answers = self.answer(requests)
             return answers, self.read(answers)
         with self.lock:
-            written = sorted(
-                generate_and_read(
-                    self.reader, requests, self.config, answer_span=self.answer_span
-                ),
-                key=lambda part: part[0],
+            answers, signals = generate_and_read(
+                self.reader, requests, self.config, answer_span=self.answer_span
             )
-        answers = [answer for _, answer, _ in written]
         sequences = [sequence_of(a, answer_span=self.answer_span) for a in answers]
         return answers, Reading(
-            [self._as_trained(signals) for _, _, signals in written],
+            list(map(self._as_trained, signals)),
             np.stack([sequence.spans for sequence in sequences]),
         )
 

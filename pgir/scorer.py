@@ -28,9 +28,9 @@ from beatrice.jaxprobe.families import SPAN_NAMES, SPANS, Features
 from beatrice.jaxprobe.scope import Threshold, count_scripts, share_outside
 from beatrice.pgir.arguments import (
     argument_error,
+    as_contexts,
     as_count,
     as_messages,
-    as_passages,
     as_path,
     as_rows,
     as_texts,
@@ -211,31 +211,31 @@ class Scorer:
             trained in another setting.
         """
         texts = as_texts(questions, "questions")
-        shown: list[Any] = [()] * len(texts)
-        if contexts is not None:
-            shown = [as_passages(c, f"contexts[{i}]") for i, c in enumerate(contexts)]
-        if len(shown) != len(texts) or (contexts is not None and not all(shown)):
-            raise argument_error(
-                "contexts", f"passages for each of {len(texts)} questions", contexts
-            )
+        shown = as_contexts(contexts, len(texts))
         setting: Setting = "closed_book" if contexts is None else "with_context"
         self._require_head(setting)
+        if not texts:
+            return []
         probed = self.probed
         with probed.lock:
             requests = probed.requests(setting, texts, shown)
-        answers, reading = probed.answer_and_read(requests)
-        inputs = [
-            prepare_written(
-                probed.backbone.tokenizer,
-                probed.template,
-                question,
-                context,
-                answer,
-                answer_span=probed.answer_span,
-            )
-            for question, context, answer in zip(texts, shown, answers, strict=True)
-        ]
-        scores = self._score_batch(setting, inputs, reading)
+            answers, reading = probed.answer_and_read(requests)
+            inputs = [
+                prepare_written(
+                    probed.backbone.tokenizer,
+                    probed.template,
+                    question,
+                    context,
+                    answer,
+                    answer_span=probed.answer_span,
+                )
+                for question, context, answer in zip(texts, shown, answers, strict=True)
+            ]
+        scores: list[Score] = []
+        n = min(BATCH_SIZE, probed.rows_at_once(setting))
+        for first in range(0, len(inputs), n):
+            batch, rows = inputs[first : first + n], reading.rows(first, n)
+            scores += self._score_batch(setting, batch, rows)
         return [
             dataclasses.replace(self._unreadable(prepared) or score, text=answer.text)
             for score, prepared, answer in zip(scores, inputs, answers, strict=True)

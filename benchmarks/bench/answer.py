@@ -86,8 +86,7 @@ class Floor(DecodeReading):
     @contextlib.contextmanager
     def watching(self, rows: Sequence[int], n_cached: int) -> Iterator[None]:
         """Watch the decoder's last states alone."""
-        self._run_rows = list(rows)
-        self._begin_step(n_cached)
+        self._begin_run(rows, n_cached)
         handle = self._layout.decoder.register_forward_hook(self._after_decoder)
         try:
             yield
@@ -98,7 +97,7 @@ class Floor(DecodeReading):
         states = output.last_hidden_state
         self._n_step = states.shape[1]
         if self._n_step - self._first > 1:
-            is_read = self._is_read()[self._run_rows, self._columns()]
+            is_read = self._is_read()[self._index, self._columns()]
             self._layout.head(states[:, self._first :][is_read])
 
     def on_choice(self, ids: torch.Tensor, is_done: torch.Tensor) -> None:
@@ -131,8 +130,7 @@ class Bench:
     def run(self, way: Way) -> None:
         """Answer all prompts in one way."""
         if way == "one pass":
-            for _ in generate_and_read(self.reader, self.requests, CONFIG):
-                pass
+            generate_and_read(self.reader, self.requests, CONFIG)
         elif way == "floor":
             self._floor()
         else:

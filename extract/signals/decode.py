@@ -106,8 +106,6 @@ class DecodeReading(AttentionReading):
         # By layer, over rows and keys, [2, n_rows, n_heads, 2, n_read]: `span_sums`.
         self._sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._n_written = [0] * n_rows  # tokens of each answer that were run
-        self._live = list(range(n_rows))
-        self._begin_step(0)
 
     @contextlib.contextmanager
     def watching(self, rows: Sequence[int], n_cached: int) -> Iterator[None]:
@@ -117,8 +115,7 @@ class DecodeReading(AttentionReading):
           rows: of the batch, those that the run goes on with.
           n_cached: columns that come out of a cache.
         """
-        self._run_rows, self._live = list(rows), list(rows)
-        self._begin_step(n_cached)
+        self._begin_run(rows, n_cached)
         with (
             attending_through(self._layout, self),
             watch_layers(self._layout, self._on_layer),
@@ -131,7 +128,15 @@ class DecodeReading(AttentionReading):
                 handles.callback(module.register_forward_hook(hook).remove)
             yield
 
+    def _begin_run(self, rows: Sequence[int], n_cached: int) -> None:
+        self._run_rows, self._live = list(rows), list(rows)
+        # All rows are a view, which costs no copy.
+        is_whole = len(rows) == len(self._pads)
+        self._index = slice(None) if is_whole else torch.tensor(rows)
+        self._begin_step(n_cached)
+
     def _begin_step(self, n_cached: int) -> None:
+        self._run_members = self._members[self._index]
         self.layers = dict.fromkeys(self.layers)
         self._n_before, self._n_step = n_cached, 0
         self._lens: residual.LogitLens | None = None
@@ -170,7 +175,7 @@ class DecodeReading(AttentionReading):
                 torch.zeros(shape, device=call.device),
             )
         self.rows = (self._first, self._n_step)
-        members = self._members[self._run_rows]
+        members = self._run_members
         by_row, by_key, attended = span_sums(
             call,
             members[:, :2, stop - n_keys : stop],
@@ -181,11 +186,11 @@ class DecodeReading(AttentionReading):
         )
         row_sums, key_sums = self._sums[layer]
         columns = self._columns()
-        row_sums[:, self._run_rows, ..., columns] = by_row[..., self._first :]
+        row_sums[:, self._index, ..., columns] = by_row[..., self._first :]
         n_skipped = max(0, self.n_unread - (stop - n_keys))
         start = stop - n_keys + n_skipped - self.n_unread
         at = slice(start, columns.stop)
-        key_sums[:, self._run_rows, ..., at] += by_key[..., n_skipped:]
+        key_sums[:, self._index, ..., at] += by_key[..., n_skipped:]
         return True, attended
 
     def _on_layer(self, layer_pass: LayerPass) -> None:
@@ -196,15 +201,18 @@ class DecodeReading(AttentionReading):
         self._keep_hidden(layer_pass.index + 1, layer_pass.h_out)
         if self._n_step - self._first > 1:
             if self._lens is None:
-                start = self._n_before + self._first + 1
-                ids = self._ids[self._run_rows, start : self._n_before + self._n_step]
+                ids = self._next_ids()
                 # The last one's next token is not chosen yet; any id stands there.
-                targets = torch.cat([ids, ids[:, -1:]], dim=1)
-                self._lens = self._lens_of(targets)
+                self._lens = self._reader.lens(torch.cat([ids, ids[:, -1:]], dim=1))
             scalars = residual.contribution_scalars(layer_pass, self._lens)
             self._prompt_resid.append(scalars)
         parts = (layer_pass.h_in, layer_pass.att, layer_pass.ffn)
         self._last_parts.append(torch.stack([part[:, -1].float() for part in parts]))
+
+    def _next_ids(self) -> torch.Tensor:
+        """Return the prompt's ids behind the step's tokens that are read."""
+        start = self._n_before + self._first + 1
+        return self._ids[self._index, start : self._n_before + self._n_step]
 
     def _keep_hidden(self, entry: int, states: torch.Tensor) -> None:
         if entry not in self._slots:
@@ -219,7 +227,7 @@ class DecodeReading(AttentionReading):
         if start < stop:
             columns = slice(start - self._first_hidden, stop - self._first_hidden)
             kept = states[:, start - self._n_before :]
-            self._hidden[self._run_rows, columns, self._slots[entry]] = kept
+            self._hidden[self._index, columns, self._slots[entry]] = kept
 
     def _after_decoder(self, module: Any, inputs: Any, output: Any) -> None:
         """Read the prompt's next-token distributions; keep the last token's states."""
@@ -229,39 +237,22 @@ class DecodeReading(AttentionReading):
         n_read = self._n_step - self._first
         if n_read < 2:
             return
-        columns = self._columns()
-        start = self._n_before + self._first + 1
-        targets = self._ids[self._run_rows, start : self._n_before + self._n_step]
+        columns, targets = self._columns(), self._next_ids()
         # Padding of shorter prompts is not worth a product with the vocabulary.
-        is_read = self._is_read()[self._run_rows, columns][:, :-1]
-        self._prob[self._run_rows, columns.start : columns.stop - 1] = torch.zeros(
-            (*targets.shape, 5), device=states.device
-        ).masked_scatter_(
-            is_read[..., None],
-            self._probabilities(states[:, self._first : -1][is_read], targets[is_read]),
+        is_read = self._is_read()[self._index, columns][:, :-1]
+        prob = torch.zeros((*targets.shape, 5), device=states.device)
+        prob[is_read] = self._reader.probabilities(
+            states[:, self._first : -1][is_read], targets[is_read]
         )
+        self._prob[self._index, columns.start : columns.stop - 1] = prob
         resid = torch.cat(self._prompt_resid, dim=-1)
-        self._resid[self._run_rows, columns] = resid
+        self._resid[self._index, columns] = resid
 
     def _is_read(self) -> torch.Tensor:
         """Return `[n_rows, n_read]` bool, whether a column holds a token of its row."""
         starts = torch.tensor(self._pads) + torch.tensor(self._firsts) - self.n_unread
         columns = torch.arange(self._prob.shape[1])
         return (columns >= starts[:, None]).to(self._prob.device)
-
-    def _lens_of(self, targets: torch.Tensor) -> residual.LogitLens:
-        return residual.LogitLens(self._reader.final_norm, self._reader.head, targets)
-
-    def _probabilities(
-        self, states: torch.Tensor, targets: torch.Tensor
-    ) -> torch.Tensor:
-        return probability.token_probabilities(
-            states,
-            targets,
-            self._reader.head,
-            n_tokens_per_chunk=self._reader.budget.n_tokens_per_chunk,
-            n_words_per_block=self._reader.budget.n_words_per_block,
-        )
 
     def _after_model(self, module: Any, inputs: Any, output: Any) -> None:
         """Keep what the next token is chosen from."""
@@ -280,26 +271,26 @@ class DecodeReading(AttentionReading):
         targets = ids[:, -2 if is_last else -1]
         at = column - self.n_unread
         parts = torch.stack(self._last_parts, dim=2)  # [3, n_rows, n_layers, d_model]
-        lens = self._lens_of(targets[:, None].expand(-1, parts.shape[2]))
+        lens = self._reader.lens(targets[:, None].expand(-1, parts.shape[2]))
         h_in, att, ffn = parts
         scalars = residual.contribution_scalars(
             LayerPass(0, h_in, att, ffn, h_in), lens
         )
-        self._resid[self._run_rows, at] = scalars.flatten(1)
+        self._resid[self._index, at] = scalars.flatten(1)
         if self._logits.dtype == torch.float32:
             prob = probability.scalars_of_logits(self._logits, targets)
         else:
-            prob = self._probabilities(self._last_states, targets)
-        self._prob[self._run_rows, at] = prob
+            prob = self._reader.probabilities(self._last_states, targets)
+        self._prob[self._index, at] = prob
         if column >= self._width:
             for row in self._live:
                 self._n_written[row] += 1
         done = is_done.tolist()
         places = zip(self._run_rows, done, strict=True)
         self._live = [row for row, over in places if not over]
-        self._begin_step(column + 1)
         if column + 1 < self._width + self._n_new - 1:
             self._members[self._live, 2, column + 1] = True
+        self._begin_step(column + 1)
 
     def signals(self, answers: Sequence[Answer]) -> list[AnswerSignals | None]:
         """Return what was read of every answer, in the order of the prompts.
@@ -347,7 +338,7 @@ def generate_and_read(
     config: GenerationConfig,
     *,
     answer_span: AnswerSpan = "emitting",
-) -> Iterator[tuple[int, Answer, AnswerSignals]]:
+) -> tuple[list[Answer], list[AnswerSignals]]:
     """Answer requests greedily and read the answers in the passes that write them.
 
     An answer of which more tokens were run than it has (its stop string is several
@@ -359,8 +350,8 @@ def generate_and_read(
       config: how long answers and batches are.
       answer_span: see `sequence_of`.
 
-    Yields:
-      Of each request, batch by batch, its index, its answer and the signals.
+    Returns:
+      The answers and their signals, in the order of the requests.
 
     Raises:
       ValueError: a prompt and its answer do not fit the model's window, or this
@@ -372,6 +363,7 @@ def generate_and_read(
     )
     sampling = SamplingConfig(max_new_tokens=config.max_new_tokens, stop=config.stop)
     prompts = [GeneratorPrompt(text="", ids=r.prompt.ids) for r in requests]
+    written: dict[int, tuple[Answer, AnswerSignals]] = {}
     for batch in generator.plan(prompts, sampling):
         watch = DecodeReading(
             reader,
@@ -385,9 +377,16 @@ def generate_and_read(
         answers = [requests[i].answer(reply) for i, reply in pairs]
         signals = watch.signals(answers)
         for i, answer, read in zip(batch, answers, signals, strict=True):
+            if read is None and not config.stop:
+                raise ValueError(
+                    f"{reader.backbone.name} ran other tokens than it wrote for "
+                    f"question {answer.example_id!r}; read its answers again"
+                )
             if read is None:
                 (read,) = reader.read([sequence_of(answer, answer_span=answer_span)])
-            yield i, answer, read
+            written[i] = answer, read
+    ordered = [written[i] for i in range(len(requests))]
+    return [answer for answer, _ in ordered], [signals for _, signals in ordered]
 
 
 class ReadBefore:
@@ -452,12 +451,12 @@ def check_decoding(reader: SignalReader) -> str | None:
     ]
     config = GenerationConfig(max_new_tokens=_N_CHECKED)
     try:
-        written = list(generate_and_read(reader, requests, config))
-        again = reader.read([sequence_of(answer) for _, answer, _ in written])
+        answers, written = generate_and_read(reader, requests, config)
+        again = reader.read([sequence_of(answer) for answer in answers])
     except ValueError as error:
         return f"{reader.backbone.name} cannot be read while it writes: {error}"
     tolerance = _TOLERANCE[reader.backbone.dtype]
-    for (_, _, signals), expected in zip(written, again, strict=True):
+    for signals, expected in zip(written, again, strict=True):
         for family in ("hidden", "prob", "resid", "attn"):
             value, wanted = getattr(signals, family), getattr(expected, family)
             error = float(np.linalg.norm(value - wanted))

@@ -171,6 +171,22 @@ class SignalReader:
         )
         return {**every, "hidden": (len(self.hidden_layers), self.backbone.d_model)}
 
+    def lens(self, targets: torch.Tensor) -> residual.LogitLens:
+        """Return what reads the pushes towards next tokens, see `LogitLens`."""
+        return residual.LogitLens(self.final_norm, self.head, targets)
+
+    def probabilities(
+        self, states: torch.Tensor, targets: torch.Tensor
+    ) -> torch.Tensor:
+        """Return `[n_tokens, 5]`, see `probability.token_probabilities`."""
+        return probability.token_probabilities(
+            states,
+            targets,
+            self.head,
+            n_tokens_per_chunk=self.budget.n_tokens_per_chunk,
+            n_words_per_block=self.budget.n_words_per_block,
+        )
+
     def read(self, sequences: list[TokenSequence]) -> list[AnswerSignals]:
         """Read all families of a batch in one forward of the decoder.
 
@@ -221,7 +237,7 @@ class SignalReader:
             hidden_rows = Rows(spans[:, 2].tolist(), n_tokens, device)
         copies, budget = self._copies(), self.budget
         first = min(firsts)
-        lens = residual.LogitLens(self.final_norm, self.head, targets[:, first:])
+        lens = self.lens(targets[:, first:])
         stream = residual.StreamReading(self.hidden_layers, hidden_rows, lens, copies)
         final, attn = run_decoder(
             layout,
@@ -230,13 +246,7 @@ class SignalReader:
             budget.n_attention_weights,
             stream.on_layer,
         )
-        prob = probability.token_probabilities(
-            rows.of(final),
-            rows.of(targets),
-            self.head,
-            n_tokens_per_chunk=budget.n_tokens_per_chunk,
-            n_words_per_block=budget.n_words_per_block,
-        )
+        prob = self.probabilities(rows.of(final), rows.of(targets))
         resid = torch.cat(stream.resid, dim=-1)
         resid = torch.nn.functional.pad(resid, (0, 0, first, 0))
         scalars = {"prob": prob, "resid": rows.of(resid), "attn": rows.of(attn)}

@@ -383,3 +383,38 @@ def test_without_any_threshold_nothing_is_known_but_the_number(probed):
     score = Scorer(probed.backbone, probed.detector).score(QUESTION, ANSWER)
     assert score.decision == "unknown" and "--precision" in score.reason
     assert 0 <= score.p_correct <= 1
+
+
+# Answered and scored in the same passes.
+
+
+def test_answers_that_are_encoded_in_parts_have_the_scores_of_one(backbone, scorer):
+    probed = scorer.probed
+    least = ProbedBackbone(backbone, probed.detector, probed.config, most_bytes=1)
+    assert least.rows_at_once("closed_book") == 1
+    apart = Scorer(backbone, probed.detector, probed.config)
+    apart.probed = least
+    questions = [QUESTION, "where was Guzolt Falls born?", "where was Skiband born?"]
+    whole = scorer.answer_and_score(questions)
+    parts = apart.answer_and_score(questions)
+    assert [score.text for score in parts] == [score.text for score in whole]
+    assert [score.p_correct for score in parts] == pytest.approx(
+        [score.p_correct for score in whole], abs=1e-5
+    )
+    assert scorer.answer_and_score([]) == []
+
+
+@pytest.mark.parametrize(
+    ("questions", "contexts", "named"),
+    [
+        (QUESTION, None, "questions"),
+        ([QUESTION], PASSAGE, "contexts"),
+        ([QUESTION], 3, "contexts"),
+        ([QUESTION], [], "contexts: expected one"),
+        ([QUESTION], [[]], r"contexts\[0\]"),
+        ([" "], None, "question"),
+    ],
+)
+def test_what_cannot_be_asked_is_one_sentence(scorer, questions, contexts, named):
+    with pytest.raises(ValueError, match=named):
+        scorer.answer_and_score(questions, contexts)

@@ -60,14 +60,12 @@ def requests_of(n_shared=0, lengths=(9, 17, 12, 23, 14), context=(2, 6)):
 
 def largest_difference(reader, requests, config=CONFIG, answer_span="emitting"):
     """Largest difference by family, and the answers."""
-    written = sorted(
-        generate_and_read(reader, requests, config, answer_span=answer_span),
-        key=lambda part: part[0],
+    answers, written = generate_and_read(
+        reader, requests, config, answer_span=answer_span
     )
-    answers = [answer for _, answer, _ in written]
     again = reader.read([sequence_of(a, answer_span=answer_span) for a in answers])
     differences = dict.fromkeys(("hidden", "prob", "resid", "attn"), 0.0)
-    for (_, _, signals), expected in zip(written, again, strict=True):
+    for signals, expected in zip(written, again, strict=True):
         assert signals.first_token == expected.first_token
         for name in differences:
             value, wanted = getattr(signals, name), getattr(expected, name)
