@@ -159,8 +159,8 @@ def make_demo() -> click.Command:
         from beatrice.extract.run.stages import run_stage
         from beatrice.extract.world.stage import new_world
 
-        asked, progress = new_world(**given(run), kept=kept.fields()), Progress()
-        with RunDir.open(run_dir, asked) as opened:
+        settings, progress = new_world(**given(run), kept=kept.fields()), Progress()
+        with RunDir.open(run_dir, settings) as opened:
             for place in CHAIN:
                 stage = load_stage(place)
                 if stage.name == "control" and settings_of(opened) != SETTINGS:
@@ -169,8 +169,8 @@ def make_demo() -> click.Command:
                 run_stage(stage, opened, progress, change)
         from beatrice.benchmarks.results.report import summary
 
-        found = summary(run_dir)
-        click.echo(json.dumps(found["headline"]) if as_json else found["text"])
+        page = summary(run_dir)
+        click.echo(json.dumps(page["headline"]) if as_json else page["text"])
         click.echo(str(run_dir / "report.html"), err=as_json)
 
     return demo

@@ -62,7 +62,11 @@ def look_at_packages() -> Iterator[Finding]:
         return
     needed = [Requirement(line) for line in wanted]
     needed = [r for r in needed if r.marker is None or r.marker.evaluate()]
-    wrong = [text for one in needed if (text := _wrong_version(one)) is not None]
+    wrong = [
+        text
+        for requirement in needed
+        if (text := _wrong_version(requirement)) is not None
+    ]
     text = "; ".join(wrong) or f"all {len(needed)} are there in a version that fits"
     yield Finding("packages", "problem" if wrong else "ok", text)
 
@@ -71,12 +75,12 @@ def _wrong_version(needed: "Requirement") -> str | None:
     """Return what is wrong with one package, or None."""
     name, specifier = needed.name, needed.specifier
     try:
-        found = importlib.metadata.version(name)
+        version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return f"{name}{specifier} is missing"
-    if specifier.contains(found, prereleases=True):
+    if specifier.contains(version, prereleases=True):
         return None
-    return f"{name} is {found}, needed is {specifier}"
+    return f"{name} is {version}, needed is {specifier}"
 
 
 def look_at_machine(place: Path) -> Iterator[Finding]:
@@ -257,23 +261,23 @@ def _look_at_store(run: RunDir, shapes: Shapes) -> Iterator[Finding]:
     from beatrice.extract.signals.extract import EXTRACT_PRESETS
     from beatrice.extract.store.families import as_size, stored_bytes
 
-    kept = run.settle("extract", EXTRACT_PRESETS, is_recorded=False)
-    counts = _count_tokens(run, kept.answer_span)
+    config = run.settle("extract", EXTRACT_PRESETS, is_recorded=False)
+    counts = _count_tokens(run, config.answer_span)
     if not counts["n_tokens"] or run.stage_done("extract"):
         return
     try:
-        needed = sum(stored_bytes(shapes, kept, **counts).values())
+        needed = sum(stored_bytes(shapes, config, **counts).values())
     except ValueError:
         return  # a layer is kept that the model does not have: extraction says so
     free = shutil.disk_usage(run.path).free
     fits = needed < free
     text = (
         f"the answers there have {counts['n_tokens']:,} tokens, "
-        f"{counts['n_answer']:,} of them in answer spans; {kept.describe()} "
+        f"{counts['n_answer']:,} of them in answer spans; {config.describe()} "
         f"take {as_size(needed)}; {as_size(free)} are free"
         + ("" if fits else ", so keep less, or run elsewhere")
     )
-    table = sizes_of_choices(shapes, kept, **counts)
+    table = sizes_of_choices(shapes, config, **counts)
     yield Finding("features", "ok" if fits else "problem", f"{text}\n{table}")
 
 
@@ -379,8 +383,8 @@ def _verify(run_dir: Path, as_json: bool) -> None:
     """Print every problem of a run directory; raise if there is one."""
     problems = verify_run(run_dir)
     for problem in problems:
-        found = Finding("run", "problem", problem)
-        click.echo(json.dumps(dataclasses.asdict(found)) if as_json else problem)
+        finding = Finding("run", "problem", problem)
+        click.echo(json.dumps(dataclasses.asdict(finding)) if as_json else problem)
     if problems:
         raise click.ClickException(f"{len(problems)} problems found in {run_dir}")
     if not as_json:
@@ -432,12 +436,12 @@ def doctor(
         *(look_at_run(run_dir) if run_dir is not None else ()),
         *(look_at_server(server) if server is not None else ()),
     ]
-    for found in findings:
+    for finding in findings:
         if as_json:
-            click.echo(json.dumps(dataclasses.asdict(found)))
+            click.echo(json.dumps(dataclasses.asdict(finding)))
         else:
-            click.echo(f"{found.status:<8} {found.about:<10} {found.text}")
-    n_problems = sum(found.status == "problem" for found in findings)
+            click.echo(f"{finding.status:<8} {finding.about:<10} {finding.text}")
+    n_problems = sum(finding.status == "problem" for finding in findings)
     if n_problems:
         raise click.ClickException(
             f"{n_problems} of {len(findings)} findings would stop a run"

@@ -160,15 +160,7 @@ def fit(
     pools: dict[Setting, Pool] = {
         setting: pool_of(outputs, rows, setting, n_seeds) for setting in passes
     }
-    fused: dict[HeadName, FusedHead] = {
-        branch: FusedHead(
-            chosen.members,
-            chosen.config,
-            chosen.params,
-            HeadTrainer(pools[branch_setting(branch)], heads).scores(chosen),
-        )
-        for branch, chosen in select_heads(pools, heads).items()
-    }
+    fused = _fuse(pools, heads)
     detector = calibrated(
         fused, grids, provenance=_provenance(passes, layer), precision=precision
     )
@@ -176,6 +168,21 @@ def fit(
     model = next(iter(passes.values())).model
     opener = partial(_open_scorer, detector, model)
     return Probe(detector, report, layer=layer, open_scorer=opener)
+
+
+def _fuse(
+    pools: Mapping[Setting, Pool], config: SelectConfig
+) -> dict[HeadName, FusedHead]:
+    """Select encoders for each head, and score every row by their fusion."""
+    return {
+        branch: FusedHead(
+            chosen.members,
+            chosen.config,
+            chosen.params,
+            HeadTrainer(pools[branch_setting(branch)], config).scores(chosen),
+        )
+        for branch, chosen in select_heads(pools, config).items()
+    }
 
 
 def _train(
@@ -355,9 +362,9 @@ def _drawn_splits(
     have as many right answers, so that both splits have both classes where they can.
     """
     n_right: dict[str, int] = {}
-    for setting, own in names.items():
+    for setting, ids in names.items():
         labels, is_labelled = truth[setting]
-        for name, is_right in zip(own, labels & is_labelled, strict=True):
+        for name, is_right in zip(ids, labels & is_labelled, strict=True):
             n_right[name] = n_right.get(name, 0) + int(is_right)
     rng, validation = np.random.default_rng(seed), set()
     for count in sorted(set(n_right.values())):
@@ -365,8 +372,8 @@ def _drawn_splits(
         n_drawn = round(_VALIDATION_SHARE * len(alike))
         validation.update(rng.permutation(alike)[:n_drawn].tolist())
     return {
-        setting: np.array(["validation" if n in validation else "train" for n in own])
-        for setting, own in names.items()
+        setting: np.array(["validation" if n in validation else "train" for n in ids])
+        for setting, ids in names.items()
     }
 
 
@@ -380,10 +387,12 @@ def _choose_layer(
 
     Where only one is kept, or no family has layers, there is nothing to choose.
     """
-    kept = {part.layers for part in passes.values()}
-    if len(kept) > 1:
-        raise ValueError(f"signals: settings keep different layers, {sorted(kept)}")
-    (layers,) = kept
+    layer_sets = {part.layers for part in passes.values()}
+    if len(layer_sets) > 1:
+        raise ValueError(
+            f"signals: settings keep different layers, {sorted(layer_sets)}"
+        )
+    (layers,) = layer_sets
     if len(layers) < 2:
         return layers[0] if layers else None
     stores: dict[Setting, tuple[FeatureStore, Rows]] = {

@@ -115,12 +115,12 @@ class Signals:
         rows = {name: _end_to_end(name, x, lengths) for name, x in families.items()}
         n_tokens = _equal_lengths({name: counts for name, (_, counts) in rows.items()})
         values = {name: x for name, (x, _) in rows.items()}
-        whole = np.zeros((len(n_tokens), _N_SPANS, 2), np.int64)
-        whole[:, 2, 1] = n_tokens
-        spans = whole if spans is None else np.asarray(spans, np.int64)
-        if spans.shape != whole.shape:
+        answer_spans = np.zeros((len(n_tokens), _N_SPANS, 2), np.int64)
+        answer_spans[:, 2, 1] = n_tokens
+        spans = answer_spans if spans is None else np.asarray(spans, np.int64)
+        if spans.shape != answer_spans.shape:
             raise ValueError(
-                f"spans: expected [n_answers, 3, 2], here {whole.shape}, found "
+                f"spans: expected [n_answers, 3, 2], here {answer_spans.shape}, found "
                 f"{spans.shape}"
             )
         has_context = (spans[:, 0, 1] > spans[:, 0, 0]).any()

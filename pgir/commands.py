@@ -170,15 +170,15 @@ def corpus(folder: Path, as_json: bool, how: CorpusOptions) -> None:
         _search(Corpus(folder), encoder, how, as_json)
         return
     progress = Progress()
-    made = Corpus(folder)
+    corpus = Corpus(folder)
     if how.source:
-        made = build_corpus(folder, how.source, progress.note)
+        corpus = build_corpus(folder, how.source, progress.note)
     click.echo(
-        f"{folder}: {len(made):,} passages, {len(made.golds()):,} questions with gold "
-        "passages"
+        f"{folder}: {len(corpus):,} passages, {len(corpus.golds()):,} questions with "
+        "gold passages"
     )
     if encoder is not None:
-        _index(made, encoder, how.index or ("flat",), progress)
+        _index(corpus, encoder, how.index or ("flat",), progress)
 
 
 def _search(
@@ -250,21 +250,21 @@ def _recall(
     if encoder is not None:
         queries = encoder.encode(questions, "query")
         dense = DenseRetriever(corpus, encoder, form)
-        found = dense.search_vectors(queries, LEAST_DEPTH)
-        fused = fuse_all([rankings["BM25"], found], max(DEPTHS))
-        rankings |= {encoder.config.path.name: found, "fused": fused}
+        hits = dense.search_vectors(queries, LEAST_DEPTH)
+        fused = fuse_all([rankings["BM25"], hits], max(DEPTHS))
+        rankings |= {encoder.config.path.name: hits, "fused": fused}
         if form != "flat":
             flat = DenseRetriever(corpus, encoder)
-            lost = agreement(found, flat.search_vectors(queries, max(DEPTHS)))
+            lost = agreement(hits, flat.search_vectors(queries, max(DEPTHS)))
     measured, counts = {}, {}
-    for name, own in rankings.items():
-        measured[name], counts = measure(own, corpus, golds)
+    for name, ranking in rankings.items():
+        measured[name], counts = measure(ranking, corpus, golds)
     if as_json:
         rows = [
             {"dataset": dataset, "n": counts[dataset], "retriever": name,
              "measure": kind, "depth": depth, "value": value}
-            for name, own in measured.items()
-            for (dataset, kind), values in own.items()
+            for name, ranking in measured.items()
+            for (dataset, kind), values in ranking.items()
             for depth, value in values.items()
         ]  # fmt: skip
         click.echo(json.dumps({"rows": rows, "against_flat": lost}))
@@ -389,10 +389,10 @@ class ScoreOptions:
 
     def __post_init__(self) -> None:
         """Check what goes together."""
-        one = (self.question, self.answer, self.context)
+        answer = (self.question, self.answer, self.context)
         if self.file is None and (self.question is None or self.answer is None):
             raise click.UsageError("give --question and --answer, or --file")
-        if self.file is not None and one != (None, None, ()):
+        if self.file is not None and answer != (None, None, ()):
             raise click.UsageError(
                 "a --file has its own questions, answers and contexts"
             )
@@ -425,28 +425,28 @@ def score(run_dir: Path, as_json: bool, how: ScoreOptions) -> None:
     from beatrice.pgir.scorer import Scorer
 
     scorer = Scorer.load(run_dir, model=how.model)
-    found = scorer.score(how.question, how.answer, how.context or None)
-    for warning in found.warnings:
+    score = scorer.score(how.question, how.answer, how.context or None)
+    for warning in score.warnings:
         click.echo(f"warning: {warning}", err=True)
-    click.echo(": ".join(filter(None, (found.decision, found.reason))), err=True)
+    click.echo(": ".join(filter(None, (score.decision, score.reason))), err=True)
     if how.html is not None:
-        results = [(how.question, found.as_json())]
+        results = [(how.question, score.as_json())]
         _write_page(how.html, f"{run_dir.name}: one answer", "", results)
     if as_json:
-        click.echo(json.dumps(found.as_json()))
+        click.echo(json.dumps(score.as_json()))
     else:
-        p_correct = found.p_correct
+        p_correct = score.p_correct
         click.echo("unknown" if p_correct is None else f"{p_correct:.3f}")
 
 
 def _check_different(files: Mapping[str, Path | None]) -> None:
     """Check that no file would be written over another that the line names."""
     named = [(name, path) for name, path in files.items() if path is not None]
-    for (one, path), (other, same) in itertools.combinations(named, 2):
+    for (first, path), (other, same) in itertools.combinations(named, 2):
         is_link = path.exists() and same.exists() and path.samefile(same)
         if is_link or path.resolve() == same.resolve():
             raise click.UsageError(
-                f"{one} and {other} are the same file, {path}; give two names"
+                f"{first} and {other} are the same file, {path}; give two names"
             )
 
 
@@ -478,8 +478,8 @@ def _score_file(run: "RunDir", answers: Path, how: ScoreOptions) -> None:
             tally.add(row, result)
             update(tally.n_done, total)
             if how.html is not None:
-                asked = (getattr(row.given, name, None) for name in _ASKED)
-                shown.append((next(filter(None, asked), None), result))
+                arguments = (getattr(row.given, name, None) for name in _ASKED)
+                shown.append((next(filter(None, arguments), None), result))
 
         score_rows(
             lambda rows: scorer.score_many(rows, how.batch_size),

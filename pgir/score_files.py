@@ -321,7 +321,7 @@ def _token(text: str, log_p: float | None) -> dict[str, Any]:
     return {"text": text, "tint": next(tints, None), "log_p": f"{log_p:.3f}"}
 
 
-def _entry(asked: str | None, result: Mapping[str, Any]) -> dict[str, Any]:
+def _entry(question: str | None, result: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the page shows of one result."""
     tokens = result.get("tokens", [])
     log_probs = result.get("log_probs") or [None] * len(tokens)
@@ -333,7 +333,7 @@ def _entry(asked: str | None, result: Mapping[str, Any]) -> dict[str, Any]:
         "error": result.get("error"),
         "p": "no P" if p_correct is None else f"P(correct) = {p_correct:.3f}",
         "decision": result.get("decision"),
-        "asked": asked,
+        "asked": question,
         "tokens": [_token(*pair) for pair in zip(tokens, log_probs, strict=True)],
         "notes": [*([reason] if reason else []), *result.get("warnings", [])],
     }
@@ -351,7 +351,7 @@ def page(
         `Score.as_json`.
     """
     template = jinja2.Environment(autoescape=True).from_string(_PAGE)
-    rows = [_entry(asked, result) for asked, result in results]
+    rows = [_entry(question, result) for question, result in results]
     return template.render(title=title, summary=summary, steps=P_STEPS, rows=rows)
 
 

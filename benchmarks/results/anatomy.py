@@ -419,6 +419,12 @@ def positions(results: pandas.DataFrame) -> Content:
             ),
         ),
     ]
+    return pictures, [*tables, *_without_spans(results)]
+
+
+def _without_spans(results: pandas.DataFrame) -> list[tuple[str, Table]]:
+    """What encoders lose, by the span that stands at its means."""
+    tables = []
     gone = rows_of(results, "spans", metric="auroc")
     gone = gone[gone["against"].notna()]
     for setting in settings_in(gone):
@@ -435,7 +441,7 @@ def positions(results: pandas.DataFrame) -> Content:
             f"{SETTING_LABELS[setting]}: AUROC with a span at its means, minus intact"
         )
         tables.append((heading, pivot(here, "Encoder", lines, columns)))
-    return pictures, tables
+    return tables
 
 
 def layers(results: pandas.DataFrame) -> Content:

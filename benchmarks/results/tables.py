@@ -762,7 +762,7 @@ def as_markdown(table: Table) -> str:
     }
     heads = [f"{c.group}: {c.label}, {c.detail}" for c in table.columns]
     cells = _spelled(table, marks, "<sup>%s</sup>", "–")
-    lines = [[x.label, *own] for x, own in zip(table.lines, cells, strict=True)]
+    lines = [[x.label, *values] for x, values in zip(table.lines, cells, strict=True)]
     lines.append(["n (left out)", *counts_of(table)])
     notes = [f"{i}. {note}\n" for i, note in enumerate(table.notes, start=1)]
     below = "\n" + "".join(notes) if notes else ""
@@ -790,7 +790,7 @@ def as_latex(table: Table) -> str:
             " ".join(rules),
             " & ".join([tex(table.corner), *heads]) + r" \\",
         ],
-        ([tex(x.label), *own] for x, own in zip(table.lines, cells, strict=True)),
+        ([tex(x.label), *values] for x, values in zip(table.lines, cells, strict=True)),
         " & ".join(["$n$ (left out)", *counts_of(table)]) + r" \\",
     )
     notes = [f"{i}. {tex(note)}." for i, note in enumerate(table.notes, start=1)]

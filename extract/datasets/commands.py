@@ -314,8 +314,8 @@ class AskingOptions:
 
         shots: tuple[Any, ...] = ()
         if self.has_shots:
-            own = self.template != "few-shot"
-            shots = read_shots(Path(self.template)) if own else SHOTS
+            is_file = self.template != "few-shot"
+            shots = read_shots(Path(self.template)) if is_file else SHOTS
         return PromptConfig(
             shots=shots,
             template="few-shot" if self.has_shots else self.template,
@@ -439,8 +439,8 @@ def make_world_run(
     from beatrice.extract.run.stages import do
     from beatrice.extract.world.stage import WORLD, new_world, train_world_model
 
-    asked = new_world(**given(run), kept=kept.fields())
-    do(run_dir, WORLD, asked=asked)
+    settings = new_world(**given(run), kept=kept.fields())
+    do(run_dir, WORLD, asked=settings)
     if train_model:
         progress = Progress()
         with RunDir.open(run_dir) as opened, progress.stage("model") as update:
@@ -516,8 +516,8 @@ def make_run(
             "directory, a GGUF file or a Hub id such as Qwen/Qwen3-0.6B (--model "
             "embedded is the small model of the microworld, which knows none of them)"
         )
-    asked_build = questions.build_config(run.seed)
-    build = with_contexts_of_files(sources, asked_build)
+    chosen = questions.build_config(run.seed)
+    build = with_contexts_of_files(sources, chosen)
     preset, fields = run.preset or "paper", kept.fields()
     backbone = BackboneConfig(
         model=run.model,
@@ -542,19 +542,11 @@ def make_run(
         "extract": dataclasses.replace(EXTRACT_PRESETS[preset], **fields),
     }
     progress = Progress()
-    for name in build.contexts.keys() - asked_build.contexts.keys():
-        if (context := build.contexts[name]) != "supporting":
-            progress.note(
-                f"data: --context {name}={context}, since no passage in its files is "
-                "marked as supporting"
-            )
-    if all(source.role != "dev" for source in sources):
-        progress.note(
-            "data: without --dev there is nothing to choose and calibrate a detector on"
-        )
-    asked = NewRun(preset=preset, seed=run.seed, sections=sections)
+    for note in _notes_before(sources, chosen, build):
+        progress.note(f"data: {note}")
+    settings = NewRun(preset=preset, seed=run.seed, sections=sections)
     manifest = make_data_run(
-        run_dir, sources, build, asked, progress, fixed=questions.splits
+        run_dir, sources, build, settings, progress, fixed=questions.splits
     )
     n_train = sum(manifest["sizes"].get("train", {}).values())
     if preset == "paper" and 0 < n_train < _FEW:
@@ -563,6 +555,20 @@ def make_run(
             "paper; `beatrice train RUN --preset few` is made for them"
         )
     _show_splits(run_dir, manifest, as_json)
+
+
+def _notes_before(
+    sources: Sequence[Source], chosen: BuildConfig, build: BuildConfig
+) -> Iterator[str]:
+    """Yield what a person did not choose, and what a run without dev files lacks."""
+    for name in build.contexts.keys() - chosen.contexts.keys():
+        if (context := build.contexts[name]) != "supporting":
+            yield (
+                f"--context {name}={context}, since no passage in its files is marked "
+                "as supporting"
+            )
+    if all(source.role != "dev" for source in sources):
+        yield "without --dev there is nothing to choose and calibrate a detector on"
 
 
 def _show_splits(run_dir: Path, manifest: Mapping[str, Any], as_json: bool) -> None:

@@ -384,16 +384,8 @@ def inspect_file(
     except (ValueError, OSError) as problem:
         error = " ".join(str(problem).split())
     if file is not None:
-        name = file.format.name
-        if name == "TriviaQA" and file.envelope.get("Domain"):
-            name = f"TriviaQA ({file.envelope['Domain']})"
         identity = {
-            "dataset": file.dataset,
-            "dataset_from": file.dataset_from,
-            "format": name,
-            **_container(file.type),
-            "published_split": file.envelope.get("Split"),
-            "known_dataset": file.dataset in DATASETS,
+            **_identity(file),
             "datasets": dict(groups["datasets"]),
             "formats": dict(groups["formats"]),
         }
@@ -419,6 +411,21 @@ def inspect_file(
         ],
         "refusals_not_listed": counts["refused"] - len(refusals),
         "error": error,
+    }
+
+
+def _identity(file: DatasetFile) -> dict[str, Any]:
+    """Return what an opened file is."""
+    name = file.format.name
+    if name == "TriviaQA" and file.envelope.get("Domain"):
+        name = f"TriviaQA ({file.envelope['Domain']})"
+    return {
+        "dataset": file.dataset,
+        "dataset_from": file.dataset_from,
+        "format": name,
+        **_container(file.type),
+        "published_split": file.envelope.get("Split"),
+        "known_dataset": file.dataset in DATASETS,
     }
 
 

@@ -506,11 +506,8 @@ class TransformersGenerator:
         answer does not keep short ones in the batch. Whoever watches sees one step
         more, in which an answer of the longest length runs its last token.
         """
-        width, stops = max(map(len, prompts)), stop_ids(self.backbone)
-        # Padded on the left, since generation appends to the right.
-        ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts])
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-        ids, mask = ids.to(self.backbone.device), mask.to(self.backbone.device)
+        stops, (ids, mask) = stop_ids(self.backbone), self._padded(prompts)
+        width = ids.shape[1]
 
         def run(ids: torch.Tensor, mask: torch.Tensor, **options: Any) -> Any:
             return self.backbone.model.generate(
@@ -572,6 +569,15 @@ class TransformersGenerator:
                 rows = [rows[index] for index in left.tolist()]
                 n_cached = ids.shape[1] - 1
         return [(tokens[:n_new], log_probs[:n_new]) for tokens, log_probs in texts]
+
+    def _padded(
+        self, prompts: Sequence[Sequence[int]]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ids and mask, padded on the left: generation appends to the right."""
+        width, device = max(map(len, prompts)), self.backbone.device
+        ids = [[0] * (width - len(p)) + list(p) for p in prompts]
+        mask = [[0] * (width - len(p)) + [1] * len(p) for p in prompts]
+        return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
     def _text(
         self,

@@ -55,17 +55,17 @@ def settings_of(run: RunDir) -> tuple[Setting, ...]:
     """
     # Of the section `answer`; its class would bring prompts and templates along.
     section = read_manifest(run.path)["sections"].get("answer", {})
-    asked: tuple[Setting, ...] = tuple(section.get("settings", SETTINGS))
-    if "with_context" not in asked or not run.examples.exists():
-        return asked  # where questions are missing, whoever needs them says so
+    chosen: tuple[Setting, ...] = tuple(section.get("settings", SETTINGS))
+    if "with_context" not in chosen or not run.examples.exists():
+        return chosen  # where questions are missing, whoever needs them says so
     has_passages: dict[str, bool] = {}
     for example in read_records(run.examples, Example):
         seen = has_passages.get(example.split, False)
         has_passages[example.split] = seen or bool(example.passages)
     taught = [has_passages[s] for s in ("train", "validation") if s in has_passages]
     if all(taught or [any(has_passages.values())]):
-        return asked
-    if asked == ("with_context",):
+        return chosen
+    if chosen == ("with_context",):
         raise ValueError(
             f"{run.path} is to be answered with context alone, but no training or no "
             "validation question has passages: give such questions (`beatrice data "
@@ -80,24 +80,24 @@ def require_both_settings(run: RunDir, verb: str) -> None:
     Raises:
       ValueError: the run has one setting alone.
     """
-    if (found := settings_of(run)) != SETTINGS:
+    if (settings := settings_of(run)) != SETTINGS:
         raise ValueError(
             f"{verb} needs answers without and with context, and {run.path} has "
-            f"{found[0]} alone; make a run with both of --settings, of questions with "
-            "passages"
+            f"{settings[0]} alone; make a run with both of --settings, of questions "
+            "with passages"
         )
 
 
 def settings_in_words(run: RunDir) -> str:
     """Say which settings a run has, and of how many questions of each set."""
-    found, parts = settings_of(run), []
+    settings, parts = settings_of(run), []
     n_all: collections.Counter[str] = collections.Counter()
     n_with: collections.Counter[str] = collections.Counter()
     for example in read_records(run.examples, Example):
         n_all[example.dataset] += 1
         n_with[example.dataset] += bool(example.passages)
     for setting, counts in (("closed_book", n_all), ("with_context", n_with)):
-        if setting in found:
+        if setting in settings:
             sets = (f"{name} {counts[name] or '–'}" for name in n_all)
             parts.append(f"{setting}: {counts.total()} questions ({', '.join(sets)})")
         else:
@@ -163,8 +163,10 @@ def read_examples(run: RunDir) -> list[Example]:
     examples = read_questions(run)
     if not run.rewrites.exists():
         return examples
-    found = read_records(run.rewrites, Rewrite)
-    return with_rewrites(examples, {rewrite.example_id: rewrite for rewrite in found})
+    rewrites = read_records(run.rewrites, Rewrite)
+    return with_rewrites(
+        examples, {rewrite.example_id: rewrite for rewrite in rewrites}
+    )
 
 
 def check_answered(run: RunDir) -> None:
@@ -213,11 +215,11 @@ def read_labels(run: RunDir) -> dict[Key, Label]:
     Raises:
       ValueError: an answer is labelled twice.
     """
-    found: dict[Key, Label] = {}
+    labels: dict[Key, Label] = {}
     for number, label in enumerate(read_records(run.labels, Label), start=1):
-        if found.setdefault(label.key, label) is not label:
+        if labels.setdefault(label.key, label) is not label:
             raise ValueError(
                 f"{run.labels}, line {number}: a second label of {label.key}, expected "
                 "one; run `beatrice label` again"
             )
-    return found
+    return labels

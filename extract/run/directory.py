@@ -265,7 +265,7 @@ def decode_section(found: Any, kind: type[Section], where: str) -> Section:
     )
 
 
-def write_or_compare_manifest(path: Path, asked: NewRun) -> None:
+def write_or_compare_manifest(path: Path, settings: NewRun) -> None:
     """Write the manifest, or compare with the one that is there.
 
     Raises:
@@ -273,9 +273,11 @@ def write_or_compare_manifest(path: Path, asked: NewRun) -> None:
     """
     file = manifest_file(path)
     wanted = {
-        "preset": asked.preset,
-        "seed": asked.seed,
-        "sections": {name: as_json(one) for name, one in asked.sections.items()},
+        "preset": settings.preset,
+        "seed": settings.seed,
+        "sections": {
+            name: as_json(section) for name, section in settings.sections.items()
+        },
     }
     if not file.exists():
         manifest = {
@@ -302,26 +304,32 @@ def write_or_compare_manifest(path: Path, asked: NewRun) -> None:
                 "choose another directory"
             )
     sections = {name: manifest["sections"][name] for name in wanted["sections"]}
-    held = {"preset": manifest["preset"], "seed": manifest["seed"], **sections}
-    check_same(path, held, wanted | wanted.pop("sections"))
+    recorded = {"preset": manifest["preset"], "seed": manifest["seed"], **sections}
+    check_same(path, recorded, wanted | wanted.pop("sections"))
 
 
-def check_same(path: Path, held: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+def check_same(
+    path: Path, recorded: Mapping[str, Any], wanted: Mapping[str, Any]
+) -> None:
     """Check that settings are those that a run has.
 
     Raises:
       ValueError: names every entry that differs, and both values.
     """
-    differ = list(_differences(held, asked))
+    differ = list(_differences(recorded, wanted))
     if any(key == "preset" for key, *_ in differ):  # their sizes follow from it
         follows = ("world.", "answer.", "extract.")
-        differ = [one for one in differ if not one[0].startswith(follows)]
+        differ = [
+            difference for difference in differ if not difference[0].startswith(follows)
+        ]
     if not differ:
         return
     here, there = (
         ", ".join(
-            f"no {one[0]}" if one[side] is _ABSENT else f"{one[0]}={one[side]!r}"
-            for one in differ
+            f"no {difference[0]}"
+            if difference[side] is _ABSENT
+            else f"{difference[0]}={difference[side]!r}"
+            for difference in differ
         )
         for side in (1, 2)
     )
@@ -355,11 +363,11 @@ _ABSENT = object()
 
 
 def _differences(
-    held: Mapping[str, Any], asked: Mapping[str, Any], prefix: str = ""
+    recorded: Mapping[str, Any], wanted: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, Any, Any]]:
     """Yield the dotted name of every entry that differs, and both values."""
-    for key in dict.fromkeys([*held, *asked]):
-        here, there = held.get(key, _ABSENT), asked.get(key, _ABSENT)
+    for key in dict.fromkeys([*recorded, *wanted]):
+        here, there = recorded.get(key, _ABSENT), wanted.get(key, _ABSENT)
         if isinstance(here, dict) and isinstance(there, dict):
             yield from _differences(here, there, f"{prefix}{key}.")
         elif here != there:
@@ -553,15 +561,15 @@ class RunDir:
         if value is not None:
             where = f"{self.manifest}, section {name!r}"
             settings = decode_section(value, type(settings), where)
-        asked = settings if change is None else change(settings)
-        if value is not None and asked == settings:
-            return asked
+        changed = settings if change is None else change(settings)
+        if value is not None and changed == settings:
+            return changed
         if value is not None and not is_replaceable:
-            check_same(self.path, {name: value}, {name: as_json(asked)})
+            check_same(self.path, {name: value}, {name: as_json(changed)})
         if is_recorded:
-            manifest["sections"][name] = as_json(asked)
+            manifest["sections"][name] = as_json(changed)
             write_json_atomic(self.manifest, seal(manifest))
-        return asked
+        return changed
 
     def close(self) -> None:
         """Let go of the directory."""
@@ -594,10 +602,10 @@ class RunDir:
           outputs: files and folders it wrote, inside the run directory.
           verb: of the command line; by default its name.
         """
-        found = {
+        digests = {
             self._relative(path): sha256_tree(self.path / path) for path in outputs
         }
-        missing = [path for path, sha in found.items() if sha is None]
+        missing = [path for path, sha in digests.items() if sha is None]
         if missing:
             raise ValueError(
                 f"stage {name!r} says it wrote {missing[0]}, which is not in "
@@ -606,7 +614,7 @@ class RunDir:
         record = StageRecord(
             stage=name,
             inputs=dict(inputs),
-            outputs={path: str(sha) for path, sha in found.items()},
+            outputs={path: str(sha) for path, sha in digests.items()},
             verb=verb or name,
             seconds=round(seconds, 3),
             finished=utc_now(),
@@ -664,9 +672,11 @@ class RunDir:
         record = self.stage_record(name)
         if record is None or not record.finished:
             return None
-        own = [path for path in FOR_PEOPLE if path in record.outputs]
-        found = {path: sha256_tree(self.path / path) for path in own}
-        return next((p for p in own if found[p] not in (None, record.outputs[p])), None)
+        paths = [path for path in FOR_PEOPLE if path in record.outputs]
+        digests = {path: sha256_tree(self.path / path) for path in paths}
+        return next(
+            (p for p in paths if digests[p] not in (None, record.outputs[p])), None
+        )
 
     def stale_source(self, paths: Iterable[str]) -> tuple[str, str] | None:
         """Find, among what a stage is about to read, what is out of date itself.
@@ -692,7 +702,7 @@ class RunDir:
                     return before or (record.stage, path)
             return None
 
-        return next((found for path in paths if (found := look(path))), None)
+        return next((value for path in paths if (value := look(path))), None)
 
     def stage_done(self, name: str, inputs: Mapping[str, str] | None = None) -> bool:
         """Tell whether a stage is finished and nothing under it has changed."""
@@ -704,19 +714,19 @@ class RunDir:
         for path, sha in hashes.items():
             if sha is None:
                 raise NotWritten(self.path, path)
-        found = {path: str(sha) for path, sha in hashes.items()}
-        self._check_unaltered(found)
-        return found
+        digests = {path: str(sha) for path, sha in hashes.items()}
+        self._check_unaltered(digests)
+        return digests
 
-    def _check_unaltered(self, found: Mapping[str, str]) -> None:
+    def _check_unaltered(self, digests: Mapping[str, str]) -> None:
         """Check that files are as the stage that wrote them left them."""
         records = {name: self.stage_record(name) for name in self.stage_records()}
-        unknown = set(found)
+        unknown = set(digests)
         for name, record in records.items():
             written = record.outputs if record else {}
             unknown -= written.keys()
-            for path in sorted(found.keys() & written.keys()):
-                if record and found[path] != written[path]:
+            for path in sorted(digests.keys() & written.keys()):
+                if record and digests[path] != written[path]:
                     raise ValueError(
                         f"{self.path / path} has changed since stage {name} wrote it; "
                         f"restore it, or run `beatrice {record.verb}` again"
@@ -748,13 +758,15 @@ class RunDir:
         return (self.path / path).relative_to(self.path).as_posix()
 
 
-def _overlap(one: str, other: str) -> bool:
+def _overlap(first: str, other: str) -> bool:
     """Tell whether two paths are the same, or one lies in the other."""
-    return f"{one}/".startswith(f"{other}/") or f"{other}/".startswith(f"{one}/")
+    return f"{first}/".startswith(f"{other}/") or f"{other}/".startswith(f"{first}/")
 
 
-def _differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
-    return sorted(k for k in one.keys() | other.keys() if one.get(k) != other.get(k))
+def _differing(first: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    return sorted(
+        k for k in first.keys() | other.keys() if first.get(k) != other.get(k)
+    )
 
 
 def _known(setting: Setting) -> Setting:

@@ -167,8 +167,8 @@ def _in_words(kind: Any, complaint: str) -> str:
         what = f"{a_holder} needs the field {name!r}"
     elif what.startswith("Invalid enum value "):
         choices = ", ".join(map(str, typing.get_args(holder)))
-        found = what.removeprefix("Invalid enum value ")
-        what = f"expected one of {choices or 'the known names'}, found {found}"
+        value = what.removeprefix("Invalid enum value ")
+        what = f"expected one of {choices or 'the known names'}, found {value}"
     else:
         what = what.replace("`", "").replace("Expected", "expected")
         what = what.replace(", got", ", found")
@@ -183,7 +183,11 @@ def _type_at(kind: Any, path: str) -> Any:
     """Return the type of a field, such as that of an element of `passages[...]`."""
     for part in re.findall(r"\w+|\[", path):
         if part == "[":
-            inner = [one for one in typing.get_args(kind) if one is not Ellipsis]
+            inner = [
+                argument
+                for argument in typing.get_args(kind)
+                if argument is not Ellipsis
+            ]
             kind = inner[-1] if inner else None
         elif _is_struct(kind):
             kind = typing.get_type_hints(kind).get(part)
@@ -223,12 +227,12 @@ def read_sealed(path: Path, what_to_do: str) -> dict[str, Any]:
     Raises:
       ValueError: it is missing, is no such object, or was changed since.
     """
-    found = read_json(path, dict[str, Any], what_to_do)
-    if found.pop("sha256", None) != sha256_json(found):
+    fields = read_json(path, dict[str, Any], what_to_do)
+    if fields.pop("sha256", None) != sha256_json(fields):
         raise ValueError(
             f"{path} is damaged or edited: its own SHA-256 does not match; {what_to_do}"
         )
-    return found
+    return fields
 
 
 def sha256_file(path: Path) -> str:
@@ -242,10 +246,10 @@ def sha256_file(path: Path) -> str:
     key = (str(path), at.st_ino, at.st_size, at.st_mtime_ns)
     if key not in _hashed:
         with path.open("rb") as stream:
-            found = hashlib.file_digest(stream, "sha256").hexdigest()
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
         if time.time() - at.st_mtime < _SETTLED:
-            return found
-        _hashed[key] = found
+            return digest
+        _hashed[key] = digest
     return _hashed[key]
 
 
@@ -283,11 +287,11 @@ def verify_checksums(folder: Path) -> None:
     """
     what_to_do = "copy the folder again or do the stage again"
     expected = read_json(folder / CHECKSUMS, dict[str, str], what_to_do)
-    found = _names(folder)
-    if odd := sorted(set(expected) ^ set(found)):
+    names = _names(folder)
+    if odd := sorted(set(expected) ^ set(names)):
         what = "missing" if odd[0] in expected else f"not in {CHECKSUMS}"
         raise ValueError(f"{folder} is damaged: {odd[0]} is {what}; {what_to_do}")
-    for name in found:
+    for name in names:
         if sha256_file(folder / name) != expected[name]:
             raise ValueError(
                 f"{folder} is damaged: {name} does not match its SHA-256; {what_to_do}"

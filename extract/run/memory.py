@@ -30,17 +30,17 @@ def peak_bytes() -> int:
 
     Where the mark cannot be reset, since the process began.
     """
-    found = _resident("VmHWM")
-    if found is not None:
-        return found
+    n_bytes = _resident("VmHWM")
+    if n_bytes is not None:
+        return n_bytes
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def held_bytes() -> int:
     """Return what is resident now, in bytes; where unknown, the peak so far."""
-    found = _resident("VmRSS")
-    return peak_bytes() if found is None else found
+    n_bytes = _resident("VmRSS")
+    return peak_bytes() if n_bytes is None else n_bytes
 
 
 def _resident(field: str) -> int | None:
@@ -80,13 +80,13 @@ def return_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def _tell(limits: Mapping[int, int], environ: Mapping[str, str]) -> bool:
-    own = (
+    ours = (
         "MALLOC_TRIM_THRESHOLD_",
         "MALLOC_MMAP_THRESHOLD_",
         "MALLOC_ARENA_MAX",
         "GLIBC_TUNABLES",
     )
-    if sys.platform != "linux" or any(name in environ for name in own):
+    if sys.platform != "linux" or any(name in environ for name in ours):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and all([mallopt(*limit) for limit in limits.items()])

@@ -293,11 +293,11 @@ def read_result_rows(run: RunDir) -> list[ResultRow]:
     Raises:
       ValueError: there is no row, a line is none, or two rows give one number twice.
     """
-    found = list(read_rows(run.results))
-    if not found:
+    rows = list(read_rows(run.results))
+    if not rows:
         raise ValueError(f"{run.results} holds no row; evaluate the run first")
     lines: dict[tuple[Any, ...], int] = {}
-    for number, row in enumerate(found, start=1):
+    for number, row in enumerate(rows, start=1):
         fields = msgspec.structs.asdict(row).items()
         identity = tuple(value for name, value in fields if name not in MEASURED)
         if lines.setdefault(identity, number) != number:
@@ -305,4 +305,4 @@ def read_result_rows(run: RunDir) -> list[ResultRow]:
                 f"{run.results}, lines {lines[identity]} and {number}: two rows for "
                 f"({row.where}), expected one; run the stages that write them again"
             )
-    return found
+    return rows

@@ -128,12 +128,12 @@ class Stage:
         if not paths or change is None:
             options.setdefault("is_replaceable", not paths)
             return run.settle(name, self.presets, change, **options)
-        asked = change(run.settle(name, self.presets, is_recorded=False))
+        settings = change(run.settle(name, self.presets, is_recorded=False))
         try:
-            return run.settle(name, self.presets, lambda _: asked, **options)
+            return run.settle(name, self.presets, lambda _: settings, **options)
         except ValueError as error:
-            made = " and ".join(map(str, paths))
-            raise ValueError(f"{error}, or delete {made} to make it anew") from error
+            outputs = " and ".join(map(str, paths))
+            raise ValueError(f"{error}, or delete {outputs} to make it anew") from error
 
 
 def side_by_side(

@@ -148,8 +148,12 @@ def options(**kinds: type) -> Callable[[Command], Command]:
         name: [(f, typing.get_type_hints(kind)[f.name]) for f in _fields(kind)]
         for name, kind in kinds.items()
     }
-    rare = {f.name: (f, h) for own in fields.values() for f, h in own if _is_rare(f)}
-    usual = [pair for own in fields.values() for pair in own if not _is_rare(pair[0])]
+    rare = {
+        f.name: (f, h) for pairs in fields.values() for f, h in pairs if _is_rare(f)
+    }
+    usual = [
+        pair for pairs in fields.values() for pair in pairs if not _is_rare(pair[0])
+    ]
 
     def add(command: Command) -> Command:
         @functools.wraps(command)

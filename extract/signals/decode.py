@@ -226,8 +226,8 @@ class DecodeReading(AttentionReading):
         start = max(self._n_before, self._first_hidden)
         if start < stop:
             columns = slice(start - self._first_hidden, stop - self._first_hidden)
-            kept = states[:, start - self._n_before :]
-            self._hidden[self._index, columns, self._slots[entry]] = kept
+            read = states[:, start - self._n_before :]
+            self._hidden[self._index, columns, self._slots[entry]] = read
 
     def _after_decoder(self, module: Any, inputs: Any, output: Any) -> None:
         """Read the prompt's next-token distributions; keep the last token's states."""

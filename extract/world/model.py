@@ -362,11 +362,11 @@ def _batches(
             yield [(1.0, _encode(rows, vocabulary))]
             continue
         facts = sampler.fact_rows(rng, config.n_fact_rows)
-        whole = [rng.random() < 0.15 for _ in facts]
+        are_whole = [rng.random() < 0.15 for _ in facts]
         reading = sampler.reading_rows(rng, config.n_reading_rows)
         ramp = min(1.0, 0.2 + 0.8 * (step - config.n_reading_steps) / 80)
         yield [
-            (ramp, _encode(facts, vocabulary, whole)),
+            (ramp, _encode(facts, vocabulary, are_whole)),
             (config.reading_weight, _encode(reading, vocabulary)),
         ]
 

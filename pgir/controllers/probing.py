@@ -174,7 +174,8 @@ class Probing:
                     continue
                 sums = self._sums(calls[first : places.stop]).tolist()
                 yield [
-                    (i, (own[0], own[1])) for i, own in zip(places, sums, strict=True)
+                    (i, (pair[0], pair[1]))
+                    for i, pair in zip(places, sums, strict=True)
                 ]
 
     def cost(self, call: Call, value: tuple[float, float]) -> Cost:

@@ -82,20 +82,22 @@ class _Drawn(NamedTuple):
 Drawn = dict[tuple[str, str], _Drawn]  # by controller and metric
 
 
-def _drawn(one: QuestionSet, answers: Answers, bootstrap: BootstrapConfig) -> Drawn:
+def _drawn(
+    questions: QuestionSet, answers: Answers, bootstrap: BootstrapConfig
+) -> Drawn:
     """Measure every controller on a set."""
     measured = {
         (name, metric): values
         for name, answered in answers.items()
-        for metric, values in measures(one.examples, answered).items()
+        for metric, values in measures(questions.examples, answered).items()
     }
     every = np.stack(list(measured.values()))
-    ids = np.array([example.id for example in one.examples])
+    ids = np.array([example.id for example in questions.examples])
     parts = [every @ weights for weights in resamples(ids, bootstrap)]
     draws = np.concatenate(parts, axis=1) / len(ids)
     return {
-        key: _Drawn(float(values.mean()), own, len(ids))
-        for (key, values), own in zip(measured.items(), draws, strict=True)
+        key: _Drawn(float(values.mean()), drawn, len(ids))
+        for (key, values), drawn in zip(measured.items(), draws, strict=True)
     }
 
 
@@ -114,14 +116,14 @@ def _macro(sets: Sequence[Drawn]) -> Drawn:
 def _rows(drawn: Drawn, experiment: str, **place: str) -> list[ResultRow]:
     """Return the rows of all controllers, then how much more PGIR has than each."""
     rows = [
-        one.row(experiment=experiment, detector=name, metric=metric, **place)
-        for (name, metric), one in drawn.items()
+        draws.row(experiment=experiment, detector=name, metric=metric, **place)
+        for (name, metric), draws in drawn.items()
     ]
     for ours, paired in PAIRED.items():
         place |= {"experiment": paired, "detector": ours}
         rows += [
-            drawn[ours, metric].minus(one, against=name, metric=metric, **place)
-            for (name, metric), one in drawn.items()
+            drawn[ours, metric].minus(draws, against=name, metric=metric, **place)
+            for (name, metric), draws in drawn.items()
             if (ours, metric) in drawn
             and name != ours
             and name in CONTROLLERS
@@ -147,10 +149,12 @@ def control_rows(
       bootstrap: how often questions are resampled.
     """
     rows, evaluated = [], []
-    for one, own in zip(sets, answers, strict=True):
-        drawn = _drawn(one, own, bootstrap)
-        rows += _rows(drawn, "controller", dataset=one.dataset, split=one.split)
-        if one.split != "validation":
+    for questions, answers_of_set in zip(sets, answers, strict=True):
+        drawn = _drawn(questions, answers_of_set, bootstrap)
+        rows += _rows(
+            drawn, "controller", dataset=questions.dataset, split=questions.split
+        )
+        if questions.split != "validation":
             evaluated.append(drawn)
     if evaluated:
         place = {"dataset": MACRO, "split": "evaluated"}
@@ -199,18 +203,18 @@ def frontier(
       config: what was searched.
     """
     points = []
-    for one in traced:
-        if one.split == "validation":
+    for traced_set in traced:
+        if traced_set.split == "validation":
             continue
         for budget in range(1, config.max_budget + 1):
             limited = Policy(threshold=policy.threshold, budget=budget)
-            decisions = [decide(trace, limited) for trace in one.traces]
-            pairs = zip(one.traces, decisions, strict=True)
+            decisions = [decide(trace, limited) for trace in traced_set.traces]
+            pairs = zip(traced_set.traces, decisions, strict=True)
             texts = [trace[decision.round].answer for trace, decision in pairs]
-            columns = _quality(one.examples, texts)
+            columns = _quality(traced_set.examples, texts)
             columns["generations"] = np.array([d.n_generations for d in decisions])
             means = {metric: float(np.mean(x)) for metric, x in columns.items()}
-            keys = {"controller": name, "dataset": one.dataset, "budget": budget}
+            keys = {"controller": name, "dataset": traced_set.dataset, "budget": budget}
             points.append(keys | means)
     return points
 
@@ -289,9 +293,9 @@ def choose_cases(traced: Sequence[Traced], policy: Policy) -> list[Chosen]:
     has been shown least, of equals the earlier one. Nobody picks.
     """
     outcomes: list[list[tuple[Decision, bool, bool]]] = []
-    for one in traced:
+    for traced_set in traced:
         outcomes.append([])
-        for trace, example in zip(one.traces, one.examples, strict=True):
+        for trace, example in zip(traced_set.traces, traced_set.examples, strict=True):
             decision = decide(trace, policy)
             first, last = (
                 exact_match(trace[r].answer, example.golds) for r in (0, decision.round)
@@ -303,8 +307,8 @@ def choose_cases(traced: Sequence[Traced], policy: Policy) -> list[Chosen]:
             n_shown = collections.Counter(place for place, _ in shown)
             fitting = (
                 (n_shown[s], s, i)
-                for s, own in enumerate(outcomes)
-                for i, outcome in enumerate(own)
+                for s, values in enumerate(outcomes)
+                for i, outcome in enumerate(values)
                 if (s, i) not in shown and matches(*outcome)
             )
             best = min(fitting, default=None)
@@ -320,16 +324,19 @@ def make_cases(
 ) -> list[dict[str, Any]]:
     """Return the case studies of the evaluated sets as the report shows them."""
     cases = []
-    for one in choose_cases(traced, policy):
-        example, trace = one.traced.examples[one.place], one.traced.traces[one.place]
-        drafts = [trace[r] for r in sorted({0, one.decision.round})]
+    for case in choose_cases(traced, policy):
+        example, trace = (
+            case.traced.examples[case.place],
+            case.traced.traces[case.place],
+        )
+        drafts = [trace[r] for r in sorted({0, case.decision.round})]
         cases.append(
             {
                 "dataset": example.dataset,
                 "question": example.question,
                 "golds": list(example.golds[:2]),
-                "action": one.action,
-                "verdict": one.verdict,
+                "action": case.action,
+                "verdict": case.verdict,
                 "drafts": [_shown_draft(answering, example, d) for d in drafts],
             }
         )

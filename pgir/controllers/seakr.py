@@ -40,10 +40,10 @@ def uncertainty(states: np.ndarray) -> float:
     """
     if not len(states):
         return 0.0
-    own = states.astype(np.float64)
-    centred = own - own.mean(axis=1, keepdims=True)
-    gram = centred @ centred.T + _RIDGE * np.eye(len(own))
-    return float(np.linalg.slogdet(gram)[1] / len(own))
+    wide = states.astype(np.float64)
+    centred = wide - wide.mean(axis=1, keepdims=True)
+    gram = centred @ centred.T + _RIDGE * np.eye(len(wide))
+    return float(np.linalg.slogdet(gram)[1] / len(wide))
 
 
 class Spreading:

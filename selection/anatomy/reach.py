@@ -174,8 +174,8 @@ class SmallSampleTrainer:
             read_train=read,
             where=tuple(splits),
             in_memory=tuple(
-                (Bucket(np.arange(len(own)), read(own, self.lengths)),)
-                for own in splits
+                (Bucket(np.arange(len(split)), read(split, self.lengths)),)
+                for split in splits
             ),
         )
 
