@@ -181,7 +181,7 @@ def report(run_dir: Path, run_b: Path | None, how: ReportOptions) -> None:
         raise click.UsageError("--out is for a comparison; give RUN_B too")
     do(run_dir, REPORT)
     if how.ledger:
-        from beatrice.benchmarks.results.paper import ledger
+        from beatrice.benchmarks.results.ledger import ledger
 
         click.echo(ledger(run_experiment(RunDir(run_dir))))
 

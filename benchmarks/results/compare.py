@@ -8,12 +8,12 @@ import pandas
 
 from beatrice.benchmarks.results.findings import Finding, measured, questions_of
 from beatrice.benchmarks.results.names import DETECTORS, RIVALS, SETTING_LABELS
+from beatrice.benchmarks.results.printing import markdown
 from beatrice.benchmarks.results.tables import (
     EVALUATED,
     Place,
     find,
     interval,
-    markdown,
     number,
     of_subject,
     places_of,

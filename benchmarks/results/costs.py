@@ -7,7 +7,8 @@ import pandas
 from beatrice.benchmarks.baselines.detector import DetectorCost
 from beatrice.benchmarks.results.figures import CostKind, Picture, cost_figure, picture
 from beatrice.benchmarks.results.names import CHAMPION, SETTING_LABELS
-from beatrice.benchmarks.results.tables import markdown, number, where
+from beatrice.benchmarks.results.printing import markdown
+from beatrice.benchmarks.results.tables import number, where
 from beatrice.extract.records import IN_DOMAIN, SETTINGS
 from beatrice.extract.run.rows import Subject
 from beatrice.extract.run.stages import bytes_in_words

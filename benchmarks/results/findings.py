@@ -24,20 +24,18 @@ from beatrice.benchmarks.results.names import (
     SETTING_LABELS,
     encoder,
 )
+from beatrice.benchmarks.results.printing import latex, markdown, tex
 from beatrice.benchmarks.results.significance import seed_spread
 from beatrice.benchmarks.results.tables import (
     EVALUATED,
     Place,
     find,
     interval,
-    latex,
-    markdown,
     number,
     of_subject,
     p_text,
     places_of,
     row_value,
-    tex,
     where,
 )
 from beatrice.extract.label.labels import too_few_answers

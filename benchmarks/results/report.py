@@ -16,7 +16,7 @@ import pandas
 
 from beatrice.benchmarks.baselines.detector import DetectorCost
 from beatrice.benchmarks.baselines.judge import costs_file, read_costs
-from beatrice.benchmarks.results import costs, figures, significance, tables
+from beatrice.benchmarks.results import costs, figures, printing, significance, tables
 from beatrice.benchmarks.results.anatomy import anatomy_parts
 from beatrice.benchmarks.results.compare import Side
 from beatrice.benchmarks.results.figures import Picture, picture
@@ -28,6 +28,7 @@ from beatrice.benchmarks.results.findings import (
     grids,
     measured,
 )
+from beatrice.benchmarks.results.ledger import Experiment
 from beatrice.benchmarks.results.names import (
     CHAMPION,
     CONTROLS,
@@ -39,7 +40,7 @@ from beatrice.benchmarks.results.names import (
     SETTING_LABELS,
     SPLIT_LABELS,
 )
-from beatrice.benchmarks.results.paper import Experiment, verdict_counts
+from beatrice.benchmarks.results.paper import verdict_counts
 from beatrice.benchmarks.results.tables import (
     find,
     interval,
@@ -644,10 +645,10 @@ def tables_as_text(data: ReportData) -> tuple[str, str, str, str]:
     answered = findings(results, data.accuracy)
     beside = facts(results, data.accuracy, data.sweep, data.selection)
     panoramas = tables.panoramas(results, titles)
-    markdown = [f"### {h}\n\n{tables.as_markdown(t)}" for h, t in panoramas.items()]
+    markdown = [f"### {h}\n\n{printing.as_markdown(t)}" for h, t in panoramas.items()]
     markdown.append(significance.as_markdown(results, titles))
     markdown.append(costs.as_markdown(data.judged, results))
-    latex = [f"% {h}\n{tables.as_latex(t)}" for h, t in panoramas.items()]
+    latex = [f"% {h}\n{printing.as_latex(t)}" for h, t in panoramas.items()]
     latex.append(significance.as_latex(results, titles))
     return (
         as_markdown(answered, beside),
@@ -667,7 +668,9 @@ def rows_as_markdown(rows: Sequence[ResultRow]) -> str:
         "Retrieval controllers": tables.controller_table(results),
         "Gain of PGIR": tables.paired_table(results, "controller_paired"),
     }
-    parts = [f"### {h}\n\n{tables.as_markdown(t)}" for h, t in shown.items() if t.lines]
+    parts = [
+        f"### {h}\n\n{printing.as_markdown(t)}" for h, t in shown.items() if t.lines
+    ]
     return "\n".join([*parts, significance.as_markdown(results)])
 
 
@@ -770,14 +773,14 @@ def summary(path: Path) -> dict[str, Any]:
     ]
     judged = read_costs(costs_file(run)) if "baselines" in published(run) else ()
     detection = tables.detection_table(results, titles=costs.titles_of(judged))
-    gains = tables.as_text(tables.paired_table(results))
+    gains = printing.as_text(tables.paired_table(results))
     parts = [
-        tables.as_text(detection),
+        printing.as_text(detection),
         f"Gain of the selected encoders in AUROC\n{gains}",
         "\n".join(("Selected encoders", *selected)),
     ]
     if run.stage_record("control") is not None:
-        gains = tables.as_text(tables.paired_table(results, "controller_paired"))
-        parts.append(tables.as_text(tables.controller_table(results)))
+        gains = printing.as_text(tables.paired_table(results, "controller_paired"))
+        parts.append(printing.as_text(tables.controller_table(results)))
         parts.append(f"Gain of PGIR in exact match / F1\n{gains}")
     return {"headline": headline, "text": "\n\n".join(parts)}

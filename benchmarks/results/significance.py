@@ -25,20 +25,18 @@ from beatrice.benchmarks.results.names import (
     RIVALS,
     SETTING_LABELS,
 )
+from beatrice.benchmarks.results.printing import latex, markdown, tex
 from beatrice.benchmarks.results.tables import (
     EVALUATED,
     Place,
     Titles,
     excludes_zero,
     interval,
-    latex,
-    markdown,
     number,
     of_subject,
     p_text,
     places_of,
     row_value,
-    tex,
     where,
 )
 from beatrice.extract.records import IN_DOMAIN

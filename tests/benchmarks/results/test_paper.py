@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from beatrice.benchmarks.results.ledger import as_markdown
 from beatrice.benchmarks.results.names import encoder
 from beatrice.benchmarks.results.paper import (
     PaperCell,
-    as_markdown,
     beside,
     read_ledger,
     signs,

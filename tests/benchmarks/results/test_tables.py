@@ -13,12 +13,10 @@ from beatrice.benchmarks.results.names import (
     WITHOUT_HIDDEN,
     encoder,
 )
+from beatrice.benchmarks.results.printing import as_latex, as_markdown, as_text
 from beatrice.benchmarks.results.tables import (
     CHANCE,
     Column,
-    as_latex,
-    as_markdown,
-    as_text,
     control_tables,
     controller_table,
     counts_of,

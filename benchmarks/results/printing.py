@@ -1,0 +1,163 @@
+"""Tables as text: Markdown, LaTeX and the terminal."""
+
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import rich.box
+import rich.console
+import rich.table
+import rich.text
+
+from beatrice.benchmarks.results.tables import (
+    Cell,
+    Measure,
+    Rank,
+    Table,
+    counts_of,
+    interval,
+    row_value,
+)
+
+
+def markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """Format texts as a Markdown table."""
+    rows = ["| " + " | ".join(cells) + " |" for cells in (heads, *lines)]
+    rows.insert(1, "|---" * len(heads) + "|")
+    return "\n".join(rows) + "\n"
+
+
+_TEX = {"_": r"\_", "%": r"\%", "&": r"\&", "#": r"\#", "$": r"\$", "–": "--"}
+_TEX |= {"−": "$-$", "±": r"$\pm$", "→": r"$\to$", "†": r"$^\dagger$"}
+
+
+def tex(text: str) -> str:
+    """Return a text with what LaTeX reads as commands escaped."""
+    return "".join(_TEX.get(letter, letter) for letter in text)
+
+
+def latex(
+    align: str, head: Sequence[str], lines: Iterable[Sequence[str]], foot: str = ""
+) -> str:
+    """Format texts as a LaTeX table (booktabs).
+
+    Args:
+      align: of the columns.
+      head: finished lines above the first rule.
+      lines: cells, whose markup is LaTeX already.
+      foot: a finished line below another rule.
+    """
+    body = [" & ".join(cells) + r" \\" for cells in lines]
+    below = [r"\midrule", foot] if foot else []
+    parts = [rf"\begin{{tabular}}{{{align}}}", r"\toprule", *head, r"\midrule", *body]
+    return "\n".join([*parts, *below, r"\bottomrule", r"\end{tabular}"]) + "\n"
+
+
+def _spelled(
+    table: Table, marks: Mapping[Rank | None, str], note: str, absent: str
+) -> Iterator[list[str]]:
+    """Yield the texts of every line's cells."""
+
+    def text(m: Measure | None) -> str:
+        if m is None:
+            return absent
+        numbers = [str(table.notes.index(n) + 1) for n in m.notes]
+        references = note % ",".join(numbers) if numbers else ""
+        return marks[m.rank] % row_value(m.row) + references
+
+    for line in table.lines:
+        yield ["/".join(map(text, cell)) for cell in line.cells]
+
+
+def as_markdown(table: Table) -> str:
+    """Format a table as Markdown; its notes are a numbered list below it."""
+    marks: dict[Rank | None, str] = {
+        "best": "**%s**",
+        "second": "<u>%s</u>",
+        None: "%s",
+    }
+    heads = [f"{c.group}: {c.label}, {c.detail}" for c in table.columns]
+    cells = _spelled(table, marks, "<sup>%s</sup>", "–")
+    lines = [[x.label, *values] for x, values in zip(table.lines, cells, strict=True)]
+    lines.append(["n (left out)", *counts_of(table)])
+    notes = [f"{i}. {note}\n" for i, note in enumerate(table.notes, start=1)]
+    below = "\n" + "".join(notes) if notes else ""
+    return markdown([table.corner, *heads], lines) + below
+
+
+def as_latex(table: Table) -> str:
+    """Format a table as LaTeX (booktabs); its notes follow in small print."""
+    marks: dict[Rank | None, str] = {
+        "best": r"\textbf{%s}",
+        "second": r"\underline{%s}",
+    }
+    marks[None] = "%s"
+    groups, rules, start = [""], [], 2
+    for group, width in table.groups.items():
+        groups.append(rf"\multicolumn{{{width}}}{{c}}{{{tex(group)}}}")
+        rules.append(rf"\cmidrule(lr){{{start}-{start + width - 1}}}")
+        start += width
+    heads = [tex(f"{c.label}, {c.detail}") for c in table.columns]
+    cells = _spelled(table, marks, r"\textsuperscript{%s}", "--")
+    text = latex(
+        "l" + "c" * len(table.columns),
+        [
+            " & ".join(groups) + r" \\",
+            " ".join(rules),
+            " & ".join([tex(table.corner), *heads]) + r" \\",
+        ],
+        ([tex(x.label), *values] for x, values in zip(table.lines, cells, strict=True)),
+        " & ".join(["$n$ (left out)", *counts_of(table)]) + r" \\",
+    )
+    notes = [f"{i}. {tex(note)}." for i, note in enumerate(table.notes, start=1)]
+    small = r"\\ {\footnotesize " + " ".join(notes) + "}\n" if notes else ""
+    return text + small
+
+
+def _cell_text(cell: Cell, notes: Sequence[str]) -> str:
+    """Format one cell for the terminal, its interval on a second line."""
+    marks = {"best": "*", "second": "+", None: ""}
+    parts = []
+    for m in cell:
+        if m is None:
+            parts.append("-")
+            continue
+        references = "".join(f"[{notes.index(note) + 1}]" for note in m.notes)
+        clear = "!" if m.is_clear else ""
+        parts.append(f"{row_value(m.row)}{marks[m.rank]}{clear}{references}")
+    below = interval(cell[0].row).replace("–", "-") if cell[0] else ""
+    return "/".join(parts) + (f"\n{below}" if below else "")
+
+
+def _block(table: Table, chosen: Sequence[int], title: str | None) -> rich.table.Table:
+    """Build one block of columns."""
+    block = rich.table.Table(title=title, title_justify="left", box=rich.box.SIMPLE)
+    block.add_column(rich.text.Text(table.corner))
+    for i in chosen:
+        column = table.columns[i]
+        head = rich.text.Text(f"{column.label}\n{column.detail}")
+        block.add_column(head, no_wrap=True)
+    for line in table.lines:
+        cells = [_cell_text(line.cells[i], table.notes) for i in chosen]
+        block.add_row(*map(rich.text.Text, (line.label, *cells)))
+    return block
+
+
+def as_text(table: Table, width: int = 100) -> str:
+    """Format a table in plain characters; groups are stacked where it is too wide.
+
+    The best value of a column has a `*`, the second a `+`, a difference whose interval
+    excludes zero a `!`; under the first metric of a cell stands its 95 % interval, and
+    `[1]` refers to the notes below.
+    """
+    stream = io.StringIO()
+    console = rich.console.Console(file=stream, width=width, color_system=None)
+    n_columns = len(table.columns)
+    if 28 + 13 * n_columns <= width:
+        console.print(_block(table, range(n_columns), None))
+    else:
+        for group in table.groups:
+            chosen = [i for i, c in enumerate(table.columns) if c.group == group]
+            console.print(_block(table, chosen, group))
+    for index, note in enumerate(table.notes, start=1):
+        console.print(rich.text.Text(f"[{index}] {note}"))
+    return "\n".join(line.rstrip() for line in stream.getvalue().split("\n"))
