@@ -145,7 +145,9 @@ def options(**kinds: type) -> Callable[[Command], Command]:
       **kinds: the classes, by the argument in which the command gets an instance.
     """
     fields = {
-        name: [(f, typing.get_type_hints(kind)[f.name]) for f in _fields(kind)]
+        name: [
+            (f, typing.get_type_hints(kind)[f.name]) for f in dataclasses.fields(kind)
+        ]
         for name, kind in kinds.items()
     }
     rare = {
@@ -171,10 +173,6 @@ def options(**kinds: type) -> Callable[[Command], Command]:
         return with_options
 
     return add
-
-
-def _fields(kind: type) -> Sequence[dataclasses.Field]:
-    return dataclasses.fields(kind)
 
 
 def _is_rare(field: dataclasses.Field) -> bool:
