@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from beatrice.extract.datasets.loading import read_questions
     from beatrice.extract.records import Answer, Example, Label, Passage
+    from beatrice.fitting import FitConfig, fit
     from beatrice.model import LanguageModel
     from beatrice.pgir.scorer import Score
-    from beatrice.probe import FitConfig, Probe, fit, load
+    from beatrice.probe import Probe, load
     from beatrice.signals import Signals
 
 __all__ = [
@@ -40,7 +41,8 @@ _PLACES = {
     **dict.fromkeys(
         ("Answer", "Example", "Label", "Passage"), "beatrice.extract.records"
     ),
-    **dict.fromkeys(("FitConfig", "Probe", "fit", "load"), "beatrice.probe"),
+    **dict.fromkeys(("FitConfig", "fit"), "beatrice.fitting"),
+    **dict.fromkeys(("Probe", "load"), "beatrice.probe"),
     "LanguageModel": "beatrice.model",
     "Score": "beatrice.pgir.scorer",
     "Signals": "beatrice.signals",

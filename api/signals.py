@@ -22,6 +22,7 @@ from beatrice.extract.store.store import (
     read_family,
     write_range,
 )
+from beatrice.pgir.arguments import argument_error
 
 _N_SPANS = 3  # context, question, answer
 _MEMORY = "memory://beatrice-signals-"
@@ -262,3 +263,29 @@ def _ids(ids: Sequence[str] | None, n_answers: int) -> list[str]:
     if len(ids) != n_answers:
         raise ValueError(f"ids: expected {n_answers}, one an answer, found {len(ids)}")
     return [str(name) for name in ids]
+
+
+def by_setting(
+    signals: "Signals | Mapping[Setting, Signals]",
+) -> dict[Setting, Signals]:
+    """Return signals by the setting of their answers.
+
+    Raises:
+      ValueError: of another type, under a name that is not theirs, or empty.
+    """
+    passes = signals
+    if isinstance(signals, Signals):
+        passes = {signals.setting: signals}
+    if not isinstance(passes, Mapping) or not passes:
+        raise argument_error(
+            "signals", f"Signals, or a mapping from {' and '.join(SETTINGS)}", signals
+        )
+    for setting, part in passes.items():
+        if not isinstance(part, Signals):
+            raise argument_error(f"signals[{setting!r}]", "Signals", part)
+        if part.setting != setting:
+            raise ValueError(
+                f"signals[{setting!r}]: these are of {part.setting} answers; give them "
+                "under that name"
+            )
+    return {setting: passes[setting] for setting in SETTINGS if setting in passes}
