@@ -25,12 +25,11 @@ from beatrice.jaxprobe.config import EncoderConfig, FusionConfig
 from beatrice.jaxprobe.encoder import Encoder, Params, apply_module
 from beatrice.jaxprobe.families import (
     FamilyDims,
-    FamilyTokens,
     Features,
     Standardizer,
     check_features,
-    split_families,
 )
+from beatrice.jaxprobe.family_tokens import FamilyTokens, split_families
 from beatrice.jaxprobe.fusion import FusionHead, head_inputs, slots_of
 from beatrice.jaxprobe.scope import Scope, Threshold
 

@@ -23,7 +23,8 @@ import jax
 import jax.numpy as jnp
 
 from beatrice.jaxprobe.config import EncoderConfig, MatmulDtype
-from beatrice.jaxprobe.families import FamilyDims, FamilyTokens
+from beatrice.jaxprobe.families import FamilyDims
+from beatrice.jaxprobe.family_tokens import FamilyTokens
 from beatrice.jaxprobe.kernels.masked import (
     N_TAPS,
     channel_product,

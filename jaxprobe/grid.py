@@ -33,7 +33,8 @@ from beatrice.jaxprobe.encoder import (
     linear_logits,
     pooled_signals,
 )
-from beatrice.jaxprobe.families import FamilyTokens, subset_masks
+from beatrice.jaxprobe.families import subset_masks
+from beatrice.jaxprobe.family_tokens import FamilyTokens
 from beatrice.jaxprobe.kernels.projection import Draw
 from beatrice.jaxprobe.kernels.random import BATCHES, MEMBERS, stream_key
 from beatrice.jaxprobe.kernels.stored import use_one_blas_thread

@@ -24,7 +24,8 @@ from sklearn.svm import LinearSVC
 
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.encoder import COLLECTION, pooled_signals
-from beatrice.jaxprobe.families import FamilyTokens, subset_masks
+from beatrice.jaxprobe.families import subset_masks
+from beatrice.jaxprobe.family_tokens import FamilyTokens
 from beatrice.jaxprobe.grid import Trained
 from beatrice.jaxprobe.kernels.stored import use_one_blas_thread
 from beatrice.jaxprobe.metrics import auroc, is_gain

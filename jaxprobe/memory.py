@@ -30,7 +30,8 @@ from beatrice.jaxprobe.config import (
     row_choices,
 )
 from beatrice.jaxprobe.encoder import Encoder
-from beatrice.jaxprobe.families import FamilyDims, FamilyTokens, width_groups, widths_of
+from beatrice.jaxprobe.families import FamilyDims, width_groups, widths_of
+from beatrice.jaxprobe.family_tokens import FamilyTokens
 from beatrice.jaxprobe.grid import (
     Block,
     BlockArrays,

@@ -15,15 +15,8 @@ from beatrice.extract.records import IN_DOMAIN, Example, Label, Record, Setting,
 from beatrice.extract.run.files import read_json
 from beatrice.extract.store.families import Dtype
 from beatrice.extract.store.store import FeatureStore
-from beatrice.jaxprobe.families import (
-    FamilyDims,
-    FamilyTokens,
-    Standardizer,
-    keep_spans,
-    width_groups,
-    widths_of,
-    zero_span,
-)
+from beatrice.jaxprobe.families import FamilyDims, Standardizer, width_groups, widths_of
+from beatrice.jaxprobe.family_tokens import FamilyTokens, keep_spans, zero_span
 from beatrice.jaxprobe.tokens import (
     family_dims,
     fit_standardizer,

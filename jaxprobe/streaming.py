@@ -17,7 +17,7 @@ import numpy as np
 
 from beatrice.jaxprobe.config import StreamConfig, TrainConfig
 from beatrice.jaxprobe.encoder import Encoder
-from beatrice.jaxprobe.families import FamilyTokens
+from beatrice.jaxprobe.family_tokens import FamilyTokens
 from beatrice.jaxprobe.grid import (
     Block,
     BlockArrays,

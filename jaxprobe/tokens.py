@@ -14,7 +14,6 @@ from beatrice.extract.store.store import FeatureStore, Ragged, read_family
 from beatrice.jaxprobe.families import (
     ANSWER,
     FamilyDims,
-    FamilyTokens,
     Features,
     Standardizer,
     assemble,
@@ -24,6 +23,7 @@ from beatrice.jaxprobe.families import (
     used_spans,
     widths_of,
 )
+from beatrice.jaxprobe.family_tokens import FamilyTokens
 from beatrice.jaxprobe.kernels.stored import StoredTokens
 
 

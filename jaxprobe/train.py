@@ -53,11 +53,7 @@ from beatrice.jaxprobe.config import (
 )
 from beatrice.jaxprobe.encoder import Encoder, MemberOutputs
 from beatrice.jaxprobe.evaluation import permute_by_question
-from beatrice.jaxprobe.families import (
-    N_SUBSETS,
-    subset_index,
-    widths_of,
-)
+from beatrice.jaxprobe.families import N_SUBSETS, subset_index, widths_of
 from beatrice.jaxprobe.grid import (
     Member,
     Trained,

@@ -371,9 +371,7 @@ def shown_tokens(
         none (the first of all) is left out.
       first_token: which token the first row is of.
     """
-    from beatrice.jaxprobe.families import (
-        SPAN_NAMES,  # the report needs no JAX
-    )
+    from beatrice.jaxprobe.families import SPAN_NAMES  # the report needs no JAX
 
     # Whose text a token is, whichever positions the run reads as the answer.
     spans = sequence_of(answer, answer_span="emitting").spans

@@ -17,13 +17,8 @@ from safetensors.numpy import save_file
 from beatrice.extract.run.memory import begin_peak
 from beatrice.jaxprobe.config import GRID_PRESETS, EncoderConfig, TrainConfig
 from beatrice.jaxprobe.encoder import Encoder
-from beatrice.jaxprobe.families import (
-    SUBSETS,
-    Features,
-    Standardizer,
-    paper_dims,
-    split_families,
-)
+from beatrice.jaxprobe.families import SUBSETS, Features, Standardizer, paper_dims
+from beatrice.jaxprobe.family_tokens import split_families
 from beatrice.jaxprobe.grid import (
     Block,
     Labelled,

@@ -75,10 +75,10 @@ from beatrice.jaxprobe.families import (
     FamilyDims,
     Features,
     Standardizer,
-    split_families,
     width_groups,
     widths_of,
 )
+from beatrice.jaxprobe.family_tokens import split_families
 from beatrice.jaxprobe.grid import grid_members, member_logits
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.rows import Rows, partners, rows_at_once

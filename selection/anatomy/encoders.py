@@ -35,9 +35,9 @@ from beatrice.jaxprobe.families import (
     SPANS,
     SUBSETS,
     FamilyDims,
-    FamilyTokens,
     subset_index,
 )
+from beatrice.jaxprobe.family_tokens import FamilyTokens
 from beatrice.jaxprobe.grid import is_linear_only, member_logits
 from beatrice.jaxprobe.kernels.masked import materialize
 from beatrice.jaxprobe.metrics import BootstrapConfig

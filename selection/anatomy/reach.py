@@ -32,13 +32,8 @@ from beatrice.extract.records import IN_DOMAIN, Setting
 from beatrice.extract.run.rows import ResultRow, Subject
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
-from beatrice.jaxprobe.families import (
-    LETTERS,
-    SUBSET_NAMES,
-    FamilyTokens,
-    subset_index,
-    widths_of,
-)
+from beatrice.jaxprobe.families import LETTERS, SUBSET_NAMES, subset_index, widths_of
+from beatrice.jaxprobe.family_tokens import FamilyTokens
 from beatrice.jaxprobe.metrics import (
     BootstrapConfig,
     auroc,

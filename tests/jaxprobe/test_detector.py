@@ -18,10 +18,10 @@ from beatrice.jaxprobe.families import (
     SUBSETS,
     Features,
     paper_dims,
-    split_families,
     standardizer_of,
     subset_index,
 )
+from beatrice.jaxprobe.family_tokens import split_families
 from beatrice.jaxprobe.fusion import (
     FusionHead,
     PoolOutputs,

@@ -11,14 +11,13 @@ from beatrice.jaxprobe.families import (
     N_SUBSETS,
     SUBSET_NAMES,
     SUBSETS,
-    FamilyTokens,
     Features,
     Standardizer,
     paper_dims,
-    split_families,
     standardizer_of,
     subset_index,
 )
+from beatrice.jaxprobe.family_tokens import FamilyTokens, split_families
 from beatrice.jaxprobe.fusion import FusionHead, head_inputs
 from beatrice.jaxprobe.kernels.masked import token_convolution
 from beatrice.jaxprobe.kernels.projection import Draw

@@ -5,15 +5,13 @@ import pytest
 
 from beatrice.jaxprobe.families import (
     Features,
-    all_but,
-    keep_spans,
     paper_dims,
-    split_families,
     standardizer_of,
     subset_index,
     width_groups,
     widths_of,
 )
+from beatrice.jaxprobe.family_tokens import all_but, keep_spans, split_families
 from beatrice.jaxprobe.grid import (
     Block,
     fit_blocks,

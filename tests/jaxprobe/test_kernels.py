@@ -10,7 +10,8 @@ from threadpoolctl import threadpool_info, threadpool_limits
 
 from beatrice.jaxprobe.config import EncoderConfig, TrainConfig
 from beatrice.jaxprobe.encoder import Encoder
-from beatrice.jaxprobe.families import FamilyTokens, paper_dims
+from beatrice.jaxprobe.families import paper_dims
+from beatrice.jaxprobe.family_tokens import FamilyTokens
 from beatrice.jaxprobe.grid import member_keys
 from beatrice.jaxprobe.kernels import projection
 from beatrice.jaxprobe.kernels.projection import Draw, noise_factor, project

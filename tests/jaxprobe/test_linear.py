@@ -9,13 +9,8 @@ from sklearn.linear_model import LogisticRegression
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.config import TrainConfig
 from beatrice.jaxprobe.encoder import Encoder, pooled_signals
-from beatrice.jaxprobe.families import (
-    SUBSETS,
-    Features,
-    split_families,
-    standardizer_of,
-    subset_index,
-)
+from beatrice.jaxprobe.families import SUBSETS, Features, standardizer_of, subset_index
+from beatrice.jaxprobe.family_tokens import split_families
 from beatrice.jaxprobe.grid import Block, fit_blocks, labelled, member_outputs
 from beatrice.jaxprobe.linear import (
     Pooled,

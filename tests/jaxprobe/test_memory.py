@@ -17,12 +17,7 @@ from beatrice.jaxprobe.config import (
     as_bytes,
     row_choices,
 )
-from beatrice.jaxprobe.families import (
-    FLOATS,
-    N_SUBSETS,
-    paper_dims,
-    subset_index,
-)
+from beatrice.jaxprobe.families import FLOATS, N_SUBSETS, paper_dims, subset_index
 from beatrice.jaxprobe.grid import Block, Member, grid_members
 from beatrice.jaxprobe.kernels.random import RowKeys, hashed_bits, hashed_normal
 from beatrice.jaxprobe.memory import (

@@ -13,13 +13,8 @@ import pytest
 from beatrice.extract.store.families import encode
 from beatrice.jaxprobe.config import EncoderConfig, StreamConfig, TrainConfig
 from beatrice.jaxprobe.encoder import Encoder, pooled_signals
-from beatrice.jaxprobe.families import (
-    FamilyTokens,
-    keep_spans,
-    paper_dims,
-    subset_index,
-    zero_span,
-)
+from beatrice.jaxprobe.families import paper_dims, subset_index
+from beatrice.jaxprobe.family_tokens import FamilyTokens, keep_spans, zero_span
 from beatrice.jaxprobe.grid import Block, fit_blocks, labelled, member_outputs
 from beatrice.jaxprobe.kernels.stored import StoredTokens, take_rows, values_of
 from beatrice.jaxprobe.streaming import Streamed, fit_streamed

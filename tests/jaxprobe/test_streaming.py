@@ -6,12 +6,8 @@ import numpy as np
 import pytest
 
 from beatrice.jaxprobe.config import StreamConfig, TrainConfig
-from beatrice.jaxprobe.families import (
-    Standardizer,
-    split_families,
-    standardizer_of,
-    subset_index,
-)
+from beatrice.jaxprobe.families import Standardizer, standardizer_of, subset_index
+from beatrice.jaxprobe.family_tokens import split_families
 from beatrice.jaxprobe.grid import Block, fit_blocks, labelled
 from beatrice.jaxprobe.streaming import (
     Streamed,

@@ -13,10 +13,10 @@ from beatrice.jaxprobe.families import (
     FLOATS,
     FamilyDims,
     letters_of,
-    split_families,
     standardizer_of,
     used_spans,
 )
+from beatrice.jaxprobe.family_tokens import split_families
 from beatrice.jaxprobe.kernels.stored import values_of
 from beatrice.jaxprobe.tokens import (
     family_dims,

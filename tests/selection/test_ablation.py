@@ -10,10 +10,10 @@ from beatrice.jaxprobe.families import (
     FLOATS,
     N_SUBSETS,
     SUBSET_NAMES,
-    FamilyTokens,
     paper_dims,
     subset_index,
 )
+from beatrice.jaxprobe.family_tokens import FamilyTokens
 from beatrice.jaxprobe.fusion import pool_outputs
 from beatrice.jaxprobe.grid import Block, Member
 from beatrice.jaxprobe.rows import Bucket, TrainingSet

@@ -17,13 +17,8 @@ from beatrice.benchmarks.bench.torch_encoder import (
 )
 from beatrice.jaxprobe.config import EncoderConfig
 from beatrice.jaxprobe.encoder import Encoder
-from beatrice.jaxprobe.families import (
-    SUBSETS,
-    Standardizer,
-    paper_dims,
-    split_families,
-    subset_index,
-)
+from beatrice.jaxprobe.families import SUBSETS, Standardizer, paper_dims, subset_index
+from beatrice.jaxprobe.family_tokens import split_families
 from beatrice.jaxprobe.memory import Workload, families_of
 
 SPANS = ((0, 5), (3, 7), (1, 4))  # the first one is empty for some examples
