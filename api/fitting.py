@@ -26,7 +26,7 @@ from beatrice.jaxprobe.calibrate import (
     calibrated,
     pool_of,
 )
-from beatrice.jaxprobe.calibration import brier, ece
+from beatrice.jaxprobe.calibration import brier, choose_calibrator, ece
 from beatrice.jaxprobe.config import (
     GRID_PRESETS,
     SELECT_PRESETS,
@@ -117,7 +117,8 @@ def fit(
       config: how it is fitted, or the name of a preset: "few" begins encoders as
         regressions, for hundreds of answers; "demo" is for thousands, "paper" is the
         paper's; "smoke" means nothing and is quick.
-      precision: share of trusted answers that shall be right, in (0, 1].
+      precision: share of trusted answers that shall be right, in (0, 1); the threshold
+        holds it with 90 % confidence, or there is none.
       seed: of every random choice.
       progress: show how far it is.
 
@@ -151,7 +152,11 @@ def fit(
     }
     fused = _fuse(pools, heads)
     detector = calibrated(
-        fused, grids, provenance=_provenance(passes, layer), precision=precision
+        fused,
+        grids,
+        provenance=_provenance(passes, layer),
+        precision=precision,
+        fit_map=choose_calibrator,
     )
     report = _report(fused, detector, rows, config.n_resamples, seed)
     model = next(iter(passes.values())).model

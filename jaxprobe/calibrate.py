@@ -249,19 +249,31 @@ class FusedHead(NamedTuple):
     scores: np.ndarray
 
 
+# From raw scores, labels and questions to a map.
+FitMap = Callable[[np.ndarray, np.ndarray, np.ndarray], Calibrator]
+
+
+def isotonic_map(
+    scores: np.ndarray, labels: np.ndarray, questions: np.ndarray
+) -> Calibrator:
+    """Fit the paper's map, to which questions are nothing."""
+    return fit_calibrator(scores, labels)
+
+
 def calibrated_head(
-    branch: HeadName, fused: FusedHead, grid: Grid, precision: float
+    branch: HeadName, fused: FusedHead, grid: Grid, precision: float, fit_map: FitMap
 ) -> SettingHead:
     """Fit a head's map and threshold on the labelled validation rows."""
     where = grid.rows.where("validation")
     scores, labels = fused.scores.mean(axis=0)[where], grid.rows.labels[where]
-    calibrator = fit_calibrator(scores, labels)
+    questions = grid.rows.ids[where]
+    calibrator = fit_map(scores, labels, questions)
     return SettingHead(
         reads=reads(branch, fused.members, grid.dims.subset_names),
         config=fused.config,
         params=fused.params,
         calibrator=calibrator,
-        threshold=choose_threshold(calibrator(scores), labels, precision),
+        threshold=choose_threshold(calibrator(scores), labels, precision, questions),
     )
 
 
@@ -300,6 +312,7 @@ def calibrated(
     *,
     provenance: Provenance | None = None,
     precision: float = 0.9,
+    fit_map: FitMap = isotonic_map,
 ) -> Detector:
     """Return the detector of selected heads and the encoders that they read.
 
@@ -308,9 +321,12 @@ def calibrated(
       grids: the trained encoders, by pass; one that no head reads is left out.
       provenance: what the detector was trained on; None for a caller's arrays.
       precision: share of the trusted answers that shall be correct, in (0, 1].
+      fit_map: from scores to P.
     """
     heads: dict[HeadName, SettingHead] = {
-        branch: calibrated_head(branch, head, grids[branch_setting(branch)], precision)
+        branch: calibrated_head(
+            branch, head, grids[branch_setting(branch)], precision, fit_map
+        )
         for branch, head in fused.items()
     }
     banks = {}

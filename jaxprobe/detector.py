@@ -212,7 +212,7 @@ class Provenance:
 class _Saved(Record, frozen=True, kw_only=True):
     """A detector without its arrays, which are the tree of the checkpoint."""
 
-    format: Literal[4]
+    format: Literal[5]
     banks: dict[Setting, dict[str, Any]]
     heads: dict[HeadName, dict[str, Any]]
     provenance: Provenance | None
@@ -222,7 +222,6 @@ _ARRAYS = {
     "params": dict,
     "standardizer": Standardizer,
     "scope": Scope,
-    "calibrator": Calibrator,
 }  # fields of a bank or a head that hold arrays
 
 
@@ -357,7 +356,7 @@ class Detector:
         """Write the detector to a directory, atomically (see `checkpoint`)."""
         tree, saved = (
             {},
-            {"format": 4, "provenance": msgspec.to_builtins(self.provenance)},
+            {"format": 5, "provenance": msgspec.to_builtins(self.provenance)},
         )
         for name, values in (("banks", self.banks), ("heads", self.heads)):
             split = {key: _split_arrays(value) for key, value in values.items()}

@@ -65,7 +65,7 @@ class Score:
       encoders: each selected encoder's own score, in [0, 1].
       decision: "trust" from the threshold of `beatrice calibrate --precision` on,
         "distrust" below it; "unknown" where `p_correct` is None, or where no threshold
-        reaches that precision.
+        holds that precision with 90 % confidence.
       reason: why it is not trusted, in words.
       warnings: what makes the number less reliable, in words.
       tokens: the answer's text, a piece a token.
@@ -470,7 +470,7 @@ def _decide(
         return "trust", None
     return "distrust", (
         f"P {p_correct:.4f} is below {threshold.p_correct:.4f}, from which on "
-        f"validation answers had precision {threshold.precision:.3f}"
+        f"precision {threshold.wanted:g} is certified"
     )
 
 

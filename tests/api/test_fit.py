@@ -11,6 +11,7 @@ import beatrice
 from beatrice.extract.run.contents import read_examples, read_labels
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.store.store import open_kvstore
+from beatrice.jaxprobe.calibration import Calibrator
 from beatrice.jaxprobe.detector import Detector
 from beatrice.jaxprobe.metrics import auroc
 
@@ -42,17 +43,29 @@ def probe(run, signals):
     )
 
 
+def uncalibrated(detector, layer):
+    """A probe whose P are its raw scores: `fit` and the verbs have other maps."""
+    heads = {
+        name: dataclasses.replace(head, calibrator=Calibrator(name="identity"))
+        for name, head in detector.heads.items()
+    }
+    return beatrice.Probe(dataclasses.replace(detector, heads=heads), layer=layer)
+
+
 def test_fit_on_the_signals_of_a_run_is_the_detector_of_its_verbs(run, signals, probe):
-    verbs = beatrice.Probe(Detector.load(run.detector), layer=probe.layer)
+    verbs = uncalibrated(Detector.load(run.detector), probe.layer)
     assert verbs.detector.provenance.layer == probe.layer
+    fitted = uncalibrated(probe.detector, probe.layer)
     cases = [{"signals": part} for part in signals.values()]
     cases.append(
         {"signals": signals["with_context"], "closed_book": signals["closed_book"]}
     )
     for case in cases:
-        p_correct = probe.predict(**case)
-        np.testing.assert_allclose(verbs.predict(**case), p_correct, rtol=0, atol=1e-6)
-        assert np.ptp(p_correct) > 0.1  # it says something
+        raw = fitted.predict(**case)
+        np.testing.assert_allclose(verbs.predict(**case), raw, rtol=0, atol=1e-6)
+        assert np.ptp(raw) > 0.1  # it says something
+        order = np.argsort(raw)  # and the map leaves their order as it was
+        assert (np.diff(probe.predict(**case)[order]) >= 0).all()
 
 
 def test_a_saved_probe_predicts_the_same_and_a_changed_one_is_refused(

@@ -1,13 +1,18 @@
+import msgspec
 import numpy as np
 import pytest
 from sklearn.isotonic import IsotonicRegression
 
 from beatrice.jaxprobe.calibration import (
+    MAPS,
+    Calibrator,
     brier,
+    choose_calibrator,
     cross_fit,
     ece,
     fit_calibrator,
     folds_of,
+    log_losses,
     reliability,
 )
 
@@ -88,3 +93,72 @@ def test_on_noise_a_map_that_saw_the_row_promises_more_than_one_that_did_not():
     maps = cross_fit(scores, labels, folds, 5)
     unseen = np.array([maps[k](s) for k, s in zip(folds, scores, strict=True)])
     assert brier(seen, labels) < 0.25 < brier(unseen, labels)
+
+
+LOGITS = np.array([-2.0, -1.0, 0.0, 1.0, 2.0])
+RAW, RIGHT = 1 / (1 + np.exp(-LOGITS)), np.array([0, 0, 1, 0, 1], bool)
+
+
+def test_maps_of_five_answers_are_those_of_formulas_worked_out_apart():
+    assert MAPS["temperature"](RAW, RIGHT).numbers[0] == pytest.approx(1.012, abs=1e-3)
+    # Bounded levels .167 .167 .5 .5 .75, a knot at each level's mean score; then 2 %
+    # of the raw score. Between the knots of scores, which are of raw probabilities.
+    knots = [0, RAW[:2].mean(), RAW[2:4].mean(), RAW[4], 1]
+    levels = np.array([1 / 6, 1 / 6, 0.5, 0.75, 0.75])
+    expected = 0.98 * np.interp(RAW, knots, levels) + 0.02 * RAW
+    np.testing.assert_allclose(MAPS["centred"](RAW, RIGHT)(RAW), expected, atol=1e-12)
+    # Platt's map drawn to the identity: the slope of its penalised loss is zero.
+    a, _, c = MAPS["platt"](RAW, RIGHT).numbers
+    residual = 1 / (1 + np.exp(-(a * LOGITS + c))) - RIGHT
+    assert residual @ LOGITS + (a - 1) / 0.25 == pytest.approx(0, abs=1e-4)
+    assert residual.sum() + c == pytest.approx(0, abs=1e-4)
+
+
+def planted(n, kind, seed=0):
+    """Raw scores of a kind, and labels whose true probability is known."""
+    rng = np.random.default_rng(seed)
+    logits = 2 * rng.standard_normal(n) - 0.5
+    truth = 1 / (1 + np.exp(-logits))
+    score = {"true": logits, "over": 2 * logits + 0.8, "bent": 0.3 * logits}[kind]
+    if kind == "bent":
+        truth = 0.02 + 0.91 / (1 + np.exp(-4 * logits))
+    return 1 / (1 + np.exp(-score)), rng.random(n) < truth
+
+
+@pytest.mark.parametrize("kind", ["true", "over", "bent"])
+@pytest.mark.parametrize("n", [60, 600])
+def test_a_chosen_map_is_no_worse_than_the_raw_score_by_more_than_noise(kind, n):
+    seen, fresh = planted(n, kind), planted(20000, kind, seed=1)
+    chosen = choose_calibrator(*seen, np.arange(n))
+    worse = log_losses(chosen(fresh[0]), fresh[1]).mean()
+    worse -= log_losses(*fresh).mean()
+    # Where there is something to repair it is repaired; what is right stays nearly so.
+    assert worse < (0.02 if kind == "true" else -0.02)
+    assert chosen.name == "platt" or (n, kind) == (600, "bent")
+
+
+@pytest.mark.parametrize("name", list(MAPS))
+@pytest.mark.parametrize("kind", ["true", "over"])
+def test_every_map_for_probes_leaves_the_ranking_as_it_was(name, kind):
+    raw, labels = planted(300, kind)
+    calibrator = MAPS[name](raw, labels)
+    p = calibrator(np.linspace(1e-6, 1 - 1e-6, 5001))
+    assert (np.diff(p) > 0).all() and p[0] > 0 and p[-1] < 1
+    # The paper's makes answers equal.
+    assert len(np.unique(fit_calibrator(raw, labels)(raw))) < 100
+
+
+@pytest.mark.parametrize("labels", [np.arange(40) < 20, np.arange(40) >= 20])
+def test_a_score_that_separates_or_is_upside_down_gives_a_finite_rising_map(labels):
+    raw = np.linspace(0.01, 0.99, 40)
+    for fit in MAPS.values():
+        p = fit(raw, labels)(raw)
+        assert (np.diff(p) > 0).all() and np.isfinite(p).all()
+
+
+def test_a_map_is_plain_data():
+    for fit in (*MAPS.values(), fit_calibrator):
+        calibrator = fit(*planted(300, "over"))
+        text = msgspec.json.encode(msgspec.to_builtins(calibrator))
+        again = msgspec.json.decode(text, type=Calibrator)
+        np.testing.assert_array_equal(again(RAW), calibrator(RAW))

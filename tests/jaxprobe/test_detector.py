@@ -89,7 +89,7 @@ def made():
     slots = jnp.arange(4)
     init = jax.vmap(lambda key: head.init(key, outputs, slots, mask))
     stacked = jax.device_get(jax.jit(init)(jax.random.split(jax.random.key(0))))
-    calibrator = Calibrator(np.array([0.0, 1.0]), np.array([0.1, 0.7]))
+    calibrator = Calibrator(name="isotonic", scores=(0.0, 1.0), p_correct=(0.1, 0.7))
     reads = {
         "closed_book": (("closed_book", "HP"), ("closed_book", "A")),
         "with_context": (("with_context", "A"), ("closed_book", "HP")),

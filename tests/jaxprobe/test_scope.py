@@ -2,6 +2,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from scipy.stats import norm
 
 from beatrice.extract.run.directory import NewRun, RunDir
 from beatrice.jaxprobe.calibrate import (
@@ -14,6 +15,7 @@ from beatrice.jaxprobe.families import Features, paper_dims
 from beatrice.jaxprobe.scope import (
     Scope,
     choose_threshold,
+    fewest_trusted,
     fit_scope,
     scripts_of,
     share_outside,
@@ -87,30 +89,74 @@ def test_scripts_are_those_of_the_letters_and_a_stray_one_is_none():
     assert scripts_of(["42"]) == ()
 
 
-def test_the_threshold_trusts_most_answers_at_the_wanted_precision():
-    p = np.array([0.9, 0.9, 0.8, 0.7, 0.7, 0.2])
-    labels = np.array([True, True, False, True, True, False])
-    chosen = choose_threshold(p, labels, 0.8)
-    assert (chosen.p_correct, chosen.precision, chosen.coverage) == (0.7, 0.8, 5 / 6)
-    # Wilson's interval of 4 of 5, from the formula: centre and half-width.
-    z = 1.959964
-    centre = (0.8 + z**2 / 10) / (1 + z**2 / 5)
-    half = z * np.sqrt(0.8 * 0.2 / 5 + z**2 / 100) / (1 + z**2 / 5)
-    np.testing.assert_allclose(
-        [chosen.low, chosen.high], [centre - half, centre + half], atol=1e-6
-    )
+def test_fewest_answers_are_those_of_the_binomial_table():
+    """Clopper and Pearson at 90 % confidence; calibration.md's table, made apart."""
+    for wanted, row in {
+        0.8: (11, 18, 25, 45),
+        0.9: (22, 38, 52, 91),
+        0.95: (45, 77, 105, 184),
+        0.99: (230, 388, 531, 926),
+    }.items():
+        assert tuple(fewest_trusted(wanted, e) for e in (0, 1, 2, 5)) == row
 
 
-def test_equal_probabilities_are_trusted_together():
-    p, labels = np.full(4, 0.5), np.array([True, True, True, False])
-    assert choose_threshold(p, labels, 0.9).p_correct is None
-    assert choose_threshold(p, labels, 0.75).p_correct == 0.5
+def test_twenty_two_trusted_answers_without_an_error_are_the_fewest():
+    p = np.linspace(0.99, 0.01, 30)
+    certified = choose_threshold(p, np.arange(30) < 22, 0.9)
+    assert (certified.n_trusted, certified.n_wrong) == (22, 0)
+    assert p[22] < certified.p_correct < p[21]
+    assert certified.low == pytest.approx(0.1 ** (1 / 22))  # of e = 0, in closed form
+    never = choose_threshold(p, np.arange(30) < 21, 0.9)
+    assert never.p_correct is None and never.coverage == 0
+    assert "22 trusted validation answers without an error" in never.in_words()
+    assert "1 of the first 22 are wrong" in never.in_words()
+    few = choose_threshold(p[:21], np.ones(21, bool), 0.9)
+    assert few.p_correct is None and "21 were seen" in few.in_words()
+    assert choose_threshold(p, np.ones(30, bool), 1.0).p_correct is None
 
 
-def test_a_precision_that_no_threshold_reaches_is_said():
-    chosen = choose_threshold(np.array([0.9, 0.1]), np.array([False, True]), 0.9)
-    assert chosen.p_correct is None
-    assert "no P reaches precision 0.9" in chosen.in_words()
+def test_equal_probabilities_are_trusted_together_or_not_at_all():
+    p, labels = np.repeat([0.9, 0.5], 30), np.repeat([True, False], 30)
+    assert choose_threshold(p, labels, 0.9).n_trusted == 30
+    assert choose_threshold(np.full(60, 0.9), labels, 0.9).p_correct is None
+
+
+def test_another_answer_to_the_same_question_is_no_new_evidence():
+    p, labels = np.full(30, 0.9), np.ones(30, bool)
+    assert choose_threshold(p, labels, 0.9, np.arange(30)).p_correct == 0
+    assert choose_threshold(p, labels, 0.9, np.arange(30) // 2).p_correct is None
+
+
+def lowest_at_precision(p, labels, wanted):
+    """The rule of before: the lowest P at which these very answers are precise."""
+    order = np.argsort(-p)
+    reached = np.cumsum(labels[order]) / np.arange(1, len(p) + 1) >= wanted
+    return float(p[order][np.flatnonzero(reached)[-1]]) if reached.any() else None
+
+
+@pytest.mark.parametrize(("base", "shift"), [(0.5, 1.81), (0.8, 1.9), (0.5, 1.045)])
+@pytest.mark.parametrize("n", [200, 600])
+def test_a_threshold_breaks_its_promise_in_one_draw_of_ten_at_most(base, shift, n):
+    """Two normal classes, whose precision at a threshold is known exactly."""
+    rng, n_draws = np.random.default_rng(n), 200
+
+    def is_broken(p):
+        if p is None:
+            return False
+        z = np.log(max(p, 1e-9)) - np.log1p(-p)
+        right, wrong = base * norm.sf(z - shift), (1 - base) * norm.sf(z)
+        return right < 0.9 * (right + wrong)
+
+    broken = {choose_threshold: 0, lowest_at_precision: 0}
+    for _ in range(n_draws):
+        labels = rng.random(n) < base
+        p = 1 / (1 + np.exp(-rng.standard_normal(n) - shift * labels))
+        broken[choose_threshold] += is_broken(
+            choose_threshold(p, labels, 0.9).p_correct
+        )
+        broken[lowest_at_precision] += is_broken(lowest_at_precision(p, labels, 0.9))
+    most = 0.1 + 3 * (0.1 * 0.9 / n_draws) ** 0.5
+    assert broken[choose_threshold] <= most * n_draws < broken[lowest_at_precision]
 
 
 def test_a_detector_keeps_its_scope_and_thresholds(made, tmp_path):  # noqa: F811

@@ -351,14 +351,13 @@ def with_threshold(probed, p_correct):
     """A detector that trusts closed-book answers from a probability on."""
     head = dataclasses.replace(
         probed.detector.heads["closed_book"],
-        calibrator=Calibrator(np.array([0.0, 1.0]), np.array([0.5, 0.5])),
+        calibrator=Calibrator(name="isotonic", scores=(0.0, 1.0), p_correct=(0.5, 0.5)),
         threshold=Threshold(
             wanted=0.9,
             p_correct=p_correct,
-            precision=0.9,
-            low=0.8,
-            high=0.95,
-            coverage=0.3,
+            n_trusted=30,
+            n_wrong=1,
+            low=0.88,
             n=100,
         ),
     )
@@ -375,7 +374,7 @@ def test_an_answer_is_trusted_from_the_threshold_on(probed):
 
 def test_without_a_threshold_that_reaches_the_precision_nothing_is_known(probed):
     never = with_threshold(probed, None)
-    assert never.decision == "unknown" and "no P reaches" in never.reason
+    assert never.decision == "unknown" and "no P holds" in never.reason
     assert never.p_correct == 0.5
 
 
