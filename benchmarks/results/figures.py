@@ -96,6 +96,9 @@ def to_svg(figure: Figure, name: str, description: str) -> str:
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<(metadata|style).*?</\1>\s*", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(<g) id="[^"]*"', r"\1", svg)  # nothing refers to a group
+    svg = re.sub(r"(\.\d\d)\d{3,}", r"\1", svg)
+    svg = re.sub(r"\s*\n\s*", "\n", svg)
     svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg).replace("xlink:href", "href")
     svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", svg)
     for colour, variable in VARIABLES.items():
@@ -231,8 +234,9 @@ def synergy(auroc: Mapping[str, float], setting: str) -> Figure:
     bars.bar(places, [auroc[name] for name in order], width=0.76, color=colours)
     for x, name in zip(places, order, strict=True):
         value = f"{auroc[name]:.3f}".removeprefix("0")
-        bars.text(x, auroc[name], value, ha="center", va="bottom", fontsize=8)
-    bars.set(ylabel="validation AUROC", ylim=_cropped(list(auroc.values())))
+        style = {"ha": "center", "va": "bottom", "fontsize": 9.5, "rotation": 90}
+        bars.text(x, auroc[name], f" {value}", **style)
+    bars.set(ylabel="validation AUROC", ylim=_cropped(list(auroc.values()), 0.35))
     bars.grid(False, axis="x")
     bars.yaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 5, 10)))
     for y, letter in enumerate(FAMILIES):
@@ -322,7 +326,7 @@ def frontier(
     axes.margins(x=0.1)
     n_lines = -(-(len(curves) + len(rivals)) // 2)
     figure.set_size_inches(6.0, 3.6 + 0.18 * n_lines)
-    figure.legend(loc="outside lower center", ncols=2, fontsize="small")
+    figure.legend(loc="outside lower center", ncols=2, fontsize=9.5)
     return figure
 
 
@@ -353,7 +357,7 @@ def ranking(ranked: Mapping[str, Any], setting: str) -> Figure:
             axes.fill_between(x, floor, top, **style)
             floor = top
         axes.set(ylim=(0, 3), yticks=(0, 3))
-        axes.set_ylabel(family, rotation=0, ha="right", va="center", fontsize=9)
+        axes.set_ylabel(family, rotation=0, ha="right", va="center", fontsize=9.5)
     for axes in (curve, *ribbons):
         axes.axvline(ranked["rank"], color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)))
     ribbons[-1].set(xlabel="rank of the set", xlim=(0, ranked["n_sets"]))
@@ -381,7 +385,7 @@ def _heat(
             Rectangle((j - 0.5, i - 0.5), 1, 1, facecolor=colour, alpha=tint, lw=0)
         )
         if text:
-            axes.text(j, i, _short(value), ha="center", va="center", fontsize=9)
+            axes.text(j, i, _short(value), ha="center", va="center", fontsize=9.5)
     axes.set(xlim=(-0.5, values.shape[1] - 0.5), ylim=(values.shape[0] - 0.5, -0.5))
     axes.grid(False)
     axes.tick_params(length=0)
@@ -409,7 +413,7 @@ def complementarity(
     heat.set(xlabel="of the mistakes of …", ylabel="… gets right (share)")
     bars.barh(range(4), errors, height=0.6, color=SOFT[setting])
     for i, error in enumerate(errors):
-        bars.text(error, i, f"  {_short(error)}", va="center", fontsize=9)
+        bars.text(error, i, f"  {_short(error)}", va="center", fontsize=9.5)
     bars.set(xlabel="own error rate\n(share of answers)")
     bars.margins(x=0.35)
     bars.grid(False, axis="y")
@@ -497,7 +501,7 @@ def head_map(maps: Mapping[str, np.ndarray], setting: str) -> Figure:
     even = 1 / next(iter(maps.values())).size
     scale.axhline(even, color=INK, lw=1.5)
     scale.set(xlim=(0, 1), ylim=(0, most), xticks=[])
-    scale.set_xlabel("share", fontsize=9)
+    scale.set_xlabel("share", fontsize=9.5)
     scale.yaxis.tick_right()
     scale.grid(False)
     return figure
@@ -526,9 +530,9 @@ def shares_of_text(
         heights = [shares[which] for shares in spans.values()]
         style = {"color": colour, "hatch": hatch, "edgecolor": PAPER}
         left.bar(x + shift, heights, width=0.38, label=label, **style)
-    left.set_xticks(x, list(spans), fontsize=8)
+    left.set_xticks(x, list(spans), fontsize=9.5)
     left.set(ylabel="share", ylim=(0, 1), xlabel="span")
-    left.legend(loc="upper left", fontsize=8)
+    left.legend(loc="upper left", fontsize=9.5)
     left.grid(False, axis="x")
     at = np.arange(len(positions))
     values = np.array(list(positions.values()))
@@ -539,7 +543,7 @@ def shares_of_text(
     right.plot(at, values[:, 3], "_", color=INK, ms=14, mew=2, label="even")
     right.set_xticks(at, list(positions))
     right.set(ylabel="share within the answer", xlabel="token of the answer")
-    right.legend(loc="upper right", fontsize=8)
+    right.legend(loc="upper right", fontsize=9.5)
     right.set_ylim(0, 1.2 * max(values[:, 2].max(), values[:, 3].max()))
     right.grid(False, axis="x")
     return figure
@@ -567,7 +571,7 @@ def layer_curves(
         _ring(axes, x[at], y[at], STRONG[setting])
     axes.set(xlabel="layer (0 is the embedding)", ylabel="AUROC, in-domain test")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    figure.legend(loc="outside upper center", ncols=2, fontsize=9)
+    figure.legend(loc="outside upper center", ncols=2, fontsize=9.5)
     return figure
 
 
@@ -603,7 +607,7 @@ def pair_gains(
     axes.set_yticks(range(len(names)), names)
     axes.set(xlabel="AUROC of the pair − better member (× 100)")
     axes.set_ylim(len(names) - 0.5, -0.5)
-    figure.legend(loc="outside upper center", ncols=2, fontsize=8)
+    figure.legend(loc="outside upper center", ncols=2, fontsize=9.5)
     return figure
 
 
@@ -669,10 +673,10 @@ def two_backbones(
         axes.margins(0.1)
         axes.xaxis.set_major_locator(MaxNLocator(4))
         axes.yaxis.set_major_locator(MaxNLocator(5))
-    figure.supxlabel(f"test AUROC, {names[0]}", fontsize=9)
-    figure.supylabel("test AUROC,\n" + names[1], fontsize=9)
+    figure.supxlabel(f"test AUROC, {names[0]}", fontsize=9.5)
+    figure.supylabel("test AUROC,\n" + names[1], fontsize=9.5)
     handles = panels[0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside upper center", ncols=2, fontsize=8)
+    figure.legend(*handles, loc="outside upper center", ncols=2, fontsize=9.5)
     return figure
 
 
@@ -703,7 +707,7 @@ def learning_curves(
     axes.set_xticks(named, [f"{x:,.0f}" for x in named])
     axes.minorticks_off()
     axes.set(xlabel="labelled answers", ylabel="AUROC, in-domain test")
-    figure.legend(loc="outside lower center", ncols=3, fontsize=8)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=9.5)
     return figure
 
 
@@ -720,7 +724,7 @@ def matrix(
     _heat(axes, tint, STRONG[setting], text=False)
     for (i, j), value in np.ndenumerate(values):
         text = "–" if np.isnan(value) else _short(value)
-        axes.text(j, i, text, ha="center", va="center", fontsize=9)
+        axes.text(j, i, text, ha="center", va="center", fontsize=9.5)
     axes.set_xticks(range(len(columns)), columns)
     axes.set_yticks(range(len(rows)), rows)
     axes.set(xlabel="read on (AUROC)", ylabel="trained on")
@@ -765,7 +769,7 @@ def cost_figure(
     for number, (title, _, cost, auroc) in enumerate(points[:_N_NAMED]):
         # Numbers, not names: the best often cost the same and would overlap.
         text = f"{number + 1}"
-        shift = {"xytext": (7, 4), "textcoords": "offset points", "fontsize": 8}
+        shift = {"xytext": (7, 4), "textcoords": "offset points", "fontsize": 9.5}
         axes.annotate(text, (cost, auroc), color=MUTED, **shift)
         axes.plot([], [], " ", label=f"{text}  {title}")
     if ours is not None:
@@ -779,5 +783,5 @@ def cost_figure(
     axes.set_xscale("log" if is_log else "linear")
     axes.set(xlabel=axis, ylabel="AUROC, all in-domain test questions")
     axes.margins(x=0.12, y=0.12)
-    figure.legend(loc="outside lower center", ncols=2, fontsize=8)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=9.5)
     return figure

@@ -217,6 +217,54 @@ def grids(answered: Sequence[Finding]) -> list[Grid]:
     return by_setting
 
 
+def grid_lines(grid: Grid) -> list[tuple[str, ...]]:
+    """Return a grid's texts: the question, and of each set answer and difference."""
+    return [
+        (text, *(f"{f.answer}: {measured(f)}" if f.answer else "–" for f in cells))
+        for text, cells in grid.lines
+    ]
+
+
+_OPEN = "open"  # of sets that cannot tell
+
+
+def _in_words(cells: Sequence[Finding]) -> str:
+    """Say what one setting's sets answer; a set that cannot tell is counted alone."""
+    sets: dict[str, list[str]] = {"yes": [], "no": []}
+    for finding in cells:
+        if finding.answer in sets:
+            sets[finding.answer].append(finding.place.dataset)
+    n = sum(finding.answer is not None for finding in cells)
+    parts = []
+    for answer, titles in sets.items():
+        if titles:
+            on = (
+                f" on all {n} sets"
+                if len(titles) == n > 1
+                else f": {', '.join(titles)}"
+            )
+            parts.append(answer + on)
+    n_open = n - sum(map(len, sets.values()))
+    if n_open:
+        parts.append(f"{_OPEN} on {n_open}")
+    return "; ".join(parts) or "–"
+
+
+def verdicts_in_words(
+    answered: Sequence[Finding],
+) -> tuple[list[tuple[str, ...]], list[str]]:
+    """Return questions with what each setting answers, and those without an answer."""
+    lines, undecided = [], []
+    by_setting = [dict(grid.lines) for grid in grids(answered)]
+    for text in dict.fromkeys(text for lines_of in by_setting for text in lines_of):
+        words = tuple(_in_words(lines_of.get(text, ())) for lines_of in by_setting)
+        if all(x == "–" or x.startswith(_OPEN) for x in words):
+            undecided.append(text)
+        else:
+            lines.append((text, *words))
+    return lines, undecided
+
+
 def facts(
     results: pandas.DataFrame,
     accuracy: Sequence[Mapping[str, Any]],
@@ -297,16 +345,7 @@ def as_latex(answered: Sequence[Finding]) -> str:
     parts = []
     for grid in grids(answered):
         heads = map(tex, (SETTING_LABELS[grid.setting], *grid.heads))
-        lines = (
-            map(
-                tex,
-                (
-                    text,
-                    *(f"{f.answer}: {measured(f)}" if f.answer else "–" for f in cells),
-                ),
-            )
-            for text, cells in grid.lines
-        )
+        lines = (map(tex, cells) for cells in grid_lines(grid))
         align = "l" * (1 + len(grid.heads))
         parts.append(latex(align, [" & ".join(heads) + r" \\"], map(list, lines)))
     return "\n".join(parts)

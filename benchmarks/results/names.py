@@ -63,6 +63,14 @@ DETECTORS = {
     Subject("majority"): "Majority class",
     **PROBES,
 }
+# What the page shows at once; the other detectors are behind a fold.
+MAIN = (
+    CHAMPION,
+    HIDDEN_ONLY,
+    probe(EVERY_FAMILY),
+    PERPLEXITY,
+    Subject("tfidf"),
+)
 # What the selected encoders are compared with, question by question.
 RIVALS = {
     PERPLEXITY: DETECTORS[PERPLEXITY],

@@ -25,8 +25,17 @@ from beatrice.benchmarks.results.findings import (
     as_markdown,
     facts,
     findings,
+    grid_lines,
     grids,
-    measured,
+    verdicts_in_words,
+)
+from beatrice.benchmarks.results.headline import (
+    folds_in_words,
+    headline,
+    is_worse,
+    numbers,
+    times_in_words,
+    too_few_in_words,
 )
 from beatrice.benchmarks.results.ledger import Experiment
 from beatrice.benchmarks.results.names import (
@@ -35,17 +44,13 @@ from beatrice.benchmarks.results.names import (
     DETECTORS,
     METRIC_LABELS,
     N_SHOWN,
-    PERPLEXITY,
-    RIVALS,
     SETTING_LABELS,
     SPLIT_LABELS,
 )
 from beatrice.benchmarks.results.paper import verdict_counts
 from beatrice.benchmarks.results.tables import (
-    find,
     interval,
     number,
-    of_rival,
     of_subject,
     results_of,
     row_value,
@@ -268,7 +273,10 @@ def reliability_pictures(reliability: PerSetting) -> list[Picture]:
             f"Brier {number(curves['brier_raw'])} raw, "
             f"{number(curves['brier_calibrated'])} calibrated; calibration error (ECE) "
             f"{number(curves['ece_raw'])} raw, {number(curves['ece_calibrated'])} "
-            "calibrated. Dashed: perfect calibration. Below: answers per bin.",
+            "calibrated"
+            + (", which made it worse on these answers" if is_worse(curves) else "")
+            + ". Dashed: perfect calibration. Below: answers "
+            "per bin.",
         )
         for setting, curves in reliability.items()
     ]
@@ -409,45 +417,20 @@ def ranking_pictures(ranked: PerSetting) -> list[Picture]:
 # The page.
 
 
-def _gain(results: pandas.DataFrame, rival: Subject, title: str, **columns: Any) -> str:
-    """Format how much more there is than a rival has; empty if not measured."""
-    row = find(results, **of_rival(rival), **columns)
-    if row is None or row.value is None:
-        return ""
-    return f"{row_value(row)} [{interval(row)}] against {title[0].lower()}{title[1:]}"
-
-
-def headlines(
-    results: pandas.DataFrame, reliability: PerSetting
-) -> list[tuple[str, str, str]]:
-    """Pick the numbers to see first: label, value and detail of each."""
-    shown = []
-    test = {"dataset": IN_DOMAIN, "split": "test", "metric": "auroc", "seed": "mean"}
-    for setting in SETTINGS:
-        at = {"setting": setting, **of_subject(CHAMPION), **test}
-        row = find(results, experiment="detection", **at)
-        label = f"AUROC {SETTING_LABELS[setting].lower()}, in-domain test"
-        if row is not None and row.value is None:
-            shown.append((label, "–", str(row.reason)))
-        elif row is not None:
-            at["experiment"] = "paired"
-            gain = _gain(results, PERPLEXITY, RIVALS[PERPLEXITY], **at)
-            detail = (f"95 % interval {interval(row)}", gain, f"n = {row.n}")
-            shown.append((label, row_value(row), "; ".join(filter(None, detail))))
-    for setting, curves in reliability.items():
-        label = f"Calibration error {SETTING_LABELS[setting].lower()}"
-        detail = f"{number(curves['ece_raw'])} before calibration"
-        shown.append((label, number(curves["ece_calibrated"]), detail))
-    pgir = {"experiment": "controller_macro", "detector": "pgir", "dataset": MACRO}
-    em, cost = (find(results, metric=m, **pgir) for m in ("em", "generations"))
-    if em is not None and cost is not None:
-        at = {"experiment": "controller_paired", "dataset": MACRO, "metric": "em"}
-        once = "vanilla_rag"
-        gain = _gain(results, Subject(once), CONTROLLERS[once], **at)
-        detail = (gain, f"{row_value(cost)} generations per question")
-        label = "Exact match, PGIR, mean of the sets"
-        shown.append((label, row_value(em), "; ".join(filter(None, detail))))
-    return shown
+def answers_to_show(
+    shown: Sequence[Mapping[str, Any]],
+) -> tuple[list[tuple[Any, str, Any]], list[tuple[Any, str, Any]]]:
+    """Return answers with their set and kind: some of each setting, and the others."""
+    first, rest = [], []
+    settings = set()
+    for place in shown:
+        n = 0 if place["setting"] in settings else 2
+        settings.add(place["setting"])
+        for kind in place["kinds"]:
+            rows = [(place, kind["name"], answer) for answer in kind["answers"]]
+            first += rows[:n]
+            rest += rows[n:]
+    return first, rest
 
 
 def accuracy_grid(accuracy: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -497,8 +480,8 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     filters = {"number": number, "interval": interval, "row_value": row_value}
-    filters |= {"measured": measured, "verdict_counts": verdict_counts}
-    filters |= {"lead_cells": significance.cells_of, "lead_counts": significance.counts}
+    filters |= {"grid_lines": grid_lines, "verdict_counts": verdict_counts}
+    filters |= {"counts_of": tables.counts_of, "lead_counts": significance.counts}
     environment.filters |= filters
     environment.filters["tint"] = lambda p: sum(p >= step for step in P_STEPS)
     return environment
@@ -509,14 +492,31 @@ def render_report(data: ReportData) -> str:
     results = results_of(data.rows)
     titles = costs.titles_of(data.judged)
     permuted, spans = tables.control_tables(results)
+    answered = findings(results, data.accuracy)
+    verdicts, undecided = verdicts_in_words(answered)
+    first, rest = answers_to_show(data.shown)
+    frontier = frontier_pictures(data.control, results)
+    compared = {
+        title: significance.leads(results, name)
+        for name, title in significance.TITLES.items()
+    }
     return (
         _environment()
         .get_template("report.html.j2")
         .render(
             data=data,
-            headlines=headlines(results, data.reliability),
-            findings=grids(findings(results, data.accuracy)),
+            headline=headline(results, data.shown),
+            too_few=too_few_in_words(data.accuracy),
+            numbers=numbers(results, data.reliability),
+            answers_first=first,
+            answers_rest=rest,
+            thresholds={x["setting"]: x["threshold"] for x in data.shown},
+            findings=grids(answered),
+            verdicts=verdicts,
+            undecided=undecided,
+            settings_shown=[SETTING_LABELS[x.setting] for x in grids(answered)],
             facts=facts(results, data.accuracy, data.sweep, data.selection),
+            main_detectors=tables.main_detectors(results, titles),
             detection=tables.detection_table(results, titles=titles),
             panoramas=tables.panoramas(results, titles),
             titles=titles,
@@ -524,11 +524,9 @@ def render_report(data: ReportData) -> str:
             cost_tables=costs.cost_tables(data.judged, results),
             cost_pictures=costs.cost_pictures(data.judged, results),
             paired=tables.paired_table(results),
-            leads={
-                title: significance.leads(results, name)
-                for name, title in significance.TITLES.items()
-            },
+            leads=compared,
             lead_heads=significance.HEADS,
+            lead_lines=lambda x: significance.lines(x, titles, "%s*"),
             floors=tables.floor_table(results),
             at_equal_length=tables.equal_length_table(results),
             at_equal_length_paired=tables.paired_table(
@@ -544,22 +542,30 @@ def render_report(data: ReportData) -> str:
             noise=tables.noise_table(results),
             annotated=tables.annotated_table(results),
             reliability=reliability_pictures(data.reliability),
-            sweep=sweep_pictures(data.sweep),
-            synergy=synergy_pictures(results),
+            figures=[
+                *sweep_pictures(data.sweep),
+                *frontier[:1],
+                *synergy_pictures(results),
+            ],
+            frontier=frontier[1:],
             selection=selection_pictures(data.selection),
             optimism=optimism_table(results),
-            frontier=frontier_pictures(data.control, results),
             missing=missing(data, results),
             features=tables.feature_table(results),
             families=tables.family_table(results),
             dropped=tables.span_table(results),
             exhaustive=tables.exhaustive_table(results),
-            set_names=tables.set_names(data.selection, data.ablations),
+            settings_of_ablations=[SETTING_LABELS[x] for x in data.ablations],
+            set_names=[
+                (label, *names)
+                for label, names in tables.set_names(data.selection, data.ablations)
+            ],
             ranking=ranking_pictures(data.ranking),
             anatomy=anatomy_parts(results, data.studies),
+            stage_times=times_in_words(data.stage_seconds),
+            verdict_of=folds_in_words(results, data.facts, data.selection),
             setting_labels=SETTING_LABELS,
             split_labels=SPLIT_LABELS,
-            metric_labels=METRIC_LABELS,
             p_steps=P_STEPS,
             n_shown=N_SHOWN,
         )

@@ -206,9 +206,9 @@ def as_markdown(results: pandas.DataFrame, titles: Titles | None = None) -> str:
     parts = []
     for against, title in TITLES.items():
         compared = leads(results, against)
-        lines = _lines(compared, titles, "**%s**")
+        cells = lines(compared, titles, "**%s**")
         summary = "".join(f"* {k}: {v}\n" for k, v in counts(compared, titles).items())
-        parts.append(f"### {title}\n\n{markdown(HEADS, lines)}\n{summary}")
+        parts.append(f"### {title}\n\n{markdown(HEADS, cells)}\n{summary}")
     return "\n".join(parts)
 
 
@@ -220,16 +220,16 @@ def as_latex(results: pandas.DataFrame, titles: Titles | None = None) -> str:
         + latex(
             "lllllrrl",
             head,
-            _lines(leads(results, against), titles, r"\textbf{%s}", tex),
+            lines(leads(results, against), titles, r"\textbf{%s}", tex),
         )
         for against, title in TITLES.items()
     )
 
 
-def _lines(
+def lines(
     compared: Sequence[Lead], titles: Titles | None, bold: str, escape=str
 ) -> Iterator[list[str]]:
-    """Yield the cells of every column, a sure corrected p in bold."""
+    """Yield the cells of every column; a sure corrected p is put into `bold`."""
     for lead in compared:
         cells = [escape(cell) for cell in cells_of(lead, titles)]
         if lead.is_sure:

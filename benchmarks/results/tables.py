@@ -25,6 +25,7 @@ from beatrice.benchmarks.results.names import (
     FEATURES,
     FLOORS,
     HIDDEN_ONLY,
+    MAIN,
     RANKED,
     REFERENCE,
     RIVALS,
@@ -667,6 +668,21 @@ def panorama_table(
         return table
     lines = (*chance.lines, *sorted(table.lines, key=order))
     return dataclasses.replace(table, lines=lines)
+
+
+def main_detectors(results: pandas.DataFrame, titles: Titles) -> Table:
+    """Lay out the selected set, what it must beat, and the two best published ones.
+
+    On all in-domain test questions, and on every held-out set.
+    """
+    full = panorama_table(results, None, titles)
+    named = {DETECTORS[x] for x in MAIN} | {CHANCE}
+    rivals = [line.label for line in full.lines if line.label not in named][:2]
+    labels = {x: DETECTORS[x] for x in MAIN}
+    labels |= {x: title for x, title in titles.items() if title in rivals}
+    shown = where(results, experiment="detection")
+    shown = shown[(shown["split"] == "ood") | (shown["dataset"] == IN_DOMAIN)]
+    return detection_table(shown, labels=labels, metrics=("auroc",))
 
 
 def panoramas(

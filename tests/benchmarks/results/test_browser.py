@@ -1,0 +1,134 @@
+"""The pages in a real browser: how long they are, what folds, sorts and overflows.
+
+Needs Chromium and `pip install playwright axe-playwright-python`; looked at by eye too.
+"""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from beatrice.benchmarks.results.report import render_report
+from tests.benchmarks.results.test_report import whole_report
+
+playwright = pytest.importorskip("playwright.sync_api")
+axe = pytest.importorskip("axe_playwright_python")
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium"),
+]
+WIDE, PHONE = (1440, 900), (390, 844)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox"]
+        )
+        yield chromium
+        chromium.close()
+
+
+def opened(browser, path, size=WIDE, scheme="light"):
+    """Open a page that may ask for nothing beyond its own file."""
+    width, height = size
+    page = browser.new_context(
+        offline=True,
+        color_scheme=scheme,
+        viewport={"width": width, "height": height},
+    ).new_page()
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(path.as_uri())
+    assert asked == [path.as_uri()]
+    return page
+
+
+def serious(page):
+    """Return what axe-core finds, folds opened."""
+    page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
+    (script,) = Path(axe.__file__).parent.rglob("axe.min.js")
+    page.add_script_tag(path=str(script))
+    found = page.evaluate("axe.run()")["violations"]
+    return [
+        (x["id"], x["nodes"][0]["html"][:200])
+        for x in found
+        if x["impact"] in ("serious", "critical")
+    ]
+
+
+def overflows(page):
+    return page.evaluate("document.documentElement.scrollWidth > innerWidth")
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    path.write_text(render_report(whole_report()), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(("size", "most"), [(WIDE, 8), (PHONE, 12)])
+def test_the_report_is_short_as_it_opens_and_nothing_overflows(
+    browser, report, size, most
+):
+    assert report.stat().st_size < 1_000_000
+    page = opened(browser, report, size)
+    height = page.evaluate("document.documentElement.scrollHeight")
+    assert height / size[1] <= most
+    assert not overflows(page)
+    page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
+    assert page.evaluate("document.documentElement.scrollHeight") > 2 * height
+    assert not overflows(page)
+
+
+@pytest.mark.parametrize("size", [WIDE, PHONE])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_serious_in_the_report(browser, report, size, scheme):
+    assert serious(opened(browser, report, size, scheme)) == []
+
+
+def test_a_heading_sorts_the_answers_up_and_down(browser, report):
+    page = opened(browser, report)
+    rows = "[...document.querySelector('.sortable').tBodies[0].rows]"
+    of_p = f"{rows}.map(r => +r.cells[1].dataset.v)"
+    before = page.evaluate(of_p)
+    assert before != sorted(before)
+    button = page.locator(".sortable th button", has_text="P(correct)").first
+    for up in (True, False):
+        button.click()
+        assert page.evaluate(of_p) == sorted(before, reverse=not up)
+        head = page.locator("th[aria-sort]")
+        assert head.get_attribute("aria-sort") == ("ascending" if up else "descending")
+
+
+def test_a_link_opens_the_fold_that_it_leads_to(browser, report):
+    page = opened(browser, report)
+    is_open = "document.getElementById('ablations').open"
+    assert not page.evaluate(is_open)
+    page.click("a[href='#ablations']")
+    assert page.evaluate(is_open)
+
+
+def test_a_wide_table_says_so_and_keeps_its_first_column(browser, report):
+    page = opened(browser, report, PHONE)
+    box = page.locator("#detection .scroll").first
+    assert page.locator("#detection .hint").first.is_visible()
+    name = box.locator("tbody th").first
+    left = name.bounding_box()["x"]
+    box.evaluate("x => x.scrollLeft = 300")
+    assert name.bounding_box()["x"] == left
+
+
+@pytest.mark.parametrize("size", [WIDE, PHONE])
+def test_no_letter_of_a_figure_is_below_twelve_pixels(browser, report, size):
+    page = opened(browser, report, size)
+    page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
+    sizes = page.evaluate(
+        "[...document.querySelectorAll('.drawing text')].map(t => [t.textContent, "
+        "parseFloat(getComputedStyle(t).fontSize) * t.getScreenCTM().a])"
+    )
+    smallest = min(sizes, key=lambda pair: abs(pair[1]) or 99)
+    assert abs(smallest[1]) == 0 or abs(smallest[1]) > 11.4, smallest
