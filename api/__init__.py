@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from beatrice.fitting import FitConfig, fit
     from beatrice.model import LanguageModel
     from beatrice.pgir.scorer import Score
+    from beatrice.pgir.streaming import StreamedToken
     from beatrice.probe import Probe, load
     from beatrice.signals import Signals
 
@@ -33,6 +34,7 @@ __all__ = [
     "Probe",
     "Score",
     "Signals",
+    "StreamedToken",
     "fit",
     "load",
     "read_questions",
@@ -46,6 +48,7 @@ _PLACES = {
     "LanguageModel": "beatrice.model",
     "Score": "beatrice.pgir.scorer",
     "Signals": "beatrice.signals",
+    "StreamedToken": "beatrice.pgir.streaming",
     "read_questions": "beatrice.extract.datasets.loading",
 }
 

@@ -1,6 +1,6 @@
 """A probe: a detector beside the language model whose answers it judges."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from beatrice.extract.store.store import FeatureStore
     from beatrice.model import LanguageModel
     from beatrice.pgir.scorer import Score, Scorer
+    from beatrice.pgir.streaming import StreamedToken
     from beatrice.signals import Signals
 
 _DETECTOR, _ABOUT = "detector", "probe.json"
@@ -183,29 +184,121 @@ class Probe:
         return self.scorer.score_many(rows, batch_size)
 
     @overload
-    def answer(self, questions: str, contexts: Any = None) -> "Score": ...
+    def answer(
+        self,
+        questions: str | None = None,
+        contexts: Any = None,
+        *,
+        messages: Sequence[Mapping[str, str]] | None = None,
+        max_new_tokens: int | None = None,
+        stop: Sequence[str] | None = None,
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> "Score": ...
     @overload
     def answer(
-        self, questions: Sequence[str], contexts: Sequence[Any] | None = None
+        self,
+        questions: Sequence[str],
+        contexts: Sequence[Any] | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        stop: Sequence[str] | None = None,
+        temperature: float = 0.0,
+        seed: int = 0,
     ) -> "list[Score]": ...
 
-    def answer(self, questions: Any, contexts: Any = None) -> Any:
+    def answer(
+        self,
+        questions: Any = None,
+        contexts: Any = None,
+        *,
+        messages: Sequence[Mapping[str, str]] | None = None,
+        max_new_tokens: int | None = None,
+        stop: Sequence[str] | None = None,
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> Any:
         """Answer questions, and score the answers in the passes that write them.
 
-        The language model is asked as in the fit, and answers greedily.
+        The language model is asked as in the fit.
 
         Args:
           questions: a text, or several.
           contexts: what is shown with the question, as `score` takes it; or a list of
             that, one for each question. None asks closed-book.
+          messages: one chat that asks instead, each with `role` and `content`; a
+            question and its context are then looked for in it.
+          max_new_tokens: most tokens of an answer; None is as in the fit.
+          stop: texts that end an answer; None is as in the fit.
+          temperature: of draws; 0 takes the likeliest tokens.
+          seed: of draws. A draw depends on its prompt and the seed, on nothing else.
 
         Returns:
           A score with the answer's `text`; of several questions a list of scores.
+
+        Raises:
+          ValueError: an argument is of another type, a prompt does not fit the model's
+            window, or the model's logits are not finite.
         """
-        if not isinstance(questions, str):
-            return self.scorer.answer_and_score(questions, contexts)
-        contexts = None if contexts is None else [contexts]
-        return self.scorer.answer_and_score([questions], contexts)[0]
+        is_one = questions is None or isinstance(questions, str)
+        if is_one:
+            contexts = None if contexts is None else [contexts]
+            questions = None if questions is None else [questions]
+        scores = self.scorer.answer_and_score(
+            questions,
+            contexts,
+            messages=messages,
+            max_new_tokens=max_new_tokens,
+            stop=stop,
+            temperature=temperature,
+            seed=seed,
+        )
+        return scores[0] if is_one else scores
+
+    def stream(
+        self,
+        question: str | None = None,
+        context: Any = None,
+        *,
+        every: int | None = None,
+        messages: Sequence[Mapping[str, str]] | None = None,
+        max_new_tokens: int | None = None,
+        stop: Sequence[str] | None = None,
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> "Iterator[StreamedToken | Score]":
+        """Answer a question token by token, and score the answer in the same passes.
+
+            *tokens, score = probe.stream("where was Skiband Rugrond born?", every=4)
+
+        Args:
+          question: a text.
+          context: what is shown with it, as `score` takes it; None asks closed-book.
+          every: so many tokens apart a token has `p_correct`, P of the answer so far;
+            None is nowhere. It costs a small part of a step.
+          messages: as in `answer`.
+          max_new_tokens: most tokens of an answer; None is as in the fit.
+          stop: texts that end an answer; None is as in the fit.
+          temperature: of draws; 0 takes the likeliest tokens.
+          seed: of draws.
+
+        Returns:
+          Every token as it comes, with its text, probability and entropy, the stop
+          token too; last the score, which is that of `answer`.
+
+        Raises:
+          ValueError: as `answer`, or the model cannot be read while it writes.
+        """
+        return self.scorer.stream(
+            question,
+            context,
+            every=every,
+            messages=messages,
+            max_new_tokens=max_new_tokens,
+            stop=stop,
+            temperature=temperature,
+            seed=seed,
+        )
 
     def threshold(self, setting: Setting) -> Any:
         """Return at which P answers of a setting are trusted, and how often rightly."""

@@ -78,12 +78,21 @@ def as_contexts(values: Any, n_questions: int) -> list[tuple[Passage, ...]]:
     return shown
 
 
-def as_count(value: Any, name: str) -> int:
-    """Return a whole number from 1 on."""
+def as_count(value: Any, name: str, least: int = 1) -> int:
+    """Return a whole number from `least` on."""
     is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not is_whole or value < 1:
-        raise argument_error(name, "a whole number from 1 on", value)
+    if not is_whole or value < least:
+        raise argument_error(name, f"a whole number from {least} on", value)
     return int(value)
+
+
+def as_temperature(value: Any, name: str) -> float:
+    """Return a finite number of at least 0."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    temperature = float(value) if is_number else math.nan
+    if not 0 <= temperature < math.inf:
+        raise argument_error(name, "a finite number of at least 0", value)
+    return temperature
 
 
 def as_probability(value: Any, name: str) -> float:

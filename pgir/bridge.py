@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from beatrice.extract.backbone.loading import Backbone
+from beatrice.extract.generate.generator import SamplingConfig
 from beatrice.extract.generate.prompts import build_prompt
 from beatrice.extract.generate.requests import GenerationConfig, Request, plan_batches
 from beatrice.extract.records import Answer, Setting
@@ -147,12 +148,14 @@ class ProbedBackbone:
             )
         ]
 
-    def answer(self, requests: Sequence[Request]) -> list[Answer]:
-        """Return greedy answers in the order of the requests."""
+    def answer(
+        self, requests: Sequence[Request], sampling: SamplingConfig | None = None
+    ) -> list[Answer]:
+        """Return answers in the order of the requests; greedy ones without sampling."""
         from beatrice.extract.generate.local import generate
 
         with self.lock:
-            return generate(self.backbone, requests, self.config)
+            return generate(self.backbone, requests, self.config, sampling)
 
     @functools.cached_property
     def why_read_again(self) -> str | None:
@@ -161,22 +164,43 @@ class ProbedBackbone:
             return check_decoding(self.reader)
 
     def answer_and_read(
-        self, requests: Sequence[Request]
+        self, requests: Sequence[Request], sampling: SamplingConfig | None = None
     ) -> tuple[list[Answer], Reading]:
-        """Return greedy answers and their signals, from the passes that write them.
+        """Return answers and their signals, from the passes that write them.
 
         Where the model cannot be read so, it reads the answers again.
+
+        Args:
+          requests: prompts.
+          sampling: how tokens are chosen; None is greedily.
         """
         if self.why_read_again is not None:
-            answers = self.answer(requests)
-            return answers, self.read(answers)
-        with self.lock:
-            answers, signals = generate_and_read(
-                self.reader, requests, self.config, answer_span=self.answer_span
-            )
-        sequences = [sequence_of(a, answer_span=self.answer_span) for a in answers]
-        return answers, Reading(
-            list(map(self._as_trained, signals)),
+            answers = self.answer(requests, sampling)
+        else:
+            with self.lock:
+                answers, signals = generate_and_read(
+                    self.reader,
+                    requests,
+                    self.config,
+                    answer_span=self.answer_span,
+                    sampling=sampling,
+                )
+        sequences = list(map(self.sequence, requests, answers))
+        if self.why_read_again is not None:
+            return answers, self.read_sequences(sequences)
+        return answers, self.reading(signals, sequences)
+
+    def sequence(self, request: Request, answer: Answer) -> TokenSequence:
+        """Return an answer as the model reads it again, with the spans of training."""
+        start = request.prompt.question_start
+        return sequence_of(answer, answer_span=self.answer_span, question_start=start)
+
+    def reading(
+        self, signals: Sequence[AnswerSignals], sequences: Sequence[TokenSequence]
+    ) -> Reading:
+        """Return signals with their spans, rounded as those of training."""
+        return Reading(
+            [self._as_trained(one) for one in signals],
             np.stack([sequence.spans for sequence in sequences]),
         )
 
@@ -193,10 +217,7 @@ class ProbedBackbone:
             with self.lock:
                 of_batch = self.reader.read([sequences[i] for i in batch])
             signals |= zip(batch, of_batch, strict=True)
-        return Reading(
-            [self._as_trained(signals[i]) for i in range(len(sequences))],
-            np.stack([s.spans for s in sequences]),
-        )
+        return self.reading([signals[i] for i in range(len(sequences))], sequences)
 
     def _as_trained(self, signals: AnswerSignals) -> AnswerSignals:
         """Round signals as the store that the detector was trained on does.

@@ -53,7 +53,8 @@ class AnswerToScore:
         switched off.
       prompt_ids: the ids that the model read.
       answer_ids: the ids that it wrote; a special one at the end is the stop token.
-        Without them `answer` is tokenised, and taken as ended by the stop token.
+        `()` where the model is yet to answer. Without them `answer` is tokenised, and
+        taken as ended by the stop token.
       context_range: characters `[start, stop)` of the context in the prompt's text,
         which for `messages` is what `Scorer.render` returns and for `prompt_ids` what
         they decode to.
@@ -391,6 +392,20 @@ def _answer_tokens(
     return ids, tuple(tokenizer.decode([i]) for i in ids), stop
 
 
+def prompt_tokens(
+    tokenizer: Any, template: PromptTemplate, given: AnswerToScore
+) -> PromptTokens:
+    """Return what the model has read, or is to read, before it answers.
+
+    Raises:
+      ValueError: as `prepare`.
+    """
+    if not given.uses_template:
+        return _prompt_as_given(tokenizer, template, given)
+    question = str(given.question)
+    return _prompt_from_template(tokenizer, template, question, given.context)
+
+
 def prepare(
     tokenizer: Any,
     template: PromptTemplate,
@@ -412,11 +427,7 @@ def prepare(
       ValueError: a text is empty or no text, holds control tokens, or is not where it
         is said to be.
     """
-    if given.uses_template:
-        question, context = str(given.question), given.context
-        prompt = _prompt_from_template(tokenizer, template, question, context)
-    else:
-        prompt = _prompt_as_given(tokenizer, template, given)
+    prompt = prompt_tokens(tokenizer, template, given)
     usual = tokenizer.eos_token_id if stop_id is None else stop_id
     ids, pieces, stop = _answer_tokens(tokenizer, template, given, usual)
     answer = Answer(
@@ -429,44 +440,31 @@ def prepare(
         stop_id=stop,
         context_span=prompt.context_span,
     )
-    sequence = sequence_of(answer, answer_span=answer_span)
-    if prompt.question_start is not None:
-        spans = sequence.spans.copy()
-        spans[1, 0] = prompt.question_start
-        sequence = dataclasses.replace(sequence, spans=spans)
-    return ScoringInput(
-        prompt=prompt,
-        sequence=sequence,
-        parts=[*prompt.parts, ("the answer", ids)],
-        pieces=pieces,
-        text=f"{prompt.text} {answer.text}",
-    )
+    return scoring_input(prompt, answer, pieces, answer_span=answer_span)
 
 
-def prepare_written(
-    tokenizer: Any,
-    template: PromptTemplate,
-    question: str,
-    passages: Sequence[Passage],
+def scoring_input(
+    prompt: PromptTokens,
     answer: Answer,
+    pieces: Sequence[str],
     *,
     answer_span: AnswerSpan = "emitting",
 ) -> ScoringInput:
-    """Make the sequence of an answer that the model has just written.
+    """Make the sequence of an answer whose prompt is known.
 
     Args:
-      tokenizer: of the model.
-      template: by which it was asked.
-      question: as it was asked.
-      passages: as they were shown.
+      prompt: what the model had read.
       answer: with the ids that were read and written.
+      pieces: its text, a piece a token.
       answer_span: as in training.
     """
-    prompt = _prompt_from_template(tokenizer, template, question, passages)
+    sequence = sequence_of(
+        answer, answer_span=answer_span, question_start=prompt.question_start
+    )
     return ScoringInput(
         prompt=prompt,
-        sequence=sequence_of(answer, answer_span=answer_span),
+        sequence=sequence,
         parts=[*prompt.parts, ("the answer", answer.token_ids)],
-        pieces=tuple(tokenizer.decode([i]) for i in answer.token_ids),
+        pieces=tuple(pieces),
         text=f"{prompt.text} {answer.text}",
     )

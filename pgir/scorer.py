@@ -15,13 +15,15 @@ import torch
 
 from beatrice.extract.backbone.loading import Backbone, load_backbone
 from beatrice.extract.backbone.names import BackboneConfig, model_path, own_device
-from beatrice.extract.generate.prompts import apply_template
+from beatrice.extract.generate.generator import SamplingConfig
+from beatrice.extract.generate.prompts import Prompt, apply_template
 from beatrice.extract.generate.requests import (
     ANSWER_PRESETS,
     GenerationConfig,
+    Request,
     plan_batches,
 )
-from beatrice.extract.records import SETTINGS, Setting
+from beatrice.extract.records import SETTINGS, Answer, Setting
 from beatrice.jaxprobe.config import set_compiler
 from beatrice.jaxprobe.detector import Detector, HeadName, Scores
 from beatrice.jaxprobe.families import SPAN_NAMES, SPANS, Features
@@ -33,16 +35,20 @@ from beatrice.pgir.arguments import (
     as_messages,
     as_path,
     as_rows,
+    as_temperature,
     as_texts,
 )
 from beatrice.pgir.bridge import ProbedBackbone, Reading
 from beatrice.pgir.given import (
     AnswerToScore,
+    PromptTokens,
     ScoringInput,
     as_answer,
     prepare,
-    prepare_written,
+    prompt_tokens,
+    scoring_input,
 )
+from beatrice.pgir.streaming import StreamedToken, stream_tokens
 
 BATCH_SIZE = 64  # one of the bridge's padded numbers of examples: few compilations
 MOST_UNKNOWN = 0.5  # share of a text's tokens that the model may not know
@@ -193,44 +199,45 @@ class Scorer:
         return [answer.text for answer in self.probed.answer(requests)]
 
     def answer_and_score(
-        self, questions: Sequence[str], contexts: Sequence[Any] | None = None
+        self,
+        questions: Sequence[str] | None = None,
+        contexts: Sequence[Any] | None = None,
+        *,
+        messages: Sequence[Mapping[str, str]] | None = None,
+        max_new_tokens: int | None = None,
+        stop: Sequence[str] | None = None,
+        temperature: float = 0.0,
+        seed: int = 0,
     ) -> list[Score]:
-        """Answer questions greedily and score the answers, in the same passes.
+        """Answer questions and score the answers, in the same passes.
 
         Args:
           questions: texts.
           contexts: the passages that are shown with each, as `score` takes them; None
             asks closed-book.
+          messages: one chat that asks instead, see `AnswerToScore`; a question and its
+            context are then looked for in it.
+          max_new_tokens: most tokens of an answer; None is as in training.
+          stop: texts that end an answer; None is as in training.
+          temperature: of draws; 0 takes the likeliest tokens.
+          seed: of draws.
 
         Returns:
           A score each, with the answer's `text`.
 
         Raises:
           ValueError: an argument is of another type, a text is empty or holds control
-            tokens, a prompt does not fit the model's window, or the detector was
-            trained in another setting.
+            tokens, a prompt does not fit the model's window, the model's logits are not
+            finite, or the detector was trained in another setting.
         """
-        texts = as_texts(questions, "questions")
-        shown = as_contexts(contexts, len(texts))
-        setting: Setting = "closed_book" if contexts is None else "with_context"
-        self._require_head(setting)
-        if not texts:
+        sampling = self._sampling(max_new_tokens, stop, temperature, seed)
+        prompts, requests = self._requests(questions, contexts, messages)
+        if not requests:
             return []
-        probed = self.probed
+        probed, setting = self.probed, requests[0].setting
         with probed.lock:
-            requests = probed.requests(setting, texts, shown)
-            answers, reading = probed.answer_and_read(requests)
-            inputs = [
-                prepare_written(
-                    probed.backbone.tokenizer,
-                    probed.template,
-                    question,
-                    context,
-                    answer,
-                    answer_span=probed.answer_span,
-                )
-                for question, context, answer in zip(texts, shown, answers, strict=True)
-            ]
+            answers, reading = probed.answer_and_read(requests, sampling)
+            inputs = list(map(self._written, prompts, answers))
         scores: list[Score] = []
         n = min(BATCH_SIZE, probed.rows_at_once(setting))
         for first in range(0, len(inputs), n):
@@ -240,6 +247,141 @@ class Scorer:
             dataclasses.replace(self._unreadable(prepared) or score, text=answer.text)
             for score, prepared, answer in zip(scores, inputs, answers, strict=True)
         ]
+
+    def stream(
+        self,
+        question: str | None = None,
+        context: Any = None,
+        *,
+        every: int | None = None,
+        messages: Sequence[Mapping[str, str]] | None = None,
+        max_new_tokens: int | None = None,
+        stop: Sequence[str] | None = None,
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> Iterator[StreamedToken | Score]:
+        """Answer a question token by token, and score the answer in the same passes.
+
+        Args:
+          question: a text.
+          context: the passages that are shown, as `score` takes them.
+          every: so many tokens apart is P of the answer so far; None is nowhere.
+          messages: as in `answer_and_score`.
+          max_new_tokens: most tokens of an answer; None is as in training.
+          stop: texts that end an answer; None is as in training.
+          temperature: of draws; 0 takes the likeliest tokens.
+          seed: of draws.
+
+        Returns:
+          Every token as it comes, the stop token too; last the score, which is that of
+          `answer_and_score`.
+
+        Raises:
+          ValueError: as `answer_and_score`, or this model cannot be read while it
+            writes.
+        """
+        if every is not None:
+            every = as_count(every, "every")
+        sampling = self._sampling(max_new_tokens, stop, temperature, seed)
+        questions = None if question is None and messages is not None else [question]
+        contexts = None if context is None else [context]
+        (prompt,), (request,) = self._requests(questions, contexts, messages)
+        if self.probed.why_read_again is not None:
+            raise ValueError(
+                f"{self.probed.why_read_again}; ask for the whole answer, which is "
+                "read again"
+            )
+        return self._stream(prompt, request, sampling, every)
+
+    def _stream(
+        self,
+        prompt: PromptTokens,
+        request: Request,
+        sampling: SamplingConfig,
+        every: int | None,
+    ) -> Iterator[StreamedToken | Score]:
+        probed, setting = self.probed, request.setting
+
+        def p_correct(reading: Reading) -> float | None:
+            _, scores = self._scores(setting, reading)
+            p = float(scores.p_correct[0])
+            return p if np.isfinite(p) else None
+
+        answer, signals = yield from stream_tokens(
+            probed, request, sampling, every, p_correct
+        )
+        with probed.lock:
+            prepared = self._written(prompt, answer)
+            reading = probed.reading([signals], [prepared.sequence])
+            (score,) = self._score_batch(setting, [prepared], reading)
+        yield dataclasses.replace(self._unreadable(prepared) or score, text=answer.text)
+
+    def _sampling(
+        self, max_new_tokens: Any, stop: Any, temperature: Any, seed: Any
+    ) -> SamplingConfig:
+        """Return how tokens are chosen; None is as in training."""
+        config = self.probed.config
+        if max_new_tokens is None:
+            max_new_tokens = config.max_new_tokens
+        return SamplingConfig(
+            max_new_tokens=as_count(max_new_tokens, "max_new_tokens"),
+            stop=tuple(as_texts(config.stop if stop is None else stop, "stop")),
+            temperature=as_temperature(temperature, "temperature"),
+            seed=as_count(seed, "seed", least=0),
+        )
+
+    def _requests(
+        self, questions: Any, contexts: Any, messages: Any
+    ) -> tuple[list[PromptTokens], list[Request]]:
+        """Return what is asked, see `answer_and_score`."""
+        probed = self.probed
+        tokenizer = probed.backbone.tokenizer
+        if messages is None or questions is not None:
+            questions = as_texts(questions, "questions")
+            shown = as_contexts(contexts, len(questions))
+        else:
+            questions, shown = [None], as_contexts(contexts, 1)
+        if messages is not None and len(questions) != 1:
+            raise ValueError(
+                f"messages: expected one question with a chat, found {len(questions)}"
+            )
+        with probed.lock:
+            prompts = [
+                prompt_tokens(
+                    tokenizer,
+                    probed.template,
+                    AnswerToScore(
+                        question=question,
+                        context=context,
+                        messages=messages,
+                        answer_ids=(),
+                    ),
+                )
+                for question, context in zip(questions, shown, strict=True)
+            ]
+        for prompt in prompts[:1]:
+            self._require_head(prompt.setting)
+        return prompts, [
+            Request(
+                example_id=str(i),
+                setting=prompt.setting,
+                variant="original",
+                prompt=Prompt(
+                    prompt.ids,
+                    prompt.context_span,
+                    n_unknown=prompt.ids.count(tokenizer.unk_token_id),
+                    question_start=prompt.question_start,
+                ),
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+
+    def _written(self, prompt: PromptTokens, answer: Answer) -> ScoringInput:
+        """Return an answer that the model has just written, ready to be scored."""
+        probed = self.probed
+        decode = probed.backbone.tokenizer.decode
+        pieces = [decode([i]) for i in answer.token_ids]
+        return scoring_input(prompt, answer, pieces, answer_span=probed.answer_span)
 
     def _unreadable(self, prepared: ScoringInput) -> Score | None:
         """Return the score of an answer whose signals would mean nothing, or None."""
@@ -382,17 +524,23 @@ class Scorer:
         if reading is None:
             sequences = [prepared.sequence for prepared in inputs]
             reading = probed.read_sequences(sequences)
-        features = probed.features(reading, setting)
-        scores = (
-            detector.score_single_pass(features)
-            if setting == "with_context"
-            else detector.score_closed_book(features)
-        ).first(len(inputs))
+        features, scores = self._scores(setting, reading)
         outside = _warn_after(detector, features, len(inputs), setting)
         for i, prepared in enumerate(inputs):
             warnings = _warn_before(detector, probed.backbone, prepared) + outside[i]
             surprisal = reading.signals[i].prob[prepared.answer_tokens, 1]
             yield self._make_score(setting, prepared, scores, i, surprisal, warnings)
+
+    def _scores(self, setting: Setting, reading: Reading) -> tuple[Features, Scores]:
+        """Return what the detector reads of answers, and what it says of them."""
+        detector = self.probed.detector
+        features = self.probed.features(reading, setting)
+        scores = (
+            detector.score_single_pass(features)
+            if setting == "with_context"
+            else detector.score_closed_book(features)
+        )
+        return features, scores.first(len(reading.signals))
 
     def _make_score(
         self,

@@ -147,8 +147,7 @@ class Bench:
         for batch in generator.plan(prompts, sampling):
             watch = Floor(
                 self.reader,
-                [self.requests[i].prompt.ids for i in batch],
-                [self.requests[i].prompt.context_span for i in batch],
+                [self.requests[i].prompt for i in batch],
                 CONFIG.max_new_tokens,
             )
             generator.write([prompts[i] for i in batch], sampling, watch)

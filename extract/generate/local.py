@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -279,7 +279,7 @@ class Choice(LogitsProcessor):
 
 
 class Done(StoppingCriteria):
-    """Ends a batch when half of its rows are done, so that the others go on alone.
+    """Ends a run when half of its rows are done, so that the others go on alone.
 
     A row is done at a stop token, at its longest, or when its text holds a stop string;
     texts are decoded, since one string is many tokens: a line feed ends hundreds.
@@ -292,7 +292,7 @@ class Done(StoppingCriteria):
       edges: tokens of the prompts with their padding, and with the longest text.
       stop: strings.
       stops: ids.
-      are_parted: whether the others can go on alone; else the batch ends with its last.
+      least_done: share of rows that are done when a run ends; 0 is a token a run.
     """
 
     def __init__(
@@ -302,11 +302,11 @@ class Done(StoppingCriteria):
         stop: Sequence[str],
         stops: Sequence[int],
         *,
-        are_parted: bool,
+        least_done: float,
     ) -> None:
         """Begin with no row done."""
         self._tokenizer, self._edges, self._stop = tokenizer, edges, stop
-        self._stops, self._are_parted = list(stops), are_parted
+        self._stops, self._least_done = list(stops), least_done
         self.rows = torch.zeros(0, dtype=torch.bool)
 
     def __call__(
@@ -324,8 +324,7 @@ class Done(StoppingCriteria):
             ended = [find_stop(text, self._stop) is not None for text in texts]
             is_done |= torch.tensor(ended, device=input_ids.device)
         self.rows = is_done
-        is_over = self._are_parted and 2 * int(is_done.sum()) >= len(is_done)
-        return is_done | is_over
+        return is_done | (int(is_done.sum()) >= self._least_done * len(is_done))
 
 
 def stop_ids(backbone: Backbone) -> tuple[int, ...]:
@@ -486,21 +485,42 @@ class TransformersGenerator:
         stops = stop_ids(self.backbone)
         choice = Choice(config, seeds, self.backbone.device, stops)
         ids = [self.prompt_ids(prompt) for prompt in prompts]
-        written = self._continue(ids, config, choice, watch)
+        # Where rows cannot leave, a run ends with its last.
+        least_done = 0.5 if has_plain_states(self.backbone.layout) else 1.0
+        *_, texts = self._runs(ids, config, choice, watch, least_done)
         return [
-            self._text(len(tokens), *reply, config.stop)
-            for tokens, reply in zip(ids, written, strict=True)
+            self._text(len(tokens), *text, config)
+            for tokens, text in zip(ids, texts, strict=True)
         ]
 
+    def write_stepwise(
+        self, prompt: GeneratorPrompt, config: SamplingConfig, watch: Watch
+    ) -> Generator[int, None, Generated]:
+        """Yield the ids of one text as they are chosen; return the text.
+
+        Between two ids nothing of the model is watched, so that it may be used.
+        """
+        stops = stop_ids(self.backbone)
+        seeds = [draw_seed(prompt, config)]
+        choice = Choice(config, seeds, self.backbone.device, stops)
+        ids, texts = self.prompt_ids(prompt), []
+        for texts in self._runs([ids], config, choice, watch, least_done=0.0):
+            tokens, log_probs = texts[0]
+            self._check_finite(log_probs)
+            if len(tokens) <= config.max_new_tokens:
+                yield tokens[-1]
+        return self._text(len(ids), *texts[0], config)
+
     @torch.inference_mode()
-    def _continue(
+    def _runs(
         self,
         prompts: Sequence[Sequence[int]],
         config: SamplingConfig,
         choice: Choice,
-        watch: Watch | None = None,
-    ) -> list[tuple[list[int], list[float]]]:
-        """Return of every prompt the ids that are chosen, and their log-probabilities.
+        watch: Watch | None,
+        least_done: float,
+    ) -> Iterator[list[tuple[list[int], list[float]]]]:
+        """Yield after every run, of every prompt, its ids and their log-probabilities.
 
         When half of the rows are done the others go on without them, so that a long
         answer does not keep short ones in the batch. Whoever watches sees one step
@@ -510,17 +530,18 @@ class TransformersGenerator:
         width = ids.shape[1]
 
         def run(ids: torch.Tensor, mask: torch.Tensor, **options: Any) -> Any:
-            return self.backbone.model.generate(
-                input_ids=ids,
-                attention_mask=mask,
-                do_sample=False,  # draws are made by the processor
-                num_beams=1,
-                repetition_penalty=1.0,  # some checkpoints have another default
-                eos_token_id=list(stops),
-                pad_token_id=stops[0],
-                return_dict_in_generate=True,
-                **options,
-            )
+            with _contiguous_states(self.backbone):
+                return self.backbone.model.generate(
+                    input_ids=ids,
+                    attention_mask=mask,
+                    do_sample=False,  # draws are made by the processor
+                    num_beams=1,
+                    repetition_penalty=1.0,  # some checkpoints have another default
+                    eos_token_id=list(stops),
+                    pad_token_id=stops[0],
+                    return_dict_in_generate=True,
+                    **options,
+                )
 
         texts: list[tuple[list[int], list[float]]] = [([], []) for _ in prompts]
         options: dict[str, Any] = {}
@@ -530,45 +551,43 @@ class TransformersGenerator:
         rows, n_new = list(range(len(prompts))), config.max_new_tokens
         edges = (width, width + n_new + (watch is not None))
         layout, tokenizer = self.backbone.layout, self.backbone.tokenizer
-        are_parted = has_plain_states(layout)
-        with _contiguous_states(self.backbone):
-            if watch is None:
-                cache = begun_states(layout, prompts, ids, mask, run)
-            else:
-                cache = shared_states(layout, prompts, width, watch.n_unread)
-            n_cached = 0 if cache is None else filled_layers(cache)[0].keys.shape[-2]
-            while rows:
-                n_read = ids.shape[1]
-                done = Done(tokenizer, edges, config.stop, stops, are_parted=are_parted)
-                criteria = StoppingCriteriaList([done])
-                watching = contextlib.nullcontext()
-                if watch is not None:
-                    criteria.append(_Chosen(watch, done))
-                    watching = watch.watching(rows, n_cached)
-                with watching:
-                    output = run(
-                        ids,
-                        mask,
-                        past_key_values=cache,
-                        max_new_tokens=edges[1] - n_read,
-                        logits_processor=LogitsProcessorList([choice]),
-                        stopping_criteria=criteria,
-                        **options,
-                    )
-                new = output.sequences[:, n_read:]
-                log_probs = choice.taken()
-                for row, chosen, values in zip(rows, new, log_probs, strict=True):
-                    texts[row][0].extend(chosen.tolist())
-                    texts[row][1].extend(values)
-                left = (~done.rows).nonzero()[:, 0]
-                if len(left):
-                    cache, ids = output.past_key_values, output.sequences[left]
-                    cache.batch_select_indices(left)
-                    mask = torch.cat([mask[left], torch.ones_like(new[left])], dim=1)
-                    choice.keep(left.tolist())
-                rows = [rows[index] for index in left.tolist()]
-                n_cached = ids.shape[1] - 1
-        return [(tokens[:n_new], log_probs[:n_new]) for tokens, log_probs in texts]
+        if watch is None:
+            cache = begun_states(layout, prompts, ids, mask, run)
+        else:
+            cache = shared_states(layout, prompts, width, watch.n_unread)
+        n_cached = 0 if cache is None else filled_layers(cache)[0].keys.shape[-2]
+        while rows:
+            n_read = ids.shape[1]
+            done = Done(tokenizer, edges, config.stop, stops, least_done=least_done)
+            criteria = StoppingCriteriaList([done])
+            watching = contextlib.nullcontext()
+            if watch is not None:
+                criteria.append(_Chosen(watch, done))
+                watching = watch.watching(rows, n_cached)
+            with watching:
+                output = run(
+                    ids,
+                    mask,
+                    past_key_values=cache,
+                    max_new_tokens=edges[1] - n_read,
+                    logits_processor=LogitsProcessorList([choice]),
+                    stopping_criteria=criteria,
+                    **options,
+                )
+            new = output.sequences[:, n_read:]
+            log_probs = choice.taken()
+            for row, chosen, values in zip(rows, new, log_probs, strict=True):
+                texts[row][0].extend(chosen.tolist())
+                texts[row][1].extend(values)
+            yield texts
+            left = (~done.rows).nonzero()[:, 0]
+            cache, ids = output.past_key_values, output.sequences[left]
+            if 0 < len(left) < len(rows):
+                cache.batch_select_indices(left)
+                choice.keep(left.tolist())
+            mask = torch.cat([mask[left], torch.ones_like(new[left])], dim=1)
+            rows = [rows[index] for index in left.tolist()]
+            n_cached = ids.shape[1] - 1
 
     def _padded(
         self, prompts: Sequence[Sequence[int]]
@@ -584,19 +603,14 @@ class TransformersGenerator:
         n_prompt: int,
         tokens: list[int],
         log_probs: list[float],
-        stop: Sequence[str],
+        config: SamplingConfig,
     ) -> Generated:
         """Return what was written before it stopped, and the padding behind that."""
-        stops = stop_ids(self.backbone)
+        stops, tokens = stop_ids(self.backbone), tokens[: config.max_new_tokens]
         end = next((i for i, token in enumerate(tokens) if token in stops), None)
         ids = tokens[:end]
         n_new = len(ids) + (end is not None)
-        if any(map(math.isnan, log_probs[:n_new])):
-            raise ValueError(
-                f"{self.backbone.name} gives logits that are not finite, in "
-                f"{self.identity['dtype']}: its weights are damaged, or too large for "
-                "this type; check them, or load them as float32"
-            )
+        self._check_finite(log_probs[:n_new])
         text = Generated(
             text=self.backbone.tokenizer.decode(ids, skip_special_tokens=True).strip(),
             token_ids=tuple(ids),
@@ -606,19 +620,32 @@ class TransformersGenerator:
             n_prompt_tokens=n_prompt,
             n_new_tokens=n_new,
         )
-        cut = cut_at_stop(text, stop, self.backbone.tokenizer)
+        cut = cut_at_stop(text, config.stop, self.backbone.tokenizer)
         if cut is text:
             return text
         # What stands behind the stop token is padding, or was written for other rows.
         n_new = len(cut.token_ids or ()) + 1
         return msgspec.structs.replace(cut, n_new_tokens=n_new)
 
+    def _check_finite(self, log_probs: Sequence[float]) -> None:
+        if any(map(math.isnan, log_probs)):
+            raise ValueError(
+                f"{self.backbone.name} gives logits that are not finite, in "
+                f"{self.identity['dtype']}: its weights are damaged, or too large for "
+                "this type; check them, or load them as float32"
+            )
+
+
+def greedy(config: GenerationConfig) -> SamplingConfig:
+    """Return how the likeliest tokens are chosen."""
+    return SamplingConfig(max_new_tokens=config.max_new_tokens, stop=config.stop)
+
 
 def check_requests_fit(
-    backbone: Backbone, requests: Sequence[Request], config: GenerationConfig
+    backbone: Backbone, requests: Sequence[Request], n_new: int
 ) -> None:
-    """Check that every prompt fits the model's window with its answer."""
-    window, n_new = backbone.max_length, config.max_new_tokens
+    """Check that every prompt fits the model's window with `n_new` tokens more."""
+    window = backbone.max_length
     for request in requests:
         if window is not None and len(request.prompt.ids) + n_new > window:
             raise ValueError(
@@ -629,19 +656,28 @@ def check_requests_fit(
 
 
 def generate(
-    backbone: Backbone, requests: Sequence[Request], config: GenerationConfig
+    backbone: Backbone,
+    requests: Sequence[Request],
+    config: GenerationConfig,
+    sampling: SamplingConfig | None = None,
 ) -> list[Answer]:
-    """Answer requests greedily, in batches; returns the answers in their order.
+    """Answer requests in batches; returns the answers in their order.
+
+    Args:
+      backbone: that answers.
+      requests: prompts.
+      config: how long answers and batches are.
+      sampling: how tokens are chosen; None is greedily.
 
     Raises:
       ValueError: a prompt and its answer do not fit the model's window; nothing is
         ever cut.
     """
-    check_requests_fit(backbone, requests, config)
+    sampling = sampling or greedy(config)
+    check_requests_fit(backbone, requests, sampling.max_new_tokens)
     generator = TransformersGenerator(
         backbone=backbone, tokens_per_batch=config.tokens_per_batch
     )
     prompts = [GeneratorPrompt(text="", ids=r.prompt.ids) for r in requests]
-    sampling = SamplingConfig(max_new_tokens=config.max_new_tokens, stop=config.stop)
     replies = dict(generator.stream(prompts, sampling))
     return [request.answer(replies[i]) for i, request in enumerate(requests)]

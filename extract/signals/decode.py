@@ -13,15 +13,25 @@ nobody.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from beatrice.extract.backbone.layout import LayerPass, watch_layers
-from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
-from beatrice.extract.generate.local import TransformersGenerator, check_requests_fit
+from beatrice.extract.generate.generator import (
+    Generated,
+    GeneratorPrompt,
+    SamplingConfig,
+)
+from beatrice.extract.generate.local import (
+    TransformersGenerator,
+    check_requests_fit,
+    greedy,
+)
 from beatrice.extract.generate.prompts import Prompt
 from beatrice.extract.generate.requests import GenerationConfig, Request
 from beatrice.extract.records import Answer, AnswerSpan
@@ -55,8 +65,7 @@ class DecodeReading(AttentionReading):
     def __init__(
         self,
         reader: SignalReader,
-        prompts: Sequence[Sequence[int]],
-        context_spans: Sequence[tuple[int, int]],
+        prompts: Sequence[Prompt],
         n_new: int,
         *,
         answer_span: AnswerSpan = "emitting",
@@ -65,33 +74,33 @@ class DecodeReading(AttentionReading):
 
         Args:
           reader: whose model writes, and which says what is kept.
-          prompts: ids.
-          context_spans: of each, half-open.
+          prompts: their ids, and where context and question lie.
           n_new: most tokens of an answer.
           answer_span: see `sequence_of`.
         """
-        self._reader, self._layout = reader, reader.backbone.layout
+        self.reader, self._layout = reader, reader.backbone.layout
         layout, budget = self._layout, reader.budget.n_attention_weights
         super().__init__(0, layout.attention_layers, (0, 0), budget)
         hidden_layers, hidden_spans = reader.hidden_layers, reader.hidden_spans
         self._slots = {entry: slot for slot, entry in enumerate(hidden_layers)}
         device = layout.head.weight.device
-        self._width, self._n_new = max(map(len, prompts)), n_new
+        self._width, self._n_new = max(len(prompt.ids) for prompt in prompts), n_new
         n_rows, n_columns = len(prompts), self._width + n_new
-        self._pads = [self._width - len(prompt) for prompt in prompts]
-        self._firsts = [first_read(start) for start, _ in context_spans]
+        self._pads = [self._width - len(prompt.ids) for prompt in prompts]
+        self._firsts = [first_read(prompt.context_span[0]) for prompt in prompts]
         pairs = list(zip(self._pads, self._firsts, strict=True))
         # The first column that holds a token which is read.
         self.n_unread = min(pad + first for pad, first in pairs)
         self._answer = self._width - (answer_span == "emitting")
         self._first_hidden = self._answer if hidden_spans == "answer" else self.n_unread
-        ids = [[0] * n + list(p) for n, p in zip(self._pads, prompts, strict=True)]
+        ids = [[0] * n + [*p.ids] for n, p in zip(self._pads, prompts, strict=True)]
         self._ids = torch.tensor(ids, device=device)
         columns = torch.arange(n_columns)
-        edges = [
-            [(pad + start, pad + stop), (pad + stop, self._answer)]
-            for pad, (start, stop) in zip(self._pads, context_spans, strict=True)
-        ]
+        edges = []
+        for pad, prompt in zip(self._pads, prompts, strict=True):
+            (start, stop), question = prompt.context_span, prompt.question_start
+            question = stop if question is None else question
+            edges.append([(pad + start, pad + stop), (pad + question, self._answer)])
         starts, stops = torch.tensor(edges)[..., None].unbind(2)
         # Which columns are of context, question and answer.
         members = torch.zeros((n_rows, 3, n_columns), dtype=torch.bool)
@@ -123,7 +132,7 @@ class DecodeReading(AttentionReading):
         ):
             for module, hook in (
                 (self._layout.decoder, self._after_decoder),
-                (self._reader.backbone.model, self._after_model),
+                (self.reader.backbone.model, self._after_model),
             ):
                 handles.callback(module.register_forward_hook(hook).remove)
             yield
@@ -203,7 +212,7 @@ class DecodeReading(AttentionReading):
             if self._lens is None:
                 ids = self._next_ids()
                 # The last one's next token is not chosen yet; any id stands there.
-                self._lens = self._reader.lens(torch.cat([ids, ids[:, -1:]], dim=1))
+                self._lens = self.reader.lens(torch.cat([ids, ids[:, -1:]], dim=1))
             scalars = residual.contribution_scalars(layer_pass, self._lens)
             self._prompt_resid.append(scalars)
         parts = (layer_pass.h_in, layer_pass.att, layer_pass.ffn)
@@ -241,7 +250,7 @@ class DecodeReading(AttentionReading):
         # Padding of shorter prompts is not worth a product with the vocabulary.
         is_read = self._is_read()[self._index, columns][:, :-1]
         prob = torch.zeros((*targets.shape, 5), device=states.device)
-        prob[is_read] = self._reader.probabilities(
+        prob[is_read] = self.reader.probabilities(
             states[:, self._first : -1][is_read], targets[is_read]
         )
         self._prob[self._index, columns.start : columns.stop - 1] = prob
@@ -271,7 +280,7 @@ class DecodeReading(AttentionReading):
         targets = ids[:, -2 if is_last else -1]
         at = column - self.n_unread
         parts = torch.stack(self._last_parts, dim=2)  # [3, n_rows, n_layers, d_model]
-        lens = self._reader.lens(targets[:, None].expand(-1, parts.shape[2]))
+        lens = self.reader.lens(targets[:, None].expand(-1, parts.shape[2]))
         h_in, att, ffn = parts
         scalars = residual.contribution_scalars(
             LayerPass(0, h_in, att, ffn, h_in), lens
@@ -280,7 +289,7 @@ class DecodeReading(AttentionReading):
         if self._logits.dtype == torch.float32:
             prob = probability.scalars_of_logits(self._logits, targets)
         else:
-            prob = self._reader.probabilities(self._last_states, targets)
+            prob = self.reader.probabilities(self._last_states, targets)
         self._prob[self._index, at] = prob
         if column >= self._width:
             for row in self._live:
@@ -292,14 +301,22 @@ class DecodeReading(AttentionReading):
             self._members[self._live, 2, column + 1] = True
         self._begin_step(column + 1)
 
+    def last_prob(self) -> np.ndarray:
+        """Return `[5]`, the distribution that the first row's last token is of."""
+        return self._prob[0, self._n_before - 1 - self.n_unread].cpu().numpy().copy()
+
     def signals(self, answers: Sequence[Answer]) -> list[AnswerSignals | None]:
         """Return what was read of every answer, in the order of the prompts.
+
+        An answer that is still written is read as one that was cut: up to the token
+        that emitted its last one.
 
         Returns:
           None for an answer of which other tokens were run than it has: its stop string
           began in a token before the last, and later steps attended to its tokens.
         """
-        members = self._members[..., self.n_unread :]
+        members = self._members[..., self.n_unread :].clone()
+        members[:, 2, self._n_before - self.n_unread :] = False  # not run yet
         per_layer = [
             entropies_and_masses(*self._sums[layer], members) for layer in self.layers
         ]
@@ -310,15 +327,17 @@ class DecodeReading(AttentionReading):
         signals: list[AnswerSignals | None] = []
         for row, answer in enumerate(answers):
             n_tokens, is_cut = len(answer.token_ids), answer.stop_id is None
-            if self._n_written[row] != n_tokens:
+            n_written = self._n_written[row]
+            # The last token of an answer that is cut, or still written, emitted none.
+            if n_written != n_tokens and not (is_cut and n_written == n_tokens - 1):
                 signals.append(None)
                 continue
             first = self._pads[row] + self._firsts[row]
-            stop = self._width + n_tokens
+            stop = self._width + n_written
             read = slice(first - self.n_unread, stop - self.n_unread)
             start, end = first, stop
             if self._first_hidden == self._answer:
-                start, end = self._answer, stop - is_cut
+                start, end = self._answer, self._width + n_tokens - is_cut
             start, end = start - self._first_hidden, end - self._first_hidden
             signals.append(
                 AnswerSignals(
@@ -338,8 +357,9 @@ def generate_and_read(
     config: GenerationConfig,
     *,
     answer_span: AnswerSpan = "emitting",
+    sampling: SamplingConfig | None = None,
 ) -> tuple[list[Answer], list[AnswerSignals]]:
-    """Answer requests greedily and read the answers in the passes that write them.
+    """Answer requests and read the answers in the passes that write them.
 
     An answer of which more tokens were run than it has (its stop string is several
     tokens) is read again.
@@ -349,6 +369,7 @@ def generate_and_read(
       requests: prompts.
       config: how long answers and batches are.
       answer_span: see `sequence_of`.
+      sampling: how tokens are chosen; None is greedily.
 
     Returns:
       The answers and their signals, in the order of the requests.
@@ -357,36 +378,132 @@ def generate_and_read(
       ValueError: a prompt and its answer do not fit the model's window, or this
         model's attention cannot be read while it writes.
     """
-    check_requests_fit(reader.backbone, requests, config)
+    sampling = sampling or greedy(config)
+    check_requests_fit(reader.backbone, requests, sampling.max_new_tokens)
     generator = TransformersGenerator(
         backbone=reader.backbone, tokens_per_batch=config.tokens_per_batch
     )
-    sampling = SamplingConfig(max_new_tokens=config.max_new_tokens, stop=config.stop)
     prompts = [GeneratorPrompt(text="", ids=r.prompt.ids) for r in requests]
     written: dict[int, tuple[Answer, AnswerSignals]] = {}
     for batch in generator.plan(prompts, sampling):
+        rows = [requests[i] for i in batch]
         watch = DecodeReading(
             reader,
-            [requests[i].prompt.ids for i in batch],
-            [requests[i].prompt.context_span for i in batch],
-            config.max_new_tokens,
+            [request.prompt for request in rows],
+            sampling.max_new_tokens,
             answer_span=answer_span,
         )
         replies = generator.write([prompts[i] for i in batch], sampling, watch)
-        pairs = zip(batch, replies, strict=True)
-        answers = [requests[i].answer(reply) for i, reply in pairs]
-        signals = watch.signals(answers)
-        for i, answer, read in zip(batch, answers, signals, strict=True):
-            if read is None and not config.stop:
-                raise ValueError(
-                    f"{reader.backbone.name} ran other tokens than it wrote for "
-                    f"question {answer.example_id!r}; read its answers again"
-                )
-            if read is None:
-                (read,) = reader.read([sequence_of(answer, answer_span=answer_span)])
-            written[i] = answer, read
+        read = _read_written(watch, rows, replies, sampling.stop, answer_span)
+        written |= zip(batch, read, strict=True)
     ordered = [written[i] for i in range(len(requests))]
     return [answer for answer, _ in ordered], [signals for _, signals in ordered]
+
+
+def _read_written(
+    watch: DecodeReading,
+    requests: Sequence[Request],
+    replies: Sequence[Generated],
+    stop: Sequence[str],
+    answer_span: AnswerSpan,
+) -> Iterator[tuple[Answer, AnswerSignals]]:
+    """Yield a batch's answers with their signals, some of which are read again."""
+    pairs = list(zip(requests, replies, strict=True))
+    answers = [request.answer(reply) for request, reply in pairs]
+    signals = watch.signals(answers)
+    for request, answer, read in zip(requests, answers, signals, strict=True):
+        if read is None and not stop:
+            raise ValueError(
+                f"{watch.reader.backbone.name} ran other tokens than it wrote for "
+                f"question {answer.example_id!r}; read its answers again"
+            )
+        if read is None:
+            sequence = sequence_of(
+                answer,
+                answer_span=answer_span,
+                question_start=request.prompt.question_start,
+            )
+            (read,) = watch.reader.read([sequence])
+        yield answer, read
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WrittenToken:
+    """One token of an answer that is being written.
+
+    Attributes:
+      id: the token.
+      answer: up to this token, as one that was cut behind it.
+      prob: `[5]` float32, the distribution that it was chosen from, see
+        `AnswerSignals`.
+      so_far: returns what was read of `answer`; to be called before the next token is
+        asked for.
+    """
+
+    id: int
+    answer: Answer
+    prob: np.ndarray
+    so_far: Callable[[], AnswerSignals]
+
+
+def read_stepwise(
+    reader: SignalReader,
+    request: Request,
+    sampling: SamplingConfig,
+    *,
+    answer_span: AnswerSpan = "emitting",
+) -> Generator[WrittenToken, None, tuple[Answer, AnswerSignals]]:
+    """Yield an answer's tokens as they are written; return it with its signals.
+
+    What is written and read is what `generate_and_read` writes and reads of a batch of
+    one. Between two tokens the model may be used.
+
+    Args:
+      reader: of the model that answers.
+      request: the prompt.
+      sampling: how tokens are chosen.
+      answer_span: see `sequence_of`.
+
+    Raises:
+      ValueError: as `generate_and_read`.
+    """
+    check_requests_fit(reader.backbone, [request], sampling.max_new_tokens)
+    prompt = GeneratorPrompt(text="", ids=request.prompt.ids)
+    watch = DecodeReading(
+        reader, [request.prompt], sampling.max_new_tokens, answer_span=answer_span
+    )
+    generator = TransformersGenerator(backbone=reader.backbone)
+    steps, ids = generator.write_stepwise(prompt, sampling, watch), ()
+    while True:
+        try:
+            token = next(steps)
+        except StopIteration as end:
+            reply: Generated = end.value
+            break
+        ids = (*ids, token)
+        answer = Answer(
+            example_id=request.example_id,
+            setting=request.setting,
+            variant=request.variant,
+            text="",
+            prompt_ids=request.prompt.ids,
+            token_ids=ids,
+            stop_id=None,
+            context_span=request.prompt.context_span,
+        )
+        yield WrittenToken(
+            id=token,
+            answer=answer,
+            prob=watch.last_prob(),
+            so_far=partial(_only, watch, answer),
+        )
+    return next(_read_written(watch, [request], [reply], sampling.stop, answer_span))
+
+
+def _only(watch: DecodeReading, answer: Answer) -> AnswerSignals:
+    (signals,) = watch.signals([answer])
+    assert signals is not None
+    return signals
 
 
 class ReadBefore:

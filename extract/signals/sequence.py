@@ -47,7 +47,10 @@ class TokenSequence:
 
 
 def sequence_of(
-    answer: Answer, *, answer_span: AnswerSpan = "emitting"
+    answer: Answer,
+    *,
+    answer_span: AnswerSpan = "emitting",
+    question_start: int | None = None,
 ) -> TokenSequence:
     """Return an answer as the model reads it again, with its spans.
 
@@ -55,8 +58,9 @@ def sequence_of(
     last prompt token to the last answer token, which emitted the stop token;
     "literal", the answer tokens alone. The question span runs from the end of the
     context to where the answer span starts, so that the spans part the input (section
-    3.2: "partitioned"). If the answer was cut at the length limit its last token
-    emitted nothing we know, and is outside in both.
+    3.2: "partitioned"); another prompt than a template's may say where it starts. If
+    the answer was cut at the length limit its last token emitted nothing we know, and
+    is outside in both.
     """
     n_prompt, n_answer = len(answer.prompt_ids), len(answer.token_ids)
     context = answer.context_span
@@ -72,7 +76,13 @@ def sequence_of(
     return TokenSequence(
         ids=ids,
         targets=np.append(ids[1:], last),
-        spans=np.array([context, (context[1], start), (start, stop)]),
+        spans=np.array(
+            [
+                context,
+                (context[1] if question_start is None else question_start, start),
+                (start, stop),
+            ]
+        ),
     )
 
 

@@ -130,7 +130,11 @@ def test_a_probe_answers_and_scores_in_one_pass(run, model):
             again = probe.score(question, score.text, context)
             assert score.p_correct == pytest.approx(again.p_correct, abs=1e-4)
             assert (score.decision, score.reason) == (again.decision, again.reason)
-    assert probe.answer(QUESTIONS[0], CONTEXTS[0]).text == scores[0].text
+    alone = probe.answer(QUESTIONS[0], CONTEXTS[0])
+    assert alone.text == scores[0].text
+    *tokens, score = probe.stream(QUESTIONS[0], CONTEXTS[0], every=1)
+    assert score == alone and all(0 <= token.p <= 1 for token in tokens)
+    assert probe.answer(QUESTIONS[0], temperature=9.0, seed=1, max_new_tokens=2).text
     with pytest.raises(ValueError, match="contexts"):
         probe.answer(QUESTIONS, CONTEXTS[:2])
 

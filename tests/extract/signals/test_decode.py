@@ -16,6 +16,7 @@ from beatrice.extract.signals.decode import (
     DecodeReading,
     check_decoding,
     generate_and_read,
+    read_stepwise,
 )
 from beatrice.extract.signals.reader import SignalReader
 from beatrice.extract.signals.sequence import sequence_of
@@ -97,6 +98,33 @@ def test_reading_while_writing_is_reading_again(family):
     assert max(differences.values()) < 5e-4, differences
     assert answers == generate(reader.backbone, requests, CONFIG)
     assert check_decoding(reader) is None
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_5"])
+def test_an_answer_is_read_up_to_every_token_while_it_is_written(family):
+    """A window that the answer leaves; states that no row can leave."""
+    (request,) = requests_of(lengths=(7,))
+    reader = SignalReader(backbone_of(family, stop=1))
+    steps = read_stepwise(reader, request, SamplingConfig(max_new_tokens=6))
+    prefixes = []
+    while True:
+        try:
+            step = next(steps)
+        except StopIteration as end:
+            prefixes.append(end.value)
+            break
+        prefixes.append((step.answer, step.so_far()))
+        np.testing.assert_allclose(step.prob, prefixes[-1][1].prob[-1])
+    assert [len(answer.token_ids) for answer, _ in prefixes] == [1, 2, 3, 4, 5, 6, 6]
+    (whole,), _ = generate_and_read(reader, [request], CONFIG)
+    assert prefixes[-1][0] == whole
+    for answer, signals in prefixes:
+        sequence = sequence_of(answer)
+        (again,) = reader.read([sequence])
+        n_rows = int(sequence.spans[2, 1])  # the last token emitted nothing
+        for name in ("hidden", "prob", "resid", "attn"):
+            value, expected = getattr(signals, name), getattr(again, name)
+            np.testing.assert_allclose(value[:n_rows], expected[:n_rows], atol=5e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
@@ -183,8 +211,7 @@ def test_what_is_read_one_step_beside_is_noticed(reading, is_right):
     reader = SignalReader(backbone_of("llama", stop=stop))
     watch = reading(
         reader,
-        [r.prompt.ids for r in requests],
-        [r.prompt.context_span for r in requests],
+        [r.prompt for r in requests],
         CONFIG.max_new_tokens,
     )
     prompts = [GeneratorPrompt(text="", ids=r.prompt.ids) for r in requests]

@@ -1,0 +1,106 @@
+"""An answer's tokens as they are written, with P of the answer so far.
+
+A stop string may be several tokens. Those that could begin one are held back until they
+do not, or until the answer has ended before them.
+"""
+
+import dataclasses
+from collections.abc import Callable, Generator, Sequence
+
+from beatrice.extract.generate.generator import SamplingConfig, decode_ids, find_stop
+from beatrice.extract.generate.local import stop_ids
+from beatrice.extract.generate.requests import Request
+from beatrice.extract.records import Answer
+from beatrice.extract.signals.decode import read_stepwise
+from beatrice.extract.signals.reader import AnswerSignals
+from beatrice.pgir.bridge import ProbedBackbone, Reading
+
+_HALF = "\N{REPLACEMENT CHARACTER}"  # a character whose other bytes are to come
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StreamedToken:
+    """One token of an answer that is being written.
+
+    Attributes:
+      text: what it adds to the answer, which may be nothing: one character can take
+        several tokens.
+      p: its probability under the model, before any temperature, in [0, 1].
+      entropy: of the distribution that it was chosen from, in nats.
+      is_stop: whether it ended the answer; its text is what stands before a stop
+        string.
+      p_correct: calibrated P(the answer so far is correct), the answer read as one
+        that was cut behind this token; None where it was not asked for.
+    """
+
+    text: str
+    p: float
+    entropy: float
+    is_stop: bool = False
+    p_correct: float | None = None
+
+
+def stream_tokens(
+    probed: ProbedBackbone,
+    request: Request,
+    sampling: SamplingConfig,
+    every: int | None,
+    p_correct: Callable[[Reading], float | None],
+) -> Generator[StreamedToken, None, tuple[Answer, AnswerSignals]]:
+    """Yield an answer's tokens as they are chosen; return it with its signals.
+
+    Args:
+      probed: the model; between two tokens others may use it.
+      request: the prompt.
+      sampling: how tokens are chosen.
+      every: so many tokens apart is P of the answer so far; None is nowhere.
+      p_correct: P of what was read of one answer.
+    """
+    tokenizer, stop = probed.backbone.tokenizer, sampling.stop
+    stops, n_most = stop_ids(probed.backbone), sampling.max_new_tokens
+    steps = read_stepwise(
+        probed.reader, request, sampling, answer_span=probed.answer_span
+    )
+    waiting: list[tuple[StreamedToken, str]] = []  # with the text that ends in each
+    ids: tuple[int, ...] = ()
+    n_shown = n_waiting = 0
+    while True:
+        with probed.lock:
+            try:
+                step = next(steps)
+            except StopIteration as end:
+                answer, signals = end.value
+                break
+            ids = (*ids, step.id)
+            text = decode_ids(tokenizer, ids)
+            is_end = step.id in stops or find_stop(text, stop) is not None
+            p_so_far = None
+            if every and len(ids) % every == 0 and not is_end:
+                sequence = probed.sequence(request, step.answer)
+                p_so_far = p_correct(probed.reading([step.so_far()], [sequence]))
+        p, entropy = float(step.prob[0]), float(step.prob[2])
+        token = StreamedToken(text="", p=p, entropy=entropy, p_correct=p_so_far)
+        waiting.append((token, text))
+        if is_end or len(ids) == n_most or _may_begin(text, stop):
+            continue
+        for token, text in waiting:
+            shown = text.rstrip(_HALF)
+            yield dataclasses.replace(token, text=shown[n_shown:])
+            n_shown = max(n_shown, len(shown))
+        n_waiting = len(ids)
+        waiting.clear()
+    whole = decode_ids(tokenizer, ids)
+    whole = whole[: find_stop(whole, stop)]
+    n_left = len(answer.token_ids) - n_waiting
+    for place, (token, text) in enumerate(waiting[: n_left + 1]):
+        is_last = place in (n_left, len(waiting) - 1)
+        shown = whole if is_last else whole[: len(text)]
+        is_stop = place == n_left
+        yield dataclasses.replace(token, text=shown[n_shown:], is_stop=is_stop)
+        n_shown = max(n_shown, len(shown))
+    return answer, signals
+
+
+def _may_begin(text: str, stop: Sequence[str]) -> bool:
+    """Return whether a text ends in what one of the strings begins with."""
+    return any(text.endswith(s[:n]) for s in stop for n in range(1, len(s)))

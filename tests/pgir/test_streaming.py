@@ -1,0 +1,203 @@
+"""An answer token by token, or drawn, or asked for by a chat: read as it is written."""
+
+import copy
+import dataclasses
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from transformers import BloomConfig, BloomForCausalLM
+
+from beatrice.extract.backbone.loading import Backbone
+from beatrice.extract.generate.requests import GenerationConfig
+from beatrice.jaxprobe.calibration import Calibrator
+from beatrice.pgir.scorer import Scorer
+from tests.pgir.small import LAYER, PASSAGE, QUESTION, make_detector
+from tests.pgir.test_scorer import CHAT, FOREIGN
+
+IDENTITY = Calibrator(np.array([0.0, 1.0]), np.array([0.0, 1.0]))
+N_MOST = 8
+
+
+def scorer_of(backbone, **changes):
+    """A scorer whose P is the score itself, so that small differences show."""
+    detector = make_detector(backbone)
+    heads = {
+        name: dataclasses.replace(head, calibrator=IDENTITY)
+        for name, head in detector.heads.items()
+    }
+    detector = dataclasses.replace(detector, heads=heads)
+    backbone = dataclasses.replace(backbone, **changes)
+    return Scorer(backbone, detector, GenerationConfig(max_new_tokens=N_MOST))
+
+
+@pytest.fixture(scope="module")
+def scorer(backbone):
+    return scorer_of(backbone)
+
+
+def words_of(backbone, scorer, context):
+    """The texts of the answer's tokens."""
+    *tokens, _ = scorer.stream(QUESTION, context)
+    return [token.text for token in tokens]
+
+
+@pytest.mark.parametrize("context", [None, PASSAGE])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_new_tokens": 1},
+        {"temperature": 2.0, "seed": 3, "max_new_tokens": 12},
+        {"stop": ["WHOLE"]},  # an answer of no token
+        {"stop": ["HALF"]},  # it ends within a token
+        {"stop": ["SEVERAL"]},  # it begins tokens before it is known
+        {"stop": ["never"], "max_new_tokens": 2},
+    ],
+)
+def test_a_stream_is_the_answer_with_p_of_every_prefix_as_it_is_read_again(
+    backbone, scorer, context, options
+):
+    if "stop" in options:
+        *words, _ = words_of(backbone, scorer, context)
+        strings = {
+            "WHOLE": words[0],
+            "HALF": words[-1][2:],
+            "SEVERAL": "".join(words)[2:],
+            "never": words[-1] + "!",  # held back, and released
+        }
+        options = options | {"stop": [strings[options["stop"][0]]]}
+    *tokens, score = scorer.stream(QUESTION, context, every=1, **options)
+    contexts = None if context is None else [context]
+    assert score == scorer.answer_and_score([QUESTION], contexts, **options)[0]
+    assert "".join(token.text for token in tokens).strip() == score.text
+    n_tokens, probed = len(score.tokens), scorer.probed
+    assert [t.is_stop for t in tokens[n_tokens:]] == [True] * (len(tokens) > n_tokens)
+    log_probs = np.log([token.p for token in tokens[:n_tokens]])
+    np.testing.assert_allclose(log_probs, score.log_probs, atol=1e-5)
+    assert all(token.entropy >= 0 for token in tokens)
+    (_,), (request,) = scorer._requests([QUESTION], contexts, None)
+    (answer,), _ = probed.answer_and_read(
+        [request], scorer._sampling(**{**DEFAULTS, **options})
+    )
+    for n, token in enumerate(tokens[:n_tokens], start=1):
+        cut = msgspec.structs.replace(
+            answer, token_ids=answer.token_ids[:n], stop_id=None
+        )
+        _, again = scorer._scores(request.setting, probed.read([cut]))
+        assert token.p_correct == pytest.approx(again.p_correct[0], abs=1e-5)
+    if len(tokens) == n_tokens:  # of an answer that is cut the last prefix is all
+        assert tokens[-1].p_correct == pytest.approx(score.p_correct, abs=1e-6)
+
+
+DEFAULTS = {"max_new_tokens": None, "stop": None, "temperature": 0.0, "seed": 0}
+
+
+def test_p_comes_every_so_many_tokens_and_not_unless_asked(scorer):
+    long = {"temperature": 3.0, "seed": 1, "max_new_tokens": 5, "stop": []}
+    *tokens, _ = scorer.stream(QUESTION, every=2, **long)
+    assert [t.p_correct is not None for t in tokens] == [
+        (n % 2 == 0) and not t.is_stop for n, t in enumerate(tokens, start=1)
+    ]
+    *tokens, _ = scorer.stream(QUESTION, **long)
+    assert all(token.p_correct is None for token in tokens)
+
+
+def test_between_two_tokens_the_model_answers_others(scorer):
+    alone = list(scorer.stream(QUESTION, PASSAGE, every=1))
+    between = []
+    for item in scorer.stream(QUESTION, PASSAGE, every=1):
+        between.append(item)
+        scorer.answer_and_score([QUESTION])
+    assert between == alone
+
+
+def test_a_stream_that_is_left_leaves_the_model_as_it_was(scorer):
+    before = scorer.answer_and_score([QUESTION])
+    next(iter(scorer.stream(QUESTION, every=1)))
+    assert scorer.answer_and_score([QUESTION]) == before
+    modules = scorer.probed.backbone.model.modules()
+    assert not any(module._forward_hooks for module in modules)
+
+
+def test_a_drawn_answer_depends_on_the_seed_alone_and_is_scored_as_it_is(scorer):
+    questions = [QUESTION, "where was Guzolt Falls born?"]
+    options = {"temperature": 3.0, "max_new_tokens": 4}
+    drawn = [scorer.answer_and_score(questions, seed=n, **options) for n in range(4)]
+    assert len({score.text for score, _ in drawn}) > 1
+    (alone,) = scorer.answer_and_score(questions[:1], seed=2, **options)
+    assert alone.text == drawn[2][0].text
+    assert alone.p_correct == pytest.approx(drawn[2][0].p_correct, abs=1e-5)
+
+
+@pytest.mark.parametrize("named", [{}, {"question": QUESTION, "context": PASSAGE}])
+def test_a_chat_is_answered_and_scored_as_it_is_scored_afterwards(backbone, named):
+    tokenizer = copy.deepcopy(backbone.tokenizer)
+    tokenizer.chat_template = CHAT
+    chatting = scorer_of(backbone, tokenizer=tokenizer)
+    messages = [{"role": "user", "content": FOREIGN}]
+    *_, score = chatting.stream(*named.values(), messages=messages)
+    question, context = named.get("question"), named.get("context")
+    assert [score] == chatting.answer_and_score(
+        None if question is None else [question],
+        None if context is None else [context],
+        messages=messages,
+    )
+    (_,), (request,) = chatting._requests(
+        None if question is None else [question],
+        None if context is None else [context],
+        messages,
+    )
+    (answer,), _ = chatting.probed.answer_and_read([request])
+    stop = () if answer.stop_id is None else (answer.stop_id,)
+    again = chatting.score(
+        messages=messages, answer_ids=[*answer.token_ids, *stop], **named
+    )
+    assert score.p_correct == pytest.approx(again.p_correct, abs=1e-5)
+    assert score.warnings == again.warnings
+    assert any("not the detector's own" in warning for warning in score.warnings)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"question": None}, "questions"),
+        ({"context": 3}, "contexts"),
+        ({"context": " ".join([PASSAGE] * 90)}, "window of 512"),
+        ({"max_new_tokens": 600}, "window of 512"),
+        ({"every": 0}, "every"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"stop": "text"}, "stop"),
+        ({"stop": [""]}, "stop"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"seed": 0.5}, "seed"),
+        ({"messages": "hello"}, "messages"),
+    ],
+)
+def test_what_cannot_be_streamed_is_one_sentence(scorer, arguments, named):
+    with pytest.raises(ValueError, match=named):
+        list(scorer.stream(**{"question": QUESTION, **arguments}))
+
+
+def test_logits_that_are_not_finite_are_one_sentence(backbone):
+    model = copy.deepcopy(backbone.model)
+    scorer = scorer_of(Backbone.from_model(model, backbone.tokenizer))
+    assert scorer.probed.why_read_again is None
+    with torch.no_grad():
+        model.get_input_embeddings().weight[5] = torch.nan
+    for ask in (scorer.stream, lambda question: scorer.answer_and_score([question])):
+        with pytest.raises(ValueError, match="logits that are not finite"):
+            list(ask(QUESTION))
+
+
+def test_a_model_that_is_read_again_is_not_streamed_and_says_why(backbone):
+    sizes = {"vocab_size": len(backbone.tokenizer), "hidden_size": 16, "n_head": 2}
+    bloom = BloomForCausalLM(BloomConfig(**sizes, n_layer=LAYER))
+    scorer = scorer_of(Backbone.from_model(bloom, backbone.tokenizer))
+    with pytest.raises(ValueError, match="ask for the whole answer, which is read ag"):
+        scorer.stream(QUESTION)
+    (score,) = scorer.answer_and_score([QUESTION])
+    assert 0 <= score.p_correct <= 1
