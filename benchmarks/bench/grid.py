@@ -3,6 +3,7 @@
 What a step costs does not depend on the signals' values.
 """
 
+import dataclasses
 import datetime
 import os
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
+from beatrice.benchmarks.recipes.real import GRID
 from beatrice.extract.run.memory import begin_peak
 from beatrice.jaxprobe.config import GRID_PRESETS, EncoderConfig, TrainConfig
 from beatrice.jaxprobe.encoder import Encoder
@@ -56,6 +58,37 @@ def paper(n_steps: int) -> Workload:
         batch_size=512,
         n_steps=n_steps,
     )
+
+
+def _real(n_steps: int, n_layers: int, n_heads: int, hidden: int) -> Workload:
+    """Return the networks of `beatrice real`, closed-book, without regressions.
+
+    Spans have the lengths of nine in ten rows of TriviaQA and Natural Questions.
+    """
+    return Workload(
+        encoder=dataclasses.replace(GRID.encoder, is_linear_first=False),
+        dims=paper_dims(
+            hidden=hidden, prob=5, resid=4 * n_layers, attn=4 * n_layers * n_heads
+        ),
+        spans=((8, 30), (1, 16)),
+        batch_size=GRID.train.batch_size,
+        n_steps=n_steps,
+        learning_rate=GRID.train.learning_rate,
+        weight_decay=GRID.train.weight_decay,
+    )
+
+
+def gemma(n_steps: int) -> Workload:
+    """Return the networks of Gemma 3 270M: 18 layers, 4 heads."""
+    return _real(n_steps, 18, 4, 640)
+
+
+def smollm2(n_steps: int) -> Workload:
+    """Return the networks of SmolLM2-135M: 30 layers, 9 heads."""
+    return _real(n_steps, 30, 9, 576)
+
+
+WIDTHS = {x.__name__: x for x in (microworld, gemma, smollm2, paper)}
 
 
 def machine() -> str:

@@ -1,31 +1,66 @@
 """The combination encoder in PyTorch: what the training grid is timed against.
 
-The function of `model.encoder` at an encoder's own widths: only the families that it
-reads are projected. Weights are a flat dictionary, so that the same code serves a loop
-over encoders and `torch.func.vmap` over stacked ones.
+The function of `jaxprobe.encoder` at an encoder's own widths: only the families that it
+reads are projected. Weights are a flat dictionary.
 """
 
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Literal
 
 import numpy as np
 import torch
-from torch.nn.functional import conv1d, dropout, gelu, layer_norm, pad
+from torch.nn.functional import dropout, gelu, layer_norm, pad
 
+from beatrice.benchmarks.bench.grid import made_up_features
 from beatrice.jaxprobe.config import EncoderConfig
 from beatrice.jaxprobe.families import N_FAMILIES
+from beatrice.jaxprobe.memory import Workload
 
 Arrays = Mapping[str, np.ndarray]
 Weights = dict[str, torch.Tensor]
-Convolution = Literal["conv1d", "product"]
-Noise = Literal["inputs", "projected"]
 LAYER_NORM_EPSILON = 1e-6  # Flax's
 GROUP_NORM_EPSILON = 1e-5
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class TorchData:
+    """Training examples, families apart.
+
+    Attributes:
+      tokens: per family `[n_examples, n_tokens, d_family]`.
+      real: `[n_examples, n_tokens]` float32.
+      labels: `[n_examples]` float32.
+    """
+
+    tokens: tuple[torch.Tensor, ...]
+    real: torch.Tensor
+    labels: torch.Tensor
+
+    @classmethod
+    def made_up(cls, workload: Workload, n_examples: int, seed: int) -> "TorchData":
+        """Make the workload's data."""
+        features, labels = made_up_features(workload, n_examples, seed)
+        tokens = np.concatenate(features.tokens, axis=1)
+        real = np.concatenate(features.masks, axis=1)
+        return cls(
+            tokens=tuple(torch.tensor(tokens[..., s]) for s in workload.dims.slices),
+            real=torch.tensor(real, dtype=torch.float32),
+            labels=torch.tensor(labels, dtype=torch.float32),
+        )
+
+
+def optimizer_of(weights: Weights, workload: Workload) -> torch.optim.AdamW:
+    """Return AdamW in its fused form."""
+    return torch.optim.AdamW(
+        weights.values(),
+        lr=workload.learning_rate,
+        weight_decay=workload.weight_decay,
+        fused=True,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
 class TorchEncoder:
     """What an encoder's function depends on besides its weights.
 
@@ -33,17 +68,11 @@ class TorchEncoder:
       config: widths, dropout and noise.
       families: that are read, ascending.
       widths: padded tokens of each span.
-      convolution: how kernels of size 3 are applied: PyTorch's `conv1d` on channels
-        first, or one product over shifted rows.
-      noise: where input noise is drawn, at the inputs, or behind the projection with
-        the distribution it has there.
     """
 
     config: EncoderConfig
     families: tuple[int, ...]
     widths: tuple[int, ...]
-    convolution: Convolution = "product"
-    noise: Noise = "inputs"
 
 
 def weights_of(arrays: Arrays, encoder: TorchEncoder) -> dict[str, np.ndarray]:
@@ -67,8 +96,7 @@ def weights_of(arrays: Arrays, encoder: TorchEncoder) -> dict[str, np.ndarray]:
         if name.endswith("entry_kernel"):
             weights[name] = x.reshape(-1, width, d_out)[read].reshape(-1, d_out)
         if "/conv_" in name and name.endswith("kernel"):  # [3, d_in, d_out]
-            is_product = encoder.convolution == "product"
-            weights[name] = x.reshape(-1, d_out) if is_product else x.transpose(2, 1, 0)
+            weights[name] = x.reshape(-1, d_out)
     return {name: np.array(x, order="C") for name, x in weights.items()}
 
 
@@ -80,11 +108,9 @@ def _outputs_last(name: str, x: np.ndarray) -> np.ndarray:
 
 
 def _convolve(
-    x: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor, how: Convolution
+    x: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor
 ) -> torch.Tensor:
-    """Kernel size 3 over tokens; channels first for `conv1d`, else last."""
-    if how == "conv1d":
-        return conv1d(x, kernel, bias, padding=1)
+    """Kernel size 3 over tokens, as one product over shifted rows."""
     wide = pad(x, (0, 0, 1, 1))
     rows = torch.cat([wide[:, :-2], x, wide[:, 2:]], dim=-1)
     return rows @ kernel + bias
@@ -97,28 +123,26 @@ def _group_norm(
     scale: torch.Tensor,
     bias: torch.Tensor,
     n_groups: int,
-    axis: int,
 ) -> torch.Tensor:
     """Statistics of real tokens only; `x` is zero on padding, and so is the result.
 
     Args:
-      x: tokens on axis `axis`, channels on the other one.
+      x: `[n_examples, n_tokens, d]`.
       real: 1 on real tokens, broadcast against `x`.
       n_real: `[n_examples]`.
       scale: `[d]`.
       bias: `[d]`.
       n_groups: divides `d`.
-      axis: 1 or 2.
     """
     size = scale.shape[0] // n_groups
     count = n_real.clamp(min=1.0)[:, None] * size
-    mean = x.sum(dim=axis).unflatten(1, (n_groups, size)).sum(dim=2) / count
-    square = (x * x).sum(dim=axis).unflatten(1, (n_groups, size)).sum(dim=2) / count
+    mean = x.sum(dim=1).unflatten(1, (n_groups, size)).sum(dim=2) / count
+    square = (x * x).sum(dim=1).unflatten(1, (n_groups, size)).sum(dim=2) / count
     variance = (square - mean * mean).clamp(min=0.0)
     inv_std = torch.rsqrt(variance + GROUP_NORM_EPSILON)
     gain = inv_std.repeat_interleave(size, dim=1) * scale
     shift = bias - mean.repeat_interleave(size, dim=1) * gain
-    return (x * gain.unsqueeze(axis) + shift.unsqueeze(axis)) * real
+    return (x * gain.unsqueeze(1) + shift.unsqueeze(1)) * real
 
 
 def encode_span(
@@ -126,7 +150,6 @@ def encode_span(
     real: torch.Tensor,
     weights: Weights,
     config: EncoderConfig,
-    how: Convolution,
     rate: float,
 ) -> torch.Tensor:
     """Residual blocks and pooling of one span.
@@ -136,33 +159,28 @@ def encode_span(
       real: `[n_examples, n_span_tokens]`, 1 on real tokens and 0 on padding.
       weights: of this span, names without its prefix.
       config: widths.
-      how: the convolution.
       rate: of the dropout.
 
     Returns:
       `[n_examples, 2 * hidden]`: maximum, then mean, over the real tokens.
     """
-    axis, n_real = 1, real.sum(dim=1)
-    real = real.unsqueeze(2)
-    if how == "conv1d":
-        axis, real = 2, real.transpose(1, 2)
-        x = x.transpose(1, 2).contiguous()
+    n_real, real = real.sum(dim=1), real.unsqueeze(2)
     x = x * real
 
     def layer(x: torch.Tensor, name: str) -> torch.Tensor:
         kernel, bias = weights[f"conv_{name}/kernel"], weights[f"conv_{name}/bias"]
-        y = _convolve(x, kernel, bias, how) * real
+        y = _convolve(x, kernel, bias) * real
         scale, shift = weights[f"norm_{name}/scale"], weights[f"norm_{name}/bias"]
-        return _group_norm(y, real, n_real, scale, shift, config.n_groups, axis)
+        return _group_norm(y, real, n_real, scale, shift, config.n_groups)
 
     for block in range(config.n_blocks):
         y = gelu(layer(x, f"{block}_0"), approximate="tanh")
         if rate:
             y = dropout(y, rate)
         x = gelu(x + layer(y, f"{block}_1"), approximate="tanh")
-    highest = x.masked_fill(real == 0, -1e30).amax(dim=axis)
+    highest = x.masked_fill(real == 0, -1e30).amax(dim=1)
     highest = torch.where(n_real[:, None] > 0, highest, 0.0)
-    mean = x.sum(dim=axis) / n_real.clamp(min=1.0)[:, None]
+    mean = x.sum(dim=1) / n_real.clamp(min=1.0)[:, None]
     return torch.cat([highest, mean], dim=1)
 
 
@@ -179,7 +197,7 @@ def project(
         kernel, x = weights[f"projection_{f}"], tokens[f]
         # Behind the projection noise has covariance K'K. That is singular where the
         # family has fewer channels than the projection, and there drawing is cheap.
-        behind = encoder.noise == "projected" and kernel.shape[0] > kernel.shape[1]
+        behind = kernel.shape[0] > kernel.shape[1]
         if noise and not behind:
             x = (x + noise * torch.randn_like(x)) * real.unsqueeze(2)
         y = x @ kernel
@@ -228,9 +246,7 @@ def apply_encoder(
         x = rows[:, start : start + width] @ span_weights.pop("entry_kernel")
         x = x + span_weights.pop("entry_bias")
         mask = real[:, start : start + width]
-        vectors.append(
-            span_function(x, mask, span_weights, config, encoder.convolution, rate)
-        )
+        vectors.append(span_function(x, mask, span_weights, config, rate))
         start += width
     pairs = itertools.combinations(vectors, 2)
     x = torch.cat([*vectors, *(a - b for a, b in pairs)], dim=1)

@@ -6,14 +6,13 @@ from safetensors.numpy import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
 from beatrice.benchmarks.bench.grid import Grid, made_up_features, weights_file
+from beatrice.benchmarks.bench.torch_encoder import TorchData
+from beatrice.benchmarks.bench.torch_stack import Stack
 from beatrice.benchmarks.bench.train import (
     KINDS,
     CheckSize,
     Loop,
     Method,
-    Setting,
-    Stacked,
-    TorchData,
     TorchTrainer,
     measure,
     require_same_losses,
@@ -64,7 +63,8 @@ def test_the_operations_of_a_step_are_those_counted_by_hand():
 @pytest.mark.parametrize("name", ["P", "HRA", "HPRA"])
 def test_the_operations_of_a_step_are_those_that_pytorch_counts(folder, name):
     member = (subset_index(name), 0)
-    loop = Loop(TOY, Setting(), {member: arrays_of(folder, member)})
+    weights = {member: arrays_of(folder, member)}
+    loop = Loop(TOY.quiet(), weights, compiled=False)  # noise has products of its own
     data = TorchData.made_up(TOY, TOY.batch_size, seed=0)
     with FlopCounterMode(display=False) as counter:
         train_torch(loop, data, 1, TOY.batch_size)
@@ -102,8 +102,12 @@ def test_stacked_members_train_as_alone(folder):
     for i, arrays in enumerate(weights.values()):  # otherwise seeds would be equal
         arrays["mlp_out/kernel"] = arrays["mlp_out/kernel"] * (1 + i)
     data = TorchData.made_up(work, work.n_examples, seed=0)
-    alone = train_torch(Loop(work, Setting(), weights), data, 4, work.batch_size)
-    side = train_torch(Stacked(work, Setting(), weights), data, 4, work.batch_size)
+    alone, side = (
+        train_torch(
+            kind(work, weights, compiled=False), kind.arrange(data), 4, work.batch_size
+        )
+        for kind in (Loop, Stack)
+    )
     assert set(side) == set(alone) == set(members)
     for member, losses in alone.items():
         assert side[member] == pytest.approx(losses, abs=1e-5), member
@@ -114,15 +118,17 @@ def test_noise_and_dropout_change_the_losses_of_both(folder):
     member = (subset_index("HPRA"), 0)
     weights = {member: arrays_of(folder, member)}
     data = TorchData.made_up(TOY, TOY.batch_size, seed=0)
-    for kind in (Loop, Stacked):
-        quiet = train_torch(
-            kind(TOY.quiet(), Setting(), weights), data, 1, TOY.batch_size
-        )
+    for kind in (Loop, Stack):
+
+        def loss(work, kind=kind):
+            trainer = kind(work, weights, compiled=False)
+            return train_torch(trainer, kind.arrange(data), 1, TOY.batch_size)
+
         for field in ("dropout", "input_noise"):
             still = dataclasses.replace(TOY.quiet().encoder, **{field: 0.5})
-            work = dataclasses.replace(TOY, encoder=still)
-            loud = train_torch(kind(work, Setting(), weights), data, 1, TOY.batch_size)
-            assert abs(loud[member][0] - quiet[member][0]) > 1e-4, (kind, field)
+            loud = loss(dataclasses.replace(TOY, encoder=still))
+            difference = loud[member][0] - loss(TOY.quiet())[member][0]
+            assert abs(difference) > 1e-4, (kind, field)
 
 
 def losses_of(change):
@@ -164,7 +170,7 @@ def test_mixed_precision_may_differ_by_rounding_alone():
 
 
 def test_a_method_that_fails_says_why(tmp_path):
-    method = Method("loop", TOY, TOY.members[:1], tmp_path, Setting())
+    method = Method("loop", TOY, TOY.members[:1], tmp_path)
     with contextlib.closing(method):
         with pytest.raises(ValueError, match="'loop' has failed.*safetensors"):
             method.prepare()
@@ -174,8 +180,8 @@ def test_the_grid_and_pytorch_take_the_same_steps(folder):
     work = TOY.quiet()
     members = [(subset_index("HA"), 0), (subset_index("HPRA"), 0)]
     found = {"grid": Grid(TOY, members, at_once=2).losses(work, 3, n_microbatches=2)}
-    for name in ("loop", "vmap"):
-        torch_side = TorchTrainer(TOY, Setting(), members, folder, name)
+    for name in ("loop", "stack"):
+        torch_side = TorchTrainer(TOY, members, folder, name)
         found[name] = torch_side.losses(work, 3, n_microbatches=2)
     differences = require_same_losses(found)
     assert max(differences.values()) < 1e-5
@@ -186,16 +192,16 @@ def test_the_grid_and_pytorch_take_the_same_steps(folder):
     for subset, _ in members:
         other = weights_file(torch_side.folder, (subset, 1))
         other.rename(weights_file(torch_side.folder, (subset, 0)))
-    with pytest.raises(ValueError, match="'vmap' differ"):
+    with pytest.raises(ValueError, match="'stack' differ"):
         require_same_losses(
-            {**found, "vmap": torch_side.losses(work, 3, n_microbatches=2)}
+            {**found, "stack": torch_side.losses(work, 3, n_microbatches=2)}
         )
 
 
 @pytest.mark.slow
 def test_the_benchmark_compares_and_times_all_of_them():
     notes = []
-    rows = measure(TOY, n_rounds=1, check=CHECK, search=False, note=notes.append)
+    rows = measure(TOY, n_rounds=1, check=CHECK, note=notes.append)
     assert [row.kind for row in rows] == list(KINDS)
     assert rows[0].ratio == 1.0 and rows[0].loss_difference == 0.0
     for row in rows:
