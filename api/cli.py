@@ -4,6 +4,7 @@ Everything heavy is imported inside functions, so that `--help` is instant and a
 of `jaxprobe` never loads Torch.
 """
 
+import copy
 import difflib
 import importlib
 import json
@@ -13,7 +14,7 @@ from typing import Any
 
 import click
 
-from beatrice.benchmarks.recipes import CHAIN, what_to_do
+from beatrice.benchmarks.recipes import CHAIN, NEXT, what_to_do
 from beatrice.extract.run.directory import NotWritten
 from beatrice.extract.run.share import find_share
 from beatrice.extract.run.verbs import alone
@@ -62,6 +63,21 @@ _FORMER = {
     "verify": "doctor RUN_DIR --verify",
     "world": "data RUN_DIR --world",
 }
+
+
+def _set_quiet(context: click.Context, option: click.Parameter, is_quiet: bool) -> None:
+    from beatrice.extract.run.console import Progress
+
+    Progress.is_quiet = is_quiet
+
+
+_QUIET = click.Option(
+    ["--quiet"],
+    is_flag=True,
+    expose_value=False,
+    callback=_set_quiet,
+    help="Print results and errors alone.",
+)
 # What several processes may share; each other verb is the work of one.
 SHARED = ("rewrite", "answer", "label", "sample", "extract", "train")
 
@@ -78,9 +94,9 @@ class _Verbs(click.Group):
         if cmd_name not in VERBS:
             return None
         if cmd_name == "demo":
-            return make_demo()
+            return _for_people("demo", make_demo())
         module = importlib.import_module(VERBS[cmd_name])
-        return getattr(module, cmd_name)
+        return _for_people(cmd_name, getattr(module, cmd_name))
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -122,6 +138,27 @@ class _Verbs(click.Group):
         except KeyboardInterrupt:
             click.echo("Stopped; the same line again continues.", err=True)
             raise click.exceptions.Exit(130) from None
+
+
+def _for_people(verb: str, command: click.Command) -> click.Command:
+    """Return a verb that has --quiet, and says at its end which verb comes next."""
+    told = copy.copy(command)
+    told.params = [*command.params, _QUIET]
+    work, after = command.callback, NEXT.get(verb)
+
+    def callback(**values: Any) -> Any:
+        assert work is not None
+        result = work(**values)
+        how = values.get("how") or values.get("work")
+        is_part = getattr(how, "shard", None) or find_share().world_size > 1
+        if after and not is_part and not getattr(how, "dry_run", False):
+            from beatrice.extract.run.console import Progress
+
+            Progress().note(f"next: beatrice {after} {values['run_dir']}")
+        return result
+
+    told.callback = callback
+    return told
 
 
 def make_demo() -> click.Command:
@@ -171,7 +208,6 @@ def make_demo() -> click.Command:
 
         page = summary(run_dir)
         click.echo(json.dumps(page["headline"]) if as_json else page["text"])
-        click.echo(str(run_dir / "report.html"), err=as_json)
 
     return demo
 

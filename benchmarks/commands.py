@@ -140,6 +140,11 @@ class ReportOptions:
     ledger: bool = option(
         "Also print the paper's tables with this run's numbers and what differs.", False
     )
+    print: str | None = option(
+        "Print a table: detectors, closed-book, with-context, gains, ablations, "
+        "controllers, controller-gains, or all.",
+        metavar="TABLE",
+    )
     out: Path | None = option(
         "With RUN_B: write the comparison there too.", metavar="FILE"
     )
@@ -154,7 +159,7 @@ def report(run_dir: Path, run_b: Path | None, how: ReportOptions) -> None:
 
     Side by side are rankings, headline rows and answers; nothing of the runs changes.
 
-    Example: beatrice report runs/demo --ledger
+    Example: beatrice report runs/demo --print detectors
 
     Of a file of rows, such as docs/results/smoke.jsonl, the tables are printed.
 
@@ -164,6 +169,7 @@ def report(run_dir: Path, run_b: Path | None, how: ReportOptions) -> None:
         REPORT,
         rows_as_markdown,
         run_experiment,
+        run_table,
     )
     from beatrice.extract.run.rows import read_rows
     from beatrice.extract.run.stages import do
@@ -173,13 +179,17 @@ def report(run_dir: Path, run_b: Path | None, how: ReportOptions) -> None:
         return
 
     if run_b is not None:
-        if how.ledger:
-            raise click.UsageError("--ledger is of one run")
+        if how.ledger or how.print:
+            raise click.UsageError("--ledger and --print are of one run")
         _compare(run_dir, run_b, how.out)
         return
     if how.out is not None:
         raise click.UsageError("--out is for a comparison; give RUN_B too")
     do(run_dir, REPORT)
+    if how.print:
+        click.echo(run_table(RunDir(run_dir), how.print))
+    elif not how.ledger:
+        click.echo(run_dir / "report.html")
     if how.ledger:
         from beatrice.benchmarks.results.ledger import ledger
 

@@ -80,7 +80,7 @@ def every_option(command, name=""):
 
 def test_there_are_few_verbs_and_options():
     assert len(VERBS) <= 22
-    assert len(set(every_option(main))) <= 80
+    assert len(set(every_option(main))) <= 84
 
 
 @pytest.mark.parametrize(
@@ -228,6 +228,14 @@ def test_scoring_with_an_unfinished_run_says_so(small_run):
     assert_one_sentence(done, "detector is missing", *left)
 
 
+def test_a_verb_says_which_one_comes_next_and_nothing_when_quiet(small_run):
+    for quiet, words in ((), ("next: beatrice answer",)), (("--quiet",), ()):
+        done = called("data", small_run, "--world", "--preset", "smoke", *quiet)
+        assert done.exit_code == 0
+        assert all(word in done.stderr for word in words)
+        assert bool(done.stderr) == (not quiet)
+
+
 def test_the_same_line_again_does_nothing_again(small_run):
     before = (small_run / "stages" / "world.json").read_bytes()
     done = called("data", small_run, "--world", "--preset", "smoke")
@@ -251,6 +259,9 @@ def test_the_smoke_demo_is_the_same_twice_and_scores(smoke_run, tmp_path):
     done = beatrice("demo", runs[0], "--preset", "smoke", "--json")
     assert done.returncode == 0, done.stderr
     assert "closed_book/auroc" in json.loads(done.stdout.splitlines()[0])
+    assert len(done.stderr.splitlines()) <= 45
+    again = beatrice("demo", runs[0], "--preset", "smoke").stdout.splitlines()
+    assert len(again) <= 15 and f"beatrice score {runs[0]}" in again[-2]
     first, second = ((run / "results.jsonl").read_bytes() for run in runs)
     assert first == second
     assert "<svg" in (runs[0] / "report.html").read_text()

@@ -48,7 +48,7 @@ from beatrice.extract.records import (
     Setting,
     read_records,
 )
-from beatrice.extract.run.console import Progress, Update
+from beatrice.extract.run.console import Progress, Update, part_of
 from beatrice.extract.run.contents import (
     answers_file,
     draw_seconds_file,
@@ -666,9 +666,11 @@ def _baselines(
         write_json_atomic(models_file(run), models)
     identities = run_identities(run, config.models)
     rows, costs = [], []
-    for setting in settings_of(run):
+    settings = settings_of(run)
+    for index, setting in enumerate(settings):
         inputs = run_inputs(run, setting, config, relations)
-        scores = _scores(run, inputs, known, names, identities, update)
+        told = part_of(update, index, len(settings))
+        scores = _scores(run, inputs, known, names, identities, told)
         for detector, x in scores.items():
             if x.reason:
                 progress.note(f"baselines: {setting}: {detector.name}: {x.reason}")

@@ -1,5 +1,7 @@
 """The way of the data, stage by stage, and which verb writes a file that is missing."""
 
+import itertools
+
 from beatrice.extract.run.directory import NotWritten, RunDir
 
 # What `demo` does, in order: where each stage stands. Real questions take the place of
@@ -38,6 +40,8 @@ _WRITERS = {
     "control": "control",
 }
 _IN_ORDER = "data answer label extract sweep train select calibrate evaluate".split()
+# What a person does after a verb of the way.
+NEXT = dict(itertools.pairwise([*_IN_ORDER, "baselines", "report"]))
 
 
 def what_to_do(missing: NotWritten) -> str:

@@ -159,8 +159,8 @@ def _do_all(run_dir: Path, progress: Progress) -> None:
             with measured(run_dir, stage.name, run.stage_record):
                 run_stage(stage, run, progress)
         costs = costs_in_words(read_costs(run_dir / COSTS))
+    progress.note(costs)
     click.echo(summary(run_dir)["text"])
-    click.echo(f"\n{costs}\n{run_dir / 'report.html'}")
 
 
 def _existing_file(text: str) -> str:

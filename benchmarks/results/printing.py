@@ -158,6 +158,10 @@ def as_text(table: Table, width: int = 100) -> str:
         for group in table.groups:
             chosen = [i for i, c in enumerate(table.columns) if c.group == group]
             console.print(_block(table, chosen, group))
+    if any(m and m.rank for x in table.lines for cell in x.cells for m in cell):
+        console.print("* best of its column, + second; below, the 95 % interval")
+    if any(m and m.is_clear for x in table.lines for cell in x.cells for m in cell):
+        console.print("! the 95 % interval of the difference excludes zero")
     for index, note in enumerate(table.notes, start=1):
         console.print(rich.text.Text(f"[{index}] {note}"))
     return "\n".join(line.rstrip() for line in stream.getvalue().split("\n"))

@@ -4,6 +4,7 @@ And the same tables as Markdown and LaTeX, and the headline of a finished run.
 """
 
 import dataclasses
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,10 +17,9 @@ import pandas
 
 from beatrice.benchmarks.baselines.detector import DetectorCost
 from beatrice.benchmarks.baselines.judge import costs_file, read_costs
-from beatrice.benchmarks.results import costs, figures, printing, significance, tables
+from beatrice.benchmarks.results import costs, printing, significance, tables
 from beatrice.benchmarks.results.anatomy import anatomy_parts
 from beatrice.benchmarks.results.compare import Side
-from beatrice.benchmarks.results.figures import Picture, picture
 from beatrice.benchmarks.results.findings import (
     as_latex,
     as_markdown,
@@ -32,7 +32,6 @@ from beatrice.benchmarks.results.findings import (
 from beatrice.benchmarks.results.headline import (
     folds_in_words,
     headline,
-    is_worse,
     numbers,
     times_in_words,
     too_few_in_words,
@@ -42,12 +41,20 @@ from beatrice.benchmarks.results.names import (
     CHAMPION,
     CONTROLS,
     DETECTORS,
-    METRIC_LABELS,
     N_SHOWN,
     SETTING_LABELS,
     SPLIT_LABELS,
 )
 from beatrice.benchmarks.results.paper import verdict_counts
+from beatrice.benchmarks.results.pictures import (
+    PerSetting,
+    frontier_pictures,
+    ranking_pictures,
+    reliability_pictures,
+    selection_pictures,
+    sweep_pictures,
+    synergy_pictures,
+)
 from beatrice.benchmarks.results.tables import (
     interval,
     number,
@@ -71,7 +78,6 @@ from beatrice.extract.run.contents import (
 from beatrice.extract.run.directory import RunDir, read_manifest
 from beatrice.extract.run.files import read_json, write_text_atomic
 from beatrice.extract.run.rows import (
-    MACRO,
     ResultRow,
     Subject,
     gather,
@@ -99,7 +105,6 @@ STUDIES = "anatomy/cases.json"  # in the run
 IN_ORDER = (
     "data world answer label extract sweep train select calibrate evaluate control"
 ).split()
-PerSetting = Mapping[str, Mapping[str, Any]]
 
 
 # What `evaluate`, `control` and `anatomy` leave for the report, read by type.
@@ -258,160 +263,6 @@ class ReportData:
     ablations: PerSetting = dataclasses.field(default_factory=dict)
     studies: Sequence[Mapping[str, Any]] = ()
     judged: Sequence[DetectorCost] = ()
-
-
-# The figures, each with its title and caption.
-
-
-def reliability_pictures(reliability: PerSetting) -> list[Picture]:
-    """One reliability plot per setting."""
-    return [
-        picture(
-            figures.reliability(curves["raw"], curves["calibrated"], setting),
-            f"reliability-{setting}",
-            SETTING_LABELS[setting],
-            f"Brier {number(curves['brier_raw'])} raw, "
-            f"{number(curves['brier_calibrated'])} calibrated; calibration error (ECE) "
-            f"{number(curves['ece_raw'])} raw, {number(curves['ece_calibrated'])} "
-            "calibrated"
-            + (", which made it worse on these answers" if is_worse(curves) else "")
-            + ". Dashed: perfect calibration. Below: answers "
-            "per bin.",
-        )
-        for setting, curves in reliability.items()
-    ]
-
-
-def sweep_pictures(sweep: PerSetting) -> list[Picture]:
-    """One picture of both settings."""
-    if not sweep:
-        return []
-    caption = "Pale points are seeds, the line is their mean, the ring the best layer."
-    for setting, layers in sweep.items():
-        caption += (
-            f" {SETTING_LABELS[setting]}: {layers['n_train']:,} training and "
-            f"{layers['n_validation']:,} validation answers."
-        )
-    figure = figures.layer_sweep(sweep)
-    return [picture(figure, "sweep", "Hidden states, layer by layer", caption)]
-
-
-def synergy_pictures(results: pandas.DataFrame) -> list[Picture]:
-    """One picture per setting from the validation rows of the single encoders.
-
-    Over all in-domain sets together, on which encoders are also selected.
-    """
-    at = {"experiment": "detection", "detector": "encoder", "metric": "auroc"}
-    at |= {"dataset": IN_DOMAIN, "split": "validation", "seed": "mean"}
-    pictures = []
-    for setting in SETTINGS:
-        rows = where(results, setting=setting, **at)["row"].tolist()
-        auroc = {str(r.families): r.value for r in rows if r.value is not None}
-        if not auroc:
-            continue
-        caption = (
-            "Dots: the families an encoder reads; full colour: hidden states are one. "
-            "The axis is cropped."
-        )
-        ends = [(r.ci_low, r.ci_high) for r in rows if r.ci_low is not None]
-        if ends:
-            halves = sorted((high - low) / 2 for low, high in ends)
-            half = number(halves[len(halves) // 2])
-            caption += f" The 95 % interval of one bar is about ±{half}."
-        for row in rows:
-            if row.value is None:
-                caption += f" {row.families} is undefined: {row.reason}."
-        figure, title = figures.synergy(auroc, setting), SETTING_LABELS[setting]
-        pictures.append(picture(figure, f"synergy-{setting}", title, caption))
-    return pictures
-
-
-def selection_pictures(selection: PerSetting) -> list[Picture]:
-    """One picture of the greedy search per setting."""
-    return [
-        picture(
-            figures.selection_path(search["rounds"], setting),
-            f"selection-{setting}",
-            SETTING_LABELS[setting],
-            f"Selected: {', '.join(search['selected'])}. Stopped: {search['stop']}.",
-        )
-        for setting, search in selection.items()
-        if search["rounds"]
-    ]
-
-
-def frontier_curve(
-    entries: Sequence[Mapping[str, Any]],
-) -> tuple[list[dict[str, float]], list[str]]:
-    """Average the controller's frontier over its datasets, budget by budget.
-
-    Returns:
-      One `{budget, generations, em, f1}` per budget, and the datasets averaged over.
-
-    Raises:
-      ValueError: a budget lacks a dataset, so that its mean would be of other data.
-    """
-    datasets = list(dict.fromkeys(entry["dataset"] for entry in entries))
-    curve = []
-    for budget in sorted({entry["budget"] for entry in entries}):
-        here = [entry for entry in entries if entry["budget"] == budget]
-        if sorted(e["dataset"] for e in here) != sorted(datasets):
-            raise ValueError(
-                f"the frontier at budget {budget} has {len(here)} entries, expected "
-                f"one for each of {', '.join(datasets)}"
-            )
-        means = {
-            name: sum(entry[name] for entry in here) / len(here)
-            for name in ("generations", "em", "f1")
-        }
-        curve.append({"budget": budget, **means})
-    return curve, datasets
-
-
-def frontier_pictures(
-    control: Mapping[str, Any], results: pandas.DataFrame
-) -> list[Picture]:
-    """EM and F1 against generations per question."""
-    if not control.get("frontier"):
-        return []
-    by_name: dict[str, list[Mapping[str, Any]]] = {}
-    for entry in control["frontier"]:
-        by_name.setdefault(entry["controller"], []).append(entry)
-    curves, datasets = {}, []
-    for name, entries in by_name.items():
-        curves[CONTROLLERS.get(name, name)], datasets = frontier_curve(entries)
-    means = where(results, experiment="controller_macro", dataset=MACRO, seed="mean")
-    values = {(row.detector, row.metric): row.value for row in means["row"]}
-    rivals = [name for name in CONTROLLERS if name not in by_name]
-    pictures = []
-    for metric in ("em", "f1"):
-        points = {
-            CONTROLLERS[x]: (values[x, "generations"], values[x, metric])
-            for x in rivals
-            if None not in (values.get((x, "generations")), values.get((x, metric)))
-        }
-        figure = figures.frontier(curves, points, metric, control["budget"])
-        caption = f"Mean over {', '.join(datasets)}. The ring marks the chosen budget."
-        title = f"{METRIC_LABELS[metric]} against cost"
-        pictures.append(picture(figure, f"frontier-{metric}", title, caption))
-    return pictures
-
-
-def ranking_pictures(ranked: PerSetting) -> list[Picture]:
-    """One picture per setting."""
-    return [
-        picture(
-            figures.ranking(ranking, setting),
-            f"ranking-{setting}",
-            SETTING_LABELS[setting],
-            f"{ranking['n_sets']:,} sets of three, best to worst. Greedy's "
-            f"{' '.join(ranking['greedy'])} is number {ranking['rank']:,} (dashed), "
-            f"{ranking['gap']:.4f} AUROC below the best, "
-            f"{' '.join(ranking['best'])}. Ribbons: how many of the three read a "
-            "family, with context in orange, closed-book in blue.",
-        )
-        for setting, ranking in ranked.items()
-    ]
 
 
 # The page.
@@ -664,18 +515,56 @@ def tables_as_text(data: ReportData) -> tuple[str, str, str, str]:
     )
 
 
+def tables_of(
+    results: pandas.DataFrame, titles: tables.Titles | None = None
+) -> dict[str, tuple[str, tables.Table]]:
+    """Return headings and tables by the names that `report --print` knows."""
+    named = {
+        "detectors": ("Detectors", tables.panorama_table(results, None, titles)),
+        "closed-book": (
+            "Closed-book, every set",
+            tables.panorama_table(results, "closed_book", titles),
+        ),
+        "with-context": (
+            "With context, every set",
+            tables.panorama_table(results, "with_context", titles),
+        ),
+        "ablations": ("What is taken away", tables.feature_table(results)),
+        "gains": (
+            "Gain of the selected encoders in AUROC",
+            tables.paired_table(results),
+        ),
+        "controllers": ("Retrieval controllers", tables.controller_table(results)),
+        "controller-gains": (
+            "Gain of PGIR",
+            tables.paired_table(results, "controller_paired"),
+        ),
+    }
+    return {name: pair for name, pair in named.items() if pair[1].lines}
+
+
+def run_table(run: RunDir, name: str) -> str:
+    """Return a table of a run as text, with its heading; or all of them.
+
+    Raises:
+      ValueError: the run has no rows for it.
+    """
+    judged = read_costs(costs_file(run)) if "baselines" in published(run) else ()
+    named = tables_of(results_of(read_result_rows(run)), costs.titles_of(judged))
+    if name != "all" and name not in named:
+        raise ValueError(
+            f"this run has no table {name}; expected all, {', '.join(named)}"
+        )
+    shown = named.values() if name == "all" else [named[name]]
+    return "\n\n".join(f"{h}\n{printing.as_text(t)}" for h, t in shown)
+
+
 def rows_as_markdown(rows: Sequence[ResultRow]) -> str:
     """Return the tables of some rows that need nothing else of a run, as Markdown."""
     results = results_of(rows)
-    shown = {
-        **tables.panoramas(results),
-        "What is taken away": tables.feature_table(results),
-        "Gain of the selected encoders in AUROC": tables.paired_table(results),
-        "Retrieval controllers": tables.controller_table(results),
-        "Gain of PGIR": tables.paired_table(results, "controller_paired"),
-    }
     parts = [
-        f"### {h}\n\n{printing.as_markdown(t)}" for h, t in shown.items() if t.lines
+        f"### {heading}\n\n{printing.as_markdown(table)}"
+        for heading, table in tables_of(results).values()
     ]
     return "\n".join([*parts, significance.as_markdown(results)])
 
@@ -765,28 +654,39 @@ def run_experiment(run: RunDir) -> Experiment:
 
 
 def summary(path: Path) -> dict[str, Any]:
-    """Return the headline of a finished run: tables as text, numbers as values."""
+    """Return the headline of a finished run: in words, and numbers as values."""
     run = RunDir(path)
     results = results_of(read_result_rows(run))
     at = {"dataset": IN_DOMAIN, "split": "test", "seed": "mean"}
     champion = where(results, experiment="detection", **of_subject(CHAMPION), **at)
     macro = where(results, experiment="controller_macro", metric="em")
-    headline = {f"{row.setting}/{row.metric}": row.value for row in champion["row"]}
-    headline |= {f"{row.detector}/em": row.value for row in macro["row"]}
-    selected = [
-        f"{setting}: {' '.join(selection_summary(run, setting)['selected'])}"
-        for setting in settings_of(run)
-    ]
-    judged = read_costs(costs_file(run)) if "baselines" in published(run) else ()
-    detection = tables.detection_table(results, titles=costs.titles_of(judged))
-    gains = printing.as_text(tables.paired_table(results))
-    parts = [
-        printing.as_text(detection),
-        f"Gain of the selected encoders in AUROC\n{gains}",
-        "\n".join(("Selected encoders", *selected)),
-    ]
-    if run.stage_record("control") is not None:
-        gains = printing.as_text(tables.paired_table(results, "controller_paired"))
-        parts.append(printing.as_text(tables.controller_table(results)))
-        parts.append(f"Gain of PGIR in exact match / F1\n{gains}")
-    return {"headline": headline, "text": "\n\n".join(parts)}
+    values = {f"{row.setting}/{row.metric}": row.value for row in champion["row"]}
+    values |= {f"{row.detector}/em": row.value for row in macro["row"]}
+    data = report_data(run)
+    lines = [*headline(results, data.shown)]
+    lines.append(too_few_in_words(data.accuracy))
+    for label, value, detail in numbers(results, data.reliability):
+        lines.append(f"{label}: {value} ({detail})")
+    chosen = {x: " ".join(y["selected"]) for x, y in data.selection.items()}
+    lines.append(
+        f"Selected: {'; '.join(f'{x} {names}' for x, names in chosen.items())}"
+    )
+    lines += ["", f"The page:   {run.report}"]
+    lines.append(f"Its tables: beatrice report {path} --print detectors")
+    if (answer := _surest(data.shown)) is not None:
+        question, text = answer["question"], answer["draft"]["answer"]
+        asked = shlex.join(["--question", question, "--answer", text])
+        lines += [f"Next:       beatrice score {path} \\", f"              {asked}"]
+    return {"headline": values, "text": "\n".join(lines)}
+
+
+def _surest(shown: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Return the first right and trusted answer from memory."""
+    answers = (
+        answer
+        for place in shown
+        if place["setting"] == "closed_book"
+        for kind in place["kinds"]
+        for answer in kind["answers"]
+    )
+    return next(answers, None)

@@ -32,6 +32,7 @@ from beatrice.extract.backbone.names import (
     own_device,
 )
 from beatrice.extract.records import Answer
+from beatrice.extract.run.console import no_foreign_bars
 from beatrice.extract.run.files import read_json, sha256_file
 from beatrice.extract.run.memory import keep_freed_memory
 
@@ -260,7 +261,7 @@ def load_checkpoint(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     """Load model and tokenizer of a directory or Hub id."""
     commit, packing = _check_configs(name)
     options = {} if packing is None else {"quantization_config": packing}
-    with _loading(name):
+    with _loading(name), no_foreign_bars():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
             dtype=dtype,
@@ -535,7 +536,9 @@ def require_known_tokens(answers: Iterable[Answer], backbone: Backbone) -> None:
 
 def open_backbone(config: BackboneConfig) -> Backbone:
     """Load a run's backbone with the run's number of threads."""
-    from beatrice.extract.run.console import quiet  # scoring has no need of it
+    from beatrice.extract.run.console import (  # scoring has no need of it
+        quiet,
+    )
 
     quiet()
     torch.set_num_threads(config.n_threads)

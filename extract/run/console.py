@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import ClassVar
 
 # What TensorStore adds to its messages, each a page long.
 _DUMPS = re.compile(
@@ -40,80 +41,107 @@ def in_one_sentence(error: Exception) -> str:
 Update = Callable[[int, int], None]  # (done, total)
 
 
+def part_of(update: Update, index: int, n_parts: int) -> Update:
+    """Return an update of one of several parts of a stage, of equal weight."""
+    return lambda done, total: update(index * total + done, n_parts * total)
+
+
+def in_words(seconds: float) -> str:
+    """Return a time as people say it: "40 s", "9 min", "2 h 10 min"."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
+
+
+class Estimate:
+    """How far a stage is, which never falls, and how many seconds are left.
+
+    Speed is measured from the first call on: what was done before is another process's
+    work, or was compiling and loading.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Begin to count."""
+        self._clock = clock
+        self._first: tuple[float, float] | None = None  # time and share
+        self.share = 0.0
+
+    def add(self, done: int, total: int) -> None:
+        """Take in what was counted."""
+        self.share = max(self.share, min(done / total, 1.0) if total else 0.0)
+        if self._first is None:
+            self._first = self._clock(), self.share
+
+    @property
+    def left(self) -> float | None:
+        """Seconds that are left at the speed so far; None where nothing is known."""
+        began, first = self._first or (0.0, self.share)
+        gained = self.share - first
+        return (self._clock() - began) * (1 - self.share) / gained if gained else None
+
+
 class Progress:
-    """Bars with rates on a terminal, plain lines otherwise, all on stderr."""
+    """Bars on a terminal, plain lines otherwise, all on stderr; none with --quiet."""
+
+    is_quiet: ClassVar[bool] = False
 
     def note(self, text: str) -> None:
         """Print one line for the person who waits."""
-        print(text, file=sys.stderr, flush=True)
+        if not self.is_quiet:
+            print(text, file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[Update]:
-        """Show one stage; yields what is told (done, total)."""
+        """Show one stage; yields what is called with (done, total)."""
         began = time.monotonic()
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() and not self.is_quiet:
             with _bar(name) as update:
                 yield update
         else:
-            yield _plain_lines(name)
-        self.note(f"{name}: done in {time.monotonic() - began:.1f} s")
+            yield self._plain_lines(name)
+        self.note(f"{name}: done in {in_words(time.monotonic() - began)}")
+
+    def _plain_lines(self, name: str) -> Update:
+        """Return an update that says how far it is: after 10, 30, 90, … seconds."""
+        estimate, began, due = Estimate(), time.monotonic(), 10.0
+
+        def update(done: int, total: int) -> None:
+            nonlocal due
+            estimate.add(done, total)
+            left, elapsed = estimate.left, time.monotonic() - began
+            if elapsed < due or left is None:
+                return
+            due = max(3 * due, elapsed)
+            self.note(f"{name}: {estimate.share:.0%}, about {in_words(left)} left")
+
+        return update
 
 
 @contextlib.contextmanager
 def _bar(name: str) -> Iterator[Update]:
-    """Show a bar with done, total, rate and time left."""
+    """Show a bar with the share that is done, the time passed and the time left."""
     from rich import console, progress
 
     with progress.Progress(
         progress.TextColumn("{task.description:<10}"),
         progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TextColumn("{task.fields[rate]}"),
+        progress.TaskProgressColumn(),
         progress.TimeElapsedColumn(),
-        progress.TimeRemainingColumn(),
+        progress.TextColumn("{task.fields[left]}"),
         console=console.Console(stderr=True),
         transient=True,
     ) as bars:
-        task = bars.add_task(name, total=None, rate="")
-        rate_of = rates(time.monotonic)
+        task, estimate = bars.add_task(name, total=1.0, left=""), Estimate()
 
         def update(done: int, total: int) -> None:
-            bars.update(task, completed=done, total=total, rate=rate_of(done))
+            estimate.add(done, total)
+            left = estimate.left
+            words = "" if left is None else f"about {in_words(left)} left"
+            bars.update(task, completed=estimate.share, left=words)
 
         yield update
-
-
-def rates(clock: Callable[[], float]) -> Callable[[int], str]:
-    """Return what says how many a second were done, given the count; "" at first.
-
-    A stage counts anew for each setting: the earlier one's time is not this one's.
-    """
-    began, before = clock(), 0
-
-    def rate_of(done: int) -> str:
-        nonlocal began, before
-        now = clock()
-        if done < before:
-            began = now
-        before = done
-        return f"{done / (now - began):.3g}/s" if now > began else ""
-
-    return rate_of
-
-
-def _plain_lines(name: str) -> Update:
-    """Return an update that prints a line with the rate every ten seconds."""
-    rate_of, last = rates(time.monotonic), time.monotonic()
-
-    def update(done: int, total: int) -> None:
-        nonlocal last
-        rate, now = rate_of(done), time.monotonic()
-        if now - last >= 10:
-            last = now
-            counted = (f"{name}: {done} of {total}", rate)
-            print(", ".join(filter(None, counted)), file=sys.stderr, flush=True)
-
-    return update
 
 
 def table_row(cells: Iterable[object]) -> str:
@@ -132,3 +160,17 @@ def quiet() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+
+
+@contextlib.contextmanager
+def no_foreign_bars() -> Iterator[None]:
+    """Draw no bar of Transformers' while this lasts; a library call draws none."""
+    from transformers.utils import logging
+
+    was_shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_shown:
+            logging.enable_progress_bar()

@@ -21,7 +21,7 @@ import numpy as np
 
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.label.labels import check_both_classes
-from beatrice.extract.records import Answer, AnswerSpan
+from beatrice.extract.records import Answer, AnswerSpan, Setting
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.contents import (
     check_answered,
@@ -601,10 +601,24 @@ def _extract(
             run.features(setting),
             config,
             share=run.share,
-            progress=update,
+            progress=_of_rows(update, answers, setting),
         ).n_missing
         for setting, rows in answers.items()
     )
+
+
+def _of_rows(
+    update: Update, answers: Mapping[Setting, Sequence[Answer]], setting: Setting
+) -> Update:
+    """Return the update of one setting's answers, of the answers of all."""
+    n_of = {name: len(rows) for name, rows in answers.items()}
+    before = sum(n_of[name] for name in list(n_of)[: list(n_of).index(setting)])
+
+    def of_setting(done: int, total: int) -> None:
+        share = done / total if total else 1.0
+        update(before + round(share * n_of[setting]), sum(n_of.values()))
+
+    return of_setting
 
 
 def outline_shapes(outline: "Outline") -> dict[str, tuple[int, ...]]:

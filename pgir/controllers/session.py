@@ -17,7 +17,6 @@ import numpy as np
 
 from beatrice.extract.label.labels import exact_match
 from beatrice.extract.records import Example, Setting
-from beatrice.extract.run.console import Update
 from beatrice.extract.store.store import FeatureStore
 from beatrice.jaxprobe.rows import Rows
 from beatrice.pgir.controllers.loop import (
@@ -153,16 +152,12 @@ class Session:
       sets: validation and evaluated sets.
       training: questions that rivals may learn from.
       config: how far PGIR searches; others share its k, depth and cap.
-      update: called with how many questions were put to a controller, and how many
-        will be.
       answering: makes prompts and answers.
       encoder: loads the encoder of questions.
       stores: opens the signals of answers with their labels, of each setting.
       unanswered: training questions whose outcomes are not known.
       n_draws: answers that SeaKR draws at a time.
       queries: which of PGIR's queries are run, see `ControlConfig`.
-      total: questions that will be put to controllers, as far as it is known.
-      n_done: questions that were.
       answers: by set's place and controller, what it returned.
       chosen: the setting of every controller that was tuned.
       deferred: work for when all rivals have run.
@@ -172,15 +167,12 @@ class Session:
     sets: Sequence[QuestionSet]
     training: Sequence[Example]
     config: ControllerConfig
-    update: Update
     answering: Answering
     encoder: Callable[[], QuestionEncoder]
     stores: Callable[[], Stores]
     unanswered: Sequence[Example] = ()
     n_draws: int = 20
     queries: Queries = "paper"
-    total: int = 0
-    n_done: int = 0
     answers: list[dict[str, list[Done]]] = dataclasses.field(default_factory=list)
     chosen: dict[str, Any] = dataclasses.field(default_factory=dict)
     deferred: list[Callable[[], object]] = dataclasses.field(default_factory=list)
@@ -218,14 +210,7 @@ class Session:
           ConnectionError: calls failed; they are made again by the next run, and
             everything else is kept.
         """
-        before = self.n_done
-        self.total = max(self.total, before + len(examples))
-
-        def on_done(n: int) -> None:
-            self.n_done = before + n
-            self.update(self.n_done, self.total)
-
-        results = self.waves.run(label, [plan_of(e) for e in examples], on_done)
+        results = self.waves.run(label, [plan_of(e) for e in examples])
         done = [result for result in results if result is not None]
         if len(done) < len(results):
             call, reason = next(iter(self.waves.failed.items()))

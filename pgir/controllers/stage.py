@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import hashlib
+import itertools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -219,7 +220,6 @@ def _open_session(
     answering: Answering,
     retrieval: Retrieval,
     config: ControlConfig,
-    update: Update,
 ) -> Session:
     """Return the run's questions, and what runs controllers on them."""
     hashes = run.hash_inputs(run.passages, run.detector).values()
@@ -248,7 +248,6 @@ def _open_session(
         config=ControllerConfig(
             max_budget=config.max_budget, max_generations=config.max_generations
         ),
-        update=update,
     )
 
 
@@ -275,17 +274,21 @@ def _run_pgir(
     return traced, policy
 
 
-def _run_rivals(session: Session, config: ControlConfig) -> None:
+def _run_rivals(
+    session: Session, config: ControlConfig, tick: Callable[[], None]
+) -> None:
     """Run the controllers that PGIR is compared with, and the judges of one's own."""
     for name, entry in all_rivals().items():
         if name in config.rivals:
             entry.run(session)
+            tick()
     for work in session.deferred:
         work()
     for name in config.rivals:
         if name.startswith(OWN_JUDGE):
             judge = load_plug(name.removeprefix(OWN_JUDGE), JUDGES)
             session.run_loop(name, custom_judge(session.waves.add_judge(name, judge)))
+            tick()
 
 
 def _control(
@@ -295,7 +298,13 @@ def _control(
     probed = _open_probed(run)
     retrieval = retrieval_of(run, progress.note)
     answering = Answering(probed, retrieval.passages)
-    session = _open_session(run, answering, retrieval, config, update)
+    session = _open_session(run, answering, retrieval, config)
+    steps = 3 + (config.queries != "paper") + len(config.rivals)
+    done = itertools.count(1)
+
+    def tick() -> None:
+        update(next(done), steps)
+
     examples = read_examples(run)
     datasets = {each.dataset for each in session.sets}
     if bare := {e.dataset for e in examples if e.split != "train"} - datasets:
@@ -304,7 +313,9 @@ def _control(
             "and there is nothing to find for them"
         )
     traced, policy = _run_pgir(session, run, config)
+    tick()
     curve = frontier("pgir", traced, policy, session.config)
+    tick()
     if config.queries != "paper":
         show_all = config.queries == "all"
         best, with_query = session.run_pgir_query(
@@ -313,11 +324,12 @@ def _control(
         evaluated = [each for each in session.sets if each.split != "validation"]
         retraced = session.trace("trace:query", with_query, evaluated)
         curve += frontier("pgir_query", retraced, best, with_query)
-    _run_rivals(session, config)
+        tick()
+    _run_rivals(session, config, tick)
     if note := _note_of_passages(retrieval, answering):
         progress.note(f"control: {note}")
-    for name, setting in session.chosen.items():
-        progress.note(f"control: {CONTROLLERS.get(name, name)}: {setting}")
+    chosen = (f"{CONTROLLERS.get(n, n)} {x}" for n, x in session.chosen.items())
+    progress.note(f"control: chosen on validation: {'; '.join(chosen)}")
     evaluated = [each for each in traced if each.split != "validation"]
     write_json_atomic(
         run.control / "control.json",

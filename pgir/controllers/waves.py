@@ -214,14 +214,12 @@ class Waves:
         self,
         label: str,
         plans: Sequence[Plan[Any]],
-        on_done: Callable[[int], None] = lambda n: None,
     ) -> list[Done | None]:
         """Run a controller on questions.
 
         Args:
           label: of this run alone; it names the waves.
           plans: one per question.
-          on_done: called with how many questions are done.
 
         Returns:
           What each returned, and its cost; None where a call failed (see `failed`).
@@ -230,7 +228,6 @@ class Waves:
         for first in range(0, len(plans), self._group_size):
             group = plans[first : first + self._group_size]
             results += self._run_group(f"{label}/{first}", group)
-            on_done(len(results))
         return results
 
     def _run_group(self, label: str, plans: Sequence[Plan[Any]]) -> list[Done | None]:

@@ -70,7 +70,6 @@ def session(tmp_path, test_golds=("yes",), **config):
         sets=sets,
         training=tuple(example(i, "train") for i in range(3)),
         config=ControllerConfig(max_budget=2, **config),
-        update=lambda done, total: None,
         answering=None,
         encoder=lambda: None,
         stores=lambda: {},

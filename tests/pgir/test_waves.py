@@ -204,7 +204,7 @@ session = Session(
     sets=[QuestionSet(dataset="world", split=s, examples=e)
           for s, e in (("validation", examples), ("test", test))],
     training=(), config=ControllerConfig(max_budget=2),
-    update=lambda done, total: None, answering=answering,
+    answering=answering,
     encoder=lambda: None, stores=lambda: {})
 traced = session.trace("trace", session.config)
 session.answer("vanilla_rag", lambda e: vanilla_rag(e.question, session.config.search))

@@ -5,13 +5,12 @@ import pytest
 
 from beatrice.benchmarks.results.headline import headline, numbers, too_few_in_words
 from beatrice.benchmarks.results.names import encoder
-from beatrice.benchmarks.results.report import (
+from beatrice.benchmarks.results.pictures import (
     frontier_curve,
-    missing,
     ranking_pictures,
-    render_report,
     synergy_pictures,
 )
+from beatrice.benchmarks.results.report import missing, render_report
 from beatrice.benchmarks.results.tables import results_of
 from beatrice.extract.records import IN_DOMAIN
 from tests.benchmarks.results.sample import (

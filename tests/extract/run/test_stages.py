@@ -6,7 +6,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from beatrice.extract.run.console import Progress, rates
+from beatrice.extract.run.console import Estimate, Progress, in_words
 from beatrice.extract.run.directory import NewRun, RunDir, read_manifest
 from beatrice.extract.run.stages import (
     Forecast,
@@ -242,9 +242,27 @@ def test_what_a_person_corrected_is_neither_read_nor_replaced(run):
     assert run.labels.read_text() == "ours"
 
 
-def test_a_count_that_begins_anew_has_a_rate_of_its_own():
-    now = iter((0.0, 100.0, 101.0, 111.0))
-    rate_of = rates(lambda: next(now))
-    assert rate_of(200) == "2/s"  # one setting: 200 in 100 seconds
-    assert rate_of(1) == ""  # the next one begins
-    assert rate_of(51) == "5.1/s"
+def test_an_estimate_never_falls_and_counts_what_was_there_as_no_speed():
+    now = [0.0]
+    estimate = Estimate(lambda: now[0])
+    estimate.add(600, 1000)  # an earlier process's
+    assert estimate.left is None
+    now[0] = 100.0
+    estimate.add(700, 1000)
+    assert (estimate.share, estimate.left) == (0.7, pytest.approx(300.0))
+    estimate.add(10, 1000)  # a part that counts anew
+    assert estimate.share == 0.7
+    assert [in_words(x) for x in (39.6, 545.9, 7800)] == ["40 s", "9 min", "2 h 10 min"]
+
+
+def test_a_quiet_stage_prints_nothing_and_a_usual_one_what_it_took(capsys):
+    for is_quiet in (True, False):
+        Progress.is_quiet = is_quiet
+        try:
+            with Progress().stage("answer") as update:
+                update(1, 2)
+            Progress().note("a note")
+        finally:
+            Progress.is_quiet = False
+        printed = capsys.readouterr().err
+        assert printed == ("" if is_quiet else "answer: done in 0 s\na note\n")
