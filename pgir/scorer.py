@@ -2,7 +2,7 @@
 
 A warning leaves the number; where the detector cannot judge, the decision is
 "unknown", with its reason. Limits come from training: lengths, scripts, and the ranges
-of the signals, see `jaxprobe.scope`.
+of the signals, see `jaxprobe.scope`; the texts stand in `pgir.warnings`.
 """
 
 import dataclasses
@@ -26,8 +26,8 @@ from beatrice.extract.generate.requests import (
 from beatrice.extract.records import SETTINGS, Answer, Setting
 from beatrice.jaxprobe.config import set_compiler
 from beatrice.jaxprobe.detector import Detector, HeadName, Scores
-from beatrice.jaxprobe.families import SPAN_NAMES, SPANS, Features
-from beatrice.jaxprobe.scope import Threshold, count_scripts, share_outside
+from beatrice.jaxprobe.families import Features
+from beatrice.jaxprobe.scope import Threshold
 from beatrice.pgir.arguments import (
     argument_error,
     as_contexts,
@@ -49,10 +49,9 @@ from beatrice.pgir.given import (
     scoring_input,
 )
 from beatrice.pgir.streaming import StreamedToken, stream_tokens
+from beatrice.pgir.warnings import REASONS, warn_after, warn_before, why_unreadable
 
 BATCH_SIZE = 64  # one of the bridge's padded numbers of examples: few compilations
-MOST_UNKNOWN = 0.5  # share of a text's tokens that the model may not know
-_MOST_FOREIGN = 0.1  # share of letters in a script that training did not have
 _HEADS: dict[Setting, HeadName] = {
     "closed_book": "closed_book",
     "with_context": "single_pass",
@@ -385,10 +384,10 @@ class Scorer:
 
     def _unreadable(self, prepared: ScoringInput) -> Score | None:
         """Return the score of an answer whose signals would mean nothing, or None."""
-        reason = _why_unreadable(self.probed.backbone, prepared)
+        reason = why_unreadable(self.probed.backbone, prepared)
         if reason is None:
             return None
-        warnings = _warn_before(self.probed.detector, self.probed.backbone, prepared)
+        warnings = warn_before(self.probed.detector, self.probed.backbone, prepared)
         return _unknown(prepared, reason, warnings)
 
     def score(
@@ -525,9 +524,9 @@ class Scorer:
             sequences = [prepared.sequence for prepared in inputs]
             reading = probed.read_sequences(sequences)
         features, scores = self._scores(setting, reading)
-        outside = _warn_after(detector, features, len(inputs), setting)
+        outside = warn_after(detector, features, len(inputs), setting)
         for i, prepared in enumerate(inputs):
-            warnings = _warn_before(detector, probed.backbone, prepared) + outside[i]
+            warnings = warn_before(detector, probed.backbone, prepared) + outside[i]
             surprisal = reading.signals[i].prob[prepared.answer_tokens, 1]
             yield self._make_score(setting, prepared, scores, i, surprisal, warnings)
 
@@ -553,7 +552,7 @@ class Scorer:
     ) -> Score:
         """Put together what is known of one answer."""
         if not np.isfinite(scores.raw[i]):
-            reason = "the model's signals of this answer are not finite numbers"
+            reason = REASONS["not_finite"]
             return _unknown(prepared, reason, warnings)
         p_correct = float(scores.p_correct[i])
         decision, reason = _decide(p_correct, self.threshold(setting))
@@ -609,9 +608,7 @@ def _decide(
 ) -> tuple[Decision, str | None]:
     """Return whether an answer is trusted, and why not."""
     if threshold is None:
-        return "unknown", (
-            "the detector has no threshold; `beatrice calibrate --precision` finds one"
-        )
+        return "unknown", REASONS["no_threshold"]
     if threshold.p_correct is None:
         return "unknown", threshold.in_words()
     if p_correct >= threshold.p_correct:
@@ -625,88 +622,3 @@ def _decide(
 def _unknown(prepared: ScoringInput, reason: str, warnings: Sequence[str]) -> Score:
     """Return the score of an answer that cannot be read."""
     return Score(reason=reason, warnings=tuple(warnings), tokens=prepared.pieces)
-
-
-def _why_unreadable(model: Backbone, prepared: ScoringInput) -> str | None:
-    """Say why an answer cannot be read to any use, or return None."""
-    n_tokens = len(prepared.sequence.ids)
-    if model.max_length is not None and n_tokens > model.max_length:
-        return (
-            f"prompt and answer have {n_tokens} tokens, but {model.name} has a "
-            f"window of {model.max_length}; give fewer or shorter passages"
-        )
-    for what, ids in prepared.parts:
-        n_unknown = ids.count(model.tokenizer.unk_token_id)  # 0 where it is None
-        if n_unknown > MOST_UNKNOWN * len(ids):
-            return (
-                f"{what} has {n_unknown} of {len(ids)} tokens that {model.name} "
-                "does not know, so its signals mean nothing; use a backbone that reads "
-                "this script or vocabulary"
-            )
-    return None
-
-
-def _warn_before(
-    detector: Detector, model: Backbone, prepared: ScoringInput
-) -> list[str]:
-    """Say what can be told without the model."""
-    trained, prompt = detector.provenance, prepared.prompt
-    warnings = []
-    if trained is not None and not prompt.is_templates:
-        chat = "with" if trained.prompt.chat else "without"
-        warnings.append(
-            "the prompt is not the detector's own (template "
-            f"{trained.prompt.template!r}, {chat} chat template): P was "
-            "calibrated under that one, and how far it holds here is not known"
-        )
-    unknown = model.tokenizer.unk_token_id
-    for what, ids in prepared.parts:
-        if n_unknown := ids.count(unknown):
-            warnings.append(
-                f"{what} has {n_unknown} of {len(ids)} tokens unknown to the model"
-            )
-    bank = detector.banks.get(prompt.setting)
-    lengths = np.diff(prepared.sequence.spans)[:, 0]
-    longest = bank.lengths if bank else ()  # empty where unknown
-    for span, most in zip(SPANS[prompt.setting], longest, strict=False):
-        if lengths[span] > most:
-            warnings.append(
-                f"the {SPAN_NAMES[span]} has {lengths[span]} tokens, more than any "
-                f"that the detector was made with ({most})"
-            )
-    scripts = trained.scripts if trained is not None else ()
-    return warnings + _warn_of_script(scripts, prepared.text)
-
-
-def _warn_of_script(known: Sequence[str], text: str) -> list[str]:
-    """Warn of letters in scripts that the training texts did not have."""
-    counts = count_scripts(text)
-    foreign = {s: n for s, n in counts.items() if s not in known}
-    if not known or sum(foreign.values()) <= _MOST_FOREIGN * counts.total():
-        return []
-    return [
-        f"{sum(foreign.values())} of {counts.total()} letters are in a script that the "
-        f"detector's training did not have ({', '.join(sorted(foreign))}; it had "
-        f"{', '.join(known)})"
-    ]
-
-
-def _warn_after(
-    detector: Detector, features: Features, n: int, setting: Setting
-) -> list[list[str]]:
-    """Say, of each of the first `n` answers, which signals are unlike training's."""
-    bank = detector.banks.get(setting)
-    if bank is None or bank.scope is None:
-        return [[] for _ in range(n)]
-    shares = share_outside(features, bank.dims, bank.scope.low, bank.scope.high)
-    return [
-        [
-            f"{share:.1%} of the {family} signals lie outside the range of 99.8 % of "
-            f"training's; of 999 in 1,000 validation answers at most {limit:.1%} do"
-            for family, share, limit in zip(
-                bank.dims.names, row, bank.scope.limits, strict=True
-            )
-            if share > limit
-        ]
-        for row in shares[:n]
-    ]

@@ -2,7 +2,9 @@
 
 import copy
 import dataclasses
+import re
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -15,8 +17,10 @@ from beatrice.jaxprobe.scope import Scope, Threshold
 from beatrice.pgir.bridge import ProbedBackbone
 from beatrice.pgir.given import AnswerToScore, prepare
 from beatrice.pgir.scorer import Scorer
+from beatrice.pgir.warnings import REASONS, WARNINGS
 from tests.pgir.small import PASSAGE, QUESTION
 
+ROOT = Path(__file__).parent.parent.parent
 ANSWER = "Guzolt Falls"
 OWN = f"Question: {QUESTION} Answer:"
 WITH_CONTEXT = f"Context: {PASSAGE} Question: {QUESTION} Answer:"
@@ -141,7 +145,7 @@ def test_another_prompt_is_read_as_it_was_and_warned_of(probed, scorer):
     told = {"prompt": FOREIGN, "answer": f" {ANSWER}"}
     found = {"question": QUESTION, "context": PASSAGE}
     score = scorer.score(**told, **found)
-    assert any("not the detector's own" in w for w in score.warnings)
+    assert any("another prompt than the probe's own" in w for w in score.warnings)
     sequence = prepared_of(probed, AnswerToScore(**told, **found)).sequence
     decode = probed.backbone.tokenizer.decode
     words = [
@@ -328,7 +332,7 @@ def test_signals_outside_the_range_of_training_are_a_warning(probed):
 
 def test_a_longer_context_than_any_in_training_is_a_warning(probed):
     (warning,) = scoped(probed).score(QUESTION, ANSWER, [PASSAGE] * 2).warnings
-    assert "the context has 16 tokens, more than any" in warning
+    assert "the context has 16 tokens, in training at most" in warning
 
 
 def test_another_script_is_a_warning(probed):
@@ -417,3 +421,12 @@ def test_answers_that_are_encoded_in_parts_have_the_scores_of_one(backbone, scor
 def test_what_cannot_be_asked_is_one_sentence(scorer, questions, contexts, named):
     with pytest.raises(ValueError, match=named):
         scorer.answer_and_score(questions, contexts)
+
+
+def test_the_page_of_warnings_lists_those_that_the_code_has_and_no_other():
+    text = (ROOT / "docs" / "warnings.md").read_text(encoding="utf-8")
+    listed = dict(re.findall(r"^### (\w+)\n\n> (.*)$", text, re.MULTILINE))
+    assert listed == WARNINGS | REASONS
+    for part in text.split("### ")[1:]:
+        for words in ("**Meaning.**", "**Cause.**", "**What to do.**"):
+            assert words in part

@@ -156,7 +156,9 @@ def test_a_chat_is_answered_and_scored_as_it_is_scored_afterwards(backbone, name
     )
     assert score.p_correct == pytest.approx(again.p_correct, abs=1e-5)
     assert score.warnings == again.warnings
-    assert any("not the detector's own" in warning for warning in score.warnings)
+    assert any(
+        "another prompt than the probe's own" in warning for warning in score.warnings
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,123 @@
+"""What makes a P less reliable, or impossible: every warning and reason, in one place.
+
+`docs/warnings.md` says of each what it means, where it comes from and what to do; a
+test holds the two together.
+"""
+
+import numpy as np
+
+from beatrice.extract.backbone.loading import Backbone
+from beatrice.extract.records import Setting
+from beatrice.jaxprobe.detector import Detector
+from beatrice.jaxprobe.families import SPAN_NAMES, SPANS, Features
+from beatrice.jaxprobe.scope import count_scripts, share_outside
+from beatrice.pgir.given import ScoringInput
+
+MOST_UNKNOWN = 0.5  # share of a text's tokens that the model may not know
+MOST_FOREIGN = 0.1  # share of letters in a script that training did not have
+_LESS = "P may be less reliable"
+# They leave P as it is.
+WARNINGS = {
+    "other_prompt": "another prompt than the probe's own (template {template!r}, "
+    f"{{chat}} chat template): P was fitted under that one; {_LESS}: ask with the "
+    "probe's prompt, or fit a probe under yours",
+    "unknown_tokens": "unknown words: {n} of {of} tokens of {what} are unknown to the "
+    f"model; {_LESS}: write them in words that the model knows",
+    "long": "long input: the {what} has {n} tokens, in training at most {most}; "
+    f"{_LESS}: give a shorter one",
+    "other_script": "another script: {n} of {of} letters are {found}, training had "
+    f"{{known}}; {_LESS}: fit a probe on questions in this script",
+    "unusual_signals": "unusual input: {share} of the {family} signals lie outside the "
+    f"training range ({{limit}} at most in validation); {_LESS}: look at the answer "
+    "yourself, or fit on questions like this one",
+}
+# They leave no P, or no decision.
+REASONS = {
+    "too_long": "prompt and answer have {n} tokens, but {model} has a window of "
+    "{most}; give fewer or shorter passages",
+    "mostly_unknown": "{n} of {of} tokens of {what} are unknown to {model}, so its "
+    "signals mean nothing; use a model that reads this script or vocabulary",
+    "not_finite": "the model's signals of this answer are not finite numbers; load the "
+    "model in another dtype",
+    "no_threshold": "the probe has no threshold, so P is all it says; `beatrice "
+    "calibrate --precision` finds one",
+}
+
+
+def why_unreadable(model: Backbone, prepared: ScoringInput) -> str | None:
+    """Return why an answer cannot be read to any use, or None."""
+    n_tokens, most = len(prepared.sequence.ids), model.max_length
+    if most is not None and n_tokens > most:
+        return REASONS["too_long"].format(n=n_tokens, model=model.name, most=most)
+    for what, ids in prepared.parts:
+        n_unknown = ids.count(model.tokenizer.unk_token_id)  # 0 where it is None
+        if n_unknown > MOST_UNKNOWN * len(ids):
+            return REASONS["mostly_unknown"].format(
+                n=n_unknown, of=len(ids), what=what, model=model.name
+            )
+    return None
+
+
+def warn_before(
+    detector: Detector, model: Backbone, prepared: ScoringInput
+) -> list[str]:
+    """Return the warnings that need no forward pass."""
+    trained, prompt = detector.provenance, prepared.prompt
+    warnings = []
+    if trained is not None and not prompt.is_templates:
+        warnings.append(
+            WARNINGS["other_prompt"].format(
+                template=trained.prompt.template,
+                chat="with" if trained.prompt.chat else "without",
+            )
+        )
+    unknown = model.tokenizer.unk_token_id
+    for what, ids in prepared.parts:
+        if n_unknown := ids.count(unknown):
+            warnings.append(
+                WARNINGS["unknown_tokens"].format(n=n_unknown, of=len(ids), what=what)
+            )
+    bank = detector.banks.get(prompt.setting)
+    lengths = np.diff(prepared.sequence.spans)[:, 0]
+    longest = bank.lengths if bank else ()  # empty where unknown
+    for span, most in zip(SPANS[prompt.setting], longest, strict=False):
+        if lengths[span] > most:
+            warnings.append(
+                WARNINGS["long"].format(
+                    what=SPAN_NAMES[span], n=lengths[span], most=most
+                )
+            )
+    known = trained.scripts if trained is not None else ()
+    counts = count_scripts(prepared.text)
+    foreign = {script: n for script, n in counts.items() if script not in known}
+    if known and sum(foreign.values()) > MOST_FOREIGN * counts.total():
+        warnings.append(
+            WARNINGS["other_script"].format(
+                n=sum(foreign.values()),
+                of=counts.total(),
+                found=", ".join(sorted(foreign)),
+                known=", ".join(known),
+            )
+        )
+    return warnings
+
+
+def warn_after(
+    detector: Detector, features: Features, n: int, setting: Setting
+) -> list[list[str]]:
+    """Return, of each of the first `n` answers, which signals are unlike training's."""
+    bank = detector.banks.get(setting)
+    if bank is None or bank.scope is None:
+        return [[] for _ in range(n)]
+    shares = share_outside(features, bank.dims, bank.scope.low, bank.scope.high)
+    text = WARNINGS["unusual_signals"]
+    return [
+        [
+            text.format(share=f"{share:.1%}", family=family, limit=f"{limit:.1%}")
+            for family, share, limit in zip(
+                bank.dims.names, row, bank.scope.limits, strict=True
+            )
+            if share > limit
+        ]
+        for row in shares[:n]
+    ]
