@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Form = Literal["flat", "sq8", "ivf_pq"]
 _ASKED = ("question", "prompt")  # shown of a row on the page: the first that is there
-Results = Sequence[tuple[str | None, Mapping[str, Any]]]
+Results = Sequence[tuple[str | None, Sequence[str], Mapping[str, Any]]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -430,7 +430,7 @@ def score(run_dir: Path, as_json: bool, how: ScoreOptions) -> None:
         click.echo(f"warning: {warning}", err=True)
     click.echo(": ".join(filter(None, (score.decision, score.reason))), err=True)
     if how.html is not None:
-        results = [(how.question, score.as_json())]
+        results = [(how.question, how.context, score.as_json())]
         _write_page(how.html, f"{run_dir.name}: one answer", "", results)
     if as_json:
         click.echo(json.dumps(score.as_json()))
@@ -479,7 +479,9 @@ def _score_file(run: "RunDir", answers: Path, how: ScoreOptions) -> None:
             update(tally.n_done, total)
             if how.html is not None:
                 arguments = (getattr(row.given, name, None) for name in _ASKED)
-                shown.append((next(filter(None, arguments), None), result))
+                passages = getattr(row.given, "context", None) or ()
+                texts = [getattr(passage, "text", passage) for passage in passages]
+                shown.append((next(filter(None, arguments), None), texts, result))
 
         score_rows(
             lambda rows: scorer.score_many(rows, how.batch_size),

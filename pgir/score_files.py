@@ -4,9 +4,9 @@ Read are our own rows (the fields of `AnswerToScore`, and an id), lm-eval's
 `samples_*.jsonl` and FlashRAG's records, in any container that questions are read from.
 Where a log holds the prompt that was really used, that prompt is read.
 
-The page is self-contained: no script, nothing from outside. A token is tinted by its
-own probability under the backbone, the simplest quantity that is exact for a token:
-P(correct) is one number for the whole answer, read from more than these probabilities.
+The page is self-contained: one script of its own, nothing from outside. A token is
+tinted by its own probability under the backbone, the simplest quantity that is exact
+for a token: P(correct) is one number for the whole answer, read from more than these.
 """
 
 import collections
@@ -278,39 +278,9 @@ def _to_line(result: Mapping[str, Any]) -> str:
 
 P_STEPS = (0.05, 0.25, 0.5, 0.8)  # upper ends of the tints of a token, by its p
 
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title><style>
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto;
-  padding: 0 1rem; color: #1b1b1b; background: #fff }
-article { border-top: 1px solid #ccc; padding: .7rem 0 }
-.p { font-weight: 600; font-variant-numeric: tabular-nums }
-.answer { white-space: pre-wrap; font-size: 1.1rem; margin: .2rem 0 }
-.asked, small { color: #555; white-space: pre-wrap } small { display: block }
-.t0 { background: #e8835a } .t1 { background: #f2ad8b } .t2 { background: #f8cfba }
-.t3 { background: #fce9df } .bad { color: #a00 }
-</style></head><body>
-<h1>{{ title }}</h1>
-<p>{{ summary }}</p>
-<p>A token's tint is its probability p under the backbone where it was written:
-{% for step in steps %}<span class="t{{ loop.index0 }}">p &lt; {{ step }}</span>
-{% endfor %}and none from {{ steps[-1] }} on. It is not the detector's reason:
-P(correct) is one number for the whole answer, read from more than these
-probabilities. A token's title shows log p in nats.</p>
-{% for row in rows %}<article id="line-{{ row.line }}">
-{% if row.error %}<div class="bad">line {{ row.line }}: {{ row.error }}</div>
-{% else %}<span class="p">{{ row.p }}</span> {{ row.decision }}
-<small>line {{ row.line }}{% if row.id is not none %}, {{ row.id }}{% endif %}</small>
-{% endif %}{% if row.asked %}<div class="asked">{{ row.asked }}</div>
-{% endif %}<div class="answer">
-{%- for token in row.tokens %}<span
-{%- if token.tint is not none %} class="t{{ token.tint }}"{% endif %}
-{%- if token.log_p is not none %} title="log p = {{ token.log_p }}"{% endif -%}
->{{ token.text }}</span>{% endfor -%}
-</div>
-{% for note in row.notes %}<small>{{ note }}</small>
-{% endfor %}</article>
-{% endfor %}</body></html>
-"""
+MOST_SHOWN = 2000  # rows of the page; results hold all
+N_BARS = 20
+SIGNS = {"trust": "✓", "distrust": "✗", "unknown": "?", "bad": "!"}
 
 
 def _token(text: str, log_p: float | None) -> dict[str, Any]:
@@ -321,38 +291,94 @@ def _token(text: str, log_p: float | None) -> dict[str, Any]:
     return {"text": text, "tint": next(tints, None), "log_p": f"{log_p:.3f}"}
 
 
-def _entry(question: str | None, result: Mapping[str, Any]) -> dict[str, Any]:
+def _entry(shown: "Shown") -> dict[str, Any]:
     """Return what the page shows of one result."""
+    question, context, result = shown
     tokens = result.get("tokens", [])
     log_probs = result.get("log_probs") or [None] * len(tokens)
-    p_correct = result.get("p_correct")
-    reason = result.get("reason")
+    spelled = [_token(*pair) for pair in zip(tokens, log_probs, strict=True)]
+    if spelled:
+        spelled[0]["text"] = spelled[0]["text"].lstrip()
+    p_correct, reason = result.get("p_correct"), result.get("reason")
     return {
         "line": result.get("line", 1),
         "id": result.get("id"),
         "error": result.get("error"),
-        "p": "no P" if p_correct is None else f"P(correct) = {p_correct:.3f}",
-        "decision": result.get("decision"),
+        "p": None if p_correct is None else f"{p_correct:.3f}",
+        "kind": "bad" if "error" in result else result["decision"],
         "asked": question,
-        "tokens": [_token(*pair) for pair in zip(tokens, log_probs, strict=True)],
+        "context": context,
+        "tokens": spelled,
         "notes": [*([reason] if reason else []), *result.get("warnings", [])],
     }
 
 
-def page(
-    title: str, summary: str, results: Iterable[tuple[str | None, Mapping[str, Any]]]
-) -> str:
+def _bars(results: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], int]:
+    """Return the rectangles of a histogram of P, and the tallest bar's number."""
+    counts: collections.Counter[tuple[int, str]] = collections.Counter()
+    for result in results:
+        if (p := result.get("p_correct")) is not None:
+            counts[min(int(p * N_BARS), N_BARS - 1), result["decision"]] += 1
+    heights = collections.Counter[int]()
+    for (place, _), n in counts.items():
+        heights[place] += n
+    most, bars = max(heights.values(), default=0), []
+    tops = collections.Counter[int]()
+    for (place, decision), n in sorted(counts.items()):
+        tops[place] += n
+        bars.append(
+            {
+                "decision": decision,
+                "n": n,
+                "x": 11.5 + 31 * place,
+                "y": f"{130 - 110 * tops[place] / most:.1f}",
+                "height": f"{110 * n / most:.1f}",
+                "low": place / N_BARS,
+                "high": (place + 1) / N_BARS,
+            }
+        )
+    return bars, most
+
+
+# What was asked, the passages that were shown with it, and the score as JSON values.
+Shown = tuple[str | None, Sequence[str], Mapping[str, Any]]
+
+
+def page(title: str, summary: str, results: Iterable[Shown]) -> str:
     """Return the page of scored answers.
 
     Args:
       title: of the page.
       summary: what became of the rows, in words.
-      results: per answer what was asked, and its score as JSON values, see
-        `Score.as_json`.
+      results: of each answer, see `Score.as_json`; beyond `MOST_SHOWN` counted alone.
     """
-    template = jinja2.Environment(autoescape=True).from_string(_PAGE)
-    rows = [_entry(question, result) for question, result in results]
-    return template.render(title=title, summary=summary, steps=P_STEPS, rows=rows)
+    shown = list(results)
+    entries = [_entry(each) for each in shown[:MOST_SHOWN]]
+    bars, most = _bars([result for _, _, result in shown])
+    kinds = collections.Counter(
+        "bad" if "error" in result else result["decision"] for _, _, result in shown
+    )
+    decisions = [
+        (name, sign, kinds[name]) for name, sign in SIGNS.items() if kinds[name]
+    ]
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        trim_blocks=True,
+    )
+    return environment.get_template("score.html.j2").render(
+        title=title,
+        summary=summary,
+        rows=entries,
+        n_left_out=len(shown) - len(entries),
+        bars=bars,
+        most=most,
+        n_scored=sum(n for name, _, n in decisions if name != "bad"),
+        counts_in_words=", ".join(f"{n} {name}" for name, _, n in decisions),
+        decisions=decisions,
+        signs=SIGNS,
+        steps=P_STEPS,
+    )
 
 
 def shown_tokens(

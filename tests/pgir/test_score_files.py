@@ -157,13 +157,35 @@ def test_the_page_tints_tokens_by_their_probability_and_says_so():
         "log_probs": [-4.0, -0.1, -1.0],
         "warnings": ["a warning"],
     }
-    text = page("A page", "1 row", [("where?", result), (None, {"error": "bad"})])
-    assert '<span class="t0" title="log p = -4.000"> Gu</span>' in text  # p = 0.018
+    text = page(
+        "A page", "1 row", [("where?", ["<p>"], result), (None, (), {"error": "bad"})]
+    )
+    assert '<span class="t0" title="log p = -4.000">Gu</span>' in text  # p = 0.018
     assert '<span title="log p = -0.100">&lt;zolt</span>' in text  # p = 0.905
     assert '<span class="t2" title="log p = -1.000"> Falls</span>' in text  # 0.368
-    assert "its probability p under the backbone" in text
+    assert "its probability p under the model" in text
+    assert "✗ distrust (1)" in text and "! bad (1)" in text
+    assert "1 passage" in text and "<p>&lt;p&gt;</p>" in text
     assert "P(correct) = 0.250" in text and "&lt;b&gt;" in text and "bad" in text
-    assert not re.search(r"<script|https?://|<link|<img", text)
+    assert not re.search(r"https?://|<link|<img", text)
+    assert text.count("<script") == 1
+
+
+def test_the_page_counts_every_answer_and_says_what_it_leaves_out():
+    many = [
+        {
+            "line": i,
+            "p_correct": i / 2999,
+            "decision": "trust" if i > 1500 else "unknown",
+        }
+        for i in range(3000)
+    ]
+    text = page("A page", "", [("q", (), result) for result in many])
+    assert text.count("<article") == 2000
+    assert "the first 2000 rows; 1000 more" in text
+    counts = map(int, re.findall(r"<title>P [^:]*: (\d+) ", text))
+    assert sum(counts) == 3000
+    assert "? unknown (1501)" in text and "✓ trust (1499)" in text
 
 
 def save_run(path, detector, backbone):

@@ -80,7 +80,10 @@ def test_a_few_unknown_words_are_a_warning(scorer):
 
 @pytest.mark.parametrize(
     ("context", "reason"),
-    [("وُلد في المدينة القديمة", "does not know"), (" ".join([PASSAGE] * 90), "of 512")],
+    [
+        ("وُلد في المدينة القديمة", "are unknown to"),
+        (" ".join([PASSAGE] * 90), "of 512"),
+    ],
 )
 def test_what_cannot_be_read_is_unknown_with_its_reason(scorer, context, reason):
     score = scorer.score(QUESTION, ANSWER, context)
@@ -337,7 +340,7 @@ def test_a_longer_context_than_any_in_training_is_a_warning(probed):
 
 def test_another_script_is_a_warning(probed):
     score = scoped(probed).score(QUESTION + " где родился", ANSWER, PASSAGE)
-    assert any("in a script" in w and "CYRILLIC" in w for w in score.warnings)
+    assert any("another script" in w and "CYRILLIC" in w for w in score.warnings)
 
 
 def test_of_signals_that_are_no_numbers_nothing_is_known(probed):

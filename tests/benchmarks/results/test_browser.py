@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from beatrice.benchmarks.results.report import render_report
+from beatrice.pgir.score_files import page as score_page
 from tests.benchmarks.results.test_report import whole_report
 
 playwright = pytest.importorskip("playwright.sync_api")
@@ -132,3 +133,45 @@ def test_no_letter_of_a_figure_is_below_twelve_pixels(browser, report, size):
     )
     smallest = min(sizes, key=lambda pair: abs(pair[1]) or 99)
     assert abs(smallest[1]) == 0 or abs(smallest[1]) > 11.4, smallest
+
+
+@pytest.fixture(scope="module")
+def scores(tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "scores.html"
+    kinds = ("trust", "distrust", "unknown")
+    results = [
+        {
+            "line": i,
+            "p_correct": None if i == 5 else (i * 7 % 10) / 10,
+            "decision": kinds[i % 3],
+            "tokens": [" Par", "is"],
+            "log_probs": [-3.5, -0.2],
+            "warnings": ["unusual input"],
+        }
+        for i in range(1, 10)
+    ]
+    shown = [(f"question {r['line']}", ["a passage"], r) for r in results]
+    path.write_text(score_page("Scores", "9 rows", shown), encoding="utf-8")
+    return path
+
+
+def test_scored_answers_are_filtered_sorted_and_found(browser, scores):
+    page = opened(browser, scores)
+    lines = "[...document.querySelectorAll('article')].filter(r => !r.hidden)"
+    lines += ".map(r => +r.dataset.line)"
+    assert page.evaluate(lines) == list(range(1, 10))
+    page.select_option("select", "up")
+    by_p = sorted(
+        (line for line in range(1, 10) if line != 5), key=lambda i: i * 7 % 10
+    )
+    assert page.evaluate(lines) == [*by_p, 5]  # what has no P comes last
+    page.uncheck("input[value=trust]")
+    assert all(line % 3 for line in page.evaluate(lines))
+    page.fill("input[type=search]", "question 4")
+    assert page.evaluate(lines) == [4]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_serious_in_scored_answers(browser, scores, scheme):
+    page = opened(browser, scores, PHONE, scheme)
+    assert serious(page) == [] and not overflows(page)
