@@ -154,8 +154,9 @@ class LanguageModel:
     ) -> "tuple[list[Answer], Signals]":
         """Answer, and keep the signals of the passes that write the answers."""
         from beatrice.extract.generate.local import generate
-        from beatrice.extract.signals.decode import ReadBefore, generate_and_read
+        from beatrice.extract.signals.decode import generate_and_read
         from beatrice.extract.signals.extract import ExtractConfig, extract
+        from beatrice.extract.signals.written import ReadBefore
         from beatrice.extract.store.store import open_store
         from beatrice.signals import Signals, memory_url
 
@@ -167,11 +168,11 @@ class LanguageModel:
         answers, written = generate_and_read(reader, requests, generation)
         url = memory_url() if store is None else store
         extract(
-            ReadBefore(reader, answers, written),
+            ReadBefore.of(reader, answers, written),
             answers,
             url,
             ExtractConfig(hidden_layers=layers),
-            about={**self._about(answers), "path": "decode"},
+            about=self._about(answers),
         )
         return answers, Signals(open_store(url), model=self)
 

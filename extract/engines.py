@@ -13,6 +13,9 @@ and the stage of `extract.signals.extract.extract_stage(lambda run, config: my_r
 reads the answers. `tests/extract/test_own_engine.py` does both with small classes.
 """
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
 from beatrice.extract.generate.answers import (
     AnswerConfig,
     Engine,
@@ -27,10 +30,18 @@ from beatrice.extract.generate.generator import (
     SamplingConfig,
 )
 from beatrice.extract.generate.prompts import PromptConfig
-from beatrice.extract.generate.requests import PromptModel, TokenizerOnly, make_requests
+from beatrice.extract.generate.requests import (
+    PromptModel,
+    Request,
+    TokenizerOnly,
+    make_requests,
+)
 from beatrice.extract.run.directory import RunDir
-from beatrice.extract.signals.extract import ExtractConfig, Reader, extract
-from beatrice.extract.signals.sequence import TokenSequence
+from beatrice.extract.signals.extract import EXTRACT_PRESETS, ExtractConfig, extract
+from beatrice.extract.signals.sequence import Reader, TokenSequence
+
+if TYPE_CHECKING:
+    from beatrice.extract.backbone.loading import Backbone
 
 
 def open_readable(run: RunDir, config: AnswerConfig) -> Engine:
@@ -38,10 +49,42 @@ def open_readable(run: RunDir, config: AnswerConfig) -> Engine:
     from beatrice.extract.signals.reader import SignalReader
 
     # Hours of answers whose signals cannot be read would be in vain.
-    return open_local(run, config, lambda backbone: SignalReader(backbone, (0,)))
+    engine = open_local(run, config, lambda backbone: SignalReader(backbone, (0,)))
+    return engine._replace(why_alone="")
 
 
-ANSWER = answer_stage(open_readable)
+def open_reading(run: RunDir, config: AnswerConfig) -> Engine:
+    """Load a run's backbone to answer, and to read in the passes that write.
+
+    What is read waits in `run.written` until the stage `extract` stores it.
+    """
+    from beatrice.extract.signals.decode import ReadingGenerator, check_decoding
+    from beatrice.extract.signals.reader import SignalReader
+    from beatrice.extract.signals.written import save_batch
+
+    engine = open_local(run, config, lambda backbone: None)
+    kept = run.settle("extract", EXTRACT_PRESETS, is_recorded=False)
+    reader = SignalReader.for_config(cast("Backbone", engine.model), kept)
+    if (reason := check_decoding(reader)) is not None:
+        return engine._replace(why_alone=reason)
+    answer_span = kept.answer_span
+
+    def reading(requests: Sequence[Request]) -> Generator:
+        return ReadingGenerator(
+            backbone=reader.backbone,
+            tokens_per_batch=config.generation.tokens_per_batch,
+            reader=reader,
+            requests={request.prompt.ids: request for request in requests},
+            on_batch=lambda answers, signals: save_batch(
+                run.written, reader, kept, answers, signals, answer_span=answer_span
+            ),
+            answer_span=answer_span,
+        )
+
+    return engine._replace(reading=reading)
+
+
+ANSWER = answer_stage(open_reading)
 
 __all__ = [
     "ANSWER",
@@ -59,4 +102,5 @@ __all__ = [
     "generate",
     "make_requests",
     "open_readable",
+    "open_reading",
 ]

@@ -401,10 +401,20 @@ def _greedy(config: AnswerConfig) -> SamplingConfig:
 
 
 class Engine(NamedTuple):
-    """What answers a run's questions, and what their prompts are made with."""
+    """What answers a run's questions, and what their prompts are made with.
+
+    Attributes:
+      generator: answers.
+      model: of the prompts.
+      reading: returns a generator of the same texts that also reads them; None where
+        answers are written alone.
+      why_alone: a sentence, where they are; empty where nobody wants more.
+    """
 
     generator: Generator
     model: PromptModel
+    reading: Callable[[Sequence[Request]], Generator] | None = None
+    why_alone: str = "this engine writes texts alone"
 
 
 def open_local(
@@ -446,7 +456,14 @@ def _answer(
     journal = Journal.open(_files(run, requests), run.share)
     for note in journal.notes:
         progress.note(f"answer: {note}")
-    how = (engine.generator, requests, _greedy(config))
+    generator = engine.generator
+    if engine.reading is not None:
+        generator = engine.reading(requests)
+    elif engine.why_alone:
+        progress.note(
+            f"answer: {engine.why_alone}; `beatrice extract` reads the answers again"
+        )
+    how = (generator, requests, _greedy(config))
     append_answers(journal, *how, update, run.share)
     if not run.share.is_whole:
         return len(requests) - len(journal.files.keys())

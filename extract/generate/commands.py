@@ -126,13 +126,29 @@ def _open_backbone(
         yield model, generator
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReadingOptions:
+    """Whether signals are read with the answers."""
+
+    no_read: bool = option(
+        "Write answers alone; `beatrice extract` reads them again.", False
+    )
+
+
 @click.command()
 @RUN_DIR
-@options(work=WorkOptions, backend=RunServerOptions)
-def answer(run_dir: Path, work: WorkOptions, backend: RunServerOptions) -> None:
+@options(reading=ReadingOptions, work=WorkOptions, backend=RunServerOptions)
+def answer(
+    run_dir: Path,
+    reading: ReadingOptions,
+    work: WorkOptions,
+    backend: RunServerOptions,
+) -> None:
     """Answer every question, closed-book and with context.
 
-    On this machine, or by a vLLM server that holds the run's backbone. On this
+    The answers' signals are read in the passes that write them, where the model allows
+    it, and wait in RUN_DIR/written until `beatrice extract` stores them. On this
+    machine, or by a vLLM server that holds the run's backbone. On this
     machine under torchrun or srun, or with --shard, every process does its part, and
     the answers are those of one process.
 
@@ -145,10 +161,9 @@ def answer(run_dir: Path, work: WorkOptions, backend: RunServerOptions) -> None:
     from beatrice.extract.run.directory import RunDir
 
     if backend.server is None:
+        opener = engines.open_readable if reading.no_read else engines.open_reading
         # A share's model is the one that joins all of them.
-        stage = engines.ANSWER
-        if not work.share.is_whole:
-            stage = answers.answer_stage(functools.cache(engines.open_readable))
+        stage = answers.answer_stage(functools.cache(opener))
         do_or_forecast(run_dir, stage, work.dry_run, share=work.share)
         return
     alone("answer --server", work.share)

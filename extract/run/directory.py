@@ -438,6 +438,7 @@ class RunDir:
     passages = _at("passages.jsonl", "What the retrievers search, one per line.")
     rewrites = _at("rewrites.jsonl", "One `Rewrite` per line; absent without rewrites.")
     answers = _at("answers", "Folder of `Answer` lines.")
+    written = _at("written", "Signals read with the answers, until `extract` is done.")
     labels = _at("labels.jsonl", "Verdicts, one `Label` per line.")
     audit = _at("audit", "Folder of what is known about the labels' quality.")
     samples = _at("samples", "Folder of drawn answers.")

@@ -11,6 +11,7 @@ with others.
 
 import dataclasses
 import itertools
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -94,6 +95,7 @@ class Stage:
         something is to be done. Where `run.share` is not the whole work it does that
         share and returns how many parts of others are missing (0: none); called again
         alone it finds all parts and joins them.
+      leftovers: folders of the run that are deleted when it is done.
       parts: what processes can do a share of, in the plural; empty where one process
         does all.
       presets: its settings for every preset; empty where it has none.
@@ -109,6 +111,7 @@ class Stage:
     inputs: Callable[[RunDir], list[Path]]
     outputs: Callable[[RunDir], list[Path]]
     work: Callable[[RunDir, Any, Update, Progress], int | None]
+    leftovers: Callable[[RunDir], list[Path]] = lambda run: []
     parts: str = ""
     verb: str = ""
     identity: Callable[[Any], Mapping[str, str]] = lambda settings: {}
@@ -355,7 +358,11 @@ def run_stage(
 
     inputs |= stage.identity(settings)
     outputs = stage.outputs(run)
-    return once(run, stage.name, inputs, outputs, progress, work, stage.verb)
+    n_missing = once(run, stage.name, inputs, outputs, progress, work, stage.verb)
+    if run.share.is_whole:
+        for path in stage.leftovers(run):
+            shutil.rmtree(path, ignore_errors=True)
+    return n_missing
 
 
 def do(

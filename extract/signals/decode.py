@@ -14,9 +14,9 @@ nobody.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from beatrice.extract.generate.generator import (
 )
 from beatrice.extract.generate.local import (
     TransformersGenerator,
+    Watch,
     check_requests_fit,
     greedy,
 )
@@ -39,14 +40,13 @@ from beatrice.extract.signals import probability, residual
 from beatrice.extract.signals.attention import AttentionReading, attending_through
 from beatrice.extract.signals.parity import probe_ids, probe_lengths
 from beatrice.extract.signals.reader import AnswerSignals, SignalReader
-from beatrice.extract.signals.sequence import TokenSequence, first_read, sequence_of
+from beatrice.extract.signals.sequence import first_read, sequence_of
 from beatrice.extract.signals.span_sums import (
     AttentionCall,
     AttentionMap,
     entropies_and_masses,
     span_sums,
 )
-from beatrice.extract.store.families import Spans
 
 # Of a family's norm. The two passes are the model's with a cache and without.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 2e-2}
@@ -400,6 +400,65 @@ def generate_and_read(
     return [answer for answer, _ in ordered], [signals for _, signals in ordered]
 
 
+def _written(
+    watch: DecodeReading,
+    requests: Sequence[Request],
+    replies: Sequence[Generated],
+    stop: Sequence[str],
+) -> tuple[list[Answer], list[AnswerSignals | None]]:
+    """Return a batch's answers with their signals, see `DecodeReading.signals`."""
+    pairs = zip(requests, replies, strict=True)
+    answers = [request.answer(reply) for request, reply in pairs]
+    signals = watch.signals(answers)
+    if None in signals and not stop:
+        raise ValueError(
+            f"{watch.reader.backbone.name} ran other tokens than it wrote for question "
+            f"{answers[signals.index(None)].example_id!r}; read its answers again"
+        )
+    return answers, signals
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReadingGenerator(TransformersGenerator):
+    """Answers requests greedily, and reads each batch in the passes that write it.
+
+    Attributes:
+      reader: of the model that answers.
+      requests: by their prompts; no other prompt is answered.
+      on_batch: is called with the answers of each batch and their signals before the
+        batch's texts are handed out; None stands for the signals of an answer of which
+        more tokens were run than it has (its stop string is several tokens).
+      answer_span: see `sequence_of`.
+    """
+
+    reader: SignalReader
+    requests: Mapping[tuple[int, ...], Request]
+    on_batch: Callable[[list[Answer], list[AnswerSignals | None]], object]
+    answer_span: AnswerSpan = "emitting"
+
+    def write(
+        self,
+        prompts: Sequence[GeneratorPrompt],
+        config: SamplingConfig,
+        watch: Watch | None = None,
+    ) -> list[Generated]:
+        """Return the texts of one batch; see `TransformersGenerator`.
+
+        Raises:
+          ValueError: the model ran other tokens than it wrote.
+        """
+        requests = [self.requests[self.prompt_ids(prompt)] for prompt in prompts]
+        reading = DecodeReading(
+            self.reader,
+            [request.prompt for request in requests],
+            config.max_new_tokens,
+            answer_span=self.answer_span,
+        )
+        replies = super().write(prompts, config, reading)
+        self.on_batch(*_written(reading, requests, replies, config.stop))
+        return replies
+
+
 def _read_written(
     watch: DecodeReading,
     requests: Sequence[Request],
@@ -408,15 +467,8 @@ def _read_written(
     answer_span: AnswerSpan,
 ) -> Iterator[tuple[Answer, AnswerSignals]]:
     """Yield a batch's answers with their signals, some of which are read again."""
-    pairs = list(zip(requests, replies, strict=True))
-    answers = [request.answer(reply) for request, reply in pairs]
-    signals = watch.signals(answers)
+    answers, signals = _written(watch, requests, replies, stop)
     for request, answer, read in zip(requests, answers, signals, strict=True):
-        if read is None and not stop:
-            raise ValueError(
-                f"{watch.reader.backbone.name} ran other tokens than it wrote for "
-                f"question {answer.example_id!r}; read its answers again"
-            )
         if read is None:
             sequence = sequence_of(
                 answer,
@@ -504,42 +556,6 @@ def _only(watch: DecodeReading, answer: Answer) -> AnswerSignals:
     (signals,) = watch.signals([answer])
     assert signals is not None
     return signals
-
-
-class ReadBefore:
-    """A `Reader` of answers whose signals were read while they were written."""
-
-    def __init__(
-        self,
-        reader: SignalReader,
-        answers: Sequence[Answer],
-        signals: Sequence[AnswerSignals],
-        answer_span: AnswerSpan = "emitting",
-    ) -> None:
-        """Hold the signals by what the model had read and written."""
-        self.hidden_layers: tuple[int, ...] = reader.hidden_layers
-        self.hidden_spans: Spans = reader.hidden_spans
-        self.fingerprint, self.shapes = reader.fingerprint, reader.shapes
-        self._signals = {
-            _key(sequence_of(answer, answer_span=answer_span)): read
-            for answer, read in zip(answers, signals, strict=True)
-        }
-
-    def start(self, sequences: list[TokenSequence]) -> "_Done":
-        """Return a batch, see `Reader`."""
-        return _Done([self._signals[_key(sequence)] for sequence in sequences])
-
-
-class _Done(NamedTuple):
-    signals: list[AnswerSignals]
-
-    def result(self) -> list[AnswerSignals]:
-        return self.signals
-
-
-def _key(sequence: TokenSequence) -> tuple[bytes, ...]:
-    parts = (sequence.ids, sequence.targets, sequence.spans)
-    return tuple(part.tobytes() for part in parts)
 
 
 def check_decoding(reader: SignalReader) -> str | None:

@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,17 +33,19 @@ from beatrice.extract.run.contents import (
     store_files,
 )
 from beatrice.extract.run.directory import Preset, RunDir
+from beatrice.extract.run.files import read_json
 from beatrice.extract.run.share import Share
 from beatrice.extract.run.stages import Forecast, Stage
 from beatrice.extract.signals.sequence import (
+    Reader,
     TokenSequence,
     batches_of,
     first_read,
     sequence_of,
 )
+from beatrice.extract.signals.written import ReadBefore, WrittenSignals
 from beatrice.extract.store.families import (
     Family,
-    Spans,
     StoreConfig,
     encode,
     model_shapes,
@@ -96,35 +98,6 @@ class ExtractConfig(StoreConfig):
             raise ValueError(
                 f"answer_span is emitting or literal, not {self.answer_span!r}"
             )
-
-
-class Reader(Protocol):
-    """What reads signals, see `extract.signals.reader.SignalReader`."""
-
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        """Return the entries of the resid axis that are read (0: the embedding)."""
-        ...
-
-    @property
-    def hidden_spans(self) -> Spans:
-        """Return the tokens whose hidden states are read; the others are of all."""
-        ...
-
-    @property
-    def fingerprint(self) -> Mapping[str, Any]:
-        """Return what the values depend on beside the answers: model, dtype (JSON)."""
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the shape of one token's reading, per family."""
-
-    def start(self, sequences: list[Any]) -> Any:
-        """Begin to read a batch.
-
-        Its `result()` gives an object per sequence, `[n_rows, …]` by family: rows of
-        the last `n_rows` tokens, those before `first_read` may be missing.
-        """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -271,12 +244,14 @@ def plan_extraction(
     n_tokens = tokens_per_unit(
         lengths - firsts, families, config.tokens_per_batch, n_answer
     )
+    is_written = getattr(reader, "is_written", lambda sequence: False)
     spec = StoreSpec(
         families=families,
         keys=tuple(keys),
         lengths=lengths,
         spans=spans,
         firsts=firsts,
+        written_mask=np.array([is_written(item) for item in sequences]),
         rows_per_shard=config.rows_per_shard
         or n_rows_of(lengths - firsts, families, n_answer),
         hidden_layers=tuple(reader.hidden_layers),
@@ -561,7 +536,34 @@ def record_kept(run: RunDir, changes: Mapping[str, Any]) -> ExtractConfig:
 
 
 def open_local_reader(run: RunDir, config: ExtractConfig) -> Reader:
-    """Load the backbone that gave a run's answers, to read on this machine."""
+    """Return what reads a run's answers on this machine.
+
+    Those that were read while they were written are taken from where they wait; the
+    backbone is loaded for the others alone.
+    """
+    backend = run.answers / "backend.json"
+    if not run.written.exists() or not backend.exists():
+        return _load_reader(run, config)
+    identity = read_json(backend, dict[str, Any], "restore it")
+    fingerprint = {
+        "model": identity.get("revision"),
+        "dtype": f"torch.{identity.get('dtype')}",
+    }
+    written = WrittenSignals.open(run.written, fingerprint, config, config.answer_span)
+    if written is None:
+        return _load_reader(run, config)
+    return ReadBefore(
+        written,
+        hidden_layers=written.hidden_layers,
+        hidden_spans=written.hidden_spans,
+        fingerprint=fingerprint,
+        shapes=written.shapes,
+        open_reader=lambda: _load_reader(run, config),
+    )
+
+
+def _load_reader(run: RunDir, config: ExtractConfig) -> Reader:
+    """Load the backbone that gave a run's answers."""
     from beatrice.extract.backbone.loading import (
         open_backbone,
         require_answering_model,
@@ -594,6 +596,18 @@ def _extract(
             "--settings closed-book"
         )
     reader = open_reader(run, config)
+    is_written = getattr(reader, "is_written", None)
+    if is_written is not None or run.written.exists():
+        every = [answer for rows in answers.values() for answer in rows]
+        n_written = sum(
+            is_written is not None
+            and is_written(sequence_of(answer, answer_span=config.answer_span))
+            for answer in every
+        )
+        progress.note(
+            f"extract: {n_written} of {len(every)} answers were read while they were "
+            f"written, {config.describe()}; {len(every) - n_written} are read again"
+        )
     return sum(
         extract(
             reader,
@@ -668,6 +682,7 @@ def extract_stage(open_reader: Callable[[RunDir, ExtractConfig], Reader]) -> Sta
         name="extract",
         inputs=lambda run: [*question_files(run), run.answers],
         outputs=store_files,
+        leftovers=lambda run: [run.written],
         work=partial(_extract, open_reader),
         parts="ranges",
         presets=EXTRACT_PRESETS,

@@ -4,11 +4,13 @@ Nothing here loads Torch.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 from beatrice.extract.records import Answer, AnswerSpan
+from beatrice.extract.store.families import Spans
 
 _FEWEST_SPARED = 48  # Llama 3's chat header has 30 tokens
 
@@ -44,6 +46,39 @@ class TokenSequence:
                 "spans must be half-open and ordered context, question, answer within "
                 f"{n_tokens} tokens, found {self.spans.tolist()}"
             )
+
+
+class Reader(Protocol):
+    """What reads signals, see `extract.signals.reader.SignalReader`.
+
+    One whose answers were read while they were written also has
+    `is_written(sequence)`, which returns whether that answer was.
+    """
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """Return the entries of the resid axis that are read (0: the embedding)."""
+        ...
+
+    @property
+    def hidden_spans(self) -> Spans:
+        """Return the tokens whose hidden states are read; the others are of all."""
+        ...
+
+    @property
+    def fingerprint(self) -> Mapping[str, Any]:
+        """Return what the values depend on beside the answers: model, dtype (JSON)."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the shape of one token's reading, per family."""
+
+    def start(self, sequences: list[Any]) -> Any:
+        """Begin to read a batch.
+
+        Its `result()` gives an object per sequence, `[n_rows, …]` by family: rows of
+        the last `n_rows` tokens, those before `first_read` may be missing.
+        """
 
 
 def sequence_of(

@@ -9,14 +9,17 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import safetensors.numpy
 
 from beatrice.extract.store.families import Family
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+# Which passes of the model signals come from: those that write the answer, with the
+# model's cache, or one that reads it again.
+ReadingPath = Literal["decode", "teacher_forced"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -30,6 +33,8 @@ class StoreSpec:
       spans: `[n_examples, 3, 2]` int64, see the glossary.
       firsts: `[n_examples]` int64, the token of each example from which on families
         have rows; behind the worked examples of a prompt. None: from the first.
+      written_mask: `[n_examples]` bool, those that were read while they were written.
+        None: none of them.
       rows_per_shard: rows of one file, a power of two.
       hidden_layers: the layer numbers behind the layer axis of `hidden`.
       fingerprint: what else the values depend on (model, revision, precision, …);
@@ -44,6 +49,7 @@ class StoreSpec:
     hidden_layers: tuple[int, ...]
     fingerprint: Mapping[str, Any]
     firsts: np.ndarray | None = None
+    written_mask: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         """Check that the fields agree with each other."""
@@ -84,6 +90,19 @@ class StoreSpec:
     def first_rows(self) -> np.ndarray:
         """`[n_examples]` int64: the first token that has a row."""
         return np.zeros_like(self.lengths) if self.firsts is None else self.firsts
+
+    @functools.cached_property
+    def is_written(self) -> np.ndarray:
+        """`[n_examples]` bool: the answers that were read while they were written."""
+        absent = np.zeros(len(self.keys), dtype=bool)
+        return absent if self.written_mask is None else self.written_mask
+
+    @property
+    def path(self) -> ReadingPath:
+        """Return by which path most of the signals came."""
+        return "decode" if 2 * self.is_written.sum() > len(self.keys) else (
+            "teacher_forced"
+        )
 
     @functools.cached_property
     def n_read(self) -> np.ndarray:
@@ -168,6 +187,7 @@ class StoreSpec:
             "lengths": self.lengths,
             "spans": self.spans,
             "firsts": self.first_rows,
+            "written": self.is_written,
         }
         # The memory of a strided array would be written as it lies.
         contiguous = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
@@ -235,6 +255,7 @@ def parse_spec(index: Mapping[str, Any], examples: bytes, url: str) -> StoreSpec
         lengths=tensors["lengths"],
         spans=tensors["spans"],
         firsts=tensors["firsts"],
+        written_mask=tensors["written"],
         rows_per_shard=index["rows_per_shard"],
         hidden_layers=tuple(index["hidden_layers"]),
         fingerprint=index["fingerprint"],

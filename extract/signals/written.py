@@ -1,0 +1,303 @@
+"""Signals that were read while answers were written, until a store takes them.
+
+Where an answer's rows lie in a store depends on the lengths of all answers before it,
+which are not known while these are written. So each batch of answers leaves a file of
+its signals, in the types of the store, before the answers themselves are written down:
+what is answered is read. `extract` copies the rows into the store, reads those that are
+missing, and the files are deleted when it is done. Nothing here loads Torch.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from beatrice.extract.records import Answer, AnswerSpan
+from beatrice.extract.run.files import write_stream_atomic
+from beatrice.extract.signals.sequence import Reader, TokenSequence, sequence_of
+from beatrice.extract.store.families import (
+    Dtype,
+    Spans,
+    StoreConfig,
+    encode,
+    numpy_dtype,
+)
+
+FORMAT_VERSION = 1
+_MOST_OPEN = 64  # files of batches
+
+
+class Signals(NamedTuple):
+    """One answer's families, `[n_rows, …]` each; see `AnswerSignals`."""
+
+    hidden: np.ndarray
+    prob: np.ndarray
+    resid: np.ndarray
+    attn: np.ndarray
+
+
+def sequence_key(sequence: TokenSequence) -> str:
+    """Return the SHA-256 of what the model read and wrote, and of the spans."""
+    digest = hashlib.sha256()
+    for numbers in (sequence.ids, sequence.targets, sequence.spans):
+        digest.update(np.ascontiguousarray(numbers, dtype="<i8").data)
+    return digest.hexdigest()
+
+
+def _types(config: StoreConfig) -> dict[str, Dtype]:
+    """Return in which type each family waits.
+
+    That of the store, so that rounding again changes nothing. Eight bits would be
+    rounded twice: their values wait as they are.
+    """
+    hidden = "float32" if config.dtype == "int8" else config.dtype
+    return {n: hidden if n == "hidden" else config.scalars for n in Signals._fields}
+
+
+def save_batch(
+    folder: Path,
+    reader: Reader,
+    config: StoreConfig,
+    answers: Sequence[Answer],
+    signals: Sequence[Any],
+    *,
+    answer_span: AnswerSpan = "emitting",
+) -> None:
+    """Write the signals of a batch of answers into a file of its own.
+
+    Args:
+      folder: of all batches.
+      reader: that read them.
+      config: types of the values.
+      answers: of the batch.
+      signals: of each answer; None where it has to be read again.
+      answer_span: see `sequence_of`.
+    """
+    pairs = zip(answers, signals, strict=True)
+    rows = [
+        (sequence_key(sequence_of(answer, answer_span=answer_span)), of_answer)
+        for answer, of_answer in pairs
+        if of_answer is not None
+    ]
+    if not rows:
+        return
+    types = _types(config)
+    edges, tensors = {}, {}
+    for name, dtype in types.items():
+        values = [getattr(of_answer, name) for _, of_answer in rows]
+        edges[name] = np.cumsum([0, *map(len, values)]).tolist()
+        # An integer of the type's size: the format has no bfloat16 of NumPy.
+        codes = encode(np.concatenate(values), dtype).codes
+        tensors[name] = codes.view(f"<u{codes.dtype.itemsize}")
+    about = {
+        "version": FORMAT_VERSION,
+        "keys": [key for key, _ in rows],
+        "edges": edges,
+        "types": types,
+        "hidden_layers": list(reader.hidden_layers),
+        "hidden_spans": reader.hidden_spans,
+        "answer_span": answer_span,
+        "fingerprint": dict(reader.fingerprint),
+        "shapes": dict(reader.shapes),
+    }
+    name = hashlib.sha256("\n".join(about["keys"]).encode()).hexdigest()[:16]
+    content = safetensors.numpy.save(tensors, {"about": json.dumps(about)})
+    with write_stream_atomic(folder / f"{name}.safetensors") as stream:
+        stream.write(content)
+
+
+class _Place(NamedTuple):
+    """Where an answer's signals lie: the file, and the answer's place in it."""
+
+    path: Path
+    index: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WrittenSignals(Mapping[str, Signals]):
+    """Signals of a folder by `sequence_key`, read from the disk when asked for.
+
+    Attributes:
+      hidden_layers: that are handed out.
+      hidden_spans: as they were read.
+      shapes: of one token's signals, per family.
+      slots: of the layers that are handed out, places among those that are there.
+      places: where each answer's signals lie.
+      opened: returns a file, and what it says of itself.
+    """
+
+    hidden_layers: tuple[int, ...]
+    hidden_spans: Spans
+    shapes: Mapping[str, tuple[int, ...]]
+    slots: list[int]
+    places: dict[str, _Place]
+    opened: Callable[[Path], tuple[Any, dict[str, Any]]]
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path,
+        fingerprint: Mapping[str, Any],
+        config: StoreConfig,
+        answer_span: AnswerSpan = "emitting",
+    ) -> Self | None:
+        """Return the signals of a folder that are of a model, and hold what is wanted.
+
+        Args:
+          folder: of `save_batch`.
+          fingerprint: of the reader, see `Reader`.
+          config: what is wanted of each answer.
+          answer_span: see `sequence_of`.
+
+        Returns:
+          None where no signals are there, or others.
+        """
+        places: dict[str, _Place] = {}
+        last: dict[str, Any] = {}
+        opened = functools.lru_cache(maxsize=_MOST_OPEN)(_open)
+        for path in sorted(folder.glob("*.safetensors")):
+            _, about = opened(path)
+            if _holds(about, fingerprint, config, answer_span):
+                last = about
+                places |= {k: _Place(path, i) for i, k in enumerate(about["keys"])}
+        if not places:
+            return None
+        there = last["hidden_layers"]
+        layers = there if config.hidden_layers is None else config.hidden_layers
+        shapes = {name: tuple(shape) for name, shape in last["shapes"].items()}
+        return cls(
+            hidden_layers=tuple(layers),
+            hidden_spans=last["hidden_spans"],
+            shapes=shapes | {"hidden": (len(layers), *shapes["hidden"][1:])},
+            slots=[there.index(layer) for layer in layers],
+            places=places,
+            opened=opened,
+        )
+
+    def __len__(self) -> int:
+        """Return how many answers there are."""
+        return len(self.places)
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield their keys."""
+        return iter(self.places)
+
+    def __getitem__(self, key: str) -> Signals:
+        """Read one answer's signals."""
+        path, index = self.places[key]
+        file, about = self.opened(path)
+        values = {}
+        for name, dtype in about["types"].items():
+            start, stop = about["edges"][name][index : index + 2]
+            codes = file.get_slice(name)[start:stop]
+            values[name] = codes.view(numpy_dtype(dtype)).astype(np.float32)
+        if len(self.slots) < values["hidden"].shape[1]:
+            values["hidden"] = values["hidden"][:, self.slots]
+        return Signals(**values)
+
+
+def _open(path: Path) -> tuple[Any, dict[str, Any]]:
+    """Return a file, of which rows alone are read, and what it says of them."""
+    try:
+        file = safetensors.safe_open(path, framework="np")
+        about = json.loads((file.metadata() or {})["about"])
+    except (safetensors.SafetensorError, KeyError, ValueError) as error:
+        raise ValueError(
+            f"{path} is damaged ({error}); delete it, and its answers are read again"
+        ) from error
+    return file, about
+
+
+def _holds(
+    about: Mapping[str, Any],
+    fingerprint: Mapping[str, Any],
+    config: StoreConfig,
+    answer_span: AnswerSpan,
+) -> bool:
+    """Return whether a file's signals hold what is wanted of each answer."""
+    layers = config.hidden_layers
+    n_entries = about["shapes"]["resid"][0] // 4 + 1
+    wanted = set(range(n_entries) if layers is None else layers)
+    return (
+        about["version"] == FORMAT_VERSION
+        and about["fingerprint"] == dict(fingerprint)
+        and about["types"] == _types(config)
+        and about["answer_span"] == answer_span
+        and about["hidden_spans"] in ("all", config.hidden_spans)
+        and wanted <= set(about["hidden_layers"])
+    )
+
+
+class ReadBefore:
+    """A `Reader` of answers whose signals were read while they were written.
+
+    Others are read by a reader of its own, which is opened when the first is needed.
+    """
+
+    def __init__(
+        self,
+        signals: Mapping[str, Any],
+        *,
+        hidden_layers: tuple[int, ...],
+        hidden_spans: Spans,
+        fingerprint: Mapping[str, Any],
+        shapes: Mapping[str, tuple[int, ...]],
+        open_reader: Callable[[], Reader],
+    ) -> None:
+        """Hold the signals by `sequence_key`."""
+        self._signals = signals
+        self.hidden_layers, self.hidden_spans = hidden_layers, hidden_spans
+        self.fingerprint, self.shapes = fingerprint, shapes
+        self._reader = functools.cache(open_reader)
+
+    @classmethod
+    def of(
+        cls,
+        reader: Reader,
+        answers: Sequence[Answer],
+        signals: Sequence[Any],
+        answer_span: AnswerSpan = "emitting",
+    ) -> Self:
+        """Hold the signals of answers in memory; `reader` read them."""
+        pairs = zip(answers, signals, strict=True)
+        return cls(
+            {
+                sequence_key(sequence_of(answer, answer_span=answer_span)): of_answer
+                for answer, of_answer in pairs
+            },
+            hidden_layers=reader.hidden_layers,
+            hidden_spans=reader.hidden_spans,
+            fingerprint=reader.fingerprint,
+            shapes=reader.shapes,
+            open_reader=lambda: reader,
+        )
+
+    def is_written(self, sequence: TokenSequence) -> bool:
+        """Return whether an answer was read while it was written."""
+        return sequence_key(sequence) in self._signals
+
+    def start(self, sequences: list[TokenSequence]) -> "_Started":
+        """Begin to read the answers of a batch that were not, see `Reader`."""
+        again = [sequence for sequence in sequences if not self.is_written(sequence)]
+        started = self._reader().start(again) if again else None
+        return _Started(self._signals, list(map(sequence_key, sequences)), started)
+
+
+class _Started(NamedTuple):
+    """A batch, of which some answers may still be read."""
+
+    signals: Mapping[str, Any]
+    keys: list[str]
+    started: Any
+
+    def result(self) -> Iterator[Any]:
+        again = iter(() if self.started is None else self.started.result())
+        for key in self.keys:
+            yield self.signals[key] if key in self.signals else next(again)

@@ -1,0 +1,194 @@
+"""Signals that wait between `answer` and `extract`."""
+
+import dataclasses
+import json
+import shutil
+
+import msgspec
+import numpy as np
+import pytest
+import safetensors
+
+from beatrice.extract import engines
+from beatrice.extract.generate.answers import answer_stage
+from beatrice.extract.generate.requests import ANSWER_PRESETS, GenerationConfig
+from beatrice.extract.records import SETTINGS, write_lines
+from beatrice.extract.run.console import Progress
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.share import Share
+from beatrice.extract.run.stages import run_stage
+from beatrice.extract.signals.extract import EXTRACT_PRESETS
+from beatrice.extract.signals.written import WrittenSignals
+from beatrice.extract.store.store import open_store, read_family
+from tests.extract.signals.test_extraction import files_under
+from tests.extract.small_run import beatrice, questions, smoke
+
+SMALL_BATCHES = dataclasses.replace(
+    ANSWER_PRESETS["smoke"],
+    generation=GenerationConfig(max_new_tokens=10, tokens_per_batch=600),
+)
+KEPT = dataclasses.replace(EXTRACT_PRESETS["smoke"], rows_per_shard=256)
+
+
+class Killed(BaseException):
+    """Where a process would have ended."""
+
+
+def dying(n_batches, *, is_saved):
+    """Return the stage `answer` that ends in a batch, its signals saved or not."""
+
+    def open_engine(run, config):
+        engine = engines.open_reading(run, config)
+
+        def reading(requests):
+            generator, n_done = engine.reading(requests), iter(range(1, 100))
+
+            def on_batch(answers, signals):
+                is_last = next(n_done) == n_batches
+                if not is_last or is_saved:
+                    generator.on_batch(answers, signals)
+                if is_last:
+                    raise Killed
+
+            return dataclasses.replace(generator, on_batch=on_batch)
+
+        return engine._replace(reading=reading)
+
+    return answer_stage(open_engine)
+
+
+def make_run(path, **sections):
+    rows = [msgspec.structs.replace(e, rewritten=()) for e in questions(10, 5, 2)]
+    sections = {"answer": SMALL_BATCHES, "extract": KEPT} | sections
+    with RunDir.open(path, smoke(**sections)) as run:
+        run.examples.write_text(write_lines(rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("asked") / "run")
+
+
+@pytest.fixture(scope="module")
+def answered(asked, tmp_path_factory):
+    path = shutil.copytree(asked, tmp_path_factory.mktemp("answered") / "run")
+    beatrice("answer", path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(answered, tmp_path_factory):
+    path = shutil.copytree(answered, tmp_path_factory.mktemp("whole") / "run")
+    said = beatrice("extract", path).stderr
+    assert "answers were read while they were written" in said
+    assert "; 0 are read again" in said
+    assert not (path / "written").exists()
+    return path
+
+
+@pytest.fixture
+def run(answered, tmp_path):
+    return shutil.copytree(answered, tmp_path / "run")
+
+
+def test_answers_of_a_run_killed_in_batches_have_the_signals_of_one_that_was_not(
+    asked, whole, tmp_path
+):
+    path = shutil.copytree(asked, tmp_path / "run")
+    for n_batches, is_saved in ((3, False), (2, True)):
+        with RunDir.open(path) as opened, pytest.raises(Killed):
+            run_stage(dying(n_batches, is_saved=is_saved), opened, Progress())
+    with RunDir.open(path, share=Share(1, 2)) as opened, pytest.raises(Killed):
+        run_stage(dying(1, is_saved=True), opened, Progress())
+    beatrice("answer", path, "--shard", "0/2")
+    beatrice("answer", path, "--shard", "1/2")
+    beatrice("extract", path)
+    for folder in ("answers", "features"):
+        assert files_under(path / folder) == files_under(whole / folder)
+
+
+def families(path, setting):
+    store = open_store(path / "features" / setting)
+    return store.spec, {
+        name: np.asarray(read_family(store, name).values, np.float32)
+        for name in store.spec.families
+    }
+
+
+def test_what_is_read_again_is_what_was_read_and_is_marked(asked, whole, run):
+    """Without one batch's file, and without all of them."""
+    min((run / "written").iterdir()).unlink()
+    beatrice("extract", run)
+    alone = shutil.copytree(asked, run.with_name("alone"))
+    beatrice("answer", alone, "--no-read")
+    assert not (alone / "written").exists()
+    beatrice("extract", alone)
+    name = "answers/answers.jsonl"
+    assert (alone / name).read_bytes() == (whole / name).read_bytes()
+    n_written = {path: 0 for path in (whole, run, alone)}
+    for setting in SETTINGS:
+        _, expected = families(whole, setting)
+        for path in n_written:
+            spec, values = families(path, setting)
+            n_written[path] += int(spec.is_written.sum())
+            for family, wanted in expected.items():
+                error = np.linalg.norm(values[family] - wanted)
+                assert error < 1e-3 * np.linalg.norm(wanted), family
+        assert families(alone, setting)[0].path == "teacher_forced"
+        assert families(whole, setting)[0].path == "decode"
+    n_all = sum(len(families(whole, s)[0].keys) for s in SETTINGS)
+    assert n_written[whole] == n_all > n_written[run] > n_written[alone] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "is_enough"),
+    [
+        ("--hidden-layers 1,4", True),
+        ("--hidden-spans answer", True),
+        ("--dtype fp32", False),
+        ("--set answer_span=literal", False),
+    ],
+)
+def test_less_is_taken_from_what_waits_and_more_is_read_again(
+    options, is_enough, whole, run
+):
+    said = beatrice("extract", run, *options.split()).stderr
+    assert ("; 0 are read again" in said) == is_enough
+    spec, values = families(run, "with_context")
+    _, every = families(whole, "with_context")
+    assert (spec.path == "decode") == is_enough
+    if "layers" in options:
+        np.testing.assert_array_equal(values["hidden"], every["hidden"][:, [1, 4]])
+
+
+def test_eight_bits_are_rounded_once(tmp_path):
+    kept = dataclasses.replace(KEPT, dtype="int8")
+    path = make_run(tmp_path / "run", extract=kept)
+    beatrice("answer", path)
+    again = shutil.copytree(path, tmp_path / "again")
+    shutil.rmtree(again / "written")
+    for each in (path, again):
+        beatrice("extract", each)
+    (spec, values), (_, wanted) = (
+        families(each, "closed_book") for each in (path, again)
+    )
+    assert spec.path == "decode"
+    scale = np.abs(wanted["hidden"]).max(axis=-1, keepdims=True) / 127
+    assert (np.abs(values["hidden"] - wanted["hidden"]) <= 1.01 * scale).all()
+
+
+def test_a_damaged_file_is_named(run):
+    path = min((run / "written").iterdir())
+    path.write_bytes(path.read_bytes()[:100])
+    said = beatrice("extract", run, code=1).stderr
+    assert str(path) in said and "delete it" in said
+
+
+def test_signals_of_other_weights_do_not_count(run):
+    path = min((run / "written").iterdir())
+    with safetensors.safe_open(path, framework="np") as file:
+        fingerprint = json.loads(file.metadata()["about"])["fingerprint"]
+    assert WrittenSignals.open(run / "written", fingerprint, KEPT)
+    other = fingerprint | {"model": "other"}
+    assert WrittenSignals.open(run / "written", other, KEPT) is None
