@@ -388,6 +388,7 @@ def _provenance(
         answer_span=facts["answer_span"],
         prompt=msgspec.convert(facts["prompt"], PromptConfig),
         stop_id=facts["stop_id"],
+        path=store.spec.path,
     )
 
 

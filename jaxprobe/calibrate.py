@@ -561,6 +561,7 @@ def _provenance(run: RunDir, store: FeatureStore) -> Provenance:
         prompt=msgspec.convert(sections["answer"]["prompt"], PromptConfig),
         stop_id=ends.most_common(1)[0][0] if ends else None,
         scripts=_training_scripts(run),
+        path=store.spec.path,
     )
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from beatrice.extract.generate.prompts import PromptConfig
 from beatrice.extract.records import AnswerSpan, Record, Setting
 from beatrice.extract.store.families import Dtype
+from beatrice.extract.store.spec import ReadingPath
 from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.calibration import Calibrator
 from beatrice.jaxprobe.config import EncoderConfig, FusionConfig
@@ -196,6 +197,8 @@ class Provenance:
       stop_id: the token that ended most answers; None where none ended.
       scripts: that the training texts are written in, see `jaxprobe.scope.scripts_of`;
         empty where unknown.
+      path: by which most of the signals came: "decode", of the passes that wrote the
+        answers, or "teacher_forced", of passes that read them again.
     """
 
     model: str
@@ -207,6 +210,7 @@ class Provenance:
     prompt: PromptConfig = PromptConfig()
     stop_id: int | None = None
     scripts: tuple[str, ...] = ()
+    path: ReadingPath = "teacher_forced"
 
 
 class _Saved(Record, frozen=True, kw_only=True):

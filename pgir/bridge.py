@@ -20,6 +20,7 @@ from beatrice.extract.signals.decode import check_decoding, generate_and_read
 from beatrice.extract.signals.reader import AnswerSignals, SignalReader
 from beatrice.extract.signals.sequence import TokenSequence, sequence_of
 from beatrice.extract.store.families import as_written
+from beatrice.extract.store.spec import ReadingPath
 from beatrice.jaxprobe.detector import Detector, Scores
 from beatrice.jaxprobe.families import FAMILIES, SPANS, Features, assemble
 
@@ -39,15 +40,16 @@ def fixed_length(n: int, lengths: Sequence[int] = LENGTHS) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """Signals of some answers, as rows."""
+    """Signals of some answers, as rows; see `Provenance` on their path."""
 
     signals: list[AnswerSignals]
     spans: np.ndarray  # [n_examples, 3, 2]
+    path: ReadingPath = "teacher_forced"
 
     def rows(self, first: int, n: int) -> "Reading":
         """Return the signals of at most `n` answers from `first` on."""
         rows = slice(first, first + n)
-        return Reading(self.signals[rows], self.spans[rows])
+        return Reading(self.signals[rows], self.spans[rows], self.path)
 
     def features(self, setting: Setting, usual: Sequence[int] = ()) -> Features:
         """Return the padded spans, examples padded by empty ones to a fixed number.
@@ -196,12 +198,16 @@ class ProbedBackbone:
         return sequence_of(answer, answer_span=self.answer_span, question_start=start)
 
     def reading(
-        self, signals: Sequence[AnswerSignals], sequences: Sequence[TokenSequence]
+        self,
+        signals: Sequence[AnswerSignals],
+        sequences: Sequence[TokenSequence],
+        path: ReadingPath = "decode",
     ) -> Reading:
         """Return signals with their spans, rounded as those of training."""
         return Reading(
             [self._as_trained(one) for one in signals],
             np.stack([sequence.spans for sequence in sequences]),
+            path,
         )
 
     def read(self, answers: Sequence[Answer]) -> Reading:
@@ -217,7 +223,8 @@ class ProbedBackbone:
             with self.lock:
                 of_batch = self.reader.read([sequences[i] for i in batch])
             signals |= zip(batch, of_batch, strict=True)
-        return self.reading([signals[i] for i in range(len(sequences))], sequences)
+        ordered = [signals[i] for i in range(len(sequences))]
+        return self.reading(ordered, sequences, "teacher_forced")
 
     def _as_trained(self, signals: AnswerSignals) -> AnswerSignals:
         """Round signals as the store that the detector was trained on does.

@@ -49,7 +49,13 @@ from beatrice.pgir.given import (
     scoring_input,
 )
 from beatrice.pgir.streaming import StreamedToken, stream_tokens
-from beatrice.pgir.warnings import REASONS, warn_after, warn_before, why_unreadable
+from beatrice.pgir.warnings import (
+    REASONS,
+    warn_after,
+    warn_before,
+    warn_of_path,
+    why_unreadable,
+)
 
 BATCH_SIZE = 64  # one of the bridge's padded numbers of examples: few compilations
 _HEADS: dict[Setting, HeadName] = {
@@ -525,8 +531,10 @@ class Scorer:
             reading = probed.read_sequences(sequences)
         features, scores = self._scores(setting, reading)
         outside = warn_after(detector, features, len(inputs), setting)
+        mixed = warn_of_path(detector, reading.path)
         for i, prepared in enumerate(inputs):
-            warnings = warn_before(detector, probed.backbone, prepared) + outside[i]
+            warnings = warn_before(detector, probed.backbone, prepared) + mixed
+            warnings += outside[i]
             surprisal = reading.signals[i].prob[prepared.answer_tokens, 1]
             yield self._make_score(setting, prepared, scores, i, surprisal, warnings)
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.records import Setting
+from beatrice.extract.store.spec import ReadingPath
 from beatrice.jaxprobe.detector import Detector
 from beatrice.jaxprobe.families import SPAN_NAMES, SPANS, Features
 from beatrice.jaxprobe.scope import count_scripts, share_outside
@@ -27,6 +28,8 @@ WARNINGS = {
     f"{_LESS}: give a shorter one",
     "other_script": "another script: {n} of {of} letters are {found}, training had "
     f"{{known}}; {_LESS}: fit a probe on questions in this script",
+    "other_path": "signals of {found}, training had those of {trained}; P moves by "
+    "rounding: nothing to do, or fit on answers that were read likewise",
     "unusual_signals": "unusual input: {share} of the {family} signals lie outside the "
     f"training range ({{limit}} at most in validation); {_LESS}: look at the answer "
     "yourself, or fit on questions like this one",
@@ -56,6 +59,19 @@ def why_unreadable(model: Backbone, prepared: ScoringInput) -> str | None:
                 n=n_unknown, of=len(ids), what=what, model=model.name
             )
     return None
+
+
+def warn_of_path(detector: Detector, path: ReadingPath) -> list[str]:
+    """Return the warning of signals that came by another path than training's."""
+    trained = detector.provenance
+    if trained is None or trained.path == path:
+        return []
+    passes = {
+        "decode": "the passes that write an answer",
+        "teacher_forced": "a pass that reads it again",
+    }
+    found, expected = passes[path], passes[trained.path]
+    return [WARNINGS["other_path"].format(found=found, trained=expected)]
 
 
 def warn_before(

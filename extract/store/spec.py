@@ -100,8 +100,10 @@ class StoreSpec:
     @property
     def path(self) -> ReadingPath:
         """Return by which path most of the signals came."""
-        return "decode" if 2 * self.is_written.sum() > len(self.keys) else (
-            "teacher_forced"
+        return (
+            "decode"
+            if 2 * self.is_written.sum() > len(self.keys)
+            else ("teacher_forced")
         )
 
     @functools.cached_property

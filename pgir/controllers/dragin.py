@@ -33,15 +33,15 @@ from beatrice.pgir.controllers.plans import (
     Call,
     Cost,
     Plan,
+    Reply,
     SearchConfig,
     Words,
 )
 from beatrice.pgir.controllers.session import Session, rival
-from beatrice.pgir.controllers.waves import Answering, CallJournal
+from beatrice.pgir.controllers.waves import ENTROPY, Answering, CallJournal
 
 THETA = 1.0  # 2Wiki, Llama-2-7B-chat
 MOST_QUERY_WORDS = 25  # retrieve_keep_top_k of the same
-_ENTROPY = 2  # column of a prob row, in nats
 _SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 
@@ -193,19 +193,12 @@ class Wording:
         written = [i for i, reply in enumerate(replies) if reply.text]
         if not written:
             return words_of
-        answers = [self._answering.answer_of(calls[i], replies[i]) for i in written]
-        # The entropies of generation itself, read again: they cost a user nothing.
-        signals = self._answering.probed.read(answers).signals
         maps = self._attention([replies[i].token_ids for i in written])
-        for i, answer, signal, weights in zip(
-            written, answers, signals, maps, strict=True
-        ):
-            ids = answer.token_ids
+        for i, weights in zip(written, maps, strict=True):
+            ids = replies[i].token_ids
             ends = [len(decode_ids(tokenizer, ids[: n + 1])) for n in range(len(ids))]
             words, owners = word_owners(ends, decode_ids(tokenizer, ids))
-            # Of the positions that emitted the tokens.
-            start = len(answer.prompt_ids) - 1 - signal.first_token
-            entropy = signal.prob[start : start + len(ids), _ENTROPY]
+            entropy = np.array(self._entropies(calls[i], replies[i]))
             looked_at = weights.max(axis=1).mean(axis=0)
             counts = np.bincount(owners, minlength=len(words))
             sums = np.bincount(owners, looked_at, len(words))
@@ -213,6 +206,15 @@ class Wording:
             columns = tuple(sums.tolist()), tuple(means.tolist())
             words_of[i] = Words(tuple(words), *columns)
         return words_of
+
+    def _entropies(self, call: Call, reply: Reply) -> Sequence[float]:
+        """Return with which entropies an answer's tokens were written, in nats."""
+        if reply.entropies is not None:
+            return reply.entropies
+        answer = self._answering.answer_of(call, reply)
+        (signals,) = self._answering.probed.read([answer]).signals
+        start = len(answer.prompt_ids) - 1 - signals.first_token
+        return signals.prob[start : start + len(reply.token_ids), ENTROPY]
 
     def _attended(
         self, calls: Sequence[Call], replies: Sequence[Any]

@@ -51,6 +51,8 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
       n_prompt_tokens: that the model read.
       n_shown: passages in the prompt; the last ones asked for are left out where the
         model's window holds no more.
+      entropies: with which the ids were written, in nats; None where the model cannot
+        be read while it writes.
     """
 
     text: str
@@ -59,6 +61,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     log_probs: tuple[float, ...]
     n_prompt_tokens: int
     n_shown: int
+    entropies: tuple[float, ...] | None = None
 
     @property
     def log_prob(self) -> float:
@@ -114,8 +117,8 @@ class Cost(NamedTuple):
       sequences: texts written, those drawn included.
       tokens: read and written by them; draws of one prompt read it once.
       retrievals: searches.
-      forwards: passes over text that is written already, which an engine that reads
-        while it writes would not need for answers of its own.
+      forwards: passes over text that is written already. An answer is read in the
+        passes that write it, where the model allows it, and costs none.
       seconds: of the wall clock, an equal share of each batch that served it.
     """
 

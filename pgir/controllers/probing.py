@@ -14,16 +14,12 @@ validation (published: 0).
 """
 
 from collections.abc import Callable, Collection, Generator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
-from beatrice.extract.generate.requests import plan_batches
 from beatrice.extract.label.labels import contains_gold
 from beatrice.extract.records import Example
-from beatrice.extract.signals.reader import SignalReader
-from beatrice.extract.signals.sequence import sequence_of
 from beatrice.pgir.controllers.plans import Call, Cost, Plan, Reply, SearchConfig
 from beatrice.pgir.controllers.session import Session, rival
 from beatrice.pgir.controllers.waves import Answering, CallJournal
@@ -38,6 +34,11 @@ _SHARES = tuple(round(0.1 * i, 1) for i in range(11))
 def probed_layers(n_layers: int) -> tuple[int, ...]:
     """Return which layers' outputs are read, 0-based, at the published depths."""
     return tuple(sorted({min(n_layers - 1, round(n_layers * d)) for d in _DEPTHS}))
+
+
+def state_layers(n_layers: int) -> tuple[int, ...]:
+    """Return the same layers' outputs as entries of the resid axis `[n_layers + 1]`."""
+    return tuple(layer + 1 for layer in probed_layers(n_layers))
 
 
 def make_probe(d_model: int) -> torch.nn.Module:
@@ -98,7 +99,7 @@ class Probing:
     of them are kept already nothing is trained.
 
     Args:
-      answering: what makes prompts.
+      answering: what answers, and keeps the mean states of `state_layers`.
       journal: where answers are kept.
       training: answers to training questions, without passages and with.
     """
@@ -114,9 +115,6 @@ class Probing:
         self._training = training
         backbone = answering.probed.backbone
         self._layers = probed_layers(backbone.n_layers)
-        # Entry l + 1 of the resid axis is the output of layer l.
-        outputs = tuple(layer + 1 for layer in self._layers)
-        self._reader = SignalReader(backbone, outputs, hidden_spans="answer")
         self._probes: list[torch.nn.Module] = []
 
     def _states(self, calls: Sequence[Call]) -> np.ndarray:
@@ -125,18 +123,8 @@ class Probing:
         The last generated token is never fed; where nothing else was generated it is
         the state that emitted it that is read.
         """
-        answers = [self._answering.answer_of(c, self._reply(c)) for c in calls]
-        sequences = [sequence_of(a, answer_span="literal") for a in answers]
-        for i, sequence in enumerate(sequences):
-            if sequence.spans[2, 0] == sequence.spans[2, 1]:
-                sequences[i] = sequence_of(answers[i], answer_span="emitting")
-        states: list[Any] = [None] * len(calls)
-        config = self._answering.probed.config
-        for batch in plan_batches([len(s.ids) for s in sequences], config):
-            read = self._reader.read([sequences[i] for i in batch])
-            for i, signals in zip(batch, read, strict=True):
-                states[i] = signals.hidden.mean(axis=0)
-        return np.stack(states)
+        answers = [Call("answer", call.text, call.passages) for call in calls]
+        return self._answering.states_of(answers, self._journal)
 
     def _reply(self, call: Call) -> Reply:
         return self._journal.value(Call("answer", call.text, call.passages))
@@ -179,8 +167,8 @@ class Probing:
                 ]
 
     def cost(self, call: Call, value: tuple[float, float]) -> Cost:
-        """Return what it costs: one pass over the answer."""
-        return Cost(forwards=1)
+        """Return what it costs: a pass if the answer has to be read again."""
+        return Cost(forwards=int(not self._answering.is_read_at_once))
 
 
 def probing_rag(

@@ -259,11 +259,11 @@ KINDS: tuple[tuple[str, str, int, Match], ...] = (
 def _shown_draft(
     answering: Answering, example: Example, draft: Draft
 ) -> dict[str, Any]:
-    """Return a draft as the report shows it; it is answered again for its signals."""
+    """Return a draft as the report shows it; it is written again for its signals."""
     probed = answering.probed
     request, _ = answering.request(Call("answer", example.question, draft.passages))
-    (answer,) = probed.answer([request])
-    (signals,) = probed.read([answer]).signals
+    (answer,), reading = probed.answer_and_read([request])
+    (signals,) = reading.signals
     return {
         "setting": request.setting,
         "answer": answer.text,

@@ -46,6 +46,7 @@ from beatrice.pgir.controllers.loop import (
     upper_bound,
 )
 from beatrice.pgir.controllers.plans import Plan, no_rag, vanilla_rag
+from beatrice.pgir.controllers.probing import state_layers
 from beatrice.pgir.controllers.rows import (
     control_rows,
     frontier,
@@ -297,7 +298,10 @@ def _control(
     set_compiler(run.preset)
     probed = _open_probed(run)
     retrieval = retrieval_of(run, progress.note)
-    answering = Answering(probed, retrieval.passages)
+    layers = ()
+    if "probing_rag" in config.rivals:
+        layers = state_layers(probed.backbone.n_layers)
+    answering = Answering(probed, retrieval.passages, layers)
     session = _open_session(run, answering, retrieval, config)
     steps = 3 + (config.queries != "paper") + len(config.rivals)
     done = itertools.count(1)

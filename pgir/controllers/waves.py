@@ -11,6 +11,8 @@ with its detector.
 """
 
 import contextlib
+import dataclasses
+import functools
 import hashlib
 import numbers
 import time
@@ -32,10 +34,12 @@ from beatrice.extract.generate.prompts import (
     build_prompt,
     escape_control_tokens,
 )
-from beatrice.extract.generate.requests import Request
+from beatrice.extract.generate.requests import Request, plan_batches
 from beatrice.extract.records import Answer, Passage, Setting
 from beatrice.extract.run.files import JsonLines, sha256_json
-from beatrice.extract.signals.reader import AnswerSignals
+from beatrice.extract.signals.decode import ReadingGenerator
+from beatrice.extract.signals.reader import AnswerSignals, SignalReader
+from beatrice.extract.signals.sequence import sequence_of
 from beatrice.pgir.arguments import argument_error
 from beatrice.pgir.bridge import ROWS, ProbedBackbone, Reading
 from beatrice.pgir.controllers.plans import (
@@ -52,6 +56,7 @@ from beatrice.pgir.retrievers import RetrievalFailed, Retriever
 GROUP_SIZE = 256  # questions that go together; their signals are in memory
 JUDGES = "beatrice.draft_judges"  # the group of entry points
 _MOST_CACHED = 2 * ROWS[-1]  # closed-book answers; a group has half of them
+ENTROPY = 2  # column of a prob row, in nats
 DraftJudge = Callable[[str, str, Sequence[Passage]], float]
 
 
@@ -332,11 +337,27 @@ class Answering:
         prompt can; a blank splits them.
     """
 
-    def __init__(self, probed: ProbedBackbone, passages: Sequence[Passage]) -> None:
-        """Open the generator."""
+    def __init__(
+        self,
+        probed: ProbedBackbone,
+        passages: Sequence[Passage],
+        state_layers: Sequence[int] = (),
+    ) -> None:
+        """Open the generator.
+
+        Args:
+          probed: the backbone.
+          passages: the corpus.
+          state_layers: entries of the resid axis whose mean over each answer's tokens
+            is kept too.
+        """
         self.probed = probed
         self.passages = passages
         self.escaped: set[int] = set()
+        self._state_layers = list(state_layers)
+        # By prompt, the latest alone; and mean states, which are small, of all.
+        self._signals: dict[tuple[int, ...], AnswerSignals] = {}
+        self._states: dict[tuple[int, ...], np.ndarray] = {}
         self._sampling = SamplingConfig(
             max_new_tokens=probed.config.max_new_tokens, stop=probed.config.stop
         )
@@ -390,30 +411,155 @@ class Answering:
         self, calls: Sequence[Call], done: Collection[int]
     ) -> Generator[list[tuple[int, Reply]], None, None]:
         """Yield batches of answers; see `Service`."""
+        self._trim()
+        yield from self._write(calls, done)
+
+    def _trim(self) -> None:
+        """Keep the signals of the latest answers alone."""
+        self._signals = dict(list(self._signals.items())[-GROUP_SIZE:])
+
+    def _write(
+        self, calls: Sequence[Call], done: Collection[int]
+    ) -> Generator[list[tuple[int, Reply]], None, None]:
+        """Yield batches of answers, whose signals are kept where they can be read."""
         requests = [self.request(call) for call in calls]
         prompts = [GeneratorPrompt(text="", ids=r.prompt.ids) for r, _ in requests]
         with self.probed.lock:
-            for batch in self.generator.batches(prompts, self._sampling, done):
-                yield [(i, _reply(text, requests[i][1])) for i, text in batch]
+            generator = self.generator
+            if self.is_read_at_once:
+                generator = ReadingGenerator(
+                    backbone=self.probed.backbone,
+                    tokens_per_batch=generator.tokens_per_batch,
+                    reader=self._reader,
+                    requests={r.prompt.ids: r for r, _ in requests},
+                    on_batch=self._keep,
+                    answer_span=self.probed.answer_span,
+                )
+            for batch in generator.batches(prompts, self._sampling, done):
+                yield [(i, self._reply(text, *requests[i])) for i, text in batch]
+
+    @functools.cached_property
+    def _reader(self) -> SignalReader:
+        layers = {self.probed.trained.layer, *self._state_layers}
+        return SignalReader(self.probed.backbone, tuple(sorted(layers)))
+
+    @property
+    def is_read_at_once(self) -> bool:
+        """Return whether answers are read in the passes that write them."""
+        return self.probed.why_read_again is None
+
+    def _keep(
+        self, answers: Sequence[Answer], signals: Sequence[AnswerSignals | None]
+    ) -> None:
+        """Keep what was read of a batch of answers."""
+        layers, span = self._reader.hidden_layers, self.probed.answer_span
+        slots = [layers.index(layer) for layer in self._state_layers]
+        slot = layers.index(self.probed.trained.layer)
+        for answer, read in zip(answers, signals, strict=True):
+            if read is None:  # its stop string is several tokens
+                (read,) = self._reader.read([sequence_of(answer, answer_span=span)])
+            hidden = read.hidden
+            if slots:
+                start, stop = written_tokens(answer)
+                rows = slice(start - read.first_token, stop - read.first_token)
+                means = hidden[rows, slots].mean(axis=0)
+                self._states[answer.prompt_ids] = means
+            self._signals[answer.prompt_ids] = dataclasses.replace(
+                read, hidden=hidden[:, slot : slot + 1].copy()
+            )
+
+    def _rewrite(
+        self, calls: Sequence[Call], journal: "CallJournal", kept: Collection[Any]
+    ) -> None:
+        """Write answers again whose signals are not in memory.
+
+        In the batches of their wave, so that they are rounded as before; a run that
+        was killed does so.
+        """
+        lost = [c for c in calls if self.request(c)[0].prompt.ids not in kept]
+        while lost:
+            wave = journal.wave_of(lost[0])
+            done = {i for i, call in enumerate(wave) if call not in lost}
+            for _ in self._write(wave, done):
+                pass
+            lost = [call for call in lost if call not in wave]
+
+    def reading_of(self, calls: Sequence[Call], journal: "CallJournal") -> Reading:
+        """Return the signals of answers, of the passes that wrote them if possible.
+
+        Args:
+          calls: of answers that were given.
+          journal: of all calls.
+        """
+        answers = [self.answer_of(call, journal.value(call)) for call in calls]
+        if not self.is_read_at_once:
+            return self.probed.read(answers)
+        self._rewrite(calls, journal, self._signals)
+        span = self.probed.answer_span
+        return self.probed.reading(
+            [self._signals[answer.prompt_ids] for answer in answers],
+            [sequence_of(answer, answer_span=span) for answer in answers],
+        )
+
+    def states_of(self, calls: Sequence[Call], journal: "CallJournal") -> np.ndarray:
+        """Return `[n, n_layers, d_model]`, the mean states of answers' tokens.
+
+        Args:
+          calls: of answers that were given.
+          journal: of all calls.
+        """
+        answers = [self.answer_of(call, journal.value(call)) for call in calls]
+        for first in range(0, len(calls), GROUP_SIZE):
+            rows = slice(first, first + GROUP_SIZE)
+            if self.is_read_at_once:
+                self._rewrite(calls[rows], journal, self._states)
+            else:
+                self._read_again(answers[rows])
+            self._trim()
+        return np.stack([self._states[answer.prompt_ids] for answer in answers])
+
+    def _read_again(self, answers: Sequence[Answer]) -> None:
+        span = self.probed.answer_span
+        sequences = [sequence_of(answer, answer_span=span) for answer in answers]
+        for batch in plan_batches([len(s.ids) for s in sequences], self.probed.config):
+            with self.probed.lock:
+                signals = self._reader.read([sequences[i] for i in batch])
+            self._keep([answers[i] for i in batch], signals)
 
     def cost(self, call: Call, value: Reply) -> Cost:
         """Return the cost of an answer."""
         n_tokens = value.n_prompt_tokens + len(value.log_probs)
         return Cost(generations=1, sequences=1, tokens=n_tokens)
 
+    def _reply(self, generated: Generated, request: Request, n_shown: int) -> Reply:
+        """Return the reply of a model in memory, which knows its ids."""
+        assert generated.token_ids is not None and generated.log_probs is not None
+        assert generated.n_prompt_tokens is not None
+        entropies: tuple[float, ...] | None = None
+        if (read := self._signals.get(request.prompt.ids)) is not None:
+            # Of the positions that emitted the tokens.
+            start = len(request.prompt.ids) - 1 - read.first_token
+            rows = read.prob[start : start + len(generated.token_ids), ENTROPY]
+            entropies = tuple(rows.tolist())
+        return Reply(
+            text=generated.text,
+            token_ids=generated.token_ids,
+            stop_id=generated.stop_id,
+            log_probs=generated.log_probs,
+            n_prompt_tokens=generated.n_prompt_tokens,
+            n_shown=n_shown,
+            entropies=entropies,
+        )
 
-def _reply(generated: Generated, n_shown: int) -> Reply:
-    """Return the reply of a model in memory, which knows its ids."""
-    assert generated.token_ids is not None and generated.log_probs is not None
-    assert generated.n_prompt_tokens is not None
-    return Reply(
-        text=generated.text,
-        token_ids=generated.token_ids,
-        stop_id=generated.stop_id,
-        log_probs=generated.log_probs,
-        n_prompt_tokens=generated.n_prompt_tokens,
-        n_shown=n_shown,
-    )
+
+def written_tokens(answer: Answer) -> tuple[int, int]:
+    """Return the tokens `[start, stop)` of an answer that the model was fed.
+
+    The last one never is; where nothing else was written, the position that emitted
+    it stands for the answer.
+    """
+    start, stop = sequence_of(answer, answer_span="literal").spans[2].tolist()
+    return (start, stop) if start < stop else (len(answer.prompt_ids) - 1, stop)
 
 
 def escape_passage(tokenizer: Any, passage: Passage) -> Passage:
@@ -445,9 +591,10 @@ def showable(
 class Scoring:
     """Serves "score": the calibrated detector on answers that were given.
 
-    With context it reads the closed-book answer to the question too, whose signals
-    are in memory from when that was scored. A run that goes on reads them again,
-    together with the same others, so that they are rounded as before.
+    An answer's signals are of the pass that wrote it. With context those of the
+    closed-book answer to the question are read too; they are in memory from when that
+    was scored. A run that goes on writes the answers of the wave again, together with
+    the same others, so that they are rounded as before.
     """
 
     def __init__(self, answering: Answering, journal: CallJournal) -> None:
@@ -457,12 +604,8 @@ class Scoring:
         self._closed_book: dict[str, tuple[AnswerSignals, np.ndarray]] = {}
 
     def _read(self, calls: Sequence[Call]) -> Reading:
-        answers = []
-        for call in calls:
-            answer = msgspec.structs.replace(call, kind="answer")
-            reply = self._journal.value(answer)
-            answers.append(self._answering.answer_of(answer, reply))
-        return self._answering.probed.read(answers)
+        answers = [msgspec.structs.replace(call, kind="answer") for call in calls]
+        return self._answering.reading_of(answers, self._journal)
 
     def _cache(self, calls: Sequence[Call], reading: Reading) -> None:
         """Keep the signals of closed-book answers for the rounds that follow."""
@@ -506,8 +649,8 @@ class Scoring:
                 yield list(zip(batch, values, strict=True))
 
     def cost(self, call: Call, value: Scored) -> Cost:
-        """Return the cost of a score: one pass over the answer."""
-        return Cost(forwards=1)
+        """Return the cost of a score: a pass if the answer has to be read again."""
+        return Cost(forwards=int(not self._answering.is_read_at_once))
 
 
 class Judging:

@@ -48,10 +48,11 @@ from beatrice.pgir.controllers.probing import (
     make_probe,
     probed_layers,
     probing_rag,
+    state_layers,
 )
 from beatrice.pgir.controllers.seakr import Spreading, seakr, uncertainty
 from beatrice.pgir.controllers.session import QuestionEncoder
-from beatrice.pgir.controllers.waves import Answering, CallJournal
+from beatrice.pgir.controllers.waves import ENTROPY, Answering, CallJournal, Scoring
 from tests.pgir.small import PASSAGE, QUESTION, played, reply
 
 SEARCH = SearchConfig(n_passages=3, depth=9)
@@ -388,7 +389,7 @@ def answering(probed, tmp_path_factory):
         probed.detector,
         GenerationConfig(max_new_tokens=8, tokens_per_batch=512),
     )
-    return Answering(small, [Passage(title="", text=PASSAGE)])
+    return Answering(small, [Passage(title="", text=PASSAGE)], state_layers(6))
 
 
 @pytest.fixture(scope="module")
@@ -464,6 +465,32 @@ def test_probes_are_trained_on_answers_and_judge_them(answering, asked):
     for wrong, right in sums:
         assert wrong + right == pytest.approx(n_probes, abs=1e-4)
     assert sums[1][1] > sums[0][1]  # the second was labelled right
+
+
+def test_drafts_are_scored_by_the_passes_that_wrote_them_also_after_a_kill(
+    answering, asked
+):
+    """A process that goes on has no signals, and writes the answers again."""
+    journal, answers = asked
+    resumed = Answering(answering.probed, answering.passages, state_layers(6))
+    calls = [as_kind(call, "score") for call in answers]
+    for service in (Scoring(answering, journal), Scoring(resumed, journal)):
+        assert {service.cost(c, None).forwards for c in calls} == {0}
+    scores = values_of(Scoring(answering, journal), calls)
+    assert values_of(Scoring(resumed, journal), calls) == scores
+    states = answering.states_of(answers, journal)
+    np.testing.assert_array_equal(states, resumed.states_of(answers, journal))
+    reading = answering.reading_of(answers, journal)
+    records = [answering.answer_of(c, journal.value(c)) for c in answers]
+    again = answering.probed.read(records)
+    assert (reading.path, again.path) == ("decode", "teacher_forced")
+    for signals, expected in zip(reading.signals, again.signals, strict=True):
+        np.testing.assert_allclose(signals.hidden, expected.hidden, atol=1e-3)
+        np.testing.assert_allclose(signals.attn, expected.attn, atol=1e-4)
+    for call, expected in zip(answers, again.signals, strict=True):
+        reply = journal.value(call)
+        entropies = expected.prob[-len(reply.token_ids) - 1 : -1, ENTROPY]
+        np.testing.assert_allclose(reply.entropies, entropies, atol=1e-4)
 
 
 def test_a_prompt_is_cut_to_the_window_by_whole_passages(answering, backbone):
