@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -23,7 +23,9 @@ from beatrice.jaxprobe.calibrate import (
     Grid,
     Pool,
     branch_setting,
+    branches_of,
     calibrated,
+    passing_head,
     pool_of,
 )
 from beatrice.jaxprobe.calibration import brier, choose_calibrator, ece
@@ -46,7 +48,7 @@ from beatrice.jaxprobe.metrics import (
 )
 from beatrice.jaxprobe.rows import Rows, training_set
 from beatrice.jaxprobe.tokens import stored_dtypes
-from beatrice.jaxprobe.train import train_encoders
+from beatrice.jaxprobe.train import SILENT, train_encoders, train_regression
 from beatrice.pgir.arguments import argument_error, as_probability
 from beatrice.probe import Probe, scorer_of
 from beatrice.selection.greedy import HeadTrainer, select_heads
@@ -56,6 +58,7 @@ from beatrice.signals import Signals, by_setting
 Passes = Signals | Mapping[Setting, Signals]
 Labels = Sequence[bool | None] | Sequence[Label] | np.ndarray
 Preset = Literal["few", "smoke", "demo", "paper"]
+Recipe = Literal["auto", "linear", "encoder", "paper"]
 _VALIDATION_SHARE = 0.3
 
 
@@ -75,6 +78,11 @@ class FitConfig:
     encoders: GridConfig = GridConfig()
     heads: SelectConfig = SelectConfig()
     n_resamples: int = 1000
+
+    def seeded(self, seed: int) -> "FitConfig":
+        """Return the same with a seed of every random choice."""
+        encoders, heads = self.encoders.seeded(seed), self.heads.seeded(seed)
+        return dataclasses.replace(self, encoders=encoders, heads=heads)
 
     @classmethod
     def preset(cls, name: Preset) -> "FitConfig":
@@ -97,6 +105,7 @@ def fit(
     *,
     groups: Sequence[str] | Mapping[Setting, Sequence[str]] | None = None,
     splits: Sequence[str] | Mapping[Setting, Sequence[str]] | None = None,
+    recipe: Recipe = "auto",
     config: FitConfig | Preset = "few",
     precision: float = 0.9,
     seed: int = 0,
@@ -114,9 +123,12 @@ def fit(
         the question ids.
       splits: "train", "validation" or "test" of each answer, or "" to leave it out.
         None draws about three tenths of the groups for validation and tests on none.
-      config: how it is fitted, or the name of a preset: "few" begins encoders as
-        regressions, for hundreds of answers; "demo" is for thousands, "paper" is the
-        paper's; "smoke" means nothing and is quick.
+      recipe: "linear" is one regression of all families, "encoder" one network of all
+        families with every seed, "paper" selects among the encoders of all subsets and
+        fuses them. "auto" takes what wins on held-out questions: "linear".
+      config: sizes of "encoder" and "paper", or the name of a preset: "few" begins
+        encoders as regressions, for hundreds of answers; "demo" is for thousands,
+        "paper" is the paper's; "smoke" means nothing and is quick.
       precision: share of trusted answers that shall be right, in (0, 1); the threshold
         holds it with 90 % confidence, or there is none.
       seed: of every random choice.
@@ -137,20 +149,14 @@ def fit(
     set_compiler("smoke" if config == "smoke" else "demo")
     if not isinstance(config, FitConfig):
         config = FitConfig.preset(config)
+    if recipe not in get_args(Recipe):
+        choices = ", ".join(get_args(Recipe))
+        raise ValueError(f"recipe: expected one of {choices}, found {recipe!r}")
     rows = _rows_of(passes, labels, groups, splits, seed)
     layer = _choose_layer(passes, rows, config, seed)
-    encoders, heads = config.encoders.seeded(seed), config.heads.seeded(seed)
-    grids: dict[Setting, Grid] = {}
-    outputs: dict[Setting, MemberOutputs] = {}
-    for setting, part in passes.items():
-        grids[setting], outputs[setting] = _train(
-            part, rows[setting], layer, encoders, progress
-        )
-    n_seeds = encoders.train.n_seeds
-    pools: dict[Setting, Pool] = {
-        setting: pool_of(outputs, rows, setting, n_seeds) for setting in passes
-    }
-    fused = _fuse(pools, heads)
+    fused, grids = _fit_heads(
+        passes, rows, layer, recipe, config.seeded(seed), progress
+    )
     detector = calibrated(
         fused,
         grids,
@@ -162,6 +168,35 @@ def fit(
     model = next(iter(passes.values())).model
     opener = partial(scorer_of, detector, model)
     return Probe(detector, report, layer=layer, open_scorer=opener)
+
+
+def _fit_heads(
+    passes: Mapping[Setting, Signals],
+    rows: Mapping[Setting, Rows],
+    layer: int | None,
+    recipe: Recipe,
+    config: FitConfig,
+    progress: bool,
+) -> tuple[dict[HeadName, FusedHead], dict[Setting, Grid]]:
+    """Train encoders of each setting as a recipe says, and the heads that read them."""
+    grids: dict[Setting, Grid] = {}
+    outputs: dict[Setting, MemberOutputs] = {}
+    for setting, part in passes.items():
+        grids[setting], outputs[setting] = _train(
+            part, rows[setting], layer, recipe, config.encoders, progress
+        )
+    if recipe == "paper":
+        n_seeds = config.encoders.train.n_seeds
+        pools: dict[Setting, Pool] = {
+            setting: pool_of(outputs, rows, setting, n_seeds) for setting in passes
+        }
+        return _fuse(pools, config.heads), grids
+    heads: dict[HeadName, FusedHead] = {}
+    for branch in branches_of(tuple(passes)):
+        setting = branch_setting(branch)
+        every = grids[setting].dims.n_subsets - 1
+        heads[branch] = passing_head(every, outputs[setting])
+    return heads, grids
 
 
 def _fuse(
@@ -183,10 +218,11 @@ def _train(
     signals: Signals,
     rows: Rows,
     layer: int | None,
+    recipe: Recipe,
     config: GridConfig,
     progress: bool,
 ) -> tuple[Grid, MemberOutputs]:
-    """Train every encoder of a setting, and apply them to all of its rows."""
+    """Train a recipe's encoders of a setting, and apply them to all of its rows."""
     data = training_set(
         signals.store,
         rows,
@@ -194,23 +230,32 @@ def _train(
         n_batch=config.train.batch_size,
         streamed=config.stream is not None,
     )
-    n_members = config.train.n_seeds * data.dims.n_subsets
+    subsets = range(data.dims.n_subsets)
+    if recipe != "paper":
+        subsets = subsets[-1:]  # all families
+    is_linear = recipe in ("auto", "linear")
+    n_members = 1 if is_linear else config.train.n_seeds * len(subsets)
     done = itertools.count(1)
     with Progress().stage(f"fit {rows.setting}") as update:
-        result = train_encoders(
-            data,
-            config,
-            on_part=lambda: update(next(done), n_members) if progress else None,
-        )
-    assert result is not None  # a process alone trains every member
-    trained, outputs = result
+
+        def on_part() -> None:
+            if progress:
+                update(next(done), n_members)
+
+        if is_linear:
+            trained, outputs = train_regression(data)
+            on_part()
+        else:
+            result = train_encoders(data, config, subsets=subsets, on_part=on_part)
+            assert result is not None  # a process alone trains every member
+            trained, outputs = result
     grid = Grid(
         store=signals.store,
         rows=rows,
         layer=layer,
         trained=trained,
         standardizer=data.standardizer,
-        config=config.encoder,
+        config=SILENT if is_linear else config.encoder,
     )
     return grid, outputs
 

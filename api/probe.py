@@ -308,12 +308,24 @@ class Probe:
         """Return messages as the text that the model reads, in which ranges count."""
         return self.scorer.render(messages)
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, *, untrustworthy: bool = False) -> None:
         """Write the probe into a folder, which `load` reads: weights, maps, report.
 
+        Args:
+          path: of the folder.
+          untrustworthy: save a probe that rests on too few answers; each of its scores
+            says so.
+
         Raises:
-          ValueError: something else is there.
+          ValueError: something else is there, or too few answers and not
+            `untrustworthy`.
         """
+        doubts = self.detector.doubts
+        if doubts and not untrustworthy:
+            raise ValueError(
+                f"{doubts[0]}; fit it on more answers, or save it as it is with "
+                "untrustworthy=True, and each of its scores will say so"
+            )
         folder = as_path(path, "path")
         if folder.exists() and not _is_saved(folder) and any(folder.iterdir()):
             raise ValueError(

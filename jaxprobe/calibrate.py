@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import jax
+import jax.numpy as jnp
 import msgspec
 import numpy as np
 
@@ -66,15 +67,28 @@ from beatrice.jaxprobe.families import (
     width_groups,
     widths_of,
 )
-from beatrice.jaxprobe.fusion import PoolOutputs, pool_outputs
+from beatrice.jaxprobe.fusion import (
+    LARGEST,
+    FusionHead,
+    PoolOutputs,
+    head_inputs,
+    pool_outputs,
+    slots_of,
+)
 from beatrice.jaxprobe.grid import Trained, grid_members
-from beatrice.jaxprobe.metrics import BootstrapConfig
+from beatrice.jaxprobe.metrics import BootstrapConfig, auroc_interval
 from beatrice.jaxprobe.rows import (
     Rows,
     partners,
     rows_at_once,
 )
-from beatrice.jaxprobe.scope import choose_threshold, fit_scope, scripts_of
+from beatrice.jaxprobe.scope import (
+    Evidence,
+    choose_threshold,
+    fit_scope,
+    n_of_classes,
+    scripts_of,
+)
 from beatrice.jaxprobe.tokens import (
     family_dims,
     longest_spans,
@@ -249,6 +263,24 @@ class FusedHead(NamedTuple):
     scores: np.ndarray
 
 
+def passing_head(member: int, outputs: MemberOutputs) -> FusedHead:
+    """Return a head that passes on one encoder's logits, as fresh heads do.
+
+    Args:
+      member: its position in the pool.
+      outputs: of the encoder alone, every seed, on all rows of its pass.
+    """
+    # Two slots, of which one stays empty: no array of the head is then empty.
+    config = FusionConfig(hidden=1, n_slots=2, is_mean_first=True)
+    n_seeds, n_rows = outputs.logits.shape
+    inputs = head_inputs(outputs.pooled[:, None, :1], outputs.logits[:, None, :1])
+    slots, mask = (jnp.asarray(x) for x in slots_of((0,), config.n_slots))
+    params = FusionHead(config).init(jax.random.key(0), inputs[0], slots, mask)
+    params = jax.tree.map(lambda x: np.repeat(x[None], n_seeds, axis=0), params)
+    ends = np.clip(outputs.logits.astype(np.float64), -LARGEST, LARGEST)
+    return FusedHead((member,), config, params, 1 / (1 + np.exp(-ends)))
+
+
 # From raw scores, labels and questions to a map.
 FitMap = Callable[[np.ndarray, np.ndarray, np.ndarray], Calibrator]
 
@@ -267,6 +299,7 @@ def calibrated_head(
     where = grid.rows.where("validation")
     scores, labels = fused.scores.mean(axis=0)[where], grid.rows.labels[where]
     questions = grid.rows.ids[where]
+    trained = grid.rows.where("train")
     calibrator = fit_map(scores, labels, questions)
     return SettingHead(
         reads=reads(branch, fused.members, grid.dims.subset_names),
@@ -274,6 +307,11 @@ def calibrated_head(
         params=fused.params,
         calibrator=calibrator,
         threshold=choose_threshold(calibrator(scores), labels, precision, questions),
+        evidence=Evidence(
+            train=n_of_classes(grid.rows.labels[trained], grid.rows.ids[trained]),
+            validation=n_of_classes(labels, questions),
+            auroc=auroc_interval(scores, labels),
+        ),
     )
 
 

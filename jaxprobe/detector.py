@@ -32,7 +32,7 @@ from beatrice.jaxprobe.families import (
 )
 from beatrice.jaxprobe.family_tokens import FamilyTokens, split_families
 from beatrice.jaxprobe.fusion import FusionHead, head_inputs, slots_of
-from beatrice.jaxprobe.scope import Scope, Threshold
+from beatrice.jaxprobe.scope import Evidence, Scope, Threshold
 
 _Kind = TypeVar("_Kind")
 
@@ -151,6 +151,7 @@ class SettingHead:
       reads: the selected encoders in pool order, as (pass, subset name).
       config: shape of the heads.
       threshold: from which P(correct) on answers are trusted; None without a threshold.
+      evidence: on how many answers it rests; None where unknown.
       params: leaves `[n_seeds, ...]`.
       calibrator: from raw score to probability.
     """
@@ -158,6 +159,7 @@ class SettingHead:
     reads: tuple[tuple[Setting, str], ...]
     config: FusionConfig
     threshold: Threshold | None = None
+    evidence: Evidence | None = None
     params: Params
     calibrator: Calibrator
 
@@ -269,6 +271,16 @@ class Detector:
                         f"the {setting} head reads encoder {name} of {where}, which "
                         "the detector lacks"
                     )
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Say why P is not to be trusted, by head; empty where it may be."""
+        return tuple(
+            f"{name}: {doubt}"
+            for name, head in self.heads.items()
+            if head.evidence is not None
+            for doubt in head.evidence.doubts
+        )
 
     def passes_of(self, branch: HeadName) -> tuple[Setting, ...]:
         """Return the passes that a head reads."""

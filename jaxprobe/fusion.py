@@ -7,6 +7,7 @@ compiled training run, and the result depends on (set, seed) only, not on the sl
 Arrays are `[d, n_examples]`, examples innermost, as in the encoders.
 """
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from beatrice.jaxprobe.kernels.random import hashed_bits
 
 OUTPUT = ("out_kernel", "out_bias")  # where they are zero, a head is the mean logit
 _SUREST = 1e-6  # a probability further from 1/2 counts as this one
+LARGEST = math.log((1 - _SUREST) / _SUREST)  # logit of an encoder that counts
 
 
 @jax.custom_vjp

@@ -11,9 +11,9 @@ more than chance (`jaxprobe.metrics.is_gain`), is dropped.
 """
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -201,18 +201,73 @@ def fit_linear_parts(
         for seen, unseen in folds:
             fold = logistic_regression(best.C).fit(x[seen], train.labels[seen])
             grid.train[subset, unseen] = fold.decision_function(x[unseen])
-        ends = np.cumsum([widths[f] for f in read])
-        bias = np.asarray(best.intercept_)[0]
-        for f, weights in zip(read, np.split(best.coef_[0], ends[:-1]), strict=True):
-            mean, scale = scales[f]
-            grid.parts[f"kernel_{f}"][subset] = weights / scale
-            bias -= mean @ (weights / scale)
-        grid.parts["bias"][subset] = bias
+        part = _part_of(best, {f: scales[f] for f in read.tolist()})
+        for name, values in part.items():
+            grid.parts[name][subset] = values
 
     use_one_blas_thread()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(fit_subset, subsets))
     return grid
+
+
+def _part_of(
+    regression: Any, scales: Mapping[int, tuple[np.ndarray, np.ndarray]]
+) -> dict[str, np.ndarray]:
+    """Return the part of an encoder that is a regression on scaled families."""
+    bias, start, part = np.asarray(regression.intercept_)[0], 0, {}
+    for f, (mean, scale) in scales.items():
+        weights = regression.coef_[0][start : start + len(mean)] / scale
+        part[f"kernel_{f}"] = weights.astype(np.float32)
+        start, bias = start + len(mean), bias - mean @ weights
+    return {**part, "bias": np.asarray(bias, np.float32)}
+
+
+def fit_ridge(
+    train: Pooled, questions: np.ndarray
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Fit one regression of all families; the penalty is chosen on training rows.
+
+    Cross-fitted log loss chooses it, which looks at the scale of the logits as well as
+    at their order; validation rows are left for calibration. Taken is the strongest
+    penalty whose loss is within a standard error, by question, of the least.
+
+    Args:
+      train: training rows.
+      questions: `[n_train]`; rows of one question are in one fold.
+
+    Returns:
+      the linear part of an encoder of all families, and `[n_train]` logits, each of a
+      regression that has not seen the row's question.
+    """
+    scales = [block_scale(family) for family in train.families]
+    x = np.concatenate(
+        [(x - m) / d for x, (m, d) in zip(train.families, scales, strict=True)], axis=1
+    )
+    n_folds = min(N_FOLDS, len(np.unique(questions)))
+    folds = list(GroupKFold(n_folds).split(questions, groups=questions))
+    labels = both_classes(train.labels, len(x), "training")
+    for seen, _ in folds:
+        both_classes(labels[seen], len(seen), "training")
+    _, question = np.unique(questions, return_inverse=True)
+
+    def unseen_logits(inverse_penalty: float) -> np.ndarray:
+        logits = np.zeros(len(x))
+        for seen, unseen in folds:
+            fold = logistic_regression(inverse_penalty).fit(x[seen], labels[seen])
+            logits[unseen] = fold.decision_function(x[unseen])
+        return logits
+
+    use_one_blas_thread()
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        logits = np.stack(list(pool.map(unseen_logits, INVERSE_PENALTIES)))
+    losses = np.logaddexp(0.0, np.where(labels, -logits, logits))
+    by_question = np.stack([np.bincount(question, row) for row in losses])
+    excess = by_question - by_question[by_question.sum(axis=1).argmin()]
+    errors = excess.std(axis=1) * excess.shape[1] ** 0.5
+    chosen = int(np.argmax(excess.sum(axis=1) <= errors))  # the strongest comes first
+    best = logistic_regression(INVERSE_PENALTIES[chosen]).fit(x, labels)
+    return _part_of(best, dict(enumerate(scales))), logits[chosen]
 
 
 def with_linear_parts(trained: Trained, grid: LinearGrid) -> Trained:

@@ -26,6 +26,7 @@ from typing import Any
 
 import flax.traverse_util
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from beatrice.extract.records import SETTINGS, Setting
@@ -47,11 +48,13 @@ from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.config import (
     GRID_PRESETS,
+    EncoderConfig,
     GridConfig,
     StreamConfig,
+    TrainConfig,
     set_compiler,
 )
-from beatrice.jaxprobe.encoder import Encoder, MemberOutputs
+from beatrice.jaxprobe.encoder import COLLECTION, Encoder, MemberOutputs
 from beatrice.jaxprobe.evaluation import permute_by_question
 from beatrice.jaxprobe.families import N_SUBSETS, subset_index, widths_of
 from beatrice.jaxprobe.grid import (
@@ -67,6 +70,7 @@ from beatrice.jaxprobe.linear import (
     Pooled,
     drop_networks_without_gain,
     fit_linear_parts,
+    fit_ridge,
     load_linear,
     n_networks_kept,
     save_linear,
@@ -172,6 +176,44 @@ def train_encoders(
     outputs = _outputs(data, config, trained, every)
     read = [member.subset for member in trained.members]
     outputs.logits[:, train] += (linear.train - linear.fitted)[read]
+    return trained, outputs
+
+
+# A network that says nothing, as small as can be: a regression needs none.
+SILENT = EncoderConfig(
+    projection=1, hidden=1, n_blocks=1, n_groups=1, is_linear_first=True
+)
+
+
+def train_regression(data: TrainingSet) -> tuple[Trained, MemberOutputs]:
+    """Fit a regression of all families as an encoder whose network says nothing.
+
+    Validation rows are not looked at; see `jaxprobe.linear.fit_ridge`.
+
+    Args:
+      data: the rows; their labels are learned.
+
+    Returns:
+      One member, of the shape `SILENT`, and its outputs on every row of the store. A
+      training row's logit is of a regression that has not seen its question.
+    """
+    train = data.where[0]
+    batches = data.in_memory[0] if data.in_memory else data.batches(train)
+    batches = list(batches)
+    pooled = Pooled.of(batches, data.rows.labels[train])
+    part, unseen = fit_ridge(pooled, data.rows.ids[train])
+    every = data.dims.n_subsets - 1
+    mask = jnp.asarray(data.dims.subset_masks[every])
+    few = batches[0][1].of_examples(lambda x: x[:, :1])
+    params = Encoder(SILENT, data.dims).init(jax.random.key(0), few, mask)
+    params = jax.tree.map(
+        lambda x: np.asarray(x)[None], {"params": params["params"], COLLECTION: part}
+    )
+    nothing = FitInfo(*np.full((len(FitInfo._fields), 1), np.nan))
+    trained = Trained((Member(every, 0),), params, nothing)
+    config = GridConfig(encoder=SILENT, train=TrainConfig(n_seeds=1))
+    outputs = _outputs(data, config, trained, np.arange(len(data.lengths)))
+    outputs.logits[0, train] = unseen
     return trained, outputs
 
 

@@ -76,7 +76,8 @@ class Score:
       encoders: each selected encoder's own score, in [0, 1].
       decision: "trust" from the threshold of `beatrice calibrate --precision` on,
         "distrust" below it; "unknown" where `p_correct` is None, or where no threshold
-        holds that precision with 90 % confidence.
+        holds that precision with 90 % confidence, or the detector rests on too few
+        answers (`jaxprobe.scope.Evidence`), of which a warning is too.
       reason: why it is not trusted, in words.
       warnings: what makes the number less reliable, in words.
       tokens: the answer's text, a piece a token.
@@ -563,7 +564,11 @@ class Scorer:
             reason = REASONS["not_finite"]
             return _unknown(prepared, reason, warnings)
         p_correct = float(scores.p_correct[i])
-        decision, reason = _decide(p_correct, self.threshold(setting))
+        head = self.probed.detector.heads[_HEADS[setting]]
+        doubts = head.evidence.doubts if head.evidence is not None else ()
+        decision, reason = _decide(p_correct, head.threshold)
+        if doubts:  # a certified threshold among them would be luck
+            decision, reason = "unknown", doubts[0]
         values = map(float, scores.encoders[i])
         return Score(
             p_correct=p_correct,
@@ -571,7 +576,7 @@ class Scorer:
             encoders=dict(zip(scores.encoder_names, values, strict=True)),
             decision=decision,
             reason=reason,
-            warnings=tuple(warnings),
+            warnings=(*doubts, *warnings),
             tokens=prepared.pieces,
             log_probs=tuple(-float(x) for x in surprisal),
         )

@@ -37,6 +37,7 @@ def probe(run, signals):
         signals,
         dict.fromkeys(SETTINGS, labels),
         splits={s: [split_of[name] for name in x.ids] for s, x in signals.items()},
+        recipe="paper",
         config="smoke",
         seed=run.seed,
         progress=False,
@@ -72,8 +73,8 @@ def test_a_saved_probe_predicts_the_same_and_a_changed_one_is_refused(
     signals, probe, tmp_path
 ):
     folder = tmp_path / "probe"
-    probe.save(folder)
-    probe.save(folder)  # replaces itself
+    probe.save(folder, untrustworthy=True)
+    probe.save(folder, untrustworthy=True)  # replaces itself
     part = signals["closed_book"][:20]
     again = beatrice.load(folder)
     assert np.array_equal(again.predict(part), probe.predict(part))
@@ -86,7 +87,7 @@ def test_a_saved_probe_predicts_the_same_and_a_changed_one_is_refused(
         with pytest.raises(ValueError):
             beatrice.load(broken)
     with pytest.raises(ValueError, match="something else"):
-        probe.save(tmp_path)
+        probe.save(tmp_path, untrustworthy=True)
 
 
 def test_a_report_has_every_head_split_and_metric_with_its_interval(probe):
@@ -115,32 +116,56 @@ def own_signals(rng, n_answers=300):
 
 def own_config():
     train = dataclasses.replace(SMALL.encoders.train, max_epochs=8)
-    encoders = dataclasses.replace(SMALL.encoders, train=train)
+    encoders = dataclasses.replace(SMALL.encoders, train=train).linear_first()
     return dataclasses.replace(SMALL, encoders=encoders, n_resamples=20)
 
 
-def held_out_auroc(rng, labels_of):
+def held_out_auroc(rng, labels_of, recipe):
     signals, truth = own_signals(rng)
     labels = labels_of(truth)
     splits = ["train"] * 160 + ["validation"] * 60 + ["test"] * 80
     probe = beatrice.fit(
-        signals, labels, splits=splits, config=own_config(), progress=False
+        signals,
+        labels,
+        splits=splits,
+        recipe=recipe,
+        config=own_config(),
+        progress=False,
     )
     report = probe.report.query("split == 'test' and metric == 'auroc'")
     p_correct = probe.predict(signals)[220:]
     assert auroc(p_correct, labels[220:]).value == pytest.approx(
-        report["value"].item(), abs=0.05
+        report["value"].item(), abs=1e-6
     )
     return report["value"].item(), probe
 
 
-def test_own_families_under_own_names_find_what_is_planted_and_nothing_else(rng):
-    value, probe = held_out_auroc(rng, lambda truth: truth)
+@pytest.mark.parametrize("recipe", ["linear", "encoder", "paper"])
+def test_own_families_under_own_names_find_what_is_planted_and_nothing_else(
+    rng, recipe
+):
+    value, probe = held_out_auroc(rng, lambda truth: truth, recipe)
     assert value > 0.85
     (head,) = probe.detector.heads.values()
     assert any("S" in subset for _, subset in head.reads)
-    value, _ = held_out_auroc(rng, rng.permutation)
+    assert not probe.detector.doubts
+    value, probe = held_out_auroc(rng, rng.permutation, recipe)
     assert 0.3 < value < 0.7  # 80 answers: two standard errors are .13
+    if recipe == "linear":  # whose validation rows have chosen nothing
+        assert "not shown to be better than chance" in probe.detector.doubts[0]
+
+
+def test_a_probe_of_too_few_answers_is_saved_only_as_one_and_stays_one(rng, tmp_path):
+    signals, _ = own_signals(rng, 60)
+    labels = np.arange(60) % 20 == 0  # 3 right: 2 to train on, 1 to calibrate on
+    probe = beatrice.fit(signals, labels, progress=False)
+    with pytest.raises(ValueError, match="too few to trust: 2 right and .* 10 of each"):
+        probe.save(tmp_path / "probe")
+    assert not (tmp_path / "probe").exists()
+    probe.save(tmp_path / "probe", untrustworthy=True)
+    again = beatrice.load(tmp_path / "probe")
+    assert again.detector.doubts == probe.detector.doubts
+    assert "1 right and 17 wrong validation answers" in again.detector.doubts[1]
 
 
 @pytest.fixture
@@ -202,6 +227,7 @@ def test_arrays_that_do_not_belong_together_are_refused(given, named):
         ({"splits": ["train"]}, "splits"),
         ({"splits": ["dev"] * 20}, "splits"),
         ({"config": "huge"}, "config"),
+        ({"recipe": "best"}, "recipe"),
         ({"precision": 1.5}, "precision"),
         ({"precision": "0.9"}, "precision"),
         ({"seed": "1"}, "seed"),

@@ -16,6 +16,7 @@ from beatrice.jaxprobe.linear import (
     Pooled,
     drop_networks_without_gain,
     fit_linear_parts,
+    fit_ridge,
     load_linear,
     n_networks_kept,
     save_linear,
@@ -207,3 +208,19 @@ def test_saved_parts_are_read_back_under_their_own_key_and_for_their_subsets_alo
         np.testing.assert_array_equal(a, b)
     assert load_linear(Cache(tmp_path, "another"), subsets) is None
     assert load_linear(cache, [*subsets, subset_index("PR")]) is None
+
+
+def test_a_ridge_is_the_regression_of_all_families_and_has_not_seen_a_row(rows):
+    train, valid = (pooled(*part) for part in rows)
+    part, unseen = fit_ridge(train, EVERYTHING)
+    logits = sum(x @ part[f"kernel_{f}"] for f, x in enumerate(train.families))
+    seen = auroc(logits + part["bias"], train.labels).value
+    of_valid = sum(x @ part[f"kernel_{f}"] for f, x in enumerate(valid.families))
+    assert seen > auroc(unseen, train.labels).value > 0.5
+    assert auroc(of_valid, valid.labels).value > 0.6
+    # Labels that mean nothing teach the base rate, and little else.
+    mixed = np.random.default_rng(0).permutation(train.labels)
+    _, of_nothing = fit_ridge(train._replace(labels=mixed), EVERYTHING)
+    assert of_nothing.std() < unseen.std() / 2
+    base = np.log(mixed.mean() / (1 - mixed.mean()))
+    assert abs(of_nothing.mean() - base) < 0.2

@@ -9,6 +9,7 @@ from beatrice.jaxprobe.metrics import (
     auprc,
     auroc,
     auroc_gain,
+    auroc_interval,
     drawn_clusters,
     interval_of,
     masked_auroc,
@@ -202,3 +203,22 @@ def test_the_standard_error_of_a_gain_is_that_of_a_bootstrap_of_both_classes():
         draws.append(next(pair) - next(pair))
     assert error == pytest.approx(np.std(draws), rel=0.15)
     assert auroc_gain(scores, scores, labels) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("n_right", [2, 10, 100])
+def test_an_interval_of_auroc_covers_with_two_right_answers_too(n_right):
+    """Two normal classes of AUROC .8, whose interval shall hold it 19 times of 20."""
+    rng, shift = np.random.default_rng(n_right), 1.190
+    labels = np.arange(200) < n_right
+    draws = rng.standard_normal((300, 200)) + shift * labels
+    ends = np.array([auroc_interval(scores, labels) for scores in draws])
+    covered = (ends[:, 0] <= 0.8) & (ends[:, 1] >= 0.8)
+    assert covered.mean() > 0.95 - 3 * (0.05 * 0.95 / 300) ** 0.5
+    assert np.diff(ends).mean() < {2: 0.95, 10: 0.5, 100: 0.2}[n_right]
+
+
+def test_an_interval_of_auroc_is_wide_where_few_lie_on_top_or_a_class_is_missing():
+    scores = np.arange(100.0)
+    low, high = auroc_interval(scores, scores > 97.5)  # DeLong's error is zero
+    assert low < 0.9 < high < 1
+    assert auroc_interval(scores, scores > 1000) == (0.0, 1.0)

@@ -13,7 +13,7 @@ import pytest
 from beatrice.extract.generate.prompts import PromptConfig
 from beatrice.extract.signals.sequence import sequence_of
 from beatrice.jaxprobe.calibration import Calibrator
-from beatrice.jaxprobe.scope import Scope, Threshold
+from beatrice.jaxprobe.scope import Evidence, Scope, Threshold
 from beatrice.pgir.bridge import ProbedBackbone
 from beatrice.pgir.given import AnswerToScore, prepare
 from beatrice.pgir.scorer import Scorer
@@ -354,7 +354,7 @@ def test_of_signals_that_are_no_numbers_nothing_is_known(probed):
     assert "not finite" in score.reason
 
 
-def with_threshold(probed, p_correct):
+def with_threshold(probed, p_correct, evidence=None):
     """A detector that trusts closed-book answers from a probability on."""
     head = dataclasses.replace(
         probed.detector.heads["closed_book"],
@@ -367,6 +367,7 @@ def with_threshold(probed, p_correct):
             low=0.88,
             n=100,
         ),
+        evidence=evidence,
     )
     heads = {**probed.detector.heads, "closed_book": head}
     return with_detector(probed, heads=heads).score(QUESTION, ANSWER)
@@ -377,6 +378,17 @@ def test_an_answer_is_trusted_from_the_threshold_on(probed):
     below = with_threshold(probed, 0.51)
     assert below.decision == "distrust" and "is below 0.5100" in below.reason
     assert below.p_correct == 0.5
+
+
+def test_a_detector_of_two_right_answers_trusts_nothing_and_says_so(probed):
+    few = Evidence(train=(2, 60), validation=(1, 30), auroc=(0.4, 0.99))
+    score = with_threshold(probed, 0.5, few)
+    assert score.decision == "unknown" and score.p_correct == 0.5
+    assert score.reason == score.warnings[0]
+    assert "too few to trust: 2 right and 60 wrong training answers" in score.reason
+    enough = Evidence(train=(60, 60), validation=(30, 30), auroc=(0.6, 0.8))
+    score = with_threshold(probed, 0.5, enough)
+    assert score.decision == "trust" and not any("few" in w for w in score.warnings)
 
 
 def test_without_a_threshold_that_reaches_the_precision_nothing_is_known(probed):
