@@ -1,0 +1,11 @@
+"""How Sphinx builds the guides: `sphinx-build -W docs build/docs` (extra `docs`)."""
+
+project = "beatrice"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+html_theme = "furo"
+exclude_patterns = ["results/smoke.md"]
+myst_heading_anchors = 3
+# Links out of docs/ are to rooms of the repository, which have no page here.
+suppress_warnings = ["myst.xref_missing"]
+autodoc_typehints = "none"
+autodoc_member_order = "bysource"
