@@ -25,7 +25,8 @@ __all__ = ["main"]
 HEADINGS = {
     "Begin here": {
         "demo": "beatrice.cli",
-        "score": "beatrice.pgir.commands",
+        "score": "beatrice.commands",
+        "probes": "beatrice.commands",
         "real": "beatrice.benchmarks.recipes.commands",
         "doctor": "beatrice.doctor",
     },
@@ -46,6 +47,7 @@ HEADINGS = {
         "baselines": "beatrice.benchmarks.commands",
         "anatomy": "beatrice.selection.commands",
         "report": "beatrice.benchmarks.commands",
+        "export": "beatrice.commands",
     },
     "Retrieval": {
         "corpus": "beatrice.pgir.commands",

@@ -1,18 +1,28 @@
 """A probe: a detector beside the language model whose answers it judges."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import copy
+import dataclasses
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
+import msgspec
 import numpy as np
 
 from beatrice.benchmarks.recipes import what_to_do
+from beatrice.card import CARD, card
 from beatrice.extract.records import Setting
 from beatrice.extract.run.directory import NotWritten, RunDir, read_manifest
-from beatrice.extract.run.files import read_sealed, seal, write_json_atomic
-from beatrice.jaxprobe.config import set_compiler
-from beatrice.jaxprobe.detector import Detector, HeadName
+from beatrice.extract.run.files import (
+    CHECKSUMS,
+    read_json,
+    replaced_folder,
+    sha256_file,
+)
+from beatrice.jaxprobe.detector import ARRAYS, CONFIG, Detector, HeadName
 from beatrice.pgir.arguments import as_path
 
 if TYPE_CHECKING:
@@ -24,7 +34,13 @@ if TYPE_CHECKING:
     from beatrice.pgir.streaming import StreamedToken
     from beatrice.signals import Signals
 
-_DETECTOR, _ABOUT = "detector", "probe.json"
+_REPORT, _EXAMPLES = "eval.json", "examples.jsonl"
+PROBES = Path(__file__).parent / "probes"  # that come along, a folder each
+_HUB = "hf://"
+MOST_EXAMPLES = 5
+# How far an example's score before the map may lie from where it was: of another
+# machine's sums in float32, and of 8 and 11 bits.
+_TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
 
 
 class Probe:
@@ -40,6 +56,8 @@ class Probe:
         report: Sequence[Mapping[str, Any]] = (),
         *,
         layer: int | None,
+        examples: Sequence[Mapping[str, Any]] = (),
+        identity: str = "",
         open_scorer: "Callable[[], Scorer] | None" = None,
     ) -> None:
         """Take a detector; see `fit` and `load`.
@@ -49,12 +67,16 @@ class Probe:
           report: what it is worth, as rows.
           layer: entry of the resid axis that hidden states are read from; None where
             no family has layers.
+          examples: answers with their P, see `save`.
+          identity: SHA-256 of what was loaded; empty where it was fitted now.
           open_scorer: loads the language model; None loads the one that the detector
             names.
         """
         self.detector = detector
         self.layer = layer
-        self._rows = [dict(row) for row in report]
+        self.identity = identity
+        self.rows = tuple(dict(row) for row in report)
+        self._examples = [dict(row) for row in examples]
         self._open_scorer = open_scorer or partial(scorer_of, detector)
 
     def __repr__(self) -> str:
@@ -76,7 +98,13 @@ class Probe:
         """
         import pandas
 
-        return pandas.DataFrame(self._rows)
+        return pandas.DataFrame(list(self.rows))
+
+    def with_report(self, report: Iterable[Mapping[str, Any]]) -> "Probe":
+        """Return the same probe, of which other rows say what it is worth."""
+        probe = copy.copy(self)
+        probe.rows = tuple(dict(row) for row in report)
+        return probe
 
     def predict(
         self, signals: "Signals", *, closed_book: "Signals | None" = None
@@ -93,8 +121,10 @@ class Probe:
           ValueError: the signals are not of the probe's families, layer or setting.
         """
         from beatrice.jaxprobe.calibrate import score_store
+        from beatrice.jaxprobe.config import set_compiler
         from beatrice.signals import by_setting
 
+        set_compiler("demo")
         passes = by_setting(signals)
         if closed_book is not None:
             passes |= by_setting(closed_book)
@@ -308,17 +338,30 @@ class Probe:
         """Return messages as the text that the model reads, in which ranges count."""
         return self.scorer.render(messages)
 
-    def save(self, path: str | Path, *, untrustworthy: bool = False) -> None:
-        """Write the probe into a folder, which `load` reads: weights, maps, report.
+    def save(
+        self,
+        path: str | Path,
+        *,
+        examples: Iterable[Mapping[str, Any]] | None = None,
+        untrustworthy: bool = False,
+    ) -> None:
+        """Write the probe into a folder of its own, which `load` reads anywhere.
+
+        Weights and maps are `probe.safetensors`, what they belong to `config.json`,
+        what the probe is worth `eval.json`; `README.md` is a card for people and the
+        Hub, and may be edited. All others are under checksums.
 
         Args:
-          path: of the folder.
+          path: a new folder, or that of a probe, which is replaced.
+          examples: at most five answers as rows of `score_many`. Each is scored now,
+            and again when the probe is loaded elsewhere; a P that does not come out
+            is refused there. None keeps the examples that the probe came with.
           untrustworthy: save a probe that rests on too few answers; each of its scores
             says so.
 
         Raises:
-          ValueError: something else is there, or too few answers and not
-            `untrustworthy`.
+          ValueError: something else is there, an example cannot be scored, or the
+            probe rests on too few answers and not `untrustworthy`.
         """
         doubts = self.detector.doubts
         if doubts and not untrustworthy:
@@ -332,14 +375,106 @@ class Probe:
                 f"{folder} holds something else; give a new folder, or that of a "
                 "probe, which is replaced"
             )
-        folder.mkdir(parents=True, exist_ok=True)
-        self.detector.save(folder / _DETECTOR)
-        about = {"layer": self.layer, "report": self._rows}
-        write_json_atomic(folder / _ABOUT, seal(about))
+        if examples is not None:
+            self._examples = _scored_examples(self.scorer, examples)
+        detector = _portable(self.detector)
+        with replaced_folder(folder) as work:
+            detector.write(work)
+            about = {"layer": self.layer, "report": self.rows}
+            (work / _REPORT).write_text(json.dumps(about, indent=1))
+            lines = "".join(json.dumps(row) + "\n" for row in self._examples)
+            (work / _EXAMPLES).write_text(lines)
+            (work / CARD).write_text(card(detector, self.rows))
+
+    def push(self, repository: str, *, private: bool = False) -> str:
+        """Publish the probe on the Hugging Face Hub, with its card.
+
+        Args:
+          repository: "owner/name"; made if it is not there.
+          private: whether a new repository is.
+
+        Returns:
+          The commit that holds it: `load("hf://owner/name@COMMIT")`.
+
+        Raises:
+          ValueError: the Hub cannot be reached, or does not let one write there.
+        """
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+        hub = HfApi()
+        try:
+            hub.create_repo(repository, private=private, exist_ok=True)
+            with tempfile.TemporaryDirectory() as folder:
+                work = Path(folder) / "probe"
+                self.save(work)
+                commit = hub.upload_folder(repo_id=repository, folder_path=work)
+        except (HfHubHTTPError, HFValidationError, OSError) as error:
+            raise ValueError(
+                f"{_HUB}{repository}: {_first_line(error)}; look whether the Hub can "
+                "be reached, and log in with `hf auth login`"
+            ) from None
+        return str(commit.oid)
 
 
 def _is_saved(folder: Path) -> bool:
-    return (folder / _DETECTOR).is_dir() and (folder / _ABOUT).is_file()
+    return any((folder / name).is_file() for name in (ARRAYS, _REPORT))
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _portable(detector: Detector) -> Detector:
+    """Name a released model as it is fetched, not by where it lies here."""
+    from beatrice.extract.backbone.packaged import name_of_released
+
+    trained = detector.provenance
+    name = trained and name_of_released(trained.revision)
+    if trained is None or name is None:
+        return detector
+    provenance = dataclasses.replace(trained, model=name)
+    return dataclasses.replace(detector, provenance=provenance)
+
+
+def _scored_examples(
+    scorer: "Scorer", examples: Iterable[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return examples with their P, as they stand in a probe's folder."""
+    rows = [dict(row) for row in examples]
+    if len(rows) > MOST_EXAMPLES:
+        raise ValueError(
+            f"examples: expected at most {MOST_EXAMPLES}, since each is scored when "
+            f"the probe is loaded, found {len(rows)}"
+        )
+    scores = scorer.score_many(rows)
+    for row, score in zip(rows, scores, strict=True):
+        if score.p_correct is None:
+            raise ValueError(f"examples: {row} has no P: {score.reason}")
+        row["p_correct"], row["raw"] = score.p_correct, score.raw
+    return rows
+
+
+def _check_examples(scorer: "Scorer", examples: Sequence[Mapping[str, Any]]) -> None:
+    """Score a probe's examples and compare.
+
+    Raises:
+      ValueError: a P does not come out as it was when the probe was saved.
+    """
+    answers = [
+        {k: v for k, v in row.items() if k not in ("p_correct", "raw")}
+        for row in examples
+    ]
+    dtype = str(scorer.probed.backbone.dtype).removeprefix("torch.")
+    for row, score in zip(examples, scorer.score_many(answers), strict=True):
+        # The score before the map: steps of isotonic regression make much of rounding.
+        if score.raw is None or abs(score.raw - row["raw"]) > _TOLERANCE[dtype]:
+            raise ValueError(
+                f"the probe's example {row.get('question')!r} has P "
+                f"{score.p_correct} here, and had {row['p_correct']} when the probe "
+                "was saved; look whether the model is the one of its card, or load "
+                "with strict=False"
+            )
 
 
 def scorer_of(
@@ -347,8 +482,20 @@ def scorer_of(
     model: Any = None,
     device: str | None = None,
     dtype: str | None = None,
+    *,
+    strict: bool = True,
+    examples: Sequence[Mapping[str, Any]] = (),
 ) -> "Scorer":
-    """Load the language model that a detector names, or take the one that is given."""
+    """Load the language model that a detector names, or take the one that is given.
+
+    Args:
+      detector: of the probe.
+      model: where the model lies, or one in memory.
+      device: of the model.
+      dtype: of its weights.
+      strict: refuse a model of another revision or type; else every score warns.
+      examples: answers whose P must come out.
+    """
     from beatrice.extract.generate.requests import GenerationConfig
     from beatrice.model import LanguageModel, usual_stop
     from beatrice.pgir.scorer import Scorer
@@ -367,7 +514,10 @@ def scorer_of(
             prompt=provenance.prompt,
         )
     generation = GenerationConfig(max_new_tokens=32, stop=usual_stop(provenance.prompt))
-    return Scorer(model, detector, generation)
+    scorer = Scorer(model, detector, generation, strict=strict)
+    if strict:
+        _check_examples(scorer, examples)
+    return scorer
 
 
 def load(
@@ -376,34 +526,49 @@ def load(
     model: "str | Path | LanguageModel | None" = None,
     device: str | None = None,
     dtype: str | None = None,
+    strict: bool = True,
 ) -> Probe:
-    """Return a saved probe, or the probe of a finished run.
+    """Return a saved probe, one of the Hub, one that comes along, or a run's.
 
     Args:
-      path: a folder written by `Probe.save`, or a run directory.
+      path: a folder written by `Probe.save`; "hf://owner/name" or
+        "hf://owner/name@revision", from the Hub or its local cache; a name of
+        `beatrice probes`; or a run directory.
       model: where the language model lies, if that has moved; or one in memory.
       device: of the language model, which is loaded when it is first needed.
       dtype: likewise; None takes the type in which the probe was fitted.
+      strict: refuse a model of another revision or type than the probe's, and a probe
+        whose examples do not come out. False warns with every score.
 
     Raises:
-      ValueError: neither is there, or a file is not as it was written.
+      ValueError: there is no probe, or a file is not as it was written.
     """
-    folder = as_path(path, "path")
-    options = {"model": model, "device": device, "dtype": dtype}
+    options = {"model": model, "device": device, "dtype": dtype, "strict": strict}
+    folder = _find(path)
     if _is_saved(folder):
-        about = read_sealed(folder / _ABOUT, "save the probe again")
-        detector = Detector.load(folder / _DETECTOR)
-        opener = partial(scorer_of, detector, **options)
+        detector = Detector.load(folder)
+        again = "copy the folder again, or save the probe again"
+        about = read_json(folder / _REPORT, dict[str, Any], again)
+        examples = [
+            msgspec.json.decode(line)
+            for line in (folder / _EXAMPLES).read_bytes().splitlines()
+        ]
+        opener = partial(scorer_of, detector, examples=examples, **options)
         return Probe(
-            detector, about["report"], layer=about["layer"], open_scorer=opener
+            detector,
+            about["report"],
+            layer=about["layer"],
+            examples=examples,
+            identity=sha256_file(folder / CHECKSUMS),
+            open_scorer=opener,
         )
     read_manifest(folder)  # refuses what is no run
     run = RunDir(folder)
     try:
         detector = Detector.load(run.require(run.detector))
+        identity = sha256_file(run.detector / CHECKSUMS)
     except NotWritten as error:
         raise ValueError(f"{error}; {what_to_do(error)}") from None
-    set_compiler(run.preset)
 
     def open_scorer() -> "Scorer":
         from beatrice.pgir.scorer import Scorer
@@ -411,4 +576,67 @@ def load(
         return Scorer.load(folder, **options)
 
     layer = None if detector.provenance is None else detector.provenance.layer
-    return Probe(detector, layer=layer, open_scorer=open_scorer)
+    return Probe(detector, layer=layer, identity=identity, open_scorer=open_scorer)
+
+
+def local_probes() -> dict[str, Path]:
+    """Return the folders of the probes that come along, and of the Hub's cache."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    folders = packaged_probes()
+    try:
+        repositories = scan_cache_dir().repos
+    except CacheNotFound:
+        return folders
+    for repository in repositories:
+        for revision in repository.revisions:
+            if _is_saved(revision.snapshot_path):
+                name = f"{_HUB}{repository.repo_id}@{revision.commit_hash[:12]}"
+                folders[name] = revision.snapshot_path
+    return folders
+
+
+def packaged_probes() -> dict[str, Path]:
+    """Return the folders of the probes that come along, by name."""
+    return {path.name: path for path in sorted(PROBES.glob("*")) if _is_saved(path)}
+
+
+def _find(path: str | Path) -> Path:
+    """Return the folder that a path, a name or an address of the Hub means."""
+    name = str(path)
+    if name.startswith(_HUB):
+        return _snapshot(name)
+    folder = as_path(path, "path")
+    if not folder.exists() and name in packaged_probes():
+        return packaged_probes()[name]
+    if not folder.exists():
+        raise ValueError(
+            f"{name}: expected a probe's folder, a run directory, hf://owner/name, or "
+            f"one of {', '.join(packaged_probes()) or 'no probe that comes along'}"
+        )
+    return folder
+
+
+def _snapshot(address: str) -> Path:
+    """Return where a probe of the Hub lies in the local cache, fetched if need be."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    from beatrice.extract.backbone.names import unreachable_hub
+
+    repository, _, revision = address.removeprefix(_HUB).partition("@")
+    try:
+        return Path(
+            snapshot_download(
+                repository,
+                revision=revision or None,
+                allow_patterns=[CONFIG, ARRAYS, _REPORT, _EXAMPLES, CHECKSUMS, CARD],
+                local_files_only=unreachable_hub() is not None,
+            )
+        )
+    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
+        raise ValueError(
+            f"{address}: no such probe on the Hub, or it cannot be reached and is not "
+            f"in the local cache ({_first_line(error)})"
+        ) from None

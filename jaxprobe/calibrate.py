@@ -33,7 +33,7 @@ from beatrice.extract.run.contents import (
 from beatrice.extract.run.directory import Preset, RunDir, read_manifest
 from beatrice.extract.run.stages import Stage
 from beatrice.extract.store.store import FeatureStore
-from beatrice.jaxprobe import checkpoint
+from beatrice.jaxprobe import checkpoint, forward
 from beatrice.jaxprobe.calibration import (
     Calibrator,
     cross_fit,
@@ -438,7 +438,7 @@ def score_store(
                 for name in passes
             }
             indices.append(batch)
-            scores.append(detector.score(branch, features).first(len(batch)))
+            scores.append(forward.score(detector, branch, features).first(len(batch)))
     return Scores.joined(scores).take(np.argsort(np.concatenate(indices)))
 
 

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,8 @@ from safetensors.numpy import save_file
 from beatrice.extract.run.files import (
     Decoded,
     read_json,
+    replaced_folder,
     verify_checksums,
-    write_checksums,
 )
 
 Arrays = Mapping[str, np.ndarray]
@@ -107,28 +106,10 @@ ARRAYS = "arrays"
 
 def save(path: Path, tree: Any, config: dict[str, Any]) -> None:
     """Write a pytree of arrays and its JSON description, replacing what was there."""
-    path = Path(path).absolute()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    try:
+    with replaced_folder(Path(path)) as work:
         with ocp.PyTreeCheckpointer() as checkpointer:
             checkpointer.save(work / ARRAYS, jax.tree.map(np.asarray, tree))
         (work / CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True))
-        write_checksums(work)
-        _swap(work, path)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-
-
-def _swap(work: Path, path: Path) -> None:
-    """Move a finished directory into place; an old one steps aside first."""
-    if not path.exists():
-        work.rename(path)
-        return
-    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
-    path.rename(aside / path.name)
-    work.rename(path)
-    shutil.rmtree(aside)
 
 
 def restore(path: Path, kind: type[Decoded] = dict[str, Any]) -> tuple[Any, Decoded]:

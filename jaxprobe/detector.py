@@ -6,35 +6,41 @@ probabilities.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from functools import partial
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
-import jax
-import jax.numpy as jnp
 import msgspec
 import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
 
 from beatrice.extract.generate.prompts import PromptConfig
 from beatrice.extract.records import AnswerSpan, Record, Setting
+from beatrice.extract.run.files import read_json, replaced_folder, verify_checksums
 from beatrice.extract.store.families import Dtype
 from beatrice.extract.store.spec import ReadingPath
-from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.calibration import Calibrator
 from beatrice.jaxprobe.config import EncoderConfig, FusionConfig
-from beatrice.jaxprobe.encoder import Encoder, Params, apply_module
 from beatrice.jaxprobe.families import (
     FamilyDims,
     Features,
     Standardizer,
     check_features,
 )
-from beatrice.jaxprobe.family_tokens import FamilyTokens, split_families
-from beatrice.jaxprobe.fusion import FusionHead, head_inputs, slots_of
 from beatrice.jaxprobe.scope import Evidence, Scope, Threshold
 
+Params = Any  # nested dictionaries of arrays
+CONFIG, ARRAYS = "config.json", "probe.safetensors"
+_FORMAT = 6
 _Kind = TypeVar("_Kind")
+# Of a pass's features: logits `[n_seeds, n_kept, n_examples]` and pooled vectors
+# `[..., d_pooled]` of its encoders, arrays of any framework.
+Encode = Callable[[Setting, Features], tuple[Any, Any]]
+# Of a head and what its encoders put out, lists over encoders: the fused probability
+# and the encoders' `[n_examples, n_selected]`, each a mean over seeds, in float64.
+Fuse = Callable[["SettingHead", list[Any], list[Any]], tuple[np.ndarray, np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,38 +74,11 @@ class EncoderBank:
 
         An upper estimate: the compiled modules of three runs take .4 to 1.0 of it.
         """
-        n_encoders = int(np.prod(jax.tree.leaves(self.params)[0].shape[:2]))
+        _, first = next(leaves(self.params))
+        n_encoders = int(np.prod(first.shape[:2]))
         projected = len(self.dims.sizes) * self.config.projection
         widths = n_encoders * (3 * projected + 6 * self.config.hidden)
         return 4 * sum(self.lengths) * (self.dims.total + widths)
-
-
-@partial(jax.jit, static_argnames=("dims", "encoder"))
-def bank_outputs(
-    params: Params,
-    family_masks: jax.Array,
-    standardizer: Standardizer,
-    features: Features,
-    *,
-    dims: FamilyDims,
-    encoder: Encoder,
-) -> tuple[jax.Array, jax.Array]:
-    """Run all kept encoders on the same features.
-
-    Args:
-      params: leaves `[n_seeds, n_kept, ...]`.
-      family_masks: `[n_kept, n_families]` bool.
-      standardizer: of the pass.
-      features: of `n_examples` answers.
-      dims: channels of the pass.
-      encoder: the module.
-
-    Returns:
-      Logits `[n_seeds, n_kept, n_examples]` and pooled vectors `[..., d_pooled]`.
-    """
-    families: FamilyTokens = split_families(features, dims, standardizer)
-    over_kept = jax.vmap(lambda p, mask: apply_module(encoder, p, families, mask))
-    return jax.vmap(over_kept, in_axes=(0, None))(params, family_masks)
 
 
 # `single_pass` reads the with-context pass alone (the paper's ablation "w/o
@@ -164,25 +143,6 @@ class SettingHead:
     calibrator: Calibrator
 
 
-@partial(jax.jit, static_argnames=("head",))
-def _fuse(
-    params: Params,
-    pooled: jax.Array,
-    logits: jax.Array,
-    slot_mask: jax.Array,
-    *,
-    head: FusionHead,
-) -> jax.Array:
-    """Probability `[n_examples]`, mean over seeds of the heads'."""
-
-    def fuse_seed(params, pooled, logits):
-        slots = jnp.arange(len(slot_mask))
-        inputs = head_inputs(pooled, logits)
-        return apply_module(head, params, inputs, slots, slot_mask)
-
-    return jax.nn.sigmoid(jax.vmap(fuse_seed)(params, pooled, logits)).mean(axis=0)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Provenance:
     """What a detector was trained on: a model, and how its answers were read.
@@ -216,9 +176,9 @@ class Provenance:
 
 
 class _Saved(Record, frozen=True, kw_only=True):
-    """A detector without its arrays, which are the tree of the checkpoint."""
+    """A detector without its arrays."""
 
-    format: Literal[5]
+    format: Literal[6]
     banks: dict[Setting, dict[str, Any]]
     heads: dict[HeadName, dict[str, Any]]
     provenance: Provenance | None
@@ -286,57 +246,32 @@ class Detector:
         """Return the passes that a head reads."""
         return tuple(dict.fromkeys(where for where, _ in self._head(branch).reads))
 
-    def score_closed_book(self, features: Features) -> Scores:
-        """Score answers given without context; features have two spans."""
-        return self.score("closed_book", {"closed_book": features})
-
-    def score_with_context(
-        self, with_context: Features, closed_book: Features | None
+    def score(
+        self,
+        branch: HeadName,
+        passes: Mapping[Setting, Features],
+        encode: Encode,
+        fuse: Fuse,
     ) -> Scores:
-        """Score answers given with context.
-
-        Args:
-          with_context: signals of the pass with context, three spans.
-          closed_book: signals of the closed-book pass on the same questions; None only
-            where no selected encoder reads them.
-        """
-        passes: dict[Setting, Features] = {"with_context": with_context}
-        if closed_book is not None:
-            passes["closed_book"] = closed_book
-        return self.score("with_context", passes)
-
-    def score_single_pass(self, with_context: Features) -> Scores:
-        """Score answers given with context from their own forward pass alone."""
-        return self.score("single_pass", {"with_context": with_context})
-
-    def score(self, branch: HeadName, passes: Mapping[Setting, Features]) -> Scores:
         """Encode the passes that a head reads, fuse, calibrate.
 
         Args:
           branch: which head.
           passes: signals of the same answers; others than are read may be among them.
+          encode: of a framework, as of `jaxprobe.forward` or `pgir.forward`.
+          fuse: likewise.
         """
         head = self._head(branch)
-        encoded = {
-            where: self._encode(where, passes) for where in self.passes_of(branch)
-        }
+        encoded = {}
+        for where in self.passes_of(branch):
+            self._check_pass(where, passes)
+            encoded[where] = encode(where, passes[where])
         logits, pooled = [], []
         for where, name in head.reads:
             row = self.banks[where].names.index(name)
             logits.append(encoded[where][0][:, row])
             pooled.append(encoded[where][1][:, row])
-        n_empty = head.config.n_slots - len(logits)
-        filled = jnp.stack(logits, axis=1)
-        fill = ((0, 0), (0, n_empty), (0, 0))
-        raw = _fuse(
-            head.params,
-            jnp.pad(jnp.stack(pooled, axis=1), (*fill, (0, 0))),
-            jnp.pad(filled, fill),
-            jnp.asarray(slots_of(tuple(range(len(logits))), head.config.n_slots)[1]),
-            head=FusionHead(head.config),
-        )
-        raw = np.asarray(raw, np.float64)
-        encoders = np.asarray(jax.nn.sigmoid(filled).mean(axis=0).T, np.float64)
+        raw, encoders = fuse(head, logits, pooled)
         names = tuple(f"{where}/{name}" for where, name in head.reads)
         return Scores(raw, head.calibrator(raw), encoders, names)
 
@@ -348,7 +283,8 @@ class Detector:
             )
         return self.heads[setting]
 
-    def _encode(self, where: Setting, passes: Mapping[Setting, Features]):
+    def _check_pass(self, where: Setting, passes: Mapping[Setting, Features]) -> None:
+        """Check that a pass is there, in the shapes of its encoders."""
         if where not in passes:
             raise ValueError(f"this score needs the signals of the {where} pass too")
         bank, features = self.banks[where], passes[where]
@@ -357,34 +293,40 @@ class Detector:
             raise ValueError(
                 f"{where} features have {len(bank.spans)} spans, got {features.n_spans}"
             )
-        subsets = [bank.dims.subset_index(name) for name in bank.names]
-        masks = bank.dims.subset_masks[subsets]
-        return bank_outputs(
-            bank.params,
-            jnp.asarray(masks),
-            bank.standardizer,
-            features,
-            dims=bank.dims,
-            encoder=Encoder(bank.config, bank.dims),
-        )
 
     def save(self, path: Path | str) -> None:
-        """Write the detector to a directory, atomically (see `checkpoint`)."""
-        tree, saved = (
-            {},
-            {"format": 5, "provenance": msgspec.to_builtins(self.provenance)},
-        )
+        """Write the detector to a folder, atomically, with checksums."""
+        with replaced_folder(Path(path)) as folder:
+            self.write(folder)
+
+    def write(self, folder: Path) -> None:
+        """Write the two files of a detector into a folder: structure and arrays."""
+        tree: dict[str, Any] = {}
+        saved: dict[str, Any] = {
+            "format": _FORMAT,
+            "provenance": msgspec.to_builtins(self.provenance),
+        }
         for name, values in (("banks", self.banks), ("heads", self.heads)):
             split = {key: _split_arrays(value) for key, value in values.items()}
             tree[name] = {key: arrays for key, (arrays, _) in split.items()}
             saved[name] = {key: fields for key, (_, fields) in split.items()}
-        checkpoint.save(Path(path), tree, saved)
+        arrays = {path: np.ascontiguousarray(x) for path, x in leaves(tree)}
+        save_file(arrays, folder / ARRAYS)
+        (folder / CONFIG).write_text(json.dumps(saved, indent=1, sort_keys=True))
 
     @classmethod
     def load(cls, path: Path | str) -> "Detector":
-        """Read a detector; every file is checked against its SHA-256 first."""
-        tree, saved = checkpoint.restore(Path(path), _Saved)
+        """Read a detector; every file is checked against its SHA-256 first.
+
+        Raises:
+          ValueError: a file is missing, added or changed, or of another version.
+        """
+        folder = Path(path)
+        verify_checksums(folder)
+        again = "fit the probe, or run `beatrice calibrate`, again"
+        saved = read_json(folder / CONFIG, _Saved, again)
         try:
+            tree = _nested(load_file(folder / ARRAYS))
             banks: dict[Setting, EncoderBank] = {
                 setting: _merge_arrays(tree["banks"][setting], fields, EncoderBank)
                 for setting, fields in saved.banks.items()
@@ -393,9 +335,35 @@ class Detector:
                 name: _merge_arrays(tree["heads"][name], fields, SettingHead)
                 for name, fields in saved.heads.items()
             }
-        except (msgspec.ValidationError, KeyError, TypeError) as error:
+        except (
+            msgspec.ValidationError,
+            KeyError,
+            TypeError,
+            OSError,
+            SafetensorError,
+        ) as error:
             raise ValueError(
-                f"{path} is no detector of this version ({error}); run `beatrice "
-                "calibrate` again"
+                f"{path} is no detector of this version ({error}); {again}"
             ) from error
         return cls(banks=banks, heads=heads, provenance=saved.provenance)
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the arrays of nested dictionaries by path, as in "banks/closed_book/x"."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{name}/")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _nested(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Return arrays by path as nested dictionaries."""
+    tree: dict[str, Any] = {}
+    for path, x in arrays.items():
+        *folders, name = path.split("/")
+        at = tree
+        for folder in folders:
+            at = at.setdefault(folder, {})
+        at[name] = x
+    return tree

@@ -1,13 +1,13 @@
-"""Where Torch and JAX meet: the backbone answers, the detector scores.
+"""A backbone and its detector: the one answers, the other scores.
 
-Signals leave Torch as NumPy arrays, are padded to a few fixed lengths, and go into
-the jitted detector, so that JAX compiles once per length and not once per question.
+Signals are put together as NumPy arrays; encoders and heads run in Torch on the
+backbone's device, see `pgir.forward`.
 """
 
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -21,21 +21,12 @@ from beatrice.extract.signals.reader import AnswerSignals, SignalReader
 from beatrice.extract.signals.sequence import TokenSequence, sequence_of
 from beatrice.extract.store.families import as_written
 from beatrice.extract.store.spec import ReadingPath
-from beatrice.jaxprobe.detector import Detector, Scores
+from beatrice.jaxprobe.detector import Detector, HeadName, Scores
 from beatrice.jaxprobe.families import FAMILIES, SPANS, Features, assemble
+from beatrice.pgir.forward import TorchForward
+from beatrice.pgir.warnings import differences
 
-# Padded lengths of spans longer than any in training: each rounded up to one of these,
-# so a new question rarely means a new compilation.
-LENGTHS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-ROWS = (1, 8, 64, 256)  # padded numbers of examples, likewise
-
-
-def fixed_length(n: int, lengths: Sequence[int] = LENGTHS) -> int:
-    """Return the smallest fixed length that holds `n`; multiples of the last above."""
-    for length in lengths:
-        if n <= length:
-            return length
-    return -(-n // lengths[-1]) * lengths[-1]
+MOST_ROWS = 256  # answers that are encoded together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,17 +42,9 @@ class Reading:
         rows = slice(first, first + n)
         return Reading(self.signals[rows], self.spans[rows], self.path)
 
-    def features(self, setting: Setting, usual: Sequence[int] = ()) -> Features:
-        """Return the padded spans, examples padded by empty ones to a fixed number.
-
-        The first `len(signals)` examples are real.
-
-        Args:
-          setting: which spans.
-          usual: lengths to pad each span to where that is enough.
-        """
+    def features(self, setting: Setting) -> Features:
+        """Return the spans of a setting, padded to the longest of each."""
         lengths = [len(s.prob) for s in self.signals]
-        starts = np.cumsum([0, *lengths[:-1]])
         firsts = np.array([s.first_token for s in self.signals])
         rows = {
             "hidden": np.concatenate([s.hidden[:, 0] for s in self.signals]),
@@ -69,20 +52,8 @@ class Reading:
             "resid": np.concatenate([s.resid for s in self.signals]),
             "attn": np.concatenate([s.attn for s in self.signals]),
         }
-        spans = SPANS[setting]
-        usual = usual or LENGTHS[:1] * len(spans)
-        widths = np.diff(self.spans)[..., 0].max(axis=0)
-        n_extra = fixed_length(len(starts), ROWS) - len(starts)
-        return assemble(
-            rows,
-            np.concatenate([starts - firsts, np.zeros(n_extra, dtype=np.int64)]),
-            np.concatenate([self.spans, np.zeros((n_extra, 3, 2), dtype=np.int64)]),
-            spans,
-            [
-                fixed_length(int(widths[s]), (first, *LENGTHS))
-                for s, first in zip(spans, usual, strict=True)
-            ],
-        )
+        starts = np.cumsum([0, *lengths[:-1]]) - firsts
+        return assemble(rows, starts, self.spans, SPANS[setting])
 
 
 class ProbedBackbone:
@@ -96,6 +67,7 @@ class ProbedBackbone:
       detector: trained on this backbone's signals.
       config: how answers are generated.
       most_bytes: that encoding answers together may take.
+      strict: refuse a backbone of another revision or type than the detector's.
     """
 
     def __init__(
@@ -105,6 +77,7 @@ class ProbedBackbone:
         config: GenerationConfig = GenerationConfig(),  # noqa: B008 (it is frozen)
         *,
         most_bytes: int = 1 << 30,
+        strict: bool = True,
     ) -> None:
         """Check that the two belong together."""
         trained = detector.provenance
@@ -113,12 +86,9 @@ class ProbedBackbone:
                 "the detector was trained on arrays, not on a model's answers, so it "
                 f"cannot read {backbone.name}; give it arrays"
             )
-        if trained.revision != backbone.revision:
+        if strict and (different := differences(detector, backbone)):
             raise ValueError(
-                f"the detector belongs to a backbone of revision "
-                f"{trained.revision[:12]}, but {backbone.name} is "
-                f"{backbone.revision[:12]}; load that backbone, or train a detector "
-                "for this one"
+                f"{different[0]}; with strict=False it is loaded, and every score warns"
             )
         self.backbone = backbone
         self.detector = detector
@@ -131,6 +101,7 @@ class ProbedBackbone:
         # of its last call, so one thread at a time uses either.
         self.lock = threading.RLock()
         self.reader = SignalReader(backbone, (trained.layer,))
+        self.forward = TorchForward(detector, backbone.device)
 
     def requests(
         self, setting: Setting, questions: Sequence[str], contexts: Sequence
@@ -238,46 +209,30 @@ class ProbedBackbone:
         }
         return dataclasses.replace(signals, **rounded)
 
-    def features(self, reading: Reading, setting: Setting) -> Features:
-        """Return a reading's spans, padded as in training where that is enough."""
-        bank = self.detector.banks.get(setting)
-        return reading.features(setting, bank.lengths if bank else ())
-
     def rows_at_once(self, setting: Setting) -> int:
         """Return how many answers are encoded together, one at least."""
         bank = self.detector.banks.get(setting)
         fits = self.most_bytes // max(1, bank.row_bytes if bank else 0)
-        return max((n for n in ROWS if n <= fits), default=1)
+        return min(max(1, fits), MOST_ROWS)
 
-    def score_closed_book(self, reading: Reading) -> Scores:
-        """Return the detector's scores of closed-book answers, `[n]` each."""
-        passes: dict[Setting, Reading] = {"closed_book": reading}
-        return self._in_parts(self.detector.score_closed_book, passes)
-
-    def score_with_context(self, reading: Reading, closed_book: Reading) -> Scores:
-        """Return the scores of with-context answers, `[n]` each.
+    def score(self, branch: HeadName, readings: Mapping[Setting, Reading]) -> Scores:
+        """Return the scores of answers that were read, `[n]` each.
 
         Args:
-          reading: of the with-context answers.
-          closed_book: of the closed-book answers to the same questions.
+          branch: the head.
+          readings: of the same answers, by pass.
         """
-        passes: dict[Setting, Reading] = {
-            "with_context": reading,
-            "closed_book": closed_book,
-        }
-        return self._in_parts(self.detector.score_with_context, passes)
-
-    def _in_parts(
-        self, score: Callable[..., Scores], passes: Mapping[Setting, Reading]
-    ) -> Scores:
-        """Score readings of the same answers, by setting, some answers at a time."""
-        n = min(self.rows_at_once(setting) for setting in passes)
-        n_all = len(next(iter(passes.values())).signals)
-        scores = []
-        for first in range(0, n_all, n):
-            features = [
-                self.features(reading.rows(first, n), setting)
-                for setting, reading in passes.items()
+        n = min(self.rows_at_once(setting) for setting in readings)
+        n_all = len(next(iter(readings.values())).signals)
+        return Scores.joined(
+            [
+                self.forward.score(
+                    branch,
+                    {
+                        setting: reading.rows(first, n).features(setting)
+                        for setting, reading in readings.items()
+                    },
+                )
+                for first in range(0, n_all, n)
             ]
-            scores.append(score(*features).first(min(n, n_all - first)))
-        return Scores.joined(scores)
+        )

@@ -1,9 +1,7 @@
-"""The verbs that search and that act on the score: corpus, control, score."""
+"""The verbs that search and that act on the score: corpus, control."""
 
 import dataclasses
-import itertools
 import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,7 +10,6 @@ import click
 from beatrice.extract.run.console import Progress, quiet
 from beatrice.extract.run.verbs import (
     AS_JSON,
-    FILE,
     FOLDER,
     RUN_DIR,
     given,
@@ -21,14 +18,11 @@ from beatrice.extract.run.verbs import (
 )
 
 if TYPE_CHECKING:
-    from beatrice.extract.run.directory import RunDir
     from beatrice.pgir.controllers.stage import ControlConfig
     from beatrice.pgir.corpus import Corpus
     from beatrice.pgir.index import TextEncoder
 
 Form = Literal["flat", "sq8", "ivf_pq"]
-_ASKED = ("question", "prompt")  # shown of a row on the page: the first that is there
-Results = Sequence[tuple[str | None, Sequence[str], Mapping[str, Any]]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -364,143 +358,3 @@ def control(run_dir: Path, how: ControlOptions, retrieval: RetrievalOptions) -> 
         with RunDir.open(run_dir) as run:
             settle_search(run, how.change)
     do(run_dir, CONTROL)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ScoreOptions:
-    """One answer, or a file of them, and where the results go."""
-
-    question: str | None = option("As the model was asked.")
-    answer: str | None = option("The answer to be judged.")
-    context: tuple[str, ...] = option("A passage the model was shown; repeatable.", ())
-    file: Path | None = option(
-        "Answers, a row each: own, lm-eval's or FlashRAG's.", type=FILE
-    )
-    out: Path | None = option(
-        "Where a file's results go; continued if it is there.  [default: stdout]",
-        type=click.Path(dir_okay=False, path_type=Path),
-    )
-    html: Path | None = option(
-        "Write a page with the answers' tokens tinted by their probability.",
-        type=click.Path(dir_okay=False, path_type=Path),
-    )
-    batch_size: int = option("Most rows of a file in one forward pass.", 64, min=1)
-    model: str | None = option("Where the backbone lies, if moved.")
-
-    def __post_init__(self) -> None:
-        """Check what goes together."""
-        answer = (self.question, self.answer, self.context)
-        if self.file is None and (self.question is None or self.answer is None):
-            raise click.UsageError("give --question and --answer, or --file")
-        if self.file is not None and answer != (None, None, ()):
-            raise click.UsageError(
-                "a --file has its own questions, answers and contexts"
-            )
-        if self.file is None and self.out is not None:
-            raise click.UsageError("--out is for the results of a --file")
-        _check_different({"--file": self.file, "--out": self.out, "--html": self.html})
-
-
-@click.command()
-@RUN_DIR
-@AS_JSON
-@options(how=ScoreOptions)
-def score(run_dir: Path, as_json: bool, how: ScoreOptions) -> None:
-    """Score answers that exist: one, or a file of them; P(correct) back.
-
-    A file's results are JSON lines in its order; a row that cannot be scored is named
-    in its place, and the exit code is then 1.
-
-    Example: beatrice score runs/demo --question "who wrote X?" --answer "Y"
-    """
-    quiet()
-    from beatrice.extract.run.directory import RunDir, read_manifest
-
-    read_manifest(run_dir)  # what is no run, or not finished, is refused at once
-    run = RunDir(run_dir)
-    run.require(run.detector)
-    if how.file is not None:
-        _score_file(run, how.file, how)
-        return
-    from beatrice.pgir.scorer import Scorer
-
-    scorer = Scorer.load(run_dir, model=how.model)
-    score = scorer.score(how.question, how.answer, how.context or None)
-    for warning in score.warnings:
-        click.echo(f"warning: {warning}", err=True)
-    click.echo(": ".join(filter(None, (score.decision, score.reason))), err=True)
-    if how.html is not None:
-        results = [(how.question, how.context, score.as_json())]
-        _write_page(how.html, f"{run_dir.name}: one answer", "", results)
-    if as_json:
-        click.echo(json.dumps(score.as_json()))
-    else:
-        p_correct = score.p_correct
-        click.echo("unknown" if p_correct is None else f"{p_correct:.3f}")
-
-
-def _check_different(files: Mapping[str, Path | None]) -> None:
-    """Check that no file would be written over another that the line names."""
-    named = [(name, path) for name, path in files.items() if path is not None]
-    for (first, path), (other, same) in itertools.combinations(named, 2):
-        is_link = path.exists() and same.exists() and path.samefile(same)
-        if is_link or path.resolve() == same.resolve():
-            raise click.UsageError(
-                f"{first} and {other} are the same file, {path}; give two names"
-            )
-
-
-def _write_page(html: Path, title: str, summary: str, results: Results) -> None:
-    """Write the page of some results."""
-    from beatrice.extract.run.files import write_text_atomic
-    from beatrice.pgir.score_files import page
-
-    write_text_atomic(html, page(title, summary, results))
-
-
-def _score_file(run: "RunDir", answers: Path, how: ScoreOptions) -> None:
-    """Score a file's rows; raise at the end if any of them could not be scored."""
-    from beatrice.extract.records import SETTINGS
-    from beatrice.extract.run.files import CHECKSUMS, JsonLines, sha256_file
-    from beatrice.pgir.score_files import Tally, count_rows, read_rows, score_rows
-
-    progress, tally, shown = Progress(), Tally(), []
-    total = count_rows(answers)  # a file that cannot be read is refused at once
-    from beatrice.pgir.scorer import Scorer
-
-    scorer = Scorer.load(run.path, model=how.model)
-    lines = JsonLines.open(how.out) if how.out else None
-    if lines and lines.truncated:
-        progress.note(lines.truncated)
-    with progress.stage("score") as update:
-
-        def each(row: Any, result: Mapping[str, Any]) -> None:
-            tally.add(row, result)
-            update(tally.n_done, total)
-            if how.html is not None:
-                arguments = (getattr(row.given, name, None) for name in _ASKED)
-                passages = getattr(row.given, "context", None) or ()
-                texts = [getattr(passage, "text", passage) for passage in passages]
-                shown.append((next(filter(None, arguments), None), texts, result))
-
-        score_rows(
-            lambda rows: scorer.score_many(rows, how.batch_size),
-            read_rows(answers),
-            sha256_file(run.require(run.detector) / CHECKSUMS),
-            lines,
-            lines.append if lines else lambda some: click.echo("\n".join(some)),
-            each,
-        )
-    for setting in SETTINGS:
-        threshold = scorer.threshold(setting)
-        if threshold is not None:
-            progress.note(f"{setting}: trusted is {threshold.in_words()}")
-    progress.note(tally.in_words())
-    if how.html is not None:
-        title = f"{answers.name}, read by {run.path.name}"
-        _write_page(how.html, title, tally.in_words(), shown)
-    if tally.bad:
-        raise click.ClickException(
-            f"{len(tally.bad)} of {tally.n_done} rows could not be scored; the first, "
-            f"{tally.bad[0]}"
-        )

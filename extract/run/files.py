@@ -24,6 +24,8 @@ import msgspec
 from beatrice.extract.run.share import Share
 
 Decoded = TypeVar("Decoded")
+# Of a folder with checksums: what a person edits, and what a Hub or git adds.
+_UNCHECKED = ("README.md", ".cache", ".git", ".gitattributes")
 
 
 def sync_folder(folder: Path) -> None:
@@ -279,6 +281,30 @@ def write_checksums(folder: Path) -> None:
     (folder / CHECKSUMS).write_text(json.dumps(sums, indent=1, sort_keys=True))
 
 
+@contextlib.contextmanager
+def replaced_folder(path: Path) -> Iterator[Path]:
+    """Give a new folder to write into; at the end it replaces what was at `path`.
+
+    It gets checksums of every file. After an error nothing has changed.
+    """
+    path = path.absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        yield work
+        write_checksums(work)
+        work.chmod(0o755)
+        if path.exists():
+            aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
+            path.rename(aside / path.name)
+            work.rename(path)
+            shutil.rmtree(aside)
+        else:
+            work.rename(path)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
 def verify_checksums(folder: Path) -> None:
     """Check every file of a folder against its checksums.
 
@@ -299,9 +325,13 @@ def verify_checksums(folder: Path) -> None:
 
 
 def _names(folder: Path) -> list[str]:
-    """Relative names of all files below a folder, but the checksums."""
+    """Relative names of all files below a folder, but those that may change."""
     files = (p.relative_to(folder) for p in folder.rglob("*") if p.is_file())
-    return sorted(str(name) for name in files if str(name) != CHECKSUMS)
+    return sorted(
+        str(name)
+        for name in files
+        if name.parts[0] not in _UNCHECKED and str(name) != CHECKSUMS
+    )
 
 
 @dataclasses.dataclass(frozen=True)

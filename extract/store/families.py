@@ -5,8 +5,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
+import ml_dtypes
 import numpy as np
-import tensorstore as ts
 
 Dtype = Literal["bfloat16", "float16", "float32", "int8"]
 # Attention masses can be below 6e-8, the smallest number of float16.
@@ -27,8 +27,8 @@ _LARGEST_CODE = 127
 
 
 def numpy_dtype(dtype: Dtype) -> np.dtype:
-    """Return NumPy's type of that name; bfloat16 is TensorStore's (ml_dtypes)."""
-    return np.dtype(getattr(ts, dtype).numpy_dtype)
+    """Return NumPy's type of that name; bfloat16 is that of `ml_dtypes`."""
+    return np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

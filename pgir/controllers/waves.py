@@ -41,7 +41,7 @@ from beatrice.extract.signals.decode import ReadingGenerator
 from beatrice.extract.signals.reader import AnswerSignals, SignalReader
 from beatrice.extract.signals.sequence import sequence_of
 from beatrice.pgir.arguments import argument_error
-from beatrice.pgir.bridge import ROWS, ProbedBackbone, Reading
+from beatrice.pgir.bridge import MOST_ROWS, ProbedBackbone, Reading
 from beatrice.pgir.controllers.plans import (
     VALUES,
     Call,
@@ -55,7 +55,7 @@ from beatrice.pgir.retrievers import RetrievalFailed, Retriever
 
 GROUP_SIZE = 256  # questions that go together; their signals are in memory
 JUDGES = "beatrice.draft_judges"  # the group of entry points
-_MOST_CACHED = 2 * ROWS[-1]  # closed-book answers; a group has half of them
+_MOST_CACHED = 2 * MOST_ROWS  # closed-book answers; a group has half of them
 ENTROPY = 2  # column of a prob row, in nats
 DraftJudge = Callable[[str, str, Sequence[Passage]], float]
 
@@ -633,18 +633,19 @@ class Scoring:
             self._closed_book.clear()
         for has_context in (False, True):
             places = [i for i, c in enumerate(calls) if bool(c.passages) == has_context]
-            for first in range(0, len(places), ROWS[-1]):
-                batch = places[first : first + ROWS[-1]]
+            for first in range(0, len(places), MOST_ROWS):
+                batch = places[first : first + MOST_ROWS]
                 if all(i in done for i in batch):
                     continue
                 of_batch = [calls[i] for i in batch]
                 reading = self._read(of_batch)
                 if has_context:
                     closed_book = self._closed_book_of(of_batch)
-                    scores = probed.score_with_context(reading, closed_book)
+                    passes = {"with_context": reading, "closed_book": closed_book}
+                    scores = probed.score("with_context", passes)
                 else:
                     self._cache(of_batch, reading)
-                    scores = probed.score_closed_book(reading)
+                    scores = probed.score("closed_book", {"closed_book": reading})
                 values = map(Scored, scores.p_correct.tolist(), scores.raw.tolist())
                 yield list(zip(batch, values, strict=True))
 

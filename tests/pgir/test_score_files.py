@@ -3,12 +3,10 @@
 import json
 import re
 
-import jax
 import pytest
 import torch
 from click.testing import CliRunner
 
-import beatrice
 from beatrice.cli import main
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.run.directory import NewRun, RunDir
@@ -202,18 +200,12 @@ def run(probed, tmp_path_factory):
     return save_run(path, probed.detector, BackboneConfig())
 
 
-def test_loading_uses_the_compile_cache_of_the_stages(run):
-    before = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", None)
-    try:
-        beatrice.load(run)
-        assert jax.config.jax_compilation_cache_dir is not None
-    finally:
-        jax.config.update("jax_compilation_cache_dir", before)
-
-
 def test_a_model_is_loaded_as_in_the_run_or_as_asked(run, backbone):
-    asked = Scorer.load(run, dtype="bfloat16", device="cpu").probed.backbone
+    with pytest.raises(ValueError, match="in float32, but .* computes in bfloat16"):
+        Scorer.load(run, dtype="bfloat16")
+    other = Scorer.load(run, dtype="bfloat16", device="cpu", strict=False)
+    assert "bfloat16" in other.score(QUESTION, "Guzolt Falls").warnings[0]
+    asked = other.probed.backbone
     usual = Scorer.load(run).probed.backbone
     assert (asked.dtype, usual.dtype) == (torch.bfloat16, torch.float32)
     assert Scorer.load(run, model=backbone).probed.backbone is backbone
@@ -268,7 +260,7 @@ def test_a_file_without_rows_is_refused_in_one_sentence(run, tmp_path, content):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--question", "q?"], "give --question and --answer, or --file"),
+        (["--answer", "a"], "give --question, and perhaps --answer, or --file"),
         (["--file", __file__, "--answer", "a"], "has its own questions"),
         (["--question", "q?", "--answer", "a", "--out", "x"], "results of a --file"),
     ],

