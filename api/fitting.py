@@ -118,7 +118,7 @@ def fit(
         with-context answers are then judged with the closed-book pass of the same
         question as well.
       labels: whether each answer is right: booleans (or 0 and 1), None where nobody
-        knows, or `Label`s in any order. Of both settings, a mapping as above.
+        knows, or `Label` records in any order. Of both settings, a mapping as above.
       groups: what must not be torn apart by the split, one name an answer; None takes
         the question ids.
       splits: "train", "validation" or "test" of each answer, or "" to leave it out.
