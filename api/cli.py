@@ -25,6 +25,7 @@ __all__ = ["main"]
 HEADINGS = {
     "Begin here": {
         "demo": "beatrice.cli",
+        "fit": "beatrice.own_model",
         "score": "beatrice.commands",
         "probes": "beatrice.commands",
         "real": "beatrice.benchmarks.recipes.commands",

@@ -406,6 +406,34 @@ def prompt_tokens(
     return _prompt_from_template(tokenizer, template, question, given.context)
 
 
+def answer_as_read(
+    tokenizer: Any,
+    template: PromptTemplate,
+    given: AnswerToScore,
+    stop_id: int | None = None,
+    example_id: str = "given",
+) -> tuple[PromptTokens, Answer, tuple[str, ...]]:
+    """Return the prompt, the answer with its ids, and its text piece by piece.
+
+    Raises:
+      ValueError: as `prepare`.
+    """
+    prompt = prompt_tokens(tokenizer, template, given)
+    usual = tokenizer.eos_token_id if stop_id is None else stop_id
+    ids, pieces, stop = _answer_tokens(tokenizer, template, given, usual)
+    answer = Answer(
+        example_id=example_id,
+        setting=prompt.setting,
+        variant="original",
+        text="".join(pieces),
+        prompt_ids=prompt.ids,
+        token_ids=ids,
+        stop_id=stop,
+        context_span=prompt.context_span,
+    )
+    return prompt, answer, pieces
+
+
 def prepare(
     tokenizer: Any,
     template: PromptTemplate,
@@ -427,19 +455,7 @@ def prepare(
       ValueError: a text is empty or no text, holds control tokens, or is not where it
         is said to be.
     """
-    prompt = prompt_tokens(tokenizer, template, given)
-    usual = tokenizer.eos_token_id if stop_id is None else stop_id
-    ids, pieces, stop = _answer_tokens(tokenizer, template, given, usual)
-    answer = Answer(
-        example_id="given",
-        setting=prompt.setting,
-        variant="original",
-        text="".join(pieces),
-        prompt_ids=prompt.ids,
-        token_ids=ids,
-        stop_id=stop,
-        context_span=prompt.context_span,
-    )
+    prompt, answer, pieces = answer_as_read(tokenizer, template, given, stop_id)
     return scoring_input(prompt, answer, pieces, answer_span=answer_span)
 
 
