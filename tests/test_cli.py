@@ -80,7 +80,7 @@ def every_option(command, name=""):
 
 def test_there_are_few_verbs_and_options():
     assert len(VERBS) <= 25
-    assert len(set(every_option(main))) <= 89
+    assert len(set(every_option(main))) <= 88
 
 
 @pytest.mark.parametrize(
