@@ -60,7 +60,7 @@ class TrainConfig:
     learning_rate: float = 2e-4
     weight_decay: float = 0.01
     batch_size: int = 512
-    max_epochs: int = 60
+    max_epochs: int = 60  # 0, of heads alone: they stay the mean logit
     lr_patience: int = 4  # epochs without a validation gain before the rate is halved
     patience: int = 10  # epochs without a validation gain before training stops
     n_seeds: int = 3
@@ -69,11 +69,11 @@ class TrainConfig:
 
     def __post_init__(self):
         """Check that counts are positive."""
-        counts = ("batch_size", "max_epochs", "lr_patience", "patience", "n_seeds")
-        for name in counts:
-            if getattr(self, name) < 1:
+        least = {"batch_size": 1, "lr_patience": 1, "patience": 1, "n_seeds": 1}
+        for name, fewest in {**least, "max_epochs": 0}.items():
+            if getattr(self, name) < fewest:
                 raise ValueError(
-                    f"{name} must be at least 1, got {getattr(self, name)}"
+                    f"{name} must be at least {fewest}, got {getattr(self, name)}"
                 )
         if self.n_microbatches is not None and self.batch_size % self.n_microbatches:
             raise ValueError(
@@ -203,6 +203,11 @@ class GridConfig:
     stream: StreamConfig | None = None
     device_memory: int | None = dataclasses.field(default=None, compare=False)
 
+    def __post_init__(self) -> None:
+        """Check that encoders are trained at all."""
+        if self.train.max_epochs < 1:
+            raise ValueError("encoders need max_epochs of at least 1, got 0")
+
     def seeded(self, seed: int) -> "GridConfig":
         """Return the same with the run's seed in the protocol."""
         train = dataclasses.replace(self.train, root_seed=seed)
@@ -257,7 +262,7 @@ def _trained_for(
     """Return a protocol of other epochs and rate; a rate that stays still stays."""
     if epochs is not None:
         stays = train.lr_patience >= train.max_epochs
-        lr_patience = epochs if stays else train.lr_patience
+        lr_patience = max(1, epochs) if stays else train.lr_patience
         train = dataclasses.replace(train, max_epochs=epochs, lr_patience=lr_patience)
     if learning_rate is not None:
         train = dataclasses.replace(train, learning_rate=learning_rate)
@@ -270,7 +275,8 @@ class SelectConfig:
 
     Attributes:
       head: widths.
-      train: the heads' protocol; the run's seed takes the place of its own.
+      train: the heads' protocol; the run's seed takes the place of its own. Of no
+        epochs, sets are searched and fused by their mean logit, and nothing is trained.
       margin: validation AUROC that an addition has to gain, delta of algorithm 1.
     """
 

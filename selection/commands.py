@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -16,6 +16,7 @@ from beatrice.extract.run.verbs import (
 from beatrice.jaxprobe.commands import HeadSizeOptions
 
 if TYPE_CHECKING:
+    from beatrice.jaxprobe.config import SelectConfig
     from beatrice.selection.anatomy.stage import AnatomyConfig
 
 
@@ -33,6 +34,26 @@ def sweep(run_dir: Path) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class FusedOptions(HeadSizeOptions):
+    """Heads that are not the run's."""
+
+    fusion: Literal["mean"] | None = option(
+        "mean: search and fuse by the mean logit, and train nothing; --epochs ends it",
+        rare=True,
+    )
+
+    def change(self, config: "SelectConfig") -> "SelectConfig":
+        """Return how encoders are selected and fused, as the options say."""
+        from beatrice.jaxprobe.config import SELECT_PRESETS
+
+        if self.fusion and self.epochs:
+            raise click.UsageError("fusion=mean trains nothing: leave out --epochs")
+        sizes = dataclasses.replace(self, fusion=None)
+        config = sizes.resize(config, SELECT_PRESETS)
+        return config.resized(epochs=0) if self.fusion else config
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchOptions:
     """What is searched beside the selected set."""
 
@@ -46,20 +67,21 @@ class SearchOptions:
 
 @click.command()
 @RUN_DIR
-@options(sizes=HeadSizeOptions, also=SearchOptions)
-def select(run_dir: Path, sizes: HeadSizeOptions, also: SearchOptions) -> None:
+@options(sizes=FusedOptions, also=SearchOptions)
+def select(run_dir: Path, sizes: FusedOptions, also: SearchOptions) -> None:
     """Select encoders greedily and train the fusion heads.
 
     There is a head for every seed of the encoders. Sizes stay with the run, and may be
     others until heads have been trained with them.
 
     Example: beatrice select runs/demo --exhaustive
+
+    Example: beatrice select runs/demo --set fusion=mean
     """
     from beatrice.extract.run.stages import do
-    from beatrice.jaxprobe.config import SELECT_PRESETS
     from beatrice.selection.stage import OPTIMISM, SELECT
 
-    do(run_dir, SELECT, change=lambda config: sizes.resize(config, SELECT_PRESETS))
+    do(run_dir, SELECT, change=sizes.change)
     if also.optimism:
         do(run_dir, OPTIMISM)
     if also.exhaustive:

@@ -131,7 +131,9 @@ def fit_sets(
         trained = list(pool.map(train_part, shards))
 
     def merge(*shards: np.ndarray) -> np.ndarray:
-        return np.stack(shards, axis=1).reshape(-1, *shards[0].shape[1:])[: len(sets)]
+        stacked = np.stack(shards, axis=1)
+        n_rows = stacked.shape[0] * stacked.shape[1]
+        return stacked.reshape(n_rows, *stacked.shape[2:])[: len(sets)]
 
     return Heads(*jax.tree.map(merge, *trained))
 

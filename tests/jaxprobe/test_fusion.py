@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -6,6 +8,7 @@ import pytest
 from beatrice.jaxprobe.config import FusionConfig, TrainConfig
 from beatrice.jaxprobe.encoder import MemberOutputs
 from beatrice.jaxprobe.fusion import (
+    OUTPUT,
     FusionHead,
     PoolOutputs,
     head_inputs,
@@ -39,14 +42,14 @@ SLOTS = jnp.arange(3)
 CODES = random_codes(200, 0), random_codes(100, 1)
 
 
-def train(sets, n_slots=4, codes=CODES, **config):
+def train(sets, n_slots=4, codes=CODES, protocol=TRAIN, **config):
     slots = [slots_of(s, n_slots) for s in sets]
     return fit_heads(
         np.stack([s for s, _ in slots]),
         np.stack([m for _, m in slots]),
         *codes,
         head=FusionHead(FusionConfig(hidden=8, n_slots=n_slots, **config)),
-        config=TRAIN,
+        config=protocol,
     )
 
 
@@ -91,6 +94,19 @@ def test_few_answers_move_a_head_from_the_mean_logit_only_beyond_chance():
         mean = np.asarray(jax.scipy.special.logit(scores).mean(axis=0))
         expected = auroc(mean, np.asarray(codes[1].labels) > 0).value
         assert info.best_auroc[0, seed] == pytest.approx(expected, abs=1e-6)
+
+
+def test_fusion_by_the_mean_logit_trains_nothing_and_has_its_auroc():
+    sets = [(0, 1), (0, 1, 2)]
+    params, info = train(sets, protocol=dataclasses.replace(TRAIN, max_epochs=0))
+    assert not info.n_epochs.any()
+    assert not any(params["params"][name].any() for name in OUTPUT)
+    for members, found in zip(sets, info.best_auroc, strict=True):
+        for seed in range(N_SEEDS):
+            p = np.asarray(CODES[1].outputs)[seed, list(members), -1]
+            mean = (np.log(p) - np.log1p(-p)).mean(axis=0)
+            expected = auroc(mean, np.asarray(CODES[1].labels) > 0).value
+            assert found[seed] == pytest.approx(expected, abs=1e-6)
 
 
 def test_a_head_begins_as_the_mean_logit_and_is_never_worse_on_validation():
