@@ -1,11 +1,13 @@
 """Train every encoder of the grid: members are subset x seed.
 
-Members lie side by side in blocks by `vmap`; a block is trained whole by `fit`, and
-blocks follow one another, so that results can be saved and progress shown. On a CPU a
-block is one member: its activations stay in cache, it stops when it is done, and the
-families that it does not read cost nothing. On a GPU it is the whole grid. Over several
-devices the subsets of a block lie along one mesh axis: each device trains its share of
-them, with every seed, as one device trains them all; only what comes out is gathered.
+Members lie in blocks; a block is trained whole by `fit`, and blocks follow one another,
+so that results can be saved and progress shown. On a GPU a block is the whole grid,
+side by side by `vmap`. On a CPU it is half the subsets of a seed, which take each step
+in turn: a batch is gathered and its noise is drawn once for all of them, a member's
+activations stay in cache, and neither a member that is done nor a family that is not
+read costs anything. Over several devices the subsets of a block lie along one mesh
+axis: each device trains its share of them, with every seed, as one device trains them
+all; only what comes out is gathered.
 
 Batches and input noise depend on the seed alone, so the members of a seed share them;
 initial weights and dropout depend on (subset, seed), never on the block.
@@ -13,7 +15,7 @@ initial weights and dropout depend on (subset, seed), never on the block.
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,7 +26,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from beatrice.jaxprobe.config import TrainConfig
+from beatrice.jaxprobe.config import EncoderConfig, PlannedConfig, TrainConfig
 from beatrice.jaxprobe.encoder import (
     COLLECTION,
     Encoder,
@@ -35,7 +37,7 @@ from beatrice.jaxprobe.encoder import (
 )
 from beatrice.jaxprobe.families import subset_masks
 from beatrice.jaxprobe.family_tokens import FamilyTokens
-from beatrice.jaxprobe.kernels.projection import Draw
+from beatrice.jaxprobe.kernels.projection import Batch, Draw, gather_batch
 from beatrice.jaxprobe.kernels.random import BATCHES, MEMBERS, stream_key
 from beatrice.jaxprobe.kernels.stored import use_one_blas_thread
 from beatrice.jaxprobe.loop import (
@@ -48,9 +50,14 @@ from beatrice.jaxprobe.loop import (
     shuffled,
     start_fit,
     take_steps,
+    take_steps_in_turn,
 )
+from beatrice.jaxprobe.metrics import auroc_gain
 
 AXIS = "members"  # of the mesh of devices
+# Networks on a linear part are dropped in the end unless they gain three standard
+# errors (`jaxprobe.linear`). What has not half of that after eight epochs is stopped.
+LEAST_GAIN, _REVIEWED, _LONG = 1.5, 8, 24
 _CORES = threading.BoundedSemaphore(os.cpu_count() or 1)
 
 
@@ -92,10 +99,12 @@ class BlockArrays(NamedTuple):
     seeds: Any
 
     @classmethod
-    def of(cls, block: Block, n_families: int) -> "BlockArrays":
-        """Put a block into arrays."""
+    def of(cls, block: Block, n_families: int, n_subsets: int = 0) -> "BlockArrays":
+        """Put a block into arrays; subsets that read no family fill it up."""
         subsets, seeds = (np.asarray(x, np.int32) for x in block)
-        return cls(subset_masks(n_families)[subsets], subsets, seeds)
+        n_excess = max(0, n_subsets - len(subsets))
+        masks = np.pad(subset_masks(n_families)[subsets], ((0, n_excess), (0, 0)))
+        return cls(masks, np.pad(subsets, (0, n_excess)), seeds)
 
 
 def over_members(
@@ -104,6 +113,7 @@ def over_members(
     states: tuple[Any, ...],
     shared: tuple[Any, ...],
     mesh: Mesh | None,
+    in_turn: bool = False,
 ) -> Any:
     """Apply a function to every subset with every seed.
 
@@ -113,10 +123,15 @@ def over_members(
       states: leaves `[n_seeds, n_subsets, ...]`.
       shared: arguments that all members share.
       mesh: devices over which the subsets are split, or None for one device.
+      in_turn: one after another; the block is of one seed.
 
     Returns:
       What `apply` returns, leaves `[n_seeds, n_subsets, ...]`.
     """
+    if in_turn:
+        members = _members_of(block), jax.tree.map(lambda x: x[0], states)
+        results = jax.lax.map(lambda x: apply(*x, *shared), members)
+        return jax.tree.map(lambda x: x[None], results)
 
     def on_device(block: BlockArrays, states: tuple, shared: tuple) -> Any:
         if len(block.subsets) * len(block.seeds) == 1:
@@ -148,6 +163,12 @@ def over_members(
         check_vma=False,  # branches that not every device takes
     )
     return split(block, states, shared)
+
+
+def _members_of(block: BlockArrays) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the members of a block of one seed, leaves `[n_subsets, ...]`."""
+    seeds = jnp.broadcast_to(block.seeds, (len(block.subsets),))
+    return jnp.asarray(block.family_masks), jnp.asarray(block.subsets), seeds
 
 
 class Labelled(NamedTuple):
@@ -219,7 +240,7 @@ def member_keys(
     return stream_key(config.root_seed, BATCHES, seed), *jax.random.split(member)
 
 
-_STATIC = ("encoder", "config", "mesh")
+_STATIC = ("encoder", "config", "mesh", "in_turn")
 
 
 @partial(jax.jit, static_argnames=_STATIC)
@@ -230,16 +251,22 @@ def start_block(
     encoder: Encoder,
     config: TrainConfig,
     mesh: Mesh | None = None,
+    in_turn: bool = False,
 ) -> FitState:
-    """States before the first step; of `features` only the widths matter."""
+    """States before the first step; of `features` only the widths matter.
+
+    What reads no family is done before it begins.
+    """
 
     def start(member, _, few: FamilyTokens) -> FitState:
         family_mask, subset, seed = member
         _, init_key, _ = member_keys(config, subset, seed)
-        return start_fit(encoder.init(init_key, few, family_mask), config)
+        state = start_fit(encoder.init(init_key, few, family_mask), config)
+        since_best = jnp.where(family_mask.any(), 0, config.patience)
+        return state._replace(epochs_since_best=since_best)
 
     few = features.of_examples(lambda x: x[:, :1])
-    return over_members(start, block, (), (few,), mesh)
+    return over_members(start, block, (), (few,), mesh, in_turn)
 
 
 @partial(jax.jit, static_argnames=_STATIC)
@@ -252,27 +279,80 @@ def train_block(
     encoder: Encoder,
     config: TrainConfig,
     mesh: Mesh | None = None,
+    in_turn: bool = False,
 ) -> tuple[FitState, jax.Array]:
     """Take the steps of every member on a group of rows; also their mean losses."""
+    if in_turn:
+        return _train_in_turn(states, number, block, train, encoder, config)
 
     def train_member(member, state: FitState, number: jax.Array, train: Labelled):
         family_mask, subset, seed = member
 
         def loss(params, rows, shares, noise_key, dropout_key):
             draw = Draw(rows, noise_key, dropout_key)
-            logits, _ = encoder.apply(params, train.features, family_mask, draw)
-            if encoder.config.is_linear_first:
-                logits += train.offsets[subset, rows]
-            losses = optax.sigmoid_binary_cross_entropy(logits, train.labels[rows])
-            return (losses * shares).sum()
+            return _loss(encoder, train, member, params, shares, draw)
 
-        batch_key, _, dropout_key = member_keys(config, subset, seed)
-        order_key, noise_key = jax.random.split(jax.random.fold_in(batch_key, number))
-        keys = Keys(noise_key, jax.random.fold_in(dropout_key, number))
+        order_key, *keys = _group_keys(config, subset, seed, number)
         batches = epoch_batches(order_key, train.weights, config.batch_size)
-        return take_steps(state, loss, batches, keys, config)
+        return take_steps(state, loss, batches, Keys(*keys), config)
 
     return over_members(train_member, block, states, (number, train), mesh)
+
+
+def _group_keys(config, subset, seed, number):
+    """Keys of a member on a group: of its batches, their noise, and its dropout."""
+    batch_key, _, dropout_key = member_keys(config, subset, seed)
+    order_key, noise_key = jax.random.split(jax.random.fold_in(batch_key, number))
+    return order_key, noise_key, jax.random.fold_in(dropout_key, number)
+
+
+def _loss(encoder, train: Labelled, member, params, shares, draw: Draw) -> jax.Array:
+    """Loss of a member on the rows of a draw."""
+    family_mask, subset, _ = member
+    logits, _ = encoder.apply(params, train.features, family_mask, draw)
+    if encoder.config.is_linear_first:
+        logits += train.offsets[subset, draw.rows]
+    losses = optax.sigmoid_binary_cross_entropy(logits, train.labels[draw.rows])
+    return (losses * shares).sum()
+
+
+def _train_in_turn(states, number, block, train, encoder, config):
+    """Take the steps of a seed's members, which share what is gathered and drawn."""
+    members = _members_of(block)
+    order_key, noise_key, _ = _group_keys(config, 0, block.seeds[0], number)
+    dropout_keys = jax.vmap(
+        lambda subset, seed: _group_keys(config, subset, seed, number)[2]
+    )(*members[1:])
+    features, dims = train.features, encoder.dims
+    before_answer = features.span_slices[-1].start
+    n_before = [before_answer * (f in dims.of_answers) for f in range(dims.n_families)]
+
+    def share(rows: jax.Array, key: jax.Array) -> Batch:
+        return gather_batch(
+            features.tokens,
+            tuple(n_before),
+            jnp.concatenate(features.masks),
+            rows,
+            key,
+            d_projection=encoder.config.projection,
+            deviation=encoder.config.input_noise,
+        )
+
+    def loss(member, params, rows, shares, batch, noise_key, dropout_key):
+        batch = jax.tree.map(lambda x: x[0], batch)
+        draw = Draw(rows, noise_key, dropout_key, batch)
+        return _loss(encoder, train, member, params, shares, draw)
+
+    states, losses = take_steps_in_turn(
+        jax.tree.map(lambda x: x[0], states),
+        members,
+        loss,
+        epoch_batches(order_key, train.weights, config.batch_size),
+        share,
+        Keys(noise_key, dropout_keys),
+        config,
+    )
+    return jax.tree.map(lambda x: x[None], (states, losses))
 
 
 @partial(jax.jit, static_argnames=_STATIC)
@@ -284,6 +364,7 @@ def block_logits(
     encoder: Encoder,
     config: TrainConfig,
     mesh: Mesh | None = None,
+    in_turn: bool = False,
 ) -> jax.Array:
     """Logits of every member, `[n_seeds, n_subsets, n_examples]`."""
 
@@ -297,7 +378,61 @@ def block_logits(
             logits += group.offsets[member[1]]
         return logits
 
-    return over_members(score, block, states, (group,), mesh)
+    def score_active(member, state: FitState, group: Labelled) -> jax.Array:
+        zeros = jnp.zeros(group.features.n_examples)
+        return jax.lax.cond(
+            state.is_active(config), lambda: score(member, state, group), lambda: zeros
+        )
+
+    apply = score_active if in_turn else score
+    return over_members(apply, block, states, (group,), mesh, in_turn)
+
+
+def reviewed_after(encoder: EncoderConfig, config: TrainConfig) -> int | None:
+    """Epochs after which networks without a gain are stopped; None without a review.
+
+    Short protocols have none: measured is what it spares of 24 epochs.
+    """
+    is_long = config.max_epochs >= _LONG
+    return _REVIEWED if encoder.is_linear_first and is_long else None
+
+
+def is_in_turn(config: TrainConfig) -> bool:
+    """Whether members of a seed take their steps in turn: on a CPU, if not planned."""
+    return jax.default_backend() == "cpu" and not isinstance(config, PlannedConfig)
+
+
+def n_in_turn(n_subsets: int) -> int:
+    """Subsets of a block that take their steps in turn: half of them, at most eight."""
+    return min(8, -(-n_subsets // 2))
+
+
+def filled_block(block: Block, encoder: Encoder, config: TrainConfig) -> BlockArrays:
+    """Put a block into arrays; on a CPU all have one shape, and so one executable."""
+    is_filled = is_in_turn(config) and len(block.seeds) == 1
+    n_subsets = n_in_turn(encoder.dims.n_subsets) if is_filled else 0
+    return BlockArrays.of(block, encoder.dims.n_families, n_subsets)
+
+
+def _stopped_without_gain(state, block, groups, logits, n_epochs) -> FitState:
+    """Stop members whose best weights gain too little on their linear parts.
+
+    They are stopped for good, and count as done after `n_epochs`.
+    """
+    groups = list(groups)
+    best = state._replace(params=state.best_params)
+    scores = np.concatenate([logits(best, group) for group in groups], axis=-1)
+    offsets = np.concatenate([group.offsets for group in groups], axis=-1)
+    labels, is_used = (
+        np.concatenate([np.asarray(x[i]) > 0 for x in groups]) for i in (1, 2)
+    )
+    waited = np.array(state.epochs_since_best)
+    for i, j in np.ndindex(waited.shape):
+        pair = scores[i, j], offsets[np.asarray(block.subsets)[j]]
+        gain, error = auroc_gain(*(x[is_used] for x in pair), labels[is_used])
+        if gain < LEAST_GAIN * error or gain <= 0:
+            waited[i, j] = n_epochs
+    return state._replace(epochs_since_best=jnp.asarray(waited))
 
 
 def block_learner(
@@ -309,13 +444,24 @@ def block_learner(
     mesh: Mesh | None = None,
 ) -> Learner:
     """Make what `fit` trains out of a block; `sample` is any row of features."""
-    fixed = {"encoder": encoder, "config": config, "mesh": mesh}
+    in_turn = is_in_turn(config) and mesh is None and len(block.seeds) == 1
+    fixed = {"encoder": encoder, "config": config, "mesh": mesh, "in_turn": in_turn}
+
+    def logits(states: FitState, group: Labelled) -> jax.Array:
+        return block_logits(states, block, group, **fixed)
+
+    def review(state: FitState, n_epochs: int, groups: Iterable[Any]) -> FitState:
+        if n_epochs != reviewed_after(encoder.config, config):
+            return state
+        return _stopped_without_gain(state, block, groups, logits, config.patience)
+
     return Learner(
         lambda: start_block(block, sample, **fixed),
         lambda states, number, group: train_block(
             states, number, block, group, **fixed
         ),
-        lambda states, group: block_logits(states, block, group, **fixed),
+        logits,
+        review,
     )
 
 
@@ -349,26 +495,38 @@ def fit_blocks(
     the others' caches, training takes longer.
     """
 
+    def learner_of(arrays: BlockArrays) -> Learner:
+        fixed = {"encoder": encoder, "config": config}
+        return block_learner(arrays, train[0].features, **fixed)
+
     def train_one(block: Block) -> Trained:
         with _CORES:
-            learner = block_learner(
-                BlockArrays.of(block, encoder.dims.n_families),
-                train[0].features,
-                encoder=encoder,
-                config=config,
-            )
             (state,) = fit(
-                [learner], partial(shuffled, train, config), lambda: valid, config
+                [learner_of(filled_block(block, encoder, config))],
+                partial(shuffled, train, config),
+                lambda: valid,
+                config,
             )
             return trained_block(block, state)
 
     use_one_blas_thread()
-    for block in blocks[:1]:  # alone: the others use what it compiles
-        yield train_one(block)
+    if is_in_turn(config) and len(blocks) > 1:
+        # Compiled by members that read nothing, and are done before they begin.
+        arrays = filled_block(blocks[0], encoder, config)
+        learner = learner_of(arrays._replace(family_masks=arrays.family_masks & False))
+        state = learner.start()
+        for group in train:
+            learner.train(state, np.int32(0), group)
+        for group in valid:
+            learner.logits(state, group)
+    else:
+        for block in blocks[:1]:  # alone: the others use what it compiles
+            yield train_one(block)
+        blocks = blocks[1:]
     if n_threads is None:
         n_threads = (os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1
     with ThreadPoolExecutor(n_threads) as pool:
-        yield from pool.map(train_one, blocks[1:])
+        yield from pool.map(train_one, blocks)
 
 
 def member_mesh() -> Mesh:

@@ -84,11 +84,14 @@ class Learner(NamedTuple):
       train: takes the steps on a group, given the state and the number of groups
         before this one; returns the state and the mean loss, `[n, m]`.
       logits: of the rows of a group, given the state; `[n, m, n_rows]`.
+      review: stops members after an epoch, given the state, the number of epochs, and
+        the groups of validation rows.
     """
 
     start: Callable[[], FitState]
     train: Callable[[FitState, np.int32, Any], tuple[FitState, jax.Array]]
     logits: Callable[[FitState, Any], jax.Array]
+    review: Callable[[FitState, int, Iterable[Any]], FitState] | None = None
 
 
 def fit(
@@ -134,7 +137,9 @@ def fit(
             del group
         for i in active:
             results = losses[i], logits[i], truth
-            states[i] = end_epoch(states[i], np.int32(epoch), *results, config=config)
+            state = end_epoch(states[i], np.int32(epoch), *results, config=config)
+            review = learners[i].review
+            states[i] = state if review is None else review(state, epoch + 1, valid())
     return states
 
 
@@ -211,23 +216,15 @@ def take_steps(
     packed, unpack = pack(state.params)
     shape = (len(batches[0]), config.microbatches())
     step_keys = Keys(*(jax.random.split(key, shape) for key in keys))
-    adamw = optimizer(config)
 
     def step(carry, step_inputs):
-        (packed, opt_state), (batch, keys) = carry, step_inputs
-        value, grads = _gradient(
+        return _step(
             lambda packed, *batch: loss(unpack(packed), *batch),
-            packed,
-            batch,
-            keys,
+            carry,
+            state.info.learning_rate,
+            *step_inputs,
             config,
         )
-        # Optax raises an integer count to a power, which strict promotion refuses.
-        with jax.numpy_dtype_promotion("standard"):
-            updates, opt_state = adamw.update(grads, opt_state, packed)
-        rate = state.info.learning_rate
-        packed = jax.tree.map(lambda x, update: x - rate * update, packed, updates)
-        return (packed, opt_state), value
 
     start = (packed, state.opt_state)
     (packed, opt_state), losses = jax.lax.scan(step, start, (batches, step_keys))
@@ -235,10 +232,85 @@ def take_steps(
     return state, losses.mean()
 
 
+def _step(loss, carry, rate, batch, keys, config):
+    """Take a step; returns weights and moments, and the loss before it."""
+    packed, opt_state = carry
+    value, grads = _gradient(loss, packed, batch, keys, config)
+    # Optax raises an integer count to a power, which strict promotion refuses.
+    with jax.numpy_dtype_promotion("standard"):
+        updates, opt_state = optimizer(config).update(grads, opt_state, packed)
+    packed = jax.tree.map(lambda x, update: x - rate * update, packed, updates)
+    return (packed, opt_state), value
+
+
+def take_steps_in_turn(
+    states: FitState,
+    members: Any,
+    loss: Callable[..., jax.Array],
+    batches: tuple[jax.Array, ...],
+    share: Callable[..., Any],
+    keys: Keys,
+    config: TrainConfig,
+) -> tuple[FitState, jax.Array]:
+    """Take the steps of several members on a group, every step of one after another's.
+
+    What they share of a batch is computed once. A member that is done is skipped.
+
+    Args:
+      states: before them, leaves `[n_members, ...]`.
+      members: what tells members apart, leaves `[n_members, ...]`.
+      loss: of a member, weights, the arrays of a microbatch, what is shared of it,
+        leaves `[1, ...]`, and its two keys.
+      batches: arrays `[n_steps, n_rows, ...]`.
+      share: computes what is shared, of the first array of a microbatch and its key.
+      keys: of the group, and `[n_members]` of the members.
+      config: the protocol; a microbatch is as large as the rows that draw together.
+
+    Returns:
+      the states, and the means of the losses, `[n_members]`.
+    """
+    _, unpack = ravel_pytree(jax.tree.map(lambda x: x[0], states.params))
+    packed = jax.vmap(lambda params: ravel_pytree(params)[0])(states.params)
+    shape = (len(batches[0]), config.microbatches())
+    member_keys = jax.vmap(lambda key: jax.random.split(key, shape), out_axes=1)(
+        keys.member
+    )
+    step_keys = Keys(jax.random.split(keys.batch, shape), member_keys)
+
+    def step(carry, step_inputs):
+        batch, keys = step_inputs
+        rows = batch[0].reshape(config.microbatches(), -1)
+        shared = jax.lax.map(lambda x: share(*x), (rows, keys.batch))
+
+        def one(_, inputs):
+            carry, member, info, is_active, key = inputs
+
+            def train():
+                return _step(
+                    lambda packed, *arrays: loss(member, unpack(packed), *arrays),
+                    carry,
+                    info.learning_rate,
+                    (*batch, shared),
+                    Keys(keys.batch, key),
+                    config,
+                )
+
+            still = carry, jnp.float32(jnp.nan)
+            return None, jax.lax.cond(is_active, train, lambda: still)
+
+        is_active = states.is_active(config)
+        inputs = carry, members, states.info, is_active, keys.member
+        return jax.lax.scan(one, None, inputs)[1]
+
+    carry, losses = jax.lax.scan(step, (packed, states.opt_state), (batches, step_keys))
+    states = states._replace(params=jax.vmap(unpack)(carry[0]), opt_state=carry[1])
+    return states, losses.mean(axis=0)
+
+
 def _gradient(
     loss: Callable[..., jax.Array],
     params: Any,
-    batch: tuple[jax.Array, ...],
+    batch: tuple[Any, ...],
     keys: Keys,
     config: TrainConfig,
 ):
@@ -254,7 +326,9 @@ def _gradient(
         return jax.tree.map(jnp.add, total, gradient(params, *arrays, *keys)), None
 
     zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
-    microbatches = tuple(x.reshape(n_microbatches, -1, *x.shape[1:]) for x in batch)
+    microbatches = jax.tree.map(
+        lambda x: x.reshape(n_microbatches, -1, *x.shape[1:]), batch
+    )
     return jax.lax.scan(add, zero, (microbatches, keys))[0]
 
 

@@ -39,6 +39,7 @@ from beatrice.jaxprobe.grid import (
     Member,
     block_logits,
     grid_members,
+    n_in_turn,
     start_block,
     train_block,
 )
@@ -372,14 +373,14 @@ def device_bytes() -> int | None:
 def choose(sizes: Sizes, device_memory: int | None = None) -> Plan:
     """Choose blocks and microbatches for a device.
 
-    On a CPU a block is one member, whose activations stay in cache, unless a size is
-    given. Elsewhere all members and a whole batch are compiled first; what does not fit
-    is halved: rows down to 64, then seeds and subsets, then rows.
+    On a CPU a block's members take their steps in turn (`jaxprobe.grid`), unless a size
+    is given. Elsewhere all members and a whole batch are compiled first; what does not
+    fit is halved: rows down to 64, then seeds and subsets, then rows.
     """
     device_memory = device_memory or device_bytes()
     if device_memory is None:
         if jax.default_backend() == "cpu" and jax.device_count() == 1:
-            return Plan(n_subsets=1, n_seeds=1)
+            return Plan(n_subsets=n_in_turn(sizes.dims.n_subsets), n_seeds=1)
         return Plan(n_subsets=_subsets_each(sizes), n_seeds=sizes.train.n_seeds)
     limit = int((1 - KEPT_FREE) * device_memory)
     rows = sizes.resident + rows_bytes(sizes, sizes.n_train)

@@ -20,10 +20,10 @@ from beatrice.jaxprobe.encoder import Encoder
 from beatrice.jaxprobe.family_tokens import FamilyTokens
 from beatrice.jaxprobe.grid import (
     Block,
-    BlockArrays,
     Labelled,
     Trained,
     block_learner,
+    filled_block,
     join,
     labelled,
     trained_block,
@@ -138,7 +138,7 @@ def fit_streamed(
     sample = train.read(train.where[:1])
     learners = [
         block_learner(
-            BlockArrays.of(block, encoder.dims.n_families),
+            filled_block(block, encoder, config),
             sample,
             encoder=encoder,
             config=config,

@@ -58,12 +58,14 @@ from beatrice.jaxprobe.encoder import COLLECTION, Encoder, MemberOutputs
 from beatrice.jaxprobe.evaluation import permute_by_question
 from beatrice.jaxprobe.families import N_SUBSETS, subset_index, widths_of
 from beatrice.jaxprobe.grid import (
+    LEAST_GAIN,
     Member,
     Trained,
     fit_everywhere,
     join,
     labelled,
     member_outputs,
+    reviewed_after,
 )
 from beatrice.jaxprobe.linear import (
     LinearGrid,
@@ -427,6 +429,14 @@ def _train_setting(
             f"train: {setting}: {counts} networks add to the logistic regression of "
             "their signals; the others are that regression"
         )
+        n_epochs = reviewed_after(config.encoder, config.train)
+        n_stopped = int((trained.info.n_epochs == n_epochs).sum())
+        if n_stopped:
+            note(
+                f"train: {setting}: {n_stopped} networks had gained less than "
+                f"{LEAST_GAIN} standard errors after {n_epochs} epochs, and were "
+                "stopped there"
+            )
     checkpoint.save(
         run.encoders(setting),
         {

@@ -22,14 +22,14 @@ from beatrice.jaxprobe.encoder import Encoder
 from beatrice.jaxprobe.families import SUBSETS, Features, Standardizer, paper_dims
 from beatrice.jaxprobe.family_tokens import split_families
 from beatrice.jaxprobe.grid import (
-    Block,
     Labelled,
     Member,
     fit_blocks,
     labelled,
     member_keys,
+    n_in_turn,
 )
-from beatrice.jaxprobe.memory import Workload
+from beatrice.jaxprobe.memory import Plan, Workload
 
 Losses = dict[Member, list[float]]  # of every step
 N_VALID = 16  # examples behind an epoch, so few that validation costs nothing
@@ -132,10 +132,10 @@ def labelled_of(workload: Workload, n_examples: int, seed: int) -> Labelled:
 
 
 class Grid:
-    """Members trained by `jaxprobe.grid`, each a block, as on a CPU in a run."""
+    """Members trained by `jaxprobe.grid` in blocks, as on a CPU in a run."""
 
     def __init__(self, workload: Workload, members: Sequence[Member], at_once: int):
-        """Train `at_once` members side by side, as a run does on its cores."""
+        """Train `at_once` blocks side by side, as a run does on its cores."""
         self.workload = workload
         self.members = tuple(members)
         self.at_once = at_once
@@ -166,16 +166,18 @@ class Grid:
             batch_size=workload.batch_size,
             **protocol,
         )
+        n_subsets = n_in_turn(workload.dims.n_subsets)
         trained = fit_blocks(
-            [Block((subset,), (seed,)) for subset, seed in members],
+            Plan(n_subsets=n_subsets, n_seeds=1).blocks(members),
             *([split] for split in data),
             encoder=Encoder(workload.encoder, workload.dims),
             config=config,
             n_threads=self.at_once,
         )
         return {
-            member: block.info.train_loss[0].tolist()
-            for member, block in zip(members, trained, strict=True)
+            member: losses.tolist()
+            for block in trained
+            for member, losses in zip(block.members, block.info.train_loss, strict=True)
         }
 
     def losses(self, workload: Workload, n_steps: int, n_microbatches: int) -> Losses:

@@ -70,8 +70,24 @@ def zeros_if_closed(gate: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.where(gate, x, 0.0)
 
 
-# Channels from which a batch is too large to be copied before it is projected.
-_WIDE = 1024
+# Channels from which a batch is too large to be copied before it is projected, where
+# each member copies it, and where they share it; and from which padding is left out.
+_WIDE, _IN_PLACE, _BROAD = 1024, 2048, 256
+
+
+class Batch(NamedTuple):
+    """A batch as all members of a seed read it, gathered and drawn once for them.
+
+    Attributes:
+      tokens: per family `[n_tokens, batch_size, d_family]`, with noise where that is
+        drawn before the projection; the real ones alone of a broad family; None of a
+        family that is read where it lies.
+      noise: per family `[d_projection, n_tokens, batch_size]` of variance 1, which is
+        added behind the projection; None where there is none.
+    """
+
+    tokens: tuple[Any, ...]
+    noise: tuple[Any, ...]
 
 
 class Draw(NamedTuple):
@@ -81,11 +97,54 @@ class Draw(NamedTuple):
       rows: `[batch_size]` int32, rows of the features that form the batch.
       noise: key of the input noise; the members of a seed share it.
       dropout: key of the dropout, a member's own.
+      batch: the rows themselves and their noise, where members share them.
     """
 
     rows: jax.Array
     noise: jax.Array | RowKeys
     dropout: jax.Array | RowKeys
+    batch: Batch | None = None
+
+
+def gather_batch(
+    tokens: tuple[Any, ...],
+    n_before: tuple[int, ...],
+    real: jax.Array,
+    rows: jax.Array,
+    key: jax.Array,
+    *,
+    d_projection: int,
+    deviation: float,
+) -> Batch:
+    """Gather a batch and draw its noise, as `project` would for each member.
+
+    Args:
+      tokens: per family `[n_tokens, n_examples, d_family]`.
+      n_before: per family, how many tokens before the answer are left out.
+      real: `[n_tokens, n_examples]` bool.
+      rows: `[batch_size]` int32.
+      key: of the noise.
+      d_projection: width of the projections.
+      deviation: of the noise.
+    """
+    gathered, drawn = [], []
+    for f, (family, first) in enumerate(zip(tokens, n_before, strict=True)):
+        n_tokens, _, d_family = family.shape
+        batch = noise = None
+        if deviation and d_family > d_projection:
+            noise = hashed_normal(key, f, (d_projection, n_tokens, len(rows)))
+        if d_family < _BROAD or d_family <= d_projection:
+            batch = take_rows(family, rows_of_tokens(family, rows)[first:])
+            noise = None if noise is None else noise[:, first:]
+        elif d_family < _IN_PLACE:
+            is_read = jnp.arange(n_tokens)[:, None] >= first
+            batch = _gather_real(family, rows, real[:, rows] & is_read)
+        if deviation and noise is None:
+            shape = (n_tokens, len(rows), d_family)
+            batch += deviation * hashed_normal(key, f, shape, row_axis=1)[first:]
+        gathered.append(batch)
+        drawn.append(noise)
+    return Batch(tuple(gathered), tuple(drawn))
 
 
 def project(
@@ -119,22 +178,32 @@ def project(
     """
     d_projection, d_family = weight.shape
     n_tokens, n_examples, _ = tokens.shape
-    if d_family >= _WIDE:
-        if draw is None:
-            return wide_reading(matmul_dtype, weight, tokens, real, gate)
-        y = wide_product(matmul_dtype, weight, tokens, draw.rows, real, gate)
-        if deviation == 0.0:
-            return y
-        noise = partial(
-            _projected_noise, deviation, stream, weight, y.shape, draw.noise
-        )
-        return y + _gated(noise, gate, y.shape)
     if draw is None:
+        if d_family >= _WIDE:
+            return wide_reading(matmul_dtype, weight, tokens, real, gate)
         shape = (d_projection, n_tokens, n_examples)
         return _gated(
             lambda: _product(weight, values_of(tokens), matmul_dtype), gate, shape
         )
+    shared, noise = None, draw.noise
+    if draw.batch is not None:
+        shared, noise = (of_family[stream] for of_family in draw.batch)
+    if isinstance(shared, RealTokens) or (shared is None and d_family >= _WIDE):
+        if shared is not None:
+            y = shared_product(matmul_dtype, weight, shared, gate)
+            y = y.reshape(d_projection, *real.shape)
+        else:
+            y = wide_product(matmul_dtype, weight, tokens, draw.rows, real, gate)
+        if deviation == 0.0:
+            return y
+        added = partial(_projected_noise, deviation, stream, weight, y.shape, noise)
+        return y + _gated(added, gate, y.shape)
     before = d_family <= d_projection
+    behind = 0.0 if before else deviation
+    fixed = behind, stream, matmul_dtype
+    if shared is not None:
+        y = _gated_product(*fixed, weight, shared, gate, noise)
+        return jnp.pad(y, ((0, 0), (n_tokens - y.shape[1], 0), (0, 0)))
 
     def gather(operands):
         tokens, rows, key = operands
@@ -146,8 +215,6 @@ def project(
 
     # Nobody reads a batch behind a closed gate: the product looks as well.
     batch = shared_branch(gather, None, gate, (tokens, draw.rows, draw.noise))
-    behind = 0.0 if before else deviation
-    fixed = behind, stream, matmul_dtype
     return _gated_product(*fixed, weight, batch, gate, draw.noise)
 
 
@@ -166,8 +233,10 @@ def _product(
     return y.reshape(-1, *tokens.shape[:2])
 
 
-def _projected_noise(deviation, stream, weight, shape, key) -> jax.Array:
+def _projected_noise(deviation, stream, weight, shape, source) -> jax.Array:
     """What Gaussian noise on every input channel adds to a product of that shape.
+
+    `source` is its key, or what is drawn already.
 
     Noise `n` on the input adds `Wn` to the projection, which is Gaussian of covariance
     `deviation**2 * WW'`. Drawn here, with the Cholesky factor of that covariance, it
@@ -175,7 +244,11 @@ def _projected_noise(deviation, stream, weight, shape, key) -> jax.Array:
     paper's widths). The distribution is the same, and so is the expected gradient,
     since the factor is differentiated too.
     """
-    noise = hashed_normal(key, stream, shape).reshape(shape[0], -1)
+    is_key = isinstance(source, RowKeys) or jnp.issubdtype(
+        source.dtype, jax.dtypes.prng_key
+    )
+    noise = hashed_normal(source, stream, shape) if is_key else source
+    noise = noise.reshape(shape[0], -1)
     return (deviation * noise_factor(weight) @ noise).reshape(shape)
 
 
@@ -365,36 +438,112 @@ def _chunk(tokens, sorted_positions: _Positions, chunk) -> jax.Array:
     return take_rows(tokens, sorted_positions.rows[at])
 
 
-def project_on_cpu(matmul_dtype, weight, tokens, rows, real, gate):
-    """`wide_product` on a CPU: in chunks that stay in its cache."""
-    sorted_positions = _positions(tokens, rows, real, gate)
+class RealTokens(NamedTuple):
+    """The real tokens of a batch, `[n_padded, d_family]`, and where they are in it."""
+
+    tokens: jax.Array
+    positions: _Positions
+
+
+def _gather_real(tokens, rows: jax.Array, real: jax.Array) -> RealTokens:
+    """Gather the real tokens of a batch, a chunk at a time."""
+    positions = _positions(tokens, rows, real, jnp.array(True))
+
+    def put(chunk, gathered):
+        values = _chunk(tokens, positions, chunk)
+        return jax.lax.dynamic_update_slice(gathered, values, (chunk * _N_CHUNK, 0))
+
+    shape = len(positions.order), tokens.shape[-1]
+    gathered = jax.lax.fori_loop(0, positions.n_chunks, put, jnp.zeros(shape))
+    return RealTokens(gathered, positions)
+
+
+def _chunk_of(real: RealTokens, chunk) -> jax.Array:
+    """One chunk of real tokens, `[_N_CHUNK, d_family]`."""
+    shape = _N_CHUNK, real.tokens.shape[1]
+    return jax.lax.dynamic_slice(real.tokens, (chunk * _N_CHUNK, 0), shape)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def shared_product(
+    matmul_dtype: MatmulDtype, weight: jax.Array, batch: RealTokens, gate: jax.Array
+) -> jax.Array:
+    """Project real tokens that members share; as `[d_projection, n]`."""
+    return _shared_forward(matmul_dtype, weight, batch, gate)[0]
+
+
+def _shared_forward(matmul_dtype, weight, batch, gate):
+    y = _project_chunks(matmul_dtype, weight, _chunk_of, batch, gate)
+    return y, (weight, batch, gate)
+
+
+def _shared_backward(matmul_dtype, residuals, dy):
+    d_weight = _chunks_vjp(matmul_dtype, dy, residuals[0], _chunk_of, *residuals[1:])
+    return d_weight, None, None
+
+
+shared_product.defvjp(_shared_forward, _shared_backward)
+
+
+def _project_chunks(matmul_dtype, weight, chunk_of, batch, gate):
+    """Project the chunks of a batch that hold a real token, `[d_projection, n]`."""
+    positions = batch.positions
 
     def put(chunk, projected):
-        y = contract(_chunk(tokens, sorted_positions, chunk), weight, 1, matmul_dtype)
+        y = contract(chunk_of(batch, chunk), weight, 1, matmul_dtype)
         return jax.lax.dynamic_update_slice(projected, y, (chunk * _N_CHUNK, 0))
 
-    projected = jnp.zeros((len(sorted_positions.order), len(weight)), jnp.float32)
-    projected = jax.lax.fori_loop(0, sorted_positions.n_chunks, put, projected)
-    y = jnp.where(sorted_positions.real[:, None], projected[sorted_positions.rank], 0.0)
-    return y.T.reshape(-1, *real.shape)
+    def project():
+        projected = jnp.zeros((len(positions.order), len(weight)), jnp.float32)
+        projected = jax.lax.fori_loop(0, positions.n_chunks, put, projected)
+        return jnp.where(positions.real[:, None], projected[positions.rank], 0.0).T
+
+    return _gated(project, gate, (len(weight), positions.real.size))
+
+
+def _chunks_vjp(matmul_dtype, dy, weight, chunk_of, batch, gate):
+    """Gradient of `weight`."""
+    positions = batch.positions
+    n_padded = len(positions.order)
+
+    def vjp():
+        transposed = dy.reshape(len(weight), -1).T[positions.order]
+        filled = jnp.arange(n_padded) < positions.real.sum()
+        transposed = jnp.where(filled[:, None], transposed, 0.0)
+
+        def add(chunk, total):
+            at = (chunk * _N_CHUNK, 0)
+            chunk_dy = jax.lax.dynamic_slice(transposed, at, (_N_CHUNK, len(weight)))
+            return total + contract(chunk_dy, chunk_of(batch, chunk), 0, matmul_dtype)
+
+        start = jnp.zeros_like(weight)
+        return jax.lax.fori_loop(0, positions.n_chunks, add, start)
+
+    return _gated(vjp, gate, weight.shape)
+
+
+class _InPlace(NamedTuple):
+    """All tokens, of which a batch's are at some positions."""
+
+    tokens: Any
+    positions: _Positions
+
+    def chunk(self, chunk) -> jax.Array:
+        """One chunk's tokens, `[_N_CHUNK, d_family]`."""
+        return _chunk(self.tokens, self.positions, chunk)
+
+
+def project_on_cpu(matmul_dtype, weight, tokens, rows, real, gate):
+    """`wide_product` on a CPU: in chunks that stay in its cache."""
+    batch = _InPlace(tokens, _positions(tokens, rows, real, gate))
+    y = _project_chunks(matmul_dtype, weight, _InPlace.chunk, batch, gate)
+    return y.reshape(-1, *real.shape)
 
 
 def cpu_vjp(matmul_dtype, dy, weight, tokens, rows, real, gate):
     """Gradient of `weight` on a CPU."""
-    sorted_positions = _positions(tokens, rows, real, gate)
-    n_padded = len(sorted_positions.order)
-    transposed = dy.reshape(len(weight), -1).T[sorted_positions.order]
-    filled = jnp.arange(n_padded) < sorted_positions.real.sum()
-    transposed = jnp.where(filled[:, None], transposed, 0.0)
-
-    def add(chunk, total):
-        at = (chunk * _N_CHUNK, 0)
-        chunk_dy = jax.lax.dynamic_slice(transposed, at, (_N_CHUNK, len(weight)))
-        return total + contract(
-            chunk_dy, _chunk(tokens, sorted_positions, chunk), 0, matmul_dtype
-        )
-
-    return jax.lax.fori_loop(0, sorted_positions.n_chunks, add, jnp.zeros_like(weight))
+    batch = _InPlace(tokens, _positions(tokens, rows, real, gate))
+    return _chunks_vjp(matmul_dtype, dy, weight, _InPlace.chunk, batch, gate)
 
 
 def _batch(tokens, rows) -> jax.Array:

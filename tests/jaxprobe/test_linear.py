@@ -11,7 +11,15 @@ from beatrice.jaxprobe.config import TrainConfig
 from beatrice.jaxprobe.encoder import Encoder, pooled_signals
 from beatrice.jaxprobe.families import SUBSETS, Features, standardizer_of, subset_index
 from beatrice.jaxprobe.family_tokens import split_families
-from beatrice.jaxprobe.grid import Block, fit_blocks, labelled, member_outputs
+from beatrice.jaxprobe.grid import (
+    Block,
+    BlockArrays,
+    _stopped_without_gain,
+    block_learner,
+    fit_blocks,
+    labelled,
+    member_outputs,
+)
 from beatrice.jaxprobe.linear import (
     Pooled,
     drop_networks_without_gain,
@@ -149,6 +157,25 @@ def test_a_network_that_gains_nothing_is_silenced_and_one_that_gains_is_not(rows
             np.testing.assert_allclose(said, grid.valid[subset], atol=1e-4)
             expected = auroc(grid.valid[subset], labels).value
             assert kept.info.best_auroc[0] == pytest.approx(expected)
+
+
+def test_networks_without_a_gain_are_stopped_for_good_and_no_other(rows):
+    grid, subset = grid_of(rows, "R"), subset_index("R")
+    _, (tokens, labels) = rows
+    linear = grid.valid[subset]
+    noise = 0.02 * np.random.default_rng(0).standard_normal(len(labels))
+    block = BlockArrays.of(Block((subset,), (0,)), len(SUBSETS[0]))
+    learner = block_learner(block, tokens, encoder=ENCODER, config=TRAIN)
+    group = labelled(tokens, labels, offsets=grid.valid)
+    for added, is_stopped in ((noise, True), (3.0 * labels, False)):
+
+        def logits(state, group, added=added):
+            return (linear + added)[None, None]
+
+        state = _stopped_without_gain(
+            learner.start(), block, [group], logits, TRAIN.patience
+        )
+        assert bool(state.is_active(TRAIN).all()) == (not is_stopped)
 
 
 def test_the_network_finds_what_no_weight_on_pooled_signals_can():

@@ -93,12 +93,13 @@ def test_a_batch_is_parted_only_into_parts_of_what_draws_together():
         PlannedConfig(batch_size=384, n_rows=192)
 
 
-def test_without_an_accelerator_members_follow_one_another():
+def test_without_an_accelerator_a_block_is_half_a_seeds_subsets():
     plan = choose(SIZES)
-    assert plan == Plan(n_subsets=1, n_seeds=1)
-    assert plan.blocks(grid_members(3, 15)) == tuple(
-        Block((k,), (s,)) for s in range(3) for k in range(N_SUBSETS)
-    )
+    assert plan == Plan(n_subsets=8, n_seeds=1)
+    halves = tuple(range(8)), tuple(range(8, N_SUBSETS))
+    assert set(plan.blocks(grid_members(3, 15))) == {
+        Block(half, (s,)) for s in range(3) for half in halves
+    }
     assert plan.config(SIZES.train) is SIZES.train
 
 
