@@ -19,10 +19,16 @@ import torch
 from beatrice.benchmarks.bench.commands import AS_JSON, RowPrinter, measure_fresh
 from beatrice.benchmarks.bench.extract import N_THREADS, alternate, peak_above
 from beatrice.extract.backbone.loading import load_backbone
-from beatrice.extract.backbone.names import ModelDtype, model_path
+from beatrice.extract.backbone.names import EMBEDDED, ModelDtype, model_path
 from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
 from beatrice.extract.generate.local import TransformersGenerator, generate
-from beatrice.extract.generate.prompts import SHOTS, TEMPLATES, build_prompt
+from beatrice.extract.generate.prompts import (
+    SHOTS,
+    TEMPLATES,
+    PromptConfig,
+    PromptTemplate,
+    build_prompt,
+)
 from beatrice.extract.generate.requests import GenerationConfig, Request
 from beatrice.extract.records import Passage, Setting
 from beatrice.extract.run.console import quiet
@@ -33,11 +39,14 @@ from beatrice.extract.signals.decode import (
 )
 from beatrice.extract.signals.reader import SignalReader
 from beatrice.extract.signals.sequence import sequence_of
+from beatrice.extract.world.facts import WorldConfig, make_world
+from beatrice.extract.world.questions import QuestionConfig, make_examples
 
 Way = Literal["plain", "floor", "one pass", "two passes"]
 WAYS: tuple[Way, ...] = ("plain", "floor", "one pass", "two passes")
 SETTINGS: tuple[Setting, ...] = ("closed_book", "with_context")
 N_QUESTIONS = 24
+N_EMBEDDED = 240  # of the embedded model, half of a batch
 CONFIG = GenerationConfig(stop=("\n",))
 HEAD = (
     "setting",
@@ -53,30 +62,46 @@ HEAD = (
 )
 
 
-def requests_of(tokenizer: Any, setting: Setting) -> list[Request]:
-    """Return prompts with four worked examples, with a passage each or without."""
-    template = dataclasses.replace(TEMPLATES["few-shot"], shots=SHOTS)
+def questions_of(model: str) -> tuple[PromptTemplate, list[tuple[str, Passage]]]:
+    """Return how a model is asked, and questions with a passage each.
+
+    No two begin alike, as in real sets: what prompts share is their worked examples.
+    The embedded model is asked about its own world, without examples.
+    """
+    if model == EMBEDDED:
+        config = QuestionConfig(n_train=N_EMBEDDED, n_evaluation=1, n_ood=1)
+        examples = make_examples(make_world(WorldConfig()), config)[:N_EMBEDDED]
+        pairs = [(example.question, example.passages[0]) for example in examples]
+        return PromptConfig().prompt_template(), pairs
     passage = (
-        "International calling codes are prefixes for reaching the networks of other "
-        "countries. Code +{code} was assigned by the International Telecommunication "
+        "{code} is an international calling code, a prefix for reaching the networks "
+        "of another country. It was assigned by the International Telecommunication "
         "Union, which lists it with its zone, its country and the year in which it was "
         "first used; some codes are shared by several countries of one region."
     )
+    return dataclasses.replace(TEMPLATES["few-shot"], shots=SHOTS), [
+        (
+            f"{code} is the international calling code of which country?",
+            Passage(title=f"{code}", text=passage.format(code=code)),
+        )
+        for code in range(30, 30 + N_QUESTIONS)
+    ]
+
+
+def requests_of(tokenizer: Any, model: str, setting: Setting) -> list[Request]:
+    """Return a model's prompts, with a passage each or without."""
+    template, questions = questions_of(model)
+    shown = setting == "with_context"
     return [
         Request(
-            example_id=str(code),
+            example_id=str(number),
             setting=setting,
             variant="original",
             prompt=build_prompt(
-                tokenizer,
-                template,
-                f"Which country has the international calling code +{code}?",
-                [Passage(title="Calling codes", text=passage.format(code=code))]
-                if setting == "with_context"
-                else [],
+                tokenizer, template, question, [passage] if shown else []
             ),
         )
-        for code in range(30, 30 + N_QUESTIONS)
+        for number, (question, passage) in enumerate(questions)
     ]
 
 
@@ -125,7 +150,7 @@ class Bench:
         backbone = load_backbone(model_path(model), dtype=dtype)
         self.backbone, self.setting = backbone, setting
         self.reader = SignalReader(backbone, (backbone.n_layers // 2,))
-        self.requests = requests_of(backbone.tokenizer, setting)
+        self.requests = requests_of(backbone.tokenizer, model, setting)
 
     def run(self, way: Way) -> None:
         """Answer all prompts in one way."""

@@ -24,6 +24,7 @@ from beatrice.extract.run.memory import held_bytes, peak_bytes
 BENCHES = {
     "oracle": "Compare every architecture with a brute-force oracle.",
     "survey": "Read every model type of Transformers, or say why not.",
+    "written": "Say which model types are read while they write.",
     "answer": "Time answers with their signals beside the answers alone.",
     "extract": "Time a full reading beside the bare forward with logits.",
     "train": "Time the training grid beside PyTorch.",

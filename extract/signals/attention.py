@@ -188,6 +188,7 @@ def _selected(
     module: Any,
     query: torch.Tensor,
     mask: torch.Tensor | None,
+    n_cached: int,
     kwargs: dict[str, Any],
 ) -> torch.Tensor | None:
     """Hide the keys that a sparse layer did not select; takes the keyword that says so.
@@ -200,6 +201,11 @@ def _selected(
     chosen, blocks = kwargs.pop("indices", None), kwargs.pop("block_indices", None)
     if chosen is None and blocks is None:
         return mask
+    if n_cached:
+        raise ValueError(
+            f"cannot read the attention of {type(module).__name__} to keys out of a "
+            "cache, of which it chooses some"
+        )
     n_examples, n_heads, n_tokens, _ = query.shape
     shape = tuple((chosen if blocks is None else blocks).shape)
     is_known = (
@@ -256,7 +262,8 @@ def _attend(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Read, then attend as the model would have; Transformers' signature."""
-    mask = _selected(module, query, attention_mask, kwargs)
+    n_cached = key.shape[2] - query.shape[2]
+    mask = _selected(module, query, attention_mask, n_cached, kwargs)
     _check_readable(module, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = AttentionCall(query, key, mask, scale, softcap, s_aux)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from beatrice.benchmarks.bench.oracle import twin_of
 from beatrice.benchmarks.bench.tiny_models import FAMILIES, tiny_model
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
@@ -173,6 +174,21 @@ def test_in_bfloat16_the_difference_is_the_rounding_of_the_model(family):
 def test_what_cannot_be_read_while_writing_is_named(family):
     reason = check_decoding(SignalReader(backbone_of(family)))
     assert reason and "in memory" in reason
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_cache_that_does_not_grow_is_never_read(family):
+    """A static cache has columns that were not run, and rolls in a window's layer."""
+    backbone = backbone_of(family)
+    backbone.model.generation_config.cache_implementation = "static"
+    assert "a growing cache" in check_decoding(SignalReader(backbone))
+
+
+def test_a_layer_that_chooses_keys_of_its_cache_is_read_again():
+    model = twin_of("deepseek_v32")
+    model.generation_config.eos_token_id = 60
+    reader = SignalReader(Backbone.from_model(model, Numbers()))
+    assert "of which it chooses some" in check_decoding(reader)
 
 
 class LateTargets(DecodeReading):
