@@ -53,10 +53,34 @@ _PLACES = {
 }
 
 
+# Packages of the extra `train`: what scores answers loads none of them.
+_TRAINING = {
+    *("bm25s", "flax", "jax", "jaxlib", "matplotlib", "openai", "optax", "orbax"),
+    *("pandas", "pyarrow", "scipy", "sklearn", "statsmodels", "tensorstore"),
+    "threadpoolctl",
+}
+
+
+def missing_extra(error: ImportError) -> str | None:
+    """Return what to install where a package of training is missing, or None."""
+    package = (error.name or "").partition(".")[0]
+    if package not in _TRAINING:
+        return None
+    return (
+        f"{package} is not installed, which training and evaluation need: pip install "
+        "'beatrice-probe[train]'"
+    )
+
+
 def __getattr__(name: str) -> Any:
     """Load a public name from where it is defined (PEP 562)."""
     if name in _PLACES:
-        return getattr(importlib.import_module(_PLACES[name]), name)
+        try:
+            return getattr(importlib.import_module(_PLACES[name]), name)
+        except ImportError as error:
+            if (text := missing_extra(error)) is None:
+                raise
+            raise ImportError(f"beatrice.{name}: {text}", name=error.name) from error
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

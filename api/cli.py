@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from beatrice import missing_extra
 from beatrice.benchmarks.recipes import CHAIN, NEXT, what_to_do
 from beatrice.extract.run.directory import NotWritten
 from beatrice.extract.run.share import find_share
@@ -138,6 +139,10 @@ class _Verbs(click.Group):
 
             do = f"; {what_to_do(error)}" if isinstance(error, NotWritten) else ""
             raise click.ClickException(in_one_sentence(error) + do) from error
+        except ImportError as error:
+            if (text := missing_extra(error)) is None:
+                raise
+            raise click.ClickException(text) from error
         except KeyboardInterrupt:
             click.echo("Stopped; the same line again continues.", err=True)
             raise click.exceptions.Exit(130) from None

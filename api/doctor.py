@@ -61,7 +61,9 @@ def look_at_packages() -> Iterator[Finding]:
         yield Finding("packages", "warning", text)
         return
     needed = [Requirement(line) for line in wanted]
-    needed = [r for r in needed if r.marker is None or r.marker.evaluate()]
+    needed = [
+        r for r in needed if r.marker is None or r.marker.evaluate({"extra": "train"})
+    ]
     wrong = [
         text
         for requirement in needed

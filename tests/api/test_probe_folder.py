@@ -242,3 +242,20 @@ def test_a_probe_of_the_hubs_cache_scores_alike_where_nothing_of_training_is_ins
     expected = [score.raw for score in probe.score_many(ROWS)]
     np.testing.assert_allclose(raw, expected, atol=1e-5)
     assert text and not heavy
+
+
+def test_without_the_training_extra_a_verb_and_a_function_say_what_to_install(
+    base_installation,
+):
+    package = Path(beatrice.__file__).parents[1]
+    environ = {**os.environ, "PYTHONPATH": f"{package}{os.pathsep}{base_installation}"}
+    python = [os.path.realpath(sys.executable), "-S"]
+    for words in (
+        ["-c", "import beatrice; beatrice.fit"],
+        ["-m", "beatrice", "demo", "nowhere", "--preset", "smoke"],
+    ):
+        done = subprocess.run(
+            python + words, env=environ, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 1
+        assert "pip install 'beatrice-probe[train]'" in done.stderr.splitlines()[-1]
