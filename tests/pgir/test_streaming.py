@@ -16,7 +16,7 @@ from beatrice.pgir.scorer import Scorer
 from tests.pgir.small import LAYER, PASSAGE, QUESTION, make_detector
 from tests.pgir.test_scorer import CHAT, FOREIGN
 
-IDENTITY = Calibrator(np.array([0.0, 1.0]), np.array([0.0, 1.0]))
+IDENTITY = Calibrator(name="identity")
 N_MOST = 8
 
 
