@@ -97,6 +97,12 @@ class Score:
     text: str | None = None
     error: str | None = None
 
+    def __str__(self) -> str:
+        """Return the answer, P(correct) and the decision in one line."""
+        answer = self.text if self.text is not None else "".join(self.tokens).strip()
+        p = "unknown" if self.p_correct is None else f"{self.p_correct:.3f}"
+        return f"{answer!r}: P(correct) {p}, {self.decision}"
+
     def as_json(self) -> dict[str, Any]:
         """Return the fields as JSON; `text` and `error` only where there is one."""
         fields = dataclasses.asdict(self)
