@@ -26,7 +26,7 @@ __all__ = ["main"]
 HEADINGS = {
     "Begin here": {
         "demo": "beatrice.cli",
-        "fit": "beatrice.own_model",
+        "fit": "beatrice.commands",
         "score": "beatrice.commands",
         "probes": "beatrice.commands",
         "real": "beatrice.benchmarks.recipes.commands",

@@ -1,4 +1,4 @@
-"""The verbs of a probe: score, export, probes."""
+"""The verbs of a probe: score, fit, export, probes."""
 
 import dataclasses
 import itertools
@@ -173,6 +173,49 @@ def _score_file(probe: "Probe", name: str, answers: Path, how: ScoreOptions) -> 
             f"{len(tally.bad)} of {tally.n_done} rows could not be scored; the first, "
             f"{tally.bad[0]}"
         )
+
+
+@click.command()
+@click.argument("model")
+@click.argument("places", nargs=-1, metavar="QUESTIONS PROBE_FOLDER", type=Path)
+@click.option(
+    "--labelled",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Lines with question, answer and label, in the place of QUESTIONS.",
+)
+@click.option(
+    "--untrustworthy", is_flag=True, help="Save a probe that rests on too few answers."
+)
+def fit(
+    model: str, places: tuple[Path, ...], labelled: Path | None, untrustworthy: bool
+) -> None:
+    """Fit a probe for a model of your own, from questions or labelled answers.
+
+    MODEL answers QUESTIONS (any file that `beatrice data` reads), its signals are read
+    in the same pass, labels are by exact match with the golds. Half of the answers is
+    trained on, a quarter calibrates, a quarter is held back and says what the probe is
+    worth. MODEL is a Hub id, a path, or one of gemma and smollm2.
+
+    Example: beatrice fit smollm2 questions.csv probe
+
+    Example: beatrice fit smollm2 --labelled answers.jsonl probe
+    """
+    from beatrice.extract.datasets.loading import read_questions
+    from beatrice.own_model import check_folder, fit_own, read_labelled
+
+    n_places = 1 if labelled else 2
+    if len(places) != n_places:
+        wanted = "PROBE_FOLDER" if labelled else "QUESTIONS and PROBE_FOLDER"
+        raise click.UsageError(f"after the model give {wanted}")
+    check_folder(places[-1])
+    fit_own(
+        model,
+        read_labelled(labelled) if labelled else read_questions(places[0]),
+        places[-1],
+        is_labelled=labelled is not None,
+        untrustworthy=untrustworthy,
+        say=click.echo,
+    )
 
 
 _IN_REPORT = {

@@ -1,4 +1,4 @@
-"""Fit a probe for one's own model in one step: answer, label, fit, measure; verb `fit`.
+"""Fit a probe for one's own model in one step: answer, label, fit, measure.
 
 Nothing is to be decided: a question is asked closed-book, its signals are read in the
 pass that answers, the layer is the middle one, half of the answers is trained on, a
@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import click
 import numpy as np
 
 from beatrice.extract.records import Answer, Example
@@ -174,42 +173,32 @@ def open_model(name: str, note: Callable[[str], None]) -> Any:
     return LanguageModel(name)
 
 
-@click.command()
-@click.argument("model")
-@click.argument("places", nargs=-1, metavar="QUESTIONS PROBE_FOLDER", type=Path)
-@click.option(
-    "--labelled",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Lines with question, answer and label, in the place of QUESTIONS.",
-)
-@click.option(
-    "--untrustworthy", is_flag=True, help="Save a probe that rests on too few answers."
-)
-def fit(
-    model: str, places: tuple[Path, ...], labelled: Path | None, untrustworthy: bool
+def fit_own(
+    model: str,
+    rows: Sequence[Any],
+    folder: Path,
+    *,
+    is_labelled: bool,
+    untrustworthy: bool,
+    say: Callable[[str], None],
 ) -> None:
-    """Fit a probe for a model of your own, from questions or labelled answers.
+    """Answer and label questions, or read labelled answers; fit, measure and save.
 
-    MODEL answers QUESTIONS (any file that `beatrice data` reads), its signals are read
-    in the same pass, labels are by exact match with the golds. Half of the answers is
-    trained on, a quarter calibrates, a quarter is held back and says what the probe is
-    worth. MODEL is a Hub id, a path, or one of gemma and smollm2.
+    Args:
+      model: a Hub id, a path, or a released model's name.
+      rows: questions with golds, or of `read_labelled`.
+      folder: of the probe.
+      is_labelled: rows are labelled answers.
+      untrustworthy: save a probe that rests on too few answers.
+      say: called with each line of what the probe is worth.
 
-    Example: beatrice fit smollm2 questions.csv probe
-
-    Example: beatrice fit smollm2 --labelled answers.jsonl probe
+    Raises:
+      ValueError: the folder holds something else, no row can be used, or there are too
+        few answers and not `untrustworthy`.
     """
-    from beatrice.extract.datasets.loading import read_questions
-
-    n_places = 1 if labelled else 2
-    if len(places) != n_places:
-        wanted = "PROBE_FOLDER" if labelled else "QUESTIONS and PROBE_FOLDER"
-        raise click.UsageError(f"after the model give {wanted}")
-    folder, progress = places[-1], Progress()
-    check_folder(folder)
-    rows = read_labelled(labelled) if labelled else read_questions(places[0])
+    progress = Progress()
     language_model, began = open_model(model, progress.note), time.monotonic()
-    if labelled:
+    if is_labelled:
         data = read_given(language_model, rows)
     else:
         data = answer_and_label(language_model, rows, progress.note)
@@ -219,9 +208,9 @@ def fit(
     probe = fit_probe(
         data.signals, data.labels.tolist(), splits=data.splits.tolist(), progress=False
     )
-    click.echo("\n".join(worth_in_words(probe, data)))
+    say("\n".join(worth_in_words(probe, data)))
     took = [(b - a) / 60 for a, b in ((began, answered), (answered, time.monotonic()))]
-    click.echo(f"{took[0]:.1f} minutes to answer and read, {took[1]:.1f} to fit")
+    say(f"{took[0]:.1f} minutes to answer and read, {took[1]:.1f} to fit")
     n_right, n = int(data.labels.sum()), len(data.labels)
     doubts = probe.detector.doubts
     if doubts and not untrustworthy:
@@ -233,4 +222,4 @@ def fit(
             "scores says so)"
         )
     probe.save(folder, untrustworthy=untrustworthy)
-    click.echo(f"{folder}: load it with beatrice.load({str(folder)!r})")
+    say(f"{folder}: load it with beatrice.load({str(folder)!r})")

@@ -312,6 +312,7 @@ class Detector:
             saved[name] = {key: fields for key, (_, fields) in split.items()}
         arrays = {path: np.ascontiguousarray(x) for path, x in leaves(tree)}
         save_file(arrays, folder / ARRAYS)
+        (folder / ARRAYS).chmod(0o644)  # as the other files: for whoever may read them
         (folder / CONFIG).write_text(json.dumps(saved, indent=1, sort_keys=True))
 
     @classmethod

@@ -51,13 +51,11 @@ def test_a_notebook_of_ten_lines_goes_from_questions_to_a_score(run, tmp_path):
     assert score.text and 0 <= score.p_correct <= 1
 
 
-def test_the_first_lines_of_the_readme_and_its_gate_run(run, tmp_path, monkeypatch):
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "demo").symlink_to(run.path)
-    monkeypatch.chdir(tmp_path)
+def test_the_first_lines_of_the_readme_print_what_it_shows_and_its_gate_runs(capsys):
+    (expected,) = re.findall(r"```\n('.*?)```", README, re.S)
     names = {"passages": [PASSAGE], "grounded_answer": "Guzolt Falls"}
     exec(FIRST, names)
-    assert names["score"].text and 0 <= names["score"].p_correct <= 1
+    assert capsys.readouterr().out == expected
     exec(GATE.replace("0.7", "1.0"), names)  # no draft stands
     assert names["kept"].answer in ("Guzolt Falls", names["draft"].answer)
 
