@@ -116,6 +116,6 @@ def test_a_step_is_that_of_adamw():
 
 def test_configs_that_train_nothing_are_refused():
     with pytest.raises(ValueError, match="max_epochs"):
-        TrainConfig(max_epochs=0)
+        TrainConfig(max_epochs=-1)
     with pytest.raises(ValueError, match="equal parts"):
         TrainConfig(batch_size=100, n_microbatches=3)

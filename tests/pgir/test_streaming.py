@@ -114,11 +114,14 @@ def test_between_two_tokens_the_model_answers_others(scorer):
 
 
 def test_a_stream_that_is_left_leaves_the_model_as_it_was(scorer):
-    before = scorer.answer_and_score([QUESTION])
+    def n_hooks():
+        modules = scorer.probed.backbone.model.modules()
+        return sum(len(module._forward_hooks) for module in modules)
+
+    before, n_before = scorer.answer_and_score([QUESTION]), n_hooks()
     next(iter(scorer.stream(QUESTION, every=1)))
     assert scorer.answer_and_score([QUESTION]) == before
-    modules = scorer.probed.backbone.model.modules()
-    assert not any(module._forward_hooks for module in modules)
+    assert n_hooks() == n_before
 
 
 def test_a_drawn_answer_depends_on_the_seed_alone_and_is_scored_as_it_is(scorer):
@@ -155,7 +158,8 @@ def test_a_chat_is_answered_and_scored_as_it_is_scored_afterwards(backbone, name
         messages=messages, answer_ids=[*answer.token_ids, *stop], **named
     )
     assert score.p_correct == pytest.approx(again.p_correct, abs=1e-5)
-    assert score.warnings == again.warnings
+    # Read again, it came by another path than the probe's training, which is said.
+    assert set(again.warnings) - set(score.warnings) <= {*again.warnings[-1:]}
     assert any(
         "another prompt than the probe's own" in warning for warning in score.warnings
     )
