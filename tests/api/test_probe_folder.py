@@ -1,5 +1,6 @@
 """A probe is a folder: whole or refused, the same numbers on a machine without JAX."""
 
+import importlib
 import json
 import os
 import random
@@ -198,6 +199,14 @@ def base_installation(tmp_path_factory):
         is_editable = entry.suffix == ".pth" or entry.name.startswith("__editable__")
         if not is_editable and not entry.name.lower().startswith(TRAINING_ALONE):
             (packages / entry.name).symlink_to(entry)
+    package = packages / "beatrice"  # wherever its folders lie here
+    package.mkdir()
+    for entry in Path(beatrice.__file__).parent.iterdir():
+        (package / entry.name).symlink_to(entry)
+    for room in ("extract", "jaxprobe", "selection", "pgir", "benchmarks"):
+        place = importlib.import_module(f"beatrice.{room}").__file__
+        if not (package / room).exists():
+            (package / room).symlink_to(Path(place).parent)
     return packages
 
 
@@ -225,10 +234,9 @@ def hub_cache(saved, tmp_path):
 def test_a_probe_of_the_hubs_cache_scores_alike_where_nothing_of_training_is_installed(
     probe, base_installation, hub_cache
 ):
-    package = Path(beatrice.__file__).parents[1]
     environ = {
         **os.environ,
-        "PYTHONPATH": f"{package}{os.pathsep}{base_installation}",
+        "PYTHONPATH": str(base_installation),
         "HF_HUB_CACHE": str(hub_cache),
         "HF_ENDPOINT": "http://127.0.0.1:9",  # nobody answers there
     }
@@ -247,8 +255,7 @@ def test_a_probe_of_the_hubs_cache_scores_alike_where_nothing_of_training_is_ins
 def test_without_the_training_extra_a_verb_and_a_function_say_what_to_install(
     base_installation,
 ):
-    package = Path(beatrice.__file__).parents[1]
-    environ = {**os.environ, "PYTHONPATH": f"{package}{os.pathsep}{base_installation}"}
+    environ = {**os.environ, "PYTHONPATH": str(base_installation)}
     python = [os.path.realpath(sys.executable), "-S"]
     for words in (
         ["-c", "import beatrice; beatrice.fit"],
