@@ -150,8 +150,8 @@ class _Verbs(click.Group):
 
 def _for_people(verb: str, command: click.Command) -> click.Command:
     """Return a verb that has --quiet, and says at its end which verb comes next."""
-    told = copy.copy(command)
-    told.params = [*command.params, _QUIET]
+    verb_command = copy.copy(command)
+    verb_command.params = [*command.params, _QUIET]
     work, after = command.callback, NEXT.get(verb)
 
     def callback(**values: Any) -> Any:
@@ -165,8 +165,8 @@ def _for_people(verb: str, command: click.Command) -> click.Command:
             Progress().note(f"next: beatrice {after} {values['run_dir']}")
         return result
 
-    told.callback = callback
-    return told
+    verb_command.callback = callback
+    return verb_command
 
 
 def make_demo() -> click.Command:

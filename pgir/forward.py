@@ -125,6 +125,9 @@ class _StackedEncoders:
             path: x.flatten(2).mT if path.endswith("kernel") else x
             for path, x in network.items()
         }
+        self.spans = [
+            _below(f"span_{s}/", self.network) for s in range(len(bank.spans))
+        ]
         subsets = [bank.dims.subset_index(name) for name in bank.names]
         masks = np.tile(bank.dims.subset_masks[subsets], (self.shape[0], 1))
         self.readers = [np.flatnonzero(reads) for reads in masks.T]
@@ -171,10 +174,8 @@ class _StackedEncoders:
         """Return logits `[n_members, n_examples]` and pooled `[…, 2 * hidden]`."""
         weights, config = self.network, self.bank.config
         vectors = []
-        for span, (x, mask) in enumerate(zip(spans, masks, strict=True)):
-            projected = self._projected(x)
-            of_span = _below(f"span_{span}/", weights)
-            vectors.append(self._span(projected, mask.float(), of_span))
+        for x, mask, of_span in zip(spans, masks, self.spans, strict=True):
+            vectors.append(self._span(self._projected(x), mask.float(), of_span))
         pairs = itertools.combinations(vectors, 2)
         x = torch.cat([*vectors, *(a - b for a, b in pairs)], dim=-1)
         x = self._product(x, weights["mlp_in/kernel"]) + weights["mlp_in/bias"][:, None]
@@ -218,9 +219,8 @@ class _StackedEncoders:
             beside = torch.cat([wide[:, :, :-2], x, wide[:, :, 2:]], dim=-1)
             y = self._product(beside, weights[f"conv_{name}/kernel"])
             y = (y + weights[f"conv_{name}/bias"][:, None, None]) * mask
-            return _group_norm(
-                y, real, config.n_groups, _below(f"norm_{name}/", weights)
-            )
+            scale, bias = weights[f"norm_{name}/scale"], weights[f"norm_{name}/bias"]
+            return _group_norm(y, real, config.n_groups, scale, bias)
 
         x = self._product(projected, weights["entry_kernel"])
         x = (x + weights["entry_bias"][:, None, None]) * mask
@@ -264,7 +264,11 @@ class _StackedEncoders:
 
 
 def _group_norm(
-    x: torch.Tensor, real: torch.Tensor, n_groups: int, weights: Weights
+    x: torch.Tensor,
+    real: torch.Tensor,
+    n_groups: int,
+    scale: torch.Tensor,
+    bias: torch.Tensor,
 ) -> torch.Tensor:
     """Normalise groups of channels over the real tokens.
 
@@ -272,7 +276,8 @@ def _group_norm(
       x: `[n_members, n_examples, n_tokens, d]`, zero on padding; so is the result.
       real: `[n_examples, n_tokens]`.
       n_groups: divides `d`.
-      weights: `scale` and `bias`, `[n_members, d]`.
+      scale: `[n_members, d]`.
+      bias: `[n_members, d]`.
     """
     size = x.shape[-1] // n_groups
     count = real.sum(dim=1).clamp(min=1.0)[:, None] * size
@@ -280,8 +285,8 @@ def _group_norm(
     square = (x * x).sum(dim=2).unflatten(-1, (n_groups, size)).sum(-1) / count
     variance = (square - mean * mean).clamp(min=0.0)
     inverse = torch.rsqrt(variance + _GROUP_NORM_EPSILON)
-    gain = inverse.repeat_interleave(size, -1) * weights["scale"][:, None]
-    shift = weights["bias"][:, None] - mean.repeat_interleave(size, -1) * gain
+    gain = inverse.repeat_interleave(size, -1) * scale[:, None]
+    shift = bias[:, None] - mean.repeat_interleave(size, -1) * gain
     return (x * gain[:, :, None] + shift[:, :, None]) * real[..., None]
 
 

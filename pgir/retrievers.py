@@ -626,6 +626,8 @@ class RetrievalServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    # Connections that wait to be served: of a longer row than 5 some were reset.
+    request_queue_size = 128
 
     def __init__(
         self,

@@ -89,12 +89,12 @@ def stream_tokens(
             n_shown = max(n_shown, len(shown))
         n_waiting = len(ids)
         waiting.clear()
-    whole = decode_ids(tokenizer, ids)
-    whole = whole[: find_stop(whole, stop)]
+    answer_text = decode_ids(tokenizer, ids)
+    answer_text = answer_text[: find_stop(answer_text, stop)]
     n_left = len(answer.token_ids) - n_waiting
     for place, (token, text) in enumerate(waiting[: n_left + 1]):
         is_last = place in (n_left, len(waiting) - 1)
-        shown = whole if is_last else whole[: len(text)]
+        shown = answer_text if is_last else answer_text[: len(text)]
         is_stop = place == n_left
         yield dataclasses.replace(token, text=shown[n_shown:], is_stop=is_stop)
         n_shown = max(n_shown, len(shown))

@@ -342,20 +342,17 @@ def render_report(data: ReportData) -> str:
     """Return the page."""
     results = results_of(data.rows)
     titles = costs.titles_of(data.judged)
-    permuted, spans = tables.control_tables(results)
     answered = findings(results, data.accuracy)
     verdicts, undecided = verdicts_in_words(answered)
     first, rest = answers_to_show(data.shown)
-    frontier = frontier_pictures(data.control, results)
-    compared = {
-        title: significance.leads(results, name)
-        for name, title in significance.TITLES.items()
-    }
     return (
         _environment()
         .get_template("report.html.j2")
         .render(
+            **_page_tables(data, results, titles),
+            **_page_pictures(data, results),
             data=data,
+            titles=titles,
             headline=headline(results, data.shown),
             too_few=too_few_in_words(data.accuracy),
             numbers=numbers(results, data.reliability),
@@ -367,51 +364,8 @@ def render_report(data: ReportData) -> str:
             undecided=undecided,
             settings_shown=[SETTING_LABELS[x.setting] for x in grids(answered)],
             facts=facts(results, data.accuracy, data.sweep, data.selection),
-            main_detectors=tables.main_detectors(results, titles),
-            detection=tables.detection_table(results, titles=titles),
-            panoramas=tables.panoramas(results, titles),
-            titles=titles,
-            cost_heads=costs.HEADS,
-            cost_tables=costs.cost_tables(data.judged, results),
-            cost_pictures=costs.cost_pictures(data.judged, results),
-            paired=tables.paired_table(results),
-            leads=compared,
-            lead_heads=significance.HEADS,
-            lead_lines=lambda x: significance.lines(x, titles, "%s*"),
-            floors=tables.floor_table(results),
-            at_equal_length=tables.equal_length_table(results),
-            at_equal_length_paired=tables.paired_table(
-                results, "at_equal_length_paired"
-            ),
-            permuted=permuted,
-            spans=spans,
-            controller=tables.controller_table(results),
-            controller_paired=tables.paired_table(results, "controller_paired"),
-            controller_query=tables.paired_table(results, "controller_query_paired"),
-            accuracy=accuracy_grid(data.accuracy),
-            answers=tables.answer_table(results),
-            noise=tables.noise_table(results),
-            annotated=tables.annotated_table(results),
-            reliability=reliability_pictures(data.reliability),
-            figures=[
-                *sweep_pictures(data.sweep),
-                *frontier[:1],
-                *synergy_pictures(results),
-            ],
-            frontier=frontier[1:],
-            selection=selection_pictures(data.selection),
-            optimism=optimism_table(results),
             missing=missing(data, results),
-            features=tables.feature_table(results),
-            families=tables.family_table(results),
-            dropped=tables.span_table(results),
-            exhaustive=tables.exhaustive_table(results),
             settings_of_ablations=[SETTING_LABELS[x] for x in data.ablations],
-            set_names=[
-                (label, *names)
-                for label, names in tables.set_names(data.selection, data.ablations)
-            ],
-            ranking=ranking_pictures(data.ranking),
             anatomy=anatomy_parts(results, data.studies),
             stage_times=times_in_words(data.stage_seconds),
             verdict_of=folds_in_words(results, data.facts, data.selection),
@@ -421,6 +375,67 @@ def render_report(data: ReportData) -> str:
             n_shown=N_SHOWN,
         )
     )
+
+
+def _page_tables(
+    data: ReportData, results: pandas.DataFrame, titles: dict[Subject, str]
+) -> dict[str, Any]:
+    """Return the tables of the page, by their names in the template."""
+    permuted, spans = tables.control_tables(results)
+    return {
+        "main_detectors": tables.main_detectors(results, titles),
+        "detection": tables.detection_table(results, titles=titles),
+        "panoramas": tables.panoramas(results, titles),
+        "cost_heads": costs.HEADS,
+        "cost_tables": costs.cost_tables(data.judged, results),
+        "paired": tables.paired_table(results),
+        "leads": {
+            title: significance.leads(results, name)
+            for name, title in significance.TITLES.items()
+        },
+        "lead_heads": significance.HEADS,
+        "lead_lines": lambda x: significance.lines(x, titles, "%s*"),
+        "floors": tables.floor_table(results),
+        "at_equal_length": tables.equal_length_table(results),
+        "at_equal_length_paired": tables.paired_table(
+            results, "at_equal_length_paired"
+        ),
+        "permuted": permuted,
+        "spans": spans,
+        "controller": tables.controller_table(results),
+        "controller_paired": tables.paired_table(results, "controller_paired"),
+        "controller_query": tables.paired_table(results, "controller_query_paired"),
+        "accuracy": accuracy_grid(data.accuracy),
+        "answers": tables.answer_table(results),
+        "noise": tables.noise_table(results),
+        "annotated": tables.annotated_table(results),
+        "optimism": optimism_table(results),
+        "features": tables.feature_table(results),
+        "families": tables.family_table(results),
+        "dropped": tables.span_table(results),
+        "exhaustive": tables.exhaustive_table(results),
+        "set_names": [
+            (label, *names)
+            for label, names in tables.set_names(data.selection, data.ablations)
+        ],
+    }
+
+
+def _page_pictures(data: ReportData, results: pandas.DataFrame) -> dict[str, Any]:
+    """Return the figures of the page, by their names in the template."""
+    frontier = frontier_pictures(data.control, results)
+    return {
+        "cost_pictures": costs.cost_pictures(data.judged, results),
+        "reliability": reliability_pictures(data.reliability),
+        "figures": [
+            *sweep_pictures(data.sweep),
+            *frontier[:1],
+            *synergy_pictures(results),
+        ],
+        "frontier": frontier[1:],
+        "selection": selection_pictures(data.selection),
+        "ranking": ranking_pictures(data.ranking),
+    }
 
 
 # The stage.

@@ -528,21 +528,6 @@ class TransformersGenerator:
         """
         stops, (ids, mask) = stop_ids(self.backbone), self._padded(prompts)
         width = ids.shape[1]
-
-        def run(ids: torch.Tensor, mask: torch.Tensor, **options: Any) -> Any:
-            with _contiguous_states(self.backbone):
-                return self.backbone.model.generate(
-                    input_ids=ids,
-                    attention_mask=mask,
-                    do_sample=False,  # draws are made by the processor
-                    num_beams=1,
-                    repetition_penalty=1.0,  # some checkpoints have another default
-                    eos_token_id=list(stops),
-                    pad_token_id=stops[0],
-                    return_dict_in_generate=True,
-                    **options,
-                )
-
         texts: list[tuple[list[int], list[float]]] = [([], []) for _ in prompts]
         options: dict[str, Any] = {}
         if watch is not None and self.backbone.model._supports_logits_to_keep():
@@ -552,7 +537,7 @@ class TransformersGenerator:
         edges = (width, width + n_new + (watch is not None))
         layout, tokenizer = self.backbone.layout, self.backbone.tokenizer
         if watch is None:
-            cache = begun_states(layout, prompts, ids, mask, run)
+            cache = begun_states(layout, prompts, ids, mask, self._run)
         else:
             cache = shared_states(layout, prompts, width, watch.n_unread)
         n_cached = 0 if cache is None else filled_layers(cache)[0].keys.shape[-2]
@@ -565,7 +550,7 @@ class TransformersGenerator:
                 criteria.append(_Chosen(watch, done))
                 watching = watch.watching(rows, n_cached)
             with watching:
-                output = run(
+                output = self._run(
                     ids,
                     mask,
                     past_key_values=cache,
@@ -588,6 +573,22 @@ class TransformersGenerator:
             mask = torch.cat([mask[left], torch.ones_like(new[left])], dim=1)
             rows = [rows[index] for index in left.tolist()]
             n_cached = ids.shape[1] - 1
+
+    def _run(self, ids: torch.Tensor, mask: torch.Tensor, **options: Any) -> Any:
+        """Return what Transformers generates behind ids, until a row is to leave."""
+        stops = stop_ids(self.backbone)
+        with _contiguous_states(self.backbone):
+            return self.backbone.model.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                do_sample=False,  # draws are made by the processor
+                num_beams=1,
+                repetition_penalty=1.0,  # some checkpoints have another default
+                eos_token_id=list(stops),
+                pad_token_id=stops[0],
+                return_dict_in_generate=True,
+                **options,
+            )
 
     def _padded(
         self, prompts: Sequence[Sequence[int]]

@@ -34,7 +34,7 @@ FORMAT_VERSION = 1
 _MOST_OPEN = 64  # files of batches
 
 
-class Signals(NamedTuple):
+class WaitingSignals(NamedTuple):
     """One answer's families, `[n_rows, …]` each; see `AnswerSignals`."""
 
     hidden: np.ndarray
@@ -58,7 +58,9 @@ def _types(config: StoreConfig) -> dict[str, Dtype]:
     rounded twice: their values wait as they are.
     """
     hidden = "float32" if config.dtype == "int8" else config.dtype
-    return {n: hidden if n == "hidden" else config.scalars for n in Signals._fields}
+    return {
+        n: hidden if n == "hidden" else config.scalars for n in WaitingSignals._fields
+    }
 
 
 def save_batch(
@@ -113,7 +115,7 @@ def save_batch(
         stream.write(content)
 
 
-class _Place(NamedTuple):
+class _Location(NamedTuple):
     """Where an answer's signals lie: the file, and the answer's place in it."""
 
     path: Path
@@ -121,7 +123,7 @@ class _Place(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WrittenSignals(Mapping[str, Signals]):
+class WrittenSignals(Mapping[str, WaitingSignals]):
     """Signals of a folder by `sequence_key`, read from the disk when asked for.
 
     Attributes:
@@ -137,7 +139,7 @@ class WrittenSignals(Mapping[str, Signals]):
     hidden_spans: Spans
     shapes: Mapping[str, tuple[int, ...]]
     slots: list[int]
-    places: dict[str, _Place]
+    places: dict[str, _Location]
     opened: Callable[[Path], tuple[Any, dict[str, Any]]]
 
     @classmethod
@@ -159,14 +161,14 @@ class WrittenSignals(Mapping[str, Signals]):
         Returns:
           None where no signals are there, or others.
         """
-        places: dict[str, _Place] = {}
+        places: dict[str, _Location] = {}
         last: dict[str, Any] = {}
         opened = functools.lru_cache(maxsize=_MOST_OPEN)(_open)
         for path in sorted(folder.glob("*.safetensors")):
             _, about = opened(path)
             if _holds(about, fingerprint, config, answer_span):
                 last = about
-                places |= {k: _Place(path, i) for i, k in enumerate(about["keys"])}
+                places |= {k: _Location(path, i) for i, k in enumerate(about["keys"])}
         if not places:
             return None
         there = last["hidden_layers"]
@@ -189,7 +191,7 @@ class WrittenSignals(Mapping[str, Signals]):
         """Yield their keys."""
         return iter(self.places)
 
-    def __getitem__(self, key: str) -> Signals:
+    def __getitem__(self, key: str) -> WaitingSignals:
         """Read one answer's signals."""
         path, index = self.places[key]
         file, about = self.opened(path)
@@ -200,7 +202,7 @@ class WrittenSignals(Mapping[str, Signals]):
             values[name] = codes.view(numpy_dtype(dtype)).astype(np.float32)
         if len(self.slots) < values["hidden"].shape[1]:
             values["hidden"] = values["hidden"][:, self.slots]
-        return Signals(**values)
+        return WaitingSignals(**values)
 
 
 def _open(path: Path) -> tuple[Any, dict[str, Any]]:

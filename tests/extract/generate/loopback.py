@@ -159,12 +159,16 @@ def _handler(loopback):
     return Handler
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128  # a client opens dozens of connections at once
+
+
 @contextlib.contextmanager
 def served(generator):
     """Serve a backend on a free port of this machine."""
     loopback = Loopback(generator)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(loopback))
-    server.daemon_threads = True
+    server = _Server(("127.0.0.1", 0), _handler(loopback))
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     loopback.url = f"http://127.0.0.1:{server.server_address[1]}/v1"

@@ -1,0 +1,86 @@
+"""Fit a probe that comes with the package, from the questions of a run.
+
+`python docs/packaged_probe.py RUN MODEL FOLDER [closed_book] [with_context]` asks MODEL
+(a name that `beatrice.LanguageModel` knows) the run's questions anew in float32, reads
+its signals in the passes that write the answers (hidden states of the layer that the
+run's sweep chose), labels by exact match, fits by the default recipe on the splits
+"train" and "validation", and measures on the others.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import beatrice
+from beatrice.extract.generate.prompts import SHOTS
+from beatrice.extract.generate.requests import PromptConfig
+from beatrice.extract.label.labels import exact_match
+from beatrice.extract.run.contents import read_examples
+from beatrice.extract.run.directory import RunDir
+from beatrice.fitting import metric_rows
+from beatrice.jaxprobe.metrics import BootstrapConfig
+from beatrice.probe import MOST_EXAMPLES
+
+HEADS = {"closed_book": "closed_book", "with_context": "single_pass"}
+MOST_TOKENS = 16  # of an answer
+
+
+def main(run, name, folder, settings):
+    """Fit, measure and save."""
+    opened = RunDir(Path(run))
+    examples = read_examples(opened)
+    layers = [json.loads(opened.sweep.read_text())["layer"]]
+    model = beatrice.LanguageModel(name, dtype="float32")
+    if name != "embedded":  # short answers, which a gold can match
+        model.prompt = PromptConfig(template="few-shot", shots=SHOTS)
+    signals, labels, splits, answers, questions = {}, {}, {}, {}, {}
+    for setting in settings:
+        has_context = setting == "with_context"
+        asked = [e for e in examples if e.passages or not has_context]
+        contexts = [e.passages for e in asked] if has_context else None
+        answers[setting], signals[setting] = model.answer(
+            asked, contexts, max_new_tokens=MOST_TOKENS, read=True, layers=layers
+        )
+        questions[setting] = asked
+        pairs = zip(answers[setting], asked, strict=True)
+        labels[setting] = [exact_match(a.text, e.golds) for a, e in pairs]
+        splits[setting] = ["" if e.split == "ood" else e.split for e in asked]
+    probe = beatrice.fit(signals, labels, splits=splits)
+    report = []
+    for setting, asked in questions.items():
+        p_correct, truth = probe.predict(signals[setting]), np.array(labels[setting])
+        for dataset, split in sorted({(e.dataset, e.split) for e in asked}):
+            if split not in ("test", "ood"):
+                continue
+            kind = [(e.dataset, e.split) == (dataset, split) for e in asked]
+            where = np.flatnonzero(kind)
+            ids = np.array([asked[i].id for i in where])
+            report += [
+                {
+                    "head": HEADS[setting],
+                    "dataset": dataset,
+                    "split": "test" if split == "test" else "held out",
+                    **row,
+                }
+                for row in metric_rows(
+                    p_correct[where],
+                    p_correct[where],
+                    truth[where],
+                    ids,
+                    BootstrapConfig(n_resamples=2000),
+                )
+            ]
+    first = settings[0]
+    shown = [
+        {"question": e.question, "answer": a.text}
+        for a, e in zip(answers[first], questions[first], strict=True)
+        if e.split == "test" and a.text.strip() and first == "closed_book"
+    ]
+    probe.with_report(report).save(folder, examples=shown[:MOST_EXAMPLES])
+    print(probe.with_report(report).report.to_string())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4], sys.argv[4:] or ["closed_book"])
