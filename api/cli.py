@@ -133,6 +133,8 @@ class _Verbs(click.Group):
         """
         try:
             return super().invoke(ctx)
+        except BrokenPipeError:
+            raise  # `| head` has enough: click ends without a word
         # Any other error is the program's own mistake, and shows where it was made.
         except (ValueError, OSError, MemoryError) as error:
             from beatrice.extract.run.console import in_one_sentence
