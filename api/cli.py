@@ -90,7 +90,6 @@ class _Verbs(click.Group):
     """Lists verbs in data-flow order; a user's mistake is one sentence."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the verbs in the order of the data."""
         return list(VERBS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:

@@ -229,11 +229,7 @@ def source_sha(example: Example) -> str:
 def with_rewrites(
     examples: Sequence[Example], rewrites: Mapping[str, Rewrite]
 ) -> list[Example]:
-    """Return the examples with their rewritten contexts.
-
-    Raises:
-      ValueError: a rewrite was made from another question or other passages.
-    """
+    """Return the examples with their rewritten contexts."""
     return [_with_rewrite(example, rewrites.get(example.id)) for example in examples]
 
 

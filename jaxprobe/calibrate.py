@@ -443,7 +443,6 @@ def score_store(
 
 
 def _check_families(dims: FamilyDims, store: FeatureStore) -> None:
-    """Raise where a store lacks signals that encoders read."""
     stored = family_dims(store)
     is_kept = all(
         stored_spans in ("all", read)
@@ -562,7 +561,6 @@ def _fused(run: RunDir, branch: HeadName) -> FusedHead:
 
 
 def _grid(run: RunDir, setting: Setting) -> Grid:
-    """Return the trained encoders of a setting."""
     store, rows = open_rows(run, setting)
     tree, _ = checkpoint.restore(run.encoders(setting))
     config = grid_config(run)

@@ -103,11 +103,7 @@ def fit_calibrator(scores: np.ndarray, labels: np.ndarray) -> Calibrator:
 
 
 def _finite(scores: np.ndarray) -> np.ndarray:
-    """Return scores as float64.
-
-    Raises:
-      ValueError: there are none, or some are no numbers.
-    """
+    """Return scores as float64."""
     scores = np.asarray(scores, np.float64)
     if not scores.size or not np.isfinite(scores).all():
         raise ValueError(
@@ -247,7 +243,6 @@ def choose_calibrator(
 def _cross_fitted(
     fit: _Fit, raw: np.ndarray, labels: np.ndarray, folds: np.ndarray
 ) -> np.ndarray:
-    """Return each answer's log loss under the map of the other folds."""
     losses = np.zeros(len(raw))
     for fold in np.unique(folds):
         unseen = folds == fold

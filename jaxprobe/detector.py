@@ -192,7 +192,6 @@ _ARRAYS = {
 
 
 def _split_arrays(value: EncoderBank | SettingHead) -> tuple[dict, dict[str, Any]]:
-    """Return the arrays of a bank or a head as a tree, and its other fields."""
     fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     arrays = {name: fields.pop(name) for name in _ARRAYS if name in fields}
     tree = {
@@ -284,7 +283,6 @@ class Detector:
         return self.heads[setting]
 
     def _check_pass(self, where: Setting, passes: Mapping[Setting, Features]) -> None:
-        """Check that a pass is there, in the shapes of its encoders."""
         if where not in passes:
             raise ValueError(f"this score needs the signals of the {where} pass too")
         bank, features = self.banks[where], passes[where]
@@ -317,11 +315,7 @@ class Detector:
 
     @classmethod
     def load(cls, path: Path | str) -> "Detector":
-        """Read a detector; every file is checked against its SHA-256 first.
-
-        Raises:
-          ValueError: a file is missing, added or changed, or of another version.
-        """
+        """Read a detector; every file is checked against its SHA-256 first."""
         folder = Path(path)
         verify_checksums(folder)
         again = "fit the probe, or run `beatrice calibrate`, again"

@@ -85,12 +85,10 @@ class _Measured:
 
     @property
     def reason(self) -> str | None:
-        """Why the mean is undefined, or None."""
         return next((p.reason for p in self.seeds if p.reason is not None), None)
 
     @property
     def mean(self) -> float:
-        """The mean over seeds."""
         return float(np.mean([p.value for p in self.seeds]))
 
     def rows(self, fields: Mapping[str, Any]) -> list[ResultRow]:
@@ -195,7 +193,6 @@ def difference_row(value: float, draws: np.ndarray, **fields: Any) -> ResultRow:
 
 
 def _difference(ours: _Measured, rival: _Measured, **fields: Any) -> ResultRow:
-    """Return how much more one detector has than another, on the same rows."""
     fields = _less(fields, ours.n_left_out)
     if ours.draws is None or rival.draws is None:
         # The rival's first: it alone may have no score, which leaves ours without rows.

@@ -178,7 +178,6 @@ def corpus(folder: Path, as_json: bool, how: CorpusOptions) -> None:
 def _search(
     corpus: "Corpus", encoder: "TextEncoder | None", how: CorpusOptions, as_json: bool
 ) -> None:
-    """Search a corpus for questions, over HTTP, or to see how well it is searched."""
     from beatrice.pgir.retrievers import open_corpus_retrieval
 
     form = how.index[0] if how.index else "flat"
@@ -207,7 +206,6 @@ def _index(
     forms: tuple[Any, ...],
     progress: Progress,
 ) -> None:
-    """Encode a corpus and build its indexes."""
     from beatrice.pgir.index import (
         build_index,
         build_vectors,
@@ -227,7 +225,6 @@ def _index(
 def _recall(
     corpus: "Corpus", encoder: "TextEncoder | None", form: Any, as_json: bool
 ) -> None:
-    """Print how many gold passages each retriever finds."""
     from beatrice.pgir.corpus import DEPTHS, agreement, measure, recall_table
     from beatrice.pgir.index import DenseRetriever
     from beatrice.pgir.retrievers import LEAST_DEPTH, Bm25Retriever, fuse_all
@@ -270,7 +267,6 @@ def _recall(
 
 
 def _serve(search: Any, corpus: "Corpus", host: str, port: int, depth: int) -> None:
-    """Answer over HTTP until stopped."""
     from beatrice.pgir.retrievers import RetrievalServer
 
     with RetrievalServer(search, corpus, host=host, port=port, depth=depth) as server:

@@ -134,7 +134,6 @@ def _key(passage: Passage) -> int:
 
 
 def _passage(record: Mapping[str, Any], where: str) -> Passage:
-    """Return the passage in a record of a corpus."""
     contents = record.get("contents")
     if isinstance(contents, str) and "text" not in record:
         return from_document(contents)
@@ -154,9 +153,6 @@ def read_source(
     Args:
       path: of a corpus or of a question set, in any published layout.
       note: called where the file holds neither, which yields nothing.
-
-    Raises:
-      ValueError: a record of a corpus is no passage.
     """
     try:
         questions = open_dataset(path)
@@ -242,9 +238,6 @@ def build_corpus(folder: Path, sources: Sequence[Path], note: Note) -> Corpus:
       folder: created if absent.
       sources: files of passages or questions; folders stand for all files below them.
       note: called with what each file brought.
-
-    Raises:
-      ValueError: the folder holds another corpus, or no file holds a passage.
     """
     files = _source_files(sources)
     hashes = [[path.name, sha256_file(path)] for path in files]
@@ -277,7 +270,6 @@ def build_corpus(folder: Path, sources: Sequence[Path], note: Note) -> Corpus:
 def _write_passages(
     folder: Path, files: Sequence[Path], hashes: Sequence[Sequence[str]], note: Note
 ) -> tuple[_Writer, list[dict[str, Any]]]:
-    """Write the passages and gold passages of files; return what each file brought."""
     writer, reports = _Writer(), []
     with (
         write_stream_atomic(folder / "passages.jsonl") as passages,

@@ -59,9 +59,6 @@ class AnswerToScore:
         which for `messages` is what `Scorer.render` returns and for `prompt_ids` what
         they decode to.
       question_range: likewise; behind the context.
-
-    Raises:
-      ValueError: an argument is of another type, or there is too little or too much.
     """
 
     question: str | None = None
@@ -200,7 +197,6 @@ class _PromptText:
 
 
 def _prompt_text(tokenizer: Any, given: AnswerToScore) -> _PromptText:
-    """Return the prompt that was really used."""
     begin, has_special = 0, True
     if given.messages is not None:
         text = apply_template(tokenizer, given.messages)
@@ -224,7 +220,6 @@ def _prompt_text(tokenizer: Any, given: AnswerToScore) -> _PromptText:
 
 
 def _check_ids(tokenizer: Any, ids: Sequence[int], name: str) -> None:
-    """Check that there are ids, all of which the model has."""
     wrong = [i for i in ids if not 0 <= i < len(tokenizer)]
     if wrong or not ids:
         shown = wrong[0] if wrong else "none"
@@ -395,11 +390,7 @@ def _answer_tokens(
 def prompt_tokens(
     tokenizer: Any, template: PromptTemplate, given: AnswerToScore
 ) -> PromptTokens:
-    """Return what the model has read, or is to read, before it answers.
-
-    Raises:
-      ValueError: as `prepare`.
-    """
+    """Return what the model has read, or is to read, before it answers."""
     if not given.uses_template:
         return _prompt_as_given(tokenizer, template, given)
     question = str(given.question)
@@ -413,11 +404,7 @@ def answer_as_read(
     stop_id: int | None = None,
     example_id: str = "given",
 ) -> tuple[PromptTokens, Answer, tuple[str, ...]]:
-    """Return the prompt, the answer with its ids, and its text piece by piece.
-
-    Raises:
-      ValueError: as `prepare`.
-    """
+    """Return the prompt, the answer with its ids, and its text piece by piece."""
     prompt = prompt_tokens(tokenizer, template, given)
     usual = tokenizer.eos_token_id if stop_id is None else stop_id
     ids, pieces, stop = _answer_tokens(tokenizer, template, given, usual)

@@ -258,7 +258,6 @@ def index_folder(corpus: Corpus, encoder_name: str) -> Path:
 def _check_origin(
     facts: dict[str, Any], corpus: Corpus, encoder: TextEncoder, folder: Path
 ) -> None:
-    """Check that vectors are of this corpus and of this encoder."""
     if facts["corpus"] != corpus.identity:
         raise ValueError(
             f"{folder} was built on another corpus ({facts['corpus'][:12]}…, this one "

@@ -336,7 +336,6 @@ class ServedRetriever(CachedRetriever):
         super().__init__(url, self._request, cache, note)
 
     def _request(self, queries: list[str], depth: int) -> list[list[str]]:
-        """Return the documents of each question, after as many attempts as allowed."""
         if self._protocol == "search-r1":
             body = {"queries": queries, "topk": depth, "return_scores": True}
         else:
@@ -394,11 +393,7 @@ def _post_within(seconds: float, url: str, body: Mapping[str, Any]) -> bytes:
 
 
 def read_reply(reply: Any, n_queries: int, depth: int) -> list[list[str]]:
-    """Return the documents in a server's reply, of each question as many as asked for.
-
-    Raises:
-      ValueError: the reply is of neither protocol, or has too few of something.
-    """
+    """Return the documents in a reply, of each question as many as asked for."""
     if isinstance(reply, dict):
         reply = reply.get("result")
     if not isinstance(reply, list):
@@ -644,7 +639,6 @@ class RetrievalServer(ThreadingHTTPServer):
         super().__init__((host, port), _Handler)
 
     def _rank(self, queries: Any, depth: Any) -> list[list[dict[str, Any]]]:
-        """Return the documents of each query, best first."""
         depth = self._depth if depth is None else depth
         if type(depth) is not int or not 0 < depth <= _MOST_DEPTH:
             raise ValueError(
@@ -704,7 +698,6 @@ class _Handler(BaseHTTPRequestHandler):
         return self.server
 
     def do_GET(self) -> None:
-        """Reply that the server is up."""
         if self.path == "/health":
             n_passages = len(self._retrieval.passages)
             self._reply(200, {"status": "ok", "n_passages": n_passages})
@@ -713,7 +706,6 @@ class _Handler(BaseHTTPRequestHandler):
             self._reply(404, {"error": f"there are {paths}"})
 
     def do_POST(self) -> None:
-        """Reply to a search."""
         try:
             size = int(self.headers.get("Content-Length", ""))
             if not 0 <= size <= _MOST_REQUEST_BYTES:

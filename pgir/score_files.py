@@ -135,11 +135,7 @@ def _arguments(record: Record) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of a file; what is no row says why.
-
-    Raises:
-      ValueError: the file is not JSON, a table or Parquet, or is cut off.
-    """
+    """Yield the rows of a file; what is no row says why."""
     for raw in read_raw(path, recognise(path)):
         given: AnswerToScore | str = raw.problem or "no record"
         unread: tuple[str, ...] = ()
@@ -226,10 +222,6 @@ def score_rows(
       out: results of an earlier call; None where there is none.
       write: takes results as JSON lines, some rows at a time.
       each: called with every row and its result, in order.
-
-    Raises:
-      ValueError: `out` has results that were edited, or of other rows or another
-        detector.
     """
     stream = iter(rows)
     rows_done = out.rows() if out else ()

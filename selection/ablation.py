@@ -150,7 +150,6 @@ def undefined_rows(name: str, rows: Rows) -> list[ResultRow]:
 
 
 def _arrays(heads: HeadTrainer, selection: Selection) -> dict[str, np.ndarray]:
-    """Return a variant's encoders and the scores of every row, as they are saved."""
     return {
         "members": np.array(selection.members),
         "scores": heads.scores(selection),
@@ -163,7 +162,6 @@ def _folder(run: RunDir) -> Path:
 
 
 def _inputs(run: RunDir) -> list[Path]:
-    """Return everything a variant depends on."""
     return [*row_files(run), run.sweep, run.selection, *encoder_folders(run)]
 
 
@@ -252,7 +250,6 @@ class Ablation:
         return replaced(outputs, MemberOutputs(**retrained), subsets)
 
     def _pool(self, setting: Setting, variant: str = "") -> Pool:
-        """Return a setting's pool, by default of the encoders as they are."""
         passes = tuple(self.champions) if setting == "with_context" else (setting,)
         outputs: dict[Setting, MemberOutputs] = {
             where: self._outputs_without(variant, where) for where in passes

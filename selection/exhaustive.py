@@ -239,7 +239,6 @@ def _greedy_members(heads: HeadTrainer, added: Sequence[int]) -> tuple[int, ...]
 def _rank_rows(
     ranking: Ranking, greedy: tuple[int, ...], rows: Rows
 ) -> list[ResultRow]:
-    """Return the rank of greedy's set, as rows."""
     where = rows.where("validation")
     values = {
         "rank": ranking.rank_of(greedy),

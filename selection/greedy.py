@@ -209,7 +209,6 @@ def select(
 
 
 def _searched(candidates: Sequence[int] | None, n_pool: int) -> tuple[int, ...]:
-    """Return the pool positions to search, in pool order."""
     positions = tuple(range(n_pool) if candidates is None else sorted(set(candidates)))
     if not positions or positions[0] < 0 or positions[-1] >= n_pool:
         raise ValueError(

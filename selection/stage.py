@@ -55,7 +55,6 @@ def load_part(cache: Cache, name: str, verb: str) -> dict[str, np.ndarray]:
 
 
 def _summary(selection: Selection, margin: float) -> dict[str, Any]:
-    """Return how the search went, as JSON values."""
     last = selection.path[-1]
     gain = last.auroc - selection.auroc
     stop = (

@@ -124,7 +124,6 @@ class _States(NamedTuple):
 
 
 def _of_probe(params: Any, hidden: jax.Array) -> jax.Array:
-    """Logits `[n_rows]` of a probe, from `[n_rows, d_model]`."""
     return hidden @ params["weight"] + params["bias"][None]
 
 

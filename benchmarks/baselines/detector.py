@@ -94,11 +94,7 @@ class DetectorInput:
         samples: Iterable[Sample] = (),
         **fields: Any,
     ) -> "DetectorInput":
-        """Return the inputs of rows, whose answers and draws come in any order.
-
-        Raises:
-          ValueError: answers are given, and a row has none.
-        """
+        """Return the inputs of rows, whose answers and draws come in any order."""
         pairs = zip(rows.ids.tolist(), rows.variants.tolist(), strict=True)
         keys = [(i, rows.setting, variant) for i, variant in pairs]
         by_key = {answer.key: answer for answer in answers}
@@ -129,11 +125,7 @@ class DetectorInput:
 
     @cached_property
     def texts(self) -> list[str]:
-        """What a text-only detector reads of every row, see `joined_text`.
-
-        Raises:
-          ValueError: texts, or how passages were shown, are not known.
-        """
+        """What a text-only detector reads of every row, see `joined_text`."""
         if self.template is None or not self.answers:
             raise ValueError(
                 "the texts are not known; give questions, answers and the template by "
@@ -287,9 +279,6 @@ def find_detector(spec: str) -> Baseline:
 
     Args:
       spec: the name of an entry point of "beatrice.baselines" too.
-
-    Raises:
-      ValueError: there is no such detector, or another row of the tables has its name.
     """
     known = catalogue()
     if spec in known:

@@ -49,9 +49,6 @@ class Entailment:
         Returns:
           `[n_pairs, 3]` float64: P(entailment), P(neutral), P(contradiction); neutral
           is 0 of a model with two classes.
-
-        Raises:
-          ValueError: the model gives logits that are not finite.
         """
         new = [pair for pair in dict.fromkeys(pairs) if pair not in self.known]
         # The longest first: what does not fit in memory shows at once.
@@ -63,7 +60,6 @@ class Entailment:
         return np.array([self.known[pair] for pair in pairs]).reshape(-1, 3)
 
     def _read(self, pairs: list[tuple[str, str]]) -> np.ndarray:
-        """Return the relations of one batch."""
         first, second = map(list, zip(*pairs, strict=True))
         read = self.tokenizer(
             first,
@@ -92,10 +88,6 @@ def columns_of(labels: Mapping[int, str], path: Path) -> dict[str, int]:
     Args:
       labels: `id2label` of the model's config, in any case.
       path: of the model, for the message.
-
-    Raises:
-      ValueError: the labels are not entailment and contradiction, with or without
-        neutral.
     """
     columns = {str(label).lower(): column for column, label in labels.items()}
     wanted = [name for name in RELATIONS if name in columns]
@@ -120,9 +112,6 @@ def load_entailment(
       path: a directory with config.json, safetensors weights and a tokenizer.
       n_batch: pairs that are read together.
       progress: told how many pairs are read, of how many.
-
-    Raises:
-      ValueError: the directory holds no such model.
     """
     if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
         raise ValueError(

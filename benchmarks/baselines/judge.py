@@ -315,9 +315,6 @@ def judge(
     Returns:
       A row for each metric, set and seed, as in results.jsonl: AUROC and AUPRC with
       their intervals, and what validation chose ("chosen").
-
-    Raises:
-      ValueError: labels and answers do not fit together.
     """
     store = signals if isinstance(signals, FeatureStore) else signals.store
     n_rows = len(store.spec.keys)
@@ -429,11 +426,7 @@ def unmet(detector: Baseline, run: RunDir, config: BaselinesConfig) -> str | Non
 
 
 def chosen_detectors(config: BaselinesConfig) -> list[Baseline]:
-    """Return the detectors of a config: the catalogue's in its order, then plugs.
-
-    Raises:
-      ValueError: a name is unknown, or two detectors have one name.
-    """
+    """Return the detectors of a config: the catalogue's in its order, then plugs."""
     known = catalogue()
     if not config.only:
         every = known.values()
@@ -548,11 +541,7 @@ def costs_file(run: RunDir) -> Path:
 
 
 def read_costs(path: Path) -> list[DetectorCost]:
-    """Return what the detectors of a run are and cost.
-
-    Raises:
-      ValueError: the file is missing, or damaged.
-    """
+    """Return what the detectors of a run are and cost."""
     return read_json(path, list[DetectorCost], "run `beatrice baselines` again")
 
 
@@ -572,7 +561,6 @@ def _read(
     identities: Mapping[str, str],
     tick: Callable[[], None] = lambda: None,
 ) -> CachedReadings:
-    """Return the readings that some detectors want of a setting."""
     wanted = rows_read(inputs.rows, detectors)
     if not wanted:
         return NOTHING_READ
@@ -688,9 +676,6 @@ def run_violations(run: RunDir, spec: str, config: BaselinesConfig) -> list[str]
       run: whose signals are extracted, labelled and swept.
       spec: see `find_detector`.
       config: names the models that the detector needs.
-
-    Raises:
-      ValueError: the run lacks what the detector needs.
     """
     detector = find_detector(spec)
     if lack := unmet(detector, run, config):

@@ -163,9 +163,6 @@ def cached_readings(
       n_rows: of the setting.
       caches: of each name.
       tick: called once for each of `parts_of`, when its readings are there.
-
-    Raises:
-      ValueError: other weights gave the answers, or a prompt is longer than the window.
     """
     values: dict[str, dict[int, np.ndarray]] = {name: {} for name in wanted}
     seconds, peaks = dict.fromkeys(wanted, 0.0), dict.fromkeys(wanted, 0)

@@ -237,11 +237,7 @@ def measure_peak(model: str, dtype: ModelDtype, setting: Setting, way: Way) -> f
 def measure_setting(
     model: str, dtype: ModelDtype, setting: Setting, n_rounds: int
 ) -> AnswerCost:
-    """Let the four ways take turns on one setting's prompts.
-
-    Raises:
-      ValueError: the model cannot be read while it writes.
-    """
+    """Let the four ways take turns on one setting's prompts."""
     bench = Bench(model, dtype, setting)
     if (reason := check_decoding(bench.reader)) is not None:
         raise ValueError(reason)

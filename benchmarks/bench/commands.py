@@ -45,11 +45,9 @@ class _Benches(click.Group):
     """Loads a benchmark, and with it Torch or JAX, when it is named."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the benchmarks in the order of the table."""
         return list(BENCHES)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import one benchmark's command."""
         if cmd_name not in BENCHES:
             return None
         module = _ELSEWHERE.get(cmd_name, cmd_name)
@@ -60,7 +58,6 @@ class _Benches(click.Group):
     def format_commands(
         self, ctx: click.Context, formatter: click.HelpFormatter
     ) -> None:
-        """List the benchmarks without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl(list(BENCHES.items()))
 

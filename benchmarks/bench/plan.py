@@ -113,7 +113,6 @@ class Module:
 
 
 def _functions(text: str) -> dict[str, list[str]]:
-    """Lines of every function."""
     functions: dict[str, list[str]] = defaultdict(list)
     name = ""
     for line in text.splitlines():

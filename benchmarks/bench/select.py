@@ -259,7 +259,6 @@ def _seconds(work: Callable[[], Any]) -> float:
 
 
 def _best_threads(loop: Callable[[], None]) -> int:
-    """Return the number of threads with which the loop is fastest."""
     seconds = {}
     for n_threads in (1, 2):
         torch.set_num_threads(n_threads)

@@ -106,9 +106,6 @@ def find_questions(
       folder: looked through with all that is below it; evidence pages are not.
       note: called with a line for each set.
       given: sets whose files are known already.
-
-    Raises:
-      ValueError: a set is missing; the sentence names all that are, and what would do.
     """
     best: dict[str, tuple[int, Path]] = {}
     for path in _files(folder):

@@ -137,9 +137,6 @@ def asked_questions(
 
     The test and held-out ones of a run's questions, and the first of other files whose
     text is not among the run's own.
-
-    Raises:
-      ValueError: a file holds no questions, or nothing is left to ask.
     """
     known = {text_key(example.question) for example in examples}
     pools: dict[tuple[str, str], list[Example]] = {}

@@ -108,11 +108,7 @@ def _answers(sides: Sequence[Side], setting: Setting) -> str:
 
 
 def comparison(first: Side, second: Side) -> str:
-    """Return the comparison of two evaluated runs as Markdown.
-
-    Raises:
-      ValueError: they have no setting in common.
-    """
+    """Return the comparison of two evaluated runs as Markdown."""
     sides = (first, second)
     shared = [setting for setting in first.validation if setting in second.validation]
     if not shared:

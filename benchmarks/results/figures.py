@@ -206,14 +206,12 @@ def layer_sweep(sweep: Mapping[str, Mapping[str, Any]]) -> Figure:
 
 
 def _ring(axes: Axes, x: float, y: float, colour: str) -> None:
-    """Mark one point."""
     axes.plot([x], [y], "o", color=colour, fillstyle="none", markersize=12)
 
 
 def _name(
     axes: Axes, label: str, x: float, y: float, colour: str, **style: Any
 ) -> None:
-    """Write a name under a point."""
     style = {"xytext": (0, -18), "textcoords": "offset points", "ha": "center", **style}
     axes.annotate(label, (x, y), color=colour, **style)
 

@@ -155,11 +155,7 @@ class Beside:
 
 
 def read_ledger() -> list[PaperCell]:
-    """Return every number of the paper's tables, in the order of print.
-
-    Raises:
-      ValueError: a line of the file is none.
-    """
+    """Return every number of the paper's tables, in the order of print."""
     return list(read_records(Path(__file__).with_name("paper.jsonl"), PaperCell))
 
 

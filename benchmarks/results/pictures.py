@@ -101,9 +101,6 @@ def frontier_curve(
 
     Returns:
       One `{budget, generations, em, f1}` per budget, and the datasets averaged over.
-
-    Raises:
-      ValueError: a budget lacks a dataset, so that its mean would be of other data.
     """
     datasets = list(dict.fromkeys(entry["dataset"] for entry in entries))
     curve = []

@@ -129,7 +129,6 @@ def _cell_text(cell: Cell, notes: Sequence[str]) -> str:
 
 
 def _block(table: Table, chosen: Sequence[int], title: str | None) -> rich.table.Table:
-    """Build one block of columns."""
     block = rich.table.Table(title=title, title_justify="left", box=rich.box.SIMPLE)
     block.add_column(rich.text.Text(table.corner))
     for i in chosen:

@@ -215,11 +215,7 @@ class Control(Record, frozen=True, kw_only=True):
 
 
 def read_part(file: Path, kind: Any, verb: str) -> Any:
-    """Return what a verb left for the report, as plain values.
-
-    Raises:
-      ValueError: it is missing, or not as it was written.
-    """
+    """Return what a verb left for the report, as plain values."""
     value = read_json(file, kind, f"run `beatrice {verb}` again")
     return msgspec.to_builtins(list(value) if isinstance(value, tuple) else value)
 
@@ -380,7 +376,6 @@ def render_report(data: ReportData) -> str:
 def _page_tables(
     data: ReportData, results: pandas.DataFrame, titles: dict[Subject, str]
 ) -> dict[str, Any]:
-    """Return the tables of the page, by their names in the template."""
     permuted, spans = tables.control_tables(results)
     return {
         "main_detectors": tables.main_detectors(results, titles),
@@ -422,7 +417,6 @@ def _page_tables(
 
 
 def _page_pictures(data: ReportData, results: pandas.DataFrame) -> dict[str, Any]:
-    """Return the figures of the page, by their names in the template."""
     frontier = frontier_pictures(data.control, results)
     return {
         "cost_pictures": costs.cost_pictures(data.judged, results),
@@ -460,7 +454,6 @@ def _facts(run: RunDir) -> dict[str, str]:
 
 
 def _why_no_control(settings: Sequence[Setting]) -> str:
-    """Say why a run has no controllers."""
     if len(settings) < len(SETTINGS):
         return f"needs both settings, and this run has {settings[0]} alone"
     return "was not run: `beatrice control RUN_DIR` does it"
@@ -559,11 +552,7 @@ def tables_of(
 
 
 def run_table(run: RunDir, name: str) -> str:
-    """Return a table of a run as text, with its heading; or all of them.
-
-    Raises:
-      ValueError: the run has no rows for it.
-    """
+    """Return a table of a run as text, with its heading; or all of them."""
     judged = read_costs(costs_file(run)) if "baselines" in published(run) else ()
     named = tables_of(results_of(read_result_rows(run)), costs.titles_of(judged))
     if name != "all" and name not in named:
@@ -624,11 +613,7 @@ REPORT = Stage(
 
 
 def run_side(run: RunDir) -> Side:
-    """Return what is compared of an evaluated run.
-
-    Raises:
-      ValueError: it has not been evaluated.
-    """
+    """Return what is compared of an evaluated run."""
     results = results_of(read_result_rows(run))
     counts = count_correct(read_examples(run), read_labels(run))
     return Side(
@@ -650,11 +635,7 @@ def _ranked(run: RunDir, setting: Setting) -> Ranked:
 
 
 def run_experiment(run: RunDir) -> Experiment:
-    """Return what the paper's numbers are laid beside, of an evaluated run.
-
-    Raises:
-      ValueError: it has not been evaluated.
-    """
+    """Return what the paper's numbers are laid beside, of an evaluated run."""
     data = read_manifest(run.path)["sections"].get("data", {})
     return Experiment(
         rows=read_result_rows(run),

@@ -177,7 +177,6 @@ def _submodule(module: torch.nn.Module, path: str) -> torch.nn.Module | None:
 
 
 def _layer(module: torch.nn.Module) -> Layer:
-    """Classify one decoder layer."""
     names = _ATTENTION_NAMES + _RECURRENT_NAMES
     mixer = _required_child(module, names, "the token mixer")
     for kind in _KINDS:

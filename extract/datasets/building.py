@@ -72,9 +72,6 @@ def with_contexts_of_files(
 
     Where nothing else is asked for: its supporting passages if any are marked, all of
     them if none is, and no context where none came with the questions.
-
-    Raises:
-      ValueError: a file is refused.
     """
     if config.context is not None:
         return config
@@ -215,11 +212,7 @@ def _drawn_rows(
     config: BuildConfig,
     order: Mapping[str, Split],
 ) -> dict[str, _Row]:
-    """Return by id the drawn questions of one set; `order` names their splits.
-
-    Raises:
-      ValueError: one is not in the files.
-    """
+    """Return by id the drawn questions of one set; `order` names their splits."""
     rows: dict[str, _Row] = {}
     context = config.context_of(dataset)
     for source in sources:
@@ -298,9 +291,6 @@ def build_examples(
 
     Returns:
       The manifest, as in `splits.json`.
-
-    Raises:
-      ValueError: a file is refused or too small, or does not fit the fixed splits.
     """
     settings = data_config(sources, config, fixed).as_json()
     if (folder / "splits.json").exists():
@@ -430,11 +420,7 @@ def _check_texts(fixed: Path, digests: Mapping[str, Mapping[str, str]]) -> None:
 
 
 def check_folder(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a folder whose files are those it names.
-
-    Raises:
-      ValueError: the manifest or a file was changed.
-    """
+    """Return the manifest of a folder whose files are those it names."""
     manifest = read_splits(folder / "splits.json")
     for name, expected in manifest["files"].items():
         path = folder / name

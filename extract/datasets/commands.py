@@ -80,9 +80,6 @@ def make_data_run(
 
     Returns:
       The manifest of the splits.
-
-    Raises:
-      ValueError: a file is refused or too small, or the directory holds another run.
     """
     from beatrice.extract.datasets.building import build_examples, check_folder
     from beatrice.extract.run.contents import settings_in_words
@@ -111,7 +108,6 @@ File = tuple[str, Path]  # the set's name, and where it lies
 
 
 def _size(text: str) -> Size:
-    """Return a number of questions, or "all"."""
     if text == "all":
         return text
     if not text.isascii() or not text.isdigit() or int(text) < 1:
@@ -120,7 +116,6 @@ def _size(text: str) -> Size:
 
 
 def _context(text: str) -> Context:
-    """Return which passages become a context."""
     if text not in get_args(Context):
         raise ValueError(f"expected {', '.join(get_args(Context))}, found {text!r}")
     return text
@@ -500,9 +495,6 @@ def make_run(
       asking: how the questions are put.
       kept: what is kept of the signals.
       as_json: print the splits as JSON.
-
-    Raises:
-      ValueError: see `make_data_run`.
     """
     from beatrice.extract.backbone.names import BackboneConfig, default_dtype
     from beatrice.extract.datasets.building import data_config, with_contexts_of_files
@@ -572,7 +564,6 @@ def _notes_before(
 
 
 def _show_splits(run_dir: Path, manifest: Mapping[str, Any], as_json: bool) -> None:
-    """Print what was drawn."""
     if as_json:
         keys = ("sizes", "sources", "passed_over", "repeated_within_a_split", "sha256")
         click.echo(json.dumps({key: manifest[key] for key in keys}))

@@ -108,9 +108,6 @@ def unfold(value: Any, name: str) -> Any:
 
     JSON, or a Python literal as DPR's files and copies of PopQA have it; anything else
     is returned as it is.
-
-    Raises:
-      ValueError: it is neither.
     """
     text = value.strip() if isinstance(value, str) else ""
     if text[:1] not in ("[", "{"):

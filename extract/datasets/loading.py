@@ -97,11 +97,7 @@ class DatasetFile:
     envelope: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def read(self) -> Iterator[Loaded | Refusal]:
-        """Yield every record, in file order.
-
-        Raises:
-          ValueError: the file turns out to be cut off or damaged.
-        """
+        """Yield every record, in file order."""
         numbers: dict[int, int] = {}  # of the first record with an id
         log_filter: str | None = None
         for raw in read_raw(self.path, self.type, self.envelope):
@@ -217,7 +213,6 @@ def open_dataset(
 
 
 def _sample(path: Path, file_type: FileType) -> tuple[list[RawRecord], Format]:
-    """Return the first records and their layout."""
     sample: list[RawRecord] = []
     try:
         sample.extend(itertools.islice(read_raw(path, file_type), N_SAMPLE))
@@ -246,7 +241,6 @@ def _sample(path: Path, file_type: FileType) -> tuple[list[RawRecord], Format]:
 def _dataset_of(
     file: DatasetFile, sample: list[RawRecord]
 ) -> tuple[str | None, DatasetSource | None]:
-    """Return the question set and what told it."""
     rows = [file.read_one(raw) for raw in sample]
     questions = [row.question for row in rows if isinstance(row, Loaded)]
     named = collections.Counter(q.dataset for q in questions if q.dataset)
@@ -415,7 +409,6 @@ def inspect_file(
 
 
 def _identity(file: DatasetFile) -> dict[str, Any]:
-    """Return what an opened file is."""
     name = file.format.name
     if name == "TriviaQA" and file.envelope.get("Domain"):
         name = f"TriviaQA ({file.envelope['Domain']})"

@@ -148,11 +148,7 @@ def is_foreign(name: Any) -> bool:
 
 
 def dataset_tagged(record: Record) -> DatasetName | None:
-    """Return the question set that a record's field `dataset` means, or None.
-
-    Raises:
-      ValueError: it means a known set that is none of the six.
-    """
+    """Return the question set that a record's field `dataset` means, or None."""
     name = record.get("dataset")
     if is_foreign(name):
         raise ValueError(
@@ -166,9 +162,6 @@ def dataset_marked(record: Record) -> DatasetName | None:
 
     Ids of hexadecimal digits mark none: SQuAD's are as HotpotQA's, and any checksum is
     as 2WikiMultihopQA's.
-
-    Raises:
-      ValueError: they mean a known set that is none of the six.
     """
     tagged = dataset_tagged(record)
     if tagged is not None:

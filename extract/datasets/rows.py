@@ -104,11 +104,7 @@ class RawRecord:
 
 
 def _chunks(path: Path, is_gzipped: bool) -> Iterator[bytes]:
-    """Yield the bytes of a file, unpacked.
-
-    Raises:
-      ValueError: the compressed data are cut off or damaged.
-    """
+    """Yield the bytes of a file, unpacked."""
     with path.open("rb") as packed:
         stream = gzip.GzipFile(fileobj=packed) if is_gzipped else packed
         try:
@@ -127,11 +123,7 @@ def _chunks(path: Path, is_gzipped: bool) -> Iterator[bytes]:
 
 
 def recognise(path: Path) -> FileType:
-    """Return how a file holds its records.
-
-    Raises:
-      ValueError: there is no such file, or it is of no kind that holds records.
-    """
+    """Return how a file holds its records."""
     if not path.is_file():
         what = "is no regular file" if path.exists() else "no such file"
         what = "is a directory" if path.is_dir() else what
@@ -170,7 +162,6 @@ def _kind_of_text(head: bytes, name: str) -> FileType:
 
 
 def _kind_of_objects(text: str) -> FileType:
-    """Return the kind of a file that begins with an object."""
     key = _list_key_of(text)
     if key is not None:
         return FileType(container="json object", list_key=key)
@@ -211,9 +202,6 @@ def read_raw(
       path: the file.
       file_type: how it holds them, see `recognise`.
       envelope: after the last record, gets what a `json object` says beside its list.
-
-    Raises:
-      ValueError: the file is cut off or damaged.
     """
     if file_type.container == "parquet":
         yield from _parquet_rows(path, file_type.is_gzipped)
@@ -278,11 +266,7 @@ def _parse_object(raw: bytes) -> tuple[dict[str, Any] | None, str | None]:
 
 
 def _parse_slowly(raw: bytes) -> Any:
-    """Return a JSON value, with the NaN and Infinity that Python writes.
-
-    Raises:
-      ValueError: it is no JSON; says why.
-    """
+    """Return a JSON value, with the NaN and Infinity that Python writes."""
     try:
         text = raw.decode()
         value = json.loads(text)
@@ -399,7 +383,6 @@ def json_values(
 def _json_value(
     window: Window, path: Path, number: int, at: int
 ) -> tuple[RawRecord, int]:
-    """Return the value at `at`, and the position behind it."""
     value, problem, end = None, "", None
     while True:
         try:
@@ -433,7 +416,6 @@ def _json_value(
 
 
 def _damage(window: Window, path: Path, number: int, at: int, what: str) -> ValueError:
-    """Return what is wrong with a record, and where it is."""
     if len(window.text) - at > MAX_RECORD:
         what = f"it is longer than {MAX_RECORD >> 20} MiB"
     elif at == len(window.text):
@@ -481,10 +463,6 @@ def _table_rows(
     """Yield one record a row, under the header's names or `column 1`, `column 2`.
 
     Quoting is CSV's: cells of PopQA and of DPR's question files hold doubled quotes.
-
-    Raises:
-      ValueError: a row of several lines is damaged: a quote that is left open takes in
-        the rows behind it.
     """
     lines = (x.decode("utf-8", "surrogateescape") + "\n" for _, x in _lines(chunks))
     csv.field_size_limit(max(csv.field_size_limit(), MAX_RECORD))
@@ -521,7 +499,6 @@ def _table_rows(
 
 
 def _row_problem(cells: list[str], names: list[str]) -> str | None:
-    """Return what is wrong with a row, if anything."""
     if len(cells) != len(names):
         what = f"{len(names)} columns"
         if names == list(HEADERLESS):

@@ -187,9 +187,6 @@ def draw_splits(
     Args:
       pools: what may be drawn, by set and role; ids are unique within a pool.
       config: seed and sizes.
-
-    Raises:
-      ValueError: a pool is too small.
     """
 
     def order(candidate: Candidate) -> bytes:
@@ -277,11 +274,7 @@ def questions_digest(rows: Iterable[tuple[str, bytes]]) -> str:
 
 
 def read_splits(path: Path) -> dict[str, Any]:
-    """Read a manifest of splits, as `seal` made it.
-
-    Raises:
-      ValueError: there is none, or it was changed after it was written.
-    """
+    """Read a manifest of splits, as `seal` made it."""
     again = "restore it, or draw splits again with `beatrice data`"
     manifest = read_sealed(path, again)
     if (manifest.get("format"), manifest.get("version")) != ("beatrice-splits", 1):

@@ -113,7 +113,6 @@ def _paid_tokens(run: "RunDir", stage: str) -> tuple[int, int]:
 def _open_backbone(
     run: "RunDir", stage: str, backend: RunServerOptions, **known: Any
 ) -> Iterator[tuple["TokenizerOnly", "Generator"]]:
-    """Open a run's tokenizer, and the backend that has its backbone."""
     from beatrice.extract.backbone.names import BackboneConfig
     from beatrice.extract.generate.answers import load_tokenizer_only
     from beatrice.extract.signals.parity import require_readable

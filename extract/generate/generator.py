@@ -121,9 +121,6 @@ def cut_at_stop(
       reply: of any backend; its ids include the stop string, if they are told.
       stop: texts.
       tokenizer: of the model, where ids are told.
-
-    Raises:
-      ValueError: there are ids, and no tokenizer to find the string in them.
     """
     if reply.token_ids is None or not stop:
         start = find_stop(reply.text, stop)

@@ -229,7 +229,6 @@ def _prompt(
     example: Example,
     passages: Sequence[Passage],
 ) -> Prompt:
-    """Return one prompt; an error names the question."""
     try:
         return build_prompt(model.tokenizer, template, example.question, passages)
     except ValueError as error:

@@ -143,11 +143,7 @@ class LabelledAnswer:
 def join_labels(
     examples: Iterable[Example], answers: Iterable[Answer], labels: Iterable[Label]
 ) -> list[LabelledAnswer]:
-    """Return every labelled answer with its question, in the order of the keys.
-
-    Raises:
-      ValueError: an answer has no label, or a label no answer.
-    """
+    """Return every labelled answer with its question, in the order of the keys."""
     by_id = {example.id: example for example in examples}
     by_key = {answer.key: answer for answer in answers}
     label_of = {label.key: label for label in labels}
@@ -311,9 +307,6 @@ def write_sample(path: Path, sample: Sequence[LabelledAnswer]) -> None:
     """Write the sample's CSV, the column `human` empty.
 
     A file that a person may have filled in is left alone.
-
-    Raises:
-      ValueError: the file there holds another sample.
     """
     if path.exists():
         if [row["check"] for row in _read_rows(path)] != [row.check for row in sample]:

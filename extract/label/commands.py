@@ -238,7 +238,6 @@ def _label_by_model(
     work: WorkOptions,
     backend: BackendOptions,
 ) -> None:
-    """Label the answers by a model's verdicts, or count what it would be asked."""
     from beatrice.extract.label import stage
     from beatrice.extract.label.judges import ConsensusConfig
     from beatrice.extract.run.directory import RunDir
@@ -279,7 +278,6 @@ def _audit(
 
 
 def _agreement(row: dict[str, Any]) -> str:
-    """Return the agreement in a row as one line."""
     from beatrice.extract.label.audit import Agreement
 
     names = [field.name for field in dataclasses.fields(Agreement)]
@@ -287,7 +285,6 @@ def _agreement(row: dict[str, Any]) -> str:
 
 
 def _audit_as_text(report: dict[str, Any], human: "HumanAgreement | None") -> str:
-    """Return the report of `audit_labels`, line by line."""
     from beatrice.extract.label.audit import noise_in_words
 
     lines = [f"labels by {report['label_rule']}", "", "against exact match"]

@@ -79,9 +79,6 @@ def consensus(
       verdicts: one per rubric.
       vote: "unanimous", or "majority": more than half of all verdicts, an unparsable
         one included in the count.
-
-    Raises:
-      ValueError: no verdict, or no such vote.
     """
     if vote not in get_args(Vote):
         raise ValueError(
@@ -141,11 +138,7 @@ def escape(text: str) -> str:
 
 
 def delimit(name: str, text: str, marker: str) -> str:
-    """Return one field, escaped, between two lines that hold the marker.
-
-    Raises:
-      ValueError: the text holds the marker.
-    """
+    """Return one field, escaped, between two lines that hold the marker."""
     if marker in text:
         raise ValueError(f"the field {name!r} contains the marker of its own fence")
     return f"[begin {name} {marker}]\n{escape(text)}\n[end {name} {marker}]"
@@ -296,9 +289,6 @@ def judge_answers(
 
     Returns:
       None where these replies are a share of the texts.
-
-    Raises:
-      ValueError: there is no rubric; see also `pair_answers`.
     """
     if not rubrics:
         raise ValueError("a judge needs at least one rubric, found none")

@@ -233,11 +233,7 @@ def label_run_with(run: RunDir, spec: str, progress: Progress) -> None:
 
 
 def label_run_by_import(run: RunDir, path: Path, progress: Progress) -> None:
-    """Label the run's answers by a person's file; writes `labels.jsonl`.
-
-    Raises:
-      ValueError: see `import_labels`.
-    """
+    """Label the run's answers by a person's file; writes `labels.jsonl`."""
 
     def work(update: Update) -> None:
         imported = import_labels(path, *_answered(run))

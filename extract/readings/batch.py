@@ -43,7 +43,6 @@ class _Calls(AttentionReading):
         call: AttentionCall | AttentionMap,
         value: torch.Tensor | None,
     ) -> tuple[AttentionCall | AttentionMap, torch.Tensor | None]:
-        """Keep the call."""
         if value is None:
             return call, None
         n_examples, n_heads, _ = call.shape

@@ -49,9 +49,6 @@ def settings_of(run: RunDir) -> tuple[Setting, ...]:
 
     With context, some question to train on and some to validate on need passages;
     those of test and held-out questions alone would be answered in vain.
-
-    Raises:
-      ValueError: with context alone was asked for, and the questions do not allow it.
     """
     # Of the section `answer`; its class would bring prompts and templates along.
     section = read_manifest(run.path)["sections"].get("answer", {})
@@ -75,11 +72,7 @@ def settings_of(run: RunDir) -> tuple[Setting, ...]:
 
 
 def require_both_settings(run: RunDir, verb: str) -> None:
-    """Refuse what compares answers without and with context in a run of one setting.
-
-    Raises:
-      ValueError: the run has one setting alone.
-    """
+    """Refuse what compares answers without and with context in a run of one setting."""
     if (settings := settings_of(run)) != SETTINGS:
         raise ValueError(
             f"{verb} needs answers without and with context, and {run.path} has "
@@ -155,11 +148,7 @@ def read_questions(run: RunDir) -> list[Example]:
 
 
 def read_examples(run: RunDir) -> list[Example]:
-    """Return the run's questions, with the contexts that were rewritten for it.
-
-    Raises:
-      ValueError: see `read_questions`.
-    """
+    """Return the run's questions, with the contexts that were rewritten for it."""
     examples = read_questions(run)
     if not run.rewrites.exists():
         return examples
@@ -170,11 +159,7 @@ def read_examples(run: RunDir) -> list[Example]:
 
 
 def check_answered(run: RunDir) -> None:
-    """Refuse to go on with a part of the answers.
-
-    Raises:
-      ValueError: `beatrice answer` was begun and is not finished.
-    """
+    """Refuse to go on with a part of the answers."""
     if (run.answers / "backend.json").exists() and run.stage_record("answer") is None:
         raise ValueError(
             f"the answers in {run.answers} are not finished: run `beatrice answer` "
@@ -210,11 +195,7 @@ def read_answers(run: RunDir, *settings: Setting) -> list[Answer]:
 
 
 def read_labels(run: RunDir) -> dict[Key, Label]:
-    """Return the labels by example, setting and variant.
-
-    Raises:
-      ValueError: an answer is labelled twice.
-    """
+    """Return the labels by example, setting and variant."""
     labels: dict[Key, Label] = {}
     for number, label in enumerate(read_records(run.labels, Label), start=1):
         if labels.setdefault(label.key, label) is not label:

@@ -246,11 +246,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def decode_section(found: Any, kind: type[Section], where: str) -> Section:
-    """Return settings from their JSON value; unknown fields are refused too.
-
-    Raises:
-      ValueError: the value is not of this kind; the message says where and why.
-    """
+    """Return settings from their JSON value; unknown fields are refused too."""
     try:
         section = msgspec.convert(found, kind)
     except msgspec.ValidationError as error:
@@ -266,11 +262,7 @@ def decode_section(found: Any, kind: type[Section], where: str) -> Section:
 
 
 def write_or_compare_manifest(path: Path, settings: NewRun) -> None:
-    """Write the manifest, or compare with the one that is there.
-
-    Raises:
-      ValueError: the directory holds another run; the message says what differs.
-    """
+    """Write the manifest, or compare with the one that is there."""
     file = manifest_file(path)
     wanted = {
         "preset": settings.preset,
@@ -311,11 +303,7 @@ def write_or_compare_manifest(path: Path, settings: NewRun) -> None:
 def check_same(
     path: Path, recorded: Mapping[str, Any], wanted: Mapping[str, Any]
 ) -> None:
-    """Check that settings are those that a run has.
-
-    Raises:
-      ValueError: names every entry that differs, and both values.
-    """
+    """Check that settings are those that a run has."""
     differ = list(_differences(recorded, wanted))
     if any(key == "preset" for key, *_ in differ):  # their sizes follow from it
         follows = ("world.", "answer.", "extract.")
@@ -521,11 +509,7 @@ class RunDir:
         return read_manifest(self.path)["seed"]
 
     def section(self, name: str, kind: type[Section]) -> Section:
-        """Return the settings of a verb, of their dataclass.
-
-        Raises:
-          ValueError: the verb has not run yet, or the section is not of this kind.
-        """
+        """Return the settings of a verb, of their dataclass."""
         value = read_manifest(self.path)["sections"].get(name)
         if value is None:
             raise ValueError(
@@ -552,9 +536,6 @@ class RunDir:
           is_replaceable: whether new ones may replace those of the run, since nothing
             was made with these yet.
           is_recorded: write new ones down; a dry run does not.
-
-        Raises:
-          ValueError: the run has others; the message names them.
         """
         manifest = read_manifest(self.path)
         settings = presets[manifest["preset"]]
@@ -751,16 +732,13 @@ class RunDir:
         }
 
     def _stage_file(self, name: str) -> Path:
-        """Path of one stage record."""
         return self.stages / f"{name}.json"
 
     def _relative(self, path: Path | str) -> str:
-        """Path inside the run directory."""
         return (self.path / path).relative_to(self.path).as_posix()
 
 
 def _overlap(first: str, other: str) -> bool:
-    """Tell whether two paths are the same, or one lies in the other."""
     return f"{first}/".startswith(f"{other}/") or f"{other}/".startswith(f"{first}/")
 
 
@@ -771,7 +749,6 @@ def _differing(first: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
 
 
 def _known(setting: Setting) -> Setting:
-    """Check a setting's name."""
     if setting not in SETTINGS:
         raise ValueError(f"a setting is one of {', '.join(SETTINGS)}, not {setting!r}")
     return setting

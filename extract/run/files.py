@@ -87,11 +87,7 @@ def write_text_atomic(path: Path, text: str) -> None:
 
 
 def write_new_text(path: Path, text: str) -> None:
-    """Write a file that is not there yet, or has this very content.
-
-    Raises:
-      ValueError: a file of other content is there; somebody else's is not replaced.
-    """
+    """Write a file that is not there yet, or has this very content."""
     if not path.exists():
         write_text_atomic(path, text)
     elif path.read_bytes() != text.encode():
@@ -133,9 +129,6 @@ def from_json(
       text: the JSON.
       where: file, and line number where it has several, for the message.
       what_to_do: ends the message.
-
-    Raises:
-      ValueError: the text is not such a value; the message says where and why.
     """
     try:
         return _decoder(kind).decode(text)
@@ -203,9 +196,6 @@ def read_json(path: Path, kind: type[Decoded], what_to_do: str) -> Decoded:
       path: the file.
       kind: what it is expected to hold.
       what_to_do: where it does not, in words.
-
-    Raises:
-      ValueError: it is missing or holds something else; names file and field.
     """
     try:
         content = path.read_bytes()
@@ -225,9 +215,6 @@ def read_sealed(path: Path, what_to_do: str) -> dict[str, Any]:
     Args:
       path: a JSON file.
       what_to_do: where it is damaged, in words.
-
-    Raises:
-      ValueError: it is missing, is no such object, or was changed since.
     """
     fields = read_json(path, dict[str, Any], what_to_do)
     if fields.pop("sha256", None) != sha256_json(fields):
@@ -306,11 +293,7 @@ def replaced_folder(path: Path) -> Iterator[Path]:
 
 
 def verify_checksums(folder: Path) -> None:
-    """Check every file of a folder against its checksums.
-
-    Raises:
-      ValueError: a file is missing, added or changed, or there are no checksums.
-    """
+    """Check every file of a folder against its checksums."""
     what_to_do = "copy the folder again or do the stage again"
     expected = read_json(folder / CHECKSUMS, dict[str, str], what_to_do)
     names = _names(folder)
@@ -400,11 +383,7 @@ class JsonLines:
         return (row for row, _ in _rows(self.path, kind, is_strict=False))
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield the rows that are there.
-
-        Raises:
-          ValueError: a line is damaged; the message names it.
-        """
+        """Yield the rows that are there."""
         return (row for row, _ in _rows(self.path, dict[str, Any], is_strict=True))
 
 
@@ -419,11 +398,7 @@ class _Place(NamedTuple):
 def _rows(
     path: Path, kind: type[Decoded], *, is_strict: bool
 ) -> Iterator[tuple[Decoded, _Place]]:
-    """Yield each row of a file and its place, up to the first line that is damaged.
-
-    Raises:
-      ValueError: `is_strict`, and a line is damaged.
-    """
+    """Yield each row of a file and its place, up to the first line that is damaged."""
     if not path.exists():
         return
     start = 0
@@ -523,9 +498,6 @@ class Journal(Mapping[Key, Decoded]):
         Whoever does all the work takes in what is in parts, and moves rows that do not
         hold to `<name>.stale`. Whoever does a share of it appends to a part of its own,
         and the rows of all parts count as there.
-
-        Raises:
-          ValueError: a line before the last of the file is damaged.
         """
         if not share.is_whole and files.parts is not None:
             name = f"{share.rank}-of-{share.world_size}@{socket.gethostname()}"

@@ -125,13 +125,7 @@ class ResultRow(Record, frozen=True, kw_only=True):
     kind: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a row that hides something.
-
-        Raises:
-          ValueError: a number is not finite or out of its range, an undefined value
-            has no reason, an interval is reversed or has one end, or a seed or count
-            is not one.
-        """
+        """Refuse a row that hides something."""
         numbers = (self.value, self.ci_low, self.ci_high, self.p_value)
         if any(x is not None and not math.isfinite(x) for x in numbers):
             wrong = (
@@ -201,11 +195,7 @@ def write_rows(rows: Iterable[ResultRow]) -> str:
 
 
 def read_rows(path: Path) -> Iterator[ResultRow]:
-    """Yield the rows of a JSON-lines file.
-
-    Raises:
-      ValueError: a line is no such row; the message names the file and the line.
-    """
+    """Yield the rows of a JSON-lines file."""
     yield from read_records(path, ResultRow)
 
 
@@ -268,9 +258,6 @@ def gather(run: RunDir, progress: Progress, stage: str | None = None) -> None:
       run: of the stages.
       progress: shows which rows are out of date.
       stage: the one that is writing its rows and has no record of them yet.
-
-    Raises:
-      ValueError: the rows of another stage have changed since it wrote them.
     """
     texts = []
     for name in _stages_with_rows(run):
@@ -288,11 +275,7 @@ def gather(run: RunDir, progress: Progress, stage: str | None = None) -> None:
 
 
 def read_result_rows(run: RunDir) -> list[ResultRow]:
-    """Return every row of the run.
-
-    Raises:
-      ValueError: there is no row, a line is none, or two rows give one number twice.
-    """
+    """Return every row of the run."""
     rows = list(read_rows(run.results))
     if not rows:
         raise ValueError(f"{run.results} holds no row; evaluate the run first")

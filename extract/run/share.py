@@ -79,7 +79,6 @@ _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 
 
 def _number(text: str, source: str) -> int:
-    """Return a whole number, which is 0 or more."""
     if not text.strip().isascii() or not text.strip().isdigit():
         raise ValueError(f"{source}: expected a whole number, found {text!r}")
     return int(text)
@@ -94,9 +93,6 @@ def find_share(
       shard: `i/n`, as the option `--shard` has it; it goes before what a launcher says.
         For arrays of jobs and schedulers that set other variables.
       environ: of the process.
-
-    Raises:
-      ValueError: half of a pair is set, or the numbers are not whole or do not fit.
     """
     if shard is not None:
         rank, slash, world_size = shard.partition("/")
@@ -119,11 +115,7 @@ def find_share(
 
 
 def local_rank(environ: Mapping[str, str] = os.environ) -> int:
-    """Return this process's number among those of its machine, 0 without a launcher.
-
-    Raises:
-      ValueError: the variable that says so holds no number.
-    """
+    """Return this process's number among those of its machine, 0 without a launcher."""
     for name in _LOCAL_RANKS:
         if name in environ:
             return _number(environ[name], name)
@@ -135,9 +127,6 @@ def own_gpu(environ: Mapping[str, str] = os.environ) -> int | None:
 
     Returns:
       None where no launcher numbers the processes of this machine: then all are.
-
-    Raises:
-      ValueError: the variable that numbers them holds no number.
     """
     if not any(name in environ for name in _LOCAL_RANKS):
         return None

@@ -238,11 +238,7 @@ _PATIENCE = 120.0  # seconds; who joins parts, or looks whether to, takes less
 
 
 def _open_patiently(run_dir: Path, share: Share) -> RunDir:
-    """Hold a run, after others that hold it for a moment.
-
-    Raises:
-      InUse: they hold it for longer.
-    """
+    """Hold a run, after others that hold it for a moment."""
     until = time.monotonic() + _PATIENCE
     while True:
         try:
@@ -310,9 +306,6 @@ def check_current(run: RunDir, name: str, inputs: Iterable[str]) -> None:
     work, it keeps by what it was made of. But it reads what other stages left, and
     these have to be done again before; otherwise scores of one split would be reported
     as those of another.
-
-    Raises:
-      ValueError: says what has changed and what to do.
     """
     source = run.stale_source(inputs)
     stage, path = source or (name, "")

@@ -103,7 +103,6 @@ class _Settings(click.ParamType):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> Any:
-        """Return the name and the value, of its own type."""
         if not isinstance(value, str):
             return value
         name, equals, text = value.partition("=")
@@ -237,7 +236,6 @@ class _AskedSettings(click.Choice):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[Setting, ...]:
-        """Return the settings by their names in a run."""
         if isinstance(value, tuple):
             return value
         name = str(super().convert(value, param, ctx)).replace("-", "_")

@@ -364,7 +364,6 @@ class _OwnAttention(TorchFunctionMode):
 
     @contextlib.contextmanager
     def watching(self, layout: Layout) -> Iterator[None]:
-        """Read every attention layer of one forward."""
         with contextlib.ExitStack() as handles, self:
             for index in layout.attention_layers:
                 mixer = layout.layers[index].mixer

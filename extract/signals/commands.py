@@ -32,7 +32,6 @@ class _Layers(click.ParamType):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[int, ...] | str:
-        """Return the numbers of the layers."""
         from beatrice.extract.store.families import parse_layers
 
         try:
@@ -47,7 +46,6 @@ class _StoredType(click.Choice):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> str:
-        """Return the long name."""
         return _LONG_NAMES[super().convert(value, param, ctx)]
 
 

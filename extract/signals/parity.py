@@ -384,9 +384,6 @@ def check_parity(backbone: Backbone, final_norm: residual.FinalNorm, head: Head)
 
     Returns:
       The heads of an attention layer, as they were read; a config can say otherwise.
-
-    Raises:
-      ValueError: "unknown residual layout", naming the identity that failed.
     """
     lengths = probe_lengths(backbone)
     ids = probe_ids(backbone, lengths)

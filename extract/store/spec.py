@@ -72,7 +72,6 @@ class StoreSpec:
                 )
 
     def _check_spans(self) -> None:
-        """Check that spans are inside their examples."""
         inside = (self.spans >= 0) & (self.spans <= self.lengths[:, None, None])
         ordered = self.spans[..., 0] <= self.spans[..., 1]
         bad = (self.n_read < 1) | ~inside.all((1, 2)) | ~ordered.all(1)

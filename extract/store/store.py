@@ -73,7 +73,6 @@ def open_kvstore(url: str) -> ts.KvStore:
 
 
 def _array_spec(url: str, spec: StoreSpec, name: str) -> dict[str, Any]:
-    """Return the TensorStore spec of one family."""
     family, rows = spec.families[name], spec.rows_per_shard
     little = {"name": "bytes", "configuration": {"endian": "little"}}
     codecs = [little, {"name": "crc32c"}]
@@ -188,11 +187,7 @@ class Ragged:
 
 
 def open_store(url: str | Path) -> FeatureStore:
-    """Open an existing store; it may still be incomplete, see `done_ranges`.
-
-    Raises:
-      ValueError: no store is there, or its index or an array's metadata is damaged.
-    """
+    """Open an existing store; it may still be incomplete, see `done_ranges`."""
     url = as_url(url)
     kvstore = open_kvstore(url)
     stored = kvstore.read("index.json").result()
@@ -226,7 +221,6 @@ def _range_of(url: str, key: str) -> int:
 
 
 def _family_array(store: FeatureStore, name: str, layer: int | None) -> ts.TensorStore:
-    """Return the array to read rows from."""
     if name not in store.spec.families:
         raise ValueError(
             f"{store.url} has no family {name!r}; it has "
@@ -384,7 +378,6 @@ def create_store(url: str | Path, spec: StoreSpec) -> FeatureStore:
 
 
 def _index_difference(stored: bytes, wanted: bytes) -> str:
-    """Format the fields in which two indexes differ."""
     try:
         old, new = (
             index | {f"fingerprint.{k}": v for k, v in index["fingerprint"].items()}
@@ -480,7 +473,6 @@ def verify(store: FeatureStore) -> list[str]:
 
 
 def _verify_range(store: FeatureStore, range_id: int) -> list[str]:
-    """Compare one committed range with its record."""
     key = store.commit_key(range_id)
     content = open_kvstore(store.url).read(key).result().value
     try:

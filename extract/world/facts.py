@@ -204,7 +204,6 @@ def _two_hops(
 
 
 def _stated(rng: random.Random, relation: Relation, subject: str, obj: str) -> Passage:
-    """Return a fact as a passage in one of its wordings."""
     return Passage(title=subject, text=rng.choice(statements(relation, subject, obj)))
 
 

@@ -334,7 +334,6 @@ def _encode(
 
 
 def _loss(model: LlamaForCausalLM, batch: _Batch) -> torch.Tensor:
-    """Return the mean loss in nats over the tokens to learn."""
     ids, mask = batch
     states = model.model(input_ids=ids[:, :-1], use_cache=False)[0]
     return F.cross_entropy(model.lm_head(states[mask]), ids[:, 1:][mask])
@@ -353,7 +352,6 @@ def _batches(
     world: World,
     config: WorldModelConfig,
 ) -> Iterator[list[tuple[float, _Batch]]]:
-    """Yield the weighted batches of every step."""
     rng = stream(world.config, f"rows/{config.seed}")
     for step in range(config.n_steps):
         if step < config.n_reading_steps:

@@ -348,9 +348,6 @@ def search_policy(
 
     Among policies under the cap on mean generations, the highest exact match; then
     the fewest generations, then the lowest budget and threshold.
-
-    Raises:
-      ValueError: no policy stays under the cap.
     """
     ranked = []
     for budget in range(1, config.max_budget + 1):

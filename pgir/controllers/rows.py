@@ -61,7 +61,6 @@ class _Drawn(NamedTuple):
     n: int
 
     def row(self, **fields: Any) -> ResultRow:
-        """Return the row of the mean."""
         low, high = interval_of(self.draws)
         return ResultRow(
             setting="both",
@@ -85,7 +84,6 @@ Drawn = dict[tuple[str, str], _Drawn]  # by controller and metric
 def _drawn(
     questions: QuestionSet, answers: Answers, bootstrap: BootstrapConfig
 ) -> Drawn:
-    """Measure every controller on a set."""
     measured = {
         (name, metric): values
         for name, answered in answers.items()

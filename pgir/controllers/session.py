@@ -348,7 +348,6 @@ class Session:
 
 
 def _split(values: Sequence[Any], sets: Sequence[QuestionSet]) -> Iterator[list[Any]]:
-    """Yield the values of each set, in order."""
     start = 0
     for each in sets:
         yield list(values[start : start + len(each.examples)])

@@ -222,7 +222,6 @@ def _open_session(
     retrieval: Retrieval,
     config: ControlConfig,
 ) -> Session:
-    """Return the run's questions, and what runs controllers on them."""
     hashes = run.hash_inputs(run.passages, run.detector).values()
     journal = CallJournal(
         run.control / "calls.jsonl",

@@ -267,7 +267,6 @@ class Waves:
         return results
 
     def _serve(self, wave: str, kind: str, calls: Sequence[Call]) -> None:
-        """Make those calls that were not made in another wave."""
         entries = {call: self.journal.find(call) for call in calls}
         of_wave = [c for c, e in entries.items() if e is None or e.wave == wave]
         done = {i for i, call in enumerate(of_wave) if entries[call] is not None}
@@ -451,7 +450,6 @@ class Answering:
     def _keep(
         self, answers: Sequence[Answer], signals: Sequence[AnswerSignals | None]
     ) -> None:
-        """Keep what was read of a batch of answers."""
         layers, span = self._reader.hidden_layers, self.probed.answer_span
         slots = [layers.index(layer) for layer in self._state_layers]
         slot = layers.index(self.probed.trained.layer)

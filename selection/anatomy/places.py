@@ -148,7 +148,6 @@ def heads(deployed: Deployed) -> list[ResultRow]:
 def _head_rows(
     deployed: Deployed, name: str, where: np.ndarray, sums: np.ndarray, set_fields: dict
 ) -> list[ResultRow]:
-    """Return the rows of one encoder's heads."""
     subject = encoder(name)
     shape, n_cells = sums.shape[1:], int(np.prod(sums.shape[1:]))
     totals = sums.sum(axis=(1, 2))

@@ -177,7 +177,6 @@ def _read_texts(run: RunDir) -> Texts:
 
 
 def _parts(run: RunDir, other: RunDir | None) -> dict[Part, str]:
-    """Return the identity of each part that a run has and others may not have."""
     parts: dict[Part, str] = {setting: "" for setting in settings_of(run)}
     if run.stage_done("exhaustive"):
         parts["rankings"] = str(sha256_tree(run.path / "exhaustive"))
@@ -190,7 +189,6 @@ def _parts(run: RunDir, other: RunDir | None) -> dict[Part, str]:
 
 
 def _input(run: RunDir, config: AnatomyConfig) -> AnalysisInput:
-    """Read what analyses are given."""
     other = None if config.other is None else RunDir(Path(config.other))
     parts, settings = _parts(run, other), settings_of(run)
     without_hidden: dict[Setting, np.ndarray] = {
@@ -226,7 +224,6 @@ def _missing(analysis: Analysis, inputs: AnalysisInput, run: RunDir) -> str | No
 
 
 def _load(cache: Cache, name: str) -> AnalysisOutput | None:
-    """Return the output of an earlier run of an analysis on the same input."""
     arrays = cache.load(name)
     if arrays is None:
         return None

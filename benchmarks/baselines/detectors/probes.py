@@ -62,7 +62,6 @@ class SaplmaNetwork(nn.Module):
 def _fit_network(
     key: jax.Array, states: jax.Array, labels: jax.Array, *, config: SaplmaConfig
 ) -> Any:
-    """Return the weights of one network after all epochs."""
     n, network = len(states), SaplmaNetwork()
     adam = optax.adam(config.learning_rate, eps=config.epsilon)
     init_key, *epoch_keys = jax.random.split(key, 1 + config.n_epochs)

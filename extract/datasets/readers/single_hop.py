@@ -246,11 +246,7 @@ _KEPT = ("subj", "prop", "obj", "s_wiki_title", "o_wiki_title", "s_pop", "o_pop"
 
 
 def _plain(value: Any, name: str) -> str | int | float | None:
-    """Return a cell as a JSON value: Parquet has decimals, pandas NaN for nothing.
-
-    Raises:
-      ValueError: it is neither text nor a number.
-    """
+    """Return a cell as a JSON value: Parquet has decimals, pandas NaN for nothing."""
     if isinstance(value, decimal.Decimal):
         value = float(value) if value % 1 else int(value)
     if isinstance(value, float) and not math.isfinite(value):

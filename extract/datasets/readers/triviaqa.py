@@ -27,11 +27,7 @@ def find_evidence(path: Path) -> Path | None:
 
 
 def read_page(folder: Path, document: Document) -> str | None:
-    """Return the text of one page, or None if it is not there or is no UTF-8.
-
-    Raises:
-      ValueError: the file name leads out of the evidence folder.
-    """
+    """Return the text of one page, or None if it is not there or is no UTF-8."""
     base = (folder / document.kind).resolve()
     path = (base / document.filename).resolve()
     if not path.is_relative_to(base):
