@@ -216,12 +216,7 @@ class ProbedBackbone:
         return min(max(1, fits), MOST_ROWS)
 
     def score(self, branch: HeadName, readings: Mapping[Setting, Reading]) -> Scores:
-        """Return the scores of answers that were read, `[n]` each.
-
-        Args:
-          branch: the head.
-          readings: of the same answers, by pass.
-        """
+        """Return the scores of answers that were read, `[n]` each."""
         n = min(self.rows_at_once(setting) for setting in readings)
         n_all = len(next(iter(readings.values())).signals)
         return Scores.joined(

@@ -62,12 +62,7 @@ class RetrievalOptions(EncoderSettings):
     )
 
     def write(self, run_dir: Path, *stages: str) -> None:
-        """Write down in a run where it searches, if any of these was given.
-
-        Args:
-          run_dir: an existing run.
-          *stages: that search, and are done again where the choice has changed.
-        """
+        """Write down in a run where it searches, if any of these was given."""
         if not given(self):
             return
         from beatrice.extract.run.directory import RunDir

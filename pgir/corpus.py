@@ -148,12 +148,7 @@ def _passage(record: Mapping[str, Any], where: str) -> Passage:
 def read_source(
     path: Path, note: Note
 ) -> Iterator[tuple[Question | None, Sequence[Passage]]]:
-    """Yield the passages of a file, or its questions with theirs.
-
-    Args:
-      path: of a corpus or of a question set, in any published layout.
-      note: called where the file holds neither, which yields nothing.
-    """
+    """Yield the passages of a file, or its questions with theirs."""
     try:
         questions = open_dataset(path)
     except FileRefused as error:
@@ -233,11 +228,6 @@ def build_corpus(folder: Path, sources: Sequence[Path], note: Note) -> Corpus:
     """Build a corpus, or open the one that is there if it is of the same files.
 
     Memory grows with the number of passages (some 150 bytes each), not with the files.
-
-    Args:
-      folder: created if absent.
-      sources: files of passages or questions; folders stand for all files below them.
-      note: called with what each file brought.
     """
     files = _source_files(sources)
     hashes = [[path.name, sha256_file(path)] for path in files]

@@ -32,12 +32,7 @@ Weights = dict[str, torch.Tensor]
 
 
 class TorchForward:
-    """Scores features with a detector's weights on one device.
-
-    Args:
-      detector: encoders and heads.
-      device: where its weights are put, and features are taken to.
-    """
+    """Scores features with a detector's weights on one device."""
 
     def __init__(self, detector: Detector, device: torch.device | str = "cpu") -> None:
         """Stack the weights; numbers are float32 whatever the backbone computes in."""

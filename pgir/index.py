@@ -146,10 +146,6 @@ class TextEncoder:
 
         Texts of similar length share a batch; batches depend on the texts alone, so
         the same list gives the same bytes on the same machine.
-
-        Args:
-          texts: at least one.
-          kind: which prefix they get.
         """
         config = self.config
         prefix = config.query_prefix if kind == "query" else config.passage_prefix
@@ -279,15 +275,7 @@ def build_vectors(
     update: Update,
     rows_per_shard: int = ROWS_PER_SHARD,
 ) -> Vectors:
-    """Encode a corpus, shard by shard; shards that are there stay.
-
-    Args:
-      folder: of one encoder.
-      corpus: what is encoded.
-      encoder: encodes it.
-      update: called with passages done and to do.
-      rows_per_shard: of a new folder; one begun earlier keeps its own size.
-    """
+    """Encode a corpus, shard by shard; shards that are there stay."""
     plan = folder / "plan.json"
     facts: dict[str, Any] = {
         "corpus": corpus.identity,

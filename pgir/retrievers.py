@@ -70,11 +70,7 @@ class Retriever(Protocol):
 
 
 class Bm25Retriever:
-    """BM25 (Lucene's variant) by `bm25s`; no stop words, no stemming.
-
-    Args:
-      passages: the corpus, at least one passage; its indices are places here.
-    """
+    """BM25 (Lucene's variant) by `bm25s`; no stop words, no stemming."""
 
     def __init__(self, passages: Sequence[Passage]) -> None:
         """Index the corpus."""
@@ -114,9 +110,6 @@ class FusedRetriever:
     """Ranks passages by the sum over retrievers of `1 / (60 + rank)`, rank from 1.
 
     Counted are a retriever's first hundred passages, or twice as many as are asked for.
-
-    Args:
-      retrievers: at least two, over the same passages.
     """
 
     def __init__(self, retrievers: Sequence[Retriever]) -> None:

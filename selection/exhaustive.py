@@ -168,11 +168,7 @@ class Enumeration:
         return n_sets * self.train.n_seeds
 
     def run(self, tick: Callable[[int], object] | None = None) -> Ranking:
-        """Train every head that is missing, and rank all sets.
-
-        Args:
-          tick: called after every call with the number of heads that it trained.
-        """
+        """Train every head that is missing, and rank all sets."""
         shape = slots_for(self.config, self.set_size)
         aurocs = []
         for name, sets in self._calls.items():

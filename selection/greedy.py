@@ -250,12 +250,7 @@ def fused_probability(
 
 @dataclasses.dataclass(frozen=True)
 class HeadTrainer:
-    """Trains fusion heads on the pool of one setting.
-
-    Attributes:
-      pool: outputs of the encoders.
-      config: heads and search, with the run's seed.
-    """
+    """Trains fusion heads on the pool of one setting."""
 
     pool: Pool
     config: SelectConfig

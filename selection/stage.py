@@ -141,11 +141,6 @@ SELECT = Stage(
 def halves(rows: Rows, number: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Split the labelled in-domain questions that no encoder was trained on.
 
-    Args:
-      rows: of a setting.
-      number: of the split; both settings split the same questions alike.
-      seed: of the run.
-
     Returns:
       Rows that a search may see and rows that it may not, indices into the store. Each
       set of questions is split evenly, and a rewording goes with its question.

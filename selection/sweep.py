@@ -244,11 +244,6 @@ def choose_layer(
     """Choose the layer that the hidden family is read from, by validation AUROC.
 
     One layer serves all settings, as in the paper: the best of their mean.
-
-    Args:
-      stores: signals and rows of every setting, which keep the same layers.
-      config: which rows are read, and how probes are fitted.
-      on_setting: called after every setting.
     """
     curves = {}
     for setting, (store, rows) in stores.items():

@@ -106,13 +106,7 @@ def columns_of(labels: Mapping[int, str], path: Path) -> dict[str, int]:
 def load_entailment(
     path: Path, *, n_batch: int = 32, progress: Update = lambda done, total: None
 ) -> Entailment:
-    """Load an NLI model in float32, on the processor.
-
-    Args:
-      path: a directory with config.json, safetensors weights and a tokenizer.
-      n_batch: pairs that are read together.
-      progress: told how many pairs are read, of how many.
-    """
+    """Load an NLI model in float32, on the processor."""
     if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
         raise ValueError(
             f"{path} is no directory with config.json and *.safetensors, expected an "

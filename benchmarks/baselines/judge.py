@@ -200,13 +200,7 @@ class MeteredRelations:
 def score(
     detector: Baseline, inputs: DetectorInput, readings: CachedReadings = NOTHING_READ
 ) -> Scores:
-    """Return a detector's scores, or why there are none.
-
-    Args:
-      detector: that scores.
-      inputs: with the readings that the detector wants.
-      readings: what these cost.
-    """
+    """Return a detector's scores, or why there are none."""
     relations = inputs.relations
     owed = relations.owed if isinstance(relations, MeteredRelations) else 0.0
     begin_peak()
@@ -520,10 +514,6 @@ def models_beside(
 
     Without a directory now, the identity of the last start is valid, and with it the
     scores that came of that model.
-
-    Args:
-      path: where the identities of earlier starts are written.
-      given: directories of models.
     """
     what_to_do = "move it away, and give --nli and --encoder again"
     known = read_json(path, dict[str, str], what_to_do) if path.exists() else {}

@@ -255,14 +255,7 @@ def texts_of(
     answers: Sequence[Answer],
     template: PromptTemplate,
 ) -> list[str]:
-    """Return what a text-only detector reads of every row, see `joined_text`.
-
-    Args:
-      rows: what the rows are.
-      examples: the question of every row.
-      answers: the answer of every row.
-      template: how passages were shown to the model.
-    """
+    """Return what a text-only detector reads of every row, see `joined_text`."""
 
     def text(example: Example, answer: Answer) -> str:
         passages = dict(variants_of(rows.setting, example))[answer.variant]
@@ -353,11 +346,6 @@ def probe_scores(
     store: FeatureStore, rows: Rows, layer: int
 ) -> tuple[dict[Subject, np.ndarray], list[ResultRow]]:
     """Return the scores of a linear probe on each family, and on all four.
-
-    Args:
-      store: an extracted setting.
-      rows: what its rows are.
-      layer: from which the hidden states are read.
 
     Returns:
       `[1, n_rows]` of each family, and of one regression on the four families side by

@@ -52,12 +52,6 @@ def reading_keys(
 
     Of the answers, the questions and, where drawn answers are read too, of these.
     Readings depend neither on labels nor on the layer of the sweep.
-
-    Args:
-      setting: of the answers.
-      identities: of answers and questions ("answers"), and of drawn answers
-        ("samples").
-      names: of readings.
     """
     answers, samples = identities["answers"], identities["samples"]
     drawn = {name: (samples,) if name in _OF_SAMPLES else () for name in names}

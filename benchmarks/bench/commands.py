@@ -104,11 +104,7 @@ class RowPrinter:
 
 
 def fresh_process(environment: Mapping[str, str] | None = None) -> ProcessPoolExecutor:
-    """Return a process of its own, which has loaded no library yet.
-
-    Args:
-      environment: variables that are set before it loads any.
-    """
+    """Return a process of its own, which has loaded no library yet."""
     return ProcessPoolExecutor(
         max_workers=1,
         mp_context=multiprocessing.get_context("spawn"),

@@ -385,12 +385,7 @@ class Loop:
 
 
 def measure_loops(n_rounds: int, *, is_small: bool = False) -> Iterator[LoopCost]:
-    """Measure on the CPU: the embedded model, and the one of `make_model`.
-
-    Args:
-      n_rounds: of each.
-      is_small: a few examples of each, to see that it works.
-    """
+    """Measure on the CPU: the embedded model, and the one of `make_model`."""
     embedded = load_backbone(model_path(EMBEDDED))
     llama = Backbone.from_model(make_model(BatchConfig()), revision="random")
     for name, backbone, config in (

@@ -267,12 +267,7 @@ def _best_threads(loop: Callable[[], None]) -> int:
 
 
 def measure(widths: str, config: SelectConfig) -> SelectCost:
-    """Time one round of the search and the loop over some of its heads, in turns.
-
-    Args:
-      widths: their name, for the row.
-      config: the sizes.
-    """
+    """Time one round of the search and the loop over some of its heads, in turns."""
     train = made_up_outputs(config, config.n_train, 1)
     valid = made_up_outputs(config, config.n_valid, 2)
     shape, protocol = FusionConfig(hidden=config.hidden), config.protocol

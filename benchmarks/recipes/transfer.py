@@ -264,13 +264,7 @@ def encoder_scores(
     tree: Mapping[str, Any],
     config: GridConfig,
 ) -> dict[Subject, np.ndarray]:
-    """Return the logits of every encoder on the new rows, `[n_seeds, n_rows]`.
-
-    Args:
-      scene: of the setting.
-      tree: the setting's checkpoint.
-      config: by which the encoders were trained.
-    """
+    """Return the logits of every encoder on the new rows, `[n_seeds, n_rows]`."""
     dims = family_dims(scene.own.store)
     standardizer = Standardizer(**tree["standardizer"])
     members = grid_members(config.train.n_seeds, dims.n_subsets)

@@ -70,16 +70,7 @@ class Analysis(NamedTuple):
 
 
 class Part(NamedTuple):
-    """One analysis on the page.
-
-    Attributes:
-      title: of the analysis.
-      look: what to look at, in a sentence.
-      pictures: figures.
-      tables: by heading.
-      beside: what the paper compares, and whether the run agrees.
-      cases: as `selection.anatomy.Study` has them.
-    """
+    """One analysis on the page."""
 
     title: str
     look: str

@@ -240,11 +240,6 @@ def prompt_rows(
 
     `n` counts the prompts that were answered, `n_failed` the questions that were not
     asked in this setting, since not even one passage fitted.
-
-    Args:
-      examples: all questions.
-      answers: to them.
-      left_out: the example and the setting of what was not asked.
     """
     cut = [(a.example_id, a.setting) for a in answers if a.dropped]
     unasked = [(row["example_id"], row["setting"]) for row in left_out]

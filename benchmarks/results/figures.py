@@ -82,13 +82,7 @@ def _axes() -> tuple[Figure, Axes]:
 
 
 def to_svg(figure: Figure, name: str, description: str) -> str:
-    """Return the figure as an SVG element to put into a page.
-
-    Args:
-      figure: a figure of this module.
-      name: prefix of all ids, so that several figures can share a page.
-      description: what a screen reader says instead.
-    """
+    """Return the figure as an SVG element to put into a page."""
     buffer = io.StringIO()
     with styled():
         nothing = {"Date": None, "Creator": None, "Format": None, "Type": None}
@@ -646,12 +640,7 @@ def two_backbones(
     points: Mapping[str, Sequence[tuple[str, float, float]]],
     names: tuple[str, str],
 ) -> Figure:
-    """Draw the AUROC of every subset on one backbone against another, by setting.
-
-    Args:
-      points: by setting the subset's letters and both AUROCs.
-      names: of the backbones.
-    """
+    """Draw the AUROC of every subset on one backbone against another, by setting."""
     figure = Figure(figsize=(6.0, 3.4), layout="constrained")
     panels = figure.subplots(1, len(points), squeeze=False)[0]
     for axes, (setting, aurocs) in zip(panels, points.items(), strict=True):
@@ -682,12 +671,7 @@ def two_backbones(
 def learning_curves(
     curves: Mapping[str, Sequence[tuple[float, float]]], setting: str
 ) -> Figure:
-    """Draw AUROC against the number of labelled answers, a line a reader.
-
-    Args:
-      curves: by name, numbers of labels and AUROCs.
-      setting: for the colours.
-    """
+    """Draw AUROC against the number of labelled answers, a line a reader."""
     marks = itertools.cycle(("o", "s", "^", "D", "v", "P", "X", "*"))
     figure = Figure(figsize=(6.0, 4.2), layout="constrained")
     axes = figure.add_subplot()

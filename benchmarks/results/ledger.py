@@ -32,18 +32,7 @@ _NO_ANATOMY = "rows of `beatrice anatomy` that this run does not have"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """What the paper's numbers are laid beside: an evaluated run.
-
-    Attributes:
-      rows: of its results.
-      examples: its questions.
-      labels: of its answers, by key.
-      backbone: name of its model.
-      label_rule: by which its answers were judged, in words.
-      passages: which ones its questions have.
-      n_seeds: of training.
-      n_resamples: of the intervals.
-    """
+    """What the paper's numbers are laid beside: an evaluated run."""
 
     rows: Sequence[ResultRow]
     examples: Sequence[Example]

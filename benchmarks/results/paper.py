@@ -568,12 +568,7 @@ def _sign(
 
 
 def signs(numbers: Sequence[Beside], results: pandas.DataFrame) -> list[Sign]:
-    """Return every comparison of the paper that a run can be asked about, in order.
-
-    Args:
-      numbers: of the paper and the run.
-      results: of the run; paired differences are looked up there.
-    """
+    """Return every comparison of the paper that a run can be asked about, in order."""
     differences, compared = _differences(results), []
     at = ("table", "backbone", "row", "column", "metric")
     by_place = {tuple(getattr(b.paper, x) for x in at): b for b in numbers}

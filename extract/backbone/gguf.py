@@ -576,9 +576,6 @@ def unpacked(name: str) -> str:
     """Return what Transformers loads for a name; a GGUF file is unpacked if need be.
 
     One process unpacks at a time; the others wait, and then read what it wrote.
-
-    Args:
-      name: a GGUF file; a directory or Hub id is returned as it is.
     """
     path = Path(name).expanduser()
     if not path.is_file():

@@ -81,9 +81,6 @@ def window_of(config: Any) -> int | None:
     `original_max_position_embeddings`: what is read of a short example would depend on
     the rest of its batch. So the window ends where the short set does. Dynamic rotary
     scaling changes only beyond `max_position_embeddings`, where nothing is read.
-
-    Args:
-      config: a text model's, as Transformers completes it.
     """
     limits = [getattr(config, "max_position_embeddings", None)]
     limits += _switch_lengths(getattr(config, "rope_parameters", None))
@@ -296,9 +293,6 @@ class Outline:
 
 def load_outline(name: str) -> Outline:
     """Load what a checkpoint is, but not its weights; seconds, however large it is.
-
-    Args:
-      name: a directory, GGUF file or Hub id.
 
     Raises:
       ValueError: it could not be loaded, or would be refused if it were, as far as

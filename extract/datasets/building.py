@@ -282,13 +282,6 @@ def build_examples(
 ) -> dict[str, Any]:
     """Write `examples.jsonl`, `passages.jsonl` and `splits.json` into a folder.
 
-    Args:
-      folder: created if absent; refused if it holds anything else.
-      sources: at least one file.
-      config: what is built.
-      fixed: a manifest whose splits are used instead of drawing.
-      note: told of each file when it was read.
-
     Returns:
       The manifest, as in `splits.json`.
     """

@@ -485,17 +485,7 @@ def make_run(
     *,
     as_json: bool = False,
 ) -> None:
-    """Draw the splits, make the run directory, and print what was drawn.
-
-    Args:
-      run_dir: created if absent; the same call again continues.
-      sources: the files.
-      questions: which of their questions.
-      run: what makes the run what it is.
-      asking: how the questions are put.
-      kept: what is kept of the signals.
-      as_json: print the splits as JSON.
-    """
+    """Draw the splits, make the run directory, and print what was drawn."""
     from beatrice.extract.backbone.names import BackboneConfig, default_dtype
     from beatrice.extract.datasets.building import data_config, with_contexts_of_files
     from beatrice.extract.generate.options import check_backbone

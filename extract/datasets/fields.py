@@ -205,13 +205,7 @@ def is_titled(value: Any) -> bool:
 
 
 def _pairs(value: Any, name: str, second: tuple[str, ...]) -> Sequence[Sequence[Any]]:
-    """Return pairs: of a list of pairs or of objects, or an object of two lists.
-
-    Args:
-      value: the field's.
-      name: of the field.
-      second: names of what stands beside "title" in an object.
-    """
+    """Return pairs: of a list of pairs or of objects, or an object of two lists."""
     value = unfold(value, name)
     if value is None:
         raise ValueError(f"{name!r} is null")

@@ -338,11 +338,6 @@ def inspect_file(
 ) -> dict[str, Any]:
     """Return what a file of questions is, counted, as JSON values.
 
-    Args:
-      path: the file.
-      dataset: its question set, if known.
-      evidence: TriviaQA's folder of pages, if it is elsewhere.
-
     Returns:
       See the help of `beatrice data`: `error` is None, or the sentence for which the
       whole file is refused; what was read before it is counted all the same.

@@ -17,12 +17,7 @@ DATASETS: tuple[DatasetName, ...] = get_args(DatasetName)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Document:
-    """A page of evidence that lies in a file of its own (TriviaQA).
-
-    Attributes:
-      kind: folder below the evidence directory.
-      filename: path below that folder.
-    """
+    """A page of evidence that lies in a file of its own (TriviaQA)."""
 
     kind: Literal["wikipedia", "web"]
     filename: str

@@ -182,12 +182,7 @@ class Draw:
 def draw_splits(
     pools: Mapping[tuple[str, Role], Iterable[Candidate]], config: SplitConfig
 ) -> Draw:
-    """Draw the splits.
-
-    Args:
-      pools: what may be drawn, by set and role; ids are unique within a pool.
-      config: seed and sizes.
-    """
+    """Draw the splits."""
 
     def order(candidate: Candidate) -> bytes:
         text = f"{config.seed}\n{dataset}\n{candidate.id}"

@@ -119,11 +119,7 @@ def is_hedge(text: str) -> bool:
 
 
 def shares_of(answers: Sequence[Answer]) -> dict[str, float]:
-    """Return the shares of answers that are cut off, empty, and hedges or refusals.
-
-    Args:
-      answers: at least one.
-    """
+    """Return the shares of answers that are cut off, empty, and hedges or refusals."""
     counts = {
         "cut_off": sum(answer.stop_id is None for answer in answers),
         "empty": sum(not answer.text.strip() for answer in answers),
@@ -148,13 +144,7 @@ def _against_cuts(prompt: PromptConfig, limit: int) -> str:
 def summarize_answers(
     answers: Iterable[Answer], limit: int, prompt: PromptConfig
 ) -> list[str]:
-    """Count per setting the answers that are cut at the length limit or empty.
-
-    Args:
-      answers: all of a run.
-      limit: most tokens of an answer.
-      prompt: how the questions were put.
-    """
+    """Count per setting the answers that are cut at the length limit or empty."""
     by_setting: dict[str, list[Answer]] = {}
     for answer in answers:
         by_setting.setdefault(answer.setting, []).append(answer)
@@ -296,13 +286,7 @@ class Drawn(NamedTuple):
 def request_prompt(
     tokenizer: Any, request: Request, *, as_text: bool = False
 ) -> GeneratorPrompt:
-    """Return a request as a prompt with its exact ids.
-
-    Args:
-      tokenizer: of the backbone.
-      request: the question.
-      as_text: the backend takes text alone and will tokenize it itself.
-    """
+    """Return a request as a prompt with its exact ids."""
     ids = request.prompt.ids
     text = tokenizer.decode(ids, skip_special_tokens=True)
     if as_text and tuple(tokenizer(text)["input_ids"]) != ids:
@@ -420,13 +404,7 @@ class Engine(NamedTuple):
 def open_local(
     run: RunDir, config: AnswerConfig, check: Callable[["Backbone"], object]
 ) -> Engine:
-    """Load a run's backbone, to answer on this machine.
-
-    Args:
-      run: of the backbone.
-      config: how it answers.
-      check: raises a ValueError for a backbone whose answers would be of no use.
-    """
+    """Load a run's backbone, to answer on this machine."""
     from beatrice.extract.backbone.loading import open_backbone
     from beatrice.extract.generate.local import TransformersGenerator
 
@@ -476,12 +454,7 @@ def _answer(
 def load_tokenizer_only(
     run: RunDir, check: Callable[[str, "Outline"], object] = lambda name, outline: None
 ) -> tuple[TokenizerOnly, tuple[int, ...]]:
-    """Load a run's tokenizer and stop tokens, without the backbone's weights.
-
-    Args:
-      run: of the backbone.
-      check: raises a ValueError for a model whose answers would be of no use.
-    """
+    """Load a run's tokenizer and stop tokens, without the backbone's weights."""
     from transformers import GenerationConfig as Defaults
 
     from beatrice.extract.backbone.gguf import unpacked

@@ -261,11 +261,6 @@ def encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool) -> Any:
     """Return the ids and offsets of a text that holds no control tokens of its own.
 
     What looks like a control token in it is split like any other word.
-
-    Args:
-      tokenizer: a fast one.
-      text: from a data set or a model.
-      add_special_tokens: put the tokenizer's own around it.
     """
     encoded = tokenizer(
         text,

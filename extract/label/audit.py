@@ -219,11 +219,6 @@ def between_judges(
 ) -> list[dict[str, Any]]:
     """Compare the rubrics pairwise, where both gave a verdict.
 
-    Args:
-      rows: labelled answers.
-      seed: of the bootstrap.
-      rubrics: in the order of the verdicts.
-
     Returns:
       A row for each pair; none for labels that did not come from these rubrics.
     """
@@ -356,12 +351,7 @@ class LabelNoise:
 def label_noise(
     rows: Sequence[LabelledAnswer], human: Mapping[Key, bool]
 ) -> tuple[LabelNoise, ...]:
-    """Count what a person disputes, per setting and label.
-
-    Args:
-      rows: all labelled answers.
-      human: the person's verdicts by key.
-    """
+    """Count what a person disputes, per setting and label."""
     # Here, since a second of the verb's start would go into loading it.
     from scipy.stats import binomtest
 

@@ -32,11 +32,6 @@ def truth_text(question: str, answer: str, ideas: Sequence[str]) -> str:
     Kadavath et al. (2022), without worked examples: those need answers of other
     questions, labelled, which no other detector gets. Passages are not shown, there
     either.
-
-    Args:
-      question: that was asked.
-      answer: the one that is judged.
-      ideas: drawn answers; without any, the answer stands alone among the ideas.
     """
     listed = "".join(f"{idea.strip()}\n" for idea in (*ideas, answer))
     return (

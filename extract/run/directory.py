@@ -50,12 +50,7 @@ FOR_PEOPLE = {
 
 
 class NotWritten(ValueError):
-    """A file or folder that a stage reads is missing.
-
-    Attributes:
-      run: the run directory.
-      name: path of what is missing, in the run directory.
-    """
+    """A file or folder that a stage reads is missing."""
 
     def __init__(self, run: Path, name: str) -> None:
         """Name what is missing; which verb writes it, the command line knows."""

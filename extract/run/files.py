@@ -190,13 +190,7 @@ def _type_at(kind: Any, path: str) -> Any:
 
 
 def read_json(path: Path, kind: type[Decoded], what_to_do: str) -> Decoded:
-    """Return what a JSON file of a run holds.
-
-    Args:
-      path: the file.
-      kind: what it is expected to hold.
-      what_to_do: where it does not, in words.
-    """
+    """Return what a JSON file of a run holds."""
     try:
         content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -210,12 +204,7 @@ def seal(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_sealed(path: Path, what_to_do: str) -> dict[str, Any]:
-    """Return the object that `seal` made, without its SHA-256, after checking it.
-
-    Args:
-      path: a JSON file.
-      what_to_do: where it is damaged, in words.
-    """
+    """Return the object that `seal` made, without its SHA-256, after checking it."""
     fields = read_json(path, dict[str, Any], what_to_do)
     if fields.pop("sha256", None) != sha256_json(fields):
         raise ValueError(

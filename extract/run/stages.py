@@ -389,13 +389,7 @@ def do(
 
 
 def forecast_stage(run_dir: Path, stage: Stage, change: Change | None = None) -> str:
-    """Return in words what a stage of an existing run, one with a forecast, would need.
-
-    Args:
-      run_dir: of the run.
-      stage: of which.
-      change: makes of its settings what a person chose.
-    """
+    """Return in words what a stage with a forecast would need."""
     assert stage.forecast is not None
     with RunDir.open(run_dir) as run:
         before = stage.settle(run, is_recorded=False)

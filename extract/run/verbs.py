@@ -138,11 +138,7 @@ def _set_option(rare: dict[str, tuple[dataclasses.Field, Any]]) -> Any:
 
 
 def options(**kinds: type) -> Callable[[Command], Command]:
-    """Return what adds the options of classes to a command.
-
-    Args:
-      **kinds: the classes, by the argument in which the command gets an instance.
-    """
+    """Return what adds the options of classes to a command."""
     fields = {
         name: [
             (f, typing.get_type_hints(kind)[f.name]) for f in dataclasses.fields(kind)

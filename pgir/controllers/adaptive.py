@@ -322,11 +322,7 @@ def answer_log_probs(store: FeatureStore) -> np.ndarray:
 
 
 def perplexity_maps(stores: Stores) -> dict[Setting, Map]:
-    """Return what makes a mean log-probability P(correct), of each setting.
-
-    Args:
-      stores: signals of the run's own answers, with their labels.
-    """
+    """Return what makes a mean log-probability P(correct), of each setting."""
     maps: dict[Setting, Map] = {}
     for setting, (store, rows) in stores.items():
         where = rows.where("validation")

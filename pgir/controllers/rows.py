@@ -140,11 +140,6 @@ def control_rows(
     more PGIR has than each other controller, on the same resamples, is the experiment
     `controller_paired`, and of PGIR with the query that validation chose
     `controller_query_paired`.
-
-    Args:
-      sets: of questions.
-      answers: of every controller to each set.
-      bootstrap: how often questions are resampled.
     """
     rows, evaluated = [], []
     for questions, answers_of_set in zip(sets, answers, strict=True):

@@ -77,12 +77,7 @@ def question_sets(examples: Sequence[Example], limit: int | None) -> list[Questi
 
 
 def training_questions(examples: Sequence[Example], limit: int) -> list[Example]:
-    """Return the first training questions that have passages, as many of each set.
-
-    Args:
-      examples: of the run, of all splits.
-      limit: how many at most, of all sets together.
-    """
+    """Return the first training questions that have passages, as many of each set."""
     sets: dict[str, list[Example]] = {}
     for example in examples:
         if example.split == "train" and example.passages:
@@ -200,11 +195,6 @@ class Session:
         self, label: str, examples: Sequence[Example], plan_of: PlanOf
     ) -> list[Done]:
         """Run a controller on questions.
-
-        Args:
-          label: of this run alone; it names the waves.
-          examples: the questions.
-          plan_of: the controller's plan for a question.
 
         Raises:
           ConnectionError: calls failed; they are made again by the next run, and

@@ -222,10 +222,6 @@ class Waves:
     ) -> list[Done | None]:
         """Run a controller on questions.
 
-        Args:
-          label: of this run alone; it names the waves.
-          plans: one per question.
-
         Returns:
           What each returned, and its cost; None where a call failed (see `failed`).
         """
@@ -342,14 +338,7 @@ class Answering:
         passages: Sequence[Passage],
         state_layers: Sequence[int] = (),
     ) -> None:
-        """Open the generator.
-
-        Args:
-          probed: the backbone.
-          passages: the corpus.
-          state_layers: entries of the resid axis whose mean over each answer's tokens
-            is kept too.
-        """
+        """Open the generator."""
         self.probed = probed
         self.passages = passages
         self.escaped: set[int] = set()
@@ -483,12 +472,7 @@ class Answering:
             lost = [call for call in lost if call not in wave]
 
     def reading_of(self, calls: Sequence[Call], journal: "CallJournal") -> Reading:
-        """Return the signals of answers, of the passes that wrote them if possible.
-
-        Args:
-          calls: of answers that were given.
-          journal: of all calls.
-        """
+        """Return the signals of answers, of the passes that wrote them if possible."""
         answers = [self.answer_of(call, journal.value(call)) for call in calls]
         if not self.is_read_at_once:
             return self.probed.read(answers)
@@ -500,12 +484,7 @@ class Answering:
         )
 
     def states_of(self, calls: Sequence[Call], journal: "CallJournal") -> np.ndarray:
-        """Return `[n, n_layers, d_model]`, the mean states of answers' tokens.
-
-        Args:
-          calls: of answers that were given.
-          journal: of all calls.
-        """
+        """Return `[n, n_layers, d_model]`, the mean states of answers' tokens."""
         answers = [self.answer_of(call, journal.value(call)) for call in calls]
         for first in range(0, len(calls), GROUP_SIZE):
             rows = slice(first, first + GROUP_SIZE)

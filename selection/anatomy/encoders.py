@@ -278,12 +278,7 @@ class Deployed:
         return self.logits_of(name)[:, self.judged]
 
     def without(self, name: str, what: str) -> np.ndarray:
-        """Return a queried encoder's logits on the judged rows without a signal.
-
-        Args:
-          name: the encoder's letters.
-          what: a family's letter, or a span's name.
-        """
+        """Return a queried encoder's logits on the judged rows without a signal."""
         variants = (*LETTERS, *self.spans)
         return self._without[self.queried.index(name), variants.index(what)]
 

@@ -230,12 +230,6 @@ def best_layer(
     """Return a detector's output from the layer that is best on validation.
 
     Of equals, the first layer.
-
-    Args:
-      fit_at: returns the output from a layer.
-      layers: to choose from, at least one.
-      rows: with labels and splits.
-      name: of the detector.
     """
     best: tuple[float, int, DetectorOutput] | None = None
     for layer in layers:

@@ -40,10 +40,6 @@ def answer_perplexity(inputs: DetectorInput) -> np.ndarray:
 def _candidates(inputs: DetectorInput, name: str) -> tuple[np.ndarray, int | None]:
     """Return what validation chooses from, before a sign is given.
 
-    Args:
-      inputs: with the reading.
-      name: of the reading, or "perplexity".
-
     Returns:
       `[n_rows, n_columns]`; and the layer of the first column, counted from 1, None
       where columns are no layers.
@@ -85,14 +81,7 @@ _ALIGNED = (
 
 
 def _register(name: str, title: str, score_name: str, variant: str) -> None:
-    """Register one score, from the layer and with the sign that validation chooses.
-
-    Args:
-      name: of the detector.
-      title: in brackets behind "LLM-Check".
-      score_name: of the reading, or "perplexity".
-      variant: what differs from the published one.
-    """
+    """Register one score, from the layer and with the sign that validation chooses."""
 
     @baseline(
         name,

@@ -66,10 +66,6 @@ def unigram_max(sentences: Sequence[str], samples: Sequence[str]) -> float:
     Shares of tokens are counted over the answer and all samples together, so no token
     of the answer is unknown (`SelfCheckNgram(n=1)`, "avg_max_neg_logprob").
 
-    Args:
-      sentences: of the answer.
-      samples: drawn answers.
-
     Returns:
       0 or more; NaN without a sentence.
     """
@@ -90,10 +86,6 @@ def _contradictions(
     The probability is that of contradiction against entailment, neutral left out (eq. 9
     of the paper); the mean is over samples, then over sentences. The question is not
     read.
-
-    Args:
-      inputs: with an NLI model.
-      pair_of: premise and hypothesis of a sentence of the answer and a sample.
 
     Returns:
       In [-1, 0]; NaN where nothing was drawn or the answer is empty.

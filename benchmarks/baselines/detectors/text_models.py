@@ -34,12 +34,7 @@ def _tfidf(texts: Sequence[str], rows: Rows) -> csr_matrix:
 
 
 def svm_scores(texts: Sequence[str], rows: Rows) -> DetectorOutput:
-    """Return the margins of a linear SVM on TF-IDF, `[1, n_rows]`.
-
-    Args:
-      texts: of every row.
-      rows: what the rows are; validation AUROC chooses the penalty.
-    """
+    """Return the margins of a linear SVM on TF-IDF, `[1, n_rows]`."""
     matrix = _tfidf(texts, rows)
     train, valid = rows.where("train"), rows.where("validation")
     labels = rows.labels[train], rows.labels[valid]
@@ -71,11 +66,6 @@ def mlp_scores(
 
     The first seed's validation AUROC chooses the penalty, of equals the strongest;
     every seed's own chooses its epoch.
-
-    Args:
-      texts: of every row.
-      rows: with labels and splits.
-      config: of the fit.
     """
     config = config or MlpConfig()
     train = rows.where("train")
