@@ -41,7 +41,7 @@ class NoSignalError(ValueError):
     """No encoder of the pool ranks validation answers better than chance."""
 
 
-class Round(NamedTuple):
+class SearchRound(NamedTuple):
     """One round of the search.
 
     Attributes:
@@ -74,7 +74,7 @@ class Selection(NamedTuple):
 
     members: tuple[int, ...]
     auroc: float
-    path: tuple[Round, ...]
+    path: tuple[SearchRound, ...]
     config: FusionConfig
     params: Params
     info: FitInfo
@@ -159,7 +159,7 @@ def select(
     train_config: TrainConfig | None = None,
     greedy: GreedyConfig | None = None,
     candidates: Sequence[int] | None = None,
-    progress: Callable[[Round], None] | None = None,
+    progress: Callable[[SearchRound], None] | None = None,
 ) -> Selection:
     """Select encoders from a pool by greedy forward search.
 
@@ -192,7 +192,7 @@ def select(
         top = int(np.argmax(aurocs.mean(axis=1)))
         mean = float(aurocs[top].mean())
         accepted = mean - auroc > greedy.margin
-        path.append(Round(left, aurocs, left[top], mean, accepted))
+        path.append(SearchRound(left, aurocs, left[top], mean, accepted))
         if progress is not None:
             progress(path[-1])
         if not accepted:

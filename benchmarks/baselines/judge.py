@@ -89,7 +89,7 @@ SCORE_FORMAT = "4"  # of cached scores: 4 holds the rows of what was chosen too
 OURS = "champion"
 
 
-class Scores(NamedTuple):
+class JudgedOutput(NamedTuple):
     """A detector's output for a setting, and what that cost.
 
     Attributes:
@@ -139,21 +139,21 @@ class ScoreCache:
         extra = [self.identities[need] for need in needs]
         return Cache(self.folder, " ".join((*key, *extra, *readings.values())))
 
-    def load(self, detector: Baseline) -> Scores | None:
+    def load(self, detector: Baseline) -> JudgedOutput | None:
         """Return a detector's cached scores, if they are of the same inputs."""
         arrays = self._cache(detector).load(_file(detector))
         if arrays is None:
             return None
         lines = arrays["chosen"].tobytes().splitlines()
         chosen = tuple(msgspec.json.decode(line, type=ResultRow) for line in lines)
-        return Scores(
+        return JudgedOutput(
             DetectorOutput(arrays["scores"], chosen),
             arrays["seconds"].item(),
             arrays["peak_bytes"].item(),
             arrays["reason"].tobytes().decode(),
         )
 
-    def save(self, detector: Baseline, scores: Scores) -> None:
+    def save(self, detector: Baseline, scores: JudgedOutput) -> None:
         """Write a detector's scores and their cost, under one checksum."""
         arrays = {
             "scores": scores.output.scores,
@@ -199,7 +199,7 @@ class MeteredRelations:
 
 def score(
     detector: Baseline, inputs: DetectorInput, readings: CachedReadings = NOTHING_READ
-) -> Scores:
+) -> JudgedOutput:
     """Return a detector's scores, or why there are none."""
     relations = inputs.relations
     owed = relations.owed if isinstance(relations, MeteredRelations) else 0.0
@@ -216,13 +216,13 @@ def score(
     if isinstance(relations, MeteredRelations):
         seconds += relations.owed - owed
     peaks = (peak_bytes(), *(readings.peak_bytes.get(name, 0) for name in names))
-    return Scores(output, seconds, max(peaks), reason)
+    return JudgedOutput(output, seconds, max(peaks), reason)
 
 
 def cost_of(
     detector: Baseline,
     inputs: DetectorInput,
-    scores: Scores,
+    scores: JudgedOutput,
     draw_seconds: float | None,
 ) -> DetectorCost:
     """Return what a detector is and cost.
@@ -328,7 +328,7 @@ def judge(
         relations=relations,
         encoder=encoder,
     )
-    scores: dict[str, Scores] = {}
+    scores: dict[str, JudgedOutput] = {}
     for detector in detectors:
         scores[detector.name] = score(detector, inputs)
         on_score(detector.name)
@@ -578,7 +578,7 @@ def _scores(
     names: Sequence[str],
     identities: Mapping[str, str],
     update: Update,
-) -> dict[Baseline, Scores]:
+) -> dict[Baseline, JudgedOutput]:
     """Return scores by detector, those of earlier starts among them."""
     setting = inputs.rows.setting
     cache = ScoreCache(
@@ -602,7 +602,7 @@ def _scores(
 
 
 def _rows(
-    run: RunDir, inputs: DetectorInput, scores: Mapping[Baseline, Scores]
+    run: RunDir, inputs: DetectorInput, scores: Mapping[Baseline, JudgedOutput]
 ) -> list[ResultRow]:
     """Return the rows of detectors on a setting, and of the selected set's lead."""
     heads, _ = run_selection(run, inputs.rows.setting)

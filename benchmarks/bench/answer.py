@@ -141,7 +141,7 @@ def torch_threads(n_threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class Bench:
+class AnswerBench:
     """A model and its prompts, answered in four ways."""
 
     def __init__(self, model: str, dtype: ModelDtype, setting: Setting) -> None:
@@ -230,7 +230,7 @@ class AnswerCost:
 def measure_peak(model: str, dtype: ModelDtype, setting: Setting, way: Way) -> float:
     """Return the peak in MiB of one way, above the loaded model."""
     torch.set_num_threads(N_THREADS)  # the process is this measurement's alone
-    bench = Bench(model, dtype, setting)
+    bench = AnswerBench(model, dtype, setting)
     return peak_above(lambda: bench.run(way), bench.backbone.device.type)
 
 
@@ -238,7 +238,7 @@ def measure_setting(
     model: str, dtype: ModelDtype, setting: Setting, n_rounds: int
 ) -> AnswerCost:
     """Let the four ways take turns on one setting's prompts."""
-    bench = Bench(model, dtype, setting)
+    bench = AnswerBench(model, dtype, setting)
     if (reason := check_decoding(bench.reader)) is not None:
         raise ValueError(reason)
     with torch_threads(N_THREADS):

@@ -145,7 +145,7 @@ class Times:
     ratio: float
 
 
-class Bench:
+class ReadingBench:
     """One model and one batch, ready to run."""
 
     def __init__(self, config: BatchConfig, reader: SignalReader | None = None) -> None:
@@ -237,7 +237,7 @@ class ReadingCost:
 
 def measure_reading(config: BatchConfig, n_rounds: int) -> ReadingCost:
     """Measure times here and both peaks in processes of their own."""
-    times = Bench(config).time(n_rounds)
+    times = ReadingBench(config).time(n_rounds)
     bare, read = (
         measure_fresh(f"the memory of {mode}", measure_peak, config, mode)
         for mode in ("bare", "read")
@@ -248,10 +248,10 @@ def measure_reading(config: BatchConfig, n_rounds: int) -> ReadingCost:
 def measure_peak(config: BatchConfig, mode: Literal["bare", "read"]) -> float:
     """Return the peak memory of a run above the model, in MiB; for a fresh process."""
     torch.set_num_threads(N_THREADS)
-    bench = Bench(config)
+    bench = ReadingBench(config)
     # The libraries' own buffers are allocated by a run on a short batch.
     short = dataclasses.replace(config, n_tokens=32, n_examples=1, n_read=12)
-    getattr(Bench(short, bench.reader), mode)()
+    getattr(ReadingBench(short, bench.reader), mode)()
     return peak_above(getattr(bench, mode), config.device)
 
 
@@ -340,7 +340,7 @@ class LoopCost:
         ]
 
 
-class Loop:
+class StoreBench:
     """A reader and a plan, ready to run with and without the store."""
 
     def __init__(self, reader: SignalReader, config: LoopConfig) -> None:
@@ -394,7 +394,7 @@ def measure_loops(n_rounds: int, *, is_small: bool = False) -> Iterator[LoopCost
     ):
         work = dataclasses.replace(config, n_examples=4) if is_small else config
         reader = SignalReader.for_config(backbone, work.extract)
-        yield Loop(reader, work).measure(name, n_rounds)
+        yield StoreBench(reader, work).measure(name, n_rounds)
 
 
 _N_KERNELS = 12
@@ -563,7 +563,7 @@ def measure_gpu(
         device=backbone.device.type,
         dtype="bfloat16",
     )
-    bench = Bench(shape, reader)
+    bench = ReadingBench(shape, reader)
     times = bench.time(n_rounds)
     budget = n_examples * n_tokens
     work = LoopConfig(
@@ -579,7 +579,7 @@ def measure_gpu(
         times=times,
         flops=flops_per_token(backbone.model) * budget / times.read,
         peak=peak,
-        loop=Loop(reader, work).measure(name, max(1, n_rounds // 2)),
+        loop=StoreBench(reader, work).measure(name, max(1, n_rounds // 2)),
         profile=profile_of(bench.read),
     )
 

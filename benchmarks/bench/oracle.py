@@ -191,7 +191,7 @@ def _fused(
     return eager(module, query, key, value, added.to(query.dtype), **options)
 
 
-class _Calls(TorchFunctionMode):
+class _AttentionCalls(TorchFunctionMode):
     """Notes the maps of a decoder that calls Torch's attention by itself (Falcon)."""
 
     def __torch_function__(
@@ -272,7 +272,7 @@ def run_model(model: PreTrainedModel, ids: np.ndarray) -> Run:
     handles.append(norm.register_forward_hook(lambda m, a, o: ends.extend([a[0], o])))
     _maps.clear()
     asks = decoder_of(model)._can_set_attn_implementation()
-    with additions, contextlib.nullcontext() if asks else _Calls():
+    with additions, contextlib.nullcontext() if asks else _AttentionCalls():
         output = model(
             input_ids=torch.from_numpy(ids)[None],
             output_attentions=is_eager,

@@ -35,7 +35,7 @@ HEAD = ("widths", "heads/s", "PyTorch loop, heads/s", "ratio", "AUROC, both")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SelectConfig:
+class SelectSizes:
     """Sizes of the benchmark; defaults are the microworld's."""
 
     n_pool: int = 30
@@ -61,8 +61,8 @@ class SelectConfig:
 
 
 WIDTHS = {
-    "microworld": SelectConfig(),
-    "paper": SelectConfig(
+    "microworld": SelectSizes(),
+    "paper": SelectSizes(
         d_pooled=256, hidden=128, n_pool=15, n_torch=6, n_epochs=4, n_turns=2
     ),
 }
@@ -194,7 +194,7 @@ def fit_head(
     return best
 
 
-def made_up_outputs(config: SelectConfig, n_examples: int, seed: int) -> PoolOutputs:
+def made_up_outputs(config: SelectSizes, n_examples: int, seed: int) -> PoolOutputs:
     """Return outputs in which every encoder knows something of the answer."""
     rng = np.random.default_rng(seed)
     labels = rng.random(n_examples) < 0.5
@@ -266,7 +266,7 @@ def _best_threads(loop: Callable[[], None]) -> int:
     return min(seconds, key=seconds.__getitem__)
 
 
-def measure(widths: str, config: SelectConfig) -> SelectCost:
+def measure(widths: str, config: SelectSizes) -> SelectCost:
     """Time one round of the search and the loop over some of its heads, in turns."""
     train = made_up_outputs(config, config.n_train, 1)
     valid = made_up_outputs(config, config.n_valid, 2)

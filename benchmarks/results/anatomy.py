@@ -53,7 +53,7 @@ TEST = {"dataset": IN_DOMAIN, "split": "test"}
 SPANS = ("context", "question", "answer")
 
 
-class Analysis(NamedTuple):
+class ShownAnalysis(NamedTuple):
     """How one analysis is shown.
 
     Attributes:
@@ -69,7 +69,7 @@ class Analysis(NamedTuple):
     beside: tuple[str, ...] = ()
 
 
-class Part(NamedTuple):
+class PagePart(NamedTuple):
     """One analysis on the page."""
 
     title: str
@@ -560,41 +560,41 @@ def cases(results: pandas.DataFrame) -> Content:
 
 
 ANALYSES = (
-    Analysis(
+    ShownAnalysis(
         "Which family gets right what another gets wrong",
         "A cell near the row's own share of right answers means mistakes that have "
         "nothing to do with each other; near 0, that the row repeats the column's.",
         complementarity,
         ("fig:complementarity",),
     ),
-    Analysis(
+    ShownAnalysis(
         "Which pairs of families are worth more together",
         "Points to the right of zero; that the better of two is chosen on the same "
         "answers makes gains look smaller by a little.",
         pairs,
         ("fig:cross-model-synergy, bottom",),
     ),
-    Analysis(
+    ShownAnalysis(
         "Features and fusion, variant by variant",
         "Whether an interval excludes zero (†): a larger number alone says little.",
         fusion,
         ("ablation", "champion-vs-hidden"),
     ),
-    Analysis(
+    ShownAnalysis(
         "What the best sets of three encoders hold",
         "Of the ranking of all sets by validation AUROC: what the ten best carry more "
         "of than sets at large, and whether closed-book encoders gather at the top.",
         combinations,
         ("fig:combination-search", "fig:gemma-combination-search"),
     ),
-    Analysis(
+    ShownAnalysis(
         "Whether the same combinations win on another backbone",
         "Points that rise from left to right: the ranking belongs to the families, not "
         "to one model.",
         backbones,
         ("fig:cross-model-synergy, top",),
     ),
-    Analysis(
+    ShownAnalysis(
         "Which family decides, and when the others act",
         "A family is replaced by its means inside a deployed encoder. A high flip rate "
         "is a family that decides; a high precision with flips near the boundary is "
@@ -603,7 +603,7 @@ ANALYSES = (
         flips,
         ("anatomy-flip-profile", "fig:boundary-band"),
     ),
-    Analysis(
+    ShownAnalysis(
         "What attention responds to",
         "If precision falls where an answer stands in the passage and is wrong, "
         "attention endorses support, not truth. Whole words of the normalised answer "
@@ -611,40 +611,40 @@ ANALYSES = (
         grounding,
         ("anatomy-grounding",),
     ),
-    Analysis(
+    ShownAnalysis(
         "Whether a few heads carry what attention says",
         "A flat map, and eight largest heads that move the encoder no more than eight "
         "random ones, mean that no head is privileged.",
         heads,
         ("fig:attention-heads",),
     ),
-    Analysis(
+    ShownAnalysis(
         "Where in the text the read-out comes from",
         "How much each span and each token of the answer moves the logit, beside its "
         "share of the tokens; and what a deployed encoder loses without a span.",
         positions,
         ("sec:anatomy", "app:span", "span-ablation"),
     ),
-    Analysis(
+    ShownAnalysis(
         "Which layer knows, on every answer",
         "Whether the curve peaks in the middle, and whether the peak stands out of the "
         "intervals.",
         layers,
     ),
-    Analysis(
+    ShownAnalysis(
         "How much data it takes",
         "Where the curves begin to flatten, and whether encoders need more labels than "
         "logistic regression on the same signals.",
         labels,
     ),
-    Analysis(
+    ShownAnalysis(
         "What one question set teaches about another",
         "Rows that stay as dark as the diagonal carry over. Every detector had as many "
         "labels as every other; held-out sets teach with half of their questions and "
         "are read on the other.",
         transfer,
     ),
-    Analysis(
+    ShownAnalysis(
         "Cases: two passes, two decisions",
         "Of every set and kind the question that is surest of its decisions, of equals "
         "the smaller id; nobody picked.",
@@ -655,7 +655,7 @@ ANALYSES = (
 
 def anatomy_parts(
     results: pandas.DataFrame, studies: Sequence[Mapping[str, Any]] = ()
-) -> list[Part]:
+) -> list[PagePart]:
     """Return the analyses that a run has rows of, in order.
 
     Args:
@@ -671,6 +671,8 @@ def anatomy_parts(
         shown = studies if analysis.make is cases else ()
         if pictures or tables or shown:
             beside = [sign for x in analysis.beside for sign in compared.get(x, ())]
-            part = Part(analysis.title, analysis.look, pictures, tables, beside, shown)
+            part = PagePart(
+                analysis.title, analysis.look, pictures, tables, beside, shown
+            )
             parts.append(part)
     return parts

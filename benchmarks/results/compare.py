@@ -23,7 +23,7 @@ from beatrice.benchmarks.results.tables import (
 from beatrice.extract.records import IN_DOMAIN, Setting
 from beatrice.extract.run.rows import ResultRow
 from beatrice.jaxprobe.metrics import BootstrapConfig
-from beatrice.selection.anatomy.reach import Agreement, Ranked, agreement
+from beatrice.selection.anatomy.reach import RankAgreement, Ranked, agreement
 
 
 class Side(NamedTuple):
@@ -44,7 +44,7 @@ class Side(NamedTuple):
     intervals: BootstrapConfig
 
 
-def correlation(alike: Agreement) -> str:
+def correlation(alike: RankAgreement) -> str:
     """Format a correlation and its interval."""
     if not np.isfinite(alike.value):
         return "undefined: one class only, or all subsets are equally good"

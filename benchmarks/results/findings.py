@@ -46,7 +46,7 @@ Answer = Literal["yes", "no", "cannot tell", "cannot conclude"]
 SINGLES = {x: HIDDEN_ONLY if x == "H" else encoder(x) for x in FAMILIES}
 
 
-class Question(NamedTuple):
+class PaperQuestion(NamedTuple):
     """What is asked, and the differences that answer it.
 
     Attributes:
@@ -106,22 +106,24 @@ def best_single(results: pandas.DataFrame, setting: str) -> str | None:
     return max(known, key=known.__getitem__) if len(known) == len(SINGLES) else None
 
 
-def questions_of(best: str | None) -> dict[str, Question]:
+def questions_of(best: str | None) -> dict[str, PaperQuestion]:
     """Return the questions in order, by their short names.
 
     Args:
       best: letter of a setting's best single family on validation, see `best_single`.
     """
 
-    def of_set(rival: Subject, than: str) -> Question:
-        return Question(f"Does the selected set beat {than}?", ((CHAMPION, rival),))
+    def of_set(rival: Subject, than: str) -> PaperQuestion:
+        return PaperQuestion(
+            f"Does the selected set beat {than}?", ((CHAMPION, rival),)
+        )
 
-    single = Question("Does the selected set beat the best single family?", ())
+    single = PaperQuestion("Does the selected set beat the best single family?", ())
     if best is not None:
         labels = (f"{FAMILIES[best]}, the best on validation",)
-        single = Question(single.text, ((CHAMPION, SINGLES[best]),), labels)
+        single = PaperQuestion(single.text, ((CHAMPION, SINGLES[best]),), labels)
     questions = {
-        "family_over_perplexity": Question(
+        "family_over_perplexity": PaperQuestion(
             "Does any signal family alone beat answer perplexity?",
             tuple((encoder(letter), PERPLEXITY) for letter in FAMILIES),
             tuple(FAMILIES.values()),
@@ -136,12 +138,12 @@ def questions_of(best: str | None) -> dict[str, Question]:
         others = "".join(FAMILIES).replace(letter, "")
         verb = "Do" if name.endswith("s") else "Does"
         the = "the " if letter == "R" else ""
-        questions[f"{letter}_adds"] = Question(
+        questions[f"{letter}_adds"] = PaperQuestion(
             f"{verb} {the}{name} add to the other three families?",
             ((EARLY_FUSION, encoder(others)),),
         )
     for end, layer in zip(("first", "last"), LAYER_PROBES[1:], strict=True):
-        questions[f"layer_over_{end}"] = Question(
+        questions[f"layer_over_{end}"] = PaperQuestion(
             f"Is the layer that is read better than the {end} one kept?",
             ((LAYER_PROBES[0], layer),),
         )
@@ -188,7 +190,7 @@ def measured(finding: Finding) -> str:
     return f"{of}{row_value(row)} [{interval(row)}]{p}"
 
 
-class Grid(NamedTuple):
+class AnswerGrid(NamedTuple):
     """The answers of one setting: a line for each question, a column for each set."""
 
     setting: str
@@ -196,7 +198,7 @@ class Grid(NamedTuple):
     lines: tuple[tuple[str, tuple[Finding, ...]], ...]
 
 
-def grids(answered: Sequence[Finding]) -> list[Grid]:
+def grids(answered: Sequence[Finding]) -> list[AnswerGrid]:
     """Lay findings out, one grid a setting.
 
     What was not measured on any set has no line: a layer that is the last one kept
@@ -213,11 +215,13 @@ def grids(answered: Sequence[Finding]) -> list[Grid]:
             for name, question in questions_of(None).items()
             if any(by_place[name, place].row for place in places)
         )
-        by_setting.append(Grid(setting, tuple(place.title for place in places), lines))
+        by_setting.append(
+            AnswerGrid(setting, tuple(place.title for place in places), lines)
+        )
     return by_setting
 
 
-def grid_lines(grid: Grid) -> list[tuple[str, ...]]:
+def grid_lines(grid: AnswerGrid) -> list[tuple[str, ...]]:
     """Return a grid's texts: the question, and of each set answer and difference."""
     return [
         (text, *(f"{f.answer}: {measured(f)}" if f.answer else "–" for f in cells))

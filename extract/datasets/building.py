@@ -25,7 +25,7 @@ from beatrice.extract.datasets.splits import (
     Candidate,
     Context,
     DataConfig,
-    Draw,
+    DrawnSplits,
     Role,
     Source,
     draw_splits,
@@ -384,7 +384,7 @@ def _finished(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     return manifest
 
 
-def _drawn(pools: Pools, config: BuildConfig, fixed: Path | None) -> Draw:
+def _drawn(pools: Pools, config: BuildConfig, fixed: Path | None) -> DrawnSplits:
     """Draw, or take the splits of a manifest for the sets that were given."""
     if fixed is None:
         return draw_splits({k: v.values() for k, v in pools.items()}, config.splits)
@@ -397,7 +397,7 @@ def _drawn(pools: Pools, config: BuildConfig, fixed: Path | None) -> Draw:
         split: {dataset: ids for dataset, ids in sets.items() if dataset in datasets}
         for split, sets in splits.items()
     }
-    return Draw(chosen, [], [])
+    return DrawnSplits(chosen, [], [])
 
 
 def _check_texts(fixed: Path, digests: Mapping[str, Mapping[str, str]]) -> None:

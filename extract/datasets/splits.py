@@ -164,7 +164,7 @@ class Conflict:
 
 
 @dataclasses.dataclass(frozen=True)
-class Draw:
+class DrawnSplits:
     """What was drawn.
 
     Attributes:
@@ -181,14 +181,14 @@ class Draw:
 
 def draw_splits(
     pools: Mapping[tuple[str, Role], Iterable[Candidate]], config: SplitConfig
-) -> Draw:
+) -> DrawnSplits:
     """Draw the splits."""
 
     def order(candidate: Candidate) -> bytes:
         text = f"{config.seed}\n{dataset}\n{candidate.id}"
         return hashlib.sha256(text.encode()).digest()
 
-    drawn = Draw({}, [], [])
+    drawn = DrawnSplits({}, [], [])
     first_of: dict[bytes, tuple[Split, str, str]] = {}  # by text: split, set, id
     ids: set[tuple[str, str]] = set()
     for dataset, role in sorted(pools, key=lambda x: (ROLES.index(x[1]), x[0])):
@@ -233,7 +233,7 @@ def _too_few(
     dataset: str,
     role: Role,
     config: SplitConfig,
-    drawn: Draw,
+    drawn: DrawnSplits,
 ) -> ValueError:
     """Return how many questions a pool has, how many are asked for, and what can be."""
     sizes = config.sizes(dataset, role)

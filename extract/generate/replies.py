@@ -23,7 +23,7 @@ from beatrice.extract.run.share import Share
 from beatrice.extract.run.stages import Forecast
 
 
-class Reply(Generated, frozen=True, kw_only=True):
+class SavedReply(Generated, frozen=True, kw_only=True):
     """A generated text with its key, see `reply_key`."""
 
     key: str
@@ -34,9 +34,9 @@ class Reply(Generated, frozen=True, kw_only=True):
         return Generated(**{name: getattr(self, name) for name in names})
 
 
-def reply_files(path: Path, parts: Path | None = None) -> JournalFiles[str, Reply]:
+def reply_files(path: Path, parts: Path | None = None) -> JournalFiles[str, SavedReply]:
     """Return where replies lie: a file, and a folder of what is not in it yet."""
-    return JournalFiles(path, Reply, lambda reply: reply.key, parts)
+    return JournalFiles(path, SavedReply, lambda reply: reply.key, parts)
 
 
 class Texts(Protocol):
@@ -66,7 +66,7 @@ class Replies:
       is_timed: write the seconds of each new text; no two starts write equal lines.
     """
 
-    journal: Journal[str, Reply]
+    journal: Journal[str, SavedReply]
     share: Share = Share()
     is_timed: bool = False
     n_reused: int = 0  # texts that were there
@@ -131,7 +131,7 @@ class Replies:
 
 
 def open_replies(
-    files: JournalFiles[str, Reply],
+    files: JournalFiles[str, SavedReply],
     share: Share,
     note: Callable[[str], None],
     *,
@@ -191,7 +191,7 @@ class CountedReplies:
 
     n_missing = 0
 
-    def __init__(self, files: JournalFiles[str, Reply], stage: str) -> None:
+    def __init__(self, files: JournalFiles[str, SavedReply], stage: str) -> None:
         """Read which texts are there; nothing is written."""
         self._there = files.keys()
         self._stage = stage
@@ -212,7 +212,7 @@ class CountedReplies:
 
 
 def forecast_texts(
-    files: JournalFiles[str, Reply],
+    files: JournalFiles[str, SavedReply],
     stage: str,
     generate: Callable[[CountedReplies], object],
 ) -> str:

@@ -69,7 +69,7 @@ class ControllerConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Draft:
+class TracedDraft:
     """One answer on the way.
 
     Attributes:
@@ -88,7 +88,7 @@ class Draft:
     passages: tuple[int, ...] = ()
 
 
-Trace = tuple[Draft, ...]  # round 0 is closed-book, round r the r-th retrieval
+Trace = tuple[TracedDraft, ...]  # round 0 is closed-book, round r the r-th retrieval
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ class Traced(QuestionSet):
 
 # Judges an answer to a question that was shown some passages.
 Judge = Callable[[str, tuple[int, ...], Reply], Plan[tuple[float, float]]]
-Accept = Callable[[Draft], bool]
+Accept = Callable[[TracedDraft], bool]
 
 
 def detector_judge(
@@ -197,7 +197,7 @@ def fresh_passages(
 
 
 def _fresh_of_round(
-    question: str, trace: Sequence[Draft], config: ControllerConfig
+    question: str, trace: Sequence[TracedDraft], config: ControllerConfig
 ) -> Plan[tuple[int, ...]]:
     """Search for a round's passages, none of which the trace has shown."""
     seen = frozenset(passage for draft in trace for passage in draft.passages)
@@ -242,12 +242,12 @@ def drafts(
       Up to `max_budget + 1` drafts, fewer where one was accepted or the ranking is
       used up.
     """
-    trace: list[Draft] = []
+    trace: list[TracedDraft] = []
     passages: tuple[int, ...] = ()
     while True:
         reply = yield Call("answer", question, passages)
         p_correct, raw = yield from judge(question, passages, reply)
-        draft = Draft(
+        draft = TracedDraft(
             answer=reply.text,
             p_correct=p_correct,
             raw=raw,
@@ -306,10 +306,10 @@ def upper_bound(
     """
     limited = dataclasses.replace(config, max_budget=policy.budget)
 
-    def trusted(draft: Draft) -> bool:
+    def trusted(draft: TracedDraft) -> bool:
         return draft.p_correct >= policy.threshold
 
-    def right(draft: Draft) -> bool:
+    def right(draft: TracedDraft) -> bool:
         return is_right(draft.answer)
 
     accept: dict[Oracle, Accept] = {

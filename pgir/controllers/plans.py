@@ -69,7 +69,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
         return float(np.mean(self.log_probs))
 
 
-class Scored(msgspec.Struct, frozen=True):
+class DraftScore(msgspec.Struct, frozen=True):
     """The score of an answer: `p_correct` in [0, 1], `raw` before calibration."""
 
     p_correct: float
@@ -100,8 +100,8 @@ class Attended(msgspec.Struct, frozen=True):
 VALUES: dict[str, Any] = {
     "search": tuple[int, ...],
     "answer": Reply,
-    "score": Scored,
-    "judge": Scored,
+    "score": DraftScore,
+    "judge": DraftScore,
     "words": Words,
     "attended": Attended,
     "spread": tuple[float, int],

@@ -18,10 +18,10 @@ from beatrice.pgir.controllers import CONTROLLERS
 from beatrice.pgir.controllers.loop import (
     ControllerConfig,
     Decision,
-    Draft,
     Policy,
     QuestionSet,
     Traced,
+    TracedDraft,
     decide,
 )
 from beatrice.pgir.controllers.plans import COUNTED, Call, Done
@@ -250,7 +250,7 @@ KINDS: tuple[tuple[str, str, int, Match], ...] = (
 
 
 def _shown_draft(
-    answering: Answering, example: Example, draft: Draft
+    answering: Answering, example: Example, draft: TracedDraft
 ) -> dict[str, Any]:
     """Return a draft as the report shows it; it is written again for its signals."""
     probed = answering.probed

@@ -47,9 +47,9 @@ from beatrice.pgir.controllers.plans import (
     Call,
     Cost,
     Done,
+    DraftScore,
     Plan,
     Reply,
-    Scored,
 )
 from beatrice.pgir.retrievers import RetrievalFailed, Retriever
 
@@ -603,7 +603,7 @@ class Scoring:
 
     def batches(
         self, calls: Sequence[Call], done: Collection[int]
-    ) -> Generator[list[tuple[int, Scored]], None, None]:
+    ) -> Generator[list[tuple[int, DraftScore]], None, None]:
         """Yield batches of scores; see `Service`."""
         probed = self._answering.probed
         if len(self._closed_book) > _MOST_CACHED:
@@ -623,10 +623,10 @@ class Scoring:
                 else:
                     self._cache(of_batch, reading)
                     scores = probed.score("closed_book", {"closed_book": reading})
-                values = map(Scored, scores.p_correct.tolist(), scores.raw.tolist())
+                values = map(DraftScore, scores.p_correct.tolist(), scores.raw.tolist())
                 yield list(zip(batch, values, strict=True))
 
-    def cost(self, call: Call, value: Scored) -> Cost:
+    def cost(self, call: Call, value: DraftScore) -> Cost:
         """Return the cost of a score: a pass if the answer has to be read again."""
         return Cost(forwards=int(not self._answering.is_read_at_once))
 
@@ -655,13 +655,13 @@ class Judging:
 
     def batches(
         self, calls: Sequence[Call], done: Collection[int]
-    ) -> Generator[list[tuple[int, Scored | Failed]], None, None]:
+    ) -> Generator[list[tuple[int, DraftScore | Failed]], None, None]:
         """Yield one verdict at a time; see `Service`."""
         for i, call in enumerate(calls):
             if i not in done:
                 yield [(i, self._judge(call))]
 
-    def _judge(self, call: Call) -> Scored | Failed:
+    def _judge(self, call: Call) -> DraftScore | Failed:
         reply = self._journal.value(Call("answer", call.text, call.passages))
         passages = [self._answering.passages[place] for place in call.passages]
         try:
@@ -676,9 +676,9 @@ class Judging:
         is_number = isinstance(p_correct, numbers.Real)
         if not is_number or not 0 <= float(p_correct) <= 1:
             raise argument_error("the judge", "a probability in [0, 1]", p_correct)
-        return Scored(float(p_correct), float(p_correct))
+        return DraftScore(float(p_correct), float(p_correct))
 
-    def cost(self, call: Call, value: Scored) -> Cost:
+    def cost(self, call: Call, value: DraftScore) -> Cost:
         """Return no cost: what a judge spends elsewhere is not counted here."""
         return Cost()
 

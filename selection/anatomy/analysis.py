@@ -36,7 +36,7 @@ class Search(NamedTuple):
     scores: Mapping[str, np.ndarray]
 
 
-class Texts(NamedTuple):
+class QuestionTexts(NamedTuple):
     """Questions by id, and answers by (question, setting, variant)."""
 
     examples: Mapping[str, Example]
@@ -64,7 +64,7 @@ class AnalysisInput:
     settings: Mapping[Setting, Deployed]
     searches: Mapping[HeadName, Search]
     heads: Mapping[HeadName, SettingHead]
-    read_texts: Callable[[], Texts]
+    read_texts: Callable[[], QuestionTexts]
     parts: Mapping[Part, str]
     rankings: Mapping[Setting, Ranking]
     without_hidden: Mapping[Setting, np.ndarray]

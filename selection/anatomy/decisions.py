@@ -30,8 +30,8 @@ from beatrice.selection.anatomy import Study
 from beatrice.selection.anatomy.analysis import (
     AnalysisInput,
     AnalysisOutput,
+    QuestionTexts,
     Ratio,
-    Texts,
     judged_sets,
     ratio_rows,
 )
@@ -197,7 +197,9 @@ def grounding_ratios(
     return ratios
 
 
-def _grounded(deployed: Deployed, texts: Texts, closed_book: Rows | None) -> Grounded:
+def _grounded(
+    deployed: Deployed, texts: QuestionTexts, closed_book: Rows | None
+) -> Grounded:
     rows, where = deployed.rows, deployed.judged
     stands = np.zeros(len(where), bool)
     for index, i in enumerate(where):

@@ -302,7 +302,7 @@ class Ranked(NamedTuple):
     scores: np.ndarray
 
 
-class Agreement(NamedTuple):
+class RankAgreement(NamedTuple):
     """Spearman's correlation of two rankings of the subsets, with its 95 % interval."""
 
     value: float
@@ -346,7 +346,7 @@ def rank_correlation(first: np.ndarray, second: np.ndarray) -> np.ndarray:
         return (a * b).sum(axis=0) / np.sqrt((a**2).sum(axis=0) * (b**2).sum(axis=0))
 
 
-def agreement(first: Ranked, second: Ranked, config: BootstrapConfig) -> Agreement:
+def agreement(first: Ranked, second: Ranked, config: BootstrapConfig) -> RankAgreement:
     """Correlate how two runs rank the subsets of signal families.
 
     The paper's conservation of the ranking between its two models, .78. It gives no
@@ -365,11 +365,11 @@ def agreement(first: Ranked, second: Ranked, config: BootstrapConfig) -> Agreeme
 
     value = float(correlate(*ones)[0])
     if not np.isfinite(value):
-        return Agreement(value, value, value)
+        return RankAgreement(value, value, value)
     together = np.concatenate([first.ids, second.ids])
     blocks = resamples(together, config)
     draws = np.concatenate([correlate(block[:n], block[n:]) for block in blocks])
-    return Agreement(value, *interval_of(draws))
+    return RankAgreement(value, *interval_of(draws))
 
 
 def _answers(deployed: Deployed, split: str) -> Ranked:

@@ -49,8 +49,8 @@ from beatrice.selection.anatomy.analysis import (
     AnalysisInput,
     AnalysisOutput,
     Part,
+    QuestionTexts,
     Search,
-    Texts,
     per_setting,
 )
 from beatrice.selection.anatomy.encoders import Deployed
@@ -169,8 +169,8 @@ def _deployed(run: RunDir) -> dict[Setting, Deployed]:
     return deployed
 
 
-def _read_texts(run: RunDir) -> Texts:
-    return Texts(
+def _read_texts(run: RunDir) -> QuestionTexts:
+    return QuestionTexts(
         {example.id: example for example in read_examples(run)},
         {answer.key: answer for answer in read_answers(run)},
     )

@@ -9,8 +9,8 @@ from beatrice.extract.run.directory import NewRun, RunDir
 from beatrice.pgir.commands import ControlOptions
 from beatrice.pgir.controllers.loop import (
     ControllerConfig,
-    Draft,
     Policy,
+    TracedDraft,
     decide,
     drafts,
     fresh_passages,
@@ -19,7 +19,7 @@ from beatrice.pgir.controllers.loop import (
     search_policy,
     upper_bound,
 )
-from beatrice.pgir.controllers.plans import Scored
+from beatrice.pgir.controllers.plans import DraftScore
 from beatrice.pgir.controllers.stage import (
     CONTROL,
     CONTROL_PRESETS,
@@ -34,7 +34,7 @@ CORPUS = [Passage(title=f"t{i}", text=f"word{i} shared") for i in range(12)]
 
 def trace_of(*scores):
     return tuple(
-        Draft(answer=f"a{i}", p_correct=p, raw=p, log_prob=-1.0)
+        TracedDraft(answer=f"a{i}", p_correct=p, raw=p, log_prob=-1.0)
         for i, p in enumerate(scores)
     )
 
@@ -85,7 +85,7 @@ def planted(ranking=lambda query: range(12), wanted=None):
             return tuple(ranking(call.text))[: call.n]
         found = wanted in call.passages
         if call.kind == "score":
-            return Scored(0.9, 0.9) if found else Scored(0.2, 0.2)
+            return DraftScore(0.9, 0.9) if found else DraftScore(0.2, 0.2)
         return reply("right" if found else "guess")
 
     return serve
@@ -173,7 +173,7 @@ def test_who_knows_the_answers_loses_only_what_the_other_parts_lose():
             return range(6)
         p = scores[call.passages]
         texts = {(): "guess", (0, 1, 2): "wrong", (3, 4, 5): "right"}
-        return Scored(p, p) if call.kind == "score" else reply(texts[call.passages])
+        return DraftScore(p, p) if call.kind == "score" else reply(texts[call.passages])
 
     policy, config = Policy(threshold=0.7, budget=2), ControllerConfig()
 

@@ -7,14 +7,14 @@ from beatrice.extract.records import Example
 from beatrice.jaxprobe.metrics import BootstrapConfig, drawn_clusters, interval_of
 from beatrice.pgir.controllers.loop import (
     ControllerConfig,
-    Draft,
     Policy,
     Traced,
+    TracedDraft,
     draft_rag,
     pgir,
     upper_bound,
 )
-from beatrice.pgir.controllers.plans import Cost, Done, Scored, no_rag, vanilla_rag
+from beatrice.pgir.controllers.plans import Cost, Done, DraftScore, no_rag, vanilla_rag
 from beatrice.pgir.controllers.rows import choose_cases, control_rows, frontier
 from tests.pgir.small import played, reply
 
@@ -25,7 +25,9 @@ RANKED = ("no_rag", "vanilla_rag", "draft_rag", "pgir", "perfect_judge")
 
 
 def trace(*drafts):
-    return tuple(Draft(answer=a, p_correct=p, raw=p, log_prob=-1.0) for a, p in drafts)
+    return tuple(
+        TracedDraft(answer=a, p_correct=p, raw=p, log_prob=-1.0) for a, p in drafts
+    )
 
 
 def traced():
@@ -66,7 +68,7 @@ def serve_from(own, vanilla):
             return reply(vanilla)
         draft = own[call.passages[0] // 3 + 1] if call.passages else own[0]
         if call.kind == "score":
-            return Scored(draft.p_correct, draft.raw)
+            return DraftScore(draft.p_correct, draft.raw)
         return reply(draft.answer)
 
     return serve

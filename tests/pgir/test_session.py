@@ -4,7 +4,7 @@ import pytest
 
 from beatrice.extract.records import Example, Passage
 from beatrice.pgir.controllers.loop import ControllerConfig, QuestionSet, detector_judge
-from beatrice.pgir.controllers.plans import Scored, no_rag, vanilla_rag
+from beatrice.pgir.controllers.plans import DraftScore, no_rag, vanilla_rag
 from beatrice.pgir.controllers.session import (
     Session,
     all_rivals,
@@ -27,7 +27,7 @@ def serve(call):
         return (7, 8, 9) if call.text.endswith("?") else (1, 2, 3)
     is_right = 7 in call.passages
     if call.kind == "score":
-        return Scored(0.9 if is_right else 0.3, 0.5)
+        return DraftScore(0.9 if is_right else 0.3, 0.5)
     return reply("yes" if is_right else "no")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from beatrice.pgir.controllers.loop import ControllerConfig, drafts
-from beatrice.pgir.controllers.plans import Call, Cost, Scored
+from beatrice.pgir.controllers.plans import Call, Cost, DraftScore
 from beatrice.pgir.controllers.waves import CallJournal, Failed, Waves
 from tests.pgir.small import played, reply
 
@@ -29,7 +29,7 @@ def give(call):
     if call.kind == "search":
         return (1, 2, 3, 4, 5, 6)
     if call.kind == "score":
-        return Scored(0.1 * len(call.passages), 0.5)
+        return DraftScore(0.1 * len(call.passages), 0.5)
     return reply("right" if 4 in call.passages else "guess")
 
 

@@ -18,9 +18,9 @@ from beatrice.benchmarks.baselines.detector import (
 )
 from beatrice.benchmarks.baselines.judge import (
     BaselinesConfig,
+    JudgedOutput,
     MeteredRelations,
     ScoreCache,
-    Scores,
     chosen_detectors,
     cost_of,
     judge,
@@ -195,7 +195,7 @@ def test_a_detector_that_cannot_learn_has_its_reason_in_its_rows():
 
 def test_a_question_costs_what_its_draws_took_and_nobody_guesses():
     given = inputs([["a", "b"], ["a", "c"]])
-    scores = Scores(DetectorOutput(np.zeros((1, 2))), seconds=3.0, peak_bytes=1)
+    scores = JudgedOutput(DetectorOutput(np.zeros((1, 2))), seconds=3.0, peak_bytes=1)
     drawn = one(None, needs=frozenset({"samples"}))
     assert cost_of(one(None), given, scores, None).seconds == 1.5
     assert cost_of(drawn, given, scores, None).seconds is None  # was not timed
@@ -224,7 +224,7 @@ def cache_of(folder, **changes):
 def test_scores_are_cached_until_what_they_depend_on_changes(tmp_path, needs):
     found = DetectorOutput(np.array([[0.1, np.nan, 0.3]]), (CHOSEN,))
     detector = one(None, name="p_true", needs=frozenset(needs))
-    cache_of(tmp_path).save(detector, Scores(found, 1.5, 7, "why"))
+    cache_of(tmp_path).save(detector, JudgedOutput(found, 1.5, 7, "why"))
     held = cache_of(tmp_path).load(detector)
     np.testing.assert_array_equal(held.output.scores, found.scores)
     assert held.output.chosen == (CHOSEN,)
@@ -238,14 +238,16 @@ def test_scores_from_readings_are_made_again_when_the_readings_are(tmp_path):
     known = catalogue()
     shown, blind = known["p_true"], known["lookback_lens"]
     for detector, is_gone in ((shown, True), (blind, False)):
-        cache_of(tmp_path).save(detector, Scores(DetectorOutput(np.zeros((1, 3))), 1.0))
+        cache_of(tmp_path).save(
+            detector, JudgedOutput(DetectorOutput(np.zeros((1, 3))), 1.0)
+        )
         other = cache_of(tmp_path, samples="9")
         assert (other.load(detector) is None) == is_gone
 
 
 def test_a_number_that_was_changed_in_the_cache_never_reaches_the_rows(tmp_path):
     detector = catalogue()["p_true"]
-    scores = Scores(DetectorOutput(np.zeros((1, 3)), (CHOSEN,)), 1.0)
+    scores = JudgedOutput(DetectorOutput(np.zeros((1, 3)), (CHOSEN,)), 1.0)
     cache_of(tmp_path).save(detector, scores)
     (file,) = (path for path in tmp_path.iterdir())
     content = file.read_bytes()
@@ -257,7 +259,7 @@ def test_a_number_that_was_changed_in_the_cache_never_reaches_the_rows(tmp_path)
 def test_a_detector_of_ones_own_is_scored_anew_when_its_file_changes(here, tmp_path):
     detector = find_detector("hedges:hedging")
     cache = cache_of(tmp_path / "cache")
-    cache.save(detector, Scores(DetectorOutput(np.zeros((1, 3))), 1.0))
+    cache.save(detector, JudgedOutput(DetectorOutput(np.zeros((1, 3))), 1.0))
     assert cache.load(detector) is not None
     with (here / "hedges.py").open("a") as file:
         file.write("# another line\n")

@@ -5,7 +5,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from beatrice.benchmarks.bench.answer import CONFIG, WAYS, Bench
+from beatrice.benchmarks.bench.answer import CONFIG, WAYS, AnswerBench
 from beatrice.cli import main
 
 
@@ -21,7 +21,7 @@ def test_a_row_a_setting_has_every_ratio_above_zero():
 
 @pytest.fixture(scope="module")
 def bench():
-    return Bench("embedded", "float32", "with_context")
+    return AnswerBench("embedded", "float32", "with_context")
 
 
 def test_the_floor_computes_the_logits_of_all_tokens_that_are_read(bench):

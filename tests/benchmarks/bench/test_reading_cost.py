@@ -13,10 +13,10 @@ from beatrice.benchmarks.bench.extract import (
     HEAD,
     LOOP_HEAD,
     BatchConfig,
-    Bench,
-    Loop,
     LoopConfig,
+    ReadingBench,
     ReadingCost,
+    StoreBench,
     Times,
     alternate,
     batch_configs,
@@ -67,7 +67,7 @@ def test_the_peak_sees_what_a_run_held_and_gave_back():
 
 
 def test_reading_and_bare_forward_are_of_the_same_batch():
-    bench = Bench(TINY)
+    bench = ReadingBench(TINY)
     assert bench.ids.shape == (2, 24)
     for sequence, ids in zip(bench.sequences, bench.ids, strict=True):
         assert sequence.ids.tolist() == ids.tolist()
@@ -117,7 +117,7 @@ def test_reading_and_extracting_are_of_the_same_batches(backbone):
             seen.append([id(item) for item in sequences])
             return super().start(sequences)
 
-    loop = Loop(Watched.for_config(backbone, SMALL.extract), SMALL)
+    loop = StoreBench(Watched.for_config(backbone, SMALL.extract), SMALL)
     loop.read()
     alone, seen[:] = list(seen), []
     loop.extract()
@@ -125,7 +125,7 @@ def test_reading_and_extracting_are_of_the_same_batches(backbone):
 
 
 def test_a_row_gives_both_rates_of_all_tokens(backbone):
-    loop = Loop(SignalReader.for_config(backbone, SMALL.extract), SMALL)
+    loop = StoreBench(SignalReader.for_config(backbone, SMALL.extract), SMALL)
     row = loop.measure("tiny", 2)
     assert row.n_tokens == loop.plan.spec.lengths.sum()
     assert row.whole > 0 and row.loop > 0

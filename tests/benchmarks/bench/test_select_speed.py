@@ -6,7 +6,7 @@ import torch
 from beatrice.benchmarks.bench.select import (
     HEAD,
     TOLERANCE,
-    SelectConfig,
+    SelectSizes,
     fit_head,
     largest_difference,
     made_up_outputs,
@@ -17,7 +17,7 @@ from beatrice.jaxprobe.config import FusionConfig, TrainConfig
 from beatrice.jaxprobe.fusion import head_inputs
 from beatrice.selection.greedy import fit_sets
 
-SMALL = SelectConfig(
+SMALL = SelectSizes(
     n_pool=4,
     n_seeds=1,
     n_train=300,
