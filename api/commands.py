@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from beatrice.extract.run.console import Progress, quiet
+from beatrice.extract.run.console import Progress, lean_imports, quiet
 from beatrice.extract.run.verbs import AS_JSON, FILE, RUN_DIR, option, options
 
 if TYPE_CHECKING:
@@ -75,7 +75,6 @@ def score(source: str | None, as_json: bool, how: ScoreOptions) -> None:
 
     Example: beatrice score runs/demo --question "who wrote X?" --answer "Y"
     """
-    quiet()
     if (source is None) == (how.probe is None):
         raise click.UsageError("give RUN_DIR or --probe, one of the two")
     name = source or how.probe or ""
@@ -84,11 +83,17 @@ def score(source: str | None, as_json: bool, how: ScoreOptions) -> None:
             f"{name}: expected a folder on this machine, a probe's name, or "
             "hf://owner/name"
         )
-    from beatrice.probe import load
+    with lean_imports():
+        quiet()
+        from beatrice.pgir.score_files import count_rows
+        from beatrice.probe import load
 
-    probe = load(name, model=how.model)
+        probe = load(name, model=how.model)
+        # A file that cannot be read is refused before the model is loaded.
+        n_rows = count_rows(how.file) if how.file is not None else 0
+        _ = probe.scorer
     if how.file is not None:
-        _score_file(probe, Path(name).name, how.file, how)
+        _score_file(probe, Path(name).name, how.file, n_rows, how)
         return
     context, question = how.context or None, how.question or ""
     result = (
@@ -130,14 +135,15 @@ def _write_page(html: Path, title: str, summary: str, results: Results) -> None:
     write_text_atomic(html, page(title, summary, results))
 
 
-def _score_file(probe: "Probe", name: str, answers: Path, how: ScoreOptions) -> None:
+def _score_file(
+    probe: "Probe", name: str, answers: Path, n_rows: int, how: ScoreOptions
+) -> None:
     """Score a file's rows; raise at the end if any of them could not be scored."""
     from beatrice.extract.records import SETTINGS
     from beatrice.extract.run.files import JsonLines
-    from beatrice.pgir.score_files import Tally, count_rows, read_rows, score_rows
+    from beatrice.pgir.score_files import Tally, read_rows, score_rows
 
     progress, tally, shown = Progress(), Tally(), []
-    total = count_rows(answers)  # a file that cannot be read is refused at once
     lines = JsonLines.open(how.out) if how.out else None
     if lines and lines.truncated:
         progress.note(lines.truncated)
@@ -145,7 +151,7 @@ def _score_file(probe: "Probe", name: str, answers: Path, how: ScoreOptions) -> 
 
         def each(row: Any, result: Mapping[str, Any]) -> None:
             tally.add(row, result)
-            update(tally.n_done, total)
+            update(tally.n_done, n_rows)
             if how.html is not None:
                 arguments = (getattr(row.given, name, None) for name in _ASKED)
                 passages = getattr(row.given, "context", None) or ()

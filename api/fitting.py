@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 import msgspec
 import numpy as np
 
+from beatrice.extract.backbone.names import ModelHashes
 from beatrice.extract.generate.prompts import PromptConfig
 from beatrice.extract.records import SETTINGS, Label, Setting
 from beatrice.extract.run.console import Progress
@@ -420,7 +421,8 @@ def _provenance(
     passes: Mapping[Setting, Signals], layer: int | None
 ) -> Provenance | None:
     """Return what the signals are of; None where no language model is known."""
-    store = next(iter(passes.values())).store
+    first = next(iter(passes.values()))
+    store, model = first.store, first.model
     facts = store.spec.fingerprint
     if any(part.store.spec.fingerprint.get("name") is None for part in passes.values()):
         return None
@@ -434,6 +436,7 @@ def _provenance(
         prompt=msgspec.convert(facts["prompt"], PromptConfig),
         stop_id=facts["stop_id"],
         path=store.spec.path,
+        hashes=ModelHashes() if model is None else model.backbone.hashes,
     )
 
 

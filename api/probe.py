@@ -14,6 +14,7 @@ import numpy as np
 
 from beatrice.benchmarks.recipes import what_to_do
 from beatrice.card import CARD, card
+from beatrice.extract.backbone.names import ModelHashes
 from beatrice.extract.records import Setting
 from beatrice.extract.run.directory import NotWritten, RunDir, read_manifest
 from beatrice.extract.run.files import (
@@ -377,7 +378,7 @@ class Probe:
             )
         if examples is not None:
             self._examples = _scored_examples(self.scorer, examples)
-        detector = _portable(self.detector)
+        detector = _portable(self.detector, self.__dict__.get("scorer"))
         with replaced_folder(folder) as work:
             detector.write(work)
             about = {"layer": self.layer, "report": self.rows}
@@ -425,15 +426,25 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def _portable(detector: Detector) -> Detector:
-    """Name a released model as it is fetched, not by where it lies here."""
+def _portable(detector: Detector, scorer: "Scorer | None") -> Detector:
+    """Name a released model as it is fetched, and say what it is besides weights.
+
+    Args:
+      detector: of the probe.
+      scorer: the probe beside its model, where that is loaded.
+    """
     from beatrice.extract.backbone.packaged import name_of_released
 
     trained = detector.provenance
-    name = trained and name_of_released(trained.revision)
-    if trained is None or name is None:
+    if trained is None:
         return detector
-    provenance = dataclasses.replace(trained, model=name)
+    provenance = dataclasses.replace(
+        trained, model=name_of_released(trained.revision) or trained.model
+    )
+    if scorer is not None and trained.hashes == ModelHashes():  # of a run
+        provenance = dataclasses.replace(
+            provenance, hashes=scorer.probed.backbone.hashes
+        )
     return dataclasses.replace(detector, provenance=provenance)
 
 
@@ -455,8 +466,15 @@ def _scored_examples(
     return rows
 
 
-def _check_examples(scorer: "Scorer", examples: Sequence[Mapping[str, Any]]) -> None:
-    """Score a probe's examples and compare.
+def _check_examples(
+    scorer: "Scorer", examples: Sequence[Mapping[str, Any]], identity: str
+) -> None:
+    """Score a probe's examples and compare, on each machine once.
+
+    Args:
+      scorer: the probe beside its model.
+      examples: answers with their P.
+      identity: of the probe's files.
 
     Raises:
       ValueError: a P does not come out as it was when the probe was saved.
@@ -466,15 +484,22 @@ def _check_examples(scorer: "Scorer", examples: Sequence[Mapping[str, Any]]) -> 
         for row in examples
     ]
     dtype = str(scorer.probed.backbone.dtype).removeprefix("torch.")
-    for row, score in zip(examples, scorer.score_many(answers), strict=True):
-        # The score before the map: steps of isotonic regression make much of rounding.
-        if score.raw is None or abs(score.raw - row["raw"]) > _TOLERANCE[dtype]:
-            raise ValueError(
-                f"the probe's example {row.get('question')!r} has P "
-                f"{score.p_correct} here, and had {row['p_correct']} when the probe "
-                "was saved; look whether the model is the one of its card, or load "
-                "with strict=False"
-            )
+
+    def come_out() -> bool:
+        for row, score in zip(examples, scorer.score_many(answers), strict=True):
+            # Before the map: steps of isotonic regression make much of rounding.
+            if score.raw is None or abs(score.raw - row["raw"]) > _TOLERANCE[dtype]:
+                raise ValueError(
+                    f"the probe's example {row.get('question')!r} has P "
+                    f"{score.p_correct} here, and had {row['p_correct']} when the "
+                    "probe was saved; look whether the model is the one of its card, "
+                    "or load with strict=False"
+                )
+        return True
+
+    backbone = scorer.probed.backbone
+    about = [identity, dataclasses.asdict(backbone.hashes)]
+    backbone.check_once("examples", about, come_out)
 
 
 def scorer_of(
@@ -485,6 +510,7 @@ def scorer_of(
     *,
     strict: bool = True,
     examples: Sequence[Mapping[str, Any]] = (),
+    identity: str = "",
 ) -> "Scorer":
     """Load the language model that a detector names, or take the one that is given.
 
@@ -495,6 +521,7 @@ def scorer_of(
       dtype: of its weights.
       strict: refuse a model of another revision or type; else every score warns.
       examples: answers whose P must come out.
+      identity: SHA-256 of the probe's files.
     """
     from beatrice.extract.generate.requests import GenerationConfig
     from beatrice.model import LanguageModel, usual_stop
@@ -515,8 +542,8 @@ def scorer_of(
         )
     generation = GenerationConfig(max_new_tokens=32, stop=usual_stop(provenance.prompt))
     scorer = Scorer(model, detector, generation, strict=strict)
-    if strict:
-        _check_examples(scorer, examples)
+    if strict and examples:
+        _check_examples(scorer, examples, identity)
     return scorer
 
 
@@ -553,13 +580,16 @@ def load(
             msgspec.json.decode(line)
             for line in (folder / _EXAMPLES).read_bytes().splitlines()
         ]
-        opener = partial(scorer_of, detector, examples=examples, **options)
+        identity = sha256_file(folder / CHECKSUMS)
+        opener = partial(
+            scorer_of, detector, examples=examples, identity=identity, **options
+        )
         return Probe(
             detector,
             about["report"],
             layer=about["layer"],
             examples=examples,
-            identity=sha256_file(folder / CHECKSUMS),
+            identity=identity,
             open_scorer=opener,
         )
     read_manifest(folder)  # refuses what is no run

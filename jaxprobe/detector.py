@@ -16,6 +16,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from beatrice.extract.backbone.names import ModelHashes
 from beatrice.extract.generate.prompts import PromptConfig
 from beatrice.extract.records import AnswerSpan, Record, Setting
 from beatrice.extract.run.files import read_json, replaced_folder, verify_checksums
@@ -33,7 +34,7 @@ from beatrice.jaxprobe.scope import Evidence, Scope, Threshold
 
 Params = Any  # nested dictionaries of arrays
 CONFIG, ARRAYS = "config.json", "probe.safetensors"
-_FORMAT = 6
+_FORMAT = 7
 _Kind = TypeVar("_Kind")
 # Of a pass's features: logits `[n_seeds, n_kept, n_examples]` and pooled vectors
 # `[..., d_pooled]` of its encoders, arrays of any framework.
@@ -159,6 +160,7 @@ class Provenance:
       stop_id: the token that ended most answers; None where none ended.
       scripts: that the training texts are written in, see `jaxprobe.scope.scripts_of`;
         empty where unknown.
+      hashes: of the backbone's config, tokenizer and chat template.
       path: by which most of the signals came: "decode", of the passes that wrote the
         answers, or "teacher_forced", of passes that read them again.
     """
@@ -172,13 +174,14 @@ class Provenance:
     prompt: PromptConfig = PromptConfig()
     stop_id: int | None = None
     scripts: tuple[str, ...] = ()
+    hashes: ModelHashes = ModelHashes()
     path: ReadingPath = "teacher_forced"
 
 
 class _Saved(Record, frozen=True, kw_only=True):
     """A detector without its arrays."""
 
-    format: Literal[6]
+    format: Literal[7]
     banks: dict[Setting, dict[str, Any]]
     heads: dict[HeadName, dict[str, Any]]
     provenance: Provenance | None

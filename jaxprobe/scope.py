@@ -8,6 +8,7 @@ the threshold from which on a wanted precision is certified on validation answer
 import collections
 import dataclasses
 import functools
+import math
 import unicodedata
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -262,10 +263,16 @@ def fewest_trusted(wanted: float, n_wrong: int = 0) -> int:
       wanted: below 1.
       n_wrong: of the trusted answers.
     """
-    from scipy.stats import binom
+    n, wrong = n_wrong + 1, 1 - wanted
 
-    n = n_wrong + 1
-    while binom.cdf(n_wrong, n, 1 - wanted) > 1 - CONFIDENCE:
+    def p_so_few() -> float:
+        """Return the binomial probability of at most so many wrong ones of `n`."""
+        terms = (
+            math.comb(n, k) * wrong**k * wanted ** (n - k) for k in range(n_wrong + 1)
+        )
+        return sum(terms)
+
+    while p_so_few() > 1 - CONFIDENCE:
         n += 1
     return n
 

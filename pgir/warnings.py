@@ -4,9 +4,12 @@
 test holds the two together.
 """
 
+import dataclasses
+
 import numpy as np
 
 from beatrice.extract.backbone.loading import Backbone
+from beatrice.extract.backbone.names import ModelHashes
 from beatrice.extract.records import Setting
 from beatrice.extract.store.spec import ReadingPath
 from beatrice.jaxprobe.detector import Detector
@@ -22,6 +25,9 @@ WARNINGS = {
     "other_model": "another model: the probe belongs to {trained} of revision "
     f"{{revision}}, but {{model}} is {{here}}; {_LESS}: load the probe's model, or fit "
     "a probe for this one",
+    "other_hash": "another {what}: the probe was fitted with the {what} of SHA-256 "
+    f"{{trained}}, but {{model}} has {{here}}; {_LESS}: put the probe's {{what}} "
+    "beside the model, or fit a probe for this one",
     "other_dtype": "another precision: the probe was fitted on signals in {trained}, "
     f"but {{model}} computes in {{here}}; {_LESS}: load the model in {{trained}}",
     "other_prompt": "another prompt than the probe's own (template {template!r}, "
@@ -93,6 +99,21 @@ def differences(detector: Detector, model: Backbone) -> list[str]:
                 here=model.revision[:12],
             )
         )
+    for field in dataclasses.fields(ModelHashes):
+        if field.name == "chat_template" and not trained.prompt.chat:
+            continue  # it is not used
+        expected, here = (
+            getattr(hashes, field.name) for hashes in (trained.hashes, model.hashes)
+        )
+        if expected and expected != here:
+            warnings.append(
+                WARNINGS["other_hash"].format(
+                    what=field.name.replace("_", " "),
+                    trained=expected[:12],
+                    model=model.name,
+                    here=here[:12] or "none",
+                )
+            )
     dtype = str(model.dtype).removeprefix("torch.")
     if dtype != trained.dtype:
         warnings.append(

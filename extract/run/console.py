@@ -2,12 +2,14 @@
 
 import contextlib
 import errno
+import gc
 import os
 import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import ClassVar
+from types import ModuleType
+from typing import ClassVar, cast
 
 # What TensorStore adds to its messages, each a page long.
 _DUMPS = re.compile(
@@ -160,6 +162,29 @@ def quiet() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+
+
+@contextlib.contextmanager
+def lean_imports() -> Iterator[None]:
+    """Import libraries faster, in a process of one's own that has one thing to do.
+
+    Transformers imports SciPy, where it is installed, for losses of detectors of
+    objects; while this lasts it is not found. Imports make hundreds of thousands of
+    objects that last, which the garbage collector would look through again and again:
+    it rests, and those objects are left alone afterwards. Together a quarter of the
+    time.
+    """
+    is_absent = "scipy" not in sys.modules
+    if is_absent:
+        sys.modules["scipy"] = cast(ModuleType, None)  # Python's own way to hide one
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+        if is_absent:
+            del sys.modules["scipy"]
 
 
 @contextlib.contextmanager

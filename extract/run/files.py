@@ -110,8 +110,8 @@ def write_json_atomic(path: Path, value: Any) -> None:
     write_text_atomic(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
-_SETTLED = 5.0  # seconds; a file that was changed later than that is hashed again
-_hashed: dict[tuple[str, int, int, int], str] = {}
+SETTLED = 5.0  # seconds; a file that was changed later than that is hashed again
+_hashed: dict[tuple[str, int, int, int, int], str] = {}
 
 
 @functools.cache
@@ -221,11 +221,12 @@ def sha256_file(path: Path) -> str:
     change: one changed a moment ago may change again within a tick of its clock.
     """
     at = path.stat()
-    key = (str(path), at.st_ino, at.st_size, at.st_mtime_ns)
+    # A program can set back the time of the content, not that of the change.
+    key = (str(path), at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns)
     if key not in _hashed:
         with path.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        if time.time() - at.st_mtime < _SETTLED:
+        if time.time() - max(at.st_mtime, at.st_ctime) < SETTLED:
             return digest
         _hashed[key] = digest
     return _hashed[key]
@@ -281,8 +282,15 @@ def replaced_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def verify_checksums(folder: Path) -> None:
-    """Check every file of a folder against its checksums."""
+def verify_checksums(
+    folder: Path, sha256_of: Callable[[Path], str] = sha256_file
+) -> None:
+    """Check every file of a folder against its checksums.
+
+    Args:
+      folder: with the file that `write_checksums` wrote.
+      sha256_of: returns a file's SHA-256 as hex.
+    """
     what_to_do = "copy the folder again or do the stage again"
     expected = read_json(folder / CHECKSUMS, dict[str, str], what_to_do)
     names = _names(folder)
@@ -290,7 +298,7 @@ def verify_checksums(folder: Path) -> None:
         what = "missing" if odd[0] in expected else f"not in {CHECKSUMS}"
         raise ValueError(f"{folder} is damaged: {odd[0]} is {what}; {what_to_do}")
     for name in names:
-        if sha256_file(folder / name) != expected[name]:
+        if sha256_of(folder / name) != expected[name]:
             raise ValueError(
                 f"{folder} is damaged: {name} does not match its SHA-256; {what_to_do}"
             )

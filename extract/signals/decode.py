@@ -606,6 +606,20 @@ def check_decoding(reader: SignalReader) -> str | None:
     Returns:
       None where they agree; else why answers have to be read again, a sentence.
     """
+    backbone = reader.backbone
+    about = [list(reader.hidden_layers), reader.hidden_spans]
+    reasons: list[str] = []
+
+    def agrees() -> bool | None:
+        reason = _why_undecodable(reader)
+        reasons.extend([] if reason is None else [reason])
+        return None if reasons else True
+
+    backbone.check_once("decoding", about, agrees)
+    return reasons[0] if reasons else None
+
+
+def _why_undecodable(reader: SignalReader) -> str | None:
     try:
         differences = decoding_differences(reader)
     except ValueError as error:

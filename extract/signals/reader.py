@@ -147,7 +147,9 @@ class SignalReader:
         self.head = probability.head_of(backbone.model)
         config = backbone.model.config.get_text_config()
         self._n_chosen = min(layer_values(config, "index_topk"), default=None)
-        n_heads = check_parity(backbone, self.final_norm, self.head)
+        n_heads = backbone.check_once(
+            "parity", [], lambda: check_parity(backbone, self.final_norm, self.head)
+        )
         self.backbone = dataclasses.replace(backbone, n_heads=n_heads)
 
     @classmethod

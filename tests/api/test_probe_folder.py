@@ -164,13 +164,14 @@ def test_an_example_whose_p_does_not_come_out_is_refused_with_both_numbers(folde
     beatrice.load(folder, strict=False).score(**ROWS[0])
 
 
-def test_another_revision_is_refused_or_said_with_every_score(folder):
+@pytest.mark.parametrize("what", ["revision", "config", "tokenizer"])
+def test_another_model_or_tokenizer_is_refused_or_said_with_every_score(folder, what):
     config = folder / "config.json"
-    saved = json.loads(config.read_text())
-    revision = saved["provenance"]["revision"]
-    config.write_text(config.read_text().replace(revision, "f" * 64))
+    trained = json.loads(config.read_text())["provenance"]
+    digest = trained[what] if what in trained else trained["hashes"][what]
+    config.write_text(config.read_text().replace(digest, "f" * 64))
     write_checksums(folder)
-    with pytest.raises(ValueError, match="ffffffffffff.*strict=False"):
+    with pytest.raises(ValueError, match=f"{what}.*ffffffffffff.*strict=False"):
         beatrice.load(folder).score(**ROWS[0])
     score = beatrice.load(folder, strict=False).score(**ROWS[0])
     assert "ffffffffffff" in score.warnings[0]
