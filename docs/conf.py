@@ -3,7 +3,7 @@
 project = "beatrice"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
-exclude_patterns = ["results/smoke.md"]
+exclude_patterns = ["results/demo.md", "results/smoke.md"]
 myst_heading_anchors = 3
 # Links out of docs/ are to rooms of the repository, which have no page here.
 suppress_warnings = ["myst.xref_missing"]

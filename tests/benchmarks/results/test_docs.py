@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from beatrice.benchmarks.commands import report
@@ -11,10 +12,11 @@ from beatrice.extract.run.rows import ResultRow
 FOLDER = Path(__file__).parents[3] / "docs" / "results"
 
 
-def test_the_tables_are_those_of_the_committed_rows():
-    done = CliRunner().invoke(report, [str(FOLDER / "smoke.jsonl")])
+@pytest.mark.parametrize("name", ["demo", "smoke"])
+def test_the_tables_are_those_of_the_committed_rows(name):
+    done = CliRunner().invoke(report, [str(FOLDER / f"{name}.jsonl")])
     assert done.exit_code == 0, done.output
-    assert done.stdout == (FOLDER / "smoke.md").read_text(encoding="utf-8")
+    assert done.stdout == (FOLDER / f"{name}.md").read_text(encoding="utf-8")
     assert done.stdout.count("###") == 8
 
 
@@ -26,7 +28,7 @@ def test_the_schema_names_every_column_in_the_order_of_the_type():
 
 def test_the_schema_names_every_experiment_of_the_committed_rows():
     text = (FOLDER / "schema.md").read_text(encoding="utf-8")
-    lines = (FOLDER / "smoke.jsonl").read_text(encoding="utf-8")
+    lines = "".join(x.read_text(encoding="utf-8") for x in FOLDER.glob("*.jsonl"))
     experiments = set(re.findall(r'"experiment": "(\w+)"', lines))
-    assert len(experiments) == 5
+    assert len(experiments) == 14
     assert all(f"`{name}`" in text for name in experiments)
