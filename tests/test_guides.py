@@ -1,7 +1,9 @@
-"""The guides: short, built without a warning, and every block of code runs."""
+"""The guides and the notebook: short, without a warning, and every block runs."""
 
-import os
+import importlib.util
+import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,35 +12,33 @@ import pytest
 
 from beatrice.cli import SHARED, VERBS, main
 from beatrice.extract.run.directory import RunDir
+from tests.blocks import FENCE, run_blocks
 
 ROOT = Path(__file__).parent.parent
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
-FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-SLOW = ("fit-a-probe",)
+NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
-@pytest.mark.parametrize(
-    "guide",
-    [
-        pytest.param(x, id=x.stem, marks=[pytest.mark.slow] * (x.stem in SLOW))
-        for x in GUIDES
-    ],
-)
-def test_the_python_of_a_guide_runs(guide, smoke_run, tmp_path):
-    text = guide.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 150
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "demo").symlink_to(smoke_run)
-    examples = RunDir(smoke_run).examples.read_bytes()
-    (tmp_path / "questions.jsonl").write_bytes(examples)
-    here, names = os.getcwd(), {}
-    os.chdir(tmp_path)
-    try:
-        for language, code in FENCE.findall(text):
-            if language == "python":
-                exec(compile(code, guide.name, "exec"), names)
-    finally:
-        os.chdir(here)
+@pytest.fixture
+def folder(smoke_run, tmp_path, monkeypatch):
+    """A folder as a reader has it: a finished run, and questions."""
+    shutil.copytree(smoke_run, tmp_path / "runs" / "demo")
+    shutil.copy(RunDir(smoke_run).examples, tmp_path / "questions.jsonl")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
+def test_the_python_of_a_guide_runs_and_prints_what_it_shows(guide, folder):
+    assert len(guide.read_text(encoding="utf-8").splitlines()) <= 150
+    run_blocks(guide, terminal=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
+def test_every_line_of_a_guide_runs_in_its_order(guide, folder):
+    (folder / "questions.jsonl").unlink()  # the guide says where it comes from
+    run_blocks(guide, terminal=True)
 
 
 def options_of(command):
@@ -53,7 +53,9 @@ def test_every_line_of_a_terminal_names_a_verb_and_options_that_there_are():
     n_lines = 0
     for guide in GUIDES:
         for language, block in FENCE.findall(guide.read_text(encoding="utf-8")):
-            for line in block.splitlines() if language == "console" else ():
+            for line in block.splitlines() if language in ("console", "sh") else ():
+                if "beatrice" not in line:
+                    continue
                 words = line[line.index("beatrice") :].split()
                 verb, given = words[1], {w for w in words if w.startswith("--")}
                 assert verb in VERBS, line
@@ -69,6 +71,33 @@ def test_the_picture_is_small_and_asks_for_nothing():
     assert len(svg) < 200_000
     links = re.findall(r'(?:xlink:)?href="([^"]{0,20})', svg)
     assert links and all(x.startswith(("#", "data:image/png")) for x in links)
+
+
+@pytest.mark.slow
+def test_the_notebook_holds_what_its_cells_print_and_draw(capsys):
+    docs = ROOT / "docs"
+    spec = importlib.util.spec_from_file_location("execute", docs / "execute.py")
+    execute = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(execute)
+    path = docs / "notebook.ipynb"
+    assert path.stat().st_size < 300_000
+    kept = json.loads(path.read_text(encoding="utf-8"))
+    made = execute.executed((docs / "notebook.py").read_text(encoding="utf-8"))
+    n_figures = 0
+    for old, new in zip(kept["cells"], made["cells"], strict=True):
+        assert old["source"] == new["source"]
+        outputs = zip(old.get("outputs", ()), new.get("outputs", ()), strict=True)
+        for before, after in outputs:
+            if "data" in before:
+                n_figures += 1
+                assert after["data"].keys() == before["data"].keys() == {"image/png"}
+                continue
+            texts = ["".join(output["text"]) for output in (before, after)]
+            assert NUMBER.sub("#", texts[0]) == NUMBER.sub("#", texts[1])
+            # Sums in another order move P by rounding, which moves a share by one.
+            numbers = [[float(x) for x in NUMBER.findall(text)] for text in texts]
+            assert numbers[1] == pytest.approx(numbers[0], rel=0.05, abs=0.01)
+    assert n_figures == 1
 
 
 @pytest.mark.slow

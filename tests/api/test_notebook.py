@@ -10,6 +10,7 @@ import torch
 from transformers import BloomConfig, BloomForCausalLM
 
 import beatrice
+from beatrice.extract.backbone.packaged import SMOLLM2, fetch_model, models_folder
 from beatrice.extract.run.contents import read_answers, read_examples
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.store.store import open_store, read_family
@@ -43,7 +44,8 @@ def test_a_notebook_of_ten_lines_goes_from_questions_to_a_score(run, tmp_path):
     finally:
         os.chdir(here)
     assert sorted(os.listdir(tmp_path)) == ["probe", "questions.jsonl"]
-    score, probe = names["score"], names["probe"]
+    probe = names["probe"]
+    score = probe.answer("where was Skiband Rugrond born?")
     p_correct = probe.predict(names["signals"][:1])
     again = probe.score(names["questions"][0].question, names["answers"][0].text)
     assert again.p_correct == pytest.approx(p_correct[0], abs=1e-4)
@@ -51,11 +53,19 @@ def test_a_notebook_of_ten_lines_goes_from_questions_to_a_score(run, tmp_path):
     assert score.text and 0 <= score.p_correct <= 1
 
 
-def test_the_first_lines_of_the_readme_print_what_it_shows_and_its_gate_runs(capsys):
+def test_the_first_lines_of_the_readme_print_what_it_shows(capsys):
+    try:
+        fetch_model(SMOLLM2, models_folder(), print)
+    except ValueError as error:
+        pytest.skip(f"the model of these lines is not here: {error}")
+    capsys.readouterr()
     (expected,) = re.findall(r"```\n('.*?)```", README, re.S)
-    names = {"passages": [PASSAGE], "grounded_answer": "Guzolt Falls"}
-    exec(FIRST, names)
+    exec(FIRST, {})
     assert capsys.readouterr().out == expected
+
+
+def test_the_gate_of_the_readme_keeps_one_of_two_answers():
+    names = {"beatrice": beatrice}
     exec(GATE.replace("0.7", "1.0"), names)  # no draft stands
     assert names["kept"].answer in ("Guzolt Falls", names["draft"].answer)
 
