@@ -169,7 +169,8 @@ def _score_file(
     for setting in SETTINGS:
         threshold = probe.threshold(setting)
         if threshold is not None:
-            progress.note(f"{setting}: trusted is {threshold.in_words()}")
+            trusted = "" if threshold.p_correct is None else "trusted is "
+            progress.note(f"{setting}: {trusted}{threshold.in_words()}")
     progress.note(tally.in_words())
     if how.html is not None:
         title = f"{answers.name}, read by {name}"

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from beatrice.extract.records import Answer, Example
-from beatrice.extract.run.console import Progress
+from beatrice.extract.run.console import Progress, in_words
 from beatrice.jaxprobe.scope import LEAST_ANSWERS
 
 _SHARES = {"train": 0.5, "validation": 0.25, "test": 0.25}
@@ -91,23 +91,33 @@ def answer_and_label(
     if model.prompt.chat:
         # In a chat SmolLM2 answers in sentences, of which 0 of 301 match a gold.
         model.prompt = PromptConfig(template="few-shot", shots=SHOTS)
-    tried = questions[:_TRIED]
-    model.answer(tried[:1], read=True)  # what is done once is no measure of the rest
-    began = time.monotonic()
-    model.answer(tried, read=True)
-    minutes = (time.monotonic() - began) / 60 * len(questions) / len(tried)
-    note(
-        f"{len(questions)} questions, each asked once with its signals read: at most "
-        f"{minutes:.1f} minutes by the first {len(tried)} (larger batches are faster), "
-        "then a minute or two to fit"
-    )
+    _forecast(lambda tried: model.answer(tried, read=True), questions, note)
     answers, signals = model.answer(questions, read=True)
     pairs = zip(answers, questions, strict=True)
     labels = np.array([exact_match(a.text, q.golds) for a, q in pairs])
     return Labelled(answers, signals, labels, split_answers(labels))
 
 
-def read_given(model: Any, rows: Sequence[tuple[str, str, bool]]) -> Labelled:
+def _forecast(
+    work: Callable[[Sequence[Any]], Any],
+    items: Sequence[Any],
+    note: Callable[[str], None],
+) -> None:
+    """Say how long work on all items will take, by the first of them."""
+    tried = items[:_TRIED]
+    work(tried[:1])  # what is done once is no measure of the rest
+    began = time.monotonic()
+    work(tried)
+    seconds = (time.monotonic() - began) * len(items) / len(tried)
+    note(
+        f"{len(items)} answers with their signals: at most {in_words(seconds)} by the "
+        f"first {len(tried)} (larger batches are faster), then a minute or two to fit"
+    )
+
+
+def read_given(
+    model: Any, rows: Sequence[tuple[str, str, bool]], note: Callable[[str], None]
+) -> Labelled:
     """Read the signals of answers that somebody has labelled."""
     from beatrice.pgir.given import AnswerToScore, answer_as_read
 
@@ -123,6 +133,7 @@ def read_given(model: Any, rows: Sequence[tuple[str, str, bool]]) -> Labelled:
     ]
     labels = np.array([label for *_, label in rows])
     splits = split_answers(labels)  # before anything is read
+    _forecast(model.read, answers, note)
     return Labelled(answers, model.read(answers), labels, splits)
 
 
@@ -191,7 +202,7 @@ def fit_own(
     progress = Progress()
     language_model, began = LanguageModel(model), time.monotonic()
     if is_labelled:
-        data = read_given(language_model, rows)
+        data = read_given(language_model, rows, progress.note)
     else:
         data = answer_and_label(language_model, rows, progress.note)
     answered = time.monotonic()

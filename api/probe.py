@@ -300,7 +300,7 @@ class Probe:
     ) -> "Iterator[StreamedToken | Score]":
         """Answer a question token by token, and score the answer in the same passes.
 
-            *tokens, score = probe.stream("where was Skiband Rugrond born?", every=4)
+            ``*tokens, score = probe.stream("where was it?", every=4)``
 
         Args:
           question: a text.

@@ -332,6 +332,8 @@ def _bars(results: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], i
     return bars, most
 
 
+_OFTEN = 3  # rows from which on a note is written once, and named by its number
+
 # What was asked, the passages that were shown with it, and the score as JSON values.
 Shown = tuple[str | None, Sequence[str], Mapping[str, Any]]
 
@@ -346,6 +348,8 @@ def page(title: str, summary: str, results: Iterable[Shown]) -> str:
     """
     shown = list(results)
     entries = [_entry(each) for each in shown[:MOST_SHOWN]]
+    counts = collections.Counter(note for each in entries for note in each["notes"])
+    shared = [note for note, n in counts.most_common() if n >= _OFTEN]
     bars, most = _bars([result for _, _, result in shown])
     kinds = collections.Counter(
         "bad" if "error" in result else result["decision"] for _, _, result in shown
@@ -362,6 +366,7 @@ def page(title: str, summary: str, results: Iterable[Shown]) -> str:
         title=title,
         summary=summary,
         rows=entries,
+        shared=shared,
         n_left_out=len(shown) - len(entries),
         bars=bars,
         most=most,

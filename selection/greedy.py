@@ -296,15 +296,19 @@ class HeadTrainer:
 
 
 def select_heads(
-    pools: Mapping[Setting, Pool], config: SelectConfig
+    pools: Mapping[Setting, Pool],
+    config: SelectConfig,
+    tick: Callable[[], None] = lambda: None,
 ) -> dict[HeadName, Selection]:
     """Select encoders for every branch that scores answers of some settings.
 
-    The single pass searches the with-context half of the with-context pool.
+    The single pass searches the with-context half of the with-context pool. `tick` is
+    called after each branch.
     """
     selections = {}
     for branch in branches_of(tuple(pools)):
         pool = pools[branch_setting(branch)]
         searched = range(pool.n_subsets) if branch == "single_pass" else None
         selections[branch] = HeadTrainer(pool, config).search(searched)
+        tick()
     return selections

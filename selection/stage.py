@@ -105,7 +105,7 @@ def _select_setting(
     """Select in a setting, for every branch that scores its answers."""
     pool = run_pool(run, setting)
     heads = HeadTrainer(pool, config)
-    for branch, champion in select_heads({setting: pool}, config).items():
+    for branch, champion in select_heads({setting: pool}, config, tick).items():
         selections = {"champion": champion}
         if branch != "single_pass":
             n_families = pool.n_subsets.bit_length()
@@ -117,7 +117,7 @@ def _select_setting(
             for name, selection in selections.items()
         }
         checkpoint.save(run.selection / branch, tree, _summary(champion, config.margin))
-        tick()
+        tick()  # of the search, and of the sets beside it
 
 
 def _select(
@@ -126,7 +126,7 @@ def _select(
     set_compiler(run.preset)
     work = partial(_select_setting, run, config.seeded(run.seed))
     # All settings at once, for the same reason as in training.
-    side_by_side(work, settings_of(run), update, len(run_branches(run)))
+    side_by_side(work, settings_of(run), update, 2 * len(run_branches(run)))
 
 
 SELECT = Stage(

@@ -11,6 +11,7 @@ import dataclasses
 import io
 import itertools
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -294,6 +295,10 @@ def frontier(
       budget: the budget B that was chosen for the first, marked with a ring.
     """
     figure, axes = _axes()
+    curves, rivals = (
+        {textwrap.fill(name, 34): values for name, values in named.items()}
+        for named in (curves, rivals)
+    )
     heights = [score for _, score in rivals.values()]
     colours = (STRONG["closed_book"], INK, MUTED)
     for number, (label, curve) in enumerate(curves.items()):
@@ -316,7 +321,7 @@ def frontier(
     axes.set(ylim=(low - 0.1 * (high - low), high))
     axes.set(xlabel="generations per question", ylabel=METRIC_LABELS[metric])
     axes.margins(x=0.1)
-    n_lines = -(-(len(curves) + len(rivals)) // 2)
+    n_lines = -(-sum(name.count("\n") + 1 for name in (*curves, *rivals)) // 2)
     figure.set_size_inches(6.0, 3.6 + 0.18 * n_lines)
     figure.legend(loc="outside lower center", ncols=2, fontsize=9.5)
     return figure

@@ -57,6 +57,9 @@ def in_words(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
+_LEAST_MEASURED = 1.0  # seconds: what comes in one batch is counted at once
+
+
 class Estimate:
     """How far a stage is, which never falls, and how many seconds are left.
 
@@ -80,8 +83,10 @@ class Estimate:
     def left(self) -> float | None:
         """Seconds that are left at the speed so far; None where nothing is known."""
         began, first = self._first or (0.0, self.share)
-        gained = self.share - first
-        return (self._clock() - began) * (1 - self.share) / gained if gained else None
+        gained, elapsed = self.share - first, self._clock() - began
+        if not gained or elapsed < _LEAST_MEASURED:
+            return None
+        return elapsed * (1 - self.share) / gained
 
 
 class Progress:
