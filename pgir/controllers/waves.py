@@ -113,6 +113,9 @@ class CallJournal:
         identity is begun again, and so is it from the first damaged line on. None
         keeps calls in memory alone.
       key: of everything that values depend on beside the calls.
+
+    Attributes:
+      on_calls: called with the number of all calls when some were made.
     """
 
     def __init__(self, path: Path | None, key: str) -> None:
@@ -120,6 +123,7 @@ class CallJournal:
         self._entries: dict[Call, Entry] = {}
         self._waves: dict[str, list[Call]] = {}
         self._file: JsonLines | None = None
+        self.on_calls: Callable[[int], None] = lambda n: None
         if path is None:
             return
         head = msgspec.json.encode({"journal": key}).decode()
@@ -183,6 +187,7 @@ class CallJournal:
             lines.append(msgspec.json.encode(line).decode())
         if self._file is not None:
             self._file.append(lines)
+        self.on_calls(len(self._entries))
 
 
 class Waves:
