@@ -118,7 +118,7 @@ class Progress:
             nonlocal due
             estimate.add(done, total)
             left, elapsed = estimate.left, time.monotonic() - began
-            if elapsed < due or left is None:
+            if elapsed < due or not left:
                 return
             due = max(3 * due, elapsed)
             self.note(f"{name}: {estimate.share:.0%}, about {in_words(left)} left")
