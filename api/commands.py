@@ -241,7 +241,6 @@ def _report_of(
     Returns:
       Rows as `Probe.report` has them, a set and split each, and rows of `score_many`.
     """
-    from beatrice.extract.records import SETTINGS
     from beatrice.extract.run.contents import (
         read_answers,
         read_examples,
@@ -267,7 +266,7 @@ def _report_of(
     ]
     held_back = {e.id: e for e in read_examples(run) if e.split == "test"}
     examples: list[dict[str, Any]] = []
-    setting = next(s for s in SETTINGS if s in settings_of(run))
+    setting = settings_of(run)[0]
     for answer in read_answers(run, setting):
         example = held_back.get(answer.example_id)
         if example is None or not answer.text.strip() or answer.variant != "original":

@@ -424,7 +424,8 @@ def _provenance(
     first = next(iter(passes.values()))
     store, model = first.store, first.model
     facts = store.spec.fingerprint
-    if any(part.store.spec.fingerprint.get("name") is None for part in passes.values()):
+    parts = passes.values()
+    if layer is None or any("name" not in p.store.spec.fingerprint for p in parts):
         return None
     return Provenance(
         model=facts["name"],

@@ -402,7 +402,7 @@ def set_compiler(preset: Preset) -> None:
 
     if XLA_FLAGS[preset]:  # read from the environment when the first array is made
         os.environ.setdefault("XLA_FLAGS", XLA_FLAGS[preset])
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.values["jax_compilation_cache_dir"] is None:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         jax.config.update(
             "jax_compilation_cache_dir", str(cache / "beatrice" / "compiled")

@@ -429,7 +429,8 @@ def _stopped_without_gain(state, block, groups, logits, n_epochs) -> FitState:
     waited = np.array(state.epochs_since_best)
     for i, j in np.ndindex(waited.shape):
         pair = scores[i, j], offsets[np.asarray(block.subsets)[j]]
-        gain, error = auroc_gain(*(x[is_used] for x in pair), labels[is_used])
+        ours, theirs = (x[is_used] for x in pair)
+        gain, error = auroc_gain(ours, theirs, labels[is_used])
         if gain < LEAST_GAIN * error or gain <= 0:
             waited[i, j] = n_epochs
     return state._replace(epochs_since_best=jnp.asarray(waited))

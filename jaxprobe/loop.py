@@ -223,7 +223,7 @@ def take_steps(
             carry,
             state.info.learning_rate,
             *step_inputs,
-            config,
+            config=config,
         )
 
     start = (packed, state.opt_state)

@@ -307,10 +307,10 @@ def choose_threshold(
     order = np.argsort(-p_correct, kind="stable")
     p = np.append(p_correct[order], -np.inf)
     n_wrong = np.append(0, np.cumsum(~labels[order]))
-    counts: list[int] = []
+    counts, start = range(0), 0
     if wanted < 1:
         start = fewest_trusted(wanted, int(n >= _MANY))
-        counts = list(range(start, n + 1, max(1, n // _N_STEPS)))
+        counts = range(start, n + 1, max(1, n // _N_STEPS))
     threshold, trusted, tested = None, 0, 0
     for count in counts:
         # Equal probabilities are trusted together, or not at all.

@@ -15,7 +15,7 @@ from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.generate.generator import SamplingConfig
 from beatrice.extract.generate.prompts import build_prompt
 from beatrice.extract.generate.requests import GenerationConfig, Request, plan_batches
-from beatrice.extract.records import Answer, Setting
+from beatrice.extract.records import Answer, AnswerSpan, Setting
 from beatrice.extract.signals.decode import check_decoding, generate_and_read
 from beatrice.extract.signals.reader import AnswerSignals, SignalReader
 from beatrice.extract.signals.sequence import TokenSequence, sequence_of
@@ -95,7 +95,7 @@ class ProbedBackbone:
         self.trained = trained
         self.template = trained.prompt.prompt_template()
         self.config = config
-        self.answer_span = trained.answer_span
+        self.answer_span: AnswerSpan = trained.answer_span
         self.most_bytes = most_bytes
         # Signals are read through hooks on the modules, and a tokenizer keeps settings
         # of its last call, so one thread at a time uses either.
@@ -149,18 +149,17 @@ class ProbedBackbone:
         """
         if self.why_read_again is not None:
             answers = self.answer(requests, sampling)
-        else:
-            with self.lock:
-                answers, signals = generate_and_read(
-                    self.reader,
-                    requests,
-                    self.config,
-                    answer_span=self.answer_span,
-                    sampling=sampling,
-                )
-        sequences = list(map(self.sequence, requests, answers))
-        if self.why_read_again is not None:
+            sequences = list(map(self.sequence, requests, answers))
             return answers, self.read_sequences(sequences)
+        with self.lock:
+            answers, signals = generate_and_read(
+                self.reader,
+                requests,
+                self.config,
+                answer_span=self.answer_span,
+                sampling=sampling,
+            )
+        sequences = list(map(self.sequence, requests, answers))
         return answers, self.reading(signals, sequences)
 
     def sequence(self, request: Request, answer: Answer) -> TokenSequence:

@@ -96,7 +96,9 @@ VOCABULARIES = (32000, 248320)
 
 def batch_configs(*, has_gpu: bool) -> list[BatchConfig]:
     """Return what is measured: both lengths, each vocabulary, each device."""
-    devices = [("cpu", "float32")] + [("cuda", "bfloat16")] * has_gpu
+    devices: list[tuple[str, Literal["float32", "bfloat16"]]] = [("cpu", "float32")]
+    if has_gpu:
+        devices.append(("cuda", "bfloat16"))
     return [
         BatchConfig(**length, vocab_size=n_words, device=device, dtype=dtype)
         for device, dtype in devices

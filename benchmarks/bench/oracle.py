@@ -446,7 +446,7 @@ def largest_errors(
 
 def measure(name: str, build: Callable[[], PreTrainedModel]) -> Exactness:
     """Measure one architecture in both precisions."""
-    single, half = build(), build().to(torch.bfloat16)
+    single, half = build(), build().bfloat16()
     read = reader_signals(single, together=True)
     fused = oracle_batch(half, FUSED)
     return Exactness(

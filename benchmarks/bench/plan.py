@@ -28,7 +28,7 @@ from beatrice.extract.records import SETTINGS, Setting
 from beatrice.extract.run.console import Progress, quiet
 from beatrice.extract.run.stages import bytes_in_words
 from beatrice.extract.run.verbs import options
-from beatrice.extract.store.families import StoreConfig
+from beatrice.extract.store.families import Dtype, StoreConfig
 from beatrice.jaxprobe.commands import DeviceOptions
 from beatrice.jaxprobe.config import GridConfig, StreamConfig, as_bytes
 from beatrice.jaxprobe.families import N_FAMILIES
@@ -255,7 +255,8 @@ def paper_sizes(setting: Setting, is_mixed: bool = False) -> Sizes:
     where = np.split(np.arange(len(lengths)), [n_train])
     config = paper_config(setting, is_mixed)
     store_config = StoreConfig()
-    device_dtypes = (store_config.dtype, *[store_config.scalars] * (N_FAMILIES - 1))
+    scalars: list[Dtype] = [store_config.scalars] * (N_FAMILIES - 1)
+    device_dtypes = (store_config.dtype, *scalars)
     return Sizes.of(config, paper(1).dims, lengths, where, device_dtypes)
 
 
@@ -269,6 +270,7 @@ class Planned:
     def cells(self) -> list[str]:
         """Return the cells of the row in the order of `PLANNED`."""
         plan, needed = self.plan, self.plan.needed
+        assert needed is not None and plan.limit is not None
         sizes = (
             needed.arguments + needed.outputs,
             needed.temporaries,
@@ -435,6 +437,7 @@ def work_of(
         n_steps=1,
         n_seeds=sizes.train.n_seeds,
     )
+    assert plan.n_rows is not None  # there is a limit
     n_members = plan.n_subsets * plan.n_seeds
     times = sizes.train.batch_size // plan.n_rows * len(work.members) / n_members
     _, cost = compiled_step(sizes, plan.n_subsets, plan.n_seeds, plan.n_rows)
@@ -495,6 +498,7 @@ def in_words(
         for shape, n in gathers_of_states(module, sizes).items()
     )
     calls = ", ".join(f"{n} of {name}" for name, n in module.libraries.items())
+    assert plan.n_rows is not None  # there is a limit
     n_moved = moved_activations(module, sizes, plan.n_rows)
     yield (
         f"{setting}, a microbatch as lowered for CUDA: products {products}; gathers of "

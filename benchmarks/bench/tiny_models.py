@@ -34,9 +34,11 @@ _SIZE: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_NO_HEAD_DIM = {key: size for key, size in _SIZE.items() if key != "head_dim"}
+_NO_HEAD_DIM: dict[str, Any] = {
+    key: size for key, size in _SIZE.items() if key != "head_dim"
+}
 _GPT: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "bos_token_id": 1, "eos_token_id": 2}
-_GPT_NEOX = {
+_GPT_NEOX: dict[str, Any] = {
     **_GPT,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -45,7 +47,7 @@ _GPT_NEOX = {
     "max_position_embeddings": 128,
 }
 _MOE: dict[str, Any] = {"moe_intermediate_size": 16, "num_experts": 6}
-_LINEAR = {
+_LINEAR: dict[str, Any] = {
     "num_hidden_layers": 4,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -66,8 +68,8 @@ _GRANITE: dict[str, Any] = {
     "residual_multiplier": 0.5,
     "logits_scaling": 2.0,
 }
-_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
-_HYBRID = {
+_EXPERTS: dict[str, Any] = {"num_local_experts": 6, "num_experts_per_tok": 2}
+_HYBRID: dict[str, Any] = {
     "shared_intermediate_size": 48,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "mamba_n_heads": 4,
@@ -92,7 +94,7 @@ _GPTJ: dict[str, Any] = {
     "n_positions": 128,
     "rotary_dim": 4,
 }
-_LATENT = {
+_LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
@@ -100,7 +102,11 @@ _LATENT = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 8,
 }
-_OPT = {"ffn_dim": 48, "word_embed_proj_dim": 32, "do_layer_norm_before": True}
+_OPT: dict[str, Any] = {
+    "ffn_dim": 48,
+    "word_embed_proj_dim": 32,
+    "do_layer_norm_before": True,
+}
 
 
 def _named(
@@ -113,7 +119,7 @@ def _named(
 
 
 def _gpt2() -> PreTrainedModel:
-    sizes = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128}
+    sizes: Any = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**_GPT, **sizes))
 
 
@@ -295,8 +301,8 @@ def tiny_model(family: str) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-_TINY = {"hidden_size": 16, "intermediate_size": 16}
-_ONE_LAYER = {**_TINY, "num_hidden_layers": 1, "num_attention_heads": 2}
+_TINY: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16}
+_ONE_LAYER: dict[str, Any] = {**_TINY, "num_hidden_layers": 1, "num_attention_heads": 2}
 _QWEN: dict[str, Any] = {
     f"{name}_token_id": N_TEXT_IDS + index
     for index, name in enumerate(("image", "video", "vision_start", "vision_end"))
@@ -366,9 +372,8 @@ def multimodal_wrapper(family: str) -> PreTrainedModel:
     model = getattr(transformers, f"{name}ForConditionalGeneration")
     wrapper = model(config(text_config=text.config.to_dict(), **sizes))
     wrapper.get_decoder().load_state_dict(text.get_decoder().state_dict())
-    wrapper.get_output_embeddings().load_state_dict(
-        text.get_output_embeddings().state_dict()
-    )
+    head: Any = text.get_output_embeddings()
+    wrapper.get_output_embeddings().load_state_dict(head.state_dict())
     return wrapper.eval().requires_grad_(False)
 
 

@@ -12,6 +12,7 @@ memory, and waits without a load while another one is timed.
 import contextlib
 import dataclasses
 import functools
+import importlib
 import itertools
 import os
 import tempfile
@@ -120,7 +121,7 @@ class TorchTrainer:
     ) -> None:
         """Train by "loop" or "stack"; initial weights are read from `folder`."""
         torch.set_num_threads(1)
-        torch._inductor.config.cpp.threads = 1
+        importlib.import_module("torch._inductor.config").cpp.threads = 1
         self.workload = workload
         self.members = members
         self.folder = folder

@@ -153,8 +153,8 @@ def _do_all(run_dir: Path, progress: Progress) -> None:
     # Retrieval has a verb of its own, and hours of generations.
     stages = [load_stage(place) for place in CHAIN[1:] if "controllers" not in place]
     with RunDir.open(run_dir) as run:
-        run.settle("train", GRID_PRESETS | {"demo": GRID})
-        run.settle("select", SELECT_PRESETS | {"demo": SELECT})
+        run.settle("train", {**GRID_PRESETS, "demo": GRID})
+        run.settle("select", {**SELECT_PRESETS, "demo": SELECT})
         for number, stage in enumerate(stages, start=1):
             progress.note(f"stage {number} of {len(stages)}: {stage.name}")
             with measured(run_dir, stage.name, run.stage_record):

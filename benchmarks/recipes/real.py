@@ -97,7 +97,7 @@ def find_questions(
     folder: Path,
     note: Callable[[str], None],
     given: Collection[str] = (),
-) -> list[tuple[str, str, Path]]:
+) -> list[tuple[Role, str, Path]]:
     """Return (role, set, file) of the sets that a real run is made of.
 
     Of several files of one set, the one with the most questions that can be used.

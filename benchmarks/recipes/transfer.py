@@ -312,7 +312,10 @@ def selected_scores(scene: Scenario, detector: Detector) -> dict[Subject, np.nda
         n_more = len(features.tokens[0]) - len(batch)
         where = np.pad(partner[batch], (0, n_more), mode="edge")
         closed: Features = read(examples=where)
-        passes = {"with_context": features, "closed_book": closed}
+        passes: dict[Setting, Features] = {
+            "with_context": features,
+            "closed_book": closed,
+        }
         return forward.score(detector, "with_context", passes).raw
 
     def alone(_: np.ndarray, features: Features) -> np.ndarray:

@@ -123,7 +123,7 @@ def complementarity(results: pandas.DataFrame) -> Content:
         here = where(shown, setting=setting)
         errors = where(here, metric="error_rate").set_index("families")["value"]
         errors = errors.astype("float64").reindex(letters)
-        if errors.isna().any():
+        if errors.isna().to_numpy().any():
             continue
         rights = _matrix(where(here, metric="rights"), "families", "family")
         rights = rights.reindex(index=letters, columns=letters).to_numpy()
@@ -324,7 +324,7 @@ def heads(results: pandas.DataFrame) -> Content:
         for families in (EVERY_FAMILY, "A"):
             key = {"setting": setting, "families": families, "metric": "share"}
             cells = where(shown, **key)
-            cells = cells[cells["head"].notna() & cells["value"].notna()]
+            cells = cells.loc[cells["head"].notna() & cells["value"].notna()]
             if not cells.empty:
                 name = family_name(families, setting)
                 maps[name] = _matrix(cells, "layer", "head").to_numpy()
@@ -417,7 +417,7 @@ def _without_spans(results: pandas.DataFrame) -> list[tuple[str, Table]]:
     """What encoders lose, by the span that stands at its means."""
     tables = []
     gone = rows_of(results, "spans", metric="auroc")
-    gone = gone[gone["against"].notna()]
+    gone = gone.loc[gone["against"].notna()]
     for setting in settings_in(gone):
         here = where(gone, setting=setting)
         lines = [
@@ -441,15 +441,14 @@ def layers(results: pandas.DataFrame) -> Content:
     curves, best = {}, {}
     for setting in settings_in(shown):
         known = where(shown, setting=setting)
-        known = known[known["value"].notna() & known["ci_low"].notna()]
-        split = known["split"]
+        known = known.loc[known["value"].notna() & known["ci_low"].notna()]
         valid, test = (
-            known[split == name].set_index("layer").sort_index()
+            where(known, split=name).set_index("layer").sort_index()
             for name in ("validation", "test")
         )
         if valid.empty or list(valid.index) != list(test.index):
             continue
-        best[setting] = int(valid["value"].astype("float64").idxmax())
+        best[setting] = int(valid.index[valid["value"].to_numpy(float).argmax()])
         ends = test[["value", "ci_low", "ci_high"]].astype("float64")
         curves[setting] = list(ends.itertuples(name=None))
     if not curves:

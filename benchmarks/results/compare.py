@@ -13,6 +13,7 @@ from beatrice.benchmarks.results.tables import (
     EVALUATED,
     Place,
     find,
+    in_domain_or_held_out,
     interval,
     number,
     of_subject,
@@ -20,7 +21,7 @@ from beatrice.benchmarks.results.tables import (
     row_value,
     where,
 )
-from beatrice.extract.records import IN_DOMAIN, Setting
+from beatrice.extract.records import IN_DOMAIN, SETTINGS, Setting
 from beatrice.extract.run.rows import ResultRow
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.selection.anatomy.reach import RankAgreement, Ranked, agreement
@@ -62,7 +63,7 @@ def _headline(sides: Sequence[Side], setting: Setting) -> str:
     for side in sides:
         at = {"experiment": "detection", "metric": "auroc", "seed": "mean"}
         shown = where(side.results, setting=setting, **at)
-        shown = shown[(shown["split"] == "ood") | (shown["dataset"] == IN_DOMAIN)]
+        shown = in_domain_or_held_out(shown)
         places = places_of(shown, EVALUATED)
         by_set.append({_set_of(x): where(shown, **x._asdict()) for x in places})
     sets = list(dict.fromkeys(name for rows in by_set for name in rows))
@@ -110,7 +111,8 @@ def _answers(sides: Sequence[Side], setting: Setting) -> str:
 def comparison(first: Side, second: Side) -> str:
     """Return the comparison of two evaluated runs as Markdown."""
     sides = (first, second)
-    shared = [setting for setting in first.validation if setting in second.validation]
+    both = first.validation.keys() & second.validation.keys()
+    shared: list[Setting] = [setting for setting in SETTINGS if setting in both]
     if not shared:
         raise ValueError(
             f"{first.name} and {second.name} have no setting in common; compare runs "
@@ -118,9 +120,9 @@ def comparison(first: Side, second: Side) -> str:
         )
     parts = [f"A: {first.name}\n\nB: {second.name}\n"]
     for setting in shared:
-        ranked = [side.validation[setting] for side in sides]
-        alike = agreement(*ranked, first.intervals)
-        n_answers = " and ".join(str(len(x.ids)) for x in ranked)
+        left, right = first.validation[setting], second.validation[setting]
+        alike = agreement(left, right, first.intervals)
+        n_answers = f"{len(left.ids)} and {len(right.ids)}"
         parts.append(
             f"## {SETTING_LABELS[setting]}\n\n"
             "Spearman's correlation of the fifteen subsets' validation AUROC: "

@@ -241,12 +241,13 @@ def prompt_rows(
     `n` counts the prompts that were answered, `n_failed` the questions that were not
     asked in this setting, since not even one passage fitted.
     """
-    cut = [(a.example_id, a.setting) for a in answers if a.dropped]
-    unasked = [(row["example_id"], row["setting"]) for row in left_out]
-    answered = ((a.example_id, a.setting) for a in answers)
+    groups: list[list[tuple[str, Setting]]] = [
+        [(a.example_id, a.setting) for a in answers],
+        [(a.example_id, a.setting) for a in answers if a.dropped],
+        [(row["example_id"], row["setting"]) for row in left_out],
+    ]
     n_asked, n_cut, n_left_out = (
-        collections.Counter(_places(examples, keys))
-        for keys in (answered, cut, unasked)
+        collections.Counter(_places(examples, keys)) for keys in groups
     )
     return [
         _backbone_row(
@@ -302,8 +303,9 @@ def annotated_rows(
     }
     result = [_disputed(x) for x in noise]
     for kind, (some, truth) in truths.items():
-        fields = {"experiment": ANNOTATED, "setting": rows.setting, "metric": "auroc"}
+        fields: dict[str, Any] = {"experiment": ANNOTATED, "setting": rows.setting}
         fields |= {"dataset": ANNOTATED, "split": ANNOTATED, "n": len(some)}
+        fields["metric"] = "auroc"
         is_defined = 0 < truth[some].sum() < len(some)
         draws = [np.ones((len(some), 1), np.float32)]
         draws += resamples(rows.ids[where[some]], config) if is_defined else []
@@ -320,8 +322,8 @@ def annotated_rows(
             by_seed = [weighted_metrics(x, truth[some], drawn) for x in scores]
             value, *resampled = np.mean([x["auroc"] for x in by_seed], axis=0)
             low, high = interval_of(np.array(resampled))
-            ends = {"ci_low": low, "ci_high": high}
-            result.append(ResultRow(**fields, value=float(value), **ends))
+            fields |= {"value": float(value), "ci_low": low, "ci_high": high}
+            result.append(ResultRow(**fields))
     return result
 
 

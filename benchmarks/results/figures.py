@@ -70,8 +70,9 @@ _STYLE = {
 
 def styled() -> Any:
     """Apply the house style to what is drawn inside this context, and nothing else."""
-    defaults = {k: v for k, v in matplotlib.rcParamsDefault.items() if k != "backend"}
-    return matplotlib.rc_context({**defaults, **_STYLE})
+    style: Any = {**matplotlib.rcParamsDefault, **_STYLE}
+    del style["backend"]
+    return matplotlib.rc_context(style)
 
 
 def _axes() -> tuple[Figure, Axes]:
@@ -624,8 +625,8 @@ def closed_book_counts(shares: np.ndarray) -> Figure:
     for k, share in enumerate(shares):
         tint = (0.12, 0.38, 0.64, 0.9)[k]
         colour = STRONG["closed_book"]
-        style = {"color": colour, "alpha": tint, "lw": 0, "step": "post"}
-        axes.fill_between(x, floor, floor + share, **style)
+        style: dict[str, Any] = {"color": colour, "alpha": tint, "lw": 0}
+        axes.fill_between(x, floor, floor + share, step="post", **style)
         axes.step(x, floor + share, where="post", color=PAPER, lw=1)
         widest = int(np.argmax(share[:-1]))
         if share[widest] > 0.1:
@@ -684,7 +685,7 @@ def learning_curves(
         is_whole = number >= len(FAMILIES)
         colour = (STRONG[setting], INK, MUTED)[number - 4] if is_whole else MUTED
         x, y = zip(*points, strict=True)
-        style = {"lw": 2.2} if is_whole else {"lw": 1.0}
+        style: dict[str, Any] = {"lw": 2.2 if is_whole else 1.0}
         style["linestyle"] = (0, (4, 2)) if "regression" in name else "-"
         axes.plot(x, y, marker=next(marks), color=colour, ms=5, label=name, **style)
     axes.set_xscale("log")
@@ -751,7 +752,7 @@ def cost_figure(
         of_kind = [(cost, auroc) for _, of, cost, auroc in points if of == kind]
         if of_kind:
             colour = (SOFT if kind == "plain" else STRONG)[setting]
-            style = {"color": colour, "markeredgecolor": STRONG[setting]}
+            style: Any = {"color": colour, "markeredgecolor": STRONG[setting]}
             axes.plot(*zip(*of_kind, strict=True), marker, label=label, **style)
     for number, (title, _, cost, auroc) in enumerate(points[:_N_NAMED]):
         # Numbers, not names: the best often cost the same and would overlap.

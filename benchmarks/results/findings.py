@@ -81,13 +81,17 @@ class Finding(NamedTuple):
 
 def answer_of(rows: Sequence[ResultRow]) -> Answer | None:
     """Answer by the rule above; None where nothing was measured or it is undefined."""
-    known = [r for r in rows if r.value is not None and r.ci_low is not None]
-    if len(known) < len(rows) or not known:
+    ends = [
+        (r.ci_low, r.ci_high, r.p_value or 0.0)
+        for r in rows
+        if r.value is not None and r.ci_low is not None and r.ci_high is not None
+    ]
+    if len(ends) < len(rows) or not ends:
         return None
-    enough = 0.05 / len(known) if len(known) > 1 else 1.0
-    if any(r.ci_low > 0 and (r.p_value or 0.0) <= enough for r in known):
+    enough = 0.05 / len(ends) if len(ends) > 1 else 1.0
+    if any(low > 0 and p_value <= enough for low, _, p_value in ends):
         return "yes"
-    return "no" if all(r.ci_high < 0 for r in known) else "cannot tell"
+    return "no" if all(high < 0 for _, high, _ in ends) else "cannot tell"
 
 
 def best_single(results: pandas.DataFrame, setting: str) -> str | None:

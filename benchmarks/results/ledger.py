@@ -25,7 +25,8 @@ from beatrice.extract.run.rows import ResultRow
 
 _MARKS = {"bold": "**{}**", "underlined": "<u>{}</u>", "dagger": "{}†", None: "{}"}
 _RETRIEVAL = "needs the paper's own retrieval over Wikipedia for all sets"
-_WHY_NOT = dict.fromkeys(("realrag-detection", "realrag-detection-gemma"), _RETRIEVAL)
+_RETRIEVED = ("realrag-detection", "realrag-detection-gemma")
+_WHY_NOT: dict[str, str] = dict.fromkeys(_RETRIEVED, _RETRIEVAL)
 _MISSING = "this run has none of its sets or detectors"
 _NO_ANATOMY = "rows of `beatrice anatomy` that this run does not have"
 

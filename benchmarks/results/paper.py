@@ -175,7 +175,8 @@ def _keyed(results: pandas.DataFrame) -> pandas.DataFrame:
     ranks = {name: rank for rank, name in enumerate(_EXPERIMENTS)}
     is_control = keyed["experiment"].str.startswith("controller")
     keyed["setting"] = keyed["setting"].mask(is_control, "both")
-    keyed["rank"] = keyed["experiment"].map(ranks).fillna(len(ranks))
+    names = keyed["experiment"].tolist()
+    keyed["rank"] = [ranks.get(name, len(ranks)) for name in names]
     keyed["experiment"] = keyed["experiment"].where(~keyed["experiment"].isin(ranks))
     return keyed.sort_values("rank", kind="stable").drop_duplicates(KEY)
 
@@ -267,8 +268,9 @@ NEAR = 0.72  # the paper's, of eleven of its twelve cases
 
 def _count(detector: str, metric: str, setting: str, value: float, n: int, **more: str):
     """Return a count, or another number without an interval, as a row."""
-    fields = dict(experiment=SUMMARY, dataset=IN_DOMAIN, split="test", setting=setting)
-    fields |= dict(detector=detector, metric=metric, **more)
+    fields: dict[str, Any] = {"experiment": SUMMARY, "dataset": IN_DOMAIN}
+    fields |= {"split": "test", "setting": setting, "detector": detector}
+    fields |= {"metric": metric, **more}
     return ResultRow(value=value, n=n, **fields)
 
 
@@ -283,7 +285,7 @@ def _as(row: ResultRow, metric: str, detector: str = "", **fields: Any) -> Resul
 
 def _sorted(results: pandas.DataFrame) -> list[ResultRow]:
     """Return the rows that have a value, the least first."""
-    known = results[results["value"].notna()]
+    known = results.loc[results["value"].notna()]
     return known.sort_values("value", kind="stable")["row"].tolist()
 
 
@@ -292,7 +294,7 @@ def better_pairs(results: pandas.DataFrame) -> pandas.DataFrame:
     experiments = ("anatomy_pairs", "anatomy_other_pairs")
     rows = where(results, experiment=experiments, metric="auroc", seed="mean")
     place = ["experiment", "families", "setting", "dataset", "split"]
-    least = rows[rows["value"].notna()].sort_values("value", kind="stable")
+    least = rows.loc[rows["value"].notna()].sort_values("value", kind="stable")
     return least.drop_duplicates(place).sort_index()
 
 
@@ -318,16 +320,18 @@ def _extremes(results: pandas.DataFrame) -> Iterable[ResultRow]:
         yield from (_as(x, "rights", **fields) for x in row)
     spans = where(results, experiment="anatomy_spans", metric="auroc", **test)
     gone = where(spans, families=EVERY_FAMILY, span=("question", "context"))
-    for row in _sorted(gone[gone["against"].notna()])[:1]:
+    for row in _sorted(gone.loc[gone["against"].notna()])[:1]:
         yield _as(row, "loss", "most_of_question_and_context", setting="both")
     for row in where(results, experiment="anatomy_backbones", metric="spearman")["row"]:
         yield _as(row, "spearman")
     at = {"metric": "auroc", "dataset": IN_DOMAIN, "split": "validation"}
     layers = where(results, experiment="anatomy_layers", seed="mean", **at)
-    if layers["value"].notna().any():
+    known = layers.loc[layers["value"].notna()]
+    if not known.empty:
         # The best of the mean over settings, as the sweep chooses it.
-        layer = layers.groupby("layer")["value"].mean().astype("float64").idxmax()
-        n = int(where(layers, layer=layer)["n"].sum())
+        means: Any = known.groupby("layer")["value"].mean().astype("float64")
+        layer = means.idxmax()
+        n = int(where(layers, layer=layer)["n"].to_numpy().sum())
         name = "best_layer", "layer", "both"
         yield _count(*name, float(layer), n, split="validation")
 
@@ -517,7 +521,7 @@ Differences = Mapping[tuple, ResultRow]
 def _differences(results: pandas.DataFrame) -> Differences:
     """Return paired differences of AUROC by both sides and place."""
     rows = where(results, metric="auroc", seed="mean")
-    rows = rows[rows["against"].notna() & rows["ci_low"].notna()]
+    rows = rows.loc[rows["against"].notna() & rows["ci_low"].notna()]
     differences: dict[tuple, ResultRow] = {}
     for experiment in ("anatomy_fusion", "paired"):
         for r in where(rows, experiment=experiment)["row"]:

@@ -12,9 +12,10 @@ over it is understated and a lag overstated. The bootstrap does not choose anew.
 
 import dataclasses
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
+import numpy as np
 import pandas
 
 from beatrice.benchmarks.baselines.detector import is_rival
@@ -31,6 +32,7 @@ from beatrice.benchmarks.results.tables import (
     Place,
     Titles,
     excludes_zero,
+    in_domain_or_held_out,
     interval,
     number,
     of_subject,
@@ -39,7 +41,6 @@ from beatrice.benchmarks.results.tables import (
     row_value,
     where,
 )
-from beatrice.extract.records import IN_DOMAIN
 from beatrice.extract.run.rows import ResultRow, Subject
 
 Against = Literal["strongest", "hidden_only"]
@@ -91,7 +92,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
         return []
     from statsmodels.stats.multitest import multipletests  # a second to load
 
-    return multipletests(p_values, method="holm")[1].tolist()
+    _, corrected, *_ = multipletests(p_values, method="holm")
+    return np.asarray(corrected).tolist()
 
 
 def seed_spread(results: pandas.DataFrame, place: Place) -> float | None:
@@ -142,7 +144,7 @@ def leads(results: pandas.DataFrame, against: Against) -> list[Lead]:
       against: the strongest rival of each column, or the encoder of hidden states.
     """
     tested = where(results, experiment=("paired", "detection"), split=EVALUATED)
-    tested = tested[(tested["split"] == "ood") | (tested["dataset"] == IN_DOMAIN)]
+    tested = in_domain_or_held_out(tested)
     compared = [_lead(tested, x, against) for x in places_of(tested, EVALUATED)]
     p_values = [lead.difference and lead.difference.p_value for lead in compared]
     corrected = iter(holm([p for p in p_values if p is not None]))
@@ -227,7 +229,10 @@ def as_latex(results: pandas.DataFrame, titles: Titles | None = None) -> str:
 
 
 def lines(
-    compared: Sequence[Lead], titles: Titles | None, bold: str, escape=str
+    compared: Sequence[Lead],
+    titles: Titles | None,
+    bold: str,
+    escape: Callable[[str], str] = str,
 ) -> Iterator[list[str]]:
     """Yield the cells of every column; a sure corrected p is put into `bold`."""
     for lead in compared:

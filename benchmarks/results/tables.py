@@ -197,7 +197,7 @@ def where(results: pandas.DataFrame, **columns: Any) -> pandas.DataFrame:
             is_in &= column.isin(value).to_numpy()
         else:
             is_in &= (column == value).fillna(False).to_numpy(bool)
-    return results[is_in]
+    return results.loc[is_in]
 
 
 def find(results: pandas.DataFrame, **columns: Any) -> ResultRow | None:
@@ -213,6 +213,12 @@ def find(results: pandas.DataFrame, **columns: Any) -> ResultRow | None:
             f"({matches[0].where}) and ({matches[1].where})"
         )
     return matches[0] if matches else None
+
+
+def in_domain_or_held_out(results: pandas.DataFrame) -> pandas.DataFrame:
+    """Return the rows of all in-domain questions together and of held-out sets."""
+    is_held_out = results["split"] == "ood"
+    return results.loc[is_held_out | (results["dataset"] == IN_DOMAIN)]
 
 
 def subjects_in(results: pandas.DataFrame) -> list[Subject]:
@@ -348,7 +354,9 @@ def _rank_cells(cells: Sequence[Cell]) -> list[Cell]:
     """Mark the best and the second measure of every part of one column."""
     ranked = []
     for part in zip(*cells, strict=True):
-        best_first = sorted({_printed(m) for m in part} - {None}, reverse=True)
+        printed = {_printed(m) for m in part}
+        best_first = sorted((x for x in printed if x is not None), reverse=True)
+        ranks: dict[float | None, Rank]
         ranks = dict(zip(best_first, get_args(Rank), strict=False))
         ranked.append(
             [m and dataclasses.replace(m, rank=ranks.get(_printed(m))) for m in part]
@@ -411,7 +419,7 @@ def detection_table(
         }
     is_shown = np.array([row.subject in labels for row in shown["row"]], bool)
     return by_place(
-        shown[is_shown],
+        shown.loc[is_shown],
         corner,
         [(title, of_subject(x)) for x, title in labels.items()],
         splits,
@@ -456,7 +464,7 @@ def equal_length_table(results: pandas.DataFrame) -> Table:
     """AUROC among answers of equally many tokens, and the share without such a pair."""
     shown = where(results, experiment="at_equal_length", seed="mean")
     lines = [
-        (title, of_subject(x) | {"metric": "auroc"})
+        (title, {**of_subject(x), "metric": "auroc"})
         for x, title in AT_EQUAL_LENGTH.items()
     ]
     share = {"detector": "answers", "metric": "unmatched"}
@@ -546,7 +554,7 @@ def beside(left: Table, right: Table) -> Table:
 def _ablation_table(results: pandas.DataFrame, labels: Titles, corner: str) -> Table:
     """Lay some detectors and variants out; no table where no ablation was made."""
     if where(results, experiment="ablation").empty:
-        results = results[:0]
+        results = results.iloc[:0]
     both, unranked = ("detection", "ablation"), (FEATURES[REFERENCE],)
     return detection_table(
         results, experiment=both, labels=labels, corner=corner, unranked=unranked
@@ -645,7 +653,7 @@ def panorama_table(
     """
     shown = where(results, experiment="detection", seed="mean", split=EVALUATED)
     if setting is None:
-        shown = shown[(shown["split"] == "ood") | (shown["dataset"] == IN_DOMAIN)]
+        shown = in_domain_or_held_out(shown)
     else:
         shown = where(shown, setting=setting)
     printed = {**DETECTORS, **(titles or {})}
@@ -661,8 +669,8 @@ def panorama_table(
 
     def order(line: Line) -> tuple[bool, float]:
         first = line.cells[0][0]
-        is_known = first is not None and first.row.value is not None
-        return not line.is_ours, -first.row.value if is_known else 1.0
+        value = None if first is None else first.row.value
+        return not line.is_ours, 1.0 if value is None else -value
 
     if not table.lines:
         return table
@@ -681,7 +689,7 @@ def main_detectors(results: pandas.DataFrame, titles: Titles) -> Table:
     labels = {x: DETECTORS[x] for x in MAIN}
     labels |= {x: title for x, title in titles.items() if title in rivals}
     shown = where(results, experiment="detection")
-    shown = shown[(shown["split"] == "ood") | (shown["dataset"] == IN_DOMAIN)]
+    shown = in_domain_or_held_out(shown)
     return detection_table(shown, labels=labels, metrics=("auroc",))
 
 

@@ -19,6 +19,7 @@ from beatrice.extract.datasets.splits import (
     HELD_OUT_SIZES,
     BuildConfig,
     Context,
+    Role,
     Size,
     Source,
     SplitConfig,
@@ -103,7 +104,7 @@ def make_data_run(
         return check_folder(run.path)
 
 
-_ROLES = ("train", "dev", "held_out")
+_ROLES: dict[str, Role] = {"train": "train", "dev": "dev", "held_out": "held-out"}
 File = tuple[str, Path]  # the set's name, and where it lies
 
 
@@ -116,9 +117,10 @@ def _size(text: str) -> Size:
 
 
 def _context(text: str) -> Context:
-    if text not in get_args(Context):
-        raise ValueError(f"expected {', '.join(get_args(Context))}, found {text!r}")
-    return text
+    for context in get_args(Context):
+        if text == context:
+            return context
+    raise ValueError(f"expected {', '.join(get_args(Context))}, found {text!r}")
 
 
 class NamedValue(click.ParamType):
@@ -231,9 +233,9 @@ class QuestionOptions:
     def files(self) -> list[Source]:
         """Return the files with what they are for."""
         return [
-            Source(dataset=name, role=role.replace("_", "-"), path=path)
-            for role in _ROLES
-            for name, path in getattr(self, role)
+            Source(dataset=name, role=role, path=path)
+            for field, role in _ROLES.items()
+            for name, path in getattr(self, field)
         ]
 
     def build_config(self, seed: int) -> BuildConfig:
@@ -305,15 +307,22 @@ class AskingOptions:
 
     def prompt_config(self) -> "PromptConfig":
         """Return how the questions are put."""
-        from beatrice.extract.generate.prompts import SHOTS, PromptConfig, read_shots
+        from beatrice.extract.generate.prompts import (
+            SHOTS,
+            TEMPLATES,
+            PromptConfig,
+            TemplateName,
+            read_shots,
+        )
 
+        named: list[TemplateName] = [x for x in TEMPLATES if x == self.template]
+        (template,) = named or ("few-shot",)
         shots: tuple[Any, ...] = ()
         if self.has_shots:
-            is_file = self.template != "few-shot"
-            shots = read_shots(Path(self.template)) if is_file else SHOTS
+            shots = SHOTS if named else read_shots(Path(self.template))
         return PromptConfig(
             shots=shots,
-            template="few-shot" if self.has_shots else self.template,
+            template=template,
             chat=self.chat,
             overlong=self.overlong,
             window=self.window,

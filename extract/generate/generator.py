@@ -167,13 +167,16 @@ class Generator(Protocol):
     @property
     def identity(self) -> Mapping[str, Any]:
         """Return everything about the backend that changes a text; JSON values."""
+        ...
 
     @property
     def max_length(self) -> int | None:
         """Return the model's window in tokens, or None if it is not known here."""
+        ...
 
     def count_tokens(self, prompt: GeneratorPrompt) -> int | None:
         """Return how many tokens the model reads, or None if only a server knows."""
+        ...
 
     def stream(
         self,
@@ -189,6 +192,7 @@ class Generator(Protocol):
           config: how.
           done: indices that need not be generated again, but may be.
         """
+        ...
 
 
 def plan_of(

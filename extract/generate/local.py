@@ -52,7 +52,8 @@ FEWEST_SHARED = 16  # a forward of its own for fewer costs about what it saves
 
 def n_shared(prompts: Sequence[Sequence[int]]) -> int:
     """Return how many ids all prompts begin with; the last one of each is its own."""
-    first, last = min(prompts), max(prompts)  # no two differ earlier than these
+    ordered: Any = prompts
+    first, last = min(ordered), max(ordered)  # no two differ earlier than these
     pairs = enumerate(zip(first, last, strict=False))
     n_equal = next((i for i, (a, b) in pairs if a != b), len(first))
     return min(n_equal, min(map(len, prompts)) - 1)
@@ -231,9 +232,7 @@ class Choice(LogitsProcessor):
         if config.top_p < 1:
             self._warpers.append(TopPLogitsWarper(config.top_p))
 
-    def __call__(
-        self, input_ids: torch.LongTensor, scores: torch.FloatTensor
-    ) -> torch.FloatTensor:
+    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
         """Return `[n_rows, n_vocabulary]` logits; the largest of a row is taken."""
         if not self._generators:
             log_probs = scores.to(torch.float32).log_softmax(-1)
@@ -309,9 +308,7 @@ class Done(StoppingCriteria):
         self._stops, self._least_done = list(stops), least_done
         self.rows = torch.zeros(0, dtype=torch.bool)
 
-    def __call__(
-        self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **_: Any
-    ) -> torch.BoolTensor:
+    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
         """Return `[n_rows]`, all true where the batch is to end."""
         start, stop = self._edges
         stops = torch.tensor(self._stops, device=input_ids.device)
@@ -376,9 +373,7 @@ class _Chosen(StoppingCriteria):
     def __init__(self, watch: Watch, done: Done) -> None:
         self._watch, self._done = watch, done
 
-    def __call__(
-        self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **_: Any
-    ) -> torch.BoolTensor:
+    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
         self._watch.on_choice(input_ids, self._done.rows)
         return torch.zeros_like(self._done.rows)
 

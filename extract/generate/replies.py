@@ -168,7 +168,7 @@ def count_requests(
     counts = [
         len(prompt.ids)
         if prompt.ids is not None
-        else generator and generator.count_tokens(prompt)
+        else (None if generator is None else generator.count_tokens(prompt))
         for prompt in prompts
     ]
     is_counted = None not in counts

@@ -7,7 +7,7 @@ a question of which no passage fits is not asked with context, but listed.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from beatrice.extract.generate.prompts import (
@@ -187,7 +187,7 @@ def make_requests(
     may_cut = config.overlong == "drop-passages"
     template = config.prompt_template()
     result, too_long = Requests([], []), []
-    cells = (
+    cells: Iterator[tuple[Example, Setting, Variant, tuple[Passage, ...]]] = (
         (example, setting, variant, passages)
         for setting in settings
         for example in examples
@@ -207,7 +207,7 @@ def make_requests(
             )
         elif may_cut and passages:
             result.left_out.append(
-                LeftOut(example.id, setting, variant, n_tokens, room)
+                LeftOut(example.id, setting, variant, n_tokens, int(room))
             )
         else:
             too_long.append((n_tokens, example.id))

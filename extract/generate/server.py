@@ -376,7 +376,8 @@ class ServedGenerator(contextlib.AbstractContextManager):
         gave_up: threading.Event,
     ) -> Generated:
         """Send one request, again if its failure is transient, until it is answered."""
-        for attempt in itertools.count():
+        attempt = 0
+        while True:
             if gave_up.is_set():
                 raise ValueError("the request was not sent, because its caller stopped")
             try:
@@ -385,6 +386,7 @@ class ServedGenerator(contextlib.AbstractContextManager):
                 if attempt == self.config.n_retries or not _is_transient(error):
                     raise ValueError(self._in_words(error)) from error
                 gave_up.wait(_seconds_before_retry(error, attempt))
+                attempt += 1
 
     def _attempt(self, prompt: GeneratorPrompt, config: SamplingConfig) -> Generated:
         """Send one request once, and book what it cost, or may have cost."""
@@ -446,8 +448,8 @@ class ServedGenerator(contextlib.AbstractContextManager):
         if prompt.is_chat:
             fields["messages"] = [{"role": "user", "content": prompt.text}]
         else:
-            as_ids = is_vllm and prompt.ids is not None
-            fields["prompt"] = list(prompt.ids) if as_ids else prompt.text
+            ids = prompt.ids if is_vllm else None
+            fields["prompt"] = prompt.text if ids is None else list(ids)
         if config.stop:
             fields["stop"] = list(config.stop)
         if self.config.log_probs:

@@ -414,11 +414,12 @@ class Discrepancies(Part):
         cells = zip(batch.answers, batch.swapped, batch.predictor_edges, strict=True)
         ids, edges, own_edges = [], [], []
         for answer, prompt, edge in cells:
-            is_read = prompt is not None and len(answer.token_ids) > 0
-            own_edges.append(edge if is_read else (0, 0))
-            if is_read:
-                ids.append(np.array(prompt + answer.token_ids))
-                edges.append((len(prompt) - 1, len(ids[-1]) - 1))
+            if prompt is None or not answer.token_ids:
+                own_edges.append((0, 0))
+                continue
+            own_edges.append(edge)
+            ids.append(np.array(prompt + answer.token_ids))
+            edges.append((len(prompt) - 1, len(ids[-1]) - 1))
         if not ids:
             return {"lumina_mmd": [torch.tensor(torch.nan)] * len(own_edges)}
         padded = pad_batch(ids, batch.backbone.device)

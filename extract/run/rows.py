@@ -136,7 +136,7 @@ class ResultRow(Record, frozen=True, kw_only=True):
             wrong = "a value of None needs a reason"
         elif (self.ci_low is None) != (self.ci_high is None):
             wrong = "an interval needs both ends or neither"
-        elif self.ci_low is not None and self.ci_low > self.ci_high:
+        elif (self.ci_low or 0.0) > (self.ci_high or 0.0):
             wrong = f"its interval is reversed: {self.ci_low} to {self.ci_high}"
         elif self.metric in SHARES and any(
             x is not None and abs(x) > 1 for x in numbers
@@ -160,7 +160,9 @@ class ResultRow(Record, frozen=True, kw_only=True):
     @property
     def rival(self) -> Subject | None:
         """Of a difference, what was taken away."""
-        return self.against and Subject(self.against, self.against_families)
+        if self.against is None:
+            return None
+        return Subject(self.against, self.against_families)
 
     @property
     def where(self) -> str:

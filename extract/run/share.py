@@ -104,7 +104,8 @@ def find_share(
         known = [f"{name}={environ[name]}" for name in names if name in environ]
         if len(known) == 2:
             source = " ".join(known)
-            return Share(*(_number(environ[name], source) for name in names), source)
+            rank, world_size = (_number(environ[name], source) for name in names)
+            return Share(rank, world_size, source)
         if known and names[0] != "SLURM_PROCID":
             (missing,) = {name for name in names if name not in environ}
             raise ValueError(

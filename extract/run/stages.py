@@ -394,7 +394,7 @@ def forecast_stage(run_dir: Path, stage: Stage, change: Change | None = None) ->
     with RunDir.open(run_dir) as run:
         before = stage.settle(run, is_recorded=False)
         settings = stage.settle(run, change, is_recorded=False)
-        inputs = run.hash_inputs(*stage.inputs(run)) | stage.identity(settings)
+        inputs = {**run.hash_inputs(*stage.inputs(run)), **stage.identity(settings)}
         is_done = run.stage_done(stage.name, inputs)
         if is_done and settings == before:
             return f"{stage.name}: already done, nothing is left to forecast"

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from beatrice.extract.records import SETTINGS, Setting
-from beatrice.extract.run.directory import PRESETS
+from beatrice.extract.run.directory import PRESETS, Preset
 from beatrice.extract.run.share import Share, find_share
 
 if TYPE_CHECKING:
@@ -154,13 +154,14 @@ def options(**kinds: type) -> Callable[[Command], Command]:
 
     def add(command: Command) -> Command:
         @functools.wraps(command)
-        def with_options(**values: Any) -> Any:
+        def call(**values: Any) -> Any:
             values.update(_unrepeated(values.pop("rare_settings", ())))
             for name, kind in kinds.items():
                 names = [f.name for f, _ in fields[name] if f.name in values]
                 values[name] = kind(**{n: values.pop(n) for n in names})
             return command(**values)
 
+        with_options: Command = call
         if rare:
             with_options = _set_option(rare)(with_options)
         for field, hint in reversed(usual):
@@ -246,7 +247,7 @@ class RunOptions:
         "Backbone: a directory, a GGUF file, a Hub id, or embedded, the small model of "
         "the microworld, which knows no real question."
     )
-    preset: str | None = option(
+    preset: Preset | None = option(
         f"Sizes of encoders and training. {SIZES} Default: paper, of the world demo.",
         type=PRESET,
     )

@@ -207,7 +207,9 @@ def _selected(
             "cache, of which it chooses some"
         )
     n_examples, n_heads, n_tokens, _ = query.shape
-    shape = tuple((chosen if blocks is None else blocks).shape)
+    choices = chosen if blocks is None else blocks
+    assert choices is not None  # one of the two, see above
+    shape = tuple(choices.shape)
     is_known = (
         shape[:-1] == (n_examples, n_tokens)
         if blocks is None
@@ -226,7 +228,7 @@ def _selected(
         )
     keys, size = torch.arange(n_tokens, device=query.device), 1
     if blocks is None:
-        blocks = chosen[:, None]
+        blocks = choices[:, None]
     else:
         size = module.indexer.block_size
     n_blocks = -(-n_tokens // size)
@@ -260,7 +262,7 @@ def _attend(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[torch.Tensor | None, None]:
     """Read, then attend as the model would have; Transformers' signature."""
     n_cached = key.shape[2] - query.shape[2]
     mask = _selected(module, query, attention_mask, n_cached, kwargs)
@@ -269,13 +271,16 @@ def _attend(
     call = AttentionCall(query, key, mask, scale, softcap, s_aux)
     reading, n_tokens = _active.get(), query.shape[2]
     is_shared = _is_exact(query) and (reading.attends_to_cache or not call.n_cached)
-    attended = reading.read(module.layer_idx, call, value if is_shared else None)
+    layer: Any = module.layer_idx
+    attended = reading.read(layer, call, value if is_shared else None)
     n_fused = reading.rows[0] if is_shared else n_tokens
     if n_fused == 0:
         return attended, None
     first = call.first(n_fused)
     fused = _plain_attention(module, first, value, reading.budget, kwargs)
-    return (torch.cat([fused, attended], dim=1) if is_shared else fused), None
+    if attended is None:
+        return fused, None
+    return torch.cat([fused, attended], dim=1), None
 
 
 def _plain_attention(
@@ -358,8 +363,9 @@ class _OwnAttention(TorchFunctionMode):
                 f"cannot read the attention of layer {self.layer}: expected causal "
                 "softmax attention, found bidirectional attention"
             )
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        call = AttentionCall(query, key, attn_mask, scale, None)
+        scaling = query.shape[-1] ** -0.5 if scale is None else scale
+        call = AttentionCall(query, key, attn_mask, scaling, None)
+        assert self.layer is not None  # an attention module is running
         return self.reading.read(self.layer, call, value if _is_exact(query) else None)
 
     @contextlib.contextmanager
@@ -380,6 +386,7 @@ class _OwnAttention(TorchFunctionMode):
 
     def _after(self, module: Any, inputs: Any, output: Any) -> Any:
         index, self.layer = self.layer, None
+        assert index is not None  # its module ran
         if self.reading.layers[index] is not None or not isinstance(output, tuple):
             return output
         for at, item in enumerate(output):
@@ -406,13 +413,15 @@ def attend_alone(
     Returns:
       What it puts out, `[n_examples, n_tokens, d_model]`.
     """
-    if reading is not None:
-        mixer.config._attn_implementation = NAME
-        token = _active.set(reading)
-    try:
+    if reading is None:
         output = mixer(*args, **kwargs)
-    finally:
-        if reading is not None:
+    else:
+        config: Any = mixer.config
+        config._attn_implementation = NAME
+        token = _active.set(reading)
+        try:
+            output = mixer(*args, **kwargs)
+        finally:
             _active.reset(token)
     return output[0] if isinstance(output, tuple) else output
 
@@ -461,7 +470,9 @@ def run_reading(
     calls_torch = decoder.config._attn_implementation == "sdpa"
     asks = decoder._can_set_attn_implementation()
     # Who calls Torch's attention would compute the weights once more to return them.
-    options = {} if asks or calls_torch else {"output_attentions": True}
+    options: dict[str, Any] = {}
+    if not (asks or calls_torch):
+        options["output_attentions"] = True
     options["use_cache"] = cache is not None
     if cache is not None:
         options["past_key_values"] = cache

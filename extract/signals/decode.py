@@ -52,6 +52,7 @@ from beatrice.extract.signals.span_sums import (
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 2e-2}
 _N_PADDED = 4  # columns by which the shorter prompt is padded
 _N_CHECKED = 3  # tokens: the first of a decode step, one behind it, and the last
+_FAMILIES = ("hidden", "prob", "resid", "attn")
 
 
 class DecodeReading(AttentionReading):
@@ -586,7 +587,7 @@ def decoding_differences(reader: SignalReader) -> dict[str, float]:
     config = GenerationConfig(max_new_tokens=_N_CHECKED)
     answers, written = generate_and_read(reader, requests, config)
     again = reader.read([sequence_of(answer) for answer in answers])
-    differences = dict.fromkeys(("hidden", "prob", "resid", "attn"), 0.0)
+    differences: dict[str, float] = dict.fromkeys(_FAMILIES, 0.0)
     for signals, expected in zip(written, again, strict=True):
         for family, largest in differences.items():
             value, wanted = getattr(signals, family), getattr(expected, family)

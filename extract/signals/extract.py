@@ -588,7 +588,9 @@ def _extract(
     check_answered(run)
     if run.labels.exists():  # hours of signals that no detector could be trained on
         check_both_classes(read_examples(run), [*read_labels(run).values()])
-    answers = {setting: read_answers(run, setting) for setting in settings_of(run)}
+    answers: dict[Setting, list[Answer]] = {}
+    for setting in settings_of(run):
+        answers[setting] = read_answers(run, setting)
     if empty := [setting for setting, rows in answers.items() if not rows]:
         raise ValueError(
             f"{run.answers} has no answer {empty[0]}: no passage of any question fits "

@@ -68,10 +68,12 @@ class Reader(Protocol):
     @property
     def fingerprint(self) -> Mapping[str, Any]:
         """Return what the values depend on beside the answers: model, dtype (JSON)."""
+        ...
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Return the shape of one token's reading, per family."""
+        ...
 
     def start(self, sequences: list[Any]) -> Any:
         """Begin to read a batch.

@@ -119,7 +119,7 @@ class _Location(NamedTuple):
     """Where an answer's signals lie: the file, and the answer's place in it."""
 
     path: Path
-    index: int
+    place: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -255,7 +255,8 @@ class ReadBefore:
     ) -> None:
         """Hold the signals by `sequence_key`."""
         self._signals = signals
-        self.hidden_layers, self.hidden_spans = hidden_layers, hidden_spans
+        self.hidden_layers = hidden_layers
+        self.hidden_spans: Spans = hidden_spans
         self.fingerprint, self.shapes = fingerprint, shapes
         self._reader = functools.cache(open_reader)
 

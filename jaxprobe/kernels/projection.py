@@ -130,7 +130,8 @@ def gather_batch(
     gathered, drawn = [], []
     for f, (family, first) in enumerate(zip(tokens, n_before, strict=True)):
         n_tokens, _, d_family = family.shape
-        batch = noise = None
+        batch: Any = None
+        noise = None
         if deviation and d_family > d_projection:
             noise = hashed_normal(key, f, (d_projection, n_tokens, len(rows)))
         if d_family < _BROAD or d_family <= d_projection:
@@ -190,7 +191,7 @@ def project(
         shared, noise = (of_family[stream] for of_family in draw.batch)
     if isinstance(shared, RealTokens) or (shared is None and d_family >= _WIDE):
         if shared is not None:
-            y = shared_product(matmul_dtype, weight, shared, gate)
+            y: Any = shared_product(matmul_dtype, weight, shared, gate)
             y = y.reshape(d_projection, *real.shape)
         else:
             y = wide_product(matmul_dtype, weight, tokens, draw.rows, real, gate)
@@ -202,7 +203,7 @@ def project(
     behind = 0.0 if before else deviation
     fixed = behind, stream, matmul_dtype
     if shared is not None:
-        y = _gated_product(*fixed, weight, shared, gate, noise)
+        y: Any = _gated_product(*fixed, weight, shared, gate, noise)
         return jnp.pad(y, ((0, 0), (n_tokens - y.shape[1], 0), (0, 0)))
 
     def gather(operands):
@@ -247,7 +248,7 @@ def _projected_noise(deviation, stream, weight, shape, source) -> jax.Array:
     is_key = isinstance(source, RowKeys) or jnp.issubdtype(
         source.dtype, jax.dtypes.prng_key
     )
-    noise = hashed_normal(source, stream, shape) if is_key else source
+    noise: Any = hashed_normal(source, stream, shape) if is_key else source
     noise = noise.reshape(shape[0], -1)
     return (deviation * noise_factor(weight) @ noise).reshape(shape)
 

@@ -214,7 +214,7 @@ class Wording:
         answer = self._answering.answer_of(call, reply)
         (signals,) = self._answering.probed.read([answer]).signals
         start = len(answer.prompt_ids) - 1 - signals.first_token
-        return signals.prob[start : start + len(reply.token_ids), ENTROPY]
+        return signals.prob[start : start + len(reply.token_ids), ENTROPY].tolist()
 
     def _attended(
         self, calls: Sequence[Call], replies: Sequence[Any]

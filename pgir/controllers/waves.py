@@ -623,7 +623,10 @@ class Scoring:
                 reading = self._read(of_batch)
                 if has_context:
                     closed_book = self._closed_book_of(of_batch)
-                    passes = {"with_context": reading, "closed_book": closed_book}
+                    passes: dict[Setting, Reading] = {
+                        "with_context": reading,
+                        "closed_book": closed_book,
+                    }
                     scores = probed.score("with_context", passes)
                 else:
                     self._cache(of_batch, reading)
