@@ -23,7 +23,7 @@ test: $(STAMP)
 mutants: $(STAMP)
 	$(VENV)/bin/python -m tests.mutation $(MUTANTS)
 
-lint: $(STAMP)
+lint: $(STAMP) types
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 

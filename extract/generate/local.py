@@ -232,7 +232,7 @@ class Choice(LogitsProcessor):
         if config.top_p < 1:
             self._warpers.append(TopPLogitsWarper(config.top_p))
 
-    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
         """Return `[n_rows, n_vocabulary]` logits; the largest of a row is taken."""
         if not self._generators:
             log_probs = scores.to(torch.float32).log_softmax(-1)

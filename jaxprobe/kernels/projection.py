@@ -203,8 +203,8 @@ def project(
     behind = 0.0 if before else deviation
     fixed = behind, stream, matmul_dtype
     if shared is not None:
-        y: Any = _gated_product(*fixed, weight, shared, gate, noise)
-        return jnp.pad(y, ((0, 0), (n_tokens - y.shape[1], 0), (0, 0)))
+        late: Any = _gated_product(*fixed, weight, shared, gate, noise)
+        return jnp.pad(late, ((0, 0), (n_tokens - late.shape[1], 0), (0, 0)))
 
     def gather(operands):
         tokens, rows, key = operands
