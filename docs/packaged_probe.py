@@ -1,12 +1,14 @@
 """Fit a probe that comes with the package, from the questions of a run.
 
-`python docs/packaged_probe.py RUN MODEL FOLDER [closed_book] [with_context]` asks MODEL
-(a name that `beatrice.LanguageModel` knows) the run's questions anew in float32, reads
-its signals in the passes that write the answers (hidden states of the layer that the
-run's sweep chose), labels by exact match, fits by the default recipe on the splits
-"train" and "validation", and measures on the others.
+`python docs/packaged_probe.py RUN MODEL FOLDER [closed_book] [with_context]` takes the
+run's answers and signals where MODEL (a name that `beatrice.LanguageModel` knows) wrote
+them in float32; else it asks the run's questions anew, and reads in the passes that
+write the answers. Hidden states are those of the layer that a sweep chooses. It labels
+by exact match, fits by the default recipe on the splits "train" and "validation", and
+measures on the others.
 """
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -17,14 +19,36 @@ import beatrice
 from beatrice.extract.generate.prompts import SHOTS
 from beatrice.extract.generate.requests import PromptConfig
 from beatrice.extract.label.labels import exact_match
-from beatrice.extract.run.contents import read_examples
+from beatrice.extract.run.contents import read_answers, read_examples
 from beatrice.extract.run.directory import RunDir
+from beatrice.extract.store.store import open_store
 from beatrice.fitting import metric_rows
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.probe import MOST_EXAMPLES
 
 HEADS = {"closed_book": "closed_book", "with_context": "single_pass"}
 MOST_TOKENS = 16  # of an answer
+
+
+def stored(run, model, setting, layers, asked):
+    """Return the run's answers and signals, or None where this model wrote others."""
+    if not run.features(setting).exists():
+        return None
+    store = open_store(run.features(setting))
+    backbone, facts = model.backbone, store.spec.fingerprint
+    if (facts["model"], facts["dtype"]) != (backbone.revision, str(backbone.dtype)):
+        return None
+    originals = [a for a in read_answers(run, setting) if a.variant == "original"]
+    by_id = {a.example_id: a for a in originals}
+    answers = [by_id[example.id] for example in asked]
+    places = {key: i for i, key in enumerate(store.spec.keys)}
+    about = {**facts, **model._about(answers)}
+    spec = dataclasses.replace(store.spec, fingerprint=about)
+    where = np.array([places[answer.key] for answer in answers])
+    signals = beatrice.Signals(
+        dataclasses.replace(store, spec=spec), where, model=model
+    )
+    return answers, signals
 
 
 def main(run, name, folder, settings):
@@ -40,7 +64,9 @@ def main(run, name, folder, settings):
         has_context = setting == "with_context"
         asked = [e for e in examples if e.passages or not has_context]
         contexts = [e.passages for e in asked] if has_context else None
-        answers[setting], signals[setting] = model.answer(
+        answers[setting], signals[setting] = stored(
+            opened, model, setting, layers, asked
+        ) or model.answer(
             asked, contexts, max_new_tokens=MOST_TOKENS, read=True, layers=layers
         )
         questions[setting] = asked
