@@ -14,11 +14,11 @@ import numpy as np
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.generate.generator import SamplingConfig
 from beatrice.extract.generate.prompts import build_prompt
-from beatrice.extract.generate.requests import GenerationConfig, Request, plan_batches
+from beatrice.extract.generate.requests import GenerationConfig, Request
 from beatrice.extract.records import Answer, AnswerSpan, Setting
 from beatrice.extract.signals.decode import check_decoding, generate_and_read
 from beatrice.extract.signals.reader import AnswerSignals, SignalReader
-from beatrice.extract.signals.sequence import TokenSequence, sequence_of
+from beatrice.extract.signals.sequence import TokenSequence, batches_of, sequence_of
 from beatrice.extract.store.families import as_written
 from beatrice.extract.store.spec import ReadingPath
 from beatrice.jaxprobe.detector import Detector, HeadName, Scores
@@ -189,7 +189,8 @@ class ProbedBackbone:
     def read_sequences(self, sequences: Sequence[TokenSequence]) -> Reading:
         """Return the signals of sequences, one forward pass per batch."""
         signals: dict[int, AnswerSignals] = {}
-        for batch in plan_batches([len(s.ids) for s in sequences], self.config):
+        budget = self.config.tokens_per_batch
+        for batch in batches_of([len(s.ids) for s in sequences], budget):
             with self.lock:
                 of_batch = self.reader.read([sequences[i] for i in batch])
             signals |= zip(batch, of_batch, strict=True)

@@ -21,9 +21,9 @@ from beatrice.extract.generate.requests import (
     ANSWER_PRESETS,
     GenerationConfig,
     Request,
-    plan_batches,
 )
 from beatrice.extract.records import SETTINGS, Answer, Setting
+from beatrice.extract.signals.sequence import batches_of
 from beatrice.jaxprobe.detector import Detector, HeadName, Scores
 from beatrice.jaxprobe.families import Features
 from beatrice.jaxprobe.scope import Threshold
@@ -521,7 +521,7 @@ class Scorer:
             ]
             lengths = [len(inputs[i].sequence.ids) for i in rows]
             at_once = min(batch_size, probed.rows_at_once(setting))
-            for batch in plan_batches(lengths, probed.config):
+            for batch in batches_of(lengths, probed.config.tokens_per_batch):
                 for first in range(0, len(batch), at_once):
                     chosen = [rows[j] for j in batch[first : first + at_once]]
                     with probed.lock:

@@ -44,8 +44,9 @@ from beatrice.extract.generate.generator import (
     tokenizer_identity,
 )
 from beatrice.extract.generate.prompts import render_message
-from beatrice.extract.generate.requests import GenerationConfig, Request, plan_batches
+from beatrice.extract.generate.requests import GenerationConfig, Request
 from beatrice.extract.records import Answer
+from beatrice.extract.signals.sequence import batches_of
 
 FEWEST_SHARED = 16  # a forward of its own for fewer costs about what it saves
 
@@ -436,15 +437,14 @@ class TransformersGenerator:
 
     def plan(
         self, prompts: Sequence[GeneratorPrompt], config: SamplingConfig
-    ) -> list[tuple[int, ...]]:
-        """Return the batches of prompts, as indices; see `plan_batches`."""
-        lengths = [self.count_tokens(prompt) for prompt in prompts]
-        return plan_batches(lengths, self._batching(config))
-
-    def _batching(self, config: SamplingConfig) -> GenerationConfig:
-        return GenerationConfig(
-            max_new_tokens=config.max_new_tokens,
-            tokens_per_batch=self.tokens_per_batch,
+    ) -> list[list[int]]:
+        """Return the batches of prompts, as indices; see `batches_of`."""
+        n_new = config.max_new_tokens
+        return batches_of(
+            [self.count_tokens(prompt) for prompt in prompts],
+            self.tokens_per_batch,
+            n_beside=n_new,
+            n_passes=n_new,
         )
 
     def batches(
@@ -463,7 +463,7 @@ class TransformersGenerator:
                 f"{n_new}, but {self.backbone.name} has a window of {window}; use a "
                 "model with a longer one, nothing is cut"
             )
-        for batch in plan_batches(lengths, self._batching(config)):
+        for batch in self.plan(prompts, config):
             if all(i in done for i in batch):
                 continue
             written = self.write([prompts[i] for i in batch], config)

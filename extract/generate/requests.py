@@ -78,23 +78,6 @@ class Request:
         )
 
 
-def plan_batches(
-    lengths: Sequence[int], config: GenerationConfig
-) -> list[tuple[int, ...]]:
-    """Return batches of request indices, by length, within the token budget.
-
-    The plan depends on the lengths alone: a run that was killed makes the same
-    batches again, so that its sums are rounded the same way.
-    """
-    batches: list[list[int]] = [[]]
-    for i in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
-        width = lengths[i] + config.max_new_tokens
-        if batches[-1] and (len(batches[-1]) + 1) * width > config.tokens_per_batch:
-            batches.append([])
-        batches[-1].append(i)
-    return [tuple(batch) for batch in batches if batch]
-
-
 class PromptModel(Protocol):
     """What prompts are made with: a loaded `Backbone`, or a `TokenizerOnly`."""
 

@@ -207,7 +207,9 @@ def _read_some(
     prompts = [answer.prompt_ids for answer in answers]
     prompts += [other for other in swapped if other is not None]
     begun = begin(backbone.layout, prompts) if kinds else None
-    for indices in batches_of(lengths, tokens_per_batch) if kinds else ():
+    n_begun = 0 if begun is None else begun.n_tokens
+    behind = [n - n_begun for n in lengths] if kinds else []
+    for indices in batches_of(behind, tokens_per_batch, n_beside=n_begun):
         batch = Batch(
             backbone=backbone,
             answers=[answers[i] for i in indices],

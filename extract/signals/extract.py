@@ -269,7 +269,12 @@ def plan_extraction(
         begin, end = spec.range_examples[[first, last]].tolist()
         batches = tuple(
             tuple(begin + i for i in batch)
-            for batch in batches_of(lengths[begin:end], config.tokens_per_batch)
+            for batch in batches_of(
+                # What worked examples add to each is mostly computed once a batch.
+                (lengths - firsts)[begin:end],
+                config.tokens_per_batch,
+                n_beside=int(firsts.max()),
+            )
         )
         units.append(Unit(ranges=range(first, last), batches=batches))
     return ExtractionPlan(spec=spec, units=tuple(units))

@@ -136,25 +136,54 @@ def first_read(context_start: int) -> int:
     return int(context_start) if context_start >= _FEWEST_SPARED else 0
 
 
+# What a batch costs of its own is what some 35 (135M weights, bfloat16) to 100 (the
+# embedded model) more positions would cost, on a core of an EPYC.
+_FEWEST_POSITIONS = 256
+_PADDED = 1.1
+
+
 def batches_of(
-    lengths: Sequence[int] | np.ndarray, tokens_per_batch: int
+    lengths: Sequence[int] | np.ndarray,
+    tokens_per_batch: int,
+    *,
+    n_beside: int = 0,
+    n_passes: int = 1,
 ) -> list[list[int]]:
-    """Group sequences by length, the longest first, padding included in the budget.
+    """Group sequences by length, the longest first.
+
+    A batch ends where one sequence more would make more than 1.1 positions of a token.
+    One of fewer than 256 positions a pass does not: what a batch costs of its own is
+    more than its padding. So where that many tokens wait in every tenth of length, all
+    together compute at most 1.1 positions a token.
+
+    The batches depend on the lengths alone: a run that was killed makes the same again,
+    so that its sums are rounded in the same way.
 
     Args:
-      lengths: `[n_sequences]` tokens.
-      tokens_per_batch: a longer sequence is a batch of its own.
+      lengths: `[n_sequences]` tokens that are computed.
+      tokens_per_batch: budget of a batch, padding included; a longer sequence is a
+        batch of its own.
+      n_beside: positions that every sequence takes of the budget beside these: of a
+        beginning that is computed before, or of tokens that are written.
+      n_passes: of the model over a batch.
 
     Returns:
       Indices of the sequences of every batch.
     """
     batches: list[list[int]] = []
+    width = n_tokens = 0
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         # The first of a batch is its longest, so it sets the padded width.
-        is_full = not batches or (
-            (len(batches[-1]) + 1) * lengths[batches[-1][0]] > tokens_per_batch
-        )
-        if is_full:
+        n = len(batches[-1]) if batches else 0
+        n_tokens += lengths[i]
+        is_padded = (n + 1) * width > _PADDED * n_tokens
+        is_full = (n + 1) * (width + n_beside) > tokens_per_batch
+        if (
+            not n
+            or is_full
+            or (is_padded and n * width >= _FEWEST_POSITIONS * n_passes)
+        ):
             batches.append([])
+            width = n_tokens = lengths[i]
         batches[-1].append(i)
     return batches

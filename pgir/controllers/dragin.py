@@ -23,10 +23,10 @@ import torch
 
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.generate.generator import decode_ids
-from beatrice.extract.generate.requests import GenerationConfig, plan_batches
 from beatrice.extract.records import Example
 from beatrice.extract.signals.attention import AttentionReading, run_reading
 from beatrice.extract.signals.batch import budget_for, pad_batch
+from beatrice.extract.signals.sequence import batches_of
 from beatrice.extract.signals.span_sums import AttentionCall, AttentionMap
 from beatrice.pgir.controllers.plans import (
     Attended,
@@ -88,8 +88,7 @@ def last_attention(
       `[n_heads, n_tokens, n_tokens]` each, rows of weights that sum to 1.
     """
     maps: list[Any] = [None] * len(sequences)
-    plan = GenerationConfig(max_new_tokens=1, tokens_per_batch=tokens_per_batch)
-    for batch in plan_batches([len(ids) for ids in sequences], plan):
+    for batch in batches_of([len(ids) for ids in sequences], tokens_per_batch):
         rows = [np.array(sequences[i], np.int64) for i in batch]
         ids = pad_batch(rows, backbone.device)
         n_tokens = ids.shape[1]

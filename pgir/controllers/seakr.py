@@ -16,9 +16,9 @@ import torch
 from beatrice.extract.backbone.layout import LayerPass, watch_layers
 from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
 from beatrice.extract.generate.local import stop_ids
-from beatrice.extract.generate.requests import GenerationConfig, plan_batches
 from beatrice.extract.records import Example
 from beatrice.extract.signals.batch import pad_batch
+from beatrice.extract.signals.sequence import batches_of
 from beatrice.pgir.controllers.plans import Call, Cost, Plan, SearchConfig
 from beatrice.pgir.controllers.session import Session, rival
 from beatrice.pgir.controllers.waves import Answering
@@ -114,11 +114,8 @@ class Spreading:
         backbone = self._answering.probed.backbone
         layout = backbone.layout
         states = np.zeros((len(sequences), backbone.d_model), np.float32)
-        plan = GenerationConfig(
-            max_new_tokens=1,
-            tokens_per_batch=self._answering.generator.tokens_per_batch,
-        )
-        for batch in plan_batches([len(ids) for ids in sequences], plan):
+        budget = self._answering.generator.tokens_per_batch
+        for batch in batches_of([len(ids) for ids in sequences], budget):
             outputs: list[torch.Tensor] = []
             last = torch.tensor([len(sequences[i]) - 1 for i in batch])
 
@@ -131,7 +128,7 @@ class Spreading:
             ids = pad_batch([sequences[i] for i in batch], backbone.device)
             with watch_layers(layout, on_layer):
                 layout.decoder(input_ids=ids, use_cache=False)
-            states[list(batch)] = outputs[0].numpy()
+            states[batch] = outputs[0].numpy()
         return states
 
     def cost(self, call: Call, value: tuple[float, int]) -> Cost:

@@ -34,12 +34,12 @@ from beatrice.extract.generate.prompts import (
     build_prompt,
     escape_control_tokens,
 )
-from beatrice.extract.generate.requests import Request, plan_batches
+from beatrice.extract.generate.requests import Request
 from beatrice.extract.records import Answer, Passage, Setting
 from beatrice.extract.run.files import JsonLines, sha256_json
 from beatrice.extract.signals.decode import ReadingGenerator
 from beatrice.extract.signals.reader import AnswerSignals, SignalReader
-from beatrice.extract.signals.sequence import sequence_of
+from beatrice.extract.signals.sequence import batches_of, sequence_of
 from beatrice.pgir.arguments import argument_error
 from beatrice.pgir.bridge import MOST_ROWS, ProbedBackbone, Reading
 from beatrice.pgir.controllers.plans import (
@@ -503,7 +503,8 @@ class Answering:
     def _read_again(self, answers: Sequence[Answer]) -> None:
         span = self.probed.answer_span
         sequences = [sequence_of(answer, answer_span=span) for answer in answers]
-        for batch in plan_batches([len(s.ids) for s in sequences], self.probed.config):
+        budget = self.probed.config.tokens_per_batch
+        for batch in batches_of([len(s.ids) for s in sequences], budget):
             with self.probed.lock:
                 signals = self._reader.read([sequences[i] for i in batch])
             self._keep([answers[i] for i in batch], signals)

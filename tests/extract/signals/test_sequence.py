@@ -8,7 +8,7 @@ from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.records import Answer
 from beatrice.extract.signals.extract import ExtractConfig
 from beatrice.extract.signals.reader import SignalReader
-from beatrice.extract.signals.sequence import TokenSequence, sequence_of
+from beatrice.extract.signals.sequence import TokenSequence, batches_of, sequence_of
 
 
 def make_answer(**changes):
@@ -100,3 +100,31 @@ def test_overlapping_spans_are_refused():
 def test_an_unknown_answer_span_is_refused():
     with pytest.raises(ValueError, match="emitting or literal"):
         ExtractConfig(answer_span="whole")
+
+
+def positions(batches, lengths):
+    return sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
+
+
+@pytest.mark.parametrize("shape", [(8, 24), (30, 50), (80, 240), (190, 1400)])
+def test_batches_compute_at_most_1_1_positions_a_token(shape):
+    rng, n = np.random.default_rng(0), 256
+    # Most are near the shortest, and a tail is long, as published questions are.
+    lengths = (shape[0] + (shape[1] - shape[0]) * rng.beta(1, 3, n)).astype(int)
+    budget = 16_384
+    batches = batches_of(lengths, budget)
+    assert sorted(i for batch in batches for i in batch) == list(range(n))
+    assert positions(batches, lengths) <= 1.1 * lengths.sum()
+    assert all(len(b) * max(lengths[i] for i in b) <= budget for b in batches)
+    order = rng.permutation(n)
+    widths = [[lengths[i] for i in batch] for batch in batches]
+    again = [[lengths[order][i] for i in b] for b in batches_of(lengths[order], budget)]
+    assert again == widths
+    # Without the rule, as where many passes go over a batch, padding is more.
+    filled = batches_of(lengths, 10**6, n_passes=10**6)
+    assert positions(filled, lengths) > 1.1 * lengths.sum()
+
+
+def test_a_few_short_sequences_are_one_batch_and_a_beginning_is_of_the_budget():
+    assert batches_of([4, 8, 2, 6], 4096) == [[1, 3, 0, 2]]
+    assert [len(b) for b in batches_of([10] * 8, 80, n_beside=10)] == [4, 4]
