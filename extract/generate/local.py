@@ -6,6 +6,7 @@ be laid out for other rows; then every row is computed from its beginning.
 """
 
 import contextlib
+import copy
 import dataclasses
 import itertools
 import math
@@ -105,6 +106,16 @@ def begun_cache(
     filled = filled_layers(cache)
     is_whole = all(layer.keys.shape[-2] == n_tokens for layer in filled)
     return cache if filled and is_whole else None
+
+
+def continued_by(cache: DynamicCache, n_rows: int) -> DynamicCache:
+    """Return the states of one beginning for a batch, whose forward adds to them."""
+    cache = copy.copy(cache)
+    cache.layers = [copy.copy(layer) for layer in cache.layers]
+    for layer in filled_layers(cache):
+        layer.keys = layer.keys.expand(n_rows, -1, -1, -1)
+        layer.values = layer.values.expand(n_rows, -1, -1, -1)
+    return cache
 
 
 def shared_states(

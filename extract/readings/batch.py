@@ -10,7 +10,6 @@ beginning's states of a layer are put before those of the batch.
 """
 
 import abc
-import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
@@ -24,7 +23,7 @@ from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.generate.local import (
     FEWEST_SHARED,
     begun_cache,
-    filled_layers,
+    continued_by,
     n_shared,
 )
 from beatrice.extract.records import Answer
@@ -69,12 +68,7 @@ class Beginning:
 
     def cache_of(self, n_examples: int) -> DynamicCache:
         """Return keys and values for a batch, which its forward adds to."""
-        cache = copy.copy(self.cache)
-        cache.layers = [copy.copy(layer) for layer in cache.layers]
-        for layer in filled_layers(cache):
-            layer.keys = layer.keys.expand(n_examples, -1, -1, -1)
-            layer.values = layer.values.expand(n_examples, -1, -1, -1)
-        return cache
+        return continued_by(self.cache, n_examples)
 
     def before(self, states: torch.Tensor) -> torch.Tensor:
         """Put its final states before those of a batch."""

@@ -109,7 +109,9 @@ class AttentionReading(abc.ABC):
 
 
 class SpanReading(AttentionReading):
-    """The readings between spans of one forward."""
+    """The readings between spans of one forward; keys out of a cache are of no span."""
+
+    attends_to_cache = True
 
     def __init__(
         self,
@@ -432,6 +434,7 @@ def run_decoder(
     spans: torch.Tensor,
     budget: int,
     on_layer: Callable[[LayerPass], None],
+    cache: Cache | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run a decoder once and read its attention between spans on the way.
 
@@ -441,13 +444,14 @@ def run_decoder(
       spans: as in `SpanReading`.
       budget: likewise.
       on_layer: as in `watch_layers`.
+      cache: see `run_reading`; no span holds what is in it.
 
     Returns:
       Final-normed states `[n_examples, n_tokens, d_model]`, and the readings
       `[n_examples, n_tokens, 2, 2, n_attention_layers, n_heads]`.
     """
     reading = SpanReading(spans, ids, layout.attention_layers, budget)
-    return run_reading(layout, ids, reading, on_layer), reading.readings()
+    return run_reading(layout, ids, reading, on_layer, cache), reading.readings()
 
 
 def run_reading(

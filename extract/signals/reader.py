@@ -12,8 +12,15 @@ from typing import Self
 
 import numpy as np
 import torch
+from transformers import DynamicCache
 
 from beatrice.extract.backbone.loading import Backbone, layer_values
+from beatrice.extract.generate.local import (
+    FEWEST_SHARED,
+    begun_cache,
+    continued_by,
+    n_shared,
+)
 from beatrice.extract.signals import probability, residual
 from beatrice.extract.signals.attention import run_decoder
 from beatrice.extract.signals.batch import (
@@ -147,6 +154,8 @@ class SignalReader:
         self.head = probability.head_of(backbone.model)
         config = backbone.model.config.get_text_config()
         self._n_chosen = min(layer_values(config, "index_topk"), default=None)
+        # The beginning that was computed last, and its states; None if it has no such.
+        self._begun: tuple[np.ndarray, DynamicCache | None] = np.zeros(0, int), None
         n_heads = backbone.check_once(
             "parity", [], lambda: check_parity(backbone, self.final_norm, self.head)
         )
@@ -225,14 +234,17 @@ class SignalReader:
 
     @torch.no_grad()
     def _start(self, sequences: list[TokenSequence]) -> PendingSignals:
+        self.backbone.check_length(max(len(sequence.ids) for sequence in sequences))
+        device, layout = self.backbone.device, self.backbone.layout
+        starts = [first_read(sequence.spans[0, 0]) for sequence in sequences]
+        n_begun, cache = self._begin(sequences, min(starts))
+        sequences = [sequence.behind(n_begun) for sequence in sequences]
         lengths = [len(sequence.ids) for sequence in sequences]
         n_tokens = max(lengths)
-        self.backbone.check_length(n_tokens)
-        device, layout = self.backbone.device, self.backbone.layout
         ids = pad_batch([sequence.ids for sequence in sequences], device)
         targets = pad_batch([sequence.targets for sequence in sequences], device)
         spans = np.stack([sequence.spans for sequence in sequences])
-        firsts = [first_read(start) for start in spans[:, 0, 0]]
+        firsts = [start - n_begun for start in starts]
         read = list(zip(firsts, lengths, strict=True))
         rows = hidden_rows = Rows(read, n_tokens, device)
         if self.hidden_spans == "answer":
@@ -247,6 +259,7 @@ class SignalReader:
             torch.from_numpy(spans),
             budget.n_attention_weights,
             stream.on_layer,
+            cache,
         )
         prob = self.probabilities(rows.of(final), rows.of(targets))
         resid = torch.cat(stream.resid, dim=-1)
@@ -257,6 +270,32 @@ class SignalReader:
             scalars={name: copies.copy(values) for name, values in scalars.items()},
             hidden_rows=hidden_rows.slices(),
             rows=rows.slices(),
-            firsts=firsts,
+            firsts=starts,
             copies=copies,
         )
+
+    def _begin(
+        self, sequences: list[TokenSequence], n_most: int
+    ) -> tuple[int, DynamicCache | None]:
+        """Return how many tokens are computed once for all, and their states.
+
+        These are tokens that all sequences begin with and nothing is read of. Which
+        they are depends on the batch alone, so that a store's bytes do; they are kept
+        for the next batch, which mostly begins like this one.
+        """
+        layout = self.backbone.layout
+        n = min(n_most, n_shared([sequence.ids.tolist() for sequence in sequences]))
+        asks = layout.decoder._can_set_attn_implementation()
+        if n < FEWEST_SHARED or not asks or self._n_chosen is not None:
+            return 0, None
+        beginning = sequences[0].ids[:n]
+        if not np.array_equal(self._begun[0], beginning):
+            ids = torch.from_numpy(beginning.copy())[None].to(self.backbone.device)
+
+            def run(cache: DynamicCache) -> None:
+                layout.decoder(input_ids=ids, past_key_values=cache, use_cache=True)
+
+            self._begun = beginning, begun_cache(layout, n, run)
+        if (cache := self._begun[1]) is None:
+            return 0, None
+        return n, continued_by(cache, len(sequences))

@@ -47,6 +47,11 @@ class TokenSequence:
                 f"{n_tokens} tokens, found {self.spans.tolist()}"
             )
 
+    def behind(self, n_tokens: int) -> "TokenSequence":
+        """Return the sequence without its first tokens, which no span may hold."""
+        ids, targets = self.ids[n_tokens:], self.targets[n_tokens:]
+        return TokenSequence(ids=ids, targets=targets, spans=self.spans - n_tokens)
+
 
 class Reader(Protocol):
     """What reads signals, see `extract.signals.reader.SignalReader`.
@@ -76,7 +81,7 @@ class Reader(Protocol):
         ...
 
     def start(self, sequences: list[Any]) -> Any:
-        """Begin to read a batch.
+        """Begin to read a batch; the next may be begun before its result is taken.
 
         Its `result()` gives an object per sequence, `[n_rows, …]` by family: rows of
         the last `n_rows` tokens, those before `first_read` may be missing.

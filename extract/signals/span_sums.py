@@ -285,7 +285,8 @@ def span_readings(
     """Read one layer's attention between spans.
 
     Args:
-      call: queries, keys and mask; or the weights that the model computed.
+      call: queries, keys and mask, keys out of a cache before the queries' own; or the
+        weights that the model computed.
       members: `[n_examples, 3, n_tokens]` bool, tokens of context, question, answer.
       rows: `[start, stop)` covering every question and answer token.
       budget: most attention weights alive at once.
@@ -298,10 +299,12 @@ def span_readings(
       Partners are the two other spans in the order context, question, answer. Tokens
       of no span, and empty or unseen partners, read zero.
     """
+    n_cached = call.n_cached
+    keys = torch.nn.functional.pad(members[:, :2], (n_cached, 0))
     by_row, by_key, attended = span_sums(
-        call, members[:, :2], members[:, 1:], rows, budget, value
+        call, keys, members[:, 1:], rows, budget, value
     )
-    return entropies_and_masses(by_row, by_key, members), attended
+    return entropies_and_masses(by_row, by_key[..., n_cached:], members), attended
 
 
 def entropies_and_masses(

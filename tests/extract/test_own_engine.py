@@ -78,6 +78,16 @@ class Arrays:
     attn: np.ndarray
 
 
+@dataclasses.dataclass
+class Started:
+    """A batch that was read."""
+
+    batch: list[Arrays]
+
+    def result(self):
+        return self.batch
+
+
 class OneHot:
     """A reader whose signals are arrays made of the ids alone."""
 
@@ -91,11 +101,8 @@ class OneHot:
     }
 
     def start(self, sequences):
-        self.batch = list(map(self.read, sequences))
-        return self
-
-    def result(self):
-        return self.batch
+        # The next batch is started before this one's result is taken.
+        return Started(list(map(self.read, sequences)))
 
     def read(self, sequence):
         ids, next_ids = sequence.ids, sequence.targets

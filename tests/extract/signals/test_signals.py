@@ -480,6 +480,60 @@ def test_rows_behind_worked_examples_are_those_of_the_oracle(name, n_spared):
             np.testing.assert_allclose(rows, expected[first:], atol=oracle.TOLERANCE)
 
 
+def batch_with_examples(n_examples, n_common, seed=9):
+    """Sequences that begin alike; of `n_common` tokens 50 are before the spans."""
+    common = make_sequence(seed, n_common, [0, 0], [0, 0], [0, 0]).ids
+    batch = mixed_batch()[1:2] * n_examples
+    for i, sequence in enumerate(batch):
+        ids = make_sequence(20 + i, 70 - i, [0, 0], [0, 0], [0, 0]).ids.copy()
+        ids[:n_common] = common
+        targets = np.append(ids[1:], 5)
+        spans = sequence.spans - np.array([[0, 0], [0, i], [i, i]])
+        batch[i] = dataclasses.replace(sequence, ids=ids, targets=targets, spans=spans)
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("name", "is_shared"),
+    [("llama", True), ("gpt2", True), ("minicpm3", True), ("olmo2", True)]
+    # Its window is shorter; recurrent states; it asks for no attention function.
+    + [("gemma3", False), ("qwen3_5", False), ("bloom", False)],
+)
+def test_what_prompts_begin_with_before_any_span_is_computed_once(name, is_shared):
+    model = tiny_model(name)
+    reader = SignalReader(Backbone.from_model(model), budget=SMALL)
+    twin, widths = oracle.copy_with_attention(model, "eager"), []
+    embeddings = reader.backbone.model.get_input_embeddings()
+    embeddings.register_forward_hook(lambda _, ids, out: widths.append(ids[0].shape))
+    # The passage is common too (55 tokens), but of a span: it is read of each.
+    batch = batch_with_examples(3, 55)
+    widths.clear()
+    readings = reader.read(batch)
+    tried = [] if name in ("qwen3_5", "bloom") else [(1, 50)]
+    behind = [(3, 20)] if is_shared else [(3, 70)]
+    assert [tuple(shape) for shape in widths] == tried + behind
+    for sequence, signals in zip(batch, readings, strict=True):
+        assert signals.first_token == 50
+        for family, expected in oracle.oracle_signals(twin, sequence).items():
+            rows = getattr(signals, family)
+            np.testing.assert_allclose(rows, expected[50:], atol=oracle.TOLERANCE)
+    widths.clear()
+    again = reader.read(batch[:1])  # begins like the batch before: not run again
+    assert [tuple(shape) for shape in widths] == [(1, 20 if is_shared else 70)]
+    assert largest_difference(again[0], readings[0]) < 1e-5
+    widths.clear()
+    reader.read(batch_with_examples(2, 55, seed=10))  # another beginning
+    assert widths[-1] == (2, 20 if is_shared else 70)
+    assert len(widths) == 1 + bool(tried)
+
+
+def test_a_beginning_that_holds_a_token_of_a_span_is_refused():
+    (sequence,) = batch_with_examples(1, 55)
+    assert sequence.behind(50).spans[0, 0] == 0
+    with pytest.raises(ValueError, match="spans must be half-open"):
+        sequence.behind(51)
+
+
 def test_a_short_beginning_is_read_and_a_long_one_is_not():
     assert [first_read(n) for n in (0, 1, 30, 47)] == [0, 0, 0, 0]
     assert [first_read(n) for n in (48, 200)] == [48, 200]
