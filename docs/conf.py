@@ -3,6 +3,8 @@
 project = "beatrice"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
+html_title = "beatrice"
+html_show_copyright = False
 exclude_patterns = ["results/demo.md", "results/smoke.md"]
 myst_heading_anchors = 3
 # Links out of docs/ are to rooms of the repository, which have no page here.

@@ -439,7 +439,11 @@ def shown_sets(
             )
         ]
         place = {"setting": rows.setting, "dataset": dataset, "split": split}
-        counts = {"n": len(where), "threshold": trusted_from}
+        counts = {
+            "n": len(where),
+            "threshold": trusted_from,
+            "is_certified": wanted is not None,
+        }
         sets.append({**place, **counts, "kinds": kinds})
     return sets
 

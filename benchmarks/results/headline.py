@@ -66,15 +66,19 @@ def _trust_in_words(shown: Sequence[Mapping[str, Any]]) -> str:
     parts = []
     for setting, words in SETTINGS_IN_WORDS.items():
         n: Counter[str] = Counter()
+        is_certified = True
         for place in shown:
             if (place["setting"], place["split"]) == (setting, "test"):
                 n.update({kind["name"]: kind["n"] for kind in place["kinds"]})
+                is_certified &= place.get("is_certified", True)
         if not n.total():
             continue
         right, all_right = n["right and trusted"], n["right and distrusted"]
         n_trusted = right + n["wrong and missed"]
         part = f"{100 * n_trusted / n.total():.0f} % of the answers {words}"
-        if n_trusted:
+        if not is_certified:
+            part = f"none of the answers {words}, where no P holds the wanted precision"
+        elif n_trusted:
             part += f", right in {100 * right / n_trusted:.0f} %"
         every = 100 * (right + all_right) / n.total()
         parts.append(f"{part} (all answers: {every:.0f} %)")

@@ -194,13 +194,17 @@ class ShownKind(Record, frozen=True, kw_only=True):
 
 
 class ShownSet(Record, frozen=True, kw_only=True):
-    """What is shown of the `n` answers of a set; trusted from P = `threshold`."""
+    """What is shown of the `n` answers of a set; trusted from P = `threshold`.
+
+    A threshold that is not certified divides the answers on the page alone.
+    """
 
     setting: Setting
     dataset: str
     split: str
     n: int
     threshold: Share
+    is_certified: bool = True
     kinds: tuple[ShownKind, ...]
 
 
@@ -354,7 +358,10 @@ def render_report(data: ReportData) -> str:
             numbers=numbers(results, data.reliability),
             answers_first=first,
             answers_rest=rest,
-            thresholds={x["setting"]: x["threshold"] for x in data.shown},
+            thresholds={
+                x["setting"]: (x["threshold"], x.get("is_certified", True))
+                for x in data.shown
+            },
             findings=grids(answered),
             verdicts=verdicts,
             undecided=undecided,

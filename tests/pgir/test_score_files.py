@@ -177,7 +177,7 @@ def test_a_note_of_many_rows_is_written_once_and_named_by_its_number():
     results[0]["reason"] = "its own"
     text = page("A page", "", [("q", (), result) for result in results])
     assert text.count("of all") == text.count("its own") == 1
-    assert text.count(">note (1)<") == 3
+    assert text.count(">notes above: 1<") == 3
 
 
 def test_the_page_counts_every_answer_and_says_what_it_leaves_out():

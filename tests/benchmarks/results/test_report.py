@@ -163,6 +163,9 @@ def test_the_headline_says_how_perplexity_compares_and_what_is_trusted():
         first,
     )
     assert second.startswith("beatrice trusts ") and "right in" in second
+    bare = [place | {"is_certified": False} for place in PARTS["shown"]]
+    _, second = headline(sample_results(), bare)
+    assert second.startswith("beatrice trusts none of the answers from memory")
 
 
 def test_a_calibration_that_made_it_worse_is_said_in_words():
