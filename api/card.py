@@ -7,7 +7,15 @@ from typing import Any
 from beatrice.jaxprobe.detector import Detector
 
 CARD = "README.md"
-_METRICS = {"auroc": "AUROC", "auprc": "AUPRC", "ece": "ECE", "brier": "Brier"}
+_METRICS = {
+    "auroc": "AUROC",
+    "auroc of perplexity": "perplexity's",
+    "auroc of text alone": "of text alone",
+    "auprc": "AUPRC",
+    "ece": "ECE",
+    "brier": "Brier",
+}
+_OF_PROBE = ("auroc", "auprc", "ece", "brier")
 _HEADS = {
     "closed_book": "closed-book answers",
     "with_context": "answers with context, read in both passes",
@@ -80,7 +88,9 @@ def _front_matter(model: str, report: Sequence[Mapping[str, Any]]) -> str:
             "metrics": [{"type": row["metric"], "value": row["value"]}],
         }
         for row in report
-        if row["split"] != "validation" and row["value"] is not None
+        if row["split"] != "validation"
+        and row["value"] is not None
+        and row["metric"] in _OF_PROBE
     ]
     if results:
         fields["model-index"] = [{"name": f"{model} probe", "results": results}]

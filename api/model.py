@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     )
     from beatrice.extract.signals.extract import ExtractConfig
     from beatrice.extract.signals.reader import SignalReader
+    from beatrice.extract.signals.sequence import Reader
     from beatrice.signals import Signals
 
+_TOGETHER = 256  # questions between two of which a kill costs nothing
 _NO_SPLIT = "test"  # a question that is asked here is of none; a record needs one
 
 
@@ -118,7 +120,9 @@ class LanguageModel:
           read: whether signals are read in the passes that write the answers. A model
             whose attention or cache does not allow it warns, and reads them again.
           layers: as in `read`, where signals are read.
-          store: likewise.
+          store: likewise. Answers and what was read of each batch lie beside it in
+            `<store>.written`, and the same call continues there after a kill; keep
+            both folders or neither.
 
         Returns:
           The answers, in the order of the questions, with the exact ids that were read
@@ -165,15 +169,15 @@ class LanguageModel:
             warnings.warn(f"{reason}; the answers are read again", stacklevel=3)
             answers = generate(self.backbone, requests, generation)
             return answers, self.read(answers, layers=layers, store=store)
-        answers, written = generate_and_read(reader, requests, generation)
-        url = memory_url() if store is None else store
-        extract(
-            ReadBefore.of(reader, answers, written),
-            answers,
-            url,
-            ExtractConfig(hidden_layers=layers),
-            about=self._about(answers),
-        )
+        config, url = ExtractConfig(hidden_layers=layers), store or memory_url()
+        if store is None or "://" in str(store):
+            answers, signals = generate_and_read(reader, requests, generation)
+            written = ReadBefore.of(reader, answers, signals)
+            extract(written, answers, url, config, about=self._about(answers))
+            return answers, Signals(open_store(url), model=self)
+        place = Path(f"{store}.written")
+        answers, written = _answer_on_disk(reader, requests, generation, config, place)
+        extract(written, answers, url, config, about=self._about(answers))
         return answers, Signals(open_store(url), model=self)
 
     def read(
@@ -258,6 +262,60 @@ class LanguageModel:
                 "a model in memory needs its tokenizer to answer questions: "
                 "LanguageModel(model, tokenizer)"
             )
+
+
+def _answer_on_disk(
+    reader: "SignalReader",
+    requests: "Sequence[Request]",
+    generation: "GenerationConfig",
+    config: "ExtractConfig",
+    place: Path,
+) -> "tuple[list[Answer], Reader]":
+    """Answer and read, some at a time; what an earlier call wrote stays.
+
+    Args:
+      reader: of the model.
+      requests: prompts.
+      generation: how answers are written.
+      config: what is kept of each.
+      place: a folder for answers, and for signals until a store has them.
+
+    Returns:
+      The answers, and a reader of their signals.
+    """
+    from beatrice.extract.records import to_json
+    from beatrice.extract.run.files import JsonLines, sha256_json, write_new_text
+    from beatrice.extract.signals.decode import generate_and_read
+    from beatrice.extract.signals.written import ReadBefore, WrittenSignals, save_batch
+
+    about = [reader.fingerprint, generation.max_new_tokens, list(generation.stop)]
+    write_new_text(place / "about", sha256_json(about))
+    lines = JsonLines.open(place / "answers.jsonl")
+    rows = {row.example_id: row for row in lines.intact_rows(Answer)}
+    missing = [
+        request
+        for request in requests
+        if (row := rows.get(request.example_id)) is None
+        or row.prompt_ids != request.prompt.ids
+    ]
+    for first in range(0, len(missing), _TOGETHER):
+        some = missing[first : first + _TOGETHER]
+        answers, signals = generate_and_read(reader, some, generation)
+        save_batch(place, reader, config, answers, signals)
+        lines.append(map(to_json, answers))
+        rows |= {answer.example_id: answer for answer in answers}
+    written = WrittenSignals.open(place, reader.fingerprint, config)
+    if written is not None:
+        reader_of_written = ReadBefore(
+            written,
+            hidden_layers=written.hidden_layers,
+            hidden_spans=written.hidden_spans,
+            fingerprint=reader.fingerprint,
+            shapes=written.shapes,
+            open_reader=lambda: reader,
+        )
+    ordered = [rows[request.example_id] for request in requests]
+    return ordered, reader if written is None else reader_of_written
 
 
 def _open(

@@ -6,6 +6,7 @@ quarter calibrates and a quarter is held back and measures.
 """
 
 import json
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,10 +16,11 @@ import numpy as np
 
 from beatrice.extract.records import Answer, Example
 from beatrice.extract.run.console import Progress, in_words
+from beatrice.extract.run.files import sha256_json
 from beatrice.jaxprobe.scope import LEAST_ANSWERS
 
 _SHARES = {"train": 0.5, "validation": 0.25, "test": 0.25}
-_TRIED = 10  # questions that are timed before the rest
+_TRIED = 50  # questions that are answered first, timed and looked at
 # Right answers, and wrong ones, of which every part has enough.
 ENOUGH = round(LEAST_ANSWERS / min(_SHARES.values()))
 
@@ -78,11 +80,20 @@ def split_answers(labels: np.ndarray, seed: int = 0) -> np.ndarray:
 
 
 def answer_and_label(
-    model: Any, questions: Sequence[Example], note: Callable[[str], None]
+    model: Any,
+    questions: Sequence[Example],
+    work: Path,
+    note: Callable[[str], None],
 ) -> Labelled:
     """Answer with signals in one pass, and label by exact match with the golds.
 
     A chat model sees worked examples of short answers, which a gold can match.
+
+    Args:
+      model: a `LanguageModel`.
+      questions: with golds.
+      work: a folder for answers and signals, where the same call continues.
+      note: called with what takes how long, and with what looks wrong.
     """
     from beatrice.extract.generate.prompts import SHOTS
     from beatrice.extract.generate.requests import PromptConfig
@@ -91,8 +102,16 @@ def answer_and_label(
     if model.prompt.chat:
         # In a chat SmolLM2 answers in sentences, of which 0 of 301 match a gold.
         model.prompt = PromptConfig(template="few-shot", shots=SHOTS)
-    _forecast(lambda tried: model.answer(tried, read=True), questions, note)
-    answers, signals = model.answer(questions, read=True)
+    if not work.exists():
+        tried = questions[:_TRIED]
+        written = _forecast(lambda q: model.answer(q, read=True), questions, note)
+        pairs = list(zip(written[0], tried, strict=True))
+        labels = [exact_match(a.text, q.golds) for a, q in pairs]
+        if len(set(labels)) == 1 and len(labels) > 1:
+            note(_one_sided(pairs, labels[0]))
+    digest = sha256_json([[q.id, q.question] for q in questions])  # others begin anew
+    store = work / f"signals-{digest[:12]}"
+    answers, signals = model.answer(questions, read=True, store=store)
     pairs = zip(answers, questions, strict=True)
     labels = np.array([exact_match(a.text, q.golds) for a, q in pairs])
     return Labelled(answers, signals, labels, split_answers(labels))
@@ -102,16 +121,36 @@ def _forecast(
     work: Callable[[Sequence[Any]], Any],
     items: Sequence[Any],
     note: Callable[[str], None],
-) -> None:
-    """Say how long work on all items will take, by the first of them."""
+) -> Any:
+    """Say how long work on all items will take, by the first; return their result."""
     tried = items[:_TRIED]
     work(tried[:1])  # what is done once is no measure of the rest
     began = time.monotonic()
-    work(tried)
+    result = work(tried)
     seconds = (time.monotonic() - began) * len(items) / len(tried)
     note(
         f"{len(items)} answers with their signals: at most {in_words(seconds)} by the "
         f"first {len(tried)} (larger batches are faster), then a minute or two to fit"
+    )
+    return result
+
+
+def _one_sided(pairs: Sequence[tuple[Answer, Example]], is_right: bool) -> str:
+    """Return what to do where the first answers are all right, or all wrong."""
+    if is_right:
+        return (
+            f"warning: all of the first {len(pairs)} answers are right; a probe needs "
+            "wrong ones too: stop (Ctrl-C) and give harder questions, unless some are "
+            "still to come"
+        )
+    shown = "; ".join(
+        f"{q.question!r}: {a.text!r}, expected {q.golds[0]!r}" for a, q in pairs[:3]
+    )
+    return (
+        f"warning: none of the first {len(pairs)} answers is right ({shown}). If these "
+        "should count, stop (Ctrl-C): add what the model writes to the golds, or label "
+        "the answers yourself and give them with --labelled; if they are wrong, give "
+        "easier questions, unless some are still to come"
     )
 
 
@@ -137,8 +176,27 @@ def read_given(
     return Labelled(answers, model.read(answers), labels, splits)
 
 
-def worth_in_words(probe: Any, labelled: Labelled) -> list[str]:
-    """Say what a probe is worth on the answers that were held back, a line each."""
+def text_scores(labelled: Labelled, questions: Sequence[str]) -> np.ndarray:
+    """Return P(correct) of answers by the words of question and answer alone, `[n]`."""
+    from beatrice.benchmarks.baselines.plain import fit_tfidf, joined_text
+
+    pairs = zip(questions, labelled.answers, strict=True)
+    texts = [joined_text(question, answer.text) for question, answer in pairs]
+    rows = []
+    for split in ("train", "validation"):
+        where = np.flatnonzero(labelled.splits == split)
+        rows += [[texts[i] for i in where], labelled.labels[where]]
+    return fit_tfidf(*rows).score(texts)
+
+
+def compare(
+    probe: Any, labelled: Labelled, questions: Sequence[str]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Compare a probe with its baselines on the answers that were held back.
+
+    Returns:
+      Rows as `Probe.report` has them, of the baselines, and a line each for people.
+    """
     from beatrice.jaxprobe.metrics import auroc, auroc_interval
     from beatrice.pgir.controllers.adaptive import answer_log_probs
 
@@ -150,14 +208,19 @@ def worth_in_words(probe: Any, labelled: Labelled) -> list[str]:
     at = [order[answer.key] for answer in labelled.answers]
     log_probs = answer_log_probs(signals.store)[at]
     lines = [f"{len(labels)} answers held back, {int(labels.sum())} of them right:"]
+    rows = []
     for name, scores in (
         ("probe", p_correct),
         ("perplexity", log_probs[where]),
+        ("text alone", text_scores(labelled, questions)[where]),
         ("length alone", -lengths[where].astype(float)),
     ):
         low, high = auroc_interval(scores, labels)
         value = auroc(scores, labels).value
         lines.append(f"  {name:<14}AUROC {value:.3f} [{low:.3f}, {high:.3f}]")
+        row = {"head": "closed_book", "split": "test", "metric": f"auroc of {name}"}
+        interval = {"value": value, "ci_low": low, "ci_high": high}
+        rows.append({**row, **interval, "n": len(labels), "n_right": int(labels.sum())})
     report = probe.report.query("split == 'test' and metric == 'ece'")
     brier = ((p_correct - labels) ** 2).mean()
     base = labels.mean() * (1 - labels.mean())
@@ -165,7 +228,22 @@ def worth_in_words(probe: Any, labelled: Labelled) -> list[str]:
         f"  calibration   ECE {report['value'].item():.3f}, Brier score {brier:.3f} "
         f"(of the share of right answers alone {base:.3f})"
     )
-    return lines
+    return rows[1:], lines
+
+
+def examples_of(
+    probe: Any, labelled: Labelled, questions: Sequence[str]
+) -> list[dict[str, str]]:
+    """Return some held-back answers that `Probe.save` can score, for a self-test."""
+    from beatrice.probe import MOST_EXAMPLES
+
+    where = np.flatnonzero(labelled.splits == "test")[: 4 * MOST_EXAMPLES]
+    rows = [
+        {"question": questions[i], "answer": labelled.answers[i].text} for i in where
+    ]
+    scores = probe.score_many(rows)
+    pairs = zip(rows, scores, strict=True)
+    return [row for row, score in pairs if score.p_correct is not None][:MOST_EXAMPLES]
 
 
 def check_folder(path: Path) -> None:
@@ -199,19 +277,21 @@ def fit_own(
     """
     from beatrice.model import LanguageModel
 
-    progress = Progress()
+    progress, work = Progress(), folder.with_name(f"{folder.name}.work")
+    questions = [row[0] if is_labelled else row.question for row in rows]
     language_model, began = LanguageModel(model), time.monotonic()
     if is_labelled:
         data = read_given(language_model, rows, progress.note)
     else:
-        data = answer_and_label(language_model, rows, progress.note)
+        data = answer_and_label(language_model, rows, work, progress.note)
     answered = time.monotonic()
     from beatrice.fitting import fit as fit_probe
 
     probe = fit_probe(
         data.signals, data.labels.tolist(), splits=data.splits.tolist(), progress=False
     )
-    say("\n".join(worth_in_words(probe, data)))
+    baselines, lines = compare(probe, data, questions)
+    say("\n".join(lines))
     took = [(b - a) / 60 for a, b in ((began, answered), (answered, time.monotonic()))]
     say(f"{took[0]:.1f} minutes to answer and read, {took[1]:.1f} to fit")
     n_right, n = int(data.labels.sum()), len(data.labels)
@@ -224,5 +304,10 @@ def fit_own(
             "questions; nothing is saved (--untrustworthy saves it, and each of its "
             "scores says so)"
         )
-    probe.save(folder, untrustworthy=untrustworthy)
+    probe.with_report([*probe.rows, *baselines]).save(
+        folder,
+        examples=examples_of(probe, data, questions),
+        untrustworthy=untrustworthy,
+    )
+    shutil.rmtree(work, ignore_errors=True)  # the probe is all that is needed
     say(f"{folder}: load it with beatrice.load({str(folder)!r})")

@@ -24,7 +24,7 @@ from beatrice.extract.run.files import (
     sha256_file,
 )
 from beatrice.jaxprobe.detector import ARRAYS, CONFIG, Detector, HeadName
-from beatrice.pgir.arguments import as_path
+from beatrice.pgir.arguments import argument_error, as_path
 
 if TYPE_CHECKING:
     import pandas
@@ -97,8 +97,14 @@ class Probe:
         Rows of the split "validation" flatter: it has chosen layer, encoders, heads and
         map. Those of "test" do not.
         """
-        import pandas
-
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError(
+                "report is a table of pandas, which is not installed: pip install "
+                "pandas, or read the same rows in `rows`",
+                name="pandas",
+            ) from error
         return pandas.DataFrame(list(self.rows))
 
     def with_report(self, report: Iterable[Mapping[str, Any]]) -> "Probe":
@@ -213,6 +219,37 @@ class Probe:
           batch_size: most answers in one forward pass.
         """
         return self.scorer.score_many(rows, batch_size)
+
+    def score_frame(self, frame: Any, batch_size: int = 64) -> Any:
+        """Return a data frame with what `score_many` says of each row beside it.
+
+        Added are the columns `p_correct`, `decision`, `reason`, `warnings` (joined by
+        "; ") and `error`; columns of other names that `score` does not know are an
+        error of their row.
+
+        Args:
+          frame: of pandas or Polars, with columns that `score` takes: `question`,
+            `answer` and perhaps `context`.
+          batch_size: most answers in one forward pass.
+
+        Raises:
+          ValueError: it is another thing, or has one of the added columns already.
+        """
+        added = ("p_correct", "decision", "reason", "warnings", "error")
+        if not hasattr(frame, "assign") and not hasattr(frame, "with_columns"):
+            raise argument_error("frame", "a data frame of pandas or Polars", frame)
+        if there := [name for name in added if name in frame.columns]:
+            raise ValueError(f"frame: it has a column {there[0]!r} already; rename it")
+        columns: dict[str, list[Any]] = {name: [] for name in added}
+        for score in self.score_many(frame, batch_size):
+            for name in added:
+                value = getattr(score, name)
+                columns[name].append("; ".join(value) if name == "warnings" else value)
+        if hasattr(frame, "assign"):
+            return frame.assign(**columns)
+        import polars
+
+        return frame.with_columns(polars.Series(k, v) for k, v in columns.items())
 
     @overload
     def answer(

@@ -11,6 +11,7 @@ for a token: P(correct) is one number for the whole answer, read from more than 
 
 import collections
 import dataclasses
+import html
 import itertools
 import json
 import math
@@ -303,6 +304,41 @@ def _entry(shown: "Shown") -> dict[str, Any]:
         "tokens": spelled,
         "notes": [*([reason] if reason else []), *result.get("warnings", [])],
     }
+
+
+_RAISES, _LOWERS = "31, 104, 173", "179, 78, 12"  # red, green, blue
+
+
+def score_html(result: Mapping[str, Any], effects: Sequence[float]) -> str:
+    """Return one score for a notebook: its answer, P and notes.
+
+    Args:
+      result: see `Score.as_json`.
+      effects: of each token on P, see `Score.effects`; none, and nothing is tinted.
+    """
+    entry = _entry((None, (), result))
+    most = max(map(abs, effects), default=0.0) or 1.0
+    spans = []
+    for token, effect in itertools.zip_longest(entry["tokens"], effects):
+        style, title = "", f"log p = {token['log_p']}"
+        if effect is not None:
+            colour = _RAISES if effect > 0 else _LOWERS
+            style = (
+                f' style="background: rgba({colour}, {0.6 * abs(effect) / most:.2f})"'
+            )
+            title = f"moves P by {effect:+.3f}, {title}"
+        spans.append(
+            f'<span{style} title="{title}">{html.escape(token["text"])}</span>'
+        )
+    p = "no P" if entry["p"] is None else f"P(correct) = {entry['p']}"
+    notes = "".join(
+        f"<br><small>{html.escape(note)}</small>" for note in entry["notes"]
+    )
+    kind = entry["kind"]
+    return (
+        f'<div><b>{SIGNS[kind]} {kind} · {p}</b><br><span style="white-space: '
+        f'pre-wrap">{"".join(spans)}</span>{notes}</div>'
+    )
 
 
 def _bars(results: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], int]:

@@ -6,7 +6,8 @@ of the signals, see `jaxprobe.scope`; the texts stand in `pgir.warnings`.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -64,7 +65,7 @@ _HEADS: dict[Setting, HeadName] = {
 Decision = Literal["trust", "distrust", "unknown"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Score:
     """What the detector says of one answer.
 
@@ -82,6 +83,7 @@ class Score:
       tokens: the answer's text, a piece a token.
       log_probs: of each token, log p in nats under the backbone, at most 0.
       text: the answer, where the model wrote it in the pass that was scored.
+      masked: computes `effects`; None where many answers were scored at once.
       error: what is wrong with the row, where `score_many` could not read it as an
         answer at all; `reason` says the same.
     """
@@ -96,6 +98,31 @@ class Score:
     log_probs: tuple[float, ...] = ()
     text: str | None = None
     error: str | None = None
+    masked: Callable[[], tuple[float, ...]] | None = dataclasses.field(
+        default=None, compare=False
+    )
+
+    @functools.cached_property
+    def effects(self) -> tuple[float, ...]:
+        """What each token does to P: P minus P of the answer without its signals.
+
+        Of an answer that was scored alone; else empty. Computed when first asked for.
+        """
+        return () if self.masked is None else self.masked()
+
+    def __repr__(self) -> str:
+        """Say it in one line."""
+        return f"Score({self})"
+
+    def _repr_html_(self) -> str:
+        """Show the answer in a notebook, each token tinted by its effect on P."""
+        from beatrice.pgir.score_files import score_html
+
+        return score_html(self.as_json(), self.effects)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled; what computes `effects` holds the detector."""
+        return {**self.__dict__, "effects": self.effects, "masked": None}
 
     def __str__(self) -> str:
         """Return the answer, P(correct) and the decision in one line."""
@@ -105,7 +132,8 @@ class Score:
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields as JSON; `text` and `error` only where there is one."""
-        fields = dataclasses.asdict(self)
+        fields = dataclasses.asdict(dataclasses.replace(self, masked=None))
+        del fields["masked"]
         for name in ("text", "error"):
             if fields[name] is None:
                 del fields[name]
@@ -547,7 +575,31 @@ class Scorer:
             warnings = warn_before(detector, probed.backbone, prepared) + mixed
             warnings += outside[i]
             surprisal = reading.signals[i].prob[prepared.answer_tokens, 1]
-            yield self._make_score(setting, prepared, scores, i, surprisal, warnings)
+            score = self._make_score(setting, prepared, scores, i, surprisal, warnings)
+            if len(inputs) == 1 and score.p_correct is not None:
+                masked = self._masked(setting, features, score)
+                score = dataclasses.replace(score, masked=masked)
+            yield score
+
+    def _masked(
+        self, setting: Setting, features: Features, score: Score
+    ) -> Callable[[], tuple[float, ...]]:
+        """Return what computes `Score.effects` of one answer."""
+
+        def effects() -> tuple[float, ...]:
+            values = []
+            # A token's signals are those of the place that emits it.
+            for place in np.flatnonzero(features.masks[-1][0])[: len(score.tokens)]:
+                answer = features.masks[-1].copy()
+                answer[0, place] = False
+                without = Features(features.tokens, (*features.masks[:-1], answer))
+                with self.probed.lock:
+                    passes: dict[Setting, Features] = {setting: without}
+                    scores = self.probed.forward.score(_HEADS[setting], passes)
+                values.append(float(score.p_correct or 0.0) - scores.p_correct[0])
+            return tuple(map(float, values))
+
+        return effects
 
     def _scores(self, setting: Setting, reading: Reading) -> tuple[Features, Scores]:
         """Return what the detector reads of answers, and what it says of them."""

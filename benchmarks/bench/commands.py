@@ -26,6 +26,7 @@ BENCHES = {
     "survey": "Read every model type of Transformers, or say why not.",
     "written": "Say which model types are read while they write.",
     "answer": "Time answers with their signals beside the answers alone.",
+    "score": "Time one score, from the shell and in a warm process.",
     "extract": "Time a full reading beside the bare forward with logits.",
     "train": "Time the training grid beside PyTorch.",
     "select": "Train the heads of one search round beside PyTorch.",

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from transformers import BloomConfig, BloomForCausalLM
@@ -237,3 +238,22 @@ def test_layers_that_the_model_has_not_are_refused(model):
     for layers in ("last", [99], [-1]):
         with pytest.raises(ValueError, match="layers"):
             model.read(answers, layers=layers)
+
+
+def test_a_data_frame_gets_p_and_its_reasons_beside_each_row():
+    probe = beatrice.load("embedded")
+    question = "where was Skiband Rugrond born?"
+    answers = ["Guzolt Falls", "", "Vovem Works"]
+    frame = pandas.DataFrame({"question": question, "answer": answers}, index=[7, 5, 3])
+    scored = probe.score_frame(frame)
+    assert list(scored.index) == [7, 5, 3] and list(scored.answer) == answers
+    scores = probe.score_many(frame)
+    for row, score in zip(scored.itertuples(), scores, strict=True):
+        p_correct = None if row.p_correct != row.p_correct else row.p_correct
+        assert (p_correct, row.decision) == (score.p_correct, score.decision)
+        assert row.warnings == "; ".join(score.warnings)
+    assert "empty" in scored.error[5] and list(frame.columns) == ["question", "answer"]
+    with pytest.raises(ValueError, match="'p_correct' already"):
+        probe.score_frame(scored)
+    with pytest.raises(ValueError, match="a data frame of pandas or Polars"):
+        probe.score_frame([frame])

@@ -1,6 +1,7 @@
 """The verb `fit`: from a model and questions to a probe, or a sentence why not."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import beatrice
 from beatrice.cli import main
 from beatrice.extract.run.contents import read_examples
 from beatrice.extract.run.directory import RunDir
+from beatrice.extract.store.store import read_family
 from beatrice.own_model import split_answers
 
 
@@ -31,8 +33,14 @@ def test_a_model_and_questions_become_a_probe_that_says_what_it_is_worth(
 ):
     done = called("embedded", questions, tmp_path / "probe", "--untrustworthy")
     assert done.exit_code == 0, done.output
-    for words in ("held back", "perplexity", "length alone", "ECE", "minutes"):
+    for words in ("perplexity", "text alone", "length alone", "ECE", "minutes"):
         assert words in done.output
+    lines = (tmp_path / "probe" / "examples.jsonl").read_text().splitlines()
+    assert len(lines) == 5  # whose P is looked at where the probe is loaded
+    assert (
+        "| perplexity's | of text alone |" in (tmp_path / "probe/README.md").read_text()
+    )
+    assert not (tmp_path / "probe.work").exists()
     probe = beatrice.load(tmp_path / "probe")
     score = probe.answer("where was Skiband Rugrond born?")
     assert 0 < score.p_correct < 1
@@ -55,6 +63,41 @@ def test_answers_that_are_all_wrong_or_few_are_refused_with_how_many_would_do(
     path.write_text("\n".join(map(json.dumps, lines[5:])), encoding="utf-8")
     done = called("embedded", "--labelled", path, tmp_path / "probe")
     assert "too few to fit: 0 right and 19 wrong" in done.output
+
+
+def test_answers_that_match_no_gold_are_said_at_once_with_what_to_do(
+    questions, tmp_path
+):
+    rows = map(json.loads, questions.read_text(encoding="utf-8").splitlines())
+    lines = [json.dumps({**row, "golds": ["nothing like it"]}) for row in rows][:60]
+    questions.write_text("\n".join(lines), encoding="utf-8")
+    done = called("embedded", questions, tmp_path / "probe")
+    assert done.exit_code == 1
+    assert "none of the first 50 answers is right ('" in done.output
+    assert "expected 'nothing like it'" in done.output and "--labelled" in done.output
+
+
+def test_a_fit_that_was_killed_goes_on_with_the_answers_that_are_there(tmp_path):
+    model = beatrice.LanguageModel("embedded")
+    questions = [f"where was Skiband {word} born?" for word in "abcdefghij" * 30]
+    store = tmp_path / "signals"
+    whole, expected = model.answer(questions, max_new_tokens=4, read=True, store=store)
+    place = tmp_path / "signals.written"
+    lines = (place / "answers.jsonl").read_text().splitlines()
+    marked = [lines[0].replace(whole[0].text, "marked", 1), *lines[1:256]]
+    (place / "answers.jsonl").write_text("\n".join(marked) + '\n{"exam')
+    second = max(place.glob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
+    second.unlink()
+    shutil.rmtree(store)
+    again, signals = model.answer(questions, max_new_tokens=4, read=True, store=store)
+    assert again[0].text == "marked" and again[1:] == whole[1:]
+    assert second.exists()
+    prob = [
+        read_family(x.store, "prob", np.arange(300)).values for x in (expected, signals)
+    ]
+    np.testing.assert_allclose(*prob, atol=1e-5)
+    with pytest.raises(ValueError, match="other content"):
+        model.answer(questions, max_new_tokens=5, read=True, store=store)
 
 
 def test_what_the_verb_cannot_use_is_one_sentence_before_a_model_is_loaded(

@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import random
+import runpy
 import shutil
 import site
 import subprocess
@@ -251,6 +252,40 @@ def test_a_probe_of_the_hubs_cache_scores_alike_where_nothing_of_training_is_ins
     expected = [score.raw for score in probe.score_many(ROWS)]
     np.testing.assert_allclose(raw, expected, atol=1e-5)
     assert text and not heavy
+
+
+def test_an_exported_probe_scores_as_its_run_where_there_is_no_jax(
+    base_installation, smoke_run, tmp_path
+):
+    script = str(Path(__file__).parents[2] / "docs" / "probe_equality.py")
+    runpy.run_path(script)["write"](smoke_run, tmp_path, 40)
+    done = subprocess.run(
+        [os.path.realpath(sys.executable), "-S", script, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(base_installation)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    result = json.loads(done.stdout)
+    assert result.pop("loaded") == []
+    assert set(result) == {"closed_book", "with_context", "single_pass"}
+    for n, raw, p_correct in result.values():
+        assert n == 40 and raw < 1e-6
+        assert p_correct < 1e-3  # a step of the isotonic map has a slope of hundreds
+
+
+def test_a_score_without_a_threshold_says_so_where_nothing_of_training_is_installed(
+    base_installation,
+):
+    program = (
+        "from beatrice.jaxprobe.scope import Threshold as T; print(T(wanted=0.9, "
+        "p_correct=None, n_trusted=0, n_wrong=0, low=0.0, n=9).in_words())"
+    )
+    done = subprocess.run(
+        [os.path.realpath(sys.executable), "-S", "-c", program],
+        env={**os.environ, "PYTHONPATH": str(base_installation)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "22 trusted validation answers" in done.stdout, done.stderr
 
 
 def test_without_the_training_extra_a_verb_and_a_function_say_what_to_install(

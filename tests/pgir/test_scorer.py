@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import pickle
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,13 +11,14 @@ import jax
 import numpy as np
 import pytest
 
+import beatrice
 from beatrice.extract.generate.prompts import PromptConfig
 from beatrice.extract.signals.sequence import sequence_of
 from beatrice.jaxprobe.calibration import Calibrator
 from beatrice.jaxprobe.scope import Evidence, Scope, Threshold
 from beatrice.pgir.bridge import ProbedBackbone
 from beatrice.pgir.given import AnswerToScore, prepare
-from beatrice.pgir.scorer import Scorer
+from beatrice.pgir.scorer import Score, Scorer
 from beatrice.pgir.warnings import REASONS, WARNINGS
 from tests.pgir.small import PASSAGE, QUESTION
 
@@ -53,6 +55,21 @@ def test_scoring_needs_one_pass_and_gives_a_probability(scorer):
     assert 0 <= plain.p_correct <= 1
     assert 0 <= grounded.p_correct <= 1
     assert plain.warnings == grounded.warnings == ()
+
+
+def test_a_score_says_itself_in_a_line_and_tints_tokens_by_what_they_do_to_p():
+    scorer = beatrice.load("embedded").scorer
+    score = scorer.score(QUESTION, ANSWER)
+    words = f"{ANSWER!r}: P(correct) {score.p_correct:.3f}, {score.decision}"
+    assert repr(score) == f"Score({words})"
+    assert len(score.effects) == len(score.tokens) > 1 and any(score.effects)
+    page = score._repr_html_()
+    for effect in score.effects:
+        assert f"moves P by {effect:+.3f}" in page
+    assert pickle.loads(pickle.dumps(score)).effects == score.effects
+    assert not scorer.score_many([(QUESTION, ANSWER)] * 2)[0].effects
+    odd = Score(p_correct=0.5, decision="trust", tokens=("<b>",), log_probs=(-0.1,))
+    assert "&lt;b&gt;" in odd._repr_html_() and "moves" not in odd._repr_html_()
 
 
 @pytest.mark.parametrize(

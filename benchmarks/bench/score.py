@@ -1,0 +1,150 @@
+"""`beatrice bench score`: what one score costs, from the shell to a warm process.
+
+Whole commands run in processes of their own, some times over; of each the least is
+shown, in seconds of the clock and of processors (user and system together): other
+programs on the machine lengthen the former much and the latter somewhat.
+"""
+
+import dataclasses
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import click
+import torch
+
+from beatrice.benchmarks.bench.commands import AS_JSON, RowPrinter
+
+HEAD = ("what", "clock, s", "processors, s", "wanted, s")
+_QUESTION, _ANSWER = "who wrote Dracula?", "Bram Stoker"
+_LOAD = """
+import os, sys, time
+import beatrice
+from beatrice.pgir.scorer import Scorer
+from beatrice.model import LanguageModel
+model = LanguageModel(sys.argv[1], dtype="float32")
+began, used = time.monotonic(), sum(os.times()[:2])
+beatrice.load(sys.argv[1], model=model).scorer
+print(time.monotonic() - began, sum(os.times()[:2]) - used)
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What one thing costs.
+
+    Attributes:
+      what: the thing.
+      clock: seconds that it lasted.
+      processors: seconds of processors, user and system.
+      wanted: most seconds of the clock.
+    """
+
+    what: str
+    clock: float
+    processors: float
+    wanted: float
+
+    def cells(self) -> list[str]:
+        """Return a row of the table."""
+        numbers = (self.clock, self.processors, self.wanted)
+        return [self.what, *(f"{x:.2f}" for x in numbers)]
+
+
+def _least(what: str, wanted: float, measure: Callable[[], Any], n: int) -> Cost:
+    """Measure a thing `n` times: the least of either number."""
+    costs = [measure() for _ in range(n)]
+    clock, processors = map(min, zip(*costs, strict=True))
+    return Cost(what=what, clock=clock, processors=processors, wanted=wanted)
+
+
+def _command(*words: str) -> tuple[float, float]:
+    """Run Python with some words; seconds of the clock and of processors."""
+    began, before = time.monotonic(), os.times()
+    subprocess.run([sys.executable, *words], check=True, capture_output=True)
+    after, clock = os.times(), time.monotonic() - began
+    used = (after.children_user, after.children_system)
+    return clock, sum(used) - before.children_user - before.children_system
+
+
+def _measured_inside(*words: str) -> tuple[float, float]:
+    """Run a program that prints its two numbers."""
+    done = subprocess.run([sys.executable, *words], check=True, capture_output=True)
+    clock, processors = map(float, done.stdout.split())
+    return clock, processors
+
+
+@torch.inference_mode()
+def warm_ratio(probe: Any, n: int) -> tuple[float, float]:
+    """Return the time of a score by that of the bare forward of the same ids.
+
+    One thread, the two in turn, so that both see the same machine.
+
+    Returns:
+      The median of `n` ratios of the clock, and of processors.
+    """
+    from beatrice.pgir.given import AnswerToScore, prepare
+
+    probed = probe.scorer.probed
+    given = AnswerToScore(question=_QUESTION, answer=_ANSWER)
+    sequence = prepare(
+        probed.backbone.tokenizer,
+        probed.template,
+        given,
+        answer_span=probed.answer_span,
+        stop_id=probed.trained.stop_id,
+    ).sequence
+    ids = torch.tensor([list(map(int, sequence.ids))])
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    ratios = []
+    for _ in range(n + 1):
+        times = []
+        for run in (
+            lambda: probed.backbone.model(input_ids=ids, use_cache=False),
+            lambda: probe.score(_QUESTION, _ANSWER),
+        ):
+            began, used = time.monotonic(), time.process_time()
+            run()
+            times.append((time.monotonic() - began, time.process_time() - used))
+        bare, scored = times
+        ratios.append([b / a for a, b in zip(bare, scored, strict=True)])
+    torch.set_num_threads(n_threads)
+    clock, processors = zip(*ratios[1:], strict=True)  # the first warms up
+    return statistics.median(clock), statistics.median(processors)
+
+
+@click.command()
+@click.argument("probe", default="smollm2")
+@click.option("--rounds", default=3, help="Times each is measured.")
+@AS_JSON
+def score(probe: str, rounds: int, as_json: bool) -> None:
+    """Time one score with PROBE, a name of `beatrice probes`.
+
+    Example: beatrice bench score smollm2
+    """
+    import beatrice
+
+    printer = RowPrinter(as_json)
+    printer.head(HEAD)
+    words = ("-m", "beatrice", "score", "--probe", probe, "--question", _QUESTION)
+    _command(*words)  # fetches the model, and remembers its checks
+    for what, wanted, measure in (
+        ("`import beatrice`", 0.2, lambda: _command("-c", "import beatrice")),
+        ("`beatrice score` of a question", 3.5, lambda: _command(*words)),
+        ("`load` beside the model", 0.5, lambda: _measured_inside("-c", _LOAD, probe)),
+    ):
+        printer.row(_least(what, wanted, measure, rounds))
+    clock, processors = warm_ratio(beatrice.load(probe), 3 * rounds)
+    printer.row(
+        Cost(
+            what="warm score, by the bare forward of its ids (ratio)",
+            clock=clock,
+            processors=processors,
+            wanted=1.3,
+        )
+    )
