@@ -1,20 +1,63 @@
-"""The command line as a user calls it: in a process of its own."""
+"""The command line as a user calls it, and Python: in processes of their own."""
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+BEATRICE = (sys.executable, "-m", "beatrice")
 
 
-def call(*words) -> subprocess.CompletedProcess[str]:
-    """Run `beatrice` with some words, and return what it said; it must succeed."""
+def run_line(*words, code=0, **environ) -> subprocess.CompletedProcess[str]:
+    """Run a line, and return what it printed; it must end with this code."""
     done = subprocess.run(
-        [sys.executable, "-m", "beatrice", *map(str, words)],
+        list(map(str, words)),
         cwd=ROOT,
+        env={**os.environ, **environ},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == code, done.stderr[-2000:]
     return done
+
+
+def call(*words, **options) -> subprocess.CompletedProcess[str]:
+    """Run `beatrice` with some words, see `run_line`."""
+    return run_line(*BEATRICE, *words, **options)
+
+
+def run_python(program, *words, **options) -> subprocess.CompletedProcess[str]:
+    """Run a program of Python, see `run_line`."""
+    return run_line(sys.executable, "-c", program, *words, **options)
+
+
+def start(*words, **environ) -> subprocess.Popen[str]:
+    """Start a line in a session of its own, so that all of it can be killed."""
+    return subprocess.Popen(
+        list(map(str, words)),
+        cwd=ROOT,
+        env={**os.environ, **environ},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process) -> str:
+    """Return what a process that was started says on stderr; it must end well."""
+    _, errors = process.communicate(timeout=600)
+    assert process.returncode == 0, errors
+    return errors
+
+
+def kill(process) -> bool:
+    """Kill a process with its children; return whether it was still running."""
+    is_running = process.poll() is None
+    if is_running:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    return is_running

@@ -16,9 +16,10 @@ from beatrice.extract.generate.local import TransformersGenerator
 from beatrice.extract.generate.prompts import SHOTS, PromptConfig
 from beatrice.extract.generate.requests import AnswerConfig, GenerationConfig
 from beatrice.extract.label.labels import shares_in_words, too_few_answers
-from beatrice.extract.records import Answer, Example, Label, read_records, write_lines
+from beatrice.extract.records import Example, Label, read_records, write_lines
 from beatrice.extract.run.directory import RunDir
 from tests.extract.small_run import beatrice, questions, smoke
+from tests.records import a_label, an_answer
 
 
 @pytest.fixture(scope="module")
@@ -31,31 +32,6 @@ def make_run(path, examples, asked):
         run.examples.write_text(write_lines(examples))
         run.passages.write_text("")
     return path
-
-
-def answer(text="x", **changes):
-    fields = dict(
-        example_id="q",
-        setting="closed_book",
-        variant="original",
-        text=text,
-        prompt_ids=(1, 2),
-        token_ids=(3,),
-        stop_id=0,
-        context_span=(1, 1),
-    )
-    return Answer(**(fields | changes))
-
-
-def label(example, is_right, setting="closed_book"):
-    return Label(
-        example_id=example.id,
-        setting=setting,
-        variant="original",
-        verdicts=("correct" if is_right else "incorrect",),
-        label=is_right,
-        reason="",
-    )
 
 
 def test_a_model_with_damaged_weights_answers_nothing(tmp_path, examples):
@@ -93,7 +69,7 @@ def test_answers_cut_at_the_length_limit_are_counted_and_loud(tmp_path, examples
     ],
 )
 def test_cut_answers_are_told_only_what_was_not_done_yet(prompt, done):
-    (line,) = summarize_answers([answer(stop_id=None)] * 3, 7, prompt)
+    (line,) = summarize_answers([an_answer(stop_id=None)] * 3, 7, prompt)
     advice = line.partition("Make another run with")[2]
     assert "--max-new-tokens above 7" in advice
     for option in ("--chat", "--te"):
@@ -101,7 +77,7 @@ def test_cut_answers_are_told_only_what_was_not_done_yet(prompt, done):
 
 
 def test_few_cut_answers_are_counted_without_advice():
-    answers = [answer() for _ in range(19)] + [answer(stop_id=None, text="")]
+    answers = [an_answer() for _ in range(19)] + [an_answer(stop_id=None, text="")]
     assert summarize_answers(answers, 7, PromptConfig()) == [
         "closed_book: 20 answers, 1 cut at 7 tokens, 1 empty, 0 hedges or refusals"
     ]
@@ -131,7 +107,7 @@ def test_hedges_and_refusals_are_told_by_how_an_answer_begins(text, counts):
 
 
 def test_hedges_are_counted_and_nothing_is_dropped():
-    answers = [answer(text=x) for x in ("Oslo", "I do not know", "unclear", "")]
+    answers = [an_answer(text=x) for x in ("Oslo", "I do not know", "unclear", "")]
     (line,) = summarize_answers(answers, 7, PromptConfig())
     assert line.endswith("4 answers, 0 cut at 7 tokens, 1 empty, 2 hedges or refusals")
     assert shares_of(answers) == {"cut_off": 0.0, "empty": 0.25, "hedged": 0.5}
@@ -139,7 +115,7 @@ def test_hedges_are_counted_and_nothing_is_dropped():
 
 def test_nothing_but_empty_answers_is_refused():
     with pytest.raises(ValueError, match="all 3 answers are empty"):
-        summarize_answers([answer("")] * 3, 10, PromptConfig())
+        summarize_answers([an_answer(text="")] * 3, 10, PromptConfig())
 
 
 def test_labels_say_how_many_answers_are_right_and_where_one_class_is_alone():
@@ -148,8 +124,14 @@ def test_labels_say_how_many_answers_are_right_and_where_one_class_is_alone():
         for split in ("train", "validation", "test")
         for i in range(20)
     ]
-    labels = [label(e, e.split != "validation" and e.id[-1] == "0") for e in examples]
-    labels += [label(e, int(e.id[-1]) % 2 == 0, "with_context") for e in examples]
+    labels = [
+        a_label(e.split != "validation" and e.id[-1] == "0", example_id=e.id)
+        for e in examples
+    ]
+    labels += [
+        a_label(int(e.id[-1]) % 2 == 0, example_id=e.id, setting="with_context")
+        for e in examples
+    ]
     labels[0] = msgspec.structs.replace(labels[0], label=None)
     first, few, alone, whole, hardly = shares_in_words(examples, labels)
     assert first == "closed_book: 3 of 59 answers correct (5.1 %), 1 without a label"

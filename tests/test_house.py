@@ -4,12 +4,12 @@ import ast
 import functools
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from beatrice import cli
+from tests.process import run_python
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("extract", "jaxprobe", "selection", "pgir", "benchmarks")
@@ -149,14 +149,7 @@ def test_every_relative_link_of_a_readme_leads_somewhere():
 
 
 def loaded_by(code):
-    done = subprocess.run(
-        [sys.executable, "-c", f"{code}\nimport sys\nprint(*sys.modules)"],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-    )
-    return set(done.stdout.split())
+    return set(run_python(f"{code}\nimport sys\nprint(*sys.modules)").stdout.split())
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,6 @@
 """Processes that train together end with what one process ends with."""
 
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 
 import jax
@@ -15,34 +11,22 @@ from beatrice.extract.run.contents import settings_of
 from beatrice.extract.run.directory import RunDir
 from beatrice.jaxprobe import checkpoint
 from tests.extract.small_run import beatrice
-from tests.process import ROOT, call
+from tests.process import BEATRICE, call, finish, kill, start
 from tests.test_one_setting import examples_of, make_run
 
 
-def start(verb, run, rank, world_size, *options, shard=False, **environ):
-    line = [sys.executable, "-m", "beatrice", verb, str(run), *options]
+def start_part(verb, run, rank, world_size, *options, shard=False):
+    words = (*BEATRICE, verb, run, *options)
     if shard:
-        line += ["--shard", f"{rank}/{world_size}"]
-    else:
-        environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    return subprocess.Popen(
-        line,
-        cwd=ROOT,
-        env={**os.environ, **environ},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+        return start(*words, "--shard", f"{rank}/{world_size}")
+    return start(*words, RANK=str(rank), WORLD_SIZE=str(world_size))
 
 
 def together(verb, run, world_size, *options, **how):
     """Start all processes at once; return what each said, after all have ended well."""
-    started = [
-        start(verb, run, r, world_size, *options, **how) for r in range(world_size)
-    ]
-    said = [process.communicate(timeout=600)[1] for process in started]
-    assert [process.returncode for process in started] == [0] * world_size, said
-    return said
+    ranks = range(world_size)
+    parts = [start_part(verb, run, r, world_size, *options, **how) for r in ranks]
+    return [finish(process) for process in parts]
 
 
 def made(path, case, settings):
@@ -102,9 +86,7 @@ def test_two_processes_train_the_encoders_of_one_bit_by_bit(alone, run):
 @pytest.mark.slow
 def test_four_parts_in_any_order_train_the_encoders_of_one(alone, run):
     for rank in (2, 0, 3, 1):
-        process = start("train", run, rank, 4, shard=True)
-        said = process.communicate(timeout=600)[1]
-        assert process.returncode == 0, said
+        said = finish(start_part("train", run, rank, 4, shard=True))
         is_last = rank == 1
         assert ("encoders of other workers are missing" in said) != is_last
         assert RunDir(run).stage_done("train") == is_last
@@ -116,13 +98,12 @@ def test_four_parts_in_any_order_train_the_encoders_of_one(alone, run):
 def test_what_killed_processes_have_trained_others_do_not_train_again(
     alone, run, world_size
 ):
-    processes = [start("train", run, rank, 2) for rank in range(2)]
+    processes = [start_part("train", run, rank, 2) for rank in range(2)]
     while len(members(run)) < 3:
         time.sleep(0.05)
         assert all(process.poll() is None for process in processes)
     for process in processes:
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+        kill(process)
     there = members(run)
     assert not (run / "encoders" / "closed_book").exists()
     if world_size == 1:
@@ -130,10 +111,10 @@ def test_what_killed_processes_have_trained_others_do_not_train_again(
     else:
         *others, last = range(world_size)
         for rank in others:
-            start("train", run, rank, world_size).communicate(timeout=600)
+            finish(start_part("train", run, rank, world_size))
         found = members(run)
         assert {file: found[file] for file in there} == there
-        start("train", run, last, world_size).communicate(timeout=600)
+        finish(start_part("train", run, last, world_size))
     check_same_encoders(run, alone)
 
 
@@ -148,7 +129,7 @@ def test_both_settings_and_other_ways_of_training_are_shared(tmp_path, option):
 
 
 def test_selection_is_the_work_of_one_process(tmp_path):
-    process = start("select", tmp_path / "run", 1, 2)
+    process = start_part("select", tmp_path / "run", 1, 2)
     said = process.communicate(timeout=120)[1]
     assert process.returncode == 2
     assert "select is one process's work, and 2 were launched" in said

@@ -3,29 +3,15 @@
 import json
 import os
 import random
-import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
-from tests.process import ROOT, call
+from tests.process import BEATRICE, call, kill, start
 
 N_KILLS = 10
 LEAST_KILLS = 5  # a run that ends before its tenth kill has been killed often enough
 LIFE = 0.1, 0.45  # between these shares of the uninterrupted run's time
-
-
-def start(run):
-    return subprocess.Popen(
-        [sys.executable, "-m", "beatrice", "demo", str(run), "--preset", "smoke"],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
 
 
 @pytest.mark.slow
@@ -36,12 +22,9 @@ def test_ten_kills_change_no_row(smoke_run, tmp_path):
     rng = random.Random(int(os.environ.get("BEATRICE_KILL_SEED", "0")))
     n_killed = 0
     while n_killed < N_KILLS:
-        process = start(killed)
+        process = start(*BEATRICE, "demo", killed, "--preset", "smoke")
         time.sleep(seconds * rng.uniform(*LIFE))
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            n_killed += 1
-        process.communicate()
+        n_killed += kill(process)
         if process.returncode == 0:
             break
     assert n_killed >= LEAST_KILLS, "the run outran the kills; shorten LIFE"

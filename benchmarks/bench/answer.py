@@ -48,18 +48,6 @@ SETTINGS: tuple[Setting, ...] = ("closed_book", "with_context")
 N_QUESTIONS = 24
 N_EMBEDDED = 240  # of the embedded model, half of a batch
 CONFIG = GenerationConfig(stop=("\n",))
-HEAD = (
-    "setting",
-    "prompt tokens",
-    "new tokens",
-    "plain s",
-    "floor ÷ plain",
-    "one pass ÷ floor",
-    "one pass ÷ plain",
-    "two passes ÷ plain",
-    "MiB plain",
-    "MiB one pass",
-)
 
 
 def questions_of(model: str) -> tuple[PromptTemplate, list[tuple[str, Passage]]]:
@@ -206,25 +194,23 @@ class AnswerCost:
     peak_plain: float
     peak_one: float
 
-    def cells(self) -> list[str]:
-        """Return the cells of the row in the order of `HEAD`."""
-        return [
-            self.setting,
-            str(self.n_prompt),
-            str(self.n_new),
-            *(
-                f"{value:.2f}"
-                for value in (
-                    self.plain,
-                    self.floor_over_plain,
-                    self.one_over_floor,
-                    self.one_over_plain,
-                    self.two_over_plain,
-                )
-            ),
-            f"{self.peak_plain:.0f}",
-            f"{self.peak_one:.0f}",
-        ]
+    def cells(self) -> dict[str, str]:
+        """Return the row by its columns."""
+        ratios = {
+            "plain s": self.plain,
+            "floor ÷ plain": self.floor_over_plain,
+            "one pass ÷ floor": self.one_over_floor,
+            "one pass ÷ plain": self.one_over_plain,
+            "two passes ÷ plain": self.two_over_plain,
+        }
+        return {
+            "setting": self.setting,
+            "prompt tokens": str(self.n_prompt),
+            "new tokens": str(self.n_new),
+            **{name: f"{value:.2f}" for name, value in ratios.items()},
+            "MiB plain": f"{self.peak_plain:.0f}",
+            "MiB one pass": f"{self.peak_one:.0f}",
+        }
 
 
 def measure_peak(model: str, dtype: ModelDtype, setting: Setting, way: Way) -> float:
@@ -285,6 +271,5 @@ def answer(model: str, dtype: ModelDtype, rounds: int, as_json: bool) -> None:
     Example: beatrice bench answer --model embedded
     """
     printer = RowPrinter(as_json)
-    printer.head(HEAD)
     for setting in SETTINGS:
         printer.row(measure_setting(model, dtype, setting, rounds))

@@ -80,19 +80,27 @@ class RowPrinter:
     def __init__(self, as_json: bool) -> None:
         """Print for a person, or for a program."""
         self._as_json = as_json
-        self._is_first = True
+        self._names: Sequence[str] = ()
 
     def head(self, names: Sequence[str]) -> None:
         """Begin a table."""
-        if not self._is_first:
+        if self._names:
             self.text("")
-        self._is_first = False
+        self._names = tuple(names)
         self.text(table_head(names))
 
     def row(self, cost: Any) -> None:
-        """Print one measurement: a dataclass whose `cells()` are its row."""
+        """Print one measurement: a dataclass whose `cells()` are its row.
+
+        Where they are by column, other columns than before begin a table.
+        """
+        cells = cost.cells()
+        if isinstance(cells, dict):
+            if tuple(cells) != self._names:
+                self.head(tuple(cells))
+            cells = cells.values()
         as_json = json.dumps(dataclasses.asdict(cost)) if self._as_json else None
-        click.echo(as_json or table_row(cost.cells()))
+        click.echo(as_json or table_row(cells))
 
     def not_measured(self, first: list[str], head: Sequence[str]) -> None:
         """Say what this machine could not measure."""

@@ -205,12 +205,6 @@ def alternate(runs: list[Callable[[], None]], n_rounds: int) -> list[tuple[float
     return rounds[1:]
 
 
-HEAD = (
-    "device, dtype, tokens, vocabulary, bare s, reading s, time ratio, bare MiB, "
-    "reading MiB, memory ratio"
-).split(", ")
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReadingCost:
     """One row: seconds and peak MiB above the model, of bare forward and reading."""
@@ -220,21 +214,21 @@ class ReadingCost:
     bare_mib: float
     read_mib: float
 
-    def cells(self) -> list[str]:
-        """Return the cells of the row in the order of `HEAD`."""
+    def cells(self) -> dict[str, str]:
+        """Return the row by its columns."""
         config, times = self.config, self.times
-        return [
-            config.device,
-            config.dtype,
-            f"{config.n_examples} x {config.n_tokens}",
-            str(config.vocab_size),
-            f"{times.bare:.2f}",
-            f"{times.read:.2f}",
-            f"{times.ratio:.2f}",
-            f"{self.bare_mib:.0f}",
-            f"{self.read_mib:.0f}",
-            f"{self.read_mib / self.bare_mib:.2f}",
-        ]
+        return {
+            "device": config.device,
+            "dtype": config.dtype,
+            "tokens": f"{config.n_examples} x {config.n_tokens}",
+            "vocabulary": str(config.vocab_size),
+            "bare s": f"{times.bare:.2f}",
+            "reading s": f"{times.read:.2f}",
+            "time ratio": f"{times.ratio:.2f}",
+            "bare MiB": f"{self.bare_mib:.0f}",
+            "reading MiB": f"{self.read_mib:.0f}",
+            "memory ratio": f"{self.read_mib / self.bare_mib:.2f}",
+        }
 
 
 def measure_reading(config: BatchConfig, n_rounds: int) -> ReadingCost:
@@ -307,11 +301,6 @@ LLAMA_LIKE = LoopConfig(
     extract=ExtractConfig(tokens_per_batch=2048, rows_per_shard=4096),
 )
 
-LOOP_HEAD = (
-    "model, device, dtype, tokens, reading tokens/s, with the store tokens/s, "
-    "end to end / reading"
-).split(", ")
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoopCost:
@@ -329,17 +318,17 @@ class LoopCost:
     whole: float
     share: float
 
-    def cells(self) -> list[str]:
-        """Return the cells of the row in the order of `LOOP_HEAD`."""
-        return [
-            self.model,
-            self.device,
-            self.dtype,
-            f"{self.n_tokens} in {self.n_batches} batches",
-            f"{self.loop:.0f}",
-            f"{self.whole:.0f}",
-            f"{self.share:.2f}",
-        ]
+    def cells(self) -> dict[str, str]:
+        """Return the row by its columns."""
+        return {
+            "model": self.model,
+            "device": self.device,
+            "dtype": self.dtype,
+            "tokens": f"{self.n_tokens} in {self.n_batches} batches",
+            "reading tokens/s": f"{self.loop:.0f}",
+            "with the store tokens/s": f"{self.whole:.0f}",
+            "end to end / reading": f"{self.share:.2f}",
+        }
 
 
 class StoreBench:
@@ -478,12 +467,6 @@ def gemm_peak(width: int = 8192) -> float:
     return 2.0 * width**3 / best
 
 
-GPU_HEAD = (
-    "model, tokens, bare s, reading s, time ratio, TFLOP/s, GEMM peak TFLOP/s, "
-    "share of the peak"
-).split(", ")
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GpuCost:
     """One model: a row of each table, and its profile.
@@ -506,18 +489,18 @@ class GpuCost:
     loop: LoopCost
     profile: str
 
-    def cells(self) -> list[str]:
-        """Return the cells of the row in the order of `GPU_HEAD`."""
-        return [
-            self.model,
-            f"{self.batch[0]} x {self.batch[1]}",
-            f"{self.times.bare:.3f}",
-            f"{self.times.read:.3f}",
-            f"{self.times.ratio:.2f}",
-            f"{self.flops / 1e12:.0f}",
-            f"{self.peak / 1e12:.0f}",
-            f"{self.flops / self.peak:.0%}",
-        ]
+    def cells(self) -> dict[str, str]:
+        """Return the row by its columns."""
+        return {
+            "model": self.model,
+            "tokens": f"{self.batch[0]} x {self.batch[1]}",
+            "bare s": f"{self.times.bare:.3f}",
+            "reading s": f"{self.times.read:.3f}",
+            "time ratio": f"{self.times.ratio:.2f}",
+            "TFLOP/s": f"{self.flops / 1e12:.0f}",
+            "GEMM peak TFLOP/s": f"{self.peak / 1e12:.0f}",
+            "share of the peak": f"{self.flops / self.peak:.0%}",
+        }
 
 
 def profile_of(run: Callable[[], None]) -> str:
@@ -586,12 +569,6 @@ def measure_gpu(
     )
 
 
-EXAMPLES_HEAD = (
-    "model, dtype, tokens, of them read, bare tokens/s, answer tokens/s, "
-    "answer / bare, extract tokens/s, extract / bare"
-).split(", ")
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExamplesCost:
     """One row: tokens per second with worked examples in every prompt.
@@ -614,15 +591,19 @@ class ExamplesCost:
     answer: float
     extract: float
 
-    def cells(self) -> list[str]:
-        """Return the cells of the row in the order of `EXAMPLES_HEAD`."""
-        counts = [str(self.n_tokens), str(self.n_read), f"{self.bare:.0f}"]
-        rates = [
-            cell
-            for rate in (self.answer, self.extract)
-            for cell in (f"{rate:.0f}", f"{rate / self.bare:.2f}")
-        ]
-        return [self.model, self.dtype, *counts, *rates]
+    def cells(self) -> dict[str, str]:
+        """Return the row by its columns."""
+        return {
+            "model": self.model,
+            "dtype": self.dtype,
+            "tokens": str(self.n_tokens),
+            "of them read": str(self.n_read),
+            "bare tokens/s": f"{self.bare:.0f}",
+            "answer tokens/s": f"{self.answer:.0f}",
+            "answer / bare": f"{self.answer / self.bare:.2f}",
+            "extract tokens/s": f"{self.extract:.0f}",
+            "extract / bare": f"{self.extract / self.bare:.2f}",
+        }
 
 
 def measure_with_examples(
@@ -717,21 +698,18 @@ def extract(model: str | None, dtype: ModelDtype, rounds: int, as_json: bool) ->
     torch.set_num_threads(N_THREADS)
     if model is not None:
         printer = RowPrinter(as_json)
-        printer.head(EXAMPLES_HEAD)
         backbone = load_backbone(model_path(model), dtype=dtype)
         printer.row(measure_with_examples(backbone, rounds))
         return
     has_gpu = torch.cuda.is_available()
     configs = batch_configs(has_gpu=has_gpu)
     printer = RowPrinter(as_json)
-    printer.head(HEAD)
     with Progress().stage("extract") as update:
         for done, config in enumerate(configs, start=1):
             printer.row(measure_reading(config, rounds))
             update(done, len(configs) + 2)
         if not has_gpu:
-            printer.not_measured(["GPU", "bfloat16"], HEAD)
-        printer.head(LOOP_HEAD)
+            printer.text("\nGPU: not measured")
         for done, cost in enumerate(measure_loops(rounds), start=len(configs) + 1):
             printer.row(cost)
             update(done, len(configs) + 2)
@@ -740,10 +718,9 @@ def extract(model: str | None, dtype: ModelDtype, rounds: int, as_json: bool) ->
     costs = [measure_gpu(x, full_model(x, "cuda"), rounds, peak) for x in models]
     for cost in costs:
         printer.row(cost.loop)
-    printer.head(GPU_HEAD)
     for cost in costs:
         printer.row(cost)
-    for name in () if has_gpu else FULL_MODELS:
-        printer.not_measured([name], GPU_HEAD)
+    if not has_gpu:
+        printer.text(f"\n{', '.join(FULL_MODELS)}: not measured without a GPU")
     for cost in costs:
         printer.text(f"{cost.model}\n{cost.profile}")

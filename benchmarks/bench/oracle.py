@@ -301,7 +301,6 @@ SIGNALS = ("hidden", "prob", "resid", "attn")
 # whose six layers rescale the stream).
 TOLERANCE = 1e-4
 ZERO_MASS = 1e-30  # below it float32 weights have no digits, and count as none
-_HEAD = ["architecture", *(f"{d} {name}" for d in ("fp32", "bf16") for name in SIGNALS)]
 
 
 def prob_scalars(logits: Items[float], target: int) -> list[float]:
@@ -409,10 +408,13 @@ class Exactness:
     bfloat16: dict[str, float]
     gap: dict[str, float]
 
-    def cells(self) -> list[str]:
-        """Return the cells of the row in the order of the heading."""
-        half = [f"{self.bfloat16[n]:.1e} ({self.gap[n]:.1e})" for n in SIGNALS]
-        return [self.name, *(f"{self.float32[n]:.1e}" for n in SIGNALS), *half]
+    def cells(self) -> dict[str, str]:
+        """Return the row by its columns."""
+        single = {f"fp32 {n}": f"{self.float32[n]:.1e}" for n in SIGNALS}
+        half = {
+            f"bf16 {n}": f"{self.bfloat16[n]:.1e} ({self.gap[n]:.1e})" for n in SIGNALS
+        }
+        return {"architecture": self.name, **single, **half}
 
 
 def reader_signals(model: PreTrainedModel, *, together: bool) -> list[Readings]:
@@ -485,7 +487,6 @@ def oracle(as_json: bool) -> None:
     """
     quiet()
     rows, every, printer = [], list(architectures()), RowPrinter(as_json)
-    printer.head(_HEAD)
     with Progress().stage("oracle") as update:
         for done, (name, build) in enumerate(every, start=1):
             rows.append(measure(name, build))
@@ -580,10 +581,11 @@ class Surveyed:
     reason: str
     seconds: float
 
-    def cells(self) -> list[str]:
-        """Return the cells of the row in the order of the heading."""
-        errors = [f"{self.errors[n]:.0e}" if self.errors else "" for n in SIGNALS]
-        return [self.name, self.lengths, self.outcome, *errors, self.reason]
+    def cells(self) -> dict[str, str]:
+        """Return the row by its columns."""
+        errors = {n: f"{self.errors[n]:.0e}" if self.errors else "" for n in SIGNALS}
+        what = {"type": self.name, "lengths": self.lengths, "outcome": self.outcome}
+        return {**what, **errors, "reason": self.reason}
 
 
 def relative_errors(
@@ -692,7 +694,6 @@ def survey_types(names: Sequence[str], printer: RowPrinter) -> list[Surveyed]:
       printer: of the rows.
     """
     names, rows = names or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), []
-    printer.head(["type", "lengths", "outcome", *SIGNALS, "reason"])
     with Progress().stage("survey") as update:
         for done, name in enumerate(names, start=1):
             for lengths in get_args(Lengths):

@@ -202,16 +202,6 @@ WIDTHS: dict[Setting, tuple[int, ...]] = {
     "with_context": (300, 40, 16),
 }
 STREAMED: tuple[Setting, ...] = ("with_context",)  # its rows take 236 GiB
-PLANNED = (
-    "setting, members, rows, rows and weights, temporaries, other rows, all, limit"
-).split(", ")
-WORK = (
-    "setting, GFLOP a batch in products, of members' own families, XLA counts, "
-    "roofline time of a batch, of 60 epochs, products at peak, bound by memory"
-).split(", ")
-OPERATIONS = (
-    "setting, product, times, of what, GFLOP, MB, FLOP/byte, bound by, ms"
-).split(", ")
 _SHOWN = 8  # kinds of products, those that take longest
 
 
@@ -267,19 +257,23 @@ class Planned:
     setting: Setting
     plan: Plan
 
-    def cells(self) -> list[str]:
-        """Return the cells of the row in the order of `PLANNED`."""
+    def cells(self) -> dict[str, str]:
+        """Return the row by its columns."""
         plan, needed = self.plan, self.plan.needed
         assert needed is not None and plan.limit is not None
-        sizes = (
-            needed.arguments + needed.outputs,
-            needed.temporaries,
-            plan.resident,
-            needed.total + plan.resident,
-            plan.limit,
-        )
-        counts = str(plan.n_subsets * plan.n_seeds), str(plan.n_rows)
-        return [self.setting, *counts, *map(bytes_in_words, sizes)]
+        sizes = {
+            "rows and weights": needed.arguments + needed.outputs,
+            "temporaries": needed.temporaries,
+            "other rows": plan.resident,
+            "all": needed.total + plan.resident,
+            "limit": plan.limit,
+        }
+        return {
+            "setting": self.setting,
+            "members": str(plan.n_subsets * plan.n_seeds),
+            "rows": str(plan.n_rows),
+            **{name: bytes_in_words(size) for name, size in sizes.items()},
+        }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -305,19 +299,19 @@ class Operation:
     seconds: float
     is_memory_bound: bool
 
-    def cells(self) -> list[str]:
-        """Return the cells of the row in the order of `OPERATIONS`."""
-        return [
-            self.setting,
-            self.role,
-            str(self.n),
-            self.shapes,
-            f"{self.n_flops / 1e9:.1f}",
-            f"{self.n_bytes / 1e6:,.0f}",
-            f"{self.n_flops / self.n_bytes:.0f}",
-            "memory" if self.is_memory_bound else "products",
-            f"{1e3 * self.seconds:.2f}",
-        ]
+    def cells(self) -> dict[str, str]:
+        """Return the row by its columns."""
+        return {
+            "setting": self.setting,
+            "product": self.role,
+            "times": str(self.n),
+            "of what": self.shapes,
+            "GFLOP": f"{self.n_flops / 1e9:.1f}",
+            "MB": f"{self.n_bytes / 1e6:,.0f}",
+            "FLOP/byte": f"{self.n_flops / self.n_bytes:.0f}",
+            "bound by": "memory" if self.is_memory_bound else "products",
+            "ms": f"{1e3 * self.seconds:.2f}",
+        }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -348,18 +342,18 @@ class Work:
         """The time of a batch by roofline."""
         return self.product_seconds + self.other_seconds
 
-    def cells(self) -> list[str]:
-        """Return the cells of the row in the order of `WORK`."""
-        return [
-            self.setting,
-            f"{self.n_flops / 1e9:,.0f}",
-            f"{self.own_flops / self.n_flops:.0%}",
-            f"{self.xla_flops / 1e9:,.0f}",
-            f"{1e3 * self.seconds:,.0f} ms",
-            f"{self.n_batches * self.seconds / 60:.0f} min",
-            f"{self.product_seconds / self.seconds:.0%}",
-            f"{self.memory_share:.0%} of products",
-        ]
+    def cells(self) -> dict[str, str]:
+        """Return the row by its columns."""
+        return {
+            "setting": self.setting,
+            "GFLOP a batch in products": f"{self.n_flops / 1e9:,.0f}",
+            "of members' own families": f"{self.own_flops / self.n_flops:.0%}",
+            "XLA counts": f"{self.xla_flops / 1e9:,.0f}",
+            "roofline time of a batch": f"{1e3 * self.seconds:,.0f} ms",
+            "of 60 epochs": f"{self.n_batches * self.seconds / 60:.0f} min",
+            "products at peak": f"{self.product_seconds / self.seconds:.0%}",
+            "bound by memory": f"{self.memory_share:.0%} of products",
+        }
 
 
 def planned(
@@ -538,13 +532,10 @@ def plan(
         rows.append((row, products, work_of(setting, sizes, row.plan, products, on)))
         notes.extend(in_words(setting, sizes, row.plan, module))
     printer.text(f"Arithmetic for one {device.upper()}, not measured.\n")
-    printer.head(PLANNED)
     for row, _, _ in rows:
         printer.row(row)
-    printer.head(WORK)
     for _, _, work in rows:
         printer.row(work)
-    printer.head(OPERATIONS)
     for _, products, _ in rows:
         for operation in products[:_SHOWN]:
             printer.row(operation)

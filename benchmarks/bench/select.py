@@ -31,7 +31,6 @@ from beatrice.selection.greedy import Heads, fit_sets
 
 TOLERANCE = 1e-4  # of logits, fp32, sums in another order
 EPSILON = 1e-6  # Flax's LayerNorm
-HEAD = ("widths", "heads/s", "PyTorch loop, heads/s", "ratio", "AUROC, both")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,15 +84,16 @@ class SelectCost:
     torch_auroc: float
     largest_difference: float
 
-    def cells(self) -> list[str]:
-        """Return the cells of the row in the order of `HEAD`."""
-        return [
-            self.widths,
-            f"{self.heads_per_second:.1f}",
-            f"{self.torch_heads_per_second:.2f} ({self.torch_threads} threads)",
-            f"{self.ratio:.1f}",
-            f"{self.auroc:.4f} / {self.torch_auroc:.4f}",
-        ]
+    def cells(self) -> dict[str, str]:
+        """Return the row by its columns."""
+        torch_rate = f"{self.torch_heads_per_second:.2f}"
+        return {
+            "widths": self.widths,
+            "heads/s": f"{self.heads_per_second:.1f}",
+            "PyTorch loop, heads/s": f"{torch_rate} ({self.torch_threads} threads)",
+            "ratio": f"{self.ratio:.1f}",
+            "AUROC, both": f"{self.auroc:.4f} / {self.torch_auroc:.4f}",
+        }
 
 
 def rows_of_set(outputs: np.ndarray) -> torch.Tensor:
@@ -326,6 +326,5 @@ def select(is_paper: bool, as_json: bool) -> None:
     """
     set_compiler("demo")  # as a run does
     printer = RowPrinter(as_json)
-    printer.head(HEAD)
     widths = "paper" if is_paper else "microworld"
     printer.row(measure(widths, WIDTHS[widths]))

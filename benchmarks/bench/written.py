@@ -21,7 +21,6 @@ from beatrice.extract.signals.parity import probe_ids
 from beatrice.extract.signals.reader import SignalReader
 
 DTYPES = (torch.float32, torch.bfloat16)
-HEAD = ("type", "read", "fp32", "of its own", "bf16", "of its own", "reason")
 _N_TOKENS, _N_STEPS = 20, 4
 
 
@@ -51,13 +50,18 @@ class Written:
     differences: tuple[float | None, ...]
     own: tuple[float | None, ...]
 
-    def cells(self) -> list[str]:
-        """Return the cells of the row in the order of `HEAD`."""
+    def cells(self) -> dict[str, str]:
+        """Return the row by its columns."""
         reason = next(filter(None, self.reasons), "")
         pairs = zip(self.differences, self.own, strict=True)
+        names = ("fp32", "fp32 of its own", "bf16", "bf16 of its own")
         numbers = [f"{x:.1e}" if x is not None else "" for pair in pairs for x in pair]
-        reason = reason.partition(": ")[2] or reason
-        return [self.name, "again" if reason else "while writing", *numbers, reason]
+        return {
+            "type": self.name,
+            "read": "again" if reason else "while writing",
+            **dict(zip(names, numbers, strict=True)),
+            "reason": reason.partition(": ")[2] or reason,
+        }
 
 
 @torch.no_grad()
@@ -111,7 +115,6 @@ def written(types: tuple[str, ...], as_json: bool) -> None:
     """
     quiet()
     printer = RowPrinter(as_json)
-    printer.head(HEAD)
     for name in types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         if (row := measure(name)) is not None:
             printer.row(row)

@@ -24,7 +24,7 @@ from beatrice.extract.backbone.names import WEIGHTS, BackboneConfig
 from beatrice.extract.generate.options import check_backbone
 from beatrice.extract.generate.prompts import render_message
 from beatrice.extract.label.labels import count_correct
-from beatrice.extract.records import Answer, Label, to_json, write_lines
+from beatrice.extract.records import Answer, to_json, write_lines
 from beatrice.extract.run.console import in_one_sentence
 from beatrice.extract.run.contents import read_labels
 from beatrice.extract.run.directory import NewRun, RunDir
@@ -34,6 +34,7 @@ from beatrice.extract.world.facts import WorldConfig, make_world
 from beatrice.extract.world.model import make_tokenizer
 from beatrice.jaxprobe.rows import read_sweep
 from tests.extract.small_run import beatrice, questions
+from tests.records import a_label, an_answer
 
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 TOKENIZER = make_tokenizer(make_world(WorldConfig(n_people=20, n_strangers=5)))
@@ -75,22 +76,8 @@ def test_a_device_that_torch_does_not_know_is_refused():
         check_device("tpu")
 
 
-def answer(**changes):
-    fields = dict(
-        example_id="q",
-        setting="closed_book",
-        variant="original",
-        text="x",
-        prompt_ids=(1, 5),
-        token_ids=(6,),
-        stop_id=2,
-        context_span=(1, 1),
-    )
-    return Answer(**(fields | changes))
-
-
 def test_a_token_below_zero_is_no_token():
-    line = to_json(answer()).replace("[6]", "[-1]")
+    line = to_json(an_answer()).replace("[3]", "[-1]")
     with pytest.raises(ValueError, match="field 'token_ids.*expected int >= 0"):
         from_json(Answer, line, "here")
 
@@ -101,28 +88,17 @@ def test_a_token_below_zero_is_no_token():
 )
 def test_a_token_that_the_model_does_not_know_is_named(changes):
     backbone = Backbone.from_model(tiny_model("llama"))
-    require_known_tokens([answer()], backbone)
+    require_known_tokens([an_answer()], backbone)
     with pytest.raises(ValueError, match=r"\('q', .*has the token id 1000000000, but"):
-        require_known_tokens([answer(), answer(**changes)], backbone)
-
-
-def label(example_id):
-    return Label(
-        example_id=example_id,
-        setting="closed_book",
-        variant="original",
-        verdicts=("correct",),
-        label=True,
-        reason="",
-    )
+        require_known_tokens([an_answer(), an_answer(**changes)], backbone)
 
 
 def test_a_label_of_an_unknown_question_or_a_second_one_is_named(tmp_path):
     run = RunDir(tmp_path)
-    run.labels.write_text(write_lines([label("q"), label("q")]))
+    run.labels.write_text(write_lines([a_label(True)] * 2))
     with pytest.raises(ValueError, match="labels.jsonl, line 2: a second label of"):
         read_labels(run)
-    labels = {one.key: one for one in [label("nowhere")]}
+    labels = {one.key: one for one in [a_label(True, example_id="nowhere")]}
     with pytest.raises(ValueError, match="question 'nowhere', which is not in"):
         count_correct(questions(), labels)
 

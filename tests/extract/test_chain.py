@@ -7,9 +7,6 @@ nonsense; that every row is there, once, and the same after any kill is what cou
 import json
 import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,6 +15,7 @@ import pytest
 from beatrice.extract.records import Answer, Example, Label, read_records
 from tests.extract.datasets import published as pub
 from tests.extract.small_run import beatrice
+from tests.process import BEATRICE, call, kill, start
 
 ROOT = Path(__file__).parents[2]
 # Where a verb's rows appear while it works; a kill is timed by them.
@@ -191,30 +189,13 @@ def test_a_run_of_other_questions_or_other_words_is_refused(tmp_path, options):
     assert "holds a run with no world; you asked for one with world" in done.stderr
 
 
-def start(line):
-    return subprocess.Popen(
-        [sys.executable, "-m", "beatrice", *map(str, line)],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def finish(line):
-    process = start(line)
-    _, errors = process.communicate()
-    assert process.returncode == 0, errors
-
-
 def n_bytes(path):
     return path.stat().st_size if path.exists() else 0
 
 
 def kill_at_random(line, watched, rng, *, most_rows):
     """Kill a verb soon after some of its rows appeared; False if it was faster."""
-    process, seen = start(line), n_bytes(watched)
+    process, seen = start(*BEATRICE, *line), n_bytes(watched)
     n_wanted = rng.randint(0, most_rows)  # appearances; 0 kills at any time before
     if n_wanted == 0:
         time.sleep(rng.uniform(0.0, 4.0))
@@ -223,11 +204,7 @@ def kill_at_random(line, watched, rng, *, most_rows):
             seen, n_wanted = n_bytes(watched), n_wanted - 1
         time.sleep(0.001)
     time.sleep(rng.uniform(0.0, 0.05))
-    is_alive = process.poll() is None
-    if is_alive:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-    return is_alive
+    return kill(process)
 
 
 def real_sets(folder):
@@ -255,9 +232,9 @@ def test_400_real_questions_killed_again_and_again_end_as_a_run_that_was_not(tmp
             n_killed[verb] += kill_at_random(
                 line, killed / GROWS[verb], rng, most_rows=12
             )
-        finish(line)
+        call(*line)
     for line in chain(whole, *options).values():
-        finish(line)
+        call(*line)
     print(f"\nkilled: {n_killed}")
     assert sum(n_killed.values()) >= 5, n_killed
     for name in COMPARED:

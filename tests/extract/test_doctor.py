@@ -10,12 +10,13 @@ from beatrice.benchmarks.bench.tiny_models import tiny_model
 from beatrice.doctor import look_at_hub
 from beatrice.extract.backbone.loading import load_outline
 from beatrice.extract.backbone.names import WEIGHTS, unreachable_hub
-from beatrice.extract.records import Answer, write_lines
+from beatrice.extract.records import write_lines
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.signals.extract import ExtractConfig, outline_shapes
 from beatrice.extract.store.families import as_size
 from tests.extract.backbone.test_loading import save_words
 from tests.extract.small_run import beatrice, smoke
+from tests.records import an_answer
 
 
 def doctor(*arguments, code=0):
@@ -76,16 +77,7 @@ def test_a_model_that_asks_for_code_is_a_problem(tmp_path):
 
 def test_an_answered_run_is_measured_by_what_it_keeps(tmp_path):
     kept = ExtractConfig(hidden_layers=(2,), hidden_spans="answer")
-    answer = Answer(
-        example_id="q1",
-        setting="closed_book",
-        variant="original",
-        text="here",
-        prompt_ids=(1, 2, 3),
-        token_ids=(4, 5),
-        stop_id=2,
-        context_span=(1, 1),
-    )
+    answer = an_answer(prompt_ids=(1, 2, 3), token_ids=(4, 5))
     cut = msgspec.structs.replace(answer, setting="with_context", stop_id=None)
     with RunDir.open(tmp_path / "run", smoke(extract=kept)) as run:
         run.answers.mkdir()

@@ -1,6 +1,4 @@
 import dataclasses
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -34,6 +32,7 @@ from beatrice.jaxprobe.grid import (
 )
 from beatrice.jaxprobe.kernels.projection import Draw
 from beatrice.jaxprobe.metrics import masked_auroc
+from tests.process import run_line
 
 DIMS = paper_dims(hidden=6, prob=5, resid=4, attn=3)
 CONFIG = EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2)
@@ -207,20 +206,8 @@ def check_same(found, trained):
 
 def test_eight_devices_train_what_one_does(alone, tmp_path):
     flags = "--xla_force_host_platform_device_count=8"
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "tests.jaxprobe.test_grid",
-            str(tmp_path / "out.npz"),
-        ],
-        cwd=ROOT,
-        env={**os.environ, "XLA_FLAGS": flags},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    words = ("-m", "tests.jaxprobe.test_grid", tmp_path / "out.npz")
+    run_line(sys.executable, *words, XLA_FLAGS=flags)
     with np.load(tmp_path / "out.npz") as found:
         assert found["n_devices"] == 8
         check_same(found, alone)

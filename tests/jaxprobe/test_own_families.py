@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 
-from beatrice.extract.records import Example, Label
 from beatrice.extract.store.families import Family
 from beatrice.jaxprobe.calibrate import (
     FusedHead,
@@ -28,6 +27,7 @@ from beatrice.jaxprobe.rows import rows_of, training_set
 from beatrice.jaxprobe.train import train_encoders
 from beatrice.selection.greedy import fused_probability, select
 from tests.jaxprobe.samples import store_like
+from tests.records import a_label, an_example
 
 N, N_SEEDS = 300, 2
 CONFIG = GridConfig(
@@ -57,25 +57,10 @@ def answers(url, seed=0):
     store = store_like(url, families, spans, values)
     splits = ("train",) * 3 + ("validation", "test")
     examples = [
-        Example(
-            id=f"q{i}",
-            dataset="own",
-            split=splits[i % 5],
-            question=f"question {i}",
-            golds=("a",),
-        )
-        for i in range(N)
+        an_example(id=f"q{i}", dataset="own", split=splits[i % 5]) for i in range(N)
     ]
     labels = [
-        Label(
-            example_id=f"q{i}",
-            setting="closed_book",
-            variant="original",
-            verdicts={},
-            reason=None,
-            label=bool(right),
-        )
-        for i, right in enumerate(is_right)
+        a_label(bool(right), example_id=f"q{i}") for i, right in enumerate(is_right)
     ]
     return store, rows_of(store, examples, labels)
 

@@ -22,7 +22,7 @@ from beatrice.pgir.index import (
     read_encoder_config,
 )
 from tests.pgir.small import make_corpus, save_encoder, text_of
-from tests.process import ROOT
+from tests.process import ROOT, run_line, run_python
 
 pytest.importorskip("faiss")
 N = 300
@@ -146,7 +146,7 @@ def test_a_build_killed_again_and_again_gives_the_same_bytes(tmp_path):
     encoder = save_encoder(tmp_path / "tiny")
     whole = index_folder(corpus, "tiny")
     words = [sys.executable, "-c", BUILD, str(corpus.folder), str(encoder.path)]
-    subprocess.run([*words, "0"], cwd=ROOT, check=True, capture_output=True)
+    run_line(*words, 0)
     expected = {p.name: p.read_bytes() for p in whole.iterdir()}
     shutil.rmtree(whole)
     for _ in range(2):  # each after one more shard
@@ -167,7 +167,7 @@ def test_a_build_killed_again_and_again_gives_the_same_bytes(tmp_path):
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     process.stdout.close()
-    subprocess.run([*words, "0"], cwd=ROOT, check=True, capture_output=True)
+    run_line(*words, 0)
     found = {p.name: p.read_bytes() for p in whole.iterdir() if p.suffix != ".tmp"}
     assert found == expected
 
@@ -242,13 +242,6 @@ def test_without_faiss_one_sentence_says_what_to_install(built):
     )
     words = ["corpus", corpus.folder, "--retriever", "dense", "--search", "x"]
     words += ["--encoder", encoder.config.path, "--set", "max_tokens=48"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, words)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 1
+    done = run_python(code, *words, code=1)
     assert "pip install 'beatrice-probe[dense]'" in done.stderr
     assert "Traceback" not in done.stderr

@@ -3,7 +3,6 @@ import dataclasses
 import numpy as np
 import pytest
 
-from beatrice.extract.records import Example
 from beatrice.jaxprobe.metrics import BootstrapConfig, drawn_clusters, interval_of
 from beatrice.pgir.controllers.loop import (
     ControllerConfig,
@@ -17,6 +16,7 @@ from beatrice.pgir.controllers.loop import (
 from beatrice.pgir.controllers.plans import Cost, Done, DraftScore, no_rag, vanilla_rag
 from beatrice.pgir.controllers.rows import choose_cases, control_rows, frontier
 from tests.pgir.small import played, reply
+from tests.records import an_example
 
 POLICY = Policy(threshold=0.5, budget=2)
 
@@ -39,15 +39,8 @@ def traced():
         trace(("no", 0.1), ("no", 0.3), ("yes", 0.2), ("yes", 0.9)),  # the wrong kept
     )
     examples = tuple(
-        Example(
-            id=f"q{i}",
-            dataset="world",
-            split="test",
-            question=f"question {i}?",
-            golds=("yes",),
-            passages=(),
-            rewritten=(),
-            meta={},
+        an_example(
+            id=f"q{i}", dataset="world", question=f"question {i}?", golds=("yes",)
         )
         for i in range(len(traces))
     )

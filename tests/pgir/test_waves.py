@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ from beatrice.pgir.controllers.loop import ControllerConfig, drafts
 from beatrice.pgir.controllers.plans import Call, Cost, DraftScore
 from beatrice.pgir.controllers.waves import CallJournal, Failed, Waves
 from tests.pgir.small import played, reply
+from tests.process import finish, run_python, start
 
 ROOT = Path(__file__).parents[2]
 QUESTIONS = [f"question {i}?" for i in range(7)]
@@ -215,31 +215,14 @@ print(traced, file=(folder / "traces.txt").open("w"))
 """
 
 
-def start(folder):
-    folder.mkdir(exist_ok=True)
-    return subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(folder)],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def finish(folder):
-    process = start(folder)
-    _, errors = process.communicate()
-    assert process.returncode == 0, errors
-
-
 @pytest.mark.slow
 def test_a_kill_in_the_middle_of_a_wave_changes_no_row(tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    finish(whole)
+    run_python(CHILD, whole)
     journal = killed / "calls.jsonl"
     n_lines = len((whole / "calls.jsonl").read_bytes().splitlines())
     for share in (0.1, 0.5, 0.8):  # a draft's, a later round's
-        process = start(killed)
+        process = start(sys.executable, "-c", CHILD, killed)
         while process.poll() is None:
             time.sleep(0.002)
             n = journal.read_bytes().count(b"\n") if journal.exists() else 0

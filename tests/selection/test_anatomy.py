@@ -7,7 +7,7 @@ import pytest
 
 from beatrice.benchmarks.results.tables import find, results_of
 from beatrice.extract.label.labels import stands_in_context
-from beatrice.extract.records import Answer, Example, Passage
+from beatrice.extract.records import Passage
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.selection.anatomy.analysis import (
     Ratio,
@@ -34,6 +34,7 @@ from beatrice.selection.anatomy.reach import sources_of, train_valid_split
 from beatrice.selection.anatomy.stage import ANALYSES, AnatomyConfig, chosen_analyses
 from beatrice.selection.exhaustive import Ranking, all_sets
 from tests.jaxprobe.samples import rows_like
+from tests.records import an_answer, an_example
 
 CONFIG = BootstrapConfig(n_resamples=400, seed=0)
 PLACE = {"setting": "closed_book", "dataset": "one", "split": "test"}
@@ -205,20 +206,8 @@ def test_an_answer_stands_in_the_passages_as_whole_words(text, stands):
         Passage(title="Guzolt", text="Falls of the north"),
         Passage(title="B", text="no"),
     )
-    example = Example(
-        id="q", dataset="d", split="test", question="?", golds=("x",), passages=passages
-    )
-    answer = Answer(
-        example_id="q",
-        setting="with_context",
-        variant="original",
-        text=text,
-        prompt_ids=(1,),
-        token_ids=(2,),
-        stop_id=None,
-        context_span=(0, 0),
-    )
-    assert stands_in_context(example, answer) == stands
+    answer = an_answer(setting="with_context", text=text)
+    assert stands_in_context(an_example(passages=passages), answer) == stands
 
 
 def test_shares_of_spans_and_positions_sum_to_one_and_find_the_token_that_moves():

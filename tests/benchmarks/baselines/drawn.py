@@ -3,23 +3,14 @@
 import numpy as np
 
 from beatrice.benchmarks.baselines.detector import DetectorInput
-from beatrice.extract.records import Answer, Example, Sample
 from tests.benchmarks.rows import rows_of
+from tests.records import a_sample, an_answer, an_example
 
 
 def sample(text, log_probs=(-1.0, -0.5), token_ids=(7,), number=0, row=0):
     """One drawn answer of row `row`; by default a token and the stop token."""
-    return Sample(
-        example_id=f"q{row}",
-        setting="closed_book",
-        variant="original",
-        sample=number,
-        text=text,
-        token_ids=token_ids,
-        stop_id=0,
-        log_probs=log_probs,
-        finish="stop",
-    )
+    fields = dict(sample=number, token_ids=token_ids, log_probs=log_probs)
+    return a_sample(text, example_id=f"q{row}", **fields)
 
 
 def inputs(drawn, answers=None, labels=None, splits=None, **fields):
@@ -27,24 +18,10 @@ def inputs(drawn, answers=None, labels=None, splits=None, **fields):
     n = len(drawn)
     splits = ["train", *["test"] * (n - 1)] if splits is None else splits
     examples = [
-        Example(
-            id=f"q{i}", dataset="d", split=splits[i], question=f"Q{i}?", golds=("g",)
-        )
-        for i in range(n)
+        an_example(id=f"q{i}", split=splits[i], question=f"Q{i}?") for i in range(n)
     ]
-    written = [
-        Answer(
-            example_id=f"q{i}",
-            setting="closed_book",
-            variant="original",
-            text="Paris." if answers is None else answers[i],
-            prompt_ids=(1,),
-            token_ids=(7,),
-            stop_id=0,
-            context_span=(0, 0),
-        )
-        for i in range(n)
-    ]
+    texts = ["Paris."] * n if answers is None else answers
+    written = [an_answer(example_id=f"q{i}", text=texts[i]) for i in range(n)]
     samples = [
         sample(one, number=k, row=i)
         if isinstance(one, str)

@@ -6,11 +6,12 @@ import numpy as np
 
 from beatrice.benchmarks.baselines.detector import DetectorInput
 from beatrice.extract.generate.requests import PromptConfig
-from beatrice.extract.records import Answer, Example, Passage, Sample
+from beatrice.extract.records import Passage
 from beatrice.extract.store.families import Family
 from beatrice.extract.store.spec import StoreSpec
 from beatrice.extract.store.store import create_store, write_range
 from tests.benchmarks.rows import rows_of
+from tests.records import a_sample, an_answer, an_example
 
 N, D, N_LAYERS, N_HEADS, N_SAMPLES, N_PROMPT, N_TOLD = 150, 6, 5, 3, 4, 3, 3
 SETTING, LAYER = "with_context", 2  # of which hidden states tell, 0 the embedding
@@ -107,16 +108,13 @@ def samples_of(i, is_right, rng):
     if not is_right:
         texts = [f"other {i} {rng.integers(10**6)}" for _ in range(N_SAMPLES)]
     return [
-        Sample(
+        a_sample(
+            text,
             example_id=f"q{i}",
             setting=SETTING,
-            variant="original",
             sample=number,
-            text=text,
             token_ids=(7, 8),
-            stop_id=0,
             log_probs=tuple(-rng.random(3)),
-            finish="stop",
         )
         for number, text in enumerate(texts)
     ]
@@ -129,26 +127,21 @@ def inputs(seed=0, strength=3.0):
     splits = np.array(["train", "validation", "test"])[np.arange(N) % 3]
     words = np.where(labels, "clear", "vague")
     examples = [
-        Example(
+        an_example(
             id=f"q{i}",
-            dataset="d",
             split=splits[i],
             question=f"{words[i]} word{i}?",
-            golds=("g",),
             passages=(Passage(title="t", text="A page."),),
         )
         for i in range(N)
     ]
     answers = [
-        Answer(
+        an_answer(
             example_id=f"q{i}",
             setting=SETTING,
-            variant="original",
             text=f"told {i}",
             prompt_ids=(1,) * N_PROMPT,
             token_ids=(2,) * N_TOLD,
-            stop_id=3,
-            context_span=(0, 0),
         )
         for i in range(N)
     ]

@@ -8,10 +8,6 @@ from click.testing import CliRunner
 
 from beatrice.benchmarks.bench.commands import measure_fresh
 from beatrice.benchmarks.bench.extract import (
-    EXAMPLES_HEAD,
-    GPU_HEAD,
-    HEAD,
-    LOOP_HEAD,
     BatchConfig,
     LoopConfig,
     ReadingBench,
@@ -100,8 +96,7 @@ def test_without_a_gpu_no_gpu_row_is_planned():
 def test_a_row_shows_ratios_of_reading_to_bare():
     times = Times(bare=2.0, read=2.2, ratio=1.1)
     cost = ReadingCost(config=TINY, times=times, bare_mib=100.0, read_mib=50.0)
-    assert len(cost.cells()) == len(HEAD)
-    assert cost.cells()[-4:] == ["1.10", "100", "50", "0.50"]
+    assert list(cost.cells().values())[-4:] == ["1.10", "100", "50", "0.50"]
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +124,6 @@ def test_a_row_gives_both_rates_of_all_tokens(backbone):
     row = loop.measure("tiny", 2)
     assert row.n_tokens == loop.plan.spec.lengths.sum()
     assert row.whole > 0 and row.loop > 0
-    assert len(row.cells()) == len(LOOP_HEAD)
 
 
 def test_a_small_and_a_large_model_are_measured_with_the_store():
@@ -166,7 +160,6 @@ def test_small_models_of_their_kind_are_measured(family):
         n_batches=2,
     )
     assert cost.flops > 0 and cost.times.ratio > 0 and cost.loop.share > 0
-    assert len(cost.cells()) == len(GPU_HEAD)
     assert "aten::" in cost.profile
 
 
@@ -174,7 +167,6 @@ def test_answering_and_reading_with_worked_examples_are_measured_on_the_same_tok
     row = measure_with_examples(load_backbone(WEIGHTS), 1, n_questions=3)
     assert min(row.bare, row.answer, row.extract) > 0
     assert 0 < row.n_read <= row.n_tokens
-    assert len(row.cells()) == len(EXAMPLES_HEAD)
 
 
 def test_no_runs_are_refused():

@@ -1,8 +1,8 @@
 import numpy as np
 
 from beatrice.benchmarks.results.evaluate import choose_answers
-from beatrice.extract.records import Answer
 from beatrice.pgir.score_files import shown_tokens
+from tests.records import an_answer
 
 P = np.array([0.9, 0.1, 0.8, 0.2, 0.9, 0.9, 0.9, 0.4])
 LABELS = np.array([1, 0, 0, 1, 1, 1, 1, 0], bool)
@@ -39,16 +39,8 @@ def test_the_four_kinds_share_out_all_answers():
 
 
 def test_tokens_are_shown_with_their_own_numbers_where_the_first_rows_are_spared():
-    answer = Answer(
-        example_id="q",
-        setting="closed_book",
-        variant="original",
-        text="x",
-        prompt_ids=tuple(range(10)),
-        token_ids=(10, 11),
-        stop_id=2,
-        context_span=(6, 6),
-    )
+    ids = dict(prompt_ids=tuple(range(10)), token_ids=(10, 11), context_span=(6, 6))
+    answer = an_answer(**ids)
     prob = np.arange(12 * 5, dtype=float).reshape(12, 5)
     whole = shown_tokens(str, answer, prob)
     spared = shown_tokens(str, answer, prob[6:], 6)

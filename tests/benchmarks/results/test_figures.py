@@ -1,6 +1,4 @@
 import re
-import subprocess
-import sys
 import xml.etree.ElementTree
 
 import matplotlib
@@ -8,6 +6,7 @@ import pytest
 
 from beatrice.benchmarks.results import figures
 from tests.benchmarks.results import sample
+from tests.process import run_python
 
 SYNERGY = {"H": 0.88, "P": 0.85, "HP": 0.9, "RA": 0.85}
 
@@ -133,11 +132,7 @@ def test_drawing_leaves_matplotlib_as_it_was():
 
 
 def loaded_by(code):
-    code = f"import sys; {code}; print(*sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    return set(done.stdout.split())
+    return set(run_python(f"import sys; {code}; print(*sys.modules)").stdout.split())
 
 
 def test_drawing_needs_neither_pyplot_nor_a_display():

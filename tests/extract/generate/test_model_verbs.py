@@ -5,8 +5,6 @@ import csv
 import io
 import json
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -27,6 +25,7 @@ from tests.extract.label.scripted import (
     generated,
 )
 from tests.extract.small_run import beatrice, questions, smoke
+from tests.process import BEATRICE, kill, run_line, start
 
 ROOT = Path(__file__).parents[3]
 
@@ -302,25 +301,23 @@ def test_labelling_that_is_killed_again_and_again_ends_as_one_that_was_not(run_d
     replies = run_dir / "replies" / "judge.jsonl"
     n_kills, n_before = 0, 0
     with served(ScriptedGenerator(fair_verdict)) as server:
-        command = [sys.executable, "-m", "beatrice", "label", str(run_dir)]
+        command = [*BEATRICE, "label", run_dir]
         command += ["--judge", "big", "--server", server.url, "--set", "concurrency=2"]
         server.pause = 0.03
         for _ in range(4):
-            process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+            process = start(*command)
             while process.poll() is None and n_lines(replies) < n_before + 5:
                 time.sleep(0.005)
-            n_kills += process.poll() is None
-            process.kill()
-            process.wait()
+            n_kills += kill(process)
             assert n_lines(replies) >= n_before
             n_before = n_lines(replies)
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        run_line(*command)
         n_asked = len(server.requests)
         killed = (run_dir / "labels.jsonl").read_bytes()
         replies.unlink()
         (run_dir / "labels.jsonl").unlink()
         server.pause = 0.0
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        run_line(*command)
         n_whole = len(server.requests) - n_asked
     assert n_kills >= 3
     assert (run_dir / "labels.jsonl").read_bytes() == killed

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +16,7 @@ from beatrice.extract.records import write_lines
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.share import Share
 from tests.extract.small_run import beatrice, questions, smoke
+from tests.process import run_line
 
 ROOT = Path(__file__).parents[3]
 # A few prompts with contexts fill a batch.
@@ -264,6 +264,5 @@ def test_torchrun_starts_workers_that_answer_together(asked, begun, tmp_path):
     do("answer", alone)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command = [*launcher, "-m", "beatrice", "answer", str(asked)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_line(*command)
     assert written("answer", asked) == written("answer", alone)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from beatrice.extract.generate.generator import Generated
 from beatrice.extract.label.labels import exact_match
-from beatrice.extract.records import Answer
+from tests.records import an_answer
 
 FOLDER = Path(__file__).parent
 REPLIES = json.loads((FOLDER / "replies.json").read_text(encoding="utf-8"))
@@ -90,13 +90,4 @@ def generated(text, finish="stop"):
 
 
 def answered(text, setting="closed_book", variant="original", name="q"):
-    return Answer(
-        example_id=name,
-        setting=setting,
-        variant=variant,
-        text=text,
-        prompt_ids=(1, 2),
-        token_ids=(3,),
-        stop_id=0,
-        context_span=(1, 1),
-    )
+    return an_answer(example_id=name, setting=setting, variant=variant, text=text)

@@ -27,7 +27,8 @@ from beatrice.extract.label.audit import (
     write_sample,
 )
 from beatrice.extract.label.judges import consensus
-from beatrice.extract.records import SETTINGS, Answer, Example, Label, Passage
+from beatrice.extract.records import SETTINGS, Passage
+from tests.records import a_label, an_answer, an_example
 
 
 def labelled(verdicts, texts=None, settings=("closed_book", "with_context")):
@@ -35,24 +36,11 @@ def labelled(verdicts, texts=None, settings=("closed_book", "with_context")):
     examples, answers, labels = [], [], []
     for i, votes in enumerate(verdicts):
         setting, text = settings[i % len(settings)], texts[i] if texts else "yes"
-        key = {"example_id": f"q{i}", "setting": setting, "variant": "original"}
-        examples.append(
-            Example(
-                id=f"q{i}", dataset="d", split="test", question="is it?", golds=("yes",)
-            )
-        )
-        answers.append(
-            Answer(
-                **key,
-                text=text,
-                prompt_ids=(1,),
-                token_ids=(2,),
-                stop_id=0,
-                context_span=(1, 1),
-            )
-        )
+        key = {"example_id": f"q{i}", "setting": setting}
+        examples.append(an_example(id=f"q{i}", question="is it?", golds=("yes",)))
+        answers.append(an_answer(**key, text=text))
         label, reason = consensus(votes)
-        labels.append(Label(**key, verdicts=votes, label=label, reason=reason))
+        labels.append(a_label(label, **key, verdicts=votes, reason=reason))
     return examples, answers, labels
 
 

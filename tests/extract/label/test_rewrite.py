@@ -11,13 +11,14 @@ from beatrice.extract.label.rewrite import (
     rewrite_contexts,
     rewrite_prompt,
 )
-from beatrice.extract.records import Example, Passage, with_rewrites
+from beatrice.extract.records import Passage, with_rewrites
 from tests.extract.label.scripted import (
     INJECTIONS,
     ScriptedGenerator,
     fields_of,
     generated,
 )
+from tests.records import an_example
 
 SOURCE = (
     "Marie Curie: Maria Salomea Sk\u0142odowska-Curie (7 November 1867 \u2013 4 July "
@@ -29,17 +30,12 @@ SOURCE = (
 
 def example(text=SOURCE, name="q", **fields):
     title, _, body = text.partition(": ")
-    return Example(
-        **{
-            "id": name,
-            "dataset": "d",
-            "split": "train",
-            "question": "Which prize did Marie Curie share in 1903?",
-            "golds": ("Nobel Prize in Physics",),
-            "passages": (Passage(title=title, text=body, is_supporting=True),),
-        }
-        | fields
-    )
+    usual = {
+        "question": "Which prize did Marie Curie share in 1903?",
+        "golds": ("Nobel Prize in Physics",),
+        "passages": (Passage(title=title, text=body, is_supporting=True),),
+    }
+    return an_example(**{"id": name, "split": "train", **usual, **fields})
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.readings import context, llm_check
 from beatrice.extract.readings.batch import Batch
 from beatrice.extract.readings.context import lookback_ratio
-from beatrice.extract.records import Answer
 from beatrice.extract.signals.batch import ReadingBudget
 from beatrice.extract.signals.probability import Head
 from tests.extract.readings.loops import log_gram, mmd, shannon
+from tests.records import an_answer
 
 
 @pytest.fixture(scope="module")
@@ -33,16 +33,7 @@ def test_the_hidden_score_has_its_golden_value():
 
 
 def test_the_attention_score_has_its_golden_value(backbone):
-    answer = Answer(
-        example_id="q",
-        setting="closed_book",
-        variant="original",
-        text="",
-        prompt_ids=(11,),
-        token_ids=(12, 13),
-        stop_id=2,
-        context_span=(0, 0),
-    )
+    answer = an_answer(prompt_ids=(11,), token_ids=(12, 13), context_span=(0, 0))
     batch = Batch(
         backbone=backbone,
         answers=[answer],

@@ -17,8 +17,9 @@ from beatrice.extract.readings.prompts import (
     truth_text,
 )
 from beatrice.extract.readings.reader import read
-from beatrice.extract.records import Answer, Example, Passage
+from beatrice.extract.records import Passage
 from tests.extract.small_run import questions
+from tests.records import an_answer, an_example
 
 SHORT = TEMPLATES["short"]
 
@@ -67,31 +68,15 @@ def test_without_one_known_token_for_the_option_there_is_no_truth_prompt(
 
 def example(number, titles, golds=("gold",), dataset="d", texts=None):
     texts = [f"text {number} {title}" for title in titles] if texts is None else texts
-    return Example(
-        id=f"q{number}",
-        dataset=dataset,
-        split="train",
-        question=f"question {number}?",
-        golds=golds,
-        passages=tuple(
-            Passage(title=title, text=text)
-            for title, text in zip(titles, texts, strict=True)
-        ),
-    )
+    pairs = zip(titles, texts, strict=True)
+    passages = tuple(Passage(title=title, text=text) for title, text in pairs)
+    fields = dict(dataset=dataset, golds=golds, passages=passages)
+    return an_example(id=f"q{number}", question=f"question {number}?", **fields)
 
 
 def answered(one, dropped=()):
-    return Answer(
-        example_id=one.id,
-        setting="with_context",
-        variant="original",
-        text="a",
-        prompt_ids=(1, 2),
-        token_ids=(3,),
-        stop_id=4,
-        context_span=(0, 1),
-        dropped=dropped,
-    )
+    fields = dict(setting="with_context", context_span=(0, 1), dropped=dropped)
+    return an_answer(example_id=one.id, **fields)
 
 
 def titles_of(found):

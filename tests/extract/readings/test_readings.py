@@ -10,9 +10,9 @@ from beatrice.extract.readings.batch import Batch, begin, cue_length
 from beatrice.extract.readings.gnosis import bin_weights, map_statistics
 from beatrice.extract.readings.prompts import SECOND_PASSES, _end_states, middle_entry
 from beatrice.extract.readings.reader import PARTS, READINGS, _read_batch, read
-from beatrice.extract.records import Answer
 from beatrice.extract.signals.batch import ReadingBudget, budget_for
 from tests.extract.readings.loops import Eager, expected, statistics
+from tests.records import an_answer
 
 CUE = (5, 9, 7)
 PART_NAMES = tuple(name for part in PARTS for name in part.names)
@@ -24,11 +24,9 @@ TOLERANCE = 2e-4
 def made_answer(seed, n_prompt, n_answer, is_cut=False):
     rng = np.random.default_rng(seed)
     ids = rng.integers(10, N_TEXT_IDS, n_prompt + n_answer).tolist()
-    return Answer(
+    return an_answer(
         example_id=f"q{seed}",
         setting="with_context",
-        variant="original",
-        text="",
         prompt_ids=(*ids[: n_prompt - 3], *CUE),
         token_ids=tuple(ids[n_prompt:]),
         stop_id=None if is_cut else 2,
@@ -218,11 +216,9 @@ def ids_of(seed, n):
 
 
 def answer_of(seed, n_prompt, n_answer, prompt_ids=None):
-    return Answer(
+    return an_answer(
         example_id=f"q{seed}",
         setting="with_context",
-        variant="original",
-        text="",
         prompt_ids=prompt_ids or (*ids_of(0, N_SHARED), *ids_of(seed, n_prompt)),
         token_ids=ids_of(100 + seed, n_answer),
         stop_id=2,

@@ -1,9 +1,9 @@
-import subprocess
 import sys
 
 import pytest
 
 from beatrice.extract.run.memory import keep_freed_memory, return_freed_memory
+from tests.process import run_python
 
 # Takes, fills and frees 48 MiB five times; prints the pages that the system gave for
 # the last four. Not by NumPy, which asks for huge pages.
@@ -27,21 +27,11 @@ print(pages() - before)
 """
 
 
-def printed(program, mode):
-    done = subprocess.run(
-        [sys.executable, "-c", program, mode],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return int(done.stdout)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="only glibc is told to")
 def test_freed_memory_is_used_again_and_is_not_without_the_call():
     n_pages = 4 * (48 << 20) // 4096  # a sixteenth of it, where pages are larger
-    assert printed(CHURN, "leave") > n_pages // 16
-    assert printed(CHURN, "keep") < n_pages // 64
+    assert int(run_python(CHURN, "leave").stdout) > n_pages // 16
+    assert int(run_python(CHURN, "keep").stdout) < n_pages // 64
 
 
 # Frees a block of 24 MiB, by which glibc learns to keep such blocks, then leaves one of
@@ -72,8 +62,8 @@ print(held_bytes() - before)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only glibc is told to")
 def test_freed_blocks_are_given_back_and_are_not_without_the_call():
-    assert printed(LEARN, "leave") > 12 << 20
-    assert printed(LEARN, "return") < 4 << 20
+    assert int(run_python(LEARN, "leave").stdout) > 12 << 20
+    assert int(run_python(LEARN, "return").stdout) < 4 << 20
 
 
 @pytest.mark.parametrize("tell", [keep_freed_memory, return_freed_memory])

@@ -14,13 +14,10 @@ from beatrice.extract.records import (
 from beatrice.extract.run.contents import answers_file, read_answers, read_examples
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import write_text_atomic
+from tests.records import an_example
 
-EXAMPLE = Example(
-    id="capitals-1",
-    dataset="capitals",
-    split="train",
-    question="Capital of Malawi?",
-    golds=("Lilongwe",),
+EXAMPLE = an_example(
+    id="capitals-1", dataset="capitals", split="train", question="Capital of Malawi?"
 )
 
 

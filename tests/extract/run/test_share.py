@@ -1,11 +1,9 @@
 """Which share of the work is this process's, and what lies in it."""
 
-import subprocess
-import sys
-
 import pytest
 
 from beatrice.extract.run.share import Share, find_share, local_rank, own_gpu
+from tests.process import run_python
 
 SRUN = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"}
 MPIRUN = {
@@ -148,10 +146,6 @@ def test_shares_by_cost_are_about_as_expensive_where_counts_are_not():
 
 def test_a_library_user_of_runs_loads_no_command_line():
     code = "import sys; from beatrice.extract.run import contents, share, stages"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{code}; print('click' in sys.modules)"],
-        capture_output=True,
-        text=True,
-        check=True,
+    assert (
+        run_python(f"{code}; print('click' in sys.modules)").stdout.strip() == "False"
     )
-    assert done.stdout.strip() == "False"

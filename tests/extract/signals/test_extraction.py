@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from beatrice.extract.records import Answer
 from beatrice.extract.run.share import Share
 from beatrice.extract.signals.extract import (
     ExtractConfig,
@@ -21,6 +20,7 @@ from beatrice.extract.signals.extract import (
 )
 from beatrice.extract.store.families import Family
 from beatrice.extract.store.store import done_ranges, open_store, read_family, verify
+from tests.records import an_answer
 
 REPOSITORY = Path(__file__).parents[3]
 CONFIG = ExtractConfig(tokens_per_batch=96, rows_per_shard=64)
@@ -258,11 +258,9 @@ def test_shards_are_small_enough_to_share_and_to_hold():
 
 def test_answers_are_read_in_their_order(tmp_path):
     answers = [
-        Answer(
+        an_answer(
             example_id=f"q{i}",
             setting="with_context",
-            variant="original",
-            text="x",
             prompt_ids=tuple(range(1, 10 + i)),
             token_ids=(3,) * i,
             stop_id=2,

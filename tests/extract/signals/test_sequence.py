@@ -1,28 +1,19 @@
-import msgspec
 import numpy as np
 import pytest
 import torch
 
 from beatrice.benchmarks.bench.tiny_models import tiny_model
 from beatrice.extract.backbone.loading import Backbone
-from beatrice.extract.records import Answer
 from beatrice.extract.signals.extract import ExtractConfig
 from beatrice.extract.signals.reader import SignalReader
 from beatrice.extract.signals.sequence import TokenSequence, batches_of, sequence_of
+from tests.records import an_answer
 
 
 def make_answer(**changes):
-    answer = Answer(
-        example_id="q1",
-        setting="with_context",
-        variant="original",
-        text="",
-        prompt_ids=(1, 7, 9, 11, 13, 15, 17, 19),
-        token_ids=(21, 23, 25),
-        stop_id=2,
-        context_span=(1, 4),
-    )
-    return msgspec.structs.replace(answer, **changes)
+    ids = dict(prompt_ids=(1, 7, 9, 11, 13, 15, 17, 19), token_ids=(21, 23, 25))
+    fields = dict(setting="with_context", stop_id=2, context_span=(1, 4))
+    return an_answer(**{**ids, **fields, **changes})
 
 
 def test_an_answer_becomes_a_sequence_with_emitting_spans():
