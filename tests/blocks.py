@@ -35,7 +35,7 @@ def run_blocks(path, *, terminal):
             printed, end = output.getvalue(), block.end()
             continue
         elif language == "console" and terminal:
-            for line in code.splitlines():
+            for line in code.replace("\\\n", " ").splitlines():
                 began = time.monotonic()
                 done = subprocess.run(
                     line, shell=True, env=environ, capture_output=True, text=True

@@ -53,7 +53,8 @@ def test_every_line_of_a_terminal_names_a_verb_and_options_that_there_are():
     n_lines = 0
     for guide in GUIDES:
         for language, block in FENCE.findall(guide.read_text(encoding="utf-8")):
-            for line in block.splitlines() if language in ("console", "sh") else ():
+            lines = block.replace("\\\n", " ").splitlines()
+            for line in lines if language in ("console", "sh") else ():
                 if "beatrice" not in line:
                     continue
                 words = line[line.index("beatrice") :].split()
