@@ -19,7 +19,7 @@ import dataclasses
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,6 +37,7 @@ from transformers import (
 )
 
 from beatrice.benchmarks.bench.commands import AS_JSON, MIB, RowPrinter, measure_fresh
+from beatrice.benchmarks.bench.hooks import Hooked
 from beatrice.extract.backbone.loading import Backbone, load_backbone
 from beatrice.extract.backbone.names import EMBEDDED, ModelDtype, model_path
 from beatrice.extract.generate.local import generate
@@ -139,12 +140,16 @@ def random_sequence(
 class Times:
     """Seconds of the forward with logits and of the full reading, and their ratio.
 
-    Medians over alternating runs; of the ratio, over pairs of neighbours.
+    Medians over alternating runs; of ratios, over neighbours. `plain` and `tuned` are
+    the times of `bench.hooks` over the reading's, with the least and the largest; None
+    where the model is no Llama.
     """
 
     bare: float
     read: float
     ratio: float
+    plain: tuple[float, float, float] | None = None
+    tuned: tuple[float, float, float] | None = None
 
 
 class ReadingBench:
@@ -180,19 +185,51 @@ class ReadingBench:
         self.reader.read(self.sequences)
         self._wait()
 
-    def _wait(self) -> None:
+    def _wait(self, readings: object = None) -> None:
         if self.config.device != "cpu":
             torch.cuda.synchronize()
 
     def time(self, n_rounds: int) -> Times:
-        """Let both take turns, after one unmeasured run each."""
-        pairs = alternate([self.bare, self.read], n_rounds)
-        bare, read = (statistics.median(side) for side in zip(*pairs, strict=True))
-        ratio = statistics.median(read / bare for bare, read in pairs)
-        return Times(bare=bare, read=read, ratio=ratio)
+        """Let all take turns, after one unmeasured run each."""
+        runs: list[Callable[[], object]] = [self.bare, self.read]
+        if isinstance(self.model, LlamaForCausalLM):
+            hooked = Hooked(self.model, self.sequences)
+            self.require_same(hooked)
+            runs += [
+                lambda: self._wait(hooked.plain()),
+                lambda: self._wait(hooked.tuned()),
+            ]
+        rounds = np.array(alternate(runs, n_rounds))
+        ratios = rounds / rounds[:, 1:2]
+        ranges = [
+            (float(np.median(x)), float(x.min()), float(x.max())) for x in ratios.T[2:]
+        ]
+        return Times(
+            bare=float(np.median(rounds[:, 0])),
+            read=float(np.median(rounds[:, 1])),
+            ratio=float(np.median(1 / ratios[:, 0])),
+            **dict(zip(("plain", "tuned"), ranges, strict=False)),
+        )
+
+    def require_same(self, hooked: Hooked) -> None:
+        """Check that hooks read what the reader reads, before they are timed."""
+        tolerance = 1e-3 if self.config.dtype == "float32" else 0.1
+        rows = self.reader.read(self.sequences)
+        for readings in (hooked.plain(), hooked.tuned()):
+            for name, values in readings.items():
+                ours = np.stack([getattr(signals, name) for signals in rows])
+                theirs = values.float().cpu().numpy()
+                gap = np.linalg.norm(ours - theirs) / np.linalg.norm(ours)
+                if not gap <= tolerance:  # so that NaN fails
+                    raise ValueError(
+                        f"hooks read other {name} than the reader, {gap:.1e} of their "
+                        "norm: the timing would compare two things"
+                    )
 
 
-def alternate(runs: list[Callable[[], None]], n_rounds: int) -> list[tuple[float, ...]]:
+def alternate(
+    runs: Sequence[Callable[[], object]], n_rounds: int
+) -> list[tuple[float, ...]]:
     """Run each in turn; return seconds per round, after one unmeasured round."""
     rounds = []
     for _ in range(n_rounds + 1):
@@ -217,6 +254,10 @@ class ReadingCost:
     def cells(self) -> dict[str, str]:
         """Return the row by its columns."""
         config, times = self.config, self.times
+        plain, tuned = (
+            "" if x is None else "{:.2f} [{:.2f}, {:.2f}]".format(*x)
+            for x in (times.plain, times.tuned)
+        )
         return {
             "device": config.device,
             "dtype": config.dtype,
@@ -225,6 +266,8 @@ class ReadingCost:
             "bare s": f"{times.bare:.2f}",
             "reading s": f"{times.read:.2f}",
             "time ratio": f"{times.ratio:.2f}",
+            "plain Transformers / reading": plain,
+            "tuned hooks / reading": tuned,
             "bare MiB": f"{self.bare_mib:.0f}",
             "reading MiB": f"{self.read_mib:.0f}",
             "memory ratio": f"{self.read_mib / self.bare_mib:.2f}",
@@ -684,10 +727,11 @@ def measure_with_examples(
 def extract(model: str | None, dtype: ModelDtype, rounds: int, as_json: bool) -> None:
     """Time a full reading beside the bare forward with logits; print the tables.
 
-    Llama-shaped, d=512, 8 layers, fp32 readings, every hidden layer kept. Both take
-    turns on the same batch; peak memory is above the loaded model. Then extraction
-    into a store beside its own reading, on the same batches; and on a GPU both, and a
-    profile, for Qwen3.5-9B and Gemma 4 E4B at full size with random weights.
+    Llama-shaped, d=512, 8 layers, fp32 readings, every hidden layer kept. Both, and
+    the same readings by hooks on Transformers (without the reader's checks), take turns
+    on the same batch; peak memory is above the loaded model. Then extraction into a
+    store beside its own reading, on the same batches; and on a GPU both, and a profile,
+    for Qwen3.5-9B and Gemma 4 E4B at full size with random weights.
 
     With --model: tokens per second of `answer` and `extract` on prompts with worked
     examples beside the bare forward, for that model.

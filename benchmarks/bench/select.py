@@ -71,17 +71,21 @@ WIDTHS = {
 class SelectCost:
     """The row of the table; rates and their ratio are medians over turns.
 
-    AUROC is the mean over heads on validation rows, and `largest_difference` that of
-    logits from the same weights.
+    The mean of a set's logits, `select --set fusion=mean`, has nothing to train. AUROC
+    is the mean over heads on validation rows, and `largest_difference` that of logits
+    from the same weights.
     """
 
     widths: str
     heads_per_second: float
     torch_heads_per_second: float
     ratio: float
+    means_per_second: float
+    mean_ratio: float
     torch_threads: int
     auroc: float
     torch_auroc: float
+    mean_auroc: float
     largest_difference: float
 
     def cells(self) -> dict[str, str]:
@@ -92,7 +96,10 @@ class SelectCost:
             "heads/s": f"{self.heads_per_second:.1f}",
             "PyTorch loop, heads/s": f"{torch_rate} ({self.torch_threads} threads)",
             "ratio": f"{self.ratio:.1f}",
-            "AUROC, both": f"{self.auroc:.4f} / {self.torch_auroc:.4f}",
+            "mean logits, sets/s": f"{self.means_per_second:.0f}",
+            "mean logits / heads": f"{self.mean_ratio:.1f}",
+            "AUROC: heads, loop, mean logits": f"{self.auroc:.4f} / "
+            f"{self.torch_auroc:.4f} / {self.mean_auroc:.4f}",
         }
 
 
@@ -275,10 +282,11 @@ def measure(widths: str, config: SelectSizes) -> SelectCost:
     sets = [(*first, c) for c in range(len(first), config.n_pool)]
     fixed = {"config": shape, "train_config": protocol, "n_calls": config.n_pool}
 
-    def search() -> Heads:
-        return fit_sets(sets, train, valid, **fixed)
+    def search(config: TrainConfig = protocol) -> Heads:
+        return fit_sets(sets, train, valid, **fixed | {"train_config": config})
 
-    heads = search()  # compiles
+    untrained = dataclasses.replace(protocol, max_epochs=0)
+    heads, means = search(), search(untrained)  # compiles
     difference = largest_difference(heads, sets, valid, shape)
     if not difference <= TOLERANCE:  # so that NaN fails
         raise ValueError(
@@ -299,17 +307,24 @@ def measure(widths: str, config: SelectSizes) -> SelectCost:
     torch.set_num_threads(n_threads)
     n_search, n_loop = len(sets) * config.n_seeds, min(config.n_torch, len(sets))
     turns = [
-        (n_search / _seconds(search), n_loop / _seconds(loop))
+        (
+            n_search / _seconds(search),
+            n_loop / _seconds(loop),
+            n_search / _seconds(lambda: search(untrained)),
+        )
         for _ in range(config.n_turns)
     ]
     return SelectCost(
         widths=widths,
-        heads_per_second=statistics.median(a for a, _ in turns),
-        torch_heads_per_second=statistics.median(b for _, b in turns),
-        ratio=statistics.median(a / b for a, b in turns),
+        heads_per_second=statistics.median(a for a, _, _ in turns),
+        torch_heads_per_second=statistics.median(b for _, b, _ in turns),
+        ratio=statistics.median(a / b for a, b, _ in turns),
+        means_per_second=statistics.median(c for _, _, c in turns),
+        mean_ratio=statistics.median(c / a for a, _, c in turns),
         torch_threads=n_threads,
         auroc=float(heads.info.best_auroc[: config.n_torch, 0].mean()),
         torch_auroc=float(np.mean(aurocs)),
+        mean_auroc=float(means.info.best_auroc[: config.n_torch, 0].mean()),
         largest_difference=difference,
     )
 
@@ -319,6 +334,8 @@ def measure(widths: str, config: SelectSizes) -> SelectCost:
 @AS_JSON
 def select(is_paper: bool, as_json: bool) -> None:
     """Train the heads of one search round, beside a PyTorch loop over the same heads.
+
+    And beside the mean logit of the same sets, which trains nothing.
 
     Both sides must give the same logits from the same weights before they are timed.
 
