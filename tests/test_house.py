@@ -23,6 +23,7 @@ MAY_IMPORT = {
 # What a JAX room may take from `extract`: records, labels, words of prompts, run
 # directories, stored arrays.
 WITHOUT_TORCH = (
+    "extract.backbone.names",
     "extract.generate.prompts",
     "extract.label.labels",
     "extract.records",
