@@ -304,18 +304,19 @@ def _answer_on_disk(
         save_batch(place, reader, config, answers, signals)
         lines.append(map(to_json, answers))
         rows |= {answer.example_id: answer for answer in answers}
-    written = WrittenSignals.open(place, reader.fingerprint, config)
-    if written is not None:
-        reader_of_written = ReadBefore(
-            written,
-            hidden_layers=written.hidden_layers,
-            hidden_spans=written.hidden_spans,
-            fingerprint=reader.fingerprint,
-            shapes=written.shapes,
-            open_reader=lambda: reader,
-        )
     ordered = [rows[request.example_id] for request in requests]
-    return ordered, reader if written is None else reader_of_written
+    written = WrittenSignals.open(place, reader.fingerprint, config)
+    if written is None:
+        return ordered, reader
+    reader_of_written = ReadBefore(
+        written,
+        hidden_layers=written.hidden_layers,
+        hidden_spans=written.hidden_spans,
+        fingerprint=reader.fingerprint,
+        shapes=written.shapes,
+        open_reader=lambda: reader,
+    )
+    return ordered, reader_of_written
 
 
 def _open(

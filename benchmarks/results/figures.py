@@ -296,10 +296,8 @@ def frontier(
       budget: the budget B that was chosen for the first, marked with a ring.
     """
     figure, axes = _axes()
-    curves, rivals = (
-        {textwrap.fill(name, 34): values for name, values in named.items()}
-        for named in (curves, rivals)
-    )
+    curves = {textwrap.fill(name, 34): points for name, points in curves.items()}
+    rivals = {textwrap.fill(name, 34): point for name, point in rivals.items()}
     heights = [score for _, score in rivals.values()]
     colours = (STRONG["closed_book"], INK, MUTED)
     for number, (label, curve) in enumerate(curves.items()):

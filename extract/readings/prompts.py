@@ -169,8 +169,8 @@ def _end_states(
     begun = begin(backbone.layout, sequences, behind)
     n_begun = 0 if begun is None else begun.n_tokens
     states = torch.empty((len(sequences), backbone.d_model), dtype=backbone.dtype)
-    behind = [len(ids) - n_begun for ids in sequences]
-    for batch in batches_of(behind, tokens_per_batch, n_beside=n_begun):
+    lengths = [len(ids) - n_begun for ids in sequences]
+    for batch in batches_of(lengths, tokens_per_batch, n_beside=n_begun):
         backbone.check_length(len(sequences[batch[0]]))
         rows = [np.array(sequences[i]) for i in batch]
         ids = pad_batch(rows, backbone.device)
