@@ -17,7 +17,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jinja2
 import numpy as np
@@ -31,11 +31,16 @@ from beatrice.extract.signals.sequence import sequence_of
 from beatrice.pgir.arguments import as_passages, as_text
 from beatrice.pgir.given import ARGUMENTS, AnswerToScore
 
-if TYPE_CHECKING:
-    from beatrice.pgir.scorer import Score
-
 ROWS_TOGETHER = 512  # read, sorted by length and written together
 _LM_EVAL = "lm-eval samples"
+
+
+class Scored(Protocol):
+    """What a scorer returns of an answer, see `pgir.scorer.Score`."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as a row."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -207,7 +212,7 @@ class Tally:
 
 
 def score_rows(
-    score: "Callable[[list[AnswerToScore]], list[Score]]",
+    score: Callable[[list[AnswerToScore]], Sequence[Scored]],
     rows: Iterable[Row],
     identity: str,
     out: JsonLines | None,

@@ -61,7 +61,7 @@ class Hooked:
     def _hooks(self, hooks: Sequence[tuple[Any, Any]]) -> Iterator[None]:
         """Attend eagerly under `(module, hook)`."""
         config = self.model.config
-        before = config._attn_implementation
+        before: Any = config._attn_implementation
         handles = [module.register_forward_hook(hook) for module, hook in hooks]
         self.model.set_attn_implementation("eager")
         try:

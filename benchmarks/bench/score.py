@@ -33,8 +33,16 @@ print(time.monotonic() - began, sum(os.times()[:2]) - used)
 """
 
 
+_WARM = """
+import sys
+import beatrice
+from beatrice.benchmarks.bench.score import warm_ratio
+print(*warm_ratio(beatrice.load(sys.argv[1]), int(sys.argv[2])))
+"""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cost:
+class ScoreCost:
     """What one thing costs.
 
     Attributes:
@@ -55,11 +63,11 @@ class Cost:
         return [self.what, *(f"{x:.2f}" for x in numbers)]
 
 
-def _least(what: str, wanted: float, measure: Callable[[], Any], n: int) -> Cost:
+def _least(what: str, wanted: float, measure: Callable[[], Any], n: int) -> ScoreCost:
     """Measure a thing `n` times: the least of either number."""
     costs = [measure() for _ in range(n)]
     clock, processors = map(min, zip(*costs, strict=True))
-    return Cost(what=what, clock=clock, processors=processors, wanted=wanted)
+    return ScoreCost(what=what, clock=clock, processors=processors, wanted=wanted)
 
 
 def _command(*words: str) -> tuple[float, float]:
@@ -127,8 +135,6 @@ def score(probe: str, rounds: int, as_json: bool) -> None:
 
     Example: beatrice bench score smollm2
     """
-    import beatrice
-
     printer = RowPrinter(as_json)
     printer.head(HEAD)
     words = ("-m", "beatrice", "score", "--probe", probe, "--question", _QUESTION)
@@ -139,12 +145,6 @@ def score(probe: str, rounds: int, as_json: bool) -> None:
         ("`load` beside the model", 0.5, lambda: _measured_inside("-c", _LOAD, probe)),
     ):
         printer.row(_least(what, wanted, measure, rounds))
-    clock, processors = warm_ratio(beatrice.load(probe), 3 * rounds)
-    printer.row(
-        Cost(
-            what="warm score, by the bare forward of its ids (ratio)",
-            clock=clock,
-            processors=processors,
-            wanted=1.3,
-        )
-    )
+    what = "warm score, by the bare forward of its ids (ratio)"
+    warm = ("-c", _WARM, probe, str(3 * rounds))
+    printer.row(_least(what, 1.3, lambda: _measured_inside(*warm), 1))

@@ -280,7 +280,7 @@ def measure(widths: str, config: SelectSizes) -> SelectCost:
     shape, protocol = FusionConfig(hidden=config.hidden), config.protocol
     first = tuple(range(config.n_members - 1))
     sets = [(*first, c) for c in range(len(first), config.n_pool)]
-    fixed = {"config": shape, "train_config": protocol, "n_calls": config.n_pool}
+    fixed: Any = {"config": shape, "train_config": protocol, "n_calls": config.n_pool}
 
     def search(config: TrainConfig = protocol) -> Heads:
         return fit_sets(sets, train, valid, **fixed | {"train_config": config})
