@@ -1,14 +1,12 @@
 """The anatomy of a whole small run: killed and continued, asked for in parts, shown."""
 
-import os
 import re
 import shutil
-import signal
 import time
 
 import pytest
 
-from tests.test_asked_for import finish, start
+from tests.process import BEATRICE, call, kill, start
 
 
 def rows_of(run):
@@ -24,20 +22,19 @@ def test_a_killed_anatomy_ends_with_the_same_rows_and_the_report_shows_it(
     smoke_run, tmp_path
 ):
     whole, killed = (shutil.copytree(smoke_run, tmp_path / x) for x in ("a", "b"))
-    finish("anatomy", whole)
+    call("anatomy", whole)
     for n_before in (3, 9):  # of thirteen
-        process = start("anatomy", killed)
+        process = start(*BEATRICE, "anatomy", killed)
         while len(kept_in(killed)) < n_before and process.poll() is None:
             time.sleep(0.2)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        kill(process)
     assert 9 <= len(kept_in(killed)) < len(kept_in(whole)) == 13
-    finish("anatomy", killed)
+    call("anatomy", killed)
     assert rows_of(killed) == rows_of(whole)
-    assert "anatomy: already done" in finish("anatomy", killed)
-    finish("anatomy", killed, "--only", "flips")  # what was made stays
+    assert "anatomy: already done" in call("anatomy", killed).stderr
+    call("anatomy", killed, "--only", "flips")  # what was made stays
     assert rows_of(killed) == rows_of(whole)
-    finish("report", killed)
+    call("report", killed)
     page = (killed / "report.html").read_text()
     section = re.search(r'<section id="anatomy">.*?</section>', page, re.DOTALL)
     assert 'class="empty"' not in section.group()
