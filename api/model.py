@@ -308,15 +308,7 @@ def _answer_on_disk(
     written = WrittenSignals.open(place, reader.fingerprint, config)
     if written is None:
         return ordered, reader
-    reader_of_written = ReadBefore(
-        written,
-        hidden_layers=written.hidden_layers,
-        hidden_spans=written.hidden_spans,
-        fingerprint=reader.fingerprint,
-        shapes=written.shapes,
-        open_reader=lambda: reader,
-    )
-    return ordered, reader_of_written
+    return ordered, ReadBefore.waiting(written, reader.fingerprint, lambda: reader)
 
 
 def _open(

@@ -1,6 +1,7 @@
 import gc
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import filelock
@@ -86,3 +87,12 @@ def shared_folder(tmp_path_factory):
 def smoke_run(shared_folder):
     """A finished run of the smallest preset, both settings, as `demo` leaves it."""
     return shared_folder("smoke", lambda path: call("demo", path, "--preset", "smoke"))
+
+
+@pytest.fixture
+def working_folder(tmp_path, monkeypatch):
+    """The current folder of a person; what plugs add to Python's path goes again."""
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    yield tmp_path
+    sys.path[:] = before

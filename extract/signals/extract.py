@@ -557,14 +557,7 @@ def open_local_reader(run: RunDir, config: ExtractConfig) -> Reader:
     written = WrittenSignals.open(run.written, fingerprint, config, config.answer_span)
     if written is None:
         return _load_reader(run, config)
-    return ReadBefore(
-        written,
-        hidden_layers=written.hidden_layers,
-        hidden_spans=written.hidden_spans,
-        fingerprint=fingerprint,
-        shapes=written.shapes,
-        open_reader=lambda: _load_reader(run, config),
-    )
+    return ReadBefore.waiting(written, fingerprint, lambda: _load_reader(run, config))
 
 
 def _load_reader(run: RunDir, config: ExtractConfig) -> Reader:

@@ -282,6 +282,23 @@ class ReadBefore:
             open_reader=lambda: reader,
         )
 
+    @classmethod
+    def waiting(
+        cls,
+        written: WrittenSignals,
+        fingerprint: Mapping[str, Any],
+        open_reader: Callable[[], Reader],
+    ) -> Self:
+        """Take signals that wait on the disk, of the model of that fingerprint."""
+        return cls(
+            written,
+            hidden_layers=written.hidden_layers,
+            hidden_spans=written.hidden_spans,
+            fingerprint=fingerprint,
+            shapes=written.shapes,
+            open_reader=open_reader,
+        )
+
     def is_written(self, sequence: TokenSequence) -> bool:
         """Return whether an answer was read while it was written."""
         return sequence_key(sequence) in self._signals

@@ -10,12 +10,10 @@ GROUP = "beatrice.judges"
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """The current folder; what it adds to the path and the modules goes again."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+def folder(working_folder):
+    """The current folder; what it adds to the modules goes again."""
     before = set(sys.modules)
-    yield tmp_path
+    yield working_folder
     for name in set(sys.modules) - before:
         del sys.modules[name]
 

@@ -23,13 +23,11 @@ from tests.process import ROOT
 
 
 @pytest.fixture
-def notes(tmp_path, monkeypatch):
+def notes(working_folder):
     """The README's module, in the folder that one stands in."""
     text = (ROOT / "pgir" / "README.md").read_text()
     (block,) = re.findall(r"```python\n(# my_search\.py\n.*?)```", text, re.S)
-    (tmp_path / "my_search.py").write_text(block)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    (working_folder / "my_search.py").write_text(block)
     yield load_retriever("my_search:Notes")
     del sys.modules["my_search"]
 

@@ -50,12 +50,10 @@ FEW = BootstrapConfig(n_resamples=50)
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def here(working_folder):
     """A folder with the README's file, in which a person stands."""
-    (tmp_path / "hedges.py").write_text(BLOCKS["hedges"])
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    yield tmp_path
+    (working_folder / "hedges.py").write_text(BLOCKS["hedges"])
+    yield working_folder
     sys.modules.pop("hedges", None)
 
 

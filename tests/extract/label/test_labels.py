@@ -3,7 +3,6 @@
 import json
 import re
 import string
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -344,12 +343,10 @@ README = Path(__file__).parents[3] / "docs" / "labels.md"
 
 
 def test_the_judge_of_the_guide_labels_a_run_and_again_where_its_file_has_changed(
-    run, tmp_path, monkeypatch
+    run, working_folder
 ):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
     code = re.search(r"```python\n# my_judge.py\n(.*?)```", README.read_text(), re.S)[1]
-    (tmp_path / "my_judge.py").write_text(code)
+    (working_folder / "my_judge.py").write_text(code)
     golds = [
         msgspec.structs.replace(MALI, golds=("Bamakoo",)),
         msgspec.structs.replace(PERU, golds=("Limassol",)),
@@ -361,7 +358,7 @@ def test_the_judge_of_the_guide_labels_a_run_and_again_where_its_file_has_change
     assert labels == [True, None, False]
     assert label_rule(run) == f"judge {spec}"
     assert "already done" in beatrice("label", run.path, "--judge", spec).output
-    (tmp_path / "my_judge.py").write_text(code + "\n# in other words\n")
+    (working_folder / "my_judge.py").write_text(code + "\n# in other words\n")
     done = beatrice("label", run.path, "--judge", spec)
     assert "judge_with has changed since" in done.output
     said = beatrice("label", run.path).output

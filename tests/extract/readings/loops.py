@@ -77,30 +77,58 @@ def mmd(p, q, embeddings):
 
 def expected(model, answer, swapped, n_cue):
     """Return every reading, by loops over what the eager model puts out."""
-    p, n_told = len(answer.prompt_ids), len(answer.token_ids)
+    p, n_answer = len(answer.prompt_ids), len(answer.token_ids)
     ids = answer.prompt_ids + answer.token_ids
     seen = Eager(model, ids)
-    before, told = range(p - 1, p + n_told - 1), range(p, p + n_told)
+    before, within = range(p - 1, p + n_answer - 1), range(p, p + n_answer)
     n_words = seen.logits.shape[-1]
-    found = {}
-    for name, rows in (("", told), ("_all", range(len(ids)))):
-        found[f"llmcheck_hidden{name}"] = [
+    result = {}
+    for name, rows in (("", within), ("_all", range(len(ids)))):
+        result[f"llmcheck_hidden{name}"] = [
             log_gram(state[list(rows)]) for state in seen.states[1:]
         ]
-        found[f"llmcheck_attention{name}"] = [
+        result[f"llmcheck_attention{name}"] = [
             sum(np.mean([math.log(h[t, t]) for t in rows]) for h in heads)
             for heads in seen.maps
         ]
-    for name, rows in (("", told), ("_corrected", before)):
-        found[f"window_entropy{name}"] = max(
+    for name, rows in (("", within), ("_corrected", before)):
+        result[f"window_entropy{name}"] = max(
             entropy(seen.logits[t]) / n_words for t in rows
         )
         tops = [seen.logits[t].sort(descending=True).values[:50] for t in rows]
-        found[f"logit_entropy{name}"] = np.mean([entropy(top) / 50 for top in tops])
-    c = p - n_cue
+        result[f"logit_entropy{name}"] = np.mean([entropy(top) / 50 for top in tops])
     steps = range(p - 1, len(ids) - (answer.stop_id is None))
-    found["lookback"] = np.zeros((len(seen.maps), len(seen.maps[0])))
-    found["redeep_ecs"] = np.zeros_like(found["lookback"])
+    result |= of_attention(seen, p, p - n_cue, steps, before)
+    for name, is_swapped in (("redeep_pks", False), ("redeep_pks_swapped", True)):
+        result[name] = []
+        for mid, post in zip(seen.mid, seen.unnormed, strict=True):
+            pairs = [[seen.lens(h[n]).softmax(-1) for h in (mid, post)] for n in before]
+            result[name].append(np.mean([shannon(a, b, is_swapped) for a, b in pairs]))
+    result["lumina_ipr"] = lumina_rate(seen, ids, before, seen.states[1:])
+    result["lumina_ipr_inner"] = lumina_rate(seen, ids, before, seen.states[1:-1])
+    result["lumina_mmd"] = math.nan
+    if swapped is not None:
+        other = Eager(model, swapped + answer.token_ids).logits
+        table = model.get_input_embeddings().weight.double()
+        values = [
+            mmd(
+                seen.logits[p - 1 + t].softmax(-1),
+                other[len(swapped) - 1 + t].softmax(-1),
+                table,
+            )
+            for t in range(n_answer)
+        ]
+        result["lumina_mmd"] = np.mean(values)
+    result["gnosis_maps"] = gnosis_maps(seen.maps)
+    result["gnosis_states"] = gnosis_trace(seen.states[-1][p - 1 :])
+    result["mlp_exact_answer"] = [part[len(ids) - 1].numpy() for part in seen.ffn]
+    return result
+
+
+def of_attention(seen, p, c, steps, before):
+    """Return Lookback-Lens' ratios and ReDeEP's ECS, a cell a head."""
+    lookback = np.zeros((len(seen.maps), len(seen.maps[0])))
+    ecs = np.zeros_like(lookback)
     for layer, heads in enumerate(seen.maps):
         for head, weights in enumerate(heads):
             ratios, cosines = [], []
@@ -114,45 +142,24 @@ def expected(model, answer, swapped, n_cue):
                 if most:
                     cosine = torch.cosine_similarity(mean, seen.states[-1][n], dim=0)
                     cosines.append(float(cosine))
-            found["lookback"][layer, head] = np.mean(ratios)
-            found["redeep_ecs"][layer, head] = np.mean(cosines)
-    for name, is_swapped in (("redeep_pks", False), ("redeep_pks_swapped", True)):
-        found[name] = []
-        for mid, post in zip(seen.mid, seen.unnormed, strict=True):
-            pairs = [[seen.lens(h[n]).softmax(-1) for h in (mid, post)] for n in before]
-            found[name].append(np.mean([shannon(a, b, is_swapped) for a, b in pairs]))
-    for name, states in (
-        ("lumina_ipr", seen.states[1:]),
-        ("lumina_ipr_inner", seen.states[1:-1]),
-    ):
-        rates = []
-        for n in before:
-            own = seen.logits[n].softmax(-1)
-            best = int(own.argmax())
-            late = weight = 0.0
-            for number, state in enumerate(states, start=1):
-                lens = seen.lens(state[n])
-                late += number * (1 - min(float(lens.softmax(-1)[best] / own[best]), 1))
-                weight += number / (entropy(lens) + 1e-8)
-            rates.append(late / weight * float(own[ids[n + 1]] / own[best]))
-        found[name] = np.mean(rates)
-    found["lumina_mmd"] = math.nan
-    if swapped is not None:
-        other = Eager(model, swapped + answer.token_ids).logits
-        table = model.get_input_embeddings().weight.double()
-        values = [
-            mmd(
-                seen.logits[p - 1 + t].softmax(-1),
-                other[len(swapped) - 1 + t].softmax(-1),
-                table,
-            )
-            for t in range(n_told)
-        ]
-        found["lumina_mmd"] = np.mean(values)
-    found["gnosis_maps"] = gnosis_maps(seen.maps)
-    found["gnosis_states"] = gnosis_trace(seen.states[-1][p - 1 :])
-    found["mlp_exact_answer"] = [part[len(ids) - 1].numpy() for part in seen.ffn]
-    return found
+            lookback[layer, head] = np.mean(ratios)
+            ecs[layer, head] = np.mean(cosines)
+    return {"lookback": lookback, "redeep_ecs": ecs}
+
+
+def lumina_rate(seen, ids, before, states):
+    """Return LUMINA's information processing rate over some states."""
+    rates = []
+    for n in before:
+        last = seen.logits[n].softmax(-1)
+        best = int(last.argmax())
+        late = weight = 0.0
+        for number, state in enumerate(states, start=1):
+            lens = seen.lens(state[n])
+            late += number * (1 - min(float(lens.softmax(-1)[best] / last[best]), 1))
+            weight += number / (entropy(lens) + 1e-8)
+        rates.append(late / weight * float(last[ids[n + 1]] / last[best]))
+    return np.mean(rates)
 
 
 def cells(weights, n):
