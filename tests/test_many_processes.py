@@ -112,8 +112,14 @@ def test_what_killed_processes_have_trained_others_do_not_train_again(
         *others, last = range(world_size)
         for rank in others:
             finish(start_part("train", run, rank, world_size))
-        found = members(run)
-        assert {file: found[file] for file in there} == there
+        # Where these were the last that were missing, members are one file by now.
+        is_joined = (run / "encoders" / "closed_book").exists()
+        waiting = {
+            file: when
+            for file, when in there.items()
+            if not (is_joined and "closed_book.members" in file.parts)
+        }
+        assert waiting.items() <= members(run).items()
         finish(start_part("train", run, last, world_size))
     check_same_encoders(run, alone)
 

@@ -12,7 +12,7 @@ from beatrice.pgir.controllers.loop import ControllerConfig, drafts
 from beatrice.pgir.controllers.plans import Call, Cost, DraftScore
 from beatrice.pgir.controllers.waves import CallJournal, Failed, Waves
 from tests.pgir.small import played, reply
-from tests.process import finish, run_python, start
+from tests.process import run_python, start
 
 ROOT = Path(__file__).parents[2]
 QUESTIONS = [f"question {i}?" for i in range(7)]
@@ -232,7 +232,7 @@ def test_a_kill_in_the_middle_of_a_wave_changes_no_row(tmp_path):
         process.communicate()
         assert process.returncode == -signal.SIGKILL, "it outran the kill"
         assert not (killed / "rows.jsonl").exists()
-    finish(killed)
+    run_python(CHILD, killed)
     for name in ("rows.jsonl", "traces.txt"):
         assert (killed / name).read_bytes() == (whole / name).read_bytes()
 
