@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 # What the tests set, and a newcomer has not.
-OURS = ("JAX_", "XLA_", "PYTHON", "OMP_", "HF_", "PYTEST_")
+OURS = ("BEATRICE_", "JAX_", "XLA_", "PYTHON", "OMP_", "HF_", "PYTEST_")
 
 
 @pytest.mark.slow
