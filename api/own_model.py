@@ -59,24 +59,38 @@ def read_labelled(path: Path) -> list[tuple[str, str, bool]]:
     return rows
 
 
-def split_answers(labels: np.ndarray, seed: int = 0) -> np.ndarray:
-    """Return "train", "validation" or "test" of each answer, alike in right ones.
+def split_answers(
+    labels: np.ndarray, questions: Sequence[str], seed: int = 0
+) -> np.ndarray:
+    """Return "train", "validation" or "test" of each answer.
+
+    Answers to one question stay together: what is held back would else be seen. Parts
+    are alike in questions that are mostly answered right.
+
+    Args:
+      labels: `[n_answers]` bool.
+      questions: of each answer.
+      seed: of the draw.
 
     Raises:
       ValueError: some part would lack right or wrong answers.
     """
-    n_right, n = int(labels.sum()), len(labels)
-    if min(n_right, n - n_right) < 4:
-        raise ValueError(
-            f"too few to fit: {n_right} right and {n - n_right} wrong answers; "
-            f"{ENOUGH} of each would do"
-        )
-    rng, splits = np.random.default_rng(seed), np.full(n, "validation")
-    for of_class in (np.flatnonzero(labels), np.flatnonzero(~labels)):
-        where = rng.permutation(of_class)
+    numbers: dict[str, int] = {}
+    group = np.array([numbers.setdefault(text, len(numbers)) for text in questions])
+    is_right = 2 * np.bincount(group, labels) >= np.bincount(group)
+    rng, splits = np.random.default_rng(seed), np.full(len(numbers), "validation")
+    for of_kind in (np.flatnonzero(is_right), np.flatnonzero(~is_right)):
+        where = rng.permutation(of_kind)
         ends = np.ceil(np.cumsum([0.5, 0.25]) * len(where)).astype(int)
         splits[where[: ends[0]]], splits[where[ends[1] :]] = "train", "test"
-    return splits
+    of_answers = splits[group]
+    if len({*zip(of_answers.tolist(), labels.tolist(), strict=True)}) < 6:
+        n_right = int(labels.sum())
+        raise ValueError(
+            f"too few to fit: {n_right} right and {len(labels) - n_right} wrong "
+            f"answers to {len(numbers)} questions; {ENOUGH} of each would do"
+        )
+    return of_answers
 
 
 def answer_and_label(
@@ -114,7 +128,8 @@ def answer_and_label(
     answers, signals = model.answer(questions, read=True, store=store)
     pairs = zip(answers, questions, strict=True)
     labels = np.array([exact_match(a.text, q.golds) for a, q in pairs])
-    return Labelled(answers, signals, labels, split_answers(labels))
+    splits = split_answers(labels, [q.question for q in questions])
+    return Labelled(answers, signals, labels, splits)
 
 
 def _forecast(
@@ -171,7 +186,7 @@ def read_given(
         for number, (question, answer, _) in enumerate(rows)
     ]
     labels = np.array([label for *_, label in rows])
-    splits = split_answers(labels)  # before anything is read
+    splits = split_answers(labels, [question for question, *_ in rows])
     _forecast(model.read, answers, note)
     return Labelled(answers, model.read(answers), labels, splits)
 

@@ -125,7 +125,17 @@ def test_what_the_verb_cannot_use_is_one_sentence_before_a_model_is_loaded(
 
 def test_every_part_has_its_share_of_the_right_answers():
     labels = np.arange(400) % 10 == 0
-    splits = split_answers(labels)
+    splits = split_answers(labels, [str(i) for i in range(400)])
     for name, n in {"train": 200, "validation": 100, "test": 100}.items():
         assert (splits == name).sum() == n
         assert labels[splits == name].sum() == n // 10
+
+
+def test_answers_to_one_question_are_not_torn_apart():
+    rng = np.random.default_rng(0)
+    labels, questions = rng.random(400) < 0.4, [str(i % 80) for i in range(400)]
+    splits = split_answers(labels, questions)
+    assert {len(set(splits[k::80])) for k in range(80)} == {1}
+    assert set(splits) == {"train", "validation", "test"}
+    with pytest.raises(ValueError, match="160 right and 240 wrong answers to 2 quest"):
+        split_answers(np.arange(400) % 5 < 2, [str(i % 2) for i in range(400)])

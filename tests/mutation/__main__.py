@@ -65,7 +65,8 @@ def copy_tree(tree: Path, copy: Path) -> None:
         package = copy / ".path" / "beatrice"
         package.mkdir(parents=True)
         for path in [*(copy / "api").iterdir(), *(copy / room for room in ROOMS)]:
-            (package / path.name).symlink_to(path)
+            # Relative: the copy is renamed, and copied again for each worker.
+            (package / path.name).symlink_to(os.path.relpath(path, package))
     if not (copy / "tests" / "mutation").exists():
         shutil.copytree(Path(__file__).parent, copy / "tests" / "mutation")
 
