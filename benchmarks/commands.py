@@ -168,7 +168,6 @@ def report(run_dir: Path, run_b: Path | None, how: ReportOptions) -> None:
     from beatrice.benchmarks.results.report import (
         REPORT,
         rows_as_markdown,
-        run_experiment,
         run_table,
     )
     from beatrice.extract.run.rows import read_rows
@@ -193,12 +192,11 @@ def report(run_dir: Path, run_b: Path | None, how: ReportOptions) -> None:
     if how.ledger:
         from beatrice.benchmarks.results.ledger import ledger
 
-        click.echo(ledger(run_experiment(RunDir(run_dir))))
+        click.echo(ledger(RunDir(run_dir)))
 
 
 def _compare(run_a: Path, run_b: Path, out: Path | None) -> None:
-    from beatrice.benchmarks.results.compare import comparison
-    from beatrice.benchmarks.results.report import run_side
+    from beatrice.benchmarks.results.compare import comparison, run_side
     from beatrice.extract.run.files import write_text_atomic
 
     text = comparison(run_side(RunDir(run_a)), run_side(RunDir(run_b)))

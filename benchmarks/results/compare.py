@@ -6,7 +6,12 @@ from typing import NamedTuple
 import numpy as np
 import pandas
 
-from beatrice.benchmarks.results.findings import Finding, measured, questions_of
+from beatrice.benchmarks.results.findings import (
+    PaperAnswer,
+    findings,
+    measured,
+    questions_of,
+)
 from beatrice.benchmarks.results.names import DETECTORS, RIVALS, SETTING_LABELS
 from beatrice.benchmarks.results.printing import markdown
 from beatrice.benchmarks.results.tables import (
@@ -18,12 +23,19 @@ from beatrice.benchmarks.results.tables import (
     number,
     of_subject,
     places_of,
+    results_of,
     row_value,
     where,
 )
+from beatrice.extract.label.labels import count_correct
 from beatrice.extract.records import IN_DOMAIN, SETTINGS, Setting
-from beatrice.extract.run.rows import ResultRow
+from beatrice.extract.run.contents import read_examples, read_labels, settings_of
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.rows import ResultRow, read_result_rows
+from beatrice.jaxprobe.calibrate import run_bootstrap
+from beatrice.jaxprobe.families import N_SUBSETS
 from beatrice.jaxprobe.metrics import BootstrapConfig
+from beatrice.jaxprobe.train import grid_config, open_rows, run_outputs
 from beatrice.selection.anatomy.reach import RankAgreement, Ranked, agreement
 
 
@@ -40,9 +52,31 @@ class Side(NamedTuple):
 
     name: str
     results: pandas.DataFrame
-    answered: Sequence[Finding]
+    answered: Sequence[PaperAnswer]
     validation: Mapping[Setting, Ranked]
     intervals: BootstrapConfig
+
+
+def run_side(run: RunDir) -> Side:
+    """Return what is compared of an evaluated run."""
+    results = results_of(read_result_rows(run))
+    counts = count_correct(read_examples(run), read_labels(run))
+    return Side(
+        name=str(run.path),
+        results=results,
+        answered=findings(results, counts),
+        validation={setting: _ranked(run, setting) for setting in settings_of(run)},
+        intervals=run_bootstrap(run),
+    )
+
+
+def _ranked(run: RunDir, setting: Setting) -> Ranked:
+    """Return what a run's encoders say of its validation answers of a setting."""
+    _, rows = open_rows(run, setting)
+    logits, n_seeds = run_outputs(run, setting).logits, grid_config(run).train.n_seeds
+    where = rows.where("validation")
+    seeds = np.asarray(logits).reshape(n_seeds, N_SUBSETS, -1)
+    return Ranked(rows.ids[where], rows.labels[where], seeds[:, :, where])
 
 
 def correlation(alike: RankAgreement) -> str:
@@ -85,7 +119,7 @@ def _text(row: ResultRow | None) -> str:
 
 def _answers(sides: Sequence[Side], setting: Setting) -> str:
     """Lay out both runs' answers to each question on the sets that both have."""
-    both: list[dict[tuple[str, str], Finding]] = [{}, {}]
+    both: list[dict[tuple[str, str], PaperAnswer]] = [{}, {}]
     for side, answers in zip(sides, both, strict=True):
         for x in side.answered:  # the first of the test sets is all of them together
             if x.place.setting == setting and x.answer is not None:

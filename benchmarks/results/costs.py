@@ -8,8 +8,8 @@ from beatrice.benchmarks.baselines.detector import DetectorCost
 from beatrice.benchmarks.results.figures import CostKind, Picture, cost_figure, picture
 from beatrice.benchmarks.results.names import CHAMPION, SETTING_LABELS
 from beatrice.benchmarks.results.printing import markdown
-from beatrice.benchmarks.results.tables import number, where
-from beatrice.extract.records import IN_DOMAIN, SETTINGS
+from beatrice.benchmarks.results.tables import POOLED, by_subject, number
+from beatrice.extract.records import SETTINGS
 from beatrice.extract.run.rows import Subject
 from beatrice.extract.run.stages import bytes_in_words
 
@@ -38,17 +38,13 @@ def titles_of(judged: Iterable[DetectorCost]) -> dict[Subject, str]:
     return {Subject(x.name): x.title for x in judged}
 
 
-def _test_aurocs(results: pandas.DataFrame) -> dict[tuple[str, Subject], float | None]:
-    """Return AUROC on the pooled in-domain test questions by setting and subject."""
-    shown = where(
-        results,
-        experiment="detection",
-        dataset=IN_DOMAIN,
-        split="test",
-        metric="auroc",
-        seed="mean",
-    )
-    return {(row.setting, row.subject): row.value for row in shown["row"]}
+def _test_auroc(
+    results: pandas.DataFrame, setting: str, subject: Subject
+) -> float | None:
+    """Return AUROC on the pooled in-domain test questions."""
+    at = {**POOLED, "setting": setting, "metric": "auroc"}
+    row = by_subject(results, experiment="detection", **at).get(subject)
+    return row and row.value
 
 
 def measured(
@@ -58,8 +54,7 @@ def measured(
 
     The better ones of a setting come first; those without an AUROC (None) last.
     """
-    aurocs = _test_aurocs(results)
-    pairs = [(x, aurocs.get((x.setting, Subject(x.name)))) for x in judged]
+    pairs = [(x, _test_auroc(results, x.setting, Subject(x.name))) for x in judged]
     return sorted(pairs, key=lambda pair: 1.0 if pair[1] is None else -pair[1])
 
 
@@ -128,7 +123,7 @@ def cost_pictures(
 
     A cost that is the same for all detectors of a setting has no figure.
     """
-    pictures, aurocs = [], _test_aurocs(results)
+    pictures = []
     for setting in SETTINGS:
         known = [
             (detector, auroc)
@@ -143,7 +138,7 @@ def cost_pictures(
             ]
             if len({cost for *_, cost, _ in points}) < 2:
                 continue
-            ours = aurocs.get((setting, CHAMPION))
+            ours = _test_auroc(results, setting, CHAMPION)
             figure = cost_figure(points, setting, axis, ours, is_log=is_log)
             title = f"{SETTING_LABELS[setting]}: AUROC against {axis}"
             caption = _CAPTION + _TIMED * is_log

@@ -29,6 +29,8 @@ from beatrice.benchmarks.results.significance import seed_spread
 from beatrice.benchmarks.results.tables import (
     EVALUATED,
     Place,
+    by_pair,
+    by_subject,
     find,
     interval,
     number,
@@ -60,8 +62,8 @@ class PaperQuestion(NamedTuple):
     labels: tuple[str, ...] = ()
 
 
-class Finding(NamedTuple):
-    """A question's answer on one set.
+class PaperAnswer(NamedTuple):
+    """The answer to a question on one set.
 
     Attributes:
       question: short name.
@@ -96,17 +98,13 @@ def answer_of(rows: Sequence[ResultRow]) -> Answer | None:
 
 def best_single(results: pandas.DataFrame, setting: str) -> str | None:
     """Return the letter of the family whose encoder is best on validation."""
-    shown = where(
-        results,
-        experiment="detection",
-        setting=setting,
-        dataset=IN_DOMAIN,
-        split="validation",
-        metric="auroc",
-        seed="mean",
-    )
-    values = {row.subject: row.value for row in shown["row"]}
-    known = {x: v for x, s in SINGLES.items() if (v := values.get(s)) is not None}
+    at = {"dataset": IN_DOMAIN, "split": "validation", "setting": setting}
+    rows = by_subject(results, experiment="detection", metric="auroc", **at)
+    known = {
+        letter: row.value
+        for letter, single in SINGLES.items()
+        if (row := rows.get(single)) and row.value is not None
+    }
     return max(known, key=known.__getitem__) if len(known) == len(SINGLES) else None
 
 
@@ -116,28 +114,27 @@ def questions_of(best: str | None) -> dict[str, PaperQuestion]:
     Args:
       best: letter of a setting's best single family on validation, see `best_single`.
     """
-
-    def of_set(rival: Subject, than: str) -> PaperQuestion:
-        return PaperQuestion(
-            f"Does the selected set beat {than}?", ((CHAMPION, rival),)
-        )
-
-    single = PaperQuestion("Does the selected set beat the best single family?", ())
+    single = ("the best single family", (), ())
     if best is not None:
-        labels = (f"{FAMILIES[best]}, the best on validation",)
-        single = PaperQuestion(single.text, ((CHAMPION, SINGLES[best]),), labels)
+        label = f"{FAMILIES[best]}, the best on validation"
+        single = (single[0], ((CHAMPION, SINGLES[best]),), (label,))
+    rivals = {
+        "perplexity": ("answer perplexity", ((CHAMPION, PERPLEXITY),)),
+        "single": single,
+        "all_four": ("one encoder of all four families", ((CHAMPION, EARLY_FUSION),)),
+        "hidden": ("hidden states only", ((CHAMPION, HIDDEN_ONLY),)),
+        "text": ("the text alone", ((CHAMPION, Subject("tfidf")),)),
+    }
     questions = {
         "family_over_perplexity": PaperQuestion(
             "Does any signal family alone beat answer perplexity?",
             tuple((encoder(letter), PERPLEXITY) for letter in FAMILIES),
             tuple(FAMILIES.values()),
-        ),
-        "set_over_perplexity": of_set(PERPLEXITY, "answer perplexity"),
-        "set_over_single": single,
-        "set_over_all_four": of_set(EARLY_FUSION, "one encoder of all four families"),
-        "set_over_hidden": of_set(HIDDEN_ONLY, "hidden states only"),
-        "set_over_text": of_set(Subject("tfidf"), "the text alone"),
+        )
     }
+    for name, (than, *pairs) in rivals.items():
+        text = f"Does the selected set beat {than}?"
+        questions[f"set_over_{name}"] = PaperQuestion(text, *pairs)
     for letter, name in FAMILIES.items():
         others = "".join(FAMILIES).replace(letter, "")
         verb = "Do" if name.endswith("s") else "Does"
@@ -156,7 +153,7 @@ def questions_of(best: str | None) -> dict[str, PaperQuestion]:
 
 def findings(
     results: pandas.DataFrame, accuracy: Sequence[Mapping[str, Any]]
-) -> list[Finding]:
+) -> list[PaperAnswer]:
     """Answer every question on every test and held-out set, setting by setting.
 
     Args:
@@ -166,8 +163,7 @@ def findings(
     too_few, answered = too_few_answers(accuracy), []
     pairs = where(results, experiment=("paired", "finding"), metric="auroc")
     for place in places_of(where(pairs, experiment="paired"), EVALUATED):
-        here = where(pairs, **place._asdict())["row"]
-        differences = {(row.subject, row.rival): row for row in here}
+        differences = by_pair(pairs, **place._asdict())
         for name, question in questions_of(best_single(results, place.setting)).items():
             rows = [differences[x] for x in question.pairs if x in differences]
             rows = rows if len(rows) == len(question.pairs) else []
@@ -178,11 +174,11 @@ def findings(
             answer = answer_of(rows)
             if answer is not None and place.setting in too_few:
                 answer = "cannot conclude"
-            answered.append(Finding(name, place, answer, largest, label))
+            answered.append(PaperAnswer(name, place, answer, largest, label))
     return answered
 
 
-def measured(finding: Finding) -> str:
+def measured(finding: PaperAnswer) -> str:
     """Format the deciding difference: its value, interval and p, a dash without one."""
     row = finding.row
     if row is None:
@@ -199,11 +195,16 @@ class AnswerGrid(NamedTuple):
 
     setting: str
     heads: tuple[str, ...]
-    lines: tuple[tuple[str, tuple[Finding, ...]], ...]
+    lines: tuple[tuple[str, tuple[PaperAnswer, ...]], ...]
+
+    @property
+    def title(self) -> str:
+        """The setting in words."""
+        return SETTING_LABELS[self.setting]
 
 
-def grids(answered: Sequence[Finding]) -> list[AnswerGrid]:
-    """Lay findings out, one grid a setting.
+def grids(answered: Sequence[PaperAnswer]) -> list[AnswerGrid]:
+    """Lay answers out, one grid a setting.
 
     What was not measured on any set has no line: a layer that is the last one kept
     cannot be compared with it.
@@ -219,16 +220,21 @@ def grids(answered: Sequence[Finding]) -> list[AnswerGrid]:
             for name, question in questions_of(None).items()
             if any(by_place[name, place].row for place in places)
         )
-        by_setting.append(
-            AnswerGrid(setting, tuple(place.title for place in places), lines)
-        )
+        heads = tuple(place.title for place in places)
+        by_setting.append(AnswerGrid(setting, heads, lines))
     return by_setting
 
 
-def grid_lines(grid: AnswerGrid) -> list[tuple[str, ...]]:
+def grid_lines(grid: AnswerGrid, answer: str = "{}:") -> list[tuple[str, ...]]:
     """Return a grid's texts: the question, and of each set answer and difference."""
     return [
-        (text, *(f"{f.answer}: {measured(f)}" if f.answer else "–" for f in cells))
+        (
+            text,
+            *(
+                f"{answer.format(f.answer)} {measured(f)}" if f.answer else "–"
+                for f in cells
+            ),
+        )
         for text, cells in grid.lines
     ]
 
@@ -236,30 +242,23 @@ def grid_lines(grid: AnswerGrid) -> list[tuple[str, ...]]:
 _OPEN = "open"  # of sets that cannot tell
 
 
-def _in_words(cells: Sequence[Finding]) -> str:
+def _in_words(cells: Sequence[PaperAnswer]) -> str:
     """Say what one setting's sets answer; a set that cannot tell is counted alone."""
-    sets: dict[str, list[str]] = {"yes": [], "no": []}
-    for finding in cells:
-        if finding.answer in sets:
-            sets[finding.answer].append(finding.place.dataset)
-    n = sum(finding.answer is not None for finding in cells)
-    parts = []
-    for answer, titles in sets.items():
-        if titles:
-            on = (
-                f" on all {n} sets"
-                if len(titles) == n > 1
-                else f": {', '.join(titles)}"
-            )
-            parts.append(answer + on)
-    n_open = n - sum(map(len, sets.values()))
+    known = [cell for cell in cells if cell.answer is not None]
+    parts, n_open = [], len(known)
+    for answer in ("yes", "no"):
+        if sets := [x.place.dataset for x in known if x.answer == answer]:
+            on = f" on all {len(sets)} sets"
+            is_all = len(sets) == len(known) > 1
+            parts.append(answer + (on if is_all else f": {', '.join(sets)}"))
+            n_open -= len(sets)
     if n_open:
         parts.append(f"{_OPEN} on {n_open}")
     return "; ".join(parts) or "–"
 
 
 def verdicts_in_words(
-    answered: Sequence[Finding],
+    answered: Sequence[PaperAnswer],
 ) -> tuple[list[tuple[str, ...]], list[str]]:
     """Return questions with what each setting answers, and those without an answer."""
     lines, undecided = [], []
@@ -324,7 +323,7 @@ def _layers(sweep: Mapping[str, Any]) -> str:
 
 
 def as_markdown(
-    answered: Sequence[Finding], beside: Mapping[str, Sequence[tuple[str, str]]]
+    answered: Sequence[PaperAnswer], beside: Mapping[str, Sequence[tuple[str, str]]]
 ) -> str:
     """Format the answers as Markdown: a table for each setting, its facts below.
 
@@ -334,25 +333,18 @@ def as_markdown(
     """
     parts = []
     for grid in grids(answered):
-        lines = [
-            [
-                text,
-                *(f"**{f.answer}** {measured(f)}" if f.answer else "–" for f in cells),
-            ]
-            for text, cells in grid.lines
-        ]
-        parts.append(f"### {SETTING_LABELS[grid.setting]}\n")
-        parts.append(markdown(["", *grid.heads], lines))
+        parts.append(f"### {grid.title}\n")
+        parts.append(markdown(["", *grid.heads], grid_lines(grid, "**{}**")))
         if grid.setting in beside:
             parts.append(markdown(("Beside", "Numbers"), beside[grid.setting]))
     return "\n".join(parts)
 
 
-def as_latex(answered: Sequence[Finding]) -> str:
+def as_latex(answered: Sequence[PaperAnswer]) -> str:
     """Format the answers as LaTeX tables (booktabs), one a setting."""
     parts = []
     for grid in grids(answered):
-        heads = map(tex, (SETTING_LABELS[grid.setting], *grid.heads))
+        heads = map(tex, (grid.title, *grid.heads))
         lines = (map(tex, cells) for cells in grid_lines(grid))
         align = "l" * (1 + len(grid.heads))
         parts.append(latex(align, [" & ".join(heads) + r" \\"], map(list, lines)))

@@ -1,8 +1,8 @@
 """The ledger: the paper's tables with a run's own numbers, and what differs."""
 
 import collections
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from beatrice.benchmarks.results.names import SPLIT_LABELS
@@ -19,9 +19,14 @@ from beatrice.benchmarks.results.paper import (
 )
 from beatrice.benchmarks.results.printing import markdown
 from beatrice.benchmarks.results.tables import results_of
+from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.label.labels import count_correct
 from beatrice.extract.records import IN_DOMAIN, Example, Label
-from beatrice.extract.run.rows import ResultRow
+from beatrice.extract.run.contents import read_examples, read_labels
+from beatrice.extract.run.directory import RunDir, read_manifest
+from beatrice.extract.run.rows import label_rule, read_result_rows
+from beatrice.jaxprobe.calibrate import run_bootstrap
+from beatrice.jaxprobe.train import grid_config
 
 _MARKS = {"bold": "**{}**", "underlined": "<u>{}</u>", "dagger": "{}†", None: "{}"}
 _RETRIEVAL = "needs the paper's own retrieval over Wikipedia for all sets"
@@ -31,20 +36,6 @@ _MISSING = "this run has none of its sets or detectors"
 _NO_ANATOMY = "rows of `beatrice anatomy` that this run does not have"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Experiment:
-    """What the paper's numbers are laid beside: an evaluated run."""
-
-    rows: Sequence[ResultRow]
-    examples: Sequence[Example]
-    labels: Mapping[tuple[str, str, str], Label]
-    backbone: str
-    label_rule: str
-    passages: Any
-    n_seeds: int
-    n_resamples: int
-
-
 def _backbones(cells: Iterable[PaperCell]) -> str:
     """Name the paper's models, each once; a number may be of both."""
     names = (name for cell in cells for name in cell.backbone.split(" and "))
@@ -52,25 +43,29 @@ def _backbones(cells: Iterable[PaperCell]) -> str:
 
 
 def experiments_differ(
-    run: Experiment, cells: Sequence[PaperCell]
+    run: RunDir,
+    cells: Sequence[PaperCell],
+    examples: Sequence[Example],
+    labels: Mapping[tuple[str, str, str], Label],
 ) -> list[tuple[str, str, str]]:
     """Return what differs between the paper's experiment and a run: what, paper, here.
 
-    Args:
-      run: the other one.
-      cells: of the paper; its sizes are read there (`tab:label-dist`). The rest is
-        of its section 4.1 and appendix B.
+    The paper's sizes are read from its cells (`tab:label-dist`); the rest is of its
+    section 4.1 and appendix B.
     """
-    variants = {label.variant for label in run.labels.values()}
-    wordings = "two wordings" if "rewritten" in variants else "one wording"
+    data = read_manifest(run.path)["sections"].get("data", {})
+    passages = data.get("context", "of the embedded world")
+    is_reworded = any(label.variant == "rewritten" for label in labels.values())
+    wordings = "two wordings" if is_reworded else "one wording"
+    backbone = Path(run.section("backbone", BackboneConfig).model).name
     judges = "three prompts to a larger model of the same family, unanimous"
-    passages = "supporting, in two wordings where in-domain"
+    supporting = "supporting, in two wordings where in-domain"
     facts = [
-        ("Backbone", _backbones(cells), run.backbone),
-        ("Answers judged by", judges, run.label_rule),
-        ("Passages", passages, f"{run.passages}, in {wordings}"),
-        ("Training seeds", "3", str(run.n_seeds)),
-        ("Resamples", "10,000", f"{run.n_resamples:,}"),
+        ("Backbone", _backbones(cells), backbone),
+        ("Answers judged by", judges, label_rule(run)),
+        ("Passages", supporting, f"{passages}, in {wordings}"),
+        ("Training seeds", "3", str(grid_config(run).train.n_seeds)),
+        ("Resamples", "10,000", f"{run_bootstrap(run).n_resamples:,}"),
     ]
     for split in ("train", "validation", "test", "ood"):
         sizes = [
@@ -78,9 +73,7 @@ def experiments_differ(
             for cell in cells
             if (cell.metric, cell.split) == ("n", split) and cell.dataset != IN_DOMAIN
         ]
-        counts = collections.Counter(
-            e.dataset for e in run.examples if e.split == split
-        )
+        counts = collections.Counter(e.dataset for e in examples if e.split == split)
         here = ", ".join(f"{name} {n:,}" for name, n in counts.items()) or "none"
         facts.append((f"Questions, {SPLIT_LABELS[split]}", ", ".join(sizes), here))
     return [fact for fact in facts if fact[1] != fact[2]]
@@ -207,9 +200,10 @@ def as_markdown(
     return "\n".join(filter(None, parts))
 
 
-def ledger(run: Experiment) -> str:
+def ledger(run: RunDir) -> str:
     """Return the paper's tables with the numbers of an evaluated run, as Markdown."""
-    cells, results = read_ledger(), with_summaries(results_of(run.rows))
-    numbers = beside(cells, results, count_correct(run.examples, run.labels))
-    differing = experiments_differ(run, cells)
+    cells, results = read_ledger(), with_summaries(results_of(read_result_rows(run)))
+    examples, labels = read_examples(run), read_labels(run)
+    numbers = beside(cells, results, count_correct(examples, labels))
+    differing = experiments_differ(run, cells, examples, labels)
     return as_markdown(cells, numbers, differing, signs(numbers, results))

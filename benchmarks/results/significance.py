@@ -10,10 +10,9 @@ questions, as in the paper: the best of many looks better there than it is, so a
 over it is understated and a lag overstated. The bootstrap does not choose anew.
 """
 
-import dataclasses
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import pandas
@@ -31,6 +30,8 @@ from beatrice.benchmarks.results.tables import (
     EVALUATED,
     Place,
     Titles,
+    by_pair,
+    by_subject,
     excludes_zero,
     in_domain_or_held_out,
     interval,
@@ -52,8 +53,7 @@ LEVEL = 0.05
 HEADS = ("Set", "Rival", "AUROC", "Rival's", "Difference", "p", "Holm", "Seeds ± SD")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Lead:
+class Lead(NamedTuple):
     """The selected set and a rival on one set.
 
     Attributes:
@@ -62,9 +62,9 @@ class Lead:
       ours: AUROC of the selected set.
       theirs: AUROC of the rival.
       difference: the paired row, or None.
-      p_holm: corrected p; None where the difference is undefined.
       seeds_sd: SD of the selected set's AUROC over training seeds; None with one seed.
       uncompared: detectors with a higher AUROC than the rival that no paired row has.
+      p_holm: corrected p; None where the difference is undefined.
     """
 
     place: Place
@@ -72,9 +72,9 @@ class Lead:
     ours: ResultRow | None
     theirs: ResultRow | None
     difference: ResultRow | None
+    seeds_sd: float | None
+    uncompared: tuple[Subject, ...]
     p_holm: float | None = None
-    seeds_sd: float | None = None
-    uncompared: tuple[Subject, ...] = ()
 
     @property
     def is_sure(self) -> bool:
@@ -98,33 +98,30 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 def seed_spread(results: pandas.DataFrame, place: Place) -> float | None:
     """Return the SD of the selected set's AUROC over training seeds; None with one."""
-    rows = where(
-        results,
-        experiment="detection",
-        metric="auroc",
-        **of_subject(CHAMPION),
-        **place._asdict(),
-    )["row"]
+    at = {**of_subject(CHAMPION), **place._asdict()}
+    rows = where(results, experiment="detection", metric="auroc", **at)["row"]
     values = [r.value for r in rows if r.seed != "mean" and r.value is not None]
     return statistics.stdev(values) if len(values) > 1 else None
 
 
 def _lead(results: pandas.DataFrame, place: Place, against: Against) -> Lead:
-    here = where(results, seed="mean", metric="auroc", **place._asdict())
-    paired = where(here, experiment="paired", **of_subject(CHAMPION))["row"]
-    differences = {row.rival: row for row in paired}
-    measured = where(here, experiment="detection")["row"]
-    aurocs = {row.subject: row for row in measured}
+    at = {"metric": "auroc", **place._asdict()}
+    paired = by_pair(results, experiment="paired", **of_subject(CHAMPION), **at)
+    differences = {rival: row for (_, rival), row in paired.items()}
+    aurocs = by_subject(results, experiment="detection", **at)
     rival, uncompared = HIDDEN_ONLY, ()
     if against == "strongest":
-        known = [r for r in measured if is_rival(r.detector) and r.value is not None]
-        known.sort(key=lambda r: (-r.value, r.detector, r.families or ""))
-        names = [row.subject for row in known]
-        compared = [
-            x for x in names if x in differences and differences[x].value is not None
-        ]
-        rival = compared[0] if compared else None
-        uncompared = tuple(names[: names.index(rival)] if rival else names)
+        known = {
+            x: row.value
+            for x, row in aurocs.items()
+            if is_rival(x.detector) and row.value is not None
+        }
+        ranked = sorted(known, key=lambda x: (-known[x], x.detector, x.families or ""))
+        compared = (
+            x for x in ranked if x in differences and differences[x].value is not None
+        )
+        rival = next(compared, None)
+        uncompared = tuple(ranked[: ranked.index(rival)] if rival else ranked)
     return Lead(
         place=place,
         rival=rival,
@@ -149,7 +146,7 @@ def leads(results: pandas.DataFrame, against: Against) -> list[Lead]:
     p_values = [lead.difference and lead.difference.p_value for lead in compared]
     corrected = iter(holm([p for p in p_values if p is not None]))
     return [
-        lead if p is None else dataclasses.replace(lead, p_holm=next(corrected))
+        lead if p is None else lead._replace(p_holm=next(corrected))
         for lead, p in zip(compared, p_values, strict=True)
     ]
 

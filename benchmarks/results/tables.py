@@ -9,6 +9,7 @@ by the printed digits, so two equal numbers rank equally.
 import collections
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -21,17 +22,13 @@ from beatrice.benchmarks.results.names import (
     CONTROLS,
     COSTS,
     DETECTORS,
-    FAMILY_VARIANTS,
     FEATURES,
     FLOORS,
     HIDDEN_ONLY,
     MAIN,
-    RANKED,
     REFERENCE,
     RIVALS,
     SETTING_LABELS,
-    SPAN_DECISIONS,
-    SPAN_VARIANTS,
     SPLIT_LABELS,
     encoder,
 )
@@ -41,6 +38,7 @@ from beatrice.pgir.controllers import BOUNDS, CONTROLLERS
 
 METRICS = ("auroc", "auprc")  # of a detector, in the order of a cell
 EVALUATED = ("test", "ood")  # splits that nothing was chosen on
+POOLED = {"dataset": IN_DOMAIN, "split": "test"}  # all in-domain test questions
 _RANKED = (*METRICS, "em", "f1")  # metrics of which a column has a best one
 _COUNTS = ("best_sets", "labels", "n_sets", "rank")
 Rank = Literal["best", "second"]
@@ -200,19 +198,35 @@ def where(results: pandas.DataFrame, **columns: Any) -> pandas.DataFrame:
     return results.loc[is_in]
 
 
+def _only(rows: Sequence[ResultRow], columns: Key) -> ResultRow | None:
+    if len(rows) > 1:
+        raise LookupError(
+            f"expected one row for {columns}, found {len(rows)}; the first two are "
+            f"({rows[0].where}) and ({rows[1].where})"
+        )
+    return rows[0] if rows else None
+
+
 def find(results: pandas.DataFrame, **columns: Any) -> ResultRow | None:
     """Return the only row with these values, or None if there is none.
 
     Raises:
       LookupError: several rows match.
     """
-    matches = where(results, **columns)["row"].tolist()
-    if len(matches) > 1:
-        raise LookupError(
-            f"{len(matches)} rows have {columns}, expected one; the first two are "
-            f"({matches[0].where}) and ({matches[1].where})"
-        )
-    return matches[0] if matches else None
+    return _only(where(results, **columns)["row"].tolist(), columns)
+
+
+def by_subject(results: pandas.DataFrame, **columns: Any) -> dict[Subject, ResultRow]:
+    """Return the seed means with these values by what they measure."""
+    return {row.subject: row for row in where(results, seed="mean", **columns)["row"]}
+
+
+def by_pair(
+    results: pandas.DataFrame, **columns: Any
+) -> dict[tuple[Subject, Subject | None], ResultRow]:
+    """Return the differences with these values by both of their sides."""
+    rows = where(results, seed="mean", **columns)["row"]
+    return {(row.subject, row.rival): row for row in rows}
 
 
 def in_domain_or_held_out(results: pandas.DataFrame) -> pandas.DataFrame:
@@ -304,30 +318,41 @@ def pivot(
     for place, row in zip(places, results["row"], strict=True):
         rows.setdefault(place, []).append(row)
 
-    def measure(*keys: Key) -> Measure | None:
+    def row_at(*keys: Key) -> ResultRow | None:
         key = collections.ChainMap(*map(dict, keys))
-        matches = rows.get(tuple(key.get(name) for name in names), [])
-        if len(matches) > 1:
-            raise LookupError(
-                f"expected one row for {dict(key)}, found ({matches[0].where}) and "
-                f"({matches[1].where})"
-            )
-        return Measure(row=matches[0]) if matches else None
+        return _only(rows.get(tuple(key.get(name) for name in names), []), dict(key))
 
-    laid = [
-        Line(
-            label=label,
-            cells=tuple(
-                tuple(measure(line, column, part) for part in parts)
-                for _, column in columns
-            ),
-            is_ours=label == ours,
-        )
-        for label, line in lines
-    ]
-    laid = [x for x in laid if any(m for cell in x.cells for m in cell)]
+    cells = [(column, part) for _, column in columns for part in parts]
+    laid = [(label, [row_at(line, *cell) for cell in cells]) for label, line in lines]
+    laid = [(label, found) for label, found in laid if any(found)]
+    ranked = [found for label, found in laid if label not in unranked]
+    ranks = list(map(_ranks, zip(*ranked, strict=True))) if len(ranked) > 1 else []
+
+    def line_of(label: str, found: Sequence[ResultRow | None]) -> Line:
+        of_line = ranks if label not in unranked and ranks else [{}] * len(cells)
+        measures = [
+            row and Measure(row=row, rank=rank.get(_printed(row)))
+            for row, rank in zip(found, of_line, strict=True)
+        ]
+        by_cell = zip(*[iter(measures)] * len(parts), strict=True)
+        return Line(label=label, cells=tuple(by_cell), is_ours=label == ours)
+
     heads = tuple(column for column, _ in columns)
-    return _ranked(Table(corner=corner, columns=heads, lines=tuple(laid)), unranked)
+    lines_of = tuple(line_of(*line) for line in laid)
+    return Table(corner=corner, columns=heads, lines=lines_of)
+
+
+def _printed(row: ResultRow) -> float | None:
+    """Return what a rank goes by: the printed digits, of some metrics."""
+    if row.metric not in _RANKED or is_change(row) or row.value is None:
+        return None
+    return round(row.value, 3)
+
+
+def _ranks(column: Iterable[ResultRow | None]) -> dict[float | None, Rank]:
+    """Return the ranks of one part of a column, by printed digits."""
+    printed = {_printed(row) for row in column if row} - {None}
+    return dict(zip(sorted(printed, reverse=True), get_args(Rank), strict=False))
 
 
 def by_place(
@@ -343,44 +368,12 @@ def by_place(
     return pivot(results, corner, lines, columns, parts, **options)
 
 
-def _printed(measure: Measure | None) -> float | None:
-    """Return what a rank goes by: the printed digits, of some metrics."""
-    if measure is None or measure.row.metric not in _RANKED or is_change(measure.row):
-        return None
-    return None if measure.row.value is None else round(measure.row.value, 3)
-
-
-def _rank_cells(cells: Sequence[Cell]) -> list[Cell]:
-    """Mark the best and the second measure of every part of one column."""
-    ranked = []
-    for part in zip(*cells, strict=True):
-        printed = {_printed(m) for m in part}
-        best_first = sorted((x for x in printed if x is not None), reverse=True)
-        ranks: dict[float | None, Rank]
-        ranks = dict(zip(best_first, get_args(Rank), strict=False))
-        ranked.append(
-            [m and dataclasses.replace(m, rank=ranks.get(_printed(m))) for m in part]
-        )
-    return list(zip(*ranked, strict=True))
-
-
-def _ranked(table: Table, unranked: Sequence[str]) -> Table:
-    """Mark the best and the second of every column, where there is a comparison."""
-    compared = [line for line in table.lines if line.label not in unranked]
-    if len(compared) < 2:
-        return table
-    columns = zip(*(line.cells for line in compared), strict=True)
-    ranked = iter(zip(*map(_rank_cells, columns), strict=True))
-    lines = (
-        line
-        if line.label in unranked
-        else dataclasses.replace(line, cells=next(ranked))
-        for line in table.lines
-    )
-    return dataclasses.replace(table, lines=tuple(lines))
-
-
 # The tables of detectors and controllers.
+
+
+def lines_of(titles: Titles) -> list[tuple[str, Key]]:
+    """Return a line for each of what is measured."""
+    return [(title, of_subject(x)) for x, title in titles.items()]
 
 
 def detection_table(
@@ -407,26 +400,19 @@ def detection_table(
       corner: what the lines are.
       unranked: see `pivot`.
     """
-    experiments = (experiment,) if isinstance(experiment, str) else experiment
-    shown = where(results, experiment=experiments, seed="mean", against=None)
+    shown = where(results, experiment=experiment, seed="mean", against=None)
     shown = where(shown, split=tuple(splits), metric=tuple(metrics))
     if labels is None:
         # Single encoders have their figure, controls their own table.
-        known = {**DETECTORS, **(titles or {})}
-        others = [x for x in subjects_in(shown) if x.detector != "encoder"]
-        labels = known | {
-            x: x.detector for x in others if x not in known and x not in CONTROLS
-        }
+        labels = {**DETECTORS, **(titles or {})}
+        for x in subjects_in(shown):
+            if x.detector != "encoder" and x not in CONTROLS:
+                labels.setdefault(x, x.detector)
     is_shown = np.array([row.subject in labels for row in shown["row"]], bool)
-    return by_place(
-        shown.loc[is_shown],
-        corner,
-        [(title, of_subject(x)) for x, title in labels.items()],
-        splits,
-        [{"metric": metric} for metric in metrics],
-        ours=labels.get(CHAMPION, ""),
-        unranked=unranked,
-    )
+    parts = [{"metric": metric} for metric in metrics]
+    names = {"ours": labels.get(CHAMPION, ""), "unranked": unranked}
+    lines = lines_of(labels)
+    return by_place(shown.loc[is_shown], corner, lines, splits, parts, **names)
 
 
 def paired_table(results: pandas.DataFrame, experiment: str = "paired") -> Table:
@@ -437,36 +423,27 @@ def paired_table(results: pandas.DataFrame, experiment: str = "paired") -> Table
       experiment: "paired" or "at_equal_length_paired" for AUROC, or
         "controller_paired" or "controller_query_paired" for exact match and F1.
     """
-    is_detection = not experiment.startswith("controller")
-    metrics = ("auroc",) if is_detection else ("em", "f1")
+    metrics, rivals = ("auroc",), RIVALS
+    if experiment.startswith("controller"):
+        metrics = ("em", "f1")
+        rivals = {Subject(name): title for name, title in CONTROLLERS.items()}
     shown = where(results, experiment=experiment, metric=metrics)
-    controllers = {Subject(name): title for name, title in CONTROLLERS.items()}
-    return pivot(
-        shown,
-        "Against",
-        [
-            (title, of_rival(x))
-            for x, title in (RIVALS if is_detection else controllers).items()
-        ],
-        place_columns(places_of(shown, (*EVALUATED, "evaluated"))),
-        [{"metric": metric} for metric in metrics],
-    )
+    lines = [(title, of_rival(x)) for x, title in rivals.items()]
+    parts = [{"metric": metric} for metric in metrics]
+    return by_place(shown, "Against", lines, (*EVALUATED, "evaluated"), parts)
 
 
 def floor_table(results: pandas.DataFrame) -> Table:
     """How much more each encoder has than a linear probe of the same signals."""
     titles = {**RIVALS, encoder("H"): DETECTORS[HIDDEN_ONLY]}
     shown = where(results, experiment="floor_paired", metric="auroc")
-    return by_place(shown, "Detector", [(titles[x], of_subject(x)) for x in FLOORS])
+    return by_place(shown, "Detector", lines_of({x: titles[x] for x in FLOORS}))
 
 
 def equal_length_table(results: pandas.DataFrame) -> Table:
     """AUROC among answers of equally many tokens, and the share without such a pair."""
     shown = where(results, experiment="at_equal_length", seed="mean")
-    lines = [
-        (title, {**of_subject(x), "metric": "auroc"})
-        for x, title in AT_EQUAL_LENGTH.items()
-    ]
+    lines = [(x, {**key, "metric": "auroc"}) for x, key in lines_of(AT_EQUAL_LENGTH)]
     share = {"detector": "answers", "metric": "unmatched"}
     lines.append(("Share of answers without a counterpart", share))
     return by_place(shown, "Detector", lines, ours=AT_EQUAL_LENGTH[CHAMPION])
@@ -474,9 +451,8 @@ def equal_length_table(results: pandas.DataFrame) -> Table:
 
 def noise_table(results: pandas.DataFrame) -> Table:
     """Share of labels that a person disputes."""
-    kinds = {"right": "Labelled right", "wrong": "Labelled wrong"}
+    lines = [(f"Labelled {kind}", {"kind": kind}) for kind in ("right", "wrong")]
     shown = where(results, experiment="label_noise")
-    lines = [(title, {"kind": kind}) for kind, title in kinds.items()]
     return by_place(shown, "Labels", lines, ("annotated",))
 
 
@@ -507,6 +483,16 @@ def answer_table(results: pandas.DataFrame) -> Table:
     return by_place(shown, "Share of answers", lines, splits, parts)
 
 
+def optimism_table(results: pandas.DataFrame) -> Table:
+    """How much too good validation looks, in AUROC."""
+    lines = [
+        ("The set searched", {"detector": "champion"}),
+        ("One encoder, fixed before", {"detector": "early_fusion"}),
+    ]
+    shown = where(results, experiment="optimism")
+    return by_place(shown, "Seen minus unseen half", lines)
+
+
 def controller_table(results: pandas.DataFrame) -> Table:
     """Lay out controllers against datasets, EM / F1, with macro means and cost.
 
@@ -515,15 +501,12 @@ def controller_table(results: pandas.DataFrame) -> Table:
     splits = (*EVALUATED, "evaluated")
     controllers = ("controller", "controller_macro")
     shown = where(results, experiment=controllers, seed="mean", split=splits)
-    places = places_of(shown, splits)
-    macro = {"dataset": MACRO, "split": "evaluated"}
-    metrics = shown["metric"].unique()
     columns = [
         (
             Column("Exact match / F1", p.dataset, SPLIT_LABELS[p.split]),
             {"dataset": p.dataset, "split": p.split},
         )
-        for p in places
+        for p in places_of(shown, splits)
     ]
     lines = [
         (label, {"detector": name}) for name, label in {**CONTROLLERS, **BOUNDS}.items()
@@ -531,8 +514,12 @@ def controller_table(results: pandas.DataFrame) -> Table:
     quality = [{"metric": "em"}, {"metric": "f1"}]
     names = {"ours": CONTROLLERS["pgir"], "unranked": tuple(BOUNDS.values())}
     table = pivot(shown, "Controller", lines, columns, quality, **names)
+    metrics = shown["metric"].unique()
     costs = [
-        (Column("Cost", cost, unit), macro | {"metric": cost})
+        (
+            Column("Cost", cost, unit),
+            {"dataset": MACRO, "split": "evaluated", "metric": cost},
+        )
         for cost, unit in COSTS.items()
         if cost in metrics
     ]
@@ -551,8 +538,16 @@ def beside(left: Table, right: Table) -> Table:
     return dataclasses.replace(left, columns=columns, lines=lines)
 
 
-def _ablation_table(results: pandas.DataFrame, labels: Titles, corner: str) -> Table:
-    """Lay some detectors and variants out; no table where no ablation was made."""
+def ablation_table(results: pandas.DataFrame, labels: Titles, corner: str) -> Table:
+    """Lay out what is left when something is taken away; empty without an ablation.
+
+    Args:
+      results: see `results_of`.
+      labels: `FEATURES` (the paper's table of features and fusion), `FAMILY_VARIANTS`
+        (the search without the encoders that read a family) or `SPAN_VARIANTS` (the
+        champion trained anew without a token span).
+      corner: what the lines are.
+    """
     if where(results, experiment="ablation").empty:
         results = results.iloc[:0]
     both, unranked = ("detection", "ablation"), (FEATURES[REFERENCE],)
@@ -561,42 +556,20 @@ def _ablation_table(results: pandas.DataFrame, labels: Titles, corner: str) -> T
     )
 
 
-def feature_table(results: pandas.DataFrame) -> Table:
-    """The paper's table of features and fusion, seven variants in both settings."""
-    return _ablation_table(results, FEATURES, "Variant")
+def validated_table(
+    results: pandas.DataFrame, experiment: str, labels: Titles, corner: str
+) -> Table:
+    """Lay out what was chosen on validation, and how it was evaluated.
 
-
-def family_table(results: pandas.DataFrame) -> Table:
-    """The search without the encoders that read a family, for each family."""
-    return _ablation_table(results, FAMILY_VARIANTS, "Pool")
-
-
-def span_table(results: pandas.DataFrame) -> Table:
-    """The champion trained anew without a token span, for each span."""
-    return _ablation_table(results, SPAN_VARIANTS, "Dropped span")
-
-
-def exhaustive_table(results: pandas.DataFrame) -> Table:
-    """The best set of the enumeration and greedy's, where they were evaluated."""
-    return detection_table(
-        results,
-        experiment="exhaustive",
-        labels=RANKED,
-        splits=("validation", *EVALUATED),
-        corner="Set",
-    )
-
-
-def control_tables(results: pandas.DataFrame) -> tuple[Table, Table]:
-    """The control of permuted labels, and both readings of where an answer starts."""
-    permuted = detection_table(results, labels=CONTROLS)
-    spans = detection_table(
-        results,
-        experiment="span_decision",
-        labels=SPAN_DECISIONS,
-        splits=("validation", *EVALUATED),
-    )
-    return permuted, spans
+    Args:
+      results: see `results_of`.
+      experiment: "exhaustive" (the best set of the enumeration and greedy's) or
+        "span_decision" (both readings of where an answer starts).
+      labels: `RANKED` or `SPAN_DECISIONS`.
+      corner: what the lines are.
+    """
+    splits, names = ("validation", *EVALUATED), {"labels": labels, "corner": corner}
+    return detection_table(results, experiment=experiment, splits=splits, **names)
 
 
 # Named as `beatrice evaluate --ablations` names them, in the order of the table.
@@ -613,7 +586,7 @@ _ABLATIONS = {
 def set_names(
     selection: Mapping[str, Mapping[str, Any]],
     ablations: Mapping[str, Mapping[str, Sequence[str]]],
-) -> list[tuple[str, list[str]]]:
+) -> list[tuple[str, ...]]:
     """Return which encoders each variant reads: its label, and a text per setting."""
 
     def text(name: str, setting: str) -> str:
@@ -624,7 +597,7 @@ def set_names(
         return " ".join(ablations[setting][name]) or "none: no better than chance"
 
     return [
-        (label, [text(name, setting) for setting in ablations])
+        (label, *(text(name, setting) for setting in ablations))
         for name, label in (_ABLATIONS if ablations else {}).items()
         if name == "champion"
         or any(name in variants for variants in ablations.values())
@@ -663,8 +636,10 @@ def panorama_table(
         if x == CHAMPION or is_rival(x.detector)
     }
     table = detection_table(shown, labels=labels)
+    if not table.lines:
+        return table
     parts = [{"metric": None}, {"metric": "auprc"}]
-    guessing = [(CHANCE, of_subject(Subject("majority")))]
+    guessing = lines_of({Subject("majority"): CHANCE})
     chance = by_place(shown, table.corner, guessing, EVALUATED, parts)
 
     def order(line: Line) -> tuple[bool, float]:
@@ -672,8 +647,6 @@ def panorama_table(
         value = None if first is None else first.row.value
         return not line.is_ours, 1.0 if value is None else -value
 
-    if not table.lines:
-        return table
     lines = (*chance.lines, *sorted(table.lines, key=order))
     return dataclasses.replace(table, lines=lines)
 
@@ -688,8 +661,7 @@ def main_detectors(results: pandas.DataFrame, titles: Titles) -> Table:
     rivals = [line.label for line in full.lines if line.label not in named][:2]
     labels = {x: DETECTORS[x] for x in MAIN}
     labels |= {x: title for x, title in titles.items() if title in rivals}
-    shown = where(results, experiment="detection")
-    shown = in_domain_or_held_out(shown)
+    shown = in_domain_or_held_out(where(results, experiment="detection"))
     return detection_table(shown, labels=labels, metrics=("auroc",))
 
 
@@ -697,11 +669,32 @@ def panoramas(
     results: pandas.DataFrame, titles: Titles | None = None
 ) -> dict[str, Table]:
     """Return the three tables by their headings, without the empty ones."""
-    tables = {"Detecting wrong answers": panorama_table(results, None, titles)}
-    for setting in SETTINGS:
-        heading = f"{SETTING_LABELS[setting]}, every set"
-        tables[heading] = panorama_table(results, setting, titles)
+    headings = {None: "Detecting wrong answers"}
+    headings |= {x: f"{SETTING_LABELS[x]}, every set" for x in SETTINGS}
+    tables = {
+        heading: panorama_table(results, setting, titles)
+        for setting, heading in headings.items()
+    }
     return {heading: table for heading, table in tables.items() if table.lines}
+
+
+def named_tables(
+    results: pandas.DataFrame, titles: Titles | None = None
+) -> dict[str, tuple[str, Table]]:
+    """Return headings and tables by the names that `report --print` knows."""
+    panorama = partial(panorama_table, results, titles=titles)
+    features = ablation_table(results, FEATURES, "Variant")
+    gains = paired_table(results, "controller_paired")
+    named = {
+        "detectors": ("Detectors", panorama(None)),
+        "closed-book": ("Closed-book, every set", panorama("closed_book")),
+        "with-context": ("With context, every set", panorama("with_context")),
+        "ablations": ("What is taken away", features),
+        "gains": ("Gain of the selected encoders in AUROC", paired_table(results)),
+        "controllers": ("Retrieval controllers", controller_table(results)),
+        "controller-gains": ("Gain of PGIR", gains),
+    }
+    return {name: pair for name, pair in named.items() if pair[1].lines}
 
 
 def counts_of(table: Table) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from beatrice.benchmarks.baselines.detector import DetectorCost
-from beatrice.benchmarks.results.report import ReportData
+from beatrice.benchmarks.results.page import ReportData
 from beatrice.benchmarks.results.tables import results_of
 from beatrice.extract.records import IN_DOMAIN
 from beatrice.extract.run.rows import ResultRow, Subject

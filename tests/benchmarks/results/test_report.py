@@ -3,14 +3,17 @@ import re
 
 import pytest
 
-from beatrice.benchmarks.results.headline import headline, numbers, too_few_in_words
 from beatrice.benchmarks.results.names import encoder
-from beatrice.benchmarks.results.pictures import (
+from beatrice.benchmarks.results.page import (
     frontier_curve,
+    headline,
+    missing,
+    numbers,
     ranking_pictures,
+    render_report,
     synergy_pictures,
+    too_few_in_words,
 )
-from beatrice.benchmarks.results.report import missing, render_report
 from beatrice.benchmarks.results.tables import results_of
 from beatrice.extract.records import IN_DOMAIN
 from tests.benchmarks.results.sample import (

@@ -5,7 +5,9 @@ import pytest
 from beatrice.benchmarks.results.names import (
     CONTROLS,
     DETECTORS,
+    FAMILY_VARIANTS,
     FEATURES,
+    RANKED,
     REFERENCE,
     RIVALS,
     SPAN_DECISIONS,
@@ -17,13 +19,10 @@ from beatrice.benchmarks.results.printing import as_latex, as_markdown, as_text
 from beatrice.benchmarks.results.tables import (
     CHANCE,
     Column,
-    control_tables,
+    ablation_table,
     controller_table,
     counts_of,
     detection_table,
-    exhaustive_table,
-    family_table,
-    feature_table,
     find,
     number,
     paired_table,
@@ -32,7 +31,7 @@ from beatrice.benchmarks.results.tables import (
     pivot,
     results_of,
     set_names,
-    span_table,
+    validated_table,
     where,
 )
 from beatrice.extract.records import IN_DOMAIN
@@ -56,6 +55,14 @@ def table_of(values, place=TEST, metrics=("auroc",), **changes):
         for name, value in values.items()
         for metric in metrics
     )
+
+
+def features(results):
+    return ablation_table(results, FEATURES, "Variant")
+
+
+def exhaustive(results):
+    return validated_table(results, "exhaustive", RANKED, "Set")
 
 
 def labels(table):
@@ -83,7 +90,7 @@ def test_rows_are_found_by_value_absence_and_membership():
     assert find(results, families=None).detector == "champion"
     assert len(where(results, families=("HP", "P"))) == 2
     assert find(results, families="A") is None
-    with pytest.raises(LookupError, match="2 rows have .*families=HP.*families=P"):
+    with pytest.raises(LookupError, match="found 2; .*families=HP.*families=P"):
         find(results, detector="encoder")
 
 
@@ -213,7 +220,8 @@ def test_notes_are_numbered_and_each_is_given_once():
 
 
 def test_controls_and_span_decisions_have_their_own_tables():
-    permuted, spans = control_tables(sample_results())
+    permuted = detection_table(sample_results(), labels=CONTROLS)
+    spans = validated_table(sample_results(), "span_decision", SPAN_DECISIONS, "x")
     assert labels(permuted) == list(CONTROLS.values())
     assert labels(spans) == list(SPAN_DECISIONS.values())
 
@@ -236,7 +244,7 @@ def test_text_fits_its_width_and_carries_no_terminal_codes():
 
 
 def test_no_rows_make_an_empty_table():
-    for make in (detection_table, controller_table, feature_table, exhaustive_table):
+    for make in (detection_table, controller_table, features, exhaustive):
         assert make(results_of([])).lines == ()
     for results in (results_of([]), table_of({encoder("H"): 0.7})):
         assert panoramas(results) == {}
@@ -265,7 +273,7 @@ def test_numbers_have_three_decimals_and_no_leading_zero(value, fields, text):
 
 
 def test_the_papers_seven_variants_are_in_its_order():
-    table = feature_table(sample_results())
+    table = features(sample_results())
     assert labels(table) == list(FEATURES.values()) and len(table.lines) == 7
     assert [line.is_ours for line in table.lines] == [False] * 6 + [True]
     assert len(table.columns) == 8  # four sets in both settings
@@ -276,7 +284,7 @@ def test_the_reference_takes_no_rank_and_takes_none_away():
     rows = [row(n, "closed_book", TEST, "auroc", v) for n, v in values.items()]
     fields = dict(experiment="ablation")
     rows.append(row(WITHOUT_HIDDEN, "closed_book", TEST, "auroc", 0.8, **fields))
-    assert ranks(feature_table(results_of(rows))) == {
+    assert ranks(features(results_of(rows))) == {
         FEATURES[Subject("hidden_only")]: None,
         FEATURES[WITHOUT_HIDDEN]: "second",
         FEATURES[REFERENCE]: None,
@@ -286,12 +294,13 @@ def test_the_reference_takes_no_rank_and_takes_none_away():
 
 def test_rows_of_evaluate_alone_make_no_ablation():
     results = where(sample_results(), experiment="detection")
-    for make in (feature_table, family_table, span_table, exhaustive_table):
-        assert make(results).lines == ()
+    for titles in (FEATURES, FAMILY_VARIANTS, SPAN_VARIANTS):
+        assert ablation_table(results, titles, "x").lines == ()
+    assert exhaustive(results).lines == ()
 
 
 def test_a_span_that_a_setting_lacks_is_not_measured():
-    table = span_table(sample_results())
+    table = ablation_table(sample_results(), SPAN_VARIANTS, "Dropped span")
     assert labels(table) == list(SPAN_VARIANTS.values()) and len(SPAN_VARIANTS) == 14
     for line in table.lines:
         lacks = [cell == (None, None) for cell in line.cells]
@@ -299,12 +308,13 @@ def test_a_span_that_a_setting_lacks_is_not_measured():
 
 
 def test_ranked_sets_are_shown_where_they_were_chosen_too():
-    columns = exhaustive_table(sample_results()).columns
+    columns = exhaustive(sample_results()).columns
     assert [c.detail for c in columns[:3]] == ["validation", "test", "held out"]
 
 
 def test_every_family_has_its_line_and_its_encoders():
-    assert len(family_table(sample_results()).lines) == 5
+    table = ablation_table(sample_results(), FAMILY_VARIANTS, "Pool")
+    assert len(table.lines) == 5
     named = dict(set_names(PARTS["selection"], PARTS["ablations"]))
     assert named["Without attention"] == ["(PR) (A)", "(PR) (A)"]
     assert named["Without closed-book encoders"] == ["–", "[PR] [A]"]

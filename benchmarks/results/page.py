@@ -1,0 +1,498 @@
+"""The page of a run: tables, figures and plain words, self-contained.
+
+The same data give the same bytes. The first lines stand on the terminal too.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pandas
+
+from beatrice.benchmarks.baselines.detector import DetectorCost
+from beatrice.benchmarks.results import (
+    costs,
+    figures,
+    findings,
+    names,
+    paper,
+    significance,
+    tables,
+)
+from beatrice.benchmarks.results.anatomy import anatomy_parts
+from beatrice.benchmarks.results.figures import Picture, picture
+from beatrice.benchmarks.results.names import (
+    CHAMPION,
+    CONTROLS,
+    DETECTORS,
+    METRIC_LABELS,
+    PERPLEXITY,
+    RIVALS,
+    SETTING_LABELS,
+    SPLIT_LABELS,
+)
+from beatrice.benchmarks.results.tables import (
+    POOLED,
+    by_pair,
+    by_subject,
+    excludes_zero,
+    find,
+    interval,
+    number,
+    of_rival,
+    row_value,
+    subjects_in,
+    where,
+)
+from beatrice.extract.label.labels import ENOUGH, class_counts
+from beatrice.extract.records import IN_DOMAIN, SETTINGS
+from beatrice.extract.run.rows import MACRO, ResultRow, Subject
+from beatrice.pgir.controllers import CONTROLLERS, OPTIONAL
+from beatrice.pgir.score_files import P_STEPS
+
+PerSetting = Mapping[str, Mapping[str, Any]]
+Shown = Sequence[Mapping[str, Any]]  # answers, as `report.ShownSet` has them
+SETTINGS_IN_WORDS = {"closed_book": "from memory", "with_context": "with passages"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReportData:
+    """What the page shows. An empty field is a section that is left out.
+
+    Attributes:
+      facts: the run in words (model, seed, preset, counts), in order.
+      stage_seconds: wall time per stage, in order.
+      rows: result rows; which ones are read is said in `tables` and here.
+      accuracy: `{dataset, split, setting, variant, n, n_correct}` of the model's own
+        answers.
+      sweep: per setting `{"layers", "auroc": [[per seed] per layer], "best"}`.
+      selection: per setting `{"rounds": [{"added", "auroc", "candidates"}],
+        "selected": [names], "stop": why it stopped}`.
+      reliability: per setting as `report.Curves` has it.
+      control: as `report.Control` has it, without its cases.
+      why_no_control: why there are no controllers, in words; empty where there are.
+      cases: as `report.Case` has them.
+      shown: answers to look at, by setting and set, as `report.ShownSet` has them.
+      ranking: per setting what `selection.exhaustive.ranking_summary` returns.
+      ablations: per setting and variant the names of the encoders it reads.
+      studies: cases of `beatrice anatomy`, as its `Study` has them.
+      judged: what the rivals of `beatrice baselines` are and cost.
+    """
+
+    facts: Mapping[str, str]
+    stage_seconds: Mapping[str, float]
+    rows: Sequence[ResultRow]
+    accuracy: Sequence[Mapping[str, Any]]
+    sweep: PerSetting
+    selection: PerSetting
+    reliability: PerSetting
+    control: Mapping[str, Any]
+    cases: Sequence[Mapping[str, Any]]
+    shown: Shown = ()
+    why_no_control: str = ""
+    ranking: PerSetting = dataclasses.field(default_factory=dict)
+    ablations: PerSetting = dataclasses.field(default_factory=dict)
+    studies: Sequence[Mapping[str, Any]] = ()
+    judged: Sequence[DetectorCost] = ()
+
+
+def render_report(data: ReportData) -> str:
+    """Return the page; its template lays out the tables of `tables` and the rest."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,  # a name that is missing is an error
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    filters = {"number": number, "interval": interval, "row_value": row_value}
+    filters["setting"] = SETTING_LABELS.__getitem__
+    filters["tint"] = lambda p: sum(p >= step for step in P_STEPS)
+    environment.filters |= filters
+    results = tables.results_of(data.rows)
+    answered = findings.findings(results, data.accuracy)
+    verdicts, undecided = findings.verdicts_in_words(answered)
+    first, rest = answers_to_show(data.shown)
+    frontier = frontier_pictures(data.control, results)
+    return environment.get_template("page.html.j2").render(
+        data=data,
+        rows=results,
+        titles=costs.titles_of(data.judged),
+        tables=tables,
+        names=names,
+        costs=costs,
+        significance=significance,
+        paper=paper,
+        findings=findings,
+        headline=headline(results, data.shown),
+        too_few=too_few_in_words(data.accuracy),
+        numbers=numbers(results, data.reliability),
+        answers_first=first,
+        answers_rest=rest,
+        grids=findings.grids(answered),
+        verdicts=verdicts,
+        undecided=undecided,
+        facts=findings.facts(results, data.accuracy, data.sweep, data.selection),
+        accuracy=accuracy_grid(data.accuracy),
+        missing=missing(data, results),
+        anatomy=anatomy_parts(results, data.studies),
+        stage_times=times_in_words(data.stage_seconds),
+        verdict_of=folds_in_words(results, data.facts, data.selection),
+        p_steps=P_STEPS,
+        reliability=reliability_pictures(data.reliability),
+        figures=[
+            *sweep_pictures(data.sweep),
+            *frontier[:1],
+            *synergy_pictures(results),
+        ],
+        frontier=frontier[1:],
+        selection=selection_pictures(data.selection),
+        ranking=ranking_pictures(data.ranking),
+    )
+
+
+def answers_to_show(
+    shown: Shown,
+) -> tuple[list[tuple[Any, str, Any]], list[tuple[Any, str, Any]]]:
+    """Return answers with their set and kind: some of each setting, and the others."""
+    first, rest = [], []
+    settings = set()
+    for place in shown:
+        n = 0 if place["setting"] in settings else 2
+        settings.add(place["setting"])
+        for kind in place["kinds"]:
+            rows = [(place, kind["name"], answer) for answer in kind["answers"]]
+            first += rows[:n]
+            rest += rows[n:]
+    return first, rest
+
+
+def accuracy_grid(accuracy: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Lay the model's own accuracy out as datasets against settings and variants."""
+    columns = list(dict.fromkeys((x["setting"], x["variant"]) for x in accuracy))
+    lines: dict[tuple[str, str], dict[tuple[str, str], Mapping[str, Any]]] = {}
+    for entry in accuracy:
+        line = lines.setdefault((entry["dataset"], entry["split"]), {})
+        line[(entry["setting"], entry["variant"])] = entry
+    heads = [f"{SETTING_LABELS[at]}, {variant}" for at, variant in columns]
+    body = [
+        (dataset, SPLIT_LABELS.get(split, split), [line.get(c) for c in columns])
+        for (dataset, split), line in lines.items()
+    ]
+    return {"heads": heads, "lines": body}
+
+
+def missing(data: ReportData, results: pandas.DataFrame) -> list[str]:
+    """Name the detectors and controllers that a full run has and this one lacks."""
+    measured = subjects_in(where(results, experiment=("detection", "controller")))
+    expected = {**DETECTORS, **CONTROLS}
+    if len(data.selection) == 1:  # of the with-context pass beside the other
+        del expected[Subject("without_closed_book")]
+    if not data.why_no_control:
+        required = (name for name in CONTROLLERS if name not in OPTIONAL)
+        expected |= {Subject(name): CONTROLLERS[name] for name in required}
+    return [title for subject, title in expected.items() if subject not in measured]
+
+
+# In plain words.
+
+
+def _champion_and_perplexity(
+    results: pandas.DataFrame, setting: str
+) -> tuple[ResultRow | None, ResultRow | None, ResultRow | None]:
+    """Return AUROC on all in-domain test questions of both, and the difference."""
+    at = {**POOLED, "setting": setting, "metric": "auroc"}
+    rows = by_subject(results, experiment="detection", **at)
+    gains = by_pair(results, experiment="paired", **at)
+    gain = gains.get((CHAMPION, PERPLEXITY))
+    return rows.get(CHAMPION), rows.get(PERPLEXITY), gain
+
+
+def _ranking_in_words(results: pandas.DataFrame) -> str:
+    """Say how often a right answer scores above a wrong one, and by perplexity."""
+    ours, theirs = [], []
+    for setting, words in SETTINGS_IN_WORDS.items():
+        row, rival, gain = _champion_and_perplexity(results, setting)
+        if row is None or row.value is None:
+            continue
+        ours.append(f"{100 * row.value:.0f} of 100 pairs {words}")
+        if rival is not None and rival.value is not None:
+            compared = ""
+            if gain is not None and gain.value is not None:
+                compared = " (worse)" if gain.value > 0 else " (better)"
+                compared = compared if excludes_zero(gain) else " (no clear difference)"
+            theirs.append(f"{100 * rival.value:.0f}{compared}")
+    if not ours:
+        return ""
+    text = f"A right answer scores above a wrong one in {' and in '.join(ours)}"
+    if theirs:
+        text += f"; by the model's own perplexity in {' and in '.join(theirs)}"
+    return f"{text}."
+
+
+def _trust_in_words(shown: Shown) -> str:
+    """Say which share of the test answers is trusted, and how often rightly."""
+    parts = []
+    for setting, words in SETTINGS_IN_WORDS.items():
+        n: Counter[str] = Counter()
+        is_certified = True
+        for place in shown:
+            if (place["setting"], place["split"]) == (setting, "test"):
+                n.update({kind["name"]: kind["n"] for kind in place["kinds"]})
+                is_certified &= place.get("is_certified", True)
+        if not n.total():
+            continue
+        right, all_right = n["right and trusted"], n["right and distrusted"]
+        n_trusted = right + n["wrong and missed"]
+        part = f"{100 * n_trusted / n.total():.0f} % of the answers {words}"
+        if not is_certified:
+            part = f"none of the answers {words}, where no P holds the wanted precision"
+        elif n_trusted:
+            part += f", right in {100 * right / n_trusted:.0f} %"
+        every = 100 * (right + all_right) / n.total()
+        parts.append(f"{part} (all answers: {every:.0f} %)")
+    return f"beatrice trusts {' and '.join(parts)}." if parts else ""
+
+
+def headline(results: pandas.DataFrame, shown: Shown) -> list[str]:
+    """Return two sentences: how well answers are told apart, and what is trusted."""
+    return list(filter(None, (_ranking_in_words(results), _trust_in_words(shown))))
+
+
+def too_few_in_words(accuracy: Sequence[Mapping[str, Any]]) -> str:
+    """Say where training answers are too few to conclude anything; else nothing.
+
+    Args:
+      accuracy: as `extract.label.labels.count_correct` gives it.
+    """
+    original = class_counts(row for row in accuracy if row["variant"] == "original")
+    few = [
+        f"{n_correct} right and {n - n_correct} wrong {SETTINGS_IN_WORDS[setting]}"
+        for (setting, split), (n, n_correct) in original.items()
+        if split == "train" and min(n_correct, n - n_correct) < ENOUGH
+    ]
+    if not few:
+        return ""
+    return (
+        f"Nothing can be concluded from so few training answers: {', '.join(few)}; "
+        f"{ENOUGH} of each are needed."
+    )
+
+
+def _gain(row: ResultRow | None, title: str) -> str:
+    """Format how much more there is than a rival has; empty if not measured."""
+    if row is None or row.value is None:
+        return ""
+    return f"{row_value(row)} [{interval(row)}] against {title[0].lower()}{title[1:]}"
+
+
+def numbers(
+    results: pandas.DataFrame, reliability: PerSetting
+) -> list[tuple[str, str, str]]:
+    """Pick the numbers to see first: label, value and detail of each."""
+    shown = []
+    for setting, words in SETTINGS_IN_WORDS.items():
+        row, _, gain = _champion_and_perplexity(results, setting)
+        label = f"AUROC {words}"
+        if row is not None and row.value is None:
+            shown.append((label, "–", str(row.reason)))
+        elif row is not None:
+            compared = _gain(gain, RIVALS[PERPLEXITY])
+            detail = (f"{interval(row)}", compared, f"{row.n} answers")
+            shown.append((label, row_value(row), "; ".join(filter(None, detail))))
+    for setting, curves in reliability.items():
+        label = f"Calibration error {SETTINGS_IN_WORDS[setting]}"
+        detail = f"{number(curves['ece_raw'])} before calibration"
+        if is_worse(curves):
+            detail = f"worse than the {detail}: here P ranks, but means less"
+        shown.append((label, number(curves["ece_calibrated"]), detail))
+    pgir = {"experiment": "controller_macro", "detector": "pgir", "dataset": MACRO}
+    em, cost = (find(results, metric=m, **pgir) for m in ("em", "generations"))
+    if em is not None and cost is not None:
+        once = {"experiment": "controller_paired", "dataset": MACRO, "metric": "em"}
+        once |= of_rival(Subject("vanilla_rag"))
+        gain = _gain(find(results, **once), CONTROLLERS["vanilla_rag"])
+        detail = (gain, f"{row_value(cost)} generations per question")
+        label = "Exact match, PGIR, mean of the sets"
+        shown.append((label, row_value(em), "; ".join(filter(None, detail))))
+    return shown
+
+
+def is_worse(curves: Mapping[str, Any]) -> bool:
+    """Whether calibration made the calibration error larger, on the test answers."""
+    return curves["ece_calibrated"] > curves["ece_raw"]
+
+
+def times_in_words(seconds: Mapping[str, float]) -> str:
+    """Say what each stage took."""
+    total = f"{sum(seconds.values()):,.0f} s in all"
+    return ", ".join([*(f"{x} {n:,.0f} s" for x, n in seconds.items()), total])
+
+
+def folds_in_words(
+    results: pandas.DataFrame, facts: Mapping[str, str], selection: PerSetting
+) -> dict[str, str]:
+    """Say of what the page folds, in a few words, what stands there."""
+    chosen = (
+        f"{SETTING_LABELS[setting]} {' '.join(search['selected'])}"
+        for setting, search in selection.items()
+    )
+    macro = where(results, experiment="controller_macro", metric="em", seed="mean")
+    em = {row.detector: row for row in macro["row"] if row.value is not None}
+    known = [x for x in ("pgir", "vanilla_rag", "no_rag") if x in em]
+    shown = ", ".join(f"{CONTROLLERS[x]} {row_value(em[x])}" for x in known)
+    run = [facts[name] for name in ("Backbone", "Questions") if name in facts]
+    return {
+        "selection": "; ".join(chosen),
+        "controller": f"Exact match: {shown}" if shown else "",
+        "run": "; ".join(run),
+    }
+
+
+# Figures with their titles and captions.
+
+
+def reliability_pictures(reliability: PerSetting) -> list[Picture]:
+    """Draw how often answers are right against what P says, setting by setting."""
+    pictures = []
+    for setting, curves in reliability.items():
+        worse = ", which made it worse on these answers" if is_worse(curves) else ""
+        caption = (
+            f"Brier {number(curves['brier_raw'])} raw, "
+            f"{number(curves['brier_calibrated'])} calibrated; calibration error (ECE) "
+            f"{number(curves['ece_raw'])} raw, {number(curves['ece_calibrated'])} "
+            f"calibrated{worse}. Dashed: perfect calibration. Below: answers per bin."
+        )
+        figure = figures.reliability(curves["raw"], curves["calibrated"], setting)
+        title = SETTING_LABELS[setting]
+        pictures.append(picture(figure, f"reliability-{setting}", title, caption))
+    return pictures
+
+
+def sweep_pictures(sweep: PerSetting) -> list[Picture]:
+    """Draw validation AUROC by layer, one picture of both settings."""
+    if not sweep:
+        return []
+    caption = "Pale points are seeds, the line is their mean, the ring the best layer."
+    for setting, layers in sweep.items():
+        caption += (
+            f" {SETTING_LABELS[setting]}: {layers['n_train']:,} training and "
+            f"{layers['n_validation']:,} validation answers."
+        )
+    figure = figures.layer_sweep(sweep)
+    return [picture(figure, "sweep", "Hidden states, layer by layer", caption)]
+
+
+def synergy_pictures(results: pandas.DataFrame) -> list[Picture]:
+    """Draw the validation AUROC of all encoders, setting by setting.
+
+    Over all in-domain sets together, on which encoders are also selected.
+    """
+    at = {"experiment": "detection", "detector": "encoder", "metric": "auroc"}
+    at |= {"dataset": IN_DOMAIN, "split": "validation", "seed": "mean"}
+    pictures = []
+    for setting in SETTINGS:
+        rows = where(results, setting=setting, **at)["row"].tolist()
+        auroc = {str(r.families): r.value for r in rows if r.value is not None}
+        if not auroc:
+            continue
+        caption = (
+            "Dots: the families an encoder reads; full colour: hidden states are one. "
+            "The axis is cropped."
+        )
+        halves = sorted(
+            (r.ci_high - r.ci_low) / 2 for r in rows if r.ci_low is not None
+        )
+        if halves:
+            half = number(halves[len(halves) // 2])
+            caption += f" The 95 % interval of one bar is about ±{half}."
+        for row in rows:
+            if row.value is None:
+                caption += f" {row.families} is undefined: {row.reason}."
+        figure, title = figures.synergy(auroc, setting), SETTING_LABELS[setting]
+        pictures.append(picture(figure, f"synergy-{setting}", title, caption))
+    return pictures
+
+
+def selection_pictures(selection: PerSetting) -> list[Picture]:
+    """Draw the greedy search, setting by setting."""
+    return [
+        picture(
+            figures.selection_path(search["rounds"], setting),
+            f"selection-{setting}",
+            SETTING_LABELS[setting],
+            f"Selected: {', '.join(search['selected'])}. Stopped: {search['stop']}.",
+        )
+        for setting, search in selection.items()
+        if search["rounds"]
+    ]
+
+
+def frontier_curve(
+    entries: Sequence[Mapping[str, Any]],
+) -> tuple[list[dict[str, float]], list[str]]:
+    """Average the controller's frontier over its datasets, budget by budget.
+
+    Returns:
+      One `{budget, generations, em, f1}` per budget, and the datasets averaged over.
+    """
+    points = pandas.DataFrame(entries)
+    datasets = points["dataset"].unique().tolist()
+    by_budget = points.groupby("budget")
+    for budget, n in by_budget.size().items():
+        if n != len(datasets):
+            raise ValueError(
+                f"the frontier at budget {budget} has {n} entries, expected one for "
+                f"each of {', '.join(datasets)}"
+            )
+    means = by_budget[["generations", "em", "f1"]].mean().reset_index()
+    return means.to_dict("records"), datasets
+
+
+def frontier_pictures(
+    control: Mapping[str, Any], results: pandas.DataFrame
+) -> list[Picture]:
+    """Draw EM, and F1, against generations per question."""
+    if not control.get("frontier"):
+        return []
+    by_name: dict[str, list[Mapping[str, Any]]] = {}
+    for entry in control["frontier"]:
+        by_name.setdefault(entry["controller"], []).append(entry)
+    curves, datasets = {}, []
+    for name, entries in by_name.items():
+        curves[CONTROLLERS.get(name, name)], datasets = frontier_curve(entries)
+    means = where(results, experiment="controller_macro", dataset=MACRO, seed="mean")
+    values = {(row.detector, row.metric): row.value for row in means["row"]}
+    pictures = []
+    for metric in ("em", "f1"):
+        points = {
+            title: (values[x, "generations"], values[x, metric])
+            for x, title in CONTROLLERS.items()
+            if x not in by_name
+            and None not in (values.get((x, "generations")), values.get((x, metric)))
+        }
+        figure = figures.frontier(curves, points, metric, control["budget"])
+        caption = f"Mean over {', '.join(datasets)}. The ring marks the chosen budget."
+        title = f"{METRIC_LABELS[metric]} against cost"
+        pictures.append(picture(figure, f"frontier-{metric}", title, caption))
+    return pictures
+
+
+def ranking_pictures(ranked: PerSetting) -> list[Picture]:
+    """Draw the ranking of all sets of three, setting by setting."""
+    return [
+        picture(
+            figures.ranking(ranking, setting),
+            f"ranking-{setting}",
+            SETTING_LABELS[setting],
+            f"{ranking['n_sets']:,} sets of three, best to worst. Greedy's "
+            f"{' '.join(ranking['greedy'])} is number {ranking['rank']:,} (dashed), "
+            f"{ranking['gap']:.4f} AUROC below the best, "
+            f"{' '.join(ranking['best'])}. Ribbons: how many of the three read a "
+            "family, with context in orange, closed-book in blue.",
+        )
+        for setting, ranking in ranked.items()
+    ]
