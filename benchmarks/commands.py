@@ -168,6 +168,7 @@ def report(run_dir: Path, run_b: Path | None, how: ReportOptions) -> None:
     from beatrice.benchmarks.results.report import (
         REPORT,
         rows_as_markdown,
+        run_ledger,
         run_table,
     )
     from beatrice.extract.run.rows import read_rows
@@ -190,13 +191,12 @@ def report(run_dir: Path, run_b: Path | None, how: ReportOptions) -> None:
     elif not how.ledger:
         click.echo(run_dir / "report.html")
     if how.ledger:
-        from beatrice.benchmarks.results.ledger import ledger
-
-        click.echo(ledger(RunDir(run_dir)))
+        click.echo(run_ledger(RunDir(run_dir)))
 
 
 def _compare(run_a: Path, run_b: Path, out: Path | None) -> None:
-    from beatrice.benchmarks.results.compare import comparison, run_side
+    from beatrice.benchmarks.results.compare import comparison
+    from beatrice.benchmarks.results.report import run_side
     from beatrice.extract.run.files import write_text_atomic
 
     text = comparison(run_side(RunDir(run_a)), run_side(RunDir(run_b)))

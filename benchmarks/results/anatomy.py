@@ -4,7 +4,7 @@ Each part reads the rows of its experiments by their columns, and has beside it 
 paper compares. Nothing here loads JAX or Torch.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pandas
@@ -19,7 +19,6 @@ from beatrice.benchmarks.results.names import (
     LEARNERS,
     SETTING_LABELS,
     SPLIT_LABELS,
-    encoder,
     family_name,
     probe,
 )
@@ -31,10 +30,12 @@ from beatrice.benchmarks.results.paper import (
 )
 from beatrice.benchmarks.results.tables import (
     EVALUATED,
+    POOLED,
     Column,
     Key,
     Table,
     by_place,
+    by_subject,
     find,
     of_rival,
     of_subject,
@@ -45,11 +46,10 @@ from beatrice.benchmarks.results.tables import (
     where,
 )
 from beatrice.extract.records import IN_DOMAIN, SETTINGS
-from beatrice.extract.run.rows import ResultRow, Subject
+from beatrice.extract.run.rows import Subject, encoder
 
 Tables = Sequence[tuple[str, Table]]
 Content = tuple[Sequence[Picture], Tables]
-TEST = {"dataset": IN_DOMAIN, "split": "test"}
 SPANS = ("context", "question", "answer")
 
 
@@ -85,9 +85,12 @@ def rows_of(results: pandas.DataFrame, name: str, **columns: Any) -> pandas.Data
     return where(results, experiment=f"anatomy_{name}", seed="mean", **columns)
 
 
-def settings_in(results: pandas.DataFrame) -> list[str]:
-    """Return the settings that rows are of, in the order of the tables."""
-    return [x for x in SETTINGS if x in set(results["setting"])]
+def each_setting(
+    results: pandas.DataFrame,
+) -> Iterator[tuple[str, pandas.DataFrame]]:
+    """Yield the rows of each setting, in the order of the tables."""
+    for setting, here in results.groupby("setting"):
+        yield str(setting), here
 
 
 def by_setting(
@@ -97,7 +100,7 @@ def by_setting(
     columns = list(columns)
     return [
         (Column(SETTING_LABELS[setting], label, detail), {"setting": setting, **key})
-        for setting in settings_in(results)
+        for setting, _ in each_setting(results)
         for label, detail, key in columns
     ]
 
@@ -117,16 +120,15 @@ def _drawn(
 
 def complementarity(results: pandas.DataFrame) -> Content:
     """Which family gets right what another gets wrong."""
-    shown, pictures = rows_of(results, "complementarity", **TEST), []
+    shown, pictures = rows_of(results, "complementarity", **POOLED), []
     letters = list(FAMILIES)
-    for setting in settings_in(shown):
-        here = where(shown, setting=setting)
+    for setting, here in each_setting(shown):
         errors = where(here, metric="error_rate").set_index("families")["value"]
         errors = errors.astype("float64").reindex(letters)
         if errors.isna().to_numpy().any():
             continue
         rights = _matrix(where(here, metric="rights"), "families", "family")
-        rights = rights.reindex(index=letters, columns=letters).to_numpy()
+        rights = rights.reindex(index=letters, columns=letters)
         caption = (
             f"All in-domain test answers ({here['n'].max():,}). Every family's encoder "
             "flags as many answers as are wrong. Right: what each gets wrong itself."
@@ -153,24 +155,23 @@ def pairs(results: pandas.DataFrame) -> Content:
         for experiment in better["experiment"].unique()
         for place in places_of(where(better, experiment=experiment), EVALUATED)
     ]
-    gains: dict[str, dict[tuple[str, bool], list[float]]] = {}
-    every = dict.fromkeys((p.setting, e == "anatomy_other_pairs") for p, e in kinds)
-    lines = []
-    for families in better["families"].unique():
-        name = " + ".join(figures.FAMILIES[letter] for letter in families)
-        lines.append((name, {"families": families}))
-        gains[name] = {kind: [] for kind in every}
-        for place, experiment in kinds:
-            at = {**place._asdict(), "experiment": experiment}
-            if row := find(better, families=families, **at):
-                kind = place.setting, experiment == "anatomy_other_pairs"
-                gains[name][kind].append(row.value or 0.0)
+    pairs = {
+        families: " + ".join(figures.FAMILIES[letter] for letter in families)
+        for families in better["families"].unique()
+    }
+    lines = [(name, {"families": families}) for families, name in pairs.items()]
+    gains = pandas.concat(
+        where(better, experiment=experiment, **place._asdict()).assign(
+            is_other=experiment == "anatomy_other_pairs"
+        )
+        for place, experiment in kinds
+    )
     caption = (
         "A point is a test or held-out set; to the right of zero an encoder of both "
         "ranks answers better than either alone. Nothing corrects for the number of "
         "comparisons."
     )
-    figure = figures.pair_gains(gains)
+    figure = figures.pair_gains(gains, pairs)
     columns = []
     for place, experiment in kinds:
         column, key = place_columns([place])[0]
@@ -194,10 +195,7 @@ def combinations(results: pandas.DataFrame) -> Content:
     """What the best sets of three hold."""
     shown, pictures = rows_of(results, "combinations"), []
     counts = [(f"{k} closed-book", {"n_closed_book": k, "bin": None}) for k in range(4)]
-    for setting in settings_in(shown):
-        along = where(shown, setting=setting, metric="share")
-        if along.empty:
-            continue
+    for setting, along in each_setting(where(shown, metric="share")):
         shares = _matrix(along, "n_closed_book", "bin").fillna(0.0).to_numpy()
         figure = figures.closed_book_counts(shares)
         caption = (
@@ -224,19 +222,17 @@ def combinations(results: pandas.DataFrame) -> Content:
 
 def backbones(results: pandas.DataFrame) -> Content:
     """Whether the same combinations win on another backbone."""
-    shown = rows_of(results, "backbones", **TEST)
+    shown = rows_of(results, "backbones", **POOLED)
     aurocs = where(shown, metric="auroc")
     points, names = {}, {}
-    for setting in settings_in(aurocs):
-        here = where(aurocs, setting=setting)
+    for setting, here in each_setting(aurocs):
         names |= dict(zip(here["kind"], here["source"], strict=True))
         both = _matrix(here, "families", "kind").dropna()
         if not both.empty:
-            values = (both["first"], both["second"])
-            points[setting] = list(zip(both.index, *values, strict=True))
+            points[setting] = both
     if not points:
         return (), ()
-    figure = figures.two_backbones(points, (names["first"], names["second"]))
+    figure = figures.two_backbones(points, names)
     caption = "A point is an encoder of a subset of the families, mean over seeds."
     drawn = picture(figure, "backbones", "The same combinations?", caption)
     line = ("Spearman's correlation", {"detector": "two_backbones"})
@@ -254,26 +250,17 @@ _FLIPS = (
 
 def flips(results: pandas.DataFrame) -> Content:
     """Which family decides, and when the others act."""
-    shown, band = rows_of(results, "flips"), rows_of(results, "boundary", **TEST)
+    shown, band = rows_of(results, "flips"), rows_of(results, "boundary", **POOLED)
     pictures, tables = [], []
-    for setting in settings_in(band):
-        here = where(band, setting=setting, families=EVERY_FAMILY)
-        here = here[here["value"].notna()]
-        panels = {
-            name: ({}, {}) for x, name in FAMILIES.items() if x in set(here["family"])
-        }
-        for row in here["row"]:
-            cells = panels[FAMILIES[row.family]][row.metric == "flips"]
-            cells[row.bin_x, row.bin_y] = row.value
-        if not panels:
-            continue
+    band = where(band.loc[band["value"].notna()], families=EVERY_FAMILY)
+    for setting, here in each_setting(band):
         name, width = family_name(EVERY_FAMILY, setting), here["bin_width"].max()
         caption = (
             f"Of {name}, in-domain test answers, all seeds, in cells of {width:g} "
             "logits; a larger mark is more answers. In the shaded wedge the family "
             "changes the decision; squares are flips."
         )
-        figure = figures.boundary_band(panels, width, setting)
+        figure = figures.boundary_band(here, setting)
         pictures.append(_drawn(figure, "boundary", setting, caption))
     places = places_of(shown, EVALUATED)
     for place in places:
@@ -318,28 +305,21 @@ def grounding(results: pandas.DataFrame) -> Content:
 
 def heads(results: pandas.DataFrame) -> Content:
     """Whether a few heads carry what attention says."""
-    shown, pictures = rows_of(results, "heads", **TEST), []
-    for setting in settings_in(shown):
-        maps = {}
-        for families in (EVERY_FAMILY, "A"):
-            key = {"setting": setting, "families": families, "metric": "share"}
-            cells = where(shown, **key)
-            cells = cells.loc[cells["head"].notna() & cells["value"].notna()]
-            if not cells.empty:
-                name = family_name(families, setting)
-                maps[name] = _matrix(cells, "layer", "head").to_numpy()
-        if maps:
-            caption = (
-                "Integrated gradients of the logit from attention at its means, "
-                "absolute, over all channels, tokens and spans of 400 test answers; "
-                "the line on the scale is an even share."
-            )
-            figure = figures.head_map(maps, setting)
-            pictures.append(_drawn(figure, "heads", setting, caption))
+    shown, pictures = rows_of(results, "heads", **POOLED), []
+    caption = (
+        "Integrated gradients of the logit from attention at its means, absolute, over "
+        "all channels, tokens and spans of 400 test answers; the line on the scale is "
+        "an even share."
+    )
+    cells = where(shown, metric="share", families=(EVERY_FAMILY, "A"))
+    cells = cells.loc[cells["head"].notna() & cells["value"].notna()]
+    for setting, here in each_setting(cells):
+        figure = figures.head_map(here, setting)
+        pictures.append(_drawn(figure, "heads", setting, caption))
     lines = [
         (family_name(families, setting), {"setting": setting, "families": families})
-        for setting in settings_in(shown)
-        for families in where(shown, setting=setting)["families"].unique()
+        for setting, here in each_setting(shown)
+        for families in here["families"].unique()
     ]
     columns = [
         (Column("The eight largest heads", label, unit), {"metric": metric})
@@ -356,25 +336,20 @@ def heads(results: pandas.DataFrame) -> Content:
 
 def positions(results: pandas.DataFrame) -> Content:
     """Where in the text the read-out comes from."""
-    shown = rows_of(results, "positions", **TEST, families=EVERY_FAMILY, family=None)
+    shown = rows_of(results, "positions", **POOLED, families=EVERY_FAMILY, family=None)
     ends = [str(x) for x in sorted(shown["position"].dropna().unique())]
     of_token = {x: {"position": int(x), "kind": None, "span": None} for x in ends}
     of_token["last"] = {"position": None, "kind": "last", "span": None}
     of_span = {x: {"span": x, "position": None, "kind": None} for x in SPANS}
     pictures = []
-    for setting in settings_in(shown):
-        here = where(shown, setting=setting)
-
-        def values(key: Key, metrics: Sequence[str]) -> list[ResultRow | None]:
-            return [find(here, metric=metric, **key) for metric in metrics]  # noqa: B023
-
+    for setting, here in each_setting(shown):
         spans, tokens = {}, {}
         for name, key in of_span.items():
-            share, n_tokens = values(key, ("share", "tokens"))
+            share, n_tokens = (find(here, metric=x, **key) for x in ("share", "tokens"))
             if share and n_tokens and None not in (share.value, n_tokens.value):
                 spans[name] = share.value, n_tokens.value
         for name, key in of_token.items():
-            share, even = values(key, ("share", "even_share"))
+            share, even = (find(here, metric=x, **key) for x in ("share", "even_share"))
             if share and even and None not in (share.value, share.ci_low, even.value):
                 tokens[name] = share.value, share.ci_low, share.ci_high, even.value
         if spans and tokens:
@@ -390,24 +365,13 @@ def positions(results: pandas.DataFrame) -> Content:
     shares = ("share", "of what moves the logit", {"metric": "share"})
     tokens = ("tokens", "share", {"metric": "tokens"})
     even = ("even", "share", {"metric": "even_share"})
+    of_spans = by_setting(shown, [shares, tokens])
+    of_tokens = by_setting(shown, [shares, even])
     tables = [
-        (
-            "Spans",
-            pivot(
-                shown,
-                "Span",
-                list(of_span.items()),
-                by_setting(shown, [shares, tokens]),
-            ),
-        ),
+        ("Spans", pivot(shown, "Span", list(of_span.items()), of_spans)),
         (
             "Tokens of the answer",
-            pivot(
-                shown,
-                "Token",
-                list(of_token.items()),
-                by_setting(shown, [shares, even]),
-            ),
+            pivot(shown, "Token", list(of_token.items()), of_tokens),
         ),
     ]
     return pictures, [*tables, *_without_spans(results)]
@@ -417,21 +381,16 @@ def _without_spans(results: pandas.DataFrame) -> list[tuple[str, Table]]:
     """What encoders lose, by the span that stands at its means."""
     tables = []
     gone = rows_of(results, "spans", metric="auroc")
-    gone = gone.loc[gone["against"].notna()]
-    for setting in settings_in(gone):
-        here = where(gone, setting=setting)
+    for setting, here in each_setting(gone.loc[gone["against"].notna()]):
         lines = [
-            (
-                f"{family_name(x.families or '', setting)} without {x.span}",
-                of_subject(x),
-            )
+            (f"{family_name(x.families or '', setting)} without {x.span}", key)
             for x in subjects_in(here)
+            for key in [of_subject(x)]
         ]
-        columns = place_columns(places_of(here, EVALUATED))
         heading = (
             f"{SETTING_LABELS[setting]}: AUROC with a span at its means, minus intact"
         )
-        tables.append((heading, pivot(here, "Encoder", lines, columns)))
+        tables.append((heading, by_place(here, "Encoder", lines)))
     return tables
 
 
@@ -439,18 +398,16 @@ def layers(results: pandas.DataFrame) -> Content:
     """Which layer knows, on every answer."""
     shown = rows_of(results, "layers", dataset=IN_DOMAIN, split=("validation", "test"))
     curves, best = {}, {}
-    for setting in settings_in(shown):
-        known = where(shown, setting=setting)
-        known = known.loc[known["value"].notna() & known["ci_low"].notna()]
+    known = shown.loc[shown["value"].notna() & shown["ci_low"].notna()]
+    for setting, here in each_setting(known):
         valid, test = (
-            where(known, split=name).set_index("layer").sort_index()
+            where(here, split=name).set_index("layer").sort_index()
             for name in ("validation", "test")
         )
         if valid.empty or list(valid.index) != list(test.index):
             continue
         best[setting] = int(valid.index[valid["value"].to_numpy(float).argmax()])
-        ends = test[["value", "ci_low", "ci_high"]].astype("float64")
-        curves[setting] = list(ends.itertuples(name=None))
+        curves[setting] = test[["value", "ci_low", "ci_high"]]
     if not curves:
         return (), ()
     caption = (
@@ -466,9 +423,9 @@ def layers(results: pandas.DataFrame) -> Content:
 
 def labels(results: pandas.DataFrame) -> Content:
     """How much data it takes."""
-    shown, pictures = rows_of(results, "labels", **TEST), []
-    for setting in settings_in(shown):
-        curves = _learning_curves(results, where(shown, setting=setting), setting)
+    shown, pictures = rows_of(results, "labels", **POOLED), []
+    for setting, here in each_setting(shown):
+        curves = _learning_curves(results, here, setting)
         if curves:
             caption = (
                 "Of n labels a fifth stops the training or chooses the penalty. "
@@ -494,10 +451,8 @@ def _learning_curves(
 
     What has been trained on everything has the names of the detection rows.
     """
-    at = {"setting": setting, **TEST, "metric": "auroc", "seed": "mean"}
-    detection = {
-        r.subject: r for r in where(results, experiment="detection", **at)["row"]
-    }
+    at = {"setting": setting, **POOLED, "metric": "auroc"}
+    detection = by_subject(results, experiment="detection", **at)
     alone = Subject("without_closed_book")  # of this pass alone, as fewer labels are
     every = Subject("champion") if alone not in detection else alone
     of_all_labels = {
@@ -522,9 +477,9 @@ def _learning_curves(
 def transfer(results: pandas.DataFrame) -> Content:
     """What one question set teaches about another."""
     shown, pictures, tables = rows_of(results, "transfer", metric="auroc"), [], []
-    for setting in settings_in(shown):
+    for setting, of_setting in each_setting(shown):
         for reader in (encoder(EVERY_FAMILY), probe(EVERY_FAMILY)):
-            here = where(shown, setting=setting, detector=reader.detector)
+            here = where(of_setting, detector=reader.detector)
             sources = list(here["source"].unique())
             if len(sources) < 2:
                 continue
@@ -534,7 +489,7 @@ def transfer(results: pandas.DataFrame) -> Content:
                 sources, columns=targets
             )
             title = f"{SETTING_LABELS[setting]}, {LEARNERS[reader]}"
-            figure = figures.matrix(values.to_numpy(), sources, targets, setting)
+            figure = figures.matrix(values, setting)
             name = f"transfer-{reader.detector}"
             caption = "A dash is undefined: one class only."
             pictures.append(_drawn(figure, name, setting, caption, title))
@@ -655,12 +610,7 @@ ANALYSES = (
 def anatomy_parts(
     results: pandas.DataFrame, studies: Sequence[Mapping[str, Any]] = ()
 ) -> list[PagePart]:
-    """Return the analyses that a run has rows of, in order.
-
-    Args:
-      results: see `tables.results_of`.
-      studies: cases, as `selection.anatomy.Study` has them.
-    """
+    """Return the analyses that a run has rows of, in order."""
     if not results["experiment"].str.startswith("anatomy_").any():
         return []
     compared, parts = signs_by_table(read_ledger(), results), []

@@ -6,12 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas
 
-from beatrice.benchmarks.results.findings import (
-    PaperAnswer,
-    findings,
-    measured,
-    questions_of,
-)
+from beatrice.benchmarks.results.findings import PaperAnswer, measured, questions_of
 from beatrice.benchmarks.results.names import DETECTORS, RIVALS, SETTING_LABELS
 from beatrice.benchmarks.results.printing import markdown
 from beatrice.benchmarks.results.tables import (
@@ -23,60 +18,23 @@ from beatrice.benchmarks.results.tables import (
     number,
     of_subject,
     places_of,
-    results_of,
     row_value,
     where,
 )
-from beatrice.extract.label.labels import count_correct
 from beatrice.extract.records import IN_DOMAIN, SETTINGS, Setting
-from beatrice.extract.run.contents import read_examples, read_labels, settings_of
-from beatrice.extract.run.directory import RunDir
-from beatrice.extract.run.rows import ResultRow, read_result_rows
-from beatrice.jaxprobe.calibrate import run_bootstrap
-from beatrice.jaxprobe.families import N_SUBSETS
+from beatrice.extract.run.rows import ResultRow
 from beatrice.jaxprobe.metrics import BootstrapConfig
-from beatrice.jaxprobe.train import grid_config, open_rows, run_outputs
 from beatrice.selection.anatomy.reach import RankAgreement, Ranked, agreement
 
 
 class Side(NamedTuple):
-    """One of two evaluated runs.
-
-    Attributes:
-      name: where it lies.
-      results: of the run, see `tables.results_of`.
-      answered: the paper's questions, as it answers them.
-      validation: what its encoders say of its validation answers, by setting.
-      intervals: of its results.
-    """
+    """One of two evaluated runs, and what encoders say of its validation answers."""
 
     name: str
     results: pandas.DataFrame
     answered: Sequence[PaperAnswer]
     validation: Mapping[Setting, Ranked]
     intervals: BootstrapConfig
-
-
-def run_side(run: RunDir) -> Side:
-    """Return what is compared of an evaluated run."""
-    results = results_of(read_result_rows(run))
-    counts = count_correct(read_examples(run), read_labels(run))
-    return Side(
-        name=str(run.path),
-        results=results,
-        answered=findings(results, counts),
-        validation={setting: _ranked(run, setting) for setting in settings_of(run)},
-        intervals=run_bootstrap(run),
-    )
-
-
-def _ranked(run: RunDir, setting: Setting) -> Ranked:
-    """Return what a run's encoders say of its validation answers of a setting."""
-    _, rows = open_rows(run, setting)
-    logits, n_seeds = run_outputs(run, setting).logits, grid_config(run).train.n_seeds
-    where = rows.where("validation")
-    seeds = np.asarray(logits).reshape(n_seeds, N_SUBSETS, -1)
-    return Ranked(rows.ids[where], rows.labels[where], seeds[:, :, where])
 
 
 def correlation(alike: RankAgreement) -> str:

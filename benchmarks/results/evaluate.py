@@ -4,7 +4,6 @@ Beside the rows it leaves the reliability of the selected set, and answers to lo
 the surest right and wrong ones of every set, chosen by a rule, since nobody picks.
 """
 
-import collections
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -25,19 +24,7 @@ from beatrice.benchmarks.baselines.plain import (
     rows_at_equal_length,
     text_scores,
 )
-from beatrice.benchmarks.results.names import (
-    AT_EQUAL_LENGTH,
-    CHAMPION,
-    EARLY_FUSION,
-    FAMILY_PAIRS,
-    FLOORS,
-    HIDDEN_ONLY,
-    LAYER_PROBES,
-    N_SHOWN,
-    PERPLEXITY,
-    RIVALS,
-    encoder,
-)
+from beatrice.benchmarks.results import names
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.generate.answers import answer_config, shares_of
 from beatrice.extract.records import IN_DOMAIN, Answer, Example, Setting
@@ -51,7 +38,7 @@ from beatrice.extract.run.contents import (
 )
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import read_json, write_json_atomic
-from beatrice.extract.run.rows import ResultRow, Subject, publish, rows_file
+from beatrice.extract.run.rows import ResultRow, Subject, encoder, publish, rows_file
 from beatrice.extract.run.stages import Stage
 from beatrice.extract.store.store import FeatureStore, read_family
 from beatrice.jaxprobe import checkpoint
@@ -76,9 +63,9 @@ N_BINS = 10
 TRUSTED_FROM = 0.5  # where the run has no threshold of its own
 ANNOTATED = "annotated"  # set and split of the answers that a person has judged
 PAIRS = {
-    "paired": [(CHAMPION, rival) for rival in RIVALS],
-    "floor_paired": FLOORS.items(),
-    "finding": FAMILY_PAIRS,
+    "paired": [(names.CHAMPION, rival) for rival in names.RIVALS],
+    "floor_paired": names.FLOORS.items(),
+    "finding": names.FAMILY_PAIRS,
 }
 
 
@@ -104,11 +91,11 @@ def detectors_of(
     probes, chosen_of_probes = probe_scores(store, rows, evidence.layer)
     scores: dict[Subject | str, np.ndarray] = {
         **heads,
-        HIDDEN_ONLY: logits[:, 0],
-        EARLY_FUSION: logits[:, EVERY_FAMILY],
+        names.HIDDEN_ONLY: logits[:, 0],
+        names.EARLY_FUSION: logits[:, EVERY_FAMILY],
         **{encoder(name): logits[:, i] for i, name in enumerate(SUBSET_NAMES)},
         "tfidf": tfidf,
-        PERPLEXITY: perplexity_scores(store),
+        names.PERPLEXITY: perplexity_scores(store),
         "answer_length": length_scores(length_features(evidence.answers), rows),
         "majority": majority_scores(rows),
         **probes,
@@ -131,19 +118,17 @@ def layer_rows(
     Each by logistic regression on the mean state of the answer, as in the sweep; but
     measured on sets that the choice of the layer has not seen.
     """
+    chosen, *others = names.LAYER_PROBES
     layers_kept = store.spec.hidden_layers
-    chosen = LAYER_PROBES[0]
-    layers = dict(
-        zip(LAYER_PROBES, (layer, layers_kept[0], layers_kept[-1]), strict=True)
-    )
-    distinct = [name for name, x in layers.items() if name == chosen or x != layer]
-    if len(distinct) == 1:
+    ends = zip(others, (layers_kept[0], layers_kept[-1]), strict=True)
+    layers = {chosen: layer} | {name: end for name, end in ends if end != layer}
+    if len(layers) == 1:
         return []
     detectors = [
-        Scored(name=name, scores=layer_scores(store, rows, layers[name]))
-        for name in distinct
+        Scored(name=name, scores=layer_scores(store, rows, x))
+        for name, x in layers.items()
     ]
-    pairs = {"finding": [(chosen, name) for name in distinct[1:]]}
+    pairs = {"finding": [(chosen, name) for name in layers if name != chosen]}
     return detection_rows(detectors, rows, config, "layer", pairs)
 
 
@@ -176,6 +161,8 @@ def reliability_of(
     """
     shown: dict[str, Any] = {}
     result = []
+    at = {"setting": setting, "dataset": IN_DOMAIN, "split": "test", "n": len(labels)}
+    at |= {"experiment": "calibration", "detector": "champion"}
     for kind, p_correct in (("raw", raw), ("calibrated", calibrated)):
         shown[kind] = _bins(reliability(p_correct, labels, N_BINS))
         values = {
@@ -184,35 +171,29 @@ def reliability_of(
         }
         for metric, value in values.items():
             shown[f"{metric}_{kind}"] = value
-            result.append(
-                ResultRow(
-                    experiment="calibration",
-                    detector="champion",
-                    kind=kind,
-                    setting=setting,
-                    dataset=IN_DOMAIN,
-                    split="test",
-                    metric=metric,
-                    value=value,
-                    n=len(labels),
-                )
-            )
+            result.append(ResultRow(kind=kind, metric=metric, value=value, **at))
     return shown, result
 
 
-def _places(
-    examples: Sequence[Example], keys: Iterable[tuple[str, Setting]]
-) -> list[tuple[Setting, str, str]]:
-    """Return setting, dataset and split of questions by id and setting."""
+Key = tuple[str, str]  # an id, and in which setting the question was asked
+
+
+def _by_place(
+    examples: Sequence[Example], keyed: Iterable[tuple[Key, Any]]
+) -> dict[tuple[str, str, str], list[Any]]:
+    """Group values by setting, dataset and split of their questions."""
     by_id = {example.id: example for example in examples}
-    return [(at, by_id[id_].dataset, by_id[id_].split) for id_, at in keys]
+    groups: dict[tuple[str, str, str], list[Any]] = {}
+    for (id_, setting), value in keyed:
+        place = setting, by_id[id_].dataset, by_id[id_].split
+        groups.setdefault(place, []).append(value)
+    return groups
 
 
 def _backbone_row(
-    experiment: str, place: tuple[Setting, str, str], **fields: Any
+    experiment: str, place: tuple[str, str, str], **fields: Any
 ) -> ResultRow:
-    setting, dataset, split = place
-    fields |= {"setting": setting, "dataset": dataset, "split": split}
+    fields |= dict(zip(("setting", "dataset", "split"), place, strict=True))
     return ResultRow(experiment=experiment, detector="backbone", **fields)
 
 
@@ -220,10 +201,7 @@ def answer_rows(
     examples: Sequence[Example], answers: Sequence[Answer]
 ) -> list[ResultRow]:
     """Return per set, split and setting the shares of `shares_of`: no answer is out."""
-    groups: dict[tuple[Setting, str, str], list[Answer]] = {}
-    places = _places(examples, ((a.example_id, a.setting) for a in answers))
-    for place, answer in zip(places, answers, strict=True):
-        groups.setdefault(place, []).append(answer)
+    groups = _by_place(examples, (((a.example_id, a.setting), a) for a in answers))
     return [
         _backbone_row("answers", place, metric=metric, value=value, n=len(group))
         for place, group in groups.items()
@@ -241,26 +219,19 @@ def prompt_rows(
     `n` counts the prompts that were answered, `n_failed` the questions that were not
     asked in this setting, since not even one passage fitted.
     """
-    groups: list[list[tuple[str, Setting]]] = [
-        [(a.example_id, a.setting) for a in answers],
-        [(a.example_id, a.setting) for a in answers if a.dropped],
-        [(row["example_id"], row["setting"]) for row in left_out],
-    ]
-    n_asked, n_cut, n_left_out = (
-        collections.Counter(_places(examples, keys)) for keys in groups
-    )
-    return [
-        _backbone_row(
-            "prompts",
-            place,
-            metric="cut",
-            value=n_cut[place] / n_asked[place] if n_asked[place] else None,
-            n=n_asked[place],
-            n_failed=n_left_out[place],
-            reason=None if n_asked[place] else "no passage of any question fitted",
-        )
-        for place in sorted(n_asked.keys() | n_left_out.keys())
-    ]
+    keyed: list[tuple[Key, bool | None]]
+    keyed = [((a.example_id, a.setting), bool(a.dropped)) for a in answers]
+    keyed += [((row["example_id"], row["setting"]), None) for row in left_out]
+    rows = []
+    for place, cuts in sorted(_by_place(examples, keyed).items()):
+        asked = [is_cut for is_cut in cuts if is_cut is not None]
+        fields = {"n": len(asked), "n_failed": len(cuts) - len(asked), "value": None}
+        if asked:
+            fields["value"] = sum(asked) / len(asked)
+        else:
+            fields["reason"] = "no passage of any question fitted"
+        rows.append(_backbone_row("prompts", place, metric="cut", **fields))
+    return rows
 
 
 def annotated_rows(
@@ -273,12 +244,6 @@ def annotated_rows(
 
     The sample has as many right labels as wrong; every answer counts for as many as it
     was drawn from.
-
-    Args:
-      verdicts: as `label --audit` has written them.
-      detectors: that are measured.
-      rows: what they score.
-      config: of the intervals.
 
     Returns:
       Rows of the experiment "label_noise": per label the share that is disputed
@@ -301,17 +266,24 @@ def annotated_rows(
         "undisputed labels": (np.flatnonzero(labels == judged), labels),
         "a person": (everyone, judged),
     }
-    result = [_disputed(x) for x in noise]
+    at = {"setting": rows.setting, "dataset": ANNOTATED, "split": ANNOTATED}
+    result = []
+    for label in noise:
+        n, ends = label["n"], {x: label[x] for x in ("ci_low", "ci_high")}
+        fields = {"experiment": "label_noise", "detector": "labels", "n": n, **at}
+        fields["kind"] = "right" if label["label"] else "wrong"
+        share = label["n_disputed"] / n if n else None
+        reason = None if n else "no answer with this label was annotated"
+        disputed = {"metric": "disputed", "value": share, "reason": reason, **ends}
+        result.append(ResultRow(**fields, **disputed))
     for kind, (some, truth) in truths.items():
-        fields: dict[str, Any] = {"experiment": ANNOTATED, "setting": rows.setting}
-        fields |= {"dataset": ANNOTATED, "split": ANNOTATED, "n": len(some)}
-        fields["metric"] = "auroc"
+        fields = {"experiment": ANNOTATED, "metric": "auroc", "n": len(some), **at}
         is_defined = 0 < truth[some].sum() < len(some)
         draws = [np.ones((len(some), 1), np.float32)]
         draws += resamples(rows.ids[where[some]], config) if is_defined else []
         drawn = np.concatenate(draws, axis=1) * weights[some, None]
         for detector in detectors:
-            if detector.subject not in AT_EQUAL_LENGTH:
+            if detector.subject not in names.AT_EQUAL_LENGTH:
                 continue
             fields |= detector.subject._replace(kind=kind)._asdict()
             if not is_defined:
@@ -327,39 +299,13 @@ def annotated_rows(
     return result
 
 
-def _disputed(noise: dict[str, Any]) -> ResultRow:
-    """Return how often a person disputes one label."""
-    n = noise["n"]
-    return ResultRow(
-        experiment="label_noise",
-        detector="labels",
-        kind="right" if noise["label"] else "wrong",
-        setting=noise["setting"],
-        dataset=ANNOTATED,
-        split=ANNOTATED,
-        metric="disputed",
-        value=noise["n_disputed"] / n if n else None,
-        ci_low=noise["ci_low"],
-        ci_high=noise["ci_high"],
-        n=n,
-        reason=None if n else "no answer with this label was annotated",
-    )
-
-
 class Kind(NamedTuple):
-    """A kind of answer, and which of them are shown.
-
-    Attributes:
-      name: in words.
-      is_correct: by its label.
-      is_trusted: whether its P is at least the threshold.
-      is_highest: whether the highest P come first, or the lowest.
-    """
+    """A kind of answer, and which of them are shown."""
 
     name: str
-    is_correct: bool
-    is_trusted: bool
-    is_highest: bool
+    is_correct: bool  # by its label
+    is_trusted: bool  # its P is at least the threshold
+    is_highest: bool  # the highest P come first, not the lowest
 
 
 KINDS = (
@@ -393,7 +339,7 @@ def choose_answers(
         where = np.flatnonzero((labels == kind.is_correct) & is_trusted)
         sign = -1.0 if kind.is_highest else 1.0
         ranked = sorted(where.tolist(), key=lambda i: (sign * p_correct[i], ids[i]))
-        chosen.append((kind, len(where), ranked[:N_SHOWN]))
+        chosen.append((kind, len(where), ranked[: names.N_SHOWN]))
     return chosen
 
 
@@ -427,24 +373,25 @@ def shown_sets(
             continue
         where = rows.where(split, dataset)
         where = where[rows.variants[where] == "original"]
-        ids = rows.ids[where].tolist()
-        kinds = [
+        of_set = p_correct[where], rows.labels[where], rows.ids[where].tolist()
+        chosen = choose_answers(*of_set, trusted_from)
+        shown = {
+            "setting": rows.setting,
+            "dataset": dataset,
+            "split": split,
+            "n": len(where),
+            "threshold": trusted_from,
+            "is_certified": wanted is not None,
+        }
+        shown["kinds"] = [
             {
                 "name": kind.name,
                 "n": n,
                 "answers": [_shown(evidence, p_correct, where[i], spell) for i in best],
             }
-            for kind, n, best in choose_answers(
-                p_correct[where], rows.labels[where], ids, trusted_from
-            )
+            for kind, n, best in chosen
         ]
-        place = {"setting": rows.setting, "dataset": dataset, "split": split}
-        counts = {
-            "n": len(where),
-            "threshold": trusted_from,
-            "is_certified": wanted is not None,
-        }
-        sets.append({**place, **counts, "kinds": kinds})
+        sets.append(shown)
     return sets
 
 
@@ -479,8 +426,8 @@ def _shown(
 def run_heads(run: RunDir, setting: Setting) -> dict[str, np.ndarray]:
     """Return the scores of selected sets on the rows of a setting, by name."""
     heads, _ = run_selection(run, setting)
-    names = ("champion", "late_fusion_singles", "late_fusion_all")
-    scores = {name: heads[name]["scores"] for name in names}
+    fused = ("champion", "late_fusion_singles", "late_fusion_all")
+    scores = {name: heads[name]["scores"] for name in fused}
     if setting == "with_context" and len(settings_of(run)) > 1:
         alone, _ = run_selection(run, "single_pass")
         scores["without_closed_book"] = alone["champion"]["scores"]
@@ -538,7 +485,7 @@ def _evaluate(run: RunDir, config: None, update: Update, progress: Progress) -> 
         result += layer_rows(evidence.store, rows, evidence.layer, bootstrap)
         n_tokens = length_features(evidence.answers)[:, 0]
         result += rows_at_equal_length(
-            detectors, rows, n_tokens, bootstrap, list(AT_EQUAL_LENGTH)
+            detectors, rows, n_tokens, bootstrap, list(names.AT_EQUAL_LENGTH)
         )
         head = calibrated.heads[setting]
         raw = run_heads(run, setting)["champion"].mean(axis=0)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import matplotlib
 import numpy as np
+import pandas
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -24,6 +25,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
+from beatrice.benchmarks.results import names
 from beatrice.benchmarks.results.names import METRIC_LABELS, SETTING_LABELS
 
 INK, MUTED, GRID, PAPER = "#1b2430", "#5c6878", "#dbe1e8", "#fefefe"
@@ -75,12 +77,15 @@ def styled() -> Any:
     return matplotlib.rc_context(style)
 
 
-def _axes() -> tuple[Figure, Axes]:
-    """One figure with one pair of axes, outside pyplot's registry."""
-    figure = Figure(figsize=(6.0, 3.6), layout="constrained")
-    axes = figure.add_subplot()
-    axes.yaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 5, 10)))
-    return figure, axes
+def _figure(height: float, *grid: int, **options: Any) -> tuple[Figure, Any]:
+    """Return a figure and its axes, outside pyplot's registry."""
+    figure = Figure(figsize=(6.0, height), layout="constrained")
+    return figure, figure.subplots(*grid, **options)
+
+
+def _legend(figure: Figure, place: str, n_columns: int = 2) -> None:
+    outside: Any = f"outside {place} center"
+    figure.legend(loc=outside, ncols=n_columns, fontsize=9.5)
 
 
 def to_svg(figure: Figure, name: str, description: str) -> str:
@@ -144,8 +149,7 @@ def reliability(
         ("raw", raw, SOFT[setting], "s"),
         ("calibrated", calibrated, STRONG[setting], "o"),
     )
-    figure = Figure(figsize=(6.0, 4.6), layout="constrained")
-    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3.4, 1))
+    figure, (top, bottom) = _figure(4.6, 2, 1, sharex=True, height_ratios=(3.4, 1))
     top.plot((0, 1), (0, 1), color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
     for number, (label, bins, colour, marker) in enumerate(curves):
         full = [b for b in bins if b["n"] > 0]
@@ -175,7 +179,8 @@ def layer_sweep(sweep: Mapping[str, Mapping[str, Any]]) -> Figure:
       sweep: per setting `{"layers": [...], "auroc": [[per seed] per layer], "best"}`; a
         seed whose AUROC is undefined is None.
     """
-    figure, axes = _axes()
+    figure, axes = _figure(3.6)
+    axes.yaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 5, 10)))
     for setting, layers in sweep.items():
         strong, soft = STRONG[setting], SOFT[setting]
         means = {}
@@ -222,8 +227,7 @@ def synergy(auroc: Mapping[str, float], setting: str) -> Figure:
     """
     order = sorted(auroc, key=lambda name: (-auroc[name], len(name), name))
     places = range(len(order))
-    figure = Figure(figsize=(6.0, 4.2), layout="constrained")
-    bars, dots = figure.subplots(2, 1, sharex=True, height_ratios=(2.6, 1))
+    figure, (bars, dots) = _figure(4.2, 2, 1, sharex=True, height_ratios=(2.6, 1))
     colours = [(STRONG if "H" in name else SOFT)[setting] for name in order]
     bars.bar(places, [auroc[name] for name in order], width=0.76, color=colours)
     for x, name in zip(places, order, strict=True):
@@ -254,7 +258,8 @@ def selection_path(rounds: Sequence[Mapping[str, Any]], setting: str) -> Figure:
       setting: for the colour of the path. Candidates are squares where they read the
         with-context pass ("[HP]") and circles where they read the closed-book one.
     """
-    figure, axes = _axes()
+    figure, axes = _figure(3.6)
+    axes.yaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 5, 10)))
     seen = [x for r in rounds for x in r["candidates"].values()]
     for n, search in enumerate(rounds, start=1):
         pools: dict[str, list[float]] = {"closed_book": [], "with_context": []}
@@ -295,7 +300,8 @@ def frontier(
       metric: "em" or "f1".
       budget: the budget B that was chosen for the first, marked with a ring.
     """
-    figure, axes = _axes()
+    figure, axes = _figure(3.6)
+    axes.yaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 5, 10)))
     curves = {textwrap.fill(name, 34): points for name, points in curves.items()}
     rivals = {textwrap.fill(name, 34): point for name, point in rivals.items()}
     heights = [score for _, score in rivals.values()]
@@ -322,7 +328,7 @@ def frontier(
     axes.margins(x=0.1)
     n_lines = -(-sum(name.count("\n") + 1 for name in (*curves, *rivals)) // 2)
     figure.set_size_inches(6.0, 3.6 + 0.18 * n_lines)
-    figure.legend(loc="outside lower center", ncols=2, fontsize=9.5)
+    _legend(figure, "lower")
     return figure
 
 
@@ -338,11 +344,8 @@ def ranking(ranked: Mapping[str, Any], setting: str) -> Figure:
     """
     n_parts = len(ranked["means"])
     x = (np.arange(n_parts) + 0.5) * ranked["n_sets"] / n_parts
-    figure = Figure(figsize=(6.0, 5.0), layout="constrained")
     heights = (2.4, *(1 for _ in FAMILIES))
-    curve, *ribbons = figure.subplots(
-        len(heights), 1, sharex=True, height_ratios=heights
-    )
+    figure, (curve, *ribbons) = _figure(5.0, 5, 1, sharex=True, height_ratios=heights)
     curve.plot(x, ranked["means"], color=STRONG[setting])
     curve.set(ylabel="validation AUROC")
     for axes, (letter, family) in zip(ribbons, FAMILIES.items(), strict=True):
@@ -361,28 +364,23 @@ def ranking(ranked: Mapping[str, Any], setting: str) -> Figure:
     return figure
 
 
-Cells = Mapping[tuple[float, float], float]  # counts by the centres of cells
-
-
-def _short(value: float) -> str:
-    """Spell a share with two digits."""
-    return f"{value:.2f}".replace("0.", ".", 1)
+def _short(value: float, undefined: str = "") -> str:
+    """Format a share with two digits."""
+    return undefined if np.isnan(value) else f"{value:.2f}".replace("0.", ".", 1)
 
 
 def _heat(
-    axes: Axes, values: np.ndarray, colour: str, *, text: bool = True, most: float = 1.0
+    axes: Axes, tints: np.ndarray, colour: str, texts: np.ndarray | None = None
 ) -> None:
-    """Draw a matrix as tinted cells; NaN is left empty."""
-    for (i, j), value in np.ndenumerate(values):
-        if np.isnan(value):
-            continue
-        tint = min(1.0, max(0.04, value / most)) * 0.75
-        axes.add_patch(
-            Rectangle((j - 0.5, i - 0.5), 1, 1, facecolor=colour, alpha=tint, lw=0)
-        )
-        if text:
-            axes.text(j, i, _short(value), ha="center", va="center", fontsize=9.5)
-    axes.set(xlim=(-0.5, values.shape[1] - 0.5), ylim=(values.shape[0] - 0.5, -0.5))
+    """Draw a matrix as cells, NaN left empty, and the texts that are written in."""
+    for (i, j), tint in np.ndenumerate(tints):
+        if not np.isnan(tint):
+            alpha = min(1.0, max(0.04, tint)) * 0.75
+            cell = (j - 0.5, i - 0.5), 1, 1
+            axes.add_patch(Rectangle(*cell, facecolor=colour, alpha=alpha, lw=0))
+        if texts is not None and texts[i, j]:
+            axes.text(j, i, str(texts[i, j]), ha="center", va="center", fontsize=9.5)
+    axes.set(xlim=(-0.5, tints.shape[1] - 0.5), ylim=(tints.shape[0] - 0.5, -0.5))
     axes.grid(False)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
@@ -390,7 +388,7 @@ def _heat(
 
 @styled()
 def complementarity(
-    rights: np.ndarray, errors: Sequence[float], setting: str
+    rights: pandas.DataFrame, errors: Sequence[float], setting: str
 ) -> Figure:
     """Draw which family gets right what another gets wrong, and each one's error rate.
 
@@ -400,10 +398,9 @@ def complementarity(
       errors: of each family.
       setting: for the colour.
     """
-    names = list(FAMILIES.values())
-    figure = Figure(figsize=(6.0, 3.4), layout="constrained")
-    heat, bars = figure.subplots(1, 2, width_ratios=(3, 1), sharey=True)
-    _heat(heat, rights, STRONG[setting])
+    shares, names = rights.to_numpy(float), list(FAMILIES.values())
+    figure, (heat, bars) = _figure(3.4, 1, 2, width_ratios=(3, 1), sharey=True)
+    _heat(heat, shares, STRONG[setting], np.vectorize(_short)(shares))
     heat.set_xticks(range(4), names)
     heat.set_yticks(range(4), names)
     heat.set(xlabel="of the mistakes of …", ylabel="… gets right (share)")
@@ -419,45 +416,36 @@ def complementarity(
 
 
 @styled()
-def boundary_band(
-    panels: Mapping[str, tuple[Cells, Cells]], width: float, setting: str
-) -> Figure:
+def boundary_band(cells: pandas.DataFrame, setting: str) -> Figure:
     """Draw the score without a family against what the family adds, in logits.
 
     Args:
-      panels: by the family's name, numbers of answers by cell, first those whose
-        decision stays and then those whose decision flips.
-      width: of a cell.
+      cells: numbers of answers (`value`) by `family`, `metric` ("answers" whose
+        decision stays, or "flips"), and centre and width of the cell.
       setting: for the colours.
     """
-    every = [cells for kinds in panels.values() for cells in kinds]
-    most = max((n for cells in every for n in cells.values()), default=1.0)
-    edge = width + max(
-        (abs(x) for cells in every for at in cells for x in at), default=0
-    )
-    n_rows = -(-len(panels) // 2)
-    figure = Figure(figsize=(6.0, 0.6 + 2.5 * n_rows), layout="constrained")
-    grid = figure.subplots(n_rows, 2, sharex=True, sharey=True, squeeze=False)
-    for axes, (family, kinds) in zip(grid.flat, panels.items(), strict=False):
+    numbers = ["value", "bin_x", "bin_y", "bin_width"]
+    cells = cells.astype(dict.fromkeys(numbers, float))
+    most, width = cells["value"].max(), cells["bin_width"].max()
+    edge = width + cells[["bin_x", "bin_y"]].abs().to_numpy().max()
+    families = {x: name for x, name in names.FAMILIES.items() if x in set(cells.family)}
+    n_rows = -(-len(families) // 2)
+    shared = {"sharex": True, "sharey": True, "squeeze": False}
+    figure, grid = _figure(0.6 + 2.5 * n_rows, n_rows, 2, **shared)
+    kinds = {"answers": ("o", SOFT, "none"), "flips": ("s", STRONG, INK)}
+    for axes, (letter, family) in zip(grid.flat, families.items(), strict=False):
         axes.fill_between((0, edge), (0, -edge), -edge, color=GRID, lw=0, alpha=0.6)
         axes.fill_between((-edge, 0), (edge, 0), edge, color=GRID, lw=0, alpha=0.6)
         axes.axvline(0, color=MUTED, lw=0.8)
-        for cells, marker, colours in zip(kinds, "os", (SOFT, STRONG), strict=True):
-            if cells:
-                x, y = zip(*cells, strict=True)
-                sizes = [4 + 110 * n / most for n in cells.values()]
-                axes.scatter(
-                    x,
-                    y,
-                    s=sizes,
-                    marker=marker,
-                    color=colours[setting],
-                    edgecolor=INK if marker == "s" else "none",
-                    linewidth=0.5,
-                )
+        for metric, (marker, colours, rim) in kinds.items():
+            shown = cells[(cells["family"] == letter) & (cells["metric"] == metric)]
+            if not shown.empty:
+                style = {"marker": marker, "color": colours[setting], "edgecolor": rim}
+                sizes = 4 + 110 * shown["value"] / most
+                axes.scatter(shown["bin_x"], shown["bin_y"], sizes, lw=0.5, **style)
         axes.set_title(family, fontsize=9.5, color=INK)
         axes.set(xlim=(-edge, edge), ylim=(-edge, edge))
-    for axes in list(grid.flat)[len(panels) :]:
+    for axes in list(grid.flat)[len(families) :]:
         axes.set_visible(False)
     for axes in grid[-1]:
         axes.set_xlabel("logit without the family")
@@ -467,21 +455,21 @@ def boundary_band(
 
 
 @styled()
-def head_map(maps: Mapping[str, np.ndarray], setting: str) -> Figure:
-    """Draw the share of every head of every layer, one panel an encoder.
+def head_map(shares: pandas.DataFrame, setting: str) -> Figure:
+    """Draw the share (`value`) of every `head` of every `layer`, a panel an encoder.
 
     Args:
-      maps: `[n_layers, n_heads]` shares by the encoder's printed name.
+      shares: by `families`, the encoder's letters.
       setting: for the colour.
     """
-    most = max(float(shares.max()) for shares in maps.values())
-    figure = Figure(figsize=(6.0, 4.0), layout="constrained")
-    *panels, scale = figure.subplots(
-        1, len(maps) + 1, width_ratios=(*(6 for _ in maps), 0.5)
-    )
-    for axes, (name, shares) in zip(panels, maps.items(), strict=True):
-        _heat(axes, shares, STRONG[setting], text=False, most=most)
-        axes.set_title(name, fontsize=9.5, color=INK)
+    most, encoders = shares["value"].max(), shares["families"].unique()
+    widths = (*(6 for _ in encoders), 0.5)
+    figure, (*panels, scale) = _figure(4.0, 1, len(widths), width_ratios=widths)
+    for axes, families in zip(panels, encoders, strict=True):
+        of_encoder = shares[shares["families"] == families]
+        cells = of_encoder.pivot(index="layer", columns="head", values="value")
+        _heat(axes, cells.to_numpy(float) / most, STRONG[setting])
+        axes.set_title(names.family_name(families, setting), fontsize=9.5, color=INK)
         axes.set(xlabel="head")
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(8, integer=True))
@@ -489,13 +477,11 @@ def head_map(maps: Mapping[str, np.ndarray], setting: str) -> Figure:
     steps = np.linspace(0, most, 21)
     for low, high in itertools.pairwise(steps):
         tint = min(1.0, max(0.04, (low + high) / 2 / most)) * 0.75
-        scale.add_patch(
-            Rectangle(
-                (0, low), 1, high - low, facecolor=STRONG[setting], alpha=tint, lw=0
-            )
-        )
-    even = 1 / next(iter(maps.values())).size
-    scale.axhline(even, color=INK, lw=1.5)
+        step = Rectangle((0, low), 1, high - low, lw=0)
+        step.set(facecolor=STRONG[setting], alpha=tint)
+        scale.add_patch(step)
+    n_heads = shares.groupby("families").size().max()
+    scale.axhline(1 / n_heads, color=INK, lw=1.5)
     scale.set(xlim=(0, 1), ylim=(0, most), xticks=[])
     scale.set_xlabel("share", fontsize=9.5)
     scale.yaxis.tick_right()
@@ -516,8 +502,7 @@ def shares_of_text(
       positions: by name the share within the answer, its interval, and an even share.
       setting: for the colours.
     """
-    figure = Figure(figsize=(6.0, 3.2), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(1.2, 1.6))
+    figure, (left, right) = _figure(3.2, 1, 2, width_ratios=(1.2, 1.6))
     x = np.arange(len(spans))
     for shift, which, colour, hatch, label in (
         (-0.2, 0, STRONG[setting], "", "moved"),
@@ -547,19 +532,17 @@ def shares_of_text(
 
 @styled()
 def layer_curves(
-    curves: Mapping[str, Sequence[tuple[int, float, float, float]]],
-    best: Mapping[str, int],
+    curves: Mapping[str, pandas.DataFrame], best: Mapping[str, int]
 ) -> Figure:
     """Draw AUROC by layer with intervals, and ring the layer that validation chooses.
 
     Args:
-      curves: by setting layers, values and both ends of the interval.
+      curves: by setting value and both ends of the interval, by layer.
       best: by setting.
     """
-    figure = Figure(figsize=(6.0, 3.4), layout="constrained")
-    axes = figure.add_subplot()
-    for marker, (setting, points) in zip("os", curves.items(), strict=False):
-        x, y, low, high = map(np.array, zip(*points, strict=True))
+    figure, axes = _figure(3.4)
+    for marker, (setting, curve) in zip("os", curves.items(), strict=False):
+        x, (y, low, high) = curve.index.to_numpy(int), curve.to_numpy(float).T
         axes.fill_between(x, low, high, color=SOFT[setting], alpha=0.45, lw=0)
         style = {"color": STRONG[setting], "marker": marker, "ms": 4.5}
         axes.plot(x, y, label=SETTING_LABELS[setting], **style)
@@ -567,43 +550,36 @@ def layer_curves(
         _ring(axes, x[at], y[at], STRONG[setting])
     axes.set(xlabel="layer (0 is the embedding)", ylabel="AUROC, in-domain test")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    figure.legend(loc="outside upper center", ncols=2, fontsize=9.5)
+    _legend(figure, "upper")
     return figure
 
 
 @styled()
-def pair_gains(
-    gains: Mapping[str, Mapping[tuple[str, bool], Sequence[float]]],
-) -> Figure:
+def pair_gains(gains: pandas.DataFrame, pairs: Mapping[str, str]) -> Figure:
     """Draw what a pair of families gains over the better of the two, a point a set.
 
     Args:
-      gains: by pair and kind (a setting, and whether of another backbone), differences
-        of AUROC.
+      gains: differences of AUROC (`value`) by `families`, `setting` and `is_other`,
+        whether of another backbone.
+      pairs: names by their letters.
     """
-    names = list(gains)
-    kinds = dict.fromkeys(kind for by_kind in gains.values() for kind in by_kind)
-    figure = Figure(figsize=(6.0, 3.4), layout="constrained")
-    axes = figure.add_subplot()
+    kinds = gains[["setting", "is_other"]].drop_duplicates().to_numpy().tolist()
+    figure, axes = _figure(3.4)
     axes.axvline(0, color=MUTED, lw=1)
-    for number, kind in enumerate(kinds):
-        setting, is_other = kind
-        points = [(100 * g, i) for i, n in enumerate(names) for g in gains[n][kind]]
+    for number, (setting, is_other) in enumerate(kinds):
+        is_kind = (gains["setting"] == setting) & (gains["is_other"] == is_other)
+        points = gains[is_kind]
         shift = (number - (len(kinds) - 1) / 2) * 0.17
         style = {"color": STRONG[setting], "ms": 5.5, "ls": "none"}
         style["fillstyle"] = "none" if is_other else "full"
+        style["marker"] = "o" if setting == "closed_book" else "s"
         label = SETTING_LABELS[setting] + (", other backbone" if is_other else "")
-        axes.plot(
-            [x for x, _ in points],
-            [y + shift for _, y in points],
-            "o" if setting == "closed_book" else "s",
-            label=label,
-            **style,
-        )
-    axes.set_yticks(range(len(names)), names)
+        at = [list(pairs).index(families) + shift for families in points["families"]]
+        axes.plot(100 * points["value"].astype(float), at, label=label, **style)
+    axes.set_yticks(range(len(pairs)), list(pairs.values()))
     axes.set(xlabel="AUROC of the pair − better member (× 100)")
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    figure.legend(loc="outside upper center", ncols=2, fontsize=9.5)
+    axes.set_ylim(len(pairs) - 0.5, -0.5)
+    _legend(figure, "upper")
     return figure
 
 
@@ -618,8 +594,7 @@ def closed_book_counts(shares: np.ndarray) -> Figure:
     x = np.arange(n_parts + 1) / n_parts
     shares = np.concatenate([shares, shares[:, -1:]], axis=1)  # each part is a step
     floor = np.zeros(n_parts + 1)
-    figure = Figure(figsize=(6.0, 3.2), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = _figure(3.2)
     for k, share in enumerate(shares):
         tint = (0.12, 0.38, 0.64, 0.9)[k]
         colour = STRONG["closed_book"]
@@ -641,31 +616,29 @@ def closed_book_counts(shares: np.ndarray) -> Figure:
 
 @styled()
 def two_backbones(
-    points: Mapping[str, Sequence[tuple[str, float, float]]],
-    names: tuple[str, str],
+    aurocs: Mapping[str, pandas.DataFrame], backbones: Mapping[str, str]
 ) -> Figure:
-    """Draw the AUROC of every subset on one backbone against another, by setting."""
-    figure = Figure(figsize=(6.0, 3.4), layout="constrained")
-    panels = figure.subplots(1, len(points), squeeze=False)[0]
-    for axes, (setting, aurocs) in zip(panels, points.items(), strict=True):
-        for reads, colour, marker in ((True, STRONG, "o"), (False, SOFT, "D")):
-            some = [p for p in aurocs if ("H" in p[0]) == reads]
-            label = "reads hidden states" if reads else "does not"
-            axes.plot(
-                [x for _, x, _ in some],
-                [y for _, _, y in some],
-                marker,
-                color=colour[setting],
-                markeredgecolor=STRONG[setting],
-                ms=6,
-                label=label,
-            )
+    """Draw the AUROC of every subset on one backbone against another.
+
+    Args:
+      aurocs: by setting a line for each subset's letters, with columns `first` and
+        `second`.
+      backbones: names of `first` and `second`.
+    """
+    figure, (panels,) = _figure(3.4, 1, len(aurocs), squeeze=False)
+    for axes, (setting, both) in zip(panels, aurocs.items(), strict=True):
+        reads = both.index.str.contains("H")
+        for is_read, colour, marker in ((reads, STRONG, "o"), (~reads, SOFT, "D")):
+            points = both[is_read].astype(float)
+            style = {"color": colour[setting], "markeredgecolor": STRONG[setting]}
+            style["label"] = "does not" if marker == "D" else "reads hidden states"
+            axes.plot(points["first"], points["second"], marker, ms=6, **style)
         axes.set_title(SETTING_LABELS[setting], fontsize=9.5, color=INK)
         axes.margins(0.1)
         axes.xaxis.set_major_locator(MaxNLocator(4))
         axes.yaxis.set_major_locator(MaxNLocator(5))
-    figure.supxlabel(f"test AUROC, {names[0]}", fontsize=9.5)
-    figure.supylabel("test AUROC,\n" + names[1], fontsize=9.5)
+    figure.supxlabel(f"test AUROC, {backbones['first']}", fontsize=9.5)
+    figure.supylabel("test AUROC,\n" + backbones["second"], fontsize=9.5)
     handles = panels[0].get_legend_handles_labels()
     figure.legend(*handles, loc="outside upper center", ncols=2, fontsize=9.5)
     return figure
@@ -677,8 +650,7 @@ def learning_curves(
 ) -> Figure:
     """Draw AUROC against the number of labelled answers, a line a reader."""
     marks = itertools.cycle(("o", "s", "^", "D", "v", "P", "X", "*"))
-    figure = Figure(figsize=(6.0, 4.2), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = _figure(4.2)
     for number, (name, points) in enumerate(curves.items()):
         is_whole = number >= len(FAMILIES)
         colour = (STRONG[setting], INK, MUTED)[number - 4] if is_whole else MUTED
@@ -693,26 +665,20 @@ def learning_curves(
     axes.set_xticks(named, [f"{x:,.0f}" for x in named])
     axes.minorticks_off()
     axes.set(xlabel="labelled answers", ylabel="AUROC, in-domain test")
-    figure.legend(loc="outside lower center", ncols=3, fontsize=9.5)
+    _legend(figure, "lower", 3)
     return figure
 
 
 @styled()
-def matrix(
-    values: np.ndarray, rows: Sequence[str], columns: Sequence[str], setting: str
-) -> Figure:
+def matrix(values: pandas.DataFrame, setting: str) -> Figure:
     """Draw AUROC by the set that taught (row) and the set that is read (column)."""
-    size = 1.6 + 0.55 * len(rows)
-    figure = Figure(figsize=(6.0, size), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = _figure(1.6 + 0.55 * len(values))
     # From .5, which is guessing: a tint says how much is told.
-    tint = np.clip(2 * values - 1, 0.0, 1.0)
-    _heat(axes, tint, STRONG[setting], text=False)
-    for (i, j), value in np.ndenumerate(values):
-        text = "–" if np.isnan(value) else _short(value)
-        axes.text(j, i, text, ha="center", va="center", fontsize=9.5)
-    axes.set_xticks(range(len(columns)), columns)
-    axes.set_yticks(range(len(rows)), rows)
+    aurocs = values.to_numpy(float)
+    tints, texts = np.clip(2 * aurocs - 1, 0.0, 1.0), np.vectorize(_short)(aurocs, "–")
+    _heat(axes, tints, STRONG[setting], texts)
+    axes.set_xticks(range(values.shape[1]), list(values.columns))
+    axes.set_yticks(range(len(values)), list(values.index))
     axes.set(xlabel="read on (AUROC)", ylabel="trained on")
     return figure
 
@@ -744,8 +710,7 @@ def cost_figure(
       ours: AUROC of the selected set, a dashed line; None draws none.
       is_log: whether the cost is on a logarithmic axis; then none may be 0.
     """
-    figure = Figure(figsize=(6.0, 4.2), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = _figure(4.2)
     for kind, (marker, label) in MARKERS.items():
         of_kind = [(cost, auroc) for _, of, cost, auroc in points if of == kind]
         if of_kind:
@@ -769,5 +734,5 @@ def cost_figure(
     axes.set_xscale("log" if is_log else "linear")
     axes.set(xlabel=axis, ylabel="AUROC, all in-domain test questions")
     axes.margins(x=0.12, y=0.12)
-    figure.legend(loc="outside lower center", ncols=2, fontsize=9.5)
+    _legend(figure, "lower")
     return figure

@@ -22,7 +22,6 @@ from beatrice.benchmarks.results.names import (
     LAYER_PROBES,
     PERPLEXITY,
     SETTING_LABELS,
-    encoder,
 )
 from beatrice.benchmarks.results.printing import latex, markdown, tex
 from beatrice.benchmarks.results.significance import seed_spread
@@ -42,7 +41,7 @@ from beatrice.benchmarks.results.tables import (
 )
 from beatrice.extract.label.labels import too_few_answers
 from beatrice.extract.records import IN_DOMAIN
-from beatrice.extract.run.rows import ResultRow, Subject
+from beatrice.extract.run.rows import ResultRow, Subject, encoder
 
 Answer = Literal["yes", "no", "cannot tell", "cannot conclude"]
 SINGLES = {x: HIDDEN_ONLY if x == "H" else encoder(x) for x in FAMILIES}
@@ -154,12 +153,7 @@ def questions_of(best: str | None) -> dict[str, PaperQuestion]:
 def findings(
     results: pandas.DataFrame, accuracy: Sequence[Mapping[str, Any]]
 ) -> list[PaperAnswer]:
-    """Answer every question on every test and held-out set, setting by setting.
-
-    Args:
-      results: see `tables.results_of`.
-      accuracy: as `extract.label.labels.count_correct` gives it.
-    """
+    """Answer every question on every test and held-out set, setting by setting."""
     too_few, answered = too_few_answers(accuracy), []
     pairs = where(results, experiment=("paired", "finding"), metric="auroc")
     for place in places_of(where(pairs, experiment="paired"), EVALUATED):
@@ -168,9 +162,9 @@ def findings(
             rows = [differences[x] for x in question.pairs if x in differences]
             rows = rows if len(rows) == len(question.pairs) else []
             largest = max(rows, key=lambda r: r.value or -1.0, default=None)
-            label = (
-                question.labels[rows.index(largest)] if rows and question.labels else ""
-            )
+            label = ""
+            if largest is not None and question.labels:
+                label = question.labels[rows.index(largest)]
             answer = answer_of(rows)
             if answer is not None and place.setting in too_few:
                 answer = "cannot conclude"
@@ -282,12 +276,6 @@ def facts(
 
     What the search added, every layer of the sweep, how far the seeds are apart; and
     first, where the answers are too few, that nothing can be concluded.
-
-    Args:
-      results: see `tables.results_of`.
-      accuracy: see `findings`.
-      sweep: as the report has it.
-      selection: likewise.
     """
     too_few, by_setting = too_few_answers(accuracy), {}
     champion = where(
@@ -325,12 +313,7 @@ def _layers(sweep: Mapping[str, Any]) -> str:
 def as_markdown(
     answered: Sequence[PaperAnswer], beside: Mapping[str, Sequence[tuple[str, str]]]
 ) -> str:
-    """Format the answers as Markdown: a table for each setting, its facts below.
-
-    Args:
-      answered: of a run.
-      beside: see `facts`.
-    """
+    """Format the answers as Markdown: a table for each setting, its facts below."""
     parts = []
     for grid in grids(answered):
         parts.append(f"### {grid.title}\n")

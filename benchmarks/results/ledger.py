@@ -2,7 +2,6 @@
 
 import collections
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from beatrice.benchmarks.results.names import SPLIT_LABELS
@@ -19,19 +18,22 @@ from beatrice.benchmarks.results.paper import (
 )
 from beatrice.benchmarks.results.printing import markdown
 from beatrice.benchmarks.results.tables import results_of
-from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.label.labels import count_correct
 from beatrice.extract.records import IN_DOMAIN, Example, Label
-from beatrice.extract.run.contents import read_examples, read_labels
-from beatrice.extract.run.directory import RunDir, read_manifest
-from beatrice.extract.run.rows import label_rule, read_result_rows
-from beatrice.jaxprobe.calibrate import run_bootstrap
-from beatrice.jaxprobe.train import grid_config
+from beatrice.extract.run.rows import ResultRow
 
 _MARKS = {"bold": "**{}**", "underlined": "<u>{}</u>", "dagger": "{}†", None: "{}"}
 _RETRIEVAL = "needs the paper's own retrieval over Wikipedia for all sets"
 _RETRIEVED = ("realrag-detection", "realrag-detection-gemma")
 _WHY_NOT: dict[str, str] = dict.fromkeys(_RETRIEVED, _RETRIEVAL)
+# The paper's experiment (section 4.1 and appendix B), where a run's may differ.
+_JUDGES = "three prompts to a larger model of the same family, unanimous"
+PAPER = {
+    "Answers judged by": _JUDGES,
+    "Passages": "supporting, in two wordings where in-domain",
+    "Training seeds": "3",
+    "Resamples": "10,000",
+}
 _MISSING = "this run has none of its sets or detectors"
 _NO_ANATOMY = "rows of `beatrice anatomy` that this run does not have"
 
@@ -43,30 +45,17 @@ def _backbones(cells: Iterable[PaperCell]) -> str:
 
 
 def experiments_differ(
-    run: RunDir,
-    cells: Sequence[PaperCell],
-    examples: Sequence[Example],
-    labels: Mapping[tuple[str, str, str], Label],
+    here: Mapping[str, str], cells: Sequence[PaperCell], examples: Sequence[Example]
 ) -> list[tuple[str, str, str]]:
     """Return what differs between the paper's experiment and a run: what, paper, here.
 
-    The paper's sizes are read from its cells (`tab:label-dist`); the rest is of its
-    section 4.1 and appendix B.
+    Args:
+      here: of the run, for each name of `PAPER`, and its backbone.
+      cells: of the paper, whose sizes are read there (`tab:label-dist`).
+      examples: of the run.
     """
-    data = read_manifest(run.path)["sections"].get("data", {})
-    passages = data.get("context", "of the embedded world")
-    is_reworded = any(label.variant == "rewritten" for label in labels.values())
-    wordings = "two wordings" if is_reworded else "one wording"
-    backbone = Path(run.section("backbone", BackboneConfig).model).name
-    judges = "three prompts to a larger model of the same family, unanimous"
-    supporting = "supporting, in two wordings where in-domain"
-    facts = [
-        ("Backbone", _backbones(cells), backbone),
-        ("Answers judged by", judges, label_rule(run)),
-        ("Passages", supporting, f"{passages}, in {wordings}"),
-        ("Training seeds", "3", str(grid_config(run).train.n_seeds)),
-        ("Resamples", "10,000", f"{run_bootstrap(run).n_resamples:,}"),
-    ]
+    paper = {"Backbone": _backbones(cells), **PAPER}
+    facts = [(name, text, here[name]) for name, text in paper.items()]
     for split in ("train", "validation", "test", "ood"):
         sizes = [
             f"{cell.dataset} {cell.value:,.0f}"
@@ -74,8 +63,8 @@ def experiments_differ(
             if (cell.metric, cell.split) == ("n", split) and cell.dataset != IN_DOMAIN
         ]
         counts = collections.Counter(e.dataset for e in examples if e.split == split)
-        here = ", ".join(f"{name} {n:,}" for name, n in counts.items()) or "none"
-        facts.append((f"Questions, {SPLIT_LABELS[split]}", ", ".join(sizes), here))
+        of_run = ", ".join(f"{name} {n:,}" for name, n in counts.items()) or "none"
+        facts.append((f"Questions, {SPLIT_LABELS[split]}", ", ".join(sizes), of_run))
     return [fact for fact in facts if fact[1] != fact[2]]
 
 
@@ -92,13 +81,13 @@ def _pair(numbers: Sequence[Beside]) -> str:
 def _note(label: str, numbers: Sequence[Beside], n_paper: Mapping[tuple, Any]) -> str:
     """Say how a set differs: its use and its size; empty where it does not."""
     first, parts = numbers[0], []
-    if first.split != first.paper.split:
+    paper, split = first.paper, first.row.split
+    if split != paper.split:
         words = {"test": "in-domain", "ood": "held out"}
-        uses = words[first.split], words[str(first.paper.split)]
-        parts.append(f"{uses[0]} here, {uses[1]} in the paper")
-    there = n_paper.get((first.paper.dataset, first.paper.split))
-    n, n_failed = (max(getattr(b, name) for b in numbers) for name in ("n", "n_failed"))
-    is_of_answers = first.row is not None and ":" not in first.paper.table
+        parts.append(f"{words[split]} here, {words[str(paper.split)]} in the paper")
+    there = n_paper.get((paper.dataset, paper.split))
+    n, n_failed = (max(getattr(b.row, x) for b in numbers) for x in ("n", "n_failed"))
+    is_of_answers = paper.detector != "backbone" and ":" not in paper.table
     if there not in (None, n) and is_of_answers:
         parts.append(f"{n:,} answers here, {there:,.0f} questions in the paper")
     if n_failed:
@@ -131,7 +120,7 @@ def _table(numbers: Sequence[Beside], n_paper: Mapping[tuple, Any]) -> str:
     others = (
         f"* Here the encoder of {b.row.families} for that of {b.paper.families}\n"
         for b in numbers
-        if b.row is not None and b.row.families != b.paper.families
+        if b.row.families != b.paper.families
     )
     departures = (
         f"* Measured here: {b.paper.departs}\n" for b in numbers if b.paper.departs
@@ -165,12 +154,6 @@ def as_markdown(
 
     Bold, underlined and † are the paper's marks. Rows that the run has nothing of are
     left out and counted.
-
-    Args:
-      cells: of the paper.
-      numbers: those that the run has, of the same cells.
-      differing: see `experiments_differ`.
-      compared: what is larger, in the paper and here.
     """
     parts, absent = [markdown(("What differs", "Paper", "Here"), differing)], ""
     n_paper = {(c.dataset, c.split): c.value for c in cells if c.metric == "n"}
@@ -200,10 +183,14 @@ def as_markdown(
     return "\n".join(filter(None, parts))
 
 
-def ledger(run: RunDir) -> str:
+def ledger(
+    rows: Sequence[ResultRow],
+    here: Mapping[str, str],
+    examples: Sequence[Example],
+    labels: Mapping[tuple[str, str, str], Label],
+) -> str:
     """Return the paper's tables with the numbers of an evaluated run, as Markdown."""
-    cells, results = read_ledger(), with_summaries(results_of(read_result_rows(run)))
-    examples, labels = read_examples(run), read_labels(run)
+    cells, results = read_ledger(), with_summaries(results_of(rows))
     numbers = beside(cells, results, count_correct(examples, labels))
-    differing = experiments_differ(run, cells, examples, labels)
+    differing = experiments_differ(here, cells, examples)
     return as_markdown(cells, numbers, differing, signs(numbers, results))

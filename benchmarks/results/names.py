@@ -4,7 +4,7 @@ Ids never change and are never split; titles are printed. Controllers have their
 `beatrice.pgir.controllers.titles`.
 """
 
-from beatrice.extract.run.rows import Subject
+from beatrice.extract.run.rows import Subject, encoder
 
 SETTING_LABELS = {
     "closed_book": "Closed-book",
@@ -28,11 +28,6 @@ FAMILIES = {
 }
 EVERY_FAMILY = "HPRA"
 N_SHOWN = 3  # answers of each kind of each set
-
-
-def encoder(families: str) -> Subject:
-    """Return the encoder of some families."""
-    return Subject("encoder", families)
 
 
 def probe(families: str) -> Subject:

@@ -24,16 +24,6 @@ from beatrice.benchmarks.results import (
 )
 from beatrice.benchmarks.results.anatomy import anatomy_parts
 from beatrice.benchmarks.results.figures import Picture, picture
-from beatrice.benchmarks.results.names import (
-    CHAMPION,
-    CONTROLS,
-    DETECTORS,
-    METRIC_LABELS,
-    PERPLEXITY,
-    RIVALS,
-    SETTING_LABELS,
-    SPLIT_LABELS,
-)
 from beatrice.benchmarks.results.tables import (
     POOLED,
     by_pair,
@@ -109,7 +99,7 @@ def render_report(data: ReportData) -> str:
         lstrip_blocks=True,
     )
     filters = {"number": number, "interval": interval, "row_value": row_value}
-    filters["setting"] = SETTING_LABELS.__getitem__
+    filters["setting"] = names.SETTING_LABELS.__getitem__
     filters["tint"] = lambda p: sum(p >= step for step in P_STEPS)
     environment.filters |= filters
     results = tables.results_of(data.rows)
@@ -177,9 +167,9 @@ def accuracy_grid(accuracy: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for entry in accuracy:
         line = lines.setdefault((entry["dataset"], entry["split"]), {})
         line[(entry["setting"], entry["variant"])] = entry
-    heads = [f"{SETTING_LABELS[at]}, {variant}" for at, variant in columns]
+    heads = [f"{names.SETTING_LABELS[at]}, {variant}" for at, variant in columns]
     body = [
-        (dataset, SPLIT_LABELS.get(split, split), [line.get(c) for c in columns])
+        (dataset, names.SPLIT_LABELS.get(split, split), [line.get(c) for c in columns])
         for (dataset, split), line in lines.items()
     ]
     return {"heads": heads, "lines": body}
@@ -188,7 +178,7 @@ def accuracy_grid(accuracy: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def missing(data: ReportData, results: pandas.DataFrame) -> list[str]:
     """Name the detectors and controllers that a full run has and this one lacks."""
     measured = subjects_in(where(results, experiment=("detection", "controller")))
-    expected = {**DETECTORS, **CONTROLS}
+    expected = {**names.DETECTORS, **names.CONTROLS}
     if len(data.selection) == 1:  # of the with-context pass beside the other
         del expected[Subject("without_closed_book")]
     if not data.why_no_control:
@@ -207,8 +197,8 @@ def _champion_and_perplexity(
     at = {**POOLED, "setting": setting, "metric": "auroc"}
     rows = by_subject(results, experiment="detection", **at)
     gains = by_pair(results, experiment="paired", **at)
-    gain = gains.get((CHAMPION, PERPLEXITY))
-    return rows.get(CHAMPION), rows.get(PERPLEXITY), gain
+    gain = gains.get((names.CHAMPION, names.PERPLEXITY))
+    return rows.get(names.CHAMPION), rows.get(names.PERPLEXITY), gain
 
 
 def _ranking_in_words(results: pandas.DataFrame) -> str:
@@ -263,11 +253,7 @@ def headline(results: pandas.DataFrame, shown: Shown) -> list[str]:
 
 
 def too_few_in_words(accuracy: Sequence[Mapping[str, Any]]) -> str:
-    """Say where training answers are too few to conclude anything; else nothing.
-
-    Args:
-      accuracy: as `extract.label.labels.count_correct` gives it.
-    """
+    """Say where training answers are too few to conclude anything; else nothing."""
     original = class_counts(row for row in accuracy if row["variant"] == "original")
     few = [
         f"{n_correct} right and {n - n_correct} wrong {SETTINGS_IN_WORDS[setting]}"
@@ -300,7 +286,7 @@ def numbers(
         if row is not None and row.value is None:
             shown.append((label, "–", str(row.reason)))
         elif row is not None:
-            compared = _gain(gain, RIVALS[PERPLEXITY])
+            compared = _gain(gain, names.RIVALS[names.PERPLEXITY])
             detail = (f"{interval(row)}", compared, f"{row.n} answers")
             shown.append((label, row_value(row), "; ".join(filter(None, detail))))
     for setting, curves in reliability.items():
@@ -337,7 +323,7 @@ def folds_in_words(
 ) -> dict[str, str]:
     """Say of what the page folds, in a few words, what stands there."""
     chosen = (
-        f"{SETTING_LABELS[setting]} {' '.join(search['selected'])}"
+        f"{names.SETTING_LABELS[setting]} {' '.join(search['selected'])}"
         for setting, search in selection.items()
     )
     macro = where(results, experiment="controller_macro", metric="em", seed="mean")
@@ -367,7 +353,7 @@ def reliability_pictures(reliability: PerSetting) -> list[Picture]:
             f"calibrated{worse}. Dashed: perfect calibration. Below: answers per bin."
         )
         figure = figures.reliability(curves["raw"], curves["calibrated"], setting)
-        title = SETTING_LABELS[setting]
+        title = names.SETTING_LABELS[setting]
         pictures.append(picture(figure, f"reliability-{setting}", title, caption))
     return pictures
 
@@ -379,7 +365,7 @@ def sweep_pictures(sweep: PerSetting) -> list[Picture]:
     caption = "Pale points are seeds, the line is their mean, the ring the best layer."
     for setting, layers in sweep.items():
         caption += (
-            f" {SETTING_LABELS[setting]}: {layers['n_train']:,} training and "
+            f" {names.SETTING_LABELS[setting]}: {layers['n_train']:,} training and "
             f"{layers['n_validation']:,} validation answers."
         )
     figure = figures.layer_sweep(sweep)
@@ -412,7 +398,7 @@ def synergy_pictures(results: pandas.DataFrame) -> list[Picture]:
         for row in rows:
             if row.value is None:
                 caption += f" {row.families} is undefined: {row.reason}."
-        figure, title = figures.synergy(auroc, setting), SETTING_LABELS[setting]
+        figure, title = figures.synergy(auroc, setting), names.SETTING_LABELS[setting]
         pictures.append(picture(figure, f"synergy-{setting}", title, caption))
     return pictures
 
@@ -423,7 +409,7 @@ def selection_pictures(selection: PerSetting) -> list[Picture]:
         picture(
             figures.selection_path(search["rounds"], setting),
             f"selection-{setting}",
-            SETTING_LABELS[setting],
+            names.SETTING_LABELS[setting],
             f"Selected: {', '.join(search['selected'])}. Stopped: {search['stop']}.",
         )
         for setting, search in selection.items()
@@ -439,17 +425,16 @@ def frontier_curve(
     Returns:
       One `{budget, generations, em, f1}` per budget, and the datasets averaged over.
     """
-    points = pandas.DataFrame(entries)
+    points = pandas.DataFrame(list(entries))
     datasets = points["dataset"].unique().tolist()
-    by_budget = points.groupby("budget")
-    for budget, n in by_budget.size().items():
+    for budget, n in Counter(points["budget"]).items():
         if n != len(datasets):
             raise ValueError(
                 f"the frontier at budget {budget} has {n} entries, expected one for "
                 f"each of {', '.join(datasets)}"
             )
-    means = by_budget[["generations", "em", "f1"]].mean().reset_index()
-    return means.to_dict("records"), datasets
+    means = points.pivot_table(index="budget", values=["generations", "em", "f1"])
+    return means.reset_index().to_dict("records"), datasets
 
 
 def frontier_pictures(
@@ -476,7 +461,7 @@ def frontier_pictures(
         }
         figure = figures.frontier(curves, points, metric, control["budget"])
         caption = f"Mean over {', '.join(datasets)}. The ring marks the chosen budget."
-        title = f"{METRIC_LABELS[metric]} against cost"
+        title = f"{names.METRIC_LABELS[metric]} against cost"
         pictures.append(picture(figure, f"frontier-{metric}", title, caption))
     return pictures
 
@@ -487,7 +472,7 @@ def ranking_pictures(ranked: PerSetting) -> list[Picture]:
         picture(
             figures.ranking(ranking, setting),
             f"ranking-{setting}",
-            SETTING_LABELS[setting],
+            names.SETTING_LABELS[setting],
             f"{ranking['n_sets']:,} sets of three, best to worst. Greedy's "
             f"{' '.join(ranking['greedy'])} is number {ranking['rank']:,} (dashed), "
             f"{ranking['gap']:.4f} AUROC below the best, "

@@ -19,11 +19,10 @@ cautious than a paired interval would be.
 """
 
 import collections
-import dataclasses
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import pandas
@@ -58,10 +57,12 @@ _IN_HUNDREDTHS = ("share_percent", "points")
 class PaperCell(Record, frozen=True, kw_only=True):
     """One number of the paper.
 
+    The columns from `setting` to `against_families` are those of our row; without a
+    setting, a dataset, a split and a detector it has no counterpart.
+
     Attributes:
       table: its label, without `tab:`; of a number in the text, that of the figure or
         the section.
-      backbone: of the paper.
       group: heading above the row, where there is one.
       row: its label as printed.
       column: likewise, with the headings above it.
@@ -70,17 +71,8 @@ class PaperCell(Record, frozen=True, kw_only=True):
         larger, and prints no number.
       mark: how the paper marks it. A dagger: the 95 % interval excludes zero.
       below: whether the paper says "less than" or "at most" the value.
-      setting: of ours; with dataset, split and detector, None without a counterpart.
-      dataset: likewise.
       split: as the paper uses the set.
-      detector: as in result rows; "backbone" for its accuracy and numbers of answers.
-      families: of our row, as the columns that follow up to `against_families`.
-      family: likewise.
-      span: likewise.
-      kind: likewise.
-      n_closed_book: likewise.
-      against: of a difference.
-      against_families: likewise.
+      detector: "backbone" for its accuracy and numbers of answers.
       variant: wording of the passages, None for both together.
       experiment: of our row, where it is not one of detection.
       ours: metric of our row, where that has another name.
@@ -129,29 +121,29 @@ class PaperCell(Record, frozen=True, kw_only=True):
         return None not in (self.setting, self.dataset, self.split, self.detector)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Beside:
-    """A number of the paper and the run's.
-
-    Attributes:
-      paper: of the paper.
-      value: the run's, in the paper's units; None where it is undefined.
-      low: lower end of its 95 % interval, None if it has none.
-      high: upper end.
-      n: answers that the run's is computed on.
-      n_failed: answers without a label or a score.
-      split: how the run uses the set.
-      row: the run's; None of what is counted.
-    """
+class Beside(NamedTuple):
+    """A number of the paper and the run's row of it."""
 
     paper: PaperCell
-    value: float | None
-    low: float | None = None
-    high: float | None = None
-    n: int
-    n_failed: int = 0
-    split: str
-    row: ResultRow | None = None
+    row: ResultRow
+
+    @property
+    def numbers(self) -> tuple[float | None, float | None, float | None]:
+        """The run's number and both ends of its interval, in the paper's units."""
+        row, metric = self.row, self.paper.metric
+        if metric in OF_AN_INTERVAL:
+            return getattr(row, metric), None, None
+        scale = 100 if metric in _IN_HUNDREDTHS else 1
+        value, low, high = (
+            None if x is None else scale * x
+            for x in (row.value, row.ci_low, row.ci_high)
+        )
+        return value, low, high
+
+    @property
+    def value(self) -> float | None:
+        """The run's number; None where it is undefined."""
+        return self.numbers[0]
 
 
 def read_ledger() -> list[PaperCell]:
@@ -206,20 +198,10 @@ def _splits(cell: PaperCell) -> list[str]:
     return [split, _ELSEWHERE[split]] if is_one_set else [split]
 
 
-def _from_row(cell: PaperCell, row: ResultRow) -> Beside:
-    """Return our number in the paper's units."""
-    scale = 100 if cell.metric in _IN_HUNDREDTHS else 1
-    numbers = (row.value, row.ci_low, row.ci_high)
-    value, low, high = (None if x is None else scale * x for x in numbers)
-    if cell.metric in OF_AN_INTERVAL:
-        value, low, high = getattr(row, cell.metric), None, None
-    counts = {"n": row.n, "n_failed": row.n_failed}
-    fields = {"value": value, "low": low, "high": high, "row": row, **counts}
-    return Beside(paper=cell, split=row.split, **fields)
-
-
-def _counted(cell: PaperCell, accuracy: Sequence[Mapping[str, Any]]) -> Beside | None:
-    """Return the model's accuracy, or its number of answers, beside the paper's."""
+def _counted(
+    cell: PaperCell, accuracy: Sequence[Mapping[str, Any]]
+) -> ResultRow | None:
+    """Return the model's accuracy, or its number of answers, as a row."""
     for split in _splits(cell):
         counts = [
             (count["n"], count["n_correct"])
@@ -231,7 +213,9 @@ def _counted(cell: PaperCell, accuracy: Sequence[Mapping[str, Any]]) -> Beside |
         if n := sum(n for n, _ in counts):
             share = 100 * sum(n_correct for _, n_correct in counts) / n
             value = share if cell.metric == "accuracy_percent" else float(n)
-            return Beside(paper=cell, value=value, n=n, split=split)
+            place = {"setting": cell.setting, "dataset": cell.dataset, "split": split}
+            fields = {"experiment": "answers", "detector": "backbone", **place}
+            return ResultRow(metric=cell.metric, value=value, n=n, **fields)
     return None
 
 
@@ -240,23 +224,17 @@ def beside(
     results: pandas.DataFrame,
     accuracy: Sequence[Mapping[str, Any]] = (),
 ) -> list[Beside]:
-    """Return the numbers of the paper that a run has too, in their order.
-
-    Args:
-      cells: of the paper.
-      results: of the run, see `with_summaries`.
-      accuracy: as `extract.label.labels.count_correct` gives it.
-    """
+    """Return the numbers of the paper that a run has too, in their order."""
     joined = _wanted(cells).merge(_keyed(results)[[*KEY, "row"]], on=KEY, how="inner")
     first = joined.sort_values("cell", kind="stable").drop_duplicates("cell")
     rows = dict(zip(first["cell"], first["row"], strict=True))
-    numbers = (
-        _counted(cell, accuracy)
+    rows |= {
+        i: row
+        for i, cell in enumerate(cells)
         if cell.detector == "backbone" and cell.has_counterpart
-        else rows.get(place) and _from_row(cell, rows[place])
-        for place, cell in enumerate(cells)
-    )
-    return [x for x in numbers if x is not None]
+        if (row := _counted(cell, accuracy)) is not None
+    }
+    return [Beside(cells[i], rows[i]) for i in sorted(rows)]
 
 
 # What the paper says of many numbers at once: the least, the most, how many.
@@ -437,15 +415,14 @@ def number_text(cell: PaperCell, value: float | None) -> str:
     return number(value, metric, is_signed=is_end or metric.endswith("_difference"))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sign:
+class Sign(NamedTuple):
     """What is larger in the paper, and in a run.
 
     Attributes:
       first: the number, and the run's.
       second: what it is compared with; None is zero.
       order: of the paper.
-      value: the run's difference.
+      change: the run's difference.
       low: lower end of its interval; None where there is none.
       high: upper end.
       is_paired: whether the interval is of a difference on the same questions.
@@ -454,7 +431,7 @@ class Sign:
     first: Beside
     second: Beside | None
     order: Order
-    value: float
+    change: float
     low: float | None
     high: float | None
     is_paired: bool
@@ -485,7 +462,7 @@ class Sign:
         if second is not None:
             here += f" beside {_with_ends(second)}"
         if self.is_paired and second is not None:
-            numbers = (self.value, self.low or 0.0, self.high or 0.0)
+            numbers = (self.change, self.low or 0.0, self.high or 0.0)
             change, low, high = (number(x, is_signed=True) for x in numbers)
             here += f", difference {change} [{low}, {high}]"
         verdict = VERDICTS[self.verdict]
@@ -497,10 +474,8 @@ class Sign:
 
 
 def _with_ends(pair: Beside) -> str:
-    value, *ends = (
-        number_text(pair.paper, x) for x in (pair.value, pair.low, pair.high)
-    )
-    return value if pair.low is None else f"{value} [{', '.join(ends)}]"
+    value, *ends = (number_text(pair.paper, x) for x in pair.numbers)
+    return value if pair.numbers[1] is None else f"{value} [{', '.join(ends)}]"
 
 
 def _order(cell: PaperCell, than: PaperCell | None) -> Order | None:
@@ -534,7 +509,7 @@ def _paired(
     first: Beside, second: Beside, differences: Differences
 ) -> tuple[float, float, float] | None:
     """Return a paired difference of AUROC and its interval, whichever way it lies."""
-    if first.paper.metric != "auroc" or first.row is None or second.row is None:
+    if first.paper.metric != "auroc":
         return None
     for sign, one, other in ((1, first.row, second.row), (-1, second.row, first.row)):
         key = (one.subject, other.subject, one.setting, one.dataset, one.split)
@@ -551,24 +526,21 @@ def _sign(
 ) -> Sign | None:
     """Compare; None where nothing is said, or a number of ours is undefined."""
     order = _order(first.paper, None if second is None else second.paper)
-    if order is None or first.value is None:
+    value, low, high = first.numbers
+    if order is None or value is None:
         return None
-    fields: dict[str, Any] = {"first": first, "second": second, "order": order}
     if second is None:
-        ends = {"low": first.low, "high": first.high}
-        return Sign(value=first.value, is_paired=True, **ends, **fields)
-    if second.value is None:
+        return Sign(first, second, order, value, low, high, is_paired=True)
+    other, other_low, other_high = second.numbers
+    if other is None:
         return None
     if (paired := _paired(first, second, differences)) is not None:
-        value, low, high = paired
-        return Sign(value=value, low=low, high=high, is_paired=True, **fields)
-    value, ends = first.value - second.value, {"low": None, "high": None}
-    if first.low is not None and first.high is not None:
+        return Sign(first, second, order, *paired, is_paired=True)
+    if low is not None and high is not None:
         # What has no interval is no measurement: an even share.
-        low = second.value if second.low is None else second.low
-        high = second.value if second.high is None else second.high
-        ends = {"low": first.low - high, "high": first.high - low}
-    return Sign(value=value, is_paired=False, **ends, **fields)
+        low -= other if other_high is None else other_high
+        high -= other if other_low is None else other_low
+    return Sign(first, second, order, value - other, low, high, is_paired=False)
 
 
 def signs(numbers: Sequence[Beside], results: pandas.DataFrame) -> list[Sign]:
@@ -580,7 +552,9 @@ def signs(numbers: Sequence[Beside], results: pandas.DataFrame) -> list[Sign]:
         cell, second = first.paper, None
         if cell.than is not None:
             place = (cell.table, cell.backbone, cell.than, cell.column, cell.metric)
-            if (second := by_place.get(place)) is None or second.split != first.split:
+            if (second := by_place.get(place)) is None:
+                continue
+            if second.row.split != first.row.split:
                 continue
         compared.append(_sign(first, second, differences))
     return [sign for sign in compared if sign is not None]

@@ -1,7 +1,8 @@
 """Tables as text: Markdown, LaTeX and the terminal."""
 
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import rich.box
 import rich.console
@@ -9,9 +10,7 @@ import rich.table
 import rich.text
 
 from beatrice.benchmarks.results.tables import (
-    Cell,
     Measure,
-    Rank,
     Table,
     counts_of,
     interval,
@@ -52,17 +51,27 @@ def latex(
     return "\n".join([*parts, *below, r"\bottomrule", r"\end{tabular}"]) + "\n"
 
 
-def _spelled(
-    table: Table, marks: Mapping[Rank | None, str], note: str, absent: str
-) -> Iterator[list[str]]:
+class Style(NamedTuple):
+    """How a number is marked: patterns of `%`, and what stands where there is none."""
+
+    best: str
+    second: str
+    note: str
+    absent: str
+    clear: str = "%s"
+
+
+def _cells(table: Table, style: Style) -> Iterator[list[str]]:
     """Yield the texts of every line's cells."""
+    patterns = {"best": style.best, "second": style.second, None: "%s"}
 
     def text(m: Measure | None) -> str:
         if m is None:
-            return absent
-        numbers = [str(table.notes.index(n) + 1) for n in m.notes]
-        references = note % ",".join(numbers) if numbers else ""
-        return marks[m.rank] % row_value(m.row) + references
+            return style.absent
+        marked = patterns[m.rank] % row_value(m.row)
+        references = ",".join(str(table.notes.index(note) + 1) for note in m.notes)
+        marked = style.clear % marked if m.is_clear else marked
+        return marked + (style.note % references if references else "")
 
     for line in table.lines:
         yield ["/".join(map(text, cell)) for cell in line.cells]
@@ -70,13 +79,8 @@ def _spelled(
 
 def as_markdown(table: Table) -> str:
     """Format a table as Markdown; its notes are a numbered list below it."""
-    marks: dict[Rank | None, str] = {
-        "best": "**%s**",
-        "second": "<u>%s</u>",
-        None: "%s",
-    }
     heads = [f"{c.group}: {c.label}, {c.detail}" for c in table.columns]
-    cells = _spelled(table, marks, "<sup>%s</sup>", "–")
+    cells = _cells(table, Style("**%s**", "<u>%s</u>", "<sup>%s</sup>", "–"))
     lines = [[x.label, *values] for x, values in zip(table.lines, cells, strict=True)]
     lines.append(["n (left out)", *counts_of(table)])
     notes = [f"{i}. {note}\n" for i, note in enumerate(table.notes, start=1)]
@@ -86,18 +90,14 @@ def as_markdown(table: Table) -> str:
 
 def as_latex(table: Table) -> str:
     """Format a table as LaTeX (booktabs); its notes follow in small print."""
-    marks: dict[Rank | None, str] = {
-        "best": r"\textbf{%s}",
-        "second": r"\underline{%s}",
-    }
-    marks[None] = "%s"
     groups, rules, start = [""], [], 2
     for group, width in table.groups.items():
         groups.append(rf"\multicolumn{{{width}}}{{c}}{{{tex(group)}}}")
         rules.append(rf"\cmidrule(lr){{{start}-{start + width - 1}}}")
         start += width
     heads = [tex(f"{c.label}, {c.detail}") for c in table.columns]
-    cells = _spelled(table, marks, r"\textsuperscript{%s}", "--")
+    marks = r"\textbf{%s}", r"\underline{%s}", r"\textsuperscript{%s}"
+    cells = _cells(table, Style(*marks, absent="--"))
     text = latex(
         "l" + "c" * len(table.columns),
         [
@@ -113,21 +113,6 @@ def as_latex(table: Table) -> str:
     return text + small
 
 
-def _cell_text(cell: Cell, notes: Sequence[str]) -> str:
-    """Format one cell for the terminal, its interval on a second line."""
-    marks = {"best": "*", "second": "+", None: ""}
-    parts = []
-    for m in cell:
-        if m is None:
-            parts.append("-")
-            continue
-        references = "".join(f"[{notes.index(note) + 1}]" for note in m.notes)
-        clear = "!" if m.is_clear else ""
-        parts.append(f"{row_value(m.row)}{marks[m.rank]}{clear}{references}")
-    below = interval(cell[0].row).replace("–", "-") if cell[0] else ""
-    return "/".join(parts) + (f"\n{below}" if below else "")
-
-
 def _block(table: Table, chosen: Sequence[int], title: str | None) -> rich.table.Table:
     block = rich.table.Table(title=title, title_justify="left", box=rich.box.SIMPLE)
     block.add_column(rich.text.Text(table.corner))
@@ -135,9 +120,14 @@ def _block(table: Table, chosen: Sequence[int], title: str | None) -> rich.table
         column = table.columns[i]
         head = rich.text.Text(f"{column.label}\n{column.detail}")
         block.add_column(head, no_wrap=True)
-    for line in table.lines:
-        cells = [_cell_text(line.cells[i], table.notes) for i in chosen]
-        block.add_row(*map(rich.text.Text, (line.label, *cells)))
+    texts = _cells(table, Style("%s*", "%s+", "[%s]", "-", clear="%s!"))
+    for line, cells in zip(table.lines, texts, strict=True):
+        ends = [interval(cell[0].row) if cell[0] else "" for cell in line.cells]
+        shown = [
+            f"{cells[i]}\n{ends[i].replace('–', '-')}" if ends[i] else cells[i]
+            for i in chosen
+        ]
+        block.add_row(*map(rich.text.Text, (line.label, *shown)))
     return block
 
 

@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from beatrice.benchmarks.baselines.judge import costs_file, read_costs
 from beatrice.benchmarks.results import costs, findings, printing, significance, tables
+from beatrice.benchmarks.results.compare import Side
+from beatrice.benchmarks.results.ledger import ledger
 from beatrice.benchmarks.results.names import CHAMPION
 from beatrice.benchmarks.results.page import (
     ReportData,
@@ -34,7 +37,7 @@ from beatrice.extract.run.contents import (
     settings_in_words,
     settings_of,
 )
-from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.directory import RunDir, read_manifest
 from beatrice.extract.run.files import read_json, write_text_atomic
 from beatrice.extract.run.rows import (
     ResultRow,
@@ -47,10 +50,13 @@ from beatrice.extract.run.rows import (
 )
 from beatrice.extract.run.stages import Stage
 from beatrice.extract.signals.extract import extract_config
+from beatrice.jaxprobe.calibrate import run_bootstrap
+from beatrice.jaxprobe.families import N_SUBSETS
 from beatrice.jaxprobe.rows import read_sweep
-from beatrice.jaxprobe.train import chosen_layer, grid_config
+from beatrice.jaxprobe.train import chosen_layer, grid_config, open_rows, run_outputs
 from beatrice.selection.ablation import ablation_summary
 from beatrice.selection.anatomy import Study
+from beatrice.selection.anatomy.reach import Ranked
 from beatrice.selection.exhaustive import ranking_summary
 from beatrice.selection.stage import selection_summary
 
@@ -319,6 +325,45 @@ REPORT = Stage(
     outputs=lambda run: [run.report, run.results, *tables_files(run)],
     work=_report,
 )
+
+
+def run_side(run: RunDir) -> Side:
+    """Return what is compared of an evaluated run."""
+    results = results_of(read_result_rows(run))
+    counts = count_correct(read_examples(run), read_labels(run))
+    return Side(
+        name=str(run.path),
+        results=results,
+        answered=findings.findings(results, counts),
+        validation={setting: _ranked(run, setting) for setting in settings_of(run)},
+        intervals=run_bootstrap(run),
+    )
+
+
+def _ranked(run: RunDir, setting: Setting) -> Ranked:
+    """Return what a run's encoders say of its validation answers of a setting."""
+    _, rows = open_rows(run, setting)
+    logits, n_seeds = run_outputs(run, setting).logits, grid_config(run).train.n_seeds
+    where = rows.where("validation")
+    seeds = np.asarray(logits).reshape(n_seeds, N_SUBSETS, -1)
+    return Ranked(rows.ids[where], rows.labels[where], seeds[:, :, where])
+
+
+def run_ledger(run: RunDir) -> str:
+    """Return the paper's tables with the numbers of an evaluated run, as Markdown."""
+    labels = read_labels(run)
+    is_reworded = any(label.variant == "rewritten" for label in labels.values())
+    wordings = "two wordings" if is_reworded else "one wording"
+    data = read_manifest(run.path)["sections"].get("data", {})
+    passages = data.get("context", "of the embedded world")
+    here = {
+        "Backbone": Path(run.section("backbone", BackboneConfig).model).name,
+        "Answers judged by": label_rule(run),
+        "Passages": f"{passages}, in {wordings}",
+        "Training seeds": str(grid_config(run).train.n_seeds),
+        "Resamples": f"{run_bootstrap(run).n_resamples:,}",
+    }
+    return ledger(read_result_rows(run), here, read_examples(run), labels)
 
 
 def summary(path: Path) -> dict[str, Any]:

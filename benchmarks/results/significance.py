@@ -18,13 +18,7 @@ import numpy as np
 import pandas
 
 from beatrice.benchmarks.baselines.detector import is_rival
-from beatrice.benchmarks.results.names import (
-    CHAMPION,
-    DETECTORS,
-    HIDDEN_ONLY,
-    RIVALS,
-    SETTING_LABELS,
-)
+from beatrice.benchmarks.results import names
 from beatrice.benchmarks.results.printing import latex, markdown, tex
 from beatrice.benchmarks.results.tables import (
     EVALUATED,
@@ -98,7 +92,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 def seed_spread(results: pandas.DataFrame, place: Place) -> float | None:
     """Return the SD of the selected set's AUROC over training seeds; None with one."""
-    at = {**of_subject(CHAMPION), **place._asdict()}
+    at = {**of_subject(names.CHAMPION), **place._asdict()}
     rows = where(results, experiment="detection", metric="auroc", **at)["row"]
     values = [r.value for r in rows if r.seed != "mean" and r.value is not None]
     return statistics.stdev(values) if len(values) > 1 else None
@@ -106,10 +100,10 @@ def seed_spread(results: pandas.DataFrame, place: Place) -> float | None:
 
 def _lead(results: pandas.DataFrame, place: Place, against: Against) -> Lead:
     at = {"metric": "auroc", **place._asdict()}
-    paired = by_pair(results, experiment="paired", **of_subject(CHAMPION), **at)
+    paired = by_pair(results, experiment="paired", **of_subject(names.CHAMPION), **at)
     differences = {rival: row for (_, rival), row in paired.items()}
     aurocs = by_subject(results, experiment="detection", **at)
-    rival, uncompared = HIDDEN_ONLY, ()
+    rival, uncompared = names.HIDDEN_ONLY, ()
     if against == "strongest":
         known = {
             x: row.value
@@ -125,7 +119,7 @@ def _lead(results: pandas.DataFrame, place: Place, against: Against) -> Lead:
     return Lead(
         place=place,
         rival=rival,
-        ours=aurocs.get(CHAMPION),
+        ours=aurocs.get(names.CHAMPION),
         theirs=None if rival is None else aurocs.get(rival),
         difference=None if rival is None else differences.get(rival),
         seeds_sd=seed_spread(results, place),
@@ -134,12 +128,7 @@ def _lead(results: pandas.DataFrame, place: Place, against: Against) -> Lead:
 
 
 def leads(results: pandas.DataFrame, against: Against) -> list[Lead]:
-    """Return the lead of the selected set on every column, Holm over all of them.
-
-    Args:
-      results: see `tables.results_of`.
-      against: the strongest rival of each column, or the encoder of hidden states.
-    """
+    """Return the lead of the selected set on every column, Holm over all of them."""
     tested = where(results, experiment=("paired", "detection"), split=EVALUATED)
     tested = in_domain_or_held_out(tested)
     compared = [_lead(tested, x, against) for x in places_of(tested, EVALUATED)]
@@ -152,13 +141,8 @@ def leads(results: pandas.DataFrame, against: Against) -> list[Lead]:
 
 
 def cells_of(lead: Lead, titles: Titles | None = None) -> tuple[str, ...]:
-    """Format a lead, a text for each of `HEADS`; † where its interval excludes zero.
-
-    Args:
-      lead: of a column.
-      titles: printed names beyond those of `DETECTORS`.
-    """
-    printed = {**DETECTORS, **RIVALS, **(titles or {})}
+    """Format a lead, a text for each of `HEADS`; † where its interval excludes zero."""
+    printed = {**names.DETECTORS, **names.RIVALS, **(titles or {})}
     row, ours = lead.difference, lead.ours
     if row is None:
         difference = "not compared"
@@ -173,7 +157,7 @@ def cells_of(lead: Lead, titles: Titles | None = None) -> tuple[str, ...]:
         seeds = f"{number(lead.seeds_sd)}, questions ±{number(half)}"
     rival = lead.rival
     return (
-        f"{SETTING_LABELS[lead.place.setting]}, {lead.place.title}",
+        f"{names.SETTING_LABELS[lead.place.setting]}, {lead.place.title}",
         "none" if rival is None else printed.get(rival, rival.detector),
         *(
             "–" if x is None or x.value is None else number(x.value)
@@ -188,7 +172,7 @@ def cells_of(lead: Lead, titles: Titles | None = None) -> tuple[str, ...]:
 
 def counts(compared: Sequence[Lead], titles: Titles | None = None) -> dict[str, str]:
     """Return on how many columns a lead or a lag is sure, and what was not compared."""
-    printed = {**DETECTORS, **RIVALS, **(titles or {})}
+    printed = {**names.DETECTORS, **names.RIVALS, **(titles or {})}
     known = [lead for lead in compared if lead.p_holm is not None]
     values = [x.difference.value or 0.0 for x in known if x.is_sure and x.difference]
     above = {printed.get(x, x.detector) for lead in compared for x in lead.uncompared}

@@ -16,24 +16,9 @@ import numpy as np
 import pandas
 
 from beatrice.benchmarks.baselines.detector import is_rival
-from beatrice.benchmarks.results.names import (
-    AT_EQUAL_LENGTH,
-    CHAMPION,
-    CONTROLS,
-    COSTS,
-    DETECTORS,
-    FEATURES,
-    FLOORS,
-    HIDDEN_ONLY,
-    MAIN,
-    REFERENCE,
-    RIVALS,
-    SETTING_LABELS,
-    SPLIT_LABELS,
-    encoder,
-)
+from beatrice.benchmarks.results import names
 from beatrice.extract.records import IN_DOMAIN, SETTINGS
-from beatrice.extract.run.rows import MACRO, ResultRow, Subject, as_frame
+from beatrice.extract.run.rows import MACRO, ResultRow, Subject, as_frame, encoder
 from beatrice.pgir.controllers import BOUNDS, CONTROLLERS
 
 METRICS = ("auroc", "auprc")  # of a detector, in the order of a cell
@@ -58,7 +43,7 @@ class Place(NamedTuple):
         """The set in words, as "all in-domain" or "popqa, held out"."""
         if self.dataset == IN_DOMAIN:
             return self.dataset
-        return f"{self.dataset}, {SPLIT_LABELS[self.split]}"
+        return f"{self.dataset}, {names.SPLIT_LABELS[self.split]}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -208,11 +193,7 @@ def _only(rows: Sequence[ResultRow], columns: Key) -> ResultRow | None:
 
 
 def find(results: pandas.DataFrame, **columns: Any) -> ResultRow | None:
-    """Return the only row with these values, or None if there is none.
-
-    Raises:
-      LookupError: several rows match.
-    """
+    """Return the only row with these values, or None if there is none."""
     return _only(where(results, **columns)["row"].tolist(), columns)
 
 
@@ -248,7 +229,7 @@ def places_of(results: pandas.DataFrame, splits: Sequence[str]) -> list[Place]:
     some = where(results, split=tuple(splits))[list(Place._fields)].drop_duplicates()
     places = [Place(*x) for x in some.itertuples(index=False, name=None)]
     n_sets = collections.Counter((p.setting, p.split) for p in places)
-    settings = list(SETTING_LABELS)
+    settings = list(names.SETTING_LABELS)
     return sorted(
         (
             p
@@ -277,7 +258,9 @@ def place_columns(places: Iterable[Place]) -> list[tuple[Column, Key]]:
     """Return a column for each place, under its setting."""
     return [
         (
-            Column(SETTING_LABELS[p.setting], p.dataset, SPLIT_LABELS[p.split]),
+            Column(
+                names.SETTING_LABELS[p.setting], p.dataset, names.SPLIT_LABELS[p.split]
+            ),
             p._asdict(),
         )
         for p in places
@@ -306,13 +289,10 @@ def pivot(
       parts: of every cell.
       ours: label of the line that is marked as ours.
       unranked: labels of lines that have no rank, and take none away.
-
-    Raises:
-      LookupError: two rows would stand in one place.
     """
     keys = (*(key for _, key in lines), *(key for _, key in columns), *parts)
-    names = sorted({name for key in keys for name in key})
-    values = results[names].astype(object)
+    named = sorted({name for key in keys for name in key})
+    values = results[named].astype(object)
     places = values.where(values.notna(), None).itertuples(index=False, name=None)
     rows: dict[tuple, list[ResultRow]] = {}
     for place, row in zip(places, results["row"], strict=True):
@@ -320,26 +300,26 @@ def pivot(
 
     def row_at(*keys: Key) -> ResultRow | None:
         key = collections.ChainMap(*map(dict, keys))
-        return _only(rows.get(tuple(key.get(name) for name in names), []), dict(key))
+        return _only(rows.get(tuple(key.get(name) for name in named), []), dict(key))
 
     cells = [(column, part) for _, column in columns for part in parts]
     laid = [(label, [row_at(line, *cell) for cell in cells]) for label, line in lines]
-    laid = [(label, found) for label, found in laid if any(found)]
-    ranked = [found for label, found in laid if label not in unranked]
-    ranks = list(map(_ranks, zip(*ranked, strict=True))) if len(ranked) > 1 else []
+    laid = [(label, measured) for label, measured in laid if any(measured)]
+    compared = [measured for label, measured in laid if label not in unranked]
+    ranks = list(map(_ranks, zip(*compared, strict=True))) if len(compared) > 1 else []
 
-    def line_of(label: str, found: Sequence[ResultRow | None]) -> Line:
+    def line_of(label: str, measured: Sequence[ResultRow | None]) -> Line:
         of_line = ranks if label not in unranked and ranks else [{}] * len(cells)
         measures = [
             row and Measure(row=row, rank=rank.get(_printed(row)))
-            for row, rank in zip(found, of_line, strict=True)
+            for row, rank in zip(measured, of_line, strict=True)
         ]
         by_cell = zip(*[iter(measures)] * len(parts), strict=True)
         return Line(label=label, cells=tuple(by_cell), is_ours=label == ours)
 
     heads = tuple(column for column, _ in columns)
-    lines_of = tuple(line_of(*line) for line in laid)
-    return Table(corner=corner, columns=heads, lines=lines_of)
+    ranked_lines = tuple(line_of(*line) for line in laid)
+    return Table(corner=corner, columns=heads, lines=ranked_lines)
 
 
 def _printed(row: ResultRow) -> float | None:
@@ -351,7 +331,8 @@ def _printed(row: ResultRow) -> float | None:
 
 def _ranks(column: Iterable[ResultRow | None]) -> dict[float | None, Rank]:
     """Return the ranks of one part of a column, by printed digits."""
-    printed = {_printed(row) for row in column if row} - {None}
+    values = (_printed(row) for row in column if row)
+    printed = {value for value in values if value is not None}
     return dict(zip(sorted(printed, reverse=True), get_args(Rank), strict=False))
 
 
@@ -404,15 +385,15 @@ def detection_table(
     shown = where(shown, split=tuple(splits), metric=tuple(metrics))
     if labels is None:
         # Single encoders have their figure, controls their own table.
-        labels = {**DETECTORS, **(titles or {})}
+        labels = {**names.DETECTORS, **(titles or {})}
         for x in subjects_in(shown):
-            if x.detector != "encoder" and x not in CONTROLS:
+            if x.detector != "encoder" and x not in names.CONTROLS:
                 labels.setdefault(x, x.detector)
     is_shown = np.array([row.subject in labels for row in shown["row"]], bool)
     parts = [{"metric": metric} for metric in metrics]
-    names = {"ours": labels.get(CHAMPION, ""), "unranked": unranked}
+    marks = {"ours": labels.get(names.CHAMPION, ""), "unranked": unranked}
     lines = lines_of(labels)
-    return by_place(shown.loc[is_shown], corner, lines, splits, parts, **names)
+    return by_place(shown.loc[is_shown], corner, lines, splits, parts, **marks)
 
 
 def paired_table(results: pandas.DataFrame, experiment: str = "paired") -> Table:
@@ -423,7 +404,7 @@ def paired_table(results: pandas.DataFrame, experiment: str = "paired") -> Table
       experiment: "paired" or "at_equal_length_paired" for AUROC, or
         "controller_paired" or "controller_query_paired" for exact match and F1.
     """
-    metrics, rivals = ("auroc",), RIVALS
+    metrics, rivals = ("auroc",), names.RIVALS
     if experiment.startswith("controller"):
         metrics = ("em", "f1")
         rivals = {Subject(name): title for name, title in CONTROLLERS.items()}
@@ -435,18 +416,22 @@ def paired_table(results: pandas.DataFrame, experiment: str = "paired") -> Table
 
 def floor_table(results: pandas.DataFrame) -> Table:
     """How much more each encoder has than a linear probe of the same signals."""
-    titles = {**RIVALS, encoder("H"): DETECTORS[HIDDEN_ONLY]}
+    titles = {**names.RIVALS, encoder("H"): names.DETECTORS[names.HIDDEN_ONLY]}
     shown = where(results, experiment="floor_paired", metric="auroc")
-    return by_place(shown, "Detector", lines_of({x: titles[x] for x in FLOORS}))
+    return by_place(shown, "Detector", lines_of({x: titles[x] for x in names.FLOORS}))
 
 
 def equal_length_table(results: pandas.DataFrame) -> Table:
     """AUROC among answers of equally many tokens, and the share without such a pair."""
     shown = where(results, experiment="at_equal_length", seed="mean")
-    lines = [(x, {**key, "metric": "auroc"}) for x, key in lines_of(AT_EQUAL_LENGTH)]
+    lines = [
+        (x, {**key, "metric": "auroc"}) for x, key in lines_of(names.AT_EQUAL_LENGTH)
+    ]
     share = {"detector": "answers", "metric": "unmatched"}
     lines.append(("Share of answers without a counterpart", share))
-    return by_place(shown, "Detector", lines, ours=AT_EQUAL_LENGTH[CHAMPION])
+    return by_place(
+        shown, "Detector", lines, ours=names.AT_EQUAL_LENGTH[names.CHAMPION]
+    )
 
 
 def noise_table(results: pandas.DataFrame) -> Table:
@@ -461,7 +446,7 @@ def annotated_table(results: pandas.DataFrame) -> Table:
     shown = where(results, experiment="annotated")
     columns = [
         (
-            Column(SETTING_LABELS[p.setting], kind, p.dataset),
+            Column(names.SETTING_LABELS[p.setting], kind, p.dataset),
             p._asdict() | {"kind": kind},
         )
         for p in places_of(shown, ("annotated",))
@@ -469,9 +454,11 @@ def annotated_table(results: pandas.DataFrame) -> Table:
     ]
     lines = [
         (title, {"detector": x.detector, "families": x.families})
-        for x, title in AT_EQUAL_LENGTH.items()
+        for x, title in names.AT_EQUAL_LENGTH.items()
     ]
-    return pivot(shown, "Detector", lines, columns, ours=AT_EQUAL_LENGTH[CHAMPION])
+    return pivot(
+        shown, "Detector", lines, columns, ours=names.AT_EQUAL_LENGTH[names.CHAMPION]
+    )
 
 
 def answer_table(results: pandas.DataFrame) -> Table:
@@ -503,7 +490,7 @@ def controller_table(results: pandas.DataFrame) -> Table:
     shown = where(results, experiment=controllers, seed="mean", split=splits)
     columns = [
         (
-            Column("Exact match / F1", p.dataset, SPLIT_LABELS[p.split]),
+            Column("Exact match / F1", p.dataset, names.SPLIT_LABELS[p.split]),
             {"dataset": p.dataset, "split": p.split},
         )
         for p in places_of(shown, splits)
@@ -512,18 +499,18 @@ def controller_table(results: pandas.DataFrame) -> Table:
         (label, {"detector": name}) for name, label in {**CONTROLLERS, **BOUNDS}.items()
     ]
     quality = [{"metric": "em"}, {"metric": "f1"}]
-    names = {"ours": CONTROLLERS["pgir"], "unranked": tuple(BOUNDS.values())}
-    table = pivot(shown, "Controller", lines, columns, quality, **names)
+    marks = {"ours": CONTROLLERS["pgir"], "unranked": tuple(BOUNDS.values())}
+    table = pivot(shown, "Controller", lines, columns, quality, **marks)
     metrics = shown["metric"].unique()
     costs = [
         (
             Column("Cost", cost, unit),
             {"dataset": MACRO, "split": "evaluated", "metric": cost},
         )
-        for cost, unit in COSTS.items()
+        for cost, unit in names.COSTS.items()
         if cost in metrics
     ]
-    return beside(table, pivot(shown, "Controller", lines, costs, **names))
+    return beside(table, pivot(shown, "Controller", lines, costs, **marks))
 
 
 def beside(left: Table, right: Table) -> Table:
@@ -541,16 +528,13 @@ def beside(left: Table, right: Table) -> Table:
 def ablation_table(results: pandas.DataFrame, labels: Titles, corner: str) -> Table:
     """Lay out what is left when something is taken away; empty without an ablation.
 
-    Args:
-      results: see `results_of`.
-      labels: `FEATURES` (the paper's table of features and fusion), `FAMILY_VARIANTS`
-        (the search without the encoders that read a family) or `SPAN_VARIANTS` (the
-        champion trained anew without a token span).
-      corner: what the lines are.
+    `FEATURES` are the paper's table of features and fusion, `FAMILY_VARIANTS` the
+    search without the encoders that read a family, and `SPAN_VARIANTS` the champion
+    trained anew without a token span.
     """
     if where(results, experiment="ablation").empty:
         results = results.iloc[:0]
-    both, unranked = ("detection", "ablation"), (FEATURES[REFERENCE],)
+    both, unranked = ("detection", "ablation"), (names.FEATURES[names.REFERENCE],)
     return detection_table(
         results, experiment=both, labels=labels, corner=corner, unranked=unranked
     )
@@ -561,15 +545,11 @@ def validated_table(
 ) -> Table:
     """Lay out what was chosen on validation, and how it was evaluated.
 
-    Args:
-      results: see `results_of`.
-      experiment: "exhaustive" (the best set of the enumeration and greedy's) or
-        "span_decision" (both readings of where an answer starts).
-      labels: `RANKED` or `SPAN_DECISIONS`.
-      corner: what the lines are.
+    Of "exhaustive", the best set of the enumeration and greedy's; of "span_decision",
+    both readings of where an answer starts.
     """
-    splits, names = ("validation", *EVALUATED), {"labels": labels, "corner": corner}
-    return detection_table(results, experiment=experiment, splits=splits, **names)
+    splits, shown = ("validation", *EVALUATED), {"labels": labels, "corner": corner}
+    return detection_table(results, experiment=experiment, splits=splits, **shown)
 
 
 # Named as `beatrice evaluate --ablations` names them, in the order of the table.
@@ -629,11 +609,11 @@ def panorama_table(
         shown = in_domain_or_held_out(shown)
     else:
         shown = where(shown, setting=setting)
-    printed = {**DETECTORS, **(titles or {})}
+    printed = {**names.DETECTORS, **(titles or {})}
     labels = {
         x: printed.get(x, x.detector)
         for x in subjects_in(shown)
-        if x == CHAMPION or is_rival(x.detector)
+        if x == names.CHAMPION or is_rival(x.detector)
     }
     table = detection_table(shown, labels=labels)
     if not table.lines:
@@ -657,9 +637,9 @@ def main_detectors(results: pandas.DataFrame, titles: Titles) -> Table:
     On all in-domain test questions, and on every held-out set.
     """
     full = panorama_table(results, None, titles)
-    named = {DETECTORS[x] for x in MAIN} | {CHANCE}
+    named = {names.DETECTORS[x] for x in names.MAIN} | {CHANCE}
     rivals = [line.label for line in full.lines if line.label not in named][:2]
-    labels = {x: DETECTORS[x] for x in MAIN}
+    labels = {x: names.DETECTORS[x] for x in names.MAIN}
     labels |= {x: title for x, title in titles.items() if title in rivals}
     shown = in_domain_or_held_out(where(results, experiment="detection"))
     return detection_table(shown, labels=labels, metrics=("auroc",))
@@ -670,7 +650,7 @@ def panoramas(
 ) -> dict[str, Table]:
     """Return the three tables by their headings, without the empty ones."""
     headings = {None: "Detecting wrong answers"}
-    headings |= {x: f"{SETTING_LABELS[x]}, every set" for x in SETTINGS}
+    headings |= {x: f"{names.SETTING_LABELS[x]}, every set" for x in SETTINGS}
     tables = {
         heading: panorama_table(results, setting, titles)
         for setting, heading in headings.items()
@@ -683,7 +663,7 @@ def named_tables(
 ) -> dict[str, tuple[str, Table]]:
     """Return headings and tables by the names that `report --print` knows."""
     panorama = partial(panorama_table, results, titles=titles)
-    features = ablation_table(results, FEATURES, "Variant")
+    features = ablation_table(results, names.FEATURES, "Variant")
     gains = paired_table(results, "controller_paired")
     named = {
         "detectors": ("Detectors", panorama(None)),

@@ -61,6 +61,11 @@ class Subject(NamedTuple):
         return cls(name) if isinstance(name, str) else name
 
 
+def encoder(families: str) -> Subject:
+    """Return the encoder of some families, by their letters."""
+    return Subject("encoder", families)
+
+
 class ResultRow(Record, frozen=True, kw_only=True):
     """One number, with what it was measured on; docs/results/schema.md has all columns.
 

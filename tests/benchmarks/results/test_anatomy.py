@@ -9,7 +9,7 @@ import pytest
 from beatrice.benchmarks.results import anatomy
 from beatrice.benchmarks.results.paper import read_ledger, signs_by_table
 from beatrice.benchmarks.results.report import render_report
-from beatrice.benchmarks.results.tables import results_of, where
+from beatrice.benchmarks.results.tables import POOLED, results_of, where
 from tests.benchmarks.results.sample import (
     PARTS,
     anatomy_rows,
@@ -107,7 +107,7 @@ def test_a_run_without_the_anatomy_has_none_and_one_setting_is_enough():
 
 def test_the_curve_of_all_labels_ends_in_the_rows_of_detection():
     results = results_of([*ROWS, *sample_results()["row"]])
-    at = dict(setting="closed_book", **anatomy.TEST)
+    at = dict(setting="closed_book", **POOLED)
     shown = where(results, experiment="anatomy_labels", **at)
     curves = anatomy._learning_curves(results, shown, "closed_book")
     last = where(results, experiment="detection", detector="early_fusion", **at)

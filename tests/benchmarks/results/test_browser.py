@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from beatrice.benchmarks.results.report import render_report
+from beatrice.benchmarks.results.page import render_report
 from beatrice.pgir.score_files import page as score_page
 from tests.benchmarks.results.test_report import whole_report
 

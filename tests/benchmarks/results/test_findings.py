@@ -11,9 +11,9 @@ from beatrice.benchmarks.results.findings import (
     grids,
     verdicts_in_words,
 )
-from beatrice.benchmarks.results.names import encoder
 from beatrice.benchmarks.results.tables import results_of
 from beatrice.extract.records import IN_DOMAIN
+from beatrice.extract.run.rows import encoder
 from tests.benchmarks.results.sample import (
     PARTS,
     TEST,

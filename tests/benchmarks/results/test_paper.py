@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from beatrice.benchmarks.results.ledger import as_markdown
-from beatrice.benchmarks.results.names import encoder
 from beatrice.benchmarks.results.paper import (
     PaperCell,
     beside,
@@ -19,6 +18,7 @@ from beatrice.benchmarks.results.paper import (
 )
 from beatrice.benchmarks.results.tables import results_of
 from beatrice.extract.records import IN_DOMAIN
+from beatrice.extract.run.rows import encoder
 from tests.benchmarks.results.sample import anatomy_rows, row, undefined
 
 ROOT = Path(__file__).parents[3]
@@ -175,7 +175,7 @@ def test_a_set_that_the_paper_held_out_may_be_in_domain_and_a_note_says_so():
     at = ("main-detection", "BEATRICE", "With context, NQ", "auroc")
     inside = row("champion", "with_context", ("nq", "test"), "auroc", 0.7)
     outside = row("champion", "with_context", ("nq", "ood"), "auroc", 0.6)
-    assert found_of([inside])[at].split == "test"
+    assert found_of([inside])[at].row.split == "test"
     assert found_of([inside, outside])[at].value == 0.6
     told = as_markdown(CELLS, beside(CELLS, results_of([inside])), [])
     assert "* With context, NQ: in-domain here, held out in the paper; 398 a" in told

@@ -3,7 +3,6 @@ import re
 
 import pytest
 
-from beatrice.benchmarks.results.names import encoder
 from beatrice.benchmarks.results.page import (
     frontier_curve,
     headline,
@@ -16,6 +15,7 @@ from beatrice.benchmarks.results.page import (
 )
 from beatrice.benchmarks.results.tables import results_of
 from beatrice.extract.records import IN_DOMAIN
+from beatrice.extract.run.rows import encoder
 from tests.benchmarks.results.sample import (
     MARKUP,
     PARTS,

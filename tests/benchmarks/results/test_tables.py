@@ -13,7 +13,6 @@ from beatrice.benchmarks.results.names import (
     SPAN_DECISIONS,
     SPAN_VARIANTS,
     WITHOUT_HIDDEN,
-    encoder,
 )
 from beatrice.benchmarks.results.printing import as_latex, as_markdown, as_text
 from beatrice.benchmarks.results.tables import (
@@ -35,7 +34,7 @@ from beatrice.benchmarks.results.tables import (
     where,
 )
 from beatrice.extract.records import IN_DOMAIN
-from beatrice.extract.run.rows import ResultRow, Subject
+from beatrice.extract.run.rows import ResultRow, Subject, encoder
 from tests.benchmarks.results.sample import (
     PARTS,
     PLACES,
@@ -315,11 +314,13 @@ def test_ranked_sets_are_shown_where_they_were_chosen_too():
 def test_every_family_has_its_line_and_its_encoders():
     table = ablation_table(sample_results(), FAMILY_VARIANTS, "Pool")
     assert len(table.lines) == 5
-    named = dict(set_names(PARTS["selection"], PARTS["ablations"]))
+    named = {
+        x: names for x, *names in set_names(PARTS["selection"], PARTS["ablations"])
+    }
     assert named["Without attention"] == ["(PR) (A)", "(PR) (A)"]
     assert named["Without closed-book encoders"] == ["–", "[PR] [A]"]
     none = {s: x | {"without_prob": []} for s, x in PARTS["ablations"].items()}
-    named = dict(set_names(PARTS["selection"], none))
+    named = {x: names for x, *names in set_names(PARTS["selection"], none)}
     assert named["Without probabilities"][0] == "none: no better than chance"
     assert set_names(PARTS["selection"], {}) == []
 
