@@ -190,15 +190,11 @@ class Ablation:
     @cached_property
     def subsets(self) -> dict[Setting, tuple[int, ...]]:
         """The encoders of each pass that a champion reads, as rows of SUBSETS."""
-        read = {
-            pair for s, members in self.champions.items() for pair in reads(s, members)
-        }
-        return {
-            setting: tuple(
-                sorted(SUBSET_NAMES.index(n) for s, n in read if s == setting)
-            )
-            for setting in self.champions
-        }
+        read: dict[Setting, set[int]] = {setting: set() for setting in self.champions}
+        for setting, members in self.champions.items():
+            for where, name in reads(setting, members):
+                read[where].add(SUBSET_NAMES.index(name))
+        return {setting: tuple(sorted(subsets)) for setting, subsets in read.items()}
 
     def n_members(self, setting: Setting) -> int:
         """Return how many of a pass's encoders are trained for each span variant."""
@@ -210,19 +206,14 @@ class Ablation:
         Every member has the weights, batches and noise it began with in the grid: what
         differs is the span. Finished members and variants are not trained again.
         """
-        named, subsets = span_variants(setting), self.subsets[setting]
-        missing = [
-            variant
-            for variant in named
-            if self.cache.load(f"{setting}.{variant}") is None
-        ]
-        for _ in range(self.n_members(setting) * (len(named) - len(missing))):
-            tick()
-        if not missing or not subsets:
-            return
-        data = self.read_training_set(setting)
-        for variant in missing:
+        subsets, data = self.subsets[setting], None
+        for variant in span_variants(setting):
             name = f"{setting}.{variant}"
+            if self.cache.load(name) is not None or not subsets:
+                for _ in range(self.n_members(setting)):
+                    tick()
+                continue
+            data = data or self.read_training_set(setting)
             folder = self.cache.folder and self.cache.folder / f"{name}.members"
             members = Cache(folder, self.cache.key)
             trained = train_encoders(
@@ -257,33 +248,29 @@ class Ablation:
         return pool_of(outputs, self.rows, setting, self.grid.train.n_seeds)
 
     def fit_variants(self, setting: Setting, tick: Callable[[], None]) -> None:
-        """Train the heads of every variant of a setting that is not finished yet."""
+        """Train the heads of every variant of a setting that is not finished yet.
+
+        Without a span, on the champion's encoders as retrained. Without a family, of a
+        search among the other encoders, which may be no better than chance.
+        """
         heads = None
         for variant in variants(setting):
             name = f"{setting}.{variant}.scores"
             if self.cache.load(name) is None:
                 if variant in span_variants(setting):
-                    arrays = self._without_span(setting, variant)
+                    retrained = HeadTrainer(self._pool(setting, variant), self.config)
+                    selection = retrained.fit(self.champions[setting])
+                    arrays = _arrays(retrained, selection)
                 else:
                     heads = heads or HeadTrainer(self._pool(setting), self.config)
                     family = variant.removeprefix("without_")
-                    arrays = self._without_family(heads, family)
+                    left = candidates_without(setting, heads.pool.train.n_pool, family)
+                    try:
+                        arrays = _arrays(heads, heads.search(left))
+                    except NoSignalError:
+                        arrays = {"members": np.zeros(0, np.int32)}
                 self.cache.save(name, arrays)
             tick()
-
-    def _without_family(self, heads: HeadTrainer, family: str) -> dict[str, np.ndarray]:
-        """Search among the other encoders, which may be no better than chance."""
-        setting, n_pool = heads.pool.rows.setting, heads.pool.train.n_pool
-        try:
-            selection = heads.search(candidates_without(setting, n_pool, family))
-        except NoSignalError:
-            return {"members": np.zeros(0, np.int32)}
-        return _arrays(heads, selection)
-
-    def _without_span(self, setting: Setting, variant: str) -> dict[str, np.ndarray]:
-        """Fit heads on the champion's encoders, retrained without a span."""
-        heads = HeadTrainer(self._pool(setting, variant), self.config)
-        return _arrays(heads, heads.fit(self.champions[setting]))
 
     def result_rows(
         self, setting: Setting, bootstrap: BootstrapConfig
@@ -327,15 +314,14 @@ def scores_without(run: RunDir, setting: Setting, variant: str) -> np.ndarray | 
 
 def _summary(run: RunDir, cache: Cache) -> dict[str, dict[str, list[str]]]:
     """Return which encoders every variant reads, by setting and name."""
-    settings = settings_of(run)
     summary = {
         setting: {
             variant: pool_names(setting, arrays["members"].tolist())
             for variant, arrays in load_variants(cache, setting).items()
         }
-        for setting in settings
+        for setting in settings_of(run)
     }
-    if len(settings) > 1:
+    if len(summary) > 1:
         members = run_selection(run, "single_pass")[1]["members"]
         names = pool_names("single_pass", members)  # its scores are rows of `evaluate`
         summary["with_context"]["without_closed_book"] = names

@@ -10,7 +10,7 @@ the sets of a run, and finds greedy's place there.
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,6 +78,10 @@ class Ranking(NamedTuple):
         """Rows best to worst, `[n_sets]`; the earlier one of a tie first."""
         return np.argsort(-self.means, kind="stable")
 
+    def parts(self, values: np.ndarray, n_parts: int) -> list[np.ndarray]:
+        """Split values of the sets, `[n_sets, ...]`, along the ranking, best first."""
+        return np.array_split(values[self.order], min(n_parts, len(values)))
+
     def row_of(self, members: tuple[int, ...]) -> int:
         """Return the row of a set."""
         is_size = len(members) == self.sets.shape[1]
@@ -101,7 +105,7 @@ class Ranking(NamedTuple):
         return float(means.max() - means[self.row_of(members)])
 
 
-def all_sets(n_pool: int, set_size: int) -> np.ndarray:
+def all_sets(n_pool: int, set_size: int = SET_SIZE) -> np.ndarray:
     """Return every set of pool positions, `[n_sets, set_size]` int32."""
     if not 1 <= set_size <= n_pool:
         raise ValueError(
@@ -113,7 +117,7 @@ def all_sets(n_pool: int, set_size: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Enumeration:
-    """All sets of one size of one pool, and where finished calls are saved.
+    """All sets of three of one pool, and where finished calls are saved.
 
     Attributes:
       train: outputs of the pool on the training rows.
@@ -121,7 +125,6 @@ class Enumeration:
       config: shape of the heads.
       train_config: protocol of the heads.
       folder: of finished calls, a file each; None saves none.
-      set_size: encoders of a set.
     """
 
     train: PoolOutputs
@@ -129,49 +132,43 @@ class Enumeration:
     config: FusionConfig
     train_config: TrainConfig
     folder: Path | None = None
-    set_size: int = SET_SIZE
 
     def __post_init__(self) -> None:
         """Check that validation rows have both classes."""
         check_classes(self.valid)
 
     @cached_property
-    def sets(self) -> np.ndarray:
-        """All sets, `[n_sets, set_size]`."""
-        return all_sets(self.train.n_pool, self.set_size)
+    def calls(self) -> dict[str, np.ndarray]:
+        """The sets of every call, `[n_sets, SET_SIZE]`, by the name of its part."""
+        sets, size = all_sets(self.train.n_pool), self.train.n_pool
+        width = len(str(len(sets)))
+        starts = range(0, len(sets), size)
+        return {f"{start:0{width}}": sets[start : start + size] for start in starts}
 
     @cached_property
     def cache(self) -> Cache:
         """Finished calls, by the SHA-256 of everything a head depends on."""
-        digest = hashlib.sha256(
-            f"{self.config} {self.train_config} {self.set_size}".encode()
-        )
+        shapes = f"{self.config} {self.train_config} {SET_SIZE}"
+        digest = hashlib.sha256(shapes.encode())
         for value in (*self.train, *self.valid):
             array = np.ascontiguousarray(value)
             digest.update(f"{array.dtype.str} {array.shape}".encode())
             digest.update(array.data)
         return Cache(self.folder, digest.hexdigest())
 
-    @property
-    def _calls(self) -> dict[str, np.ndarray]:
-        """The sets of every call, by the name of its part."""
-        width, size = len(str(len(self.sets))), self.train.n_pool
-        starts = range(0, len(self.sets), size)
-        return {
-            f"{start:0{width}}": self.sets[start : start + size] for start in starts
-        }
+    def n_heads(self, names: Iterable[str]) -> int:
+        """Return how many heads some calls train."""
+        return sum(len(self.calls[name]) for name in names) * self.train.n_seeds
 
     def n_missing(self) -> int:
         """Return how many heads have not been trained yet."""
-        calls = self._calls
-        n_sets = sum(len(calls[name]) for name in self.cache.missing(calls))
-        return n_sets * self.train.n_seeds
+        return self.n_heads(self.cache.missing(self.calls))
 
-    def run(self, tick: Callable[[int], object] | None = None) -> Ranking:
+    def run(self, tick: Callable[[int], object] = lambda n_heads: None) -> Ranking:
         """Train every head that is missing, and rank all sets."""
-        shape = slots_for(self.config, self.set_size)
+        shape = slots_for(self.config, SET_SIZE)
         aurocs = []
-        for name, sets in self._calls.items():
+        for name, sets in self.calls.items():
             saved = self.cache.load(name)
             if saved is None:
                 heads = fit_sets(
@@ -184,10 +181,9 @@ class Enumeration:
                 )
                 saved = {"aurocs": np.asarray(heads.info.best_auroc)}
                 self.cache.save(name, saved)
-                if tick is not None:
-                    tick(saved["aurocs"].size)
+                tick(saved["aurocs"].size)
             aurocs.append(saved["aurocs"])
-        return Ranking(self.sets, np.concatenate(aurocs))
+        return Ranking(all_sets(self.train.n_pool), np.concatenate(aurocs))
 
 
 def carried(ranking: Ranking, traits: np.ndarray, n_bins: int) -> np.ndarray:
@@ -204,9 +200,9 @@ def carried(ranking: Ranking, traits: np.ndarray, n_bins: int) -> np.ndarray:
     Returns:
       `[n_traits, n_bins]` mean number of encoders, from 0 to the size of a set.
     """
-    counts = traits[:, ranking.sets[ranking.order]].sum(axis=2)
-    bins = np.array_split(counts, min(n_bins, counts.shape[1]), axis=1)
-    return np.stack([bin_counts.mean(axis=1) for bin_counts in bins], axis=1)
+    parts = ranking.parts(traits[:, ranking.sets].sum(axis=2).T, n_bins)
+    means = [counts.mean(axis=0) for counts in parts]
+    return np.stack(means, axis=1)
 
 
 N_BINS = 80  # parts of the ranking that the figure shows
@@ -235,23 +231,16 @@ def _greedy_members(heads: HeadTrainer, added: Sequence[int]) -> tuple[int, ...]
 def _rank_rows(
     ranking: Ranking, greedy: tuple[int, ...], rows: Rows
 ) -> list[ResultRow]:
-    where = rows.where("validation")
     values = {
         "rank": ranking.rank_of(greedy),
         "n_sets": len(ranking.sets),
         "auroc_gap": ranking.gap_of(greedy),
     }
+    at: dict[str, Any] = {"experiment": EXPERIMENT, "detector": "greedy_three"}
+    at |= {"setting": rows.setting, "dataset": IN_DOMAIN, "split": "validation"}
+    n = len(rows.where("validation"))
     return [
-        ResultRow(
-            experiment=EXPERIMENT,
-            detector="greedy_three",
-            setting=rows.setting,
-            dataset=IN_DOMAIN,
-            split="validation",
-            metric=metric,
-            value=float(value),
-            n=len(where),
-        )
+        ResultRow(metric=metric, value=float(value), n=n, **at)
         for metric, value in values.items()
     ]
 
@@ -292,13 +281,13 @@ def rank(
             ("greedy_three", greedy),
         )
     ]
+    means = ranking.parts(ranking.means, N_BINS)
     families = list(traits(rows.setting, heads.pool.train.n_pool).values())
-    bins = np.array_split(ranking.means[ranking.order], N_BINS)
     arrays = {
         **ranking._asdict(),
         "greedy": np.array(greedy, np.int32),
         "best": best,
-        "ordered_means": np.stack([bin_means.mean() for bin_means in bins]),
+        "ordered_means": np.stack([x.mean() for x in means]),
         "ribbon": carried(ranking, np.stack(families), N_BINS),
     }
     return arrays, [
@@ -324,9 +313,7 @@ def _enumerate(
         )
         for setting, trainer in heads.items()
     }
-    n_heads = sum(
-        len(search.sets) * search.train.n_seeds for search in searches.values()
-    )
+    n_heads = sum(search.n_heads(search.calls) for search in searches.values())
     n_missing = sum(search.n_missing() for search in searches.values())
     progress.note(f"exhaustive: {n_missing} of {n_heads} heads are still to be trained")
     rows: dict[Setting, list[ResultRow]] = {}

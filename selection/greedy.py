@@ -159,7 +159,6 @@ def select(
     train_config: TrainConfig | None = None,
     greedy: GreedyConfig | None = None,
     candidates: Sequence[int] | None = None,
-    progress: Callable[[SearchRound], None] | None = None,
 ) -> Selection:
     """Select encoders from a pool by greedy forward search.
 
@@ -172,7 +171,6 @@ def select(
       greedy: margin and limit.
       candidates: pool positions to search, in the executable of the whole pool; None
         searches all.
-      progress: called after every round.
     """
     config, greedy = config or FusionConfig(), greedy or GreedyConfig()
     train_config = train_config or TrainConfig()
@@ -193,8 +191,6 @@ def select(
         mean = float(aurocs[top].mean())
         accepted = mean - auroc > greedy.margin
         path.append(SearchRound(left, aurocs, left[top], mean, accepted))
-        if progress is not None:
-            progress(path[-1])
         if not accepted:
             break
         chosen, auroc = sets[top], mean

@@ -189,22 +189,14 @@ def gaps(
 
 def _gap_rows(every: dict[str, np.ndarray], rows: Rows, n: int) -> list[ResultRow]:
     """Return means over the splits; the interval holds 95 % of the splits' own."""
+    at = {"setting": rows.setting, "dataset": IN_DOMAIN, "split": "test", "n": n}
+    at |= {"experiment": EXPERIMENT, "metric": "auroc_gap"}
     result = []
     for name, values in every.items():
-        low, high = np.quantile(values, [0.025, 0.975])
+        low, high = map(float, np.quantile(values, [0.025, 0.975]))
+        ends = {"ci_low": low, "ci_high": high}
         result.append(
-            ResultRow(
-                experiment=EXPERIMENT,
-                detector=name,
-                setting=rows.setting,
-                dataset=IN_DOMAIN,
-                split="test",
-                metric="auroc_gap",
-                value=float(values.mean()),
-                ci_low=float(low),
-                ci_high=float(high),
-                n=n,
-            )
+            ResultRow(detector=name, value=float(values.mean()), **ends, **at)
         )
     return result
 

@@ -73,23 +73,31 @@ class AnalysisInput:
     folder: Path
 
 
-class AnalysisOutput(NamedTuple):
-    """The output of an analysis: rows of the results, and cases to be shown."""
+AnalysisOutput = Sequence[ResultRow | Study]  # rows, and cases to be shown
 
-    rows: list[ResultRow]
-    cases: tuple[Study, ...] = ()
+
+def row_of(
+    experiment: str,
+    subject: Subject | str,
+    metric: str,
+    value: float | None,
+    n: int,
+    columns: Mapping[str, Any],
+    interval: tuple[float | None, float | None] = (None, None),
+    reason: str | None = None,
+) -> ResultRow:
+    """Return a row; `columns` are those of its set, and others beside the subject's."""
+    low, high = interval
+    fields = {**Subject.of(subject)._asdict(), **columns, "reason": reason}
+    fields |= {"value": value, "ci_low": low, "ci_high": high, "n": n}
+    return ResultRow(experiment=experiment, metric=metric, **fields)
 
 
 def per_setting(
     rows_of: Callable[[Deployed], list[ResultRow]],
 ) -> Callable[[AnalysisInput], AnalysisOutput]:
     """Return an analysis of every setting by itself."""
-
-    def analyse(inputs: AnalysisInput) -> AnalysisOutput:
-        settings = inputs.settings.values()
-        return AnalysisOutput([row for setting in settings for row in rows_of(setting)])
-
-    return analyse
+    return lambda inputs: [x for s in inputs.settings.values() for x in rows_of(s)]
 
 
 def judged_sets(rows: Rows) -> list[tuple[str, str]]:
@@ -116,8 +124,6 @@ class Ratio(NamedTuple):
     """A share or a mean: the sum of `numerator` over the sum of `denominator`.
 
     Attributes:
-      detector: of the row.
-      metric: of the row.
       numerator: `[..., n]`; leading axes such as seeds are summed.
       denominator: the same; 0 where an example does not count.
       columns: of the row beside those of its detector, such as `family`.
@@ -166,16 +172,21 @@ def ratio_rows(
     for ratio, numerator, denominator, ratio_draws in zip(
         ratios, numerators, denominators, joined, strict=True
     ):
-        fields = Subject.of(ratio.detector)._asdict() | {**ratio.columns, **set_fields}
-        fields |= {"experiment": experiment, "metric": ratio.metric}
-        fields["n"] = int((denominator != 0).sum())
-        total = float(denominator.sum(dtype=np.float64))
-        if total == 0:
-            result.append(ResultRow(**fields, value=None, reason=reason))
-            continue
-        low, high = interval_of(ratio_draws)
-        value = float(numerator.sum(dtype=np.float64)) / total
-        # Sums in single precision can leave a share of everything just beside it.
-        low, high = min(low, value), max(high, value)
-        result.append(ResultRow(**fields, value=value, ci_low=low, ci_high=high))
+        total, value, ends, missing = (
+            denominator.sum(dtype=np.float64),
+            None,
+            (),
+            reason,
+        )
+        if total:
+            value = float(numerator.sum(dtype=np.float64) / total)
+            low, high = interval_of(ratio_draws)
+            # Sums in single precision can leave a share of everything just beside it.
+            ends, missing = (min(low, value), max(high, value)), None
+        n_counted, columns = (
+            int((denominator != 0).sum()),
+            {**ratio.columns, **set_fields},
+        )
+        measured = experiment, ratio.detector, ratio.metric, value, n_counted, columns
+        result.append(row_of(*measured, ends or (None, None), missing))
     return result

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from beatrice.extract.records import IN_DOMAIN
-from beatrice.extract.run.rows import ResultRow, Subject
+from beatrice.extract.run.rows import ResultRow, Subject, encoder
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
 from beatrice.jaxprobe.families import LETTERS
 from beatrice.selection.ablation import SUBJECTS
@@ -33,6 +33,7 @@ from beatrice.selection.anatomy.analysis import (
     judged_sets,
     per_setting,
     ratio_rows,
+    row_of,
 )
 from beatrice.selection.anatomy.encoders import EVERY_FAMILY, Deployed
 from beatrice.selection.exhaustive import SET_SIZE, Ranking, traits
@@ -96,11 +97,6 @@ def complementarity(deployed: Deployed) -> list[ResultRow]:
     return result
 
 
-def encoder(letters: str) -> Subject:
-    """Return the encoder of some families, as rows name it."""
-    return Subject("encoder", letters)
-
-
 def _differences(
     deployed: Deployed,
     scored: list[Scored],
@@ -147,7 +143,7 @@ def fusion(inputs: AnalysisInput) -> AnalysisOutput:
         scored = [Scored(name=name, scores=values) for name, values in scores.items()]
         compared = [("champion", name) for name in scores if name != "champion"]
         rows += _differences(deployed, scored, compared, VARIANTS)
-    return AnalysisOutput(rows)
+    return rows
 
 
 def counts_along(
@@ -163,11 +159,8 @@ def counts_along(
     Returns:
       `[SET_SIZE + 1, n_parts]`: of a part's sets, the share that holds 0, 1, 2 or 3.
     """
-    counts = is_closed_book[ranking.sets[ranking.order]].sum(axis=1)
-    bins = np.array_split(counts, min(n_parts, len(counts)))
-    return np.stack(
-        [[(bin_counts == k).mean() for bin_counts in bins] for k in range(SET_SIZE + 1)]
-    )
+    parts = ranking.parts(is_closed_book[ranking.sets].sum(axis=1), n_parts)
+    return np.stack([[(x == k).mean() for x in parts] for k in range(SET_SIZE + 1)])
 
 
 def combinations(inputs: AnalysisInput) -> AnalysisOutput:
@@ -181,11 +174,16 @@ def _of_ranking(ranking: Ranking, deployed: Deployed) -> list[ResultRow]:
     by_trait = traits(deployed.setting, n_pool)
     set_fields = deployed.set_fields(IN_DOMAIN, "validation")
     best = ranking.sets[ranking.order[:N_BEST]]
-    values: list[tuple[str, float, int, dict[str, Any]]] = []
+    rows: list[ResultRow] = []
+
+    def add(metric: str, value: float, n: int, **columns: Any) -> None:
+        columns |= set_fields
+        rows.append(row_of(COMBINATIONS, "sets_of_three", metric, value, n, columns))
+
     for (letter, reads), is_read in by_trait.items():
         trait = {"family": letter, "kind": reads}
-        values.append(("encoders_in_best_set", _mean(is_read, best), len(best), trait))
-        values.append(("encoders_in_set", _mean(is_read, ranking.sets), n_sets, trait))
+        add("encoders_in_best_set", _mean(is_read, best), len(best), **trait)
+        add("encoders_in_set", _mean(is_read, ranking.sets), n_sets, **trait)
     is_closed_book = np.any(
         [read for (_, reads), read in by_trait.items() if reads == "closed_book"],
         axis=0,
@@ -193,25 +191,11 @@ def _of_ranking(ranking: Ranking, deployed: Deployed) -> list[ResultRow]:
     if not is_closed_book.all():
         shares = counts_along(ranking, is_closed_book, N_PARTS)
         for k, along in enumerate(shares):
-            is_count = is_closed_book[best].sum(axis=1) == k
-            counted = {"n_closed_book": k}
-            values.append(("best_sets", float(is_count.sum()), len(best), counted))
-            values += [
-                ("share", float(share), n_sets, counted | {"bin": part})
-                for part, share in enumerate(along, start=1)
-            ]
-    return [
-        ResultRow(
-            experiment=COMBINATIONS,
-            detector="sets_of_three",
-            metric=metric,
-            value=value,
-            n=n,
-            **columns,
-            **set_fields,
-        )
-        for metric, value, n, columns in values
-    ]
+            n_best = float((is_closed_book[best].sum(axis=1) == k).sum())
+            add("best_sets", n_best, len(best), n_closed_book=k)
+            for part, share in enumerate(along, start=1):
+                add("share", float(share), n_sets, n_closed_book=k, bin=part)
+    return rows
 
 
 def _mean(reads: np.ndarray, sets: Sequence[np.ndarray] | np.ndarray) -> float:

@@ -18,13 +18,14 @@ each set and kind the case that is surest of its decisions is shown, of equals t
 smaller id, with at most three of its golds.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import pandas
 
 from beatrice.extract.label.labels import stands_in_context
 from beatrice.extract.records import IN_DOMAIN, Setting
-from beatrice.extract.run.rows import ResultRow, Subject
+from beatrice.extract.run.rows import ResultRow, Subject, encoder
 from beatrice.jaxprobe.rows import Rows
 from beatrice.selection.anatomy import Study
 from beatrice.selection.anatomy.analysis import (
@@ -34,8 +35,8 @@ from beatrice.selection.anatomy.analysis import (
     Ratio,
     judged_sets,
     ratio_rows,
+    row_of,
 )
-from beatrice.selection.anatomy.combining import encoder
 from beatrice.selection.anatomy.encoders import Deployed
 
 FLIPS, BAND = "anatomy_flips", "anatomy_boundary"
@@ -111,8 +112,7 @@ def boundary(deployed: Deployed) -> list[ResultRow]:
     """
     rows, result = deployed.rows, []
     at = np.isin(deployed.judged, rows.where("test"))
-    set_fields: dict[str, Any] = deployed.set_fields(IN_DOMAIN, "test")
-    set_fields["n"] = int(at.sum())
+    set_fields = deployed.set_fields(IN_DOMAIN, "test")
     for name in deployed.queried:
         intact = deployed.intact(name)[:, at]
         rests = {letter: deployed.without(name, letter)[:, at] for letter in name}
@@ -123,20 +123,11 @@ def boundary(deployed: Deployed) -> list[ResultRow]:
             cells = width * (np.floor(points / width) + 0.5)
             for metric, chosen in (("answers", ~flipped), ("flips", flipped)):
                 centres, counts = np.unique(cells[chosen], axis=0, return_counts=True)
-                result += [
-                    ResultRow(
-                        experiment=BAND,
-                        metric=metric,
-                        value=float(count),
-                        family=letter,
-                        bin_x=float(x),
-                        bin_y=float(y),
-                        bin_width=float(width),
-                        **encoder(name)._asdict(),
-                        **set_fields,
-                    )
-                    for (x, y), count in zip(centres, counts, strict=True)
-                ]
+                for (x, y), count in zip(centres.tolist(), counts, strict=True):
+                    cell = {"bin_x": x, "bin_y": y, "bin_width": float(width)}
+                    columns = {"family": letter, **cell, **set_fields}
+                    measured = metric, float(count), int(at.sum())
+                    result.append(row_of(BAND, encoder(name), *measured, columns))
     return result
 
 
@@ -236,21 +227,7 @@ def grounding(inputs: AnalysisInput) -> AnalysisOutput:
         set_fields = deployed.set_fields(dataset, split)
         ratios = grounding_ratios(of_set, flips)
         result += ratio_rows(GROUNDING, ratios, ids, set_fields, deployed.bootstrap)
-    return AnalysisOutput(result)
-
-
-class Answered(NamedTuple):
-    """Both answers to some questions, `[n]` each.
-
-    Attributes:
-      ids: all different.
-      p: `[n, 2]` calibrated P(correct), closed-book and with context.
-      labels: `[n, 2]` bool.
-    """
-
-    ids: np.ndarray
-    p: np.ndarray
-    labels: np.ndarray
+    return result
 
 
 def kinds_of(p: np.ndarray, thresholds: np.ndarray) -> np.ndarray:
@@ -259,45 +236,38 @@ def kinds_of(p: np.ndarray, thresholds: np.ndarray) -> np.ndarray:
     return np.where(is_trusted[:, 0], 0, np.where(is_trusted[:, 1], 1, 2))
 
 
-def surest_questions(answered: Answered, thresholds: np.ndarray) -> dict[int, int]:
+def surest_questions(
+    ids: np.ndarray, p: np.ndarray, thresholds: np.ndarray
+) -> dict[int, int]:
     """Return the question shown of each kind, by the kind's place.
 
     The surest: the smallest distance of a probability that decides from its threshold
     is the largest. Accepted, the first decides alone.
+
+    Args:
+      ids: `[n]`, all different.
+      p: `[n, 2]` calibrated P(correct), closed-book and with context.
+      thresholds: `[2]`.
     """
-    kinds = kinds_of(answered.p, thresholds)
-    distance = np.abs(answered.p - thresholds[None])
+    kinds, distance = kinds_of(p, thresholds), np.abs(p - thresholds[None])
     margin = np.where(kinds == 0, distance[:, 0], distance.min(axis=1))
-    shown = {}
-    for kind in range(len(KINDS)):
-        of_kind = np.flatnonzero(kinds == kind)
-        if len(of_kind):
-            shown[kind] = min(
-                of_kind.tolist(), key=lambda i: (-margin[i], answered.ids[i])
-            )
-    return shown
+    order = np.lexsort((ids, -margin))
+    first = {int(kinds[i]): int(i) for i in reversed(order)}
+    return dict(sorted(first.items()))
 
 
-class _Decisions(NamedTuple):
-    """P, label and row of every judged original answer of a setting, by question."""
-
-    p: dict[str, float]
-    labels: dict[str, bool]
-    threshold: float
-
-
-def _read_decisions(inputs: AnalysisInput, setting: Setting) -> _Decisions:
+def _read_decisions(
+    inputs: AnalysisInput, setting: Setting
+) -> tuple[pandas.DataFrame, float]:
+    """Return P and label of a setting's judged original answers; and the threshold."""
     deployed, head = inputs.settings[setting], inputs.heads[setting]
     rows, where = deployed.rows, deployed.judged
     where = where[rows.variants[where] == "original"]
-    scores = inputs.searches[setting].scores["champion"]
-    p = head.calibrator(scores.mean(axis=0))
+    p = head.calibrator(inputs.searches[setting].scores["champion"].mean(axis=0))
     threshold = head.threshold and head.threshold.p_correct
-    return _Decisions(
-        {str(rows.ids[i]): float(p[i]) for i in where},
-        {str(rows.ids[i]): bool(rows.labels[i]) for i in where},
-        TRUSTED_FROM if threshold is None else float(threshold),
-    )
+    columns = {"p": np.asarray(p)[where], "label": rows.labels[where]}
+    frame = pandas.DataFrame(columns, index=rows.ids[where].tolist())
+    return frame, TRUSTED_FROM if threshold is None else float(threshold)
 
 
 def cases(inputs: AnalysisInput) -> AnalysisOutput:
@@ -306,64 +276,49 @@ def cases(inputs: AnalysisInput) -> AnalysisOutput:
     And a case of each kind of every set.
     """
     settings: tuple[Setting, Setting] = ("closed_book", "with_context")
-    with_context = inputs.settings["with_context"]
-    decisions = [_read_decisions(inputs, setting) for setting in settings]
-    thresholds = np.array([decision.threshold for decision in decisions])
+    deployed = inputs.settings["with_context"]
+    frames, ends = zip(*(_read_decisions(inputs, x) for x in settings), strict=True)
+    both = pandas.concat(frames, axis=1, join="inner").sort_index()
+    every_p, every_label = both["p"].to_numpy(float), both["label"].to_numpy(bool)
+    every_id, thresholds = both.index.to_numpy(str), np.array(ends)
     examples, answers = inputs.read_texts()
-    result: list[ResultRow] = []
-    shown: list[Study] = []
-    rows = with_context.rows
+    result: list[ResultRow | Study] = []
+    rows = deployed.rows
     for dataset, split in judged_sets(rows):
         of_set = rows.where(split, dataset)
-        questions = set(rows.ids[of_set].tolist())
-        ids = sorted(questions & decisions[0].p.keys() & decisions[1].p.keys())
+        at = np.isin(every_id, rows.ids[of_set])
+        ids, p, labels = every_id[at].tolist(), every_p[at], every_label[at]
         if not ids:
             continue
-        answered = Answered(
-            np.array(ids),
-            np.array([[decision.p[i] for decision in decisions] for i in ids]),
-            np.array([[decision.labels[i] for decision in decisions] for i in ids]),
+        kinds, every = kinds_of(p, thresholds), np.ones(len(ids))
+        final = np.where(kinds == 0, labels[:, 0], labels[:, 1])
+        ratios = []
+        for number, kind in enumerate(KINDS):
+            subject, is_kind = Subject("answers", kind=kind), kinds == number
+            ratios.append(Ratio(subject, "share", is_kind, every))
+            ratios.append(Ratio(subject, "right", is_kind & final, is_kind))
+        set_fields = deployed.set_fields(dataset, split) | {"setting": "both"}
+        result += ratio_rows(
+            CASES, ratios, every_id[at], set_fields, deployed.bootstrap
         )
-        result += _case_rows(answered, thresholds, dataset, split, with_context)
         if len(set(datasets := rows.datasets[of_set].tolist())) > 1:
             continue  # all in-domain sets together
-        dataset = datasets[0]
-        for kind, i in surest_questions(answered, thresholds).items():
+        for kind, i in surest_questions(every_id[at], p, thresholds).items():
             example = examples[ids[i]]
             texts = [answers[ids[i], s, "original"].text for s in settings]
-            shown.append(
+            result.append(
                 Study(
-                    dataset=dataset,
+                    dataset=datasets[0],
                     split=split,
                     kind=KINDS[kind],
                     question=example.question,
                     gold="; ".join(example.golds[:3]),  # any of them is right
                     closed_book=texts[0],
-                    p_closed_book=float(answered.p[i, 0]),
-                    is_closed_book_right=bool(answered.labels[i, 0]),
+                    p_closed_book=float(p[i, 0]),
+                    is_closed_book_right=bool(labels[i, 0]),
                     with_context=texts[1],
-                    p_with_context=float(answered.p[i, 1]),
-                    is_with_context_right=bool(answered.labels[i, 1]),
+                    p_with_context=float(p[i, 1]),
+                    is_with_context_right=bool(labels[i, 1]),
                 )
             )
-    return AnalysisOutput(result, tuple(shown))
-
-
-def _case_rows(
-    answered: Answered,
-    thresholds: np.ndarray,
-    dataset: str,
-    split: str,
-    deployed: Deployed,
-) -> list[ResultRow]:
-    """Return the share of each kind, and of its final answers that are right."""
-    kinds, every = kinds_of(answered.p, thresholds), np.ones(len(answered.ids))
-    final = np.where(kinds == 0, answered.labels[:, 0], answered.labels[:, 1])
-    ratios = []
-    for number, kind in enumerate(KINDS):
-        is_kind = kinds == number
-        subject = Subject("answers", kind=kind)
-        ratios.append(Ratio(subject, "share", is_kind, every))
-        ratios.append(Ratio(subject, "right", is_kind & final, is_kind))
-    set_fields = {"setting": "both", "dataset": dataset, "split": split}
-    return ratio_rows(CASES, ratios, answered.ids, set_fields, deployed.bootstrap)
+    return result

@@ -20,12 +20,11 @@ validation, test and held-out sets.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from beatrice.extract.records import IN_DOMAIN
-from beatrice.extract.run.rows import ResultRow, Subject
+from beatrice.extract.run.rows import ResultRow, Subject, encoder
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
 from beatrice.jaxprobe.families import FAMILIES, LETTERS, FamilyDims
 from beatrice.jaxprobe.linear import Pooled, block_scale, fit_linear
@@ -34,8 +33,8 @@ from beatrice.selection.anatomy.analysis import (
     Ratio,
     draw_rows,
     ratio_rows,
+    row_of,
 )
-from beatrice.selection.anatomy.combining import encoder
 from beatrice.selection.anatomy.encoders import (
     EVERY_FAMILY,
     TOLERANCE,
@@ -55,18 +54,19 @@ _FEWEST = 20  # answers that have a position
 LAYERS = "anatomy_layers"
 
 
-def incomplete(experiment: str, name: str, error: float, **set_fields) -> ResultRow:
-    """Return the row that says how far attributions are from adding up."""
-    fields = dict(experiment=experiment, metric="incompleteness", value=error)
-    return ResultRow(**fields, **encoder(name)._asdict(), **set_fields)
-
-
-def not_attributed(error: float) -> str:
-    """Return why attributions that do not add up are not shown."""
-    return (
-        f"the attributions miss the differences of the logits by {error:.1%}, more "
-        f"than {TOLERANCE:.0%}; a family of 1,024 channels or more gives no gradient"
-    )
+def error_rows(
+    experiment: str, subject: Subject, metric: str, error: float, n: int, at: dict
+) -> list[ResultRow]:
+    """Return how far attributions are from adding up; if too far, what lacks for it."""
+    result = [row_of(experiment, subject, "incompleteness", error, n, at)]
+    if error > TOLERANCE:
+        reason = (
+            f"the attributions miss the differences of the logits by {error:.1%}, "
+            f"more than {TOLERANCE:.0%}; a family of 1,024 channels or more gives no "
+            "gradient"
+        )
+        result.append(row_of(experiment, subject, metric, None, n, at, reason=reason))
+    return result
 
 
 def test_answers(deployed: Deployed) -> np.ndarray:
@@ -135,13 +135,10 @@ def heads(deployed: Deployed) -> list[ResultRow]:
     result: list[ResultRow] = []
     for name in names if len(where) > 1 else ():
         sums, error = head_sums(deployed, name, where)
-        result.append(incomplete(HEADS, name, error, **set_fields, n=len(where)))
-        if error > TOLERANCE:
-            fields = dict(experiment=HEADS, metric="share_of_top_heads", value=None)
-            fields |= {"n": len(where), "reason": not_attributed(error)}
-            result.append(ResultRow(**fields, **encoder(name)._asdict(), **set_fields))
-            continue
-        result += _head_rows(deployed, name, where, sums, set_fields)
+        of_error = HEADS, encoder(name), "share_of_top_heads", error, len(where)
+        result += error_rows(*of_error, set_fields)
+        if error <= TOLERANCE:
+            result += _head_rows(deployed, name, where, sums, set_fields)
     return result
 
 
@@ -190,11 +187,8 @@ def _head_rows(
     }
     ratios = [Ratio(subject, metric, *both) for metric, both in measures.items()]
     result += ratio_rows(HEADS, ratios, deployed.rows.ids[rest], set_fields, config)
-    even: dict[str, Any] = {"experiment": HEADS, "metric": "even_share_of_top_heads"}
-    even["n"] = n_cells
-    even |= {"value": n_heads / n_cells, **subject._asdict(), **set_fields}
-    result.append(ResultRow(**even))
-    return result
+    even = "even_share_of_top_heads", n_heads / n_cells, n_cells, set_fields
+    return [*result, row_of(HEADS, subject, *even)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -285,13 +279,10 @@ def positions(deployed: Deployed) -> list[ResultRow]:
         return []
     moved = attribute_tokens(deployed, EVERY_FAMILY, where)
     set_fields = deployed.set_fields(IN_DOMAIN, "test")
-    result = [
-        incomplete(POSITIONS, EVERY_FAMILY, moved.error, **set_fields, n=len(where))
-    ]
+    of_error = POSITIONS, encoder(EVERY_FAMILY), "share", moved.error, len(where)
+    result = error_rows(*of_error, set_fields)
     if moved.error > TOLERANCE:
-        fields = encoder(EVERY_FAMILY)._replace(span="answer")._asdict() | set_fields
-        fields |= dict(experiment=POSITIONS, metric="share", value=None, n=len(where))
-        return [*result, ResultRow(**fields, reason=not_attributed(moved.error))]
+        return result
     ratios = position_ratios(EVERY_FAMILY, moved, deployed.spans)
     ids = deployed.rows.ids[where]
     return result + ratio_rows(POSITIONS, ratios, ids, set_fields, deployed.bootstrap)

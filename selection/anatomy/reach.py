@@ -22,14 +22,14 @@ import hashlib
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 from scipy.stats import rankdata
 
 from beatrice.extract.records import IN_DOMAIN, Setting
-from beatrice.extract.run.rows import ResultRow, Subject
+from beatrice.extract.run.rows import ResultRow, Subject, encoder
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
 from beatrice.jaxprobe.families import LETTERS, SUBSET_NAMES, subset_index, widths_of
@@ -48,8 +48,9 @@ from beatrice.selection.anatomy.analysis import (
     AnalysisOutput,
     draw_rows,
     per_setting,
+    row_of,
 )
-from beatrice.selection.anatomy.combining import encoder, pairs
+from beatrice.selection.anatomy.combining import pairs
 from beatrice.selection.anatomy.encoders import EVERY_FAMILY, Deployed
 from beatrice.selection.anatomy.places import linear_scores, pooled_signals
 
@@ -80,37 +81,21 @@ def train_valid_split(order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return order[~is_valid], order[is_valid]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class SmallSampleTrainer:
     """Trains encoders on a small sample of the rows of a setting.
 
     Attributes:
       deployed: of the setting.
-      n_train: rows of an epoch, to which fewer are repeated.
-      n_valid: likewise.
-      lengths: padded length of every span.
+      drawn: all rows that samples are taken of, whose spans are padded alike.
+      n_most: of the largest sample; a smaller one is repeated to as many rows.
       folder: of finished members, until all are done.
     """
 
     deployed: Deployed
-    n_train: int
-    n_valid: int
-    lengths: tuple[int, ...]
+    drawn: np.ndarray
+    n_most: int
     folder: Path
-
-    @classmethod
-    def of(
-        cls, deployed: Deployed, drawn_rows: np.ndarray, n_most: int, folder: Path
-    ) -> "SmallSampleTrainer":
-        """Return the trainer of at most `n_most` of some rows."""
-        train, valid = train_valid_split(np.arange(n_most))
-        return cls(
-            deployed=deployed,
-            n_train=len(train),
-            n_valid=len(valid),
-            lengths=widths_of(deployed.data.lengths[drawn_rows]),
-            folder=folder,
-        )
 
     def scores(
         self, names: Sequence[str], order: np.ndarray, where: np.ndarray
@@ -129,7 +114,7 @@ class SmallSampleTrainer:
         splits = train_valid_split(order)
         if any(len(set(labels[split].tolist())) < 2 for split in splits):
             return None
-        sizes = self.n_train, self.n_valid
+        sizes = [len(x) for x in train_valid_split(np.arange(self.n_most))]
         repeated = [np.resize(p, n) for p, n in zip(splits, sizes, strict=True)]
         taken = np.concatenate([*repeated, where])
         indices = np.split(np.arange(len(taken)), np.cumsum(sizes))
@@ -157,6 +142,7 @@ class SmallSampleTrainer:
           splits: indices of training and of validation rows among them.
         """
         data = self.deployed.data
+        lengths = widths_of(data.lengths[self.drawn])
 
         def read(where: np.ndarray, *widths: tuple[int, ...]) -> FamilyTokens:
             return data.read(taken[where], *widths)
@@ -169,7 +155,7 @@ class SmallSampleTrainer:
             read_train=read,
             where=tuple(splits),
             in_memory=tuple(
-                (Bucket(np.arange(len(split)), read(split, self.lengths)),)
+                (Bucket(np.arange(len(split)), read(split, lengths)),)
                 for split in splits
             ),
         )
@@ -199,7 +185,7 @@ def _curve(inputs: AnalysisInput, deployed: Deployed) -> list[ResultRow]:
     selected = selected_members(inputs, deployed.setting)
     names = tuple(dict.fromkeys([*LETTERS, EVERY_FAMILY, *selected]))
     n_most = max(n for n in sizes if n in ENCODER_SIZES)
-    trainer = SmallSampleTrainer.of(deployed, order, n_most, inputs.folder)
+    trainer = SmallSampleTrainer(deployed, order, n_most, inputs.folder)
     scored: list[Scored] = []
     for n in sizes:
         train, valid = train_valid_split(np.arange(n))
@@ -221,8 +207,7 @@ def _curve(inputs: AnalysisInput, deployed: Deployed) -> list[ResultRow]:
     result = detection_rows(scored, rows.take(judged), deployed.bootstrap, CURVE)
     n_all = sum(len(rows.where(split)) for split in ("train", "validation"))
     set_fields = deployed.set_fields(IN_DOMAIN, "test")
-    fields = dict(experiment=CURVE, detector="run", metric="labels", n=n_all)
-    of_run = ResultRow(**fields, **set_fields, value=float(n_all))
+    of_run = row_of(CURVE, "run", "labels", float(n_all), n_all, set_fields)
     return [of_run, *(row for row in result if row.metric == "auroc")]
 
 
@@ -273,7 +258,7 @@ def _matrix(deployed: Deployed, folder: Path) -> list[ResultRow]:
     judged = judged[is_read]
     every = np.concatenate([*orders, judged])
     blocks = pooled_signals(deployed, every)
-    trainer = SmallSampleTrainer.of(deployed, np.concatenate(orders), n, folder)
+    trainer = SmallSampleTrainer(deployed, np.concatenate(orders), n, folder)
     scored = []
     for number, (name, order) in enumerate(zip(sources, orders, strict=True)):
         train, valid = (number * n + x for x in train_valid_split(np.arange(n)))
@@ -390,15 +375,13 @@ def _auroc_rows(
     result = []
     for subset, name in enumerate(SUBSET_NAMES):
         values = [auroc(scores, ranked.labels) for scores in ranked.scores[:, subset]]
-        fields: dict[str, Any] = encoder(name)._asdict() | backbone | set_fields
-        fields |= {"experiment": BACKBONES, "metric": "auroc"}
-        fields |= {"n": len(ranked.labels)}
-        if reason := next((v.reason for v in values if v.reason), None):
-            result.append(ResultRow(**fields, value=None, reason=reason))
-            continue
-        low, high = interval_of(draws[subset])
-        value = float(np.mean([v.value for v in values]))
-        result.append(ResultRow(**fields, value=value, ci_low=low, ci_high=high))
+        reason = next((v.reason for v in values if v.reason), None)
+        value, ends = None, (None, None)
+        if reason is None:
+            value = float(np.mean([v.value for v in values]))
+            ends = interval_of(draws[subset])
+        measured = "auroc", value, len(ranked.labels), backbone | set_fields
+        result.append(row_of(BACKBONES, encoder(name), *measured, ends, reason))
     return result
 
 
@@ -425,14 +408,12 @@ def backbones(inputs: AnalysisInput) -> AnalysisOutput:
             backbone = {"kind": kind, "source": source}
             result += _auroc_rows(side, config, backbone, set_fields)
         correlation = agreement(ranked[0], ranked[1], config)
-        fields: dict[str, Any] = {"experiment": BACKBONES, "metric": "spearman"}
-        fields |= {"detector": "two_backbones", "n": len(SUBSET_NAMES), **set_fields}
-        if np.isfinite(correlation.value):
-            fields |= {"ci_low": correlation.low, "ci_high": correlation.high}
-            result.append(ResultRow(**fields, value=correlation.value))
-        else:
+        value, ends, reason = correlation.value, correlation[1:], None
+        if not np.isfinite(value):
             reason = "one class only, or all subsets are equally good"
-            result.append(ResultRow(**fields, value=None, reason=reason))
+            value, ends = None, (None, None)
+        measured = "spearman", value, len(SUBSET_NAMES), set_fields
+        result.append(row_of(BACKBONES, "two_backbones", *measured, ends, reason))
     of_pairs = [row for setting in shared for row in pairs(inputs.other[setting])]
     result += [msgspec.structs.replace(row, experiment=OTHER_PAIRS) for row in of_pairs]
-    return AnalysisOutput(result)
+    return result

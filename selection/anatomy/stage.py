@@ -8,7 +8,6 @@ import dataclasses
 import hashlib
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,13 +59,7 @@ FORMAT = 4  # of what is saved
 
 
 class Analysis(NamedTuple):
-    """An analysis of the anatomy.
-
-    Attributes:
-      run: does it.
-      needs: parts that its input must have.
-      uses: parts that it reads where its input has them.
-    """
+    """An analysis of the anatomy; "needs" must be there, "uses" may."""
 
     run: Callable[[AnalysisInput], AnalysisOutput]
     needs: tuple[Part, ...] = ()
@@ -122,11 +115,6 @@ def _folder(run: RunDir) -> Path:
     return run.path / "anatomy"
 
 
-def cases_file(run: RunDir) -> Path:
-    """Return where the cases lie that the report shows."""
-    return _folder(run) / "cases.json"
-
-
 def _inputs(run: RunDir) -> list[Path]:
     files = [run.answers, run.sweep, run.selection, run.detector]
     return [*row_files(run), *files, *encoder_folders(run)]
@@ -169,13 +157,6 @@ def _deployed(run: RunDir) -> dict[Setting, Deployed]:
     return deployed
 
 
-def _read_texts(run: RunDir) -> QuestionTexts:
-    return QuestionTexts(
-        {example.id: example for example in read_examples(run)},
-        {answer.key: answer for answer in read_answers(run)},
-    )
-
-
 def _parts(run: RunDir, other: RunDir | None) -> dict[Part, str]:
     parts: dict[Part, str] = {setting: "" for setting in settings_of(run)}
     if run.stage_done("exhaustive"):
@@ -200,7 +181,10 @@ def _input(run: RunDir, config: AnatomyConfig) -> AnalysisInput:
         settings=_deployed(run),
         searches=_searches(run),
         heads=Detector.load(run.detector).heads,
-        read_texts=partial(_read_texts, run),
+        read_texts=lambda: QuestionTexts(
+            {example.id: example for example in read_examples(run)},
+            {answer.key: answer for answer in read_answers(run)},
+        ),
         parts=parts,
         rankings={s: read_ranking(run, s) for s in settings if "rankings" in parts},
         without_hidden=without_hidden,
@@ -230,16 +214,18 @@ def _load(cache: Cache, name: str) -> AnalysisOutput | None:
     where = f"the rows of {name}"
     lines = arrays["rows"].tobytes().decode().splitlines()
     cases = from_json(tuple[Study, ...], arrays["cases"].tobytes(), where)
-    rows = [from_json(ResultRow, line, where) for line in lines]
-    return AnalysisOutput(rows, cases)
+    return [*(from_json(ResultRow, line, where) for line in lines), *cases]
 
 
 def _save(cache: Cache, name: str, output: AnalysisOutput) -> None:
-    texts = {
-        "rows": write_rows(output.rows).encode(),
-        "cases": msgspec.json.encode(output.cases),
-    }
+    rows, cases = _split(output)
+    texts = {"rows": write_rows(rows).encode(), "cases": msgspec.json.encode(cases)}
     cache.save(name, {n: np.frombuffer(text, np.uint8) for n, text in texts.items()})
+
+
+def _split(output: AnalysisOutput) -> tuple[list[ResultRow], list[Study]]:
+    rows = [x for x in output if isinstance(x, ResultRow)]
+    return rows, [x for x in output if isinstance(x, Study)]
 
 
 def _anatomy(
@@ -248,7 +234,7 @@ def _anatomy(
     set_compiler(run.preset)
     inputs, chosen = _input(run, config), chosen_analyses(config)
     base = " ".join(run.hash_inputs(*_inputs(run)).values())
-    outputs: list[AnalysisOutput] = []
+    outputs: list[ResultRow | Study] = []
     for name, analysis in ANALYSES.items():
         missing = _missing(analysis, inputs, run)
         if missing is not None and name in chosen:
@@ -264,12 +250,12 @@ def _anatomy(
                 _save(cache, name, output)
                 seconds = time.monotonic() - began
                 progress.note(f"anatomy: {name} took {seconds:.0f} s")
-            outputs += [] if output is None else [output]
+            outputs += output or ()
         if name in chosen:
             update(1 + chosen.index(name), len(chosen))
-    cases = [msgspec.to_builtins(case) for output in outputs for case in output.cases]
-    write_json_atomic(cases_file(run), cases)
-    publish(run, "anatomy", [row for x in outputs for row in x.rows], progress)
+    rows, cases = _split(outputs)
+    write_json_atomic(_folder(run) / "cases.json", msgspec.to_builtins(cases))
+    publish(run, "anatomy", rows, progress)
 
 
 ANATOMY = Stage(

@@ -17,7 +17,6 @@ from beatrice.selection.anatomy.analysis import (
 )
 from beatrice.selection.anatomy.combining import counts_along, mistakes
 from beatrice.selection.anatomy.decisions import (
-    Answered,
     Grounded,
     boundary,
     flip_ratios,
@@ -285,8 +284,8 @@ def test_a_case_is_the_surest_of_its_kind_and_of_equals_the_smaller_id():
         [[0.9, 0.1], [0.9, 0.2], [0.7, 0.9], [0.1, 0.9], [0.5, 0.61], [0.2, 0.1]]
     )
     assert kinds_of(p, thresholds).tolist() == [0, 0, 0, 1, 1, 2]
-    found = Answered(np.array(["b", "a", "c", "d", "e", "f"]), p, p > 0.5)
-    assert surest_questions(found, thresholds) == {0: 1, 1: 3, 2: 5}
+    ids = np.array(["b", "a", "c", "d", "e", "f"])
+    assert surest_questions(ids, p, thresholds) == {0: 1, 1: 3, 2: 5}
 
 
 def test_an_analysis_that_is_not_known_is_refused_by_its_name():
