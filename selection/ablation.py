@@ -171,10 +171,8 @@ class Ablation:
 
     Attributes:
       champions: pool positions of the selected encoders, by setting.
-      rows: what the rows of every setting are.
       read_outputs: reads what all encoders of a pass put out on its rows.
       read_training_set: reads a setting's rows as encoders are trained on them.
-      grid: how encoders are trained.
       config: heads and search, with the run's seed.
       cache: where finished variants are saved; its key names all that they depend on.
     """

@@ -122,8 +122,6 @@ class Enumeration:
     Attributes:
       train: outputs of the pool on the training rows.
       valid: the same on the validation rows.
-      config: shape of the heads.
-      train_config: protocol of the heads.
       folder: of finished calls, a file each; None saves none.
     """
 

@@ -18,6 +18,7 @@ from beatrice.benchmarks.results.names import (
     FUSION_VARIANTS,
     LEARNERS,
     SETTING_LABELS,
+    SPANS,
     SPLIT_LABELS,
     family_name,
     probe,
@@ -50,7 +51,7 @@ from beatrice.extract.run.rows import Subject, encoder
 
 Tables = Sequence[tuple[str, Table]]
 Content = tuple[Sequence[Picture], Tables]
-SPANS = ("context", "question", "answer")
+Make = Callable[[pandas.DataFrame], Content]  # of a run's results
 
 
 class ShownAnalysis(NamedTuple):
@@ -65,7 +66,7 @@ class ShownAnalysis(NamedTuple):
 
     title: str
     look: str
-    make: Callable[[pandas.DataFrame], Content]
+    make: Make
     beside: tuple[str, ...] = ()
 
 
@@ -78,6 +79,19 @@ class PagePart(NamedTuple):
     tables: Tables = ()
     beside: Sequence[Sign] = ()
     cases: Sequence[Mapping[str, Any]] = ()
+
+
+ANALYSES: list[ShownAnalysis] = []  # in the order of the page
+
+
+def shown(title: str, look: str, *beside: str) -> Callable[[Make], Make]:
+    """Register how an analysis is shown, see `ShownAnalysis`."""
+
+    def register(make: Make) -> Make:
+        ANALYSES.append(ShownAnalysis(title, look, make, beside))
+        return make
+
+    return register
 
 
 def rows_of(results: pandas.DataFrame, name: str, **columns: Any) -> pandas.DataFrame:
@@ -118,8 +132,13 @@ def _drawn(
     return picture(figure, f"{name}-{setting}", title, caption)
 
 
-def complementarity(results: pandas.DataFrame) -> Content:
-    """Which family gets right what another gets wrong."""
+@shown(
+    "Which family gets right what another gets wrong",
+    "A cell near the row's own share of right answers means mistakes that have "
+    "nothing to do with each other; near 0, that the row repeats the column's.",
+    "fig:complementarity",
+)
+def _complementarity(results: pandas.DataFrame) -> Content:
     shown, pictures = rows_of(results, "complementarity", **POOLED), []
     letters = list(FAMILIES)
     for setting, here in each_setting(shown):
@@ -145,8 +164,13 @@ def complementarity(results: pandas.DataFrame) -> Content:
     return pictures, [("Mistakes, family by family", table)]
 
 
-def pairs(results: pandas.DataFrame) -> Content:
-    """Which pairs of families are worth more together."""
+@shown(
+    "Which pairs of families are worth more together",
+    "Points to the right of zero; that the better of two is chosen on the same "
+    "answers makes gains look smaller by a little.",
+    "fig:cross-model-synergy, bottom",
+)
+def _pairs(results: pandas.DataFrame) -> Content:
     better = better_pairs(results)
     if better.empty:
         return (), ()
@@ -183,16 +207,27 @@ def pairs(results: pandas.DataFrame) -> Content:
     return [drawn], [("AUROC of the pair minus its better member", table)]
 
 
-def fusion(results: pandas.DataFrame) -> Content:
-    """What the selected set has more than the other ways of fusing."""
+@shown(
+    "Features and fusion, variant by variant",
+    "Whether an interval excludes zero (†): a larger number alone says little.",
+    "ablation",
+    "champion-vs-hidden",
+)
+def _fusion(results: pandas.DataFrame) -> Content:
     shown = rows_of(results, "fusion")
     lines = [(title, of_rival(x)) for x, title in FUSION_VARIANTS.items()]
     table = by_place(shown, "Variant", lines)
     return (), [("AUROC of the selected set minus the variant's", table)]
 
 
-def combinations(results: pandas.DataFrame) -> Content:
-    """What the best sets of three hold."""
+@shown(
+    "What the best sets of three encoders hold",
+    "Of the ranking of all sets by validation AUROC: what the ten best carry more "
+    "of than sets at large, and whether closed-book encoders gather at the top.",
+    "fig:combination-search",
+    "fig:gemma-combination-search",
+)
+def _combinations(results: pandas.DataFrame) -> Content:
     shown, pictures = rows_of(results, "combinations"), []
     counts = [(f"{k} closed-book", {"n_closed_book": k, "bin": None}) for k in range(4)]
     for setting, along in each_setting(where(shown, metric="share")):
@@ -220,8 +255,13 @@ def combinations(results: pandas.DataFrame) -> Content:
     ]
 
 
-def backbones(results: pandas.DataFrame) -> Content:
-    """Whether the same combinations win on another backbone."""
+@shown(
+    "Whether the same combinations win on another backbone",
+    "Points that rise from left to right: the ranking belongs to the families, not "
+    "to one model.",
+    "fig:cross-model-synergy, top",
+)
+def _backbones(results: pandas.DataFrame) -> Content:
     shown = rows_of(results, "backbones", **POOLED)
     aurocs = where(shown, metric="auroc")
     points, names = {}, {}
@@ -248,8 +288,16 @@ _FLIPS = (
 )
 
 
-def flips(results: pandas.DataFrame) -> Content:
-    """Which family decides, and when the others act."""
+@shown(
+    "Which family decides, and when the others act",
+    "A family is replaced by its means inside a deployed encoder. A high flip rate "
+    "is a family that decides; a high precision with flips near the boundary is "
+    "one that corrects where the rest is undecided. A precision is to be read "
+    "against how often such answers are right at all.",
+    "anatomy-flip-profile",
+    "fig:boundary-band",
+)
+def _flips(results: pandas.DataFrame) -> Content:
     shown, band = rows_of(results, "flips"), rows_of(results, "boundary", **POOLED)
     pictures, tables = [], []
     band = where(band.loc[band["value"].notna()], families=EVERY_FAMILY)
@@ -289,8 +337,14 @@ _GROUNDING = {
 }
 
 
-def grounding(results: pandas.DataFrame) -> Content:
-    """What the attention family responds to."""
+@shown(
+    "What attention responds to",
+    "If precision falls where an answer stands in the passage and is wrong, "
+    "attention endorses support, not truth. Whole words of the normalised answer "
+    "are looked for in titles and texts.",
+    "anatomy-grounding",
+)
+def _grounding(results: pandas.DataFrame) -> Content:
     shown, tables = rows_of(results, "grounding"), []
     for families in shown["families"].dropna().unique():
         lines = [
@@ -303,8 +357,13 @@ def grounding(results: pandas.DataFrame) -> Content:
     return (), tables
 
 
-def heads(results: pandas.DataFrame) -> Content:
-    """Whether a few heads carry what attention says."""
+@shown(
+    "Whether a few heads carry what attention says",
+    "A flat map, and eight largest heads that move the encoder no more than eight "
+    "random ones, mean that no head is privileged.",
+    "fig:attention-heads",
+)
+def _heads(results: pandas.DataFrame) -> Content:
     shown, pictures = rows_of(results, "heads", **POOLED), []
     caption = (
         "Integrated gradients of the logit from attention at its means, absolute, over "
@@ -334,8 +393,15 @@ def heads(results: pandas.DataFrame) -> Content:
     return pictures, [("Eight heads", pivot(shown, "Encoder", lines, columns))]
 
 
-def positions(results: pandas.DataFrame) -> Content:
-    """Where in the text the read-out comes from."""
+@shown(
+    "Where in the text the read-out comes from",
+    "How much each span and each token of the answer moves the logit, beside its "
+    "share of the tokens; and what a deployed encoder loses without a span.",
+    "sec:anatomy",
+    "app:span",
+    "span-ablation",
+)
+def _positions(results: pandas.DataFrame) -> Content:
     shown = rows_of(results, "positions", **POOLED, families=EVERY_FAMILY, family=None)
     ends = [str(x) for x in sorted(shown["position"].dropna().unique())]
     of_token = {x: {"position": int(x), "kind": None, "span": None} for x in ends}
@@ -394,8 +460,12 @@ def _without_spans(results: pandas.DataFrame) -> list[tuple[str, Table]]:
     return tables
 
 
-def layers(results: pandas.DataFrame) -> Content:
-    """Which layer knows, on every answer."""
+@shown(
+    "Which layer knows, on every answer",
+    "Whether the curve peaks in the middle, and whether the peak stands out of the "
+    "intervals.",
+)
+def _layers(results: pandas.DataFrame) -> Content:
     shown = rows_of(results, "layers", dataset=IN_DOMAIN, split=("validation", "test"))
     curves, best = {}, {}
     known = shown.loc[shown["value"].notna() & shown["ci_low"].notna()]
@@ -421,8 +491,12 @@ def layers(results: pandas.DataFrame) -> Content:
     return [drawn], [("AUROC by layer", table)]
 
 
-def labels(results: pandas.DataFrame) -> Content:
-    """How much data it takes."""
+@shown(
+    "How much data it takes",
+    "Where the curves begin to flatten, and whether encoders need more labels than "
+    "logistic regression on the same signals.",
+)
+def _labels(results: pandas.DataFrame) -> Content:
     shown, pictures = rows_of(results, "labels", **POOLED), []
     for setting, here in each_setting(shown):
         curves = _learning_curves(results, here, setting)
@@ -474,8 +548,13 @@ def _learning_curves(
     return curves
 
 
-def transfer(results: pandas.DataFrame) -> Content:
-    """What one question set teaches about another."""
+@shown(
+    "What one question set teaches about another",
+    "Rows that stay as dark as the diagonal carry over. Every detector had as many "
+    "labels as every other; held-out sets teach with half of their questions and "
+    "are read on the other.",
+)
+def _transfer(results: pandas.DataFrame) -> Content:
     shown, pictures, tables = rows_of(results, "transfer", metric="auroc"), [], []
     for setting, of_setting in each_setting(shown):
         for reader in (encoder(EVERY_FAMILY), probe(EVERY_FAMILY)):
@@ -498,8 +577,12 @@ def transfer(results: pandas.DataFrame) -> Content:
     return pictures, tables
 
 
-def cases(results: pandas.DataFrame) -> Content:
-    """Two passes, two decisions, of every set."""
+@shown(
+    "Cases: two passes, two decisions",
+    "Of every set and kind the question that is surest of its decisions, of equals "
+    "the smaller id; nobody picked.",
+)
+def _cases(results: pandas.DataFrame) -> Content:
     shown = rows_of(results, "cases")
     lines = [(kind, {"kind": kind}) for kind in shown["kind"].unique()]
     columns = [
@@ -513,100 +596,6 @@ def cases(results: pandas.DataFrame) -> Content:
     return (), [("Decisions", pivot(shown, "Decision", lines, columns))]
 
 
-ANALYSES = (
-    ShownAnalysis(
-        "Which family gets right what another gets wrong",
-        "A cell near the row's own share of right answers means mistakes that have "
-        "nothing to do with each other; near 0, that the row repeats the column's.",
-        complementarity,
-        ("fig:complementarity",),
-    ),
-    ShownAnalysis(
-        "Which pairs of families are worth more together",
-        "Points to the right of zero; that the better of two is chosen on the same "
-        "answers makes gains look smaller by a little.",
-        pairs,
-        ("fig:cross-model-synergy, bottom",),
-    ),
-    ShownAnalysis(
-        "Features and fusion, variant by variant",
-        "Whether an interval excludes zero (†): a larger number alone says little.",
-        fusion,
-        ("ablation", "champion-vs-hidden"),
-    ),
-    ShownAnalysis(
-        "What the best sets of three encoders hold",
-        "Of the ranking of all sets by validation AUROC: what the ten best carry more "
-        "of than sets at large, and whether closed-book encoders gather at the top.",
-        combinations,
-        ("fig:combination-search", "fig:gemma-combination-search"),
-    ),
-    ShownAnalysis(
-        "Whether the same combinations win on another backbone",
-        "Points that rise from left to right: the ranking belongs to the families, not "
-        "to one model.",
-        backbones,
-        ("fig:cross-model-synergy, top",),
-    ),
-    ShownAnalysis(
-        "Which family decides, and when the others act",
-        "A family is replaced by its means inside a deployed encoder. A high flip rate "
-        "is a family that decides; a high precision with flips near the boundary is "
-        "one that corrects where the rest is undecided. A precision is to be read "
-        "against how often such answers are right at all.",
-        flips,
-        ("anatomy-flip-profile", "fig:boundary-band"),
-    ),
-    ShownAnalysis(
-        "What attention responds to",
-        "If precision falls where an answer stands in the passage and is wrong, "
-        "attention endorses support, not truth. Whole words of the normalised answer "
-        "are looked for in titles and texts.",
-        grounding,
-        ("anatomy-grounding",),
-    ),
-    ShownAnalysis(
-        "Whether a few heads carry what attention says",
-        "A flat map, and eight largest heads that move the encoder no more than eight "
-        "random ones, mean that no head is privileged.",
-        heads,
-        ("fig:attention-heads",),
-    ),
-    ShownAnalysis(
-        "Where in the text the read-out comes from",
-        "How much each span and each token of the answer moves the logit, beside its "
-        "share of the tokens; and what a deployed encoder loses without a span.",
-        positions,
-        ("sec:anatomy", "app:span", "span-ablation"),
-    ),
-    ShownAnalysis(
-        "Which layer knows, on every answer",
-        "Whether the curve peaks in the middle, and whether the peak stands out of the "
-        "intervals.",
-        layers,
-    ),
-    ShownAnalysis(
-        "How much data it takes",
-        "Where the curves begin to flatten, and whether encoders need more labels than "
-        "logistic regression on the same signals.",
-        labels,
-    ),
-    ShownAnalysis(
-        "What one question set teaches about another",
-        "Rows that stay as dark as the diagonal carry over. Every detector had as many "
-        "labels as every other; held-out sets teach with half of their questions and "
-        "are read on the other.",
-        transfer,
-    ),
-    ShownAnalysis(
-        "Cases: two passes, two decisions",
-        "Of every set and kind the question that is surest of its decisions, of equals "
-        "the smaller id; nobody picked.",
-        cases,
-    ),
-)
-
-
 def anatomy_parts(
     results: pandas.DataFrame, studies: Sequence[Mapping[str, Any]] = ()
 ) -> list[PagePart]:
@@ -617,7 +606,7 @@ def anatomy_parts(
     for analysis in ANALYSES:
         pictures, tables = analysis.make(results)
         tables = [(heading, table) for heading, table in tables if table.lines]
-        shown = studies if analysis.make is cases else ()
+        shown = studies if analysis.make is _cases else ()
         if pictures or tables or shown:
             beside = [sign for x in analysis.beside for sign in compared.get(x, ())]
             part = PagePart(

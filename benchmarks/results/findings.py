@@ -66,7 +66,6 @@ class PaperAnswer(NamedTuple):
 
     Attributes:
       question: short name.
-      place: setting, dataset and split.
       answer: None where nothing was measured.
       row: the difference that decides, the largest of several; None where none was
         measured.

@@ -115,13 +115,13 @@ FAMILY_VARIANTS = {
     CHAMPION: "Full: all four families",
 }
 _WAYS = {"zeroed_span": "zeroed in training", "without_span": "left out of both"}
-_SPANS = ("context", "question", "answer")
+SPANS = ("context", "question", "answer")
 _WITH_HEAD = {
     CHAMPION: "None: all spans",
     **{
         Subject(way, span=span): f"{span.capitalize()}, {words}"
         for way, words in _WAYS.items()
-        for span in _SPANS
+        for span in SPANS
     },
 }
 # A head reads the answer span's vector: what the encoders say without one.

@@ -422,9 +422,7 @@ class Sign(NamedTuple):
       first: the number, and the run's.
       second: what it is compared with; None is zero.
       order: of the paper.
-      change: the run's difference.
-      low: lower end of its interval; None where there is none.
-      high: upper end.
+      change: the run's difference, whose interval `low` and `high` are.
       is_paired: whether the interval is of a difference on the same questions.
     """
 

@@ -51,11 +51,9 @@ class Lead(NamedTuple):
     """The selected set and a rival on one set.
 
     Attributes:
-      place: setting, dataset and split.
       rival: what it is compared with; None where no rival was measured.
       ours: AUROC of the selected set.
       theirs: AUROC of the rival.
-      difference: the paired row, or None.
       seeds_sd: SD of the selected set's AUROC over training seeds; None with one seed.
       uncompared: detectors with a higher AUROC than the rival that no paired row has.
       p_holm: corrected p; None where the difference is undefined.

@@ -49,8 +49,6 @@ class AnalysisInput:
 
     Attributes:
       settings: the encoders of every setting.
-      searches: by branch.
-      heads: calibrated, by branch.
       read_texts: reads the questions and answers; most analyses need none.
       parts: identity of each part that not every run has, by its name.
       rankings: of every set of three encoders, by setting.

@@ -204,11 +204,8 @@ class Deployed:
 
     Attributes:
       setting: whose answers are looked at.
-      store: the setting's signals.
-      rows: what the rows of the store are.
       layer: entry of the resid axis that the hidden family is read from.
       tree: weights, and the outputs of all encoders on all rows; see `jaxprobe.train`.
-      config: how the encoders are trained.
       selected: encoders of this pass that some search has selected, by their letters.
       bootstrap: how intervals are made; its seed is that of all drawings.
     """

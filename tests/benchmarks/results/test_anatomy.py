@@ -87,7 +87,7 @@ def test_the_boundary_has_a_cell_for_each_row():
         r for r in ROWS if r.experiment == "anatomy_boundary" and r.bin_x is not None
     ]
     assert len({r.bin_width for r in rows}) == 1 and len(rows) > 8
-    pictures, _ = anatomy.flips(results_of(rows))
+    pictures, _ = anatomy._flips(results_of(rows))
     assert {p.title for p in pictures} == {"Closed-book", "With context"}
 
 
