@@ -25,13 +25,7 @@ from beatrice.extract.generate.generator import (
     stop_ids_of,
 )
 from beatrice.extract.generate.prompts import PromptConfig
-from beatrice.extract.generate.replies import (
-    Texts,
-    count_requests,
-    forecast_texts,
-    open_replies,
-    reply_files,
-)
+from beatrice.extract.generate.replies import Texts, TextStage, count_requests
 from beatrice.extract.generate.requests import (
     ANSWER_PRESETS,
     AnswerConfig,
@@ -496,39 +490,7 @@ def forecast_answers(run: RunDir, config: AnswerConfig, model: PromptModel) -> F
     return dataclasses.replace(forecast, basis=basis)
 
 
-def _draw_requests(
-    run: RunDir,
-    model: TokenizerOnly,
-    prompt: PromptConfig,
-    draws: DrawConfig,
-    splits: Sequence[str],
-) -> Requests:
-    examples = [example for example in read_examples(run) if example.split in splits]
-    limit = draws.sampling.max_new_tokens
-    return make_requests(examples, model, prompt, limit, settings_of(run))
-
-
-def forecast_draws(
-    run: RunDir,
-    generator: Generator,
-    model: TokenizerOnly,
-    prompt: PromptConfig,
-    draws: DrawConfig,
-    splits: Sequence[str],
-    *,
-    as_text: bool = False,
-) -> str:
-    """Return as text what `draw_run` would ask for."""
-    requests = _draw_requests(run, model, prompt, draws, splits).requests
-    drawing = (requests, generator, model.tokenizer)
-    return forecast_texts(
-        reply_files(run.replies("sample"), run.parts("sample")),
-        "sample",
-        lambda replies: draw_answers(*drawing, replies, draws, as_text=as_text),
-    )
-
-
-def draw_run(
+def draw_stage(
     run: RunDir,
     generator: Generator,
     model: TokenizerOnly,
@@ -538,12 +500,8 @@ def draw_run(
     progress: Progress,
     *,
     as_text: bool = False,
-) -> int | None:
-    """Draw answers to the questions of some splits.
-
-    Returns:
-      As `once`.
-    """
+) -> TextStage[Drawn]:
+    """Return the stage that draws answers to the questions of some splits."""
     identity = {
         "schema": SCHEMA_VERSION,
         "backend": dict(generator.identity),
@@ -551,40 +509,39 @@ def draw_run(
         "splits": list(splits),
         "draws": dataclasses.asdict(draws),
     }
-    path, limit = samples_file(run), draws.sampling.max_new_tokens
+    limit = draws.sampling.max_new_tokens
 
-    def work(update: Update) -> int | None:
-        files = reply_files(run.replies("sample"), run.parts("sample"))
-        replies = open_replies(files, run.share, progress.note, is_timed=True)
-        listed = _draw_requests(run, model, prompt, draws, splits)
+    def make(replies: Texts, update: Update) -> Drawn | None:
+        examples = [e for e in read_examples(run) if e.split in splits]
+        listed = make_requests(examples, model, prompt, limit, settings_of(run))
         if listed.note:
             progress.note(f"sample: {listed.note}")
-        drawn = draw_answers(
-            listed.requests,
-            generator,
-            model.tokenizer,
-            replies,
-            draws,
-            update,
-            as_text=as_text,
-        )
-        if drawn is None:
-            return replies.n_missing
+        drawing = (listed.requests, generator, model.tokenizer)
+        return draw_answers(*drawing, replies, draws, update, as_text=as_text)
+
+    def write(drawn: Drawn) -> None:
         samples, seconds = drawn
         n_without = sum(sample.log_probs is None for sample in samples)
         n_cut = sum(sample.finish == "length" for sample in samples)
-        progress.note(f"sample: {replies.summary()}")
         progress.note(
             f"sample: {len(samples)} drawn, {n_without} without log-probabilities, "
             f"{n_cut} cut at {limit} tokens"
         )
-        write_text_atomic(path, write_lines(samples))
+        write_text_atomic(samples_file(run), write_lines(samples))
         write_json_atomic(run.samples / "config.json", identity)
         write_json_atomic(draw_seconds_file(run), seconds)
-        return None
 
-    inputs = run.hash_inputs(*question_files(run)) | {"sampler": sha256_json(identity)}
-    return once(run, "sample", inputs, [run.samples], progress, work)
+    return TextStage(
+        run=run,
+        name="sample",
+        role="sample",
+        reads=question_files(run),
+        settings={"sampler": sha256_json(identity)},
+        outputs=[run.samples],
+        make=make,
+        write=write,
+        is_timed=True,
+    )
 
 
 def answer_stage(open_engine: Callable[[RunDir, AnswerConfig], Engine]) -> Stage:

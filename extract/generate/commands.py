@@ -30,6 +30,7 @@ from beatrice.extract.run.verbs import (
 
 if TYPE_CHECKING:
     from beatrice.extract.generate.generator import Generator
+    from beatrice.extract.generate.replies import TextStage
     from beatrice.extract.generate.requests import TokenizerOnly
     from beatrice.extract.run.directory import RunDir
 
@@ -37,39 +38,50 @@ if TYPE_CHECKING:
 Opened = TypeVar("Opened")
 
 
-@contextlib.contextmanager
-def opened_once(
+def do_texts(
+    run_dir: Path,
+    name: str,
+    work: WorkOptions,
     open_in: Callable[["RunDir"], contextlib.AbstractContextManager[Opened]],
-) -> Iterator[Callable[["RunDir"], Opened]]:
-    """Yield what opens a model at its first call, and returns it at every call.
+    stage_of: Callable[["RunDir", Opened, Progress], "TextStage[Any]"],
+) -> None:
+    """Do a stage of a model's texts, or a share of them, or say what it would need.
 
-    A model is opened in a run that is held already, and stays open where a share of a
-    stage is done first and all shares are joined afterwards.
-    """
-    with contextlib.ExitStack() as stack:
-        yield functools.cache(lambda run: stack.enter_context(open_in(run)))
-
-
-@contextlib.contextmanager
-def open_asking(
-    run: "RunDir",
-    stage: str,
-    model: str,
-    options: ServerOptions,
-    **known: Any,
-) -> Iterator["Generator"]:
-    """Open a stage's backend.
+    The model is opened in a run that is held already, and stays open where a share is
+    done first and all shares are joined afterwards.
 
     Args:
-      run: of the stage; texts that it has already count towards the spending cap.
-      stage: as on the command line.
-      model: see `open_generator`.
-      options: where it runs.
-      **known: of the model, see `open_generator`.
+      run_dir: of the stage.
+      name: as on the command line.
+      work: which share, or whether it is counted alone.
+      open_in: opens the model.
+      stage_of: makes the stage of an open run and model.
+    """
+    from beatrice.extract.run.stages import do_share
+
+    progress = Progress()
+    with contextlib.ExitStack() as stack:
+        opened = functools.cache(lambda run: stack.enter_context(open_in(run)))
+
+        def work_in(run: "RunDir") -> int | None:
+            stage = stage_of(run, opened(run), progress)
+            if not work.dry_run:
+                return stage.do(progress)
+            click.echo(stage.forecast())
+            return None
+
+        do_share(run_dir, name, work.share, work_in, progress, parts="texts")
+
+
+def open_asking(
+    run: "RunDir", stage: str, model: str, options: ServerOptions, **known: Any
+) -> contextlib.AbstractContextManager["Generator"]:
+    """Open a stage's backend; texts that it has count towards the spending cap.
+
+    What is `known` of the model, and its name, are as `open_generator` takes them.
     """
     paid = _paid_tokens(run, stage)
-    with open_generator(model, options, earlier=paid, **known) as generator:
-        yield generator
+    return open_generator(model, options, earlier=paid, **known)
 
 
 class _Spent(msgspec.Struct, frozen=True):
@@ -216,45 +228,33 @@ def sample(
 
     Example: beatrice sample runs/demo --n-samples 10 --split test
     """
-    from beatrice.extract.generate.answers import (
-        DrawConfig,
-        answer_config,
-        draw_run,
-        forecast_draws,
-    )
+    from beatrice.extract.generate.answers import DrawConfig, answer_config, draw_stage
     from beatrice.extract.generate.generator import SamplingConfig
     from beatrice.extract.run.contents import samples_file
     from beatrice.extract.run.directory import RunDir
-    from beatrice.extract.run.stages import do_share
 
-    share, progress = work.share, Progress()
     if backend.server is not None:
-        alone("sample --server", share)
+        alone("sample --server", work.share)
 
     def open_in(run: RunDir) -> Any:
         return _open_backbone(run, "sample", backend, log_probs=True)
 
-    with opened_once(open_in) as opened:
+    def stage_of(run: RunDir, opened: Any, progress: Progress) -> Any:
+        config = answer_config(run, is_recorded=not work.dry_run)
+        sampling = SamplingConfig(
+            max_new_tokens=config.generation.max_new_tokens,
+            stop=config.generation.stop,
+            temperature=draw.temperature,
+            top_p=draw.top_p,
+            top_k=draw.top_k or None,
+            seed=run.seed,
+        )
+        model, generator = opened
+        draws = DrawConfig(n_samples=draw.n_samples, sampling=sampling)
+        drawing = (run, generator, model, config.prompt, draws, draw.split, progress)
+        as_text = backend.server is not None and backend.dialect == "openai"
+        return draw_stage(*drawing, as_text=as_text)
 
-        def draw_in(run: RunDir) -> int | None:
-            config = answer_config(run, is_recorded=not work.dry_run)
-            sampling = SamplingConfig(
-                max_new_tokens=config.generation.max_new_tokens,
-                stop=config.generation.stop,
-                temperature=draw.temperature,
-                top_p=draw.top_p,
-                top_k=draw.top_k or None,
-                seed=run.seed,
-            )
-            model, generator = opened(run)
-            draws = DrawConfig(n_samples=draw.n_samples, sampling=sampling)
-            drawing = (run, generator, model, config.prompt, draws, draw.split)
-            as_text = backend.server is not None and backend.dialect == "openai"
-            if work.dry_run:
-                click.echo(forecast_draws(*drawing, as_text=as_text))
-                return None
-            return draw_run(*drawing, progress, as_text=as_text)
-
-        do_share(run_dir, "sample", share, draw_in, progress, parts="texts")
-    if not work.dry_run and share.is_whole:
+    do_texts(run_dir, "sample", work, open_in, stage_of)
+    if not work.dry_run and work.share.is_whole:
         click.echo(str(samples_file(RunDir(run_dir))))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from beatrice.extract.backbone.names import EMBEDDED, ModelDtype, check_name, model_path
-from beatrice.extract.run.verbs import option
+from beatrice.extract.run.verbs import check_options, option
 
 if TYPE_CHECKING:
     from beatrice.extract.backbone.names import BackboneConfig
@@ -67,7 +67,8 @@ class ServerOptions:
     )
 
     def __post_init__(self) -> None:
-        """Check that the server is a URL, and that its settings have a server."""
+        """Check the values, and that settings of a server have a server."""
+        check_options(self)
         if self.server is None:
             for name in ("max_cost", "served_model"):
                 if getattr(self, name, None) is not None:
@@ -77,6 +78,11 @@ class ServerOptions:
                 "expected a URL such as http://localhost:8000/v1, found "
                 f"{self.server!r}",
                 param_hint="--server",
+            )
+        elif self.max_cost is not None and self.price_prompt == self.price_new == 0:
+            raise click.UsageError(
+                "max_cost needs prices, or nothing ever counts towards it; give "
+                "price_prompt and price_new, per million tokens"
             )
 
 
@@ -146,25 +152,16 @@ def open_generator(
             backbone=backbone, tokens_per_batch=options.batch_tokens
         )
         return
-    from beatrice.extract.generate.generator import tokenizer_identity
-    from beatrice.extract.generate.server import Prices, ServedGenerator, ServerConfig
+    from beatrice.extract.generate.server import ServedGenerator
 
-    config = ServerConfig(
-        url=options.server,
-        model=model,
-        revision=options.revision,
-        dialect=options.dialect,
-        dtype=options.served_dtype,
-        **tokenizer_identity(tokenizer),
+    with ServedGenerator(
+        model,
+        options,
+        stop_ids=stop_ids,
         log_probs=log_probs,
-        n_concurrent=options.concurrency,
-        n_retries=options.retries,
-        timeout=options.timeout,
-        prices=Prices(
-            prompt=options.price_prompt, new=options.price_new, cap=options.max_cost
-        ),
-    )
-    with ServedGenerator(config, stop_ids, earlier, tokenizer) as generator:
+        tokenizer=tokenizer,
+        earlier=earlier,
+    ) as generator:
         yield generator
 
 

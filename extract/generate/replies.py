@@ -1,11 +1,11 @@
-"""Generated texts on disk, by key; and how many a dry run would still generate."""
+"""Generated texts on disk, by key; stages made of them, and what a dry run counts."""
 
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -17,10 +17,11 @@ from beatrice.extract.generate.generator import (
     plan_of,
     reply_key,
 )
-from beatrice.extract.run.console import Update
+from beatrice.extract.run.console import Progress, Update
+from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import Journal, JournalFiles
 from beatrice.extract.run.share import Share
-from beatrice.extract.run.stages import Forecast
+from beatrice.extract.run.stages import Forecast, once
 
 
 class SavedReply(Generated, frozen=True, kw_only=True):
@@ -130,27 +131,6 @@ class Replies:
         return f"{self.n_new} texts generated, {self.n_reused} found in {name}"
 
 
-def open_replies(
-    files: JournalFiles[str, SavedReply],
-    share: Share,
-    note: Callable[[str], None],
-    *,
-    is_timed: bool = False,
-) -> Replies:
-    """Open what a model has written, to continue it.
-
-    Args:
-      files: see `reply_files`.
-      share: of the texts, which this process generates.
-      note: is called with what was set aside.
-      is_timed: see `Replies`.
-    """
-    journal = Journal.open(files, share)
-    for text in journal.notes:
-        note(text)
-    return Replies(journal=journal, share=share, is_timed=is_timed)
-
-
 def count_requests(
     stage: str,
     prompts: Sequence[GeneratorPrompt],
@@ -211,12 +191,48 @@ class CountedReplies:
         self.forecast = count_requests(self._stage, todo, config, generator)
 
 
-def forecast_texts(
-    files: JournalFiles[str, SavedReply],
-    stage: str,
-    generate: Callable[[CountedReplies], object],
-) -> str:
-    """Return as text how many texts `generate` would need with these replies."""
-    replies = CountedReplies(files, stage)
-    generate(replies)
-    return replies.forecast.as_text()
+Made = TypeVar("Made")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextStage(Generic[Made]):
+    """A stage that makes something of a model's texts, or counts what it would need."""
+
+    run: RunDir
+    name: str
+    role: str  # of the model, which names the file of its texts
+    reads: list[Path]
+    settings: Mapping[str, str]  # identities of what it depends on beside
+    outputs: list[Path]
+    make: Callable[[Texts, Update], Made | None]  # None of a share of the texts
+    write: Callable[[Made], None]
+    is_timed: bool = False  # see `Replies`
+
+    def _files(self) -> JournalFiles[str, SavedReply]:
+        return reply_files(self.run.replies(self.role), self.run.parts(self.role))
+
+    def do(self, progress: Progress) -> int | None:
+        """Do the stage, or a share of its texts; returns what `once` does."""
+
+        def work(update: Update) -> int | None:
+            journal = Journal.open(self._files(), self.run.share)
+            for note in journal.notes:
+                progress.note(note)
+            replies = Replies(
+                journal=journal, share=self.run.share, is_timed=self.is_timed
+            )
+            made = self.make(replies, update)
+            if made is None:
+                return replies.n_missing
+            progress.note(f"{self.name}: {replies.summary()}")
+            self.write(made)
+            return None
+
+        inputs = self.run.hash_inputs(*self.reads) | self.settings
+        return once(self.run, self.name, inputs, self.outputs, progress, work)
+
+    def forecast(self) -> str:
+        """Return as text how many texts are missing; retries are not foreseen."""
+        replies = CountedReplies(self._files(), self.name)
+        self.make(replies, lambda done, total: None)
+        return replies.forecast.as_text()

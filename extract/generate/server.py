@@ -8,15 +8,14 @@ that trickles cannot exceed.
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 import math
 import os
 import random
 import threading
 from collections.abc import Awaitable, Collection, Coroutine, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any, Literal, TypeVar, get_args
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any, TypeVar
 
 import openai
 
@@ -26,7 +25,9 @@ from beatrice.extract.generate.generator import (
     SamplingConfig,
     cut_at_stop,
     draw_seed,
+    tokenizer_identity,
 )
+from beatrice.extract.generate.options import ServerOptions
 from beatrice.extract.generate.prompts import TEMPLATE_FIELDS
 
 
@@ -34,120 +35,44 @@ class SpendingCapReached(ValueError):
     """The next request might cost more than is left."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Prices:
-    """What a server charges, in any one currency, and where to stop."""
-
-    prompt: float = 0.0  # per million prompt tokens
-    new: float = 0.0  # per million generated tokens
-    cap: float | None = None  # the most that may be spent, by earlier processes too
-
-    def __post_init__(self) -> None:
-        """Check that prices are finite, and that a cap can be reached."""
-        for name, value in dataclasses.asdict(self).items():
-            if value is not None and not 0 <= value < math.inf:
-                raise ValueError(
-                    f"price {name!r}: expected a finite number of at least 0, "
-                    f"found {value!r}"
-                )
-        if self.cap is not None and self.prompt == self.new == 0:
-            raise ValueError(
-                "a spending cap needs prices, or nothing ever counts towards it; give "
-                "the price per million prompt tokens and per million new tokens"
-            )
-
-    def cost(self, n_prompt: int, n_new: int) -> float:
-        """Return the cost of so many tokens."""
-        return (self.prompt * n_prompt + self.new * n_new) / 1_000_000
-
-
 class Account:
-    """What has been spent, and what may still be; safe to share between threads.
+    """What has been spent at a server, and what may still be.
 
     Attributes:
       spent: on finished requests, those of earlier processes included.
     """
 
-    def __init__(self, prices: Prices, earlier: float = 0.0) -> None:
-        """Start with what earlier processes have spent."""
-        self._prices = prices
-        self._lock = threading.Lock()
-        self.spent = earlier
+    def __init__(self, server: ServerOptions, earlier: tuple[int, int] = (0, 0)):
+        """Start with the prompt and new tokens that earlier processes paid for."""
+        self._server = server
+        self.spent = self._cost(*earlier)
         self._reserved = 0.0
+
+    def _cost(self, n_prompt: int, n_new: int) -> float:
+        prices = self._server.price_prompt, self._server.price_new
+        return (prices[0] * n_prompt + prices[1] * n_new) / 1_000_000
 
     def reserve(self, n_prompt: int, n_new: int) -> float:
         """Set aside the most that one request can cost."""
-        most = self._prices.cost(n_prompt, n_new)
-        with self._lock:
-            cap = self._prices.cap
-            if cap is not None and self.spent + self._reserved + most > cap:
-                raise SpendingCapReached(
-                    f"the spending cap of {cap:g} is reached: {self.spent:.6g} is "
-                    "spent (by earlier processes too), "
-                    f"{self._reserved:.6g} is under way and the next request may cost "
-                    f"{most:.6g}; what was answered is kept, so the same line with a "
-                    "higher cap continues"
-                )
-            self._reserved += most
+        most, cap = self._cost(n_prompt, n_new), self._server.max_cost
+        if cap is not None and self.spent + self._reserved + most > cap:
+            raise SpendingCapReached(
+                f"the spending cap of {cap:g} is reached: {self.spent:.6g} is "
+                "spent (by earlier processes too), "
+                f"{self._reserved:.6g} is under way and the next request may cost "
+                f"{most:.6g}; what was answered is kept, so the same line with a "
+                "higher cap continues"
+            )
+        self._reserved += most
         return most
 
     def book(self, reserved: float, n_prompt: int, n_new: int) -> None:
         """Replace a reservation by what the request did cost; 0 tokens for nothing."""
-        with self._lock:
-            self._reserved -= reserved
-            self.spent += self._prices.cost(n_prompt, n_new)
+        self._reserved -= reserved
+        self.spent += self._cost(n_prompt, n_new)
 
 
-Dialect = Literal["vllm", "openai"]
 Reply = TypeVar("Reply")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ServerConfig:
-    """Which server, and how it is asked.
-
-    No server tells which weights stand behind a name, nor their dtype: who runs it has
-    to, and both are part of every key.
-
-    Attributes:
-      dialect: "vllm" sends and receives exact token ids, knows top_k and switches
-        thinking off; "openai" keeps to the fields that every such server has, so its
-        model thinks or not as it was set up.
-    """
-
-    url: str  # up to and including `/v1`
-    model: str  # the name the server gives its model
-    revision: str = "unstated"
-    dialect: Dialect = "vllm"
-    log_probs: bool = False  # ask for them
-    dtype: str = "unstated"
-    tokenizer: str | None = None  # SHA-256, where it is known here
-    chat_template: str | None = None  # likewise
-    n_concurrent: int = 16  # most requests under way at a time
-    n_retries: int = 5  # of one request
-    timeout: float = 600.0  # until one request is answered in full, seconds
-    prices: Prices = Prices()
-
-    def __post_init__(self) -> None:
-        """Check the fields."""
-        if self.dialect not in get_args(Dialect):
-            raise ValueError(
-                f"dialect: expected one of {', '.join(get_args(Dialect))}, "
-                f"found {self.dialect!r}"
-            )
-        if not self.url.startswith(("http://", "https://")):
-            raise ValueError(
-                f"server: expected a URL such as http://localhost:8000/v1, "
-                f"found {self.url!r}"
-            )
-        if self.n_concurrent < 1 or self.n_retries < 0 or not self.timeout > 0:
-            raise ValueError(
-                "server: expected at least 1 request at a time, 0 or more retries and "
-                f"a positive time-out, found {self.n_concurrent}, {self.n_retries} "
-                f"and {self.timeout:g}"
-            )
-
-
 _FIRST, _LONGEST = 0.5, 8.0  # seconds, as the `openai` client waits
 _LONGEST_ASKED = 60.0  # that a server may ask for
 # By name: which library connects is the `openai` client's own affair.
@@ -189,11 +114,6 @@ def _seconds_before_retry(error: openai.OpenAIError, attempt: int) -> float:
     return min(_FIRST * 2**attempt, _LONGEST) * random.uniform(0.75, 1.0)
 
 
-def _stop_reason(choice: Any) -> Any:
-    """Return what vLLM says of a text's end: a stop string, a token, or nothing."""
-    return getattr(choice, "stop_reason", None)
-
-
 def _read(reply: Any, is_chat: bool, stop_ids: Collection[int]) -> Generated:
     """Return the generated text of a reply.
 
@@ -217,7 +137,9 @@ def _read(reply: Any, is_chat: bool, stop_ids: Collection[int]) -> Generated:
     if ids is not None and choice.finish_reason == "stop":
         if ids and ids[-1] in stop_ids:
             *ids, stop_id = ids
-        elif len(stop_ids) == 1 and not isinstance(_stop_reason(choice), str):
+        elif len(stop_ids) == 1 and not isinstance(
+            getattr(choice, "stop_reason", None), str
+        ):
             (stop_id,) = stop_ids
     log_probs = None
     if choice.logprobs and not is_chat:
@@ -270,24 +192,33 @@ class ServedGenerator(contextlib.AbstractContextManager):
 
     def __init__(
         self,
-        config: ServerConfig,
+        model: str,
+        server: ServerOptions,
+        *,
         stop_ids: Sequence[int] = (),
-        earlier: tuple[int, int] = (0, 0),
+        log_probs: bool = False,
         tokenizer: Any = None,
+        earlier: tuple[int, int] = (0, 0),
     ) -> None:
         """Prepare a client; nothing is sent yet.
 
         Args:
-          config: which server.
+          model: the name that the server gives its model.
+          server: where it is, and how it is asked.
           stop_ids: the model's stop tokens, where they are known.
+          log_probs: ask for them.
+          tokenizer: of the model, where it is known here: its SHA-256 is a part of
+            every key, and stop strings are found in its ids.
           earlier: prompt and new tokens that other processes have paid for, and that
             count towards the cap.
-          tokenizer: of the model, where stop strings are to be found in its ids.
         """
-        self.config, self._tokenizer = config, tokenizer
-        self.account = Account(config.prices, config.prices.cost(*earlier))
+        if server.server is None:
+            raise ValueError("expected the URL of a server, found none")
+        self._model, self._server, self._url = model, server, server.server
+        self._log_probs, self._tokenizer = log_probs, tokenizer
         self._stop_ids = frozenset(stop_ids)
-        self._client = open_client(config.url, config.timeout)
+        self.account = Account(server, earlier)
+        self._client = open_client(self._url, server.timeout)
         self._loop = asyncio.new_event_loop()
         # Requests are under way there, where each can be given up at its deadline.
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -295,31 +226,30 @@ class ServedGenerator(contextlib.AbstractContextManager):
 
     def __exit__(self, *error: object) -> None:
         """Close the connections."""
-        self._wait_for(self._client.close())
+        self._start(self._client.close()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
-    def _wait_for(self, request: Coroutine[Any, Any, Any]) -> Any:
-        """Return what comes of a request, from another thread than the loop's."""
-        return asyncio.run_coroutine_threadsafe(request, self._loop).result()
+    def _start(self, work: Coroutine[Any, Any, Reply]) -> Future[Reply]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     @property
     def identity(self) -> dict[str, Any]:
         """Return what changes a text, as far as a server lets it be known.
 
-        What the user did not state of the server is "unstated" or None.
+        No server tells which weights stand behind a name, nor their dtype: what the
+        user did not state is "unstated" or None.
         """
         return {
             "backend": "served",
-            "model": self.config.model,
-            "revision": self.config.revision,
-            "dialect": self.config.dialect,
-            "dtype": self.config.dtype,
-            "tokenizer": self.config.tokenizer,
-            "chat_template": self.config.chat_template,
+            "model": self._model,
+            "revision": self._server.revision,
+            "dialect": self._server.dialect,
+            "dtype": self._server.served_dtype,
+            **tokenizer_identity(self._tokenizer),
             "enable_thinking": False,
-            "log_probs": self.config.log_probs,
+            "log_probs": self._log_probs,
         }
 
     def count_tokens(self, prompt: GeneratorPrompt) -> int | None:
@@ -344,51 +274,42 @@ class ServedGenerator(contextlib.AbstractContextManager):
         waiting = iter([i for i in range(len(prompts)) if i not in done])
         under_way: dict[Future[Generated], int] = {}
         failure: ValueError | None = None
-        gave_up = threading.Event()
-        with ThreadPoolExecutor(self.config.n_concurrent) as pool:
-            try:
-                while True:
-                    # No more at a time than the caller has written down.
-                    n_free = self.config.n_concurrent - len(under_way)
-                    for i in itertools.islice(waiting, 0 if failure else n_free):
-                        job = pool.submit(self._send, prompts[i], config, gave_up)
-                        under_way[job] = i
-                    if not under_way:
-                        break
-                    finished, _ = wait(under_way, return_when=FIRST_COMPLETED)
-                    for job in finished:
-                        i = under_way.pop(job)
-                        try:
-                            reply = job.result()
-                        except ValueError as error:
-                            failure = failure or error
-                        else:
-                            yield i, reply
-            finally:
-                gave_up.set()  # the caller stopped listening: send nothing more
+        try:
+            while True:
+                # No more at a time than the caller has written down.
+                n_free = self._server.concurrency - len(under_way)
+                for i in itertools.islice(waiting, 0 if failure else n_free):
+                    under_way[self._start(self._send(prompts[i], config))] = i
+                if not under_way:
+                    break
+                for job in wait(under_way, return_when=FIRST_COMPLETED).done:
+                    i = under_way.pop(job)
+                    try:
+                        reply = job.result()
+                    except ValueError as error:
+                        failure = failure or error
+                    else:
+                        yield i, reply
+        finally:
+            for job in under_way:  # the caller stopped listening
+                job.cancel()
         if failure is not None:
             raise failure
 
-    def _send(
-        self,
-        prompt: GeneratorPrompt,
-        config: SamplingConfig,
-        gave_up: threading.Event,
-    ) -> Generated:
+    async def _send(self, prompt: GeneratorPrompt, config: SamplingConfig) -> Generated:
         """Send one request, again if its failure is transient, until it is answered."""
-        attempt = 0
-        while True:
-            if gave_up.is_set():
-                raise ValueError("the request was not sent, because its caller stopped")
+        for attempt in itertools.count():
             try:
-                return self._attempt(prompt, config)
+                return await self._attempt(prompt, config)
             except openai.OpenAIError as error:
-                if attempt == self.config.n_retries or not _is_transient(error):
+                if attempt == self._server.retries or not _is_transient(error):
                     raise ValueError(self._in_words(error)) from error
-                gave_up.wait(_seconds_before_retry(error, attempt))
-                attempt += 1
+                await asyncio.sleep(_seconds_before_retry(error, attempt))
+        raise AssertionError("retries are counted without an end")
 
-    def _attempt(self, prompt: GeneratorPrompt, config: SamplingConfig) -> Generated:
+    async def _attempt(
+        self, prompt: GeneratorPrompt, config: SamplingConfig
+    ) -> Generated:
         """Send one request once, and book what it cost, or may have cost."""
         # A token is at least one byte, but the server's chat template adds some.
         n_prompt = self.count_tokens(prompt)
@@ -399,7 +320,7 @@ class ServedGenerator(contextlib.AbstractContextManager):
         client = self._client.chat if prompt.is_chat else self._client
         try:
             request = client.completions.create(**self._fields(prompt, config))
-            response = self._wait_for(within(self.config.timeout, request))
+            response = await within(self._server.timeout, request)
             reply = _read(response, prompt.is_chat, self._stop_ids)
             reply = cut_at_stop(reply, config.stop, self._tokenizer)
             if reply.n_prompt_tokens is not None:
@@ -413,25 +334,24 @@ class ServedGenerator(contextlib.AbstractContextManager):
             raise
         except (AttributeError, TypeError) as error:
             raise ValueError(
-                f"server {self.config.url}: its reply is not of OpenAI's protocol "
-                f"({error})"
+                f"server {self._url}: its reply is not of OpenAI's protocol ({error})"
             ) from error
         finally:
             self.account.book(reserved, n_prompt, n_new)
 
     def _in_words(self, error: openai.OpenAIError) -> str:
         """Return one sentence on a request that failed for good."""
-        where = f"server {self.config.url}, model {self.config.model!r}"
+        where = f"server {self._url}, model {self._model!r}"
         if isinstance(error, openai.APIStatusError):
             reason = " ".join(str(error.message).split())[:300]
             hint = (
                 " (a server other than vLLM may need the dialect 'openai')"
-                if error.status_code in (400, 422) and self.config.dialect == "vllm"
+                if error.status_code in (400, 422) and self._server.dialect == "vllm"
                 else ""
             )
             return f"{where}: refused with status {error.status_code}: {reason}{hint}"
         return (
-            f"{where}: no answer after {self.config.n_retries} retries "
+            f"{where}: no answer after {self._server.retries} retries "
             f"({type(error).__name__}); is it running, and is the URL right up to /v1?"
         )
 
@@ -439,9 +359,9 @@ class ServedGenerator(contextlib.AbstractContextManager):
         self, prompt: GeneratorPrompt, config: SamplingConfig
     ) -> dict[str, Any]:
         """Return the fields that ask for a reply, or for what follows a text or ids."""
-        is_vllm = self.config.dialect == "vllm"
+        is_vllm = self._server.dialect == "vllm"
         fields: dict[str, Any] = {
-            "model": self.config.model,
+            "model": self._model,
             "temperature": config.temperature,
             "max_tokens": config.max_new_tokens,
         }
@@ -452,7 +372,7 @@ class ServedGenerator(contextlib.AbstractContextManager):
             fields["prompt"] = prompt.text if ids is None else list(ids)
         if config.stop:
             fields["stop"] = list(config.stop)
-        if self.config.log_probs:
+        if self._log_probs:
             fields["logprobs"] = True if prompt.is_chat else 1
         top_k = None if config.is_greedy else config.top_k
         if not config.is_greedy:

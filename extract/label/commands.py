@@ -1,19 +1,17 @@
 """The verbs by which other models judge and reword: `label` and `rewrite`."""
 
-import contextlib
 import dataclasses
 import importlib.metadata
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from beatrice.extract.generate.commands import open_asking, opened_once
+from beatrice.extract.generate.commands import do_texts, open_asking
 from beatrice.extract.generate.options import BackendOptions, check_model_option
 from beatrice.extract.run.console import Progress, quiet
-from beatrice.extract.run.share import Share
 from beatrice.extract.run.verbs import (
     AS_JSON,
     FILE,
@@ -26,30 +24,31 @@ from beatrice.extract.run.verbs import (
 
 if TYPE_CHECKING:
     from beatrice.extract.generate.generator import Generator
+    from beatrice.extract.generate.replies import TextStage
     from beatrice.extract.label.audit import HumanAgreement
     from beatrice.extract.run.directory import RunDir
 
 
-@contextlib.contextmanager
-def _asking(
+def _do_asking(
+    run_dir: Path,
     line: str,
     model: str,
     backend: BackendOptions,
-    share: Share,
-) -> Iterator[Callable[["RunDir"], "Generator"]]:
-    """Yield what opens the model that a verb asks with an option; `line` has both."""
+    work: WorkOptions,
+    stage_of: Callable[["RunDir", "Generator", Progress], "TextStage[Any]"],
+) -> None:
+    """Do a verb that asks the model of an option; `line` has both."""
     verb, option = line.split()
     if backend.server is None:
         check_model_option(model, option)
     else:
-        alone(f"{line} --server", share)
+        alone(f"{line} --server", work.share)
     quiet()
 
     def open_in(run: "RunDir") -> Any:
         return open_asking(run, verb, model, backend)
 
-    with opened_once(open_in) as opened:
-        yield opened
+    do_texts(run_dir, verb, work, open_in, stage_of)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,30 +90,19 @@ def rewrite(
     """
     from beatrice.extract.generate.answers import answer_config
     from beatrice.extract.label.rewrite import RewriteConfig
-    from beatrice.extract.label.stage import (
-        forecast_rewrites,
-        rewrite_counts,
-        rewrite_run,
-    )
+    from beatrice.extract.label.stage import rewrite_counts, rewrite_stage
     from beatrice.extract.run.directory import RunDir
-    from beatrice.extract.run.stages import do_share
 
-    progress = Progress()
-    with _asking("rewrite --model", how.model, backend, work.share) as opened:
+    def stage_of(run: RunDir, generator: "Generator", _: Progress) -> Any:
+        config = RewriteConfig(
+            max_new_tokens=how.max_new_tokens,
+            seed=run.seed,
+            skip_overlong=how.overlong == "skip",
+            template=answer_config(run, is_recorded=False).prompt.template,
+        )
+        return rewrite_stage(run, generator, config)
 
-        def rewrite_in(run: RunDir) -> int | None:
-            config = RewriteConfig(
-                max_new_tokens=how.max_new_tokens,
-                seed=run.seed,
-                skip_overlong=how.overlong == "skip",
-                template=answer_config(run, is_recorded=False).prompt.template,
-            )
-            if work.dry_run:
-                click.echo(forecast_rewrites(run, opened(run), config))
-                return None
-            return rewrite_run(run, opened(run), config, progress)
-
-        do_share(run_dir, "rewrite", work.share, rewrite_in, progress, parts="texts")
+    _do_asking(run_dir, "rewrite --model", how.model, backend, work, stage_of)
     if work.dry_run or not RunDir(run_dir).stage_done("rewrite"):
         return  # of a share: others have to do theirs
     counts = rewrite_counts(RunDir(run_dir))
@@ -212,13 +200,21 @@ def label(
     if work.dry_run and (model is None or how.audit):
         raise click.UsageError("--dry-run counts what --judge would be asked, alone")
     from beatrice.extract.label import stage
+    from beatrice.extract.label.judges import ConsensusConfig
     from beatrice.extract.run.directory import RunDir
 
     progress = Progress()
     if model is None or how.audit:
         alone("label without --judge, or with --audit,", work.share)
     if model is not None:
-        _label_by_model(run_dir, model, how, work, backend)
+        # Of a directory its name alone: rows are compared between machines.
+        name = Path(model).name if Path(model).is_dir() else model
+
+        def stage_of(run: RunDir, generator: "Generator", shown: Progress) -> Any:
+            config = ConsensusConfig(vote=how.vote, seed=run.seed)
+            return stage.judge_stage(run, generator, config, shown, name=name)
+
+        _do_asking(run_dir, "label --judge", model, backend, work, stage_of)
     elif not how.audit or how.judge is not None:
         with RunDir.open(run_dir) as run:
             if how.imported is not None:
@@ -229,33 +225,6 @@ def label(
                 stage.label_run(run, how.match, progress)
     if how.audit:
         _audit(run_dir, how.n_samples or 100, how.annotations, as_json)
-
-
-def _label_by_model(
-    run_dir: Path,
-    model: str,
-    how: LabelOptions,
-    work: WorkOptions,
-    backend: BackendOptions,
-) -> None:
-    from beatrice.extract.label import stage
-    from beatrice.extract.label.judges import ConsensusConfig
-    from beatrice.extract.run.directory import RunDir
-    from beatrice.extract.run.stages import do_share
-
-    # Of a directory its name alone: rows are compared between machines.
-    name, progress = Path(model).name if Path(model).is_dir() else model, Progress()
-    with _asking("label --judge", model, backend, work.share) as opened:
-
-        def label_in(run: RunDir) -> int | None:
-            config = ConsensusConfig(vote=how.vote, seed=run.seed)
-            judging = (run, opened(run), config)
-            if work.dry_run:
-                click.echo(stage.forecast_judges(*judging))
-                return None
-            return stage.label_run_by_judges(*judging, progress, name=name)
-
-        do_share(run_dir, "label", work.share, label_in, progress, parts="texts")
 
 
 def _audit(

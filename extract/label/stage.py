@@ -9,11 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from beatrice.extract.generate.generator import SCHEMA_VERSION, Generator
-from beatrice.extract.generate.replies import (
-    forecast_texts,
-    open_replies,
-    reply_files,
-)
+from beatrice.extract.generate.replies import Texts, TextStage
 from beatrice.extract.label.audit import (
     HumanAgreement,
     LabelledAnswer,
@@ -28,6 +24,7 @@ from beatrice.extract.label.audit import (
 from beatrice.extract.label.judges import (
     RUBRICS,
     ConsensusConfig,
+    Judgements,
     Rubric,
     judge_answers,
 )
@@ -49,7 +46,14 @@ from beatrice.extract.label.rewrite import (
     rewrite_contexts,
 )
 from beatrice.extract.plugs import load_plug
-from beatrice.extract.records import Answer, Example, Label, read_records, write_lines
+from beatrice.extract.records import (
+    Answer,
+    Example,
+    Label,
+    Rewrite,
+    read_records,
+    write_lines,
+)
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.contents import (
     check_answered,
@@ -146,7 +150,7 @@ def _label_inputs(run: RunDir) -> dict[str, str]:
     return run.hash_inputs(*question_files(run), run.answers)
 
 
-def label_run_by_judges(
+def judge_stage(
     run: RunDir,
     generator: Generator,
     config: ConsensusConfig,
@@ -154,14 +158,11 @@ def label_run_by_judges(
     *,
     name: str,
     rubrics: Sequence[Rubric] = RUBRICS,
-) -> int | None:
-    """Label every answer by the consensus of the rubrics of the judge called `name`.
+) -> TextStage[Judgements]:
+    """Return the stage that labels by the consensus of rubrics of the judge `name`.
 
     Writes `labels.jsonl` and, beside the judge's replies, `replies/judge.json` with
     the judge's identity and the counts.
-
-    Returns:
-      As `once`.
     """
     identity = {
         "schema": SCHEMA_VERSION,
@@ -171,15 +172,11 @@ def label_run_by_judges(
     }
     summary = run.replies("judge").with_suffix(".json")
 
-    def work(update: Update) -> int | None:
-        files = reply_files(run.replies("judge"), run.parts("judge"))
-        replies = open_replies(files, run.share, progress.note)
-        judgements = judge_answers(
-            *_answered(run), generator, replies, config, update, rubrics=rubrics
-        )
-        if judgements is None:
-            return replies.n_missing
-        progress.note(f"label: {replies.summary()}")
+    def make(replies: Texts, update: Update) -> Judgements | None:
+        judging = (*_answered(run), generator, replies, config, update)
+        return judge_answers(*judging, rubrics=rubrics)
+
+    def write(judgements: Judgements) -> None:
         counts: dict[str, Any] = {
             "n_retried": judgements.n_retried,
             "n_unparsable_verdicts": judgements.n_unparsable,
@@ -193,20 +190,17 @@ def label_run_by_judges(
             f"label: {judgements.n_retried} replies asked for again, "
             f"{judgements.n_unparsable} verdicts stayed unparsable"
         )
-        return None
 
-    inputs = _label_inputs(run)
-    inputs["judge"] = sha256_json(identity)
-    inputs["rule"] = f"judges: {name}, {config.vote}"
-    return once(run, "label", inputs, [run.labels, summary], progress, work)
-
-
-def forecast_judges(run: RunDir, generator: Generator, config: ConsensusConfig) -> str:
-    """Return in words what the judges would be asked, retries not included."""
-    return forecast_texts(
-        reply_files(run.replies("judge"), run.parts("judge")),
-        "label",
-        lambda replies: judge_answers(*_answered(run), generator, replies, config),
+    rule = f"judges: {name}, {config.vote}"
+    return TextStage(
+        run=run,
+        name="label",
+        role="judge",
+        reads=[*question_files(run), run.answers],
+        settings={"judge": sha256_json(identity), "rule": rule},
+        outputs=[run.labels, summary],
+        make=make,
+        write=write,
     )
 
 
@@ -283,18 +277,12 @@ def compare_annotations(run: RunDir, path: Path, *, seed: int) -> HumanAgreement
     return human
 
 
-def rewrite_run(
-    run: RunDir,
-    generator: Generator,
-    config: RewriteConfig,
-    progress: Progress,
-) -> int | None:
-    """Rewrite the contexts of a run.
+def rewrite_stage(
+    run: RunDir, generator: Generator, config: RewriteConfig
+) -> TextStage[list[Rewrite]]:
+    """Return the stage that rewrites the contexts of a run.
 
     The questions' file stays as it is; `read_examples` joins the two.
-
-    Returns:
-      As `once`.
     """
     if "with_context" not in settings_of(run):
         raise ValueError(
@@ -307,39 +295,32 @@ def rewrite_run(
     }
     summary = run.replies("rewrite").with_suffix(".json")
 
-    def work(update: Update) -> int | None:
+    def make(replies: Texts, update: Update) -> list[Rewrite] | None:
+        return rewrite_contexts(read_questions(run), generator, replies, config, update)
+
+    def write(rewrites: list[Rewrite]) -> None:
         examples = read_questions(run)
-        files = reply_files(run.replies("rewrite"), run.parts("rewrite"))
-        replies = open_replies(files, run.share, progress.note)
-        rewrites = rewrite_contexts(examples, generator, replies, config, update)
-        if rewrites is None:
-            return replies.n_missing
-        progress.note(f"rewrite: {replies.summary()}")
         counts = count_rewrites(rewrites) | {
             "n_without_passages": sum(not e.passages for e in examples),
             "n_rewritten_before": sum(bool(e.rewritten) for e in examples),
         }
         write_text_atomic(run.rewrites, write_lines(rewrites))
         write_json_atomic(summary, identity | {"counts": counts})
-        return None
 
-    inputs = run.hash_inputs(run.examples) | {"rewriter": sha256_json(identity)}
-    return once(run, "rewrite", inputs, [run.rewrites, summary], progress, work)
-
-
-def forecast_rewrites(run: RunDir, generator: Generator, config: RewriteConfig) -> str:
-    """Return in words what the rewriter would be asked."""
-    return forecast_texts(
-        reply_files(run.replies("rewrite"), run.parts("rewrite")),
-        "rewrite",
-        lambda replies: rewrite_contexts(
-            read_questions(run), generator, replies, config
-        ),
+    return TextStage(
+        run=run,
+        name="rewrite",
+        role="rewrite",
+        reads=[run.examples],
+        settings={"rewriter": sha256_json(identity)},
+        outputs=[run.rewrites, summary],
+        make=make,
+        write=write,
     )
 
 
 def rewrite_counts(run: RunDir) -> dict[str, int]:
-    """Return what `rewrite_run` counted."""
+    """Return what the stage `rewrite` counted."""
     summary = run.replies("rewrite").with_suffix(".json")
     return json.loads(summary.read_text(encoding="utf-8"))["counts"]
 

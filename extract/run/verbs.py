@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import functools
 import importlib
+import math
 import re
 import types
 import typing
@@ -76,6 +77,28 @@ def _type_of(field: dataclasses.Field, hint: Any) -> click.ParamType:
         bool: click.BOOL,
         Path: click.Path(path_type=Path),
     }.get(hint, click.STRING)
+
+
+def check_options(values: Any) -> None:
+    """Check options as click would, where a library call has given them.
+
+    Raises:
+      click.BadParameter: one is no choice, outside its bounds, or no finite number.
+    """
+    hints = typing.get_type_hints(type(values))
+    for field in dataclasses.fields(values):
+        value = getattr(values, field.name)
+        kind = _type_of(field, hints[field.name])
+        if value is None or not isinstance(
+            kind, click.Choice | click.IntRange | click.FloatRange
+        ):
+            continue
+        try:
+            kind.convert(value, None, None)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise click.BadParameter(f"{value} is no finite number")
+        except click.BadParameter as error:
+            raise click.BadParameter(f"{field.name}: {error.message}") from None
 
 
 def _click_option(field: dataclasses.Field, hint: Any) -> Callable[[Command], Command]:

@@ -14,6 +14,7 @@ from beatrice.extract.backbone.loading import load_backbone
 from beatrice.extract.backbone.names import WEIGHTS
 from beatrice.extract.datasets.commands import AskingOptions
 from beatrice.extract.generate.generator import Generated, SamplingConfig
+from beatrice.extract.generate.options import ServerOptions
 from beatrice.extract.generate.prompts import (
     SHOTS,
     TEMPLATES,
@@ -25,7 +26,7 @@ from beatrice.extract.generate.prompts import (
     render_message,
 )
 from beatrice.extract.generate.requests import Request, TokenizerOnly, make_requests
-from beatrice.extract.generate.server import ServedGenerator, ServerConfig
+from beatrice.extract.generate.server import ServedGenerator
 from beatrice.extract.label.rewrite import read_rewrite, rewrite_prompt
 from beatrice.extract.records import Example, Passage, with_rewrites
 from beatrice.extract.signals.sequence import sequence_of
@@ -341,9 +342,10 @@ def test_a_text_ends_where_a_stop_string_begins_here_and_on_a_server(local, requ
         assert not any(stop in cut.text for stop in stops)
         assert before.text[len(cut.text) :].strip().startswith(stops)
     with served(local) as loopback:
-        server = ServerConfig(url=loopback.url, model="microworld", log_probs=True)
-        words = local.backbone.tokenizer
-        with ServedGenerator(server, (2,), tokenizer=words) as client:
+        options, known = ServerOptions(server=loopback.url), local.backbone.tokenizer
+        with ServedGenerator(
+            "microworld", options, stop_ids=(2,), log_probs=True, tokenizer=known
+        ) as client:
             there = texts(client, prompts, config)
         assert loopback.requests[0][1]["stop"] == list(stops)
     for a, b in zip(here, there, strict=True):
