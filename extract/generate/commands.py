@@ -3,19 +3,20 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 import msgspec
 
+from beatrice.extract.backbone.names import model_path
 from beatrice.extract.generate.generator import MAX_SAMPLES
 from beatrice.extract.generate.options import (
+    BackendOptions,
     RunBackendOptions,
     RunServerOptions,
     ServerOptions,
-    open_generator,
 )
 from beatrice.extract.records import Split
 from beatrice.extract.run.console import Progress, quiet
@@ -71,6 +72,55 @@ def do_texts(
             return None
 
         do_share(run_dir, name, work.share, work_in, progress, parts="texts")
+
+
+@contextlib.contextmanager
+def open_generator(
+    model: str,
+    options: ServerOptions,
+    *,
+    stop_ids: Sequence[int] = (),
+    log_probs: bool = False,
+    tokenizer: Any = None,
+    earlier: tuple[int, int] = (0, 0),
+) -> Iterator["Generator"]:
+    """Open the backend of a model.
+
+    Args:
+      model: a directory or Hub id, or the name that the server gives it.
+      options: where it runs.
+      stop_ids: of the model, where token ids are wanted from a server.
+      log_probs: ask a server for them; on this machine they cost nothing.
+      tokenizer: of the model that a server holds, where it is known here.
+      earlier: prompt and new tokens that count towards the spending cap already.
+    """
+    if options.server is None:
+        if not isinstance(options, BackendOptions):
+            raise ValueError("expected --server: this verb has no other backend")
+        import torch
+
+        from beatrice.extract.backbone.loading import load_backbone
+        from beatrice.extract.backbone.names import default_dtype, own_device
+        from beatrice.extract.generate.local import TransformersGenerator
+
+        device = own_device(options.device, torch.cuda.device_count())
+        dtype = options.model_dtype or default_dtype(options.device)
+        backbone = load_backbone(model_path(model), dtype=dtype, device=device)
+        yield TransformersGenerator(
+            backbone=backbone, tokens_per_batch=options.batch_tokens
+        )
+        return
+    from beatrice.extract.generate.server import ServedGenerator
+
+    with ServedGenerator(
+        model,
+        options,
+        stop_ids=stop_ids,
+        log_probs=log_probs,
+        tokenizer=tokenizer,
+        earlier=earlier,
+    ) as generator:
+        yield generator
 
 
 def open_asking(

@@ -3,11 +3,10 @@
 Whether a model can be is told at once, and not after an hour of answers.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -16,7 +15,6 @@ from beatrice.extract.run.verbs import check_options, option
 
 if TYPE_CHECKING:
     from beatrice.extract.backbone.names import BackboneConfig
-    from beatrice.extract.generate.generator import Generator
 
 Dialect = Literal["vllm", "openai"]
 _SCHEMES = ("http://", "https://")
@@ -114,55 +112,6 @@ class BackendOptions(ServerOptions):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunBackendOptions(RunServerOptions, BackendOptions):
     """Where the run's own backbone draws answers."""
-
-
-@contextlib.contextmanager
-def open_generator(
-    model: str,
-    options: ServerOptions,
-    *,
-    stop_ids: Sequence[int] = (),
-    log_probs: bool = False,
-    tokenizer: Any = None,
-    earlier: tuple[int, int] = (0, 0),
-) -> Iterator["Generator"]:
-    """Open the backend of a model.
-
-    Args:
-      model: a directory or Hub id, or the name that the server gives it.
-      options: where it runs.
-      stop_ids: of the model, where token ids are wanted from a server.
-      log_probs: ask a server for them; on this machine they cost nothing.
-      tokenizer: of the model that a server holds, where it is known here.
-      earlier: prompt and new tokens that count towards the spending cap already.
-    """
-    if options.server is None:
-        if not isinstance(options, BackendOptions):
-            raise ValueError("expected --server: this verb has no other backend")
-        import torch
-
-        from beatrice.extract.backbone.loading import load_backbone
-        from beatrice.extract.backbone.names import default_dtype, own_device
-        from beatrice.extract.generate.local import TransformersGenerator
-
-        device = own_device(options.device, torch.cuda.device_count())
-        dtype = options.model_dtype or default_dtype(options.device)
-        backbone = load_backbone(model_path(model), dtype=dtype, device=device)
-        yield TransformersGenerator(
-            backbone=backbone, tokens_per_batch=options.batch_tokens
-        )
-        return
-    from beatrice.extract.generate.server import ServedGenerator
-
-    with ServedGenerator(
-        model,
-        options,
-        stop_ids=stop_ids,
-        log_probs=log_probs,
-        tokenizer=tokenizer,
-        earlier=earlier,
-    ) as generator:
-        yield generator
 
 
 def check_model_option(name: str, option: str = "--model") -> None:

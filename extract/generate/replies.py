@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
@@ -202,7 +202,7 @@ class TextStage(Generic[Made]):
     name: str
     role: str  # of the model, which names the file of its texts
     reads: list[Path]
-    settings: Mapping[str, str]  # identities of what it depends on beside
+    settings: dict[str, str]  # identities of what it depends on beside
     outputs: list[Path]
     make: Callable[[Texts, Update], Made | None]  # None of a share of the texts
     write: Callable[[Made], None]

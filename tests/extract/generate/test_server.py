@@ -19,17 +19,14 @@ from beatrice.extract.generate.answers import (
     load_tokenizer_only,
     record_backend,
 )
+from beatrice.extract.generate.commands import open_generator
 from beatrice.extract.generate.generator import (
     GeneratorPrompt,
     SamplingConfig,
     reply_key,
     tokenizer_identity,
 )
-from beatrice.extract.generate.options import (
-    BackendOptions,
-    ServerOptions,
-    open_generator,
-)
+from beatrice.extract.generate.options import BackendOptions, ServerOptions
 from beatrice.extract.generate.prompts import TEMPLATE_FIELDS, PromptConfig
 from beatrice.extract.generate.replies import Replies
 from beatrice.extract.generate.requests import ANSWER_PRESETS, make_requests
