@@ -314,6 +314,15 @@ def titled_passages(
     )
 
 
+def optional_passages(
+    record: Record, key: str, *, is_supporting: bool | None = None
+) -> tuple[Passage, ...]:
+    """Return the passages of a field that may be absent or empty."""
+    if not record.get(key):
+        return ()
+    return titled_passages(record, key, is_supporting=is_supporting)
+
+
 def _unfolded(value: Any, name: str) -> Any:
     """Return a text as the list that it holds, or of which it is the one passage."""
     if not isinstance(value, str):

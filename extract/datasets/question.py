@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
+from beatrice.extract.datasets import fields
 from beatrice.extract.datasets.fields import Record
 from beatrice.extract.datasets.splits import Context
 from beatrice.extract.records import Example, Passage, Split
@@ -102,6 +103,45 @@ def unquote(question: str) -> str:
     inner = question[1:-1]
     is_quoted = len(question) > 2 and question[0] == question[-1] == '"'
     return inner.replace('""', '"') if is_quoted and '""' in inner else question
+
+
+def question_of(record: Record, *names: str) -> str:
+    """Return the question under the first of its names that is there."""
+    name = next((name for name in names if name in record), names[0])
+    return unquote(fields.text(record, name))
+
+
+def reader(
+    *,
+    dataset: Callable[[Record], str | None] = lambda record: None,
+    ids: tuple[str, ...] = ("id",),
+    questions: tuple[str, ...] = ("question",),
+    golds: Callable[[Record], tuple[str, ...]] = fields.any_answers,
+    passages: Callable[[Record], tuple[Passage, ...]] = lambda record: (),
+    meta: Callable[[Record], dict[str, Any]] = lambda record: {},
+) -> Callable[[Record], Question]:
+    """Return the reader of a layout each of whose fields is read by itself.
+
+    Args:
+      dataset: the question set that a record is of, if it tells.
+      ids: names of the id; the first that is there counts.
+      questions: likewise of the question.
+      golds: the accepted answers.
+      passages: what came with the question.
+      meta: what else is kept.
+    """
+
+    def read(record: Record) -> Question:
+        return Question(
+            question=question_of(record, *questions),
+            golds=golds(record),
+            passages=passages(record),
+            id=fields.identity(record, *ids),
+            dataset=dataset(record),  # after what it looks into
+            meta=meta(record),
+        )
+
+    return read
 
 
 _NAMES: tuple[tuple[str, DatasetName], ...] = (

@@ -4,7 +4,12 @@ from typing import Any
 
 from beatrice.extract.datasets import fields
 from beatrice.extract.datasets.fields import Record
-from beatrice.extract.datasets.question import Format, Question, dataset_of_id
+from beatrice.extract.datasets.question import (
+    Format,
+    Question,
+    dataset_of_id,
+    reader,
+)
 from beatrice.extract.records import Passage
 
 # Tuples: a damaged record may have a list here, which no set can be asked about.
@@ -147,17 +152,6 @@ def _fits_bare(record: Record) -> bool:
     )
 
 
-def read_bare(record: Record) -> Question:
-    """Read a copy of HotpotQA that kept question and answer only."""
-    return Question(
-        id=fields.identity(record, "_id", "id"),
-        dataset=_multihop_set(record),
-        question=fields.text(record, "question"),
-        golds=_answer(record),
-        meta={"type": record["type"]},
-    )
-
-
 def _fits_twowiki(record: Record) -> bool:
     return _has_paragraphs(record) and is_twowiki(record)
 
@@ -168,5 +162,7 @@ FORMATS = (
     Format("HotpotQA", _has_paragraphs, read_titled, "hotpotqa"),
 )
 WEAK_FORMATS = (
-    Format("HotpotQA, questions and answers only", _fits_bare, read_bare, is_weak=True),
-)
+    Format("HotpotQA, questions and answers only", _fits_bare,
+           reader(ids=("_id", "id"), dataset=_multihop_set, golds=_answer,
+                  meta=lambda r: {"type": r["type"]}), is_weak=True),
+)  # fmt: skip

@@ -14,6 +14,7 @@ from beatrice.extract.datasets.fields import (
     any_passages,
     check_no_passages,
     is_titled,
+    optional_passages,
     read_context,
     supporting_titles,
     titled_passages,
@@ -25,18 +26,13 @@ from beatrice.extract.datasets.question import (
     dataset_named,
     dataset_of_id,
     dataset_tagged,
-    unquote,
+    question_of,
+    reader,
 )
 from beatrice.extract.datasets.readers.multihop import is_twowiki
 from beatrice.extract.records import Passage, Split
 
 _QUESTIONS = ("question", "query", "input", "Question", "problem")
-
-
-def question_of(record: Record) -> str:
-    """Return the question under whichever of its names is there."""
-    name = next((name for name in _QUESTIONS if name in record), _QUESTIONS[0])
-    return unquote(fields.text(record, name))
 
 
 def _metadata(record: Record) -> dict[str, Any]:
@@ -64,7 +60,7 @@ def read_flashrag(record: Record) -> Question:
 
     A list `context` of passages may stand beside them.
     """
-    question, meta = question_of(record), _metadata(record)
+    question, meta = question_of(record, *_QUESTIONS), _metadata(record)
     golds = fields.field_answers(record.get("golden_answers"), "golden_answers")
     passages: tuple[Passage, ...] = ()
     if record.get("context") not in (None, ""):
@@ -87,35 +83,22 @@ def read_flashrag(record: Record) -> Question:
     )
 
 
-def read_plain(record: Record) -> Question:
-    """Read any object with a question and an answer or a list of them."""
-    return Question(
-        id=fields.identity(record, "id", "_id", "question_id", "qid"),
-        dataset=dataset_marked(record),
-        question=question_of(record),
-        golds=fields.any_answers(record),
-        passages=any_passages(record),
-    )
-
-
 def read_example(record: Record) -> Question:
     """Read one line of an `examples.jsonl` that this program wrote."""
-    dataset = fields.text(record, "dataset")
-    name = fields.identity(record, "id")
+    dataset, name = fields.text(record, "dataset"), fields.identity(record, "id")
     splits: dict[str, Split] = {split: split for split in get_args(Split)}
     split = splits.get(fields.text(record, "split"))
     if split is None:
         raise ValueError(
             f"'split': expected one of {', '.join(splits)}, found {record['split']!r}"
         )
-    passages = titled_passages(record, "passages") if record.get("passages") else ()
     return Question(
         split=split,
         id=name.removeprefix(f"{dataset}-") if name else None,
         dataset=dataset,
         question=fields.text(record, "question"),
         golds=fields.field_answers(record.get("golds"), "golds"),
-        passages=passages,
+        passages=optional_passages(record, "passages"),
     )
 
 
@@ -151,7 +134,7 @@ def read_lm_eval(
         question = Question(
             id=fields.identity(document, "id", "question_id"),
             dataset=None,
-            question=question_of(document),
+            question=question_of(document, *_QUESTIONS),
             golds=fields.field_answers(record["target"], "target"),
             passages=passages,
         )
@@ -167,37 +150,11 @@ def read_lm_eval(
     return dataclasses.replace(question, meta=meta)
 
 
-def read_kilt(record: Record) -> Question:
-    """Read one line of KILT: the pages are named, their text is not in the file."""
-    if "input" not in record:
-        raise ValueError(
-            "no 'input': KILT's TriviaQA names questions by id only; give TriviaQA's "
-            "own files"
-        )
+def _kilt_answers(record: Record) -> tuple[str, ...]:
     outputs = fields.expect(record.get("output"), list, "output")
     texts = [item.get("answer") for item in outputs if isinstance(item, dict)]
     golds = [text for text in texts if isinstance(text, str)]
-    name = fields.identity(record, "id")
-    return Question(
-        id=name,
-        dataset=dataset_of_id(name),
-        question=fields.text(record, "input"),
-        golds=fields.answers(golds, "output[].answer"),
-    )
-
-
-def read_retrievalqa(record: Record) -> Question:
-    """Read one line of RetrievalQA: passages were retrieved, none is marked gold."""
-    passages: tuple[Passage, ...] = ()
-    if record.get("context"):
-        passages = titled_passages(record, "context", is_supporting=False)
-    return Question(
-        id=fields.identity(record, "question_id", "id"),
-        dataset=dataset_named(record.get("data_source")),
-        question=fields.text(record, "question"),
-        golds=fields.any_answers(record),
-        passages=passages,
-    )
+    return fields.answers(golds, "output[].answer")
 
 
 def _wordings(answer: Record) -> list[Any]:
@@ -212,18 +169,10 @@ def _wordings(answer: Record) -> list[Any]:
     return spans
 
 
-def read_ircot(record: Record) -> Question:
-    """Read one line of the processed files of IRCoT and Adaptive-RAG."""
+def _ircot_answers(record: Record) -> tuple[str, ...]:
     objects = fields.objects(record, "answers_objects")
     golds = [wording for answer in objects for wording in _wordings(answer)]
-    name = fields.identity(record, "question_id")
-    return Question(
-        id=name,
-        dataset=dataset_tagged(record) or dataset_named(name),
-        question=fields.text(record, "question_text"),
-        golds=fields.any_answers({"answers": golds}),
-        passages=titled_passages(record, "contexts"),
-    )
+    return fields.any_answers({"answers": golds})
 
 
 def _fits_kilt(record: Record) -> bool:
@@ -249,12 +198,27 @@ FORMATS = (
     Format("examples of this program",
            lambda r: {"golds", "question", "split", "dataset"} <= r.keys(),
            read_example),
-    Format("KILT", _fits_kilt, read_kilt),
+    Format("KILT, ids alone", lambda r: _fits_kilt(r) and "input" not in r,
+           refusal="names questions by id only, as KILT's TriviaQA does; give "
+           "TriviaQA's own files"),
+    # Pages are named, their text is not in the file.
+    Format("KILT", _fits_kilt,
+           reader(dataset=lambda r: dataset_of_id(r.get("id")), questions=("input",),
+                  golds=_kilt_answers)),
 )  # fmt: skip
 OTHER_FORMATS = (
     Format("RetrievalQA", lambda r: {"data_source", "ground_truth"} <= r.keys(),
-           read_retrievalqa),
-    Format("IRCoT / Adaptive-RAG", _fits_ircot, read_ircot),
+           # Passages were retrieved, none is marked gold.
+           reader(ids=("question_id", "id"),
+                  dataset=lambda r: dataset_named(r.get("data_source")),
+                  passages=lambda r: optional_passages(
+                      r, "context", is_supporting=False))),
+    Format("IRCoT / Adaptive-RAG", _fits_ircot,
+           reader(ids=("question_id",), questions=("question_text",),
+                  dataset=lambda r: dataset_tagged(r)
+                  or dataset_named(r.get("question_id")),
+                  golds=_ircot_answers,
+                  passages=lambda r: titled_passages(r, "contexts"))),
     Format("passages (FlashRAG corpus)",
            lambda r: "contents" in r and not {"question", "query"} & r.keys(),
            refusal=f"holds passages (a FlashRAG corpus), {_NOT_READ}"),
@@ -264,5 +228,6 @@ OTHER_FORMATS = (
 WEAK_FORMATS = (
     Format("questions and answers",
            lambda r: bool({"question", "query", "Question"} & r.keys()),
-           read_plain, is_weak=True),
+           reader(ids=("id", "_id", "question_id", "qid"), questions=_QUESTIONS,
+                  dataset=dataset_marked, passages=any_passages), is_weak=True),
 )  # fmt: skip

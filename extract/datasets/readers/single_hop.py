@@ -1,15 +1,20 @@
 """Natural Questions, also as Dense Passage Retrieval has it, and PopQA."""
 
 import decimal
+import itertools
 import math
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 from beatrice.extract.datasets import fields
-from beatrice.extract.datasets.fields import Record, any_passages, titled_passages
+from beatrice.extract.datasets.fields import (
+    Record,
+    any_passages,
+    optional_passages,
+    titled_passages,
+)
 from beatrice.extract.datasets.question import (
     Format,
     Question,
@@ -17,7 +22,7 @@ from beatrice.extract.datasets.question import (
     dataset_named,
     dataset_of_id,
     dataset_tagged,
-    unquote,
+    reader,
 )
 from beatrice.extract.records import Passage
 
@@ -25,21 +30,14 @@ from beatrice.extract.records import Passage
 _GOLD_SCORES = (1000, "1000", "1000.0")
 
 
-def read_qa_row(record: Record) -> Question:
-    """Read one row of `{nq,trivia}-*.qa.csv`: a question and a Python list."""
-    question = fields.text(record, fields.HEADERLESS[0])
+def _listed_answers(record: Record) -> tuple[str, ...]:
     value = fields.text(record, fields.HEADERLESS[1])
     golds = fields.unfold(value, fields.HEADERLESS[1])
     if not isinstance(golds, list):
         raise ValueError(
             f"expected a list of answers in the second column, found {value[:40]!r}"
         )
-    return Question(
-        id=None,
-        dataset=None,
-        question=unquote(question),
-        golds=fields.answers(golds, "answers"),
-    )
+    return fields.answers(golds, "answers")
 
 
 def _positives(record: Record, key: str) -> tuple[Passage, ...]:
@@ -59,69 +57,31 @@ def _positives(record: Record, key: str) -> tuple[Passage, ...]:
     )
 
 
-def _negatives(record: Record, *keys: str) -> Iterator[Passage]:
-    for key in keys:
-        if record.get(key):
-            yield from titled_passages(record, key, is_supporting=False)
-
-
-def read_biencoder(record: Record) -> Question:
-    """Read one record of `biencoder-*.json`: positives, negatives, hard negatives."""
-    question, golds = fields.text(record, "question"), fields.any_answers(record)
-    positives = _positives(record, "positive_ctxs")
-    others = _negatives(record, "hard_negative_ctxs", "negative_ctxs")
-    dataset = dataset_tagged(record)
-    if record.get("dataset") is None and positives:
-        dataset = "nq" if "passage_id" in record["positive_ctxs"][0] else None
-    return Question(
-        id=fields.identity(record, "question_id", "id"),
-        dataset=dataset,
-        question=unquote(question),
-        golds=golds,
-        passages=(*positives, *others),
+def _with_negatives(record: Record, key: str, *others: str) -> tuple[Passage, ...]:
+    """Return the positive passages of a field, then the negative ones of others."""
+    negatives = (
+        optional_passages(record, other, is_supporting=False) for other in others
     )
+    return *_positives(record, key), *itertools.chain(*negatives)
 
 
-def read_contexts(record: Record) -> Question:
-    """Read retrieved contexts (FiD, DPR output, "lost in the middle").
+def _biencoder_set(record: Record) -> str | None:
+    positives = record["positive_ctxs"]
+    if record.get("dataset") is not None or not positives:
+        return dataset_tagged(record)
+    return "nq" if "passage_id" in positives[0] else None
 
-    Only `isgold` marks a gold passage: `has_answer` says that a string occurs.
-    """
+
+def _contexts_set(record: Record) -> str | None:
     is_nq = record.get("nq_annotated_gold") is not None
-    return Question(
-        id=fields.identity(record, "id", "question_id", "q_id"),
-        dataset="nq" if is_nq else dataset_marked(record),
-        question=unquote(fields.text(record, "question")),
-        golds=fields.any_answers(record),
-        passages=titled_passages(record, "ctxs"),
-    )
+    return "nq" if is_nq else dataset_marked(record)
 
 
-def read_gold_info(record: Record) -> Question:
-    """Read one record of `nq-*_gold_info.json`: the question and its gold passage."""
+def _gold_passage(record: Record) -> tuple[Passage, ...]:
     body = fields.expect(fields.required(record, "context"), str, "context")
     title = fields.text_or_empty(record.get("title"))
     passage = Passage(title=title, text=body, is_supporting=True)
-    return Question(
-        id=fields.identity(record, "example_id", "id"),
-        dataset=dataset_tagged(record) or "nq",
-        question=fields.text(record, "question"),
-        golds=fields.any_answers(record),
-        passages=(passage,) if body.strip() else (),
-    )
-
-
-def read_tevatron(record: Record) -> Question:
-    """Read one record of Tevatron's `wikipedia-nq` or `wikipedia-trivia`."""
-    golds = fields.any_answers(record)
-    positives = _positives(record, "positive_passages")
-    return Question(
-        id=fields.identity(record, "query_id"),
-        dataset=dataset_tagged(record),
-        question=unquote(fields.text(record, "query")),
-        golds=golds,
-        passages=(*positives, *_negatives(record, "negative_passages")),
-    )
+    return (passage,) if body.strip() else ()
 
 
 def _fits_gold_info(record: Record) -> bool:
@@ -133,13 +93,25 @@ def _fits_gold_info(record: Record) -> bool:
 
 DPR_FORMATS = (
     Format("DPR question file (qa.csv)",
-           lambda r: r.keys() == set(fields.HEADERLESS), read_qa_row),
-    Format("DPR biencoder", lambda r: "positive_ctxs" in r, read_biencoder),
+           lambda r: r.keys() == set(fields.HEADERLESS),
+           reader(ids=(), questions=fields.HEADERLESS[:1], golds=_listed_answers)),
+    Format("DPR biencoder", lambda r: "positive_ctxs" in r,
+           reader(ids=("question_id", "id"), dataset=_biencoder_set,
+                  passages=lambda r: _with_negatives(
+                      r, "positive_ctxs", "hard_negative_ctxs", "negative_ctxs"))),
     Format("Tevatron", lambda r: {"query", "positive_passages"} <= r.keys(),
-           read_tevatron),
+           reader(ids=("query_id",), questions=("query",), dataset=dataset_tagged,
+                  passages=lambda r: _with_negatives(
+                      r, "positive_passages", "negative_passages"))),
+    # Only `isgold` marks a gold passage: `has_answer` says that a string occurs.
     Format("questions with contexts (FiD, NQ oracle)",
-           lambda r: {"question", "ctxs"} <= r.keys(), read_contexts),
-    Format("DPR gold passages (gold_info)", _fits_gold_info, read_gold_info),
+           lambda r: {"question", "ctxs"} <= r.keys(),
+           reader(ids=("id", "question_id", "q_id"), dataset=_contexts_set,
+                  passages=lambda r: titled_passages(r, "ctxs"))),
+    Format("DPR gold passages (gold_info)", _fits_gold_info,
+           reader(ids=("example_id", "id"),
+                  dataset=lambda r: dataset_tagged(r) or "nq",
+                  passages=_gold_passage)),
 )  # fmt: skip
 
 
@@ -160,20 +132,6 @@ def _fits_open(record: Record) -> bool:
         return False
     marked = dataset_of_id(record.get("_id", record.get("id")))
     return marked in (None, "nq") and not {"prop", "subj"} <= record.keys()
-
-
-def read_open(record: Record) -> Question:
-    """Read one line of NQ-open: `answer` is a list under a singular name.
-
-    The layout is so plain that a file's name may say otherwise, so the set stays open.
-    """
-    return Question(
-        id=fields.identity(record, "id", "example_id"),
-        dataset=dataset_tagged(record),
-        question=fields.text(record, "question"),
-        golds=fields.any_answers(record),
-        passages=any_passages(record),
-    )
 
 
 def _span(holder: Any, name: str, n_tokens: int) -> tuple[int, int]:
@@ -258,27 +216,25 @@ def _plain(value: Any, name: str) -> str | int | float | None:
     )
 
 
-def read_popqa(record: Record) -> Question:
-    """Read one row; `possible_answers` is a JSON list written as text.
+def _popqa_answers(record: Record) -> tuple[str, ...]:
+    name = "possible_answers"  # a JSON list written as text
+    return fields.field_answers(fields.required(record, name), name)
 
-    The same question occurs in several rows, on subjects of the same name: the id
-    tells them apart, the text does not.
-    """
-    question = fields.text(record, "question")
-    golds = fields.field_answers(
-        fields.required(record, "possible_answers"), "possible_answers"
-    )
-    passages = any_passages(record)
+
+def _popqa_passages(record: Record) -> tuple[Passage, ...]:
     if record.get("paragraphs") is not None:
-        passages = titled_passages(record, "paragraphs")
-    return Question(
-        id=fields.identity(record, "id"),
-        dataset="popqa",
-        question=question,
-        golds=golds,
-        passages=passages,
-        meta={key: _plain(record[key], key) for key in _KEPT if key in record},
-    )
+        return titled_passages(record, "paragraphs")
+    return any_passages(record)
+
+
+# The same question occurs in several rows, on subjects of the same name: the id tells
+# them apart, the text does not.
+_read_popqa = reader(
+    dataset=lambda record: "popqa",
+    golds=_popqa_answers,
+    passages=_popqa_passages,
+    meta=lambda r: {key: _plain(r[key], key) for key in _KEPT if key in r},
+)
 
 
 def _is_original(record: Record) -> bool:
@@ -294,8 +250,8 @@ def _fits_popqa(record: Record) -> bool:
 POPQA_FORMATS = (
     Format("PopQA with paragraphs",
            lambda r: {"possible_answers", "paragraphs"} <= r.keys(),
-           read_popqa, "popqa"),
-    Format("PopQA", _fits_popqa, read_popqa, "popqa"),
+           _read_popqa, "popqa"),
+    Format("PopQA", _fits_popqa, _read_popqa, "popqa"),
 )  # fmt: skip
 NQ_FORMATS = (
     Format("NQ original", _is_original,
@@ -304,5 +260,9 @@ NQ_FORMATS = (
     Format("NQ simplified",
            lambda r: {"document_text", "question_text"} <= r.keys(),
            read_simplified, "nq"),
-    Format("NQ-open", _fits_open, read_open, "nq", is_weak=True),
+    # `answer` is a list under a singular name. The layout is so plain that a file's
+    # name may say otherwise, so the set stays open.
+    Format("NQ-open", _fits_open,
+           reader(ids=("id", "example_id"), dataset=dataset_tagged,
+                  passages=any_passages), "nq", is_weak=True),
 )  # fmt: skip
