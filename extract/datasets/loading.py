@@ -41,15 +41,10 @@ DatasetSource = Literal[
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """A record that is a question.
+    """A record that is a question."""
 
-    Attributes:
-      number: of the record in the file, from 1.
-      at: where it lies, in words.
-    """
-
-    number: int
-    at: str
+    number: int  # of the record in the file, from 1
+    at: str  # where it lies, in words
     question: Question
     format: str
 
@@ -79,21 +74,16 @@ class FileRefused(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DatasetFile:
-    """A recognised file.
-
-    Attributes:
-      dataset: question set of most records, or None where nothing tells.
-      dataset_from: what told it.
-      evidence: TriviaQA's folder of pages, if there is one.
-      envelope: what an object around the records says, after they were read.
-    """
+    """A recognised file."""
 
     path: Path
     type: FileType
     format: Format
-    evidence: Path | None
+    evidence: Path | None  # TriviaQA's folder of pages, if there is one
+    # Question set of most records, or None where nothing tells.
     dataset: str | None = None
-    dataset_from: DatasetSource | None = None
+    dataset_from: DatasetSource | None = None  # what told it
+    # What an object around the records says, after they were read.
     envelope: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def read(self) -> Iterator[Loaded | Refusal]:

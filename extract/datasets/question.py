@@ -27,28 +27,21 @@ class Document:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Question:
-    """One question, its accepted answers, and the passages that came with it.
+    """One question, its accepted answers, and the passages that came with it."""
 
-    Attributes:
-      id: the file's own, or None where it has none.
-      dataset: name of the question set, or None where the record does not tell.
-      golds: accepted answers as published, without repetitions; at least one.
-      passages: in file order; `is_supporting` marks the gold ones.
-      documents: evidence on the side.
-      meta: what else is worth keeping (JSON values only).
-      has_made_id: the id was made of the question's text.
-      split: the one that the record names, or None.
-    """
-
-    id: str | None
+    id: str | None  # the file's own, or None where it has none
+    # Name of the question set, or None where the record does not tell.
     dataset: str | None
     question: str
+    # Accepted answers as published, without repetitions; at least one.
     golds: tuple[str, ...]
+    # In file order; `is_supporting` marks the gold ones.
     passages: tuple[Passage, ...] = ()
-    documents: tuple[Document, ...] = ()
+    documents: tuple[Document, ...] = ()  # evidence on the side
+    # What else is worth keeping (JSON values only).
     meta: dict[str, Any] = dataclasses.field(default_factory=dict)
-    has_made_id: bool = False
-    split: Split | None = None
+    has_made_id: bool = False  # the id was made of the question's text
+    split: Split | None = None  # the one that the record names, or None
 
     def context(self, context: Context) -> tuple[Passage, ...]:
         """Return the passages that become an example's context."""
@@ -79,22 +72,18 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """One published layout of a record.
+    """One published layout of a record."""
 
-    Attributes:
-      name: in words, as shown to a person.
-      fits: tells from a record's keys whether it is of this layout.
-      read: turns a record into a question; a ValueError says why it cannot. None for
-        a layout that holds no questions, which `refusal` then explains.
-      dataset: the only question set that is published so, if there is only one.
-      is_weak: so few keys that a damaged record of a richer layout fits it too.
-    """
-
-    name: str
+    name: str  # in words, as shown to a person
+    # Tells from a record's keys whether it is of this layout.
     fits: Callable[[Record], bool]
+    # Turns a record into a question; a ValueError says why it cannot. None for a layout
+    # that holds no questions, which `refusal` then explains.
     read: Callable[[Record], Question] | None = None
+    # The only question set that is published so, if there is only one.
     dataset: str | None = None
     refusal: str = ""
+    # So few keys that a damaged record of a richer layout fits it too.
     is_weak: bool = False
 
 

@@ -68,39 +68,25 @@ _decode = json.JSONDecoder().raw_decode
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FileType:
-    """How the records lie in a file.
+    """How the records lie in a file."""
 
-    Attributes:
-      container: `json lines` holds one value a line, `json values` one after
-        another over several lines, `json object` a list under `list_key`.
-      is_gzipped: the above is compressed.
-      has_bom: the text starts with a byte order mark.
-      list_key: name of the list in a `json object`.
-      delimiter: between the columns of a table.
-    """
-
+    # `json lines` holds one value a line, `json values` one after another over several
+    # lines, `json object` a list under `list_key`.
     container: Container
-    is_gzipped: bool = False
-    has_bom: bool = False
-    list_key: str | None = None
-    delimiter: str = "\t"
+    is_gzipped: bool = False  # the above is compressed
+    has_bom: bool = False  # the text starts with a byte order mark
+    list_key: str | None = None  # name of the list in a `json object`
+    delimiter: str = "\t"  # between the columns of a table
 
 
 @dataclasses.dataclass(frozen=True)
 class RawRecord:
-    """One record as it lies in the file, or what is wrong with it.
+    """One record as it lies in the file, or what is wrong with it."""
 
-    Attributes:
-      number: from 1, in file order; damaged ones count.
-      at: where it lies, in words.
-      value: its fields, or None if it is no record.
-      problem: why it is not one.
-    """
-
-    number: int
-    at: str
-    value: dict[str, Any] | None
-    problem: str | None = None
+    number: int  # from 1, in file order; damaged ones count
+    at: str  # where it lies, in words
+    value: dict[str, Any] | None  # its fields, or None if it is no record
+    problem: str | None = None  # why it is not one
 
 
 def _chunks(path: Path, is_gzipped: bool) -> Iterator[bytes]:

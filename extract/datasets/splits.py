@@ -28,21 +28,17 @@ A_NAME = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SplitConfig:
-    """How many questions each split has; defaults are those of appendix A.
+    """How many questions each split has; defaults are those of appendix A."""
 
-    Attributes:
-      seed: of the hash that orders the questions.
-      n_train: of each set with a training file; "all" takes every question, and of a
-        development file half of them each.
-      n_train_of: the same for sets that differ from the others.
-      n_evaluation: validation and test each, of each set with a development file.
-      n_held_out: of each set that is never trained on.
-    """
-
-    seed: int = 0
+    seed: int = 0  # of the hash that orders the questions
+    # Of each set with a training file; "all" takes every question, and of a development
+    # file half of them each.
     n_train: Size = 10_000
+    # The same for sets that differ from the others.
     n_train_of: Mapping[str, Size] = dataclasses.field(default_factory=dict)
+    # Validation and test each, of each set with a development file.
     n_evaluation: Size = 500
+    # Of each set that is never trained on.
     n_held_out: Mapping[str, Size] = dataclasses.field(
         default_factory=lambda: dict(HELD_OUT_SIZES)
     )
@@ -79,22 +75,19 @@ class Source:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BuildConfig:
-    """What is built.
-
-    Attributes:
-      context: passages of an example: the supporting ones, as in the paper, the first
-        of these, all that came with it, or none. With `supporting` and `first`,
-        questions without one are left out; with `none`, questions are asked closed-book
-        only. None stands for `supporting`, see also `with_contexts_of_files`.
-      contexts: the same for sets that differ from the others.
-      skip_bad: leave refused records out and list them, instead of stopping.
-      evidence: TriviaQA's folder of pages, if it is not beside the file.
-    """
+    """What is built."""
 
     splits: SplitConfig
+    # Passages of an example: the supporting ones, as in the paper, the first of these,
+    # all that came with it, or none. With `supporting` and `first`, questions without
+    # one are left out; with `none`, questions are asked closed-book only. None stands
+    # for `supporting`, see also `with_contexts_of_files`.
     context: Context | None = None
+    # The same for sets that differ from the others.
     contexts: Mapping[str, Context] = dataclasses.field(default_factory=dict)
+    # Leave refused records out and list them, instead of stopping.
     skip_bad: bool = False
+    # TriviaQA's folder of pages, if it is not beside the file.
     evidence: Path | None = None
 
     def context_of(self, dataset: str) -> Context:
@@ -114,21 +107,17 @@ class BuildConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What the questions depend on.
+    """What the questions depend on."""
 
-    Attributes:
-      splits: how they were drawn, or None where the splits were given.
-      fixed: SHA-256 of the manifest that the splits were taken from, or None.
-      context: which passages an example has: "supporting", or with the sets that
-        differ, "supporting popqa=none".
-      skip_bad: whether refused records were left out.
-      sources: (set, role, SHA-256) of each file, sorted.
-    """
-
+    # How they were drawn, or None where the splits were given.
     splits: SplitConfig | None
+    # SHA-256 of the manifest that the splits were taken from, or None.
     fixed: str | None
+    # Which passages an example has: "supporting", or with the sets that differ,
+    # "supporting popqa=none".
     context: str
-    skip_bad: bool
+    skip_bad: bool  # whether refused records were left out
+    # (set, role, SHA-256) of each file, sorted.
     sources: tuple[tuple[str, str, str], ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -138,17 +127,11 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A question that may be drawn.
+    """A question that may be drawn."""
 
-    Attributes:
-      id: in its set.
-      text_key: equal for questions with the same normalised text.
-      split: the one it has to go to, or None where that is drawn.
-    """
-
-    id: str
-    text_key: bytes
-    split: Split | None = None
+    id: str  # in its set
+    text_key: bytes  # equal for questions with the same normalised text
+    split: Split | None = None  # the one it has to go to, or None where that is drawn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,17 +148,13 @@ class Conflict:
 
 @dataclasses.dataclass(frozen=True)
 class DrawnSplits:
-    """What was drawn.
+    """What was drawn."""
 
-    Attributes:
-      splits: ids by split and set, in the order of the hash.
-      conflicts: what was passed over.
-      repeated: (split, set, id, set, id) of questions whose text is in the same split
-        a second time; both are kept (PopQA asks about subjects of the same name).
-    """
-
+    # Ids by split and set, in the order of the hash.
     splits: dict[Split, dict[str, list[str]]]
-    conflicts: list[Conflict]
+    conflicts: list[Conflict]  # what was passed over
+    # (split, set, id, set, id) of questions whose text is in the same split a second
+    # time; both are kept (PopQA asks about subjects of the same name).
     repeated: list[tuple[Split, str, str, str, str]]
 
 

@@ -265,15 +265,11 @@ class DrawConfig:
 
 
 class Drawn(NamedTuple):
-    """Drawn answers, and what they cost.
+    """Drawn answers, and what they cost."""
 
-    Attributes:
-      samples: in the order of the requests, those of one together.
-      seconds: by setting, a drawn answer's, of one worker and over all starts; None
-        where some were drawn before they were timed.
-    """
-
-    samples: list[Sample]
+    samples: list[Sample]  # in the order of the requests, those of one together
+    # By setting, a drawn answer's, of one worker and over all starts; None where some
+    # were drawn before they were timed.
     seconds: dict[Setting, float | None]
 
 
@@ -379,19 +375,14 @@ def _greedy(config: AnswerConfig) -> SamplingConfig:
 
 
 class Engine(NamedTuple):
-    """What answers a run's questions, and what their prompts are made with.
+    """What answers a run's questions, and what their prompts are made with."""
 
-    Attributes:
-      generator: answers.
-      model: of the prompts.
-      reading: returns a generator of the same texts that also reads them; None where
-        answers are written alone.
-      why_alone: a sentence, where they are; empty where nobody wants more.
-    """
-
-    generator: Generator
-    model: PromptModel
+    generator: Generator  # answers
+    model: PromptModel  # of the prompts
+    # Returns a generator of the same texts that also reads them; None where answers are
+    # written alone.
     reading: Callable[[Sequence[Request]], Generator] | None = None
+    # A sentence, where they are; empty where nobody wants more.
     why_alone: str = "this engine writes texts alone"
 
 

@@ -60,15 +60,11 @@ class Replies:
 
     The key covers everything that changes a text, so that a text is reused only for the
     same prompt to the same backend.
-
-    Attributes:
-      journal: where texts are appended.
-      share: of the texts that are generated here.
-      is_timed: write the seconds of each new text; no two starts write equal lines.
     """
 
-    journal: Journal[str, SavedReply]
-    share: Share = Share()
+    journal: Journal[str, SavedReply]  # where texts are appended
+    share: Share = Share()  # of the texts that are generated here
+    # Write the seconds of each new text; no two starts write equal lines.
     is_timed: bool = False
     n_reused: int = 0  # texts that were there
     n_new: int = 0  # texts that were generated and appended

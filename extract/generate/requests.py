@@ -220,17 +220,13 @@ def _prompt(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnswerConfig:
-    """The run's section `answer`: what is asked, how, and answered greedily.
+    """The run's section `answer`: what is asked, how, and answered greedily."""
 
-    Attributes:
-      settings: those asked for; a run has the ones that its questions allow, see
-        `extract.run.contents.settings_of`.
-      prompt: how questions are put.
-      generation: how long answers and batches are.
-    """
-
+    # Those asked for; a run has the ones that its questions allow, see
+    # `extract.run.contents.settings_of`.
     settings: tuple[Setting, ...] = SETTINGS
-    prompt: PromptConfig = PromptConfig()
+    prompt: PromptConfig = PromptConfig()  # how questions are put
+    # How long answers and batches are.
     generation: GenerationConfig = GenerationConfig()
 
 

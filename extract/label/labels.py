@@ -224,21 +224,15 @@ def label_with(
 
 
 class JudgedAnswer(Record, frozen=True, kw_only=True):
-    """One line of a person's file.
+    """One line of a person's file."""
 
-    Attributes:
-      question: in the words of the run; case, marks and articles do not matter.
-      answer: that was judged, as the model gave it; outer white space does not matter.
-      label: whether it is right.
-      setting: of the answer; None means whichever gave this answer.
-      variant: the same.
-    """
-
-    question: str
+    question: str  # in the words of the run; case, marks and articles do not matter
+    # That was judged, as the model gave it; outer white space does not matter.
     answer: str
-    label: bool
+    label: bool  # whether it is right
+    # Of the answer; None means whichever gave this answer.
     setting: Setting | None = None
-    variant: Variant | None = None
+    variant: Variant | None = None  # the same
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

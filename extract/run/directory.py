@@ -168,17 +168,12 @@ def package_versions() -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NewRun:
-    """What makes a run directory the run that it is.
+    """What makes a run directory the run that it is."""
 
-    Attributes:
-      preset: sizes that every verb's section starts from.
-      seed: of training, selection and bootstrap.
-      sections: settings that are known when the run is made, by name: `backbone`, and
-        `world` or `data`; a frozen dataclass each.
-    """
-
-    preset: Preset = "demo"
-    seed: int = 0
+    preset: Preset = "demo"  # sizes that every verb's section starts from
+    seed: int = 0  # of training, selection and bootstrap
+    # Settings that are known when the run is made, by name: `backbone`, and `world` or
+    # `data`; a frozen dataclass each.
     sections: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -358,26 +353,18 @@ def _differences(
 
 
 class StageRecord(Record, frozen=True, kw_only=True):
-    """What a finished stage leaves behind; on disk with its own SHA-256.
-
-    Attributes:
-      inputs: SHA-256 (or another identity) of what it read, by name. A name that is
-        a path in the run directory is hashed again when the stage is asked about.
-      outputs: SHA-256 of the files and folders it wrote, by path in the run
-        directory.
-      verb: what of the command line does it, such as "select --exhaustive".
-      seconds: wall time.
-      finished: UTC; empty while the stage is done again.
-      versions: of Python and packages, as they were then.
-    """
+    """What a finished stage leaves behind; on disk with its own SHA-256."""
 
     stage: str
+    # SHA-256 (or another identity) of what it read, by name. A name that is a path in
+    # the run directory is hashed again when the stage is asked about.
     inputs: dict[str, str]
+    # SHA-256 of the files and folders it wrote, by path in the run directory.
     outputs: dict[str, str]
-    verb: str
-    seconds: float
-    finished: str
-    versions: dict[str, str]
+    verb: str  # what of the command line does it, such as "select --exhaustive"
+    seconds: float  # wall time
+    finished: str  # UTC; empty while the stage is done again
+    versions: dict[str, str]  # of Python and packages, as they were then
 
     def write(self, path: Path) -> None:
         """Write the record, in one step."""
@@ -403,13 +390,10 @@ class RunDir:
 
     `RunDir(path)` only names paths. `RunDir.open` creates or continues a run and
     holds it until `close`, or the end of a `with` block.
-
-    Attributes:
-      path: of the directory.
-      share: which part of a stage's work the process that holds the run does.
     """
 
-    path: Path
+    path: Path  # of the directory
+    # Which part of a stage's work the process that holds the run does.
     share: Share = dataclasses.field(default=Share(), compare=False)
     _lock: BinaryIO | None = dataclasses.field(default=None, repr=False, compare=False)
 

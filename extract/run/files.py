@@ -316,13 +316,10 @@ def _names(folder: Path) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class JsonLines:
-    """A file of one JSON object per line that only grows.
-
-    Attributes:
-      truncated: says what was set aside when the file was opened, or None.
-    """
+    """A file of one JSON object per line that only grows."""
 
     path: Path
+    # Says what was set aside when the file was opened, or None.
     truncated: str | None = None
 
     @classmethod
@@ -431,21 +428,15 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclasses.dataclass(frozen=True)
 class JournalFiles(Generic[Key, Decoded]):
-    """Where the rows of a journal lie, and which of them count.
+    """Where the rows of a journal lie, and which of them count."""
 
-    Attributes:
-      path: the file of all rows.
-      kind: their type.
-      key: of a row; the first of a key counts.
-      parts: folder in which processes that share the work write a file each, until
-        one that works alone takes them in; None where nobody shares it.
-      holds: whether a row still belongs here, such as an answer to the prompt of now.
-    """
-
-    path: Path
-    kind: type[Decoded]
-    key: Callable[[Decoded], Key]
+    path: Path  # the file of all rows
+    kind: type[Decoded]  # their type
+    key: Callable[[Decoded], Key]  # of a row; the first of a key counts
+    # Folder in which processes that share the work write a file each, until one that
+    # works alone takes them in; None where nobody shares it.
     parts: Path | None = None
+    # Whether a row still belongs here, such as an answer to the prompt of now.
     holds: Callable[[Decoded], bool] = lambda row: True
 
     def part_files(self) -> list[Path]:
@@ -475,15 +466,11 @@ class Journal(Mapping[Key, Decoded]):
     """Rows by key in a file that only grows, so that a killed stage continues.
 
     In memory are places alone; a row is read again when it is asked for.
-
-    Attributes:
-      lines: where rows are appended.
-      notes: what a person should know of the opening, a sentence each.
     """
 
     files: JournalFiles[Key, Decoded]
-    lines: JsonLines
-    notes: list[str]
+    lines: JsonLines  # where rows are appended
+    notes: list[str]  # what a person should know of the opening, a sentence each
     _places: dict[Key, _Place]
 
     @classmethod

@@ -35,24 +35,19 @@ RowSetting = Literal["closed_book", "with_context", "both"]
 
 
 class Subject(NamedTuple):
-    """What a row measures: a stable id, and the columns that make it one of several.
+    """What a row measures: a stable id, and the columns that make it one of several."""
 
-    Attributes:
-      detector: stable id, such as "champion", "encoder" or "probe".
-      families: letters of the signal families that it reads, such as "HPA".
-      span: token span that it is without.
-      layer: entry of the resid axis that it reads (0 is the embedding).
-      n_labels: labelled answers that it was trained on, where it had not all.
-      source: question set that it was trained on, or backbone that it reads.
-      kind: which of a few, where an experiment has several; see the schema.
-    """
-
-    detector: str
+    detector: str  # stable id, such as "champion", "encoder" or "probe"
+    # Letters of the signal families that it reads, such as "HPA".
     families: str | None = None
-    span: str | None = None
+    span: str | None = None  # token span that it is without
+    # Entry of the resid axis that it reads (0 is the embedding).
     layer: int | None = None
+    # Labelled answers that it was trained on, where it had not all.
     n_labels: int | None = None
+    # Question set that it was trained on, or backbone that it reads.
     source: str | None = None
+    # Which of a few, where an experiment has several; see the schema.
     kind: str | None = None
 
     @classmethod
@@ -67,65 +62,50 @@ def encoder(families: str) -> Subject:
 
 
 class ResultRow(Record, frozen=True, kw_only=True):
-    """One number, with what it was measured on; docs/results/schema.md has all columns.
+    """One number, with its measurement; docs/results/schema.md has all columns."""
 
-    Attributes:
-      experiment: "detection", "controller", "span_decision", ...
-      detector: stable id of what was measured, e.g. "champion" or "encoder".
-      setting: "both" where one number needs both passes, as a controller does.
-      metric: "auroc", "auprc" (an incorrect answer is the positive class), "em", ...
-      value: None where it is undefined; then `reason` says why.
-      ci_low: lower end of the 95 % interval, or None if there is none.
-      ci_high: upper end of the 95 % interval, or None if there is none.
-      n: examples the value is computed on.
-      n_failed: examples that should have been there and have no label or no score.
-      seed: training seed as a string, or "mean" over the seeds.
-      label_rule: by which rule the answers were labelled, in words; `publish` fills it
-        in, and an unpublished row has None.
-      against: id of what was measured on the same questions and taken away from the
-        detector's value. The row is then a difference with a paired bootstrap interval.
-      against_families: letters of the families that `against` reads.
-      p_value: of a difference, two-sided; see `jaxprobe.metrics.two_sided_p`.
-      families: see `Subject`, as for `span`, `layer`, `n_labels`, `source` and `kind`.
-      family: letter of the one family that the metric is of, or that is taken away.
-      head: attention head, from 0.
-      position: token of the answer, from 1.
-      bin: part of a ranking, from 1 (the best).
-      bin_x: centre of a cell of the boundary band: logit without the family.
-      bin_y: likewise: logits that the family adds.
-      bin_width: width of those cells, in logits.
-      n_closed_book: closed-book encoders in a set of three.
-    """
-
-    experiment: str
-    detector: str
+    experiment: str  # "detection", "controller", "span_decision", ...
+    detector: str  # stable id of what was measured, e.g. "champion" or "encoder"
+    # "both" where one number needs both passes, as a controller does.
     setting: RowSetting
     dataset: str
     split: str
+    # "auroc", "auprc" (an incorrect answer is the positive class), "em", ...
     metric: str
-    value: float | None
+    value: float | None  # None where it is undefined; then `reason` says why
+    # Lower end of the 95 % interval, or None if there is none.
     ci_low: float | None = None
+    # Upper end of the 95 % interval, or None if there is none.
     ci_high: float | None = None
-    n: int
+    n: int  # examples the value is computed on
+    # Examples that should have been there and have no label or no score.
     n_failed: int = 0
-    seed: str = "mean"
+    seed: str = "mean"  # training seed as a string, or "mean" over the seeds
     reason: str | None = None
+    # By which rule the answers were labelled, in words; `publish` fills it in, and an
+    # unpublished row has None.
     label_rule: str | None = None
+    # Id of what was measured on the same questions and taken away from the detector's
+    # value. The row is then a difference with a paired bootstrap interval.
     against: str | None = None
-    against_families: str | None = None
+    against_families: str | None = None  # letters of the families that `against` reads
+    # Of a difference, two-sided; see `jaxprobe.metrics.two_sided_p`.
     p_value: float | None = None
+    # The columns of a `Subject` are as there.
     families: str | None = None
+    # Letter of the one family that the metric is of, or that is taken away.
     family: str | None = None
     span: str | None = None
     layer: int | None = None
-    head: int | None = None
-    position: int | None = None
-    bin: int | None = None
+    head: int | None = None  # attention head, from 0
+    position: int | None = None  # token of the answer, from 1
+    bin: int | None = None  # part of a ranking, from 1 (the best)
+    # Centre of a cell of the boundary band: logit without the family.
     bin_x: float | None = None
-    bin_y: float | None = None
-    bin_width: float | None = None
+    bin_y: float | None = None  # likewise: logits that the family adds
+    bin_width: float | None = None  # width of those cells, in logits
     n_labels: int | None = None
-    n_closed_book: int | None = None
+    n_closed_book: int | None = None  # closed-book encoders in a set of three
     source: str | None = None
     kind: str | None = None
 

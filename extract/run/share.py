@@ -14,17 +14,12 @@ Item = TypeVar("Item")
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """One process's share of the work; by default all of it.
+    """One process's share of the work; by default all of it."""
 
-    Attributes:
-      rank: from 0.
-      world_size: number of processes.
-      source: the variables or the option that say so, for messages; empty for a process
-        that works alone.
-    """
-
-    rank: int = 0
-    world_size: int = 1
+    rank: int = 0  # from 0
+    world_size: int = 1  # number of processes
+    # The variables or the option that say so, for messages; empty for a process that
+    # works alone.
     source: str = dataclasses.field(default="", compare=False)
 
     def __post_init__(self) -> None:

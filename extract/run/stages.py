@@ -32,24 +32,15 @@ from beatrice.extract.run.share import Share
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What is left of a stage; None where a number does not apply or is not known.
-
-    Attributes:
-      n_rows: rows it will write.
-      n_requests: texts a model has to write, retries not included.
-      n_prompt_tokens: that it reads.
-      n_new_tokens: that it writes, at most.
-      disk_bytes: of what it writes, at most.
-      basis: what is counted, in a sentence.
-    """
+    """What is left of a stage; None where a number does not apply or is not known."""
 
     stage: str
-    n_rows: int | None = None
-    n_requests: int | None = None
-    n_prompt_tokens: int | None = None
-    n_new_tokens: int | None = None
-    disk_bytes: int | None = None
-    basis: str
+    n_rows: int | None = None  # rows it will write
+    n_requests: int | None = None  # texts a model has to write, retries not included
+    n_prompt_tokens: int | None = None  # that it reads
+    n_new_tokens: int | None = None  # that it writes, at most
+    disk_bytes: int | None = None  # of what it writes, at most
+    basis: str  # what is counted, in a sentence
 
     def as_text(self) -> str:
         """Return the forecast in lines."""
@@ -84,40 +75,31 @@ Change = Callable[[Any], Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One verb of the command line.
+    """One verb of the command line."""
 
-    Attributes:
-      name: of its record.
-      verb: what of the command line does it; by default its name.
-      inputs: files and folders of the run it reads.
-      outputs: files and folders of the run it writes.
-      work: does it, with its settings (None where it has none); called only if
-        something is to be done. Where `run.share` is not the whole work it does that
-        share and returns how many parts of others are missing (0: none); called again
-        alone it finds all parts and joins them.
-      leftovers: folders of the run that are deleted when it is done.
-      parts: what processes can do a share of, in the plural; empty where one process
-        does all.
-      presets: its settings for every preset; empty where it has none.
-      section: name of its settings in the manifest; the stage's own by default.
-      identity: what its record names beside its inputs, given its settings.
-      is_open: whether its settings may be others than those recorded, while none of its
-        outputs is there.
-      forecast: says what is left to do, with the same settings; None where a verb has
-        no `--dry-run`.
-    """
-
-    name: str
-    inputs: Callable[[RunDir], list[Path]]
-    outputs: Callable[[RunDir], list[Path]]
+    name: str  # of its record
+    inputs: Callable[[RunDir], list[Path]]  # files and folders of the run it reads
+    outputs: Callable[[RunDir], list[Path]]  # files and folders of the run it writes
+    # Does it, with its settings (None where it has none); called only if something is
+    # to be done. Where `run.share` is not the whole work it does that share and returns
+    # how many parts of others are missing (0: none); called again alone it finds all
+    # parts and joins them.
     work: Callable[[RunDir, Any, Update, Progress], int | None]
+    # Folders of the run that are deleted when it is done.
     leftovers: Callable[[RunDir], list[Path]] = lambda run: []
+    # What processes can do a share of, in the plural; empty where one process does all.
     parts: str = ""
-    verb: str = ""
+    verb: str = ""  # what of the command line does it; by default its name
+    # What its record names beside its inputs, given its settings.
     identity: Callable[[Any], Mapping[str, str]] = lambda settings: {}
+    # Its settings for every preset; empty where it has none.
     presets: Mapping[Preset, Any] = dataclasses.field(default_factory=dict)
+    # Name of its settings in the manifest; the stage's own by default.
     section: str | None = None
+    # Whether its settings may be others than those recorded, while none of its outputs
+    # is there.
     is_open: bool = False
+    # Says what is left to do, with the same settings; None without a `--dry-run`.
     forecast: Callable[[RunDir, Any], Forecast] | None = None
 
     def settle(self, run: RunDir, change: Change | None = None, **options: bool) -> Any:

@@ -33,21 +33,16 @@ def numpy_dtype(dtype: Dtype) -> np.dtype:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """Shape of one family of signals at one token.
+    """Shape of one family of signals at one token."""
 
-    Attributes:
-      shape: the axes behind the row axis.
-      dtype: `bfloat16`, `float16`, `float32`, or `int8`, which needs a companion
-        family of scales beside it, see `scale_family`.
-      by_layer: True where the first axis is layers that are read one at a time; such
-        a family is chunked so that the others are not touched.
-      spans: `all` has a row for every token, `answer` for those of the answer span
-        alone.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # the axes behind the row axis
+    # `bfloat16`, `float16`, `float32`, or `int8`, which needs a companion family of
+    # scales beside it, see `scale_family`.
     dtype: Dtype = "float32"
+    # True where the first axis is layers that are read one at a time; such a family is
+    # chunked so that the others are not touched.
     by_layer: bool = False
+    # `all` has a row for every token, `answer` for those of the answer span alone.
     spans: Spans = "all"
 
     def __post_init__(self) -> None:
@@ -94,20 +89,15 @@ def scale_family(family: Family) -> Family:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Encoded:
-    """Values as they are written.
+    """Values as they are written."""
 
-    Attributes:
-      codes: of the values' shape, in the stored type: `out`, or the values themselves
-        where they have that type.
-      scales: float32, without the last axis; None unless the type is int8.
-      n_invalid: values that were not finite to begin with.
-      n_overflowed: finite values that the type turned into infinities.
-    """
-
+    # Of the values' shape, in the stored type: `out`, or the values themselves where
+    # they have that type.
     codes: np.ndarray
+    # Float32, without the last axis; None unless the type is int8.
     scales: np.ndarray | None
-    n_invalid: int
-    n_overflowed: int
+    n_invalid: int  # values that were not finite to begin with
+    n_overflowed: int  # finite values that the type turned into infinities
 
 
 def encode(values: np.ndarray, dtype: Dtype, out: np.ndarray | None = None) -> Encoded:
@@ -183,23 +173,18 @@ def _n_not_finite(values: np.ndarray) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoreConfig:
-    """What a store keeps of every answer.
+    """What a store keeps of every answer."""
 
-    Attributes:
-      hidden_layers: entries of the resid axis to keep (0 is the embedding); None
-        keeps all. The sweep needs several, training one.
-      hidden_spans: tokens whose hidden states are kept: all, or those of the answer
-        span. The other families are kept for every token.
-      dtype: how `hidden` is stored. bfloat16 keeps the range of the residual stream,
-        float16 overflows at 65504 (which is an error), int8 has a scale per token and
-        layer.
-      scalars: how the other families are stored.
-    """
-
+    # Entries of the resid axis to keep (0 is the embedding); None keeps all. The sweep
+    # needs several, training one.
     hidden_layers: tuple[int, ...] | None = None
+    # Tokens whose hidden states are kept: all, or those of the answer span. The other
+    # families are kept for every token.
     hidden_spans: Spans = "all"
+    # how `hidden` is stored. bfloat16 keeps the range of the residual stream, float16
+    # overflows at 65504 (which is an error), int8 has a scale per token and layer.
     dtype: Dtype = "bfloat16"
-    scalars: ScalarDtype = "float32"
+    scalars: ScalarDtype = "float32"  # how the other families are stored
 
     def __post_init__(self) -> None:
         """Check the choices; whether a model has the layers, its reader checks."""

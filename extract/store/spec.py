@@ -24,31 +24,24 @@ ReadingPath = Literal["decode", "teacher_forced"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class StoreSpec:
-    """Everything that fixes a store before the first signal is read.
+    """Everything that fixes a store before the first signal is read."""
 
-    Attributes:
-      families: by name, in the order they are stored.
-      keys: `n_examples` rows that name the examples, unique.
-      lengths: `[n_examples]` int64, tokens of each example, at least 1.
-      spans: `[n_examples, 3, 2]` int64, see the glossary.
-      firsts: `[n_examples]` int64, the token of each example from which on families
-        have rows; behind the worked examples of a prompt. None: from the first.
-      written_mask: `[n_examples]` bool, those that were read while they were written.
-        None: none of them.
-      rows_per_shard: rows of one file, a power of two.
-      hidden_layers: the layer numbers behind the layer axis of `hidden`.
-      fingerprint: what else the values depend on (model, revision, precision, …);
-        JSON values. A store with another fingerprint is another store.
-    """
-
-    families: Mapping[str, Family]
+    families: Mapping[str, Family]  # by name, in the order they are stored
+    # `n_examples` rows that name the examples, unique.
     keys: tuple[tuple[str, ...], ...]
-    lengths: np.ndarray
-    spans: np.ndarray
-    rows_per_shard: int
+    lengths: np.ndarray  # `[n_examples]` int64, tokens of each example, at least 1
+    spans: np.ndarray  # `[n_examples, 3, 2]` int64, see the glossary
+    rows_per_shard: int  # rows of one file, a power of two
+    # The layer numbers behind the layer axis of `hidden`.
     hidden_layers: tuple[int, ...]
+    # What else the values depend on (model, revision, precision, …); JSON values. A
+    # store with another fingerprint is another store.
     fingerprint: Mapping[str, Any]
+    # `[n_examples]` int64, the token of each example from which on families have rows;
+    # behind the worked examples of a prompt. None: from the first.
     firsts: np.ndarray | None = None
+    # `[n_examples]` bool, those that were read while they were written. None: none of
+    # them.
     written_mask: np.ndarray | None = None
 
     def __post_init__(self) -> None:

@@ -131,20 +131,14 @@ def _cause_of(error: Exception) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class FeatureStore:
-    """An opened store.
+    """An opened store."""
 
-    Attributes:
-      url: where it lies, with a trailing slash.
-      id: first 16 hex digits of the index's SHA-256; names the commit folder.
-      arrays: one open TensorStore per family.
-      seen: ranges that were found or written as committed; see `done_ranges`.
-    """
-
-    url: str
-    id: str
+    url: str  # where it lies, with a trailing slash
+    id: str  # first 16 hex digits of the index's SHA-256; names the commit folder
     spec: StoreSpec
-    arrays: Mapping[str, ts.TensorStore]
+    arrays: Mapping[str, ts.TensorStore]  # one open TensorStore per family
     # Commit records are never taken back by a writer, so what was seen stays true.
+    # Ranges that were found or written as committed; see `done_ranges`.
     seen: set[int] = dataclasses.field(default_factory=set, repr=False)
 
     def commit_key(self, range_id: int) -> str:
@@ -165,20 +159,15 @@ class FeatureStore:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Ragged:
-    """One family of several examples, end to end.
+    """One family of several examples, end to end."""
 
-    Attributes:
-      values: `[n_rows, …]`; example i is `values[starts[i]:starts[i] + lengths[i]]`.
-      starts: `[n_examples]` int64.
-      lengths: `[n_examples]` int64, rows of each example.
-      first_tokens: `[n_examples]` int64, the token of each example that has the first
-        row; 0 where every token has a row. What is at token t of example i lies in row
-        `starts[i] + t - first_tokens[i]`.
-    """
-
+    # `[n_rows, …]`; example i is `values[starts[i]:starts[i] + lengths[i]]`.
     values: np.ndarray
-    starts: np.ndarray
-    lengths: np.ndarray
+    starts: np.ndarray  # `[n_examples]` int64
+    lengths: np.ndarray  # `[n_examples]` int64, rows of each example
+    # `[n_examples]` int64, the token of each example that has the first row; 0 where
+    # every token has a row. What is at token t of example i lies in row
+    # `starts[i] + t - first_tokens[i]`.
     first_tokens: np.ndarray
 
     def example(self, i: int) -> np.ndarray:

@@ -75,19 +75,15 @@ class TwoHop:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class World:
-    """Everything that is the case, in a fixed order.
-
-    Attributes:
-      names: the known entities and words of each kind; people who occur in passages
-        only are not among them.
-      facts: by (subject, relation).
-    """
+    """Everything that is the case, in a fixed order."""
 
     config: WorldConfig
+    # The known entities and words of each kind; people who occur in passages only are
+    # not among them.
     names: dict[Kind, tuple[str, ...]]
     first_names: tuple[str, ...]
     last_names: tuple[str, ...]
-    facts: dict[tuple[str, str], Fact]
+    facts: dict[tuple[str, str], Fact]  # by (subject, relation)
     two_hops: tuple[TwoHop, ...]
     passages: tuple[Passage, ...]
 

@@ -19,23 +19,15 @@ Group = Literal["in_domain", "pursuits", "places"]
 
 @dataclasses.dataclass(frozen=True)
 class Relation:
-    """One relation and its wordings.
+    """One relation and its wordings."""
 
-    Attributes:
-      group: the question set whose questions ask for it.
-      subject: kind of the things that have it.
-      object: kind of what they have.
-      nouns: two synonyms, used in "the NOUN of S is O"; the first names the relation.
-      sentence: the same fact in another word order.
-      question: the question that matches `sentence`, without its question mark.
-    """
-
-    group: Group
-    subject: Kind
-    object: Kind
+    group: Group  # the question set whose questions ask for it
+    subject: Kind  # kind of the things that have it
+    object: Kind  # kind of what they have
+    # Two synonyms, used in "the NOUN of S is O"; the first names the relation.
     nouns: tuple[str, str]
-    sentence: str
-    question: str
+    sentence: str  # the same fact in another word order
+    question: str  # the question that matches `sentence`, without its question mark
 
     @property
     def name(self) -> str:
