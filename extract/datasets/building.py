@@ -280,11 +280,7 @@ def build_examples(
     fixed: Path | None = None,
     note: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Write `examples.jsonl`, `passages.jsonl` and `splits.json` into a folder.
-
-    Returns:
-      The manifest, as in `splits.json`.
-    """
+    """Write `examples.jsonl`, `passages.jsonl` and `splits.json`; returns the last."""
     settings = data_config(sources, config, fixed).as_json()
     if (folder / "splits.json").exists():
         return _finished(folder, settings)
@@ -336,17 +332,7 @@ def build_examples(
 def data_config(
     sources: Sequence[Source], config: BuildConfig, fixed: Path | None
 ) -> DataConfig:
-    """Return what a build depends on.
-
-    Args:
-      sources: at least one file.
-      config: what is built.
-      fixed: a manifest whose splits are used, or None.
-
-    Raises:
-      ValueError: a file is missing, the manifest is none, or a set has a context or a
-        size of its own and no file.
-    """
+    """Return what a build of some files depends on, see `build_examples`."""
     datasets_of_files = {source.dataset for source in sources}
     trained = {source.dataset for source in sources if source.role == "train"}
     for option, values, datasets, kind in (

@@ -71,16 +71,8 @@ def make_data_run(
 ) -> dict[str, Any]:
     """Make a run directory of published questions, or continue making it.
 
-    Args:
-      path: the directory; created if absent, taken if empty.
-      sources: the files.
-      build: which of their questions, and what of them.
-      asked: the run; its section `data` says the same of the files as `sources`.
-      progress: shows the stage.
-      fixed: a manifest whose splits are used instead of drawing.
-
-    Returns:
-      The manifest of the splits.
+    The run's section `data` says the same of the files as `sources`; `fixed` is a
+    manifest whose splits are used instead of drawing. Returns the splits' manifest.
     """
     from beatrice.extract.datasets.building import build_examples, check_folder
     from beatrice.extract.run.contents import settings_in_words
@@ -126,9 +118,7 @@ def _context(text: str) -> Context:
 class NamedValue(click.ParamType):
     """A value, `NAME=VALUE` of one question set, or either.
 
-    Args:
-      parse: makes the value of its text; a ValueError says why it cannot.
-      named: whether a name must, may or cannot stand before it.
+    `parse` makes the value of its text, and `named` says whether a name stands before.
     """
 
     name = "value"

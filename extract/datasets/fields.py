@@ -301,12 +301,8 @@ def titled_passages(
     """Return the passages of a field: a list of objects with a title and a text.
 
     Plain texts may stand for objects, one text for a list, and JSON for either, as a
-    cell of a table has it. Nothing but white space is no passage.
-
-    Args:
-      record: an object.
-      key: the field.
-      is_supporting: the same for all; None believes the file's own marks.
+    cell of a table has it. Nothing but white space is no passage. Whether they are
+    supporting is the same for all, or None: then the file's own marks are believed.
     """
     items = expect(_unfolded(required(record, key), key), list, key)
     return tuple(
@@ -347,12 +343,7 @@ def any_passages(record: Record) -> tuple[Passage, ...]:
 
 
 def check_no_passages(record: Record, *, within: str = "") -> None:
-    """Check that a record has no passages that no reader understood.
-
-    Args:
-      record: became a question without passages.
-      within: begins the message, where the record lies inside another.
-    """
+    """Check that a record without passages has none that no reader understood."""
     for name in _HOLDERS:
         value = record.get(name)
         if not value or (isinstance(value, str) and not value.strip()):

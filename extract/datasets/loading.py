@@ -172,16 +172,12 @@ def _first_of_id(row: Loaded, numbers: dict[int, int]) -> Loaded | Refusal:
 def open_dataset(
     path: Path, *, dataset: str | None = None, evidence: Path | None = None
 ) -> DatasetFile:
-    """Recognise a file of questions.
+    """Recognise a file of questions; its name does not matter where its content tells.
 
     Args:
-      path: the file; its name does not matter where its content tells.
+      path: the file.
       dataset: its question set, if known; refused where the records say otherwise.
       evidence: TriviaQA's folder of pages; looked for beside the file if None.
-
-    Raises:
-      ValueError: it holds no questions in any known layout; the message says what it
-        holds instead.
     """
     file_type = recognise(path)
     try:
@@ -328,9 +324,8 @@ def inspect_file(
 ) -> dict[str, Any]:
     """Return what a file of questions is, counted, as JSON values.
 
-    Returns:
-      See the help of `beatrice data`: `error` is None, or the sentence for which the
-      whole file is refused; what was read before it is counted all the same.
+    See the help of `beatrice data`: `error` is None, or the sentence for which the
+    whole file is refused; what was read before it is counted all the same.
     """
     counts: collections.Counter[str] = collections.Counter()
     counts.update(dict.fromkeys(_COUNTED, 0))

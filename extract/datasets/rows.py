@@ -182,12 +182,9 @@ def _list_key_of(text: str) -> str | None:
 def read_raw(
     path: Path, file_type: FileType, envelope: dict[str, Any] | None = None
 ) -> Iterator[RawRecord]:
-    """Yield the records of a file.
+    """Yield the records of a file of a type that `recognise` told.
 
-    Args:
-      path: the file.
-      file_type: how it holds them, see `recognise`.
-      envelope: after the last record, gets what a `json object` says beside its list.
+    After the last one the envelope gets what a `json object` says beside its list.
     """
     if file_type.container == "parquet":
         yield from _parquet_rows(path, file_type.is_gzipped)
@@ -289,8 +286,7 @@ class Window:
     def advance(self, keep: int, n_bytes: int = 1) -> bool:
         """Drop what lies before `keep` and read on; at the end of the file do neither.
 
-        Returns:
-          Whether there was more: positions in `text` are then smaller by `keep`.
+        Returns whether there was more: positions in `text` are then smaller by `keep`.
         """
         more: list[str] = []
         while n_bytes > 0 and (chunk := next(self._chunks, b"")):

@@ -69,13 +69,9 @@ Key = tuple[str, str, str]  # example, setting, variant
 def answer_files(
     path: Path, parts: Path, requests: Sequence[Request] | None = None
 ) -> JournalFiles[Key, Answer]:
-    """Return where answers lie.
+    """Return where answers lie: in a file, and in a folder of what workers wrote.
 
-    Args:
-      path: the file of all answers.
-      parts: folder of what workers wrote.
-      requests: an answer holds if it is to the very prompt of one of them; None takes
-        all answers.
+    An answer holds if it is to the very prompt of a request; None takes all answers.
     """
     prompts = {request.key: request.prompt.ids for request in requests or ()}
     return JournalFiles(
@@ -189,12 +185,9 @@ def record_backend(folder: Path, identity: Mapping[str, Any]) -> None:
 def generate(
     generator: Generator, requests: Sequence[Request], sampling: SamplingConfig
 ) -> Iterator[Answer]:
-    """Answer requests; yields each answer as soon as it exists.
+    """Answer requests, greedily in a run; yields each answer as soon as it exists.
 
-    Args:
-      generator: any that returns the token ids of its texts.
-      requests: of `make_requests`.
-      sampling: greedy in a run; longest answer and stop strings.
+    The generator must return the token ids of its texts.
     """
     for i, reply in generator.stream(prompts_of(requests), sampling):
         yield requests[i].answer(reply)
@@ -214,16 +207,10 @@ def append_answers(
     update: Update,
     share: Share = Share(),
 ) -> None:
-    """Answer the requests of a share that have no row yet.
+    """Answer the requests of a share that have no row yet, batch by batch.
 
-    Args:
-      journal: the answers are appended batch by batch; those of a whole share are put
-        into the generator's order at the end.
-      generator: see `plan_of`.
-      requests: all of them, also those that are answered: batches are planned over all.
-      sampling: as in `generate`.
-      update: is called with rows done and rows in all.
-      share: of the batches.
+    Batches are planned over all requests, also those that are answered. The answers of
+    a whole share are put into the generator's order at the end.
     """
     prompts = prompts_of(requests)
     batches = plan_of(generator, prompts, sampling)
@@ -299,8 +286,7 @@ def draw_answers(
 ) -> Drawn | None:
     """Draw `n_samples` answers to every request, the draws of one request together.
 
-    Returns:
-      None where these replies are a share of the texts.
+    Returns None where these replies are a share of the texts.
     """
     cells = [(r, k) for r in requests for k in range(config.n_samples)]
     prompts = [

@@ -50,13 +50,6 @@ def do_texts(
 
     The model is opened in a run that is held already, and stays open where a share is
     done first and all shares are joined afterwards.
-
-    Args:
-      run_dir: of the stage.
-      name: as on the command line.
-      work: which share, or whether it is counted alone.
-      open_in: opens the model.
-      stage_of: makes the stage of an open run and model.
     """
     from beatrice.extract.run.stages import do_share
 

@@ -115,12 +115,8 @@ def cut_at_stop(
     The token in which that string begins is the stop token: the model chose to end
     there, and its choice is read as one of the answer. What that token holds before
     the string (the full stop, where a full stop and a line feed are one token)
-    belongs to the text, not to the ids.
-
-    Args:
-      reply: of any backend; its ids include the stop string, if they are told.
-      stop: texts.
-      tokenizer: of the model, where ids are told.
+    belongs to the text, not to the ids. Of a reply with ids, which include those of the
+    stop string, the model's tokenizer is needed.
     """
     if reply.token_ids is None or not stop:
         start = find_stop(reply.text, stop)

@@ -115,11 +115,7 @@ class RunBackendOptions(RunServerOptions, BackendOptions):
 
 
 def check_model_option(name: str, option: str = "--model") -> None:
-    """Refuse a name that no model can have here.
-
-    Raises:
-      click.BadParameter: no such directory, and no Hub id.
-    """
+    """Check that a name can be a model's here: a directory, or a Hub id."""
     try:
         check_name(model_path(name))
     except ValueError as error:
@@ -129,14 +125,10 @@ def check_model_option(name: str, option: str = "--model") -> None:
 def check_backbone(
     config: "BackboneConfig", hidden_layers: Sequence[int] | None = None
 ) -> None:
-    """Refuse a backbone that cannot be loaded or read, and layers that it has not.
+    """Check that a backbone can be loaded and read, and that it has some layers.
 
     Otherwise it is found when the model is loaded, after an hour of answers. A Hub id
     is not looked at: nothing is downloaded before it is needed.
-
-    Raises:
-      click.BadParameter: there is no such model, or no such layer.
-      ValueError: the model's config or tokenizer cannot be used.
     """
     check_model_option(config.model)
     if config.device != "cpu":

@@ -81,8 +81,7 @@ SHOTS = (
 def read_shots(path: Path) -> tuple[Shot, ...]:
     """Return the worked examples of a file: one JSON object per line.
 
-    Args:
-      path: of lines with "question", "answer" and, where there is one, "context".
+    Each has "question", "answer" and, where there is one, "context".
     """
     try:
         lines = path.read_text("utf-8").splitlines()

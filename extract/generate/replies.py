@@ -135,11 +135,7 @@ def count_requests(
 ) -> Forecast:
     """Return how many tokens texts would need.
 
-    Args:
-      stage: whose forecast it is.
-      prompts: of the texts.
-      config: how they are sampled.
-      generator: counts the tokens of prompts without ids; a server's may not.
+    The generator counts the tokens of prompts without ids; a server's may not.
     """
     counts = [
         len(prompt.ids)

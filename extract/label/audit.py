@@ -80,13 +80,10 @@ def kappas(tables: np.ndarray) -> np.ndarray:
 def agreement(
     pairs: Sequence[tuple[bool, bool]], *, n_bootstrap: int = 10_000, seed: int = 0
 ) -> Agreement:
-    """Compare two raters by Cohen's kappa.
+    """Compare two raters, by their ratings of every item, in Cohen's kappa.
 
-    Args:
-      pairs: both ratings of every item.
-      n_bootstrap: resamples of the items. Drawn as counts of the four cells, which has
-        the same distribution as drawing the items one by one.
-      seed: of the resamples.
+    Resamples of the items are drawn as counts of the four cells, which has the same
+    distribution as drawing the items one by one.
     """
     n = len(pairs)
     a, b = np.array(pairs, dtype=bool).reshape(n, 2).T
@@ -219,8 +216,7 @@ def between_judges(
 ) -> list[dict[str, Any]]:
     """Compare the rubrics pairwise, where both gave a verdict.
 
-    Returns:
-      A row for each pair; none for labels that did not come from these rubrics.
+    Returns a row for each pair; none for labels that did not come from these rubrics.
     """
     if {len(row.label.verdicts) for row in rows} != {len(rubrics)}:
         return []
@@ -246,16 +242,12 @@ def draw_sample(
     """Draw answers that have a label, evenly over the settings (paper: 50 and 50).
 
     And evenly over right and wrong, of test and held-out questions where there are any:
-    what detectors are measured on.
+    what detectors are measured on. Where one kind has too few, the others give more.
 
     Args:
       rows: all, in the order of their keys.
-      n: how many; fewer if there are not so many, and where one kind has too few the
-        others give more.
-      seed: of the draw.
-
-    Returns:
-      The sample in a random order.
+      n: how many at most.
+      seed: of the draw and of the sample's order.
     """
     rng = np.random.default_rng(seed)
     piles = [
@@ -425,16 +417,9 @@ def _read_rows(path: Path) -> list[dict[str, str]]:
 def read_annotations(
     path: Path, rows: Sequence[LabelledAnswer], *, seed: int = 0
 ) -> HumanAgreement:
-    """Compare a person's annotations with the labels.
+    """Compare a person's annotations, a sample's CSV filled in, with all labels.
 
-    Args:
-      path: a sample's CSV with the column `human` filled in.
-      rows: all labelled answers as they are now.
-      seed: of the bootstrap.
-
-    Raises:
-      ValueError: the file is no such CSV, a word is neither correct nor incorrect, or
-        an item is unknown, twice there, or of another answer than the run's.
+    Every item must be a labelled answer of the run as it is now, and each there once.
     """
     # Looked up as it is shown: the CSV may hold an id behind an apostrophe.
     by_key = {tuple(map(_cell, row.label.key)): row for row in rows}

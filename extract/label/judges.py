@@ -58,12 +58,7 @@ def normalise_reply(text: str) -> str:
 
 
 def parse_verdict(text: str) -> Verdict:
-    """Return the verdict of a judge's reply.
-
-    Returns:
-      "correct" or "incorrect" if the normalised reply is that one word in any case,
-      "unparsable" for everything else.
-    """
+    """Return the verdict of a judge's reply, which is one word in any case."""
     word = _WORD.fullmatch(normalise_reply(text))
     if word is None:
         return "unparsable"
@@ -75,10 +70,8 @@ def consensus(
 ) -> tuple[bool | None, str]:
     """Return the label that the verdicts agree on or None, and the reason in words.
 
-    Args:
-      verdicts: one per rubric.
-      vote: "unanimous", or "majority": more than half of all verdicts, an unparsable
-        one included in the count.
+    There is one verdict a rubric. A majority is more than half of all verdicts, an
+    unparsable one included in the count.
     """
     if vote not in get_args(Vote):
         raise ValueError(
@@ -109,14 +102,9 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\x85\u2028\u2029\ud800-\udfff]")
 
 
 def marker_for(fields: Mapping[str, str], *, salt: str) -> str:
-    """Return the marker of one prompt's delimiters.
+    """Return the marker of one prompt's delimiters: 32 hex digits in no field.
 
-    Args:
-      fields: what is delimited, by name.
-      salt: sets prompts over the same fields apart: rubric, attempt, seed.
-
-    Returns:
-      32 hexadecimal digits that no field contains.
+    The salt sets prompts over the same fields apart: rubric, attempt, seed.
     """
     counter = 0
     while True:

@@ -115,12 +115,7 @@ def label_of(
 def pair_answers(
     answers: Iterable[Answer], examples: Iterable[Example]
 ) -> list[tuple[Example, Answer]]:
-    """Return every answer with its question, in the order of the answers.
-
-    Raises:
-      ValueError: something else than answers or questions is given, or the question of
-        an answer is missing.
-    """
+    """Return every answer with its question, in the order of the answers."""
     by_id = {example.id: example for example in _checked(examples, Example)}
     answers = _checked(answers, Answer)
     unknown = next((a.example_id for a in answers if a.example_id not in by_id), None)
@@ -361,8 +356,7 @@ def class_counts(
 ) -> dict[tuple[Setting, Split], tuple[int, int]]:
     """Sum rows of `count_correct` over training and validation, by setting.
 
-    Returns:
-      Labelled answers, and right ones among them.
+    Returns the number of labelled answers, and of right ones among them.
     """
     sums: dict[tuple[Setting, Split], tuple[int, int]] = {}
     for row in counts:
@@ -378,13 +372,8 @@ def too_few_answers(counts: Sequence[Mapping[str, Any]]) -> dict[Setting, str]:
 
     The paper names no such number. With 150 of one class and 850 of the other, the
     standard error of an AUROC of .75 is .024 (Hanley and McNeil, 1982), about what
-    separates detectors in the paper; validation and test have fewer still.
-
-    Args:
-      counts: as `count_correct` gives them; the original wording of training counts.
-
-    Returns:
-      A sentence with both counts, by setting; nothing for one that has enough.
+    separates detectors in the paper; validation and test have fewer still. Training
+    answers in their original wording count.
     """
     original = class_counts(row for row in counts if row["variant"] == "original")
     return {
@@ -438,12 +427,7 @@ def shares_in_words(
 
 
 def check_both_classes(examples: Sequence[Example], labels: Sequence[Label]) -> None:
-    """Check that training and validation answers of every setting hold both classes.
-
-    Raises:
-      ValueError: the labelled answers of one are all correct or all incorrect; says
-        which, and what may help.
-    """
+    """Check that training and validation answers of every setting hold both classes."""
     counts = count_correct(examples, {label.key: label for label in labels})
     for (setting, split), (n, n_correct) in class_counts(counts).items():
         if n_correct in (0, n):

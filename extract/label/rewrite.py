@@ -260,8 +260,7 @@ def rewrite_contexts(
 ) -> list[Rewrite] | None:
     """Rewrite the context of every example that needs it, in order.
 
-    Returns:
-      None where these replies are a share of the texts.
+    Returns None where these replies are a share of the texts.
     """
     wanted = [example for example in examples if needs_rewrite(example)]
     window = generator.max_length if config.skip_overlong else None

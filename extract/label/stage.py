@@ -86,11 +86,7 @@ def _answered(run: RunDir) -> tuple[list[Answer], list[Example]]:
 def label_run(run: RunDir, match: Match | None, progress: Progress) -> None:
     """Label the run's answers by comparison with golds; writes `labels.jsonl`.
 
-    Args:
-      run: whose answers are labelled.
-      match: how they are compared, another way labels them again; None leaves it as
-        the run has it.
-      progress: shows the stage.
+    Another way to compare labels them again; None leaves it as the run has it.
     """
     if match is not None:
         config = LabelConfig(match=match)
@@ -205,13 +201,7 @@ def judge_stage(
 
 
 def label_run_with(run: RunDir, spec: str, progress: Progress) -> None:
-    """Label every answer by a person's own judge; writes `labels.jsonl`.
-
-    Args:
-      run: whose answers are labelled.
-      spec: `module:NAME` or the name of an entry point, see `load_plug`.
-      progress: shows the stage.
-    """
+    """Label answers by a person's judge, see `load_plug`; writes `labels.jsonl`."""
     judge = load_plug(spec, JUDGES)
 
     def work(update: Update) -> None:

@@ -121,9 +121,8 @@ def row_files(run: RunDir) -> list[Path]:
 def read_questions(run: RunDir) -> list[Example]:
     """Return the run's questions as they came, before any rewriting.
 
-    Raises:
-      ValueError: there is none, an id is there twice, or a question is in two splits:
-        what was learned of it in one would be tested in the other.
+    No id is there twice, and no question is in two splits: what was learned of it in
+    one would be tested in the other.
     """
     examples = list(read_records(run.examples, Example))
     if not examples:
@@ -168,13 +167,9 @@ def check_answered(run: RunDir) -> None:
 
 
 def read_answers(run: RunDir, *settings: Setting) -> list[Answer]:
-    """Return answers, setting by setting, in the order of the questions.
+    """Return answers of settings (by default all), in the order of the questions.
 
     The file holds them in the order of generation, which batches by length.
-
-    Args:
-      run: holds the answers.
-      *settings: which; none means all.
     """
     place = {example.id: i for i, example in enumerate(read_examples(run))}
     answers = list(read_records(answers_file(run), Answer))

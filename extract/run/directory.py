@@ -76,19 +76,12 @@ def _boot_id() -> str:
 
 
 def acquire_lock(path: Path, *, shared: bool = False) -> BinaryIO:
-    """Lock a file until the returned stream is closed.
+    """Lock a file until the returned stream is closed; raises `InUse`.
 
     The kernel's lock ends with its owner, so a dead owner on this machine is no
     obstacle. It may not reach across machines (network file systems), therefore the
-    file also says who holds it, and an owner on another machine is believed.
-
-    Args:
-      path: the file.
-      shared: beside others that share it, against those that do not. Those that share
-        write nothing into the file.
-
-    Raises:
-      InUse: another live process has locked it.
+    file also says who holds it, and an owner on another machine is believed. A shared
+    lock stands beside others that are shared, which write nothing into the file.
     """
     here = {"host": socket.gethostname(), "boot": _boot_id()}
     stream = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b", 0)
@@ -207,15 +200,7 @@ class Manifest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Read the manifest of a run directory.
-
-    Returns:
-      `preset`, `seed`, `sections`, `created` and `versions`.
-
-    Raises:
-      ValueError: there is none, another version of this program wrote it, or it is
-        not as it was written.
-    """
+    """Return preset, seed, sections, creation and versions of a run directory."""
     file = manifest_file(path)
     if not file.is_file():
         raise ValueError(f"{path} is no run directory: it has no manifest.json")
@@ -435,11 +420,7 @@ class RunDir:
         return self.path / "encoders" / _known(setting)
 
     def require(self, path: Path) -> Path:
-        """Return a path of this run that is there.
-
-        Raises:
-          NotWritten: it is missing.
-        """
+        """Return a path of this run that is there; otherwise raise `NotWritten`."""
         if not path.exists():
             raise NotWritten(self.path, self._relative(path))
         return path
@@ -556,12 +537,7 @@ class RunDir:
     ) -> StageRecord:
         """Record that a stage is finished; call it after its last file is written.
 
-        Args:
-          name: the stage's name.
-          inputs: identity of everything the stage read, see `StageRecord`.
-          seconds: wall time.
-          outputs: files and folders it wrote, inside the run directory.
-          verb: of the command line; by default its name.
+        See `StageRecord`; outputs lie inside the run directory.
         """
         digests = {
             self._relative(path): sha256_tree(self.path / path) for path in outputs
@@ -604,10 +580,8 @@ class RunDir:
     ) -> str | None:
         """Say why a stage must be done (again), or return None if it is done.
 
-        Args:
-          name: the stage's name.
-          inputs: identities as they are now. Without them, recorded inputs that are
-            paths in the run directory are hashed again and the others are believed.
+        Without its inputs' identities of now, recorded inputs that are paths in the run
+        directory are hashed again and the others are believed.
         """
         record = self.stage_record(name)
         if record is None:
@@ -640,14 +614,10 @@ class RunDir:
         )
 
     def stale_source(self, paths: Iterable[str]) -> tuple[str, str] | None:
-        """Find, among what a stage is about to read, what is out of date itself.
+        """Find, among the paths that a stage is about to read, what is out of date.
 
-        Args:
-          paths: files and folders of this run.
-
-        Returns:
-          The stage nearest to the questions whose record does not hold any more, and
-          which of its outputs is read; None where all that was read holds.
+        Returns the stage nearest to the questions whose record does not hold any more,
+        and which of its outputs is read; None where all that was read holds.
         """
         records = [r for n in self.stage_records() if (r := self.stage_record(n))]
         seen: set[str] = set()

@@ -58,11 +58,8 @@ def write_temporary(path: Path, content: bytes) -> str:
 def write_stream_atomic(path: Path, *, is_new: bool = False) -> Iterator[BinaryIO]:
     """Yield a stream whose content replaces a file in one step when the block ends.
 
-    For content that does not fit in memory; an error inside leaves the old file.
-
-    Args:
-      path: the file.
-      is_new: raise `OtherContent` instead of replacing what is there and differs.
+    For content that does not fit in memory; an error inside leaves the old file. A file
+    that is to be new raises `OtherContent` instead of replacing what differs.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     name = write_temporary(path, b"")
@@ -122,13 +119,9 @@ def _decoder(kind: type[Decoded]) -> msgspec.json.Decoder[Decoded]:
 def from_json(
     kind: type[Decoded], text: str | bytes, where: str, what_to_do: str = ""
 ) -> Decoded:
-    """Read one JSON value as a type.
+    """Read one JSON value as a type that msgspec knows.
 
-    Args:
-      kind: a record's class, or another type that msgspec knows.
-      text: the JSON.
-      where: file, and line number where it has several, for the message.
-      what_to_do: ends the message.
+    A message begins with `where`, file and line, and ends with what to do.
     """
     try:
         return _decoder(kind).decode(text)
@@ -285,12 +278,7 @@ def replaced_folder(path: Path) -> Iterator[Path]:
 def verify_checksums(
     folder: Path, sha256_of: Callable[[Path], str] = sha256_file
 ) -> None:
-    """Check every file of a folder against its checksums.
-
-    Args:
-      folder: with the file that `write_checksums` wrote.
-      sha256_of: returns a file's SHA-256 as hex.
-    """
+    """Check every file of a folder against those that `write_checksums` wrote."""
     what_to_do = "copy the folder again or do the stage again"
     expected = read_json(folder / CHECKSUMS, dict[str, str], what_to_do)
     names = _names(folder)
@@ -350,13 +338,9 @@ class JsonLines:
         )
 
     def append(self, lines: Iterable[str]) -> int:
-        """Add rows durably, all or none unless the machine stops in between.
+        """Add rows, an object each, all or none unless the machine stops in between.
 
-        Args:
-          lines: one JSON object each, without the line end.
-
-        Returns:
-          The size of the file before, in bytes.
+        Returns the size of the file before, in bytes.
         """
         batch = list(lines)
         for line in batch:

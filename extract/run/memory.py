@@ -55,10 +55,8 @@ def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
     """Let this process keep up to 512 MiB of freed memory, in blocks of up to 64 MiB.
 
     For a backbone on a CPU: the largest activations of one layer are below that.
-
-    Returns:
-      Whether it was done: not where the C library is not glibc, nor where the
-      environment says how it allocates (`MALLOC_…`, `GLIBC_TUNABLES`).
+    Returns whether it was done: not where the C library is not glibc, nor where the
+    environment says how it allocates (`MALLOC_…`, `GLIBC_TUNABLES`).
     """
     # Either alone would stop glibc from finding the other by itself.
     return _tell({_MMAP_THRESHOLD: 64 << 20, _TRIM_THRESHOLD: 512 << 20}, environ)
@@ -69,10 +67,7 @@ def return_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
 
     Its threads share two heaps, where glibc would give each one its own. For training
     from a store: what it holds is then that of two groups of rows, however many there
-    are.
-
-    Returns:
-      Whether it was done, as `keep_freed_memory` says.
+    are. Returns whether it was done, as `keep_freed_memory` does.
     """
     # The second is glibc's own, which `keep_freed_memory` may have changed before.
     limits = {_MMAP_THRESHOLD: 1 << 20, _TRIM_THRESHOLD: 128 << 10, _ARENA_MAX: 2}

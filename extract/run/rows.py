@@ -241,10 +241,7 @@ def publish(run: RunDir, stage: str, rows: list[ResultRow], progress: Progress) 
 def gather(run: RunDir, progress: Progress, stage: str | None = None) -> None:
     """Write results.jsonl from the rows of all stages, the last of their names first.
 
-    Args:
-      run: of the stages.
-      progress: shows which rows are out of date.
-      stage: the one that is writing its rows and has no record of them yet.
+    `stage` is the one that is writing its rows and has no record of them yet.
     """
     texts = []
     for name in _stages_with_rows(run):

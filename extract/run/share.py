@@ -84,10 +84,8 @@ def find_share(
 ) -> Share:
     """Return which share of the work is this process's.
 
-    Args:
-      shard: `i/n`, as the option `--shard` has it; it goes before what a launcher says.
-        For arrays of jobs and schedulers that set other variables.
-      environ: of the process.
+    `--shard i/n`, for arrays of jobs and for schedulers that set other variables, goes
+    before what a launcher says.
     """
     if shard is not None:
         rank, slash, world_size = shard.partition("/")
@@ -121,8 +119,7 @@ def local_rank(environ: Mapping[str, str] = os.environ) -> int:
 def own_gpu(environ: Mapping[str, str] = os.environ) -> int | None:
     """Return which of the visible GPUs is this process's, from 0.
 
-    Returns:
-      None where no launcher numbers the processes of this machine: then all are.
+    None where no launcher numbers the processes of this machine: then all are.
     """
     if not any(name in environ for name in _LOCAL_RANKS):
         return None

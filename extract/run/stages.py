@@ -181,7 +181,7 @@ def once(
 ) -> int | None:
     """Do a stage, or this process's share of it, unless it is done with these inputs.
 
-    Whoever does the whole work records it.
+    Whoever does the whole work records it, under a verb that is by default its name.
 
     Args:
       run: of the stage.
@@ -190,7 +190,7 @@ def once(
       outputs: what it writes.
       progress: shows it.
       work: does it, see `Stage.work`.
-      verb: of the command line; by default the stage's name.
+      verb: of the command line.
 
     Returns:
       How many parts of other processes are missing; None if the stage was done before.
@@ -240,20 +240,11 @@ def do_share(
     *,
     parts: str,
 ) -> None:
-    """Do a stage alone, or a share of it, and join all parts if none is missing.
+    """Do a stage alone, or a share of it, and join all `parts` if none is missing.
 
-    Args:
-      run_dir: of all processes.
-      name: as on the command line.
-      share: of this process.
-      work: does what `run.share` says of an open run, by `once` or `run_stage`, and
-        returns what these do. After a share of which nothing is missing it is called
-        again, alone with the run.
-      progress: is told what is left to others.
-      parts: what the parts are, in the plural.
-
-    Raises:
-      InUse: a process that works alone holds the run.
+    `work` does what `run.share` says of an open run, by `once` or `run_stage`, and
+    returns what these do. After a share of which nothing is missing it is called again,
+    alone with the run. Raises `InUse` if a process that works alone holds the run.
     """
     if share.is_whole:
         with RunDir.open(run_dir) as run:
@@ -308,20 +299,10 @@ def check_current(run: RunDir, name: str, inputs: Iterable[str]) -> None:
 def run_stage(
     stage: Stage, run: RunDir, progress: Progress, change: Change | None = None
 ) -> int | None:
-    """Do a stage, or this process's share of it, unless it is done.
+    """Do a stage, or this process's share of it, unless it is done; see `once`.
 
-    Args:
-      stage: what is done.
-      run: held by the caller.
-      progress: shows it.
-      change: makes of the stage's settings what a person chose.
-
-    Returns:
-      As `once`.
-
-    Raises:
-      ValueError: an input is missing (the message says which verb writes it), or the
-        run has settled on other settings.
+    `change` makes of the stage's settings what a person chose; a run that has settled
+    on others, or lacks an input, is a ValueError.
     """
     paths = stage.inputs(run)
     check_current(run, stage.name, [p.relative_to(run.path).as_posix() for p in paths])
@@ -347,14 +328,10 @@ def do(
     asked: NewRun | None = None,
     share: Share = Share(),
 ) -> None:
-    """Open a run directory and do stages in it.
+    """Open a run directory and do stages in it; several processes share one stage.
 
-    Args:
-      run_dir: an existing run, or a new one if `asked` says what it is to be.
-      *stages: in order.
-      change: makes of the first stage's settings what a person chose.
-      asked: see `RunDir.open`.
-      share: of this process; several share one stage.
+    `change` makes of the first stage's settings what a person chose. A new run is what
+    is `asked`, see `RunDir.open`.
     """
     progress = Progress()
     if not share.is_whole:

@@ -363,11 +363,7 @@ class WorkOptions(ShareOptions):
 
 
 def alone(what: str, share: Share) -> None:
-    """Check that a verb was started as one process.
-
-    Raises:
-      click.UsageError: several processes were launched.
-    """
+    """Check that a verb was started as one process."""
     if share.world_size > 1:
         raise click.UsageError(
             f"{what} is one process's work, and {share.world_size} were launched "

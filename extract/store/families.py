@@ -101,12 +101,9 @@ class Encoded:
 
 
 def encode(values: np.ndarray, dtype: Dtype, out: np.ndarray | None = None) -> Encoded:
-    """Write values in a type, and count what it cannot hold.
+    """Write float32 values `[..., n_channels]` in a type; count what it cannot hold.
 
-    Args:
-      values: `[..., n_channels]` float32.
-      dtype: the type.
-      out: where the codes are written, of that type; None makes an array if needed.
+    Codes are written into `out`, of that type, or into an array that is made if needed.
     """
     scales = None
     if dtype == "int8":
@@ -210,11 +207,7 @@ class StoreConfig:
 
 
 def parse_layers(text: str) -> tuple[int, ...] | None:
-    """Read layers as typed, such as `16` or `8,16,24`, in ascending order.
-
-    Returns:
-      The layers, or None for `all`.
-    """
+    """Read layers as typed, such as `16` or `8,16,24`, ascending; None for `all`."""
     if text.strip() == "all":
         return None
     numbers = [number.strip() for number in text.split(",")]
@@ -247,10 +240,7 @@ def stored_families(
 ) -> dict[str, Family]:
     """Return what a store holds for each family that is read.
 
-    Args:
-      shapes: shape of one token's reading, per family; `hidden` is
-        `[n_layers_kept, d_model]`.
-      config: what is kept.
+    Shapes are those of one token's reading; `hidden` is `[n_layers_kept, d_model]`.
     """
     families: dict[str, Family] = {}
     for name, shape in shapes.items():

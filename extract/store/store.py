@@ -338,10 +338,6 @@ def create_store(url: str | Path, spec: StoreSpec) -> FeatureStore:
 
     Several processes may do this at once: each writes the same bytes, and
     `index.json` comes last.
-
-    Raises:
-      ValueError: another store is there (the message names what differs), or none
-        can be written there.
     """
     url = as_url(url)
     if not url.startswith(_WRITABLE):
@@ -391,12 +387,8 @@ def write_range(
 ) -> None:
     """Write every family of one range, then its commit record.
 
-    Several processes may write different ranges at once.
-
-    Args:
-      store: as `create_store` returned it.
-      range_id: which range; what is there of it is replaced.
-      signals: by family `[n_rows, …]`, the range's examples end to end.
+    Several processes may write different ranges at once. Signals are `[n_rows, …]` by
+    family, the range's examples end to end; they replace what is there of the range.
     """
     kvstore = open_kvstore(store.url)
     _check_signals(store, range_id, signals)
@@ -445,8 +437,7 @@ def _checksums(signals: Mapping[str, np.ndarray]) -> dict[str, str]:
 def verify(store: FeatureStore) -> list[str]:
     """Read everything again and compare it with the commit records.
 
-    Returns:
-      One sentence per problem; empty if every range is committed and intact.
+    Returns one sentence per problem; none if every range is committed and intact.
     """
     problems = []
     done = done_ranges(store)

@@ -374,15 +374,9 @@ def train(
     config: WorldModelConfig,
     on_step: Callable[[int, list[float], LlamaForCausalLM], None],
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """Train the model.
+    """Train the model; returns it in evaluation mode, and its tokenizer.
 
-    Args:
-      world: what to teach.
-      config: size and schedule.
-      on_step: told the step, its losses in nats, and the model.
-
-    Returns:
-      The trained model, in evaluation mode, and its tokenizer.
+    `on_step` is told the step, its losses in nats, and the model.
     """
     torch.set_num_threads(config.n_threads)
     tokenizer = make_tokenizer(world)
@@ -416,14 +410,10 @@ def save(
     path: Path,
     recipe: dict[str, object],
 ) -> None:
-    """Save the model in half precision with a record of how it was made.
+    """Save a model and its tokenizer, in half precision, with a record of the making.
 
-    Args:
-      model: trained weights, float32.
-      tokenizer: saved beside them.
-      path: directory, made if missing.
-      recipe: what made the weights (world, training, command); written to
-        `TRAINING.json` with the SHA-256 of every file.
+    The recipe (world, training, command) goes into `TRAINING.json`, with the SHA-256 of
+    every file.
     """
     path.mkdir(parents=True, exist_ok=True)
     model.half().save_pretrained(path, safe_serialization=True)

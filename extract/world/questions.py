@@ -101,12 +101,8 @@ def make_claims(
 ) -> list[Claim]:
     """Return the three claims of a context, shuffled.
 
-    Args:
-      rng: consumed.
-      world: where distractors come from.
-      query: what is asked.
-      mode: `answer` keeps the gold claims, `missing` drops one of them, `conflict`
-        changes the object of the last.
+    Of the gold claims `answer` keeps all, `missing` drops one, and `conflict` changes
+    the object of the last. Distractors come from the world.
     """
     claims = gold_claims(query)
     if mode == "missing":

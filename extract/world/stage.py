@@ -56,11 +56,7 @@ WORLD = Stage(
 
 
 def train_world_model(run: RunDir, update: Update, progress: Progress) -> Path:
-    """Train the microworld's model from nothing, into the run directory.
-
-    Returns:
-      The directory it was saved in, for `--model`.
-    """
+    """Train the microworld's model from nothing; returns its folder, for `--model`."""
     from beatrice.extract.world.model import WorldModelConfig, save, train
 
     recipe, config = WorldModelConfig(), run.section("world", WorldSection)
@@ -113,12 +109,7 @@ def new_world(
 ) -> NewRun:
     """Return a run of the microworld; a wrong model is found before it is made.
 
-    Args:
-      model: as `BackboneConfig` has it.
-      preset: sizes of every section.
-      settings: which are asked.
-      seed: of training and bootstrap.
-      kept: fields of `ExtractConfig` that differ from the preset's.
+    `kept` holds the fields of `ExtractConfig` that differ from the preset's.
     """
     from beatrice.extract.backbone.names import BackboneConfig
     from beatrice.extract.generate.options import check_backbone

@@ -118,9 +118,7 @@ def read_lm_eval(
 ) -> Question:
     """Read one line of lm-eval's `samples_*.jsonl`; keeps the model's answer.
 
-    Args:
-      record: the line.
-      read_document: reads `doc`, of any layout; returns None where it knows none.
+    `read_document` reads its `doc`, and returns None where that is of no known layout.
     """
     document = fields.expect(record.get("doc"), dict, "doc")
     try:

@@ -60,14 +60,10 @@ def _passages(title: str, page: str, golds: Sequence[str]) -> Iterator[Passage]:
 
 
 def attach(question: Question, folder: Path | None) -> Question:
-    """Return the question with the passages of its pages.
+    """Return a question of TriviaQA with the passages of its pages in a folder.
 
     Whole pages that came with the record (hub rows) are cut up the same way. Pages
     that are not there are counted in `meta`, as TriviaQA's own readers skip them.
-
-    Args:
-      question: of TriviaQA.
-      folder: holds `wikipedia` and `web`; None if there is none.
     """
     passages = [p for page in question.passages
                 for p in _passages(page.title, page.text, question.golds)]  # fmt: skip
@@ -89,13 +85,10 @@ def attach(question: Question, folder: Path | None) -> Question:
 
 
 def _golds(answer: Any, names: tuple[str, ...], field: str) -> tuple[str, ...]:
-    """Return the canonical answer and its aliases.
+    """Return the canonical answer and its aliases; `field` is the answer's name.
 
-    Args:
-      answer: an object.
-      names: of its value, its aliases, its human answers, its normalised aliases;
-        the last are used only where there are no others.
-      field: its name, for the message.
+    `names` are those of its value, its aliases, its human answers and its normalised
+    aliases; the last are used only where there are no others.
     """
     value, *lists, normalised = names
     texts: list[Any] = [fields.expect(answer, dict, field).get(value) or ""]
