@@ -50,13 +50,10 @@ from beatrice.extract.records import (
 )
 from beatrice.extract.run.console import Progress, Update, part_of
 from beatrice.extract.run.contents import (
-    answers_file,
-    draw_seconds_file,
     question_files,
     read_answers,
     read_examples,
     row_files,
-    samples_file,
     settings_of,
 )
 from beatrice.extract.run.directory import Preset, RunDir
@@ -410,7 +407,7 @@ BASELINES_PRESETS: dict[Preset, BaselinesConfig] = dict.fromkeys(
 
 def unmet(detector: Baseline, run: RunDir, config: BaselinesConfig) -> str | None:
     """Say what a detector lacks in a run, or None."""
-    if "samples" in detector.needs and not samples_file(run).exists():
+    if "samples" in detector.needs and not run.samples_file.exists():
         return f"needs drawn answers: `beatrice sample {run.path}`"
     if "entailment" in detector.needs and config.nli is None:
         return "needs an NLI model: --nli DIRECTORY"
@@ -479,7 +476,7 @@ def run_inputs(
       layer: of the hidden states; None takes the one that the run's sweep chose.
     """
     store, rows = open_rows(run, setting)
-    drawn = samples_file(run)
+    drawn = run.samples_file
     encoder = config and config.encoder
     return DetectorInput.of(
         store,
@@ -499,11 +496,11 @@ def run_identities(
 ) -> dict[str, str]:
     """Return the identities of what detectors read, see `ScoreCache.identities`."""
     common = [*row_files(run), run.answers, run.sweep]
-    texts = [answers_file(run), *question_files(run)]
+    texts = [run.answers_file, *question_files(run)]
     return models_beside(models_file(run), given) | {
         "run": " ".join(str(sha256_tree(path)) for path in common),
         "answers": " ".join(str(sha256_tree(path)) for path in texts),
-        "samples": str(sha256_tree(samples_file(run))),
+        "samples": str(sha256_tree(run.samples_file)),
     }
 
 
@@ -564,7 +561,7 @@ def _read(
 
 def _draw_seconds(run: RunDir, setting: Setting) -> float | None:
     """Return the seconds of a drawn answer; None where drawing was not timed."""
-    path = draw_seconds_file(run)
+    path = run.draw_seconds_file
     if not path.exists():
         return None
     seconds = read_json(path, dict[str, float | None], "run `beatrice sample` again")

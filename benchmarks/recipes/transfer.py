@@ -51,7 +51,6 @@ from beatrice.extract.records import (
 )
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.contents import (
-    answers_file,
     read_examples,
     require_both_settings,
     row_files,
@@ -467,15 +466,15 @@ def write_questions(
         shutil.rmtree(inner.path / "features", ignore_errors=True)
         for stage in ("answer", "label", "extract"):
             inner.reopen_stage(stage)
-    elif answers_file(run).exists():
+    elif run.answers_file.exists():
         ids = {example.id for example in examples}
         lines = [
             f"{to_json(answer)}\n"
-            for answer in read_records(answers_file(run), Answer)
+            for answer in read_records(run.answers_file, Answer)
             if answer.setting == "closed_book" and answer.example_id in ids
         ]
-        answers_file(inner).parent.mkdir(parents=True, exist_ok=True)
-        write_text_atomic(answers_file(inner), "".join(lines))
+        inner.answers_file.parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomic(inner.answers_file, "".join(lines))
     write_text_atomic(inner.examples, content)
 
 

@@ -30,7 +30,6 @@ from beatrice.extract.generate.answers import answer_config, shares_of
 from beatrice.extract.records import IN_DOMAIN, Answer, Example, Setting
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.contents import (
-    left_out_file,
     read_answers,
     read_examples,
     row_files,
@@ -503,7 +502,7 @@ def _evaluate(run: RunDir, config: None, update: Update, progress: Progress) -> 
     examples, answers = read_examples(run), read_answers(run)
     result += answer_rows(examples, answers)
     if answer_config(run).prompt.overlong != "refuse":
-        path = left_out_file(run)
+        path = run.left_out_file
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         result += prompt_rows(examples, answers, [json.loads(line) for line in lines])
     write_json_atomic(run.path / "reliability.json", curves)

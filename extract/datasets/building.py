@@ -284,19 +284,8 @@ def build_examples(
     settings = data_config(sources, config, fixed).as_json()
     if (folder / "splits.json").exists():
         return _finished(folder, settings)
-    is_new = not folder.exists()
-    if not is_new:
-        names = {path.name for path in folder.iterdir() if path.name[0] != "."}
-        if "manifest.json" in names:  # of a run, which may have been killed
-            names -= {"manifest.json", "lock", *_FILES}
-        if names:
-            raise ValueError(
-                f"{folder} is not empty and has no splits.json; choose another "
-                "directory"
-            )
     pools, reports = _read_pools(sources, config, note)
     drawn = _drawn(pools, config, fixed)
-    folder.mkdir(parents=True, exist_ok=True)
     new_files = [folder / name for name in _FILES if not (folder / name).exists()]
     try:
         digests = _write_examples(folder, sources, drawn.splits, config)
@@ -305,8 +294,6 @@ def build_examples(
     except BaseException:
         for path in new_files:
             path.unlink(missing_ok=True)
-        if is_new:
-            folder.rmdir()
         raise
     manifest = seal(
         {

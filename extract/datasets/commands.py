@@ -7,7 +7,7 @@ there on a run does not know where its questions came from.
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -26,7 +26,6 @@ from beatrice.extract.datasets.splits import (
 )
 from beatrice.extract.records import is_safe_name
 from beatrice.extract.run.console import Progress, Update
-from beatrice.extract.run.contents import splits_file
 from beatrice.extract.run.directory import NewRun, RunDir, manifest_file
 from beatrice.extract.run.files import sha256_file
 from beatrice.extract.run.stages import once
@@ -91,7 +90,7 @@ def make_data_run(
                 raise
 
         inputs = {f"{s.dataset} {s.role}": sha256_file(s.path) for s in sources}
-        outputs = [run.examples, run.passages, splits_file(run)]
+        outputs = [run.examples, run.passages, run.splits_file]
         once(run, "data", inputs, outputs, progress, work)
         return check_folder(run.path)
 
@@ -100,57 +99,48 @@ _ROLES: dict[str, Role] = {"train": "train", "dev": "dev", "held_out": "held-out
 File = tuple[str, Path]  # the set's name, and where it lies
 
 
-def _size(text: str) -> Size:
-    if text == "all":
-        return text
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise ValueError(f"expected a whole number above 0, or all, found {text!r}")
-    return int(text)
-
-
-def _context(text: str) -> Context:
-    for context in get_args(Context):
-        if text == context:
-            return context
-    raise ValueError(f"expected {', '.join(get_args(Context))}, found {text!r}")
-
-
-class NamedValue(click.ParamType):
-    """A value, `NAME=VALUE` of one question set, or either.
-
-    `parse` makes the value of its text, and `named` says whether a name stands before.
-    """
-
-    name = "value"
-
-    def __init__(
-        self, parse: Callable[[str], Any], named: Literal["always", "maybe", "never"]
-    ) -> None:
-        """Read values of a kind."""
-        self._parse, self._named = parse, named
+class _Size(click.IntRange):
+    """How many questions a split has, or all."""
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> Any:
-        """Return the name, or None for all sets, and the value; or the value alone."""
+        if value == "all":
+            return value
+        if not isinstance(value, int) and not value.isascii():
+            self.fail(f"expected a whole number, or all, found {value!r}", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+_SIZE, _CONTEXT = _Size(min=1), click.Choice(get_args(Context))
+
+
+class NamedValue(click.ParamType):
+    """A value of a kind of one question set, `NAME=VALUE`; perhaps of all, `VALUE`."""
+
+    name = "value"
+
+    def __init__(self, kind: click.ParamType, *, has_name: bool = True) -> None:
+        """Read values of a kind; where no name has to stand before, one may."""
+        self._kind, self._has_name = kind, has_name
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Any:
+        """Return the name, or None for all sets, and the value."""
         if not isinstance(value, str):
             return value  # a default
         name, equals, rest = value.partition("=")
-        has_name = self._named == "always" or (self._named == "maybe" and equals)
-        if has_name and not (equals and rest and is_safe_name(name)):
+        if not self._has_name and not equals:
+            return None, self._kind.convert(value, param, ctx)
+        if not (equals and rest and is_safe_name(name)):
             self.fail(
                 f"expected NAME=VALUE, such as mine={rest or name}, with {A_NAME}; "
                 f"found {value!r}",
                 param,
                 ctx,
             )
-        try:
-            parsed = self._parse(rest if has_name else value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-        if self._named == "never":
-            return parsed
-        return name if has_name else None, parsed
+        return name, self._kind.convert(rest, param, ctx)
 
 
 def _by_set(
@@ -170,7 +160,7 @@ def _by_set(
 
 
 def _files(text: str) -> Any:
-    kind = NamedValue(Path, "always")
+    kind = NamedValue(click.Path(path_type=Path))
     return option(text, (), type=kind, metavar="NAME=FILE")
 
 
@@ -186,19 +176,19 @@ class QuestionOptions:
     n_train: tuple[tuple[str | None, Size], ...] = option(
         "N or all; with NAME= of one set alone. Default: 10000 of each.",
         (),
-        type=NamedValue(_size, "maybe"),
+        type=NamedValue(_SIZE, has_name=False),
         metavar="[NAME=]N",
     )
     n_evaluation: Size = option(
         "Validation and test each, of each set; all halves the questions.",
         500,
-        type=NamedValue(_size, "never"),
+        type=_SIZE,
         metavar="N",
     )
     n_held_out: tuple[tuple[str, Size], ...] = option(
         "N or all. Default: popqa=1000, nq=1182, triviaqa=1277.",
         (),
-        type=NamedValue(_size, "always"),
+        type=NamedValue(_SIZE),
         metavar="NAME=N",
     )
     context: tuple[tuple[str | None, Context], ...] = option(
@@ -207,7 +197,7 @@ class QuestionOptions:
         "alone: with none, its questions are asked closed-book only. Default for a set "
         "of your own: what its files have.",
         (),
-        type=NamedValue(_context, "maybe"),
+        type=NamedValue(_CONTEXT, has_name=False),
         metavar="[NAME=]CONTEXT",
     )
     splits: Path | None = option(

@@ -38,13 +38,9 @@ from beatrice.extract.generate.requests import (
 from beatrice.extract.records import Answer, Sample, Setting, to_json, write_lines
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.contents import (
-    answers_file,
-    draw_seconds_file,
-    left_out_file,
     question_files,
     read_answers,
     read_examples,
-    samples_file,
     settings_in_words,
     settings_of,
 )
@@ -343,15 +339,15 @@ def _requests_of(run: RunDir, model: PromptModel, config: AnswerConfig) -> Reque
 def _record_left_out(run: RunDir, requests: Requests, progress: Progress) -> None:
     """Write which questions are not asked, and count the prompts that were cut."""
     if requests.left_out:
-        write_text_atomic(left_out_file(run), write_lines(requests.left_out))
+        write_text_atomic(run.left_out_file, write_lines(requests.left_out))
     else:
-        left_out_file(run).unlink(missing_ok=True)
+        run.left_out_file.unlink(missing_ok=True)
     if requests.note:
         progress.note(f"answer: {requests.note}")
 
 
 def _files(run: RunDir, requests: Sequence[Request]) -> JournalFiles[Key, Answer]:
-    return answer_files(answers_file(run), run.parts("answer"), requests)
+    return answer_files(run.answers_file, run.parts("answer"), requests)
 
 
 def _greedy(config: AnswerConfig) -> SamplingConfig:
@@ -504,9 +500,9 @@ def draw_stage(
             f"sample: {len(samples)} drawn, {n_without} without log-probabilities, "
             f"{n_cut} cut at {limit} tokens"
         )
-        write_text_atomic(samples_file(run), write_lines(samples))
+        write_text_atomic(run.samples_file, write_lines(samples))
         write_json_atomic(run.samples / "config.json", identity)
-        write_json_atomic(draw_seconds_file(run), seconds)
+        write_json_atomic(run.draw_seconds_file, seconds)
 
     return TextStage(
         run=run,

@@ -142,11 +142,10 @@ def _paid_tokens(run: "RunDir", stage: str) -> tuple[int, int]:
     """
     from beatrice.extract.generate.answers import answer_files
     from beatrice.extract.records import Answer
-    from beatrice.extract.run.contents import answers_file
     from beatrice.extract.run.files import JsonLines
 
     if stage == "answer":
-        files = answer_files(answers_file(run), run.parts("answer"))
+        files = answer_files(run.answers_file, run.parts("answer"))
         counts = (
             (len(r.prompt_ids), len(r.token_ids) + (r.stop_id is not None))
             for file in (files.path, *files.part_files())
@@ -273,7 +272,6 @@ def sample(
     """
     from beatrice.extract.generate.answers import DrawConfig, answer_config, draw_stage
     from beatrice.extract.generate.generator import SamplingConfig
-    from beatrice.extract.run.contents import samples_file
     from beatrice.extract.run.directory import RunDir
 
     if backend.server is not None:
@@ -300,4 +298,4 @@ def sample(
 
     do_texts(run_dir, "sample", work, open_in, stage_of)
     if not work.dry_run and work.share.is_whole:
-        click.echo(str(samples_file(RunDir(run_dir))))
+        click.echo(str(RunDir(run_dir).samples_file))

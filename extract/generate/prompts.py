@@ -17,9 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import msgspec
-
 from beatrice.extract.records import Passage
+from beatrice.extract.run.files import from_json
 
 TemplateName = Literal["short", "paper", "few-shot"]
 
@@ -89,18 +88,12 @@ def read_shots(path: Path) -> tuple[Shot, ...]:
         raise ValueError(f"{path}: the worked examples cannot be read: {error}") from (
             error
         )
-    decode = msgspec.json.Decoder(Shot).decode
-    shots = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            shots.append(decode(line))
-        except (msgspec.DecodeError, ValueError) as error:
-            raise ValueError(
-                f'{path}, line {number}: expected {{"question": …, "answer": …, '
-                f'"context": … or none}}: {error}'
-            ) from None
+    expected = 'a worked example is {"question": …, "answer": …, "context": … or none}'
+    shots = [
+        from_json(Shot, line, f"{path}, line {number}", expected)
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    ]
     if not shots:
         raise ValueError(f"{path}: expected at least one worked example, found none")
     return tuple(shots)

@@ -24,26 +24,6 @@ def question_files(run: RunDir) -> list[Path]:
     return [run.examples, *([run.rewrites] if run.rewrites.exists() else [])]
 
 
-def answers_file(run: RunDir) -> Path:
-    """Return the file of all answers."""
-    return run.answers / "answers.jsonl"
-
-
-def samples_file(run: RunDir) -> Path:
-    """Return the file of all drawn answers; absent where none were drawn."""
-    return run.samples / "samples.jsonl"
-
-
-def draw_seconds_file(run: RunDir) -> Path:
-    """Return the file of what a drawn answer takes, by setting."""
-    return run.samples / "seconds.json"
-
-
-def left_out_file(run: RunDir) -> Path:
-    """Return the list of what was not asked; absent where everything was."""
-    return run.answers / "left_out.jsonl"
-
-
 def settings_of(run: RunDir) -> tuple[Setting, ...]:
     """Return the settings that a run has: those asked for that its questions allow.
 
@@ -96,11 +76,6 @@ def settings_in_words(run: RunDir) -> str:
         else:
             parts.append(f"{setting}: not in this run")
     return "; ".join(parts)
-
-
-def splits_file(run: RunDir) -> Path:
-    """Return the manifest of a run's splits; absent in the microworld."""
-    return run.path / "splits.json"
 
 
 def store_files(run: RunDir) -> list[Path]:
@@ -172,11 +147,11 @@ def read_answers(run: RunDir, *settings: Setting) -> list[Answer]:
     The file holds them in the order of generation, which batches by length.
     """
     place = {example.id: i for i, example in enumerate(read_examples(run))}
-    answers = list(read_records(answers_file(run), Answer))
+    answers = list(read_records(run.answers_file, Answer))
     unknown = next((a for a in answers if a.example_id not in place), None)
     if unknown is not None:
         raise ValueError(
-            f"{answers_file(run)} answers the question {unknown.example_id!r}, which "
+            f"{run.answers_file} answers the question {unknown.example_id!r}, which "
             f"is not in {run.examples}; run `beatrice answer` again"
         )
     return [

@@ -279,27 +279,34 @@ def check_same(
     path: Path, recorded: Mapping[str, Any], wanted: Mapping[str, Any]
 ) -> None:
     """Check that settings are those that a run has."""
-    differ = list(_differences(recorded, wanted))
-    if any(key == "preset" for key, *_ in differ):  # their sizes follow from it
+    here, there = dict(_dotted(recorded)), dict(_dotted(wanted))
+    names = [
+        name
+        for name in here | there
+        if (name in here, here.get(name)) != (name in there, there.get(name))
+    ]
+    if "preset" in names:  # their sizes follow from it
         follows = ("world.", "answer.", "extract.")
-        differ = [
-            difference for difference in differ if not difference[0].startswith(follows)
-        ]
-    if not differ:
+        names = [name for name in names if not name.startswith(follows)]
+    if not names:
         return
-    here, there = (
-        ", ".join(
-            f"no {difference[0]}"
-            if difference[side] is _ABSENT
-            else f"{difference[0]}={difference[side]!r}"
-            for difference in differ
-        )
-        for side in (1, 2)
+    has, asked = (
+        ", ".join(f"{n}={side[n]!r}" if n in side else f"no {n}" for n in names)
+        for side in (here, there)
     )
     raise ValueError(
-        f"{path} holds a run with {here}; you asked for {there}; choose another "
+        f"{path} holds a run with {has}; you asked for {asked}; choose another "
         "directory, or repeat that run's options"
     )
+
+
+def _dotted(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every entry that holds no others, by its dotted name."""
+    for name, value in settings.items():
+        if isinstance(value, dict) and value:
+            yield from _dotted(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def check_not_foreign(path: Path) -> None:
@@ -320,21 +327,6 @@ def check_not_foreign(path: Path) -> None:
             "manifest.json); choose another directory; your own questions stay where "
             "they are: `beatrice data NEW_RUN --train NAME=FILE` makes a run of them"
         )
-
-
-_ABSENT = object()
-
-
-def _differences(
-    recorded: Mapping[str, Any], wanted: Mapping[str, Any], prefix: str = ""
-) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the dotted name of every entry that differs, and both values."""
-    for key in dict.fromkeys([*recorded, *wanted]):
-        here, there = recorded.get(key, _ABSENT), wanted.get(key, _ABSENT)
-        if isinstance(here, dict) and isinstance(there, dict):
-            yield from _differences(here, there, f"{prefix}{key}.")
-        elif here != there:
-            yield f"{prefix}{key}", here, there
 
 
 class StageRecord(Record, frozen=True, kw_only=True):
@@ -389,11 +381,16 @@ class RunDir:
     examples = _at("examples.jsonl", "Questions, one `Example` per line.")
     passages = _at("passages.jsonl", "What the retrievers search, one per line.")
     rewrites = _at("rewrites.jsonl", "One `Rewrite` per line; absent without rewrites.")
+    splits_file = _at("splits.json", "Splits; absent in the microworld.")
     answers = _at("answers", "Folder of `Answer` lines.")
+    answers_file = _at("answers/answers.jsonl", "All answers.")
+    left_out_file = _at("answers/left_out.jsonl", "Not asked; absent if all was.")
     written = _at("written", "Signals read with the answers, until `extract` is done.")
     labels = _at("labels.jsonl", "Verdicts, one `Label` per line.")
     audit = _at("audit", "Folder of what is known about the labels' quality.")
     samples = _at("samples", "Folder of drawn answers.")
+    samples_file = _at("samples/samples.jsonl", "All of them; absent without any.")
+    draw_seconds_file = _at("samples/seconds.json", "Of one of them, by setting.")
     sweep = _at("sweep.json", "Layer sweep.")
     selection = _at("selection", "Selected encoders and heads, a folder a branch.")
     detector = _at("detector", "Folder of the calibrated detector.")

@@ -9,7 +9,6 @@ import functools
 import hashlib
 import json
 import os
-import re
 import shutil
 import socket
 import tempfile
@@ -141,45 +140,25 @@ def from_json(
 
 
 def _in_words(kind: Any, complaint: str) -> str:
-    """Return what msgspec says ("Expected `int`, got `str` - at `$.stop_id`")."""
+    """Return what msgspec says, the field first, and which names would be right."""
     what, _, path = complaint.partition(" - at `$")
-    path = path.strip(".`")
-    name = what.split("`")[1] if "`" in what else ""
-    holder = _type_at(kind, path)
-    a_holder = f"a {holder.__name__}" if _is_struct(holder) else "an object"
-    if what.startswith("Object contains"):
-        what = f"unknown field {name!r} in {a_holder}"
-        if _is_struct(holder):
-            what += f"; known fields are {', '.join(holder.__struct_fields__)}"
-    elif what.startswith("Object missing"):
-        what = f"{a_holder} needs the field {name!r}"
-    elif what.startswith("Invalid enum value "):
-        choices = ", ".join(map(str, typing.get_args(holder)))
-        value = what.removeprefix("Invalid enum value ")
-        what = f"expected one of {choices or 'the known names'}, found {value}"
-    else:
-        what = what.replace("`", "").replace("Expected", "expected")
-        what = what.replace(", got", ", found")
-    return f", field {path!r}: {what}" if path else f": {what}"
+    path, known = path.strip(".`"), getattr(kind, "__struct_fields__", ())
+    names: Sequence[str] = ()
+    if what.startswith("Object") and not path:
+        names = known
+    elif what.startswith("Invalid enum") and path in known:
+        names = _names_of(typing.get_type_hints(kind)[path])
+    what = what.replace("Expected", "expected").replace(", got", ", found")
+    right = f"; expected one of {', '.join(names)}" if names else ""
+    return f"{f', field {path!r}' if path else ''}: {what.replace('`', '')}{right}"
 
 
-def _is_struct(kind: Any) -> bool:
-    return hasattr(kind, "__struct_fields__")
-
-
-def _type_at(kind: Any, path: str) -> Any:
-    """Return the type of a field, such as that of an element of `passages[...]`."""
-    for part in re.findall(r"\w+|\[", path):
-        if part == "[":
-            inner = [
-                argument
-                for argument in typing.get_args(kind)
-                if argument is not Ellipsis
-            ]
-            kind = inner[-1] if inner else None
-        elif _is_struct(kind):
-            kind = typing.get_type_hints(kind).get(part)
-    return kind
+def _names_of(hint: Any) -> list[str]:
+    """Return the names in a `Literal`, which may be optional."""
+    inner = typing.get_args(hint)
+    return [
+        name for x in inner for name in (_names_of(x) or [x]) if isinstance(name, str)
+    ]
 
 
 def read_json(path: Path, kind: type[Decoded], what_to_do: str) -> Decoded:

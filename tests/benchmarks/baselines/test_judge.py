@@ -30,7 +30,6 @@ from beatrice.benchmarks.baselines.judge import (
     unmet,
 )
 from beatrice.benchmarks.baselines.readings import CachedReadings
-from beatrice.extract.run.contents import samples_file
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import write_json_atomic
 from beatrice.extract.run.rows import ResultRow, read_result_rows, read_rows, rows_file
@@ -299,8 +298,8 @@ def test_what_a_run_lacks_is_said(tmp_path):
     run, known = RunDir(tmp_path), catalogue()
     told = unmet(known["semantic_entropy"], run, BaselinesConfig())
     assert "beatrice sample" in told
-    samples_file(run).parent.mkdir()
-    samples_file(run).touch()
+    run.samples_file.parent.mkdir()
+    run.samples_file.touch()
     assert "--nli" in unmet(known["semantic_entropy"], run, BaselinesConfig())
     for name in ("semantic_entropy:words", "saplma_last"):
         assert unmet(known[name], run, BaselinesConfig()) is None

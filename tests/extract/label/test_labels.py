@@ -31,7 +31,6 @@ from beatrice.extract.records import (
     to_json,
     write_lines,
 )
-from beatrice.extract.run.contents import answers_file
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import write_text_atomic
 from beatrice.extract.run.rows import label_rule
@@ -286,7 +285,10 @@ def test_a_setting_is_another_answer(tmp_path):
     [
         (judged("Capital of Mali?", "Bamako", False), "line 2 calls the answer 'Bamak"),
         (judged("Capital of Mali?", "Bamako", "yes"), "line 2, field 'label'"),
-        ({"question": "q", "label": True}, "line 2: a JudgedAnswer needs the field"),
+        (
+            {"question": "q", "label": True},
+            "line 2: Object missing required field answer; expected one of question",
+        ),
     ],
 )
 def test_lines_that_disagree_or_are_none_are_refused_by_number(tmp_path, row, words):
@@ -300,7 +302,7 @@ def test_lines_that_disagree_or_are_none_are_refused_by_number(tmp_path, row, wo
 def run(tmp_path):
     with RunDir.open(tmp_path / "run", smoke()) as run:
         run.examples.write_text(write_lines([MALI, PERU]))
-        write_text_atomic(answers_file(run), write_lines(ANSWERS))
+        write_text_atomic(run.answers_file, write_lines(ANSWERS))
     return run
 
 

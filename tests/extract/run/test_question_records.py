@@ -11,7 +11,7 @@ from beatrice.extract.records import (
     is_safe_name,
     to_json,
 )
-from beatrice.extract.run.contents import answers_file, read_answers, read_examples
+from beatrice.extract.run.contents import read_answers, read_examples
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import write_text_atomic
 from tests.records import an_example
@@ -95,6 +95,6 @@ def test_an_answer_to_no_question_of_the_run_is_refused(run):
         "stop_id": 3,
         "context_span": [0, 0],
     }
-    write_text_atomic(answers_file(run), json.dumps(answer) + "\n")
+    write_text_atomic(run.answers_file, json.dumps(answer) + "\n")
     with pytest.raises(ValueError, match="'capitals-9', which is not in .*examples"):
         read_answers(run)

@@ -79,8 +79,8 @@ def test_a_row_that_makes_no_sense_is_refused(changes, message):
     [
         ('"value": 0.9', '"value": NaN', "not finite"),
         ('"value": 0.9', '"value": null', "needs a reason"),
-        ('"value": 0.9', '"score": 0.9', "unknown field 'score'"),
-        ('"n": 400, ', "", "needs the field 'n'"),
+        ('"value": 0.9', '"score": 0.9', "unknown field score"),
+        ('"n": 400, ', "", "missing required field n"),
         ('"closed_book"', '"open_book"', "open_book"),
     ],
 )
