@@ -9,11 +9,16 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import click
 
-from beatrice.extract.backbone.names import Device, ModelDtype
+from beatrice.extract.backbone.names import (
+    BackboneConfig,
+    Device,
+    ModelDtype,
+    default_dtype,
+)
 from beatrice.extract.datasets.splits import (
     A_NAME,
     HELD_OUT_SIZES,
@@ -24,11 +29,20 @@ from beatrice.extract.datasets.splits import (
     Source,
     SplitConfig,
 )
+from beatrice.extract.generate.options import check_backbone
+from beatrice.extract.generate.prompts import (
+    SHOTS,
+    TEMPLATES,
+    PromptConfig,
+    TemplateName,
+    read_shots,
+)
 from beatrice.extract.records import is_safe_name
 from beatrice.extract.run.console import Progress, Update
+from beatrice.extract.run.contents import settings_in_words
 from beatrice.extract.run.directory import NewRun, RunDir, manifest_file
 from beatrice.extract.run.files import sha256_file
-from beatrice.extract.run.stages import once
+from beatrice.extract.run.stages import do, once
 from beatrice.extract.run.verbs import (
     AS_JSON,
     FOLDER,
@@ -39,9 +53,6 @@ from beatrice.extract.run.verbs import (
     options,
 )
 from beatrice.extract.signals.commands import KeptOptions
-
-if TYPE_CHECKING:
-    from beatrice.extract.generate.prompts import PromptConfig
 
 
 @contextlib.contextmanager
@@ -74,7 +85,6 @@ def make_data_run(
     manifest whose splits are used instead of drawing. Returns the splits' manifest.
     """
     from beatrice.extract.datasets.building import build_examples, check_folder
-    from beatrice.extract.run.contents import settings_in_words
 
     with _nothing_half_made(path), RunDir.open(path, asked) as run:
         for left in run.path.glob(".*.tmp"):  # of a run that was killed; we hold it
@@ -285,16 +295,8 @@ class AskingOptions:
         """Whether worked examples stand before the question."""
         return self.template not in ("paper", "short")
 
-    def prompt_config(self) -> "PromptConfig":
+    def prompt_config(self) -> PromptConfig:
         """Return how the questions are put."""
-        from beatrice.extract.generate.prompts import (
-            SHOTS,
-            TEMPLATES,
-            PromptConfig,
-            TemplateName,
-            read_shots,
-        )
-
         named: list[TemplateName] = [x for x in TEMPLATES if x == self.template]
         (template,) = named or ("few-shot",)
         shots: tuple[Any, ...] = ()
@@ -420,7 +422,6 @@ def make_world_run(
     run_dir: Path, run: RunOptions, kept: KeptOptions, *, train_model: bool
 ) -> None:
     """Make a run of the microworld, and its model from nothing where asked."""
-    from beatrice.extract.run.stages import do
     from beatrice.extract.world.stage import WORLD, new_world, train_world_model
 
     settings = new_world(**given(run), kept=kept.fields())
@@ -475,9 +476,7 @@ def make_run(
     as_json: bool = False,
 ) -> None:
     """Draw the splits, make the run directory, and print what was drawn."""
-    from beatrice.extract.backbone.names import BackboneConfig, default_dtype
     from beatrice.extract.datasets.building import data_config, with_contexts_of_files
-    from beatrice.extract.generate.options import check_backbone
     from beatrice.extract.signals.extract import EXTRACT_PRESETS
     from beatrice.extract.world.stage import answer_config
 

@@ -5,21 +5,32 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 import msgspec
 
-from beatrice.extract.backbone.names import model_path
-from beatrice.extract.generate.generator import MAX_SAMPLES
+from beatrice.extract.backbone.names import (
+    BackboneConfig,
+    default_dtype,
+    model_path,
+    own_device,
+)
+from beatrice.extract.generate import answers
+from beatrice.extract.generate.generator import MAX_SAMPLES, Generator, SamplingConfig
 from beatrice.extract.generate.options import (
     BackendOptions,
     RunBackendOptions,
     RunServerOptions,
     ServerOptions,
 )
-from beatrice.extract.records import Split
+from beatrice.extract.generate.replies import TextStage
+from beatrice.extract.generate.requests import TokenizerOnly
+from beatrice.extract.records import Answer, Split
 from beatrice.extract.run.console import Progress, quiet
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.files import JsonLines
+from beatrice.extract.run.stages import do_share
 from beatrice.extract.run.verbs import (
     RUN_DIR,
     WorkOptions,
@@ -29,13 +40,6 @@ from beatrice.extract.run.verbs import (
     options,
 )
 
-if TYPE_CHECKING:
-    from beatrice.extract.generate.generator import Generator
-    from beatrice.extract.generate.replies import TextStage
-    from beatrice.extract.generate.requests import TokenizerOnly
-    from beatrice.extract.run.directory import RunDir
-
-
 Opened = TypeVar("Opened")
 
 
@@ -43,21 +47,19 @@ def do_texts(
     run_dir: Path,
     name: str,
     work: WorkOptions,
-    open_in: Callable[["RunDir"], contextlib.AbstractContextManager[Opened]],
-    stage_of: Callable[["RunDir", Opened, Progress], "TextStage[Any]"],
+    open_in: Callable[[RunDir], contextlib.AbstractContextManager[Opened]],
+    stage_of: Callable[[RunDir, Opened, Progress], TextStage[Any]],
 ) -> None:
     """Do a stage of a model's texts, or a share of them, or say what it would need.
 
     The model is opened in a run that is held already, and stays open where a share is
     done first and all shares are joined afterwards.
     """
-    from beatrice.extract.run.stages import do_share
-
     progress = Progress()
     with contextlib.ExitStack() as stack:
         opened = functools.cache(lambda run: stack.enter_context(open_in(run)))
 
-        def work_in(run: "RunDir") -> int | None:
+        def work_in(run: RunDir) -> int | None:
             stage = stage_of(run, opened(run), progress)
             if not work.dry_run:
                 return stage.do(progress)
@@ -76,7 +78,7 @@ def open_generator(
     log_probs: bool = False,
     tokenizer: Any = None,
     earlier: tuple[int, int] = (0, 0),
-) -> Iterator["Generator"]:
+) -> Iterator[Generator]:
     """Open the backend of a model.
 
     Args:
@@ -93,7 +95,6 @@ def open_generator(
         import torch
 
         from beatrice.extract.backbone.loading import load_backbone
-        from beatrice.extract.backbone.names import default_dtype, own_device
         from beatrice.extract.generate.local import TransformersGenerator
 
         device = own_device(options.device, torch.cuda.device_count())
@@ -117,8 +118,8 @@ def open_generator(
 
 
 def open_asking(
-    run: "RunDir", stage: str, model: str, options: ServerOptions, **known: Any
-) -> contextlib.AbstractContextManager["Generator"]:
+    run: RunDir, stage: str, model: str, options: ServerOptions, **known: Any
+) -> contextlib.AbstractContextManager[Generator]:
     """Open a stage's backend; texts that it has count towards the spending cap.
 
     What is `known` of the model, and its name, are as `open_generator` takes them.
@@ -134,18 +135,14 @@ class _Spent(msgspec.Struct, frozen=True):
     n_new_tokens: int | None
 
 
-def _paid_tokens(run: "RunDir", stage: str) -> tuple[int, int]:
+def _paid_tokens(run: RunDir, stage: str) -> tuple[int, int]:
     """Return prompt and new tokens of the texts that are there of a stage.
 
     All of them, whichever backend wrote them: a cap errs on the side of the purse.
     What a server did not count is not known.
     """
-    from beatrice.extract.generate.answers import answer_files
-    from beatrice.extract.records import Answer
-    from beatrice.extract.run.files import JsonLines
-
     if stage == "answer":
-        files = answer_files(run.answers_file, run.parts("answer"))
+        files = answers.answer_files(run.answers_file, run.parts("answer"))
         counts = (
             (len(r.prompt_ids), len(r.token_ids) + (r.stop_id is not None))
             for file in (files.path, *files.part_files())
@@ -165,14 +162,12 @@ def _paid_tokens(run: "RunDir", stage: str) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _open_backbone(
-    run: "RunDir", stage: str, backend: RunServerOptions, **known: Any
-) -> Iterator[tuple["TokenizerOnly", "Generator"]]:
-    from beatrice.extract.backbone.names import BackboneConfig
-    from beatrice.extract.generate.answers import load_tokenizer_only
+    run: RunDir, stage: str, backend: RunServerOptions, **known: Any
+) -> Iterator[tuple[TokenizerOnly, Generator]]:
     from beatrice.extract.signals.parity import require_readable
 
     quiet()
-    model, stop_ids = load_tokenizer_only(run, require_readable)
+    model, stop_ids = answers.load_tokenizer_only(run, require_readable)
     name = backend.served_model or run.section("backbone", BackboneConfig).path
     known |= {"stop_ids": stop_ids, "tokenizer": model.tokenizer}
     with open_asking(run, stage, name, backend, **known) as generator:
@@ -210,8 +205,6 @@ def answer(
     Example: torchrun --nproc-per-node 8 -m beatrice answer runs/paper
     """
     from beatrice.extract import engines
-    from beatrice.extract.generate import answers
-    from beatrice.extract.run.directory import RunDir
 
     if backend.server is None:
         opener = engines.open_readable if reading.no_read else engines.open_reading
@@ -270,10 +263,6 @@ def sample(
 
     Example: beatrice sample runs/demo --n-samples 10 --split test
     """
-    from beatrice.extract.generate.answers import DrawConfig, answer_config, draw_stage
-    from beatrice.extract.generate.generator import SamplingConfig
-    from beatrice.extract.run.directory import RunDir
-
     if backend.server is not None:
         alone("sample --server", work.share)
 
@@ -281,7 +270,7 @@ def sample(
         return _open_backbone(run, "sample", backend, log_probs=True)
 
     def stage_of(run: RunDir, opened: Any, progress: Progress) -> Any:
-        config = answer_config(run, is_recorded=not work.dry_run)
+        config = answers.answer_config(run, is_recorded=not work.dry_run)
         sampling = SamplingConfig(
             max_new_tokens=config.generation.max_new_tokens,
             stop=config.generation.stop,
@@ -291,10 +280,10 @@ def sample(
             seed=run.seed,
         )
         model, generator = opened
-        draws = DrawConfig(n_samples=draw.n_samples, sampling=sampling)
+        draws = answers.DrawConfig(n_samples=draw.n_samples, sampling=sampling)
         drawing = (run, generator, model, config.prompt, draws, draw.split, progress)
         as_text = backend.server is not None and backend.dialect == "openai"
-        return draw_stage(*drawing, as_text=as_text)
+        return answers.draw_stage(*drawing, as_text=as_text)
 
     do_texts(run_dir, "sample", work, open_in, stage_of)
     if not work.dry_run and work.share.is_whole:

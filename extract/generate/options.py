@@ -6,15 +6,19 @@ Whether a model can be is told at once, and not after an hour of answers.
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import click
 
-from beatrice.extract.backbone.names import EMBEDDED, ModelDtype, check_name, model_path
+from beatrice.extract.backbone.names import (
+    EMBEDDED,
+    BackboneConfig,
+    ModelDtype,
+    check_name,
+    model_path,
+)
+from beatrice.extract.run.console import quiet
 from beatrice.extract.run.verbs import check_options, option
-
-if TYPE_CHECKING:
-    from beatrice.extract.backbone.names import BackboneConfig
 
 Dialect = Literal["vllm", "openai"]
 _SCHEMES = ("http://", "https://")
@@ -123,7 +127,7 @@ def check_model_option(name: str, option: str = "--model") -> None:
 
 
 def check_backbone(
-    config: "BackboneConfig", hidden_layers: Sequence[int] | None = None
+    config: BackboneConfig, hidden_layers: Sequence[int] | None = None
 ) -> None:
     """Check that a backbone can be loaded and read, and that it has some layers.
 
@@ -137,7 +141,6 @@ def check_backbone(
     if not path.exists() or (config.model == EMBEDDED and hidden_layers is None):
         return
     from beatrice.extract.backbone.loading import load_outline
-    from beatrice.extract.run.console import quiet
     from beatrice.extract.signals.parity import require_readable
 
     quiet()

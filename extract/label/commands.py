@@ -9,9 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from beatrice.extract.generate.answers import answer_config
 from beatrice.extract.generate.commands import do_texts, open_asking
+from beatrice.extract.generate.generator import Generator
 from beatrice.extract.generate.options import BackendOptions, check_model_option
+from beatrice.extract.generate.replies import TextStage
 from beatrice.extract.run.console import Progress, quiet
+from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.verbs import (
     AS_JSON,
     FILE,
@@ -23,10 +27,7 @@ from beatrice.extract.run.verbs import (
 )
 
 if TYPE_CHECKING:
-    from beatrice.extract.generate.generator import Generator
-    from beatrice.extract.generate.replies import TextStage
     from beatrice.extract.label.audit import HumanAgreement
-    from beatrice.extract.run.directory import RunDir
 
 
 def _do_asking(
@@ -35,7 +36,7 @@ def _do_asking(
     model: str,
     backend: BackendOptions,
     work: WorkOptions,
-    stage_of: Callable[["RunDir", "Generator", Progress], "TextStage[Any]"],
+    stage_of: Callable[[RunDir, Generator, Progress], TextStage[Any]],
 ) -> None:
     """Do a verb that asks the model of an option; `line` has both."""
     verb, option = line.split()
@@ -45,7 +46,7 @@ def _do_asking(
         alone(f"{line} --server", work.share)
     quiet()
 
-    def open_in(run: "RunDir") -> Any:
+    def open_in(run: RunDir) -> Any:
         return open_asking(run, verb, model, backend)
 
     do_texts(run_dir, verb, work, open_in, stage_of)
@@ -88,12 +89,10 @@ def rewrite(
     Example: beatrice rewrite runs/mine --model Qwen/Qwen3.5-27B --server
     http://localhost:8000/v1
     """
-    from beatrice.extract.generate.answers import answer_config
     from beatrice.extract.label.rewrite import RewriteConfig
     from beatrice.extract.label.stage import rewrite_counts, rewrite_stage
-    from beatrice.extract.run.directory import RunDir
 
-    def stage_of(run: RunDir, generator: "Generator", _: Progress) -> Any:
+    def stage_of(run: RunDir, generator: Generator, _: Progress) -> Any:
         config = RewriteConfig(
             max_new_tokens=how.max_new_tokens,
             seed=run.seed,
@@ -201,7 +200,6 @@ def label(
         raise click.UsageError("--dry-run counts what --judge would be asked, alone")
     from beatrice.extract.label import stage
     from beatrice.extract.label.judges import ConsensusConfig
-    from beatrice.extract.run.directory import RunDir
 
     progress = Progress()
     if model is None or how.audit:
@@ -210,7 +208,7 @@ def label(
         # Of a directory its name alone: rows are compared between machines.
         name = Path(model).name if Path(model).is_dir() else model
 
-        def stage_of(run: RunDir, generator: "Generator", shown: Progress) -> Any:
+        def stage_of(run: RunDir, generator: Generator, shown: Progress) -> Any:
             config = ConsensusConfig(vote=how.vote, seed=run.seed)
             return stage.judge_stage(run, generator, config, shown, name=name)
 
@@ -232,7 +230,6 @@ def _audit(
 ) -> None:
     """Audit the labels, and compare a person's with them."""
     from beatrice.extract.label.stage import audit_labels, compare_annotations
-    from beatrice.extract.run.directory import RunDir
 
     with RunDir.open(run_dir) as run:
         human = None

@@ -15,16 +15,14 @@ import types
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import click
 
 from beatrice.extract.records import SETTINGS, Setting
-from beatrice.extract.run.directory import PRESETS, Preset
+from beatrice.extract.run.directory import PRESETS, Preset, RunDir
 from beatrice.extract.run.share import Share, find_share
-
-if TYPE_CHECKING:
-    from beatrice.extract.run.stages import Change, Stage
+from beatrice.extract.run.stages import Change, Stage, do, forecast_stage
 
 Command = Callable[..., Any]
 
@@ -285,17 +283,14 @@ class RunOptions:
     )
 
 
-def load_stage(place: str) -> "Stage":
+def load_stage(place: str) -> Stage:
     """Return the stage at a place such as `beatrice.selection.sweep:SWEEP`."""
     module, name = place.split(":")
     return getattr(importlib.import_module(module), name)
 
 
-def do_again_if_changed(run_dir: Path, stage: "Stage", change: "Change") -> None:
+def do_again_if_changed(run_dir: Path, stage: Stage, change: Change) -> None:
     """Do a stage whose settings may be others at any time; it is then done again."""
-    from beatrice.extract.run.directory import RunDir
-    from beatrice.extract.run.stages import do
-
     with RunDir.open(run_dir) as run:
         before = stage.settle(run)
         if stage.settle(run, change, is_replaceable=True) != before:
@@ -305,14 +300,12 @@ def do_again_if_changed(run_dir: Path, stage: "Stage", change: "Change") -> None
 
 def do_or_forecast(
     run_dir: Path,
-    stage: "Stage",
+    stage: Stage,
     dry_run: bool,
-    change: "Change | None" = None,
+    change: Change | None = None,
     share: Share = Share(),
 ) -> None:
     """Do a stage of an existing run, or a share, or say what it would need."""
-    from beatrice.extract.run.stages import do, forecast_stage
-
     if dry_run:
         click.echo(forecast_stage(run_dir, stage, change))
     else:

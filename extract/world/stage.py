@@ -2,8 +2,11 @@
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from beatrice.extract.backbone.names import EMBEDDED, BackboneConfig
+from beatrice.extract.generate.options import check_backbone
+from beatrice.extract.generate.requests import ANSWER_PRESETS, AnswerConfig
 from beatrice.extract.records import Setting, write_lines
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.directory import NewRun, Preset, RunDir, package_versions
@@ -11,9 +14,6 @@ from beatrice.extract.run.files import write_new_text
 from beatrice.extract.run.stages import Stage
 from beatrice.extract.world.facts import WorldConfig, make_world
 from beatrice.extract.world.questions import QuestionConfig, make_examples
-
-if TYPE_CHECKING:
-    from beatrice.extract.generate.requests import AnswerConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,14 +83,11 @@ def train_world_model(run: RunDir, update: Update, progress: Progress) -> Path:
     return path
 
 
-def answer_config(preset: Preset, model: str) -> "AnswerConfig":
+def answer_config(preset: Preset, model: str) -> AnswerConfig:
     """Return how a model answers in a new run of a preset.
 
     The embedded model answers with a name; a preset says nothing of other models.
     """
-    from beatrice.extract.backbone.names import EMBEDDED
-    from beatrice.extract.generate.requests import ANSWER_PRESETS
-
     longest = ANSWER_PRESETS[preset if model == EMBEDDED else "paper"].generation
     config = ANSWER_PRESETS[preset]
     generation = dataclasses.replace(
@@ -111,8 +108,6 @@ def new_world(
 
     `kept` holds the fields of `ExtractConfig` that differ from the preset's.
     """
-    from beatrice.extract.backbone.names import BackboneConfig
-    from beatrice.extract.generate.options import check_backbone
     from beatrice.extract.signals.extract import EXTRACT_PRESETS
 
     backbone = BackboneConfig(model=model)
