@@ -12,7 +12,15 @@ import string
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import msgspec
 
@@ -58,6 +66,16 @@ def is_safe_id(name: str) -> bool:
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 # No vocabulary is larger; whether an id is one of the model's is seen at its tokenizer.
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+def check_choices(settings: Any) -> None:
+    """Check that the fields of a class that are annotated with names have one each."""
+    for name, hint in get_type_hints(type(settings)).items():
+        value, choices = getattr(settings, name), get_args(hint)
+        if get_origin(hint) is Literal and value not in choices:
+            raise ValueError(
+                f"{name}: expected one of {', '.join(choices)}, found {value!r}"
+            )
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -256,18 +256,14 @@ class Drawn(NamedTuple):
     seconds: dict[Setting, float | None]
 
 
-def request_prompt(
-    tokenizer: Any, request: Request, *, as_text: bool = False
-) -> GeneratorPrompt:
-    """Return a request as a prompt with its exact ids."""
-    ids = request.prompt.ids
-    text = tokenizer.decode(ids, skip_special_tokens=True)
-    if as_text and tuple(tokenizer(text)["input_ids"]) != ids:
-        raise ValueError(
-            f"question {request.example_id!r}: its text would be read as other tokens "
-            "than its prompt has; use a server that takes token ids (vLLM)"
-        )
-    return GeneratorPrompt(text=text, ids=ids)
+def _check_read_alike(tokenizer: Any, requests: Sequence[Request]) -> None:
+    """Check that a server that is sent texts reads the very ids of the prompts."""
+    for request in requests:
+        if tuple(tokenizer(request.prompt.text)["input_ids"]) != request.prompt.ids:
+            raise ValueError(
+                f"question {request.example_id!r}: its text would be read as other "
+                "tokens than its prompt has; use a server that takes token ids (vLLM)"
+            )
 
 
 def draw_answers(
@@ -285,9 +281,11 @@ def draw_answers(
     Returns None where these replies are a share of the texts.
     """
     cells = [(r, k) for r in requests for k in range(config.n_samples)]
+    if as_text:
+        _check_read_alike(tokenizer, requests)
     prompts = [
         dataclasses.replace(prompt, sample=k)
-        for prompt in (request_prompt(tokenizer, r, as_text=as_text) for r in requests)
+        for prompt in prompts_of(requests)
         for k in range(config.n_samples)
     ]
     texts = replies.generate(generator, prompts, config.sampling, progress)

@@ -15,9 +15,9 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from beatrice.extract.records import Passage
+from beatrice.extract.records import Passage, check_choices
 from beatrice.extract.run.files import from_json
 
 TemplateName = Literal["short", "paper", "few-shot"]
@@ -206,12 +206,7 @@ class PromptConfig:
 
     def __post_init__(self) -> None:
         """Check the choices."""
-        for name, choices in (("template", TemplateName), ("overlong", Overlong)):
-            if getattr(self, name) not in get_args(choices):
-                raise ValueError(
-                    f"{name}: expected one of {', '.join(get_args(choices))}, found "
-                    f"{getattr(self, name)!r}"
-                )
+        check_choices(self)
         if self.window is not None and self.window < 2:
             raise ValueError(f"window: expected at least 2 tokens, found {self.window}")
         if (self.template == "few-shot") != bool(self.shots):

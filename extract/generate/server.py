@@ -84,7 +84,6 @@ class DeadlineExceeded(openai.OpenAIError):
 
 
 def _is_transient(error: openai.OpenAIError) -> bool:
-    """Return whether the same request may succeed later."""
     if isinstance(error, openai.APIStatusError):
         return error.status_code in (408, 409, 429) or error.status_code >= 500
     return isinstance(error, openai.APIConnectionError | DeadlineExceeded)

@@ -128,7 +128,6 @@ class Progress:
 
 @contextlib.contextmanager
 def _bar(name: str) -> Iterator[Update]:
-    """Show a bar with the share that is done, the time passed and the time left."""
     from rich import console, progress
 
     with progress.Progress(

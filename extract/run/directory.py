@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, Literal, Self, TypeVar, get_args
 
 import msgspec
 
-from beatrice.extract.records import SETTINGS, Record, Setting
+from beatrice.extract.records import SETTINGS, Record, Setting, check_choices
 from beatrice.extract.run.files import (
     read_json,
     read_sealed,
@@ -171,10 +171,7 @@ class NewRun:
 
     def __post_init__(self) -> None:
         """Check the preset's name."""
-        if self.preset not in PRESETS:
-            raise ValueError(
-                f"preset: expected one of {', '.join(PRESETS)}, found {self.preset!r}"
-            )
+        check_choices(self)
 
 
 def as_json(settings: Any) -> Any:

@@ -523,7 +523,6 @@ def _line_at(place: _Place) -> bytes:
 
 
 def _is_whole(line: bytes) -> bool:
-    """Tell whether a last line is a finished JSON object."""
     try:
         return line.endswith(b"\n") and bool(from_json(dict[str, Any], line, ""))
     except ValueError:

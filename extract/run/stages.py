@@ -212,7 +212,6 @@ def once(
 
 
 def _name_of(name: str, share: Share) -> str:
-    """Return what a stage is called where a share of it is done."""
     return name if share.is_whole else f"{name} {share.rank}/{share.world_size}"
 
 

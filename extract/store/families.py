@@ -3,16 +3,17 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
+
+from beatrice.extract.records import check_choices
 
 Dtype = Literal["bfloat16", "float16", "float32", "int8"]
 # Attention masses can be below 6e-8, the smallest number of float16.
 ScalarDtype = Literal["bfloat16", "float32"]
 Spans = Literal["all", "answer"]
-DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 # As on the command line.
 SHORT_NAMES: dict[str, Dtype] = {
     "bf16": "bfloat16",
@@ -146,7 +147,6 @@ def as_written(values: np.ndarray, dtype: Dtype) -> np.ndarray:
 def _quantise(
     values: np.ndarray, out: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return int8 codes and float32 scales."""
     with np.errstate(invalid="ignore"):  # a scale that is no number is counted
         scales = np.abs(values).max(axis=-1) / np.float32(_LARGEST_CODE)
         step = np.where(scales > 0, scales, np.float32(1))[..., None]
@@ -185,13 +185,7 @@ class StoreConfig:
 
     def __post_init__(self) -> None:
         """Check the choices; whether a model has the layers, its reader checks."""
-        types = {"hidden_spans": Spans, "dtype": Dtype, "scalars": ScalarDtype}
-        for name, choices in types.items():
-            value = getattr(self, name)
-            if value not in get_args(choices):
-                raise ValueError(
-                    f"{name} is one of {', '.join(get_args(choices))}, not {value!r}"
-                )
+        check_choices(self)
 
     def describe(self) -> str:
         """Return what is kept in a few words."""

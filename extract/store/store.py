@@ -416,7 +416,6 @@ def write_range(
 def _check_signals(
     store: FeatureStore, range_id: int, signals: Mapping[str, np.ndarray]
 ) -> None:
-    """Check names, shapes and types against the spec."""
     wanted = {}
     for name, family in store.spec.families.items():
         start, stop = store.spec.range_rows(range_id, name)

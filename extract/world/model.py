@@ -86,7 +86,6 @@ def _question_row(question: str, answer: str) -> Row:
 
 
 def _questions_on(claims: list[Claim], rng: random.Random, n_questions: int) -> Row:
-    """Return questions on stated claims, one after another."""
     row: Row = []
     for claim in rng.sample(claims, min(n_questions, len(claims))):
         query = Fact(claim.subject, claim.relation.name, claim.object, 0.0, None)

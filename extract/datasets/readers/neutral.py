@@ -156,7 +156,6 @@ def _kilt_answers(record: Record) -> tuple[str, ...]:
 
 
 def _wordings(answer: Record) -> list[Any]:
-    """Return the wordings in one of IRCoT's answer objects."""
     spans = list(fields.listed(answer, "spans")) if answer.get("spans") else []
     number, date = answer.get("number"), answer.get("date")
     if number not in (None, ""):

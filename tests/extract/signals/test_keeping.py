@@ -258,7 +258,7 @@ def test_what_is_no_list_of_layers_is_refused(text):
     "wrong", [{"dtype": "fp8"}, {"hidden_spans": "question"}, {"scalars": "float16"}]
 )
 def test_an_unknown_choice_is_refused(wrong):
-    with pytest.raises(ValueError, match="is one of"):
+    with pytest.raises(ValueError, match="expected one of"):
         StoreConfig(**wrong)
 
 

@@ -1,7 +1,9 @@
+from typing import get_args
+
 import numpy as np
 import pytest
 
-from beatrice.extract.store.families import DTYPES, as_written, decode, encode
+from beatrice.extract.store.families import Dtype, as_written, decode, encode
 
 
 def rows_of(n=200, d=64, seed=0):
@@ -32,7 +34,7 @@ def test_the_largest_channel_and_tokens_of_zeros_survive_int8():
 
 
 def test_what_was_written_is_written_again_as_the_same_bytes():
-    for dtype in DTYPES:
+    for dtype in get_args(Dtype):
         once = as_written(rows_of(), dtype)
         again = as_written(once, dtype)
         # An int8 scale is itself rounded, in its last bit.
@@ -77,7 +79,7 @@ def test_one_huge_channel_costs_the_others_their_bits():
     assert plain < 0.02 < 0.5 < spoilt
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", get_args(Dtype))
 def test_codes_written_in_their_place_are_the_codes_that_are_returned(dtype):
     # Laid out as a reader hands states over: entries outside, tokens inside.
     values = rows_of().reshape(4, 50, 64).transpose(1, 0, 2)
