@@ -5,7 +5,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -29,29 +29,10 @@ class SavedReply(Generated, frozen=True, kw_only=True):
 
     key: str
 
-    def text_alone(self) -> Generated:
-        """Return the text without its key."""
-        names = Generated.__struct_fields__
-        return Generated(**{name: getattr(self, name) for name in names})
-
 
 def reply_files(path: Path, parts: Path | None = None) -> JournalFiles[str, SavedReply]:
     """Return where replies lie: a file, and a folder of what is not in it yet."""
     return JournalFiles(path, SavedReply, lambda reply: reply.key, parts)
-
-
-class Texts(Protocol):
-    """Generates what a stage needs: `Replies`, or `CountedReplies` in a dry run."""
-
-    def generate(
-        self,
-        generator: Generator,
-        prompts: Sequence[GeneratorPrompt],
-        config: SamplingConfig,
-        progress: Update = ...,
-    ) -> list[Generated] | None:
-        """Return the text of every prompt, or None where the stage ends here."""
-        ...
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -81,7 +62,7 @@ class Replies:
         prompts: Sequence[GeneratorPrompt],
         config: SamplingConfig,
         progress: Update = lambda done, total: None,
-    ) -> list[Generated] | None:
+    ) -> Sequence[Generated] | None:
         """Return the text of every prompt, in order; generate what is missing.
 
         Args:
@@ -119,7 +100,7 @@ class Replies:
             there = self.journal.files.keys()
             self.n_missing = sum(key not in there for key in first)
             return None
-        return [self.journal[key].text_alone() for key in keys]
+        return [self.journal[key] for key in keys]
 
     def summary(self) -> str:
         """Count the texts that were generated, and those that were reused."""
@@ -161,8 +142,6 @@ def count_requests(
 class CountedReplies:
     """Counts the texts that are not there yet, in place of `Replies` in a dry run."""
 
-    n_missing = 0
-
     def __init__(self, files: JournalFiles[str, SavedReply], stage: str) -> None:
         """Read which texts are there; nothing is written."""
         self._there = files.keys()
@@ -183,6 +162,7 @@ class CountedReplies:
         self.forecast = count_requests(self._stage, todo, config, generator)
 
 
+Texts = Replies | CountedReplies  # what a stage asks for its texts
 Made = TypeVar("Made")
 
 

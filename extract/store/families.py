@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import ml_dtypes
 import numpy as np
@@ -72,10 +72,6 @@ class Family:
         while rows > 1 and rows * row_bytes > _CHUNK_BYTES:
             rows //= 2
         return [rows, *inner]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the fields for the index."""
-        return dataclasses.asdict(self)
 
 
 def scale_name(name: str) -> str:

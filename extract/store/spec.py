@@ -192,7 +192,7 @@ class StoreSpec:
         index = {
             "format": "beatrice-features",
             "version": FORMAT_VERSION,
-            "families": {n: f.as_json() for n, f in self.families.items()},
+            "families": {n: dataclasses.asdict(f) for n, f in self.families.items()},
             "keys": self.keys,
             "rows_per_shard": self.rows_per_shard,
             "hidden_layers": self.hidden_layers,

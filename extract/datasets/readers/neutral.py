@@ -1,11 +1,12 @@
 """Layouts of no question set: FlashRAG's, lm-eval's, our own, plain pairs, and others.
 
 Here too are the files that are taken for questions and are none: they are refused with
-what they are.
+what they are. At the end stand all layouts, and which of them a record is of.
 """
 
+import collections
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any, get_args
 
 from beatrice.extract.datasets import fields
@@ -29,7 +30,7 @@ from beatrice.extract.datasets.question import (
     question_of,
     reader,
 )
-from beatrice.extract.datasets.readers.multihop import is_twowiki
+from beatrice.extract.datasets.readers import multihop, single_hop, triviaqa
 from beatrice.extract.records import Passage, Split
 
 _QUESTIONS = ("question", "query", "input", "Question", "problem")
@@ -51,7 +52,11 @@ def _source(meta: Record) -> str | None:
     context = meta.get("context")
     if "supporting_facts" in meta or is_titled(context):
         has_content = isinstance(context, dict) and "content" in context
-        return "2wikimultihopqa" if has_content or is_twowiki(meta) else "hotpotqa"
+        return (
+            "2wikimultihopqa"
+            if has_content or multihop.is_twowiki(meta)
+            else "hotpotqa"
+        )
     return dataset_marked(meta)
 
 
@@ -102,6 +107,16 @@ def read_example(record: Record) -> Question:
     )
 
 
+def _read_document(record: Record) -> Question | None:
+    """Read the source record inside a log; None where it is of no layout."""
+    layout = recognise_record(record)
+    if layout is None or layout.read is None:
+        return None
+    if layout.is_weak and not fields.has_answers(record):
+        return None  # the log's `target` then holds the answer
+    return layout.read(record)
+
+
 def _response(record: Record) -> str | None:
     """Return the model's answer in a log: filtered if there, else as generated."""
     for name in ("filtered_resps", "resps"):
@@ -113,16 +128,11 @@ def _response(record: Record) -> str | None:
     return None
 
 
-def read_lm_eval(
-    record: Record, *, read_document: Callable[[Record], Question | None]
-) -> Question:
-    """Read one line of lm-eval's `samples_*.jsonl`; keeps the model's answer.
-
-    `read_document` reads its `doc`, and returns None where that is of no known layout.
-    """
+def read_lm_eval(record: Record) -> Question:
+    """Read one line of lm-eval's `samples_*.jsonl`; keeps the model's answer."""
     document = fields.expect(record.get("doc"), dict, "doc")
     try:
-        question = read_document(document)
+        question = _read_document(document)
         passages = () if question is not None else any_passages(document)
     except ValueError as error:
         raise ValueError(f"in 'doc': {error}") from None
@@ -190,7 +200,7 @@ def _fits_titles(record: Record) -> bool:
 
 
 _NOT_READ = "not questions; a retriever searches it, `beatrice data` does not read it"
-FORMATS = (
+_FORMATS = (
     Format("FlashRAG", lambda r: "golden_answers" in r, read_flashrag),
     Format("examples of this program",
            lambda r: {"golds", "question", "split", "dataset"} <= r.keys(),
@@ -203,7 +213,7 @@ FORMATS = (
            reader(dataset=lambda r: dataset_of_id(r.get("id")), questions=("input",),
                   golds=_kilt_answers)),
 )  # fmt: skip
-OTHER_FORMATS = (
+_OTHER_FORMATS = (
     Format("RetrievalQA", lambda r: {"data_source", "ground_truth"} <= r.keys(),
            # Passages were retrieved, none is marked gold.
            reader(ids=("question_id", "id"),
@@ -222,9 +232,50 @@ OTHER_FORMATS = (
     Format("passages (titles and texts)", _fits_titles,
            refusal=f"holds passages (titles and texts, as psgs_w100.tsv), {_NOT_READ}"),
 )  # fmt: skip
-WEAK_FORMATS = (
+_WEAK_FORMATS = (
     Format("questions and answers",
            lambda r: bool({"question", "query", "Question"} & r.keys()),
            reader(ids=("id", "_id", "question_id", "qid"), questions=_QUESTIONS,
                   dataset=dataset_marked, passages=any_passages), is_weak=True),
 )  # fmt: skip
+
+
+def _fits_log(record: Record) -> bool:
+    marks = {"target", "resps", "filtered_resps", "doc_id"}
+    return "doc" in record and not marks.isdisjoint(record)
+
+
+# All layouts, in the order they are tried in.
+FORMATS: tuple[Format, ...] = (
+    Format("lm-eval samples", _fits_log, read_lm_eval),
+    *triviaqa.FORMATS,
+    *single_hop.POPQA_FORMATS,
+    *single_hop.DPR_FORMATS,
+    *single_hop.NQ_FORMATS,
+    *_FORMATS,
+    *multihop.FORMATS,
+    *_OTHER_FORMATS,
+    *multihop.WEAK_FORMATS,
+    *_WEAK_FORMATS,
+)
+_STRONG_FIRST = sorted(FORMATS, key=lambda layout: layout.is_weak)
+
+
+def recognise_record(record: Record) -> Format | None:
+    """Return the layout of one record: the first strong one that fits, or a weak."""
+    return next((layout for layout in _STRONG_FIRST if layout.fits(record)), None)
+
+
+def choose_format(records: Iterable[Record]) -> Format | None:
+    """Return the layout of a file from its first records.
+
+    The most frequent one, where a layout that any damaged record fits (a question and
+    an answer) only counts if there is no other.
+    """
+    counts = collections.Counter(map(recognise_record, records))
+    del counts[None]
+    return min(
+        (layout for layout in counts if layout is not None),
+        key=lambda x: (x.is_weak, -counts[x], _STRONG_FIRST.index(x)),
+        default=None,
+    )
