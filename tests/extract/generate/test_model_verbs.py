@@ -279,7 +279,7 @@ def test_samples_come_from_a_server_with_and_without_token_ids(run_dir, backbone
         (
             ("label", "--judge", "m", "--server", "http://x/v1", "--set", "max_cost=1"),
             "needs prices",
-            1,
+            2,
         ),
         (("label", "--audit"), "is missing", 1),
         (("rewrite",), "--model", 2),
