@@ -79,15 +79,11 @@ def open_generator(
     tokenizer: Any = None,
     earlier: tuple[int, int] = (0, 0),
 ) -> Iterator[Generator]:
-    """Open the backend of a model.
+    """Open the backend of a model: a directory or Hub id, or a server's name for it.
 
-    Args:
-      model: a directory or Hub id, or the name that the server gives it.
-      options: where it runs.
-      stop_ids: of the model, where token ids are wanted from a server.
-      log_probs: ask a server for them; on this machine they cost nothing.
-      tokenizer: of the model that a server holds, where it is known here.
-      earlier: prompt and new tokens that count towards the spending cap already.
+    Stop ids and tokenizer are the model's, where token ids are wanted from a server;
+    log-probabilities cost nothing on this machine. Prompt and new tokens of `earlier`
+    count towards the spending cap already.
     """
     if options.server is None:
         if not isinstance(options, BackendOptions):

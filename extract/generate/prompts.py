@@ -445,18 +445,11 @@ def build_prompt(
     question: str,
     passages: Sequence[Passage] = (),
 ) -> Prompt:
-    """Return the prompt of one question.
+    """Return the prompt of one question, closed-book without passages.
 
-    Args:
-      tokenizer: a fast tokenizer, which can tell offsets.
-      template: the words around.
-      question: not empty.
-      passages: the context; empty for closed-book.
-
-    Raises:
-      ValueError: a text is empty or no text, the tokenizer has no offsets, a text
-        becomes control tokens, or the chat template that is asked for is missing or
-        hides where the message lies.
+    The tokenizer must be a fast one, which can tell offsets. A ValueError says which
+    text is empty or no text, or becomes control tokens, or why the chat template cannot
+    be used.
     """
     check_text(question, "the question")
     for number, passage in enumerate(passages, start=1):

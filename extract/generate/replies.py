@@ -65,15 +65,9 @@ class Replies:
     ) -> Sequence[Generated] | None:
         """Return the text of every prompt, in order; generate what is missing.
 
-        Args:
-          generator: the backend.
-          prompts: equal ones share a text.
-          config: how texts are sampled.
-          progress: is called with texts there and texts in all.
-
-        Returns:
-          None after a share of the texts, with which no stage can go on; `n_missing`
-          counts what other workers have to do.
+        Equal prompts share a text. Progress is texts that are there, and texts in all.
+        None after a share of the texts, with which no stage can go on; `n_missing`
+        counts what other workers have to do.
         """
         identity = generator.identity
         keys = [reply_key(identity, prompt, config) for prompt in prompts]

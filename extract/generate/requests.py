@@ -154,16 +154,8 @@ def make_requests(
 ) -> Requests:
     """Return what has to be answered: every setting and variant of every question.
 
-    Args:
-      examples: the questions.
-      model: gives the tokenizer and the window.
-      config: how they are put.
-      max_new_tokens: of the longest answer, which has to fit too.
-      settings: of the run.
-
-    Raises:
-      ValueError: prompts do not fit, and passages may not or cannot be left out; or a
-        question or passage is empty or holds what no encoding can.
+    The longest answer, of `max_new_tokens`, has to fit into the window too: prompts
+    that do not are a ValueError, unless passages may and can be left out.
     """
     limits = [n for n in (config.window, model.max_length) if n is not None]
     room = min(limits, default=math.inf) - max_new_tokens

@@ -194,16 +194,10 @@ def judge_prompt(
     attempt: int = 0,
     seed: int = 0,
 ) -> str:
-    """Return the prompt that asks for one verdict.
+    """Return the prompt that asks for one verdict on any two texts.
 
-    Args:
-      rubric: which of the three.
-      question: any text.
-      golds: accepted answers; each becomes one line.
-      answer: any text, empty too.
-      attempt: 0 for the first; a greedy judge asked again in the same words would say
-        the same, and a new attempt has a new marker.
-      seed: of the run.
+    Each gold becomes one line. A greedy judge asked again in the same words would say
+    the same, so a new attempt (from 0) has a new marker, as has a run of another seed.
     """
     fields = {
         "question": question,
@@ -263,20 +257,11 @@ def judge_answers(
     *,
     rubrics: Sequence[Rubric] = RUBRICS,
 ) -> Judgements | None:
-    """Label answers by the consensus of the rubrics.
+    """Label answers by the consensus of rubrics, by each of which all are judged once.
 
-    Args:
-      answers: in any order, which the labels keep.
-      examples: the questions of all of them.
-      generator: the judge.
-      replies: where its words are kept.
-      config: how.
-      progress: called with replies that are there and replies wanted; a retry starts
-        again from 0.
-      rubrics: by which each answer is judged once; by default the paper's three.
-
-    Returns:
-      None where these replies are a share of the texts.
+    Progress is replies that are there and replies wanted; a retry starts again from 0.
+    Labels have the order of the answers. None where these replies are a share of the
+    texts.
     """
     if not rubrics:
         raise ValueError("a judge needs at least one rubric, found none")

@@ -147,17 +147,10 @@ def _checked(records: Iterable[RecordT], kind: type[RecordT]) -> list[RecordT]:
 def label_by_match(
     answers: Iterable[Answer], examples: Iterable[Example], rule: Match = "exact"
 ) -> list[Label]:
-    """Return the labels by comparison with the golds.
+    """Return the labels by comparison with the golds, in the order of the answers.
 
-    It knows no paraphrase: it suits sets whose golds list every accepted wording.
-
-    Args:
-      answers: in any order, which the labels keep.
-      examples: the questions of all of them.
-      rule: the answer is a gold, or has one in it as whole words; both normalised.
-
-    Raises:
-      ValueError: see `pair_answers`; or there is no such rule.
+    It knows no paraphrase: it suits sets whose golds list every accepted wording. The
+    answer is a gold, or has one in it as whole words; both normalised.
     """
     if rule not in RULES:
         raise ValueError(f"rule: expected one of {', '.join(RULES)}, found {rule!r}")
@@ -270,17 +263,9 @@ def import_labels(
 
     A label is about a text: it holds for an answer only if that is the very answer
     that was judged. What the file does not judge stays without a label, and is left out
-    of training and tests as what judges disagree on.
-
-    Args:
-      path: JSON lines, each an `JudgedAnswer`, or a `Label` as in a run's
-        labels.jsonl.
-      answers: all that are to be labelled, in the order of the labels.
-      examples: the questions of all of them.
-
-    Raises:
-      ValueError: a line is neither, two lines disagree, or none fits an answer; see
-        also `pair_answers`.
+    of training and tests as what judges disagree on. The file's JSON lines are each a
+    `JudgedAnswer`, or a `Label` as in a run's labels.jsonl; two that disagree, or none
+    that fits an answer, are a ValueError.
     """
     pairs = pair_answers(answers, examples)
     by_question: dict[bytes | str, list[Answer]] = {}

@@ -42,10 +42,8 @@ def folder(environ: Mapping[str, str] = os.environ) -> Path:
 def remembered(what: str, key: Mapping[str, Any], find: Callable[[], Any]) -> Any:
     """Return what was found under a key before, or find it and remember it.
 
-    Args:
-      what: a name for files, such as "parity".
-      key: JSON values, everything that the result depends on.
-      find: returns a JSON value; None, or an error, is not remembered.
+    `what` names its files, such as "parity"; the key holds all that the result depends
+    on. Both are JSON values. None, or an error, is not remembered.
     """
     path = folder() / f"{what}-{sha256_json(key)[:32]}.json"
     with contextlib.suppress(ValueError, OSError):

@@ -131,16 +131,9 @@ def side_by_side(
 ) -> None:
     """Do work on several items at once, each in a thread of its own.
 
-    Args:
-      work: of an item and of what it calls once for each thing it has done.
-      items: what is worked on.
-      update: told how many things are done, of all items.
-      total: how many things there are.
-      at_once: items worked on side by side; None takes all.
-
-    Raises:
-      Whatever `work` raises. The other items, and all of them when the person at the
-      keyboard stops the run, end at the next thing that they have done.
+    `work` gets an item, and what it calls once for each thing it has done; there are
+    `total` things of all items. If it fails, or the person at the keyboard stops the
+    run, the other items end at the next thing that they have done.
     """
     lock, done, stop = threading.Lock(), itertools.count(1), threading.Event()
 
