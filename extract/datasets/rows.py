@@ -23,6 +23,7 @@ from typing import Any, Literal
 import msgspec
 
 from beatrice.extract.datasets.fields import HEADERLESS, kind_of
+from beatrice.extract.run.files import from_json
 
 Container = Literal[
     "json array", "json object", "json lines", "json values", "table", "parquet"
@@ -237,37 +238,18 @@ def _parquet_rows(path: Path, is_gzipped: bool) -> Iterator[RawRecord]:
 def _parse_object(raw: bytes) -> tuple[dict[str, Any] | None, str | None]:
     """Parse one JSON object; returns it, or None and what is wrong."""
     try:
-        value = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        try:
-            value = _parse_slowly(raw)
-        except ValueError as error:
-            return None, str(error)
+        value = from_json(Any, raw, "")
+        if b"\\u" in raw:
+            msgspec.json.encode(value)  # refuses what is half a pair, and Python reads
+    except UnicodeEncodeError:
+        return None, "half of a surrogate pair"
+    except ValueError as error:
+        if _PYTHON.match(raw.decode("latin-1")):
+            return None, "Python's notation; save it with json.dumps"
+        return None, str(error).removeprefix(": ")
     if not isinstance(value, dict):
         return None, f"expected a JSON object, found {kind_of(value)}"
     return value, None
-
-
-def _parse_slowly(raw: bytes) -> Any:
-    """Return a JSON value, with the NaN and Infinity that Python writes."""
-    try:
-        text = raw.decode()
-        value = json.loads(text)
-        msgspec.json.encode(value)  # refuses lone surrogates, which json lets through
-        return value
-    except UnicodeDecodeError as error:
-        problem = f"byte 0x{raw[error.start]:02x} at position {error.start} is no UTF-8"
-    except UnicodeEncodeError:
-        problem = "half of a surrogate pair"
-    except RecursionError:
-        problem = "too many objects or lists inside each other"
-    except json.JSONDecodeError as error:
-        problem = f"{error.msg.removesuffix(' at')}, at character {error.pos}"
-        if _PYTHON.match(raw.decode()):
-            problem = "Python's notation; save it with json.dumps"
-    except ValueError as error:  # a number of thousands of digits
-        problem = str(error)
-    raise ValueError(f"not valid JSON ({problem})")
 
 
 class Window:

@@ -130,12 +130,13 @@ def from_json(
         return msgspec.convert(json.loads(text), kind)
     except msgspec.ValidationError as error:
         wrong = _in_words(kind, str(error))
-    except UnicodeDecodeError:
-        wrong = ": not a JSON object (not UTF-8)"
+    except UnicodeDecodeError as error:
+        byte = f"byte 0x{error.object[error.start]:02x} at position {error.start}"
+        wrong = f": not a JSON object ({byte} is no UTF-8)"
     except RecursionError:
         wrong = ": not a JSON object (nested too deeply)"
-    except ValueError as error:
-        wrong = f": not a JSON object ({getattr(error, 'msg', error)})"
+    except ValueError as error:  # a number of thousands of digits is one, too
+        wrong = f": not a JSON object ({error})"
     raise ValueError(f"{where}{wrong}{what_to_do and '; '}{what_to_do}")
 
 

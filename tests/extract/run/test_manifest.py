@@ -219,7 +219,7 @@ def test_a_manifest_of_another_version_says_what_to_do(tmp_path, content):
     [
         (b"[]", "expected object, found array"),
         (b"{", "not a JSON object (Expecting property name"),
-        (b"\xff", "not a JSON object (not UTF-8)"),
+        (b"\xff", "not a JSON object (byte 0xff at position 0 is no UTF-8)"),
         (b"[" * 200_000, "not a JSON object (nested too deeply)"),
         (b'{"seed": ' + b"1" * 5000 + b"}", "not a JSON object (Exceeds the limit"),
     ],

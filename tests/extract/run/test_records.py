@@ -75,7 +75,7 @@ def with_field(record, name, value):
         ),
         ("[1, 2]", "expected object, found array"),
         ("", "not a JSON object"),
-        ('{"example_id": "\udcff"}', "not UTF-8"),
+        ('{"example_id": "\udcff"}', "no UTF-8"),
     ],
 )
 def test_a_bad_line_is_named_with_file_and_number(tmp_path, line, complaint):
