@@ -229,8 +229,8 @@ def do_share(
     share: Share,
     work: Callable[[RunDir], int | None],
     progress: Progress,
-    *,
     parts: str,
+    asked: NewRun | None = None,
 ) -> None:
     """Do a stage alone, or a share of it, and join all `parts` if none is missing.
 
@@ -239,7 +239,7 @@ def do_share(
     alone with the run. Raises `InUse` if a process that works alone holds the run.
     """
     if share.is_whole:
-        with RunDir.open(run_dir) as run:
+        with RunDir.open(run_dir, asked) as run:
             work(run)
         return
     with _open_patiently(run_dir, share) as run:
@@ -315,28 +315,22 @@ def run_stage(
 
 def do(
     run_dir: Path,
-    *stages: Stage,
+    stage: Stage,
+    *,
     change: Change | None = None,
     asked: NewRun | None = None,
     share: Share = Share(),
 ) -> None:
-    """Open a run directory and do stages in it; several processes share one stage.
+    """Open a run directory and do a stage, or a share of it, see `run_stage`.
 
-    `change` makes of the first stage's settings what a person chose. A new run is what
-    is `asked`, see `RunDir.open`.
+    A new run is what is `asked`, see `RunDir.open`.
     """
     progress = Progress()
-    if not share.is_whole:
-        (stage,) = stages
 
-        def work(run: RunDir) -> int | None:
-            return run_stage(stage, run, progress, change)
+    def work(run: RunDir) -> int | None:
+        return run_stage(stage, run, progress, change)
 
-        do_share(run_dir, stage.name, share, work, progress, parts=stage.parts)
-        return
-    with RunDir.open(run_dir, asked) as run:
-        for i, stage in enumerate(stages):
-            run_stage(stage, run, progress, None if i else change)
+    do_share(run_dir, stage.name, share, work, progress, stage.parts, asked)
 
 
 def forecast_stage(run_dir: Path, stage: Stage, change: Change | None = None) -> str:
