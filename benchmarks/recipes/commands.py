@@ -164,12 +164,6 @@ def _do_all(run_dir: Path, progress: Progress) -> None:
     click.echo(summary(run_dir)["text"])
 
 
-def _existing_file(text: str) -> str:
-    if not Path(text).is_file():
-        raise ValueError(f"expected NAME=FILE with a file, found {text!r}")
-    return str(Path(text).resolve())
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransferOptions:
     """Fields of `TransferConfig`; None leaves a field as it is."""
@@ -180,7 +174,7 @@ class TransferOptions:
         "A set that the run does not have; repeatable.",
         (),
         flag="--held-out",
-        type=NamedValue(_existing_file, "always"),
+        type=NamedValue(click.Path(exists=True, dir_okay=False, resolve_path=True)),
         metavar="NAME=FILE",
     )
 

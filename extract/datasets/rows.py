@@ -238,7 +238,7 @@ def _parquet_rows(path: Path, is_gzipped: bool) -> Iterator[RawRecord]:
 def _parse_object(raw: bytes) -> tuple[dict[str, Any] | None, str | None]:
     """Parse one JSON object; returns it, or None and what is wrong."""
     try:
-        value = from_json(Any, raw, "")
+        value = from_json(object, raw, "")
         if b"\\u" in raw:
             msgspec.json.encode(value)  # refuses what is half a pair, and Python reads
     except UnicodeEncodeError:
