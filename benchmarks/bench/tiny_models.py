@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from beatrice.extract.signals.sequence import TokenSequence
 
@@ -21,41 +21,36 @@ VOCAB_SIZE = 61
 N_TEXT_IDS = 56
 WINDOW = 8
 
-_SIZE: dict[str, Any] = {
+# By Transformers' common names, which configs with others know (`n_embd`); what a
+# family does not have is kept in its config and read by nobody.
+_SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 8,
     "max_position_embeddings": 128,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
-}
-_NO_HEAD_DIM: dict[str, Any] = {
-    key: size for key, size in _SIZE.items() if key != "head_dim"
-}
-_GPT: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "bos_token_id": 1, "eos_token_id": 2}
-_GPT_NEOX: dict[str, Any] = {
-    **_GPT,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-}
-_MOE: dict[str, Any] = {"moe_intermediate_size": 16, "num_experts": 6}
-_LINEAR: dict[str, Any] = {
-    "num_hidden_layers": 4,
+    # Experts, and attention of linear cost.
+    "moe_intermediate_size": 16,
+    "num_experts": 6,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "shared_expert_intermediate_size": 16,
+    "shared_intermediate_size": 48,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
 _SLIDING = ["sliding_attention", "full_attention"] * 3
-_GEMMA4 = {
+_WINDOWS: dict[str, Any] = {"sliding_window": WINDOW, "layer_types": _SLIDING[:3]}
+_GEMMA4: dict[str, Any] = {
+    "model_type": "gemma4_text",
+    "head_dim": 8,
     "num_hidden_layers": 6,
     "sliding_window": WINDOW,
     "layer_types": _SLIDING,
@@ -68,9 +63,8 @@ _GRANITE: dict[str, Any] = {
     "residual_multiplier": 0.5,
     "logits_scaling": 2.0,
 }
-_EXPERTS: dict[str, Any] = {"num_local_experts": 6, "num_experts_per_tok": 2}
 _HYBRID: dict[str, Any] = {
-    "shared_intermediate_size": 48,
+    "model_type": "granitemoehybrid",
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "mamba_n_heads": 4,
     "mamba_d_head": 16,
@@ -78,193 +72,116 @@ _HYBRID: dict[str, Any] = {
     "mamba_chunk_size": 8,
     **_GRANITE,
 }
-_FALCON: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_GPTJ: dict[str, Any] = {
-    "n_embd": 32,
-    "n_layer": 3,
-    "n_head": 4,
-    "n_positions": 128,
-    "rotary_dim": 4,
-}
-_LATENT: dict[str, Any] = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 8,
-}
-_OPT: dict[str, Any] = {
-    "ffn_dim": 48,
-    "word_embed_proj_dim": 32,
-    "do_layer_norm_before": True,
-}
+_CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"]}
 
-
-def _named(
-    name: str, config: str | None = None, sizes: dict[str, Any] = _SIZE, **changes: Any
-) -> Callable[[], PreTrainedModel]:
-    """Return what builds `{name}ForCausalLM` of Transformers with small sizes."""
-    model = getattr(transformers, f"{name}ForCausalLM")
-    config_class = getattr(transformers, config or f"{name}Config")
-    return lambda: model(config_class(**{**sizes, **changes}))
-
-
-def _gpt2() -> PreTrainedModel:
-    sizes: Any = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**_GPT, **sizes))
-
-
-# Architecture -> what builds it, in the order of the table.
-FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama": _named("Llama"),
-    "mistral_window": _named("Mistral", sliding_window=WINDOW),
-    "mixtral": _named("Mixtral", num_local_experts=6, num_experts_per_tok=2),
-    "qwen2": _named("Qwen2", sizes=_NO_HEAD_DIM),
-    "qwen3": _named("Qwen3"),
-    "qwen3_moe": _named("Qwen3Moe", num_experts_per_tok=2, mlp_only_layers=[1], **_MOE),
-    "qwen3_5": _named("Qwen3_5", "Qwen3_5TextConfig", **_LINEAR),
-    "qwen3_5_moe": _named(
-        "Qwen3_5Moe",
-        "Qwen3_5MoeTextConfig",
-        num_experts_per_tok=2,
-        shared_expert_intermediate_size=16,
-        **_LINEAR,
-        **_MOE,
-    ),
-    "gemma": _named("Gemma"),
-    "gemma2": _named(
-        "Gemma2",
-        num_hidden_layers=2,
-        sliding_window=WINDOW,
-        attn_logit_softcapping=2.0,
-        final_logit_softcapping=3.0,
-        query_pre_attn_scalar=8,
-    ),
-    "gemma3": _named(
-        "Gemma3",
-        "Gemma3TextConfig",
-        sliding_window=WINDOW,
-        layer_types=_SLIDING[:3],
-    ),
-    "gemma4": _named(
-        "Gemma4",
-        "Gemma4TextConfig",
-        num_kv_shared_layers=2,
-        hidden_size_per_layer_input=8,
-        vocab_size_per_layer_input=VOCAB_SIZE,
+# Architecture -> what its config has otherwise, in the order of the table; the name is
+# the model type where no other stands here.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral_window": {"model_type": "mistral", "sliding_window": WINDOW},
+    "mixtral": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 8},
+    "qwen3_moe": {"head_dim": 8, "mlp_only_layers": [1]},
+    "qwen3_5": {
+        "model_type": "qwen3_5_text",
+        "head_dim": 8,
+        "num_hidden_layers": 4,
+    },
+    "qwen3_5_moe": {
+        "model_type": "qwen3_5_moe_text",
+        "head_dim": 8,
+        "num_hidden_layers": 4,
+    },
+    "gemma": {"head_dim": 8},
+    "gemma2": {
+        "head_dim": 8,
+        "num_hidden_layers": 2,
+        "sliding_window": WINDOW,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+        "query_pre_attn_scalar": 8,
+    },
+    "gemma3": {"model_type": "gemma3_text", "head_dim": 8, **_WINDOWS},
+    "gemma4": {
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
         **_GEMMA4,
-    ),
+    },
     # As the 26B: no per-layer embeddings, keys that are values, experts beside the MLP.
-    "gemma4_moe": _named(
-        "Gemma4",
-        "Gemma4TextConfig",
-        hidden_size_per_layer_input=0,
-        attention_k_eq_v=True,
-        num_global_key_value_heads=1,
-        enable_moe_block=True,
-        top_k_experts=2,
+    "gemma4_moe": {
+        "hidden_size_per_layer_input": 0,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "enable_moe_block": True,
+        "top_k_experts": 2,
         **_GEMMA4,
-        **_MOE,
-    ),
-    "phi": _named("Phi", sizes=_NO_HEAD_DIM),
-    "phi3": _named("Phi3"),
-    "olmo": _named("Olmo", sizes=_NO_HEAD_DIM),
-    "olmo2": _named("Olmo2", sizes=_NO_HEAD_DIM),
-    "olmo3": _named(
-        "Olmo3",
-        sizes=_NO_HEAD_DIM,
-        sliding_window=WINDOW,
-        layer_types=_SLIDING[:3],
-    ),
-    "gpt_neox_parallel": _named("GPTNeoX", sizes=_GPT_NEOX, use_parallel_residual=True),
-    "gpt_neox_sequential": _named(
-        "GPTNeoX", sizes=_GPT_NEOX, use_parallel_residual=False
-    ),
-    "gpt2": _gpt2,
-    "granite": _named("Granite", sizes=_NO_HEAD_DIM, **_GRANITE),
-    "granitemoe": _named("GraniteMoe", sizes=_NO_HEAD_DIM, **_EXPERTS, **_GRANITE),
-    "granitemoeshared": _named(
-        "GraniteMoeShared",
-        sizes=_NO_HEAD_DIM,
-        shared_intermediate_size=48,
-        **_EXPERTS,
-        **_GRANITE,
-    ),
+    },
+    "phi": {},
+    "phi3": {},
+    "olmo": {},
+    "olmo2": {},
+    "olmo3": _WINDOWS,
+    "gpt_neox_parallel": {"model_type": "gpt_neox", "use_parallel_residual": True},
+    "gpt_neox_sequential": {"model_type": "gpt_neox", "use_parallel_residual": False},
+    "gpt2": {},
+    "granite": _GRANITE,
+    "granitemoe": _GRANITE,
+    "granitemoeshared": _GRANITE,
     # Granite 4: recurrent layers between, with and without experts
-    "granitemoehybrid": _named(
-        "GraniteMoeHybrid", sizes=_NO_HEAD_DIM, **_EXPERTS, **_HYBRID
-    ),
-    "granitemoehybrid_dense": _named(
-        "GraniteMoeHybrid", sizes=_NO_HEAD_DIM, num_local_experts=0, **_HYBRID
-    ),
-    "hyperclovax": _named(
-        "HyperCLOVAX", sizes=_NO_HEAD_DIM, use_post_norm=True, **_GRANITE
-    ),
-    "minicpm3": _named("MiniCPM3", sizes=_NO_HEAD_DIM, dim_model_base=16, **_LATENT),
-    "cohere": _named("Cohere", sizes=_NO_HEAD_DIM, use_qk_norm=True, logit_scale=0.5),
-    "cohere2": _named(
-        "Cohere2",
-        sizes=_NO_HEAD_DIM,
-        sliding_window=WINDOW,
-        layer_types=_SLIDING[:3],
-        logit_scale=0.5,
-    ),
-    "gpt_oss": _named(
-        "GptOss",
-        sliding_window=WINDOW,
-        layer_types=_SLIDING[:3],
-        rope_parameters={"rope_type": "default", "rope_theta": 150000.0},
-        **_EXPERTS,
-    ),
-    "glm4": _named("Glm4"),
-    "falcon": _named("Falcon", sizes=_FALCON, bias=True),
-    "falcon_40b": _named(
-        "Falcon", sizes=_FALCON, new_decoder_architecture=True, num_kv_heads=2
-    ),
-    "falcon_alibi": _named(
-        "Falcon",
-        sizes=_FALCON,
-        bias=True,
-        alibi=True,
-        multi_query=False,
-        parallel_attn=False,
-    ),
-    "llama4": _named(
-        "Llama4",
-        "Llama4TextConfig",
-        intermediate_size_mlp=48,
-        num_local_experts=4,
-        interleave_moe_layer_step=2,
-        no_rope_layers=[1, 0, 1],
-        attention_chunk_size=WINDOW,
+    "granitemoehybrid": _HYBRID,
+    "granitemoehybrid_dense": {**_HYBRID, "num_local_experts": 0},
+    "hyperclovax": {"use_post_norm": True, **_GRANITE},
+    "minicpm3": {
+        "num_key_value_heads": 4,
+        "dim_model_base": 16,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+    },
+    "cohere": {"use_qk_norm": True, "logit_scale": 0.5},
+    "cohere2": {"logit_scale": 0.5, **_WINDOWS},
+    "gpt_oss": {
+        "head_dim": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
+        **_WINDOWS,
+    },
+    "glm4": {"head_dim": 8},
+    "falcon": {"bias": True},
+    "falcon_40b": {
+        "model_type": "falcon",
+        "new_decoder_architecture": True,
+        "num_kv_heads": 2,
+    },
+    "falcon_alibi": {
+        "model_type": "falcon",
+        "bias": True,
+        "alibi": True,
+        "multi_query": False,
+        "parallel_attn": False,
+    },
+    "llama4": {
+        "model_type": "llama4_text",
+        "head_dim": 8,
+        "intermediate_size_mlp": 48,
+        "num_experts_per_tok": 1,
+        "num_local_experts": 4,
+        "interleave_moe_layer_step": 2,
+        "no_rope_layers": [1, 0, 1],
+        "attention_chunk_size": WINDOW,
         # From here on positions scale queries: by place in the batch, padding included,
         # so that no padded row may be as long if it is to read as it does alone.
-        floor_scale=16,
-    ),
-    "opt": _named("OPT", sizes=_NO_HEAD_DIM, **_OPT),
-    "gptj": _named("GPTJ", sizes=_GPT, **_GPTJ),
-    "mpt": _named("Mpt", sizes=_GPT, d_model=32, n_heads=4, n_layers=3),
-    "bloom": _named("Bloom", sizes=_GPT, hidden_size=32, n_layer=3, n_head=4),
-    "lfm2": _named(
-        "Lfm2", sizes=_NO_HEAD_DIM, layer_types=["conv", "full_attention", "conv"]
-    ),
-    "lfm2_moe": _named(
-        "Lfm2Moe",
-        sizes=_NO_HEAD_DIM,
-        layer_types=["conv", "full_attention", "conv"],
-        num_dense_layers=1,
-        num_experts_per_tok=2,
-        **_MOE,
-    ),
+        "floor_scale": 16,
+    },
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "gptj": {"rotary_dim": 4},
+    "mpt": {},
+    "bloom": {},
+    "lfm2": _CONVOLUTIONS,
+    "lfm2_moe": {**_CONVOLUTIONS, "num_dense_layers": 1},
 }
 
 
@@ -296,7 +213,9 @@ def tiny_model(family: str) -> PreTrainedModel:
     """Build one model, the same on every call."""
     with torch.random.fork_rng():
         torch.manual_seed(7)
-        model = FAMILIES[family]()
+        entries = {"model_type": family, **_SIZES, **FAMILIES[family]}
+        config = AutoConfig.for_model(**entries)
+        model = AutoModelForCausalLM.from_config(config)
         _randomise(model)
     return model.eval().requires_grad_(False)
 
