@@ -7,20 +7,22 @@ device's published peaks. Time by roofline is that of every product at the peak 
 binds it, and of all other bytes at memory's; how many these are follows from how this
 machine's compiler fuses loops, and a GPU's may move fewer.
 
-The lowered module is read as the text of StableHLO, in which a function of jitted code
-stands once and is called from several places. Bodies of loops count once: one
-microbatch of one batch.
+The lowered module is read as StableHLO, in which a function of jitted code stands once
+and is called from several places. Bodies of loops count once: one microbatch of one
+batch.
 """
 
 import dataclasses
 import math
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import click
 import numpy as np
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import stablehlo
 
 from beatrice.benchmarks.bench.commands import AS_JSON, RowPrinter
 from beatrice.benchmarks.bench.grid import paper
@@ -43,14 +45,6 @@ from beatrice.jaxprobe.memory import (
     traced_steps,
 )
 
-_BYTES = {"f32": 4, "bf16": 2, "f16": 2, "f64": 8, "i1": 1, "i8": 1, "i32": 4,
-          "ui16": 2, "ui32": 4, "i64": 8, "ui64": 8}  # fmt: skip
-_FUNCTION = re.compile(r"func\.func (?:public |private )?@([\w.]+)")
-_CALL = re.compile(r"\bcall @([\w.]+)\(")
-_TENSOR = re.compile(r"tensor<((?:\d+x)*)(\w+)>")
-_PRODUCT = re.compile(r"contracting_dims = \[([\d, ]*)\] x")
-_LIBRARY = re.compile(r"custom_call @(\w+)")
-
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
@@ -66,10 +60,10 @@ class Tensor:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes."""
-        return self.size * _BYTES[self.dtype]
+        """Bytes; a truth value takes one."""
+        return self.size * max(8, int(re.findall(r"\d+", self.dtype)[-1])) // 8
 
-    def text(self) -> str:
+    def __str__(self) -> str:
         """Return the shape as in `15x64x4096`."""
         return "x".join(map(str, self.shape))
 
@@ -96,97 +90,61 @@ class Product:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """What stands in a module.
+    """What stands in a module."""
 
-    Attributes:
-      products: how often each is done.
-      transposes: results of those that something else than a product reads; a product
-        reads its operands in either order.
-      gathers: what is read from, and the result.
-      libraries: how often each is called.
-    """
-
-    products: Counter[Product]
+    products: Counter[Product]  # how often each is done
+    # results of those that something else than a product reads; a product reads its
+    # operands in either order
     transposes: Counter[Tensor]
-    gathers: Counter[tuple[Tensor, Tensor]]
-    libraries: Counter[str]
+    gathers: Counter[tuple[Tensor, Tensor]]  # what is read from, and the result
+    libraries: Counter[str]  # how often each is called
 
 
-def _functions(text: str) -> dict[str, list[str]]:
-    functions: dict[str, list[str]] = defaultdict(list)
-    name = ""
-    for line in text.splitlines():
-        if match := _FUNCTION.search(line):
-            name = match[1]
-        functions[name].append(line)
-    return functions
+def _tensor(value: Any) -> Tensor:
+    kind = ir.RankedTensorType(value.type)
+    return Tensor(tuple(kind.shape), str(kind.element_type))
 
 
-def _times(functions: dict[str, list[str]]) -> Counter[str]:
-    """How often every function is called, from `main`."""
-    calls = {
-        name: Counter(match[1] for line in lines for match in _CALL.finditer(line))
-        for name, lines in functions.items()
+def _operations(function: Any, functions: dict[str, Any]) -> Iterator[Any]:
+    """Yield what a function does, and what those do that it calls, at every call."""
+    blocks = (block for region in function.regions for block in region.blocks)
+    for operation in (view.operation for block in blocks for view in block.operations):
+        yield operation
+        yield from _operations(operation, functions)
+        if operation.name == "func.call":
+            callee = ir.FlatSymbolRefAttr(operation.attributes["callee"]).value
+            yield from _operations(functions[callee], functions)
+
+
+def read_module(lowered: Any) -> Module:
+    """Read a module, as `Lowered.compiler_ir` gives it."""
+    functions = {
+        ir.StringAttr(x.operation.attributes["sym_name"]).value: x.operation
+        for x in lowered.body.operations
     }
-    times: Counter[str] = Counter()
-
-    def visit(name: str, n: int) -> None:
-        times[name] += n
-        for other, count in calls.get(name, {}).items():
-            visit(other, n * count)
-
-    visit("main", 1)
-    return times
-
-
-def _tensors(line: str) -> list[Tensor]:
-    """Operands and results of an operation, from its signature."""
-    signature = line[line.rindex(" : ") :]
-    return [
-        Tensor(tuple(int(n) for n in shape.split("x") if n), dtype)
-        for shape, dtype in _TENSOR.findall(signature)
-    ]
-
-
-def _is_read_by_products_alone(line: str, body: str) -> bool:
-    """Tell whether only products read a result, directly."""
-    name = line.split("=")[0].strip()
-    readers = [
-        other
-        for other in re.findall(rf"^.*{re.escape(name)}\b.*$", body, re.MULTILINE)
-        if other.strip() != line.strip()
-    ]
-    return bool(readers) and all(
-        "stablehlo.dot_general" in reader for reader in readers
-    )
-
-
-def read_module(text: str) -> Module:
-    """Read a module's text, as `Lowered.as_text` gives it."""
-    functions = _functions(text)
     module = Module(Counter(), Counter(), Counter(), Counter())
-    for name, n in _times(functions).items():
-        lines = functions.get(name, [])
-        body = "\n".join(lines)
-        for line in _operations(lines):
-            if "stablehlo.dot_general" in line:
-                left, right, result = _tensors(line)
-                axes = _PRODUCT.findall(line)[0].split(",")
-                depth = math.prod(left.shape[int(axis)] for axis in axes if axis)
-                module.products[Product(left, right, result, depth)] += n
-            elif "stablehlo.transpose" in line:
-                if not _is_read_by_products_alone(line, body):
-                    module.transposes[_tensors(line)[-1]] += n
-            elif 'stablehlo.gather"' in line:
-                source, _, result = _tensors(line)
-                module.gathers[source, result] += n
-            elif match := _LIBRARY.search(line):
-                module.libraries[match[1]] += n
+    for operation in _operations(functions["main"], functions):
+        kind = operation.name.removeprefix("stablehlo.")
+        if kind == "dot_general":
+            left, right = map(_tensor, operation.operands)
+            dimensions = operation.attributes["dot_dimension_numbers"]
+            summed = stablehlo.DotDimensionNumbers(dimensions)
+            axes = summed.lhs_contracting_dimensions
+            depth = math.prod(left.shape[axis] for axis in axes)
+            result = _tensor(operation.results[0])
+            module.products[Product(left, right, result, depth)] += 1
+        elif kind == "transpose":
+            result = operation.results[0]
+            readers = {use.owner.operation.name for use in result.uses}
+            if readers != {"stablehlo.dot_general"}:
+                module.transposes[_tensor(result)] += 1
+        elif kind == "gather":
+            source, result = operation.operands[0], operation.results[0]
+            module.gathers[_tensor(source), _tensor(result)] += 1
+        elif kind == "custom_call":
+            target = operation.attributes["call_target_name"]
+            module.libraries[ir.StringAttr(target).value] += 1
     return module
-
-
-def _operations(lines: list[str]) -> Iterator[str]:
-    return (line for line in lines if "stablehlo." in line and " : " in line)
 
 
 Name = Literal["h100", "h200"]
@@ -207,17 +165,12 @@ _SHOWN = 8  # kinds of products, those that take longest
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Device:
-    """Published peaks of a device.
+    """Published peaks of a device."""
 
-    Attributes:
-      memory: bytes.
-      flops: dense peak by the operands' type; XLA multiplies float32 as TF32.
-      bandwidth: bytes a second.
-    """
-
-    memory: int
+    memory: int  # bytes
+    # dense peak by the operands' type; XLA multiplies float32 as TF32
     flops: dict[str, float]
-    bandwidth: float
+    bandwidth: float  # bytes a second
 
 
 # NVIDIA's data sheets "H100 Tensor Core GPU" (SXM) and "H200 Tensor Core GPU": 989 and
@@ -278,26 +231,16 @@ class Planned:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Operation:
-    """Products of one shape in a microbatch of the planned block.
-
-    Attributes:
-      role: what is multiplied.
-      shapes: of the operands and the result.
-      n: how many.
-      n_flops: of all of them.
-      n_bytes: likewise, each array read or written once.
-      seconds: likewise, at the peak that binds.
-      is_memory_bound: whether that is memory's.
-    """
+    """Products of one shape in a microbatch of the planned block."""
 
     setting: Setting
-    role: str
-    shapes: str
-    n: int
-    n_flops: int
-    n_bytes: int
-    seconds: float
-    is_memory_bound: bool
+    role: str  # what is multiplied
+    shapes: str  # of the operands and the result
+    n: int  # how many
+    n_flops: int  # of all of them
+    n_bytes: int  # likewise, each array read or written once
+    seconds: float  # likewise, at the peak that binds
+    is_memory_bound: bool  # whether that is memory's
 
     def cells(self) -> dict[str, str]:
         """Return the row by its columns."""
@@ -316,26 +259,17 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """The work of a batch of the planned block.
-
-    Attributes:
-      n_flops: in products.
-      own_flops: in products of the families that members read, by `step_flops`.
-      xla_flops: of all operations, by `cost_analysis` of what was compiled.
-      product_seconds: of the products, each at the peak that binds it.
-      other_seconds: of the other bytes that the compiled module moves, at memory's.
-      memory_share: of the products' time, in those that memory binds.
-      n_batches: in all epochs.
-    """
+    """The work of a batch of the planned block."""
 
     setting: Setting
-    n_flops: int
-    own_flops: int
-    xla_flops: float
-    product_seconds: float
+    n_flops: int  # in products
+    own_flops: int  # in products of the families that members read, by `step_flops`
+    xla_flops: float  # of all operations, by `cost_analysis` of what was compiled
+    product_seconds: float  # of the products, each at the peak that binds it
+    # of the other bytes that the compiled module moves, at memory's
     other_seconds: float
-    memory_share: float
-    n_batches: int
+    memory_share: float  # of the products' time, in those that memory binds
+    n_batches: int  # in all epochs
 
     @property
     def seconds(self) -> float:
@@ -373,7 +307,9 @@ def planned(
 def cuda_module(sizes: Sizes, plan: Plan) -> Module:
     """Lower the planned training step for CUDA, and read it."""
     step = traced_steps(sizes, plan.n_subsets, plan.n_seeds, plan.n_rows)[0]
-    return read_module(step.lower(lowering_platforms=("cuda",)).as_text())
+    return read_module(
+        step.lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
+    )
 
 
 def role_of(product: Product, sizes: Sizes) -> str:
@@ -399,12 +335,11 @@ def operations(
     for product, n in module.products.items():
         arithmetic = product.n_flops / device.flops[product.left.dtype]
         moving = product.n_bytes / device.bandwidth
-        texts = [x.text() for x in (product.left, product.right, product.result)]
         products.append(
             Operation(
                 setting=setting,
                 role=role_of(product, sizes),
-                shapes="{} · {} → {}".format(*texts),
+                shapes=f"{product.left} · {product.right} → {product.result}",
                 n=n,
                 n_flops=n * product.n_flops,
                 n_bytes=n * product.n_bytes,

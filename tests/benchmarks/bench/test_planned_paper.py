@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from beatrice.benchmarks.bench.plan import (
@@ -94,21 +96,14 @@ def test_products_of_the_module_are_those_that_our_count_knows():
 
 
 def test_functions_that_are_called_twice_count_twice():
-    text = """
-  func.func public @main(%arg0: tensor<2x3xf32>, %arg1: tensor<3x4xf32>) {
-    %0 = call @f(%arg0, %arg1) : (tensor<2x3xf32>, tensor<3x4xf32>) -> tensor<2x4xf32>
-    %1 = call @f(%arg0, %arg1) : (tensor<2x3xf32>, tensor<3x4xf32>) -> tensor<2x4xf32>
-  }
-  func.func private @f(%arg0: tensor<2x3xf32>, %arg1: tensor<3x4xf32>) {
-    %0 = stablehlo.transpose %arg0, dims = [1, 0] : (tensor<2x3xf32>) -> tensor<3x2xf32>
-    %1 = stablehlo.transpose %0, dims = [1, 0] : (tensor<3x2xf32>) -> tensor<2x3xf32>
-    %2 = stablehlo.dot_general %1, %arg1, contracting_dims = [1] x [0] : """
-    text += "(tensor<2x3xf32>, tensor<3x4xf32>) -> tensor<2x4xf32>\n  }\n"
-    found = read_module(text)
+    # The second transpose is read by a product alone, which takes it in either order.
+    product = jax.jit(lambda x, y: jnp.transpose(jnp.transpose(x) + 1) @ y)
+    shapes = (jnp.zeros((2, 3)), jnp.zeros((3, 4)))
+    lowered = jax.jit(lambda x, y: product(x, y) + product(2 * x, y)).lower(*shapes)
+    found = read_module(lowered.compiler_ir("stablehlo"))
     left, right, result = (Tensor(s, "f32") for s in ((2, 3), (3, 4), (2, 4)))
     assert found.products == {Product(left, right, result, 3): 2}
     assert next(iter(found.products)).n_flops == 2 * 2 * 4 * 3
-    # The second one is read by a product alone, which takes it in either order.
     assert found.transposes == {Tensor((3, 2), "f32"): 2}
 
 
