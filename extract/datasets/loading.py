@@ -80,8 +80,7 @@ class DatasetFile:
     type: FileType
     format: Format
     evidence: Path | None  # TriviaQA's folder of pages, if there is one
-    # Question set of most records, or None where nothing tells.
-    dataset: str | None = None
+    dataset: str | None = None  # of most records; None where nothing tells
     dataset_from: DatasetSource | None = None  # what told it
     # What an object around the records says, after they were read.
     envelope: dict[str, Any] = dataclasses.field(default_factory=dict)

@@ -30,13 +30,10 @@ class Question:
     """One question, its accepted answers, and the passages that came with it."""
 
     id: str | None  # the file's own, or None where it has none
-    # Name of the question set, or None where the record does not tell.
-    dataset: str | None
+    dataset: str | None  # of the question set; None where the record is silent
     question: str
-    # Accepted answers as published, without repetitions; at least one.
-    golds: tuple[str, ...]
-    # In file order; `is_supporting` marks the gold ones.
-    passages: tuple[Passage, ...] = ()
+    golds: tuple[str, ...]  # accepted answers as published, each once; at least one
+    passages: tuple[Passage, ...] = ()  # in file order; `is_supporting`: the gold ones
     documents: tuple[Document, ...] = ()  # evidence on the side
     # What else is worth keeping (JSON values only).
     meta: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -75,16 +72,14 @@ class Format:
     """One published layout of a record."""
 
     name: str  # in words, as shown to a person
-    # Tells from a record's keys whether it is of this layout.
-    fits: Callable[[Record], bool]
+    fits: Callable[[Record], bool]  # tells from the keys of a record of this layout
     # Turns a record into a question; a ValueError says why it cannot. None for a layout
     # that holds no questions, which `refusal` then explains.
     read: Callable[[Record], Question] | None = None
     # The only question set that is published so, if there is only one.
     dataset: str | None = None
     refusal: str = ""
-    # So few keys that a damaged record of a richer layout fits it too.
-    is_weak: bool = False
+    is_weak: bool = False  # a damaged record of a richer layout fits it too
 
 
 def unquote(question: str) -> str:

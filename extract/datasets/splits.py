@@ -36,10 +36,8 @@ class SplitConfig:
     n_train: Size = 10_000
     # The same for sets that differ from the others.
     n_train_of: Mapping[str, Size] = dataclasses.field(default_factory=dict)
-    # Validation and test each, of each set with a development file.
-    n_evaluation: Size = 500
-    # Of each set that is never trained on.
-    n_held_out: Mapping[str, Size] = dataclasses.field(
+    n_evaluation: Size = 500  # validation and test each, of sets with development files
+    n_held_out: Mapping[str, Size] = dataclasses.field(  # of sets never trained on
         default_factory=lambda: dict(HELD_OUT_SIZES)
     )
 
@@ -85,10 +83,8 @@ class BuildConfig:
     context: Context | None = None
     # The same for sets that differ from the others.
     contexts: Mapping[str, Context] = dataclasses.field(default_factory=dict)
-    # Leave refused records out and list them, instead of stopping.
-    skip_bad: bool = False
-    # TriviaQA's folder of pages, if it is not beside the file.
-    evidence: Path | None = None
+    skip_bad: bool = False  # leave refused records out, listed, instead of stopping
+    evidence: Path | None = None  # TriviaQA's pages, if they are not beside the file
 
     def context_of(self, dataset: str) -> Context:
         """Return which passages the examples of one set have."""
@@ -109,16 +105,13 @@ class BuildConfig:
 class DataConfig:
     """What the questions depend on."""
 
-    # How they were drawn, or None where the splits were given.
-    splits: SplitConfig | None
-    # SHA-256 of the manifest that the splits were taken from, or None.
-    fixed: str | None
+    splits: SplitConfig | None  # how they were drawn; None where they were given
+    fixed: str | None  # SHA-256 of the manifest the splits were taken from, or None
     # Which passages an example has: "supporting", or with the sets that differ,
     # "supporting popqa=none".
     context: str
     skip_bad: bool  # whether refused records were left out
-    # (set, role, SHA-256) of each file, sorted.
-    sources: tuple[tuple[str, str, str], ...]
+    sources: tuple[tuple[str, str, str], ...]  # (set, role, SHA-256) of files, sorted
 
     def as_json(self) -> dict[str, Any]:
         """Return JSON values, lists for tuples."""

@@ -404,8 +404,7 @@ class Prompt:
     context_span: tuple[int, int]
     n_unknown: int  # tokens that stand for text the tokenizer has no word for
     text: str = ""  # of which the ids were made; a chat's special tokens are in it
-    # Where the question span starts; None is where the context ends.
-    question_start: int | None = None
+    question_start: int | None = None  # of its span; None: where the context ends
 
 
 _SURROGATE = re.compile("[\ud800-\udfff]")

@@ -45,8 +45,7 @@ class Replies:
 
     journal: Journal[str, SavedReply]  # where texts are appended
     share: Share = Share()  # of the texts that are generated here
-    # Write the seconds of each new text; no two starts write equal lines.
-    is_timed: bool = False
+    is_timed: bool = False  # write each seconds, so that no two starts write alike
     n_reused: int = 0  # texts that were there
     n_new: int = 0  # texts that were generated and appended
     n_missing: int = 0  # texts that other workers have yet to generate

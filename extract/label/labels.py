@@ -215,11 +215,9 @@ class JudgedAnswer(Record, frozen=True, kw_only=True):
     """One line of a person's file."""
 
     question: str  # in the words of the run; case, marks and articles do not matter
-    # That was judged, as the model gave it; outer white space does not matter.
-    answer: str
+    answer: str  # as the model gave it; outer white space does not matter
     label: bool  # whether it is right
-    # Of the answer; None means whichever gave this answer.
-    setting: Setting | None = None
+    setting: Setting | None = None  # of the answer; None: whichever gave it
     variant: Variant | None = None  # the same
 
 

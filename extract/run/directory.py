@@ -333,8 +333,7 @@ class StageRecord(Record, frozen=True, kw_only=True):
     # SHA-256 (or another identity) of what it read, by name. A name that is a path in
     # the run directory is hashed again when the stage is asked about.
     inputs: dict[str, str]
-    # SHA-256 of the files and folders it wrote, by path in the run directory.
-    outputs: dict[str, str]
+    outputs: dict[str, str]  # SHA-256 of what it wrote, by path in the run directory
     verb: str  # what of the command line does it, such as "select --exhaustive"
     seconds: float  # wall time
     finished: str  # UTC; empty while the stage is done again

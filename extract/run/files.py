@@ -287,8 +287,7 @@ class JsonLines:
     """A file of one JSON object per line that only grows."""
 
     path: Path
-    # Says what was set aside when the file was opened, or None.
-    truncated: str | None = None
+    truncated: str | None = None  # what was set aside when it was opened, in words
 
     @classmethod
     def open(cls, path: Path) -> Self:

@@ -38,17 +38,12 @@ class Subject(NamedTuple):
     """What a row measures: a stable id, and the columns that make it one of several."""
 
     detector: str  # stable id, such as "champion", "encoder" or "probe"
-    # Letters of the signal families that it reads, such as "HPA".
-    families: str | None = None
+    families: str | None = None  # letters of the families that it reads, such as "HPA"
     span: str | None = None  # token span that it is without
-    # Entry of the resid axis that it reads (0 is the embedding).
-    layer: int | None = None
-    # Labelled answers that it was trained on, where it had not all.
-    n_labels: int | None = None
-    # Question set that it was trained on, or backbone that it reads.
-    source: str | None = None
-    # Which of a few, where an experiment has several; see the schema.
-    kind: str | None = None
+    layer: int | None = None  # entry of the resid axis (0 is the embedding)
+    n_labels: int | None = None  # labelled answers it learned from, where not all
+    source: str | None = None  # set that it was trained on, or backbone that it reads
+    kind: str | None = None  # of an experiment that has several; see the schema
 
     @classmethod
     def of(cls, name: "Subject | str") -> "Subject":
@@ -66,20 +61,15 @@ class ResultRow(Record, frozen=True, kw_only=True):
 
     experiment: str  # "detection", "controller", "span_decision", ...
     detector: str  # stable id of what was measured, e.g. "champion" or "encoder"
-    # "both" where one number needs both passes, as a controller does.
-    setting: RowSetting
+    setting: RowSetting  # "both" where a number needs both, as a controller does
     dataset: str
     split: str
-    # "auroc", "auprc" (an incorrect answer is the positive class), "em", ...
-    metric: str
+    metric: str  # "auroc", "auprc" (an incorrect answer is the positive), "em", ...
     value: float | None  # None where it is undefined; then `reason` says why
-    # Lower end of the 95 % interval, or None if there is none.
-    ci_low: float | None = None
-    # Upper end of the 95 % interval, or None if there is none.
-    ci_high: float | None = None
+    ci_low: float | None = None  # lower end of the 95 % interval, if any
+    ci_high: float | None = None  # upper end of the 95 % interval, if any
     n: int  # examples the value is computed on
-    # Examples that should have been there and have no label or no score.
-    n_failed: int = 0
+    n_failed: int = 0  # that should have been there, without a label or a score
     seed: str = "mean"  # training seed as a string, or "mean" over the seeds
     reason: str | None = None
     # By which rule the answers were labelled, in words; `publish` fills it in, and an
@@ -89,12 +79,10 @@ class ResultRow(Record, frozen=True, kw_only=True):
     # value. The row is then a difference with a paired bootstrap interval.
     against: str | None = None
     against_families: str | None = None  # letters of the families that `against` reads
-    # Of a difference, two-sided; see `jaxprobe.metrics.two_sided_p`.
-    p_value: float | None = None
+    p_value: float | None = None  # two-sided; see `jaxprobe.metrics.two_sided_p`
     # The columns of a `Subject` are as there.
     families: str | None = None
-    # Letter of the one family that the metric is of, or that is taken away.
-    family: str | None = None
+    family: str | None = None  # letter of the one that is measured, or taken away
     span: str | None = None
     layer: int | None = None
     head: int | None = None  # attention head, from 0

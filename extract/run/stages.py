@@ -87,15 +87,13 @@ class Stage:
     work: Callable[[RunDir, Any, Update, Progress], int | None]
     # Folders of the run that are deleted when it is done.
     leftovers: Callable[[RunDir], list[Path]] = lambda run: []
-    # What processes can do a share of, in the plural; empty where one process does all.
-    parts: str = ""
+    parts: str = ""  # what can be shared, in the plural; empty: nothing can
     verb: str = ""  # what of the command line does it; by default its name
     # What its record names beside its inputs, given its settings.
     identity: Callable[[Any], Mapping[str, str]] = lambda settings: {}
     # Its settings for every preset; empty where it has none.
     presets: Mapping[Preset, Any] = dataclasses.field(default_factory=dict)
-    # Name of its settings in the manifest; the stage's own by default.
-    section: str | None = None
+    section: str | None = None  # of its settings in the manifest; by default its own
     # Whether its settings may be others than those recorded, while none of its outputs
     # is there.
     is_open: bool = False

@@ -43,8 +43,7 @@ class Family:
     # True where the first axis is layers that are read one at a time; such a family is
     # chunked so that the others are not touched.
     by_layer: bool = False
-    # `all` has a row for every token, `answer` for those of the answer span alone.
-    spans: Spans = "all"
+    spans: Spans = "all"  # rows of every token, or of those of the answer span alone
 
     def __post_init__(self) -> None:
         """Check that there are channels."""
@@ -91,8 +90,7 @@ class Encoded:
     # Of the values' shape, in the stored type: `out`, or the values themselves where
     # they have that type.
     codes: np.ndarray
-    # Float32, without the last axis; None unless the type is int8.
-    scales: np.ndarray | None
+    scales: np.ndarray | None  # float32, without the last axis; None but of int8
     n_invalid: int  # values that were not finite to begin with
     n_overflowed: int  # finite values that the type turned into infinities
 

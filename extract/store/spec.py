@@ -27,13 +27,11 @@ class StoreSpec:
     """Everything that fixes a store before the first signal is read."""
 
     families: Mapping[str, Family]  # by name, in the order they are stored
-    # `n_examples` rows that name the examples, unique.
-    keys: tuple[tuple[str, ...], ...]
+    keys: tuple[tuple[str, ...], ...]  # `n_examples` rows that name them, unique
     lengths: np.ndarray  # `[n_examples]` int64, tokens of each example, at least 1
     spans: np.ndarray  # `[n_examples, 3, 2]` int64, see the glossary
     rows_per_shard: int  # rows of one file, a power of two
-    # The layer numbers behind the layer axis of `hidden`.
-    hidden_layers: tuple[int, ...]
+    hidden_layers: tuple[int, ...]  # layer numbers behind the axis of `hidden`
     # What else the values depend on (model, revision, precision, …); JSON values. A
     # store with another fingerprint is another store.
     fingerprint: Mapping[str, Any]

@@ -161,8 +161,7 @@ class FeatureStore:
 class Ragged:
     """One family of several examples, end to end."""
 
-    # `[n_rows, …]`; example i is `values[starts[i]:starts[i] + lengths[i]]`.
-    values: np.ndarray
+    values: np.ndarray  # `[n_rows, …]`; of i `values[starts[i]:starts[i] + lengths[i]]`
     starts: np.ndarray  # `[n_examples]` int64
     lengths: np.ndarray  # `[n_examples]` int64, rows of each example
     # `[n_examples]` int64, the token of each example that has the first row; 0 where
