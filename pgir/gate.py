@@ -386,8 +386,9 @@ def run_pgir(
     )
     own_retriever = OwnRetriever(retriever)
     passages = own_retriever.passages
-    answering, journal = Answering(scorer.probed, passages), CallJournal(None, "")
-    waves = Waves(open_services(answering, journal, own_retriever), journal)
+    journal = CallJournal(None, "")
+    answering = Answering(scorer.probed, passages, journal)
+    waves = Waves(open_services(answering, own_retriever), journal)
     draft_judge: Judge = detector_judge
     if judge is not None:
         draft_judge = custom_judge(waves.add_judge("judge", judge))

@@ -15,7 +15,7 @@ validation (published: 0.6 to 1.5 by model and set).
 """
 
 import re
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ from beatrice.pgir.controllers.plans import (
     Words,
 )
 from beatrice.pgir.controllers.session import Session, rival
-from beatrice.pgir.controllers.waves import ENTROPY, Answering, CallJournal
+from beatrice.pgir.controllers.waves import ENTROPY, Answering, Service
 
 THETA = 1.0  # 2Wiki, Llama-2-7B-chat
 MOST_QUERY_WORDS = 25  # retrieve_keep_top_k of the same
@@ -161,26 +161,20 @@ def query_words(
     return " ".join(words[i] for i in sorted(top))
 
 
-class Wording:
+class Wording(Service):
     """Serves "words" and "attended", a pass over bare text each."""
 
-    def __init__(self, answering: Answering, journal: CallJournal) -> None:
-        """Take what made the answers, and where they are kept."""
-        self._answering, self._journal = answering, journal
+    def __init__(self, answering: Answering) -> None:
+        """Take what made the answers."""
+        self._answering = answering
         self._backbone = answering.probed.backbone
 
-    def batches(
-        self, calls: Sequence[Call], done: Collection[int]
-    ) -> Generator[list[tuple[int, Words | Attended]], None, None]:
-        """Yield all that are asked for together; see `Service`."""
-        if len(done) < len(calls):
-            replies = [
-                self._journal.value(Call("answer", call.text, call.passages))
-                for call in calls
-            ]
-            read = {"words": self._words, "attended": self._attended}[calls[0].kind]
-            with self._answering.probed.lock:
-                yield list(enumerate(read(calls, replies)))
+    def values(self, calls: Sequence[Call]) -> Sequence[Words | Attended]:
+        """Return what is read of each answer."""
+        replies = [self._answering.journal.value(call.answer) for call in calls]
+        read = {"words": self._words, "attended": self._attended}[calls[0].kind]
+        with self._answering.probed.lock:
+            return read(calls, replies)
 
     def _attention(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
         size = self._answering.generator.tokens_per_batch
@@ -265,7 +259,7 @@ def dragin(question: str, theta: float, config: SearchConfig) -> Plan[str]:
 @rival("dragin", "2024-03")
 def run_dragin(session: Session) -> None:
     """Choose theta among the quantiles of validation answers, and run."""
-    wording = Wording(session.answering, session.waves.journal)
+    wording = Wording(session.answering)
     session.waves.services |= {"words": wording, "attended": wording}
     shared = session.config.search
 

@@ -39,6 +39,11 @@ class Call(msgspec.Struct, frozen=True):
     passages: tuple[int, ...] = ()
     n: int = 0
 
+    @property
+    def answer(self) -> "Call":
+        """The call for the answer that this one judges or reads."""
+        return Call("answer", self.text, self.passages)
+
 
 Plan = Generator[Call, Any, T]  # a controller on one question; returns its T
 

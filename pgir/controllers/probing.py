@@ -13,16 +13,16 @@ run's template and its k; worked examples are left out of the query; theta is ch
 validation (published: 0).
 """
 
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from beatrice.extract.label.labels import contains_gold
 from beatrice.extract.records import Example
-from beatrice.pgir.controllers.plans import Call, Cost, Plan, Reply, SearchConfig
+from beatrice.pgir.controllers.plans import Call, Cost, Plan, SearchConfig
 from beatrice.pgir.controllers.session import Session, rival
-from beatrice.pgir.controllers.waves import Answering, CallJournal
+from beatrice.pgir.controllers.waves import Answering, Service
 
 _DEPTHS = tuple(layer / 18 for layer in (6, 8, 10, 12, 14, 16))  # of Gemma 2B's 18
 _WIDTH, _BATCH, _EPOCHS = 512, 8, 2
@@ -92,49 +92,36 @@ def fit_probe(states: np.ndarray, labels: np.ndarray, seed: int) -> torch.nn.Mod
     return probe.eval()
 
 
-class Probing:
+class Probing(Service):
     """Serves "probe": the summed probabilities (wrong, right) of an answer.
 
     The probes are trained when the first answer is asked for: on a machine where all
-    of them are kept already nothing is trained.
+    of them are kept already nothing is trained. They read the mean state of the
+    generated tokens. The last of these is never fed; where nothing else was generated,
+    the state that emitted it is read.
 
     Args:
       answering: what answers, and keeps the mean states of `state_layers`.
-      journal: where answers are kept.
       training: answers to training questions, without passages and with.
     """
 
+    size = _CALLS_PER_BATCH
+
     def __init__(
-        self,
-        answering: Answering,
-        journal: CallJournal,
-        training: Sequence[tuple[Call, Example]],
+        self, answering: Answering, training: Sequence[tuple[Call, Example]]
     ) -> None:
         """Take the answers to learn from."""
-        self._answering, self._journal = answering, journal
-        self._training = training
-        backbone = answering.probed.backbone
-        self._layers = probed_layers(backbone.n_layers)
+        self._answering, self._training = answering, training
+        self._layers = probed_layers(answering.probed.backbone.n_layers)
         self._probes: list[torch.nn.Module] = []
-
-    def _states(self, calls: Sequence[Call]) -> np.ndarray:
-        """Return mean states of the generated tokens, `[n, n_layers, d_model]`.
-
-        The last generated token is never fed; where nothing else was generated it is
-        the state that emitted it that is read.
-        """
-        answers = [Call("answer", call.text, call.passages) for call in calls]
-        return self._answering.states_of(answers, self._journal)
-
-    def _reply(self, call: Call) -> Reply:
-        return self._journal.value(Call("answer", call.text, call.passages))
 
     def _train(self) -> None:
         calls = [call for call, _ in self._training]
-        states = self._states(calls)
-        labels = np.array(
-            [contains_gold(self._reply(c).text, e.golds) for c, e in self._training]
-        )
+        states = self._answering.states_of(calls)
+        texts = [self._answering.journal.value(call).text for call in calls]
+        examples = [example for _, example in self._training]
+        right = map(contains_gold, texts, (example.golds for example in examples))
+        labels = np.array([*right])
         self._probes = [
             fit_probe(states[:, place], labels, layer)
             for place, layer in enumerate(self._layers)
@@ -142,29 +129,19 @@ class Probing:
 
     @torch.no_grad()
     def _sums(self, calls: Sequence[Call]) -> np.ndarray:
-        states = torch.from_numpy(self._states(calls))
+        states = torch.from_numpy(self._answering.states_of([c.answer for c in calls]))
         parts = [
             probe(states[:, place]).softmax(-1)
             for place, probe in enumerate(self._probes)
         ]
         return torch.stack(parts).sum(0).numpy()
 
-    def batches(
-        self, calls: Sequence[Call], done: Collection[int]
-    ) -> Generator[list[tuple[int, tuple[float, float]]], None, None]:
-        """Yield sums of some answers at a time; see `Service`."""
+    def values(self, calls: Sequence[Call]) -> list[tuple[float, float]]:
+        """Return the sums of each answer."""
         with self._answering.probed.lock:
-            if len(done) < len(calls) and not self._probes:
+            if not self._probes:
                 self._train()
-            for first in range(0, len(calls), _CALLS_PER_BATCH):
-                places = range(first, min(first + _CALLS_PER_BATCH, len(calls)))
-                if all(i in done for i in places):
-                    continue
-                sums = self._sums(calls[first : places.stop]).tolist()
-                yield [
-                    (i, (pair[0], pair[1]))
-                    for i, pair in zip(places, sums, strict=True)
-                ]
+            return [(wrong, right) for wrong, right in self._sums(calls).tolist()]
 
     def cost(self, call: Call, value: tuple[float, float]) -> Cost:
         """Return what it costs: a pass if the answer has to be read again."""
@@ -209,14 +186,14 @@ def run_probing(session: Session) -> None:
     shared, training = session.config.search, []
     _ = session.outcomes  # the answers to learn from
     for example in session.training:
-        ranking = session.waves.journal.value(
+        ranking = answering.journal.value(
             Call("search", example.question, n=shared.depth)
         )
         shown_to = tuple(ranking[: shared.n_passages])
         training.append((Call("answer", example.question), example))
         training.append((Call("answer", example.question, shown_to), example))
-    journal, n = session.waves.journal, len(training)
-    session.waves.services["probe"] = Probing(answering, journal, training)
+    n = len(training)
+    session.waves.services["probe"] = Probing(answering, training)
     template = answering.probed.template
 
     def shown(indices: tuple[int, ...]) -> str:

@@ -8,7 +8,7 @@ their script always runs all. Delta is chosen on validation: -6 was for one mode
 the scale depends on the width of the states.
 """
 
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from beatrice.extract.signals.batch import pad_batch
 from beatrice.extract.signals.sequence import batches_of
 from beatrice.pgir.controllers.plans import Call, Cost, Plan, SearchConfig
 from beatrice.pgir.controllers.session import Session, rival
-from beatrice.pgir.controllers.waves import Answering
+from beatrice.pgir.controllers.waves import Answering, Service
 
 _RIDGE = 1e-3
 _SEED = 42
@@ -46,13 +46,15 @@ def uncertainty(states: np.ndarray) -> float:
     return float(np.linalg.slogdet(gram)[1] / len(wide))
 
 
-class Spreading:
+class Spreading(Service):
     """Serves "spread": draws answers, and measures how far their states lie apart.
 
     The state is what the feed-forward part of the middle layer adds (the official code
     takes a layer's first output in vLLM, where the residual is not added yet), at a
     stop token put in the place of the last one written.
     """
+
+    size = _CALLS_PER_BATCH
 
     def __init__(self, answering: Answering) -> None:
         """Take what makes prompts and draws."""
@@ -68,17 +70,10 @@ class Spreading:
         )
         self._layer = max(0, probed.backbone.n_layers // 2 - 1)
 
-    def batches(
-        self, calls: Sequence[Call], done: Collection[int]
-    ) -> Generator[list[tuple[int, tuple[float, int]]], None, None]:
-        """Yield (uncertainty, new tokens) of some calls at a time; see `Service`."""
-        for first in range(0, len(calls), _CALLS_PER_BATCH):
-            places = range(first, min(first + _CALLS_PER_BATCH, len(calls)))
-            if all(i in done for i in places):
-                continue
-            with self._answering.probed.lock:
-                spreads = self._spreads(calls[first : places.stop])
-                yield list(zip(places, spreads, strict=True))
+    def values(self, calls: Sequence[Call]) -> list[tuple[float, int]]:
+        """Return the uncertainty of each call's draws, and their new tokens."""
+        with self._answering.probed.lock:
+            return self._spreads(calls)
 
     def _spreads(self, calls: Sequence[Call]) -> list[tuple[float, int]]:
         answering = self._answering

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -151,15 +151,6 @@ CONTROL_PRESETS: dict[Preset, ControlConfig] = {
 }
 
 
-def _open_probed(run: RunDir) -> ProbedBackbone:
-    """Load the run's backbone together with its detector."""
-    return ProbedBackbone(
-        open_backbone(run.section("backbone", BackboneConfig)),
-        Detector.load(run.detector),
-        answer_config(run).generation,
-    )
-
-
 def settle_search(
     run: RunDir, change: Callable[[ControlConfig], ControlConfig]
 ) -> None:
@@ -215,25 +206,40 @@ def _cross_fitted(run: RunDir) -> Recalibrate:
     return recalibrate
 
 
-def _open_session(
-    run: RunDir,
-    answering: Answering,
-    retrieval: Retrieval,
-    config: ControlConfig,
-) -> Session:
+def _open_answering(
+    run: RunDir, retrieval: Retrieval, config: ControlConfig
+) -> Answering:
+    """Load the run's backbone together with its detector, and the journal of calls."""
+    probed = ProbedBackbone(
+        open_backbone(run.section("backbone", BackboneConfig)),
+        Detector.load(run.detector),
+        answer_config(run).generation,
+    )
     hashes = run.hash_inputs(run.passages, run.detector).values()
     journal = CallJournal(
         run.control / "calls.jsonl",
         hashlib.sha256("\n".join([*hashes, retrieval.identity]).encode()).hexdigest(),
     )
-    examples = read_examples(run)
-    services = open_services(answering, journal, retrieval.retriever)
+    layers = ()
+    if "probing_rag" in config.rivals:
+        layers = state_layers(probed.backbone.n_layers)
+    return Answering(probed, retrieval.passages, journal, layers)
+
+
+def _open_session(
+    examples: Sequence[Example],
+    run: RunDir,
+    answering: Answering,
+    retrieval: Retrieval,
+    config: ControlConfig,
+) -> Session:
+    services = open_services(answering, retrieval.retriever)
     training = training_questions(examples, config.n_training)
     training_ids = {example.id for example in training}
     questions = [example.question for example in training]
     checkpoint = Path(config.encoder) if config.encoder else None
     return Session(
-        waves=Waves(services, journal),
+        waves=Waves(services, answering.journal),
         sets=question_sets(examples, config.n_questions),
         training=training,
         answering=answering,
@@ -301,16 +307,11 @@ def _control(
     run: RunDir, config: ControlConfig, update: Update, progress: Progress
 ) -> None:
     set_compiler(run.preset)
-    probed = _open_probed(run)
-    retrieval = retrieval_of(run, progress.note)
-    layers = ()
-    if "probing_rag" in config.rivals:
-        layers = state_layers(probed.backbone.n_layers)
-    answering = Answering(probed, retrieval.passages, layers)
-    session = _open_session(run, answering, retrieval, config)
+    retrieval, examples = retrieval_of(run, progress.note), read_examples(run)
+    answering = _open_answering(run, retrieval, config)
+    session = _open_session(examples, run, answering, retrieval, config)
     expected = _expected_calls(session, config)
     session.waves.journal.on_calls = lambda n: update(n, expected)
-    examples = read_examples(run)
     datasets = {each.dataset for each in session.sets}
     if bare := {e.dataset for e in examples if e.split != "train"} - datasets:
         progress.note(

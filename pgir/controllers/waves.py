@@ -18,7 +18,7 @@ import numbers
 import time
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -66,25 +66,59 @@ class Failed(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Service(Protocol):
-    """Serves the calls of one kind."""
+class Service:
+    """Serves the calls of one kind, batch by batch.
+
+    Attributes:
+      size: most calls of a batch; None serves all together.
+      is_joint: whether a value depends, by rounding, on what else is in the batch.
+    """
+
+    size: int | None = None
+    is_joint = True
+
+    def part(self, call: Call) -> Any:
+        """Return what the calls of a batch have in common."""
+        return 0
+
+    def values(self, calls: Sequence[Call]) -> Sequence[Any]:
+        """Return the values of a batch, each of its type in `VALUES`, or `Failed`."""
+        raise NotImplementedError
+
+    def cost(self, call: Call, value: Any) -> Cost:
+        """Return what a call costs, seconds apart."""
+        return Cost()
 
     def batches(
         self, calls: Sequence[Call], done: Collection[int]
     ) -> Generator[list[tuple[int, Any]], None, None]:
         """Yield (place in `calls`, value or `Failed`) of each batch.
 
-        Batches are planned over all calls; one is skipped if all of it is done.
+        Joint batches are planned over all calls, and left out if all of it is done.
         """
-        ...
+        parts: dict[Any, list[int]] = {}
+        for i, call in enumerate(calls):
+            if self.is_joint or i not in done:
+                parts.setdefault(self.part(call), []).append(i)
+        for _, places in sorted(parts.items()):
+            size = self.size or len(places)
+            for first in range(0, len(places), size):
+                batch = places[first : first + size]
+                if not all(i in done for i in batch):
+                    values = self.values([calls[i] for i in batch])
+                    yield list(zip(batch, values, strict=True))
 
-    def cost(self, call: Call, value: Any) -> Cost:
-        """Return what a call costs, seconds apart."""
-        ...
 
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """A call that was made.
 
-class _Line(msgspec.Struct, frozen=True, kw_only=True):
-    """A call as it is kept; `check` is of the rest."""
+    Attributes:
+      call: what was asked.
+      wave: in which.
+      seconds: its share of the batch's time.
+      value: of its type in `VALUES`; a line of the file has it as plain JSON.
+      check: of all else, and of the journal's identity.
+    """
 
     call: Call
     wave: str
@@ -92,26 +126,13 @@ class _Line(msgspec.Struct, frozen=True, kw_only=True):
     value: Any
     check: str = ""
 
-    def digest(self) -> str:
-        content = msgspec.json.encode([self.call, self.wave, self.seconds, self.value])
-        return hashlib.sha256(content).hexdigest()[:16]
-
-
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """The value of a call, its wave, and its share of the batch's seconds."""
-
-    value: Any
-    wave: str
-    seconds: float
-
 
 class CallJournal:
     """Every call that was made under one identity, in memory and in a file.
 
     Args:
-      path: of the file, JSON lines; the first holds the identity. One of another
-        identity is begun again, and so is it from the first damaged line on. None
-        keeps calls in memory alone.
+      path: of the file, JSON lines; from the first one on that is damaged or of
+        another identity it is begun again. None keeps calls in memory alone.
       key: of everything that values depend on beside the calls.
 
     Attributes:
@@ -120,47 +141,43 @@ class CallJournal:
 
     def __init__(self, path: Path | None, key: str) -> None:
         """Open the file and read its calls."""
+        self._key = key
         self._entries: dict[Call, Entry] = {}
         self._waves: dict[str, list[Call]] = {}
-        self._file: JsonLines | None = None
         self.on_calls: Callable[[int], None] = lambda n: None
-        if path is None:
-            return
-        head = msgspec.json.encode({"journal": key}).decode()
-        n_good = self._read(path, head)
-        if n_good is None:
-            path.unlink(missing_ok=True)
-        else:
-            with path.open("r+b") as stream:
-                stream.truncate(n_good)
-        self._file = JsonLines.open(path)
-        if n_good is None:
-            self._file.append([head])
+        self._file = None if path is None else self._open(path)
 
-    def _read(self, path: Path, head: str) -> int | None:
-        """Read the intact lines; return their bytes, None of another identity."""
-        if not path.exists():
-            return None
-        with path.open("rb") as lines:
-            if lines.readline() != head.encode() + b"\n":
-                return None
-            n_good = lines.tell()
-            for raw in lines:
-                try:
-                    line = msgspec.json.decode(raw, type=_Line)
-                    value = msgspec.convert(line.value, VALUES[line.call.kind])
-                except (msgspec.MsgspecError, UnicodeDecodeError):
+    def _open(self, path: Path) -> JsonLines:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        n_good = 0
+        with path.open("a+b") as lines:
+            lines.seek(0)
+            for line in lines:
+                if not self._read(line):
                     break
-                if line.digest() != line.check or not raw.endswith(b"\n"):
-                    break
-                self._add(line, value)
-                n_good += len(raw)
-        return n_good
+                n_good += len(line)
+            lines.truncate(n_good)
+        return JsonLines.open(path)
 
-    def _add(self, line: _Line, value: Any) -> None:
-        entry = Entry(value=value, wave=line.wave, seconds=line.seconds)
-        self._entries[line.call] = entry
-        self._waves.setdefault(line.wave, []).append(line.call)
+    def _read(self, line: bytes) -> bool:
+        """Add the call of a line; return whether it is intact and belongs here."""
+        try:
+            entry = msgspec.json.decode(line, type=Entry)
+            value = msgspec.convert(entry.value, VALUES[entry.call.kind])
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return False
+        if entry.check != self._check(entry) or not line.endswith(b"\n"):
+            return False
+        self._add(msgspec.structs.replace(entry, value=value))
+        return True
+
+    def _check(self, entry: Entry) -> str:
+        fields = [self._key, entry.call, entry.wave, entry.seconds, entry.value]
+        return hashlib.sha256(msgspec.json.encode(fields)).hexdigest()[:16]
+
+    def _add(self, entry: Entry) -> None:
+        self._entries[entry.call] = entry
+        self._waves.setdefault(entry.wave, []).append(entry.call)
 
     def find(self, call: Call) -> Entry | None:
         """Return the entry of a call, or None."""
@@ -180,10 +197,9 @@ class CallJournal:
         """Keep the values of a batch; `seconds` is each call's share of its time."""
         lines = []
         for call, value in zip(calls, values, strict=True):
-            plain = msgspec.to_builtins(value)
-            line = _Line(call=call, wave=wave, seconds=round(seconds, 6), value=plain)
-            line = msgspec.structs.replace(line, check=line.digest())
-            self._add(line, value)
+            entry = Entry(call=call, wave=wave, seconds=round(seconds, 6), value=value)
+            self._add(entry)
+            line = msgspec.structs.replace(entry, check=self._check(entry))
             lines.append(msgspec.json.encode(line).decode())
         if self._file is not None:
             self._file.append(lines)
@@ -286,53 +302,49 @@ class Waves:
                 began = time.perf_counter()
 
 
-class Searching:
+class Searching(Service):
     """Serves "search": the ranking of a query, indices into the corpus.
 
     An error of the connection fails the queries concerned alone.
     """
 
+    is_joint = False
+
     def __init__(self, retriever: Retriever) -> None:
         """Take the retriever."""
         self._retriever = retriever
 
-    def batches(
-        self, calls: Sequence[Call], done: Collection[int]
-    ) -> Generator[list[tuple[int, tuple[int, ...] | Failed]], None, None]:
-        """Yield the rankings of one depth together; see `Service`."""
-        for depth in sorted({call.n for call in calls}):
-            places = [i for i, c in enumerate(calls) if c.n == depth and i not in done]
-            if not places:
-                continue
-            texts = [calls[i].text for i in places]
-            reasons: Mapping[int, str] = {}
-            try:
-                rankings = dict(enumerate(self._retriever.search(texts, depth)))
-            except RetrievalFailed as error:
-                rankings, reasons = error.rankings, error.reasons
-            except OSError as error:  # a server that is down or slow
-                rankings, reasons = {}, dict.fromkeys(range(len(texts)), str(error))
-            yield [
-                (
-                    i,
-                    Failed(reasons[n])
-                    if n in reasons
-                    else tuple(int(place) for place in rankings[n]),
-                )
-                for n, i in enumerate(places)
-            ]
+    def part(self, call: Call) -> int:
+        """Return the depth: rankings of one depth are asked for together."""
+        return call.n
+
+    def values(self, calls: Sequence[Call]) -> list[tuple[int, ...] | Failed]:
+        """Return the ranking of each query."""
+        texts = [call.text for call in calls]
+        reasons: Mapping[int, str] = {}
+        try:
+            rankings = dict(enumerate(self._retriever.search(texts, calls[0].n)))
+        except RetrievalFailed as error:
+            rankings, reasons = error.rankings, error.reasons
+        except OSError as error:  # a server that is down or slow
+            rankings, reasons = {}, dict.fromkeys(range(len(texts)), str(error))
+        return [
+            Failed(reasons[n]) if n in reasons else tuple(map(int, rankings[n]))
+            for n in range(len(texts))
+        ]
 
     def cost(self, call: Call, value: tuple[int, ...]) -> Cost:
         """Return the cost of a search."""
         return Cost(retrievals=1)
 
 
-class Answering:
+class Answering(Service):
     """Serves "answer": a greedy answer under the run's own template, for everyone.
 
     Attributes:
       probed: the backbone.
       passages: the corpus.
+      journal: where answers are kept.
       escaped: indices of passages that hold control tokens of the model, which no
         prompt can; a blank splits them.
     """
@@ -341,11 +353,13 @@ class Answering:
         self,
         probed: ProbedBackbone,
         passages: Sequence[Passage],
+        journal: CallJournal,
         state_layers: Sequence[int] = (),
     ) -> None:
         """Open the generator."""
         self.probed = probed
         self.passages = passages
+        self.journal = journal
         self.escaped: set[int] = set()
         self._state_layers = list(state_layers)
         # By prompt, the latest alone; and mean states, which are small, of all.
@@ -460,9 +474,7 @@ class Answering:
                 read, hidden=hidden[:, slot : slot + 1].copy()
             )
 
-    def _rewrite(
-        self, calls: Sequence[Call], journal: "CallJournal", kept: Collection[Any]
-    ) -> None:
+    def _rewrite(self, calls: Sequence[Call], kept: Collection[Any]) -> None:
         """Write answers again whose signals are not in memory.
 
         In the batches of their wave, so that they are rounded as before; a run that
@@ -470,31 +482,34 @@ class Answering:
         """
         lost = [c for c in calls if self.request(c)[0].prompt.ids not in kept]
         while lost:
-            wave = journal.wave_of(lost[0])
+            wave = self.journal.wave_of(lost[0])
             done = {i for i, call in enumerate(wave) if call not in lost}
             for _ in self._write(wave, done):
                 pass
             lost = [call for call in lost if call not in wave]
 
-    def reading_of(self, calls: Sequence[Call], journal: "CallJournal") -> Reading:
+    def _answers(self, calls: Sequence[Call]) -> list[Answer]:
+        return [self.answer_of(call, self.journal.value(call)) for call in calls]
+
+    def reading_of(self, calls: Sequence[Call]) -> Reading:
         """Return the signals of answers, of the passes that wrote them if possible."""
-        answers = [self.answer_of(call, journal.value(call)) for call in calls]
+        answers = self._answers(calls)
         if not self.is_read_at_once:
             return self.probed.read(answers)
-        self._rewrite(calls, journal, self._signals)
+        self._rewrite(calls, self._signals)
         span = self.probed.answer_span
         return self.probed.reading(
             [self._signals[answer.prompt_ids] for answer in answers],
             [sequence_of(answer, answer_span=span) for answer in answers],
         )
 
-    def states_of(self, calls: Sequence[Call], journal: "CallJournal") -> np.ndarray:
+    def states_of(self, calls: Sequence[Call]) -> np.ndarray:
         """Return `[n, n_layers, d_model]`, the mean states of answers' tokens."""
-        answers = [self.answer_of(call, journal.value(call)) for call in calls]
+        answers = self._answers(calls)
         for first in range(0, len(calls), GROUP_SIZE):
             rows = slice(first, first + GROUP_SIZE)
             if self.is_read_at_once:
-                self._rewrite(calls[rows], journal, self._states)
+                self._rewrite(calls[rows], self._states)
             else:
                 self._read_again(answers[rows])
             self._trim()
@@ -571,7 +586,7 @@ def showable(
     return list(passages)
 
 
-class Scoring:
+class Scoring(Service):
     """Serves "score": the calibrated detector on answers that were given.
 
     An answer's signals are of the pass that wrote it. With context those of the
@@ -580,77 +595,67 @@ class Scoring:
     the same others, so that they are rounded as before.
     """
 
-    def __init__(self, answering: Answering, journal: CallJournal) -> None:
+    size = MOST_ROWS
+
+    def __init__(self, answering: Answering) -> None:
         """Begin without signals."""
         self._answering = answering
-        self._journal = journal
         self._closed_book: dict[str, tuple[AnswerSignals, np.ndarray]] = {}
 
-    def _read(self, calls: Sequence[Call]) -> Reading:
-        answers = [msgspec.structs.replace(call, kind="answer") for call in calls]
-        return self._answering.reading_of(answers, self._journal)
+    def part(self, call: Call) -> bool:
+        """Return whether the answer was written with passages."""
+        return bool(call.passages)
 
-    def _cache(self, calls: Sequence[Call], reading: Reading) -> None:
-        """Keep the signals of closed-book answers for the rounds that follow."""
+    def _read_closed_book(self, calls: Sequence[Call]) -> Reading:
+        """Read closed-book answers, and keep their signals for the rounds to come."""
+        reading = self._answering.reading_of([call.answer for call in calls])
         texts = (call.text for call in calls)
         pairs = zip(reading.signals, reading.spans, strict=True)
         self._closed_book |= dict(zip(texts, pairs, strict=True))
+        return reading
 
     def _closed_book_of(self, calls: Sequence[Call]) -> Reading:
         for call in calls:
             if call.text not in self._closed_book:
-                wave = self._journal.wave_of(Call("score", call.text))
-                closed_book = [other for other in wave if not other.passages]
-                self._cache(closed_book, self._read(closed_book))
+                wave = self._answering.journal.wave_of(Call("score", call.text))
+                self._read_closed_book([other for other in wave if not other.passages])
         signals, spans = zip(
             *(self._closed_book[call.text] for call in calls), strict=True
         )
         return Reading(list(signals), np.stack(spans))
 
-    def batches(
-        self, calls: Sequence[Call], done: Collection[int]
-    ) -> Generator[list[tuple[int, DraftScore]], None, None]:
-        """Yield batches of scores; see `Service`."""
-        probed = self._answering.probed
+    def values(self, calls: Sequence[Call]) -> list[DraftScore]:
+        """Return the score of each answer."""
         if len(self._closed_book) > _MOST_CACHED:
             self._closed_book.clear()
-        for has_context in (False, True):
-            places = [i for i, c in enumerate(calls) if bool(c.passages) == has_context]
-            for first in range(0, len(places), MOST_ROWS):
-                batch = places[first : first + MOST_ROWS]
-                if all(i in done for i in batch):
-                    continue
-                of_batch = [calls[i] for i in batch]
-                reading = self._read(of_batch)
-                if has_context:
-                    closed_book = self._closed_book_of(of_batch)
-                    passes: dict[Setting, Reading] = {
-                        "with_context": reading,
-                        "closed_book": closed_book,
-                    }
-                    scores = probed.score("with_context", passes)
-                else:
-                    self._cache(of_batch, reading)
-                    scores = probed.score("closed_book", {"closed_book": reading})
-                values = map(DraftScore, scores.p_correct.tolist(), scores.raw.tolist())
-                yield list(zip(batch, values, strict=True))
+        setting: Setting = "with_context" if calls[0].passages else "closed_book"
+        passes: dict[Setting, Reading] = {}
+        if setting == "with_context":
+            passes[setting] = self._answering.reading_of([c.answer for c in calls])
+            passes["closed_book"] = self._closed_book_of(calls)
+        else:
+            passes[setting] = self._read_closed_book(calls)
+        scores = self._answering.probed.score(setting, passes)
+        return [*map(DraftScore, scores.p_correct.tolist(), scores.raw.tolist())]
 
     def cost(self, call: Call, value: DraftScore) -> Cost:
         """Return the cost of a score: a pass if the answer has to be read again."""
         return Cost(forwards=int(not self._answering.is_read_at_once))
 
 
-class Judging:
+class Judging(Service):
     """Serves "judge": a person's own judges of answers.
 
     A judge is called with the question, the answer and the passages that were shown,
     and returns P(the answer is correct). An OSError of it fails the question, which
-    the next run tries again.
+    the next run tries again. What it spends elsewhere is not counted.
     """
 
-    def __init__(self, answering: Answering, journal: CallJournal) -> None:
+    size, is_joint = 1, False
+
+    def __init__(self, answering: Answering) -> None:
         """Begin without a judge."""
-        self._answering, self._journal = answering, journal
+        self._answering = answering
         self._judges: dict[int, DraftJudge] = {}
 
     def add(self, name: str, judge: DraftJudge) -> int:
@@ -662,16 +667,12 @@ class Judging:
         self._judges[number] = judge
         return number
 
-    def batches(
-        self, calls: Sequence[Call], done: Collection[int]
-    ) -> Generator[list[tuple[int, DraftScore | Failed]], None, None]:
-        """Yield one verdict at a time; see `Service`."""
-        for i, call in enumerate(calls):
-            if i not in done:
-                yield [(i, self._judge(call))]
+    def values(self, calls: Sequence[Call]) -> list[DraftScore | Failed]:
+        """Return one verdict at a time."""
+        return [self._judge(call) for call in calls]
 
     def _judge(self, call: Call) -> DraftScore | Failed:
-        reply = self._journal.value(Call("answer", call.text, call.passages))
+        reply = self._answering.journal.value(call.answer)
         passages = [self._answering.passages[place] for place in call.passages]
         try:
             p_correct = self._judges[call.n](call.text, reply.text, passages)
@@ -687,24 +688,17 @@ class Judging:
             raise argument_error("the judge", "a probability in [0, 1]", p_correct)
         return DraftScore(float(p_correct), float(p_correct))
 
-    def cost(self, call: Call, value: DraftScore) -> Cost:
-        """Return no cost: what a judge spends elsewhere is not counted here."""
-        return Cost()
 
-
-def open_services(
-    answering: Answering, journal: CallJournal, retriever: Retriever
-) -> dict[str, Service]:
+def open_services(answering: Answering, retriever: Retriever) -> dict[str, Service]:
     """Return the services of all calls that need no training.
 
     Args:
       answering: the backbone.
-      journal: where calls are kept.
       retriever: ranks the passages of `answering`.
     """
     return {
         "search": Searching(retriever),
         "answer": answering,
-        "score": Scoring(answering, journal),
-        "judge": Judging(answering, journal),
+        "score": Scoring(answering),
+        "judge": Judging(answering),
     }

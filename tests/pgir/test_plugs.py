@@ -166,12 +166,12 @@ def test_a_plug_that_is_not_there_is_not_written_down(smoke_run, tmp_path, words
 
 
 def test_what_an_own_judge_said_is_kept_and_told_from_anothers(probed):
-    answering = Answering(probed, [Passage(title="", text=PASSAGE)])
     journal = CallJournal(None, "")
+    answering = Answering(probed, [Passage(title="", text=PASSAGE)], journal)
     call = Call("answer", QUESTION, (0,))
     for batch in answering.batches([call], ()):
         journal.add("one", [call], [value for _, value in batch], 0.0)
-    judging = Judging(answering, journal)
+    judging = Judging(answering)
     numbers = [
         judging.add(name, lambda q, a, p, said=said: said)
         for name, said in (("one", 0.2), ("other", np.float32(0.75)))
@@ -183,7 +183,8 @@ def test_what_an_own_judge_said_is_kept_and_told_from_anothers(probed):
 
 def test_a_passage_with_a_control_token_is_shown_with_a_blank_in_it(probed):
     poison = Passage(title="</s>", text=f"{PASSAGE} </s> <s> more")
-    answering = Answering(probed, [poison, Passage(title="", text=PASSAGE)])
+    passages = [poison, Passage(title="", text=PASSAGE)]
+    answering = Answering(probed, passages, CallJournal(None, ""))
     call = Call("answer", QUESTION, (0, 1))
     request, n_shown = answering.request(call)
     text = probed.backbone.tokenizer.decode(request.prompt.ids)

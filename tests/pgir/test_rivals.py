@@ -389,13 +389,15 @@ def answering(probed, tmp_path_factory):
         probed.detector,
         GenerationConfig(max_new_tokens=8, tokens_per_batch=512),
     )
-    return Answering(small, [Passage(title="", text=PASSAGE)], state_layers(6))
+    journal = CallJournal(tmp_path_factory.mktemp("calls") / "calls.jsonl", "one")
+    passages = [Passage(title="", text=PASSAGE)]
+    return Answering(small, passages, journal, state_layers(6))
 
 
 @pytest.fixture(scope="module")
-def asked(answering, tmp_path_factory):
+def asked(answering):
     """Two answers in a journal, without a passage and with one."""
-    journal = CallJournal(tmp_path_factory.mktemp("calls") / "calls.jsonl", "one")
+    journal = answering.journal
     calls = [Call("answer", QUESTION), Call("answer", QUESTION, (0,))]
     for batch in answering.batches(calls, ()):
         places, values = zip(*batch, strict=True)
@@ -442,7 +444,7 @@ def test_last_attention_is_that_of_transformers(backbone):
 
 def test_words_of_an_answer_have_attention_and_entropy(answering, asked):
     journal, answers = asked
-    wording = Wording(answering, journal)
+    wording = Wording(answering)
     found = values_of(wording, [as_kind(c, "words") for c in answers])
     read = found[1]
     assert read.words == ("Guzolt", "Falls")
@@ -458,7 +460,7 @@ def test_words_of_an_answer_have_attention_and_entropy(answering, asked):
 def test_probes_are_trained_on_answers_and_judge_them(answering, asked):
     journal, answers = asked
     training = [labelled(answers[0], "yes"), labelled(answers[1], "Guzolt")]
-    probe = Probing(answering, journal, training * 8)
+    probe = Probing(answering, training * 8)
     calls = [as_kind(c, "probe", 16) for c in answers]
     sums = values_of(probe, calls)
     n_probes = len(probed_layers(6))
@@ -472,15 +474,15 @@ def test_drafts_are_scored_by_the_passes_that_wrote_them_also_after_a_kill(
 ):
     """A process that goes on has no signals, and writes the answers again."""
     journal, answers = asked
-    resumed = Answering(answering.probed, answering.passages, state_layers(6))
+    resumed = Answering(answering.probed, answering.passages, journal, state_layers(6))
     calls = [as_kind(call, "score") for call in answers]
-    for service in (Scoring(answering, journal), Scoring(resumed, journal)):
+    for service in (Scoring(answering), Scoring(resumed)):
         assert {service.cost(c, None).forwards for c in calls} == {0}
-    scores = values_of(Scoring(answering, journal), calls)
-    assert values_of(Scoring(resumed, journal), calls) == scores
-    states = answering.states_of(answers, journal)
-    np.testing.assert_array_equal(states, resumed.states_of(answers, journal))
-    reading = answering.reading_of(answers, journal)
+    scores = values_of(Scoring(answering), calls)
+    assert values_of(Scoring(resumed), calls) == scores
+    states = answering.states_of(answers)
+    np.testing.assert_array_equal(states, resumed.states_of(answers))
+    reading = answering.reading_of(answers)
     records = [answering.answer_of(c, journal.value(c)) for c in answers]
     again = answering.probed.read(records)
     assert (reading.path, again.path) == ("decode", "teacher_forced")
@@ -494,9 +496,8 @@ def test_drafts_are_scored_by_the_passes_that_wrote_them_also_after_a_kill(
 
 
 def test_a_prompt_is_cut_to_the_window_by_whole_passages(answering, backbone):
-    many = Answering(
-        answering.probed, [Passage(title="", text=PASSAGE * 3) for _ in range(30)]
-    )
+    passages = [Passage(title="", text=PASSAGE * 3) for _ in range(30)]
+    many = Answering(answering.probed, passages, answering.journal)
     request, n_shown = many.request(Call("answer", QUESTION, tuple(range(30))))
     assert 1 < n_shown < 30
     assert len(request.prompt.ids) + 8 <= backbone.max_length

@@ -195,12 +195,12 @@ examples = tuple(
 backbone = load_backbone(WEIGHTS)
 probed = ProbedBackbone(backbone, make_detector(backbone),
                         GenerationConfig(max_new_tokens=6, tokens_per_batch=200))
-answering = Answering(probed, passages)
 journal = CallJournal(folder / "calls.jsonl", "one")
+answering = Answering(probed, passages, journal)
 test = tuple(Example(id=f"t{e.id}", dataset="world", split="test", golds=e.golds,
                      question=e.question.replace("what is", "name")) for e in examples)
 session = Session(
-    waves=Waves(open_services(answering, journal, Bm25Retriever(passages)), journal),
+    waves=Waves(open_services(answering, Bm25Retriever(passages)), journal),
     sets=[QuestionSet(dataset="world", split=s, examples=e)
           for s, e in (("validation", examples), ("test", test))],
     training=(), config=ControllerConfig(max_budget=2),
