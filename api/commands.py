@@ -236,11 +236,7 @@ _IN_REPORT = {
 def _report_of(
     run: "RunDir",
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return what a finished run says of its detector, and five of its test answers.
-
-    Returns:
-      Rows as `Probe.report` has them, a set and split each, and rows of `score_many`.
-    """
+    """Return rows of `Probe.report` of a finished run, and of five test answers."""
     from beatrice.extract.run.contents import (
         read_answers,
         read_examples,

@@ -41,7 +41,6 @@ from beatrice.jaxprobe.detector import Detector, HeadName, Provenance
 from beatrice.jaxprobe.encoder import MemberOutputs
 from beatrice.jaxprobe.metrics import (
     BootstrapConfig,
-    Metric,
     auprc,
     auroc,
     interval_of,
@@ -274,12 +273,7 @@ def _of(values: Any, setting: Setting, passes: Mapping[Setting, Signals]) -> Any
 
 
 def _as_labels(labels: Any, signals: Signals) -> tuple[np.ndarray, np.ndarray]:
-    """Return whether each answer is right, and whether anybody knows.
-
-    Args:
-      labels: booleans, 0 and 1, None; or `Label`s in any order.
-      signals: of the same answers.
-    """
+    """Return whether each answer is right, and whether anybody knows."""
     if isinstance(labels, str | bytes | Mapping) or not isinstance(labels, Iterable):
         raise argument_error(
             "labels", "a list with True, False or None for each answer", labels
@@ -310,11 +304,7 @@ def _rows_of(
     splits: Any,
     seed: int,
 ) -> dict[Setting, Rows]:
-    """Return what the rows of every store are; those that no one chose have no split.
-
-    Raises:
-      ValueError: counts differ, or a split is none.
-    """
+    """Return what the rows of every store are; rows that no one chose have no split."""
     truth: dict[Setting, tuple[np.ndarray, np.ndarray]] = {
         s: _as_labels(_of(labels, s, passes), x) for s, x in passes.items()
     }
@@ -479,6 +469,8 @@ def metric_rows(
 ) -> list[dict[str, Any]]:
     """Return AUROC, AUPRC, ECE and Brier score with 95 % intervals, a row each.
 
+    A metric that is undefined has the value None.
+
     Args:
       raw: `[n]` scores that rank.
       p_correct: `[n]` calibrated probabilities.
@@ -486,43 +478,23 @@ def metric_rows(
       clusters: `[n]` questions, which are resampled.
       bootstrap: how.
     """
-    n = {"n": len(labels), "n_right": int(labels.sum())}
-    return [
-        {
-            "metric": name,
-            **_measured(metric, scores, labels, clusters, bootstrap),
-            **n,
-        }
-        for name, metric, scores in (
-            ("auroc", partial(_value, auroc), raw),
-            ("auprc", partial(_value, auprc), raw),
-            ("ece", ece, p_correct),
-            ("brier", brier, p_correct),
-        )
-    ]
-
-
-def _value(
-    metric: Callable[..., Metric], scores: np.ndarray, labels: np.ndarray
-) -> float:
-    return metric(scores, labels).value
-
-
-def _measured(
-    metric: Callable[[np.ndarray, np.ndarray], float],
-    scores: np.ndarray,
-    labels: np.ndarray,
-    clusters: np.ndarray,
-    bootstrap: BootstrapConfig,
-) -> dict[str, float | None]:
-    """Return a metric with its 95 % interval; None where it is undefined."""
-    value = metric(scores, labels)
-    if not np.isfinite(value):
-        return {"value": None, "ci_low": None, "ci_high": None}
-    draws = []
+    measures: dict[str, tuple[Callable[..., float], np.ndarray]] = {
+        "auroc": (lambda scores, labels: auroc(scores, labels).value, raw),
+        "auprc": (lambda scores, labels: auprc(scores, labels).value, raw),
+        "ece": (ece, p_correct),
+        "brier": (brier, p_correct),
+    }
+    draws: dict[str, list[float]] = {name: [] for name in measures}
     for weights in resamples(clusters, bootstrap):
         for counts in weights.T.astype(np.int64):
             drawn = np.repeat(np.arange(len(labels)), counts)
-            draws.append(metric(scores[drawn], labels[drawn]))
-    low, high = interval_of(np.array([d for d in draws if np.isfinite(d)]))
-    return {"value": value, "ci_low": low, "ci_high": high}
+            for name, (metric, scores) in measures.items():
+                draws[name].append(metric(scores[drawn], labels[drawn]))
+    rows = []
+    for name, (metric, scores) in measures.items():
+        value = low = high = None
+        if np.isfinite(point := metric(scores, labels)):
+            value, (low, high) = point, interval_of(np.array(draws[name]))
+        row = {"metric": name, "value": value, "ci_low": low, "ci_high": high}
+        rows.append({**row, "n": len(labels), "n_right": int(labels.sum())})
+    return rows

@@ -271,17 +271,10 @@ def _answer_on_disk(
     config: "ExtractConfig",
     place: Path,
 ) -> "tuple[list[Answer], Reader]":
-    """Answer and read, some at a time; what an earlier call wrote stays.
+    """Answer and read, some at a time; return answers, and a reader of their signals.
 
-    Args:
-      reader: of the model.
-      requests: prompts.
-      generation: how answers are written.
-      config: what is kept of each.
-      place: a folder for answers, and for signals until a store has them.
-
-    Returns:
-      The answers, and a reader of their signals.
+    In the folder `place` lie answers, and signals until a store has them; what an
+    earlier call wrote stays.
     """
     from beatrice.extract.records import to_json
     from beatrice.extract.run.files import JsonLines, sha256_json, write_new_text
@@ -376,11 +369,7 @@ def usual_stop(prompt: "PromptConfig") -> tuple[str, ...]:
 def as_examples(
     questions: Iterable[str | Example], contexts: Iterable[Any] | None
 ) -> list[Example]:
-    """Return questions as records, with the passages that are shown.
-
-    Raises:
-      ValueError: of another type, empty, or counts differ.
-    """
+    """Return questions as records, with the passages that are shown."""
     texts = as_list(questions, "questions", "a list of texts or Examples")
     shown = as_contexts(contexts, len(texts))
     pairs = enumerate(zip(texts, shown, strict=True))

@@ -35,12 +35,7 @@ class Labelled(NamedTuple):
 
 
 def read_labelled(path: Path) -> list[tuple[str, str, bool]]:
-    """Return question, answer and label of each line of a file of JSON lines.
-
-    Raises:
-      ValueError: a line is no object with "question", "answer" and a true or false
-        "label", or there is none.
-    """
+    """Return question, answer and label of each line of a file of JSON lines."""
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
@@ -71,9 +66,6 @@ def split_answers(
       labels: `[n_answers]` bool.
       questions: of each answer.
       seed: of the draw.
-
-    Raises:
-      ValueError: some part would lack right or wrong answers.
     """
     numbers: dict[str, int] = {}
     group = np.array([numbers.setdefault(text, len(numbers)) for text in questions])

@@ -4,10 +4,10 @@ import copy
 import dataclasses
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -25,14 +25,14 @@ from beatrice.extract.run.files import (
 )
 from beatrice.jaxprobe.detector import ARRAYS, CONFIG, Detector, HeadName
 from beatrice.pgir.arguments import argument_error, as_path
+from beatrice.pgir.asking import BATCH_SIZE, AnswerScorer
 
 if TYPE_CHECKING:
     import pandas
 
     from beatrice.extract.store.store import FeatureStore
     from beatrice.model import LanguageModel
-    from beatrice.pgir.scorer import Score, Scorer
-    from beatrice.pgir.streaming import StreamedToken
+    from beatrice.pgir.scorer import Scorer
     from beatrice.signals import Signals
 
 _REPORT, _EXAMPLES = "eval.json", "examples.jsonl"
@@ -44,7 +44,7 @@ MOST_EXAMPLES = 5
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
 
 
-class Probe:
+class Probe(AnswerScorer):
     """A detector of right answers, with the language model that it belongs to.
 
     `predict` takes signals and needs no language model. `score` takes texts: the model
@@ -165,62 +165,11 @@ class Probe:
         """The probe beside its language model, which is loaded now."""
         return self._open_scorer()
 
-    def score(
-        self,
-        question: str | None = None,
-        answer: str | None = None,
-        context: Any = None,
-        *,
-        prompt: str | None = None,
-        messages: Sequence[Mapping[str, str]] | None = None,
-        prompt_ids: Sequence[int] | None = None,
-        answer_ids: Sequence[int] | None = None,
-        context_range: tuple[int, int] | None = None,
-        question_range: tuple[int, int] | None = None,
-    ) -> "Score":
-        """Return P(the answer is correct) from one forward pass.
+    def load_scorer(self) -> "Scorer":
+        """Return the probe beside its language model, which is loaded now."""
+        return self.scorer
 
-        Args:
-          question: as the model was asked.
-          answer: its answer, or anybody's; it is read as if the model had written it.
-          context: the passages that the model was shown: a text, a mapping with `text`
-            and `title`, a document with `page_content`, or a list of these; None for
-            closed-book.
-          prompt: the text that was really sent to be completed.
-          messages: the chat that was really sent, each with `role` and `content`.
-          prompt_ids: the ids that the model really read.
-          answer_ids: the ids that it wrote.
-          context_range: characters `[start, stop)` of the context in the prompt's text.
-          question_range: likewise of the question.
-
-        Raises:
-          ValueError: an argument is of another type, a text is empty or holds control
-            tokens, or the probe was fitted on arrays or in another setting.
-        """
-        return self.scorer.score(
-            question,
-            answer,
-            context,
-            prompt=prompt,
-            messages=messages,
-            prompt_ids=prompt_ids,
-            answer_ids=answer_ids,
-            context_range=context_range,
-            question_range=question_range,
-        )
-
-    def score_many(self, rows: Any, batch_size: int = 64) -> "list[Score]":
-        """Return the scores of many answers, in shared forward passes.
-
-        Args:
-          rows: a list or a data frame. A row is a mapping of what `score` takes, or a
-            tuple of question, answer and perhaps context. One that cannot be read has
-            no P, the decision "unknown" and the reason in `error`.
-          batch_size: most answers in one forward pass.
-        """
-        return self.scorer.score_many(rows, batch_size)
-
-    def score_frame(self, frame: Any, batch_size: int = 64) -> Any:
+    def score_frame(self, frame: Any, batch_size: int = BATCH_SIZE) -> Any:
         """Return a data frame with what `score_many` says of each row beside it.
 
         Added are the columns `p_correct`, `decision`, `reason`, `warnings` (joined by
@@ -250,123 +199,6 @@ class Probe:
         import polars
 
         return frame.with_columns(polars.Series(k, v) for k, v in columns.items())
-
-    @overload
-    def answer(
-        self,
-        questions: str | None = None,
-        contexts: Any = None,
-        *,
-        messages: Sequence[Mapping[str, str]] | None = None,
-        max_new_tokens: int | None = None,
-        stop: Sequence[str] | None = None,
-        temperature: float = 0.0,
-        seed: int = 0,
-    ) -> "Score": ...
-    @overload
-    def answer(
-        self,
-        questions: Sequence[str],
-        contexts: Sequence[Any] | None = None,
-        *,
-        max_new_tokens: int | None = None,
-        stop: Sequence[str] | None = None,
-        temperature: float = 0.0,
-        seed: int = 0,
-    ) -> "list[Score]": ...
-
-    def answer(
-        self,
-        questions: Any = None,
-        contexts: Any = None,
-        *,
-        messages: Sequence[Mapping[str, str]] | None = None,
-        max_new_tokens: int | None = None,
-        stop: Sequence[str] | None = None,
-        temperature: float = 0.0,
-        seed: int = 0,
-    ) -> Any:
-        """Answer questions, and score the answers in the passes that write them.
-
-        The language model is asked as in the fit.
-
-        Args:
-          questions: a text, or several.
-          contexts: what is shown with the question, as `score` takes it; or a list of
-            that, one for each question. None asks closed-book.
-          messages: one chat that asks instead, each with `role` and `content`; a
-            question and its context are then looked for in it.
-          max_new_tokens: most tokens of an answer; None is as in the fit.
-          stop: texts that end an answer; None is as in the fit.
-          temperature: of draws; 0 takes the likeliest tokens.
-          seed: of draws. A draw depends on its prompt and the seed, on nothing else.
-
-        Returns:
-          A score with the answer's `text`; of several questions a list of scores.
-
-        Raises:
-          ValueError: an argument is of another type, a prompt does not fit the model's
-            window, or the model's logits are not finite.
-        """
-        is_one = questions is None or isinstance(questions, str)
-        if is_one:
-            contexts = None if contexts is None else [contexts]
-            questions = None if questions is None else [questions]
-        scores = self.scorer.answer_and_score(
-            questions,
-            contexts,
-            messages=messages,
-            max_new_tokens=max_new_tokens,
-            stop=stop,
-            temperature=temperature,
-            seed=seed,
-        )
-        return scores[0] if is_one else scores
-
-    def stream(
-        self,
-        question: str | None = None,
-        context: Any = None,
-        *,
-        every: int | None = None,
-        messages: Sequence[Mapping[str, str]] | None = None,
-        max_new_tokens: int | None = None,
-        stop: Sequence[str] | None = None,
-        temperature: float = 0.0,
-        seed: int = 0,
-    ) -> "Iterator[StreamedToken | Score]":
-        """Answer a question token by token, and score the answer in the same passes.
-
-            ``*tokens, score = probe.stream("where was it?", every=4)``
-
-        Args:
-          question: a text.
-          context: what is shown with it, as `score` takes it; None asks closed-book.
-          every: so many tokens apart a token has `p_correct`, P of the answer so far;
-            None is nowhere. It costs a small part of a step.
-          messages: as in `answer`.
-          max_new_tokens: most tokens of an answer; None is as in the fit.
-          stop: texts that end an answer; None is as in the fit.
-          temperature: of draws; 0 takes the likeliest tokens.
-          seed: of draws.
-
-        Returns:
-          Every token as it comes, with its text, probability and entropy, the stop
-          token too; last the score, which is that of `answer`.
-
-        Raises:
-          ValueError: as `answer`, or the model cannot be read while it writes.
-        """
-        return self.scorer.stream(
-            question,
-            context,
-            every=every,
-            messages=messages,
-            max_new_tokens=max_new_tokens,
-            stop=stop,
-            temperature=temperature,
-            seed=seed,
-        )
 
     def threshold(self, setting: Setting) -> Any:
         """Return at which P answers of a setting are trusted, and how often rightly."""
@@ -464,12 +296,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _portable(detector: Detector, scorer: "Scorer | None") -> Detector:
-    """Name a released model as it is fetched, and say what it is besides weights.
-
-    Args:
-      detector: of the probe.
-      scorer: the probe beside its model, where that is loaded.
-    """
+    """Name a released model as it is fetched, and say what it is besides weights."""
     from beatrice.extract.backbone.packaged import name_of_released
 
     trained = detector.provenance
@@ -506,16 +333,7 @@ def _scored_examples(
 def _check_examples(
     scorer: "Scorer", examples: Sequence[Mapping[str, Any]], identity: str
 ) -> None:
-    """Score a probe's examples and compare, on each machine once.
-
-    Args:
-      scorer: the probe beside its model.
-      examples: answers with their P.
-      identity: of the probe's files.
-
-    Raises:
-      ValueError: a P does not come out as it was when the probe was saved.
-    """
+    """Check that examples come out as they were saved, on each machine once."""
     answers = [
         {k: v for k, v in row.items() if k not in ("p_correct", "raw")}
         for row in examples

@@ -215,11 +215,7 @@ class Signals:
 def _end_to_end(
     name: str, given: Any, lengths: Sequence[int] | np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return a family's rows end to end `[n_rows, …]` float32, and each answer's count.
-
-    Raises:
-      ValueError: not numbers, not finite, or not as long as the lengths say.
-    """
+    """Return a family's rows end to end `[n_rows, …]` float32, and answers' counts."""
     try:
         if isinstance(given, np.ndarray):
             values = np.ascontiguousarray(given, np.float32)

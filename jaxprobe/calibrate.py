@@ -541,17 +541,6 @@ CALIBRATE_PRESETS: dict[Preset, CalibrateConfig] = dict.fromkeys(
 )
 
 
-def change_precision(run: RunDir, precision: float) -> None:
-    """Let a run have another threshold; its detector is then calibrated again.
-
-    Unlike other settings it may change: no answer, label or weight depends on it.
-    """
-    config = CalibrateConfig(precision=precision)
-    if run.settle("calibrate", CALIBRATE_PRESETS, is_recorded=False) != config:
-        run.reopen_stage("calibrate")
-    run.settle("calibrate", CALIBRATE_PRESETS, lambda _: config, is_replaceable=True)
-
-
 def _fused(run: RunDir, branch: HeadName) -> FusedHead:
     """Return the heads that a branch's search has chosen."""
     tree, summary = run_selection(run, branch)

@@ -8,6 +8,7 @@ loss than they repair. And the measures of how well probabilities are calibrated
 
 import hashlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -151,22 +152,6 @@ def _fit_numbers(
     return Calibrator(name=name, numbers=(a, b, c))
 
 
-def _fit_identity(raw: np.ndarray, labels: np.ndarray) -> Calibrator:
-    return Calibrator(name="identity")
-
-
-def _fit_temperature(raw: np.ndarray, labels: np.ndarray) -> Calibrator:
-    return _fit_numbers(raw, labels, "temperature", 1)
-
-
-def _fit_platt(raw: np.ndarray, labels: np.ndarray) -> Calibrator:
-    return _fit_numbers(raw, labels, "platt", 2)
-
-
-def _fit_beta(raw: np.ndarray, labels: np.ndarray) -> Calibrator:
-    return _fit_numbers(raw, labels, "beta", 3)
-
-
 def _fit_centred(raw: np.ndarray, labels: np.ndarray) -> Calibrator:
     """Centred isotonic regression (arXiv 1701.05964): a knot a level, at its mean.
 
@@ -191,10 +176,10 @@ def _fit_centred(raw: np.ndarray, labels: np.ndarray) -> Calibrator:
 
 _Fit = Callable[[np.ndarray, np.ndarray], Calibrator]
 MAPS: dict[MapName, _Fit] = {
-    "identity": _fit_identity,
-    "temperature": _fit_temperature,
-    "platt": _fit_platt,
-    "beta": _fit_beta,
+    "identity": lambda raw, labels: Calibrator(name="identity"),
+    "temperature": partial(_fit_numbers, name="temperature", n_free=1),
+    "platt": partial(_fit_numbers, name="platt", n_free=2),
+    "beta": partial(_fit_numbers, name="beta", n_free=3),
     "centred": _fit_centred,
 }
 # From simple to flexible. Platt's map, drawn to the identity, leaves a score that is
@@ -228,7 +213,7 @@ def choose_calibrator(
     raw, labels = _finite(raw), np.asarray(labels, bool)
     n_rarer = min(labels.sum(), (~labels).sum())
     if len(raw) < LEAST_TO_CHOOSE or n_rarer < LEAST_OF_RARER:
-        return _fit_platt(raw, labels)
+        return MAPS[CHOICES[0]](raw, labels)
     folds = folds_of(questions, _N_FOLDS)
     losses = {x: _cross_fitted(MAPS[x], raw, labels, folds) for x in CHOICES}
     best = min(losses, key=lambda name: losses[name].sum())

@@ -13,6 +13,7 @@ from beatrice.extract.run.verbs import (
     RUN_DIR,
     SIZES,
     ShareOptions,
+    do_again_if_changed,
     given,
     option,
     options,
@@ -139,11 +140,10 @@ def calibrate(run_dir: Path, precision: float | None) -> None:
 
     Example: beatrice calibrate runs/demo --precision .95
     """
-    from beatrice.extract.run.directory import RunDir
-    from beatrice.extract.run.stages import do
-    from beatrice.jaxprobe.calibrate import CALIBRATE, change_precision
+    from beatrice.jaxprobe.calibrate import CALIBRATE
 
-    if precision is not None:
-        with RunDir.open(run_dir) as run:
-            change_precision(run, precision)
-    do(run_dir, CALIBRATE)
+    # No answer, label or weight depends on it.
+    change = {} if precision is None else {"precision": precision}
+    do_again_if_changed(
+        run_dir, CALIBRATE, lambda config: dataclasses.replace(config, **change)
+    )

@@ -12,6 +12,7 @@ from beatrice.extract.run.verbs import (
     AS_JSON,
     FOLDER,
     RUN_DIR,
+    do_again_if_changed,
     given,
     option,
     options,
@@ -332,9 +333,7 @@ def control(run_dir: Path, how: ControlOptions, retrieval: RetrievalOptions) -> 
     Example: beatrice control runs/paper --max-generations 4.63 --only all
     """
     from beatrice.extract.plugs import load_plug
-    from beatrice.extract.run.directory import RunDir
-    from beatrice.extract.run.stages import do
-    from beatrice.pgir.controllers.stage import CONTROL, EVERY_RIVAL, settle_search
+    from beatrice.pgir.controllers.stage import CONTROL, EVERY_RIVAL
     from beatrice.pgir.controllers.waves import JUDGES
 
     known = ("none", "all", *EVERY_RIVAL)
@@ -345,7 +344,4 @@ def control(run_dir: Path, how: ControlOptions, retrieval: RetrievalOptions) -> 
     retrieval.write(run_dir, "control")
     for spec in how.judge:
         load_plug(spec, JUDGES)  # what is missing is not written down
-    if given(how):
-        with RunDir.open(run_dir) as run:
-            settle_search(run, how.change)
-    do(run_dir, CONTROL)
+    do_again_if_changed(run_dir, CONTROL, how.change)

@@ -326,23 +326,19 @@ def measure(
       passages: what the indices mean.
       golds: the questions, with their gold passages.
     """
-    sums: dict[tuple[str, str], dict[int, float]] = {}
-    counts: collections.Counter[str] = collections.Counter()
+    of_set: dict[tuple[str, str], list[dict[int, float]]] = {}
     for gold, ranking in zip(golds, rankings, strict=True):
-        counts[gold.dataset] += 1
         values = {
             "recall": gold_recall(ranking, gold.passages),
             "answer": has_answer(ranking, passages, gold.golds),
         }
         for name, by_depth in values.items():
-            total = sums.setdefault((gold.dataset, name), dict.fromkeys(DEPTHS, 0.0))
-            for depth, value in by_depth.items():
-                total[depth] += value
+            of_set.setdefault((gold.dataset, name), []).append(by_depth)
     measured = {
-        (dataset, name): {d: total[d] / counts[dataset] for d in DEPTHS}
-        for (dataset, name), total in sums.items()
+        key: {d: sum(x[d] for x in by_depth) / len(by_depth) for d in DEPTHS}
+        for key, by_depth in of_set.items()
     }
-    return measured, dict(counts)
+    return measured, dict(collections.Counter(gold.dataset for gold in golds))
 
 
 def agreement(rankings: np.ndarray, exact: np.ndarray) -> dict[int, float]:

@@ -30,6 +30,7 @@ from beatrice.pgir.arguments import (
     as_text,
     as_texts,
 )
+from beatrice.pgir.asking import AnswerScorer
 from beatrice.pgir.controllers.loop import (
     ControllerConfig,
     Judge,
@@ -104,21 +105,23 @@ class _Policy(msgspec.Struct):
     tau: float
 
 
+def _checked(scorer: Any) -> AnswerScorer:
+    if not isinstance(scorer, AnswerScorer):
+        raise argument_error("scorer", "a Probe, as `beatrice.load(run)`", scorer)
+    return scorer
+
+
 class Gate:
     """Decides by a scorer; may be called from several threads.
 
     Args:
-      scorer: of a run, see `Scorer.load`; or another object that can `answer`, `score`
-        and `score_many`.
+      scorer: a probe, or a run's, see `Scorer.load`.
       threshold: least probability of an answer that may stand, in (0, 1].
     """
 
-    def __init__(self, scorer: Scorer, threshold: float) -> None:
+    def __init__(self, scorer: AnswerScorer, threshold: float) -> None:
         """Take the detector and its threshold."""
-        scorer = getattr(scorer, "scorer", scorer)  # that of a Probe
-        if not all(hasattr(scorer, name) for name in ("answer_and_score", "score")):
-            raise argument_error("scorer", "a Probe, as `beatrice.load(run)`", scorer)
-        self.scorer = scorer
+        self.scorer = _checked(scorer)
         self.threshold = as_probability(threshold, "threshold")
         self._lock = threading.Lock()
 
@@ -156,7 +159,7 @@ class Gate:
         if not questions:
             return []
         with self._lock:
-            scores = self.scorer.answer_and_score(questions)
+            scores = self.scorer.answer(questions)
         return [
             Draft(
                 question=question,
@@ -346,7 +349,7 @@ class RagAnswer:
 
 
 def run_pgir(
-    scorer: Scorer,
+    scorer: AnswerScorer,
     questions: Sequence[str],
     retriever: Any,
     *,
@@ -359,7 +362,7 @@ def run_pgir(
     """Answer questions as PGIR does, in batches (see `pgir.controllers.policy`).
 
     Args:
-      scorer: of a model and its detector, such as `beatrice.load(run)`.
+      scorer: a probe, such as `beatrice.load(run)`.
       questions: not empty.
       retriever: one's own, see `OwnRetriever`.
       threshold: least P of a draft that is returned at once, in (0, 1].
@@ -372,8 +375,7 @@ def run_pgir(
     Raises:
       ValueError: an argument is of another type, or the retriever or judge fails.
     """
-    if not isinstance(scorer, Scorer):
-        raise argument_error("scorer", "a Scorer, such as `beatrice.load(run)`", scorer)
+    probed = _checked(scorer).load_scorer().probed
     texts = as_texts(questions, "questions")
     policy = Policy(
         threshold=as_probability(threshold, "threshold"),
@@ -387,7 +389,7 @@ def run_pgir(
     own_retriever = OwnRetriever(retriever)
     passages = own_retriever.passages
     journal = CallJournal(None, "")
-    answering = Answering(scorer.probed, passages, journal)
+    answering = Answering(probed, passages, journal)
     waves = Waves(open_services(answering, own_retriever), journal)
     draft_judge: Judge = detector_judge
     if judge is not None:

@@ -30,14 +30,12 @@ from beatrice.jaxprobe.families import Features
 from beatrice.jaxprobe.scope import Threshold
 from beatrice.pgir.arguments import (
     argument_error,
-    as_contexts,
     as_count,
     as_messages,
     as_path,
     as_rows,
-    as_temperature,
-    as_texts,
 )
+from beatrice.pgir.asking import BATCH_SIZE, AnswerScorer, Asked
 from beatrice.pgir.bridge import ProbedBackbone, Reading
 from beatrice.pgir.given import (
     AnswerToScore,
@@ -57,7 +55,6 @@ from beatrice.pgir.warnings import (
     why_unreadable,
 )
 
-BATCH_SIZE = 64
 _HEADS: dict[Setting, HeadName] = {
     "closed_book": "closed_book",
     "with_context": "single_pass",
@@ -140,7 +137,7 @@ class Score:
         return {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
 
 
-class Scorer:
+class Scorer(AnswerScorer):
     """A backbone and its detector; may be called from several threads.
 
     Calls from several threads are served one after another: the model is read through
@@ -236,51 +233,18 @@ class Scorer:
         with self.probed.lock:
             return apply_template(self.probed.backbone.tokenizer, checked)
 
-    def answer(self, questions: Sequence[str]) -> list[str]:
-        """Return the backbone's closed-book answers, as the run's own were written."""
-        texts = as_texts(questions, "questions")
-        requests = self.probed.requests("closed_book", texts, [()] * len(texts))
-        return [answer.text for answer in self.probed.answer(requests)]
+    def load_scorer(self) -> "Scorer":
+        """Return this one: its model is loaded."""
+        return self
 
-    def answer_and_score(
-        self,
-        questions: Sequence[str] | None = None,
-        contexts: Sequence[Any] | None = None,
-        *,
-        messages: Sequence[Mapping[str, str]] | None = None,
-        max_new_tokens: int | None = None,
-        stop: Sequence[str] | None = None,
-        temperature: float = 0.0,
-        seed: int = 0,
-    ) -> list[Score]:
-        """Answer questions and score the answers, in the same passes.
-
-        Args:
-          questions: texts.
-          contexts: the passages that are shown with each, as `score` takes them; None
-            asks closed-book.
-          messages: one chat that asks instead, see `AnswerToScore`; a question and its
-            context are then looked for in it.
-          max_new_tokens: most tokens of an answer; None is as in training.
-          stop: texts that end an answer; None is as in training.
-          temperature: of draws; 0 takes the likeliest tokens.
-          seed: of draws.
-
-        Returns:
-          A score each, with the answer's `text`.
-
-        Raises:
-          ValueError: an argument is of another type, a text is empty or holds control
-            tokens, a prompt does not fit the model's window, the model's logits are not
-            finite, or the detector was trained in another setting.
-        """
-        sampling = self._sampling(max_new_tokens, stop, temperature, seed)
-        prompts, requests = self._requests(questions, contexts, messages)
+    def answer_asked(self, asked: Asked) -> list[Score]:
+        """Answer questions and score the answers, each with its `text`."""
+        prompts, requests = self._requests(asked)
         if not requests:
             return []
         probed, setting = self.probed, requests[0].setting
         with probed.lock:
-            answers, reading = probed.answer_and_read(requests, sampling)
+            answers, reading = probed.answer_and_read(requests, self._sampling(asked))
             inputs = list(map(self._written, prompts, answers))
         scores: list[Score] = []
         n = min(BATCH_SIZE, probed.rows_at_once(setting))
@@ -292,50 +256,17 @@ class Scorer:
             for score, prepared, answer in zip(scores, inputs, answers, strict=True)
         ]
 
-    def stream(
-        self,
-        question: str | None = None,
-        context: Any = None,
-        *,
-        every: int | None = None,
-        messages: Sequence[Mapping[str, str]] | None = None,
-        max_new_tokens: int | None = None,
-        stop: Sequence[str] | None = None,
-        temperature: float = 0.0,
-        seed: int = 0,
+    def stream_asked(
+        self, asked: Asked, every: int | None
     ) -> Iterator[StreamedToken | Score]:
-        """Answer a question token by token, and score the answer in the same passes.
-
-        Args:
-          question: a text.
-          context: the passages that are shown, as `score` takes them.
-          every: so many tokens apart is P of the answer so far; None is nowhere.
-          messages: as in `answer_and_score`.
-          max_new_tokens: most tokens of an answer; None is as in training.
-          stop: texts that end an answer; None is as in training.
-          temperature: of draws; 0 takes the likeliest tokens.
-          seed: of draws.
-
-        Returns:
-          Every token as it comes, the stop token too; last the score, which is that of
-          `answer_and_score`.
-
-        Raises:
-          ValueError: as `answer_and_score`, or this model cannot be read while it
-            writes.
-        """
-        if every is not None:
-            every = as_count(every, "every")
-        sampling = self._sampling(max_new_tokens, stop, temperature, seed)
-        questions = None if question is None and messages is not None else [question]
-        contexts = None if context is None else [context]
-        (prompt,), (request,) = self._requests(questions, contexts, messages)
+        """Answer one question token by token, see `stream`."""
+        (prompt,), (request,) = self._requests(asked)
         if self.probed.why_read_again is not None:
             raise ValueError(
                 f"{self.probed.why_read_again}; ask for the whole answer, which is "
                 "read again"
             )
-        return self._stream(prompt, request, sampling, every)
+        return self._stream(prompt, request, self._sampling(asked), every)
 
     def _stream(
         self,
@@ -360,35 +291,21 @@ class Scorer:
             (score,) = self._score_batch(setting, [prepared], reading)
         yield dataclasses.replace(self._unreadable(prepared) or score, text=answer.text)
 
-    def _sampling(
-        self, max_new_tokens: Any, stop: Any, temperature: Any, seed: Any
-    ) -> SamplingConfig:
+    def _sampling(self, asked: Asked) -> SamplingConfig:
         """Return how tokens are chosen; None is as in training."""
         config = self.probed.config
-        if max_new_tokens is None:
-            max_new_tokens = config.max_new_tokens
         return SamplingConfig(
-            max_new_tokens=as_count(max_new_tokens, "max_new_tokens"),
-            stop=tuple(as_texts(config.stop if stop is None else stop, "stop")),
-            temperature=as_temperature(temperature, "temperature"),
-            seed=as_count(seed, "seed", least=0),
+            max_new_tokens=asked.max_new_tokens or config.max_new_tokens,
+            stop=config.stop if asked.stop is None else tuple(asked.stop),
+            temperature=asked.temperature,
+            seed=asked.seed,
         )
 
-    def _requests(
-        self, questions: Any, contexts: Any, messages: Any
-    ) -> tuple[list[PromptTokens], list[Request]]:
-        """Return what is asked, see `answer_and_score`."""
+    def _requests(self, asked: Asked) -> tuple[list[PromptTokens], list[Request]]:
+        """Return the prompts of questions."""
         probed = self.probed
         tokenizer = probed.backbone.tokenizer
-        if messages is None or questions is not None:
-            questions = as_texts(questions, "questions")
-            shown = as_contexts(contexts, len(questions))
-        else:
-            questions, shown = [None], as_contexts(contexts, 1)
-        if messages is not None and len(questions) != 1:
-            raise ValueError(
-                f"messages: expected one question with a chat, found {len(questions)}"
-            )
+        questions = [None] if asked.questions is None else asked.questions
         with probed.lock:
             prompts = [
                 prompt_tokens(
@@ -397,11 +314,11 @@ class Scorer:
                     AnswerToScore(
                         question=question,
                         context=context,
-                        messages=messages,
+                        messages=asked.messages,
                         answer_ids=(),
                     ),
                 )
-                for question, context in zip(questions, shown, strict=True)
+                for question, context in zip(questions, asked.contexts, strict=True)
             ]
         for prompt in prompts[:1]:
             self._require_head(prompt.setting)
@@ -435,66 +352,14 @@ class Scorer:
         warnings = warn_before(self.probed.detector, self.probed.backbone, prepared)
         return _unknown(prepared, reason, warnings)
 
-    def score(
-        self,
-        question: str | None = None,
-        answer: str | None = None,
-        context: Any = None,
-        *,
-        prompt: str | None = None,
-        messages: Sequence[Mapping[str, str]] | None = None,
-        prompt_ids: Sequence[int] | None = None,
-        answer_ids: Sequence[int] | None = None,
-        context_range: tuple[int, int] | None = None,
-        question_range: tuple[int, int] | None = None,
-    ) -> Score:
-        """Return P(the answer is correct) from one forward pass.
+    def score_given(
+        self, given: Sequence[AnswerToScore], batch_size: int = BATCH_SIZE
+    ) -> list[Score]:
+        """Return the scores of answers, in their order."""
+        return self._score_inputs([*map(self._prepare, given)], batch_size)
 
-        Args:
-          question: as the model was asked.
-          answer: its answer, or anybody's; it is read as if the model had written it.
-          context: the passages the model was shown: a text, a mapping with `text` and
-            `title`, a document with `page_content`, or a sequence of these; None for
-            closed-book.
-          prompt: the text that was really sent to be completed.
-          messages: the chat that was really sent, each with `role` and `content`.
-          prompt_ids: the ids that the model really read.
-          answer_ids: the ids that it wrote.
-          context_range: characters `[start, stop)` of the context in the prompt's text.
-          question_range: likewise of the question. See `AnswerToScore` for all.
-
-        Raises:
-          ValueError: an argument is of another type, a text is empty or holds control
-            tokens, or is not where it is said to be; or the run has not its setting.
-        """
-        given = AnswerToScore(
-            question=question,
-            answer=answer,
-            context=context,
-            prompt=prompt,
-            messages=messages,
-            prompt_ids=prompt_ids,
-            answer_ids=answer_ids,
-            context_range=context_range,
-            question_range=question_range,
-        )
-        return self._score_inputs([self._prepare(given)], BATCH_SIZE)[0]
-
-    def score_many(self, rows: Any, batch_size: int = BATCH_SIZE) -> list[Score]:
-        """Return the scores of many answers, in the order of the rows.
-
-        Answers of similar length share forward passes. Numbers are those of `score`
-        up to rounding. A row that `score` would refuse gives a score in its place that
-        has no P, the decision "unknown" and the `error`; the others are scored.
-
-        Args:
-          rows: a list of rows or a data frame. A row is a mapping of what `score`
-            takes, or a tuple of question, answer and perhaps context.
-          batch_size: most answers in one forward pass.
-
-        Raises:
-          ValueError: there is no list of rows, or the batch size is no such number.
-        """
+    def score_rows(self, rows: Any, batch_size: int) -> list[Score]:
+        """Return the scores of rows; one that cannot be read says why."""
         batch_size = as_count(batch_size, "batch_size")
         inputs: dict[int, ScoringInput] = {}
         scores: dict[int, Score] = {}

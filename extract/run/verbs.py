@@ -289,12 +289,18 @@ def load_stage(place: str) -> Stage:
     return getattr(importlib.import_module(module), name)
 
 
+def settle_again(run: RunDir, stage: Stage, change: Change) -> None:
+    """Let a stage have other settings at any time; it is then done again."""
+    before = stage.settle(run, is_recorded=False)
+    if change(before) != before:
+        run.reopen_stage(stage.name)
+        stage.settle(run, change, is_replaceable=True)
+
+
 def do_again_if_changed(run_dir: Path, stage: Stage, change: Change) -> None:
-    """Do a stage whose settings may be others at any time; it is then done again."""
+    """Do a stage whose settings may be others at any time."""
     with RunDir.open(run_dir) as run:
-        before = stage.settle(run)
-        if stage.settle(run, change, is_replaceable=True) != before:
-            run.reopen_stage(stage.name)
+        settle_again(run, stage, change)
     do(run_dir, stage)
 
 

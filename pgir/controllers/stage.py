@@ -151,19 +151,6 @@ CONTROL_PRESETS: dict[Preset, ControlConfig] = {
 }
 
 
-def settle_search(
-    run: RunDir, change: Callable[[ControlConfig], ControlConfig]
-) -> None:
-    """Let controllers be run in another way; what was asked of the model stays.
-
-    Unlike other settings these may change: nothing but tables depends on them.
-    """
-    settled = run.settle("control", CONTROL_PRESETS, is_recorded=False)
-    if change(settled) != settled:
-        run.reopen_stage("control")
-    run.settle("control", CONTROL_PRESETS, change, is_replaceable=True)
-
-
 def retrieval_config(run: RunDir) -> RetrievalConfig:
     """Return a run's choice; BM25 over its own passages where it made none."""
     return run.settle("retrieval", RETRIEVAL_PRESETS, is_recorded=False)

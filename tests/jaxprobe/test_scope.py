@@ -5,10 +5,11 @@ import pytest
 from scipy.stats import norm
 
 from beatrice.extract.run.directory import NewRun, RunDir
+from beatrice.extract.run.verbs import settle_again
 from beatrice.jaxprobe.calibrate import (
+    CALIBRATE,
     CALIBRATE_PRESETS,
     CalibrateConfig,
-    change_precision,
 )
 from beatrice.jaxprobe.detector import Detector
 from beatrice.jaxprobe.families import Features, paper_dims
@@ -182,9 +183,9 @@ def test_a_detector_keeps_its_scope_and_thresholds(made, tmp_path):  # noqa: F81
 def test_another_precision_calibrates_again_and_the_same_does_not(tmp_path):
     with RunDir.open(tmp_path / "run", NewRun(preset="smoke", seed=0)) as run:
         run.mark_stage("calibrate", {}, 0.0)
-        change_precision(run, 0.9)  # the default
+        settle_again(run, CALIBRATE, lambda _: CalibrateConfig())
         assert run.stage_done("calibrate")
-        change_precision(run, 0.8)
+        settle_again(run, CALIBRATE, lambda _: CalibrateConfig(precision=0.8))
         assert not run.stage_done("calibrate")
         assert run.settle("calibrate", CALIBRATE_PRESETS).precision == 0.8
 

@@ -71,7 +71,7 @@ WRONG = {
         (
             lambda s, g, x: s.answer(x),
             "questions",
-            [None, QUESTION, 3, [1], [None], FRAME, {QUESTION: 1}],
+            [None, 3, [1], [None], FRAME, {QUESTION: 1}],
         ),
         (lambda s, g, x: s.render(x), "messages", [None, "hello", 4]),
         (lambda s, g, x: s.threshold(x), "setting: ", [None, "open", 4]),

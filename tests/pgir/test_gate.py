@@ -48,7 +48,8 @@ def test_a_draft_stands_from_the_threshold_on(scorer, p_correct):
 def test_the_draft_is_the_backbones_answer_and_its_score(scorer):
     drafts = strict(scorer).draft([QUESTION, OTHER])
     assert [draft.question for draft in drafts] == [QUESTION, OTHER]
-    assert [draft.answer for draft in drafts] == scorer.answer([QUESTION, OTHER])
+    texts = [score.text for score in scorer.answer([QUESTION, OTHER])]
+    assert [draft.answer for draft in drafts] == texts
     expected = [scorer.score(d.question, d.answer).p_correct for d in drafts]
     assert [d.p_correct for d in drafts] == pytest.approx(expected, abs=1e-5)
     assert strict(scorer).draft([]) == []
@@ -117,7 +118,7 @@ def never(*_):
 def test_a_graph_retrieves_only_if_the_draft_does_not_stand(scorer):
     app = langgraph_app(lenient(scorer), never, never)
     found = app.invoke({"question": QUESTION})
-    assert found["answer"] == scorer.answer([QUESTION])[0]
+    assert found["answer"] == scorer.answer(QUESTION).text
     assert "passages" not in found
 
 
@@ -153,7 +154,7 @@ def engine():
 @needs("llama_index.core")
 def test_an_engine_is_asked_only_if_the_draft_does_not_stand(scorer, engine):
     gated = llama_index_engine(lenient(scorer), engine)
-    assert str(gated.query(QUESTION)) == scorer.answer([QUESTION])[0]
+    assert str(gated.query(QUESTION)) == scorer.answer(QUESTION).text
     assert engine.n_asked == 0
 
 

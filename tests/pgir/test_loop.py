@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from beatrice.extract.records import Passage
 from beatrice.extract.run.directory import NewRun, RunDir
+from beatrice.extract.run.verbs import settle_again
 from beatrice.pgir.commands import ControlOptions
 from beatrice.pgir.controllers.loop import (
     ControllerConfig,
@@ -24,7 +25,6 @@ from beatrice.pgir.controllers.stage import (
     CONTROL,
     CONTROL_PRESETS,
     ControlConfig,
-    settle_search,
 )
 from beatrice.pgir.retrievers import Bm25Retriever
 from tests.pgir.small import played, reply
@@ -226,7 +226,7 @@ def test_the_cap_is_a_setting_of_the_run(tmp_path):
         assert section["control"]["max_generations"] == 4.63
         assert CONTROL.settle(run).max_generations == 4.63
         other = ControlOptions(cross_fit=True).change
-        settle_search(run, other)  # another search of the policy may follow
+        settle_again(run, CONTROL, other)  # another search of the policy may follow
         settled = ControlConfig(max_generations=4.63, cross_fit=True)
         assert CONTROL.settle(run) == settled
 

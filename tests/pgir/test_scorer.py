@@ -432,19 +432,19 @@ def test_answers_that_are_encoded_in_parts_have_the_scores_of_one(backbone, scor
     apart = Scorer(backbone, probed.detector, probed.config)
     apart.probed = least
     questions = [QUESTION, "where was Guzolt Falls born?", "where was Skiband born?"]
-    whole = scorer.answer_and_score(questions)
-    parts = apart.answer_and_score(questions)
+    whole = scorer.answer(questions)
+    parts = apart.answer(questions)
     assert [score.text for score in parts] == [score.text for score in whole]
     assert [score.p_correct for score in parts] == pytest.approx(
         [score.p_correct for score in whole], abs=1e-5
     )
-    assert scorer.answer_and_score([]) == []
+    assert scorer.answer([]) == []
 
 
 @pytest.mark.parametrize(
     ("questions", "contexts", "named"),
     [
-        (QUESTION, None, "questions"),
+        (3, None, "questions"),
         ([QUESTION], PASSAGE, "contexts"),
         ([QUESTION], 3, "contexts"),
         ([QUESTION], [], "contexts: expected one"),
@@ -454,7 +454,7 @@ def test_answers_that_are_encoded_in_parts_have_the_scores_of_one(backbone, scor
 )
 def test_what_cannot_be_asked_is_one_sentence(scorer, questions, contexts, named):
     with pytest.raises(ValueError, match=named):
-        scorer.answer_and_score(questions, contexts)
+        scorer.answer(questions, contexts)
 
 
 def test_the_page_of_warnings_lists_those_that_the_code_has_and_no_other():

@@ -12,6 +12,7 @@ from transformers import BloomConfig, BloomForCausalLM
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.generate.requests import GenerationConfig
 from beatrice.jaxprobe.calibration import Calibrator
+from beatrice.pgir.asking import Asked
 from beatrice.pgir.scorer import Scorer
 from tests.pgir.small import LAYER, PASSAGE, QUESTION, make_detector
 from tests.pgir.test_scorer import CHAT, FOREIGN
@@ -70,16 +71,16 @@ def test_a_stream_is_the_answer_with_p_of_every_prefix_as_it_is_read_again(
         options = options | {"stop": [strings[options["stop"][0]]]}
     *tokens, score = scorer.stream(QUESTION, context, every=1, **options)
     contexts = None if context is None else [context]
-    assert score == scorer.answer_and_score([QUESTION], contexts, **options)[0]
+    assert score == scorer.answer([QUESTION], contexts, **options)[0]
     assert "".join(token.text for token in tokens).strip() == score.text
     n_tokens, probed = len(score.tokens), scorer.probed
     assert [t.is_stop for t in tokens[n_tokens:]] == [True] * (len(tokens) > n_tokens)
     log_probs = np.log([token.p for token in tokens[:n_tokens]])
     np.testing.assert_allclose(log_probs, score.log_probs, atol=1e-5)
     assert all(token.entropy >= 0 for token in tokens)
-    (_,), (request,) = scorer._requests([QUESTION], contexts, None)
+    (_,), (request,) = scorer._requests(Asked(questions=[QUESTION], contexts=contexts))
     (answer,), _ = probed.answer_and_read(
-        [request], scorer._sampling(**{**DEFAULTS, **options})
+        [request], scorer._sampling(Asked(questions=[QUESTION], **options))
     )
     for n, token in enumerate(tokens[:n_tokens], start=1):
         cut = msgspec.structs.replace(
@@ -89,9 +90,6 @@ def test_a_stream_is_the_answer_with_p_of_every_prefix_as_it_is_read_again(
         assert token.p_correct == pytest.approx(again.p_correct[0], abs=1e-5)
     if len(tokens) == n_tokens:  # of an answer that is cut the last prefix is all
         assert tokens[-1].p_correct == pytest.approx(score.p_correct, abs=1e-6)
-
-
-DEFAULTS = {"max_new_tokens": None, "stop": None, "temperature": 0.0, "seed": 0}
 
 
 def test_p_comes_every_so_many_tokens_and_not_unless_asked(scorer):
@@ -109,7 +107,7 @@ def test_between_two_tokens_the_model_answers_others(scorer):
     between = []
     for item in scorer.stream(QUESTION, PASSAGE, every=1):
         between.append(item)
-        scorer.answer_and_score([QUESTION])
+        scorer.answer([QUESTION])
     assert between == alone
 
 
@@ -118,18 +116,18 @@ def test_a_stream_that_is_left_leaves_the_model_as_it_was(scorer):
         modules = scorer.probed.backbone.model.modules()
         return sum(len(module._forward_hooks) for module in modules)
 
-    before, n_before = scorer.answer_and_score([QUESTION]), n_hooks()
+    before, n_before = scorer.answer([QUESTION]), n_hooks()
     next(iter(scorer.stream(QUESTION, every=1)))
-    assert scorer.answer_and_score([QUESTION]) == before
+    assert scorer.answer([QUESTION]) == before
     assert n_hooks() == n_before
 
 
 def test_a_drawn_answer_depends_on_the_seed_alone_and_is_scored_as_it_is(scorer):
     questions = [QUESTION, "where was Guzolt Falls born?"]
     options = {"temperature": 3.0, "max_new_tokens": 4}
-    drawn = [scorer.answer_and_score(questions, seed=n, **options) for n in range(4)]
+    drawn = [scorer.answer(questions, seed=n, **options) for n in range(4)]
     assert len({score.text for score, _ in drawn}) > 1
-    (alone,) = scorer.answer_and_score(questions[:1], seed=2, **options)
+    (alone,) = scorer.answer(questions[:1], seed=2, **options)
     assert alone.text == drawn[2][0].text
     assert alone.p_correct == pytest.approx(drawn[2][0].p_correct, abs=1e-5)
 
@@ -142,16 +140,13 @@ def test_a_chat_is_answered_and_scored_as_it_is_scored_afterwards(backbone, name
     messages = [{"role": "user", "content": FOREIGN}]
     *_, score = chatting.stream(*named.values(), messages=messages)
     question, context = named.get("question"), named.get("context")
-    assert [score] == chatting.answer_and_score(
-        None if question is None else [question],
-        None if context is None else [context],
+    assert score == chatting.answer(question, context, messages=messages)
+    asked = Asked(
+        questions=None if question is None else [question],
+        contexts=None if context is None else [context],
         messages=messages,
     )
-    (_,), (request,) = chatting._requests(
-        None if question is None else [question],
-        None if context is None else [context],
-        messages,
-    )
+    (_,), (request,) = chatting._requests(asked)
     (answer,), _ = chatting.probed.answer_and_read([request])
     stop = () if answer.stop_id is None else (answer.stop_id,)
     again = chatting.score(
@@ -194,7 +189,7 @@ def test_logits_that_are_not_finite_are_one_sentence(backbone):
     assert scorer.probed.why_read_again is None
     with torch.no_grad():
         model.get_input_embeddings().weight[5] = torch.nan
-    for ask in (scorer.stream, lambda question: scorer.answer_and_score([question])):
+    for ask in (scorer.stream, lambda question: scorer.answer([question])):
         with pytest.raises(ValueError, match="logits that are not finite"):
             list(ask(QUESTION))
 
@@ -205,5 +200,5 @@ def test_a_model_that_is_read_again_is_not_streamed_and_says_why(backbone):
     scorer = scorer_of(Backbone.from_model(bloom, backbone.tokenizer))
     with pytest.raises(ValueError, match="ask for the whole answer, which is read ag"):
         scorer.stream(QUESTION)
-    (score,) = scorer.answer_and_score([QUESTION])
+    (score,) = scorer.answer([QUESTION])
     assert 0 <= score.p_correct <= 1

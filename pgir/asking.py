@@ -1,0 +1,254 @@
+"""What a person asks about answers: these signatures stand here, and nowhere else.
+
+A `Probe` loads its language model when it is first asked, a `Scorer` has it; both are
+asked alike. Arguments are checked before a model is loaded.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+from beatrice.pgir.arguments import (
+    as_contexts,
+    as_count,
+    as_temperature,
+    as_texts,
+)
+from beatrice.pgir.given import AnswerToScore
+
+if TYPE_CHECKING:
+    from beatrice.pgir.scorer import Score
+    from beatrice.pgir.streaming import StreamedToken
+
+BATCH_SIZE = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked:
+    """Questions, and how they are answered; every field is as in `answer`.
+
+    Attributes:
+      questions: texts; None where `messages` ask.
+      contexts: of each question, held as `Passage`s; none closed-book.
+    """
+
+    questions: Any = None
+    contexts: Any = None
+    messages: Sequence[Mapping[str, str]] | None = None
+    max_new_tokens: int | None = None
+    stop: Sequence[str] | None = None
+    temperature: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check every argument, and hold what it was converted to."""
+        questions, n, stop = None, 1, None
+        if self.messages is None or self.questions is not None:
+            questions = as_texts(self.questions, "questions")
+            n = len(questions)
+        if self.messages is not None and n != 1:
+            raise ValueError(f"messages: expected one question with a chat, found {n}")
+        if self.max_new_tokens is not None:
+            as_count(self.max_new_tokens, "max_new_tokens")
+        if self.stop is not None:
+            stop = tuple(as_texts(self.stop, "stop"))
+        for name, value in {
+            "questions": questions,
+            "contexts": as_contexts(self.contexts, n),
+            "stop": stop,
+            "temperature": as_temperature(self.temperature, "temperature"),
+            "seed": as_count(self.seed, "seed", least=0),
+        }.items():
+            object.__setattr__(self, name, value)
+
+
+class AnswerScorer:
+    """Answers questions, and says how likely an answer is right."""
+
+    def load_scorer(self) -> Any:
+        """Return the `Scorer`: the detector beside its model, loaded now if need be."""
+        raise NotImplementedError
+
+    def score(
+        self,
+        question: str | None = None,
+        answer: str | None = None,
+        context: Any = None,
+        *,
+        prompt: str | None = None,
+        messages: Sequence[Mapping[str, str]] | None = None,
+        prompt_ids: Sequence[int] | None = None,
+        answer_ids: Sequence[int] | None = None,
+        context_range: tuple[int, int] | None = None,
+        question_range: tuple[int, int] | None = None,
+    ) -> "Score":
+        """Return P(the answer is correct) from one forward pass.
+
+        Args:
+          question: as the model was asked.
+          answer: its answer, or anybody's; it is read as if the model had written it.
+          context: the passages that the model was shown: a text, a mapping with `text`
+            and `title`, a document with `page_content`, or a list of these; None for
+            closed-book.
+          prompt: the text that was really sent to be completed.
+          messages: the chat that was really sent, each with `role` and `content`.
+          prompt_ids: the ids that the model really read.
+          answer_ids: the ids that it wrote.
+          context_range: characters `[start, stop)` of the context in the prompt's text.
+          question_range: likewise of the question. See `AnswerToScore` for all.
+
+        Raises:
+          ValueError: an argument is of another type, a text is empty or holds control
+            tokens, or is not where it is said to be; or the detector was trained on
+            arrays or in another setting.
+        """
+        given = AnswerToScore(
+            question=question,
+            answer=answer,
+            context=context,
+            prompt=prompt,
+            messages=messages,
+            prompt_ids=prompt_ids,
+            answer_ids=answer_ids,
+            context_range=context_range,
+            question_range=question_range,
+        )
+        return self.load_scorer().score_given([given])[0]
+
+    def score_many(self, rows: Any, batch_size: int = BATCH_SIZE) -> "list[Score]":
+        """Return the scores of many answers, in the order of the rows.
+
+        Answers of similar length share forward passes. Numbers are those of `score`
+        up to rounding.
+
+        Args:
+          rows: a list or a data frame. A row is a mapping of what `score` takes, or a
+            tuple of question, answer and perhaps context. One that `score` would refuse
+            has no P, the decision "unknown" and the reason in `error`.
+          batch_size: most answers in one forward pass.
+
+        Raises:
+          ValueError: there is no list of rows, or the batch size is no such number.
+        """
+        return self.load_scorer().score_rows(rows, batch_size)
+
+    @overload
+    def answer(
+        self,
+        questions: str | None = None,
+        contexts: Any = None,
+        *,
+        messages: Sequence[Mapping[str, str]] | None = None,
+        max_new_tokens: int | None = None,
+        stop: Sequence[str] | None = None,
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> "Score": ...
+    @overload
+    def answer(
+        self,
+        questions: Sequence[str],
+        contexts: Sequence[Any] | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        stop: Sequence[str] | None = None,
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> "list[Score]": ...
+
+    def answer(
+        self,
+        questions: Any = None,
+        contexts: Any = None,
+        *,
+        messages: Sequence[Mapping[str, str]] | None = None,
+        max_new_tokens: int | None = None,
+        stop: Sequence[str] | None = None,
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> Any:
+        """Answer questions, and score the answers in the passes that write them.
+
+        The language model is asked as in the fit.
+
+        Args:
+          questions: a text, or several.
+          contexts: what is shown with the question, as `score` takes it; or a list of
+            that, one for each question. None asks closed-book.
+          messages: one chat that asks instead, each with `role` and `content`; a
+            question and its context are then looked for in it.
+          max_new_tokens: most tokens of an answer; None is as in the fit.
+          stop: texts that end an answer; None is as in the fit.
+          temperature: of draws; 0 takes the likeliest tokens.
+          seed: of draws. A draw depends on its prompt and the seed, on nothing else.
+
+        Returns:
+          A score with the answer's `text`; of several questions a list of scores.
+
+        Raises:
+          ValueError: an argument is of another type, a text is empty or holds control
+            tokens, a prompt does not fit the model's window, the model's logits are not
+            finite, or the detector was trained in another setting.
+        """
+        is_one = questions is None or isinstance(questions, str)
+        if is_one:
+            contexts = None if contexts is None else [contexts]
+            questions = None if questions is None else [questions]
+        asked = Asked(
+            questions=questions,
+            contexts=contexts,
+            messages=messages,
+            max_new_tokens=max_new_tokens,
+            stop=stop,
+            temperature=temperature,
+            seed=seed,
+        )
+        scores = self.load_scorer().answer_asked(asked)
+        return scores[0] if is_one else scores
+
+    def stream(
+        self,
+        question: str | None = None,
+        context: Any = None,
+        *,
+        every: int | None = None,
+        messages: Sequence[Mapping[str, str]] | None = None,
+        max_new_tokens: int | None = None,
+        stop: Sequence[str] | None = None,
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> "Iterator[StreamedToken | Score]":
+        """Answer a question token by token, and score the answer in the same passes.
+
+            ``*tokens, score = probe.stream("where was it?", every=4)``
+
+        Args:
+          question: a text.
+          context: what is shown with it, as `score` takes it; None asks closed-book.
+          every: so many tokens apart a token has `p_correct`, P of the answer so far;
+            None is nowhere. It costs a small part of a step.
+          messages: as in `answer`.
+          max_new_tokens: most tokens of an answer; None is as in the fit.
+          stop: texts that end an answer; None is as in the fit.
+          temperature: of draws; 0 takes the likeliest tokens.
+          seed: of draws.
+
+        Returns:
+          Every token as it comes, with its text, probability and entropy, the stop
+          token too; last the score, which is that of `answer`.
+
+        Raises:
+          ValueError: as `answer`, or the model cannot be read while it writes.
+        """
+        if every is not None:
+            every = as_count(every, "every")
+        asked = Asked(
+            questions=None if question is None and messages else [question],
+            contexts=None if context is None else [context],
+            messages=messages,
+            max_new_tokens=max_new_tokens,
+            stop=stop,
+            temperature=temperature,
+            seed=seed,
+        )
+        return self.load_scorer().stream_asked(asked, every)
