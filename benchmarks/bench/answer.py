@@ -168,31 +168,19 @@ class AnswerBench:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnswerCost:
-    """One setting's times and peaks.
+    """One setting's times and peaks."""
 
-    Attributes:
-      setting: of the prompts.
-      n_prompt: tokens of all prompts.
-      n_new: tokens of all answers.
-      plain: seconds of plain generation, median over turns.
-      floor_over_plain: median of the ratios of neighbouring turns, as are the others.
-      one_over_floor: likewise.
-      one_over_plain: likewise.
-      two_over_plain: likewise.
-      peak_plain: MiB above the loaded model.
-      peak_one: likewise, of one pass.
-    """
-
-    setting: Setting
-    n_prompt: int
-    n_new: int
-    plain: float
+    setting: Setting  # of the prompts
+    n_prompt: int  # tokens of all prompts
+    n_new: int  # tokens of all answers
+    plain: float  # seconds of plain generation, median over turns
+    # Medians of the ratios of neighbouring turns.
     floor_over_plain: float
     one_over_floor: float
     one_over_plain: float
     two_over_plain: float
-    peak_plain: float
-    peak_one: float
+    peak_plain: float  # MiB above the loaded model
+    peak_one: float  # the same of one pass
 
     def cells(self) -> dict[str, str]:
         """Return the row by its columns."""

@@ -30,7 +30,6 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -71,18 +70,14 @@ _ADDITIONS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """What one forward of the model left behind.
+    """What one forward of the model left behind."""
 
-    Attributes:
-      logits: `[n_tokens, vocab_size]` float64.
-      states: `n_layers + 1` tensors `[n_tokens, d_model]`, un-normed.
-      contributions: per layer attention's and feed-forward's, float64.
-      maps: `[n_heads, n_tokens, n_tokens]` float64 per attention layer.
-    """
-
-    logits: np.ndarray
+    logits: np.ndarray  # `[n_tokens, vocab_size]` float64
+    # `n_layers + 1` tensors `[n_tokens, d_model]`, un-normed
     states: list[torch.Tensor]
+    # per layer attention's and feed-forward's, float64
     contributions: list[tuple[torch.Tensor, torch.Tensor]]
+    # `[n_heads, n_tokens, n_tokens]` float64 per attention layer
     maps: list[np.ndarray]
 
 
@@ -303,7 +298,7 @@ TOLERANCE = 1e-4
 ZERO_MASS = 1e-30  # below it float32 weights have no digits, and count as none
 
 
-def prob_scalars(logits: Items[float], target: int) -> list[float]:
+def prob_scalars(logits: Sequence[float], target: int) -> list[float]:
     """Return the five scalars of one next-token distribution."""
     peak = max(logits)
     exponentials = [math.exp(value - peak) for value in logits]
@@ -314,7 +309,7 @@ def prob_scalars(logits: Items[float], target: int) -> list[float]:
     return [p[target], -math.log(p[target]), entropy, first, first - second]
 
 
-def entropy_and_mass(weights: Items[float]) -> tuple[float, float]:
+def entropy_and_mass(weights: Sequence[float]) -> tuple[float, float]:
     """Return the entropy in nats of weights made to sum to one, and their sum."""
     mass = sum(weights)
     if mass < ZERO_MASS:
@@ -324,7 +319,7 @@ def entropy_and_mass(weights: Items[float]) -> tuple[float, float]:
 
 
 def attention_reading(
-    attention_map: np.ndarray, spans: Items[tuple[int, int]], position: int
+    attention_map: np.ndarray, spans: Sequence[tuple[int, int]], position: int
 ) -> list[tuple[float, float]]:
     """Return `[2 partners][entropy, mass]` of one token in one head."""
     own_spans = [i for i, (a, b) in enumerate(spans) if a <= position < b]
@@ -364,48 +359,35 @@ def resid_scalars(model: PreTrainedModel, run: Run, targets: np.ndarray) -> np.n
     return torch.stack(columns, dim=-1).numpy()
 
 
-def _attn_readings(maps: list[np.ndarray], spans: Items[tuple[int, int]]) -> np.ndarray:
-    """Return `[n_tokens, 2, 2, n_attention_layers, n_heads]`."""
-    n_heads, n_tokens, _ = maps[0].shape
-    attn = np.zeros((n_tokens, 2, 2, len(maps), n_heads))
-    for t, layer, head in np.ndindex(n_tokens, len(maps), n_heads):
-        attn[t, :, :, layer, head] = attention_reading(maps[layer][head], spans, t)
-    return attn
-
-
-def oracle_signals(
-    model: PreTrainedModel, sequence: TokenSequence
-) -> dict[str, np.ndarray]:
+def oracle_signals(model: PreTrainedModel, sequence: TokenSequence) -> Readings:
     """Return the four families of one sequence in float64.
 
     Args:
       model: a copy made by `copy_with_attention`.
       sequence: one teacher-forced example.
     """
-    run = run_model(model, sequence.ids)
+    run, spans = run_model(model, sequence.ids), sequence.spans.tolist()
     rows = zip(run.logits, sequence.targets, strict=True)
+    (n_heads, n_tokens, _), n_layers = run.maps[0].shape, len(run.maps)
+    attn = np.zeros((n_tokens, 2, 2, n_layers, n_heads))
+    for t, layer, head in np.ndindex(n_tokens, n_layers, n_heads):
+        attn[t, :, :, layer, head] = attention_reading(run.maps[layer][head], spans, t)
     return {
         "hidden": torch.stack(run.states, dim=1).double().numpy(),
         "prob": np.array([prob_scalars(row, target) for row, target in rows]),
         "resid": resid_scalars(model, run, sequence.targets),
-        "attn": _attn_readings(run.maps, sequence.spans.tolist()),
+        "attn": attn,
     }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exactness:
-    """Largest absolute errors of one architecture, by family of signals.
+    """Largest absolute errors of one architecture, by family of signals."""
 
-    Attributes:
-      name: the architecture.
-      float32: reader against oracle.
-      bfloat16: reader against oracle.
-      gap: oracle on eager against oracle on fused attention, in bfloat16.
-    """
-
-    name: str
-    float32: dict[str, float]
-    bfloat16: dict[str, float]
+    name: str  # the architecture
+    float32: dict[str, float]  # reader against oracle
+    bfloat16: dict[str, float]  # reader against oracle
+    # oracle on eager against oracle on fused attention, in bfloat16
     gap: dict[str, float]
 
     def cells(self) -> dict[str, str]:
@@ -435,14 +417,30 @@ def oracle_batch(model: PreTrainedModel, attention: str) -> list[Readings]:
 
 
 def largest_errors(
-    readings: list[Readings], expected: list[Readings]
+    readings: list[Readings],
+    expected: list[Readings],
+    *,
+    is_relative: bool = False,
+    n_spared: int = 0,
 ) -> dict[str, float]:
-    """Return the largest absolute error per family of signals; NaN counts as worst."""
+    """Return the largest error per family of signals; NaN counts as worst.
+
+    Args:
+      readings: what was read of each text, `[n_tokens, …]` per family.
+      expected: what should have been.
+      is_relative: over the family's largest value, not absolute.
+      n_spared: so many tokens of all may be further off.
+    """
     errors = {}
     for name in SIGNALS:
-        pairs = zip(readings, expected, strict=True)
-        gap = np.max([np.abs(left[name] - right[name]).max() for left, right in pairs])
-        errors[name] = float(np.nan_to_num(gap, nan=np.inf))
+        pairs = [(a[name], b[name]) for a, b in zip(readings, expected, strict=True)]
+        errors[name] = math.inf
+        if all(left.shape == right.shape for left, right in pairs):
+            gaps = [np.abs(a - b).reshape(len(a), -1).max(1) for a, b in pairs]
+            gap = np.sort(np.nan_to_num(np.concatenate(gaps), nan=np.inf))
+            scale = max(float(np.abs(right).max()) for _, right in pairs)
+            errors[name] = float(gap[len(gap) - 1 - n_spared])
+            errors[name] /= (scale if is_relative else 1.0) or 1.0
     return errors
 
 
@@ -508,12 +506,10 @@ _N_LONG = 2300
 _OURS = Path(__file__).parents[2] / "extract"
 # What a twin needs beyond its small sizes: constraints between entries of a config.
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64}
-_SLIDING = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
-_SLIDING |= {"q_lora_rank": 16, "kv_lora_rank": 16}
-_SLIDING |= {"qk_nope_head_dim": 8, "v_head_dim": 8}
-_DOTS = {f"swa_{name}": size for name, size in _SLIDING.items()}
+_DOTS = {"num_key_value_heads": 4, "swa_num_attention_heads": 2}
+_DOTS |= {"swa_num_key_value_heads": 2, "swa_head_dim": 16, "swa_q_lora_rank": 16}
+_DOTS |= {"swa_kv_lora_rank": 16, "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8}
 _EXPERTS = {"n_routed_experts": 6, "n_shared_experts": 1, "num_experts_per_tok": 2}
-_ONE_HEAD_SIZE = {"head_dim": 8}
 _TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
 _TOWER |= {"num_attention_heads": 2}
 _ENTRIES: dict[str, dict[str, Any]] = {
@@ -525,6 +521,9 @@ _ENTRIES: dict[str, dict[str, Any]] = {
             {"rope_type": "default", "rope_theta": 1e4},
         ),
     },
+    **dict.fromkeys(
+        ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"), {"head_dim": 8}
+    ),
     # Eight heads of an indexer: fewer, and its ReLU leaves ties among the scores.
     **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa"), {"index_n_heads": 8}),
     "dbrx": {
@@ -533,13 +532,10 @@ _ENTRIES: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "dots1": _EXPERTS,
-    "dots3_note": {"num_key_value_heads": 4, **_DOTS},
-    "dots3_note_text": {"num_key_value_heads": 4, **_DOTS},
+    **dict.fromkeys(("dots3_note", "dots3_note_text"), _DOTS),
     "falcon_h1": _MAMBA,
     "git": {"vision_config": {**_TOWER, "image_size": 16, "patch_size": 8}},
     "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention"] * 2},
-    "hunyuan_v1_dense": _ONE_HEAD_SIZE,
-    "hunyuan_v1_moe": _ONE_HEAD_SIZE,
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": {
@@ -553,61 +549,30 @@ _ENTRIES: dict[str, dict[str, Any]] = {
         "index_n_heads": 2,
         "num_key_value_heads": 2,
     },
-    "ministral": _ONE_HEAD_SIZE,
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
     "xmod": {"default_language": "en_XX"},
     "zamba2": {"attention_hidden_size": 64, "attention_head_dim": 16},
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Surveyed:
-    """What became of one type of model.
+    """What became of one type of model."""
 
-    Attributes:
-      name: the model type.
-      lengths: "short" texts of up to 26 tokens, the same with windows of eight tokens
-        that they go "beyond", or one "long" text of 2,300, less its two worst tokens.
-      outcome: exact if every error is below the tolerance.
-      errors: per family of signals, of the family's largest value.
-      reason: why it was refused, wrong or not built, else "".
-      seconds: wall time.
-    """
-
-    name: str
+    name: str  # the model type
+    # "short" texts of up to 26 tokens, the same with windows of eight tokens that they
+    # go "beyond", or one "long" text of 2,300, less its two worst tokens
     lengths: Lengths
-    outcome: Outcome
-    errors: dict[str, float]
-    reason: str
-    seconds: float
+    outcome: Outcome  # exact if every error is below the tolerance
+    errors: dict[str, float]  # per family of signals, of the family's largest value
+    reason: str  # why it was refused, wrong or not built, else ""
+    seconds: float  # wall time
 
     def cells(self) -> dict[str, str]:
         """Return the row by its columns."""
         errors = {n: f"{self.errors[n]:.0e}" if self.errors else "" for n in SIGNALS}
         what = {"type": self.name, "lengths": self.lengths, "outcome": self.outcome}
         return {**what, **errors, "reason": self.reason}
-
-
-def relative_errors(
-    readings: list[Readings], expected: list[Readings], n_spared: int = 0
-) -> dict[str, float]:
-    """Return per family the largest error over the family's largest value.
-
-    Args:
-      readings: what was read of each text, `[n_tokens, …]` per family.
-      expected: what should have been.
-      n_spared: so many tokens of all may be further off.
-    """
-    errors = {}
-    for name in SIGNALS:
-        pairs = [(a[name], b[name]) for a, b in zip(readings, expected, strict=True)]
-        errors[name] = math.inf
-        if all(left.shape == right.shape for left, right in pairs):
-            gaps = [np.abs(a - b).reshape(len(a), -1).max(1) for a, b in pairs]
-            gap = np.sort(np.nan_to_num(np.concatenate(gaps), nan=np.inf))
-            scale = max(float(np.abs(right).max()) for _, right in pairs)
-            errors[name] = float(gap[len(gap) - 1 - n_spared]) / (scale or 1.0)
-    return errors
 
 
 def _batch(lengths: Lengths) -> list[TokenSequence]:
@@ -665,7 +630,9 @@ def survey_one(name: str, lengths: Lengths = "short") -> Surveyed:
         # sparse layer chooses and the next, may go either way by rounding; a wrong
         # mask moves hundreds.
         n_spared = 2 if lengths == "long" else 0
-        errors = relative_errors(readings, _expected(model, batch), n_spared)
+        errors = largest_errors(
+            readings, _expected(model, batch), is_relative=True, n_spared=n_spared
+        )
         if max(errors.values()) < SURVEY_TOLERANCE:
             outcome = "exact"
         reason = "" if outcome == "exact" else "the errors are too large"
@@ -676,14 +643,7 @@ def survey_one(name: str, lengths: Lengths = "short") -> Surveyed:
         else:
             reason = f"{type(error).__name__}: {reason[:200]}"
     seconds = time.monotonic() - began
-    return Surveyed(
-        name=name,
-        lengths=lengths,
-        outcome=outcome,
-        errors=errors,
-        reason=reason,
-        seconds=seconds,
-    )
+    return Surveyed(name, lengths, outcome, errors, reason, seconds)
 
 
 def survey_types(names: Sequence[str], printer: RowPrinter) -> list[Surveyed]:

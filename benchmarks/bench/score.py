@@ -43,19 +43,12 @@ print(*warm_ratio(beatrice.load(sys.argv[1]), int(sys.argv[2])))
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoreCost:
-    """What one thing costs.
+    """What one thing costs."""
 
-    Attributes:
-      what: the thing.
-      clock: seconds that it lasted.
-      processors: seconds of processors, user and system.
-      wanted: most seconds of the clock.
-    """
-
-    what: str
-    clock: float
-    processors: float
-    wanted: float
+    what: str  # the thing
+    clock: float  # seconds that it lasted
+    processors: float  # seconds of processors, user and system
+    wanted: float  # most seconds of the clock
 
     def cells(self) -> list[str]:
         """Return a row of the table."""

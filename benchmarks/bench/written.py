@@ -36,18 +36,13 @@ class Numbers:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Written:
-    """What became of one architecture, in float32 and bfloat16.
+    """What became of one architecture, in float32 and bfloat16."""
 
-    Attributes:
-      name: the model type.
-      reasons: why its answers are read again, or None.
-      differences: largest of a family, None where nothing was read.
-      own: likewise of the model's logits; None where it takes no cache.
-    """
-
-    name: str
-    reasons: tuple[str | None, ...]
+    name: str  # the model type
+    reasons: tuple[str | None, ...]  # why its answers are read again, or None
+    # largest of a family, None where nothing was read
     differences: tuple[float | None, ...]
+    # likewise of the model's logits; None where it takes no cache
     own: tuple[float | None, ...]
 
     def cells(self) -> dict[str, str]:
