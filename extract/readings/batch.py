@@ -11,7 +11,7 @@ beginning's states of a layer are put before those of the batch.
 
 import abc
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -50,21 +50,13 @@ class _Calls(AttentionReading):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Beginning:
-    """The first tokens of all sequences, and what a decoder made of them.
+    """The first tokens of all sequences, and what a decoder made of them."""
 
-    Attributes:
-      n_tokens: of it.
-      cache: its keys and values.
-      calls: by layer, of one example.
-      layers: what each did to the stream, of one example.
-      final: `[1, n_tokens, d_model]`, final-normed.
-    """
-
-    n_tokens: int
-    cache: DynamicCache
-    calls: dict[int, AttentionCall]
-    layers: list[LayerPass]
-    final: torch.Tensor
+    n_tokens: int  # of it
+    cache: DynamicCache  # its keys and values
+    calls: dict[int, AttentionCall]  # by layer, of one example
+    layers: list[LayerPass]  # what each did to the stream, of one example
+    final: torch.Tensor  # `[1, n_tokens, d_model]`, final-normed
 
     def cache_of(self, n_examples: int) -> DynamicCache:
         """Return keys and values for a batch, which its forward adds to."""
@@ -191,7 +183,6 @@ def final_states(
 # 262,144 words of 640 numbers take 3.0 ns a logit then, 8 ns with 64 rows (bfloat16).
 _LOGITS_PER_CHUNK = 2**26
 _LOGITS_CACHED = 2**18  # on a CPU: rows that stay in its second-level cache
-Lens = Callable[[torch.Tensor, slice, torch.Tensor], None]
 
 
 def cue_length(answers: Sequence[Answer]) -> int:
@@ -232,9 +223,6 @@ class Batch:
       n_cue: tokens of the answer cue, see `cue_length`.
       budget: sizes of chunks.
       beginning: of all these prompts, if it was run before.
-      lenses: shown what the lens of `KnowledgeScores` reads behind every layer: the
-        final states, which cells (of rows that predict the answer, all layers of a row
-        together) and their log-probabilities; not to be changed.
     """
 
     backbone: Backbone
@@ -243,7 +231,6 @@ class Batch:
     n_cue: int
     budget: ReadingBudget
     beginning: Beginning | None = None
-    lenses: list[Lens] = dataclasses.field(default_factory=list)
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -260,6 +247,11 @@ class Batch:
     def head(self) -> Head:
         """Return the output side of the model."""
         return head_of(self.backbone.model)
+
+    @property
+    def sequence_edges(self) -> list[tuple[int, int]]:
+        """Return `[start, stop)` of prompt and answer."""
+        return [(0, n_tokens) for n_tokens in self.lengths]
 
     @cached_property
     def answer_edges(self) -> list[tuple[int, int]]:
@@ -323,7 +315,22 @@ class Part(abc.ABC):
 
     def __init__(self, batch: Batch, wanted: frozenset[str]) -> None:
         """Begin a batch; of the part's names only those wanted are given."""
-        self.batch, self.wanted = batch, wanted
+        self.batch = batch
+        self.wanted = [name for name in self.names if name in wanted]
+        self._by_layer: dict[tuple[str, int], torch.Tensor] = {}
+
+    def add(self, layer: int, values: torch.Tensor, name: str = "") -> torch.Tensor:
+        """Add to what is kept of a layer under a name; return the sum."""
+        key = name, layer
+        if key in self._by_layer:
+            values = self._by_layer[key] + values
+        self._by_layer[key] = values
+        return values
+
+    def stacked(self, name: str = "") -> torch.Tensor:
+        """Return what is kept under a name, `[n, …]` each, as `[n, n_layers, …]`."""
+        layers = sorted(layer for key, layer in self._by_layer if key == name)
+        return torch.stack([self._by_layer[name, layer] for layer in layers], dim=1)
 
     def first_row(self) -> int:
         """Return the first row of attention that the part needs."""

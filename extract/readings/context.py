@@ -17,7 +17,6 @@ same answer read behind other passages.
 """
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -31,7 +30,6 @@ from beatrice.extract.readings.batch import (
     rows_in_cache,
 )
 from beatrice.extract.signals.batch import Rows, pad_batch
-from beatrice.extract.signals.probability import token_probabilities
 from beatrice.extract.signals.sequence import sequence_of
 
 
@@ -79,7 +77,6 @@ class Lookback(Part):
         n_context = [max(1, n - batch.n_cue) for n in prompts]
         self._n_context = torch.tensor(n_context, device=device)
         self._least = min(first for first, _ in spans)
-        self._sums: dict[int, torch.Tensor] = {}
 
     def on_weights(self, layer: int, log_weights: torch.Tensor, start: int) -> None:
         """Add the ratios of some rows; every row has its own number of new tokens."""
@@ -93,13 +90,12 @@ class Lookback(Part):
             first, stop = self._first[:, None], self._stop[:, None]
             is_own = ((rows >= first) & (rows < stop))[:, None]
             added = ratios.masked_fill(~is_own, 0.0).sum(-1)
-        self._sums[layer] = self._sums.get(layer, 0) + added
+        self.add(layer, added)
 
     def finish(self, final: torch.Tensor) -> dict[str, list[torch.Tensor]]:
         """Divide by the steps; NaN for an answer without steps."""
-        layers = torch.stack([self._sums[layer] for layer in sorted(self._sums)], dim=1)
         counts = (self._stop - self._first)[:, None, None]
-        return {"lookback": list(layers / counts)}
+        return {"lookback": list(self.stacked() / counts)}
 
 
 _SHARE = 0.1
@@ -204,50 +200,6 @@ def _cosines(
     return cosines.masked_fill(chosen.sum(-1) == 0, torch.nan).nanmean(-1)
 
 
-class KnowledgeScores(Part):
-    """The parametric knowledge score of every layer, `[n_layers]` in nats.
-
-    How far a layer's feed-forward part moves the next-token distribution that the
-    logit lens reads: the mean over the answer's tokens of `divergences`.
-    """
-
-    names = ("redeep_pks", "redeep_pks_swapped")
-
-    def __init__(self, batch: Batch, wanted: frozenset[str]) -> None:
-        """Begin a batch."""
-        super().__init__(batch, wanted)
-        self._rows = batch.rows(batch.predictor_edges)
-        # `[n_rows, 2, d_model]` each, before and behind the feed-forward part.
-        self._pairs: list[torch.Tensor] = []
-
-    def on_layer(self, layer_pass: LayerPass) -> None:
-        """Keep the stream before and behind the feed-forward part."""
-        mid = self._rows.of(layer_pass.h_in) + self._rows.of(layer_pass.att)
-        self._pairs.append(torch.stack([mid, self._rows.of(layer_pass.h_out)], dim=1))
-
-    def finish(self, final: torch.Tensor) -> dict[str, list[torch.Tensor]]:
-        """Compare all layers at once and average over the answer's tokens.
-
-        NaN for an answer without tokens.
-        """
-        pairs = torch.stack(self._pairs, dim=1)
-        n_rows, n_layers, _, width = pairs.shape
-        states = pairs.reshape(-1, width)
-        every = states.new_empty((n_rows * n_layers, 2), dtype=torch.float32)
-        for rows, log_probs in self.batch.log_probs(states, is_normed=False):
-            cells = slice(rows.start // 2, rows.stop // 2)
-            every[cells] = divergences(log_probs[::2], log_probs[1::2])
-            for show in self.batch.lenses:
-                show(final, cells, log_probs[1::2])
-        every = every.view(n_rows, n_layers, 2)
-        means = mean_rows(every, self._rows.slices())
-        return {
-            name: [m[:, k] for m in means]
-            for k, name in enumerate(self.names)
-            if name in self.wanted
-        }
-
-
 _N_TOP = 100
 _GUARD = 1e-8  # of the official code, under an entropy that divides
 
@@ -303,101 +255,88 @@ def discrepancy(
     return (total.square() + mean.square().sum(-1)) / 2
 
 
-class ProcessingRates(Part):
-    """The information processing rate: a scalar.
+_KNOWLEDGE = ("redeep_pks", "redeep_pks_swapped")
+_RATES = ("lumina_ipr", "lumina_ipr_inner")
 
+
+class LensScores(Part):
+    """What the logit lens reads behind every layer where the answer is predicted.
+
+    The parametric knowledge score of every layer, `[n_layers]` in nats: how far its
+    feed-forward part moves the next-token distribution, the mean over the answer's
+    tokens of `divergences`. And the information processing rate, a scalar:
     "lumina_ipr" reads every layer as the official code does, which norms the last
     state twice (Transformers' last hidden state is normed already); of
     "lumina_ipr_inner" the last layer is left out, as the paper's sum leaves it out.
     """
 
-    names = ("lumina_ipr", "lumina_ipr_inner")
+    names = (*_KNOWLEDGE, *_RATES)
 
     def __init__(self, batch: Batch, wanted: frozenset[str]) -> None:
         """Begin a batch."""
         super().__init__(batch, wanted)
         self._rows = batch.rows(batch.predictor_edges)
-        # Kept until the model's own likeliest word is known: `[n_rows, d_model]` each.
-        self._states: list[torch.Tensor] = []
-        self._told: tuple[torch.Tensor, ...] | None = None
-        # Of `_lenses`, where another part's lens reads the same states.
-        self._shown: torch.Tensor | None = None
-        if wanted & {"redeep_pks", "redeep_pks_swapped"}:
-            batch.lenses.append(self._show)
+        self._reads_knowledge = not wanted.isdisjoint(_KNOWLEDGE)
+        self._reads_rates = not wanted.isdisjoint(_RATES)
 
     def on_layer(self, layer_pass: LayerPass) -> None:
-        """Keep the states that predict the answer."""
-        if layer_pass.index < self.batch.backbone.n_layers - 1:
-            self._states.append(self._rows.of(layer_pass.h_out))
+        """Keep the stream behind the layer, and before its feed-forward part."""
+        states = [self._rows.of(layer_pass.h_out)]
+        if self._reads_knowledge:
+            middle = self._rows.of(layer_pass.h_in) + self._rows.of(layer_pass.att)
+            states.insert(0, middle)
+        self.add(layer_pass.index, torch.stack(states, dim=1))
 
     def finish(self, final: torch.Tensor) -> dict[str, list[torch.Tensor]]:
-        """Read every layer's lens; NaN for an answer without tokens."""
-        states = self._rows.of(final)
-        best, best_word, log_told = self._likeliest(final)
-        if self._shown is None:
-            log_match, entropies = self._lenses((*self._states, states), best_word)
-        else:
-            log_match, entropies = self._shown.unbind(-1)
-            last = self._lenses((states,), best_word)
-            log_match[:, -1:], entropies[:, -1:] = last
-        matches, emphasis = (log_match - best[:, None]).exp(), (log_told - best).exp()
-        n_layers = matches.shape[1]
-        result = {}
-        for name, n_read in zip(self.names, (n_layers, n_layers - 1), strict=True):
-            if name in self.wanted:
-                read = matches[:, :n_read], entropies[:, :n_read]
-                rates = processing_rate(*read, emphasis)
-                result[name] = mean_rows(rates, self._rows.slices())
-        return result
+        """Read all layers at once; NaN for an answer without tokens."""
+        final, states = self._rows.of(final), self.stacked()
+        n_rows, n_layers, n_states, width = states.shape
+        best, words, log_told = self._likeliest(final)
+        every_word = words.repeat_interleave(n_layers)
+        knowledge = states.new_empty((n_rows * n_layers, 2), dtype=torch.float32)
+        lens = torch.empty_like(knowledge)
+        states = states.reshape(-1, width)
+        for rows, log_probs in self.batch.log_probs(states, is_normed=False):
+            cells = slice(rows.start // n_states, rows.stop // n_states)
+            behind = log_probs[n_states - 1 :: n_states]
+            if self._reads_knowledge:
+                knowledge[cells] = divergences(log_probs[::2], behind)
+            if self._reads_rates:
+                lens[cells] = _word_and_entropy(behind, every_word[cells])
+        lens = lens.view(n_rows, n_layers, 2)
+        # The last layer's lens is that of the final state, normed once more.
+        for rows, log_probs in self.batch.log_probs(final, is_normed=False):
+            lens[rows, -1] = _word_and_entropy(log_probs, words[rows])
+        matches, entropies = (lens[..., 0] - best[:, None]).exp(), lens[..., 1]
+        emphasis = (log_told - best).exp()
+        every = knowledge.view(n_rows, n_layers, 2)
+        inner = matches[:, :-1], entropies[:, :-1]
+        per_token = {
+            "redeep_pks": every[..., 0],
+            "redeep_pks_swapped": every[..., 1],
+            "lumina_ipr": processing_rate(matches, entropies, emphasis),
+            "lumina_ipr_inner": processing_rate(*inner, emphasis),
+        }
+        slices = self._rows.slices()
+        return {name: mean_rows(per_token[name], slices) for name in self.wanted}
 
     def _likeliest(self, final: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return of every row the best log-probability, its word, the answer's own."""
-        if self._told is not None:
-            return self._told
-        states = self._rows.of(final)
         ids = [i for answer in self.batch.answers for i in answer.token_ids]
-        answer_ids = torch.tensor(ids, device=states.device, dtype=torch.long)
-        best, best_word, log_told = (
-            states.new_zeros(len(answer_ids)) for _ in range(3)
-        )
-        best, log_told, best_word = best.float(), log_told.float(), best_word.long()
-        for rows, log_probs in self.batch.log_probs(states, is_normed=True):
-            best[rows], best_word[rows] = log_probs.max(-1)
+        answer_ids = torch.tensor(ids, device=final.device, dtype=torch.long)
+        best, log_told = torch.zeros((2, len(ids)), device=final.device)
+        words = torch.zeros_like(answer_ids)
+        for rows, log_probs in self.batch.log_probs(final, is_normed=True):
+            best[rows], words[rows] = log_probs.max(-1)
             log_told[rows] = log_probs.gather(1, answer_ids[rows, None])[:, 0]
-        self._told = best, best_word, log_told
-        return self._told
+        return best, words, log_told
 
-    def _show(self, final: torch.Tensor, cells: slice, log_probs: torch.Tensor) -> None:
-        """Keep of another part's lens what `_lenses` would return, see `Batch`."""
-        words, n_layers = self._likeliest(final)[1], self.batch.backbone.n_layers
-        if self._shown is None:
-            self._shown = words.new_empty(
-                (len(words), n_layers, 2), dtype=torch.float32
-            )
-        cell_words = words.repeat_interleave(n_layers)[cells, None]
-        chunks = log_probs.split(rows_in_cache(log_probs))
-        entropies = torch.cat([-(chunk.exp() * chunk).sum(-1) for chunk in chunks])
-        values = torch.stack([log_probs.gather(1, cell_words)[:, 0], entropies], dim=-1)
-        self._shown.view(-1, 2)[cells] = values
 
-    def _lenses(
-        self, layers: Sequence[torch.Tensor], words: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `[n_rows, n_layers]`: the words' log-probability, entropy in nats."""
-        backbone, head, budget = self.batch.backbone, self.batch.head, self.batch.budget
-        states = torch.stack(tuple(layers), dim=1)
-        n_rows, n_layers, width = states.shape
-        if not n_rows:
-            return states.new_zeros((0, n_layers)), states.new_zeros((0, n_layers))
-        normed = backbone.layout.final_norm(states.to(head.weight.dtype))
-        scalars = token_probabilities(
-            normed.view(-1, width),
-            words.repeat_interleave(n_layers),
-            head,
-            n_tokens_per_chunk=budget.n_tokens_per_chunk,
-            n_words_per_block=budget.n_words_per_block,
-        ).view(n_rows, n_layers, -1)
-        return -scalars[..., 1], scalars[..., 2]
+def _word_and_entropy(log_probs: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+    """Return `[n_rows, 2]`: the log-probability of each row's word, entropy in nats."""
+    chunks = log_probs.split(rows_in_cache(log_probs))
+    entropies = torch.cat([-(chunk.exp() * chunk).sum(-1) for chunk in chunks])
+    return torch.stack([log_probs.gather(1, words[:, None])[:, 0], entropies], dim=-1)
 
 
 class Discrepancies(Part):

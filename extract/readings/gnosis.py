@@ -16,10 +16,11 @@ cells, which may stand beside them, would need every cell kept. Departures:
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 
-from beatrice.extract.readings.batch import Batch, Part
+from beatrice.extract.readings.batch import Part
 
 N_CELLS, N_STEPS, N_STATISTICS = 32, 8, 23
 _TINY = 1e-12
@@ -160,14 +161,11 @@ class AttentionStatistics(Part):
     names = ("gnosis_maps",)
     reads_weights = True
 
-    def __init__(self, batch: Batch, wanted: frozenset[str]) -> None:
-        """Begin a batch."""
-        super().__init__(batch, wanted)
-        edges = [(0, n) for n in batch.lengths]
-        bins = bin_weights(edges, max(batch.lengths), N_CELLS)
-        self._bins = bins.to(batch.backbone.device)[:, None]
-        self._sums: dict[int, torch.Tensor] = {}
-        self._found: dict[int, torch.Tensor] = {}
+    @cached_property
+    def _bins(self) -> torch.Tensor:
+        batch = self.batch
+        bins = bin_weights(batch.sequence_edges, max(batch.lengths), N_CELLS)
+        return bins.to(batch.backbone.device)[:, None]
 
     def first_row(self) -> int:
         """Return the first row of the sequence."""
@@ -178,14 +176,14 @@ class AttentionStatistics(Part):
         stop = log_weights.shape[-1]
         cells = log_weights.exp() @ self._bins[..., :stop].mT
         added = self._bins[..., start:stop] @ cells
-        self._sums[layer] = self._sums.get(layer, 0) + added
+        maps = self.add(layer, added)
         if stop == self._bins.shape[-1]:
-            self._found[layer] = map_statistics(self._sums.pop(layer))
+            del self._by_layer["", layer]  # cells of all layers would take much memory
+            self.add(layer, map_statistics(maps), "statistics")
 
     def finish(self, final: torch.Tensor) -> dict[str, list[torch.Tensor]]:
         """Return them by layer."""
-        layers = [self._found[layer] for layer in sorted(self._found)]
-        return {"gnosis_maps": list(torch.stack(layers, dim=1))}
+        return {"gnosis_maps": list(self.stacked("statistics"))}
 
 
 class StateTrace(Part):

@@ -10,11 +10,12 @@ higher or lower for wrong answers depending on the data; nothing is oriented her
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 
 from beatrice.extract.backbone.layout import LayerPass
-from beatrice.extract.readings.batch import Batch, Part
+from beatrice.extract.readings.batch import Part
 
 _RIDGE = 1e-3
 _N_TOP = 50
@@ -79,7 +80,7 @@ def window_entropy(
       width: tokens of a window; windows do not overlap, the last may be shorter.
     """
     if not len(entropies):
-        return _nan(entropies)
+        return entropies.new_tensor(math.nan)
     means = [window.mean() for window in entropies.split(width)]
     return torch.stack(means).amax() / n_words
 
@@ -103,11 +104,21 @@ def _entropy(log_probs: torch.Tensor) -> torch.Tensor:
     return -(log_probs.exp() * log_probs).sum(-1)
 
 
-def _nan(like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(math.nan, device=like.device)
+class _AnswerOrAll(Part):
+    """Two readings: of the answer tokens, and of all tokens of the sequence."""
+
+    @cached_property
+    def _edges(self) -> dict[str, list[tuple[int, int]]]:
+        edges = self.batch.answer_edges, self.batch.sequence_edges
+        pairs = zip(self.names, edges, strict=True)
+        return {name: edges for name, edges in pairs if name in self.wanted}
+
+    def first_row(self) -> int:
+        """Return the first row of the sequence, or of an answer."""
+        return min(start for edges in self._edges.values() for start, _ in edges)
 
 
-class HiddenScores(Part):
+class HiddenScores(_AnswerOrAll):
     """The hidden score of every layer, `[n_layers]`; the last one's states are normed.
 
     So they are where the official code takes them, Transformers' `hidden_states`.
@@ -115,30 +126,22 @@ class HiddenScores(Part):
 
     names = ("llmcheck_hidden", "llmcheck_hidden_all")
 
-    def __init__(self, batch: Batch, wanted: frozenset[str]) -> None:
-        """Begin a batch."""
-        super().__init__(batch, wanted)
-        sequences = [(0, n) for n in batch.lengths]
-        edges = dict(zip(self.names, (batch.answer_edges, sequences), strict=True))
-        self._edges = {name: edges[name] for name in edges if name in wanted}
-        self._scores = {name: [] for name in self._edges}
-
     def on_layer(self, layer_pass: LayerPass) -> None:
         """Score the output of every layer but the last."""
         if layer_pass.index < self.batch.backbone.n_layers - 1:
-            self._add(layer_pass.h_out)
+            self._score(layer_pass.index, layer_pass.h_out)
 
-    def _add(self, states: torch.Tensor) -> None:
+    def _score(self, layer: int, states: torch.Tensor) -> None:
         for name, edges in self._edges.items():
-            self._scores[name].append(hidden_scores(states, edges))
+            self.add(layer, hidden_scores(states, edges), name)
 
     def finish(self, final: torch.Tensor) -> dict[str, list[torch.Tensor]]:
         """Score the last."""
-        self._add(final)
-        return {k: list(torch.stack(v, dim=1)) for k, v in self._scores.items()}
+        self._score(self.batch.backbone.n_layers - 1, final)
+        return {name: list(self.stacked(name)) for name in self._edges}
 
 
-class DiagonalScores(Part):
+class DiagonalScores(_AnswerOrAll):
     """Sum over heads of the mean log weight that tokens give to themselves.
 
     `[n_attention_layers]`. The logarithms are taken before the weights are rounded, so
@@ -148,40 +151,24 @@ class DiagonalScores(Part):
     names = ("llmcheck_attention", "llmcheck_attention_all")
     reads_weights = True
 
-    def __init__(self, batch: Batch, wanted: frozenset[str]) -> None:
-        """Begin a batch."""
-        super().__init__(batch, wanted)
-        sequences = [(0, n) for n in batch.lengths]
-        self._edges = dict(
-            zip(self.names, (batch.answer_edges, sequences), strict=True)
-        )
-        self._sums: dict[str, dict[int, torch.Tensor]] = {}
-
-    def first_row(self) -> int:
-        """Return the first row of the sequence, or of an answer."""
-        wanted = [self._edges[name] for name in self.names if name in self.wanted]
-        return min(start for edges in wanted for start, _ in edges)
-
     def on_weights(self, layer: int, log_weights: torch.Tensor, start: int) -> None:
         """Add the diagonal of some rows."""
         diagonal = log_weights.diagonal(start, -2, -1).double().sum(1)
         positions = torch.arange(
             start, start + diagonal.shape[1], device=diagonal.device
         )
-        for name in self.wanted & set(self.names):
-            edges = torch.tensor(self._edges[name], device=diagonal.device)[:, :, None]
+        for name, every in self._edges.items():
+            edges = torch.tensor(every, device=diagonal.device)[:, :, None]
             is_own = (positions >= edges[:, 0]) & (positions < edges[:, 1])
-            added = diagonal.masked_fill(~is_own, 0.0).sum(1)
-            sums = self._sums.setdefault(name, {})
-            sums[layer] = sums[layer] + added if layer in sums else added
+            self.add(layer, diagonal.masked_fill(~is_own, 0.0).sum(1), name)
 
     def finish(self, final: torch.Tensor) -> dict[str, list[torch.Tensor]]:
         """Divide by the tokens; an answer without tokens has NaN."""
         scores = {}
-        for name, sums in self._sums.items():
-            counts = [stop - start for start, stop in self._edges[name]]
-            every = torch.stack([sums[layer] for layer in sorted(sums)], dim=1)
-            scores[name] = list(every / every.new_tensor(counts)[:, None])
+        for name, edges in self._edges.items():
+            sums = self.stacked(name)
+            counts = sums.new_tensor([stop - start for start, stop in edges])
+            scores[name] = list(sums / counts[:, None])
         return scores
 
 
@@ -215,4 +202,4 @@ class Entropies(Part):
                 scores[f"logit_entropy{suffix}"].append(
                     torch.cat(top)[at][shift].mean()
                 )
-        return {name: values for name, values in scores.items() if name in self.wanted}
+        return {name: scores[name] for name in self.wanted}

@@ -6,6 +6,7 @@ attends with its own kernel.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,16 +18,15 @@ from beatrice.extract.readings.batch import Batch, Part, begin, cue_length, fina
 from beatrice.extract.readings.context import (
     ContextScores,
     Discrepancies,
-    KnowledgeScores,
+    LensScores,
     Lookback,
-    ProcessingRates,
 )
 from beatrice.extract.readings.gnosis import AttentionStatistics, StateTrace
 from beatrice.extract.readings.llm_check import DiagonalScores, Entropies, HiddenScores
 from beatrice.extract.readings.prompts import SECOND_PASSES
 from beatrice.extract.records import Answer
 from beatrice.extract.signals.attention import AttentionReading, run_reading
-from beatrice.extract.signals.batch import budget_for
+from beatrice.extract.signals.batch import Rows, budget_for
 from beatrice.extract.signals.sequence import batches_of
 from beatrice.extract.signals.span_sums import AttentionCall, AttentionMap, row_chunks
 
@@ -41,19 +41,17 @@ class ExactAnswerStates(Part):
 
     names = ("mlp_exact_answer",)
 
-    def __init__(self, batch: Batch, wanted: frozenset[str]) -> None:
-        """Begin a batch."""
-        super().__init__(batch, wanted)
-        self._rows = batch.rows([(n - 1, n) for n in batch.lengths])
-        self._layers: list[torch.Tensor] = []
+    @cached_property
+    def _rows(self) -> Rows:
+        return self.batch.rows([(n - 1, n) for n in self.batch.lengths])
 
     def on_layer(self, layer_pass: LayerPass) -> None:
         """Keep the last token's contribution."""
-        self._layers.append(self._rows.of(layer_pass.ffn).float())
+        self.add(layer_pass.index, self._rows.of(layer_pass.ffn).float())
 
     def finish(self, final: torch.Tensor) -> dict[str, list[torch.Tensor]]:
         """Return them; NaN for an answer without tokens."""
-        every = torch.stack(self._layers, dim=1)
+        every = self.stacked()
         is_empty = [not answer.token_ids for answer in self.batch.answers]
         every[torch.tensor(is_empty, device=every.device)] = torch.nan
         return {"mlp_exact_answer": list(every)}
@@ -65,8 +63,7 @@ PARTS: tuple[type[Part], ...] = (
     Entropies,
     Lookback,
     ContextScores,
-    KnowledgeScores,
-    ProcessingRates,
+    LensScores,
     Discrepancies,
     ExactAnswerStates,
     AttentionStatistics,
