@@ -51,6 +51,7 @@ OURS = (
 )
 
 PLAIN = ("perplexity", "tfidf", "answer_length")  # rivals that `evaluate` measures
+# What `evaluate` measures.
 _TAKEN = (*OURS, *PLAIN, "probe", "chosen_layer", "first_layer", "last_layer", "labels")
 
 
@@ -297,7 +298,7 @@ def find_detector(spec: str) -> Baseline:
             "(benchmarks/baselines/detector.py)"
         )
     is_known = known.get(detector.name) is detector
-    if not is_known and (detector.name in known or is_taken(detector.name)):
+    if not is_known and (detector.name in known or detector.name in _TAKEN):
         raise ValueError(
             f"{spec}: the name {detector.name!r} is that of another row of the tables; "
             "give yours another"
@@ -332,11 +333,6 @@ def format_list(detectors: Iterable[Baseline]) -> str:
         "".join(f"{x:<{w}}" for x, w in zip(row, widths, strict=True)) for row in cells
     )
     return "\n".join(line.rstrip() for line in lines)
-
-
-def is_taken(name: str) -> bool:
-    """Whether a name is that of what `beatrice evaluate` measures."""
-    return name in _TAKEN
 
 
 def is_rival(name: str) -> bool:

@@ -21,26 +21,19 @@ RELATIONS = ("entailment", "neutral", "contradiction")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Entailment:
-    """An NLI model; called with pairs of texts it returns their relations.
+    """An NLI model; called with pairs of texts it returns their relations."""
 
-    Attributes:
-      model: classifies sequences.
-      tokenizer: of the model.
-      columns: of its logits, in the order of `RELATIONS`; neutral is absent where the
-        model has two classes.
-      max_tokens: of a pair; the longer text of a longer pair is cut.
-      n_batch: pairs that are read together.
-      progress: told how many pairs are read, of how many.
-      known: what was found for each pair, so that no pair is read twice: several
-        detectors ask for the same ones.
-    """
-
-    model: Any
-    tokenizer: Any
+    model: Any  # classifies sequences
+    tokenizer: Any  # of the model
+    # of its logits, in the order of `RELATIONS`; neutral is absent where the model has
+    # two classes
     columns: Mapping[str, int]
-    max_tokens: int
-    n_batch: int = 32
+    max_tokens: int  # of a pair; the longer text of a longer pair is cut
+    n_batch: int = 32  # pairs that are read together
+    # told how many pairs are read, of how many
     progress: Update = lambda done, total: None
+    # what was found for each pair, so that no pair is read twice: several detectors ask
+    # for the same ones
     known: dict[tuple[str, str], np.ndarray] = dataclasses.field(default_factory=dict)
 
     def __call__(self, pairs: Sequence[tuple[str, str]]) -> np.ndarray:

@@ -87,19 +87,13 @@ OURS = "champion"
 
 
 class JudgedOutput(NamedTuple):
-    """A detector's output for a setting, and what that cost.
+    """A detector's output for a setting, and what that cost."""
 
-    Attributes:
-      output: of one seed and all NaN where the detector could not be fitted.
-      seconds: of scoring and of its share of the readings.
-      peak_bytes: most memory of the process while it was scored or read.
-      reason: why there is no score, or empty.
-    """
-
+    # of one seed and all NaN where the detector could not be fitted
     output: DetectorOutput
-    seconds: float
-    peak_bytes: int = 0
-    reason: str = ""
+    seconds: float  # of scoring and of its share of the readings
+    peak_bytes: int = 0  # most memory of the process while it was scored or read
+    reason: str = ""  # why there is no score, or empty
 
     def scored(self, name: str) -> Scored:
         """Return the scores as they are measured."""
@@ -114,17 +108,12 @@ class ScoreCache:
 
     The key of a file covers all rows, the layer of the sweep and the readings: P(True)
     is shown drawn answers, which may come later.
-
-    Attributes:
-      folder: of the files.
-      setting: of the answers.
-      identities: of what all detectors read ("run"), of answers and questions
-        ("answers"), of drawn answers ("samples"), and by requirement of the models
-        beside the backbone.
     """
 
-    folder: Path
-    setting: str
+    folder: Path  # of the files
+    setting: str  # of the answers
+    # of what all detectors read ("run"), of answers and questions ("answers"), of drawn
+    # answers ("samples"), and by requirement of the models beside the backbone
     identities: Mapping[str, str]
 
     def _cache(self, detector: Baseline) -> Cache:

@@ -20,7 +20,6 @@ from beatrice.jaxprobe.families import ANSWER, FAMILIES, LETTERS, SPANS
 from beatrice.jaxprobe.linear import block_scale, fit_linear
 from beatrice.jaxprobe.metrics import BootstrapConfig, paired_strata
 from beatrice.jaxprobe.rows import Rows
-from beatrice.jaxprobe.tokens import mean_answer_states
 
 SURPRISAL = 1  # column of a prob row: p(v), -log p(v), entropy, top p, margin
 
@@ -68,17 +67,22 @@ def standardise(features: np.ndarray, train: np.ndarray) -> None:
     features /= scale
 
 
-def scores_of(features: np.ndarray, rows: Rows) -> tuple[np.ndarray, float]:
+def linear_scores(blocks: Sequence[np.ndarray], rows: Rows) -> tuple[np.ndarray, float]:
     """Fit on the training rows of a setting, and score all.
 
     Args:
-      features: `[n_rows, n_features]` of every row.
+      blocks: `[n_rows, n_features]` of every row, side by side in one regression; each
+        is scaled by itself, see `standardise`.
       rows: what the rows are.
 
     Returns:
       `[1, n_rows]` log-odds, and the inverse penalty that validation chose.
     """
     train, valid = rows.where("train"), rows.where("validation")
+    features = np.concatenate(blocks, axis=1)
+    edges = np.cumsum([block.shape[1] for block in blocks])
+    for block in np.split(features, edges[:-1], axis=1):
+        standardise(block, train)
     fit, _ = fit_linear(
         features[train], rows.labels[train], features[valid], rows.labels[valid]
     )
@@ -103,26 +107,13 @@ def length_features(answers: Sequence[Answer]) -> np.ndarray:
     """Return length, log(1 + length), is empty and was cut of every answer.
 
     Length is in tokens, the stop token not counted; cut is an answer that reached the
-    limit before it stopped. `[n_answers, 4]` float64.
+    limit before it stopped. `[n_answers, 4]` float64. Whether longer is better, and up
+    to which length, is learned on the training rows.
     """
     n_tokens = np.array([len(answer.token_ids) for answer in answers], float)
     is_empty = [not answer.text.strip() for answer in answers]
     was_cut = [answer.stop_id is None for answer in answers]
     return np.stack([n_tokens, np.log1p(n_tokens), is_empty, was_cut], axis=1)
-
-
-def length_scores(features: np.ndarray, rows: Rows) -> np.ndarray:
-    """Return the scores that a logistic regression gives by length, `[1, n_rows]`.
-
-    Whether longer is better, and up to which length, is learned on the training rows.
-
-    Args:
-      features: see `length_features`.
-      rows: what the rows are.
-    """
-    features = features.copy()
-    standardise(features, rows.where("train"))
-    return scores_of(features, rows)[0]
 
 
 def majority_scores(rows: Rows) -> np.ndarray:
@@ -199,17 +190,11 @@ def joined_text(question: str, answer: str, passages: Sequence[str] = ()) -> str
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextDetector:
-    """A fitted word-level TF-IDF and logistic regression.
+    """A fitted word-level TF-IDF and logistic regression."""
 
-    Attributes:
-      vectorizer: fitted on the training texts.
-      regression: of the chosen penalty.
-      valid_auroc: AUROC on the validation texts, by which it was chosen.
-    """
-
-    vectorizer: TfidfVectorizer
-    regression: LogisticRegression
-    valid_auroc: float
+    vectorizer: TfidfVectorizer  # fitted on the training texts
+    regression: LogisticRegression  # of the chosen penalty
+    valid_auroc: float  # AUROC on the validation texts, by which it was chosen
 
     def score(self, texts: Sequence[str]) -> np.ndarray:
         """Return P(answer is correct), `[n_examples]` float64 in [0, 1].
@@ -343,9 +328,14 @@ def pooled_signals(
 
 
 def probe_scores(
-    store: FeatureStore, rows: Rows, layer: int
+    stores: Sequence[FeatureStore], rows: Rows, layer: int
 ) -> tuple[dict[Subject, np.ndarray], list[ResultRow]]:
     """Return the scores of a linear probe on each family, and on all four.
+
+    Args:
+      stores: extracted settings, whose answers are the rows, one store after another.
+      rows: what the rows are.
+      layer: of the hidden states.
 
     Returns:
       `[1, n_rows]` of each family, and of one regression on the four families side by
@@ -358,28 +348,12 @@ def probe_scores(
     families: dict[str, np.ndarray] = {}
     for family, letter in zip(FAMILIES, LETTERS, strict=True):
         at = layer if family == "hidden" else None
-        families[letter] = pooled_signals(store, rows.setting, family, at)
-        standardise(families[letter], rows.where("train"))
+        pooled = [pooled_signals(store, rows.setting, family, at) for store in stores]
+        families[letter] = np.concatenate(pooled)
     scores, chosen = {}, []
     for letters in (*LETTERS, LETTERS):
-        features = np.concatenate([families[x] for x in letters], axis=1)
         name = Subject("probe", letters)
-        scores[name], inverse_penalty = scores_of(features, rows)
+        blocks = [families[letter] for letter in letters]
+        scores[name], inverse_penalty = linear_scores(blocks, rows)
         chosen.append(chosen_row(rows, name, "inverse_penalty", inverse_penalty))
     return scores, chosen
-
-
-def layer_scores(store: FeatureStore, rows: Rows, layer: int) -> np.ndarray:
-    """Return the scores of a probe on the mean hidden state of the answer.
-
-    Args:
-      store: an extracted setting.
-      rows: what its rows are.
-      layer: from which the states are read (0 is the embedding).
-
-    Returns:
-      `[1, n_rows]` log-odds.
-    """
-    states = mean_answer_states(store, np.arange(len(rows.ids)), layer)
-    standardise(states, rows.where("train"))
-    return scores_of(states, rows)[0]

@@ -27,18 +27,14 @@ Wanted = Mapping[str, np.ndarray]  # by name of a reading, `[n]` indices of rows
 
 
 class CachedReadings(NamedTuple):
-    """Readings of all rows, and what they cost.
+    """Readings of all rows, and what they cost."""
 
-    Attributes:
-      values: by name, `[n_rows, ...]` float32; NaN where a reading is undefined.
-      seconds: by name, over all starts, as if all rows had been read; what is read in
-        one pass shares its time evenly.
-      peak_bytes: by name, most memory of the process in a pass that read it, the
-        backbone included.
-    """
-
+    # by name, `[n_rows, ...]` float32; NaN where a reading is undefined
     values: dict[str, np.ndarray]
+    # by name, over all starts, as if all rows had been read; what is read in one pass
+    # shares its time evenly
     seconds: dict[str, float]
+    # by name, most memory of the process in a pass that read it, the backbone included
     peak_bytes: dict[str, int]
 
 
@@ -82,42 +78,32 @@ class AnswerReader:
 
     def read(self, rows: Sequence[int], names: Sequence[str]) -> dict[str, np.ndarray]:
         """Return readings of some rows by name, `[n, ...]` float32."""
+        from beatrice.extract.readings.prompts import swapped_prompt, truth_prompt
         from beatrice.extract.readings.reader import read
 
-        arguments: dict[str, tuple[str, Callable[[int], Any]]] = {
-            "lumina_mmd": ("swapped", self._swapped),
-            "p_true": ("truth_prompts", self._truth_prompt),
-            "sample_states": ("drawn", self._drawn),
-        }
-        extra: dict[str, Any] = {
-            argument: [value_of(i) for i in rows]
-            for name, (argument, value_of) in arguments.items()
-            if name in names
-        }
-        answers = [self._inputs.answers[i] for i in rows]
-        readings = [*read(self._backbone, answers, names, n_cue=self._n_cue, **extra)]
+        inputs, model = self._inputs, self._backbone
+        asked = [(inputs.examples[i], inputs.answers[i]) for i in rows]
+        drawn = [inputs.samples[i] for i in rows] if inputs.samples else []
+        extra: dict[str, Any] = {}
+        if "sample_states" in names:
+            extra["drawn"] = [[sample.token_ids for sample in row] for row in drawn]
+        if "p_true" in names:
+            extra["truth_prompts"] = [
+                truth_prompt(model, x.question, answer.text, [s.text for s in row])
+                for (x, answer), row in zip(asked, drawn, strict=True)
+            ]
+        if "lumina_mmd" in names:
+            if inputs.template is None:
+                raise ValueError(
+                    "how passages were shown is not known: give a template"
+                )
+            template, questions = inputs.template, inputs.questions
+            extra["swapped"] = [
+                swapped_prompt(model, template, *pair, questions) for pair in asked
+            ]
+        answers = [answer for _, answer in asked]
+        readings = [*read(model, answers, names, n_cue=self._n_cue, **extra)]
         return {name: _stack([row[name] for row in readings]) for name in names}
-
-    def _swapped(self, i: int) -> tuple[int, ...] | None:
-        from beatrice.extract.readings.prompts import swapped_prompt
-
-        inputs = self._inputs
-        if inputs.template is None:
-            raise ValueError("how passages were shown is not known: give a template")
-        example, answer = inputs.examples[i], inputs.answers[i]
-        return swapped_prompt(
-            self._backbone, inputs.template, example, answer, inputs.questions
-        )
-
-    def _truth_prompt(self, i: int) -> tuple[int, ...] | None:
-        from beatrice.extract.readings.prompts import truth_prompt
-
-        ideas = [sample.text for sample in self._inputs.samples[i]]
-        question, answer = self._inputs.examples[i].question, self._inputs.answers[i]
-        return truth_prompt(self._backbone, question, answer.text, ideas)
-
-    def _drawn(self, i: int) -> list[tuple[int, ...] | None]:
-        return [sample.token_ids for sample in self._inputs.samples[i]]
 
 
 def _stack(values: Sequence[np.ndarray]) -> np.ndarray:

@@ -28,19 +28,12 @@ from beatrice.jaxprobe.config import (
 
 
 class Wanted(NamedTuple):
-    """A set of questions that a run is made of.
+    """A set of questions that a run is made of."""
 
-    Attributes:
-      title: as a person calls it.
-      roles: what its file serves as; no question is in two splits.
-      context: which passages its examples have.
-      remedy: which file could be put into the folder.
-    """
-
-    title: str
-    roles: tuple[Role, ...]
-    context: Context
-    remedy: str
+    title: str  # as a person calls it
+    roles: tuple[Role, ...]  # what its file serves as; no question is in two splits
+    context: Context  # which passages its examples have
+    remedy: str  # which file could be put into the folder
 
 
 # TriviaQA's passages are whole pages, which no small model reads. Of PopQA's two gold
@@ -147,22 +140,15 @@ def cpu_dtype(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 class StageCost(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What a stage cost.
+    """What a stage cost."""
 
-    Attributes:
-      seconds: wall time, of its last start alone.
-      cpu_seconds: of all cores during that start; where other work shares the machine,
-        half of it is what two cores alone would take at least.
-      n_starts: more than one if it was stopped in between.
-      peak_bytes: most memory of the process during that start.
-      disk_bytes: of the run directory after it.
-    """
-
-    seconds: float = 0.0
+    seconds: float = 0.0  # wall time, of its last start alone
+    # of all cores during that start; where other work shares the machine, half of it is
+    # what two cores alone would take at least
     cpu_seconds: float = 0.0
-    n_starts: int = 0
-    peak_bytes: int = 0
-    disk_bytes: int = 0
+    n_starts: int = 0  # more than one if it was stopped in between
+    peak_bytes: int = 0  # most memory of the process during that start
+    disk_bytes: int = 0  # of the run directory after it
 
 
 COSTS = "costs.json"  # in the run; no stage reads it

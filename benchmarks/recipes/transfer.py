@@ -11,7 +11,7 @@ label RUN/retrieved --judge …` puts judges in the place of exact match.
 import collections
 import dataclasses
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -24,10 +24,9 @@ from beatrice.benchmarks.baselines.detector import DetectorInput
 from beatrice.benchmarks.baselines.judge import run_inputs
 from beatrice.benchmarks.baselines.plain import (
     length_features,
+    linear_scores,
     perplexity_scores,
-    pooled_signals,
-    scores_of,
-    standardise,
+    probe_scores,
     text_scores,
 )
 from beatrice.benchmarks.results.names import CHAMPION, RIVALS
@@ -60,19 +59,16 @@ from beatrice.extract.run.files import write_json_atomic, write_text_atomic
 from beatrice.extract.run.rows import ResultRow, Subject, publish, rows_file
 from beatrice.extract.run.stages import Stage, run_stage
 from beatrice.extract.signals.extract import EXTRACT, extract_config
-from beatrice.jaxprobe import checkpoint, forward
-from beatrice.jaxprobe.calibrate import run_bootstrap
+from beatrice.extract.store.store import FeatureStore
+from beatrice.jaxprobe import checkpoint
+from beatrice.jaxprobe.calibrate import run_bootstrap, score_store
 from beatrice.jaxprobe.config import GridConfig, set_compiler
-from beatrice.jaxprobe.detector import Detector
+from beatrice.jaxprobe.detector import Detector, HeadName
 from beatrice.jaxprobe.encoder import Encoder
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
 from beatrice.jaxprobe.families import (
-    FAMILIES,
-    LETTERS,
     SUBSET_NAMES,
     SUBSETS,
-    FamilyDims,
-    Features,
     Standardizer,
     width_groups,
     widths_of,
@@ -80,13 +76,8 @@ from beatrice.jaxprobe.families import (
 from beatrice.jaxprobe.family_tokens import split_families
 from beatrice.jaxprobe.grid import grid_members, member_logits
 from beatrice.jaxprobe.metrics import BootstrapConfig
-from beatrice.jaxprobe.rows import Rows, partners, rows_at_once
-from beatrice.jaxprobe.tokens import (
-    family_dims,
-    longest_spans,
-    read_features,
-    stored_lengths,
-)
+from beatrice.jaxprobe.rows import Rows, rows_at_once
+from beatrice.jaxprobe.tokens import family_dims, read_features, stored_lengths
 from beatrice.jaxprobe.train import (
     EVERY_FAMILY,
     chosen_layer,
@@ -103,16 +94,12 @@ Failed = dict[str, str]  # why a question got no passages, by its id
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransferConfig:
-    """The run's section `transfer`.
+    """The run's section `transfer`."""
 
-    Attributes:
-      limit: questions of each set, the first in its order; None takes all.
-      n_passages: retrieved for each.
-      questions: sets that the run does not have, as (name, file); held out.
-    """
-
+    # questions of each set, the first in its order; None takes all
     limit: int | None = 500
-    n_passages: int = 3
+    n_passages: int = 3  # retrieved for each
+    # sets that the run does not have, as (name, file); held out
     questions: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
@@ -198,17 +185,13 @@ ALL_SETS = "all_sets"  # the questions of all sets together, the paper's column 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Scenario:
-    """Detectors and, in one setting, the answers they are put to.
+    """Detectors and, in one setting, the answers they are put to."""
 
-    Attributes:
-      own: of the answers on which the detectors were trained, from gold passages.
-      new: of those they are put to, from retrieved ones.
-      closed_book: the closed-book pass of the new questions; None where the setting is
-        closed-book itself.
-    """
-
+    # of the answers on which the detectors were trained, from gold passages
     own: DetectorInput
-    new: DetectorInput
+    new: DetectorInput  # of those they are put to, from retrieved ones
+    # the closed-book pass of the new questions; None where the setting is closed-book
+    # itself
     closed_book: DetectorInput | None = None
 
     @property
@@ -230,33 +213,6 @@ class Scenario:
         fields["splits"] = np.concatenate([trained.splits, unseen])
         return Rows(setting=self.setting, **fields)
 
-    def parts(self, dims: FamilyDims) -> Iterator[tuple[np.ndarray, Features]]:
-        """Yield the new rows in parts that memory holds, with their features.
-
-        Rows of similar length lie together; the last rows of a part fill it up, so that
-        one executable serves all parts of a group.
-        """
-        store, layer = self.new.store, self.own.layer
-        lengths = stored_lengths(store)
-        for group in width_groups(lengths, _ROWS_OF_A_KIND):
-            widths = widths_of(lengths[group])
-            n_at_once = min(len(group), rows_at_once(widths, dims))
-            for start in range(0, len(group), n_at_once):
-                batch = group[start : start + n_at_once]
-                full = np.pad(batch, (0, n_at_once - len(batch)), mode="edge")
-                yield batch, read_features(store, layer, full, widths)
-
-    def scored(
-        self, dims: FamilyDims, score: Callable[[np.ndarray, Features], np.ndarray]
-    ) -> np.ndarray:
-        """Return `score(part, features)`, `[..., n]`, of all parts: `[..., n_rows]`."""
-        indices, parts = [], []
-        for batch, features in self.parts(dims):
-            indices.append(batch)
-            parts.append(np.asarray(score(batch, features))[..., : len(batch)])
-        order = np.argsort(np.concatenate(indices))
-        return np.concatenate(parts, axis=-1)[..., order]
-
 
 def encoder_scores(
     scene: Scenario,
@@ -264,7 +220,7 @@ def encoder_scores(
     config: GridConfig,
 ) -> dict[Subject, np.ndarray]:
     """Return the logits of every encoder on the new rows, `[n_seeds, n_rows]`."""
-    dims = family_dims(scene.own.store)
+    store, dims = scene.new.store, family_dims(scene.own.store)
     standardizer = Standardizer(**tree["standardizer"])
     members = grid_members(config.train.n_seeds, dims.n_subsets)
     trained = [
@@ -272,12 +228,18 @@ def encoder_scores(
         for i, member in enumerate(members)
     ]
     split = jax.jit(lambda features: split_families(features, dims, standardizer))
-    encoder = Encoder(config.encoder, dims)
-
-    def logits(_: np.ndarray, features: Features) -> np.ndarray:
-        return member_logits(trained, split(features), encoder=encoder)
-
-    every = scene.scored(dims, logits).astype(np.float64)
+    encoder, lengths = Encoder(config.encoder, dims), stored_lengths(store)
+    every = np.empty((len(members), len(lengths)))
+    for group in width_groups(lengths, _ROWS_OF_A_KIND):
+        widths = widths_of(lengths[group])
+        n_at_once = min(len(group), rows_at_once(widths, dims))
+        for start in range(0, len(group), n_at_once):
+            batch = group[start : start + n_at_once]
+            # Filled up by its last row: one executable serves all parts of a group.
+            full = np.pad(batch, (0, n_at_once - len(batch)), mode="edge")
+            features = split(read_features(store, scene.own.layer, full, widths))
+            logits = member_logits(trained, features, encoder=encoder)
+            every[:, batch] = logits[:, : len(batch)]
     by_subset = {
         name: every[[i for i, m in enumerate(members) if m.subset == subset]]
         for subset, name in enumerate(SUBSET_NAMES)
@@ -290,40 +252,17 @@ def encoder_scores(
 
 def selected_scores(scene: Scenario, detector: Detector) -> dict[Subject, np.ndarray]:
     """Return the raw scores of the selected heads on the new rows, `[1, n_rows]`."""
-    if scene.closed_book is None:
-
-        def closed_book(_: np.ndarray, features: Features) -> np.ndarray:
-            return forward.score(detector, "closed_book", {"closed_book": features}).raw
-
-        dims = detector.banks["closed_book"].dims
-        return {Subject("champion"): scene.scored(dims, closed_book)[None]}
-    bank = detector.banks.get("with_context") or detector.banks["closed_book"]
-    closed_store = scene.closed_book.store
-    partner = partners(scene.new.rows.ids, scene.closed_book.rows.ids)
-    read = partial(
-        read_features,
-        closed_store,
-        scene.own.layer,
-        n_tokens=longest_spans(closed_store),
-    )
-
-    def both(batch: np.ndarray, features: Features) -> np.ndarray:
-        n_more = len(features.tokens[0]) - len(batch)
-        where = np.pad(partner[batch], (0, n_more), mode="edge")
-        closed: Features = read(examples=where)
-        passes: dict[Setting, Features] = {
-            "with_context": features,
-            "closed_book": closed,
-        }
-        return forward.score(detector, "with_context", passes).raw
-
-    def alone(_: np.ndarray, features: Features) -> np.ndarray:
-        return forward.score(detector, "single_pass", {"with_context": features}).raw
-
-    scores = {Subject("champion"): scene.scored(bank.dims, both)[None]}
-    if "single_pass" in detector.heads:
-        scores[Subject("without_closed_book")] = scene.scored(bank.dims, alone)[None]
-    return scores
+    stores: dict[Setting, FeatureStore] = {scene.setting: scene.new.store}
+    heads: dict[str, HeadName] = {"champion": scene.setting}
+    if scene.closed_book is not None:
+        stores["closed_book"] = scene.closed_book.store
+        if "single_pass" in detector.heads:
+            heads["without_closed_book"] = "single_pass"
+    layer = scene.own.layer
+    return {
+        Subject(name): score_store(detector, head, stores, layer=layer).raw[None]
+        for name, head in heads.items()
+    }
 
 
 def rival_scores(scene: Scenario) -> dict[Subject, np.ndarray]:
@@ -333,24 +272,11 @@ def rival_scores(scene: Scenario) -> dict[Subject, np.ndarray]:
     """
     trained, new = scene.own, scene.new
     rows, n_own = scene.joined(), len(trained.rows.ids)
-    train = rows.where("train")
-    families = {}
-    for family, letter in zip(FAMILIES, LETTERS, strict=True):
-        layer = trained.layer if family == "hidden" else None
-        families[letter] = np.concatenate(
-            [
-                pooled_signals(store, scene.setting, family, layer)
-                for store in (trained.store, new.store)
-            ]
-        )
-        standardise(families[letter], train)
-    scores = {}
-    for letters in (*LETTERS, LETTERS):
-        features = np.concatenate([families[x] for x in letters], axis=1)
-        scores[Subject("probe", letters)] = scores_of(features, rows)[0][:, n_own:]
+    stores = trained.store, new.store
+    scores, _ = probe_scores(stores, rows, trained.layer)
     length = length_features([*trained.answers, *new.answers])
-    standardise(length, train)
-    scores[Subject("answer_length")] = scores_of(length, rows)[0][:, n_own:]
+    scores[Subject("answer_length")], _ = linear_scores([length], rows)
+    scores = {name: x[:, n_own:] for name, x in scores.items()}
     scores[Subject("tfidf")], _ = text_scores(trained.texts, trained.rows, new.texts)
     scores[Subject("perplexity")] = perplexity_scores(new.store)
     return scores

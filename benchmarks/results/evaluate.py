@@ -15,9 +15,8 @@ import numpy as np
 from beatrice.benchmarks.baselines.detector import DetectorInput
 from beatrice.benchmarks.baselines.judge import run_inputs
 from beatrice.benchmarks.baselines.plain import (
-    layer_scores,
     length_features,
-    length_scores,
+    linear_scores,
     majority_scores,
     perplexity_scores,
     probe_scores,
@@ -55,6 +54,7 @@ from beatrice.jaxprobe.metrics import (
 )
 from beatrice.jaxprobe.rows import Rows
 from beatrice.jaxprobe.scope import Threshold
+from beatrice.jaxprobe.tokens import mean_answer_states
 from beatrice.jaxprobe.train import EVERY_FAMILY, encoder_folders, grid_config
 from beatrice.pgir.score_files import shown_tokens
 
@@ -87,7 +87,7 @@ def detectors_of(
     store, rows = evidence.store, evidence.rows
     logits = encoders["outputs"]["logits"].reshape(n_seeds, N_SUBSETS, -1)
     tfidf, chosen = text_scores(evidence.texts, rows)
-    probes, chosen_of_probes = probe_scores(store, rows, evidence.layer)
+    probes, chosen_of_probes = probe_scores([store], rows, evidence.layer)
     scores: dict[Subject | str, np.ndarray] = {
         **heads,
         names.HIDDEN_ONLY: logits[:, 0],
@@ -95,7 +95,7 @@ def detectors_of(
         **{encoder(name): logits[:, i] for i, name in enumerate(SUBSET_NAMES)},
         "tfidf": tfidf,
         names.PERPLEXITY: perplexity_scores(store),
-        "answer_length": length_scores(length_features(evidence.answers), rows),
+        "answer_length": linear_scores([length_features(evidence.answers)], rows)[0],
         "majority": majority_scores(rows),
         **probes,
     }
@@ -123,10 +123,10 @@ def layer_rows(
     layers = {chosen: layer} | {name: end for name, end in ends if end != layer}
     if len(layers) == 1:
         return []
-    detectors = [
-        Scored(name=name, scores=layer_scores(store, rows, x))
-        for name, x in layers.items()
-    ]
+    every, detectors = np.arange(len(rows.ids)), []
+    for name, x in layers.items():
+        states = mean_answer_states(store, every, x)
+        detectors.append(Scored(name=name, scores=linear_scores([states], rows)[0]))
     pairs = {"finding": [(chosen, name) for name in layers if name != chosen]}
     return detection_rows(detectors, rows, config, "layer", pairs)
 

@@ -75,17 +75,12 @@ def defined_rows(values: np.ndarray, rows: Rows, split: str) -> np.ndarray:
 
 
 class Oriented(NamedTuple):
-    """A column and its sign.
+    """A column and its sign."""
 
-    Attributes:
-      scores: `[n_rows]`, higher = more likely correct on the rows that chose.
-      column: which was chosen; the first of equals.
-      sign: 1 or -1.
-    """
-
+    # `[n_rows]`, higher = more likely correct on the rows that chose
     scores: np.ndarray
-    column: int
-    sign: int
+    column: int  # which was chosen; the first of equals
+    sign: int  # 1 or -1
 
 
 def oriented(values: np.ndarray, rows: Rows) -> Oriented:

@@ -1,7 +1,6 @@
 """Context against own knowledge: P(True), Lookback-Lens, ReDeEP and LUMINA."""
 
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
@@ -98,34 +97,27 @@ def ranked_sums(values: np.ndarray, rows: Rows, most: int) -> np.ndarray:
     return (sums - low) / np.where(high > low, high - low, 1.0)
 
 
-class _Choice(NamedTuple):
-    """The best on validation: of equals the fewest heads, then layers, then weight."""
-
-    scores: np.ndarray
-    numbers: dict[str, float]
-
-
-def _choose_sum(sums: np.ndarray, rows: Rows, what: str) -> _Choice:
-    """Choose how many columns are summed, on validation; see `ranked_sums`."""
-    valid = defined_rows(sums, rows, "validation")
-    best = int(np.nanargmax(column_aurocs(sums[valid], rows.labels[valid])))
-    return _Choice(sums[:, best], {what: best + 1})
-
-
-def _choose_both(context: np.ndarray, knowledge: np.ndarray, rows: Rows) -> _Choice:
-    """Choose numbers of heads and layers and the weight of the heads, on validation.
+def choose_sums(
+    heads: np.ndarray | None, layers: np.ndarray | None, rows: Rows
+) -> tuple[np.ndarray, dict[str, float]]:
+    """Choose how many heads and layers are summed and the heads' weight, on validation.
 
     Args:
-      context: `[n_rows, n_sums]` of `ranked_sums` of external context scores.
-      knowledge: the same of minus parametric knowledge scores.
+      heads: `[n_rows, n_sums]` of `ranked_sums` of external context scores, or None.
+      layers: the same of minus parametric knowledge scores, or None.
       rows: with labels and splits.
 
     Returns:
-      Scores `[n_rows]`: knowledge + alpha context, which is minus the paper's h.
+      Scores `[n_rows]`: knowledge + alpha context, which is minus the paper's h. And
+      what was chosen; of equals the fewest heads, then layers, then the least weight.
     """
+    halves = [sums for sums in (heads, layers) if sums is not None]
+    alphas = np.array(ALPHAS if len(halves) > 1 else (1.0,))
+    nothing = halves[0][:, :1] * 0  # where the other half is defined
+    context = nothing if heads is None else heads
+    knowledge = nothing if layers is None else layers
     valid = defined_rows(context, rows, "validation")
-    labels, best = rows.labels[valid], (-1.0, 0, 0, 0.0)
-    alphas = np.array(ALPHAS)
+    labels, best = rows.labels[valid], (-1.0, 0, 0, 0)
     for n_heads in range(context.shape[1]):
         weighted = alphas * context[valid, n_heads, None]
         # `[n_valid, n_layers, n_alphas]` in one ranking.
@@ -133,55 +125,13 @@ def _choose_both(context: np.ndarray, knowledge: np.ndarray, rows: Rows) -> _Cho
         aurocs = column_aurocs(both.reshape(len(valid), -1), labels)
         at = int(np.nanargmax(aurocs))
         if aurocs[at] > best[0]:
-            best = (aurocs[at], n_heads, *divmod(at, len(alphas)))
+            best = (float(aurocs[at]), n_heads, *divmod(at, len(alphas)))
     _, n_heads, n_layers, at = best
-    alpha = float(alphas[int(at)])
-    scores = knowledge[:, n_layers] + alpha * context[:, n_heads]
-    numbers = {"n_heads": n_heads + 1, "n_layers": n_layers + 1, "alpha": alpha}
-    return _Choice(scores, numbers)
-
-
-def _redeep(
-    name: str, title: str, variant: str, *, context: bool, knowledge: str | None
-) -> None:
-    """Register ReDeEP, or one of its two halves alone.
-
-    Args:
-      name: of the detector.
-      title: as in the tables.
-      variant: what differs from the published one.
-      context: whether the external context counts.
-      knowledge: the reading of parametric knowledge that counts, or None.
-    """
-
-    @baseline(
-        name,
-        title=title,
-        source="Sun et al. (ICLR 2025), section 3; Jeryi-Sun/ReDEeP-ICLR e969202, "
-        "token level",
-        reads=("redeep_ecs",) * context + ((knowledge,) if knowledge else ()),
-        is_trained=True,
-        variant=variant,
-        settings=("with_context",),
-    )
-    def redeep(inputs: DetectorInput) -> DetectorOutput:
-        rows = inputs.rows
-        heads = layers = np.empty(0)
-        if context:
-            values = reading(inputs, "redeep_ecs", 3).reshape(len(rows.ids), -1)
-            heads = ranked_sums(values, rows, MOST_HEADS)
-        if knowledge is not None:
-            values = -reading(inputs, knowledge, 2)
-            layers = ranked_sums(values, rows, values.shape[1])
-        if context and knowledge is not None:
-            choice = _choose_both(heads, layers, rows)
-        elif context:
-            choice = _choose_sum(heads, rows, "n_heads")
-        else:
-            choice = _choose_sum(layers, rows, "n_layers")
-        return DetectorOutput(
-            choice.scores[None], chosen_rows(rows, name, choice.numbers)
-        )
+    scores = knowledge[:, n_layers] + alphas[at] * context[:, n_heads]
+    numbers = {"n_heads": (heads, n_heads + 1), "n_layers": (layers, n_layers + 1)}
+    chosen = {name: n for name, (sums, n) in numbers.items() if sums is not None}
+    weight = {"alpha": float(alphas[at])} if len(halves) > 1 else {}
+    return scores, {**chosen, **weight}
 
 
 _FAIR = (
@@ -193,78 +143,83 @@ _JSD = (
     f"{_FAIR}; the Jensen-Shannon divergence as in the paper, where the code exchanges "
     "its arguments"
 )
-_PKS = "redeep_pks_swapped"
-_redeep("redeep", "ReDeEP", _FAIR, context=True, knowledge=_PKS)
-_redeep(
-    "redeep:paper",
-    "ReDeEP (paper's divergence)",
-    _JSD,
-    context=True,
-    knowledge="redeep_pks",
-)
-_redeep("redeep_ecs", "ReDeEP-ECS", _FAIR, context=True, knowledge=None)
-_redeep("redeep_pks", "ReDeEP-PKS", _FAIR, context=False, knowledge=_PKS)
-_redeep(
-    "redeep_pks:paper",
-    "ReDeEP-PKS (paper's divergence)",
-    _JSD,
-    context=False,
-    knowledge="redeep_pks",
-)
+_ECS, _PKS, _PAPER_PKS = "redeep_ecs", "redeep_pks_swapped", "redeep_pks"
+# Name, title, variant; the readings of external context and of parametric knowledge
+# that count, None where that half is left out.
+for _name, _title, _variant, _context, _knowledge in (
+    ("redeep", "ReDeEP", _FAIR, _ECS, _PKS),
+    ("redeep:paper", "ReDeEP (paper's divergence)", _JSD, _ECS, _PAPER_PKS),
+    ("redeep_ecs", "ReDeEP-ECS", _FAIR, _ECS, None),
+    ("redeep_pks", "ReDeEP-PKS", _FAIR, None, _PKS),
+    ("redeep_pks:paper", "ReDeEP-PKS (paper's divergence)", _JSD, None, _PAPER_PKS),
+):
+
+    @baseline(
+        _name,
+        title=_title,
+        source="Sun et al. (ICLR 2025), section 3; Jeryi-Sun/ReDEeP-ICLR e969202, "
+        "token level",
+        reads=tuple(filter(None, (_context, _knowledge))),
+        is_trained=True,
+        variant=_variant,
+        settings=("with_context",),
+    )
+    def _redeep(
+        inputs: DetectorInput,
+        name: str = _name,
+        context: str | None = _context,
+        knowledge: str | None = _knowledge,
+    ) -> DetectorOutput:
+        rows, heads, layers = inputs.rows, None, None
+        if context is not None:
+            values = reading(inputs, context, 3).reshape(len(rows.ids), -1)
+            heads = ranked_sums(values, rows, MOST_HEADS)
+        if knowledge is not None:
+            values = -reading(inputs, knowledge, 2)
+            layers = ranked_sums(values, rows, values.shape[1])
+        scores, chosen = choose_sums(heads, layers, rows)
+        return DetectorOutput(scores[None], chosen_rows(rows, name, chosen))
+
 
 # LUMINA: what the model adds by itself against what the passages change, untrained.
 _LAMBDA = 0.5  # of the paper, for every model; the two are not scaled
-
-
-def _lumina(
-    name: str, title: str, rate: str | None, variant: str, *, discrepancy: bool
-) -> None:
-    """Register LUMINA, or one of its two halves alone.
-
-    Args:
-      name: of the detector.
-      title: as in the tables.
-      rate: the reading of the processing rate that counts, or None; a high one means
-        that the answer comes from the model's own knowledge.
-      variant: what differs from the published one.
-      discrepancy: whether the discrepancy counts; a high one means that the passages
-        decided the answer.
-    """
-
-    @baseline(
-        name,
-        title=title,
-        source="Yeh et al. (2026), arXiv 2509.21875; deeplearning-wisc/LUMINA c43ff41",
-        needs={"swapped"} if discrepancy else (),
-        reads=((rate,) if rate else ()) + ("lumina_mmd",) * discrepancy,
-        variant=variant,
-        settings=("with_context",),
-    )
-    def lumina(inputs: DetectorInput) -> DetectorOutput:
-        scores = np.zeros(len(inputs.rows.ids))
-        if rate is not None:
-            scores = scores - _LAMBDA * reading(inputs, rate, 1)
-        if discrepancy:
-            scores = scores + (1 - _LAMBDA) * reading(inputs, "lumina_mmd", 1)
-        return DetectorOutput(scores[None])
-
-
 _SWAP = (
     "the other passages are those of the next question of the set that shares no title "
     "with the own ones and whose passages hold no gold answer: the rule is unpublished"
 )
 _INNER = "the last layer is left out, as in the paper; the code norms its state twice"
-_PAPER = "lumina_ipr_inner"
-_lumina("lumina", "LUMINA", "lumina_ipr", _SWAP, discrepancy=True)
-_lumina(
-    "lumina:paper",
-    "LUMINA (paper's sum)",
-    _PAPER,
-    f"{_SWAP}; {_INNER}",
-    discrepancy=True,
-)
-_lumina("lumina_mmd", "LUMINA-MMD", None, _SWAP, discrepancy=True)
-_lumina("lumina_ipr", "LUMINA-IPR", "lumina_ipr", "", discrepancy=False)
-_lumina(
-    "lumina_ipr:paper", "LUMINA-IPR (paper's sum)", _PAPER, _INNER, discrepancy=False
-)
+# Name, title, variant; the reading of the processing rate that counts, or None: a high
+# one means that the answer comes from the model's own knowledge; and that of the
+# discrepancy, or None: a high one means that the passages decided the answer.
+for _name, _title, _variant, _rate, _change in (
+    ("lumina", "LUMINA", _SWAP, "lumina_ipr", "lumina_mmd"),
+    (
+        "lumina:paper",
+        "LUMINA (paper's sum)",
+        f"{_SWAP}; {_INNER}",
+        "lumina_ipr_inner",
+        "lumina_mmd",
+    ),
+    ("lumina_mmd", "LUMINA-MMD", _SWAP, None, "lumina_mmd"),
+    ("lumina_ipr", "LUMINA-IPR", "", "lumina_ipr", None),
+    ("lumina_ipr:paper", "LUMINA-IPR (paper's sum)", _INNER, "lumina_ipr_inner", None),
+):
+
+    @baseline(
+        _name,
+        title=_title,
+        source="Yeh et al. (2026), arXiv 2509.21875; deeplearning-wisc/LUMINA c43ff41",
+        needs={"swapped"} if _change else (),
+        reads=tuple(filter(None, (_rate, _change))),
+        variant=_variant,
+        settings=("with_context",),
+    )
+    def _lumina(
+        inputs: DetectorInput, rate: str | None = _rate, change: str | None = _change
+    ) -> DetectorOutput:
+        scores = np.zeros(len(inputs.rows.ids))
+        if rate is not None:
+            scores = scores - _LAMBDA * reading(inputs, rate, 1)
+        if change is not None:
+            scores = scores + (1 - _LAMBDA) * reading(inputs, change, 1)
+        return DetectorOutput(scores[None])

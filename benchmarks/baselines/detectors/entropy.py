@@ -8,8 +8,9 @@ spotify-research/bayesian-semantic-entropy (d4f1be3, estimation_final.ipynb).
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -34,8 +35,6 @@ from beatrice.benchmarks.baselines.detectors.clustering import (
 )
 from beatrice.extract.records import IN_DOMAIN, Sample
 from beatrice.extract.run.rows import ResultRow
-
-Entropy = Callable[[Sequence[Sample], np.ndarray], float]
 
 
 def mean_log_prob(sample: Sample) -> float:
@@ -80,32 +79,25 @@ def discrete_entropy(clusters: np.ndarray) -> float:
     return float(entr(np.sort(np.bincount(clusters)) / len(clusters)).sum())
 
 
-def _weighted(samples: Sequence[Sample], clusters: np.ndarray) -> float:
-    return weighted_entropy([mean_log_prob(s) for s in samples], clusters)
-
-
-def _discrete(samples: Sequence[Sample], clusters: np.ndarray) -> float:
-    return discrete_entropy(clusters)
-
-
-def _entropies(
+def entropies_of(
     inputs: DetectorInput,
-    entropy: Entropy,
     equivalences: Equivalences,
-    clustering: Clustering,
+    clustering: Clustering = official_clusters,
+    *,
+    is_weighted: bool = False,
 ) -> np.ndarray:
-    """Return the entropy of every row, `[n_rows]` nats; NaN without samples."""
-    clusters = clusters_of(inputs, equivalences, clustering)
-    rows = zip(inputs.samples, clusters, strict=True)
-    return np.array([entropy(row, ids) if row else math.nan for row, ids in rows])
+    """Return the entropy of every row, `[n_rows]` nats; NaN without samples.
 
-
-def discrete_entropies(inputs: DetectorInput, equivalences: Equivalences) -> np.ndarray:
-    """Return the entropy by counts of every row, `[n_rows]` nats; NaN without samples.
-
-    Semantic entropy probes learn it.
+    By counts, as semantic entropy probes learn it, or by likelihood.
     """
-    return _entropies(inputs, _discrete, equivalences, official_clusters)
+    entropies = np.full(len(inputs.samples), math.nan)
+    clusters = clusters_of(inputs, equivalences, clustering)
+    for i, (samples, ids) in enumerate(zip(inputs.samples, clusters, strict=True)):
+        if samples and is_weighted:
+            entropies[i] = weighted_entropy(list(map(mean_log_prob, samples)), ids)
+        elif samples:
+            entropies[i] = discrete_entropy(ids)
+    return entropies
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -287,69 +279,46 @@ def bayesian_scores(
     return DetectorOutput(scores, (chosen,))
 
 
-def _register(
-    name: str,
-    title: str,
-    function: str,
-    entropy: Entropy,
-    variant: str,
-    equivalences: Equivalences = by_entailment,
-    clustering: Clustering = official_clusters,
-) -> None:
-    """Register minus an entropy; `function` is that of the official code."""
-
-    @baseline(
-        name,
-        title=title,
-        source="Farquhar et al., Nature 2024; jlko/semantic_uncertainty a8d9aa8, "
-        f"semantic_entropy.py: {function}",
-        needs=requirements(equivalences),
-        variant=variant,
-    )
-    def score(inputs: DetectorInput) -> DetectorOutput:
-        return DetectorOutput(
-            -_entropies(inputs, entropy, equivalences, clustering)[None]
-        )
-
-
-_PAPER = (
+_FIRST_MATCH = (
     "an answer stays with the first cluster that it matches, and equal answers are one "
     "cluster whatever the NLI model finds"
 )
 _OWN = "log-probabilities are the model's own, before temperature, top-p and top-k"
-for _name, _title, _function, _entropy, _more in (
+# What differs: of the name, of the title, in a sentence; and how meanings are found.
+_KINDS = (
+    ("", "", "", by_entailment, official_clusters),
+    (":first_match", " (first match)", _FIRST_MATCH, by_entailment, paper_clusters),
+    (":words", " (words)", BY_WORDS, by_words, official_clusters),
+)
+# Name, title, function of the official code, what differs, and whether by likelihood.
+for (_name, _title, _function, _variant, _is_weighted), _kind in itertools.product(
     (
-        "semantic_entropy",
-        "Semantic entropy",
-        "predictive_entropy_rao",
-        _weighted,
-        (_OWN,),
+        ("", "", "predictive_entropy_rao", _OWN, True),
+        ("_discrete", ", discrete", "cluster_assignment_entropy", "", False),
     ),
-    (
-        "semantic_entropy_discrete",
-        "Semantic entropy, discrete",
-        "cluster_assignment_entropy",
-        _discrete,
-        (),
-    ),
+    _KINDS,
 ):
-    _register(_name, _title, _function, _entropy, "; ".join(_more))
-    _register(
-        f"{_name}:first_match",
-        f"{_title} (first match)",
-        _function,
-        _entropy,
-        "; ".join((_PAPER, *_more)),
-        clustering=paper_clusters,
+    _suffix, _more, _difference, _equivalences, _clustering = _kind
+
+    @baseline(
+        f"semantic_entropy{_name}{_suffix}",
+        title=f"Semantic entropy{_title}{_more}",
+        source="Farquhar et al., Nature 2024; jlko/semantic_uncertainty a8d9aa8, "
+        f"semantic_entropy.py: {_function}",
+        needs=requirements(_equivalences),
+        variant="; ".join(filter(None, (_difference, _variant))),
     )
-    _register(
-        f"{_name}:words",
-        f"{_title} (words)",
-        _function,
-        _entropy,
-        "; ".join((BY_WORDS, *_more)),
-        by_words,
-    )
+    def _entropy(
+        inputs: DetectorInput,
+        equivalences: Equivalences = _equivalences,
+        clustering: Clustering = _clustering,
+        is_weighted: bool = _is_weighted,
+    ) -> DetectorOutput:
+        entropies = entropies_of(
+            inputs, equivalences, clustering, is_weighted=is_weighted
+        )
+        return DetectorOutput(-entropies[None])
+
 
 _PRIOR = (
     "the prior on the number of meanings is counted on as many samples as the run has, "
@@ -357,27 +326,27 @@ _PRIOR = (
 )
 
 
-def _register_bayesian(
-    name: str, title: str, variant: str, equivalences: Equivalences
-) -> None:
+for _name, _more, _variant, _equivalences in (
+    ("semantic_entropy_bayesian", "", _PRIOR, by_entailment),
+    (
+        "semantic_entropy_bayesian:words",
+        " (words)",
+        f"{BY_WORDS}; {_PRIOR}",
+        by_words,
+    ),
+):
+
     @baseline(
-        name,
-        title=title,
+        _name,
+        title=f"Semantic entropy, Bayesian{_more}",
         source="Ciosek et al., TMLR 2025, SE-Bayes; spotify-research/"
         "bayesian-semantic-entropy d4f1be3, estimation_final.ipynb",
-        needs=requirements(equivalences),
-        variant=variant,
+        needs=requirements(_equivalences),
+        variant=_variant,
     )
-    def score(inputs: DetectorInput) -> DetectorOutput:
+    def _bayesian(
+        inputs: DetectorInput,
+        name: str = _name,
+        equivalences: Equivalences = _equivalences,
+    ) -> DetectorOutput:
         return bayesian_scores(inputs, equivalences, name)
-
-
-_BAYESIAN = "semantic_entropy_bayesian"
-_BAYESIAN_TITLE = "Semantic entropy, Bayesian"
-_register_bayesian(_BAYESIAN, _BAYESIAN_TITLE, _PRIOR, by_entailment)
-_register_bayesian(
-    f"{_BAYESIAN}:words",
-    f"{_BAYESIAN_TITLE} (words)",
-    f"{BY_WORDS}; {_PRIOR}",
-    by_words,
-)

@@ -21,6 +21,11 @@ from beatrice.benchmarks.baselines.detector import (
     DetectorOutput,
     baseline,
 )
+from beatrice.benchmarks.baselines.detectors.probes import (
+    seed_keys,
+    shuffled_batches,
+    take_steps,
+)
 from beatrice.benchmarks.baselines.plain import chosen_row
 from beatrice.jaxprobe.linear import both_classes
 from beatrice.jaxprobe.metrics import auroc
@@ -32,38 +37,24 @@ _N_HEADS = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GnosisConfig:
-    """How the head is built and fitted; in brackets what the official code has.
+    """How the head is built and fitted; in brackets what the official code has."""
 
-    Attributes:
-      width: of a token, and of each stream's vector [192, and 256].
-      head_widths: of what joins the streams [384, 128].
-      n_grid: convolutions over layers and heads [6].
-      n_map_seeds: learned queries that pool the heads [8].
-      n_state_seeds: those that pool the steps [3].
-      n_self: attention of the steps to each other, how often [3].
-      dropout: everywhere [0.1].
-      n_seeds: heads that are fitted [1].
-      n_epochs: most passes over the training rows [2].
-      patience: epochs without a better validation AUROC, after which a seed ends.
-      batch_size: of a step [36].
-      learning_rate: of Adam, after a tenth of all steps; it falls along a cosine to a
-        tenth [1e-4, the same shape].
-      root_seed: of all randomness [42].
-    """
-
-    width: int = 32
-    head_widths: tuple[int, ...] = (64, 32)
-    n_grid: int = 2
-    n_map_seeds: int = 4
-    n_state_seeds: int = 3
-    n_self: int = 1
-    dropout: float = 0.1
-    n_seeds: int = 3
-    n_epochs: int = 20
+    width: int = 32  # of a token, and of each stream's vector [192, and 256]
+    head_widths: tuple[int, ...] = (64, 32)  # of what joins the streams [384, 128]
+    n_grid: int = 2  # convolutions over layers and heads [6]
+    n_map_seeds: int = 4  # learned queries that pool the heads [8]
+    n_state_seeds: int = 3  # those that pool the steps [3]
+    n_self: int = 1  # attention of the steps to each other, how often [3]
+    dropout: float = 0.1  # everywhere [0.1]
+    n_seeds: int = 3  # heads that are fitted [1]
+    n_epochs: int = 20  # most passes over the training rows [2]
+    # epochs without a better validation AUROC, after which a seed ends
     patience: int = 5
-    batch_size: int = 32
+    batch_size: int = 32  # of a step [36]
+    # of Adam, after a tenth of all steps; it falls along a cosine to a tenth [1e-4, the
+    # same shape]
     learning_rate: float = 1e-3
-    root_seed: int = 0
+    root_seed: int = 0  # of all randomness [42]
 
 
 class _Attend(nn.Module):
@@ -257,8 +248,7 @@ def _n_batches(n: int, config: GnosisConfig) -> int:
 @partial(jax.jit, static_argnames="config")
 def _start(inputs: Inputs, *, config: GnosisConfig) -> tuple[jax.Array, Any]:
     """Return keys, weights and moments of all seeds."""
-    root = jax.random.key(config.root_seed)
-    keys = jax.vmap(partial(jax.random.fold_in, root))(jnp.arange(config.n_seeds))
+    keys = seed_keys(config.root_seed, config.n_seeds)
     first = jax.tree.map(lambda x: x[:1], inputs)
     n_steps = config.n_epochs * _n_batches(len(inputs.maps), config)
 
@@ -283,28 +273,16 @@ def _epoch(
     n, n_batches = len(labels), _n_batches(len(labels), config)
     adam = _adam(config, config.n_epochs * n_batches)
 
-    def loss(params: Any, batch: jax.Array, key: jax.Array) -> jax.Array:
-        rows, is_example = jnp.minimum(batch, n - 1), batch < n
+    def logits_of(params: Any, rows: jax.Array, key: jax.Array) -> jax.Array:
         some = jax.tree.map(lambda x: x[rows], inputs)
-        logits = GnosisHead(config).apply(params, *some, True, rngs={"dropout": key})
-        losses = optax.sigmoid_binary_cross_entropy(logits, labels[rows])
-        return losses.mean(where=is_example)
-
-    def step(carry: Any, batches_and_keys: Any) -> tuple[Any, None]:
-        params, moments = carry
-        grads = jax.grad(loss)(params, *batches_and_keys)
-        with jax.numpy_dtype_promotion("standard"):  # optax mixes float and int32
-            updates, moments = adam.update(grads, moments)
-        return (optax.apply_updates(params, updates), moments), None
+        head, rngs = GnosisHead(config), {"dropout": key}
+        return jnp.asarray(head.apply(params, *some, True, rngs=rngs))
 
     def one(key: jax.Array, fit: Any) -> Any:
         order_key, drop_key = jax.random.split(jax.random.fold_in(key, number))
-        # The last batch of an epoch is short; index n stands for no example.
-        padding = (0, n_batches * config.batch_size - n)
-        order = jax.random.permutation(order_key, n)
-        batches = jnp.pad(order, padding, constant_values=n).reshape(n_batches, -1)
-        batches_and_keys = batches, jax.random.split(drop_key, n_batches)
-        return jax.lax.scan(step, fit, batches_and_keys)[0]
+        batches = shuffled_batches(order_key, n, config.batch_size)
+        steps = batches, jax.random.split(drop_key, n_batches)
+        return take_steps(fit, steps, labels, logits_of, adam)
 
     return jax.vmap(one)(keys, fits)
 

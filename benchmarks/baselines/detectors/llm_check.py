@@ -37,32 +37,28 @@ def answer_perplexity(inputs: DetectorInput) -> np.ndarray:
     return perplexity
 
 
-def _candidates(inputs: DetectorInput, name: str) -> tuple[np.ndarray, int | None]:
-    """Return what validation chooses from, before a sign is given.
-
-    Returns:
-      `[n_rows, n_columns]`; and the layer of the first column, counted from 1, None
-      where columns are no layers.
-    """
-    if name == "perplexity":
-        return answer_perplexity(inputs), None
-    if name.startswith("llmcheck_hidden"):
-        return reading(inputs, name, 2), 1
-    if name.startswith("llmcheck_attention"):
-        # The official loop over layers begins at its second and never scores the first.
-        values = reading(inputs, name, 2)
-        return (values[:, 1:], 2) if values.shape[1] > 1 else (values, 1)
-    return reading(inputs, name, 1)[:, None], None
-
-
 def _oriented(inputs: DetectorInput, name: str) -> tuple[np.ndarray, dict[str, float]]:
-    """Return a score's `[n_rows]` values, and its sign and layer."""
-    values, first_layer = _candidates(inputs, name)
-    scores, column, sign = oriented(values, inputs.rows)
-    layer = {} if first_layer is None else {"layer": first_layer + column}
+    """Return a score's `[n_rows]` values, and its sign and layer, counted from 1."""
+    if name == "perplexity":
+        values = answer_perplexity(inputs)
+    elif name in _BY_LAYER:
+        values = reading(inputs, name, 2)
+    else:
+        values = reading(inputs, name, 1)[:, None]
+    # The official loop over attention layers begins at the second, never scores the
+    # first.
+    first = int("attention" in name and values.shape[1] > 1)
+    scores, column, sign = oriented(values[:, first:], inputs.rows)
+    layer = {"layer": 1 + first + column} if name in _BY_LAYER else {}
     return scores, {"sign": sign, **layer}
 
 
+# Readings with a column for every layer.
+_BY_LAYER = tuple(
+    f"llmcheck_{what}{tokens}"
+    for what in ("hidden", "attention")
+    for tokens in ("", "_all")
+)
 _SOURCE = (
     "Sriramanan et al. (NeurIPS 2024), section 3; "
     "GaurangSriramanan/LLM_Check_Hallucination_Detection 2f3bf9e, common_utils.py"
@@ -80,53 +76,52 @@ _ALIGNED = (
 )
 
 
-def _register(name: str, title: str, score_name: str, variant: str) -> None:
-    """Register one score, from the layer and with the sign that validation chooses."""
-
-    @baseline(
-        name,
-        title=f"LLM-Check ({title})",
-        source=_SOURCE,
-        reads=() if score_name == "perplexity" else (score_name,),
-        variant=variant,
-    )
-    def score(inputs: DetectorInput) -> DetectorOutput:
-        scores, chosen = _oriented(inputs, score_name)
-        return DetectorOutput(scores[None], chosen_rows(inputs.rows, name, chosen))
-
-
 for _name, _title, _score_name, _variant in (
-    ("llmcheck_hidden", "hidden", "llmcheck_hidden_all", _SIGN_AND_LAYER),
+    ("hidden", "hidden", "llmcheck_hidden_all", _SIGN_AND_LAYER),
     (
-        "llmcheck_hidden:answer",
+        "hidden:answer",
         "hidden, answer tokens",
         "llmcheck_hidden",
         _SIGN_AND_LAYER + _OWN_TOKENS,
     ),
-    ("llmcheck_attention", "attention", "llmcheck_attention_all", _SIGN_AND_LAYER),
+    ("attention", "attention", "llmcheck_attention_all", _SIGN_AND_LAYER),
     (
-        "llmcheck_attention:answer",
+        "attention:answer",
         "attention, answer tokens",
         "llmcheck_attention",
         _SIGN_AND_LAYER + _OWN_TOKENS,
     ),
-    ("llmcheck_perplexity", "perplexity", "perplexity", _SIGN),
-    ("llmcheck_entropy", "entropy", "logit_entropy", _SIGN),
+    ("perplexity", "perplexity", "perplexity", _SIGN),
+    ("entropy", "entropy", "logit_entropy", _SIGN),
     (
-        "llmcheck_entropy:corrected",
+        "entropy:corrected",
         "entropy, corrected",
         "logit_entropy_corrected",
         _SIGN + _ALIGNED,
     ),
-    ("llmcheck_window", "window entropy", "window_entropy", _SIGN),
+    ("window", "window entropy", "window_entropy", _SIGN),
     (
-        "llmcheck_window:corrected",
+        "window:corrected",
         "window entropy, corrected",
         "window_entropy_corrected",
         _SIGN + _ALIGNED,
     ),
 ):
-    _register(_name, _title, _score_name, _variant)
+
+    @baseline(
+        f"llmcheck_{_name}",
+        title=f"LLM-Check ({_title})",
+        source=_SOURCE,
+        reads=() if _score_name == "perplexity" else (_score_name,),
+        variant=_variant,
+    )
+    def _score(
+        inputs: DetectorInput, name: str = _name, score_name: str = _score_name
+    ) -> DetectorOutput:
+        scores, chosen = _oriented(inputs, score_name)
+        chosen = chosen_rows(inputs.rows, f"llmcheck_{name}", chosen)
+        return DetectorOutput(scores[None], chosen)
+
 
 # What is combined: names in the rows of choices, and readings.
 _COMBINED = {

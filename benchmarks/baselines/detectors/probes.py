@@ -23,10 +23,11 @@ from beatrice.benchmarks.baselines.detectors.choice import (
     scores_where_defined,
     states_at,
 )
-from beatrice.benchmarks.baselines.plain import chosen_row, scores_of, standardise
+from beatrice.benchmarks.baselines.plain import chosen_row, linear_scores
 from beatrice.extract.store.store import FeatureStore
-from beatrice.jaxprobe.rows import Rows
 from beatrice.jaxprobe.tokens import mean_answer_states
+
+StatesOf = Callable[[FeatureStore, int], np.ndarray]  # at a layer, `[n_rows, d_model]`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,35 +60,54 @@ class SaplmaNetwork(nn.Module):
         return dense(1)(states)[:, 0]
 
 
-def _fit_network(
-    key: jax.Array, states: jax.Array, labels: jax.Array, *, config: SaplmaConfig
-) -> Any:
-    n, network = len(states), SaplmaNetwork()
-    adam = optax.adam(config.learning_rate, eps=config.epsilon)
-    init_key, *epoch_keys = jax.random.split(key, 1 + config.n_epochs)
-    orders = jnp.stack([jax.random.permutation(k, n) for k in epoch_keys])
-    # The last batch of an epoch is short; index n stands for no example.
-    padding = ((0, 0), (0, -n % config.batch_size))
-    batches = jnp.pad(orders, padding, constant_values=n)
+def seed_keys(root_seed: int, n_seeds: int) -> jax.Array:
+    """Return a key of each seed."""
+    root = jax.random.key(root_seed)
+    return jax.vmap(partial(jax.random.fold_in, root))(jnp.arange(n_seeds))
 
-    def loss(params: Any, batch: jax.Array) -> jax.Array:
+
+def shuffled_batches(key: jax.Array, n: int, batch_size: int) -> jax.Array:
+    """Return an epoch's examples by number, `[n_batches, batch_size]`.
+
+    The last batch of an epoch is short; number n stands for no example.
+    """
+    order = jax.random.permutation(key, n)
+    padded = jnp.pad(order, (0, -n % batch_size), constant_values=n)
+    return padded.reshape(-1, batch_size)
+
+
+def take_steps(
+    fit: Any,
+    batches: tuple[jax.Array, ...],
+    labels: jax.Array,
+    logits_of: Callable[..., jax.Array],
+    adam: optax.GradientTransformation,
+) -> Any:
+    """Return weights and moments after a step on each batch.
+
+    Args:
+      fit: weights and moments.
+      batches: see `shuffled_batches`; and what else `logits_of` takes, of each batch.
+      labels: `[n]` 0 or 1.
+      logits_of: of weights and numbers of examples, logits.
+      adam: the optimiser.
+    """
+    n = len(labels)
+
+    def loss(params: Any, batch: jax.Array, *more: jax.Array) -> jax.Array:
         rows, is_example = jnp.minimum(batch, n - 1), batch < n
-        logits = network.apply(params, states[rows])
+        logits = logits_of(params, rows, *more)
         losses = optax.sigmoid_binary_cross_entropy(logits, labels[rows])
         return losses.mean(where=is_example)
 
-    def step(carry: Any, batch: jax.Array) -> tuple[Any, None]:
+    def step(carry: Any, batch: Any) -> tuple[Any, None]:
         params, moments = carry
-        grads = jax.grad(loss)(params, batch)
+        grads = jax.grad(loss)(params, *batch)
         with jax.numpy_dtype_promotion("standard"):  # optax mixes float and int32
             updates, moments = adam.update(grads, moments)
         return (optax.apply_updates(params, updates), moments), None
 
-    params = network.init(init_key, states[:1])
-    start = params, adam.init(params)
-    steps = batches.reshape(-1, config.batch_size)
-    (params, _), _ = jax.lax.scan(step, start, steps)
-    return params
+    return jax.lax.scan(step, fit, batches)[0]
 
 
 @partial(jax.jit, static_argnames="config")
@@ -95,14 +115,23 @@ def _fit_seeds(
     states: jax.Array, labels: jax.Array, scored: jax.Array, *, config: SaplmaConfig
 ) -> jax.Array:
     """Return `[n_seeds, n]` logits of `scored`, one network a seed."""
-    root = jax.random.key(config.root_seed)
-    keys = jax.vmap(partial(jax.random.fold_in, root))(jnp.arange(config.n_seeds))
+    network = SaplmaNetwork()
+    adam = optax.adam(config.learning_rate, eps=config.epsilon)
 
     def logits_of(key: jax.Array) -> jax.Array:
-        params = _fit_network(key, states, labels, config=config)
-        return jnp.asarray(SaplmaNetwork().apply(params, scored))
+        init_key, *keys = jax.random.split(key, 1 + config.n_epochs)
+        epochs = [shuffled_batches(k, len(states), config.batch_size) for k in keys]
+        params = network.init(init_key, states[:1])
+        params, _ = take_steps(
+            (params, adam.init(params)),
+            (jnp.concatenate(epochs),),
+            labels,
+            lambda params, rows: jnp.asarray(network.apply(params, states[rows])),
+            adam,
+        )
+        return jnp.asarray(network.apply(params, scored))
 
-    return jax.vmap(logits_of)(keys)
+    return jax.vmap(logits_of)(seed_keys(config.root_seed, config.n_seeds))
 
 
 def saplma_logits(
@@ -144,64 +173,45 @@ def last_states(store: FeatureStore, layer: int) -> np.ndarray:
     return states_at(store, np.where(last > 0, last, -1), layer)
 
 
-def saplma(
-    store: FeatureStore,
-    rows: Rows,
-    states_of: Callable[[FeatureStore, int], np.ndarray],
-    name: str,
-    config: SaplmaConfig | None = None,
-) -> DetectorOutput:
-    """Return the networks' log-odds from the layer that validation chooses.
+for _name, _title, _states_of, _variant in (
+    (
+        "saplma_mean",
+        "SAPLMA (mean)",
+        mean_states,
+        "The mean state of the answer span; the published one reads the last token "
+        "alone.",
+    ),
+    (
+        "saplma_last",
+        "SAPLMA (last)",
+        last_states,
+        "Reads the answer behind its prompt, not a statement by itself.",
+    ),
+):
 
-    Args:
-      store: an extracted setting; every layer in it is tried.
-      rows: of the store, with labels and splits.
-      states_of: `mean_states` or `last_states`.
-      name: of the detector.
-      config: of the fit.
+    @baseline(
+        _name,
+        title=_title,
+        source="Azaria and Mitchell (Findings of EMNLP 2023), arXiv 2304.13734; no "
+        "official code, what the paper leaves open after balevinstein/Probes a4dd8d3",
+        is_trained=True,
+        variant=f"{_variant} The layer is chosen by validation.",
+    )
+    def _saplma(
+        inputs: DetectorInput, name: str = _name, states_of: StatesOf = _states_of
+    ) -> DetectorOutput:
+        """Score by networks on the states of the layer that validation chooses.
 
-    Returns:
-      `[n_seeds, n_rows]` scores; NaN where an answer has no such state.
-    """
-    fit = partial(saplma_logits, config=config)
+        Every layer of the store is tried; NaN where an answer has no such state.
+        """
+        store, rows = inputs.store, inputs.rows
 
-    def fit_at(layer: int) -> DetectorOutput:
-        states, train = states_of(store, layer), rows.where("train")
-        return DetectorOutput(scores_where_defined(states, rows.labels, train, fit))
+        def fit_at(layer: int) -> DetectorOutput:
+            states, train = states_of(store, layer), rows.where("train")
+            scores = scores_where_defined(states, rows.labels, train, saplma_logits)
+            return DetectorOutput(scores)
 
-    return best_layer(fit_at, store.spec.hidden_layers, rows, name)
-
-
-_SAPLMA = (
-    "Azaria and Mitchell (Findings of EMNLP 2023), arXiv 2304.13734; no official code, "
-    "what the paper leaves open after balevinstein/Probes a4dd8d3"
-)
-
-
-@baseline(
-    "saplma_mean",
-    title="SAPLMA (mean)",
-    source=_SAPLMA,
-    is_trained=True,
-    variant="The mean state of the answer span; the published one reads the last token "
-    "alone. The layer is chosen by validation.",
-)
-def saplma_mean(inputs: DetectorInput) -> DetectorOutput:
-    """Score by networks on the mean state of the answer."""
-    return saplma(inputs.store, inputs.rows, mean_states, "saplma_mean")
-
-
-@baseline(
-    "saplma_last",
-    title="SAPLMA (last)",
-    source=_SAPLMA,
-    is_trained=True,
-    variant="Reads the answer behind its prompt, not a statement by itself. The layer "
-    "is chosen by validation.",
-)
-def saplma_last(inputs: DetectorInput) -> DetectorOutput:
-    """Score by networks on the state at the answer's last token."""
-    return saplma(inputs.store, inputs.rows, last_states, "saplma_last")
+        return best_layer(fit_at, store.spec.hidden_layers, rows, name)
 
 
 @baseline(
@@ -219,9 +229,7 @@ def linear_probe(inputs: DetectorInput) -> DetectorOutput:
     store, rows = inputs.store, inputs.rows
 
     def fit_at(layer: int) -> DetectorOutput:
-        states = mean_answer_states(store, np.arange(len(rows.ids)), layer)
-        standardise(states, rows.where("train"))
-        scores, penalty = scores_of(states, rows)
+        scores, penalty = linear_scores([mean_states(store, layer)], rows)
         chosen = chosen_row(rows, "linear_probe", "inverse_penalty", penalty)
         return DetectorOutput(scores, (chosen,))
 

@@ -1,5 +1,6 @@
 """Semantic entropy probes: from one state, whether drawn answers would disagree."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -25,7 +26,7 @@ from beatrice.benchmarks.baselines.detectors.clustering import (
     by_words,
     requirements,
 )
-from beatrice.benchmarks.baselines.detectors.entropy import discrete_entropies
+from beatrice.benchmarks.baselines.detectors.entropy import entropies_of
 from beatrice.jaxprobe.rows import Rows
 
 FEWEST_LAYERS = 5  # of a range, as in the code
@@ -136,33 +137,8 @@ def official_second_last(last: np.ndarray) -> np.ndarray:
     return np.where(last >= 2, last - 2, last)
 
 
-def _register(
-    name: str,
-    title: str,
-    variant: str,
-    step_of: Callable[[np.ndarray], np.ndarray],
-    equivalences: Equivalences,
-) -> None:
-    """Register a probe of the states at a step of every answer."""
-
-    @baseline(
-        name,
-        title=title,
-        source="Kossen et al. (2024), arXiv 2406.15927, section 4; "
-        "OATML/semantic-entropy-probes 02e2167, train-latent-probe.ipynb",
-        needs=requirements(equivalences),
-        is_trained=True,
-        variant=variant,
-    )
-    def score(inputs: DetectorInput) -> DetectorOutput:
-        store = inputs.store
-        states_of = partial(states_at, store, step_of(last_steps(store)))
-        entropies = discrete_entropies(inputs, equivalences)
-        layers = store.spec.hidden_layers
-        return entropy_probe(states_of, layers, entropies, inputs.rows, name)
-
-
-for _name, _title, _step_of, _token in (
+# Name, title, which step of an answer, and in words.
+_STEPS = (
     (
         "sep",
         "SEP",
@@ -182,16 +158,41 @@ for _name, _title, _step_of, _token in (
         before_generation,
         "the last prompt token, before the answer is generated",
     ),
+)
+_VARIANT = (
+    "; the range of layers is chosen on validation answers, the code's on test; fitted "
+    "on training answers alone"
+)
+for (_name, _title, _step_of, _token), (
+    _suffix,
+    _more,
+    _words,
+    _equivalences,
+) in itertools.product(
+    _STEPS,
+    (
+        ("", "", "", by_entailment),
+        (":words", " (words)", f"; {BY_WORDS}", by_words),
+    ),
 ):
-    _variant = (
-        f"{_token}; the range of layers is chosen on validation answers, the code's on "
-        "test; fitted on training answers alone"
+
+    @baseline(
+        f"{_name}{_suffix}",
+        title=f"{_title}{_more}",
+        source="Kossen et al. (2024), arXiv 2406.15927, section 4; "
+        "OATML/semantic-entropy-probes 02e2167, train-latent-probe.ipynb",
+        needs=requirements(_equivalences),
+        is_trained=True,
+        variant=f"{_token}{_VARIANT}{_words}",
     )
-    _register(_name, _title, _variant, _step_of, by_entailment)
-    _register(
-        f"{_name}:words",
-        f"{_title} (words)",
-        f"{_variant}; {BY_WORDS}",
-        _step_of,
-        by_words,
-    )
+    def _sep(
+        inputs: DetectorInput,
+        name: str = f"{_name}{_suffix}",
+        step_of: Callable[[np.ndarray], np.ndarray] = _step_of,
+        equivalences: Equivalences = _equivalences,
+    ) -> DetectorOutput:
+        store = inputs.store
+        states_of = partial(states_at, store, step_of(last_steps(store)))
+        entropies = entropies_of(inputs, equivalences)
+        layers = store.spec.hidden_layers
+        return entropy_probe(states_of, layers, entropies, inputs.rows, name)

@@ -8,7 +8,7 @@ from sklearn.metrics import roc_auc_score
 from beatrice.benchmarks.baselines import plain
 from beatrice.benchmarks.baselines.plain import (
     joined_text,
-    length_scores,
+    linear_scores,
     majority_scores,
     perplexity_score,
     pooled_signals,
@@ -160,7 +160,7 @@ def test_answer_length_learns_its_direction_from_training_answers(sign):
     rng = np.random.default_rng(0)
     n_tokens = rng.integers(1, 30, size=900)
     rows = rows_of(sign * (n_tokens - 15) + rng.normal(0, 5, 900) > 0)
-    (scores,) = length_scores(lengths(n_tokens), rows)
+    (scores,) = linear_scores([lengths(n_tokens)], rows)[0]
     test = rows.where("test")
     assert roc_auc_score(rows.labels[test], scores[test]) > 0.9
 
@@ -169,7 +169,7 @@ def test_answer_length_learns_that_the_middle_is_best():
     rng = np.random.default_rng(0)
     n_tokens = rng.integers(1, 200, size=900)
     rows = rows_of((n_tokens > 5) & (n_tokens < 60))
-    (scores,) = length_scores(lengths(n_tokens), rows)
+    (scores,) = linear_scores([lengths(n_tokens)], rows)[0]
     test = rows.where("test")
     assert roc_auc_score(rows.labels[test], scores[test]) > 0.9
 
@@ -253,7 +253,7 @@ def test_a_linear_probe_finds_what_was_planted_in_its_family_and_layer_alone():
     test = rows.where("test")
 
     def aurocs(layer):
-        scores, chosen = probe_scores(store, rows, layer)
+        scores, chosen = probe_scores([store], rows, layer)
         assert [row.subject for row in chosen] == list(scores)
         return {n: roc_auc_score(labels[test], x[0, test]) for n, x in scores.items()}
 
