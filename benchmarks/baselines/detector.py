@@ -276,11 +276,7 @@ def is_plug(spec: str) -> bool:
 
 
 def find_detector(spec: str) -> Baseline:
-    """Return the detector of a name in the catalogue, of `module:NAME`, or of a plug.
-
-    Args:
-      spec: the name of an entry point of "beatrice.baselines" too.
-    """
+    """Return a detector by its name in the catalogue, `module:NAME` or entry point."""
     known = catalogue()
     if spec in known:
         return known[spec]

@@ -211,14 +211,7 @@ def cost_of(
     scores: JudgedOutput,
     draw_seconds: float | None,
 ) -> DetectorCost:
-    """Return what a detector is and cost.
-
-    Args:
-      detector: that scored.
-      inputs: of the setting.
-      scores: of the detector.
-      draw_seconds: of a drawn answer; None where drawing was not timed.
-    """
+    """Return what a detector is and cost; `draw_seconds` as `_draw_seconds` has it."""
     reads = set(detector.reads)
     samples = [x for x in inputs.samples if x] if "samples" in detector.needs else []
     n_samples = max(map(len, samples), default=0)
@@ -457,12 +450,8 @@ def run_inputs(
 ) -> DetectorInput:
     """Return what detectors may read of a setting of a run, without readings.
 
-    Args:
-      run: that is labelled and extracted.
-      setting: of the answers.
-      config: gives the text encoder.
-      relations: an NLI model.
-      layer: of the hidden states; None takes the one that the run's sweep chose.
+    The run is labelled and extracted. Hidden states are of the layer that its sweep
+    chose, unless another one is given.
     """
     store, rows = open_rows(run, setting)
     drawn = run.samples_file
@@ -646,13 +635,7 @@ def _baselines(
 
 
 def run_violations(run: RunDir, spec: str, config: BaselinesConfig) -> list[str]:
-    """Return what a detector does wrong on a run's answers, a sentence each.
-
-    Args:
-      run: whose signals are extracted, labelled and swept.
-      spec: see `find_detector`.
-      config: names the models that the detector needs.
-    """
+    """Return what a detector does wrong on a run's answers, a sentence each."""
     detector = find_detector(spec)
     if lack := unmet(detector, run, config):
         raise ValueError(f"{detector.name} {lack}")

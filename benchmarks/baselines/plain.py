@@ -90,7 +90,13 @@ def linear_scores(blocks: Sequence[np.ndarray], rows: Rows) -> tuple[np.ndarray,
 
 
 def chosen_row(
-    rows: Rows, detector: Subject | str, metric: str, value: float, seed: str = "mean"
+    rows: Rows,
+    detector: Subject | str,
+    metric: str,
+    value: float,
+    *,
+    seed: str = "mean",
+    split: str = "validation",
 ) -> ResultRow:
     """Return the row that says what the validation rows chose for a detector."""
     return ResultRow(
@@ -99,7 +105,7 @@ def chosen_row(
         value=value,
         seed=seed,
         **Subject.of(detector)._asdict(),
-        **rows.fields_of(IN_DOMAIN, "validation"),
+        **rows.fields_of(IN_DOMAIN, split),
     )
 
 

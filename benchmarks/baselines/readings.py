@@ -137,12 +137,7 @@ def cached_readings(
 ) -> CachedReadings:
     """Return readings of rows, read now or by an earlier, interrupted start.
 
-    Args:
-      reader: reads what is missing.
-      wanted: of `extract.readings.reader.READINGS`, each with its rows.
-      n_rows: of the setting.
-      caches: of each name.
-      tick: called once for each of `parts_of`, when its readings are there.
+    `tick` is called once for each of `parts_of`, when its readings are there.
     """
     values: dict[str, dict[int, np.ndarray]] = {name: {} for name in wanted}
     seconds, peaks = dict.fromkeys(wanted, 0.0), dict.fromkeys(wanted, 0)

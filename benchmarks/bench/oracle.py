@@ -360,12 +360,7 @@ def resid_scalars(model: PreTrainedModel, run: Run, targets: np.ndarray) -> np.n
 
 
 def oracle_signals(model: PreTrainedModel, sequence: TokenSequence) -> Readings:
-    """Return the four families of one sequence in float64.
-
-    Args:
-      model: a copy made by `copy_with_attention`.
-      sequence: one teacher-forced example.
-    """
+    """Read the four families in float64, by a copy made by `copy_with_attention`."""
     run, spans = run_model(model, sequence.ids), sequence.spans.tolist()
     rows = zip(run.logits, sequence.targets, strict=True)
     (n_heads, n_tokens, _), n_layers = run.maps[0].shape, len(run.maps)
@@ -647,12 +642,7 @@ def survey_one(name: str, lengths: Lengths = "short") -> Surveyed:
 
 
 def survey_types(names: Sequence[str], printer: RowPrinter) -> list[Surveyed]:
-    """Survey types at all lengths, and print each row as it is there.
-
-    Args:
-      names: model types; none is all of Transformers' causal language models.
-      printer: of the rows.
-    """
+    """Survey types at all lengths, without names all; print each row as it is there."""
     names, rows = names or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), []
     with Progress().stage("survey") as update:
         for done, name in enumerate(names, start=1):

@@ -293,13 +293,7 @@ class Work:
 def planned(
     setting: Setting, memory: int, is_mixed: bool = False
 ) -> tuple[Sizes, Planned]:
-    """Plan a setting of the paper's run.
-
-    Args:
-      setting: of the paper's run.
-      memory: bytes of the device.
-      is_mixed: with products of bfloat16.
-    """
+    """Plan a setting of the paper's run for a device of `memory` bytes."""
     sizes = paper_sizes(setting, is_mixed)
     return sizes, Planned(setting=setting, plan=choose(sizes, memory))
 

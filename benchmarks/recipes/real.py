@@ -93,12 +93,9 @@ def find_questions(
 ) -> list[tuple[Role, str, Path]]:
     """Return (role, set, file) of the sets that a real run is made of.
 
-    Of several files of one set, the one with the most questions that can be used.
-
-    Args:
-      folder: looked through with all that is below it; evidence pages are not.
-      note: called with a line for each set.
-      given: sets whose files are known already.
+    Of several files of one set, the one with the most questions that can be used. The
+    folder is looked through with all that is below it, but for evidence pages; sets in
+    `given` have their files already.
     """
     best: dict[str, tuple[int, Path]] = {}
     for path in _files(folder):
@@ -175,13 +172,7 @@ def disk_bytes(path: Path) -> int:
 def measured(
     folder: Path, stage: str, record_of: Callable[[str], object]
 ) -> Iterator[None]:
-    """Write down what a stage costs; nothing changes if it was done already.
-
-    Args:
-      folder: of the run.
-      stage: its name.
-      record_of: gives a stage's record by its name, None where there is none.
-    """
+    """Write down what a stage costs; nothing changes if its record stays the same."""
     path, done_before = folder / COSTS, record_of(stage)
     costs = read_costs(path)
     before = costs.get(stage, StageCost())

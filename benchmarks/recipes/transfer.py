@@ -152,12 +152,8 @@ def with_passages(
 ) -> tuple[list[Example], Failed]:
     """Return the questions with retrieved passages, and those that got none.
 
-    Args:
-      questions: without passages.
-      retrieval: ranks passages.
-      n_passages: of each question.
-      prompts: tokenizer and template; passages that hold control tokens of the model,
-        which no prompt can, are escaped. None takes all as they are.
+    With `prompts`, a tokenizer and a template, passages that hold control tokens of the
+    model, which no prompt can, are escaped.
     """
     queries = [example.question for example in questions]
     try:

@@ -120,16 +120,9 @@ def swapped_prompt(
 ) -> tuple[int, ...] | None:
     """Return the prompt of a question behind another question's passages.
 
-    Args:
-      model: gives the tokenizer and the window.
-      template: as the answer was asked for.
-      example: the question.
-      answer: to it.
-      others: as in `other_passages`.
-
     Returns:
-      Ids of the first of `other_passages` with which prompt and answer fit the model's
-      window, or None.
+      Ids, with the first of `other_passages` with which prompt and answer fit the
+      model's window, or None.
     """
     for passages in other_passages(example, answer, others):
         prompt = build_prompt(model.tokenizer, template, example.question, passages)

@@ -160,10 +160,6 @@ def read(
     Yields:
       For each answer, in order, float32 arrays by name; NaN where a reading is
       undefined, such as for an answer without tokens.
-
-    Raises:
-      ValueError: an unknown name, something that a reading needs is missing, or a
-        sequence is longer than the model's window.
     """
     wanted = check_names(names)
     given = {"lumina_mmd": swapped, "p_true": truth_prompts, "sample_states": drawn}

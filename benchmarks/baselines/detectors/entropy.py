@@ -33,8 +33,8 @@ from beatrice.benchmarks.baselines.detectors.clustering import (
     paper_clusters,
     requirements,
 )
-from beatrice.extract.records import IN_DOMAIN, Sample
-from beatrice.extract.run.rows import ResultRow
+from beatrice.benchmarks.baselines.plain import chosen_row
+from beatrice.extract.records import Sample
 
 
 def mean_log_prob(sample: Sample) -> float:
@@ -244,10 +244,7 @@ def _draws(n_meanings: int, config: BayesConfig) -> np.ndarray:
 
 
 def bayesian_scores(
-    inputs: DetectorInput,
-    equivalences: Equivalences,
-    name: str,
-    config: BayesConfig = _NOTEBOOK,
+    inputs: DetectorInput, equivalences: Equivalences, name: str
 ) -> DetectorOutput:
     """Return minus the expected entropy of every row; NaN where nothing was drawn.
 
@@ -255,7 +252,7 @@ def bayesian_scores(
     split the prior was counted: the first of training, or of validation where no
     training row has samples.
     """
-    rows, samples = inputs.rows, inputs.samples
+    rows, samples, config = inputs.rows, inputs.samples, _NOTEBOOK
     clusters = clusters_of(inputs, equivalences, distinct_clusters)
     drawn = {
         split: [i for i in rows.where(split) if samples[i]][: config.n_prior_rows]
@@ -269,14 +266,8 @@ def bayesian_scores(
         if row:
             bounds = lower_bounds(row, ids)
             scores[:, i] = -bayesian_entropies(np.bincount(ids), bounds, prior, config)
-    chosen = ResultRow(
-        experiment="chosen",
-        detector=name,
-        metric="n_prior_rows",
-        value=len(n_meanings),
-        **rows.fields_of(IN_DOMAIN, split),
-    )
-    return DetectorOutput(scores, (chosen,))
+    n_prior = chosen_row(rows, name, "n_prior_rows", len(n_meanings), split=split)
+    return DetectorOutput(scores, (n_prior,))
 
 
 _FIRST_MATCH = (

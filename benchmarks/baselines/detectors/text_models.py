@@ -137,13 +137,8 @@ def encoder_scores(
     """Return log-odds of a fine-tuned sentence encoder, `[n_seeds, n_rows]`.
 
     All weights and a linear head on the mean of the token states are trained, and
-    validation AUROC chooses the epoch.
-
-    Args:
-      texts: of every row.
-      rows: with labels and splits.
-      path: a folder with a Transformers encoder in safetensors, and its tokenizer.
-      config: of the fit.
+    validation AUROC chooses the epoch. At `path` are a Transformers encoder in
+    safetensors, and its tokenizer.
     """
     config = config or FineTuneConfig()
     if not any(path.glob("*.safetensors")):
@@ -153,7 +148,7 @@ def encoder_scores(
         )
     best = [_fine_tuned(texts, rows, path, config, x) for x in range(config.n_seeds)]
     chosen = tuple(
-        chosen_row(rows, "text_encoder", "epoch", number, str(seed))
+        chosen_row(rows, "text_encoder", "epoch", number, seed=str(seed))
         for seed, (_, _, number) in enumerate(best)
     )
     return DetectorOutput(np.stack([scores for _, scores, _ in best]), chosen)
