@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import click
 import torch
@@ -30,7 +30,7 @@ from beatrice.extract.generate.prompts import (
     build_prompt,
 )
 from beatrice.extract.generate.requests import GenerationConfig, Request
-from beatrice.extract.records import Passage, Setting
+from beatrice.extract.records import SETTINGS, Passage, Setting
 from beatrice.extract.run.console import quiet
 from beatrice.extract.signals.decode import (
     DecodeReading,
@@ -43,8 +43,7 @@ from beatrice.extract.world.facts import WorldConfig, make_world
 from beatrice.extract.world.questions import QuestionConfig, make_examples
 
 Way = Literal["plain", "floor", "one pass", "two passes"]
-WAYS: tuple[Way, ...] = ("plain", "floor", "one pass", "two passes")
-SETTINGS: tuple[Setting, ...] = ("closed_book", "with_context")
+WAYS: tuple[Way, ...] = get_args(Way)
 N_QUESTIONS = 24
 N_EMBEDDED = 240  # of the embedded model, half of a batch
 CONFIG = GenerationConfig(stop=("\n",))
@@ -116,17 +115,6 @@ class Floor(DecodeReading):
     def on_choice(self, ids: torch.Tensor, is_done: torch.Tensor) -> None:
         """Go on to the next step."""
         self._begin_step(ids.shape[1] - 1)
-
-
-@contextlib.contextmanager
-def torch_threads(n_threads: int) -> Iterator[None]:
-    """Let Torch compute with some threads; their number is put back."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(n_threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class AnswerBench:
@@ -215,8 +203,7 @@ def measure_setting(
     bench = AnswerBench(model, dtype, setting)
     if (reason := check_decoding(bench.reader)) is not None:
         raise ValueError(reason)
-    with torch_threads(N_THREADS):
-        turns = alternate([lambda way=way: bench.run(way) for way in WAYS], n_rounds)
+    turns = alternate([lambda way=way: bench.run(way) for way in WAYS], n_rounds)
 
     def ratio(way: Way, other: Way) -> float:
         above, below = WAYS.index(way), WAYS.index(other)
@@ -258,6 +245,7 @@ def answer(model: str, dtype: ModelDtype, rounds: int, as_json: bool) -> None:
 
     Example: beatrice bench answer --model embedded
     """
+    torch.set_num_threads(N_THREADS)
     printer = RowPrinter(as_json)
     for setting in SETTINGS:
         printer.row(measure_setting(model, dtype, setting, rounds))

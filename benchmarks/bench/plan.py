@@ -182,12 +182,6 @@ DEVICES: dict[Name, Device] = {
 }
 
 
-def paper_config(setting: Setting, is_mixed: bool = False) -> GridConfig:
-    """Return how the paper's encoders are trained."""
-    config = GridConfig(stream=StreamConfig() if setting in STREAMED else None)
-    return config.mixed() if is_mixed else config
-
-
 def paper_sizes(setting: Setting, is_mixed: bool = False) -> Sizes:
     """Return the sizes of the paper's run on a Qwen3.5-9B, every row the longest.
 
@@ -196,7 +190,8 @@ def paper_sizes(setting: Setting, is_mixed: bool = False) -> Sizes:
     n_train, n_valid = N_ROWS[setting]
     lengths = np.tile(WIDTHS[setting], (n_train + n_valid, 1))
     where = np.split(np.arange(len(lengths)), [n_train])
-    config = paper_config(setting, is_mixed)
+    config = GridConfig(stream=StreamConfig() if setting in STREAMED else None)
+    config = config.mixed() if is_mixed else config
     store_config = StoreConfig()
     scalars: list[Dtype] = [store_config.scalars] * (N_FAMILIES - 1)
     device_dtypes = (store_config.dtype, *scalars)
