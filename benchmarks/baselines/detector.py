@@ -132,9 +132,19 @@ class DetectorInput:
                 "the texts are not known; give questions, answers and the template by "
                 "which passages were shown"
             )
-        from beatrice.benchmarks.baselines.plain import texts_of
+        from beatrice.benchmarks.baselines.plain import joined_text
+        from beatrice.extract.generate.requests import variants_of
 
-        return texts_of(self.rows, self.examples, self.answers, self.template)
+        texts = []
+        for example, answer in zip(self.examples, self.answers, strict=True):
+            passages = dict(variants_of(self.rows.setting, example))[answer.variant]
+            shown = [
+                self.template.passage_text(passage)
+                for i, passage in enumerate(passages)
+                if i not in answer.dropped
+            ]
+            texts.append(joined_text(example.question, answer.text, shown))
+        return texts
 
 
 class DetectorOutput(NamedTuple):

@@ -10,9 +10,7 @@ from scipy.sparse import csr_matrix
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 
-from beatrice.extract.generate.prompts import PromptTemplate
-from beatrice.extract.generate.requests import variants_of
-from beatrice.extract.records import IN_DOMAIN, Answer, Example, Setting
+from beatrice.extract.records import IN_DOMAIN, Answer, Setting
 from beatrice.extract.run.rows import ResultRow, Subject
 from beatrice.extract.store.store import FeatureStore, read_family
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
@@ -240,33 +238,13 @@ def fit_tfidf(
     return TextDetector(vectorizer=vectorizer, **fit._asdict())
 
 
-def texts_of(
-    rows: Rows,
-    examples: Sequence[Example],
-    answers: Sequence[Answer],
-    template: PromptTemplate,
-) -> list[str]:
-    """Return what a text-only detector reads of every row, see `joined_text`."""
-
-    def text(example: Example, answer: Answer) -> str:
-        passages = dict(variants_of(rows.setting, example))[answer.variant]
-        shown = [
-            template.passage_text(passage)
-            for i, passage in enumerate(passages)
-            if i not in answer.dropped
-        ]
-        return joined_text(example.question, answer.text, shown)
-
-    return list(map(text, examples, answers))
-
-
 def text_scores(
     texts: Sequence[str], rows: Rows, others: Sequence[str] | None = None
 ) -> tuple[np.ndarray, ResultRow]:
     """Return the text-only detector's scores, `[1, n]`, and the penalty's row.
 
     Args:
-      texts: of every row, see `texts_of`; validation chooses the penalty.
+      texts: of every row, see `joined_text`; validation chooses the penalty.
       rows: what the rows are.
       others: texts that are scored, by default those of the rows.
     """

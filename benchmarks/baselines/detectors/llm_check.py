@@ -39,26 +39,20 @@ def answer_perplexity(inputs: DetectorInput) -> np.ndarray:
 
 def _oriented(inputs: DetectorInput, name: str) -> tuple[np.ndarray, dict[str, float]]:
     """Return a score's `[n_rows]` values, and its sign and layer, counted from 1."""
+    is_by_layer = name.startswith(("llmcheck_hidden", "llmcheck_attention"))
     if name == "perplexity":
         values = answer_perplexity(inputs)
-    elif name in _BY_LAYER:
-        values = reading(inputs, name, 2)
     else:
-        values = reading(inputs, name, 1)[:, None]
+        values = reading(inputs, name, 1 + is_by_layer)
+    values = values.reshape(len(values), -1)
     # The official loop over attention layers begins at the second, never scores the
     # first.
     first = int("attention" in name and values.shape[1] > 1)
     scores, column, sign = oriented(values[:, first:], inputs.rows)
-    layer = {"layer": 1 + first + column} if name in _BY_LAYER else {}
+    layer = {"layer": 1 + first + column} if is_by_layer else {}
     return scores, {"sign": sign, **layer}
 
 
-# Readings with a column for every layer.
-_BY_LAYER = tuple(
-    f"llmcheck_{what}{tokens}"
-    for what in ("hidden", "attention")
-    for tokens in ("", "_all")
-)
 _SOURCE = (
     "Sriramanan et al. (NeurIPS 2024), section 3; "
     "GaurangSriramanan/LLM_Check_Hallucination_Detection 2f3bf9e, common_utils.py"
