@@ -12,17 +12,16 @@ from beatrice.benchmarks.results.printing import markdown
 from beatrice.benchmarks.results.tables import (
     EVALUATED,
     Place,
-    find,
+    by_subject,
     in_domain_or_held_out,
     interval,
     number,
-    of_subject,
     places_of,
     row_value,
     where,
 )
 from beatrice.extract.records import IN_DOMAIN, SETTINGS, Setting
-from beatrice.extract.run.rows import ResultRow
+from beatrice.extract.run.rows import ResultRow, Subject
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.selection.anatomy.reach import RankAgreement, Ranked, agreement
 
@@ -51,18 +50,16 @@ def _set_of(place: Place) -> str:
 
 def _headline(sides: Sequence[Side], setting: Setting) -> str:
     """Lay out the AUROC of both runs, all in-domain test sets and the held-out ones."""
-    by_set: list[dict[str, pandas.DataFrame]] = []
+    by_set: list[dict[str, dict[Subject, ResultRow]]] = []
     for side in sides:
-        at = {"experiment": "detection", "metric": "auroc", "seed": "mean"}
-        shown = where(side.results, setting=setting, **at)
-        shown = in_domain_or_held_out(shown)
+        at = {"experiment": "detection", "metric": "auroc", "setting": setting}
+        shown = in_domain_or_held_out(where(side.results, **at))
         places = places_of(shown, EVALUATED)
-        by_set.append({_set_of(x): where(shown, **x._asdict()) for x in places})
+        by_set.append({_set_of(x): by_subject(shown, **x._asdict()) for x in places})
     sets = list(dict.fromkeys(name for rows in by_set for name in rows))
     lines = []
     for subject, label in {**DETECTORS, **RIVALS}.items():
-        key = of_subject(subject)
-        cells = [find(x[s], **key) if s in x else None for s in sets for x in by_set]
+        cells = [x.get(s, {}).get(subject) for s in sets for x in by_set]
         if any(cells):
             lines.append([label, *map(_text, cells)])
     heads = [f"{name}, {side}" for name in sets for side in "AB"]

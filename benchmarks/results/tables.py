@@ -8,6 +8,7 @@ by the printed digits, so two equal numbers rank equally.
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
@@ -271,13 +272,12 @@ def pivot(
     results: pandas.DataFrame,
     corner: str,
     lines: Sequence[tuple[str, Key]],
-    columns: Sequence[tuple[Column, Key]],
-    parts: Sequence[Key] = ({},),
+    columns: Sequence[tuple[Column, Key | Sequence[Key]]],
     *,
     ours: str = "",
     unranked: Sequence[str] = (),
 ) -> Table:
-    """Lay rows out; what a cell holds is told by the columns of line, column and part.
+    """Lay rows out; what a cell holds is told by the columns of its line and column.
 
     A column of the rows that any of these names and one does not is absent there.
 
@@ -285,12 +285,13 @@ def pivot(
       results: see `results_of`; columns that nothing names may have any value.
       corner: what the lines are.
       lines: labels and the rows' columns; a line without a row is left out.
-      columns: likewise.
-      parts: of every cell.
+      columns: likewise; a column of several keys has as many measures in its cells.
       ours: label of the line that is marked as ours.
       unranked: labels of lines that have no rank, and take none away.
     """
-    keys = (*(key for _, key in lines), *(key for _, key in columns), *parts)
+    parts = [[keys] if isinstance(keys, Mapping) else keys for _, keys in columns]
+    cells = [key for keys in parts for key in keys]
+    keys = (*(key for _, key in lines), *cells)
     named = sorted({name for key in keys for name in key})
     values = results[named].astype(object)
     places = values.where(values.notna(), None).itertuples(index=False, name=None)
@@ -302,20 +303,19 @@ def pivot(
         key = collections.ChainMap(*map(dict, keys))
         return _only(rows.get(tuple(key.get(name) for name in named), []), dict(key))
 
-    cells = [(column, part) for _, column in columns for part in parts]
-    laid = [(label, [row_at(line, *cell) for cell in cells]) for label, line in lines]
+    laid = [(label, [row_at(line, cell) for cell in cells]) for label, line in lines]
     laid = [(label, measured) for label, measured in laid if any(measured)]
     compared = [measured for label, measured in laid if label not in unranked]
     ranks = list(map(_ranks, zip(*compared, strict=True))) if len(compared) > 1 else []
 
     def line_of(label: str, measured: Sequence[ResultRow | None]) -> Line:
         of_line = ranks if label not in unranked and ranks else [{}] * len(cells)
-        measures = [
+        measures = (
             row and Measure(row=row, rank=rank.get(_printed(row)))
             for row, rank in zip(measured, of_line, strict=True)
-        ]
-        by_cell = zip(*[iter(measures)] * len(parts), strict=True)
-        return Line(label=label, cells=tuple(by_cell), is_ours=label == ours)
+        )
+        by_cell = tuple(tuple(itertools.islice(measures, len(x))) for x in parts)
+        return Line(label=label, cells=by_cell, is_ours=label == ours)
 
     heads = tuple(column for column, _ in columns)
     ranked_lines = tuple(line_of(*line) for line in laid)
@@ -345,8 +345,11 @@ def by_place(
     **options: Any,
 ) -> Table:
     """Lay rows out with a column for each place that they were measured at."""
-    columns = place_columns(places_of(results, splits))
-    return pivot(results, corner, lines, columns, parts, **options)
+    columns = [
+        (column, [{**key, **part} for part in parts])
+        for column, key in place_columns(places_of(results, splits))
+    ]
+    return pivot(results, corner, lines, columns, **options)
 
 
 # The tables of detectors and controllers.
@@ -488,41 +491,19 @@ def controller_table(results: pandas.DataFrame) -> Table:
     splits = (*EVALUATED, "evaluated")
     controllers = ("controller", "controller_macro")
     shown = where(results, experiment=controllers, seed="mean", split=splits)
-    columns = [
-        (
-            Column("Exact match / F1", p.dataset, names.SPLIT_LABELS[p.split]),
-            {"dataset": p.dataset, "split": p.split},
-        )
-        for p in places_of(shown, splits)
-    ]
-    lines = [
-        (label, {"detector": name}) for name, label in {**CONTROLLERS, **BOUNDS}.items()
-    ]
-    quality = [{"metric": "em"}, {"metric": "f1"}]
-    marks = {"ours": CONTROLLERS["pgir"], "unranked": tuple(BOUNDS.values())}
-    table = pivot(shown, "Controller", lines, columns, quality, **marks)
+    columns: list[tuple[Column, Sequence[Key]]] = []
+    for p in places_of(shown, splits):
+        at = {"dataset": p.dataset, "split": p.split}
+        column = Column("Exact match / F1", p.dataset, names.SPLIT_LABELS[p.split])
+        columns.append((column, [{**at, "metric": x} for x in ("em", "f1")]))
     metrics = shown["metric"].unique()
-    costs = [
-        (
-            Column("Cost", cost, unit),
-            {"dataset": MACRO, "split": "evaluated", "metric": cost},
-        )
-        for cost, unit in names.COSTS.items()
-        if cost in metrics
-    ]
-    return beside(table, pivot(shown, "Controller", lines, costs, **marks))
-
-
-def beside(left: Table, right: Table) -> Table:
-    """Join tables of the same lines; a line that only one has is not measured there."""
-    more = {line.label: line.cells for line in right.lines}
-    nothing: tuple[Cell, ...] = ((None,),) * len(right.columns)
-    lines = tuple(
-        dataclasses.replace(line, cells=(*line.cells, *more.get(line.label, nothing)))
-        for line in left.lines
-    )
-    columns = (*left.columns, *right.columns)
-    return dataclasses.replace(left, columns=columns, lines=lines)
+    for cost in (x for x in names.COSTS if x in metrics):
+        key = {"dataset": MACRO, "split": "evaluated", "metric": cost}
+        columns.append((Column("Cost", cost, names.COSTS[cost]), [key]))
+    titles = {**CONTROLLERS, **BOUNDS}
+    lines = [(label, {"detector": name}) for name, label in titles.items()]
+    marks = {"ours": CONTROLLERS["pgir"], "unranked": tuple(BOUNDS.values())}
+    return pivot(shown, "Controller", lines, columns, **marks)
 
 
 def ablation_table(results: pandas.DataFrame, labels: Titles, corner: str) -> Table:
