@@ -225,8 +225,13 @@ class AnswerScorer:
         Args:
           question: a text.
           context: what is shown with it, as `score` takes it; None asks closed-book.
-          every: so many tokens apart a token has `p_correct`, P of the answer so far;
-            None is nowhere. It costs a small part of a step.
+          every: so many tokens apart a token has `p_correct`, which is what `score`
+            gives the text that ends there, and `p_if_cut`; None is nowhere. Both are
+            mostly low until the answer is whole. As a rank among answers that go on
+            `p_if_cut` is worth about as much from the first token on as the score of
+            the whole answer, and `p_correct` less. It costs a small part of a step,
+            and the token comes with the next one. The last token of an answer that is
+            cut has neither: there is the score.
           messages: as in `answer`.
           max_new_tokens: most tokens of an answer; None is as in the fit.
           stop: texts that end an answer; None is as in the fit.

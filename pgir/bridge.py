@@ -158,6 +158,7 @@ class ProbedBackbone:
                 self.config,
                 answer_span=self.answer_span,
                 sampling=sampling,
+                runs_last=False,  # it is in no span
             )
         sequences = list(map(self.sequence, requests, answers))
         return answers, self.reading(signals, sequences)

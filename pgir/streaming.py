@@ -11,7 +11,7 @@ from beatrice.extract.generate.generator import SamplingConfig, decode_ids, find
 from beatrice.extract.generate.local import stop_ids
 from beatrice.extract.generate.requests import Request
 from beatrice.extract.records import Answer
-from beatrice.extract.signals.decode import read_stepwise
+from beatrice.extract.signals.decode import WrittenToken, read_stepwise
 from beatrice.extract.signals.reader import AnswerSignals
 from beatrice.pgir.bridge import ProbedBackbone, Reading
 
@@ -29,8 +29,11 @@ class StreamedToken:
       entropy: of the distribution that it was chosen from, in nats.
       is_stop: whether it ended the answer; its text is what stands before a stop
         string.
-      p_correct: calibrated P(the answer so far is correct), the answer read as one
-        that was cut behind this token; None where it was not asked for.
+      p_correct: calibrated P(the answer is correct if it ends behind this token); None
+        where it was not asked for.
+      p_if_cut: the same of the answer read as one that is cut here, without a last
+        token's signals. No probability: a probe is fitted on whole answers, so it is
+        too low. It ranks answers that still go on, early and better than `p_correct`.
     """
 
     text: str
@@ -38,6 +41,7 @@ class StreamedToken:
     entropy: float
     is_stop: bool = False
     p_correct: float | None = None
+    p_if_cut: float | None = None
 
 
 def stream_tokens(
@@ -53,49 +57,69 @@ def stream_tokens(
       probed: the model; between two tokens others may use it.
       request: the prompt.
       sampling: how tokens are chosen.
-      every: so many tokens apart is P of the answer so far; None is nowhere.
+      every: so many tokens apart is P of the answer so far; None is nowhere. Such a
+        token comes with the next one's step, which tells how likely its end is.
       p_correct: P of what was read of one answer.
     """
     tokenizer, stop = probed.backbone.tokenizer, sampling.stop
     stops, n_most = stop_ids(probed.backbone), sampling.max_new_tokens
+    usual = probed.trained.stop_id  # as where the answer is scored as a text
+    stop_id = stops[0] if usual is None else usual
     steps = read_stepwise(
         probed.reader, request, sampling, answer_span=probed.answer_span
     )
     waiting: list[tuple[StreamedToken, str]] = []  # with the text that ends in each
     ids: tuple[int, ...] = ()
-    n_shown = n_waiting = 0
+    n_shown = 0
+    step: WrittenToken | None = None
+    is_due = False  # whether P is wanted behind the last token
+    written: tuple[Answer, AnswerSignals] | None = None
+
+    def p_of(part: tuple[Answer, AnswerSignals]) -> float | None:
+        answer, signals = part
+        sequence = probed.sequence(request, answer)
+        return p_correct(probed.reading([signals], [sequence]))
+
     while True:
         with probed.lock:
+            before = step
             try:
                 step = next(steps)
             except StopIteration as end:
-                answer, signals = end.value
+                written = end.value
+            if is_due and before is not None:
+                token, text = waiting[-1]
+                p_if_ended = p_of(before.ended(stop_id))
+                waiting[-1] = dataclasses.replace(token, p_correct=p_if_ended), text
+            if written is not None:
                 break
             ids = (*ids, step.id)
             text = decode_ids(tokenizer, ids)
             is_end = step.id in stops or find_stop(text, stop) is not None
-            p_so_far = None
-            if every and len(ids) % every == 0 and not is_end:
-                sequence = probed.sequence(request, step.answer)
-                p_so_far = p_correct(probed.reading([step.so_far()], [sequence]))
+            # The last token of an answer that is cut has no next; there is the score.
+            is_due = bool(every) and len(ids) % every == 0 and not is_end
+            is_due &= len(ids) < n_most
+            p_if_cut = p_of(step.cut()) if is_due else None
         p, entropy = float(step.prob[0]), float(step.prob[2])
-        token = StreamedToken(text="", p=p, entropy=entropy, p_correct=p_so_far)
+        token = StreamedToken(text="", p=p, entropy=entropy, p_if_cut=p_if_cut)
         waiting.append((token, text))
         if is_end or len(ids) == n_most or _may_begin(text, stop):
             continue
-        for token, text in waiting:
+        ready = waiting[: len(waiting) - is_due]
+        waiting = waiting[len(ready) :]
+        for token, text in ready:
             shown = text.rstrip(_HALF)
             yield dataclasses.replace(token, text=shown[n_shown:])
             n_shown = max(n_shown, len(shown))
-        n_waiting = len(ids)
-        waiting.clear()
+    answer, signals = written
     answer_text = decode_ids(tokenizer, ids)
     answer_text = answer_text[: find_stop(answer_text, stop)]
-    n_left = len(answer.token_ids) - n_waiting
+    n_left = len(answer.token_ids) - (len(ids) - len(waiting))
     for place, (token, text) in enumerate(waiting[: n_left + 1]):
         is_last = place in (n_left, len(waiting) - 1)
         shown = answer_text if is_last else answer_text[: len(text)]
-        is_stop = place == n_left
+        if is_stop := place == n_left:
+            token = dataclasses.replace(token, p_correct=None, p_if_cut=None)
         yield dataclasses.replace(token, text=shown[n_shown:], is_stop=is_stop)
         n_shown = max(n_shown, len(shown))
     return answer, signals

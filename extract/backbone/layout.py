@@ -253,7 +253,7 @@ def _tensor(output: Any) -> torch.Tensor:
 
 
 def _contribution(
-    output: torch.Tensor, layer: Layer, h_in: torch.Tensor
+    output: torch.Tensor, layer: Layer, multiplier: float, h_in: torch.Tensor
 ) -> torch.Tensor:
     """Return what a layer adds of a module's output, in the shape of the stream."""
     if output.shape != h_in.shape:
@@ -264,7 +264,6 @@ def _contribution(
                 f"stream of {tuple(h_in.shape)}, its parts give {tuple(output.shape)}"
             )
         output = output.view(h_in.shape)
-    multiplier = layer.multiplier()
     # In the stream's dtype, as the model rounds it.
     return output if multiplier == 1.0 else (output * multiplier).to(h_in.dtype)
 
@@ -276,6 +275,7 @@ class _LayerWatch:
     index: int
     layer: Layer
     on_layer: Callable[[LayerPass], None]
+    multiplier: float
     att: torch.Tensor | None = None
     ffn: torch.Tensor | None = None
 
@@ -314,7 +314,8 @@ class _LayerWatch:
                 f"({type(module).__name__}) did not call its "
                 f"{'token mixer' if att is None else 'feed-forward part'}"
             )
-        att, ffn = (_contribution(x, self.layer, h_in) for x in (att, ffn))
+        how = self.layer, self.multiplier, h_in
+        att, ffn = _contribution(att, *how), _contribution(ffn, *how)
         self.on_layer(LayerPass(self.index, h_in, att, ffn, _tensor(output)))
 
 
@@ -329,6 +330,7 @@ def watch_layers(
     """
     with contextlib.ExitStack() as handles:
         for index, layer in enumerate(layout.layers):
-            for handle in _LayerWatch(index, layer, on_layer).hook():
+            watch = _LayerWatch(index, layer, on_layer, layer.multiplier())
+            for handle in watch.hook():
                 handles.callback(handle.remove)
         yield

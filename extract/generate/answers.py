@@ -55,6 +55,7 @@ from beatrice.extract.run.files import (
 )
 from beatrice.extract.run.share import Share
 from beatrice.extract.run.stages import Forecast, Stage, once
+from beatrice.extract.signals.sequence import first_read
 
 if TYPE_CHECKING:
     from beatrice.extract.backbone.loading import Backbone, Outline
@@ -190,9 +191,20 @@ def generate(
 
 
 def prompts_of(requests: Sequence[Request]) -> list[GeneratorPrompt]:
-    """Return requests as prompts with their exact ids."""
-    prompts = (request.prompt for request in requests)
-    return [GeneratorPrompt(text=prompt.text, ids=prompt.ids) for prompt in prompts]
+    """Return requests as prompts with their exact ids.
+
+    What they have in common is computed once up to where signals are read, whether the
+    answers are read while they are written or not, so that sums are rounded alike: in
+    bfloat16 other beginnings are other answers where two tokens are nearly as likely.
+    """
+    return [
+        GeneratorPrompt(
+            text=request.prompt.text,
+            ids=request.prompt.ids,
+            n_common=first_read(request.prompt.context_span[0]),
+        )
+        for request in requests
+    ]
 
 
 def append_answers(

@@ -71,6 +71,9 @@ class GeneratorPrompt:
     ids: tuple[int, ...] | None = None
     is_chat: bool = False  # wrap the text in the model's chat template
     sample: int = 0  # sets draws of the same prompt apart
+    # Most tokens at its beginning that may be computed once for several prompts; None
+    # is any number. It changes a text by rounding alone, and is in no key.
+    n_common: int | None = None
 
     def __post_init__(self) -> None:
         """Check that a chat message is a text."""

@@ -365,9 +365,11 @@ class Watch(Protocol):
 
     Attributes:
       n_unread: columns of the padded prompts that it need not see.
+      runs_last: whether it sees a forward of a longest answer's last token, too.
     """
 
     n_unread: int
+    runs_last: bool
 
     def watching(
         self, rows: Sequence[int], n_cached: int
@@ -377,6 +379,19 @@ class Watch(Protocol):
 
     def on_choice(self, ids: torch.Tensor, is_done: torch.Tensor) -> None:
         """Take the ids of all columns after a step, and which rows are done."""
+
+
+def _n_common(
+    prompts: Sequence[GeneratorPrompt], ids: Sequence[Sequence[int]]
+) -> int | None:
+    """Return most columns of the padded prompts that may be computed once for all."""
+    width = max(map(len, ids))
+    columns = [
+        width - len(tokens) + prompt.n_common
+        for prompt, tokens in zip(prompts, ids, strict=True)
+        if prompt.n_common is not None
+    ]
+    return min(columns, default=None)
 
 
 class _Chosen(StoppingCriteria):
@@ -491,9 +506,10 @@ class TransformersGenerator:
         stops = stop_ids(self.backbone)
         choice = Choice(config, seeds, self.backbone.device, stops)
         ids = [self.prompt_ids(prompt) for prompt in prompts]
+        n_common = _n_common(prompts, ids) if watch is None else watch.n_unread
         # Where rows cannot leave, a run ends with its last.
         least_done = 0.5 if has_plain_states(self.backbone.layout) else 1.0
-        *_, texts = self._runs(ids, config, choice, watch, least_done)
+        *_, texts = self._runs(ids, config, choice, watch, n_common, least_done)
         return [
             self._text(len(tokens), *text, config)
             for tokens, text in zip(ids, texts, strict=True)
@@ -510,7 +526,7 @@ class TransformersGenerator:
         seeds = [draw_seed(prompt, config)]
         choice = Choice(config, seeds, self.backbone.device, stops)
         ids, texts = self.prompt_ids(prompt), []
-        for texts in self._runs([ids], config, choice, watch, least_done=0.0):
+        for texts in self._runs([ids], config, choice, watch, None, least_done=0.0):
             tokens, log_probs = texts[0]
             self._check_finite(log_probs)
             if len(tokens) <= config.max_new_tokens:
@@ -524,12 +540,14 @@ class TransformersGenerator:
         config: SamplingConfig,
         choice: Choice,
         watch: Watch | None,
+        n_common: int | None,
         least_done: float,
     ) -> Iterator[list[tuple[list[int], list[float]]]]:
         """Yield after every run, of every prompt, its ids and their log-probabilities.
 
+        Of the padded prompts `n_common` columns at most are computed once for all.
         When half of the rows are done the others go on without them, so that a long
-        answer does not keep short ones in the batch. Whoever watches sees one step
+        answer does not keep short ones in the batch. Whoever watches may see one step
         more, in which an answer of the longest length runs its last token.
         """
         stops, (ids, mask) = stop_ids(self.backbone), self._padded(prompts)
@@ -540,12 +558,12 @@ class TransformersGenerator:
             # By a number Gemma 4 would leave the prompt out of its last layers.
             options["logits_to_keep"] = torch.tensor([-1], device=ids.device)
         rows, n_new = list(range(len(prompts))), config.max_new_tokens
-        edges = (width, width + n_new + (watch is not None))
+        edges = (width, width + n_new + (watch is not None and watch.runs_last))
         layout, tokenizer = self.backbone.layout, self.backbone.tokenizer
-        if watch is None:
+        if n_common is None:
             cache = begun_states(layout, prompts, ids, mask, self._run)
         else:
-            cache = shared_states(layout, prompts, width, watch.n_unread)
+            cache = shared_states(layout, prompts, width, n_common)
         n_cached = 0 if cache is None else filled_layers(cache)[0].keys.shape[-2]
         while rows:
             n_read = ids.shape[1]

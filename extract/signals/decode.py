@@ -46,6 +46,7 @@ from beatrice.extract.signals.span_sums import (
     AttentionMap,
     entropies_and_masses,
     span_sums,
+    step_sums,
 )
 
 # Of a family's norm. The two passes are the model's with a cache and without.
@@ -53,6 +54,7 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 2e-2}
 _N_PADDED = 4  # columns by which the shorter prompt is padded
 _N_CHECKED = 3  # tokens: the first of a decode step, one behind it, and the last
 _FAMILIES = ("hidden", "prob", "resid", "attn")
+_N_ROOM = 8  # new tokens for which there is room at first; most answers are shorter
 
 
 class DecodeReading(AttentionReading):
@@ -70,6 +72,7 @@ class DecodeReading(AttentionReading):
         n_new: int,
         *,
         answer_span: AnswerSpan = "emitting",
+        runs_last: bool = True,
     ) -> None:
         """Make room for a batch.
 
@@ -78,7 +81,10 @@ class DecodeReading(AttentionReading):
           prompts: their ids, and where context and question lie.
           n_new: most tokens of an answer.
           answer_span: see `sequence_of`.
+          runs_last: run the last token of an answer that is cut, which emits nothing
+            and is in no span, so that it has a row too.
         """
+        self.runs_last = runs_last
         self.reader, self._layout = reader, reader.backbone.layout
         layout, budget = self._layout, reader.budget.n_attention_weights
         super().__init__(0, layout.attention_layers, (0, 0), budget)
@@ -87,6 +93,7 @@ class DecodeReading(AttentionReading):
         device = layout.head.weight.device
         self._width, self._n_new = max(len(prompt.ids) for prompt in prompts), n_new
         n_rows, n_columns = len(prompts), self._width + n_new
+        self._n_room = self._width + min(n_new, _N_ROOM)  # columns that are kept
         self._pads = [self._width - len(prompt.ids) for prompt in prompts]
         self._firsts = [first_read(prompt.context_span[0]) for prompt in prompts]
         pairs = list(zip(self._pads, self._firsts, strict=True))
@@ -109,10 +116,10 @@ class DecodeReading(AttentionReading):
         members[:, 2] = columns == self._width - 1  # later ones as they are written
         members[:, 2] &= columns >= self._answer
         self._members = members.to(device)
-        n_read, n_layers = n_columns - self.n_unread, len(layout.layers)
+        n_read, n_layers = self._n_room - self.n_unread, len(layout.layers)
         self._prob = torch.zeros((n_rows, n_read, 5), device=device)
         self._resid = torch.zeros((n_rows, n_read, 4 * n_layers), device=device)
-        self._hidden: torch.Tensor | None = None  # [n_rows, n_columns, n_kept, d_model]
+        self._hidden: torch.Tensor | None = None  # [n_rows, n_room, n_kept, d_model]
         # By layer, over rows and keys, [2, n_rows, n_heads, 2, n_read]: `span_sums`.
         self._sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._n_written = [0] * n_rows  # tokens of each answer that were run
@@ -139,19 +146,39 @@ class DecodeReading(AttentionReading):
             yield
 
     def _begin_run(self, rows: Sequence[int], n_cached: int) -> None:
-        self._run_rows, self._live = list(rows), list(rows)
+        self.run_rows, self._live = list(rows), list(rows)
         # All rows are a view, which costs no copy.
         is_whole = len(rows) == len(self._pads)
         self._index = slice(None) if is_whole else torch.tensor(rows)
         self._begin_step(n_cached)
 
     def _begin_step(self, n_cached: int) -> None:
-        self._run_members = self._members[self._index]
+        self._run_members = self._members[self._index].float()
         self.layers = dict.fromkeys(self.layers)
         self._n_before, self._n_step = n_cached, 0
         self._lens: residual.LogitLens | None = None
         self._prompt_resid: list[torch.Tensor] = []
         self._last_parts: list[torch.Tensor] = []
+
+    def _make_room(self) -> None:
+        """Make room for twice as many new tokens.
+
+        Room for the longest answer from the start is several times what short ones
+        need, and more than all else that generation holds.
+        """
+        n_new = self._n_room - self._width
+        n_more = min(n_new, self._n_new - n_new)
+        self._n_room += n_more
+        lengthened = torch.nn.functional.pad
+        self._prob = lengthened(self._prob, (0, 0, 0, n_more))
+        self._resid = lengthened(self._resid, (0, 0, 0, n_more))
+        if self._hidden is not None:
+            self._hidden = lengthened(self._hidden, (0, 0, 0, 0, 0, n_more))
+        for layer, (row_sums, key_sums) in self._sums.items():
+            self._sums[layer] = (
+                lengthened(row_sums, (0, n_more)),
+                lengthened(key_sums, (0, n_more)),
+            )
 
     @property
     def _first(self) -> int:
@@ -173,9 +200,9 @@ class DecodeReading(AttentionReading):
         n_rows, n_heads, self._n_step = call.shape
         stop = self._n_before + self._n_step
         n_keys = call.n_cached + self._n_step
-        if n_keys > stop or n_rows != len(self._run_rows):
+        if n_keys > stop or n_rows != len(self.run_rows):
             raise ValueError(
-                f"expected at most {stop} keys of {len(self._run_rows)} rows, as a "
+                f"expected at most {stop} keys of {len(self.run_rows)} rows, as a "
                 f"growing cache has them, found {n_keys} of {n_rows}"
             )
         if layer not in self._sums:
@@ -186,14 +213,14 @@ class DecodeReading(AttentionReading):
             )
         self.rows = (self._first, self._n_step)
         members = self._run_members
-        by_row, by_key, attended = span_sums(
-            call,
-            members[:, :2, stop - n_keys : stop],
-            members[:, 1:, self._n_before : stop],
-            self.rows,
-            self.budget,
-            value,
-        )
+        keys = members[:, :2, stop - n_keys : stop]
+        rows = members[:, 1:, self._n_before : stop]
+        if self._n_step == 1 and isinstance(call, AttentionCall):
+            by_row, by_key, attended = step_sums(call, keys, rows, value)
+        else:
+            by_row, by_key, attended = span_sums(
+                call, keys, rows, self.rows, self.budget, value
+            )
         row_sums, key_sums = self._sums[layer]
         columns = self._columns()
         row_sums[:, self._index, ..., columns] = by_row[..., self._first :]
@@ -227,9 +254,8 @@ class DecodeReading(AttentionReading):
     def _keep_hidden(self, entry: int, states: torch.Tensor) -> None:
         if entry not in self._slots:
             return
-        n_columns = self._width + self._n_new
         if self._hidden is None:
-            n_read = n_columns - self._first_hidden
+            n_read = self._n_room - self._first_hidden
             shape = (len(self._pads), n_read, len(self._slots), states.shape[-1])
             self._hidden = torch.zeros(shape, dtype=states.dtype, device=states.device)
         stop = self._n_before + self._n_step
@@ -279,28 +305,42 @@ class DecodeReading(AttentionReading):
         # An answer that is cut ends in a token that emitted nothing; see `sequence_of`.
         is_last = column == self._width + self._n_new - 1
         targets = ids[:, -2 if is_last else -1]
+        self._parts = torch.stack(self._last_parts, dim=2)
         at = column - self.n_unread
-        parts = torch.stack(self._last_parts, dim=2)  # [3, n_rows, n_layers, d_model]
-        lens = self.reader.lens(targets[:, None].expand(-1, parts.shape[2]))
-        h_in, att, ffn = parts
-        scalars = residual.contribution_scalars(
-            LayerPass(0, h_in, att, ffn, h_in), lens
-        )
-        self._resid[self._index, at] = scalars.flatten(1)
-        if self._logits.dtype == torch.float32:
-            prob = probability.scalars_of_logits(self._logits, targets)
-        else:
-            prob = self.reader.probabilities(self._last_states, targets)
-        self._prob[self._index, at] = prob
+        prob, resid = self._emission(targets)
+        self._prob[self._index, at], self._resid[self._index, at] = prob, resid
         if column >= self._width:
             for row in self._live:
                 self._n_written[row] += 1
         done = is_done.tolist()
-        places = zip(self._run_rows, done, strict=True)
+        places = zip(self.run_rows, done, strict=True)
         self._live = [row for row, over in places if not over]
         if column + 1 < self._width + self._n_new - 1:
             self._members[self._live, 2, column + 1] = True
+        if self._live and column + 1 == self._n_room:
+            self._make_room()
         self._begin_step(column + 1)
+
+    def _emission(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read the last position of every row of the run as it emits these tokens.
+
+        Args:
+          targets: `[n_run_rows]` ids.
+
+        Returns:
+          `[n_run_rows, 5]` and `[n_run_rows, 4 * n_layers]`, as `AnswerSignals` has
+          them.
+        """
+        h_in, att, ffn = self._parts  # each [n_run_rows, n_layers, d_model]
+        lens = self.reader.lens(targets[:, None].expand(-1, h_in.shape[1]))
+        scalars = residual.contribution_scalars(
+            LayerPass(0, h_in, att, ffn, h_in), lens
+        )
+        if self._logits.dtype == torch.float32:
+            prob = probability.scalars_of_logits(self._logits, targets)
+        else:
+            prob = self.reader.probabilities(self._last_states, targets)
+        return prob, scalars.flatten(1)
 
     def last_prob(self) -> np.ndarray:
         """Return `[5]`, the distribution that the first row's last token is of."""
@@ -310,13 +350,13 @@ class DecodeReading(AttentionReading):
         """Return what was read of every answer, in the order of the prompts.
 
         An answer that is still written is read as one that was cut: up to the token
-        that emitted its last one.
+        that emitted its last one; see `ended`.
 
         Returns:
           None for an answer of which other tokens were run than it has: its stop string
           began in a token before the last, and later steps attended to its tokens.
         """
-        members = self._members[..., self.n_unread :]
+        members = self._members[..., self.n_unread : self._n_room]
         per_layer = [
             entropies_and_masses(*self._sums[layer], members) for layer in self.layers
         ]
@@ -350,6 +390,39 @@ class DecodeReading(AttentionReading):
             )
         return signals
 
+    @torch.inference_mode()
+    def ended(self, answers: Sequence[Answer]) -> list[AnswerSignals | None]:
+        """Return what was read of every answer, had it ended before the last choice.
+
+        The distribution behind its last token is known, and with it what is read of
+        that token where it emits the stop token.
+
+        Args:
+          answers: in the order of the prompts. One that is still written is without
+            the token that was chosen last, with the stop token that it ends in.
+
+        Returns:
+          As `signals`; of an answer that ended before, what was read of it. None too
+          behind the last token of the longest answer, whose attention is of no span.
+        """
+        signals = self.signals(answers)
+        stops = [answers[row].stop_id or 0 for row in self.run_rows]
+        last = self._emission(torch.tensor(stops, device=self._prob.device))
+        prob, resid = (values.cpu().numpy() for values in last)
+        for index, row in enumerate(self.run_rows):
+            read, n_written = signals[row], self._n_written[row]
+            is_before = n_written != self._n_before - self._width
+            if read is None or is_before or answers[row].stop_id is None:
+                continue
+            signals[row] = None
+            if n_written < self._n_new:
+                signals[row] = dataclasses.replace(
+                    read,
+                    prob=np.concatenate([read.prob[:-1], prob[index, None]]),
+                    resid=np.concatenate([read.resid[:-1], resid[index, None]]),
+                )
+        return signals
+
 
 def generate_and_read(
     reader: SignalReader,
@@ -358,6 +431,7 @@ def generate_and_read(
     *,
     answer_span: AnswerSpan = "emitting",
     sampling: SamplingConfig | None = None,
+    runs_last: bool = True,
 ) -> tuple[list[Answer], list[AnswerSignals]]:
     """Answer requests and read the answers in the passes that write them.
 
@@ -370,6 +444,7 @@ def generate_and_read(
       config: how long answers and batches are.
       answer_span: see `sequence_of`.
       sampling: how tokens are chosen; None is greedily.
+      runs_last: as in `DecodeReading`.
 
     Returns:
       The answers and their signals, in the order of the requests.
@@ -392,6 +467,7 @@ def generate_and_read(
             [request.prompt for request in rows],
             sampling.max_new_tokens,
             answer_span=answer_span,
+            runs_last=runs_last,
         )
         replies = generator.write([prompts[i] for i in batch], sampling, watch)
         read = _read_written(watch, rows, replies, sampling.stop, answer_span)
@@ -485,17 +561,20 @@ class WrittenToken:
 
     Attributes:
       id: the token.
-      answer: up to this token, as one that was cut behind it.
       prob: `[5]` float32, the distribution that it was chosen from, see
         `AnswerSignals`.
-      so_far: returns what was read of `answer`; to be called before the next token is
-        asked for.
+      cut: returns the answer up to this token, and what is read of it as of one that
+        was cut behind it; to be called before the next token is asked for.
+      ended: returns the answer up to this token as it is if a stop token follows, whose
+        id it takes, and what is read of it then; to be called when the next token was
+        asked for, which tells how likely the stop token is, and before another is. The
+        last token of an answer that is cut has no next.
     """
 
     id: int
-    answer: Answer
     prob: np.ndarray
-    so_far: Callable[[], AnswerSignals]
+    cut: Callable[[], tuple[Answer, AnswerSignals]]
+    ended: Callable[[int], tuple[Answer, AnswerSignals]]
 
 
 def read_stepwise(
@@ -522,7 +601,11 @@ def read_stepwise(
     check_requests_fit(reader.backbone, [request], sampling.max_new_tokens)
     prompt = GeneratorPrompt(text="", ids=request.prompt.ids)
     watch = DecodeReading(
-        reader, [request.prompt], sampling.max_new_tokens, answer_span=answer_span
+        reader,
+        [request.prompt],
+        sampling.max_new_tokens,
+        answer_span=answer_span,
+        runs_last=False,
     )
     generator = TransformersGenerator(backbone=reader.backbone)
     steps, ids = generator.write_stepwise(prompt, sampling, watch), ()
@@ -533,29 +616,30 @@ def read_stepwise(
             reply: Generated = end.value
             break
         ids = (*ids, token)
-        answer = Answer(
-            example_id=request.example_id,
-            setting=request.setting,
-            variant=request.variant,
-            text="",
-            prompt_ids=request.prompt.ids,
-            token_ids=ids,
-            stop_id=None,
-            context_span=request.prompt.context_span,
-        )
+        so_far = partial(_so_far, watch, request, ids)
         yield WrittenToken(
-            id=token,
-            answer=answer,
-            prob=watch.last_prob(),
-            so_far=partial(_only, watch, answer),
+            id=token, prob=watch.last_prob(), cut=partial(so_far, None), ended=so_far
         )
     return next(_read_written(watch, [request], [reply], sampling.stop, answer_span))
 
 
-def _only(watch: DecodeReading, answer: Answer) -> AnswerSignals:
-    (signals,) = watch.signals([answer])
-    assert signals is not None
-    return signals
+def _so_far(
+    watch: DecodeReading, request: Request, ids: tuple[int, ...], stop_id: int | None
+) -> tuple[Answer, AnswerSignals]:
+    """Return an answer that ends, or is cut, behind these ids; see `WrittenToken`."""
+    answer = Answer(
+        example_id=request.example_id,
+        setting=request.setting,
+        variant=request.variant,
+        text="",
+        prompt_ids=request.prompt.ids,
+        token_ids=ids,
+        stop_id=stop_id,
+        context_span=request.prompt.context_span,
+    )
+    (signals,) = watch.ended([answer])
+    assert signals is not None, "asked for at another step"
+    return answer, signals
 
 
 def decoding_differences(reader: SignalReader) -> dict[str, float]:

@@ -10,6 +10,7 @@ import torch
 from transformers import BloomConfig, BloomForCausalLM
 
 from beatrice.extract.backbone.loading import Backbone
+from beatrice.extract.generate.local import stop_ids
 from beatrice.extract.generate.requests import GenerationConfig
 from beatrice.jaxprobe.calibration import Calibrator
 from beatrice.pgir.asking import Asked
@@ -57,7 +58,7 @@ def words_of(backbone, scorer, context):
         {"stop": ["never"], "max_new_tokens": 2},
     ],
 )
-def test_a_stream_is_the_answer_with_p_of_every_prefix_as_it_is_read_again(
+def test_a_stream_is_the_answer_with_p_of_every_prefix_as_of_one_that_ends_there(
     backbone, scorer, context, options
 ):
     if "stop" in options:
@@ -82,21 +83,45 @@ def test_a_stream_is_the_answer_with_p_of_every_prefix_as_it_is_read_again(
     (answer,), _ = probed.answer_and_read(
         [request], scorer._sampling(Asked(questions=[QUESTION], **options))
     )
+    stop_id = stop_ids(backbone)[0]
     for n, token in enumerate(tokens[:n_tokens], start=1):
-        cut = msgspec.structs.replace(
-            answer, token_ids=answer.token_ids[:n], stop_id=None
-        )
-        _, again = scorer._scores(request.setting, probed.read([cut]))
-        assert token.p_correct == pytest.approx(again.p_correct[0], abs=1e-5)
-    if len(tokens) == n_tokens:  # of an answer that is cut the last prefix is all
-        assert tokens[-1].p_correct == pytest.approx(score.p_correct, abs=1e-6)
+        if n == len(tokens):  # the answer is cut behind it, and has its score
+            assert token.p_correct is token.p_if_cut is None
+            continue
+        for ended, value in ((stop_id, token.p_correct), (None, token.p_if_cut)):
+            part = msgspec.structs.replace(
+                answer, token_ids=answer.token_ids[:n], stop_id=ended
+            )
+            _, again = scorer._scores(request.setting, probed.read([part]))
+            assert value == pytest.approx(again.p_correct[0], abs=1e-5)
+    if tokens and tokens[-1].is_stop and answer.stop_id == stop_id and n_tokens:
+        # The last prefix is the answer: it is read once, and P is the same.
+        assert tokens[-2].p_correct == score.p_correct
+
+
+def test_p_of_the_answer_so_far_is_the_score_of_the_text_that_ends_there(
+    backbone, scorer
+):
+    """By the verb for answers that exist, from ids and after the fact."""
+    long = {"temperature": 3.0, "seed": 1, "max_new_tokens": 5, "stop": []}
+    *tokens, _ = scorer.stream(QUESTION, PASSAGE, every=1, **long)
+    (_,), (request,) = scorer._requests([QUESTION], [PASSAGE], None)
+    (answer,), _ = scorer.probed.answer_and_read([request], scorer._sampling(**long))
+    ids, stop_id = list(answer.token_ids), stop_ids(backbone)[0]
+    values = [
+        scorer.score(QUESTION, context=PASSAGE, answer_ids=[*ids[:n], stop_id])
+        for n in range(1, len(tokens))
+    ]
+    p_so_far = [token.p_correct for token in tokens[:-1]]
+    np.testing.assert_allclose(p_so_far, [v.p_correct for v in values], atol=1e-5)
+    assert len(set(p_so_far)) > 1
 
 
 def test_p_comes_every_so_many_tokens_and_not_unless_asked(scorer):
     long = {"temperature": 3.0, "seed": 1, "max_new_tokens": 5, "stop": []}
     *tokens, _ = scorer.stream(QUESTION, every=2, **long)
     assert [t.p_correct is not None for t in tokens] == [
-        (n % 2 == 0) and not t.is_stop for n, t in enumerate(tokens, start=1)
+        (n % 2 == 0) and n < 5 and not t.is_stop for n, t in enumerate(tokens, start=1)
     ]
     *tokens, _ = scorer.stream(QUESTION, **long)
     assert all(token.p_correct is None for token in tokens)

@@ -1,5 +1,8 @@
 """The sums behind the readings, where exponentials would overflow or vanish."""
 
+import dataclasses
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +13,8 @@ from beatrice.extract.signals.span_sums import (
     AttentionCall,
     AttentionMap,
     span_readings,
+    span_sums,
+    step_sums,
 )
 
 N_TOKENS = 24
@@ -61,6 +66,28 @@ def test_readings_and_output_agree_with_the_exact_map(spread, budget, kind, sink
     values = value[0].double().repeat_interleave(2, dim=0)
     expected = (exact @ values)[:, 12:].transpose(0, 1)
     torch.testing.assert_close(attended[0].double(), expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("spread", [1.0, 40.0])
+@pytest.mark.parametrize("kind", ["causal", "window", "alibi"])
+@pytest.mark.parametrize("sinks", [None, [-90.0, 0.0, 2.0, 90.0]])
+def test_the_last_row_alone_has_the_sums_that_it_has_among_all(spread, kind, sinks):
+    sinks = None if sinks is None else torch.tensor(sinks)
+    call = make_call(spread, make_mask(kind), sinks)
+    value = torch.randn(1, 2, N_TOKENS, 8, generator=torch.Generator().manual_seed(4))
+    last = slice(N_TOKENS - 1, N_TOKENS)
+    mask = None if call.mask is None else call.mask[:, :, last]
+    alone = dataclasses.replace(call, query=call.query[:, :, last], mask=mask)
+    keys, rows = members()[:, :2].float(), members()[:, 1:].float()
+    by_row, by_key, attended = step_sums(alone, keys, rows[..., last], value)
+    only = rows.clone()
+    only[..., :-1] = 0.0
+    every = span_sums(call, keys, only, (0, N_TOKENS), 2**20, value)
+    assert every[2] is not None and attended is not None
+    close = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
+    close(by_row, every[0][..., last])
+    close(by_key, every[1])
+    close(attended, every[2][:, last])
 
 
 def test_a_map_reads_as_the_queries_and_keys_it_came_from():
