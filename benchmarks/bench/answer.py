@@ -5,19 +5,23 @@ which is generation that also computes the logits of the prompt's tokens that ar
 one pass, which reads all four families while it writes; and two passes, which generate
 and read the answers again. Ratios are medians over neighbouring turns. Peak memory is
 taken in processes of their own, above the loaded model and its libraries.
+
+With `--probe` what is timed is how long somebody waits for one answer with its P:
+`Probe.answer` beside Transformers' `model.generate` of the same tokens, warm, in turns.
 """
 
 import contextlib
 import dataclasses
 import statistics
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, get_args
 
 import click
 import torch
 
 from beatrice.benchmarks.bench.commands import AS_JSON, RowPrinter, measure_fresh
-from beatrice.benchmarks.bench.extract import N_THREADS, alternate, peak_above
+from beatrice.benchmarks.bench.extract import N_THREADS, peak_above
 from beatrice.extract.backbone.loading import load_backbone
 from beatrice.extract.backbone.names import EMBEDDED, ModelDtype, model_path
 from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
@@ -41,6 +45,7 @@ from beatrice.extract.signals.reader import SignalReader
 from beatrice.extract.signals.sequence import sequence_of
 from beatrice.extract.world.facts import WorldConfig, make_world
 from beatrice.extract.world.questions import QuestionConfig, make_examples
+from beatrice.probe import load
 
 Way = Literal["plain", "floor", "one pass", "two passes"]
 WAYS: tuple[Way, ...] = get_args(Way)
@@ -167,6 +172,10 @@ class AnswerCost:
     one_over_floor: float
     one_over_plain: float
     two_over_plain: float
+    # Likewise of seconds of processors, which other programs move less than the clock;
+    # one thread (`--threads`) does not wait for another.
+    one_over_floor_processors: float
+    one_over_plain_processors: float
     peak_plain: float  # MiB above the loaded model
     peak_one: float  # the same of one pass
 
@@ -178,6 +187,8 @@ class AnswerCost:
             "one pass ÷ floor": self.one_over_floor,
             "one pass ÷ plain": self.one_over_plain,
             "two passes ÷ plain": self.two_over_plain,
+            "÷ floor, processors": self.one_over_floor_processors,
+            "÷ plain, processors": self.one_over_plain_processors,
         }
         return {
             "setting": self.setting,
@@ -193,7 +204,31 @@ def measure_peak(model: str, dtype: ModelDtype, setting: Setting, way: Way) -> f
     """Return the peak in MiB of one way, above the loaded model."""
     torch.set_num_threads(N_THREADS)  # the process is this measurement's alone
     bench = AnswerBench(model, dtype, setting)
+    # Weights are pages of a file, which the first pass brings into memory.
+    generate_and_read(bench.reader, bench.requests[:1], CONFIG)
     return peak_above(lambda: bench.run(way), bench.backbone.device.type)
+
+
+Turn = tuple[tuple[float, ...], tuple[float, ...]]  # clock and processors, of each
+
+
+def take_turns(runs: Sequence[Callable[[], object]], n_rounds: int) -> list[Turn]:
+    """Run each in turn; return seconds by round, after one unmeasured round."""
+    turns = []
+    for _ in range(n_rounds + 1):
+        spent = []
+        for run in runs:
+            began, used = time.perf_counter(), time.process_time()
+            run()
+            spent.append((time.perf_counter() - began, time.process_time() - used))
+        clock, processors = zip(*spent, strict=True)
+        turns.append((clock, processors))
+    return turns[1:]
+
+
+def ratio(turns: Sequence[Turn], above: int, below: int, of: int = 0) -> float:
+    """Return a median over turns, of the clock (0) or of processors (1)."""
+    return statistics.median(turn[of][above] / turn[of][below] for turn in turns)
 
 
 def measure_setting(
@@ -203,28 +238,118 @@ def measure_setting(
     bench = AnswerBench(model, dtype, setting)
     if (reason := check_decoding(bench.reader)) is not None:
         raise ValueError(reason)
-    turns = alternate([lambda way=way: bench.run(way) for way in WAYS], n_rounds)
-
-    def ratio(way: Way, other: Way) -> float:
-        above, below = WAYS.index(way), WAYS.index(other)
-        return statistics.median(turn[above] / turn[below] for turn in turns)
-
+    turns = take_turns([lambda way=way: bench.run(way) for way in WAYS], n_rounds)
+    plain, floor, one, two = range(len(WAYS))
     answers = generate(bench.backbone, bench.requests, CONFIG)
     return AnswerCost(
         setting=setting,
         n_prompt=sum(len(answer.prompt_ids) for answer in answers),
         n_new=sum(len(answer.token_ids) for answer in answers),
-        plain=statistics.median(turn[0] for turn in turns),
-        floor_over_plain=ratio("floor", "plain"),
-        one_over_floor=ratio("one pass", "floor"),
-        one_over_plain=ratio("one pass", "plain"),
-        two_over_plain=ratio("two passes", "plain"),
+        plain=statistics.median(clock[plain] for clock, _ in turns),
+        floor_over_plain=ratio(turns, floor, plain),
+        one_over_floor=ratio(turns, one, floor),
+        one_over_plain=ratio(turns, one, plain),
+        two_over_plain=ratio(turns, two, plain),
+        one_over_floor_processors=ratio(turns, one, floor, of=1),
+        one_over_plain_processors=ratio(turns, one, plain, of=1),
         peak_plain=measure_fresh(
             "the peak of generation", measure_peak, model, dtype, setting, "plain"
         ),
         peak_one=measure_fresh(
             "the peak of one pass", measure_peak, model, dtype, setting, "one pass"
         ),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatencyCost:
+    """What one answer and its P take beside the answer alone.
+
+    Attributes:
+      probe: that scores.
+      n_prompt: tokens of the prompt.
+      n_new: of the answer, which is cut there.
+      plain: seconds of `model.generate`, median over turns.
+      scored: of `Probe.answer`.
+      clock: median of the ratios of neighbouring turns.
+      processors: the same of seconds of processors, which other programs move less.
+    """
+
+    probe: str
+    n_prompt: int
+    n_new: int
+    plain: float
+    scored: float
+    clock: float
+    processors: float
+
+    def cells(self) -> dict[str, str]:
+        """Return the row by its columns."""
+        return {
+            "probe": self.probe,
+            "prompt tokens": str(self.n_prompt),
+            "new tokens": str(self.n_new),
+            "generate s": f"{self.plain:.3f}",
+            "scored s": f"{self.scored:.3f}",
+            "scored ÷ generate": f"{self.clock:.2f}",
+            "of processors": f"{self.processors:.2f}",
+        }
+
+
+# 32 tokens of SmolLM2's, whose answer is longer than eight.
+MESSAGES = (
+    {"role": "system", "content": "Answer."},
+    {
+        "role": "user",
+        "content": "Say what the capital city of France is, and what it is known for.",
+    },
+)
+N_NEW = 8
+
+
+@torch.inference_mode()
+def measure_latency(name: str, n_rounds: int) -> LatencyCost:
+    """Let `model.generate` and `Probe.answer` take turns on one prompt.
+
+    A model without a chat template is asked by the probe's own.
+
+    Args:
+      name: of the probe.
+      n_rounds: turns that are measured, after one that warms up.
+    """
+    probe = load(name)
+    backbone = probe.scorer.probed.backbone
+    if backbone.tokenizer.chat_template is None:
+        asked: dict[str, Any] = {"questions": MESSAGES[1]["content"]}
+        (request,) = probe.scorer.probed.requests(
+            "closed_book", [*asked.values()], [()]
+        )
+        ids = request.prompt.ids
+    else:
+        asked = {"messages": MESSAGES}
+        text = probe.render(MESSAGES)
+        ids = backbone.tokenizer(text, add_special_tokens=False)["input_ids"]
+    prompt = torch.tensor([ids], device=backbone.device)
+    options = {"max_new_tokens": N_NEW, "do_sample": False, "repetition_penalty": 1.0}
+
+    def plain() -> int:
+        return backbone.model.generate(prompt, **options).shape[1] - len(ids)
+
+    def scored() -> int:
+        score = probe.answer(**asked, max_new_tokens=N_NEW, stop=[])
+        return len(score.tokens)
+
+    if plain() != scored():
+        raise ValueError(f"{name} does not write the {N_NEW} tokens of its model")
+    turns = take_turns((plain, scored), n_rounds)
+    return LatencyCost(
+        probe=name,
+        n_prompt=len(ids),
+        n_new=N_NEW,
+        plain=statistics.median(clock[0] for clock, _ in turns),
+        scored=statistics.median(clock[1] for clock, _ in turns),
+        clock=ratio(turns, 1, 0),
+        processors=ratio(turns, 1, 0, of=1),
     )
 
 
@@ -239,13 +364,34 @@ def measure_setting(
 @click.option(
     "--rounds", type=click.IntRange(min=1), default=5, help="Runs of each per row."
 )
+@click.option(
+    "--probe", help="Time one answer with its P by this probe, and nothing else."
+)
+@click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    default=N_THREADS,
+    help="Of Torch.",
+)
 @AS_JSON
-def answer(model: str, dtype: ModelDtype, rounds: int, as_json: bool) -> None:
+def answer(
+    model: str,
+    dtype: ModelDtype,
+    rounds: int,
+    probe: str | None,
+    threads: int,
+    as_json: bool,
+) -> None:
     """Time answers with their signals beside the answers alone; print a table.
 
     Example: beatrice bench answer --model embedded
+
+    Example: beatrice bench answer --probe smollm2
     """
-    torch.set_num_threads(N_THREADS)
+    torch.set_num_threads(threads)
     printer = RowPrinter(as_json)
+    if probe is not None:
+        printer.row(measure_latency(probe, rounds))
+        return
     for setting in SETTINGS:
         printer.row(measure_setting(model, dtype, setting, rounds))

@@ -5,7 +5,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from beatrice.benchmarks.bench.answer import CONFIG, WAYS, AnswerBench
+from beatrice.benchmarks.bench.answer import CONFIG, WAYS, AnswerBench, measure_latency
 from beatrice.cli import main
 
 
@@ -16,7 +16,13 @@ def test_a_row_a_setting_has_every_ratio_above_zero():
     assert [row["setting"] for row in rows] == ["closed_book", "with_context"]
     for row in rows:
         ratios = [value for name, value in row.items() if "_over_" in name]
-        assert len(ratios) == 4 and min(ratios) > 0
+        assert len(ratios) == 6 and min(ratios) > 0
+
+
+def test_one_scored_answer_is_timed_beside_the_same_tokens_alone():
+    cost = measure_latency("embedded", n_rounds=1)
+    assert cost.n_new == 8 and cost.n_prompt > 8
+    assert min(cost.plain, cost.scored, cost.clock, cost.processors) > 0
 
 
 @pytest.fixture(scope="module")
