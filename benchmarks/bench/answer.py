@@ -25,7 +25,11 @@ from beatrice.benchmarks.bench.extract import N_THREADS, peak_above
 from beatrice.extract.backbone.loading import load_backbone
 from beatrice.extract.backbone.names import EMBEDDED, ModelDtype, model_path
 from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
-from beatrice.extract.generate.local import TransformersGenerator, generate
+from beatrice.extract.generate.local import (
+    TransformersGenerator,
+    generate,
+    stop_ids,
+)
 from beatrice.extract.generate.prompts import (
     SHOTS,
     TEMPLATES,
@@ -268,7 +272,7 @@ class LatencyCost:
     Attributes:
       probe: that scores.
       n_prompt: tokens of the prompt.
-      n_new: of the answer, which is cut there.
+      n_new: of the answer, without a stop token.
       plain: seconds of `model.generate`, median over turns.
       scored: of `Probe.answer`.
       clock: median of the ratios of neighbouring turns.
@@ -332,20 +336,24 @@ def measure_latency(name: str, n_rounds: int) -> LatencyCost:
     prompt = torch.tensor([ids], device=backbone.device)
     options = {"max_new_tokens": N_NEW, "do_sample": False, "repetition_penalty": 1.0}
 
+    stops = stop_ids(backbone)
+
     def plain() -> int:
-        return backbone.model.generate(prompt, **options).shape[1] - len(ids)
+        new = backbone.model.generate(prompt, **options)[0, len(ids) :].tolist()
+        return sum(token not in stops for token in new)
 
     def scored() -> int:
         score = probe.answer(**asked, max_new_tokens=N_NEW, stop=[])
         return len(score.tokens)
 
-    if plain() != scored():
-        raise ValueError(f"{name} does not write the {N_NEW} tokens of its model")
+    n_new = plain()
+    if n_new != scored():
+        raise ValueError(f"{name} does not write what its model does, {n_new} tokens")
     turns = take_turns((plain, scored), n_rounds)
     return LatencyCost(
         probe=name,
         n_prompt=len(ids),
-        n_new=N_NEW,
+        n_new=n_new,
         plain=statistics.median(clock[0] for clock, _ in turns),
         scored=statistics.median(clock[1] for clock, _ in turns),
         clock=ratio(turns, 1, 0),

@@ -21,7 +21,7 @@ def test_a_row_a_setting_has_every_ratio_above_zero():
 
 def test_one_scored_answer_is_timed_beside_the_same_tokens_alone():
     cost = measure_latency("embedded", n_rounds=1)
-    assert cost.n_new == 8 and cost.n_prompt > 8
+    assert cost.n_new <= 8 < cost.n_prompt
     assert min(cost.plain, cost.scored, cost.clock, cost.processors) > 0
 
 
