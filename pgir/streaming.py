@@ -33,7 +33,8 @@ class StreamedToken:
         where it was not asked for.
       p_if_cut: the same of the answer read as one that is cut here, without a last
         token's signals. No probability: a probe is fitted on whole answers, so it is
-        too low. It ranks answers that still go on, early and better than `p_correct`.
+        too low. It ranks answers that still go on, early, as well as `p_correct` or
+        better.
     """
 
     text: str
