@@ -2,35 +2,20 @@ import gc
 import os
 import shutil
 import sys
-from pathlib import Path
 
 import filelock
 import pytest
 
-from tests.process import call
+from tests.process import ENVIRON, ROOT, call
 
-ROOT = Path(__file__).parent.parent
 MOST_COMPILED_BYTES = 2**31
-# Set before JAX or Torch start: no test needs more than the two cores of the
-# smallest machine, and most of a JAX test's time is compilation, which need not
-# optimise code that runs for milliseconds.
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-os.environ.setdefault(
-    "XLA_FLAGS",  # those of the smallest preset, which halve what compiling takes
-    "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0 "
-    "--xla_cpu_multi_thread_eigen=false",
-)
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Two workers whose threads wait for each other on two cores take twice as long.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+for name, value in ENVIRON.items():  # before JAX or Torch start
+    os.environ.setdefault(name, value)
 # Every file, worker and process that a test starts finds what another has compiled,
 # and so does the next session. Nothing is written to the user's own cache.
 COMPILED = ROOT / ".pytest_cache" / "compiled"
 os.environ.setdefault("BEATRICE_REMEMBERED", str(ROOT / ".pytest_cache" / "remembered"))
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(COMPILED))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
 def pytest_configure(config):
@@ -81,6 +66,16 @@ def shared_folder(tmp_path_factory):
         return path
 
     return folder
+
+
+@pytest.fixture
+def threads_as_before():
+    """Benches choose how many threads Torch has; tests behind them do not notice."""
+    import torch
+
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

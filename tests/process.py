@@ -8,6 +8,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 BEATRICE = (sys.executable, "-m", "beatrice")
+# No test needs more than the two cores of the smallest machine, and most of a JAX
+# test's time is compilation, which need not optimise code that runs for milliseconds.
+ENVIRON = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    # Those of the smallest preset, which halve what compiling takes.
+    "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false "
+    "--xla_backend_optimization_level=0 --xla_cpu_multi_thread_eigen=false",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    "HF_HUB_OFFLINE": "1",
+    # Two workers whose threads wait for each other on two cores take twice as long.
+    "OMP_NUM_THREADS": "1",
+}
 
 
 def run_line(*words, code=0, **environ) -> subprocess.CompletedProcess[str]:

@@ -1,5 +1,7 @@
 """Records that are filled in, of which a test says only what it is about."""
 
+import copy
+
 from beatrice.extract.records import Answer, Example, Label, Sample
 
 _KEY = {"example_id": "q", "setting": "closed_book", "variant": "original"}
@@ -25,3 +27,25 @@ def a_sample(text, **fields):
     """By default a token and the stop token."""
     usual = dict(sample=0, token_ids=(7,), stop_id=0, log_probs=(-1.0, -0.5))
     return Sample(**{**_KEY, **usual, "finish": "stop", **fields}, text=text)
+
+
+def spoil(rng, value, junk):
+    """Replace, remove, or nudge something at a random depth of a value of JSON."""
+    if isinstance(value, dict) and value and rng.random() > 0.1:
+        key = rng.choice(list(value))
+        if rng.random() < 0.1:
+            return {k: v for k, v in value.items() if k != key}
+        return value | {key: spoil(rng, value[key], junk)}
+    if isinstance(value, list) and value and rng.random() > 0.1:
+        i = rng.randrange(len(value))
+        return [*value[:i], spoil(rng, value[i], junk), *value[i + 1 :]]
+    if isinstance(value, float | int) and rng.random() < 0.3:
+        return value + 1
+    return copy.deepcopy(rng.choice(junk))
+
+
+def flip_bit(path, at=-1):
+    """Change the lowest bit of one byte of a file."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)

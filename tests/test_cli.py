@@ -10,54 +10,26 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import click
 import pytest
-from click.testing import CliRunner
 
 from beatrice.cli import HEADINGS, VERBS, main
 from beatrice.extract.backbone.names import WEIGHTS
-
-ROOT = Path(__file__).parent.parent
-
-
-def beatrice(*arguments):
-    """Call the program in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-m", "beatrice", *map(str, arguments)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def called(*words):
-    """Call the program within this process."""
-    return CliRunner().invoke(main, [str(word) for word in words])
-
-
-def assert_one_sentence(done, *words, code=1):
-    got = getattr(done, "returncode", getattr(done, "exit_code", None))
-    assert got == code, done.stderr
-    assert "Traceback" not in done.stderr
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("Error: ")
-    for word in words:
-        assert word in last, last
+from tests.extract.backbone.test_loading import edit
+from tests.extract.small_run import assert_one_sentence, beatrice
+from tests.process import ROOT, call
 
 
 @pytest.fixture(scope="module")
 def small_run(tmp_path_factory):
     path = tmp_path_factory.mktemp("runs") / "small"
-    done = called("data", path, "--world", "--preset", "smoke")
-    assert done.exit_code == 0, done.output
+    beatrice("data", path, "--world", "--preset", "smoke")
     return path
 
 
 def test_help_lists_the_verbs_in_the_order_of_the_data():
-    done = called("--help")
+    done = beatrice("--help")
     text = done.stdout.split(f"{next(iter(HEADINGS))}:")[1]
     listed = re.findall(r"^  (\w+) ", text, re.MULTILINE)
     assert listed == list(VERBS)
@@ -66,7 +38,7 @@ def test_help_lists_the_verbs_in_the_order_of_the_data():
 
 def test_every_verb_has_an_example_in_its_help():
     for verb in VERBS:
-        assert "Example:" in called(verb, "--help").stdout
+        assert "Example:" in beatrice(verb, "--help").stdout
 
 
 def every_option(command, name=""):
@@ -94,21 +66,16 @@ def test_there_are_few_verbs_and_options():
     ],
 )
 def test_what_is_mistyped_gets_a_suggestion(words, meant):
-    done = called(*words.split())
-    assert done.exit_code == 2
-    assert meant in done.stderr
+    assert meant in beatrice(*words.split(), code=2).stderr
 
 
 def test_an_unknown_option_is_wrong_usage():
-    done = beatrice("demo", "x", "--colour")
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in call("demo", "x", "--colour", code=2).stderr
 
 
 def test_underscores_are_accepted_in_options(tmp_path):
-    done = called("demo", tmp_path / "x", "--hidden_spans", "sideways")
-    assert done.exit_code == 2
-    assert "answer" in done.stderr
+    line = ("demo", tmp_path / "x", "--hidden_spans", "sideways")
+    assert "answer" in beatrice(*line, code=2).stderr
 
 
 WRONG_USAGE = [
@@ -142,9 +109,8 @@ def test_wrong_usage_is_told_at_once_and_leaves_nothing_behind(
     tmp_path, words, message
 ):
     run = tmp_path / "run"
-    done = called(*(str(run) if word == "RUN" else word for word in words.split()))
-    assert done.exit_code == 2, (done.output, done.exception)
-    assert message in done.output
+    line = (run if word == "RUN" else word for word in words.split())
+    assert message in beatrice(*line, code=2).output
     assert not run.exists()
 
 
@@ -156,48 +122,46 @@ def test_wrong_usage_is_told_at_once_and_leaves_nothing_behind(
     ],
 )
 def test_wrong_usage_of_a_run_is_told_at_once(small_run, words, message):
-    done = called(*(small_run if word == "RUN" else word for word in words.split()))
-    assert done.exit_code == 2, (done.output, done.exception)
-    assert message in done.output
+    line = (small_run if word == "RUN" else word for word in words.split())
+    assert message in beatrice(*line, code=2).output
 
 
 def test_a_model_whose_config_cannot_be_used_is_one_sentence(tmp_path):
-    model, run = tmp_path / "model", tmp_path / "run"
-    shutil.copytree(WEIGHTS, model)
-    content = json.loads((model / "config.json").read_text())
-    content["hidden_act"] = "no-such"
-    (model / "config.json").write_text(json.dumps(content))
-    done = called("data", run, "--world", "--preset", "smoke", "--model", model)
+    model, run = shutil.copytree(WEIGHTS, tmp_path / "model"), tmp_path / "run"
+    edit(model, hidden_act="no-such")
+    line = ("data", run, "--world", "--preset", "smoke", "--model", model)
+    done = beatrice(*line, code=1)
     assert_one_sentence(done, str(model), "could not be loaded", "no-such")
     assert not run.exists()
 
 
 def test_a_run_of_another_configuration_is_refused(small_run):
-    done = called("data", small_run, "--world", "--preset", "smoke", "--seed", 5)
+    line = ("data", small_run, "--world", "--preset", "smoke", "--seed", 5)
+    done = beatrice(*line, code=1)
     assert_one_sentence(done, "seed=0;", "seed=5;", "choose another directory")
 
 
 def test_another_preset_is_told_before_and_without_what_follows_from_it(small_run):
-    done = called("data", small_run, "--world", "--preset", "demo")
+    done = beatrice("data", small_run, "--world", "--preset", "demo", code=1)
     assert_one_sentence(done, "a run with preset='smoke';", "for preset='demo';")
 
 
 def test_a_directory_that_is_no_run_is_refused_and_left_alone(tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
-    done = beatrice("data", tmp_path, "--world", "--preset", "smoke")
+    done = call("data", tmp_path, "--world", "--preset", "smoke", code=1)
     assert_one_sentence(done, str(tmp_path))
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.txt"]
 
 
 def test_a_stage_without_its_inputs_says_so(small_run):
-    assert_one_sentence(
-        called("label", small_run), "answers is missing", "run `beatrice answer "
-    )
+    done = beatrice("label", small_run, code=1)
+    assert_one_sentence(done, "answers is missing", "run `beatrice answer ")
 
 
 def test_a_verb_on_no_run_says_so(tmp_path):
     for words in (["answer"], ["doctor", "--verify"]):
-        assert_one_sentence(called(*words, tmp_path / "nothing"), "nothing")
+        done = beatrice(*words, tmp_path / "nothing", code=1)
+        assert_one_sentence(done, "nothing")
 
 
 def test_who_presses_ctrl_c_gets_the_code_of_what_was_interrupted(tmp_path):
@@ -216,29 +180,28 @@ def test_who_presses_ctrl_c_gets_the_code_of_what_was_interrupted(tmp_path):
         if line.startswith("world: done"):
             process.send_signal(signal.SIGINT)
             break
-    _, said = process.communicate()
+    _, output = process.communicate()
     assert process.returncode == 130
-    assert said.strip().splitlines()[-1] == "Stopped; the same line again continues."
-    assert "Traceback" not in said
+    assert output.strip().splitlines()[-1] == "Stopped; the same line again continues."
+    assert "Traceback" not in output
 
 
 def test_scoring_with_an_unfinished_run_says_so(small_run):
-    done = called("score", small_run, "--question", "q?", "--answer", "a")
+    done = beatrice("score", small_run, "--question", "q?", "--answer", "a", code=1)
     left = "answer, label, extract, sweep, train, select, calibrate".split(", ")
     assert_one_sentence(done, "detector is missing", *left)
 
 
 def test_a_verb_says_which_one_comes_next_and_nothing_when_quiet(small_run):
     for quiet, words in ((), ("next: beatrice answer",)), (("--quiet",), ()):
-        done = called("data", small_run, "--world", "--preset", "smoke", *quiet)
-        assert done.exit_code == 0
+        done = beatrice("data", small_run, "--world", "--preset", "smoke", *quiet)
         assert all(word in done.stderr for word in words)
         assert bool(done.stderr) == (not quiet)
 
 
 def test_the_same_line_again_does_nothing_again(small_run):
     before = (small_run / "stages" / "world.json").read_bytes()
-    done = called("data", small_run, "--world", "--preset", "smoke")
+    done = beatrice("data", small_run, "--world", "--preset", "smoke")
     assert "already done" in done.stderr
     assert (small_run / "stages" / "world.json").read_bytes() == before
 
@@ -246,35 +209,37 @@ def test_the_same_line_again_does_nothing_again(small_run):
 def test_verify_finds_a_changed_output(small_run, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(small_run, copy)
-    assert called("doctor", copy, "--verify").exit_code == 0
+    beatrice("doctor", copy, "--verify")
     with (copy / "passages.jsonl").open("a") as file:
         file.write("\n")
-    assert_one_sentence(called("doctor", copy, "--verify"), "1 problems found")
+    done = beatrice("doctor", copy, "--verify", code=1)
+    assert_one_sentence(done, "1 problems found")
 
 
 @pytest.mark.slow
 def test_the_smoke_demo_is_the_same_twice_and_scores(smoke_run, tmp_path):
     """The whole way, twice: rows are equal, the report opens, `score` answers."""
     runs = [tmp_path / "run", smoke_run]
-    done = beatrice("demo", runs[0], "--preset", "smoke", "--json")
-    assert done.returncode == 0, done.stderr
+    done = call("demo", runs[0], "--preset", "smoke", "--json")
     assert "closed_book/auroc" in json.loads(done.stdout.splitlines()[0])
     assert len(done.stderr.splitlines()) <= 45
-    again = beatrice("demo", runs[0], "--preset", "smoke").stdout.splitlines()
+    again = call("demo", runs[0], "--preset", "smoke").stdout.splitlines()
     assert len(again) <= 15 and f"beatrice score {runs[0]}" in again[-2]
     first, second = ((run / "results.jsonl").read_bytes() for run in runs)
     assert first == second
     assert "<svg" in (runs[0] / "report.html").read_text()
     question = ("--question", "where was Skiband Rugrond born?")
-    done = beatrice("score", runs[0], *question, "--answer", "Guzolt Falls", "--json")
+    done = call("score", runs[0], *question, "--answer", "Guzolt Falls", "--json")
     assert 0 <= json.loads(done.stdout)["p_correct"] <= 1
-    assert_one_sentence(beatrice("score", runs[0], *question, "--answer", ""), "empty")
-    assert beatrice("doctor", runs[0], "--verify").returncode == 0
+    done = call("score", runs[0], *question, "--answer", "", code=1)
+    assert_one_sentence(done, "empty")
+    call("doctor", runs[0], "--verify")
     chunk = max(
         (runs[0] / "features" / "closed_book" / "hidden").rglob("*"),
         key=lambda p: p.stat().st_size if p.is_file() else 0,
     )
     chunk.write_bytes(chunk.read_bytes()[:-100])
     (runs[0] / "sweep.json").unlink()
-    assert_one_sentence(beatrice("sweep", runs[0]), "features/closed_book")
-    assert beatrice("doctor", runs[0], "--verify").returncode == 1
+    done = call("sweep", runs[0], code=1)
+    assert_one_sentence(done, "features/closed_book")
+    call("doctor", runs[0], "--verify", code=1)

@@ -4,7 +4,6 @@ Mutants of its JSON files go through what reads them and through the verbs.
 None may end in a traceback, and none may be accepted and change a number.
 """
 
-import copy
 import json
 import os
 import random
@@ -36,6 +35,7 @@ from beatrice.jaxprobe.calibrate import run_selection, select_config
 from beatrice.jaxprobe.detector import Detector
 from beatrice.jaxprobe.rows import read_sweep
 from beatrice.jaxprobe.train import grid_config
+from tests.records import spoil
 
 JUNK = (None, True, -1, 0, 7, 2.5, 10**9, 10**30, "", "x", "7", [], {}, [1], [[]])
 JUNK += ({"a": 1}, [None], "../..", float("nan"))
@@ -44,8 +44,8 @@ JUNK += ({"a": 1}, [None], "../..", float("nan"))
 @pytest.fixture(scope="module")
 def run(shared_folder, tmp_path_factory):
     """A run of a few questions, all stages."""
-    made = shared_folder("few_questions", make_run)
-    return RunDir(shutil.copytree(made, tmp_path_factory.mktemp("damaged") / "run"))
+    result = shared_folder("few_questions", make_run)
+    return RunDir(shutil.copytree(result, tmp_path_factory.mktemp("damaged") / "run"))
 
 
 def make_run(path):
@@ -63,8 +63,8 @@ def make_run(path):
 
     with RunDir.open(path, NewRun(preset="smoke", sections=sections)) as run:
         once(run, "world", {}, [run.examples, run.passages], Progress(), make)
-        for place in CHAIN[1:]:
-            run_stage(load_stage(place), run, Progress())
+        for path_of_stage in CHAIN[1:]:
+            run_stage(load_stage(path_of_stage), run, Progress())
 
 
 def contents(run):
@@ -103,28 +103,13 @@ def read(run, name):
     return readers.get(top, lambda: None)()
 
 
-def spoil(rng, value):
-    """Replace, remove, or nudge something at a random depth."""
-    if isinstance(value, dict) and value and rng.random() > 0.1:
-        key = rng.choice(list(value))
-        if rng.random() < 0.1:
-            return {k: v for k, v in value.items() if k != key}
-        return value | {key: spoil(rng, value[key])}
-    if isinstance(value, list) and value and rng.random() > 0.1:
-        i = rng.randrange(len(value))
-        return [*value[:i], spoil(rng, value[i]), *value[i + 1 :]]
-    if isinstance(value, float | int) and rng.random() < 0.3:
-        return value + 1
-    return copy.deepcopy(rng.choice(JUNK))
-
-
 def mutant(rng, content, *, is_lines):
     """Return the content with a bit flipped, a part cut out, or a value changed."""
     kind = rng.choice(("bit", "end", "part", "value", "value", "line"))
     if kind == "bit":
-        place = rng.randrange(len(content))
-        changed = bytes([content[place] ^ 1 << rng.randrange(8)])
-        return content[:place] + changed + content[place + 1 :]
+        index = rng.randrange(len(content))
+        changed = bytes([content[index] ^ 1 << rng.randrange(8)])
+        return content[:index] + changed + content[index + 1 :]
     if kind in ("end", "part"):
         start = rng.randrange(len(content))
         stop = len(content) if kind == "end" else start + rng.randrange(1, 40)
@@ -135,17 +120,17 @@ def mutant(rng, content, *, is_lines):
         return b"".join(
             [*lines[:i], *rng.choice(([], [lines[i]] * 2)), *lines[i + 1 :]]
         )
-    lines[i] = json.dumps(spoil(rng, json.loads(lines[i]))).encode() + b"\n"
+    lines[i] = json.dumps(spoil(rng, json.loads(lines[i]), JUNK)).encode() + b"\n"
     return b"".join(lines)
 
 
 def consumers(run):
     """Return the verbs that read each file, or make or show it where none does."""
-    stages = [load_stage(place) for place in CHAIN]
+    stages = [load_stage(path_of_stage) for path_of_stage in CHAIN]
     inputs = {
         s.name: [str(p.relative_to(run.path)) for p in s.inputs(run)] for s in stages
     }
-    found = {}
+    results = {}
     for name in contents(run):
         verbs = [
             verb
@@ -155,8 +140,8 @@ def consumers(run):
         # The page leaves out rows of rivals whose record is damaged, and says so.
         if name.startswith("baselines/"):
             verbs = ["baselines"]
-        found[name] = verbs or ["report"]
-    return found
+        results[name] = verbs or ["report"]
+    return results
 
 
 def call(verb, run, *options):

@@ -1,20 +1,28 @@
-"""The guides and the notebook: short, without a warning, and every block runs."""
+"""The guides, the notebook and the results: what they show is what comes."""
 
+import faulthandler
 import importlib.util
+import itertools
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from beatrice.benchmarks.commands import report
 from beatrice.cli import SHARED, VERBS, main
 from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.rows import ResultRow
 from tests.blocks import FENCE, run_blocks
 
 ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "docs" / "results"
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
@@ -83,9 +91,9 @@ def test_the_notebook_holds_what_its_cells_print_and_draw(capsys):
     path = docs / "notebook.ipynb"
     assert path.stat().st_size < 300_000
     kept = json.loads(path.read_text(encoding="utf-8"))
-    made = execute.executed((docs / "notebook.py").read_text(encoding="utf-8"))
+    result = execute.executed((docs / "notebook.py").read_text(encoding="utf-8"))
     n_figures = 0
-    for old, new in zip(kept["cells"], made["cells"], strict=True):
+    for old, new in zip(kept["cells"], result["cells"], strict=True):
         assert old["source"] == new["source"]
         outputs = zip(old.get("outputs", ()), new.get("outputs", ()), strict=True)
         for before, after in outputs:
@@ -108,3 +116,58 @@ def test_the_documentation_is_built_without_a_warning(tmp_path):
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "guides" / "score-answers.html").exists()
+
+
+# What the tests set, and a newcomer has not.
+OURS = ("BEATRICE_", "JAX_", "XLA_", "PYTHON", "OMP_", "HF_", "PYTEST_")
+
+
+@pytest.mark.slow
+@pytest.mark.network
+def test_every_line_of_readme_and_guides_runs_in_a_fresh_clone(tmp_path, capsys):
+    faulthandler.cancel_dump_traceback_later()  # longer than any other test
+    clone, began = tmp_path / "beatrice", time.monotonic()
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(OURS)}
+    environ["PYTHON"] = sys.executable
+
+    def do(*words, folder=clone):
+        start = time.monotonic()
+        with capsys.disabled():  # an hour is watched
+            subprocess.run(words, cwd=folder, env=environ, check=True)
+            print(f"{time.monotonic() - start:6.0f} s  {' '.join(words)}", flush=True)
+
+    do("git", "clone", "--quiet", str(ROOT), str(clone), folder=tmp_path)
+    do("make", "setup")
+    do("make", "demo")
+    with (clone / "runs" / "demo" / "examples.jsonl").open() as lines:
+        some = "".join(itertools.islice(lines, 600))
+    (clone / "questions.jsonl").write_text(some)  # as anybody has
+    guides = sorted(path.name for path in (ROOT / "docs" / "guides").glob("*.md"))
+    texts = ["README.md", *(f"docs/guides/{name}" for name in guides)]
+    do(".venv/bin/python", "-m", "tests.blocks", *texts)
+    with capsys.disabled():
+        print(f"{time.monotonic() - began:6.0f} s  in all")
+
+
+@pytest.mark.parametrize(
+    ("name", "n_tables"), [("demo", 8), ("gemma", 6), ("smoke", 8)]
+)
+def test_the_tables_are_those_of_the_committed_rows(name, n_tables):
+    done = CliRunner().invoke(report, [str(RESULTS / f"{name}.jsonl")])
+    assert done.exit_code == 0, done.output
+    assert done.stdout == (RESULTS / f"{name}.md").read_text(encoding="utf-8")
+    assert done.stdout.count("###") == n_tables
+
+
+def test_the_schema_names_every_column_in_the_order_of_the_type():
+    text = (RESULTS / "schema.md").read_text(encoding="utf-8")
+    columns = re.findall(r"^\| `(\w+)` \| (?:text|number|whole) \|", text, re.MULTILINE)
+    assert sorted(columns) == sorted(ResultRow.__struct_fields__)
+
+
+def test_the_schema_names_every_experiment_of_the_committed_rows():
+    text = (RESULTS / "schema.md").read_text(encoding="utf-8")
+    lines = "".join(x.read_text(encoding="utf-8") for x in RESULTS.glob("*.jsonl"))
+    experiments = set(re.findall(r'"experiment": "(\w+)"', lines))
+    assert len(experiments) == 14
+    assert all(f"`{name}`" in text for name in experiments)

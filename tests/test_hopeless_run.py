@@ -16,22 +16,14 @@ from beatrice.extract.generate.local import TransformersGenerator
 from beatrice.extract.generate.prompts import SHOTS, PromptConfig
 from beatrice.extract.generate.requests import AnswerConfig, GenerationConfig
 from beatrice.extract.label.labels import shares_in_words, too_few_answers
-from beatrice.extract.records import Example, Label, read_records, write_lines
-from beatrice.extract.run.directory import RunDir
-from tests.extract.small_run import beatrice, questions, smoke
+from beatrice.extract.records import Example, Label, read_records
+from tests.extract.small_run import beatrice, make_run, questions
 from tests.records import a_label, an_answer
 
 
 @pytest.fixture(scope="module")
 def examples():
     return questions()
-
-
-def make_run(path, examples, asked):
-    with RunDir.open(path, asked) as run:
-        run.examples.write_text(write_lines(examples))
-        run.passages.write_text("")
-    return path
 
 
 def test_a_model_with_damaged_weights_answers_nothing(tmp_path, examples):
@@ -41,7 +33,7 @@ def test_a_model_with_damaged_weights_answers_nothing(tmp_path, examples):
     name = next(name for name in weights if "layers.3.mlp" in name)
     weights[name][0, 0] = torch.nan
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    run = make_run(tmp_path / "run", examples, smoke(model))
+    run = make_run(tmp_path / "run", examples, model).path
     done = beatrice("answer", run, code=1)
     assert "states of layer 3 are not finite in float32" in done.stderr
     # Where nothing is looked at on loading, as of a judge, the first text tells.
@@ -53,7 +45,7 @@ def test_a_model_with_damaged_weights_answers_nothing(tmp_path, examples):
 
 def test_answers_cut_at_the_length_limit_are_counted_and_loud(tmp_path, examples):
     short = AnswerConfig(generation=GenerationConfig(max_new_tokens=1))
-    run = make_run(tmp_path / "run", examples, smoke(answer=short))
+    run = make_run(tmp_path / "run", examples, answer=short).path
     done = beatrice("answer", run)
     assert "answer: closed_book: 18 answers, 18 cut at 1 tokens, 0 empty" in done.stderr
     assert "--max-new-tokens above 1" in done.stderr
@@ -155,17 +147,17 @@ def test_a_setting_with_fewer_than_150_of_either_class_cannot_conclude(
     more = row | {"n": 100, "n_correct": 50, "dataset": "triviaqa"}
     # Neither other splits nor other wordings of the same questions make it enough.
     others = [row | {"split": "test"}, row | {"variant": "rewritten"}]
-    found = too_few_answers([row, more, *others])
-    assert (found == {}) == is_enough
+    result = too_few_answers([row, more, *others])
+    assert (result == {}) == is_enough
     if not is_enough:
-        told = f"{n_correct} correct and {n_wrong} incorrect training answers"
-        assert told in found["closed_book"]
-        assert "cannot conclude" in found["closed_book"]
+        message = f"{n_correct} correct and {n_wrong} incorrect training answers"
+        assert message in result["closed_book"]
+        assert "cannot conclude" in result["closed_book"]
 
 
 def test_one_class_alone_is_labelled_loudly_and_trained_on_never(tmp_path, examples):
     hopeless = [msgspec.structs.replace(e, golds=("zzz",)) for e in examples]
-    run = make_run(tmp_path / "run", hopeless, smoke())
+    run = make_run(tmp_path / "run", hopeless).path
     beatrice("answer", run)
     done = beatrice("label", run)
     assert "closed_book, train: 0 of 4 labelled answers are correct" in done.stderr
@@ -184,8 +176,8 @@ def test_one_class_alone_is_labelled_loudly_and_trained_on_never(tmp_path, examp
 
 def test_more_than_the_gold_is_right_by_containment_alone(tmp_path, examples):
     golds = ("Falls", "Works", "Academy")  # last words of names, never a whole answer
-    asked = [msgspec.structs.replace(e, golds=golds) for e in examples]
-    run = make_run(tmp_path / "run", asked, smoke())
+    named = [msgspec.structs.replace(e, golds=golds) for e in examples]
+    run = make_run(tmp_path / "run", named).path
     beatrice("answer", run)
 
     def labels():
@@ -198,7 +190,7 @@ def test_more_than_the_gold_is_right_by_containment_alone(tmp_path, examples):
     assert "already done" in beatrice("label", run).stderr
     sections = json.loads((run / "manifest.json").read_text())["sections"]
     assert sections["label"] == {"match": "containment"}
-    found = json.loads(beatrice("label", run, "--audit", "--json").stdout)
-    assert found["label_rule"] == "containment"
+    result = json.loads(beatrice("label", run, "--audit", "--json").stdout)
+    assert result["label_rule"] == "containment"
     assert "by exact match" in beatrice("label", run, "--match", "exact").stderr
     assert not any(labels())

@@ -64,11 +64,11 @@ def imports_of(path):
 def test_a_room_imports_only_the_rooms_before_it(room):
     for path in (ROOT / room).rglob("*.py"):
         for name in imports_of(path):
-            package, _, place = name.partition(".")
+            package, _, module = name.partition(".")
             if package == "beatrice":
-                assert place.split(".")[0] in MAY_IMPORT[room], f"{path}: {name}"
-                if room in ("jaxprobe", "selection") and place.startswith("extract"):
-                    assert place.startswith(WITHOUT_TORCH), f"{path}: {name}"
+                assert module.split(".")[0] in MAY_IMPORT[room], f"{path}: {name}"
+                if room in ("jaxprobe", "selection") and module.startswith("extract"):
+                    assert module.startswith(WITHOUT_TORCH), f"{path}: {name}"
 
 
 def test_nothing_imports_a_room_by_its_bare_name():
@@ -163,6 +163,7 @@ def loaded_by(code):
         ("extract.generate.requests extract.generate.answers", "torch"),
         ("extract.datasets.building extract.datasets.splits", "torch"),
         ("extract.datasets", "pyarrow"),
+        ("extract.run.contents extract.run.share extract.run.stages", "click"),
         # What `train`, `select`, `calibrate` and `report` import to do their work.
         ("jaxprobe.train jaxprobe.calibrate jaxprobe.detector", "torch"),
         ("selection.stage selection.exhaustive selection.ablation", "torch"),
@@ -188,9 +189,9 @@ for name in cli.VERBS:
 
 def test_every_verb_lives_in_the_commands_of_a_room():
     for module in cli.VERBS.values():
-        place = module.removeprefix("beatrice.").split(".")
-        if place[0] in ROOMS:  # else it knows all rooms: demo, doctor
-            assert place[-1] == "commands"
+        rooms = module.removeprefix("beatrice.").split(".")
+        if rooms[0] in ROOMS:  # else it knows all rooms: demo, doctor
+            assert rooms[-1] == "commands"
 
 
 def test_the_top_level_holds_the_rooms_and_nothing_else():

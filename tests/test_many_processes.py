@@ -29,7 +29,7 @@ def together(verb, run, world_size, *options, **how):
     return [finish(process) for process in parts]
 
 
-def made(path, case, settings):
+def complete_run(path, case, settings):
     make_run(path, examples_of(case, n_train=64), settings)
     for verb in ("answer", "label", "extract", "sweep"):
         beatrice(verb, path)
@@ -39,7 +39,7 @@ def made(path, case, settings):
 @pytest.fixture(scope="module")
 def untrained(tmp_path_factory):
     path = tmp_path_factory.mktemp("many") / "untrained"
-    return made(path, "closed-book", ("closed_book",))
+    return complete_run(path, "closed-book", ("closed_book",))
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +54,9 @@ def run(untrained, tmp_path):
     return shutil.copytree(untrained, tmp_path / "run")
 
 
-def check_same(one, other):
+def check_same(first, other):
     """All that a checkpoint holds, bit by bit: on a CPU members are trained alone."""
-    (left, about_left), (right, about_right) = map(checkpoint.restore, (one, other))
+    (left, about_left), (right, about_right) = map(checkpoint.restore, (first, other))
     assert about_left == about_right
     assert jax.tree.structure(left) == jax.tree.structure(right)
     leaves = zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
@@ -75,9 +75,9 @@ def members(run):
 
 
 def test_two_processes_train_the_encoders_of_one_bit_by_bit(alone, run):
-    said = together("train", run, 2)
+    output = together("train", run, 2)
     assert RunDir(run).stage_done("train")
-    assert sum("train: done in" in text for text in said) == 1
+    assert sum("train: done in" in text for text in output) == 1
     assert not members(run)
     check_same_encoders(run, alone)
     assert "already done" in call("train", run).stderr
@@ -86,9 +86,9 @@ def test_two_processes_train_the_encoders_of_one_bit_by_bit(alone, run):
 @pytest.mark.slow
 def test_four_parts_in_any_order_train_the_encoders_of_one(alone, run):
     for rank in (2, 0, 3, 1):
-        said = finish(start_part("train", run, rank, 4, shard=True))
+        output = finish(start_part("train", run, rank, 4, shard=True))
         is_last = rank == 1
-        assert ("encoders of other workers are missing" in said) != is_last
+        assert ("encoders of other workers are missing" in output) != is_last
         assert RunDir(run).stage_done("train") == is_last
     check_same_encoders(run, alone)
 
@@ -127,7 +127,7 @@ def test_what_killed_processes_have_trained_others_do_not_train_again(
 @pytest.mark.slow
 @pytest.mark.parametrize("option", ["--streamed", "--linear-first"])
 def test_both_settings_and_other_ways_of_training_are_shared(tmp_path, option):
-    run = made(tmp_path / "run", "mixed", SETTINGS)
+    run = complete_run(tmp_path / "run", "mixed", SETTINGS)
     other = shutil.copytree(run, tmp_path / "other")
     call("train", other, option)
     together("train", run, 2, option)
@@ -136,6 +136,6 @@ def test_both_settings_and_other_ways_of_training_are_shared(tmp_path, option):
 
 def test_selection_is_the_work_of_one_process(tmp_path):
     process = start_part("select", tmp_path / "run", 1, 2)
-    said = process.communicate(timeout=120)[1]
+    output = process.communicate(timeout=120)[1]
     assert process.returncode == 2
-    assert "select is one process's work, and 2 were launched" in said
+    assert "select is one process's work, and 2 were launched" in output

@@ -10,9 +10,9 @@ from beatrice import cli as program
 from beatrice.extract.generate.requests import ANSWER_PRESETS
 from beatrice.extract.records import IN_DOMAIN, SETTINGS, read_records, write_lines
 from beatrice.extract.run.contents import read_examples, settings_of
-from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.rows import ResultRow
-from tests.extract.small_run import beatrice, questions, smoke
+from tests.extract import small_run
+from tests.extract.small_run import beatrice, questions
 
 BARE = {"bare", "rephrased"}  # sets without passages in a mixed run
 ASKED = {
@@ -34,25 +34,24 @@ def bare(example, dataset):
 
 def examples_of(case, n_train=96):
     """Return questions of the microworld, with passages as the case has them."""
-    found = questions(n_train=n_train, n_evaluation=n_train // 2, n_ood=n_train // 8)
+    result = questions(n_train=n_train, n_evaluation=n_train // 2, n_ood=n_train // 8)
     if case == "closed-book":
-        return [bare(one, one.dataset) for one in found]
+        return [bare(item, item.dataset) for item in result]
     if case == "with-context":
-        return found
-    held_out = [one for one in found if one.split == "ood"]
-    own = [one for one in found if one.split != "ood"]
-    own = [bare(one, "bare") if i % 3 == 0 else one for i, one in enumerate(own)]
+        return result
+    held_out = [item for item in result if item.split == "ood"]
+    own = [item for item in result if item.split != "ood"]
+    own = [bare(item, "bare") if i % 3 == 0 else item for i, item in enumerate(own)]
     return own + [
-        bare(one, one.dataset) if one.dataset in BARE else one for one in held_out
+        bare(item, item.dataset) if item.dataset in BARE else item for item in held_out
     ]
 
 
 def make_run(path, examples, settings):
     answer = dataclasses.replace(ANSWER_PRESETS["smoke"], settings=settings)
-    with RunDir.open(path, smoke(answer=answer)) as run:
-        run.examples.write_text(write_lines(examples))
-        passages = {p.text: p for one in examples for p in one.passages}
-        run.passages.write_text(write_lines(passages.values()))
+    run = small_run.make_run(path, examples, answer=answer)
+    passages = {p.text: p for example in examples for p in example.passages}
+    run.passages.write_text(write_lines(passages.values()))
     return run
 
 
@@ -65,7 +64,7 @@ def case(request):
 def run(case, tmp_path_factory):
     """A run of each case, up to its report."""
     path = tmp_path_factory.mktemp("runs") / case
-    made = make_run(path, examples_of(case), ASKED[case])
+    result = make_run(path, examples_of(case), ASKED[case])
     for verb in VERBS:
         beatrice(verb, path)
     if case == "mixed":
@@ -74,7 +73,7 @@ def run(case, tmp_path_factory):
         beatrice("select", path, "--exhaustive", "--optimism")
     beatrice("evaluate", path, "--ablations")
     beatrice("report", path)
-    return made
+    return result
 
 
 def sets_of(run, setting):
@@ -91,8 +90,8 @@ def sets_of(run, setting):
 def test_every_verb_works_on_the_settings_that_a_run_has(run, case):
     assert settings_of(run) == HAS[case]
     for folder in ("features", "encoders"):
-        found = {path.name for path in (run.path / folder).iterdir()}
-        assert found == set(HAS[case])
+        result = {path.name for path in (run.path / folder).iterdir()}
+        assert result == set(HAS[case])
     assert "every checksum holds" in beatrice("doctor", run.path, "--verify").stdout
     beatrice("doctor", run.path)
 
@@ -105,17 +104,17 @@ def test_rows_are_of_the_questions_that_a_setting_has(run, case):
             assert not sets_of(run, setting)
             continue
         n = {}
-        for one in examples:
+        for example in examples:
             n_rows = (
                 1
                 if setting == "closed_book"
-                else len([*filter(None, (one.passages, one.rewritten))])
+                else len([*filter(None, (example.passages, example.rewritten))])
             )
-            if one.split != "train" and n_rows:
-                key = (one.dataset, one.split)
+            if example.split != "train" and n_rows:
+                key = (example.dataset, example.split)
                 n[key] = n.get(key, 0) + n_rows
-                if one.split != "ood":
-                    key = (IN_DOMAIN, one.split)
+                if example.split != "ood":
+                    key = (IN_DOMAIN, example.split)
                     n[key] = n.get(key, 0) + n_rows
         assert sets_of(run, setting) == n
         if case == "mixed":
@@ -124,11 +123,14 @@ def test_rows_are_of_the_questions_that_a_setting_has(run, case):
 
 @pytest.mark.slow
 def test_an_answer_is_scored_in_the_settings_that_a_run_has(run, case):
-    one = next(e for e in examples_of("with-context") if e.split == "test")
-    row = {"question": one.question, "answer": one.golds[0]}
-    told = {"closed_book": row, "with_context": row | {"context": one.passages[0].text}}
+    given = next(e for e in examples_of("with-context") if e.split == "test")
+    row = {"question": given.question, "answer": given.golds[0]}
+    by_setting = {
+        "closed_book": row,
+        "with_context": row | {"context": given.passages[0].text},
+    }
     scorer = program.load(run.path)
-    for setting, row in told.items():
+    for setting, row in by_setting.items():
         if setting in HAS[case]:
             (many,) = scorer.score_many([row])
             assert 0 <= many.p_correct <= 1
@@ -163,19 +165,19 @@ def test_control_leaves_out_the_sets_in_which_there_is_nothing_to_find(run, case
         assert f"has {HAS[case][0]} alone" in done.stderr
         return
     rows = [json.loads(x) for x in run.results.read_text().splitlines()]
-    found = {r["dataset"] for r in rows if r["experiment"] == "controller"}
-    assert found and not found & BARE
+    result = {r["dataset"] for r in rows if r["experiment"] == "controller"}
+    assert result and not result & BARE
 
 
 @pytest.mark.parametrize("case", list(ASKED))
 def test_a_run_has_the_settings_that_its_questions_allow(case, tmp_path):
-    made = make_run(tmp_path / "run", examples_of(case, n_train=8), ASKED[case])
-    assert settings_of(made) == HAS[case]
+    result = make_run(tmp_path / "run", examples_of(case, n_train=8), ASKED[case])
+    assert settings_of(result) == HAS[case]
 
 
 def test_passages_of_held_out_questions_alone_teach_no_setting(tmp_path):
-    found = questions()
-    own = [one if one.split == "ood" else bare(one, one.dataset) for one in found]
+    result = questions()
+    own = [item if item.split == "ood" else bare(item, item.dataset) for item in result]
     assert settings_of(make_run(tmp_path / "run", own, SETTINGS)) == ("closed_book",)
 
 

@@ -71,7 +71,7 @@ def test_what_is_chosen_survives_it_too(settings):
 
 
 def test_every_stage_of_the_chain_has_a_verb_and_the_section_it_is_known_by():
-    stages = [load_stage(place) for place in CHAIN]
+    stages = [load_stage(path) for path in CHAIN]
     assert [stage.name for stage in stages] == [*STAGES.split(), "report"]
     for stage in stages:
         assert (stage.verb or stage.name).split()[0] in VERBS
@@ -92,28 +92,36 @@ def options(**flags):
 @pytest.mark.parametrize("option", ["mixed", "streamed", "linear_first"])
 def test_options_of_training_stay_with_the_run(run, option):
     chosen = options(**{option: True})
-    found = run.settle("train", GRID_PRESETS, chosen)
-    assert found == chosen(GRID_PRESETS["smoke"]) != GRID_PRESETS["smoke"]
-    assert run.settle("train", GRID_PRESETS, options()) == found  # none is given
-    assert run.settle("train", GRID_PRESETS, chosen) == found
-    assert grid_config(run) == found.seeded(7)
+    result = run.settle("train", GRID_PRESETS, chosen)
+    assert result == chosen(GRID_PRESETS["smoke"]) != GRID_PRESETS["smoke"]
+    assert run.settle("train", GRID_PRESETS, options()) == result  # none is given
+    assert run.settle("train", GRID_PRESETS, chosen) == result
+    assert grid_config(run) == result.seeded(7)
     both = options(mixed=True, streamed=True, linear_first=True)
     with pytest.raises(ValueError, match="you asked for .*train.(encoder|stream)"):
         run.settle("train", GRID_PRESETS, both)
 
 
-def test_a_run_that_is_trained_without_an_option_is_not_trained_with_it(run):
+@pytest.mark.parametrize(
+    ("option", "refusal"),
+    [
+        (
+            "mixed",
+            "run with train.encoder.matmul_.*you asked for "
+            "train.encoder.matmul_dtype='bfloat16'",
+        ),
+        (
+            "streamed",
+            "a run with train.stream=None; you asked for train.stream={'n_chunk': 64",
+        ),
+    ],
+)
+def test_a_run_that_is_trained_without_an_option_is_not_trained_with_it(
+    run, option, refusal
+):
     assert grid_config(run).encoder.matmul_dtype != "bfloat16"
-    asked = "you asked for train.encoder.matmul_dtype='bfloat16'"
-    with pytest.raises(ValueError, match=f"run with train.encoder.matmul_.*{asked}"):
-        run.settle("train", GRID_PRESETS, options(mixed=True))
-
-
-def test_a_run_that_holds_its_store_in_memory_is_not_streamed(run):
-    grid_config(run)
-    told = "a run with train.stream=None; you asked for train.stream={'n_chunk': 64"
-    with pytest.raises(ValueError, match=told):
-        run.settle("train", GRID_PRESETS, options(streamed=True))
+    with pytest.raises(ValueError, match=refusal):
+        run.settle("train", GRID_PRESETS, options(**{option: True}))
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -123,11 +131,11 @@ def test_the_help_of_presets_names_their_sizes(preset):
         (SIZES, grid.encoder.hidden, grid.train),
         (HEAD_SIZES, select.head.hidden, select.train),
     ):
-        words = next(part for part in text.split("; ") if part.startswith(preset))
+        words = next(size for size in text.split("; ") if size.startswith(preset))
         assert re.search(rf"\bwidth {width}\b", words)
         assert re.search(rf"\bbatches of {train.batch_size}\b", words)
         assert f"{train.max_epochs} epochs at {train.learning_rate:g}" in words
-    words = next(part for part in SIZES.split("; ") if part.startswith(preset))
+    words = next(size for size in SIZES.split("; ") if size.startswith(preset))
     assert ("regressions" in words) == grid.encoder.is_linear_first
     assert ("one seed" in words) == (grid.train.n_seeds == 1)
 

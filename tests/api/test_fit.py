@@ -57,7 +57,7 @@ def test_fit_on_the_signals_of_a_run_is_the_detector_of_its_verbs(run, signals, 
     verbs = uncalibrated(Detector.load(run.detector), probe.layer)
     assert verbs.detector.provenance.layer == probe.layer
     fitted = uncalibrated(probe.detector, probe.layer)
-    cases = [{"signals": part} for part in signals.values()]
+    cases = [{"signals": one_setting} for one_setting in signals.values()]
     cases.append(
         {"signals": signals["with_context"], "closed_book": signals["closed_book"]}
     )
@@ -75,9 +75,9 @@ def test_a_saved_probe_predicts_the_same_and_a_changed_one_is_refused(
     folder = tmp_path / "probe"
     probe.save(folder, untrustworthy=True)
     probe.save(folder, untrustworthy=True)  # replaces itself
-    part = signals["closed_book"][:20]
+    some = signals["closed_book"][:20]
     again = beatrice.load(folder)
-    assert np.array_equal(again.predict(part), probe.predict(part))
+    assert np.array_equal(again.predict(some), probe.predict(some))
     assert again.report.equals(probe.report)
     for file in sorted(folder.rglob("*.json")):
         broken = tmp_path / "broken"
@@ -175,20 +175,20 @@ def rng():
 
 def test_signals_in_memory_are_given_back_with_the_last_that_holds_them(rng):
     signals, _ = own_signals(rng, 20)
-    url, part = signals.store.url, signals[:5]
+    url, some = signals.store.url, signals[:5]
     del signals
-    assert len(part[0]["sae"]) and open_kvstore(url).list().result()
-    del part
+    assert len(some[0]["sae"]) and open_kvstore(url).list().result()
+    del some
     assert not open_kvstore(url).list().result()
 
 
 def test_a_part_of_signals_is_those_answers(rng):
     signals, _ = own_signals(rng, 20)
     where = np.arange(20) % 3 == 1
-    part = signals[where]
-    assert len(part) == where.sum() and part.ids == tuple(np.array(signals.ids)[where])
+    some = signals[where]
+    assert len(some) == where.sum() and some.ids == tuple(np.array(signals.ids)[where])
     for name in signals.families:
-        assert np.array_equal(part[1][name], signals[4][name])
+        assert np.array_equal(some[1][name], signals[4][name])
     assert "20 answers" in repr(signals) and "3 families" in repr(signals)
 
 

@@ -92,8 +92,8 @@ def test_signals_are_those_of_the_verb_in_memory_and_in_a_folder(
         for i, answer in enumerate(answers[:5]):
             at = [store.spec.keys.index(answer.key)]
             for name in ("prob", "resid", "attn"):
-                kept = read_family(store, name, at).values
-                np.testing.assert_allclose(signals[i][name], kept, rtol=0, atol=1e-4)
+                stored = read_family(store, name, at).values
+                np.testing.assert_allclose(signals[i][name], stored, rtol=0, atol=1e-4)
     assert len(model.read(answers, layers=[2, 4], store=where)) == len(answers)
 
 

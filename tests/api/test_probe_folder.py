@@ -206,9 +206,9 @@ def base_installation(tmp_path_factory):
     for entry in Path(beatrice.__file__).parent.iterdir():
         (package / entry.name).symlink_to(entry)
     for room in ("extract", "jaxprobe", "selection", "pgir", "benchmarks"):
-        place = importlib.import_module(f"beatrice.{room}").__file__
+        module_file = importlib.import_module(f"beatrice.{room}").__file__
         if not (package / room).exists():
-            (package / room).symlink_to(Path(place).parent)
+            (package / room).symlink_to(Path(module_file).parent)
     return packages
 
 

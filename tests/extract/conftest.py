@@ -30,12 +30,12 @@ def requests(local):
 def bytewise():
     """A tokenizer that can spell anything: one token per byte, and two for control."""
     letters = pre_tokenizers.ByteLevel.alphabet()
-    made = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens(["<s>", "</s>"])
+    model = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    model.add_special_tokens(["<s>", "</s>"])
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=made, bos_token="<s>", eos_token="</s>"
+        tokenizer_object=model, bos_token="<s>", eos_token="</s>"
     )
     tokenizer.chat_template = (
         "{{ '<s>' }}{% for m in messages %}{{ m['content'] }}{% endfor %}{{ '</s>' }}"

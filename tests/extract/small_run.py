@@ -4,7 +4,8 @@ from click.testing import CliRunner
 
 from beatrice.cli import main
 from beatrice.extract.backbone.names import EMBEDDED, BackboneConfig
-from beatrice.extract.run.directory import NewRun
+from beatrice.extract.records import write_lines
+from beatrice.extract.run.directory import NewRun, RunDir
 from beatrice.extract.world.facts import WorldConfig, make_world
 from beatrice.extract.world.questions import QuestionConfig, make_examples
 
@@ -21,8 +22,24 @@ def questions(n_train=4, n_evaluation=4, n_ood=2):
     return make_examples(make_world(WorldConfig()), wanted)
 
 
+def make_run(path, examples=None, model=EMBEDDED, **sections):
+    """Make a run of the smallest preset as its first stage would, without passages."""
+    with RunDir.open(path, smoke(model, **sections)) as run:
+        run.examples.write_text(write_lines(examples or questions()))
+        run.passages.write_text("")
+    return run
+
+
 def beatrice(*arguments, code=0, **environ):
     """Call the program within this process, which spares its start."""
     done = CliRunner(env=environ).invoke(main, [str(a) for a in arguments])
     assert code is None or done.exit_code == code, (done.output, done.exception)
     return done
+
+
+def assert_one_sentence(done, *words):
+    """Check that a call ended with one sentence, in which these words stand."""
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("Error: ") and "Traceback" not in done.stderr
+    for word in words:
+        assert word in last, last

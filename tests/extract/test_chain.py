@@ -150,11 +150,11 @@ def test_answers_to_contexts_that_were_rewritten_again_are_given_again(
     before = {a.key: a for a in records_of_answers(run)}
     lines["rewrite"][lines["rewrite"].index(24)] = 12  # shorter: other contexts
     beatrice(*lines["rewrite"])
-    said = beatrice(*lines["answer"]).stderr
+    output = beatrice(*lines["answer"]).stderr
     after = {a.key: a for a in records_of_answers(run)}
     changed = {k for k in before if before[k] != after.get(k)}
     assert all(variant == "rewritten" for _, _, variant in changed)
-    assert ("no longer asked" in said) == bool(changed)
+    assert ("no longer asked" in output) == bool(changed)
 
 
 def records_of_answers(run):

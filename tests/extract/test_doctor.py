@@ -14,7 +14,7 @@ from beatrice.extract.records import write_lines
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.signals.extract import ExtractConfig, outline_shapes
 from beatrice.extract.store.families import as_size
-from tests.extract.backbone.test_loading import save_words
+from tests.extract.backbone.test_loading import edit, save
 from tests.extract.small_run import beatrice, smoke
 from tests.records import an_answer
 
@@ -22,18 +22,18 @@ from tests.records import an_answer
 def doctor(*arguments, code=0):
     done = beatrice("doctor", "--json", *arguments, code=code)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    return {found["about"]: found for found in map(json.loads, lines)}
+    return {item["about"]: item for item in map(json.loads, lines)}
 
 
 def test_a_machine_that_runs_the_tests_has_no_problem(tmp_path):
-    found = doctor(tmp_path.parent / "not" / "there" / "yet", "--model", "embedded",
+    result = doctor(tmp_path.parent / "not" / "there" / "yet", "--model", "embedded",
                    code=1)  # fmt: skip
-    assert {"python", "packages", "cores", "disk", "jax"} <= found.keys()
-    assert found["packages"]["status"] == "ok"
-    assert found["disk"]["status"] != "problem"
-    assert "6 layers, width 160, 5 heads, window 512" in found["model"]["text"]
-    assert "no chat template" in found["tokenizer"]["text"]
-    assert "no run directory" in found["run"]["text"]
+    assert {"python", "packages", "cores", "disk", "jax"} <= result.keys()
+    assert result["packages"]["status"] == "ok"
+    assert result["disk"]["status"] != "problem"
+    assert "6 layers, width 160, 5 heads, window 512" in result["model"]["text"]
+    assert "no chat template" in result["tokenizer"]["text"]
+    assert "no run directory" in result["run"]["text"]
 
 
 def test_every_choice_of_what_is_kept_has_its_bytes():
@@ -53,26 +53,21 @@ def test_every_choice_of_what_is_kept_has_its_bytes():
 
 
 def test_only_layers_that_have_attention_are_counted(tmp_path):
-    model = tmp_path / "model"
-    tiny_model("qwen3_5").save_pretrained(model)
-    save_words(model)
-    found = doctor("--model", model)
-    assert "4 layers" in found["model"]["text"]
-    assert "1 layers have attention" in found["model"]["text"]
+    model = save(tiny_model("qwen3_5"), tmp_path / "model")
+    result = doctor("--model", model)
+    assert "4 layers" in result["model"]["text"]
+    assert "1 layers have attention" in result["model"]["text"]
     shapes = outline_shapes(load_outline(str(model)))
     assert shapes["attn"] == (2, 2, 1, 4)
 
 
 def test_a_model_that_asks_for_code_is_a_problem(tmp_path):
-    model = tmp_path / "model"
-    shutil.copytree(WEIGHTS, model)
-    content = json.loads((model / "config.json").read_text())
-    for asked, status in (({}, "ok"), ({"AutoConfig": "evil.Config"}, "problem")):
-        content["auto_map"] = asked
-        (model / "config.json").write_text(json.dumps(content))
-        found = doctor("--model", model, code=int(status == "problem"))
-        assert found["model"]["status"] == status
-    assert "evil.Config" in found["model"]["text"]
+    model = shutil.copytree(WEIGHTS, tmp_path / "model")
+    for auto_map, status in (({}, "ok"), ({"AutoConfig": "evil.Config"}, "problem")):
+        edit(model, auto_map=auto_map)
+        result = doctor("--model", model, code=int(status == "problem"))
+        assert result["model"]["status"] == status
+    assert "evil.Config" in result["model"]["text"]
 
 
 def test_an_answered_run_is_measured_by_what_it_keeps(tmp_path):
@@ -89,28 +84,24 @@ def test_an_answered_run_is_measured_by_what_it_keeps(tmp_path):
     assert f"take {as_size(needed)};" in text
 
 
-def test_a_model_that_is_not_there_is_a_problem(tmp_path):
-    found = doctor("--model", tmp_path / "none", code=1)
-    assert found["model"]["status"] == "problem"
-    assert "no such directory" in found["model"]["text"]
-
-
-def test_a_server_that_is_not_there_is_a_problem():
-    found = doctor("--server", "http://127.0.0.1:9/v1", code=1)
-    assert found["server"]["status"] == "problem"
+def test_a_model_and_a_server_that_are_not_there_are_problems(tmp_path):
+    model = doctor("--model", tmp_path / "none", code=1)["model"]
+    assert model["status"] == "problem" and "no such directory" in model["text"]
+    server = doctor("--server", "http://127.0.0.1:9/v1", code=1)["server"]
+    assert server["status"] == "problem"
 
 
 def test_a_run_says_which_stages_are_done_and_which_are_stale(tmp_path):
     run = tmp_path / "run"
     beatrice("data", run, "--world", "--preset", "smoke")
-    found = doctor(run)
-    assert "done are world" in found["run"]["text"]
-    assert found["run"]["status"] == "ok"
+    result = doctor(run)
+    assert "done are world" in result["run"]["text"]
+    assert result["run"]["status"] == "ok"
     with (run / "passages.jsonl").open("a") as file:
         file.write("\n")
-    found = doctor(run)
-    assert found["run"]["status"] == "warning"
-    assert "passages.jsonl has changed" in found["run"]["text"]
+    result = doctor(run)
+    assert result["run"]["status"] == "warning"
+    assert "passages.jsonl has changed" in result["run"]["text"]
 
 
 def test_a_hub_where_nobody_answers_is_told_without_asking_again_and_again():

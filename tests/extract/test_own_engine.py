@@ -1,13 +1,12 @@
 """An engine of one's own, from questions to a store and its rows, without a run."""
 
-import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 
 from beatrice.extract import engines
 from beatrice.extract.generate.answers import Engine, answer_with
 from beatrice.extract.label.labels import label_by_match
-from beatrice.extract.records import write_lines
 from beatrice.extract.run.console import Progress
 from beatrice.extract.run.contents import read_answers
 from beatrice.extract.run.directory import RunDir
@@ -15,7 +14,7 @@ from beatrice.extract.run.stages import run_stage
 from beatrice.extract.signals.extract import extract_stage
 from beatrice.extract.store.store import open_store, read_family
 from beatrice.jaxprobe.rows import rows_of
-from tests.extract.small_run import questions, smoke
+from tests.extract.small_run import make_run, questions
 
 N_WORDS, D_MODEL = 50, 8
 CONFIG = engines.ExtractConfig(dtype="float32", tokens_per_batch=4096)
@@ -32,11 +31,11 @@ class Words:
         return N_WORDS
 
     def __call__(self, text, **options):
-        words, place, offsets = text.split(), 0, []
+        words, start, offsets = text.split(), 0, []
         for word in words:
-            place = text.index(word, place)
-            offsets.append((place, place + len(word)))
-            place += len(word)
+            start = text.index(word, start)
+            offsets.append((start, start + len(word)))
+            start += len(word)
         ids = [1 + ord(word[0].lower()) % (N_WORDS - 1) for word in words]
         return {"input_ids": ids, "offset_mapping": offsets}
 
@@ -68,26 +67,6 @@ class LastWord:
                 )
 
 
-@dataclasses.dataclass
-class Arrays:
-    """One answer's signals, `[n_tokens, ...]` by family."""
-
-    hidden: np.ndarray
-    prob: np.ndarray
-    resid: np.ndarray
-    attn: np.ndarray
-
-
-@dataclasses.dataclass
-class Started:
-    """A batch that was read."""
-
-    batch: list[Arrays]
-
-    def result(self):
-        return self.batch
-
-
 class OneHot:
     """A reader whose signals are arrays made of the ids alone."""
 
@@ -102,11 +81,13 @@ class OneHot:
 
     def start(self, sequences):
         # The next batch is started before this one's result is taken.
-        return Started(list(map(self.read, sequences)))
+        batch = list(map(self.read, sequences))
+        return SimpleNamespace(result=lambda: batch)
 
     def read(self, sequence):
+        """Return one answer's signals, `[n_tokens, ...]` by family."""
         ids, next_ids = sequence.ids, sequence.targets
-        return Arrays(
+        return SimpleNamespace(
             hidden=np.eye(D_MODEL)[ids % D_MODEL][:, None],
             prob=np.repeat(ids[:, None], 5, axis=1) / N_WORDS,
             resid=np.repeat(next_ids[:, None], 8, axis=1) / N_WORDS,
@@ -117,12 +98,10 @@ class OneHot:
 def test_questions_become_rows_of_a_store_by_an_engine_that_returns_arrays():
     examples = questions()
     model = engines.TokenizerOnly(Words(), name="words")
-    requests = engines.make_requests(
-        examples, model, engines.PromptConfig(), 2
-    ).requests
-    answers = list(
-        engines.generate(LastWord(), requests, engines.SamplingConfig(max_new_tokens=2))
-    )
+    prompts = engines.PromptConfig()
+    requests = engines.make_requests(examples, model, prompts, 2).requests
+    sampling = engines.SamplingConfig(max_new_tokens=2)
+    answers = list(engines.generate(LastWord(), requests, sampling))
     assert {answer.key for answer in answers} == {request.key for request in requests}
     labels = label_by_match(answers, examples)
     closed = [answer for answer in answers if answer.setting == "closed_book"]
@@ -140,8 +119,7 @@ def test_questions_become_rows_of_a_store_by_an_engine_that_returns_arrays():
 
 
 def test_stages_of_a_run_take_an_engine_of_ones_own(tmp_path):
-    with RunDir.open(tmp_path / "run", smoke()) as run:
-        run.examples.write_text(write_lines(questions()))
+    with RunDir.open(make_run(tmp_path / "run").path) as run:
         engine = Engine(LastWord(), engines.TokenizerOnly(Words(), name="words"))
         answer_with(run, engine, Progress())
         assert run.stage_done("answer")

@@ -1,9 +1,11 @@
 """Rows and stores of made-up answers: what many tests begin with."""
 
+import jax
 import numpy as np
 
 from beatrice.extract.store.spec import StoreSpec
 from beatrice.extract.store.store import create_store, write_range
+from beatrice.jaxprobe.families import Standardizer
 from beatrice.jaxprobe.rows import Rows
 
 
@@ -23,7 +25,7 @@ def rows_like(labels, setting="closed_book", **fields):
 
 
 def store_like(url, families, spans, values=None, **fields):
-    """A store in memory of one range; by default of normal signals of all tokens.
+    """A store in memory; by default of one range, and normal signals of all tokens.
 
     The spans end with the answer, `[n_examples, 3, 2]`.
     """
@@ -44,5 +46,20 @@ def store_like(url, families, spans, values=None, **fields):
             )
             for name, family in families.items()
         }
-    write_range(store, 0, values)
+    for range_id in range(spec.n_ranges):
+        rows = {name: slice(*spec.range_rows(range_id, name)) for name in values}
+        write_range(store, range_id, {name: values[name][rows[name]] for name in rows})
     return store
+
+
+def assert_same_leaves(left, right, **tolerance):
+    """Check that two trees have the same arrays, bit by bit without a tolerance."""
+    check = np.testing.assert_allclose if tolerance else np.testing.assert_array_equal
+    jax.tree.map(lambda a, b: check(a, b, **tolerance), left, right)
+
+
+def identity_of(dims):
+    """A standardizer that changes nothing."""
+    return Standardizer(
+        np.zeros(dims.total, np.float32), np.ones(dims.total, np.float32)
+    )

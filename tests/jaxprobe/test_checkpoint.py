@@ -3,6 +3,7 @@ import pytest
 
 from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.checkpoint import Cache
+from tests.records import flip_bit
 
 TREE = {"a": {"b": np.arange(600.0, dtype=np.float32)}, "c": np.ones((2, 3), np.int32)}
 
@@ -22,9 +23,7 @@ def test_a_flipped_bit_in_any_file_is_refused(tmp_path):
     assert len(files) > 3
     for path in files:
         whole = path.read_bytes()
-        broken = bytearray(whole)
-        broken[len(broken) // 2] ^= 1
-        path.write_bytes(broken)
+        flip_bit(path, len(whole) // 2)
         with pytest.raises(ValueError, match="is damaged"):
             checkpoint.restore(tmp_path / "x")
         path.write_bytes(whole)
@@ -63,10 +62,9 @@ def test_parts_come_back_under_their_key_alone_and_a_damaged_one_is_missing(tmp_
     path = cache.path("grid/0-0")
     whole = path.read_bytes()
     for at in (len(whole) // 3, len(whole) - 1):
-        broken = bytearray(whole)
-        broken[at] ^= 1
-        path.write_bytes(broken)
+        flip_bit(path, at)
         assert cache.load("grid/0-0") is None
+        path.write_bytes(whole)
     cache.clear()
     assert not list(tmp_path.iterdir())
 

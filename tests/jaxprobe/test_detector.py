@@ -73,7 +73,7 @@ def random_grid(setting):
 
 
 @pytest.fixture(scope="module")
-def made():
+def pair():
     grids = {setting: random_grid(setting) for setting in DIMS}
     banks = {
         setting: EncoderBank(
@@ -115,8 +115,8 @@ def score_with_context(detector, with_context, closed_book):
     return forward.score(detector, "with_context", known)
 
 
-def test_detector_scores_as_grid_and_head_do(made):
-    detector, grids = made
+def test_detector_scores_as_grid_and_head_do(pair):
+    detector, grids = pair
     scores = score_closed_book(detector, random_features("closed_book"))
     codes: MemberOutputs = grids["closed_book"][2]
     logits = codes.logits.reshape(2, 2, -1)
@@ -140,13 +140,13 @@ def test_detector_scores_as_grid_and_head_do(made):
     ]
     np.testing.assert_allclose(scores.raw, np.mean(p, axis=0), atol=1e-5)
     np.testing.assert_allclose(scores.p_correct, 0.1 + 0.6 * scores.raw, atol=1e-9)
-    own = np.asarray(jax.nn.sigmoid(logits)).mean(axis=0).T
-    np.testing.assert_allclose(scores.encoders, own, atol=1e-5)
+    expected = np.asarray(jax.nn.sigmoid(logits)).mean(axis=0).T
+    np.testing.assert_allclose(scores.encoders, expected, atol=1e-5)
     assert scores.encoder_names == ("closed_book/HP", "closed_book/A")
 
 
-def test_detector_comes_back_from_disk_and_scores_the_same(made, tmp_path):
-    detector, _ = made
+def test_detector_comes_back_from_disk_and_scores_the_same(pair, tmp_path):
+    detector, _ = pair
     prompt = PromptConfig(
         template="few-shot", shots=(Shot(question="q?", answer="a"),), chat=True
     )
@@ -164,8 +164,8 @@ def test_detector_comes_back_from_disk_and_scores_the_same(made, tmp_path):
     assert after.encoder_names == ("with_context/A", "closed_book/HP")
 
 
-def test_a_detector_of_an_older_format_is_refused_in_a_sentence(made, tmp_path):
-    detector, _ = made
+def test_a_detector_of_an_older_format_is_refused_in_a_sentence(pair, tmp_path):
+    detector, _ = pair
     detector.save(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "format": 2}))
@@ -190,8 +190,8 @@ def stored(setting, questions):
     )
 
 
-def test_stored_answers_are_scored_beside_the_closed_book_ones_of_their_questions(made):
-    detector, _ = made
+def test_stored_answers_are_scored_beside_the_closed_book_ones_of_their_questions(pair):
+    detector, _ = pair
     context, closed = np.arange(90), np.roll(np.arange(100)[::-1], 7)
     stores = {
         "with_context": stored("with_context", context),
@@ -206,8 +206,8 @@ def test_stored_answers_are_scored_beside_the_closed_book_ones_of_their_question
     scores = score_store(detector, "with_context", stores, layer=None)
     np.testing.assert_allclose(scores.raw, expected.raw, atol=1e-5)
     some = np.array([80, 3, 41])
-    few = score_store(detector, "with_context", stores, layer=None, examples=some)
-    np.testing.assert_allclose(few.encoders, expected.encoders[some], atol=1e-5)
+    subset = score_store(detector, "with_context", stores, layer=None, examples=some)
+    np.testing.assert_allclose(subset.encoders, expected.encoders[some], atol=1e-5)
     with pytest.raises(ValueError, match="needs the signals of closed_book"):
         alone = {"with_context": stores["with_context"]}
         score_store(detector, "with_context", alone, layer=None)
@@ -216,8 +216,8 @@ def test_stored_answers_are_scored_beside_the_closed_book_ones_of_their_question
         score_store(detector, "with_context", stores, layer=None)
 
 
-def test_detector_says_what_is_missing(made):
-    detector, _ = made
+def test_detector_says_what_is_missing(pair):
+    detector, _ = pair
     with_context = random_features("with_context")
     with pytest.raises(ValueError, match="closed_book pass"):
         score_with_context(detector, with_context, None)

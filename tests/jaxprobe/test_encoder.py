@@ -12,7 +12,6 @@ from beatrice.jaxprobe.families import (
     SUBSET_NAMES,
     SUBSETS,
     Features,
-    Standardizer,
     paper_dims,
     standardizer_of,
     subset_index,
@@ -21,6 +20,7 @@ from beatrice.jaxprobe.family_tokens import FamilyTokens, split_families
 from beatrice.jaxprobe.fusion import FusionHead, head_inputs
 from beatrice.jaxprobe.kernels.masked import token_convolution
 from beatrice.jaxprobe.kernels.projection import Draw
+from tests.jaxprobe.samples import identity_of
 
 DIMS = paper_dims(hidden=6, prob=5, resid=4, attn=3)
 CONFIG = EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2)
@@ -42,10 +42,7 @@ def random_features(n_examples=6, n_spans=2, seed=0, widen=0):
 
 
 def plain(features, dims=DIMS):
-    identity = Standardizer(
-        np.zeros(dims.total, np.float32), np.ones(dims.total, np.float32)
-    )
-    return split_families(features, dims, identity)
+    return split_families(features, dims, identity_of(dims))
 
 
 ENCODER = Encoder(CONFIG, DIMS)

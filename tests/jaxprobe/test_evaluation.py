@@ -74,8 +74,8 @@ def noisy(rows, name, strength, seed, n_seeds=3):
 
 def measured(rows, *scored, pairs=(), config=BOOTSTRAP, strata=None):
     pairs = {"paired": pairs}
-    made = detection_rows(list(scored), rows, config, pairs=pairs, strata=strata)
-    return results_of(made)
+    result = detection_rows(list(scored), rows, config, pairs=pairs, strata=strata)
+    return results_of(result)
 
 
 def test_the_pooled_auroc_is_that_of_all_in_domain_questions_together():
@@ -90,8 +90,10 @@ def test_the_pooled_auroc_is_that_of_all_in_domain_questions_together():
     pooled = {"dataset": IN_DOMAIN, "split": "test", "seed": "mean"}
     labels, scores = rows.labels[where], scored.scores[:, where]
     expected = {
-        "auroc": np.mean([roc_auc_score(labels, one) for one in scores]),
-        "auprc": np.mean([average_precision_score(~labels, -one) for one in scores]),
+        "auroc": np.mean([roc_auc_score(labels, score) for score in scores]),
+        "auprc": np.mean(
+            [average_precision_score(~labels, -score) for score in scores]
+        ),
     }
     for metric, value in expected.items():
         row = find(table, metric=metric, **pooled)
@@ -107,8 +109,12 @@ def test_one_in_domain_set_is_its_own_pool():
     rows.datasets[rows.datasets == "musique"] = "hotpotqa"
     table = measured(rows, noisy(rows, "champion", 1.0, 1))
     shared = {"split": "test", "metric": "auroc", "seed": "mean"}
-    one, pooled = (find(table, dataset=d, **shared) for d in ("hotpotqa", IN_DOMAIN))
-    assert (one.value, one.ci_low, one.n) == (pooled.value, pooled.ci_low, pooled.n)
+    single, pooled = (find(table, dataset=d, **shared) for d in ("hotpotqa", IN_DOMAIN))
+    assert (single.value, single.ci_low, single.n) == (
+        pooled.value,
+        pooled.ci_low,
+        pooled.n,
+    )
 
 
 def test_no_set_can_have_the_name_of_all_sets():
@@ -124,36 +130,23 @@ def test_a_paired_difference_resamples_both_detectors_together():
     assert len(where) > 400
     draws, labels = {}, rows.labels[where]
     (weights,) = resamples(rows.ids[where], BOOTSTRAP)
-    for one in (ours, near):
+    for item in (ours, near):
         seeds = [
-            weighted_metrics(s, labels, weights)["auroc"] for s in one.scores[:, where]
+            weighted_metrics(s, labels, weights)["auroc"] for s in item.scores[:, where]
         ]
-        draws[one.name] = np.mean(seeds, axis=0)
-    row = find(
-        table,
-        experiment="paired",
-        against="near",
-        dataset=IN_DOMAIN,
-        split="test",
-        metric="auroc",
-    )
+        draws[item.name] = np.mean(seeds, axis=0)
+    columns = {"dataset": IN_DOMAIN, "split": "test", "metric": "auroc"}
+    row = find(table, experiment="paired", against="near", **columns)
     means = [
-        np.mean([auroc(s, labels).value for s in one.scores[:, where]])
-        for one in (ours, near)
+        np.mean([auroc(s, labels).value for s in item.scores[:, where]])
+        for item in (ours, near)
     ]
     assert row.value == pytest.approx(means[0] - means[1])
     expected = interval_of(draws["champion"] - draws["near"])
     assert (row.ci_low, row.ci_high) == pytest.approx(expected)
     # Near twins: each has a wide interval, their difference a narrow one.
-    alone = find(
-        table,
-        experiment="detection",
-        detector="champion",
-        dataset=IN_DOMAIN,
-        split="test",
-        metric="auroc",
-        seed="mean",
-    )
+    mean = {"experiment": "detection", "detector": "champion", "seed": "mean"}
+    alone = find(table, **mean, **columns)
     assert row.ci_high - row.ci_low < 0.7 * (alone.ci_high - alone.ci_low)
     assert (row.p_value < 0.05) == (row.ci_low > 0 or row.ci_high < 0)
 
@@ -169,27 +162,27 @@ def test_a_difference_with_an_undefined_side_says_why():
 
 def test_what_has_no_score_is_left_out_and_counted_and_pairs_are_of_common_rows():
     rows = several_sets()
-    ours, part = noisy(rows, "champion", 1.0, 1), noisy(rows, "part", 0.5, 2)
-    nowhere = Scored(name="nowhere", scores=np.full_like(part.scores, np.nan))
+    ours, half = noisy(rows, "champion", 1.0, 1), noisy(rows, "part", 0.5, 2)
+    nowhere = Scored(name="nowhere", scores=np.full_like(half.scores, np.nan))
     where = rows.where("test")
-    part.scores[0, where[::3]] = np.nan  # one seed's lack is the detector's
+    half.scores[0, where[::3]] = np.nan  # one seed's lack is the detector's
     rest = np.setdiff1d(where, where[::3])
     table = measured(
-        rows, ours, part, nowhere, pairs=[("champion", "part"), ("champion", "nowhere")]
+        rows, ours, half, nowhere, pairs=[("champion", "part"), ("champion", "nowhere")]
     )
     place = {"dataset": IN_DOMAIN, "split": "test"}
 
-    def mean(one, at):
-        return np.mean([auroc(s[at], rows.labels[at]).value for s in one.scores])
+    def mean(item, at):
+        return np.mean([auroc(s[at], rows.labels[at]).value for s in item.scores])
 
     row = find(table, detector="part", metric="auroc", seed="mean", **place)
     place["experiment"] = "detection"
     whole = find(table, detector="champion", metric="auroc", seed="mean", **place)
     place["experiment"] = "paired"
-    assert row.value == pytest.approx(mean(part, rest))
+    assert row.value == pytest.approx(mean(half, rest))
     assert row.n == len(rest) and row.n_failed == whole.n_failed + len(where[::3])
     pair = find(table, against="part", metric="auroc", **place)
-    assert pair.value == pytest.approx(mean(ours, rest) - mean(part, rest))
+    assert pair.value == pytest.approx(mean(ours, rest) - mean(half, rest))
     assert pair.n == len(rest)
     for row in select(table, metric="auroc", against="nowhere")["row"]:
         assert row.value is None and "no score" in row.reason and row.n == 0

@@ -45,9 +45,9 @@ def plain():
 def without(plain, span=None):
     """Both parts with a span left out by its mask."""
     *parts, standardizer = plain
-    kept = np.ones(2, bool) if span is None else all_but(span, 2)
+    spans = np.ones(2, bool) if span is None else all_but(span, 2)
     return tuple(
-        labelled(keep_spans(split_families(x, DIMS, standardizer), kept), y)
+        labelled(keep_spans(split_families(x, DIMS, standardizer), spans), y)
         for x, y in parts
     )
 
@@ -147,10 +147,10 @@ def test_an_empty_span_is_padded_to_one_token():
     assert widths_of(np.array([[0, 3], [0, 2]])) == (1, 3)
 
 
-def take(part, rows):
-    weights = np.asarray(part.weights)[rows]
+def take(data, rows):
+    weights = np.asarray(data.weights)[rows]
     return labelled(
-        part.features.take(rows), np.asarray(part.labels)[rows] > 0, weights
+        data.features.take(rows), np.asarray(data.labels)[rows] > 0, weights
     )
 
 
@@ -160,16 +160,16 @@ def test_encoders_find_what_is_planted_in_rows_of_several_groups():
     groups = [take(train, np.arange(0, n // 2)), take(train, np.arange(n // 2, n))]
     rows = np.arange(len(valid.labels))
     halves = [take(valid, rows[: len(rows) // 3]), take(valid, rows[len(rows) // 3 :])]
-    (found,) = fit_blocks(
+    (result,) = fit_blocks(
         [Block((subset_index("R"),), (0,))],
         groups,
         halves,
         encoder=ENCODER,
         config=TRAIN,
     )
-    assert found.info.best_auroc[0] > 0.85
-    outputs = jax.device_get(member_outputs(found, valid.features, encoder=ENCODER))
+    assert result.info.best_auroc[0] > 0.85
+    outputs = jax.device_get(member_outputs(result, valid.features, encoder=ENCODER))
     labels = np.asarray(valid.labels) > 0
     right, wrong = outputs.logits[0][labels], outputs.logits[0][~labels]
     by_hand = (right[:, None] > wrong[None]).mean()
-    np.testing.assert_allclose(found.info.best_auroc[0], by_hand, atol=1e-5)
+    np.testing.assert_allclose(result.info.best_auroc[0], by_hand, atol=1e-5)

@@ -101,12 +101,12 @@ def test_fusion_by_the_mean_logit_trains_nothing_and_has_its_auroc():
     params, info = train(sets, protocol=dataclasses.replace(TRAIN, max_epochs=0))
     assert not info.n_epochs.any()
     assert not any(params["params"][name].any() for name in OUTPUT)
-    for members, found in zip(sets, info.best_auroc, strict=True):
+    for members, item in zip(sets, info.best_auroc, strict=True):
         for seed in range(N_SEEDS):
             p = np.asarray(CODES[1].outputs)[seed, list(members), -1]
             mean = (np.log(p) - np.log1p(-p)).mean(axis=0)
             expected = auroc(mean, np.asarray(CODES[1].labels) > 0).value
-            assert found[seed] == pytest.approx(expected, abs=1e-6)
+            assert item[seed] == pytest.approx(expected, abs=1e-6)
 
 
 def test_a_head_begins_as_the_mean_logit_and_is_never_worse_on_validation():
@@ -119,18 +119,18 @@ def test_a_head_begins_as_the_mean_logit_and_is_never_worse_on_validation():
     sets = [(2,), (0, 1), (0, 2, 4)]
     _, info = train(sets)
     _, valid = CODES
-    for members, found in zip(sets, info.best_auroc, strict=True):
+    for members, item in zip(sets, info.best_auroc, strict=True):
         for seed in range(N_SEEDS):
             p = np.asarray(valid.outputs)[seed, list(members), -1]
             mean = (np.log(p) - np.log1p(-p)).mean(axis=0)
             right, wrong = mean[valid.labels > 0], mean[valid.labels == 0]
-            assert found[seed] >= (right[:, None] > wrong[None]).mean() - 1e-5
+            assert item[seed] >= (right[:, None] > wrong[None]).mean() - 1e-5
 
 
 def test_more_slots_change_nothing():
-    _, few = train([(1, 2), (0,), (3,)])
+    _, three = train([(1, 2), (0,), (3,)])
     _, many = train([(1, 2), (0,), (3,)], n_slots=6)
-    np.testing.assert_allclose(few.valid_auroc, many.valid_auroc, atol=2e-3)  # sums
+    np.testing.assert_allclose(three.valid_auroc, many.valid_auroc, atol=2e-3)  # sums
 
 
 def test_an_empty_set_trains_nothing():
@@ -194,15 +194,15 @@ def test_a_head_sees_how_far_each_two_of_its_slots_are_apart_and_no_others():
         jax.random.normal(jax.random.key(0), (3, 5, 4)), jnp.zeros((3, 5))
     )
     params = jax.jit(head.init)(jax.random.key(0), outputs, SLOTS, mask)
-    own = params["params"] | {"out_kernel": jnp.arange(1.0, 9.0)}
-    assert own["gaps"].shape == (3, 8) and not own["gaps"].any()
+    arrays = params["params"] | {"out_kernel": jnp.arange(1.0, 9.0)}
+    assert arrays["gaps"].shape == (3, 8) and not arrays["gaps"].any()
 
     def with_pair(pair, scores, mask):
-        gaps = own["gaps"].at[pair, 0].set(5.0)
+        gaps = arrays["gaps"].at[pair, 0].set(5.0)
         apart = outputs.at[:, -1].set(jnp.asarray(scores)[:, None])
         logits = [
-            head.apply({"params": {**own, "gaps": g}}, apart, SLOTS, mask)
-            for g in (own["gaps"], gaps)
+            head.apply({"params": {**arrays, "gaps": g}}, apart, SLOTS, mask)
+            for g in (arrays["gaps"], gaps)
         ]
         return float(jnp.abs(logits[0] - logits[1]).max())
 
@@ -222,9 +222,9 @@ def test_sets_that_do_not_fit_are_refused():
 
 def test_one_executable_lays_out_a_pool(caplog):
     logits, pooled = np.ones((6, 11)), np.ones((6, 11, 5))
-    one = MemberOutputs(logits.astype(np.float32), pooled.astype(np.float32))
+    outputs = MemberOutputs(logits.astype(np.float32), pooled.astype(np.float32))
     with jax.log_compiles():
-        pool_outputs((one, one), 3, np.ones(11, bool))
+        pool_outputs((outputs, outputs), 3, np.ones(11, bool))
     compiled = [x for x in caplog.messages if x.startswith("Finished XLA compilation")]
     assert len(compiled) == 1, compiled
 
@@ -233,7 +233,7 @@ N_SLOTS, D, HIDDEN, N = 4, 5, 3, 6
 MEMBERS, START, N_FILLED = jnp.array([6, 1, 3, 0]), 2, 3
 
 
-def made():
+def operands():
     rng = np.random.default_rng(0)
     kernel = rng.standard_normal((N_SLOTS, D, HIDDEN)).astype(np.float32)
     pool = rng.standard_normal((7, D, 10)).astype(np.float32)
@@ -253,26 +253,26 @@ def plain(kernel, pool, keep, n_filled=N_FILLED):
 
 def test_products_are_those_of_one_product_over_the_filled_slots():
     for n_filled in range(N_SLOTS + 1):
-        found = jax.jit(ours)(*made(), n_filled)
-        np.testing.assert_allclose(found, plain(*made(), n_filled), atol=1e-5)
+        result = jax.jit(ours)(*operands(), n_filled)
+        np.testing.assert_allclose(result, plain(*operands(), n_filled), atol=1e-5)
 
 
 def test_the_gradient_is_that_of_one_product_and_zero_on_empty_slots():
-    kernel, pool, keep = made()
+    kernel, pool, keep = operands()
 
     def loss(products):
         return lambda k: jnp.sin(products(k, pool, keep)).sum()
 
-    found, expected = (jax.grad(loss(f))(kernel) for f in (ours, plain))
-    np.testing.assert_allclose(found, expected, atol=1e-5)
-    assert not found[N_FILLED:].any() and found[:N_FILLED].any()
+    result, expected = (jax.grad(loss(f))(kernel) for f in (ours, plain))
+    np.testing.assert_allclose(result, expected, atol=1e-5)
+    assert not result[N_FILLED:].any() and result[:N_FILLED].any()
 
 
 def test_products_of_stacked_pools_are_those_of_each():
-    kernel, pool, keep = made()
+    kernel, pool, keep = operands()
     pools = np.stack([pool, -2 * pool])
-    found = jax.vmap(lambda p: ours(kernel, p, keep))(pools)
-    np.testing.assert_allclose(found[1], -2 * found[0], atol=1e-5)
+    result = jax.vmap(lambda p: ours(kernel, p, keep))(pools)
+    np.testing.assert_allclose(result[1], -2 * result[0], atol=1e-5)
 
 
 def test_every_set_of_a_pool_has_keys_of_its_own_whatever_the_order_of_its_slots():

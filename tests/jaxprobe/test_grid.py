@@ -1,6 +1,5 @@
 import dataclasses
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +31,7 @@ from beatrice.jaxprobe.grid import (
 )
 from beatrice.jaxprobe.kernels.projection import Draw
 from beatrice.jaxprobe.metrics import masked_auroc
+from tests.jaxprobe.samples import assert_same_leaves
 from tests.process import run_line
 
 DIMS = paper_dims(hidden=6, prob=5, resid=4, attn=3)
@@ -71,7 +71,7 @@ def parts():
 
 
 def in_one_group(parts):
-    return [[part] for part in parts]
+    return [[block] for block in parts]
 
 
 def train(blocks, parts, config=TRAIN):
@@ -82,16 +82,16 @@ def train(blocks, parts, config=TRAIN):
 
 def test_members_are_found_where_the_signal_is_planted_and_only_there(parts):
     blocks = [Block((subset_index(name),), (0,)) for name in ("R", "P")]
-    found, chance = (part.info.best_auroc[0] for part in train(blocks, parts))
-    assert found > 0.9
+    result, chance = (grid.info.best_auroc[0] for grid in train(blocks, parts))
+    assert result > 0.9
     assert abs(chance - 0.5) < 0.2  # best of three epochs, 110 rows: s.e. 0.06
 
 
 def test_permuted_labels_give_chance_auroc(parts):
     rng = np.random.default_rng(5)
     permuted = [
-        part._replace(labels=jnp.asarray(rng.permutation(np.asarray(part.labels))))
-        for part in parts
+        rows._replace(labels=jnp.asarray(rng.permutation(np.asarray(rows.labels))))
+        for rows in parts
     ]
     trained = train([Block((3,), (0,))], permuted)[0]
     # Best of three epochs on 110 rows, standard error 0.06.
@@ -109,10 +109,8 @@ def test_grid_member_equals_solo_fit(parts):
         np.testing.assert_allclose(
             together.info.valid_auroc[row], alone.info.valid_auroc[0], atol=2e-3
         )
-        for a, b in zip(
-            jax.tree.leaves(together.params), jax.tree.leaves(alone.params), strict=True
-        ):
-            np.testing.assert_allclose(a[row], b[0], atol=2e-3)
+        member = jax.tree.map(lambda x, row=row: x[row : row + 1], together.params)
+        assert_same_leaves(member, alone.params, atol=2e-3)
 
 
 def test_one_trace_serves_all_fifteen_subsets(parts):
@@ -144,32 +142,32 @@ def test_rows_of_weight_zero_are_as_good_as_absent(parts):
 
 
 def test_kept_weights_are_those_of_the_best_epoch(parts):
-    part = train([Block((3,), (0,))], parts, TRAIN)[0]
-    codes = member_outputs(part, parts[1].features, encoder=ENCODER)
+    trained = train([Block((3,), (0,))], parts, TRAIN)[0]
+    codes = member_outputs(trained, parts[1].features, encoder=ENCODER)
     auroc = masked_auroc(codes.logits[0], parts[1].labels, parts[1].weights)
-    assert float(auroc) == pytest.approx(float(part.info.best_auroc[0]), abs=1e-5)
+    assert float(auroc) == pytest.approx(float(trained.info.best_auroc[0]), abs=1e-5)
     assert codes.pooled.shape == (1, 110, 2 * CONFIG.hidden)
 
 
 def test_noise_on_padding_is_never_seen(parts):
     train_rows = parts[0]
-    few = train_rows.features.take(jnp.arange(20))
-    wide = few._replace(
-        tokens=tuple(jnp.pad(x, ((0, 3), (0, 0), (0, 0))) for x in few.tokens),
-        masks=(*few.masks[:-1], jnp.pad(few.masks[-1], ((0, 3), (0, 0)))),
+    narrow = train_rows.features.take(jnp.arange(20))
+    wide = narrow._replace(
+        tokens=tuple(jnp.pad(x, ((0, 3), (0, 0), (0, 0))) for x in narrow.tokens),
+        masks=(*narrow.masks[:-1], jnp.pad(narrow.masks[-1], ((0, 3), (0, 0)))),
     )
     quiet = Encoder(CONFIG, DIMS)
     loud = Encoder(dataclasses.replace(CONFIG, input_noise=30.0), DIMS)
     mask = jnp.asarray(SUBSETS[subset_index("HPRA")])
-    hidden = jax.tree.map(jnp.zeros_like, few.masks)
-    params = jax.jit(quiet.init)(jax.random.key(0), few, mask)
+    hidden = jax.tree.map(jnp.zeros_like, narrow.masks)
+    params = jax.jit(quiet.init)(jax.random.key(0), narrow, mask)
     draw = Draw(jnp.arange(20), jax.random.key(1), jax.random.key(2))
     without_dropout = [
         jax.jit(Encoder(dataclasses.replace(e.config, dropout=0.0), DIMS).apply)
         for e in (quiet, loud)
     ]
     # All tokens padded: neither noise nor tokens may come through.
-    blank = few._replace(masks=hidden)
+    blank = narrow._replace(masks=hidden)
     calm, storm = (apply(params, blank, mask, draw)[0] for apply in without_dropout)
     np.testing.assert_array_equal(calm, storm)
     # Real tokens: the same noise must matter.
@@ -182,7 +180,6 @@ def test_labels_must_be_boolean_and_complete(parts):
         labelled(parts[0].features, np.zeros(230))
 
 
-ROOT = Path(__file__).parents[2]
 BLOCK = Block((0, 3, 7, 11, 14), (0, 1))  # five subsets: they come out even nowhere
 
 
@@ -194,23 +191,23 @@ def alone():
     return trained
 
 
-def check_same(found, trained):
-    np.testing.assert_array_equal(found["members"], np.asarray(trained.members))
-    np.testing.assert_array_equal(found["n_epochs"], trained.info.n_epochs)
+def check_same(arrays, trained):
+    np.testing.assert_array_equal(arrays["members"], np.asarray(trained.members))
+    np.testing.assert_array_equal(arrays["n_epochs"], trained.info.n_epochs)
     np.testing.assert_allclose(
-        found["valid_auroc"], trained.info.valid_auroc, atol=2e-3
+        arrays["valid_auroc"], trained.info.valid_auroc, atol=2e-3
     )
     for i, leaf in enumerate(jax.tree.leaves(trained.params)):
-        np.testing.assert_allclose(found[f"w{i}"], leaf, atol=2e-3)  # sums
+        np.testing.assert_allclose(arrays[f"w{i}"], leaf, atol=2e-3)  # sums
 
 
 def test_eight_devices_train_what_one_does(alone, tmp_path):
     flags = "--xla_force_host_platform_device_count=8"
     words = ("-m", "tests.jaxprobe.test_grid", tmp_path / "out.npz")
     run_line(sys.executable, *words, XLA_FLAGS=flags)
-    with np.load(tmp_path / "out.npz") as found:
-        assert found["n_devices"] == 8
-        check_same(found, alone)
+    with np.load(tmp_path / "out.npz") as arrays:
+        assert arrays["n_devices"] == 8
+        check_same(arrays, alone)
 
 
 def test_one_device_trains_blocks_one_by_one():

@@ -23,6 +23,11 @@ WIDEST = (3, 2048)  # a few tokens at a time
 OPEN, CLOSED = jnp.array(True), jnp.array(False)
 
 
+@pytest.fixture(params=[WIDE, NARROW, WIDEST])
+def shape(request):
+    return request.param
+
+
 def weight_of(shape, seed=0):
     return jax.random.normal(jax.random.key(seed), shape)
 
@@ -43,7 +48,6 @@ def run(weight, tokens, gate, draw, deviation, real=None):
     return project(weight, tokens, real, gate, draw, **fixed)
 
 
-@pytest.mark.parametrize("shape", [WIDE, NARROW, WIDEST])
 def test_without_noise_it_is_the_product_of_the_rows_drawn(shape):
     weight, tokens = weight_of(shape) * shape[1] ** -0.5, tokens_of(shape)
     expected = jnp.einsum("pd,tnd->ptn", weight, tokens)
@@ -53,7 +57,6 @@ def test_without_noise_it_is_the_product_of_the_rows_drawn(shape):
     np.testing.assert_allclose(batch, expected[:, :, [4, 0, 2]], atol=1e-5)
 
 
-@pytest.mark.parametrize("shape", [WIDE, NARROW, WIDEST])
 def test_a_closed_gate_gives_zeros_and_no_gradient(shape):
     weight, tokens = weight_of(shape), tokens_of(shape)
 
@@ -65,7 +68,6 @@ def test_a_closed_gate_gives_zeros_and_no_gradient(shape):
     assert np.any(jax.grad(total)(weight, OPEN))
 
 
-@pytest.mark.parametrize("shape", [WIDE, NARROW, WIDEST])
 def test_gates_under_vmap_are_the_same_as_alone(shape):
     weight, tokens = weight_of(shape), tokens_of(shape)
 
@@ -77,7 +79,6 @@ def test_gates_under_vmap_are_the_same_as_alone(shape):
     np.testing.assert_array_equal(both[1], total(CLOSED))
 
 
-@pytest.mark.parametrize("shape", [WIDE, NARROW, WIDEST])
 def test_projected_noise_has_the_covariance_of_noise_on_the_inputs(shape):
     weight, tokens = weight_of(shape), tokens_of(shape, n_examples=400)
     rows = jnp.arange(400)
@@ -94,7 +95,6 @@ def test_projected_noise_has_the_covariance_of_noise_on_the_inputs(shape):
     assert np.abs(drawn.mean(axis=1) / np.sqrt(np.diag(expected))).max() < 0.03
 
 
-@pytest.mark.parametrize("shape", [WIDE, NARROW, WIDEST])
 def test_expected_gradient_is_that_of_noise_on_the_inputs(shape):
     weight = weight_of(shape)
     tokens = jnp.zeros((1, 20_000, shape[1]))
@@ -105,8 +105,8 @@ def test_expected_gradient_is_that_of_noise_on_the_inputs(shape):
         return jnp.square(noisy).sum() / 20_000
 
     # The mean of |Wn|^2 is 0.25 tr(WW'), whose gradient is 0.5 W.
-    got = jax.grad(loss)(weight)
-    np.testing.assert_allclose(got, 0.5 * weight, atol=0.05 * np.abs(weight).max())
+    gradient = jax.grad(loss)(weight)
+    np.testing.assert_allclose(gradient, 0.5 * weight, atol=0.05 * np.abs(weight).max())
 
 
 def test_noise_factor_is_finite_for_a_dead_projection():
@@ -145,9 +145,9 @@ def test_of_the_widest_family_real_tokens_alone_are_projected(share):
         y = masked_product(weight, tokens, real, draw.rows)
         return (y * pull).sum(), y
 
-    found, expected = (jax.grad(f, has_aux=True)(weight) for f in (ours, plain))
-    np.testing.assert_allclose(found[0], expected[0], atol=1e-4)
-    np.testing.assert_allclose(found[1], expected[1], atol=1e-5)
+    result, expected = (jax.grad(f, has_aux=True)(weight) for f in (ours, plain))
+    np.testing.assert_allclose(result[0], expected[0], atol=1e-4)
+    np.testing.assert_allclose(result[1], expected[1], atol=1e-5)
 
 
 def test_an_accelerator_projects_the_widest_family_to_the_same():
@@ -166,7 +166,6 @@ def test_an_accelerator_projects_the_widest_family_to_the_same():
     np.testing.assert_allclose(there, here, atol=1e-4)
 
 
-@pytest.mark.parametrize("shape", [WIDE, NARROW, WIDEST])
 def test_outside_training_tokens_have_a_gradient_whatever_their_width(shape):
     weight, tokens = weight_of(shape) * shape[1] ** -0.5, tokens_of(shape)
     real = jax.random.bernoulli(jax.random.key(9), 0.6, tokens.shape[:2])
@@ -179,8 +178,8 @@ def test_outside_training_tokens_have_a_gradient_whatever_their_width(shape):
         y = jnp.einsum("pd,tnd->ptn", weight, tokens)
         return jnp.sin(jnp.where(real[None], y, 0.0)).sum()
 
-    found = jax.grad(total)(tokens, OPEN)
-    np.testing.assert_allclose(found, jax.grad(plainly)(tokens), atol=1e-5)
+    result = jax.grad(total)(tokens, OPEN)
+    np.testing.assert_allclose(result, jax.grad(plainly)(tokens), atol=1e-5)
     assert not np.any(jax.grad(total)(tokens, CLOSED))
 
 
@@ -244,9 +243,9 @@ def test_a_mixed_step_is_close_to_the_single_one_and_leaves_float32_weights(read
     loss, gradient = loss_and_gradient("float32", mask)
     mixed_loss, mixed = loss_and_gradient("bfloat16", mask)
     assert 0 < abs(mixed_loss - loss) < 0.02 * loss
-    one, other = (ravel_pytree(x)[0] for x in (gradient, mixed))
+    first, other = (ravel_pytree(x)[0] for x in (gradient, mixed))
     assert other.dtype == jnp.float32
-    cosine = one @ other / jnp.linalg.norm(one) / jnp.linalg.norm(other)
+    cosine = first @ other / jnp.linalg.norm(first) / jnp.linalg.norm(other)
     assert 0.999 < cosine < 1.0
 
 
@@ -273,9 +272,9 @@ def test_hashed_draws_are_uniform_normal_and_independent_of_stream():
 
 def test_dropout_keeps_the_mean_and_is_off_outside_training():
     x = jnp.ones((200, 100))
-    kept = dropout(x, 0.3, KEY, 0)
-    assert float((kept == 0).mean()) == pytest.approx(0.3, abs=0.01)
-    assert float(kept.mean()) == pytest.approx(1.0, abs=0.02)
+    y = dropout(x, 0.3, KEY, 0)
+    assert float((y == 0).mean()) == pytest.approx(0.3, abs=0.01)
+    assert float(y.mean()) == pytest.approx(1.0, abs=0.02)
     np.testing.assert_array_equal(dropout(x, 0.3, None, 0), x)
 
 
@@ -294,12 +293,12 @@ def test_members_of_a_seed_share_batches_and_nothing_else():
 
     keys = {(k, seed): numbers(k, seed) for k in (0, 3) for seed in (0, 1)}
     assert keys[0, 0][0] == keys[3, 0][0] != keys[0, 1][0]
-    assert len({key for own in keys.values() for key in own[1:]}) == 8
+    assert len({key for item in keys.values() for key in item[1:]}) == 8
 
 
 def threads():
     libraries = threadpool_info()
-    return {one["num_threads"] for one in libraries if one["user_api"] == "blas"}
+    return {x["num_threads"] for x in libraries if x["user_api"] == "blas"}
 
 
 def test_linear_algebra_has_one_thread_once_training_has_asked_for_it():

@@ -31,6 +31,7 @@ from beatrice.jaxprobe.linear import (
     with_linear_parts,
 )
 from beatrice.jaxprobe.metrics import auroc, auroc_gain
+from tests.jaxprobe.samples import assert_same_leaves
 from tests.jaxprobe.test_grid import CONFIG, DIMS, planted
 
 ENCODER = Encoder(dataclasses.replace(CONFIG, is_linear_first=True), DIMS)
@@ -59,18 +60,18 @@ def rows():
 
 def grid_of(rows, *names, questions=EVERYTHING):
     subsets = [subset_index(name) for name in names]
-    return fit_linear_parts(*(pooled(*part) for part in rows), questions, subsets)
+    return fit_linear_parts(*(pooled(*split) for split in rows), questions, subsets)
 
 
 def trained_on(rows, grid, name, config=TRAIN):
     subset = subset_index(name)
     groups = [
-        [labelled(*part, offsets=offsets)]
-        for part, offsets in zip(rows, (grid.train, grid.valid), strict=True)
+        [labelled(*split, offsets=offsets)]
+        for split, offsets in zip(rows, (grid.train, grid.valid), strict=True)
     ]
     block = Block((subset,), (0,))
-    (found,) = fit_blocks([block], *groups, encoder=ENCODER, config=config)
-    return found
+    (result,) = fit_blocks([block], *groups, encoder=ENCODER, config=config)
+    return result
 
 
 def test_pooled_signals_are_means_and_extremes_of_each_example_alone():
@@ -78,15 +79,15 @@ def test_pooled_signals_are_means_and_extremes_of_each_example_alone():
     masks = (features.masks[0], features.masks[1].copy())
     masks[1][4] = False  # an answer without a token
     (tokens,) = families_of(Features(features.tokens, masks))
-    found = pooled_signals(tokens)
-    for family, own in zip(found, tokens.tokens, strict=True):
+    result = pooled_signals(tokens)
+    for family, token in zip(result, tokens.tokens, strict=True):
         for row in range(20):
             question, answer = (
-                np.asarray(own)[at, row][np.asarray(mask)[:, row]]
+                np.asarray(token)[at, row][np.asarray(mask)[:, row]]
                 for at, mask in zip(tokens.span_slices, tokens.masks, strict=True)
             )
             if row == 4:
-                answer = np.zeros((1, own.shape[2]))
+                answer = np.zeros((1, token.shape[2]))
             parts = answer.mean(0), answer.min(0), answer.max(0), question.mean(0)
             expected = np.concatenate(parts)
             np.testing.assert_allclose(family[:, row], expected, atol=1e-5)
@@ -97,24 +98,24 @@ def test_an_encoder_begins_as_logistic_regression_on_its_pooled_signals(rows):
     grid = grid_of(rows, "PR")
     still = dataclasses.replace(TRAIN, learning_rate=1e-12, max_epochs=1)  # at zero
     member = with_linear_parts(trained_on(rows, grid, "PR", still), grid)
-    said = member_outputs(member, valid_tokens, encoder=ENCODER).logits[0]
+    output = member_outputs(member, valid_tokens, encoder=ENCODER).logits[0]
 
     def features(part):
         x = [np.asarray(family).T for family in pooled_signals(part)[1:3]]
-        return [(own, own.shape[1] ** 0.5) for own in x]
+        return [(item, item.shape[1] ** 0.5) for item in x]
 
     x, y = [], []
-    for own, other in zip(features(tokens), features(valid_tokens), strict=True):
-        mean, scale = own[0].mean(0), own[0].std(0) * own[1]
-        x.append((own[0] - mean) / scale)
+    for item, other in zip(features(tokens), features(valid_tokens), strict=True):
+        mean, scale = item[0].mean(0), item[0].std(0) * item[1]
+        x.append((item[0] - mean) / scale)
         y.append((other[0] - mean) / scale)
     penalty = grid.inverse_penalty[subset_index("PR")]
     regression = LogisticRegression(C=penalty, max_iter=2000, tol=1e-6)
     regression.fit(np.concatenate(x, axis=1), labels)
     expected = regression.decision_function(np.concatenate(y, axis=1))
-    np.testing.assert_allclose(said, expected, atol=2e-2)
+    np.testing.assert_allclose(output, expected, atol=2e-2)
     assert np.std(expected) > 0.5
-    np.testing.assert_allclose(said, grid.valid[subset_index("PR")], atol=1e-3)
+    np.testing.assert_allclose(output, grid.valid[subset_index("PR")], atol=1e-3)
 
 
 def test_all_members_at_once_say_what_each_says_alone(rows):
@@ -123,8 +124,8 @@ def test_all_members_at_once_say_what_each_says_alone(rows):
     tokens, mask = rows[1][0], SUBSETS[subset_index("PR")]
     alone = jax.tree.map(lambda x: x[0], member.params)
     logits, _ = ENCODER.apply(alone, tokens, jnp.asarray(mask))
-    found = member_outputs(member, tokens, encoder=ENCODER)
-    np.testing.assert_allclose(found.logits[0], logits, atol=1e-4)
+    result = member_outputs(member, tokens, encoder=ENCODER)
+    np.testing.assert_allclose(result.logits[0], logits, atol=1e-4)
 
 
 def test_a_family_that_is_not_read_has_no_weight(rows):
@@ -149,14 +150,14 @@ def test_a_network_that_gains_nothing_is_silenced_and_one_that_gains_is_not(rows
 
     chance = next(w for w in np.geomspace(1e-3, 1, 200) if errors(w) > 2.5) * labels
     for added, is_silent in ((noise, True), (chance, True), (3.0 * labels, False)):
-        kept = drop_networks_without_gain(member, linear[None] + added, grid, labels)
-        assert is_silent == (not kept.params["params"]["mlp_out"]["kernel"].any())
-        assert n_networks_kept(kept) == (not is_silent)
+        result = drop_networks_without_gain(member, linear[None] + added, grid, labels)
+        assert is_silent == (not result.params["params"]["mlp_out"]["kernel"].any())
+        assert n_networks_kept(result) == (not is_silent)
         if is_silent:
-            said = member_outputs(kept, tokens, encoder=ENCODER).logits[0]
-            np.testing.assert_allclose(said, grid.valid[subset], atol=1e-4)
+            output = member_outputs(result, tokens, encoder=ENCODER).logits[0]
+            np.testing.assert_allclose(output, grid.valid[subset], atol=1e-4)
             expected = auroc(grid.valid[subset], labels).value
-            assert kept.info.best_auroc[0] == pytest.approx(expected)
+            assert result.info.best_auroc[0] == pytest.approx(expected)
 
 
 def test_networks_without_a_gain_are_stopped_for_good_and_no_other(rows):
@@ -179,20 +180,20 @@ def test_networks_without_a_gain_are_stopped_for_good_and_no_other(rows):
 
 
 def test_the_network_finds_what_no_weight_on_pooled_signals_can():
-    def one(n, seed):
+    def split(n, seed):
         features, _ = planted(n, seed, strength=0.0)
         features.masks[-1][:] = True
         rng = np.random.default_rng(seed + 10)
         labels = rng.random(n) < 0.5
         # Two neighbouring tokens agree in sign or differ; each alone tells nothing.
         signs = rng.choice([-2.0, 2.0], n)
-        place = DIMS.slices[2].start
-        features.tokens[-1][:, :2, place] = signs[:, None]
-        features.tokens[-1][:, 1, place] *= np.where(labels, 1, -1)
-        features.tokens[-1][:, 2, place] = rng.choice([-2.0, 2.0], n)
+        column = DIMS.slices[2].start
+        features.tokens[-1][:, :2, column] = signs[:, None]
+        features.tokens[-1][:, 1, column] *= np.where(labels, 1, -1)
+        features.tokens[-1][:, 2, column] = rng.choice([-2.0, 2.0], n)
         return features, labels
 
-    parts = one(1500, 0), one(400, 1)
+    parts = split(1500, 0), split(400, 1)
     features, labels = zip(*parts, strict=True)
     rows = list(zip(families_of(*features), labels, strict=True))
     grid = grid_of(rows, "R", questions=np.arange(1500))
@@ -215,12 +216,12 @@ def test_two_wordings_of_a_question_do_not_tell_on_each_other(rows):
     questions = EVERYTHING // 2
     twice = tokens.take(jnp.asarray(questions * 2))
     coins = np.random.default_rng(1).random(len(labels)) < 0.5
-    told = [(twice, coins[questions]), valid]
+    parts = [(twice, coins[questions]), valid]
     subset = subset_index("HPRA")
-    apart = grid_of(told, "HPRA", questions=questions).train[subset]
-    leaking = grid_of(told, "HPRA").train[subset]
-    assert auroc(leaking, told[0][1]).value > 0.65
-    assert abs(auroc(apart, told[0][1]).value - 0.5) < 0.15
+    apart = grid_of(parts, "HPRA", questions=questions).train[subset]
+    leaking = grid_of(parts, "HPRA").train[subset]
+    assert auroc(leaking, parts[0][1]).value > 0.65
+    assert abs(auroc(apart, parts[0][1]).value - 0.5) < 0.15
 
 
 def test_saved_parts_are_read_back_under_their_own_key_and_for_their_subsets_alone(
@@ -229,20 +230,17 @@ def test_saved_parts_are_read_back_under_their_own_key_and_for_their_subsets_alo
     cache, subsets = Cache(tmp_path, "key"), [subset_index("P")]
     grid = grid_of(rows, "P")
     save_linear(cache, grid)
-    found = load_linear(cache, subsets)
-    pairs = zip(jax.tree.leaves(grid), jax.tree.leaves(found), strict=True)
-    for a, b in pairs:
-        np.testing.assert_array_equal(a, b)
+    assert_same_leaves(grid, load_linear(cache, subsets))
     assert load_linear(Cache(tmp_path, "another"), subsets) is None
     assert load_linear(cache, [*subsets, subset_index("PR")]) is None
 
 
 def test_a_ridge_is_the_regression_of_all_families_and_has_not_seen_a_row(rows):
-    train, valid = (pooled(*part) for part in rows)
-    part, unseen = fit_ridge(train, EVERYTHING)
-    logits = sum(x @ part[f"kernel_{f}"] for f, x in enumerate(train.families))
-    seen = auroc(logits + part["bias"], train.labels).value
-    of_valid = sum(x @ part[f"kernel_{f}"] for f, x in enumerate(valid.families))
+    train, valid = (pooled(*ridge) for ridge in rows)
+    ridge, unseen = fit_ridge(train, EVERYTHING)
+    logits = sum(x @ ridge[f"kernel_{f}"] for f, x in enumerate(train.families))
+    seen = auroc(logits + ridge["bias"], train.labels).value
+    of_valid = sum(x @ ridge[f"kernel_{f}"] for f, x in enumerate(valid.families))
     assert seen > auroc(unseen, train.labels).value > 0.5
     assert auroc(of_valid, valid.labels).value > 0.6
     # Labels that mean nothing teach the base rate, and little else.

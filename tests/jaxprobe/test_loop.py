@@ -72,16 +72,16 @@ def test_training_stops_early_and_halves_the_rate():
     assert info.learning_rate <= 0.1 / 4 * 1.001  # halved twice since the best epoch
     assert np.isnan(info.valid_auroc[n_epochs:]).all()
     assert info.valid_auroc[best] == np.nanmax(info.valid_auroc) == info.best_auroc
-    kept = masked_auroc(ROWS @ params["w"], LABELS, jnp.ones(150))
-    assert float(kept) == pytest.approx(float(info.best_auroc), abs=1e-6)
+    value = masked_auroc(ROWS @ params["w"], LABELS, jnp.ones(150))
+    assert float(value) == pytest.approx(float(info.best_auroc), abs=1e-6)
 
 
 def test_microbatches_add_up_to_the_gradient_of_the_batch():
-    one, four = (
+    whole, four = (
         logistic(TrainConfig(batch_size=64, max_epochs=2, n_microbatches=n))[0]
         for n in (1, 4)
     )
-    np.testing.assert_allclose(one["w"], four["w"], atol=1e-6)
+    np.testing.assert_allclose(whole["w"], four["w"], atol=1e-6)
 
 
 def test_members_side_by_side_train_as_alone():
@@ -104,14 +104,14 @@ def test_a_step_is_that_of_adamw():
 
     keys = Keys(jax.random.key(0), jax.random.key(1))
     state = start_fit(params, config)
-    found, _ = take_steps(state, loss, (slopes[:, None],), keys, config)
+    result, _ = take_steps(state, loss, (slopes[:, None],), keys, config)
     with jax.numpy_dtype_promotion("standard"):
         adamw = optax.adamw(1e-2, weight_decay=0.1)
         expected, opt_state = params, adamw.init(params)
         for slope in slopes:
             updates, opt_state = adamw.update(slope, opt_state, expected)
             expected = optax.apply_updates(expected, updates)
-    np.testing.assert_allclose(found.params, expected, rtol=1e-6)
+    np.testing.assert_allclose(result.params, expected, rtol=1e-6)
 
 
 def test_configs_that_train_nothing_are_refused():

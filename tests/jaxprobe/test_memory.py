@@ -31,6 +31,7 @@ from beatrice.jaxprobe.memory import (
     step_flops,
 )
 from beatrice.jaxprobe.train import EVERY_FAMILY, members_of_share
+from tests.jaxprobe.samples import assert_same_leaves
 from tests.jaxprobe.test_grid import TRAIN, planted_parts, train
 
 # Wide, since what a plan is made of is: absent arrays cost nothing.
@@ -52,16 +53,16 @@ def test_a_row_draws_the_same_in_every_microbatch(n_rows, shape, axis):
     keys = jax.random.split(jax.random.key(3), 3)  # of groups of 16 rows
 
     def group(key):
-        own = tuple(16 if n == 48 else n for n in shape)
-        return hashed_bits(key, 2, own, axis)
+        sizes = tuple(16 if n == 48 else n for n in shape)
+        return hashed_bits(key, 2, sizes, axis)
 
     whole = jnp.concatenate([group(key) for key in keys], axis=axis)
     parts = []
     for first in range(0, 48, n_rows):
         n = min(n_rows, 48 - first)
         key = keys[first // 16 :][: n // 16] if n >= 16 else keys[first // 16]
-        own = tuple(n if size == 48 else size for size in shape)
-        parts.append(hashed_bits(RowKeys(key, first % 16, 16), 2, own, axis))
+        sizes = tuple(n if size == 48 else size for size in shape)
+        parts.append(hashed_bits(RowKeys(key, first % 16, 16), 2, sizes, axis))
     np.testing.assert_array_equal(jnp.concatenate(parts, axis=axis), whole)
     other = hashed_normal(RowKeys(keys[:1], 0, 16), 2, (16,))
     assert not np.array_equal(other, hashed_normal(keys[1], 2, (16,)))
@@ -77,13 +78,10 @@ def test_members_are_the_same_whatever_the_block_and_the_microbatches():
     for n_rows in (16, 64):
         config = PlannedConfig(**dataclasses.asdict(own), n_rows=n_rows)
         together = train([Block(subsets, (0, 1))], parts, config)[0]
-        for i, one in enumerate(alone):
-            assert together.members[i] == one.members[0]
-            for a, b in zip(
-                jax.tree.leaves(together.params), jax.tree.leaves(one.params),
-                strict=True,
-            ):  # fmt: skip
-                np.testing.assert_allclose(a[i], b[0], atol=2e-4)
+        for i, item in enumerate(alone):
+            assert together.members[i] == item.members[0]
+            own = jax.tree.map(lambda x, i=i: x[i : i + 1], together.params)
+            assert_same_leaves(own, item.params, atol=2e-4)
 
 
 def test_a_batch_is_parted_only_into_parts_of_what_draws_together():

@@ -74,25 +74,25 @@ def test_resampled_metrics_equal_a_plain_loop_over_the_same_draws():
     config = BootstrapConfig(n_resamples=40, seed=3)
     clusters = np.arange(200) // 2  # two wordings of a question
     weights = weights_of(clusters, n_resamples=40, seed=3)
-    found = weighted_metrics(scores, labels, weights)
+    result = weighted_metrics(scores, labels, weights)
     for i, questions in enumerate(drawn_clusters(100, config)):
         rows = np.concatenate([np.flatnonzero(clusters == q) for q in questions])
         expected = roc_auc_score(labels[rows], scores[rows])
-        assert found["auroc"][i] == pytest.approx(expected, abs=1e-6)
+        assert result["auroc"][i] == pytest.approx(expected, abs=1e-6)
         expected = average_precision_score(~labels[rows], -scores[rows])
-        assert found["auprc"][i] == pytest.approx(expected, abs=1e-5)  # float32 sums
+        assert result["auprc"][i] == pytest.approx(expected, abs=1e-5)  # float32 sums
 
 
 def test_rounding_never_puts_a_share_above_one():
     labels = np.arange(200) >= 100
     weights = np.random.default_rng(0).random((200, 500), np.float32)
     strata = np.zeros(200, int)
-    for found in (
+    for item in (
         weighted_metrics(np.arange(200.0), labels, weights),
         weighted_stratified(np.arange(200.0), labels, weights, strata=strata),
     ):
-        assert found["auroc"].max() == 1.0
-        assert found["auroc"].min() == pytest.approx(1.0, abs=1e-5)
+        assert item["auroc"].max() == 1.0
+        assert item["auroc"].min() == pytest.approx(1.0, abs=1e-5)
 
 
 def test_resamples_in_blocks_are_the_same_draws():
@@ -106,8 +106,8 @@ def test_resamples_in_blocks_are_the_same_draws():
 
 def test_a_resample_without_a_class_is_undefined():
     labels = np.array([True, False])
-    found = weighted_metrics(np.arange(2.0), labels, np.array([[0, 2, 1], [2, 0, 1]]))
-    for draws in found.values():
+    result = weighted_metrics(np.arange(2.0), labels, np.array([[0, 2, 1], [2, 0, 1]]))
+    for draws in result.values():
         assert np.isnan(draws).tolist() == [True, True, False]
 
 
@@ -166,8 +166,8 @@ def test_the_stratified_auroc_is_the_share_of_its_pairs():
     right, wrong = np.flatnonzero(labels), np.flatnonzero(~labels)
     pairs = [(i, j) for i in right for j in wrong if strata[i] == strata[j]]
     credit = [0.5 + 0.5 * np.sign(scores[i] - scores[j]) for i, j in pairs]
-    found = stratified_auroc(scores, labels, strata).value
-    assert found == pytest.approx(np.mean(credit))
+    result = stratified_auroc(scores, labels, strata).value
+    assert result == pytest.approx(np.mean(credit))
     assert stratified_auroc(scores, labels, 0 * strata) == auroc(scores, labels)
 
 
@@ -175,16 +175,16 @@ def test_a_weighted_stratified_auroc_is_that_of_repeated_examples():
     labels, strata, rng = in_strata(n=60)
     scores = rng.integers(9, size=60).astype(float)
     weights = rng.integers(3, size=(60, 4)).astype(np.float32)
-    found = weighted_stratified(scores, labels, weights, strata=strata)["auroc"]
-    for value, weight in zip(found, weights.T.astype(int), strict=True):
+    result = weighted_stratified(scores, labels, weights, strata=strata)["auroc"]
+    for value, weight in zip(result, weights.T.astype(int), strict=True):
         again = [np.repeat(x, weight) for x in (scores, labels, strata)]
         assert value == pytest.approx(stratified_auroc(*again).value, abs=1e-6)
 
 
 def test_strata_of_one_class_have_no_auroc():
     labels = np.array([True, True, False])
-    found = stratified_auroc(np.arange(3.0), labels, labels)
-    assert np.isnan(found.value) and "no stratum" in found.reason
+    result = stratified_auroc(np.arange(3.0), labels, labels)
+    assert np.isnan(result.value) and "no stratum" in result.reason
 
 
 def test_the_standard_error_of_a_gain_is_that_of_a_bootstrap_of_both_classes():

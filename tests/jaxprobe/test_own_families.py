@@ -26,7 +26,7 @@ from beatrice.jaxprobe.metrics import auroc
 from beatrice.jaxprobe.rows import rows_of, training_set
 from beatrice.jaxprobe.train import train_encoders
 from beatrice.selection.greedy import fused_probability, select
-from tests.jaxprobe.samples import store_like
+from tests.jaxprobe.samples import assert_same_leaves, store_like
 from tests.records import a_label, an_example
 
 N, N_SEEDS = 300, 2
@@ -82,13 +82,10 @@ def test_every_subset_of_three_families_is_trained_with_every_seed(trained):
 def test_a_member_of_three_families_equals_its_solo_fit(trained):
     *_, data, (grid, outputs) = trained
     subset = data.dims.subset_index("LF")
-    alone, own = train_encoders(data, CONFIG, subsets=[subset])
+    alone, solo = train_encoders(data, CONFIG, subsets=[subset])
     places = [grid.members.index(member) for member in alone.members]
-    for whole, solo in zip(
-        jax.tree.leaves(grid.params), jax.tree.leaves(alone.params), strict=True
-    ):
-        np.testing.assert_array_equal(whole[places], solo)
-    np.testing.assert_array_equal(outputs.logits[places], own.logits)
+    assert_same_leaves(jax.tree.map(lambda x: x[places], grid.params), alone.params)
+    np.testing.assert_array_equal(outputs.logits[places], solo.logits)
 
 
 def test_arrays_alone_make_a_detector_that_is_saved_and_scores(trained, tmp_path):
@@ -124,12 +121,12 @@ def test_arrays_alone_make_a_detector_that_is_saved_and_scores(trained, tmp_path
     loaded = Detector.load(tmp_path / "probe")
     assert loaded.provenance is None
     stores = {"closed_book": store}
-    said = score_store(loaded, "closed_book", stores, layer=None)
-    np.testing.assert_allclose(said.raw, scores.mean(axis=0), atol=1e-5)
+    output = score_store(loaded, "closed_book", stores, layer=None)
+    np.testing.assert_allclose(output.raw, scores.mean(axis=0), atol=1e-5)
     test = rows.where("test")
-    assert auroc(said.p_correct[test], rows.labels[test]).value > 0.85
+    assert auroc(output.p_correct[test], rows.labels[test]).value > 0.85
     some = score_store(loaded, "closed_book", stores, layer=None, examples=test[::-1])
-    np.testing.assert_allclose(some.p_correct, said.p_correct[test[::-1]], atol=1e-6)
+    np.testing.assert_allclose(some.p_correct, output.p_correct[test[::-1]], atol=1e-6)
     other = dataclasses.replace(
         loaded.banks["closed_book"],
         dims=dataclasses.replace(data.dims, names=("mute", "loud", "new")),

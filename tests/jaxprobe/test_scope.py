@@ -21,7 +21,7 @@ from beatrice.jaxprobe.scope import (
     scripts_of,
     share_outside,
 )
-from tests.jaxprobe.test_detector import made  # noqa: F401, a fixture
+from tests.jaxprobe.test_detector import pair  # noqa: F401, a fixture
 
 DIMS = paper_dims(hidden=3, prob=2, resid=2, attn=1)
 
@@ -68,18 +68,18 @@ def test_a_value_that_is_no_number_lies_outside(scope):
 def test_hidden_states_that_no_store_kept_are_in_no_range():
     dims = dataclasses.replace(DIMS, spans=("answer", *DIMS.spans[1:]))
 
-    def kept(rows):
+    def read(rows):
         features = normal_features(rows, dims, shift=5.0)
         features.tokens[0][..., dims.slices[0]] = 0.0
         return features
 
     rows = np.arange(100)
-    scope = fit_scope(kept, dims, np.full(100, 20), rows, rows)
+    scope = fit_scope(read, dims, np.full(100, 20), rows, rows)
     assert (scope.low[:3] > 0).all()
     live = normal_features(rows, dims, shift=5.0)  # a live pass has them all
     np.testing.assert_array_equal(
         share_outside(live, dims, *scope[:2]),
-        share_outside(kept(rows), dims, *scope[:2]),
+        share_outside(read(rows), dims, *scope[:2]),
     )
 
 
@@ -111,8 +111,8 @@ def test_twenty_two_trusted_answers_without_an_error_are_the_fewest():
     assert never.p_correct is None and never.coverage == 0
     assert "22 trusted validation answers without an error" in never.in_words()
     assert "1 of the first 22 are wrong" in never.in_words()
-    few = choose_threshold(p[:21], np.ones(21, bool), 0.9)
-    assert few.p_correct is None and "21 were seen" in few.in_words()
+    threshold = choose_threshold(p[:21], np.ones(21, bool), 0.9)
+    assert threshold.p_correct is None and "21 were seen" in threshold.in_words()
     assert choose_threshold(p, np.ones(30, bool), 1.0).p_correct is None
 
 
@@ -160,8 +160,8 @@ def test_a_threshold_breaks_its_promise_in_one_draw_of_ten_at_most(base, shift, 
     assert broken[choose_threshold] <= most * n_draws < broken[lowest_at_precision]
 
 
-def test_a_detector_keeps_its_scope_and_thresholds(made, tmp_path):  # noqa: F811
-    detector, _ = made
+def test_a_detector_keeps_its_scope_and_thresholds(pair, tmp_path):  # noqa: F811
+    detector, _ = pair
     threshold = choose_threshold(np.array([0.9, 0.1]), np.array([True, False]), 0.9)
     dims = detector.banks["closed_book"].dims
     scope = Scope(*np.ones((2, dims.total), np.float32), np.ones(4, np.float32))

@@ -18,6 +18,7 @@ from beatrice.jaxprobe.family_tokens import FamilyTokens, keep_spans, zero_span
 from beatrice.jaxprobe.grid import Block, fit_blocks, labelled, member_outputs
 from beatrice.jaxprobe.kernels.stored import StoredTokens, take_rows, values_of
 from beatrice.jaxprobe.streaming import Streamed, fit_streamed
+from tests.jaxprobe.samples import assert_same_leaves
 
 # Without fusion emitters, as other tests compile, bits are equal only up to rounding.
 AS_USERS_COMPILE = "--xla_backend_optimization_level=0"
@@ -64,14 +65,11 @@ def encoder_of(dims, **sizes):
     return Encoder(config, dims)
 
 
-def assert_same(one, other, dtype):
+def assert_same(params, other, dtype):
     # A product with an int8 scale and the difference from a mean may be rounded once
     # or twice; after two epochs of AdamW that is a few units of the sixth digit.
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        if dtype == "int8":
-            np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-4)
-        else:
-            np.testing.assert_array_equal(a, b)
+    tolerance = {"rtol": 2e-3, "atol": 2e-4} if dtype == "int8" else {}
+    assert_same_leaves(params, other, **tolerance)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -85,9 +83,9 @@ def test_values_are_those_of_a_loop_over_the_codes(dtype):
         wanted = (codes * scale - mean) / std
         np.testing.assert_allclose(values_of(stored), wanted, rtol=1e-5, atol=1e-5)
         at = np.array([[5, 0], [300, 7]])
-        found = take_rows(stored, jnp.asarray(at))
+        result = take_rows(stored, jnp.asarray(at))
         flat = wanted.reshape(-1, wanted.shape[-1])
-        np.testing.assert_allclose(found, flat[at], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(result, flat[at], rtol=1e-5, atol=1e-5)
 
 
 @bit_by_bit
@@ -102,17 +100,17 @@ def test_values_are_those_of_a_loop_over_the_codes(dtype):
 )
 def test_training_as_stored_is_training_on_the_same_values_widened(block, dims, dtype):
     parts = [stored_tokens(dims, dtype, seed=seed) for seed in (0, 1)]
-    encoder, found = encoder_of(dims), []
+    encoder, results = encoder_of(dims), []
     for change in (lambda x: x, widened):
         train, valid = ([labelled(change(x), labels)] for x, labels in parts)
         trained = list(
             fit_blocks([block], train, valid, encoder=encoder, config=CONFIG)
         )
         outputs = [
-            member_outputs(one, valid[0].features, encoder=encoder) for one in trained
+            member_outputs(item, valid[0].features, encoder=encoder) for item in trained
         ]
-        found.append(([(x.params, x.info) for x in trained], outputs))
-    assert_same(*found, dtype)
+        results.append(([(x.params, x.info) for x in trained], outputs))
+    assert_same(*results, dtype)
 
 
 def test_bits_are_equal_as_users_compile():
@@ -127,21 +125,21 @@ def test_other_values_train_other_weights():
     features, labels = stored_tokens(NARROW, "bfloat16")
     moved = features.tokens[0]._replace(mean=features.tokens[0].mean + 0.1)
     others = features._replace(tokens=(moved, *features.tokens[1:]))
-    found = []
+    results = []
     for x in (features, others):
         data = [labelled(x, labels)]
         trained = fit_blocks(
             [ALONE], data, data, encoder=encoder_of(NARROW), config=CONFIG
         )
-        found.append(next(iter(trained)).info.train_loss)
-    assert not np.allclose(*found, rtol=1e-4)
+        results.append(next(iter(trained)).info.train_loss)
+    assert not np.allclose(*results, rtol=1e-4)
 
 
 @bit_by_bit
 def test_a_stream_as_stored_is_a_stream_of_the_same_values_widened():
     parts = [stored_tokens(NARROW, "bfloat16", seed=seed) for seed in (0, 1)]
     config = StreamConfig(n_chunk=8, n_mixed=3)
-    found = []
+    results = []
 
     def read(change, x, where):
         return change(x.take(jnp.asarray(where)))
@@ -156,11 +154,11 @@ def test_a_stream_as_stored_is_a_stream_of_the_same_values_widened():
             )
             for x, labels in parts
         )
-        one = fit_streamed(
+        trained = fit_streamed(
             [ALONE], train, valid, encoder=encoder_of(NARROW), config=CONFIG
         )
-        found.append((one.params, one.info))
-    assert_same(*found, "bfloat16")
+        results.append((trained.params, trained.info))
+    assert_same(*results, "bfloat16")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
@@ -168,9 +166,9 @@ def test_a_span_that_is_zeroed_or_left_out_is_so_in_both(dtype):
     features, _ = stored_tokens(NARROW, dtype)
     first = features.span_slices[0]
     zeroed = zero_span(features, 0), zero_span(widened(features), 0)
-    for one, other in zip(widened(zeroed[0]).tokens, zeroed[1].tokens, strict=True):
-        np.testing.assert_array_equal(one, other)
-        assert not np.any(one[first]) and np.any(one[first.stop :])
+    for token, other in zip(widened(zeroed[0]).tokens, zeroed[1].tokens, strict=True):
+        np.testing.assert_array_equal(token, other)
+        assert not np.any(token[first]) and np.any(token[first.stop :])
     assert not any(map(np.any, widened(zero_span(zeroed[0], 1)).tokens))
     left_out = keep_spans(features, np.array([False, True]))
     assert_same(*map(pooled_signals, (left_out, widened(left_out))), dtype)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from beatrice.jaxprobe.config import StreamConfig, TrainConfig
-from beatrice.jaxprobe.families import Standardizer, standardizer_of, subset_index
+from beatrice.jaxprobe.families import standardizer_of, subset_index
 from beatrice.jaxprobe.family_tokens import split_families
 from beatrice.jaxprobe.grid import Block, fit_blocks, labelled
 from beatrice.jaxprobe.streaming import (
@@ -15,12 +15,11 @@ from beatrice.jaxprobe.streaming import (
     fit_streamed,
     prefetched,
 )
+from tests.jaxprobe.samples import assert_same_leaves, identity_of
 from tests.jaxprobe.test_grid import DIMS, ENCODER, planted
 
 CONFIG = TrainConfig(learning_rate=1e-2, batch_size=16, max_epochs=3, patience=3)
-IDENTITY = Standardizer(
-    np.zeros(DIMS.total, np.float32), np.ones(DIMS.total, np.float32)
-)
+IDENTITY = identity_of(DIMS)
 
 
 def streamed(features, labels, config, counted=None):
@@ -85,10 +84,10 @@ def test_statistics_of_parts_are_those_of_the_whole():
         tokens[..., 4] = 7.0  # constant
     whole = standardizer_of([features])
     parts = (features.take(slice(i, i + 37)) for i in range(0, 300, 37))
-    found = standardizer_of(parts)
-    np.testing.assert_allclose(found.mean, whole.mean, rtol=1e-6)
-    np.testing.assert_allclose(found.std, whole.std, rtol=1e-6)
-    assert found.std[4] == 1.0
+    standardizer = standardizer_of(parts)
+    np.testing.assert_allclose(standardizer.mean, whole.mean, rtol=1e-6)
+    np.testing.assert_allclose(standardizer.std, whole.std, rtol=1e-6)
+    assert standardizer.std[4] == 1.0
     with pytest.raises(ValueError, match="no span has a real token"):
         standardizer_of(iter([]))
 
@@ -97,7 +96,7 @@ def test_one_group_that_holds_everything_trains_as_the_resident_grid():
     blocks = [Block((subset_index(n),), (seed,)) for n, seed in (("P", 0), ("HA", 1))]
     data, valid = planted(64, 1, family=0), planted(48, 2, family=0)
     config = StreamConfig(n_chunk=16, n_mixed=4)
-    found = fit_streamed(
+    result = fit_streamed(
         blocks,
         streamed(*data, config),
         streamed(*valid, config),
@@ -108,19 +107,14 @@ def test_one_group_that_holds_everything_trains_as_the_resident_grid():
         [labelled(split_families(features, DIMS, IDENTITY), labels)]
         for features, labels in (data, valid)
     ]
-    for i, one in enumerate(
-        fit_blocks(blocks, *resident, encoder=ENCODER, config=CONFIG)
-    ):
-        np.testing.assert_allclose(
-            found.info.train_loss[i], one.info.train_loss[0], rtol=1e-5
-        )
-        np.testing.assert_allclose(
-            found.info.valid_auroc[i], one.info.valid_auroc[0], atol=1e-6
-        )
-        for a, b in zip(
-            jax.tree.leaves(found.params), jax.tree.leaves(one.params), strict=True
-        ):
-            np.testing.assert_allclose(a[i], b[0], rtol=1e-3, atol=1e-5)
+    parts = fit_blocks(blocks, *resident, encoder=ENCODER, config=CONFIG)
+    for i, whole in enumerate(parts):
+        losses = result.info.train_loss[i], whole.info.train_loss[0]
+        np.testing.assert_allclose(*losses, rtol=1e-5)
+        aurocs = result.info.valid_auroc[i], whole.info.valid_auroc[0]
+        np.testing.assert_allclose(*aurocs, atol=1e-6)
+        alone = jax.tree.map(lambda x, i=i: x[i : i + 1], result.params)
+        assert_same_leaves(alone, whole.params, rtol=1e-3, atol=1e-5)
 
 
 def test_streaming_finds_what_is_planted_and_reads_each_epoch_once():
@@ -132,8 +126,8 @@ def test_streaming_finds_what_is_planted_and_reads_each_epoch_once():
         train = streamed(*planted(256, 3, family=0, strength=shift), config, counted)
         valid = streamed(*planted(400, 4, family=0, strength=shift), config)
         blocks = [Block((subset_index("H"), subset_index("HPRA")), (0,))]
-        found = fit_streamed(blocks, train, valid, encoder=ENCODER, config=longer)
-        aurocs[shift] = found.info.best_auroc
+        result = fit_streamed(blocks, train, valid, encoder=ENCODER, config=longer)
+        aurocs[shift] = result.info.best_auroc
         # Four groups an epoch whatever the number of encoders, and one sample.
         assert len(counted) == 1 + 4 * longer.max_epochs
         assert max(len(where) for where in counted) == 64

@@ -1,14 +1,11 @@
 """From a store to what the encoders read, with every token or the answer's alone."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
 from beatrice.benchmarks.baselines.plain import perplexity_scores
 from beatrice.extract.store.families import Family, encode, scale_family
-from beatrice.extract.store.spec import StoreSpec
-from beatrice.extract.store.store import create_store, read_family, write_range
+from beatrice.extract.store.store import read_family
 from beatrice.jaxprobe.families import (
     FLOATS,
     FamilyDims,
@@ -28,7 +25,7 @@ from beatrice.jaxprobe.tokens import (
     stored_dtypes,
     stored_lengths,
 )
-from tests.jaxprobe.samples import store_like
+from tests.jaxprobe.samples import assert_same_leaves, store_like
 
 N, LAYERS, D = 12, (1, 3), 6
 
@@ -72,26 +69,16 @@ def stored(hidden_spans, is_spared=False, dtype="float32", used=(0, 1, 2)):
         "resid": Family(shape=(4,)),
         "attn": Family(shape=(2, 2, 1, 1)),
     }
-    spec = StoreSpec(
-        families=families,
-        keys=tuple((f"q{i}",) for i in range(N)),
-        lengths=lengths,
-        spans=spans,
-        firsts=firsts,
-        rows_per_shard=32,
-        hidden_layers=LAYERS,
-        fingerprint={},
-    )
     rng = np.random.default_rng(1)
     every = {
         name: rng.standard_normal((lengths.sum(), *f.shape)).astype(np.float32) + 3
         for name, f in families.items()
     }
-    place = np.concatenate([np.arange(n) for n in lengths])
+    positions = np.concatenate([np.arange(n) for n in lengths])
     bounds = np.repeat(spans[:, 2], lengths, axis=0)
-    is_read = place >= np.repeat(firsts, lengths)
+    is_read = positions >= np.repeat(firsts, lengths)
     if hidden_spans == "answer":
-        is_answer = (place >= bounds[:, 0]) & (place < bounds[:, 1])
+        is_answer = (positions >= bounds[:, 0]) & (positions < bounds[:, 1])
         every["hidden"] = every["hidden"][is_answer]
     for name, family in families.items():
         if family.spans == "all":
@@ -101,16 +88,16 @@ def stored(hidden_spans, is_spared=False, dtype="float32", used=(0, 1, 2)):
     if encoded.scales is not None:
         families["hidden_scale"] = scale_family(families["hidden"])
         every["hidden_scale"] = encoded.scales
-    spec = dataclasses.replace(spec, families=families)
-    url = f"memory://reading-{hidden_spans}-{is_spared}-{dtype}-{len(used)}"
-    store = create_store(url, spec)
-    for range_id in range(spec.n_ranges):
-        part = {}
-        for name in families:
-            start, stop = spec.range_rows(range_id, name)
-            part[name] = every[name][start:stop]
-        write_range(store, range_id, part)
-    return store
+    return store_like(
+        f"memory://reading-{hidden_spans}-{is_spared}-{dtype}-{len(used)}",
+        families,
+        spans,
+        every,
+        lengths=lengths,
+        firsts=firsts,
+        rows_per_shard=32,
+        hidden_layers=LAYERS,
+    )
 
 
 def standardizer_fit(features, dims):
@@ -127,8 +114,7 @@ def test_a_store_of_answers_reads_as_the_whole_one_without_the_other_states(used
         split_of(store, read_features(store, 3))
         for store in (stored("all", used=used), stored("answer", used=used))
     )
-    for one, other in zip(whole.tokens[1:], answers.tokens[1:], strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_same_leaves(whole.tokens[1:], answers.tokens[1:])
     hidden = np.asarray(answers.tokens[0])
     last = answers.span_slices[-1]
     assert not hidden[: last.start].any()
@@ -145,9 +131,8 @@ def test_a_store_without_the_rows_before_the_spans_reads_as_the_whole_one(
     assert spared.spec.offsets[-1] == whole.spec.offsets[-1] - N // 2
     some = np.array([5, 2, 3])
     for examples in (None, some):
-        one, other = (read_features(store, 3, examples) for store in (whole, spared))
-        for left, right in zip(one.tokens, other.tokens, strict=True):
-            np.testing.assert_array_equal(left, right)
+        pair = (read_features(store, 3, examples).tokens for store in (whole, spared))
+        assert_same_leaves(*pair)
     means = (mean_answer_states(store, some, 1) for store in (whole, spared))
     np.testing.assert_array_equal(*means)
     np.testing.assert_array_equal(*map(perplexity_scores, (whole, spared)))
@@ -155,16 +140,12 @@ def test_a_store_without_the_rows_before_the_spans_reads_as_the_whole_one(
 
 def test_a_live_pass_with_every_state_reads_as_the_store_of_answers(used):
     answers = stored("answer", used=used)
-    kept = read_features(answers, 3)
+    whole = read_features(answers, 3)
     live = read_features(stored("all", used=used), 3)  # a model has all of them
     dims = family_dims(answers)
-    standardizer = standardizer_fit(kept, dims)
-    for one, other in zip(
-        split_families(kept, dims, standardizer).tokens,
-        split_families(live, dims, standardizer).tokens,
-        strict=True,
-    ):
-        np.testing.assert_array_equal(one, other)
+    standardizer = standardizer_fit(whole, dims)
+    pair = (split_families(x, dims, standardizer).tokens for x in (whole, live))
+    assert_same_leaves(*pair)
 
 
 @pytest.mark.parametrize("hidden_spans", ["all", "answer"])
@@ -179,23 +160,22 @@ def test_tokens_are_those_of_the_padded_features_in_the_width_that_is_asked_for(
     wanted = split_families(features, dims, standardizer)
     widths = [mask.shape[1] for mask in features.masks]
     for device_dtypes in (FLOATS, stored_dtypes(store)):
-        found = read_tokens(
+        result = read_tokens(
             *(store, 3, some, widths),
             standardizer=standardizer,
             device_dtypes=device_dtypes,
         )
-        for one, other in zip(found.masks, wanted.masks, strict=True):
-            np.testing.assert_array_equal(one, other)
+        assert_same_leaves(tuple(result.masks), tuple(wanted.masks))
         real = np.concatenate(wanted.masks)
-        for one, other in zip(found.tokens, wanted.tokens, strict=True):
+        for token, other in zip(result.tokens, wanted.tokens, strict=True):
             if device_dtypes == FLOATS:
-                np.testing.assert_array_equal(one, other)
-            values = np.asarray(values_of(one))[real]
+                np.testing.assert_array_equal(token, other)
+            values = np.asarray(values_of(token))[real]
             # int8 alone: a product and a difference may be rounded once or twice.
             atol = 1e-5 if dtype == "int8" else 0
             np.testing.assert_allclose(values, other[real], rtol=0, atol=atol)
         size = {"int8": 1, "float32": 4}.get(device_dtypes[0], 2)
-        hidden = found.tokens[0]
+        hidden = result.tokens[0]
         codes = hidden if device_dtypes[0] == "float32" else hidden.codes
         assert codes.dtype.itemsize == size
     with pytest.raises(ValueError, match="pad to a larger length"):
@@ -220,12 +200,10 @@ def test_kept_states_are_standardised_by_the_answers_alone(used):
 def test_with_every_state_the_standardisation_is_over_all_spans(used):
     whole = stored("all", used=used)
     features = read_features(whole, 1)
-    one, other = (
-        standardizer_fit(features, family_dims(whole)),
-        standardizer_of([features]),
-    )
-    np.testing.assert_array_equal(one.mean, other.mean)
-    np.testing.assert_array_equal(one.std, other.std)
+    fitted = standardizer_fit(features, family_dims(whole))
+    wanted = standardizer_of([features])
+    np.testing.assert_array_equal(fitted.mean, wanted.mean)
+    np.testing.assert_array_equal(fitted.std, wanted.std)
 
 
 def test_answer_means_are_those_of_a_loop_over_examples_in_any_chunks():
@@ -240,8 +218,8 @@ def test_answer_means_are_those_of_a_loop_over_examples_in_any_chunks():
             if stop > start:
                 wanted[i] = ragged.example(example)[start:stop, 1].mean(axis=0)
         for n_chunk in (1, 4, 100):
-            found = mean_answer_states(store, order, 3, n_chunk)
-            np.testing.assert_allclose(found, wanted, rtol=1e-5)
+            result = mean_answer_states(store, order, 3, n_chunk)
+            np.testing.assert_allclose(result, wanted, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kept", ["all", "answer"])
@@ -254,10 +232,10 @@ def test_examples_a_few_at_a_time_are_standardised_as_all_at_once(used, kept):
     def read(where):
         return read_features(store, 1, where, widths)
 
-    one = standardizer_fit(features, dims)
+    first = standardizer_fit(features, dims)
     other = fit_standardizer(lambda: map(read, parts), dims)
-    np.testing.assert_allclose(one.mean, other.mean, atol=1e-5)
-    np.testing.assert_allclose(one.std, other.std, rtol=1e-5)
+    np.testing.assert_allclose(first.mean, other.mean, atol=1e-5)
+    np.testing.assert_allclose(first.std, other.std, rtol=1e-5)
 
 
 def test_spans_are_those_that_some_answer_has(used):
@@ -286,12 +264,12 @@ def test_families_of_any_names_and_number_are_read_in_their_order():
     for span, (tokens, mask) in enumerate(
         zip(features.tokens, features.masks, strict=True)
     ):
-        own = slice(*(start + spans[3, span]))
-        np.testing.assert_array_equal(tokens[3, mask[3], :3], values["Zeta"][own])
+        where = slice(*(start + spans[3, span]))
+        np.testing.assert_array_equal(tokens[3, mask[3], :3], values["Zeta"][where])
         n_answer = int(spans[:3, 2, 1].sum() - spans[:3, 2, 0].sum())
         answers = values["beta"][n_answer : n_answer + mask[3].sum()].reshape(-1, 4)
-        kept = answers if span == 2 else np.zeros((mask[3].sum(), 4))
-        np.testing.assert_array_equal(tokens[3, mask[3], 3:], kept)
+        other = answers if span == 2 else np.zeros((mask[3].sum(), 4))
+        np.testing.assert_array_equal(tokens[3, mask[3], 3:], other)
 
 
 def test_letters_are_initials_where_these_are_distinct():

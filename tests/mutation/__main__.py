@@ -30,22 +30,13 @@ import pytest
 
 from tests.mutation.sites import Mutant, apply, draw, rooms_of
 from tests.mutation.tracing import SETTINGS, read_tests
+from tests.process import ENVIRON
 
 LIBRARIES = (
     "numpy scipy.stats scipy.optimize sklearn.linear_model sklearn.metrics torch "
     "transformers jax flax.linen optax msgspec pyarrow tensorstore orbax.checkpoint "
     "matplotlib.figure openai statsmodels.api safetensors.numpy rich.progress"
 ).split()
-ENVIRON = {
-    "JAX_PLATFORMS": "cpu",
-    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false "
-    "--xla_backend_optimization_level=0 --xla_cpu_multi_thread_eigen=false",
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-}
 ROOMS = ("extract", "jaxprobe", "selection", "pgir", "benchmarks")
 NOT_COPIED = (".*", "__pycache__", "runs", "build", "*.egg-info", "shared")
 LEAST_SECONDS, TIMES_ITS_SECONDS = 60, 10  # after which a test hangs

@@ -11,12 +11,13 @@ from beatrice.jaxprobe.calibration import fit_calibrator
 from beatrice.jaxprobe.config import EncoderConfig, FusionConfig
 from beatrice.jaxprobe.detector import Detector, EncoderBank, Provenance, SettingHead
 from beatrice.jaxprobe.encoder import Encoder
-from beatrice.jaxprobe.families import Standardizer, paper_dims
+from beatrice.jaxprobe.families import paper_dims
 from beatrice.jaxprobe.family_tokens import FamilyTokens
 from beatrice.jaxprobe.fusion import FusionHead, head_inputs
 from beatrice.pgir.controllers.plans import Reply
 from beatrice.pgir.corpus import build_corpus
 from beatrice.pgir.index import PassageEncoderConfig
+from tests.jaxprobe.samples import identity_of
 
 LAYER = 3
 QUESTION = "where was Skiband Rugrond born?"
@@ -28,17 +29,13 @@ FUSION = FusionConfig(hidden=8, n_slots=2)
 def _bank(dims, n_spans):
     tokens = tuple(jnp.zeros((2 * n_spans, 1, size)) for size in dims.sizes)
     masks = tuple(jnp.ones((2, 1), bool) for _ in range(n_spans))
-    params = jax.jit(Encoder(CONFIG, dims).init)(
-        jax.random.key(0),
-        FamilyTokens(tokens, masks),
-        jnp.ones(4, bool),
-    )
+    families = FamilyTokens(tokens, masks)
+    init = jax.jit(Encoder(CONFIG, dims).init)
+    params = init(jax.random.key(0), families, jnp.ones(4, bool))
     return EncoderBank(
         dims=dims,
         config=CONFIG,
-        standardizer=Standardizer(
-            np.zeros(dims.total, np.float32), np.ones(dims.total, np.float32)
-        ),
+        standardizer=identity_of(dims),
         names=("HPRA",),
         spans=tuple(range(3 - n_spans, 3)),
         params=jax.tree.map(lambda x: np.asarray(x)[None, None], params),
@@ -114,7 +111,7 @@ def save_encoder(folder, seed=0):
     folder.mkdir(parents=True)
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *TOPICS, "is", "here"]
     words += [*"abcdefghijklmnopqrstuvwxyz0123456789:"]
-    words += [f"##{one}" for one in "abcdefghijklmnopqrstuvwxyz0123456789"]
+    words += [f"##{item}" for item in "abcdefghijklmnopqrstuvwxyz0123456789"]
     (folder / "vocab.txt").write_text("\n".join(words))
     BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
     config = BertConfig(

@@ -34,20 +34,20 @@ QUESTIONS = [
 
 
 def build(tmp_path, **files):
-    told = []
+    notes = []
     for name, content in files.items():
         path = tmp_path / name.replace("__", ".")
         text = content if isinstance(content, str) else json.dumps(content)
         path.write_text(text, encoding="utf-8")
     sources = [tmp_path / name.replace("__", ".") for name in files]
-    return build_corpus(tmp_path / "corpus", sources, told.append), told
+    return build_corpus(tmp_path / "corpus", sources, notes.append), notes
 
 
 def test_published_corpora_are_read_and_each_passage_is_there_once(tmp_path):
-    corpus, told = build(tmp_path, psgs__tsv=PSGS, two__json=TITLES)
+    corpus, notes = build(tmp_path, psgs__tsv=PSGS, two__json=TITLES)
     assert [p.title for p in corpus] == ["Aaron", "Aaron", "Zoe"]
     assert corpus[0].text == 'He said "no" twice.'  # the first wording stays
-    assert told[1] == "two.json: 2 passages, 1 of them new"
+    assert notes[1] == "two.json: 2 passages, 1 of them new"
 
 
 def test_contexts_of_questions_are_passages_and_their_gold_ones_are_known(tmp_path):

@@ -1,8 +1,6 @@
 """Dense retrieval finds what exact search finds, and refuses what is not its own."""
 
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -23,6 +21,7 @@ from beatrice.pgir.index import (
 )
 from tests.pgir.small import make_corpus, save_encoder, text_of
 from tests.process import ROOT, run_line, run_python
+from tests.records import flip_bit
 
 pytest.importorskip("faiss")
 N = 300
@@ -53,8 +52,8 @@ def built(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dense")
     corpus = make_corpus(folder, N)
     encoder = TextEncoder(save_encoder(folder / "tiny"))
-    made = index_folder(corpus, "tiny")
-    vectors = build_vectors(made, corpus, encoder, NOTHING, rows_per_shard=64)
+    result = index_folder(corpus, "tiny")
+    vectors = build_vectors(result, corpus, encoder, NOTHING, rows_per_shard=64)
     for form in ("sq8", "ivf_pq"):
         build_index(vectors, form)
     return corpus, encoder, vectors
@@ -72,9 +71,9 @@ def test_a_batch_encodes_as_one_text_at_a_time_in_unit_vectors(built):
 
 def test_pooling_is_the_mean_over_the_tokens_of_the_text(built):
     _, encoder, _ = built
-    found = encoder._tokenizer("river city", return_tensors="pt")
+    result = encoder._tokenizer("river city", return_tensors="pt")
     with torch.inference_mode():
-        states = encoder._model(**found).last_hidden_state[0].mean(0)
+        states = encoder._model(**result).last_hidden_state[0].mean(0)
     expected = (states / states.norm()).numpy()
     np.testing.assert_allclose(
         encoder.encode(["river city"], "query")[0], expected, atol=1e-5
@@ -83,19 +82,19 @@ def test_pooling_is_the_mean_over_the_tokens_of_the_text(built):
 
 def test_e5_gets_its_prefixes_by_name_and_others_none(tmp_path):
     e5 = save_encoder(tmp_path / "e5-base-v2").path
-    found = read_encoder_config(e5)
-    assert (found.query_prefix, found.passage_prefix) == ("query: ", "passage: ")
+    result = read_encoder_config(e5)
+    assert (result.query_prefix, result.passage_prefix) == ("query: ", "passage: ")
     assert read_encoder_config(e5, query_prefix="ask: ").query_prefix == "ask: "
     other = read_encoder_config(save_encoder(tmp_path / "se57en").path)
     assert (other.query_prefix, other.passage_prefix) == ("", "")
     plain = TextEncoder(read_encoder_config(e5, query_prefix="", max_tokens=48))
-    asked = TextEncoder(read_encoder_config(e5, max_tokens=48))
+    requests = TextEncoder(read_encoder_config(e5, max_tokens=48))
     np.testing.assert_allclose(
-        asked.encode(["river"], "query"),
+        requests.encode(["river"], "query"),
         plain.encode(["query: river"], "query"),
         atol=1e-6,
     )
-    assert plain.identity != asked.identity
+    assert plain.identity != requests.identity
 
 
 def test_flat_search_is_the_inner_product_beside_torch_and_jax(built):
@@ -104,13 +103,13 @@ def test_flat_search_is_the_inner_product_beside_torch_and_jax(built):
     corpus, encoder, vectors = built
     queries = encoder.encode([text_of(i) for i in range(0, N, 7)], "query")
     matrix = vectors.take(np.arange(N))
-    found = DenseRetriever(corpus, encoder).search_vectors(queries, 5)
+    result = DenseRetriever(corpus, encoder).search_vectors(queries, 5)
     products = np.asarray(jnp.asarray(queries) @ jnp.asarray(matrix).T)
     torch_products = torch.from_numpy(queries) @ torch.from_numpy(matrix).T
     np.testing.assert_allclose(products, torch_products.numpy(), atol=1e-5)
     best = np.sort(products, axis=1)[:, ::-1][:, :5]
     np.testing.assert_allclose(
-        np.take_along_axis(products, found, axis=1), best, atol=1e-5
+        np.take_along_axis(products, result, axis=1), best, atol=1e-5
     )
 
 
@@ -120,9 +119,9 @@ def test_a_lossy_index_finds_what_flat_finds_once_all_is_rescored(built, form):
     queries = encoder.encode([text_of(i) for i in range(0, N, 7)], "query")
     flat = DenseRetriever(corpus, encoder).search_vectors(queries, 20)
     lossy = DenseRetriever(corpus, encoder, form)
-    found = lossy.search_vectors(queries, 20)
-    assert found.shape == (len(queries), 20) and (found >= 0).all()
-    assert all(len(set(row)) == 20 for row in found.tolist())
+    result = lossy.search_vectors(queries, 20)
+    assert result.shape == (len(queries), 20) and (result >= 0).all()
+    assert all(len(set(row)) == 20 for row in result.tolist())
     every = lossy.search_vectors(queries, N)  # more than its lists nearby can hold
     matrix = vectors.take(np.arange(N))
     scores = np.take_along_axis(queries @ matrix.T, every, axis=1)
@@ -133,12 +132,23 @@ def test_a_lossy_index_finds_what_flat_finds_once_all_is_rescored(built, form):
 
 def test_a_planted_passage_is_found_and_a_permuted_index_misses_it(built):
     corpus, encoder, vectors = built
-    asked = [f'"Title {i}"\n{text_of(i)}' for i in range(0, N, 11)]
-    found = DenseRetriever(corpus, encoder).search(asked, 3)
+    requests = [f'"Title {i}"\n{text_of(i)}' for i in range(0, N, 11)]
+    result = DenseRetriever(corpus, encoder).search(requests, 3)
     planted = np.arange(0, N, 11)
-    assert (found == planted[:, None]).any(axis=1).mean() > 0.95
-    shuffled = np.random.default_rng(0).permutation(N)[found]
+    assert (result == planted[:, None]).any(axis=1).mean() > 0.95
+    shuffled = np.random.default_rng(0).permutation(N)[result]
     assert (shuffled == planted[:, None]).any(axis=1).mean() < 0.2
+
+
+def killed(*words, n_lines):
+    """Start a build, and kill it soon after it has printed some lines."""
+    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    for _ in range(n_lines):
+        process.stdout.readline()
+    time.sleep(0.02)  # somewhere inside a shard
+    process.kill()
+    process.wait()
+    process.stdout.close()
 
 
 def test_a_build_killed_again_and_again_gives_the_same_bytes(tmp_path):
@@ -150,32 +160,12 @@ def test_a_build_killed_again_and_again_gives_the_same_bytes(tmp_path):
     expected = {p.name: p.read_bytes() for p in whole.iterdir()}
     shutil.rmtree(whole)
     for _ in range(2):  # each after one more shard
-        process = subprocess.Popen(
-            [*words, "30"], cwd=ROOT, stdout=subprocess.PIPE, text=True
-        )
-        process.stdout.readline()
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
+        killed(*words, "30", n_lines=1)
         assert not (whole / "vectors.json").exists()
-    process = subprocess.Popen(
-        [*words, "0.05"], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
-    for _ in range(4):
-        process.stdout.readline()
-    time.sleep(0.02)  # somewhere inside a shard
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
+    killed(*words, "0.05", n_lines=4)
     run_line(*words, 0)
-    found = {p.name: p.read_bytes() for p in whole.iterdir() if p.suffix != ".tmp"}
-    assert found == expected
-
-
-def spoil(path):
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+    built = {p.name: p.read_bytes() for p in whole.iterdir() if p.suffix != ".tmp"}
+    assert built == expected
 
 
 @pytest.fixture
@@ -190,11 +180,11 @@ def copied(built, tmp_path):
 def test_one_flipped_bit_of_an_index_is_refused_by_name(copied):
     corpus, encoder = copied
     folder = index_folder(corpus, "tiny")
-    spoil(folder / "sq8.faiss")
+    flip_bit(folder / "sq8.faiss")
     with pytest.raises(ValueError, match=r"sq8\.faiss is damaged"):
         DenseRetriever(corpus, encoder, "sq8")
     assert len(DenseRetriever(corpus, encoder).search(["river"], 2)[0]) == 2
-    spoil(folder / "vectors-00001.npy")
+    flip_bit(folder / "vectors-00001.npy")
     with pytest.raises(ValueError, match=r"vectors-00001\.npy is damaged"):
         DenseRetriever(corpus, encoder)
 

@@ -39,26 +39,24 @@ def trace_of(*scores):
     )
 
 
-def test_a_confident_closed_book_draft_is_returned_without_retrieval():
-    decision = decide(trace_of(0.9, 0.99), Policy(threshold=0.6, budget=4))
-    assert (decision.round, decision.n_generations) == (0, 1)
-    assert decision.is_accepted
+DECISIONS = {  # scores of the drafts, budget; round, generations, accepted
+    "a confident closed-book draft is returned": ((0.9, 0.99), 4, (0, 1, True)),
+    "the first that is confident goes before a better": (
+        (0.1, 0.7, 0.9),
+        4,
+        (1, 2, True),
+    ),
+    "without one the best is returned unaccepted": ((0.1, 0.5, 0.3), 2, (1, 3, False)),
+    "a budget of one sees no second retrieval": ((0.1, 0.2, 0.99), 1, (1, 2, False)),
+}
 
 
-def test_the_first_draft_to_clear_the_threshold_wins_over_a_later_better_one():
-    decision = decide(trace_of(0.1, 0.7, 0.9), Policy(threshold=0.6, budget=4))
-    assert (decision.round, decision.n_generations) == (1, 2)
-
-
-def test_without_an_accepted_draft_the_best_of_the_pool_is_returned_unaccepted():
-    decision = decide(trace_of(0.1, 0.5, 0.3), Policy(threshold=0.6, budget=2))
-    assert (decision.round, decision.n_generations) == (1, 3)
-    assert not decision.is_accepted
-
-
-def test_a_budget_of_one_sees_no_second_retrieval():
-    decision = decide(trace_of(0.1, 0.2, 0.99), Policy(threshold=0.6, budget=1))
-    assert decision.round == 1
+@pytest.mark.parametrize("case", DECISIONS)
+def test_a_policy_returns_the_first_confident_draft_or_the_best(case):
+    scores, budget, expected = DECISIONS[case]
+    decision = decide(trace_of(*scores), Policy(threshold=0.6, budget=budget))
+    result = (decision.round, decision.n_generations, decision.is_accepted)
+    assert result == expected
 
 
 @given(
@@ -83,10 +81,10 @@ def planted(ranking=lambda query: range(12), wanted=None):
     def serve(call):
         if call.kind == "search":
             return tuple(ranking(call.text))[: call.n]
-        found = wanted in call.passages
+        is_shown = wanted in call.passages
         if call.kind == "score":
-            return DraftScore(0.9, 0.9) if found else DraftScore(0.2, 0.2)
-        return reply("right" if found else "guess")
+            return DraftScore(0.9, 0.9) if is_shown else DraftScore(0.2, 0.2)
+        return reply("right" if is_shown else "guess")
 
     return serve
 
@@ -127,24 +125,22 @@ def test_the_draft_is_part_of_the_next_query():
 )
 def test_other_queries_take_the_draft_where_they_say(query, asked):
     config = ControllerConfig(max_budget=2, query=query, depth=12)
-    found = queries_of(config, planted(wanted=1))
-    assert found[:2] == asked
+    queries = queries_of(config, planted(wanted=1))
+    assert queries[:2] == asked
 
 
-def by_query(query):
-    return (0, 1, 2, 3) if query == "who?" else (2, 9, 8, 0)
-
-
-def test_fused_rankings_put_first_what_both_rank_high():
-    config = ControllerConfig(max_budget=1, query="fused")
-    trace, _ = played(drafts("who?", config), planted(by_query))
-    assert shown(trace)[1] == (2, 0, 1)  # ranks 3 and 1, 1 and 4; then 2 alone
-
-
-def test_passages_of_both_queries_are_shown_once_each():
-    config = ControllerConfig(max_budget=1, query="both")
-    trace, _ = played(drafts("who?", config), planted(by_query))
-    assert shown(trace)[1] == (0, 1, 2, 9, 8)
+@pytest.mark.parametrize(
+    ("query", "passages"),
+    [
+        ("fused", (2, 0, 1)),  # ranks 3 and 1, 1 and 4; then 2 alone
+        ("both", (0, 1, 2, 9, 8)),  # once each
+    ],
+)
+def test_two_queries_are_fused_by_their_ranks_or_shown_both(query, passages):
+    rankings = planted(lambda q: (0, 1, 2, 3) if q == "who?" else (2, 9, 8, 0))
+    config = ControllerConfig(max_budget=1, query=query)
+    trace, _ = played(drafts("who?", config), rankings)
+    assert shown(trace)[1] == passages
 
 
 def test_a_query_that_does_not_exist_is_refused():
@@ -177,16 +173,16 @@ def test_who_knows_the_answers_loses_only_what_the_other_parts_lose():
 
     policy, config = Policy(threshold=0.7, budget=2), ControllerConfig()
 
-    def told(knows, truth):
+    def result(knows, truth):
         plan = upper_bound("who?", policy, config, knows, lambda a: a == truth)
         answer, calls = played(plan, serve)
         return answer, sum(call.kind == "answer" for call in calls)
 
-    assert told("judge", "right") == ("right", 3)
-    assert told("gate", "right") == ("wrong", 2)
-    assert told("gate", "guess") == ("guess", 1)
-    assert told("choice", "right") == ("wrong", 2)  # never drafted
-    assert told("choice", "guess") == ("guess", 2)  # drafted, and thrown away
+    assert result("judge", "right") == ("right", 3)
+    assert result("gate", "right") == ("wrong", 2)
+    assert result("gate", "guess") == ("guess", 1)
+    assert result("choice", "right") == ("wrong", 2)  # never drafted
+    assert result("choice", "guess") == ("guess", 2)  # drafted, and thrown away
 
 
 def test_the_search_finds_the_planted_policy_and_obeys_the_cap():
@@ -201,9 +197,13 @@ def test_the_search_finds_the_planted_policy_and_obeys_the_cap():
 
 
 def test_other_maps_change_probabilities_by_pass_and_nothing_else():
-    found = recalibrated(trace_of(0.5, 0.4, 0.9), lambda x: x / 2, lambda x: 1 - x)
-    assert [draft.p_correct for draft in found] == pytest.approx([0.25, 0.6, 0.1])
-    assert [(d.answer, d.raw) for d in found] == [("a0", 0.5), ("a1", 0.4), ("a2", 0.9)]
+    result = recalibrated(trace_of(0.5, 0.4, 0.9), lambda x: x / 2, lambda x: 1 - x)
+    assert [draft.p_correct for draft in result] == pytest.approx([0.25, 0.6, 0.1])
+    assert [(d.answer, d.raw) for d in result] == [
+        ("a0", 0.5),
+        ("a1", 0.4),
+        ("a2", 0.9),
+    ]
 
 
 def test_a_higher_cap_admits_a_policy_that_costs_more():
@@ -232,9 +232,9 @@ def test_the_cap_is_a_setting_of_the_run(tmp_path):
 
 
 def test_bm25_ranks_the_passage_with_the_rare_word_first():
-    found = Bm25Retriever(CORPUS).search(["where is word7", "word3"], 3)
-    assert found[:, 0].tolist() == [7, 3]
-    assert found.shape == (2, 3)
+    result = Bm25Retriever(CORPUS).search(["where is word7", "word3"], 3)
+    assert result[:, 0].tolist() == [7, 3]
+    assert result.shape == (2, 3)
 
 
 def test_an_empty_corpus_is_refused():

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from beatrice.extract.records import Passage, write_lines
-from beatrice.extract.run.directory import RunDir
 from beatrice.pgir.commands import RetrievalOptions
 from beatrice.pgir.controllers.stage import retrieval_config, retrieval_of
 from beatrice.pgir.corpus import Gold, agreement, gold_recall, has_answer, measure
@@ -28,7 +27,7 @@ from beatrice.pgir.retrievers import (
     fuse,
     read_reply,
 )
-from tests.extract.small_run import beatrice, smoke
+from tests.extract.small_run import beatrice, make_run
 from tests.pgir.small import make_corpus
 
 CORPUS = [Passage(title=f"T{i}", text=f"word{i} shared text") for i in range(12)]
@@ -75,28 +74,26 @@ def test_both_protocols_find_what_the_retriever_finds(tmp_path, path):
     expected = Bm25Retriever(CORPUS).search(QUERIES, 3)
     with serving(own_server()) as url:
         served = client(url + path, tmp_path / "cache.jsonl")
-        found = served.search(QUERIES, 3)
-    assert titles(served, found) == [[CORPUS[i].title for i in row] for row in expected]
-    assert served.passages[found[0][0]] == CORPUS[3]
+        result = served.search(QUERIES, 3)
+    assert titles(served, result) == [
+        [CORPUS[i].title for i in row] for row in expected
+    ]
+    assert served.passages[result[0][0]] == CORPUS[3]
 
 
 def test_replies_have_the_shapes_that_the_two_protocols_say():
     with serving(own_server()) as url:
-        scored = post(
-            f"{url}/retrieve", {"queries": ["word3"], "topk": 2, "return_scores": True}
-        )
-        bare = post(f"{url}/retrieve", {"queries": ["word3"], "topk": 2})
-        one = post(
-            f"{url}/search", {"query": "word3", "top_n": 2, "return_score": False}
-        )
-        many = post(
-            f"{url}/batch_search",
-            {"query": ["word3"], "top_n": 2, "return_score": True},
-        )
+        two = {"queries": ["word3"], "topk": 2}
+        scored = post(f"{url}/retrieve", two | {"return_scores": True})
+        bare = post(f"{url}/retrieve", two)
+        query = {"query": "word3", "top_n": 2, "return_score": False}
+        single = post(f"{url}/search", query)
+        queries = {"query": ["word3"], "top_n": 2, "return_score": True}
+        many = post(f"{url}/batch_search", queries)
         default = post(f"{url}/retrieve", {"queries": ["word3"]})
     document = {"id": "3", "contents": '"T3"\nword3 shared text'}
     assert scored["result"][0][0] == {"document": document, "score": 1.0}
-    assert bare["result"][0][0] == one[0] == many[0][0][0] == document
+    assert bare["result"][0][0] == single[0] == many[0][0][0] == document
     assert many[1] == [[1.0, 0.5]]
     assert len(default["result"][0]) == 3
     assert read_reply(scored, 1, 2) == read_reply(bare, 1, 2)
@@ -125,9 +122,9 @@ def test_what_was_asked_keeps_its_index_and_is_not_asked_again(tmp_path):
     cache = tmp_path / "cache.jsonl"
     with serving(own_server()) as url:
         first = client(f"{url}/retrieve", cache)
-        found = first.search(QUERIES, 3)
+        result = first.search(QUERIES, 3)
     again = client(f"{url}/retrieve", cache)  # nobody answers there any more
-    np.testing.assert_array_equal(again.search(QUERIES, 3), found)
+    np.testing.assert_array_equal(again.search(QUERIES, 3), result)
     assert again.passages == first.passages
 
 
@@ -141,10 +138,10 @@ class Moody(ThreadingHTTPServer):
 
 class _Moods(BaseHTTPRequestHandler):
     def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         server = self.server
-        server.asked.append(asked["queries"])
-        moods = {server.moods.get(query, "well") for query in asked["queries"]}
+        server.asked.append(request["queries"])
+        moods = {server.moods.get(query, "well") for query in request["queries"]}
         server.left -= 1
         if server.left < 0 or "dead" in moods:
             self.connection.close()
@@ -154,11 +151,11 @@ class _Moods(BaseHTTPRequestHandler):
         documents = [{"contents": '"A"\ntext'}] * 2
         if "empty" in moods:
             documents = [{"contents": " "}, {"contents": '"A"\ntext'}]
-        content = json.dumps({"result": [documents] * len(asked["queries"])})
+        content = json.dumps({"result": [documents] * len(request["queries"])})
         if "babble" in moods:
             content = "<html>busy</html>"
         if "short" in moods:
-            content = json.dumps({"result": [documents[:1]] * len(asked["queries"])})
+            content = json.dumps({"result": [documents[:1]] * len(request["queries"])})
         with contextlib.suppress(OSError):  # who asked has gone
             if "trickling head" in moods:
                 self._trickle(b"HTTP/1.0 200 OK\r\nX-Waiting: a while, and longer\r\n")
@@ -217,12 +214,12 @@ def test_a_damaged_cache_is_refused_by_its_line_and_a_cut_one_is_asked_again(
     tmp_path, line
 ):
     cache = tmp_path / "cache.jsonl"
-    kept = '{"query": "q", "depth": 1, "places": [0], "new": ["text"]}\n'
-    cache.write_text(kept + kept[:30])
+    whole = '{"query": "q", "depth": 1, "places": [0], "new": ["text"]}\n'
+    cache.write_text(whole + whole[:30])
     cut = client("http://there/retrieve", cache)
     assert cut.search(["q"], 1) == [(0,)]
-    assert cache.read_text() == kept
-    cache.write_text(f"{line}\n{kept}")
+    assert cache.read_text() == whole
+    cache.write_text(f"{line}\n{whole}")
     with pytest.raises(ValueError, match=r"cache.jsonl, line 1"):
         client("http://there/retrieve", cache)
 
@@ -284,9 +281,6 @@ def test_a_passage_that_one_retriever_misses_can_still_be_found():
     fused = FusedRetriever([Fixed([0, 1, 2, 3]), Fixed([9, 0, 8, 7])])
     assert fused.search(["a", "b"], 2).tolist() == [[0, 9], [0, 9]]
     assert fused.search([], 2).shape == (0, 2)
-
-
-def test_fusion_needs_two_retrievers():
     with pytest.raises(ValueError, match="two retrievers, found 1"):
         FusedRetriever([Fixed([0])])
 
@@ -301,22 +295,22 @@ def test_an_answer_is_held_by_whole_words_whatever_case_and_articles():
         Passage(title="Rome", text="A parish."),
         Passage(title="", text="Paris"),
     ]
-    found = has_answer(np.array([0, 1]), passages, ["the paris"], (1, 2))
-    assert found == {1: 0.0, 2: 1.0}
+    result = has_answer(np.array([0, 1]), passages, ["the paris"], (1, 2))
+    assert result == {1: 0.0, 2: 1.0}
     assert has_answer(np.array([0, 1]), passages, ["The"], (2,)) == {2: 0.0}
 
 
 def test_means_are_per_question_set():
     golds = [
-        Gold(dataset=name, id=str(i), question="q", golds=("x",), passages=(place,))
-        for i, (name, place) in enumerate([("a", 0), ("a", 25), ("b", 4)])
+        Gold(dataset=name, id=str(i), question="q", golds=("x",), passages=(passage,))
+        for i, (name, passage) in enumerate([("a", 0), ("a", 25), ("b", 4)])
     ]
     passages = [Passage(title="", text=str(i)) for i in range(30)]
-    found, counts = measure(np.tile(np.arange(30), (3, 1)), passages, golds)
+    result, counts = measure(np.tile(np.arange(30), (3, 1)), passages, golds)
     assert counts == {"a": 2, "b": 1}
-    assert found["a", "recall"] == {3: 0.5, 5: 0.5, 20: 0.5}
-    assert found["b", "recall"] == {3: 0.0, 5: 1.0, 20: 1.0}
-    assert found["a", "answer"] == {3: 0.0, 5: 0.0, 20: 0.0}
+    assert result["a", "recall"] == {3: 0.5, 5: 0.5, 20: 0.5}
+    assert result["b", "recall"] == {3: 0.0, 5: 1.0, 20: 1.0}
+    assert result["a", "answer"] == {3: 0.0, 5: 0.0, 20: 0.0}
 
 
 def test_agreement_is_one_with_itself_and_half_where_half_is_missing():
@@ -328,29 +322,29 @@ def test_agreement_is_one_with_itself_and_half_where_half_is_missing():
 
 @pytest.fixture
 def run(tmp_path):
-    with RunDir.open(tmp_path / "run", smoke()) as found:
-        passages = [Passage(title="Own", text=f"own w{i}") for i in range(4)]
-        found.passages.write_text(write_lines(passages))
-    return found
+    run = make_run(tmp_path / "run")
+    passages = [Passage(title="Own", text=f"own w{i}") for i in range(4)]
+    run.passages.write_text(write_lines(passages))
+    return run
 
 
 def test_a_run_without_a_choice_searches_its_own_passages_by_words(run):
     assert retrieval_config(run) == RetrievalConfig()
-    found = retrieval_of(run)
-    assert isinstance(found.retriever, Bm25Retriever)
-    assert {passage.title for passage in found.passages} == {"Own"}
+    retrieval = retrieval_of(run)
+    assert isinstance(retrieval.retriever, Bm25Retriever)
+    assert {passage.title for passage in retrieval.passages} == {"Own"}
 
 
 def test_a_run_searches_the_corpus_that_it_was_given(run, tmp_path):
     corpus = make_corpus(tmp_path, 20)
     before = retrieval_of(run).identity
     RetrievalOptions(corpus=corpus.folder).write(run.path)
-    found = retrieval_of(run)
-    (row,) = found.retriever.search(["w7 n7"], 1)
-    assert found.passages[row[0]].title == "Title 7"
-    assert found.identity != before
+    retrieval = retrieval_of(run)
+    (row,) = retrieval.retriever.search(["w7 n7"], 1)
+    assert retrieval.passages[row[0]].title == "Title 7"
+    assert retrieval.identity != before
     RetrievalOptions().write(run.path)  # not asked: stays
-    assert retrieval_of(run).identity == found.identity
+    assert retrieval_of(run).identity == retrieval.identity
 
 
 def test_a_choice_that_lacks_something_is_refused_in_a_sentence(run, tmp_path):
@@ -367,11 +361,10 @@ def test_replies_of_two_servers_lie_in_two_files(run):
     for url in urls:
         RetrievalOptions(url=url).write(run.path)
         identities.append(retrieval_of(run).identity)
-    kept = {"query": "q", "depth": 1, "places": [0], "new": ["a passage"]}
+    reply = {"query": "q", "depth": 1, "places": [0], "new": ["a passage"]}
     (run.path / "searches").mkdir(exist_ok=True)
-    (run.path / "searches" / f"{identities[1][:16]}.jsonl").write_text(
-        json.dumps(kept) + "\n"
-    )
+    path = run.path / "searches" / f"{identities[1][:16]}.jsonl"
+    path.write_text(json.dumps(reply) + "\n")
     assert retrieval_of(run).retriever.search(["q"], 1) == [(0,)]
     RetrievalOptions(url=urls[0]).write(run.path)
     with pytest.raises(RetrievalFailed):

@@ -50,16 +50,16 @@ def traced():
 PLAIN = (90, 91, 92)  # what the question alone finds
 
 
-def serve_from(own, vanilla):
+def serve_from(replies, vanilla):
     """Give the drafts of a trace, round by round of three passages."""
 
     def serve(call):
         if call.kind == "search":
             is_plain = call.text.endswith("?")
-            return PLAIN if is_plain else range(3 * (len(own) - 1))
+            return PLAIN if is_plain else range(3 * (len(replies) - 1))
         if call.passages == PLAIN:
             return reply(vanilla)
-        draft = own[call.passages[0] // 3 + 1] if call.passages else own[0]
+        draft = replies[call.passages[0] // 3 + 1] if call.passages else replies[0]
         if call.kind == "score":
             return DraftScore(draft.p_correct, draft.raw)
         return reply(draft.answer)
@@ -67,34 +67,36 @@ def serve_from(own, vanilla):
     return serve
 
 
-def answers_of(one, vanilla=("no", "no", "yes", "no")):
+def answers_of(loop, vanilla=("no", "no", "yes", "no")):
     """What every controller answers, its cost counted from its calls."""
     config = ControllerConfig()
-    found = {name: [] for name in RANKED}
-    for example, own, plain in zip(one.examples, one.traces, vanilla, strict=True):
-        asked = example.question
+    result = {name: [] for name in RANKED}
+    for example, item, plain in zip(loop.examples, loop.traces, vanilla, strict=True):
+        requests = example.question
         plans = (
-            no_rag(asked),
-            vanilla_rag(asked, config.search),
-            draft_rag(asked, config),
-            pgir(asked, POLICY, config),
-            upper_bound(asked, POLICY, config, "judge", lambda a: a == "yes"),
+            no_rag(requests),
+            vanilla_rag(requests, config.search),
+            draft_rag(requests, config),
+            pgir(requests, POLICY, config),
+            upper_bound(requests, POLICY, config, "judge", lambda a: a == "yes"),
         )
         for name, plan in zip(RANKED, plans, strict=True):
-            value, calls = played(plan, serve_from(own, plain))
+            value, calls = played(plan, serve_from(item, plain))
             kinds = [call.kind for call in calls]
             cost = Cost(
                 generations=kinds.count("answer"),
                 retrievals=kinds.count("search"),
                 forwards=kinds.count("score"),
             )
-            found[name].append(Done(value, cost))
-    return found
+            result[name].append(Done(value, cost))
+    return result
 
 
 def measured(metric):
-    one = traced()
-    rows = control_rows([one], [answers_of(one)], BootstrapConfig(n_resamples=20))
+    questions = traced()
+    rows = control_rows(
+        [questions], [answers_of(questions)], BootstrapConfig(n_resamples=20)
+    )
     return {
         row.detector: row
         for row in rows
@@ -146,11 +148,11 @@ def test_a_larger_budget_never_asks_less():
 
 
 def test_pgir_is_compared_with_each_controller_on_the_same_questions():
-    one = traced()
-    other = dataclasses.replace(one, dataset="held", split="ood")
+    first = traced()
+    other = dataclasses.replace(first, dataset="held", split="ood")
     rows = control_rows(
-        [one, other],
-        [answers_of(one), answers_of(other, ("yes",) * 4)],
+        [first, other],
+        [answers_of(first), answers_of(other, ("yes",) * 4)],
         BootstrapConfig(n_resamples=500),
     )
     paired = [r for r in rows if r.experiment == "controller_paired"]
@@ -174,10 +176,12 @@ def test_pgir_is_compared_with_each_controller_on_the_same_questions():
 
 
 def test_cases_are_taken_from_every_set_by_one_rule():
-    one = traced()
-    others = [dataclasses.replace(one, dataset=d, split="ood") for d in ("nq", "popqa")]
-    found = choose_cases([one, *others], POLICY)
-    shown = [(c.traced.dataset, c.place, c.action) for c in found]
+    given = traced()
+    others = [
+        dataclasses.replace(given, dataset=d, split="ood") for d in ("nq", "popqa")
+    ]
+    result = choose_cases([given, *others], POLICY)
+    shown = [(c.traced.dataset, c.place, c.action) for c in result]
     assert shown == [
         ("world", 0, "Accept, no retrieval"),
         ("nq", 1, "Retrieve, then trust"),
@@ -185,5 +189,5 @@ def test_cases_are_taken_from_every_set_by_one_rule():
         ("world", 3, "Retrieve; all flagged, none trusted"),
         ("nq", 2, "Trusted, and wrong"),
     ]  # none of the questions was trusted in a second round
-    alone = [c.place for c in choose_cases([one], POLICY)]
+    alone = [c.place for c in choose_cases([given], POLICY)]
     assert alone == [0, 1, 3, 2]

@@ -5,9 +5,7 @@ import re
 
 import pytest
 import torch
-from click.testing import CliRunner
 
-from beatrice.cli import main
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.run.directory import NewRun, RunDir
 from beatrice.extract.run.files import JsonLines
@@ -15,6 +13,7 @@ from beatrice.pgir.given import AnswerToScore
 from beatrice.pgir.score_files import Tally, page, read_rows, score_rows
 from beatrice.pgir.scorer import Scorer
 from tests.extract.datasets.published import lm_eval, write_array, write_lines
+from tests.extract.small_run import assert_one_sentence, beatrice
 from tests.pgir.small import PASSAGE, QUESTION
 
 OWN = {"id": "a", "question": QUESTION, "answer": "Guzolt Falls"}
@@ -69,16 +68,16 @@ def given(record, tmp_path, write=write_lines):
 
 
 def test_a_log_of_lm_eval_is_read_under_the_prompt_that_it_holds(tmp_path):
-    found = given({**lm_eval(3), "arguments": [["Q: who did thing 3", {}]]}, tmp_path)
-    assert found == AnswerToScore(
+    result = given({**lm_eval(3), "arguments": [["Q: who did thing 3", {}]]}, tmp_path)
+    assert result == AnswerToScore(
         prompt="Q: who did thing 3",
         question="who did thing 3",
         answer=" Ann\n",  # as it was generated, not as it was filtered
     )
-    asked = {"role": "user", "content": "who did thing 3"}
-    newer = {"gen_args_0": {"arg_0": [json.dumps([asked])], "arg_1": {}}}
-    found = given({**lm_eval(3), "arguments": newer}, tmp_path)
-    assert found.messages == (asked,) and found.question == "who did thing 3"
+    turn = {"role": "user", "content": "who did thing 3"}
+    newer = {"gen_args_0": {"arg_0": [json.dumps([turn])], "arg_1": {}}}
+    result = given({**lm_eval(3), "arguments": newer}, tmp_path)
+    assert result.messages == (turn,) and result.question == "who did thing 3"
     plain = {**lm_eval(3)}
     del plain["arguments"]
     assert given(plain, tmp_path).uses_template
@@ -115,13 +114,24 @@ def test_a_file_is_continued_where_it_stopped(scorer, tmp_path):
     assert (tally.n_done, len(tally.bad)) == (3, 1)
 
 
-@pytest.mark.parametrize("change", [{"p_correct": 0.99}, {"decision": "trust"}])
-def test_results_that_were_edited_are_not_continued(scorer, tmp_path, change):
+@pytest.mark.parametrize(
+    ("edit", "row", "identity", "message"),
+    [
+        ({"p_correct": 0.99}, {}, "d", r"out.jsonl, line 2: was edited"),
+        ({"decision": "trust"}, {}, "d", r"out.jsonl, line 2: was edited"),
+        ({}, {}, "other", "another row or another detector"),
+        ({}, {"answer": "Falls"}, "d", "another row or another detector"),
+    ],
+)
+def test_results_that_were_edited_or_are_of_something_else_are_not_continued(
+    scorer, tmp_path, edit, row, identity, message
+):
     path = write_lines(tmp_path / "answers.jsonl", [OWN, OWN])
     results, _ = score_lines(scorer, path)
-    out = write_lines(tmp_path / "out.jsonl", [results[0], {**results[1], **change}])
-    with pytest.raises(ValueError, match=r"out.jsonl, line 2: was edited"):
-        score_lines(scorer, path, JsonLines(out))
+    out = write_lines(tmp_path / "out.jsonl", [results[0], results[1] | edit])
+    write_lines(path, [OWN, OWN | row])
+    with pytest.raises(ValueError, match=message):
+        score_lines(scorer, path, JsonLines(out), identity)
 
 
 def test_an_empty_cell_of_a_table_is_no_passage(tmp_path):
@@ -129,19 +139,6 @@ def test_an_empty_cell_of_a_table_is_no_passage(tmp_path):
     path.write_text(f"question,answer,context\n{QUESTION},Guzolt Falls,\n")
     (row,) = read_rows(path)
     assert row.given == AnswerToScore(question=QUESTION, answer="Guzolt Falls")
-
-
-@pytest.mark.parametrize("change", [{"identity": "other"}, {"answer": "Falls"}])
-def test_results_of_other_rows_or_another_detector_are_not_continued(
-    scorer, tmp_path, change
-):
-    path = write_lines(tmp_path / "answers.jsonl", [OWN])
-    results, _ = score_lines(scorer, path)
-    out = write_lines(tmp_path / "out.jsonl", results)
-    identity = change.pop("identity", "d")
-    write_lines(path, [{**OWN, **change}])
-    with pytest.raises(ValueError, match="another row or another detector"):
-        score_lines(scorer, path, JsonLines(out), identity)
 
 
 def test_the_page_tints_tokens_by_their_probability_and_says_so():
@@ -181,13 +178,10 @@ def test_a_note_of_many_rows_is_written_once_and_named_by_its_number():
 
 
 def test_the_page_counts_every_answer_and_says_what_it_leaves_out():
+    decisions = ["unknown"] * 1501 + ["trust"] * 1499
     many = [
-        {
-            "line": i,
-            "p_correct": i / 2999,
-            "decision": "trust" if i > 1500 else "unknown",
-        }
-        for i in range(3000)
+        {"line": i, "p_correct": i / 2999, "decision": decision}
+        for i, decision in enumerate(decisions)
     ]
     text = page("A page", "", [("q", (), result) for result in many])
     assert text.count("<article") == 2000
@@ -199,8 +193,8 @@ def test_the_page_counts_every_answer_and_says_what_it_leaves_out():
 
 def save_run(path, detector, backbone):
     """Make a run with a detector, as `score` finds it."""
-    asked = NewRun(preset="paper", seed=0, sections={"backbone": backbone})
-    with RunDir.open(path, asked) as run:
+    requests = NewRun(preset="paper", seed=0, sections={"backbone": backbone})
+    with RunDir.open(path, requests) as run:
         detector.save(run.detector)
     return path
 
@@ -216,9 +210,9 @@ def test_a_model_is_loaded_as_in_the_run_or_as_asked(run, backbone):
         Scorer.load(run, dtype="bfloat16")
     other = Scorer.load(run, dtype="bfloat16", device="cpu", strict=False)
     assert "bfloat16" in other.score(QUESTION, "Guzolt Falls").warnings[0]
-    asked = other.probed.backbone
+    requests = other.probed.backbone
     usual = Scorer.load(run).probed.backbone
-    assert (asked.dtype, usual.dtype) == (torch.bfloat16, torch.float32)
+    assert (requests.dtype, usual.dtype) == (torch.bfloat16, torch.float32)
     assert Scorer.load(run, model=backbone).probed.backbone is backbone
     for options, message in (
         ({"dtype": "float8"}, "dtype: expected one of"),
@@ -241,31 +235,23 @@ def test_the_verb_scores_a_file_and_fails_if_a_row_is_bad(run, tmp_path):
     rows = [OWN, {**OWN, "answer": " "}, {**OWN, "context": PASSAGE}]
     path = write_lines(tmp_path / "answers.jsonl", rows)
     out, html = tmp_path / "out.jsonl", tmp_path / "page.html"
-    words = ["score", run, "--file", path, "--out", out, "--html", html]
-    done = CliRunner().invoke(main, list(map(str, words)))
-    assert done.exit_code == 1 and isinstance(done.exception, SystemExit)
-    assert (
-        "1 of 3 rows could not be scored; the first, line 2: the answer is empty"
-        in (done.stderr)
-    )
+    line = ("score", run, "--file", path, "--out", out, "--html", html)
+    failed = "1 of 3 rows could not be scored; the first, line 2: the answer is empty"
+    assert failed in beatrice(*line, code=1).stderr
     assert [row["line"] for row in JsonLines(out).rows()] == [1, 2, 3]
     assert "Guzolt" in html.read_text()
     before = out.read_bytes()
-    assert CliRunner().invoke(main, list(map(str, words))).exit_code == 1
+    beatrice(*line, code=1)
     assert out.read_bytes() == before
     write_lines(path, [OWN])
-    done = CliRunner().invoke(main, list(map(str, words[:4])))
-    assert done.exit_code == 0
-    assert 0 <= json.loads(done.stdout)["p_correct"] <= 1
+    assert 0 <= json.loads(beatrice(*line[:4]).stdout)["p_correct"] <= 1
 
 
 @pytest.mark.parametrize("content", ["", "[]", "\n\n", "hello there", "{}"])
 def test_a_file_without_rows_is_refused_in_one_sentence(run, tmp_path, content):
     (tmp_path / "answers.jsonl").write_text(content)
-    words = ["score", run, "--file", tmp_path / "answers.jsonl"]
-    done = CliRunner().invoke(main, list(map(str, words)))
-    assert done.exit_code == 1 and isinstance(done.exception, SystemExit)
-    assert done.stderr.splitlines()[-1].startswith("Error: ")
+    line = ("score", run, "--file", tmp_path / "answers.jsonl")
+    assert_one_sentence(beatrice(*line, code=1))
 
 
 @pytest.mark.parametrize(
@@ -277,8 +263,7 @@ def test_a_file_without_rows_is_refused_in_one_sentence(run, tmp_path, content):
     ],
 )
 def test_options_that_do_not_fit_together_are_a_usage_error(words, message):
-    done = CliRunner().invoke(main, ["score", "nowhere", *words])
-    assert done.exit_code == 2 and message in done.stderr
+    assert message in beatrice("score", "nowhere", *words, code=2).stderr
 
 
 @pytest.mark.parametrize(
@@ -297,6 +282,5 @@ def test_no_file_is_written_over_another_of_the_same_line(
     path = write_lines(tmp_path / "answers.jsonl", [OWN])
     (tmp_path / "link.jsonl").symlink_to(path)
     before = path.read_bytes()
-    done = CliRunner().invoke(main, ["score", str(run), *words])
-    assert done.exit_code == 2 and "are the same file" in done.stderr
+    assert "are the same file" in beatrice("score", run, *words, code=2).stderr
     assert path.read_bytes() == before and not (tmp_path / "new.jsonl").exists()

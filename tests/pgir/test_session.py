@@ -2,7 +2,7 @@
 
 import pytest
 
-from beatrice.extract.records import Example, Passage
+from beatrice.extract.records import Passage
 from beatrice.pgir.controllers.loop import ControllerConfig, QuestionSet, detector_judge
 from beatrice.pgir.controllers.plans import DraftScore, no_rag, vanilla_rag
 from beatrice.pgir.controllers.session import (
@@ -14,6 +14,7 @@ from beatrice.pgir.controllers.session import (
 from beatrice.pgir.controllers.waves import CallJournal, Failed, Waves
 from tests.pgir.small import reply
 from tests.pgir.test_waves import PRICES
+from tests.records import an_example
 
 PASSAGES = (Passage(title="t", text="x"),)
 
@@ -44,15 +45,10 @@ class Served:
         return PRICES[self.kind]
 
 
-def example(i, split="validation", golds=("yes",), dataset="world", passages=PASSAGES):
-    return Example(
-        id=f"{dataset}-{split}-{i}",
-        dataset=dataset,
-        split=split,
-        question=f"{split} {i}?",
-        golds=golds,
-        passages=passages,
-    )
+def example(i, split="validation", dataset="world", **fields):
+    usual = dict(id=f"{dataset}-{split}-{i}", dataset=dataset, split=split)
+    usual |= dict(question=f"{split} {i}?", golds=("yes",), passages=PASSAGES)
+    return an_example(**usual | fields)
 
 
 def session(tmp_path, test_golds=("yes",), **config):
@@ -60,7 +56,7 @@ def session(tmp_path, test_golds=("yes",), **config):
         QuestionSet(
             dataset="world",
             split=split,
-            examples=tuple(example(i, split, golds) for i in range(4)),
+            examples=tuple(example(i, split, golds=golds) for i in range(4)),
         )
         for split, golds in (("validation", ("yes",)), ("test", test_golds))
     ]
@@ -88,12 +84,12 @@ def entered(one):
 
 
 def test_the_planted_setting_and_the_planted_query_are_found(tmp_path):
-    one = session(tmp_path)
-    chosen = entered(one)
+    given = session(tmp_path)
+    chosen = entered(given)
     assert chosen["rival"] == "once"
     assert chosen["pgir_query"]["query"] == "question"
     assert 0.3 < chosen["pgir_query"]["threshold"] <= 0.9
-    answers = one.answers[1]
+    answers = given.answers[1]
     assert {done.value for done in answers["pgir"]} == {"no"}  # the wrong draft led
     assert {done.value for done in answers["pgir_query"]} == {"yes"}
     assert {done.value for done in answers["pgir:question_first"]} == {"yes"}
@@ -101,8 +97,8 @@ def test_the_planted_setting_and_the_planted_query_are_found(tmp_path):
 
 def test_what_is_right_on_test_changes_nothing_that_is_chosen(tmp_path):
     (tmp_path / "other").mkdir()
-    one, other = session(tmp_path), session(tmp_path / "other", test_golds=("no",))
-    assert entered(one) == entered(other)
+    first, other = session(tmp_path), session(tmp_path / "other", test_golds=("no",))
+    assert entered(first) == entered(other)
 
 
 def test_a_cap_keeps_out_what_costs_more(tmp_path):
@@ -114,19 +110,19 @@ def test_a_cap_keeps_out_what_costs_more(tmp_path):
 
 
 def test_training_outcomes_are_those_of_training_questions(tmp_path):
-    one = session(tmp_path)
-    without, once = one.outcomes
+    given = session(tmp_path)
+    without, once = given.outcomes
     assert [done.value for done in without] == ["no"] * 3
     assert [done.value for done in once] == ["yes"] * 3
-    assert all("train" in e.question for e in one.training)
+    assert all("train" in e.question for e in given.training)
 
 
 def test_a_search_that_fails_is_named_and_ends_the_stage(tmp_path):
-    one = session(tmp_path)
-    one.waves.services["search"] = Served("search", lambda call: Failed("timed out"))
-    shared = one.config.search
+    given = session(tmp_path)
+    given.waves.services["search"] = Served("search", lambda call: Failed("timed out"))
+    shared = given.config.search
     with pytest.raises(ConnectionError, match="8 of 8 questions.*timed out.*again"):
-        one.answer("vanilla_rag", lambda e: vanilla_rag(e.question, shared))
+        given.answer("vanilla_rag", lambda e: vanilla_rag(e.question, shared))
 
 
 def test_every_rival_is_found_by_its_file_in_the_order_of_its_publication():
@@ -138,8 +134,8 @@ def test_sets_without_passages_are_left_out_and_a_limit_holds_for_each():
     examples = [example(i) for i in range(5)]
     examples += [example(i, "ood", dataset="bare", passages=()) for i in range(5)]
     examples += [example(i, "test", dataset="held") for i in range(5)]
-    found = question_sets(examples, 2)
-    assert [(one.dataset, len(one.examples)) for one in found] == [
+    result = question_sets(examples, 2)
+    assert [(item.dataset, len(item.examples)) for item in result] == [
         ("world", 2),
         ("held", 2),
     ]
@@ -148,5 +144,5 @@ def test_sets_without_passages_are_left_out_and_a_limit_holds_for_each():
 def test_training_questions_are_taken_from_every_set_alike():
     examples = [example(i, "train", dataset=d) for d in ("a", "b") for i in range(9)]
     examples += [example(i, "train", dataset="c", passages=()) for i in range(9)]
-    found = training_questions(examples, 6)
-    assert [e.dataset for e in found] == ["a"] * 3 + ["b"] * 3
+    result = training_questions(examples, 6)
+    assert [e.dataset for e in result] == ["a"] * 3 + ["b"] * 3

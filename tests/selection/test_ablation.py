@@ -90,9 +90,9 @@ def test_the_papers_way_zeroes_a_span_in_training_and_evaluates_it_whole():
     for evaluated in (own_valid.tokens, zeroed.read(None)):
         np.testing.assert_array_equal(evaluated.tokens[0], tokens[0])
     left_out = rows_without(data, "closed_book", "without_answer_span")
-    held = [held.tokens for part in left_out.in_memory for held in part]
-    for found in (*held, left_out.read(None), left_out.read_train(None)):
-        assert np.all(found.masks[0]) and not np.any(found.masks[1])
+    held = [held.tokens for split in left_out.in_memory for held in split]
+    for item in (*held, left_out.read(None), left_out.read_train(None)):
+        assert np.all(item.masks[0]) and not np.any(item.masks[1])
 
 
 def test_the_encoders_alone_say_the_mean_of_their_probabilities():
@@ -100,9 +100,9 @@ def test_the_encoders_alone_say_the_mean_of_their_probabilities():
     pool = pool_outputs(
         (MemberOutputs(logits, np.zeros((2 * N_SUBSETS, 6, 4))),), 2, np.ones(6, bool)
     )
-    found = own_scores(pool, (3, 9))
+    result = own_scores(pool, (3, 9))
     by_hand = 1 / (1 + np.exp(-logits.reshape(2, N_SUBSETS, 6)[:, [3, 9]]))
-    np.testing.assert_allclose(found, by_hand.mean(axis=1), rtol=1e-6)
+    np.testing.assert_allclose(result, by_hand.mean(axis=1), rtol=1e-6)
 
 
 def test_the_outputs_of_retrained_encoders_take_the_place_of_the_old_ones():
@@ -110,12 +110,12 @@ def test_the_outputs_of_retrained_encoders_take_the_place_of_the_old_ones():
     outputs = MemberOutputs(np.repeat(grid[:, None], 3, 1), np.zeros((30, 3, 4)))
     subsets = (subset_index("P"), subset_index("HA"))
     new = MemberOutputs(-np.ones((4, 3)) * np.arange(1, 5)[:, None], np.ones((4, 3, 4)))
-    found = replaced(outputs, new, subsets)
+    result = replaced(outputs, new, subsets)
     at = [1, 8, 16, 23]  # P and HA of seed 0, then of seed 1
-    np.testing.assert_array_equal(found.logits[at][:, 0], [-1, -2, -3, -4])
+    np.testing.assert_array_equal(result.logits[at][:, 0], [-1, -2, -3, -4])
     others = np.setdiff1d(np.arange(30), at)
-    np.testing.assert_array_equal(found.logits[others], outputs.logits[others])
-    np.testing.assert_array_equal(found.pooled.any(axis=(1, 2)).nonzero()[0], at)
+    np.testing.assert_array_equal(result.logits[others], outputs.logits[others])
+    np.testing.assert_array_equal(result.pooled.any(axis=(1, 2)).nonzero()[0], at)
     assert not outputs.pooled.any()  # what was given is left as it was
 
 
@@ -125,28 +125,28 @@ def test_blocks_hold_every_subset_with_every_seed_once():
 
 
 def test_a_search_that_found_nothing_is_null_with_its_reason():
-    found = undefined_rows("without_prob", some_rows())
+    result = undefined_rows("without_prob", some_rows())
     for dataset in (IN_DOMAIN, "microworld"):
-        own = [r for r in found if r.dataset == dataset]
-        assert [(r.split, r.metric, r.n, r.n_failed) for r in own] == [
+        rows_of_set = [r for r in result if r.dataset == dataset]
+        assert [(r.split, r.metric, r.n, r.n_failed) for r in rows_of_set] == [
             ("validation", "auroc", 2, 0),
             ("validation", "auprc", 2, 0),
             ("test", "auroc", 1, 1),
             ("test", "auprc", 1, 1),
         ]
-    assert all(r.value is None and "better than chance" in r.reason for r in found)
+    assert all(r.value is None and "better than chance" in r.reason for r in result)
 
 
 def test_greedys_place_is_three_rows():
     aurocs = np.array([[0.5], [0.75], [0.875], [0.625]], np.float32)
     ranking = Ranking(all_sets(4, 3), aurocs)
-    found = {r.metric: r.value for r in _rank_rows(ranking, (0, 1, 3), some_rows())}
-    assert found == {"rank": 2, "n_sets": 4, "auroc_gap": 0.125}
+    result = {r.metric: r.value for r in _rank_rows(ranking, (0, 1, 3), some_rows())}
+    assert result == {"rank": 2, "n_sets": 4, "auroc_gap": 0.125}
 
 
 def test_traits_part_the_pool_by_family_and_pass():
-    found = traits("with_context", 30)
-    assert list(found)[:2] == [("H", "closed_book"), ("H", "with_context")]
-    assert {int(t.sum()) for t in found.values()} == {8}  # subsets that hold a family
-    assert not (found["P", "closed_book"] & found["P", "with_context"]).any()
+    result = traits("with_context", 30)
+    assert list(result)[:2] == [("H", "closed_book"), ("H", "with_context")]
+    assert {int(t.sum()) for t in result.values()} == {8}  # subsets that hold a family
+    assert not (result["P", "closed_book"] & result["P", "with_context"]).any()
     assert list(traits("closed_book", 15)) == [(x, "closed_book") for x in "HPRA"]

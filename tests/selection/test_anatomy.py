@@ -41,8 +41,8 @@ PLACE = {"setting": "closed_book", "dataset": "one", "split": "test"}
 
 def values(ratios, n, ids=None):
     ids = np.arange(n) if ids is None else ids
-    made = ratio_rows("anatomy_flips", ratios, ids, PLACE, CONFIG)
-    return {(row.metric, row.kind) if row.kind else row.metric: row for row in made}
+    result = ratio_rows("anatomy_flips", ratios, ids, PLACE, CONFIG)
+    return {(row.metric, row.kind) if row.kind else row.metric: row for row in result}
 
 
 def planted(n=400):
@@ -64,16 +64,16 @@ def test_a_family_that_decides_and_one_that_corrects_at_the_boundary_are_told_ap
     labels, decider, corrector, is_near = planted()
     n = len(labels)
     both = (decider + corrector)[None]
-    found = values(flip_ratios("HP", "P", both, decider[None], labels), n)
+    result = values(flip_ratios("HP", "P", both, decider[None], labels), n)
     was_wrong = ((decider > 0) != labels).mean()
-    assert found["flip_rate"].value == pytest.approx(was_wrong)
-    assert found["flip_precision"].value == 1.0
-    assert found["flips_near_boundary"].value == 1.0
-    assert found["answers_near_boundary"].value == pytest.approx(is_near.mean())
-    assert found["mean_contribution"].value == pytest.approx(0.5)
+    assert result["flip_rate"].value == pytest.approx(was_wrong)
+    assert result["flip_precision"].value == 1.0
+    assert result["flips_near_boundary"].value == 1.0
+    assert result["answers_near_boundary"].value == pytest.approx(is_near.mean())
+    assert result["mean_contribution"].value == pytest.approx(0.5)
     # Without the decider a constant is left, and half of the decisions are others.
-    found = values(flip_ratios("HP", "H", both, np.full((1, n), -0.01), labels), n)
-    assert found["flip_rate"].value == pytest.approx(0.5)
+    result = values(flip_ratios("HP", "H", both, np.full((1, n), -0.01), labels), n)
+    assert result["flip_rate"].value == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(("reach", "width"), [(0.0, 0.5), (6.0, 0.5), (40.0, 4.0)])
@@ -100,9 +100,9 @@ def test_the_boundarys_cells_hold_every_answer_however_far_it_lies(reach, width)
 
 def test_a_family_that_adds_nothing_flips_nothing_and_its_precision_is_undefined():
     labels, decider, _, _ = planted()
-    found = values(flip_ratios("H", "P", decider[None], decider[None], labels), 400)
-    assert found["flip_rate"].value == found["mean_contribution"].value == 0.0
-    assert found["flip_precision"].value is None and found["flip_precision"].reason
+    result = values(flip_ratios("H", "P", decider[None], decider[None], labels), 400)
+    assert result["flip_rate"].value == result["mean_contribution"].value == 0.0
+    assert result["flip_precision"].value is None and result["flip_precision"].reason
 
 
 def test_a_family_of_noise_flips_as_often_rightly_as_wrongly():
@@ -110,8 +110,8 @@ def test_a_family_of_noise_flips_as_often_rightly_as_wrongly():
     labels = rng.random(4000) < 0.5
     rest = rng.normal(size=(2, 4000))  # knows nothing either
     noise = rng.normal(size=(2, 4000))
-    found = values(flip_ratios("HP", "P", rest + noise, rest, labels), 4000)
-    row = found["flip_precision"]
+    result = values(flip_ratios("HP", "P", rest + noise, rest, labels), 4000)
+    row = result["flip_precision"]
     assert row.ci_low <= 0.5 <= row.ci_high
 
 
@@ -188,12 +188,12 @@ def test_support_without_truth_is_seen_in_the_flips_of_attention():
     is_flip = np.ones((1, 100), bool)
     is_right = (stands == labels)[None]
     known = Grounded(labels, stands, np.full(100, np.nan))
-    found = values(grounding_ratios(known, {"A": (is_flip, is_right)}), 100)
-    assert found["flip_precision"].value == 0.5
-    assert found["flip_precision", "in_passage_but_wrong"].value == 0.0
-    assert found["flip_precision", "right_not_in_passage"].value == 0.0
-    assert found["wrong_in_passage"].value == 0.5
-    assert found["right_closed_book"].value is None  # nobody was asked without
+    result = values(grounding_ratios(known, {"A": (is_flip, is_right)}), 100)
+    assert result["flip_precision"].value == 0.5
+    assert result["flip_precision", "in_passage_but_wrong"].value == 0.0
+    assert result["flip_precision", "right_not_in_passage"].value == 0.0
+    assert result["wrong_in_passage"].value == 0.5
+    assert result["right_closed_book"].value is None  # nobody was asked without
 
 
 @pytest.mark.parametrize(
@@ -218,11 +218,11 @@ def test_shares_of_spans_and_positions_sum_to_one_and_find_the_token_that_moves(
     families[:, 0, 0] = 0.5
     moved = TokenAttribution(families, answer, lengths, 0.0)
     ratios = position_ratios("HPRA", moved, ("question", "answer"))
-    found = results_of(ratio_rows("x", ratios, np.arange(n), PLACE, CONFIG))
+    results = results_of(ratio_rows("x", ratios, np.arange(n), PLACE, CONFIG))
 
     def value(metric, **columns):
         at = {"span": None, "family": None, "position": None, "kind": None}
-        return find(found, metric=metric, **at | columns).value
+        return find(results, metric=metric, **at | columns).value
 
     assert value("share", span="answer") == pytest.approx(0.8)
     assert value("share", span="question") == pytest.approx(0.2)
@@ -273,9 +273,9 @@ def test_no_question_that_teaches_about_a_held_out_set_is_read():
     pools = {
         s: np.flatnonzero(rows.splits == s) for s in ("train", "validation", "ood")
     }
-    found = sources_of(rows, pools)
-    assert set(found) == {"one", "held"} and len(found["one"]) == 30
-    assert 8 < len(found["held"]) < 32
+    sources = sources_of(rows, pools)
+    assert set(sources) == {"one", "held"} and len(sources["one"]) == 30
+    assert 8 < len(sources["held"]) < 32
 
 
 def test_a_case_is_the_surest_of_its_kind_and_of_equals_the_smaller_id():

@@ -69,32 +69,32 @@ def logits(params, mask, features):
 def with_linear_part(params, n_spans, is_silent):
     """Weights with a regression beside the network, which may have no say."""
     rng = np.random.default_rng(4)
-    part = {
+    linear = {
         f"kernel_{f}": rng.normal(size=(2 + n_spans) * size).astype(np.float32)
         for f, size in enumerate(DIMS.sizes)
     }
     network = dict(params["params"])
     if is_silent:
         network["mlp_out"] = jax.tree.map(jnp.zeros_like, network["mlp_out"])
-    return {"params": network, COLLECTION: {**part, "bias": np.float32(0.5)}}
+    return {"params": network, COLLECTION: {**linear, "bias": np.float32(0.5)}}
 
 
 def test_a_silent_network_is_not_run_and_the_logits_are_the_same():
     mask, params = weights("HPRA", 3)
     features = signals(3)
     every = [with_linear_part(params, 3, is_silent) for is_silent in (True, False)]
-    found = member_logits([(p, mask) for p in every], features, encoder=ENCODER)
+    result = member_logits([(p, mask) for p in every], features, encoder=ENCODER)
     expected = np.stack([logits(p, mask, features) for p in every])
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
-    assert np.abs(found[0] - found[1]).max() > 1e-2
+    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
+    assert np.abs(result[0] - result[1]).max() > 1e-2
     start = replaced(features, means(3), of_families(DIMS, 3, (1,)))
     parts, change = attributed(every[0], mask, start, features, ENCODER, N)
     at = (jnp.full(1, 0.5, jnp.float32), jnp.ones(1, jnp.float32))
     whole = path_gradients(every[0], mask, start, features, *at, encoder=ENCODER)
-    part = path_gradients(every[0], mask, start, features, *at, encoder=None)
-    for own, other in zip(whole, part, strict=True):
-        np.testing.assert_allclose(own, other, atol=1e-5)
-    added = sum(own.sum(axis=(0, 2)) for own in parts)
+    linear = path_gradients(every[0], mask, start, features, *at, encoder=None)
+    for item, other in zip(whole, linear, strict=True):
+        np.testing.assert_allclose(item, other, atol=1e-5)
+    added = sum(item.sum(axis=(0, 2)) for item in parts)
     assert incompleteness(added, change) <= TOLERANCE
 
 
@@ -107,15 +107,15 @@ def test_attributions_sum_to_the_difference_of_logits_within_a_hundredth(
     end = signals(n_spans)
     gone = of_families(DIMS, n_spans, families)
     start = replaced(end, means(n_spans), gone)
-    found, change = attributed(params, mask, start, end, ENCODER, N)
+    result, change = attributed(params, mask, start, end, ENCODER, N)
     np.testing.assert_allclose(
         change, logits(params, mask, end) - logits(params, mask, start), rtol=1e-5
     )
-    added = sum(own.sum(axis=(0, 2)) for own in found)
+    added = sum(item.sum(axis=(0, 2)) for item in result)
     assert np.abs(change).mean() > 1e-3
     assert incompleteness(added, change) <= TOLERANCE
-    for family, own in enumerate(found):
-        assert np.any(own) == (family in families)
+    for family, item in enumerate(result):
+        assert np.any(item) == (family in families)
 
 
 def test_attributions_that_do_not_add_up_are_seen():
@@ -135,15 +135,15 @@ def test_the_means_of_a_family_that_is_not_read_change_no_logit(name):
 
 
 def test_means_stand_on_real_tokens_of_their_span_alone():
-    features, own = signals(3), means(3)
-    found = replaced(features, own, of_span(DIMS, 3, 1))
+    features, span_means = signals(3), means(3)
+    result = replaced(features, span_means, of_span(DIMS, 3, 1))
     real = np.asarray(features.masks[1])
-    for family, tokens in enumerate(found.tokens):
-        context, question, answer = (np.asarray(tokens)[s] for s in found.span_slices)
+    for family, tokens in enumerate(result.tokens):
+        context, question, answer = (np.asarray(tokens)[s] for s in result.span_slices)
         before = [np.asarray(features.tokens[family])[s] for s in features.span_slices]
         np.testing.assert_array_equal(context, before[0])
         np.testing.assert_array_equal(answer, before[2])
-        expected = np.where(real[..., None], own[family][1], 0.0)
+        expected = np.where(real[..., None], span_means[family][1], 0.0)
         np.testing.assert_array_equal(question, expected)
 
 
@@ -164,6 +164,6 @@ def test_the_channels_of_a_head_are_its_own_in_every_span_and_reading():
     cells = np.zeros((2, 2), bool)
     cells[1, 0] = True  # second layer, first head
     gone = channels_of_heads(DIMS, 3, cells)
-    assert [own.any() for own in gone] == [False, False, False, True]
+    assert [item.any() for item in gone] == [False, False, False, True]
     whole = gone[3].reshape(3, 2, 2, 2, 2)  # span, other span, reading, layer, head
     assert whole[..., 1, 0].all() and whole.sum() == 3 * 4

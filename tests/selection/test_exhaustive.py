@@ -13,6 +13,7 @@ from beatrice.jaxprobe.fusion import PoolOutputs
 from beatrice.jaxprobe.heads import train_heads
 from beatrice.selection.exhaustive import Enumeration, Ranking, all_sets, carried
 from beatrice.selection.greedy import GreedyConfig, fit_sets, select
+from tests.records import flip_bit
 from tests.selection.test_greedy import random_codes
 
 TRAIN = TrainConfig(learning_rate=1e-2, batch_size=64, max_epochs=8)
@@ -38,18 +39,18 @@ def brute_force():
     In the planted codes everything an encoder knows is in its score.
     """
     train, valid = CODES
-    found = {}
+    result = {}
     for members in itertools.combinations(range(6), 3):
         aurocs = []
         for seed in range(2):
             rows, valid_rows = (
-                np.asarray(part.outputs)[seed, list(members), -1].T for part in CODES
+                np.asarray(block.outputs)[seed, list(members), -1].T for block in CODES
             )
             model = LogisticRegression().fit(rows, np.asarray(train.labels))
             scores = model.decision_function(valid_rows)
             aurocs.append(roc_auc_score(np.asarray(valid.labels), scores))
-        found[members] = np.mean(aurocs)
-    return found
+        result[members] = np.mean(aurocs)
+    return result
 
 
 def test_the_best_set_is_that_of_a_brute_force_by_another_program(ranking):
@@ -94,20 +95,20 @@ def test_greedy_and_the_enumeration_share_one_executable_per_setting(tmp_path):
 
 
 def test_what_greedy_scored_is_what_the_enumeration_scores(ranking):
-    found = select(
+    result = select(
         *CODES,
         config=FUSION,
         train_config=TRAIN,
         greedy=GreedyConfig(margin=-1.0, max_encoders=3),
     )
-    assert found.members == KNOWING
-    assert ranking.rank_of(found.members) == 1 and ranking.gap_of(found.members) == 0
-    assert ranking.means[ranking.row_of(found.members)] == pytest.approx(
-        found.auroc, abs=1e-6
+    assert result.members == KNOWING
+    assert ranking.rank_of(result.members) == 1 and ranking.gap_of(result.members) == 0
+    assert ranking.means[ranking.row_of(result.members)] == pytest.approx(
+        result.auroc, abs=1e-6
     )
-    third = found.path[-1]
+    third = result.path[-1]
     for candidate, aurocs in zip(third.candidates, third.aurocs, strict=True):
-        two = set(found.members) - {third.best}
+        two = set(result.members) - {third.best}
         row = ranking.row_of(tuple(two | {candidate}))
         np.testing.assert_array_equal(ranking.aurocs[row], aurocs)
 
@@ -147,19 +148,16 @@ def test_a_killed_enumeration_continues_behind_its_last_call(tmp_path, ranking):
     again = enumeration(tmp_path)
     assert calls == [12, 12] and again.n_missing() == 16
     rest = []
-    found = again.run(rest.append)
+    result = again.run(rest.append)
     assert rest == [12, 4] and again.n_missing() == 0
-    np.testing.assert_array_equal(found.aurocs, ranking.aurocs)
+    np.testing.assert_array_equal(result.aurocs, ranking.aurocs)
     assert enumeration(tmp_path).run(pytest.fail).aurocs.shape == (20, 2)
 
 
 def test_a_damaged_or_foreign_piece_is_trained_again(tmp_path, ranking):
     search = enumeration(tmp_path)
     search.run()
-    piece = sorted(tmp_path.iterdir())[1]
-    whole = bytearray(piece.read_bytes())
-    whole[-3] ^= 0x10
-    piece.write_bytes(whole)
+    flip_bit(sorted(tmp_path.iterdir())[1], -3)
     assert enumeration(tmp_path).n_missing() == 12
     np.testing.assert_array_equal(enumeration(tmp_path).run().aurocs, ranking.aurocs)
     other = dataclasses.replace(TRAIN, max_epochs=7)
@@ -169,17 +167,17 @@ def test_a_damaged_or_foreign_piece_is_trained_again(tmp_path, ranking):
 
 
 def test_validation_rows_of_one_class_are_refused(tmp_path):
-    one = PoolOutputs(*CODES[1])._replace(labels=np.ones(500, np.float32))
+    given = PoolOutputs(*CODES[1])._replace(labels=np.ones(500, np.float32))
     with pytest.raises(ValueError, match="one class"):
-        enumeration(tmp_path, valid=one)
+        enumeration(tmp_path, valid=given)
 
 
 def test_the_ribbon_counts_what_the_sets_carry():
     sets = all_sets(4, 3)  # 012, 013, 023, 123
     aurocs = np.array([[0.1], [0.4], [0.3], [0.2]], np.float32)
     traits = np.array([[False, False, False, True], [True, True, False, False]])
-    found = carried(Ranking(sets, aurocs), traits, n_bins=4)
-    np.testing.assert_array_equal(found, [[1, 1, 1, 0], [2, 1, 1, 2]])
+    result = carried(Ranking(sets, aurocs), traits, n_bins=4)
+    np.testing.assert_array_equal(result, [[1, 1, 1, 0], [2, 1, 1, 2]])
     halves = carried(Ranking(sets, aurocs), traits, n_bins=2)
     np.testing.assert_array_equal(halves, [[1, 0.5], [1.5, 1.5]])
     assert carried(Ranking(sets, aurocs), traits, n_bins=60).shape == (2, 4)

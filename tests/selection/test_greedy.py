@@ -130,9 +130,9 @@ def test_outputs_of_two_passes_give_every_branch_its_selection():
     }
     config = SelectConfig(head=FUSION, train=TRAIN, margin=0.01)
     pools = {s: pool_of(outputs, rows, s, N_SEEDS) for s in rows}
-    found = select_heads(pools, config)
+    result = select_heads(pools, config)
     # With context the pool is the pass's three encoders, then the closed-book ones.
-    assert {branch: one.members for branch, one in found.items()} == {
+    assert {branch: greedy.members for branch, greedy in result.items()} == {
         "closed_book": (0,),
         "with_context": (2, 3),
         "single_pass": (2,),

@@ -37,14 +37,14 @@ def pool_of(rows, signal):
     logits = rng.normal(size=(N_SUBSETS, n)) + signal * rows.labels
     pooled = np.zeros((N_SUBSETS, n, 2))
 
-    def part(where):
+    def take(where):
         outputs = MemberOutputs(logits[:, where], pooled[:, where])
         return pool_outputs((outputs,), 1, rows.labels[where])
 
     return Pool(
-        train=part(rows.where("train")),
-        valid=part(rows.where("validation")),
-        all_rows=part(np.arange(n)),
+        train=take(rows.where("train")),
+        valid=take(rows.where("validation")),
+        all_rows=take(np.arange(n)),
         rows=rows,
         n_subsets=N_SUBSETS,
     )
@@ -58,7 +58,7 @@ def test_halves_part_every_set_evenly_and_keep_wordings_together():
     held = np.flatnonzero(rows.splits != "train")
     np.testing.assert_array_equal(together, held)
     for name in ("one", "two"):
-        sizes = [int((rows.datasets[part] == name).sum()) for part in (seen, unseen)]
+        sizes = [int((rows.datasets[half] == name).sum()) for half in (seen, unseen)]
         assert sizes[0] == sizes[1]
     assert set(seen) != set(halves(rows, 1, 7)[0])
 
@@ -76,9 +76,9 @@ def test_a_search_sees_its_half_alone_in_a_shape_that_all_halves_share():
 def test_the_best_of_fifteen_noises_is_too_good_where_it_was_chosen():
     rows = rows_of(240, variants=("original",))
     pool = pool_of(rows, 0.0)
-    found = [gaps(pool, CONFIG, *halves(rows, i, 7)) for i in range(6)]
+    result = [gaps(pool, CONFIG, *halves(rows, i, 7)) for i in range(6)]
     champion, control = (
-        float(np.mean([one[name] for one in found]))
+        float(np.mean([item[name] for item in result]))
         for name in ("champion", "early_fusion")
     )
     assert champion > 0.05  # noise: best of 15 on 80 rows, s.e. .065 each

@@ -55,8 +55,8 @@ def test_the_rows_of_a_sweep_hold_every_dataset_and_both_labels_in_proportion():
     assert set(rows.variants[drawn]) == {"original"} and (np.diff(drawn) > 0).all()
     shares = {"one": (120, 48), "two": (60, 12), "three": (20, 18)}
     for name, (n, n_right) in shares.items():
-        own = drawn[rows.datasets[drawn] == name]
-        assert (len(own), rows.labels[own].sum()) == (n, n_right)
+        of_set = drawn[rows.datasets[drawn] == name]
+        assert (len(of_set), rows.labels[of_set].sum()) == (n, n_right)
     again, other = (sweep_rows(rows, "train", 200, seed=s) for s in (0, 1))
     assert (again == drawn).all() and (other != drawn).any()
 

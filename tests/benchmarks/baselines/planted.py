@@ -1,4 +1,4 @@
-"""Small inputs in which every detector of the catalogue finds what was planted."""
+"""Small inputs: in which every detector finds what was planted, and of a few draws."""
 
 import itertools
 
@@ -8,9 +8,8 @@ from beatrice.benchmarks.baselines.detector import DetectorInput
 from beatrice.extract.generate.requests import PromptConfig
 from beatrice.extract.records import Passage
 from beatrice.extract.store.families import Family
-from beatrice.extract.store.spec import StoreSpec
-from beatrice.extract.store.store import create_store, write_range
 from tests.benchmarks.rows import rows_of
+from tests.jaxprobe.samples import store_like
 from tests.records import a_sample, an_answer, an_example
 
 N, D, N_LAYERS, N_HEADS, N_SAMPLES, N_PROMPT, N_TOLD = 150, 6, 5, 3, 4, 3, 3
@@ -35,17 +34,17 @@ SHAPES = {
 
 def readings(labels, rng, strength):
     """Noise, and the label at layer 2 where there are layers."""
-    found = {}
+    arrays = {}
     for name, shape in SHAPES.items():
         values = rng.standard_normal((len(labels), *shape)).astype(np.float32)
-        told = values[:, LAYER] if shape else values
+        signal = values[:, LAYER] if shape else values
         sign = 1 if name in UP else -1
-        told += strength * sign * labels.reshape(-1, *[1] * (told.ndim - 1))
-        found[name] = values
+        signal += strength * sign * labels.reshape(-1, *[1] * (signal.ndim - 1))
+        arrays[name] = values
     # The states of draws that mean the same lie together.
     spread = np.where(labels, 0.1, 2.0)[:, None, None]
     states = rng.standard_normal((len(labels), N_SAMPLES, D)) * spread
-    return {**found, "sample_states": states.astype(np.float32)}
+    return {**arrays, "sample_states": states.astype(np.float32)}
 
 
 def memory_store(values, lengths, spans, *, layers=(), setting=SETTING, **fields):
@@ -59,30 +58,27 @@ def memory_store(values, lengths, spans, *, layers=(), setting=SETTING, **fields
       setting: of the answers.
       fields: of the hidden family ("spans"), or the fingerprint.
     """
-    n_rows, hidden = len(lengths), {"spans": fields.pop("hidden_spans", "all")}
+    hidden = {"by_layer": True, "spans": fields.pop("hidden_spans", "all")}
     families = {
         name: Family(
             shape=x.shape[1:],
-            by_layer=name == "hidden",
             dtype="float32",
             **(hidden if name == "hidden" else {}),
         )
         for name, x in values.items()
     }
-    spec = StoreSpec(
-        families=families,
+    n_rows = len(lengths)
+    return store_like(
+        f"memory://planted-{next(_NUMBERS)}",
+        families,
+        np.broadcast_to(spans, (n_rows, 3, 2)),
+        values,
         keys=tuple((f"q{i}", setting, "original") for i in range(n_rows)),
         lengths=np.asarray(lengths, np.int64),
-        spans=np.broadcast_to(spans, (n_rows, 3, 2)).astype(np.int64),
         rows_per_shard=64,
         hidden_layers=tuple(layers),
         fingerprint=fields,
     )
-    store = create_store(f"memory://planted-{next(_NUMBERS)}", spec)
-    for range_id in range(spec.n_ranges):
-        rows = {name: slice(*spec.range_rows(range_id, name)) for name in values}
-        write_range(store, range_id, {name: values[name][rows[name]] for name in rows})
-    return store
 
 
 def store_of(labels, rng):
@@ -145,7 +141,7 @@ def inputs(seed=0, strength=3.0):
         )
         for i in range(N)
     ]
-    drawn = [one for i in range(N) for one in samples_of(i, labels[i], rng)]
+    drawn = [sample for i in range(N) for sample in samples_of(i, labels[i], rng)]
     rows = rows_of(labels, SETTING, splits)
 
     def relations(pairs):
@@ -163,3 +159,48 @@ def inputs(seed=0, strength=3.0):
         readings=readings(labels, rng, strength),
         relations=relations,
     )
+
+
+def sample(text, log_probs=(-1.0, -0.5), token_ids=(7,), number=0, row=0):
+    """One drawn answer of row `row`; by default a token and the stop token."""
+    fields = dict(sample=number, token_ids=token_ids, log_probs=log_probs)
+    return a_sample(text, example_id=f"q{row}", **fields)
+
+
+def drawn_inputs(drawn, answers=None, labels=None, splits=None, **fields):
+    """Return inputs of as many rows as `drawn`, whose items are texts or samples."""
+    n = len(drawn)
+    splits = ["train", *["test"] * (n - 1)] if splits is None else splits
+    examples = [
+        an_example(id=f"q{i}", split=splits[i], question=f"Q{i}?") for i in range(n)
+    ]
+    texts = ["Paris."] * n if answers is None else answers
+    written = [an_answer(example_id=f"q{i}", text=texts[i]) for i in range(n)]
+    samples = [
+        sample(item, number=k, row=i)
+        if isinstance(item, str)
+        else sample(item.text, item.log_probs, item.token_ids, k, i)
+        for i, row in enumerate(drawn)
+        for k, item in enumerate(row)
+    ]
+    labels = np.ones(n, bool) if labels is None else labels
+    rows = rows_of(labels, splits=splits)
+    return DetectorInput.of(
+        None, rows, questions=examples, answers=written, samples=samples, **fields
+    )
+
+
+def relations_by(rule):
+    """Return a stand-in for an NLI model: `rule(premise, hypothesis)` gives P(...)."""
+    return lambda pairs: np.array([rule(*pair) for pair in pairs]).reshape(-1, 3)
+
+
+def by_last_word(premise, hypothesis):
+    """Entailed where the last word is the same, else contradicted."""
+    is_same = premise.split()[-1:] == hypothesis.split()[-1:]
+    return (0.9, 0.08, 0.02) if is_same else (0.02, 0.08, 0.9)
+
+
+def scores(detector, drawn):
+    """Return the scores of the only or first seed."""
+    return detector.score(drawn).scores[0]

@@ -48,13 +48,13 @@ def given():
 
 def broken(name, score):
     """The detector with another score, `score(its own, inputs)`."""
-    own = KNOWN[name]
-    return dataclasses.replace(own, score=lambda inputs: score(own.score, inputs))
+    whole = KNOWN[name]
+    return dataclasses.replace(whole, score=lambda inputs: score(whole.score, inputs))
 
 
-def measured(found, rows):
+def measured(output, rows):
     test = rows.where("test")
-    scores = np.nan_to_num(found.scores[0, test])
+    scores = np.nan_to_num(output.scores[0, test])
     return auroc(scores, rows.labels[test]).value
 
 
@@ -83,7 +83,7 @@ def test_an_answer_of_which_nothing_is_known_is_undefined_and_the_others_are_not
     readings = {key: values.copy() for key, values in given.readings.items()}
     for values in readings.values():
         values[gone] = np.nan
-    samples = [() if i == gone else own for i, own in enumerate(given.samples)]
+    samples = [() if i == gone else texts for i, texts in enumerate(given.samples)]
     less = dataclasses.replace(given, readings=readings, samples=samples)
     scores = KNOWN[name].score(less).scores
     needs_it = KNOWN[name].reads or (
@@ -95,17 +95,17 @@ def test_an_answer_of_which_nothing_is_known_is_undefined_and_the_others_are_not
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_sign_that_is_turned_is_caught(given, name):
-    turned = broken(name, lambda own, e: DetectorOutput(-own(e).scores))
+    turned = broken(name, lambda f, e: DetectorOutput(-f(e).scores))
     assert any("is the sign turned?" in fault for fault in violations(turned, given))
 
 
 @pytest.mark.parametrize("name", sorted(LEARNS - {"gnosis"}))
 def test_learning_from_the_test_answers_is_caught(given, name):
-    def exchanged(own, inputs):
+    def exchanged(score, inputs):
         names = {"train": "test", "test": "train", "validation": "validation"}
         splits = np.array([names[split] for split in inputs.rows.splits])
         rows = dataclasses.replace(inputs.rows, splits=splits)
-        return own(dataclasses.replace(inputs, rows=rows))
+        return score(dataclasses.replace(inputs, rows=rows))
 
     # By their labels, or by what was read or drawn of them.
     assert violations(broken(name, exchanged), given) != []
@@ -113,9 +113,9 @@ def test_learning_from_the_test_answers_is_caught(given, name):
 
 @pytest.mark.parametrize("name", SAMPLED)
 def test_samples_of_the_next_question_are_caught(given, name):
-    def shifted(own, inputs):
+    def shifted(score, inputs):
         drawn = inputs.samples
-        return own(dataclasses.replace(inputs, samples=[*drawn[1:], drawn[0]]))
+        return score(dataclasses.replace(inputs, samples=[*drawn[1:], drawn[0]]))
 
     faults = violations(broken(name, shifted), given)
     assert any("drawn to other test questions" in fault for fault in faults)
@@ -124,8 +124,8 @@ def test_samples_of_the_next_question_are_caught(given, name):
 @pytest.mark.parametrize("name", LAYERED)
 def test_a_layer_that_is_off_by_one_is_caught_by_the_one_that_is_chosen(given, name):
     def layer_of(inputs):
-        found = KNOWN[name].score(inputs)
-        return next(row.value for row in found.chosen if row.metric == "layer")
+        result = KNOWN[name].score(inputs)
+        return next(row.value for row in result.chosen if row.metric == "layer")
 
     spec = given.store.spec
     off = tuple(layer + 1 for layer in spec.hidden_layers)
@@ -141,11 +141,11 @@ READERS = [name for name, x in KNOWN.items() if x.reads and name != "gnosis"]
 @pytest.mark.parametrize("name", READERS)
 def test_a_detector_reads_what_it_says_and_nothing_else(given, name):
     detector = KNOWN[name]
-    own = {key: given.readings[key] for key in detector.reads}
-    assert set(own) <= set(READINGS)
-    detector.score(dataclasses.replace(given, readings=own))
-    for missing in own:
-        rest = {key: values for key, values in own.items() if key != missing}
+    read = {key: given.readings[key] for key in detector.reads}
+    assert set(read) <= set(READINGS)
+    detector.score(dataclasses.replace(given, readings=read))
+    for missing in read:
+        rest = {key: values for key, values in read.items() if key != missing}
         with pytest.raises((ValueError, KeyError), match=missing):
             detector.score(dataclasses.replace(given, readings=rest))
 
@@ -182,9 +182,9 @@ def signals():
 
 
 def own(score, **fields):
-    found = dict(name="own", title="Own", source="here", reads=("signal",))
+    usual = dict(name="own", title="Own", source="here", reads=("signal",))
     return Baseline(
-        **found | fields, score=lambda e: DetectorOutput(np.asarray(score(e)))
+        **usual | fields, score=lambda e: DetectorOutput(np.asarray(score(e)))
     )
 
 
@@ -227,9 +227,9 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_is_said(name):
-    score, said = WRONG[name]
+    score, words = WRONG[name]
     faults = violations(own(score), signals())
-    assert any(said in fault for fault in faults), faults
+    assert any(words in fault for fault in faults), faults
 
 
 def test_a_score_of_chance_is_not_blamed_for_its_sign():
@@ -240,8 +240,8 @@ def test_a_score_of_chance_is_not_blamed_for_its_sign():
 
 def test_a_detector_is_found_by_its_place_or_the_place_is_named():
     assert find_detector("p_true").name == "p_true"
-    place = "beatrice.benchmarks.baselines.detectors.context:p_true"
-    assert find_detector(place).name == "p_true"
+    path = "beatrice.benchmarks.baselines.detectors.context:p_true"
+    assert find_detector(path).name == "p_true"
     with pytest.raises(ValueError, match="expected a Baseline"):
         find_detector("beatrice.benchmarks.baselines.detectors.context:reading")
     with pytest.raises(ValueError, match="no module 'no_such_module'"):
@@ -251,5 +251,5 @@ def test_a_detector_is_found_by_its_place_or_the_place_is_named():
 def test_no_rival_has_the_name_of_another_row():
     known = catalogue()
     assert not set(known) & {x.detector for x in (*DETECTORS, *CONTROLS)}
-    assert len({one.title for one in known.values()}) == len(known)
-    assert all(one.source for one in known.values())
+    assert len({detector.title for detector in known.values()}) == len(known)
+    assert all(detector.source for detector in known.values())

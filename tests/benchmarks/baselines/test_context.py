@@ -156,17 +156,17 @@ def test_sums_of_heads_grow_with_the_best_first_and_fill_training_rows(inputs):
 def test_lumina_is_half_of_what_passages_change_less_half_of_the_rate(inputs):
     given = inputs()
     rate, change = given.readings["lumina_ipr"], given.readings["lumina_mmd"]
-    found = DETECTORS["lumina"].score(given).scores[0]
-    np.testing.assert_allclose(found, 0.5 * change - 0.5 * rate, rtol=1e-5, atol=1e-6)
+    result = DETECTORS["lumina"].score(given).scores[0]
+    np.testing.assert_allclose(result, 0.5 * change - 0.5 * rate, rtol=1e-5, atol=1e-6)
 
 
 def test_auroc_of_many_columns_is_that_of_each():
     rng = np.random.default_rng(3)
     values = rng.integers(0, 5, (80, 6)).astype(float)
     labels = rng.random(80) < 0.4
-    found = column_aurocs(values, labels)
+    result = column_aurocs(values, labels)
     expected = [roc_auc_score(labels, column) for column in values.T]
-    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    np.testing.assert_allclose(result, expected, rtol=1e-12)
     values[3, 2] = np.nan
     assert np.isnan(column_aurocs(values, labels)).tolist() == [
         i == 2 for i in range(6)
@@ -176,8 +176,8 @@ def test_auroc_of_many_columns_is_that_of_each():
 def test_validation_alone_orients():
     rows = rows_of(np.arange(90) % 2 == 0)
     values = np.where(rows.splits == "validation", -1.0, 1.0) * rows.labels
-    found = oriented(values[:, None], rows)
-    assert found.sign == -1 and found.column == 0
+    result = oriented(values[:, None], rows)
+    assert result.sign == -1 and result.column == 0
 
 
 def test_one_class_and_a_wrong_shape_are_refused():

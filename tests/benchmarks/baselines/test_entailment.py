@@ -14,7 +14,7 @@ from transformers import (
 
 from beatrice.benchmarks.baselines.detector import catalogue
 from beatrice.benchmarks.baselines.entailment import columns_of, load_entailment
-from tests.benchmarks.baselines.drawn import inputs, scores
+from tests.benchmarks.baselines.planted import drawn_inputs, scores
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefghij", "Q0", "?"]
 SIZES = dict(
@@ -85,12 +85,12 @@ def alone(folder, pair, order=(2, 1, 0)):
 
 
 def test_relations_are_those_of_each_pair_read_alone(saved):
-    found = load_entailment(saved)(PAIRS)
+    result = load_entailment(saved)(PAIRS)
     expected = [alone(saved, pair) for pair in PAIRS]
-    assert found.shape == (4, 3) and found.dtype == np.float64
-    np.testing.assert_allclose(found, expected, atol=1e-5)  # of float32, padded
-    np.testing.assert_allclose(found.sum(axis=1), 1)
-    assert np.ptp(found, axis=0).max() > 0.01  # it does tell pairs apart
+    assert result.shape == (4, 3) and result.dtype == np.float64
+    np.testing.assert_allclose(result, expected, atol=1e-5)  # of float32, padded
+    np.testing.assert_allclose(result.sum(axis=1), 1)
+    assert np.ptp(result, axis=0).max() > 0.01  # it does tell pairs apart
 
 
 def test_batches_and_the_order_of_pairs_change_nothing(saved):
@@ -100,20 +100,20 @@ def test_batches_and_the_order_of_pairs_change_nothing(saved):
 
 
 def test_the_order_of_labels_is_that_of_the_config(tmp_path):
-    one = save_model(tmp_path / "one")
+    first = save_model(tmp_path / "one")
     other = save_model(
         tmp_path / "other", labels=("entailment", "contradiction", "neutral")
     )
-    found, permuted = (load_entailment(path)(PAIRS) for path in (one, other))
-    np.testing.assert_allclose(found[:, [2, 0, 1]], permuted, atol=1e-12)
+    result, permuted = (load_entailment(path)(PAIRS) for path in (first, other))
+    np.testing.assert_allclose(result[:, [2, 0, 1]], permuted, atol=1e-12)
 
 
 def test_a_model_of_two_classes_never_finds_neutral(tmp_path):
     path = save_model(tmp_path, labels=("entailment", "contradiction"))
-    found = load_entailment(path)(PAIRS)
-    assert (found[:, 1] == 0).all()
+    result = load_entailment(path)(PAIRS)
+    assert (result[:, 1] == 0).all()
     expected = [alone(path, pair, order=(0, 1)) for pair in PAIRS]
-    np.testing.assert_allclose(found[:, [0, 2]], expected, atol=1e-5)
+    np.testing.assert_allclose(result[:, [0, 2]], expected, atol=1e-5)
 
 
 def test_no_pair_is_read_twice(saved):
@@ -130,8 +130,8 @@ def test_no_pairs_have_no_relations(saved):
 
 
 def test_a_pair_longer_than_the_model_is_cut(saved):
-    found = load_entailment(saved)([("a " * 100, "b"), ("a " * 200, "b")])
-    np.testing.assert_array_equal(found[0], found[1])
+    result = load_entailment(saved)([("a " * 100, "b"), ("a " * 200, "b")])
+    np.testing.assert_array_equal(result[0], result[1])
 
 
 @pytest.mark.parametrize(
@@ -152,8 +152,8 @@ def test_other_labels_are_refused_in_one_sentence(tmp_path, labels):
 
 
 def test_labels_are_read_in_any_case_and_order(tmp_path):
-    found = columns_of({0: "Neutral", 1: "ENTAILMENT", 2: "contradiction"}, tmp_path)
-    assert found == {"entailment": 1, "neutral": 0, "contradiction": 2}
+    columns = columns_of({0: "Neutral", 1: "ENTAILMENT", 2: "contradiction"}, tmp_path)
+    assert columns == {"entailment": 1, "neutral": 0, "contradiction": 2}
 
 
 def test_remote_code_is_not_run(tmp_path):
@@ -206,8 +206,8 @@ def test_logits_that_are_not_finite_are_refused(tmp_path):
 
 def test_semantic_entropy_reads_a_model_from_a_directory(saved, tmp_path):
     model = load_entailment(saved)
-    drawn = inputs([["a", "b c", "a"], ["d"]], relations=model)
-    found = scores(catalogue()["semantic_entropy"], drawn)
-    assert -np.log(3) - 1e-9 <= found[0] <= 0 == found[1]
+    drawn = drawn_inputs([["a", "b c", "a"], ["d"]], relations=model)
+    result = scores(catalogue()["semantic_entropy"], drawn)
+    assert -np.log(3) - 1e-9 <= result[0] <= 0 == result[1]
     # Both orders of (a, b c), and a with itself, asked once.
     assert len(model.known) == 3

@@ -7,6 +7,14 @@ import pytest
 from scipy.special import digamma
 
 from beatrice.benchmarks.baselines.detector import catalogue
+from beatrice.benchmarks.baselines.detectors.clustering import (
+    by_entailment,
+    by_words,
+    clusters_of,
+    distinct_clusters,
+    official_clusters,
+    paper_clusters,
+)
 from beatrice.benchmarks.baselines.detectors.entropy import (
     BayesConfig,
     bayesian_entropies,
@@ -17,8 +25,10 @@ from beatrice.benchmarks.baselines.detectors.entropy import (
     tail_of,
     weighted_entropy,
 )
-from tests.benchmarks.baselines.drawn import (
-    inputs,
+from tests.benchmarks.baselines.planted import (
+    by_last_word,
+    drawn_inputs,
+    relations_by,
     sample,
     scores,
 )
@@ -30,19 +40,19 @@ def ids(*counts):
     return np.repeat(np.arange(len(counts)), counts)
 
 
-def test_discrete_entropy_of_the_reference():
+def test_entropies_are_those_of_the_reference_also_of_very_unlikely_answers():
     assert discrete_entropy(ids(5, 3, 1, 1)) == pytest.approx(1.1682824501765625)
-
-
-def test_weighted_entropy_of_the_reference():
-    found = weighted_entropy((-0.2, -0.5, -1.0), np.array([0, 0, 1]))
-    assert found == pytest.approx(0.5074720173268471, abs=1e-14)
+    log_probs, clusters = np.array([-0.2, -0.5, -1.0]), np.array([0, 0, 1])
+    golden = pytest.approx(0.5074720173268471, abs=1e-14)
+    assert weighted_entropy(log_probs, clusters) == golden
+    golden = pytest.approx(0.5074720173268471)  # nothing underflows
+    assert weighted_entropy(log_probs - 2000, clusters) == golden
 
 
 def test_of_equally_likely_answers_both_entropies_are_equal():
     clusters = ids(4, 3, 2, 1)
-    found = weighted_entropy([-0.7] * 10, clusters)
-    assert found == pytest.approx(discrete_entropy(clusters))
+    result = weighted_entropy([-0.7] * 10, clusters)
+    assert result == pytest.approx(discrete_entropy(clusters))
 
 
 def test_entropy_lies_between_zero_and_the_logarithm_of_the_number_of_answers():
@@ -52,16 +62,11 @@ def test_entropy_lies_between_zero_and_the_logarithm_of_the_number_of_answers():
 
 def test_rows_that_differ_in_nothing_but_order_tie_exactly():
     for counts in ((5, 2, 2, 1), (6, 3, 1), (4, 3, 2, 1)):
-        found = {discrete_entropy(ids(*c)) for c in itertools.permutations(counts)}
-        assert len(found) == 1
+        result = {discrete_entropy(ids(*c)) for c in itertools.permutations(counts)}
+        assert len(result) == 1
     rng = np.random.default_rng(0)
     assert weighted_entropy(rng.normal(size=10), ids(10)) == 0.0
     assert discrete_entropy(ids(10)) == 0.0
-
-
-def test_very_unlikely_answers_do_not_underflow():
-    found = weighted_entropy((-2000.2, -2000.5, -2001.0), np.array([0, 0, 1]))
-    assert found == pytest.approx(0.5074720173268471)
 
 
 @pytest.mark.parametrize(
@@ -82,14 +87,14 @@ def test_a_mean_log_probability_is_of_the_answer_without_its_stop(
 @pytest.mark.parametrize("log_probs", [None, ()])
 def test_without_log_probabilities_only_counts_are_defined(log_probs):
     bare = sample("a", log_probs)
-    one = inputs([["a", "b"], ["a", bare]])
+    given = drawn_inputs([["a", "b"], ["a", bare]])
     for name, is_defined in (
         ("semantic_entropy:words", False),
         ("semantic_entropy_discrete:words", True),
         ("semantic_entropy_bayesian:words", False),
     ):
-        found = scores(catalogue()[name], one)
-        assert np.isfinite(found).tolist() == [True, is_defined], name
+        result = scores(catalogue()[name], given)
+        assert np.isfinite(result).tolist() == [True, is_defined], name
 
 
 def closed_form(counts, n_meanings, concentration=0.5):
@@ -113,11 +118,11 @@ def closed_form(counts, n_meanings, concentration=0.5):
 def test_importance_sampling_agrees_with_the_closed_form(counts, n_meanings, golden):
     assert closed_form(counts, n_meanings) == pytest.approx(golden, abs=1e-6)
     config = BayesConfig(n_draws=100_000, n_seeds=8)
-    found = bayesian_entropies(
+    result = bayesian_entropies(
         np.array(counts), np.zeros(len(counts)), {n_meanings: 1.0}, config
     )
     # The worst of these, four meanings, has a s.d. of 0.01 over seeds.
-    assert found.mean() == pytest.approx(golden, abs=0.015)
+    assert result.mean() == pytest.approx(golden, abs=0.015)
 
 
 def test_the_estimate_is_the_mean_over_the_prior():
@@ -125,17 +130,17 @@ def test_the_estimate_is_the_mean_over_the_prior():
     exact = sum(share * closed_form((7, 3), n) for n, share in prior.items())
     assert exact == pytest.approx(0.666113, abs=1e-6)
     config = BayesConfig(n_draws=100_000)
-    found = bayesian_entropies(np.array([7, 3]), np.zeros(2), prior, config)
-    assert found.mean() == pytest.approx(exact, abs=0.01)
+    result = bayesian_entropies(np.array([7, 3]), np.zeros(2), prior, config)
+    assert result.mean() == pytest.approx(exact, abs=0.01)
 
 
 def test_lower_bounds_shift_the_estimate_as_in_the_reference():
     config = BayesConfig(n_draws=40_000)
     bounds = np.array([0.5, 0.2])
-    found = bayesian_entropies(np.array([7, 3]), bounds, {3: 1.0}, config)
-    assert found.mean() == pytest.approx(0.7257, abs=0.005)
+    result = bayesian_entropies(np.array([7, 3]), bounds, {3: 1.0}, config)
+    assert result.mean() == pytest.approx(0.7257, abs=0.005)
     other = bayesian_entropies(np.array([3, 7]), bounds[::-1], {3: 1.0}, config)
-    np.testing.assert_array_equal(found, other)
+    np.testing.assert_array_equal(result, other)
 
 
 def test_the_prior_is_counted_on_the_first_training_rows_and_cut():
@@ -157,36 +162,33 @@ def test_with_as_many_meanings_as_the_prior_knows_there_are_no_others():
 
 def test_only_the_training_rows_change_the_prior():
     detector = catalogue()["semantic_entropy_bayesian:words"]
-    alike = [["a", "a"], ["a"]]
-    one, two, three = (
-        inputs(drawn, splits=splits)
-        for name, drawn, splits in (
-            ("one", [*alike, ["a", "a"]], ["train", "test", "test"]),
-            ("two", [*alike, ["a", "b"]], ["train", "test", "test"]),
-            ("three", [*alike, ["a", "b"]], ["train", "test", "train"]),
-        )
-    )
+
+    def score_of_one_draw(*last, split):
+        drawn, splits = [["a", "a"], ["a"], list(last)], ["train", "test", split]
+        return scores(detector, drawn_inputs(drawn, splits=splits))[1]
+
     # One draw alone says little where some questions have two meanings.
-    assert scores(detector, one)[1] == scores(detector, two)[1] == 0
-    assert scores(detector, three)[1] < -0.05
+    assert score_of_one_draw("a", "a", split="test") == 0
+    assert score_of_one_draw("a", "b", split="test") == 0
+    assert score_of_one_draw("a", "b", split="train") < -0.05
 
 
 def test_without_drawn_training_answers_the_prior_is_that_of_validation():
     detector = catalogue()["semantic_entropy_bayesian:words"]
     splits = ["train", "validation", "test", "validation"]
     drawn = [[], ["a", "b"], ["a"], ["a"]]
-    found = detector.score(inputs(drawn, splits=splits))
-    (row,) = found.chosen
+    result = detector.score(drawn_inputs(drawn, splits=splits))
+    (row,) = result.chosen
     assert (row.split, row.metric, row.value) == ("validation", "n_prior_rows", 2)
     alike = [[], ["a", "a"], ["a"], ["a"]]
-    sure = detector.score(inputs(alike, splits=splits))
-    assert found.scores[0, 2] < -0.05 < sure.scores[0, 2] == 0
+    sure = detector.score(drawn_inputs(alike, splits=splits))
+    assert result.scores[0, 2] < -0.05 < sure.scores[0, 2] == 0
 
 
 def test_drawn_test_answers_alone_give_no_prior():
     detector = catalogue()["semantic_entropy_bayesian:words"]
     with pytest.raises(ValueError, match="beatrice sample --split train"):
-        detector.score(inputs([[], ["a"]]))
+        detector.score(drawn_inputs([[], ["a"]]))
 
 
 def test_a_bound_counts_each_text_once_and_the_stop_token_too():
@@ -196,8 +198,8 @@ def test_a_bound_counts_each_text_once_and_the_stop_token_too():
         sample("b", (math.log(0.25), 0.0)),
         sample("c", (math.log(0.5), math.log(0.25))),
     ]
-    found = lower_bounds(samples, np.array([0, 0, 0, 1]))
-    np.testing.assert_allclose(found, [0.375, 0.125])
+    result = lower_bounds(samples, np.array([0, 0, 0, 1]))
+    np.testing.assert_allclose(result, [0.375, 0.125])
 
 
 def test_bounds_leave_a_hundredth_for_what_was_not_seen():
@@ -206,15 +208,135 @@ def test_bounds_leave_a_hundredth_for_what_was_not_seen():
     same = lower_bounds(samples, np.array([0, 0]))  # clipped to one, then rescaled
     np.testing.assert_allclose(same, [0.99])
     three = [*samples, sample("c", (math.log(0.5),))]
-    found = lower_bounds(three, np.array([0, 0, 1]))
-    np.testing.assert_allclose(found, [0.66, 0.33])
+    result = lower_bounds(three, np.array([0, 0, 1]))
+    np.testing.assert_allclose(result, [0.66, 0.33])
 
 
 def test_every_seed_is_an_estimate_of_its_own():
-    one = inputs([["a", "b"], ["a"]])
-    found = catalogue()["semantic_entropy_bayesian:words"].score(one).scores
-    assert found.shape == (5, 2)
-    assert len(set(found[:, 1])) == 5 and np.ptp(found[:, 1]) < 0.1
+    given = drawn_inputs([["a", "b"], ["a"]])
+    result = catalogue()["semantic_entropy_bayesian:words"].score(given).scores
+    assert result.shape == (5, 2)
+    assert len(set(result[:, 1])) == 5 and np.ptp(result[:, 1]) < 0.1
     few = dataclasses.replace(BayesConfig(), n_seeds=1)
     draws = bayesian_entropies(np.array([1]), np.zeros(1), {2: 1.0}, few)
     assert draws.shape == (1,)
+
+
+def matrix(n, *pairs):
+    """The symmetric matrix of `n` texts in which these pairs are equivalent."""
+    result = np.eye(n, dtype=bool)
+    for i, j in pairs:
+        result[i, j] = result[j, i] = True
+    return result
+
+
+def test_a_text_that_matches_two_first_members_ends_with_the_last():
+    both = matrix(3, (0, 2), (1, 2))
+    assert official_clusters("abc", both).tolist() == [0, 1, 1]
+    assert paper_clusters("abc", both).tolist() == [0, 1, 0]
+
+
+def test_a_cluster_is_compared_by_its_first_member_only():
+    chain = matrix(3, (0, 1), (1, 2))
+    for rule in (official_clusters, paper_clusters, distinct_clusters):
+        assert rule("abc", chain).tolist() == [0, 0, 1]
+
+
+def test_where_meaning_the_same_is_transitive_all_rules_agree():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        kinds = rng.integers(4, size=8)
+        texts = [f"{kind}{rng.integers(2)}" for kind in kinds]
+        _, ids = np.unique(kinds, return_inverse=True)
+        for rule in (official_clusters, paper_clusters, distinct_clusters):
+            result = rule(texts, kinds[:, None] == kinds)
+            assert len(set(zip(result, ids, strict=True))) == len(set(ids))
+            assert len(set(result)) == len(set(ids)) == result.max() + 1
+
+
+def test_equal_texts_may_part_in_the_official_code_and_nowhere_else():
+    texts, apart = ["x", "x"], matrix(2)
+    assert official_clusters(texts, apart).tolist() == [0, 1]
+    assert paper_clusters(texts, apart).tolist() == [0, 0]
+    assert distinct_clusters(texts, apart).tolist() == [0, 0]
+
+
+def test_distinct_texts_are_clustered_in_sorted_order():
+    # Sorted, "a" and "b" open clusters and "c", which matches both, ends with "b".
+    assert distinct_clusters(["c", "b", "a", "c"], matrix(4, (0, 1), (0, 2))).tolist()[
+        0
+    ] == (distinct_clusters(["b"], matrix(1))[0] + 1)
+    result = distinct_clusters(["c", "b", "a"], matrix(3, (0, 1), (0, 2)))
+    assert result.tolist() == [1, 1, 0]
+
+
+def test_no_texts_have_no_clusters():
+    for rule in (official_clusters, paper_clusters, distinct_clusters):
+        assert rule([], np.zeros((0, 0), bool)).tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("forth", "back", "same"),
+    [
+        ((0.5, 0.3, 0.2), (0.5, 0.3, 0.2), True),
+        ((0.5, 0.3, 0.2), (0.3, 0.5, 0.2), False),  # entailed in one direction
+        ((0.4, 0.6, 0.0), (0.4, 0.6, 0.0), False),  # not the likeliest
+    ],
+)
+def test_entailment_is_the_likeliest_relation_in_both_directions(forth, back, same):
+    given = drawn_inputs(
+        [["a", "b"]],
+        relations=relations_by(lambda p, h: forth if p < h else back),
+    )
+    assert by_entailment(given)[0].tolist() == [[True, same], [same, True]]
+
+
+def test_the_question_is_put_before_both_texts():
+    calls = []
+
+    def rule(premise, hypothesis):
+        calls.append((premise, hypothesis))
+        return 1, 0, 0
+
+    by_entailment(drawn_inputs([["a", "b"], ["a"]], relations=relations_by(rule)))
+    assert sorted(calls) == [("Q0? a", "Q0? b"), ("Q0? b", "Q0? a")]
+
+
+def test_equal_texts_are_asked_of_the_model_too():
+    never = relations_by(lambda p, h: (0, 1, 0))
+    given = drawn_inputs([["a", "a"]], relations=never)
+    assert by_entailment(given)[0].tolist() == [[True, False], [False, True]]
+
+
+def test_without_an_nli_model_entailment_is_refused():
+    with pytest.raises(ValueError, match="expected an NLI model, found none"):
+        by_entailment(drawn_inputs([["a"]]))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "same"),
+    [
+        ("The Paris!", "paris", True),
+        ("Ann and Bob", "Bob and Ann", True),
+        ("Paris, France", "Paris", False),  # included in one direction
+        ("Paris", "Rome", False),
+        ("", "", True),
+        ("", "Paris", False),
+        ("The", "", False),  # nothing is left of it, but it is not empty
+        ("ｃａｆé", "Café", True),
+    ],
+)
+def test_words_are_included_in_both_directions(first, second, same):
+    given = drawn_inputs([[first, second]])
+    assert by_words(given)[0].tolist() == [[True, same], [same, True]]
+
+
+def test_rows_are_clustered_each_by_its_own_samples():
+    drawn = [["a x", "b x", "a y"], [], ["a x"]]
+    given = drawn_inputs(drawn, relations=relations_by(by_last_word))
+    for equivalences, expected in (
+        (by_entailment, [[0, 0, 1], [], [0]]),
+        (by_words, [[0, 1, 2], [], [0]]),
+    ):
+        clusters = clusters_of(given, equivalences, official_clusters)
+        assert [ids.tolist() for ids in clusters] == expected

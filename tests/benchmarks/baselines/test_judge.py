@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from beatrice.benchmarks.baselines import judge as judging
+from beatrice.benchmarks.baselines import readings
 from beatrice.benchmarks.baselines.detector import (
     Baseline,
     DetectorOutput,
@@ -29,14 +30,23 @@ from beatrice.benchmarks.baselines.judge import (
     score,
     unmet,
 )
-from beatrice.benchmarks.baselines.readings import CachedReadings
+from beatrice.benchmarks.baselines.readings import (
+    AnswerReader,
+    CachedReadings,
+    cached_readings,
+    load_part,
+    parts_of,
+    reading_keys,
+    rows_read,
+)
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import write_json_atomic
 from beatrice.extract.run.rows import ResultRow, read_result_rows, read_rows, rows_file
+from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from tests.benchmarks.baselines import planted
-from tests.benchmarks.baselines.drawn import inputs
+from tests.benchmarks.baselines.planted import drawn_inputs
 from tests.extract.small_run import beatrice
 from tests.process import call
 
@@ -59,8 +69,8 @@ def here(working_folder):
 def test_the_readmes_detector_runs_into_the_same_tables(here, smoke_run):
     run = shutil.copytree(smoke_run, here / "run")
     check, only = (command.split() for command in COMMANDS)
-    said = beatrice("baselines", run, *check).output
-    assert "hedges:hedging: nothing wrong was found" in said
+    output = beatrice("baselines", run, *check).output
+    assert "hedges:hedging: nothing wrong was found" in output
     before = read_result_rows(RunDir(run))
     beatrice("baselines", run, *only)
     rows = read_result_rows(RunDir(run))
@@ -90,8 +100,8 @@ def test_an_entry_point_goes_by_its_name(here, monkeypatch):
     )
     monkeypatch.syspath_prepend(here)
     assert find_detector("hedges_of_theirs").name == "hedging"
-    (found,) = chosen_detectors(BaselinesConfig(only=("hedges_of_theirs",)))
-    assert found.name == "hedging"
+    (result,) = chosen_detectors(BaselinesConfig(only=("hedges_of_theirs",)))
+    assert result.name == "hedging"
 
 
 @pytest.mark.parametrize("name", ["champion", "perplexity", "probe", "encoder"])
@@ -145,8 +155,10 @@ def test_what_refuses_has_rows_with_its_reason():
 
 def test_labels_that_do_not_fit_are_refused():
     given = planted.inputs()
-    told = "a label and a split for each of 150 answers, found 3 labels and none splits"
-    with pytest.raises(ValueError, match=told):
+    message = (
+        "a label and a split for each of 150 answers, found 3 labels and none splits"
+    )
+    with pytest.raises(ValueError, match=message):
         judge(given.store, [True, False, True], [ORACLE])
 
 
@@ -167,7 +179,7 @@ def one(score, **fields):
 
 
 def test_a_detector_that_cannot_learn_has_its_reason_in_its_rows():
-    given = inputs([["a"]] * 6, labels=[0, 1, 0, 1, 0, 1])
+    given = drawn_inputs([["a"]] * 6, labels=[0, 1, 0, 1, 0, 1])
 
     def refuse(_):
         raise ValueError("one class alone teaches nothing")
@@ -191,7 +203,7 @@ def test_a_detector_that_cannot_learn_has_its_reason_in_its_rows():
 
 
 def test_a_question_costs_what_its_draws_took_and_nobody_guesses():
-    given = inputs([["a", "b"], ["a", "c"]])
+    given = drawn_inputs([["a", "b"], ["a", "c"]])
     scores = JudgedOutput(DetectorOutput(np.zeros((1, 2))), seconds=3.0, peak_bytes=1)
     drawn = one(None, needs=frozenset({"samples"}))
     assert cost_of(one(None), given, scores, None).seconds == 1.5
@@ -219,11 +231,11 @@ def cache_of(folder, **changes):
 
 @pytest.mark.parametrize("needs", [(), ("samples", "entailment")])
 def test_scores_are_cached_until_what_they_depend_on_changes(tmp_path, needs):
-    found = DetectorOutput(np.array([[0.1, np.nan, 0.3]]), (CHOSEN,))
+    result = DetectorOutput(np.array([[0.1, np.nan, 0.3]]), (CHOSEN,))
     detector = one(None, name="p_true", needs=frozenset(needs))
-    cache_of(tmp_path).save(detector, JudgedOutput(found, 1.5, 7, "why"))
+    cache_of(tmp_path).save(detector, JudgedOutput(result, 1.5, 7, "why"))
     held = cache_of(tmp_path).load(detector)
-    np.testing.assert_array_equal(held.output.scores, found.scores)
+    np.testing.assert_array_equal(held.output.scores, result.scores)
     assert held.output.chosen == (CHOSEN,)
     assert held[1:] == (1.5, 7, "why")
     for name in SHAS:
@@ -281,10 +293,10 @@ def test_a_model_that_is_not_given_again_is_the_last_one_given(tmp_path):
 
 
 def test_a_pair_of_texts_is_read_once_and_charged_to_all_that_ask():
-    asked = []
+    calls = []
 
     def relations(pairs):
-        asked.extend(pairs)
+        calls.extend(pairs)
         return np.zeros((len(pairs), 3))
 
     metered = MeteredRelations(relations)
@@ -296,8 +308,8 @@ def test_a_pair_of_texts_is_read_once_and_charged_to_all_that_ask():
 
 def test_what_a_run_lacks_is_said(tmp_path):
     run, known = RunDir(tmp_path), catalogue()
-    told = unmet(known["semantic_entropy"], run, BaselinesConfig())
-    assert "beatrice sample" in told
+    message = unmet(known["semantic_entropy"], run, BaselinesConfig())
+    assert "beatrice sample" in message
     run.samples_file.parent.mkdir()
     run.samples_file.touch()
     assert "--nli" in unmet(known["semantic_entropy"], run, BaselinesConfig())
@@ -309,8 +321,8 @@ def test_what_a_run_lacks_is_said(tmp_path):
 def test_an_unknown_name_is_refused_with_those_that_there_are():
     with pytest.raises(ValueError, match="no detector 'sapmla'; there are .*saplma"):
         chosen_detectors(BaselinesConfig(only=("sapmla",)))
-    found = chosen_detectors(BaselinesConfig(only=("p_true", "saplma_last")))
-    assert [x.name for x in found] == ["saplma_last", "p_true"]
+    result = chosen_detectors(BaselinesConfig(only=("p_true", "saplma_last")))
+    assert [x.name for x in result] == ["saplma_last", "p_true"]
 
 
 def test_the_list_has_a_line_for_every_detector():
@@ -321,13 +333,13 @@ def test_the_list_has_a_line_for_every_detector():
 @pytest.fixture(scope="module")
 def run(smoke_run, tmp_path_factory):
     path = shutil.copytree(smoke_run, tmp_path_factory.mktemp("judged") / "run")
-    found = RunDir(path)
+    result = RunDir(path)
     quick = {name for name, x in catalogue().items() if not (x.needs or x.reads)}
-    assert {name for name, _ in judged(found)} == quick
+    assert {name for name, _ in judged(result)} == quick
     done = call("baselines", path, "--only", "again")
     assert "baselines: eigenscore needs drawn answers" in done.stderr
     call("report", path)
-    return found
+    return result
 
 
 def stamps(run):
@@ -402,8 +414,102 @@ def test_every_rival_without_samples_is_made_rightly(run):
     possible = [
         n for n, x in catalogue().items() if not unmet(x, run, BaselinesConfig())
     ]
-    told = {
+    outputs = {
         n: beatrice("baselines", run.path, "--check", n, code=None) for n in possible
     }
-    faults = {n: d.output for n, d in told.items() if d.exit_code}
+    faults = {n: d.output for n, d in outputs.items() if d.exit_code}
     assert faults == {}
+
+
+NAMES = ("llmcheck_hidden", "p_true")
+IDENTITIES = {"answers": "1", "samples": "2"}
+
+
+def no_model():
+    raise AssertionError("nothing was to be read")
+
+
+def keep(cache, values, rows=None, seconds=2.0, peak_bytes=0):
+    """Leave parts on disk as an earlier start would."""
+    places = np.arange(len(values)) if rows is None else rows
+    for part in parts_of(int(places.max()) + 1):
+        own = (places >= part.start) & (places < part.stop)
+        cost = {"seconds": np.float64(seconds)}
+        cost |= {"peak_bytes": np.int64(peak_bytes + part.start)}
+        arrays = {"values": values[own], "rows": places[own], **cost}
+        cache.save(f"{part.start:07d}", arrays)
+
+
+def unread(wanted, caches, n_rows):
+    """Return by name the rows that would be read now."""
+    rows = {name: [] for name in wanted}
+    for part in parts_of(n_rows):
+        for name, missing in load_part(wanted, caches, part)[1].items():
+            rows[name] += missing
+    return rows
+
+
+def test_parts_hold_every_row_once():
+    assert [i for part in parts_of(600) for i in range(600)[part]] == list(range(600))
+    assert [part.stop - part.start for part in parts_of(600)] == [256, 256, 88]
+
+
+def test_what_an_earlier_start_read_is_not_read_again(tmp_path):
+    given = drawn_inputs([["a"]] * 300)
+    caches = {name: Cache(tmp_path / name, "key") for name in NAMES}
+    states = np.random.default_rng(0).normal(size=(300, 3)).astype(np.float32)
+    scalars = np.arange(300, dtype=np.float32)
+    for name, values in zip(NAMES, (states, scalars), strict=True):
+        keep(caches[name], values)
+    ticks = []
+    wanted = dict.fromkeys(NAMES, np.arange(300))
+    reading = AnswerReader(given, no_model)
+    read = cached_readings(reading, wanted, 300, caches, lambda: ticks.append(1))
+    np.testing.assert_array_equal(read.values["llmcheck_hidden"], states)
+    np.testing.assert_array_equal(read.values["p_true"], scalars)
+    assert read.seconds == dict.fromkeys(NAMES, 4.0) and len(ticks) == 2
+    # The most of the parts, not their sum.
+    assert read.peak_bytes == dict.fromkeys(NAMES, 256)
+    assert unread(wanted, caches, 300) == {name: [] for name in NAMES}
+    (tmp_path / "p_true" / "0000256.safetensors").unlink()
+    assert unread(wanted, caches, 300)["p_true"] == list(range(256, 300))
+    with pytest.raises(AssertionError, match="nothing was to be read"):
+        cached_readings(reading, wanted, 300, caches)
+
+
+def test_training_answers_are_read_for_those_that_learn_from_them_alone(tmp_path):
+    given = drawn_inputs([["a"]] * 12, splits=["train", "validation", "test"] * 4)
+    known = catalogue()
+    untrained, trained = known["llmcheck_hidden"], known["lookback_lens"]
+    wanted = rows_read(given.rows, [untrained, trained])
+    evaluated = np.array([row for row in range(12) if row % 3])
+    np.testing.assert_array_equal(wanted["llmcheck_hidden_all"], evaluated)
+    assert wanted["lookback"].tolist() == list(range(12))
+    values = np.arange(12, dtype=np.float32)[:, None]
+    caches = {"llmcheck_hidden_all": Cache(tmp_path, "key")}
+    keep(caches["llmcheck_hidden_all"], values[evaluated], evaluated)
+    few = {"llmcheck_hidden_all": evaluated}
+    read = cached_readings(AnswerReader(given, no_model), few, 12, caches)
+    laid_out = np.where(np.arange(12)[:, None] % 3 == 0, np.nan, values)
+    np.testing.assert_array_equal(read.values["llmcheck_hidden_all"], laid_out)
+    assert read.seconds["llmcheck_hidden_all"] == 3.0  # of 8 rows 2, of 12 rows 3
+    # Asked for on every row, what is there does not do.
+    whole = {"llmcheck_hidden_all": np.arange(12)}
+    assert unread(whole, caches, 12)["llmcheck_hidden_all"] == list(range(12))
+
+
+@pytest.mark.parametrize(
+    ("changed", "gone"), [("answers", set(NAMES)), ("samples", {"p_true"})]
+)
+def test_drawn_answers_matter_to_what_reads_them_alone_and_others_to_all(changed, gone):
+    before = reading_keys("closed_book", IDENTITIES, NAMES)
+    after = reading_keys("closed_book", IDENTITIES | {changed: "9"}, NAMES)
+    assert {name for name in NAMES if before[name] != after[name]} == gone
+
+
+def test_fewer_samples_than_another_row_leave_nan_behind():
+    rows = [np.ones((2, 3)), np.full((1, 3), 2.0), np.ones((0, 3))]
+    stacked = readings._stack(rows)
+    assert stacked.shape == (3, 2, 3)
+    np.testing.assert_array_equal(np.isnan(stacked[..., 0]).sum(axis=1), [0, 1, 2])
+    np.testing.assert_array_equal(readings._stack(list(np.arange(3.0))), [0, 1, 2])

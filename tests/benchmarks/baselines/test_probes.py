@@ -1,5 +1,9 @@
 """Detectors that learn from labels: each finds what was planted, and nothing else."""
 
+import dataclasses
+import functools
+from functools import partial
+
 import jax
 import numpy as np
 import pytest
@@ -10,10 +14,25 @@ from sklearn.metrics import roc_auc_score
 
 from beatrice.benchmarks.baselines.detector import DetectorInput, catalogue
 from beatrice.benchmarks.baselines.detectors.choice import last_steps, states_at
+from beatrice.benchmarks.baselines.detectors.gnosis import (
+    GnosisConfig,
+    GnosisHead,
+    Inputs,
+    fit_heads,
+    gnosis_scores,
+)
 from beatrice.benchmarks.baselines.detectors.probes import (
     SaplmaConfig,
     SaplmaNetwork,
     saplma_logits,
+)
+from beatrice.benchmarks.baselines.detectors.sep import (
+    before_generation,
+    best_range,
+    entropy_probe,
+    entropy_threshold,
+    official_second_last,
+    second_last,
 )
 from tests.benchmarks.baselines.planted import memory_store
 from tests.benchmarks.rows import rows_of
@@ -49,40 +68,40 @@ def some_labels(n, seed=7):
 def planted(labels, step, layer=1, size=3.0):
     """Right answers have a larger first channel at one step, of one layer alone."""
     answers = noise(labels)
-    for own, label in zip(answers, labels, strict=True):
-        if len(own) > 1:
-            own[step, layer, 0] += size * label
+    for answer, label in zip(answers, labels, strict=True):
+        if len(answer) > 1:
+            answer[step, layer, 0] += size * label
     return answers
 
 
-def measured(found, rows, labels=None):
+def measured(output, rows, labels=None):
     """AUROC of the first seed on the test rows that have a score."""
     test = rows.where("test")
-    test = test[np.isfinite(found.scores[0, test])]
+    test = test[np.isfinite(output.scores[0, test])]
     labels = rows.labels if labels is None else labels
-    return roc_auc_score(labels[test], found.scores[0, test])
+    return roc_auc_score(labels[test], output.scores[0, test])
 
 
 def inputs(rows, store=None, **readings):
     return DetectorInput(store=store, rows=rows, layer=2, readings=readings)
 
 
-def chosen(found):
-    return {row.metric: row.value for row in found.chosen}
+def chosen(output):
+    return {row.metric: row.value for row in output.chosen}
 
 
 @pytest.mark.parametrize("answer_span", ["emitting", "literal"])
 def test_a_step_is_counted_from_the_token_before_the_answer(answer_span):
     answers = noise(np.zeros(30))
     store = stored(answers, answer_span)
-    n_tokens = np.array([len(own) - 1 for own in answers])
+    n_tokens = np.array([len(answer) - 1 for answer in answers])
     np.testing.assert_array_equal(last_steps(store), n_tokens)
     for step in range(-1, 6):
-        found = states_at(store, np.full(30, step), LAYERS[1], n_chunk=7)
+        result = states_at(store, np.full(30, step), LAYERS[1], n_chunk=7)
         first = int(answer_span == "literal")
-        for own, state in zip(answers, found, strict=True):
-            if first <= step < len(own):
-                np.testing.assert_array_equal(state, own[step, 1])
+        for answer, state in zip(answers, result, strict=True):
+            if first <= step < len(answer):
+                np.testing.assert_array_equal(state, answer[step, 1])
             else:
                 assert np.isnan(state).all()
 
@@ -90,38 +109,39 @@ def test_a_step_is_counted_from_the_token_before_the_answer(answer_span):
 def test_saplma_reads_the_last_token_of_the_layer_where_it_was_planted():
     labels = some_labels(900)
     rows, store = rows_of(labels), stored(planted(labels, step=-1))
-    found = catalogue()["saplma_last"].score(inputs(rows, store))
-    assert found.scores.shape == (3, 900) and chosen(found) == {"layer": 2}
-    assert measured(found, rows) > 0.9
+    result = catalogue()["saplma_last"].score(inputs(rows, store))
+    assert result.scores.shape == (3, 900) and chosen(result) == {"layer": 2}
+    assert measured(result, rows) > 0.9
     elsewhere = rows_of(labels), stored(planted(labels, step=0))
-    found = catalogue()["saplma_last"].score(inputs(*elsewhere))
-    assert abs(measured(found, rows) - 0.5) < 0.12  # of 300 answers, s.d. 0.033
+    result = catalogue()["saplma_last"].score(inputs(*elsewhere))
+    assert abs(measured(result, rows) - 0.5) < 0.12  # of 300 answers, s.d. 0.033
 
 
 def test_saplma_of_the_mean_reads_every_step():
     labels = some_labels(900)
     rows, store = rows_of(labels), stored(planted(labels, slice(None), size=2.0))
-    found = catalogue()["saplma_mean"].score(inputs(rows, store))
-    assert chosen(found) == {"layer": 2} and measured(found, rows) > 0.9
-    assert np.isfinite(found.scores).all()
+    result = catalogue()["saplma_mean"].score(inputs(rows, store))
+    assert chosen(result) == {"layer": 2} and measured(result, rows) > 0.9
+    assert np.isfinite(result.scores).all()
 
 
 def test_an_answer_without_a_token_has_no_last_one_and_teaches_nothing():
     labels = some_labels(300)
     rows, store = rows_of(labels), stored(planted(labels, step=-1))
-    found = catalogue()["saplma_last"].score(inputs(rows, store))
-    np.testing.assert_array_equal(np.isnan(found.scores).sum(axis=1), [1, 1, 1])
-    assert np.isnan(found.scores[:, 3]).all()
+    result = catalogue()["saplma_last"].score(inputs(rows, store))
+    np.testing.assert_array_equal(np.isnan(result.scores).sum(axis=1), [1, 1, 1])
+    assert np.isnan(result.scores[:, 3]).all()
 
 
 def test_the_layer_is_chosen_on_validation_not_on_training_rows():
     labels = some_labels(600)
     answers = planted(labels, slice(None))
     is_valid = np.arange(600) >= 200
-    for own, label, held in zip(answers, labels, is_valid, strict=True):
-        own[:, 2, 1] += 9 * label * (not held)  # perfect in training, absent after it
-    found = catalogue()["linear_probe"].score(inputs(rows_of(labels), stored(answers)))
-    assert chosen(found)["layer"] == LAYERS[1]
+    for answer, label, held in zip(answers, labels, is_valid, strict=True):
+        # Perfect in training, absent after it.
+        answer[:, 2, 1] += 9 * label * (not held)
+    result = catalogue()["linear_probe"].score(inputs(rows_of(labels), stored(answers)))
+    assert chosen(result)["layer"] == LAYERS[1]
 
 
 def small_fit(n=70, n_seeds=2):
@@ -143,10 +163,10 @@ def test_saplma_is_fitted_as_torch_would():
     params = SaplmaNetwork().init(init_key, states[:1])["params"]
     layers = []
     for number in range(4):
-        own = params[f"Dense_{number}"]
-        layers += [torch.nn.Linear(*own["kernel"].shape), torch.nn.ReLU()]
-        layers[-2].weight.data = torch.tensor(np.asarray(own["kernel"]).T.copy())
-        layers[-2].bias.data = torch.tensor(np.asarray(own["bias"]))
+        dense = params[f"Dense_{number}"]
+        layers += [torch.nn.Linear(*dense["kernel"].shape), torch.nn.ReLU()]
+        layers[-2].weight.data = torch.tensor(np.asarray(dense["kernel"]).T.copy())
+        layers[-2].bias.data = torch.tensor(np.asarray(dense["bias"]))
     network = torch.nn.Sequential(*layers[:-1])
     adam = torch.optim.Adam(network.parameters(), 1e-3, eps=1e-7)
     inputs, targets = torch.tensor(states), torch.tensor(labels, dtype=torch.float32)
@@ -160,9 +180,9 @@ def test_saplma_is_fitted_as_torch_would():
             adam.step()
     with torch.no_grad():
         expected = network(inputs)[:, 0].numpy()
-    found = saplma_logits(states, labels, states, config)
+    result = saplma_logits(states, labels, states, config)
     # Adam divides gradients by their own size, so rounding of tiny ones shows.
-    np.testing.assert_allclose(found[1], expected, atol=1e-4)
+    np.testing.assert_allclose(result[1], expected, atol=1e-4)
 
 
 def test_a_seed_of_several_is_fitted_as_it_is_alone():
@@ -186,14 +206,14 @@ def test_llms_know_is_the_default_regression_on_the_block_of_validation():
     outputs[:, 2, 0] += 3 * labels
     outputs[5] = np.nan
     rows = rows_of(labels)
-    found = catalogue()["llms_know"].score(inputs(rows, mlp_exact_answer=outputs))
-    assert chosen(found) == {"layer": 3} and measured(found, rows) > 0.9
+    result = catalogue()["llms_know"].score(inputs(rows, mlp_exact_answer=outputs))
+    assert chosen(result) == {"layer": 3} and measured(result, rows) > 0.9
     train = np.delete(rows.where("train"), 5)
     official = LogisticRegression().fit(outputs[train, 2], labels[train])
     has_one = np.arange(600) != 5
     p_correct = official.predict_proba(outputs[has_one, 2].astype(float))[:, 1]
-    np.testing.assert_allclose(found.scores[0, has_one], logit(p_correct), rtol=1e-3)
-    assert np.isnan(found.scores[0, 5])
+    np.testing.assert_allclose(result.scores[0, has_one], logit(p_correct), rtol=1e-3)
+    assert np.isnan(result.scores[0, 5])
 
 
 def test_lookback_lens_is_one_regression_on_the_ratios_of_all_heads():
@@ -212,3 +232,176 @@ def test_lookback_lens_is_one_regression_on_the_ratios_of_all_heads():
     test = rows.where("test")
     assert roc_auc_score(labels[test], scores[test]) > 0.9
     assert catalogue()["lookback_lens"].settings == ("with_context",)
+
+
+def test_entropies_are_parted_where_the_published_code_parts_them():
+    entropies = np.array([0, 0, 0, 0.3, 0.5, 0.69, 1.2, 1.6, 2.0, 2.3])
+    assert entropy_threshold(entropies) == pytest.approx(0.6969697, abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("aurocs", "expected"),
+    [
+        ([0.5, 0.9, 0.9, 0.9, 0.9, 0.9, 0.6, 1.0], (1, 6)),  # the last is in none
+        ([0.75] * 8, (0, 5)),
+        ([0.1, 0.5, 0.75, 0.75, 0.75, 0.75, 0.75, 0.75, 0.2], (2, 7)),
+        ([0.5, 0.6, 0.7], (0, 2)),
+        ([0.5], (0, 1)),
+    ],
+)
+def test_neighbouring_layers_are_chosen_by_their_mean(aurocs, expected):
+    assert best_range(aurocs) == expected
+
+
+def test_the_second_last_token_and_what_the_code_reads_for_it():
+    last = np.array([0, 1, 2, 3, 4])
+    np.testing.assert_array_equal(official_second_last(last), [0, 1, 0, 1, 2])
+    np.testing.assert_array_equal(second_last(last), [-1, 0, 1, 2, 3])
+    np.testing.assert_array_equal(before_generation(last), [0, 0, 0, 0, 0])
+
+
+def disagreeing(n=900):
+    """Answers on which draws agree are right; the prompt's last state shows it."""
+    labels = some_labels(n)
+    answers = planted(labels, step=0)
+    entropies = np.random.default_rng(2).uniform(0, 0.5, n) + 1.5 * ~labels
+    return rows_of(labels), answers, entropies
+
+
+def probed(rows, answers, entropies, step_of):
+    store = stored(answers)
+    states_of = partial(states_at, store, step_of(last_steps(store)))
+    return entropy_probe(states_of, LAYERS, entropies, rows, "sep")
+
+
+def test_an_entropy_probe_finds_where_disagreement_was_planted_and_only_there():
+    rows, answers, entropies = disagreeing()
+    result = probed(rows, answers, entropies, before_generation)
+    assert measured(result, rows) > 0.9
+    assert 0.5 < chosen(result)["threshold"] <= 1.5
+    assert {"first_layer": 0, "last_layer": 2}.items() <= chosen(result).items()
+    # At the last token nothing was planted; of 300 answers, s.d. 0.033.
+    elsewhere = probed(rows, answers, entropies, lambda last: last)
+    assert abs(measured(elsewhere, rows) - 0.5) < 0.12
+
+
+def test_permuted_entropies_teach_nothing():
+    rows, answers, entropies = disagreeing()
+    permuted = np.random.default_rng(3).permutation(entropies)
+    result = probed(rows, answers, permuted, before_generation)
+    # The probe's direction is noise, and all of it lies along one planted channel.
+    aurocs = [measured(result, rows)]
+    for seed in range(4, 10):
+        permuted = np.random.default_rng(seed).permutation(entropies)
+        result = probed(rows, answers, permuted, before_generation)
+        aurocs.append(measured(result, rows))
+    spread = np.std(aurocs, ddof=1) / np.sqrt(len(aurocs))
+    assert abs(np.mean(aurocs) - 0.5) < 3.7 * spread  # t of 6 degrees, p = .01
+
+
+def test_an_entropy_probe_learns_from_entropies_of_training_rows_alone():
+    rows, answers, entropies = disagreeing(300)
+    only = np.where(np.arange(300) < 100, entropies, np.nan)
+    first, second = (
+        probed(rows, answers, x, before_generation) for x in (entropies, only)
+    )
+    np.testing.assert_array_equal(first.scores, second.scores)
+    with pytest.raises(ValueError, match="beatrice sample"):
+        probed(rows, answers, np.full(300, np.nan), before_generation)
+
+
+def test_an_answer_too_short_for_its_token_has_no_score():
+    rows, answers, entropies = disagreeing(300)
+    result = probed(rows, answers, entropies, second_last)
+    assert np.flatnonzero(np.isnan(result.scores[0])).tolist() == [3]
+
+
+N_READ = 300
+GNOSIS = catalogue()["gnosis"]
+# All fits of one seed share what is compiled: shapes and this configuration.
+SMALL = GnosisConfig(
+    width=16, head_widths=(16,), n_grid=1, n_seeds=1, n_epochs=8, batch_size=16
+)
+
+
+def gnosis_inputs(labels, where):
+    """Noise, but for one statistic of every head, or one channel of one step."""
+    rng = np.random.default_rng(1)
+    maps = rng.standard_normal((N_READ, 2, 3, 23)).astype(np.float32)
+    states = rng.standard_normal((N_READ, 8, 6)).astype(np.float32)
+    if where == "maps":
+        maps[:, :, :, 4] += 4 * labels[:, None, None]
+    else:
+        states[:, 5, 2] += 4 * labels
+    return maps, states
+
+
+@pytest.mark.parametrize("where", ["maps", "states"])
+def test_either_stream_alone_tells_right_from_wrong(where):
+    labels = some_labels(N_READ)
+    result = gnosis_scores(*gnosis_inputs(labels, where), rows_of(labels), SMALL)
+    assert measured(result, rows_of(labels)) > 0.85
+    (chosen,) = result.chosen
+    assert chosen.metric == "epoch" and 1 <= chosen.value <= SMALL.n_epochs
+
+
+def test_an_answer_that_was_not_read_has_no_score_and_teaches_nothing():
+    labels = some_labels(N_READ)
+    maps, states = gnosis_inputs(labels, "states")
+    maps[3, 0, 0, 0] = states[4] = maps[N_READ - 1] = np.nan
+    config = dataclasses.replace(SMALL, n_epochs=1)
+    scores = gnosis_scores(maps, states, rows_of(labels), config).scores
+    assert scores.shape == (1, N_READ) and scores.dtype == np.float64
+    assert np.flatnonzero(np.isnan(scores[0])).tolist() == [3, 4, N_READ - 1]
+    assert GNOSIS.is_trained and set(GNOSIS.reads) == {"gnosis_maps", "gnosis_states"}
+
+
+@functools.cache
+def fitted(**changes):
+    labels = some_labels(N_READ)
+    maps, states = gnosis_inputs(labels, "maps")
+    config = dataclasses.replace(SMALL, **changes)
+    train, valid = np.arange(100), np.arange(200, 300)
+    inputs = Inputs(maps, states)
+    result = fit_heads(
+        inputs.at(train), labels[train], inputs.at(valid), labels[valid], config
+    )
+    return result, config, inputs, labels
+
+
+def test_a_seed_of_several_heads_is_fitted_as_it_is_alone():
+    several, _, _, _ = fitted(n_seeds=2, patience=1)
+    alone, _, _, _ = fitted(patience=1)
+    assert several.epochs[0] == alone.epochs[0]
+    pairs = map(jax.tree.leaves, (several.params, alone.params))
+    for leaf, other in zip(*pairs, strict=True):
+        # Adam divides gradients by their own size, so rounding of tiny ones shows.
+        np.testing.assert_allclose(leaf[0], other[0], atol=1e-3)
+    kernels = jax.tree.leaves(several.params)
+    assert max(float(np.abs(x[1] - x[0]).max()) for x in kernels) > 0.05
+
+
+def test_a_head_keeps_the_epoch_that_is_best_on_validation():
+    best, config, inputs, labels = fitted(patience=6)
+    apply = jax.jit(GnosisHead(config).apply)
+    valid, values = np.arange(200, 300), []
+    for patience in (6, 1):
+        result, _, _, _ = fitted(patience=patience)
+        head = jax.tree.map(lambda x: x[0], result.params)
+        logits = apply(head, *inputs.at(valid))
+        values.append(roc_auc_score(labels[valid], logits))
+    assert 1 <= best.epochs[0] <= SMALL.n_epochs and values[0] >= values[1] > 0.5
+
+
+def test_a_step_and_a_head_have_their_places():
+    head = GnosisHead(SMALL)
+    maps, states = (x[:4] for x in gnosis_inputs(some_labels(N_READ), "maps"))
+    params = jax.jit(head.init)(jax.random.key(0), maps, states)
+    apply = jax.jit(head.apply)
+    plain = apply(params, maps, states)
+    for moved in ((maps[:, ::-1], states), (maps[:, :, ::-1], states)):
+        assert np.abs(apply(params, *moved) - plain).max() > 1e-5
+    turned = apply(params, maps, states[:, ::-1])
+    assert np.abs(turned - plain).max() > 1e-5
+    alone = apply(params, maps[:1], states[:1])
+    np.testing.assert_allclose(alone, plain[:1], atol=1e-5)

@@ -1,9 +1,19 @@
+import ast
+import importlib.util
 import math
+import types
+from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy.special import log_softmax
 
 from beatrice.benchmarks.baselines.detector import catalogue
+from beatrice.benchmarks.baselines.detectors.clustering import paper_clusters
+from beatrice.benchmarks.baselines.detectors.entropy import (
+    discrete_entropy,
+    weighted_entropy,
+)
 from beatrice.benchmarks.baselines.detectors.selfcheck import (
     official_eigenscore,
     paper_eigenscore,
@@ -11,9 +21,9 @@ from beatrice.benchmarks.baselines.detectors.selfcheck import (
     tokens_of,
     unigram_max,
 )
-from tests.benchmarks.baselines.drawn import (
+from tests.benchmarks.baselines.planted import (
     by_last_word,
-    inputs,
+    drawn_inputs,
     relations_by,
     scores,
 )
@@ -35,8 +45,8 @@ NLI, PAPER, NGRAM = (
 def test_unigrams_of_the_packages_own_example():
     first, second = sentences_of(PASSAGE)
     assert sum(len(tokens_of(text)) for text in [PASSAGE, *SAMPLES]) == 97
-    one, both = unigram_max([first, second], SAMPLES), [first, second]
-    assert one == pytest.approx(4.025405, abs=1e-6)
+    left, both = unigram_max([first, second], SAMPLES), [first, second]
+    assert left == pytest.approx(4.025405, abs=1e-6)
     for sentence, golden in zip(both, (3.476099, 4.574711), strict=True):
         # The corpus is the whole passage's; what it has more is put among the samples.
         rest = [*SAMPLES, *(other for other in both if other != sentence)]
@@ -50,8 +60,8 @@ def test_an_answer_that_all_samples_repeat_is_as_likely_as_its_tokens():
 
 def test_a_token_that_no_sample_has_decides():
     # Once among 11 answers of two tokens.
-    found = unigram_max(["Rome."], ["Paris."] * 10)
-    assert found == pytest.approx(math.log(22))
+    result = unigram_max(["Rome."], ["Paris."] * 10)
+    assert result == pytest.approx(math.log(22))
 
 
 @pytest.mark.parametrize(
@@ -90,27 +100,27 @@ def test_text_is_split_into_tokens(text, tokens):
 
 
 def test_no_word_is_lost_between_sentences():
-    words = [word for one in sentences_of(PASSAGE) for word in tokens_of(one)]
+    words = [word for sentence in sentences_of(PASSAGE) for word in tokens_of(sentence)]
     assert words == tokens_of(PASSAGE)
 
 
 def test_the_sentence_comes_first_and_in_the_papers_order_the_sample():
-    asked = []
+    calls = []
 
     def rule(premise, hypothesis):
-        asked.append((premise, hypothesis))
+        calls.append((premise, hypothesis))
         return 0.5, 0.0, 0.5
 
-    drawn = inputs([["x"]], ["A b. C d."], relations=relations_by(rule))
+    drawn = drawn_inputs([["x"]], ["A b. C d."], relations=relations_by(rule))
     NLI.score(drawn)
-    assert asked == [("A b.", "x"), ("C d.", "x")]
+    assert calls == [("A b.", "x"), ("C d.", "x")]
     PAPER.score(drawn)
-    assert asked[2:] == [("x", "A b."), ("x", "C d.")]
+    assert calls[2:] == [("x", "A b."), ("x", "C d.")]
 
 
 def test_a_score_is_minus_the_mean_contradiction_without_neutral():
     chances = {"x": (0.1, 0.8, 0.1), "y": (0.3, 0.6, 0.1), "z": (0.0, 0.5, 0.5)}
-    drawn = inputs(
+    drawn = drawn_inputs(
         [["x", "y", "z", "x"]],
         relations=relations_by(lambda p, h: chances[h]),
     )
@@ -119,7 +129,7 @@ def test_a_score_is_minus_the_mean_contradiction_without_neutral():
 
 
 def test_sentences_count_alike():
-    drawn = inputs(
+    drawn = drawn_inputs(
         [["we know x", "so x"]],
         ["Surely x. Perhaps y. Or z."],
         relations=relations_by(lambda p, h: by_last_word(p.rstrip("."), h.rstrip("."))),
@@ -128,9 +138,9 @@ def test_sentences_count_alike():
     assert scores(NLI, drawn) == pytest.approx([-(low + 2 * high) / 3])
 
 
-@pytest.mark.parametrize("detector", (NLI, PAPER, NGRAM), ids=lambda one: one.name)
+@pytest.mark.parametrize("detector", (NLI, PAPER, NGRAM), ids=lambda x: x.name)
 def test_an_empty_answer_and_no_samples_are_undefined(detector):
-    drawn = inputs(
+    drawn = drawn_inputs(
         [["a", "b"], ["a"], [], ["", "a"]],
         ["a", " ", "a", "a"],
         relations=relations_by(by_last_word),
@@ -139,13 +149,13 @@ def test_an_empty_answer_and_no_samples_are_undefined(detector):
 
 
 def test_a_pair_that_is_surely_neutral_is_undefined():
-    drawn = inputs([["a"]], relations=relations_by(lambda p, h: (0, 1, 0)))
+    drawn = drawn_inputs([["a"]], relations=relations_by(lambda p, h: (0, 1, 0)))
     assert np.isnan(scores(NLI, drawn)).all()
 
 
 def test_without_an_nli_model_the_contradiction_is_refused():
     with pytest.raises(ValueError, match="expected an NLI model, found none"):
-        NLI.score(inputs([["a"]]))
+        NLI.score(drawn_inputs([["a"]]))
 
 
 SAMPLE_STATES = "sample_states"
@@ -156,7 +166,7 @@ def with_states(states, labels=None):
     """DetectorInput with these states, `[n_rows, n_samples, d_model]`."""
     drawn = [["a"] * states.shape[1]] * len(states)
     readings = {SAMPLE_STATES: states.astype(np.float32)}
-    return inputs(drawn, labels=labels, readings=readings)
+    return drawn_inputs(drawn, labels=labels, readings=readings)
 
 
 def test_the_official_score_of_the_reference():
@@ -191,10 +201,10 @@ def test_equal_answers_have_the_least_score_and_no_error():
 def test_states_that_were_not_read_are_left_out_and_one_alone_is_undefined():
     states = np.random.default_rng(0).normal(size=(4, 5, 8)).astype(np.float32)
     states[1, 3:] = states[2, 1:] = states[3] = np.nan
-    found = scores(OFFICIAL, with_states(states))
+    result = scores(OFFICIAL, with_states(states))
     expected = -official_eigenscore(states[1, :3].astype(np.float64))
-    assert found[1] == pytest.approx(expected)
-    assert np.isfinite(found).tolist() == [True, True, False, False]
+    assert result[1] == pytest.approx(expected)
+    assert np.isfinite(result).tolist() == [True, True, False, False]
 
 
 def test_states_of_half_precision_do_not_overflow():
@@ -209,6 +219,120 @@ def test_states_of_half_precision_do_not_overflow():
     [({}, "missing"), ({SAMPLE_STATES: np.zeros((3, 2, 4))}, r"of shape \[3, 2, 4\]")],
 )
 def test_states_of_other_rows_or_none_are_refused(readings, found):
-    one = inputs([["a"], ["b"]], readings=readings)
+    given = drawn_inputs([["a"], ["b"]], readings=readings)
     with pytest.raises(ValueError, match=f"'sample_states' is {found}, expected 3"):
-        OFFICIAL.score(one)
+        OFFICIAL.score(given)
+
+
+EXACT = 1e-12
+
+
+class Base:
+    """Stands for the base classes of lm-polygraph, which add names alone."""
+
+    def __init__(self, *names):
+        del names
+
+
+BASES = {"Estimator": Base, "StatCalculator": Base, "WhiteboxModel": object}
+
+
+def published(package, path, **given):
+    """Return what one file of a package defines; `given` for imports of its own."""
+    spec = importlib.util.find_spec(package)
+    if spec is None:
+        pytest.skip(f"{package} is not installed")
+    tree = ast.parse((Path(spec.submodule_search_locations[0]) / path).read_text())
+
+    def is_given(node):
+        names = [alias.name for alias in getattr(node, "names", [])]
+        is_import = isinstance(node, (ast.Import, ast.ImportFrom))
+        return is_import and any(name in given for name in names)
+
+    tree.body = [node for node in tree.body if not is_given(node)]
+    result = dict(given)
+    exec(compile(tree, path, "exec"), result)
+    return types.SimpleNamespace(**result)
+
+
+def some_answers(seed):
+    """Log-probabilities of up to ten answers, and which of them entail which."""
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(1, 11))
+    log_probs = [rng.uniform(-3, 0, rng.integers(1, 6)) for _ in range(n)]
+    entails = rng.random((n, n)) < 0.6
+    both = (entails & entails.T) | np.eye(n, dtype=bool)
+    return log_probs, entails, both, [str(i) for i in range(n)]
+
+
+def test_entropies_of_uqlm():
+    code = published("uqlm", "nli/entropy_utils.py")
+    for seed in range(100):
+        log_probs, _, both, texts = some_answers(seed)
+        clusters = paper_clusters(texts, both)
+        places = [np.flatnonzero(clusters == k) for k in range(clusters.max() + 1)]
+        as_dicts = [[{"logprob": x} for x in prob] for prob in log_probs]
+        weighted, uniform = (
+            code.compute_semantic_entropy(code.compute_cluster_probabilities(p, places))
+            for p in code.compute_response_probabilities(as_dicts, len(texts))
+        )
+        means = [prob.mean() for prob in log_probs]
+        assert weighted_entropy(means, clusters) == pytest.approx(weighted, abs=EXACT)
+        assert discrete_entropy(clusters) == pytest.approx(uniform, abs=EXACT)
+
+
+def test_clusters_and_entropies_of_lm_polygraph():
+    folder = "stat_calculators/semantic_classes.py"
+    classes = published("lm_polygraph", folder, **BASES).SemanticClassesCalculator
+    kind = published("lm_polygraph", "estimators/semantic_entropy.py", **BASES)
+    for seed in range(100):
+        log_probs, entails, both, texts = some_answers(seed)
+        known = classes()
+        known._is_entailment = entails[None]
+        of_samples, of_classes = known.get_classes([texts])
+        clusters = paper_clusters(texts, both)
+        assert clusters.tolist() == [of_samples[0][i] for i in range(len(texts))]
+        means = [item.mean() for item in log_probs]
+        weights = log_softmax(means)
+        sums, counts = (
+            kind.SemanticEntropy(class_probability_estimation=name)
+            for name in ("sum", "frequency")
+        )
+        for item in (sums, counts):
+            item._sample_to_class, item._class_to_sample = of_samples, of_classes
+        log_shares = [math.log(len(texts)) + weights]
+        (weighted,) = sums.batched_call([texts], [weights], log_shares)
+        (counted,) = counts.batched_call([texts], None)
+        assert weighted_entropy(means, clusters) == pytest.approx(weighted, abs=EXACT)
+        assert discrete_entropy(clusters) == pytest.approx(counted, abs=EXACT)
+
+
+def test_eigenscore_of_lm_polygraph():
+    code = published("lm_polygraph", "estimators/eigenscore.py", **BASES)
+    states = np.random.default_rng(0).normal(size=(10, 24))
+    stats = {"sample_embeddings": [states]}
+    (paper,) = code.EigenScore()(stats)
+    (rescaled,) = code.EigenScore(alpha=1e-3 * 23)(stats)
+    assert paper_eigenscore(states) == pytest.approx(paper, abs=EXACT)
+    official = (rescaled - math.log(23)) / math.log(10)
+    assert official_eigenscore(states) == pytest.approx(official, abs=EXACT)
+
+
+def test_unigrams_of_selfcheckgpt():
+    pytest.importorskip("nltk")
+    spacy = pytest.importorskip("spacy")
+
+    def load(name):
+        """en_core_web_sm is no package of an index; its tokens are the same."""
+        language = spacy.blank("en")
+        language.add_pipe("sentencizer")
+        return language
+
+    given = {"spacy": types.SimpleNamespace(load=load)}
+    model = published("selfcheckgpt", "modeling_ngram.py", **given).UnigramModel()
+    for text in (PASSAGE, *SAMPLES):
+        model.add(text)
+    model.train()
+    sentences = sentences_of(PASSAGE)
+    expected = model.evaluate(sentences)["doc_level"]["avg_max_neg_logprob"]
+    assert unigram_max(sentences, SAMPLES) == pytest.approx(expected, abs=EXACT)

@@ -23,7 +23,7 @@ from beatrice.benchmarks.baselines.detectors.text_models import (
     svm_scores,
 )
 from beatrice.extract.generate.requests import PromptConfig
-from beatrice.extract.records import Answer, Example, Passage
+from beatrice.extract.records import Passage
 from beatrice.jaxprobe.linear import INVERSE_PENALTIES
 from tests.benchmarks.baselines.test_probes import (
     chosen,
@@ -31,6 +31,7 @@ from tests.benchmarks.baselines.test_probes import (
     rows_of,
     some_labels,
 )
+from tests.records import an_answer, an_example
 
 WORDS = [f"word{i}" for i in range(30)]
 
@@ -69,7 +70,7 @@ def test_every_seed_of_an_mlp_is_a_fit_of_its_own_and_can_be_repeated():
     first, second = (mlp_scores(texts, rows) for _ in range(2))
     assert first.scores.shape == (3, 150)
     np.testing.assert_array_equal(first.scores, second.scores)
-    assert len({tuple(own) for own in first.scores}) == 3
+    assert len({tuple(score) for score in first.scores}) == 3
 
 
 def test_validation_chooses_the_penalty_of_the_svm():
@@ -86,9 +87,9 @@ def test_validation_chooses_the_penalty_of_the_svm():
             svm = LinearSVC(C=penalty).fit(matrix[train], rows.labels[train])
             scores = svm.decision_function(matrix[valid])
             aurocs[penalty] = roc_auc_score(rows.labels[valid], scores)
-        found = chosen(svm_scores(texts, rows))["inverse_penalty"]
-        assert aurocs[found] == pytest.approx(max(aurocs.values()), abs=1e-3)
-        penalties.add(found)
+        result = chosen(svm_scores(texts, rows))["inverse_penalty"]
+        assert aurocs[result] == pytest.approx(max(aurocs.values()), abs=1e-3)
+        penalties.add(result)
     assert len(penalties) == 2  # clean labels and noisy ones want another penalty
 
 
@@ -101,8 +102,8 @@ def test_validation_chooses_the_penalty_of_the_mlp():
     }
     valid = rows.where("validation")
     aurocs = {
-        penalty: roc_auc_score(labels[valid], found.scores[0, valid])
-        for penalty, found in alone.items()
+        penalty: roc_auc_score(labels[valid], output.scores[0, valid])
+        for penalty, output in alone.items()
     }
     best = max(aurocs, key=aurocs.get)
     config = MlpConfig(penalties=(100.0, 1e-4), n_seeds=1)
@@ -117,16 +118,16 @@ def test_the_best_epoch_is_that_of_the_validation_rows_and_patience_ends_the_sea
     # On validation rows the second is best, on all others the fourth.
     quality, elsewhere = [0.2, 0.9, 0.5, 0.4, 0.95], [0.1, 0.2, 0.3, 0.99, 0.1]
     noise = np.random.default_rng(0).random(600)
-    asked = []
+    calls = []
 
     def epochs():
-        for number, (own, other) in enumerate(zip(quality, elsewhere, strict=True), 1):
-            asked.append(number)
-            weight = np.where(is_valid, own, other)
+        for number, (here, other) in enumerate(zip(quality, elsewhere, strict=True), 1):
+            calls.append(number)
+            weight = np.where(is_valid, here, other)
             yield weight * rows.labels + (1 - weight) * noise
 
     value, scores, number = best_epoch(epochs(), rows, patience=2)
-    assert number == 2 and asked == [1, 2, 3, 4]
+    assert number == 2 and calls == [1, 2, 3, 4]
     valid = rows.where("validation")
     assert value == roc_auc_score(rows.labels[valid], scores[valid])
 
@@ -161,18 +162,18 @@ def test_an_encoder_is_fine_tuned_to_planted_words(tiny_encoder):
     labels = some_labels(900)
     texts, rows = planted(labels), rows_of(labels)
     state = torch.random.get_rng_state()
-    found = encoder_scores(texts, rows, tiny_encoder, QUICK)
-    assert found.scores.shape == (1, 900) and measured(found, rows) > 0.95
-    assert chosen(found)["epoch"] in (2, 3, 4)
+    result = encoder_scores(texts, rows, tiny_encoder, QUICK)
+    assert result.scores.shape == (1, 900) and measured(result, rows) > 0.95
+    assert chosen(result)["epoch"] in (2, 3, 4)
     assert torch.equal(state, torch.random.get_rng_state())
     again = encoder_scores(texts, rows, tiny_encoder, QUICK)
-    np.testing.assert_array_equal(found.scores, again.scores)
+    np.testing.assert_array_equal(result.scores, again.scores)
 
 
 def test_an_encoder_learns_nothing_from_permuted_labels(tiny_encoder):
     texts, permuted = planted(some_labels(900)), rows_of(some_labels(900, 9))
-    found = encoder_scores(texts, permuted, tiny_encoder, QUICK)
-    assert abs(measured(found, permuted) - 0.5) < 0.12
+    result = encoder_scores(texts, permuted, tiny_encoder, QUICK)
+    assert abs(measured(result, permuted) - 0.5) < 0.12
 
 
 def test_padding_beside_a_longer_text_changes_no_score(tiny_encoder):
@@ -201,19 +202,15 @@ def test_the_rungs_read_question_answer_and_passages_of_a_run(
     labels = some_labels(300)
     rows = rows_of(labels, setting)
     parts = [text.split("\n") for text in planted(labels)]
-    empty = dict(variant="original", prompt_ids=(1,), context_span=(0, 0))
-    empty |= dict(token_ids=(2,), stop_id=3, setting=setting)
     examples, answers = [], []
-    for i, (question, told, other) in enumerate(parts):
+    for i, (question, text, other) in enumerate(parts):
         # With context the name stands in the passage, closed-book in the answer.
         if setting == "with_context":
-            told, other = other, told
-        page = Passage(title="page", text=other)
-        name = dict(id=f"q{i}", dataset="world", split=rows.splits[i])
-        own = Example(**name, question=question, golds=("x",), passages=(page,))
-        examples.append(own)
-        answers.append(Answer(example_id=f"q{i}", text=told, **empty))
-    own = DetectorInput.of(
+            text, other = other, text
+        fields = dict(question=question, passages=(Passage(title="page", text=other),))
+        examples.append(an_example(id=f"q{i}", split=rows.splits[i], **fields))
+        answers.append(an_answer(example_id=f"q{i}", setting=setting, text=text))
+    inputs = DetectorInput.of(
         None,
         rows,
         questions=examples,
@@ -221,10 +218,10 @@ def test_the_rungs_read_question_answer_and_passages_of_a_run(
         template=PromptConfig().prompt_template(),
         encoder=tiny_encoder,
     )
-    assert measured(encoder_scores(own.texts, rows, tiny_encoder, QUICK), rows) > 0.8
+    assert measured(encoder_scores(inputs.texts, rows, tiny_encoder, QUICK), rows) > 0.8
     for name in ("tfidf_svm", "tfidf_mlp"):
-        assert measured(catalogue()[name].score(own), rows) > 0.8
+        assert measured(catalogue()[name].score(inputs), rows) > 0.8
     with pytest.raises(ValueError, match="--encoder DIRECTORY"):
-        catalogue()["text_encoder"].score(dataclasses.replace(own, encoder=None))
+        catalogue()["text_encoder"].score(dataclasses.replace(inputs, encoder=None))
     with pytest.raises(ValueError, match="give questions, answers and the template"):
-        catalogue()["tfidf_svm"].score(dataclasses.replace(own, template=None))
+        catalogue()["tfidf_svm"].score(dataclasses.replace(inputs, template=None))

@@ -1,11 +1,13 @@
 """What reading costs, what the store adds, and the models of full size."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
 from click.testing import CliRunner
 
+from beatrice.benchmarks.bench.answer import CONFIG, WAYS, AnswerBench, measure_latency
 from beatrice.benchmarks.bench.commands import measure_fresh
 from beatrice.benchmarks.bench.extract import (
     BatchConfig,
@@ -27,11 +29,13 @@ from beatrice.benchmarks.bench.extract import (
 )
 from beatrice.benchmarks.bench.hooks import Hooked
 from beatrice.benchmarks.bench.tiny_models import tiny_model
+from beatrice.cli import main
 from beatrice.extract.backbone.loading import Backbone, load_backbone
 from beatrice.extract.backbone.names import WEIGHTS
 from beatrice.extract.signals.extract import ExtractConfig
 from beatrice.extract.signals.reader import SignalReader
 
+pytestmark = pytest.mark.usefixtures("threads_as_before")
 TINY = BatchConfig(
     n_tokens=24, n_examples=2, n_read=12, vocab_size=97, d_model=64, n_layers=2
 )
@@ -59,8 +63,8 @@ def peak_of_ones():
 def test_the_peak_sees_what_a_run_held_and_gave_back():
     # In a fresh process, as it is measured: other tests' models have left this one
     # freed memory that it keeps, and what is held there again raises no peak.
-    found = measure_fresh("the memory of ones", peak_of_ones)
-    assert 0.95 * N_MIB < found < 1.1 * N_MIB
+    result = measure_fresh("the memory of ones", peak_of_ones)
+    assert 0.95 * N_MIB < result < 1.1 * N_MIB
 
 
 def test_reading_and_bare_forward_are_of_the_same_batch():
@@ -182,5 +186,48 @@ def test_answering_and_reading_with_worked_examples_are_measured_on_the_same_tok
 
 
 def test_no_runs_are_refused():
-    found = CliRunner().invoke(extract, ["--rounds", "0"])
-    assert found.exit_code == 2 and "x>=1" in found.output
+    result = CliRunner().invoke(extract, ["--rounds", "0"])
+    assert result.exit_code == 2 and "x>=1" in result.output
+
+
+def test_a_row_a_setting_has_every_ratio_above_zero():
+    done = CliRunner().invoke(main, ["bench", "answer", "--rounds", "1", "--json"])
+    assert done.exit_code == 0, done.output
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["setting"] for row in rows] == ["closed_book", "with_context"]
+    for row in rows:
+        ratios = [value for name, value in row.items() if "_over_" in name]
+        assert len(ratios) == 6 and min(ratios) > 0
+
+
+def test_one_scored_answer_is_timed_beside_the_same_tokens_alone():
+    cost = measure_latency("embedded", n_rounds=1)
+    assert cost.n_new <= 8 < cost.n_prompt
+    assert min(cost.plain, cost.scored, cost.clock, cost.processors) > 0
+
+
+@pytest.fixture(scope="module")
+def answer_bench():
+    return AnswerBench("embedded", "float32", "with_context")
+
+
+def test_the_floor_computes_the_logits_of_all_tokens_that_are_read(answer_bench):
+    """Plain generation multiplies one state of a row and step by the output matrix."""
+    counts = dict.fromkeys(WAYS, 0)
+
+    def count(module, inputs, output):
+        counts[way] += inputs[0][..., 0].numel()
+
+    handle = answer_bench.backbone.layout.head.register_forward_hook(count)
+    for way in ("plain", "floor"):
+        answer_bench.run(way)
+    handle.remove()
+    n_rows = len(answer_bench.requests)
+    n_read = sum(
+        len(r.prompt.ids)
+        - (r.prompt.context_span[0] if r.prompt.context_span[0] >= 48 else 0)
+        for r in answer_bench.requests
+    )
+    assert counts["plain"] <= n_rows * CONFIG.max_new_tokens
+    # Steps at which a batch is parted differ by those that run what was cut.
+    assert abs(counts["floor"] - counts["plain"] - n_read) <= n_rows

@@ -1,12 +1,36 @@
 import contextlib
 import dataclasses
+import functools
 
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
+import torch
 from safetensors.numpy import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
 from beatrice.benchmarks.bench.grid import Grid, made_up_features, weights_file
-from beatrice.benchmarks.bench.torch_encoder import TorchData
+from beatrice.benchmarks.bench.select import (
+    TOLERANCE,
+    SelectSizes,
+    fit_head,
+    largest_difference,
+    made_up_outputs,
+    rows_of_set,
+)
+from beatrice.benchmarks.bench.select import (
+    measure as measure_selection,
+)
+from beatrice.benchmarks.bench.torch_encoder import (
+    TorchData,
+    TorchEncoder,
+    apply_encoder,
+    project,
+    weights_of,
+)
 from beatrice.benchmarks.bench.torch_stack import Stack
 from beatrice.benchmarks.bench.train import (
     KINDS,
@@ -19,14 +43,21 @@ from beatrice.benchmarks.bench.train import (
     split_members,
     train_torch,
 )
-from beatrice.jaxprobe.config import EncoderConfig
-from beatrice.jaxprobe.families import paper_dims, subset_index
+from beatrice.jaxprobe.config import EncoderConfig, FusionConfig, TrainConfig
+from beatrice.jaxprobe.encoder import Encoder
+from beatrice.jaxprobe.families import SUBSETS, paper_dims, subset_index
+from beatrice.jaxprobe.family_tokens import split_families
+from beatrice.jaxprobe.fusion import head_inputs
 from beatrice.jaxprobe.memory import (
     Workload,
+    families_of,
     step_flops,
     turn_flops,
 )
+from beatrice.selection.greedy import fit_sets
+from tests.jaxprobe.samples import identity_of
 
+pytestmark = pytest.mark.usefixtures("threads_as_before")
 TOY = Workload(
     encoder=EncoderConfig(projection=3, hidden=4, n_blocks=1, n_groups=2),
     dims=paper_dims(hidden=6, prob=5, resid=4, attn=2),
@@ -76,8 +107,8 @@ def test_members_are_split_whole_and_evenly():
         TOY, dims=paper_dims(hidden=900, prob=5, resid=4, attn=2)
     )
     parts = split_members(work, [[m] for m in work.members], 2)
-    assert sorted(m for part in parts for m in part) == work.members
-    loads = [turn_flops(work, part) for part in parts]
+    assert sorted(m for members in parts for m in members) == work.members
+    loads = [turn_flops(work, members) for members in parts]
     # By parity of the subset one part would have all that read the wide family.
     assert max(loads) < 1.2 * min(loads)
 
@@ -141,8 +172,8 @@ def test_equal_losses_pass_and_their_difference_is_told():
         losses[1, 0][1] += 1e-5
         return losses
 
-    found = require_same_losses(losses_of(nearly))
-    assert found["grid"] == 0.0 and found["loop"] == pytest.approx(1e-5)
+    result = require_same_losses(losses_of(nearly))
+    assert result["grid"] == 0.0 and result["loop"] == pytest.approx(1e-5)
 
 
 def test_losses_that_differ_fail_the_benchmark_whichever_member_they_are_of():
@@ -179,11 +210,11 @@ def test_a_method_that_fails_says_why(tmp_path):
 def test_the_grid_and_pytorch_take_the_same_steps(folder):
     work = TOY.quiet()
     members = [(subset_index("HA"), 0), (subset_index("HPRA"), 0)]
-    found = {"grid": Grid(TOY, members, at_once=2).losses(work, 3, n_microbatches=2)}
+    results = {"grid": Grid(TOY, members, at_once=2).losses(work, 3, n_microbatches=2)}
     for name in ("loop", "stack"):
         torch_side = TorchTrainer(TOY, members, folder, name)
-        found[name] = torch_side.losses(work, 3, n_microbatches=2)
-    differences = require_same_losses(found)
+        results[name] = torch_side.losses(work, 3, n_microbatches=2)
+    differences = require_same_losses(results)
     assert max(differences.values()) < 1e-5
     # The same from other weights is not.
     torch_side.folder = folder / "others"
@@ -194,7 +225,7 @@ def test_the_grid_and_pytorch_take_the_same_steps(folder):
         other.rename(weights_file(torch_side.folder, (subset, 0)))
     with pytest.raises(ValueError, match="'stack' differ"):
         require_same_losses(
-            {**found, "stack": torch_side.losses(work, 3, n_microbatches=2)}
+            {**results, "stack": torch_side.losses(work, 3, n_microbatches=2)}
         )
 
 
@@ -212,3 +243,144 @@ def test_the_benchmark_compares_and_times_all_of_them():
             assert row.loss_difference < 1e-4
         assert row.peak_share == pytest.approx(row.gflops / row.peak_gflops)
     assert notes[-1] == "round 1 of 1"
+
+
+SMALL = SelectSizes(
+    n_pool=4,
+    n_seeds=1,
+    n_train=300,
+    n_valid=200,
+    d_pooled=4,
+    hidden=8,
+    n_members=2,
+    n_epochs=30,
+    n_torch=2,
+    n_turns=1,
+)
+SHAPE = FusionConfig(hidden=8)
+PROTOCOL = TrainConfig(
+    learning_rate=1e-2, max_epochs=2, batch_size=100, n_microbatches=1
+)
+
+
+def test_both_sides_of_the_benchmark_are_the_same_head():
+    train, valid = (made_up_outputs(SMALL, n, seed) for n, seed in ((300, 1), (200, 2)))
+    sets = [(0, 1), (1, 2, 3)]
+    heads = fit_sets(sets, train, valid, config=SHAPE, train_config=PROTOCOL)
+    assert largest_difference(heads, sets, valid, SHAPE) < TOLERANCE
+    moved = heads._replace(params=jax.tree.map(lambda x: x + 0.1, heads.params))
+    # Weights of empty slots are moved as well, and must not count.
+    assert largest_difference(moved, sets, valid, SHAPE) < TOLERANCE
+
+
+def test_the_torch_head_learns_what_can_be_learned_and_nothing_else():
+    torch.manual_seed(0)
+    rng = np.random.default_rng(0)
+    labels = rng.random(900) < 0.5
+    logits = rng.standard_normal((2, 900)).astype(np.float32)
+    pooled = rng.standard_normal((2, 900, 3)).astype(np.float32)
+    aurocs = []
+    for skill in (0.0, 2.0):
+        rows = rows_of_set(
+            np.asarray(head_inputs(pooled, logits + np.float32(skill) * labels))
+        )
+        y = torch.from_numpy(labels.astype(np.float32))
+        train, valid = (rows[:600], y[:600]), (rows[600:], labels[600:])
+        config = TrainConfig(learning_rate=3e-2, max_epochs=20, batch_size=100)
+        aurocs.append(fit_head(train, valid, 2, SHAPE, config))
+    # The best of up to 20 epochs on 300 rows (deviation 0.033) lies above a half.
+    assert 0.4 < aurocs[0] < 0.65 < 0.9 < aurocs[1]
+
+
+def test_the_benchmark_measures_both_sides():
+    result = measure_selection("small", SMALL)
+    assert result.heads_per_second > 0 and result.torch_heads_per_second > 0
+    assert result.largest_difference < TOLERANCE
+    assert result.auroc == pytest.approx(result.torch_auroc, abs=0.1)
+
+
+SPANS = ((0, 5), (3, 7), (1, 4))  # the first one is empty for some examples
+WORK = Workload(
+    encoder=EncoderConfig(projection=4, hidden=8, n_blocks=2, n_groups=2),
+    dims=paper_dims(hidden=6, prob=5, resid=4, attn=3),
+    spans=SPANS,
+    batch_size=10,
+    n_steps=1,
+)
+FEATURES, LABELS = made_up_features(WORK, 10, seed=1)
+
+
+def flat(tree):
+    return flax.traverse_util.flatten_dict(jax.device_get(tree)["params"], sep="/")
+
+
+@functools.cache
+def in_jax(name):
+    """Weights, with biases and scales moved to take part; logits; gradients."""
+    dims = WORK.dims
+    families = split_families(FEATURES, dims, identity_of(dims))
+    mask = jnp.asarray(SUBSETS[subset_index(name)])
+    encoder = Encoder(WORK.encoder, dims)
+    params = encoder.init(jax.random.key(3), families, mask)
+    params = jax.tree.map(lambda x: x + 0.02, params)
+
+    def loss(params):
+        logits, pooled = encoder.apply(params, families, mask)
+        losses = optax.sigmoid_binary_cross_entropy(
+            logits, jnp.asarray(LABELS, jnp.float32)
+        )
+        return losses.mean(), (logits, pooled)
+
+    grads, outputs = jax.jit(jax.grad(loss, has_aux=True))(params)
+    return flat(params), outputs, flat(grads)
+
+
+def torch_inputs(families):
+    tokens = np.concatenate(FEATURES.tokens, axis=1)
+    real = np.concatenate(FEATURES.masks, axis=1).astype(np.float32)
+    slices = WORK.dims.slices
+    return {
+        f: torch.from_numpy(tokens[..., slices[f]].copy()) for f in families
+    }, torch.from_numpy(real)
+
+
+@pytest.mark.parametrize("name", ["P", "HA", "HPRA"])
+def test_both_encoders_have_the_same_logits_and_gradients(name):
+    params, (logits, pooled), grads = in_jax(name)
+    encoder = TorchEncoder(
+        config=WORK.encoder,
+        families=families_of((subset_index(name), 0)),
+        widths=tuple(most for _, most in SPANS),
+    )
+    weights = {
+        key: torch.from_numpy(x).requires_grad_()
+        for key, x in weights_of(params, encoder).items()
+    }
+    ours, vectors = apply_encoder(
+        weights, *torch_inputs(encoder.families), encoder, training=False
+    )
+    labels = torch.from_numpy(LABELS.astype(np.float32))
+    torch.nn.functional.binary_cross_entropy_with_logits(ours, labels).backward()
+    close = {"rtol": 1e-4, "atol": 1e-5}  # fp32, sums in another order
+    np.testing.assert_allclose(ours.detach(), logits, **close)
+    np.testing.assert_allclose(vectors.detach(), pooled, **close)
+    expected = weights_of(grads, encoder)
+    assert set(expected) == set(weights)
+    for key, gradient in expected.items():
+        np.testing.assert_allclose(weights[key].grad, gradient, **close, err_msg=key)
+    assert max(np.abs(x).max() for x in expected.values()) > 0.01
+
+
+def test_noise_behind_the_projection_has_the_distribution_of_noise_at_the_inputs():
+    torch.manual_seed(0)
+    n = 20000
+    kernel = torch.randn(6, 3)
+    weights = {"projection_0": kernel, "projection_bias": torch.zeros(3)}
+    tokens, real = {0: torch.zeros(n, 2, 6)}, torch.tensor([[1.0, 0.0]]).repeat(n, 1)
+    encoder = TorchEncoder(config=WORK.encoder, families=(0,), widths=(2,))
+    rows = project(weights, tokens, real, encoder, 0.5)
+    assert not rows[:, 1].any()  # padding stays zero
+    expected = 0.25 * kernel.T @ kernel
+    # Deviation of a covariance of n draws: about its size times sqrt(2 / n) = 0.01.
+    result = torch.cov(rows[:, 0].T)
+    torch.testing.assert_close(result, expected, rtol=0.06, atol=0.06)

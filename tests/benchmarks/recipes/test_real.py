@@ -34,9 +34,9 @@ def world(**sizes):
 
 def write_questions(folder, n_train=128, n_evaluation=32, n_ood=40):
     """Write the microworld's questions as three published sets."""
-    asked = world(n_train=n_train, n_evaluation=n_evaluation, n_ood=n_ood)
-    known = [e for e in asked if e.split != "ood"]
-    held_out = [e for e in asked if e.split == "ood"]
+    requests = world(n_train=n_train, n_evaluation=n_evaluation, n_ood=n_ood)
+    known = [e for e in requests if e.split != "ood"]
+    held_out = [e for e in requests if e.split == "ood"]
     folder.mkdir()
     rows = [{"question": e.question, "answer": str(list(e.golds))} for e in known[::2]]
     pub.write_table(folder / "trivia.csv", rows, header=False)
@@ -52,7 +52,7 @@ def write_questions(folder, n_train=128, n_evaluation=32, n_ood=40):
         }
         for e in known[1::2]
     ]
-    lines = "".join(json.dumps(one) + "\n" for one in oracle)
+    lines = "".join(json.dumps(item) + "\n" for item in oracle)
     (folder / "oracle.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     popqa = [
         pub.popqa(i)
@@ -75,13 +75,13 @@ def test_the_files_are_told_by_their_content_and_the_largest_is_taken(tmp_path):
     few = pub.write_lines(folder / "a_few.jsonl", [pub.oracle(i) for i in range(3)])
     bare = pub.write_table(folder / "bare.tsv", [pub.popqa(i) for i in range(99)])
     (folder / "readme.txt").write_text("no questions")
-    told = []
-    found = find_questions(folder, told.append)
-    assert {(role, name) for role, name, _ in found} == {
+    calls = []
+    result = find_questions(folder, calls.append)
+    assert {(role, name) for role, name, _ in result} == {
         (role, name) for name, wanted in WANTED.items() for role in wanted.roles
     }
-    assert {few, bare}.isdisjoint(path for _, _, path in found)
-    assert len(told) == 3 and "Natural Questions" in told[1]
+    assert {few, bare}.isdisjoint(path for _, _, path in result)
+    assert len(calls) == 3 and "Natural Questions" in calls[1]
 
 
 def test_popqa_is_never_trained_on():
@@ -90,11 +90,11 @@ def test_popqa_is_never_trained_on():
 
 def test_sets_that_are_missing_are_all_named_with_what_would_do(tmp_path):
     pub.write_array(tmp_path / "bare.json", [pub.trivia(i) for i in range(3)])
-    told = r"lacks Natural Questions: .*oracle.*; PopQA: .*popqa.json"
-    with pytest.raises(ValueError, match=told):
+    message = r"lacks Natural Questions: .*oracle.*; PopQA: .*popqa.json"
+    with pytest.raises(ValueError, match=message):
         find_questions(tmp_path, print, ("triviaqa",))
-    said = beatrice("real", tmp_path, tmp_path / "run", code=1).stderr
-    assert "lacks Natural" in said and not (tmp_path / "run").exists()
+    output = beatrice("real", tmp_path, tmp_path / "run", code=1).stderr
+    assert "lacks Natural" in output and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

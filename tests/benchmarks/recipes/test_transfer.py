@@ -46,9 +46,9 @@ class Half:
     """A retriever whose server fails every second question."""
 
     def search(self, queries, depth):
-        found = {i: np.arange(depth) for i in range(0, len(queries), 2)}
+        hits = {i: np.arange(depth) for i in range(0, len(queries), 2)}
         raise RetrievalFailed(
-            "http://there", {i: "it is slow" for i in range(1, len(queries), 2)}, found
+            "http://there", {i: "it is slow" for i in range(1, len(queries), 2)}, hits
         )
 
 
@@ -61,11 +61,11 @@ def world(tmp_path):
 
 
 def test_the_first_test_and_held_out_questions_of_each_set_are_asked(world):
-    asked = asked_questions(read_examples(world), TransferConfig(limit=3))
-    sets = {(e.dataset, e.split) for e in asked}
+    requests = asked_questions(read_examples(world), TransferConfig(limit=3))
+    sets = {(e.dataset, e.split) for e in requests}
     assert {split for _, split in sets} == {"test", "ood"}
-    assert len(asked) == 3 * len(sets)
-    assert not any(e.passages for e in asked)
+    assert len(requests) == 3 * len(sets)
+    assert not any(e.passages for e in requests)
 
 
 def test_another_set_is_held_out_and_no_question_of_the_run_is_in_it(world, tmp_path):
@@ -77,35 +77,35 @@ def test_another_set_is_held_out_and_no_question_of_the_run_is_in_it(world, tmp_
     file = tmp_path / "more.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     config = TransferConfig(limit=2, questions=(("own", str(file)),))
-    asked = asked_questions(read_examples(world), config)
-    own = [e for e in asked if e.dataset == "own"]
+    requests = asked_questions(read_examples(world), config)
+    own = [e for e in requests if e.dataset == "own"]
     assert [(e.question, e.split) for e in own] == [("What is new?", "ood")]
 
 
 def test_retrieved_passages_carry_no_mark_of_gold():
-    asked = [msgspec.structs.replace(e, passages=()) for e in questions()][:2]
-    asked = [
-        msgspec.structs.replace(e, question=f"word{i}") for i, e in enumerate(asked)
+    requests = [msgspec.structs.replace(e, passages=()) for e in questions()][:2]
+    requests = [
+        msgspec.structs.replace(e, question=f"word{i}") for i, e in enumerate(requests)
     ]
-    found = Retrieval(Bm25Retriever(CORPUS), CORPUS, "")
-    examples, failed = with_passages(asked, found, 3)
+    result = Retrieval(Bm25Retriever(CORPUS), CORPUS, "")
+    examples, failed = with_passages(requests, result, 3)
     assert [e.passages[0].title for e in examples] == ["T0", "T1"]
     assert not any(p.is_supporting for e in examples for p in e.passages)
     assert failed == {} and {len(e.passages) for e in examples} == {3}
 
 
 def test_questions_that_a_server_failed_are_named_and_the_others_kept():
-    asked = [msgspec.structs.replace(e, passages=()) for e in questions()]
-    examples, failed = with_passages(asked, Retrieval(Half(), CORPUS, ""), 2)
-    assert [e.id for e in examples] == [e.id for e in asked[::2]]
-    assert set(failed) == {e.id for e in asked[1::2]}
+    requests = [msgspec.structs.replace(e, passages=()) for e in questions()]
+    examples, failed = with_passages(requests, Retrieval(Half(), CORPUS, ""), 2)
+    assert [e.id for e in examples] == [e.id for e in requests[::2]]
+    assert set(failed) == {e.id for e in requests[1::2]}
     assert set(failed.values()) == {"it is slow"}
 
 
 def test_what_was_asked_and_not_answered_is_count_missing_as_failed():
-    asked = [e for e in questions() if e.split in ("test", "ood")]
-    n, lost = len(asked), asked[-1]
-    there = asked[:-1]
+    requests = [e for e in questions() if e.split in ("test", "ood")]
+    n, lost = len(requests), requests[-1]
+    there = requests[:-1]
     rows = Rows(
         setting="with_context",
         ids=np.array([e.id for e in there]),
@@ -122,7 +122,7 @@ def test_what_was_asked_and_not_answered_is_count_missing_as_failed():
         return ResultRow(**fields, dataset=dataset, split=split)
 
     places = [(lost.dataset, "ood"), (ALL_SETS, "ood"), (IN_DOMAIN, "test")]
-    counted = _count_missing([row(*place) for place in places], rows, asked)
+    counted = _count_missing([row(*place) for place in places], rows, requests)
     assert lost.split == "ood" and [r.n_failed for r in counted] == [1, 1, 0]
 
 
@@ -138,11 +138,14 @@ def finished(smoke_run, tmp_path_factory):
 @pytest.mark.parametrize("setting", ["closed_book", "with_context"])
 def test_put_to_their_own_rows_detectors_score_as_evaluate_says(finished, setting):
     scene = run_scene(finished, finished, setting)
-    known = {one.subject: one.scores for one in run_detectors(finished, scene.own)[0]}
+    known = {
+        detector.subject: detector.scores
+        for detector in run_detectors(finished, scene.own)[0]
+    }
     encoders, _ = checkpoint.restore(finished.encoders(setting))
-    found = encoder_scores(scene, encoders, grid_config(finished))
-    found |= rival_scores(scene)
-    for name, scores in found.items():
+    result = encoder_scores(scene, encoders, grid_config(finished))
+    result |= rival_scores(scene)
+    for name, scores in result.items():
         # Encoders run in other batches; the probes' solver stops within its tolerance.
         np.testing.assert_allclose(scores, known[name], rtol=1e-3, atol=1e-4)
     selected = selected_scores(scene, Detector.load(finished.detector))
@@ -155,8 +158,8 @@ def test_put_to_their_own_rows_detectors_score_as_evaluate_says(finished, settin
 def test_the_rows_are_published_beside_the_others_and_done_once(finished):
     rows = [r for r in read_result_rows(finished) if r.experiment == EXPERIMENT]
     assert {r.setting for r in rows} == {"closed_book", "with_context"}
-    found = {(r.dataset, r.metric) for r in rows if r.detector == "backbone"}
-    assert (ALL_SETS, "em") in found and (ALL_SETS, "answer_found") in found
+    result = {(r.dataset, r.metric) for r in rows if r.detector == "backbone"}
+    assert (ALL_SETS, "em") in result and (ALL_SETS, "answer_found") in result
     wanted = map(Subject.of, ("champion", "perplexity", "tfidf"))
     assert {*wanted, probe("HPRA")} <= {r.subject for r in rows}
     before = finished.results.read_bytes()

@@ -2,8 +2,11 @@ import numpy as np
 import pytest
 
 from beatrice.benchmarks.results.compare import correlation
+from beatrice.benchmarks.results.evaluate import choose_answers
 from beatrice.jaxprobe.metrics import BootstrapConfig
+from beatrice.pgir.score_files import shown_tokens
 from beatrice.selection.anatomy.reach import Ranked, agreement, rank_correlation
+from tests.records import an_answer
 
 CONFIG = BootstrapConfig(n_resamples=400)
 
@@ -18,28 +21,26 @@ def encoders(seed, strengths=None, n=200, prefix="q"):
     return Ranked(np.array([f"{prefix}{i}" for i in range(n)]), labels, scores)
 
 
-def test_a_run_agrees_with_itself_entirely():
-    one = encoders(0, np.linspace(0, 2, 15))
-    assert agreement(one, one, CONFIG) == pytest.approx((1.0, 1.0, 1.0))
-
-
-def test_a_run_whose_scores_are_negated_ranks_in_reverse():
-    one = encoders(0, np.linspace(0, 2, 15))
-    reverse = one._replace(scores=-one.scores)
-    assert agreement(one, reverse, CONFIG) == pytest.approx((-1.0, -1.0, -1.0))
+def test_a_run_agrees_with_itself_entirely_and_negated_ranks_in_reverse():
+    run = encoders(0, np.linspace(0, 2, 15))
+    assert agreement(run, run, CONFIG) == pytest.approx((1.0, 1.0, 1.0))
+    reverse = run._replace(scores=-run.scores)
+    assert agreement(run, reverse, CONFIG) == pytest.approx((-1.0, -1.0, -1.0))
 
 
 def test_independent_noise_agrees_with_nothing():
-    found = agreement(encoders(1), encoders(2, prefix="other"), CONFIG)
-    assert found.low < 0 < found.high
+    interval = agreement(encoders(1), encoders(2, prefix="other"), CONFIG)
+    assert interval.low < 0 < interval.high
 
 
 def test_planted_strengths_are_found_on_other_questions():
     strengths = np.linspace(0, 2, 15)
     first, second = encoders(3, strengths), encoders(4, strengths, prefix="other")
-    found = agreement(first, second, CONFIG)
-    assert found.value > 0.9 and found.low > 0.7
-    assert found.low <= found.value + 0.05  # resampling adds noise, so it lies lower
+    interval = agreement(first, second, CONFIG)
+    assert interval.value > 0.9 and interval.low > 0.7
+    assert (
+        interval.low <= interval.value + 0.05
+    )  # resampling adds noise, so it lies lower
 
 
 def test_questions_of_both_runs_are_drawn_together():
@@ -62,6 +63,49 @@ def test_the_correlation_is_spearmans_with_ties_in_the_middle():
 
 
 def test_one_class_alone_has_no_ranking_and_says_so():
-    one = encoders(0)
-    found = agreement(one._replace(labels=np.ones(200, bool)), one, CONFIG)
-    assert np.isnan(found.value) and "one class only" in correlation(found)
+    run = encoders(0)
+    interval = agreement(run._replace(labels=np.ones(200, bool)), run, CONFIG)
+    assert np.isnan(interval.value) and "one class only" in correlation(interval)
+
+
+P = np.array([0.9, 0.1, 0.8, 0.2, 0.9, 0.9, 0.9, 0.4])
+LABELS = np.array([1, 0, 0, 1, 1, 1, 1, 0], bool)
+IDS = ["h", "b", "c", "d", "e", "f", "g", "a"]
+
+
+def chosen(p_correct=P, labels=LABELS, ids=IDS, threshold=0.5):
+    kinds = choose_answers(p_correct, labels, ids, threshold)
+    return {kind.name: (n, [ids[i] for i in indices]) for kind, n, indices in kinds}
+
+
+def test_of_each_kind_the_surest_are_shown():
+    shown = chosen()
+    assert shown["wrong and caught"] == (2, ["b", "a"])  # the lowest P first
+    assert shown["wrong and missed"] == (1, ["c"])
+    assert shown["right and distrusted"] == (1, ["d"])
+
+
+def test_of_equals_the_smaller_id_is_shown_whatever_the_order():
+    assert chosen()["right and trusted"] == (4, ["e", "f", "g"])
+    order = np.random.default_rng(0).permutation(len(P))
+    mixed = chosen(P[order], LABELS[order], [IDS[i] for i in order])
+    assert mixed == chosen()
+
+
+def test_an_answer_at_the_threshold_is_trusted():
+    assert chosen(threshold=0.8)["wrong and missed"] == (1, ["c"])
+    assert chosen(threshold=0.81)["wrong and missed"] == (0, [])
+
+
+def test_the_four_kinds_share_out_all_answers():
+    assert sum(n for n, _ in chosen().values()) == len(P)
+
+
+def test_tokens_are_shown_with_their_own_numbers_where_the_first_rows_are_spared():
+    ids = dict(prompt_ids=tuple(range(10)), token_ids=(10, 11), context_span=(6, 6))
+    answer = an_answer(**ids)
+    prob = np.arange(12 * 5, dtype=float).reshape(12, 5)
+    whole = shown_tokens(str, answer, prob)
+    spared = shown_tokens(str, answer, prob[6:], 6)
+    assert [token["text"] for token in whole] == [f"[{i}]" for i in (6, 7, 8, 10, 11)]
+    assert spared == whole[1:]  # what emitted the first one was not kept

@@ -32,8 +32,8 @@ def test_the_record_is_read_as_it_was_written_and_refused_otherwise(tmp_path):
 
 def test_the_better_ones_come_first_and_the_unmeasured_last():
     unknown = msgspec.structs.replace(judged()[0], name="nobody")
-    found = measured([unknown, *judged()], RESULTS)
-    aurocs = [auroc for _, auroc in found]
+    ranked = measured([unknown, *judged()], RESULTS)
+    aurocs = [auroc for _, auroc in ranked]
     assert aurocs[-1] is None
     assert aurocs[:-1] == sorted(aurocs[:-1], reverse=True)
 
@@ -64,26 +64,26 @@ def test_a_figure_stands_where_costs_differ_and_has_every_point():
     titles = [p.title for p in cost_pictures(same, RESULTS)]
     assert len(titles) == 4 and not any("forwards" in title for title in titles)
     assert cost_pictures([], RESULTS) == []
-    for found in pictures:
-        assert "Rival tfidf" in found.svg and "BEATRICE" in found.svg
-        assert ("Time is measured" in found.caption) == ("seconds" in found.title)
+    for picture in pictures:
+        assert "Rival tfidf" in picture.svg and "BEATRICE" in picture.svg
+        assert ("Time is measured" in picture.caption) == ("seconds" in picture.title)
 
 
 def test_what_was_not_timed_has_a_dash_and_no_point():
     first, *others = judged()
     untimed = [msgspec.structs.replace(first, seconds=None), *others]
     cells = cost_tables(untimed, RESULTS)["Closed-book"]
-    (own,) = (row for row in cells if row[0] == first.title)
-    assert dict(zip(HEADS, own, strict=True))["Seconds a question"] == "–"
-    for found in cost_pictures(untimed, RESULTS):
-        timed = "seconds" in found.title and "Closed" in found.title
-        assert (first.title in found.svg) != timed
+    (cells_of_first,) = (row for row in cells if row[0] == first.title)
+    assert dict(zip(HEADS, cells_of_first, strict=True))["Seconds a question"] == "–"
+    for picture in cost_pictures(untimed, RESULTS):
+        timed = "seconds" in picture.title and "Closed" in picture.title
+        assert (first.title in picture.svg) != timed
 
 
 def test_what_reads_drawn_answers_is_drawn_so_even_if_trained():
-    one = msgspec.structs.replace(judged()[0], is_trained=True)
-    assert kind_of(one) == "trained"
-    assert kind_of(msgspec.structs.replace(one, needs=("samples",))) == "sampled"
+    cost = msgspec.structs.replace(judged()[0], is_trained=True)
+    assert kind_of(cost) == "trained"
+    assert kind_of(msgspec.structs.replace(cost, needs=("samples",))) == "sampled"
 
 
 def test_rivals_go_by_their_titles():

@@ -1,18 +1,25 @@
 """A GGUF file as a backbone: the same model, unpacked once, refused in a sentence."""
 
 import hashlib
-import os
 import subprocess
 import sys
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from beatrice.cli import main
 from beatrice.extract.backbone.gguf import (
     Weights,
     _unpack,
@@ -22,25 +29,154 @@ from beatrice.extract.backbone.gguf import (
     unpacked,
 )
 from beatrice.extract.backbone.loading import load_backbone, load_outline
-from tests.extract.backbone.gguf_files import TEMPLATE, tiny, write_gguf
+from tests.extract.small_run import beatrice
 from tests.process import ROOT
+
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
+SPECIAL = ("<unk>", "<|im_start|>", "<|im_end|>", "<stop>")
+WORDS = (*SPECIAL, *sorted(ByteLevel.alphabet()), "he", "lo")
+SHAPE = {
+    "vocab_size": len(WORDS),
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 128,
+}
+K_QUANTS = {"Q4_K": ((0, 2),), "Q6_K": ((208,),)}  # where a block's float16 scales lie
+
+
+def tiny(architecture, **changes):
+    """Return a random model of two layers, its norms away from their defaults."""
+    torch.manual_seed(0)
+    if architecture == "llama":
+        model = LlamaForCausalLM(LlamaConfig(**{**SHAPE, **changes}))
+    elif architecture == "lfm2":
+        kinds = {"layer_types": ["conv", "full_attention"], "norm_eps": 1e-5}
+        kinds |= {"block_auto_adjust_ff_dim": False, "tie_word_embeddings": True}
+        model = Lfm2ForCausalLM(Lfm2Config(**{**SHAPE, **kinds, **changes}))
+    else:
+        shape = {**SHAPE, "sliding_window": 4, "tie_word_embeddings": True, **changes}
+        model = Gemma3ForCausalLM(Gemma3TextConfig(**shape))
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.normal_(parameter, 0.5, 0.2)
+    return model.eval().requires_grad_(False)
+
+
+def _as_llama_cpp(architecture, name, values, config):
+    """Return a tensor as llama.cpp's converter lays it out."""
+    if architecture == "gemma3" and name.endswith("norm.weight"):
+        return values + 1
+    if name.endswith("conv.conv.weight"):
+        return values[:, 0]
+    heads = {
+        "q_proj": config.num_attention_heads,
+        "k_proj": config.num_key_value_heads,
+    }
+    n_heads = next((n for part, n in heads.items() if part in name), None)
+    if architecture != "llama" or n_heads is None:
+        return values
+    split = values.reshape(n_heads, 2, len(values) // n_heads // 2, -1)
+    return split.swapaxes(1, 2).reshape(values.shape)
+
+
+def _packed(values, kind):
+    if kind not in K_QUANTS:
+        return gguf.quantize(values, gguf.GGMLQuantizationType[kind])
+    # The package unpacks these and does not pack them: any bytes with small scales do.
+    n_block, n_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    random = np.random.default_rng(0)
+    blocks = random.integers(0, 256, (values.size // n_block, n_bytes), np.uint8)
+    scales = (blocks.shape[0], 1)
+    for at in K_QUANTS[kind][0]:
+        scale = random.uniform(1e-4, 2e-4, scales).astype(np.float16).view(np.uint8)
+        blocks[:, at : at + 2] = scale
+    return blocks.reshape(*values.shape[:-1], -1)
+
+
+def write_gguf(
+    path, model, *, kind="F32", add_bos=True, scaling=None, more=None, without=()
+):
+    """Write a model with its tokenizer; matrices are of a kind, vectors float32."""
+    config = model.config
+    architecture = config.model_type.removesuffix("_text")
+    arch = next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == architecture)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    if architecture == "lfm2":
+        writer.add_head_count_kv([0, config.num_key_value_heads])
+        writer.add_layer_norm_rms_eps(config.norm_eps)
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+        writer.add_vocab_size(config.vocab_size)
+    else:
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if architecture == "gemma3":
+        writer.add_key_length(config.head_dim)
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_rope_freq_base(1e6)
+    else:
+        writer.add_rope_dimension_count(config.head_dim)
+        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if scaling:
+        writer.add_string(f"{architecture}.rope.scaling.type", scaling)
+        writer.add_rope_scaling_factor(8.0)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(WORDS)
+    writer.add_token_types([3] * len(SPECIAL) + [1] * (len(WORDS) - len(SPECIAL)))
+    writer.add_token_merges(["h e", "l o"])
+    writer.add_unk_token_id(0)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(3)
+    writer.add_add_bos_token(add_bos)
+    writer.add_chat_template(TEMPLATE)
+    tensors = {k: v.float().numpy() for k, v in model.state_dict().items()}
+    if config.tie_word_embeddings:
+        tensors.pop("lm_head.weight", None)
+    tensors = {
+        names.get_name(name, try_suffixes=(".weight",)): _as_llama_cpp(
+            architecture, name, values, config
+        )
+        for name, values in tensors.items()
+    }
+    for name, values in {**tensors, **(more or {})}.items():
+        if name in without:
+            continue
+        of = kind if values.ndim > 1 else "F32"
+        raw = gguf.GGMLQuantizationType[of]
+        writer.add_tensor(name, _packed(np.ascontiguousarray(values), of), None, raw)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
 
 IDS = torch.tensor([[1, 30, 41, 52, 7, 99, 100, 12, 60, 33, 20, 19]])
 KINDS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q6_K")
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path):
-    before = os.environ.get("XDG_CACHE_HOME")
-    os.environ["XDG_CACHE_HOME"] = str(tmp_path / "cache")
-    yield cache_folder()
-    if before is None:
-        del os.environ["XDG_CACHE_HOME"]
-    else:
-        os.environ["XDG_CACHE_HOME"] = before
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return cache_folder()
 
 
-def kept(folder):
+@pytest.fixture
+def llama_file(tmp_path):
+    return write_gguf(tmp_path / "m.gguf", tiny("llama"))
+
+
+def files_in(folder):
     return sorted(p.name for p in folder.glob("*") if p.name != ".lock")
 
 
@@ -52,10 +188,10 @@ def logits(model):
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "lfm2"])
 def test_the_model_of_a_file_is_the_one_that_was_written(tmp_path, architecture):
     model = tiny(architecture)
-    found = load_backbone(write_gguf(tmp_path / "m.gguf", model)).model
-    assert torch.equal(logits(found), logits(model))
+    loaded = load_backbone(write_gguf(tmp_path / "m.gguf", model)).model
+    assert torch.equal(logits(loaded), logits(model))
     model.get_input_embeddings().weight[30] += 1
-    assert not torch.equal(logits(found), logits(model))
+    assert not torch.equal(logits(loaded), logits(model))
 
 
 @pytest.mark.parametrize(
@@ -64,12 +200,12 @@ def test_the_model_of_a_file_is_the_one_that_was_written(tmp_path, architecture)
 )
 def test_weights_are_those_of_transformers_own_loading(tmp_path, architecture, kind):
     path = write_gguf(tmp_path / "m.gguf", tiny(architecture), kind=kind)
-    found = load_backbone(path).model
-    own = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=found)
-    assert own["tensors"]
-    state = found.state_dict()
-    assert all(torch.equal(state[name], v) for name, v in own["tensors"].items())
-    assert logits(found).isfinite().all()
+    model = load_backbone(path).model
+    theirs = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)
+    assert theirs["tensors"]
+    state = model.state_dict()
+    assert all(torch.equal(state[name], v) for name, v in theirs["tensors"].items())
+    assert logits(model).isfinite().all()
 
 
 def test_half_precision_takes_half_of_the_disk(tmp_path, cache):
@@ -94,27 +230,25 @@ def test_the_tokenizer_is_that_of_the_file(tmp_path, add_bos):
     assert tokenizer.chat_template == TEMPLATE
 
 
-def test_an_answer_stops_where_the_file_and_the_turn_end(tmp_path):
-    model = load_backbone(write_gguf(tmp_path / "m.gguf", tiny("llama"))).model
+def test_an_answer_stops_where_the_file_and_the_turn_end(llama_file):
+    model = load_backbone(llama_file).model
     assert model.generation_config.eos_token_id == [3, 2]
 
 
-def test_a_files_name_is_its_path_and_its_revision_the_sha256(tmp_path, cache):
-    path = write_gguf(tmp_path / "m.gguf", tiny("llama"))
-    found = load_backbone(path)
-    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
-    assert (found.name, found.revision) == (str(path), sha256)
-    assert [name.partition("-")[0] for name in kept(cache)] == [sha256]
+def test_a_files_name_is_its_path_and_its_revision_the_sha256(llama_file, cache):
+    backbone = load_backbone(llama_file)
+    sha256 = hashlib.sha256(llama_file.read_bytes()).hexdigest()
+    assert (backbone.name, backbone.revision) == (str(llama_file), sha256)
+    assert [name.partition("-")[0] for name in files_in(cache)] == [sha256]
 
 
-def test_a_file_is_unpacked_once_and_again_only_when_damaged(tmp_path):
-    path = write_gguf(tmp_path / "m.gguf", tiny("llama"))
-    weights = Path(unpacked(str(path))) / "model.safetensors"
+def test_a_file_is_unpacked_once_and_again_only_when_damaged(llama_file):
+    weights = Path(unpacked(str(llama_file))) / "model.safetensors"
     first = weights.stat().st_mtime_ns, weights.read_bytes()
-    assert unpacked(str(path)) == str(weights.parent)
+    assert unpacked(str(llama_file)) == str(weights.parent)
     assert weights.stat().st_mtime_ns == first[0]
     weights.write_bytes(first[1][:-1] + b"?")
-    unpacked(str(path))
+    unpacked(str(llama_file))
     assert weights.read_bytes() == first[1]
 
 
@@ -122,7 +256,7 @@ def test_an_outline_is_read_without_unpacking(tmp_path, cache):
     path = write_gguf(tmp_path / "m.gguf", tiny("gemma3"))
     outline = load_outline(str(path))
     assert (outline.config.sliding_window, outline.tokenizer.bos_token_id) == (4, 1)
-    assert kept(cache) == []
+    assert files_in(cache) == []
 
 
 def test_rotary_scaling_of_llama_3_is_read_from_its_factors(tmp_path):
@@ -140,9 +274,9 @@ def test_rotary_scaling_of_llama_3_is_read_from_its_factors(tmp_path):
     factors = (plain.model.rotary_emb.inv_freq / inv_freq).numpy()
     path = tmp_path / "m.gguf"
     write_gguf(path, model, more={"rope_freqs.weight": factors})
-    found = load_backbone(path).model
+    loaded = load_backbone(path).model
     # The factors are float32 quotients, so the frequencies agree to a few roundings.
-    assert torch.allclose(found.model.rotary_emb.inv_freq, inv_freq, rtol=1e-5)
+    assert torch.allclose(loaded.model.rotary_emb.inv_freq, inv_freq, rtol=1e-5)
     assert factors.max() == pytest.approx(8)
     write_gguf(path, model, more={"rope_freqs.weight": factors[::-1].copy()})
     assert "not those of Llama 3" in refusal(path)
@@ -161,47 +295,6 @@ def test_linear_rotary_scaling_is_read_and_another_is_refused(tmp_path):
     assert "scaled by 'yarn'" in refusal(path)
 
 
-def cut(content):
-    return content[:-100]
-
-
-def cut_in_the_header(content):
-    return content[:300]
-
-
-def other_architecture(content):
-    return content.replace(b"llama", b"lLama")
-
-
-def version_one(content):
-    return content[:4] + b"\x01" + content[5:]
-
-
-def many_values(content):
-    return content[:16] + b"\xff" * 8 + content[24:]
-
-
-def unknown_type(content):
-    at = content.index(b"token_embd.weight") + 17 + 4 + 16
-    return content[:at] + b"\x63" + content[at + 1 :]
-
-
-def other_width(content):
-    at = content.index(b"llama.feed_forward_length") + 25 + 4
-    return content[:at] + b"\x03" + content[at + 1 :]
-
-
-DAMAGES = {
-    cut: "cut short",
-    cut_in_the_header: "header is damaged",
-    other_architecture: "'lLama'",
-    version_one: "version 2 or 3",
-    many_values: "header is damaged",
-    unknown_type: "header is damaged",
-    other_width: "'model.layers.0.mlp.gate_proj.weight'",
-}
-
-
 def refusal(path, load=load_backbone):
     with pytest.raises(ValueError, match=f"^backbone '{path}'") as caught:
         load(path)
@@ -209,16 +302,41 @@ def refusal(path, load=load_backbone):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_a_file_that_cannot_be_used_is_one_sentence(tmp_path, cache, damage):
-    path = write_gguf(tmp_path / "m.gguf", tiny("llama"))
-    path.write_bytes(damage(path.read_bytes()))
-    assert DAMAGES[damage] in refusal(path)
-    assert kept(cache) == []
+def with_byte(name, n_behind, byte):
+    """Return a change of one byte, so many behind the end of a name in the header."""
+
+    def change(content):
+        at = content.index(name) + len(name) + n_behind
+        return content[:at] + byte + content[at + 1 :]
+
+    return change
 
 
-def test_no_flipped_byte_of_a_header_is_a_traceback(tmp_path, cache):
-    path = write_gguf(tmp_path / "m.gguf", tiny("llama"))
+HEADER = "header is damaged"
+DAMAGES = {
+    "its end is cut off": (lambda content: content[:-100], "cut short"),
+    "its header is cut": (lambda content: content[:300], HEADER),
+    "another architecture": (lambda x: x.replace(b"llama", b"lLama"), "'lLama'"),
+    "version one": (with_byte(b"GGUF", 0, b"\x01"), "version 2 or 3"),
+    "too many values": (lambda x: x[:16] + b"\xff" * 8 + x[24:], HEADER),
+    "an unknown type": (with_byte(b"token_embd.weight", 4 + 16, b"\x63"), HEADER),
+    "another width": (
+        with_byte(b"llama.feed_forward_length", 4, b"\x03"),
+        "'model.layers.0.mlp.gate_proj.weight'",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_file_that_cannot_be_used_is_one_sentence(llama_file, cache, damage):
+    change, words = DAMAGES[damage]
+    llama_file.write_bytes(change(llama_file.read_bytes()))
+    assert words in refusal(llama_file)
+    assert files_in(cache) == []
+
+
+def test_no_flipped_byte_of_a_header_is_a_traceback(llama_file, cache):
+    path = llama_file
     whole = path.read_bytes()
     end = whole.index(b"output_norm.weight")
     words = range(whole.index(b"ggml.tokens") + 40, whole.index(b"add_bos_token") - 40)
@@ -229,7 +347,7 @@ def test_no_flipped_byte_of_a_header_is_a_traceback(tmp_path, cache):
             load_outline(str(path))
         except ValueError as error:
             assert str(error).startswith("backbone ") and "\n" not in str(error)
-    assert kept(cache) == []
+    assert files_in(cache) == []
 
 
 def test_a_tensor_too_many_or_too_few_is_refused(tmp_path):
@@ -249,43 +367,39 @@ def test_what_is_no_gguf_file_is_one_sentence(tmp_path):
     assert "expected a model directory or a GGUF file" in refusal(path)
 
 
-def test_a_verb_refuses_a_damaged_file_with_an_exit_code(tmp_path):
-    path = write_gguf(tmp_path / "m.gguf", tiny("llama"))
-    words = ["data", str(tmp_path / "run"), "--world", "--model", str(path)]
-    path.write_bytes(path.read_bytes()[:-100])
-    found = CliRunner().invoke(main, words)
-    assert (found.exit_code, "Traceback" in found.output) == (1, False)
-    assert "cut short" in found.output
-    path.write_bytes(b"PK")
-    found = CliRunner().invoke(main, words)
-    assert found.exit_code == 2 and "GGUF file" in found.output
+def test_a_verb_refuses_a_damaged_file_with_an_exit_code(tmp_path, llama_file):
+    words = ("data", tmp_path / "run", "--world", "--model", llama_file)
+    llama_file.write_bytes(llama_file.read_bytes()[:-100])
+    output = beatrice(*words, code=1).output
+    assert "cut short" in output and "Traceback" not in output
+    llama_file.write_bytes(b"PK")
+    assert "GGUF file" in beatrice(*words, code=2).output
 
 
-def test_two_processes_at_once_do_not_harm_each_other(tmp_path, cache):
-    path = write_gguf(tmp_path / "m.gguf", tiny("llama"))
+def test_two_processes_at_once_do_not_harm_each_other(llama_file, cache):
     code = "from beatrice.extract.backbone.gguf import unpacked; import sys; "
     code += "print(unpacked(sys.argv[1]))"
-    words = [sys.executable, "-c", code, str(path)]
+    words = [sys.executable, "-c", code, str(llama_file)]
     both = [
         subprocess.Popen(words, stdout=-1, stderr=-1, text=True, cwd=ROOT)
         for _ in range(2)
     ]
-    said = [process.communicate() for process in both]
-    assert [process.returncode for process in both] == [0, 0], said
-    assert said[0][0] == said[1][0]
-    assert sum("unpack m.gguf: done" in stderr for _, stderr in said) == 1
-    assert len(kept(cache)) == 1
+    outputs = [process.communicate() for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    assert outputs[0][0] == outputs[1][0]
+    assert sum("unpack m.gguf: done" in stderr for _, stderr in outputs) == 1
+    assert len(files_in(cache)) == 1
 
 
-def test_an_interrupted_unpacking_leaves_nothing(tmp_path, cache):
+def test_an_interrupted_unpacking_leaves_nothing(llama_file, cache):
     class Interrupted(Weights):
         def read(self):
             yield next(super().read())
             raise KeyboardInterrupt
 
-    header = read_header(write_gguf(tmp_path / "m.gguf", tiny("llama")))
+    header = read_header(llama_file)
     killed = cache / ".model.left"
     killed.mkdir(parents=True)
     with pytest.raises(KeyboardInterrupt):
         _unpack(Interrupted(header, config_of(header)), header, cache / "model")
-    assert kept(cache) == []
+    assert files_in(cache) == []

@@ -41,15 +41,15 @@ def hotpot(number=0, **changes):
 
 def hotpot_columns(number=0):
     """The hub's layout: lists side by side, `id` for `_id`."""
-    found = hotpot(number)
+    result = hotpot(number)
     columns = {
         "supporting_facts": ("title", "sent_id"),
         "context": ("title", "sentences"),
     }
     for field, names in columns.items():
-        lists = map(list, zip(*found[field], strict=True))
-        found[field] = dict(zip(names, lists, strict=True))
-    return {"id": found.pop("_id")} | found
+        lists = map(list, zip(*result[field], strict=True))
+        result[field] = dict(zip(names, lists, strict=True))
+    return {"id": result.pop("_id")} | result
 
 
 def twowiki(number=0, **changes):
@@ -60,8 +60,8 @@ def twowiki(number=0, **changes):
 def twowiki_strings(number=0):
     """The hub's Parquet layout: nested fields are JSON written as text."""
     nested = ("context", "supporting_facts", "evidences", "evidences_id")
-    found = twowiki(number)
-    return found | {key: json.dumps(found[key]) for key in nested}
+    result = twowiki(number)
+    return result | {key: json.dumps(result[key]) for key in nested}
 
 
 def musique(number=0, **changes):
@@ -86,9 +86,9 @@ def oracle(number=0):
 
 def simplified(number=0, start=4):
     """One annotation of a long answer with tags, and a short one inside it."""
-    found = record("simplified", number, example_id=-5 - number)
-    found["annotations"][0]["long_answer"]["start_token"] = start
-    return found
+    result = record("simplified", number, example_id=-5 - number)
+    result["annotations"][0]["long_answer"]["start_token"] = start
+    return result
 
 
 def trivia(number=0):

@@ -8,10 +8,10 @@ import pytest
 
 from beatrice.extract.backbone.names import WEIGHTS
 from beatrice.extract.records import Example, read_records, write_lines
-from beatrice.extract.run.directory import RunDir, read_manifest
+from beatrice.extract.run.directory import read_manifest
 from tests.extract.datasets import published as pub
-from tests.extract.small_run import beatrice, questions, smoke
-from tests.test_cli import beatrice as process
+from tests.extract.small_run import assert_one_sentence, beatrice, make_run, questions
+from tests.process import call
 
 LINES = [
     {
@@ -24,20 +24,13 @@ LINES = [
 EMBEDDED = ("--model", "embedded")
 
 
-def assert_one_sentence(done, *words):
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("Error: ") and "Traceback" not in done.stderr
-    for word in words:
-        assert word in last, last
-
-
 @pytest.fixture
 def hotpot(tmp_path):
     return pub.write_array(tmp_path / "hotpot", [pub.hotpot(i) for i in range(60)])
 
 
 @pytest.fixture
-def own(tmp_path):
+def source(tmp_path):
     """Return a person's file, in a folder of its own."""
     path = tmp_path / "own" / "examples.jsonl"
     path.parent.mkdir()
@@ -125,8 +118,7 @@ def test_a_file_name_that_is_no_utf8_is_shown(tmp_path):
     path = tmp_path / "caf\udce9.json"
     path.write_text(json.dumps([pub.hotpot(i) for i in range(3)]))
     for options in ((), ("--json",)):
-        done = process("data", "--inspect", path, *options)
-        assert done.returncode == 0, done.stderr
+        call("data", "--inspect", path, *options)
 
 
 def test_one_set_may_have_a_context_of_its_own(hotpot, tmp_path):
@@ -146,11 +138,11 @@ def test_one_set_may_have_a_context_of_its_own(hotpot, tmp_path):
     assert [s["context"] for s in sources] == ["supporting", "none"]
 
 
-def test_a_set_of_any_name_becomes_a_run_with_all_its_questions(own, tmp_path):
-    before = own.read_bytes()
+def test_a_set_of_any_name_becomes_a_run_with_all_its_questions(source, tmp_path):
+    before = source.read_bytes()
     # A name of one's own is no claim to be the published set that a tag names.
     tagged = pub.write_lines(tmp_path / "x", [x | {"dataset": "squad"} for x in LINES])
-    for file in (own, tagged):
+    for file in (source, tagged):
         run = tmp_path / f"run of {file.name}"
         build(run, ("train", file))
         examples = examples_of(run)
@@ -158,14 +150,16 @@ def test_a_set_of_any_name_becomes_a_run_with_all_its_questions(own, tmp_path):
         texts = sorted(example.question for example in examples)
         assert texts == sorted(line["question"] for line in LINES)
         assert all(e.id.startswith("mine-") and len(e.passages) == 1 for e in examples)
-    assert own.read_bytes() == before
+    assert source.read_bytes() == before
     line = ("data", tmp_path / "nq", *EMBEDDED, "--train", f"nq={tagged}")
     assert "none of the six question sets" in beatrice(*line, code=1).output
 
 
-def test_one_file_serves_as_training_and_development_set_without_a_leak(own, tmp_path):
+def test_one_file_serves_as_training_and_development_set_without_a_leak(
+    source, tmp_path
+):
     sizes = ("--n-evaluation", 5, "--n-train", "all")
-    build(tmp_path / "run", ("train", own), ("dev", own), sizes=sizes)
+    build(tmp_path / "run", ("train", source), ("dev", source), sizes=sizes)
     examples = examples_of(tmp_path / "run")
     counts = collections.Counter(example.split for example in examples)
     assert counts == {"train": 30, "validation": 5, "test": 5}
@@ -173,9 +167,9 @@ def test_one_file_serves_as_training_and_development_set_without_a_leak(own, tmp
 
 
 def test_a_development_file_is_halved_and_splits_that_a_file_names_are_kept(
-    own, tmp_path
+    source, tmp_path
 ):
-    build(tmp_path / "run", ("dev", own))
+    build(tmp_path / "run", ("dev", source))
     path = tmp_path / "run" / "examples.jsonl"
     splits = [example.split for example in examples_of(path.parent)]
     assert splits == ["validation"] * 20 + ["test"] * 20
@@ -185,8 +179,8 @@ def test_a_development_file_is_halved_and_splits_that_a_file_names_are_kept(
     assert "all 40 records name another split than --train is for" in shown
 
 
-def test_a_real_question_never_meets_the_embedded_model_in_silence(own, tmp_path):
-    line = ("data", tmp_path / "run", "--train", f"mine={own}", "--n-train", "all")
+def test_a_real_question_never_meets_the_embedded_model_in_silence(source, tmp_path):
+    line = ("data", tmp_path / "run", "--train", f"mine={source}", "--n-train", "all")
     shown = beatrice(*line, code=2).output
     assert "--model is missing" in shown and "--model embedded" in shown
     assert not (tmp_path / "run").exists()
@@ -205,10 +199,10 @@ PASSAGE = {"title": "T", "text": "x", "is_supporting": True}
     ],
 )
 def test_a_set_of_ones_own_has_the_context_that_its_files_have(
-    own, tmp_path, passages, context, n_shown
+    source, tmp_path, passages, context, n_shown
 ):
-    pub.write_lines(own, [line | {"passages": passages} for line in LINES])
-    line = ("--train", f"mine={own}", "--n-train", "all", *EMBEDDED)
+    pub.write_lines(source, [line | {"passages": passages} for line in LINES])
+    line = ("--train", f"mine={source}", "--n-train", "all", *EMBEDDED)
     shown = beatrice("data", tmp_path / "run", *line).stderr
     assert {len(e.passages) for e in examples_of(tmp_path / "run")} == {n_shown}
     sections = read_manifest(tmp_path / "run")["sections"]
@@ -221,9 +215,9 @@ def test_a_set_of_ones_own_has_the_context_that_its_files_have(
     "sizes", [(), ("--n-evaluation", "all"), ("--n-evaluation", 20)]
 )
 def test_sizes_that_one_file_cannot_have_are_refused_with_sizes_that_it_can(
-    own, tmp_path, sizes
+    source, tmp_path, sizes
 ):
-    files = (("train", own), ("dev", own))
+    files = (("train", source), ("dev", source))
     shown = build(tmp_path / "run", *files, sizes=sizes, code=1).output
     assert not (tmp_path / "run").exists()
     advised = re.search(r"--n-evaluation \d+ --n-train all", shown)[0].split()
@@ -236,18 +230,18 @@ def test_sizes_that_one_file_cannot_have_are_refused_with_sizes_that_it_can(
 @pytest.mark.parametrize(("model", "n_longest"), [("embedded", 10), (str(WEIGHTS), 32)])
 @pytest.mark.parametrize("is_world", [False, True])
 def test_a_preset_shortens_the_answers_of_the_embedded_model_alone(
-    own, tmp_path, model, n_longest, is_world
+    source, tmp_path, model, n_longest, is_world
 ):
-    files = ("--train", f"mine={own}", "--n-train", "all")
+    files = ("--train", f"mine={source}", "--n-train", "all")
     options = ("--model", model, "--preset", "demo")
     beatrice("data", tmp_path / "run", *(("--world",) if is_world else files), *options)
     answer = read_manifest(tmp_path / "run")["sections"]["answer"]
     assert answer["generation"]["max_new_tokens"] == n_longest
 
 
-def test_a_run_without_a_detector_says_which_verb_is_next(own, tmp_path):
+def test_a_run_without_a_detector_says_which_verb_is_next(source, tmp_path):
     run = tmp_path / "run"
-    build(run, ("train", own))
+    build(run, ("train", source))
     answer = ("--question", "where?", "--answer", "here")
     shown = beatrice("score", run, *answer, code=1).output
     assert f"run `beatrice answer {run}` first, then label, extract, sweep" in shown
@@ -258,16 +252,16 @@ def test_a_run_without_a_detector_says_which_verb_is_next(own, tmp_path):
 
 
 @pytest.mark.parametrize("line", ["demo", "data --world", "data"])
-def test_a_folder_with_a_persons_files_is_refused_and_left_alone(own, line):
+def test_a_folder_with_a_persons_files_is_refused_and_left_alone(source, line):
     verb, *options = line.split()
     if line == "data":
-        options = ["--train", f"mine={own}", "--n-train", "all", *EMBEDDED]
-    shown = beatrice(verb, own.parent, "--preset", "smoke", *options, code=1).output
+        options = ["--train", f"mine={source}", "--n-train", "all", *EMBEDDED]
+    shown = beatrice(verb, source.parent, "--preset", "smoke", *options, code=1).output
     assert "it holds 'examples.jsonl'" in shown
     assert "`beatrice data NEW_RUN --train NAME=FILE` makes a run of them" in shown
-    assert [path.name for path in own.parent.iterdir()] == ["examples.jsonl"]
-    own.rename(own.with_name("lockdown.txt"))  # a name that begins like ours
-    shown = beatrice("data", own.parent, "--world", code=1).output
+    assert [path.name for path in source.parent.iterdir()] == ["examples.jsonl"]
+    source.rename(source.with_name("lockdown.txt"))  # a name that begins like ours
+    shown = beatrice("data", source.parent, "--world", code=1).output
     assert "'lockdown.txt'" in shown
 
 
@@ -309,9 +303,7 @@ def test_questions_that_were_changed_are_neither_read_nor_replaced(tmp_path, lin
 @pytest.fixture
 def run(tmp_path):
     """Return a run whose questions no stage recorded."""
-    with RunDir.open(tmp_path / "run", smoke()) as run:
-        run.examples.write_text(write_lines(questions()))
-        run.passages.write_text("")
+    run = make_run(tmp_path / "run")
     beatrice("answer", run.path)
     return run
 

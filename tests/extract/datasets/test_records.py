@@ -4,7 +4,6 @@ One table for layouts, passages and odd values; a record stands between two whol
 of the same layout, which it costs nothing.
 """
 
-import copy
 import decimal
 import json
 import math
@@ -18,6 +17,7 @@ from beatrice.extract.datasets.commands import data
 from beatrice.extract.datasets.loading import Loaded, inspect_file, open_dataset
 from beatrice.extract.records import Passage
 from tests.extract.datasets import published as pub
+from tests.records import spoil
 
 
 class Reads(NamedTuple):
@@ -277,26 +277,13 @@ MAKERS = (
 )
 
 
-def spoil(rng, value):
-    """Replace, or remove, something at a random depth."""
-    if isinstance(value, dict) and value and rng.random() > 0.15:
-        key = rng.choice(list(value))
-        if rng.random() < 0.2:
-            return {k: v for k, v in value.items() if k != key}
-        return value | {key: spoil(rng, value[key])}
-    if isinstance(value, list) and value and rng.random() > 0.15:
-        i = rng.randrange(len(value))
-        return [*value[:i], spoil(rng, value[i]), *value[i + 1 :]]
-    return copy.deepcopy(rng.choice(JUNK))
-
-
 @pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
 def test_a_spoiled_record_costs_no_other_and_never_a_traceback(make, tmp_path):
     rng = random.Random(make.__name__)
     n_refused = 0
     for _ in range(40):
         records = [make(i) for i in range(4)]
-        records[1] = spoil(rng, records[1])
+        records[1] = spoil(rng, records[1], JUNK)
         report = inspect_file(pub.write_array(tmp_path / "file", records))
         json.dumps(report, allow_nan=False)
         assert report["error"] is None

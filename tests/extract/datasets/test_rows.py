@@ -61,21 +61,21 @@ def test_every_container_gives_the_same_questions(name, is_zipped, tmp_path):
 def test_parquet_gives_the_questions_of_its_rows(is_zipped, tmp_path):
     rows = [pub.hotpot_columns(i) for i in range(70)]
     path = pub.write_parquet(tmp_path / "a", rows)
-    found = questions(pub.zipped(path) if is_zipped else path)
-    assert found == questions(pub.write_array(tmp_path / "b", RECORDS))
+    result = questions(pub.zipped(path) if is_zipped else path)
+    assert result == questions(pub.write_array(tmp_path / "b", RECORDS))
 
 
 @pytest.mark.parametrize("is_zipped", [False, True])
 def test_a_table_gives_the_questions_of_its_rows(is_zipped, tmp_path):
     rows = [pub.popqa(i) for i in range(5)]
     table = pub.write_table(tmp_path / "popqa.json", rows)
-    found = questions(pub.zipped(table) if is_zipped else table)
+    result = questions(pub.zipped(table) if is_zipped else table)
     lines = questions(pub.write_lines(tmp_path / "popqa.tsv", rows))
-    names = [[(q.id, q.question, q.golds) for q in x] for x in (found, lines)]
+    names = [[(q.id, q.question, q.golds) for q in x] for x in (result, lines)]
     assert names[0] == names[1]
-    assert found[0].golds == ("politician", 'so-called "pol"')
+    assert result[0].golds == ("politician", 'so-called "pol"')
     content = table.read_bytes().replace(b"\r\n", b"\n").replace(b"\n", b"\r\n")
-    assert questions(write(tmp_path / "crlf.tsv", content)) == found
+    assert questions(write(tmp_path / "crlf.tsv", content)) == result
 
 
 EXTRA = [x | {"data": [{"a": 1}], "examples": []} for x in RECORDS[:3]]
@@ -274,22 +274,22 @@ def test_the_objects_of_an_array_are_those_that_json_reads(
     items, portion, indent, ascii_
 ):
     content = json.dumps(items, indent=indent, ensure_ascii=ascii_).encode()
-    found = list(values(content, portion))
-    assert [x.value for x in found] == [
+    result = list(values(content, portion))
+    assert [x.value for x in result] == [
         x if isinstance(x, dict) else None for x in items
     ]
-    assert all((x.value is None) == (x.problem is not None) for x in found)
+    assert all((x.value is None) == (x.problem is not None) for x in result)
 
 
 @pytest.mark.parametrize("make", [pub.hotpot, pub.musique])
 def test_every_record_starts_where_its_offset_says(make):
     records = [make(i) for i in range(20)]
     content = json.dumps(records).encode()
-    for found, record in zip(values(content, 1000), records, strict=True):
+    for item, record in zip(values(content, 1000), records, strict=True):
         raw = json.dumps(record).encode()
-        offset = int(found.at.removeprefix("byte "))
+        offset = int(item.at.removeprefix("byte "))
         assert content[offset : offset + len(raw)] == raw
-        assert found.value == record
+        assert item.value == record
 
 
 DAMAGES = {
@@ -314,13 +314,13 @@ def test_a_damaged_value_ends_the_reading_with_its_number_and_byte(
     lines = [json.dumps(make(i)) for i in range(8)]
     start = 1 + sum(len(line) + 2 for line in lines[:position])
     lines[position] = DAMAGES[name](lines[position])
-    found = []
+    results = []
     with pytest.raises(ValueError) as caught:
         for value in values(("[" + ", ".join(lines) + "]").encode(), 1000):
-            found.append(value.value)
+            results.append(value.value)
     # What follows a value that is whole is the next one's fault.
     number = position + (2 if name == "a brace too many" else 1)
-    assert found[:position] == [make(i) for i in range(position)]
+    assert results[:position] == [make(i) for i in range(position)]
     assert f"record {number}, which begins at byte" in str(caught.value)
     if number == position + 1 and name != "nothing":
         assert f"byte {start}, cannot be read" in str(caught.value)
@@ -330,8 +330,8 @@ def test_a_value_that_is_no_record_costs_no_other():
     content = b'[1, "a,]", null, [{"b": "]"}], true, {"a": "\\ud800"}, {"a": "\xff"}'
     *odd, last = values(content + b', {"a": NaN}]')
     words = ["a number", "text", "null", "a list", "true or false", "surrogate", "0xff"]
-    for found, word in zip(odd, words, strict=True):
-        assert found.value is None and word in found.problem
+    for item, word in zip(odd, words, strict=True):
+        assert item.value is None and word in item.problem
     assert last.value.keys() == {"a"} and last.number == 8
 
 
@@ -360,8 +360,8 @@ def test_the_window_does_not_grow_with_the_file():
 
     window = Window(portions())
     widest = n_found = 0
-    for found in json_values(window, Path("f"), FileType(container="json array")):
-        n_found += found.value is not None
+    for value in json_values(window, Path("f"), FileType(container="json array")):
+        n_found += value.value is not None
         widest = max(widest, len(window.text))
     assert n_found == n_records + 1
     assert widest < 2 << 20

@@ -175,8 +175,8 @@ def test_the_same_files_in_another_order_give_the_same_bytes(sources, tmp_path):
     pub.write_lines(sources[0].path, records[::-1])
     build(tmp_path / "b", sources, context="all")
     for name in ("examples.jsonl", "passages.jsonl"):
-        one, other = ((tmp_path / d / name).read_bytes() for d in "ab")
-        assert one == other
+        first, other = ((tmp_path / d / name).read_bytes() for d in "ab")
+        assert first == other
 
 
 def test_a_changed_file_is_refused(sources, tmp_path):
@@ -219,7 +219,7 @@ def test_one_set_may_do_without_passages_where_the_others_have_theirs(
     sources, tmp_path
 ):
     path = pub.write_table(tmp_path / "p.tsv", [pub.popqa(i) for i in range(20)])
-    mixed = [one for one in sources if one.dataset != "popqa"]
+    mixed = [item for item in sources if item.dataset != "popqa"]
     mixed.append(source("popqa", "held-out", path))
     with pytest.raises(ValueError, match="supporting.*--context popqa=none to ask"):
         build(tmp_path / "out", mixed)
@@ -247,7 +247,7 @@ def test_a_repeated_text_without_an_id_is_listed(tmp_path):
     manifest = build(tmp_path / "out", sources, splits=splits, context="none")
     (report,) = manifest["sources"]
     assert (report["repeated"], report["refusals_not_listed"]) == (2, 0)
-    assert [(one["number"], one["at"]) for one in report["repeats"]] == [
+    assert [(item["number"], item["at"]) for item in report["repeats"]] == [
         (13, "line 13"),
         (14, "line 14"),
     ]
@@ -272,12 +272,12 @@ def test_the_first_supporting_passage_alone_may_be_shown(tmp_path):
         return {"title": title, "text": f"{title}.", "is_supporting": is_gold}
 
     titles = {"other": False, "subject": True, "object": True}
-    paragraphs = [paragraph(*one) for one in titles.items()]
+    paragraphs = [paragraph(*item) for item in titles.items()]
     rows = [pub.popqa(i) | {"paragraphs": paragraphs} for i in range(12)]
     path = pub.write_array(tmp_path / "popqa.json", rows)
     for context, shown in (("first", 1), ("supporting", 2), ("all", 3)):
         build(tmp_path / context, [source("popqa", "held-out", path)], context=context)
-        found = list(read_records(tmp_path / context / "examples.jsonl", Example))
-        assert {len(example.passages) for example in found} == {shown}
+        result = list(read_records(tmp_path / context / "examples.jsonl", Example))
+        assert {len(example.passages) for example in result} == {shown}
         if context == "first":
-            assert {e.passages[0].title for e in found} == {"subject"}
+            assert {e.passages[0].title for e in result} == {"subject"}

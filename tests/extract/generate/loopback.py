@@ -66,47 +66,47 @@ class Loopback:
             top_k=body.get("top_k") or None,
         )
         with self._model_lock:
-            ((_, found),) = self.generator.stream([prompt], config)
+            ((_, answer),) = self.generator.stream([prompt], config)
         if body.get("stop"):
-            found = self.stopped(found, body["stop"])
-        return 200, self.choice(found, body, is_chat)
+            answer = self.stopped(answer, body["stop"])
+        return 200, self.choice(answer, body, is_chat)
 
-    def stopped(self, found, stop):
+    def stopped(self, answer, stop):
         """Return a text as vLLM ends it: with the token that completes the string."""
         decode = self.generator.backbone.tokenizer.decode
-        for n in range(1, len(found.token_ids) + 1):
-            text = decode(found.token_ids[:n])
-            if any(one in text for one in stop):
+        for n in range(1, len(answer.token_ids) + 1):
+            text = decode(answer.token_ids[:n])
+            if any(text_end in text for text_end in stop):
                 return msgspec.structs.replace(
-                    found,
+                    answer,
                     text=text,
-                    token_ids=found.token_ids[:n],
+                    token_ids=answer.token_ids[:n],
                     stop_id=None,
-                    log_probs=found.log_probs[:n],
+                    log_probs=answer.log_probs[:n],
                     finish="stop",
                 )
-        return found
+        return answer
 
-    def choice(self, found, body, is_chat):
-        choice = {"index": 0, "finish_reason": found.finish}
-        stop = () if found.stop_id is None else (found.stop_id,)
-        written = [*(found.token_ids or ()), *stop]
+    def choice(self, answer, body, is_chat):
+        choice = {"index": 0, "finish_reason": answer.finish}
+        stop = () if answer.stop_id is None else (answer.stop_id,)
+        written = [*(answer.token_ids or ()), *stop]
         if body.get("return_token_ids"):
             choice["token_ids"] = written
         if is_chat:
-            choice["message"] = {"role": "assistant", "content": found.text}
+            choice["message"] = {"role": "assistant", "content": answer.text}
             if body.get("logprobs"):
                 choice["logprobs"] = {
                     "content": [
                         {"token": "", "logprob": p, "bytes": None, "top_logprobs": []}
-                        for p in found.log_probs or ()
+                        for p in answer.log_probs or ()
                     ]
                 }
         else:
-            choice["text"] = f" {found.text}"
+            choice["text"] = f" {answer.text}"
             if body.get("logprobs"):
-                choice["logprobs"] = {"token_logprobs": found.log_probs}
-        n_prompt, n_new = found.n_prompt_tokens or 0, found.n_new_tokens or 0
+                choice["logprobs"] = {"token_logprobs": answer.log_probs}
+        n_prompt, n_new = answer.n_prompt_tokens or 0, answer.n_new_tokens or 0
         usage = {
             "prompt_tokens": n_prompt,
             "completion_tokens": n_new,
@@ -130,8 +130,8 @@ def _handler(loopback):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             with loopback.counted():
                 time.sleep(loopback.pause)
-                status, found = loopback.reply(self.path, body)
-            content = json.dumps(found).encode()
+                status, result = loopback.reply(self.path, body)
+            content = json.dumps(result).encode()
             if loopback.trickle:
                 self.write_slowly(content)
                 return

@@ -14,14 +14,14 @@ from beatrice.extract.generate.replies import (
     count_requests,
     reply_files,
 )
-from beatrice.extract.records import SETTINGS, Answer, read_records, write_lines
+from beatrice.extract.records import SETTINGS, Answer, read_records
 from beatrice.extract.run.contents import read_answers
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import JsonLines
 from beatrice.extract.signals.extract import EXTRACT, EXTRACT_PRESETS
 from beatrice.extract.store.store import open_store
 from tests.extract.label.scripted import ScriptedGenerator
-from tests.extract.small_run import beatrice, questions, smoke
+from tests.extract.small_run import beatrice, make_run, smoke
 
 GREEDY = SamplingConfig(max_new_tokens=4)
 
@@ -67,16 +67,13 @@ def test_prompt_tokens_that_only_a_server_can_count_are_unknown():
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory):
-    path = tmp_path_factory.mktemp("asked") / "run"
-    with RunDir.open(path, smoke()) as run:
-        run.examples.write_text(write_lines(questions()))
-    return path
+def unanswered(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("unanswered") / "run").path
 
 
 @pytest.fixture(scope="module")
-def answered(asked):
-    path = shutil.copytree(asked, asked.with_name("answered"))
+def answered(unanswered):
+    path = shutil.copytree(unanswered, unanswered.with_name("answered"))
     beatrice("answer", path)
     return path
 
@@ -145,9 +142,9 @@ def done_by(run, verb):
 
 
 def test_a_dry_run_counts_what_the_real_one_then_takes_and_changes_nothing(
-    asked, tmp_path
+    unanswered, tmp_path
 ):
-    run = shutil.copytree(asked, tmp_path / "run")
+    run = shutil.copytree(unanswered, tmp_path / "run")
     for line in (
         ("rewrite", run, "--model", "embedded", "--max-new-tokens", 5),
         ("answer", run),
@@ -179,9 +176,9 @@ def test_half_of_the_answers_leaves_the_other_half_to_be_counted(answered, tmp_p
 @pytest.mark.parametrize(
     "line", [("answer",), ("answer", "--server", "http://x/v1"), ("sample",)]
 )
-def test_a_dry_run_of_a_new_run_records_nothing(asked, line):
-    before = files_of(asked)
+def test_a_dry_run_of_a_new_run_records_nothing(unanswered, line):
+    before = files_of(unanswered)
     verb, *options = line
-    numbers = numbers_of(beatrice(verb, asked, *options, "--dry-run").stdout)
+    numbers = numbers_of(beatrice(verb, unanswered, *options, "--dry-run").stdout)
     assert numbers["requests"] > 0
-    assert files_of(asked) == before
+    assert files_of(unanswered) == before

@@ -18,30 +18,30 @@ from beatrice.extract.generate.generator import (
 )
 from beatrice.extract.generate.local import Choice, TransformersGenerator, generate
 from beatrice.extract.generate.requests import GenerationConfig
-from tests.extract.generate.generating import GREEDY, prompts_of, texts
+from tests.extract.generate.generating import GREEDY, prompts_of, shapes_run, texts
 
 
 def test_the_local_backend_writes_what_the_answer_stage_writes(local, requests):
     chosen = requests[:12] + requests[-12:]
     config = GenerationConfig(max_new_tokens=10)
     answers = generate(local.backbone, chosen, config)
-    for answer, found in zip(answers, texts(local, prompts_of(chosen)), strict=True):
-        assert (found.text, found.token_ids) == (answer.text, answer.token_ids)
-        assert found.stop_id == answer.stop_id
+    for answer, text in zip(answers, texts(local, prompts_of(chosen)), strict=True):
+        assert (text.text, text.token_ids) == (answer.text, answer.token_ids)
+        assert text.stop_id == answer.stop_id
 
 
 def test_log_probs_are_those_of_a_plain_forward_pass(local, requests):
-    for prompt, found in zip(
+    for prompt, text in zip(
         prompts_of(requests, 6), texts(local, prompts_of(requests, 6)), strict=True
     ):
-        written = [*found.token_ids, found.stop_id]
+        written = [*text.token_ids, text.stop_id]
         ids = torch.tensor([[*prompt.ids, *written]])
         with torch.inference_mode():
             logits = local.backbone.model(ids).logits[0].log_softmax(-1)
         start = len(prompt.ids) - 1
         expected = [logits[start + i, token].item() for i, token in enumerate(written)]
         # Padding and the cache change the order of float32 sums.
-        assert found.log_probs == pytest.approx(expected, abs=2e-4)
+        assert text.log_probs == pytest.approx(expected, abs=2e-4)
 
 
 def test_a_draw_depends_on_neither_its_batch_nor_the_order(local, requests):
@@ -91,21 +91,22 @@ def test_greedy_is_the_limit_of_low_temperature(local, requests):
 
 def test_everything_that_changes_a_text_changes_its_key():
     identity = {"backend": "b", "revision": "r", "dtype": "float32"}
-    prompt = GeneratorPrompt(text="p")
-    config = SamplingConfig(temperature=1.0)
-    keys = [reply_key(identity, prompt, config)]
-    for name in identity:
-        keys.append(reply_key(identity | {name: "other"}, prompt, config))
-    for fields in ({"text": "q"}, {"ids": (1,)}, {"is_chat": True}, {"sample": 1}):
-        keys.append(reply_key(identity, dataclasses.replace(prompt, **fields), config))
-    for fields in (
-        {"max_new_tokens": 3},
-        {"temperature": 0.5},
-        {"top_p": 0.5},
-        {"top_k": 5},
-        {"seed": 1},
-    ):
-        keys.append(reply_key(identity, prompt, dataclasses.replace(config, **fields)))
+    prompt, config = GeneratorPrompt(text="p"), SamplingConfig(temperature=1.0)
+    prompts = [{"text": "q"}, {"ids": (1,)}, {"is_chat": True}, {"sample": 1}]
+    configs = [{"max_new_tokens": 3}, {"temperature": 0.5}, {"top_p": 0.5}]
+    configs += [{"top_k": 5}, {"seed": 1}]
+    keys = [
+        reply_key(identity, prompt, config),
+        *(reply_key(identity | {name: "x"}, prompt, config) for name in identity),
+        *(
+            reply_key(identity, dataclasses.replace(prompt, **x), config)
+            for x in prompts
+        ),
+        *(
+            reply_key(identity, prompt, dataclasses.replace(config, **x))
+            for x in configs
+        ),
+    ]
     assert len(set(keys)) == len(keys)
 
 
@@ -151,19 +152,19 @@ def test_a_draw_is_the_one_that_noise_over_the_whole_vocabulary_makes(top_k, top
     scores[0, :9] = 5.0  # as many as equal the fifth are kept
     choice = Choice(config, range(6), torch.device("cpu"), [39])
     drawn = choice(torch.zeros((6, 1), dtype=torch.long), scores).argmax(-1)
-    kept = scores / 0.7
+    filtered = scores / 0.7
     if top_k is not None:
-        kept = TopKLogitsWarper(top_k)(None, kept)
+        filtered = TopKLogitsWarper(top_k)(None, filtered)
     if top_p < 1:
-        kept = TopPLogitsWarper(top_p)(None, kept)
+        filtered = TopPLogitsWarper(top_p)(None, filtered)
     noise = [
         torch.rand(40, generator=torch.Generator().manual_seed(i)) for i in range(6)
     ]
-    wanted = (kept - torch.log(-torch.log(torch.stack(noise)))).argmax(-1)
+    wanted = (filtered - torch.log(-torch.log(torch.stack(noise)))).argmax(-1)
     rows = slice(1, 6) if top_p < 1 else slice(0, 6)  # what sorting does with ties
     assert drawn[rows].tolist() == wanted[rows].tolist()
-    told = scores.log_softmax(-1).gather(-1, drawn[:, None])
-    torch.testing.assert_close(torch.tensor(choice.taken()), told)
+    log_probs = scores.log_softmax(-1).gather(-1, drawn[:, None])
+    torch.testing.assert_close(torch.tensor(choice.taken()), log_probs)
 
 
 def test_a_row_that_ended_is_drawn_no_more():
@@ -203,14 +204,13 @@ def prompts_with(n_shared):
     return [(*common, *tail) for tail in tails]
 
 
-def asked_of(prompts):
-    return [GeneratorPrompt(text="", ids=ids) for ids in prompts]
+SIX = SamplingConfig(max_new_tokens=6)
 
 
-def written(backbone, prompts, config=None):
+def written(backbone, prompts, config=SIX):
     generator = TransformersGenerator(backbone=backbone)
-    config = config or SamplingConfig(max_new_tokens=6)
-    return texts(generator, asked_of(prompts), config)
+    prompts = [GeneratorPrompt(text="", ids=ids) for ids in prompts]
+    return texts(generator, prompts, config)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bloom", "gemma4"])
@@ -220,13 +220,9 @@ def test_what_is_common_is_computed_once(name):
         cache = local.shared_states(backbone.layout, prompts, N_SHARED + 12)
     assert isinstance(cache, DynamicCache)
     assert cache.get_seq_length() == N_SHARED
-    n_read = []
-    handle = backbone.layout.layers[0].module.register_forward_pre_hook(
-        lambda module, given: n_read.append(given[0].shape[:2])
-    )
-    written(backbone, prompts)
-    handle.remove()
-    assert n_read[:2] == [(1, N_SHARED), (6, 12)]
+    with shapes_run(backbone) as shapes:
+        written(backbone, prompts)
+    assert shapes[:2] == [(1, N_SHARED), (6, 12)]
 
 
 @pytest.mark.parametrize(
@@ -253,28 +249,24 @@ def test_the_last_token_of_the_shortest_prompt_is_its_own():
 def test_draws_to_equal_prompts_are_those_of_each_by_itself(name):
     config = SamplingConfig(max_new_tokens=5, temperature=9.0, top_k=20, top_p=0.9)
     generator = TransformersGenerator(backbone=backbone_of(name))
-    asked = [
+    prompts = [
         GeneratorPrompt(text="", ids=ids, sample=k)
         for ids in prompts_with(N_SHARED)[:3]
         for k in range(3)
     ]
-    found = dict(generator.stream(asked, config))
-    assert len({found[i].token_ids for i in range(9)}) > 3
-    for i, prompt in enumerate(asked):
+    result = dict(generator.stream(prompts, config))
+    assert len({result[i].token_ids for i in range(9)}) > 3
+    for i, prompt in enumerate(prompts):
         alone = dict(generator.stream([prompt], config))[0]
-        assert found[i].token_ids == alone.token_ids
-        assert found[i].log_probs == pytest.approx(alone.log_probs, abs=2e-4)
+        assert result[i].token_ids == alone.token_ids
+        assert result[i].log_probs == pytest.approx(alone.log_probs, abs=2e-4)
 
 
 def test_an_equal_prompt_is_computed_once():
     backbone, prompts = backbone_of("llama"), prompts_with(N_SHARED)
-    n_read = []
-    handle = backbone.layout.layers[0].module.register_forward_pre_hook(
-        lambda module, given: n_read.append(given[0].shape[:2])
-    )
-    written(backbone, [*prompts[:2], *prompts[:2], prompts[0]])
-    handle.remove()
-    assert n_read[:3] == [(1, N_SHARED), (2, 8), (5, 1)]
+    with shapes_run(backbone) as shapes:
+        written(backbone, [*prompts[:2], *prompts[:2], prompts[0]])
+    assert shapes[:3] == [(1, N_SHARED), (2, 8), (5, 1)]
 
 
 ENDING = SamplingConfig(max_new_tokens=24, stop=("5",))
@@ -282,13 +274,9 @@ ENDING = SamplingConfig(max_new_tokens=24, stop=("5",))
 
 def rows_read(backbone, prompts, config):
     """The texts, and how many rows every forward read."""
-    n_rows = []
-    handle = backbone.layout.layers[0].module.register_forward_pre_hook(
-        lambda module, given: n_rows.append(len(given[0]))
-    )
-    found = written(backbone, prompts, config)
-    handle.remove()
-    return found, n_rows
+    with shapes_run(backbone) as shapes:
+        texts = written(backbone, prompts, config)
+    return texts, [n_rows for n_rows, _ in shapes]
 
 
 # Full attention, learned positions, ALiBi, windows shorter than what is common,
@@ -301,13 +289,13 @@ def test_rows_that_are_done_leave_and_no_text_changes(name, draws):
     backbone, config = backbone_of(name), dataclasses.replace(ENDING, **draws)
     prompts = prompts_with(N_SHARED)
     together, n_rows = rows_read(backbone, prompts, config)
-    n_new = [found.n_new_tokens for found in together]
+    n_new = [item.n_new_tokens for item in together]
     assert len(set(n_new)) > 1
-    for prompt, found in zip(prompts, together, strict=True):
+    for prompt, item in zip(prompts, together, strict=True):
         alone = rows_read(backbone, [prompt], config)[0][0]
-        assert (found.text, found.token_ids) == (alone.text, alone.token_ids)
-        assert (found.finish, found.n_new_tokens) == (alone.finish, alone.n_new_tokens)
-        assert found.log_probs == pytest.approx(alone.log_probs, abs=2e-4)
+        assert (item.text, item.token_ids) == (alone.text, alone.token_ids)
+        assert (item.finish, item.n_new_tokens) == (alone.finish, alone.n_new_tokens)
+        assert item.log_probs == pytest.approx(alone.log_probs, abs=2e-4)
     n_steps = max(n_new)
     if name == "qwen3_5":  # recurrent states stay where they are
         assert n_rows[-n_steps:] == [len(prompts)] * n_steps

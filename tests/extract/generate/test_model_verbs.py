@@ -6,14 +6,11 @@ import io
 import json
 import re
 import time
-from pathlib import Path
 
 import msgspec
 import pytest
 
-from beatrice.extract.backbone.loading import load_backbone
 from beatrice.extract.backbone.names import WEIGHTS
-from beatrice.extract.generate.local import TransformersGenerator
 from beatrice.extract.records import SETTINGS, Answer, Sample, read_records, write_lines
 from beatrice.extract.run.contents import read_examples
 from beatrice.extract.run.directory import RunDir
@@ -24,29 +21,19 @@ from tests.extract.label.scripted import (
     fields_of,
     generated,
 )
-from tests.extract.small_run import beatrice, questions, smoke
+from tests.extract.small_run import beatrice, make_run, questions
 from tests.process import BEATRICE, kill, run_line, start
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
 def examples():
-    made = questions(n_evaluation=8)
-    return [msgspec.structs.replace(e, rewritten=()) for e in made][:20]
+    few = questions(n_evaluation=8)[:20]
+    return [msgspec.structs.replace(e, rewritten=()) for e in few]
 
 
 @pytest.fixture
 def run_dir(tmp_path, examples):
-    path = tmp_path / "run"
-    with RunDir.open(path, smoke()) as run:
-        run.examples.write_text(write_lines(examples))
-    return path
-
-
-@pytest.fixture(scope="module")
-def backbone():
-    return TransformersGenerator(backbone=load_backbone(WEIGHTS))
+    return make_run(tmp_path / "run", examples).path
 
 
 def answers_of(run_dir):
@@ -62,12 +49,11 @@ def labels_of(run_dir):
 
 
 def test_a_served_backbone_gives_the_answers_of_the_local_one(
-    run_dir, tmp_path, examples, backbone
+    run_dir, tmp_path, examples, local
 ):
-    with RunDir.open(tmp_path / "there", smoke()) as other:
-        other.examples.write_text(write_lines(examples))
+    other = make_run(tmp_path / "there", examples)
     beatrice("answer", run_dir)
-    with served(backbone) as server:
+    with served(local) as server:
         done = beatrice("answer", other.path, "--server", server.url)
         n_asked = len(server.requests)
         again = beatrice("answer", other.path, "--server", server.url)
@@ -82,8 +68,8 @@ def test_a_served_backbone_gives_the_answers_of_the_local_one(
     assert "holds answers with backend='served'" in done.stderr
 
 
-def test_a_server_without_token_ids_cannot_answer(run_dir, backbone):
-    with served(backbone) as server:
+def test_a_server_without_token_ids_cannot_answer(run_dir, local):
+    with served(local) as server:
         server.is_vllm = False
         arguments = ("--server", server.url, "--set", "dialect=openai")
         done = beatrice("answer", run_dir, *arguments, code=1)
@@ -190,21 +176,13 @@ def test_rewrites_are_answered_beside_the_original_contexts(run_dir):
 def test_a_cap_is_not_spent_again_by_the_process_that_continues(run_dir):
     beatrice("answer", run_dir)
     replies = run_dir / "replies" / "judge.jsonl"
-    prices = (
-        "--set",
-        "price_new=1e6",
-        "--set",
-        "max_cost=40",
-    )  # one unit per new token
+    # One unit per new token.
+    prices = "--set price_new=1e6 --set max_cost=40".split()
 
     def wordy(prompt):
         return msgspec.structs.replace(generated(fair_verdict(prompt)), n_new_tokens=2)
 
-    judge = ScriptedGenerator(fair_verdict)
-    judge.stream = lambda prompts, config, done=(): (
-        (i, wordy(prompt.text)) for i, prompt in enumerate(prompts) if i not in done
-    )
-    with served(judge) as server:
+    with served(ScriptedGenerator(wordy)) as server:
         options = ("--judge", "big", "--server", server.url, *prices)
         done = beatrice("label", run_dir, *options, code=1)
         assert "spending cap of 40" in done.stderr
@@ -256,9 +234,9 @@ def test_drawn_answers_are_the_same_twice_and_carry_log_probs(run_dir):
     }
 
 
-def test_samples_come_from_a_server_with_and_without_token_ids(run_dir, backbone):
+def test_samples_come_from_a_server_with_and_without_token_ids(run_dir, local):
     arguments = ("--n-samples", 2, "--split", "train")
-    with served(backbone) as server:
+    with served(local) as server:
         beatrice("sample", run_dir, *arguments, "--server", server.url)
         path = run_dir / "samples" / "samples.jsonl"
         assert all(s.log_probs for s in read_records(path, Sample))

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import shutil
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -12,13 +11,11 @@ import pytest
 
 from beatrice.extract.backbone.names import own_device
 from beatrice.extract.generate.requests import ANSWER_PRESETS, GenerationConfig
-from beatrice.extract.records import write_lines
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.share import Share
-from tests.extract.small_run import beatrice, questions, smoke
+from tests.extract.small_run import beatrice, make_run, questions, smoke
 from tests.process import run_line
 
-ROOT = Path(__file__).parents[3]
 # A few prompts with contexts fill a batch.
 BATCHES = dataclasses.replace(
     ANSWER_PRESETS["smoke"],
@@ -108,8 +105,7 @@ def begun(tmp_path_factory):
         ("answered", questions(2, 1, 1)[:4]),
     ):
         bare = [msgspec.structs.replace(e, rewritten=()) for e in examples]
-        with RunDir.open(folder / name, smoke(answer=BATCHES)) as run:
-            run.examples.write_text(write_lines(bare))
+        make_run(folder / name, bare, answer=BATCHES)
     beatrice("answer", folder / "answered")
     return {v: folder / ("asked" if v == "answer" else "answered") for v in STAGES}
 
@@ -133,7 +129,7 @@ def run(begun, verb, tmp_path):
 
 
 @pytest.fixture
-def asked(begun, tmp_path):
+def run_path(begun, tmp_path):
     return shutil.copytree(begun["answer"], tmp_path / "asked")
 
 
@@ -172,8 +168,8 @@ def test_what_a_killed_worker_wrote_is_continued(verb, run, alone):
         assert 0 < n_lines(parts(verb, run)) - n_left < n_whole
         do(verb, run, 1, 2)
     elif way == "one process":
-        said, n_texts = do(verb, run).stderr, len(texts(verb, alone))
-        assert f"{n_texts - n_left} texts generated, {n_left}" in said
+        output, n_texts = do(verb, run).stderr, len(texts(verb, alone))
+        assert f"{n_texts - n_left} texts generated, {n_left}" in output
     else:
         for rank in (2, 0, 1):
             do(verb, run, rank, 3)
@@ -202,22 +198,22 @@ def test_a_dry_run_counts_what_workers_have_left_and_writes_nothing(verb, run):
     assert parts(verb, run) == [file]
 
 
-def test_one_process_and_workers_keep_each_other_out(asked):
-    with RunDir.open(asked, smoke(answer=BATCHES), share=Share(0, 2)):
-        done = do("answer", asked, code=1)
+def test_one_process_and_workers_keep_each_other_out(run_path):
+    with RunDir.open(run_path, smoke(answer=BATCHES), share=Share(0, 2)):
+        done = do("answer", run_path, code=1)
         assert "workers that a launcher started" in done.stderr
-    do("answer", asked)
+    do("answer", run_path)
 
 
-def test_answers_to_other_prompts_are_set_aside(asked):
-    do("answer", asked, 0, 2)
-    (file,) = parts("answer", asked)
+def test_answers_to_other_prompts_are_set_aside(run_path):
+    do("answer", run_path, 0, 2)
+    (file,) = parts("answer", run_path)
     rows = [json.loads(line) for line in file.read_bytes().splitlines()]
     rows[0]["prompt_ids"][0] += 1
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    do("answer", asked, 1, 2)
-    assert not (asked / "answers" / "answers.jsonl").exists()
-    assert "no longer asked" in do("answer", asked).stderr
+    do("answer", run_path, 1, 2)
+    assert not (run_path / "answers" / "answers.jsonl").exists()
+    assert "no longer asked" in do("answer", run_path).stderr
 
 
 SERVED = ("--server", "http://x/v1")
@@ -236,12 +232,12 @@ SERVED = ("--server", "http://x/v1")
         *(((v,), "torchrun") for v in ("sweep", "select")),
     ],
 )
-def test_what_is_not_shared_says_that_it_is_one_processs_work(asked, line, by):
+def test_what_is_not_shared_says_that_it_is_one_processs_work(run_path, line, by):
     verb, *options = line
     environ = {"RANK": "0", "WORLD_SIZE": "2"} if by == "torchrun" else {}
     shard = () if by == "torchrun" else ("--shard", "0/2")
-    said = beatrice(verb, asked, *options, *shard, code=2, **environ).stderr
-    assert "is one process's work, and 2 were launched" in " ".join(said.split())
+    output = beatrice(verb, run_path, *options, *shard, code=2, **environ).stderr
+    assert "is one process's work, and 2 were launched" in " ".join(output.split())
 
 
 @pytest.mark.parametrize(
@@ -259,10 +255,10 @@ def test_each_process_has_a_gpu_of_its_own(device, n_visible, environ, expected)
 
 
 @pytest.mark.slow
-def test_torchrun_starts_workers_that_answer_together(asked, begun, tmp_path):
+def test_torchrun_starts_workers_that_answer_together(run_path, begun, tmp_path):
     alone = shutil.copytree(begun["answer"], tmp_path / "alone")
     do("answer", alone)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command = [*launcher, "-m", "beatrice", "answer", str(asked)]
+    command = [*launcher, "-m", "beatrice", "answer", str(run_path)]
     run_line(*command)
-    assert written("answer", asked) == written("answer", alone)
+    assert written("answer", run_path) == written("answer", alone)

@@ -54,7 +54,7 @@ def fair_verdict(prompt, marker=None):
 
 
 class ScriptedGenerator:
-    """Replies by a rule over the prompt's text; counts what it was asked."""
+    """Replies by a rule over the prompt's text, a text or all of a reply."""
 
     def __init__(self, rule, name="scripted"):
         self.rule = rule
@@ -74,7 +74,8 @@ class ScriptedGenerator:
         for i, prompt in enumerate(prompts):
             if i not in done:
                 self.asked.append(prompt.text)
-                yield i, generated(self.rule(prompt.text))
+                reply = self.rule(prompt.text)
+                yield i, generated(reply) if isinstance(reply, str) else reply
 
 
 def generated(text, finish="stop"):

@@ -52,14 +52,14 @@ LOST = ("correct", "unparsable", "correct")
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=2, max_size=60))
 def test_kappa_is_agreement_beyond_chance_and_undefined_for_one_class(pairs):
     first, second = zip(*pairs, strict=True)
-    found = agreement(pairs, n_bootstrap=10)
-    if found.kappa is None:
+    result = agreement(pairs, n_bootstrap=10)
+    if result.kappa is None:
         assert set(first) == set(second) and len(set(first)) == 1
     else:
         p, q = np.mean(first), np.mean(second)
         chance = p * q + (1 - p) * (1 - q)
-        expected = (found.rate - chance) / (1 - chance)
-        assert found.kappa == pytest.approx(expected, abs=1e-12)
+        expected = (result.rate - chance) / (1 - chance)
+        assert result.kappa == pytest.approx(expected, abs=1e-12)
 
 
 def test_the_interval_is_that_of_resampling_items_one_by_one():
@@ -67,15 +67,15 @@ def test_the_interval_is_that_of_resampling_items_one_by_one():
     first = rng.random(100) < 0.5
     second = np.where(rng.random(100) < 0.1, ~first, first)
     pairs = list(zip(first.tolist(), second.tolist(), strict=True))
-    found = agreement(pairs, n_bootstrap=20_000)
+    result = agreement(pairs, n_bootstrap=20_000)
     drawn = rng.integers(0, 100, (20_000, 100))
     a, b = first[drawn], second[drawn]
     cells = [(a & b), (a & ~b), (~a & b), (~a & ~b)]
     drawn_kappas = kappas(np.stack([cell.sum(axis=1) for cell in cells], axis=-1))
     expected = np.quantile(drawn_kappas, (0.025, 0.975))
     # Two Monte Carlo estimates of the same quantiles; 0.02 is four standard errors.
-    assert (found.ci_low, found.ci_high) == pytest.approx(tuple(expected), abs=0.02)
-    assert found.ci_low < found.kappa < found.ci_high
+    assert (result.ci_low, result.ci_high) == pytest.approx(tuple(expected), abs=0.02)
+    assert result.ci_low < result.kappa < result.ci_high
 
 
 def test_resampled_kappas_are_those_of_scikit_learn():
@@ -90,14 +90,14 @@ def test_resampled_kappas_are_those_of_scikit_learn():
 
 
 def test_one_class_has_no_kappa_but_a_reason_and_such_resamples_are_counted():
-    found = agreement([(True, True)] * 4)
-    assert (found.kappa, found.ci_low, found.rate) == (None, None, 1.0)
-    assert "one class" in found.reason and "undefined" in found.in_words()
+    result = agreement([(True, True)] * 4)
+    assert (result.kappa, result.ci_low, result.rate) == (None, None, 1.0)
+    assert "one class" in result.reason and "undefined" in result.in_words()
     assert agreement([]).reason == "no items"
-    found = agreement([(True, True)] * 2 + [(False, False)], n_bootstrap=5000)
+    result = agreement([(True, True)] * 2 + [(False, False)], n_bootstrap=5000)
     # All three draws from one class: 8/27 + 1/27.
-    assert found.n_undefined / 5000 == pytest.approx(1 / 3, abs=0.03)
-    assert found.ci_low == found.ci_high == 1.0
+    assert result.n_undefined / 5000 == pytest.approx(1 / 3, abs=0.03)
+    assert result.ci_low == result.ci_high == 1.0
 
 
 def test_labels_are_held_against_exact_match_and_rubrics_against_each_other():
@@ -202,24 +202,24 @@ def test_planted_label_noise_is_found_and_weighted_by_how_many_have_each_label(s
         return "correct" if row["answer"] == "yes" or is_slip else "incorrect"
 
     fill(path, decide)
-    found = read_annotations(path, rows)
+    result = read_annotations(path, rows)
     disputed = {label: 0 for label in (True, False)}
-    for one in found.noise:
-        disputed[one.label] += one.n_disputed
+    for item in result.noise:
+        disputed[item.label] += item.n_disputed
         # Wilson 1927: where the score test of a share has |z| = 1.96.
-        for p in (one.ci_low, one.ci_high):
-            z = (one.n_disputed / one.n - p) / max(1e-12, p * (1 - p) / one.n) ** 0.5
+        for p in (item.ci_low, item.ci_high):
+            z = (item.n_disputed / item.n - p) / max(1e-12, p * (1 - p) / item.n) ** 0.5
             assert p == pytest.approx(0, abs=1e-9) or abs(z) == pytest.approx(
                 1.96, abs=1e-3
             )
     assert disputed == {True: 0, False: 10}
     shares = [
         float(re.search(r"([\d.]+) % mislabelled", line)[1])
-        for line in noise_in_words(found.noise)
+        for line in noise_in_words(result.noise)
         if "all answers" in line
     ]
     assert len(shares) == 2 and np.mean(shares) == pytest.approx(100 / 15, abs=0.1)
-    assert len(found.verdicts) == 100
+    assert len(result.verdicts) == 100
 
 
 @pytest.mark.parametrize("slips", [(), (15, 50)])
@@ -231,13 +231,13 @@ def test_a_persons_slips_lower_kappa_and_empty_cells_are_counted(sample, slips):
         return "" if i < 10 else "Correct" if is_right else " incorrect."
 
     fill(path, decide)
-    found = read_annotations(path, rows)
+    result = read_annotations(path, rows)
     judge = [row["answer"] == "yes" for row in cells_of(path)][10:]
     human = [right != (i in slips) for i, right in enumerate(judge, start=10)]
-    assert (found.n_empty, found.judge.n) == (10, 90)
-    assert found.judge.n_agree == found.exact.n_agree == 90 - len(slips)
-    assert found.judge.kappa == pytest.approx(cohen_kappa_score(human, judge))
-    assert (found.judge.kappa == 1.0) == (slips == ())
+    assert (result.n_empty, result.judge.n) == (10, 90)
+    assert result.judge.n_agree == result.exact.n_agree == 90 - len(slips)
+    assert result.judge.kappa == pytest.approx(cohen_kappa_score(human, judge))
+    assert (result.judge.kappa == 1.0) == (slips == ())
 
 
 def test_a_spreadsheets_semicolons_and_byte_order_mark_are_read(sample):

@@ -19,7 +19,6 @@ from beatrice.extract.label.judges import (
     marker_for,
     parse_verdict,
 )
-from beatrice.extract.records import Example
 from tests.extract.label.scripted import (
     INJECTIONS,
     LABELLED,
@@ -30,13 +29,14 @@ from tests.extract.label.scripted import (
     fields_of,
     generated,
 )
+from tests.records import an_example
 
 QUESTION = "What is the capital of France?"
 GOLDS = ("Paris", "Paris, France")
 
 
-def example(golds=GOLDS, question=QUESTION, name="q"):
-    return Example(id=name, dataset="d", split="test", question=question, golds=golds)
+def example():
+    return an_example(question=QUESTION, golds=GOLDS)
 
 
 def judged(tmp_path, rule, texts, **config):
@@ -183,9 +183,9 @@ def test_a_word_with_other_words_around_it_is_no_verdict(word, text):
 
 @given(st.text())
 def test_any_text_has_exactly_one_verdict(text):
-    found = parse_verdict(text)
+    result = parse_verdict(text)
     letters = "".join(c for c in text if c.isalpha()).lower()
-    assert found == "unparsable" or found == letters
+    assert result == "unparsable" or result == letters
 
 
 def test_a_judge_that_parrots_an_injection_gives_no_verdict():
@@ -275,18 +275,8 @@ def test_a_reply_that_parses_at_the_second_attempt_counts(tmp_path):
 
 
 def test_a_reply_that_was_cut_is_no_verdict(tmp_path):
-    class Cut(ScriptedGenerator):
-        def stream(self, prompts, config, done=()):
-            for i, _ in super().stream(prompts, config, done):
-                yield i, generated("Correct", finish="length")
-
-    judgements = judge_answers(
-        [answered("Paris")],
-        [example()],
-        Cut(fair_verdict),
-        Replies.open(tmp_path / "r.jsonl"),
-        ConsensusConfig(),
-    )
+    cut = generated("Correct", finish="length")
+    judgements, _ = judged(tmp_path, lambda prompt: cut, ["Paris"])
     assert judgements.labels[0].verdicts == ("unparsable",) * 3
 
 
@@ -347,22 +337,10 @@ def test_a_line_that_is_no_reply_is_named(tmp_path):
 
 
 def test_every_field_of_a_reply_survives_the_disk(tmp_path):
-    reply = msgspec.structs.replace(
-        generated("x"),
-        token_ids=(1, 2),
-        log_probs=(-0.5, -1e-7),
-        stop_id=2,
-        n_new_tokens=3,
-    )
-
-    class One(ScriptedGenerator):
-        def stream(self, prompts, config, done=()):
-            yield from ((i, reply) for i in range(len(prompts)) if i not in done)
-
-    replies = Replies.open(tmp_path / "r.jsonl")
-    config = ConsensusConfig(n_retries=0)
-    judge_answers([answered("Paris")], [example()], One(None), replies, config)
-    again = Replies.open(tmp_path / "r.jsonl").journal.values()
+    ids = dict(token_ids=(1, 2), log_probs=(-0.5, -1e-7), stop_id=2, n_new_tokens=3)
+    reply = msgspec.structs.replace(generated("x"), **ids)
+    judged(tmp_path, lambda prompt: reply, ["Paris"], n_retries=0)
+    again = Replies.open(tmp_path / "replies.jsonl").journal.values()
     names = reply.__struct_fields__
     (row,) = {tuple(getattr(x, name) for name in names) for x in again}
     assert row == tuple(getattr(reply, name) for name in names)

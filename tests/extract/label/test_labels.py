@@ -24,25 +24,22 @@ from beatrice.extract.label.labels import (
     token_f1,
 )
 from beatrice.extract.records import (
-    Example,
     Label,
     normalise,
     read_records,
     to_json,
     write_lines,
 )
-from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import write_text_atomic
 from beatrice.extract.run.rows import label_rule
 from tests.extract.datasets.published import samples
 from tests.extract.label.scripted import answered
-from tests.extract.small_run import beatrice, smoke
+from tests.extract.small_run import beatrice, make_run
+from tests.records import an_example
 
 
 def example(name, question):
-    return Example(
-        id=name, dataset="capitals", split="test", question=question, golds=("x",)
-    )
+    return an_example(id=name, dataset="capitals", question=question, golds=("x",))
 
 
 MALI, PERU = example("1", "Capital of Mali?"), example("2", "Capital of Peru?")
@@ -90,14 +87,14 @@ def scripted_words(text):
 
 def scripted_f1(answer, golds):
     """FlashRAG's, from precision and recall; pairs under the guard are passed over."""
-    best, said = 0.0, scripted_words(answer)
+    best, answer_words = 0.0, scripted_words(answer)
     for gold in map(scripted_words, golds):
         closed = (["yes"], ["no"], ["noanswer"])
-        if said != gold and (said in closed or gold in closed):
+        if answer_words != gold and (answer_words in closed or gold in closed):
             continue
-        n_same = sum((Counter(said) & Counter(gold)).values())
+        n_same = sum((Counter(answer_words) & Counter(gold)).values())
         if n_same:
-            precision, recall = n_same / len(said), n_same / len(gold)
+            precision, recall = n_same / len(answer_words), n_same / len(gold)
             best = max(best, 2 * precision * recall / (precision + recall))
     return best
 
@@ -107,7 +104,7 @@ def test_the_golds_of_a_published_set_are_compared_as_its_scripts_do(name):
     path = samples() / name
     if not path.exists():
         pytest.skip(f"{name} is not among the samples")
-    questions = [found.question for found in open_dataset(path).read()][:2000]
+    questions = [item.question for item in open_dataset(path).read()][:2000]
     texts = [gold for question in questions for gold in question.golds]
     for question, other in zip(questions, reversed(questions), strict=True):
         first, golds = question.golds[0], question.golds
@@ -264,14 +261,14 @@ def test_a_label_holds_for_the_very_answer_and_all_others_stay_without(tmp_path)
         judged("Capital of Peru?", "Cusco", False),
         judged("Capital of Chad?", "N'Djamena", True),
     )
-    made = import_labels(path, ANSWERS, QUESTIONS)
-    assert [one.label for one in made.labels] == [True, False, None]
-    assert [one.reason for one in made.labels] == [
+    result = import_labels(path, ANSWERS, QUESTIONS)
+    assert [label.label for label in result.labels] == [True, False, None]
+    assert [label.reason for label in result.labels] == [
         "imported from mine.jsonl",
         "imported from mine.jsonl",
         "not imported from mine.jsonl",
     ]
-    assert (made.n_lines, made.n_other_question, made.n_other_answer) == (4, 1, 1)
+    assert (result.n_lines, result.n_other_question, result.n_other_answer) == (4, 1, 1)
 
 
 def test_a_setting_is_another_answer(tmp_path):
@@ -300,9 +297,8 @@ def test_lines_that_disagree_or_are_none_are_refused_by_number(tmp_path, row, wo
 
 @pytest.fixture
 def run(tmp_path):
-    with RunDir.open(tmp_path / "run", smoke()) as run:
-        run.examples.write_text(write_lines([MALI, PERU]))
-        write_text_atomic(run.answers_file, write_lines(ANSWERS))
+    run = make_run(tmp_path / "run", QUESTIONS)
+    write_text_atomic(run.answers_file, write_lines(ANSWERS))
     return run
 
 
@@ -311,21 +307,21 @@ def test_labels_are_imported_named_and_corrected_by_hand(run, tmp_path):
     beatrice("label", run.path, "--import", path)
     assert label_rule(run) == "imported from mine.jsonl"
     labels = list(read_records(run.labels, Label))
-    assert [one.label for one in labels] == [True, None, None]
+    assert [label.label for label in labels] == [True, None, None]
 
-    corrected = write_lines([labels[0], *(_wrong(one) for one in labels[1:])])
+    corrected = write_lines([labels[0], *(_wrong(label) for label in labels[1:])])
     run.labels.write_text(corrected)  # by hand
     for options in ((), ("--match", "containment"), ("--import", path)):
-        said = beatrice("label", run.path, *options, code=1).output
-        assert "labels.jsonl was changed since it was written" in said
-        assert "`beatrice label --import FILE`" in said
+        output = beatrice("label", run.path, *options, code=1).output
+        assert "labels.jsonl was changed since it was written" in output
+        assert "`beatrice label --import FILE`" in output
     assert run.labels.read_text() == corrected
     elsewhere = run.labels.rename(tmp_path / "corrected.jsonl")
     beatrice("label", run.path, "--import", elsewhere)
     labels = list(read_records(run.labels, Label))
-    assert [one.label for one in labels] == [True, False, False]
-    said = beatrice("label", run.path).output
-    assert "replaces the labels of before: imported from corrected.jsonl" in said
+    assert [label.label for label in labels] == [True, False, False]
+    output = beatrice("label", run.path).output
+    assert "replaces the labels of before: imported from corrected.jsonl" in output
 
 
 def _wrong(label):
@@ -334,8 +330,8 @@ def _wrong(label):
 
 def test_labels_that_nobody_recorded_are_not_replaced(run):
     run.labels.write_text("mine\n")
-    said = beatrice("label", run.path, code=1).output
-    assert "labels.jsonl is there already with other content" in said
+    output = beatrice("label", run.path, code=1).output
+    assert "labels.jsonl is there already with other content" in output
     assert run.labels.read_text() == "mine\n"
     run.labels.unlink()
     beatrice("label", run.path)
@@ -363,8 +359,8 @@ def test_the_judge_of_the_guide_labels_a_run_and_again_where_its_file_has_change
     (working_folder / "my_judge.py").write_text(code + "\n# in other words\n")
     done = beatrice("label", run.path, "--judge", spec)
     assert "judge_with has changed since" in done.output
-    said = beatrice("label", run.path).output
-    assert f"replaces the labels of before: judge {spec}" in said
+    output = beatrice("label", run.path).output
+    assert f"replaces the labels of before: judge {spec}" in output
     refused = beatrice("label", run.path, "--judge", "no_judge:x", code=1).output
     assert "no_judge.py" in refused
     both = ("--judge", spec, "--match", "exact")

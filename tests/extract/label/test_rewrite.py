@@ -74,8 +74,8 @@ def test_what_the_source_says_is_not_flagged(faithful):
     ],
 )
 def test_a_planted_number_or_name_is_flagged(rewrite, numbers, entities):
-    found = find_additions(rewrite, SOURCE)
-    assert (found.numbers, found.entities) == (numbers, entities)
+    result = find_additions(rewrite, SOURCE)
+    assert (result.numbers, result.entities) == (numbers, entities)
 
 
 def test_a_number_in_a_passage_may_be_written_in_either_notation():
@@ -88,11 +88,11 @@ def test_a_number_in_a_passage_may_be_written_in_either_notation():
 
 
 def test_what_the_question_says_is_told_apart():
-    found = find_additions(
+    result = find_additions(
         "Lyon had 9 mayors, Metz 8.", "x", "How many mayors had Lyon?"
     )
-    assert found.entities == ("Lyon", "Metz")
-    assert found.from_question == ("Lyon",)
+    assert result.entities == ("Lyon", "Metz")
+    assert result.from_question == ("Lyon",)
 
 
 def test_every_planted_year_and_name_in_a_hundred_rewrites_is_found():
@@ -138,8 +138,8 @@ def test_a_cut_or_empty_rewrite_is_none_with_its_reason():
 def made(tmp_path, rule, examples):
     replies = Replies.open(tmp_path / "rewrite.jsonl")
     generator = ScriptedGenerator(rule)
-    found = rewrite_contexts(examples, generator, replies, RewriteConfig())
-    return found, generator
+    result = rewrite_contexts(examples, generator, replies, RewriteConfig())
+    return result, generator
 
 
 def test_only_in_domain_contexts_without_a_rewrite_are_rewritten(tmp_path):
@@ -150,16 +150,16 @@ def test_only_in_domain_contexts_without_a_rewrite_are_rewritten(tmp_path):
         example(name="c", passages=()),
         example(name="d", rewritten=(other,)),
     ]
-    found, generator = made(tmp_path, lambda prompt: "Curie won.", examples)
-    assert [r.example_id for r in found] == ["a"]
+    result, generator = made(tmp_path, lambda prompt: "Curie won.", examples)
+    assert [r.example_id for r in result] == ["a"]
     assert len(generator.asked) == 1
 
 
 def test_flags_are_counted_and_flagged_rewrites_kept(tmp_path):
     replies = iter(["Curie won.", "Curie won in 2000.", "Einstein won.", ""])
     examples = [example(name=str(i), question=f"q{i}?") for i in range(4)]
-    found, _ = made(tmp_path, lambda prompt: next(replies), examples)
-    assert count_rewrites(found) == {
+    result, _ = made(tmp_path, lambda prompt: next(replies), examples)
+    assert count_rewrites(result) == {
         "n": 4,
         "n_failed": 1,
         "n_overlong": 0,
@@ -168,7 +168,7 @@ def test_flags_are_counted_and_flagged_rewrites_kept(tmp_path):
         "n_with_added_entity": 1,
         "n_flagged_from_question_only": 0,
     }
-    joined = with_rewrites(examples, {r.example_id: r for r in found})
+    joined = with_rewrites(examples, {r.example_id: r for r in result})
     assert [len(e.rewritten) for e in joined] == [1, 1, 1, 0]
     assert joined[1].rewritten[0].text == "Curie won in 2000."
     assert joined[1].rewritten[0].is_supporting
@@ -176,12 +176,12 @@ def test_flags_are_counted_and_flagged_rewrites_kept(tmp_path):
 
 
 def test_a_rewrite_of_another_context_is_refused(tmp_path):
-    found, _ = made(tmp_path, lambda prompt: "Curie won.", [example()])
+    result, _ = made(tmp_path, lambda prompt: "Curie won.", [example()])
     changed = msgspec.structs.replace(
         example(), passages=(Passage(title="", text="y"),)
     )
     with pytest.raises(ValueError, match="rewrite` again"):
-        with_rewrites([changed], {"q": found[0]})
+        with_rewrites([changed], {"q": result[0]})
 
 
 def test_a_second_run_rewrites_nothing_again(tmp_path):
@@ -208,10 +208,10 @@ def test_a_context_beyond_the_window_is_skipped_only_if_asked_and_then_counted(
         config = RewriteConfig(max_new_tokens=50, skip_overlong=skip)
         return rewrite_contexts(examples, judge, replies, config), judge.asked
 
-    found, asked = rewrites("skip", skip=True)
-    assert [r.example_id for r in found] == ["a", "long", "b"]
-    assert [r.text for r in found] == ["Curie won.", None, "Curie won."]
-    counts = count_rewrites(found)
-    assert (counts["n_overlong"], counts["n_failed"], len(asked)) == (1, 1, 2)
-    _, asked = rewrites("all", skip=False)
-    assert len(asked) == 3  # and a real backend refuses
+    result, prompts = rewrites("skip", skip=True)
+    assert [r.example_id for r in result] == ["a", "long", "b"]
+    assert [r.text for r in result] == ["Curie won.", None, "Curie won."]
+    counts = count_rewrites(result)
+    assert (counts["n_overlong"], counts["n_failed"], len(prompts)) == (1, 1, 2)
+    _, prompts = rewrites("all", skip=False)
+    assert len(prompts) == 3  # and a real backend refuses

@@ -38,7 +38,7 @@ class Eager:
         for handle in handles:
             handle.remove()
         self.states = [state[0] for state in output.hidden_states]
-        self.maps = [one[0].double() for one in output.attentions]
+        self.maps = [maps[0].double() for maps in output.attentions]
         self.logits = output.logits[0].double()
 
     def lens(self, state):
@@ -63,8 +63,8 @@ def log_gram(states):
 
 def shannon(p, q, is_swapped):
     total, m = 0.0, (p + q) / 2
-    for one in (p, q):
-        a, b = (m, one) if is_swapped else (one, m)
+    for item in (p, q):
+        a, b = (m, item) if is_swapped else (item, m)
         total += 0.5 * float((a * (a.log() - b.log())).sum())
     return total
 
@@ -121,7 +121,7 @@ def expected(model, answer, swapped, n_cue):
         result["lumina_mmd"] = np.mean(values)
     result["gnosis_maps"] = gnosis_maps(seen.maps)
     result["gnosis_states"] = gnosis_trace(seen.states[-1][p - 1 :])
-    result["mlp_exact_answer"] = [part[len(ids) - 1].numpy() for part in seen.ffn]
+    result["mlp_exact_answer"] = [out[len(ids) - 1].numpy() for out in seen.ffn]
     return result
 
 
@@ -197,9 +197,9 @@ def statistics(a):
             radius = math.hypot(u / (n - 1) - 0.5, v / n) / math.sqrt(0.5)
             bands[sum(radius > edge for edge in (0.15, 0.35, 0.6))] += share[u, v]
     lines = []
-    for one in (a, a.T):
-        own = [[max(x / (row.sum() + 1e-8), 1e-8) for x in row] for row in one]
-        lines.append(np.mean([sum_entropy(row) for row in own]))
+    for item in (a, a.T):
+        shares = [[max(x / (row.sum() + 1e-8), 1e-8) for x in row] for row in item]
+        lines.append(np.mean([sum_entropy(row) for row in shares]))
     near = [
         sum(a[i, j] for i, j in places if abs(i - j) <= width)
         for width in (0, n // 32, n // 16)

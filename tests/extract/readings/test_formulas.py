@@ -41,13 +41,13 @@ def test_the_attention_score_has_its_golden_value(backbone):
         n_cue=1,
         budget=ReadingBudget(),
     )
-    part = llm_check.DiagonalScores(batch, frozenset(["llmcheck_attention_all"]))
+    reader = llm_check.DiagonalScores(batch, frozenset(["llmcheck_attention_all"]))
     rows = [[1, 0.5, 0.25], [1, 0.2, 0.1]]
     diagonals = torch.tensor(rows, dtype=torch.float64)
     log_weights = torch.diag_embed(diagonals).log()[None]
-    part.on_weights(0, log_weights[:, :, :2, :2], 0)
-    part.on_weights(0, log_weights[:, :, 2:], 2)
-    scores = part.finish(torch.empty(0))["llmcheck_attention_all"]
+    reader.on_weights(0, log_weights[:, :, :2, :2], 0)
+    reader.on_weights(0, log_weights[:, :, 2:], 2)
+    scores = reader.finish(torch.empty(0))["llmcheck_attention_all"]
     assert float(scores[0]) == pytest.approx(-1.9971548490359936, abs=1e-9)
 
 
@@ -81,12 +81,12 @@ def test_a_large_vocabulary_in_chunks_gives_what_float64_gives_row_by_row():
     class OwnHead(Batch):
         head = Head(weight=weight, bias=None, softcap=None)
 
-    own = {"answers": (), "swapped": (), "n_cue": 1, "budget": ReadingBudget()}
-    batch = OwnHead(backbone=None, **own)
-    rows, found = [], torch.empty((n_rows // 2, 2))
-    for part, log_probs in batch.log_probs(states, is_normed=True):
-        rows += range(part.start, part.stop)
-        found[part.start // 2 : part.stop // 2] = context.divergences(
+    fields = {"answers": (), "swapped": (), "n_cue": 1, "budget": ReadingBudget()}
+    batch = OwnHead(backbone=None, **fields)
+    rows, result = [], torch.empty((n_rows // 2, 2))
+    for chunk, log_probs in batch.log_probs(states, is_normed=True):
+        rows += range(chunk.start, chunk.stop)
+        result[chunk.start // 2 : chunk.stop // 2] = context.divergences(
             log_probs[::2], log_probs[1::2]
         )
     assert rows == list(range(n_rows))
@@ -95,17 +95,17 @@ def test_a_large_vocabulary_in_chunks_gives_what_float64_gives_row_by_row():
         exact = logits.softmax(-1)
         for column, is_swapped in enumerate((False, True)):
             wanted = shannon(*exact, is_swapped)
-            assert float(found[pair, column]) == pytest.approx(wanted, rel=1e-4)
+            assert float(result[pair, column]) == pytest.approx(wanted, rel=1e-4)
 
 
 def test_gram_matrices_of_a_batch_are_those_of_each_alone():
     torch.manual_seed(0)
     states = torch.randn(4, 9, 6, dtype=torch.float64)
     edges = [(0, 9), (2, 5), (8, 9), (3, 3)]
-    found = llm_check.hidden_scores(states, edges)
-    for one, value, (start, stop) in zip(states[:3], found, edges, strict=False):
-        assert float(value) == pytest.approx(log_gram(one[start:stop]), abs=1e-9)
-    assert math.isnan(found[3])
+    result = llm_check.hidden_scores(states, edges)
+    for state, value, (start, stop) in zip(states[:3], result, edges, strict=False):
+        assert float(value) == pytest.approx(log_gram(state[start:stop]), abs=1e-9)
+    assert math.isnan(result[3])
 
 
 def test_more_tokens_than_features_far_apart_in_size_have_an_exact_hidden_score():
@@ -122,19 +122,19 @@ def test_more_tokens_than_features_far_apart_in_size_have_an_exact_hidden_score(
     n_null = n_tokens - len(sizes)
     expected = (np.log(sizes**2 + 1e-3).sum() + n_null * np.log(1e-3)) / n_tokens
     edges = [(0, n_tokens), (0, 3)]
-    found = llm_check.hidden_scores(torch.stack([states, states]), edges)
-    assert found[0].item() == pytest.approx(expected, abs=1e-6)
+    result = llm_check.hidden_scores(torch.stack([states, states]), edges)
+    assert result[0].item() == pytest.approx(expected, abs=1e-6)
     alone = llm_check.hidden_scores(states[None], [(0, 3)])
-    assert found[1].item() == pytest.approx(alone.item(), abs=1e-9)
+    assert result[1].item() == pytest.approx(alone.item(), abs=1e-9)
 
 
 def test_distributions_apart_diverge_by_log_two_and_equal_ones_by_nothing():
-    one = torch.tensor([[0.0, -80.0]]).log_softmax(-1)
-    found = context.divergences(one, one.flip(-1))[0]
-    assert float(found[0]) == pytest.approx(math.log(2), abs=1e-6)
+    sure = torch.tensor([[0.0, -80.0]]).log_softmax(-1)
+    result = context.divergences(sure, sure.flip(-1))[0]
+    assert float(result[0]) == pytest.approx(math.log(2), abs=1e-6)
     # Exchanged arguments have no bound: 80 nats times a half, less log 2.
-    assert float(found[1]) == pytest.approx(40 - math.log(2), abs=1e-4)
-    assert context.divergences(one, one).abs().max() < 1e-6
+    assert float(result[1]) == pytest.approx(40 - math.log(2), abs=1e-4)
+    assert context.divergences(sure, sure).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize(("n_prompt", "n"), [(5, 1), (19, 1), (20, 2), (1500, 150)])
@@ -150,9 +150,9 @@ def test_the_discrepancy_is_that_of_the_double_sums_over_the_largest_words():
     def cut(values):
         return torch.where(values >= values.sort().values[-4], values, 0.0)
 
-    found = context.discrepancy(p.log()[None], q.log()[None], table, n_top=4)
+    result = context.discrepancy(p.log()[None], q.log()[None], table, n_top=4)
     # The embeddings are taken in float32.
-    assert float(found) == pytest.approx(mmd(cut(p), cut(q), table), rel=1e-5)
+    assert float(result) == pytest.approx(mmd(cut(p), cut(q), table), rel=1e-5)
     same = context.discrepancy(p.log()[None], p.log()[None], table)
     assert float(same) == pytest.approx(0.0, abs=1e-12)
 

@@ -29,11 +29,11 @@ def wordwise():
     """A tokenizer of words with the space before them, where it knows "A"."""
     words = truth_text("who?", "Ann", ("Bob",)).replace("\n", " \n ").split(" ")
     known = dict.fromkeys(["<s>", "[UNK]", "\n", *words, "A", "B", ":"])
-    made = Tokenizer(models.WordLevel({w: i for i, w in enumerate(known)}, "[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made.add_special_tokens(["<s>"])
+    result = Tokenizer(models.WordLevel({w: i for i, w in enumerate(known)}, "[UNK]"))
+    result.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    result.add_special_tokens(["<s>"])
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, bos_token="<s>", unk_token="[UNK]"
+        tokenizer_object=result, bos_token="<s>", unk_token="[UNK]"
     )
 
 
@@ -74,13 +74,13 @@ def example(number, titles, golds=("gold",), dataset="d", texts=None):
     return an_example(id=f"q{number}", question=f"question {number}?", **fields)
 
 
-def answered(one, dropped=()):
+def answered(other, dropped=()):
     fields = dict(setting="with_context", context_span=(0, 1), dropped=dropped)
-    return an_answer(example_id=one.id, **fields)
+    return an_answer(example_id=other.id, **fields)
 
 
-def titles_of(found):
-    return [[passage.title for passage in passages] for passages in found]
+def titles_of(groups):
+    return [[passage.title for passage in passages] for passages in groups]
 
 
 def test_the_next_question_of_the_set_lends_as_many_passages():
@@ -91,13 +91,13 @@ def test_the_next_question_of_the_set_lends_as_many_passages():
         example(3, "h"),
         example(4, "ij"),
     ]
-    found = other_passages(every[0], answered(every[0]), every)
-    assert titles_of(found) == [["e", "f"], ["i", "j"]]
+    result = other_passages(every[0], answered(every[0]), every)
+    assert titles_of(result) == [["e", "f"], ["i", "j"]]
     # Behind the last comes the first.
-    found = other_passages(every[4], answered(every[4]), every)
-    assert titles_of(found) == [["a", "b"], ["e", "f"]]
-    found = other_passages(every[2], answered(every[2], dropped=(1, 2)), every)
-    assert titles_of(found) == [["h"], ["i"], ["a"]]
+    result = other_passages(every[4], answered(every[4]), every)
+    assert titles_of(result) == [["a", "b"], ["e", "f"]]
+    result = other_passages(every[2], answered(every[2], dropped=(1, 2)), every)
+    assert titles_of(result) == [["h"], ["i"], ["a"]]
 
 
 def test_passages_with_an_own_title_or_a_gold_answer_are_not_lent():
@@ -108,61 +108,61 @@ def test_passages_with_an_own_title_or_a_gold_answer_are_not_lent():
         example(3, ["Paris"]),
         example(4, ["y"]),
     ]
-    found = other_passages(every[0], answered(every[0]), every)
-    assert titles_of(found) == [["y"]]
+    result = other_passages(every[0], answered(every[0]), every)
+    assert titles_of(result) == [["y"]]
 
 
 def test_without_titles_texts_tell_passages_apart():
     every = [example(i, [""], texts=[t]) for i, t in enumerate(["same", "same", "b"])]
-    found = other_passages(every[0], answered(every[0]), every)
-    assert [passages[0].text for passages in found] == ["b"]
+    result = other_passages(every[0], answered(every[0]), every)
+    assert [passages[0].text for passages in result] == ["b"]
 
 
 def test_a_swapped_prompt_asks_the_same_behind_other_passages(bytewise):
     every = [example(0, "a"), example(1, "b"), example(2, "c")]
-    own = answered(every[0])
+    answer = answered(every[0])
     model = TokenizerOnly(bytewise)
-    ids = swapped_prompt(model, SHORT, every[0], own, every)
+    ids = swapped_prompt(model, SHORT, every[0], answer, every)
     expected = build_prompt(bytewise, SHORT, "question 0?", every[1].passages)
     assert ids == expected.ids
-    assert swapped_prompt(model, SHORT, every[0], own, every[:1]) is None
+    assert swapped_prompt(model, SHORT, every[0], answer, every[:1]) is None
     # What does not fit the window with the answer gives way to what does.
     longer = msgspec.structs.replace(
         every[1], passages=(Passage(title="b", text="much longer " * 9),)
     )
     window = dataclasses.replace(model, max_length=len(ids) + 1)
     lent = [every[0], longer, every[2]]
-    found = swapped_prompt(window, SHORT, every[0], own, lent)
-    assert found == build_prompt(bytewise, SHORT, "question 0?", lent[2].passages).ids
+    result = swapped_prompt(window, SHORT, every[0], answer, lent)
+    assert result == build_prompt(bytewise, SHORT, "question 0?", lent[2].passages).ids
 
 
 def test_other_passages_change_what_the_microworlds_model_says(local):
     """A discrepancy of zero would mean that the swap does nothing."""
-    every = [one for one in questions(12, 0, 0) if one.passages]
+    every = [item for item in questions(12, 0, 0) if item.passages]
     backbone = local.backbone
     prompts = [
-        build_prompt(backbone.tokenizer, SHORT, one.question, one.passages)
-        for one in every
+        build_prompt(backbone.tokenizer, SHORT, item.question, item.passages)
+        for item in every
     ]
     answers = [
         msgspec.structs.replace(
-            answered(one),
+            answered(item),
             prompt_ids=prompt.ids,
             context_span=prompt.context_span,
             token_ids=tuple(prompt.ids[-4:-2]),
         )
-        for one, prompt in zip(every, prompts, strict=True)
+        for item, prompt in zip(every, prompts, strict=True)
     ]
     own = [answer.prompt_ids for answer in answers]
     swapped = [
-        swapped_prompt(backbone, SHORT, one, answer, every)
-        for one, answer in zip(every, answers, strict=True)
+        swapped_prompt(backbone, SHORT, item, answer, every)
+        for item, answer in zip(every, answers, strict=True)
     ]
     assert None not in swapped
-    found = [
-        np.array([one["lumina_mmd"] for one in read(*given, swapped=each)])
+    result = [
+        np.array([item["lumina_mmd"] for item in read(*given, swapped=each)])
         for given in [(backbone, answers, ["lumina_mmd"])]
         for each in (own, swapped)
     ]
-    assert np.abs(found[0]).max() < 1e-6
-    assert found[1].mean() > 1e-3
+    assert np.abs(result[0]).max() < 1e-6
+    assert result[1].mean() > 1e-3

@@ -11,6 +11,7 @@ from beatrice.extract.readings.gnosis import bin_weights, map_statistics
 from beatrice.extract.readings.prompts import SECOND_PASSES, _end_states, middle_entry
 from beatrice.extract.readings.reader import PARTS, READINGS, _read_batch, read
 from beatrice.extract.signals.batch import ReadingBudget, budget_for
+from tests.extract.generate.generating import shapes_run
 from tests.extract.readings.loops import Eager, expected, statistics
 from tests.records import an_answer
 
@@ -21,7 +22,7 @@ PART_NAMES = tuple(name for part in PARTS for name in part.names)
 TOLERANCE = 2e-4
 
 
-def made_answer(seed, n_prompt, n_answer, is_cut=False):
+def answer_behind_cue(seed, n_prompt, n_answer, is_cut=False):
     rng = np.random.default_rng(seed)
     ids = rng.integers(10, N_TEXT_IDS, n_prompt + n_answer).tolist()
     return an_answer(
@@ -35,13 +36,13 @@ def made_answer(seed, n_prompt, n_answer, is_cut=False):
 
 
 ANSWERS = [
-    made_answer(1, 23, 3),
-    made_answer(2, 14, 1),
-    made_answer(3, 31, 5, is_cut=True),
-    made_answer(4, 12, 0),
+    answer_behind_cue(1, 23, 3),
+    answer_behind_cue(2, 14, 1),
+    answer_behind_cue(3, 31, 5, is_cut=True),
+    answer_behind_cue(4, 12, 0),
 ]
-SWAPPED = [made_answer(10 + i, 18 + i, 0).prompt_ids for i in range(3)] + [None]
-TRUTH = [made_answer(20 + i, 15 + i, 0).prompt_ids for i in range(3)] + [None]
+SWAPPED = [answer_behind_cue(10 + i, 18 + i, 0).prompt_ids for i in range(3)] + [None]
+TRUTH = [answer_behind_cue(20 + i, 15 + i, 0).prompt_ids for i in range(3)] + [None]
 DRAWN = [[(11, 12), (13,), (11, 12)], [(15, 16, 17)], [None, ()], []]
 
 
@@ -68,35 +69,44 @@ def read_all(backbone, answers=ANSWERS, **changes):
 
 
 @pytest.fixture(scope="module")
-def found(backbone):
+def arrays(backbone):
     return read_all(backbone)
 
 
-def test_every_reading_is_what_loops_over_the_eager_model_give(eager, found):
-    for answer, swapped, one in zip(ANSWERS[:3], SWAPPED, found, strict=False):
-        wanted = expected(eager, answer, swapped, 3)
-        assert set(wanted) == set(PART_NAMES)
-        for name, value in wanted.items():
-            assert one[name].dtype == np.float32
-            value = np.array(value)
-            assert one[name].shape == value.shape, name
+def assert_same(items, others, names=READINGS):
+    """Hold the readings of one answer after another against each other."""
+    for item, other in zip(items, others, strict=True):
+        for name in names:
             np.testing.assert_allclose(
-                one[name], value, rtol=TOLERANCE, atol=TOLERANCE / 10, err_msg=name
+                item[name], other[name], rtol=1e-4, atol=1e-5, err_msg=name
             )
 
 
-def test_p_true_is_the_probability_of_the_last_id_behind_the_others(eager, found):
-    for prompt, one in zip(TRUTH[:3], found, strict=False):
+def test_every_reading_is_what_loops_over_the_eager_model_give(eager, arrays):
+    for answer, swapped, item in zip(ANSWERS[:3], SWAPPED, arrays, strict=False):
+        wanted = expected(eager, answer, swapped, 3)
+        assert set(wanted) == set(PART_NAMES)
+        for name, value in wanted.items():
+            assert item[name].dtype == np.float32
+            value = np.array(value)
+            assert item[name].shape == value.shape, name
+            np.testing.assert_allclose(
+                item[name], value, rtol=TOLERANCE, atol=TOLERANCE / 10, err_msg=name
+            )
+
+
+def test_p_true_is_the_probability_of_the_last_id_behind_the_others(eager, arrays):
+    for prompt, item in zip(TRUTH[:3], arrays, strict=False):
         logits = Eager(eager, prompt).logits[-2].softmax(-1)
-        assert one["p_true"] == pytest.approx(float(logits[prompt[-1]]), rel=1e-4)
-    assert np.isnan(found[3]["p_true"])
+        assert item["p_true"] == pytest.approx(float(logits[prompt[-1]]), rel=1e-4)
+    assert np.isnan(arrays[3]["p_true"])
 
 
-def test_the_states_of_draws_are_those_at_their_last_tokens(eager, found):
+def test_the_states_of_draws_are_those_at_their_last_tokens(eager, arrays):
     entry = (eager.config.num_hidden_layers + 1) // 2
-    for answer, draws, one in zip(ANSWERS, DRAWN, found, strict=True):
-        assert one["sample_states"].shape == (len(draws), eager.config.hidden_size)
-        for ids, state in zip(draws, one["sample_states"], strict=True):
+    for answer, draws, item in zip(ANSWERS, DRAWN, arrays, strict=True):
+        assert item["sample_states"].shape == (len(draws), eager.config.hidden_size)
+        for ids, state in zip(draws, item["sample_states"], strict=True):
             if not ids:
                 assert np.isnan(state).all()
                 continue
@@ -108,24 +118,19 @@ def test_the_middle_of_32_layers_is_16_and_of_40_is_20():
     assert [middle_entry(n) for n in (32, 40)] == [16, 20]
 
 
-def test_an_answer_without_tokens_has_nan_where_its_tokens_are_read(backbone, found):
+def test_an_answer_without_tokens_has_nan_where_its_tokens_are_read(backbone, arrays):
     whole = {"llmcheck_hidden_all", "llmcheck_attention_all", "lookback"}
     whole |= {"gnosis_maps", "gnosis_states"}
-    ahead = {"window_entropy", "logit_entropy"}
+    assert {"window_entropy", "logit_entropy"} <= set(PART_NAMES) - whole
     for name in set(PART_NAMES):
-        assert found[3][name].shape == found[0][name].shape, name
-        is_nan = np.isnan(found[3][name])
+        assert arrays[3][name].shape == arrays[0][name].shape, name
+        is_nan = np.isnan(arrays[3][name])
         assert not is_nan.any() if name in whole else is_nan.all(), name
-    assert ahead <= set(PART_NAMES)
 
 
-def test_what_is_read_does_not_depend_on_the_batch_nor_on_the_order(backbone, found):
+def test_what_is_read_does_not_depend_on_the_batch_nor_on_the_order(backbone, arrays):
     alone = read_all(backbone, tokens_per_batch=1)
-    for one, other in zip(found, alone, strict=True):
-        for name in READINGS:
-            np.testing.assert_allclose(
-                one[name], other[name], rtol=1e-4, atol=1e-5, err_msg=name
-            )
+    assert_same(arrays, alone)
     turned = read_all(
         backbone,
         ANSWERS[::-1],
@@ -133,39 +138,31 @@ def test_what_is_read_does_not_depend_on_the_batch_nor_on_the_order(backbone, fo
         truth_prompts=TRUTH[::-1],
         drawn=DRAWN[::-1],
     )
-    for one, other in zip(found, turned[::-1], strict=True):
-        for name in READINGS:
-            np.testing.assert_allclose(one[name], other[name], rtol=1e-4, atol=1e-5)
+    assert_same(arrays, turned[::-1])
 
 
 def test_chunks_of_one_row_give_what_one_chunk_gives(backbone):
-    def parts_of(budget):
-        from beatrice.extract.readings import reader
-
+    @torch.no_grad()
+    def readings_in(budget):
         batch = Batch(
             backbone=backbone, answers=ANSWERS, swapped=SWAPPED, n_cue=3, budget=budget
         )
-        with torch.no_grad():
-            return reader._read_batch(batch, PARTS, frozenset(PART_NAMES))
+        return _read_batch(batch, PARTS, frozenset(PART_NAMES))
 
     small = ReadingBudget(
         n_attention_weights=1, n_tokens_per_chunk=1, n_words_per_block=2
     )
-    pairs = parts_of(small), parts_of(budget_for(backbone.device))
-    for name in PART_NAMES:
-        for one, other in zip(pairs[0][name], pairs[1][name], strict=True):
-            torch.testing.assert_close(
-                one, other, rtol=1e-4, atol=1e-5, equal_nan=True, check_dtype=False
-            )
+    chunks, whole = readings_in(small), readings_in(budget_for(backbone.device))
+    checks = dict(rtol=1e-4, atol=1e-5, equal_nan=True, check_dtype=False)
+    assert_same_batch(chunks, whole, **checks)
 
 
-def test_only_what_is_asked_for_is_read(backbone, found):
+def test_only_what_is_asked_for_is_read(backbone, arrays):
     for name in READINGS:
         given = {"swapped": SWAPPED, "truth_prompts": TRUTH, "drawn": DRAWN}
-        one = list(read(backbone, ANSWERS, [name], n_cue=3, **given))
-        assert all(set(arrays) == {name} for arrays in one)
-        for left, right in zip(one, found, strict=True):
-            np.testing.assert_allclose(left[name], right[name], rtol=1e-4, atol=1e-5)
+        single = list(read(backbone, ANSWERS, [name], n_cue=3, **given))
+        assert all(set(item) == {name} for item in single)
+        assert_same(single, arrays, [name])
 
 
 def test_without_a_reading_of_attention_the_model_attends_by_itself(backbone):
@@ -196,10 +193,10 @@ def test_an_unknown_name_is_refused_and_so_is_a_missing_prompt(backbone):
 @pytest.mark.parametrize("name", ["bloom", "gpt_oss", "qwen3_5", "gpt2", "falcon"])
 def test_other_architectures_give_finite_readings(name):
     backbone = Backbone.from_model(tiny_model(name))
-    for one in read_all(backbone)[:3]:
+    for item in read_all(backbone)[:3]:
         for reading in PART_NAMES:
-            assert np.isfinite(one[reading]).all(), reading
-        assert one["llmcheck_attention"].shape == (len(backbone.attention_layers),)
+            assert np.isfinite(item[reading]).all(), reading
+        assert item["llmcheck_attention"].shape == (len(backbone.attention_layers),)
 
 
 def test_the_cue_is_what_all_prompts_end_with():
@@ -208,7 +205,6 @@ def test_the_cue_is_what_all_prompts_end_with():
 
 
 N_SHARED = 24
-NAMES = frozenset(name for part in PARTS for name in part.names)
 
 
 def ids_of(seed, n):
@@ -249,7 +245,14 @@ def readings(backbone, begun, answers=TAILED, swapped=TAILED_SWAPS):
         budget=ReadingBudget(),
         beginning=begun,
     )
-    return _read_batch(batch, PARTS, NAMES)
+    return _read_batch(batch, PARTS, frozenset(PART_NAMES))
+
+
+def assert_same_batch(batch, other, rtol=2e-4, atol=2e-5, **checks):
+    """Hold two batches' readings, each a tensor for every answer, together."""
+    for name in PART_NAMES:
+        for left, right in zip(batch[name], other[name], strict=True):
+            torch.testing.assert_close(left, right, rtol=rtol, atol=atol, **checks)
 
 
 # Full attention, learned positions, windows that a sequence outgrows, and layers that
@@ -260,14 +263,10 @@ def test_a_batch_goes_on_from_its_beginning_to_the_same_readings(name):
     with torch.no_grad():
         begun = begin(backbone.layout, PROMPTS)
     assert begun.n_tokens == N_SHARED
-    whole, own = readings(backbone, None), readings(backbone, begun)
+    whole, continued = readings(backbone, None), readings(backbone, begun)
     again = readings(backbone, begun)  # what one batch adds is not there for the next
-    for reading in NAMES:
-        for one, other, third in zip(
-            whole[reading], own[reading], again[reading], strict=True
-        ):
-            torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-5)
-            assert torch.equal(other, third)
+    assert_same_batch(whole, continued)
+    assert_same_batch(continued, again, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -279,20 +278,17 @@ def test_a_beginning_goes_on_from_a_shorter_one(name):
         short = begin(backbone.layout, PROMPTS)
         both, once = begin(backbone.layout, draws, short), begin(backbone.layout, draws)
     assert both.n_tokens == once.n_tokens == N_SHARED + 20
-    with_both, with_once = (readings(backbone, b, answers, draws) for b in (both, once))
-    for reading in NAMES:
-        for one, other in zip(with_both[reading], with_once[reading], strict=True):
-            torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-5)
+    assert_same_batch(*(readings(backbone, b, answers, draws) for b in (both, once)))
 
 
 def test_another_beginning_gives_other_readings():
     backbone = backbone_of("llama")
     with torch.no_grad():
         begun = begin(backbone.layout, [ids_of(9, N_SHARED + 2)] * 2)
-    whole, own = readings(backbone, None), readings(backbone, begun)
+    whole, other = readings(backbone, None), readings(backbone, begun)
     assert begun.n_tokens >= N_SHARED
     assert not torch.allclose(
-        torch.stack(whole["llmcheck_hidden"]), torch.stack(own["llmcheck_hidden"])
+        torch.stack(whole["llmcheck_hidden"]), torch.stack(other["llmcheck_hidden"])
     )
 
 
@@ -307,13 +303,10 @@ def test_states_of_draws_are_those_of_each_sequence_by_itself(name):
 
 
 def test_what_is_common_is_run_once():
-    backbone, n_read = backbone_of("llama"), []
-    handle = backbone.layout.layers[0].module.register_forward_pre_hook(
-        lambda module, given: n_read.append(given[0].shape[:2])
-    )
-    list(read(backbone, TAILED, ["lookback", "lumina_mmd"], swapped=TAILED_SWAPS))
-    handle.remove()
-    assert n_read == [(1, N_SHARED), (3, 19), (3, 16)]
+    backbone = backbone_of("llama")
+    with shapes_run(backbone) as shapes:
+        list(read(backbone, TAILED, ["lookback", "lumina_mmd"], swapped=TAILED_SWAPS))
+    assert shapes == [(1, N_SHARED), (3, 19), (3, 16)]
 
 
 # A window shorter than what is common, recurrent layers, a softcap, sinks, and
@@ -329,14 +322,12 @@ def test_some_models_read_every_sequence_from_its_beginning(name):
 def test_little_in_common_is_not_worth_a_run():
     backbone = backbone_of("llama")
     assert begin(backbone.layout, [ids[N_SHARED - 15 :] for ids in PROMPTS]) is None
-    assert (
-        begin(backbone.layout, PROMPTS[:1]) is None
-        and begin(backbone.layout, []) is None
-    )
+    for prompts in (PROMPTS[:1], []):
+        assert begin(backbone.layout, prompts) is None
 
 
 # Of Amirhosein-gh98/Gnosis f8ff11d, `compute_attn_stats(A[None, None], ("all",))` in
-# float64, where A is `made_map()`.
+# float64, where A is `planted_map()`.
 GOLDEN = [
     *(2.433117151, 0.00841421, 0.013417416, 0.121788226, 0.856380224),
     *(0.075951562, 0.077601563, 2.409176157, 2.401336395),
@@ -346,45 +337,42 @@ GOLDEN = [
 ]
 
 
-def made_map(n=32):
+def planted_map(n=32):
     i = torch.arange(n, dtype=torch.float64)
     rows, columns = i[:, None], i[None, :]
     return (1 + (7 * rows + 3 * columns) % 11) * (columns <= rows) / 200
 
 
 def test_a_map_has_the_statistics_of_the_official_code():
-    np.testing.assert_allclose(map_statistics(made_map()), GOLDEN, atol=2e-8)
-    np.testing.assert_allclose(statistics(made_map().numpy()), GOLDEN, atol=1e-7)
+    np.testing.assert_allclose(map_statistics(planted_map()), GOLDEN, atol=2e-8)
+    np.testing.assert_allclose(statistics(planted_map().numpy()), GOLDEN, atol=1e-7)
 
 
 def test_maps_are_described_one_by_one_in_single_precision_too():
-    many = torch.stack([made_map(), made_map().flip(0), made_map().mT]).float()
-    found = map_statistics(many.reshape(3, 1, 32, 32))
-    assert found.shape == (3, 1, 23)
-    for one, own in zip(found[:, 0], many, strict=True):
-        np.testing.assert_allclose(one, map_statistics(own.double()), atol=1e-5)
+    many = torch.stack([planted_map(), planted_map().flip(0), planted_map().mT]).float()
+    described = map_statistics(many.reshape(3, 1, 32, 32))
+    assert described.shape == (3, 1, 23)
+    for item, alone in zip(described[:, 0], many, strict=True):
+        np.testing.assert_allclose(item, map_statistics(alone.double()), atol=1e-5)
 
 
-def test_a_head_that_sees_itself_alone_has_all_on_the_diagonal():
-    found = map_statistics(torch.eye(32)).numpy()
-    np.testing.assert_allclose(found[9:13], [1, 1, 1, 0], atol=1e-6)
-    np.testing.assert_allclose(found[13:15], 0.5, atol=1e-6)
-    assert found[22] == pytest.approx(1, abs=1e-6)  # a row tells its column
-
-
-def test_a_head_that_sees_the_first_token_alone_has_all_in_one_column():
+def test_a_head_that_sees_itself_or_the_first_token_alone_has_all_in_one_place():
+    diagonal = map_statistics(torch.eye(32)).numpy()
+    np.testing.assert_allclose(diagonal[9:13], [1, 1, 1, 0], atol=1e-6)
+    np.testing.assert_allclose(diagonal[13:15], 0.5, atol=1e-6)
+    assert diagonal[22] == pytest.approx(1, abs=1e-6)  # a row tells its column
     sink = torch.zeros(32, 32)
     sink[:, 0] = 1
-    found = map_statistics(sink).numpy()
-    assert found[14] == found[16] == 0 and found[18] == pytest.approx(1, abs=1e-6)
-    assert found[22] == pytest.approx(0, abs=1e-6)
+    column = map_statistics(sink).numpy()
+    assert column[14] == column[16] == 0 and column[18] == pytest.approx(1, abs=1e-6)
+    assert column[22] == pytest.approx(0, abs=1e-6)
 
 
 @pytest.mark.parametrize("n_tokens", [1, 7, 32, 50])
 def test_bins_are_those_of_adaptive_pooling(n_tokens):
     values = torch.rand(1, 1, n_tokens, generator=torch.Generator().manual_seed(0))
     bins = bin_weights([(3, 3 + n_tokens)], n_tokens + 9, 32)
-    own = bins[0, :, 3 : 3 + n_tokens]
-    assert float(bins.sum()) == pytest.approx(float(own.sum()), abs=1e-5)
+    inside = bins[0, :, 3 : 3 + n_tokens]
+    assert float(bins.sum()) == pytest.approx(float(inside.sum()), abs=1e-5)
     pooled = torch.nn.functional.adaptive_avg_pool1d(values, 32)
-    torch.testing.assert_close(own @ values.flatten(), pooled.flatten())
+    torch.testing.assert_close(inside @ values.flatten(), pooled.flatten())

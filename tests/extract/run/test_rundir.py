@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from beatrice.extract.backbone.names import WEIGHTS
 from beatrice.extract.records import Record, to_json
 from beatrice.extract.run.directory import InUse, NewRun, NotWritten, RunDir
 from beatrice.extract.run.files import (
@@ -17,7 +19,9 @@ from beatrice.extract.run.files import (
     write_json_atomic,
     write_text_atomic,
 )
+from beatrice.extract.run.remembered import remembered, sha256_of_model
 from beatrice.extract.run.share import Share
+from tests.records import flip_bit
 
 REPOSITORY = Path(__file__).parents[3]
 ASKED = NewRun(preset="smoke")
@@ -95,12 +99,13 @@ def test_a_second_live_process_is_refused_and_a_dead_one_is_no_obstacle(tmp_path
 
 
 def test_workers_share_a_directory_and_keep_others_out(tmp_path):
-    one = RunDir.open(tmp_path, ASKED, share=Share(0, 2))
+    first = RunDir.open(tmp_path, ASKED, share=Share(0, 2))
     other = RunDir.open(tmp_path, ASKED, share=Share(0, 2))
-    one.close()
+    first.close()
     with pytest.raises(InUse, match="in use by workers that a launcher started"):
         RunDir.open(tmp_path, ASKED)
     other.close()
+    other.close()  # letting go twice is harmless
     RunDir.open(tmp_path, ASKED).close()
 
 
@@ -112,12 +117,6 @@ def test_an_owner_on_another_machine_is_believed(tmp_path):
         RunDir.open(tmp_path, ASKED)
     (tmp_path / "lock").unlink()
     RunDir.open(tmp_path, ASKED).close()
-
-
-def test_letting_go_twice_is_harmless(tmp_path):
-    run = RunDir.open(tmp_path, ASKED)
-    run.close()
-    run.close()
 
 
 def test_a_stage_is_done_until_its_input_or_output_changes(tmp_path):
@@ -132,10 +131,8 @@ def test_a_stage_is_done_until_its_input_or_output_changes(tmp_path):
     assert run.stage_record("sweep") == record
     assert run.stage_done("sweep")
     assert run.stage_done("sweep", inputs)
-    other = inputs | {"model": "def"}
-    assert run.stage_gap("sweep", other) == (
-        "stage sweep: its input model has changed since"
-    )
+    gap = run.stage_gap("sweep", inputs | {"model": "def"})
+    assert gap == "stage sweep: its input model has changed since"
     for path, words in (
         (run.answers / "b.jsonl", "input answers"),
         (run.examples, "input examples.jsonl"),
@@ -168,7 +165,9 @@ def test_a_damaged_stage_record_means_the_stage_is_done_again(tmp_path, damage):
     assert not run.stage_done("sweep")
 
 
-def test_a_file_that_changed_since_its_stage_is_no_input(tmp_path):
+def test_a_file_that_changed_since_its_stage_or_whose_record_is_damaged_is_no_input(
+    tmp_path,
+):
     run = RunDir(tmp_path)
     write_text_atomic(run.labels, "{}\n")
     run.mark_stage("label", {}, 0.1, [run.labels])
@@ -182,12 +181,6 @@ def test_a_file_that_changed_since_its_stage_is_no_input(tmp_path):
     )
     write_text_atomic(run.labels, "{}\n")
     assert run.hash_inputs(run.labels) == inputs
-
-
-def test_a_file_whose_stage_record_is_damaged_is_no_input(tmp_path):
-    run = RunDir(tmp_path)
-    write_text_atomic(run.labels, "{}\n")
-    run.mark_stage("label", {}, 0.1, [run.labels])
     (run.stages / "label.json").write_text("{}")
     with pytest.raises(ValueError, match="label.json is damaged, .* labels.jsonl is"):
         run.hash_inputs(run.labels)
@@ -312,8 +305,8 @@ def test_rows_that_do_not_hold_or_are_there_twice_are_set_aside(tmp_path):
 def test_a_share_writes_a_part_and_whoever_works_alone_takes_all_in(tmp_path):
     files = counts_in(tmp_path, parts=tmp_path / "parts")
     Journal.open(files).append(lines_of(a=1))
-    one, other = (Journal.open(files, Share(rank, 2)) for rank in range(2))
-    one.append(lines_of(b=2))
+    first, other = (Journal.open(files, Share(rank, 2)) for rank in range(2))
+    first.append(lines_of(b=2))
     other.append(lines_of(c=3, b=2))
     assert files.keys() == set("abc")
     assert files.path.read_text().count("\n") == 1
@@ -329,3 +322,52 @@ def test_a_killed_shares_unfinished_line_is_no_row(tmp_path):
     part.write_bytes(part.read_bytes()[:-3])
     assert files.keys() == {"a"}
     assert list(Journal.open(files)) == ["a"]
+
+
+@pytest.fixture
+def remembered_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("BEATRICE_REMEMBERED", str(tmp_path / "remembered"))
+    return tmp_path / "remembered"
+
+
+def test_what_was_found_is_found_again_under_its_key_alone(remembered_folder):
+    numbers = iter(range(9))
+
+    def find():
+        return next(numbers)
+
+    assert remembered("check", {"a": 1}, find) == 0
+    assert remembered("check", {"a": 1}, find) == 0
+    assert remembered("check", {"a": 2}, find) == 1
+    assert remembered("other", {"a": 1}, find) == 2
+    for path in remembered_folder.iterdir():  # whoever edits one has it found again
+        path.write_text(path.read_text().replace('"value": 0', '"value": 7'))
+    assert remembered("check", {"a": 1}, find) == 3
+
+
+def test_an_error_or_none_is_not_remembered(remembered_folder):
+    def fail():
+        raise ValueError("no")
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no"):
+            remembered("check", {}, fail)
+        assert remembered("check", {}, lambda: None) is None
+    assert remembered("check", {}, lambda: 5) == 5
+
+
+def test_the_sum_of_a_models_file_is_remembered_until_the_file_changes(
+    remembered_folder, tmp_path
+):
+    weights = WEIGHTS / "model.safetensors"
+    assert sha256_of_model(weights) == sha256_file(weights)
+    assert len(list(remembered_folder.iterdir())) == 1  # nobody has changed it for long
+    path = Path(shutil.copy(weights, tmp_path))
+    old = path.stat().st_mtime_ns - 10**12
+    os.utime(path, ns=(old, old))  # which does not set the time of the change
+    before = sha256_of_model(path)
+    flip_bit(path, -7)
+    os.utime(path, ns=(old, old))
+    assert before != sha256_of_model(path)
+    # It may change again within a tick.
+    assert len(list(remembered_folder.iterdir())) == 1

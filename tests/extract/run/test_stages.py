@@ -19,14 +19,14 @@ from beatrice.extract.run.stages import (
 
 
 def test_every_item_is_done_and_every_thing_counted_once():
-    told = []
+    calls = []
 
     def work(item, tick):
         for _ in range(item):
             tick()
 
-    side_by_side(work, (3, 4), lambda *said: told.append(said), 7)
-    assert sorted(told) == [(n, 7) for n in range(1, 8)]
+    side_by_side(work, (3, 4), lambda *said: calls.append(said), 7)
+    assert sorted(calls) == [(n, 7) for n in range(1, 8)]
 
 
 def test_a_part_that_fails_stops_the_others_and_is_what_is_raised():
@@ -147,11 +147,11 @@ def test_a_forecast_does_nothing_and_settles_nothing(run):
     def forecast(run, config):
         return Forecast(stage="sweep", n_rows=config.n, basis="one each")
 
-    asked = []
-    stage = planted(done, forecast=lambda *a: asked.append(a[1]) or forecast(*a))
-    said = forecast_stage(run.path, stage, lambda config: Letters(n=5))
-    assert "rows                    5" in said and "one each" in said
-    assert done == [] and asked == [Letters(n=5)]
+    calls = []
+    stage = planted(done, forecast=lambda *a: calls.append(a[1]) or forecast(*a))
+    output = forecast_stage(run.path, stage, lambda config: Letters(n=5))
+    assert "rows                    5" in output and "one each" in output
+    assert done == [] and calls == [Letters(n=5)]
     assert run.manifest.read_bytes() == before
     assert not (run.path / "out").exists()
     do(run.path, stage)
@@ -196,8 +196,8 @@ def test_what_was_made_of_other_files_is_not_read(run, capsys):
     for stage in stages:  # in order, every one is done again and says so
         run_stage(stage, run, Progress())
     assert (run.path / "detector").read_text() == "b" * 8
-    said = capsys.readouterr().err
-    assert "stage sweep: its input in has changed since; it is done again" in said
+    output = capsys.readouterr().err
+    assert "stage sweep: its input in has changed since; it is done again" in output
 
 
 def test_what_was_begun_again_and_not_finished_is_not_read(run):

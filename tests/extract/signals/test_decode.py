@@ -24,7 +24,7 @@ from beatrice.extract.signals.decode import (
 )
 from beatrice.extract.signals.reader import SignalReader
 from beatrice.extract.signals.sequence import sequence_of
-from tests.extract.signals.families import representatives
+from tests.extract.signals.readers import representatives
 
 WITHOUT = ("gptj", "mpt", "bloom", "llama4")  # these are read again
 CONFIG = GenerationConfig(max_new_tokens=6)

@@ -12,80 +12,25 @@ import pytest
 
 from beatrice.extract.run.share import Share
 from beatrice.extract.signals.extract import (
-    ExtractConfig,
     extract,
     n_rows_of,
-    plan_extraction,
     run_plan,
 )
 from beatrice.extract.store.families import Family
 from beatrice.extract.store.store import done_ranges, open_store, read_family, verify
+from tests.extract.signals.readers import (
+    SMALL,
+    WaveReader,
+    files_under,
+    plan_of,
+    sequence_of_ids,
+)
+from tests.process import ROOT
 from tests.records import an_answer
 
-REPOSITORY = Path(__file__).parents[3]
-CONFIG = ExtractConfig(tokens_per_batch=96, rows_per_shard=64)
 
-
-@dataclasses.dataclass(frozen=True)
-class TokenIds:
-    """A sequence whose signals depend on its ids alone."""
-
-    ids: np.ndarray
-    targets: np.ndarray
-    spans: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True)
-class Reading:
-    hidden: np.ndarray
-    prob: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True)
-class Begun:
-    """A batch that was read at once."""
-
-    readings: list
-
-    def result(self):
-        return self.readings
-
-
-@dataclasses.dataclass
-class IdReader:
-    """A real reader without a model: signals are cosines of the running id sum."""
-
-    hidden_layers: tuple[int, ...] = (2, 5)
-    hidden_spans: str = "all"
-    seconds: float = 0.0
-    n_read: int = 0
-    poison: int | None = None
-
-    fingerprint = {"model": "ids"}
-
-    @property
-    def shapes(self):
-        return {"hidden": (len(self.hidden_layers), 16), "prob": (5,)}
-
-    def read(self, sequences):
-        time.sleep(self.seconds)
-        width = max(len(item.ids) for item in sequences)
-        assert width * len(sequences) <= CONFIG.tokens_per_batch or len(sequences) == 1
-        self.n_read += len(sequences)
-        return [self._read_one(item.ids) for item in sequences]
-
-    def start(self, sequences):
-        return Begun(self.read(sequences))
-
-    def _read_one(self, ids):
-        sums = np.cumsum(ids).astype(np.float32)[:, None]
-        hidden = np.cos(sums * np.arange(1, 33, dtype=np.float32))
-        if self.poison in ids:
-            hidden[-1, 0] = np.inf
-        return Reading(
-            hidden=hidden.reshape(-1, 2, 16),
-            prob=np.sin(sums * np.arange(5, dtype=np.float32)),
-        )
+def id_reader(**fields):
+    return WaveReader(most_tokens=SMALL.tokens_per_batch, **fields)
 
 
 def sequences_of(n_examples=40, seed=0):
@@ -93,30 +38,16 @@ def sequences_of(n_examples=40, seed=0):
     rows = [rng.integers(0, 50, n) for n in rng.integers(1, 60, n_examples)]
     rows[n_examples // 2] = rng.integers(0, 50, 100)  # longer than a shard
     return [
-        TokenIds(ids, np.roll(ids, -1), np.array([[0, 0], [0, len(ids)], [0, 0]]))
+        sequence_of_ids(ids, [(0, 0), (0, len(ids)), (len(ids), len(ids))])
         for ids in rows
     ]
 
 
-def plan_of(sequences, reader, config=CONFIG):
-    keys = [(f"q{i}", "closed_book", "original") for i in range(len(sequences))]
-    return plan_extraction(sequences, keys, reader, config, {"model": "ids"})
-
-
 def run(where, *, reader=None, sequences=None, **worker):
-    reader = reader or IdReader()
+    reader = reader or id_reader()
     sequences = sequences or sequences_of()
     plan = plan_of(sequences, reader)
     return run_plan(reader, sequences, plan, where, **worker)
-
-
-def files_under(folder):
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        # A killed writer's temporary, which TensorStore replaces or ignores.
-        if path.is_file() and path.suffix != ".__lock"
-    }
 
 
 @pytest.fixture(scope="module")
@@ -131,14 +62,14 @@ def start_worker(folder, rank=0, world_size=1, seconds=0.0):
     words = [str(folder), str(rank), str(world_size), str(seconds)]
     return subprocess.Popen(
         [sys.executable, __file__, *words],
-        cwd=REPOSITORY,
-        env={"PYTHONPATH": str(REPOSITORY)},
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
     )
 
 
 def test_the_store_holds_what_the_reader_read(whole):
-    store, reader = open_store(whole), IdReader()
+    store, reader = open_store(whole), id_reader()
     hidden, prob = read_family(store, "hidden"), read_family(store, "prob")
     for i, item in enumerate(sequences_of()):
         (reading,) = reader.read([item])
@@ -151,7 +82,7 @@ def test_the_store_holds_what_the_reader_read(whole):
 
 
 def test_the_plan_reads_each_example_once_within_its_budget():
-    plan = plan_of(sequences_of(), IdReader())
+    plan = plan_of(sequences_of(), id_reader())
     flat = [i for unit in plan.units for batch in unit.batches for i in batch]
     assert sorted(flat) == list(range(40))
     ranges = [r for unit in plan.units for r in unit.ranges]
@@ -162,11 +93,11 @@ def test_the_plan_reads_each_example_once_within_its_budget():
         for batch in unit.batches:
             assert all(edges[0] <= i < edges[1] for i in batch)
             padded = len(batch) * plan.spec.lengths[list(batch)].max()
-            assert padded <= CONFIG.tokens_per_batch or len(batch) == 1
+            assert padded <= SMALL.tokens_per_batch or len(batch) == 1
 
 
 def test_a_finished_run_reads_nothing_again(whole):
-    reader = IdReader()
+    reader = id_reader()
     report = run(whole, reader=reader)
     assert reader.n_read == 0
     assert (report.n_written, report.n_missing) == (0, 0)
@@ -235,25 +166,25 @@ def test_a_value_that_is_no_number_is_named_and_not_stored(tmp_path):
     sequences = sequences_of(10)
     sequences[4].ids[0] = 99
     with pytest.raises(ValueError, match=r"'hidden' of answer \('q4', .* not numbers"):
-        run(tmp_path, sequences=sequences, reader=IdReader(poison=99))
+        run(tmp_path, sequences=sequences, reader=id_reader(poison=99))
     store = open_store(tmp_path)
     range_id = int(np.searchsorted(store.spec.range_examples, 4, side="right")) - 1
     assert range_id not in done_ranges(store)
 
 
 def test_the_config_and_the_reader_must_agree_on_layers():
-    config = dataclasses.replace(CONFIG, hidden_layers=(1,))
+    config = dataclasses.replace(SMALL, hidden_layers=(1,))
     with pytest.raises(ValueError, match=r"keeps layers \[2, 5\], the config wants"):
-        plan_of(sequences_of(3), IdReader(), config)
+        plan_of(sequences_of(3), id_reader(), config)
 
 
 def test_shards_are_small_enough_to_share_and_to_hold():
     wide = {"hidden": Family(shape=(33, 4096), dtype="bfloat16", by_layer=True)}
     assert n_rows_of(np.full(50_000, 400), wide) == 256
-    one = {"hidden": Family(shape=(1, 4096), dtype="bfloat16", by_layer=True)}
-    assert n_rows_of(np.full(50_000, 400), one) == 16384
-    assert n_rows_of(np.full(3_000, 40), one) == 1024
-    assert n_rows_of(np.full(3, 4), one) == 256
+    one_layer = {"hidden": Family(shape=(1, 4096), dtype="bfloat16", by_layer=True)}
+    assert n_rows_of(np.full(50_000, 400), one_layer) == 16384
+    assert n_rows_of(np.full(3_000, 40), one_layer) == 1024
+    assert n_rows_of(np.full(3, 4), one_layer) == 256
 
 
 def test_answers_are_read_in_their_order(tmp_path):
@@ -268,13 +199,13 @@ def test_answers_are_read_in_their_order(tmp_path):
         )
         for i in range(5)
     ]
-    report = extract(IdReader(), answers, tmp_path, CONFIG)
+    report = extract(id_reader(), answers, tmp_path, SMALL)
     store = open_store(tmp_path)
     assert report.n_missing == 0
     assert store.spec.keys == tuple(answer.key for answer in answers)
     assert store.spec.lengths.tolist() == [9 + 2 * i for i in range(5)]
     assert store.spec.spans[2].tolist() == [[1, 4], [4, 10], [10, 13]]
-    assert store.spec.fingerprint["model"] == "ids"
+    assert store.spec.fingerprint["model"] == "waves"
 
 
 if __name__ == "__main__":
@@ -282,6 +213,6 @@ if __name__ == "__main__":
     folder, rank, world_size, seconds = sys.argv[1:]
     run(
         Path(folder),
-        reader=IdReader(seconds=float(seconds)),
+        reader=id_reader(seconds=float(seconds)),
         share=Share(int(rank), int(world_size)),
     )

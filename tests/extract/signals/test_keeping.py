@@ -14,7 +14,6 @@ from beatrice.extract.signals.commands import KeptOptions
 from beatrice.extract.signals.extract import (
     ExtractConfig,
     extract_config,
-    plan_extraction,
     record_kept,
     run_plan,
 )
@@ -28,38 +27,16 @@ from beatrice.extract.store.families import (
     stored_bytes,
 )
 from beatrice.extract.store.store import done_ranges, open_store, read_family, verify
-from tests.extract.signals.test_extraction import Begun, Reading, TokenIds
+from tests.extract.signals.readers import SMALL, WaveReader, plan_of, sequence_of_ids
 from tests.extract.small_run import beatrice, smoke
+from tests.records import flip_bit
 
 QWEN_9B = model_shapes(d_model=4096, n_layers=32, n_attention_layers=8, n_heads=16)
 
 
-class WaveReader:
-    """A reader without a model: sines and cosines of the running id sum."""
-
-    hidden_layers = (2, 5)
-    hidden_spans = "all"
-    shapes = {"hidden": (2, 16), "prob": (5,)}
-    scale = 1.0
-
-    def read(self, sequences):
-        return [self.read_one(item.ids) for item in sequences]
-
-    def start(self, sequences):
-        return Begun(self.read(sequences))
-
-    def read_one(self, ids):
-        sums = np.cumsum(ids).astype(np.float32)[:, None]
-        waves = np.cos(sums * np.arange(1, 33, dtype=np.float32)) * self.scale
-        return Reading(
-            hidden=waves.astype(np.float32).reshape(-1, 2, 16),
-            prob=np.sin(sums * np.arange(5, dtype=np.float32)),
-        )
-
-
 def sequences_of(n_examples=40):
     rng = np.random.default_rng(0)
-    made = []
+    sequences = []
     for number in range(n_examples):
         n_tokens = int(rng.integers(6, 40)) if number != 7 else 150
         a, b, c, d = sorted(rng.integers(0, n_tokens + 1, 4))
@@ -68,10 +45,10 @@ def sequences_of(n_examples=40):
             c = d
         if number == 30:
             a, b, c, d = 0, 0, 0, n_tokens
-        spans = np.array([[a, b], [b, c], [c, d]])
+        spans = [(a, b), (b, c), (c, d)]
         ids = rng.integers(0, 50, n_tokens)
-        made.append(TokenIds(ids, np.roll(ids, -1), spans))
-    return made
+        sequences.append(sequence_of_ids(ids, spans))
+    return sequences
 
 
 def in_memory(tmp_path):
@@ -80,9 +57,7 @@ def in_memory(tmp_path):
 
 def extracted(where, reader=None, **kept):
     reader, sequences = reader or WaveReader(), sequences_of()
-    config = ExtractConfig(tokens_per_batch=96, rows_per_shard=64, **kept)
-    keys = [(f"q{i}", "closed_book", "original") for i in range(len(sequences))]
-    plan = plan_extraction(sequences, keys, reader, config, {"model": "waves"})
+    plan = plan_of(sequences, reader, dataclasses.replace(SMALL, **kept))
     run_plan(reader, sequences, plan, where)
     return open_store(where)
 
@@ -111,12 +86,13 @@ def test_a_store_gives_back_what_its_type_and_spans_hold(tmp_path, dtype, spans)
 @pytest.mark.parametrize("spans", ["all", "answer"])
 def test_worked_examples_before_the_spans_have_no_rows(tmp_path, spans):
     ids = np.arange(80)
-    with_examples = np.array([[48, 48], [48, 70], [70, 79]])
-    without = np.array([[47, 60], [60, 70], [70, 80]])
-    sequences = [TokenIds(ids, ids, own) for own in (with_examples, without)]
-    config = ExtractConfig(hidden_spans=spans, dtype="float32")
-    reader, keys = WaveReader(), [("q0",), ("q1",)]
-    plan = plan_extraction(sequences, keys, reader, config, {})
+    with_examples = [(48, 48), (48, 70), (70, 79)]
+    without = [(47, 60), (60, 70), (70, 80)]
+    sequences = [sequence_of_ids(ids, item) for item in (with_examples, without)]
+    reader = WaveReader()
+    plan = plan_of(
+        sequences, reader, ExtractConfig(hidden_spans=spans, dtype="float32")
+    )
     run_plan(reader, sequences, plan, in_memory(tmp_path))
     store, every = open_store(in_memory(tmp_path)), reader.read_one(ids)
     assert verify(store) == []
@@ -153,22 +129,17 @@ def test_a_span_that_was_not_kept_is_refused(tmp_path):
 
 
 def test_half_precision_overflow_is_counted_over_the_range_and_refused(tmp_path):
-    reader = WaveReader()
-    reader.scale = 65530.0  # cosines near one overflow, the others do not
+    reader = WaveReader(scale=65530.0)  # cosines near one overflow, the others do not
     with pytest.raises(ValueError, match=r"q0.*more in range 0.*: \d+ overflow, 0"):
         extracted(in_memory(tmp_path), reader, dtype="float16")
     assert 0 not in done_ranges(open_store(in_memory(tmp_path)))
-    assert (
-        verify(extracted(in_memory(tmp_path) + "-wide", reader, dtype="bfloat16")) == []
-    )
+    wide = extracted(in_memory(tmp_path) + "-wide", reader, dtype="bfloat16")
+    assert verify(wide) == []
 
 
 def test_a_flipped_bit_of_a_scale_is_found(tmp_path):
     store = extracted(tmp_path, dtype="int8")
-    path = tmp_path / store.shard_keys(1, "hidden_scale")[0]
-    content = bytearray(path.read_bytes())
-    content[5] ^= 1
-    path.write_bytes(content)
+    flip_bit(tmp_path / store.shard_keys(1, "hidden_scale")[0], 5)
     with pytest.raises(ValueError, match="damaged in hidden_scale"):
         read_family(open_store(tmp_path), "hidden")
 
@@ -185,53 +156,42 @@ def test_another_choice_is_another_store(tmp_path):
             extracted(in_memory(tmp_path), **other)
 
 
-class WideReader(WaveReader):
-    """The same, as wide as a small model."""
-
-    shapes = {"hidden": (2, 512), "prob": (5,)}
-
-    def read_one(self, ids):
-        reading = super().read_one(ids)
-        return Reading(hidden=np.tile(reading.hidden, (1, 1, 32)), prob=reading.prob)
-
-
 @pytest.mark.parametrize(
     "kept",
     [{}, {"dtype": "int8"}, {"hidden_spans": "answer", "scalars": "bfloat16"}],
 )
 def test_bytes_told_beforehand_are_those_of_the_files_within_a_percent(tmp_path, kept):
     ids = np.arange(32)
-    spans = np.array([[0, 8], [8, 16], [16, 32]])
-    sequences = [TokenIds(ids + i, ids, spans) for i in range(256)]
-    config = ExtractConfig(rows_per_shard=4096, **kept)
-    keys = [(f"q{i}",) for i in range(len(sequences))]
-    reader = WideReader()
-    plan = plan_extraction(sequences, keys, reader, config, {})
+    spans = [(0, 8), (8, 16), (16, 32)]
+    sequences = [sequence_of_ids(ids + i, spans) for i in range(256)]
+    reader = WaveReader(width=512)  # as wide as a small model
+    plan = plan_of(sequences, reader, ExtractConfig(rows_per_shard=4096, **kept))
     run_plan(reader, sequences, plan, tmp_path)
     files = [
         path for name in plan.spec.families for path in (tmp_path / name).rglob("*")
     ]
     on_disk = sum(path.stat().st_size for path in files if path.is_file())
-    told = stored_bytes(
+    forecast = stored_bytes(
         {"hidden": (7, 512), "prob": (5,)},
         StoreConfig(hidden_layers=(2, 5), **kept),
         n_tokens=256 * 32,
         n_answer=256 * 16,
     )
-    assert sum(told.values()) <= on_disk <= 1.01 * sum(told.values())
+    n_bytes = sum(forecast.values())
+    assert n_bytes <= on_disk <= 1.01 * n_bytes
 
 
 def test_a_9b_of_60000_examples_takes_what_the_literature_of_the_model_says():
     """228 GB in two bytes each, 29 GB of them hidden if the 60 answer tokens alone."""
     sizes = {"n_tokens": 60_000 * 400, "n_answer": 60_000 * 60}
-    one = StoreConfig(hidden_layers=(16,), scalars="bfloat16")
-    total = sum(stored_bytes(QWEN_9B, one, **sizes).values())
+    single = StoreConfig(hidden_layers=(16,), scalars="bfloat16")
+    total = sum(stored_bytes(QWEN_9B, single, **sizes).values())
     assert as_size(total) == "228 GB"
-    answer = dataclasses.replace(one, hidden_spans="answer")
-    found = stored_bytes(QWEN_9B, answer, **sizes)
-    assert as_size(found["hidden"]) == "29.5 GB"
-    assert as_size(sum(found.values())) == "60.5 GB"
-    eight = stored_bytes(QWEN_9B, dataclasses.replace(one, dtype="int8"), **sizes)
+    answer = dataclasses.replace(single, hidden_spans="answer")
+    result = stored_bytes(QWEN_9B, answer, **sizes)
+    assert as_size(result["hidden"]) == "29.5 GB"
+    assert as_size(sum(result.values())) == "60.5 GB"
+    eight = stored_bytes(QWEN_9B, dataclasses.replace(single, dtype="int8"), **sizes)
     assert as_size(eight["hidden"] + eight["hidden_scale"]) == "98.4 GB"
 
 

@@ -40,14 +40,14 @@ from beatrice.benchmarks.bench.tiny_models import (
     make_sequence,
     tiny_model,
 )
-from beatrice.extract.backbone.loading import Backbone, Outline, load_outline
+from beatrice.extract.backbone.loading import Backbone, Outline
 from beatrice.extract.backbone.twin import narrow_twin
 from beatrice.extract.signals import attention, parity, probability, residual
 from beatrice.extract.signals.extract import outline_shapes
 from beatrice.extract.signals.parity import require_readable
 from beatrice.extract.signals.reader import SignalReader
-from tests.extract.backbone.test_loading import edit, save
-from tests.extract.signals.families import representatives
+from tests.extract.backbone.test_loading import save
+from tests.extract.signals.readers import representatives
 from tests.extract.small_run import beatrice
 from tests.extract.test_doctor import doctor
 
@@ -62,30 +62,38 @@ SMALL = {
 }
 
 
-def test_a_stream_that_is_normed_after_every_addition_is_refused_by_name():
-    sizes = {"ffn_dim": 48, "word_embed_proj_dim": 32}
-    config = OPTConfig(**SMALL, **sizes, do_layer_norm_before=False)
-    with pytest.raises(ValueError, match="OPT.*do_layer_norm_before False.*norm the"):
-        Backbone.from_model(OPTForCausalLM(config))
+OPT = {**SMALL, "ffn_dim": 48, "word_embed_proj_dim": 32}
+SIZES = {"vocab_size": VOCAB_SIZE, "n_layer": 2, "n_head": 4}
+DROPPING = {"apply_residual_connection_post_layernorm": True, "hidden_size": 32}
+REFUSED = {
+    "a stream that is normed after every addition": (
+        lambda: OPTForCausalLM(OPTConfig(**OPT, do_layer_norm_before=False)),
+        "OPT.*do_layer_norm_before False.*norm the",
+    ),
+    "a stream that is dropped for its norm": (
+        lambda: BloomForCausalLM(BloomConfig(**SIZES, **DROPPING)),
+        "Bloom.*drop the stream",
+    ),
+    "a projection behind the final norm": (
+        lambda: OPTForCausalLM(OPTConfig(**OPT | {"word_embed_proj_dim": 16})),
+        "OPT.*project_out",
+    ),
+    "a block without a known token mixer": (
+        lambda: CTRLLMHeadModel(CTRLConfig(**SIZES, n_embd=32, dff=48)),
+        "unknown residual layout.*token mixer of",
+    ),
+    "several residual streams": (
+        lambda: narrow_twin(CONFIG_MAPPING["gemma3n_text"]()),
+        "4 residual streams .altup_num_inputs",
+    ),
+}
 
 
-def test_a_stream_that_is_dropped_for_its_norm_is_refused_by_name():
-    sizes = {"apply_residual_connection_post_layernorm": True, "hidden_size": 32}
-    config = BloomConfig(vocab_size=VOCAB_SIZE, n_layer=2, n_head=4, **sizes)
-    with pytest.raises(ValueError, match="Bloom.*drop the stream"):
-        Backbone.from_model(BloomForCausalLM(config))
-
-
-def test_a_projection_behind_the_final_norm_is_refused_by_name():
-    config = OPTConfig(**SMALL, ffn_dim=48, word_embed_proj_dim=16)
-    with pytest.raises(ValueError, match="OPT.*project_out"):
-        Backbone.from_model(OPTForCausalLM(config))
-
-
-def test_a_block_without_a_known_token_mixer_is_refused_by_name():
-    config = CTRLConfig(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=4, dff=48)
-    with pytest.raises(ValueError, match="unknown residual layout.*token mixer of"):
-        Backbone.from_model(CTRLLMHeadModel(config))
+@pytest.mark.parametrize("layout", REFUSED)
+def test_a_layout_that_is_not_known_is_refused_by_name(layout):
+    make, message = REFUSED[layout]
+    with pytest.raises(ValueError, match=message):
+        Backbone.from_model(make())
 
 
 def windowed(window):
@@ -147,11 +155,11 @@ def test_layers_with_other_numbers_of_heads_are_refused_in_a_sentence():
 def test_the_announced_heads_are_the_layers_where_the_config_says_otherwise():
     model = with_two_heads(tiny_model("llama"), [0, 1, 2])
     reader = SignalReader(Backbone.from_model(model))
-    found = reader.read(make_batch())[0]
-    assert reader.shapes["attn"] == found.attn.shape[1:] == (2, 2, 3, 2)
+    signals = reader.read(make_batch())[0]
+    assert reader.shapes["attn"] == signals.attn.shape[1:] == (2, 2, 3, 2)
     assert reader.backbone.n_heads == 2
     expected = oracle.oracle_batch(model, "eager")[0]["attn"]
-    np.testing.assert_allclose(found.attn, expected, atol=oracle.TOLERANCE)
+    np.testing.assert_allclose(signals.attn, expected, atol=TOLERANCE)
 
 
 SLIDING = {
@@ -189,16 +197,10 @@ def with_positions(n_positions):
 @pytest.mark.parametrize("n_positions", [4, 6, 8, 10])
 def test_a_model_of_few_positions_is_read(n_positions):
     model = with_positions(n_positions)
-    reader = SignalReader(Backbone.from_model(model))
     sequence = make_sequence(1, n_positions, [0, 1], [1, 2], [2, n_positions])
-    expected = oracle.oracle_signals(
-        oracle.copy_with_attention(model, "eager"), sequence
-    )
-    found = reader.read([sequence])[0]
-    for field in oracle.SIGNALS:
-        np.testing.assert_allclose(
-            getattr(found, field), expected[field], atol=oracle.TOLERANCE
-        )
+    twin = oracle.copy_with_attention(model, "eager")
+    errors = errors_of(model, [sequence], [oracle.oracle_signals(twin, sequence)])
+    assert all(error < TOLERANCE for error in errors.values())
 
 
 def test_a_model_of_too_few_positions_is_refused_in_a_sentence():
@@ -331,9 +333,9 @@ def doge(tmp_path_factory):
 
 
 def test_the_doctor_and_a_new_run_refuse_what_cannot_be_read(doge, tmp_path):
-    found = doctor("--model", doge, code=1)["model"]
-    assert found["status"] == "problem"
-    assert "contributions miss the change of the residual stream" in found["text"]
+    result = doctor("--model", doge, code=1)["model"]
+    assert result["status"] == "problem"
+    assert "contributions miss the change of the residual stream" in result["text"]
     new_run = ("data", tmp_path / "run", "--world", "--preset", "smoke")
     done = beatrice(*new_run, "--model", doge, code=1)
     assert "miss the change of the residual stream" in done.stderr
@@ -366,72 +368,55 @@ def test_a_twin_too_short_for_an_attention_layer_refuses_nothing():
     require_readable("jamba", Outline(None, config, None, None))
 
 
-def test_gemma_3n_is_refused_for_its_streams():
-    model = narrow_twin(CONFIG_MAPPING["gemma3n_text"]())
-    with pytest.raises(ValueError, match="4 residual streams .altup_num_inputs"):
-        Backbone.from_model(model)
-
-
-def test_llm_int8_is_refused_for_what_it_does_to_a_batch(tmp_path):
-    path = save(tiny_model("llama"), tmp_path)
-    eight = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-    edit(path, quantization_config=eight)
-    with pytest.raises(ValueError, match="LLM.int8.*would depend on its batch"):
-        load_outline(str(path))
-
-
 # Its norm has no weight to forget.
 WITH_GAIN = [family for family in FAMILIES if family != "olmo"]
 ONE_PLUS = ["qwen3_5", "qwen3_5_moe", "gemma", "gemma2", "gemma3"]
 
 
-def check(backbone, *, norm=None, head=None):
-    right = residual.measure_final_norm(backbone.layout)
-    parity.check_parity(
-        backbone, norm or right, head or probability.head_of(backbone.model)
-    )
+def refused_norm(family, **changes):
+    """Check that reading by a final norm that is changed is refused."""
+    backbone = Backbone.from_model(tiny_model(family))
+    norm = residual.measure_final_norm(backbone.layout)
+    changes = {name: change(norm, backbone) for name, change in changes.items()}
+    with pytest.raises(ValueError, match="summed pushes"):
+        head = probability.head_of(backbone.model)
+        parity.check_parity(backbone, dataclasses.replace(norm, **changes), head)
 
 
 @pytest.mark.parametrize("family", representatives(WITH_GAIN))
 def test_a_forgotten_gain_is_refused(family):
-    backbone = Backbone.from_model(tiny_model(family))
-    norm = residual.measure_final_norm(backbone.layout)
-    flat = dataclasses.replace(norm, gain=torch.ones_like(norm.gain))
-    with pytest.raises(ValueError, match="summed pushes"):
-        check(backbone, norm=flat)
+    refused_norm(family, gain=lambda norm, backbone: torch.ones_like(norm.gain))
 
 
 @pytest.mark.parametrize("family", ONE_PLUS)
 def test_a_norm_without_its_one_plus_is_refused(family):
-    backbone = Backbone.from_model(tiny_model(family))
-    norm = residual.measure_final_norm(backbone.layout)
-    # The planted gain is the stored weight, so these families do add one.
-    weight = backbone.layout.final_norm.weight
-    torch.testing.assert_close(norm.gain, 1 + weight)
-    with pytest.raises(ValueError, match="summed pushes"):
-        check(backbone, norm=dataclasses.replace(norm, gain=weight))
+    def stored(norm, backbone):
+        # The planted gain is the stored weight, so these families do add one.
+        weight = backbone.layout.final_norm.weight
+        torch.testing.assert_close(norm.gain, 1 + weight)
+        return weight
+
+    refused_norm(family, gain=stored)
 
 
 def test_a_norm_taken_as_centred_is_refused():
-    backbone = Backbone.from_model(tiny_model("llama"))
-    norm = residual.measure_final_norm(backbone.layout)
-    with pytest.raises(ValueError, match="summed pushes"):
-        check(backbone, norm=dataclasses.replace(norm, is_centred=True))
+    refused_norm("llama", is_centred=lambda norm, backbone: True)
 
 
-def test_a_forgotten_softcap_is_refused():
-    backbone = Backbone.from_model(tiny_model("gemma2"))
-    head = dataclasses.replace(probability.head_of(backbone.model), softcap=None)
-    with pytest.raises(ValueError, match="the logits"):
-        check(backbone, head=head)
-
-
-@pytest.mark.parametrize("family", ["granite", "granitemoehybrid", "cohere", "cohere2"])
-def test_a_forgotten_scale_of_the_logits_is_refused(family):
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("gemma2", {"softcap": None}),
+        *((name, {"scale": 1.0}) for name in ("granite", "granitemoehybrid")),
+        *((name, {"scale": 1.0}) for name in ("cohere", "cohere2")),
+    ],
+)
+def test_a_forgotten_softcap_or_scale_of_the_logits_is_refused(family, change):
     backbone = Backbone.from_model(tiny_model(family))
-    head = dataclasses.replace(probability.head_of(backbone.model), scale=1.0)
+    norm = residual.measure_final_norm(backbone.layout)
+    head = dataclasses.replace(probability.head_of(backbone.model), **change)
     with pytest.raises(ValueError, match="the logits"):
-        check(backbone, head=head)
+        parity.check_parity(backbone, norm, head)
 
 
 def break_layers(backbone, change):
@@ -441,54 +426,48 @@ def break_layers(backbone, change):
     return dataclasses.replace(backbone, layout=layout)
 
 
-def without_the_second_part(layer):
-    return dataclasses.replace(layer, ffn=layer.ffn[:1])
-
-
-def before_the_sandwich_norm(layer):
-    return dataclasses.replace(layer, att=layer.mixer)
-
-
-def with_the_stream_itself(layer):
-    return dataclasses.replace(layer, att=layer.mixer, ffn=(layer.module.mlp,))
-
-
-def without_a_copy(layer):
-    return dataclasses.replace(layer, is_overwritten=False)
-
-
-def without_the_experts(layer):
-    return dataclasses.replace(layer, ffn=(layer.module.mlp,))
+MISS = "contributions miss the change"
+TAPS = {
+    "without the second part": (
+        "gemma4 granitemoeshared",
+        lambda layer: {"ffn": layer.ffn[:1]},
+        MISS,
+    ),
+    "without the experts": (
+        "gemma4_moe",
+        lambda layer: {"ffn": (layer.module.mlp,)},
+        MISS,
+    ),
+    "before the sandwich norm": (
+        "gemma3 olmo2 olmo3 glm4",
+        lambda layer: {"att": layer.mixer},
+        MISS,
+    ),
+    "with the stream itself": (
+        "bloom",
+        lambda layer: {"att": layer.mixer, "ffn": (layer.module.mlp,)},
+        MISS,
+    ),
+    "without a copy": ("falcon", lambda layer: {"is_overwritten": False}, MISS),
+    "attention and feed-forward exchanged": (
+        "llama gemma3 gpt_neox_parallel gpt2",
+        lambda layer: {"att": layer.ffn[0], "ffn": (layer.att,)},
+        "feed-forward part before its token mixer",
+    ),
+}
 
 
 @pytest.mark.parametrize(
-    ("family", "change"),
-    [
-        ("gemma4", without_the_second_part),
-        ("gemma4_moe", without_the_experts),
-        ("gemma3", before_the_sandwich_norm),
-        ("olmo2", before_the_sandwich_norm),
-        ("olmo3", before_the_sandwich_norm),
-        ("glm4", before_the_sandwich_norm),
-        ("granitemoeshared", without_the_second_part),
-        ("bloom", with_the_stream_itself),
-        ("falcon", without_a_copy),
-    ],
+    ("family", "tap"),
+    [(name, tap) for tap, (names, _, _) in TAPS.items() for name in names.split()],
 )
-def test_a_wrong_tap_is_refused(family, change):
-    broken = break_layers(Backbone.from_model(tiny_model(family)), change)
-    with pytest.raises(ValueError, match="contributions miss the change"):
-        SignalReader(broken)
-
-
-def exchanged(layer):
-    return dataclasses.replace(layer, att=layer.ffn[0], ffn=(layer.att,))
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_neox_parallel", "gpt2"])
-def test_attention_and_feed_forward_exchanged_are_refused(family):
-    broken = break_layers(Backbone.from_model(tiny_model(family)), exchanged)
-    with pytest.raises(ValueError, match="feed-forward part before its token mixer"):
+def test_a_wrong_tap_is_refused(family, tap):
+    _, change, message = TAPS[tap]
+    broken = break_layers(
+        Backbone.from_model(tiny_model(family)),
+        lambda layer: dataclasses.replace(layer, **change(layer)),
+    )
+    with pytest.raises(ValueError, match=message):
         SignalReader(broken)
 
 
@@ -541,35 +520,27 @@ def llama():
 
 def errors_of(model, batch, expected):
     reader = SignalReader(Backbone.from_model(model))
-    found = [
+    result = [
         {field: getattr(item, field) for field in oracle.SIGNALS}
         for item in reader.read(batch)
     ]
-    return oracle.largest_errors(found, expected)
+    return oracle.largest_errors(result, expected)
 
 
-def test_next_tokens_shifted_by_one_are_told_apart_by_the_oracle(llama):
+@pytest.mark.parametrize(
+    ("shift", "changed"),
+    [
+        (lambda x: {"targets": np.roll(x.targets, 1)}, {"prob", "resid"}),
+        (lambda x: {"spans": np.clip(x.spans + 1, 0, len(x.ids))}, {"attn"}),
+    ],
+    ids=["next tokens", "spans"],
+)
+def test_what_is_shifted_by_one_is_told_apart_by_the_oracle(llama, shift, changed):
     model, expected = llama
-    shifted = [
-        dataclasses.replace(sequence, targets=np.roll(sequence.targets, 1))
-        for sequence in oracle.make_batch()
-    ]
-    errors = errors_of(model, shifted, expected)
-    assert errors["prob"] > 0.1 and errors["resid"] > 0.1
-    assert errors["hidden"] < TOLERANCE and errors["attn"] < TOLERANCE
-
-
-def test_spans_shifted_by_one_are_told_apart_by_the_oracle(llama):
-    model, expected = llama
-    shifted = [
-        dataclasses.replace(
-            sequence, spans=np.clip(sequence.spans + 1, 0, len(sequence.ids))
-        )
-        for sequence in oracle.make_batch()
-    ]
-    errors = errors_of(model, shifted, expected)
-    assert errors["attn"] > 0.1
-    assert max(errors["hidden"], errors["prob"], errors["resid"]) < TOLERANCE
+    batch = [dataclasses.replace(x, **shift(x)) for x in oracle.make_batch()]
+    errors = errors_of(model, batch, expected)
+    assert {name for name, error in errors.items() if error > 0.1} == changed
+    assert all(error < TOLERANCE for n, error in errors.items() if n not in changed)
 
 
 def test_a_normed_hidden_state_is_told_apart_by_the_oracle(llama):

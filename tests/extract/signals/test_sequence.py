@@ -23,11 +23,6 @@ def test_an_answer_becomes_a_sequence_with_emitting_spans():
     assert sequence.spans.tolist() == [[1, 4], [4, 7], [7, 11]]
 
 
-def test_the_literal_answer_span_holds_the_answer_tokens_alone():
-    sequence = sequence_of(make_answer(), answer_span="literal")
-    assert sequence.spans.tolist() == [[1, 4], [4, 8], [8, 11]]
-
-
 @pytest.mark.parametrize("answer_span", ["emitting", "literal"])
 def test_every_token_from_the_context_on_belongs_to_exactly_one_span(answer_span):
     for context in ((1, 4), (1, 1)):
@@ -37,43 +32,44 @@ def test_every_token_from_the_context_on_belongs_to_exactly_one_span(answer_span
         assert held == list(range(1, 11))
 
 
-@pytest.mark.parametrize(
-    ("answer_span", "n_answer", "expected"),
-    [
-        ("emitting", 3, [7, 10]),
-        ("emitting", 0, [7, 7]),
-        ("literal", 3, [8, 10]),
-        ("literal", 0, [8, 8]),
-    ],
-)
-def test_a_cut_answer_leaves_out_the_position_whose_token_is_unknown(
-    answer_span, n_answer, expected
-):
-    answer = make_answer(token_ids=(21, 23, 25)[:n_answer], stop_id=None)
-    assert sequence_of(answer, answer_span=answer_span).spans[2].tolist() == expected
+CUT, EMPTY = {"stop_id": None}, {"token_ids": ()}
+SPANS = {  # changes of an answer, whose span is meant, the spans
+    "answer tokens alone": ({}, "literal", [[1, 4], [4, 8], [8, 11]]),
+    "a question without a context": (
+        {"context_span": (1, 1)},
+        "emitting",
+        [[1, 1], [1, 7], [7, 11]],
+    ),
+    "nothing but the stop token": (EMPTY, "emitting", [[1, 4], [4, 7], [7, 8]]),
+    # A cut answer leaves out the position whose token is unknown.
+    "a cut answer": (CUT, "emitting", [[1, 4], [4, 7], [7, 10]]),
+    "a cut answer's tokens": (CUT, "literal", [[1, 4], [4, 8], [8, 10]]),
+    "a cut answer of nothing": (CUT | EMPTY, "emitting", [[1, 4], [4, 7], [7, 7]]),
+    "its tokens": (CUT | EMPTY, "literal", [[1, 4], [4, 8], [8, 8]]),
+}
 
 
-def test_an_answer_of_nothing_but_the_stop_token_has_one_emitting_position():
-    sequence = sequence_of(make_answer(token_ids=()))
-    assert sequence.spans[2].tolist() == [7, 8]
-    assert sequence.targets[7] == 2
+@pytest.mark.parametrize("case", SPANS)
+def test_spans_are_of_the_context_the_question_and_the_answer(case):
+    changes, answer_span, expected = SPANS[case]
+    sequence = sequence_of(make_answer(**changes), answer_span=answer_span)
+    assert sequence.spans.tolist() == expected
+
+
+def test_the_last_target_of_an_answer_is_its_stop_token():
+    assert sequence_of(make_answer(token_ids=())).targets[7] == 2
 
 
 def test_a_one_token_answer_has_its_own_probability_in_its_span():
     reader = SignalReader(Backbone.from_model(tiny_model("llama")))
     sequence = sequence_of(make_answer(token_ids=(21,)))
     start, stop = sequence.spans[2]
-    found = reader.read([sequence])[0].prob[start:stop, 0]
+    result = reader.read([sequence])[0].prob[start:stop, 0]
     with torch.no_grad():
         ids = torch.from_numpy(sequence.ids)[None]
         p = reader.backbone.model(input_ids=ids).logits[0].softmax(-1)
     expected = [float(p[7, 21]), float(p[8, 2])]  # the token, then the stop token
-    np.testing.assert_allclose(found, expected, atol=1e-6)
-
-
-def test_a_closed_book_question_starts_where_the_empty_context_stands():
-    answer = make_answer(context_span=(1, 1))
-    assert sequence_of(answer).spans.tolist() == [[1, 1], [1, 7], [7, 11]]
+    np.testing.assert_allclose(result, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("context_span", [(-1, 2), (3, 2), (1, 8)])

@@ -54,14 +54,14 @@ def test_readings_and_output_agree_with_the_exact_map(spread, budget, kind, sink
     sinks = None if sinks is None else torch.tensor(sinks)
     call = make_call(spread, make_mask(kind), sinks)
     value = torch.randn(1, 2, N_TOKENS, 8, generator=torch.Generator().manual_seed(4))
-    found, attended = span_readings(call, members(), (12, N_TOKENS), budget, value)
+    result, attended = span_readings(call, members(), (12, N_TOKENS), budget, value)
     exact = exact_map(call.query, call.key, call.mask, call.scaling, None, sinks)
     for position in range(N_TOKENS):
         for head in range(4):
             expected = attention_reading(exact[head].numpy(), SPANS, position)
             # By convention a mass too small for float32 to hold its parts is none.
             expected = [pair if pair[1] >= 1e-30 else (0.0, 0.0) for pair in expected]
-            reading = found[0, position, :, :, head].numpy()
+            reading = result[0, position, :, :, head].numpy()
             np.testing.assert_allclose(reading, expected, rtol=0, atol=2e-5)
     values = value[0].double().repeat_interleave(2, dim=0)
     expected = (exact @ values)[:, 12:].transpose(0, 1)
@@ -94,18 +94,18 @@ def test_a_map_reads_as_the_queries_and_keys_it_came_from():
     call = make_call(1.0, make_mask("alibi"))
     exact = exact_map(call.query, call.key, call.mask, call.scaling, None)
     rows = (12, N_TOKENS)
-    found, _ = span_readings(AttentionMap(exact[None].float()), members(), rows, 100)
+    result, _ = span_readings(AttentionMap(exact[None].float()), members(), rows, 100)
     expected, _ = span_readings(call, members(), rows, 2**20)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-5)
 
 
 def test_no_row_to_read_attends_to_nothing_and_reads_zero():
     call = make_call(1.0)
     value = torch.randn(1, 2, N_TOKENS, 8)
     none = torch.zeros(1, 3, N_TOKENS, dtype=torch.bool)
-    found, attended = span_readings(call, none, (N_TOKENS, N_TOKENS), 2**20, value)
+    result, attended = span_readings(call, none, (N_TOKENS, N_TOKENS), 2**20, value)
     assert attended.shape == (1, 0, 4, 8)
-    assert (found == 0).all()
+    assert (result == 0).all()
 
 
 # Logits of every size in one vocabulary, so that the shift has to move between blocks.
@@ -117,7 +117,7 @@ def test_probabilities_do_not_depend_on_where_logits_lie(offset, spread):
     bias = torch.full((301,), offset)
     states = torch.randn(9, 6, generator=generator)
     targets = torch.arange(9) * 33
-    found = token_probabilities(
+    result = token_probabilities(
         states,
         targets,
         Head(weight=weight, bias=bias, softcap=None),
@@ -125,7 +125,7 @@ def test_probabilities_do_not_depend_on_where_logits_lie(offset, spread):
         n_words_per_block=67,
     )
     logits = states @ weight.T + bias
-    for row, target, scalars in zip(logits, targets, found, strict=True):
+    for row, target, scalars in zip(logits, targets, result, strict=True):
         p = torch.softmax(row.double(), 0)
         top = p.topk(2).values
         expected = [
@@ -147,7 +147,7 @@ def test_the_two_best_words_are_found_wherever_they_are(n_words_per_block):
     for row, (first, second) in enumerate(pairs):
         logits[2 * row, first], logits[2 * row, second] = 3.0, 2.0
         logits[2 * row + 1, first] = logits[2 * row + 1, second] = 3.0
-    found = token_probabilities(
+    result = token_probabilities(
         torch.eye(len(logits)),
         torch.zeros(len(logits), dtype=torch.long),
         Head(weight=logits.T.contiguous(), bias=None, softcap=None),
@@ -155,6 +155,6 @@ def test_the_two_best_words_are_found_wherever_they_are(n_words_per_block):
         n_words_per_block=n_words_per_block,
     )
     p = logits.softmax(1).topk(2, dim=1).values
-    np.testing.assert_allclose(found[:, 3], p[:, 0], rtol=1e-5)
-    np.testing.assert_allclose(found[:, 4], p[:, 0] - p[:, 1], rtol=0, atol=1e-7)
-    assert (found[1::2, 4] == 0).all()
+    np.testing.assert_allclose(result[:, 3], p[:, 0], rtol=1e-5)
+    np.testing.assert_allclose(result[:, 4], p[:, 0] - p[:, 1], rtol=0, atol=1e-7)
+    assert (result[1::2, 4] == 0).all()

@@ -1,8 +1,7 @@
 """Units: what is read together does not depend on files, workers or interruptions."""
 
-import os
+import dataclasses
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.run.share import Share, find_share
 from beatrice.extract.signals.extract import (
     ExtractConfig,
-    plan_extraction,
     run_plan,
     tokens_per_unit,
 )
@@ -23,11 +21,16 @@ from beatrice.extract.signals.reader import SignalReader
 from beatrice.extract.signals.sequence import TokenSequence
 from beatrice.extract.store.families import Family, model_shapes
 from beatrice.extract.store.store import open_store
-from tests.extract.signals.test_extraction import TokenIds, files_under
+from tests.extract.signals.readers import (
+    SMALL,
+    assert_same_signals,
+    files_under,
+    plan_of,
+    sequence_of_ids,
+)
+from tests.process import finish, start
 
-REPOSITORY = Path(__file__).parents[3]
 BUDGET = 16384
-TINY = ExtractConfig(tokens_per_batch=96, rows_per_shard=64)
 
 
 class WideShapes:
@@ -47,15 +50,13 @@ def wide_plan(n_layers_kept, low, high, n_examples=4000):
     ids = np.zeros(high, np.int64)
     lengths = np.random.default_rng(0).integers(low, high, n_examples)
     sequences = [
-        TokenIds(ids[:n], ids[:n], np.array([[0, 50], [50, n - 60], [n - 60, n]]))
-        for n in lengths
+        sequence_of_ids(ids[:n], [(0, 50), (50, n - 60), (n - 60, n)]) for n in lengths
     ]
     reader = WideShapes(n_layers_kept)
     config = ExtractConfig(
         tokens_per_batch=BUDGET, hidden_layers=tuple(range(n_layers_kept))
     )
-    keys = [(f"q{i}",) for i in range(n_examples)]
-    return plan_extraction(sequences, keys, reader, config, {})
+    return plan_of(sequences, reader, config)
 
 
 def padded(batch, lengths):
@@ -64,17 +65,17 @@ def padded(batch, lengths):
 
 def batches_inside_ranges(spec, budget):
     """The rule before there were units: no batch crosses a range."""
-    found = []
+    results = []
     edges = spec.range_examples.tolist()
     for first, last in zip(edges[:-1], edges[1:], strict=True):
         batch = []
         for example in sorted(range(first, last), key=lambda i: -spec.lengths[i]):
             if batch and (len(batch) + 1) * spec.lengths[batch[0]] > budget:
-                found.append(batch)
+                results.append(batch)
                 batch = []
             batch.append(example)
-        found.append(batch)
-    return found
+        results.append(batch)
+    return results
 
 
 @pytest.mark.parametrize(
@@ -114,22 +115,23 @@ def test_a_unit_waits_in_bounded_memory():
 
 
 def test_units_are_small_enough_to_share_and_large_enough_to_fill_batches():
-    one = {"hidden": Family(shape=(1, 4096), dtype="bfloat16", by_layer=True)}
-    assert tokens_per_unit(np.full(60_000, 400), one, BUDGET) == 16 * BUDGET
-    assert tokens_per_unit(np.full(4_000, 400), one, BUDGET) == 4_000 * 400 // 16
-    assert tokens_per_unit(np.full(100, 400), one, BUDGET) == BUDGET
+    one_layer = {"hidden": Family(shape=(1, 4096), dtype="bfloat16", by_layer=True)}
+    assert tokens_per_unit(np.full(60_000, 400), one_layer, BUDGET) == 16 * BUDGET
+    assert tokens_per_unit(np.full(4_000, 400), one_layer, BUDGET) == 4_000 * 400 // 16
+    assert tokens_per_unit(np.full(100, 400), one_layer, BUDGET) == BUDGET
 
 
 def tiny_sequences(n_examples=120):
     rng = np.random.default_rng(3)
-    made = []
+    sequences = []
     for _ in range(n_examples):
         n_tokens = int(rng.integers(6, 48))
         a, b, c = sorted(rng.integers(1, n_tokens, 3))
         ids = rng.integers(3, N_TEXT_IDS, n_tokens + 1)
         spans = np.array([[1, a], [a, b], [c, n_tokens]])
-        made.append(TokenSequence(ids=ids[:-1], targets=ids[1:], spans=spans))
-    return made
+        sequence = TokenSequence(ids=ids[:-1], targets=ids[1:], spans=spans)
+        sequences.append(sequence)
+    return sequences
 
 
 def tiny_reader(hidden_spans="all"):
@@ -137,18 +139,14 @@ def tiny_reader(hidden_spans="all"):
     return SignalReader(backbone, hidden_spans=hidden_spans)
 
 
-def tiny_plan(reader=None, n_examples=120, config=TINY):
-    sequences = tiny_sequences(n_examples)
-    keys = [(f"q{i}",) for i in range(n_examples)]
-    return plan_extraction(sequences, keys, reader or tiny_reader(), config, {})
+def tiny_plan(reader=None, config=SMALL):
+    return plan_of(tiny_sequences(), reader or tiny_reader(), config)
 
 
-def run_tiny(where, rank=0, world_size=1):
+def run_tiny(where, share=None):
     reader = tiny_reader()
     plan = tiny_plan(reader)
-    return run_plan(
-        reader, tiny_sequences(), plan, where, share=Share(rank, world_size)
-    )
+    return run_plan(reader, tiny_sequences(), plan, where, share=share or Share())
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -167,20 +165,6 @@ def whole(tmp_path_factory):
     return folder
 
 
-def launch(folder, rank, world_size):
-    """Start this file as a launcher would, see its end."""
-    environ = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    return subprocess.Popen(
-        [sys.executable, __file__, str(folder)],
-        cwd=REPOSITORY,
-        env={**os.environ, **environ, "PYTHONPATH": str(REPOSITORY)},
-    )
-
-
-def finish(*workers):
-    assert [worker.wait(timeout=120) for worker in workers] == [0] * len(workers)
-
-
 def test_batches_of_the_small_model_cross_ranges(whole):
     plan = tiny_plan()
     ranges = np.searchsorted(
@@ -193,9 +177,12 @@ def test_batches_of_the_small_model_cross_ranges(whole):
 def test_a_third_of_three_continued_by_two_launched_has_the_bytes_of_one(
     tmp_path, whole
 ):
-    report = run_tiny(tmp_path, rank=1, world_size=3)
+    report = run_tiny(tmp_path, Share(1, 3))
     assert 0 < report.n_written < report.n_missing
-    finish(*[launch(tmp_path, rank, 2) for rank in range(2)])
+    words = (sys.executable, "-m", "tests.extract.signals.test_units", tmp_path)
+    workers = [start(*words, RANK=str(rank), WORLD_SIZE="2") for rank in range(2)]
+    for worker in workers:
+        finish(worker)
     assert files_under(tmp_path) == files_under(whole)
 
 
@@ -230,9 +217,7 @@ def test_hidden_states_of_the_answer_alone_are_those_cut_from_all():
 
 
 def test_a_reader_of_the_answer_writes_the_store_of_a_reader_of_all(tmp_path):
-    config = ExtractConfig(
-        tokens_per_batch=96, rows_per_shard=64, hidden_spans="answer"
-    )
+    config = dataclasses.replace(SMALL, hidden_spans="answer")
     for spans in ("all", "answer"):
         reader = tiny_reader(spans)
         plan = tiny_plan(reader, config=config)
@@ -248,10 +233,8 @@ def test_a_batch_begun_before_another_is_taken_changes_neither():
     together = [*first.result(), *second.result()]
     apart = reader.read(batch[:4]) + reader.read(batch[4:])
     for left, right in zip(together, apart, strict=True):
-        for name in ("hidden", "prob", "resid", "attn"):
-            np.testing.assert_array_equal(getattr(left, name), getattr(right, name))
+        assert_same_signals(left, right)
 
 
 if __name__ == "__main__":
-    worker = find_share()
-    run_tiny(Path(sys.argv[1]), worker.rank, worker.world_size)
+    run_tiny(Path(sys.argv[1]), find_share())

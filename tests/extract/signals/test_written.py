@@ -12,7 +12,7 @@ import safetensors
 from beatrice.extract import engines
 from beatrice.extract.generate.answers import answer_stage
 from beatrice.extract.generate.requests import ANSWER_PRESETS, GenerationConfig
-from beatrice.extract.records import SETTINGS, write_lines
+from beatrice.extract.records import SETTINGS
 from beatrice.extract.run.console import Progress
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.share import Share
@@ -20,8 +20,9 @@ from beatrice.extract.run.stages import run_stage
 from beatrice.extract.signals.extract import EXTRACT_PRESETS
 from beatrice.extract.signals.written import WrittenSignals
 from beatrice.extract.store.store import open_store, read_family
-from tests.extract.signals.test_extraction import files_under
-from tests.extract.small_run import beatrice, questions, smoke
+from tests.extract import small_run
+from tests.extract.signals.readers import files_under
+from tests.extract.small_run import beatrice, questions
 
 SMALL_BATCHES = dataclasses.replace(
     ANSWER_PRESETS["smoke"],
@@ -57,22 +58,19 @@ def dying(n_batches, *, is_saved):
     return answer_stage(open_engine)
 
 
-def make_run(path, **sections):
+def make_run(path, extract=KEPT):
     rows = [msgspec.structs.replace(e, rewritten=()) for e in questions(10, 5, 2)]
-    sections = {"answer": SMALL_BATCHES, "extract": KEPT} | sections
-    with RunDir.open(path, smoke(**sections)) as run:
-        run.examples.write_text(write_lines(rows))
-    return path
+    return small_run.make_run(path, rows, answer=SMALL_BATCHES, extract=extract).path
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory):
-    return make_run(tmp_path_factory.mktemp("asked") / "run")
+def unanswered(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("unanswered") / "run")
 
 
 @pytest.fixture(scope="module")
-def answered(asked, tmp_path_factory):
-    path = shutil.copytree(asked, tmp_path_factory.mktemp("answered") / "run")
+def answered(unanswered, tmp_path_factory):
+    path = shutil.copytree(unanswered, tmp_path_factory.mktemp("answered") / "run")
     beatrice("answer", path)
     return path
 
@@ -80,9 +78,9 @@ def answered(asked, tmp_path_factory):
 @pytest.fixture(scope="module")
 def whole(answered, tmp_path_factory):
     path = shutil.copytree(answered, tmp_path_factory.mktemp("whole") / "run")
-    said = beatrice("extract", path).stderr
-    assert "answers were read while they were written" in said
-    assert "; 0 are read again" in said
+    notes = beatrice("extract", path).stderr
+    assert "answers were read while they were written" in notes
+    assert "; 0 are read again" in notes
     assert not (path / "written").exists()
     return path
 
@@ -93,9 +91,9 @@ def run(answered, tmp_path):
 
 
 def test_answers_of_a_run_killed_in_batches_have_the_signals_of_one_that_was_not(
-    asked, whole, tmp_path
+    unanswered, whole, tmp_path
 ):
-    path = shutil.copytree(asked, tmp_path / "run")
+    path = shutil.copytree(unanswered, tmp_path / "run")
     for n_batches, is_saved in ((3, False), (2, True)):
         with RunDir.open(path) as opened, pytest.raises(Killed):
             run_stage(dying(n_batches, is_saved=is_saved), opened, Progress())
@@ -116,11 +114,11 @@ def families(path, setting):
     }
 
 
-def test_what_is_read_again_is_what_was_read_and_is_marked(asked, whole, run):
+def test_what_is_read_again_is_what_was_read_and_is_marked(unanswered, whole, run):
     """Without one batch's file, and without all of them."""
     min((run / "written").iterdir()).unlink()
     beatrice("extract", run)
-    alone = shutil.copytree(asked, run.with_name("alone"))
+    alone = shutil.copytree(unanswered, run.with_name("alone"))
     beatrice("answer", alone, "--no-read")
     assert not (alone / "written").exists()
     beatrice("extract", alone)
@@ -153,8 +151,8 @@ def test_what_is_read_again_is_what_was_read_and_is_marked(asked, whole, run):
 def test_less_is_taken_from_what_waits_and_more_is_read_again(
     options, is_enough, whole, run
 ):
-    said = beatrice("extract", run, *options.split()).stderr
-    assert ("; 0 are read again" in said) == is_enough
+    notes = beatrice("extract", run, *options.split()).stderr
+    assert ("; 0 are read again" in notes) == is_enough
     spec, values = families(run, "with_context")
     _, every = families(whole, "with_context")
     assert (spec.path == "decode") == is_enough
@@ -181,8 +179,8 @@ def test_eight_bits_are_rounded_once(tmp_path):
 def test_a_damaged_file_is_named(run):
     path = min((run / "written").iterdir())
     path.write_bytes(path.read_bytes()[:100])
-    said = beatrice("extract", run, code=1).stderr
-    assert str(path) in said and "delete it" in said
+    notes = beatrice("extract", run, code=1).stderr
+    assert str(path) in notes and "delete it" in notes
 
 
 def test_signals_of_other_weights_do_not_count(run):

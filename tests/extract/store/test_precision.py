@@ -57,11 +57,11 @@ def test_float16_overflow_is_counted_apart_from_what_was_no_number():
     assert encode(values, "float16").n_overflowed == 3
     assert encode(values, "float16").n_invalid == 0
     values[3, :2] = np.nan, -np.inf
-    found = encode(values, "float16")
-    assert (found.n_invalid, found.n_overflowed) == (2, 3)
+    result = encode(values, "float16")
+    assert (result.n_invalid, result.n_overflowed) == (2, 3)
     for dtype in ("bfloat16", "float32", "int8"):
-        found = encode(values, dtype)
-        assert (found.n_invalid, found.n_overflowed) == (2, 0)
+        result = encode(values, dtype)
+        assert (result.n_invalid, result.n_overflowed) == (2, 0)
 
 
 def test_values_that_a_type_cannot_hold_are_refused_when_rounded_for_a_detector():

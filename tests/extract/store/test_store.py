@@ -16,6 +16,8 @@ from beatrice.extract.store.store import (
     verify,
     write_range,
 )
+from tests.extract.signals.readers import files_under
+from tests.records import flip_bit
 
 FAMILIES = {
     "hidden": Family(shape=(3, 8), dtype="bfloat16", by_layer=True),
@@ -63,14 +65,6 @@ def filled_store(where):
     return store, signals
 
 
-def files_under(folder):
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
-
-
 @pytest.mark.parametrize("kind", ["memory", "file", "path with spaces #1"])
 def test_what_is_written_is_read_back(tmp_path, kind):
     where = f"memory://{tmp_path.name}" if kind == "memory" else tmp_path / kind
@@ -107,9 +101,7 @@ def test_any_examples_equal_the_same_slice_of_everything(tmp_path):
 def test_one_layer_is_read_without_the_bytes_of_the_others(tmp_path):
     store, signals = filled_store(tmp_path)
     shard = tmp_path / store.shard_keys(0, "hidden")[0]
-    content = bytearray(shard.read_bytes())
-    content[64 * 8 * 2 + 4 + 10] ^= 1  # behind layer 0's chunk and its checksum
-    shard.write_bytes(content)
+    flip_bit(shard, 64 * 8 * 2 + 4 + 10)  # behind layer 0's chunk and its checksum
     start, stop = store.spec.range_rows(0)
     first = slice(*store.spec.range_examples[:2])
     for layer, column in ((0, 0), (7, 2)):
@@ -165,19 +157,15 @@ def test_written_data_without_its_commit_record_do_not_count(tmp_path):
         read_family(store, "prob")
 
 
-def damage_flip(content):
-    return content[:100] + bytes([content[100] ^ 16]) + content[101:]
+DAMAGES = {
+    "a flipped bit": lambda x: x[:100] + bytes([x[100] ^ 16]) + x[101:],
+    "half of it": lambda x: x[: len(x) // 2],
+    "nothing in it": lambda x: b"",
+    "no file": None,
+}
 
 
-def damage_truncate(content):
-    return content[: len(content) // 2]
-
-
-def damage_empty(content):
-    return b""
-
-
-@pytest.mark.parametrize("damage", [damage_flip, damage_truncate, damage_empty, None])
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_a_damaged_shard_is_named_and_can_be_written_again(tmp_path, damage, family):
     store, signals = filled_store(tmp_path)
@@ -194,15 +182,21 @@ def test_a_damaged_shard_is_named_and_can_be_written_again(tmp_path, damage, fam
     assert files_under(tmp_path) == intact
 
 
-def test_every_flipped_bit_of_a_shard_is_detected(tmp_path):
-    store, _ = filled_store(tmp_path)
-    path = tmp_path / store.shard_keys(0, "prob")[0]
+def flipped_bits(path, seed):
+    """Flip 150 bits of a file, one at a time; put the file back in the end."""
     intact = path.read_bytes()
-    first = slice(*store.spec.range_examples[:2])
-    for bit in np.random.default_rng(3).choice(len(intact) * 8, 150, replace=False):
+    for bit in np.random.default_rng(seed).choice(len(intact) * 8, 150, replace=False):
         content = bytearray(intact)
         content[bit // 8] ^= 1 << (bit % 8)
         path.write_bytes(content)
+        yield
+    path.write_bytes(intact)
+
+
+def test_every_flipped_bit_of_a_shard_is_detected(tmp_path):
+    store, _ = filled_store(tmp_path)
+    first = slice(*store.spec.range_examples[:2])
+    for _ in flipped_bits(tmp_path / store.shard_keys(0, "prob")[0], seed=3):
         with pytest.raises(ValueError, match="range 0 .* damaged"):
             read_family(store, "prob", first)
 
@@ -218,15 +212,10 @@ def test_a_shard_swapped_with_another_is_found_by_verify(tmp_path):
 @pytest.mark.parametrize("name", ["index.json", "examples.safetensors"])
 def test_a_damaged_index_is_refused_by_name(tmp_path, name):
     filled_store(tmp_path)
-    path = tmp_path / name
-    intact = path.read_bytes()
-    for bit in np.random.default_rng(4).choice(len(intact) * 8, 150, replace=False):
-        content = bytearray(intact)
-        content[bit // 8] ^= 1 << (bit % 8)
-        path.write_bytes(content)
+    for _ in flipped_bits(tmp_path / name, seed=4):
         with pytest.raises(ValueError, match=name):
             open_store(tmp_path)
-    path.unlink()
+    (tmp_path / name).unlink()
     with pytest.raises(ValueError, match=name):
         open_store(tmp_path)
 

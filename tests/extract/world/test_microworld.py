@@ -1,10 +1,17 @@
 import collections
+import dataclasses
 
 import pytest
+import torch
 
 from beatrice.extract.world.facts import WorldConfig, make_world
 from beatrice.extract.world.language import BY_NAME, RELATIONS
-from beatrice.extract.world.model import RowSampler, make_tokenizer
+from beatrice.extract.world.model import (
+    RowSampler,
+    WorldModelConfig,
+    make_tokenizer,
+    train,
+)
 from beatrice.extract.world.questions import (
     OOD_DATASETS,
     QuestionConfig,
@@ -67,8 +74,8 @@ def test_no_name_that_one_in_domain_split_asks_about_is_asked_about_in_another()
     for example in make_examples(whole, QuestionConfig()):
         if example.dataset != "microworld":
             continue
-        asked = example.question.replace("?", "").split()
-        subject = " ".join(word for word in asked if word in words or word == "The")
+        question = example.question.replace("?", "").split()
+        subject = " ".join(word for word in question if word in words or word == "The")
         bridges = {gold.partition(", ")[0] for gold in example.golds if ", " in gold}
         assert subject in known and len(bridges & known) == example.meta["n_hops"] - 1
         for name in {subject, *bridges} & known:
@@ -76,14 +83,14 @@ def test_no_name_that_one_in_domain_split_asks_about_is_asked_about_in_another()
 
 
 def test_no_set_asks_for_a_fact_that_training_or_validation_asks_for(world):
-    asked = {
+    by_set = {
         (dataset, split): {fact for query in queries for fact in facts_of(query)}
         for dataset, split, _, queries in draw_queries(world, QUESTIONS)
     }
     for learned in ("train", "validation"):
-        for one, facts in asked.items():
+        for one, facts in by_set.items():
             if one != ("microworld", learned):
-                assert not facts & asked["microworld", learned]
+                assert not facts & by_set["microworld", learned]
 
 
 def test_no_question_text_occurs_in_two_splits(examples):
@@ -124,11 +131,11 @@ def test_a_rewritten_context_has_other_words_for_the_same_claims(examples):
 
 
 def test_objects_are_told_about_equally_often(world):
-    told = collections.Counter()
+    n_exposures = collections.Counter()
     for fact in world.facts.values():
         if fact.relation == "profession":
-            told[fact.object] += fact.exposures
-    assert max(told.values()) < 3 * min(told.values())
+            n_exposures[fact.object] += fact.exposures
+    assert max(n_exposures.values()) < 3 * min(n_exposures.values())
 
 
 def test_held_out_sets_differ_in_how_often_their_facts_were_told(world):
@@ -172,3 +179,36 @@ def test_decoding_gives_the_words_back(world):
     text = f"{world.names['company'][0]}, {world.names['city'][0]}"
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert tokenizer.decode(ids) == text
+
+
+TINY = WorldModelConfig(
+    n_layers=2,
+    n_steps=4,
+    n_reading_steps=2,
+    n_fact_rows=4,
+    n_reading_rows=2,
+)
+
+
+@pytest.fixture(scope="module")
+def whole_world():
+    return make_world(WorldConfig())
+
+
+def trained(whole_world, config=TINY):
+    threads = torch.get_num_threads()
+    try:
+        model, _ = train(whole_world, config, lambda *_: None)
+    finally:
+        torch.set_num_threads(threads)
+    return {name: x.numpy().tobytes() for name, x in model.state_dict().items()}
+
+
+def test_the_same_recipe_gives_the_same_bytes(whole_world):
+    assert trained(whole_world) == trained(whole_world)
+
+
+def test_another_seed_gives_another_model(whole_world):
+    assert trained(whole_world) != trained(
+        whole_world, dataclasses.replace(TINY, seed=1)
+    )

@@ -1,0 +1,99 @@
+"""Readers without a model, their plans and stores; architectures that stand for all."""
+
+import dataclasses
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from beatrice.extract.signals.extract import ExtractConfig, plan_extraction
+from beatrice.extract.signals.sequence import TokenSequence
+
+FAMILIES = ("hidden", "prob", "resid", "attn")
+SMALL = ExtractConfig(tokens_per_batch=96, rows_per_shard=64)
+# Architectures that stand for the others in laws that each of them follows.
+REPRESENTATIVES = (
+    "llama gemma2 gemma4 gpt2 falcon bloom qwen3_5 granitemoehybrid".split()
+)
+
+
+def representatives(families):
+    """Return parameters for `pytest`: all families, most of them in the slow run."""
+    others = set(families) - set(REPRESENTATIVES)
+    return [
+        pytest.param(family, marks=[pytest.mark.slow] * (family in others))
+        for family in families
+    ]
+
+
+@dataclasses.dataclass
+class WaveReader:
+    """A real reader without a model: signals are waves of the running id sum."""
+
+    hidden_layers: tuple[int, ...] = (2, 5)
+    hidden_spans: str = "all"
+    width: int = 16  # of hidden states
+    scale: float = 1.0
+    seconds: float = 0.0  # that a batch takes
+    poison: int | None = None  # an id whose states are no numbers
+    most_tokens: int | None = None  # of a batch of several, padded
+    n_read: int = 0
+
+    fingerprint = {"model": "waves"}
+
+    @property
+    def shapes(self):
+        return {"hidden": (len(self.hidden_layers), self.width), "prob": (5,)}
+
+    def start(self, sequences):
+        readings = self.read(sequences)
+        return SimpleNamespace(result=lambda: readings)
+
+    def read(self, sequences):
+        time.sleep(self.seconds)
+        if self.most_tokens and len(sequences) > 1:
+            width = max(len(sequence.ids) for sequence in sequences)
+            assert width * len(sequences) <= self.most_tokens
+        self.n_read += len(sequences)
+        return [self.read_one(sequence.ids) for sequence in sequences]
+
+    def read_one(self, ids):
+        """Return `hidden`, `[n_tokens, 2, width]`, and `prob`, `[n_tokens, 5]`."""
+        sums = np.cumsum(ids).astype(np.float32)[:, None]
+        waves = np.cos(sums * np.arange(1, 33, dtype=np.float32)) * self.scale
+        hidden = waves.astype(np.float32).reshape(-1, 2, 16)
+        if self.poison in ids:
+            hidden[-1, 0, 0] = np.inf
+        return SimpleNamespace(
+            hidden=np.tile(hidden, (1, 1, self.width // 16)),
+            prob=np.sin(sums * np.arange(5, dtype=np.float32)),
+        )
+
+
+def plan_of(sequences, reader, config=SMALL):
+    """Return the plan of a store of these sequences, by the keys of `answers`."""
+    keys = [(f"q{i}", "closed_book", "original") for i in range(len(sequences))]
+    return plan_extraction(sequences, keys, reader, config, {"model": "waves"})
+
+
+def sequence_of_ids(ids, spans):
+    """Return ids as a sequence, with each one's next id as its target."""
+    return TokenSequence(ids=ids, targets=np.roll(ids, -1), spans=np.array(spans))
+
+
+def files_under(folder):
+    """Return the bytes of all files, but for temporaries of a killed writer."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.suffix != ".__lock"
+    }
+
+
+def assert_same_signals(left, right, atol=0):
+    """Check that two answers have the same signals of every family."""
+    for name in FAMILIES:
+        pair = getattr(left, name), getattr(right, name)
+        tolerances = dict(rtol=0, atol=atol, equal_nan=False)
+        np.testing.assert_allclose(*pair, **tolerances, err_msg=name)
