@@ -19,7 +19,7 @@ from transformers import (
 
 from beatrice.benchmarks.bench import oracle
 from beatrice.benchmarks.bench.tiny_models import (
-    _NO_HEAD_DIM,
+    _SIZES,
     VOCAB_SIZE,
     _randomise,
     make_sequence,
@@ -329,7 +329,7 @@ def longrope():
     rope = {"original_max_position_embeddings": SWITCH, "rope_parameters": ROPE}
     with torch.random.fork_rng():
         torch.manual_seed(7)
-        model = Phi3ForCausalLM(Phi3Config(**_NO_HEAD_DIM, **rope))
+        model = Phi3ForCausalLM(Phi3Config(**_SIZES, **rope))
         _randomise(model)
     return model.eval()
 
@@ -364,7 +364,7 @@ def test_within_the_window_a_reading_is_exact_in_any_batch(longrope):
 
 
 def test_a_switch_per_layer_type_counts_and_other_ropes_do_not():
-    config = Phi3Config(**_NO_HEAD_DIM)
+    config = Phi3Config(**_SIZES)
     assert window_of(config) == 128
     config.rope_parameters = {"full_attention": ROPE, "sliding_attention": {}}
     assert window_of(config) == SWITCH

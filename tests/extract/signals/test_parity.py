@@ -32,7 +32,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from beatrice.benchmarks.bench import oracle
 from beatrice.benchmarks.bench.oracle import TOLERANCE
 from beatrice.benchmarks.bench.tiny_models import (
-    _SIZE,
+    _SIZES,
     FAMILIES,
     VOCAB_SIZE,
     _randomise,
@@ -255,7 +255,7 @@ def test_what_follows_the_last_layer_is_as_the_layout_says_or_refused(
 ):
     with torch.random.fork_rng():
         torch.manual_seed(7)
-        model = kind(LlamaConfig(**_SIZE))
+        model = kind(LlamaConfig(**_SIZES))
         _randomise(model)
     refused(model.to(dtype), message)
 
