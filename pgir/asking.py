@@ -227,11 +227,11 @@ class AnswerScorer:
           context: what is shown with it, as `score` takes it; None asks closed-book.
           every: so many tokens apart a token has `p_correct`, which is what `score`
             gives the text that ends there, and `p_if_cut`; None is nowhere. Both are
-            mostly low until the answer is whole. As ranks among unfinished answers both
-            are worth something from the first token on, `p_if_cut` as much or more
-            (docs/measurements.md). It costs a small part of a step,
-            and the token comes with the next one. The last token of an answer that is
-            cut has neither: there is the score.
+            mostly low until the answer is whole. As ranks of unfinished answers both
+            are worth something from the first token on, early `p_if_cut` as much or
+            more (docs/measurements.md). They cost a small part of a step, and the token
+            comes with the next one. The last token of an answer that is cut has
+            neither: there is the score.
           messages: as in `answer`.
           max_new_tokens: most tokens of an answer; None is as in the fit.
           stop: texts that end an answer; None is as in the fit.

@@ -105,8 +105,9 @@ def test_p_of_the_answer_so_far_is_the_score_of_the_text_that_ends_there(
     """By the verb for answers that exist, from ids and after the fact."""
     long = {"temperature": 3.0, "seed": 1, "max_new_tokens": 5, "stop": []}
     *tokens, _ = scorer.stream(QUESTION, PASSAGE, every=1, **long)
-    (_,), (request,) = scorer._requests([QUESTION], [PASSAGE], None)
-    (answer,), _ = scorer.probed.answer_and_read([request], scorer._sampling(**long))
+    asked = Asked(questions=[QUESTION], contexts=[PASSAGE], **long)
+    (_,), (request,) = scorer._requests(asked)
+    (answer,), _ = scorer.probed.answer_and_read([request], scorer._sampling(asked))
     ids, stop_id = list(answer.token_ids), stop_ids(backbone)[0]
     values = [
         scorer.score(QUESTION, context=PASSAGE, answer_ids=[*ids[:n], stop_id])
