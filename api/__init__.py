@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from beatrice.extract.records import Answer, Example, Label, Passage
     from beatrice.fitting import FitConfig, fit
     from beatrice.model import LanguageModel
-    from beatrice.pgir.scorer import Score
+    from beatrice.pgir.asking import Score
     from beatrice.pgir.streaming import StreamedToken
     from beatrice.probe import Probe, load
     from beatrice.signals import Signals
@@ -46,7 +46,7 @@ _PLACES = {
     **dict.fromkeys(("FitConfig", "fit"), "beatrice.fitting"),
     **dict.fromkeys(("Probe", "load"), "beatrice.probe"),
     "LanguageModel": "beatrice.model",
-    "Score": "beatrice.pgir.scorer",
+    "Score": "beatrice.pgir.asking",
     "Signals": "beatrice.signals",
     "StreamedToken": "beatrice.pgir.streaming",
     "read_questions": "beatrice.extract.datasets.loading",

@@ -30,7 +30,7 @@ from beatrice.pgir.arguments import (
     as_text,
     as_texts,
 )
-from beatrice.pgir.asking import AnswerScorer
+from beatrice.pgir.asking import AnswerScorer, Decision
 from beatrice.pgir.controllers.loop import (
     ControllerConfig,
     Judge,
@@ -50,7 +50,7 @@ from beatrice.pgir.controllers.waves import (
     open_services,
 )
 from beatrice.pgir.retrievers import OwnRetriever
-from beatrice.pgir.scorer import Decision, Scorer
+from beatrice.pgir.scorer import Scorer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

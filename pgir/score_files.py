@@ -36,7 +36,7 @@ _LM_EVAL = "lm-eval samples"
 
 
 class Scored(Protocol):
-    """What a scorer returns of an answer, see `pgir.scorer.Score`."""
+    """What a scorer returns of an answer, see `pgir.asking.Score`."""
 
     def as_json(self) -> dict[str, Any]:
         """Return it as a row."""

@@ -6,10 +6,9 @@ of the signals, see `jaxprobe.scope`; the texts stand in `pgir.warnings`.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +34,7 @@ from beatrice.pgir.arguments import (
     as_path,
     as_rows,
 )
-from beatrice.pgir.asking import BATCH_SIZE, AnswerScorer, Asked
+from beatrice.pgir.asking import BATCH_SIZE, AnswerScorer, Asked, Decision, Score
 from beatrice.pgir.bridge import ProbedBackbone, Reading
 from beatrice.pgir.given import (
     AnswerToScore,
@@ -59,82 +58,6 @@ _HEADS: dict[Setting, HeadName] = {
     "closed_book": "closed_book",
     "with_context": "single_pass",
 }
-Decision = Literal["trust", "distrust", "unknown"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
-class Score:
-    """What the detector says of one answer.
-
-    Attributes:
-      p_correct: calibrated probability that the answer is correct, in [0, 1]; None
-        where the answer cannot be read to any use.
-      raw: the fused score before calibration, in [0, 1]; None likewise.
-      encoders: each selected encoder's own score, in [0, 1].
-      decision: "trust" from the threshold of `beatrice calibrate --precision` on,
-        "distrust" below it; "unknown" where `p_correct` is None, or where no threshold
-        holds that precision with 90 % confidence, or the detector rests on too few
-        answers (`jaxprobe.scope.Evidence`), of which a warning is too.
-      reason: why it is not trusted, in words.
-      warnings: what makes the number less reliable, in words.
-      tokens: the answer's text, a piece a token.
-      log_probs: of each token, log p in nats under the backbone, at most 0.
-      text: the answer, where the model wrote it in the pass that was scored.
-      masked: computes `effects`; None where many answers were scored at once.
-      error: what is wrong with the row, where `score_many` could not read it as an
-        answer at all; `reason` says the same.
-    """
-
-    p_correct: float | None = None
-    raw: float | None = None
-    encoders: dict[str, float] = dataclasses.field(default_factory=dict)
-    decision: Decision = "unknown"
-    reason: str | None = None
-    warnings: tuple[str, ...] = ()
-    tokens: tuple[str, ...] = ()
-    log_probs: tuple[float, ...] = ()
-    text: str | None = None
-    error: str | None = None
-    masked: Callable[[], tuple[float, ...]] | None = dataclasses.field(
-        default=None, compare=False
-    )
-
-    @functools.cached_property
-    def effects(self) -> tuple[float, ...]:
-        """What each token does to P: P minus P of the answer without its signals.
-
-        Of an answer that was scored alone; else empty. Computed when first asked for.
-        """
-        return () if self.masked is None else self.masked()
-
-    def __repr__(self) -> str:
-        """Say it in one line."""
-        return f"Score({self})"
-
-    def _repr_html_(self) -> str:
-        """Show the answer in a notebook, each token tinted by its effect on P."""
-        from beatrice.pgir.score_files import score_html
-
-        return score_html(self.as_json(), self.effects)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled; what computes `effects` holds the detector."""
-        return {**self.__dict__, "effects": self.effects, "masked": None}
-
-    def __str__(self) -> str:
-        """Return the answer, P(correct) and the decision in one line."""
-        answer = self.text if self.text is not None else "".join(self.tokens).strip()
-        p = "unknown" if self.p_correct is None else f"{self.p_correct:.3f}"
-        return f"{answer!r}: P(correct) {p}, {self.decision}"
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the fields as JSON; `text` and `error` only where there is one."""
-        fields = dataclasses.asdict(dataclasses.replace(self, masked=None))
-        del fields["masked"]
-        for name in ("text", "error"):
-            if fields[name] is None:
-                del fields[name]
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
 
 
 class Scorer(AnswerScorer):

@@ -94,6 +94,7 @@ def stream_tokens(
                 waiting[-1] = dataclasses.replace(token, p_correct=p_if_ended), text
             if written is not None:
                 break
+            assert step is not None  # a token came
             ids = (*ids, step.id)
             text = decode_ids(tokenizer, ids)
             is_end = step.id in stops or find_stop(text, stop) is not None

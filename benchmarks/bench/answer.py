@@ -5,9 +5,6 @@ which is generation that also computes the logits of the prompt's tokens that ar
 one pass, which reads all four families while it writes; and two passes, which generate
 and read the answers again. Ratios are medians over neighbouring turns. Peak memory is
 taken in processes of their own, above the loaded model and its libraries.
-
-With `--probe` what is timed is how long somebody waits for one answer with its P:
-`Probe.answer` beside Transformers' `model.generate` of the same tokens, warm, in turns.
 """
 
 import contextlib
@@ -28,7 +25,6 @@ from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
 from beatrice.extract.generate.local import (
     TransformersGenerator,
     generate,
-    stop_ids,
 )
 from beatrice.extract.generate.prompts import (
     SHOTS,
@@ -49,7 +45,6 @@ from beatrice.extract.signals.reader import SignalReader
 from beatrice.extract.signals.sequence import sequence_of
 from beatrice.extract.world.facts import WorldConfig, make_world
 from beatrice.extract.world.questions import QuestionConfig, make_examples
-from beatrice.probe import load
 
 Way = Literal["plain", "floor", "one pass", "two passes"]
 WAYS: tuple[Way, ...] = get_args(Way)
@@ -176,8 +171,7 @@ class AnswerCost:
     one_over_floor: float
     one_over_plain: float
     two_over_plain: float
-    # Likewise of seconds of processors, which other programs move less than the clock;
-    # one thread (`--threads`) does not wait for another.
+    # Likewise of seconds of processors, which other programs move less than the clock.
     one_over_floor_processors: float
     one_over_plain_processors: float
     peak_plain: float  # MiB above the loaded model
@@ -265,102 +259,6 @@ def measure_setting(
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LatencyCost:
-    """What one answer and its P take beside the answer alone.
-
-    Attributes:
-      probe: that scores.
-      n_prompt: tokens of the prompt.
-      n_new: of the answer, without a stop token.
-      plain: seconds of `model.generate`, median over turns.
-      scored: of `Probe.answer`.
-      clock: median of the ratios of neighbouring turns.
-      processors: the same of seconds of processors, which other programs move less.
-    """
-
-    probe: str
-    n_prompt: int
-    n_new: int
-    plain: float
-    scored: float
-    clock: float
-    processors: float
-
-    def cells(self) -> dict[str, str]:
-        """Return the row by its columns."""
-        return {
-            "probe": self.probe,
-            "prompt tokens": str(self.n_prompt),
-            "new tokens": str(self.n_new),
-            "generate s": f"{self.plain:.3f}",
-            "scored s": f"{self.scored:.3f}",
-            "scored ÷ generate": f"{self.clock:.2f}",
-            "of processors": f"{self.processors:.2f}",
-        }
-
-
-# 32 tokens of SmolLM2's, whose answer is longer than eight.
-MESSAGES = (
-    {"role": "system", "content": "Answer."},
-    {
-        "role": "user",
-        "content": "Say what the capital city of France is, and what it is known for.",
-    },
-)
-N_NEW = 8
-
-
-@torch.inference_mode()
-def measure_latency(name: str, n_rounds: int) -> LatencyCost:
-    """Let `model.generate` and `Probe.answer` take turns on one prompt.
-
-    A model without a chat template is asked by the probe's own.
-
-    Args:
-      name: of the probe.
-      n_rounds: turns that are measured, after one that warms up.
-    """
-    probe = load(name)
-    backbone = probe.scorer.probed.backbone
-    if backbone.tokenizer.chat_template is None:
-        asked: dict[str, Any] = {"questions": MESSAGES[1]["content"]}
-        (request,) = probe.scorer.probed.requests(
-            "closed_book", [*asked.values()], [()]
-        )
-        ids = request.prompt.ids
-    else:
-        asked = {"messages": MESSAGES}
-        text = probe.render(MESSAGES)
-        ids = backbone.tokenizer(text, add_special_tokens=False)["input_ids"]
-    prompt = torch.tensor([ids], device=backbone.device)
-    options = {"max_new_tokens": N_NEW, "do_sample": False, "repetition_penalty": 1.0}
-
-    stops = stop_ids(backbone)
-
-    def plain() -> int:
-        new = backbone.model.generate(prompt, **options)[0, len(ids) :].tolist()
-        return sum(token not in stops for token in new)
-
-    def scored() -> int:
-        score = probe.answer(**asked, max_new_tokens=N_NEW, stop=[])
-        return len(score.tokens)
-
-    n_new = plain()
-    if n_new != scored():
-        raise ValueError(f"{name} does not write what its model does, {n_new} tokens")
-    turns = take_turns((plain, scored), n_rounds)
-    return LatencyCost(
-        probe=name,
-        n_prompt=len(ids),
-        n_new=n_new,
-        plain=statistics.median(clock[0] for clock, _ in turns),
-        scored=statistics.median(clock[1] for clock, _ in turns),
-        clock=ratio(turns, 1, 0),
-        processors=ratio(turns, 1, 0, of=1),
-    )
-
-
 @click.command()
 @click.option("--model", default="embedded", help="A path, a GGUF file or a Hub id.")
 @click.option(
@@ -372,34 +270,13 @@ def measure_latency(name: str, n_rounds: int) -> LatencyCost:
 @click.option(
     "--rounds", type=click.IntRange(min=1), default=5, help="Runs of each per row."
 )
-@click.option(
-    "--probe", help="Time one answer with its P by this probe, and nothing else."
-)
-@click.option(
-    "--threads",
-    type=click.IntRange(min=1),
-    default=N_THREADS,
-    help="Of Torch.",
-)
 @AS_JSON
-def answer(
-    model: str,
-    dtype: ModelDtype,
-    rounds: int,
-    probe: str | None,
-    threads: int,
-    as_json: bool,
-) -> None:
+def answer(model: str, dtype: ModelDtype, rounds: int, as_json: bool) -> None:
     """Time answers with their signals beside the answers alone; print a table.
 
     Example: beatrice bench answer --model embedded
-
-    Example: beatrice bench answer --probe smollm2
     """
-    torch.set_num_threads(threads)
+    torch.set_num_threads(N_THREADS)
     printer = RowPrinter(as_json)
-    if probe is not None:
-        printer.row(measure_latency(probe, rounds))
-        return
     for setting in SETTINGS:
         printer.row(measure_setting(model, dtype, setting, rounds))

@@ -31,14 +31,23 @@ began, used = time.monotonic(), sum(os.times()[:2])
 beatrice.load(sys.argv[1], model=model).scorer
 print(time.monotonic() - began, sum(os.times()[:2]) - used)
 """
-
-
-_WARM = """
+_RATIOS = """
 import sys
 import beatrice
-from beatrice.benchmarks.bench.score import warm_ratio
-print(*warm_ratio(beatrice.load(sys.argv[1]), int(sys.argv[2])))
+from beatrice.benchmarks.bench import score
+probe, n = beatrice.load(sys.argv[1]), int(sys.argv[2])
+for ratio in (score.warm_ratio, score.answer_ratio):
+    print(*ratio(probe, n))
 """
+# 32 tokens of SmolLM2's, whose answer is longer than eight.
+_MESSAGES = (
+    {"role": "system", "content": "Answer."},
+    {
+        "role": "user",
+        "content": "Say what the capital city of France is, and what it is known for.",
+    },
+)
+_N_NEW = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,15 +88,32 @@ def _measured_inside(*words: str) -> tuple[float, float]:
     return clock, processors
 
 
-@torch.inference_mode()
-def warm_ratio(probe: Any, n: int) -> tuple[float, float]:
-    """Return the time of a score by that of the bare forward of the same ids.
-
-    One thread, the two in turn, so that both see the same machine.
+def _ratio_in_turns(
+    below: Callable[[], Any], above: Callable[[], Any], n: int
+) -> tuple[float, float]:
+    """Time two things in turn, by one thread, so that both see the same machine.
 
     Returns:
       The median of `n` ratios of the clock, and of processors.
     """
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    ratios = []
+    for _ in range(n + 1):
+        times = []
+        for run in (below, above):
+            began, used = time.monotonic(), time.process_time()
+            run()
+            times.append((time.monotonic() - began, time.process_time() - used))
+        ratios.append([y / x for x, y in zip(*times, strict=True)])
+    torch.set_num_threads(n_threads)
+    clock, processors = zip(*ratios[1:], strict=True)  # the first warms up
+    return statistics.median(clock), statistics.median(processors)
+
+
+@torch.inference_mode()
+def warm_ratio(probe: Any, n: int) -> tuple[float, float]:
+    """Return the time of a score by that of the bare forward of the same ids."""
     from beatrice.pgir.given import AnswerToScore, prepare
 
     probed = probe.scorer.probed
@@ -100,23 +126,47 @@ def warm_ratio(probe: Any, n: int) -> tuple[float, float]:
         stop_id=probed.trained.stop_id,
     ).sequence
     ids = torch.tensor([list(map(int, sequence.ids))])
-    n_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    ratios = []
-    for _ in range(n + 1):
-        times = []
-        for run in (
-            lambda: probed.backbone.model(input_ids=ids, use_cache=False),
-            lambda: probe.score(_QUESTION, _ANSWER),
-        ):
-            began, used = time.monotonic(), time.process_time()
-            run()
-            times.append((time.monotonic() - began, time.process_time() - used))
-        bare, scored = times
-        ratios.append([b / a for a, b in zip(bare, scored, strict=True)])
-    torch.set_num_threads(n_threads)
-    clock, processors = zip(*ratios[1:], strict=True)  # the first warms up
-    return statistics.median(clock), statistics.median(processors)
+    return _ratio_in_turns(
+        lambda: probed.backbone.model(input_ids=ids, use_cache=False),
+        lambda: probe.score(_QUESTION, _ANSWER),
+        n,
+    )
+
+
+@torch.inference_mode()
+def answer_ratio(probe: Any, n: int) -> tuple[float, float]:
+    """Return the time of an answer with its P by `model.generate` of the same tokens.
+
+    A model without a chat template is asked by the probe's own.
+
+    Raises:
+      ValueError: the two write answers of different length.
+    """
+    from beatrice.extract.generate.local import stop_ids
+
+    backbone = probe.scorer.probed.backbone
+    if backbone.tokenizer.chat_template is None:
+        asked: dict[str, Any] = {"questions": _MESSAGES[1]["content"]}
+        questions = [asked["questions"]]
+        (request,) = probe.scorer.probed.requests("closed_book", questions, [()])
+        ids = request.prompt.ids
+    else:
+        asked = {"messages": _MESSAGES}
+        text = probe.render(_MESSAGES)
+        ids = backbone.tokenizer(text, add_special_tokens=False)["input_ids"]
+    prompt, stops = torch.tensor([ids]), stop_ids(backbone)
+    options = {"max_new_tokens": _N_NEW, "do_sample": False, "repetition_penalty": 1.0}
+
+    def plain() -> int:
+        new = backbone.model.generate(prompt, **options)[0, len(ids) :].tolist()
+        return sum(token not in stops for token in new)
+
+    def scored() -> int:
+        return len(probe.answer(**asked, max_new_tokens=_N_NEW, stop=[]).tokens)
+
+    if plain() != scored():
+        raise ValueError(f"the probe does not write the {plain()} tokens of its model")
+    return _ratio_in_turns(plain, scored, n)
 
 
 @click.command()
@@ -138,6 +188,17 @@ def score(probe: str, rounds: int, as_json: bool) -> None:
         ("`load` beside the model", 0.5, lambda: _measured_inside("-c", _LOAD, probe)),
     ):
         printer.row(_least(what, wanted, measure, rounds))
-    what = "warm score, by the bare forward of its ids (ratio)"
-    warm = ("-c", _WARM, probe, str(3 * rounds))
-    printer.row(_least(what, 1.3, lambda: _measured_inside(*warm), 1))
+    words = (sys.executable, "-c", _RATIOS, probe, str(3 * rounds))
+    done = subprocess.run(words, check=True, capture_output=True)
+    for (what, wanted), ratios in zip(
+        (
+            ("warm score, by the bare forward of its ids (ratio)", 1.3),
+            ("warm answer with P, by `model.generate` (ratio)", 1.25),
+        ),
+        done.stdout.splitlines(),
+        strict=True,
+    ):
+        clock, processors = map(float, ratios.split())
+        printer.row(
+            ScoreCost(what=what, clock=clock, processors=processors, wanted=wanted)
+        )

@@ -16,7 +16,6 @@ from beatrice.extract.backbone.names import (
     model_path,
     own_device,
 )
-from beatrice.extract.generate import answers
 from beatrice.extract.generate.generator import MAX_SAMPLES, Generator, SamplingConfig
 from beatrice.extract.generate.options import (
     BackendOptions,
@@ -138,6 +137,8 @@ def _paid_tokens(run: RunDir, stage: str) -> tuple[int, int]:
     What a server did not count is not known.
     """
     if stage == "answer":
+        from beatrice.extract.generate import answers  # loads NumPy
+
         files = answers.answer_files(run.answers_file, run.parts("answer"))
         counts = (
             (len(r.prompt_ids), len(r.token_ids) + (r.stop_id is not None))
@@ -163,6 +164,8 @@ def _open_backbone(
     from beatrice.extract.signals.parity import require_readable
 
     quiet()
+    from beatrice.extract.generate import answers
+
     model, stop_ids = answers.load_tokenizer_only(run, require_readable)
     name = backend.served_model or run.section("backbone", BackboneConfig).path
     known |= {"stop_ids": stop_ids, "tokenizer": model.tokenizer}
@@ -201,6 +204,7 @@ def answer(
     Example: torchrun --nproc-per-node 8 -m beatrice answer runs/paper
     """
     from beatrice.extract import engines
+    from beatrice.extract.generate import answers
 
     if backend.server is None:
         opener = engines.open_readable if reading.no_read else engines.open_reading
@@ -259,6 +263,8 @@ def sample(
 
     Example: beatrice sample runs/demo --n-samples 10 --split test
     """
+    from beatrice.extract.generate import answers
+
     if backend.server is not None:
         alone("sample --server", work.share)
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from beatrice.extract.generate.answers import answer_config
 from beatrice.extract.generate.commands import do_texts, open_asking
 from beatrice.extract.generate.generator import Generator
 from beatrice.extract.generate.options import BackendOptions, check_model_option
@@ -89,6 +88,7 @@ def rewrite(
     Example: beatrice rewrite runs/mine --model Qwen/Qwen3.5-27B --server
     http://localhost:8000/v1
     """
+    from beatrice.extract.generate.answers import answer_config
     from beatrice.extract.label.rewrite import RewriteConfig
     from beatrice.extract.label.stage import rewrite_counts, rewrite_stage
 

@@ -276,7 +276,7 @@ def check_same(
     path: Path, recorded: Mapping[str, Any], wanted: Mapping[str, Any]
 ) -> None:
     """Check that settings are those that a run has."""
-    here, there = dict(_dotted(recorded)), dict(_dotted(wanted))
+    here, there = dict(_dotted(recorded, wanted)), dict(_dotted(wanted, recorded))
     names = [
         name
         for name in here | there
@@ -297,11 +297,14 @@ def check_same(
     )
 
 
-def _dotted(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every entry that holds no others, by its dotted name."""
+def _dotted(
+    settings: Mapping[str, Any], others: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Yield every entry by its dotted name; a group that others have not is one."""
     for name, value in settings.items():
-        if isinstance(value, dict) and value:
-            yield from _dotted(value, f"{prefix}{name}.")
+        other = others.get(name)
+        if isinstance(value, dict) and isinstance(other, dict):
+            yield from _dotted(value, other, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 

@@ -73,15 +73,15 @@ def test_members_are_the_same_whatever_the_block_and_the_microbatches():
     # float32 in another order, and Adam's division by a small second moment, drift
     # apart a little in three epochs (1e-5 of a weight here; rates are 1e-2 a step).
     parts, subsets = planted_parts(), (subset_index("R"), subset_index("HPRA"))
-    own = dataclasses.replace(TRAIN, n_microbatches=2)  # groups of 32 draw together
-    alone = train([Block((k,), (s,)) for s in (0, 1) for k in subsets], parts, own)
+    config = dataclasses.replace(TRAIN, n_microbatches=2)  # groups of 32 draw together
+    alone = train([Block((k,), (s,)) for s in (0, 1) for k in subsets], parts, config)
     for n_rows in (16, 64):
-        config = PlannedConfig(**dataclasses.asdict(own), n_rows=n_rows)
-        together = train([Block(subsets, (0, 1))], parts, config)[0]
+        planned = PlannedConfig(**dataclasses.asdict(config), n_rows=n_rows)
+        together = train([Block(subsets, (0, 1))], parts, planned)[0]
         for i, item in enumerate(alone):
             assert together.members[i] == item.members[0]
-            own = jax.tree.map(lambda x, i=i: x[i : i + 1], together.params)
-            assert_same_leaves(own, item.params, atol=2e-4)
+            params = jax.tree.map(lambda x, i=i: x[i : i + 1], together.params)
+            assert_same_leaves(params, item.params, atol=2e-4)
 
 
 def test_a_batch_is_parted_only_into_parts_of_what_draws_together():

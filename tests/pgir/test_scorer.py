@@ -16,9 +16,10 @@ from beatrice.extract.generate.prompts import PromptConfig
 from beatrice.extract.signals.sequence import sequence_of
 from beatrice.jaxprobe.calibration import Calibrator
 from beatrice.jaxprobe.scope import Evidence, Scope, Threshold
+from beatrice.pgir.asking import Score
 from beatrice.pgir.bridge import ProbedBackbone
 from beatrice.pgir.given import AnswerToScore, prepare
-from beatrice.pgir.scorer import Score, Scorer
+from beatrice.pgir.scorer import Scorer
 from beatrice.pgir.warnings import REASONS, WARNINGS
 from tests.pgir.small import PASSAGE, QUESTION
 

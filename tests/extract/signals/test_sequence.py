@@ -85,7 +85,7 @@ def test_overlapping_spans_are_refused():
 
 
 def test_an_unknown_answer_span_is_refused():
-    with pytest.raises(ValueError, match="emitting or literal"):
+    with pytest.raises(ValueError, match="one of emitting, literal, found 'whole'"):
         ExtractConfig(answer_span="whole")
 
 
