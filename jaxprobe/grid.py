@@ -37,7 +37,7 @@ from beatrice.jaxprobe.encoder import (
 )
 from beatrice.jaxprobe.families import subset_masks
 from beatrice.jaxprobe.family_tokens import FamilyTokens
-from beatrice.jaxprobe.kernels.projection import Batch, Draw, gather_batch
+from beatrice.jaxprobe.kernels.projection import Draw, SharedBatch, gather_batch
 from beatrice.jaxprobe.kernels.random import BATCHES, MEMBERS, stream_key
 from beatrice.jaxprobe.kernels.stored import use_one_blas_thread
 from beatrice.jaxprobe.loop import (
@@ -327,7 +327,7 @@ def _train_in_turn(states, number, block, train, encoder, config):
     before_answer = features.span_slices[-1].start
     n_before = [before_answer * (f in dims.of_answers) for f in range(dims.n_families)]
 
-    def share(rows: jax.Array, key: jax.Array) -> Batch:
+    def share(rows: jax.Array, key: jax.Array) -> SharedBatch:
         return gather_batch(
             features.tokens,
             tuple(n_before),

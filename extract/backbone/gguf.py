@@ -78,7 +78,7 @@ _ENDS_OF_TURN = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """Where one tensor lies: its shape in Torch's order, ggml type and bytes."""
 
     shape: tuple[int, ...]
@@ -101,7 +101,7 @@ class Header:
     path: Path
     values: dict[str, Any]
     n_tokens: int
-    tensors: dict[str, Entry]
+    tensors: dict[str, TensorEntry]
 
     @property
     def architecture(self) -> str:
@@ -118,7 +118,7 @@ class Header:
         return {"vocab_size": self.n_tokens, **values}
 
     @property
-    def weights(self) -> dict[str, Entry]:
+    def weights(self) -> dict[str, TensorEntry]:
         """The tensors that are weights of the model."""
         return {k: v for k, v in self.tensors.items() if k != _ROPE_FREQS}
 
@@ -162,7 +162,7 @@ class _Cursor:
         return values, n_elements
 
 
-class Refusal(ValueError):
+class GgufError(ValueError):
     """A sentence about a file that cannot be used."""
 
     def __init__(self, path: Path, text: str) -> None:
@@ -175,11 +175,11 @@ def reading(path: Path, what: str) -> Iterator[None]:
     """Turn whatever a damaged or unknown file makes a library raise into a sentence."""
     try:
         yield
-    except (OSError, Refusal):
+    except (OSError, GgufError):
         raise  # says which file
     except Exception as error:
         cause = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise Refusal(path, f"{what} ({cause}); fetch the file again") from error
+        raise GgufError(path, f"{what} ({cause}); fetch the file again") from error
 
 
 def read_header(path: Path) -> Header:
@@ -193,7 +193,7 @@ def _parsed(path: Path, content: np.ndarray) -> Header:
     cursor = _Cursor(content)
     magic, version, n_tensors, n_values = cursor.take("IIQQ")
     if magic != gguf.GGUF_MAGIC or version not in (2, 3):
-        raise Refusal(path, "expected a GGUF file of version 2 or 3")
+        raise GgufError(path, "expected a GGUF file of version 2 or 3")
     values: dict[str, Any] = {}
     n_tokens = 0
     for _ in range(n_values):
@@ -212,20 +212,20 @@ def _parsed(path: Path, content: np.ndarray) -> Header:
     for name, shape, number, offset in listed:
         kind = gguf.GGMLQuantizationType(number)
         n_block, n_bytes = gguf.GGML_QUANT_SIZES[kind]
-        entry = Entry(
+        entry = TensorEntry(
             shape, kind, begin + offset, math.prod(shape) // n_block * n_bytes
         )
         if entry.start + entry.n_bytes > len(content):
-            raise Refusal(
+            raise GgufError(
                 path,
                 f"it is cut short: {name!r} ends at byte {entry.start + entry.n_bytes},"
                 f" the file at {len(content)}; fetch the file again",
             )
         tensors[name] = entry
     if "general.architecture" not in values:
-        raise Refusal(path, "expected a model, but it has no general.architecture")
+        raise GgufError(path, "expected a model, but it has no general.architecture")
     if not n_tokens:
-        raise Refusal(path, "expected a tokenizer in the file, but it has no words")
+        raise GgufError(path, "expected a tokenizer in the file, but it has no words")
     return Header(path, values, n_tokens, tensors)
 
 
@@ -252,7 +252,7 @@ def _set_rotary_scaling(header: Header, config: Any) -> None:
     if kind == "linear":
         rope |= {"rope_type": "linear", "factor": header.values[f"{prefix}.factor"]}
     elif kind != "none" and rope.get("rope_type") != kind:
-        raise Refusal(
+        raise GgufError(
             header.path,
             f"its rotary positions are scaled by {kind!r}, which Transformers does not "
             "read from GGUF; use the model's safetensors",
@@ -280,7 +280,7 @@ def _set_llama3_scaling(header: Header, config: Any, rope: dict[str, Any]) -> No
     read, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
     expected = 1 / (rope["rope_theta"] ** plain * torch.from_numpy(factors))
     if read.shape != expected.shape or not torch.allclose(read, expected, rtol=1e-4):
-        raise Refusal(
+        raise GgufError(
             header.path,
             "its rotary factors (rope_freqs.weight) are not those of Llama 3, and "
             "Transformers reads no others from GGUF; use the model's safetensors",
@@ -321,7 +321,7 @@ def generation_of(header: Header, config: Any, tokenizer: Any) -> GenerationConf
 
 
 def dequantized(
-    content: np.ndarray, entry: Entry, threads: ThreadPoolExecutor
+    content: np.ndarray, entry: TensorEntry, threads: ThreadPoolExecutor
 ) -> np.ndarray:
     """Return one tensor as float32, dequantised some rows at a time.
 
@@ -439,7 +439,7 @@ class Weights:
             shapes = {k: tuple(v.shape) for k, v in model.state_dict().items()}
         unread = [name for name, t in self._route.targets.items() if t is None]
         if unread:
-            raise Refusal(
+            raise GgufError(
                 header.path,
                 f"Transformers has no place for {len(unread)} of its tensors, first "
                 f"{unread[0]!r}, and would pass over them in silence; use the model's "
@@ -477,7 +477,7 @@ class Weights:
                 if values is None:
                     continue
                 if values.shape != self.shapes[target]:
-                    raise Refusal(
+                    raise GgufError(
                         path,
                         f"it holds {target!r} as {list(values.shape)}, but the model "
                         f"of its metadata has it as {list(self.shapes[target])}",

@@ -289,7 +289,7 @@ class Choice(LogitsProcessor):
             self._generators = [self._generators[row] for row in rows]
 
 
-class Done(StoppingCriteria):
+class RowsDone(StoppingCriteria):
     """Ends a run when half of its rows are done, so that the others go on alone.
 
     A row is done at a stop token, at its longest, or when its text holds a stop string;
@@ -397,7 +397,7 @@ def _n_common(
 class _Chosen(StoppingCriteria):
     """Passes what was chosen to a watch; ends nothing."""
 
-    def __init__(self, watch: Watch, done: Done) -> None:
+    def __init__(self, watch: Watch, done: RowsDone) -> None:
         self._watch, self._done = watch, done
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
@@ -567,7 +567,7 @@ class TransformersGenerator:
         n_cached = 0 if cache is None else filled_layers(cache)[0].keys.shape[-2]
         while rows:
             n_read = ids.shape[1]
-            done = Done(tokenizer, edges, config.stop, stops, least_done=least_done)
+            done = RowsDone(tokenizer, edges, config.stop, stops, least_done=least_done)
             criteria = StoppingCriteriaList([done])
             watching = contextlib.nullcontext()
             if watch is not None:

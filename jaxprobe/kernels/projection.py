@@ -75,7 +75,7 @@ def zeros_if_closed(gate: jax.Array, x: jax.Array) -> jax.Array:
 _WIDE, _IN_PLACE, _BROAD = 1024, 2048, 256
 
 
-class Batch(NamedTuple):
+class SharedBatch(NamedTuple):
     """A batch as all members of a seed read it, gathered and drawn once for them.
 
     Attributes:
@@ -103,7 +103,7 @@ class Draw(NamedTuple):
     rows: jax.Array
     noise: jax.Array | RowKeys
     dropout: jax.Array | RowKeys
-    batch: Batch | None = None
+    batch: SharedBatch | None = None
 
 
 def gather_batch(
@@ -115,7 +115,7 @@ def gather_batch(
     *,
     d_projection: int,
     deviation: float,
-) -> Batch:
+) -> SharedBatch:
     """Gather a batch and draw its noise, as `project` would for each member.
 
     Args:
@@ -145,7 +145,7 @@ def gather_batch(
             batch += deviation * hashed_normal(key, f, shape, row_axis=1)[first:]
         gathered.append(batch)
         drawn.append(noise)
-    return Batch(tuple(gathered), tuple(drawn))
+    return SharedBatch(tuple(gathered), tuple(drawn))
 
 
 def project(
