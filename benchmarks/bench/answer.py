@@ -9,15 +9,19 @@ taken in processes of their own, above the loaded model and its libraries.
 
 import contextlib
 import dataclasses
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args
 
 import click
+import numpy as np
 import torch
 
-from beatrice.benchmarks.bench.commands import AS_JSON, RowPrinter, measure_fresh
+from beatrice.benchmarks.bench.commands import (
+    AS_JSON,
+    RowPrinter,
+    measure_fresh,
+    take_turns,
+)
 from beatrice.benchmarks.bench.extract import N_THREADS, peak_above
 from beatrice.extract.backbone.loading import load_backbone
 from beatrice.extract.backbone.names import EMBEDDED, ModelDtype, model_path
@@ -207,28 +211,6 @@ def measure_peak(model: str, dtype: ModelDtype, setting: Setting, way: Way) -> f
     return peak_above(lambda: bench.run(way), bench.backbone.device.type)
 
 
-Turn = tuple[tuple[float, ...], tuple[float, ...]]  # clock and processors, of each
-
-
-def take_turns(runs: Sequence[Callable[[], object]], n_rounds: int) -> list[Turn]:
-    """Run each in turn; return seconds by round, after one unmeasured round."""
-    turns = []
-    for _ in range(n_rounds + 1):
-        spent = []
-        for run in runs:
-            began, used = time.perf_counter(), time.process_time()
-            run()
-            spent.append((time.perf_counter() - began, time.process_time() - used))
-        clock, processors = zip(*spent, strict=True)
-        turns.append((clock, processors))
-    return turns[1:]
-
-
-def ratio(turns: Sequence[Turn], above: int, below: int, of: int = 0) -> float:
-    """Return a median over turns, of the clock (0) or of processors (1)."""
-    return statistics.median(turn[of][above] / turn[of][below] for turn in turns)
-
-
 def measure_setting(
     model: str, dtype: ModelDtype, setting: Setting, n_rounds: int
 ) -> AnswerCost:
@@ -237,19 +219,21 @@ def measure_setting(
     if (reason := check_decoding(bench.reader)) is not None:
         raise ValueError(reason)
     turns = take_turns([lambda way=way: bench.run(way) for way in WAYS], n_rounds)
+    # [clock or processors, below, above]: medians of the ratios of one turn.
+    ratios = np.median(turns[:, :, None] / turns[:, None], axis=0).T.tolist()
     plain, floor, one, two = range(len(WAYS))
     answers = generate(bench.backbone, bench.requests, CONFIG)
     return AnswerCost(
         setting=setting,
         n_prompt=sum(len(answer.prompt_ids) for answer in answers),
         n_new=sum(len(answer.token_ids) for answer in answers),
-        plain=statistics.median(clock[plain] for clock, _ in turns),
-        floor_over_plain=ratio(turns, floor, plain),
-        one_over_floor=ratio(turns, one, floor),
-        one_over_plain=ratio(turns, one, plain),
-        two_over_plain=ratio(turns, two, plain),
-        one_over_floor_processors=ratio(turns, one, floor, of=1),
-        one_over_plain_processors=ratio(turns, one, plain, of=1),
+        plain=float(np.median(turns[:, plain, 0])),
+        floor_over_plain=ratios[0][plain][floor],
+        one_over_floor=ratios[0][floor][one],
+        one_over_plain=ratios[0][plain][one],
+        two_over_plain=ratios[0][plain][two],
+        one_over_floor_processors=ratios[1][floor][one],
+        one_over_plain_processors=ratios[1][plain][one],
         peak_plain=measure_fresh(
             "the peak of generation", measure_peak, model, dtype, setting, "plain"
         ),

@@ -11,6 +11,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any
@@ -110,6 +111,28 @@ class RowPrinter:
         """Print what is for people alone."""
         if not self._as_json:
             click.echo(text)
+
+
+def take_turns(runs: Sequence[Callable[[], object]], n_rounds: int) -> Any:
+    """Time some things in turn, so that a busy machine slows all of them.
+
+    Args:
+      runs: each is called once a round, and once before the first.
+      n_rounds: that are measured.
+
+    Returns:
+      `[n_rounds, n_runs, 2]` seconds, of the clock and of processors (an array).
+    """
+    import numpy as np  # help loads none
+
+    seconds = np.zeros((n_rounds + 1, len(runs), 2))
+    for spent in seconds:
+        for i, run in enumerate(runs):
+            before = time.perf_counter(), time.process_time()
+            run()
+            after = time.perf_counter(), time.process_time()
+            spent[i] = np.subtract(after, before)
+    return seconds[1:]
 
 
 def fresh_process(environment: Mapping[str, str] | None = None) -> ProcessPoolExecutor:

@@ -16,10 +16,8 @@ beside the bare forward over the same tokens.
 """
 
 import dataclasses
-import statistics
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,7 +34,13 @@ from transformers import (
     Qwen3_5TextConfig,
 )
 
-from beatrice.benchmarks.bench.commands import AS_JSON, MIB, RowPrinter, measure_fresh
+from beatrice.benchmarks.bench.commands import (
+    AS_JSON,
+    MIB,
+    RowPrinter,
+    measure_fresh,
+    take_turns,
+)
 from beatrice.benchmarks.bench.hooks import Hooked
 from beatrice.extract.backbone.loading import Backbone, load_backbone
 from beatrice.extract.backbone.names import EMBEDDED, ModelDtype, model_path
@@ -200,7 +204,7 @@ class ReadingBench:
                 lambda: self._wait(hooked.plain()),
                 lambda: self._wait(hooked.tuned()),
             ]
-        rounds = np.array(alternate(runs, n_rounds))
+        rounds = take_turns(runs, n_rounds)[..., 0]
         ratios = rounds / rounds[:, 1:2]
         ranges = [
             (float(np.median(x)), float(x.min()), float(x.max())) for x in ratios.T[2:]
@@ -226,21 +230,6 @@ class ReadingBench:
                         f"hooks read other {name} than the reader, {gap:.1e} of their "
                         "norm: the timing would compare two things"
                     )
-
-
-def alternate(
-    runs: Sequence[Callable[[], object]], n_rounds: int
-) -> list[tuple[float, ...]]:
-    """Run each in turn; return seconds per round, after one unmeasured round."""
-    rounds = []
-    for _ in range(n_rounds + 1):
-        times = []
-        for run in runs:
-            began = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - began)
-        rounds.append(tuple(times))
-    return rounds[1:]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -405,7 +394,8 @@ class StoreBench:
 
     def measure(self, name: str, n_rounds: int) -> LoopCost:
         """Let both take turns, after one unmeasured run each."""
-        rounds = alternate([self.read, self.extract], n_rounds)
+        rounds = take_turns([self.read, self.extract], n_rounds)[..., 0]
+        loop, whole = np.median(rounds, axis=0).tolist()
         n_tokens = int(self.plan.spec.lengths.sum())
         backbone = self.reader.backbone
         return LoopCost(
@@ -414,9 +404,9 @@ class StoreBench:
             dtype=str(backbone.dtype).removeprefix("torch."),
             n_tokens=n_tokens,
             n_batches=len(self.batches),
-            loop=n_tokens / statistics.median(loop for loop, _ in rounds),
-            whole=n_tokens / statistics.median(end_to_end for _, end_to_end in rounds),
-            share=statistics.median(loop / end_to_end for loop, end_to_end in rounds),
+            loop=n_tokens / loop,
+            whole=n_tokens / whole,
+            share=float(np.median(rounds[:, 0] / rounds[:, 1])),
         )
 
 
@@ -693,9 +683,7 @@ def measure_with_examples(
         lambda: generate(backbone, requests, config),
         lambda: reader.read(sequences),
     ]
-    seconds = [
-        statistics.median(side) for side in zip(*alternate(runs, n_rounds), strict=True)
-    ]
+    seconds = np.median(take_turns(runs, n_rounds)[..., 0], axis=0).tolist()
     return ExamplesCost(
         model=backbone.name,
         dtype=str(backbone.dtype).removeprefix("torch."),

@@ -7,7 +7,6 @@ programs on the machine lengthen the former much and the latter somewhat.
 
 import dataclasses
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -15,9 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 import click
+import numpy as np
 import torch
 
-from beatrice.benchmarks.bench.commands import AS_JSON, RowPrinter
+from beatrice.benchmarks.bench.commands import AS_JSON, RowPrinter, take_turns
 
 HEAD = ("what", "clock, s", "processors, s", "wanted, s")
 _QUESTION, _ANSWER = "who wrote Dracula?", "Bram Stoker"
@@ -98,17 +98,10 @@ def _ratio_in_turns(
     """
     n_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    ratios = []
-    for _ in range(n + 1):
-        times = []
-        for run in (below, above):
-            began, used = time.monotonic(), time.process_time()
-            run()
-            times.append((time.monotonic() - began, time.process_time() - used))
-        ratios.append([y / x for x, y in zip(*times, strict=True)])
+    turns = take_turns((below, above), n)
     torch.set_num_threads(n_threads)
-    clock, processors = zip(*ratios[1:], strict=True)  # the first warms up
-    return statistics.median(clock), statistics.median(processors)
+    clock, processors = np.median(turns[:, 1] / turns[:, 0], axis=0).tolist()
+    return clock, processors
 
 
 @torch.inference_mode()

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 import beatrice
 from beatrice.benchmarks.bench.answer import CONFIG, WAYS, AnswerBench
-from beatrice.benchmarks.bench.commands import measure_fresh
+from beatrice.benchmarks.bench.commands import measure_fresh, take_turns
 from beatrice.benchmarks.bench.extract import (
     BatchConfig,
     LoopConfig,
@@ -17,7 +17,6 @@ from beatrice.benchmarks.bench.extract import (
     ReadingCost,
     StoreBench,
     Times,
-    alternate,
     batch_configs,
     extract,
     flops_per_token,
@@ -53,9 +52,9 @@ N_MIB = 192
 
 def test_runs_take_turns_after_one_unmeasured_round():
     order = []
-    rounds = alternate([lambda: order.append("a"), lambda: order.append("b")], 3)
+    seconds = take_turns([lambda: order.append("a"), lambda: order.append("b")], 3)
     assert order == ["a", "b"] * 4
-    assert len(rounds) == 3 and all(len(times) == 2 for times in rounds)
+    assert seconds.shape == (3, 2, 2) and (seconds >= 0).all()
 
 
 def peak_of_ones():
