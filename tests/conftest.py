@@ -31,7 +31,7 @@ def pytest_configure(config):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled_code_lasts_for_one_file():
+def clear_compiled_code():
     """A process that keeps all that it compiles comes to six gigabytes, and to as many
     mappings of memory as Linux allows one (65,530), where the compiler crashes.
 

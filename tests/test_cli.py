@@ -17,7 +17,7 @@ import pytest
 from beatrice.cli import HEADINGS, VERBS, main
 from beatrice.extract.backbone.names import WEIGHTS
 from tests.extract.backbone.test_loading import edit
-from tests.extract.small_run import assert_one_sentence, beatrice
+from tests.extract.small_run import assert_error_sentence, beatrice
 from tests.process import ROOT, call
 
 
@@ -131,37 +131,37 @@ def test_a_model_whose_config_cannot_be_used_is_one_sentence(tmp_path):
     edit(model, hidden_act="no-such")
     line = ("data", run, "--world", "--preset", "smoke", "--model", model)
     done = beatrice(*line, code=1)
-    assert_one_sentence(done, str(model), "could not be loaded", "no-such")
+    assert_error_sentence(done, str(model), "could not be loaded", "no-such")
     assert not run.exists()
 
 
 def test_a_run_of_another_configuration_is_refused(small_run):
     line = ("data", small_run, "--world", "--preset", "smoke", "--seed", 5)
     done = beatrice(*line, code=1)
-    assert_one_sentence(done, "seed=0;", "seed=5;", "choose another directory")
+    assert_error_sentence(done, "seed=0;", "seed=5;", "choose another directory")
 
 
 def test_another_preset_is_told_before_and_without_what_follows_from_it(small_run):
     done = beatrice("data", small_run, "--world", "--preset", "demo", code=1)
-    assert_one_sentence(done, "a run with preset='smoke';", "for preset='demo';")
+    assert_error_sentence(done, "a run with preset='smoke';", "for preset='demo';")
 
 
 def test_a_directory_that_is_no_run_is_refused_and_left_alone(tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
     done = call("data", tmp_path, "--world", "--preset", "smoke", code=1)
-    assert_one_sentence(done, str(tmp_path))
+    assert_error_sentence(done, str(tmp_path))
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.txt"]
 
 
 def test_a_stage_without_its_inputs_says_so(small_run):
     done = beatrice("label", small_run, code=1)
-    assert_one_sentence(done, "answers is missing", "run `beatrice answer ")
+    assert_error_sentence(done, "answers is missing", "run `beatrice answer ")
 
 
 def test_a_verb_on_no_run_says_so(tmp_path):
     for words in (["answer"], ["doctor", "--verify"]):
         done = beatrice(*words, tmp_path / "nothing", code=1)
-        assert_one_sentence(done, "nothing")
+        assert_error_sentence(done, "nothing")
 
 
 def test_who_presses_ctrl_c_gets_the_code_of_what_was_interrupted(tmp_path):
@@ -189,7 +189,7 @@ def test_who_presses_ctrl_c_gets_the_code_of_what_was_interrupted(tmp_path):
 def test_scoring_with_an_unfinished_run_says_so(small_run):
     done = beatrice("score", small_run, "--question", "q?", "--answer", "a", code=1)
     left = "answer, label, extract, sweep, train, select, calibrate".split(", ")
-    assert_one_sentence(done, "detector is missing", *left)
+    assert_error_sentence(done, "detector is missing", *left)
 
 
 def test_a_verb_says_which_one_comes_next_and_nothing_when_quiet(small_run):
@@ -213,7 +213,7 @@ def test_verify_finds_a_changed_output(small_run, tmp_path):
     with (copy / "passages.jsonl").open("a") as file:
         file.write("\n")
     done = beatrice("doctor", copy, "--verify", code=1)
-    assert_one_sentence(done, "1 problems found")
+    assert_error_sentence(done, "1 problems found")
 
 
 @pytest.mark.slow
@@ -232,7 +232,7 @@ def test_the_smoke_demo_is_the_same_twice_and_scores(smoke_run, tmp_path):
     done = call("score", runs[0], *question, "--answer", "Guzolt Falls", "--json")
     assert 0 <= json.loads(done.stdout)["p_correct"] <= 1
     done = call("score", runs[0], *question, "--answer", "", code=1)
-    assert_one_sentence(done, "empty")
+    assert_error_sentence(done, "empty")
     call("doctor", runs[0], "--verify")
     chunk = max(
         (runs[0] / "features" / "closed_book" / "hidden").rglob("*"),
@@ -241,5 +241,5 @@ def test_the_smoke_demo_is_the_same_twice_and_scores(smoke_run, tmp_path):
     chunk.write_bytes(chunk.read_bytes()[:-100])
     (runs[0] / "sweep.json").unlink()
     done = call("sweep", runs[0], code=1)
-    assert_one_sentence(done, "features/closed_book")
+    assert_error_sentence(done, "features/closed_book")
     call("doctor", runs[0], "--verify", code=1)

@@ -90,10 +90,10 @@ def test_the_notebook_holds_what_its_cells_print_and_draw(capsys):
     spec.loader.exec_module(execute)
     path = docs / "notebook.ipynb"
     assert path.stat().st_size < 300_000
-    kept = json.loads(path.read_text(encoding="utf-8"))
+    committed = json.loads(path.read_text(encoding="utf-8"))
     result = execute.executed((docs / "notebook.py").read_text(encoding="utf-8"))
     n_figures = 0
-    for old, new in zip(kept["cells"], result["cells"], strict=True):
+    for old, new in zip(committed["cells"], result["cells"], strict=True):
         assert old["source"] == new["source"]
         outputs = zip(old.get("outputs", ()), new.get("outputs", ()), strict=True)
         for before, after in outputs:

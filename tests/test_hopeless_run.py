@@ -125,9 +125,9 @@ def test_labels_say_how_many_answers_are_right_and_where_one_class_is_alone():
         for e in examples
     ]
     labels[0] = msgspec.structs.replace(labels[0], label=None)
-    first, few, alone, whole, hardly = shares_in_words(examples, labels)
+    first, warned, alone, whole, hardly = shares_in_words(examples, labels)
     assert first == "closed_book: 3 of 59 answers correct (5.1 %), 1 without a label"
-    assert few.startswith("closed_book, train: 1 correct and 18 incorrect")
+    assert warned.startswith("closed_book, train: 1 correct and 18 incorrect")
     assert alone.startswith("closed_book, validation: 0 of 20 labelled answers are")
     assert "one class alone" in alone
     assert whole == "with_context: 30 of 60 answers correct (50.0 %)"

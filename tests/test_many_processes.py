@@ -15,7 +15,7 @@ from tests.process import BEATRICE, call, finish, kill, start
 from tests.test_one_setting import examples_of, make_run
 
 
-def start_part(verb, run, rank, world_size, *options, shard=False):
+def start_share(verb, run, rank, world_size, *options, shard=False):
     words = (*BEATRICE, verb, run, *options)
     if shard:
         return start(*words, "--shard", f"{rank}/{world_size}")
@@ -25,7 +25,7 @@ def start_part(verb, run, rank, world_size, *options, shard=False):
 def together(verb, run, world_size, *options, **how):
     """Start all processes at once; return what each said, after all have ended well."""
     ranks = range(world_size)
-    parts = [start_part(verb, run, r, world_size, *options, **how) for r in ranks]
+    parts = [start_share(verb, run, r, world_size, *options, **how) for r in ranks]
     return [finish(process) for process in parts]
 
 
@@ -86,7 +86,7 @@ def test_two_processes_train_the_encoders_of_one_bit_by_bit(alone, run):
 @pytest.mark.slow
 def test_four_parts_in_any_order_train_the_encoders_of_one(alone, run):
     for rank in (2, 0, 3, 1):
-        output = finish(start_part("train", run, rank, 4, shard=True))
+        output = finish(start_share("train", run, rank, 4, shard=True))
         is_last = rank == 1
         assert ("encoders of other workers are missing" in output) != is_last
         assert RunDir(run).stage_done("train") == is_last
@@ -98,7 +98,7 @@ def test_four_parts_in_any_order_train_the_encoders_of_one(alone, run):
 def test_what_killed_processes_have_trained_others_do_not_train_again(
     alone, run, world_size
 ):
-    processes = [start_part("train", run, rank, 2) for rank in range(2)]
+    processes = [start_share("train", run, rank, 2) for rank in range(2)]
     while len(members(run)) < 3:
         time.sleep(0.05)
         assert all(process.poll() is None for process in processes)
@@ -111,7 +111,7 @@ def test_what_killed_processes_have_trained_others_do_not_train_again(
     else:
         *others, last = range(world_size)
         for rank in others:
-            finish(start_part("train", run, rank, world_size))
+            finish(start_share("train", run, rank, world_size))
         # Where these were the last that were missing, members are one file by now.
         is_joined = (run / "encoders" / "closed_book").exists()
         waiting = {
@@ -120,7 +120,7 @@ def test_what_killed_processes_have_trained_others_do_not_train_again(
             if not (is_joined and "closed_book.members" in file.parts)
         }
         assert waiting.items() <= members(run).items()
-        finish(start_part("train", run, last, world_size))
+        finish(start_share("train", run, last, world_size))
     check_same_encoders(run, alone)
 
 
@@ -135,7 +135,7 @@ def test_both_settings_and_other_ways_of_training_are_shared(tmp_path, option):
 
 
 def test_selection_is_the_work_of_one_process(tmp_path):
-    process = start_part("select", tmp_path / "run", 1, 2)
+    process = start_share("select", tmp_path / "run", 1, 2)
     output = process.communicate(timeout=120)[1]
     assert process.returncode == 2
     assert "select is one process's work, and 2 were launched" in output

@@ -15,7 +15,7 @@ from tests.extract import small_run
 from tests.extract.small_run import beatrice, questions
 
 BARE = {"bare", "rephrased"}  # sets without passages in a mixed run
-ASKED = {
+SETTINGS_OF = {
     "closed-book": SETTINGS,  # of questions without passages
     "mixed": SETTINGS,
     "with-context": ("with_context",),
@@ -40,9 +40,11 @@ def examples_of(case, n_train=96):
     if case == "with-context":
         return result
     held_out = [item for item in result if item.split == "ood"]
-    own = [item for item in result if item.split != "ood"]
-    own = [bare(item, "bare") if i % 3 == 0 else item for i, item in enumerate(own)]
-    return own + [
+    in_domain = [item for item in result if item.split != "ood"]
+    in_domain = [
+        bare(item, "bare") if i % 3 == 0 else item for i, item in enumerate(in_domain)
+    ]
+    return in_domain + [
         bare(item, item.dataset) if item.dataset in BARE else item for item in held_out
     ]
 
@@ -55,7 +57,7 @@ def make_run(path, examples, settings):
     return run
 
 
-@pytest.fixture(scope="module", params=list(ASKED))
+@pytest.fixture(scope="module", params=list(SETTINGS_OF))
 def case(request):
     return request.param
 
@@ -64,7 +66,7 @@ def case(request):
 def run(case, tmp_path_factory):
     """A run of each case, up to its report."""
     path = tmp_path_factory.mktemp("runs") / case
-    result = make_run(path, examples_of(case), ASKED[case])
+    result = make_run(path, examples_of(case), SETTINGS_OF[case])
     for verb in VERBS:
         beatrice(verb, path)
     if case == "mixed":
@@ -169,16 +171,20 @@ def test_control_leaves_out_the_sets_in_which_there_is_nothing_to_find(run, case
     assert result and not result & BARE
 
 
-@pytest.mark.parametrize("case", list(ASKED))
+@pytest.mark.parametrize("case", list(SETTINGS_OF))
 def test_a_run_has_the_settings_that_its_questions_allow(case, tmp_path):
-    result = make_run(tmp_path / "run", examples_of(case, n_train=8), ASKED[case])
+    result = make_run(tmp_path / "run", examples_of(case, n_train=8), SETTINGS_OF[case])
     assert settings_of(result) == HAS[case]
 
 
 def test_passages_of_held_out_questions_alone_teach_no_setting(tmp_path):
     result = questions()
-    own = [item if item.split == "ood" else bare(item, item.dataset) for item in result]
-    assert settings_of(make_run(tmp_path / "run", own, SETTINGS)) == ("closed_book",)
+    examples = [
+        item if item.split == "ood" else bare(item, item.dataset) for item in result
+    ]
+    assert settings_of(make_run(tmp_path / "run", examples, SETTINGS)) == (
+        "closed_book",
+    )
 
 
 def test_half_may_be_left_unasked(tmp_path):
@@ -190,10 +196,17 @@ def test_half_may_be_left_unasked(tmp_path):
 
 
 def test_context_alone_is_refused_of_questions_without_passages(tmp_path):
-    own = tmp_path / "own.jsonl"
+    questions_file = tmp_path / "own.jsonl"
     lines = [{"question": f"{i}?", "golds": [str(i)]} for i in range(20)]
-    own.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    options = ["--train", f"own={own}", "--dev", f"own={own}", "--n-train", 10]
+    questions_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = [
+        "--train",
+        f"own={questions_file}",
+        "--dev",
+        f"own={questions_file}",
+        "--n-train",
+        10,
+    ]
     options += ["--model", "embedded", "--n-evaluation", 4, "--context", "none"]
     options += ["--settings", "with-context"]
     done = beatrice("data", tmp_path / "run", *options, code=1)

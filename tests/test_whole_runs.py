@@ -121,7 +121,7 @@ def test_a_killed_anatomy_ends_with_the_same_rows_and_the_report_shows_it(copies
 
 
 @pytest.fixture(scope="module")
-def one_layer(tmp_path_factory):
+def layer_run(tmp_path_factory):
     """A run on one layer of the answers' states in 8 bits."""
     path = tmp_path_factory.mktemp("one_layer") / "run"
     words = "--hidden-layers 4 --hidden-spans answer --dtype int8 --set scalars=bf16"
@@ -130,22 +130,22 @@ def one_layer(tmp_path_factory):
     return path
 
 
-def test_one_layer_is_what_the_sweep_finds_and_everything_verifies(one_layer):
-    sweep = json.loads((one_layer / "sweep.json").read_text())
+def test_one_layer_is_what_the_sweep_finds_and_everything_verifies(layer_run):
+    sweep = json.loads((layer_run / "sweep.json").read_text())
     assert sweep["layer"] == 4
     assert [choice["layers"] for choice in sweep["settings"].values()] == [[4], [4]]
-    assert "int8" in (one_layer / "report.html").read_text()
-    call("doctor", one_layer, "--verify")
+    assert "int8" in (layer_run / "report.html").read_text()
+    call("doctor", layer_run, "--verify")
 
 
-def test_a_live_score_is_that_of_the_evaluation(one_layer):
-    directory = RunDir(one_layer)
+def test_a_live_score_is_that_of_the_evaluation(layer_run):
+    directory = RunDir(layer_run)
     _, rows = open_rows(directory, "closed_book")
     tree, _ = run_selection(directory, "closed_book")
     stored = tree["champion"]["scores"].mean(axis=0)
     questions = {e.id: e.question for e in read_examples(directory)}
     answers = {a.example_id: a for a in read_answers(directory, "closed_book")}
-    scorer = beatrice.load(one_layer)
+    scorer = beatrice.load(layer_run)
     chosen = [
         i for i in rows.where("test") if answers[rows.ids[i]].stop_id is not None
     ][:20]
@@ -158,13 +158,13 @@ def test_a_live_score_is_that_of_the_evaluation(one_layer):
     assert np.ptp(live) > 0.01
 
 
-def test_the_ledger_lays_the_run_beside_the_paper_and_says_what_differs(one_layer):
-    ledger = call("report", one_layer, "--ledger").stdout
+def test_the_ledger_lays_the_run_beside_the_paper_and_says_what_differs(layer_run):
+    ledger = call("report", layer_run, "--ledger").stdout
     assert "| Backbone | Qwen3.5-9B and Gemma 4 E4B | embedded |" in ledger
     assert "## tab:main-detection (Qwen3.5-9B)" in ledger
     assert "## tab:pgir-application (Qwen3.5-9B)" in ledger
     assert "of 1,500" not in ledger and "1,500 questions in the paper" in ledger
-    page = (one_layer / "panorama.md").read_text()
+    page = (layer_run / "panorama.md").read_text()
     assert "| Random AUPRC (error rate) |" in page
     assert "### Against the strongest rival of each column" in page
     assert page.count("After Holm's correction over 8 columns") == 2

@@ -57,7 +57,7 @@ def test_fit_on_the_signals_of_a_run_is_the_detector_of_its_verbs(run, signals, 
     verbs = uncalibrated(Detector.load(run.detector), probe.layer)
     assert verbs.detector.provenance.layer == probe.layer
     fitted = uncalibrated(probe.detector, probe.layer)
-    cases = [{"signals": one_setting} for one_setting in signals.values()]
+    cases = [{"signals": setting_signals} for setting_signals in signals.values()]
     cases.append(
         {"signals": signals["with_context"], "closed_book": signals["closed_book"]}
     )
@@ -100,7 +100,7 @@ def test_a_report_has_every_head_split_and_metric_with_its_interval(probe):
     assert (ranked["value"] <= ranked["ci_high"]).all()
 
 
-def own_signals(rng, n_answers=300):
+def planted_signals(rng, n_answers=300):
     """Three families under names of their own; one of them knows, if little."""
     lengths = rng.integers(1, 6, n_answers)
     labels = rng.random(n_answers) < 0.5
@@ -114,14 +114,14 @@ def own_signals(rng, n_answers=300):
     return beatrice.Signals.from_arrays(families, lengths=lengths), labels
 
 
-def own_config():
+def small_config():
     train = dataclasses.replace(SMALL.encoders.train, max_epochs=8)
     encoders = dataclasses.replace(SMALL.encoders, train=train).linear_first()
     return dataclasses.replace(SMALL, encoders=encoders, n_resamples=20)
 
 
 def held_out_auroc(rng, labels_of, recipe):
-    signals, truth = own_signals(rng)
+    signals, truth = planted_signals(rng)
     labels = labels_of(truth)
     splits = ["train"] * 160 + ["validation"] * 60 + ["test"] * 80
     probe = beatrice.fit(
@@ -129,7 +129,7 @@ def held_out_auroc(rng, labels_of, recipe):
         labels,
         splits=splits,
         recipe=recipe,
-        config=own_config(),
+        config=small_config(),
         progress=False,
     )
     report = probe.report.query("split == 'test' and metric == 'auroc'")
@@ -156,7 +156,7 @@ def test_own_families_under_own_names_find_what_is_planted_and_nothing_else(
 
 
 def test_a_probe_of_too_few_answers_is_saved_only_as_one_and_stays_one(rng, tmp_path):
-    signals, _ = own_signals(rng, 60)
+    signals, _ = planted_signals(rng, 60)
     labels = np.arange(60) % 20 == 0  # 3 right: 2 to train on, 1 to calibrate on
     probe = beatrice.fit(signals, labels, progress=False)
     with pytest.raises(ValueError, match="too few to trust: 2 right and .* 10 of each"):
@@ -174,7 +174,7 @@ def rng():
 
 
 def test_signals_in_memory_are_given_back_with_the_last_that_holds_them(rng):
-    signals, _ = own_signals(rng, 20)
+    signals, _ = planted_signals(rng, 20)
     url, some = signals.store.url, signals[:5]
     del signals
     assert len(some[0]["sae"]) and open_kvstore(url).list().result()
@@ -183,7 +183,7 @@ def test_signals_in_memory_are_given_back_with_the_last_that_holds_them(rng):
 
 
 def test_a_part_of_signals_is_those_answers(rng):
-    signals, _ = own_signals(rng, 20)
+    signals, _ = planted_signals(rng, 20)
     where = np.arange(20) % 3 == 1
     some = signals[where]
     assert len(some) == where.sum() and some.ids == tuple(np.array(signals.ids)[where])
@@ -234,7 +234,7 @@ def test_arrays_that_do_not_belong_together_are_refused(given, named):
     ],
 )
 def test_what_fit_cannot_use_is_one_sentence(rng, change, named):
-    signals, labels = own_signals(rng, 20)
+    signals, labels = planted_signals(rng, 20)
     given = {"signals": signals, "labels": labels, "config": "smoke", **change}
     with pytest.raises(ValueError, match=named):
         beatrice.fit(**given, progress=False)

@@ -82,11 +82,11 @@ def test_a_fit_that_was_killed_goes_on_with_the_answers_that_are_there(tmp_path)
     questions = [f"where was Skiband {word} born?" for word in "abcdefghij" * 30]
     store = tmp_path / "signals"
     whole, expected = model.answer(questions, max_new_tokens=4, read=True, store=store)
-    place = tmp_path / "signals.written"
-    lines = (place / "answers.jsonl").read_text().splitlines()
+    files = tmp_path / "signals.written"
+    lines = (files / "answers.jsonl").read_text().splitlines()
     marked = [lines[0].replace(whole[0].text, "marked", 1), *lines[1:256]]
-    (place / "answers.jsonl").write_text("\n".join(marked) + '\n{"exam')
-    second = max(place.glob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
+    (files / "answers.jsonl").write_text("\n".join(marked) + '\n{"exam')
+    second = max(files.glob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
     second.unlink()
     shutil.rmtree(store)
     again, signals = model.answer(questions, max_new_tokens=4, read=True, store=store)

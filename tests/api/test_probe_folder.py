@@ -179,12 +179,12 @@ def test_another_model_or_tokenizer_is_refused_or_said_with_every_score(folder, 
 
 
 @pytest.mark.parametrize(
-    ("place", "named"),
+    ("path", "named"),
     [("nowhere/at/all", "nowhere/at/all"), ("hf://no one/x", "no one/x"), (3, "path")],
 )
-def test_what_is_no_probe_is_refused_in_a_sentence(place, named):
+def test_what_is_no_probe_is_refused_in_a_sentence(path, named):
     with pytest.raises(ValueError, match=named):
-        beatrice.load(place)
+        beatrice.load(path)
 
 
 def test_a_probe_is_not_saved_over_something_else(probe, tmp_path):

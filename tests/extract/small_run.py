@@ -37,7 +37,7 @@ def beatrice(*arguments, code=0, **environ):
     return done
 
 
-def assert_one_sentence(done, *words):
+def assert_error_sentence(done, *words):
     """Check that a call ended with one sentence, in which these words stand."""
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("Error: ") and "Traceback" not in done.stderr

@@ -71,10 +71,10 @@ def test_a_model_that_asks_for_code_is_a_problem(tmp_path):
 
 
 def test_an_answered_run_is_measured_by_what_it_keeps(tmp_path):
-    kept = ExtractConfig(hidden_layers=(2,), hidden_spans="answer")
+    config = ExtractConfig(hidden_layers=(2,), hidden_spans="answer")
     answer = an_answer(prompt_ids=(1, 2, 3), token_ids=(4, 5))
     cut = msgspec.structs.replace(answer, setting="with_context", stop_id=None)
-    with RunDir.open(tmp_path / "run", smoke(extract=kept)) as run:
+    with RunDir.open(tmp_path / "run", smoke(extract=config)) as run:
         run.answers.mkdir()
         (run.answers / "answers.jsonl").write_text(write_lines([answer, cut]))
     text = doctor(run.path)["features"]["text"]

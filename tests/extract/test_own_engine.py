@@ -67,7 +67,7 @@ class LastWord:
                 )
 
 
-class OneHot:
+class IdReader:
     """A reader whose signals are arrays made of the ids alone."""
 
     hidden_layers, hidden_spans = (1,), "all"
@@ -106,7 +106,7 @@ def test_questions_become_rows_of_a_store_by_an_engine_that_returns_arrays():
     labels = label_by_match(answers, examples)
     closed = [answer for answer in answers if answer.setting == "closed_book"]
     url = "memory://own-engine/"
-    report = engines.extract(OneHot(), closed, url, CONFIG)
+    report = engines.extract(IdReader(), closed, url, CONFIG)
     assert report.n_missing == 0
     store = open_store(url)
     assert store.spec.fingerprint["model"] == "one hot"
@@ -123,7 +123,7 @@ def test_stages_of_a_run_take_an_engine_of_ones_own(tmp_path):
         engine = Engine(LastWord(), engines.TokenizerOnly(Words(), name="words"))
         answer_with(run, engine, Progress())
         assert run.stage_done("answer")
-        run_stage(extract_stage(lambda run, config: OneHot()), run, Progress())
+        run_stage(extract_stage(lambda run, config: IdReader()), run, Progress())
         assert run.stage_done("extract")
         answers = read_answers(run, "closed_book")
         store = open_store(run.features("closed_book"))

@@ -170,18 +170,18 @@ def test_what_has_no_score_is_left_out_and_counted_and_pairs_are_of_common_rows(
     table = measured(
         rows, ours, half, nowhere, pairs=[("champion", "part"), ("champion", "nowhere")]
     )
-    place = {"dataset": IN_DOMAIN, "split": "test"}
+    fields = {"dataset": IN_DOMAIN, "split": "test"}
 
     def mean(item, at):
         return np.mean([auroc(s[at], rows.labels[at]).value for s in item.scores])
 
-    row = find(table, detector="part", metric="auroc", seed="mean", **place)
-    place["experiment"] = "detection"
-    whole = find(table, detector="champion", metric="auroc", seed="mean", **place)
-    place["experiment"] = "paired"
+    row = find(table, detector="part", metric="auroc", seed="mean", **fields)
+    fields["experiment"] = "detection"
+    whole = find(table, detector="champion", metric="auroc", seed="mean", **fields)
+    fields["experiment"] = "paired"
     assert row.value == pytest.approx(mean(half, rest))
     assert row.n == len(rest) and row.n_failed == whole.n_failed + len(where[::3])
-    pair = find(table, against="part", metric="auroc", **place)
+    pair = find(table, against="part", metric="auroc", **fields)
     assert pair.value == pytest.approx(mean(ours, rest) - mean(half, rest))
     assert pair.n == len(rest)
     for row in select(table, metric="auroc", against="nowhere")["row"]:

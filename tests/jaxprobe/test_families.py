@@ -82,9 +82,9 @@ def test_a_span_left_out_is_a_span_that_was_never_there(plain):
 
 
 def test_what_is_left_out_has_no_influence(plain):
-    train_part, valid_part = without(plain, ANSWER)
-    trained = train([BLOCK], (train_part, valid_part))[0]
-    features = valid_part.features
+    train_data, valid_data = without(plain, ANSWER)
+    trained = train([BLOCK], (train_data, valid_data))[0]
+    features = valid_data.features
     answer = features.span_slices[ANSWER]
     moved = features._replace(
         tokens=tuple(jnp.asarray(t).at[answer].add(7.0) for t in features.tokens)

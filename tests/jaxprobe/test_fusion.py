@@ -76,8 +76,8 @@ def test_a_head_that_is_done_stands_still_while_others_go_on():
     ran = np.isfinite(info.valid_auroc).sum(axis=-1)
     np.testing.assert_array_equal(ran, n_epochs)
     best = np.nanmax(info.valid_auroc, axis=-1)
-    kept_first = info.best_auroc > best  # as it was before the first epoch
-    np.testing.assert_array_equal(best[~kept_first], info.best_auroc[~kept_first])
+    at_start = info.best_auroc > best  # as it was before the first epoch
+    np.testing.assert_array_equal(best[~at_start], info.best_auroc[~at_start])
 
 
 def test_few_answers_move_a_head_from_the_mean_logit_only_beyond_chance():

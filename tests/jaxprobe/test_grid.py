@@ -70,14 +70,12 @@ def parts():
     return planted_parts()
 
 
-def in_one_group(parts):
+def as_groups(parts):
     return [[block] for block in parts]
 
 
 def train(blocks, parts, config=TRAIN):
-    return list(
-        fit_blocks(blocks, *in_one_group(parts), encoder=ENCODER, config=config)
-    )
+    return list(fit_blocks(blocks, *as_groups(parts), encoder=ENCODER, config=config))
 
 
 def test_members_are_found_where_the_signal_is_planted_and_only_there(parts):
@@ -186,7 +184,7 @@ BLOCK = Block((0, 3, 7, 11, 14), (0, 1))  # five subsets: they come out even now
 @pytest.fixture(scope="module")
 def alone():
     (trained,) = fit_blocks(
-        [BLOCK], *in_one_group(planted_parts()), encoder=ENCODER, config=TRAIN
+        [BLOCK], *as_groups(planted_parts()), encoder=ENCODER, config=TRAIN
     )
     return trained
 
@@ -214,7 +212,7 @@ def test_one_device_trains_blocks_one_by_one():
     blocks = [Block((0,), (0,)), Block((3,), (1,))]
     trained = list(
         fit_everywhere(
-            blocks, *in_one_group(planted_parts()), encoder=ENCODER, config=TRAIN
+            blocks, *as_groups(planted_parts()), encoder=ENCODER, config=TRAIN
         )
     )
     assert [t.members for t in trained] == [block.members for block in blocks]
@@ -224,7 +222,7 @@ def train_on_mesh(out):
     """Train over the devices of a process of its own."""
     trained = fit_on_mesh(
         BLOCK,
-        *in_one_group(planted_parts()),
+        *as_groups(planted_parts()),
         encoder=ENCODER,
         config=TRAIN,
         mesh=member_mesh(),

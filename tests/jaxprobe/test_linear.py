@@ -100,8 +100,8 @@ def test_an_encoder_begins_as_logistic_regression_on_its_pooled_signals(rows):
     member = with_linear_parts(trained_on(rows, grid, "PR", still), grid)
     output = member_outputs(member, valid_tokens, encoder=ENCODER).logits[0]
 
-    def features(part):
-        x = [np.asarray(family).T for family in pooled_signals(part)[1:3]]
+    def features(split_tokens):
+        x = [np.asarray(family).T for family in pooled_signals(split_tokens)[1:3]]
         return [(item, item.shape[1] ** 0.5) for item in x]
 
     x, y = [], []

@@ -40,19 +40,19 @@ def logistic(config, seeds=(0,)):
     @jax.jit
     def start():
         params = {"w": jnp.array([-0.1, 0.2, 0.1])}
-        one = start_fit(params, config)
+        state = start_fit(params, config)
         return jax.tree.map(
-            lambda x: jnp.broadcast_to(x, (1, len(seeds), *x.shape)), one
+            lambda x: jnp.broadcast_to(x, (1, len(seeds), *x.shape)), state
         )
 
     @jax.jit
     def train(states, number, group):
-        def one(state, seed):
+        def step(state, seed):
             key = jax.random.fold_in(jax.random.key(seed), number)
             batches = epoch_batches(key, group.weights, config.batch_size)
             return take_steps(state, loss, batches, Keys(key, key), config)
 
-        return jax.vmap(jax.vmap(one), in_axes=(0, None))(states, jnp.asarray(seeds))
+        return jax.vmap(jax.vmap(step), in_axes=(0, None))(states, jnp.asarray(seeds))
 
     def logits(states, group):
         return states.params["w"] @ ROWS.T

@@ -222,9 +222,9 @@ def test_answer_means_are_those_of_a_loop_over_examples_in_any_chunks():
             np.testing.assert_allclose(result, wanted, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kept", ["all", "answer"])
-def test_examples_a_few_at_a_time_are_standardised_as_all_at_once(used, kept):
-    store = stored(kept, used=used)
+@pytest.mark.parametrize("spans", ["all", "answer"])
+def test_examples_a_few_at_a_time_are_standardised_as_all_at_once(used, spans):
+    store = stored(spans, used=used)
     features, dims = read_features(store, 1), family_dims(store)
     parts = [np.arange(5), np.arange(5, 6), np.arange(6, N)]
     widths = [mask.shape[1] for mask in features.masks]

@@ -149,9 +149,9 @@ class Reporter:
     path: Path
 
     def write(self, nodeid: str, outcome: str) -> None:
-        part = self.path.with_suffix(".part")
-        part.write_text(json.dumps({"test": nodeid, "outcome": outcome}))
-        part.rename(self.path)
+        partial = self.path.with_suffix(".part")
+        partial.write_text(json.dumps({"test": nodeid, "outcome": outcome}))
+        partial.rename(self.path)
 
     def pytest_runtest_logstart(self, nodeid):
         self.write(nodeid, "begun")

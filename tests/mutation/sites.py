@@ -128,7 +128,7 @@ def mutants_of(file: str, source: str) -> list[Mutant]:
     """Return every mutant of a file, in the order of its text."""
     content = source.encode()
     starts = _starts(content)
-    found = []
+    mutants = []
 
     def add(node, kind, after, statement, at_import):
         first = starts[node.lineno - 1] + node.col_offset
@@ -146,7 +146,7 @@ def mutants_of(file: str, source: str) -> list[Mutant]:
             last_line=max(last, statement.lineno),
             at_import=at_import,
         )
-        found.append(mutant)
+        mutants.append(mutant)
 
     def visit(node, statement, at_import):
         if isinstance(node, ast.stmt):
@@ -165,7 +165,7 @@ def mutants_of(file: str, source: str) -> list[Mutant]:
             visit(child, statement, at_import and not is_body)
 
     visit(ast.parse(source), None, True)
-    return found
+    return mutants
 
 
 def _starts(content: bytes) -> list[int]:

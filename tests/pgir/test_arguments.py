@@ -177,8 +177,8 @@ def test_tables_of_others_are_read_by_what_they_offer():
 
 def test_one_passage_is_not_read_letter_by_letter(scorer, gate):
     (draft,) = gate.draft([QUESTION])
-    kept = [gate.keep(draft, ANSWER, held) for held in (PASSAGE, [PASSAGE])]
-    assert kept[0] == kept[1]
+    choices = [gate.keep(draft, ANSWER, held) for held in (PASSAGE, [PASSAGE])]
+    assert choices[0] == choices[1]
 
 
 def test_a_model_in_memory_is_taken_and_one_of_other_weights_refused(backbone, probed):

@@ -21,8 +21,10 @@ ANSWER = "Guzolt Falls"
 
 def needs(package):
     top = package.split(".")[0]
-    found = importlib.util.find_spec(top) is not None
-    return pytest.mark.skipif(not found, reason=f"{package} is not installed here")
+    is_installed = importlib.util.find_spec(top) is not None
+    return pytest.mark.skipif(
+        not is_installed, reason=f"{package} is not installed here"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +64,8 @@ def draft(p, decision="distrust"):
 def test_of_two_answers_that_do_not_stand_the_better_is_kept(scorer):
     theirs = scorer.score(QUESTION, ANSWER, [PASSAGE]).p_correct
     gate = strict(scorer)
-    kept = gate.keep(draft(theirs - 0.01), ANSWER, [PASSAGE])
-    assert kept == Kept(
+    best = gate.keep(draft(theirs - 0.01), ANSWER, [PASSAGE])
+    assert best == Kept(
         answer=ANSWER, p_correct=theirs, is_grounded=True, decision="distrust"
     )
     assert gate.keep(draft(theirs + 0.01), ANSWER, [PASSAGE]).answer == "own"
@@ -74,18 +76,18 @@ def test_of_two_answers_that_do_not_stand_the_better_is_kept(scorer):
 def test_the_first_answer_that_stands_is_kept_though_the_other_is_better(scorer):
     theirs = scorer.score(QUESTION, ANSWER, [PASSAGE]).p_correct
     gate = Gate(scorer, theirs / 2)
-    kept = gate.keep(draft(theirs * 0.75, "trust"), ANSWER, [PASSAGE])
-    assert (kept.answer, kept.is_trusted) == ("own", True)
-    kept = gate.keep(draft(theirs * 0.25), ANSWER, [PASSAGE])
-    assert (kept.answer, kept.is_grounded, kept.is_trusted) == (ANSWER, True, True)
+    best = gate.keep(draft(theirs * 0.75, "trust"), ANSWER, [PASSAGE])
+    assert (best.answer, best.is_trusted) == ("own", True)
+    best = gate.keep(draft(theirs * 0.25), ANSWER, [PASSAGE])
+    assert (best.answer, best.is_grounded, best.is_trusted) == (ANSWER, True, True)
 
 
 def test_without_a_policy_or_a_threshold_no_gate_opens(tmp_path):
     with pytest.raises(ValueError, match="run `beatrice control`, or give a thr"):
         Gate.load(tmp_path)
     (tmp_path / "control").mkdir()
-    found = {"tau": "high", "cases": []}
-    (tmp_path / "control" / "control.json").write_text(json.dumps(found))
+    control = {"tau": "high", "cases": []}
+    (tmp_path / "control" / "control.json").write_text(json.dumps(control))
     with pytest.raises(ValueError, match="control.json"):
         Gate.load(tmp_path)
 
@@ -117,20 +119,20 @@ def never(*_):
 @needs("langgraph")
 def test_a_graph_retrieves_only_if_the_draft_does_not_stand(scorer):
     app = langgraph_app(lenient(scorer), never, never)
-    found = app.invoke({"question": QUESTION})
-    assert found["answer"] == scorer.answer(QUESTION).text
-    assert "passages" not in found
+    state = app.invoke({"question": QUESTION})
+    assert state["answer"] == scorer.answer(QUESTION).text
+    assert "passages" not in state
 
 
 @needs("langgraph")
 def test_a_graph_keeps_the_better_answer(scorer):
     gate = strict(scorer)
     app = langgraph_app(gate, lambda q: [PASSAGE], lambda q, passages: ANSWER)
-    found = app.invoke({"question": QUESTION})
-    (own,) = gate.draft([QUESTION])
-    kept = gate.keep(own, ANSWER, [PASSAGE])
-    assert (found["answer"], found["p_correct"]) == (kept.answer, kept.p_correct)
-    assert found["passages"] == [PASSAGE]
+    state = app.invoke({"question": QUESTION})
+    (drafted,) = gate.draft([QUESTION])
+    best = gate.keep(drafted, ANSWER, [PASSAGE])
+    assert (state["answer"], state["p_correct"]) == (best.answer, best.p_correct)
+    assert state["passages"] == [PASSAGE]
 
 
 @pytest.fixture
@@ -140,30 +142,30 @@ def engine():
     from llama_index.core.query_engine import CustomQueryEngine
     from llama_index.core.schema import NodeWithScore, TextNode
 
-    class OneAnswer(CustomQueryEngine):
-        n_asked: int = 0
+    class FixedAnswer(CustomQueryEngine):
+        n_queries: int = 0
 
         def custom_query(self, query_str):
-            self.n_asked += 1
+            self.n_queries += 1
             node = NodeWithScore(node=TextNode(text=PASSAGE), score=1.0)
             return Response(response=ANSWER, source_nodes=[node])
 
-    return OneAnswer()
+    return FixedAnswer()
 
 
 @needs("llama_index.core")
 def test_an_engine_is_asked_only_if_the_draft_does_not_stand(scorer, engine):
     gated = llama_index_engine(lenient(scorer), engine)
     assert str(gated.query(QUESTION)) == scorer.answer(QUESTION).text
-    assert engine.n_asked == 0
+    assert engine.n_queries == 0
 
 
 @needs("llama_index.core")
 def test_an_engine_keeps_the_better_answer_with_its_sources(scorer, engine):
     gate = strict(scorer)
-    (own,) = gate.draft([QUESTION])
-    kept = gate.keep(own, ANSWER, [PASSAGE])
-    found = llama_index_engine(gate, engine).query(QUESTION)
-    assert engine.n_asked == 1 and str(found) == kept.answer
-    assert found.metadata["p_correct"] == kept.p_correct
-    assert bool(found.source_nodes) == kept.is_grounded
+    (drafted,) = gate.draft([QUESTION])
+    best = gate.keep(drafted, ANSWER, [PASSAGE])
+    response = llama_index_engine(gate, engine).query(QUESTION)
+    assert engine.n_queries == 1 and str(response) == best.answer
+    assert response.metadata["p_correct"] == best.p_correct
+    assert bool(response.source_nodes) == best.is_grounded

@@ -114,7 +114,7 @@ def test_the_draft_is_part_of_the_next_query():
 
 
 @pytest.mark.parametrize(
-    ("query", "asked"),
+    ("query", "expected"),
     [
         ("question", ["who?", "who?"]),
         ("question_first", ["who?", "who? right"]),
@@ -123,10 +123,10 @@ def test_the_draft_is_part_of_the_next_query():
         ("both", ["who?", "who? guess"]),
     ],
 )
-def test_other_queries_take_the_draft_where_they_say(query, asked):
+def test_other_queries_take_the_draft_where_they_say(query, expected):
     config = ControllerConfig(max_budget=2, query=query, depth=12)
     queries = queries_of(config, planted(wanted=1))
-    assert queries[:2] == asked
+    assert queries[:2] == expected
 
 
 @pytest.mark.parametrize(

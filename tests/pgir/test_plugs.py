@@ -38,10 +38,10 @@ class Fixed:
     identity = "fixed"
 
     def __init__(self, give):
-        self.give, self.n_asked = give, 0
+        self.give, self.n_queries = give, 0
 
     def search(self, queries, depth):
-        self.n_asked += len(queries)
+        self.n_queries += len(queries)
         return self.give(queries, depth)
 
 
@@ -73,22 +73,22 @@ def test_the_readmes_retriever_and_judge_run_in_control(smoke_run, notes, tmp_pa
     assert {"pgir", "skr", f"judge:{judge}"} <= names and "dragin" not in names
     section = json.loads((run / "manifest.json").read_text())["sections"]["control"]
     assert section["rivals"] == ["skr", f"judge:{judge}"]
-    (kept,) = (run / "searches").iterdir()
-    assert PASSAGE in kept.read_text()
+    (searches,) = (run / "searches").iterdir()
+    assert PASSAGE in searches.read_text()
 
 
 def test_what_an_own_retriever_found_is_kept_under_its_indices(tmp_path):
-    found = [[PASSAGE, {"title": "T", "text": "b"}], [" ", PASSAGE]]
-    plug = Fixed(lambda queries, depth: found)
-    own = OwnRetriever(plug, tmp_path / "kept.jsonl")
-    assert own.search(["a", "b"], 2) == [(0, 1), (0,)]
+    passages = [[PASSAGE, {"title": "T", "text": "b"}], [" ", PASSAGE]]
+    plug = Fixed(lambda queries, depth: passages)
+    retriever = OwnRetriever(plug, tmp_path / "kept.jsonl")
+    assert retriever.search(["a", "b"], 2) == [(0, 1), (0,)]
     again = OwnRetriever(plug, tmp_path / "kept.jsonl")
     assert again.search(["b", "a"], 2) == [(0,), (0, 1)]
     assert again.passages[:2] == [
         Passage(title="", text=PASSAGE),
         Passage(title="T", text="b"),
     ]
-    assert plug.n_asked == 2
+    assert plug.n_queries == 2
 
 
 def broken(queries, depth):
@@ -173,8 +173,8 @@ def test_what_an_own_judge_said_is_kept_and_told_from_anothers(probed):
         journal.add("one", [call], [value for _, value in batch], 0.0)
     judging = Judging(answering)
     numbers = [
-        judging.add(name, lambda q, a, p, said=said: said)
-        for name, said in (("one", 0.2), ("other", np.float32(0.75)))
+        judging.add(name, lambda q, a, p, verdict=verdict: verdict)
+        for name, verdict in (("one", 0.2), ("other", np.float32(0.75)))
     ]
     calls = [Call("judge", QUESTION, (0,), n) for n in numbers]
     verdicts = [v.p_correct for b in judging.batches(calls, {0}) for _, v in b]

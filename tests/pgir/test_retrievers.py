@@ -49,7 +49,7 @@ def serving(server):
         server.server_close()
 
 
-def own_server():
+def corpus_server():
     return RetrievalServer(Bm25Retriever(CORPUS), CORPUS, port=0)
 
 
@@ -72,7 +72,7 @@ def post(url, value):
 @pytest.mark.parametrize("path", ["/retrieve", "/batch_search"])
 def test_both_protocols_find_what_the_retriever_finds(tmp_path, path):
     expected = Bm25Retriever(CORPUS).search(QUERIES, 3)
-    with serving(own_server()) as url:
+    with serving(corpus_server()) as url:
         served = client(url + path, tmp_path / "cache.jsonl")
         result = served.search(QUERIES, 3)
     assert titles(served, result) == [
@@ -82,7 +82,7 @@ def test_both_protocols_find_what_the_retriever_finds(tmp_path, path):
 
 
 def test_replies_have_the_shapes_that_the_two_protocols_say():
-    with serving(own_server()) as url:
+    with serving(corpus_server()) as url:
         two = {"queries": ["word3"], "topk": 2}
         scored = post(f"{url}/retrieve", two | {"return_scores": True})
         bare = post(f"{url}/retrieve", two)
@@ -110,7 +110,7 @@ def test_replies_have_the_shapes_that_the_two_protocols_say():
     ],
 )
 def test_a_wrong_request_gets_its_reason_and_the_server_lives_on(path, value, status):
-    with serving(own_server()) as url:
+    with serving(corpus_server()) as url:
         with pytest.raises(urllib.error.HTTPError) as refused:
             post(url + path, value)
         with refused.value as reply:
@@ -120,7 +120,7 @@ def test_a_wrong_request_gets_its_reason_and_the_server_lives_on(path, value, st
 
 def test_what_was_asked_keeps_its_index_and_is_not_asked_again(tmp_path):
     cache = tmp_path / "cache.jsonl"
-    with serving(own_server()) as url:
+    with serving(corpus_server()) as url:
         first = client(f"{url}/retrieve", cache)
         result = first.search(QUERIES, 3)
     again = client(f"{url}/retrieve", cache)  # nobody answers there any more
@@ -132,7 +132,7 @@ class Moody(ThreadingHTTPServer):
     """A server that does to some questions what its moods say."""
 
     def __init__(self, moods, n_requests=10_000):
-        self.moods, self.left, self.asked = moods, n_requests, []
+        self.moods, self.left, self.queries = moods, n_requests, []
         super().__init__(("127.0.0.1", 0), _Moods)
 
 
@@ -140,7 +140,7 @@ class _Moods(BaseHTTPRequestHandler):
     def do_POST(self):
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         server = self.server
-        server.asked.append(request["queries"])
+        server.queries.append(request["queries"])
         moods = {server.moods.get(query, "well") for query in request["queries"]}
         server.left -= 1
         if server.left < 0 or "dead" in moods:
@@ -203,10 +203,10 @@ def test_only_the_questions_a_server_fails_are_failed_and_retried(
         assert reason in failed.value.reasons[2]
         assert sorted(failed.value.rankings) == [0, 1, 3]
         server.moods.clear()  # it recovers
-        server.asked.clear()
+        server.queries.clear()
         again = client(f"{url}/retrieve", cache, timeout=5)
         assert np.shape(again.search(queries, 2)) == (4, 2)
-        assert server.asked == [["poison"]]
+        assert server.queries == [["poison"]]
 
 
 @pytest.mark.parametrize("line", ['{"query": 3}', "no line"])
@@ -236,7 +236,7 @@ def test_a_passage_without_a_word_is_never_ranked_nor_is_one_that_was_kept(tmp_p
 
 
 def test_a_server_that_is_gone_fails_the_rest_at_once(tmp_path):
-    with serving(own_server()) as url:
+    with serving(corpus_server()) as url:
         pass
     asking = client(f"{url}/retrieve", tmp_path / "cache.jsonl", n_attempts=2)
     began = time.monotonic()
@@ -272,8 +272,8 @@ def test_a_ranking_fused_with_itself_is_itself(ranking):
 
 
 @given(st.permutations(range(8)), st.permutations(range(8)))
-def test_fusion_does_not_depend_on_the_order_of_the_retrievers(one, other):
-    a, b = np.array(one), np.array(other)
+def test_fusion_does_not_depend_on_the_order_of_the_retrievers(first, second):
+    a, b = np.array(first), np.array(second)
     assert fuse([a, b]).tolist() == fuse([b, a]).tolist()
 
 

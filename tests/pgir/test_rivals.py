@@ -102,8 +102,8 @@ def test_skr_asks_the_neighbours_on_which_something_changed():
     with_passages = np.array([False] * 6 + [True] * 6 + [False] * 3)
     index = neighbours_of(questions, without, with_passages, encoder)
     assert len(index.vectors) == 12 and index.n_all == 15
-    found = index.retrieves(["who wrote that", "where is that town"], k=5)
-    assert found.tolist() == [False, True]
+    retrieves = index.retrieves(["who wrote that", "where is that town"], k=5)
+    assert retrieves.tolist() == [False, True]
     assert encoder.name == "TF-IDF"
 
 
@@ -141,8 +141,8 @@ def example(i, dataset="world", golds=("yes",)):
 
 def test_known_sets_bring_a_label_of_their_own_for_some_of_their_questions():
     given = [example(i, d) for d in ("nq", "musique", "world") for i in range(5)]
-    found = [(e.dataset, label) for e, label in biased(given, 2)]
-    assert found == [("nq", "B")] * 2 + [("musique", "C")] * 2
+    labels = [(e.dataset, label) for e, label in biased(given, 2)]
+    assert labels == [("nq", "B")] * 2 + [("musique", "C")] * 2
 
 
 def test_the_router_finds_a_planted_class_and_survives_one_class():
@@ -213,7 +213,7 @@ def test_content_words_are_those_that_are_no_stop_words():
 
 
 def dragin_serve(call):
-    found = {
+    values = {
         "answer": reply("Monte Fumaiolo" if not call.passages else "Balze"),
         "words": Words(("Monte", "Fumaiolo"), (1.0, 1.0), (0.2, 2.0)),
         "attended": Attended(
@@ -222,7 +222,7 @@ def dragin_serve(call):
         ),
         "search": tuple(range(9)),
     }
-    return found[call.kind]
+    return values[call.kind]
 
 
 def test_dragin_writes_again_only_if_a_word_triggers():
@@ -282,7 +282,7 @@ def test_probes_read_the_published_depths():
 
 
 def test_a_probe_has_the_published_parts():
-    names = [type(part).__name__ for part in make_probe(12)]
+    names = [type(layer).__name__ for layer in make_probe(12)]
     block = ["Linear", "SiLU", "LayerNorm", "Dropout"]
     assert names == ["LayerNorm", *block, *block, "Linear"]
     assert sum(p.numel() for p in make_probe(2048).parameters()) == 1_318_914
@@ -296,8 +296,8 @@ def test_a_probe_learns_a_planted_direction_and_nothing_from_permuted_labels():
 
     def accuracy(labels):
         with torch.no_grad():
-            found = fit_probe(states, labels, 3)(torch.from_numpy(new)).argmax(-1)
-        return (found.numpy().astype(bool) == (new[:, 0] > 0)).mean()
+            predicted = fit_probe(states, labels, 3)(torch.from_numpy(new)).argmax(-1)
+        return (predicted.numpy().astype(bool) == (new[:, 0] > 0)).mean()
 
     assert accuracy(labels) > 0.85
     assert 0.3 < accuracy(rng.permutation(labels)) < 0.7
@@ -305,8 +305,8 @@ def test_a_probe_learns_a_planted_direction_and_nothing_from_permuted_labels():
 
 def test_as_many_right_as_wrong_answers_are_learned_from():
     labels = np.array([True] * 3 + [False] * 9)
-    kept = balanced(labels)
-    assert len(kept) == 6 and labels[kept].sum() == 3
+    rows = balanced(labels)
+    assert len(rows) == 6 and labels[rows].sum() == 3
 
 
 def probing_serve(surest):
@@ -395,7 +395,7 @@ def answering(probed, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def asked(answering):
+def two_answers(answering):
     """Two answers in a journal, without a passage and with one."""
     journal = answering.journal
     calls = [Call("answer", QUESTION), Call("answer", QUESTION, (0,))]
@@ -406,14 +406,14 @@ def asked(answering):
 
 
 def values_of(service, calls):
-    found = dict(pair for batch in service.batches(calls, ()) for pair in batch)
-    return [found[i] for i in range(len(calls))]
+    values = dict(pair for batch in service.batches(calls, ()) for pair in batch)
+    return [values[i] for i in range(len(calls))]
 
 
 def test_an_answer_that_can_be_read_from_its_passage_is_surer_than_a_guess(
-    answering, asked
+    answering, two_answers
 ):
-    calls = [as_kind(call, "spread", 12) for call in asked[1]]
+    calls = [as_kind(call, "spread", 12) for call in two_answers[1]]
     (guess, _), (read, n_new) = values_of(Spreading(answering), calls)
     assert read < guess and n_new >= 12
     cost = Spreading(answering).cost(calls[1], (read, n_new))
@@ -427,38 +427,38 @@ def as_kind(call, kind, n=0):
 def test_last_attention_is_that_of_transformers(backbone):
     ids = backbone.tokenizer(QUESTION)["input_ids"]
     longer = [*ids, *ids]
-    found = last_attention(backbone, [ids, longer], 4096)
+    attention = last_attention(backbone, [ids, longer], 4096)
     model = backbone.model
-    own = model.config._attn_implementation
+    implementation = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
         with torch.no_grad():
-            for given_ids, weights in zip((ids, longer), found, strict=True):
+            for given_ids, weights in zip((ids, longer), attention, strict=True):
                 expected = model(torch.tensor([given_ids]), output_attentions=True)
                 want = expected.attentions[-1][0].numpy()
                 # Eager and ours add the same float32 products in another order.
                 np.testing.assert_allclose(weights, want, atol=1e-5)
     finally:
-        model.set_attn_implementation(own)
+        model.set_attn_implementation(implementation)
 
 
-def test_words_of_an_answer_have_attention_and_entropy(answering, asked):
-    journal, answers = asked
+def test_words_of_an_answer_have_attention_and_entropy(answering, two_answers):
+    journal, answers = two_answers
     wording = Wording(answering)
-    found = values_of(wording, [as_kind(c, "words") for c in answers])
-    read = found[1]
+    words = values_of(wording, [as_kind(c, "words") for c in answers])
+    read = words[1]
     assert read.words == ("Guzolt", "Falls")
     assert min(read.attention) > 0 and all(e >= 0 for e in read.entropy)
     (attended,) = values_of(wording, [as_kind(answers[1], "attended")])
     assert attended.words == (*QUESTION.split(), "Guzolt", "Falls")
-    for place, row in enumerate(attended.rows):
-        n_before = len(QUESTION.split()) + place
+    for position, row in enumerate(attended.rows):
+        n_before = len(QUESTION.split()) + position
         assert sum(row) == pytest.approx(1, abs=1e-5)
         assert not any(row[n_before:])  # of what comes before alone
 
 
-def test_probes_are_trained_on_answers_and_judge_them(answering, asked):
-    journal, answers = asked
+def test_probes_are_trained_on_answers_and_judge_them(answering, two_answers):
+    journal, answers = two_answers
     training = [labelled(answers[0], "yes"), labelled(answers[1], "Guzolt")]
     probe = Probing(answering, training * 8)
     calls = [as_kind(c, "probe", 16) for c in answers]
@@ -470,10 +470,10 @@ def test_probes_are_trained_on_answers_and_judge_them(answering, asked):
 
 
 def test_drafts_are_scored_by_the_passes_that_wrote_them_also_after_a_kill(
-    answering, asked
+    answering, two_answers
 ):
     """A process that goes on has no signals, and writes the answers again."""
-    journal, answers = asked
+    journal, answers = two_answers
     resumed = Answering(answering.probed, answering.passages, journal, state_layers(6))
     calls = [as_kind(call, "score") for call in answers]
     for service in (Scoring(answering), Scoring(resumed)):
@@ -503,8 +503,8 @@ def test_a_prompt_is_cut_to_the_window_by_whole_passages(answering, backbone):
     assert len(request.prompt.ids) + 8 <= backbone.max_length
 
 
-def test_a_reply_is_as_long_as_its_log_probabilities_say(answering, asked):
-    journal, answers = asked
+def test_a_reply_is_as_long_as_its_log_probabilities_say(answering, two_answers):
+    journal, answers = two_answers
     for call in answers:
         value = journal.value(call)
         n_written = len(value.token_ids) + (value.stop_id is not None)

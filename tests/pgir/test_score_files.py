@@ -13,10 +13,10 @@ from beatrice.pgir.given import AnswerToScore
 from beatrice.pgir.score_files import Tally, page, read_rows, score_rows
 from beatrice.pgir.scorer import Scorer
 from tests.extract.datasets.published import lm_eval, write_array, write_lines
-from tests.extract.small_run import assert_one_sentence, beatrice
+from tests.extract.small_run import assert_error_sentence, beatrice
 from tests.pgir.small import PASSAGE, QUESTION
 
-OWN = {"id": "a", "question": QUESTION, "answer": "Guzolt Falls"}
+ROW = {"id": "a", "question": QUESTION, "answer": "Guzolt Falls"}
 PROMPT = f"Context: {PASSAGE} Question: {QUESTION} Answer:"
 
 
@@ -31,18 +31,18 @@ def score_lines(scorer, path, out=None, identity="d"):
 
 def test_results_keep_the_order_of_the_file_and_bad_rows_their_place(scorer, tmp_path):
     rows = [
-        {**OWN, "context": PASSAGE, "latency": 3},
-        {**OWN, "id": 7, "answer": ""},
-        OWN,
+        {**ROW, "context": PASSAGE, "latency": 3},
+        {**ROW, "id": 7, "answer": ""},
+        ROW,
         {"id": "c", "question": QUESTION},
-        {**OWN, "context": [PASSAGE, 5]},
-        {**OWN, "answer": "a </s> b"},
+        {**ROW, "context": [PASSAGE, 5]},
+        {**ROW, "answer": "a </s> b"},
         {"prompt": PROMPT, "answer": " Guzolt Falls", "context": PASSAGE},
     ]
     path = write_lines(tmp_path / "answers.jsonl", rows)
     with path.open("a") as file:
         file.write('{"question": \n[1, 2]\n')
-        file.write(json.dumps({**OWN, "answer": " ".join(["Falls"] * 600)}) + "\n")
+        file.write(json.dumps({**ROW, "answer": " ".join(["Falls"] * 600)}) + "\n")
     results, tally = score_lines(scorer, path)
     assert [r["line"] for r in results] == list(range(1, 11))
     assert [r["id"] for r in results[:4]] == ["a", 7, "a", "c"]
@@ -94,18 +94,18 @@ def test_a_record_of_flashrag_is_read_with_what_was_retrieved(tmp_path):
             "metric_score": {"em": 1.0},
         },
     }
-    own = {"question": QUESTION, "answer": "Guzolt Falls"}
-    own["context"] = [{"title": "Skiband", "text": PASSAGE}]
-    assert given(record, tmp_path, write_array) == AnswerToScore(**own)
+    fields = {"question": QUESTION, "answer": "Guzolt Falls"}
+    fields["context"] = [{"title": "Skiband", "text": PASSAGE}]
+    assert given(record, tmp_path, write_array) == AnswerToScore(**fields)
     record["output"]["prompt"] = PROMPT
-    assert given(record, tmp_path) == AnswerToScore(**own, prompt=PROMPT)
+    assert given(record, tmp_path) == AnswerToScore(**fields, prompt=PROMPT)
     record["output"]["prompt"] = f"Question: {QUESTION} Answer:"
     (row,) = read_rows(write_lines(tmp_path / "other.jsonl", [record]))
     assert "1 of 1 retrieved passages are not in its prompt" in row.given
 
 
 def test_a_file_is_continued_where_it_stopped(scorer, tmp_path):
-    path = write_lines(tmp_path / "answers.jsonl", [OWN, {**OWN, "answer": ""}, OWN])
+    path = write_lines(tmp_path / "answers.jsonl", [ROW, {**ROW, "answer": ""}, ROW])
     results, _ = score_lines(scorer, path)
     out = tmp_path / "out.jsonl"
     out.write_text("".join(json.dumps(r) + "\n" for r in results[:2]) + '{"line": 3,')
@@ -126,10 +126,10 @@ def test_a_file_is_continued_where_it_stopped(scorer, tmp_path):
 def test_results_that_were_edited_or_are_of_something_else_are_not_continued(
     scorer, tmp_path, edit, row, identity, message
 ):
-    path = write_lines(tmp_path / "answers.jsonl", [OWN, OWN])
+    path = write_lines(tmp_path / "answers.jsonl", [ROW, ROW])
     results, _ = score_lines(scorer, path)
     out = write_lines(tmp_path / "out.jsonl", [results[0], results[1] | edit])
-    write_lines(path, [OWN, OWN | row])
+    write_lines(path, [ROW, ROW | row])
     with pytest.raises(ValueError, match=message):
         score_lines(scorer, path, JsonLines(out), identity)
 
@@ -232,7 +232,7 @@ def test_without_the_gpu_of_the_run_the_processor_reads(probed, tmp_path):
 
 
 def test_the_verb_scores_a_file_and_fails_if_a_row_is_bad(run, tmp_path):
-    rows = [OWN, {**OWN, "answer": " "}, {**OWN, "context": PASSAGE}]
+    rows = [ROW, {**ROW, "answer": " "}, {**ROW, "context": PASSAGE}]
     path = write_lines(tmp_path / "answers.jsonl", rows)
     out, html = tmp_path / "out.jsonl", tmp_path / "page.html"
     line = ("score", run, "--file", path, "--out", out, "--html", html)
@@ -243,7 +243,7 @@ def test_the_verb_scores_a_file_and_fails_if_a_row_is_bad(run, tmp_path):
     before = out.read_bytes()
     beatrice(*line, code=1)
     assert out.read_bytes() == before
-    write_lines(path, [OWN])
+    write_lines(path, [ROW])
     assert 0 <= json.loads(beatrice(*line[:4]).stdout)["p_correct"] <= 1
 
 
@@ -251,7 +251,7 @@ def test_the_verb_scores_a_file_and_fails_if_a_row_is_bad(run, tmp_path):
 def test_a_file_without_rows_is_refused_in_one_sentence(run, tmp_path, content):
     (tmp_path / "answers.jsonl").write_text(content)
     line = ("score", run, "--file", tmp_path / "answers.jsonl")
-    assert_one_sentence(beatrice(*line, code=1))
+    assert_error_sentence(beatrice(*line, code=1))
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_no_file_is_written_over_another_of_the_same_line(
     run, tmp_path, monkeypatch, words
 ):
     monkeypatch.chdir(tmp_path)
-    path = write_lines(tmp_path / "answers.jsonl", [OWN])
+    path = write_lines(tmp_path / "answers.jsonl", [ROW])
     (tmp_path / "link.jsonl").symlink_to(path)
     before = path.read_bytes()
     assert "are the same file" in beatrice("score", run, *words, code=2).stderr

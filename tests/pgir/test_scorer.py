@@ -25,7 +25,7 @@ from tests.pgir.small import PASSAGE, QUESTION
 
 ROOT = Path(__file__).parent.parent.parent
 ANSWER = "Guzolt Falls"
-OWN = f"Question: {QUESTION} Answer:"
+PROMPT = f"Question: {QUESTION} Answer:"
 WITH_CONTEXT = f"Context: {PASSAGE} Question: {QUESTION} Answer:"
 FOREIGN = f"Read this. {PASSAGE} Now: {QUESTION} where? Answer:"
 CHAT = (
@@ -116,17 +116,17 @@ def test_what_cannot_be_read_is_unknown_with_its_reason(scorer, context, reason)
 
 def test_an_answer_that_exists_is_read_as_if_the_model_had_written_it(probed):
     (request,) = probed.requests("closed_book", [QUESTION], [()])
-    (own,) = probed.answer([request])
+    (answer,) = probed.answer([request])
     given = prepared_of(
-        probed, AnswerToScore(question=QUESTION, answer=own.text)
+        probed, AnswerToScore(question=QUESTION, answer=answer.text)
     ).sequence
-    written = sequence_of(own)
+    written = sequence_of(answer)
     for name in ("ids", "targets", "spans"):
         np.testing.assert_array_equal(getattr(given, name), getattr(written, name))
 
 
 @pytest.mark.parametrize(
-    "told",
+    "fields",
     [
         {"prompt": WITH_CONTEXT, "question": QUESTION, "context": PASSAGE},
         {"prompt": WITH_CONTEXT, "question": QUESTION, "context": [PASSAGE]},
@@ -145,31 +145,31 @@ def test_an_answer_that_exists_is_read_as_if_the_model_had_written_it(probed):
         },
     ],
 )
-def test_the_runs_own_prompt_is_recognised_however_it_is_told(scorer, told):
-    assert scorer.score(answer=f" {ANSWER}", **told) == scorer.score(
+def test_the_runs_own_prompt_is_recognised_however_it_is_told(scorer, fields):
+    assert scorer.score(answer=f" {ANSWER}", **fields) == scorer.score(
         QUESTION, ANSWER, PASSAGE
     )
 
 
 def test_the_ids_that_were_read_and_written_give_the_same_score(probed, scorer):
     (request,) = probed.requests("closed_book", [QUESTION], [()])
-    (own,) = probed.answer([request])
+    (answer,) = probed.answer([request])
     score = scorer.score(
-        prompt_ids=own.prompt_ids,
-        answer_ids=[*own.token_ids, own.stop_id],
+        prompt_ids=answer.prompt_ids,
+        answer_ids=[*answer.token_ids, answer.stop_id],
         question=QUESTION,
     )
-    assert score.raw == scorer.score(QUESTION, own.text).raw
+    assert score.raw == scorer.score(QUESTION, answer.text).raw
     assert score.warnings == ()
-    assert "".join(score.tokens).replace(" ", "") == own.text.replace(" ", "")
+    assert "".join(score.tokens).replace(" ", "") == answer.text.replace(" ", "")
 
 
 def test_another_prompt_is_read_as_it_was_and_warned_of(probed, scorer):
-    told = {"prompt": FOREIGN, "answer": f" {ANSWER}"}
-    found = {"question": QUESTION, "context": PASSAGE}
-    score = scorer.score(**told, **found)
+    prompt = {"prompt": FOREIGN, "answer": f" {ANSWER}"}
+    texts = {"question": QUESTION, "context": PASSAGE}
+    score = scorer.score(**prompt, **texts)
     assert any("another prompt than the probe's own" in w for w in score.warnings)
-    sequence = prepared_of(probed, AnswerToScore(**told, **found)).sequence
+    sequence = prepared_of(probed, AnswerToScore(**prompt, **texts)).sequence
     decode = probed.backbone.tokenizer.decode
     words = [
         decode(sequence.ids[a:b]).replace(" ", "") for a, b in sequence.spans.tolist()
@@ -183,19 +183,19 @@ def test_another_prompt_is_read_as_it_was_and_warned_of(probed, scorer):
             FOREIGN.index(QUESTION) + len(QUESTION),
         ),
     }
-    assert scorer.score(**told, **ranges) == score
+    assert scorer.score(**prompt, **ranges) == score
 
 
 def test_messages_go_through_the_chat_template(chatting):
     scorer = Scorer(chatting.backbone, chatting.detector)
-    own = scorer.score(QUESTION, ANSWER)
-    told = {"messages": [{"role": "user", "content": OWN}], "answer": ANSWER}
-    score = scorer.score(**told, question=QUESTION)
+    expected = scorer.score(QUESTION, ANSWER)
+    chat = {"messages": [{"role": "user", "content": PROMPT}], "answer": ANSWER}
+    score = scorer.score(**chat, question=QUESTION)
     # The template's own words are unknown here; of its being another nothing is said.
-    assert (score.raw, len(score.warnings)) == (own.raw, 1)
+    assert (score.raw, len(score.warnings)) == (expected.raw, 1)
     spoken = {
-        **told,
-        "messages": [{"role": "system", "content": PASSAGE}, *told["messages"]],
+        **chat,
+        "messages": [{"role": "system", "content": PASSAGE}, *chat["messages"]],
     }
     with_system = prepared_of(
         chatting, AnswerToScore(**spoken, question=QUESTION, context=PASSAGE)
@@ -212,42 +212,48 @@ def test_messages_go_through_the_chat_template(chatting):
 
 
 def test_without_places_the_last_message_is_the_question(chatting):
-    told = [{"role": "system", "content": "short"}, {"role": "user", "content": OWN}]
-    prepared = prepared_of(chatting, AnswerToScore(messages=told, answer=ANSWER))
+    messages = [
+        {"role": "system", "content": "short"},
+        {"role": "user", "content": PROMPT},
+    ]
+    prepared = prepared_of(chatting, AnswerToScore(messages=messages, answer=ANSWER))
     start, stop = prepared.sequence.spans[1]
     words = chatting.backbone.tokenizer.decode(prepared.sequence.ids[start:stop])
-    assert words.replace(" ", "").startswith(OWN.replace(" ", ""))
+    assert words.replace(" ", "").startswith(PROMPT.replace(" ", ""))
 
 
 @pytest.mark.parametrize(
-    ("told", "message"),
+    ("fields", "message"),
     [
-        ({"prompt": OWN, "messages": []}, "expected one prompt, found prompt and mess"),
+        (
+            {"prompt": PROMPT, "messages": []},
+            "expected one prompt, found prompt and mess",
+        ),
         ({"messages": [{"role": "user", "content": "a"}]}, "no chat template"),
         ({"prompt_ids": [1, 10**9]}, "prompt_ids: expected token ids .* 1000000000"),
         ({"prompt_ids": [-1, 2]}, "prompt_ids: expected token ids .* found -1"),
         ({"prompt_ids": []}, "prompt_ids: expected token ids .* found none"),
-        ({"prompt": OWN, "answer_ids": [10**9]}, "answer_ids: expected token ids"),
+        ({"prompt": PROMPT, "answer_ids": [10**9]}, "answer_ids: expected token ids"),
         ({"context_range": (0, 2)}, "context_range lies in the text of a prompt"),
-        ({"prompt": OWN, "context_range": (0, 9999)}, "at most 49, the length"),
-        ({"prompt": OWN, "context": "not there"}, "passage 1 is not in the prompt"),
-        ({"prompt": OWN, "context": "e"}, "in the prompt's text twice"),
-        ({"prompt": OWN, "question": "why?"}, "the question is not in the prompt"),
+        ({"prompt": PROMPT, "context_range": (0, 9999)}, "at most 49, the length"),
+        ({"prompt": PROMPT, "context": "not there"}, "passage 1 is not in the prompt"),
+        ({"prompt": PROMPT, "context": "e"}, "in the prompt's text twice"),
+        ({"prompt": PROMPT, "question": "why?"}, "the question is not in the prompt"),
         (
-            {"prompt": OWN, "context_range": (10, 20), "question_range": (0, 5)},
+            {"prompt": PROMPT, "context_range": (10, 20), "question_range": (0, 5)},
             "before the context's end",
         ),
-        ({"prompt": OWN, "context_range": (0, 49)}, "before the last token"),
+        ({"prompt": PROMPT, "context_range": (0, 49)}, "before the last token"),
     ],
 )
 def test_a_prompt_that_is_told_wrongly_is_refused_in_one_sentence(
-    scorer, told, message
+    scorer, fields, message
 ):
-    told = {"answer": ANSWER, **told}
-    if not told.keys() & {"prompt", "messages", "prompt_ids"}:
-        told["question"] = QUESTION
+    fields = {"answer": ANSWER, **fields}
+    if not fields.keys() & {"prompt", "messages", "prompt_ids"}:
+        fields["question"] = QUESTION
     with pytest.raises(ValueError, match=message):
-        scorer.score(**told)
+        scorer.score(**fields)
 
 
 # Many at once.
@@ -401,8 +407,8 @@ def test_an_answer_is_trusted_from_the_threshold_on(probed):
 
 
 def test_a_detector_of_two_right_answers_trusts_nothing_and_says_so(probed):
-    few = Evidence(train=(2, 60), validation=(1, 30), auroc=(0.4, 0.99))
-    score = with_threshold(probed, 0.5, few)
+    evidence = Evidence(train=(2, 60), validation=(1, 30), auroc=(0.4, 0.99))
+    score = with_threshold(probed, 0.5, evidence)
     assert score.decision == "unknown" and score.p_correct == 0.5
     assert score.reason == score.warnings[0]
     assert "too few to trust: 2 right and 60 wrong training answers" in score.reason
@@ -462,6 +468,6 @@ def test_the_page_of_warnings_lists_those_that_the_code_has_and_no_other():
     text = (ROOT / "docs" / "warnings.md").read_text(encoding="utf-8")
     listed = dict(re.findall(r"^### (\w+)\n\n> (.*)$", text, re.MULTILINE))
     assert listed == WARNINGS | REASONS
-    for part in text.split("### ")[1:]:
+    for section in text.split("### ")[1:]:
         for words in ("**Meaning.**", "**Cause.**", "**What to do.**"):
-            assert words in part
+            assert words in section

@@ -72,15 +72,15 @@ def session(tmp_path, test_golds=("yes",), **config):
     )
 
 
-def entered(one):
+def entered(session):
     """Everything that is tuned, on the session's questions."""
-    traced = one.trace("trace", one.config)
-    one.run_pgir("pgir", traced, one.config)
-    one.run_pgir_query("pgir", detector_judge, show_all=True)
-    shared = one.config.search
+    traced = session.trace("trace", session.config)
+    session.run_pgir("pgir", traced, session.config)
+    session.run_pgir_query("pgir", detector_judge, show_all=True)
+    shared = session.config.search
     plans = {"none": no_rag, "once": lambda q: vanilla_rag(q, shared)}
-    one.tune("rival", ("none", "once"), lambda s, e: plans[s](e.question))
-    return one.chosen
+    session.tune("rival", ("none", "once"), lambda s, e: plans[s](e.question))
+    return session.chosen
 
 
 def test_the_planted_setting_and_the_planted_query_are_found(tmp_path):

@@ -89,10 +89,10 @@ def test_a_stream_is_the_answer_with_p_of_every_prefix_as_of_one_that_ends_there
             assert token.p_correct is token.p_if_cut is None
             continue
         for ended, value in ((stop_id, token.p_correct), (None, token.p_if_cut)):
-            part = msgspec.structs.replace(
+            prefix = msgspec.structs.replace(
                 answer, token_ids=answer.token_ids[:n], stop_id=ended
             )
-            _, again = scorer._scores(request.setting, probed.read([part]))
+            _, again = scorer._scores(request.setting, probed.read([prefix]))
             assert value == pytest.approx(again.p_correct[0], abs=1e-5)
     if tokens and tokens[-1].is_stop and answer.stop_id == stop_id and n_tokens:
         # The last prefix is the answer: it is read once, and P is the same.
@@ -105,9 +105,9 @@ def test_p_of_the_answer_so_far_is_the_score_of_the_text_that_ends_there(
     """By the verb for answers that exist, from ids and after the fact."""
     long = {"temperature": 3.0, "seed": 1, "max_new_tokens": 5, "stop": []}
     *tokens, _ = scorer.stream(QUESTION, PASSAGE, every=1, **long)
-    asked = Asked(questions=[QUESTION], contexts=[PASSAGE], **long)
-    (_,), (request,) = scorer._requests(asked)
-    (answer,), _ = scorer.probed.answer_and_read([request], scorer._sampling(asked))
+    inputs = Asked(questions=[QUESTION], contexts=[PASSAGE], **long)
+    (_,), (request,) = scorer._requests(inputs)
+    (answer,), _ = scorer.probed.answer_and_read([request], scorer._sampling(inputs))
     ids, stop_id = list(answer.token_ids), stop_ids(backbone)[0]
     values = [
         scorer.score(QUESTION, context=PASSAGE, answer_ids=[*ids[:n], stop_id])
@@ -167,12 +167,12 @@ def test_a_chat_is_answered_and_scored_as_it_is_scored_afterwards(backbone, name
     *_, score = chatting.stream(*named.values(), messages=messages)
     question, context = named.get("question"), named.get("context")
     assert score == chatting.answer(question, context, messages=messages)
-    asked = Asked(
+    inputs = Asked(
         questions=None if question is None else [question],
         contexts=None if context is None else [context],
         messages=messages,
     )
-    (_,), (request,) = chatting._requests(asked)
+    (_,), (request,) = chatting._requests(inputs)
     (answer,), _ = chatting.probed.answer_and_read([request])
     stop = () if answer.stop_id is None else (answer.stop_id,)
     again = chatting.score(

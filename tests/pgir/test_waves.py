@@ -37,16 +37,16 @@ class Served:
     """Serves two calls a batch, and writes down what it was asked."""
 
     def __init__(self, kind, dies_after=None):
-        self.kind, self.asked, self.dies_after = kind, [], dies_after
+        self.kind, self.served, self.dies_after = kind, [], dies_after
 
     def batches(self, calls, done):
         for first in range(0, len(calls), 2):
             places = range(first, min(first + 2, len(calls)))
             if all(i in done for i in places):
                 continue
-            if self.dies_after == len(self.asked):
+            if self.dies_after == len(self.served):
                 raise KeyboardInterrupt
-            self.asked.append(tuple(calls[i] for i in places))
+            self.served.append(tuple(calls[i] for i in places))
             yield [(i, give(calls[i])) for i in places]
 
     def cost(self, call, value):
@@ -59,20 +59,20 @@ def waves(path, key="corpus", **options):
     return Waves(services, CallJournal(path, key), **options)
 
 
-def run(one):
-    return one.run("trace", [drafts(question, CONFIG) for question in QUESTIONS])
+def run(runner):
+    return runner.run("trace", [drafts(question, CONFIG) for question in QUESTIONS])
 
 
-def counted(found):
-    return [(done.value, done.cost._replace(seconds=0)) for done in found]
+def counted(results):
+    return [(done.value, done.cost._replace(seconds=0)) for done in results]
 
 
 @pytest.mark.parametrize("group_size", [1, 3, 256])
 def test_waves_give_what_each_question_gets_by_itself(tmp_path, group_size):
-    found = run(waves(tmp_path / "calls.jsonl", group_size=group_size))
+    results = run(waves(tmp_path / "calls.jsonl", group_size=group_size))
     alone = [played(drafts(question, CONFIG), give) for question in QUESTIONS]
-    assert [done.value for done in found] == [value for value, _ in alone]
-    for done, (_, calls) in zip(found, alone, strict=True):
+    assert [done.value for done in results] == [value for value, _ in alone]
+    for done, (_, calls) in zip(results, alone, strict=True):
         total = Cost()
         for call in calls:
             total = total.plus(PRICES[call.kind])
@@ -81,19 +81,19 @@ def test_waves_give_what_each_question_gets_by_itself(tmp_path, group_size):
 
 
 def test_all_first_drafts_are_asked_for_together(tmp_path):
-    one = waves(tmp_path / "calls.jsonl")
-    run(one)
-    first = [call for batch in one.services["answer"].asked[:4] for call in batch]
+    runner = waves(tmp_path / "calls.jsonl")
+    run(runner)
+    first = [call for batch in runner.services["answer"].served[:4] for call in batch]
     assert [call.text for call in first] == QUESTIONS
     assert {call.passages for call in first} == {()}
 
 
 def test_a_call_is_made_once_and_paid_for_by_everyone(tmp_path):
-    one = waves(tmp_path / "calls.jsonl")
-    before = run(one)
-    n_asked = {kind: len(service.asked) for kind, service in one.services.items()}
-    after = one.run("again", [drafts(question, CONFIG) for question in QUESTIONS])
-    assert {kind: len(s.asked) for kind, s in one.services.items()} == n_asked
+    runner = waves(tmp_path / "calls.jsonl")
+    before = run(runner)
+    n_batches = {kind: len(service.served) for kind, service in runner.services.items()}
+    after = runner.run("again", [drafts(question, CONFIG) for question in QUESTIONS])
+    assert {kind: len(s.served) for kind, s in runner.services.items()} == n_batches
     assert after == before
 
 
@@ -110,8 +110,8 @@ def test_an_interrupted_wave_goes_on_with_the_same_batches(tmp_path, kind, batch
     resumed = waves(path)
     assert counted(run(resumed)) == counted(expected)
     for name, service in resumed.services.items():
-        before = broken.services[name].asked
-        assert before + service.asked == whole.services[name].asked
+        before = broken.services[name].served
+        assert before + service.served == whole.services[name].served
 
 
 def test_a_line_that_was_cut_or_changed_is_asked_again(tmp_path):
@@ -125,12 +125,12 @@ def test_a_line_that_was_cut_or_changed_is_asked_again(tmp_path):
     }
     for content in damaged.values():
         path.write_bytes(content)
-        one = waves(path)
-        assert counted(run(one)) == expected
-        assert any(service.asked for service in one.services.values())
+        runner = waves(path)
+        assert counted(run(runner)) == expected
+        assert any(service.served for service in runner.services.values())
         again = waves(path)
         assert counted(run(again)) == expected
-        assert not any(service.asked for service in again.services.values())
+        assert not any(service.served for service in again.services.values())
 
 
 def test_calls_of_another_corpus_are_not_taken(tmp_path):
@@ -138,7 +138,7 @@ def test_calls_of_another_corpus_are_not_taken(tmp_path):
     run(waves(path))
     other = waves(path, key="another corpus")
     run(other)
-    assert len(other.services["search"].asked) > 0
+    assert len(other.services["search"].served) > 0
 
 
 def test_a_failed_search_costs_its_question_alone_and_is_tried_again(tmp_path):
@@ -151,14 +151,14 @@ def test_a_failed_search_costs_its_question_alone_and_is_tried_again(tmp_path):
                 ]
 
     path = tmp_path / "calls.jsonl"
-    one = waves(path)
-    one.services["search"] = Down("search")
-    found = run(one)
-    assert [i for i, done in enumerate(found) if done is None] == [3]
-    assert set(one.failed.values()) == {"no route"}
+    runner = waves(path)
+    runner.services["search"] = Down("search")
+    results = run(runner)
+    assert [i for i, done in enumerate(results) if done is None] == [3]
+    assert set(runner.failed.values()) == {"no route"}
     mended = waves(path)
     assert None not in run(mended)
-    answered = [c for batch in mended.services["answer"].asked for c in batch]
+    answered = [c for batch in mended.services["answer"].served for c in batch]
     # With whom it shares a batch, so that it is rounded as it would have been.
     assert {call.text for call in answered} == set(QUESTIONS[2:4])
 

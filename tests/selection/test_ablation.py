@@ -83,11 +83,11 @@ def test_the_papers_way_zeroes_a_span_in_training_and_evaluates_it_whole():
         in_memory=((Bucket(np.arange(2), read(None)),),) * 2,
     )
     zeroed = rows_without(data, "closed_book", "zeroed_answer_span")
-    ((own_train,), (own_valid,)) = zeroed.in_memory
-    for trained in (own_train.tokens, zeroed.read_train(None)):
+    ((train_data,), (valid_data,)) = zeroed.in_memory
+    for trained in (train_data.tokens, zeroed.read_train(None)):
         np.testing.assert_array_equal(trained.tokens[0][:2], tokens[0][:2])
         assert not np.any(trained.tokens[0][2:]) and np.all(trained.masks[1])
-    for evaluated in (own_valid.tokens, zeroed.read(None)):
+    for evaluated in (valid_data.tokens, zeroed.read(None)):
         np.testing.assert_array_equal(evaluated.tokens[0], tokens[0])
     left_out = rows_without(data, "closed_book", "without_answer_span")
     held = [held.tokens for split in left_out.in_memory for held in split]

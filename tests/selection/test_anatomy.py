@@ -36,12 +36,12 @@ from tests.jaxprobe.samples import rows_like
 from tests.records import an_answer, an_example
 
 CONFIG = BootstrapConfig(n_resamples=400, seed=0)
-PLACE = {"setting": "closed_book", "dataset": "one", "split": "test"}
+SET_FIELDS = {"setting": "closed_book", "dataset": "one", "split": "test"}
 
 
 def values(ratios, n, ids=None):
     ids = np.arange(n) if ids is None else ids
-    result = ratio_rows("anatomy_flips", ratios, ids, PLACE, CONFIG)
+    result = ratio_rows("anatomy_flips", ratios, ids, SET_FIELDS, CONFIG)
     return {(row.metric, row.kind) if row.kind else row.metric: row for row in result}
 
 
@@ -85,7 +85,7 @@ def test_the_boundarys_cells_hold_every_answer_however_far_it_lies(reach, width)
             rows=SimpleNamespace(where=lambda split: np.arange(50)),
             judged=np.arange(50),
             queried=("P",),
-            set_fields=lambda *_: PLACE,
+            set_fields=lambda *_: SET_FIELDS,
             intact=lambda name: rest + added,
             without=lambda name, letter: rest,
         )
@@ -118,12 +118,12 @@ def test_a_family_of_noise_flips_as_often_rightly_as_wrongly():
 def test_an_interval_is_that_of_resampling_questions_by_hand():
     rng = np.random.default_rng(1)
     ids = np.repeat(np.arange(60), 2)  # two wordings of each
-    part = rng.random((3, 120)) < 0.3
-    whole = np.ones_like(part)
-    row = values([Ratio("x", "share", part, whole)], 120, ids)["share"]
-    assert row.value == pytest.approx(part.mean())
+    hits = rng.random((3, 120)) < 0.3
+    whole = np.ones_like(hits)
+    row = values([Ratio("x", "share", hits, whole)], 120, ids)["share"]
+    assert row.value == pytest.approx(hits.mean())
     draws = []
-    by_question = part.sum(axis=0).reshape(60, 2).sum(axis=1)
+    by_question = hits.sum(axis=0).reshape(60, 2).sum(axis=1)
     generator = np.random.default_rng(0)
     for _ in range(CONFIG.n_resamples):
         draws.append(by_question[generator.integers(60, size=60)].sum() / (60 * 2 * 3))
@@ -218,7 +218,7 @@ def test_shares_of_spans_and_positions_sum_to_one_and_find_the_token_that_moves(
     families[:, 0, 0] = 0.5
     moved = TokenAttribution(families, answer, lengths, 0.0)
     ratios = position_ratios("HPRA", moved, ("question", "answer"))
-    results = results_of(ratio_rows("x", ratios, np.arange(n), PLACE, CONFIG))
+    results = results_of(ratio_rows("x", ratios, np.arange(n), SET_FIELDS, CONFIG))
 
     def value(metric, **columns):
         at = {"span": None, "family": None, "position": None, "kind": None}
@@ -247,7 +247,7 @@ def test_regression_finds_what_is_planted_and_nothing_in_permuted_rows():
     rng = np.random.default_rng(0)
     labels = rng.random(600) < 0.5
     wide = rng.normal(size=(600, 200))
-    told = rng.normal(size=(600, 2)) + 3.0 * labels[:, None]
+    informative = rng.normal(size=(600, 2)) + 3.0 * labels[:, None]
     train, valid, rest = np.arange(300), np.arange(300, 400), np.arange(400, 600)
 
     def auroc_of(blocks):
@@ -255,10 +255,10 @@ def test_regression_finds_what_is_planted_and_nothing_in_permuted_rows():
         right, wrong = scores[labels[rest]], scores[~labels[rest]]
         return (right[:, None] > wrong[None]).mean()
 
-    assert auroc_of([wide, told]) > 0.97  # two features beside two hundred
-    assert abs(auroc_of([wide, rng.permutation(told)]) - 0.5) < 0.12
-    one_class = linear_scores([told], labels, np.flatnonzero(labels)[:50], valid)
-    assert np.isnan(one_class).all()
+    assert auroc_of([wide, informative]) > 0.97  # two features beside two hundred
+    assert abs(auroc_of([wide, rng.permutation(informative)]) - 0.5) < 0.12
+    undefined = linear_scores([informative], labels, np.flatnonzero(labels)[:50], valid)
+    assert np.isnan(undefined).all()
 
 
 def test_a_fifth_of_the_labels_validates_and_the_rest_trains():

@@ -66,7 +66,7 @@ def logits(params, mask, features):
     return np.asarray(apply_member(params, mask, features, encoder=ENCODER)[0])
 
 
-def with_linear_part(params, n_spans, is_silent):
+def with_regression(params, n_spans, is_silent):
     """Weights with a regression beside the network, which may have no say."""
     rng = np.random.default_rng(4)
     linear = {
@@ -82,7 +82,7 @@ def with_linear_part(params, n_spans, is_silent):
 def test_a_silent_network_is_not_run_and_the_logits_are_the_same():
     mask, params = weights("HPRA", 3)
     features = signals(3)
-    every = [with_linear_part(params, 3, is_silent) for is_silent in (True, False)]
+    every = [with_regression(params, 3, is_silent) for is_silent in (True, False)]
     result = member_logits([(p, mask) for p in every], features, encoder=ENCODER)
     expected = np.stack([logits(p, mask, features) for p in every])
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)

@@ -12,7 +12,7 @@ from tests.benchmarks.rows import rows_of
 from tests.jaxprobe.samples import store_like
 from tests.records import a_sample, an_answer, an_example
 
-N, D, N_LAYERS, N_HEADS, N_SAMPLES, N_PROMPT, N_TOLD = 150, 6, 5, 3, 4, 3, 3
+N, D, N_LAYERS, N_HEADS, N_SAMPLES, N_PROMPT, N_ANSWER = 150, 6, 5, 3, 4, 3, 3
 SETTING, LAYER = "with_context", 2  # of which hidden states tell, 0 the embedding
 _NUMBERS = itertools.count()
 # Readings that are higher for right answers; all others are lower.
@@ -83,7 +83,7 @@ def memory_store(values, lengths, spans, *, layers=(), setting=SETTING, **fields
 
 def store_of(labels, rng):
     """Hidden states of which layer 2 tells, and surprisals that do."""
-    length = N_PROMPT + N_TOLD
+    length = N_PROMPT + N_ANSWER
     shape = (len(labels), length)
     hidden = rng.standard_normal((*shape, N_LAYERS, D)).astype(np.float32)
     hidden[:, :, LAYER, 0] += 3 * labels[:, None]
@@ -137,7 +137,7 @@ def inputs(seed=0, strength=3.0):
             setting=SETTING,
             text=f"told {i}",
             prompt_ids=(1,) * N_PROMPT,
-            token_ids=(2,) * N_TOLD,
+            token_ids=(2,) * N_ANSWER,
         )
         for i in range(N)
     ]

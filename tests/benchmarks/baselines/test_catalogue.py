@@ -181,7 +181,7 @@ def signals():
     return DetectorInput(store=None, rows=rows, layer=0, readings=readings)
 
 
-def own(score, **fields):
+def baseline_of(score, **fields):
     usual = dict(name="own", title="Own", source="here", reads=("signal",))
     return Baseline(
         **usual | fields, score=lambda e: DetectorOutput(np.asarray(score(e)))
@@ -193,7 +193,7 @@ def signal(given):
 
 
 def test_a_sound_detector_has_no_fault():
-    assert violations(own(lambda e: signal(e)[None]), signals()) == []
+    assert violations(baseline_of(lambda e: signal(e)[None]), signals()) == []
 
 
 def learned(given, where):
@@ -228,13 +228,13 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_is_said(name):
     score, words = WRONG[name]
-    faults = violations(own(score), signals())
+    faults = violations(baseline_of(score), signals())
     assert any(words in fault for fault in faults), faults
 
 
 def test_a_score_of_chance_is_not_blamed_for_its_sign():
     noise = np.random.default_rng(3).normal(size=(1, N))
-    detector = dataclasses.replace(own(lambda e: noise), reads=())
+    detector = dataclasses.replace(baseline_of(lambda e: noise), reads=())
     assert violations(detector, signals()) == []
 
 

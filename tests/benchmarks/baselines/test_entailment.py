@@ -146,9 +146,9 @@ def test_a_pair_longer_than_the_model_is_cut(saved):
     ],
 )
 def test_other_labels_are_refused_in_one_sentence(tmp_path, labels):
-    with pytest.raises(ValueError, match="expected entailment, neutral, contr") as told:
+    with pytest.raises(ValueError, match="expected entailment, neutral, contr") as info:
         columns_of(dict(enumerate(labels)), tmp_path)
-    assert "\n" not in str(told.value) and labels[0] in str(told.value)
+    assert "\n" not in str(info.value) and labels[0] in str(info.value)
 
 
 def test_labels_are_read_in_any_case_and_order(tmp_path):

@@ -163,14 +163,14 @@ def test_with_as_many_meanings_as_the_prior_knows_there_are_no_others():
 def test_only_the_training_rows_change_the_prior():
     detector = catalogue()["semantic_entropy_bayesian:words"]
 
-    def score_of_one_draw(*last, split):
+    def score_of_draw(*last, split):
         drawn, splits = [["a", "a"], ["a"], list(last)], ["train", "test", split]
         return scores(detector, drawn_inputs(drawn, splits=splits))[1]
 
     # One draw alone says little where some questions have two meanings.
-    assert score_of_one_draw("a", "a", split="test") == 0
-    assert score_of_one_draw("a", "b", split="test") == 0
-    assert score_of_one_draw("a", "b", split="train") < -0.05
+    assert score_of_draw("a", "a", split="test") == 0
+    assert score_of_draw("a", "b", split="test") == 0
+    assert score_of_draw("a", "b", split="train") < -0.05
 
 
 def test_without_drawn_training_answers_the_prior_is_that_of_validation():
@@ -217,8 +217,8 @@ def test_every_seed_is_an_estimate_of_its_own():
     result = catalogue()["semantic_entropy_bayesian:words"].score(given).scores
     assert result.shape == (5, 2)
     assert len(set(result[:, 1])) == 5 and np.ptp(result[:, 1]) < 0.1
-    few = dataclasses.replace(BayesConfig(), n_seeds=1)
-    draws = bayesian_entropies(np.array([1]), np.zeros(1), {2: 1.0}, few)
+    config = dataclasses.replace(BayesConfig(), n_seeds=1)
+    draws = bayesian_entropies(np.array([1]), np.zeros(1), {2: 1.0}, config)
     assert draws.shape == (1,)
 
 

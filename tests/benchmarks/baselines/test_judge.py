@@ -55,7 +55,7 @@ BLOCKS = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", README.read_text()
 COMMANDS = re.findall(
     r"^beatrice baselines RUN (--\w+ hedges\S+)", README.read_text(), re.M
 )
-FEW = BootstrapConfig(n_resamples=50)
+INTERVALS = BootstrapConfig(n_resamples=50)
 
 
 @pytest.fixture
@@ -74,10 +74,10 @@ def test_the_readmes_detector_runs_into_the_same_tables(here, smoke_run):
     before = read_result_rows(RunDir(run))
     beatrice("baselines", run, *only)
     rows = read_result_rows(RunDir(run))
-    own = [row for row in rows if "hedging" in (row.detector, row.against)]
-    assert {row.experiment for row in own} == {"detection", "paired"}
-    assert {row.setting for row in own} == {"closed_book", "with_context"}
-    assert [row for row in rows if row not in own] == before
+    new_rows = [row for row in rows if "hedging" in (row.detector, row.against)]
+    assert {row.experiment for row in new_rows} == {"detection", "paired"}
+    assert {row.setting for row in new_rows} == {"closed_book", "with_context"}
+    assert [row for row in rows if row not in new_rows] == before
     judged = read_costs(run / "baselines" / "detectors.json")
     assert [x.title for x in judged].count("Hedging") == 2
     # Asked for another, the run still knows it.
@@ -135,7 +135,7 @@ def test_detectors_are_judged_without_a_run():
         given.rows.labels,
         [ORACLE, catalogue()["linear_probe"]],
         splits=given.rows.splits,
-        intervals=FEW,
+        intervals=INTERVALS,
         on_score=names.append,
     )
     assert names == ["oracle", "linear_probe"]
@@ -149,7 +149,7 @@ def test_detectors_are_judged_without_a_run():
 def test_what_refuses_has_rows_with_its_reason():
     given = planted.inputs()
     mute = Baseline(name="mute", title="Mute", source="here", score=refuse)
-    table = judge(given.store, given.rows, [mute], intervals=FEW)
+    table = judge(given.store, given.rows, [mute], intervals=INTERVALS)
     assert table.value.isna().all() and set(table.reason) == {"it has no idea"}
 
 
@@ -168,12 +168,12 @@ def test_an_unlabelled_answer_is_counted_as_failed():
     test = np.flatnonzero(given.rows.splits == "test")
     labels[test[0]] = None
     splits = given.rows.splits
-    table = judge(given.store, labels, [ORACLE], splits=splits, intervals=FEW)
-    own = table[(table.metric == "auroc") & (table.split == "test")]
-    assert set(own.n) == {len(test) - 1} and set(own.n_failed) == {1}
+    table = judge(given.store, labels, [ORACLE], splits=splits, intervals=INTERVALS)
+    aurocs = table[(table.metric == "auroc") & (table.split == "test")]
+    assert set(aurocs.n) == {len(test) - 1} and set(aurocs.n_failed) == {1}
 
 
-def one(score, **fields):
+def baseline_of(score, **fields):
     named = {"name": "own", "title": "Own", "source": "here"}
     return Baseline(**named | fields, score=score)
 
@@ -185,7 +185,7 @@ def test_a_detector_that_cannot_learn_has_its_reason_in_its_rows():
         raise ValueError("one class alone teaches nothing")
 
     read = CachedReadings({}, {"x": 3.0}, {"x": 2**60})
-    scores = score(one(refuse, reads=("x",)), given, read)
+    scores = score(baseline_of(refuse, reads=("x",)), given, read)
     assert np.isnan(scores.output.scores).all() and scores.seconds >= 3
     assert scores.peak_bytes == 2**60
     other = Scored(name="other", scores=np.arange(6.0)[None])
@@ -195,21 +195,23 @@ def test_a_detector_that_cannot_learn_has_its_reason_in_its_rows():
         BootstrapConfig(n_resamples=20),
         pairs={"paired": [("other", "own")]},
     )
-    own = [r for r in rows if "own" in (r.detector, r.against)]
-    assert {r.experiment for r in own} == {"detection", "paired"}
-    assert all(r.value is None and r.n_failed == 5 for r in own)
-    assert {r.reason for r in own} == {"one class alone teaches nothing"}
-    assert all(r.value is not None for r in rows if r not in own and r.seed == "mean")
+    detector_rows = [r for r in rows if "own" in (r.detector, r.against)]
+    assert {r.experiment for r in detector_rows} == {"detection", "paired"}
+    assert all(r.value is None and r.n_failed == 5 for r in detector_rows)
+    assert {r.reason for r in detector_rows} == {"one class alone teaches nothing"}
+    assert all(
+        r.value is not None for r in rows if r not in detector_rows and r.seed == "mean"
+    )
 
 
 def test_a_question_costs_what_its_draws_took_and_nobody_guesses():
     given = drawn_inputs([["a", "b"], ["a", "c"]])
     scores = JudgedOutput(DetectorOutput(np.zeros((1, 2))), seconds=3.0, peak_bytes=1)
-    drawn = one(None, needs=frozenset({"samples"}))
-    assert cost_of(one(None), given, scores, None).seconds == 1.5
+    drawn = baseline_of(None, needs=frozenset({"samples"}))
+    assert cost_of(baseline_of(None), given, scores, None).seconds == 1.5
     assert cost_of(drawn, given, scores, None).seconds is None  # was not timed
     assert cost_of(drawn, given, scores, 0.25).seconds == 1.5 + 2 * 0.25
-    assert cost_of(one(None), given, scores, 0.25).seconds == 1.5
+    assert cost_of(baseline_of(None), given, scores, 0.25).seconds == 1.5
 
 
 SHAS = {"run": "1", "samples": "2", "answers": "4", "entailment": "3"}
@@ -232,7 +234,7 @@ def cache_of(folder, **changes):
 @pytest.mark.parametrize("needs", [(), ("samples", "entailment")])
 def test_scores_are_cached_until_what_they_depend_on_changes(tmp_path, needs):
     result = DetectorOutput(np.array([[0.1, np.nan, 0.3]]), (CHOSEN,))
-    detector = one(None, name="p_true", needs=frozenset(needs))
+    detector = baseline_of(None, name="p_true", needs=frozenset(needs))
     cache_of(tmp_path).save(detector, JudgedOutput(result, 1.5, 7, "why"))
     held = cache_of(tmp_path).load(detector)
     np.testing.assert_array_equal(held.output.scores, result.scores)
@@ -373,8 +375,8 @@ def test_every_rival_without_samples_has_its_rows_and_its_costs(run):
     assert costs["p_true", "closed_book"]["n_forwards"] == 1
     assert costs["saplma_last", "closed_book"]["n_forwards"] == 0
     rows = list(read_rows(rows_file(run, "baselines")))
-    own = [r for r in rows if r.experiment == "detection"]
-    assert {(r.detector, r.setting) for r in own} == possible
+    detections = [r for r in rows if r.experiment == "detection"]
+    assert {(r.detector, r.setting) for r in detections} == possible
     paired = [r for r in rows if r.experiment == "paired"]
     assert {(r.against, r.setting) for r in paired} == possible
     assert {r.detector for r in paired} == {"champion"}
@@ -432,26 +434,26 @@ def no_model():
 def keep(cache, values, rows=None, seconds=2.0, peak_bytes=0):
     """Leave parts on disk as an earlier start would."""
     places = np.arange(len(values)) if rows is None else rows
-    for part in parts_of(int(places.max()) + 1):
-        own = (places >= part.start) & (places < part.stop)
+    for chunk in parts_of(int(places.max()) + 1):
+        in_chunk = (places >= chunk.start) & (places < chunk.stop)
         cost = {"seconds": np.float64(seconds)}
-        cost |= {"peak_bytes": np.int64(peak_bytes + part.start)}
-        arrays = {"values": values[own], "rows": places[own], **cost}
-        cache.save(f"{part.start:07d}", arrays)
+        cost |= {"peak_bytes": np.int64(peak_bytes + chunk.start)}
+        arrays = {"values": values[in_chunk], "rows": places[in_chunk], **cost}
+        cache.save(f"{chunk.start:07d}", arrays)
 
 
 def unread(wanted, caches, n_rows):
     """Return by name the rows that would be read now."""
     rows = {name: [] for name in wanted}
-    for part in parts_of(n_rows):
-        for name, missing in load_part(wanted, caches, part)[1].items():
+    for chunk in parts_of(n_rows):
+        for name, missing in load_part(wanted, caches, chunk)[1].items():
             rows[name] += missing
     return rows
 
 
 def test_parts_hold_every_row_once():
-    assert [i for part in parts_of(600) for i in range(600)[part]] == list(range(600))
-    assert [part.stop - part.start for part in parts_of(600)] == [256, 256, 88]
+    assert [i for chunk in parts_of(600) for i in range(600)[chunk]] == list(range(600))
+    assert [chunk.stop - chunk.start for chunk in parts_of(600)] == [256, 256, 88]
 
 
 def test_what_an_earlier_start_read_is_not_read_again(tmp_path):
@@ -488,8 +490,8 @@ def test_training_answers_are_read_for_those_that_learn_from_them_alone(tmp_path
     values = np.arange(12, dtype=np.float32)[:, None]
     caches = {"llmcheck_hidden_all": Cache(tmp_path, "key")}
     keep(caches["llmcheck_hidden_all"], values[evaluated], evaluated)
-    few = {"llmcheck_hidden_all": evaluated}
-    read = cached_readings(AnswerReader(given, no_model), few, 12, caches)
+    wanted_rows = {"llmcheck_hidden_all": evaluated}
+    read = cached_readings(AnswerReader(given, no_model), wanted_rows, 12, caches)
     laid_out = np.where(np.arange(12)[:, None] % 3 == 0, np.nan, values)
     np.testing.assert_array_equal(read.values["llmcheck_hidden_all"], laid_out)
     assert read.seconds["llmcheck_hidden_all"] == 3.0  # of 8 rows 2, of 12 rows 3

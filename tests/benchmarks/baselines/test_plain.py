@@ -50,16 +50,16 @@ def test_validation_chooses_the_penalty():
     train, valid = planted_texts(200, seed=0), planted_texts(200, seed=1)
     noisy, chosen = np.random.default_rng(0).random(200) < 0.35, set()
     for labels in (train[1], train[1] ^ noisy):
-        found = plain.fit_tfidf(train[0], labels, *valid)
+        model = plain.fit_tfidf(train[0], labels, *valid)
         aurocs = {}
         for penalty in INVERSE_PENALTIES:
-            matrix = found.vectorizer.transform(train[0])
+            matrix = model.vectorizer.transform(train[0])
             again = LogisticRegression(C=penalty, max_iter=2000).fit(matrix, labels)
-            scores = again.predict_proba(found.vectorizer.transform(valid[0]))[:, 1]
+            scores = again.predict_proba(model.vectorizer.transform(valid[0]))[:, 1]
             aurocs[penalty] = roc_auc_score(valid[1], scores)
-        assert found.valid_auroc == pytest.approx(max(aurocs.values()))
-        assert found.regression.C == max(aurocs, key=aurocs.get)
-        chosen.add(found.regression.C)
+        assert model.valid_auroc == pytest.approx(max(aurocs.values()))
+        assert model.regression.C == max(aurocs, key=aurocs.get)
+        chosen.add(model.regression.C)
     assert len(chosen) == 2  # clean labels and noisy ones want another penalty
 
 
@@ -217,33 +217,33 @@ def stored(labels, hidden_spans="all"):
 
 def test_a_probe_reads_mean_least_and_largest_of_the_answer_and_means_elsewhere():
     store, every, spans, starts = stored(np.arange(40) % 2 == 0)
-    found = pooled_signals(store, "with_context", "hidden", 3).reshape(40, 5, D)
+    pooled = pooled_signals(store, "with_context", "hidden", 3).reshape(40, 5, D)
     for i, start in enumerate(starts):
         context, question, answer = (
             every["hidden"][start + a : start + b, 1] for a, b in spans[i]
         )
-        np.testing.assert_allclose(found[i, 3], context.mean(axis=0), rtol=1e-5)
-        np.testing.assert_allclose(found[i, 4], question.mean(axis=0), rtol=1e-5)
+        np.testing.assert_allclose(pooled[i, 3], context.mean(axis=0), rtol=1e-5)
+        np.testing.assert_allclose(pooled[i, 4], question.mean(axis=0), rtol=1e-5)
         wanted = [
             getattr(answer, x)(axis=0) for x in ("mean", "min", "max") if len(answer)
         ]
-        np.testing.assert_allclose(found[i, :3], wanted or np.zeros((3, D)), rtol=1e-5)
+        np.testing.assert_allclose(pooled[i, :3], wanted or np.zeros((3, D)), rtol=1e-5)
 
 
 def test_a_probe_reads_the_same_of_a_store_that_keeps_the_answers_alone():
     labels = np.arange(40) % 2 == 0
     whole = pooled_signals(stored(labels)[0], "closed_book", "hidden", 3)
-    kept = pooled_signals(stored(labels, "answer")[0], "closed_book", "hidden", 3)
-    np.testing.assert_array_equal(kept, whole[:, : 3 * D])
+    answers = pooled_signals(stored(labels, "answer")[0], "closed_book", "hidden", 3)
+    np.testing.assert_array_equal(answers, whole[:, : 3 * D])
 
 
 def test_a_probe_reads_the_same_in_however_many_parts():
     store, *_ = stored(np.arange(40) % 2 == 0)
-    few, many = (
+    whole, chunked = (
         pooled_signals(store, "with_context", "attn", None, most_bytes=n)
         for n in (1 << 30, 100)
     )
-    np.testing.assert_array_equal(few, many)
+    np.testing.assert_array_equal(whole, chunked)
 
 
 def test_a_linear_probe_finds_what_was_planted_in_its_family_and_layer_alone():
@@ -309,11 +309,12 @@ def test_permuted_labels_cover_one_half_at_equal_length():
     rows, n_tokens, detectors = matched()
     permuted = permute_by_question(rows, seed=5)
     detectors = [
-        Scored(name=one.name, scores=one.scores, labels=permuted) for one in detectors
+        Scored(name=detector.name, scores=detector.scores, labels=permuted)
+        for detector in detectors
     ]
-    made = equal_length(detectors, rows, n_tokens)
+    result_rows = equal_length(detectors, rows, n_tokens)
     where = {"split": "test", "dataset": "world", "metric": "auroc", "seed": "mean"}
-    row = find(results_of(made), detector="champion", against=None, **where)
+    row = find(results_of(result_rows), detector="champion", against=None, **where)
     assert row.ci_low < 0.5 < row.ci_high
 
 
@@ -342,10 +343,10 @@ def annotated(rows, disputed):
     ]
     noise = []
     for label in (True, False):
-        own = [i for i in test if rows.labels[i] == label]
-        n_disputed = sum(i in disputed for i in own)
-        noise.append(dict(setting="closed_book", label=label, n_all=3 * len(own)))
-        noise[-1] |= dict(n=len(own), n_disputed=n_disputed, ci_low=0.0, ci_high=1.0)
+        ids = [i for i in test if rows.labels[i] == label]
+        n_disputed = sum(i in disputed for i in ids)
+        noise.append(dict(setting="closed_book", label=label, n_all=3 * len(ids)))
+        noise[-1] |= dict(n=len(ids), n_disputed=n_disputed, ci_low=0.0, ci_high=1.0)
     return {"noise": noise, "verdicts": verdicts}
 
 
@@ -359,8 +360,8 @@ def test_mislabelled_answers_cost_auroc_that_a_person_gives_back():
     scores = (2.5 * truth + rng.standard_normal(900))[None]
     verdicts = annotated(rows, set(slips.tolist()))
     scored = [Scored(name="champion", scores=scores)]
-    made = annotated_rows(verdicts, scored, rows, BOOTSTRAP)
-    by = {x.kind: x for x in made if x.experiment == "annotated"}
+    result_rows = annotated_rows(verdicts, scored, rows, BOOTSTRAP)
+    by = {x.kind: x for x in result_rows if x.experiment == "annotated"}
     test = rows.where("test")
     expected = roc_auc_score(labels[test], scores[0, test])
     assert by["labels"].value == pytest.approx(expected, abs=1e-5)
@@ -368,5 +369,5 @@ def test_mislabelled_answers_cost_auroc_that_a_person_gives_back():
     assert by["a person"].value == pytest.approx(expected, abs=0.02)  # weighted
     assert by["labels"].value < by["undisputed labels"].ci_low
     assert by["undisputed labels"].n == 300 - len(set(slips) & set(test))
-    shares = [x for x in made if x.experiment == "label_noise"]
+    shares = [x for x in result_rows if x.experiment == "label_noise"]
     assert [row.kind for row in shares] == ["right", "wrong"]

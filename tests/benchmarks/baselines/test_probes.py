@@ -210,9 +210,9 @@ def test_llms_know_is_the_default_regression_on_the_block_of_validation():
     assert chosen(result) == {"layer": 3} and measured(result, rows) > 0.9
     train = np.delete(rows.where("train"), 5)
     official = LogisticRegression().fit(outputs[train, 2], labels[train])
-    has_one = np.arange(600) != 5
-    p_correct = official.predict_proba(outputs[has_one, 2].astype(float))[:, 1]
-    np.testing.assert_allclose(result.scores[0, has_one], logit(p_correct), rtol=1e-3)
+    is_scored = np.arange(600) != 5
+    p_correct = official.predict_proba(outputs[is_scored, 2].astype(float))[:, 1]
+    np.testing.assert_allclose(result.scores[0, is_scored], logit(p_correct), rtol=1e-3)
     assert np.isnan(result.scores[0, 5])
 
 

@@ -215,12 +215,12 @@ def test_states_of_half_precision_do_not_overflow():
 
 
 @pytest.mark.parametrize(
-    ("readings", "found"),
+    ("readings", "problem"),
     [({}, "missing"), ({SAMPLE_STATES: np.zeros((3, 2, 4))}, r"of shape \[3, 2, 4\]")],
 )
-def test_states_of_other_rows_or_none_are_refused(readings, found):
+def test_states_of_other_rows_or_none_are_refused(readings, problem):
     given = drawn_inputs([["a"], ["b"]], readings=readings)
-    with pytest.raises(ValueError, match=f"'sample_states' is {found}, expected 3"):
+    with pytest.raises(ValueError, match=f"'sample_states' is {problem}, expected 3"):
         OFFICIAL.score(given)
 
 

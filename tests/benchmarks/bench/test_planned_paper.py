@@ -82,7 +82,7 @@ def test_products_of_the_module_are_those_that_our_count_knows():
     sizes = dataclasses.replace(sizes, encoder=encoder)
     plan = Plan(n_subsets=15, n_seeds=1, n_rows=64)
     products = cuda_module(sizes, plan).products
-    found = sum(n * product.n_flops for product, n in products.items())
+    n_flops = sum(n * product.n_flops for product, n in products.items())
     work = Workload(
         encoder=encoder,
         dims=sizes.dims,
@@ -92,7 +92,7 @@ def test_products_of_the_module_are_those_that_our_count_knows():
     )
     # Side by side every member multiplies every family. Statistics of the groups are
     # small products that the count leaves out.
-    assert found == pytest.approx(15 * step_flops(work, (14, 0)), rel=0.02)
+    assert n_flops == pytest.approx(15 * step_flops(work, (14, 0)), rel=0.02)
 
 
 def test_functions_that_are_called_twice_count_twice():
@@ -100,11 +100,11 @@ def test_functions_that_are_called_twice_count_twice():
     product = jax.jit(lambda x, y: jnp.transpose(jnp.transpose(x) + 1) @ y)
     shapes = (jnp.zeros((2, 3)), jnp.zeros((3, 4)))
     lowered = jax.jit(lambda x, y: product(x, y) + product(2 * x, y)).lower(*shapes)
-    found = read_module(lowered.compiler_ir("stablehlo"))
+    module = read_module(lowered.compiler_ir("stablehlo"))
     left, right, result = (Tensor(s, "f32") for s in ((2, 3), (3, 4), (2, 4)))
-    assert found.products == {Product(left, right, result, 3): 2}
-    assert next(iter(found.products)).n_flops == 2 * 2 * 4 * 3
-    assert found.transposes == {Tensor((3, 2), "f32"): 2}
+    assert module.products == {Product(left, right, result, 3): 2}
+    assert next(iter(module.products)).n_flops == 2 * 2 * 4 * 3
+    assert module.transposes == {Tensor((3, 2), "f32"): 2}
 
 
 @pytest.mark.parametrize(
@@ -113,11 +113,11 @@ def test_functions_that_are_called_twice_count_twice():
 def test_time_by_roofline_is_that_of_the_peak_that_binds(setting):
     sizes, row = plan_of(setting, 80 * GIB)
     module, device = cuda_module(sizes, row.plan), DEVICES["h100"]
-    found = operations(setting, sizes, module, device)
-    for one in found:
-        products, memory = one.n_flops / 494.7e12, one.n_bytes / 3.35e12
-        assert one.seconds == pytest.approx(max(products, memory))
-        assert one.is_memory_bound == (memory > products)
-    work = work_of(setting, sizes, row.plan, found, device)
+    timed = operations(setting, sizes, module, device)
+    for operation in timed:
+        products, memory = operation.n_flops / 494.7e12, operation.n_bytes / 3.35e12
+        assert operation.seconds == pytest.approx(max(products, memory))
+        assert operation.is_memory_bound == (memory > products)
+    work = work_of(setting, sizes, row.plan, timed, device)
     assert work.own_flops < work.n_flops < work.xla_flops < 1.1 * work.n_flops
     assert work.seconds > work.n_flops / 494.7e12

@@ -72,7 +72,7 @@ def write_questions(folder, n_train=128, n_evaluation=32, n_ood=40):
 
 def test_the_files_are_told_by_their_content_and_the_largest_is_taken(tmp_path):
     folder = write_questions(tmp_path / "questions")
-    few = pub.write_lines(folder / "a_few.jsonl", [pub.oracle(i) for i in range(3)])
+    small = pub.write_lines(folder / "a_few.jsonl", [pub.oracle(i) for i in range(3)])
     bare = pub.write_table(folder / "bare.tsv", [pub.popqa(i) for i in range(99)])
     (folder / "readme.txt").write_text("no questions")
     calls = []
@@ -80,7 +80,7 @@ def test_the_files_are_told_by_their_content_and_the_largest_is_taken(tmp_path):
     assert {(role, name) for role, name, _ in result} == {
         (role, name) for name, wanted in WANTED.items() for role in wanted.roles
     }
-    assert {few, bare}.isdisjoint(path for _, _, path in result)
+    assert {small, bare}.isdisjoint(path for _, _, path in result)
     assert len(calls) == 3 and "Natural Questions" in calls[1]
 
 

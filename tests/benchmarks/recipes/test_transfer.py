@@ -78,8 +78,8 @@ def test_another_set_is_held_out_and_no_question_of_the_run_is_in_it(world, tmp_
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     config = TransferConfig(limit=2, questions=(("own", str(file)),))
     requests = asked_questions(read_examples(world), config)
-    own = [e for e in requests if e.dataset == "own"]
-    assert [(e.question, e.split) for e in own] == [("What is new?", "ood")]
+    new_examples = [e for e in requests if e.dataset == "own"]
+    assert [(e.question, e.split) for e in new_examples] == [("What is new?", "ood")]
 
 
 def test_retrieved_passages_carry_no_mark_of_gold():
@@ -121,8 +121,8 @@ def test_what_was_asked_and_not_answered_is_count_missing_as_failed():
         fields |= {"setting": "with_context", "value": 0.5, "n": 1}
         return ResultRow(**fields, dataset=dataset, split=split)
 
-    places = [(lost.dataset, "ood"), (ALL_SETS, "ood"), (IN_DOMAIN, "test")]
-    counted = _count_missing([row(*place) for place in places], rows, requests)
+    eval_sets = [(lost.dataset, "ood"), (ALL_SETS, "ood"), (IN_DOMAIN, "test")]
+    counted = _count_missing([row(*eval_set) for eval_set in eval_sets], rows, requests)
     assert lost.split == "ood" and [r.n_failed for r in counted] == [1, 1, 0]
 
 

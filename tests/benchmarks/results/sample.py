@@ -28,7 +28,7 @@ MARKUP = '<script>alert("x")</script> & co'
 PARTS = json.loads((FOLDER / "report.json").read_text(encoding="utf-8"))
 
 
-def row(name, setting, place, metric, value, **changes):
+def row(name, setting, eval_set, metric, value, **changes):
     """One seed mean with an interval around it; `name` is an id or a subject."""
     half, top = 0.03, math.inf if metric == "generations" else 1.0
     if (rival := changes.pop("rival", None)) is not None:
@@ -37,8 +37,8 @@ def row(name, setting, place, metric, value, **changes):
     fields = dict(
         experiment="detection",
         setting=setting,
-        dataset=place[0],
-        split=place[1],
+        dataset=eval_set[0],
+        split=eval_set[1],
         metric=metric,
         value=value,
         ci_low=None if value is None else round(value - half, 6),

@@ -22,21 +22,23 @@ ROWS = anatomy_rows()
 
 
 @pytest.fixture(scope="module")
-def parts():
+def sections():
     return anatomy.anatomy_parts(results_of(ROWS), PARTS["studies"])
 
 
-def test_every_analysis_has_what_to_look_at_and_a_table_or_a_figure(parts):
-    assert [part.title for part in parts] == [x.title for x in anatomy.ANALYSES]
-    for part in parts:
-        assert part.look and (part.pictures or part.tables), part.title
-    assert sum(len(part.pictures) for part in parts) == 18
-    assert parts[-1].cases == PARTS["studies"]
+def test_every_analysis_has_what_to_look_at_and_a_table_or_a_figure(sections):
+    assert [section.title for section in sections] == [
+        x.title for x in anatomy.ANALYSES
+    ]
+    for section in sections:
+        assert section.look and (section.pictures or section.tables), section.title
+    assert sum(len(section.pictures) for section in sections) == 18
+    assert sections[-1].cases == PARTS["studies"]
 
 
-def test_every_row_of_the_anatomy_is_in_a_table_or_a_figure(parts):
+def test_every_row_of_the_anatomy_is_in_a_table_or_a_figure(sections):
     """Parts of the ranking and cells of the boundary are drawn; heads are mapped."""
-    tables = [table for part in parts for _, table in part.tables]
+    tables = [table for section in sections for _, table in section.tables]
     cells = (cell for table in tables for line in table.lines for cell in line.cells)
     shown = {id(m.row) for cell in cells for m in cell if m is not None}
     drawn = {"share", "answers", "flips"}  # of many rows, which figures show
@@ -62,9 +64,9 @@ def test_every_row_of_the_anatomy_is_in_a_table_or_a_figure(parts):
     }
 
 
-def test_the_table_of_flips_has_the_rows_rates(parts):
-    (part,) = (x for x in parts if x.title.startswith("Which family decides"))
-    (table,) = (t for h, t in part.tables if h == "With context, all in-domain")
+def test_the_table_of_flips_has_the_rows_rates(sections):
+    (section,) = (x for x in sections if x.title.startswith("Which family decides"))
+    (table,) = (t for h, t in section.tables if h == "With context, all in-domain")
     rows = where(
         results_of(ROWS),
         experiment="anatomy_flips",
@@ -93,15 +95,15 @@ def test_the_boundary_has_a_cell_for_each_row():
 
 def test_undefined_numbers_break_nothing():
     hollow = results_of(map(undefined, ROWS))
-    for part in anatomy.anatomy_parts(hollow, PARTS["studies"]):
-        for picture in part.pictures:
-            assert "nan" not in picture.svg, part.title
+    for section in anatomy.anatomy_parts(hollow, PARTS["studies"]):
+        for picture in section.pictures:
+            assert "nan" not in picture.svg, section.title
 
 
 def test_a_run_without_the_anatomy_has_none_and_one_setting_is_enough():
     assert anatomy.anatomy_parts(results_of([])) == []
     alone = results_of(row for row in ROWS if row.setting == "closed_book")
-    titles = [part.title for part in anatomy.anatomy_parts(alone)]
+    titles = [section.title for section in anatomy.anatomy_parts(alone)]
     assert "What attention responds to" not in titles and len(titles) > 8
 
 
@@ -127,9 +129,9 @@ def test_the_page_shows_it_and_escapes_the_cases():
     assert "<script>" not in section and "&lt;script&gt;" in section
 
 
-def test_every_comparison_with_the_paper_stands_beside_an_analysis(parts):
+def test_every_comparison_with_the_paper_stands_beside_an_analysis(sections):
     by_table = signs_by_table(read_ledger(), results_of(ROWS))
-    shown = [sign.cells for part in parts for sign in part.beside]
+    shown = [sign.cells for section in sections for sign in section.beside]
     assert len(shown) == sum(map(len, by_table.values())) > 30
     for _, _, here, verdict in shown:
         assert "[" in here or verdict == "without an interval here", here

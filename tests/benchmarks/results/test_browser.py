@@ -40,10 +40,10 @@ def opened(browser, path, size=WIDE, scheme="light"):
         color_scheme=scheme,
         viewport={"width": width, "height": height},
     ).new_page()
-    asked = []
-    page.on("request", lambda request: asked.append(request.url))
+    urls = []
+    page.on("request", lambda request: urls.append(request.url))
     page.goto(path.as_uri())
-    assert asked == [path.as_uri()]
+    assert urls == [path.as_uri()]
     return page
 
 
@@ -52,10 +52,10 @@ def serious(page):
     page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
     (script,) = Path(axe.__file__).parent.rglob("axe.min.js")
     page.add_script_tag(path=str(script))
-    found = page.evaluate("axe.run()")["violations"]
+    violations = page.evaluate("axe.run()")["violations"]
     return [
         (x["id"], x["nodes"][0]["html"][:200])
-        for x in found
+        for x in violations
         if x["impact"] in ("serious", "critical")
     ]
 

@@ -106,13 +106,13 @@ def test_reliability_leaves_empty_bins_out_of_the_curve_but_counts_them():
 
 
 def test_selection_shows_every_candidate_and_names_the_kept():
-    found = sample.PARTS["selection"]["with_context"]
-    axes = figures.selection_path(found["rounds"], "with_context").axes[0]
-    n_candidates = sum(len(r["candidates"]) for r in found["rounds"])
+    selection = sample.PARTS["selection"]["with_context"]
+    axes = figures.selection_path(selection["rounds"], "with_context").axes[0]
+    n_candidates = sum(len(r["candidates"]) for r in selection["rounds"])
     soft = set(figures.SOFT.values())
     dots = [line for line in axes.lines if line.get_color() in soft]
     assert sum(len(line.get_xdata()) for line in dots) == n_candidates
-    assert [text.get_text() for text in axes.texts] == found["selected"]
+    assert [text.get_text() for text in axes.texts] == selection["selected"]
 
 
 @pytest.mark.parametrize("setting", ["closed_book", "with_context"])

@@ -78,20 +78,20 @@ def test_the_best_single_family_is_that_of_validation_not_of_test():
 
 
 def test_every_question_is_answered_on_every_set_that_has_its_rows():
-    found = findings(sample_results(), ENOUGH)
-    places = {f.place for f in found}
+    all_findings = findings(sample_results(), ENOUGH)
+    places = {f.place for f in all_findings}
     assert {split for _, _, split in places} == {"test", "ood"}
     assert len(places) == 8  # two settings of one set and three held out
-    unanswered = {f.question for f in found if f.answer is None}
+    unanswered = {f.question for f in all_findings if f.answer is None}
     assert unanswered == {"layer_over_last"}  # the sample reads the last layer
 
 
 def test_too_few_right_answers_leave_nothing_to_conclude():
     counts = {"n": 2000, "n_correct": 149, "variant": "original", "dataset": "nq"}
     counts |= {"split": "train", "setting": "closed_book"}
-    found = findings(sample_results(), [counts])
-    answers = {f.place.setting: set() for f in found}
-    for f in found:
+    all_findings = findings(sample_results(), [counts])
+    answers = {f.place.setting: set() for f in all_findings}
+    for f in all_findings:
         answers[f.place.setting].add(f.answer)
     assert answers["closed_book"] == {"cannot conclude", None}
     assert "cannot conclude" not in answers["with_context"]

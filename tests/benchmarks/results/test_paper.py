@@ -93,26 +93,26 @@ def test_what_the_paper_marks_as_best_and_second_is_so_in_every_column():
         if cell.metric in RANKED and cell.row not in UNRANKED_ROWS:
             columns[cell.table, cell.column, cell.metric].append(cell)
     n_checked = 0
-    for place, own in columns.items():
+    for column, cells in columns.items():
         marked = collections.defaultdict(set)
-        for cell in own:
+        for cell in cells:
             marked[cell.mark].add(cell.value)
-        first, second, *_ = [*sorted({c.value for c in own}, reverse=True), None]
+        first, second, *_ = [*sorted({c.value for c in cells}, reverse=True), None]
         if marked["bold"]:
             n_checked += 1
-            assert marked["bold"] == {first}, place
+            assert marked["bold"] == {first}, column
         if marked["underlined"]:
-            assert marked["underlined"] == {second}, place
+            assert marked["underlined"] == {second}, column
     assert n_checked == 16 + 16 + 14 + 14 + 8 + 14 + 14 + 14 + 16 + 14
 
 
 @pytest.mark.parametrize("panorama", ["appendix-detection", "appendix-detection-ctx"])
 def test_the_main_table_repeats_the_panoramas(panorama):
-    def by_place(cells):
+    def values_by_column(cells):
         return {(c.setting, c.dataset, c.detector, c.metric): c.value for c in cells}
 
-    whole = by_place(of(panorama, "auroc", "auprc"))
-    main = by_place(of("main-detection", "auroc", "auprc"))
+    whole = values_by_column(of(panorama, "auroc", "auprc"))
+    main = values_by_column(of("main-detection", "auroc", "auprc"))
     shared = main.keys() & whole.keys()
     assert len(shared) > 70
     assert {key: main[key] for key in shared} == {key: whole[key] for key in shared}
@@ -136,22 +136,22 @@ def test_the_auprc_of_guessing_is_the_share_of_wrong_answers():
 def test_macro_is_the_mean_of_the_six_sets(table):
     for name in {cell.row for cell in of(table, "em")}:
         for metric in ("em", "f1"):
-            own = [c for c in of(table, metric) if c.row == name]
-            *sets, macro = [cell.value for cell in own]
+            cells = [c for c in of(table, metric) if c.row == name]
+            *sets, macro = [cell.value for cell in cells]
             assert len(sets) == 6
             assert macro == pytest.approx(sum(sets) / 6, abs=0.001)
 
 
 def test_a_difference_is_that_of_the_two_aurocs_beside_it():
-    own = collections.defaultdict(dict)
+    by_row = collections.defaultdict(dict)
     for cell in of("champion-vs-hidden", "auroc", "auroc_difference"):
-        own[cell.row][cell.column] = cell.value
-    for aurocs in own.values():
+        by_row[cell.row][cell.column] = cell.value
+    for aurocs in by_row.values():
         gain = aurocs["Champion"] - aurocs["Hidden only"]
         assert gain == pytest.approx(aurocs["Difference (95% CI)"], abs=0.0016)
 
 
-def found_of(rows, accuracy=()):
+def matches_of(rows, accuracy=()):
     return {
         (b.paper.table, b.paper.row, b.paper.column, b.paper.metric): b
         for b in beside(CELLS, results_of(rows), accuracy)
@@ -159,49 +159,49 @@ def found_of(rows, accuracy=()):
 
 
 def test_a_run_stands_beside_the_same_detector_set_setting_and_metric_only():
-    place = ("popqa", "ood")
-    found = found_of([row("champion", "closed_book", place, "auprc", 0.25)])
-    assert {key[2:] for key in found} == {
+    eval_set = ("popqa", "ood")
+    matches = matches_of([row("champion", "closed_book", eval_set, "auprc", 0.25)])
+    assert {key[2:] for key in matches} == {
         ("Closed-book, PopQA", "auprc"),
         ("PopQA", "auprc"),
     }
-    assert {b.paper.value for b in found.values()} == {0.976, 0.993}
-    assert {b.value for b in found.values()} == {0.25}
-    rows = [row(encoder("P"), "closed_book", place, "auprc", 0.25)]
-    assert found_of(rows) == {}
+    assert {b.paper.value for b in matches.values()} == {0.976, 0.993}
+    assert {b.value for b in matches.values()} == {0.25}
+    rows = [row(encoder("P"), "closed_book", eval_set, "auprc", 0.25)]
+    assert matches_of(rows) == {}
 
 
 def test_a_set_that_the_paper_held_out_may_be_in_domain_and_a_note_says_so():
     at = ("main-detection", "BEATRICE", "With context, NQ", "auroc")
     inside = row("champion", "with_context", ("nq", "test"), "auroc", 0.7)
     outside = row("champion", "with_context", ("nq", "ood"), "auroc", 0.6)
-    assert found_of([inside])[at].row.split == "test"
-    assert found_of([inside, outside])[at].value == 0.6
-    told = as_markdown(CELLS, beside(CELLS, results_of([inside])), [])
-    assert "* With context, NQ: in-domain here, held out in the paper; 398 a" in told
+    assert matches_of([inside])[at].row.split == "test"
+    assert matches_of([inside, outside])[at].value == 0.6
+    page = as_markdown(CELLS, beside(CELLS, results_of([inside])), [])
+    assert "* With context, NQ: in-domain here, held out in the paper; 398 a" in page
 
 
 def test_the_in_domain_sets_together_are_never_taken_for_held_out_ones():
-    place = (IN_DOMAIN, "ood")
-    assert found_of([row("champion", "closed_book", place, "auroc", 0.7)]) == {}
+    eval_set = (IN_DOMAIN, "ood")
+    assert matches_of([row("champion", "closed_book", eval_set, "auroc", 0.7)]) == {}
 
 
 def test_an_undefined_number_is_shown_as_such_and_one_of_a_single_seed_not_at_all():
-    place = ("triviaqa", "ood")
-    gone = undefined(row("tfidf", "closed_book", place, "auroc", 0.5))
-    told = as_markdown(CELLS, beside(CELLS, results_of([gone])), [])
-    assert "| TF-IDF + logistic regr. | .643 → n/a |" in told
-    seed = row("tfidf", "closed_book", place, "auroc", 0.6, seed="1")
+    eval_set = ("triviaqa", "ood")
+    gone = undefined(row("tfidf", "closed_book", eval_set, "auroc", 0.5))
+    page = as_markdown(CELLS, beside(CELLS, results_of([gone])), [])
+    assert "| TF-IDF + logistic regr. | .643 → n/a |" in page
+    seed = row("tfidf", "closed_book", eval_set, "auroc", 0.6, seed="1")
     assert beside(CELLS, results_of([seed])) == []
 
 
 def test_a_gain_stands_beside_the_papers_with_its_interval():
     fields = dict(experiment="paired", rival="hidden_only", p_value=0.5)
     fields |= dict(ci_low=-0.01, ci_high=0.03)
-    place = ("nq", "ood")
-    gain = row("champion", "with_context", place, "auroc", 0.01, **fields)
-    told = as_markdown(CELLS, beside(CELLS, results_of([gain])), [])
-    assert "| With context, NQ | +.016†/+.005/+.027 → +.010/-.010/+.030 |" in told
+    eval_set = ("nq", "ood")
+    gain = row("champion", "with_context", eval_set, "auroc", 0.01, **fields)
+    page = as_markdown(CELLS, beside(CELLS, results_of([gain])), [])
+    assert "| With context, NQ | +.016†/+.005/+.027 → +.010/-.010/+.030 |" in page
 
 
 def test_accuracy_of_all_in_domain_sets_counts_every_answer_of_the_wording():
@@ -209,22 +209,22 @@ def test_accuracy_of_all_in_domain_sets_counts_every_answer_of_the_wording():
     counts += [("hotpotqa", "rewritten", 100, 90)]
     names = ("dataset", "variant", "n", "n_correct")
     accuracy = [
-        dict(zip(names, own, strict=True), setting="with_context", split="test")
-        for own in counts
+        dict(zip(names, values, strict=True), setting="with_context", split="test")
+        for values in counts
     ]
-    found = found_of([], accuracy)
+    matches = matches_of([], accuracy)
     at = ("label-dist", "Test, All", "With-context, Orig. (%)", "accuracy_percent")
-    assert found[at].value == 15.0
+    assert matches[at].value == 15.0
     at = (at[0], "Test, HotpotQA", "With-context, Rewr. (%)", at[3])
-    assert found[at].value == 90.0
+    assert matches[at].value == 90.0
 
 
 def test_every_table_is_told_of_with_what_differs_first():
     differing = [("Backbone", "Qwen", "embedded")]
-    told = as_markdown(CELLS, [], differing)
-    assert "| Backbone | Qwen | embedded |" in told
+    page = as_markdown(CELLS, [], differing)
+    assert "| Backbone | Qwen | embedded |" in page
     for table, n in N_NUMBERS.items():
-        assert f"* tab:{table}, {n} numbers: " in told
+        assert f"* tab:{table}, {n} numbers: " in page
 
 
 # Which order is the same.
@@ -238,8 +238,8 @@ POOLED = (IN_DOMAIN, "test")
 
 def of_run(experiment, name, metric, value, low=None, high=None, **changes):
     fields = dict(experiment=experiment, ci_low=low, ci_high=high, n=100) | changes
-    place = fields.pop("dataset", IN_DOMAIN), fields.pop("split", "test")
-    return row(name, "with_context", place, metric, value, **fields)
+    eval_set = fields.pop("dataset", IN_DOMAIN), fields.pop("split", "test")
+    return row(name, "with_context", eval_set, metric, value, **fields)
 
 
 def flips(family, value, half=0.01, families="HPRA"):
@@ -282,17 +282,17 @@ def value_of(table, row, column, metric):
 )
 def test_a_number_of_the_anatomy_is_the_papers(table, row, column, metric, value):
     wanted = dict(table=table, row=row, column=column, metric=metric)
-    own = [
+    values = [
         c.value
         for c in CELLS
         if all(getattr(c, k) == v for k, v in wanted.items() if v is not None)
     ]
-    assert own == [value]
+    assert values == [value]
 
 
 def test_the_captions_losses_are_differences_of_the_tables_numbers():
-    own = [c for c in CELLS if c.table == "app:span"]
-    for cell in own:
+    losses = [c for c in CELLS if c.table == "app:span"]
+    for cell in losses:
         gone, whole = (
             value_of("span-ablation", row, cell.column, "auroc")
             for row in ("Answer", "None (full)")
@@ -301,12 +301,14 @@ def test_the_captions_losses_are_differences_of_the_tables_numbers():
 
 
 def test_the_precision_that_others_are_compared_with_is_the_one_in_bold():
-    own = [c for c in CELLS if c.metric == "flip_precision" and c.table.endswith("ile")]
-    by_place = {(c.backbone, c.row, c.column): c for c in own}
-    compared = [c for c in own if c.than is not None]
+    cells = [
+        c for c in CELLS if c.metric == "flip_precision" and c.table.endswith("ile")
+    ]
+    by_column = {(c.backbone, c.row, c.column): c for c in cells}
+    compared = [c for c in cells if c.than is not None]
     assert len(compared) == 8
     for cell in compared:
-        best = by_place[cell.backbone, cell.than, cell.column]
+        best = by_column[cell.backbone, cell.than, cell.column]
         assert best.mark == "bold" and best.value > cell.value
 
 
@@ -327,25 +329,25 @@ def test_what_is_compared_is_a_row_of_the_same_table():
 
 
 def test_rows_of_every_analysis_that_the_paper_has_find_their_numbers():
-    own = beside(ANATOMY, with_summaries(results_of(anatomy_rows())))
-    lacking = {c.table for c in ANATOMY} - {b.paper.table for b in own}
+    matches = beside(ANATOMY, with_summaries(results_of(anatomy_rows())))
+    lacking = {c.table for c in ANATOMY} - {b.paper.table for b in matches}
     assert lacking == {"case-studies", "app:cases", "fig:signal-synergy"}
 
 
 def test_an_order_that_our_intervals_show_agrees_or_differs():
     known = [flips("H", 0.6), flips("P", 0.1), flips("A", 0.8)]
-    found = only(known)
-    assert found["Prob", "Qwen3.5-9B"].verdict == "agrees"
-    assert found["Attn", "Qwen3.5-9B"].verdict == "differs"
-    _, paper, here, verdict = found["Attn", "Qwen3.5-9B"].cells
+    signs = only(known)
+    assert signs["Prob", "Qwen3.5-9B"].verdict == "agrees"
+    assert signs["Attn", "Qwen3.5-9B"].verdict == "differs"
+    _, paper, here, verdict = signs["Attn", "Qwen3.5-9B"].cells
     assert paper == ".065 beside .668 (Hidden)" and verdict == "the other way"
     assert here == ".800 [.790, .810] beside .600 [.590, .610]"
 
 
 def test_overlapping_intervals_leave_an_order_open():
-    found = only([flips("H", 0.5, 0.1), flips("P", 0.4, 0.1)])
-    assert found["Prob", "Gemma 4 E4B"].verdict == "cannot be told"
-    assert "intervals overlap" in found["Prob", "Gemma 4 E4B"].cells[3]
+    signs = only([flips("H", 0.5, 0.1), flips("P", 0.4, 0.1)])
+    assert signs["Prob", "Gemma 4 E4B"].verdict == "cannot be told"
+    assert "intervals overlap" in signs["Prob", "Gemma 4 E4B"].cells[3]
 
 
 def test_the_papers_own_encoder_is_taken_where_a_run_has_it():
@@ -394,8 +396,8 @@ def test_a_paired_difference_is_preferred_and_turned_the_papers_way():
     assert only(rows)["Hidden-only", "Qwen3.5-9B"].verdict == "cannot be told"
     name, rival = "anatomy_fusion", {"rival": "hidden_only"}
     gain = of_run(name, "champion", "auroc", 0.02, 0.01, 0.03, **rival)
-    found = only([*rows, gain])
-    assert found["Hidden-only", "Qwen3.5-9B"].verdict == "agrees"
+    signs = only([*rows, gain])
+    assert signs["Hidden-only", "Qwen3.5-9B"].verdict == "agrees"
 
 
 def test_what_the_paper_has_equal_or_ours_undefined_is_not_compared():
@@ -421,9 +423,9 @@ def test_least_most_and_middle_are_rows_with_their_own_intervals():
         )
         for x, v in (("P", 0.5), ("R", 0.2), ("A", 0.4))
     ]
-    found = {row.detector: row for row in summaries(rights)}
-    assert (found["least_of_hidden"].value, found["most_of_hidden"].value) == (0.2, 0.5)
-    assert found["least_of_hidden"].ci_low == pytest.approx(0.1)
+    table = {row.detector: row for row in summaries(rights)}
+    assert (table["least_of_hidden"].value, table["most_of_hidden"].value) == (0.2, 0.5)
+    assert table["least_of_hidden"].ci_low == pytest.approx(0.1)
     gains = [
         of_run(
             "anatomy_pairs",
@@ -438,19 +440,23 @@ def test_least_most_and_middle_are_rows_with_their_own_intervals():
         for name, pair in (("a", (0.3, 0.1)), ("b", (-0.2, 0.2)), ("c", (0.04, 0.05)))
         for x, value in zip("PA", pair, strict=True)
     ]
-    found = {row.metric: row for row in summaries(gains) if row.setting == "both"}
-    assert found["median_gain"].value == 0.04
-    assert found["gains_above_zero"].value == 2 and found["gains"].value == 3
+    table = {row.metric: row for row in summaries(gains) if row.setting == "both"}
+    assert table["median_gain"].value == 0.04
+    assert table["gains_above_zero"].value == 2 and table["gains"].value == 3
 
 
 def test_one_in_domain_set_is_counted_once_among_the_gains():
-    one = dict(rival=encoder("P"))
+    pooled = dict(rival=encoder("P"))
     gains = [
-        of_run("anatomy_pairs", encoder("PA"), "auroc", 0.1, 0, 0.2, **place)
-        for place in (one, one | {"dataset": "a"}, one | dict(dataset="b", split="ood"))
+        of_run("anatomy_pairs", encoder("PA"), "auroc", 0.1, 0, 0.2, **fields)
+        for fields in (
+            pooled,
+            pooled | {"dataset": "a"},
+            pooled | dict(dataset="b", split="ood"),
+        )
     ]
-    found = {row.metric: row.value for row in summaries(gains) if row.setting == "both"}
-    assert found["gains"] == 2
+    table = {row.metric: row.value for row in summaries(gains) if row.setting == "both"}
+    assert table["gains"] == 2
 
 
 def test_the_order_of_a_runs_rows_changes_no_verdict():
@@ -458,9 +464,9 @@ def test_the_order_of_a_runs_rows_changes_no_verdict():
     first, second = (
         {
             t: [s.cells for s in x]
-            for t, x in signs_by_table(CELLS, results_of(own)).items()
+            for t, x in signs_by_table(CELLS, results_of(ordered)).items()
         }
-        for own in (rows, rows[::-1])
+        for ordered in (rows, rows[::-1])
     )
     assert first == second
 

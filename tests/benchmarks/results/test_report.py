@@ -124,9 +124,9 @@ def test_what_everybody_understands_is_open_and_the_rest_is_folded(page):
 
 def test_every_table_has_a_name_and_heads(page):
     tags = outline(page)
-    for place, (tag, attributes) in enumerate(tags):
+    for position, (tag, attributes) in enumerate(tags):
         if tag == "table" and attributes.get("class") != "facts":
-            before, after = tags[place - 1][1], tags[place + 1][0]
+            before, after = tags[position - 1][1], tags[position + 1][0]
             assert before["role"] == "region" and before["aria-label"]
             assert after == "thead"
 
@@ -166,7 +166,7 @@ def test_the_headline_says_how_perplexity_compares_and_what_is_trusted():
         first,
     )
     assert second.startswith("beatrice trusts ") and "right in" in second
-    bare = [place | {"is_certified": False} for place in PARTS["shown"]]
+    bare = [shown | {"is_certified": False} for shown in PARTS["shown"]]
     _, second = headline(sample_results(), bare)
     assert second.startswith("beatrice trusts none of the answers from memory")
 
@@ -174,8 +174,8 @@ def test_the_headline_says_how_perplexity_compares_and_what_is_trusted():
 def test_a_calibration_that_made_it_worse_is_said_in_words():
     curves = PARTS["reliability"]["closed_book"]
     for ece, words in ((0.02, "before calibration"), (0.9, "worse than the")):
-        told = {"closed_book": curves | {"ece_calibrated": ece}}
-        (_, _, detail), *_ = numbers(results_of([]), told)
+        reliability = {"closed_book": curves | {"ece_calibrated": ece}}
+        (_, _, detail), *_ = numbers(results_of([]), reliability)
         assert words in detail and ("worse" in detail) == (ece > curves["ece_raw"])
 
 
@@ -206,15 +206,17 @@ def test_how_much_too_good_validation_looks_is_told_beside_the_selection(page):
         ci_low=-0.05,
         ci_high=0.09,
     )
-    told = render_report(sample_report(rows=[*sample_report().rows, measured]))
-    assert "The set searched" in told and "-.050 to +.090" in told
+    measured_page = render_report(sample_report(rows=[*sample_report().rows, measured]))
+    assert "The set searched" in measured_page and "-.050 to +.090" in measured_page
 
 
 def test_synergy_is_measured_on_all_sets_together_not_on_the_last_one():
     rows = [
         row(encoder(name), "closed_book", (dataset, "validation"), "auroc", value)
-        for name, own in (("H", (0.85, 0.9, 0.7)), ("P", (0.65, 0.6, 0.8)))
-        for dataset, value in zip((IN_DOMAIN, "hotpotqa", "musique"), own, strict=True)
+        for name, aurocs in (("H", (0.85, 0.9, 0.7)), ("P", (0.65, 0.6, 0.8)))
+        for dataset, value in zip(
+            (IN_DOMAIN, "hotpotqa", "musique"), aurocs, strict=True
+        )
     ]
     (picture,) = synergy_pictures(results_of(rows))
     assert re.findall(r">\s*\.(\d{3})<", picture.svg) == ["850", "650"]
@@ -241,9 +243,9 @@ def test_tokens_carry_their_signals(page):
 
 def test_answers_to_look_at_are_all_there_some_at_once():
     sets = [
-        place
-        | {"kinds": [k | {"answers": 3 * list(k["answers"])} for k in place["kinds"]]}
-        for place in PARTS["shown"]
+        shown
+        | {"kinds": [k | {"answers": 3 * list(k["answers"])} for k in shown["kinds"]]}
+        for shown in PARTS["shown"]
     ]
     page = render_report(sample_report(shown=sets))
     section = page[page.index('<section id="answers">') :]

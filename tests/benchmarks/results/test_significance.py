@@ -27,16 +27,16 @@ def test_holm_gives_the_textbook_values():
     assert holm([]) == []
 
 
-def column(place, rivals, champion=0.9, setting="closed_book"):
+def column(eval_set, rivals, champion=0.9, setting="closed_book"):
     """One set: the AUROC of each rival, and p of the lead over it."""
-    made = [row("champion", setting, place, "auroc", champion)]
+    rows = [row("champion", setting, eval_set, "auroc", champion)]
     for name, (auroc, p_value) in rivals.items():
-        made.append(row(name, setting, place, "auroc", auroc))
+        rows.append(row(name, setting, eval_set, "auroc", auroc))
         if p_value is not None:
             fields = dict(experiment="paired", rival=name, p_value=p_value)
             gain = champion - auroc
-            made.append(row("champion", setting, place, "auroc", gain, **fields))
-    return made
+            rows.append(row("champion", setting, eval_set, "auroc", gain, **fields))
+    return rows
 
 
 def leads_of(rows, against="strongest"):
@@ -59,8 +59,8 @@ def test_all_that_the_run_measures_by_itself_is_compared_with_the_selected_set()
 
 
 def test_own_encoders_and_controls_are_no_rivals():
-    own = "champion hidden_only encoder late_fusion_all majority permuted_labels"
-    assert not any(map(is_rival, own.split())) and is_rival("probe")
+    names = "champion hidden_only encoder late_fusion_all majority permuted_labels"
+    assert not any(map(is_rival, names.split())) and is_rival("probe")
     rows = column(POOLED, {"hidden_only": (0.89, 0.5), "tfidf": (0.6, 0.01)})
     assert rivals(leads_of(rows)) == ["tfidf"]
     assert rivals(leads_of(rows, "hidden_only")) == ["hidden_only"]
@@ -76,8 +76,8 @@ def test_a_stronger_detector_without_a_pair_is_named_and_not_passed_over_in_sile
 def test_the_correction_runs_over_all_columns_of_both_settings():
     rows = []
     for setting in ("closed_book", "with_context"):
-        for place in (POOLED, OUTSIDE):
-            rows += column(place, {"tfidf": (0.8, 0.02)}, setting=setting)
+        for eval_set in (POOLED, OUTSIDE):
+            rows += column(eval_set, {"tfidf": (0.8, 0.02)}, setting=setting)
     compared = leads_of(rows)
     assert [lead.p_holm for lead in compared] == [0.08] * 4
     assert not any(lead.is_sure for lead in compared)
@@ -133,9 +133,11 @@ def planted(strength, seed=0):
     scores = labels * np.array([[1.0 + strength], [1.0]]) + noise
     rows = rows_of(labels, splits=["test"] * n)
     names = ("champion", "tfidf")
-    own = [Scored(name=x, scores=s[None]) for x, s in zip(names, scores, strict=True)]
+    scored = [
+        Scored(name=x, scores=s[None]) for x, s in zip(names, scores, strict=True)
+    ]
     config = BootstrapConfig(n_resamples=1000, seed=0)
-    return detection_rows(own, rows, config, pairs={"paired": [names]})
+    return detection_rows(scored, rows, config, pairs={"paired": [names]})
 
 
 def test_a_planted_lead_is_sure_and_equals_are_not():

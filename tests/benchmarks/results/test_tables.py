@@ -47,10 +47,10 @@ from tests.benchmarks.results.sample import (
 )
 
 
-def table_of(values, place=TEST, metrics=("auroc",), **changes):
+def table_of(values, eval_set=TEST, metrics=("auroc",), **changes):
     """Rows of one set; the values by detector."""
     return results_of(
-        row(name, "closed_book", place, metric, value, **changes)
+        row(name, "closed_book", eval_set, metric, value, **changes)
         for name, value in values.items()
         for metric in metrics
     )
@@ -126,9 +126,9 @@ def test_columns_are_test_then_held_out_in_either_setting():
     columns = detection_table(sample_results()).columns
     held_out = [(name, "held out") for name in ("pursuits", "places", "rephrased")]
     assert [tuple(column) for column in columns] == [
-        (group, *place)
+        (group, *eval_set)
         for group in ("Closed-book", "With context")
-        for place in [("microworld", "test"), *held_out]
+        for eval_set in [("microworld", "test"), *held_out]
     ]
 
 

@@ -76,7 +76,7 @@ def _as_llama_cpp(architecture, name, values, config):
         "q_proj": config.num_attention_heads,
         "k_proj": config.num_key_value_heads,
     }
-    n_heads = next((n for part, n in heads.items() if part in name), None)
+    n_heads = next((n for projection, n in heads.items() if projection in name), None)
     if architecture != "llama" or n_heads is None:
         return values
     split = values.reshape(n_heads, 2, len(values) // n_heads // 2, -1)

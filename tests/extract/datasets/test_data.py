@@ -10,7 +10,7 @@ from beatrice.extract.backbone.names import WEIGHTS
 from beatrice.extract.records import Example, read_records, write_lines
 from beatrice.extract.run.directory import read_manifest
 from tests.extract.datasets import published as pub
-from tests.extract.small_run import assert_one_sentence, beatrice, make_run, questions
+from tests.extract.small_run import assert_error_sentence, beatrice, make_run, questions
 from tests.process import call
 
 LINES = [
@@ -63,7 +63,7 @@ def test_a_refused_record_is_named_and_skip_bad_tolerates_it(tmp_path):
         del record["answer"]
     path = pub.write_array(tmp_path / "a.json", records)
     done = beatrice("data", "--inspect", path, code=1)
-    assert_one_sentence(done, "25 of 30 records", "record 3", "no 'answer'")
+    assert_error_sentence(done, "25 of 30 records", "record 3", "no 'answer'")
     assert "and 5 more" in done.stdout
     done = beatrice("data", "--inspect", path, "--json", "--skip_bad")
     report = json.loads(done.stdout)
@@ -74,11 +74,11 @@ def test_a_refused_file_is_one_sentence_and_still_json(tmp_path):
     path = tmp_path / "half.json"
     path.write_text(json.dumps([pub.hotpot(i) for i in range(9)])[:3000])
     done = beatrice("data", "--inspect", path, "--json", "--skip-bad", code=1)
-    assert_one_sentence(done, "cut off")
+    assert_error_sentence(done, "cut off")
     report = json.loads(done.stdout)
     assert report["ok"] is False and report["loaded"] > 0
     done = beatrice("data", "--inspect", tmp_path / "none.json", "--json", code=1)
-    assert_one_sentence(done, "no such file")
+    assert_error_sentence(done, "no such file")
     assert json.loads(done.stdout)["dataset"] is None
 
 
@@ -126,12 +126,12 @@ def test_one_set_may_have_a_context_of_its_own(hotpot, tmp_path):
     command = ["data", tmp_path / "run", "--dev", f"hotpotqa={hotpot}", *EMBEDDED]
     command += ["--held-out", f"popqa={table}", "--n-held-out", "popqa=5"]
     command += ["--n-evaluation", "5", "--context", "supporting"]
-    assert_one_sentence(beatrice(*command, code=1), "--context popqa=none")
+    assert_error_sentence(beatrice(*command, code=1), "--context popqa=none")
     twice = beatrice(*command, "--context", "all", code=2)
     assert "another one was given" in twice.stderr
     command += ["--context", "popqa=none"]
     unknown = beatrice(*command, "--n-train", "popqa=3", code=1)
-    assert_one_sentence(unknown, "no training file of popqa is given")
+    assert_error_sentence(unknown, "no training file of popqa is given")
     done = beatrice(*command, "--json")
     assert "closed-book only" in done.stderr
     sources = json.loads(done.stdout)["sources"]

@@ -121,21 +121,24 @@ def test_of_two_sets_with_as_many_records_the_format_decides(tmp_path):
 
 # A file of questions in Python, without a run.
 
-OWN = [
+CAPITALS = [
     {"question": "Capital of Mali?", "golds": ["Bamako"], "passages": ["In Bamako."]},
     {"question": "Capital of Peru?", "golds": ["Lima", "Ciudad de los Reyes"]},
 ]
 
 
 def test_questions_of_ones_own_are_read_in_order_with_an_id_each(tmp_path):
-    path = pub.write_lines(tmp_path / "capitals.jsonl", [*OWN, OWN[0]])
+    path = pub.write_lines(tmp_path / "capitals.jsonl", [*CAPITALS, CAPITALS[0]])
     mali, peru, again = read_questions(path)
-    assert (mali.question, peru.golds) == ("Capital of Mali?", tuple(OWN[1]["golds"]))
+    assert (mali.question, peru.golds) == (
+        "Capital of Mali?",
+        tuple(CAPITALS[1]["golds"]),
+    )
     assert mali.passages == (Passage(title="", text="In Bamako."),)
     assert (mali.dataset, mali.split) == ("capitals", "train")
     assert again.id == f"{mali.id}-2"
     assert read_questions(str(path), "towns")[0].id.startswith("towns-")
-    rows = [x | {"split": "ood", "dataset": "d"} for x in OWN]
+    rows = [x | {"split": "ood", "dataset": "d"} for x in CAPITALS]
     examples = read_questions(pub.write_lines(tmp_path / "examples.jsonl", rows))
     assert [example.split for example in examples] == ["ood"] * 2
 
@@ -152,8 +155,8 @@ def test_a_published_set_keeps_its_name_and_the_passages_asked_for(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ([[OWN[0]]], ["list", "Example"]),
-        ([pd.DataFrame(OWN)], ["DataFrame", "Example"]),
+        ([[CAPITALS[0]]], ["list", "Example"]),
+        ([pd.DataFrame(CAPITALS)], ["DataFrame", "Example"]),
         ([None], ["NoneType"]),
         (["absent.jsonl"], ["absent.jsonl", "no such file"]),
         (["own.jsonl", "../up"], ["dataset", "'../up'"]),
@@ -165,8 +168,10 @@ def test_a_published_set_keeps_its_name_and_the_passages_asked_for(tmp_path):
 )
 def test_what_is_no_file_of_questions_is_named(arguments, named, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    pub.write_lines(tmp_path / "own.jsonl", OWN)
-    pub.write_lines(tmp_path / "bad.jsonl", [OWN[0], {"question": "?", "golds": []}])
+    pub.write_lines(tmp_path / "own.jsonl", CAPITALS)
+    pub.write_lines(
+        tmp_path / "bad.jsonl", [CAPITALS[0], {"question": "?", "golds": []}]
+    )
     (tmp_path / "text.txt").write_text(json.dumps("a text") + "\n")
     path, dataset, *context = [*arguments, None][: max(2, len(arguments))]
     options = {"context": context[0]} if context else {}

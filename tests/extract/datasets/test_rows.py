@@ -359,11 +359,11 @@ def test_the_window_does_not_grow_with_the_file():
         yield record + b"]"
 
     window = Window(portions())
-    widest = n_found = 0
+    widest = n_values = 0
     for value in json_values(window, Path("f"), FileType(container="json array")):
-        n_found += value.value is not None
+        n_values += value.value is not None
         widest = max(widest, len(window.text))
-    assert n_found == n_records + 1
+    assert n_values == n_records + 1
     assert widest < 2 << 20
 
 

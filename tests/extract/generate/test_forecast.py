@@ -49,14 +49,14 @@ def numbers_of(text):
 def test_texts_that_are_there_or_come_twice_are_not_counted(tmp_path):
     generator, run = ScriptedGenerator(lambda text: "said"), RunDir(tmp_path)
     Replies.open(run.replies("judge")).generate(generator, prompts(30), GREEDY)
-    before, n_generated = files_of(tmp_path), len(generator.asked)
+    before, n_generated = files_of(tmp_path), len(generator.prompts)
     counting = CountedReplies(reply_files(run.replies("judge")), "label")
     assert counting.generate(generator, prompts(33) + prompts(32), GREEDY) is None
     forecast = counting.forecast
     assert forecast.n_requests == forecast.n_rows == 3
     assert forecast.n_prompt_tokens == 31 + 32 + 33
     assert forecast.n_new_tokens == 3 * 4
-    assert files_of(tmp_path) == before and len(generator.asked) == n_generated
+    assert files_of(tmp_path) == before and len(generator.prompts) == n_generated
 
 
 def test_prompt_tokens_that_only_a_server_can_count_are_unknown():

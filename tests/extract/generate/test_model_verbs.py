@@ -27,8 +27,8 @@ from tests.process import BEATRICE, kill, run_line, start
 
 @pytest.fixture(scope="module")
 def examples():
-    few = questions(n_evaluation=8)[:20]
-    return [msgspec.structs.replace(e, rewritten=()) for e in few]
+    sample = questions(n_evaluation=8)[:20]
+    return [msgspec.structs.replace(e, rewritten=()) for e in sample]
 
 
 @pytest.fixture
@@ -55,9 +55,9 @@ def test_a_served_backbone_gives_the_answers_of_the_local_one(
     beatrice("answer", run_dir)
     with served(local) as server:
         done = beatrice("answer", other.path, "--server", server.url)
-        n_asked = len(server.requests)
+        n_requests = len(server.requests)
         again = beatrice("answer", other.path, "--server", server.url)
-        assert len(server.requests) == n_asked == len(answers_of(run_dir))
+        assert len(server.requests) == n_requests == len(answers_of(run_dir))
         assert "already done" in again.stderr
     assert answers_of(other.path) == answers_of(run_dir)
     assert "Traceback" not in done.stderr
@@ -95,11 +95,11 @@ def test_judges_label_and_the_audit_finds_what_exact_match_misses(run_dir, tmp_p
         options = ("--judge", "big", "--server", server.url)
         done = beatrice("label", run_dir, *options)
         assert "n_dropped 0" in done.stderr
-        n_asked = len(server.requests)
+        n_requests = len(server.requests)
         assert "already done" in beatrice("label", run_dir, *options).stderr
         (run_dir / "labels.jsonl").unlink()
         beatrice("label", run_dir, *options)
-        assert len(server.requests) == n_asked
+        assert len(server.requests) == n_requests
     judged = labels_of(run_dir)
     n_changed = sum(a != b for a, b in zip(exact, judged, strict=True))
     assert n_changed >= 1
@@ -161,9 +161,9 @@ def test_rewrites_are_answered_beside_the_original_contexts(run_dir):
     with served(ScriptedGenerator(copies)) as server:
         options = ("--model", "big", "--server", server.url, "--json")
         counts = json.loads(beatrice("rewrite", run_dir, *options).stdout)
-        n_asked = len(server.requests)
+        n_requests = len(server.requests)
         assert json.loads(beatrice("rewrite", run_dir, *options).stdout) == counts
-        assert len(server.requests) == n_asked == counts["n"] > 0
+        assert len(server.requests) == n_requests == counts["n"] > 0
     assert counts["n_with_added_number"] == counts["n_flagged"] == counts["n"]
     beatrice("answer", run_dir)
     after = answers_of(run_dir)
@@ -186,8 +186,8 @@ def test_a_cap_is_not_spent_again_by_the_process_that_continues(run_dir):
         options = ("--judge", "big", "--server", server.url, *prices)
         done = beatrice("label", run_dir, *options, code=1)
         assert "spending cap of 40" in done.stderr
-        n_kept = n_lines(replies)
-        assert n_kept > 1
+        n_replies = n_lines(replies)
+        assert n_replies > 1
         beatrice("label", run_dir, *options, code=1)
         assert n_lines(replies) * 2 <= 40
         replies.rename(run_dir / "elsewhere.jsonl")
@@ -290,17 +290,17 @@ def test_labelling_that_is_killed_again_and_again_ends_as_one_that_was_not(run_d
             assert n_lines(replies) >= n_before
             n_before = n_lines(replies)
         run_line(*command)
-        n_asked = len(server.requests)
+        n_requests = len(server.requests)
         killed = (run_dir / "labels.jsonl").read_bytes()
         replies.unlink()
         (run_dir / "labels.jsonl").unlink()
         server.pause = 0.0
         run_line(*command)
-        n_whole = len(server.requests) - n_asked
+        n_whole = len(server.requests) - n_requests
     assert n_kills >= 3
     assert (run_dir / "labels.jsonl").read_bytes() == killed
     # Asked twice at most: what was under way at a kill, two requests each.
-    assert n_whole <= n_asked <= n_whole + 2 * n_kills
+    assert n_whole <= n_requests <= n_whole + 2 * n_kills
 
 
 def n_lines(path):

@@ -111,17 +111,17 @@ def test_a_context_has_its_titles_in_the_papers_words_alone(bytewise, name, chat
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_context_is_rewritten_as_the_model_reads_it(name):
-    asked = example("q", question="when?", passages=TITLED)
+    original = example("q", question="when?", passages=TITLED)
     context = TEMPLATES[name].context_text(TITLED)
-    assert f"\n{context}\n" in rewrite_prompt(asked, template=name)
+    assert f"\n{context}\n" in rewrite_prompt(original, template=name)
     empty = dict.fromkeys(("token_ids", "stop_id", "log_probs"))
     counts = dict.fromkeys(("n_prompt_tokens", "n_new_tokens"))
     text = "Sid & Nancy came out in 1986."
     reply = Generated(text=text, finish="stop", **empty, **counts)
-    rewrite = read_rewrite(asked, reply, template=name)
+    rewrite = read_rewrite(original, reply, template=name)
     # A name that the prompt does not show is an addition of the rewriter's.
     assert ("Nancy" in str(rewrite.added_entities)) == (name == "short")
-    (rewritten,) = with_rewrites([asked], {"q": rewrite})[0].rewritten
+    (rewritten,) = with_rewrites([original], {"q": rewrite})[0].rewritten
     assert TEMPLATES[name].context_text([rewritten]) == text
 
 
@@ -272,12 +272,12 @@ def test_worked_examples_stand_before_the_spans_and_belong_to_none(
 def test_an_example_is_shown_in_the_words_of_the_question(bytewise):
     shot = Shot(question="Who?", answer="Ann", context="Ann did.")
     for context in ((), BERN):
-        asked = build_prompt(bytewise, TEMPLATES["few-shot"], "Who?", context)
+        bare = build_prompt(bytewise, TEMPLATES["few-shot"], "Who?", context)
         template = dataclasses.replace(FEW_SHOT, shots=(shot,))
         prompt = build_prompt(bytewise, template, "Who?", context)
         text = bytewise.decode(prompt.ids, skip_special_tokens=True)
         shown, _, rest = text.partition(" Ann\n\n")
-        alone = bytewise.decode(asked.ids, skip_special_tokens=True)
+        alone = bytewise.decode(bare.ids, skip_special_tokens=True)
         assert rest == alone
         assert shown == alone.replace("Bern: The capital lies on the Aare.", "Ann did.")
 
@@ -396,8 +396,8 @@ def test_a_file_of_examples_that_cannot_be_used_is_refused(tmp_path, text, messa
 
 
 def test_examples_of_ones_own_are_what_the_run_asks_with(tmp_path):
-    own, rows = tmp_path / "shots.jsonl", tmp_path / "own.jsonl"
-    own.write_text('{"question": "Who?", "answer": "Ann"}\n', "utf-8")
+    shots, rows = tmp_path / "shots.jsonl", tmp_path / "own.jsonl"
+    shots.write_text('{"question": "Who?", "answer": "Ann"}\n', "utf-8")
     lines = (
         json.dumps({"question": f"Where is {n}?", "golds": [f"at {n}"]})
         for n in range(12)
@@ -405,7 +405,7 @@ def test_examples_of_ones_own_are_what_the_run_asks_with(tmp_path):
     rows.write_text("\n".join(lines), "utf-8")
     files = ["--train", f"own={rows}", "--dev", f"own={rows}"]
     sizes = ["--n-train", "4", "--n-evaluation", "2", "--model", "embedded"]
-    command = ["data", str(tmp_path / "run"), *files, *sizes, "--template", str(own)]
+    command = ["data", str(tmp_path / "run"), *files, *sizes, "--template", str(shots)]
     done = CliRunner().invoke(main, command)
     assert done.exit_code == 0, done.output
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text("utf-8"))
@@ -418,14 +418,14 @@ def test_examples_of_ones_own_are_what_the_run_asks_with(tmp_path):
 def test_every_setting_and_variant_is_asked_once(tokenizer):
     both = example("both", TEXTS[1:3], TEXTS[3:4])
     words = TokenizerOnly(tokenizer)
-    asked = make_requests([both, example("bare")], words, PromptConfig(), 5)
-    assert [request.key for request in asked.requests] == [
+    result = make_requests([both, example("bare")], words, PromptConfig(), 5)
+    assert [request.key for request in result.requests] == [
         ("both", "closed_book", "original"),
         ("bare", "closed_book", "original"),
         ("both", "with_context", "original"),
         ("both", "with_context", "rewritten"),
     ]
-    assert asked.note is None
+    assert result.note is None
     with pytest.raises(ValueError, match="question 'bad': passage 2 is empty"):
         make_requests([example("bad", ["fine", " "])], words, PromptConfig(), 5)
 
@@ -449,20 +449,20 @@ def test_whole_passages_are_dropped_from_the_end_and_named(tokenizer):
     room = length(tokenizer, TEXTS[1:4])
     words = TokenizerOnly(tokenizer, max_length=1000)
     config = PromptConfig(overlong="drop-passages", window=room + 5)
-    asked = make_requests([example("long", TEXTS[1:6])], words, config, 5)
-    closed, cut = asked.requests
+    result = make_requests([example("long", TEXTS[1:6])], words, config, 5)
+    closed, cut = result.requests
     assert (closed.dropped, cut.dropped) == ((), (3, 4))
     assert cut.prompt == build_prompt(tokenizer, SHORT, TEXTS[0], passages(*TEXTS[1:4]))
-    assert "1 of 2 prompts lack passages" in asked.note
+    assert "1 of 2 prompts lack passages" in result.note
 
 
 def test_a_question_of_which_no_passage_fits_is_listed(tokenizer):
     words = TokenizerOnly(tokenizer, max_length=1000)
     room = length(tokenizer, ()) + 1
     config = PromptConfig(overlong="drop-passages", window=room + 5)
-    asked = make_requests([example("long", TEXTS[1:6])], words, config, 5)
-    assert [request.setting for request in asked.requests] == ["closed_book"]
-    (left,) = asked.left_out
+    result = make_requests([example("long", TEXTS[1:6])], words, config, 5)
+    assert [request.setting for request in result.requests] == ["closed_book"]
+    (left,) = result.left_out
     assert (left.example_id, left.setting, left.room) == ("long", "with_context", room)
     assert left.n_tokens == length(tokenizer, TEXTS[1:2])
     # Without a passage there is nothing to leave out.

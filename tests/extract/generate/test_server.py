@@ -51,14 +51,14 @@ def server(local):
 @pytest.fixture
 def client(server):
     """Return a function that makes clients of the server."""
-    with contextlib.ExitStack() as made:
+    with contextlib.ExitStack() as stack:
 
         def make(log_probs=False, **config):
             options = ServerOptions(**{"server": server.url, "retries": 0} | config)
             generator = ServedGenerator(
                 "microworld", options, stop_ids=(2,), log_probs=log_probs
             )
-            return made.enter_context(generator)
+            return stack.enter_context(generator)
 
         yield make
 
@@ -81,10 +81,10 @@ def test_served_greedy_texts_ids_and_log_probs_are_the_local_ones(
 
 def test_a_chat_message_is_answered_and_thinking_is_off(client, server, local):
     prompt = GeneratorPrompt(text="Question: who? Answer:", is_chat=True)
-    (found,) = texts(client(log_probs=True), [prompt])
+    (reply,) = texts(client(log_probs=True), [prompt])
     ((_, here),) = local.stream([prompt], GREEDY)
-    assert found.text == here.text
-    assert found.log_probs == pytest.approx(here.log_probs, abs=2e-4)
+    assert reply.text == here.text
+    assert reply.log_probs == pytest.approx(here.log_probs, abs=2e-4)
     path, body = server.requests[0]
     assert path == "/v1/chat/completions"
     # By every name that the local chat template is told it by.
@@ -97,10 +97,10 @@ def test_a_chat_message_is_answered_and_thinking_is_off(client, server, local):
 def test_a_plain_server_gets_text_and_standard_fields_only(client, server, local):
     server.is_vllm = False
     prompt = GeneratorPrompt(text="Question: who? Answer:")
-    (found,) = texts(client(dialect="openai"), [prompt])
+    (reply,) = texts(client(dialect="openai"), [prompt])
     ((_, here),) = local.stream([prompt], GREEDY)
-    assert found.text == here.text
-    assert (found.token_ids, found.log_probs, found.stop_id) == (None, None, None)
+    assert reply.text == here.text
+    assert (reply.token_ids, reply.log_probs, reply.stop_id) == (None, None, None)
     with pytest.raises(ValueError, match="422.*dialect 'openai'"):
         texts(client(), [prompt])
     sampling = SamplingConfig(temperature=1.0, top_k=5)
@@ -112,18 +112,18 @@ def test_a_plain_server_gets_text_and_standard_fields_only(client, server, local
 def test_a_failure_of_the_server_is_tried_again(client, server, status):
     server.failures = [status, status]
     prompt = GeneratorPrompt(text="Question: who? Answer:")
-    (found,) = texts(client(retries=2), [prompt])
-    assert found.text
+    (reply,) = texts(client(retries=2), [prompt])
+    assert reply.text
     assert len(server.requests) == 3
 
 
-ONE_UNIT_PER_TOKEN = {"price_prompt": 1e6, "price_new": 1e6}
+UNIT_PRICES = {"price_prompt": 1e6, "price_new": 1e6}
 
 
 def test_an_attempt_that_timed_out_counts_as_the_most_it_can_have_cost(client, server):
     prompt = GeneratorPrompt(text="x", ids=(3, 4, 5))
     server.pause = 0.4
-    slow = client(**ONE_UNIT_PER_TOKEN, retries=1, timeout=0.1)
+    slow = client(**UNIT_PRICES, retries=1, timeout=0.1)
     with pytest.raises(ValueError, match="no answer after 1 retries"):
         texts(slow, [prompt])
     time.sleep(1.0)  # the server notes a request when it is done with it
@@ -134,11 +134,11 @@ def test_an_attempt_that_timed_out_counts_as_the_most_it_can_have_cost(client, s
 def test_what_a_server_refuses_or_never_gets_costs_nothing(client, server):
     prompt = GeneratorPrompt(text="x", ids=(3, 4, 5))
     server.failures = [429, 400]
-    refused = client(**ONE_UNIT_PER_TOKEN, retries=3)
+    refused = client(**UNIT_PRICES, retries=3)
     with pytest.raises(ValueError, match="status 400"):
         texts(refused, [prompt])
     assert len(server.requests) == 2  # 400 does not pass
-    absent = client(**ONE_UNIT_PER_TOKEN, server="http://127.0.0.1:1/v1")
+    absent = client(**UNIT_PRICES, server="http://127.0.0.1:1/v1")
     with pytest.raises(ValueError, match="is it running"):
         texts(absent, [prompt])
     assert refused.account.spent == absent.account.spent == 0
@@ -162,7 +162,7 @@ def test_a_failure_that_stays_is_one_sentence_and_keeps_what_was_answered(
 
 
 def test_a_reply_of_another_protocol_is_one_sentence(client, server):
-    server.choice = lambda found, body, is_chat: {"hello": "world"}
+    server.choice = lambda answer, body, is_chat: {"hello": "world"}
     with pytest.raises(ValueError, match="0 choices, expected 1"):
         texts(client(), [GeneratorPrompt(text="Question: who? Answer:")])
 
@@ -170,8 +170,8 @@ def test_a_reply_of_another_protocol_is_one_sentence(client, server):
 def test_a_text_that_was_filtered_is_no_answer(client, server):
     whole = server.choice
 
-    def filtered(found, body, is_chat):
-        reply = whole(found, body, is_chat)
+    def filtered(answer, body, is_chat):
+        reply = whole(answer, body, is_chat)
         reply["choices"][0]["finish_reason"] = "content_filter"
         return reply
 
@@ -188,8 +188,8 @@ def test_requests_overlap_up_to_the_bound_and_not_beyond(client, server, request
 
 def test_what_is_done_is_not_asked_for(client, server, requests):
     prompts = prompts_of(requests, 4)
-    found = dict(client().stream(prompts, GREEDY, done={0, 2}))
-    assert sorted(found) == [1, 3]
+    replies = dict(client().stream(prompts, GREEDY, done={0, 2}))
+    assert sorted(replies) == [1, 3]
     assert len(server.requests) == 2
 
 
@@ -208,14 +208,14 @@ def test_the_spending_cap_stops_before_it_is_crossed_and_a_higher_one_continues(
 ):
     prompts = prompts_of(requests, 20)
     replies = Replies.open(tmp_path / "r.jsonl")
-    capped = client(**ONE_UNIT_PER_TOKEN, max_cost=120.0, concurrency=4)
+    capped = client(**UNIT_PRICES, max_cost=120.0, concurrency=4)
     with pytest.raises(SpendingCapReached, match="spending cap of 120"):
         replies.generate(capped, prompts, GREEDY)
     n_tokens = sum(r.n_prompt_tokens + r.n_new_tokens for r in replies.journal.values())
     assert 0 < n_tokens <= 120
     assert capped.account.spent == pytest.approx(n_tokens)
     n_before = len(replies.journal)
-    richer = client(**ONE_UNIT_PER_TOKEN, max_cost=10_000.0)
+    richer = client(**UNIT_PRICES, max_cost=10_000.0)
     again = Replies.open(tmp_path / "r.jsonl")
     assert len(again.generate(richer, prompts, GREEDY)) == 20
     assert again.n_reused == n_before
@@ -233,16 +233,16 @@ def test_a_server_that_trickles_holds_nobody_beyond_the_time_out(
 
 
 def test_the_doctor_waits_for_a_trickling_server_no_longer_than_for_another(server):
-    (found,) = look_at_server(server.url)
-    assert (found.status, found.text) == ("ok", f"{server.url} serves m")
+    (finding,) = look_at_server(server.url)
+    assert (finding.status, finding.text) == ("ok", f"{server.url} serves m")
     server.trickle, began = 0.1, time.monotonic()
-    (found,) = look_at_server(server.url, timeout=1.0)
-    assert found.status == "problem" and "does not list its models" in found.text
+    (finding,) = look_at_server(server.url, timeout=1.0)
+    assert finding.status == "problem" and "does not list its models" in finding.text
     assert time.monotonic() - began < 15
 
 
 def test_what_earlier_processes_spent_counts_towards_the_cap(server):
-    capped = ServerOptions(server=server.url, **ONE_UNIT_PER_TOKEN, max_cost=100.0)
+    capped = ServerOptions(server=server.url, **UNIT_PRICES, max_cost=100.0)
     prompt = GeneratorPrompt(text="x", ids=(3, 4, 5))
     with ServedGenerator("m", capped, earlier=(40, 50)) as generator:
         with pytest.raises(SpendingCapReached, match="90 is spent .by earlier"):
@@ -267,13 +267,13 @@ def test_everything_known_of_a_server_is_in_its_keys():
     options = ServerOptions(server="http://x/v1")
     changed = {"revision": "r", "served_dtype": "bfloat16", "dialect": "openai"}
     others = [dataclasses.replace(options, **{n: v}) for n, v in changed.items()]
-    asked = [
+    cases = [
         *((("m", options), {"log_probs": shown}) for shown in (False, True)),
         *((("m", other), {}) for other in others),
         (("n", options), {}),
     ]
     keys = []
-    for values, known in asked:
+    for values, known in cases:
         with ServedGenerator(*values, **known) as generator:
             prompt = GeneratorPrompt(text="p")
             keys.append(reply_key(generator.identity, prompt, GREEDY))
@@ -318,8 +318,8 @@ def test_sampling_parameters_reach_the_server_with_a_seed_per_draw(
 
 
 def five_hundred(local):
-    made = questions(n_train=1, n_evaluation=260, n_ood=100)
-    examples = [e for e in made if e.split != "train"][:500]
+    every = questions(n_train=1, n_evaluation=260, n_ood=100)
+    examples = [e for e in every if e.split != "train"][:500]
     requests = make_requests(examples, local.backbone, PromptConfig(), 10).requests
     assert len(examples) == 500
     return requests
@@ -415,8 +415,8 @@ SERVED = BackendOptions(
 
 
 def test_weights_are_bfloat16_on_a_gpu_and_exact_elsewhere():
-    found = {device: default_dtype(device) for device in ("cuda", "cuda:3", "cpu")}
-    assert found == {"cuda": "bfloat16", "cuda:3": "bfloat16", "cpu": "float32"}
+    dtypes = {device: default_dtype(device) for device in ("cuda", "cuda:3", "cpu")}
+    assert dtypes == {"cuda": "bfloat16", "cuda:3": "bfloat16", "cpu": "float32"}
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ class ScriptedGenerator:
     def __init__(self, rule, name="scripted"):
         self.rule = rule
         self.name = name
-        self.asked = []
+        self.prompts = []
 
     @property
     def identity(self):
@@ -73,7 +73,7 @@ class ScriptedGenerator:
     def stream(self, prompts, config, done=()):
         for i, prompt in enumerate(prompts):
             if i not in done:
-                self.asked.append(prompt.text)
+                self.prompts.append(prompt.text)
                 reply = self.rule(prompt.text)
                 yield i, generated(reply) if isinstance(reply, str) else reply
 

@@ -80,12 +80,12 @@ def test_the_interval_is_that_of_resampling_items_one_by_one():
 
 def test_resampled_kappas_are_those_of_scikit_learn():
     tables = np.array([[5, 0, 0, 5], [4, 4, 4, 4], [0, 5, 5, 0], [9, 2, 1, 3]])
-    one_by_one = [
+    expected = [
         cohen_kappa_score([1, 1, 0, 0], [1, 0, 1, 0], sample_weight=table)
         for table in tables
     ]
-    assert kappas(tables) == pytest.approx(one_by_one)
-    assert one_by_one[:3] == pytest.approx([1.0, 0.0, -1.0])
+    assert kappas(tables) == pytest.approx(expected)
+    assert expected[:3] == pytest.approx([1.0, 0.0, -1.0])
     assert np.isnan(kappas(np.array([[3, 0, 0, 0]]))).all()
 
 

@@ -96,11 +96,11 @@ def test_no_injection_leaves_its_field_or_flips_a_fair_judge(rubric, around):
         assert fair_verdict(prompt) == "Incorrect"
 
 
-@pytest.mark.parametrize("place", ["question", "golds"])
-def test_no_injection_in_another_field_flips_a_fair_judge(place):
+@pytest.mark.parametrize("field", ["question", "golds"])
+def test_no_injection_in_another_field_flips_a_fair_judge(field):
     for injection in INJECTIONS:
-        question = injection if place == "question" else QUESTION
-        golds = (injection, *GOLDS) if place == "golds" else GOLDS
+        question = injection if field == "question" else QUESTION
+        golds = (injection, *GOLDS) if field == "golds" else GOLDS
         for text, verdict in (("Paris", "Correct"), ("Lyon", "Incorrect")):
             prompt = judge_prompt(RUBRICS[0], question, golds, text)
             assert fair_verdict(prompt) == verdict
@@ -200,7 +200,7 @@ def test_right_and_wrong_answers_get_their_labels_from_three_equal_judges(tmp_pa
     assert [label.label for label in judgements.labels] == [True, False, False]
     assert judgements.labels[0].verdicts == ("correct",) * 3
     assert judgements.n_retried == judgements.n_unparsable == 0
-    assert len(generator.asked) == 9
+    assert len(generator.prompts) == 9
 
 
 def strict_only(prompt):
@@ -257,7 +257,7 @@ def test_an_unparsable_reply_is_asked_for_twice_more_then_kept_and_counted(tmp_p
     assert judgements.labels[0].label is None
     assert judgements.n_unparsable == 3
     assert judgements.n_retried == 6
-    assert len(generator.asked) == len(set(generator.asked)) == 9
+    assert len(generator.prompts) == len(set(generator.prompts)) == 9
     assert judgements.counts()[0]["n_with_unparsable"] == 1
 
 
@@ -300,18 +300,18 @@ def test_settings_and_variants_are_judged_and_counted_apart(tmp_path):
 def test_a_second_run_asks_nothing_and_says_the_same(tmp_path):
     first, _ = judged(tmp_path, fair_verdict, ["Paris", "Lyon"])
     again, generator = judged(tmp_path, fair_verdict, ["Paris", "Lyon"])
-    assert generator.asked == []
+    assert generator.prompts == []
     assert again == first
 
 
 def test_another_judge_or_seed_asks_again(tmp_path):
     judged(tmp_path, fair_verdict, ["Paris"])
     _, generator = judged(tmp_path, fair_verdict, ["Paris"], seed=1)
-    assert len(generator.asked) == 3
+    assert len(generator.prompts) == 3
     other = ScriptedGenerator(fair_verdict, name="other")
     replies = Replies.open(tmp_path / "replies.jsonl")
     judge_answers([answered("Paris")], [example()], other, replies, ConsensusConfig())
-    assert len(other.asked) == 3
+    assert len(other.prompts) == 3
     assert (replies.n_reused, replies.n_new) == (0, 3)
 
 
@@ -324,7 +324,7 @@ def test_a_file_cut_at_any_byte_is_completed_to_the_same_replies(tmp_path):
         path.write_bytes(content[:cut])
         again, generator = judged(tmp_path, fair_verdict, ["Paris", "Lyon"])
         assert again == whole
-        assert len(generator.asked) == 1
+        assert len(generator.prompts) == 1
         assert path.read_bytes() == content
     assert path.with_name("replies.jsonl.truncated").exists()
 
@@ -362,7 +362,7 @@ def test_rubrics_of_ones_own_are_asked_in_their_words_and_compared(tmp_path):
         answers, examples, generator, replies, ConsensusConfig(), rubrics=rubrics
     )
     assert judgements.labels[0].verdicts == ("incorrect", "correct")
-    assert [prompt.split("\n")[0] for prompt in generator.asked] == [
+    assert [prompt.split("\n")[0] for prompt in generator.prompts] == [
         "Judge strictly.",
         "Judge mildly.",
     ]

@@ -73,10 +73,10 @@ FILES = (
 
 def scripted_words(text):
     """SQuAD's normaliser, letter by letter: lower, no punctuation, no articles."""
-    kept = [c for c in text.lower() if c not in string.punctuation]
+    characters = [c for c in text.lower() if c not in string.punctuation]
     # An article goes only between characters that are part of no word.
     words, run = [], ""
-    for character in [*kept, " "]:
+    for character in [*characters, " "]:
         if character.isalnum():
             run += character
             continue

@@ -135,7 +135,7 @@ def test_a_cut_or_empty_rewrite_is_none_with_its_reason():
     assert "empty" in read_rewrite(example(), generated("Normalized Context: ")).reason
 
 
-def made(tmp_path, rule, examples):
+def rewritten(tmp_path, rule, examples):
     replies = Replies.open(tmp_path / "rewrite.jsonl")
     generator = ScriptedGenerator(rule)
     result = rewrite_contexts(examples, generator, replies, RewriteConfig())
@@ -150,15 +150,15 @@ def test_only_in_domain_contexts_without_a_rewrite_are_rewritten(tmp_path):
         example(name="c", passages=()),
         example(name="d", rewritten=(other,)),
     ]
-    result, generator = made(tmp_path, lambda prompt: "Curie won.", examples)
+    result, generator = rewritten(tmp_path, lambda prompt: "Curie won.", examples)
     assert [r.example_id for r in result] == ["a"]
-    assert len(generator.asked) == 1
+    assert len(generator.prompts) == 1
 
 
 def test_flags_are_counted_and_flagged_rewrites_kept(tmp_path):
     replies = iter(["Curie won.", "Curie won in 2000.", "Einstein won.", ""])
     examples = [example(name=str(i), question=f"q{i}?") for i in range(4)]
-    result, _ = made(tmp_path, lambda prompt: next(replies), examples)
+    result, _ = rewritten(tmp_path, lambda prompt: next(replies), examples)
     assert count_rewrites(result) == {
         "n": 4,
         "n_failed": 1,
@@ -176,7 +176,7 @@ def test_flags_are_counted_and_flagged_rewrites_kept(tmp_path):
 
 
 def test_a_rewrite_of_another_context_is_refused(tmp_path):
-    result, _ = made(tmp_path, lambda prompt: "Curie won.", [example()])
+    result, _ = rewritten(tmp_path, lambda prompt: "Curie won.", [example()])
     changed = msgspec.structs.replace(
         example(), passages=(Passage(title="", text="y"),)
     )
@@ -185,9 +185,9 @@ def test_a_rewrite_of_another_context_is_refused(tmp_path):
 
 
 def test_a_second_run_rewrites_nothing_again(tmp_path):
-    first, _ = made(tmp_path, lambda prompt: "Curie won.", [example()])
-    again, generator = made(tmp_path, lambda prompt: "other", [example()])
-    assert (again, generator.asked) == (first, [])
+    first, _ = rewritten(tmp_path, lambda prompt: "Curie won.", [example()])
+    again, generator = rewritten(tmp_path, lambda prompt: "other", [example()])
+    assert (again, generator.prompts) == (first, [])
 
 
 def test_a_context_beyond_the_window_is_skipped_only_if_asked_and_then_counted(
@@ -206,7 +206,7 @@ def test_a_context_beyond_the_window_is_skipped_only_if_asked_and_then_counted(
         judge = Small(lambda prompt: "Curie won.")
         replies = Replies.open(tmp_path / name)
         config = RewriteConfig(max_new_tokens=50, skip_overlong=skip)
-        return rewrite_contexts(examples, judge, replies, config), judge.asked
+        return rewrite_contexts(examples, judge, replies, config), judge.prompts
 
     result, prompts = rewrites("skip", skip=True)
     assert [r.example_id for r in result] == ["a", "long", "b"]

@@ -78,11 +78,11 @@ def test_a_large_vocabulary_in_chunks_gives_what_float64_gives_row_by_row():
     states = torch.randn(n_rows, 8).bfloat16()
     states[1::2] = states[::2] + 0.1 * states[1::2]
 
-    class OwnHead(Batch):
+    class HeadBatch(Batch):
         head = Head(weight=weight, bias=None, softcap=None)
 
     fields = {"answers": (), "swapped": (), "n_cue": 1, "budget": ReadingBudget()}
-    batch = OwnHead(backbone=None, **fields)
+    batch = HeadBatch(backbone=None, **fields)
     rows, result = [], torch.empty((n_rows // 2, 2))
     for chunk, log_probs in batch.log_probs(states, is_normed=True):
         rows += range(chunk.start, chunk.stop)

@@ -153,7 +153,7 @@ def test_other_passages_change_what_the_microworlds_model_says(local):
         )
         for item, prompt in zip(every, prompts, strict=True)
     ]
-    own = [answer.prompt_ids for answer in answers]
+    original = [answer.prompt_ids for answer in answers]
     swapped = [
         swapped_prompt(backbone, SHORT, item, answer, every)
         for item, answer in zip(every, answers, strict=True)
@@ -162,7 +162,7 @@ def test_other_passages_change_what_the_microworlds_model_says(local):
     result = [
         np.array([item["lumina_mmd"] for item in read(*given, swapped=each)])
         for given in [(backbone, answers, ["lumina_mmd"])]
-        for each in (own, swapped)
+        for each in (original, swapped)
     ]
     assert np.abs(result[0]).max() < 1e-6
     assert result[1].mean() > 1e-3

@@ -16,7 +16,7 @@ from tests.extract.readings.loops import Eager, expected, statistics
 from tests.records import an_answer
 
 CUE = (5, 9, 7)
-PART_NAMES = tuple(name for part in PARTS for name in part.names)
+READING_NAMES = tuple(name for group in PARTS for name in group.names)
 # Sums of float32 products in another order; the Gram matrix' logarithms in float64 of
 # states that differ so.
 TOLERANCE = 2e-4
@@ -85,7 +85,7 @@ def assert_same(items, others, names=READINGS):
 def test_every_reading_is_what_loops_over_the_eager_model_give(eager, arrays):
     for answer, swapped, item in zip(ANSWERS[:3], SWAPPED, arrays, strict=False):
         wanted = expected(eager, answer, swapped, 3)
-        assert set(wanted) == set(PART_NAMES)
+        assert set(wanted) == set(READING_NAMES)
         for name, value in wanted.items():
             assert item[name].dtype == np.float32
             value = np.array(value)
@@ -121,8 +121,8 @@ def test_the_middle_of_32_layers_is_16_and_of_40_is_20():
 def test_an_answer_without_tokens_has_nan_where_its_tokens_are_read(backbone, arrays):
     whole = {"llmcheck_hidden_all", "llmcheck_attention_all", "lookback"}
     whole |= {"gnosis_maps", "gnosis_states"}
-    assert {"window_entropy", "logit_entropy"} <= set(PART_NAMES) - whole
-    for name in set(PART_NAMES):
+    assert {"window_entropy", "logit_entropy"} <= set(READING_NAMES) - whole
+    for name in set(READING_NAMES):
         assert arrays[3][name].shape == arrays[0][name].shape, name
         is_nan = np.isnan(arrays[3][name])
         assert not is_nan.any() if name in whole else is_nan.all(), name
@@ -147,7 +147,7 @@ def test_chunks_of_one_row_give_what_one_chunk_gives(backbone):
         batch = Batch(
             backbone=backbone, answers=ANSWERS, swapped=SWAPPED, n_cue=3, budget=budget
         )
-        return _read_batch(batch, PARTS, frozenset(PART_NAMES))
+        return _read_batch(batch, PARTS, frozenset(READING_NAMES))
 
     small = ReadingBudget(
         n_attention_weights=1, n_tokens_per_chunk=1, n_words_per_block=2
@@ -194,7 +194,7 @@ def test_an_unknown_name_is_refused_and_so_is_a_missing_prompt(backbone):
 def test_other_architectures_give_finite_readings(name):
     backbone = Backbone.from_model(tiny_model(name))
     for item in read_all(backbone)[:3]:
-        for reading in PART_NAMES:
+        for reading in READING_NAMES:
             assert np.isfinite(item[reading]).all(), reading
         assert item["llmcheck_attention"].shape == (len(backbone.attention_layers),)
 
@@ -245,12 +245,12 @@ def readings(backbone, begun, answers=TAILED, swapped=TAILED_SWAPS):
         budget=ReadingBudget(),
         beginning=begun,
     )
-    return _read_batch(batch, PARTS, frozenset(PART_NAMES))
+    return _read_batch(batch, PARTS, frozenset(READING_NAMES))
 
 
 def assert_same_batch(batch, other, rtol=2e-4, atol=2e-5, **checks):
     """Hold two batches' readings, each a tensor for every answer, together."""
-    for name in PART_NAMES:
+    for name in READING_NAMES:
         for left, right in zip(batch[name], other[name], strict=True):
             torch.testing.assert_close(left, right, rtol=rtol, atol=atol, **checks)
 

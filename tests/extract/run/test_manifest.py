@@ -79,16 +79,16 @@ def test_a_run_of_other_settings_is_refused_with_what_differs(tmp_path):
 
 
 def test_what_follows_from_a_preset_is_not_listed_as_different(tmp_path):
-    def asked(preset, **fields):
+    def new_run(preset, **fields):
         sections = {"world": Widths(**fields), "extract": Widths(**fields)}
         return NewRun(preset=preset, sections=sections)
 
-    RunDir.open(tmp_path, asked("smoke")).close()
+    RunDir.open(tmp_path, new_run("smoke")).close()
     with pytest.raises(ValueError, match="asked for preset='demo'; choose another"):
-        RunDir.open(tmp_path, asked("demo", rate=0.5))
+        RunDir.open(tmp_path, new_run("demo", rate=0.5))
     message = "asked for world.rate=0.5, extract.rate=0.5; choose another"
     with pytest.raises(ValueError, match=message):  # control: nothing else differs
-        RunDir.open(tmp_path, asked("smoke", rate=0.5))
+        RunDir.open(tmp_path, new_run("smoke", rate=0.5))
 
 
 def test_a_run_of_another_kind_is_refused_in_few_words(run):
@@ -114,7 +114,7 @@ def test_what_is_settled_stays_and_the_same_options_agree(run):
     settled = run.settle("train", PRESETS, changed(stop=3))
     before = run.manifest.read_bytes()
     assert run.settle("train", PRESETS) == settled  # options that are not given
-    assert run.settle("train", PRESETS, lambda found: found) == settled
+    assert run.settle("train", PRESETS, lambda saved: saved) == settled
     assert run.settle("train", PRESETS, changed(stop=3)) == settled
     assert run.manifest.read_bytes() == before
 
@@ -164,16 +164,16 @@ def test_a_dry_run_settles_nothing(run):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda found: found.update(n_seed=3), "a field is missing or unknown"),
-        (lambda found: found.pop("stop"), "a field is missing or unknown"),
+        (lambda saved: saved.update(n_seed=3), "a field is missing or unknown"),
+        (lambda saved: saved.pop("stop"), "a field is missing or unknown"),
         (
-            lambda found: found["widths"].update(depth=3),
+            lambda saved: saved["widths"].update(depth=3),
             "a field is missing or unknown",
         ),
-        (lambda found: found.update(n_seeds="5"), "Expected `int`, got `str`"),
-        (lambda found: found.update(precision="int8"), "Invalid enum value 'int8'"),
-        (lambda found: found.update(n_seeds=0), "n_seeds: expected 1 or more, found 0"),
-        (lambda found: found["widths"].update(layers=4), "Expected `array`, got `int`"),
+        (lambda saved: saved.update(n_seeds="5"), "Expected `int`, got `str`"),
+        (lambda saved: saved.update(precision="int8"), "Invalid enum value 'int8'"),
+        (lambda saved: saved.update(n_seeds=0), "n_seeds: expected 1 or more, found 0"),
+        (lambda saved: saved["widths"].update(layers=4), "Expected `array`, got `int`"),
     ],
 )
 def test_a_section_that_cannot_be_read_is_one_sentence(run, change, reason):

@@ -24,7 +24,7 @@ from beatrice.extract.run.share import Share
 from tests.records import flip_bit
 
 REPOSITORY = Path(__file__).parents[3]
-ASKED = NewRun(preset="smoke")
+SMOKE = NewRun(preset="smoke")
 
 
 def start_owner(path):
@@ -32,7 +32,7 @@ def start_owner(path):
     code = (
         "import time; from beatrice.extract.run.directory import RunDir\n"
         "from beatrice.extract.run.directory import NewRun\n"
-        f"run = RunDir.open({str(path)!r}, {ASKED!r})\n"
+        f"run = RunDir.open({str(path)!r}, {SMOKE!r})\n"
         "print('held', flush=True); time.sleep(60)"
     )
     owner = subprocess.Popen(
@@ -73,50 +73,50 @@ def test_a_failed_write_keeps_the_old_file(tmp_path):
 def test_a_file_or_a_foreign_directory_is_refused_and_left_alone(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match="not empty and no run directory.*notes.txt"):
-        RunDir.open(tmp_path, ASKED)
+        RunDir.open(tmp_path, SMOKE)
     with pytest.raises(ValueError, match="is a file"):
-        RunDir.open(tmp_path / "notes.txt", ASKED)
+        RunDir.open(tmp_path / "notes.txt", SMOKE)
     assert os.listdir(tmp_path) == ["notes.txt"]
 
 
 def test_a_run_killed_while_being_created_can_be_created_again(tmp_path):
     (tmp_path / "lock").write_text('{"pid": 1')
     (tmp_path / ".manifest.json.ab12.tmp").write_text("{")
-    RunDir.open(tmp_path, ASKED).close()
+    RunDir.open(tmp_path, SMOKE).close()
 
 
 def test_a_second_live_process_is_refused_and_a_dead_one_is_no_obstacle(tmp_path):
     owner = start_owner(tmp_path)
     try:
         with pytest.raises(ValueError, match=f"in use by process {owner.pid} on "):
-            RunDir.open(tmp_path, ASKED)
+            RunDir.open(tmp_path, SMOKE)
         with pytest.raises(InUse, match=f"in use by process {owner.pid} on "):
-            RunDir.open(tmp_path, ASKED, share=Share(0, 2))  # a worker of a stage
+            RunDir.open(tmp_path, SMOKE, share=Share(0, 2))  # a worker of a stage
     finally:
         end(owner)
     assert json.loads((tmp_path / "lock").read_text())["pid"] == owner.pid
-    RunDir.open(tmp_path, ASKED).close()
+    RunDir.open(tmp_path, SMOKE).close()
 
 
 def test_workers_share_a_directory_and_keep_others_out(tmp_path):
-    first = RunDir.open(tmp_path, ASKED, share=Share(0, 2))
-    other = RunDir.open(tmp_path, ASKED, share=Share(0, 2))
+    first = RunDir.open(tmp_path, SMOKE, share=Share(0, 2))
+    other = RunDir.open(tmp_path, SMOKE, share=Share(0, 2))
     first.close()
     with pytest.raises(InUse, match="in use by workers that a launcher started"):
-        RunDir.open(tmp_path, ASKED)
+        RunDir.open(tmp_path, SMOKE)
     other.close()
     other.close()  # letting go twice is harmless
-    RunDir.open(tmp_path, ASKED).close()
+    RunDir.open(tmp_path, SMOKE).close()
 
 
 def test_an_owner_on_another_machine_is_believed(tmp_path):
-    RunDir.open(tmp_path, ASKED).close()
+    RunDir.open(tmp_path, SMOKE).close()
     elsewhere = {"pid": 7, "host": "node-9", "boot": "x", "started": "2026-01-01"}
     (tmp_path / "lock").write_text(json.dumps(elsewhere))
     with pytest.raises(ValueError, match="process 7 on node-9.*delete .*lock"):
-        RunDir.open(tmp_path, ASKED)
+        RunDir.open(tmp_path, SMOKE)
     (tmp_path / "lock").unlink()
-    RunDir.open(tmp_path, ASKED).close()
+    RunDir.open(tmp_path, SMOKE).close()
 
 
 def test_a_stage_is_done_until_its_input_or_output_changes(tmp_path):
@@ -250,7 +250,7 @@ def test_a_bad_row_in_the_middle_is_named(tmp_path):
 
 def test_a_run_given_by_a_relative_path_is_the_run_itself(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with RunDir.open("run", ASKED) as run:
+    with RunDir.open("run", SMOKE) as run:
         run.examples.write_text("{}\n")
         run.mark_stage("world", {}, 0.1, [run.examples])
         assert run.stage_done("world", run.hash_inputs())
@@ -318,8 +318,8 @@ def test_a_share_writes_a_part_and_whoever_works_alone_takes_all_in(tmp_path):
 def test_a_killed_shares_unfinished_line_is_no_row(tmp_path):
     files = counts_in(tmp_path, parts=tmp_path / "parts")
     Journal.open(files, Share(0, 2)).append(lines_of(a=1, b=2))
-    (part,) = files.part_files()
-    part.write_bytes(part.read_bytes()[:-3])
+    (file,) = files.part_files()
+    file.write_bytes(file.read_bytes()[:-3])
     assert files.keys() == {"a"}
     assert list(Journal.open(files)) == ["a"]
 

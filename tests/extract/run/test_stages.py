@@ -25,7 +25,7 @@ def test_every_item_is_done_and_every_thing_counted_once():
         for _ in range(item):
             tick()
 
-    side_by_side(work, (3, 4), lambda *said: calls.append(said), 7)
+    side_by_side(work, (3, 4), lambda *counts: calls.append(counts), 7)
     assert sorted(calls) == [(n, 7) for n in range(1, 8)]
 
 

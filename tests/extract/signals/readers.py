@@ -56,9 +56,9 @@ class WaveReader:
             width = max(len(sequence.ids) for sequence in sequences)
             assert width * len(sequences) <= self.most_tokens
         self.n_read += len(sequences)
-        return [self.read_one(sequence.ids) for sequence in sequences]
+        return [self.read_ids(sequence.ids) for sequence in sequences]
 
-    def read_one(self, ids):
+    def read_ids(self, ids):
         """Return `hidden`, `[n_tokens, 2, width]`, and `prob`, `[n_tokens, 5]`."""
         sums = np.cumsum(ids).astype(np.float32)[:, None]
         waves = np.cos(sums * np.arange(1, 33, dtype=np.float32)) * self.scale

@@ -95,11 +95,11 @@ def largest_difference(reader, requests, config=CONFIG, answer_span="emitting"):
     return differences, answers
 
 
-def stop_of(family, requests, place):
+def stop_of(family, requests, index):
     """An id that an answer has at a place, so that it ends there."""
     reader = backbone_of(family, stop=60)
     answers = generate(reader, requests, CONFIG)
-    return next(a.token_ids[place] for a in answers if len(a.token_ids) > place)
+    return next(a.token_ids[index] for a in answers if len(a.token_ids) > index)
 
 
 @pytest.mark.parametrize(

@@ -181,10 +181,10 @@ def test_the_config_and_the_reader_must_agree_on_layers():
 def test_shards_are_small_enough_to_share_and_to_hold():
     wide = {"hidden": Family(shape=(33, 4096), dtype="bfloat16", by_layer=True)}
     assert n_rows_of(np.full(50_000, 400), wide) == 256
-    one_layer = {"hidden": Family(shape=(1, 4096), dtype="bfloat16", by_layer=True)}
-    assert n_rows_of(np.full(50_000, 400), one_layer) == 16384
-    assert n_rows_of(np.full(3_000, 40), one_layer) == 1024
-    assert n_rows_of(np.full(3, 4), one_layer) == 256
+    narrow = {"hidden": Family(shape=(1, 4096), dtype="bfloat16", by_layer=True)}
+    assert n_rows_of(np.full(50_000, 400), narrow) == 16384
+    assert n_rows_of(np.full(3_000, 40), narrow) == 1024
+    assert n_rows_of(np.full(3, 4), narrow) == 256
 
 
 def test_answers_are_read_in_their_order(tmp_path):

@@ -55,9 +55,9 @@ def in_memory(tmp_path):
     return f"memory://{tmp_path.name}"
 
 
-def extracted(where, reader=None, **kept):
+def extracted(where, reader=None, **fields):
     reader, sequences = reader or WaveReader(), sequences_of()
-    plan = plan_of(sequences, reader, dataclasses.replace(SMALL, **kept))
+    plan = plan_of(sequences, reader, dataclasses.replace(SMALL, **fields))
     run_plan(reader, sequences, plan, where)
     return open_store(where)
 
@@ -70,7 +70,7 @@ def test_a_store_gives_back_what_its_type_and_spans_hold(tmp_path, dtype, spans)
     )
     hidden, prob = read_family(store, "hidden"), read_family(store, "prob")
     for i, item in enumerate(sequences_of()):
-        reading = WaveReader().read_one(item.ids)
+        reading = WaveReader().read_ids(item.ids)
         first, last = item.spans[2] if spans == "answer" else (0, len(item.ids))
         assert hidden.first_tokens[i] == first
         np.testing.assert_array_equal(
@@ -94,7 +94,7 @@ def test_worked_examples_before_the_spans_have_no_rows(tmp_path, spans):
         sequences, reader, ExtractConfig(hidden_spans=spans, dtype="float32")
     )
     run_plan(reader, sequences, plan, in_memory(tmp_path))
-    store, every = open_store(in_memory(tmp_path)), reader.read_one(ids)
+    store, every = open_store(in_memory(tmp_path)), reader.read_ids(ids)
     assert verify(store) == []
     prob, hidden = read_family(store, "prob"), read_family(store, "hidden")
     assert prob.first_tokens.tolist() == [48, 0]
@@ -157,15 +157,17 @@ def test_another_choice_is_another_store(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kept",
+    "fields",
     [{}, {"dtype": "int8"}, {"hidden_spans": "answer", "scalars": "bfloat16"}],
 )
-def test_bytes_told_beforehand_are_those_of_the_files_within_a_percent(tmp_path, kept):
+def test_bytes_told_beforehand_are_those_of_the_files_within_a_percent(
+    tmp_path, fields
+):
     ids = np.arange(32)
     spans = [(0, 8), (8, 16), (16, 32)]
     sequences = [sequence_of_ids(ids + i, spans) for i in range(256)]
     reader = WaveReader(width=512)  # as wide as a small model
-    plan = plan_of(sequences, reader, ExtractConfig(rows_per_shard=4096, **kept))
+    plan = plan_of(sequences, reader, ExtractConfig(rows_per_shard=4096, **fields))
     run_plan(reader, sequences, plan, tmp_path)
     files = [
         path for name in plan.spec.families for path in (tmp_path / name).rglob("*")
@@ -173,7 +175,7 @@ def test_bytes_told_beforehand_are_those_of_the_files_within_a_percent(tmp_path,
     on_disk = sum(path.stat().st_size for path in files if path.is_file())
     forecast = stored_bytes(
         {"hidden": (7, 512), "prob": (5,)},
-        StoreConfig(hidden_layers=(2, 5), **kept),
+        StoreConfig(hidden_layers=(2, 5), **fields),
         n_tokens=256 * 32,
         n_answer=256 * 16,
     )
@@ -223,9 +225,9 @@ def test_an_unknown_choice_is_refused(wrong):
 
 
 @click.command()
-@options(kept=KeptOptions)
-def verb(kept):
-    print(json.dumps(kept.fields()))
+@options(storage=KeptOptions)
+def verb(storage):
+    print(json.dumps(storage.fields()))
 
 
 def given(*words):

@@ -370,7 +370,7 @@ def test_a_twin_too_short_for_an_attention_layer_refuses_nothing():
 
 # Its norm has no weight to forget.
 WITH_GAIN = [family for family in FAMILIES if family != "olmo"]
-ONE_PLUS = ["qwen3_5", "qwen3_5_moe", "gemma", "gemma2", "gemma3"]
+OFFSET_NORMS = ["qwen3_5", "qwen3_5_moe", "gemma", "gemma2", "gemma3"]
 
 
 def refused_norm(family, **changes):
@@ -388,7 +388,7 @@ def test_a_forgotten_gain_is_refused(family):
     refused_norm(family, gain=lambda norm, backbone: torch.ones_like(norm.gain))
 
 
-@pytest.mark.parametrize("family", ONE_PLUS)
+@pytest.mark.parametrize("family", OFFSET_NORMS)
 def test_a_norm_without_its_one_plus_is_refused(family):
     def stored(norm, backbone):
         # The planted gain is the stored weight, so these families do add one.

@@ -66,14 +66,14 @@ def readings(n_tokens=20):
 @pytest.mark.parametrize("family", SIGNALS)
 @pytest.mark.parametrize("change", [1e-3, np.nan])
 def test_one_number_that_is_off_is_an_error(family, change):
-    found, expected = readings(), readings()
-    assert max(largest_errors(found, expected).values()) == 0
-    found[0][family][3, 1] += change
-    errors = largest_errors(found, expected)
+    measured, expected = readings(), readings()
+    assert max(largest_errors(measured, expected).values()) == 0
+    measured[0][family][3, 1] += change
+    errors = largest_errors(measured, expected)
     assert [name for name in SIGNALS if not errors[name] < SURVEY_TOLERANCE] == [family]
-    assert max(largest_errors(found, expected, n_spared=1).values()) == 0
-    found[0][family] = found[0][family][:, :2]
-    assert largest_errors(found, expected)[family] == np.inf
+    assert max(largest_errors(measured, expected, n_spared=1).values()) == 0
+    measured[0][family] = measured[0][family][:, :2]
+    assert largest_errors(measured, expected)[family] == np.inf
 
 
 def test_a_wrong_type_fails_the_survey_and_is_named(capsys):

@@ -38,23 +38,23 @@ class WideShapes:
 
     hidden_spans = "all"
 
-    def __init__(self, n_layers_kept):
-        self.hidden_layers = tuple(range(n_layers_kept))
+    def __init__(self, n_stored_layers):
+        self.hidden_layers = tuple(range(n_stored_layers))
         every = model_shapes(
             d_model=4096, n_layers=32, n_attention_layers=8, n_heads=16
         )
-        self.shapes = {**every, "hidden": (n_layers_kept, 4096)}
+        self.shapes = {**every, "hidden": (n_stored_layers, 4096)}
 
 
-def wide_plan(n_layers_kept, low, high, n_examples=4000):
+def wide_plan(n_stored_layers, low, high, n_examples=4000):
     ids = np.zeros(high, np.int64)
     lengths = np.random.default_rng(0).integers(low, high, n_examples)
     sequences = [
         sequence_of_ids(ids[:n], [(0, 50), (50, n - 60), (n - 60, n)]) for n in lengths
     ]
-    reader = WideShapes(n_layers_kept)
+    reader = WideShapes(n_stored_layers)
     config = ExtractConfig(
-        tokens_per_batch=BUDGET, hidden_layers=tuple(range(n_layers_kept))
+        tokens_per_batch=BUDGET, hidden_layers=tuple(range(n_stored_layers))
     )
     return plan_of(sequences, reader, config)
 
@@ -79,13 +79,13 @@ def batches_inside_ranges(spec, budget):
 
 
 @pytest.mark.parametrize(
-    ("n_layers_kept", "low", "high", "most_waste", "fullness"),
+    ("n_stored_layers", "low", "high", "most_waste", "fullness"),
     [(33, 350, 450, 0.08, 0.65), (1, 350, 450, 0.03, 0.65), (1, 130, 800, 0.1, 0.5)],
 )
 def test_batches_of_a_wide_model_are_full_of_similar_lengths(
-    n_layers_kept, low, high, most_waste, fullness
+    n_stored_layers, low, high, most_waste, fullness
 ):
-    plan = wide_plan(n_layers_kept, low, high)
+    plan = wide_plan(n_stored_layers, low, high)
     lengths = plan.spec.lengths
     batches = [batch for unit in plan.units for batch in unit.batches]
     assert sorted(i for batch in batches for i in batch) == list(range(4000))
@@ -115,10 +115,10 @@ def test_a_unit_waits_in_bounded_memory():
 
 
 def test_units_are_small_enough_to_share_and_large_enough_to_fill_batches():
-    one_layer = {"hidden": Family(shape=(1, 4096), dtype="bfloat16", by_layer=True)}
-    assert tokens_per_unit(np.full(60_000, 400), one_layer, BUDGET) == 16 * BUDGET
-    assert tokens_per_unit(np.full(4_000, 400), one_layer, BUDGET) == 4_000 * 400 // 16
-    assert tokens_per_unit(np.full(100, 400), one_layer, BUDGET) == BUDGET
+    narrow = {"hidden": Family(shape=(1, 4096), dtype="bfloat16", by_layer=True)}
+    assert tokens_per_unit(np.full(60_000, 400), narrow, BUDGET) == 16 * BUDGET
+    assert tokens_per_unit(np.full(4_000, 400), narrow, BUDGET) == 4_000 * 400 // 16
+    assert tokens_per_unit(np.full(100, 400), narrow, BUDGET) == BUDGET
 
 
 def tiny_sequences(n_examples=120):
@@ -150,7 +150,7 @@ def run_tiny(where, share=None):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def one_thread():
+def single_thread():
     """As the processes have that are launched: last bits depend on it."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -28,7 +28,7 @@ SMALL_BATCHES = dataclasses.replace(
     ANSWER_PRESETS["smoke"],
     generation=GenerationConfig(max_new_tokens=10, tokens_per_batch=600),
 )
-KEPT = dataclasses.replace(EXTRACT_PRESETS["smoke"], rows_per_shard=256)
+EXTRACT = dataclasses.replace(EXTRACT_PRESETS["smoke"], rows_per_shard=256)
 
 
 class Killed(BaseException):
@@ -58,7 +58,7 @@ def dying(n_batches, *, is_saved):
     return answer_stage(open_engine)
 
 
-def make_run(path, extract=KEPT):
+def make_run(path, extract=EXTRACT):
     rows = [msgspec.structs.replace(e, rewritten=()) for e in questions(10, 5, 2)]
     return small_run.make_run(path, rows, answer=SMALL_BATCHES, extract=extract).path
 
@@ -161,8 +161,8 @@ def test_less_is_taken_from_what_waits_and_more_is_read_again(
 
 
 def test_eight_bits_are_rounded_once(tmp_path):
-    kept = dataclasses.replace(KEPT, dtype="int8")
-    path = make_run(tmp_path / "run", extract=kept)
+    extract = dataclasses.replace(EXTRACT, dtype="int8")
+    path = make_run(tmp_path / "run", extract=extract)
     beatrice("answer", path)
     again = shutil.copytree(path, tmp_path / "again")
     shutil.rmtree(again / "written")
@@ -187,6 +187,6 @@ def test_signals_of_other_weights_do_not_count(run):
     path = min((run / "written").iterdir())
     with safetensors.safe_open(path, framework="np") as file:
         fingerprint = json.loads(file.metadata()["about"])["fingerprint"]
-    assert WrittenSignals.open(run / "written", fingerprint, KEPT)
+    assert WrittenSignals.open(run / "written", fingerprint, EXTRACT)
     other = fingerprint | {"model": "other"}
-    assert WrittenSignals.open(run / "written", other, KEPT) is None
+    assert WrittenSignals.open(run / "written", other, EXTRACT) is None

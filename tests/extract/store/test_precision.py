@@ -85,10 +85,10 @@ def test_codes_written_in_their_place_are_the_codes_that_are_returned(dtype):
     values = rows_of().reshape(4, 50, 64).transpose(1, 0, 2)
     values[0, 0, :3] = np.nan, 1e5, -np.inf
     alone = encode(values, dtype)
-    place = np.zeros((54, 4, 64), alone.codes.dtype)
-    there = encode(values, dtype, out=place[2:52])
-    assert place[2:52].tobytes() == np.ascontiguousarray(alone.codes).tobytes()
-    assert not place[:2].any() and not place[52:].any()
+    buffer = np.zeros((54, 4, 64), alone.codes.dtype)
+    there = encode(values, dtype, out=buffer[2:52])
+    assert buffer[2:52].tobytes() == np.ascontiguousarray(alone.codes).tobytes()
+    assert not buffer[:2].any() and not buffer[52:].any()
     counts = (alone.n_invalid, alone.n_overflowed)
     assert (there.n_invalid, there.n_overflowed) == counts
     assert counts == (2, int(dtype == "float16"))

@@ -54,8 +54,8 @@ def signals_of(spec, seed=0):
 def write(store, signals, ranges=None):
     for range_id in range(store.spec.n_ranges) if ranges is None else ranges:
         start, stop = store.spec.range_rows(range_id)
-        part = {name: values[start:stop] for name, values in signals.items()}
-        write_range(store, range_id, part)
+        in_range = {name: values[start:stop] for name, values in signals.items()}
+        write_range(store, range_id, in_range)
 
 
 def filled_store(where):

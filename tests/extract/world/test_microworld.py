@@ -88,8 +88,8 @@ def test_no_set_asks_for_a_fact_that_training_or_validation_asks_for(world):
         for dataset, split, _, queries in draw_queries(world, QUESTIONS)
     }
     for learned in ("train", "validation"):
-        for one, facts in by_set.items():
-            if one != ("microworld", learned):
+        for set_and_split, facts in by_set.items():
+            if set_and_split != ("microworld", learned):
                 assert not facts & by_set["microworld", learned]
 
 
