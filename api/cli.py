@@ -59,7 +59,7 @@ HEADINGS = {
     },
     "Speed and exactness": {"bench": "beatrice.benchmarks.bench.commands"},
 }
-VERBS = {verb: place for verbs in HEADINGS.values() for verb, place in verbs.items()}
+VERBS = {verb: path for verbs in HEADINGS.values() for verb, path in verbs.items()}
 # What does the work of verbs that there were.
 _FORMER = {
     "compare": "report RUN_A RUN_B",
@@ -160,8 +160,8 @@ def _for_people(verb: str, command: click.Command) -> click.Command:
         assert work is not None
         result = work(**values)
         how = values.get("how") or values.get("work")
-        is_part = getattr(how, "shard", None) or find_share().world_size > 1
-        if after and not is_part and not getattr(how, "dry_run", False):
+        is_share = getattr(how, "shard", None) or find_share().world_size > 1
+        if after and not is_share and not getattr(how, "dry_run", False):
             from beatrice.extract.run.console import Progress
 
             Progress().note(f"next: beatrice {after} {values['run_dir']}")
@@ -212,8 +212,8 @@ def make_demo() -> click.Command:
         settings, progress = new_world(**given(run), kept=kept.fields()), Progress()
         began = time.monotonic()
         with RunDir.open(run_dir, settings) as opened:
-            for place in CHAIN:
-                stage = load_stage(place)
+            for stage_path in CHAIN:
+                stage = load_stage(stage_path)
                 if stage.name == "control" and settings_of(opened) != SETTINGS:
                     continue  # it needs both, and the report says so
                 change = training.change if stage.name == "train" else None

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from beatrice.extract.run.directory import RunDir
     from beatrice.probe import Probe
 
-_ASKED = ("question", "prompt")  # shown of a row on the page: the first that is there
+# Shown of a row on the page: the first that is there.
+_HEADINGS = ("question", "prompt")
 Results = Sequence[tuple[str | None, Sequence[str], Mapping[str, Any]]]
 
 
@@ -153,7 +154,7 @@ def _score_file(
             tally.add(row, result)
             update(tally.n_done, n_rows)
             if how.html is not None:
-                arguments = (getattr(row.given, name, None) for name in _ASKED)
+                arguments = (getattr(row.given, name, None) for name in _HEADINGS)
                 passages = getattr(row.given, "context", None) or ()
                 texts = [getattr(passage, "text", passage) for passage in passages]
                 shown.append((next(filter(None, arguments), None), texts, result))

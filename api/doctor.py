@@ -85,7 +85,7 @@ def _wrong_version(needed: "Requirement") -> str | None:
     return f"{name} is {version}, needed is {specifier}"
 
 
-def look_at_machine(place: Path) -> Iterator[Finding]:
+def look_at_machine(folder: Path) -> Iterator[Finding]:
     """Look at cores, memory, and the disk that a run directory is on."""
     cores = len(os.sched_getaffinity(0))
     yield Finding("cores", "ok", f"{cores} cores for this process")
@@ -95,11 +95,11 @@ def look_at_machine(place: Path) -> Iterator[Finding]:
             available = int(line.split()[1]) * 1024
             status = "warning" if available < _LITTLE_MEMORY else "ok"
             yield Finding("memory", status, f"{bytes_in_words(available)} available")
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
-    text = f"{bytes_in_words(free)} free at {place}"
-    if os.access(place, os.W_OK):
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    text = f"{bytes_in_words(free)} free at {folder}"
+    if os.access(folder, os.W_OK):
         yield Finding("disk", "warning" if free < _LITTLE_DISK else "ok", text)
     else:
         yield Finding("disk", "problem", f"{text}, which cannot be written to")
@@ -158,7 +158,7 @@ def look_at_server(url: str, *, timeout: float = 10.0) -> Iterator[Finding]:
         names = asyncio.run(within(timeout, list_models()))
     except (openai.OpenAIError, ValueError, TypeError, AttributeError) as error:
         text = (
-            f"{url} does not list its models ({_one_line(error, 200)}); is it running, "
+            f"{url} does not list its models ({_shorten(error, 200)}); is it running, "
             "and is the URL right up to /v1?"
         )
         yield Finding("server", "problem", text)
@@ -166,7 +166,7 @@ def look_at_server(url: str, *, timeout: float = 10.0) -> Iterator[Finding]:
     yield Finding("server", "ok", f"{url} serves {', '.join(names) or 'nothing'}")
 
 
-def _one_line(error: Exception, n_characters: int) -> str:
+def _shorten(error: Exception, n_characters: int) -> str:
     return " ".join(str(error).split())[:n_characters]
 
 
@@ -192,7 +192,7 @@ def look_at_model(name: str) -> Generator[Finding, None, Shapes | None]:
         check_quantization_support(path, outline)
         require_readable(name, outline)
     except (ValueError, OSError) as error:
-        text = f"{name} cannot be used: {_one_line(error, 300)}"
+        text = f"{name} cannot be used: {_shorten(error, 300)}"
         yield Finding("model", "problem", text)
         return shapes
     window = window_of(outline.config)

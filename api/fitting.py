@@ -181,9 +181,9 @@ def _fit_heads(
     """Train encoders of each setting as a recipe says, and the heads that read them."""
     grids: dict[Setting, Grid] = {}
     outputs: dict[Setting, MemberOutputs] = {}
-    for setting, part in passes.items():
+    for setting, signals in passes.items():
         grids[setting], outputs[setting] = _train(
-            part, rows[setting], layer, recipe, config.encoders, progress
+            signals, rows[setting], layer, recipe, config.encoders, progress
         )
     if recipe == "paper":
         n_seeds = config.encoders.train.n_seeds
@@ -238,15 +238,15 @@ def _train(
     done = itertools.count(1)
     with Progress().stage(f"fit {rows.setting}") as update:
 
-        def on_part() -> None:
+        def count_member() -> None:
             if progress:
                 update(next(done), n_members)
 
         if is_linear:
             trained, outputs = train_regression(data)
-            on_part()
+            count_member()
         else:
-            result = train_encoders(data, config, subsets=subsets, on_part=on_part)
+            result = train_encoders(data, config, subsets=subsets, on_part=count_member)
             assert result is not None  # a process alone trains every member
             trained, outputs = result
     grid = Grid(
@@ -309,21 +309,21 @@ def _rows_of(
         s: _as_labels(_of(labels, s, passes), x) for s, x in passes.items()
     }
     names = {}
-    for setting, part in passes.items():
+    for setting, signals in passes.items():
         group = _of(groups, setting, passes)
-        names[setting] = np.array(part.ids if group is None else [*map(str, group)])
-        if len(names[setting]) != len(part):
+        names[setting] = np.array(signals.ids if group is None else [*map(str, group)])
+        if len(names[setting]) != len(signals):
             raise ValueError(
-                f"groups: expected one for each of {len(part)} answers, found "
+                f"groups: expected one for each of {len(signals)} answers, found "
                 f"{len(names[setting])}"
             )
     drawn = _drawn_splits(names, truth, seed) if splits is None else {}
     rows = {}
-    for setting, part in passes.items():
+    for setting, signals in passes.items():
         chosen = drawn.get(setting)
         if chosen is None:
-            chosen = _as_splits(_of(splits, setting, passes), len(part))
-        n_stored, at = len(part.store.spec.keys), part.indices
+            chosen = _as_splits(_of(splits, setting, passes), len(signals))
+        n_stored, at = len(signals.store.spec.keys), signals.indices
         fields = {
             "ids": ("", names[setting]),
             "splits": ("", chosen),
@@ -337,7 +337,7 @@ def _rows_of(
         rows[setting] = Rows(
             setting=setting,
             datasets=np.full(n_stored, "fitted"),
-            variants=np.array([key[-1] for key in part.store.spec.keys]),
+            variants=np.array([key[-1] for key in signals.store.spec.keys]),
             **stored,
         )
     return rows
@@ -393,7 +393,7 @@ def _choose_layer(
 
     Where only one is kept, or no family has layers, there is nothing to choose.
     """
-    layer_sets = {part.layers for part in passes.values()}
+    layer_sets = {signals.layers for signals in passes.values()}
     if len(layer_sets) > 1:
         raise ValueError(
             f"signals: settings keep different layers, {sorted(layer_sets)}"
@@ -402,7 +402,7 @@ def _choose_layer(
     if len(layers) < 2:
         return layers[0] if layers else None
     stores: dict[Setting, tuple[FeatureStore, Rows]] = {
-        s: (part.store, rows[s]) for s, part in passes.items()
+        s: (signals.store, rows[s]) for s, signals in passes.items()
     }
     return choose_layer(stores, config.sweep.seeded(seed)).layer
 

@@ -175,8 +175,8 @@ class LanguageModel:
             written = ReadBefore.of(reader, answers, signals)
             extract(written, answers, url, config, about=self._about(answers))
             return answers, Signals(open_store(url), model=self)
-        place = Path(f"{store}.written")
-        answers, written = _answer_on_disk(reader, requests, generation, config, place)
+        folder = Path(f"{store}.written")
+        answers, written = _answer_on_disk(reader, requests, generation, config, folder)
         extract(written, answers, url, config, about=self._about(answers))
         return answers, Signals(open_store(url), model=self)
 
@@ -269,12 +269,12 @@ def _answer_on_disk(
     requests: "Sequence[Request]",
     generation: "GenerationConfig",
     config: "ExtractConfig",
-    place: Path,
+    folder: Path,
 ) -> "tuple[list[Answer], Reader]":
     """Answer and read, some at a time; return answers, and a reader of their signals.
 
-    In the folder `place` lie answers, and signals until a store has them; what an
-    earlier call wrote stays.
+    In `folder` lie answers, and signals until a store has them; what an earlier call
+    wrote stays.
     """
     from beatrice.extract.records import to_json
     from beatrice.extract.run.files import JsonLines, sha256_json, write_new_text
@@ -282,8 +282,8 @@ def _answer_on_disk(
     from beatrice.extract.signals.written import ReadBefore, WrittenSignals, save_batch
 
     about = [reader.fingerprint, generation.max_new_tokens, list(generation.stop)]
-    write_new_text(place / "about", sha256_json(about))
-    lines = JsonLines.open(place / "answers.jsonl")
+    write_new_text(folder / "about", sha256_json(about))
+    lines = JsonLines.open(folder / "answers.jsonl")
     rows = {row.example_id: row for row in lines.intact_rows(Answer)}
     missing = [
         request
@@ -294,11 +294,11 @@ def _answer_on_disk(
     for first in range(0, len(missing), _TOGETHER):
         some = missing[first : first + _TOGETHER]
         answers, signals = generate_and_read(reader, some, generation)
-        save_batch(place, reader, config, answers, signals)
+        save_batch(folder, reader, config, answers, signals)
         lines.append(map(to_json, answers))
         rows |= {answer.example_id: answer for answer in answers}
     ordered = [rows[request.example_id] for request in requests]
-    written = WrittenSignals.open(place, reader.fingerprint, config)
+    written = WrittenSignals.open(folder, reader.fingerprint, config)
     if written is None:
         return ordered, reader
     return ordered, ReadBefore.waiting(written, reader.fingerprint, lambda: reader)

@@ -143,14 +143,14 @@ class Probe(AnswerScorer):
         branch: HeadName = signals.setting
         if branch == "with_context" and closed_book is None:
             branch = "single_pass"
-        for part in passes.values():
-            if part.layers and self.layer not in part.layers:
+        for reading in passes.values():
+            if reading.layers and self.layer not in reading.layers:
                 raise ValueError(
                     f"signals: the probe reads layer {self.layer}, these keep "
-                    f"{', '.join(map(str, part.layers))}; read them with that layer"
+                    f"{', '.join(map(str, reading.layers))}; read them with that layer"
                 )
         stores: dict[Setting, FeatureStore] = {
-            setting: part.store for setting, part in passes.items()
+            setting: reading.store for setting, reading in passes.items()
         }
         return score_store(
             self.detector,

@@ -221,8 +221,8 @@ def _end_to_end(
             values = np.ascontiguousarray(given, np.float32)
             counts = np.ones(len(values), np.int64) if lengths is None else lengths
         else:
-            parts = [np.asarray(part, np.float32) for part in given]
-            values, counts = np.concatenate(parts), [len(part) for part in parts]
+            parts = [np.asarray(array, np.float32) for array in given]
+            values, counts = np.concatenate(parts), [len(array) for array in parts]
     except (TypeError, ValueError) as error:
         raise ValueError(f"family {name!r}: expected arrays of numbers: {error}") from (
             None

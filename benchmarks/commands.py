@@ -78,15 +78,15 @@ class BaselinesOptions:
 
         is_more = bool({_AGAIN, _ALL} & {*self.only})
         names = tuple(name for name in self.only if name not in (_AGAIN, _ALL))
-        asked = dataclasses.replace(
+        changed = dataclasses.replace(
             config,
             only=names or (() if is_more else config.only),
             again=is_more or config.again,
             nli=str(self.nli.resolve()) if self.nli else config.nli,
             encoder=str(self.encoder.resolve()) if self.encoder else config.encoder,
         )
-        chosen_detectors(asked)  # an unknown name is wrong usage
-        return asked
+        chosen_detectors(changed)  # an unknown name is wrong usage
+        return changed
 
 
 @click.command()

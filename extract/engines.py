@@ -63,11 +63,11 @@ def open_reading(run: RunDir, config: AnswerConfig) -> Engine:
     from beatrice.extract.signals.written import save_batch
 
     engine = open_local(run, config, lambda backbone: None)
-    kept = run.settle("extract", EXTRACT_PRESETS, is_recorded=False)
-    reader = SignalReader.for_config(cast("Backbone", engine.model), kept)
+    extract = run.settle("extract", EXTRACT_PRESETS, is_recorded=False)
+    reader = SignalReader.for_config(cast("Backbone", engine.model), extract)
     if (reason := check_decoding(reader)) is not None:
         return engine._replace(why_alone=reason)
-    answer_span = kept.answer_span
+    answer_span = extract.answer_span
 
     def reading(requests: Sequence[Request]) -> Generator:
         return ReadingGenerator(
@@ -76,7 +76,7 @@ def open_reading(run: RunDir, config: AnswerConfig) -> Engine:
             reader=reader,
             requests={request.prompt.ids: request for request in requests},
             on_batch=lambda answers, signals: save_batch(
-                run.written, reader, kept, answers, signals, answer_span=answer_span
+                run.written, reader, extract, answers, signals, answer_span=answer_span
             ),
             answer_span=answer_span,
         )

@@ -29,7 +29,7 @@ def load_plug(spec: str, group: str) -> Any:
     if not colon:
         return _load_entry_point(module_name, group)
     parts = [*module_name.split("."), *name.split(".")]
-    if not all(part.isidentifier() for part in parts):
+    if not all(word.isidentifier() for word in parts):
         raise ValueError(
             f"{spec!r} is not MODULE:NAME; my_file:my_function is that of my_file.py"
         )
@@ -61,7 +61,7 @@ def _import(name: str, spec: str) -> ModuleType:
         return importlib.import_module(name)
     # Whatever a person's module raises while it loads is a mistake in that module.
     except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and _is_part(error.name, name):
+        if isinstance(error, ModuleNotFoundError) and _is_prefix(error.name, name):
             raise ValueError(
                 f"{spec}: no module {error.name!r} is installed, nor does "
                 f"{name.partition('.')[0]}.py lie in {here}; start where it lies, or "
@@ -72,7 +72,7 @@ def _import(name: str, spec: str) -> ModuleType:
         ) from error
 
 
-def _is_part(missing: str | None, name: str) -> bool:
+def _is_prefix(missing: str | None, name: str) -> bool:
     """Tell whether the missing module is the one to import, or a package around it."""
     return missing is not None and f"{name}.".startswith(f"{missing}.")
 

@@ -40,7 +40,7 @@ ACROSS_SETS = (IN_DOMAIN, "macro")  # what rows over several sets are called
 MAX_NAME, MAX_ID = 64, 200  # characters
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 # A part of a path that is empty or all dots, or a climb out of one.
-_NO_PART = re.compile(r"(^|[/\\])\.*([/\\]|$)|\.\.[/\\]")
+_UNSAFE_PATH = re.compile(r"(^|[/\\])\.*([/\\]|$)|\.\.[/\\]")
 
 
 def is_safe_name(name: str) -> bool:
@@ -60,7 +60,7 @@ def is_safe_id(name: str) -> bool:
     and at most `MAX_ID` characters.
     """
     is_shown = name.isprintable() and name == name.strip()
-    return is_shown and len(name) <= MAX_ID and not _NO_PART.search(name)
+    return is_shown and len(name) <= MAX_ID and not _UNSAFE_PATH.search(name)
 
 
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]

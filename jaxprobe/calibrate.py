@@ -139,20 +139,20 @@ def pool_of(
       setting: whose answers are scored.
       n_seeds: of every encoder.
     """
-    own_rows, passes = rows[setting], [outputs[setting]]
+    setting_rows, passes = rows[setting], [outputs[setting]]
     if setting == "with_context" and "closed_book" in outputs:
-        where = partners(own_rows.ids, rows["closed_book"].ids)
+        where = partners(setting_rows.ids, rows["closed_book"].ids)
         passes.append(_take(outputs["closed_book"], where))
 
     def outputs_of_rows(where: np.ndarray) -> PoolOutputs:
         of_passes = tuple(_take(member_outputs, where) for member_outputs in passes)
-        return pool_outputs(of_passes, n_seeds, own_rows.labels[where])
+        return pool_outputs(of_passes, n_seeds, setting_rows.labels[where])
 
     return Pool(
-        train=outputs_of_rows(own_rows.where("train")),
-        valid=outputs_of_rows(own_rows.where("validation")),
-        all_rows=outputs_of_rows(np.arange(len(own_rows.ids))),
-        rows=own_rows,
+        train=outputs_of_rows(setting_rows.where("train")),
+        valid=outputs_of_rows(setting_rows.where("validation")),
+        all_rows=outputs_of_rows(np.arange(len(setting_rows.ids))),
+        rows=setting_rows,
         n_subsets=len(passes[0].logits) // n_seeds,
     )
 
@@ -444,11 +444,11 @@ def score_store(
 
 def _check_families(dims: FamilyDims, store: FeatureStore) -> None:
     stored = family_dims(store)
-    is_kept = all(
+    has_spans = all(
         stored_spans in ("all", read)
         for stored_spans, read in zip(stored.spans, dims.spans, strict=False)
     )
-    if (stored.names, stored.sizes) != (dims.names, dims.sizes) or not is_kept:
+    if (stored.names, stored.sizes) != (dims.names, dims.sizes) or not has_spans:
         raise ValueError(
             f"{store.url} has {stored}, and the detector was trained on {dims}; give "
             "the signals that it was trained on"

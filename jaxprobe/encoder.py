@@ -68,16 +68,18 @@ def _pooled(tokens: jax.Array, features: FamilyTokens) -> jax.Array:
     return jnp.concatenate([means[-1], *extremes, *means[:-1]], axis=1).T
 
 
-def linear_logits(part: Mapping[str, Any], pooled: tuple[jax.Array, ...]) -> jax.Array:
+def linear_logits(
+    linear: Mapping[str, Any], pooled: tuple[jax.Array, ...]
+) -> jax.Array:
     """Return the logits of pooled signals, `[n_examples]`.
 
     Args:
-      part: the collection of an encoder's linear part: of every family f a `kernel_f`
+      linear: the collection of an encoder's linear part: of every family f a `kernel_f`
         `[n_parts * d_family]`, zero where the family is not read, and a scalar `bias`.
       pooled: see `pooled_signals`.
     """
-    products = (part[f"kernel_{f}"] @ x for f, x in enumerate(pooled))
-    return sum(products, start=jnp.asarray(part["bias"]))
+    products = (linear[f"kernel_{f}"] @ x for f, x in enumerate(pooled))
+    return sum(products, start=jnp.asarray(linear["bias"]))
 
 
 class MemberOutputs(NamedTuple):
@@ -246,8 +248,8 @@ class Encoder(nn.Module):
         out = ChannelMap(1, matmul_dtype, start, name="mlp_out")
         logits = out(nn.gelu(norm(x)))[0]
         if self.has_variable(COLLECTION, "bias"):
-            part = self.variables[COLLECTION]
-            logits += linear_logits(part, pooled_signals(features))
+            linear = self.variables[COLLECTION]
+            logits += linear_logits(linear, pooled_signals(features))
         return logits, vectors[-1].T
 
     def _projected(self, features, real, family_mask, draw):

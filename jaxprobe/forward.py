@@ -99,8 +99,8 @@ def bank_outputs(
       Logits `[n_seeds, n_kept, n_examples]` and pooled vectors `[..., d_pooled]`.
     """
     families: FamilyTokens = split_families(features, dims, standardizer)
-    over_kept = jax.vmap(lambda p, mask: apply_module(encoder, p, families, mask))
-    return jax.vmap(over_kept, in_axes=(0, None))(params, family_masks)
+    over_members = jax.vmap(lambda p, mask: apply_module(encoder, p, families, mask))
+    return jax.vmap(over_members, in_axes=(0, None))(params, family_masks)
 
 
 @partial(jax.jit, static_argnames=("head",))

@@ -258,15 +258,15 @@ def start_block(
     What reads no family is done before it begins.
     """
 
-    def start(member, _, few: FamilyTokens) -> FitState:
+    def start(member, _, sample: FamilyTokens) -> FitState:
         family_mask, subset, seed = member
         _, init_key, _ = member_keys(config, subset, seed)
-        state = start_fit(encoder.init(init_key, few, family_mask), config)
+        state = start_fit(encoder.init(init_key, sample, family_mask), config)
         since_best = jnp.where(family_mask.any(), 0, config.patience)
         return state._replace(epochs_since_best=since_best)
 
-    few = features.of_examples(lambda x: x[:, :1])
-    return over_members(start, block, (), (few,), mesh, in_turn)
+    sample = features.of_examples(lambda x: x[:, :1])
+    return over_members(start, block, (), (sample,), mesh, in_turn)
 
 
 @partial(jax.jit, static_argnames=_STATIC)
@@ -500,7 +500,7 @@ def fit_blocks(
         fixed = {"encoder": encoder, "config": config}
         return block_learner(arrays, train[0].features, **fixed)
 
-    def train_one(block: Block) -> Trained:
+    def train_alone(block: Block) -> Trained:
         with _CORES:
             (state,) = fit(
                 [learner_of(filled_block(block, encoder, config))],
@@ -522,12 +522,12 @@ def fit_blocks(
             learner.logits(state, group)
     else:
         for block in blocks[:1]:  # alone: the others use what it compiles
-            yield train_one(block)
+            yield train_alone(block)
         blocks = blocks[1:]
     if n_threads is None:
         n_threads = (os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1
     with ThreadPoolExecutor(n_threads) as pool:
-        yield from pool.map(train_one, blocks)
+        yield from pool.map(train_alone, blocks)
 
 
 def member_mesh() -> Mesh:
@@ -628,7 +628,7 @@ def apply_member(
 def _linear_logits(parts: dict[str, jax.Array], features: FamilyTokens) -> jax.Array:
     """Logits `[n_members, n_examples]` of linear parts, leaves `[n_members, ...]`."""
     pooled = pooled_signals(features)  # once for all
-    return jax.vmap(lambda part: linear_logits(part, pooled))(parts)
+    return jax.vmap(lambda linear: linear_logits(linear, pooled))(parts)
 
 
 def _network(params: Params) -> Params:

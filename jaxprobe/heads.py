@@ -125,7 +125,7 @@ def start_heads(
     validation rows stays the mean logit.
     """
 
-    def one_head(seed: jax.Array, fused: _Set) -> FitState:
+    def start_head(seed: jax.Array, fused: _Set) -> FitState:
         key = _head_keys(config, seed, fused, train.n_pool)[0]
         params = head.init(key, train.outputs[seed][..., :1], *fused)
         state = start_fit(params, config, _kernel_and_rest)
@@ -137,10 +137,10 @@ def start_heads(
         since_best = jnp.where(fused.slot_mask.any(), 0, config.patience)
         return state._replace(epochs_since_best=since_best)
 
-    def one_seed(seed: jax.Array) -> FitState:
-        return jax.lax.map(partial(one_head, seed), sets)
+    def start_seed(seed: jax.Array) -> FitState:
+        return jax.lax.map(partial(start_head, seed), sets)
 
-    return jax.lax.map(one_seed, jnp.arange(train.n_seeds))
+    return jax.lax.map(start_seed, jnp.arange(train.n_seeds))
 
 
 @partial(jax.jit, static_argnames=("head", "config"))
@@ -156,7 +156,7 @@ def train_heads(
     """Take an epoch's steps with every head that is not done; also the mean losses."""
     size = config.batch_size
 
-    def one_seed(args: tuple[jax.Array, FitState]):
+    def train_seed(args: tuple[jax.Array, FitState]):
         seed, states = args
         batch_key = stream_key(config.root_seed, HEADS, seed, 0, number)
         order_key, noise_key = jax.random.split(batch_key)
@@ -176,14 +176,14 @@ def train_heads(
             keys = Keys(noise_key, jax.random.fold_in(dropout_key, number))
             return take_steps(state, loss, batches, keys, config, _kernel_and_rest)
 
-        def one_head(args):
+        def train_head(args):
             state, fused, is_active = args
             done = state, jnp.float32(jnp.nan)
             return jax.lax.cond(is_active, lambda: steps(state, fused), lambda: done)
 
-        return jax.lax.map(one_head, (states, sets, active))
+        return jax.lax.map(train_head, (states, sets, active))
 
-    return jax.lax.map(one_seed, (jnp.arange(train.n_seeds), states))
+    return jax.lax.map(train_seed, (jnp.arange(train.n_seeds), states))
 
 
 @partial(jax.jit, static_argnames=("head", "config"))
@@ -200,18 +200,18 @@ def head_logits(
     pool = valid.outputs.reshape(-1, *valid.outputs.shape[2:])
     zeros = jnp.zeros(pool.shape[-1], pool.dtype)
 
-    def one_seed(args: tuple[jax.Array, FitState]) -> jax.Array:
+    def score_seed(args: tuple[jax.Array, FitState]) -> jax.Array:
         seed, states = args
 
-        def one_head(args):
+        def score_head(args):
             state, (members, slot_mask) = args
             members = members + seed * valid.n_pool
             logits = partial(head.apply, state.params, pool, members, slot_mask)
             return jax.lax.cond(state.is_active(config), logits, lambda: zeros)
 
-        return jax.lax.map(one_head, (states, sets))
+        return jax.lax.map(score_head, (states, sets))
 
-    return jax.lax.map(one_seed, (jnp.arange(valid.n_seeds), states))
+    return jax.lax.map(score_seed, (jnp.arange(valid.n_seeds), states))
 
 
 def fit_heads(

@@ -201,8 +201,8 @@ def fit_linear_parts(
         for seen, unseen in folds:
             fold = logistic_regression(best.C).fit(x[seen], train.labels[seen])
             grid.train[subset, unseen] = fold.decision_function(x[unseen])
-        part = _part_of(best, {f: scales[f] for f in read.tolist()})
-        for name, values in part.items():
+        kernels = _linear_weights(best, {f: scales[f] for f in read.tolist()})
+        for name, values in kernels.items():
             grid.parts[name][subset] = values
 
     use_one_blas_thread()
@@ -211,16 +211,16 @@ def fit_linear_parts(
     return grid
 
 
-def _part_of(
+def _linear_weights(
     regression: Any, scales: Mapping[int, tuple[np.ndarray, np.ndarray]]
 ) -> dict[str, np.ndarray]:
     """Return the part of an encoder that is a regression on scaled families."""
-    bias, start, part = np.asarray(regression.intercept_)[0], 0, {}
+    bias, start, kernels = np.asarray(regression.intercept_)[0], 0, {}
     for f, (mean, scale) in scales.items():
         weights = regression.coef_[0][start : start + len(mean)] / scale
-        part[f"kernel_{f}"] = weights.astype(np.float32)
+        kernels[f"kernel_{f}"] = weights.astype(np.float32)
         start, bias = start + len(mean), bias - mean @ weights
-    return {**part, "bias": np.asarray(bias, np.float32)}
+    return {**kernels, "bias": np.asarray(bias, np.float32)}
 
 
 def fit_ridge(
@@ -267,7 +267,7 @@ def fit_ridge(
     errors = excess.std(axis=1) * excess.shape[1] ** 0.5
     chosen = int(np.argmax(excess.sum(axis=1) <= errors))  # the strongest comes first
     best = logistic_regression(INVERSE_PENALTIES[chosen]).fit(x, labels)
-    return _part_of(best, dict(enumerate(scales))), logits[chosen]
+    return _linear_weights(best, dict(enumerate(scales))), logits[chosen]
 
 
 def with_linear_parts(trained: Trained, grid: LinearGrid) -> Trained:

@@ -282,7 +282,7 @@ def take_steps_in_turn(
         rows = batch[0].reshape(config.microbatches(), -1)
         shared = jax.lax.map(lambda x: share(*x), (rows, keys.batch))
 
-        def one(_, inputs):
+        def step_member(_, inputs):
             carry, member, info, is_active, key = inputs
 
             def train():
@@ -300,7 +300,7 @@ def take_steps_in_turn(
 
         is_active = states.is_active(config)
         inputs = carry, members, states.info, is_active, keys.member
-        return jax.lax.scan(one, None, inputs)[1]
+        return jax.lax.scan(step_member, None, inputs)[1]
 
     carry, losses = jax.lax.scan(step, (packed, states.opt_state), (batches, step_keys))
     states = states._replace(params=jax.vmap(unpack)(carry[0]), opt_state=carry[1])

@@ -132,7 +132,7 @@ KEPT_FREE = 0.15  # of a device: fragments, libraries, and what the compiler lef
 # More members share what is read of a seed's hidden states, and more rows share the
 # sum of gradients, which is as large as a member's weights: at the paper's sizes it is
 # a twentieth of what a step of 64 rows moves. Members come first down to here.
-_FEW_ROWS = 64
+_MANY_ROWS = 64
 # Code that is never run need not be good; what it needs of memory is the same.
 FOR_SIZES_ALONE = {
     "xla_backend_optimization_level": 0,
@@ -416,7 +416,7 @@ def _subsets_each(sizes: Sizes) -> int:
 def _candidates(sizes: Sizes) -> Iterator[tuple[int, int, int]]:
     """Yield subsets, seeds and rows of blocks, each about half of the one before."""
     rows = row_choices(sizes.train)
-    n_many = sum(n >= _FEW_ROWS for n in rows) or 1
+    n_many = sum(n >= _MANY_ROWS for n in rows) or 1
     n_subsets, n_seeds = _subsets_each(sizes), sizes.train.n_seeds
     yield from ((n_subsets, n_seeds, n) for n in rows[:n_many])
     while n_subsets * n_seeds > 1:

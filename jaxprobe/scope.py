@@ -265,14 +265,14 @@ def fewest_trusted(wanted: float, n_wrong: int = 0) -> int:
     """
     n, wrong = n_wrong + 1, 1 - wanted
 
-    def p_so_few() -> float:
+    def p_at_most() -> float:
         """Return the binomial probability of at most so many wrong ones of `n`."""
         terms = (
             math.comb(n, k) * wrong**k * wanted ** (n - k) for k in range(n_wrong + 1)
         )
         return sum(terms)
 
-    while p_so_few() > 1 - CONFIDENCE:
+    while p_at_most() > 1 - CONFIDENCE:
         n += 1
     return n
 

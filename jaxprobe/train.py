@@ -203,13 +203,14 @@ def train_regression(data: TrainingSet) -> tuple[Trained, MemberOutputs]:
     batches = data.in_memory[0] if data.in_memory else data.batches(train)
     batches = list(batches)
     pooled = Pooled.of(batches, data.rows.labels[train])
-    part, unseen = fit_ridge(pooled, data.rows.ids[train])
+    regression, unseen = fit_ridge(pooled, data.rows.ids[train])
     every = data.dims.n_subsets - 1
     mask = jnp.asarray(data.dims.subset_masks[every])
-    few = batches[0][1].of_examples(lambda x: x[:, :1])
-    params = Encoder(SILENT, data.dims).init(jax.random.key(0), few, mask)
+    sample = batches[0][1].of_examples(lambda x: x[:, :1])
+    params = Encoder(SILENT, data.dims).init(jax.random.key(0), sample, mask)
     params = jax.tree.map(
-        lambda x: np.asarray(x)[None], {"params": params["params"], COLLECTION: part}
+        lambda x: np.asarray(x)[None],
+        {"params": params["params"], COLLECTION: regression},
     )
     nothing = FitInfo(*np.full((len(FitInfo._fields), 1), np.nan))
     trained = Trained((Member(every, 0),), params, nothing)
@@ -285,13 +286,15 @@ def _trained(
     cache: Cache,
 ) -> Iterator[Trained]:
     """Yield members, those that are saved first; save the others as they are done."""
-    saved = [part for member in members if (part := _load(cache, member)) is not None]
+    saved = [
+        trained for member in members if (trained := _load(cache, member)) is not None
+    ]
     yield from saved
-    done = {member for part in saved for member in part.members}
+    done = {member for trained in saved for member in trained.members}
     missing = [member for member in members if member not in done]
-    for part in _fit(data, config, missing, linear) if missing else ():
-        _save(cache, part)
-        yield part
+    for trained in _fit(data, config, missing, linear) if missing else ():
+        _save(cache, trained)
+        yield trained
 
 
 def _fit(

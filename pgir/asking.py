@@ -267,8 +267,8 @@ class AnswerScorer:
             tokens, a prompt does not fit the model's window, the model's logits are not
             finite, or the detector was trained in another setting.
         """
-        is_one = questions is None or isinstance(questions, str)
-        if is_one:
+        is_single = questions is None or isinstance(questions, str)
+        if is_single:
             contexts = None if contexts is None else [contexts]
             questions = None if questions is None else [questions]
         asked = Asked(
@@ -281,7 +281,7 @@ class AnswerScorer:
             seed=seed,
         )
         scores = self.load_scorer().answer_asked(asked)
-        return scores[0] if is_one else scores
+        return scores[0] if is_single else scores
 
     def stream(
         self,

@@ -176,7 +176,7 @@ class ProbedBackbone:
     ) -> Reading:
         """Return signals with their spans, rounded as those of training."""
         return Reading(
-            [self._as_trained(one) for one in signals],
+            [self._as_trained(item) for item in signals],
             np.stack([sequence.spans for sequence in sequences]),
             path,
         )

@@ -186,7 +186,7 @@ def _search(
         return
     rows = retriever.search(how.search, how.depth)
     for text, row in zip(how.search, rows, strict=True):
-        passages = [corpus[int(place)] for place in row]
+        passages = [corpus[int(index)] for index in row]
         if as_json:
             shown = [{"title": p.title, "text": p.text} for p in passages]
             click.echo(json.dumps({"question": text, "passages": shown}))

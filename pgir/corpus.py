@@ -97,16 +97,16 @@ class Corpus(Sequence[Passage]):
         return len(self._lines) - 1
 
     @overload
-    def __getitem__(self, place: int) -> Passage: ...
+    def __getitem__(self, index: int) -> Passage: ...
     @overload
-    def __getitem__(self, place: slice) -> list[Passage]: ...
-    def __getitem__(self, place: int | slice) -> Passage | list[Passage]:
+    def __getitem__(self, index: slice) -> list[Passage]: ...
+    def __getitem__(self, index: int | slice) -> Passage | list[Passage]:
         """Return the passage at a place, or those of a slice."""
-        if isinstance(place, slice):
-            return [self[i] for i in range(*place.indices(len(self)))]
-        if not 0 <= place < len(self):
-            raise IndexError(f"passage {place} of {len(self)}")
-        start, stop = int(self._lines[place]), int(self._lines[place + 1])
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(f"passage {index} of {len(self)}")
+        start, stop = int(self._lines[index]), int(self._lines[index + 1])
         return self._decode(self._bytes[start:stop])
 
     def golds(self) -> list[Gold]:
@@ -183,14 +183,14 @@ class _Writer:
         if not passage.text.strip() or len(passage.text.split()) > MOST_WORDS:
             self.counts["n_long"] += 1
             return None
-        place = self.places.setdefault(_key(passage), len(self.places))
-        if place == len(self.lines) - 1:
+        index = self.places.setdefault(_key(passage), len(self.places))
+        if index == len(self.lines) - 1:
             self.counts["n_new"] += 1
             bare = Passage(title=passage.title, text=passage.text)
             line = f"{to_json(bare)}\n".encode()
             stream.write(line)
             self.lines.append(self.lines[-1] + len(line))
-        return place
+        return index
 
     def add_golds(
         self, question: Question, places: Sequence[int | None], stream: IO[bytes]
@@ -309,8 +309,8 @@ def has_answer(
     """
     answers = [f" {words} " for gold in golds if (words := normalise(gold))]
     is_held = []
-    for place in ranking[: max(depths)].tolist():
-        passage = passages[place]
+    for index in ranking[: max(depths)].tolist():
+        passage = passages[index]
         text = f" {normalise(f'{passage.title} {passage.text}')} "
         is_held.append(any(words in text for words in answers))
     return {depth: float(any(is_held[:depth])) for depth in depths}

@@ -282,8 +282,8 @@ def langgraph_app(
     def ground(state: dict) -> dict:
         passages = retrieve(state["question"])
         grounded = generate(state["question"], passages)
-        kept = gate.keep(state["draft"], grounded, passages)
-        answer = {"answer": kept.answer, "p_correct": kept.p_correct}
+        best = gate.keep(state["draft"], grounded, passages)
+        answer = {"answer": best.answer, "p_correct": best.p_correct}
         return {"passages": passages, **answer}
 
     graph = StateGraph(_GraphState)
@@ -315,11 +315,11 @@ def llama_index_engine(gate: Gate, engine: Any) -> Any:
                 return Response(response=draft.answer, metadata=facts)
             reply = engine.query(query_str)
             passages = [node.get_content() for node in reply.source_nodes]
-            kept = gate.keep(draft, str(reply), passages)
+            best = gate.keep(draft, str(reply), passages)
             return Response(
-                response=kept.answer,
-                source_nodes=reply.source_nodes if kept.is_grounded else [],
-                metadata={"p_correct": kept.p_correct, "is_grounded": kept.is_grounded},
+                response=best.answer,
+                source_nodes=reply.source_nodes if best.is_grounded else [],
+                metadata={"p_correct": best.p_correct, "is_grounded": best.is_grounded},
             )
 
     return GatedEngine()
@@ -386,11 +386,11 @@ def run_pgir(
         max_budget=policy.budget,
         query=query,
     )
-    own_retriever = OwnRetriever(retriever)
-    passages = own_retriever.passages
+    cached_retriever = OwnRetriever(retriever)
+    passages = cached_retriever.passages
     journal = CallJournal(None, "")
     answering = Answering(probed, passages, journal)
-    waves = Waves(open_services(answering, own_retriever), journal)
+    waves = Waves(open_services(answering, cached_retriever), journal)
     draft_judge: Judge = detector_judge
     if judge is not None:
         draft_judge = custom_judge(waves.add_judge("judge", judge))
@@ -419,6 +419,6 @@ def _answer_of(
         answer=draft.answer,
         p_correct=draft.p_correct,
         is_trusted=decision.is_accepted,
-        passages=tuple(passages[place] for place in draft.passages),
+        passages=tuple(passages[index] for index in draft.passages),
         n_generations=decision.n_generations,
     )

@@ -233,18 +233,18 @@ def _find_context(text: str, passages: Sequence[Passage]) -> Range | None:
     edges: list[int] = []
     for number, passage in enumerate(passages, start=1):
         check_text(passage.text, f"passage {number}")
-        part, after = passage.text.strip(), edges[-1] if edges else 0
-        at = text.find(part, after)
+        words, after = passage.text.strip(), edges[-1] if edges else 0
+        at = text.find(words, after)
         if at < 0:
             raise ValueError(
                 f"passage {number} is not in the prompt's text behind the one before; "
                 "give its exact words in the prompt's order, or a context_range"
             )
-        if not edges and text.find(part, at + 1) >= 0:
+        if not edges and text.find(words, at + 1) >= 0:
             raise ValueError(
                 f"passage {number} is in the prompt's text twice; give a context_range"
             )
-        edges += [at, at + len(part)]
+        edges += [at, at + len(words)]
     return (edges[0], edges[-1]) if edges else None
 
 
@@ -269,11 +269,11 @@ def _ranges(
     question = given.question_range
     if question is None and given.question is not None:
         question = _find_question(prompt.text, given.question, after)
-    for name, place in (("context", context), ("question", question)):
-        if place is not None and place[1] > len(prompt.text):
+    for name, char_range in (("context", context), ("question", question)):
+        if char_range is not None and char_range[1] > len(prompt.text):
             raise ValueError(
                 f"{name}_range: expected at most {len(prompt.text)}, the length of the "
-                f"prompt's text, found {place[1]}"
+                f"prompt's text, found {char_range[1]}"
             )
     if question is not None and question[0] < after:
         raise ValueError(

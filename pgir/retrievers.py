@@ -285,8 +285,8 @@ class CachedRetriever:
         lines: dict[tuple[str, int], str] = {}
         for query, documents in zip(queries, replies, strict=True):
             new = [d for d in dict.fromkeys(documents) if d not in self._places]
-            for place, document in enumerate(new, start=len(self.passages)):
-                self._places[document] = place
+            for index, document in enumerate(new, start=len(self.passages)):
+                self._places[document] = index
             ranked = tuple(self._places[document] for document in documents)
             row = _CachedRanking(query, depth, ranked, tuple(new))
             self._add(row)
@@ -581,8 +581,8 @@ def open_retrieval(
         plug = load_retriever(config.retriever)
         identity = sha256_json(["own", identity_of(plug)])
         cache = searches / f"{identity[:16]}.jsonl"
-        own_retriever = OwnRetriever(plug, cache, note)
-        return Retrieval(own_retriever, own_retriever.passages, identity)
+        plugged = OwnRetriever(plug, cache, note)
+        return Retrieval(plugged, plugged.passages, identity)
     if config.url is not None:
         identity = sha256_json(["served", config.url])
         cache = searches / f"{identity[:16]}.jsonl"
@@ -646,8 +646,8 @@ class RetrievalServer(ThreadingHTTPServer):
             rankings = self._retriever.search(queries, depth)
         return [
             [
-                {"id": str(place), "contents": as_document(self.passages[int(place)])}
-                for place in ranking
+                {"id": str(index), "contents": as_document(self.passages[int(index)])}
+                for index in ranking
             ]
             for ranking in rankings
         ]

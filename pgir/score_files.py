@@ -353,21 +353,21 @@ def _bars(results: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], i
         if (p := result.get("p_correct")) is not None:
             counts[min(int(p * N_BARS), N_BARS - 1), result["decision"]] += 1
     heights = collections.Counter[int]()
-    for (place, _), n in counts.items():
-        heights[place] += n
+    for (bar, _), n in counts.items():
+        heights[bar] += n
     most, bars = max(heights.values(), default=0), []
     tops = collections.Counter[int]()
-    for (place, decision), n in sorted(counts.items()):
-        tops[place] += n
+    for (bar, decision), n in sorted(counts.items()):
+        tops[bar] += n
         bars.append(
             {
                 "decision": decision,
                 "n": n,
-                "x": 11.5 + 31 * place,
-                "y": f"{130 - 110 * tops[place] / most:.1f}",
+                "x": 11.5 + 31 * bar,
+                "y": f"{130 - 110 * tops[bar] / most:.1f}",
                 "height": f"{110 * n / most:.1f}",
-                "low": place / N_BARS,
-                "high": (place + 1) / N_BARS,
+                "low": bar / N_BARS,
+                "high": (bar + 1) / N_BARS,
             }
         )
     return bars, most
@@ -440,17 +440,17 @@ def shown_tokens(
     # Whose text a token is, whichever positions the run reads as the answer.
     spans = sequence_of(answer, answer_span="emitting").spans
     rows = []
-    for place, token in enumerate([*answer.prompt_ids, *answer.token_ids]):
+    for position, token in enumerate([*answer.prompt_ids, *answer.token_ids]):
         # An answer token is shown with the position that emitted it, one before.
         inside = (
             name
             for name, (start, stop) in zip(SPAN_NAMES, spans, strict=True)
-            if start <= place - (name == "answer") < stop
+            if start <= position - (name == "answer") < stop
         )
         span = next(inside, None)
-        if span is None or place <= first_token:
+        if span is None or position <= first_token:
             continue
-        p, surprisal, entropy, _, margin = prob[place - 1 - first_token].tolist()
+        p, surprisal, entropy, _, margin = prob[position - 1 - first_token].tolist()
         rows.append(
             {
                 "text": decode([token]),

@@ -377,9 +377,9 @@ class Scorer(AnswerScorer):
         def effects() -> tuple[float, ...]:
             values = []
             # A token's signals are those of the place that emits it.
-            for place in np.flatnonzero(features.masks[-1][0])[: len(score.tokens)]:
+            for position in np.flatnonzero(features.masks[-1][0])[: len(score.tokens)]:
                 answer = features.masks[-1].copy()
-                answer[0, place] = False
+                answer[0, position] = False
                 without = Features(features.tokens, (*features.masks[:-1], answer))
                 with self.probed.lock:
                     passes: dict[Setting, Features] = {setting: without}

@@ -76,8 +76,8 @@ def stream_tokens(
     is_due = False  # whether P is wanted behind the last token
     written: tuple[Answer, AnswerSignals] | None = None
 
-    def p_of(part: tuple[Answer, AnswerSignals]) -> float | None:
-        answer, signals = part
+    def p_of(written: tuple[Answer, AnswerSignals]) -> float | None:
+        answer, signals = written
         sequence = probed.sequence(request, answer)
         return p_correct(probed.reading([signals], [sequence]))
 
@@ -117,10 +117,10 @@ def stream_tokens(
     answer_text = decode_ids(tokenizer, ids)
     answer_text = answer_text[: find_stop(answer_text, stop)]
     n_left = len(answer.token_ids) - (len(ids) - len(waiting))
-    for place, (token, text) in enumerate(waiting[: n_left + 1]):
-        is_last = place in (n_left, len(waiting) - 1)
+    for index, (token, text) in enumerate(waiting[: n_left + 1]):
+        is_last = index in (n_left, len(waiting) - 1)
         shown = answer_text if is_last else answer_text[: len(text)]
-        if is_stop := place == n_left:
+        if is_stop := index == n_left:
             token = dataclasses.replace(token, p_correct=None, p_if_cut=None)
         yield dataclasses.replace(token, text=shown[n_shown:], is_stop=is_stop)
         n_shown = max(n_shown, len(shown))

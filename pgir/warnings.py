@@ -81,8 +81,8 @@ def warn_of_path(detector: Detector, path: ReadingPath) -> list[str]:
         "decode": "the passes that write an answer",
         "teacher_forced": "a pass that reads it again",
     }
-    found, expected = passes[path], passes[trained.path]
-    return [WARNINGS["other_path"].format(found=found, trained=expected)]
+    actual, expected = passes[path], passes[trained.path]
+    return [WARNINGS["other_path"].format(found=actual, trained=expected)]
 
 
 def differences(detector: Detector, model: Backbone) -> list[str]:

@@ -103,8 +103,8 @@ def anatomy(run_dir: Path, other: Path | None, only: tuple[str, ...]) -> None:
 
     def change(config: "AnatomyConfig") -> "AnatomyConfig":
         beside = config.other if other is None else str(other.resolve())
-        asked = dataclasses.replace(config, only=only, other=beside)
-        chosen_analyses(asked)  # an unknown name is wrong usage
-        return asked
+        changed = dataclasses.replace(config, only=only, other=beside)
+        chosen_analyses(changed)  # an unknown name is wrong usage
+        return changed
 
     do_again_if_changed(run_dir, ANATOMY, change)

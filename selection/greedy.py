@@ -121,14 +121,14 @@ def fit_sets(
         slots[i], masks[i] = slots_of(members, config.n_slots)
     head = FusionHead(config)
 
-    def train_part(shard: tuple[np.ndarray, np.ndarray]) -> Any:
+    def train_shard(shard: tuple[np.ndarray, np.ndarray]) -> Any:
         return fit_heads(*shard, train, valid, head=head, config=train_config)
 
     # On a CPU a core for each part: a head's operations are too small to share cores.
     n_cores = (os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1
     shards = _split_sets(slots, masks, min(n_cores, n_sets))
     with ThreadPoolExecutor(len(shards)) as pool:
-        trained = list(pool.map(train_part, shards))
+        trained = list(pool.map(train_shard, shards))
 
     def merge(*shards: np.ndarray) -> np.ndarray:
         stacked = np.stack(shards, axis=1)

@@ -622,8 +622,8 @@ def _baselines(
     settings = settings_of(run)
     for index, setting in enumerate(settings):
         inputs = run_inputs(run, setting, config, relations)
-        told = part_of(update, index, len(settings))
-        scores = _scores(run, inputs, known, names, identities, told)
+        setting_update = part_of(update, index, len(settings))
+        scores = _scores(run, inputs, known, names, identities, setting_update)
         for detector, x in scores.items():
             if x.reason:
                 progress.note(f"baselines: {setting}: {detector.name}: {x.reason}")

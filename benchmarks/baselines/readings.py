@@ -82,7 +82,7 @@ class AnswerReader:
         from beatrice.extract.readings.reader import read
 
         inputs, model = self._inputs, self._backbone
-        asked = [(inputs.examples[i], inputs.answers[i]) for i in rows]
+        pairs = [(inputs.examples[i], inputs.answers[i]) for i in rows]
         drawn = [inputs.samples[i] for i in rows] if inputs.samples else []
         extra: dict[str, Any] = {}
         if "sample_states" in names:
@@ -90,7 +90,7 @@ class AnswerReader:
         if "p_true" in names:
             extra["truth_prompts"] = [
                 truth_prompt(model, x.question, answer.text, [s.text for s in row])
-                for (x, answer), row in zip(asked, drawn, strict=True)
+                for (x, answer), row in zip(pairs, drawn, strict=True)
             ]
         if "lumina_mmd" in names:
             if inputs.template is None:
@@ -99,9 +99,9 @@ class AnswerReader:
                 )
             template, questions = inputs.template, inputs.questions
             extra["swapped"] = [
-                swapped_prompt(model, template, *pair, questions) for pair in asked
+                swapped_prompt(model, template, *pair, questions) for pair in pairs
             ]
-        answers = [answer for _, answer in asked]
+        answers = [answer for _, answer in pairs]
         readings = [*read(model, answers, names, n_cue=self._n_cue, **extra)]
         return {name: _stack([row[name] for row in readings]) for name in names}
 

@@ -221,7 +221,7 @@ def measure_setting(
     turns = take_turns([lambda way=way: bench.run(way) for way in WAYS], n_rounds)
     # [clock or processors, below, above]: medians of the ratios of one turn.
     ratios = np.median(turns[:, :, None] / turns[:, None], axis=0).T.tolist()
-    plain, floor, one, two = range(len(WAYS))
+    plain, floor, single, double = range(len(WAYS))
     answers = generate(bench.backbone, bench.requests, CONFIG)
     return AnswerCost(
         setting=setting,
@@ -229,11 +229,11 @@ def measure_setting(
         n_new=sum(len(answer.token_ids) for answer in answers),
         plain=float(np.median(turns[:, plain, 0])),
         floor_over_plain=ratios[0][plain][floor],
-        one_over_floor=ratios[0][floor][one],
-        one_over_plain=ratios[0][plain][one],
-        two_over_plain=ratios[0][plain][two],
-        one_over_floor_processors=ratios[1][floor][one],
-        one_over_plain_processors=ratios[1][plain][one],
+        one_over_floor=ratios[0][floor][single],
+        one_over_plain=ratios[0][plain][single],
+        two_over_plain=ratios[0][plain][double],
+        one_over_floor_processors=ratios[1][floor][single],
+        one_over_plain_processors=ratios[1][plain][single],
         peak_plain=measure_fresh(
             "the peak of generation", measure_peak, model, dtype, setting, "plain"
         ),

@@ -174,25 +174,25 @@ class Remote:
 
     def peak(self) -> Future:
         """Return the process's peak above what it held when the object was made."""
-        return self._process.submit(_peak_above_made)
+        return self._process.submit(_peak_above_held)
 
     def close(self) -> None:
         """End the process."""
         self._process.shutdown(cancel_futures=True)
 
 
-_own: dict[str, Any] = {}  # what `Remote` keeps in its process
+_remote: dict[str, Any] = {}  # what `Remote` keeps in its process
 
 
 def _keep(make: Callable[[], Any]) -> None:
-    _own["make"] = make
+    _remote["make"] = make
 
 
 def _call(name: str, *arguments: Any) -> Any:
-    if "made" not in _own:
-        _own.update(made=_own["make"](), held=held_bytes())
-    return getattr(_own["made"], name)(*arguments)
+    if "made" not in _remote:
+        _remote.update(made=_remote["make"](), held=held_bytes())
+    return getattr(_remote["made"], name)(*arguments)
 
 
-def _peak_above_made() -> int:
-    return peak_bytes() - _own["held"]
+def _peak_above_held() -> int:
+    return peak_bytes() - _remote["held"]

@@ -88,7 +88,7 @@ class _Additions(TorchDispatchMode):
         super().__init__()
         self.layers: list[torch.Tensor] = []
         self.seen: list[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = []
-        self.n_run, self.made_at = 0, {}
+        self.n_run, self.created_at = 0, {}
 
     def begin_layer(self, module: Any, inputs: tuple[Any, ...], kwargs: Any) -> None:
         """Note the stream as a layer is handed it; a forward pre-hook."""
@@ -101,28 +101,28 @@ class _Additions(TorchDispatchMode):
         pair = args[:2] if func in _ADDITIONS and self.layers else ()
         pair = [arg for arg in pair if isinstance(arg, torch.Tensor)]
         # Attention's comes first: where both are added at once, it was made first.
-        pair.sort(key=lambda arg: self.made_at.get(arg.data_ptr(), 0))
+        pair.sort(key=lambda arg: self.created_at.get(arg.data_ptr(), 0))
         if func is _ADDITIONS[1]:  # writes over what it adds to
             pair = [arg.clone() if arg is args[0] else arg for arg in pair]
         out = func(*args, **(kwargs or {}))
         self.n_run += 1
         if isinstance(out, torch.Tensor):
-            self.made_at[out.data_ptr()] = self.n_run
+            self.created_at[out.data_ptr()] = self.n_run
             if len(pair) == 2 and out.numel() == self.layers[0].numel():
                 self.seen[-1].append((pair[0], pair[1], out))
         return out
 
     def added(self, index: int) -> list[torch.Tensor]:
         """Return what one layer added to its stream, in order."""
-        stream, parts, made_of = self.layers[index], [], {}
+        stream, parts, operands = self.layers[index], [], {}
         for left, right, out in self.seen[index]:
-            made_of[out.data_ptr()] = [left, right]
+            operands[out.data_ptr()] = [left, right]
             if stream.data_ptr() in (left.data_ptr(), right.data_ptr()):
                 is_left = left.data_ptr() == stream.data_ptr()
                 parts.append(right if is_left else left)
                 stream = out
         if len(parts) == 1:  # a parallel block adds both at once
-            parts = made_of[parts[0].data_ptr()]
+            parts = operands[parts[0].data_ptr()]
         return [
             tensor.reshape(self.layers[index].shape)[0].double() for tensor in parts
         ]
@@ -322,13 +322,13 @@ def attention_reading(
     attention_map: np.ndarray, spans: Sequence[tuple[int, int]], position: int
 ) -> list[tuple[float, float]]:
     """Return `[2 partners][entropy, mass]` of one token in one head."""
-    own_spans = [i for i, (a, b) in enumerate(spans) if a <= position < b]
-    if not own_spans:
+    spans_around = [i for i, (a, b) in enumerate(spans) if a <= position < b]
+    if not spans_around:
         return [(0.0, 0.0), (0.0, 0.0)]
     readings = []
-    for partner in [i for i in range(3) if i != own_spans[0]]:
+    for partner in [i for i in range(3) if i != spans_around[0]]:
         tokens = range(*spans[partner])
-        is_before = partner < own_spans[0]  # it is attended to, else it attends
+        is_before = partner < spans_around[0]  # it is attended to, else it attends
         seen = attention_map[position] if is_before else attention_map[:, position]
         readings.append(entropy_and_mass([seen[token] for token in tokens]))
     return readings

@@ -139,12 +139,12 @@ def answer_ratio(probe: Any, n: int) -> tuple[float, float]:
 
     backbone = probe.scorer.probed.backbone
     if backbone.tokenizer.chat_template is None:
-        asked: dict[str, Any] = {"questions": _MESSAGES[1]["content"]}
-        questions = [asked["questions"]]
+        inputs: dict[str, Any] = {"questions": _MESSAGES[1]["content"]}
+        questions = [inputs["questions"]]
         (request,) = probe.scorer.probed.requests("closed_book", questions, [()])
         ids = request.prompt.ids
     else:
-        asked = {"messages": _MESSAGES}
+        inputs = {"messages": _MESSAGES}
         text = probe.render(_MESSAGES)
         ids = backbone.tokenizer(text, add_special_tokens=False)["input_ids"]
     prompt, stops = torch.tensor([ids]), stop_ids(backbone)
@@ -155,7 +155,7 @@ def answer_ratio(probe: Any, n: int) -> tuple[float, float]:
         return sum(token not in stops for token in new)
 
     def scored() -> int:
-        return len(probe.answer(**asked, max_new_tokens=_N_NEW, stop=[]).tokens)
+        return len(probe.answer(**inputs, max_new_tokens=_N_NEW, stop=[]).tokens)
 
     if plain() != scored():
         raise ValueError(f"the probe does not write the {plain()} tokens of its model")

@@ -93,7 +93,7 @@ class Stack:
             stacked.update({name: torch.stack(x) for name, x in parts.items()})
         for name in each[0]:
             if "entry_kernel" not in name and not name.startswith("projection_"):
-                x = torch.stack([own[name] for own in each])
+                x = torch.stack([params[name] for params in each])
                 stacked[name] = x.mT if x.ndim == 3 else x
         return stacked
 
@@ -197,8 +197,8 @@ class Stack:
         for block in range(self.config.n_blocks):
             y = gelu(layer(x, f"{block}_0"), approximate="tanh")
             if drops:
-                is_kept = drops[s, block] >= round(256 * self.config.dropout)
-                y = y * (is_kept * (1 / keep))
+                keep_mask = drops[s, block] >= round(256 * self.config.dropout)
+                y = y * (keep_mask * (1 / keep))
             x = gelu(x + layer(y, f"{block}_1"), approximate="tanh")
         highest = x.masked_fill(mask == 0, -1e30).amax(2)
         highest = torch.where(n_real > 0, highest, 0.0)

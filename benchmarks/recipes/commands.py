@@ -151,7 +151,7 @@ def _do_all(run_dir: Path, progress: Progress) -> None:
     from beatrice.jaxprobe.config import GRID_PRESETS, SELECT_PRESETS
 
     # Retrieval has a verb of its own, and hours of generations.
-    stages = [load_stage(place) for place in CHAIN[1:] if "controllers" not in place]
+    stages = [load_stage(path) for path in CHAIN[1:] if "controllers" not in path]
     with RunDir.open(run_dir) as run:
         run.settle("train", {**GRID_PRESETS, "demo": GRID})
         run.settle("select", {**SELECT_PRESETS, "demo": SELECT})

@@ -267,12 +267,12 @@ def rival_scores(scene: Scenario) -> dict[Subject, np.ndarray]:
     They are fitted as in `evaluate`, on the run's own training and validation rows.
     """
     trained, new = scene.own, scene.new
-    rows, n_own = scene.joined(), len(trained.rows.ids)
+    rows, n_trained = scene.joined(), len(trained.rows.ids)
     stores = trained.store, new.store
     scores, _ = probe_scores(stores, rows, trained.layer)
     length = length_features([*trained.answers, *new.answers])
     scores[Subject("answer_length")], _ = linear_scores([length], rows)
-    scores = {name: x[:, n_own:] for name, x in scores.items()}
+    scores = {name: x[:, n_trained:] for name, x in scores.items()}
     scores[Subject("tfidf")], _ = text_scores(trained.texts, trained.rows, new.texts)
     scores[Subject("perplexity")] = perplexity_scores(new.store)
     return scores

@@ -118,8 +118,8 @@ def layer_rows(
     measured on sets that the choice of the layer has not seen.
     """
     chosen, *others = names.LAYER_PROBES
-    layers_kept = store.spec.hidden_layers
-    ends = zip(others, (layers_kept[0], layers_kept[-1]), strict=True)
+    stored_layers = store.spec.hidden_layers
+    ends = zip(others, (stored_layers[0], stored_layers[-1]), strict=True)
     layers = {chosen: layer} | {name: end for name, end in ends if end != layer}
     if len(layers) == 1:
         return []
@@ -177,22 +177,22 @@ def reliability_of(
 Key = tuple[str, str]  # an id, and in which setting the question was asked
 
 
-def _by_place(
+def _by_set(
     examples: Sequence[Example], keyed: Iterable[tuple[Key, Any]]
 ) -> dict[tuple[str, str, str], list[Any]]:
     """Group values by setting, dataset and split of their questions."""
     by_id = {example.id: example for example in examples}
     groups: dict[tuple[str, str, str], list[Any]] = {}
     for (id_, setting), value in keyed:
-        place = setting, by_id[id_].dataset, by_id[id_].split
-        groups.setdefault(place, []).append(value)
+        set_key = setting, by_id[id_].dataset, by_id[id_].split
+        groups.setdefault(set_key, []).append(value)
     return groups
 
 
 def _backbone_row(
-    experiment: str, place: tuple[str, str, str], **fields: Any
+    experiment: str, set_key: tuple[str, str, str], **fields: Any
 ) -> ResultRow:
-    fields |= dict(zip(("setting", "dataset", "split"), place, strict=True))
+    fields |= dict(zip(("setting", "dataset", "split"), set_key, strict=True))
     return ResultRow(experiment=experiment, detector="backbone", **fields)
 
 
@@ -200,10 +200,10 @@ def answer_rows(
     examples: Sequence[Example], answers: Sequence[Answer]
 ) -> list[ResultRow]:
     """Return per set, split and setting the shares of `shares_of`: no answer is out."""
-    groups = _by_place(examples, (((a.example_id, a.setting), a) for a in answers))
+    groups = _by_set(examples, (((a.example_id, a.setting), a) for a in answers))
     return [
-        _backbone_row("answers", place, metric=metric, value=value, n=len(group))
-        for place, group in groups.items()
+        _backbone_row("answers", set_key, metric=metric, value=value, n=len(group))
+        for set_key, group in groups.items()
         for metric, value in shares_of(group).items()
     ]
 
@@ -222,14 +222,14 @@ def prompt_rows(
     keyed = [((a.example_id, a.setting), bool(a.dropped)) for a in answers]
     keyed += [((row["example_id"], row["setting"]), None) for row in left_out]
     rows = []
-    for place, cuts in sorted(_by_place(examples, keyed).items()):
-        asked = [is_cut for is_cut in cuts if is_cut is not None]
-        fields = {"n": len(asked), "n_failed": len(cuts) - len(asked), "value": None}
-        if asked:
-            fields["value"] = sum(asked) / len(asked)
+    for set_key, cuts in sorted(_by_set(examples, keyed).items()):
+        flags = [is_cut for is_cut in cuts if is_cut is not None]
+        fields = {"n": len(flags), "n_failed": len(cuts) - len(flags), "value": None}
+        if flags:
+            fields["value"] = sum(flags) / len(flags)
         else:
             fields["reason"] = "no passage of any question fitted"
-        rows.append(_backbone_row("prompts", place, metric="cut", **fields))
+        rows.append(_backbone_row("prompts", set_key, metric="cut", **fields))
     return rows
 
 

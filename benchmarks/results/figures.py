@@ -83,8 +83,8 @@ def _figure(height: float, *grid: int, **options: Any) -> tuple[Figure, Any]:
     return figure, figure.subplots(*grid, **options)
 
 
-def _legend(figure: Figure, place: str, n_columns: int = 2) -> None:
-    outside: Any = f"outside {place} center"
+def _legend(figure: Figure, side: str, n_columns: int = 2) -> None:
+    outside: Any = f"outside {side} center"
     figure.legend(loc=outside, ncols=n_columns, fontsize=9.5)
 
 

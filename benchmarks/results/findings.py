@@ -153,7 +153,7 @@ def findings(
     results: pandas.DataFrame, accuracy: Sequence[Mapping[str, Any]]
 ) -> list[PaperAnswer]:
     """Answer every question on every test and held-out set, setting by setting."""
-    too_few, answered = too_few_answers(accuracy), []
+    reasons, answered = too_few_answers(accuracy), []
     pairs = where(results, experiment=("paired", "finding"), metric="auroc")
     for place in places_of(where(pairs, experiment="paired"), EVALUATED):
         differences = by_pair(pairs, **place._asdict())
@@ -165,7 +165,7 @@ def findings(
             if largest is not None and question.labels:
                 label = question.labels[rows.index(largest)]
             answer = answer_of(rows)
-            if answer is not None and place.setting in too_few:
+            if answer is not None and place.setting in reasons:
                 answer = "cannot conclude"
             answered.append(PaperAnswer(name, place, answer, largest, label))
     return answered
@@ -204,14 +204,14 @@ def grids(answered: Sequence[PaperAnswer]) -> list[AnswerGrid]:
     """
     by_setting = []
     for setting in dict.fromkeys(f.place.setting for f in answered):
-        by_place = {
+        answers = {
             (f.question, f.place): f for f in answered if f.place.setting == setting
         }
-        places = tuple(dict.fromkeys(place for _, place in by_place))
+        places = tuple(dict.fromkeys(place for _, place in answers))
         lines = tuple(
-            (question.text, tuple(by_place[name, place] for place in places))
+            (question.text, tuple(answers[name, place] for place in places))
             for name, question in questions_of(None).items()
-            if any(by_place[name, place].row for place in places)
+            if any(answers[name, place].row for place in places)
         )
         heads = tuple(place.title for place in places)
         by_setting.append(AnswerGrid(setting, heads, lines))
@@ -276,12 +276,12 @@ def facts(
     What the search added, every layer of the sweep, how far the seeds are apart; and
     first, where the answers are too few, that nothing can be concluded.
     """
-    too_few, by_setting = too_few_answers(accuracy), {}
+    reasons, by_setting = too_few_answers(accuracy), {}
     champion = where(
         results, experiment="detection", metric="auroc", **of_subject(CHAMPION)
     )
-    for setting in dict.fromkeys((*too_few, *selection, *sweep)):
-        lines = [("Too few answers", too_few[setting])] if setting in too_few else []
+    for setting in dict.fromkeys((*reasons, *selection, *sweep)):
+        lines = [("Too few answers", reasons[setting])] if setting in reasons else []
         if setting in selection:
             rounds = selection[setting]["rounds"]
             added = (f"{r['added']} {number(r['auroc'])}" for r in rounds if r["added"])

@@ -163,7 +163,7 @@ def as_markdown(
     for table, cells_of_table in by_table.items():
         of_run = [b for b in numbers if b.paper.table == table]
         n_whole = sum(cell.value is not None for cell in cells_of_table)
-        n_own = sum(b.paper.value is not None for b in of_run)
+        n_matched = sum(b.paper.value is not None for b in of_run)
         heading = table if ":" in table else f"tab:{table}"
         if not of_run:
             reasons = (c.reason or c.experiment and _NO_ANATOMY for c in cells_of_table)
@@ -172,7 +172,7 @@ def as_markdown(
             absent += f"* {heading}, {n_whole} numbers: {why}\n"
             continue
         parts.append(f"## {heading} ({_backbones(cells_of_table)})\n")
-        parts.append(f"{n_own} of its {n_whole} numbers have one here.\n")
+        parts.append(f"{n_matched} of its {n_whole} numbers have one here.\n")
         parts += [_table(of_run, n_paper), _absent(cells_of_table, of_run)]
         if of_table := [x for x in compared if x.first.paper.table == table]:
             parts.append(markdown(("Verdict", "Comparisons"), verdict_counts(of_table)))

@@ -150,11 +150,11 @@ def answers_to_show(
     """Return answers with their set and kind: some of each setting, and the others."""
     first, rest = [], []
     settings = set()
-    for place in shown:
-        n = 0 if place["setting"] in settings else 2
-        settings.add(place["setting"])
-        for kind in place["kinds"]:
-            rows = [(place, kind["name"], answer) for answer in kind["answers"]]
+    for shown_set in shown:
+        n = 0 if shown_set["setting"] in settings else 2
+        settings.add(shown_set["setting"])
+        for kind in shown_set["kinds"]:
+            rows = [(shown_set, kind["name"], answer) for answer in kind["answers"]]
             first += rows[:n]
             rest += rows[n:]
     return first, rest
@@ -229,21 +229,21 @@ def _trust_in_words(shown: Shown) -> str:
     for setting, words in SETTINGS_IN_WORDS.items():
         n: Counter[str] = Counter()
         is_certified = True
-        for place in shown:
-            if (place["setting"], place["split"]) == (setting, "test"):
-                n.update({kind["name"]: kind["n"] for kind in place["kinds"]})
-                is_certified &= place.get("is_certified", True)
+        for shown_set in shown:
+            if (shown_set["setting"], shown_set["split"]) == (setting, "test"):
+                n.update({kind["name"]: kind["n"] for kind in shown_set["kinds"]})
+                is_certified &= shown_set.get("is_certified", True)
         if not n.total():
             continue
         right, all_right = n["right and trusted"], n["right and distrusted"]
         n_trusted = right + n["wrong and missed"]
-        part = f"{100 * n_trusted / n.total():.0f} % of the answers {words}"
+        text = f"{100 * n_trusted / n.total():.0f} % of the answers {words}"
         if not is_certified:
-            part = f"none of the answers {words}, where no P holds the wanted precision"
+            text = f"none of the answers {words}, where no P holds the wanted precision"
         elif n_trusted:
-            part += f", right in {100 * right / n_trusted:.0f} %"
+            text += f", right in {100 * right / n_trusted:.0f} %"
         every = 100 * (right + all_right) / n.total()
-        parts.append(f"{part} (all answers: {every:.0f} %)")
+        parts.append(f"{text} (all answers: {every:.0f} %)")
     return f"beatrice trusts {' and '.join(parts)}." if parts else ""
 
 
@@ -255,15 +255,15 @@ def headline(results: pandas.DataFrame, shown: Shown) -> list[str]:
 def too_few_in_words(accuracy: Sequence[Mapping[str, Any]]) -> str:
     """Say where training answers are too few to conclude anything; else nothing."""
     original = class_counts(row for row in accuracy if row["variant"] == "original")
-    few = [
+    counts = [
         f"{n_correct} right and {n - n_correct} wrong {SETTINGS_IN_WORDS[setting]}"
         for (setting, split), (n, n_correct) in original.items()
         if split == "train" and min(n_correct, n - n_correct) < ENOUGH
     ]
-    if not few:
+    if not counts:
         return ""
     return (
-        f"Nothing can be concluded from so few training answers: {', '.join(few)}; "
+        f"Nothing can be concluded from so few training answers: {', '.join(counts)}; "
         f"{ENOUGH} of each are needed."
     )
 

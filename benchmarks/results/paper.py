@@ -194,8 +194,8 @@ def _wanted(cells: Sequence[PaperCell]) -> pandas.DataFrame:
 def _splits(cell: PaperCell) -> list[str]:
     """Return the splits in which a run may have the paper's set."""
     split = str(cell.split)
-    is_one_set = cell.dataset not in ACROSS_SETS and split in _ELSEWHERE
-    return [split, _ELSEWHERE[split]] if is_one_set else [split]
+    is_single_set = cell.dataset not in ACROSS_SETS and split in _ELSEWHERE
+    return [split, _ELSEWHERE[split]] if is_single_set else [split]
 
 
 def _counted(
@@ -213,8 +213,8 @@ def _counted(
         if n := sum(n for n, _ in counts):
             share = 100 * sum(n_correct for _, n_correct in counts) / n
             value = share if cell.metric == "accuracy_percent" else float(n)
-            place = {"setting": cell.setting, "dataset": cell.dataset, "split": split}
-            fields = {"experiment": "answers", "detector": "backbone", **place}
+            at = {"setting": cell.setting, "dataset": cell.dataset, "split": split}
+            fields = {"experiment": "answers", "detector": "backbone", **at}
             return ResultRow(metric=cell.metric, value=value, n=n, **fields)
     return None
 
@@ -271,9 +271,9 @@ def better_pairs(results: pandas.DataFrame) -> pandas.DataFrame:
     """Return the difference to the better member, of every pair of families and set."""
     experiments = ("anatomy_pairs", "anatomy_other_pairs")
     rows = where(results, experiment=experiments, metric="auroc", seed="mean")
-    place = ["experiment", "families", "setting", "dataset", "split"]
+    columns = ["experiment", "families", "setting", "dataset", "split"]
     least = rows.loc[rows["value"].notna()].sort_values("value", kind="stable")
-    return least.drop_duplicates(place).sort_index()
+    return least.drop_duplicates(columns).sort_index()
 
 
 def _best_encoder(results: pandas.DataFrame) -> Iterable[ResultRow]:
@@ -381,8 +381,8 @@ def with_summaries(results: pandas.DataFrame) -> pandas.DataFrame:
     A summary is the one of the rows that is least, most or in the middle, with its own
     interval, or a count.
     """
-    parts = (_best_encoder, _extremes, _near, _gains, _counts)
-    rows = [row for part in parts for row in part(results)]
+    summaries_of = (_best_encoder, _extremes, _near, _gains, _counts)
+    rows = [row for summarise in summaries_of for row in summarise(results)]
     return results_of([*results["row"], *rows])
 
 
@@ -465,8 +465,8 @@ class Sign(NamedTuple):
             here += f", difference {change} [{low}, {high}]"
         verdict = VERDICTS[self.verdict]
         if self.verdict == "cannot be told":
-            is_one = self.is_paired or second is None
-            verdict += ": our interval covers zero" if is_one else ": intervals overlap"
+            single = self.is_paired or second is None
+            verdict += ": our interval covers zero" if single else ": intervals overlap"
         what = f"{cell.row} ({cell.column}; {cell.backbone})"
         return what, paper, here, verdict
 
@@ -481,8 +481,8 @@ def _order(cell: PaperCell, than: PaperCell | None) -> Order | None:
     if cell.sign is not None or cell.value is None:
         return cell.sign
     if than is None:
-        is_one = cell.metric.endswith("_difference") or cell.metric in _TO_ZERO
-        change = cell.value if is_one else 0.0
+        is_single = cell.metric.endswith("_difference") or cell.metric in _TO_ZERO
+        change = cell.value if is_single else 0.0
     else:
         change = cell.value - (than.value or 0.0)
     return None if not change else "above" if change > 0 else "below"
@@ -498,8 +498,8 @@ def _differences(results: pandas.DataFrame) -> Differences:
     differences: dict[tuple, ResultRow] = {}
     for experiment in ("anatomy_fusion", "paired"):
         for r in where(rows, experiment=experiment)["row"]:
-            place = (r.setting, r.dataset, r.split)
-            differences.setdefault((r.subject, r.rival, *place), r)
+            set_key = (r.setting, r.dataset, r.split)
+            differences.setdefault((r.subject, r.rival, *set_key), r)
     return differences
 
 
@@ -509,8 +509,8 @@ def _paired(
     """Return a paired difference of AUROC and its interval, whichever way it lies."""
     if first.paper.metric != "auroc":
         return None
-    for sign, one, other in ((1, first.row, second.row), (-1, second.row, first.row)):
-        key = (one.subject, other.subject, one.setting, one.dataset, one.split)
+    for sign, side, rival in ((1, first.row, second.row), (-1, second.row, first.row)):
+        key = (side.subject, rival.subject, side.setting, side.dataset, side.split)
         if (row := differences.get(key)) is not None:
             low, high = sorted(
                 (sign * (row.ci_low or 0.0), sign * (row.ci_high or 0.0))
@@ -545,12 +545,12 @@ def signs(numbers: Sequence[Beside], results: pandas.DataFrame) -> list[Sign]:
     """Return every comparison of the paper that a run can be asked about, in order."""
     differences, compared = _differences(results), []
     at = ("table", "backbone", "row", "column", "metric")
-    by_place = {tuple(getattr(b.paper, x) for x in at): b for b in numbers}
+    by_cell = {tuple(getattr(b.paper, x) for x in at): b for b in numbers}
     for first in numbers:
         cell, second = first.paper, None
         if cell.than is not None:
-            place = (cell.table, cell.backbone, cell.than, cell.column, cell.metric)
-            if (second := by_place.get(place)) is None:
+            key = (cell.table, cell.backbone, cell.than, cell.column, cell.metric)
+            if (second := by_cell.get(key)) is None:
                 continue
             if second.row.split != first.row.split:
                 continue

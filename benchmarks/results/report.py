@@ -385,8 +385,8 @@ def summary(path: Path) -> dict[str, Any]:
     lines.append(f"Its tables: beatrice report {path} --print detectors")
     if (answer := _surest(data.shown)) is not None:
         question, text = answer["question"], answer["draft"]["answer"]
-        asked = shlex.join(["--question", question, "--answer", text])
-        lines += [f"Next:       beatrice score {path} \\", f"              {asked}"]
+        options = shlex.join(["--question", question, "--answer", text])
+        lines += [f"Next:       beatrice score {path} \\", f"              {options}"]
     return {"headline": values, "text": "\n".join(lines)}
 
 
@@ -394,9 +394,9 @@ def _surest(shown: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     """Return the first right and trusted answer from memory."""
     answers = (
         answer
-        for place in shown
-        if place["setting"] == "closed_book"
-        for kind in place["kinds"]
+        for shown_set in shown
+        if shown_set["setting"] == "closed_book"
+        for kind in shown_set["kinds"]
         for answer in kind["answers"]
     )
     return next(answers, None)

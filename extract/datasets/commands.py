@@ -56,7 +56,7 @@ from beatrice.extract.signals.commands import KeptOptions
 
 
 @contextlib.contextmanager
-def _nothing_half_made(path: Path) -> Iterator[None]:
+def _removed_on_failure(path: Path) -> Iterator[None]:
     """Take a new run directory away again if its questions cannot be read."""
     was_there, was_run = path.exists(), manifest_file(path).exists()
     try:
@@ -74,7 +74,7 @@ def make_data_run(
     path: Path,
     sources: Sequence[Source],
     build: BuildConfig,
-    asked: NewRun,
+    new_run: NewRun,
     progress: Progress,
     *,
     fixed: Path | None = None,
@@ -86,7 +86,7 @@ def make_data_run(
     """
     from beatrice.extract.datasets.building import build_examples, check_folder
 
-    with _nothing_half_made(path), RunDir.open(path, asked) as run:
+    with _removed_on_failure(path), RunDir.open(path, new_run) as run:
         for left in run.path.glob(".*.tmp"):  # of a run that was killed; we hold it
             left.unlink()
 
@@ -338,7 +338,7 @@ class DataOptions:
     )
 
 
-_FEW = 1000  # training questions; the paper has 10,000 of each set
+_N_TRAIN_ADVISED = 1000  # training questions; the paper has 10,000 of each set
 _N_SHOWN = 20  # refused records named one by one on the terminal; --json has more
 _NOTES = (
     ("repeated_questions", "questions whose text occurred before"),
@@ -519,7 +519,7 @@ def make_run(
         run_dir, sources, build, settings, progress, fixed=questions.splits
     )
     n_train = sum(manifest["sizes"].get("train", {}).values())
-    if preset == "paper" and 0 < n_train < _FEW:
+    if preset == "paper" and 0 < n_train < _N_TRAIN_ADVISED:
         progress.note(
             f"data: {n_train} training questions are few for the sizes of the preset "
             "paper; `beatrice train RUN --preset few` is made for them"

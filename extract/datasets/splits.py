@@ -188,7 +188,7 @@ def draw_splits(
                 ids.add(name)
                 chosen.append(candidate.id)
             if len(chosen) < (1 if size == "all" else size):
-                raise _too_few(pools, dataset, role, config, drawn)
+                raise _shortage(pools, dataset, role, config, drawn)
     return drawn
 
 
@@ -200,7 +200,7 @@ def _n_wanted(split: Split, size: Size, left: Sequence[Candidate]) -> int:
     return len(left) - (n_free // 2 if split == "validation" else 0)
 
 
-def _too_few(
+def _shortage(
     pools: Mapping[tuple[str, Role], Iterable[Candidate]],
     dataset: str,
     role: Role,

@@ -134,15 +134,15 @@ def cut_at_stop(
     start = find_stop(text, stop)
     if start is None:
         return reply
-    n_kept = 0
-    while len(decode_ids(tokenizer, reply.token_ids[: n_kept + 1])) <= start:
-        n_kept += 1
-    log_probs = reply.log_probs and reply.log_probs[: n_kept + 1]
+    n_tokens = 0
+    while len(decode_ids(tokenizer, reply.token_ids[: n_tokens + 1])) <= start:
+        n_tokens += 1
+    log_probs = reply.log_probs and reply.log_probs[: n_tokens + 1]
     return msgspec.structs.replace(
         reply,
         text=text[:start].strip(),
-        token_ids=reply.token_ids[:n_kept],
-        stop_id=reply.token_ids[n_kept],
+        token_ids=reply.token_ids[:n_tokens],
+        stop_id=reply.token_ids[n_tokens],
         log_probs=log_probs,
         finish="stop",
     )

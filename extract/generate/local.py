@@ -232,7 +232,7 @@ class Choice(LogitsProcessor):
     ) -> None:
         """Begin with all rows."""
         self._stops = torch.tensor(list(stops), device=device)
-        self._found: list[torch.Tensor] = []
+        self._largest: list[torch.Tensor] = []
         self._generators: list[torch.Generator] = []
         self._warpers, self._n_most = LogitsProcessorList(), config.top_k
         if config.is_greedy:
@@ -249,10 +249,10 @@ class Choice(LogitsProcessor):
         if not self._generators:
             log_probs = scores.to(torch.float32).log_softmax(-1)
             # The largest itself: to find its place costs ten times as much on a CPU.
-            self._found.append(log_probs.amax(-1, keepdim=True))
+            self._largest.append(log_probs.amax(-1, keepdim=True))
             return scores
         is_live = torch.ones_like(input_ids[:, -1], dtype=torch.bool)
-        if self._found:  # before, a prompt's last token stands there
+        if self._largest:  # before, a prompt's last token stands there
             is_live = ~torch.isin(input_ids[:, -1], self._stops)
         live = is_live.nonzero()[:, 0]
         logits = scores[live]
@@ -272,15 +272,15 @@ class Choice(LogitsProcessor):
             -1, keepdim=True
         )
         log_probs = torch.zeros((len(scores), 1), device=logits.device)
-        self._found.append(log_probs.index_copy_(0, live, chosen_log_probs))
+        self._largest.append(log_probs.index_copy_(0, live, chosen_log_probs))
         drawn = torch.full_like(scores, -torch.inf)
         drawn[live, chosen[:, 0]] = 0.0
         return drawn
 
     def taken(self) -> list[list[float]]:
         """Return `[n_rows, n_new_tokens]` in nats, of the model itself; forget them."""
-        log_probs = torch.cat(self._found, dim=1).tolist()
-        self._found.clear()
+        log_probs = torch.cat(self._largest, dim=1).tolist()
+        self._largest.clear()
         return log_probs
 
     def keep(self, rows: Sequence[int]) -> None:

@@ -156,11 +156,11 @@ class CountedReplies:
 
 
 Texts = Replies | CountedReplies  # what a stage asks for its texts
-Made = TypeVar("Made")
+Product = TypeVar("Product")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TextStage(Generic[Made]):
+class TextStage(Generic[Product]):
     """A stage that makes something of a model's texts, or counts what it would need."""
 
     run: RunDir
@@ -169,8 +169,8 @@ class TextStage(Generic[Made]):
     reads: list[Path]
     settings: dict[str, str]  # identities of what it depends on beside
     outputs: list[Path]
-    make: Callable[[Texts, Update], Made | None]  # None of a share of the texts
-    write: Callable[[Made], None]
+    make: Callable[[Texts, Update], Product | None]  # None of a share of the texts
+    write: Callable[[Product], None]
     is_timed: bool = False  # see `Replies`
 
     def _files(self) -> JournalFiles[str, SavedReply]:
@@ -186,11 +186,11 @@ class TextStage(Generic[Made]):
             replies = Replies(
                 journal=journal, share=self.run.share, is_timed=self.is_timed
             )
-            made = self.make(replies, update)
-            if made is None:
+            product = self.make(replies, update)
+            if product is None:
                 return replies.n_missing
             progress.note(f"{self.name}: {replies.summary()}")
-            self.write(made)
+            self.write(product)
             return None
 
         inputs = self.run.hash_inputs(*self.reads) | self.settings

@@ -169,14 +169,14 @@ def make_requests(
         for variant, passages in variants_of(setting, example)
     )
     for example, setting, variant, passages in cells:
-        n_kept = len(passages)
+        n_passages = len(passages)
         prompt = _prompt(model, template, example, passages)
-        while len(prompt.ids) > room and may_cut and n_kept > 1:
-            n_kept -= 1
-            prompt = _prompt(model, template, example, passages[:n_kept])
+        while len(prompt.ids) > room and may_cut and n_passages > 1:
+            n_passages -= 1
+            prompt = _prompt(model, template, example, passages[:n_passages])
         n_tokens = len(prompt.ids)
         if n_tokens <= room:
-            dropped = tuple(range(n_kept, len(passages)))
+            dropped = tuple(range(n_passages, len(passages)))
             result.requests.append(
                 Request(example.id, setting, variant, prompt, dropped)
             )

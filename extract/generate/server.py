@@ -74,7 +74,7 @@ class Account:
 
 Reply = TypeVar("Reply")
 _FIRST, _LONGEST = 0.5, 8.0  # seconds, as the `openai` client waits
-_LONGEST_ASKED = 60.0  # that a server may ask for
+_LONGEST_RETRY_AFTER = 60.0  # that a server may ask for
 # By name: which library connects is the `openai` client's own affair.
 _NEVER_SENT = ("ConnectError", "ConnectTimeout", "PoolTimeout")
 
@@ -107,7 +107,7 @@ def _seconds_before_retry(error: openai.OpenAIError, attempt: int) -> float:
             seconds = float(error.response.headers.get("retry-after", ""))
         except ValueError:
             seconds = 0.0  # absent, or a date
-        if 0 < seconds <= _LONGEST_ASKED:
+        if 0 < seconds <= _LONGEST_RETRY_AFTER:
             return seconds
     # Requests that failed together are spread, or they would fail together again.
     return min(_FIRST * 2**attempt, _LONGEST) * random.uniform(0.75, 1.0)

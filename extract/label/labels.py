@@ -367,7 +367,7 @@ def too_few_answers(counts: Sequence[Mapping[str, Any]]) -> dict[Setting, str]:
     }
 
 
-def _one_class(setting: Setting, split: Split, n: int, n_correct: int) -> str:
+def _lone_class(setting: Setting, split: Split, n: int, n_correct: int) -> str:
     return (
         f"{setting}, {split}: {n_correct} of {n} labelled answers are correct; with "
         "one class alone no detector can be trained, chosen or calibrated. Look at the "
@@ -385,7 +385,7 @@ def shares_in_words(
     holds one class alone, or too few of one.
     """
     counts = count_correct(examples, {label.key: label for label in labels})
-    too_few, classes = too_few_answers(counts), class_counts(counts)
+    reasons, classes = too_few_answers(counts), class_counts(counts)
     for setting in SETTINGS:
         n_all = sum(label.setting == setting for label in labels)
         rows = [row for row in counts if row["setting"] == setting]
@@ -398,9 +398,9 @@ def shares_in_words(
         for split in ("train", "validation"):
             n, n_correct = classes.get((setting, split), (0, 0))
             if (setting, split) in classes and n_correct in (0, n):
-                yield _one_class(setting, split, n, n_correct)
-            elif split == "train" and setting in too_few:
-                yield f"{setting}, train: {too_few[setting]}"
+                yield _lone_class(setting, split, n, n_correct)
+            elif split == "train" and setting in reasons:
+                yield f"{setting}, train: {reasons[setting]}"
             elif split == "validation" and min(n_correct, n - n_correct) < FEW and n:
                 yield (
                     f"{setting}, validation: {n_correct} correct and {n - n_correct} "
@@ -415,6 +415,6 @@ def check_both_classes(examples: Sequence[Example], labels: Sequence[Label]) -> 
     for (setting, split), (n, n_correct) in class_counts(counts).items():
         if n_correct in (0, n):
             raise ValueError(
-                f"{_one_class(setting, split, n, n_correct)}; signals for another use "
+                f"{_lone_class(setting, split, n, n_correct)}; signals for another use "
                 "are read where labels.jsonl is not there"
             )

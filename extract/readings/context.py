@@ -88,8 +88,8 @@ class Lookback(Part):
             weights = log_weights[:, :, n_keys - start - len(rows) :].exp()
             ratios = lookback_ratio(weights, self._n_context, rows + 1)
             first, stop = self._first[:, None], self._stop[:, None]
-            is_own = ((rows >= first) & (rows < stop))[:, None]
-            added = ratios.masked_fill(~is_own, 0.0).sum(-1)
+            in_answer = ((rows >= first) & (rows < stop))[:, None]
+            added = ratios.masked_fill(~in_answer, 0.0).sum(-1)
         self.add(layer, added)
 
     def finish(self, final: torch.Tensor) -> dict[str, list[torch.Tensor]]:
@@ -291,7 +291,7 @@ class LensScores(Part):
         """Read all layers at once; NaN for an answer without tokens."""
         final, states = self._rows.of(final), self.stacked()
         n_rows, n_layers, n_states, width = states.shape
-        best, words, log_told = self._likeliest(final)
+        best, words, log_p_answer = self._likeliest(final)
         every_word = words.repeat_interleave(n_layers)
         knowledge = states.new_empty((n_rows * n_layers, 2), dtype=torch.float32)
         lens = torch.empty_like(knowledge)
@@ -308,7 +308,7 @@ class LensScores(Part):
         for rows, log_probs in self.batch.log_probs(final, is_normed=False):
             lens[rows, -1] = _word_and_entropy(log_probs, words[rows])
         matches, entropies = (lens[..., 0] - best[:, None]).exp(), lens[..., 1]
-        emphasis = (log_told - best).exp()
+        emphasis = (log_p_answer - best).exp()
         every = knowledge.view(n_rows, n_layers, 2)
         inner = matches[:, :-1], entropies[:, :-1]
         per_token = {
@@ -324,12 +324,12 @@ class LensScores(Part):
         """Return of every row the best log-probability, its word, the answer's own."""
         ids = [i for answer in self.batch.answers for i in answer.token_ids]
         answer_ids = torch.tensor(ids, device=final.device, dtype=torch.long)
-        best, log_told = torch.zeros((2, len(ids)), device=final.device)
+        best, log_p_answer = torch.zeros((2, len(ids)), device=final.device)
         words = torch.zeros_like(answer_ids)
         for rows, log_probs in self.batch.log_probs(final, is_normed=True):
             best[rows], words[rows] = log_probs.max(-1)
-            log_told[rows] = log_probs.gather(1, answer_ids[rows, None])[:, 0]
-        return best, words, log_told
+            log_p_answer[rows] = log_probs.gather(1, answer_ids[rows, None])[:, 0]
+        return best, words, log_p_answer
 
 
 def _word_and_entropy(log_probs: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
@@ -351,20 +351,20 @@ class Discrepancies(Part):
         """Read the answer behind the other passages."""
         batch = self.batch
         cells = zip(batch.answers, batch.swapped, batch.predictor_edges, strict=True)
-        ids, edges, own_edges = [], [], []
+        ids, edges, answer_edges = [], [], []
         for answer, prompt, edge in cells:
             if prompt is None or not answer.token_ids:
-                own_edges.append((0, 0))
+                answer_edges.append((0, 0))
                 continue
-            own_edges.append(edge)
+            answer_edges.append(edge)
             ids.append(np.array(prompt + answer.token_ids))
             edges.append((len(prompt) - 1, len(ids[-1]) - 1))
         if not ids:
-            return {"lumina_mmd": [torch.tensor(torch.nan)] * len(own_edges)}
+            return {"lumina_mmd": [torch.tensor(torch.nan)] * len(answer_edges)}
         padded = pad_batch(ids, batch.backbone.device)
         other = final_states(batch.backbone.layout, padded, batch.beginning)
         other = Rows(edges, padded.shape[1], batch.backbone.device).of(other)
-        rows = batch.rows(own_edges)
+        rows = batch.rows(answer_edges)
         embeddings = batch.backbone.model.get_input_embeddings().weight
         pairs = zip(
             batch.log_probs(rows.of(final), is_normed=True),

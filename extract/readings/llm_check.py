@@ -159,8 +159,8 @@ class DiagonalScores(_AnswerOrAll):
         )
         for name, every in self._edges.items():
             edges = torch.tensor(every, device=diagonal.device)[:, :, None]
-            is_own = (positions >= edges[:, 0]) & (positions < edges[:, 1])
-            self.add(layer, diagonal.masked_fill(~is_own, 0.0).sum(1), name)
+            in_answer = (positions >= edges[:, 0]) & (positions < edges[:, 1])
+            self.add(layer, diagonal.masked_fill(~in_answer, 0.0).sum(1), name)
 
     def finish(self, final: torch.Tensor) -> dict[str, list[torch.Tensor]]:
         """Divide by the tokens; an answer without tokens has NaN."""

@@ -60,8 +60,8 @@ def truth_prompt(
         return None
     n_plain = _without_end(model.tokenizer, plain)
     n_chosen = _without_end(model.tokenizer, chosen)
-    is_one = n_chosen == n_plain + 1 and chosen[:n_plain] == plain[:n_plain]
-    if not is_one or chosen[n_plain] == model.tokenizer.unk_token_id:
+    is_single_token = n_chosen == n_plain + 1 and chosen[:n_plain] == plain[:n_plain]
+    if not is_single_token or chosen[n_plain] == model.tokenizer.unk_token_id:
         return None
     is_too_long = model.max_length is not None and n_plain > model.max_length
     return None if is_too_long else chosen[:n_chosen]
@@ -94,15 +94,15 @@ def other_passages(
       answer: to it, which says how many passages the model read.
       others: questions in a fixed order, the example among them.
     """
-    own_passages = example.context(answer.variant)
-    n_read = len(own_passages) - len(answer.dropped)
+    context = example.context(answer.variant)
+    n_read = len(context) - len(answer.dropped)
     golds = [gold.strip().casefold() for gold in example.golds if gold.strip()]
     same = [other for other in others if other.dataset == example.dataset]
     at = next(i for i, other in enumerate(same) if other.id == example.id)
     for other in (*same[at + 1 :], *same[:at]):
         passages = other.context(answer.variant)[:n_read]
         words = " ".join(f"{p.title} {p.text}" for p in passages).casefold()
-        is_foreign = not _known(passages) & _known(own_passages)
+        is_foreign = not _known(passages) & _known(context)
         if (
             len(passages) == n_read
             and is_foreign

@@ -146,9 +146,9 @@ def read_answers(run: RunDir, *settings: Setting) -> list[Answer]:
 
     The file holds them in the order of generation, which batches by length.
     """
-    place = {example.id: i for i, example in enumerate(read_examples(run))}
+    order = {example.id: i for i, example in enumerate(read_examples(run))}
     answers = list(read_records(run.answers_file, Answer))
-    unknown = next((a for a in answers if a.example_id not in place), None)
+    unknown = next((a for a in answers if a.example_id not in order), None)
     if unknown is not None:
         raise ValueError(
             f"{run.answers_file} answers the question {unknown.example_id!r}, which "
@@ -159,7 +159,7 @@ def read_answers(run: RunDir, *settings: Setting) -> list[Answer]:
         for setting in settings or SETTINGS
         for answer in sorted(
             (a for a in answers if a.setting == setting),
-            key=lambda a: (a.variant, place[a.example_id]),
+            key=lambda a: (a.variant, order[a.example_id]),
         )
     ]
 

@@ -201,8 +201,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     file = manifest_file(path)
     if not file.is_file():
         raise ValueError(f"{path} is no run directory: it has no manifest.json")
-    found = read_json(file, dict[str, Any], "restore it, or start a new run directory")
-    if (found.get("format"), found.get("version")) != (FORMAT, VERSION):
+    saved = read_json(file, dict[str, Any], "restore it, or start a new run directory")
+    if (saved.get("format"), saved.get("version")) != (FORMAT, VERSION):
         raise ValueError(
             f"{file} is not a manifest this program reads ({FORMAT}, version "
             f"{VERSION}); another version made it: start a new run directory"
@@ -217,14 +217,14 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def decode_section(found: Any, kind: type[Section], where: str) -> Section:
+def decode_section(content: Any, kind: type[Section], where: str) -> Section:
     """Return settings from their JSON value; unknown fields are refused too."""
     try:
-        section = msgspec.convert(found, kind)
+        section = msgspec.convert(content, kind)
     except msgspec.ValidationError as error:
         reason = str(error)
     else:
-        if as_json(section) == found:
+        if as_json(section) == content:
             return section
         reason = "a field is missing or unknown"
     raise ValueError(
@@ -287,12 +287,12 @@ def check_same(
         names = [name for name in names if not name.startswith(follows)]
     if not names:
         return
-    has, asked = (
+    has, requested = (
         ", ".join(f"{n}={side[n]!r}" if n in side else f"no {n}" for n in names)
         for side in (here, there)
     )
     raise ValueError(
-        f"{path} holds a run with {has}; you asked for {asked}; choose another "
+        f"{path} holds a run with {has}; you asked for {requested}; choose another "
         "directory, or repeat that run's options"
     )
 

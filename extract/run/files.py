@@ -344,7 +344,7 @@ class JsonLines:
         return (row for row, _ in _rows(self.path, dict[str, Any], is_strict=True))
 
 
-class _Place(NamedTuple):
+class _Location(NamedTuple):
     """Where a line lies: growing files are larger than memory should hold."""
 
     path: Path
@@ -354,7 +354,7 @@ class _Place(NamedTuple):
 
 def _rows(
     path: Path, kind: type[Decoded], *, is_strict: bool
-) -> Iterator[tuple[Decoded, _Place]]:
+) -> Iterator[tuple[Decoded, _Location]]:
     """Yield each row of a file and its place, up to the first line that is damaged."""
     if not path.exists():
         return
@@ -370,20 +370,20 @@ def _rows(
                 return
             if not line.endswith(b"\n") and not is_strict:
                 return
-            yield row, _Place(path, start, len(line))
+            yield row, _Location(path, start, len(line))
             start += len(line)
 
 
-def _write_lines(path: Path, places: Sequence[_Place]) -> None:
+def _write_lines(path: Path, places: Sequence[_Location]) -> None:
     """Replace a file in one step by lines of files; it may be one of them."""
     with contextlib.ExitStack() as opened, write_stream_atomic(path) as stream:
         sources = {
             source: opened.enter_context(source.open("rb"))
-            for source in {place.path for place in places}
+            for source in {location.path for location in places}
         }
-        for place in places:
-            sources[place.path].seek(place.start)
-            stream.write(sources[place.path].read(place.n_bytes))
+        for location in places:
+            sources[location.path].seek(location.start)
+            stream.write(sources[location.path].read(location.n_bytes))
 
 
 Key = TypeVar("Key", bound=Hashable)
@@ -413,14 +413,14 @@ class JournalFiles(Generic[Key, Decoded]):
         """
         return set(self.places())
 
-    def places(self) -> dict[Key, _Place]:
+    def places(self) -> dict[Key, _Location]:
         """Return where those rows lie."""
-        places: dict[Key, _Place] = {}
+        places: dict[Key, _Location] = {}
         # Parts first: they go only after the file has their rows.
         for file in (*self.part_files(), self.path):
-            for row, place in _rows(file, self.kind, is_strict=False):
+            for row, location in _rows(file, self.kind, is_strict=False):
                 if self.holds(row):
-                    places[self.key(row)] = place
+                    places[self.key(row)] = location
         return places
 
 
@@ -434,7 +434,7 @@ class Journal(Mapping[Key, Decoded]):
     files: JournalFiles[Key, Decoded]
     lines: JsonLines  # where rows are appended
     notes: list[str]  # what a person should know of the opening, a sentence each
-    _places: dict[Key, _Place]
+    _places: dict[Key, _Location]
 
     @classmethod
     def open(
@@ -448,19 +448,19 @@ class Journal(Mapping[Key, Decoded]):
         """
         if not share.is_whole and files.parts is not None:
             name = f"{share.rank}-of-{share.world_size}@{socket.gethostname()}"
-            part = JsonLines.open(files.parts / f"{name}.{os.getpid()}.jsonl")
-            return cls(files, part, [], files.places())
+            share_file = JsonLines.open(files.parts / f"{name}.{os.getpid()}.jsonl")
+            return cls(files, share_file, [], files.places())
         path, lines = files.path, JsonLines.open(files.path)
         notes = [lines.truncated] if lines.truncated else []
-        places: dict[Key, _Place] = {}
-        stale: list[_Place] = []
+        places: dict[Key, _Location] = {}
+        stale: list[_Location] = []
         for file in (path, *files.part_files()):
-            for row, place in _rows(file, files.kind, is_strict=file == path):
+            for row, location in _rows(file, files.kind, is_strict=file == path):
                 key = files.key(row)
                 if key not in places and files.holds(row):
-                    places[key] = place
+                    places[key] = location
                 elif key not in places or file == path:  # else done twice, in parts
-                    stale.append(place)
+                    stale.append(location)
         journal = cls(files, lines, notes, places)
         if stale:
             aside = path.with_name(path.name + ".stale")
@@ -469,7 +469,7 @@ class Journal(Mapping[Key, Decoded]):
                 f"{path}: {len(stale)} rows are no longer asked for, or are there "
                 f"twice, and now lie in {aside.name}"
             )
-        if stale or any(place.path != path for place in places.values()):
+        if stale or any(location.path != path for location in places.values()):
             journal._rewrite(list(places))
         if files.parts is not None:
             shutil.rmtree(files.parts, ignore_errors=True)
@@ -489,15 +489,15 @@ class Journal(Mapping[Key, Decoded]):
 
     def __getitem__(self, key: Key) -> Decoded:
         """Read a row."""
-        place = self._places[key]
-        return from_json(self.files.kind, _line_at(place), str(place.path))
+        location = self._places[key]
+        return from_json(self.files.kind, _line_at(location), str(location.path))
 
     def append(self, rows: Mapping[Key, str]) -> None:
         """Add rows durably, as lines of JSON by key; all or none of them."""
         start = self.lines.append(rows.values())
         for key, line in rows.items():
             n_bytes = len(line.encode()) + 1
-            self._places[key] = _Place(self.lines.path, start, n_bytes)
+            self._places[key] = _Location(self.lines.path, start, n_bytes)
             start += n_bytes
 
     def arrange(self, order: Sequence[Key]) -> None:
@@ -511,15 +511,15 @@ class Journal(Mapping[Key, Decoded]):
         start, places = 0, {}
         for key in order:
             n_bytes = self._places[key].n_bytes
-            places[key] = _Place(self.files.path, start, n_bytes)
+            places[key] = _Location(self.files.path, start, n_bytes)
             start += n_bytes
         self._places = places
 
 
-def _line_at(place: _Place) -> bytes:
-    with place.path.open("rb") as stream:
-        stream.seek(place.start)
-        return stream.read(place.n_bytes)
+def _line_at(location: _Location) -> bytes:
+    with location.path.open("rb") as stream:
+        stream.seek(location.start)
+        return stream.read(location.n_bytes)
 
 
 def _is_whole(line: bytes) -> bool:

@@ -33,8 +33,8 @@ _LIBRARIES = ("torch", "transformers", "tokenizers", "numpy")
 
 def folder(environ: Mapping[str, str] = os.environ) -> Path:
     """Return where it is kept; `BEATRICE_REMEMBERED` names another place."""
-    if place := environ.get("BEATRICE_REMEMBERED"):
-        return Path(place)
+    if path := environ.get("BEATRICE_REMEMBERED"):
+        return Path(path)
     cache_home = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache_home) / "beatrice" / "remembered"
 

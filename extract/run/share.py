@@ -55,12 +55,12 @@ class Share:
         costs = [cost(item) for item in items]
         loads = [0.0] * self.world_size
         places = []
-        for place in sorted(range(len(items)), key=lambda place: -costs[place]):
+        for index in sorted(range(len(items)), key=lambda index: -costs[index]):
             least = loads.index(min(loads))
-            loads[least] += costs[place]
+            loads[least] += costs[index]
             if least == self.rank:
-                places.append(place)
-        return [items[place] for place in sorted(places)]
+                places.append(index)
+        return [items[index] for index in sorted(places)]
 
 
 # Names of rank and world size, per launcher. In a SLURM batch script outside srun,

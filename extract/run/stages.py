@@ -141,7 +141,7 @@ def side_by_side(
         with lock:
             update(next(done), total)
 
-    def one(item: Item) -> None:
+    def do_item(item: Item) -> None:
         if stop.is_set():
             return
         try:
@@ -151,11 +151,11 @@ def side_by_side(
             raise
 
     with ThreadPoolExecutor(at_once or len(items)) as pool:
-        parts = [pool.submit(one, item) for item in items]
+        futures = [pool.submit(do_item, item) for item in items]
         try:
-            for part in as_completed(parts):
-                if not isinstance(part.exception(), CancelledError):
-                    part.result()
+            for future in as_completed(futures):
+                if not isinstance(future.exception(), CancelledError):
+                    future.result()
         except BaseException:
             stop.set()
             raise

@@ -245,7 +245,7 @@ SIZES = (
 PRESET = click.Choice(PRESETS)
 
 
-class _AskedSettings(click.Choice):
+class _SettingChoice(click.Choice):
     """Which settings of a run are asked."""
 
     def __init__(self) -> None:
@@ -275,7 +275,7 @@ class RunOptions:
     settings: tuple[Setting, ...] = option(
         "How every question is asked; with context those that have passages.",
         "both",
-        type=_AskedSettings(),
+        type=_SettingChoice(),
         multiple=False,
     )
     seed: int = option(
@@ -283,9 +283,9 @@ class RunOptions:
     )
 
 
-def load_stage(place: str) -> Stage:
+def load_stage(path: str) -> Stage:
     """Return the stage at a place such as `beatrice.selection.sweep:SWEEP`."""
-    module, name = place.split(":")
+    module, name = path.split(":")
     return getattr(importlib.import_module(module), name)
 
 

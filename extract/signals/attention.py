@@ -330,7 +330,7 @@ AttentionInterface.register(NAME, _attend)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-class _OwnAttention(TorchFunctionMode):
+class _CustomAttention(TorchFunctionMode):
     """Reads the attention of modules that ask for no attention function."""
 
     def __init__(self, reading: AttentionReading) -> None:
@@ -494,7 +494,7 @@ def attending_through(layout: Layout, reading: AttentionReading) -> Iterator[Non
         decoder.set_attn_implementation(NAME)
     token = _active.set(reading)
     watch = (
-        contextlib.nullcontext() if asks else _OwnAttention(reading).watching(layout)
+        contextlib.nullcontext() if asks else _CustomAttention(reading).watching(layout)
     )
     try:
         with watch:

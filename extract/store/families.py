@@ -278,8 +278,8 @@ def stored_bytes(
       n_answer: tokens of all answer spans.
     """
     n_entries, width = shapes["hidden"]
-    n_layers_kept = len(check_layers(config.hidden_layers, n_entries))
-    families = stored_families({**shapes, "hidden": (n_layers_kept, width)}, config)
+    n_stored_layers = len(check_layers(config.hidden_layers, n_entries))
+    families = stored_families({**shapes, "hidden": (n_stored_layers, width)}, config)
     n_rows = {"all": n_tokens, "answer": n_answer}
     return {
         name: family.row_bytes * n_rows[family.spans]

@@ -215,13 +215,13 @@ def draw_queries(
     """
     order: tuple[Split, ...] = ("test", "validation", "train")
     splits = split_of_subjects(world)
-    asked_about: set[str] = set()  # subjects and bridges of the sets drawn so far
+    used_names: set[str] = set()  # subjects and bridges of the sets drawn so far
     learned: set[tuple[str, str]] = set()  # facts of training and validation
 
     def leaves(split: Split, query: Query) -> bool:
         names = {name for name, _ in facts_of(query)}
         left = order[order.index(split) :]
-        return not names & asked_about and all(
+        return not names & used_names and all(
             splits.get(name, split) in left for name in names
         )
 
@@ -230,7 +230,7 @@ def draw_queries(
         pools = _pool(world, "microworld", split, partial(leaves, split))
         queries = _queries(rng, config, split, *pools)
         facts = {fact for query in queries for fact in facts_of(query)}
-        asked_about |= {name for name, _ in facts}
+        used_names |= {name for name, _ in facts}
         learned |= facts if split != "test" else set()
         yield "microworld", split, rng, queries
     for dataset in OOD_DATASETS:

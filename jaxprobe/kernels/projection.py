@@ -72,7 +72,7 @@ def zeros_if_closed(gate: jax.Array, x: jax.Array) -> jax.Array:
 
 # Channels from which a batch is too large to be copied before it is projected, where
 # each member copies it, and where they share it; and from which padding is left out.
-_WIDE, _IN_PLACE, _BROAD = 1024, 2048, 256
+_WIDE, _GATHERED, _BROAD = 1024, 2048, 256
 
 
 class SharedBatch(NamedTuple):
@@ -137,7 +137,7 @@ def gather_batch(
         if d_family < _BROAD or d_family <= d_projection:
             batch = take_rows(family, rows_of_tokens(family, rows)[first:])
             noise = None if noise is None else noise[:, first:]
-        elif d_family < _IN_PLACE:
+        elif d_family < _GATHERED:
             is_read = jnp.arange(n_tokens)[:, None] >= first
             batch = _gather_real(family, rows, real[:, rows] & is_read)
         if deviation and noise is None:
@@ -523,7 +523,7 @@ def _chunks_vjp(matmul_dtype, dy, weight, chunk_of, batch, gate):
     return _gated(vjp, gate, weight.shape)
 
 
-class _InPlace(NamedTuple):
+class _Gathered(NamedTuple):
     """All tokens, of which a batch's are at some positions."""
 
     tokens: Any
@@ -536,15 +536,15 @@ class _InPlace(NamedTuple):
 
 def project_on_cpu(matmul_dtype, weight, tokens, rows, real, gate):
     """`wide_product` on a CPU: in chunks that stay in its cache."""
-    batch = _InPlace(tokens, _positions(tokens, rows, real, gate))
-    y = _project_chunks(matmul_dtype, weight, _InPlace.chunk, batch, gate)
+    batch = _Gathered(tokens, _positions(tokens, rows, real, gate))
+    y = _project_chunks(matmul_dtype, weight, _Gathered.chunk, batch, gate)
     return y.reshape(-1, *real.shape)
 
 
 def cpu_vjp(matmul_dtype, dy, weight, tokens, rows, real, gate):
     """Gradient of `weight` on a CPU."""
-    batch = _InPlace(tokens, _positions(tokens, rows, real, gate))
-    return _chunks_vjp(matmul_dtype, dy, weight, _InPlace.chunk, batch, gate)
+    batch = _Gathered(tokens, _positions(tokens, rows, real, gate))
+    return _chunks_vjp(matmul_dtype, dy, weight, _Gathered.chunk, batch, gate)
 
 
 def _batch(tokens, rows) -> jax.Array:

@@ -100,9 +100,9 @@ def last_attention(
         )
         run_reading(backbone.layout, ids, reading, lambda layer: None)
         weights = reading.found()[-1].numpy()
-        for place, i in enumerate(batch):
-            n_own = len(sequences[i])
-            maps[i] = weights[place, :, :n_own, :n_own]
+        for row, i in enumerate(batch):
+            length = len(sequences[i])
+            maps[i] = weights[row, :, :length, :length]
     return maps
 
 

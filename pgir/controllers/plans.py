@@ -185,8 +185,8 @@ def best_under_cap(
       cap: on the mean generations of a question.
     """
     ranked = [
-        (-float(quality.mean()), float(cost.mean()), place)
-        for place, (quality, cost) in enumerate(candidates.values())
+        (-float(quality.mean()), float(cost.mean()), index)
+        for index, (quality, cost) in enumerate(candidates.values())
     ]
     allowed = [entry for entry in ranked if entry[1] <= cap]
     best = min(allowed) if allowed else min(ranked, key=lambda entry: entry[1])

@@ -123,16 +123,16 @@ class Probing(Service):
         right = map(contains_gold, texts, (example.golds for example in examples))
         labels = np.array([*right])
         self._probes = [
-            fit_probe(states[:, place], labels, layer)
-            for place, layer in enumerate(self._layers)
+            fit_probe(states[:, index], labels, layer)
+            for index, layer in enumerate(self._layers)
         ]
 
     @torch.no_grad()
     def _sums(self, calls: Sequence[Call]) -> np.ndarray:
         states = torch.from_numpy(self._answering.states_of([c.answer for c in calls]))
         parts = [
-            probe(states[:, place]).softmax(-1)
-            for place, probe in enumerate(self._probes)
+            probe(states[:, index]).softmax(-1)
+            for index, probe in enumerate(self._probes)
         ]
         return torch.stack(parts).sum(0).numpy()
 

@@ -111,16 +111,16 @@ def _macro(sets: Sequence[Drawn]) -> Drawn:
     }
 
 
-def _rows(drawn: Drawn, experiment: str, **place: str) -> list[ResultRow]:
+def _rows(drawn: Drawn, experiment: str, **fields: str) -> list[ResultRow]:
     """Return the rows of all controllers, then how much more PGIR has than each."""
     rows = [
-        draws.row(experiment=experiment, detector=name, metric=metric, **place)
+        draws.row(experiment=experiment, detector=name, metric=metric, **fields)
         for (name, metric), draws in drawn.items()
     ]
     for ours, paired in PAIRED.items():
-        place |= {"experiment": paired, "detector": ours}
+        fields |= {"experiment": paired, "detector": ours}
         rows += [
-            drawn[ours, metric].minus(draws, against=name, metric=metric, **place)
+            drawn[ours, metric].minus(draws, against=name, metric=metric, **fields)
             for (name, metric), draws in drawn.items()
             if (ours, metric) in drawn
             and name != ours
@@ -150,8 +150,8 @@ def control_rows(
         if questions.split != "validation":
             evaluated.append(drawn)
     if evaluated:
-        place = {"dataset": MACRO, "split": "evaluated"}
-        rows += _rows(_macro(evaluated), "controller_macro", **place)
+        macro = {"dataset": MACRO, "split": "evaluated"}
+        rows += _rows(_macro(evaluated), "controller_macro", **macro)
     return rows
 
 
@@ -273,7 +273,7 @@ class Chosen(NamedTuple):
     """A question that is shown: its set, its place there, and what happened."""
 
     traced: Traced
-    place: int
+    example_index: int
     action: str
     verdict: str
     decision: Decision
@@ -297,7 +297,7 @@ def choose_cases(traced: Sequence[Traced], policy: Policy) -> list[Chosen]:
     shown: dict[tuple[int, int], Chosen] = {}
     for action, verdict, n_wanted, matches in KINDS:
         for _ in range(n_wanted):
-            n_shown = collections.Counter(place for place, _ in shown)
+            n_shown = collections.Counter(set_index for set_index, _ in shown)
             fitting = (
                 (n_shown[s], s, i)
                 for s, values in enumerate(outcomes)
@@ -319,8 +319,8 @@ def make_cases(
     cases = []
     for case in choose_cases(traced, policy):
         example, trace = (
-            case.traced.examples[case.place],
-            case.traced.traces[case.place],
+            case.traced.examples[case.example_index],
+            case.traced.traces[case.example_index],
         )
         drafts = [trace[r] for r in sorted({0, case.decision.round})]
         cases.append(

@@ -78,7 +78,7 @@ class Spreading(Service):
     def _spreads(self, calls: Sequence[Call]) -> list[tuple[float, int]]:
         answering = self._answering
         prompts = [answering.request(call)[0].prompt.ids for call in calls]
-        owners = [place for place, call in enumerate(calls) for _ in range(call.n)]
+        owners = [index for index, call in enumerate(calls) for _ in range(call.n)]
         draws = [
             GeneratorPrompt(text="", ids=ids, sample=k)
             for ids, call in zip(prompts, calls, strict=True)
@@ -99,8 +99,8 @@ class Spreading(Service):
                 sequences.append(np.array((*prompt, *before_stop, stop), np.int64))
         states, rows = self._states(sequences), np.array(row_owners, int)
         return [
-            (uncertainty(states[rows == place]), n_new[place])
-            for place in range(len(calls))
+            (uncertainty(states[rows == index]), n_new[index])
+            for index in range(len(calls))
         ]
 
     @torch.no_grad()

@@ -231,12 +231,12 @@ class Session:
           plan: for a question under a setting.
         """
         examples, tried = self.validation, {}
-        for place, setting in enumerate(grid):
+        for index, setting in enumerate(grid):
             done = self.run(
-                f"{name}:{place}", examples, lambda e, s=setting: plan(s, e)
+                f"{name}:{index}", examples, lambda e, s=setting: plan(s, e)
             )
             generations = np.array([each.cost.generations for each in done])
-            tried[place] = (right_of(examples, done), generations)
+            tried[index] = (right_of(examples, done), generations)
         best = best_under_cap(tried, self.config.max_generations)
         self.chosen[name] = grid[best]
         self.answer(name, lambda e: plan(grid[best], e))

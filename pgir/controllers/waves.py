@@ -390,14 +390,14 @@ class Answering(Service):
         self, setting: Setting, question: str, places: Sequence[int]
     ) -> Request:
         """Return the prompt of a question with passages, escaped where need be."""
-        context = [self.passages[place] for place in places]
+        context = [self.passages[index] for index in places]
         try:
             return self.probed.requests(setting, [question], [context])[0]
         except ValueError:
             tokenizer = self.probed.backbone.tokenizer
             escaped = [escape_passage(tokenizer, passage) for passage in context]
             pairs = zip(places, context, escaped, strict=True)
-            self.escaped |= {place for place, old, new in pairs if old != new}
+            self.escaped |= {index for index, old, new in pairs if old != new}
             return self.probed.requests(setting, [question], [escaped])[0]
 
     def answer_of(self, call: Call, reply: Reply) -> Answer:
@@ -474,13 +474,13 @@ class Answering(Service):
                 read, hidden=hidden[:, slot : slot + 1].copy()
             )
 
-    def _rewrite(self, calls: Sequence[Call], kept: Collection[Any]) -> None:
+    def _rewrite(self, calls: Sequence[Call], ids_in_memory: Collection[Any]) -> None:
         """Write answers again whose signals are not in memory.
 
         In the batches of their wave, so that they are rounded as before; a run that
         was killed does so.
         """
-        lost = [c for c in calls if self.request(c)[0].prompt.ids not in kept]
+        lost = [c for c in calls if self.request(c)[0].prompt.ids not in ids_in_memory]
         while lost:
             wave = self.journal.wave_of(lost[0])
             done = {i for i, call in enumerate(wave) if call not in lost}
@@ -673,7 +673,7 @@ class Judging(Service):
 
     def _judge(self, call: Call) -> DraftScore | Failed:
         reply = self._answering.journal.value(call.answer)
-        passages = [self._answering.passages[place] for place in call.passages]
+        passages = [self._answering.passages[index] for index in call.passages]
         try:
             p_correct = self._judges[call.n](call.text, reply.text, passages)
         except OSError as error:

@@ -193,8 +193,8 @@ def _of_ranking(ranking: Ranking, deployed: Deployed) -> list[ResultRow]:
         for k, along in enumerate(shares):
             n_best = float((is_closed_book[best].sum(axis=1) == k).sum())
             add("best_sets", n_best, len(best), n_closed_book=k)
-            for part, share in enumerate(along, start=1):
-                add("share", float(share), n_sets, n_closed_book=k, bin=part)
+            for bin_index, share in enumerate(along, start=1):
+                add("share", float(share), n_sets, n_closed_book=k, bin=bin_index)
     return rows
 
 

@@ -58,7 +58,7 @@ CURVE, TRANSFER = "anatomy_labels", "anatomy_transfer"
 SIZES = (100, 200, 400, 800, 1600)  # labelled answers
 ENCODER_SIZES = (100, 400, 1600)  # of which encoders are trained on these
 _FOR_VALIDATION = 5  # one of so many labels
-_ONE_CLASS = "the drawn answers hold one class"
+_SINGLE_CLASS = "the drawn answers hold one class"
 BACKBONES, OTHER_PAIRS = "anatomy_backbones", "anatomy_other_pairs"
 
 
@@ -120,10 +120,10 @@ class SmallSampleTrainer:
         indices = np.split(np.arange(len(taken)), np.cumsum(sizes))
         data = self._rows(taken, indices[:2])
         digest = hashlib.sha256(taken.tobytes()).hexdigest()
-        one_seed = dataclasses.replace(config.train, n_seeds=1)
+        single_seed = dataclasses.replace(config.train, n_seeds=1)
         trained = train_encoders(
             data,
-            dataclasses.replace(config, train=one_seed, stream=None),
+            dataclasses.replace(config, train=single_seed, stream=None),
             subsets=[subset_index(name) for name in names],
             cache=Cache(self.folder / digest[:16], digest),
         )
@@ -168,7 +168,7 @@ def selected_members(inputs: AnalysisInput, setting: Setting) -> list[str]:
 
 
 def _scored(name: Subject, scores: np.ndarray) -> Scored:
-    return Scored(name=name, scores=scores[None], reason=_ONE_CLASS)
+    return Scored(name=name, scores=scores[None], reason=_SINGLE_CLASS)
 
 
 def _curve(inputs: AnalysisInput, deployed: Deployed) -> list[ResultRow]:

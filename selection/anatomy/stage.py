@@ -203,8 +203,8 @@ def _missing(analysis: Analysis, inputs: AnalysisInput, run: RunDir) -> str | No
         "ablations": f"the ablations of `beatrice evaluate {run.path} --ablations`",
         "other": f"another backbone: `beatrice anatomy {run.path} OTHER_RUN`",
     }
-    missing = (part for part in analysis.needs if part not in inputs.parts)
-    return next((sources[part] for part in missing), None)
+    missing = (need for need in analysis.needs if need not in inputs.parts)
+    return next((sources[need] for need in missing), None)
 
 
 def _load(cache: Cache, name: str) -> AnalysisOutput | None:

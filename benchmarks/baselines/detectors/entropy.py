@@ -274,7 +274,7 @@ _FIRST_MATCH = (
     "an answer stays with the first cluster that it matches, and equal answers are one "
     "cluster whatever the NLI model finds"
 )
-_OWN = "log-probabilities are the model's own, before temperature, top-p and top-k"
+_RAW_NOTE = "log-probabilities are the model's own, before temperature, top-p and top-k"
 # What differs: of the name, of the title, in a sentence; and how meanings are found.
 _KINDS = (
     ("", "", "", by_entailment, official_clusters),
@@ -284,7 +284,7 @@ _KINDS = (
 # Name, title, function of the official code, what differs, and whether by likelihood.
 for (_name, _title, _function, _variant, _is_weighted), _kind in itertools.product(
     (
-        ("", "", "predictive_entropy_rao", _OWN, True),
+        ("", "", "predictive_entropy_rao", _RAW_NOTE, True),
         ("_discrete", ", discrete", "cluster_assignment_entropy", "", False),
     ),
     _KINDS,

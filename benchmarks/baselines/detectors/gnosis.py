@@ -252,11 +252,11 @@ def _start(inputs: Inputs, *, config: GnosisConfig) -> tuple[jax.Array, Any]:
     first = jax.tree.map(lambda x: x[:1], inputs)
     n_steps = config.n_epochs * _n_batches(len(inputs.maps), config)
 
-    def one(key: jax.Array) -> tuple[Any, Any]:
+    def start_seed(key: jax.Array) -> tuple[Any, Any]:
         params = GnosisHead(config).init(key, *first)
         return params, _adam(config, n_steps).init(params)
 
-    return keys, jax.vmap(one)(keys)
+    return keys, jax.vmap(start_seed)(keys)
 
 
 @partial(jax.jit, static_argnames="config")
@@ -278,20 +278,20 @@ def _epoch(
         head, rngs = GnosisHead(config), {"dropout": key}
         return jnp.asarray(head.apply(params, *some, True, rngs=rngs))
 
-    def one(key: jax.Array, fit: Any) -> Any:
+    def train_seed(key: jax.Array, fit: Any) -> Any:
         order_key, drop_key = jax.random.split(jax.random.fold_in(key, number))
         batches = shuffled_batches(order_key, n, config.batch_size)
         steps = batches, jax.random.split(drop_key, n_batches)
         return take_steps(fit, steps, labels, logits_of, adam)
 
-    return jax.vmap(one)(keys, fits)
+    return jax.vmap(train_seed)(keys, fits)
 
 
 @partial(jax.jit, static_argnames="config")
 def _logits(params: Any, inputs: Inputs, *, config: GnosisConfig) -> jax.Array:
     """Return `[n_seeds, n]` logits."""
 
-    def one(seed_params: Any) -> jax.Array:
+    def score_seed(seed_params: Any) -> jax.Array:
         def of_row(row: Inputs) -> jax.Array:
             return GnosisHead(config).apply(
                 seed_params, row.maps[None], row.states[None]
@@ -299,7 +299,7 @@ def _logits(params: Any, inputs: Inputs, *, config: GnosisConfig) -> jax.Array:
 
         return jax.lax.map(of_row, inputs, batch_size=_N_SCORED)
 
-    return jax.vmap(one)(params)
+    return jax.vmap(score_seed)(params)
 
 
 class Fitted(NamedTuple):

@@ -61,7 +61,7 @@ _SIGN = "validation chooses the sign, which the code leaves open"
 _SIGN_AND_LAYER = (
     "validation chooses the sign and the layer, which the code leaves open"
 )
-_OWN_TOKENS = (
+_ANSWER_ONLY_NOTE = (
     "; the answer's tokens alone, a flag of the code that its script leaves off"
 )
 _ALIGNED = (
@@ -76,14 +76,14 @@ for _name, _title, _score_name, _variant in (
         "hidden:answer",
         "hidden, answer tokens",
         "llmcheck_hidden",
-        _SIGN_AND_LAYER + _OWN_TOKENS,
+        _SIGN_AND_LAYER + _ANSWER_ONLY_NOTE,
     ),
     ("attention", "attention", "llmcheck_attention_all", _SIGN_AND_LAYER),
     (
         "attention:answer",
         "attention, answer tokens",
         "llmcheck_attention",
-        _SIGN_AND_LAYER + _OWN_TOKENS,
+        _SIGN_AND_LAYER + _ANSWER_ONLY_NOTE,
     ),
     ("perplexity", "perplexity", "perplexity", _SIGN),
     ("entropy", "entropy", "logit_entropy", _SIGN),

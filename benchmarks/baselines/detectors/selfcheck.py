@@ -47,8 +47,8 @@ def sentences_of(text: str) -> list[str]:
 
     The official code takes spaCy's; short answers are one sentence by both.
     """
-    parts = (part.strip() for part in _SENTENCE_END.split(text))
-    return [part for part in parts if part]
+    sentences = (sentence.strip() for sentence in _SENTENCE_END.split(text))
+    return [sentence for sentence in sentences if sentence]
 
 
 def tokens_of(text: str) -> list[str]:

@@ -200,7 +200,7 @@ def read_simplified(record: Record) -> Question:
     )
 
 
-_KEPT = ("subj", "prop", "obj", "s_wiki_title", "o_wiki_title", "s_pop", "o_pop")
+_COLUMNS = ("subj", "prop", "obj", "s_wiki_title", "o_wiki_title", "s_pop", "o_pop")
 
 
 def _plain(value: Any, name: str) -> str | int | float | None:
@@ -233,7 +233,7 @@ _read_popqa = reader(
     dataset=lambda record: "popqa",
     golds=_popqa_answers,
     passages=_popqa_passages,
-    meta=lambda r: {key: _plain(r[key], key) for key in _KEPT if key in r},
+    meta=lambda r: {key: _plain(r[key], key) for key in _COLUMNS if key in r},
 )
 
 
