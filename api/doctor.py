@@ -297,13 +297,13 @@ def _count_tokens(run: RunDir, answer_span: str) -> dict[str, int]:
 
 
 def sizes_of_choices(
-    shapes: Shapes, kept: "StoreConfig", *, n_tokens: int, n_answer: int
+    shapes: Shapes, config: "StoreConfig", *, n_tokens: int, n_answer: int
 ) -> str:
     """Return a table of bytes: a line per type of the hidden states.
 
     Args:
       shapes: as `outline_shapes` gives them.
-      kept: says how the other families are written.
+      config: says how the other families are written.
       n_tokens: of all sequences, prompts included.
       n_answer: of all answer spans.
     """
@@ -324,7 +324,7 @@ def sizes_of_choices(
         cells = []
         for layers, spans in columns:
             choice = dataclasses.replace(
-                kept, hidden_layers=layers, hidden_spans=spans, dtype=dtype
+                config, hidden_layers=layers, hidden_spans=spans, dtype=dtype
             )
             sizes = stored_bytes(shapes, choice, n_tokens=n_tokens, n_answer=n_answer)
             cells.append(as_size(sum(sizes.values())))

@@ -207,7 +207,7 @@ class LanguageModel:
         from beatrice.extract.store.store import open_store
         from beatrice.signals import Signals, memory_url
 
-        answers = _of_one_setting(answers)
+        answers = _check_answers(answers)
         require_known_tokens(answers, self.backbone)
         config = dataclasses.replace(
             config or ExtractConfig(), hidden_layers=self._layers(layers)
@@ -396,7 +396,7 @@ def _as_example(
     )
 
 
-def _of_one_setting(answers: Iterable[Answer]) -> list[Answer]:
+def _check_answers(answers: Iterable[Answer]) -> list[Answer]:
     checked = as_list(answers, "answers", "a list of Answers")
     for number, answer in enumerate(checked):
         if not isinstance(answer, Answer):

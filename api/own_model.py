@@ -114,7 +114,7 @@ def answer_and_label(
         pairs = list(zip(written[0], tried, strict=True))
         labels = [exact_match(a.text, q.golds) for a, q in pairs]
         if len(set(labels)) == 1 and len(labels) > 1:
-            note(_one_sided(pairs, labels[0]))
+            note(_class_advice(pairs, labels[0]))
     digest = sha256_json([[q.id, q.question] for q in questions])  # others begin anew
     store = work / f"signals-{digest[:12]}"
     answers, signals = model.answer(questions, read=True, store=store)
@@ -142,7 +142,7 @@ def _forecast(
     return result
 
 
-def _one_sided(pairs: Sequence[tuple[Answer, Example]], is_right: bool) -> str:
+def _class_advice(pairs: Sequence[tuple[Answer, Example]], is_right: bool) -> str:
     """Return what to do where the first answers are all right, or all wrong."""
     if is_right:
         return (

@@ -276,12 +276,12 @@ def by_setting(
         raise argument_error(
             "signals", f"Signals, or a mapping from {' and '.join(SETTINGS)}", signals
         )
-    for setting, part in passes.items():
-        if not isinstance(part, Signals):
-            raise argument_error(f"signals[{setting!r}]", "Signals", part)
-        if part.setting != setting:
+    for setting, item in passes.items():
+        if not isinstance(item, Signals):
+            raise argument_error(f"signals[{setting!r}]", "Signals", item)
+        if item.setting != setting:
             raise ValueError(
-                f"signals[{setting!r}]: these are of {part.setting} answers; give them "
+                f"signals[{setting!r}]: these are of {item.setting} answers; give them "
                 "under that name"
             )
     return {setting: passes[setting] for setting in SETTINGS if setting in passes}

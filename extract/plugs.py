@@ -45,7 +45,7 @@ def _load_entry_point(name: str, group: str) -> Any:
             "of them, or MODULE:NAME of a module that is installed or lies here"
         )
     value = points[name].value.partition("[")[0]  # without extras
-    module_name, _, attribute = (part.strip() for part in value.partition(":"))
+    module_name, _, attribute = (word.strip() for word in value.partition(":"))
     module = _import(module_name, f"{name} ({value})")
     return _attribute(module, attribute, name) if attribute else module
 

@@ -380,13 +380,13 @@ def as_bytes(text: str) -> int:
 
 # Cores are shared among operations; sharing each one as well costs a third of a
 # training step (measured).
-_ONE_CORE_PER_OPERATION = "--xla_cpu_multi_thread_eigen=false"
+_SINGLE_THREADED_EIGEN = "--xla_cpu_multi_thread_eigen=false"
 # Code that runs for seconds need not be optimised for longer than that.
 XLA_FLAGS: dict[Preset, str] = {
-    "demo": _ONE_CORE_PER_OPERATION,
-    "few": _ONE_CORE_PER_OPERATION,
+    "demo": _SINGLE_THREADED_EIGEN,
+    "few": _SINGLE_THREADED_EIGEN,
     "smoke": "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0 "
-    + _ONE_CORE_PER_OPERATION,
+    + _SINGLE_THREADED_EIGEN,
     "paper": "",
 }
 

@@ -221,7 +221,7 @@ def tiny_model(family: str) -> PreTrainedModel:
 
 
 _TINY: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16}
-_ONE_LAYER: dict[str, Any] = {**_TINY, "num_hidden_layers": 1, "num_attention_heads": 2}
+_SHALLOW: dict[str, Any] = {**_TINY, "num_hidden_layers": 1, "num_attention_heads": 2}
 _QWEN: dict[str, Any] = {
     f"{name}_token_id": N_TEXT_IDS + index
     for index, name in enumerate(("image", "video", "vision_start", "vision_end"))
@@ -235,7 +235,7 @@ _QWEN["vision_config"] = {
 }
 _GEMMA3 = {
     "vision_config": {
-        **_ONE_LAYER,
+        **_SHALLOW,
         "model_type": "siglip_vision_model",
         "image_size": 16,
         "patch_size": 8,
@@ -252,14 +252,14 @@ _GEMMA4_WRAPPER: dict[str, Any] = {
 }
 _GEMMA4_WRAPPER["audio_config"] = None
 _GEMMA4_WRAPPER["vision_config"] = {
-    **_ONE_LAYER,
+    **_SHALLOW,
     "num_key_value_heads": 2,
     "head_dim": 8,
     "position_embedding_size": 16,
 }
 _LLAMA4 = {
     "vision_config": {
-        **_ONE_LAYER,
+        **_SHALLOW,
         "image_size": 28,
         "patch_size": 14,
         "intermediate_size": 64,  # four patches become one

@@ -352,8 +352,8 @@ def _gains(results: pandas.DataFrame) -> Iterable[ResultRow]:
     if not every:
         return
     middle = every[statistics.median_low(range(len(every)))]
-    place = {"setting": "both", "dataset": IN_DOMAIN, "split": "test"}
-    yield _as(middle, "median_gain", **place)
+    pooled = {"setting": "both", "dataset": IN_DOMAIN, "split": "test"}
+    yield _as(middle, "median_gain", **pooled)
     n = sum((row.value or 0.0) > 0 for row in every)
     name = {"detector": "encoder", "setting": "both", "families": "PA"}
     yield _count(metric="gains_above_zero", value=n, n=len(every), **name)

@@ -116,10 +116,10 @@ def save_batch(
 
 
 class _Location(NamedTuple):
-    """Where an answer's signals lie: the file, and the answer's place in it."""
+    """Where an answer's signals lie: the file, and the answer's row in it."""
 
     path: Path
-    place: int
+    row: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
