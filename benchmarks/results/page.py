@@ -63,7 +63,6 @@ class ReportData:
         "selected": [names], "stop": why it stopped}`.
       reliability: per setting as `report.Curves` has it.
       control: as `report.Control` has it, without its cases.
-      why_no_control: why there are no controllers, in words; empty where there are.
       cases: as `report.Case` has them.
       shown: answers to look at, by setting and set, as `report.ShownSet` has them.
       ranking: per setting what `selection.exhaustive.ranking_summary` returns.
@@ -82,7 +81,6 @@ class ReportData:
     control: Mapping[str, Any]
     cases: Sequence[Mapping[str, Any]]
     shown: Shown = ()
-    why_no_control: str = ""
     ranking: PerSetting = dataclasses.field(default_factory=dict)
     ablations: PerSetting = dataclasses.field(default_factory=dict)
     studies: Sequence[Mapping[str, Any]] = ()
@@ -181,7 +179,7 @@ def missing(data: ReportData, results: pandas.DataFrame) -> list[str]:
     expected = {**names.DETECTORS, **names.CONTROLS}
     if len(data.selection) == 1:  # of the with-context pass beside the other
         del expected[Subject("without_closed_book")]
-    if not data.why_no_control:
+    if data.control:
         required = (name for name in CONTROLLERS if name not in OPTIONAL)
         expected |= {Subject(name): CONTROLLERS[name] for name in required}
     return [title for subject, title in expected.items() if subject not in measured]

@@ -28,7 +28,7 @@ from beatrice.benchmarks.results.page import (
 from beatrice.benchmarks.results.tables import POOLED, of_subject, results_of, where
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.label.labels import count_correct
-from beatrice.extract.records import SETTINGS, Record, Setting, Share
+from beatrice.extract.records import Record, Setting, Share
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.contents import (
     question_files,
@@ -204,20 +204,14 @@ def _facts(run: RunDir) -> dict[str, str]:
     }
 
 
-def _why_no_control(settings: Sequence[Setting]) -> str:
-    if len(settings) < len(SETTINGS):
-        return f"needs both settings, and this run has {settings[0]} alone"
-    return "was not run: `beatrice control RUN_DIR` does it"
-
-
 def report_data(run: RunDir) -> ReportData:
     """Collect what the report shows from the run's files."""
-    settings, has_control = settings_of(run), run.stage_record("control") is not None
+    settings = settings_of(run)
     on_request = published(run)
     ranked = settings if "exhaustive" in on_request else ()
     records = {n: run.stage_record(n) for n in (*IN_ORDER, "report", *on_request)}
     control: dict[str, Any] = {}
-    if has_control:
+    if run.stage_record("control") is not None:
         control = read_part(run.control / "control.json", Control, "control")
     studies: list[dict[str, Any]] = []
     if "anatomy" in on_request:
@@ -237,7 +231,6 @@ def report_data(run: RunDir) -> ReportData:
         shown=read_part(run.path / "shown.json", tuple[ShownSet, ...], "evaluate"),
         control={k: v for k, v in control.items() if k != "cases"},
         cases=control.get("cases", ()),
-        why_no_control="" if has_control else _why_no_control(settings),
         ranking={setting: ranking_summary(run, setting) for setting in ranked},
         ablations=ablation_summary(run) if "ablate" in on_request else {},
         studies=studies,

@@ -140,7 +140,7 @@ def test_one_command_goes_from_published_files_to_the_report(tmp_path):
     assert "stage 3 of 10: extract" in done.stderr
     assert "cannot conclude for this setting" in done.stderr
     for stage in ("answer", "extract", "train", "report"):
-        assert f"\n{stage} " in done.stdout
+        assert f"\n{stage} " in done.stderr
     assert (run / "report.html").is_file()
     examples = list(read_records(run / "examples.jsonl", Example))
     trained = {e.dataset for e in examples if e.split == "train"}
