@@ -181,7 +181,7 @@ def test_cases_are_taken_from_every_set_by_one_rule():
         dataclasses.replace(given, dataset=d, split="ood") for d in ("nq", "popqa")
     ]
     result = choose_cases([given, *others], POLICY)
-    shown = [(c.traced.dataset, c.place, c.action) for c in result]
+    shown = [(c.traced.dataset, c.example_index, c.action) for c in result]
     assert shown == [
         ("world", 0, "Accept, no retrieval"),
         ("nq", 1, "Retrieve, then trust"),
@@ -189,5 +189,5 @@ def test_cases_are_taken_from_every_set_by_one_rule():
         ("world", 3, "Retrieve; all flagged, none trusted"),
         ("nq", 2, "Trusted, and wrong"),
     ]  # none of the questions was trusted in a second round
-    alone = [c.place for c in choose_cases([given], POLICY)]
+    alone = [c.example_index for c in choose_cases([given], POLICY)]
     assert alone == [0, 1, 3, 2]
