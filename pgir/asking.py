@@ -5,6 +5,7 @@ A `Probe` loads its language model when it is first asked, a `Scorer` has it; bo
 asked alike. Arguments are checked before a model is loaded.
 """
 
+import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -101,15 +102,15 @@ class Score:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Asked:
+class QuestionBatch:
     """Questions, and how they are answered; every field is as in `answer`.
 
     Attributes:
-      questions: texts; None where `messages` ask.
+      texts: the questions; None where `messages` ask.
       contexts: of each question, held as `Passage`s; none closed-book.
     """
 
-    questions: Any = None
+    texts: Any = None
     contexts: Any = None
     messages: Sequence[Mapping[str, str]] | None = None
     max_new_tokens: int | None = None
@@ -119,10 +120,10 @@ class Asked:
 
     def __post_init__(self) -> None:
         """Check every argument, and hold what it was converted to."""
-        questions, n, stop = None, 1, None
-        if self.messages is None or self.questions is not None:
-            questions = as_texts(self.questions, "questions")
-            n = len(questions)
+        texts, n, stop = None, 1, None
+        if self.messages is None or self.texts is not None:
+            texts = as_texts(self.texts, "questions")
+            n = len(texts)
         if self.messages is not None and n != 1:
             raise ValueError(f"messages: expected one question with a chat, found {n}")
         if self.max_new_tokens is not None:
@@ -130,7 +131,7 @@ class Asked:
         if self.stop is not None:
             stop = tuple(as_texts(self.stop, "stop"))
         for name, value in {
-            "questions": questions,
+            "texts": texts,
             "contexts": as_contexts(self.contexts, n),
             "stop": stop,
             "temperature": as_temperature(self.temperature, "temperature"),
@@ -139,12 +140,12 @@ class Asked:
             object.__setattr__(self, name, value)
 
 
-class AnswerScorer:
+class AnswerScorer(abc.ABC):
     """Answers questions, and says how likely an answer is right."""
 
+    @abc.abstractmethod
     def load_scorer(self) -> Any:
         """Return the `Scorer`: the detector beside its model, loaded now if need be."""
-        raise NotImplementedError
 
     def score(
         self,
@@ -271,8 +272,8 @@ class AnswerScorer:
         if is_single:
             contexts = None if contexts is None else [contexts]
             questions = None if questions is None else [questions]
-        asked = Asked(
-            questions=questions,
+        batch = QuestionBatch(
+            texts=questions,
             contexts=contexts,
             messages=messages,
             max_new_tokens=max_new_tokens,
@@ -280,7 +281,7 @@ class AnswerScorer:
             temperature=temperature,
             seed=seed,
         )
-        scores = self.load_scorer().answer_asked(asked)
+        scores = self.load_scorer().answer_batch(batch)
         return scores[0] if is_single else scores
 
     def stream(
@@ -324,8 +325,8 @@ class AnswerScorer:
         """
         if every is not None:
             every = as_count(every, "every")
-        asked = Asked(
-            questions=None if question is None and messages else [question],
+        batch = QuestionBatch(
+            texts=None if question is None and messages else [question],
             contexts=None if context is None else [context],
             messages=messages,
             max_new_tokens=max_new_tokens,
@@ -333,4 +334,4 @@ class AnswerScorer:
             temperature=temperature,
             seed=seed,
         )
-        return self.load_scorer().stream_asked(asked, every)
+        return self.load_scorer().stream_question(batch, every)

@@ -23,6 +23,7 @@ from beatrice.extract.generate.requests import (
     Request,
 )
 from beatrice.extract.records import SETTINGS, Answer, Setting
+from beatrice.extract.signals.reader import AnswerSignals
 from beatrice.extract.signals.sequence import batches_of
 from beatrice.jaxprobe.detector import Detector, HeadName, Scores
 from beatrice.jaxprobe.families import Features
@@ -34,7 +35,13 @@ from beatrice.pgir.arguments import (
     as_path,
     as_rows,
 )
-from beatrice.pgir.asking import BATCH_SIZE, AnswerScorer, Asked, Decision, Score
+from beatrice.pgir.asking import (
+    BATCH_SIZE,
+    AnswerScorer,
+    Decision,
+    QuestionBatch,
+    Score,
+)
 from beatrice.pgir.bridge import ProbedBackbone, Reading
 from beatrice.pgir.given import (
     AnswerToScore,
@@ -160,14 +167,16 @@ class Scorer(AnswerScorer):
         """Return this one: its model is loaded."""
         return self
 
-    def answer_asked(self, asked: Asked) -> list[Score]:
+    def answer_batch(self, questions: QuestionBatch) -> list[Score]:
         """Answer questions and score the answers, each with its `text`."""
-        prompts, requests = self._requests(asked)
+        prompts, requests = self._requests(questions)
         if not requests:
             return []
         probed, setting = self.probed, requests[0].setting
         with probed.lock:
-            answers, reading = probed.answer_and_read(requests, self._sampling(asked))
+            answers, reading = probed.answer_and_read(
+                requests, self._sampling(questions)
+            )
             inputs = list(map(self._written, prompts, answers))
         scores: list[Score] = []
         n = min(BATCH_SIZE, probed.rows_at_once(setting))
@@ -179,17 +188,17 @@ class Scorer(AnswerScorer):
             for score, prepared, answer in zip(scores, inputs, answers, strict=True)
         ]
 
-    def stream_asked(
-        self, asked: Asked, every: int | None
+    def stream_question(
+        self, questions: QuestionBatch, every: int | None
     ) -> Iterator[StreamedToken | Score]:
         """Answer one question token by token, see `stream`."""
-        (prompt,), (request,) = self._requests(asked)
+        (prompt,), (request,) = self._requests(questions)
         if self.probed.why_read_again is not None:
             raise ValueError(
                 f"{self.probed.why_read_again}; ask for the whole answer, which is "
                 "read again"
             )
-        return self._stream(prompt, request, self._sampling(asked), every)
+        return self._stream(prompt, request, self._sampling(questions), every)
 
     def _stream(
         self,
@@ -200,8 +209,9 @@ class Scorer(AnswerScorer):
     ) -> Iterator[StreamedToken | Score]:
         probed, setting = self.probed, request.setting
 
-        def p_correct(reading: Reading) -> float | None:
-            _, scores = self._scores(setting, reading)
+        def p_correct(answer: Answer, signals: AnswerSignals) -> float | None:
+            sequence = probed.sequence(request, answer)
+            _, scores = self._scores(setting, probed.reading([signals], [sequence]))
             p = float(scores.p_correct[0])
             return p if np.isfinite(p) else None
 
@@ -214,34 +224,36 @@ class Scorer(AnswerScorer):
             (score,) = self._score_batch(setting, [prepared], reading)
         yield dataclasses.replace(self._unreadable(prepared) or score, text=answer.text)
 
-    def _sampling(self, asked: Asked) -> SamplingConfig:
+    def _sampling(self, questions: QuestionBatch) -> SamplingConfig:
         """Return how tokens are chosen; None is as in training."""
         config = self.probed.config
         return SamplingConfig(
-            max_new_tokens=asked.max_new_tokens or config.max_new_tokens,
-            stop=config.stop if asked.stop is None else tuple(asked.stop),
-            temperature=asked.temperature,
-            seed=asked.seed,
+            max_new_tokens=questions.max_new_tokens or config.max_new_tokens,
+            stop=config.stop if questions.stop is None else tuple(questions.stop),
+            temperature=questions.temperature,
+            seed=questions.seed,
         )
 
-    def _requests(self, asked: Asked) -> tuple[list[PromptTokens], list[Request]]:
+    def _requests(
+        self, questions: QuestionBatch
+    ) -> tuple[list[PromptTokens], list[Request]]:
         """Return the prompts of questions."""
         probed = self.probed
         tokenizer = probed.backbone.tokenizer
-        questions = [None] if asked.questions is None else asked.questions
+        texts = [None] if questions.texts is None else questions.texts
         with probed.lock:
             prompts = [
                 prompt_tokens(
                     tokenizer,
                     probed.template,
                     AnswerToScore(
-                        question=question,
+                        question=text,
                         context=context,
-                        messages=asked.messages,
+                        messages=questions.messages,
                         answer_ids=(),
                     ),
                 )
-                for question, context in zip(questions, asked.contexts, strict=True)
+                for text, context in zip(texts, questions.contexts, strict=True)
             ]
         for prompt in prompts[:1]:
             self._require_head(prompt.setting)

@@ -5,7 +5,7 @@ do not, or until the answer has ended before them.
 """
 
 import dataclasses
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 from beatrice.extract.generate.generator import SamplingConfig, decode_ids, find_stop
 from beatrice.extract.generate.local import stop_ids
@@ -13,7 +13,7 @@ from beatrice.extract.generate.requests import Request
 from beatrice.extract.records import Answer
 from beatrice.extract.signals.decode import WrittenToken, read_stepwise
 from beatrice.extract.signals.reader import AnswerSignals
-from beatrice.pgir.bridge import ProbedBackbone, Reading
+from beatrice.pgir.bridge import ProbedBackbone
 
 _HALF = "\N{REPLACEMENT CHARACTER}"  # a character whose other bytes are to come
 
@@ -50,7 +50,7 @@ def stream_tokens(
     request: Request,
     sampling: SamplingConfig,
     every: int | None,
-    p_correct: Callable[[Reading], float | None],
+    p_correct: Callable[[Answer, AnswerSignals], float | None],
 ) -> Generator[StreamedToken, None, tuple[Answer, AnswerSignals]]:
     """Yield an answer's tokens as they are chosen; return it with its signals.
 
@@ -60,7 +60,7 @@ def stream_tokens(
       sampling: how tokens are chosen.
       every: so many tokens apart is P of the answer so far; None is nowhere. Such a
         token comes with the next one's step, which tells how likely its end is.
-      p_correct: P of what was read of one answer.
+      p_correct: P of an answer, by what was read of it.
     """
     tokenizer, stop = probed.backbone.tokenizer, sampling.stop
     stops, n_most = stop_ids(probed.backbone), sampling.max_new_tokens
@@ -75,12 +75,6 @@ def stream_tokens(
     step: WrittenToken | None = None
     is_due = False  # whether P is wanted behind the last token
     written: tuple[Answer, AnswerSignals] | None = None
-
-    def p_of(written: tuple[Answer, AnswerSignals]) -> float | None:
-        answer, signals = written
-        sequence = probed.sequence(request, answer)
-        return p_correct(probed.reading([signals], [sequence]))
-
     while True:
         with probed.lock:
             before = step
@@ -90,7 +84,7 @@ def stream_tokens(
                 written = end.value
             if is_due and before is not None:
                 token, text = waiting[-1]
-                p_if_ended = p_of(before.ended(stop_id))
+                p_if_ended = p_correct(*before.ended(stop_id))
                 waiting[-1] = dataclasses.replace(token, p_correct=p_if_ended), text
             if written is not None:
                 break
@@ -101,7 +95,7 @@ def stream_tokens(
             # The last token of an answer that is cut has no next; there is the score.
             is_due = bool(every) and len(ids) % every == 0 and not is_end
             is_due &= len(ids) < n_most
-            p_if_cut = p_of(step.cut()) if is_due else None
+            p_if_cut = p_correct(*step.cut()) if is_due else None
         p, entropy = float(step.prob[0]), float(step.prob[2])
         token = StreamedToken(text="", p=p, entropy=entropy, p_if_cut=p_if_cut)
         waiting.append((token, text))
@@ -114,17 +108,31 @@ def stream_tokens(
             yield dataclasses.replace(token, text=shown[n_shown:])
             n_shown = max(n_shown, len(shown))
     answer, signals = written
-    answer_text = decode_ids(tokenizer, ids)
-    answer_text = answer_text[: find_stop(answer_text, stop)]
+    text = decode_ids(tokenizer, ids)
+    text = text[: find_stop(text, stop)]
     n_left = len(answer.token_ids) - (len(ids) - len(waiting))
+    yield from _last_tokens(waiting, text, n_shown, n_left)
+    return answer, signals
+
+
+def _last_tokens(
+    waiting: list[tuple[StreamedToken, str]], answer: str, n_shown: int, n_left: int
+) -> Iterator[StreamedToken]:
+    """Yield the tokens that waited for the end of the answer.
+
+    Args:
+      waiting: each with the text that ends in it.
+      answer: its whole text.
+      n_shown: characters of it that went out before.
+      n_left: how many of these tokens are of the answer; the one behind ended it.
+    """
     for index, (token, text) in enumerate(waiting[: n_left + 1]):
         is_last = index in (n_left, len(waiting) - 1)
-        shown = answer_text if is_last else answer_text[: len(text)]
+        shown = answer if is_last else answer[: len(text)]
         if is_stop := index == n_left:
             token = dataclasses.replace(token, p_correct=None, p_if_cut=None)
         yield dataclasses.replace(token, text=shown[n_shown:], is_stop=is_stop)
         n_shown = max(n_shown, len(shown))
-    return answer, signals
 
 
 def _may_begin(text: str, stop: Sequence[str]) -> bool:

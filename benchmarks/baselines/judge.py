@@ -34,7 +34,7 @@ from beatrice.benchmarks.baselines.readings import (
     AnswerReader,
     CachedReadings,
     cached_readings,
-    parts_of,
+    chunks_of,
     reading_keys,
     rows_read,
 )
@@ -561,8 +561,8 @@ def _scores(
     )
     cached = {x: cache.load(x) for x in known if setting in x.settings}
     new = [x for x, scores in cached.items() if x.name in names and scores is None]
-    n_parts = len(parts_of(len(inputs.rows.ids))) * any(x.reads for x in new)
-    ticks, total = itertools.count(1), len(new) + n_parts
+    n_chunks = len(chunks_of(len(inputs.rows.ids))) * any(x.reads for x in new)
+    ticks, total = itertools.count(1), len(new) + n_chunks
 
     def tick() -> None:
         update(next(ticks), total)

@@ -1,6 +1,6 @@
-"""What detectors read beyond the four families, in a cache part by part.
+"""What detectors read beyond the four families, in a cache chunk by chunk.
 
-A part is some hundred answers; its readings are files of their own, one a name, so that
+A chunk is some hundred answers; its readings are files, one a name, so that
 an interrupted start continues, and another detector's reading is read alone.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 FORMAT = "3"  # of cached readings: 3 says of which rows
 _OF_SAMPLES = ("sample_states", "p_true")  # readings of drawn answers too
-_ANSWERS_PER_PART = 256
+_ANSWERS_PER_CHUNK = 256
 _Arrays = dict[str, np.ndarray]
 Wanted = Mapping[str, np.ndarray]  # by name of a reading, `[n]` indices of rows
 
@@ -137,14 +137,14 @@ def cached_readings(
 ) -> CachedReadings:
     """Return readings of rows, read now or by an earlier, interrupted start.
 
-    `tick` is called once for each of `parts_of`, when its readings are there.
+    `tick` is called once for each of `chunks_of`, when its readings are there.
     """
     values: dict[str, dict[int, np.ndarray]] = {name: {} for name in wanted}
     seconds, peaks = dict.fromkeys(wanted, 0.0), dict.fromkeys(wanted, 0)
-    for part in parts_of(n_rows):
-        cached, missing = load_part(wanted, caches, part)
-        for name, arrays in _read_part(reader, missing).items():
-            caches[name].save(_file(part), arrays)
+    for chunk in chunks_of(n_rows):
+        cached, missing = load_chunk(wanted, caches, chunk)
+        for name, arrays in _read_chunk(reader, missing).items():
+            caches[name].save(_file(chunk), arrays)
             cached[name] = arrays
         for name, arrays in cached.items():
             values[name] |= zip(arrays["rows"].tolist(), arrays["values"], strict=True)
@@ -157,14 +157,14 @@ def cached_readings(
     return CachedReadings(laid_out, seconds, peaks)
 
 
-def load_part(
-    wanted: Wanted, caches: Mapping[str, Cache], part: slice
+def load_chunk(
+    wanted: Wanted, caches: Mapping[str, Cache], chunk: slice
 ) -> tuple[dict[str, _Arrays], dict[str, list[int]]]:
-    """Return what is cached of a part by name, and the rows of what is not."""
+    """Return what is cached of a chunk by name, and the rows of what is not."""
     cached, missing = {}, {}
     for name, rows in wanted.items():
-        rows = rows[(rows >= part.start) & (rows < part.stop)]
-        arrays = caches[name].load(_file(part))
+        rows = rows[(rows >= chunk.start) & (rows < chunk.stop)]
+        arrays = caches[name].load(_file(chunk))
         if arrays is not None and np.isin(rows, arrays["rows"]).all():
             cached[name] = arrays
         elif len(rows):
@@ -172,11 +172,11 @@ def load_part(
     return cached, missing
 
 
-def _file(part: slice) -> str:
-    return f"{part.start:07d}"
+def _file(chunk: slice) -> str:
+    return f"{chunk.start:07d}"
 
 
-def _read_part(
+def _read_chunk(
     reader: AnswerReader, missing: Mapping[str, Sequence[int]]
 ) -> dict[str, _Arrays]:
     """Read rows, each once with all the readings that are wanted of it."""
@@ -211,7 +211,7 @@ def _lay_out(values: Mapping[int, np.ndarray], n_rows: int) -> np.ndarray:
     return _stack([values.get(row, nothing) for row in range(n_rows)])
 
 
-def parts_of(n_rows: int) -> list[slice]:
+def chunks_of(n_rows: int) -> list[slice]:
     """Return the rows that are read and cached together."""
-    starts = range(0, n_rows, _ANSWERS_PER_PART)
-    return [slice(start, min(start + _ANSWERS_PER_PART, n_rows)) for start in starts]
+    starts = range(0, n_rows, _ANSWERS_PER_CHUNK)
+    return [slice(start, min(start + _ANSWERS_PER_CHUNK, n_rows)) for start in starts]

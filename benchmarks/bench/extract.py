@@ -338,9 +338,9 @@ LLAMA_LIKE = LoopConfig(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoopCost:
-    """One row: tokens per second of reading alone (`loop`) and end to end (`whole`).
+    """One row: tokens per second of reading (`loop`) and with the store.
 
-    Medians over rounds; `share` is `whole` over `loop`, median over neighbouring runs.
+    Medians over rounds; `share` is of neighbouring runs, `end_to_end` over `loop`.
     """
 
     model: str
@@ -349,7 +349,7 @@ class LoopCost:
     n_tokens: int
     n_batches: int
     loop: float
-    whole: float
+    end_to_end: float
     share: float
 
     def cells(self) -> dict[str, str]:
@@ -360,7 +360,7 @@ class LoopCost:
             "dtype": self.dtype,
             "tokens": f"{self.n_tokens} in {self.n_batches} batches",
             "reading tokens/s": f"{self.loop:.0f}",
-            "with the store tokens/s": f"{self.whole:.0f}",
+            "with the store tokens/s": f"{self.end_to_end:.0f}",
             "end to end / reading": f"{self.share:.2f}",
         }
 
@@ -395,7 +395,7 @@ class StoreBench:
     def measure(self, name: str, n_rounds: int) -> LoopCost:
         """Let both take turns, after one unmeasured run each."""
         rounds = take_turns([self.read, self.extract], n_rounds)[..., 0]
-        loop, whole = np.median(rounds, axis=0).tolist()
+        loop, end_to_end = np.median(rounds, axis=0).tolist()
         n_tokens = int(self.plan.spec.lengths.sum())
         backbone = self.reader.backbone
         return LoopCost(
@@ -405,7 +405,7 @@ class StoreBench:
             n_tokens=n_tokens,
             n_batches=len(self.batches),
             loop=n_tokens / loop,
-            whole=n_tokens / whole,
+            end_to_end=n_tokens / end_to_end,
             share=float(np.median(rounds[:, 0] / rounds[:, 1])),
         )
 

@@ -89,9 +89,9 @@ def _number_value(text: str) -> str:
     """Return a number without thousands separators and padding zeros."""
     if re.fullmatch(r"\d{1,3}(,\d{3})+(\.\d+)?", text):
         text = text.replace(",", "")
-    whole, point, rest = text.partition(".")
+    integer, point, rest = text.partition(".")
     rest = rest.rstrip("0") if rest.isdecimal() else rest
-    return (whole.lstrip("0") or "0") + (f"{point}{rest}" if rest else "")
+    return (integer.lstrip("0") or "0") + (f"{point}{rest}" if rest else "")
 
 
 def _numbers(text: str) -> dict[str, str]:

@@ -307,16 +307,16 @@ _Batch = tuple[torch.Tensor, torch.Tensor]  # ids and mask, see `_encode`
 
 
 def _encode(
-    rows: list[Row], vocabulary: dict[str, int], whole: list[bool] | None = None
+    rows: list[Row], vocabulary: dict[str, int], from_first: list[bool] | None = None
 ) -> _Batch:
-    """Encode rows; those marked `whole` are learned from their first token on.
+    """Encode rows; those marked `from_first` are learned from their first token on.
 
     Returns:
       `[n_rows, n_tokens]` right-padded ids, and `[n_rows, n_tokens - 1]` bool, True
       where the next token is learned.
     """
     encoded = []
-    for row, everything in zip(rows, whole or [False] * len(rows), strict=True):
+    for row, everything in zip(rows, from_first or [False] * len(rows), strict=True):
         ids, learn = [vocabulary[START]], [False]
         for text, learned in row:
             words = _WORD.findall(text)
@@ -359,11 +359,11 @@ def _batches(
             yield [(1.0, _encode(rows, vocabulary))]
             continue
         facts = sampler.fact_rows(rng, config.n_fact_rows)
-        are_whole = [rng.random() < 0.15 for _ in facts]
+        from_first = [rng.random() < 0.15 for _ in facts]
         reading = sampler.reading_rows(rng, config.n_reading_rows)
         ramp = min(1.0, 0.2 + 0.8 * (step - config.n_reading_steps) / 80)
         yield [
-            (ramp, _encode(facts, vocabulary, are_whole)),
+            (ramp, _encode(facts, vocabulary, from_first)),
             (config.reading_weight, _encode(reading, vocabulary)),
         ]
 

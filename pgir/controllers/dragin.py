@@ -38,7 +38,7 @@ from beatrice.pgir.controllers.plans import (
     Words,
 )
 from beatrice.pgir.controllers.session import Session, rival
-from beatrice.pgir.controllers.waves import ENTROPY, Answering, Service
+from beatrice.pgir.controllers.waves import ENTROPY, Answering, BatchedService
 
 THETA = 1.0  # 2Wiki, Llama-2-7B-chat
 MOST_QUERY_WORDS = 25  # retrieve_keep_top_k of the same
@@ -161,7 +161,7 @@ def query_words(
     return " ".join(words[i] for i in sorted(top))
 
 
-class Wording(Service):
+class Wording(BatchedService):
     """Serves "words" and "attended", a pass over bare text each."""
 
     def __init__(self, answering: Answering) -> None:

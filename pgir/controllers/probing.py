@@ -22,7 +22,7 @@ from beatrice.extract.label.labels import contains_gold
 from beatrice.extract.records import Example
 from beatrice.pgir.controllers.plans import Call, Cost, Plan, SearchConfig
 from beatrice.pgir.controllers.session import Session, rival
-from beatrice.pgir.controllers.waves import Answering, Service
+from beatrice.pgir.controllers.waves import Answering, BatchedService
 
 _DEPTHS = tuple(layer / 18 for layer in (6, 8, 10, 12, 14, 16))  # of Gemma 2B's 18
 _WIDTH, _BATCH, _EPOCHS = 512, 8, 2
@@ -92,7 +92,7 @@ def fit_probe(states: np.ndarray, labels: np.ndarray, seed: int) -> torch.nn.Mod
     return probe.eval()
 
 
-class Probing(Service):
+class Probing(BatchedService):
     """Serves "probe": the summed probabilities (wrong, right) of an answer.
 
     The probes are trained when the first answer is asked for: on a machine where all

@@ -21,7 +21,7 @@ from beatrice.extract.signals.batch import pad_batch
 from beatrice.extract.signals.sequence import batches_of
 from beatrice.pgir.controllers.plans import Call, Cost, Plan, SearchConfig
 from beatrice.pgir.controllers.session import Session, rival
-from beatrice.pgir.controllers.waves import Answering, Service
+from beatrice.pgir.controllers.waves import Answering, BatchedService
 
 _RIDGE = 1e-3
 _SEED = 42
@@ -46,7 +46,7 @@ def uncertainty(states: np.ndarray) -> float:
     return float(np.linalg.slogdet(gram)[1] / len(wide))
 
 
-class Spreading(Service):
+class Spreading(BatchedService):
     """Serves "spread": draws answers, and measures how far their states lie apart.
 
     The state is what the feed-forward part of the middle layer adds (the official code

@@ -10,6 +10,7 @@ The services of searches, answers and scores follow: the retriever, and the back
 with its detector.
 """
 
+import abc
 import contextlib
 import dataclasses
 import functools
@@ -66,8 +67,25 @@ class Failed(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Service:
-    """Serves the calls of one kind, batch by batch.
+class Service(abc.ABC):
+    """Serves the calls of one kind."""
+
+    @abc.abstractmethod
+    def batches(
+        self, calls: Sequence[Call], done: Collection[int]
+    ) -> Generator[list[tuple[int, Any]], None, None]:
+        """Yield (place in `calls`, value or `Failed`) of each batch.
+
+        A value is of its type in `VALUES`. Calls that are done may be left out.
+        """
+
+    def cost(self, call: Call, value: Any) -> Cost:
+        """Return what a call costs, seconds apart."""
+        return Cost()
+
+
+class BatchedService(Service):
+    """Serves calls that have something in common together.
 
     Attributes:
       size: most calls of a batch; None serves all together.
@@ -77,30 +95,26 @@ class Service:
     size: int | None = None
     is_joint = True
 
-    def part(self, call: Call) -> Any:
+    def group(self, call: Call) -> Any:
         """Return what the calls of a batch have in common."""
         return 0
 
+    @abc.abstractmethod
     def values(self, calls: Sequence[Call]) -> Sequence[Any]:
-        """Return the values of a batch, each of its type in `VALUES`, or `Failed`."""
-        raise NotImplementedError
-
-    def cost(self, call: Call, value: Any) -> Cost:
-        """Return what a call costs, seconds apart."""
-        return Cost()
+        """Return the values of a batch, or `Failed`."""
 
     def batches(
         self, calls: Sequence[Call], done: Collection[int]
     ) -> Generator[list[tuple[int, Any]], None, None]:
-        """Yield (place in `calls`, value or `Failed`) of each batch.
+        """Yield the batches of every group, see `Service`.
 
         Joint batches are planned over all calls, and left out if all of it is done.
         """
-        parts: dict[Any, list[int]] = {}
+        groups: dict[Any, list[int]] = {}
         for i, call in enumerate(calls):
             if self.is_joint or i not in done:
-                parts.setdefault(self.part(call), []).append(i)
-        for _, places in sorted(parts.items()):
+                groups.setdefault(self.group(call), []).append(i)
+        for _, places in sorted(groups.items()):
             size = self.size or len(places)
             for first in range(0, len(places), size):
                 batch = places[first : first + size]
@@ -302,7 +316,7 @@ class Waves:
                 began = time.perf_counter()
 
 
-class Searching(Service):
+class Searching(BatchedService):
     """Serves "search": the ranking of a query, indices into the corpus.
 
     An error of the connection fails the queries concerned alone.
@@ -314,7 +328,7 @@ class Searching(Service):
         """Take the retriever."""
         self._retriever = retriever
 
-    def part(self, call: Call) -> int:
+    def group(self, call: Call) -> int:
         """Return the depth: rankings of one depth are asked for together."""
         return call.n
 
@@ -586,7 +600,7 @@ def showable(
     return list(passages)
 
 
-class Scoring(Service):
+class Scoring(BatchedService):
     """Serves "score": the calibrated detector on answers that were given.
 
     An answer's signals are of the pass that wrote it. With context those of the
@@ -602,7 +616,7 @@ class Scoring(Service):
         self._answering = answering
         self._closed_book: dict[str, tuple[AnswerSignals, np.ndarray]] = {}
 
-    def part(self, call: Call) -> bool:
+    def group(self, call: Call) -> bool:
         """Return whether the answer was written with passages."""
         return bool(call.passages)
 
@@ -643,7 +657,7 @@ class Scoring(Service):
         return Cost(forwards=int(not self._answering.is_read_at_once))
 
 
-class Judging(Service):
+class Judging(BatchedService):
     """Serves "judge": a person's own judges of answers.
 
     A judge is called with the question, the answer and the passages that were shown,

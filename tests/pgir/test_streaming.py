@@ -13,7 +13,7 @@ from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.generate.local import stop_ids
 from beatrice.extract.generate.requests import GenerationConfig
 from beatrice.jaxprobe.calibration import Calibrator
-from beatrice.pgir.asking import Asked
+from beatrice.pgir.asking import QuestionBatch
 from beatrice.pgir.scorer import Scorer
 from tests.pgir.small import LAYER, PASSAGE, QUESTION, make_detector
 from tests.pgir.test_scorer import CHAT, FOREIGN
@@ -79,9 +79,11 @@ def test_a_stream_is_the_answer_with_p_of_every_prefix_as_of_one_that_ends_there
     log_probs = np.log([token.p for token in tokens[:n_tokens]])
     np.testing.assert_allclose(log_probs, score.log_probs, atol=1e-5)
     assert all(token.entropy >= 0 for token in tokens)
-    (_,), (request,) = scorer._requests(Asked(questions=[QUESTION], contexts=contexts))
+    (_,), (request,) = scorer._requests(
+        QuestionBatch(texts=[QUESTION], contexts=contexts)
+    )
     (answer,), _ = probed.answer_and_read(
-        [request], scorer._sampling(Asked(questions=[QUESTION], **options))
+        [request], scorer._sampling(QuestionBatch(texts=[QUESTION], **options))
     )
     stop_id = stop_ids(backbone)[0]
     for n, token in enumerate(tokens[:n_tokens], start=1):
@@ -105,7 +107,7 @@ def test_p_of_the_answer_so_far_is_the_score_of_the_text_that_ends_there(
     """By the verb for answers that exist, from ids and after the fact."""
     long = {"temperature": 3.0, "seed": 1, "max_new_tokens": 5, "stop": []}
     *tokens, _ = scorer.stream(QUESTION, PASSAGE, every=1, **long)
-    inputs = Asked(questions=[QUESTION], contexts=[PASSAGE], **long)
+    inputs = QuestionBatch(texts=[QUESTION], contexts=[PASSAGE], **long)
     (_,), (request,) = scorer._requests(inputs)
     (answer,), _ = scorer.probed.answer_and_read([request], scorer._sampling(inputs))
     ids, stop_id = list(answer.token_ids), stop_ids(backbone)[0]
@@ -167,8 +169,8 @@ def test_a_chat_is_answered_and_scored_as_it_is_scored_afterwards(backbone, name
     *_, score = chatting.stream(*named.values(), messages=messages)
     question, context = named.get("question"), named.get("context")
     assert score == chatting.answer(question, context, messages=messages)
-    inputs = Asked(
-        questions=None if question is None else [question],
+    inputs = QuestionBatch(
+        texts=None if question is None else [question],
         contexts=None if context is None else [context],
         messages=messages,
     )

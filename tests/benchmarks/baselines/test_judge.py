@@ -34,8 +34,8 @@ from beatrice.benchmarks.baselines.readings import (
     AnswerReader,
     CachedReadings,
     cached_readings,
-    load_part,
-    parts_of,
+    chunks_of,
+    load_chunk,
     reading_keys,
     rows_read,
 )
@@ -434,7 +434,7 @@ def no_model():
 def keep(cache, values, rows=None, seconds=2.0, peak_bytes=0):
     """Leave parts on disk as an earlier start would."""
     places = np.arange(len(values)) if rows is None else rows
-    for chunk in parts_of(int(places.max()) + 1):
+    for chunk in chunks_of(int(places.max()) + 1):
         in_chunk = (places >= chunk.start) & (places < chunk.stop)
         cost = {"seconds": np.float64(seconds)}
         cost |= {"peak_bytes": np.int64(peak_bytes + chunk.start)}
@@ -445,15 +445,17 @@ def keep(cache, values, rows=None, seconds=2.0, peak_bytes=0):
 def unread(wanted, caches, n_rows):
     """Return by name the rows that would be read now."""
     rows = {name: [] for name in wanted}
-    for chunk in parts_of(n_rows):
-        for name, missing in load_part(wanted, caches, chunk)[1].items():
+    for chunk in chunks_of(n_rows):
+        for name, missing in load_chunk(wanted, caches, chunk)[1].items():
             rows[name] += missing
     return rows
 
 
 def test_parts_hold_every_row_once():
-    assert [i for chunk in parts_of(600) for i in range(600)[chunk]] == list(range(600))
-    assert [chunk.stop - chunk.start for chunk in parts_of(600)] == [256, 256, 88]
+    assert [i for chunk in chunks_of(600) for i in range(600)[chunk]] == list(
+        range(600)
+    )
+    assert [chunk.stop - chunk.start for chunk in chunks_of(600)] == [256, 256, 88]
 
 
 def test_what_an_earlier_start_read_is_not_read_again(tmp_path):
