@@ -92,12 +92,12 @@ def scored(probed, requests):
     prompts = prompts_of(requests)
     rows = {}
     for batch in generator.plan(prompts, sampling):
-        asked = [requests[i] for i in batch]
-        watch = Prefixes(probed, asked, probed.trained.stop_id)
+        rows_of_batch = [requests[i] for i in batch]
+        watch = Prefixes(probed, rows_of_batch, probed.trained.stop_id)
         replies = generator.write([prompts[i] for i in batch], sampling, watch)
-        for place, (i, reply) in enumerate(zip(batch, replies, strict=True)):
-            answer = asked[place].answer(reply)
-            rows[i] = answer, {way: watch.scores[way][place] for way in WAYS}
+        for row, (i, reply) in enumerate(zip(batch, replies, strict=True)):
+            answer = rows_of_batch[row].answer(reply)
+            rows[i] = answer, {way: watch.scores[way][row] for way in WAYS}
         print(f"{len(rows)} of {len(requests)} answers", file=sys.stderr, flush=True)
     return [rows[i] for i in range(len(requests))]
 
@@ -114,10 +114,10 @@ def main(run, name, *datasets):
     print(f"| set | n, right | mean tokens | P of a prefix | {shares} |")
     print("|---" * 8 + "|")
     for dataset in datasets or sorted({example.dataset for example in examples}):
-        asked = [example for example in examples if example.dataset == dataset]
-        texts = [example.question for example in asked]
+        of_set = [example for example in examples if example.dataset == dataset]
+        texts = [example.question for example in of_set]
         requests = probed.requests("closed_book", texts, [()] * len(texts))
-        pairs = list(zip(scored(probed, requests), asked, strict=True))
+        pairs = list(zip(scored(probed, requests), of_set, strict=True))
         # An answer of the longest length may be scored as one that is cut alone.
         pairs = [pair for pair in pairs if 0 < len(pair[0][0].token_ids) < MOST_TOKENS]
         labels = np.array([exact_match(a.text, e.golds) for (a, _), e in pairs])
