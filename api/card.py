@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from beatrice.jaxprobe.detector import Detector
+from beatrice.jaxprobe.scope import CONFIDENCE
 
 CARD = "README.md"
 _METRICS = {
@@ -15,6 +16,7 @@ _METRICS = {
     "ece": "ECE",
     "brier": "Brier",
 }
+_PRECISIONS = (0.6, 0.7, 0.8, 0.9, 0.95)
 _OF_PROBE = ("auroc", "auprc", "ece", "brier")
 _HEADS = {
     "closed_book": "closed-book answers",
@@ -57,6 +59,7 @@ def card(detector: Detector, report: Sequence[Mapping[str, Any]]) -> str:
             "Intervals are 95 %. Rows of the split `validation` flatter, since it "
             "chose encoders and maps.",
             "",
+            *_decisions(detector),
             "## Scope and limits",
             "",
             *_scope(detector),
@@ -129,6 +132,35 @@ def _cell(row: Mapping[str, Any] | None) -> str:
     return text
 
 
+def _decisions(detector: Detector) -> list[str]:
+    """Return from which P on answers are trusted, for several precisions."""
+    lines = []
+    for name, head in detector.heads.items():
+        for precision in _PRECISIONS if head.validation is not None else ():
+            cells = [
+                "–"
+                if threshold.p_correct is None
+                else f"{threshold.p_correct:.3f} ({threshold.coverage:.1%})"
+                for threshold in head.thresholds(precision) or ()
+            ]
+            lines.append(f"| {_HEADS[name]} | {precision} | {' | '.join(cells)} |")
+    if not lines:
+        return []
+    return [
+        "## Decisions",
+        "",
+        'With `load(…, precision=0.8)` a score says "trust" from the P on where .8 of '
+        'the answers are right, "distrust" up to the P where .8 are wrong, each with '
+        f'{CONFIDENCE:.0%} confidence, and else "unknown". In brackets stands the '
+        "share of the validation answers that is decided so; – where no P holds it.",
+        "",
+        "| answers | precision | trusted from | distrusted up to |",
+        "|---|---|---|---|",
+        *lines,
+        "",
+    ]
+
+
 def _scope(detector: Detector) -> list[str]:
     """Say which model, prompts and answers the numbers hold for."""
     lines = [f"* **{doubt}**" for doubt in detector.doubts]
@@ -143,9 +175,6 @@ def _scope(detector: Detector) -> list[str]:
             f"embedding). Prompts: template {trained.prompt.template!r}, "
             f"{chat}, {n_shots} worked examples; other prompts give a warning.",
         ]
-    for name, head in detector.heads.items():
-        if head.threshold is not None:
-            lines.append(f"* {_HEADS[name]}: {head.threshold.in_words()}.")
     lines += [
         "* P holds for questions like those of the fit. On other kinds, and in scripts "
         "that the fit did not have, it says less; scores warn where they can tell.",

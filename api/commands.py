@@ -45,6 +45,12 @@ class ScoreOptions:
     )
     batch_size: int = option("Most rows of a file in one forward pass.", 64, min=1)
     model: str | None = option("Where the backbone lies, if moved.")
+    precision: float | None = option(
+        "Share of decisions to be right.  [default: the probe's, 0.9]",
+        min=0,
+        max=1,
+        is_above=True,
+    )
 
     def __post_init__(self) -> None:
         """Check what goes together."""
@@ -89,7 +95,7 @@ def score(source: str | None, as_json: bool, how: ScoreOptions) -> None:
         from beatrice.pgir.score_files import count_rows
         from beatrice.probe import load
 
-        probe = load(name, model=how.model)
+        probe = load(name, model=how.model, precision=how.precision)
         # A file that cannot be read is refused before the model is loaded.
         n_rows = count_rows(how.file) if how.file is not None else 0
         _ = probe.scorer
@@ -162,16 +168,14 @@ def _score_file(
         score_rows(
             lambda rows: probe.score_many(rows, how.batch_size),
             read_rows(answers),
-            probe.identity,
+            probe.identity + (f" {how.precision}" if how.precision else ""),
             lines,
             lines.append if lines else lambda some: click.echo("\n".join(some)),
             each,
         )
     for setting in SETTINGS:
-        threshold = probe.threshold(setting)
-        if threshold is not None:
-            trusted = "" if threshold.p_correct is None else "trusted is "
-            progress.note(f"{setting}: {trusted}{threshold.in_words()}")
+        for threshold in probe.thresholds(setting) or ():
+            progress.note(f"{setting}: {threshold.in_words()}")
     progress.note(tally.in_words())
     if how.html is not None:
         title = f"{answers.name}, read by {name}"

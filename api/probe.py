@@ -24,13 +24,14 @@ from beatrice.extract.run.files import (
     sha256_file,
 )
 from beatrice.jaxprobe.detector import ARRAYS, CONFIG, Detector, HeadName
-from beatrice.pgir.arguments import argument_error, as_path
+from beatrice.pgir.arguments import argument_error, as_path, as_probability
 from beatrice.pgir.asking import BATCH_SIZE, AnswerScorer
 
 if TYPE_CHECKING:
     import pandas
 
     from beatrice.extract.store.store import FeatureStore
+    from beatrice.jaxprobe.scope import Thresholds
     from beatrice.model import LanguageModel
     from beatrice.pgir.scorer import Scorer
     from beatrice.signals import Signals
@@ -200,9 +201,9 @@ class Probe(AnswerScorer):
 
         return frame.with_columns(polars.Series(k, v) for k, v in columns.items())
 
-    def threshold(self, setting: Setting) -> Any:
-        """Return at which P answers of a setting are trusted, and how often rightly."""
-        return self.scorer.threshold(setting)
+    def thresholds(self, setting: Setting) -> "Thresholds | None":
+        """Return at which P decisions on answers of a setting begin, and how sure."""
+        return self.scorer.thresholds(setting)
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Return messages as the text that the model reads, in which ranges count."""
@@ -364,6 +365,7 @@ def scorer_of(
     dtype: str | None = None,
     *,
     strict: bool = True,
+    precision: float | None = None,
     examples: Sequence[Mapping[str, Any]] = (),
     identity: str = "",
 ) -> "Scorer":
@@ -375,6 +377,7 @@ def scorer_of(
       device: of the model.
       dtype: of its weights.
       strict: refuse a model of another revision or type; else every score warns.
+      precision: share of decisions that shall be right.
       examples: answers whose P must come out.
       identity: SHA-256 of the probe's files.
     """
@@ -396,7 +399,7 @@ def scorer_of(
             prompt=provenance.prompt,
         )
     generation = GenerationConfig(max_new_tokens=32, stop=usual_stop(provenance.prompt))
-    scorer = Scorer(model, detector, generation, strict=strict)
+    scorer = Scorer(model, detector, generation, strict=strict, precision=precision)
     if strict and examples:
         _check_examples(scorer, examples, identity)
     return scorer
@@ -409,6 +412,7 @@ def load(
     device: str | None = None,
     dtype: str | None = None,
     strict: bool = True,
+    precision: float | None = None,
 ) -> Probe:
     """Return a saved probe, one of the Hub, one that comes along, or a run's.
 
@@ -421,11 +425,22 @@ def load(
       dtype: likewise; None takes the type in which the probe was fitted.
       strict: refuse a model of another revision or type than the probe's, and a probe
         whose examples do not come out. False warns with every score.
+      precision: share of the trusted answers that shall be right, and of the
+        distrusted that shall be wrong, in (0, 1); None takes that of the fit, .9.
 
     Raises:
-      ValueError: there is no probe, or a file is not as it was written.
+      ValueError: there is no probe, a file is not as it was written, or `precision` is
+        no share.
     """
-    options = {"model": model, "device": device, "dtype": dtype, "strict": strict}
+    if precision is not None:
+        as_probability(precision, "precision")
+    options = {
+        "model": model,
+        "device": device,
+        "dtype": dtype,
+        "strict": strict,
+        "precision": precision,
+    }
     folder = _find(path)
     if _is_saved(folder):
         detector = Detector.load(folder)

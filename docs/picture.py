@@ -93,10 +93,11 @@ def draw(run, scorer):
     means, shares = ([b[name] for b in known] for name in ("mean_p", "accuracy"))
     curve.plot((0, 1), (0, 1), color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
     curve.plot(means, shares, "-o", color=BLUE, markersize=4)
-    threshold = scorer.threshold("closed_book")
-    if threshold is not None and threshold.p_correct is not None:
-        curve.axvspan(threshold.p_correct, 1, color=GRID, alpha=0.7)
-        curve.text(threshold.p_correct, 0.03, "trusted ", ha="left", color=MUTED)
+    thresholds = scorer.thresholds("closed_book")
+    trusted_from = thresholds and thresholds.trust.p_correct
+    if trusted_from is not None:
+        curve.axvspan(trusted_from, 1, color=GRID, alpha=0.7)
+        curve.text(trusted_from, 0.03, "trusted ", ha="left", color=MUTED)
     curve.plot([p], [np.interp(p, means, shares)], "o", color=ORANGE, markersize=11)
     curve.annotate(
         f"this answer\nP = {p:.2f}",

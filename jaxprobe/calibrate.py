@@ -6,7 +6,8 @@ with-context encoders, then the closed-book ones reading the closed-book pass of
 same question. Closed-book it is the closed-book encoders. In a run of one setting it is
 that setting's alone.
 
-Calibration sees validation rows alone: one isotonic map and one threshold a head.
+Calibration sees validation rows alone: one isotonic map a head,
+and what the head then says of them certifies its decisions.
 """
 
 import dataclasses
@@ -84,7 +85,7 @@ from beatrice.jaxprobe.rows import (
 )
 from beatrice.jaxprobe.scope import (
     Evidence,
-    choose_threshold,
+    Validation,
     fit_scope,
     n_of_classes,
     scripts_of,
@@ -295,23 +296,25 @@ def isotonic_map(
 def calibrated_head(
     branch: HeadName, fused: FusedHead, grid: Grid, precision: float, fit_map: FitMap
 ) -> SettingHead:
-    """Fit a head's map and threshold on the labelled validation rows."""
+    """Fit a head's map on the validation rows, and keep what it says of them."""
     where = grid.rows.where("validation")
     scores, labels = fused.scores.mean(axis=0)[where], grid.rows.labels[where]
     questions = grid.rows.ids[where]
     trained = grid.rows.where("train")
     calibrator = fit_map(scores, labels, questions)
+    validation = Validation.of_answers(calibrator(scores), labels, questions)
     return SettingHead(
         reads=reads(branch, fused.members, grid.dims.subset_names),
         config=fused.config,
         params=fused.params,
         calibrator=calibrator,
-        threshold=choose_threshold(calibrator(scores), labels, precision, questions),
+        precision=precision,
         evidence=Evidence(
             train=n_of_classes(grid.rows.labels[trained], grid.rows.ids[trained]),
             validation=n_of_classes(labels, questions),
             auroc=auroc_interval(scores, labels),
         ),
+        validation=validation,
     )
 
 
@@ -358,7 +361,7 @@ def calibrated(
       fused: the selected heads, by branch.
       grids: the trained encoders, by pass; one that no head reads is left out.
       provenance: what the detector was trained on; None for a caller's arrays.
-      precision: share of the trusted answers that shall be correct, in (0, 1].
+      precision: share of decisions that shall be right, in (0, 1].
       fit_map: from scores to P.
     """
     heads: dict[HeadName, SettingHead] = {
@@ -522,7 +525,7 @@ class CalibrateConfig:
     """The run's section `calibrate`.
 
     Attributes:
-      precision: share of the trusted answers that shall be correct, on validation.
+      precision: share of decisions that shall be right: to trust an answer, or not to.
     """
 
     precision: float = 0.9
@@ -602,8 +605,8 @@ def _calibrate(
         precision=config.precision,
     )
     for branch, head in detector.heads.items():
-        if head.threshold is not None:
-            progress.note(f"{branch}: {head.threshold.in_words()}")
+        for threshold in head.thresholds() or ():
+            progress.note(f"{branch}: {threshold.in_words()}")
     detector.save(run.detector)
 
 

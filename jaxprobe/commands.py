@@ -133,10 +133,10 @@ def train(
 @click.option(
     "--precision",
     type=click.FloatRange(0, 1, min_open=True),
-    help="Share of trusted answers to be correct; may be changed.  [default: 0.9]",
+    help="Share of decisions to be right; may be changed.  [default: 0.9]",
 )
 def calibrate(run_dir: Path, precision: float | None) -> None:
-    """Fit the isotonic maps and the threshold on validation; save the detector.
+    """Fit the isotonic maps and the thresholds on validation; save the detector.
 
     Example: beatrice calibrate runs/demo --precision .95
     """

@@ -30,11 +30,17 @@ from beatrice.jaxprobe.families import (
     Standardizer,
     check_features,
 )
-from beatrice.jaxprobe.scope import Evidence, Scope, Threshold
+from beatrice.jaxprobe.scope import (
+    Evidence,
+    Scope,
+    Thresholds,
+    Validation,
+    certified,
+)
 
 Params = Any  # nested dictionaries of arrays
 CONFIG, ARRAYS = "config.json", "probe.safetensors"
-_FORMAT = 7
+_FORMAT = 8
 _Kind = TypeVar("_Kind")
 # Of a pass's features: logits `[n_seeds, n_kept, n_examples]` and pooled vectors
 # `[..., d_pooled]` of its encoders, arrays of any framework.
@@ -130,18 +136,30 @@ class SettingHead:
     Attributes:
       reads: the selected encoders in pool order, as (pass, subset name).
       config: shape of the heads.
-      threshold: from which P(correct) on answers are trusted; None without a threshold.
+      precision: share of decisions that shall be right, where nobody asks for another.
       evidence: on how many answers it rests; None where unknown.
+      validation: what it says of the answers that it was calibrated on; None where
+        unknown.
       params: leaves `[n_seeds, ...]`.
       calibrator: from raw score to probability.
     """
 
     reads: tuple[tuple[Setting, str], ...]
     config: FusionConfig
-    threshold: Threshold | None = None
+    precision: float = 0.9
     evidence: Evidence | None = None
+    validation: Validation | None = None
     params: Params
     calibrator: Calibrator
+
+    def thresholds(self, precision: float | None = None) -> Thresholds | None:
+        """Return where decisions begin that are right as often as asked.
+
+        None where the validation answers are unknown. Takes some milliseconds.
+        """
+        if self.validation is None:
+            return None
+        return certified(self.validation, precision or self.precision)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -181,7 +199,7 @@ class Provenance:
 class _Saved(Record, frozen=True, kw_only=True):
     """A detector without its arrays."""
 
-    format: Literal[7]
+    format: Literal[8]
     banks: dict[Setting, dict[str, Any]]
     heads: dict[HeadName, dict[str, Any]]
     provenance: Provenance | None
@@ -191,6 +209,7 @@ _ARRAYS = {
     "params": dict,
     "standardizer": Standardizer,
     "scope": Scope,
+    "validation": Validation,
 }  # fields of a bank or a head that hold arrays
 
 

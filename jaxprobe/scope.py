@@ -2,7 +2,8 @@
 
 A probability learned on one kind of question says little about another kind. So the
 detector keeps where its signals lay and in which scripts its texts were written, and
-the threshold from which on a wanted precision is certified on validation answers.
+what it said of validation answers: these certify, for any precision that is asked for,
+from which P on an answer is trusted and up to which it is distrusted.
 """
 
 import collections
@@ -11,7 +12,7 @@ import functools
 import math
 import unicodedata
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -195,139 +196,235 @@ def n_of_classes(labels: np.ndarray, questions: np.ndarray) -> tuple[int, int]:
 
 
 CONFIDENCE = 0.9  # with which a threshold holds its precision
-_MANY = 400  # questions from which on the sequence starts where one error is allowed
+# Errors allowed where the sequence starts, if that is within the surer half of what can
+# be decided; else fewer. In simulations two decide most: one error would end a shorter
+# start, and a longer one begins beyond what can be certified.
+_ERRORS_AT_START = (2, 1, 0)
 _N_STEPS = 40  # of the sequence
+Decision = Literal["trust", "distrust", "unknown"]
+
+
+class Validation(NamedTuple):
+    """What a head says of the answers that it was calibrated on, one a question.
+
+    Attributes:
+      p_correct: `[n]` float64, calibrated.
+      labels: `[n]` bool, whether the answer is right.
+    """
+
+    p_correct: np.ndarray
+    labels: np.ndarray
+
+    @classmethod
+    def of_answers(
+        cls, p_correct: np.ndarray, labels: np.ndarray, questions: np.ndarray
+    ) -> "Validation":
+        """Keep the first answer to each question: others are no new evidence."""
+        first = np.sort(np.unique(questions, return_index=True)[1])
+        return cls(np.asarray(p_correct, np.float64)[first], labels[first])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Threshold:
-    """The lowest P(correct) at which a wanted precision is certified.
+    """The P(correct) where a decision begins that is right as often as was asked.
 
-    The precision of answers like those of validation, one a question, is at least
-    `wanted` with a confidence of 90 %: in nine of ten draws of the validation answers
-    the promise is true.
+    Answers from there on are trusted, or up to there distrusted. Of answers like those
+    of validation, one a question, at least `wanted` are then decided rightly, with a
+    confidence of 90 %: in nine of ten draws of the validation answers that is true. No
+    answer is trusted that is more likely wrong than right, nor the other way round.
 
     Attributes:
-      wanted: share of the trusted answers that shall be correct.
-      p_correct: answers with at least this are trusted; None where no threshold
-        holds the wanted precision.
-      n_trusted: validation answers that are trusted; of the first threshold that was
+      decision: that it is the threshold of.
+      wanted: share of the trusted answers that shall be right, or of the distrusted
+        that shall be wrong.
+      p_correct: least P of a trusted, greatest of a distrusted answer; None where no
+        threshold holds the wanted share.
+      n_decided: validation answers beyond it; beyond the first threshold that was
         tested where none holds.
-      n_wrong: of them.
-      low: exact lower bound of the precision, with the same confidence.
+      n_errors: of them, decided falsely.
+      low: exact lower bound of the share, with the same confidence.
       n: validation answers that count, one a question.
     """
 
+    decision: Literal["trust", "distrust"]
     wanted: float
     p_correct: float | None
-    n_trusted: int
-    n_wrong: int
+    n_decided: int
+    n_errors: int
     low: float
     n: int
 
     @property
     def precision(self) -> float:
-        """Share of the trusted validation answers that are correct; NaN of none."""
-        return 1 - self.n_wrong / self.n_trusted if self.n_trusted else float("nan")
+        """Share of the validation answers beyond it decided rightly; NaN of none."""
+        return 1 - self.n_errors / self.n_decided if self.n_decided else float("nan")
 
     @property
     def coverage(self) -> float:
-        """Share of the validation answers that are trusted."""
-        return self.n_trusted / self.n if self.p_correct is not None else 0.0
+        """Share of the validation answers that it decides."""
+        return self.n_decided / self.n if self.p_correct is not None else 0.0
+
+    def holds(self, p_correct: float) -> bool:
+        """Return whether an answer of this P lies beyond it."""
+        if self.p_correct is None:
+            return False
+        if self.decision == "trust":
+            return p_correct >= self.p_correct
+        return p_correct <= self.p_correct
 
     def in_words(self) -> str:
         """Say what it is, in a sentence's part."""
-        promise = f"precision {self.wanted:g} with {CONFIDENCE:.0%} confidence"
+        trusts = self.decision == "trust"
+        share = f"{self.wanted:g} are {'right' if trusts else 'wrong'}"
+        promise = f"at least {share} with {CONFIDENCE:.0%} confidence"
         if self.wanted >= 1:
-            return f"no P holds {promise}: no number of answers would show it"
+            return f"no P to {self.decision}, where {promise}: no number would show it"
         if self.p_correct is None:
-            least, seen = fewest_trusted(self.wanted), f"{self.n} were seen"
-            if self.n_trusted >= least:
-                seen = f"{self.n_wrong} of the first {self.n_trusted} are wrong"
+            least, seen = fewest_decided(self.wanted), f"{self.n} were seen"
+            if self.n_decided >= least:
+                which = (
+                    "most probable are wrong" if trusts else "least probable are right"
+                )
+                seen = f"{self.n_errors} of the {self.n_decided} {which}"
             return (
-                f"no P holds {promise}: {least} trusted validation answers without an "
-                f"error would show it, and {seen}"
+                f"no P to {self.decision}, where {promise}: {least} validation answers "
+                f"without an error would show it, and {seen}"
             )
         return (
-            f"P >= {self.p_correct:.4f} for {promise}: {self.n_wrong} of "
-            f"{self.n_trusted} trusted validation answers are wrong (precision "
-            f"{self.precision:.3f}, at least {self.low:.3f}), at coverage "
-            f"{self.coverage:.3f} of {self.n}"
+            f"{self.decision} P {'>=' if trusts else '<='} {self.p_correct:.4f}, where "
+            f"{promise}: {self.n_errors} of {self.n_decided} such validation answers "
+            f"are {'wrong' if trusts else 'right'} (precision {self.precision:.3f}, at "
+            f"least {self.low:.3f}), at coverage {self.coverage:.3f} of {self.n}"
         )
 
 
-def fewest_trusted(wanted: float, n_wrong: int = 0) -> int:
-    """Return how many trusted answers certify a precision with some of them wrong.
+class Thresholds(NamedTuple):
+    """From which P on answers are trusted, and up to which they are distrusted."""
+
+    trust: Threshold
+    distrust: Threshold
+
+    def decide(self, p_correct: float) -> tuple[Decision, str | None]:
+        """Return what to do with an answer, and why it is not trusted."""
+        if self.trust.holds(p_correct):
+            return "trust", None
+        if self.distrust.holds(p_correct):
+            return "distrust", (
+                f"P {p_correct:.4f} is at most {self.distrust.p_correct:.4f}, up to "
+                f"where {self.distrust.wanted:g} are wrong"
+            )
+        above, below = self.trust.p_correct, self.distrust.p_correct
+        if above is None:
+            return "unknown", self.trust.in_words()
+        if below is None:
+            return "unknown", (
+                f"P {p_correct:.4f} is below {above:.4f}, from where "
+                f"{self.trust.wanted:g} are right; {self.distrust.in_words()}"
+            )
+        return "unknown", (
+            f"P {p_correct:.4f} lies between {below:.4f}, up to where "
+            f"{self.distrust.wanted:g} are wrong, and {above:.4f}, from where as many "
+            "are right"
+        )
+
+
+def _at_most(n_errors: int, n: int, share: float) -> float:
+    """Return the binomial probability of at most `n_errors` of `n`, each of a share."""
+    if share <= 0:
+        return 1.0
+    logs = math.log(share), math.log1p(-share)
+    log_orders = (
+        math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+        for k in range(n_errors + 1)
+    )
+    return math.fsum(
+        math.exp(log_order + k * logs[0] + (n - k) * logs[1])
+        for k, log_order in enumerate(log_orders)
+    )
+
+
+def fewest_decided(wanted: float, n_errors: int = 0) -> int:
+    """Return how many decided answers certify a precision with some errors among them.
 
     Args:
       wanted: below 1.
-      n_wrong: of the trusted answers.
+      n_errors: of the decided answers.
     """
-    n, wrong = n_wrong + 1, 1 - wanted
-
-    def p_at_most() -> float:
-        """Return the binomial probability of at most so many wrong ones of `n`."""
-        terms = (
-            math.comb(n, k) * wrong**k * wanted ** (n - k) for k in range(n_wrong + 1)
-        )
-        return sum(terms)
-
-    while p_at_most() > 1 - CONFIDENCE:
+    n = n_errors + 1
+    while _at_most(n_errors, n, 1 - wanted) > 1 - CONFIDENCE:
         n += 1
     return n
 
 
-def choose_threshold(
-    p_correct: np.ndarray,
-    labels: np.ndarray,
-    wanted: float,
-    questions: np.ndarray | None = None,
-) -> Threshold:
-    """Certify the threshold that trusts most answers at a wanted precision.
+def _lower_bound(n_errors: int, n: int) -> float:
+    """Return the least share of right decisions that is not refuted (Clopper-Pearson).
 
-    Fixed-sequence testing (Learn then Test, arXiv 2110.01052) of the 22, 27, ... most
+    By halving: the probability of so few errors falls as their share grows.
+    """
+    low, high = 0.0, 1.0  # of the share of errors
+    if n_errors == n:
+        return 0.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        if _at_most(n_errors, n, middle) > 1 - CONFIDENCE:
+            low = middle
+        else:
+            high = middle
+    return 1 - high
+
+
+def certify(
+    validation: Validation, wanted: float, decision: Literal["trust", "distrust"]
+) -> Threshold:
+    """Certify the threshold that decides most answers at a wanted precision.
+
+    Fixed-sequence testing (Learn then Test, arXiv 2110.01052) of the 52, 67, ... most
     probable answers, the counts fixed beforehand: each is tested at the full level by
     the exact binomial bound (Clopper and Pearson), the first that fails ends the
     sequence, and the last that passed is the threshold. It lies just above the next
-    answer, so that the trusted ones are a free draw of what lies beyond it.
+    answer, so that the trusted ones are a free draw of what lies beyond it. To distrust
+    is to trust that an answer is wrong, whose probability is 1 - P. Only answers beyond
+    one half take part.
 
     Args:
-      p_correct: `[n]` calibrated probabilities; at least one.
-      labels: `[n]` bool.
+      validation: at least one answer.
       wanted: in (0, 1]; 1 is never certified.
-      questions: `[n]` names. The first answer to each counts: others to the same
-        question are no new evidence. None takes all.
+      decision: which of the two.
     """
-    from scipy.stats import beta, binom
-
-    if questions is not None:
-        first = np.sort(np.unique(questions, return_index=True)[1])
-        p_correct, labels = p_correct[first], labels[first]
-    n = len(p_correct)
-    order = np.argsort(-p_correct, kind="stable")
-    p = np.append(p_correct[order], -np.inf)
-    n_wrong = np.append(0, np.cumsum(~labels[order]))
-    counts, start = range(0), 0
-    if wanted < 1:
-        start = fewest_trusted(wanted, int(n >= _MANY))
-        counts = range(start, n + 1, max(1, n // _N_STEPS))
-    threshold, trusted, tested = None, 0, 0
+    sign = 1 if decision == "trust" else -1  # of P: the surest decision comes first
+    least = 0.5 if decision == "trust" else np.nextafter(-0.5, 0)
+    p, errors = sign * validation.p_correct, validation.labels == (sign < 0)
+    n, n_beyond = len(p), int((p >= least).sum())
+    order = np.argsort(-p, kind="stable")
+    p = np.append(p[order], -np.inf)
+    n_errors = np.append(0, np.cumsum(errors[order]))
+    starts = [fewest_decided(wanted, e) for e in _ERRORS_AT_START if wanted < 1]
+    start = next((m for m in starts if m <= n_beyond / 2), min(starts, default=n + 1))
+    counts = [*range(start, n_beyond, max(1, n // _N_STEPS)), n_beyond]
+    threshold, passed, tested = None, 0, 0
     for count in counts:
-        # Equal probabilities are trusted together, or not at all.
+        # Equal probabilities are decided together, or not at all.
         m = int(np.searchsorted(-p[:-1], -p[count]))
         if m < start:
             continue
         tested = tested or m
-        if binom.cdf(n_wrong[m], m, 1 - wanted) > 1 - CONFIDENCE:
+        if _at_most(int(n_errors[m]), m, 1 - wanted) > 1 - CONFIDENCE:
             break
-        threshold, trusted = float(max(np.nextafter(p[count], 1), 0)), m
-    m = trusted or tested
-    e = int(n_wrong[m])
+        threshold, passed = sign * float(max(np.nextafter(p[count], 1), least)), m
+    m = passed or tested
     return Threshold(
+        decision=decision,
         wanted=wanted,
         p_correct=threshold,
-        n_trusted=m,
-        n_wrong=e,
-        low=float(beta.ppf(1 - CONFIDENCE, m - e, e + 1)) if m > e else 0.0,
+        n_decided=m,
+        n_errors=int(n_errors[m]),
+        low=_lower_bound(int(n_errors[m]), m),
         n=n,
+    )
+
+
+def certified(validation: Validation, wanted: float) -> Thresholds:
+    """Certify both thresholds at a wanted precision, see `certify`."""
+    return Thresholds(
+        certify(validation, wanted, "trust"), certify(validation, wanted, "distrust")
     )

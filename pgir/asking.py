@@ -9,8 +9,9 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, overload
 
+from beatrice.jaxprobe.scope import Decision
 from beatrice.pgir.arguments import (
     as_contexts,
     as_count,
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from beatrice.pgir.streaming import StreamedToken
 
 BATCH_SIZE = 64
-Decision = Literal["trust", "distrust", "unknown"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -35,10 +35,11 @@ class Score:
         where the answer cannot be read to any use.
       raw: the fused score before calibration, in [0, 1]; None likewise.
       encoders: each selected encoder's own score, in [0, 1].
-      decision: "trust" from the threshold of `beatrice calibrate --precision` on,
-        "distrust" below it; "unknown" where `p_correct` is None, or where no threshold
-        holds that precision with 90 % confidence, or the detector rests on too few
-        answers (`jaxprobe.scope.Evidence`), of which a warning is too.
+      decision: "trust" from the P on where nine in ten answers are right (or the
+        precision that `load` was given), "distrust" up to the P where as many are
+        wrong, each with 90 % confidence; else "unknown", as where `p_correct` is None
+        or the detector rests on too few answers (`jaxprobe.scope.Evidence`), of which
+        a warning is too.
       reason: why it is not trusted, in words.
       warnings: what makes the number less reliable, in words.
       tokens: the answer's text, a piece a token.

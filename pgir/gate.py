@@ -21,6 +21,7 @@ import msgspec
 from beatrice.extract.records import Passage
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import read_json
+from beatrice.jaxprobe.scope import Decision
 from beatrice.pgir.arguments import (
     argument_error,
     as_count,
@@ -30,7 +31,7 @@ from beatrice.pgir.arguments import (
     as_text,
     as_texts,
 )
-from beatrice.pgir.asking import AnswerScorer, Decision
+from beatrice.pgir.asking import AnswerScorer
 from beatrice.pgir.controllers.loop import (
     ControllerConfig,
     Judge,

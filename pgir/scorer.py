@@ -27,18 +27,18 @@ from beatrice.extract.signals.reader import AnswerSignals
 from beatrice.extract.signals.sequence import batches_of
 from beatrice.jaxprobe.detector import Detector, HeadName, Scores
 from beatrice.jaxprobe.families import Features
-from beatrice.jaxprobe.scope import Threshold
+from beatrice.jaxprobe.scope import Thresholds
 from beatrice.pgir.arguments import (
     argument_error,
     as_count,
     as_messages,
     as_path,
+    as_probability,
     as_rows,
 )
 from beatrice.pgir.asking import (
     BATCH_SIZE,
     AnswerScorer,
-    Decision,
     QuestionBatch,
     Score,
 )
@@ -82,6 +82,8 @@ class Scorer(AnswerScorer):
       generation: how `answer` writes.
       strict: refuse a model of another revision or type than the detector's; else
         every score warns.
+      precision: share of decisions that shall be right, in (0, 1); None takes the
+        detector's.
     """
 
     def __init__(
@@ -91,11 +93,17 @@ class Scorer(AnswerScorer):
         generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (it is frozen)
         *,
         strict: bool = True,
+        precision: float | None = None,
     ) -> None:
         """Check that the two belong together; see `load` for those of a run."""
+        if precision is not None:
+            as_probability(precision, "precision")
         self.probed = ProbedBackbone(
             _loaded(model), detector, generation, strict=strict
         )
+        self._thresholds = {
+            name: head.thresholds(precision) for name, head in detector.heads.items()
+        }
 
     @classmethod
     def load(
@@ -106,6 +114,7 @@ class Scorer(AnswerScorer):
         device: str | None = None,
         dtype: str | None = None,
         strict: bool = True,
+        precision: float | None = None,
     ) -> "Scorer":
         """Load the detector of a run and its backbone.
 
@@ -118,6 +127,7 @@ class Scorer(AnswerScorer):
           dtype: of its weights; None takes the run's, in which the detector was
             trained.
           strict: as of the class.
+          precision: likewise.
 
         Raises:
           ValueError: no detector there yet, or the backbone is another one.
@@ -148,14 +158,13 @@ class Scorer(AnswerScorer):
                 "device and dtype are those of the model in memory; give a path to "
                 "choose them"
             )
-        return cls(model, detector, answering, strict=strict)
+        return cls(model, detector, answering, strict=strict, precision=precision)
 
-    def threshold(self, setting: Setting) -> Threshold | None:
-        """Return at which P answers of a setting are trusted, and how often rightly."""
+    def thresholds(self, setting: Setting) -> Thresholds | None:
+        """Return at which P decisions on answers of a setting begin, and how sure."""
         if setting not in SETTINGS:
             raise argument_error("setting", f"one of {', '.join(SETTINGS)}", setting)
-        head = self.probed.detector.heads.get(_HEADS[setting])
-        return head.threshold if head else None
+        return self._thresholds.get(_HEADS[setting])
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Return messages as the text that the model reads, in which ranges count."""
@@ -423,7 +432,12 @@ class Scorer(AnswerScorer):
         p_correct = float(scores.p_correct[i])
         head = self.probed.detector.heads[_HEADS[setting]]
         doubts = head.evidence.doubts if head.evidence is not None else ()
-        decision, reason = _decide(p_correct, head.threshold)
+        thresholds = self._thresholds[_HEADS[setting]]
+        decision, reason = (
+            ("unknown", REASONS["no_threshold"])
+            if thresholds is None
+            else thresholds.decide(p_correct)
+        )
         if doubts:  # a certified threshold among them would be luck
             decision, reason = "unknown", doubts[0]
         values = map(float, scores.encoders[i])
@@ -471,22 +485,6 @@ def _dtype(dtype: Any) -> Any:
     if isinstance(dtype, torch.dtype):
         return str(dtype).removeprefix("torch.")
     return dtype
-
-
-def _decide(
-    p_correct: float, threshold: Threshold | None
-) -> tuple[Decision, str | None]:
-    """Return whether an answer is trusted, and why not."""
-    if threshold is None:
-        return "unknown", REASONS["no_threshold"]
-    if threshold.p_correct is None:
-        return "unknown", threshold.in_words()
-    if p_correct >= threshold.p_correct:
-        return "trust", None
-    return "distrust", (
-        f"P {p_correct:.4f} is below {threshold.p_correct:.4f}, from which on "
-        f"precision {threshold.wanted:g} is certified"
-    )
 
 
 def _unknown(prepared: ScoringInput, reason: str, warnings: Sequence[str]) -> Score:

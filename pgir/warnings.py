@@ -53,8 +53,8 @@ REASONS = {
     "signals mean nothing; use a model that reads this script or vocabulary",
     "not_finite": "the model's signals of this answer are not finite numbers; load the "
     "model in another dtype",
-    "no_threshold": "the probe has no threshold, so P is all it says; `beatrice "
-    "calibrate --precision` finds one",
+    "no_threshold": "the probe keeps no validation answers, so P is all it says; fit "
+    "it again, or decide by P yourself",
 }
 
 

@@ -488,7 +488,9 @@ def _evaluate(run: RunDir, config: None, update: Update, progress: Progress) -> 
         )
         head = calibrated.heads[setting]
         raw = run_heads(run, setting)["champion"].mean(axis=0)
-        shown += shown_sets(evidence, head.calibrator(raw), head.threshold, spell)
+        thresholds = head.thresholds()
+        trust = thresholds.trust if thresholds else None
+        shown += shown_sets(evidence, head.calibrator(raw), trust, spell)
         for judged in verdicts:
             result += annotated_rows(judged, detectors, rows, bootstrap)
         if len(where := rows.where("test")):

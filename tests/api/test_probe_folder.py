@@ -277,15 +277,16 @@ def test_a_score_without_a_threshold_says_so_where_nothing_of_training_is_instal
     base_installation,
 ):
     program = (
-        "from beatrice.jaxprobe.scope import Threshold as T; print(T(wanted=0.9, "
-        "p_correct=None, n_trusted=0, n_wrong=0, low=0.0, n=9).in_words())"
+        "import numpy as np; from beatrice.jaxprobe.scope import Validation, certify; "
+        "few = Validation(np.ones(9), np.ones(9, bool)); "
+        "print(certify(few, 0.9, 'trust').in_words())"
     )
     done = subprocess.run(
         [os.path.realpath(sys.executable), "-S", "-c", program],
         env={**os.environ, "PYTHONPATH": str(base_installation)},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert "22 trusted validation answers" in done.stdout, done.stderr
+    assert "22 validation answers" in done.stdout, done.stderr
 
 
 def test_without_the_training_extra_a_verb_and_a_function_say_what_to_install(

@@ -2,7 +2,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from scipy.stats import norm
+from scipy.stats import beta, norm
 
 from beatrice.extract.run.directory import NewRun, RunDir
 from beatrice.extract.run.verbs import settle_again
@@ -15,8 +15,10 @@ from beatrice.jaxprobe.detector import Detector
 from beatrice.jaxprobe.families import Features, paper_dims
 from beatrice.jaxprobe.scope import (
     Scope,
-    choose_threshold,
-    fewest_trusted,
+    Validation,
+    certified,
+    certify,
+    fewest_decided,
     fit_scope,
     scripts_of,
     share_outside,
@@ -98,34 +100,97 @@ def test_fewest_answers_are_those_of_the_binomial_table():
         0.95: (45, 77, 105, 184),
         0.99: (230, 388, 531, 926),
     }.items():
-        assert tuple(fewest_trusted(wanted, e) for e in (0, 1, 2, 5)) == row
+        assert tuple(fewest_decided(wanted, e) for e in (0, 1, 2, 5)) == row
+
+
+def trust(p, labels, wanted=0.9):
+    """The threshold from which on answers to as many questions are trusted."""
+    return certify(Validation(np.asarray(p), np.asarray(labels)), wanted, "trust")
+
+
+def distrust(p, labels, wanted=0.9):
+    """The threshold up to which they are distrusted."""
+    return certify(Validation(np.asarray(p), np.asarray(labels)), wanted, "distrust")
 
 
 def test_twenty_two_trusted_answers_without_an_error_are_the_fewest():
-    p = np.linspace(0.99, 0.01, 30)
-    certified = choose_threshold(p, np.arange(30) < 22, 0.9)
-    assert (certified.n_trusted, certified.n_wrong) == (22, 0)
+    p = np.linspace(0.99, 0.51, 30)
+    certified = trust(p, np.arange(30) < 22)
+    assert (certified.n_decided, certified.n_errors) == (22, 0)
     assert p[22] < certified.p_correct < p[21]
     assert certified.low == pytest.approx(0.1 ** (1 / 22))  # of e = 0, in closed form
-    never = choose_threshold(p, np.arange(30) < 21, 0.9)
+    never = trust(p, np.arange(30) < 21)
     assert never.p_correct is None and never.coverage == 0
-    assert "22 trusted validation answers without an error" in never.in_words()
-    assert "1 of the first 22 are wrong" in never.in_words()
-    threshold = choose_threshold(p[:21], np.ones(21, bool), 0.9)
-    assert threshold.p_correct is None and "21 were seen" in threshold.in_words()
-    assert choose_threshold(p, np.ones(30, bool), 1.0).p_correct is None
+    assert "22 validation answers without an error" in never.in_words()
+    assert "1 of the 22 most probable are wrong" in never.in_words()
+    few = trust(p[:21], np.ones(21, bool))
+    assert few.p_correct is None and "21 were seen" in few.in_words()
+    assert trust(p, np.ones(30, bool), wanted=1.0).p_correct is None
 
 
-def test_equal_probabilities_are_trusted_together_or_not_at_all():
-    p, labels = np.repeat([0.9, 0.5], 30), np.repeat([True, False], 30)
-    assert choose_threshold(p, labels, 0.9).n_trusted == 30
-    assert choose_threshold(np.full(60, 0.9), labels, 0.9).p_correct is None
+def test_to_distrust_is_to_trust_that_an_answer_is_wrong():
+    rng = np.random.default_rng(0)
+    p = rng.random(500).round(3) + 1e-5  # some equal, none one half
+    labels = rng.random(500) < p**2
+    for wanted in (0.7, 0.9):
+        low, high = distrust(p, labels, wanted), trust(1 - p, ~labels, wanted)
+        assert low.p_correct == pytest.approx(1 - high.p_correct, abs=1e-12)
+        for name in ("n_decided", "n_errors", "low", "n"):
+            assert getattr(low, name) == getattr(high, name)
+        decided = p <= low.p_correct
+        assert decided.sum() == low.n_decided > 50
+        assert labels[decided].sum() == low.n_errors
+
+
+def test_no_answer_is_trusted_that_is_more_likely_wrong_nor_the_other_way_round():
+    p, right = np.linspace(0.01, 0.99, 200), np.ones(200, bool)
+    below_half = np.nextafter(0.5, 0)
+    for decided in (trust(p, right), distrust(p, ~right)):
+        assert decided.p_correct == (0.5 if decided.decision == "trust" else below_half)
+        assert (decided.n_decided, decided.coverage) == (100, 0.5)
+    even = np.full(200, 0.5)
+    assert trust(even, right).n_decided == 200
+    assert distrust(even, ~right).p_correct is None
+
+
+def test_bounds_are_those_of_scipy():
+    rng = np.random.default_rng(1)
+    for n in (30, 400, 3000):
+        p = np.sort(rng.random(n) / 2 + 0.5)[::-1]
+        labels = rng.random(n) < p
+        threshold = trust(p, labels, wanted=0.6)
+        right, wrong = threshold.n_decided - threshold.n_errors, threshold.n_errors
+        assert threshold.low == pytest.approx(beta.ppf(0.1, right, wrong + 1), abs=1e-9)
+
+
+def test_equal_probabilities_are_decided_together_or_not_at_all():
+    p, labels = np.repeat([0.9, 0.6], 30), np.repeat([True, False], 30)
+    assert trust(p, labels).n_decided == 30
+    assert trust(np.full(60, 0.9), labels).p_correct is None
+    assert distrust(1 - p, ~labels).n_decided == 30
+    assert distrust(np.full(60, 0.1), ~labels).p_correct is None
 
 
 def test_another_answer_to_the_same_question_is_no_new_evidence():
     p, labels = np.full(30, 0.9), np.ones(30, bool)
-    assert choose_threshold(p, labels, 0.9, np.arange(30)).p_correct == 0
-    assert choose_threshold(p, labels, 0.9, np.arange(30) // 2).p_correct is None
+    assert trust(*Validation.of_answers(p, labels, np.arange(30))).p_correct == 0.5
+    some = Validation.of_answers(p, labels, np.arange(30) // 2)
+    assert trust(*some).p_correct is None and len(some.p_correct) == 15
+
+
+def test_a_decision_says_between_which_thresholds_an_answer_lies():
+    p, labels = np.linspace(0.999, 0.001, 1000), np.arange(1000) < 500
+    decided = certified(Validation(p, labels), 0.9)
+    assert decided.decide(0.7) == ("trust", None)
+    assert decided.decide(0.2)[0] == "distrust"
+    labels[300:700] = np.arange(400) % 2 == 0
+    decided = certified(Validation(p, labels), 0.9)
+    decision, reason = decided.decide(0.52)
+    assert decision == "unknown" and "lies between" in reason
+    nothing = certified(Validation(p, np.arange(1000) % 2 == 0), 0.9)
+    assert nothing.decide(0.9) == ("unknown", nothing.trust.in_words())
+    below = certified(Validation(p, np.arange(1000) < 990), 0.9)
+    assert "no P to distrust" in below.decide(0.01)[1]
 
 
 def lowest_at_precision(p, labels, wanted):
@@ -137,36 +202,44 @@ def lowest_at_precision(p, labels, wanted):
 
 @pytest.mark.parametrize(("base", "shift"), [(0.5, 1.81), (0.8, 1.9), (0.5, 1.045)])
 @pytest.mark.parametrize("n", [200, 600])
-def test_a_threshold_breaks_its_promise_in_one_draw_of_ten_at_most(base, shift, n):
+@pytest.mark.parametrize("decide", [trust, distrust])
+def test_a_threshold_breaks_its_promise_in_one_draw_of_ten_at_most(
+    base, shift, n, decide
+):
     """Two normal classes, whose precision at a threshold is known exactly."""
     rng, n_draws = np.random.default_rng(n), 200
+    sign = 1 if decide is trust else -1
 
     def is_broken(p):
         if p is None:
             return False
         z = np.log(max(p, 1e-9)) - np.log1p(-p)
-        right, wrong = base * norm.sf(z - shift), (1 - base) * norm.sf(z)
-        return right < 0.9 * (right + wrong)
+        shares = base * norm.sf(z - shift), (1 - base) * norm.sf(z)
+        if decide is distrust:
+            shares = (1 - base) * norm.cdf(z), base * norm.cdf(z - shift)
+        return shares[0] < 0.9 * sum(shares)
 
-    broken = {choose_threshold: 0, lowest_at_precision: 0}
+    n_broken, n_broken_before = 0, 0
     for _ in range(n_draws):
         labels = rng.random(n) < base
-        p = 1 / (1 + np.exp(-rng.standard_normal(n) - shift * labels))
-        broken[choose_threshold] += is_broken(
-            choose_threshold(p, labels, 0.9).p_correct
-        )
-        broken[lowest_at_precision] += is_broken(lowest_at_precision(p, labels, 0.9))
+        z = rng.standard_normal(n) + shift * labels - shift / 2
+        p = 1 / (1 + np.exp(-z - shift / 2))
+        n_broken += is_broken(decide(p, labels).p_correct)
+        of_right = (p, labels) if decide is trust else (1 - p, ~labels)
+        before = lowest_at_precision(*of_right, 0.9)
+        before = before if before is None or sign > 0 else 1 - before
+        n_broken_before += is_broken(before)
     most = 0.1 + 3 * (0.1 * 0.9 / n_draws) ** 0.5
-    assert broken[choose_threshold] <= most * n_draws < broken[lowest_at_precision]
+    assert n_broken <= most * n_draws < n_broken_before
 
 
-def test_a_detector_keeps_its_scope_and_thresholds(pair, tmp_path):  # noqa: F811
+def test_a_detector_keeps_its_scope_and_validation_answers(pair, tmp_path):  # noqa: F811
     detector, _ = pair
-    threshold = choose_threshold(np.array([0.9, 0.1]), np.array([True, False]), 0.9)
+    validation = Validation(np.linspace(1, 0, 99) ** 2, np.arange(99) < 50)
     dims = detector.banks["closed_book"].dims
     scope = Scope(*np.ones((2, dims.total), np.float32), np.ones(4, np.float32))
     bank = dataclasses.replace(detector.banks["closed_book"], scope=scope)
-    head = dataclasses.replace(detector.heads["closed_book"], threshold=threshold)
+    head = dataclasses.replace(detector.heads["closed_book"], validation=validation)
     changed = dataclasses.replace(
         detector,
         banks={**detector.banks, "closed_book": bank},
@@ -174,8 +247,11 @@ def test_a_detector_keeps_its_scope_and_thresholds(pair, tmp_path):  # noqa: F81
     )
     changed.save(tmp_path / "detector")
     loaded = Detector.load(tmp_path / "detector")
-    assert loaded.heads["closed_book"].threshold == threshold
-    assert loaded.heads["with_context"].threshold is None
+    for precision in (None, 0.8):
+        thresholds = loaded.heads["closed_book"].thresholds(precision)
+        assert thresholds == certified(validation, precision or 0.9)
+        assert thresholds.trust.p_correct is not None
+    assert loaded.heads["with_context"].thresholds() is None
     np.testing.assert_array_equal(loaded.banks["closed_book"].scope.low, scope.low)
     assert loaded.banks["with_context"].scope is None
 

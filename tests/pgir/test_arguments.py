@@ -74,7 +74,7 @@ WRONG = {
             [None, 3, [1], [None], FRAME, {QUESTION: 1}],
         ),
         (lambda s, g, x: s.render(x), "messages", [None, "hello", 4]),
-        (lambda s, g, x: s.threshold(x), "setting: ", [None, "open", 4]),
+        (lambda s, g, x: s.thresholds(x), "setting: ", [None, "open", 4]),
     ],
     "load": [
         (lambda s, g, x: Scorer.load(x), "path: ", [None, 3, ["runs/demo"]]),

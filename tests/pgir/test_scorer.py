@@ -15,7 +15,7 @@ import beatrice
 from beatrice.extract.generate.prompts import PromptConfig
 from beatrice.extract.signals.sequence import sequence_of
 from beatrice.jaxprobe.calibration import Calibrator
-from beatrice.jaxprobe.scope import Evidence, Scope, Threshold
+from beatrice.jaxprobe.scope import Evidence, Scope, Validation
 from beatrice.pgir.asking import Score
 from beatrice.pgir.bridge import ProbedBackbone
 from beatrice.pgir.given import AnswerToScore, prepare
@@ -380,52 +380,60 @@ def test_of_signals_that_are_no_numbers_nothing_is_known(probed):
     assert "not finite" in score.reason
 
 
-def with_threshold(probed, p_correct, evidence=None):
-    """A detector that trusts closed-book answers from a probability on."""
+def judged(probed, p_correct, evidence=None, precision=None):
+    """Score an answer of this P, where from .8 on all were right, and wrong to .3."""
+    p = np.linspace(0, 1, 301)
+    labels = np.where(p < 0.3, False, np.where(p > 0.8, True, np.arange(301) % 2 == 0))
     head = dataclasses.replace(
         probed.detector.heads["closed_book"],
-        calibrator=Calibrator(name="isotonic", scores=(0.0, 1.0), p_correct=(0.5, 0.5)),
-        threshold=Threshold(
-            wanted=0.9,
-            p_correct=p_correct,
-            n_trusted=30,
-            n_wrong=1,
-            low=0.88,
-            n=100,
+        calibrator=Calibrator(
+            name="isotonic", scores=(0.0, 1.0), p_correct=(p_correct, p_correct)
         ),
+        validation=Validation(p, labels),
         evidence=evidence,
     )
     heads = {**probed.detector.heads, "closed_book": head}
-    return with_detector(probed, heads=heads).score(QUESTION, ANSWER)
+    detector = with_detector(probed, heads=heads).probed.detector
+    scorer = Scorer(probed.backbone, detector, precision=precision)
+    return scorer.score(QUESTION, ANSWER)
 
 
-def test_an_answer_is_trusted_from_the_threshold_on(probed):
-    assert with_threshold(probed, 0.5).decision == "trust"
-    below = with_threshold(probed, 0.51)
-    assert below.decision == "distrust" and "is below 0.5100" in below.reason
-    assert below.p_correct == 0.5
+def test_an_answer_is_trusted_from_one_threshold_on_and_distrusted_up_to_another(
+    probed,
+):
+    for p, decision, reason in (
+        (0.9, "trust", None),
+        (0.1, "distrust", "up to where 0.9 are wrong"),
+        (0.5, "unknown", "lies between"),
+    ):
+        score = judged(probed, p)
+        assert (score.p_correct, score.decision) == (p, decision)
+        assert score.reason is None if reason is None else reason in score.reason
+
+
+def test_decisions_are_as_sure_as_the_caller_asks(probed):
+    assert judged(probed, 0.6).decision == "unknown"
+    assert judged(probed, 0.6, precision=0.6).decision == "trust"
+    never = judged(probed, 0.99, precision=0.99)
+    assert never.decision == "unknown" and "no P to trust" in never.reason
+    with pytest.raises(ValueError, match="precision: expected"):
+        judged(probed, 0.6, precision=60)
 
 
 def test_a_detector_of_two_right_answers_trusts_nothing_and_says_so(probed):
     evidence = Evidence(train=(2, 60), validation=(1, 30), auroc=(0.4, 0.99))
-    score = with_threshold(probed, 0.5, evidence)
-    assert score.decision == "unknown" and score.p_correct == 0.5
+    score = judged(probed, 0.9, evidence)
+    assert score.decision == "unknown" and score.p_correct == 0.9
     assert score.reason == score.warnings[0]
     assert "too few to trust: 2 right and 60 wrong training answers" in score.reason
     enough = Evidence(train=(60, 60), validation=(30, 30), auroc=(0.6, 0.8))
-    score = with_threshold(probed, 0.5, enough)
+    score = judged(probed, 0.9, enough)
     assert score.decision == "trust" and not any("few" in w for w in score.warnings)
 
 
-def test_without_a_threshold_that_reaches_the_precision_nothing_is_known(probed):
-    never = with_threshold(probed, None)
-    assert never.decision == "unknown" and "no P holds" in never.reason
-    assert never.p_correct == 0.5
-
-
-def test_without_any_threshold_nothing_is_known_but_the_number(probed):
+def test_without_validation_answers_nothing_is_known_but_the_number(probed):
     score = Scorer(probed.backbone, probed.detector).score(QUESTION, ANSWER)
-    assert score.decision == "unknown" and "--precision" in score.reason
+    assert score.decision == "unknown" and "no validation answers" in score.reason
     assert 0 <= score.p_correct <= 1
 
 
