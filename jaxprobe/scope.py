@@ -280,15 +280,17 @@ class Threshold:
         if self.wanted >= 1:
             return f"no P to {self.decision}, where {promise}: no number would show it"
         if self.p_correct is None:
-            least, seen = fewest_decided(self.wanted), f"{self.n} were seen"
-            if self.n_decided >= least:
+            side = "above" if trusts else "below"
+            seen = f"fewer of the {self.n} have a P {side} one half"
+            if self.n_decided:
                 which = (
                     "most probable are wrong" if trusts else "least probable are right"
                 )
                 seen = f"{self.n_errors} of the {self.n_decided} {which}"
             return (
-                f"no P to {self.decision}, where {promise}: {least} validation answers "
-                f"without an error would show it, and {seen}"
+                f"no P to {self.decision}, where {promise}: "
+                f"{fewest_decided(self.wanted)} validation answers without an error "
+                f"would show it, and {seen}"
             )
         return (
             f"{self.decision} P {'>=' if trusts else '<='} {self.p_correct:.4f}, where "

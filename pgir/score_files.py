@@ -236,7 +236,7 @@ def score_rows(
         row = next(stream, None)
         if row is None or result.get("key") != _key(row, identity):
             raise ValueError(
-                f"{where}, line {number}: is of another row or another detector; "
+                f"{where}, line {number}: is of another row, detector or precision; "
                 "give a new --out, or delete it to score all again"
             )
         if result.pop("check", None) != _check(result):

@@ -124,7 +124,7 @@ def test_twenty_two_trusted_answers_without_an_error_are_the_fewest():
     assert "22 validation answers without an error" in never.in_words()
     assert "1 of the 22 most probable are wrong" in never.in_words()
     few = trust(p[:21], np.ones(21, bool))
-    assert few.p_correct is None and "21 were seen" in few.in_words()
+    assert few.p_correct is None and "fewer of the 21 have" in few.in_words()
     assert trust(p, np.ones(30, bool), wanted=1.0).p_correct is None
 
 

@@ -5,7 +5,9 @@ import re
 
 import pytest
 import torch
+from click.testing import CliRunner
 
+from beatrice.cli import main
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.run.directory import NewRun, RunDir
 from beatrice.extract.run.files import JsonLines
@@ -114,13 +116,31 @@ def test_a_file_is_continued_where_it_stopped(scorer, tmp_path):
     assert (tally.n_done, len(tally.bad)) == (3, 1)
 
 
+def test_results_are_of_one_precision(tmp_path):
+    path = write_lines(tmp_path / "answers.jsonl", [ROW])
+    line = ["score", "--probe", "embedded", "--file", str(path)]
+    line += ["--out", str(tmp_path / "out.jsonl"), "--precision"]
+    decisions = {}
+    for precision in ("0.6", "0.999"):
+        done = CliRunner().invoke(main, [*line, precision])
+        assert done.exit_code == 0, done.output
+        (result,) = JsonLines.open(tmp_path / "out.jsonl").rows()
+        decisions[precision] = result["decision"]
+        other = CliRunner().invoke(main, [*line, "0.7"])
+        assert other.exit_code == 1 and "another row, detector or precision" in str(
+            other.output
+        )
+        (tmp_path / "out.jsonl").unlink()
+    assert decisions == {"0.6": "distrust", "0.999": "unknown"}
+
+
 @pytest.mark.parametrize(
     ("edit", "row", "identity", "message"),
     [
         ({"p_correct": 0.99}, {}, "d", r"out.jsonl, line 2: was edited"),
         ({"decision": "trust"}, {}, "d", r"out.jsonl, line 2: was edited"),
-        ({}, {}, "other", "another row or another detector"),
-        ({}, {"answer": "Falls"}, "d", "another row or another detector"),
+        ({}, {}, "other", "another row, detector or precision"),
+        ({}, {"answer": "Falls"}, "d", "another row, detector or precision"),
     ],
 )
 def test_results_that_were_edited_or_are_of_something_else_are_not_continued(
