@@ -141,8 +141,8 @@ class ReportOptions:
         "Also print the paper's tables with this run's numbers and what differs.", False
     )
     print: str | None = option(
-        "Print a table: detectors, closed-book, with-context, gains, ablations, "
-        "controllers, controller-gains, or all.",
+        "Print a table: detectors, closed-book, with-context, decisions, gains, "
+        "ablations, controllers, controller-gains, or all.",
         metavar="TABLE",
     )
     out: Path | None = option(
@@ -161,7 +161,7 @@ def report(run_dir: Path, run_b: Path | None, how: ReportOptions) -> None:
 
     Example: beatrice report runs/demo --print detectors
 
-    Of a file of rows, such as docs/results/smoke.jsonl, the tables are printed.
+    Of a file of rows, such as docs/results/demo.jsonl, the tables are printed.
 
     Example: beatrice report runs/gemma runs/smollm2 --out comparison.md
     """

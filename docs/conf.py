@@ -5,7 +5,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
 html_title = "beatrice"
 html_show_copyright = False
-exclude_patterns = ["results/demo.md", "results/gemma.md", "results/smoke.md"]
+exclude_patterns = ["results/demo.md", "results/gemma.md", "results/smollm2.md"]
 myst_heading_anchors = 3
 # Links out of docs/ are to rooms of the repository, which have no page here.
 suppress_warnings = ["myst.xref_missing"]

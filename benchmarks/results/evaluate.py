@@ -4,6 +4,7 @@ Beside the rows it leaves the reliability of the selected set, and answers to lo
 the surest right and wrong ones of every set, chosen by a rule, since nobody picks.
 """
 
+import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -43,7 +44,7 @@ from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.calibrate import run_bootstrap, run_selection
 from beatrice.jaxprobe.calibration import Reliability, brier, ece, reliability
 from beatrice.jaxprobe.config import set_compiler
-from beatrice.jaxprobe.detector import Detector
+from beatrice.jaxprobe.detector import Detector, SettingHead
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
 from beatrice.jaxprobe.families import N_SUBSETS, SUBSET_NAMES
 from beatrice.jaxprobe.metrics import (
@@ -298,6 +299,60 @@ def annotated_rows(
     return result
 
 
+def decision_rows(
+    head: SettingHead, p_correct: np.ndarray, rows: Rows
+) -> list[ResultRow]:
+    """Return how many answers are trusted and distrusted, and how many rightly.
+
+    Rows of the experiment "decision" for every precision of `names.PRECISIONS`: the
+    share of a set's answers that is decided ("coverage"), and of these the share that
+    is decided rightly ("precision", with Wilson's 95 % interval). Thresholds are of
+    validation answers, and the sets are others. Contexts in their original wording
+    alone, an answer a question.
+
+    Args:
+      head: of the setting.
+      p_correct: `[n_rows]` calibrated.
+      rows: what the rows are.
+    """
+    from scipy.stats import binomtest
+
+    result = []
+    for dataset, split in rows.evaluated_sets():
+        where = rows.where(split, dataset)
+        where = where[rows.variants[where] == "original"]
+        if split == "validation" or not len(where):
+            continue
+        for wanted, decision in itertools.product(names.PRECISIONS, names.DECISIONS):
+            thresholds = head.thresholds(wanted)
+            if thresholds is None:
+                continue
+            threshold = getattr(thresholds, decision)
+            decided = np.array([threshold.holds(p) for p in p_correct[where]])
+            n, labels = int(decided.sum()), rows.labels[where][decided]
+            n_right = int((labels == (decision == "trust")).sum())
+            fields = rows.fields_of(dataset, split) | {
+                "experiment": "decision",
+                "detector": "champion",
+                "kind": decision,
+                "wanted": wanted,
+            }
+            share = n / len(where)
+            fields |= {"n": len(where), "metric": "coverage", "value": share}
+            result.append(ResultRow(**fields))
+            fields |= {"n": n, "metric": "precision", "value": None}
+            if threshold.p_correct is None:
+                fields["reason"] = "no P holds this precision on validation answers"
+            elif not n:
+                fields["reason"] = "no answer lies beyond the threshold"
+            else:
+                interval = binomtest(n_right, n).proportion_ci(0.95, method="wilson")
+                fields |= {"value": n_right / n, "ci_low": interval.low}
+                fields["ci_high"] = interval.high
+            result.append(ResultRow(**fields))
+    return result
+
+
 class Kind(NamedTuple):
     """A kind of answer, and which of them are shown."""
 
@@ -488,14 +543,15 @@ def _evaluate(run: RunDir, config: None, update: Update, progress: Progress) -> 
         )
         head = calibrated.heads[setting]
         raw = run_heads(run, setting)["champion"].mean(axis=0)
-        thresholds = head.thresholds()
+        p_correct, thresholds = head.calibrator(raw), head.thresholds()
         trust = thresholds.trust if thresholds else None
-        shown += shown_sets(evidence, head.calibrator(raw), trust, spell)
+        shown += shown_sets(evidence, p_correct, trust, spell)
+        result += decision_rows(head, p_correct, rows)
         for judged in verdicts:
             result += annotated_rows(judged, detectors, rows, bootstrap)
         if len(where := rows.where("test")):
             curves[setting], calibration = reliability_of(
-                raw[where], head.calibrator(raw[where]), rows.labels[where], setting
+                raw[where], p_correct[where], rows.labels[where], setting
             )
             result += calibration
         else:

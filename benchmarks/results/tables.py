@@ -473,6 +473,17 @@ def answer_table(results: pandas.DataFrame) -> Table:
     return by_place(shown, "Share of answers", lines, splits, parts)
 
 
+def decision_table(results: pandas.DataFrame) -> Table:
+    """Shares of trusted and distrusted answers that are so rightly, and of all."""
+    lines = [
+        (f"{kind.capitalize()} at {wanted:g}", {"kind": kind, "wanted": wanted})
+        for kind, wanted in itertools.product(names.DECISIONS, names.PRECISIONS)
+    ]
+    parts = [{"metric": metric} for metric in ("precision", "coverage")]
+    shown = where(results, experiment="decision")
+    return by_place(shown, "Decided rightly / decided", lines, parts=parts)
+
+
 def optimism_table(results: pandas.DataFrame) -> Table:
     """How much too good validation looks, in AUROC."""
     lines = [
@@ -651,6 +662,7 @@ def named_tables(
         "closed-book": ("Closed-book, every set", panorama("closed_book")),
         "with-context": ("With context, every set", panorama("with_context")),
         "ablations": ("What is taken away", features),
+        "decisions": ("Decisions", decision_table(results)),
         "gains": ("Gain of the selected encoders in AUROC", paired_table(results)),
         "controllers": ("Retrieval controllers", controller_table(results)),
         "controller-gains": ("Gain of PGIR", gains),

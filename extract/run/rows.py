@@ -27,9 +27,14 @@ N_DECIMALS = 6
 MACRO = "macro"  # what stands for a set in the mean over sets, each counted once
 
 # Of these a value lies in [0, 1], and a difference in [-1, 1].
-SHARES = ("auroc", "auprc", "em", "f1", "brier", "ece", "cut", "unmatched", "disputed")
+SHARES = (
+    *("auroc", "auprc", "em", "f1", "brier", "ece", "cut", "unmatched", "disputed"),
+    *("precision", "coverage"),
+)
 # What a row measures; its other columns say of what.
-_FLOATS = {"value", "ci_low", "ci_high", "p_value", "bin_x", "bin_y", "bin_width"}
+_FLOATS = {
+    *("value", "ci_low", "ci_high", "p_value", "bin_x", "bin_y", "bin_width", "wanted"),
+}
 MEASURED = ("value", "ci_low", "ci_high", "n", "n_failed", "reason", "p_value")
 RowSetting = Literal["closed_book", "with_context", "both"]
 
@@ -96,6 +101,7 @@ class ResultRow(Record, frozen=True, kw_only=True):
     n_closed_book: int | None = None  # closed-book encoders in a set of three
     source: str | None = None
     kind: str | None = None
+    wanted: float | None = None  # precision that a decision was asked to have
 
     def __post_init__(self) -> None:
         """Refuse a row that hides something."""

@@ -2,10 +2,16 @@ import numpy as np
 import pytest
 
 from beatrice.benchmarks.results.compare import correlation
-from beatrice.benchmarks.results.evaluate import choose_answers
+from beatrice.benchmarks.results.evaluate import choose_answers, decision_rows
+from beatrice.benchmarks.results.tables import decision_table, results_of
+from beatrice.jaxprobe.calibration import Calibrator
+from beatrice.jaxprobe.config import FusionConfig
+from beatrice.jaxprobe.detector import SettingHead
 from beatrice.jaxprobe.metrics import BootstrapConfig
+from beatrice.jaxprobe.scope import Validation
 from beatrice.pgir.score_files import shown_tokens
 from beatrice.selection.anatomy.reach import Ranked, agreement, rank_correlation
+from tests.benchmarks.rows import rows_of
 from tests.records import an_answer
 
 CONFIG = BootstrapConfig(n_resamples=400)
@@ -99,6 +105,44 @@ def test_an_answer_at_the_threshold_is_trusted():
 
 def test_the_four_kinds_share_out_all_answers():
     assert sum(n for n, _ in chosen().values()) == len(P)
+
+
+def test_decisions_are_certified_on_validation_and_counted_on_other_answers():
+    rng = np.random.default_rng(0)
+    p = rng.random(3000)
+    rows = rows_of(rng.random(3000) < p)
+    validation = rows.where("validation")
+    head = SettingHead(
+        reads=(),
+        config=FusionConfig(),
+        params={},
+        calibrator=Calibrator(name="identity", scores=(), p_correct=()),
+        validation=Validation(p[validation], rows.labels[validation]),
+    )
+    measured = {
+        (r.kind, r.wanted, r.metric): r
+        for r in decision_rows(head, p, rows)
+        if r.dataset == "world"
+    }
+    test = rows.where("test")
+    for kind, right in (("trust", rows.labels[test]), ("distrust", ~rows.labels[test])):
+        at = getattr(head.thresholds(0.8), kind).p_correct
+        decided = p[test] >= at if kind == "trust" else p[test] <= at
+        coverage, precision = (
+            measured[kind, 0.8, metric] for metric in ("coverage", "precision")
+        )
+        assert coverage.value == decided.mean() > 0.2 and coverage.n == len(test)
+        assert precision.value == pytest.approx(right[decided].mean())
+        assert precision.n == decided.sum()
+        assert precision.ci_low < precision.value < precision.ci_high
+        assert precision.value > 0.75  # P means what it says
+    never = measured["trust", 0.95, "precision"]
+    assert never.value is None and "no P holds" in never.reason
+    table = decision_table(results_of(measured.values()))
+    assert [line.label for line in table.lines][::4] == [
+        "Trust at 0.7",
+        "Distrust at 0.7",
+    ]
 
 
 def test_tokens_are_shown_with_their_own_numbers_where_the_first_rows_are_spared():
