@@ -16,9 +16,25 @@ import pytest
 from click.testing import CliRunner
 
 from beatrice.benchmarks.commands import report
+from beatrice.benchmarks.results.names import (
+    CHAMPION,
+    EVERY_FAMILY,
+    PERPLEXITY,
+    probe,
+)
+from beatrice.benchmarks.results.tables import (
+    find,
+    number,
+    of_rival,
+    of_subject,
+    results_of,
+    row_value,
+    where,
+)
 from beatrice.cli import SHARED, VERBS, main
+from beatrice.extract.records import IN_DOMAIN, SETTINGS
 from beatrice.extract.run.directory import RunDir
-from beatrice.extract.run.rows import ResultRow
+from beatrice.extract.run.rows import ResultRow, read_rows
 from tests.blocks import FENCE, run_blocks
 
 ROOT = Path(__file__).parent.parent
@@ -149,14 +165,66 @@ def test_every_line_of_readme_and_guides_runs_in_a_fresh_clone(tmp_path, capsys)
         print(f"{time.monotonic() - began:6.0f} s  in all")
 
 
-@pytest.mark.parametrize(
-    ("name", "n_tables"), [("demo", 8), ("gemma", 6), ("smoke", 8)]
-)
+@pytest.mark.parametrize(("name", "n_tables"), [("demo", 8), ("gemma", 6)])
 def test_the_tables_are_those_of_the_committed_rows(name, n_tables):
     done = CliRunner().invoke(report, [str(RESULTS / f"{name}.jsonl")])
     assert done.exit_code == 0, done.output
     assert done.stdout == (RESULTS / f"{name}.md").read_text(encoding="utf-8")
     assert done.stdout.count("###") == n_tables
+
+
+def readme_cells(name, lines):
+    """Return the cells of a released model in the README's table, by its rows."""
+    results = results_of(read_rows(RESULTS / f"{name}.jsonl"))
+    places = ({"dataset": IN_DOMAIN, "split": "test"}, {"dataset": "popqa"})
+    for setting, rival in lines:
+        for place in places:
+            experiment, against = "detection", {"against": None}
+            if rival is not None:
+                experiment, against = "paired", of_rival(rival)
+            about = {"experiment": experiment, "setting": setting, "seed": "mean"}
+            columns = of_subject(CHAMPION) | against | about | place
+            row = find(results, metric="auroc", **columns)
+            ends = [number(x, is_signed=x < 0) for x in (row.ci_low, row.ci_high)]
+            text = row_value(row) + (f" [{', '.join(ends)}]" if rival else "")
+            yield text.replace("-", "−")
+
+
+def test_the_numbers_of_the_readme_are_those_of_the_committed_rows():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^\| ((?:selected|minus) .*) \|$", text, re.MULTILINE)
+    cells = [line.split(" | ")[1:] for line in lines]
+    rivals = (None, PERPLEXITY), (None, PERPLEXITY, probe(EVERY_FAMILY))
+    shown = [
+        (s, r)
+        for s, of_setting in zip(SETTINGS, rivals, strict=True)
+        for r in of_setting
+    ]
+    for i, name in enumerate(("gemma", "smollm2")):
+        given = [cell for line in cells for cell in line[2 * i : 2 * i + 2]]
+        assert given == list(readme_cells(name, shown)), name
+
+
+def test_the_retrieval_numbers_of_the_readme_are_those_of_the_committed_rows():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    sentence = re.findall(
+        r"has (\S+ \[[^]]*\]) exact match, (.*?)\n\(\[demo", text, re.DOTALL
+    )
+    results = results_of(read_rows(RESULTS / "demo.jsonl"))
+    about = {"experiment": "controller_macro", "metric": "em", "split": "evaluated"}
+    rows = {r.detector: r for r in where(results, **about)["row"]}
+    published = ("skr", "adaptive_rag", "dragin", "probing_rag")
+    rivals = {
+        "retrieving once": rows["vanilla_rag"],
+        "the best rival": max(
+            (rows[name] for name in published), key=lambda r: r.value
+        ),
+        "the same loop by perplexity": rows["perplexity_rag_query"],
+    }
+    ours = rows["pgir_query"]
+    ends = ", ".join(number(x) for x in (ours.ci_low, ours.ci_high))
+    others = ", ".join(f"{name} {row_value(row)}" for name, row in rivals.items())
+    assert sentence == [(f"{row_value(ours)} [{ends}]", others)]
 
 
 def test_the_schema_names_every_column_in_the_order_of_the_type():
