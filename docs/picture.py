@@ -92,16 +92,23 @@ def draw(run, scorer):
     known = [b for b in bins["calibrated"] if b["n"]]
     means, shares = ([b[name] for b in known] for name in ("mean_p", "accuracy"))
     curve.plot((0, 1), (0, 1), color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
-    curve.plot(means, shares, "-o", color=BLUE, markersize=4)
+    areas = [max(6, b["n"] / 2) for b in known]  # a bin of few answers says little
+    curve.scatter(means, shares, areas, color=BLUE, linewidths=0, zorder=3)
     thresholds = scorer.thresholds("closed_book")
-    trusted_from = thresholds and thresholds.trust.p_correct
-    if trusted_from is not None:
-        curve.axvspan(trusted_from, 1, color=GRID, alpha=0.7)
-        curve.text(trusted_from, 0.03, "trusted ", ha="left", color=MUTED)
-    curve.plot([p], [np.interp(p, means, shares)], "o", color=ORANGE, markersize=11)
+    for threshold, end in zip(thresholds or (), (1, 0), strict=False):
+        if threshold.p_correct is not None:
+            span = (threshold.p_correct, end)
+            curve.axvspan(*span, color=GRID, alpha=0.7, linewidth=0, zorder=0)
+            middle = (threshold.p_correct + end) / 2
+            words = f"{threshold.decision}ed"
+            curve.text(middle, 0.5, words, rotation=90, color=MUTED).set(
+                ha="center", va="center"
+            )
+    here = np.interp(p, means, shares)
+    curve.plot([p], [here], "o", color=ORANGE, markersize=11, zorder=4)
     curve.annotate(
         f"this answer\nP = {p:.2f}",
-        (p, np.interp(p, means, shares)),
+        (p, here),
         xytext=(-12, -14),
         textcoords="offset points",
         ha="right",
@@ -109,7 +116,7 @@ def draw(run, scorer):
         color=ORANGE,
         fontweight="bold",
     )
-    curve.set(xlim=(0, 1.02), ylim=(0, 1.02), xlabel="P(correct)")
+    curve.set(xlim=(0, 1.02), ylim=(0, 1.02), xlabel="P(correct); area: answers")
     curve.set(ylabel="share that is right (test)")
     return figure
 

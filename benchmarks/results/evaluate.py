@@ -366,7 +366,7 @@ KINDS = (
     Kind("right and trusted", True, True, True),
     Kind("wrong and caught", False, False, False),
     Kind("wrong and missed", False, True, True),
-    Kind("right and distrusted", True, False, False),
+    Kind("right and not trusted", True, False, False),
 )
 
 

@@ -233,7 +233,7 @@ def _trust_in_words(shown: Shown) -> str:
                 is_certified &= shown_set.get("is_certified", True)
         if not n.total():
             continue
-        right, all_right = n["right and trusted"], n["right and distrusted"]
+        right, all_right = n["right and trusted"], n["right and not trusted"]
         n_trusted = right + n["wrong and missed"]
         text = f"{100 * n_trusted / n.total():.0f} % of the answers {words}"
         if not is_certified:

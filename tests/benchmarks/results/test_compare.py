@@ -88,7 +88,7 @@ def test_of_each_kind_the_surest_are_shown():
     shown = chosen()
     assert shown["wrong and caught"] == (2, ["b", "a"])  # the lowest P first
     assert shown["wrong and missed"] == (1, ["c"])
-    assert shown["right and distrusted"] == (1, ["d"])
+    assert shown["right and not trusted"] == (1, ["d"])
 
 
 def test_of_equals_the_smaller_id_is_shown_whatever_the_order():
