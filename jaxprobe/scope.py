@@ -6,6 +6,7 @@ what it said of validation answers: these certify, for any precision that is ask
 from which P on an answer is trusted and up to which it is distrusted.
 """
 
+import bisect
 import collections
 import dataclasses
 import functools
@@ -234,7 +235,7 @@ class Threshold:
     answer is trusted that is more likely wrong than right, nor the other way round.
 
     Attributes:
-      decision: that it is the threshold of.
+      decision: which begins there.
       wanted: share of the trusted answers that shall be right, or of the distrusted
         that shall be wrong.
       p_correct: least P of a trusted, greatest of a distrusted answer; None where no
@@ -352,10 +353,14 @@ def fewest_decided(wanted: float, n_errors: int = 0) -> int:
       wanted: below 1.
       n_errors: of the decided answers.
     """
-    n = n_errors + 1
-    while _at_most(n_errors, n, 1 - wanted) > 1 - CONFIDENCE:
-        n += 1
-    return n
+
+    def shows(n: int) -> bool:
+        return _at_most(n_errors, n, 1 - wanted) <= 1 - CONFIDENCE
+
+    most = n_errors + 1
+    while not shows(most):
+        most *= 2
+    return bisect.bisect_left(range(most), True, lo=n_errors + 1, key=shows)
 
 
 def _lower_bound(n_errors: int, n: int) -> float:

@@ -101,6 +101,8 @@ def test_fewest_answers_are_those_of_the_binomial_table():
         0.99: (230, 388, 531, 926),
     }.items():
         assert tuple(fewest_decided(wanted, e) for e in (0, 1, 2, 5)) == row
+    assert fewest_decided(1 - 1e-9) == pytest.approx(2.302585e9, rel=1e-6)
+    assert fewest_decided(0.01) == 1
 
 
 def trust(p, labels, wanted=0.9):
