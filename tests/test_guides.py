@@ -166,7 +166,9 @@ def test_every_line_of_readme_and_guides_runs_in_a_fresh_clone(tmp_path, capsys)
         print(f"{time.monotonic() - began:6.0f} s  in all")
 
 
-@pytest.mark.parametrize(("name", "n_tables"), [("demo", 9), ("gemma", 7), ("smollm2", 7)])
+@pytest.mark.parametrize(
+    ("name", "n_tables"), [("demo", 9), ("gemma", 7), ("smollm2", 7)]
+)
 def test_the_tables_are_those_of_the_committed_rows(name, n_tables):
     done = CliRunner().invoke(report, [str(RESULTS / f"{name}.jsonl")])
     assert done.exit_code == 0, done.output

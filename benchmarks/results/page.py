@@ -245,9 +245,34 @@ def _trust_in_words(shown: Shown) -> str:
     return f"beatrice trusts {' and '.join(parts)}." if parts else ""
 
 
+def _distrust_in_words(results: pandas.DataFrame) -> str:
+    """Say which share of the test answers is distrusted, and how often rightly."""
+    parts = []
+    for setting, words in SETTINGS_IN_WORDS.items():
+        about = {"experiment": "decision", "kind": "distrust", "wanted": 0.9}
+        at = {"setting": setting, **about, **POOLED}
+        coverage, wrong = (
+            find(results, metric=x, **at) for x in ("coverage", "precision")
+        )
+        if coverage is not None and wrong is not None and wrong.value is not None:
+            shares = 100 * (coverage.value or 0.0), 100 * wrong.value
+            text = (
+                f"{shares[0]:.0f} % of the answers {words}, wrong in {shares[1]:.0f} %"
+            )
+            parts.append(text)
+    return (
+        f"Asked for nine in ten, it distrusts {' and '.join(parts)}." if parts else ""
+    )
+
+
 def headline(results: pandas.DataFrame, shown: Shown) -> list[str]:
-    """Return two sentences: how well answers are told apart, and what is trusted."""
-    return list(filter(None, (_ranking_in_words(results), _trust_in_words(shown))))
+    """Return sentences: how well answers are told apart, which can be decided."""
+    sentences = (
+        _ranking_in_words(results),
+        _trust_in_words(shown),
+        _distrust_in_words(results),
+    )
+    return list(filter(None, sentences))
 
 
 def too_few_in_words(accuracy: Sequence[Mapping[str, Any]]) -> str:

@@ -19,6 +19,7 @@ from beatrice.extract.run.rows import encoder
 from tests.benchmarks.results.sample import (
     MARKUP,
     PARTS,
+    POOLED,
     anatomy_rows,
     row,
     sample_report,
@@ -169,6 +170,23 @@ def test_the_headline_says_how_perplexity_compares_and_what_is_trusted():
     bare = [shown | {"is_certified": False} for shown in PARTS["shown"]]
     _, second = headline(sample_results(), bare)
     assert second.startswith("beatrice trusts none of the answers from memory")
+
+
+def test_the_headline_says_which_answers_are_distrusted_and_how_often_rightly():
+    about = dict(experiment="decision", kind="distrust", wanted=0.9)
+    decided = [
+        row("champion", "closed_book", POOLED, metric, value, **about)
+        for metric, value in (("coverage", 0.418), ("precision", 0.924))
+    ]
+    never = [
+        row("champion", "with_context", POOLED, "coverage", 0.0, **about),
+        undefined(row("champion", "with_context", POOLED, "precision", 0.5, **about)),
+    ]
+    assert headline(results_of([*decided, *never]), []) == [
+        "Asked for nine in ten, it distrusts 42 % of the answers from memory, wrong in "
+        "92 %."
+    ]
+    assert headline(results_of(never), []) == []
 
 
 def test_a_calibration_that_made_it_worse_is_said_in_words():
