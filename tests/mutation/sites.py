@@ -3,6 +3,7 @@
 import ast
 import copy
 import dataclasses
+import functools
 import itertools
 import random
 import re
@@ -191,13 +192,12 @@ def is_valid(source: str, mutant: Mutant) -> bool:
 
 
 def rooms_of(tree: Path) -> dict[str, list[Path]]:
-    """Return the source files of each top package, and of single modules at the top."""
-    rooms = {
+    """Return the source files of each top package."""
+    return {
         path.parent.name: sorted(path.parent.rglob("*.py"))
         for path in sorted(tree.glob("*/__init__.py"))
         if path.parent.name != "tests"
     }
-    return rooms | {path.stem: [path] for path in sorted(tree.glob("*.py"))}
 
 
 def n_code_lines(source: str) -> int:
@@ -212,7 +212,7 @@ def n_code_lines(source: str) -> int:
 
 def draw(tree: Path, n_mutants: int, seed: int) -> list[Mutant]:
     """Draw mutants in proportion to lines of code; every room gives three or more."""
-    rng = random.Random(seed)
+    rng, every = random.Random(seed), functools.cache(mutants_of)
     sources, weights, drawn = {}, {}, []
     for room, paths in rooms_of(tree).items():
         for path in paths:
@@ -225,7 +225,7 @@ def draw(tree: Path, n_mutants: int, seed: int) -> list[Mutant]:
         chosen: dict[tuple, Mutant] = {}
         while len(chosen) < max(3, round(n_mutants * share)):
             (key,) = rng.choices(files, [weights[key] for key in files])
-            mutants = mutants_of(key[1], sources[key])
+            mutants = every(key[1], sources[key])
             kinds = sorted({mutant.operator for mutant in mutants})
             if not kinds:
                 continue
