@@ -70,8 +70,7 @@ def trace(tree: Path, folder: Path) -> None:
     """
     if (folder / "traced").exists():
         return
-    paths = [room[0] for room in rooms_of(tree).values()]
-    source = ",".join(str(x if x.parent == tree else x.parent) for x in paths)
+    source = ",".join(str(room[0].parent) for room in rooms_of(tree).values())
     settings = folder / "coveragerc"
     settings.write_text(SETTINGS.format(source=source, folder=folder))
     line = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile"]
