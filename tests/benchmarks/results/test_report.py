@@ -189,6 +189,10 @@ def test_the_headline_says_which_answers_are_distrusted_and_how_often_rightly():
     assert headline(results_of(never), []) == []
 
 
+def test_a_figure_says_how_wide_the_interval_of_a_bar_is(page):
+    assert "The 95 % interval of one bar is about ±.030." in page
+
+
 def test_a_calibration_that_made_it_worse_is_said_in_words():
     curves = PARTS["reliability"]["closed_book"]
     for ece, words in ((0.02, "before calibration"), (0.9, "worse than the")):
