@@ -227,7 +227,11 @@ def test_sizes_that_one_file_cannot_have_are_refused_with_sizes_that_it_can(
     assert splits == {"train": 24, "validation": 8, "test": 8}
 
 
-@pytest.mark.parametrize(("model", "n_longest"), [("embedded", 10), (str(WEIGHTS), 32)])
+@pytest.mark.parametrize(
+    ("model", "n_longest"),
+    [("embedded", 10), (str(WEIGHTS), 32)],
+    ids=["name", "path"],  # a test is called alike wherever it stands
+)
 @pytest.mark.parametrize("is_world", [False, True])
 def test_a_preset_shortens_the_answers_of_the_embedded_model_alone(
     source, tmp_path, model, n_longest, is_world
