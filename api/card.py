@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from beatrice.jaxprobe.detector import Detector
-from beatrice.jaxprobe.scope import CONFIDENCE
+from beatrice.jaxprobe.scope import CONFIDENCE, PRECISIONS
 
 CARD = "README.md"
 _METRICS = {
@@ -16,7 +16,6 @@ _METRICS = {
     "ece": "ECE",
     "brier": "Brier",
 }
-_PRECISIONS = (0.6, 0.7, 0.8, 0.9, 0.95)
 _OF_PROBE = ("auroc", "auprc", "ece", "brier")
 _HEADS = {
     "closed_book": "closed-book answers",
@@ -136,7 +135,7 @@ def _decisions(detector: Detector) -> list[str]:
     """Return from which P on answers are trusted, for several precisions."""
     lines = []
     for name, head in detector.heads.items():
-        for precision in _PRECISIONS if head.validation is not None else ():
+        for precision in PRECISIONS if head.validation is not None else ():
             cells = [
                 "–"
                 if threshold.p_correct is None

@@ -442,26 +442,33 @@ def load(
         "precision": precision,
     }
     folder = _find(path)
-    if _is_saved(folder):
-        detector = Detector.load(folder)
-        again = "copy the folder again, or save the probe again"
-        about = read_json(folder / _REPORT, dict[str, Any], again)
-        examples = [
-            msgspec.json.decode(line)
-            for line in (folder / _EXAMPLES).read_bytes().splitlines()
-        ]
-        identity = sha256_file(folder / CHECKSUMS)
-        opener = partial(
+    return (_saved_probe if _is_saved(folder) else _probe_of_run)(folder, options)
+
+
+def _saved_probe(folder: Path, options: Mapping[str, Any]) -> Probe:
+    """Return a probe from its folder; `options` are those of `scorer_of`."""
+    detector = Detector.load(folder)
+    again = "copy the folder again, or save the probe again"
+    about = read_json(folder / _REPORT, dict[str, Any], again)
+    examples = [
+        msgspec.json.decode(line)
+        for line in (folder / _EXAMPLES).read_bytes().splitlines()
+    ]
+    identity = sha256_file(folder / CHECKSUMS)
+    return Probe(
+        detector,
+        about["report"],
+        layer=about["layer"],
+        examples=examples,
+        identity=identity,
+        open_scorer=partial(
             scorer_of, detector, examples=examples, identity=identity, **options
-        )
-        return Probe(
-            detector,
-            about["report"],
-            layer=about["layer"],
-            examples=examples,
-            identity=identity,
-            open_scorer=opener,
-        )
+        ),
+    )
+
+
+def _probe_of_run(folder: Path, options: Mapping[str, Any]) -> Probe:
+    """Return the probe of a run; `options` are those of `Scorer.load`."""
     read_manifest(folder)  # refuses what is no run
     run = RunDir(folder)
     try:

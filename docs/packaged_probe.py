@@ -30,7 +30,7 @@ HEADS = {"closed_book": "closed_book", "with_context": "single_pass"}
 MOST_TOKENS = 16  # of an answer
 
 
-def stored(run, model, setting, layers, asked):
+def stored(run, model, setting, layers, selected):
     """Return the run's answers and signals, or None where this model wrote others."""
     if not run.features(setting).exists():
         return None
@@ -40,7 +40,7 @@ def stored(run, model, setting, layers, asked):
         return None
     originals = [a for a in read_answers(run, setting) if a.variant == "original"]
     by_id = {a.example_id: a for a in originals}
-    answers = [by_id[example.id] for example in asked]
+    answers = [by_id[example.id] for example in selected]
     places = {key: i for i, key in enumerate(store.spec.keys)}
     about = {**facts, **model._about(answers)}
     spec = dataclasses.replace(store.spec, fingerprint=about)
@@ -62,27 +62,27 @@ def main(run, name, folder, settings):
     signals, labels, splits, answers, questions = {}, {}, {}, {}, {}
     for setting in settings:
         has_context = setting == "with_context"
-        asked = [e for e in examples if e.passages or not has_context]
-        contexts = [e.passages for e in asked] if has_context else None
+        selected = [e for e in examples if e.passages or not has_context]
+        contexts = [e.passages for e in selected] if has_context else None
         answers[setting], signals[setting] = stored(
-            opened, model, setting, layers, asked
+            opened, model, setting, layers, selected
         ) or model.answer(
-            asked, contexts, max_new_tokens=MOST_TOKENS, read=True, layers=layers
+            selected, contexts, max_new_tokens=MOST_TOKENS, read=True, layers=layers
         )
-        questions[setting] = asked
-        pairs = zip(answers[setting], asked, strict=True)
+        questions[setting] = selected
+        pairs = zip(answers[setting], selected, strict=True)
         labels[setting] = [exact_match(a.text, e.golds) for a, e in pairs]
-        splits[setting] = ["" if e.split == "ood" else e.split for e in asked]
+        splits[setting] = ["" if e.split == "ood" else e.split for e in selected]
     probe = beatrice.fit(signals, labels, splits=splits)
     report = []
-    for setting, asked in questions.items():
+    for setting, selected in questions.items():
         p_correct, truth = probe.predict(signals[setting]), np.array(labels[setting])
-        for dataset, split in sorted({(e.dataset, e.split) for e in asked}):
+        for dataset, split in sorted({(e.dataset, e.split) for e in selected}):
             if split not in ("test", "ood"):
                 continue
-            kind = [(e.dataset, e.split) == (dataset, split) for e in asked]
+            kind = [(e.dataset, e.split) == (dataset, split) for e in selected]
             where = np.flatnonzero(kind)
-            ids = np.array([asked[i].id for i in where])
+            ids = np.array([selected[i].id for i in where])
             report += [
                 {
                     "head": HEADS[setting],

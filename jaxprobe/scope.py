@@ -197,6 +197,7 @@ def n_of_classes(labels: np.ndarray, questions: np.ndarray) -> tuple[int, int]:
 
 
 CONFIDENCE = 0.9  # with which a threshold holds its precision
+PRECISIONS = (0.7, 0.8, 0.9, 0.95)  # that cards and tables show
 # Errors allowed where the sequence starts, if that is within the surer half of what can
 # be decided; else fewer. In simulations two decide most: one error would end a shorter
 # start, and a longer one begins beyond what can be certified.
@@ -302,7 +303,10 @@ class Threshold:
 
 
 class Thresholds(NamedTuple):
-    """From which P on answers are trusted, and up to which they are distrusted."""
+    """From which P on answers are trusted, and up to which they are distrusted.
+
+    Named as the decisions are that begin there.
+    """
 
     trust: Threshold
     distrust: Threshold

@@ -54,7 +54,7 @@ from beatrice.jaxprobe.metrics import (
     weighted_metrics,
 )
 from beatrice.jaxprobe.rows import Rows
-from beatrice.jaxprobe.scope import Threshold
+from beatrice.jaxprobe.scope import PRECISIONS, Threshold
 from beatrice.jaxprobe.tokens import mean_answer_states
 from beatrice.jaxprobe.train import EVERY_FAMILY, encoder_folders, grid_config
 from beatrice.pgir.score_files import shown_tokens
@@ -304,7 +304,7 @@ def decision_rows(
 ) -> list[ResultRow]:
     """Return how many answers are trusted and distrusted, and how many rightly.
 
-    Rows of the experiment "decision" for every precision of `names.PRECISIONS`: the
+    Rows of the experiment "decision" for every precision of `scope.PRECISIONS`: the
     share of a set's answers that is decided ("coverage"), and of these the share that
     is decided rightly ("precision", with Wilson's 95 % interval). Thresholds are of
     validation answers, and the sets are others. Contexts in their original wording
@@ -317,25 +317,29 @@ def decision_rows(
     """
     from scipy.stats import binomtest
 
+    thresholds = itertools.chain.from_iterable(
+        head.thresholds(wanted) or () for wanted in PRECISIONS
+    )
+    decisions = [
+        (threshold, np.array([threshold.holds(p) for p in p_correct]))
+        for threshold in thresholds
+    ]
     result = []
     for dataset, split in rows.evaluated_sets():
         where = rows.where(split, dataset)
         where = where[rows.variants[where] == "original"]
         if split == "validation" or not len(where):
             continue
-        for wanted, decision in itertools.product(names.PRECISIONS, names.DECISIONS):
-            thresholds = head.thresholds(wanted)
-            if thresholds is None:
-                continue
-            threshold = getattr(thresholds, decision)
-            decided = np.array([threshold.holds(p) for p in p_correct[where]])
-            n, labels = int(decided.sum()), rows.labels[where][decided]
-            n_right = int((labels == (decision == "trust")).sum())
+        for threshold, is_decided in decisions:
+            labels = rows.labels[where][is_decided[where]]
+            n, n_right = len(labels), int(labels.sum())
+            if threshold.decision == "distrust":
+                n_right = n - n_right
             fields = rows.fields_of(dataset, split) | {
                 "experiment": "decision",
                 "detector": "champion",
-                "kind": decision,
-                "wanted": wanted,
+                "kind": threshold.decision,
+                "wanted": threshold.wanted,
             }
             share = n / len(where)
             fields |= {"n": len(where), "metric": "coverage", "value": share}

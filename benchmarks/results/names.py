@@ -28,8 +28,6 @@ FAMILIES = {
 }
 EVERY_FAMILY = "HPRA"
 N_SHOWN = 3  # answers of each kind of each set
-DECISIONS = ("trust", "distrust")
-PRECISIONS = (0.7, 0.8, 0.9, 0.95)  # that decisions are asked to have
 
 
 def probe(families: str) -> Subject:

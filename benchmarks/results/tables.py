@@ -20,6 +20,7 @@ from beatrice.benchmarks.baselines.detector import is_rival
 from beatrice.benchmarks.results import names
 from beatrice.extract.records import IN_DOMAIN, SETTINGS
 from beatrice.extract.run.rows import MACRO, ResultRow, Subject, as_frame, encoder
+from beatrice.jaxprobe.scope import PRECISIONS, Thresholds
 from beatrice.pgir.controllers import BOUNDS, CONTROLLERS
 
 METRICS = ("auroc", "auprc")  # of a detector, in the order of a cell
@@ -477,7 +478,7 @@ def decision_table(results: pandas.DataFrame) -> Table:
     """Shares of trusted and distrusted answers that are so rightly, and of all."""
     lines = [
         (f"{kind.capitalize()} at {wanted:g}", {"kind": kind, "wanted": wanted})
-        for kind, wanted in itertools.product(names.DECISIONS, names.PRECISIONS)
+        for kind, wanted in itertools.product(Thresholds._fields, PRECISIONS)
     ]
     parts = [{"metric": metric} for metric in ("precision", "coverage")]
     shown = where(results, experiment="decision")
