@@ -29,7 +29,7 @@ from beatrice.jaxprobe.calibrate import (
     passing_head,
     pool_of,
 )
-from beatrice.jaxprobe.calibration import brier, choose_calibrator, ece
+from beatrice.jaxprobe.calibration import brier, ece
 from beatrice.jaxprobe.config import (
     GRID_PRESETS,
     SELECT_PRESETS,
@@ -162,7 +162,6 @@ def fit(
         grids,
         provenance=_provenance(passes, layer),
         precision=precision,
-        fit_map=choose_calibrator,
     )
     report = _report(fused, detector, rows, config.n_resamples, seed)
     model = next(iter(passes.values())).model

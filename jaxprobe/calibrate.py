@@ -6,8 +6,8 @@ with-context encoders, then the closed-book ones reading the closed-book pass of
 same question. Closed-book it is the closed-book encoders. In a run of one setting it is
 that setting's alone.
 
-Calibration sees validation rows alone: one isotonic map a head,
-and what the head then says of them certifies its decisions.
+Calibration sees validation rows alone: one map a head, and what the head then says of
+them certifies its decisions.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,7 @@ from beatrice.extract.store.store import FeatureStore
 from beatrice.jaxprobe import checkpoint, forward
 from beatrice.jaxprobe.calibration import (
     Calibrator,
+    choose_calibrator,
     cross_fit,
     fit_calibrator,
     folds_of,
@@ -282,26 +283,24 @@ def passing_head(member: int, outputs: MemberOutputs) -> FusedHead:
     return FusedHead((member,), config, params, 1 / (1 + np.exp(-ends)))
 
 
-# From raw scores, labels and questions to a map.
-FitMap = Callable[[np.ndarray, np.ndarray, np.ndarray], Calibrator]
-
-
-def isotonic_map(
-    scores: np.ndarray, labels: np.ndarray, questions: np.ndarray
-) -> Calibrator:
-    """Fit the paper's map, to which questions are nothing."""
-    return fit_calibrator(scores, labels)
+MapKind = Literal["increasing", "isotonic"]
+# From raw scores, labels and questions to a map. The paper's, isotonic regression, does
+# not ask which answers belong to one question.
+FIT_MAP: dict[MapKind, Callable[..., Calibrator]] = {
+    "increasing": choose_calibrator,
+    "isotonic": lambda scores, labels, questions: fit_calibrator(scores, labels),
+}
 
 
 def calibrated_head(
-    branch: HeadName, fused: FusedHead, grid: Grid, precision: float, fit_map: FitMap
+    branch: HeadName, fused: FusedHead, grid: Grid, precision: float, kind: MapKind
 ) -> SettingHead:
     """Fit a head's map on the validation rows, and keep what it says of them."""
     where = grid.rows.where("validation")
     scores, labels = fused.scores.mean(axis=0)[where], grid.rows.labels[where]
     questions = grid.rows.ids[where]
     trained = grid.rows.where("train")
-    calibrator = fit_map(scores, labels, questions)
+    calibrator = FIT_MAP[kind](scores, labels, questions)
     validation = Validation.of_answers(calibrator(scores), labels, questions)
     return SettingHead(
         reads=reads(branch, fused.members, grid.dims.subset_names),
@@ -353,7 +352,7 @@ def calibrated(
     *,
     provenance: Provenance | None = None,
     precision: float = 0.9,
-    fit_map: FitMap = isotonic_map,
+    kind: MapKind = "increasing",
 ) -> Detector:
     """Return the detector of selected heads and the encoders that they read.
 
@@ -362,11 +361,11 @@ def calibrated(
       grids: the trained encoders, by pass; one that no head reads is left out.
       provenance: what the detector was trained on; None for a caller's arrays.
       precision: share of decisions that shall be right, in (0, 1].
-      fit_map: from scores to P.
+      kind: of the maps from scores to P.
     """
     heads: dict[HeadName, SettingHead] = {
         branch: calibrated_head(
-            branch, head, grids[branch_setting(branch)], precision, fit_map
+            branch, head, grids[branch_setting(branch)], precision, kind
         )
         for branch, head in fused.items()
     }
@@ -516,8 +515,10 @@ def fold_calibrators(run: RunDir, branch: HeadName) -> tuple[Calibrator, ...]:
     _, rows = open_rows(run, branch_setting(branch))
     where = rows.where("validation")
     scores = _fused(run, branch).scores.mean(axis=0)[where]
-    folds = folds_of(rows.ids[where], N_FOLDS)
-    return cross_fit(scores, rows.labels[where], folds, N_FOLDS)
+    questions = rows.ids[where]
+    fit = FIT_MAP[run.settle("calibrate", CALIBRATE_PRESETS).maps]
+    folds = folds_of(questions, N_FOLDS)
+    return cross_fit(fit, scores, rows.labels[where], questions, folds, N_FOLDS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -526,9 +527,12 @@ class CalibrateConfig:
 
     Attributes:
       precision: share of decisions that shall be right: to trust an answer, or not to.
+      maps: from scores to P. Isotonic regression is the paper's; it makes hundreds of
+        answers equal, and much of P of a difference of rounding at its steps.
     """
 
     precision: float = 0.9
+    maps: MapKind = "increasing"
 
     def __post_init__(self) -> None:
         """Check that precision is in (0, 1]."""
@@ -541,7 +545,7 @@ class CalibrateConfig:
 
 CALIBRATE_PRESETS: dict[Preset, CalibrateConfig] = dict.fromkeys(
     get_args(Preset), CalibrateConfig()
-)
+) | {"paper": CalibrateConfig(maps="isotonic")}
 
 
 def _fused(run: RunDir, branch: HeadName) -> FusedHead:
@@ -603,6 +607,7 @@ def _calibrate(
         grids,
         provenance=_provenance(run, next(iter(grids.values())).store),
         precision=config.precision,
+        kind=config.maps,
     )
     for branch, head in detector.heads.items():
         for threshold in head.thresholds() or ():

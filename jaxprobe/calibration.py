@@ -243,7 +243,12 @@ def folds_of(ids: Sequence[str] | np.ndarray, n_folds: int) -> np.ndarray:
 
 
 def cross_fit(
-    scores: np.ndarray, labels: np.ndarray, folds: np.ndarray, n_folds: int
+    fit: Callable[..., Calibrator],
+    scores: np.ndarray,
+    labels: np.ndarray,
+    questions: np.ndarray,
+    folds: np.ndarray,
+    n_folds: int,
 ) -> tuple[Calibrator, ...]:
     """Return for every fold the map that was fitted on the other folds.
 
@@ -251,14 +256,15 @@ def cross_fit(
     on numbers that are too good; these have not.
 
     Args:
+      fit: a map of scores, labels and questions.
       scores: `[n_examples]`.
       labels: `[n_examples]` bool.
+      questions: `[n_examples]` names.
       folds: `[n_examples]` int, from 0.
       n_folds: how many there are; one may be empty.
     """
-    return tuple(
-        fit_calibrator(scores[folds != k], labels[folds != k]) for k in range(n_folds)
-    )
+    others = (folds != k for k in range(n_folds))
+    return tuple(fit(scores[x], labels[x], questions[x]) for x in others)
 
 
 def brier(p_correct: np.ndarray, labels: np.ndarray) -> float:

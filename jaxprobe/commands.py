@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import click
 
@@ -20,6 +20,7 @@ from beatrice.extract.run.verbs import (
 )
 
 if TYPE_CHECKING:
+    from beatrice.jaxprobe.calibrate import CalibrateConfig
     from beatrice.jaxprobe.config import GridConfig, SelectConfig
 
 Config = TypeVar("Config", "GridConfig", "SelectConfig")
@@ -128,22 +129,36 @@ def train(
     do(run_dir, TRAIN, change=change, share=work.share)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CalibrateOptions:
+    """How P and decisions come about; no answer, label or weight depends on it."""
+
+    precision: float | None = option(
+        "Share of decisions to be right; may be changed.  [default: 0.9]",
+        min=0,
+        max=1,
+        is_above=True,
+    )
+    maps: Literal["increasing", "isotonic"] | None = option(
+        "from scores to P: increasing, or isotonic as the paper's (many equal P)",
+        rare=True,
+    )
+
+    def change(self, config: "CalibrateConfig") -> "CalibrateConfig":
+        """Return how to calibrate, as the options say."""
+        return dataclasses.replace(config, **given(self))
+
+
 @click.command()
 @RUN_DIR
-@click.option(
-    "--precision",
-    type=click.FloatRange(0, 1, min_open=True),
-    help="Share of decisions to be right; may be changed.  [default: 0.9]",
-)
-def calibrate(run_dir: Path, precision: float | None) -> None:
-    """Fit the isotonic maps and the thresholds on validation; save the detector.
+@options(settings=CalibrateOptions)
+def calibrate(run_dir: Path, settings: CalibrateOptions) -> None:
+    """Fit the maps from scores to P on validation; save the detector.
 
     Example: beatrice calibrate runs/demo --precision .95
+
+    Example: beatrice calibrate runs/demo --set maps=isotonic
     """
     from beatrice.jaxprobe.calibrate import CALIBRATE
 
-    # No answer, label or weight depends on it.
-    change = {} if precision is None else {"precision": precision}
-    do_again_if_changed(
-        run_dir, CALIBRATE, lambda config: dataclasses.replace(config, **change)
-    )
+    do_again_if_changed(run_dir, CALIBRATE, settings.change)

@@ -383,7 +383,7 @@ def choose_answers(
     """Return, for each kind, how many there are and the indices of those to show.
 
     Of each kind the `N_SHOWN` answers with the highest, or the lowest, P; of equals the
-    smaller id, since isotonic calibration gives many answers one P.
+    smaller id, since isotonic regression gives many answers one P.
 
     Args:
       p_correct: `[n]` calibrated.

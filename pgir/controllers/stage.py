@@ -94,7 +94,7 @@ class ControlConfig:
       n_questions: of each set that are given to the controllers; None for all.
       max_generations: cap on the mean per question, for the search of every
         controller's setting; the paper's run of Gemma spends 4.63.
-      cross_fit: search a second policy on probabilities from isotonic maps that have
+      cross_fit: search a second policy on probabilities from maps that have
         not seen the question's own label; the paper's maps have seen it.
       rivals: the controllers that PGIR is compared with; "judge:module:NAME" is its
         loop with a judge of one's own.

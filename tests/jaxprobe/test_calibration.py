@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 from sklearn.isotonic import IsotonicRegression
 
+from beatrice.jaxprobe.calibrate import FIT_MAP
 from beatrice.jaxprobe.calibration import (
     MAPS,
     Calibrator,
@@ -69,16 +70,18 @@ def test_no_probability_is_beyond_what_some_level_supports():
     assert middle <= high == pytest.approx(90.5 / 101)
 
 
-def test_a_fold_is_calibrated_by_the_others():
+@pytest.mark.parametrize("fit", FIT_MAP.values(), ids=FIT_MAP)
+def test_a_fold_is_calibrated_by_the_others(fit):
     ids = [f"q{i % 150}" for i in range(300)]  # every question in two wordings
     folds = folds_of(ids, 5)
     np.testing.assert_array_equal(folds[:150], folds[150:])
     assert set(folds.tolist()) == set(range(5))
     rng = np.random.default_rng(0)
     scores, labels = rng.random(300), rng.random(300) < 0.5
-    before = cross_fit(scores, labels, folds, 5)
     flipped = np.where(folds == 2, ~labels, labels)
-    after = cross_fit(scores, flipped, folds, 5)
+    before, after = (
+        cross_fit(fit, scores, x, np.array(ids), folds, 5) for x in (labels, flipped)
+    )
     at = np.linspace(0, 1, 50)
     for k in range(5):  # only the maps that saw fold 2 have moved
         same = np.array_equal(before[k](at), after[k](at))
@@ -88,9 +91,10 @@ def test_a_fold_is_calibrated_by_the_others():
 def test_on_noise_a_map_that_saw_the_row_promises_more_than_one_that_did_not():
     rng = np.random.default_rng(1)
     scores, labels = rng.random(400), rng.random(400) < 0.5
-    folds = folds_of([str(i) for i in range(400)], 5)
+    ids = np.arange(400).astype(str)
+    folds = folds_of(ids, 5)
     seen = fit_calibrator(scores, labels)(scores)
-    maps = cross_fit(scores, labels, folds, 5)
+    maps = cross_fit(FIT_MAP["isotonic"], scores, labels, ids, folds, 5)
     unseen = np.array([maps[k](s) for k, s in zip(folds, scores, strict=True)])
     assert brier(seen, labels) < 0.25 < brier(unseen, labels)
 
