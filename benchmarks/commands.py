@@ -195,8 +195,7 @@ def report(run_dir: Path, run_b: Path | None, how: ReportOptions) -> None:
 
 
 def _compare(run_a: Path, run_b: Path, out: Path | None) -> None:
-    from beatrice.benchmarks.results.compare import comparison
-    from beatrice.benchmarks.results.report import run_side
+    from beatrice.benchmarks.results.report import comparison, run_side
     from beatrice.extract.run.files import write_text_atomic
 
     text = comparison(run_side(RunDir(run_a)), run_side(RunDir(run_b)))

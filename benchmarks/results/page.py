@@ -14,12 +14,11 @@ import pandas
 
 from beatrice.benchmarks.baselines.detector import DetectorCost
 from beatrice.benchmarks.results import (
-    costs,
     figures,
     findings,
     names,
     paper,
-    significance,
+    rivals,
     tables,
 )
 from beatrice.benchmarks.results.anatomy import anatomy_parts
@@ -108,11 +107,10 @@ def render_report(data: ReportData) -> str:
     return environment.get_template("page.html.j2").render(
         data=data,
         rows=results,
-        titles=costs.titles_of(data.judged),
+        titles=rivals.titles_of(data.judged),
         tables=tables,
         names=names,
-        costs=costs,
-        significance=significance,
+        rivals=rivals,
         paper=paper,
         findings=findings,
         headline=headline(results, data.shown),

@@ -1,23 +1,28 @@
 """The stage that writes the report, and what it reads of a run.
 
-Beside the page, the same tables as Markdown and LaTeX; and the headline of a finished
-run.
+Beside the page, the same tables as Markdown and LaTeX; two runs beside each other; and
+the headline of a finished run.
 """
 
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import pandas
 
 from beatrice.benchmarks.baselines.judge import costs_file, read_costs
-from beatrice.benchmarks.results import costs, findings, printing, significance, tables
-from beatrice.benchmarks.results.compare import Side
-from beatrice.benchmarks.results.ledger import ledger
-from beatrice.benchmarks.results.names import CHAMPION
+from beatrice.benchmarks.results import findings, rivals, tables
+from beatrice.benchmarks.results.findings import PaperAnswer, measured, questions_of
+from beatrice.benchmarks.results.names import (
+    CHAMPION,
+    DETECTORS,
+    RIVALS,
+    SETTING_LABELS,
+)
 from beatrice.benchmarks.results.page import (
     ReportData,
     headline,
@@ -25,10 +30,25 @@ from beatrice.benchmarks.results.page import (
     render_report,
     too_few_in_words,
 )
-from beatrice.benchmarks.results.tables import POOLED, of_subject, results_of, where
+from beatrice.benchmarks.results.paper import ledger
+from beatrice.benchmarks.results.tables import (
+    EVALUATED,
+    POOLED,
+    Place,
+    by_subject,
+    in_domain_or_held_out,
+    interval,
+    markdown,
+    number,
+    of_subject,
+    places_of,
+    results_of,
+    row_value,
+    where,
+)
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.label.labels import count_correct
-from beatrice.extract.records import Record, Setting, Share
+from beatrice.extract.records import IN_DOMAIN, SETTINGS, Record, Setting, Share
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.contents import (
     question_files,
@@ -41,6 +61,7 @@ from beatrice.extract.run.directory import RunDir, read_manifest
 from beatrice.extract.run.files import read_json, write_text_atomic
 from beatrice.extract.run.rows import (
     ResultRow,
+    Subject,
     gather,
     label_rule,
     published,
@@ -52,11 +73,12 @@ from beatrice.extract.run.stages import Stage
 from beatrice.extract.signals.extract import extract_config
 from beatrice.jaxprobe.calibrate import run_bootstrap
 from beatrice.jaxprobe.families import N_SUBSETS
+from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.rows import read_sweep
 from beatrice.jaxprobe.train import chosen_layer, grid_config, open_rows, run_outputs
 from beatrice.selection.ablation import ablation_summary
 from beatrice.selection.anatomy import Study
-from beatrice.selection.anatomy.reach import Ranked
+from beatrice.selection.anatomy.reach import RankAgreement, Ranked, agreement
 from beatrice.selection.exhaustive import ranking_summary
 from beatrice.selection.stage import selection_summary
 
@@ -246,15 +268,15 @@ def tables_files(run: RunDir) -> list[Path]:
 
 def tables_as_text(data: ReportData) -> tuple[str, str, str, str]:
     """Return findings and the paper's panoramas, each as Markdown and as LaTeX."""
-    results, titles = results_of(data.rows), costs.titles_of(data.judged)
+    results, titles = results_of(data.rows), rivals.titles_of(data.judged)
     answered = findings.findings(results, data.accuracy)
     beside = findings.facts(results, data.accuracy, data.sweep, data.selection)
     panoramas = tables.panoramas(results, titles)
-    markdown = [f"### {h}\n\n{printing.as_markdown(t)}" for h, t in panoramas.items()]
-    markdown.append(significance.as_markdown(results, titles))
-    markdown.append(costs.as_markdown(data.judged, results))
-    latex = [f"% {h}\n{printing.as_latex(t)}" for h, t in panoramas.items()]
-    latex.append(significance.as_latex(results, titles))
+    markdown = [f"### {h}\n\n{tables.as_markdown(t)}" for h, t in panoramas.items()]
+    markdown.append(rivals.leads_as_markdown(results, titles))
+    markdown.append(rivals.costs_as_markdown(data.judged, results))
+    latex = [f"% {h}\n{tables.as_latex(t)}" for h, t in panoramas.items()]
+    latex.append(rivals.leads_as_latex(results, titles))
     return (
         findings.as_markdown(answered, beside),
         findings.as_latex(answered),
@@ -267,24 +289,24 @@ def run_table(run: RunDir, name: str) -> str:
     """Return a table of a run as text, with its heading; or all of them."""
     judged = read_costs(costs_file(run)) if "baselines" in published(run) else ()
     named = tables.named_tables(
-        results_of(read_result_rows(run)), costs.titles_of(judged)
+        results_of(read_result_rows(run)), rivals.titles_of(judged)
     )
     if name != "all" and name not in named:
         raise ValueError(
             f"this run has no table {name}; expected all, {', '.join(named)}"
         )
     shown = named.values() if name == "all" else [named[name]]
-    return "\n\n".join(f"{h}\n{printing.as_text(t)}" for h, t in shown)
+    return "\n\n".join(f"{h}\n{tables.as_text(t)}" for h, t in shown)
 
 
 def rows_as_markdown(rows: Sequence[ResultRow]) -> str:
     """Return the tables of some rows that need nothing else of a run, as Markdown."""
     results = results_of(rows)
     parts = [
-        f"### {heading}\n\n{printing.as_markdown(table)}"
+        f"### {heading}\n\n{tables.as_markdown(table)}"
         for heading, table in tables.named_tables(results).values()
     ]
-    return "\n".join([*parts, significance.as_markdown(results)])
+    return "\n".join([*parts, rivals.leads_as_markdown(results)])
 
 
 def _report(run: RunDir, config: None, update: Update, progress: Progress) -> None:
@@ -318,6 +340,105 @@ REPORT = Stage(
     outputs=lambda run: [run.report, run.results, *tables_files(run)],
     work=_report,
 )
+
+
+# Two runs beside each other: do the same combinations win, do the answers agree?
+
+
+class Side(NamedTuple):
+    """One of two evaluated runs, and what encoders say of its validation answers."""
+
+    name: str
+    results: pandas.DataFrame
+    answered: Sequence[PaperAnswer]
+    validation: Mapping[Setting, Ranked]
+    intervals: BootstrapConfig
+
+
+def correlation(alike: RankAgreement) -> str:
+    """Format a correlation and its interval."""
+    if not np.isfinite(alike.value):
+        return "undefined: one class only, or all subsets are equally good"
+    return f"{number(alike.value)} [{number(alike.low)} to {number(alike.high)}]"
+
+
+def _set_of(place: Place) -> str:
+    """Name a set so that two runs on other questions meet in their in-domain ones."""
+    return IN_DOMAIN if place.split == "test" else place.title
+
+
+def _headline(sides: Sequence[Side], setting: Setting) -> str:
+    """Lay out the AUROC of both runs, all in-domain test sets and the held-out ones."""
+    by_set: list[dict[str, dict[Subject, ResultRow]]] = []
+    for side in sides:
+        at = {"experiment": "detection", "metric": "auroc", "setting": setting}
+        shown = in_domain_or_held_out(where(side.results, **at))
+        places = places_of(shown, EVALUATED)
+        by_set.append({_set_of(x): by_subject(shown, **x._asdict()) for x in places})
+    sets = list(dict.fromkeys(name for rows in by_set for name in rows))
+    lines = []
+    for subject, label in {**DETECTORS, **RIVALS}.items():
+        cells = [x.get(s, {}).get(subject) for s in sets for x in by_set]
+        if any(cells):
+            lines.append([label, *map(_text, cells)])
+    heads = [f"{name}, {side}" for name in sets for side in "AB"]
+    return markdown(["AUROC", *heads], lines)
+
+
+def _text(row: ResultRow | None) -> str:
+    if row is None:
+        return "–"
+    return row_value(row) + (f" [{interval(row)}]" if row.value is not None else "")
+
+
+def _answers(sides: Sequence[Side], setting: Setting) -> str:
+    """Lay out both runs' answers to each question on the sets that both have."""
+    both: list[dict[tuple[str, str], PaperAnswer]] = [{}, {}]
+    for side, answers in zip(sides, both, strict=True):
+        for x in side.answered:  # the first of the test sets is all of them together
+            if x.place.setting == setting and x.answer is not None:
+                answers.setdefault((x.question, _set_of(x.place)), x)
+    shared = [key for key in both[0] if key in both[1]]
+    pairs = [(both[0][key].answer, both[1][key].answer) for key in shared]
+    counts = [
+        ("questions answered by both", len(pairs)),
+        ("the same answer", sum(a == b for a, b in pairs)),
+        ("both say yes or no", sum({a, b} <= {"yes", "no"} for a, b in pairs)),
+        ("opposite", sum({a, b} == {"yes", "no"} for a, b in pairs)),
+    ]
+    wordings, lines = questions_of(None), []
+    for question, name in shared:
+        a, b = (answers[question, name] for answers in both)
+        cells = [f"**{x.answer}** {measured(x)}" for x in (a, b)]
+        same = "same" if a.answer == b.answer else "differs"
+        lines.append([wordings[question].text, name, *cells, same])
+    summary = markdown(("Answers", "n"), [(text, str(n)) for text, n in counts])
+    return f"{summary}\n{markdown(('', 'on', 'A', 'B', ''), lines)}"
+
+
+def comparison(first: Side, second: Side) -> str:
+    """Return the comparison of two evaluated runs as Markdown."""
+    sides = (first, second)
+    both = first.validation.keys() & second.validation.keys()
+    shared: list[Setting] = [setting for setting in SETTINGS if setting in both]
+    if not shared:
+        raise ValueError(
+            f"{first.name} and {second.name} have no setting in common; compare runs "
+            "that were both answered closed-book, or both with context"
+        )
+    parts = [f"A: {first.name}\n\nB: {second.name}\n"]
+    for setting in shared:
+        left, right = first.validation[setting], second.validation[setting]
+        alike = agreement(left, right, first.intervals)
+        n_answers = f"{len(left.ids)} and {len(right.ids)}"
+        parts.append(
+            f"## {SETTING_LABELS[setting]}\n\n"
+            "Spearman's correlation of the fifteen subsets' validation AUROC: "
+            f"**{correlation(alike)}** ({n_answers} answers, resampled by question; in "
+            "the paper, between its two models, .78).\n"
+        )
+        parts += [_headline(sides, setting), _answers(sides, setting)]
+    return "\n".join(parts)
 
 
 def run_side(run: RunDir) -> Side:

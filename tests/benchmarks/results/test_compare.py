@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from beatrice.benchmarks.results.compare import correlation
 from beatrice.benchmarks.results.evaluate import choose_answers, decision_rows
+from beatrice.benchmarks.results.report import correlation
 from beatrice.benchmarks.results.tables import decision_table, results_of
 from beatrice.jaxprobe.calibration import Calibrator
 from beatrice.jaxprobe.config import FusionConfig

@@ -4,16 +4,17 @@ import msgspec
 import pytest
 
 from beatrice.benchmarks.baselines.judge import read_costs
-from beatrice.benchmarks.results.costs import (
-    HEADS,
-    as_markdown,
+from beatrice.benchmarks.results.rivals import (
+    COST_HEADS,
+    cells_of,
     cost_pictures,
     cost_tables,
+    costs_as_markdown,
     kind_of,
+    leads,
     measured,
     titles_of,
 )
-from beatrice.benchmarks.results.significance import cells_of, leads
 from beatrice.extract.run.files import write_json_atomic
 from beatrice.extract.run.rows import Subject
 from tests.benchmarks.results.sample import judged, sample_results
@@ -43,18 +44,18 @@ def test_every_setting_has_a_table_with_its_costs_and_reasons():
     tables = cost_tables([broken, *judged()[1:]], RESULTS)
     assert list(tables) == ["Closed-book", "With context"]
     lines = {
-        cells[0]: dict(zip(HEADS, cells, strict=True))
+        cells[0]: dict(zip(COST_HEADS, cells, strict=True))
         for cells in tables["Closed-book"]
     }
-    assert lines["Rival perplexity"][HEADS[-1]].endswith("; one class")
+    assert lines["Rival perplexity"][COST_HEADS[-1]].endswith("; one class")
     assert lines["Rival answer_length"]["Forwards more"] == "2"
     assert lines["Rival answer_length"]["Peak memory"] == "1.0 GiB"
     assert lines["Rival tfidf"]["Peak memory"] == "–"
     assert lines["Rival answer_length"]["Needs"] == "drawn answers"
     assert lines["Rival tfidf"]["Needs"] == "training labels"
-    markdown = as_markdown(judged(), RESULTS)
+    markdown = costs_as_markdown(judged(), RESULTS)
     assert markdown.count("### What each costs") == 2
-    assert as_markdown([], RESULTS) == ""
+    assert costs_as_markdown([], RESULTS) == ""
 
 
 def test_a_figure_stands_where_costs_differ_and_has_every_point():
@@ -74,7 +75,9 @@ def test_what_was_not_timed_has_a_dash_and_no_point():
     untimed = [msgspec.structs.replace(first, seconds=None), *others]
     cells = cost_tables(untimed, RESULTS)["Closed-book"]
     (cells_of_first,) = (row for row in cells if row[0] == first.title)
-    assert dict(zip(HEADS, cells_of_first, strict=True))["Seconds a question"] == "–"
+    assert (
+        dict(zip(COST_HEADS, cells_of_first, strict=True))["Seconds a question"] == "–"
+    )
     for picture in cost_pictures(untimed, RESULTS):
         timed = "seconds" in picture.title and "Closed" in picture.title
         assert (first.title in picture.svg) != timed

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from beatrice.benchmarks.results.ledger import as_markdown
 from beatrice.benchmarks.results.paper import (
     PaperCell,
+    as_markdown,
     beside,
     read_ledger,
     signs,

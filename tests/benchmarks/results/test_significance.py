@@ -3,13 +3,13 @@ import pytest
 
 from beatrice.benchmarks.baselines.detector import is_rival
 from beatrice.benchmarks.results.names import DETECTORS, RIVALS
-from beatrice.benchmarks.results.significance import (
-    as_latex,
-    as_markdown,
+from beatrice.benchmarks.results.rivals import (
     cells_of,
-    counts,
     holm,
+    lead_counts,
     leads,
+    leads_as_latex,
+    leads_as_markdown,
 )
 from beatrice.benchmarks.results.tables import results_of
 from beatrice.extract.records import IN_DOMAIN
@@ -70,7 +70,7 @@ def test_a_stronger_detector_without_a_pair_is_named_and_not_passed_over_in_sile
     rows = column(POOLED, {"sep": (0.95, None), "tfidf": (0.6, 0.01)})
     (lead,) = leads_of(rows)
     assert (lead.rival, lead.uncompared) == (Subject("tfidf"), (Subject("sep"),))
-    assert "sep" in counts([lead]).values()
+    assert "sep" in lead_counts([lead]).values()
 
 
 def test_the_correction_runs_over_all_columns_of_both_settings():
@@ -91,11 +91,11 @@ def test_an_undefined_difference_takes_no_part_in_the_correction():
     first, second = leads_of([*rows, *column(OUTSIDE, {}), gone], "hidden_only")
     assert (first.p_holm, second.p_holm) == (0.02, None)
     assert "n/a (one class only)" in cells_of(second)
-    assert counts([first, second])["Columns compared"] == "1"
+    assert lead_counts([first, second])["Columns compared"] == "1"
 
 
 def test_a_lag_is_as_sure_as_a_lead_and_counted_as_a_lag():
-    numbers = counts(leads_of(column(POOLED, {"tfidf": (0.95, 0.001)})))
+    numbers = lead_counts(leads_of(column(POOLED, {"tfidf": (0.95, 0.001)})))
     assert (numbers["Sure leads (p < .05)"], numbers["Sure lags"]) == ("0", "1")
 
 
@@ -118,7 +118,9 @@ def test_seeds_stand_beside_the_questions():
 
 def test_both_spellings_have_every_column_and_mark_what_is_sure():
     rows = column(POOLED, {"tfidf": (0.8, 0.002), "hidden_only": (0.85, 0.5)})
-    markdown, latex = (spell(results_of(rows)) for spell in (as_markdown, as_latex))
+    markdown, latex = (
+        spell(results_of(rows)) for spell in (leads_as_markdown, leads_as_latex)
+    )
     assert markdown.count("| Closed-book, all in-domain |") == 2
     assert "| **.002** |" in markdown and "| .5 |" in markdown
     assert latex.count(r"\toprule") == 2 and r"\textbf{.002}" in latex

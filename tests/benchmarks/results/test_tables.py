@@ -14,11 +14,13 @@ from beatrice.benchmarks.results.names import (
     SPAN_VARIANTS,
     WITHOUT_HIDDEN,
 )
-from beatrice.benchmarks.results.printing import as_latex, as_markdown, as_text
 from beatrice.benchmarks.results.tables import (
     CHANCE,
     Column,
     ablation_table,
+    as_latex,
+    as_markdown,
+    as_text,
     controller_table,
     counts_of,
     detection_table,

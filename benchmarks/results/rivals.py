@@ -1,9 +1,9 @@
-"""Is the lead of the selected set sure? Against the strongest rival, and hidden states.
+"""The rivals of the selected set: is its lead over them sure, and what do they cost?
 
-The paper's app:significance. Differences, intervals and p come from the `paired` rows:
-a bootstrap over questions, both detectors on the same resamples. Holm's correction runs
-over all columns of one comparison, in both settings: the pooled in-domain test
-questions and every held-out set. Own encoders are no rivals here.
+Leads are the paper's app:significance. Differences, intervals and p come from the
+`paired` rows: a bootstrap over questions, both detectors on the same resamples. Holm's
+correction runs over all columns of one comparison, in both settings: the pooled
+in-domain test questions and every held-out set. Own encoders are no rivals here.
 
 The strongest rival of a column is the one with the highest AUROC on the column's own
 questions, as in the paper: the best of many looks better there than it is, so a lead
@@ -11,17 +11,19 @@ over it is understated and a lag overstated. The bootstrap does not choose anew.
 """
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
 import pandas
 
-from beatrice.benchmarks.baselines.detector import is_rival
+from beatrice.benchmarks.baselines.detector import DetectorCost, is_rival
 from beatrice.benchmarks.results import names
-from beatrice.benchmarks.results.printing import latex, markdown, tex
+from beatrice.benchmarks.results.figures import CostKind, Picture, cost_figure, picture
+from beatrice.benchmarks.results.names import CHAMPION, SETTING_LABELS
 from beatrice.benchmarks.results.tables import (
     EVALUATED,
+    POOLED,
     Place,
     Titles,
     by_pair,
@@ -29,17 +31,22 @@ from beatrice.benchmarks.results.tables import (
     excludes_zero,
     in_domain_or_held_out,
     interval,
+    latex,
+    markdown,
     number,
     of_subject,
     p_text,
     places_of,
     row_value,
+    tex,
     where,
 )
+from beatrice.extract.records import SETTINGS
 from beatrice.extract.run.rows import ResultRow, Subject
+from beatrice.extract.run.stages import bytes_in_words
 
 Against = Literal["strongest", "hidden_only"]
-TITLES: dict[Against, str] = {
+COMPARISONS: dict[Against, str] = {
     "strongest": "Against the strongest rival of each column",
     "hidden_only": "Against hidden states only",
 }
@@ -139,7 +146,7 @@ def leads(results: pandas.DataFrame, against: Against) -> list[Lead]:
 
 
 def cells_of(lead: Lead, titles: Titles | None = None) -> tuple[str, ...]:
-    """Format a lead, a text for each of `HEADS`; † where its interval excludes zero."""
+    """Format a lead, a text for each of `HEADS`; † where zero is excluded."""
     printed = {**names.DETECTORS, **names.RIVALS, **(titles or {})}
     row, ours = lead.difference, lead.ours
     if row is None:
@@ -168,7 +175,9 @@ def cells_of(lead: Lead, titles: Titles | None = None) -> tuple[str, ...]:
     )
 
 
-def counts(compared: Sequence[Lead], titles: Titles | None = None) -> dict[str, str]:
+def lead_counts(
+    compared: Sequence[Lead], titles: Titles | None = None
+) -> dict[str, str]:
     """Return on how many columns a lead or a lag is sure, and what was not compared."""
     printed = {**names.DETECTORS, **names.RIVALS, **(titles or {})}
     known = [lead for lead in compared if lead.p_holm is not None]
@@ -182,18 +191,20 @@ def counts(compared: Sequence[Lead], titles: Titles | None = None) -> dict[str, 
     }
 
 
-def as_markdown(results: pandas.DataFrame, titles: Titles | None = None) -> str:
+def leads_as_markdown(results: pandas.DataFrame, titles: Titles | None = None) -> str:
     """Format both comparisons as Markdown; a corrected p below .05 is bold."""
     parts = []
-    for against, title in TITLES.items():
+    for against, title in COMPARISONS.items():
         compared = leads(results, against)
-        cells = lines(compared, titles, "**%s**")
-        summary = "".join(f"* {k}: {v}\n" for k, v in counts(compared, titles).items())
+        cells = lead_lines(compared, titles, "**%s**")
+        summary = "".join(
+            f"* {k}: {v}\n" for k, v in lead_counts(compared, titles).items()
+        )
         parts.append(f"### {title}\n\n{markdown(HEADS, cells)}\n{summary}")
     return "\n".join(parts)
 
 
-def as_latex(results: pandas.DataFrame, titles: Titles | None = None) -> str:
+def leads_as_latex(results: pandas.DataFrame, titles: Titles | None = None) -> str:
     """Format both comparisons as LaTeX tables (booktabs)."""
     head = [" & ".join(map(tex, HEADS)) + r" \\"]
     return "\n".join(
@@ -201,13 +212,13 @@ def as_latex(results: pandas.DataFrame, titles: Titles | None = None) -> str:
         + latex(
             "lllllrrl",
             head,
-            lines(leads(results, against), titles, r"\textbf{%s}", tex),
+            lead_lines(leads(results, against), titles, r"\textbf{%s}", tex),
         )
-        for against, title in TITLES.items()
+        for against, title in COMPARISONS.items()
     )
 
 
-def lines(
+def lead_lines(
     compared: Sequence[Lead],
     titles: Titles | None,
     bold: str,
@@ -219,3 +230,139 @@ def lines(
         if lead.is_sure:
             cells[HEADS.index("Holm")] = bold % cells[HEADS.index("Holm")]
         yield cells
+
+
+# What every rival is and costs: a table, and figures beside AUROC.
+
+
+COST_HEADS = (
+    "Detector",
+    "AUROC",
+    "Seconds a question",
+    "Peak memory",
+    "Forwards more",
+    "Tokens more",
+    "Needs",
+    "Differs from the published one",
+)
+NEEDS = {
+    "samples": "drawn answers",
+    "entailment": "an NLI model",
+    "second_prompt": "a second prompt",
+    "swapped": "other passages",
+    "encoder": "a text encoder",
+    "labels": "training labels",
+}
+
+
+def titles_of(judged: Iterable[DetectorCost]) -> dict[Subject, str]:
+    """Return the printed names of detectors."""
+    return {Subject(x.name): x.title for x in judged}
+
+
+def _test_auroc(
+    results: pandas.DataFrame, setting: str, subject: Subject
+) -> float | None:
+    """Return AUROC on the pooled in-domain test questions."""
+    at = {**POOLED, "setting": setting, "metric": "auroc"}
+    row = by_subject(results, experiment="detection", **at).get(subject)
+    return row and row.value
+
+
+def measured(
+    judged: Sequence[DetectorCost], results: pandas.DataFrame
+) -> list[tuple[DetectorCost, float | None]]:
+    """Return each detector with its AUROC on the pooled in-domain test questions.
+
+    The better ones of a setting come first; those without an AUROC (None) last.
+    """
+    pairs = [(x, _test_auroc(results, x.setting, Subject(x.name))) for x in judged]
+    return sorted(pairs, key=lambda pair: 1.0 if pair[1] is None else -pair[1])
+
+
+def _cells(detector: DetectorCost, auroc: float | None) -> tuple[str, ...]:
+    """Format a detector, a text for each of `COST_HEADS`."""
+    needs = [*detector.needs, *(["labels"] if detector.is_trained else [])]
+    seconds, peak = detector.seconds, detector.peak_bytes
+    return (
+        detector.title,
+        "–" if auroc is None else number(auroc),
+        "–" if seconds is None else f"{seconds:.2g}",
+        "–" if peak is None else bytes_in_words(peak),
+        str(detector.n_forwards),
+        f"{detector.n_new_tokens:.3g}",
+        ", ".join(NEEDS.get(need, need) for need in needs) or "nothing",
+        "; ".join(filter(None, (detector.variant, detector.reason))),
+    )
+
+
+def cost_tables(
+    judged: Sequence[DetectorCost], results: pandas.DataFrame
+) -> Mapping[str, list[tuple[str, ...]]]:
+    """Return the cells of every detector, by setting in words."""
+    tables: dict[str, list[tuple[str, ...]]] = {}
+    for detector, auroc in measured(judged, results):
+        heading = SETTING_LABELS[detector.setting]
+        tables.setdefault(heading, []).append(_cells(detector, auroc))
+    return dict(sorted(tables.items()))
+
+
+def costs_as_markdown(judged: Sequence[DetectorCost], results: pandas.DataFrame) -> str:
+    """Format the tables as Markdown; empty where no rival was judged."""
+    return "\n".join(
+        f"### What each costs, {heading.lower()}\n\n{markdown(COST_HEADS, lines)}"
+        for heading, lines in cost_tables(judged, results).items()
+    )
+
+
+def kind_of(detector: DetectorCost) -> CostKind:
+    """Return how a detector is drawn; one that samples and is trained samples."""
+    if "samples" in detector.needs:
+        return "sampled"
+    return "trained" if detector.is_trained else "plain"
+
+
+CostOf = Callable[[DetectorCost], float | None]
+_COSTS: tuple[tuple[str, str, bool, CostOf], ...] = (
+    ("seconds", "seconds a question", True, lambda x: x.seconds),
+    ("forwards", "forwards more", False, lambda x: x.n_forwards),
+    ("tokens", "tokens generated more", False, lambda x: x.n_new_tokens),
+)
+_CAPTION = (
+    "The five best are numbered. Dashed: the selected encoders, whose signals come "
+    "from the pass that gave the answer."
+)
+_TIMED = (
+    " Time is measured on this machine, fitting included; what was not timed has no "
+    "point."
+)
+
+
+def cost_pictures(
+    judged: Sequence[DetectorCost], results: pandas.DataFrame
+) -> list[Picture]:
+    """Return AUROC against seconds, forwards and tokens, setting by setting.
+
+    A cost that is the same for all detectors of a setting has no figure.
+    """
+    pictures = []
+    for setting in SETTINGS:
+        known = [
+            (detector, auroc)
+            for detector, auroc in measured(judged, results)
+            if detector.setting == setting and auroc is not None
+        ]
+        for name, axis, is_log, cost_of in _COSTS:
+            points = [
+                (detector.title, kind_of(detector), cost, auroc)
+                for detector, auroc in known
+                if (cost := cost_of(detector)) is not None
+            ]
+            if len({cost for *_, cost, _ in points}) < 2:
+                continue
+            ours = _test_auroc(results, setting, CHAMPION)
+            figure = cost_figure(points, setting, axis, ours, is_log=is_log)
+            title = f"{SETTING_LABELS[setting]}: AUROC against {axis}"
+            caption = _CAPTION + _TIMED * is_log
+            pictures.append(picture(figure, f"cost-{name}-{setting}", title, caption))
+    return pictures
