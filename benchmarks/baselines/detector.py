@@ -227,7 +227,7 @@ class DetectorCost(
 
 GROUP = "beatrice.baselines"  # of entry points
 # The order of the paper's tables; a file that is not named here comes last.
-_ORDER = "entropy selfcheck probes sep gnosis llm_check context text_models".split()
+_ORDER = "entropy selfcheck probes gnosis llm_check context text_models".split()
 _registered: dict[str, dict[str, Baseline]] = {}  # by module, then by name
 
 

@@ -1,4 +1,4 @@
-"""Detectors judged on answers: scores, what they cost, and rows of results.
+"""Detectors judged on answers: scores, their cost, rows of results, what goes wrong.
 
 `judge` is for a notebook; the stage `baselines` judges on the answers of a run, whose
 scores are cached until something that they depend on changes.
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, get_args
 import msgspec
 import numpy as np
 
-from beatrice.benchmarks.baselines.check import violations
 from beatrice.benchmarks.baselines.detector import (
     Baseline,
     DetectorCost,
@@ -80,7 +79,9 @@ if TYPE_CHECKING:
     import pandas
 
     from beatrice.extract.backbone.loading import Backbone
+import math
 
+from beatrice.jaxprobe.metrics import auroc
 
 SCORE_FORMAT = "4"  # of cached scores: 4 holds the rows of what was chosen too
 OURS = "champion"
@@ -280,7 +281,7 @@ def judge(
       answers: of every row of the store, likewise.
       samples: drawn answers, for detectors that compare them.
       readings: by name, what detectors read beyond the four families, `[n_rows, ...]`.
-      relations: an NLI model, see `benchmarks.baselines.entailment`.
+      relations: an NLI model, see `benchmarks.baselines.detectors.clustering`.
       encoder: directory of a text encoder.
       intervals: resamples and seed of the intervals.
       on_score: called with the name of every detector that has its scores.
@@ -356,6 +357,93 @@ def _rows_of_labels(
     rows.labels[indices] = [label is not None and bool(label) for label in labels]
     rows.is_labelled[indices] = [label is not None for label in labels]
     return rows
+
+
+# What a detector does wrong: shape, repetition, test labels, orientation, gaps.
+
+
+_SPREADS = 3  # of AUROC under chance, below which a score points the wrong way
+
+
+def violations(detector: Baseline, inputs: DetectorInput) -> list[str]:
+    """Return what a detector does wrong on some inputs, a sentence each."""
+    rows = inputs.rows
+    scores = _scores_on(detector, inputs)
+    if (
+        scores.ndim != 2
+        or scores.shape[1] != len(rows.ids)
+        or not np.issubdtype(scores.dtype, np.floating)
+    ):
+        return [
+            f"scores are {scores.dtype} {list(scores.shape)}, expected floats "
+            f"[n_seeds, {len(rows.ids)}]"
+        ]
+    faults = []
+    if not np.array_equal(scores, _scores_on(detector, inputs), equal_nan=True):
+        faults.append("the same inputs give other scores the second time")
+    is_tested = np.isin(rows.splits, ("test", "ood"))
+    flipped = np.where(is_tested, ~rows.labels, rows.labels)
+    other_rows = dataclasses.replace(rows, labels=flipped)
+    other = _scores_on(detector, inputs, rows=other_rows)
+    if not np.array_equal(scores, other, equal_nan=True):
+        faults.append("the labels of test questions change the scores: it reads them")
+    if np.isinf(scores).any():
+        faults.append("a score is infinite; give NaN where it is undefined")
+    is_defined = Scored(name=detector.name, scores=scores).is_defined
+    if not is_defined.any():
+        return [*faults, "no answer has a score"]
+    where = rows.where("validation")
+    where = where[is_defined[where]]
+    labels = rows.labels[where]
+    mean = np.mean([auroc(seed[where], labels).value for seed in scores])
+    # What chance alone rarely goes below: the rank sum of scores without information.
+    n_pairs = max(1, int(labels.sum()) * int((~labels).sum()))
+    spread = math.sqrt((len(where) + 1) / (12 * n_pairs))
+    if mean < 0.5 - _SPREADS * spread:
+        faults.append(
+            f"AUROC on validation is {mean:.3f}: higher should be likelier correct; "
+            "is the sign turned?"
+        )
+    return faults + _violations_of_gaps(detector, inputs, scores)
+
+
+def _scores_on(detector: Baseline, inputs: DetectorInput, **changes: Any) -> np.ndarray:
+    return np.asarray(detector.score(dataclasses.replace(inputs, **changes)).scores)
+
+
+def _violations_of_gaps(
+    detector: Baseline, inputs: DetectorInput, scores: np.ndarray
+) -> list[str]:
+    """Return what happens where every second test answer was not read or drawn for."""
+    hidden = np.flatnonzero(np.isin(inputs.rows.splits, ("test", "ood")))[::2]
+    others = np.delete(np.arange(scores.shape[1]), hidden)
+
+    def depends(new: np.ndarray) -> bool:
+        # The same up to sums in the order of another number of rows.
+        old = scores[:, others]
+        return not np.allclose(
+            old, new[:, others], rtol=1e-6, atol=1e-9, equal_nan=True
+        )
+
+    faults = []
+    if detector.reads:
+        readings = {name: values.copy() for name, values in inputs.readings.items()}
+        for values in readings.values():
+            values[hidden] = np.nan
+        new = _scores_on(detector, inputs, readings=readings)
+        if np.isfinite(new[:, hidden]).any():
+            faults.append("an answer that was not read has a score; give NaN")
+        if depends(new):
+            faults.append("a score depends on which other test answers there are")
+    if "samples" in detector.needs:
+        samples = [() if i in set(hidden) else x for i, x in enumerate(inputs.samples)]
+        new = _scores_on(detector, inputs, samples=samples)
+        if depends(new):
+            faults.append("a score depends on what was drawn to other test questions")
+    return faults
+
+
+# The stage, and what it caches.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -595,7 +683,7 @@ def _rows(
 def _open_relations(config: BaselinesConfig, progress: Update) -> Relations | None:
     if config.nli is None:
         return None
-    from beatrice.benchmarks.baselines.entailment import load_entailment
+    from beatrice.benchmarks.baselines.detectors.clustering import load_entailment
 
     return load_entailment(Path(config.nli), progress=progress)
 

@@ -9,7 +9,6 @@ import itertools
 import numpy as np
 import pytest
 
-from beatrice.benchmarks.baselines.check import violations
 from beatrice.benchmarks.baselines.detector import (
     Baseline,
     DetectorInput,
@@ -17,6 +16,7 @@ from beatrice.benchmarks.baselines.detector import (
     catalogue,
     find_detector,
 )
+from beatrice.benchmarks.baselines.judge import violations
 from beatrice.benchmarks.results.names import CONTROLS, DETECTORS
 from beatrice.extract.readings.reader import READINGS
 from beatrice.jaxprobe.metrics import auroc

@@ -13,7 +13,10 @@ from transformers import (
 )
 
 from beatrice.benchmarks.baselines.detector import catalogue
-from beatrice.benchmarks.baselines.entailment import columns_of, load_entailment
+from beatrice.benchmarks.baselines.detectors.clustering import (
+    columns_of,
+    load_entailment,
+)
 from tests.benchmarks.baselines.planted import drawn_inputs, scores
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefghij", "Q0", "?"]

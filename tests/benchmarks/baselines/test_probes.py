@@ -24,14 +24,12 @@ from beatrice.benchmarks.baselines.detectors.gnosis import (
 from beatrice.benchmarks.baselines.detectors.probes import (
     SaplmaConfig,
     SaplmaNetwork,
-    saplma_logits,
-)
-from beatrice.benchmarks.baselines.detectors.sep import (
     before_generation,
     best_range,
     entropy_probe,
     entropy_threshold,
     official_second_last,
+    saplma_logits,
     second_last,
 )
 from tests.benchmarks.baselines.planted import memory_store
