@@ -30,7 +30,7 @@ HEADINGS = {
         "fit": "beatrice.commands",
         "score": "beatrice.commands",
         "probes": "beatrice.commands",
-        "real": "beatrice.benchmarks.recipes.commands",
+        "real": "beatrice.benchmarks.commands",
         "doctor": "beatrice.doctor",
     },
     "From questions to a detector, in this order": {
@@ -54,7 +54,7 @@ HEADINGS = {
     },
     "Retrieval": {
         "corpus": "beatrice.pgir.commands",
-        "transfer": "beatrice.benchmarks.recipes.commands",
+        "transfer": "beatrice.benchmarks.commands",
         "control": "beatrice.pgir.commands",
     },
     "Speed and exactness": {"bench": "beatrice.benchmarks.bench.commands"},
