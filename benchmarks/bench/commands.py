@@ -34,9 +34,7 @@ BENCHES = {
     "plan": "Plan the paper's training for a device that is not here.",
 }
 # Subcommands whose module has another name.
-_ELSEWHERE = {
-    "survey": "oracle",
-}
+_ELSEWHERE = {"survey": "oracle", "written": "oracle", "score": "answer"}
 AS_JSON = click.option(
     "--json", "as_json", is_flag=True, help="Print rows as JSON lines."
 )

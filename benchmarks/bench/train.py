@@ -42,6 +42,7 @@ from beatrice.benchmarks.bench.grid import (
 )
 from beatrice.benchmarks.bench.torch_encoder import (
     Arrays,
+    Stack,
     TorchData,
     TorchEncoder,
     apply_encoder,
@@ -49,7 +50,6 @@ from beatrice.benchmarks.bench.torch_encoder import (
     optimizer_of,
     weights_of,
 )
-from beatrice.benchmarks.bench.torch_stack import Stack
 from beatrice.extract.run.console import Progress, quiet
 from beatrice.extract.run.memory import begin_peak
 from beatrice.extract.run.share import Share

@@ -8,7 +8,13 @@ import torch
 from click.testing import CliRunner
 
 import beatrice
-from beatrice.benchmarks.bench.answer import CONFIG, WAYS, AnswerBench
+from beatrice.benchmarks.bench.answer import (
+    CONFIG,
+    WAYS,
+    AnswerBench,
+    answer_ratio,
+    warm_ratio,
+)
 from beatrice.benchmarks.bench.commands import measure_fresh, take_turns
 from beatrice.benchmarks.bench.extract import (
     BatchConfig,
@@ -28,7 +34,6 @@ from beatrice.benchmarks.bench.extract import (
     peak_above,
 )
 from beatrice.benchmarks.bench.hooks import Hooked
-from beatrice.benchmarks.bench.score import answer_ratio, warm_ratio
 from beatrice.benchmarks.bench.tiny_models import tiny_model
 from beatrice.cli import main
 from beatrice.extract.backbone.loading import Backbone, load_backbone

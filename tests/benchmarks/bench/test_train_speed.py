@@ -25,13 +25,13 @@ from beatrice.benchmarks.bench.select import (
     measure as measure_selection,
 )
 from beatrice.benchmarks.bench.torch_encoder import (
+    Stack,
     TorchData,
     TorchEncoder,
     apply_encoder,
     project,
     weights_of,
 )
-from beatrice.benchmarks.bench.torch_stack import Stack
 from beatrice.benchmarks.bench.train import (
     KINDS,
     CheckSize,
