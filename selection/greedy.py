@@ -23,9 +23,9 @@ from beatrice.jaxprobe.fusion import (
     FusionHead,
     PoolOutputs,
     apply_head,
+    fit_heads,
     slots_of,
 )
-from beatrice.jaxprobe.heads import fit_heads
 from beatrice.jaxprobe.loop import FitInfo
 
 

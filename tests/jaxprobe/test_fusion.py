@@ -11,13 +11,15 @@ from beatrice.jaxprobe.fusion import (
     OUTPUT,
     FusionHead,
     PoolOutputs,
+    _head_keys,
+    _Set,
+    fit_heads,
     head_inputs,
     keep_encoders,
     pool_outputs,
     slot_products,
     slots_of,
 )
-from beatrice.jaxprobe.heads import _head_keys, _Set, fit_heads
 from beatrice.jaxprobe.metrics import auroc
 
 TRAIN = TrainConfig(learning_rate=1e-2, batch_size=64, max_epochs=6)

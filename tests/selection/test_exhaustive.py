@@ -9,8 +9,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
 from beatrice.jaxprobe.config import FusionConfig, TrainConfig
-from beatrice.jaxprobe.fusion import PoolOutputs
-from beatrice.jaxprobe.heads import train_heads
+from beatrice.jaxprobe.fusion import PoolOutputs, train_heads
 from beatrice.selection.exhaustive import Enumeration, Ranking, all_sets, carried
 from beatrice.selection.greedy import GreedyConfig, fit_sets, select
 from tests.records import flip_bit

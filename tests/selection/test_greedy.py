@@ -6,8 +6,7 @@ from sklearn.metrics import roc_auc_score
 from beatrice.jaxprobe.calibrate import pool_of
 from beatrice.jaxprobe.config import FusionConfig, SelectConfig, TrainConfig
 from beatrice.jaxprobe.encoder import MemberOutputs
-from beatrice.jaxprobe.fusion import PoolOutputs, head_inputs
-from beatrice.jaxprobe.heads import train_heads
+from beatrice.jaxprobe.fusion import PoolOutputs, head_inputs, train_heads
 from beatrice.selection.greedy import (
     GreedyConfig,
     fused_probability,
