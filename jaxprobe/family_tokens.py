@@ -16,7 +16,7 @@ class FamilyTokens(NamedTuple):
     """The same signals with the families apart, as the encoders read them.
 
     The spans lie one after another, so that a family is gathered and projected in one
-    piece; tokens come before examples (see `jaxprobe.kernels.masked` for the reason).
+    piece; tokens come before examples (see `jaxprobe.encoder` for the reason).
 
     Attributes:
       tokens: per family `[n_tokens, n_examples, d_family]`, where `n_tokens` is the sum

@@ -26,8 +26,7 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 from beatrice.jaxprobe.config import FusionConfig, TrainConfig
-from beatrice.jaxprobe.encoder import MemberOutputs, Params, apply_module
-from beatrice.jaxprobe.kernels.masked import materialize
+from beatrice.jaxprobe.encoder import MemberOutputs, Params, apply_module, materialize
 from beatrice.jaxprobe.kernels.random import HEADS, hashed_bits, stream_key
 from beatrice.jaxprobe.loop import (
     FitInfo,

@@ -33,8 +33,8 @@ from beatrice.extract.run.verbs import options
 from beatrice.extract.store.families import Dtype, StoreConfig
 from beatrice.jaxprobe.commands import DeviceOptions
 from beatrice.jaxprobe.config import GridConfig, StreamConfig, as_bytes
+from beatrice.jaxprobe.encoder import N_TAPS
 from beatrice.jaxprobe.families import N_FAMILIES
-from beatrice.jaxprobe.kernels.masked import N_TAPS
 from beatrice.jaxprobe.memory import (
     Plan,
     Sizes,

@@ -1,1 +1,1 @@
-"""What is shaped by speed alone: masked layers, projections, products, draws."""
+"""What is shaped by speed alone: projections, products, draws."""

@@ -24,6 +24,7 @@ from beatrice.jaxprobe.encoder import (
     Encoder,
     Params,
     linear_logits,
+    materialize,
     pooled_signals,
 )
 from beatrice.jaxprobe.families import (
@@ -39,7 +40,6 @@ from beatrice.jaxprobe.families import (
 )
 from beatrice.jaxprobe.family_tokens import FamilyTokens
 from beatrice.jaxprobe.grid import is_linear_only, member_logits
-from beatrice.jaxprobe.kernels.masked import materialize
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.rows import Rows, TrainingSet, training_set
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from beatrice.jaxprobe.config import EncoderConfig, FusionConfig
-from beatrice.jaxprobe.encoder import Encoder
+from beatrice.jaxprobe.encoder import Encoder, token_convolution
 from beatrice.jaxprobe.families import (
     N_SUBSETS,
     SUBSET_NAMES,
@@ -18,7 +18,6 @@ from beatrice.jaxprobe.families import (
 )
 from beatrice.jaxprobe.family_tokens import FamilyTokens, split_families
 from beatrice.jaxprobe.fusion import FusionHead, head_inputs
-from beatrice.jaxprobe.kernels.masked import token_convolution
 from beatrice.jaxprobe.kernels.projection import Draw
 from tests.jaxprobe.samples import identity_of
 
