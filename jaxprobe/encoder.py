@@ -28,10 +28,10 @@ import numpy as np
 
 from beatrice.jaxprobe.config import EncoderConfig, MatmulDtype
 from beatrice.jaxprobe.families import FamilyDims
-from beatrice.jaxprobe.family_tokens import FamilyTokens
 from beatrice.jaxprobe.kernels.projection import Draw, project
 from beatrice.jaxprobe.kernels.random import RowKeys, dropout
 from beatrice.jaxprobe.kernels.stored import product, values_of
+from beatrice.jaxprobe.tokens import FamilyTokens
 
 N_TAPS = 3  # kernel size of the convolutions within a block
 

@@ -22,8 +22,8 @@ from beatrice.jaxprobe.detector import (
 )
 from beatrice.jaxprobe.encoder import Encoder, apply_module
 from beatrice.jaxprobe.families import FamilyDims, Features, Standardizer
-from beatrice.jaxprobe.family_tokens import FamilyTokens, split_families
 from beatrice.jaxprobe.fusion import FusionHead, head_inputs, slots_of
+from beatrice.jaxprobe.tokens import FamilyTokens, split_families
 
 
 def score(

@@ -25,10 +25,10 @@ from sklearn.svm import LinearSVC
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.encoder import COLLECTION, pooled_signals
 from beatrice.jaxprobe.families import subset_masks
-from beatrice.jaxprobe.family_tokens import FamilyTokens
 from beatrice.jaxprobe.grid import Trained
 from beatrice.jaxprobe.kernels.stored import use_one_blas_thread
 from beatrice.jaxprobe.metrics import auroc, is_gain
+from beatrice.jaxprobe.tokens import FamilyTokens
 
 # Inverse strengths of the penalty, from which validation chooses; the paper gives none.
 INVERSE_PENALTIES = (0.01, 0.1, 1.0, 10.0, 100.0)

@@ -31,7 +31,6 @@ from beatrice.jaxprobe.config import (
 )
 from beatrice.jaxprobe.encoder import Encoder
 from beatrice.jaxprobe.families import FamilyDims, width_groups, widths_of
-from beatrice.jaxprobe.family_tokens import FamilyTokens
 from beatrice.jaxprobe.grid import (
     Block,
     BlockArrays,
@@ -44,6 +43,7 @@ from beatrice.jaxprobe.grid import (
     train_block,
 )
 from beatrice.jaxprobe.kernels.stored import StoredTokens
+from beatrice.jaxprobe.tokens import FamilyTokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

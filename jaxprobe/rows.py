@@ -16,14 +16,16 @@ from beatrice.extract.run.files import read_json
 from beatrice.extract.store.families import Dtype
 from beatrice.extract.store.store import FeatureStore
 from beatrice.jaxprobe.families import FamilyDims, Standardizer, width_groups, widths_of
-from beatrice.jaxprobe.family_tokens import FamilyTokens, keep_spans, zero_span
 from beatrice.jaxprobe.tokens import (
+    FamilyTokens,
     family_dims,
     fit_standardizer,
+    keep_spans,
     read_features,
     read_tokens,
     stored_dtypes,
     stored_lengths,
+    zero_span,
 )
 
 _MOST_ROWS, _MOST_BYTES = 1024, 1 << 29  # standardised and encoded together

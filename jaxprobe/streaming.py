@@ -17,7 +17,6 @@ import numpy as np
 
 from beatrice.jaxprobe.config import StreamConfig, TrainConfig
 from beatrice.jaxprobe.encoder import Encoder
-from beatrice.jaxprobe.family_tokens import FamilyTokens
 from beatrice.jaxprobe.grid import (
     Block,
     Labelled,
@@ -30,6 +29,7 @@ from beatrice.jaxprobe.grid import (
 )
 from beatrice.jaxprobe.kernels.stored import use_one_blas_thread
 from beatrice.jaxprobe.loop import fit
+from beatrice.jaxprobe.tokens import FamilyTokens
 
 
 class Group(NamedTuple):

@@ -43,10 +43,10 @@ from beatrice.jaxprobe.config import (
 from beatrice.jaxprobe.encoder import MemberOutputs
 from beatrice.jaxprobe.evaluation import METRICS, Scored, detection_rows
 from beatrice.jaxprobe.families import FAMILIES, LETTERS, N_SUBSETS, SUBSET_NAMES
-from beatrice.jaxprobe.family_tokens import all_but
 from beatrice.jaxprobe.fusion import PoolOutputs
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.rows import Rows, TrainingSet
+from beatrice.jaxprobe.tokens import all_but
 from beatrice.jaxprobe.train import (
     encoder_folders,
     grid_config,

@@ -20,7 +20,6 @@ from beatrice.extract.run.memory import begin_peak
 from beatrice.jaxprobe.config import GRID_PRESETS, EncoderConfig, TrainConfig
 from beatrice.jaxprobe.encoder import Encoder
 from beatrice.jaxprobe.families import SUBSETS, Features, Standardizer, paper_dims
-from beatrice.jaxprobe.family_tokens import split_families
 from beatrice.jaxprobe.grid import (
     Labelled,
     Member,
@@ -30,6 +29,7 @@ from beatrice.jaxprobe.grid import (
     n_in_turn,
 )
 from beatrice.jaxprobe.memory import Plan, Workload
+from beatrice.jaxprobe.tokens import split_families
 
 Losses = dict[Member, list[float]]  # of every step
 N_VALID = 16  # examples behind an epoch, so few that validation costs nothing

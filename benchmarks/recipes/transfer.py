@@ -73,11 +73,15 @@ from beatrice.jaxprobe.families import (
     width_groups,
     widths_of,
 )
-from beatrice.jaxprobe.family_tokens import split_families
 from beatrice.jaxprobe.grid import grid_members, member_logits
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.rows import Rows, rows_at_once
-from beatrice.jaxprobe.tokens import family_dims, read_features, stored_lengths
+from beatrice.jaxprobe.tokens import (
+    family_dims,
+    read_features,
+    split_families,
+    stored_lengths,
+)
 from beatrice.jaxprobe.train import (
     EVERY_FAMILY,
     chosen_layer,

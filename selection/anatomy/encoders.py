@@ -38,10 +38,10 @@ from beatrice.jaxprobe.families import (
     FamilyDims,
     subset_index,
 )
-from beatrice.jaxprobe.family_tokens import FamilyTokens
 from beatrice.jaxprobe.grid import is_linear_only, member_logits
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.rows import Rows, TrainingSet, training_set
+from beatrice.jaxprobe.tokens import FamilyTokens
 
 EVERY_FAMILY = "HPRA"
 # Of each family `[n_spans, d_family]`: values of every span's channels, or which.

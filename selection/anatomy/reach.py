@@ -33,7 +33,6 @@ from beatrice.extract.run.rows import ResultRow, Subject, encoder
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
 from beatrice.jaxprobe.families import LETTERS, SUBSET_NAMES, subset_index, widths_of
-from beatrice.jaxprobe.family_tokens import FamilyTokens
 from beatrice.jaxprobe.metrics import (
     BootstrapConfig,
     auroc,
@@ -42,6 +41,7 @@ from beatrice.jaxprobe.metrics import (
     weighted_metrics,
 )
 from beatrice.jaxprobe.rows import Bucket, Rows, TrainingSet
+from beatrice.jaxprobe.tokens import FamilyTokens
 from beatrice.jaxprobe.train import train_encoders
 from beatrice.selection.anatomy.analysis import (
     AnalysisInput,

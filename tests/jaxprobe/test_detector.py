@@ -23,7 +23,6 @@ from beatrice.jaxprobe.families import (
     standardizer_of,
     subset_index,
 )
-from beatrice.jaxprobe.family_tokens import split_families
 from beatrice.jaxprobe.fusion import (
     FusionHead,
     PoolOutputs,
@@ -32,7 +31,7 @@ from beatrice.jaxprobe.fusion import (
     slots_of,
 )
 from beatrice.jaxprobe.grid import Member, Trained, member_outputs
-from beatrice.jaxprobe.tokens import read_features
+from beatrice.jaxprobe.tokens import read_features, split_families
 from tests.jaxprobe.samples import store_like
 
 CONFIG = EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2)

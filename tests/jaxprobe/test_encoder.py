@@ -16,9 +16,9 @@ from beatrice.jaxprobe.families import (
     standardizer_of,
     subset_index,
 )
-from beatrice.jaxprobe.family_tokens import FamilyTokens, split_families
 from beatrice.jaxprobe.fusion import FusionHead, head_inputs
 from beatrice.jaxprobe.kernels.projection import Draw
+from beatrice.jaxprobe.tokens import FamilyTokens, split_families
 from tests.jaxprobe.samples import identity_of
 
 DIMS = paper_dims(hidden=6, prob=5, resid=4, attn=3)

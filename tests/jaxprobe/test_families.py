@@ -11,7 +11,6 @@ from beatrice.jaxprobe.families import (
     width_groups,
     widths_of,
 )
-from beatrice.jaxprobe.family_tokens import all_but, keep_spans, split_families
 from beatrice.jaxprobe.grid import (
     Block,
     fit_blocks,
@@ -20,6 +19,7 @@ from beatrice.jaxprobe.grid import (
     train_block,
 )
 from beatrice.jaxprobe.rows import rows_at_once
+from beatrice.jaxprobe.tokens import all_but, keep_spans, split_families
 from tests.jaxprobe.test_grid import (
     CONFIG,
     DIMS,

@@ -15,7 +15,6 @@ from beatrice.jaxprobe.families import (
     standardizer_of,
     subset_index,
 )
-from beatrice.jaxprobe.family_tokens import split_families
 from beatrice.jaxprobe.grid import (
     Block,
     Member,
@@ -31,6 +30,7 @@ from beatrice.jaxprobe.grid import (
 )
 from beatrice.jaxprobe.kernels.projection import Draw
 from beatrice.jaxprobe.metrics import masked_auroc
+from beatrice.jaxprobe.tokens import split_families
 from tests.jaxprobe.samples import assert_same_leaves
 from tests.process import run_line
 

@@ -11,12 +11,12 @@ from threadpoolctl import threadpool_info, threadpool_limits
 from beatrice.jaxprobe.config import EncoderConfig, TrainConfig
 from beatrice.jaxprobe.encoder import Encoder
 from beatrice.jaxprobe.families import paper_dims
-from beatrice.jaxprobe.family_tokens import FamilyTokens
 from beatrice.jaxprobe.grid import member_keys
 from beatrice.jaxprobe.kernels import projection
 from beatrice.jaxprobe.kernels.projection import Draw, noise_factor, project
 from beatrice.jaxprobe.kernels.random import dropout, hashed_bits, hashed_normal
 from beatrice.jaxprobe.kernels.stored import contract, product, use_one_blas_thread
+from beatrice.jaxprobe.tokens import FamilyTokens
 
 WIDE, NARROW = (3, 7), (7, 3)  # [d_projection, d_family]: noise behind, noise before
 WIDEST = (3, 2048)  # a few tokens at a time

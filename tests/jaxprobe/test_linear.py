@@ -10,7 +10,6 @@ from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.config import TrainConfig
 from beatrice.jaxprobe.encoder import Encoder, pooled_signals
 from beatrice.jaxprobe.families import SUBSETS, Features, standardizer_of, subset_index
-from beatrice.jaxprobe.family_tokens import split_families
 from beatrice.jaxprobe.grid import (
     Block,
     BlockArrays,
@@ -31,6 +30,7 @@ from beatrice.jaxprobe.linear import (
     with_linear_parts,
 )
 from beatrice.jaxprobe.metrics import auroc, auroc_gain
+from beatrice.jaxprobe.tokens import split_families
 from tests.jaxprobe.samples import assert_same_leaves
 from tests.jaxprobe.test_grid import CONFIG, DIMS, planted
 

@@ -7,7 +7,6 @@ import pytest
 
 from beatrice.jaxprobe.config import StreamConfig, TrainConfig
 from beatrice.jaxprobe.families import standardizer_of, subset_index
-from beatrice.jaxprobe.family_tokens import split_families
 from beatrice.jaxprobe.grid import Block, fit_blocks, labelled
 from beatrice.jaxprobe.streaming import (
     Streamed,
@@ -15,6 +14,7 @@ from beatrice.jaxprobe.streaming import (
     fit_streamed,
     prefetched,
 )
+from beatrice.jaxprobe.tokens import split_families
 from tests.jaxprobe.samples import assert_same_leaves, identity_of
 from tests.jaxprobe.test_grid import DIMS, ENCODER, planted
 

@@ -13,7 +13,6 @@ from beatrice.jaxprobe.families import (
     standardizer_of,
     used_spans,
 )
-from beatrice.jaxprobe.family_tokens import split_families
 from beatrice.jaxprobe.kernels.stored import values_of
 from beatrice.jaxprobe.tokens import (
     family_dims,
@@ -22,6 +21,7 @@ from beatrice.jaxprobe.tokens import (
     mean_answer_states,
     read_features,
     read_tokens,
+    split_families,
     stored_dtypes,
     stored_lengths,
 )

@@ -12,8 +12,8 @@ from beatrice.jaxprobe.config import EncoderConfig, FusionConfig
 from beatrice.jaxprobe.detector import Detector, EncoderBank, Provenance, SettingHead
 from beatrice.jaxprobe.encoder import Encoder
 from beatrice.jaxprobe.families import paper_dims
-from beatrice.jaxprobe.family_tokens import FamilyTokens
 from beatrice.jaxprobe.fusion import FusionHead, head_inputs
+from beatrice.jaxprobe.tokens import FamilyTokens
 from beatrice.pgir.controllers.plans import Reply
 from beatrice.pgir.corpus import build_corpus
 from beatrice.pgir.index import PassageEncoderConfig

@@ -20,8 +20,8 @@ from beatrice.jaxprobe.families import (
     Standardizer,
     paper_dims,
 )
-from beatrice.jaxprobe.family_tokens import split_families
 from beatrice.jaxprobe.fusion import FusionHead, head_inputs
+from beatrice.jaxprobe.tokens import split_families
 from beatrice.pgir.bridge import ProbedBackbone
 from beatrice.pgir.forward import TorchForward
 from tests.pgir.small import LAYER, PASSAGE, QUESTION

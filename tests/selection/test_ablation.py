@@ -13,10 +13,10 @@ from beatrice.jaxprobe.families import (
     paper_dims,
     subset_index,
 )
-from beatrice.jaxprobe.family_tokens import FamilyTokens
 from beatrice.jaxprobe.fusion import pool_outputs
 from beatrice.jaxprobe.grid import Block, Member
 from beatrice.jaxprobe.rows import Bucket, TrainingSet
+from beatrice.jaxprobe.tokens import FamilyTokens
 from beatrice.selection.ablation import (
     candidates_without,
     own_scores,

@@ -8,8 +8,8 @@ import pytest
 from beatrice.jaxprobe.config import EncoderConfig
 from beatrice.jaxprobe.encoder import COLLECTION, Encoder
 from beatrice.jaxprobe.families import SUBSETS, paper_dims, subset_index
-from beatrice.jaxprobe.family_tokens import FamilyTokens
 from beatrice.jaxprobe.grid import apply_member, member_logits
+from beatrice.jaxprobe.tokens import FamilyTokens
 from beatrice.selection.anatomy.encoders import (
     TOLERANCE,
     attributed,

@@ -46,7 +46,6 @@ from beatrice.benchmarks.bench.train import (
 from beatrice.jaxprobe.config import EncoderConfig, FusionConfig, TrainConfig
 from beatrice.jaxprobe.encoder import Encoder
 from beatrice.jaxprobe.families import SUBSETS, paper_dims, subset_index
-from beatrice.jaxprobe.family_tokens import split_families
 from beatrice.jaxprobe.fusion import head_inputs
 from beatrice.jaxprobe.memory import (
     Workload,
@@ -54,6 +53,7 @@ from beatrice.jaxprobe.memory import (
     step_flops,
     turn_flops,
 )
+from beatrice.jaxprobe.tokens import split_families
 from beatrice.selection.greedy import fit_sets
 from tests.jaxprobe.samples import identity_of
 
