@@ -16,8 +16,8 @@ from beatrice.jaxprobe.encoder import Encoder, pooled_signals
 from beatrice.jaxprobe.families import paper_dims, subset_index
 from beatrice.jaxprobe.grid import Block, fit_blocks, labelled, member_outputs
 from beatrice.jaxprobe.kernels.stored import StoredTokens, take_rows, values_of
-from beatrice.jaxprobe.streaming import Streamed, fit_streamed
 from beatrice.jaxprobe.tokens import FamilyTokens, keep_spans, zero_span
+from beatrice.jaxprobe.train import Streamed, fit_streamed
 from tests.jaxprobe.samples import assert_same_leaves
 
 # Without fusion emitters, as other tests compile, bits are equal only up to rounding.

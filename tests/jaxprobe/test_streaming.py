@@ -8,13 +8,13 @@ import pytest
 from beatrice.jaxprobe.config import StreamConfig, TrainConfig
 from beatrice.jaxprobe.families import standardizer_of, subset_index
 from beatrice.jaxprobe.grid import Block, fit_blocks, labelled
-from beatrice.jaxprobe.streaming import (
+from beatrice.jaxprobe.tokens import split_families
+from beatrice.jaxprobe.train import (
     Streamed,
     epoch_groups,
     fit_streamed,
     prefetched,
 )
-from beatrice.jaxprobe.tokens import split_families
 from tests.jaxprobe.samples import assert_same_leaves, identity_of
 from tests.jaxprobe.test_grid import DIMS, ENCODER, planted
 
