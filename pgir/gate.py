@@ -360,7 +360,7 @@ def run_pgir(
     query: Query = "draft",
     judge: DraftJudge | None = None,
 ) -> list[RagAnswer]:
-    """Answer questions as PGIR does, in batches (see `pgir.controllers.policy`).
+    """Answer questions as PGIR does, in batches (see `pgir.controllers.loop`).
 
     Args:
       scorer: a probe, such as `beatrice.load(run)`.

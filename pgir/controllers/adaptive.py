@@ -38,12 +38,13 @@ from scipy.sparse import csr_array
 from beatrice.extract.records import Example, Setting
 from beatrice.extract.store.store import FeatureStore, read_family
 from beatrice.jaxprobe.calibration import fit_calibrator
-from beatrice.pgir.controllers.loop import Judge, fresh_passages
-from beatrice.pgir.controllers.plans import (
+from beatrice.pgir.controllers.loop import (
     Call,
+    Judge,
     Plan,
     Reply,
     SearchConfig,
+    fresh_passages,
     no_rag,
     vanilla_rag,
 )

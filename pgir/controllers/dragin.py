@@ -28,7 +28,7 @@ from beatrice.extract.signals.attention import AttentionReading, run_reading
 from beatrice.extract.signals.batch import budget_for, pad_batch
 from beatrice.extract.signals.sequence import batches_of
 from beatrice.extract.signals.span_sums import AttentionCall, AttentionMap
-from beatrice.pgir.controllers.plans import (
+from beatrice.pgir.controllers.loop import (
     Attended,
     Call,
     Cost,

@@ -20,7 +20,7 @@ import torch
 
 from beatrice.extract.label.labels import contains_gold
 from beatrice.extract.records import Example
-from beatrice.pgir.controllers.plans import Call, Cost, Plan, SearchConfig
+from beatrice.pgir.controllers.loop import Call, Cost, Plan, SearchConfig
 from beatrice.pgir.controllers.session import Session, rival
 from beatrice.pgir.controllers.waves import Answering, BatchedService
 

@@ -16,15 +16,17 @@ from beatrice.jaxprobe.evaluation import difference_row
 from beatrice.jaxprobe.metrics import BootstrapConfig, interval_of, resamples
 from beatrice.pgir.controllers import CONTROLLERS
 from beatrice.pgir.controllers.loop import (
+    COUNTED,
+    Call,
     ControllerConfig,
     Decision,
+    Done,
     Policy,
     QuestionSet,
     Traced,
     TracedDraft,
     decide,
 )
-from beatrice.pgir.controllers.plans import COUNTED, Call, Done
 from beatrice.pgir.controllers.waves import Answering
 from beatrice.pgir.score_files import shown_tokens
 

@@ -19,7 +19,7 @@ from beatrice.extract.generate.local import stop_ids
 from beatrice.extract.records import Example
 from beatrice.extract.signals.batch import pad_batch
 from beatrice.extract.signals.sequence import batches_of
-from beatrice.pgir.controllers.plans import Call, Cost, Plan, SearchConfig
+from beatrice.pgir.controllers.loop import Call, Cost, Plan, SearchConfig
 from beatrice.pgir.controllers.session import Session, rival
 from beatrice.pgir.controllers.waves import Answering, BatchedService
 

@@ -21,22 +21,20 @@ from beatrice.extract.store.store import FeatureStore
 from beatrice.jaxprobe.rows import Rows
 from beatrice.pgir.controllers.loop import (
     ControllerConfig,
+    Done,
     Judge,
+    Plan,
     Policy,
     QuestionSet,
     Trace,
     Traced,
+    best_under_cap,
     decide,
     detector_judge,
     drafts,
+    no_rag,
     pgir,
     search_policy,
-)
-from beatrice.pgir.controllers.plans import (
-    Done,
-    Plan,
-    best_under_cap,
-    no_rag,
     vanilla_rag,
 )
 from beatrice.pgir.controllers.waves import Answering, Waves

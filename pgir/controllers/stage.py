@@ -35,16 +35,18 @@ from beatrice.pgir.controllers.adaptive import question_encoder
 from beatrice.pgir.controllers.loop import (
     ControllerConfig,
     Oracle,
+    Plan,
     Policy,
     Trace,
     Traced,
     custom_judge,
     detector_judge,
     draft_rag,
+    no_rag,
     recalibrated,
     upper_bound,
+    vanilla_rag,
 )
-from beatrice.pgir.controllers.plans import Plan, no_rag, vanilla_rag
 from beatrice.pgir.controllers.probing import state_layers
 from beatrice.pgir.controllers.rows import (
     control_rows,

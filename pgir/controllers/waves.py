@@ -43,7 +43,7 @@ from beatrice.extract.signals.reader import AnswerSignals, SignalReader
 from beatrice.extract.signals.sequence import batches_of, sequence_of
 from beatrice.pgir.arguments import argument_error
 from beatrice.pgir.bridge import MOST_ROWS, ProbedBackbone, Reading
-from beatrice.pgir.controllers.plans import (
+from beatrice.pgir.controllers.loop import (
     VALUES,
     Call,
     Cost,

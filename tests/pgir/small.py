@@ -14,7 +14,7 @@ from beatrice.jaxprobe.encoder import Encoder
 from beatrice.jaxprobe.families import paper_dims
 from beatrice.jaxprobe.fusion import FusionHead, head_inputs
 from beatrice.jaxprobe.tokens import FamilyTokens
-from beatrice.pgir.controllers.plans import Reply
+from beatrice.pgir.controllers.loop import Reply
 from beatrice.pgir.corpus import build_corpus
 from beatrice.pgir.index import PassageEncoderConfig
 from tests.jaxprobe.samples import identity_of

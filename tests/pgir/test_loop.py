@@ -10,6 +10,7 @@ from beatrice.extract.run.verbs import settle_again
 from beatrice.pgir.commands import ControlOptions
 from beatrice.pgir.controllers.loop import (
     ControllerConfig,
+    DraftScore,
     Policy,
     TracedDraft,
     decide,
@@ -20,7 +21,6 @@ from beatrice.pgir.controllers.loop import (
     search_policy,
     upper_bound,
 )
-from beatrice.pgir.controllers.plans import DraftScore
 from beatrice.pgir.controllers.stage import (
     CONTROL,
     CONTROL_PRESETS,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from beatrice.extract.records import Passage
-from beatrice.pgir.controllers.plans import Call
+from beatrice.pgir.controllers.loop import Call
 from beatrice.pgir.controllers.waves import Answering, CallJournal, Judging
 from beatrice.pgir.gate import run_pgir
 from beatrice.pgir.retrievers import (

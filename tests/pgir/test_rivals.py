@@ -33,13 +33,15 @@ from beatrice.pgir.controllers.dragin import (
     word_owners,
     word_values,
 )
-from beatrice.pgir.controllers.loop import ControllerConfig, Policy, pgir
-from beatrice.pgir.controllers.plans import (
+from beatrice.pgir.controllers.loop import (
     Attended,
     Call,
+    ControllerConfig,
+    Policy,
     SearchConfig,
     Words,
     best_under_cap,
+    pgir,
 )
 from beatrice.pgir.controllers.probing import (
     Probing,

@@ -6,14 +6,18 @@ import pytest
 from beatrice.jaxprobe.metrics import BootstrapConfig, drawn_clusters, interval_of
 from beatrice.pgir.controllers.loop import (
     ControllerConfig,
+    Cost,
+    Done,
+    DraftScore,
     Policy,
     Traced,
     TracedDraft,
     draft_rag,
+    no_rag,
     pgir,
     upper_bound,
+    vanilla_rag,
 )
-from beatrice.pgir.controllers.plans import Cost, Done, DraftScore, no_rag, vanilla_rag
 from beatrice.pgir.controllers.rows import choose_cases, control_rows, frontier
 from tests.pgir.small import played, reply
 from tests.records import an_example

@@ -3,8 +3,14 @@
 import pytest
 
 from beatrice.extract.records import Passage
-from beatrice.pgir.controllers.loop import ControllerConfig, QuestionSet, detector_judge
-from beatrice.pgir.controllers.plans import DraftScore, no_rag, vanilla_rag
+from beatrice.pgir.controllers.loop import (
+    ControllerConfig,
+    DraftScore,
+    QuestionSet,
+    detector_judge,
+    no_rag,
+    vanilla_rag,
+)
 from beatrice.pgir.controllers.session import (
     Session,
     all_rivals,

@@ -8,8 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from beatrice.pgir.controllers.loop import ControllerConfig, drafts
-from beatrice.pgir.controllers.plans import Call, Cost, DraftScore
+from beatrice.pgir.controllers.loop import (
+    Call,
+    ControllerConfig,
+    Cost,
+    DraftScore,
+    drafts,
+)
 from beatrice.pgir.controllers.waves import CallJournal, Failed, Waves
 from tests.pgir.small import played, reply
 from tests.process import run_python, start
@@ -173,7 +178,7 @@ from beatrice.extract.records import Example, Passage
 from beatrice.extract.run.rows import write_rows
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.pgir.bridge import ProbedBackbone
-from beatrice.pgir.controllers.plans import vanilla_rag
+from beatrice.pgir.controllers.loop import vanilla_rag
 from beatrice.pgir.controllers.loop import ControllerConfig, QuestionSet
 from beatrice.pgir.controllers.rows import control_rows
 from beatrice.pgir.controllers.waves import Answering, open_services
