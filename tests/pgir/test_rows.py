@@ -18,7 +18,7 @@ from beatrice.pgir.controllers.loop import (
     upper_bound,
     vanilla_rag,
 )
-from beatrice.pgir.controllers.rows import choose_cases, control_rows, frontier
+from beatrice.pgir.controllers.stage import choose_cases, control_rows, frontier
 from tests.pgir.small import played, reply
 from tests.records import an_example
 

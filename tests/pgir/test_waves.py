@@ -180,7 +180,7 @@ from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.pgir.bridge import ProbedBackbone
 from beatrice.pgir.controllers.loop import vanilla_rag
 from beatrice.pgir.controllers.loop import ControllerConfig, QuestionSet
-from beatrice.pgir.controllers.rows import control_rows
+from beatrice.pgir.controllers.stage import control_rows
 from beatrice.pgir.controllers.waves import Answering, open_services
 from beatrice.pgir.controllers.session import Session
 from beatrice.pgir.controllers.waves import CallJournal, Waves
