@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from beatrice.extract.records import Answer, Example, Label, Passage
     from beatrice.fitting import FitConfig, fit
     from beatrice.model import LanguageModel
-    from beatrice.pgir.asking import Score
-    from beatrice.pgir.streaming import StreamedToken
+    from beatrice.pgir.asking import Score, StreamedToken
     from beatrice.probe import Probe, load
     from beatrice.signals import Signals
 
@@ -46,9 +45,8 @@ _PLACES = {
     **dict.fromkeys(("FitConfig", "fit"), "beatrice.fitting"),
     **dict.fromkeys(("Probe", "load"), "beatrice.probe"),
     "LanguageModel": "beatrice.model",
-    "Score": "beatrice.pgir.asking",
+    **dict.fromkeys(("Score", "StreamedToken"), "beatrice.pgir.asking"),
     "Signals": "beatrice.signals",
-    "StreamedToken": "beatrice.pgir.streaming",
     "read_questions": "beatrice.extract.datasets.loading",
 }
 

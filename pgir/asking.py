@@ -9,7 +9,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 from beatrice.jaxprobe.scope import Decision
 from beatrice.pgir.arguments import (
@@ -19,9 +19,6 @@ from beatrice.pgir.arguments import (
     as_texts,
 )
 from beatrice.pgir.given import AnswerToScore
-
-if TYPE_CHECKING:
-    from beatrice.pgir.streaming import StreamedToken
 
 BATCH_SIZE = 64
 
@@ -100,6 +97,33 @@ class Score:
             if fields[name] is None:
                 del fields[name]
         return {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StreamedToken:
+    """One token of an answer that is being written.
+
+    Attributes:
+      text: what it adds to the answer, which may be nothing: one character can take
+        several tokens.
+      p: its probability under the model, before any temperature, in [0, 1].
+      entropy: of the distribution that it was chosen from, in nats.
+      is_stop: whether it ended the answer; its text is what stands before a stop
+        string.
+      p_correct: calibrated P(the answer is correct if it ends behind this token); None
+        where it was not asked for.
+      p_if_cut: the same of the answer read as one that is cut here, without a last
+        token's signals. No probability: a probe is fitted on whole answers, so it is
+        too low. It ranks answers that still go on, early, as well as `p_correct` or
+        better.
+    """
+
+    text: str
+    p: float
+    entropy: float
+    is_stop: bool = False
+    p_correct: float | None = None
+    p_if_cut: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -296,7 +320,7 @@ class AnswerScorer(abc.ABC):
         stop: Sequence[str] | None = None,
         temperature: float = 0.0,
         seed: int = 0,
-    ) -> "Iterator[StreamedToken | Score]":
+    ) -> Iterator[StreamedToken | Score]:
         """Answer a question token by token, and score the answer in the same passes.
 
             ``*tokens, score = probe.stream("where was it?", every=4)``
