@@ -2,24 +2,416 @@
 
 An analysis reads the encoders and heads of a finished run and returns rows. Nothing is
 trained again, except where an analysis says so. `anatomy.stage` has the table of all.
+
+Deployed encoders are asked without some of their signals, and by integrated gradients.
+A signal is taken away by putting its mean over the evaluation data in its place (paper,
+appendix E). The mean is that of its span, over all labelled test and held-out answers:
+every span has a convolution of its own, so that a channel of each is an input by
+itself; one mean of all spans would put that of the passages into the answer. The paper
+does not say which it takes.
 """
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, partial, reduce
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from beatrice.extract.records import IN_DOMAIN, Answer, Example, Setting
 from beatrice.extract.run.rows import ResultRow, Subject
+from beatrice.extract.store.store import FeatureStore
+from beatrice.jaxprobe.config import GridConfig
 from beatrice.jaxprobe.detector import HeadName, SettingHead
+from beatrice.jaxprobe.encoder import (
+    COLLECTION,
+    Encoder,
+    Params,
+    linear_logits,
+    materialize,
+    pooled_signals,
+)
+from beatrice.jaxprobe.families import (
+    FLOATS,
+    LETTERS,
+    N_FAMILIES,
+    N_SUBSETS,
+    SPAN_NAMES,
+    SPANS,
+    SUBSETS,
+    FamilyDims,
+    subset_index,
+)
+from beatrice.jaxprobe.grid import is_linear_only, member_logits
 from beatrice.jaxprobe.metrics import BootstrapConfig, interval_of, resamples
-from beatrice.jaxprobe.rows import Rows
+from beatrice.jaxprobe.rows import Rows, TrainingSet, training_set
+from beatrice.jaxprobe.tokens import FamilyTokens
 from beatrice.selection.anatomy import Study
-from beatrice.selection.anatomy.encoders import Deployed
 from beatrice.selection.exhaustive import Ranking
+
+EVERY_FAMILY = "HPRA"
+# Of each family `[n_spans, d_family]`: values of every span's channels, or which.
+PerChannel = tuple[Any, ...]
+_FEWEST_STEPS, _MOST_STEPS = 32, 1024
+_STEPS_AT_ONCE = 16  # what is compiled, whatever the number of steps
+TOLERANCE = 0.01  # of completeness, relative to the differences that are attributed
+
+
+@jax.jit
+def replaced(
+    features: FamilyTokens, means: PerChannel, gone: PerChannel
+) -> FamilyTokens:
+    """Put means in the place of signals, on real tokens.
+
+    Args:
+      features: standardised.
+      means: per family `[n_spans, d_family]`.
+      gone: the same shapes, bool: True where a channel of a span is replaced.
+    """
+    lengths = np.array([len(mask) for mask in features.masks])
+    real = jnp.concatenate(features.masks)
+
+    def replace(tokens: jax.Array, mean: jax.Array, is_gone: jax.Array) -> jax.Array:
+        spread = partial(
+            jnp.repeat, repeats=lengths, axis=0, total_repeat_length=int(lengths.sum())
+        )
+        at = spread(is_gone)[:, None, :] & real[..., None]
+        return jnp.where(at, spread(mean)[:, None, :], tokens)
+
+    tokens = map(replace, features.tokens, means, gone)
+    return FamilyTokens(tuple(tokens), features.masks)
+
+
+@partial(jax.jit, static_argnames=("encoder",))
+def path_gradients(
+    params: Params,
+    family_mask: jax.Array,
+    start: FamilyTokens,
+    end: FamilyTokens,
+    nodes: jax.Array,
+    weights: jax.Array,
+    *,
+    encoder: Encoder | None,
+) -> tuple[jax.Array, ...]:
+    """Integrated gradients of the logits along the straight way from start to end.
+
+    Sundararajan et al. 2017, by quadrature.
+
+    Args:
+      params: of one encoder.
+      family_mask: `[n_families]` bool, which it reads.
+      start: the baseline, of the same masks.
+      end: the signals.
+      nodes: `[n_steps]` in (0, 1).
+      weights: `[n_steps]`, which sum to 1.
+      encoder: the module; None where the network adds nothing to its linear part.
+
+    Returns:
+      Of each family `[n_tokens, n_examples, d_family]` attributions in logits, which
+      sum to the difference of an example's logits.
+    """
+
+    def total(tokens: tuple[jax.Array, ...]) -> jax.Array:
+        features = FamilyTokens(tokens, end.masks)
+        if encoder is None:
+            return linear_logits(params[COLLECTION], pooled_signals(features)).sum()
+        return encoder.apply(params, features, family_mask)[0].sum()
+
+    def step(so_far, at):
+        node, weight = at
+        # Computed once: which token is the largest must not hang on a second rounding.
+        between = jax.tree.map(
+            lambda a, b: materialize(a + node * (b - a), family_mask.any()),
+            start.tokens,
+            end.tokens,
+        )
+        gradient = jax.grad(total)(between)
+        return jax.tree.map(lambda s, g: s + weight * g, so_far, gradient), None
+
+    zero = jax.tree.map(jnp.zeros_like, end.tokens)
+    means, _ = jax.lax.scan(step, zero, (nodes, weights))
+    return jax.tree.map(lambda g, a, b: g * (b - a), means, start.tokens, end.tokens)
+
+
+def quadrature(n_steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return nodes in (0, 1) and weights of Gauss and Legendre, `[n_steps]` each."""
+    nodes, weights = np.polynomial.legendre.leggauss(n_steps)
+    return ((nodes + 1) / 2).astype(np.float32), (weights / 2).astype(np.float32)
+
+
+def attributed(
+    params: Params,
+    family_mask: jax.Array,
+    start: FamilyTokens,
+    end: FamilyTokens,
+    encoder: Encoder,
+    n: int,
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Return attributions that sum to the differences of logits within `TOLERANCE`.
+
+    Steps are doubled until they do: an encoder has kinks, on which the error falls like
+    one over the steps (.2 to 1 % at 64), or until there are 1,024.
+
+    Args:
+      params: of one encoder.
+      family_mask: `[n_families]` bool.
+      start: the baseline.
+      end: the signals.
+      encoder: the module.
+      n: leading examples that count.
+
+    Returns:
+      Per family `[n_tokens, n, d_family]`, and the differences `[n]`.
+    """
+    ends = (
+        member_logits([(params, family_mask)], at, encoder=encoder)[0, :n]
+        for at in (start, end)
+    )
+    change = np.subtract(*reversed(list(ends)))
+    network = None if is_linear_only(params) else encoder
+    n_steps = _FEWEST_STEPS
+    while True:
+        nodes, weights = quadrature(n_steps)
+        gradients = (
+            path_gradients(
+                *(params, family_mask, start, end),
+                jnp.asarray(nodes[first : first + _STEPS_AT_ONCE]),
+                jnp.asarray(weights[first : first + _STEPS_AT_ONCE]),
+                encoder=network,
+            )
+            for first in range(0, n_steps, _STEPS_AT_ONCE)
+        )
+        total = reduce(partial(jax.tree.map, jnp.add), gradients)
+        attributions = [np.asarray(x)[:, :n] for x in total]
+        added = np.sum([x.sum(axis=(0, 2)) for x in attributions], axis=0)
+        if incompleteness(added, change) <= TOLERANCE or n_steps >= _MOST_STEPS:
+            return attributions, change
+        n_steps *= 2
+
+
+def of_families(dims: FamilyDims, n_spans: int, families: Sequence[int]) -> PerChannel:
+    """Return which channels are gone where whole families are."""
+    return tuple(
+        np.full((n_spans, size), f in families) for f, size in enumerate(dims.sizes)
+    )
+
+
+def of_span(dims: FamilyDims, n_spans: int, span: int) -> PerChannel:
+    """Return which channels are gone where a whole span is."""
+    at = (np.arange(n_spans) == span)[:, None]
+    return tuple(np.repeat(at, size, axis=1) for size in dims.sizes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Deployed:
+    """The encoders of a setting, and the rows that they are applied to.
+
+    Values that several analyses read are computed once.
+
+    Attributes:
+      setting: whose answers are looked at.
+      layer: entry of the resid axis that the hidden family is read from.
+      tree: weights, and the outputs of all encoders on all rows; see `jaxprobe.train`.
+      selected: encoders of this pass that some search has selected, by their letters.
+      bootstrap: how intervals are made; its seed is that of all drawings.
+    """
+
+    setting: Setting
+    store: FeatureStore
+    rows: Rows
+    layer: int
+    tree: Mapping[str, Any]
+    config: GridConfig
+    selected: tuple[str, ...]
+    bootstrap: BootstrapConfig
+
+    @property
+    def n_seeds(self) -> int:
+        """Training seeds of every encoder."""
+        return self.config.train.n_seeds
+
+    @property
+    def seed(self) -> int:
+        """Of all drawings."""
+        return self.bootstrap.seed
+
+    @cached_property
+    def queried(self) -> tuple[str, ...]:
+        """Encoders that are looked into: that of all families, and selected ones.
+
+        The paper queries the combination encoders that its search selected. Ours may
+        have selected a single family, which decides alone; the encoder of all four is
+        the one that every run has.
+        """
+        combined = (name for name in self.selected if len(name) > 1)
+        return tuple(dict.fromkeys([EVERY_FAMILY, *combined]))
+
+    @cached_property
+    def judged(self) -> np.ndarray:
+        """Labelled test and held-out rows, `[n]` indices into the store."""
+        is_judged = np.isin(self.rows.splits, ("test", "ood")) & self.rows.is_labelled
+        return np.flatnonzero(is_judged)
+
+    @property
+    def spans(self) -> tuple[str, ...]:
+        """Names of the setting's spans, in order: two closed-book, else three."""
+        return tuple(SPAN_NAMES[span] for span in SPANS[self.setting])
+
+    @property
+    def n_spans(self) -> int:
+        """Number of the setting's spans."""
+        return len(SPANS[self.setting])
+
+    def set_fields(self, dataset: str, split: str) -> dict[str, Any]:
+        """Return the fields of a row that say where it was measured."""
+        return {"setting": self.setting, "dataset": dataset, "split": split}
+
+    @cached_property
+    def logits(self) -> np.ndarray:
+        """Logits of the encoders on every row, `[n_seeds, 15, n_rows]`."""
+        logits = np.asarray(self.tree["outputs"]["logits"])
+        return logits.reshape(self.n_seeds, N_SUBSETS, -1)
+
+    def logits_of(self, name: str) -> np.ndarray:
+        """Return the logits of one encoder on every row, `[n_seeds, n_rows]`."""
+        return self.logits[:, subset_index(name)]
+
+    def intact(self, name: str) -> np.ndarray:
+        """Return the logits of one encoder on the judged rows, `[n_seeds, n]`."""
+        return self.logits_of(name)[:, self.judged]
+
+    def without(self, name: str, what: str) -> np.ndarray:
+        """Return a queried encoder's logits on the judged rows without a signal."""
+        variants = (*LETTERS, *self.spans)
+        return self._without[self.queried.index(name), variants.index(what)]
+
+    @cached_property
+    def _without(self) -> np.ndarray:
+        """`[n_queried, n_families + n_spans, n_seeds, n_judged]` logits."""
+        each = [of_families(self.dims, self.n_spans, (f,)) for f in range(N_FAMILIES)]
+        each += [of_span(self.dims, self.n_spans, i) for i in range(self.n_spans)]
+        return self.logits_without(self.queried, self.judged, each)
+
+    @cached_property
+    def data(self) -> TrainingSet:
+        """Rows as the encoders read them."""
+        # "streamed": the training rows are read for their statistics and not kept.
+        return training_set(
+            self.store,
+            self.rows,
+            layer=self.layer,
+            n_batch=self.config.train.batch_size,
+            streamed=True,
+            device_dtypes=FLOATS,  # signals are replaced, and have gradients
+        )
+
+    @property
+    def dims(self) -> FamilyDims:
+        """Channels of the families."""
+        return self.data.dims
+
+    @property
+    def encoder(self) -> Encoder:
+        """The module of all encoders."""
+        return Encoder(self.config.encoder, self.dims)
+
+    def params(self, name: str) -> list[Params]:
+        """Return the weights of an encoder, seed by seed."""
+        indices = np.arange(self.n_seeds) * N_SUBSETS + subset_index(name)
+        return [
+            jax.tree.map(lambda x, i=i: np.asarray(x)[i], self.tree["params"])
+            for i in indices
+        ]
+
+    @cached_property
+    def means(self) -> PerChannel:
+        """Mean of every span's channels over the labelled test and held-out rows."""
+        sums = [np.zeros((self.n_spans, size)) for size in self.dims.sizes]
+        counts = np.zeros((self.n_spans, 1))
+        for indices, tokens in self.data.batches(self.judged):
+            for span, at in enumerate(tokens.span_slices):
+                real = np.asarray(tokens.masks[span])[:, : len(indices)]
+                counts[span] += real.sum()
+                for family, values in enumerate(tokens.tokens):
+                    real_values = np.asarray(values)[at][:, : len(indices)][real]
+                    sums[family][span] += real_values.sum(axis=0, dtype=np.float64)
+        return tuple(
+            (total / np.maximum(counts, 1)).astype(np.float32) for total in sums
+        )
+
+    def logits_without(
+        self,
+        names: Sequence[str],
+        where: np.ndarray,
+        each: Sequence[PerChannel],
+    ) -> np.ndarray:
+        """Return the logits of encoders whose signals are replaced by their means.
+
+        Args:
+          names: encoders by their letters.
+          where: `[n]` rows of the store.
+          each: channels that are gone, of each variant.
+
+        Returns:
+          `[n_names, n_variants, n_seeds, n]` logits.
+        """
+        shape = (len(names), len(each), self.n_seeds, len(where))
+        result = np.full(shape, np.nan, np.float32)
+        masks = [jnp.asarray(SUBSETS[subset_index(name)]) for name in names]
+        every = [
+            (params, mask)
+            for name, mask in zip(names, masks, strict=True)
+            for params in self.params(name)
+        ]
+        for indices, tokens in self.data.batches(where, n_copies=2):
+            for v, gone in enumerate(each):
+                changed = replaced(tokens, self.means, gone)
+                logits = member_logits(every, changed, encoder=self.encoder)
+                by_name = logits[:, : len(indices)].reshape(*result.shape[::2], -1)
+                result[:, v, :, indices] = np.moveaxis(by_name, -1, 0)
+        return result
+
+    def attributions(
+        self, name: str, where: np.ndarray, families: Sequence[int] = range(N_FAMILIES)
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, tuple[np.ndarray, ...], Any]]:
+        """Yield integrated gradients from the means of some families, part by part.
+
+        Args:
+          name: the encoder's letters.
+          where: `[n]` rows of the store.
+          families: that begin at their means; the others stay what they are.
+
+        Yields:
+          Places in `where` `[n]`; differences of the logits `[n_seeds, n]`; per family
+          attributions `[n_seeds, n_tokens, n, d_family]`; the part's tokens.
+        """
+        gone = of_families(self.dims, self.n_spans, families)
+        mask = jnp.asarray(SUBSETS[subset_index(name)])
+        for indices, tokens in self.data.batches(where, n_copies=8):
+            start = replaced(tokens, self.means, gone)
+            n, differences, by_seed = len(indices), [], []
+            for params in self.params(name):
+                attributions_of_seed, change = attributed(
+                    params, mask, start, tokens, self.encoder, n
+                )
+                differences.append(change)
+                by_seed.append(attributions_of_seed)
+            stacked = tuple(np.stack(seeds) for seeds in zip(*by_seed, strict=True))
+            yield indices, np.stack(differences), stacked, tokens
+
+
+def incompleteness(summed: np.ndarray, differences: np.ndarray) -> float:
+    """Return how far attributions are from summing to the differences of the logits.
+
+    Both `[...]`; the sum of the errors' sizes over the sum of the differences'.
+    """
+    size = float(np.abs(differences).sum())
+    return float(np.abs(summed - differences).sum()) / size if size else 0.0
+
 
 Part = Literal["closed_book", "with_context", "rankings", "ablations", "other"]
 

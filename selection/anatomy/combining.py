@@ -27,15 +27,16 @@ from beatrice.jaxprobe.evaluation import Scored, detection_rows
 from beatrice.jaxprobe.families import LETTERS
 from beatrice.selection.ablation import SUBJECTS
 from beatrice.selection.anatomy.analysis import (
+    EVERY_FAMILY,
     AnalysisInput,
     AnalysisOutput,
+    Deployed,
     Ratio,
     judged_sets,
     per_setting,
     ratio_rows,
     row_of,
 )
-from beatrice.selection.anatomy.encoders import EVERY_FAMILY, Deployed
 from beatrice.selection.exhaustive import SET_SIZE, Ranking, traits
 
 COMPLEMENTARITY = "anatomy_complementarity"

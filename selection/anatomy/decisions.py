@@ -31,13 +31,13 @@ from beatrice.selection.anatomy import Study
 from beatrice.selection.anatomy.analysis import (
     AnalysisInput,
     AnalysisOutput,
+    Deployed,
     QuestionTexts,
     Ratio,
     judged_sets,
     ratio_rows,
     row_of,
 )
-from beatrice.selection.anatomy.encoders import Deployed
 
 FLIPS, BAND = "anatomy_flips", "anatomy_boundary"
 NEAR = 1.0  # logits: a remaining score so near the boundary is undecided

@@ -30,17 +30,15 @@ from beatrice.jaxprobe.families import FAMILIES, LETTERS, FamilyDims
 from beatrice.jaxprobe.linear import Pooled, block_scale, fit_linear
 from beatrice.jaxprobe.tokens import mean_answer_states
 from beatrice.selection.anatomy.analysis import (
-    Ratio,
-    draw_rows,
-    ratio_rows,
-    row_of,
-)
-from beatrice.selection.anatomy.encoders import (
     EVERY_FAMILY,
     TOLERANCE,
     Deployed,
     PerChannel,
+    Ratio,
+    draw_rows,
     incompleteness,
+    ratio_rows,
+    row_of,
 )
 
 HEADS = "anatomy_heads"

@@ -44,14 +44,15 @@ from beatrice.jaxprobe.rows import Bucket, Rows, TrainingSet
 from beatrice.jaxprobe.tokens import FamilyTokens
 from beatrice.jaxprobe.train import train_encoders
 from beatrice.selection.anatomy.analysis import (
+    EVERY_FAMILY,
     AnalysisInput,
     AnalysisOutput,
+    Deployed,
     draw_rows,
     per_setting,
     row_of,
 )
 from beatrice.selection.anatomy.combining import pairs
-from beatrice.selection.anatomy.encoders import EVERY_FAMILY, Deployed
 from beatrice.selection.anatomy.places import linear_scores, pooled_signals
 
 CURVE, TRANSFER = "anatomy_labels", "anatomy_transfer"

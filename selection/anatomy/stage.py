@@ -47,12 +47,12 @@ from beatrice.selection.anatomy import Study, combining, decisions, places, reac
 from beatrice.selection.anatomy.analysis import (
     AnalysisInput,
     AnalysisOutput,
+    Deployed,
     Part,
     QuestionTexts,
     Search,
     per_setting,
 )
-from beatrice.selection.anatomy.encoders import Deployed
 from beatrice.selection.exhaustive import read_ranking
 
 FORMAT = 4  # of what is saved

@@ -10,7 +10,7 @@ from beatrice.jaxprobe.encoder import COLLECTION, Encoder
 from beatrice.jaxprobe.families import SUBSETS, paper_dims, subset_index
 from beatrice.jaxprobe.grid import apply_member, member_logits
 from beatrice.jaxprobe.tokens import FamilyTokens
-from beatrice.selection.anatomy.encoders import (
+from beatrice.selection.anatomy.analysis import (
     TOLERANCE,
     attributed,
     incompleteness,
