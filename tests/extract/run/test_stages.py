@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+import time
 from concurrent.futures import CancelledError
 
 import pytest
@@ -203,8 +204,12 @@ def test_what_was_made_of_other_files_is_not_read(run, capsys):
 def test_what_was_begun_again_and_not_finished_is_not_read(run):
     done = []
     stages = chain(done)
+    began = time.monotonic()
     for stage in stages:
         run_stage(stage, run, Progress())
+    elapsed = time.monotonic() - began
+    took = [run.stage_record(stage.name).seconds for stage in stages]
+    assert min(took) > 0 and sum(took) < elapsed
     run.reopen_stage("sweep")
     assert run.stage_gap("sweep") == "stage sweep was begun again and is not finished"
     with pytest.raises(ValueError, match="is not finished.*run `beatrice sweep` first"):
