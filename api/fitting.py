@@ -146,7 +146,7 @@ def fit(
     as_probability(precision, "precision")
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise argument_error("seed", "a whole number from 0 on", seed)
-    set_compiler("smoke" if config == "smoke" else "demo")
+    set_compiler("demo")  # a process has these flags once: the next fit may be large
     if not isinstance(config, FitConfig):
         config = FitConfig.preset(config)
     if recipe not in get_args(Recipe):
