@@ -27,12 +27,15 @@ import numpy as np
 import torch
 
 from beatrice.benchmarks.bench.commands import (
-    AS_JSON,
+    DTYPE,
+    N_THREADS,
+    ROUNDS,
+    Row,
     RowPrinter,
     measure_fresh,
     take_turns,
 )
-from beatrice.benchmarks.bench.extract import N_THREADS, peak_above
+from beatrice.benchmarks.bench.extract import peak_above
 from beatrice.extract.backbone.loading import load_backbone
 from beatrice.extract.backbone.names import EMBEDDED, ModelDtype, model_path
 from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
@@ -50,6 +53,7 @@ from beatrice.extract.generate.prompts import (
 from beatrice.extract.generate.requests import GenerationConfig, Request
 from beatrice.extract.records import SETTINGS, Passage, Setting
 from beatrice.extract.run.console import quiet
+from beatrice.extract.run.verbs import AS_JSON
 from beatrice.extract.signals.decode import (
     DecodeReading,
     check_decoding,
@@ -172,46 +176,6 @@ class AnswerBench:
             generator.write([prompts[i] for i in batch], sampling, watch)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AnswerCost:
-    """One setting's times and peaks."""
-
-    setting: Setting  # of the prompts
-    n_prompt: int  # tokens of all prompts
-    n_new: int  # tokens of all answers
-    plain: float  # seconds of plain generation, median over turns
-    # Medians of the ratios of neighbouring turns.
-    floor_over_plain: float
-    one_over_floor: float
-    one_over_plain: float
-    two_over_plain: float
-    # Likewise of seconds of processors, which other programs move less than the clock.
-    one_over_floor_processors: float
-    one_over_plain_processors: float
-    peak_plain: float  # MiB above the loaded model
-    peak_one: float  # the same of one pass
-
-    def cells(self) -> dict[str, str]:
-        """Return the row by its columns."""
-        ratios = {
-            "plain s": self.plain,
-            "floor ÷ plain": self.floor_over_plain,
-            "one pass ÷ floor": self.one_over_floor,
-            "one pass ÷ plain": self.one_over_plain,
-            "two passes ÷ plain": self.two_over_plain,
-            "÷ floor, processors": self.one_over_floor_processors,
-            "÷ plain, processors": self.one_over_plain_processors,
-        }
-        return {
-            "setting": self.setting,
-            "prompt tokens": str(self.n_prompt),
-            "new tokens": str(self.n_new),
-            **{name: f"{value:.2f}" for name, value in ratios.items()},
-            "MiB plain": f"{self.peak_plain:.0f}",
-            "MiB one pass": f"{self.peak_one:.0f}",
-        }
-
-
 def measure_peak(model: str, dtype: ModelDtype, setting: Setting, way: Way) -> float:
     """Return the peak in MiB of one way, above the loaded model."""
     torch.set_num_threads(N_THREADS)  # the process is this measurement's alone
@@ -223,8 +187,14 @@ def measure_peak(model: str, dtype: ModelDtype, setting: Setting, way: Way) -> f
 
 def measure_setting(
     model: str, dtype: ModelDtype, setting: Setting, n_rounds: int
-) -> AnswerCost:
-    """Let the four ways take turns on one setting's prompts."""
+) -> Row:
+    """Let the four ways take turns on one setting's prompts.
+
+    Returns:
+      Tokens of all prompts and answers; seconds of plain generation, and medians of the
+      ratios of neighbouring turns, at the end of seconds of processors, which other
+      programs move less than the clock; MiB above the loaded model.
+    """
     bench = AnswerBench(model, dtype, setting)
     if (reason := check_decoding(bench.reader)) is not None:
         raise ValueError(reason)
@@ -233,37 +203,31 @@ def measure_setting(
     ratios = np.median(turns[:, :, None] / turns[:, None], axis=0).T.tolist()
     plain, floor, single, double = range(len(WAYS))
     answers = generate(bench.backbone, bench.requests, CONFIG)
-    return AnswerCost(
-        setting=setting,
-        n_prompt=sum(len(answer.prompt_ids) for answer in answers),
-        n_new=sum(len(answer.token_ids) for answer in answers),
-        plain=float(np.median(turns[:, plain, 0])),
-        floor_over_plain=ratios[0][plain][floor],
-        one_over_floor=ratios[0][floor][single],
-        one_over_plain=ratios[0][plain][single],
-        two_over_plain=ratios[0][plain][double],
-        one_over_floor_processors=ratios[1][floor][single],
-        one_over_plain_processors=ratios[1][plain][single],
-        peak_plain=measure_fresh(
-            "the peak of generation", measure_peak, model, dtype, setting, "plain"
-        ),
-        peak_one=measure_fresh(
-            "the peak of one pass", measure_peak, model, dtype, setting, "one pass"
-        ),
-    )
+    peaks = {
+        f"MiB {way}": measure_fresh(
+            f"the peak of {way}", measure_peak, model, dtype, setting, way
+        )
+        for way in ("plain", "one pass")
+    }
+    return {
+        "setting": setting,
+        "prompt tokens": sum(len(answer.prompt_ids) for answer in answers),
+        "new tokens": sum(len(answer.token_ids) for answer in answers),
+        "plain s": float(np.median(turns[:, plain, 0])),
+        "floor ÷ plain": ratios[0][plain][floor],
+        "one pass ÷ floor": ratios[0][floor][single],
+        "one pass ÷ plain": ratios[0][plain][single],
+        "two passes ÷ plain": ratios[0][plain][double],
+        "one pass ÷ floor, processors": ratios[1][floor][single],
+        "one pass ÷ plain, processors": ratios[1][plain][single],
+        **peaks,
+    }
 
 
 @click.command()
 @click.option("--model", default="embedded", help="A path, a GGUF file or a Hub id.")
-@click.option(
-    "--dtype",
-    type=click.Choice(["float32", "bfloat16"]),
-    default="float32",
-    help="Type of its weights.",
-)
-@click.option(
-    "--rounds", type=click.IntRange(min=1), default=5, help="Runs of each per row."
-)
+@DTYPE
+@ROUNDS
 @AS_JSON
 def answer(model: str, dtype: ModelDtype, rounds: int, as_json: bool) -> None:
     """Time answers with their signals beside the answers alone; print a table.
@@ -276,7 +240,6 @@ def answer(model: str, dtype: ModelDtype, rounds: int, as_json: bool) -> None:
         printer.row(measure_setting(model, dtype, setting, rounds))
 
 
-HEAD = ("what", "clock, s", "processors, s", "wanted, s")
 _QUESTION, _ANSWER = "who wrote Dracula?", "Bram Stoker"
 _LOAD = """
 import os, sys, time
@@ -307,28 +270,6 @@ _MESSAGES = (
 _N_NEW = 8
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ScoreCost:
-    """What one thing costs."""
-
-    what: str  # the thing
-    clock: float  # seconds that it lasted
-    processors: float  # seconds of processors, user and system
-    wanted: float  # most seconds of the clock
-
-    def cells(self) -> list[str]:
-        """Return a row of the table."""
-        numbers = (self.clock, self.processors, self.wanted)
-        return [self.what, *(f"{x:.2f}" for x in numbers)]
-
-
-def _least(what: str, wanted: float, measure: Callable[[], Any], n: int) -> ScoreCost:
-    """Measure a thing `n` times: the least of either number."""
-    costs = [measure() for _ in range(n)]
-    clock, processors = map(min, zip(*costs, strict=True))
-    return ScoreCost(what=what, clock=clock, processors=processors, wanted=wanted)
-
-
 def _command(*words: str) -> tuple[float, float]:
     """Run Python with some words; seconds of the clock and of processors."""
     began, before = time.monotonic(), os.times()
@@ -338,11 +279,12 @@ def _command(*words: str) -> tuple[float, float]:
     return clock, sum(used) - before.children_user - before.children_system
 
 
-def _measured_inside(*words: str) -> tuple[float, float]:
-    """Run a program that prints its two numbers."""
-    done = subprocess.run([sys.executable, *words], check=True, capture_output=True)
-    clock, processors = map(float, done.stdout.split())
-    return clock, processors
+def _printed_by(program: str, *words: str) -> list[tuple[float, float]]:
+    """Run a program that prints two numbers a line."""
+    line = (sys.executable, "-c", program, *words)
+    done = subprocess.run(line, check=True, capture_output=True)
+    numbers = [tuple(map(float, x.split())) for x in done.stdout.splitlines()]
+    return [(clock, processors) for clock, processors in numbers]
 
 
 def _ratio_in_turns(
@@ -429,26 +371,20 @@ def score(probe: str, rounds: int, as_json: bool) -> None:
     Example: beatrice bench score smollm2
     """
     printer = RowPrinter(as_json)
-    printer.head(HEAD)
+
+    def show(what: str, wanted: float, costs: Sequence[tuple[float, float]]) -> None:
+        clock, processors = map(min, zip(*costs, strict=True))
+        numbers = {"clock, s": clock, "processors, s": processors, "wanted, s": wanted}
+        printer.row({"what": what, **numbers})
+
     words = ("-m", "beatrice", "score", "--probe", probe, "--question", _QUESTION)
     _command(*words)  # fetches the model, and remembers its checks
     for what, wanted, measure in (
         ("`import beatrice`", 0.2, lambda: _command("-c", "import beatrice")),
         ("`beatrice score` of a question", 3.5, lambda: _command(*words)),
-        ("`load` beside the model", 0.5, lambda: _measured_inside("-c", _LOAD, probe)),
+        ("`load` beside the model", 0.5, lambda: _printed_by(_LOAD, probe)[0]),
     ):
-        printer.row(_least(what, wanted, measure, rounds))
-    words = (sys.executable, "-c", _RATIOS, probe, str(3 * rounds))
-    done = subprocess.run(words, check=True, capture_output=True)
-    for (what, wanted), ratios in zip(
-        (
-            ("warm score, by the bare forward of its ids (ratio)", 1.3),
-            ("warm answer with P, by `model.generate` (ratio)", 1.25),
-        ),
-        done.stdout.splitlines(),
-        strict=True,
-    ):
-        clock, processors = map(float, ratios.split())
-        printer.row(
-            ScoreCost(what=what, clock=clock, processors=processors, wanted=wanted)
-        )
+        show(what, wanted, [measure() for _ in range(rounds)])
+    score_ratio, answer_ratio = _printed_by(_RATIOS, probe, str(3 * rounds))
+    show("warm score, by the bare forward of its ids (ratio)", 1.3, [score_ratio])
+    show("warm answer with P, by `model.generate` (ratio)", 1.25, [answer_ratio])

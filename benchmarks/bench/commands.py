@@ -5,7 +5,6 @@ when it is asked for. Here are the group, and what the benchmarks share: how row
 printed, and a process of one's own to measure in.
 """
 
-import dataclasses
 import functools
 import importlib
 import json
@@ -35,8 +34,16 @@ BENCHES = {
 }
 # Subcommands whose module has another name.
 _ELSEWHERE = {"survey": "oracle", "written": "oracle", "score": "answer"}
-AS_JSON = click.option(
-    "--json", "as_json", is_flag=True, help="Print rows as JSON lines."
+N_THREADS = 2  # of Torch on the CPU
+ROUNDS = click.option(
+    "--rounds", type=click.IntRange(min=1), default=5, help="Runs of each per row."
+)
+DTYPE = click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    default="float32",
+    show_default=True,
+    help="Type of the model's weights.",
 )
 MIB = 2**20
 
@@ -70,6 +77,19 @@ def bench() -> None:
     """
 
 
+Row = Mapping[str, Any]  # what was measured, by the heads of its columns
+
+
+def format_cell(value: Any) -> str:
+    """Format a number with three digits; of several, the others in brackets."""
+    if isinstance(value, tuple):
+        first, *others = map(format_cell, value)
+        return f"{first} [{', '.join(others)}]"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return "" if value is None else str(value)
+
+
 class RowPrinter:
     """Prints rows under headings, or as JSON lines, as they are measured.
 
@@ -79,31 +99,17 @@ class RowPrinter:
     def __init__(self, as_json: bool) -> None:
         """Print for a person, or for a program."""
         self._as_json = as_json
-        self._names: Sequence[str] = ()
+        self._heads: Sequence[str] | None = None
 
-    def head(self, names: Sequence[str]) -> None:
-        """Begin a table."""
-        if self._names:
-            self.text("")
-        self._names = tuple(names)
-        self.text(table_head(names))
-
-    def row(self, cost: Any) -> None:
-        """Print one measurement: a dataclass whose `cells()` are its row.
-
-        Where they are by column, other columns than before begin a table.
-        """
-        cells = cost.cells()
-        if isinstance(cells, dict):
-            if tuple(cells) != self._names:
-                self.head(tuple(cells))
-            cells = cells.values()
-        as_json = json.dumps(dataclasses.asdict(cost)) if self._as_json else None
-        click.echo(as_json or table_row(cells))
-
-    def not_measured(self, first: list[str], head: Sequence[str]) -> None:
-        """Say what this machine could not measure."""
-        self.text(table_row([*first, *["not measured"] * (len(head) - len(first))]))
+    def row(self, row: Row) -> None:
+        """Print one measurement; other columns than before begin a table."""
+        if self._as_json:
+            click.echo(json.dumps(row))
+            return
+        if self._heads != [*row]:
+            click.echo(("" if self._heads is None else "\n") + table_head([*row]))
+        self._heads = [*row]
+        click.echo(table_row(map(format_cell, row.values())))
 
     def text(self, text: str) -> None:
         """Print what is for people alone."""
@@ -115,7 +121,8 @@ def take_turns(runs: Sequence[Callable[[], object]], n_rounds: int) -> Any:
     """Time some things in turn, so that a busy machine slows all of them.
 
     Args:
-      runs: each is called once a round, and once before the first.
+      runs: each is called once a round, and once before the first; another one begins
+        in each round.
       n_rounds: that are measured.
 
     Returns:
@@ -124,10 +131,10 @@ def take_turns(runs: Sequence[Callable[[], object]], n_rounds: int) -> Any:
     import numpy as np  # help loads none
 
     seconds = np.zeros((n_rounds + 1, len(runs), 2))
-    for spent in seconds:
-        for i, run in enumerate(runs):
+    for number, spent in enumerate(seconds):
+        for i in np.roll(range(len(runs)), -number):
             before = time.perf_counter(), time.process_time()
-            run()
+            runs[i]()
             after = time.perf_counter(), time.process_time()
             spent[i] = np.subtract(after, before)
     return seconds[1:]

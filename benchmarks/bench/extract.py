@@ -35,8 +35,11 @@ from transformers import (
 )
 
 from beatrice.benchmarks.bench.commands import (
-    AS_JSON,
+    DTYPE,
     MIB,
+    N_THREADS,
+    ROUNDS,
+    Row,
     RowPrinter,
     measure_fresh,
     take_turns,
@@ -55,6 +58,7 @@ from beatrice.extract.run.memory import (
     peak_bytes,
     trim_freed_memory,
 )
+from beatrice.extract.run.verbs import AS_JSON
 from beatrice.extract.signals.extract import (
     ExtractConfig,
     plan_extraction,
@@ -63,8 +67,6 @@ from beatrice.extract.signals.extract import (
 )
 from beatrice.extract.signals.reader import SignalReader
 from beatrice.extract.signals.sequence import TokenSequence, sequence_of
-
-N_THREADS = 2  # of Torch on the CPU
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -232,46 +234,27 @@ class ReadingBench:
                     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ReadingCost:
-    """One row: seconds and peak MiB above the model, of bare forward and reading."""
-
-    config: BatchConfig
-    times: Times
-    bare_mib: float
-    read_mib: float
-
-    def cells(self) -> dict[str, str]:
-        """Return the row by its columns."""
-        config, times = self.config, self.times
-        plain, tuned = (
-            "" if x is None else "{:.2f} [{:.2f}, {:.2f}]".format(*x)
-            for x in (times.plain, times.tuned)
-        )
-        return {
-            "device": config.device,
-            "dtype": config.dtype,
-            "tokens": f"{config.n_examples} x {config.n_tokens}",
-            "vocabulary": str(config.vocab_size),
-            "bare s": f"{times.bare:.2f}",
-            "reading s": f"{times.read:.2f}",
-            "time ratio": f"{times.ratio:.2f}",
-            "plain Transformers / reading": plain,
-            "tuned hooks / reading": tuned,
-            "bare MiB": f"{self.bare_mib:.0f}",
-            "reading MiB": f"{self.read_mib:.0f}",
-            "memory ratio": f"{self.read_mib / self.bare_mib:.2f}",
-        }
-
-
-def measure_reading(config: BatchConfig, n_rounds: int) -> ReadingCost:
-    """Measure times here and both peaks in processes of their own."""
+def measure_reading(config: BatchConfig, n_rounds: int) -> Row:
+    """Measure times here, and both peaks above the model in processes of their own."""
     times = ReadingBench(config).time(n_rounds)
     bare, read = (
         measure_fresh(f"the memory of {mode}", measure_peak, config, mode)
         for mode in ("bare", "read")
     )
-    return ReadingCost(config=config, times=times, bare_mib=bare, read_mib=read)
+    return {
+        "device": config.device,
+        "dtype": config.dtype,
+        "tokens": f"{config.n_examples} x {config.n_tokens}",
+        "vocabulary": config.vocab_size,
+        "bare s": times.bare,
+        "reading s": times.read,
+        "time ratio": times.ratio,
+        "plain Transformers / reading": times.plain,
+        "tuned hooks / reading": times.tuned,
+        "bare MiB": bare,
+        "reading MiB": read,
+        "memory ratio": read / bare,
+    }
 
 
 def measure_peak(config: BatchConfig, mode: Literal["bare", "read"]) -> float:
@@ -336,35 +319,6 @@ LLAMA_LIKE = LoopConfig(
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LoopCost:
-    """One row: tokens per second of reading (`loop`) and with the store.
-
-    Medians over rounds; `share` is of neighbouring runs, `end_to_end` over `loop`.
-    """
-
-    model: str
-    device: str
-    dtype: str
-    n_tokens: int
-    n_batches: int
-    loop: float
-    end_to_end: float
-    share: float
-
-    def cells(self) -> dict[str, str]:
-        """Return the row by its columns."""
-        return {
-            "model": self.model,
-            "device": self.device,
-            "dtype": self.dtype,
-            "tokens": f"{self.n_tokens} in {self.n_batches} batches",
-            "reading tokens/s": f"{self.loop:.0f}",
-            "with the store tokens/s": f"{self.end_to_end:.0f}",
-            "end to end / reading": f"{self.share:.2f}",
-        }
-
-
 class StoreBench:
     """A reader and a plan, ready to run with and without the store."""
 
@@ -392,25 +346,28 @@ class StoreBench:
         with tempfile.TemporaryDirectory() as folder:
             run_plan(self.reader, self.sequences, self.plan, Path(folder))
 
-    def measure(self, name: str, n_rounds: int) -> LoopCost:
-        """Let both take turns, after one unmeasured run each."""
+    def measure(self, name: str, n_rounds: int) -> Row:
+        """Let both take turns, after one unmeasured run each; return medians.
+
+        The last ratio is of neighbouring runs.
+        """
         rounds = take_turns([self.read, self.extract], n_rounds)[..., 0]
         loop, end_to_end = np.median(rounds, axis=0).tolist()
         n_tokens = int(self.plan.spec.lengths.sum())
         backbone = self.reader.backbone
-        return LoopCost(
-            model=name,
-            device=str(backbone.device),
-            dtype=str(backbone.dtype).removeprefix("torch."),
-            n_tokens=n_tokens,
-            n_batches=len(self.batches),
-            loop=n_tokens / loop,
-            end_to_end=n_tokens / end_to_end,
-            share=float(np.median(rounds[:, 0] / rounds[:, 1])),
-        )
+        return {
+            "model": name,
+            "device": str(backbone.device),
+            "dtype": str(backbone.dtype).removeprefix("torch."),
+            "tokens": n_tokens,
+            "batches": len(self.batches),
+            "reading tokens/s": n_tokens / loop,
+            "with the store tokens/s": n_tokens / end_to_end,
+            "end to end / reading": float(np.median(rounds[:, 0] / rounds[:, 1])),
+        }
 
 
-def measure_loops(n_rounds: int, *, is_small: bool = False) -> Iterator[LoopCost]:
+def measure_loops(n_rounds: int, *, is_small: bool = False) -> Iterator[Row]:
     """Measure on the CPU: the embedded model, and the one of `make_model`."""
     embedded = load_backbone(model_path(EMBEDDED))
     llama = Backbone.from_model(make_model(BatchConfig()), revision="random")
@@ -502,42 +459,6 @@ def gemm_peak(width: int = 8192) -> float:
     return 2.0 * width**3 / best
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GpuCost:
-    """One model: a row of each table, and its profile.
-
-    Attributes:
-      model: its name.
-      batch: examples and tokens of each.
-      times: of the bare forward and the reading.
-      flops: operations per second of the reading, see `flops_per_token`.
-      peak: the same of a large bf16 matrix product.
-      loop: with and without the store.
-      profile: the kernels that take longest, as the profiler prints them.
-    """
-
-    model: str
-    batch: tuple[int, int]
-    times: Times
-    flops: float
-    peak: float
-    loop: LoopCost
-    profile: str
-
-    def cells(self) -> dict[str, str]:
-        """Return the row by its columns."""
-        return {
-            "model": self.model,
-            "tokens": f"{self.batch[0]} x {self.batch[1]}",
-            "bare s": f"{self.times.bare:.3f}",
-            "reading s": f"{self.times.read:.3f}",
-            "time ratio": f"{self.times.ratio:.2f}",
-            "TFLOP/s": f"{self.flops / 1e12:.0f}",
-            "GEMM peak TFLOP/s": f"{self.peak / 1e12:.0f}",
-            "share of the peak": f"{self.flops / self.peak:.0%}",
-        }
-
-
 def profile_of(run: Callable[[], None]) -> str:
     """Return a table of the kernels that one run spends most time in."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
@@ -560,7 +481,7 @@ def measure_gpu(
     n_examples: int = 40,
     n_tokens: int = 400,
     n_batches: int = 24,
-) -> GpuCost:
+) -> tuple[Row, Row, str]:
     """Measure a model where it lies; one middle layer is kept.
 
     Args:
@@ -571,6 +492,10 @@ def measure_gpu(
       n_examples: of the batch.
       n_tokens: of each example; 60 of 400 are the answer, 100 the question.
       n_batches: such batches are extracted with and without the store.
+
+    Returns:
+      Rows of the reading and of the store, and the kernels that take longest, as the
+      profiler prints them.
     """
     backbone = Backbone.from_model(model, revision="random")
     layers = (backbone.n_layers // 2,)
@@ -593,58 +518,25 @@ def measure_gpu(
         n_answer=max(1, n_tokens * 3 // 20),
         extract=ExtractConfig(tokens_per_batch=budget, hidden_layers=layers),
     )
-    return GpuCost(
-        model=name,
-        batch=(n_examples, n_tokens),
-        times=times,
-        flops=flops_per_token(backbone.model) * budget / times.read,
-        peak=peak,
-        loop=StoreBench(reader, work).measure(name, max(1, n_rounds // 2)),
-        profile=profile_of(bench.read),
-    )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ExamplesCost:
-    """One row: tokens per second with worked examples in every prompt.
-
-    Attributes:
-      model: its name.
-      dtype: of weights and stream.
-      n_tokens: of prompts and answers.
-      n_read: of them, those that signals are read of.
-      bare: tokens per second of a forward with all logits; median over rounds.
-      answer: the same of greedy generation.
-      extract: the same of reading all four families.
-    """
-
-    model: str
-    dtype: str
-    n_tokens: int
-    n_read: int
-    bare: float
-    answer: float
-    extract: float
-
-    def cells(self) -> dict[str, str]:
-        """Return the row by its columns."""
-        return {
-            "model": self.model,
-            "dtype": self.dtype,
-            "tokens": str(self.n_tokens),
-            "of them read": str(self.n_read),
-            "bare tokens/s": f"{self.bare:.0f}",
-            "answer tokens/s": f"{self.answer:.0f}",
-            "answer / bare": f"{self.answer / self.bare:.2f}",
-            "extract tokens/s": f"{self.extract:.0f}",
-            "extract / bare": f"{self.extract / self.bare:.2f}",
-        }
+    flops = flops_per_token(backbone.model) * budget / times.read
+    row = {
+        "model": name,
+        "tokens": f"{n_examples} x {n_tokens}",
+        "bare s": times.bare,
+        "reading s": times.read,
+        "time ratio": times.ratio,
+        "TFLOP/s": flops / 1e12,
+        "GEMM peak TFLOP/s": peak / 1e12,
+        "share of the peak": flops / peak,
+    }
+    loop = StoreBench(reader, work).measure(name, max(1, n_rounds // 2))
+    return row, loop, profile_of(bench.read)
 
 
 def measure_with_examples(
     backbone: Backbone, n_rounds: int, n_questions: int = 24
-) -> ExamplesCost:
-    """Let bare forward, answering and reading take turns on one batch.
+) -> Row:
+    """Let bare forward, greedy generation and reading take turns on one batch.
 
     Args:
       backbone: with its tokenizer.
@@ -683,16 +575,20 @@ def measure_with_examples(
         lambda: generate(backbone, requests, config),
         lambda: reader.read(sequences),
     ]
-    seconds = np.median(take_turns(runs, n_rounds)[..., 0], axis=0).tolist()
-    return ExamplesCost(
-        model=backbone.name,
-        dtype=str(backbone.dtype).removeprefix("torch."),
-        n_tokens=n_tokens,
-        n_read=sum(len(signals.prob) for signals in reader.read(sequences)),
-        bare=ids.numel() / seconds[0],
-        answer=n_tokens / seconds[1],
-        extract=n_tokens / seconds[2],
-    )
+    seconds = np.median(take_turns(runs, n_rounds)[..., 0], axis=0)
+    rates = np.array([ids.numel(), n_tokens, n_tokens]) / seconds
+    bare_rate, answer_rate, extract_rate = rates.tolist()
+    return {
+        "model": backbone.name,
+        "dtype": str(backbone.dtype).removeprefix("torch."),
+        "tokens": n_tokens,
+        "of them read": sum(len(signals.prob) for signals in reader.read(sequences)),
+        "bare tokens/s": bare_rate,
+        "answer tokens/s": answer_rate,
+        "answer / bare": answer_rate / bare_rate,
+        "extract tokens/s": extract_rate,
+        "extract / bare": extract_rate / bare_rate,
+    }
 
 
 @click.command()
@@ -700,19 +596,8 @@ def measure_with_examples(
     "--model",
     help="Measure this model alone, on prompts with worked examples.",
 )
-@click.option(
-    "--dtype",
-    type=click.Choice(["float32", "bfloat16"]),
-    default="float32",
-    show_default=True,
-    help="Type of that model.",
-)
-@click.option(
-    "--rounds",
-    type=click.IntRange(min=1),
-    default=5,
-    help="Runs of each per row.",
-)
+@DTYPE
+@ROUNDS
 @AS_JSON
 def extract(model: str | None, dtype: ModelDtype, rounds: int, as_json: bool) -> None:
     """Time a full reading beside the bare forward with logits; print the tables.
@@ -744,17 +629,17 @@ def extract(model: str | None, dtype: ModelDtype, rounds: int, as_json: bool) ->
             update(done, len(configs) + 2)
         if not has_gpu:
             printer.text("\nGPU: not measured")
-        for done, cost in enumerate(measure_loops(rounds), start=len(configs) + 1):
-            printer.row(cost)
+        for done, row in enumerate(measure_loops(rounds), start=len(configs) + 1):
+            printer.row(row)
             update(done, len(configs) + 2)
     peak = gemm_peak() if has_gpu else 0.0
     models = FULL_MODELS if has_gpu else ()
     costs = [measure_gpu(x, full_model(x, "cuda"), rounds, peak) for x in models]
-    for cost in costs:
-        printer.row(cost.loop)
-    for cost in costs:
-        printer.row(cost)
+    for _, loop, _ in costs:
+        printer.row(loop)
+    for row, _, _ in costs:
+        printer.row(row)
     if not has_gpu:
         printer.text(f"\n{', '.join(FULL_MODELS)}: not measured without a GPU")
-    for cost in costs:
-        printer.text(f"{cost.model}\n{cost.profile}")
+    for row, _, profile in costs:
+        printer.text(f"{row['model']}\n{profile}")

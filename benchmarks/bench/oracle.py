@@ -52,7 +52,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from beatrice.benchmarks.bench.commands import AS_JSON, RowPrinter
+from beatrice.benchmarks.bench.commands import Row, RowPrinter
 from beatrice.benchmarks.bench.tiny_models import (
     architectures,
     make_batch,
@@ -61,6 +61,7 @@ from beatrice.benchmarks.bench.tiny_models import (
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.backbone.twin import N_POSITIONS, narrow_twin
 from beatrice.extract.run.console import Progress, quiet, table_head, table_row
+from beatrice.extract.run.verbs import AS_JSON
 from beatrice.extract.signals.batch import ReadingBudget
 from beatrice.extract.signals.decode import check_decoding, decoding_differences
 from beatrice.extract.signals.parity import probe_ids
@@ -391,12 +392,10 @@ class Exactness:
     # oracle on eager against oracle on fused attention, in bfloat16
     gap: dict[str, float]
 
-    def cells(self) -> dict[str, str]:
-        """Return the row by its columns."""
-        single = {f"fp32 {n}": f"{self.float32[n]:.1e}" for n in SIGNALS}
-        half = {
-            f"bf16 {n}": f"{self.bfloat16[n]:.1e} ({self.gap[n]:.1e})" for n in SIGNALS
-        }
+    def row(self) -> Row:
+        """Return the row; the gap stands in brackets."""
+        single = {f"fp32 {n}": self.float32[n] for n in SIGNALS}
+        half = {f"bf16 {n}": (self.bfloat16[n], self.gap[n]) for n in SIGNALS}
         return {"architecture": self.name, **single, **half}
 
 
@@ -489,7 +488,7 @@ def oracle(as_json: bool) -> None:
     with Progress().stage("oracle") as update:
         for done, (name, build) in enumerate(every, start=1):
             rows.append(measure(name, build))
-            printer.row(rows[-1])
+            printer.row(rows[-1].row())
             update(done, len(every))
     require(rows)
 
@@ -569,9 +568,9 @@ class Surveyed:
     reason: str  # why it was refused, wrong or not built, else ""
     seconds: float  # wall time
 
-    def cells(self) -> dict[str, str]:
+    def row(self) -> Row:
         """Return the row by its columns."""
-        errors = {n: f"{self.errors[n]:.0e}" if self.errors else "" for n in SIGNALS}
+        errors = {n: self.errors.get(n) for n in SIGNALS}
         what = {"type": self.name, "lengths": self.lengths, "outcome": self.outcome}
         return {**what, **errors, "reason": self.reason}
 
@@ -654,7 +653,7 @@ def survey_types(names: Sequence[str], printer: RowPrinter) -> list[Surveyed]:
         for done, name in enumerate(names, start=1):
             for lengths in get_args(Lengths):
                 rows.append(survey_one(name, lengths))
-                printer.row(rows[-1])
+                printer.row(rows[-1].row())
                 # What is refused for its layout is so at any length.
                 if lengths == "beyond" and rows[-1].outcome != "exact":
                     break
@@ -731,31 +730,6 @@ class Numbers:
         return " ".join(map(str, ids))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Written:
-    """What became of one architecture, in float32 and bfloat16."""
-
-    name: str  # the model type
-    reasons: tuple[str | None, ...]  # why its answers are read again, or None
-    # largest of a family, None where nothing was read
-    differences: tuple[float | None, ...]
-    # likewise of the model's logits; None where it takes no cache
-    own: tuple[float | None, ...]
-
-    def cells(self) -> dict[str, str]:
-        """Return the row by its columns."""
-        reason = next(filter(None, self.reasons), "")
-        pairs = zip(self.differences, self.own, strict=True)
-        names = ("fp32", "fp32 of its own", "bf16", "bf16 of its own")
-        numbers = [f"{x:.1e}" if x is not None else "" for pair in pairs for x in pair]
-        return {
-            "type": self.name,
-            "read": "again" if reason else "while writing",
-            **dict(zip(names, numbers, strict=True)),
-            "reason": reason.partition(": ")[2] or reason,
-        }
-
-
 @torch.no_grad()
 def own_difference(backbone: Backbone) -> float | None:
     """Return how far the last logits lie apart with a cache and without."""
@@ -774,8 +748,14 @@ def own_difference(backbone: Backbone) -> float | None:
     return float(gap.norm() / expected.norm())
 
 
-def measure_written(name: str) -> Written | None:
-    """Measure one type; None where no twin of it can be read at all."""
+def measure_written(name: str) -> Row | None:
+    """Measure one type; None where no twin of it can be read at all.
+
+    Returns:
+      Whether answers are read again, and why; the largest difference of a family of
+      signals, None where nothing was read; and of the model's own logits, None where it
+      takes no cache.
+    """
     rows = []
     for dtype in DTYPES:
         try:
@@ -791,8 +771,17 @@ def measure_written(name: str) -> Written | None:
         except ValueError:
             pass  # the reason says it
         rows.append((reason, largest, own_difference(backbone)))
-    reasons, differences, own = zip(*rows, strict=True)
-    return Written(name=name, reasons=reasons, differences=differences, own=own)
+    (why, single, own_single), (why_half, half, own_half) = rows
+    reason = why or why_half or ""
+    return {
+        "type": name,
+        "read": "again" if reason else "while writing",
+        "fp32": single,
+        "fp32 of its own": own_single,
+        "bf16": half,
+        "bf16 of its own": own_half,
+        "reason": reason.partition(": ")[2] or reason,
+    }
 
 
 @click.command()

@@ -24,12 +24,12 @@ import numpy as np
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
-from beatrice.benchmarks.bench.commands import AS_JSON, RowPrinter
+from beatrice.benchmarks.bench.commands import Row, RowPrinter
 from beatrice.benchmarks.bench.grid import paper
 from beatrice.extract.records import SETTINGS, Setting
 from beatrice.extract.run.console import Progress, quiet
 from beatrice.extract.run.stages import bytes_in_words
-from beatrice.extract.run.verbs import options
+from beatrice.extract.run.verbs import AS_JSON, options
 from beatrice.extract.store.families import Dtype, StoreConfig
 from beatrice.jaxprobe.commands import DeviceOptions
 from beatrice.jaxprobe.config import GridConfig, StreamConfig, as_bytes
@@ -198,30 +198,23 @@ def paper_sizes(setting: Setting, is_mixed: bool = False) -> Sizes:
     return Sizes.of(config, paper(1).dims, lengths, where, device_dtypes)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Planned:
-    """A setting's plan, in bytes."""
-
-    setting: Setting
-    plan: Plan
-
-    def cells(self) -> dict[str, str]:
-        """Return the row by its columns."""
-        plan, needed = self.plan, self.plan.needed
-        assert needed is not None and plan.limit is not None
-        sizes = {
-            "rows and weights": needed.arguments + needed.outputs,
-            "temporaries": needed.temporaries,
-            "other rows": plan.resident,
-            "all": needed.total + plan.resident,
-            "limit": plan.limit,
-        }
-        return {
-            "setting": self.setting,
-            "members": str(plan.n_subsets * plan.n_seeds),
-            "rows": str(plan.n_rows),
-            **{name: bytes_in_words(size) for name, size in sizes.items()},
-        }
+def plan_row(setting: Setting, plan: Plan) -> Row:
+    """Return the row of a setting's plan."""
+    needed = plan.needed
+    assert needed is not None and plan.limit is not None
+    sizes = {
+        "rows and weights": needed.arguments + needed.outputs,
+        "temporaries": needed.temporaries,
+        "other rows": plan.resident,
+        "all": needed.total + plan.resident,
+        "limit": plan.limit,
+    }
+    return {
+        "setting": setting,
+        "members": plan.n_subsets * plan.n_seeds,
+        "rows": plan.n_rows,
+        **{name: bytes_in_words(size) for name, size in sizes.items()},
+    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -237,18 +230,18 @@ class Operation:
     seconds: float  # likewise, at the peak that binds
     is_memory_bound: bool  # whether that is memory's
 
-    def cells(self) -> dict[str, str]:
+    def row(self) -> Row:
         """Return the row by its columns."""
         return {
             "setting": self.setting,
             "product": self.role,
-            "times": str(self.n),
+            "times": self.n,
             "of what": self.shapes,
-            "GFLOP": f"{self.n_flops / 1e9:.1f}",
-            "MB": f"{self.n_bytes / 1e6:,.0f}",
-            "FLOP/byte": f"{self.n_flops / self.n_bytes:.0f}",
+            "GFLOP": self.n_flops / 1e9,
+            "MB": self.n_bytes / 1e6,
+            "FLOP/byte": self.n_flops / self.n_bytes,
             "bound by": "memory" if self.is_memory_bound else "products",
-            "ms": f"{1e3 * self.seconds:.2f}",
+            "ms": 1e3 * self.seconds,
         }
 
 
@@ -271,26 +264,26 @@ class Work:
         """The time of a batch by roofline."""
         return self.product_seconds + self.other_seconds
 
-    def cells(self) -> dict[str, str]:
+    def row(self) -> Row:
         """Return the row by its columns."""
         return {
             "setting": self.setting,
-            "GFLOP a batch in products": f"{self.n_flops / 1e9:,.0f}",
-            "of members' own families": f"{self.own_flops / self.n_flops:.0%}",
-            "XLA counts": f"{self.xla_flops / 1e9:,.0f}",
-            "roofline time of a batch": f"{1e3 * self.seconds:,.0f} ms",
-            "of 60 epochs": f"{self.n_batches * self.seconds / 60:.0f} min",
-            "products at peak": f"{self.product_seconds / self.seconds:.0%}",
-            "bound by memory": f"{self.memory_share:.0%} of products",
+            "GFLOP a batch in products": self.n_flops / 1e9,
+            "share of members' own families": self.own_flops / self.n_flops,
+            "XLA counts GFLOP": self.xla_flops / 1e9,
+            "roofline ms of a batch": 1e3 * self.seconds,
+            "minutes of 60 epochs": self.n_batches * self.seconds / 60,
+            "share of products at peak": self.product_seconds / self.seconds,
+            "share of products bound by memory": self.memory_share,
         }
 
 
 def planned(
     setting: Setting, memory: int, is_mixed: bool = False
-) -> tuple[Sizes, Planned]:
+) -> tuple[Sizes, Plan]:
     """Plan a setting of the paper's run for a device of `memory` bytes."""
     sizes = paper_sizes(setting, is_mixed)
-    return sizes, Planned(setting=setting, plan=choose(sizes, memory))
+    return sizes, choose(sizes, memory)
 
 
 def cuda_module(sizes: Sizes, plan: Plan) -> Module:
@@ -447,20 +440,18 @@ def plan(
     n_bytes = planned_for.device_memory
     memory = as_bytes(n_bytes) if n_bytes else on.memory
     printer, progress = RowPrinter(as_json), Progress()
-    rows, notes = [], []
+    plans, works, shown, notes = [], [], [], []
     for setting in SETTINGS:
         progress.note(f"{setting}: compiling blocks")
-        sizes, row = planned(setting, memory, is_mixed)
-        module = cuda_module(sizes, row.plan)
+        sizes, plan = planned(setting, memory, is_mixed)
+        module = cuda_module(sizes, plan)
         products = operations(setting, sizes, module, on)
-        rows.append((row, products, work_of(setting, sizes, row.plan, products, on)))
-        notes.extend(in_words(setting, sizes, row.plan, module))
+        work = work_of(setting, sizes, plan, products, on)
+        plans.append(plan_row(setting, plan))
+        works.append(work.row())
+        shown += [operation.row() for operation in products[:_SHOWN]]
+        notes.extend(in_words(setting, sizes, plan, module))
     printer.text(f"Arithmetic for one {device.upper()}, not measured.\n")
-    for row, _, _ in rows:
+    for row in (*plans, *works, *shown):
         printer.row(row)
-    for _, _, work in rows:
-        printer.row(work)
-    for _, products, _ in rows:
-        for operation in products[:_SHOWN]:
-            printer.row(operation)
     printer.text("\n" + "\n".join(notes))

@@ -10,9 +10,6 @@ PyTorch trains one head after another: the function, protocol and stopping rule 
 
 import dataclasses
 import itertools
-import statistics
-import time
-from collections.abc import Callable
 from typing import Any
 
 import click
@@ -23,7 +20,8 @@ import torch
 from sklearn.metrics import roc_auc_score
 from torch.nn.functional import binary_cross_entropy_with_logits, one_hot
 
-from beatrice.benchmarks.bench.commands import AS_JSON, RowPrinter
+from beatrice.benchmarks.bench.commands import Row, RowPrinter, take_turns
+from beatrice.extract.run.verbs import AS_JSON
 from beatrice.jaxprobe import fusion
 from beatrice.jaxprobe.config import FusionConfig, TrainConfig, set_compiler
 from beatrice.jaxprobe.fusion import PoolOutputs, head_inputs
@@ -65,42 +63,6 @@ WIDTHS = {
         d_pooled=256, hidden=128, n_pool=15, n_torch=6, n_epochs=4, n_turns=2
     ),
 }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SelectCost:
-    """The row of the table; rates and their ratio are medians over turns.
-
-    The mean of a set's logits, `select --set fusion=mean`, has nothing to train. AUROC
-    is the mean over heads on validation rows, and `largest_difference` that of logits
-    from the same weights.
-    """
-
-    widths: str
-    heads_per_second: float
-    torch_heads_per_second: float
-    ratio: float
-    means_per_second: float
-    mean_ratio: float
-    torch_threads: int
-    auroc: float
-    torch_auroc: float
-    mean_auroc: float
-    largest_difference: float
-
-    def cells(self) -> dict[str, str]:
-        """Return the row by its columns."""
-        torch_rate = f"{self.torch_heads_per_second:.2f}"
-        return {
-            "widths": self.widths,
-            "heads/s": f"{self.heads_per_second:.1f}",
-            "PyTorch loop, heads/s": f"{torch_rate} ({self.torch_threads} threads)",
-            "ratio": f"{self.ratio:.1f}",
-            "mean logits, sets/s": f"{self.means_per_second:.0f}",
-            "mean logits / heads": f"{self.mean_ratio:.1f}",
-            "AUROC: heads, loop, mean logits": f"{self.auroc:.4f} / "
-            f"{self.torch_auroc:.4f} / {self.mean_auroc:.4f}",
-        }
 
 
 def rows_of_set(outputs: np.ndarray) -> torch.Tensor:
@@ -259,22 +221,14 @@ def largest_difference(
     return float(np.max(gaps))  # NaN if one is
 
 
-def _seconds(work: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
+def measure(widths: str, config: SelectSizes) -> Row:
+    """Time one round of the search and the loop over some of its heads, in turns.
 
-
-def _best_threads(loop: Callable[[], None]) -> int:
-    seconds = {}
-    for n_threads in (1, 2):
-        torch.set_num_threads(n_threads)
-        seconds[n_threads] = _seconds(loop)
-    return min(seconds, key=seconds.__getitem__)
-
-
-def measure(widths: str, config: SelectSizes) -> SelectCost:
-    """Time one round of the search and the loop over some of its heads, in turns."""
+    Returns:
+      Rates and ratios, medians over turns; the mean of a set's logits, `select --set
+      fusion=mean`, has nothing to train. AUROC is the mean over heads on validation
+      rows, the difference that of logits from the same weights.
+    """
     train = made_up_outputs(config, config.n_train, 1)
     valid = made_up_outputs(config, config.n_valid, 2)
     shape, protocol = FusionConfig(hidden=config.hidden), config.protocol
@@ -303,30 +257,31 @@ def measure(widths: str, config: SelectSizes) -> SelectCost:
             pairs = (ours, labels), (theirs, truth)
             aurocs.append(fit_head(*pairs, len(members), shape, protocol))
 
-    n_threads = _best_threads(loop)
+    seconds: dict[int, float] = {}
+    for n_threads in (1, 2):
+        torch.set_num_threads(n_threads)
+        seconds[n_threads] = take_turns([loop], 1)[0, 0, 0]
+    n_threads = min(seconds, key=seconds.__getitem__)
     torch.set_num_threads(n_threads)
     n_search, n_loop = len(sets) * config.n_seeds, min(config.n_torch, len(sets))
-    turns = [
-        (
-            n_search / _seconds(search),
-            n_loop / _seconds(loop),
-            n_search / _seconds(lambda: search(untrained)),
-        )
-        for _ in range(config.n_turns)
-    ]
-    return SelectCost(
-        widths=widths,
-        heads_per_second=statistics.median(a for a, _, _ in turns),
-        torch_heads_per_second=statistics.median(b for _, b, _ in turns),
-        ratio=statistics.median(a / b for a, b, _ in turns),
-        means_per_second=statistics.median(c for _, _, c in turns),
-        mean_ratio=statistics.median(c / a for a, _, c in turns),
-        torch_threads=n_threads,
-        auroc=float(heads.info.best_auroc[: config.n_torch, 0].mean()),
-        torch_auroc=float(np.mean(aurocs)),
-        mean_auroc=float(means.info.best_auroc[: config.n_torch, 0].mean()),
-        largest_difference=difference,
-    )
+    runs = search, loop, lambda: search(untrained)
+    turns = take_turns(runs, config.n_turns)[..., 0]
+    rates = np.array([n_search, n_loop, n_search]) / turns
+    ours, theirs, mean = np.median(rates, axis=0).tolist()
+    first_seed = slice(config.n_torch), 0
+    return {
+        "widths": widths,
+        "heads/s": ours,
+        "PyTorch loop, heads/s": theirs,
+        "its threads": n_threads,
+        "ratio": float(np.median(rates[:, 0] / rates[:, 1])),
+        "mean logits, sets/s": mean,
+        "mean logits / heads": float(np.median(rates[:, 2] / rates[:, 0])),
+        "AUROC of heads": float(heads.info.best_auroc[first_seed].mean()),
+        "of the loop": float(np.mean(aurocs)),
+        "of mean logits": float(means.info.best_auroc[first_seed].mean()),
+        "largest difference": difference,
+    }
 
 
 @click.command()

@@ -17,7 +17,7 @@ import itertools
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,13 @@ from safetensors.numpy import load_file
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from beatrice.benchmarks.bench.commands import (
-    AS_JSON,
     MIB,
+    N_THREADS,
+    ROUNDS,
     Remote,
+    Row,
     RowPrinter,
+    take_turns,
 )
 from beatrice.benchmarks.bench.grid import (
     WIDTHS,
@@ -53,6 +56,7 @@ from beatrice.benchmarks.bench.torch_encoder import (
 from beatrice.extract.run.console import Progress, quiet
 from beatrice.extract.run.memory import begin_peak
 from beatrice.extract.run.share import Share
+from beatrice.extract.run.verbs import AS_JSON
 from beatrice.jaxprobe.config import XLA_FLAGS
 from beatrice.jaxprobe.grid import Member
 from beatrice.jaxprobe.memory import (
@@ -191,15 +195,10 @@ KINDS = {
     "mixed": "(d) grid, products in bfloat16",
 }
 TORCH = ("stack", "loop")
-HEAD = (
-    "method, encoder-steps/s, GFLOP/s, share of fp32 peak, time over (a)'s, peak MiB, "
-    "largest loss difference"
-).split(", ")
 # Of losses near 0.7 after a few steps: fp32 sums in another order, and Adam's division
 # makes a small difference of a small gradient a difference of a whole step.
 TOLERANCE = 1e-3
 MIXED_TOLERANCE = 3e-2  # the same, with operands of eight bits
-N_THREADS = 2  # members side by side, and threads of the products' peak
 Note = Callable[[str], None]
 
 
@@ -280,11 +279,9 @@ class Method:
         """Make data and weights, and compile."""
         self._all("prepare")
 
-    def turn(self) -> float:
-        """Train every member for the workload's steps; return seconds."""
-        began = time.perf_counter()
+    def turn(self) -> None:
+        """Train every member for the workload's steps."""
         self._all("turn")
-        return time.perf_counter() - began
 
     def peak_mib(self) -> float:
         """Return peak memory above the libraries, summed over the processes."""
@@ -344,61 +341,13 @@ def product_gflops(n: int = 2048, n_repeats: int = 4) -> float:
     return 2 * n**3 / best / 1e9
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainCost:
-    """One method: a row of the table; rates, shares and ratios are medians over rounds.
-
-    `steps_per_second` counts encoder-steps, `peak_share` is of the rate of matrix
-    products in the same round, `ratio` this one's time over the grid's in a round, its
-    least and largest in `ratio_range`, and memory stands above the libraries, data
-    included.
-    """
-
-    kind: str
-    steps_per_second: float
-    gflops: float
-    peak_share: float
-    ratio: float
-    ratio_range: tuple[float, float]
-    peak_mib: float
-    loss_difference: float
-    peak_gflops: float
-
-    def cells(self) -> list[str]:
-        """Return the cells of the row in the order of `HEAD`."""
-        return [
-            KINDS[self.kind],
-            f"{self.steps_per_second:.1f}",
-            f"{self.gflops:.1f}",
-            f"{self.peak_share:.0%}",
-            "{:.2f} [{:.2f}, {:.2f}]".format(self.ratio, *self.ratio_range),
-            f"{self.peak_mib:.0f}",
-            f"{self.loss_difference:.1g}",
-        ]
-
-
-def _take_turns(
-    methods: Sequence[Method], n_rounds: int, note: Note
-) -> Iterator[tuple[dict[str, float], float]]:
-    """Yield each round's seconds by method, and its rate of products in GFLOP/s."""
-    for method in methods:
-        note(f"{method.kind}: compiles")
-        method.prepare()
-    for i in range(n_rounds):
-        note(f"round {i + 1} of {n_rounds}")
-        peak = product_gflops()
-        first = i % len(methods)  # another one begins in each round
-        order = [*methods[first:], *methods[:first]]
-        yield {method.kind: method.turn() for method in order}, peak
-
-
 def measure(
     workload: Workload,
     *,
     n_rounds: int,
     check: CheckSize | None = None,
     note: Note = lambda text: None,
-) -> list[TrainCost]:
+) -> list[Row]:
     """Check and time the methods; return a row of each.
 
     Args:
@@ -406,6 +355,11 @@ def measure(
       n_rounds: turns of each.
       check: how losses are compared.
       note: told what is going on.
+
+    Returns:
+      Rates, shares and ratios, medians over rounds: encoder-steps; the share of the
+      rate of matrix products in the same round; the time over the grid's in a round,
+      with its least and largest. Memory stands above the libraries, data included.
     """
     check = check or CheckSize()
     n_steps = workload.n_steps * len(workload.members)
@@ -420,27 +374,30 @@ def measure(
             methods.append(stack.enter_context(contextlib.closing(method)))
         note("losses")
         differences = require_same_losses({x.kind: x.losses(check) for x in methods})
-        rounds = list(_take_turns(methods, n_rounds, note))
-        peaks = {method.kind: method.peak_mib() for method in methods}
+        for method in methods:
+            note(f"{method.kind}: compiles")
+            method.prepare()
+        products: list[float] = []  # GFLOP/s
+        runs = [lambda: products.append(product_gflops()), *(x.turn for x in methods)]
+        note(f"rounds: {n_rounds}")
+        _, *seconds = take_turns(runs, n_rounds)[..., 0].T
+        peaks = [method.peak_mib() for method in methods]
     flops = turn_flops(workload, workload.members)
-    products = np.array([rate for _, rate in rounds])
-    grid = np.array([seconds["grid"] for seconds, _ in rounds])
     rows = []
-    for kind in KINDS:
-        turn_seconds = np.array([seconds[kind] for seconds, _ in rounds])
-        gflops, ratios = flops / turn_seconds / 1e9, turn_seconds / grid
+    for kind, turn_seconds, peak in zip(KINDS, seconds, peaks, strict=True):
+        gflops, ratios = flops / turn_seconds / 1e9, turn_seconds / seconds[0]
+        ratio = np.median(ratios), ratios.min(), ratios.max()
         rows.append(
-            TrainCost(
-                kind=kind,
-                steps_per_second=n_steps / float(np.median(turn_seconds)),
-                gflops=float(np.median(gflops)),
-                peak_share=float(np.median(gflops / products)),
-                ratio=float(np.median(ratios)),
-                ratio_range=(float(ratios.min()), float(ratios.max())),
-                peak_mib=peaks[kind],
-                loss_difference=differences[kind],
-                peak_gflops=float(np.median(products)),
-            )
+            {
+                "method": KINDS[kind],
+                "encoder-steps/s": n_steps / float(np.median(turn_seconds)),
+                "GFLOP/s": float(np.median(gflops)),
+                "share of fp32 peak": float(np.median(gflops / products[1:])),
+                "time over (a)'s": tuple(map(float, ratio)),
+                "peak MiB": peak,
+                "largest loss difference": differences[kind],
+                "fp32 peak, GFLOP/s": float(np.median(products[1:])),
+            }
         )
     return rows
 
@@ -453,7 +410,7 @@ def measure(
     help="Sizes of the encoders and their signals.",
 )
 @click.option("--steps", type=click.IntRange(min=1), default=8, help="In a turn.")
-@click.option("--rounds", type=click.IntRange(min=1), default=5, help="Turns of each.")
+@ROUNDS
 @AS_JSON
 def train(widths: str, steps: int, rounds: int, as_json: bool) -> None:
     """Time the training grid beside PyTorch.
@@ -467,13 +424,12 @@ def train(widths: str, steps: int, rounds: int, as_json: bool) -> None:
     work = WIDTHS[widths](steps)
     rows = measure(work, n_rounds=rounds, note=Progress().note)
     printer = RowPrinter(as_json)
-    printer.head(HEAD)
     for row in rows:
         printer.row(row)
-    printer.not_measured(["GPU, all of them"], HEAD)
+    printer.text("\nGPU: not measured")
     printer.text(
         f"\n{machine()}; medians of {rounds} turns of {steps} steps [least, largest]; "
-        f"fp32 peak {rows[0].peak_gflops:.0f} GFLOP/s (products of 2048 x 2048, the "
-        f"median over rounds); {len(work.members)} encoders, {work.n_tokens} positions "
-        f"an example, batches of {work.batch_size}."
+        f"fp32 peak of products of 2048 x 2048, the median over rounds; "
+        f"{len(work.members)} encoders, {work.n_tokens} positions an example, batches "
+        f"of {work.batch_size}."
     )

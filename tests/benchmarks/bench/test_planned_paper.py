@@ -41,8 +41,7 @@ plan_of = functools.cache(planned)  # each traces and compiles a step of the pap
 def test_the_papers_training_fits_as_compiled_with_a_share_kept_free(
     setting, memory, n_rows
 ):
-    sizes, row = plan_of(setting, memory * GIB)
-    plan = row.plan
+    sizes, plan = plan_of(setting, memory * GIB)
     assert plan.resident + plan.needed.total <= plan.limit == int(0.85 * memory * GIB)
     assert (plan.n_subsets, plan.n_seeds, plan.n_rows) == (15, 3, n_rows)
     if n_rows < sizes.train.batch_size:  # twice as many do not fit
@@ -111,13 +110,13 @@ def test_functions_that_are_called_twice_count_twice():
     "setting", ["closed_book", pytest.param("with_context", marks=pytest.mark.slow)]
 )
 def test_time_by_roofline_is_that_of_the_peak_that_binds(setting):
-    sizes, row = plan_of(setting, 80 * GIB)
-    module, device = cuda_module(sizes, row.plan), DEVICES["h100"]
+    sizes, plan = plan_of(setting, 80 * GIB)
+    module, device = cuda_module(sizes, plan), DEVICES["h100"]
     timed = operations(setting, sizes, module, device)
     for operation in timed:
         products, memory = operation.n_flops / 494.7e12, operation.n_bytes / 3.35e12
         assert operation.seconds == pytest.approx(max(products, memory))
         assert operation.is_memory_bound == (memory > products)
-    work = work_of(setting, sizes, row.plan, timed, device)
+    work = work_of(setting, sizes, plan, timed, device)
     assert work.own_flops < work.n_flops < work.xla_flops < 1.1 * work.n_flops
     assert work.seconds > work.n_flops / 494.7e12
