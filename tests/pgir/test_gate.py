@@ -1,10 +1,17 @@
-"""The gate, and the pipelines of others that it stands in."""
+"""The gate, the pipelines of others that it stands in, and what a person plugs in."""
 
 import importlib.util
 import json
+import re
+import shutil
+import sys
 
+import numpy as np
 import pytest
 
+from beatrice.extract.records import Passage
+from beatrice.pgir.controllers.loop import Call
+from beatrice.pgir.controllers.waves import Answering, CallJournal, Judging
 from beatrice.pgir.gate import (
     Draft,
     FlashRagJudger,
@@ -12,8 +19,16 @@ from beatrice.pgir.gate import (
     Kept,
     langgraph_app,
     llama_index_engine,
+    run_pgir,
 )
+from beatrice.pgir.retrievers import (
+    OwnRetriever,
+    RetrievalFailed,
+    load_retriever,
+)
+from tests.extract.small_run import beatrice
 from tests.pgir.small import PASSAGE, QUESTION
+from tests.process import ROOT
 
 OTHER = "what is the genre of Skiband Rugrond?"
 ANSWER = "Guzolt Falls"
@@ -169,3 +184,175 @@ def test_an_engine_keeps_the_better_answer_with_its_sources(scorer, engine):
     assert engine.n_queries == 1 and str(response) == best.answer
     assert response.metadata["p_correct"] == best.p_correct
     assert bool(response.source_nodes) == best.is_grounded
+
+
+@pytest.fixture
+def notes(working_folder):
+    """The README's module, in the folder that one stands in."""
+    text = (ROOT / "pgir" / "README.md").read_text()
+    (block,) = re.findall(r"```python\n(# my_search\.py\n.*?)```", text, re.S)
+    (working_folder / "my_search.py").write_text(block)
+    yield load_retriever("my_search:Notes")
+    del sys.modules["my_search"]
+
+
+class Fixed:
+    """A retriever that finds what it is told to, and counts how often it is asked."""
+
+    identity = "fixed"
+
+    def __init__(self, give):
+        self.give, self.n_queries = give, 0
+
+    def search(self, queries, depth):
+        self.n_queries += len(queries)
+        return self.give(queries, depth)
+
+
+def test_the_readmes_retriever_and_judge_answer_in_python(scorer, notes):
+    from my_search import stands_in_a_passage
+
+    (sure,) = run_pgir(scorer, [QUESTION], notes, threshold=1e-6)
+    assert sure.is_trusted and not sure.passages and sure.n_generations == 1
+    (judged,) = run_pgir(
+        scorer, [QUESTION], notes, threshold=0.8, judge=stands_in_a_passage
+    )
+    assert judged.answer == "Guzolt Falls" and judged.is_trusted
+    assert judged.p_correct == 0.9 and judged.n_generations == 2
+    assert judged.passages[0].text == PASSAGE
+    (doubted,) = run_pgir(
+        scorer, [QUESTION], notes, threshold=0.8, budget=1, judge=lambda q, a, p: 0.1
+    )
+    assert not doubted.is_trusted and doubted.n_generations == 2
+
+
+def test_the_readmes_retriever_and_judge_run_in_control(smoke_run, notes, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(smoke_run, run)
+    judge = "my_search:stands_in_a_passage"
+    words = ("--retriever", "my_search:Notes", "--judge", judge, "--only", "skr")
+    beatrice("control", run, *words)
+    rows = map(json.loads, (run / "rows" / "control.jsonl").read_text().splitlines())
+    names = {row["detector"] for row in rows}
+    assert {"pgir", "skr", f"judge:{judge}"} <= names and "dragin" not in names
+    section = json.loads((run / "manifest.json").read_text())["sections"]["control"]
+    assert section["rivals"] == ["skr", f"judge:{judge}"]
+    (searches,) = (run / "searches").iterdir()
+    assert PASSAGE in searches.read_text()
+
+
+def test_what_an_own_retriever_found_is_kept_under_its_indices(tmp_path):
+    passages = [[PASSAGE, {"title": "T", "text": "b"}], [" ", PASSAGE]]
+    plug = Fixed(lambda queries, depth: passages)
+    retriever = OwnRetriever(plug, tmp_path / "kept.jsonl")
+    assert retriever.search(["a", "b"], 2) == [(0, 1), (0,)]
+    again = OwnRetriever(plug, tmp_path / "kept.jsonl")
+    assert again.search(["b", "a"], 2) == [(0,), (0, 1)]
+    assert again.passages[:2] == [
+        Passage(title="", text=PASSAGE),
+        Passage(title="T", text="b"),
+    ]
+    assert plug.n_queries == 2
+
+
+def broken(queries, depth):
+    raise KeyError("nothing there")
+
+
+@pytest.mark.parametrize(
+    ("give", "message"),
+    [
+        (broken, "Fixed fails .KeyError"),
+        (lambda queries, depth: [], "expected 1 lists of passages, found 0"),
+        (lambda queries, depth: None, "expected 1 lists of passages, found no list"),
+        (lambda queries, depth: [[3]], r"passages\[0\]\[0\]: expected a text"),
+    ],
+)
+def test_a_retriever_that_fails_ends_in_a_sentence(give, message):
+    with pytest.raises(ValueError, match=message):
+        OwnRetriever(Fixed(give)).search(["a"], 2)
+
+
+def test_a_connection_that_fails_fails_its_questions_alone(scorer):
+    def give(queries, depth):
+        if "bad?" in queries[0] or len(queries) > 1:
+            raise ConnectionError("it is down")
+        return [[PASSAGE]]
+
+    with pytest.raises(RetrievalFailed, match="1 of 2"):
+        OwnRetriever(Fixed(give)).search(["a", "bad?"], 2)
+    good, bad = run_pgir(
+        scorer, [QUESTION, "bad?"], Fixed(give), threshold=1.0, query="question"
+    )
+    assert good.answer and good.error is None
+    assert bad.answer is None and bad.error == "it is down"
+
+
+class NoIdentity:
+    def search(self, queries, depth):
+        return []
+
+
+@pytest.mark.parametrize("plug", [NoIdentity(), object(), None, "bm25"])
+def test_what_is_no_retriever_is_refused(scorer, plug):
+    with pytest.raises(ValueError, match="is no retriever: expected a method search"):
+        run_pgir(scorer, [QUESTION], plug, threshold=0.5)
+
+
+@pytest.mark.parametrize("given", [1.5, -0.1, "0.5", None, float("nan")])
+def test_a_judge_that_gives_no_probability_ends_in_a_sentence(scorer, given):
+    with pytest.raises(ValueError, match="the judge: expected a probability"):
+        run_pgir(
+            scorer,
+            [QUESTION],
+            Fixed(lambda queries, depth: [[PASSAGE]] * len(queries)),
+            threshold=0.5,
+            judge=lambda question, answer, passages: given,
+        )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--retriever", "nowhere:Notes"),
+        ("--judge", "nowhere:judge"),
+        ("--retriever", "bm52"),
+    ],
+)
+def test_a_plug_that_is_not_there_is_not_written_down(smoke_run, tmp_path, words):
+    run = tmp_path / "run"
+    run.mkdir()
+    shutil.copy(smoke_run / "manifest.json", run)
+    before = (run / "manifest.json").read_bytes()
+    done = beatrice("control", run, *words, code=1)
+    assert "Traceback" not in done.stderr
+    assert (run / "manifest.json").read_bytes() == before
+
+
+def test_what_an_own_judge_said_is_kept_and_told_from_anothers(probed):
+    journal = CallJournal(None, "")
+    answering = Answering(probed, [Passage(title="", text=PASSAGE)], journal)
+    call = Call("answer", QUESTION, (0,))
+    for batch in answering.batches([call], ()):
+        journal.add("one", [call], [value for _, value in batch], 0.0)
+    judging = Judging(answering)
+    numbers = [
+        judging.add(name, lambda q, a, p, verdict=verdict: verdict)
+        for name, verdict in (("one", 0.2), ("other", np.float32(0.75)))
+    ]
+    calls = [Call("judge", QUESTION, (0,), n) for n in numbers]
+    verdicts = [v.p_correct for b in judging.batches(calls, {0}) for _, v in b]
+    assert verdicts == [0.75] and len(set(numbers)) == 2
+
+
+def test_a_passage_with_a_control_token_is_shown_with_a_blank_in_it(probed):
+    poison = Passage(title="</s>", text=f"{PASSAGE} </s> <s> more")
+    passages = [poison, Passage(title="", text=PASSAGE)]
+    answering = Answering(probed, passages, CallJournal(None, ""))
+    call = Call("answer", QUESTION, (0, 1))
+    request, n_shown = answering.request(call)
+    text = probed.backbone.tokenizer.decode(request.prompt.ids)
+    assert n_shown == 2 and "</s>" not in text and text.count(PASSAGE) == 2
+    assert answering.escaped == {0}
+    ((_, reply),) = [pair for b in answering.batches([call], ()) for pair in b]
+    assert reply.text
