@@ -6,7 +6,6 @@ signals are asked of real processes.
 
 import json
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,8 +14,6 @@ import click
 import pytest
 
 from beatrice.cli import HEADINGS, VERBS, main
-from beatrice.extract.backbone.names import WEIGHTS
-from tests.extract.backbone.test_loading import edit
 from tests.extract.small_run import assert_error_sentence, beatrice
 from tests.process import ROOT, call
 
@@ -69,10 +66,6 @@ def test_what_is_mistyped_gets_a_suggestion(words, meant):
     assert meant in beatrice(*words.split(), code=2).stderr
 
 
-def test_an_unknown_option_is_wrong_usage():
-    assert "Traceback" not in call("demo", "x", "--colour", code=2).stderr
-
-
 def test_underscores_are_accepted_in_options(tmp_path):
     line = ("demo", tmp_path / "x", "--hidden_spans", "sideways")
     assert "answer" in beatrice(*line, code=2).stderr
@@ -101,6 +94,9 @@ WRONG_USAGE = [
     ("label RUN --server http://x/v1", "--server"),
     ("label RUN --n-samples 5", "--n-samples is for --audit"),
     ("rewrite RUN --model /no/model", "--model"),
+    (f"label RUN --annotations {__file__}", "give both"),
+    ("label RUN --vote majority", "model as --judge"),
+    ("label RUN --judge m --set max_cost=1", "give --server too"),
 ]
 
 
@@ -126,31 +122,10 @@ def test_wrong_usage_of_a_run_is_told_at_once(small_run, words, message):
     assert message in beatrice(*line, code=2).output
 
 
-def test_a_model_whose_config_cannot_be_used_is_one_sentence(tmp_path):
-    model, run = shutil.copytree(WEIGHTS, tmp_path / "model"), tmp_path / "run"
-    edit(model, hidden_act="no-such")
-    line = ("data", run, "--world", "--preset", "smoke", "--model", model)
-    done = beatrice(*line, code=1)
-    assert_error_sentence(done, str(model), "could not be loaded", "no-such")
-    assert not run.exists()
-
-
 def test_a_run_of_another_configuration_is_refused(small_run):
     line = ("data", small_run, "--world", "--preset", "smoke", "--seed", 5)
     done = beatrice(*line, code=1)
     assert_error_sentence(done, "seed=0;", "seed=5;", "choose another directory")
-
-
-def test_another_preset_is_told_before_and_without_what_follows_from_it(small_run):
-    done = beatrice("data", small_run, "--world", "--preset", "demo", code=1)
-    assert_error_sentence(done, "a run with preset='smoke';", "for preset='demo';")
-
-
-def test_a_directory_that_is_no_run_is_refused_and_left_alone(tmp_path):
-    (tmp_path / "thesis.txt").write_text("mine")
-    done = call("data", tmp_path, "--world", "--preset", "smoke", code=1)
-    assert_error_sentence(done, str(tmp_path))
-    assert [p.name for p in tmp_path.iterdir()] == ["thesis.txt"]
 
 
 def test_a_stage_without_its_inputs_says_so(small_run):
@@ -197,23 +172,6 @@ def test_a_verb_says_which_one_comes_next_and_nothing_when_quiet(small_run):
         done = beatrice("data", small_run, "--world", "--preset", "smoke", *quiet)
         assert all(word in done.stderr for word in words)
         assert bool(done.stderr) == (not quiet)
-
-
-def test_the_same_line_again_does_nothing_again(small_run):
-    before = (small_run / "stages" / "world.json").read_bytes()
-    done = beatrice("data", small_run, "--world", "--preset", "smoke")
-    assert "already done" in done.stderr
-    assert (small_run / "stages" / "world.json").read_bytes() == before
-
-
-def test_verify_finds_a_changed_output(small_run, tmp_path):
-    copy = tmp_path / "copy"
-    shutil.copytree(small_run, copy)
-    beatrice("doctor", copy, "--verify")
-    with (copy / "passages.jsonl").open("a") as file:
-        file.write("\n")
-    done = beatrice("doctor", copy, "--verify", code=1)
-    assert_error_sentence(done, "1 problems found")
 
 
 @pytest.mark.slow

@@ -148,16 +148,6 @@ def test_a_probe_answers_and_scores_in_one_pass(run, model):
         probe.answer(QUESTIONS, CONTEXTS[:2])
 
 
-def test_a_model_in_memory_is_read_where_it_is_and_as_it_is(model, examples):
-    backbone = model.backbone
-    ours = beatrice.LanguageModel(backbone.model, backbone.tokenizer)
-    assert "float32 on cpu" in repr(ours)
-    texts = [e.question for e in examples[:3]]
-    ours.prompt = model.prompt  # what a base model is asked by default is another
-    pairs = zip(ours.answer(texts), model.answer(texts), strict=True)
-    assert all(left.token_ids == right.token_ids for left, right in pairs)
-
-
 def test_a_probe_of_a_model_in_memory_scores_with_that_model(model, examples):
     backbone = model.backbone
     ours = beatrice.LanguageModel(
@@ -168,14 +158,9 @@ def test_a_probe_of_a_model_in_memory_scores_with_that_model(model, examples):
     signals = ours.read(answers)
     probe = beatrice.fit(signals, labels, config="smoke", progress=False)
     score = probe.score(examples[0].question, answers[0].text)
+    assert "float32 on cpu" in repr(ours)
     assert probe.scorer.probed.backbone.model is backbone.model
     assert score.p_correct == pytest.approx(probe.predict(signals[:1])[0], abs=1e-4)
-
-
-def test_a_type_is_that_of_the_weights():
-    half = beatrice.LanguageModel("embedded", dtype="bfloat16")
-    assert half.backbone.dtype == torch.bfloat16
-    assert "bfloat16" in repr(half)
 
 
 @pytest.mark.parametrize(
@@ -198,12 +183,7 @@ def test_a_model_that_cannot_be_had_is_one_sentence(given, named):
     ("questions", "contexts", "named"),
     [
         ("where?", None, "questions"),
-        (None, None, "questions"),
-        ([3], None, r"questions\[0\]"),
         (["where?", " "], None, r"questions\[1\]"),
-        (["where?"], "Paris", "contexts"),
-        (["where?"], [], "contexts"),
-        (["where?"], [[]], r"contexts\[0\]"),
         (["where?"], [[3]], r"contexts\[0\]"),
     ],
 )
@@ -212,19 +192,6 @@ def test_what_is_no_question_or_context_is_one_sentence(
 ):
     with pytest.raises(ValueError, match=named):
         model.answer(questions, contexts)
-
-
-def test_contexts_may_be_texts_passages_mappings_or_documents(model):
-    class Document:
-        page_content = "Skiband Rugrond was born in Guzolt Falls."
-        metadata = {"title": ""}
-
-    text = Document.page_content
-    kinds = [text, [text], {"title": "", "text": text}, Document()]
-    kinds.append([beatrice.Passage(title="", text=text)])
-    question = "where was Skiband Rugrond born?"
-    answers = model.answer([question] * len(kinds), kinds)
-    assert len({answer.prompt_ids for answer in answers}) == 1
 
 
 @pytest.mark.parametrize("answers", [None, [], "text", ["text"]])

@@ -20,6 +20,7 @@ from beatrice.extract.backbone.names import model_path
 from beatrice.extract.run.files import CHECKSUMS, write_checksums
 from beatrice.pgir.scorer import Scorer
 from tests.pgir.small import LAYER, PASSAGE, QUESTION, make_detector
+from tests.records import flip_bit
 
 TRAINING_ALONE = (
     "jax", "flax", "optax", "orbax", "tensorstore", "sklearn", "scikit_learn", "scipy",
@@ -83,16 +84,14 @@ def test_the_card_has_its_numbers_and_may_be_edited(folder):
     beatrice.load(folder)
 
 
-def bit_flipped(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
 @pytest.mark.parametrize("name", ["config.json", "probe.safetensors", "eval.json"])
 @pytest.mark.parametrize(
     "damage",
-    [Path.unlink, bit_flipped, lambda p: p.write_bytes(p.read_bytes()[:-9])],
+    [
+        Path.unlink,
+        lambda p: flip_bit(p, 40),
+        lambda p: p.write_bytes(p.read_bytes()[:-9]),
+    ],
     ids=["missing", "flipped", "cut"],
 )
 def test_a_damaged_folder_is_refused_and_the_file_named(folder, name, damage):
@@ -212,6 +211,22 @@ def base_installation(tmp_path_factory):
     return packages
 
 
+@pytest.fixture
+def bare(base_installation):
+    """Return a function that runs Python with these packages and nothing else."""
+
+    def run(*words, **environ):
+        return subprocess.run(
+            [os.path.realpath(sys.executable), "-S", *words],
+            env={**os.environ, "PYTHONPATH": str(base_installation), **environ},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return run
+
+
 PROGRAM = """
 import json, sys
 import beatrice
@@ -234,19 +249,12 @@ def hub_cache(saved, tmp_path):
 
 
 def test_a_probe_of_the_hubs_cache_scores_alike_where_nothing_of_training_is_installed(
-    probe, base_installation, hub_cache
+    probe, bare, hub_cache
 ):
-    environ = {
-        **os.environ,
-        "PYTHONPATH": str(base_installation),
-        "HF_HUB_CACHE": str(hub_cache),
-        "HF_ENDPOINT": "http://127.0.0.1:9",  # nobody answers there
-    }
     words = ["hf://owner/name", json.dumps(ROWS), json.dumps(TRAINING_ALONE)]
-    done = subprocess.run(
-        [os.path.realpath(sys.executable), "-S", "-c", PROGRAM, *words],
-        env=environ, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    nobody = "http://127.0.0.1:9"
+    cache = str(hub_cache)
+    done = bare("-c", PROGRAM, *words, HF_HUB_CACHE=cache, HF_ENDPOINT=nobody)
     assert done.returncode == 0, done.stderr[-2000:]
     raw, text, heavy = json.loads(done.stdout)
     expected = [score.raw for score in probe.score_many(ROWS)]
@@ -255,15 +263,11 @@ def test_a_probe_of_the_hubs_cache_scores_alike_where_nothing_of_training_is_ins
 
 
 def test_an_exported_probe_scores_as_its_run_where_there_is_no_jax(
-    base_installation, smoke_run, tmp_path
+    bare, smoke_run, tmp_path
 ):
     script = str(Path(__file__).parents[2] / "docs" / "probe_equality.py")
     runpy.run_path(script)["write"](smoke_run, tmp_path, 40)
-    done = subprocess.run(
-        [os.path.realpath(sys.executable), "-S", script, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(base_installation)},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = bare(script, str(tmp_path))
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads(done.stdout)
     assert result.pop("loaded") == []
@@ -273,33 +277,28 @@ def test_an_exported_probe_scores_as_its_run_where_there_is_no_jax(
         assert p_correct < 1e-3  # a step of the isotonic map has a slope of hundreds
 
 
-def test_a_score_without_a_threshold_says_so_where_nothing_of_training_is_installed(
-    base_installation,
+@pytest.mark.parametrize(
+    ("words", "code", "shown"),
+    [
+        (
+            ["-c", "import numpy as np; from beatrice.jaxprobe import scope; "
+             "few = scope.Validation(np.ones(9), np.ones(9, bool)); "
+             "print(scope.certify(few, 0.9, 'trust').in_words())"],
+            0,
+            "22 validation answers",
+        ),
+        (["-c", "import beatrice; beatrice.fit"], 1, "beatrice-probe[train]'"),
+        (
+            ["-m", "beatrice", "demo", "nowhere", "--preset", "smoke"],
+            1,
+            "beatrice-probe[train]'",
+        ),
+    ],
+    ids=["a score without a threshold", "a function", "a verb"],
+)  # fmt: skip
+def test_what_needs_training_says_what_to_install_and_what_does_not_works(
+    bare, words, code, shown
 ):
-    program = (
-        "import numpy as np; from beatrice.jaxprobe.scope import Validation, certify; "
-        "few = Validation(np.ones(9), np.ones(9, bool)); "
-        "print(certify(few, 0.9, 'trust').in_words())"
-    )
-    done = subprocess.run(
-        [os.path.realpath(sys.executable), "-S", "-c", program],
-        env={**os.environ, "PYTHONPATH": str(base_installation)},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert "22 validation answers" in done.stdout, done.stderr
-
-
-def test_without_the_training_extra_a_verb_and_a_function_say_what_to_install(
-    base_installation,
-):
-    environ = {**os.environ, "PYTHONPATH": str(base_installation)}
-    python = [os.path.realpath(sys.executable), "-S"]
-    for words in (
-        ["-c", "import beatrice; beatrice.fit"],
-        ["-m", "beatrice", "demo", "nowhere", "--preset", "smoke"],
-    ):
-        done = subprocess.run(
-            python + words, env=environ, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 1
-        assert "pip install 'beatrice-probe[train]'" in done.stderr.splitlines()[-1]
+    done = bare(*words)
+    assert done.returncode == code
+    assert shown in (done.stderr if code else done.stdout).splitlines()[-1]

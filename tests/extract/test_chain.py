@@ -161,34 +161,6 @@ def records_of_answers(run):
     return list(read_records(run / "answers" / "answers.jsonl", Answer))
 
 
-def test_a_file_that_is_refused_leaves_no_run_behind(tmp_path, options):
-    bad = [pub.hotpot(i) for i in range(30)]
-    del bad[7]["answer"]
-    path = pub.write_array(tmp_path / "bad.json", bad)
-    run = tmp_path / "run"
-    line = ("data", run, "--model", "embedded")
-    done = beatrice(*line, "--train", f"hotpotqa={path}", code=1)
-    assert "record 8" in done.stderr
-    assert not run.exists()
-    done = beatrice(*line, "--train", f"hotpotqa={tmp_path / 'no'}", code=1)
-    assert "no such file" in done.stderr
-    assert not run.exists()
-    done = beatrice("data", run, *options, "--model", tmp_path / "none", code=2)
-    assert not run.exists()
-
-
-def test_a_run_of_other_questions_or_other_words_is_refused(tmp_path, options):
-    run = tmp_path / "run"
-    line = chain(run, *options)["data"]
-    beatrice(*line)
-    done = beatrice(*line, "--template", "short", code=1)
-    assert "template='paper'" in done.stderr
-    done = beatrice(*line, "--n-train", 9, code=1)
-    assert "n_train=9" in done.stderr
-    done = beatrice("data", run, "--world", "--preset", "smoke", code=1)
-    assert "holds a run with no world; you asked for one with world" in done.stderr
-
-
 def n_bytes(path):
     return path.stat().st_size if path.exists() else 0
 

@@ -50,7 +50,7 @@ from beatrice.jaxprobe.rows import rows_of, training_set
 from beatrice.jaxprobe.tokens import read_features, split_families
 from beatrice.jaxprobe.train import train_encoders
 from beatrice.selection.greedy import fused_probability, select
-from tests.jaxprobe.samples import assert_same_leaves, store_like
+from tests.jaxprobe.samples import store_like
 from tests.records import a_label, an_example
 
 CONFIG = EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2)
@@ -301,15 +301,6 @@ def test_every_subset_of_three_families_is_trained_with_every_seed(trained):
     assert data.dims.letters == "MLF" and data.dims.n_subsets == 7
     assert grid.members == tuple(Member(k, s) for s in range(N_SEEDS) for k in range(7))
     assert outputs.logits.shape == (7 * N_SEEDS, N)
-
-
-def test_a_member_of_three_families_equals_its_solo_fit(trained):
-    *_, data, (grid, outputs) = trained
-    subset = data.dims.subset_index("LF")
-    alone, solo = train_encoders(data, GRID, subsets=[subset])
-    places = [grid.members.index(member) for member in alone.members]
-    assert_same_leaves(jax.tree.map(lambda x: x[places], grid.params), alone.params)
-    np.testing.assert_array_equal(outputs.logits[places], solo.logits)
 
 
 def test_arrays_alone_make_a_detector_that_is_saved_and_scores(trained, tmp_path):

@@ -4,7 +4,7 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 
 from beatrice.benchmarks.results.tables import find, results_of
 from beatrice.benchmarks.results.tables import where as select
-from beatrice.extract.records import IN_DOMAIN, is_safe_name
+from beatrice.extract.records import IN_DOMAIN
 from beatrice.jaxprobe.evaluation import Scored, detection_rows, permute_by_question
 from beatrice.jaxprobe.metrics import (
     BootstrapConfig,
@@ -115,10 +115,6 @@ def test_one_in_domain_set_is_its_own_pool():
         pooled.ci_low,
         pooled.n,
     )
-
-
-def test_no_set_can_have_the_name_of_all_sets():
-    assert not is_safe_name(IN_DOMAIN)
 
 
 def test_a_paired_difference_resamples_both_detectors_together():

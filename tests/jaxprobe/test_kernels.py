@@ -68,17 +68,6 @@ def test_a_closed_gate_gives_zeros_and_no_gradient(shape):
     assert np.any(jax.grad(total)(weight, OPEN))
 
 
-def test_gates_under_vmap_are_the_same_as_alone(shape):
-    weight, tokens = weight_of(shape), tokens_of(shape)
-
-    def total(gate):
-        return run(weight, tokens, gate, draw_of(0), 0.5)
-
-    both = jax.vmap(total)(jnp.array([True, False]))
-    np.testing.assert_allclose(both[0], total(OPEN), rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(both[1], total(CLOSED))
-
-
 def test_projected_noise_has_the_covariance_of_noise_on_the_inputs(shape):
     weight, tokens = weight_of(shape), tokens_of(shape, n_examples=400)
     rows = jnp.arange(400)

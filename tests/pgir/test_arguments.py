@@ -73,6 +73,11 @@ WRONG = {
             "questions",
             [None, 3, [1], [None], FRAME, {QUESTION: 1}],
         ),
+        (
+            lambda s, g, x: s.answer([QUESTION], x),
+            "contexts",
+            [PASSAGE, 3, [], [[]]],
+        ),
         (lambda s, g, x: s.render(x), "messages", [None, "hello", 4]),
         (lambda s, g, x: s.thresholds(x), "setting: ", [None, "open", 4]),
     ],

@@ -207,33 +207,6 @@ def test_a_padded_token_and_a_neighbour_in_the_batch_change_no_score():
         np.testing.assert_allclose(alone, together[i : i + 1], atol=2e-6)
 
 
-def test_a_detector_of_another_backbone_is_refused(backbone, probed):
-    other = dataclasses.replace(backbone, revision="0" * 64)
-    with pytest.raises(ValueError, match="the probe belongs to"):
-        ProbedBackbone(other, probed.detector)
-
-
-def test_the_model_reads_its_answer_from_the_passage(probed):
-    passages = [Passage(title="", text=PASSAGE)]
-    requests = probed.requests("with_context", [QUESTION], [passages])
-    assert probed.answer(requests)[0].text == "Guzolt Falls"
-
-
-def closed_book_scores(probed, answers):
-    return probed.score("closed_book", {"closed_book": probed.read(answers)})
-
-
-def test_scores_are_probabilities_and_do_not_depend_on_the_batch(probed):
-    questions = [QUESTION, "what is the genre of Skiband Rugrond?", QUESTION]
-    empty = [()] * len(questions)
-    answers = probed.answer(probed.requests("closed_book", questions, empty))
-    together = closed_book_scores(probed, answers).p_correct
-    alone = [closed_book_scores(probed, [a]).p_correct[0] for a in answers]
-    assert np.all((together >= 0) & (together <= 1))
-    # Isotonic steps turn rounding into jumps only at a knot; none lies here.
-    np.testing.assert_allclose(together, alone, atol=1e-5)
-
-
 def test_scores_do_not_depend_on_how_many_answers_the_memory_holds(probed):
     questions = [QUESTION, "what is the genre of Skiband Rugrond?"] * 6
     passages = [[Passage(title="", text=PASSAGE)]] * len(questions)

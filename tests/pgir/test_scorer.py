@@ -50,14 +50,6 @@ def chatting(probed):
     return ProbedBackbone(backbone, detector)
 
 
-def test_scoring_needs_one_pass_and_gives_a_probability(scorer):
-    plain = scorer.score(QUESTION, ANSWER)
-    grounded = scorer.score(QUESTION, ANSWER, PASSAGE)
-    assert 0 <= plain.p_correct <= 1
-    assert 0 <= grounded.p_correct <= 1
-    assert plain.warnings == grounded.warnings == ()
-
-
 def test_a_score_says_itself_in_a_line_and_tints_tokens_by_what_they_do_to_p():
     scorer = beatrice.load("embedded").scorer
     score = scorer.score(QUESTION, ANSWER)
@@ -438,38 +430,6 @@ def test_without_validation_answers_nothing_is_known_but_the_number(probed):
 
 
 # Answered and scored in the same passes.
-
-
-def test_answers_that_are_encoded_in_parts_have_the_scores_of_one(backbone, scorer):
-    probed = scorer.probed
-    least = ProbedBackbone(backbone, probed.detector, probed.config, most_bytes=1)
-    assert least.rows_at_once("closed_book") == 1
-    apart = Scorer(backbone, probed.detector, probed.config)
-    apart.probed = least
-    questions = [QUESTION, "where was Guzolt Falls born?", "where was Skiband born?"]
-    whole = scorer.answer(questions)
-    parts = apart.answer(questions)
-    assert [score.text for score in parts] == [score.text for score in whole]
-    assert [score.p_correct for score in parts] == pytest.approx(
-        [score.p_correct for score in whole], abs=1e-5
-    )
-    assert scorer.answer([]) == []
-
-
-@pytest.mark.parametrize(
-    ("questions", "contexts", "named"),
-    [
-        (3, None, "questions"),
-        ([QUESTION], PASSAGE, "contexts"),
-        ([QUESTION], 3, "contexts"),
-        ([QUESTION], [], "contexts: expected one"),
-        ([QUESTION], [[]], r"contexts\[0\]"),
-        ([" "], None, "question"),
-    ],
-)
-def test_what_cannot_be_asked_is_one_sentence(scorer, questions, contexts, named):
-    with pytest.raises(ValueError, match=named):
-        scorer.answer(questions, contexts)
 
 
 def test_the_page_of_warnings_lists_those_that_the_code_has_and_no_other():

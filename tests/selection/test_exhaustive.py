@@ -22,7 +22,6 @@ from beatrice.jaxprobe.families import (
     subset_index,
 )
 from beatrice.jaxprobe.fusion import PoolOutputs, pool_outputs, train_heads
-from beatrice.jaxprobe.grid import Block, Member
 from beatrice.jaxprobe.rows import Bucket, TrainingSet
 from beatrice.jaxprobe.tokens import FamilyTokens
 from beatrice.selection.ablation import (
@@ -41,7 +40,7 @@ from beatrice.selection.exhaustive import (
     carried,
     traits,
 )
-from beatrice.selection.greedy import GreedyConfig, fit_sets, select
+from beatrice.selection.greedy import GreedyConfig, select
 from tests.jaxprobe.samples import rows_like
 from tests.records import flip_bit
 from tests.selection.test_greedy import random_codes
@@ -91,17 +90,6 @@ def test_the_best_set_is_that_of_a_brute_force_by_another_program(ranking):
     both = [(ours[s], theirs[s]) for s in ours]
     assert spearmanr(both).statistic > 0.8  # 10 of 20 sets tie but for noise
     assert max(abs(a - b) for a, b in both) < 0.06  # 500 rows: s.e. 0.02
-
-
-def test_every_auroc_is_that_of_the_head_trained_for_its_set_alone(ranking):
-    for row in (0, 7, 19):
-        members = tuple(ranking.sets[row].tolist())
-        alone = fit_sets([members], *CODES, config=FUSION, train_config=TRAIN)
-        np.testing.assert_allclose(
-            ranking.aurocs[row],
-            alone.info.best_auroc[0],
-            atol=2e-3,  # sums
-        )
 
 
 def test_the_numbers_of_sets_are_the_papers():
@@ -301,11 +289,6 @@ def test_the_outputs_of_retrained_encoders_take_the_place_of_the_old_ones():
     np.testing.assert_array_equal(result.logits[others], outputs.logits[others])
     np.testing.assert_array_equal(result.pooled.any(axis=(1, 2)).nonzero()[0], at)
     assert not outputs.pooled.any()  # what was given is left as it was
-
-
-def test_blocks_hold_every_subset_with_every_seed_once():
-    members = list(Block((4, 1), (0, 1)).members)
-    assert members == [Member(4, 0), Member(1, 0), Member(4, 1), Member(1, 1)]
 
 
 def test_a_search_that_found_nothing_is_null_with_its_reason():

@@ -59,14 +59,6 @@ def test_greedy_finds_the_planted_encoders_and_stops():
     assert fused_probability(selection, test, per_seed=True).shape == (N_SEEDS, 300)
 
 
-def test_all_rounds_share_one_executable():
-    parts = random_codes(400, 0), random_codes(300, 1)
-    search(*parts, greedy=GreedyConfig(max_encoders=1))
-    n_traces = train_heads._cache_size()
-    selection = search(*parts, greedy=GreedyConfig(margin=-1, max_encoders=3))
-    assert len(selection.path) == 3 and train_heads._cache_size() == n_traces
-
-
 def test_the_returned_head_is_the_one_that_was_scored():
     parts = random_codes(400, 0), random_codes(300, 1)
     selection = search(*parts, greedy=GreedyConfig(max_encoders=1))

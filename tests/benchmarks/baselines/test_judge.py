@@ -404,14 +404,6 @@ def test_what_was_judged_stays_and_only_what_is_asked_for_is_added(run):
 
 
 @pytest.mark.slow
-def test_a_name_that_is_not_known_and_a_missing_sample_are_one_sentence(run):
-    done = beatrice("baselines", run.path, "--only", "sapmla", code=1)
-    assert "no detector 'sapmla'" in done.output and "Traceback" not in done.output
-    done = beatrice("baselines", run.path, "--check", "eigenscore", code=1)
-    assert "needs drawn answers" in done.output
-
-
-@pytest.mark.slow
 def test_every_rival_without_samples_is_made_rightly(run):
     possible = [
         n for n, x in catalogue().items() if not unmet(x, run, BaselinesConfig())

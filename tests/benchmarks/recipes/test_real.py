@@ -84,10 +84,6 @@ def test_the_files_are_told_by_their_content_and_the_largest_is_taken(tmp_path):
     assert len(calls) == 3 and "Natural Questions" in calls[1]
 
 
-def test_popqa_is_never_trained_on():
-    assert WANTED["popqa"].roles == ("held-out",)
-
-
 def test_sets_that_are_missing_are_all_named_with_what_would_do(tmp_path):
     pub.write_array(tmp_path / "bare.json", [pub.trivia(i) for i in range(3)])
     message = r"lacks Natural Questions: .*oracle.*; PopQA: .*popqa.json"

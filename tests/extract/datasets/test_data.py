@@ -155,17 +155,6 @@ def test_a_set_of_any_name_becomes_a_run_with_all_its_questions(source, tmp_path
     assert "none of the six question sets" in beatrice(*line, code=1).output
 
 
-def test_one_file_serves_as_training_and_development_set_without_a_leak(
-    source, tmp_path
-):
-    sizes = ("--n-evaluation", 5, "--n-train", "all")
-    build(tmp_path / "run", ("train", source), ("dev", source), sizes=sizes)
-    examples = examples_of(tmp_path / "run")
-    counts = collections.Counter(example.split for example in examples)
-    assert counts == {"train": 30, "validation": 5, "test": 5}
-    assert len({example.question for example in examples}) == 40
-
-
 def test_a_development_file_is_halved_and_splits_that_a_file_names_are_kept(
     source, tmp_path
 ):
@@ -318,15 +307,3 @@ def test_half_of_the_answers_are_not_labelled(run):
     assert "are not finished: run `beatrice answer` first" in shown
     beatrice("answer", run.path)
     beatrice("label", run.path)
-
-
-def test_labels_of_swapped_splits_are_not_taken_for_done(run):
-    """Where no stage recorded who made the questions, the others still notice."""
-    beatrice("label", run.path)
-    swap_validation_and_test(run.examples)
-    shown = beatrice("label", run.path, code=1).output
-    assert "label reads" in shown and "input examples.jsonl has changed" in shown
-    again = "its input examples.jsonl has changed since; it is done again"
-    assert again in beatrice("answer", run.path).output
-    assert "it is done again" in beatrice("label", run.path).output
-    assert "already done" in beatrice("label", run.path).output

@@ -341,13 +341,7 @@ LAYOUTS = [
         for make in (pub.twowiki, pub.twowiki_strings)
     ),
     # A distractor has the title of a gold paragraph.
-    (
-        pub.musique(7),
-        "musique",
-        "2hop__7_7",
-        ["Green", "Blue"],
-        "Green is paragraph 0.",
-    ),
+    (pub.musique(7), "musique", "2hop__7_7", ["Green", "Blue"], GREEN),
     (pub.popqa(7) | {"ctxs": [PASSAGE]}, "popqa", "7", ["T"], "It is Ann."),
     # A positive of the annotated page, or the first where no score tells.
     (pub.biencoder(7), "nq", None, ["Page"], "Linda sings."),

@@ -159,26 +159,3 @@ def test_a_dry_run_counts_what_the_real_one_then_takes_and_changes_nothing(
         done = beatrice(*line, "--dry-run").stdout
         assert numbers_of(done).get("requests", 0) == 0
         assert "already done" in done or line[0] != "answer"
-
-
-def test_half_of_the_answers_leaves_the_other_half_to_be_counted(answered, tmp_path):
-    run = shutil.copytree(answered, tmp_path / "run")
-    n_rows, n_tokens = done_by(run, "answer")
-    path = run / "answers" / "answers.jsonl"
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[:10]))
-    (run / "stages" / "answer.json").unlink()
-    left = numbers_of(beatrice("answer", run, "--dry-run").stdout)
-    assert left["rows"] == n_rows - 10
-    assert left["prompt tokens"] == n_tokens - done_by(run, "answer")[1]
-
-
-@pytest.mark.parametrize(
-    "line", [("answer",), ("answer", "--server", "http://x/v1"), ("sample",)]
-)
-def test_a_dry_run_of_a_new_run_records_nothing(unanswered, line):
-    before = files_of(unanswered)
-    verb, *options = line
-    numbers = numbers_of(beatrice(verb, unanswered, *options, "--dry-run").stdout)
-    assert numbers["requests"] > 0
-    assert files_of(unanswered) == before

@@ -44,51 +44,6 @@ def test_log_probs_are_those_of_a_plain_forward_pass(local, requests):
         assert text.log_probs == pytest.approx(expected, abs=2e-4)
 
 
-def test_a_draw_depends_on_neither_its_batch_nor_the_order(local, requests):
-    config = SamplingConfig(max_new_tokens=8, temperature=1.0, top_p=0.95, seed=3)
-    prompts = [
-        dataclasses.replace(prompt, sample=k)
-        for prompt in prompts_of(requests, 5)
-        for k in range(4)
-    ]
-    together = texts(local, prompts, config)
-    alone = [texts(local, [prompt], config)[0] for prompt in reversed(prompts)]
-    assert [a.token_ids for a in together] == [b.token_ids for b in reversed(alone)]
-    assert (
-        len({a.token_ids for a in together[:4]}) > 1
-        or len({a.token_ids for a in together}) > 5
-    )
-
-
-def test_draws_have_the_models_own_frequencies(local, requests):
-    """Gumbel noise draws from the softmax: the first token of 2000 samples."""
-    prompt = prompts_of(requests, 1)[0]
-    n, temperature = 2000, 1.7
-    config = SamplingConfig(max_new_tokens=1, temperature=temperature, top_k=5)
-    prompts = [dataclasses.replace(prompt, sample=k) for k in range(n)]
-    drawn = texts(local, prompts, config)
-    with torch.inference_mode():
-        logits = local.backbone.model(torch.tensor([prompt.ids])).logits[0, -1]
-    values, tokens = (logits / temperature).topk(5)
-    p = values.softmax(-1)
-    first = [f.token_ids[0] if f.token_ids else f.stop_id for f in drawn]
-    assert set(first) <= set(tokens.tolist())
-    for token, expected in zip(tokens.tolist(), p.tolist(), strict=True):
-        # Four standard errors of a frequency.
-        error = 4 * (expected * (1 - expected) / n) ** 0.5 + 1e-9
-        assert first.count(token) / n == pytest.approx(expected, abs=error)
-    raw = logits.log_softmax(-1)
-    assert drawn[0].log_probs[0] == pytest.approx(raw[first[0]].item(), abs=2e-4)
-
-
-def test_greedy_is_the_limit_of_low_temperature(local, requests):
-    prompts = prompts_of(requests, 8)
-    cold = SamplingConfig(max_new_tokens=10, temperature=1e-4)
-    assert [f.text for f in texts(local, prompts)] == [
-        f.text for f in texts(local, prompts, cold)
-    ]
-
-
 def test_everything_that_changes_a_text_changes_its_key():
     identity = {"backend": "b", "revision": "r", "dtype": "float32"}
     prompt, config = GeneratorPrompt(text="p"), SamplingConfig(temperature=1.0)

@@ -247,31 +247,6 @@ def test_samples_come_from_a_server_with_and_without_token_ids(run_dir, local):
         assert "0 without log-probabilities" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words", "code"),
-    [
-        (("label", "--annotations", __file__), "give both", 2),
-        (("label", "--vote", "majority"), "model as --judge", 2),
-        (("label", "--judge", "m", "--set", "max_cost=1"), "give --server too", 2),
-        (("label", "--judge", "m", "--server", "localhost"), "http://localhost", 2),
-        (
-            ("label", "--judge", "m", "--server", "http://x/v1", "--set", "max_cost=1"),
-            "needs prices",
-            2,
-        ),
-        (("label", "--audit"), "is missing", 1),
-        (("rewrite",), "--model", 2),
-        (("sample", "--set", "temperature=0"), "range x>0", 2),
-        (("sample", "--set", "top_p=2"), "top_p", 2),
-    ],
-)
-def test_a_users_mistake_is_one_sentence(run_dir, arguments, words, code):
-    verb, *options = arguments
-    done = beatrice(verb, run_dir, *options, code=code)
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 @pytest.mark.slow
 def test_labelling_that_is_killed_again_and_again_ends_as_one_that_was_not(run_dir):
     """Real kills of a real process, at every fifth reply; no reply is lost."""

@@ -161,19 +161,6 @@ def test_no_labelled_string_is_misread():
     assert {t: read[t] for t, verdict in LABELLED if read[t] != verdict} == {}
 
 
-def substring_verdict(text):
-    """The widespread way to read a verdict: look for the word."""
-    if "incorrect" in text.lower():
-        return "incorrect"
-    return "correct" if "correct" in text.lower() else "unparsable"
-
-
-def test_a_reader_that_looks_for_the_word_misreads_the_table():
-    wrong = [text for text, verdict in LABELLED if substring_verdict(text) != verdict]
-    assert len(wrong) > 200
-    assert "The answer is not correct." in wrong
-
-
 @given(st.sampled_from(REPLIES["correct"] + REPLIES["incorrect"]), st.text(min_size=1))
 def test_a_word_with_other_words_around_it_is_no_verdict(word, text):
     if any(character.isalnum() for character in text):
@@ -295,13 +282,6 @@ def test_settings_and_variants_are_judged_and_counted_apart(tmp_path):
         (("q", "with_context", "rewritten"), True),
     ]
     assert [row["n_correct"] for row in judgements.counts()] == [1, 0, 1]
-
-
-def test_a_second_run_asks_nothing_and_says_the_same(tmp_path):
-    first, _ = judged(tmp_path, fair_verdict, ["Paris", "Lyon"])
-    again, generator = judged(tmp_path, fair_verdict, ["Paris", "Lyon"])
-    assert generator.prompts == []
-    assert again == first
 
 
 def test_another_judge_or_seed_asks_again(tmp_path):

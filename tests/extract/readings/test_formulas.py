@@ -13,7 +13,7 @@ from beatrice.extract.readings.batch import Batch
 from beatrice.extract.readings.context import lookback_ratio
 from beatrice.extract.signals.batch import ReadingBudget
 from beatrice.extract.signals.probability import Head
-from tests.extract.readings.loops import log_gram, mmd, shannon
+from tests.extract.readings.loops import mmd, shannon
 from tests.records import an_answer
 
 
@@ -96,16 +96,6 @@ def test_a_large_vocabulary_in_chunks_gives_what_float64_gives_row_by_row():
         for column, is_swapped in enumerate((False, True)):
             wanted = shannon(*exact, is_swapped)
             assert float(result[pair, column]) == pytest.approx(wanted, rel=1e-4)
-
-
-def test_gram_matrices_of_a_batch_are_those_of_each_alone():
-    torch.manual_seed(0)
-    states = torch.randn(4, 9, 6, dtype=torch.float64)
-    edges = [(0, 9), (2, 5), (8, 9), (3, 3)]
-    result = llm_check.hidden_scores(states, edges)
-    for state, value, (start, stop) in zip(states[:3], result, edges, strict=False):
-        assert float(value) == pytest.approx(log_gram(state[start:stop]), abs=1e-9)
-    assert math.isnan(result[3])
 
 
 def test_more_tokens_than_features_far_apart_in_size_have_an_exact_hidden_score():

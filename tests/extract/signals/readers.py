@@ -1,7 +1,6 @@
 """Readers without a model, their plans and stores; architectures that stand for all."""
 
 import dataclasses
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -35,7 +34,6 @@ class WaveReader:
     hidden_spans: str = "all"
     width: int = 16  # of hidden states
     scale: float = 1.0
-    seconds: float = 0.0  # that a batch takes
     poison: int | None = None  # an id whose states are no numbers
     most_tokens: int | None = None  # of a batch of several, padded
     n_read: int = 0
@@ -51,7 +49,6 @@ class WaveReader:
         return SimpleNamespace(result=lambda: readings)
 
     def read(self, sequences):
-        time.sleep(self.seconds)
         if self.most_tokens and len(sequences) > 1:
             width = max(len(sequence.ids) for sequence in sequences)
             assert width * len(sequences) <= self.most_tokens

@@ -1,11 +1,5 @@
 import dataclasses
-import random
 import shutil
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,7 +19,6 @@ from tests.extract.signals.readers import (
     plan_of,
     sequence_of_ids,
 )
-from tests.process import ROOT
 from tests.records import an_answer
 
 
@@ -55,17 +48,6 @@ def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     run(folder)
     return folder
-
-
-def start_worker(folder, rank=0, world_size=1, seconds=0.0):
-    """Start this file as a process of its own, see the end of the file."""
-    words = [str(folder), str(rank), str(world_size), str(seconds)]
-    return subprocess.Popen(
-        [sys.executable, __file__, *words],
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-    )
 
 
 def test_the_store_holds_what_the_reader_read(whole):
@@ -112,25 +94,6 @@ def test_progress_counts_the_answers_that_were_left(tmp_path):
     assert seen == [(number, n_left) for number in range(1, n_left + 1)]
     assert report.n_written < n_left < len(sequences_of())
     assert report.n_skipped + report.n_written == open_store(tmp_path).spec.n_ranges
-
-
-def test_a_run_killed_at_random_moments_continues_to_the_same_bytes(tmp_path, whole):
-    rng = random.Random(0)
-    n_done = []
-    for attempt in range(40):
-        if len(n_done) == 6:
-            break
-        worker = start_worker(tmp_path, seconds=0.01)
-        worker.stdout.readline()  # it has begun
-        # Later and later, for on a busy machine nothing is there at first.
-        time.sleep(rng.uniform(0.0, 0.12) + 0.02 * attempt)
-        worker.send_signal(signal.SIGKILL)
-        worker.communicate()
-        if (tmp_path / "index.json").exists():
-            n_done.append(len(done_ranges(open_store(tmp_path))))
-    assert n_done == sorted(n_done) and n_done[0] < open_store(whole).spec.n_ranges
-    run(tmp_path)
-    assert files_under(tmp_path) == files_under(whole)
 
 
 def test_a_run_cut_after_any_file_continues_to_the_same_bytes(tmp_path):
@@ -206,13 +169,3 @@ def test_answers_are_read_in_their_order(tmp_path):
     assert store.spec.lengths.tolist() == [9 + 2 * i for i in range(5)]
     assert store.spec.spans[2].tolist() == [[1, 4], [4, 10], [10, 13]]
     assert store.spec.fingerprint["model"] == "waves"
-
-
-if __name__ == "__main__":
-    print("begun", flush=True)
-    folder, rank, world_size, seconds = sys.argv[1:]
-    run(
-        Path(folder),
-        reader=id_reader(seconds=float(seconds)),
-        share=Share(int(rank), int(world_size)),
-    )

@@ -306,13 +306,6 @@ def test_features_that_are_there_are_not_mixed_with_another_choice(run):
     assert record_kept(run, {"dtype": "bfloat16"}) == extract_config(run)
 
 
-def test_a_run_that_is_in_use_is_left_as_it_is(run):
-    before = run.manifest.read_bytes()
-    done = beatrice("extract", run.path, "--dtype", "int8", code=1)
-    assert "in use by process" in done.stderr
-    assert run.manifest.read_bytes() == before
-
-
 def test_a_run_that_is_made_says_what_it_will_keep(tmp_path):
     words = "--hidden-layers 4 --dtype int8 --set answer_span=literal".split()
     beatrice("data", tmp_path / "run", "--world", "--preset", "smoke", *words)

@@ -491,15 +491,6 @@ def test_a_forgotten_layer_scalar_or_multiplier_is_refused(family):
         SignalReader(break_layers(backbone, unscale))
 
 
-@pytest.mark.parametrize("family", ["mistral_window", "gemma3", "gemma4", "olmo3"])
-def test_a_forgotten_mask_function_is_refused(family, monkeypatch):
-    # Transformers then hands over no mask at all, without a word.
-    masks = AttentionMaskInterface._global_mapping
-    monkeypatch.delitem(masks, attention.NAME)
-    with pytest.raises(ValueError, match="the logits"):
-        SignalReader(Backbone.from_model(tiny_model(family)))
-
-
 def test_a_forgotten_sink_is_refused(monkeypatch):
     functions = AttentionInterface._global_mapping
     read = functions[attention.NAME]

@@ -56,10 +56,6 @@ def test_spans_are_of_the_context_the_question_and_the_answer(case):
     assert sequence.spans.tolist() == expected
 
 
-def test_the_last_target_of_an_answer_is_its_stop_token():
-    assert sequence_of(make_answer(token_ids=())).targets[7] == 2
-
-
 def test_a_one_token_answer_has_its_own_probability_in_its_span():
     reader = SignalReader(Backbone.from_model(tiny_model("llama")))
     sequence = sequence_of(make_answer(token_ids=(21,)))

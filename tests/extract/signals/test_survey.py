@@ -116,10 +116,3 @@ def test_a_bfloat16_error_beyond_the_models_own_gap_is_named():
     row = make_row(bfloat16={**make_row().bfloat16, "resid": 2e-2})
     with pytest.raises(ValueError, match="llama: bfloat16 resid"):
         oracle.require([row])
-
-
-def test_a_reading_that_is_not_a_number_is_the_worst_error():
-    right = [{name: np.zeros(3) for name in SIGNALS}]
-    wrong = [{**right[0], "prob": np.array([0.0, np.nan, 0.0])}]
-    assert oracle.largest_errors(wrong, right)["prob"] == math.inf
-    assert oracle.largest_errors(right, right) == dict.fromkeys(SIGNALS, 0.0)

@@ -63,21 +63,6 @@ def padded(batch, lengths):
     return len(batch) * int(lengths[list(batch)].max())
 
 
-def batches_inside_ranges(spec, budget):
-    """The rule before there were units: no batch crosses a range."""
-    results = []
-    edges = spec.range_examples.tolist()
-    for first, last in zip(edges[:-1], edges[1:], strict=True):
-        batch = []
-        for example in sorted(range(first, last), key=lambda i: -spec.lengths[i]):
-            if batch and (len(batch) + 1) * spec.lengths[batch[0]] > budget:
-                results.append(batch)
-                batch = []
-            batch.append(example)
-        results.append(batch)
-    return results
-
-
 @pytest.mark.parametrize(
     ("n_stored_layers", "low", "high", "most_waste", "fullness"),
     [(33, 350, 450, 0.08, 0.65), (1, 350, 450, 0.03, 0.65), (1, 130, 800, 0.1, 0.5)],
@@ -93,16 +78,6 @@ def test_batches_of_a_wide_model_are_full_of_similar_lengths(
     assert max(sizes) <= BUDGET
     assert sum(sizes) / lengths.sum() - 1 < most_waste
     assert np.mean(sizes) > fullness * BUDGET
-
-
-def test_batches_inside_ranges_would_hold_one_example_or_much_padding():
-    plan = wide_plan(33, 350, 450)
-    before = batches_inside_ranges(plan.spec, BUDGET)
-    assert len(before) == len(plan.spec.keys) == 4000
-    assert sum(len(unit.batches) for unit in plan.units) < 200
-    spec = wide_plan(1, 130, 800).spec
-    sizes = [padded(b, spec.lengths) for b in batches_inside_ranges(spec, BUDGET)]
-    assert sum(sizes) / spec.lengths.sum() - 1 > 0.3
 
 
 def test_a_unit_waits_in_bounded_memory():

@@ -148,15 +148,6 @@ def test_a_missing_range_is_refused_never_nan(tmp_path):
     assert verify(store) == []
 
 
-def test_written_data_without_its_commit_record_do_not_count(tmp_path):
-    store, _ = filled_store(tmp_path)
-    (tmp_path / store.commit_key(1)).unlink()
-    store = open_store(tmp_path)
-    assert 1 not in done_ranges(store)
-    with pytest.raises(ValueError, match="range 1 .* not extracted yet"):
-        read_family(store, "prob")
-
-
 DAMAGES = {
     "a flipped bit": lambda x: x[:100] + bytes([x[100] ^ 16]) + x[101:],
     "half of it": lambda x: x[: len(x) // 2],
