@@ -8,8 +8,7 @@ from beatrice.benchmarks.baselines.detector import DetectorInput
 from beatrice.extract.generate.requests import PromptConfig
 from beatrice.extract.records import Passage
 from beatrice.extract.store.families import Family
-from tests.benchmarks.rows import rows_of
-from tests.jaxprobe.samples import store_like
+from tests.jaxprobe.samples import rows_of, store_like
 from tests.records import a_sample, an_answer, an_example
 
 N, D, N_LAYERS, N_HEADS, N_SAMPLES, N_PROMPT, N_ANSWER = 150, 6, 5, 3, 4, 3, 3

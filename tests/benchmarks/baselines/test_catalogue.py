@@ -21,7 +21,7 @@ from beatrice.benchmarks.results.names import CONTROLS, DETECTORS
 from beatrice.extract.readings.reader import READINGS
 from beatrice.jaxprobe.metrics import auroc
 from tests.benchmarks.baselines import planted
-from tests.benchmarks.rows import rows_of
+from tests.jaxprobe.samples import rows_of
 
 # The encoder is a model of its own, and tested with one (`test_ladder`); a head that
 # JAX fits is slow.

@@ -17,7 +17,7 @@ from beatrice.benchmarks.baselines.detectors.choice import (
 )
 from beatrice.extract.store.store import read_family
 from tests.benchmarks.baselines import planted
-from tests.benchmarks.rows import rows_of
+from tests.jaxprobe.samples import rows_of
 
 DETECTORS = catalogue()
 N, N_LAYERS = planted.N, planted.N_LAYERS

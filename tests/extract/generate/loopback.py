@@ -1,7 +1,7 @@
-"""The smallest server that speaks OpenAI's protocol, around a backend on this machine.
+"""What tests of the backends share: greedy answers, and a server around a backend.
 
-It takes what vLLM takes beyond the protocol (prompts as ids, `return_token_ids`) and
-can fail on purpose.
+The server is the smallest that speaks OpenAI's protocol. It takes what vLLM takes
+beyond the protocol (prompts as ids, `return_token_ids`) and can fail on purpose.
 """
 
 import contextlib
@@ -178,3 +178,29 @@ def served(generator):
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+GREEDY = SamplingConfig(max_new_tokens=10)
+
+
+def prompts_of(requests, n=None, **fields):
+    return [
+        GeneratorPrompt(text=r.example_id, ids=r.prompt.ids, **fields)
+        for r in requests[:n]
+    ]
+
+
+def texts(generator, prompts, config=GREEDY):
+    result = dict(generator.stream(prompts, config))
+    return [result[i] for i in range(len(prompts))]
+
+
+@contextlib.contextmanager
+def shapes_run(backbone):
+    """Collect `(n_rows, n_tokens)` of every forward through a model's first layer."""
+    shapes = []
+    handle = backbone.layout.layers[0].module.register_forward_pre_hook(
+        lambda module, given: shapes.append(tuple(given[0].shape[:2]))
+    )
+    yield shapes
+    handle.remove()

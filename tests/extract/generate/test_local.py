@@ -18,7 +18,7 @@ from beatrice.extract.generate.generator import (
 )
 from beatrice.extract.generate.local import Choice, TransformersGenerator, generate
 from beatrice.extract.generate.requests import GenerationConfig
-from tests.extract.generate.generating import GREEDY, prompts_of, shapes_run, texts
+from tests.extract.generate.loopback import GREEDY, prompts_of, shapes_run, texts
 
 
 def test_the_local_backend_writes_what_the_answer_stage_writes(local, requests):

@@ -32,8 +32,7 @@ from beatrice.extract.records import Example, Passage, with_rewrites
 from beatrice.extract.signals.sequence import sequence_of
 from beatrice.extract.world.facts import WorldConfig, make_world
 from beatrice.extract.world.model import make_tokenizer
-from tests.extract.generate.generating import GREEDY, prompts_of, texts
-from tests.extract.generate.loopback import served
+from tests.extract.generate.loopback import GREEDY, prompts_of, served, texts
 
 WORLD = make_world(WorldConfig(n_people=60, n_books=40, n_strangers=5))
 TOKENIZER = make_tokenizer(WORLD)

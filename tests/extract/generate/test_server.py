@@ -37,8 +37,7 @@ from beatrice.extract.generate.server import (
 )
 from beatrice.extract.run.directory import RunDir, read_manifest
 from tests.extract.datasets import published as pub
-from tests.extract.generate.generating import GREEDY, prompts_of, texts
-from tests.extract.generate.loopback import served
+from tests.extract.generate.loopback import GREEDY, prompts_of, served, texts
 from tests.extract.small_run import beatrice, questions, smoke
 
 

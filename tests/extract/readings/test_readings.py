@@ -11,7 +11,7 @@ from beatrice.extract.readings.gnosis import bin_weights, map_statistics
 from beatrice.extract.readings.prompts import SECOND_PASSES, _end_states, middle_entry
 from beatrice.extract.readings.reader import PARTS, READINGS, _read_batch, read
 from beatrice.extract.signals.batch import ReadingBudget, budget_for
-from tests.extract.generate.generating import shapes_run
+from tests.extract.generate.loopback import shapes_run
 from tests.extract.readings.loops import Eager, expected, statistics
 from tests.records import an_answer
 
