@@ -16,9 +16,9 @@ from beatrice.extract.generate.local import TransformersGenerator
 from beatrice.extract.generate.prompts import SHOTS, PromptConfig
 from beatrice.extract.generate.requests import AnswerConfig, GenerationConfig
 from beatrice.extract.label.labels import shares_in_words, too_few_answers
-from beatrice.extract.records import Example, Label, read_records
+from beatrice.extract.records import Label, read_records
 from tests.extract.small_run import beatrice, make_run, questions
-from tests.records import a_label, an_answer
+from tests.records import a_label, an_answer, an_example
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_nothing_but_empty_answers_is_refused():
 
 def test_labels_say_how_many_answers_are_right_and_where_one_class_is_alone():
     examples = [
-        Example(id=f"{split}-{i}", dataset="d", split=split, question="?", golds=("g",))
+        an_example(id=f"{split}-{i}", split=split)
         for split in ("train", "validation", "test")
         for i in range(20)
     ]

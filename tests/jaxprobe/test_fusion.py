@@ -40,7 +40,8 @@ def random_codes(n_examples, seed):
     return PoolOutputs(outputs, jnp.asarray(labels, jnp.float32), ones)
 
 
-SLOTS = jnp.arange(3)
+SLOTS, EVERY = jnp.arange(3), jnp.ones(3, bool)
+HEAD = FusionHead(FusionConfig(hidden=8, n_slots=3))
 CODES = random_codes(200, 0), random_codes(100, 1)
 
 
@@ -53,6 +54,18 @@ def train(sets, n_slots=4, codes=CODES, protocol=TRAIN, **config):
         head=FusionHead(FusionConfig(hidden=8, n_slots=n_slots, **config)),
         config=protocol,
     )
+
+
+def auroc_of_the_mean(members, seed, codes=CODES):
+    """The AUROC, on validation rows, of the mean of the logits of some encoders."""
+    p = np.asarray(codes[1].outputs)[seed, list(members), -1]
+    mean = (np.log(p) - np.log1p(-p)).mean(axis=0)
+    return auroc(mean, np.asarray(codes[1].labels) > 0).value
+
+
+def started(outputs):
+    """Weights with which a head of three slots begins: without a correction."""
+    return jax.jit(HEAD.init)(jax.random.key(2), outputs, SLOTS, EVERY)
 
 
 def test_a_head_finds_the_encoder_that_knows():
@@ -92,9 +105,7 @@ def test_few_answers_move_a_head_from_the_mean_logit_only_beyond_chance():
     np.testing.assert_array_equal(info.best_auroc[1], free.best_auroc[1])
     assert (free.best_auroc[0] > info.best_auroc[0]).any()
     for seed in range(N_SEEDS):
-        scores = codes[1].outputs[seed, :2, -1]
-        mean = np.asarray(jax.scipy.special.logit(scores).mean(axis=0))
-        expected = auroc(mean, np.asarray(codes[1].labels) > 0).value
+        expected = auroc_of_the_mean((0, 1), seed, codes)
         assert info.best_auroc[0, seed] == pytest.approx(expected, abs=1e-6)
 
 
@@ -105,28 +116,20 @@ def test_fusion_by_the_mean_logit_trains_nothing_and_has_its_auroc():
     assert not any(params["params"][name].any() for name in OUTPUT)
     for members, item in zip(sets, info.best_auroc, strict=True):
         for seed in range(N_SEEDS):
-            p = np.asarray(CODES[1].outputs)[seed, list(members), -1]
-            mean = (np.log(p) - np.log1p(-p)).mean(axis=0)
-            expected = auroc(mean, np.asarray(CODES[1].labels) > 0).value
+            expected = auroc_of_the_mean(members, seed)
             assert item[seed] == pytest.approx(expected, abs=1e-6)
 
 
 def test_a_head_begins_as_the_mean_logit_and_is_never_worse_on_validation():
-    head, mask = FusionHead(FusionConfig(hidden=8, n_slots=3)), jnp.ones(3, bool)
     logits = jax.random.normal(jax.random.key(1), (3, 50))
     outputs = head_inputs(jax.random.normal(jax.random.key(0), (3, 50, 4)), logits)
-    params = head.init(jax.random.key(2), outputs, SLOTS, mask)
-    first = head.apply(params, outputs, SLOTS, mask)
+    first = HEAD.apply(started(outputs), outputs, SLOTS, EVERY)
     np.testing.assert_allclose(first, logits.mean(axis=0), atol=1e-5)
     sets = [(2,), (0, 1), (0, 2, 4)]
     _, info = train(sets)
-    _, valid = CODES
     for members, item in zip(sets, info.best_auroc, strict=True):
         for seed in range(N_SEEDS):
-            p = np.asarray(valid.outputs)[seed, list(members), -1]
-            mean = (np.log(p) - np.log1p(-p)).mean(axis=0)
-            right, wrong = mean[valid.labels > 0], mean[valid.labels == 0]
-            assert item[seed] >= (right[:, None] > wrong[None]).mean() - 1e-5
+            assert item[seed] >= auroc_of_the_mean(members, seed) - 1e-5
 
 
 def test_more_slots_change_nothing():
@@ -151,21 +154,15 @@ def test_encoder_dropout_hides_whole_encoders_but_never_all():
 
 
 def test_dropout_acts_in_training_only():
-    head = FusionHead(FusionConfig(hidden=8, n_slots=3))
-    outputs, mask = (
-        head_inputs(jnp.ones((3, 50, 4)), jnp.ones((3, 50))),
-        jnp.ones(3, bool),
-    )
-    params = jax.jit(head.init)(jax.random.key(0), outputs, SLOTS, mask)
-    params = jax.tree.map(lambda x: x + 0.1, params)  # it begins without a correction
-    apply = jax.jit(head.apply)
-    assert np.ptp(apply(params, outputs, SLOTS, mask)) < 1e-6
-    moved = apply(params, outputs, SLOTS, mask, None, jax.random.key(1))
+    outputs = head_inputs(jnp.ones((3, 50, 4)), jnp.ones((3, 50)))
+    params = jax.tree.map(lambda x: x + 0.1, started(outputs))
+    apply = jax.jit(HEAD.apply)
+    assert np.ptp(apply(params, outputs, SLOTS, EVERY)) < 1e-6
+    moved = apply(params, outputs, SLOTS, EVERY, None, jax.random.key(1))
     assert np.ptp(moved) > 1e-3
 
 
 def test_empty_slots_have_no_influence():
-    head = FusionHead(FusionConfig(hidden=8, n_slots=3))
     mask = jnp.array([True, True, False])
     pooled = jax.random.normal(jax.random.key(0), (3, 5, 4))
     logits = jax.random.normal(jax.random.key(1), (3, 5))
@@ -173,10 +170,9 @@ def test_empty_slots_have_no_influence():
         head_inputs(pooled.at[2].add(moved), logits.at[2].add(moved))
         for moved in (0.0, 9.0)
     )
-    params = jax.jit(head.init)(jax.random.key(0), outputs, SLOTS, mask)
-    params = jax.tree.map(lambda x: x + 0.1, params)
+    params = jax.tree.map(lambda x: x + 0.1, started(outputs))
     np.testing.assert_array_equal(
-        head.apply(params, outputs, SLOTS, mask), head.apply(params, other, SLOTS, mask)
+        HEAD.apply(params, outputs, SLOTS, mask), HEAD.apply(params, other, SLOTS, mask)
     )
     assert not np.array_equal(outputs, other)
 
@@ -191,27 +187,25 @@ def test_what_is_said_is_the_pooled_vector_and_the_probability():
 
 
 def test_a_head_sees_how_far_each_two_of_its_slots_are_apart_and_no_others():
-    head, mask = FusionHead(FusionConfig(hidden=8, n_slots=3)), jnp.ones(3, bool)
     outputs = head_inputs(
         jax.random.normal(jax.random.key(0), (3, 5, 4)), jnp.zeros((3, 5))
     )
-    params = jax.jit(head.init)(jax.random.key(0), outputs, SLOTS, mask)
-    arrays = params["params"] | {"out_kernel": jnp.arange(1.0, 9.0)}
+    arrays = started(outputs)["params"] | {"out_kernel": jnp.arange(1.0, 9.0)}
     assert arrays["gaps"].shape == (3, 8) and not arrays["gaps"].any()
 
     def with_pair(pair, scores, mask):
         gaps = arrays["gaps"].at[pair, 0].set(5.0)
         apart = outputs.at[:, -1].set(jnp.asarray(scores)[:, None])
         logits = [
-            head.apply({"params": {**arrays, "gaps": g}}, apart, SLOTS, mask)
+            HEAD.apply({"params": {**arrays, "gaps": g}}, apart, SLOTS, mask)
             for g in (arrays["gaps"], gaps)
         ]
         return float(jnp.abs(logits[0] - logits[1]).max())
 
     # Pairs in order: 0 and 1, 0 and 2, 1 and 2.
-    assert with_pair(0, (0.1, 0.9, 0.1), mask) > 1e-3
-    assert with_pair(1, (0.1, 0.9, 0.1), mask) == 0.0
-    assert with_pair(2, (0.1, 0.9, 0.1), mask) > 1e-3
+    assert with_pair(0, (0.1, 0.9, 0.1), EVERY) > 1e-3
+    assert with_pair(1, (0.1, 0.9, 0.1), EVERY) == 0.0
+    assert with_pair(2, (0.1, 0.9, 0.1), EVERY) > 1e-3
     assert with_pair(2, (0.1, 0.9, 0.1), jnp.array([True, True, False])) == 0.0
 
 

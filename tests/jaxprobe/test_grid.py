@@ -1,6 +1,5 @@
 """Encoders trained block by block, with and without some of their spans."""
 
-import dataclasses
 import sys
 
 import jax
@@ -32,8 +31,6 @@ from beatrice.jaxprobe.grid import (
     member_outputs,
     train_block,
 )
-from beatrice.jaxprobe.kernels.projection import Draw
-from beatrice.jaxprobe.metrics import masked_auroc
 from beatrice.jaxprobe.rows import rows_at_once
 from beatrice.jaxprobe.tokens import all_but, keep_spans, split_families
 from tests.jaxprobe.samples import assert_same_leaves
@@ -131,40 +128,6 @@ def test_rows_of_weight_zero_are_as_good_as_absent(parts):
     changed = silent._replace(labels=rows.labels.at[:90].set(1 - rows.labels[:90]))
     a, b = (train([Block((3,), (0,))], (rows, valid))[0] for rows in (changed, silent))
     np.testing.assert_array_equal(a.info.valid_auroc, b.info.valid_auroc)
-
-
-def test_kept_weights_are_those_of_the_best_epoch(parts):
-    trained = train([Block((3,), (0,))], parts, TRAIN)[0]
-    codes = member_outputs(trained, parts[1].features, encoder=ENCODER)
-    auroc = masked_auroc(codes.logits[0], parts[1].labels, parts[1].weights)
-    assert float(auroc) == pytest.approx(float(trained.info.best_auroc[0]), abs=1e-5)
-    assert codes.pooled.shape == (1, 110, 2 * CONFIG.hidden)
-
-
-def test_noise_on_padding_is_never_seen(parts):
-    train_rows = parts[0]
-    narrow = train_rows.features.take(jnp.arange(20))
-    wide = narrow._replace(
-        tokens=tuple(jnp.pad(x, ((0, 3), (0, 0), (0, 0))) for x in narrow.tokens),
-        masks=(*narrow.masks[:-1], jnp.pad(narrow.masks[-1], ((0, 3), (0, 0)))),
-    )
-    quiet = Encoder(CONFIG, DIMS)
-    loud = Encoder(dataclasses.replace(CONFIG, input_noise=30.0), DIMS)
-    mask = jnp.asarray(SUBSETS[subset_index("HPRA")])
-    hidden = jax.tree.map(jnp.zeros_like, narrow.masks)
-    params = jax.jit(quiet.init)(jax.random.key(0), narrow, mask)
-    draw = Draw(jnp.arange(20), jax.random.key(1), jax.random.key(2))
-    without_dropout = [
-        jax.jit(Encoder(dataclasses.replace(e.config, dropout=0.0), DIMS).apply)
-        for e in (quiet, loud)
-    ]
-    # All tokens padded: neither noise nor tokens may come through.
-    blank = narrow._replace(masks=hidden)
-    calm, storm = (apply(params, blank, mask, draw)[0] for apply in without_dropout)
-    np.testing.assert_array_equal(calm, storm)
-    # Real tokens: the same noise must matter.
-    calm, storm = (apply(params, wide, mask, draw)[0] for apply in without_dropout)
-    assert np.abs(calm - storm).max() > 0.05
 
 
 def test_labels_must_be_boolean_and_complete(parts):

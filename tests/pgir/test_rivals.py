@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from beatrice.extract.generate.requests import GenerationConfig
-from beatrice.extract.records import Example, Passage
+from beatrice.extract.records import Passage
 from beatrice.pgir.bridge import ProbedBackbone
 from beatrice.pgir.controllers.adaptive import (
     Neighbours,
@@ -56,6 +56,7 @@ from beatrice.pgir.controllers.seakr import Spreading, seakr, uncertainty
 from beatrice.pgir.controllers.session import QuestionEncoder
 from beatrice.pgir.controllers.waves import ENTROPY, Answering, CallJournal, Scoring
 from tests.pgir.small import PASSAGE, QUESTION, played, reply
+from tests.records import an_example
 
 SEARCH = SearchConfig(n_passages=3, depth=9)
 
@@ -125,14 +126,8 @@ def test_the_silver_label_is_the_cheapest_strategy_that_is_right():
     assert silver_labels(right) == ["A", "B", "C", None]
 
 
-def example(i, dataset="world", golds=("yes",)):
-    return Example(
-        id=f"{dataset}{i}", dataset=dataset, split="train", question="q?", golds=golds
-    )
-
-
 def test_known_sets_bring_a_label_of_their_own_for_some_of_their_questions():
-    given = [example(i, d) for d in ("nq", "musique", "world") for i in range(5)]
+    given = [an_example(dataset=x) for x in ("nq", "musique", "world") for _ in "12345"]
     labels = [(e.dataset, label) for e, label in biased(given, 2)]
     assert labels == [("nq", "B")] * 2 + [("musique", "C")] * 2
 
@@ -369,9 +364,7 @@ def test_the_best_setting_under_the_cap_is_taken_the_cheapest_of_equals():
 
 def labelled(call, gold):
     """An answer to train on, right where it says `gold`."""
-    return call, Example(
-        id=gold, dataset="world", split="train", question="q?", golds=(gold,)
-    )
+    return call, an_example(golds=(gold,))
 
 
 @pytest.fixture(scope="module")

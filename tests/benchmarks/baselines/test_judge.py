@@ -123,10 +123,6 @@ def oracle(given):
 ORACLE = Baseline(name="oracle", title="Oracle", source="here", score=oracle)
 
 
-def refuse(_):
-    raise ValueError("it has no idea")
-
-
 def test_detectors_are_judged_without_a_run():
     given = planted.inputs()
     names = []
@@ -144,13 +140,6 @@ def test_detectors_are_judged_without_a_run():
     assert values["oracle"] == 1 and values["linear_probe"] > 0.9
     (layer,) = table[table.metric == "layer"].value
     assert layer == planted.LAYER
-
-
-def test_what_refuses_has_rows_with_its_reason():
-    given = planted.inputs()
-    mute = Baseline(name="mute", title="Mute", source="here", score=refuse)
-    table = judge(given.store, given.rows, [mute], intervals=INTERVALS)
-    assert table.value.isna().all() and set(table.reason) == {"it has no idea"}
 
 
 def test_labels_that_do_not_fit_are_refused():

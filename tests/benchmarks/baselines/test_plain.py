@@ -170,20 +170,19 @@ def lengths(n_tokens):
     return np.stack([n_tokens, np.log1p(n_tokens), zeros, zeros], axis=1)
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-def test_answer_length_learns_its_direction_from_training_answers(sign):
+@pytest.mark.parametrize(
+    "is_right",
+    [
+        lambda n, noise: n - 15 + noise > 0,
+        lambda n, noise: 15 - n + noise > 0,
+        lambda n, noise: (n > 5) & (n < 15),
+    ],
+    ids=["long", "short", "of the middle"],
+)
+def test_answer_length_learns_from_training_answers_which_are_right(is_right):
     rng = np.random.default_rng(0)
     n_tokens = rng.integers(1, 30, size=900)
-    rows = rows_of(sign * (n_tokens - 15) + rng.normal(0, 5, 900) > 0)
-    (scores,) = linear_scores([lengths(n_tokens)], rows)[0]
-    test = rows.where("test")
-    assert roc_auc_score(rows.labels[test], scores[test]) > 0.9
-
-
-def test_answer_length_learns_that_the_middle_is_best():
-    rng = np.random.default_rng(0)
-    n_tokens = rng.integers(1, 200, size=900)
-    rows = rows_of((n_tokens > 5) & (n_tokens < 60))
+    rows = rows_of(is_right(n_tokens, rng.normal(0, 5, 900)))
     (scores,) = linear_scores([lengths(n_tokens)], rows)[0]
     test = rows.where("test")
     assert roc_auc_score(rows.labels[test], scores[test]) > 0.9

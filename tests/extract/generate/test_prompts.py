@@ -28,11 +28,12 @@ from beatrice.extract.generate.prompts import (
 from beatrice.extract.generate.requests import Request, TokenizerOnly, make_requests
 from beatrice.extract.generate.server import ServedGenerator
 from beatrice.extract.label.rewrite import read_rewrite, rewrite_prompt
-from beatrice.extract.records import Example, Passage, with_rewrites
+from beatrice.extract.records import Passage, with_rewrites
 from beatrice.extract.signals.sequence import sequence_of
 from beatrice.extract.world.facts import WorldConfig, make_world
 from beatrice.extract.world.model import make_tokenizer
 from tests.extract.generate.loopback import GREEDY, prompts_of, served, texts
+from tests.records import an_example
 
 WORLD = make_world(WorldConfig(n_people=60, n_books=40, n_strangers=5))
 TOKENIZER = make_tokenizer(WORLD)
@@ -65,15 +66,8 @@ def passages(*texts, title=""):
 
 
 def example(name="e", contexts=(), rewritten=(), **changes):
-    fields = {
-        "dataset": "d",
-        "split": "test",
-        "question": TEXTS[0],
-        "golds": ("g",),
-        "passages": passages(*contexts),
-        "rewritten": passages(*rewritten),
-    }
-    return Example(id=name, **(fields | changes))
+    fields = {"passages": passages(*contexts), "rewritten": passages(*rewritten)}
+    return an_example(**{"id": name, "question": TEXTS[0], **fields, **changes})
 
 
 def context_of(tokenizer, prompt):

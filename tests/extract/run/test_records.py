@@ -8,7 +8,6 @@ import msgspec
 import pytest
 
 from beatrice.extract.records import (
-    Answer,
     Example,
     Label,
     Passage,
@@ -30,7 +29,7 @@ from beatrice.extract.run.rows import (
     rows_file,
     write_rows,
 )
-from tests.records import an_answer, an_example
+from tests.records import a_label, an_answer, an_example
 
 EXAMPLE = Example(
     id="q1",
@@ -41,24 +40,8 @@ EXAMPLE = Example(
     passages=(Passage(title="Malawi", text="…", is_supporting=True),),
     meta={"hops": 1, "path": ["a", "b"]},
 )
-ANSWER = Answer(
-    example_id="q1",
-    setting="with_context",
-    variant="rewritten",
-    text="Lilongwe",
-    prompt_ids=(1, 5, 6),
-    token_ids=(7,),
-    stop_id=None,
-    context_span=(1, 2),
-)
-LABEL = Label(
-    example_id="q1",
-    setting="closed_book",
-    variant="original",
-    verdicts=("yes", "no"),
-    label=None,
-    reason="judges disagree",
-)
+ANSWER = an_answer(setting="with_context", variant="rewritten", stop_id=None)
+LABEL = a_label(None, verdicts=("yes", "no"), reason="judges disagree")
 
 
 @pytest.mark.parametrize("record", [EXAMPLE, ANSWER, LABEL])
