@@ -23,7 +23,7 @@ import jinja2
 import numpy as np
 
 from beatrice.extract.datasets.fields import Record
-from beatrice.extract.datasets.readers.neutral import recognise_record
+from beatrice.extract.datasets.readers import recognise_record
 from beatrice.extract.datasets.rows import read_raw, recognise
 from beatrice.extract.records import Answer, Passage
 from beatrice.extract.run.files import JsonLines, sha256_json

@@ -24,8 +24,12 @@ from beatrice.extract.datasets.question import (
     dataset_of_style,
     is_foreign,
 )
-from beatrice.extract.datasets.readers.neutral import choose_format, recognise_record
-from beatrice.extract.datasets.readers.triviaqa import attach, find_evidence
+from beatrice.extract.datasets.readers import (
+    attach,
+    choose_format,
+    find_evidence,
+    recognise_record,
+)
 from beatrice.extract.datasets.rows import FileType, RawRecord, read_raw, recognise
 from beatrice.extract.datasets.splits import A_NAME, Context
 from beatrice.extract.records import Example, is_safe_name, normalise

@@ -1,0 +1,864 @@
+"""Layouts in which question sets are published, each with its reader.
+
+First those of TriviaQA (with its evidence on the side), HotpotQA, 2WikiMultihopQA and
+MuSiQue, PopQA, Natural Questions and Dense Passage Retrieval; then layouts of no
+question set: FlashRAG's, lm-eval's, our own, plain pairs, and others. Files that are
+taken for questions and are none are refused with what they are. At the end stand all
+layouts, and which of them a record is of.
+"""
+
+import collections
+import dataclasses
+import decimal
+import itertools
+import math
+import re
+import string
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from beatrice.extract.datasets import fields
+from beatrice.extract.datasets.fields import (
+    Record,
+    any_passages,
+    check_no_passages,
+    is_titled,
+    optional_passages,
+    read_context,
+    supporting_titles,
+    titled_passages,
+)
+from beatrice.extract.datasets.question import (
+    Document,
+    Format,
+    Question,
+    dataset_marked,
+    dataset_named,
+    dataset_of_id,
+    dataset_tagged,
+    question_of,
+    reader,
+)
+from beatrice.extract.records import Passage, Split, normalise
+
+N_WORDS = 100  # a passage, as in DPR's psgs_w100
+# In running text a mark often stands between two words ("Boulevard (1950)", "a-ha"), so
+# it becomes a space, as in TriviaQA's own script; exact match deletes it.
+_MARKS = str.maketrans(dict.fromkeys(string.punctuation, " "))
+
+
+def find_evidence(path: Path) -> Path | None:
+    """Return the folder `evidence` beside a question file or above it, or None."""
+    for folder in path.absolute().parents[:3]:
+        if (folder / "evidence").is_dir():
+            return folder / "evidence"
+    return None
+
+
+def read_page(folder: Path, document: Document) -> str | None:
+    """Return the text of one page, or None if it is not there or is no UTF-8."""
+    base = (folder / document.kind).resolve()
+    path = (base / document.filename).resolve()
+    if not path.is_relative_to(base):
+        raise ValueError(
+            f"the evidence file {document.filename!r} leads out of the folder {base}"
+        )
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, ValueError):
+        return None
+
+
+def _plain_words(text: str) -> str:
+    return normalise(text.translate(_MARKS))
+
+
+def _passages(title: str, page: str, golds: Sequence[str]) -> Iterator[Passage]:
+    """Yield a page in passages of 100 words.
+
+    The first that holds a gold answer as whole words is marked: distant supervision.
+    """
+    wanted = [f" {words} " for gold in golds if (words := _plain_words(gold))]
+    words = page.split()
+    for start in range(0, len(words), N_WORDS):
+        body = " ".join(words[start : start + N_WORDS])
+        padded = f" {_plain_words(body)} " if wanted else ""
+        holds_gold = any(gold in padded for gold in wanted)
+        wanted = [] if holds_gold else wanted
+        yield Passage(title=title, text=body, is_supporting=holds_gold)
+
+
+def attach(question: Question, folder: Path | None) -> Question:
+    """Return a question of TriviaQA with the passages of its pages in a folder.
+
+    Whole pages that came with the record (hub rows) are cut up the same way. Pages
+    that are not there are counted in `meta`, as TriviaQA's own readers skip them.
+    """
+    passages = [p for page in question.passages
+                for p in _passages(page.title, page.text, question.golds)]  # fmt: skip
+    n_missing = 0
+    for document in question.documents:
+        page = None if folder is None else read_page(folder, document)
+        if page is None or not page.strip():
+            n_missing += 1
+        else:
+            passages += _passages(document.title, page, question.golds)
+    if not passages and not n_missing:
+        return question
+    meta = {**question.meta, "evidence": "distant"} if passages else question.meta
+    return dataclasses.replace(
+        question,
+        passages=tuple(passages),
+        meta={**meta, "n_missing_documents": n_missing} if n_missing else meta,
+    )
+
+
+def _golds(answer: Any, names: tuple[str, ...], field: str) -> tuple[str, ...]:
+    """Return the canonical answer and its aliases; `field` is the answer's name.
+
+    `names` are those of its value, its aliases, its human answers and its normalised
+    aliases; the last are used only where there are no others.
+    """
+    value, *lists, normalised = names
+    texts: list[Any] = [fields.expect(answer, dict, field).get(value) or ""]
+    fields.expect(texts[0], str, f"{field}.{value}")
+    for name in (*lists, normalised):
+        if answer.get(name) is None or (name == normalised and any(texts)):
+            continue
+        for j, alias in enumerate(fields.listed(answer, name, within=f"{field}.")):
+            texts.append(fields.expect(alias, str, f"{field}.{name}[{j}]"))
+    golds = fields.distinct(texts)
+    if not golds or golds == ("<unk>",):  # the hub's mark of a hidden answer
+        raise ValueError(f"{field!r} holds no word: there is no answer")
+    return golds
+
+
+_PAGES: dict[str, Literal["wikipedia", "web"]]
+_PAGES = {"EntityPages": "wikipedia", "SearchResults": "web"}
+
+
+def _documents(record: Record) -> Iterator[Document]:
+    """Yield the evidence of a record; a document without a file is left out."""
+    for key, kind in _PAGES.items():
+        for page in fields.objects(record, key) if record.get(key) is not None else ():
+            filename = fields.text_or_empty(page.get("Filename"))
+            if filename:
+                title = fields.text_or_empty(page.get("Title"))
+                yield Document(kind=kind, filename=filename, title=title)
+
+
+def read_official(record: Record) -> Question:
+    """Read one entry of `Data`."""
+    question = fields.text(record, "Question")
+    if record.get("Answer") is None:
+        raise ValueError("no 'Answer' (a test set without answers?)")
+    names = ("Value", "Aliases", "HumanAnswers", "NormalizedAliases")
+    meta: dict[str, Any] = {}
+    if record.get("QuestionPartOfVerifiedEval") is not None:
+        meta["verified"] = bool(record["QuestionPartOfVerifiedEval"])
+    return Question(
+        id=fields.text(record, "QuestionId"),
+        dataset="triviaqa",
+        question=question,
+        golds=_golds(record["Answer"], names, "Answer"),
+        documents=tuple(_documents(record)),
+        meta=meta,
+    )
+
+
+def _columns(holder: Any, body: str) -> Iterator[Passage]:
+    """Yield the pages of the hub's lists side by side."""
+    holder = fields.unfold(holder, body)
+    rows: Iterable[tuple[Any, Any]] = ()
+    if isinstance(holder, list):
+        pages = (row for row in holder if isinstance(row, dict))
+        rows = ((page.get("title"), page.get(body)) for page in pages)
+    elif isinstance(holder, dict) and isinstance(holder.get(body), list):
+        titles = holder.get("title")
+        titles = titles if isinstance(titles, list) else []
+        rows = itertools.zip_longest(titles, holder[body])
+    for title, page in rows:
+        text = fields.text_or_empty(page)
+        if text.strip():
+            yield Passage(title=fields.text_or_empty(title), text=text)
+
+
+def read_hub(record: Record) -> Question:
+    """Read one row of the hub copy: snake case, lists side by side."""
+    if record.get("answer") is None:
+        raise ValueError("no 'answer' (a test set without answers?)")
+    names = ("value", "aliases", "human_answers", "normalized_aliases")
+    return Question(
+        id=fields.text(record, "question_id"),
+        dataset="triviaqa",
+        question=fields.text(record, "question"),
+        golds=_golds(fields.unfold(record["answer"], "answer"), names, "answer"),
+        passages=(
+            *_columns(record.get("entity_pages"), "wiki_context"),
+            *_columns(record.get("search_results"), "search_context"),
+        ),
+    )
+
+
+def _fits_official(record: Record) -> bool:
+    has_question = "Question" in record and {"Answer", "EntityPages"} & record.keys()
+    return "QuestionId" in record or bool(has_question)
+
+
+def _fits_hub(record: Record) -> bool:
+    answer = record.get("answer")
+    return {"question", "question_id"} <= record.keys() and (
+        bool({"entity_pages", "search_results"} & record.keys())
+        or (isinstance(answer, dict) and "aliases" in answer)
+    )
+
+
+_TRIVIAQA = (
+    Format("TriviaQA", _fits_official, read_official, "triviaqa"),
+    Format("TriviaQA (hub rows)", _fits_hub, read_hub, "triviaqa"),
+)
+
+
+# Tuples: a damaged record may have a list here, which no set can be asked about.
+_TWOWIKI_TYPES = ("compositional", "inference", "bridge_comparison")
+_BARE_TYPES = ("bridge", "comparison", *_TWOWIKI_TYPES)
+_LEVELS = ("easy", "medium", "hard")
+_TWOWIKI_KEYS = {"evidences", "evidence", "entity_ids", "evidences_id", "answer_id"}
+
+
+def is_twowiki(record: Record) -> bool:
+    """Return whether a record is of 2WikiMultihopQA and not of HotpotQA.
+
+    What the sets write themselves goes first: a type, an id, a level. Keys that a
+    third party may have added to HotpotQA tell only where nothing else does.
+    """
+    kind = record.get("type")
+    if kind == "bridge" or kind in _TWOWIKI_TYPES:
+        return kind != "bridge"
+    by_id = dataset_of_id(record.get("_id", record.get("id")))
+    if by_id in ("hotpotqa", "2wikimultihopqa"):
+        return by_id == "2wikimultihopqa"
+    if record.get("level") in _LEVELS:
+        return False
+    return not _TWOWIKI_KEYS.isdisjoint(record)
+
+
+def _has_paragraphs(record: Record) -> bool:
+    """Return whether a record has, or ought to have, paragraphs of titled sentences.
+
+    What lacks the facts, or has them beside another kind of context, is refused by the
+    reader: taken for a plain question it would lose its passages in silence.
+    """
+    if "question" not in record:
+        return False
+    if "supporting_facts" in record:
+        return True
+    if "context" not in record:
+        return False
+    context = record["context"]
+    if fields.is_titled(context):
+        return True
+    is_prose = isinstance(context, str) and context.lstrip()[:1] not in ("[", "{")
+    return "_id" in record and not is_prose and not fields.is_list_of_objects(context)
+
+
+def _multihop_set(record: Record) -> str:
+    return "2wikimultihopqa" if is_twowiki(record) else "hotpotqa"
+
+
+def read_titled(record: Record) -> Question:
+    """Read one record of HotpotQA or 2WikiMultihopQA, in any of its layouts."""
+    question, golds = fields.text(record, "question"), _answer(record)
+    titles = fields.supporting_titles(fields.required(record, "supporting_facts"))
+    passages = fields.read_context(fields.required(record, "context"), titles)
+    meta: dict[str, Any] = {
+        key: record[key]
+        for key in ("type", "level")
+        if isinstance(record.get(key), str)
+    }
+    missing = set(titles) - {p.title for p in passages if p.is_supporting}
+    if missing:  # fullwiki: what was retrieved need not hold the gold paragraphs
+        meta["missing_titles"] = sorted(missing)
+    return Question(
+        id=fields.identity(record, "_id", "id"),
+        dataset=_multihop_set(record),
+        question=question,
+        golds=golds,
+        passages=passages,
+        meta=meta,
+    )
+
+
+def _answer(record: Record) -> tuple[str, ...]:
+    why = " (a test set without answers?)"
+    return fields.answers(fields.required(record, "answer", why=why), "answer")
+
+
+# Of MuSiQue's mark, which copies write as text or as a number; MuSiQue-Ans has none.
+_ANSWERABLE = {"none": True, "true": True, "1": True, "false": False, "0": False}
+
+
+def _paragraph(item: Record, within: str) -> Passage:
+    """Return a paragraph, which must have its title and its mark."""
+    mark, title = item.get("is_supporting"), item.get("title")
+    return Passage(
+        is_supporting=fields.expect(mark, bool, f"{within}is_supporting"),
+        title=fields.expect(title, str, f"{within}title"),
+        text=fields.body_of(item, within),
+    )
+
+
+def read_musique(record: Record) -> Question:
+    """Read one record of MuSiQue.
+
+    Only `is_supporting` marks gold paragraphs: distractors share their titles.
+    """
+    mark = record.get("answerable")
+    is_answerable = _ANSWERABLE.get(str(mark).strip().lower())
+    if is_answerable is None:
+        raise ValueError(f"'answerable': expected true or false, found {mark!r}")
+    if not is_answerable:
+        raise ValueError(
+            "unanswerable on purpose (MuSiQue-Full): its paragraphs do not hold the "
+            "answer; use the file musique_ans, or leave such records out"
+        )
+    question = fields.text(record, "question")
+    golds = _answer(record)
+    if "answer_aliases" in record:
+        aliases = fields.listed(record, "answer_aliases")
+        golds = fields.answers([*golds, *aliases], "answer_aliases")
+    passages = tuple(
+        _paragraph(item, f"paragraphs[{i}].")
+        for i, item in enumerate(fields.objects(record, "paragraphs"))
+    )
+    if not passages:
+        raise ValueError("'paragraphs' is an empty list")
+    name = fields.identity(record, "id")
+    return Question(
+        id=name,
+        dataset="musique",
+        question=question,
+        golds=golds,
+        passages=passages,
+        meta={"hops": name.partition("__")[0]} if name and "__" in name else {},
+    )
+
+
+def _fits_musique(record: Record) -> bool:
+    paragraphs = record.get("paragraphs")
+    return "question_decomposition" in record or (
+        fields.is_list_of_objects(paragraphs) and "paragraph_text" in paragraphs[0]
+    )
+
+
+def _fits_bare(record: Record) -> bool:
+    return (
+        {"question", "answer"} <= record.keys()
+        and not {"context", "paragraphs", "ctxs"} & record.keys()
+        and record.get("type") in _BARE_TYPES
+    )
+
+
+def _fits_twowiki(record: Record) -> bool:
+    return _has_paragraphs(record) and is_twowiki(record)
+
+
+_MULTIHOP = (
+    Format("MuSiQue", _fits_musique, read_musique, "musique"),
+    Format("2WikiMultihopQA", _fits_twowiki, read_titled, "2wikimultihopqa"),
+    Format("HotpotQA", _has_paragraphs, read_titled, "hotpotqa"),
+)
+_BARE = (
+    Format("HotpotQA, questions and answers only", _fits_bare,
+           reader(ids=("_id", "id"), dataset=_multihop_set, golds=_answer,
+                  meta=lambda r: {"type": r["type"]}), is_weak=True),
+)  # fmt: skip
+
+
+# Scores of the positive that comes from the annotated page.
+_GOLD_SCORES = (1000, "1000", "1000.0")
+
+
+def _listed_answers(record: Record) -> tuple[str, ...]:
+    value = fields.text(record, fields.HEADERLESS[1])
+    golds = fields.unfold(value, fields.HEADERLESS[1])
+    if not isinstance(golds, list):
+        raise ValueError(
+            f"expected a list of answers in the second column, found {value[:40]!r}"
+        )
+    return fields.answers(golds, "answers")
+
+
+def _positives(record: Record, key: str) -> tuple[Passage, ...]:
+    """Return the positive passages, those from the annotated page marked as gold.
+
+    The others were retrieved and merely contain the answer. In files without that
+    score the first positive is the gold one.
+    """
+    items = fields.objects(record, key)
+    is_gold = [item.get("score") in _GOLD_SCORES for item in items]
+    passages = titled_passages(record, key, is_supporting=False)
+    if not any(is_gold):
+        is_gold = [i == 0 for i in range(len(passages))]
+    return tuple(
+        msgspec.structs.replace(passage, is_supporting=gold)
+        for passage, gold in zip(passages, is_gold, strict=True)
+    )
+
+
+def _with_negatives(record: Record, key: str, *others: str) -> tuple[Passage, ...]:
+    """Return the positive passages of a field, then the negative ones of others."""
+    negatives = (
+        optional_passages(record, other, is_supporting=False) for other in others
+    )
+    return *_positives(record, key), *itertools.chain(*negatives)
+
+
+def _biencoder_set(record: Record) -> str | None:
+    positives = record["positive_ctxs"]
+    if record.get("dataset") is not None or not positives:
+        return dataset_tagged(record)
+    return "nq" if "passage_id" in positives[0] else None
+
+
+def _contexts_set(record: Record) -> str | None:
+    is_nq = record.get("nq_annotated_gold") is not None
+    return "nq" if is_nq else dataset_marked(record)
+
+
+def _gold_passage(record: Record) -> tuple[Passage, ...]:
+    body = fields.expect(fields.required(record, "context"), str, "context")
+    title = fields.text_or_empty(record.get("title"))
+    passage = Passage(title=title, text=body, is_supporting=True)
+    return (passage,) if body.strip() else ()
+
+
+def _fits_gold_info(record: Record) -> bool:
+    """Return whether a record is no row of SQuAD, with a title and a context too."""
+    if "question_tokens" in record:
+        return "context" in record and fields.has_answers(record)
+    return {"question", "context", "title", "short_answers"} <= record.keys()
+
+
+_DPR = (
+    Format("DPR question file (qa.csv)",
+           lambda r: r.keys() == set(fields.HEADERLESS),
+           reader(ids=(), questions=fields.HEADERLESS[:1], golds=_listed_answers)),
+    Format("DPR biencoder", lambda r: "positive_ctxs" in r,
+           reader(ids=("question_id", "id"), dataset=_biencoder_set,
+                  passages=lambda r: _with_negatives(
+                      r, "positive_ctxs", "hard_negative_ctxs", "negative_ctxs"))),
+    Format("Tevatron", lambda r: {"query", "positive_passages"} <= r.keys(),
+           reader(ids=("query_id",), questions=("query",), dataset=dataset_tagged,
+                  passages=lambda r: _with_negatives(
+                      r, "positive_passages", "negative_passages"))),
+    # Only `isgold` marks a gold passage: `has_answer` says that a string occurs.
+    Format("questions with contexts (FiD, NQ oracle)",
+           lambda r: {"question", "ctxs"} <= r.keys(),
+           reader(ids=("id", "question_id", "q_id"), dataset=_contexts_set,
+                  passages=lambda r: titled_passages(r, "ctxs"))),
+    Format("DPR gold passages (gold_info)", _fits_gold_info,
+           reader(ids=("example_id", "id"),
+                  dataset=lambda r: dataset_tagged(r) or "nq",
+                  passages=_gold_passage)),
+)  # fmt: skip
+
+
+_PARAGRAPHS = {"context", "ctxs", "paragraphs", "supporting_facts"}
+_TAG = re.compile(r"^<[^>]+>$")
+
+
+def _fits_open(record: Record) -> bool:
+    """Return whether a line is NQ-open's, without a mark of another set.
+
+    An id of hexadecimal digits is one: NQ-open has no ids, EfficientQA neither.
+    """
+    if not isinstance(record.get("answer"), list) or "question" not in record:
+        return False
+    if _PARAGRAPHS & record.keys():
+        return False
+    if dataset_named(record.get("dataset")) not in (None, "nq"):
+        return False
+    marked = dataset_of_id(record.get("_id", record.get("id")))
+    return marked in (None, "nq") and not {"prop", "subj"} <= record.keys()
+
+
+def _span(holder: Any, name: str, n_tokens: int) -> tuple[int, int]:
+    """Return `[start, stop)` of an answer in tokens; (-1, -1) where there is none."""
+    fields.expect(holder, dict, name)
+    start, stop = holder.get("start_token"), holder.get("end_token")
+    for value in (start, stop):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"{name!r}: expected token numbers, found {value!r}")
+    if start == -1:
+        return -1, -1
+    if not 0 <= start < stop <= n_tokens:
+        raise ValueError(
+            f"{name!r}: tokens {start} to {stop} of a document of {n_tokens}"
+        )
+    return start, stop
+
+
+def _words(tokens: list[str], start: int, stop: int) -> str:
+    """Return tokens as text, without HTML tags."""
+    return " ".join(t for t in tokens[start:stop] if not _TAG.match(t)).strip()
+
+
+def read_simplified(record: Record) -> Question:
+    """Read one page of simplified NQ: the gold passage is its long answer.
+
+    Answers are the short answers of all annotators, and yes or no.
+    """
+    question = fields.text(record, "question_text")
+    # One space is one boundary: token numbers count the empty tokens between two.
+    # At its beginning as well, so the document is not stripped.
+    fields.text(record, "document_text")
+    tokens = record["document_text"].split(" ")
+    long_answers, short, notes = [], [], fields.objects(record, "annotations")
+    for i, note in enumerate(notes):
+        within = f"annotations[{i}]."
+        start, stop = _span(
+            note.get("long_answer"), f"{within}long_answer", len(tokens)
+        )
+        if start < 0:
+            continue
+        long_answers.append(_words(tokens, start, stop))
+        for j, item in enumerate(fields.objects(note, "short_answers", within=within)):
+            name = f"{within}short_answers[{j}]"
+            short.append(_words(tokens, *_span(item, name, len(tokens))))
+        if note.get("yes_no_answer") in ("YES", "NO"):
+            short.append(str(note["yes_no_answer"]).lower())
+    if not long_answers:
+        raise ValueError(
+            f"no long answer in any of {len(notes)} annotations: there is neither a "
+            "gold passage nor an answer"
+        )
+    golds = fields.distinct(short)
+    if not golds:
+        raise ValueError("a long answer but no short one: there is no answer to match")
+    title = _words(tokens, 0, 64).split(" - wikipedia")[0].split(" - Wikipedia")[0]
+    return Question(
+        id=fields.identity(record, "example_id"),
+        dataset="nq",
+        question=question,
+        golds=golds,
+        passages=tuple(
+            Passage(title=title, text=body, is_supporting=True)
+            for body in fields.distinct(long_answers)
+        ),
+    )
+
+
+_COLUMNS = ("subj", "prop", "obj", "s_wiki_title", "o_wiki_title", "s_pop", "o_pop")
+
+
+def _plain(value: Any, name: str) -> str | int | float | None:
+    """Return a cell as a JSON value: Parquet has decimals, pandas NaN for nothing."""
+    if isinstance(value, decimal.Decimal):
+        value = float(value) if value % 1 else int(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if value is None or isinstance(value, str | int | float):
+        return value
+    raise ValueError(
+        f"{name!r}: expected text or a number, found {fields.kind_of(value)}"
+    )
+
+
+def _popqa_answers(record: Record) -> tuple[str, ...]:
+    name = "possible_answers"  # a JSON list written as text
+    return fields.field_answers(fields.required(record, name), name)
+
+
+def _popqa_passages(record: Record) -> tuple[Passage, ...]:
+    if record.get("paragraphs") is not None:
+        return titled_passages(record, "paragraphs")
+    return any_passages(record)
+
+
+# The same question occurs in several rows, on subjects of the same name: the id tells
+# them apart, the text does not.
+_read_popqa = reader(
+    dataset=lambda record: "popqa",
+    golds=_popqa_answers,
+    passages=_popqa_passages,
+    meta=lambda r: {key: _plain(r[key], key) for key in _COLUMNS if key in r},
+)
+
+
+def _is_original(record: Record) -> bool:
+    return "document_html" in record or (
+        isinstance(record.get("document"), dict) and "annotations" in record
+    )
+
+
+def _fits_popqa(record: Record) -> bool:
+    return "possible_answers" in record or {"s_wiki_title", "prop"} <= record.keys()
+
+
+_POPQA = (
+    Format("PopQA with paragraphs",
+           lambda r: {"possible_answers", "paragraphs"} <= r.keys(),
+           _read_popqa, "popqa"),
+    Format("PopQA", _fits_popqa, _read_popqa, "popqa"),
+)  # fmt: skip
+_NQ = (
+    Format("NQ original", _is_original,
+           refusal="holds whole HTML pages of Natural Questions in the original "
+           "release; give the simplified release, or NQ-open, or DPR's files"),
+    Format("NQ simplified",
+           lambda r: {"document_text", "question_text"} <= r.keys(),
+           read_simplified, "nq"),
+    # `answer` is a list under a singular name. The layout is so plain that a file's
+    # name may say otherwise, so the set stays open.
+    Format("NQ-open", _fits_open,
+           reader(ids=("id", "example_id"), dataset=dataset_tagged,
+                  passages=any_passages), "nq", is_weak=True),
+)  # fmt: skip
+
+
+_QUESTIONS = ("question", "query", "input", "Question", "problem")
+
+
+def _metadata(record: Record) -> dict[str, Any]:
+    """Return what FlashRAG keeps of the source, which is nested twice in places."""
+    outer = record.get("metadata", record.get("meta_data"))
+    if outer is None:
+        return {}
+    inner = fields.expect(outer, dict, "metadata").get("metadata")
+    return {**outer, **inner} if isinstance(inner, dict) else outer
+
+
+def _source(meta: Record) -> str | None:
+    """Return the question set that a FlashRAG record was made of, or None."""
+    if "question_decomposition" in meta:
+        return "musique"
+    context = meta.get("context")
+    if "supporting_facts" in meta or is_titled(context):
+        has_content = isinstance(context, dict) and "content" in context
+        return "2wikimultihopqa" if has_content or is_twowiki(meta) else "hotpotqa"
+    return dataset_marked(meta)
+
+
+def read_flashrag(record: Record) -> Question:
+    """Read `{"id", "question", "golden_answers", "metadata"}` of FlashRAG or UltraRAG.
+
+    A list `context` of passages may stand beside them.
+    """
+    question, meta = question_of(record, *_QUESTIONS), _metadata(record)
+    golds = fields.field_answers(record.get("golden_answers"), "golden_answers")
+    passages: tuple[Passage, ...] = ()
+    if record.get("context") not in (None, ""):
+        passages = titled_passages(record, "context")
+    elif meta.get("context"):
+        # Without the facts the paragraphs are read, and none of them is gold.
+        facts = meta.get("supporting_facts")
+        titles = [] if facts is None else supporting_titles(facts)
+        passages = read_context(meta["context"], titles)
+    elif "question_decomposition" not in meta:  # MuSiQue's passages are not there
+        passages = any_passages(record) or any_passages(meta)
+    names = ("type", "level", "prop", "subj", "s_wiki_title", "s_pop")
+    return Question(
+        id=fields.identity(record, "id"),
+        dataset=_source(meta) or dataset_marked(record),
+        question=question,
+        golds=golds,
+        passages=passages,
+        meta={key: meta[key] for key in names if isinstance(meta.get(key), str | int)},
+    )
+
+
+def read_example(record: Record) -> Question:
+    """Read one line of an `examples.jsonl` that this program wrote."""
+    dataset, name = fields.text(record, "dataset"), fields.identity(record, "id")
+    splits: dict[str, Split] = {split: split for split in get_args(Split)}
+    split = splits.get(fields.text(record, "split"))
+    if split is None:
+        raise ValueError(
+            f"'split': expected one of {', '.join(splits)}, found {record['split']!r}"
+        )
+    return Question(
+        split=split,
+        id=name.removeprefix(f"{dataset}-") if name else None,
+        dataset=dataset,
+        question=fields.text(record, "question"),
+        golds=fields.field_answers(record.get("golds"), "golds"),
+        passages=optional_passages(record, "passages"),
+    )
+
+
+def _read_document(record: Record) -> Question | None:
+    """Read the source record inside a log; None where it is of no layout."""
+    layout = recognise_record(record)
+    if layout is None or layout.read is None:
+        return None
+    if layout.is_weak and not fields.has_answers(record):
+        return None  # the log's `target` then holds the answer
+    return layout.read(record)
+
+
+def _response(record: Record) -> str | None:
+    """Return the model's answer in a log: filtered if there, else as generated."""
+    for name in ("filtered_resps", "resps"):
+        response = record.get(name)
+        while isinstance(response, list) and response:
+            response = response[0]
+        if isinstance(response, str):
+            return response
+    return None
+
+
+def read_lm_eval(record: Record) -> Question:
+    """Read one line of lm-eval's `samples_*.jsonl`; keeps the model's answer."""
+    document = fields.expect(record.get("doc"), dict, "doc")
+    try:
+        question = _read_document(document)
+        passages = () if question is not None else any_passages(document)
+    except ValueError as error:
+        raise ValueError(f"in 'doc': {error}") from None
+    if question is None:
+        if record.get("target") is None:
+            raise ValueError("neither 'doc' nor 'target' holds an answer")
+        question = Question(
+            id=fields.identity(document, "id", "question_id"),
+            dataset=None,
+            question=question_of(document, *_QUESTIONS),
+            golds=fields.field_answers(record["target"], "target"),
+            passages=passages,
+        )
+    if not (question.passages or question.documents):
+        check_no_passages(document, within="in 'doc': ")
+    response = _response(record)
+    if response is None:
+        raise ValueError("no response in 'filtered_resps' or 'resps'")
+    meta = {**question.meta, "response": response}
+    for key in ("doc_id", "filter"):
+        if isinstance(record.get(key), str | int):
+            meta[key] = record[key]
+    return dataclasses.replace(question, meta=meta)
+
+
+def _kilt_answers(record: Record) -> tuple[str, ...]:
+    outputs = fields.expect(record.get("output"), list, "output")
+    texts = [item.get("answer") for item in outputs if isinstance(item, dict)]
+    golds = [text for text in texts if isinstance(text, str)]
+    return fields.answers(golds, "output[].answer")
+
+
+def _wordings(answer: Record) -> list[Any]:
+    spans = list(fields.listed(answer, "spans")) if answer.get("spans") else []
+    number, date = answer.get("number"), answer.get("date")
+    if number not in (None, ""):
+        spans.append(str(number))
+    if isinstance(date, dict):
+        words = (str(date.get(key) or "") for key in ("day", "month", "year"))
+        spans.append(" ".join(words).strip())
+    return spans
+
+
+def _ircot_answers(record: Record) -> tuple[str, ...]:
+    objects = fields.objects(record, "answers_objects")
+    golds = [wording for answer in objects for wording in _wordings(answer)]
+    return fields.any_answers({"answers": golds})
+
+
+def _fits_kilt(record: Record) -> bool:
+    # Instructions (Alpaca) have a text there.
+    has_output = "output" in record and not isinstance(record["output"], str)
+    return has_output and bool({"input", "id"} & record.keys())
+
+
+def _fits_ircot(record: Record) -> bool:
+    return "question_text" in record and (
+        "answers_objects" in record or "contexts" in record
+    )
+
+
+def _fits_titles(record: Record) -> bool:
+    questions = {"question", "query", "answers", "answer"}
+    return {"title", "text"} <= record.keys() and not questions & record.keys()
+
+
+_NOT_READ = "not questions; a retriever searches it, `beatrice data` does not read it"
+_FORMATS = (
+    Format("FlashRAG", lambda r: "golden_answers" in r, read_flashrag),
+    Format("examples of this program",
+           lambda r: {"golds", "question", "split", "dataset"} <= r.keys(),
+           read_example),
+    Format("KILT, ids alone", lambda r: _fits_kilt(r) and "input" not in r,
+           refusal="names questions by id only, as KILT's TriviaQA does; give "
+           "TriviaQA's own files"),
+    # Pages are named, their text is not in the file.
+    Format("KILT", _fits_kilt,
+           reader(dataset=lambda r: dataset_of_id(r.get("id")), questions=("input",),
+                  golds=_kilt_answers)),
+)  # fmt: skip
+_OTHER_FORMATS = (
+    Format("RetrievalQA", lambda r: {"data_source", "ground_truth"} <= r.keys(),
+           # Passages were retrieved, none is marked gold.
+           reader(ids=("question_id", "id"),
+                  dataset=lambda r: dataset_named(r.get("data_source")),
+                  passages=lambda r: optional_passages(
+                      r, "context", is_supporting=False))),
+    Format("IRCoT / Adaptive-RAG", _fits_ircot,
+           reader(ids=("question_id",), questions=("question_text",),
+                  dataset=lambda r: dataset_tagged(r)
+                  or dataset_named(r.get("question_id")),
+                  golds=_ircot_answers,
+                  passages=lambda r: titled_passages(r, "contexts"))),
+    Format("passages (FlashRAG corpus)",
+           lambda r: "contents" in r and not {"question", "query"} & r.keys(),
+           refusal=f"holds passages (a FlashRAG corpus), {_NOT_READ}"),
+    Format("passages (titles and texts)", _fits_titles,
+           refusal=f"holds passages (titles and texts, as psgs_w100.tsv), {_NOT_READ}"),
+)  # fmt: skip
+_WEAK_FORMATS = (
+    Format("questions and answers",
+           lambda r: bool({"question", "query", "Question"} & r.keys()),
+           reader(ids=("id", "_id", "question_id", "qid"), questions=_QUESTIONS,
+                  dataset=dataset_marked, passages=any_passages), is_weak=True),
+)  # fmt: skip
+
+
+def _fits_log(record: Record) -> bool:
+    marks = {"target", "resps", "filtered_resps", "doc_id"}
+    return "doc" in record and not marks.isdisjoint(record)
+
+
+# All layouts, in the order they are tried in.
+FORMATS: tuple[Format, ...] = (
+    Format("lm-eval samples", _fits_log, read_lm_eval),
+    *_TRIVIAQA,
+    *_POPQA,
+    *_DPR,
+    *_NQ,
+    *_FORMATS,
+    *_MULTIHOP,
+    *_OTHER_FORMATS,
+    *_BARE,
+    *_WEAK_FORMATS,
+)
+_STRONG_FIRST = sorted(FORMATS, key=lambda layout: layout.is_weak)
+
+
+def recognise_record(record: Record) -> Format | None:
+    """Return the layout of one record: the first strong one that fits, or a weak."""
+    return next((layout for layout in _STRONG_FIRST if layout.fits(record)), None)
+
+
+def choose_format(records: Iterable[Record]) -> Format | None:
+    """Return the layout of a file from its first records.
+
+    The most frequent one, where a layout that any damaged record fits (a question and
+    an answer) only counts if there is no other.
+    """
+    counts = collections.Counter(map(recognise_record, records))
+    del counts[None]
+    return min(
+        (layout for layout in counts if layout is not None),
+        key=lambda x: (x.is_weak, -counts[x], _STRONG_FIRST.index(x)),
+        default=None,
+    )

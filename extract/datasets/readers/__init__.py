@@ -1,1 +1,0 @@
-"""Layouts in which question sets are published, each with its reader."""
