@@ -6,7 +6,6 @@ attends with its own kernel.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,60 +14,14 @@ import torch
 from beatrice.extract.backbone.layout import LayerPass, watch_layers
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.readings.batch import Batch, Part, begin, cue_length, final_states
-from beatrice.extract.readings.context import (
-    ContextScores,
-    Discrepancies,
-    LensScores,
-    Lookback,
-)
-from beatrice.extract.readings.gnosis import AttentionStatistics, StateTrace
-from beatrice.extract.readings.llm_check import DiagonalScores, Entropies, HiddenScores
+from beatrice.extract.readings.parts import PARTS
 from beatrice.extract.readings.prompts import SECOND_PASSES
 from beatrice.extract.records import Answer
 from beatrice.extract.signals.attention import AttentionReading, run_reading
-from beatrice.extract.signals.batch import Rows, budget_for
+from beatrice.extract.signals.batch import budget_for
 from beatrice.extract.signals.sequence import batches_of
 from beatrice.extract.signals.span_sums import AttentionCall, AttentionMap, row_chunks
 
-
-class ExactAnswerStates(Part):
-    """Feed-forward contributions at the last answer token, `[n_layers, d_model]`.
-
-    A short answer is its own exact answer, so that no model has to find it in the
-    text. What the layer adds to the stream is read, behind the norm of a sandwich
-    block (Gemma 3); in the paper's models that is the MLP's output.
-    """
-
-    names = ("mlp_exact_answer",)
-
-    @cached_property
-    def _rows(self) -> Rows:
-        return self.batch.rows([(n - 1, n) for n in self.batch.lengths])
-
-    def on_layer(self, layer_pass: LayerPass) -> None:
-        """Keep the last token's contribution."""
-        self.add(layer_pass.index, self._rows.of(layer_pass.ffn).float())
-
-    def finish(self, final: torch.Tensor) -> dict[str, list[torch.Tensor]]:
-        """Return them; NaN for an answer without tokens."""
-        every = self.stacked()
-        is_empty = [not answer.token_ids for answer in self.batch.answers]
-        every[torch.tensor(is_empty, device=every.device)] = torch.nan
-        return {"mlp_exact_answer": list(every)}
-
-
-PARTS: tuple[type[Part], ...] = (
-    HiddenScores,
-    DiagonalScores,
-    Entropies,
-    Lookback,
-    ContextScores,
-    LensScores,
-    Discrepancies,
-    ExactAnswerStates,
-    AttentionStatistics,
-    StateTrace,
-)
 READINGS = tuple(n for part in PARTS for n in part.names) + tuple(SECOND_PASSES)
 # Answers in memory at once; of these, those of similar length are read together.
 _N_AHEAD = 256

@@ -10,7 +10,7 @@ from beatrice.benchmarks.bench.tiny_models import tiny_model
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.readings import context, llm_check
 from beatrice.extract.readings.batch import Batch
-from beatrice.extract.readings.context import lookback_ratio
+from beatrice.extract.readings.parts import lookback_ratio
 from beatrice.extract.signals.batch import ReadingBudget
 from beatrice.extract.signals.probability import Head
 from tests.extract.readings.loops import mmd, shannon
