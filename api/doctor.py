@@ -27,7 +27,7 @@ from beatrice.extract.run.verbs import RunPath
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-    from beatrice.extract.store.families import StoreConfig
+    from beatrice.extract.store.spec import StoreConfig
 
 Status = Literal["ok", "warning", "problem"]
 _DISTRIBUTION = "beatrice-probe"
@@ -261,7 +261,7 @@ def _look_at_run_device(device: str) -> Iterator[Finding]:
 def _look_at_store(run: RunDir, shapes: Shapes) -> Iterator[Finding]:
     """Compare what extraction will write with the free disk."""
     from beatrice.extract.signals.extract import EXTRACT_PRESETS
-    from beatrice.extract.store.families import as_size, stored_bytes
+    from beatrice.extract.store.spec import as_size, stored_bytes
 
     config = run.settle("extract", EXTRACT_PRESETS, is_recorded=False)
     counts = _count_tokens(run, config.answer_span)
@@ -307,7 +307,7 @@ def sizes_of_choices(
       n_tokens: of all sequences, prompts included.
       n_answer: of all answer spans.
     """
-    from beatrice.extract.store.families import (
+    from beatrice.extract.store.spec import (
         SHORT_NAMES,
         Spans,
         as_size,
@@ -334,7 +334,7 @@ def sizes_of_choices(
 
 def typical_sizes(shapes: Shapes) -> str:
     """Return the table for a number of answers that stands for a run."""
-    from beatrice.extract.store.families import StoreConfig
+    from beatrice.extract.store.spec import StoreConfig
 
     table = sizes_of_choices(
         shapes,

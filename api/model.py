@@ -13,7 +13,7 @@ from beatrice.pgir.arguments import argument_error, as_contexts, as_list
 
 if TYPE_CHECKING:
     from beatrice.extract.backbone.loading import Backbone
-    from beatrice.extract.generate.requests import (
+    from beatrice.extract.generate.prompts import (
         GenerationConfig,
         PromptConfig,
         Request,
@@ -133,7 +133,7 @@ class LanguageModel:
             prompt does not fit the model's window; nothing is cut.
         """
         from beatrice.extract.generate.local import generate
-        from beatrice.extract.generate.requests import GenerationConfig, make_requests
+        from beatrice.extract.generate.prompts import GenerationConfig, make_requests
 
         examples = as_examples(questions, contexts)
         setting: Setting = "closed_book" if contexts is None else "with_context"
@@ -351,8 +351,7 @@ def default_prompt(backbone: "Backbone") -> "PromptConfig":
     bare question it writes on as if it were a web page.
     """
     from beatrice.extract.backbone.names import WEIGHTS
-    from beatrice.extract.generate.prompts import SHOTS
-    from beatrice.extract.generate.requests import PromptConfig
+    from beatrice.extract.generate.prompts import SHOTS, PromptConfig
 
     if backbone.name == str(WEIGHTS):
         return PromptConfig()

@@ -101,8 +101,7 @@ def answer_and_label(
       work: a folder for answers and signals, where the same call continues.
       note: called with what takes how long, and with what looks wrong.
     """
-    from beatrice.extract.generate.prompts import SHOTS
-    from beatrice.extract.generate.requests import PromptConfig
+    from beatrice.extract.generate.prompts import SHOTS, PromptConfig
     from beatrice.extract.label.labels import exact_match
 
     if model.prompt.chat:

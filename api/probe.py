@@ -298,7 +298,7 @@ def _first_line(error: Exception) -> str:
 
 def _portable(detector: Detector, scorer: "Scorer | None") -> Detector:
     """Name a released model as it is fetched, and say what it is besides weights."""
-    from beatrice.extract.backbone.packaged import name_of_released
+    from beatrice.extract.backbone.names import name_of_released
 
     trained = detector.provenance
     if trained is None:
@@ -381,7 +381,7 @@ def scorer_of(
       examples: answers whose P must come out.
       identity: SHA-256 of the probe's files.
     """
-    from beatrice.extract.generate.requests import GenerationConfig
+    from beatrice.extract.generate.prompts import GenerationConfig
     from beatrice.model import LanguageModel, usual_stop
     from beatrice.pgir.scorer import Scorer
 

@@ -11,8 +11,7 @@ import numpy as np
 import tensorstore as ts
 
 from beatrice.extract.records import SETTINGS, Setting
-from beatrice.extract.store.families import Family, scale_name
-from beatrice.extract.store.spec import StoreSpec
+from beatrice.extract.store.spec import Family, StoreSpec, scale_name
 from beatrice.extract.store.store import (
     FeatureStore,
     as_url,

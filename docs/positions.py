@@ -10,7 +10,7 @@ a model.
 import sys
 from pathlib import Path
 
-from beatrice.extract.generate.requests import GenerationConfig
+from beatrice.extract.generate.prompts import GenerationConfig
 from beatrice.extract.run.contents import read_answers, settings_of
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.signals.extract import ExtractConfig

@@ -29,8 +29,8 @@ from beatrice.extract.generate.generator import (
     GeneratorPrompt,
     SamplingConfig,
 )
-from beatrice.extract.generate.prompts import PromptConfig
-from beatrice.extract.generate.requests import (
+from beatrice.extract.generate.prompts import (
+    PromptConfig,
     PromptModel,
     Request,
     TokenizerOnly,

@@ -8,10 +8,10 @@ import dataclasses
 import math
 import os
 import re
-from pathlib import Path
 from typing import Literal, get_args
 
 from beatrice.extract.run.directory import Preset
+from beatrice.extract.run.files import user_cache
 
 MatmulDtype = Literal["float32", "bfloat16"]
 
@@ -403,9 +403,6 @@ def set_compiler(preset: Preset) -> None:
     if XLA_FLAGS[preset]:  # read from the environment when the first array is made
         os.environ.setdefault("XLA_FLAGS", XLA_FLAGS[preset])
     if jax.config.values["jax_compilation_cache_dir"] is None:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        jax.config.update(
-            "jax_compilation_cache_dir", str(cache / "beatrice" / "compiled")
-        )
+        jax.config.update("jax_compilation_cache_dir", str(user_cache("compiled")))
         # Everything is kept: a short run compiles a hundred functions of 50 ms each.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -20,8 +20,7 @@ from beatrice.extract.backbone.names import ModelHashes
 from beatrice.extract.generate.prompts import PromptConfig
 from beatrice.extract.records import AnswerSpan, Record, Setting
 from beatrice.extract.run.files import read_json, replaced_folder, verify_checksums
-from beatrice.extract.store.families import Dtype
-from beatrice.extract.store.spec import ReadingPath
+from beatrice.extract.store.spec import Dtype, ReadingPath
 from beatrice.jaxprobe.calibration import Calibrator
 from beatrice.jaxprobe.config import EncoderConfig, FusionConfig
 from beatrice.jaxprobe.families import (

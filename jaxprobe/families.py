@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from beatrice.extract.records import Setting
-from beatrice.extract.store.families import Dtype, Spans
+from beatrice.extract.store.spec import Dtype, Spans
 
 MOST_FAMILIES = 8  # 255 encoders a seed
 

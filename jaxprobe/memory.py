@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from beatrice.extract.run.stages import bytes_in_words
-from beatrice.extract.store.families import Dtype, numpy_dtype
+from beatrice.extract.store.spec import Dtype, numpy_dtype
 from beatrice.jaxprobe.config import (
     EncoderConfig,
     GridConfig,

@@ -13,7 +13,7 @@ import numpy as np
 
 from beatrice.extract.records import IN_DOMAIN, Example, Label, Record, Setting, Share
 from beatrice.extract.run.files import read_json
-from beatrice.extract.store.families import Dtype
+from beatrice.extract.store.spec import Dtype
 from beatrice.extract.store.store import FeatureStore
 from beatrice.jaxprobe.families import FamilyDims, Standardizer, width_groups, widths_of
 from beatrice.jaxprobe.tokens import (

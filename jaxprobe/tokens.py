@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from beatrice.extract.store.families import Dtype, Family, decode, scale_name
+from beatrice.extract.store.spec import Dtype, Family, decode, scale_name
 from beatrice.extract.store.store import FeatureStore, Ragged, read_family
 from beatrice.jaxprobe.families import (
     ANSWER,

@@ -13,14 +13,12 @@ import numpy as np
 
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.generate.generator import SamplingConfig
-from beatrice.extract.generate.prompts import build_prompt
-from beatrice.extract.generate.requests import GenerationConfig, Request
+from beatrice.extract.generate.prompts import GenerationConfig, Request, build_prompt
 from beatrice.extract.records import Answer, AnswerSpan, Setting
 from beatrice.extract.signals.decode import check_decoding, generate_and_read
 from beatrice.extract.signals.reader import AnswerSignals, SignalReader
 from beatrice.extract.signals.sequence import TokenSequence, batches_of, sequence_of
-from beatrice.extract.store.families import as_written
-from beatrice.extract.store.spec import ReadingPath
+from beatrice.extract.store.spec import ReadingPath, as_written
 from beatrice.jaxprobe.detector import Detector, HeadName, Scores
 from beatrice.jaxprobe.families import FAMILIES, SPANS, Features, assemble
 from beatrice.pgir.forward import TorchForward

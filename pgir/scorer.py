@@ -25,7 +25,9 @@ from beatrice.extract.generate.prompts import Prompt, apply_template
 from beatrice.extract.generate.requests import (
     ANSWER_PRESETS,
     GenerationConfig,
+    Prompt,
     Request,
+    apply_template,
 )
 from beatrice.extract.records import SETTINGS, Answer, Setting
 from beatrice.extract.signals.decode import WrittenToken, read_stepwise

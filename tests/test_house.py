@@ -160,7 +160,7 @@ def loaded_by(code):
         ("extract.store.store extract.run.stages extract.records", "torch"),
         ("extract.signals.reader extract.generate.local", "jax"),
         ("extract.run.contents extract.label.stage", "torch"),
-        ("extract.generate.requests extract.generate.answers", "torch"),
+        ("extract.generate.prompts extract.generate.answers", "torch"),
         ("extract.datasets.building extract.datasets.splits", "torch"),
         ("extract.datasets", "pyarrow"),
         ("extract.run.contents extract.run.share extract.run.stages", "click"),

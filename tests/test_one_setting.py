@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from beatrice import load
-from beatrice.extract.generate.requests import ANSWER_PRESETS
+from beatrice.extract.generate.prompts import ANSWER_PRESETS
 from beatrice.extract.records import IN_DOMAIN, SETTINGS, read_records, write_lines
 from beatrice.extract.run.contents import read_examples, settings_of
 from beatrice.extract.run.rows import ResultRow

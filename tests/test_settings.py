@@ -8,7 +8,7 @@ import pytest
 from beatrice.benchmarks.baselines.judge import BASELINES_PRESETS
 from beatrice.cli import CHAIN, VERBS
 from beatrice.extract.backbone.names import BackboneConfig
-from beatrice.extract.generate.requests import ANSWER_PRESETS
+from beatrice.extract.generate.prompts import ANSWER_PRESETS
 from beatrice.extract.label.labels import LABEL_PRESETS
 from beatrice.extract.run.directory import (
     PRESETS,

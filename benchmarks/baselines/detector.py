@@ -133,7 +133,7 @@ class DetectorInput:
                 "which passages were shown"
             )
         from beatrice.benchmarks.baselines.plain import joined_text
-        from beatrice.extract.generate.requests import variants_of
+        from beatrice.extract.generate.prompts import variants_of
 
         texts = []
         for example, answer in zip(self.examples, self.answers, strict=True):

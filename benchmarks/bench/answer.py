@@ -46,11 +46,12 @@ from beatrice.extract.generate.local import (
 from beatrice.extract.generate.prompts import (
     SHOTS,
     TEMPLATES,
+    GenerationConfig,
     PromptConfig,
     PromptTemplate,
+    Request,
     build_prompt,
 )
-from beatrice.extract.generate.requests import GenerationConfig, Request
 from beatrice.extract.records import SETTINGS, Passage, Setting
 from beatrice.extract.run.console import quiet
 from beatrice.extract.run.verbs import AS_JSON

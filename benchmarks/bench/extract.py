@@ -48,8 +48,13 @@ from beatrice.benchmarks.bench.hooks import Hooked
 from beatrice.extract.backbone.loading import Backbone, load_backbone
 from beatrice.extract.backbone.names import EMBEDDED, ModelDtype, model_path
 from beatrice.extract.generate.local import generate
-from beatrice.extract.generate.prompts import SHOTS, TEMPLATES, build_prompt
-from beatrice.extract.generate.requests import GenerationConfig, Request
+from beatrice.extract.generate.prompts import (
+    SHOTS,
+    TEMPLATES,
+    GenerationConfig,
+    Request,
+    build_prompt,
+)
 from beatrice.extract.run.console import Progress, quiet
 from beatrice.extract.run.memory import (
     begin_peak,

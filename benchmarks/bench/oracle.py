@@ -59,7 +59,6 @@ from beatrice.benchmarks.bench.tiny_models import (
     make_sequence,
 )
 from beatrice.extract.backbone.loading import Backbone
-from beatrice.extract.backbone.twin import N_POSITIONS, narrow_twin
 from beatrice.extract.run.console import Progress, quiet, table_head, table_row
 from beatrice.extract.run.verbs import AS_JSON
 from beatrice.extract.signals.batch import ReadingBudget

@@ -19,7 +19,7 @@ import shutil
 import struct
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,11 +55,12 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.files import (
+    sha256_of_model,
     sync_folder,
+    user_cache,
     verify_checksums,
     write_checksums,
 )
-from beatrice.extract.run.remembered import sha256_of_model
 
 # Of a value in the header, by its type: see gguf.GGUFValueType.
 _CODES = (0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12)
@@ -491,15 +492,9 @@ _RECIPE = 1
 _DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 
 
-def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return where unpacked models are kept; any of them may be deleted."""
-    cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "beatrice" / "gguf"
-
-
 def _model_folder(path: Path) -> Path:
     """Return the folder of a file's model, which may not exist yet."""
-    return cache_folder() / f"{sha256_of_model(path)}-{_RECIPE}"
+    return user_cache("gguf") / f"{sha256_of_model(path)}-{_RECIPE}"
 
 
 def _write_outline(header: Header, folder: Path) -> Any:
@@ -547,7 +542,7 @@ def _write_weights(weights: Weights, path: Path, update: Update) -> None:
     free = shutil.disk_usage(path.parent).free
     if end > free:
         raise ValueError(
-            f"unpacking takes {end / 1e9:.1f} GB in {cache_folder()}, but "
+            f"unpacking takes {end / 1e9:.1f} GB in {user_cache('gguf')}, but "
             f"{free / 1e9:.1f} GB are free; make room, or set XDG_CACHE_HOME"
         )
     with path.open("wb") as stream:

@@ -35,9 +35,14 @@ from beatrice.extract.backbone.names import (
 )
 from beatrice.extract.records import Answer
 from beatrice.extract.run.console import no_foreign_bars
-from beatrice.extract.run.files import read_json, sha256_json
+from beatrice.extract.run.files import (
+    read_json,
+    remembered,
+    sha256_json,
+    sha256_of_model,
+    software,
+)
 from beatrice.extract.run.memory import keep_freed_memory
-from beatrice.extract.run.remembered import remembered, sha256_of_model, software
 
 
 def _switch_lengths(rope: Any) -> list[int]:

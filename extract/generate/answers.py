@@ -21,14 +21,16 @@ from beatrice.extract.generate.generator import (
     Generator,
     GeneratorPrompt,
     SamplingConfig,
+    Texts,
+    TextStage,
+    count_requests,
     plan_of,
     stop_ids_of,
 )
-from beatrice.extract.generate.prompts import PromptConfig
-from beatrice.extract.generate.replies import Texts, TextStage, count_requests
-from beatrice.extract.generate.requests import (
+from beatrice.extract.generate.prompts import (
     ANSWER_PRESETS,
     AnswerConfig,
+    PromptConfig,
     PromptModel,
     Request,
     Requests,

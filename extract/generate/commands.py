@@ -16,15 +16,19 @@ from beatrice.extract.backbone.names import (
     model_path,
     own_device,
 )
-from beatrice.extract.generate.generator import MAX_SAMPLES, Generator, SamplingConfig
+from beatrice.extract.generate.generator import (
+    MAX_SAMPLES,
+    Generator,
+    SamplingConfig,
+    TextStage,
+)
 from beatrice.extract.generate.options import (
     BackendOptions,
     RunBackendOptions,
     RunServerOptions,
     ServerOptions,
 )
-from beatrice.extract.generate.replies import TextStage
-from beatrice.extract.generate.requests import TokenizerOnly
+from beatrice.extract.generate.prompts import TokenizerOnly
 from beatrice.extract.records import Answer, Split
 from beatrice.extract.run.console import Progress, quiet
 from beatrice.extract.run.directory import RunDir

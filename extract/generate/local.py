@@ -44,8 +44,7 @@ from beatrice.extract.generate.generator import (
     stop_ids_of,
     tokenizer_identity,
 )
-from beatrice.extract.generate.prompts import render_message
-from beatrice.extract.generate.requests import GenerationConfig, Request
+from beatrice.extract.generate.prompts import GenerationConfig, Request, render_message
 from beatrice.extract.records import Answer
 from beatrice.extract.signals.sequence import batches_of
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from beatrice.extract.generate.requests import variants_of
+from beatrice.extract.generate.prompts import variants_of
 from beatrice.extract.label.judges import RUBRICS, Rubric, parse_verdict
 from beatrice.extract.label.labels import Key, exact_match
 from beatrice.extract.records import Answer, Example, Label

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from beatrice.extract.generate.commands import do_texts, open_asking
-from beatrice.extract.generate.generator import Generator
+from beatrice.extract.generate.generator import Generator, TextStage
 from beatrice.extract.generate.options import BackendOptions, check_model_option
-from beatrice.extract.generate.replies import TextStage
 from beatrice.extract.run.console import Progress, quiet
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.verbs import (

@@ -16,8 +16,8 @@ from beatrice.extract.generate.generator import (
     Generator,
     GeneratorPrompt,
     SamplingConfig,
+    Texts,
 )
-from beatrice.extract.generate.replies import Texts
 from beatrice.extract.label.labels import label_of, pair_answers
 from beatrice.extract.records import Answer, Example, Label
 from beatrice.extract.run.console import Update

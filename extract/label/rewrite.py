@@ -16,9 +16,9 @@ from beatrice.extract.generate.generator import (
     Generator,
     GeneratorPrompt,
     SamplingConfig,
+    Texts,
 )
 from beatrice.extract.generate.prompts import TEMPLATES, TemplateName
-from beatrice.extract.generate.replies import Texts
 from beatrice.extract.label.judges import delimit, marker_for
 from beatrice.extract.records import Example, Rewrite, needs_rewrite, source_sha
 from beatrice.extract.run.console import Update

@@ -8,8 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from beatrice.extract.generate.generator import SCHEMA_VERSION, Generator
-from beatrice.extract.generate.replies import Texts, TextStage
+from beatrice.extract.generate.generator import (
+    SCHEMA_VERSION,
+    Generator,
+    Texts,
+    TextStage,
+)
 from beatrice.extract.label.audit import (
     HumanAgreement,
     LabelledAnswer,

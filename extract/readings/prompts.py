@@ -14,8 +14,12 @@ import torch
 
 from beatrice.extract.backbone.layout import LayerPass, watch_layers
 from beatrice.extract.backbone.loading import Backbone
-from beatrice.extract.generate.prompts import PromptTemplate, build_prompt, encode_text
-from beatrice.extract.generate.requests import PromptModel
+from beatrice.extract.generate.prompts import (
+    PromptModel,
+    PromptTemplate,
+    build_prompt,
+    encode_text,
+)
 from beatrice.extract.readings.batch import Beginning, begin, final_states
 from beatrice.extract.records import Answer, Example, Passage
 from beatrice.extract.signals.batch import budget_for, pad_batch

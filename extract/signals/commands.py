@@ -32,7 +32,7 @@ class _Layers(click.ParamType):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[int, ...] | str:
-        from beatrice.extract.store.families import parse_layers
+        from beatrice.extract.store.spec import parse_layers
 
         try:
             return parse_layers(str(value)) or "all"

@@ -33,8 +33,7 @@ from beatrice.extract.generate.local import (
     check_requests_fit,
     greedy,
 )
-from beatrice.extract.generate.prompts import Prompt
-from beatrice.extract.generate.requests import GenerationConfig, Request
+from beatrice.extract.generate.prompts import GenerationConfig, Prompt, Request
 from beatrice.extract.records import Answer, AnswerSpan
 from beatrice.extract.signals import probability, residual
 from beatrice.extract.signals.attention import AttentionReading, attending_through

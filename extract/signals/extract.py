@@ -44,16 +44,16 @@ from beatrice.extract.signals.sequence import (
     sequence_of,
 )
 from beatrice.extract.signals.written import ReadBefore, WrittenSignals
-from beatrice.extract.store.families import (
+from beatrice.extract.store.spec import (
     Family,
     StoreConfig,
+    StoreSpec,
     encode,
     model_shapes,
     scale_name,
     stored_bytes,
     stored_families,
 )
-from beatrice.extract.store.spec import StoreSpec
 from beatrice.extract.store.store import (
     FeatureStore,
     create_store,

@@ -33,7 +33,7 @@ from beatrice.extract.signals.batch import (
 )
 from beatrice.extract.signals.parity import check_parity
 from beatrice.extract.signals.sequence import TokenSequence, first_read
-from beatrice.extract.store.families import (
+from beatrice.extract.store.spec import (
     Spans,
     StoreConfig,
     check_layers,

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from beatrice.extract.records import Answer, AnswerSpan
-from beatrice.extract.store.families import Spans
+from beatrice.extract.store.spec import Spans
 
 _FEWEST_SPARED = 48  # Llama 3's chat header has 30 tokens
 

@@ -22,7 +22,7 @@ import safetensors.numpy
 from beatrice.extract.records import Answer, AnswerSpan
 from beatrice.extract.run.files import write_stream_atomic
 from beatrice.extract.signals.sequence import Reader, TokenSequence, sequence_of
-from beatrice.extract.store.families import (
+from beatrice.extract.store.spec import (
     Dtype,
     Spans,
     StoreConfig,

@@ -43,12 +43,13 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from beatrice.extract.store.families import decode, scale_name
 from beatrice.extract.store.spec import (
     StoreSpec,
     canonical_json,
+    decode,
     parse_index,
     parse_spec,
+    scale_name,
 )
 
 _BYTES_IN_FLIGHT = 256 << 20

@@ -23,17 +23,20 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
 from beatrice.extract.run.files import sha256_file
-from beatrice.extract.world.facts import Fact, TwoHop, World, stream
-from beatrice.extract.world.language import (
+from beatrice.extract.world.facts import (
     BY_NAME,
     RELATIONS,
     TWO_HOPS_IN_DOMAIN,
     TWO_HOPS_REPHRASED,
     WORDS,
+    Fact,
     Kind,
+    TwoHop,
+    World,
     function_words,
     short_form,
     statements,
+    stream,
 )
 from beatrice.extract.world.questions import (
     N_PASSAGES,

@@ -12,17 +12,20 @@ from functools import partial
 from typing import Literal
 
 from beatrice.extract.records import Example, Passage, Split
-from beatrice.extract.world.facts import Fact, TwoHop, World, stream
-from beatrice.extract.world.language import (
+from beatrice.extract.world.facts import (
     BY_NAME,
     RELATIONS,
     TWO_HOPS_IN_DOMAIN,
     TWO_HOPS_REPHRASED,
+    Fact,
     Relation,
+    TwoHop,
+    World,
     questions,
     rephrased_questions,
     short_form,
     statements,
+    stream,
     two_hop_question,
 )
 

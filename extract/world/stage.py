@@ -6,7 +6,7 @@ from typing import Any
 
 from beatrice.extract.backbone.names import EMBEDDED, BackboneConfig
 from beatrice.extract.generate.options import check_backbone
-from beatrice.extract.generate.requests import ANSWER_PRESETS, AnswerConfig
+from beatrice.extract.generate.prompts import ANSWER_PRESETS, AnswerConfig
 from beatrice.extract.records import Setting, write_lines
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.directory import NewRun, Preset, RunDir, package_versions

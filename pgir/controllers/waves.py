@@ -32,10 +32,10 @@ from beatrice.extract.generate.generator import (
 from beatrice.extract.generate.local import TransformersGenerator
 from beatrice.extract.generate.prompts import (
     PromptTemplate,
+    Request,
     build_prompt,
     escape_control_tokens,
 )
-from beatrice.extract.generate.requests import Request
 from beatrice.extract.records import Answer, Passage, Setting
 from beatrice.extract.run.files import JsonLines, sha256_json
 from beatrice.extract.signals.decode import ReadingGenerator

@@ -13,7 +13,7 @@ from beatrice.extract.backbone.names import WEIGHTS, unreachable_hub
 from beatrice.extract.records import write_lines
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.signals.extract import ExtractConfig, outline_shapes
-from beatrice.extract.store.families import as_size
+from beatrice.extract.store.spec import as_size
 from tests.extract.backbone.test_loading import edit, save
 from tests.extract.small_run import beatrice, smoke
 from tests.records import an_answer

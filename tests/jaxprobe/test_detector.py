@@ -10,7 +10,7 @@ import pytest
 
 from beatrice.extract.generate.prompts import PromptConfig, Shot
 from beatrice.extract.run.files import write_checksums
-from beatrice.extract.store.families import Family
+from beatrice.extract.store.spec import Family
 from beatrice.jaxprobe import forward
 from beatrice.jaxprobe.calibrate import (
     FusedHead,

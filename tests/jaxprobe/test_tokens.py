@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from beatrice.benchmarks.baselines.plain import perplexity_scores
-from beatrice.extract.store.families import Family, encode, scale_family
+from beatrice.extract.store.spec import Family, encode, scale_family
 from beatrice.extract.store.store import read_family
 from beatrice.jaxprobe.families import (
     FLOATS,

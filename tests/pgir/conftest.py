@@ -4,7 +4,7 @@ import pytest
 
 from beatrice.extract.backbone.loading import load_backbone
 from beatrice.extract.backbone.names import WEIGHTS
-from beatrice.extract.generate.requests import GenerationConfig
+from beatrice.extract.generate.prompts import GenerationConfig
 from beatrice.pgir.bridge import ProbedBackbone
 from beatrice.pgir.scorer import Scorer
 from tests.pgir.small import make_detector

@@ -11,7 +11,7 @@ from transformers import BloomConfig, BloomForCausalLM
 
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.generate.local import stop_ids
-from beatrice.extract.generate.requests import GenerationConfig
+from beatrice.extract.generate.prompts import GenerationConfig
 from beatrice.jaxprobe.calibration import Calibrator
 from beatrice.pgir.asking import QuestionBatch
 from beatrice.pgir.scorer import Scorer

@@ -185,7 +185,7 @@ import sys
 from pathlib import Path
 from beatrice.extract.backbone.loading import load_backbone
 from beatrice.extract.backbone.names import WEIGHTS
-from beatrice.extract.generate.requests import GenerationConfig
+from beatrice.extract.generate.prompts import GenerationConfig
 from beatrice.extract.records import Example, Passage
 from beatrice.extract.run.rows import write_rows
 from beatrice.jaxprobe.metrics import BootstrapConfig

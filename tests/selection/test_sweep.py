@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from beatrice.extract.store.families import Family
+from beatrice.extract.store.spec import Family
 from beatrice.selection.sweep import (
     SweepConfig,
     SweepSection,

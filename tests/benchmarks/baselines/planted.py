@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 
 from beatrice.benchmarks.baselines.detector import DetectorInput
-from beatrice.extract.generate.requests import PromptConfig
+from beatrice.extract.generate.prompts import PromptConfig
 from beatrice.extract.records import Passage
 from beatrice.extract.store.families import Family
 from tests.jaxprobe.samples import rows_of, store_like

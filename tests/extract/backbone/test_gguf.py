@@ -23,12 +23,12 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from beatrice.extract.backbone.gguf import (
     Weights,
     _unpack,
-    cache_folder,
     config_of,
     read_header,
     unpacked,
 )
 from beatrice.extract.backbone.loading import load_backbone, load_outline
+from beatrice.extract.run.files import user_cache
 from tests.extract.small_run import beatrice
 from tests.process import ROOT
 
@@ -168,7 +168,7 @@ KINDS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q6_K")
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return cache_folder()
+    return user_cache("gguf")
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import zipfile
 
 import pytest
 
-from beatrice.extract.backbone.packaged import (
+from beatrice.extract.backbone.names import (
     ENCODERS,
     MODELS,
     PackagedFile,

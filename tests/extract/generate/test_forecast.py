@@ -7,10 +7,11 @@ import shutil
 import pytest
 
 from beatrice.extract.backbone.names import WEIGHTS
-from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
-from beatrice.extract.generate.replies import (
+from beatrice.extract.generate.generator import (
     CountedReplies,
+    GeneratorPrompt,
     Replies,
+    SamplingConfig,
     count_requests,
     reply_files,
 )

@@ -19,13 +19,15 @@ from beatrice.extract.generate.prompts import (
     SHOTS,
     TEMPLATES,
     PromptConfig,
+    Request,
     Shot,
+    TokenizerOnly,
     build_prompt,
     encode_text,
+    make_requests,
     read_shots,
     render_message,
 )
-from beatrice.extract.generate.requests import Request, TokenizerOnly, make_requests
 from beatrice.extract.generate.server import ServedGenerator
 from beatrice.extract.label.rewrite import read_rewrite, rewrite_prompt
 from beatrice.extract.records import Passage, with_rewrites

@@ -22,14 +22,18 @@ from beatrice.extract.generate.answers import (
 from beatrice.extract.generate.commands import open_generator
 from beatrice.extract.generate.generator import (
     GeneratorPrompt,
+    Replies,
     SamplingConfig,
     reply_key,
     tokenizer_identity,
 )
 from beatrice.extract.generate.options import BackendOptions, ServerOptions
-from beatrice.extract.generate.prompts import TEMPLATE_FIELDS, PromptConfig
-from beatrice.extract.generate.replies import Replies
-from beatrice.extract.generate.requests import ANSWER_PRESETS, make_requests
+from beatrice.extract.generate.prompts import (
+    ANSWER_PRESETS,
+    TEMPLATE_FIELDS,
+    PromptConfig,
+    make_requests,
+)
 from beatrice.extract.generate.server import (
     Account,
     ServedGenerator,

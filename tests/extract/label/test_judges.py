@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from beatrice.extract.backbone.names import WEIGHTS
-from beatrice.extract.generate.replies import Replies
+from beatrice.extract.generate.generator import Replies
 from beatrice.extract.label.audit import between_judges, join_labels
 from beatrice.extract.label.judges import (
     RUBRICS,

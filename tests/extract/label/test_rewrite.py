@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from beatrice.extract.generate.replies import Replies
+from beatrice.extract.generate.generator import Replies
 from beatrice.extract.label.judges import escape
 from beatrice.extract.label.rewrite import (
     RewriteConfig,

@@ -8,8 +8,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from beatrice.extract.generate.prompts import TEMPLATES, build_prompt
-from beatrice.extract.generate.requests import TokenizerOnly
+from beatrice.extract.generate.prompts import TEMPLATES, TokenizerOnly, build_prompt
 from beatrice.extract.readings.prompts import (
     other_passages,
     swapped_prompt,

@@ -15,11 +15,12 @@ from beatrice.extract.run.files import (
     Journal,
     JournalFiles,
     JsonLines,
+    remembered,
     sha256_file,
+    sha256_of_model,
     write_json_atomic,
     write_text_atomic,
 )
-from beatrice.extract.run.remembered import remembered, sha256_of_model
 from beatrice.extract.run.share import Share
 from tests.records import flip_bit
 

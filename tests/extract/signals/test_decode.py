@@ -12,8 +12,7 @@ from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.generate.answers import prompts_of
 from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
 from beatrice.extract.generate.local import TransformersGenerator, generate
-from beatrice.extract.generate.prompts import Prompt
-from beatrice.extract.generate.requests import GenerationConfig, Request
+from beatrice.extract.generate.prompts import GenerationConfig, Prompt, Request
 from beatrice.extract.records import Answer
 from beatrice.extract.signals.decode import (
     DecodeReading,

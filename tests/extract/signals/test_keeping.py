@@ -17,7 +17,7 @@ from beatrice.extract.signals.extract import (
     record_kept,
     run_plan,
 )
-from beatrice.extract.store.families import (
+from beatrice.extract.store.spec import (
     SHORT_NAMES,
     StoreConfig,
     as_size,

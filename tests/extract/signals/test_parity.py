@@ -41,10 +41,9 @@ from beatrice.benchmarks.bench.tiny_models import (
     tiny_model,
 )
 from beatrice.extract.backbone.loading import Backbone, Outline
-from beatrice.extract.backbone.twin import narrow_twin
 from beatrice.extract.signals import attention, parity, probability, residual
 from beatrice.extract.signals.extract import outline_shapes
-from beatrice.extract.signals.parity import require_readable
+from beatrice.extract.signals.parity import narrow_twin, require_readable
 from beatrice.extract.signals.reader import SignalReader
 from tests.extract.backbone.test_loading import save
 from tests.extract.signals.readers import representatives

@@ -19,10 +19,10 @@ from beatrice.benchmarks.bench.tiny_models import (
     tiny_model,
 )
 from beatrice.extract.backbone.loading import Backbone
-from beatrice.extract.backbone.twin import narrow_twin
 from beatrice.extract.signals import probability
 from beatrice.extract.signals.attention import run_decoder
 from beatrice.extract.signals.batch import HostCopies, ReadingBudget, Rows
+from beatrice.extract.signals.parity import narrow_twin
 from beatrice.extract.signals.probability import Head
 from beatrice.extract.signals.reader import SignalReader
 from beatrice.extract.signals.residual import StreamReading

@@ -19,7 +19,7 @@ from beatrice.extract.signals.extract import (
 )
 from beatrice.extract.signals.reader import SignalReader
 from beatrice.extract.signals.sequence import TokenSequence
-from beatrice.extract.store.families import Family, model_shapes
+from beatrice.extract.store.spec import Family, model_shapes
 from beatrice.extract.store.store import open_store
 from tests.extract.signals.readers import (
     SMALL,

@@ -11,7 +11,7 @@ import safetensors
 
 from beatrice.extract import engines
 from beatrice.extract.generate.answers import answer_stage
-from beatrice.extract.generate.requests import ANSWER_PRESETS, GenerationConfig
+from beatrice.extract.generate.prompts import ANSWER_PRESETS, GenerationConfig
 from beatrice.extract.records import SETTINGS
 from beatrice.extract.run.console import Progress
 from beatrice.extract.run.directory import RunDir

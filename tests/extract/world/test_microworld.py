@@ -4,8 +4,7 @@ import dataclasses
 import pytest
 import torch
 
-from beatrice.extract.world.facts import WorldConfig, make_world
-from beatrice.extract.world.language import BY_NAME, RELATIONS
+from beatrice.extract.world.facts import BY_NAME, RELATIONS, WorldConfig, make_world
 from beatrice.extract.world.model import (
     RowSampler,
     WorldModelConfig,
