@@ -35,11 +35,11 @@ HEADINGS = {
     },
     "From questions to a detector, in this order": {
         "data": "beatrice.extract.datasets.commands",
-        "rewrite": "beatrice.extract.label.commands",
-        "answer": "beatrice.extract.generate.commands",
-        "label": "beatrice.extract.label.commands",
-        "sample": "beatrice.extract.generate.commands",
-        "extract": "beatrice.extract.signals.commands",
+        "rewrite": "beatrice.extract.commands",
+        "answer": "beatrice.extract.commands",
+        "label": "beatrice.extract.commands",
+        "sample": "beatrice.extract.commands",
+        "extract": "beatrice.extract.commands",
         "sweep": "beatrice.selection.commands",
         "train": "beatrice.jaxprobe.commands",
         "select": "beatrice.selection.commands",
@@ -176,6 +176,7 @@ _AFTER_ANSWERS = 6.5  # times what the answers of the demo took (42 of 318 secon
 
 def make_demo() -> click.Command:
     """Return the verb that does everything."""
+    from beatrice.extract.commands import KeptOptions
     from beatrice.extract.run.verbs import (
         AS_JSON,
         RUN_DIR,
@@ -184,7 +185,6 @@ def make_demo() -> click.Command:
         load_stage,
         options,
     )
-    from beatrice.extract.signals.commands import KeptOptions
     from beatrice.jaxprobe.commands import TrainingOptions
 
     @click.command()

@@ -141,7 +141,7 @@ def _check(run_dir: Path, name: str, how: BaselinesOptions) -> None:
 
 def _draw(run_dir: Path) -> None:
     """Draw answers of all splits; probes of semantic entropy learn from some."""
-    from beatrice.extract.generate.commands import sample
+    from beatrice.extract.commands import sample
 
     splits = [x for s in ("train", "validation", "test", "ood") for x in ("--split", s)]
     sample.main([str(run_dir), *splits], standalone_mode=False)

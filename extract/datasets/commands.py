@@ -19,6 +19,7 @@ from beatrice.extract.backbone.names import (
     ModelDtype,
     default_dtype,
 )
+from beatrice.extract.commands import KeptOptions
 from beatrice.extract.datasets.splits import (
     A_NAME,
     HELD_OUT_SIZES,
@@ -52,7 +53,6 @@ from beatrice.extract.run.verbs import (
     option,
     options,
 )
-from beatrice.extract.signals.commands import KeptOptions
 
 
 @contextlib.contextmanager

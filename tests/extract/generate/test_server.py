@@ -19,7 +19,6 @@ from beatrice.extract.generate.answers import (
     load_tokenizer_only,
     record_backend,
 )
-from beatrice.extract.generate.commands import open_generator
 from beatrice.extract.generate.generator import (
     GeneratorPrompt,
     Replies,

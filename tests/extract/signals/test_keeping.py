@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from beatrice.extract.commands import KeptOptions
 from beatrice.extract.run.directory import RunDir, read_manifest
 from beatrice.extract.run.verbs import options
-from beatrice.extract.signals.commands import KeptOptions
 from beatrice.extract.signals.extract import (
     ExtractConfig,
     extract_config,

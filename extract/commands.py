@@ -1,0 +1,667 @@
+"""The verbs that ask a model and read it.
+
+The run's own answers and is read (`answer`, `sample`, `extract`); others judge and
+reword (`label`, `rewrite`).
+"""
+
+import contextlib
+import dataclasses
+import functools
+import importlib.metadata
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import click
+import msgspec
+
+from beatrice.extract.backbone.names import (
+    BackboneConfig,
+    default_dtype,
+    model_path,
+    own_device,
+)
+from beatrice.extract.generate.generator import (
+    MAX_SAMPLES,
+    Generator,
+    SamplingConfig,
+    TextStage,
+)
+from beatrice.extract.generate.options import (
+    BackendOptions,
+    RunBackendOptions,
+    RunServerOptions,
+    ServerOptions,
+    check_model_option,
+)
+from beatrice.extract.generate.prompts import TokenizerOnly
+from beatrice.extract.records import Answer, AnswerSpan, Split
+from beatrice.extract.run.console import Progress, quiet
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.files import JsonLines
+from beatrice.extract.run.stages import do_share
+from beatrice.extract.run.verbs import (
+    AS_JSON,
+    FILE,
+    RUN_DIR,
+    WorkOptions,
+    alone,
+    do_or_forecast,
+    given,
+    option,
+    options,
+)
+
+if TYPE_CHECKING:
+    from beatrice.extract.label.audit import HumanAgreement
+
+
+_LONG_NAMES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp32": "float32",
+    "int8": "int8",
+}
+
+
+class _Layers(click.ParamType):
+    """A list of layers; `all` stays a word, since None means not given."""
+
+    name = "layers"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...] | str:
+        from beatrice.extract.store.spec import parse_layers
+
+        try:
+            return parse_layers(str(value)) or "all"
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+class _StoredType(click.Choice):
+    """A type of numbers by its short name."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> str:
+        return _LONG_NAMES[super().convert(value, param, ctx)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KeptOptions:
+    """Fields of `ExtractConfig`; None leaves a field as it is."""
+
+    hidden_layers: tuple[int, ...] | Literal["all"] | None = option(
+        "Layers kept: one, some (8,16,24), or all; 0 is the embedding.",
+        metavar="LAYERS",
+        show_default="all",
+        type=_Layers(),
+    )
+    hidden_spans: Literal["all", "answer"] | None = option(
+        "Tokens whose hidden states are kept.", show_default="all"
+    )
+    dtype: str | None = option(
+        "How hidden states are written; int8 has a scale per token.",
+        show_default="bf16",
+        type=_StoredType(list(_LONG_NAMES)),
+    )
+    scalars: str | None = option(
+        "How the other three families are written, bf16 or fp32 (the default).",
+        rare=True,
+        type=_StoredType(["bf16", "fp32"]),
+    )
+    answer_span: AnswerSpan | None = option(
+        "Positions that emit the answer (emitting, the default), or the answer tokens "
+        "alone (literal).",
+        rare=True,
+    )
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of `ExtractConfig` that were given."""
+        fields = given(self)
+        if fields.get("hidden_layers") == "all":
+            fields["hidden_layers"] = None
+        return fields
+
+
+@click.command()
+@RUN_DIR
+@options(kept=KeptOptions, work=WorkOptions)
+def extract(run_dir: Path, kept: KeptOptions, work: WorkOptions) -> None:
+    """Read the four signal families of every answer into the feature store.
+
+    What is kept may be chosen here as long as nothing is extracted; by default it is
+    what the run was made with. Under torchrun or srun, or with --shard, every process
+    does its part.
+
+    Example: torchrun --nproc-per-node 2 -m beatrice extract runs/demo
+    """
+    from beatrice.extract.backbone.names import BackboneConfig
+    from beatrice.extract.generate.options import check_backbone
+    from beatrice.extract.run.directory import RunDir
+    from beatrice.extract.signals.extract import (
+        EXTRACT,
+        extract_stage_kept,
+        record_kept,
+    )
+
+    fields = kept.fields()
+    if fields.get("hidden_layers") is not None:
+        config = RunDir(run_dir).section("backbone", BackboneConfig)
+        check_backbone(config, fields["hidden_layers"])
+    if work.dry_run:
+
+        def change(config: Any) -> Any:
+            return dataclasses.replace(config, **fields)
+
+        do_or_forecast(run_dir, EXTRACT, True, change if fields else None)
+        return
+    if fields:
+        with RunDir.open(run_dir, share=work.share) as run:
+            record_kept(run, fields)
+    # A share's model is the one that joins all of them.
+    stage = EXTRACT if work.share.is_whole else extract_stage_kept()
+    do_or_forecast(run_dir, stage, False, share=work.share)
+
+
+Opened = TypeVar("Opened")
+
+
+def do_texts(
+    run_dir: Path,
+    name: str,
+    work: WorkOptions,
+    open_in: Callable[[RunDir], contextlib.AbstractContextManager[Opened]],
+    stage_of: Callable[[RunDir, Opened, Progress], TextStage[Any]],
+) -> None:
+    """Do a stage of a model's texts, or a share of them, or say what it would need.
+
+    The model is opened in a run that is held already, and stays open where a share is
+    done first and all shares are joined afterwards.
+    """
+    progress = Progress()
+    with contextlib.ExitStack() as stack:
+        opened = functools.cache(lambda run: stack.enter_context(open_in(run)))
+
+        def work_in(run: RunDir) -> int | None:
+            stage = stage_of(run, opened(run), progress)
+            if not work.dry_run:
+                return stage.do(progress)
+            click.echo(stage.forecast())
+            return None
+
+        do_share(run_dir, name, work.share, work_in, progress, parts="texts")
+
+
+@contextlib.contextmanager
+def open_generator(
+    model: str,
+    options: ServerOptions,
+    *,
+    stop_ids: Sequence[int] = (),
+    log_probs: bool = False,
+    tokenizer: Any = None,
+    earlier: tuple[int, int] = (0, 0),
+) -> Iterator[Generator]:
+    """Open the backend of a model: a directory or Hub id, or a server's name for it.
+
+    Stop ids and tokenizer are the model's, where token ids are wanted from a server;
+    log-probabilities cost nothing on this machine. Prompt and new tokens of `earlier`
+    count towards the spending cap already.
+    """
+    if options.server is None:
+        if not isinstance(options, BackendOptions):
+            raise ValueError("expected --server: this verb has no other backend")
+        import torch
+
+        from beatrice.extract.backbone.loading import load_backbone
+        from beatrice.extract.generate.local import TransformersGenerator
+
+        device = own_device(options.device, torch.cuda.device_count())
+        dtype = options.model_dtype or default_dtype(options.device)
+        backbone = load_backbone(model_path(model), dtype=dtype, device=device)
+        yield TransformersGenerator(
+            backbone=backbone, tokens_per_batch=options.batch_tokens
+        )
+        return
+    from beatrice.extract.generate.server import ServedGenerator
+
+    with ServedGenerator(
+        model,
+        options,
+        stop_ids=stop_ids,
+        log_probs=log_probs,
+        tokenizer=tokenizer,
+        earlier=earlier,
+    ) as generator:
+        yield generator
+
+
+def open_asking(
+    run: RunDir, stage: str, model: str, options: ServerOptions, **known: Any
+) -> contextlib.AbstractContextManager[Generator]:
+    """Open a stage's backend; texts that it has count towards the spending cap.
+
+    What is `known` of the model, and its name, are as `open_generator` takes them.
+    """
+    paid = _paid_tokens(run, stage)
+    return open_generator(model, options, earlier=paid, **known)
+
+
+class _Spent(msgspec.Struct, frozen=True):
+    """What is counted of a reply; its other fields are passed over."""
+
+    n_prompt_tokens: int | None
+    n_new_tokens: int | None
+
+
+def _paid_tokens(run: RunDir, stage: str) -> tuple[int, int]:
+    """Return prompt and new tokens of the texts that are there of a stage.
+
+    All of them, whichever backend wrote them: a cap errs on the side of the purse.
+    What a server did not count is not known.
+    """
+    if stage == "answer":
+        from beatrice.extract.generate import answers  # loads NumPy
+
+        files = answers.answer_files(run.answers_file, run.parts("answer"))
+        counts = (
+            (len(r.prompt_ids), len(r.token_ids) + (r.stop_id is not None))
+            for file in (files.path, *files.part_files())
+            for r in JsonLines(file).intact_rows(Answer)
+        )
+    else:
+        replies = JsonLines(run.replies({"label": "judge"}.get(stage, stage)))
+        counts = (
+            (row.n_prompt_tokens or 0, row.n_new_tokens or 0)
+            for row in replies.intact_rows(_Spent)
+        )
+    n_prompt = n_new = 0
+    for prompt, new in counts:
+        n_prompt, n_new = n_prompt + prompt, n_new + new
+    return n_prompt, n_new
+
+
+@contextlib.contextmanager
+def _open_backbone(
+    run: RunDir, stage: str, backend: RunServerOptions, **known: Any
+) -> Iterator[tuple[TokenizerOnly, Generator]]:
+    from beatrice.extract.signals.parity import require_readable
+
+    quiet()
+    from beatrice.extract.generate import answers
+
+    model, stop_ids = answers.load_tokenizer_only(run, require_readable)
+    name = backend.served_model or run.section("backbone", BackboneConfig).path
+    known |= {"stop_ids": stop_ids, "tokenizer": model.tokenizer}
+    with open_asking(run, stage, name, backend, **known) as generator:
+        yield model, generator
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReadingOptions:
+    """Whether signals are read with the answers."""
+
+    no_read: bool = option(
+        "Write answers alone; `beatrice extract` reads them again.", False
+    )
+
+
+@click.command()
+@RUN_DIR
+@options(reading=ReadingOptions, work=WorkOptions, backend=RunServerOptions)
+def answer(
+    run_dir: Path,
+    reading: ReadingOptions,
+    work: WorkOptions,
+    backend: RunServerOptions,
+) -> None:
+    """Answer every question, closed-book and with context.
+
+    The answers' signals are read in the passes that write them, where the model allows
+    it, and wait in RUN_DIR/written until `beatrice extract` stores them. On this
+    machine, or by a vLLM server that holds the run's backbone. On this
+    machine under torchrun or srun, or with --shard, every process does its part, and
+    the answers are those of one process.
+
+    Example: beatrice answer runs/demo
+
+    Example: torchrun --nproc-per-node 8 -m beatrice answer runs/paper
+    """
+    from beatrice.extract import engines
+    from beatrice.extract.generate import answers
+
+    if backend.server is None:
+        opener = engines.open_readable if reading.no_read else engines.open_reading
+        # A share's model is the one that joins all of them.
+        stage = answers.answer_stage(functools.cache(opener))
+        do_or_forecast(run_dir, stage, work.dry_run, share=work.share)
+        return
+    alone("answer --server", work.share)
+    with (
+        RunDir.open(run_dir) as run,
+        _open_backbone(run, "answer", backend) as (model, generator),
+    ):
+        if work.dry_run:
+            config = answers.answer_config(run, is_recorded=False)
+            click.echo(answers.forecast_answers(run, config, model).as_text())
+        else:
+            answers.answer_with(run, answers.Engine(generator, model), Progress())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrawOptions:
+    """How answers are drawn, and of which questions."""
+
+    n_samples: int = option(
+        "Drawn answers per question, setting and variant.", 10, min=1, max=MAX_SAMPLES
+    )
+    split: tuple[Split, ...] = option(
+        "May be given several times.", ("validation", "test", "ood")
+    )
+    temperature: float = option(
+        "Of the distribution drawn from.", 1.0, rare=True, min=0, is_above=True
+    )
+    top_p: float = option(
+        "Share of the probability drawn from.",
+        0.9,
+        rare=True,
+        min=0,
+        max=1,
+        is_above=True,
+    )
+    top_k: int = option(
+        "Tokens drawn from; 0 keeps all; a server needs vllm.", 50, rare=True, min=0
+    )
+
+
+@click.command()
+@RUN_DIR
+@options(draw=DrawOptions, work=WorkOptions, backend=RunBackendOptions)
+def sample(
+    run_dir: Path, draw: DrawOptions, work: WorkOptions, backend: RunBackendOptions
+) -> None:
+    """Draw several answers per question, for the sampling baselines.
+
+    On this machine under torchrun, srun or mpirun, or with --shard, every process does
+    its part.
+
+    Example: beatrice sample runs/demo --n-samples 10 --split test
+    """
+    from beatrice.extract.generate import answers
+
+    if backend.server is not None:
+        alone("sample --server", work.share)
+
+    def open_in(run: RunDir) -> Any:
+        return _open_backbone(run, "sample", backend, log_probs=True)
+
+    def stage_of(run: RunDir, opened: Any, progress: Progress) -> Any:
+        config = answers.answer_config(run, is_recorded=not work.dry_run)
+        sampling = SamplingConfig(
+            max_new_tokens=config.generation.max_new_tokens,
+            stop=config.generation.stop,
+            temperature=draw.temperature,
+            top_p=draw.top_p,
+            top_k=draw.top_k or None,
+            seed=run.seed,
+        )
+        model, generator = opened
+        draws = answers.DrawConfig(n_samples=draw.n_samples, sampling=sampling)
+        drawing = (run, generator, model, config.prompt, draws, draw.split, progress)
+        as_text = backend.server is not None and backend.dialect == "openai"
+        return answers.draw_stage(*drawing, as_text=as_text)
+
+    do_texts(run_dir, "sample", work, open_in, stage_of)
+    if not work.dry_run and work.share.is_whole:
+        click.echo(str(RunDir(run_dir).samples_file))
+
+
+def _do_asking(
+    run_dir: Path,
+    line: str,
+    model: str,
+    backend: BackendOptions,
+    work: WorkOptions,
+    stage_of: Callable[[RunDir, Generator, Progress], TextStage[Any]],
+) -> None:
+    """Do a verb that asks the model of an option; `line` has both."""
+    verb, option = line.split()
+    if backend.server is None:
+        check_model_option(model, option)
+    else:
+        alone(f"{line} --server", work.share)
+    quiet()
+
+    def open_in(run: RunDir) -> Any:
+        return open_asking(run, verb, model, backend)
+
+    do_texts(run_dir, verb, work, open_in, stage_of)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewriteOptions:
+    """Which model rewrites contexts, and how long they may be."""
+
+    model: str = option(
+        "Rewriter: directory, GGUF file, Hub id, or a server's name.", required=True
+    )
+    max_new_tokens: int = option(
+        "Longest rewritten context; a longer one counts as failed.", 1024, min=1
+    )
+    overlong: Literal["refuse", "skip"] = option(
+        "Without --server: contexts beyond the rewriter's window stop the stage, or "
+        "count as failed.",
+        "refuse",
+    )
+
+
+@click.command()
+@RUN_DIR
+@AS_JSON
+@options(how=RewriteOptions, work=WorkOptions, backend=BackendOptions)
+def rewrite(
+    run_dir: Path,
+    as_json: bool,
+    how: RewriteOptions,
+    work: WorkOptions,
+    backend: BackendOptions,
+) -> None:
+    """Put every in-domain context into other words, with the paper's prompt.
+
+    Before `answer`, which then also answers on the rewritten contexts. What a rewrite
+    adds beyond its source is flagged and counted. On this machine under torchrun, srun
+    or mpirun, or with --shard, every process does its part.
+
+    Example: beatrice rewrite runs/mine --model Qwen/Qwen3.5-27B --server
+    http://localhost:8000/v1
+    """
+    from beatrice.extract.generate.answers import answer_config
+    from beatrice.extract.label.rewrite import RewriteConfig
+    from beatrice.extract.label.stage import rewrite_counts, rewrite_stage
+
+    def stage_of(run: RunDir, generator: Generator, _: Progress) -> Any:
+        config = RewriteConfig(
+            max_new_tokens=how.max_new_tokens,
+            seed=run.seed,
+            skip_overlong=how.overlong == "skip",
+            template=answer_config(run, is_recorded=False).prompt.template,
+        )
+        return rewrite_stage(run, generator, config)
+
+    _do_asking(run_dir, "rewrite --model", how.model, backend, work, stage_of)
+    if work.dry_run or not RunDir(run_dir).stage_done("rewrite"):
+        return  # of a share: others have to do theirs
+    counts = rewrite_counts(RunDir(run_dir))
+    lines = (f"{name:<30}{n:>8}" for name, n in counts.items())
+    click.echo(json.dumps(counts) if as_json else "\n".join(lines))
+    click.echo(str(run_dir / "rewrites.jsonl"), err=as_json)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LabelOptions:
+    """Who says whether an answer is right; at most one of the first three."""
+
+    match: Literal["exact", "containment"] | None = option(
+        "Without --judge: the answer is a gold, or has one in it as whole words; both "
+        "normalised as SQuAD's script does. Default: the run's own, at first exact."
+    )
+    imported: Path | None = option(
+        'Take the labels of a file: lines of {"question", "answer", "label"}; a label '
+        "holds for that very answer of the model, others stay without one.",
+        flag="--import",
+        metavar="FILE",
+        type=FILE,
+    )
+    judge: str | None = option(
+        "Judge by a model and three rubrics: directory, GGUF file, Hub id, or a "
+        "server's model name. Or by a function of your own, called with a question and "
+        "an answer, that returns True, False or None: MODULE:NAME of a module that is "
+        "installed or lies here, or an entry point of beatrice.judges."
+    )
+    vote: Literal["unanimous", "majority"] = option(
+        "unanimous drops what the rubrics disagree on; majority is for the set with "
+        "real retrieval.",
+        "unanimous",
+    )
+    audit: bool = option("Say how far the labels can be trusted.", False)
+    n_samples: int | None = option(
+        "With --audit: answers for a person to judge blind.  [default: 100]", min=1
+    )
+    annotations: Path | None = option(
+        "With --audit: that sample, its column 'human' filled in.", type=FILE
+    )
+
+    def __post_init__(self) -> None:
+        """Check what goes together."""
+        ways = {
+            "--match": self.match,
+            "--import": self.imported,
+            "--judge": self.judge,
+        }
+        chosen = [name for name, value in ways.items() if value is not None]
+        if len(chosen) > 1:
+            raise click.UsageError(
+                f"{' and '.join(chosen)} are ways to label; give one"
+            )
+        if self.audit and chosen and self.judge is None:
+            raise click.UsageError(f"label with {chosen[0]} first, then with --audit")
+        for name in ("n_samples", "annotations"):
+            if getattr(self, name) is not None and not self.audit:
+                flag = "--" + name.replace("_", "-")
+                raise click.UsageError(f"{flag} is for --audit; give both")
+
+    def is_function(self, backend: BackendOptions) -> bool:
+        """Return whether the judge is a person's function, and no model."""
+        if self.judge is None or backend.server is not None:
+            return False
+        if Path(self.judge).exists():
+            return False
+        points = importlib.metadata.entry_points(group="beatrice.judges")
+        return ":" in self.judge or self.judge in points.names
+
+
+@click.command()
+@RUN_DIR
+@AS_JSON
+@options(how=LabelOptions, work=WorkOptions, backend=BackendOptions)
+def label(
+    run_dir: Path,
+    as_json: bool,
+    how: LabelOptions,
+    work: WorkOptions,
+    backend: BackendOptions,
+) -> None:
+    """Label the answers, by comparison with golds, by judges or by a file; audit them.
+
+    With --audit alone the labels that are there are audited. A judge on this machine
+    is shared: under torchrun, srun or mpirun, or with --shard, every process does its
+    part.
+
+    Example: beatrice label runs/demo --audit
+    """
+    is_function = how.is_function(backend)
+    model = None if is_function else how.judge
+    if model is None and (backend.server is not None or how.vote != "unanimous"):
+        raise click.UsageError("--server and --vote are for a model as --judge")
+    if work.dry_run and (model is None or how.audit):
+        raise click.UsageError("--dry-run counts what --judge would be asked, alone")
+    from beatrice.extract.label import stage
+    from beatrice.extract.label.judges import ConsensusConfig
+
+    progress = Progress()
+    if model is None or how.audit:
+        alone("label without --judge, or with --audit,", work.share)
+    if model is not None:
+        # Of a directory its name alone: rows are compared between machines.
+        name = Path(model).name if Path(model).is_dir() else model
+
+        def stage_of(run: RunDir, generator: Generator, shown: Progress) -> Any:
+            config = ConsensusConfig(vote=how.vote, seed=run.seed)
+            return stage.judge_stage(run, generator, config, shown, name=name)
+
+        _do_asking(run_dir, "label --judge", model, backend, work, stage_of)
+    elif not how.audit or how.judge is not None:
+        with RunDir.open(run_dir) as run:
+            if how.imported is not None:
+                stage.label_run_by_import(run, how.imported, progress)
+            elif how.judge is not None:
+                stage.label_run_with(run, how.judge, progress)
+            else:
+                stage.label_run(run, how.match, progress)
+    if how.audit:
+        _audit(run_dir, how.n_samples or 100, how.annotations, as_json)
+
+
+def _audit(
+    run_dir: Path, n_sample: int, annotations: Path | None, as_json: bool
+) -> None:
+    """Audit the labels, and compare a person's with them."""
+    from beatrice.extract.label.stage import audit_labels, compare_annotations
+
+    with RunDir.open(run_dir) as run:
+        human = None
+        if annotations is not None:
+            human = compare_annotations(run, annotations, seed=run.seed)
+        report = audit_labels(run, n_sample=n_sample, seed=run.seed)
+    if not as_json:
+        click.echo(_audit_as_text(report, human))
+        return
+    extra = {} if human is None else {"human": dataclasses.asdict(human)}
+    click.echo(json.dumps(report | extra))
+
+
+def _agreement(row: dict[str, Any]) -> str:
+    from beatrice.extract.label.audit import Agreement
+
+    names = [field.name for field in dataclasses.fields(Agreement)]
+    return Agreement(**{name: row[name] for name in names}).in_words()
+
+
+def _audit_as_text(report: dict[str, Any], human: "HumanAgreement | None") -> str:
+    from beatrice.extract.label.audit import noise_in_words
+
+    lines = [f"labels by {report['label_rule']}", "", "against exact match"]
+    for row in report["exact_match"]:
+        where = f"{row['setting']}, {row['variant']}"
+        lines.append(f"  {where:<26}{_agreement(row)}")
+        if row["n_dropped"]:
+            lines.append(
+                f"  {'':<26}{row['n_dropped']} of {row['n_answers']} answers without "
+                f"a label, {row['n_unparsable_verdicts']} unparsable verdicts"
+            )
+    if report["judges"]:
+        lines += ["", "between rubrics"]
+    for row in report["judges"]:
+        lines.append(f"  {row['first']} and {row['second']}: {_agreement(row)}")
+    if human is not None:
+        lines += ["", f"a person, {human.n_empty} items left empty"]
+        lines.append(f"  {'against the labels':<26}{human.judge.in_words()}")
+        lines.append(f"  {'against exact match':<26}{human.exact.in_words()}")
+        lines += [f"  {line}" for line in noise_in_words(human.noise)]
+    lines += ["", f"{report['n_disagreements']} disagreements in"]
+    lines += [f"  {report['disagreements']}", "to be judged blind"]
+    return "\n".join([*lines, f"  {report['sample']}"])
