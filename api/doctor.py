@@ -307,8 +307,8 @@ def sizes_of_choices(
       n_tokens: of all sequences, prompts included.
       n_answer: of all answer spans.
     """
+    from beatrice.extract.commands import STORED_TYPES
     from beatrice.extract.store.spec import (
-        SHORT_NAMES,
         Spans,
         as_size,
         stored_bytes,
@@ -320,7 +320,7 @@ def sizes_of_choices(
         for layers, spans in columns
     ]
     lines = ["      " + "".join(f"{head:>26}" for head in heads)]
-    for short, dtype in SHORT_NAMES.items():
+    for short, dtype in STORED_TYPES.items():
         cells = []
         for layers, spans in columns:
             choice = dataclasses.replace(

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
-import msgspec
 
 from beatrice.extract.backbone.names import (
     BackboneConfig,
@@ -26,6 +25,7 @@ from beatrice.extract.generate.generator import (
     MAX_SAMPLES,
     Generator,
     SamplingConfig,
+    SavedReply,
     TextStage,
 )
 from beatrice.extract.generate.options import (
@@ -57,7 +57,8 @@ if TYPE_CHECKING:
     from beatrice.extract.label.audit import HumanAgreement
 
 
-_LONG_NAMES = {
+# Types of stored numbers, as the command line calls them.
+STORED_TYPES = {
     "bf16": "bfloat16",
     "fp16": "float16",
     "fp32": "float32",
@@ -87,7 +88,7 @@ class _StoredType(click.Choice):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> str:
-        return _LONG_NAMES[super().convert(value, param, ctx)]
+        return STORED_TYPES[super().convert(value, param, ctx)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,7 +107,7 @@ class KeptOptions:
     dtype: str | None = option(
         "How hidden states are written; int8 has a scale per token.",
         show_default="bf16",
-        type=_StoredType(list(_LONG_NAMES)),
+        type=_StoredType(list(STORED_TYPES)),
     )
     scalars: str | None = option(
         "How the other three families are written, bf16 or fp32 (the default).",
@@ -210,7 +211,7 @@ def open_generator(
 
     Stop ids and tokenizer are the model's, where token ids are wanted from a server;
     log-probabilities cost nothing on this machine. Prompt and new tokens of `earlier`
-    count towards the spending cap already.
+    texts of the stage count towards the spending cap already.
     """
     if options.server is None:
         if not isinstance(options, BackendOptions):
@@ -240,24 +241,6 @@ def open_generator(
         yield generator
 
 
-def open_asking(
-    run: RunDir, stage: str, model: str, options: ServerOptions, **known: Any
-) -> contextlib.AbstractContextManager[Generator]:
-    """Open a stage's backend; texts that it has count towards the spending cap.
-
-    What is `known` of the model, and its name, are as `open_generator` takes them.
-    """
-    paid = _paid_tokens(run, stage)
-    return open_generator(model, options, earlier=paid, **known)
-
-
-class _Spent(msgspec.Struct, frozen=True):
-    """What is counted of a reply; its other fields are passed over."""
-
-    n_prompt_tokens: int | None
-    n_new_tokens: int | None
-
-
 def _paid_tokens(run: RunDir, stage: str) -> tuple[int, int]:
     """Return prompt and new tokens of the texts that are there of a stage.
 
@@ -277,7 +260,7 @@ def _paid_tokens(run: RunDir, stage: str) -> tuple[int, int]:
         replies = JsonLines(run.replies({"label": "judge"}.get(stage, stage)))
         counts = (
             (row.n_prompt_tokens or 0, row.n_new_tokens or 0)
-            for row in replies.intact_rows(_Spent)
+            for row in replies.intact_rows(SavedReply)
         )
     n_prompt = n_new = 0
     for prompt, new in counts:
@@ -297,7 +280,8 @@ def _open_backbone(
     model, stop_ids = answers.load_tokenizer_only(run, require_readable)
     name = backend.served_model or run.section("backbone", BackboneConfig).path
     known |= {"stop_ids": stop_ids, "tokenizer": model.tokenizer}
-    with open_asking(run, stage, name, backend, **known) as generator:
+    paid = _paid_tokens(run, stage)
+    with open_generator(name, backend, earlier=paid, **known) as generator:
         yield model, generator
 
 
@@ -437,7 +421,7 @@ def _do_asking(
     quiet()
 
     def open_in(run: RunDir) -> Any:
-        return open_asking(run, verb, model, backend)
+        return open_generator(model, backend, earlier=_paid_tokens(run, verb))
 
     do_texts(run_dir, verb, work, open_in, stage_of)
 

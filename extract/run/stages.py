@@ -342,9 +342,3 @@ def forecast_stage(run_dir: Path, stage: Stage, change: Change | None = None) ->
         if is_done and settings == before:
             return f"{stage.name}: already done, nothing is left to forecast"
         return stage.forecast(run, settings).as_text()
-
-
-def disk_bytes(path: Path) -> int:
-    """Return the bytes of a file, or of all files below a folder."""
-    files = path.rglob("*") if path.is_dir() else (path,)
-    return sum(file.stat().st_size for file in files if file.is_file())

@@ -22,13 +22,6 @@ Dtype = Literal["bfloat16", "float16", "float32", "int8"]
 # Attention masses can be below 6e-8, the smallest number of float16.
 ScalarDtype = Literal["bfloat16", "float32"]
 Spans = Literal["all", "answer"]
-# As on the command line.
-SHORT_NAMES: dict[str, Dtype] = {
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "fp32": "float32",
-    "int8": "int8",
-}
 # A chunk of at most this size is the unit of a read. With 1 MiB writing cost more
 # (250 against 325 MiB per CPU second) and reading a layer cost the same.
 _CHUNK_BYTES = 1 << 18
