@@ -90,19 +90,12 @@ class TensorEntry:
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """A GGUF file without its weights.
+    """A GGUF file without its weights."""
 
-    Attributes:
-      path: the file.
-      values: metadata; an array of more than 4,096 entries is None.
-      n_tokens: of the vocabulary.
-      tensors: by their names in the file.
-    """
-
-    path: Path
-    values: dict[str, Any]
-    n_tokens: int
-    tensors: dict[str, TensorEntry]
+    path: Path  # the file
+    values: dict[str, Any]  # metadata; an array of more than 4,096 entries is None
+    n_tokens: int  # of the vocabulary
+    tensors: dict[str, TensorEntry]  # by their names in the file
 
     @property
     def architecture(self) -> str:

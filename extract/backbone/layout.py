@@ -28,17 +28,12 @@ _FINAL_NORMS = (
 
 @dataclasses.dataclass(frozen=True)
 class _Kind:
-    """What one kind of block adds; a dot in a name reaches into a module.
+    """What one kind of block adds; a dot in a name reaches into a module."""
 
-    Attributes:
-      ffn: modules whose outputs sum to the feed-forward contribution.
-      att: its output is the attention contribution; None is the mixer itself.
-      is_overwritten: the block may write over the last of these outputs.
-    """
-
-    ffn: tuple[str, ...]
+    ffn: tuple[str, ...]  # modules whose outputs sum to the feed-forward contribution
+    # Its output is the attention contribution; None is the mixer itself.
     att: str | None = None
-    is_overwritten: bool = False
+    is_overwritten: bool = False  # the block may write over the last of these outputs
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -84,23 +79,15 @@ _N_STREAMS = ("altup_num_inputs", "hc_mult", "hc_count")
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """One decoder layer and the modules whose outputs it adds.
+    """One decoder layer and the modules whose outputs it adds."""
 
-    Attributes:
-      module: the layer.
-      att: its output is the attention contribution.
-      ffn: their outputs sum to the feed-forward contribution.
-      mixer: the attention or recurrent module itself.
-      has_attention: False where the mixer has no attention matrix.
-      is_overwritten: the layer may write over the feed-forward output.
-    """
-
-    module: torch.nn.Module
-    att: torch.nn.Module
+    module: torch.nn.Module  # the layer
+    att: torch.nn.Module  # its output is the attention contribution
+    # Their outputs sum to the feed-forward contribution.
     ffn: tuple[torch.nn.Module, ...]
-    mixer: torch.nn.Module
-    has_attention: bool
-    is_overwritten: bool = False
+    mixer: torch.nn.Module  # the attention or recurrent module itself
+    has_attention: bool  # False where the mixer has no attention matrix
+    is_overwritten: bool = False  # the layer may write over the feed-forward output
 
     def scale(self) -> torch.Tensor | float:
         """Return what the layer multiplies its output by (Gemma 4), else 1."""
@@ -114,19 +101,12 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The modules of one model that are watched or called.
+    """The modules of one model that are watched or called."""
 
-    Attributes:
-      decoder: called with ids, returns the final-normed states.
-      layers: in order.
-      final_norm: N of the paper's section 3.2.
-      head: W_U, a linear module `[vocab_size, d_model]`.
-    """
-
-    decoder: Any
-    layers: tuple[Layer, ...]
-    final_norm: torch.nn.Module
-    head: torch.nn.Linear
+    decoder: Any  # called with ids, returns the final-normed states
+    layers: tuple[Layer, ...]  # in order
+    final_norm: torch.nn.Module  # N of the paper's section 3.2
+    head: torch.nn.Linear  # W_U, a linear module `[vocab_size, d_model]`
 
     @property
     def attention_layers(self) -> tuple[int, ...]:

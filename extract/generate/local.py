@@ -360,15 +360,10 @@ def _contiguous_states(backbone: Backbone) -> Iterator[None]:
 
 
 class Watch(Protocol):
-    """Sees every forward of a batch that is written, see `extract.signals.decode`.
+    """Sees every forward of a batch that is written, see `extract.signals.decode`."""
 
-    Attributes:
-      n_unread: columns of the padded prompts that it need not see.
-      runs_last: whether it sees a forward of a longest answer's last token, too.
-    """
-
-    n_unread: int
-    runs_last: bool
+    n_unread: int  # columns of the padded prompts that it need not see
+    runs_last: bool  # whether it sees a forward of a longest answer's last token, too
 
     def watching(
         self, rows: Sequence[int], n_cached: int
@@ -406,15 +401,10 @@ class _Chosen(StoppingCriteria):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformersGenerator:
-    """Generates with a backbone that is loaded here.
+    """Generates with a backbone that is loaded here."""
 
-    Attributes:
-      backbone: has a tokenizer.
-      tokens_per_batch: prompt and new tokens, padding included.
-    """
-
-    backbone: Backbone
-    tokens_per_batch: int = 16_384
+    backbone: Backbone  # has a tokenizer
+    tokens_per_batch: int = 16_384  # prompt and new tokens, padding included
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -213,24 +213,16 @@ def rows_in_cache(logits: torch.Tensor) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
-    """Some answers that are read together.
+    """Some answers that are read together."""
 
-    Attributes:
-      backbone: that reads.
-      answers: at least one.
-      swapped: prompts of the same questions behind other passages, None where there is
-        none; read by those who ask for them alone.
-      n_cue: tokens of the answer cue, see `cue_length`.
-      budget: sizes of chunks.
-      beginning: of all these prompts, if it was run before.
-    """
-
-    backbone: Backbone
-    answers: Sequence[Answer]
+    backbone: Backbone  # that reads
+    answers: Sequence[Answer]  # at least one
+    # Prompts of the same questions behind other passages, None where there is none;
+    # read by those who ask for them alone.
     swapped: Sequence[tuple[int, ...] | None]
-    n_cue: int
-    budget: ReadingBudget
-    beginning: Beginning | None = None
+    n_cue: int  # tokens of the answer cue, see `cue_length`
+    budget: ReadingBudget  # sizes of chunks
+    beginning: Beginning | None = None  # of all these prompts, if it was run before
 
     @cached_property
     def lengths(self) -> list[int]:

@@ -20,15 +20,11 @@ class ReadingBudget:
     chunks stay in the cache and launches are free, on a GPU a chunk of a million
     weights is microseconds behind a dozen launches. Results do not depend on the
     budget, up to the order of sums.
-
-    Attributes:
-      n_attention_weights: most attention weights alive at once.
-      n_tokens_per_chunk: tokens whose logits are alive at once.
-      n_words_per_block: vocabulary entries whose logits are alive at once; at least 2.
     """
 
-    n_attention_weights: int = 3 * 2**19
-    n_tokens_per_chunk: int = 2048
+    n_attention_weights: int = 3 * 2**19  # most attention weights alive at once
+    n_tokens_per_chunk: int = 2048  # tokens whose logits are alive at once
+    # Vocabulary entries whose logits are alive at once; at least 2.
     n_words_per_block: int = 2**11
 
 

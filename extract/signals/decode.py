@@ -495,21 +495,16 @@ def _written(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReadingGenerator(TransformersGenerator):
-    """Answers requests greedily, and reads each batch in the passes that write it.
+    """Answers requests greedily, and reads each batch in the passes that write it."""
 
-    Attributes:
-      reader: of the model that answers.
-      requests: by their prompts; no other prompt is answered.
-      on_batch: is called with the answers of each batch and their signals before the
-        batch's texts are handed out; None stands for the signals of an answer of which
-        more tokens were run than it has (its stop string is several tokens).
-      answer_span: see `sequence_of`.
-    """
-
-    reader: SignalReader
+    reader: SignalReader  # of the model that answers
+    # By their prompts; no other prompt is answered.
     requests: Mapping[tuple[int, ...], Request]
+    # Is called with the answers of each batch and their signals before the batch's
+    # texts are handed out; None stands for the signals of an answer of which more
+    # tokens were run than it has (its stop string is several tokens).
     on_batch: Callable[[list[Answer], list[AnswerSignals | None]], object]
-    answer_span: AnswerSpan = "emitting"
+    answer_span: AnswerSpan = "emitting"  # see `sequence_of`
 
     def write(
         self,
@@ -556,23 +551,18 @@ def _read_written(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WrittenToken:
-    """One token of an answer that is being written.
+    """One token of an answer that is being written."""
 
-    Attributes:
-      id: the token.
-      prob: `[5]` float32, the distribution that it was chosen from, see
-        `AnswerSignals`.
-      cut: returns the answer up to this token, and what is read of it as of one that
-        was cut behind it; to be called before the next token is asked for.
-      ended: returns the answer up to this token as it is if a stop token follows, whose
-        id it takes, and what is read of it then; to be called when the next token was
-        asked for, which tells how likely the stop token is, and before another is. The
-        last token of an answer that is cut has no next.
-    """
-
-    id: int
+    id: int  # the token
+    # `[5]` float32, the distribution that it was chosen from, see `AnswerSignals`.
     prob: np.ndarray
+    # Returns the answer up to this token, and what is read of it as of one that was cut
+    # behind it; to be called before the next token is asked for.
     cut: Callable[[], tuple[Answer, AnswerSignals]]
+    # Returns the answer up to this token as it is if a stop token follows, whose id it
+    # takes, and what is read of it then; to be called when the next token was asked
+    # for, which tells how likely the stop token is, and before another is. The last
+    # token of an answer that is cut has no next.
     ended: Callable[[int], tuple[Answer, AnswerSignals]]
 
 

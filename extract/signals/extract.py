@@ -74,17 +74,12 @@ _WANTED_RANGES = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExtractConfig(StoreConfig):
-    """How answers are read, and what is kept of them.
+    """How answers are read, and what is kept of them."""
 
-    Attributes:
-      answer_span: see `sequence_of`.
-      tokens_per_batch: most tokens of a batch, padding included; a longer sequence
-        is a batch of its own.
-      rows_per_shard: tokens per file, a power of two; None chooses by `n_rows_of`.
-    """
-
-    answer_span: AnswerSpan = "emitting"
+    answer_span: AnswerSpan = "emitting"  # see `sequence_of`
+    # Most tokens of a batch, padding included; a longer sequence is a batch of its own.
     tokens_per_batch: int = 16384
+    # Tokens per file, a power of two; None chooses by `n_rows_of`.
     rows_per_shard: int | None = None
 
     def __post_init__(self) -> None:
@@ -102,27 +97,19 @@ class ExtractConfig(StoreConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Unit:
-    """What one worker reads in one go: some ranges and their batches.
+    """What one worker reads in one go: some ranges and their batches."""
 
-    Attributes:
-      ranges: consecutive; each is committed by itself.
-      batches: of example indices; every example of the ranges once.
-    """
-
-    ranges: range
+    ranges: range  # consecutive; each is committed by itself
+    # Of example indices; every example of the ranges once.
     batches: tuple[tuple[int, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ExtractionPlan:
-    """What is read together and where it goes.
+    """What is read together and where it goes."""
 
-    Attributes:
-      spec: the store.
-      units: in the order of their ranges; a worker does `share.mine(units)`.
-    """
-
-    spec: StoreSpec
+    spec: StoreSpec  # the store
+    # In the order of their ranges; a worker does `share.mine(units)`.
     units: tuple[Unit, ...]
 
 
@@ -282,17 +269,11 @@ def plan_extraction(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExtractionReport:
-    """What one call of `extract` did.
+    """What one call of `extract` did."""
 
-    Attributes:
-      n_written: ranges written by this worker now.
-      n_skipped: ranges of this worker that were there before.
-      n_missing: ranges of any worker that are not there yet.
-    """
-
-    n_written: int
-    n_skipped: int
-    n_missing: int
+    n_written: int  # ranges written by this worker now
+    n_skipped: int  # ranges of this worker that were there before
+    n_missing: int  # ranges of any worker that are not there yet
 
 
 class _RangeRows:

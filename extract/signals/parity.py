@@ -62,26 +62,17 @@ _N_COMPARED = 16
 
 @dataclasses.dataclass(frozen=True)
 class _Pass:
-    """One forward on the reading path.
+    """One forward on the reading path."""
 
-    Attributes:
-      errors: per layer, how far the contributions miss the change of the stream,
-        relative to its norm.
-      pushes: `[n_examples, n_tokens]`, summed over the layers.
-      first: `[n_examples, n_tokens, d_model]`, the embedding.
-      last: likewise, after the last layer and before its scale.
-      end: likewise, after its scale, in the stream's dtype.
-      final: likewise, final-normed.
-      attn: `[n_examples, n_tokens, 2, 2, n_attention_layers, n_heads]`.
-    """
-
+    # Per layer, how far the contributions miss the change of the stream, relative to
+    # its norm.
     errors: list[float]
-    pushes: torch.Tensor
-    first: torch.Tensor
-    last: torch.Tensor
-    end: torch.Tensor
-    final: torch.Tensor
-    attn: torch.Tensor
+    pushes: torch.Tensor  # `[n_examples, n_tokens]`, summed over the layers
+    first: torch.Tensor  # `[n_examples, n_tokens, d_model]`, the embedding
+    last: torch.Tensor  # likewise, after the last layer and before its scale
+    end: torch.Tensor  # likewise, after its scale, in the stream's dtype
+    final: torch.Tensor  # likewise, final-normed
+    attn: torch.Tensor  # `[n_examples, n_tokens, 2, 2, n_attention_layers, n_heads]`
 
 
 def _window_of(backbone: Backbone) -> int | None:

@@ -39,19 +39,13 @@ def _products_of_bfloat16() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Head:
-    """The output side of a language model.
+    """The output side of a language model."""
 
-    Attributes:
-      weight: `[vocab_size, d_model]`, W_U.
-      bias: `[vocab_size]` or None.
-      softcap: logits become `softcap * tanh(logits / softcap)`; None for no cap.
-      scale: multiplies the logits (Cohere, Granite), before the cap.
-    """
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
+    weight: torch.Tensor  # `[vocab_size, d_model]`, W_U
+    bias: torch.Tensor | None  # `[vocab_size]` or None
+    # Logits become `softcap * tanh(logits / softcap)`; None for no cap.
     softcap: float | None
-    scale: float = 1.0
+    scale: float = 1.0  # multiplies the logits (Cohere, Granite), before the cap
 
     def rows(self, words: torch.Tensor) -> torch.Tensor:
         """Return the rows of W_U that give these words' logits, float32.

@@ -43,46 +43,34 @@ from beatrice.extract.store.spec import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnswerSignals:
-    """The four families of one example; a row for every token from one on.
+    """The four families of one example; a row for every token from one on."""
 
-    Attributes:
-      first_token: which token has the first row, see `signals.sequence.first_read`.
-      hidden: `[n_rows, n_layers_kept, d_model]` float32, un-normed residual states;
-        rows of the answer span alone where the reader keeps no others.
-      prob: `[n_rows, 5]` float32: p(v), -log p(v) and entropy in nats, top p,
-        margin.
-      resid: `[n_rows, 4 * n_layers]` float32: per layer attention norm, attention
-        push, feed-forward norm, feed-forward push.
-      attn: `[n_rows, 2, 2, n_attention_layers, n_heads]` float32: per partner span
-        (the other two, ordered) entropy in nats and mass.
-    """
-
-    first_token: int
+    first_token: int  # which token has the first row, see `signals.sequence.first_read`
+    # `[n_rows, n_layers_kept, d_model]` float32, un-normed residual states; rows of the
+    # answer span alone where the reader keeps no others.
     hidden: np.ndarray
+    # `[n_rows, 5]` float32: p(v), -log p(v) and entropy in nats, top p, margin.
     prob: np.ndarray
+    # `[n_rows, 4 * n_layers]` float32: per layer attention norm, attention push,
+    # feed-forward norm, feed-forward push.
     resid: np.ndarray
+    # `[n_rows, 2, 2, n_attention_layers, n_heads]` float32: per partner span (the other
+    # two, ordered) entropy in nats and mass.
     attn: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PendingSignals:
-    """A batch that the device may still be working on.
+    """A batch that the device may still be working on."""
 
-    Attributes:
-      hidden: `[n_entries, n_hidden_rows, d_model]`, the examples end to end.
-      scalars: prob, resid and attn, each `[n_rows, …]` float32, likewise.
-      hidden_rows: where each example's rows of `hidden` are.
-      rows: where its rows of the others are.
-      firsts: the token of each example that has its first row.
-      copies: to be waited for before anything is read.
-    """
-
+    # `[n_entries, n_hidden_rows, d_model]`, the examples end to end.
     hidden: torch.Tensor
+    # Prob, resid and attn, each `[n_rows, …]` float32, likewise.
     scalars: dict[str, torch.Tensor]
-    hidden_rows: list[slice]
-    rows: list[slice]
-    firsts: list[int]
-    copies: HostCopies
+    hidden_rows: list[slice]  # where each example's rows of `hidden` are
+    rows: list[slice]  # where its rows of the others are
+    firsts: list[int]  # the token of each example that has its first row
+    copies: HostCopies  # to be waited for before anything is read
 
     def result(self) -> Iterator[AnswerSignals]:
         """Wait for the device; yield the examples in order, without padding.
@@ -103,14 +91,10 @@ class PendingSignals:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PendingBatches:
-    """A batch that is read as several, one for each length.
+    """A batch that is read as several, one for each length."""
 
-    Attributes:
-      batches: those that are read.
-      indices: for each of them, which examples of the whole batch it holds.
-    """
-
-    batches: list[PendingSignals]
+    batches: list[PendingSignals]  # those that are read
+    # For each of them, which examples of the whole batch it holds.
     indices: list[list[int]]
 
     def result(self) -> Iterator[AnswerSignals]:

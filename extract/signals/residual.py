@@ -19,17 +19,11 @@ from beatrice.extract.signals.probability import Head
 
 @dataclasses.dataclass(frozen=True)
 class FinalNorm:
-    """The final norm N as numbers; its bias cancels in every push.
+    """The final norm N as numbers; its bias cancels in every push."""
 
-    Attributes:
-      gain: `[d_model]` float32, what multiplies the normalised state.
-      eps: added to the mean square.
-      is_centred: True for a LayerNorm.
-    """
-
-    gain: torch.Tensor
-    eps: float
-    is_centred: bool
+    gain: torch.Tensor  # `[d_model]` float32, what multiplies the normalised state
+    eps: float  # added to the mean square
+    is_centred: bool  # True for a LayerNorm
 
 
 def _eps_of(norm: torch.nn.Module) -> float:

@@ -17,19 +17,15 @@ _FEWEST_SPARED = 48  # Llama 3's chat header has 30 tokens
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenSequence:
-    """One teacher-forced example.
+    """One teacher-forced example."""
 
-    Attributes:
-      ids: `[n_tokens]` int64, prompt and answer; the stop token is not fed.
-      targets: `[n_tokens]` int64, the next token at each position. The last is the
-        stop token; of an answer that was cut it is unknown, any id stands there, and
-        the position lies outside the answer span.
-      spans: `[3, 2]` int64, absolute and half-open, in the order context, question,
-        answer; an empty span has start == stop.
-    """
-
-    ids: np.ndarray
+    ids: np.ndarray  # `[n_tokens]` int64, prompt and answer; the stop token is not fed
+    # `[n_tokens]` int64, the next token at each position. The last is the stop token;
+    # of an answer that was cut it is unknown, any id stands there, and the position
+    # lies outside the answer span.
     targets: np.ndarray
+    # `[3, 2]` int64, absolute and half-open, in the order context, question, answer; an
+    # empty span has start == stop.
     spans: np.ndarray
 
     def __post_init__(self) -> None:

@@ -22,27 +22,21 @@ _HIDDEN = -1e30  # finite, so that zero weight times its log is zero and not NaN
 
 @dataclasses.dataclass(frozen=True)
 class AttentionCall:
-    """What a model hands to its attention function.
+    """What a model hands to its attention function."""
 
-    Attributes:
-      query: `[n_examples, n_heads, n_tokens, d_head]`.
-      key: `[n_examples, n_kv_heads, n_keys, d_head]`; query head h uses the kv head
-        `h // (n_heads / n_kv_heads)`. The last `n_tokens` keys are the queries' own,
-        those before them come out of a cache.
-      mask: None (causal), or `[n_examples | 1, n_heads | 1, n_tokens, n_keys]`: bool,
-        True = visible, or what is added to the scaled logits, hugely negative for what
-        is invisible (Falcon's alibi).
-      scaling: multiplies the logits.
-      softcap: bounds the scaled logits (Gemma 2), or None.
-      sinks: `[n_heads]`, one more logit in every row's softmax that belongs to no
-        token (gpt-oss), or None. The weights over tokens then sum to less than one.
-    """
-
-    query: torch.Tensor
+    query: torch.Tensor  # `[n_examples, n_heads, n_tokens, d_head]`
+    # `[n_examples, n_kv_heads, n_keys, d_head]`; query head h uses the kv head `h //
+    # (n_heads / n_kv_heads)`. The last `n_tokens` keys are the queries' own, those
+    # before them come out of a cache.
     key: torch.Tensor
+    # None (causal), or `[n_examples | 1, n_heads | 1, n_tokens, n_keys]`: bool, True =
+    # visible, or what is added to the scaled logits, hugely negative for what is
+    # invisible (Falcon's alibi).
     mask: torch.Tensor | None
-    scaling: float
-    softcap: float | None
+    scaling: float  # multiplies the logits
+    softcap: float | None  # bounds the scaled logits (Gemma 2), or None
+    # `[n_heads]`, one more logit in every row's softmax that belongs to no token
+    # (gpt-oss), or None. The weights over tokens then sum to less than one.
     sinks: torch.Tensor | None = None
 
     @property
@@ -156,12 +150,9 @@ class AttentionCall:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionMap:
-    """What a model computed by itself, where it hands out no queries and keys.
+    """What a model computed by itself, where it hands out no queries and keys."""
 
-    Attributes:
-      map: `[n_examples, n_heads, n_tokens, n_tokens]`, its attention weights.
-    """
-
+    # `[n_examples, n_heads, n_tokens, n_tokens]`, its attention weights.
     map: torch.Tensor
 
     @property

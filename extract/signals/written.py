@@ -124,22 +124,15 @@ class _Location(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WrittenSignals(Mapping[str, WaitingSignals]):
-    """Signals of a folder by `sequence_key`, read from the disk when asked for.
+    """Signals of a folder by `sequence_key`, read from the disk when asked for."""
 
-    Attributes:
-      hidden_layers: that are handed out.
-      hidden_spans: as they were read.
-      shapes: of one token's signals, per family.
-      slots: of the layers that are handed out, places among those that are there.
-      places: where each answer's signals lie.
-      opened: returns a file, and what it says of itself.
-    """
-
-    hidden_layers: tuple[int, ...]
-    hidden_spans: Spans
-    shapes: Mapping[str, tuple[int, ...]]
+    hidden_layers: tuple[int, ...]  # that are handed out
+    hidden_spans: Spans  # as they were read
+    shapes: Mapping[str, tuple[int, ...]]  # of one token's signals, per family
+    # Of the layers that are handed out, places among those that are there.
     slots: list[int]
-    places: dict[str, _Location]
+    places: dict[str, _Location]  # where each answer's signals lie
+    # Returns a file, and what it says of itself.
     opened: Callable[[Path], tuple[Any, dict[str, Any]]]
 
     @classmethod
