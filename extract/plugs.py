@@ -16,9 +16,6 @@ def load_plug(spec: str, group: str) -> Any:
       spec: `module:NAME`, of a module that is installed or lies in the current folder;
         NAME may have dots. Or the name of an entry point.
       group: of the entry points, such as "beatrice.judges".
-
-    Raises:
-      ValueError: there is no such module, name or entry point, or its module fails.
     """
     if not isinstance(spec, str):
         raise ValueError(

@@ -451,12 +451,7 @@ class Weights:
                 self.dtypes[target] = kind
 
     def read(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield each tensor once as `[…]` float32, with its name; one is in memory.
-
-        Raises:
-          ValueError: a tensor is of a type that cannot be dequantised, or its shape is
-            not the model's.
-        """
+        """Yield each tensor once as `[…]` float32, with its name; one is in memory."""
         path, n_missing = self._header.path, self._n_sources.copy()
         content = np.memmap(path, mode="r", dtype=np.uint8)
         with ThreadPoolExecutor(2) as threads:

@@ -294,12 +294,7 @@ class Outline:
 
 
 def load_outline(name: str) -> Outline:
-    """Load what a checkpoint is, but not its weights; seconds, however large it is.
-
-    Raises:
-      ValueError: it could not be loaded, or would be refused if it were, as far as
-        its weights need not be read for that.
-    """
+    """Load what a checkpoint is, but not its weights; seconds, however large it is."""
     from beatrice.extract.backbone.gguf import outlined  # scoring has no need of it
 
     check_name(name)

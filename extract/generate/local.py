@@ -682,10 +682,6 @@ def generate(
       requests: prompts.
       config: how long answers and batches are.
       sampling: how tokens are chosen; None is greedily.
-
-    Raises:
-      ValueError: a prompt and its answer do not fit the model's window; nothing is
-        ever cut.
     """
     sampling = sampling or greedy(config)
     check_requests_fit(backbone, requests, sampling.max_new_tokens)

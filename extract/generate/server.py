@@ -265,10 +265,6 @@ class ServedGenerator(contextlib.AbstractContextManager):
 
         After a failure nothing new is sent, what is under way is waited for and
         yielded, and then the failure is raised.
-
-        Raises:
-          ValueError: the server refused, failed or could not be reached, or the
-            spending cap was reached; the message says what to do.
         """
         waiting = iter([i for i in range(len(prompts)) if i not in done])
         under_way: dict[Future[Generated], int] = {}

@@ -178,9 +178,6 @@ def label_with(
         where it cannot decide: such an answer is left out of training and tests.
       name: of the judge, for the reasons; by default its own.
       progress: called with answers judged and answers given.
-
-    Raises:
-      ValueError: see `pair_answers`; or the judge fails, or returns something else.
     """
     if not callable(judge):
         raise ValueError(

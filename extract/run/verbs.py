@@ -78,11 +78,7 @@ def _type_of(field: dataclasses.Field, hint: Any) -> click.ParamType:
 
 
 def check_options(values: Any) -> None:
-    """Check options as click would, where a library call has given them.
-
-    Raises:
-      click.BadParameter: one is no choice, outside its bounds, or no finite number.
-    """
+    """Check options as click would, where a library call has given them."""
     hints = typing.get_type_hints(type(values))
     for field in dataclasses.fields(values):
         value = getattr(values, field.name)

@@ -447,10 +447,6 @@ def generate_and_read(
 
     Returns:
       The answers and their signals, in the order of the requests.
-
-    Raises:
-      ValueError: a prompt and its answer do not fit the model's window, or this
-        model's attention cannot be read while it writes.
     """
     sampling = sampling or greedy(config)
     check_requests_fit(reader.backbone, requests, sampling.max_new_tokens)
@@ -512,11 +508,7 @@ class ReadingGenerator(TransformersGenerator):
         config: SamplingConfig,
         watch: Watch | None = None,
     ) -> list[Generated]:
-        """Return the texts of one batch; see `TransformersGenerator`.
-
-        Raises:
-          ValueError: the model ran other tokens than it wrote.
-        """
+        """Return the texts of one batch; see `TransformersGenerator`."""
         requests = [self.requests[self.prompt_ids(prompt)] for prompt in prompts]
         reading = DecodeReading(
             self.reader,
@@ -583,9 +575,6 @@ def read_stepwise(
       request: the prompt.
       sampling: how tokens are chosen.
       answer_span: see `sequence_of`.
-
-    Raises:
-      ValueError: as `generate_and_read`.
     """
     check_requests_fit(reader.backbone, [request], sampling.max_new_tokens)
     prompt = GeneratorPrompt(text="", ids=request.prompt.ids)
@@ -639,9 +628,6 @@ def decoding_differences(reader: SignalReader) -> dict[str, float]:
 
     Returns:
       Of every family the largest difference of an answer, relative to its norm.
-
-    Raises:
-      ValueError: the model cannot be read while it writes.
     """
     longest, _ = probe_lengths(reader.backbone)
     window = reader.backbone.max_length or longest + _N_CHECKED + _N_PADDED

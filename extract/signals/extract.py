@@ -474,9 +474,6 @@ def extract(
         values, which become part of its fingerprint.
       share: of the units that this process does.
       progress: called with (answers read now, answers to read now).
-
-    Raises:
-      ValueError: the store at `url` is another one, or cannot be written there.
     """
     sequences = [sequence_of(a, answer_span=config.answer_span) for a in answers]
     keys = [answer.key for answer in answers]
@@ -617,11 +614,7 @@ def _of_rows(
 
 
 def outline_shapes(outline: "Outline") -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a model's readings, every hidden layer kept.
-
-    Raises:
-      ValueError: its residual layout is unknown.
-    """
+    """Return the shapes of a model's readings, every hidden layer kept."""
     from beatrice.extract.backbone.layout import find_layout
     from beatrice.extract.backbone.loading import n_heads_of
 

@@ -296,10 +296,6 @@ def read_family(
       span: 0, 1 or 2 for the rows of the context, question or answer alone; None for
         all that the family keeps.
       is_decoded: False for int8 codes, whose scales are a family of their own.
-
-    Raises:
-      ValueError: a range is not extracted or damaged (the message names its files),
-        or the family does not keep that span.
     """
     _family_array(store, family, layer)
     spec = store.spec
