@@ -301,7 +301,7 @@ def _answer_on_disk(
     written = WrittenSignals.open(folder, reader.fingerprint, config)
     if written is None:
         return ordered, reader
-    return ordered, ReadBefore.waiting(written, reader.fingerprint, lambda: reader)
+    return ordered, ReadBefore(written, written, lambda: reader)
 
 
 def _open(

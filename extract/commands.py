@@ -145,7 +145,8 @@ def extract(run_dir: Path, kept: KeptOptions, work: WorkOptions) -> None:
     from beatrice.extract.run.directory import RunDir
     from beatrice.extract.signals.extract import (
         EXTRACT,
-        extract_stage_kept,
+        extract_stage,
+        open_local_reader,
         record_kept,
     )
 
@@ -164,7 +165,7 @@ def extract(run_dir: Path, kept: KeptOptions, work: WorkOptions) -> None:
         with RunDir.open(run_dir, share=work.share) as run:
             record_kept(run, fields)
     # A share's model is the one that joins all of them.
-    stage = EXTRACT if work.share.is_whole else extract_stage_kept()
+    stage = extract_stage(functools.cache(open_local_reader))
     do_or_forecast(run_dir, stage, False, share=work.share)
 
 

@@ -9,8 +9,6 @@ that its missing ranges need are read again. Nothing here loads Torch.
 
 import concurrent.futures
 import dataclasses
-import functools
-import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -43,7 +41,7 @@ from beatrice.extract.signals.sequence import (
     first_read,
     sequence_of,
 )
-from beatrice.extract.signals.written import ReadBefore, WrittenSignals
+from beatrice.extract.signals.written import ReadBefore, WrittenSignals, sequence_key
 from beatrice.extract.store.spec import (
     Family,
     StoreConfig,
@@ -180,15 +178,6 @@ def _unit_edges(spec: StoreSpec, n_tokens: int) -> list[int]:
     return [*edges, spec.n_ranges]
 
 
-def _hash_sequences(sequences: Sequence[TokenSequence]) -> str:
-    """Hash what the model reads, so that a store never mixes two sets of answers."""
-    digest = hashlib.sha256()
-    for item in sequences:
-        for numbers in (item.ids, item.targets, item.spans):
-            digest.update(np.ascontiguousarray(numbers, dtype="<i8").data)
-    return digest.hexdigest()
-
-
 def _check_reader(reader: Reader, config: ExtractConfig) -> None:
     """Raise if the reader does not read what the config keeps."""
     wanted = config.hidden_layers
@@ -247,7 +236,8 @@ def plan_extraction(
             "answer_span": config.answer_span,
             "tokens_per_batch": config.tokens_per_batch,
             "tokens_per_unit": n_tokens,
-            "sequences_sha256": _hash_sequences(sequences),
+            # So that a store never mixes two sets of answers.
+            "sequences_sha256": sequence_key(*sequences),
         },
     )
     edges = _unit_edges(spec, n_tokens)
@@ -535,7 +525,7 @@ def open_local_reader(run: RunDir, config: ExtractConfig) -> Reader:
     written = WrittenSignals.open(run.written, fingerprint, config, config.answer_span)
     if written is None:
         return _load_reader(run, config)
-    return ReadBefore.waiting(written, fingerprint, lambda: _load_reader(run, config))
+    return ReadBefore(written, written, lambda: _load_reader(run, config))
 
 
 def _load_reader(run: RunDir, config: ExtractConfig) -> Reader:
@@ -630,7 +620,6 @@ def outline_shapes(outline: "Outline") -> dict[str, tuple[int, ...]]:
 def _forecast(run: RunDir, config: ExtractConfig) -> Forecast:
     """Return what extraction needs; the store's size is exact before compression."""
     from beatrice.extract.backbone.loading import load_outline
-    from beatrice.extract.signals.sequence import first_read, sequence_of
 
     shapes = outline_shapes(load_outline(run.section("backbone", BackboneConfig).path))
     sequences = [
@@ -662,11 +651,6 @@ def extract_stage(open_reader: Callable[[RunDir, ExtractConfig], Reader]) -> Sta
         presets=EXTRACT_PRESETS,
         forecast=_forecast,
     )
-
-
-def extract_stage_kept() -> Stage:
-    """Return the stage whose model stays loaded between a share and the merge."""
-    return extract_stage(functools.cache(open_local_reader))
 
 
 EXTRACT = extract_stage(open_local_reader)

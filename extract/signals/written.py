@@ -43,11 +43,12 @@ class WaitingSignals(NamedTuple):
     attn: np.ndarray
 
 
-def sequence_key(sequence: TokenSequence) -> str:
+def sequence_key(*sequences: TokenSequence) -> str:
     """Return the SHA-256 of what the model read and wrote, and of the spans."""
     digest = hashlib.sha256()
-    for numbers in (sequence.ids, sequence.targets, sequence.spans):
-        digest.update(np.ascontiguousarray(numbers, dtype="<i8").data)
+    for sequence in sequences:
+        for numbers in (sequence.ids, sequence.targets, sequence.spans):
+            digest.update(np.ascontiguousarray(numbers, dtype="<i8").data)
     return digest.hexdigest()
 
 
@@ -115,23 +116,17 @@ def save_batch(
         stream.write(content)
 
 
-class _Location(NamedTuple):
-    """Where an answer's signals lie: the file, and the answer's row in it."""
-
-    path: Path
-    row: int
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WrittenSignals(Mapping[str, WaitingSignals]):
     """Signals of a folder by `sequence_key`, read from the disk when asked for."""
 
+    fingerprint: Mapping[str, Any]  # of the reader, see `Reader`
     hidden_layers: tuple[int, ...]  # that are handed out
     hidden_spans: Spans  # as they were read
     shapes: Mapping[str, tuple[int, ...]]  # of one token's signals, per family
     # Of the layers that are handed out, places among those that are there.
     slots: list[int]
-    places: dict[str, _Location]  # where each answer's signals lie
+    places: dict[str, tuple[Path, int]]  # of each answer: the file, the row in it
     # Returns a file, and what it says of itself.
     opened: Callable[[Path], tuple[Any, dict[str, Any]]]
 
@@ -154,20 +149,21 @@ class WrittenSignals(Mapping[str, WaitingSignals]):
         Returns:
           None where no signals are there, or others.
         """
-        places: dict[str, _Location] = {}
+        places: dict[str, tuple[Path, int]] = {}
         last: dict[str, Any] = {}
         opened = functools.lru_cache(maxsize=_MOST_OPEN)(_open)
         for path in sorted(folder.glob("*.safetensors")):
             _, about = opened(path)
             if _holds(about, fingerprint, config, answer_span):
                 last = about
-                places |= {k: _Location(path, i) for i, k in enumerate(about["keys"])}
+                places |= {k: (path, i) for i, k in enumerate(about["keys"])}
         if not places:
             return None
         there = last["hidden_layers"]
         layers = there if config.hidden_layers is None else config.hidden_layers
         shapes = {name: tuple(shape) for name, shape in last["shapes"].items()}
         return cls(
+            fingerprint=fingerprint,
             hidden_layers=tuple(layers),
             hidden_spans=last["hidden_spans"],
             shapes=shapes | {"hidden": (len(layers), *shapes["hidden"][1:])},
@@ -239,18 +235,13 @@ class ReadBefore:
     def __init__(
         self,
         signals: Mapping[str, Any],
-        *,
-        hidden_layers: tuple[int, ...],
-        hidden_spans: Spans,
-        fingerprint: Mapping[str, Any],
-        shapes: Mapping[str, tuple[int, ...]],
+        about: Reader | WrittenSignals,
         open_reader: Callable[[], Reader],
     ) -> None:
-        """Hold the signals by `sequence_key`."""
+        """Hold signals by `sequence_key`; `about` says what of each answer they are."""
         self._signals = signals
-        self.hidden_layers = hidden_layers
-        self.hidden_spans: Spans = hidden_spans
-        self.fingerprint, self.shapes = fingerprint, shapes
+        self.hidden_layers, self.hidden_spans = about.hidden_layers, about.hidden_spans
+        self.fingerprint, self.shapes = about.fingerprint, about.shapes
         self._reader = functools.cache(open_reader)
 
     @classmethod
@@ -262,35 +253,9 @@ class ReadBefore:
         answer_span: AnswerSpan = "emitting",
     ) -> Self:
         """Hold the signals of answers in memory; `reader` read them."""
-        pairs = zip(answers, signals, strict=True)
-        return cls(
-            {
-                sequence_key(sequence_of(answer, answer_span=answer_span)): of_answer
-                for answer, of_answer in pairs
-            },
-            hidden_layers=reader.hidden_layers,
-            hidden_spans=reader.hidden_spans,
-            fingerprint=reader.fingerprint,
-            shapes=reader.shapes,
-            open_reader=lambda: reader,
-        )
-
-    @classmethod
-    def waiting(
-        cls,
-        written: WrittenSignals,
-        fingerprint: Mapping[str, Any],
-        open_reader: Callable[[], Reader],
-    ) -> Self:
-        """Take signals that wait on the disk, of the model of that fingerprint."""
-        return cls(
-            written,
-            hidden_layers=written.hidden_layers,
-            hidden_spans=written.hidden_spans,
-            fingerprint=fingerprint,
-            shapes=written.shapes,
-            open_reader=open_reader,
-        )
+        sequences = (sequence_of(a, answer_span=answer_span) for a in answers)
+        by_key = dict(zip(map(sequence_key, sequences), signals, strict=True))
+        return cls(by_key, reader, lambda: reader)
 
     def is_written(self, sequence: TokenSequence) -> bool:
         """Return whether an answer was read while it was written."""
