@@ -12,8 +12,12 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import beatrice
-from beatrice.extract.world.facts import WorldConfig, make_world
-from beatrice.extract.world.questions import QuestionConfig, make_examples
+from beatrice.extract.world.facts import (
+    QuestionConfig,
+    WorldConfig,
+    make_examples,
+    make_world,
+)
 
 examples = make_examples(make_world(WorldConfig()), QuestionConfig())
 train = [e for e in examples if e.split == "train"][:600]

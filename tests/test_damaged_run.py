@@ -27,8 +27,12 @@ from beatrice.extract.run.stages import once, run_stage
 from beatrice.extract.run.verbs import load_stage
 from beatrice.extract.signals.extract import extract_config
 from beatrice.extract.store.store import open_store, verify
-from beatrice.extract.world.facts import WorldConfig, make_world
-from beatrice.extract.world.questions import QuestionConfig, make_examples
+from beatrice.extract.world.facts import (
+    QuestionConfig,
+    WorldConfig,
+    make_examples,
+    make_world,
+)
 from beatrice.extract.world.stage import WorldSection
 from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.calibrate import run_selection, select_config

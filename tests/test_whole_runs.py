@@ -15,8 +15,7 @@ import beatrice
 from beatrice.extract.records import IN_DOMAIN, SETTINGS
 from beatrice.extract.run.contents import read_answers, read_examples
 from beatrice.extract.run.directory import RunDir
-from beatrice.extract.world.facts import make_world
-from beatrice.extract.world.questions import make_examples
+from beatrice.extract.world.facts import make_examples, make_world
 from beatrice.extract.world.stage import WORLD_PRESETS
 from beatrice.jaxprobe.calibrate import run_selection
 from beatrice.jaxprobe.train import open_rows, run_outputs

@@ -62,8 +62,12 @@ from beatrice.extract.signals.decode import (
 )
 from beatrice.extract.signals.reader import SignalReader
 from beatrice.extract.signals.sequence import sequence_of
-from beatrice.extract.world.facts import WorldConfig, make_world
-from beatrice.extract.world.questions import QuestionConfig, make_examples
+from beatrice.extract.world.facts import (
+    QuestionConfig,
+    WorldConfig,
+    make_examples,
+    make_world,
+)
 
 Way = Literal["plain", "floor", "one pass", "two passes"]
 WAYS: tuple[Way, ...] = get_args(Way)

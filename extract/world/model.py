@@ -25,25 +25,23 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 from beatrice.extract.run.files import sha256_file
 from beatrice.extract.world.facts import (
     BY_NAME,
+    N_PASSAGES,
     RELATIONS,
     TWO_HOPS_IN_DOMAIN,
     TWO_HOPS_REPHRASED,
     WORDS,
+    Claim,
     Fact,
     Kind,
+    Query,
     TwoHop,
     World,
     function_words,
+    make_claims,
     short_form,
+    state,
     statements,
     stream,
-)
-from beatrice.extract.world.questions import (
-    N_PASSAGES,
-    Claim,
-    Query,
-    make_claims,
-    state,
     word_question,
 )
 

@@ -12,8 +12,12 @@ from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.directory import NewRun, Preset, RunDir, package_versions
 from beatrice.extract.run.files import write_new_text
 from beatrice.extract.run.stages import Stage
-from beatrice.extract.world.facts import WorldConfig, make_world
-from beatrice.extract.world.questions import QuestionConfig, make_examples
+from beatrice.extract.world.facts import (
+    QuestionConfig,
+    WorldConfig,
+    make_examples,
+    make_world,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,7 @@ from beatrice.extract.backbone.loading import load_backbone
 from beatrice.extract.backbone.names import WEIGHTS
 from beatrice.extract.generate.local import TransformersGenerator
 from beatrice.extract.generate.prompts import PromptConfig, make_requests
-from beatrice.extract.world.facts import make_world
-from beatrice.extract.world.questions import make_examples
+from beatrice.extract.world.facts import make_examples, make_world
 from beatrice.extract.world.stage import WORLD_PRESETS
 
 

@@ -6,8 +6,12 @@ from beatrice.cli import main
 from beatrice.extract.backbone.names import EMBEDDED, BackboneConfig
 from beatrice.extract.records import write_lines
 from beatrice.extract.run.directory import NewRun, RunDir
-from beatrice.extract.world.facts import WorldConfig, make_world
-from beatrice.extract.world.questions import QuestionConfig, make_examples
+from beatrice.extract.world.facts import (
+    QuestionConfig,
+    WorldConfig,
+    make_examples,
+    make_world,
+)
 
 
 def smoke(model=EMBEDDED, **sections):

@@ -4,20 +4,23 @@ import dataclasses
 import pytest
 import torch
 
-from beatrice.extract.world.facts import BY_NAME, RELATIONS, WorldConfig, make_world
+from beatrice.extract.world.facts import (
+    BY_NAME,
+    OOD_DATASETS,
+    RELATIONS,
+    QuestionConfig,
+    WorldConfig,
+    accepted_answers,
+    draw_queries,
+    facts_of,
+    make_examples,
+    make_world,
+)
 from beatrice.extract.world.model import (
     RowSampler,
     WorldModelConfig,
     make_tokenizer,
     train,
-)
-from beatrice.extract.world.questions import (
-    OOD_DATASETS,
-    QuestionConfig,
-    accepted_answers,
-    draw_queries,
-    facts_of,
-    make_examples,
 )
 
 SMALL = WorldConfig(n_people=240, n_books=120, n_strangers=60, n_last_names=200)
