@@ -54,7 +54,7 @@ from beatrice.extract.run.verbs import (
 )
 
 if TYPE_CHECKING:
-    from beatrice.extract.label.audit import HumanAgreement
+    from beatrice.extract.label.stage import HumanAgreement
 
 
 # Types of stored numbers, as the command line calls them.
@@ -465,8 +465,11 @@ def rewrite(
     http://localhost:8000/v1
     """
     from beatrice.extract.generate.answers import answer_config
-    from beatrice.extract.label.rewrite import RewriteConfig
-    from beatrice.extract.label.stage import rewrite_counts, rewrite_stage
+    from beatrice.extract.label.rewrite import (
+        RewriteConfig,
+        rewrite_counts,
+        rewrite_stage,
+    )
 
     def stage_of(run: RunDir, generator: Generator, _: Progress) -> Any:
         config = RewriteConfig(
@@ -575,7 +578,7 @@ def label(
     if work.dry_run and (model is None or how.audit):
         raise click.UsageError("--dry-run counts what --judge would be asked, alone")
     from beatrice.extract.label import stage
-    from beatrice.extract.label.judges import ConsensusConfig
+    from beatrice.extract.label.labels import ConsensusConfig
 
     progress = Progress()
     if model is None or how.audit:
@@ -620,14 +623,14 @@ def _audit(
 
 
 def _agreement(row: dict[str, Any]) -> str:
-    from beatrice.extract.label.audit import Agreement
+    from beatrice.extract.label.stage import Agreement
 
     names = [field.name for field in dataclasses.fields(Agreement)]
     return Agreement(**{name: row[name] for name in names}).in_words()
 
 
 def _audit_as_text(report: dict[str, Any], human: "HumanAgreement | None") -> str:
-    from beatrice.extract.label.audit import noise_in_words
+    from beatrice.extract.label.stage import noise_in_words
 
     lines = [f"labels by {report['label_rule']}", "", "against exact match"]
     for row in report["exact_match"]:

@@ -101,7 +101,7 @@ def is_stage_file(path):
     """A file that makes a stage or a verb, or is of the room of run directories."""
     if path.is_relative_to(ROOT / "extract" / "run"):
         return True
-    makers = {"Stage", "answer_stage", "command"}
+    makers = {"Stage", "TextStage", "answer_stage", "command"}
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Call):
             name = getattr(node.func, "attr", getattr(node.func, "id", None))

@@ -6,22 +6,34 @@ counted, never dropped.
 """
 
 import dataclasses
+import json
 import re
 import unicodedata
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from beatrice.extract.generate.generator import (
+    SCHEMA_VERSION,
     Generated,
     Generator,
     GeneratorPrompt,
     SamplingConfig,
     Texts,
+    TextStage,
 )
 from beatrice.extract.generate.prompts import TEMPLATES, TemplateName
-from beatrice.extract.label.judges import delimit, marker_for
-from beatrice.extract.records import Example, Rewrite, needs_rewrite, source_sha
+from beatrice.extract.label.labels import delimit, marker_for
+from beatrice.extract.records import (
+    Example,
+    Rewrite,
+    needs_rewrite,
+    source_sha,
+    write_lines,
+)
 from beatrice.extract.run.console import Update
+from beatrice.extract.run.contents import read_questions, settings_of
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.files import sha256_json, write_json_atomic, write_text_atomic
 
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 _WORD = re.compile(r"[^\W\d_]+(?:['\u2019][^\W\d_]+)*")
@@ -283,3 +295,51 @@ def rewrite_contexts(
         else _failed(example, OVERLONG)
         for example in wanted
     ]
+
+
+def rewrite_stage(
+    run: RunDir, generator: Generator, config: RewriteConfig
+) -> TextStage[list[Rewrite]]:
+    """Return the stage that rewrites the contexts of a run.
+
+    The questions' file stays as it is; `read_examples` joins the two.
+    """
+    if "with_context" not in settings_of(run):
+        raise ValueError(
+            f"{run.path} has closed_book alone, so there is no context to rewrite"
+        )
+    identity = {
+        "schema": SCHEMA_VERSION,
+        "rewriter": dict(generator.identity),
+        "config": dataclasses.asdict(config),
+    }
+    summary = run.replies("rewrite").with_suffix(".json")
+
+    def make(replies: Texts, update: Update) -> list[Rewrite] | None:
+        return rewrite_contexts(read_questions(run), generator, replies, config, update)
+
+    def write(rewrites: list[Rewrite]) -> None:
+        examples = read_questions(run)
+        counts = count_rewrites(rewrites) | {
+            "n_without_passages": sum(not e.passages for e in examples),
+            "n_rewritten_before": sum(bool(e.rewritten) for e in examples),
+        }
+        write_text_atomic(run.rewrites, write_lines(rewrites))
+        write_json_atomic(summary, identity | {"counts": counts})
+
+    return TextStage(
+        run=run,
+        name="rewrite",
+        role="rewrite",
+        reads=[run.examples],
+        settings={"rewriter": sha256_json(identity)},
+        outputs=[run.rewrites, summary],
+        make=make,
+        write=write,
+    )
+
+
+def rewrite_counts(run: RunDir) -> dict[str, int]:
+    """Return what the stage `rewrite` counted."""
+    summary = run.replies("rewrite").with_suffix(".json")
+    return json.loads(summary.read_text(encoding="utf-8"))["counts"]

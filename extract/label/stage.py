@@ -1,12 +1,26 @@
-"""The stages that judge and reword: labels, their audit, rewritten contexts."""
+"""The stages that label, and whether their labels are to be trusted.
+
+Judges, exact match and a person are held against each other. A person judges a sample
+of answers blind: a CSV goes out, and the same CSV comes in. It shows question, golds,
+passages and answer, not the verdicts; the person fills the column `human` with correct
+or incorrect, and what is left empty is counted. Half of the sample is labelled right
+and half wrong, so that each kind of mistake has an interval; what that says of all
+answers is weighted by how many have either label.
+"""
 
 import contextlib
+import csv
 import dataclasses
+import hashlib
 import inspect
+import io
+import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from beatrice.extract.generate.generator import (
     SCHEMA_VERSION,
@@ -14,47 +28,32 @@ from beatrice.extract.generate.generator import (
     Texts,
     TextStage,
 )
-from beatrice.extract.label.audit import (
-    HumanAgreement,
-    LabelledAnswer,
-    against_exact_match,
-    between_judges,
-    disagreements,
-    draw_sample,
-    join_labels,
-    read_annotations,
-    write_sample,
-)
-from beatrice.extract.label.judges import (
-    RUBRICS,
-    ConsensusConfig,
-    Judgements,
-    Rubric,
-    judge_answers,
-)
+from beatrice.extract.generate.prompts import variants_of
 from beatrice.extract.label.labels import (
     LABEL_PRESETS,
+    RUBRICS,
     RULES,
+    ConsensusConfig,
+    Judgements,
+    Key,
     LabelConfig,
     Match,
+    Rubric,
     class_counts,
     count_correct,
+    exact_match,
     import_labels,
+    judge_answers,
     label_by_match,
     label_with,
+    parse_verdict,
     shares_in_words,
-)
-from beatrice.extract.label.rewrite import (
-    RewriteConfig,
-    count_rewrites,
-    rewrite_contexts,
 )
 from beatrice.extract.plugs import load_plug
 from beatrice.extract.records import (
     Answer,
     Example,
     Label,
-    Rewrite,
     read_records,
     write_lines,
 )
@@ -64,8 +63,6 @@ from beatrice.extract.run.contents import (
     question_files,
     read_answers,
     read_examples,
-    read_questions,
-    settings_of,
 )
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import (
@@ -77,6 +74,440 @@ from beatrice.extract.run.files import (
 )
 from beatrice.extract.run.rows import label_rule
 from beatrice.extract.run.stages import Stage, check_current, once, run_stage
+
+COLUMNS = tuple(
+    "item example_id setting variant question golds passages answer check human".split()
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """How far two raters agree on the same items."""
+
+    n: int  # items that both rated
+    n_agree: int  # of them, rated alike
+    kappa: float | None  # in [-1, 1], or None where it is undefined
+    ci_low: float | None  # of the 95 % percentile bootstrap interval
+    ci_high: float | None
+    n_bootstrap: int  # resamples drawn
+    n_undefined: int  # of them without kappa (one class); not in the interval
+    reason: str | None  # why kappa is undefined
+
+    @property
+    def rate(self) -> float | None:
+        """Return the share of items rated alike, or None without items."""
+        return self.n_agree / self.n if self.n else None
+
+    def in_words(self) -> str:
+        """Return one line for a person."""
+        if self.rate is None:
+            return "nothing to compare"
+        line = f"{self.n_agree} of {self.n} agree ({100 * self.rate:.1f} %), kappa "
+        if self.kappa is None:
+            return f"{line}undefined: {self.reason}"
+        if self.ci_low is None:
+            return f"{line}{self.kappa:.3f}"
+        return f"{line}{self.kappa:.3f} [{self.ci_low:.3f}, {self.ci_high:.3f}]"
+
+
+def kappas(tables: np.ndarray) -> np.ndarray:
+    """Return Cohen's kappa (Cohen 1960) of many tables.
+
+    Args:
+      tables: `[n_tables, 4]` counts: both yes, only the first, only the second, both
+        no.
+
+    Returns:
+      `[n_tables]` float64, NaN where both raters put everything into one class.
+    """
+    both, first, second, neither = tables.T.astype(np.float64)
+    n = both + first + second + neither
+    chance = (both + first) * (both + second) + (neither + second) * (neither + first)
+    with np.errstate(invalid="ignore"):  # 0 / 0
+        return (n * (both + neither) - chance) / (n * n - chance)
+
+
+def agreement(
+    pairs: Sequence[tuple[bool, bool]], *, n_bootstrap: int = 10_000, seed: int = 0
+) -> Agreement:
+    """Compare two raters, by their ratings of every item, in Cohen's kappa.
+
+    Resamples of the items are drawn as counts of the four cells, which has the same
+    distribution as drawing the items one by one.
+    """
+    n = len(pairs)
+    a, b = np.array(pairs, dtype=bool).reshape(n, 2).T
+    cells = np.array([(a & b).sum(), (a & ~b).sum(), (~a & b).sum(), (~a & ~b).sum()])
+    kappa, low, high, drawn = None, None, None, np.empty(0)
+    if len(np.unique(pairs)) > 1:
+        kappa = float(kappas(cells[None])[0])
+        rng = np.random.default_rng(seed)
+        drawn = kappas(rng.multinomial(n, cells / n, size=n_bootstrap))
+        defined = drawn[~np.isnan(drawn)]
+        if len(defined):
+            low, high = np.quantile(defined, (0.025, 0.975)).tolist()
+    undefined = "both raters put every item into one class" if n else "no items"
+    return Agreement(
+        n=n,
+        n_agree=int(cells[0] + cells[3]),
+        kappa=kappa,
+        ci_low=low,
+        ci_high=high,
+        n_bootstrap=len(drawn),
+        n_undefined=int(np.isnan(drawn).sum()),
+        reason=undefined if kappa is None else None,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LabelledAnswer:
+    """An answer with its question and its label."""
+
+    example: Example
+    answer: Answer
+    label: Label
+
+    @property
+    def exact(self) -> bool:
+        """Return whether the answer matches a gold exactly, after normalising."""
+        return exact_match(self.answer.text, self.example.golds)
+
+    @property
+    def group(self) -> tuple[str, str]:
+        """Return setting and variant."""
+        return (self.label.setting, self.label.variant)
+
+    @property
+    def check(self) -> str:
+        """Return what changes with the question, its golds or the answer.
+
+        A letter stands first, or a spreadsheet might take it for a number.
+        """
+        content = [self.example.question, list(self.example.golds), self.answer.text]
+        return f"c{hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]}"
+
+
+def join_labels(
+    examples: Iterable[Example], answers: Iterable[Answer], labels: Iterable[Label]
+) -> list[LabelledAnswer]:
+    """Return every labelled answer with its question, in the order of the keys."""
+    by_id = {example.id: example for example in examples}
+    by_key = {answer.key: answer for answer in answers}
+    label_of = {label.key: label for label in labels}
+    lone = sorted(by_key.keys() ^ label_of.keys())
+    if lone:
+        what = "label" if lone[0] in by_key else "answer"
+        raise ValueError(
+            f"{lone[0]} has no {what}; run `beatrice label` again before the audit"
+        )
+    return [
+        LabelledAnswer(example=by_id[key[0]], answer=by_key[key], label=label_of[key])
+        for key in sorted(label_of)
+    ]
+
+
+def disagreements(rows: Sequence[LabelledAnswer]) -> list[dict[str, Any]]:
+    """List the answers that the judges dropped, or label unlike exact match."""
+    listed = []
+    for row in rows:
+        if row.label.label is None:
+            kind = "unparsable" if "unparsable" in row.label.verdicts else "dropped"
+        elif row.label.label != row.exact:
+            kind = "judge_only" if row.label.label else "exact_match_only"
+        else:
+            continue
+        listed.append(
+            {
+                "kind": kind,
+                "example_id": row.example.id,
+                "setting": row.label.setting,
+                "variant": row.label.variant,
+                "question": row.example.question,
+                "golds": list(row.example.golds),
+                "answer": row.answer.text,
+                "verdicts": list(row.label.verdicts),
+                "exact_match": row.exact,
+                "reason": row.label.reason,
+            }
+        )
+    return listed
+
+
+def against_exact_match(
+    rows: Sequence[LabelledAnswer], *, seed: int = 0
+) -> list[dict[str, Any]]:
+    """Compare the labels with exact match: over all, and per setting and variant."""
+    groups: dict[tuple[str, str], list[LabelledAnswer]] = {("all", "all"): list(rows)}
+    for row in sorted(rows, key=lambda row: row.group):
+        groups.setdefault(row.group, []).append(row)
+    compared = []
+    for (setting, variant), members in groups.items():
+        rated = [(x.label.label, x.exact) for x in members]
+        pairs = [(label, exact) for label, exact in rated if label is not None]
+        unparsable = [x.label.verdicts.count("unparsable") for x in members]
+        compared.append(
+            {
+                "setting": setting,
+                "variant": variant,
+                "n_answers": len(members),
+                "n_dropped": len(members) - len(pairs),
+                "n_unparsable_verdicts": sum(unparsable),
+                **dataclasses.asdict(agreement(pairs, seed=seed)),
+            }
+        )
+    return compared
+
+
+def between_judges(
+    rows: Sequence[LabelledAnswer],
+    *,
+    seed: int = 0,
+    rubrics: Sequence[Rubric] = RUBRICS,
+) -> list[dict[str, Any]]:
+    """Compare the rubrics pairwise, where both gave a verdict.
+
+    Returns a row for each pair; none for labels that did not come from these rubrics.
+    """
+    if {len(row.label.verdicts) for row in rows} != {len(rubrics)}:
+        return []
+    compared = []
+    for i, j in itertools.combinations(range(len(rubrics)), 2):
+        pairs = [(row.label.verdicts[i], row.label.verdicts[j]) for row in rows]
+        parsed = [pair for pair in pairs if "unparsable" not in pair]
+        rated = [(a == "correct", b == "correct") for a, b in parsed]
+        compared.append(
+            {
+                "first": rubrics[i].name,
+                "second": rubrics[j].name,
+                "n_unparsable": len(pairs) - len(parsed),
+                **dataclasses.asdict(agreement(rated, seed=seed)),
+            }
+        )
+    return compared
+
+
+def draw_sample(
+    rows: Sequence[LabelledAnswer], n: int, *, seed: int = 0
+) -> list[LabelledAnswer]:
+    """Draw answers that have a label, evenly over the settings (paper: 50 and 50).
+
+    And evenly over right and wrong, of test and held-out questions where there are any:
+    what detectors are measured on. Where one kind has too few, the others give more.
+
+    Args:
+      rows: all, in the order of their keys.
+      n: how many at most.
+      seed: of the draw and of the sample's order.
+    """
+    rng = np.random.default_rng(seed)
+    piles = [
+        [pile[i] for i in rng.permutation(len(pile))]
+        for _, pile in sorted(_by_label(rows).items())
+    ]
+    sample: list[LabelledAnswer] = []
+    while len(sample) < n and any(piles):
+        for pile in piles:
+            if pile and len(sample) < n:
+                sample.append(pile.pop())
+    return [sample[i] for i in rng.permutation(len(sample))]
+
+
+def _by_label(
+    rows: Sequence[LabelledAnswer],
+) -> dict[tuple[str, bool], list[LabelledAnswer]]:
+    """Return the answers that may be drawn, by setting and label."""
+    labelled = [row for row in rows if row.label.label is not None]
+    evaluated = [row for row in labelled if row.example.split in ("test", "ood")]
+    groups: dict[tuple[str, bool], list[LabelledAnswer]] = {}
+    for row in evaluated or labelled:
+        group = (row.label.setting, bool(row.label.label))
+        groups.setdefault(group, []).append(row)
+    return groups
+
+
+def _cell(text: str) -> str:
+    """Return a cell that no spreadsheet takes for a formula."""
+    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
+
+
+def _passages(row: LabelledAnswer) -> str:
+    """Return the titles and texts that the model saw, a line each."""
+    shown = dict(variants_of(row.label.setting, row.example)).get(row.label.variant)
+    return "\n".join(
+        f"{passage.title}: {passage.text}"
+        for i, passage in enumerate(shown or ())
+        if i not in row.answer.dropped
+    )
+
+
+def write_sample(path: Path, sample: Sequence[LabelledAnswer]) -> None:
+    """Write the sample's CSV, the column `human` empty.
+
+    A file that a person may have filled in is left alone.
+    """
+    if path.exists():
+        if [row["check"] for row in _read_rows(path)] != [row.check for row in sample]:
+            raise ValueError(
+                f"{path} holds another sample, perhaps with annotations; move it away "
+                "to draw anew"
+            )
+        return
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for item, row in enumerate(sample, start=1):
+        cells = (
+            row.example.id,
+            *row.group,
+            row.example.question,
+            " | ".join(row.example.golds),
+            _passages(row),
+            row.answer.text,
+            row.check,
+        )
+        writer.writerow((item, *map(_cell, cells), ""))
+    write_text_atomic(path, stream.getvalue())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LabelNoise:
+    """How often a person disputes one label in one setting."""
+
+    setting: str
+    label: bool  # what the labels say
+    n_all: int  # evaluated answers with this label
+    n: int  # of them, annotated
+    n_disputed: int  # of these, the person says otherwise
+    ci_low: float | None  # Wilson's 95 % interval of the share; None without any
+    ci_high: float | None
+
+    def in_words(self) -> str:
+        """Return one line for a person."""
+        names = ("right", "wrong") if self.label else ("wrong", "right")
+        line = f"{self.setting}: {self.n_disputed} of {self.n} labelled {names[0]} are "
+        if self.ci_low is None:
+            return f"{line}{names[1]}"
+        return f"{line}{names[1]} [{self.ci_low:.3f}, {self.ci_high:.3f}]"
+
+
+def label_noise(
+    rows: Sequence[LabelledAnswer], human: Mapping[Key, bool]
+) -> tuple[LabelNoise, ...]:
+    """Count what a person disputes, per setting and label."""
+    # Here, since a second of the verb's start would go into loading it.
+    from scipy.stats import binomtest
+
+    noise = []
+    for (setting, label), group in sorted(_by_label(rows).items()):
+        verdicts = [human[row.label.key] for row in group if row.label.key in human]
+        n, n_disputed = len(verdicts), sum(verdict != label for verdict in verdicts)
+        low, high = None, None
+        if n:
+            interval = binomtest(n_disputed, n).proportion_ci(0.95, method="wilson")
+            low, high = float(interval.low), float(interval.high)
+        noise.append(
+            LabelNoise(
+                setting=setting,
+                label=label,
+                n_all=len(group),
+                n=n,
+                n_disputed=n_disputed,
+                ci_low=low,
+                ci_high=high,
+            )
+        )
+    return tuple(noise)
+
+
+def noise_in_words(noise: Sequence[LabelNoise]) -> list[str]:
+    """Return a line for each label of each setting, and one for all of its answers."""
+    lines = []
+    for setting in dict.fromkeys(row.setting for row in noise):
+        rows = [row for row in noise if row.setting == setting]
+        lines += [row.in_words() for row in rows]
+        if all(row.n for row in rows):
+            share = sum(row.n_all * row.n_disputed / row.n for row in rows)
+            share /= sum(row.n_all for row in rows)
+            lines.append(f"{setting}: of all answers, {100 * share:.1f} % mislabelled")
+    return lines
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HumanAgreement:
+    """What a person's annotations say about the labels."""
+
+    judge: Agreement  # of the person with the labels
+    exact: Agreement  # of the person with exact match
+    n_empty: int  # items that were not annotated
+    noise: tuple[LabelNoise, ...]
+    verdicts: tuple[tuple[str, str, str, bool], ...]  # key, and is it correct?
+
+
+def _read_rows(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a sample's CSV; a spreadsheet may have put semicolons."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise ValueError(
+            f"{path}: expected a CSV in UTF-8; save it from the spreadsheet as "
+            "'CSV UTF-8'"
+        ) from None
+    header = text.split("\n", 1)[0]
+    separator = ";" if header.count(";") > header.count(",") else ","
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator)
+    missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+    if missing:
+        raise ValueError(
+            f"{path}: expected the columns {', '.join(COLUMNS)}; "
+            f"found no {missing[0]!r}"
+        )
+    return [{name: row[name] or "" for name in COLUMNS} for row in reader]
+
+
+def read_annotations(
+    path: Path, rows: Sequence[LabelledAnswer], *, seed: int = 0
+) -> HumanAgreement:
+    """Compare a person's annotations, a sample's CSV filled in, with all labels.
+
+    Every item must be a labelled answer of the run as it is now, and each there once.
+    """
+    # Looked up as it is shown: the CSV may hold an id behind an apostrophe.
+    by_key = {tuple(map(_cell, row.label.key)): row for row in rows}
+    rated: list[tuple[bool, LabelledAnswer]] = []
+    seen: set[tuple[str, ...]] = set()
+    for number, cells in enumerate(_read_rows(path), start=1):
+        key = (cells["example_id"], cells["setting"], cells["variant"])
+        row = by_key.get(key)
+        verdict = parse_verdict(cells["human"]) if cells["human"].strip() else None
+        problem = None
+        if row is None or row.label.label is None:
+            problem = f"{key} is no labelled answer of this run"
+        elif key in seen:
+            problem = f"{key} is there twice; keep one of them"
+        elif cells["check"] != row.check:
+            problem = (
+                f"{key} was annotated for another question, gold or answer than the "
+                "run's; draw a new sample"
+            )
+        elif verdict == "unparsable":
+            problem = (
+                "the column human is correct, incorrect or empty, found "
+                f"{cells['human'][:40]!r}"
+            )
+        if row is None or problem is not None:
+            raise ValueError(f"{path}, row {number}: {problem}")
+        seen.add(key)
+        if verdict is not None:
+            rated.append((verdict == "correct", row))
+    labels = [(human, bool(row.label.label)) for human, row in rated]
+    return HumanAgreement(
+        judge=agreement(labels, seed=seed),
+        exact=agreement([(human, row.exact) for human, row in rated], seed=seed),
+        n_empty=len(seen) - len(rated),
+        noise=label_noise(rows, {row.label.key: human for human, row in rated}),
+        verdicts=tuple((*row.label.key, human) for human, row in rated),
+    )
+
 
 JUDGES = "beatrice.judges"  # entry points of people's own judges of labels
 
@@ -269,54 +700,6 @@ def compare_annotations(run: RunDir, path: Path, *, seed: int) -> HumanAgreement
     human = read_annotations(path, _labelled(run), seed=seed)
     write_json_atomic(run.audit / "human.json", dataclasses.asdict(human))
     return human
-
-
-def rewrite_stage(
-    run: RunDir, generator: Generator, config: RewriteConfig
-) -> TextStage[list[Rewrite]]:
-    """Return the stage that rewrites the contexts of a run.
-
-    The questions' file stays as it is; `read_examples` joins the two.
-    """
-    if "with_context" not in settings_of(run):
-        raise ValueError(
-            f"{run.path} has closed_book alone, so there is no context to rewrite"
-        )
-    identity = {
-        "schema": SCHEMA_VERSION,
-        "rewriter": dict(generator.identity),
-        "config": dataclasses.asdict(config),
-    }
-    summary = run.replies("rewrite").with_suffix(".json")
-
-    def make(replies: Texts, update: Update) -> list[Rewrite] | None:
-        return rewrite_contexts(read_questions(run), generator, replies, config, update)
-
-    def write(rewrites: list[Rewrite]) -> None:
-        examples = read_questions(run)
-        counts = count_rewrites(rewrites) | {
-            "n_without_passages": sum(not e.passages for e in examples),
-            "n_rewritten_before": sum(bool(e.rewritten) for e in examples),
-        }
-        write_text_atomic(run.rewrites, write_lines(rewrites))
-        write_json_atomic(summary, identity | {"counts": counts})
-
-    return TextStage(
-        run=run,
-        name="rewrite",
-        role="rewrite",
-        reads=[run.examples],
-        settings={"rewriter": sha256_json(identity)},
-        outputs=[run.rewrites, summary],
-        make=make,
-        write=write,
-    )
-
-
-def rewrite_counts(run: RunDir) -> dict[str, int]:
-    """Return what the stage `rewrite` counted."""
-    summary = run.replies("rewrite").with_suffix(".json")
-    return json.loads(summary.read_text(encoding="utf-8"))["counts"]
 
 
 LABEL = Stage(

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import cohen_kappa_score
 
-from beatrice.extract.label.audit import (
+from beatrice.extract.label.labels import consensus
+from beatrice.extract.label.stage import (
     against_exact_match,
     agreement,
     between_judges,
@@ -26,7 +27,6 @@ from beatrice.extract.label.audit import (
     read_annotations,
     write_sample,
 )
-from beatrice.extract.label.judges import consensus
 from beatrice.extract.records import SETTINGS, Passage
 from tests.records import a_label, an_answer, an_example
 

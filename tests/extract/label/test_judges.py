@@ -6,8 +6,7 @@ from transformers import AutoTokenizer
 
 from beatrice.extract.backbone.names import WEIGHTS
 from beatrice.extract.generate.generator import Replies
-from beatrice.extract.label.audit import between_judges, join_labels
-from beatrice.extract.label.judges import (
+from beatrice.extract.label.labels import (
     RUBRICS,
     ConsensusConfig,
     Rubric,
@@ -19,6 +18,7 @@ from beatrice.extract.label.judges import (
     marker_for,
     parse_verdict,
 )
+from beatrice.extract.label.stage import between_judges, join_labels
 from tests.extract.label.scripted import (
     INJECTIONS,
     LABELLED,

@@ -2,7 +2,7 @@ import msgspec
 import pytest
 
 from beatrice.extract.generate.generator import Replies
-from beatrice.extract.label.judges import escape
+from beatrice.extract.label.labels import escape
 from beatrice.extract.label.rewrite import (
     RewriteConfig,
     count_rewrites,
