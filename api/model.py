@@ -277,12 +277,12 @@ def _answer_on_disk(
     wrote stays.
     """
     from beatrice.extract.records import to_json
-    from beatrice.extract.run.files import JsonLines, sha256_json, write_new_text
+    from beatrice.extract.run.files import JsonLines, sha256_json, write_text_atomic
     from beatrice.extract.signals.decode import generate_and_read
     from beatrice.extract.signals.written import ReadBefore, WrittenSignals, save_batch
 
     about = [reader.fingerprint, generation.max_new_tokens, list(generation.stop)]
-    write_new_text(folder / "about", sha256_json(about))
+    write_text_atomic(folder / "about", sha256_json(about), is_new=True)
     lines = JsonLines.open(folder / "answers.jsonl")
     rows = {row.example_id: row for row in lines.intact_rows(Answer)}
     missing = [

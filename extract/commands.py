@@ -251,7 +251,7 @@ def _paid_tokens(run: RunDir, stage: str) -> tuple[int, int]:
     if stage == "answer":
         from beatrice.extract.generate import answers  # loads NumPy
 
-        files = answers.answer_files(run.answers_file, run.parts("answer"))
+        files = answers.answer_files(run)
         counts = (
             (len(r.prompt_ids), len(r.token_ids) + (r.stop_id is not None))
             for file in (files.path, *files.part_files())

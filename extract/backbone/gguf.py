@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import gguf
 import ml_dtypes
@@ -338,17 +338,13 @@ def dequantized(
     return values.reshape(entry.shape)
 
 
-class _Route(Protocol):
-    """How Transformers turns the tensors of an architecture into its own."""
+class _Processed:
+    """The tensors of an architecture as Transformers' older way makes them its own.
+
+    By names from the gguf package, and a processor for each tensor.
+    """
 
     targets: dict[str, str | None]  # by name in the file; None: no tensor of the model
-
-    def convert(self, name: str, values: np.ndarray, is_last: bool) -> Any:
-        """Return a tensor in Transformers' layout, or None until all of it is there."""
-
-
-class _Processed:
-    """By its older way: names from the gguf package, a processor for each tensor."""
 
     def __init__(self, header: Header, config: Any, model: Any) -> None:
         make = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)
@@ -371,6 +367,7 @@ class _Processed:
         self._joined: dict[str, torch.Tensor] = {}
 
     def convert(self, name: str, values: np.ndarray, is_last: bool) -> Any:
+        """Return a tensor in Transformers' layout, or None until all of it is there."""
         done = self._processor.process(
             weights=values,
             name=name,
@@ -384,6 +381,8 @@ class _Processed:
 
 class _Converted:
     """By its newer way (Qwen3.5, LFM2): renamings, and operations for some tensors."""
+
+    targets: dict[str, str | None]
 
     def __init__(self, header: Header, config: Any, model: Any) -> None:
         mapping = get_gguf_conversion_mapping(header.architecture, config)
@@ -429,7 +428,7 @@ class Weights:
                 model = AutoModelForCausalLM.from_config(config)
             is_new = is_gguf_arch_supported(header.architecture)
             route = _Converted if is_new else _Processed
-            self._route: _Route = route(header, config, model)
+            self._route = route(header, config, model)
             shapes = {k: tuple(v.shape) for k, v in model.state_dict().items()}
         unread = [name for name, t in self._route.targets.items() if t is None]
         if unread:

@@ -35,11 +35,6 @@ class _Kind:
     att: str | None = None
     is_overwritten: bool = False  # the block may write over the last of these outputs
 
-    @property
-    def paths(self) -> tuple[str, ...]:
-        """Return every module that such a block has."""
-        return self.ffn if self.att is None else (self.att, *self.ffn)
-
 
 # A layer is of the first kind all of whose modules it has.
 _KINDS = (
@@ -160,7 +155,8 @@ def _layer(module: torch.nn.Module) -> Layer:
     names = _ATTENTION_NAMES + _RECURRENT_NAMES
     mixer = _required_child(module, names, "the token mixer")
     for kind in _KINDS:
-        outputs = [_submodule(module, path) for path in kind.paths]
+        paths = kind.ffn if kind.att is None else (kind.att, *kind.ffn)
+        outputs = [_submodule(module, path) for path in paths]
         taps = [output for output in outputs if output is not None]
         if len(taps) == len(outputs):
             break

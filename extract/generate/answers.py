@@ -66,7 +66,7 @@ Key = tuple[str, str, str]  # example, setting, variant
 
 
 def answer_files(
-    path: Path, parts: Path, requests: Sequence[Request] | None = None
+    run: RunDir, requests: Sequence[Request] | None = None
 ) -> JournalFiles[Key, Answer]:
     """Return where answers lie: in a file, and in a folder of what workers wrote.
 
@@ -74,10 +74,10 @@ def answer_files(
     """
     prompts = {request.key: request.prompt.ids for request in requests or ()}
     return JournalFiles(
-        path,
+        run.answers_file,
         Answer,
         lambda answer: answer.key,
-        parts,
+        run.parts("answer"),
         lambda answer: requests is None or prompts.get(answer.key) == answer.prompt_ids,
     )
 
@@ -358,16 +358,6 @@ def _record_left_out(run: RunDir, requests: Requests, progress: Progress) -> Non
         progress.note(f"answer: {requests.note}")
 
 
-def _files(run: RunDir, requests: Sequence[Request]) -> JournalFiles[Key, Answer]:
-    return answer_files(run.answers_file, run.parts("answer"), requests)
-
-
-def _greedy(config: AnswerConfig) -> SamplingConfig:
-    return SamplingConfig(
-        max_new_tokens=config.generation.max_new_tokens, stop=config.generation.stop
-    )
-
-
 class Engine(NamedTuple):
     """What answers a run's questions, and what their prompts are made with."""
 
@@ -410,7 +400,7 @@ def _answer(
     listed = _requests_of(run, engine.model, config)
     _record_left_out(run, listed, progress)
     requests = listed.requests
-    journal = Journal.open(_files(run, requests), run.share)
+    journal = Journal.open(answer_files(run, requests), run.share)
     for note in journal.notes:
         progress.note(f"answer: {note}")
     generator = engine.generator
@@ -420,8 +410,8 @@ def _answer(
         progress.note(
             f"answer: {engine.why_alone}; `beatrice extract` reads the answers again"
         )
-    how = (generator, requests, _greedy(config))
-    append_answers(journal, *how, update, run.share)
+    sampling = config.generation.greedy
+    append_answers(journal, generator, requests, sampling, update, run.share)
     if not run.share.is_whole:
         return len(requests) - len(journal.files.keys())
     limit = config.generation.max_new_tokens
@@ -468,9 +458,9 @@ def forecast_answers(run: RunDir, config: AnswerConfig, model: PromptModel) -> F
     """Return what answering needs: the prompts that have no answer yet."""
     run.hash_inputs(run.examples)  # an error where they are missing
     listed = _requests_of(run, model, config)
-    answered = _files(run, listed.requests).keys()
+    answered = answer_files(run, listed.requests).keys()
     prompts = prompts_of([r for r in listed.requests if r.key not in answered])
-    forecast = count_requests("answer", prompts, _greedy(config))
+    forecast = count_requests("answer", prompts, config.generation.greedy)
     basis = ". ".join(filter(None, (forecast.basis, listed.note)))
     return dataclasses.replace(forecast, basis=basis)
 

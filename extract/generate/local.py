@@ -60,11 +60,6 @@ def n_shared(prompts: Sequence[Sequence[int]]) -> int:
     return min(n_equal, min(map(len, prompts)) - 1)
 
 
-def has_plain_states(layout: Layout) -> bool:
-    """Return whether all layers keep keys and values alone, which rows can leave."""
-    return _empty_cache(layout) is not None
-
-
 def _empty_cache(layout: Layout) -> DynamicCache | None:
     """Return a cache, or None where a layer keeps other states than keys and values."""
     cache = DynamicCache(config=layout.decoder.config.get_text_config(decoder=True))
@@ -496,8 +491,8 @@ class TransformersGenerator:
         choice = Choice(config, seeds, self.backbone.device, stops)
         ids = [self.prompt_ids(prompt) for prompt in prompts]
         n_common = _n_common(prompts, ids) if watch is None else watch.n_unread
-        # Where rows cannot leave, a run ends with its last.
-        least_done = 0.5 if has_plain_states(self.backbone.layout) else 1.0
+        # Rows can leave keys and values; where they cannot, a run ends with its last.
+        least_done = 1.0 if _empty_cache(self.backbone.layout) is None else 0.5
         *_, texts = self._runs(ids, config, choice, watch, n_common, least_done)
         return [
             self._text(len(tokens), *text, config)
@@ -650,11 +645,6 @@ class TransformersGenerator:
             )
 
 
-def greedy(config: GenerationConfig) -> SamplingConfig:
-    """Return how the likeliest tokens are chosen."""
-    return SamplingConfig(max_new_tokens=config.max_new_tokens, stop=config.stop)
-
-
 def check_requests_fit(
     backbone: Backbone, requests: Sequence[Request], n_new: int
 ) -> None:
@@ -683,7 +673,7 @@ def generate(
       config: how long answers and batches are.
       sampling: how tokens are chosen; None is greedily.
     """
-    sampling = sampling or greedy(config)
+    sampling = sampling or config.greedy
     check_requests_fit(backbone, requests, sampling.max_new_tokens)
     generator = TransformersGenerator(
         backbone=backbone, tokens_per_batch=config.tokens_per_batch

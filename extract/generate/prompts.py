@@ -21,8 +21,9 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
+from beatrice.extract.generate.generator import Generated, SamplingConfig
 from beatrice.extract.records import (
     SETTINGS,
     Answer,
@@ -35,10 +36,6 @@ from beatrice.extract.records import (
 )
 from beatrice.extract.run.directory import Preset
 from beatrice.extract.run.files import from_json
-
-if TYPE_CHECKING:
-    from beatrice.extract.generate.generator import Generated
-
 
 TemplateName = Literal["short", "paper", "few-shot"]
 
@@ -513,6 +510,11 @@ class GenerationConfig:
     tokens_per_batch: int = 16_384  # prompt and answer tokens, padding included
     stop: tuple[str, ...] = ()  # texts that end an answer, see `SamplingConfig`
 
+    @property
+    def greedy(self) -> SamplingConfig:
+        """How the likeliest tokens are chosen."""
+        return SamplingConfig(max_new_tokens=self.max_new_tokens, stop=self.stop)
+
 
 @dataclasses.dataclass(frozen=True)
 class Request:
@@ -529,7 +531,7 @@ class Request:
         """Return what identifies the answer: example, setting, variant."""
         return (self.example_id, self.setting, self.variant)
 
-    def answer(self, reply: "Generated") -> Answer:
+    def answer(self, reply: Generated) -> Answer:
         """Return a generated text as the answer to this request."""
         if reply.token_ids is None or (
             reply.finish == "stop" and reply.stop_id is None

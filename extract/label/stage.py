@@ -16,7 +16,7 @@ import inspect
 import io
 import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,6 @@ from beatrice.extract.run.files import (
     sha256_file,
     sha256_json,
     write_json_atomic,
-    write_new_text,
     write_text_atomic,
 )
 from beatrice.extract.run.rows import label_rule
@@ -549,18 +548,18 @@ def _label(
     )
     labels = label_by_match(*_answered(run), config.match)
     # Without a record nobody has labelled here, and what is there is a person's.
-    write = write_new_text if record is None else write_text_atomic
-    _write_labels(run, labels, progress, write)
+    _write_labels(run, labels, progress, is_new=record is None)
 
 
 def _write_labels(
     run: RunDir,
     labels: Sequence[Label],
     progress: Progress,
-    write: Callable[[Path, str], None] = write_text_atomic,
+    *,
+    is_new: bool = False,
 ) -> None:
     """Write labels; print how many are correct, and an answer where all are alike."""
-    write(run.labels, write_lines(labels))
+    write_text_atomic(run.labels, write_lines(labels), is_new=is_new)
     examples = read_examples(run)
     for line in shares_in_words(examples, labels):
         progress.note(f"label: {line}")
@@ -588,7 +587,6 @@ def judge_stage(
     progress: Progress,
     *,
     name: str,
-    rubrics: Sequence[Rubric] = RUBRICS,
 ) -> TextStage[Judgements]:
     """Return the stage that labels by the consensus of rubrics of the judge `name`.
 
@@ -598,14 +596,13 @@ def judge_stage(
     identity = {
         "schema": SCHEMA_VERSION,
         "judge": dict(generator.identity),
-        "rubrics": [dataclasses.asdict(rubric) for rubric in rubrics],
+        "rubrics": [dataclasses.asdict(rubric) for rubric in RUBRICS],
         "config": dataclasses.asdict(config),
     }
     summary = run.replies("judge").with_suffix(".json")
 
     def make(replies: Texts, update: Update) -> Judgements | None:
-        judging = (*_answered(run), generator, replies, config, update)
-        return judge_answers(*judging, rubrics=rubrics)
+        return judge_answers(*_answered(run), generator, replies, config, update)
 
     def write(judgements: Judgements) -> None:
         counts: dict[str, Any] = {

@@ -108,20 +108,16 @@ def _log_determinants(rows: torch.Tensor) -> torch.Tensor:
     return log_dets
 
 
-def window_entropy(
-    entropies: torch.Tensor, n_words: int, width: int = 1
-) -> torch.Tensor:
-    """Return the largest mean entropy of a window, divided by the vocabulary's size.
+def window_entropy(entropies: torch.Tensor, n_words: int) -> torch.Tensor:
+    """Return the largest entropy of a token, divided by the vocabulary's size.
 
     Args:
       entropies: `[n_tokens]` nats; NaN comes of no token.
       n_words: vocabulary size.
-      width: tokens of a window; windows do not overlap, the last may be shorter.
     """
     if not len(entropies):
         return entropies.new_tensor(math.nan)
-    means = [window.mean() for window in entropies.split(width)]
-    return torch.stack(means).amax() / n_words
+    return entropies.amax() / n_words
 
 
 def top_entropies(log_probs: torch.Tensor, n_top: int = _N_TOP_WORDS) -> torch.Tensor:

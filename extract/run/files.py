@@ -84,18 +84,10 @@ def write_stream_atomic(path: Path, *, is_new: bool = False) -> Iterator[BinaryI
     sync_folder(path.parent)
 
 
-def write_text_atomic(path: Path, text: str) -> None:
-    """Replace a file in one step; a crash leaves the old content or the new."""
-    with write_stream_atomic(path) as stream:
+def write_text_atomic(path: Path, text: str, *, is_new: bool = False) -> None:
+    """Replace a file in one step, as `write_stream_atomic` does."""
+    with write_stream_atomic(path, is_new=is_new) as stream:
         stream.write(text.encode())
-
-
-def write_new_text(path: Path, text: str) -> None:
-    """Write a file that is not there yet, or has this very content."""
-    if not path.exists():
-        write_text_atomic(path, text)
-    elif path.read_bytes() != text.encode():
-        raise OtherContent(path)
 
 
 class OtherContent(ValueError):

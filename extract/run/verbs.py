@@ -162,12 +162,9 @@ def options(**kinds: type) -> Callable[[Command], Command]:
         ]
         for name, kind in kinds.items()
     }
-    rare = {
-        f.name: (f, h) for pairs in fields.values() for f, h in pairs if _is_rare(f)
-    }
-    usual = [
-        pair for pairs in fields.values() for pair in pairs if not _is_rare(pair[0])
-    ]
+    pairs = [pair for of_kind in fields.values() for pair in of_kind]
+    rare = {f.name: (f, h) for f, h in pairs if f.metadata["rare"]}
+    usual = [(f, h) for f, h in pairs if not f.metadata["rare"]]
 
     def add(command: Command) -> Command:
         @functools.wraps(command)
@@ -186,10 +183,6 @@ def options(**kinds: type) -> Callable[[Command], Command]:
         return with_options
 
     return add
-
-
-def _is_rare(field: dataclasses.Field) -> bool:
-    return field.metadata["rare"]
 
 
 def _unrepeated(settings: Sequence[tuple[str, Any]]) -> dict[str, Any]:

@@ -31,7 +31,6 @@ from beatrice.extract.generate.local import (
     TransformersGenerator,
     Watch,
     check_requests_fit,
-    greedy,
 )
 from beatrice.extract.generate.prompts import GenerationConfig, Prompt, Request
 from beatrice.extract.records import Answer, AnswerSpan
@@ -448,7 +447,7 @@ def generate_and_read(
     Returns:
       The answers and their signals, in the order of the requests.
     """
-    sampling = sampling or greedy(config)
+    sampling = sampling or config.greedy
     check_requests_fit(reader.backbone, requests, sampling.max_new_tokens)
     generator = TransformersGenerator(
         backbone=reader.backbone, tokens_per_batch=config.tokens_per_batch

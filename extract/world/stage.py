@@ -10,7 +10,7 @@ from beatrice.extract.generate.prompts import ANSWER_PRESETS, AnswerConfig
 from beatrice.extract.records import Setting, write_lines
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.directory import NewRun, Preset, RunDir, package_versions
-from beatrice.extract.run.files import write_new_text
+from beatrice.extract.run.files import write_text_atomic
 from beatrice.extract.run.stages import Stage
 from beatrice.extract.world.facts import (
     QuestionConfig,
@@ -45,8 +45,9 @@ def _world(
     run: RunDir, config: WorldSection, update: Update, progress: Progress
 ) -> None:
     facts = make_world(config.world)
-    write_new_text(run.examples, write_lines(make_examples(facts, config.questions)))
-    write_new_text(run.passages, write_lines(facts.passages))
+    examples = write_lines(make_examples(facts, config.questions))
+    write_text_atomic(run.examples, examples, is_new=True)
+    write_text_atomic(run.passages, write_lines(facts.passages), is_new=True)
 
 
 WORLD = Stage(
