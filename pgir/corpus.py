@@ -18,8 +18,8 @@ from typing import IO, Any, overload
 import msgspec
 import numpy as np
 
+from beatrice.extract.datasets.fields import Question
 from beatrice.extract.datasets.loading import FileRefused, Loaded, open_dataset
-from beatrice.extract.datasets.question import Question
 from beatrice.extract.datasets.rows import read_raw
 from beatrice.extract.records import (
     Passage,

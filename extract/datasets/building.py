@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from beatrice.extract.datasets.fields import DATASETS
 from beatrice.extract.datasets.loading import (
     MAX_LISTED,
     DatasetFile,
@@ -19,7 +20,6 @@ from beatrice.extract.datasets.loading import (
     Refusal,
     open_dataset,
 )
-from beatrice.extract.datasets.question import DATASETS
 from beatrice.extract.datasets.splits import (
     BuildConfig,
     Candidate,

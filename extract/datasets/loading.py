@@ -15,11 +15,12 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from beatrice.extract.datasets.fields import Record, check_no_passages
-from beatrice.extract.datasets.question import (
+from beatrice.extract.datasets.fields import (
     DATASETS,
     Format,
     Question,
+    Record,
+    check_no_passages,
     dataset_named,
     dataset_of_style,
     is_foreign,

@@ -22,25 +22,23 @@ import msgspec
 
 from beatrice.extract.datasets import fields
 from beatrice.extract.datasets.fields import (
-    Record,
-    any_passages,
-    check_no_passages,
-    is_titled,
-    optional_passages,
-    read_context,
-    supporting_titles,
-    titled_passages,
-)
-from beatrice.extract.datasets.question import (
     Document,
     Format,
     Question,
+    Record,
+    any_passages,
+    check_no_passages,
     dataset_marked,
     dataset_named,
     dataset_of_id,
     dataset_tagged,
+    is_titled,
+    optional_passages,
     question_of,
+    read_context,
     reader,
+    supporting_titles,
+    titled_passages,
 )
 from beatrice.extract.records import Passage, Split, normalise
 
