@@ -77,17 +77,17 @@ def filled_layers(cache: DynamicCache) -> list[Any]:
 
 def begun_cache(
     layout: Layout,
-    n_tokens: int,
-    run: Callable[[DynamicCache], object],
+    ids: torch.Tensor,
+    run: Callable[[DynamicCache], object] | None = None,
     cache: DynamicCache | None = None,
 ) -> DynamicCache | None:
     """Return the keys and values of a beginning that others may go on from.
 
     Args:
       layout: of the model that computes them.
-      n_tokens: of the beginning.
-      run: puts it through the decoder with the cache that it is given.
-      cache: of what was run of it before, to be added to; None begins with nothing.
+      ids: `[1, n_tokens]`, of the beginning.
+      run: puts them through the decoder with the cache that it is given; None calls it.
+      cache: of what was run before them, to be added to; None begins with nothing.
 
     Returns:
       None where a layer keeps other states than keys and values (recurrent ones, an
@@ -96,7 +96,11 @@ def begun_cache(
     cache = _empty_cache(layout) if cache is None else cache
     if cache is None:
         return None
-    run(cache)
+    n_tokens = cache.get_seq_length() + ids.shape[1]
+    if run is None:
+        layout.decoder(input_ids=ids, past_key_values=cache, use_cache=True)
+    else:
+        run(cache)
     filled = filled_layers(cache)
     is_whole = all(layer.keys.shape[-2] == n_tokens for layer in filled)
     return cache if filled and is_whole else None
@@ -134,11 +138,7 @@ def shared_states(
     if len(prompts) < 2 or n < FEWEST_SHARED:
         return None
     ids = torch.tensor([list(prompts[0][:n])], device=layout.head.weight.device)
-
-    def run(cache: DynamicCache) -> None:
-        layout.decoder(input_ids=ids, past_key_values=cache, use_cache=True)
-
-    if (cache := begun_cache(layout, n, run)) is None:
+    if (cache := begun_cache(layout, ids)) is None:
         return None
     n_padding = torch.tensor([[width - len(prompt)] for prompt in prompts])
     columns = (torch.arange(n) - n_padding).clamp_min(0).to(ids.device)

@@ -132,7 +132,7 @@ def begin(
         finals.append(run_reading(layout, ids, reading, keep, cache))
 
     first = None if behind is None else behind.cache_of(1)
-    if (cache := begun_cache(layout, n_tokens, run, first)) is None:
+    if (cache := begun_cache(layout, ids, run, first)) is None:
         return behind
     calls = dict(zip(layout.attention_layers, reading.found(), strict=True))
     is_plain = all(

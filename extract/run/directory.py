@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, Literal, Self, TypeVar, get_args
 
 import msgspec
 
-from beatrice.extract.records import SETTINGS, Record, Setting, check_choices
+from beatrice.extract.records import Record, Setting, check_choices
 from beatrice.extract.run.files import (
     read_json,
     read_sealed,
@@ -409,11 +409,11 @@ class RunDir:
 
     def features(self, setting: Setting) -> Path:
         """Feature store of one setting."""
-        return self.path / "features" / _known(setting)
+        return self.path / "features" / setting
 
     def encoders(self, setting: Setting) -> Path:
         """Trained combination encoders of one setting."""
-        return self.path / "encoders" / _known(setting)
+        return self.path / "encoders" / setting
 
     def require(self, path: Path) -> Path:
         """Return a path of this run that is there; otherwise raise `NotWritten`."""
@@ -691,9 +691,3 @@ def _differing(first: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
     return sorted(
         k for k in first.keys() | other.keys() if first.get(k) != other.get(k)
     )
-
-
-def _known(setting: Setting) -> Setting:
-    if setting not in SETTINGS:
-        raise ValueError(f"a setting is one of {', '.join(SETTINGS)}, not {setting!r}")
-    return setting

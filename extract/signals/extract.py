@@ -87,10 +87,6 @@ class ExtractConfig(StoreConfig):
             raise ValueError(
                 f"tokens_per_batch must be at least 1, found {self.tokens_per_batch}"
             )
-        if self.answer_span not in ("emitting", "literal"):
-            raise ValueError(
-                f"answer_span is emitting or literal, not {self.answer_span!r}"
-            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -275,11 +275,7 @@ class SignalReader:
         beginning = sequences[0].ids[:n]
         if not np.array_equal(self._begun[0], beginning):
             ids = torch.from_numpy(beginning.copy())[None].to(self.backbone.device)
-
-            def run(cache: DynamicCache) -> None:
-                layout.decoder(input_ids=ids, past_key_values=cache, use_cache=True)
-
-            self._begun = beginning, begun_cache(layout, n, run)
+            self._begun = beginning, begun_cache(layout, ids)
         if (cache := self._begun[1]) is None:
             return 0, None
         return n, continued_by(cache, len(sequences))
