@@ -83,8 +83,6 @@ class _Layers(click.ParamType):
 
 
 class _StoredType(click.Choice):
-    """A type of numbers by its short name."""
-
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> str:
@@ -607,7 +605,6 @@ def label(
 def _audit(
     run_dir: Path, n_sample: int, annotations: Path | None, as_json: bool
 ) -> None:
-    """Audit the labels, and compare a person's with them."""
     from beatrice.extract.label.stage import audit_labels, compare_annotations
 
     with RunDir.open(run_dir) as run:

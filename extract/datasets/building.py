@@ -199,8 +199,6 @@ def _read_pools(
 
 
 class _Row(NamedTuple):
-    """A drawn question as it is written down."""
-
     line: str
     text_key: bytes
     passages: list[str]
@@ -346,7 +344,6 @@ def data_config(
 
 
 def _finished(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the manifest of a finished folder, if its settings are these."""
     manifest = check_folder(folder)
     differ = [key for key in settings if manifest["config"].get(key) != settings[key]]
     if differ:
@@ -358,7 +355,6 @@ def _finished(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _drawn(pools: Pools, config: BuildConfig, fixed: Path | None) -> DrawnSplits:
-    """Draw, or take the splits of a manifest for the sets that were given."""
     if fixed is None:
         return draw_splits({k: v.values() for k, v in pools.items()}, config.splits)
     datasets = {dataset for dataset, _ in pools}
@@ -374,7 +370,6 @@ def _drawn(pools: Pools, config: BuildConfig, fixed: Path | None) -> DrawnSplits
 
 
 def _check_texts(fixed: Path, digests: Mapping[str, Mapping[str, str]]) -> None:
-    """Raise if the ids of fixed splits now stand for other questions."""
     expected = read_splits(fixed)["questions_sha256"]
     for split, sets in digests.items():
         for dataset, digest in sets.items():

@@ -110,8 +110,6 @@ File = tuple[str, Path]  # the set's name, and where it lies
 
 
 class _Size(click.IntRange):
-    """How many questions a split has, or all."""
-
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> Any:
@@ -433,7 +431,6 @@ def make_world_run(
 
 
 def _inspect(named_file: str, questions: QuestionOptions, as_json: bool) -> None:
-    """Print what a file is; raise if it or a record is refused."""
     from beatrice.extract.datasets.loading import inspect_file
 
     name, equals, file = named_file.partition("=")

@@ -168,7 +168,6 @@ def read_official(record: Record) -> Question:
 
 
 def _columns(holder: Any, body: str) -> Iterator[Passage]:
-    """Yield the pages of the hub's lists side by side."""
     holder = fields.unfold(holder, body)
     rows: Iterable[tuple[Any, Any]] = ()
     if isinstance(holder, list):
@@ -501,7 +500,6 @@ def _span(holder: Any, name: str, n_tokens: int) -> tuple[int, int]:
 
 
 def _words(tokens: list[str], start: int, stop: int) -> str:
-    """Return tokens as text, without HTML tags."""
     return " ".join(t for t in tokens[start:stop] if not _TAG.match(t)).strip()
 
 

@@ -91,7 +91,6 @@ class RawRecord:
 
 
 def _chunks(path: Path, is_gzipped: bool) -> Iterator[bytes]:
-    """Yield the bytes of a file, unpacked."""
     with path.open("rb") as packed:
         stream = gzip.GzipFile(fileobj=packed) if is_gzipped else packed
         try:
@@ -236,7 +235,6 @@ def _parquet_rows(path: Path, is_gzipped: bool) -> Iterator[RawRecord]:
 
 
 def _parse_object(raw: bytes) -> tuple[dict[str, Any] | None, str | None]:
-    """Parse one JSON object; returns it, or None and what is wrong."""
     try:
         value = from_json(object, raw, "")
         if b"\\u" in raw:

@@ -323,7 +323,6 @@ def draw_answers(
 
 
 def _mean(seconds: Sequence[float | None]) -> float | None:
-    """Return the mean, or None where a value is unknown."""
     timed = [value for value in seconds if value is not None]
     return sum(timed) / len(timed) if len(timed) == len(seconds) else None
 
@@ -349,7 +348,6 @@ def _requests_of(run: RunDir, model: PromptModel, config: AnswerConfig) -> Reque
 
 
 def _record_left_out(run: RunDir, requests: Requests, progress: Progress) -> None:
-    """Write which questions are not asked, and count the prompts that were cut."""
     if requests.left_out:
         write_text_atomic(run.left_out_file, write_lines(requests.left_out))
     else:

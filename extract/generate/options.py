@@ -135,8 +135,13 @@ def check_backbone(
     is not looked at: nothing is downloaded before it is needed.
     """
     check_model_option(config.model)
-    if config.device != "cpu":
-        _note_device(config.device)
+    if config.device != "cpu":  # a run is often made where its GPUs are not
+        from beatrice.extract.backbone.loading import check_device
+
+        try:
+            check_device(config.device)
+        except ValueError as error:
+            click.echo(f"note: {error}", err=True)
     path = Path(config.path).expanduser()
     if not path.exists() or (config.model == EMBEDDED and hidden_layers is None):
         return
@@ -154,13 +159,3 @@ def check_backbone(
             f"{wrong[0]}",
             param_hint="--hidden-layers",
         )
-
-
-def _note_device(device: str) -> None:
-    """Say that a device is not here; a run is often made where its GPUs are not."""
-    from beatrice.extract.backbone.loading import check_device
-
-    try:
-        check_device(device)
-    except ValueError as error:
-        click.echo(f"note: {error}", err=True)

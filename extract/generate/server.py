@@ -335,7 +335,6 @@ class ServedGenerator(contextlib.AbstractContextManager):
             self.account.book(reserved, n_prompt, n_new)
 
     def _in_words(self, error: openai.OpenAIError) -> str:
-        """Return one sentence on a request that failed for good."""
         where = f"server {self._url}, model {self._model!r}"
         if isinstance(error, openai.APIStatusError):
             reason = " ".join(str(error.message).split())[:300]

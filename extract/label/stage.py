@@ -314,7 +314,6 @@ def draw_sample(
 def _by_label(
     rows: Sequence[LabelledAnswer],
 ) -> dict[tuple[str, bool], list[LabelledAnswer]]:
-    """Return the answers that may be drawn, by setting and label."""
     labelled = [row for row in rows if row.label.label is not None]
     evaluated = [row for row in labelled if row.example.split in ("test", "ood")]
     groups: dict[tuple[str, bool], list[LabelledAnswer]] = {}

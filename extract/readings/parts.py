@@ -330,7 +330,6 @@ def _spectrum(maps: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _line_entropy(maps: torch.Tensor) -> torch.Tensor:
-    """Mean entropy of the rows."""
     share = (maps / (maps.sum(-1, keepdim=True) + 1e-8)).clamp_min(1e-8)
     return -(share * share.log()).sum(-1).mean(-1)
 
@@ -360,7 +359,6 @@ def _moments(
 
 
 def _entropies(maps: torch.Tensor) -> list[torch.Tensor]:
-    """Entropies of the map and of its margins, and mutual information."""
     maps, most = maps.clamp_min(_TINY), math.log(maps.shape[-1])
     share = (maps / maps.sum((-2, -1), keepdim=True)).clamp_min(_TINY)
     margins = [share.sum(-1), share.sum(-2)]

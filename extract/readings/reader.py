@@ -142,7 +142,6 @@ def _read_some(
     n_cue: int,
     tokens_per_batch: int,
 ) -> list[dict[str, np.ndarray]]:
-    """Read some answers, those of similar length together."""
     readings: list[dict[str, np.ndarray]] = [{} for _ in answers]
     swapped = inputs.get("lumina_mmd", [None] * len(answers))
     kinds = [kind for kind in PARTS if wanted & set(kind.names)]
@@ -179,7 +178,6 @@ def _read_some(
 def _read_batch(
     batch: Batch, kinds: Sequence[type[Part]], wanted: frozenset[str]
 ) -> dict[str, list[torch.Tensor]]:
-    """Run the decoder once before the parts, and return what they found."""
     reducers = [kind(batch, wanted) for kind in kinds]
     layout, begun = batch.backbone.layout, batch.beginning
 

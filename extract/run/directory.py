@@ -356,7 +356,6 @@ class StageRecord(Record, frozen=True, kw_only=True):
 
 
 def _at(name: str, text: str) -> Any:
-    """Return the property of a run that is a path in it."""
     return property(lambda run: run.path / name, doc=text)
 
 
@@ -646,7 +645,6 @@ class RunDir:
         return digests
 
     def _check_unaltered(self, digests: Mapping[str, str]) -> None:
-        """Check that files are as the stage that wrote them left them."""
         records = {name: self.stage_record(name) for name in self.stage_records()}
         unknown = set(digests)
         for name, record in records.items():

@@ -210,7 +210,6 @@ _PATIENCE = 120.0  # seconds; who joins parts, or looks whether to, takes less
 
 
 def _open_patiently(run_dir: Path, share: Share) -> RunDir:
-    """Hold a run, after others that hold it for a moment."""
     until = time.monotonic() + _PATIENCE
     while True:
         try:

@@ -60,7 +60,6 @@ def option(
 
 
 def _type_of(field: dataclasses.Field, hint: Any) -> click.ParamType:
-    """Return how an option's text becomes a value of the field's annotation."""
     if field.metadata["type"] is not None:
         return field.metadata["type"]
     arguments = [a for a in typing.get_args(hint) if a is not types.NoneType]
@@ -235,8 +234,6 @@ PRESET = click.Choice(PRESETS)
 
 
 class _SettingChoice(click.Choice):
-    """Which settings of a run are asked."""
-
     def __init__(self) -> None:
         super().__init__(["both", "closed-book", "with-context"])
 
@@ -310,7 +307,6 @@ def do_or_forecast(
 def _check_shard(
     context: click.Context, option: click.Parameter, shard: str | None
 ) -> str | None:
-    """Validate --shard before anything is opened."""
     try:
         if shard is not None:
             find_share(shard)

@@ -110,7 +110,6 @@ class ExtractionPlan:
 def _bytes_per_token(
     families: Mapping[str, Family], n_tokens: int, n_answer: int | None
 ) -> list[int]:
-    """Return each family's mean bytes per token that is read."""
     n_rows = {"all": n_tokens, "answer": n_tokens if n_answer is None else n_answer}
     return [f.row_bytes * n_rows[f.spans] // n_tokens for f in families.values()]
 
@@ -175,7 +174,6 @@ def _unit_edges(spec: StoreSpec, n_tokens: int) -> list[int]:
 
 
 def _check_reader(reader: Reader, config: ExtractConfig) -> None:
-    """Raise if the reader does not read what the config keeps."""
     wanted = config.hidden_layers
     if wanted is not None and tuple(wanted) != tuple(reader.hidden_layers):
         raise ValueError(
@@ -525,7 +523,6 @@ def open_local_reader(run: RunDir, config: ExtractConfig) -> Reader:
 
 
 def _load_reader(run: RunDir, config: ExtractConfig) -> Reader:
-    """Load the backbone that gave a run's answers."""
     from beatrice.extract.backbone.loading import (
         open_backbone,
         require_answering_model,
@@ -588,7 +585,6 @@ def _extract(
 def _of_rows(
     update: Update, answers: Mapping[Setting, Sequence[Answer]], setting: Setting
 ) -> Update:
-    """Return the update of one setting's answers, of the answers of all."""
     n_of = {name: len(rows) for name, rows in answers.items()}
     before = sum(n_of[name] for name in list(n_of)[: list(n_of).index(setting)])
 

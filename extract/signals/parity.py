@@ -62,8 +62,6 @@ _N_COMPARED = 16
 
 @dataclasses.dataclass(frozen=True)
 class _Pass:
-    """One forward on the reading path."""
-
     # Per layer, how far the contributions miss the change of the stream, relative to
     # its norm.
     errors: list[float]
@@ -125,7 +123,6 @@ def _read(
     ids: torch.Tensor,
     lengths: tuple[int, ...],
 ) -> _Pass:
-    """Run the reading path on `[n_examples, n_tokens]` ids."""
     layout = backbone.layout
     lens = residual.LogitLens(final_norm, head, ids.roll(-1, dims=1))
     scales = [layer.scale() for layer in layout.layers]
@@ -194,7 +191,6 @@ def _check_sums(backbone: Backbone, errors: list[float]) -> None:
 
 
 def _check_norm(backbone: Backbone, together: _Pass) -> None:
-    """Check that the decoder puts out the norm of the last state."""
     _check_close(
         together.final,
         backbone.layout.final_norm(together.end),

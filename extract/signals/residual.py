@@ -154,7 +154,6 @@ class StreamReading:
         self.resid.append(contribution_scalars(layer_pass, self.lens))
 
     def _copy(self, entry: int, states: torch.Tensor) -> None:
-        """Copy one entry of the resid axis if it is wanted."""
         if entry not in self.slots:
             return
         if self._hidden is None:

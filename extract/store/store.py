@@ -199,7 +199,6 @@ def done_ranges(store: FeatureStore) -> frozenset[int]:
 
 
 def _range_of(url: str, key: str) -> int:
-    """Return the range whose commit record lies at a key."""
     match = re.fullmatch(r".*/([0-9]+)\.json", key)
     if match is None:
         raise ValueError(

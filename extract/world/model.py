@@ -117,7 +117,6 @@ class RowSampler:
         return [fact_row(rng, query) for query in drawn]
 
     def _name(self, rng: random.Random, kind: Kind) -> str:
-        """Return a random name of a kind; people are invented from known words."""
         if kind == "person":
             first = rng.choice(self._world.first_names)
             return f"{first} {rng.choice(self._world.last_names)}"
