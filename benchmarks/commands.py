@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from beatrice.benchmarks.recipes import CHAIN
+from beatrice.extract.commands import KeptOptions
 from beatrice.extract.datasets.commands import (
     AskingOptions,
     NamedValue,
@@ -27,7 +28,6 @@ from beatrice.extract.run.verbs import (
     option,
     options,
 )
-from beatrice.extract.signals.commands import KeptOptions
 from beatrice.pgir.commands import RetrievalOptions
 
 if TYPE_CHECKING:
@@ -282,7 +282,7 @@ def real(
     Example: beatrice corpus corpora/six --encoder "$(beatrice real --fetch minilm)"
     """
     from beatrice.benchmarks.recipes.real import cpu_dtype, find_questions
-    from beatrice.extract.backbone.packaged import MODELS
+    from beatrice.extract.backbone.names import MODELS
 
     progress = Progress()
     if released.fetch is not None:
@@ -307,15 +307,15 @@ def real(
 
 def _fetch(name: str, progress: Progress) -> str:
     """Return where a released model lies, after fetching it if it is not there."""
-    from beatrice.extract.backbone.packaged import (
+    from beatrice.extract.backbone.names import (
         ENCODERS,
         MODELS,
         fetch_model,
-        models_folder,
     )
+    from beatrice.extract.run.files import user_cache
 
     model = (MODELS | ENCODERS)[name]
-    return str(fetch_model(model, models_folder(), progress.note))
+    return str(fetch_model(model, user_cache("models"), progress.note))
 
 
 def _do_all(run_dir: Path, progress: Progress) -> None:

@@ -21,8 +21,7 @@ from beatrice.extract.backbone.loading import Backbone, load_backbone
 from beatrice.extract.backbone.names import BackboneConfig, model_path, own_device
 from beatrice.extract.generate.generator import SamplingConfig, decode_ids, find_stop
 from beatrice.extract.generate.local import stop_ids
-from beatrice.extract.generate.prompts import Prompt, apply_template
-from beatrice.extract.generate.requests import (
+from beatrice.extract.generate.prompts import (
     ANSWER_PRESETS,
     GenerationConfig,
     Prompt,

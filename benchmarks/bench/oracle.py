@@ -63,7 +63,7 @@ from beatrice.extract.run.console import Progress, quiet, table_head, table_row
 from beatrice.extract.run.verbs import AS_JSON
 from beatrice.extract.signals.batch import ReadingBudget
 from beatrice.extract.signals.decode import check_decoding, decoding_differences
-from beatrice.extract.signals.parity import probe_ids
+from beatrice.extract.signals.parity import N_POSITIONS, narrow_twin, probe_ids
 from beatrice.extract.signals.reader import SignalReader
 from beatrice.extract.signals.sequence import TokenSequence
 

@@ -30,7 +30,7 @@ from beatrice.extract.records import SETTINGS, Setting
 from beatrice.extract.run.console import Progress, quiet
 from beatrice.extract.run.stages import bytes_in_words
 from beatrice.extract.run.verbs import AS_JSON, options
-from beatrice.extract.store.families import Dtype, StoreConfig
+from beatrice.extract.store.spec import Dtype, StoreConfig
 from beatrice.jaxprobe.commands import DeviceOptions
 from beatrice.jaxprobe.config import GridConfig, StreamConfig, as_bytes
 from beatrice.jaxprobe.encoder import N_TAPS

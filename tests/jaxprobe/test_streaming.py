@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from beatrice.extract.store.families import encode
+from beatrice.extract.store.spec import encode
 from beatrice.jaxprobe.config import EncoderConfig, StreamConfig, TrainConfig
 from beatrice.jaxprobe.encoder import Encoder, pooled_signals
 from beatrice.jaxprobe.families import paper_dims, standardizer_of, subset_index

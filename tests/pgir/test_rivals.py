@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from beatrice.extract.generate.requests import GenerationConfig
+from beatrice.extract.generate.prompts import GenerationConfig
 from beatrice.extract.records import Passage
 from beatrice.pgir.bridge import ProbedBackbone
 from beatrice.pgir.controllers.adaptive import (

@@ -7,7 +7,7 @@ import numpy as np
 from beatrice.benchmarks.baselines.detector import DetectorInput
 from beatrice.extract.generate.prompts import PromptConfig
 from beatrice.extract.records import Passage
-from beatrice.extract.store.families import Family
+from beatrice.extract.store.spec import Family
 from tests.jaxprobe.samples import rows_of, store_like
 from tests.records import a_sample, an_answer, an_example
 

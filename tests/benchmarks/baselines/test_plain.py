@@ -37,7 +37,7 @@ from beatrice.benchmarks.baselines.plain import (
 from beatrice.benchmarks.results.evaluate import annotated_rows
 from beatrice.benchmarks.results.names import AT_EQUAL_LENGTH, probe
 from beatrice.benchmarks.results.tables import find, results_of
-from beatrice.extract.generate.requests import PromptConfig
+from beatrice.extract.generate.prompts import PromptConfig
 from beatrice.extract.records import Passage
 from beatrice.extract.run.rows import Subject
 from beatrice.jaxprobe.evaluation import Scored

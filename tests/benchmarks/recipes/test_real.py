@@ -40,10 +40,11 @@ from beatrice.extract.records import IN_DOMAIN, Example, Passage, read_records, 
 from beatrice.extract.run.contents import read_examples
 from beatrice.extract.run.directory import NewRun, RunDir
 from beatrice.extract.run.rows import ResultRow, Subject, read_result_rows, read_rows
-from beatrice.extract.world.facts import WorldConfig, make_world
-from beatrice.extract.world.questions import (
+from beatrice.extract.world.facts import (
     QuestionConfig,
+    WorldConfig,
     make_examples,
+    make_world,
 )
 from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.detector import Detector

@@ -17,7 +17,7 @@ from beatrice.extract.generate.generator import (
     reply_key,
 )
 from beatrice.extract.generate.local import Choice, TransformersGenerator, generate
-from beatrice.extract.generate.requests import GenerationConfig
+from beatrice.extract.generate.prompts import GenerationConfig
 from tests.extract.generate.loopback import GREEDY, prompts_of, shapes_run, texts
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from beatrice.doctor import look_at_server
 from beatrice.extract.backbone.names import WEIGHTS
+from beatrice.extract.commands import open_generator
 from beatrice.extract.generate.answers import (
     answer_identity,
     load_tokenizer_only,

@@ -18,7 +18,7 @@ from beatrice.extract.signals.extract import (
 )
 from beatrice.extract.signals.reader import SignalReader
 from beatrice.extract.signals.sequence import TokenSequence, batches_of, sequence_of
-from beatrice.extract.store.families import Family
+from beatrice.extract.store.spec import Family
 from beatrice.extract.store.store import done_ranges, open_store, read_family, verify
 from tests.extract.signals.readers import (
     SMALL,

@@ -8,8 +8,14 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from beatrice.extract.store.families import Dtype, Family, as_written, decode, encode
-from beatrice.extract.store.spec import StoreSpec
+from beatrice.extract.store.spec import (
+    Dtype,
+    Family,
+    StoreSpec,
+    as_written,
+    decode,
+    encode,
+)
 from beatrice.extract.store.store import (
     as_url,
     create_store,
