@@ -132,10 +132,3 @@ def test_both_settings_and_other_ways_of_training_are_shared(tmp_path, option):
     call("train", other, option)
     together("train", run, 2, option)
     check_same_encoders(run, other)
-
-
-def test_selection_is_the_work_of_one_process(tmp_path):
-    process = start_share("select", tmp_path / "run", 1, 2)
-    output = process.communicate(timeout=120)[1]
-    assert process.returncode == 2
-    assert "select is one process's work, and 2 were launched" in output

@@ -75,9 +75,7 @@ def test_maps_of_a_run_keep_every_answer_apart_and_those_of_the_paper_do_not(
     assert CALIBRATE_PRESETS["paper"].maps == "isotonic"
 
 
-def test_a_saved_probe_predicts_the_same_and_a_changed_one_is_refused(
-    signals, probe, tmp_path
-):
+def test_a_saved_probe_predicts_the_same(signals, probe, tmp_path):
     folder = tmp_path / "probe"
     probe.save(folder, untrustworthy=True)
     probe.save(folder, untrustworthy=True)  # replaces itself
@@ -85,15 +83,6 @@ def test_a_saved_probe_predicts_the_same_and_a_changed_one_is_refused(
     again = beatrice.load(folder)
     assert np.array_equal(again.predict(some), probe.predict(some))
     assert again.report.equals(probe.report)
-    for file in sorted(folder.rglob("*.json")):
-        broken = tmp_path / "broken"
-        shutil.copytree(folder, broken, dirs_exist_ok=True)
-        damaged = broken / file.relative_to(folder)
-        damaged.write_bytes(damaged.read_bytes().replace(b"0", b"1"))
-        with pytest.raises(ValueError):
-            beatrice.load(broken)
-    with pytest.raises(ValueError, match="something else"):
-        probe.save(tmp_path, untrustworthy=True)
 
 
 def test_a_report_has_every_head_split_and_metric_with_its_interval(probe):

@@ -242,20 +242,6 @@ def test_bits_are_equal_as_users_compile():
     assert "4 passed" in run.stdout
 
 
-def test_other_values_train_other_weights():
-    features, labels = stored_tokens(NARROW, "bfloat16")
-    moved = features.tokens[0]._replace(mean=features.tokens[0].mean + 0.1)
-    others = features._replace(tokens=(moved, *features.tokens[1:]))
-    results = []
-    for x in (features, others):
-        data = [labelled(x, labels)]
-        trained = fit_blocks(
-            [ALONE], data, data, encoder=encoder_of(NARROW), config=CONFIG
-        )
-        results.append(next(iter(trained)).info.train_loss)
-    assert not np.allclose(*results, rtol=1e-4)
-
-
 @bit_by_bit
 def test_a_stream_as_stored_is_a_stream_of_the_same_values_widened():
     parts = [stored_tokens(NARROW, "bfloat16", seed=seed) for seed in (0, 1)]

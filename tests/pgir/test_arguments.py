@@ -76,7 +76,7 @@ WRONG = {
         (
             lambda s, g, x: s.answer([QUESTION], x),
             "contexts",
-            [PASSAGE, 3, [], [[]]],
+            [PASSAGE, 3, [], [[]], [PASSAGE] * 2],
         ),
         (lambda s, g, x: s.render(x), "messages", [None, "hello", 4]),
         (lambda s, g, x: s.thresholds(x), "setting: ", [None, "open", 4]),

@@ -429,9 +429,6 @@ def test_without_validation_answers_nothing_is_known_but_the_number(probed):
     assert 0 <= score.p_correct <= 1
 
 
-# Answered and scored in the same passes.
-
-
 def test_the_page_of_warnings_lists_those_that_the_code_has_and_no_other():
     text = (ROOT / "docs" / "warnings.md").read_text(encoding="utf-8")
     listed = dict(re.findall(r"^### (\w+)\n\n> (.*)$", text, re.MULTILINE))

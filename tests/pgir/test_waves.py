@@ -190,12 +190,10 @@ from beatrice.extract.records import Example, Passage
 from beatrice.extract.run.rows import write_rows
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.pgir.bridge import ProbedBackbone
-from beatrice.pgir.controllers.loop import vanilla_rag
-from beatrice.pgir.controllers.loop import ControllerConfig, QuestionSet
-from beatrice.pgir.controllers.stage import control_rows
-from beatrice.pgir.controllers.waves import Answering, open_services
+from beatrice.pgir.controllers.loop import ControllerConfig, QuestionSet, vanilla_rag
 from beatrice.pgir.controllers.session import Session
-from beatrice.pgir.controllers.waves import CallJournal, Waves
+from beatrice.pgir.controllers.stage import control_rows
+from beatrice.pgir.controllers.waves import Answering, CallJournal, Waves, open_services
 from beatrice.pgir.retrievers import Bm25Retriever
 from tests.pgir.small import make_detector
 

@@ -15,6 +15,15 @@ import msgspec
 from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
 
 
+class Numbers:
+    """A tokenizer whose words are ids."""
+
+    chat_template = None
+
+    def decode(self, ids, **_):
+        return " ".join(map(str, ids))
+
+
 class Loopback:
     """What the server was asked, and how it shall fail."""
 

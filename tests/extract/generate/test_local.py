@@ -18,7 +18,13 @@ from beatrice.extract.generate.generator import (
 )
 from beatrice.extract.generate.local import Choice, TransformersGenerator, generate
 from beatrice.extract.generate.prompts import GenerationConfig
-from tests.extract.generate.loopback import GREEDY, prompts_of, shapes_run, texts
+from tests.extract.generate.loopback import (
+    GREEDY,
+    Numbers,
+    prompts_of,
+    shapes_run,
+    texts,
+)
 
 
 def test_the_local_backend_writes_what_the_answer_stage_writes(local, requests):
@@ -135,13 +141,6 @@ def test_a_row_that_ended_is_drawn_no_more():
 N_SHARED = 40
 
 
-class Words:
-    """A tokenizer of numbers."""
-
-    def decode(self, ids, **_):
-        return " ".join(map(str, ids))
-
-
 def backbone_of(name):
     model = tiny_model(name)
     if name == "gemma4":  # longer than what is common, shorter than a sequence
@@ -149,7 +148,7 @@ def backbone_of(name):
         model = type(model)(model.config).eval().requires_grad_(False)
     model.generation_config.eos_token_id = 0
     model.generation_config.pad_token_id = 0
-    return Backbone.from_model(model, tokenizer=Words())
+    return Backbone.from_model(model, tokenizer=Numbers())
 
 
 def prompts_with(n_shared):

@@ -14,57 +14,45 @@ MPIRUN = {
     "OMPI_COMM_WORLD_SIZE": "2",
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
 }
+MPIRUN_SAYS = "OMPI_COMM_WORLD_RANK=1", "OMPI_COMM_WORLD_SIZE=2"
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
 
 
+SAID = {
+    "nobody": ({}, None, (0, 1), ""),
+    "torchrun": (TORCHRUN, None, (3, 8), "RANK=3 WORLD_SIZE=8"),
+    "srun": (SRUN, None, (2, 4), "SLURM_PROCID=2 SLURM_STEP_NUM_TASKS=4"),
+    "torchrun under srun": (SRUN | TORCHRUN, None, (3, 8), "RANK=3 WORLD_SIZE=8"),
+    "mpirun": (MPIRUN, None, (1, 2), " ".join(MPIRUN_SAYS)),
+    "mpirun in a Slurm job": (SRUN | MPIRUN, None, (1, 2), " ".join(MPIRUN_SAYS)),
+    "a batch script": ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None, (0, 1), ""),
+    "an option": ({}, "2/3", (2, 3), "--shard 2/3"),
+    "an option, alone": ({}, "0/1", (0, 1), "--shard 0/1"),
+    "an option before a launcher": (TORCHRUN, "2/3", (2, 3), "--shard 2/3"),
+}
+
+
 @pytest.mark.parametrize(
-    ("environ", "shard", "expected"),
-    [
-        pytest.param({}, None, (0, 1), id="nobody"),
-        pytest.param(TORCHRUN, None, (3, 8), id="torchrun"),
-        pytest.param(SRUN, None, (2, 4), id="srun"),
-        pytest.param(SRUN | TORCHRUN, None, (3, 8), id="torchrun under srun"),
-        pytest.param(MPIRUN, None, (1, 2), id="mpirun"),
-        pytest.param(SRUN | MPIRUN, None, (1, 2), id="mpirun in a Slurm job"),
-        pytest.param(
-            {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"},
-            None,
-            (0, 1),
-            id="a batch script",
-        ),
-        pytest.param({}, "2/3", (2, 3), id="an option"),
-        pytest.param({}, "0/1", (0, 1), id="an option, alone"),
-        pytest.param(TORCHRUN, "2/3", (2, 3), id="an option before a launcher"),
-    ],
+    ("environ", "shard", "expected", "source"), SAID.values(), ids=SAID
 )
-def test_a_launcher_or_an_option_says_who_this_worker_is(environ, shard, expected):
-    assert find_share(shard, environ) == Share(*expected)
+def test_a_launcher_or_an_option_says_who_this_worker_is(
+    environ, shard, expected, source
+):
+    share = find_share(shard, environ)
+    assert share == Share(*expected) and share.source == source
 
 
 @pytest.mark.parametrize(
-    ("environ", "message"),
+    ("said", "message"),
     [
         ({"RANK": "1"}, "RANK=1 is set without WORLD_SIZE"),
         ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4 is set without RANK; set both, or neither"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "expected a whole number, found 'x'"),
-        (
-            {"RANK": "", "WORLD_SIZE": "2"},
-            "RANK= WORLD_SIZE=2: expected a whole number",
-        ),
+        ({"RANK": "", "WORLD_SIZE": "2"}, "RANK= WORLD_SIZE=2: expected a whole numb"),
         ({"RANK": "0", "WORLD_SIZE": "-2"}, "expected a whole number, found '-2'"),
         ({"RANK": "4", "WORLD_SIZE": "4"}, "RANK=4 WORLD_SIZE=4: rank 4 of 4 workers"),
         ({"RANK": "0", "WORLD_SIZE": "0"}, "rank 0 of 0 workers"),
         (SRUN | {"SLURM_PROCID": "9"}, "rank 9 of 4 workers.*without gaps"),
-    ],
-)
-def test_half_a_launcher_and_a_wrong_number_are_refused_by_name(environ, message):
-    with pytest.raises(ValueError, match=message):
-        find_share(environ=environ)
-
-
-@pytest.mark.parametrize(
-    ("shard", "message"),
-    [
         ("4/4", "--shard 4/4: rank 4 of 4 workers; ranks are 0 to workers - 1"),
         ("0/0", "--shard 0/0: rank 0 of 0 workers"),
         ("x/2", "--shard x/2: expected a whole number, found 'x'"),
@@ -75,22 +63,9 @@ def test_half_a_launcher_and_a_wrong_number_are_refused_by_name(environ, message
         ("", "expected i/n"),
     ],
 )
-def test_a_part_that_is_none_is_refused(shard, message):
+def test_half_a_launcher_and_a_wrong_number_are_refused_by_name(said, message):
     with pytest.raises(ValueError, match=message):
-        find_share(shard, {})
-
-
-@pytest.mark.parametrize(
-    ("environ", "shard", "source"),
-    [
-        (TORCHRUN, None, "RANK=3 WORLD_SIZE=8"),
-        (SRUN, None, "SLURM_PROCID=2 SLURM_STEP_NUM_TASKS=4"),
-        (SRUN, "0/2", "--shard 0/2"),
-        ({}, None, ""),
-    ],
-)
-def test_a_worker_names_what_said_so(environ, shard, source):
-    assert find_share(shard, environ).source == source
+        find_share(said, {}) if isinstance(said, str) else find_share(environ=said)
 
 
 @pytest.mark.parametrize(

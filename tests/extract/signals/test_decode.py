@@ -23,19 +23,11 @@ from beatrice.extract.signals.decode import (
 )
 from beatrice.extract.signals.reader import SignalReader
 from beatrice.extract.signals.sequence import sequence_of
+from tests.extract.generate.loopback import Numbers
 from tests.extract.signals.readers import representatives
 
 WITHOUT = ("gptj", "mpt", "bloom", "llama4")  # these are read again
 CONFIG = GenerationConfig(max_new_tokens=6)
-
-
-class Numbers:
-    """A tokenizer whose words are ids."""
-
-    chat_template = None
-
-    def decode(self, ids, **_):
-        return " ".join(map(str, ids))
 
 
 def backbone_of(family, dtype=torch.float32, stop=None):
@@ -92,6 +84,14 @@ def largest_difference(reader, requests, config=CONFIG, answer_span="emitting"):
                 difference = float(np.abs(value - wanted).max())
                 differences[name] = max(differences[name], difference)
     return differences, answers
+
+
+def write(reader, requests, watch):
+    """The replies to the requests, while a reading watches."""
+    prompts = [GeneratorPrompt(text="", ids=r.prompt.ids) for r in requests]
+    sampling = SamplingConfig(max_new_tokens=CONFIG.max_new_tokens)
+    generator = TransformersGenerator(backbone=reader.backbone)
+    return generator.write(prompts, sampling, watch)
 
 
 def stop_of(family, requests, index):
@@ -168,9 +168,7 @@ def test_in_a_batch_answers_are_read_as_if_they_ended_before_the_last_choice():
         texts = {}
 
     watch = Prefixes(reader, [r.prompt for r in requests], CONFIG.max_new_tokens)
-    prompts = [GeneratorPrompt(text="", ids=r.prompt.ids) for r in requests]
-    sampling = SamplingConfig(max_new_tokens=CONFIG.max_new_tokens)
-    TransformersGenerator(backbone=reader.backbone).write(prompts, sampling, watch)
+    write(reader, requests, watch)
     assert len({len(a.token_ids) for answers, _ in read for a in answers}) > 3
     for answers, signals in read:
         again = reader.read([sequence_of(answer) for answer in answers])
@@ -304,17 +302,9 @@ def test_what_is_read_one_step_beside_is_noticed(reading, is_right):
     requests = requests_of(n_shared=60)
     stop = stop_of("llama", requests, 2)
     reader = SignalReader(backbone_of("llama", stop=stop))
-    watch = reading(
-        reader,
-        [r.prompt for r in requests],
-        CONFIG.max_new_tokens,
-    )
-    prompts = [GeneratorPrompt(text="", ids=r.prompt.ids) for r in requests]
-    sampling = SamplingConfig(max_new_tokens=CONFIG.max_new_tokens)
+    watch = reading(reader, [r.prompt for r in requests], CONFIG.max_new_tokens)
     try:
-        replies = TransformersGenerator(backbone=reader.backbone).write(
-            prompts, sampling, watch
-        )
+        replies = write(reader, requests, watch)
         answers = [r.answer(x) for r, x in zip(requests, replies, strict=True)]
         signals = watch.signals(answers)
         again = reader.read([sequence_of(answer) for answer in answers])

@@ -142,13 +142,6 @@ def test_reading_leaves_the_model_as_it_was(reader):
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_neither_batch_nor_padding_changes_a_reading(reader):
-    batch = make_batch()
-    together = reader.read(batch)
-    for sequence, signals in zip(batch, together, strict=True):
-        assert_same_signals(reader.read([sequence])[0], signals, TOLERANCE)
-
-
 def test_a_certain_token_has_no_surprise_and_a_tie_has_no_margin():
     weight = torch.tensor([[90.0], [0.0], [-90.0], [0.0]])
     result = probability.token_probabilities(

@@ -180,17 +180,6 @@ def test_a_unit_of_which_one_range_is_there_ends_with_the_same_bytes(tmp_path, w
         assert all((folder / k).stat().st_mtime_ns == t for k, t in there.items())
 
 
-def test_hidden_states_of_the_answer_alone_are_those_cut_from_all():
-    batch = tiny_sequences(8)
-    for every, answer, item in zip(
-        tiny_reader().read(batch), tiny_reader("answer").read(batch), batch, strict=True
-    ):
-        start, stop = item.spans[2]
-        np.testing.assert_array_equal(answer.hidden, every.hidden[start:stop])
-        for name in ("prob", "resid", "attn"):
-            np.testing.assert_array_equal(getattr(answer, name), getattr(every, name))
-
-
 def test_a_reader_of_the_answer_writes_the_store_of_a_reader_of_all(tmp_path):
     config = dataclasses.replace(SMALL, hidden_spans="answer")
     for spans in ("all", "answer"):
