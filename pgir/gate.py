@@ -2,9 +2,10 @@
 
 `should_retrieve` lets the backbone answer closed-book and returns whether that answer
 may stand; `keep` takes that answer and one written with passages, by whoever wrote it,
-and returns the better. The threshold is PGIR's tau where `beatrice control` has chosen
-one, the same that its tables were made with. `run_pgir` runs the whole loop, without a
-run directory, over a person's own retriever.
+and returns the better. An answer may stand where the probe trusts it, at the precision
+that it was loaded with, or from a threshold on: a run's is PGIR's tau where `beatrice
+control` has chosen one, the same that its tables were made with. `run_pgir` runs the
+whole loop, without a run directory, over a person's own retriever.
 
 FlashRAG, LangGraph and LlamaIndex are imported only by their adapters, and this package
 needs none of them. Each adapter is short enough to be pasted.
@@ -31,7 +32,7 @@ from beatrice.pgir.arguments import (
     as_text,
     as_texts,
 )
-from beatrice.pgir.asking import AnswerScorer
+from beatrice.pgir.asking import AnswerScorer, Score
 from beatrice.pgir.controllers.loop import (
     ControllerConfig,
     Judge,
@@ -63,7 +64,7 @@ class Draft:
       answer: of the run's backbone.
       p_correct: in [0, 1]; None where the detector cannot read the answer.
       decision: "trust" from the gate's threshold on, "distrust" below it, "unknown"
-        without a probability.
+        without a probability; that of the score where the gate has no threshold.
     """
 
     question: str
@@ -117,13 +118,22 @@ class Gate:
 
     Args:
       scorer: a probe, or a run's, see `Scorer.load`.
-      threshold: least probability of an answer that may stand, in (0, 1].
+      threshold: least probability of an answer that may stand, in (0, 1]; None takes
+        the scorer's decisions, and is refused where it trusts no closed-book answer.
     """
 
-    def __init__(self, scorer: AnswerScorer, threshold: float) -> None:
+    def __init__(self, scorer: AnswerScorer, threshold: float | None = None) -> None:
         """Take the detector and its threshold."""
         self.scorer = _checked(scorer)
-        self.threshold = as_probability(threshold, "threshold")
+        self.threshold = threshold
+        if threshold is not None:
+            as_probability(threshold, "threshold")
+        elif not _trusts_any(scorer.load_scorer()):
+            raise ValueError(
+                "the probe trusts no closed-book answer at the precision that it was "
+                "loaded with, so that each would be retrieved for; load it with a "
+                "lower precision, or give a threshold"
+            )
         self._lock = threading.Lock()
 
     @classmethod
@@ -166,7 +176,7 @@ class Gate:
                 question=question,
                 answer=score.text or "",
                 p_correct=score.p_correct,
-                decision=self._decide(score.p_correct),
+                decision=self._decide(score),
             )
             for question, score in zip(questions, scores, strict=True)
         ]
@@ -191,22 +201,27 @@ class Gate:
             raise argument_error("draft", "a Draft, which `draft` makes", draft)
         context = as_passages(passages, "passages")
         score = self.scorer.score(draft.question, grounded, context)
-        ours, theirs = draft.p_correct, score.p_correct
-        is_grounded = self._decide(ours) != "trust" and (
-            self._decide(theirs) == "trust" or (theirs or 0.0) > (ours or 0.0)
-        )
-        p_correct = theirs if is_grounded else ours
+        decision = self._decide(score)
+        is_better = (score.p_correct or 0.0) > (draft.p_correct or 0.0)
+        is_grounded = draft.decision != "trust" and (decision == "trust" or is_better)
         return Kept(
             answer=grounded if is_grounded else draft.answer,
-            p_correct=p_correct,
+            p_correct=score.p_correct if is_grounded else draft.p_correct,
             is_grounded=is_grounded,
-            decision=self._decide(p_correct),
+            decision=decision if is_grounded else draft.decision,
         )
 
-    def _decide(self, p_correct: float | None) -> Decision:
-        if p_correct is None:
+    def _decide(self, score: Score) -> Decision:
+        if self.threshold is None:
+            return score.decision
+        if score.p_correct is None:
             return "unknown"
-        return "trust" if p_correct >= self.threshold else "distrust"
+        return "trust" if score.p_correct >= self.threshold else "distrust"
+
+
+def _trusts_any(scorer: Scorer) -> bool:
+    thresholds = scorer.thresholds("closed_book")
+    return thresholds is not None and thresholds.trust.p_correct is not None
 
 
 class FlashRagJudger:

@@ -90,7 +90,7 @@ WRONG = {
         (
             lambda s, g, x: Gate(s, x),
             "threshold: ",
-            [0, -0.1, 1.1, float("nan"), "0.5", None, True],
+            [0, -0.1, 1.1, float("nan"), "0.5", True],
         ),
         (lambda s, g, x: Gate.load(x), "path: ", [None, 3]),
         (lambda s, g, x: Gate.load(".", threshold=x), "threshold: ", ["0.5", 2]),

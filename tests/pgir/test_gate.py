@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 
+from beatrice import load
 from beatrice.extract.records import Passage
 from beatrice.pgir.controllers.loop import Call
 from beatrice.pgir.controllers.waves import Answering, CallJournal, Judging
@@ -95,6 +96,20 @@ def test_the_first_answer_that_stands_is_kept_though_the_other_is_better(scorer)
     assert (best.answer, best.is_trusted) == ("own", True)
     best = gate.keep(draft(theirs * 0.25), ANSWER, [PASSAGE])
     assert (best.answer, best.is_grounded, best.is_trusted) == (ANSWER, True, True)
+
+
+def test_without_a_threshold_the_probes_own_decisions_hold():
+    probe = load("embedded", precision=0.8)
+    gate, questions = Gate(probe), [QUESTION, "who employs Browuff Dogral?"]
+    scores = probe.answer(questions)
+    drafts = gate.draft(questions)
+    assert [d.decision for d in drafts] == [s.decision for s in scores]
+    assert [d.retrieve for d in drafts] == [True, False]
+    score = probe.score(QUESTION, ANSWER, [PASSAGE])
+    kept = gate.keep(drafts[0], ANSWER, [PASSAGE])
+    assert (kept.answer, kept.decision) == (ANSWER, score.decision)
+    with pytest.raises(ValueError, match="lower precision, or give a threshold"):
+        Gate(load("embedded", precision=0.995))
 
 
 def test_without_a_policy_or_a_threshold_no_gate_opens(tmp_path):
