@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from beatrice import missing_extra
-from beatrice.benchmarks.recipes import CHAIN, NEXT, what_to_do
+from beatrice.benchmarks import CHAIN, NEXT, what_to_do
 from beatrice.extract.run.directory import NotWritten
 from beatrice.extract.run.share import find_share
 from beatrice.extract.run.verbs import alone

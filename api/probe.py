@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from beatrice.benchmarks.recipes import what_to_do
+from beatrice.benchmarks import what_to_do
 from beatrice.extract.backbone.names import ModelHashes
 from beatrice.extract.records import Setting
 from beatrice.extract.run.directory import NotWritten, RunDir, read_manifest

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from beatrice.benchmarks.recipes import CHAIN
+from beatrice.benchmarks import CHAIN
 from beatrice.extract.commands import KeptOptions
 from beatrice.extract.datasets.commands import (
     AskingOptions,
@@ -32,7 +32,7 @@ from beatrice.pgir.commands import RetrievalOptions
 
 if TYPE_CHECKING:
     from beatrice.benchmarks.baselines.judge import BaselinesConfig
-    from beatrice.benchmarks.recipes.transfer import TransferConfig
+    from beatrice.benchmarks.transfer import TransferConfig
 
 
 @click.command()
@@ -281,7 +281,7 @@ def real(
 
     Example: beatrice corpus corpora/six --encoder "$(beatrice real --fetch minilm)"
     """
-    from beatrice.benchmarks.recipes.real import cpu_dtype, find_questions
+    from beatrice.benchmarks.real import cpu_dtype, find_questions
     from beatrice.extract.backbone.names import MODELS
 
     progress = Progress()
@@ -320,7 +320,7 @@ def _fetch(name: str, progress: Progress) -> str:
 
 def _do_all(run_dir: Path, progress: Progress) -> None:
     """Do every stage, saying which it is, and print the headline and the costs."""
-    from beatrice.benchmarks.recipes.real import (
+    from beatrice.benchmarks.real import (
         COSTS,
         GRID,
         SELECT,
@@ -375,7 +375,7 @@ def transfer(run_dir: Path, how: TransferOptions, retrieval: RetrievalOptions) -
     Example: beatrice transfer runs/gemma --corpus corpora/six --retriever fused
     --retriever-encoder all-MiniLM-L6-v2
     """
-    from beatrice.benchmarks.recipes.transfer import (
+    from beatrice.benchmarks.transfer import (
         NAME,
         TRANSFER_PRESETS,
         transfer_run,

@@ -33,9 +33,9 @@ from beatrice.benchmarks.bench.commands import (
     Row,
     RowPrinter,
     measure_fresh,
+    peak_above,
     take_turns,
 )
-from beatrice.benchmarks.bench.extract import peak_above
 from beatrice.extract.backbone.loading import load_backbone
 from beatrice.extract.backbone.names import EMBEDDED, ModelDtype, model_path
 from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig

@@ -18,7 +18,12 @@ from typing import Any
 import click
 
 from beatrice.extract.run.console import table_head, table_row
-from beatrice.extract.run.memory import held_bytes, peak_bytes
+from beatrice.extract.run.memory import (
+    begin_peak,
+    held_bytes,
+    peak_bytes,
+    trim_freed_memory,
+)
 
 # Subcommand -> what its help begins with; the module has its name, or is named below.
 BENCHES = {
@@ -163,6 +168,27 @@ def measure_fresh(what: str, function: Callable[..., Any], *arguments: Any) -> A
             raise ValueError(
                 f"the process that measures {what} has failed: {error}"
             ) from error
+
+
+def peak_above(run: Callable[[], object], device: str) -> float:
+    """Return the peak of one run above what is held before it, in MiB.
+
+    On a GPU of the allocator. Else of the process, which should be a fresh one, and
+    hands back what it freed before: loading a model leaves hundreds of MiB.
+    """
+    if device != "cpu":
+        import torch  # help loads none
+
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        n_before = torch.cuda.memory_allocated()
+        run()
+        return (torch.cuda.max_memory_allocated() - n_before) / MIB
+    trim_freed_memory()
+    begin_peak()
+    n_before = held_bytes()
+    run()
+    return (peak_bytes() - n_before) / MIB
 
 
 class Remote:

@@ -6,7 +6,8 @@ What a step costs does not depend on the signals' values.
 import dataclasses
 import datetime
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import flax.traverse_util
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from beatrice.benchmarks.recipes.real import GRID
+from beatrice.benchmarks.real import GRID
 from beatrice.extract.run.memory import begin_peak
 from beatrice.jaxprobe.config import GRID_PRESETS, EncoderConfig, TrainConfig
 from beatrice.jaxprobe.encoder import Encoder
@@ -78,17 +79,12 @@ def _real(n_steps: int, n_layers: int, n_heads: int, hidden: int) -> Workload:
     )
 
 
-def gemma(n_steps: int) -> Workload:
-    """Return the networks of Gemma 3 270M: 18 layers, 4 heads."""
-    return _real(n_steps, 18, 4, 640)
-
-
-def smollm2(n_steps: int) -> Workload:
-    """Return the networks of SmolLM2-135M: 30 layers, 9 heads."""
-    return _real(n_steps, 30, 9, 576)
-
-
-WIDTHS = {x.__name__: x for x in (microworld, gemma, smollm2, paper)}
+WIDTHS: dict[str, Callable[[int], Workload]] = {
+    "microworld": microworld,
+    "gemma": partial(_real, n_layers=18, n_heads=4, hidden=640),  # Gemma 3 270M
+    "smollm2": partial(_real, n_layers=30, n_heads=9, hidden=576),  # SmolLM2-135M
+    "paper": paper,
+}
 
 
 def machine() -> str:

@@ -17,7 +17,7 @@ import itertools
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ import click
 import numpy as np
 import torch
 from safetensors.numpy import load_file
-from torch.nn.functional import binary_cross_entropy_with_logits
 
 from beatrice.benchmarks.bench.commands import (
     MIB,
@@ -43,16 +42,7 @@ from beatrice.benchmarks.bench.grid import (
     machine,
     weights_file,
 )
-from beatrice.benchmarks.bench.torch_encoder import (
-    Arrays,
-    Stack,
-    TorchData,
-    TorchEncoder,
-    apply_encoder,
-    encode_span,
-    optimizer_of,
-    weights_of,
-)
+from beatrice.benchmarks.bench.torch_encoder import Stack, TorchData
 from beatrice.extract.run.console import Progress, quiet
 from beatrice.extract.run.memory import begin_peak
 from beatrice.extract.run.share import Share
@@ -61,60 +51,10 @@ from beatrice.jaxprobe.config import XLA_FLAGS
 from beatrice.jaxprobe.grid import Member
 from beatrice.jaxprobe.memory import (
     Workload,
-    families_of,
     turn_flops,
 )
 
 N_PROCESSES = 2  # of PyTorch, with one thread each; one of two threads is slower
-
-
-class Loop:
-    """Encoders one after another; a group is one of them."""
-
-    def __init__(
-        self,
-        workload: Workload,
-        weights: Mapping[Member, Arrays],
-        compiled: bool = True,
-    ) -> None:
-        """Take initial weights of every member, as `jaxprobe` names them."""
-        self.groups = [[member] for member in weights]
-        self._span_function = encode_span
-        if compiled:
-            self._span_function = torch.compile(encode_span, dynamic=False)
-        widths = tuple(most for _, most in workload.spans)
-        self._state = {}
-        for member, arrays in weights.items():
-            encoder = TorchEncoder(workload.encoder, families_of(member), widths)
-            weights_here = {
-                name: torch.from_numpy(x).requires_grad_()
-                for name, x in weights_of(arrays, encoder).items()
-            }
-            optimizer = optimizer_of(weights_here, workload)
-            self._state[member] = encoder, weights_here, optimizer
-
-    @staticmethod
-    def arrange(data: TorchData) -> TorchData:
-        """Leave the data as they are."""
-        return data
-
-    def step(self, group: Sequence[Member], data: TorchData, rows) -> list[float]:
-        """Take one step of a group; return its loss in a list."""
-        encoder, weights, optimizer = self._state[group[0]]
-        tokens = {f: data.tokens[f][rows] for f in encoder.families}
-        logits, _ = apply_encoder(
-            weights,
-            tokens,
-            data.real[rows],
-            encoder,
-            training=True,
-            span_function=self._span_function,
-        )
-        loss = binary_cross_entropy_with_logits(logits, data.labels[rows])
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        optimizer.step()
-        return [loss.item()]
 
 
 class TorchTrainer:
@@ -129,11 +69,11 @@ class TorchTrainer:
         self.workload = workload
         self.members = members
         self.folder = folder
-        self.kind = {"loop": Loop, "stack": Stack}[kind]
+        self.kind = kind
 
     def _start(
-        self, workload: Workload, members: Sequence[Member], compiled: bool
-    ) -> Loop | Stack:
+        self, workload: Workload, members: Sequence[Member], *, is_compiled: bool
+    ) -> list[Stack]:
         # Seeds beyond those that were written start like the first: as costly.
         written = self.folder.glob("*.safetensors")
         seeds = {int(path.stem.split("-")[1]) for path in written}
@@ -143,47 +83,48 @@ class TorchTrainer:
             )
             for subset, seed in members
         }
-        return self.kind(workload, weights, compiled)
+        if self.kind == "stack":
+            return [Stack(workload, weights, "whole" if is_compiled else None)]
+        how = "spans" if is_compiled else None
+        return [Stack(workload, {m: x}, how) for m, x in weights.items()]
 
     def losses(self, workload: Workload, n_steps: int, n_microbatches: int) -> Losses:
         """Return the losses of steps on one batch, which is not split here."""
         data = TorchData.made_up(workload, workload.batch_size, seed=1)
-        data = self.kind.arrange(data)
         members = [m for m in self.members if weights_file(self.folder, m).exists()]
-        trainer = self._start(workload, members, compiled=False)
-        return train_torch(trainer, data, n_steps, workload.batch_size)
+        stacks = self._start(workload, members, is_compiled=False)
+        return train_torch(stacks, data, n_steps, workload.batch_size)
 
     def prepare(self) -> None:
         """Make the data and weights; compile by a step of every member."""
         work = self.workload
-        data = TorchData.made_up(work, work.n_examples, seed=2)
-        self._data = self.kind.arrange(data)
-        self._trainer = self._start(work, self.members, compiled=True)
-        train_torch(self._trainer, self._data, 1, work.batch_size)
+        self._data = TorchData.made_up(work, work.n_examples, seed=2)
+        self._stacks = self._start(work, self.members, is_compiled=True)
+        train_torch(self._stacks, self._data, 1, work.batch_size)
         begin_peak()
 
     def turn(self) -> None:
         """Train every member for `n_steps` batches."""
         work = self.workload
-        train_torch(self._trainer, self._data, work.n_steps, work.batch_size)
+        train_torch(self._stacks, self._data, work.n_steps, work.batch_size)
 
 
 def train_torch(
-    trainer: Loop | Stack, data: TorchData, n_steps: int, batch_size: int
+    stacks: Sequence[Stack], data: TorchData, n_steps: int, batch_size: int
 ) -> Losses:
-    """Train every member for `n_steps` batches, in the order of the data.
+    """Train one stack after another for `n_steps` batches, in the order of the data.
 
     Returns:
       The loss of every step, by member.
     """
     losses: Losses = {}
-    for group in trainer.groups:
+    for stack in stacks:
         for step in range(n_steps):
             first = step * batch_size % len(data.labels)
             # Gathered by number, as shuffled rows have to be.
             rows = torch.arange(first, first + batch_size)
-            step_losses = trainer.step(group, data, rows)
-            for member, loss in zip(group, step_losses, strict=True):
+            step_losses = stack.step(data, rows)
+            for member, loss in zip(stack.members, step_losses, strict=True):
                 losses.setdefault(member, []).append(loss)
     return losses
 

@@ -18,6 +18,7 @@ from beatrice.benchmarks.bench.answer import (
 from beatrice.benchmarks.bench.commands import RowPrinter, measure_fresh, take_turns
 from beatrice.benchmarks.bench.extract import (
     BatchConfig,
+    Hooked,
     LoopConfig,
     ReadingBench,
     StoreBench,
@@ -30,7 +31,6 @@ from beatrice.benchmarks.bench.extract import (
     measure_with_examples,
     peak_above,
 )
-from beatrice.benchmarks.bench.hooks import Hooked
 from beatrice.benchmarks.bench.tiny_models import tiny_model
 from beatrice.cli import main
 from beatrice.extract.backbone.loading import Backbone, load_backbone

@@ -24,18 +24,10 @@ from beatrice.benchmarks.bench.select import (
 from beatrice.benchmarks.bench.select import (
     measure as measure_selection,
 )
-from beatrice.benchmarks.bench.torch_encoder import (
-    Stack,
-    TorchData,
-    TorchEncoder,
-    apply_encoder,
-    project,
-    weights_of,
-)
+from beatrice.benchmarks.bench.torch_encoder import Stack, TorchData
 from beatrice.benchmarks.bench.train import (
     KINDS,
     CheckSize,
-    Loop,
     Method,
     TorchTrainer,
     measure,
@@ -49,7 +41,6 @@ from beatrice.jaxprobe.families import SUBSETS, paper_dims, subset_index
 from beatrice.jaxprobe.fusion import head_inputs
 from beatrice.jaxprobe.memory import (
     Workload,
-    families_of,
     step_flops,
     turn_flops,
 )
@@ -95,10 +86,10 @@ def test_the_operations_of_a_step_are_those_counted_by_hand():
 def test_the_operations_of_a_step_are_those_that_pytorch_counts(folder, name):
     member = (subset_index(name), 0)
     weights = {member: arrays_of(folder, member)}
-    loop = Loop(TOY.quiet(), weights, compiled=False)  # noise has products of its own
+    alone = Stack(TOY.quiet(), weights, None)  # noise has products of its own
     data = TorchData.made_up(TOY, TOY.batch_size, seed=0)
     with FlopCounterMode(display=False) as counter:
-        train_torch(loop, data, 1, TOY.batch_size)
+        train_torch([alone], data, 1, TOY.batch_size)
     assert counter.get_total_flops() == step_flops(TOY, member)
 
 
@@ -133,11 +124,10 @@ def test_stacked_members_train_as_alone(folder):
     for i, arrays in enumerate(weights.values()):  # otherwise seeds would be equal
         arrays["mlp_out/kernel"] = arrays["mlp_out/kernel"] * (1 + i)
     data = TorchData.made_up(work, work.n_examples, seed=0)
+    each = [Stack(work, {member: x}, None) for member, x in weights.items()]
     alone, side = (
-        train_torch(
-            kind(work, weights, compiled=False), kind.arrange(data), 4, work.batch_size
-        )
-        for kind in (Loop, Stack)
+        train_torch(stacks, data, 4, work.batch_size)
+        for stacks in (each, [Stack(work, weights, None)])
     )
     assert set(side) == set(alone) == set(members)
     for member, losses in alone.items():
@@ -145,21 +135,19 @@ def test_stacked_members_train_as_alone(folder):
     assert len({round(losses[-1], 4) for losses in alone.values()}) == len(members)
 
 
-def test_noise_and_dropout_change_the_losses_of_both(folder):
+def test_noise_and_dropout_change_the_losses(folder):
     member = (subset_index("HPRA"), 0)
     weights = {member: arrays_of(folder, member)}
     data = TorchData.made_up(TOY, TOY.batch_size, seed=0)
-    for kind in (Loop, Stack):
 
-        def loss(work, kind=kind):
-            trainer = kind(work, weights, compiled=False)
-            return train_torch(trainer, kind.arrange(data), 1, TOY.batch_size)
+    def loss(work):
+        stacks = [Stack(work, weights, None)]
+        return train_torch(stacks, data, 1, TOY.batch_size)[member][0]
 
-        for field in ("dropout", "input_noise"):
-            still = dataclasses.replace(TOY.quiet().encoder, **{field: 0.5})
-            loud = loss(dataclasses.replace(TOY, encoder=still))
-            difference = loud[member][0] - loss(TOY.quiet())[member][0]
-            assert abs(difference) > 1e-4, (kind, field)
+    for field in ("dropout", "input_noise"):
+        loud = dataclasses.replace(TOY.quiet().encoder, **{field: 0.5})
+        difference = loss(dataclasses.replace(TOY, encoder=loud)) - loss(TOY.quiet())
+        assert abs(difference) > 1e-4, field
 
 
 def losses_of(change):
@@ -337,52 +325,47 @@ def in_jax(name):
     return flat(params), outputs, flat(grads)
 
 
-def torch_inputs(families):
-    tokens = np.concatenate(FEATURES.tokens, axis=1)
-    real = np.concatenate(FEATURES.masks, axis=1).astype(np.float32)
-    slices = WORK.dims.slices
-    return {
-        f: torch.from_numpy(tokens[..., slices[f]].copy()) for f in families
-    }, torch.from_numpy(real)
-
-
 @pytest.mark.parametrize("name", ["P", "HA", "HPRA"])
 def test_both_encoders_have_the_same_logits_and_gradients(name):
     params, (logits, pooled), grads = in_jax(name)
-    encoder = TorchEncoder(
-        config=WORK.encoder,
-        families=families_of((subset_index(name), 0)),
-        widths=tuple(most for _, most in SPANS),
-    )
-    weights = {
-        key: torch.from_numpy(x).requires_grad_()
-        for key, x in weights_of(params, encoder).items()
-    }
-    ours, vectors = apply_encoder(
-        weights, *torch_inputs(encoder.families), encoder, training=False
-    )
-    labels = torch.from_numpy(LABELS.astype(np.float32))
-    torch.nn.functional.binary_cross_entropy_with_logits(ours, labels).backward()
+    member = (subset_index(name), 0)
+    stack = Stack(WORK.quiet(), {member: params}, None)
+    data = TorchData.of(FEATURES, LABELS, WORK.dims)
+    inputs = stack.inputs(data, torch.arange(len(LABELS)))
+    ours, vectors = stack.logits(stack.weights, *inputs)
+    loss, _ = stack.loss(stack.weights, data.labels, *inputs)
+    loss.backward()
     close = {"rtol": 1e-4, "atol": 1e-5}  # fp32, sums in another order
-    np.testing.assert_allclose(ours.detach(), logits, **close)
-    np.testing.assert_allclose(vectors.detach(), pooled, **close)
-    expected = weights_of(grads, encoder)
-    assert set(expected) == set(weights)
+    np.testing.assert_allclose(ours[0].detach(), logits, **close)
+    np.testing.assert_allclose(vectors[0].T.detach(), pooled, **close)
+    expected = stack.stacked({member: grads})
+    assert set(expected) == set(stack.weights)
     for key, gradient in expected.items():
-        np.testing.assert_allclose(weights[key].grad, gradient, **close, err_msg=key)
-    assert max(np.abs(x).max() for x in expected.values()) > 0.01
+        ours = stack.weights[key].grad
+        np.testing.assert_allclose(ours, gradient, **close, err_msg=key)
+    assert max(float(x.abs().max()) for x in expected.values()) > 0.01
 
 
 def test_noise_behind_the_projection_has_the_distribution_of_noise_at_the_inputs():
     torch.manual_seed(0)
+    member = (subset_index("H"), 0)  # six channels, of which a projection makes four
+    noisy = dataclasses.replace(WORK.quiet().encoder, input_noise=0.5)
+    work = dataclasses.replace(WORK, encoder=noisy)
+    params = in_jax("H")[0]
+    stack = Stack(work, {member: params}, None)
     n = 20000
-    kernel = torch.randn(6, 3)
-    weights = {"projection_0": kernel, "projection_bias": torch.zeros(3)}
-    tokens, real = {0: torch.zeros(n, 2, 6)}, torch.tensor([[1.0, 0.0]]).repeat(n, 1)
-    encoder = TorchEncoder(config=WORK.encoder, families=(0,), widths=(2,))
-    rows = project(weights, tokens, real, encoder, 0.5)
-    assert not rows[:, 1].any()  # padding stays zero
-    expected = 0.25 * kernel.T @ kernel
+    data = TorchData(
+        tokens=tuple(torch.zeros(2, n, d) for d in WORK.dims.sizes),
+        real=torch.tensor([[1.0], [0.0]]).repeat(1, n),
+        labels=torch.zeros(n),
+    )
+    with torch.no_grad():
+        tokens, _, draws, _ = stack.inputs(data, torch.arange(n))
+        y = stack.project(stack.weights, 0, tokens[0], draws)[0].view(-1, 2, n)
+    bias = torch.tensor(params["projection_bias"][0])
+    # Padding stays as it was.
+    torch.testing.assert_close(y[:, 1], bias[:, None].expand(-1, n))
+    kernel = torch.tensor(params["projection_0"])
+    expected = 0.25 * kernel @ kernel.T
     # Deviation of a covariance of n draws: about its size times sqrt(2 / n) = 0.01.
-    result = torch.cov(rows[:, 0].T)
-    torch.testing.assert_close(result, expected, rtol=0.06, atol=0.06)
+    torch.testing.assert_close(torch.cov(y[:, 0]), expected, rtol=0.06, atol=0.06)

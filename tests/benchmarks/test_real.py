@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from beatrice.benchmarks.recipes.real import (
+from beatrice.benchmarks.real import (
     COSTS,
     WANTED,
     costs_in_words,
@@ -21,7 +21,9 @@ from beatrice.benchmarks.recipes.real import (
     measured,
     read_costs,
 )
-from beatrice.benchmarks.recipes.transfer import (
+from beatrice.benchmarks.results.evaluate import run_detectors
+from beatrice.benchmarks.results.names import probe
+from beatrice.benchmarks.transfer import (
     ALL_SETS,
     EXPERIMENT,
     TransferConfig,
@@ -33,8 +35,6 @@ from beatrice.benchmarks.recipes.transfer import (
     selected_scores,
     with_passages,
 )
-from beatrice.benchmarks.results.evaluate import run_detectors
-from beatrice.benchmarks.results.names import probe
 from beatrice.extract.backbone.names import WEIGHTS
 from beatrice.extract.records import IN_DOMAIN, Example, Passage, read_records, text_key
 from beatrice.extract.run.contents import read_examples
