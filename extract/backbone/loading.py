@@ -360,10 +360,8 @@ class Backbone:
     def check_once(self, what: str, about: Any, find: Callable[[], Any]) -> Any:
         """Return what a check of this model finds, from an earlier process if it can.
 
-        Args:
-          what: the check's name.
-          about: JSON, what else than model, device and software decides it.
-          find: does the check; a None is not remembered.
+        `about` is JSON: what else than model, device and software decides it. A None is
+        not remembered.
         """
         if not self.is_of_files:
             return find()
@@ -552,12 +550,9 @@ def load_backbone(
 def require_answering_model(answers: Path, backbone: Backbone) -> None:
     """Check that answers are read with the weights that gave them.
 
-    The signals would be those of a model that never wrote these answers.
-
-    Args:
-      answers: the run's folder of answers. Its `backend.json` says who gave them;
-        without that file (an earlier version's run) nothing can be compared.
-      backbone: the model that is to read them.
+    The signals would be those of a model that never wrote these answers. Who gave them,
+    `backend.json` in the run's folder of answers says; without that file (an earlier
+    version's run) nothing can be compared.
     """
     path = answers / "backend.json"
     if not path.exists():

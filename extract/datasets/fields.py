@@ -457,13 +457,7 @@ def reader(
 ) -> Callable[[Record], Question]:
     """Return the reader of a layout each of whose fields is read by itself.
 
-    Args:
-      dataset: the question set that a record is of, if it tells.
-      ids: names of the id; the first that is there counts.
-      questions: likewise of the question.
-      golds: the accepted answers.
-      passages: what came with the question.
-      meta: what else is kept.
+    Of several names of an id or a question the first that is there counts.
     """
 
     def read(record: Record) -> Question:

@@ -178,10 +178,8 @@ def open_dataset(
 ) -> DatasetFile:
     """Recognise a file of questions; its name does not matter where its content tells.
 
-    Args:
-      path: the file.
-      dataset: its question set, if known; refused where the records say otherwise.
-      evidence: TriviaQA's folder of pages; looked for beside the file if None.
+    A question set that is given is refused where the records say otherwise. TriviaQA's
+    folder of pages is looked for beside the file if None.
     """
     file_type = recognise(path)
     try:

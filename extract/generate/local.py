@@ -665,14 +665,7 @@ def generate(
     config: GenerationConfig,
     sampling: SamplingConfig | None = None,
 ) -> list[Answer]:
-    """Answer requests in batches; returns the answers in their order.
-
-    Args:
-      backbone: that answers.
-      requests: prompts.
-      config: how long answers and batches are.
-      sampling: how tokens are chosen; None is greedily.
-    """
+    """Answer requests in batches, by default greedily; answers are in their order."""
     sampling = sampling or config.greedy
     check_requests_fit(backbone, requests, sampling.max_new_tokens)
     generator = TransformersGenerator(

@@ -288,15 +288,11 @@ def between_judges(
 def draw_sample(
     rows: Sequence[LabelledAnswer], n: int, *, seed: int = 0
 ) -> list[LabelledAnswer]:
-    """Draw answers that have a label, evenly over the settings (paper: 50 and 50).
+    """Draw at most n labelled answers, evenly over the settings (paper: 50 and 50).
 
     And evenly over right and wrong, of test and held-out questions where there are any:
     what detectors are measured on. Where one kind has too few, the others give more.
-
-    Args:
-      rows: all, in the order of their keys.
-      n: how many at most.
-      seed: of the draw and of the sample's order.
+    The rows are all, in the order of their keys.
     """
     rng = np.random.default_rng(seed)
     piles = [

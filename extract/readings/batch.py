@@ -102,15 +102,11 @@ def begin(
 ) -> Beginning | None:
     """Run what all sequences begin with; of each the last id is left to its own batch.
 
-    Args:
-      layout: of the model that reads.
-      sequences: ids.
-      behind: a shorter beginning of all of them, which was run before.
-
     Returns:
-      `behind` where too little more is common, and where a batch could not go on: other
-      states than keys and values, a window shorter than what is common, a softcap or
-      sinks (no fused kernel knows them), or attention that the model does not ask for.
+      `behind`, a shorter beginning that was run before, where too little more is
+      common, and where a batch could not go on: other states than keys and values, a
+      window shorter than what is common, a softcap or sinks (no fused kernel knows
+      them), or attention that the model does not ask for.
     """
     decoder, n_tokens = layout.decoder, 0
     n_behind = 0 if behind is None else behind.n_tokens

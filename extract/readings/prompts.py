@@ -91,12 +91,7 @@ def other_passages(
     LUMINA's rule is not published. Here: those of another question of the same set, as
     many as the answer was given behind, none with a title of the question's own
     passages and none that holds a gold answer of it; the next question in order comes
-    first, and behind the last the first.
-
-    Args:
-      example: the question.
-      answer: to it, which says how many passages the model read.
-      others: questions in a fixed order, the example among them.
+    first, and behind the last the first. The question is among the others.
     """
     context = example.context(answer.variant)
     n_read = len(context) - len(answer.dropped)
@@ -156,12 +151,8 @@ def _end_states(
 ) -> torch.Tensor:
     """Return the states at the last tokens, `[n_sequences, d_model]` on the host.
 
-    Args:
-      backbone: that reads.
-      sequences: ids, none empty.
-      entry: of Transformers' `hidden_states`; the last is final-normed.
-      tokens_per_batch: as in `extract.readings.reader.read`.
-      behind: of all sequences, which was run before.
+    `entry` is of Transformers' `hidden_states`, the last of which is final-normed;
+    `behind` is a beginning of all sequences, which was run before.
     """
     begun = begin(backbone.layout, sequences, behind)
     n_begun = 0 if begun is None else begun.n_tokens
@@ -195,13 +186,9 @@ def truth_probabilities(
 ) -> list[np.ndarray]:
     """Return P(True) of every answer, a scalar in [0, 1].
 
-    Args:
-      backbone: that gave the answers.
-      answers: whose prompts these are.
-      prompts: ids that end with the token of the option "A"; its probability behind
-        the others is read, not renormalised against "B", as the code of semantic
-        uncertainty does (jlko/semantic_uncertainty at a8d9aa8).
-      tokens_per_batch: as in `extract.readings.reader.read`.
+    Prompts are ids that end with the token of the option "A"; its probability behind
+    the others is read, not renormalised against "B", as the code of semantic
+    uncertainty does (jlko/semantic_uncertainty at a8d9aa8).
     """
     result = [np.array(np.nan, np.float32) for _ in answers]
     read = [(i, ids) for i, ids in enumerate(prompts) if ids is not None]
@@ -235,14 +222,9 @@ def sample_states(
     above 2, which is the same for its models, and of an answer of one token reads the
     first token of the prompt. Equal draws are read once.
 
-    Args:
-      backbone: that drew them.
-      answers: to whose prompts they were drawn.
-      drawn: token ids without the stop token, or None where they are not known.
-      tokens_per_batch: as in `extract.readings.reader.read`.
-
     Returns:
-      Per answer `[n_samples, d_model]`; a row of NaN for a draw without tokens.
+      Per answer `[n_samples, d_model]`; a row of NaN for a draw without tokens, or
+      whose ids are not known.
     """
     entry = middle_entry(backbone.n_layers)
     shapes = [(len(draws), backbone.d_model) for draws in drawn]

@@ -483,14 +483,10 @@ class RunDir:
     ) -> Section:
         """Return a verb's settings, and write them down if the run has none yet.
 
-        Args:
-          name: of the section.
-          presets: the settings of every preset.
-          change: makes of settings what a person chose; those that the run has must
-            agree with it.
-          is_replaceable: whether new ones may replace those of the run, since nothing
-            was made with these yet.
-          is_recorded: write new ones down; a dry run does not.
+        They begin as those of the run's preset. `change` makes of them what a person
+        chose, with which those that the run has must agree; new ones may replace them
+        where that is allowed, since nothing was made with these yet. A dry run records
+        none.
         """
         manifest = read_manifest(self.path)
         settings = presets[manifest["preset"]]

@@ -172,19 +172,10 @@ def once(
 ) -> int | None:
     """Do a stage, or this process's share of it, unless it is done with these inputs.
 
-    Whoever does the whole work records it, under a verb that is by default its name.
-
-    Args:
-      run: of the stage.
-      name: as on the command line.
-      inputs: hashes, by name, of all that the outputs depend on.
-      outputs: what it writes.
-      progress: shows it.
-      work: does it, see `Stage.work`.
-      verb: of the command line.
-
-    Returns:
-      How many parts of other processes are missing; None if the stage was done before.
+    Inputs are hashes, by name, of all that the outputs depend on. Whoever does the
+    whole work (see `Stage.work`) records it, under a verb that is by default its name.
+    Returns how many parts of other processes are missing; None if the stage was done
+    before.
     """
     check_current(run, name, inputs)
     gap = run.stage_gap(name, inputs)

@@ -43,16 +43,10 @@ def option(
 ) -> Any:
     """Return a field of a class of options.
 
-    Args:
-      text: the option's help.
-      default: its value where it is not given.
-      flag: its name on the command line; by default that of the field, with dashes.
-      rare: whether `--set NAME=VALUE` alone gives it.
-      type: how its text is read; by default as the field's annotation says.
-      min: least number.
-      max: largest number.
-      is_above: whether the least number itself is outside.
-      **settings: what click is given beside.
+    Its text is the option's help, and is read as the field's annotation says, or by
+    `type`; its flag is by default the field's name, with dashes. One that is `rare` is
+    given by `--set NAME=VALUE` alone. A least number may itself be outside. What else
+    is given goes to click.
     """
     bounds = {"min": min, "max": max, "min_open": is_above}
     about = {"text": text, "flag": flag, "rare": rare, "type": type, "bounds": bounds}

@@ -406,14 +406,8 @@ def attend_alone(
 ) -> torch.Tensor:
     """Call one attention module by itself, through a reading or as it would attend.
 
-    Args:
-      mixer: a module that asks for an attention function, with a config of its own.
-      args: that it is called with.
-      kwargs: likewise.
-      reading: active while it attends; None leaves the attention to the model.
-
-    Returns:
-      What it puts out, `[n_examples, n_tokens, d_model]`.
+    The module asks for an attention function, and has a config of its own. Returns what
+    it puts out, `[n_examples, n_tokens, d_model]`.
     """
     if reading is None:
         output = mixer(*args, **kwargs)

@@ -124,11 +124,9 @@ class DecodeReading(AttentionReading):
 
     @contextlib.contextmanager
     def watching(self, rows: Sequence[int], n_cached: int) -> Iterator[None]:
-        """Read every step of one run.
+        """Read every step of one run, which goes on with some rows of the batch.
 
-        Args:
-          rows: of the batch, those that the run goes on with.
-          n_cached: columns that come out of a cache.
+        The first `n_cached` columns come out of a cache.
         """
         self._begin_run(rows, n_cached)
         with (
@@ -433,19 +431,9 @@ def generate_and_read(
 ) -> tuple[list[Answer], list[AnswerSignals]]:
     """Answer requests and read the answers in the passes that write them.
 
-    An answer of which more tokens were run than it has (its stop string is several
-    tokens) is read again.
-
-    Args:
-      reader: of the model that answers.
-      requests: prompts.
-      config: how long answers and batches are.
-      answer_span: see `sequence_of`.
-      sampling: how tokens are chosen; None is greedily.
-      runs_last: as in `DecodeReading`.
-
-    Returns:
-      The answers and their signals, in the order of the requests.
+    Greedily by default. An answer of which more tokens were run than it has (its stop
+    string is several tokens) is read again. The answers and their signals are in the
+    order of the requests; see `DecodeReading` for what may be chosen.
     """
     sampling = sampling or config.greedy
     check_requests_fit(reader.backbone, requests, sampling.max_new_tokens)
@@ -568,12 +556,6 @@ def read_stepwise(
 
     What is written and read is what `generate_and_read` writes and reads of a batch of
     one. Between two tokens the model may be used.
-
-    Args:
-      reader: of the model that answers.
-      request: the prompt.
-      sampling: how tokens are chosen.
-      answer_span: see `sequence_of`.
     """
     check_requests_fit(reader.backbone, [request], sampling.max_new_tokens)
     prompt = GeneratorPrompt(text="", ids=request.prompt.ids)

@@ -195,14 +195,10 @@ def plan_extraction(
     config: ExtractConfig,
     fingerprint: Mapping[str, Any],
 ) -> ExtractionPlan:
-    """Fix the store, its ranges and the batches.
+    """Fix the store, its ranges and the batches; nothing is read here.
 
-    Args:
-      sequences: one per answer.
-      keys: one per answer, unique.
-      reader: says what it reads; nothing is read here.
-      config: how the answers are read.
-      fingerprint: what the values depend on beside the answers and `config`.
+    There is a sequence and a unique key for each answer. The fingerprint is what the
+    values depend on beside the answers and `config`.
     """
     _check_reader(reader, config)
     lengths = np.array([len(item.ids) for item in sequences], dtype=np.int64)
@@ -484,11 +480,8 @@ def record_kept(run: RunDir, changes: Mapping[str, Any]) -> ExtractConfig:
     """Record what a run keeps, as long as nothing is extracted.
 
     What is kept changes no answer and no label, so it may be chosen when the signals
-    are read; every later verb reads it in the manifest.
-
-    Args:
-      run: an existing run.
-      changes: fields of `ExtractConfig`; the others stay as the run has them.
+    are read; every later verb reads it in the manifest. Fields of `ExtractConfig` that
+    are not among the changes stay as the run has them.
     """
     config = extract_config(run)
     wanted = dataclasses.replace(config, **changes)

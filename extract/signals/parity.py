@@ -400,10 +400,6 @@ def require_readable(name: str, outline: Outline) -> None:
     """Check on a narrow twin that a checkpoint can be read, before it is loaded.
 
     Where Transformers can build no twin, the check of the loaded model decides.
-
-    Args:
-      name: of the checkpoint, as messages call it.
-      outline: its config.
     """
     try:
         model = narrow_twin(outline.config)
@@ -521,15 +517,9 @@ def spread_weights(model: torch.nn.Module) -> None:
 def narrow_twin(config: Any, *, kind: Any = None, seed: int = 7, **changes: Any) -> Any:
     """Build a random narrow model of a text model's config, the same on every call.
 
-    Args:
-      config: a text model's, as Transformers completes it.
-      kind: the model's class; None is the one that Transformers has for the config.
-      seed: of the weights.
-      **changes: further entries of the config.
-
-    Raises:
-      ValueError: the twin would not be small. Transformers raises whatever comes
-        first where it cannot make a model of these sizes.
+    Its class is by default the one that Transformers has for the config, whose further
+    entries may be changed. A twin that would not be small is a ValueError; Transformers
+    raises whatever comes first where it cannot make a model of these sizes.
     """
     entries = {**config.to_dict(), **changes}
     entries |= _narrow_sizes(entries) | changes

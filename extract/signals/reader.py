@@ -185,12 +185,8 @@ class SignalReader:
     def read(self, sequences: list[TokenSequence]) -> list[AnswerSignals]:
         """Read all families of a batch in one forward of the decoder.
 
-        Args:
-          sequences: any lengths; of similar length costs least.
-
-        Returns:
-          One `AnswerSignals` each, in order; what is read of an example does not depend
-          on its batch, up to rounding.
+        Of similar lengths it costs least. What is read of an example does not depend on
+        its batch, up to rounding.
         """
         return list(self.start(sequences).result()) if sequences else []
 

@@ -125,14 +125,12 @@ def sequence_of(
 
 
 def first_read(context_start: int) -> int:
-    """Return the first token whose signals are read.
+    """Return the first token whose signals are read, given where the context starts.
 
-    Tokens before the context belong to no span, and nothing is computed from their
-    signals. Worked examples are many such tokens; a chat's header is few, and is read,
-    so that stores of prompts without examples are those from before there were any.
-
-    Args:
-      context_start: where the context span starts, also if it is empty.
+    Tokens before the context (also an empty one) belong to no span, and nothing is
+    computed from their signals. Worked examples are many such tokens; a chat's header
+    is few, and is read, so that stores of prompts without examples are those from
+    before there were any.
     """
     return int(context_start) if context_start >= _FEWEST_SPARED else 0
 

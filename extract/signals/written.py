@@ -73,15 +73,10 @@ def save_batch(
     *,
     answer_span: AnswerSpan = "emitting",
 ) -> None:
-    """Write the signals of a batch of answers into a file of its own.
+    """Write the signals of a batch of answers into a file of its own in a folder.
 
-    Args:
-      folder: of all batches.
-      reader: that read them.
-      config: types of the values.
-      answers: of the batch.
-      signals: of each answer; None where it has to be read again.
-      answer_span: see `sequence_of`.
+    Values are of the types of the config, as the reader read them; None stands for an
+    answer that has to be read again.
     """
     pairs = zip(answers, signals, strict=True)
     rows = [
@@ -140,14 +135,8 @@ class WrittenSignals(Mapping[str, WaitingSignals]):
     ) -> Self | None:
         """Return the signals of a folder that are of a model, and hold what is wanted.
 
-        Args:
-          folder: of `save_batch`.
-          fingerprint: of the reader, see `Reader`.
-          config: what is wanted of each answer.
-          answer_span: see `sequence_of`.
-
-        Returns:
-          None where no signals are there, or others.
+        The fingerprint is the reader's, the config what is wanted of each answer. None
+        where no signals are there, or others.
         """
         places: dict[str, tuple[Path, int]] = {}
         last: dict[str, Any] = {}

@@ -267,16 +267,12 @@ def stored_bytes(
     n_tokens: int,
     n_answer: int,
 ) -> dict[str, int]:
-    """Return the bytes that a choice takes, per family.
+    """Return the bytes that a choice takes, per family, of so many tokens.
 
     These are the values alone. Checksums, lists of chunks and ranges rounded up to
-    whole chunks add less than one percent where the chunks are full.
-
-    Args:
-      shapes: as `model_shapes` gives them; layers that are not kept are left out.
-      config: what is kept.
-      n_tokens: tokens of all sequences, prompts included.
-      n_answer: tokens of all answer spans.
+    whole chunks add less than one percent where the chunks are full. Shapes are as
+    `model_shapes` gives them; layers that are not kept are left out. `n_tokens` counts
+    prompts too, `n_answer` the answer spans alone.
     """
     n_entries, width = shapes["hidden"]
     n_stored_layers = len(check_layers(config.hidden_layers, n_entries))
