@@ -191,7 +191,7 @@ def _check_config(model: Any) -> None:
 
 
 def find_layout(model: Any) -> Layout:
-    """Find the watched modules of a causal LM of Transformers, or of one in a wrapper."""
+    """Find the watched modules of a Transformers causal LM, bare or in a wrapper."""
     _check_config(model)
     decoder = model.get_decoder()
     if _first_child(decoder, _LAYER_LISTS) is None:
