@@ -200,23 +200,12 @@ def read_hub(record: Record) -> Question:
     )
 
 
-def _fits_official(record: Record) -> bool:
-    has_question = "Question" in record and {"Answer", "EntityPages"} & record.keys()
-    return "QuestionId" in record or bool(has_question)
-
-
 def _fits_hub(record: Record) -> bool:
     answer = record.get("answer")
     return {"question", "question_id"} <= record.keys() and (
         bool({"entity_pages", "search_results"} & record.keys())
         or (isinstance(answer, dict) and "aliases" in answer)
     )
-
-
-_TRIVIAQA = (
-    Format("TriviaQA", _fits_official, read_official, "triviaqa"),
-    Format("TriviaQA (hub rows)", _fits_hub, read_hub, "triviaqa"),
-)
 
 
 # Tuples: a damaged record may have a list here, which no set can be asked about.
@@ -359,22 +348,6 @@ def _fits_bare(record: Record) -> bool:
     )
 
 
-def _fits_twowiki(record: Record) -> bool:
-    return _has_paragraphs(record) and is_twowiki(record)
-
-
-_MULTIHOP = (
-    Format("MuSiQue", _fits_musique, read_musique, "musique"),
-    Format("2WikiMultihopQA", _fits_twowiki, read_titled, "2wikimultihopqa"),
-    Format("HotpotQA", _has_paragraphs, read_titled, "hotpotqa"),
-)
-_BARE = (
-    Format("HotpotQA, questions and answers only", _fits_bare,
-           reader(ids=("_id", "id"), dataset=_multihop_set, golds=_answer,
-                  meta=lambda r: {"type": r["type"]}), is_weak=True),
-)  # fmt: skip
-
-
 # Scores of the positive that comes from the annotated page.
 _GOLD_SCORES = (1000, "1000", "1000.0")
 
@@ -421,11 +394,6 @@ def _biencoder_set(record: Record) -> str | None:
     return "nq" if "passage_id" in positives[0] else None
 
 
-def _contexts_set(record: Record) -> str | None:
-    is_nq = record.get("nq_annotated_gold") is not None
-    return "nq" if is_nq else dataset_marked(record)
-
-
 def _gold_passage(record: Record) -> tuple[Passage, ...]:
     body = fields.expect(fields.required(record, "context"), str, "context")
     title = fields.text_or_empty(record.get("title"))
@@ -438,30 +406,6 @@ def _fits_gold_info(record: Record) -> bool:
     if "question_tokens" in record:
         return "context" in record and fields.has_answers(record)
     return {"question", "context", "title", "short_answers"} <= record.keys()
-
-
-_DPR = (
-    Format("DPR question file (qa.csv)",
-           lambda r: r.keys() == set(fields.HEADERLESS),
-           reader(ids=(), questions=fields.HEADERLESS[:1], golds=_listed_answers)),
-    Format("DPR biencoder", lambda r: "positive_ctxs" in r,
-           reader(ids=("question_id", "id"), dataset=_biencoder_set,
-                  passages=lambda r: _with_negatives(
-                      r, "positive_ctxs", "hard_negative_ctxs", "negative_ctxs"))),
-    Format("Tevatron", lambda r: {"query", "positive_passages"} <= r.keys(),
-           reader(ids=("query_id",), questions=("query",), dataset=dataset_tagged,
-                  passages=lambda r: _with_negatives(
-                      r, "positive_passages", "negative_passages"))),
-    # Only `isgold` marks a gold passage: `has_answer` says that a string occurs.
-    Format("questions with contexts (FiD, NQ oracle)",
-           lambda r: {"question", "ctxs"} <= r.keys(),
-           reader(ids=("id", "question_id", "q_id"), dataset=_contexts_set,
-                  passages=lambda r: titled_passages(r, "ctxs"))),
-    Format("DPR gold passages (gold_info)", _fits_gold_info,
-           reader(ids=("example_id", "id"),
-                  dataset=lambda r: dataset_tagged(r) or "nq",
-                  passages=_gold_passage)),
-)  # fmt: skip
 
 
 _PARAGRAPHS = {"context", "ctxs", "paragraphs", "supporting_facts"}
@@ -564,56 +508,21 @@ def _plain(value: Any, name: str) -> str | int | float | None:
     )
 
 
-def _popqa_answers(record: Record) -> tuple[str, ...]:
-    name = "possible_answers"  # a JSON list written as text
-    return fields.field_answers(fields.required(record, name), name)
-
-
-def _popqa_passages(record: Record) -> tuple[Passage, ...]:
-    if record.get("paragraphs") is not None:
-        return titled_passages(record, "paragraphs")
-    return any_passages(record)
-
-
 # The same question occurs in several rows, on subjects of the same name: the id tells
 # them apart, the text does not.
 _read_popqa = reader(
     dataset=lambda record: "popqa",
-    golds=_popqa_answers,
-    passages=_popqa_passages,
+    # A JSON list written as text.
+    golds=lambda r: fields.field_answers(
+        fields.required(r, "possible_answers"), "possible_answers"
+    ),
+    passages=lambda r: (
+        titled_passages(r, "paragraphs")
+        if r.get("paragraphs") is not None
+        else any_passages(r)
+    ),
     meta=lambda r: {key: _plain(r[key], key) for key in _COLUMNS if key in r},
 )
-
-
-def _is_original(record: Record) -> bool:
-    return "document_html" in record or (
-        isinstance(record.get("document"), dict) and "annotations" in record
-    )
-
-
-def _fits_popqa(record: Record) -> bool:
-    return "possible_answers" in record or {"s_wiki_title", "prop"} <= record.keys()
-
-
-_POPQA = (
-    Format("PopQA with paragraphs",
-           lambda r: {"possible_answers", "paragraphs"} <= r.keys(),
-           _read_popqa, "popqa"),
-    Format("PopQA", _fits_popqa, _read_popqa, "popqa"),
-)  # fmt: skip
-_NQ = (
-    Format("NQ original", _is_original,
-           refusal="holds whole HTML pages of Natural Questions in the original "
-           "release; give the simplified release, or NQ-open, or DPR's files"),
-    Format("NQ simplified",
-           lambda r: {"document_text", "question_text"} <= r.keys(),
-           read_simplified, "nq"),
-    # `answer` is a list under a singular name. The layout is so plain that a file's
-    # name may say otherwise, so the set stays open.
-    Format("NQ-open", _fits_open,
-           reader(ids=("id", "example_id"), dataset=dataset_tagged,
-                  passages=any_passages), "nq", is_weak=True),
-)  # fmt: skip
 
 
 _QUESTIONS = ("question", "query", "input", "Question", "problem")
@@ -773,13 +682,61 @@ def _fits_ircot(record: Record) -> bool:
     )
 
 
-def _fits_titles(record: Record) -> bool:
-    questions = {"question", "query", "answers", "answer"}
-    return {"title", "text"} <= record.keys() and not questions & record.keys()
-
-
 _NOT_READ = "not questions; a retriever searches it, `beatrice data` does not read it"
-_FORMATS = (
+
+
+# All layouts, in the order they are tried in.
+FORMATS: tuple[Format, ...] = (
+    Format("lm-eval samples",
+           lambda r: "doc" in r
+           and not {"target", "resps", "filtered_resps", "doc_id"}.isdisjoint(r),
+           read_lm_eval),
+    Format("TriviaQA",
+           lambda r: "QuestionId" in r
+           or ("Question" in r and bool({"Answer", "EntityPages"} & r.keys())),
+           read_official, "triviaqa"),
+    Format("TriviaQA (hub rows)", _fits_hub, read_hub, "triviaqa"),
+    Format("PopQA with paragraphs",
+           lambda r: {"possible_answers", "paragraphs"} <= r.keys(),
+           _read_popqa, "popqa"),
+    Format("PopQA",
+           lambda r: "possible_answers" in r or {"s_wiki_title", "prop"} <= r.keys(),
+           _read_popqa, "popqa"),
+    Format("DPR question file (qa.csv)",
+           lambda r: r.keys() == set(fields.HEADERLESS),
+           reader(ids=(), questions=fields.HEADERLESS[:1], golds=_listed_answers)),
+    Format("DPR biencoder", lambda r: "positive_ctxs" in r,
+           reader(ids=("question_id", "id"), dataset=_biencoder_set,
+                  passages=lambda r: _with_negatives(
+                      r, "positive_ctxs", "hard_negative_ctxs", "negative_ctxs"))),
+    Format("Tevatron", lambda r: {"query", "positive_passages"} <= r.keys(),
+           reader(ids=("query_id",), questions=("query",), dataset=dataset_tagged,
+                  passages=lambda r: _with_negatives(
+                      r, "positive_passages", "negative_passages"))),
+    # Only `isgold` marks a gold passage: `has_answer` says that a string occurs.
+    Format("questions with contexts (FiD, NQ oracle)",
+           lambda r: {"question", "ctxs"} <= r.keys(),
+           reader(ids=("id", "question_id", "q_id"),
+                  dataset=lambda r: dataset_marked(r)
+                  if r.get("nq_annotated_gold") is None else "nq",
+                  passages=lambda r: titled_passages(r, "ctxs"))),
+    Format("DPR gold passages (gold_info)", _fits_gold_info,
+           reader(ids=("example_id", "id"),
+                  dataset=lambda r: dataset_tagged(r) or "nq",
+                  passages=_gold_passage)),
+    Format("NQ original",
+           lambda r: "document_html" in r
+           or (isinstance(r.get("document"), dict) and "annotations" in r),
+           refusal="holds whole HTML pages of Natural Questions in the original "
+           "release; give the simplified release, or NQ-open, or DPR's files"),
+    Format("NQ simplified",
+           lambda r: {"document_text", "question_text"} <= r.keys(),
+           read_simplified, "nq"),
+    # `answer` is a list under a singular name. The layout is so plain that a file's
+    # name may say otherwise, so the set stays open.
+    Format("NQ-open", _fits_open,
+           reader(ids=("id", "example_id"), dataset=dataset_tagged,
+                  passages=any_passages), "nq", is_weak=True),
     Format("FlashRAG", lambda r: "golden_answers" in r, read_flashrag),
     Format("examples of this program",
            lambda r: {"golds", "question", "split", "dataset"} <= r.keys(),
@@ -791,8 +748,10 @@ _FORMATS = (
     Format("KILT", _fits_kilt,
            reader(dataset=lambda r: dataset_of_id(r.get("id")), questions=("input",),
                   golds=_kilt_answers)),
-)  # fmt: skip
-_OTHER_FORMATS = (
+    Format("MuSiQue", _fits_musique, read_musique, "musique"),
+    Format("2WikiMultihopQA", lambda r: _has_paragraphs(r) and is_twowiki(r),
+           read_titled, "2wikimultihopqa"),
+    Format("HotpotQA", _has_paragraphs, read_titled, "hotpotqa"),
     Format("RetrievalQA", lambda r: {"data_source", "ground_truth"} <= r.keys(),
            # Passages were retrieved, none is marked gold.
            reader(ids=("question_id", "id"),
@@ -808,35 +767,18 @@ _OTHER_FORMATS = (
     Format("passages (FlashRAG corpus)",
            lambda r: "contents" in r and not {"question", "query"} & r.keys(),
            refusal=f"holds passages (a FlashRAG corpus), {_NOT_READ}"),
-    Format("passages (titles and texts)", _fits_titles,
+    Format("passages (titles and texts)",
+           lambda r: {"title", "text"} <= r.keys()
+           and not {"question", "query", "answers", "answer"} & r.keys(),
            refusal=f"holds passages (titles and texts, as psgs_w100.tsv), {_NOT_READ}"),
-)  # fmt: skip
-_WEAK_FORMATS = (
+    Format("HotpotQA, questions and answers only", _fits_bare,
+           reader(ids=("_id", "id"), dataset=_multihop_set, golds=_answer,
+                  meta=lambda r: {"type": r["type"]}), is_weak=True),
     Format("questions and answers",
            lambda r: bool({"question", "query", "Question"} & r.keys()),
            reader(ids=("id", "_id", "question_id", "qid"), questions=_QUESTIONS,
                   dataset=dataset_marked, passages=any_passages), is_weak=True),
 )  # fmt: skip
-
-
-def _fits_log(record: Record) -> bool:
-    marks = {"target", "resps", "filtered_resps", "doc_id"}
-    return "doc" in record and not marks.isdisjoint(record)
-
-
-# All layouts, in the order they are tried in.
-FORMATS: tuple[Format, ...] = (
-    Format("lm-eval samples", _fits_log, read_lm_eval),
-    *_TRIVIAQA,
-    *_POPQA,
-    *_DPR,
-    *_NQ,
-    *_FORMATS,
-    *_MULTIHOP,
-    *_OTHER_FORMATS,
-    *_BARE,
-    *_WEAK_FORMATS,
-)
 _STRONG_FIRST = sorted(FORMATS, key=lambda layout: layout.is_weak)
 
 
