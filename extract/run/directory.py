@@ -586,8 +586,9 @@ class RunDir:
             ("input", record.inputs, now),
             ("output", record.outputs, self._rehash(record.outputs, gone="")),
         ):
-            if changed := _differing(then, current):
-                return f"stage {name}: its {kind} {changed[0]} has changed since"
+            for path in sorted(then.keys() | current.keys()):
+                if then.get(path) != current.get(path):
+                    return f"stage {name}: its {kind} {path} has changed since"
         return None
 
     def edited_output(self, name: str) -> str | None:
@@ -615,7 +616,11 @@ class RunDir:
 
         def look(path: str) -> tuple[str, str] | None:
             for record in records:
-                is_writer = any(_overlap(path, output) for output in record.outputs)
+                is_writer = any(  # one lies in the other
+                    f"{path}/".startswith(f"{output}/")
+                    or f"{output}/".startswith(f"{path}/")
+                    for output in record.outputs
+                )
                 if record.stage in seen or not is_writer:
                     continue
                 seen.add(record.stage)
@@ -675,13 +680,3 @@ class RunDir:
 
     def _relative(self, path: Path | str) -> str:
         return (self.path / path).relative_to(self.path).as_posix()
-
-
-def _overlap(first: str, other: str) -> bool:
-    return f"{first}/".startswith(f"{other}/") or f"{other}/".startswith(f"{first}/")
-
-
-def _differing(first: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
-    return sorted(
-        k for k in first.keys() | other.keys() if first.get(k) != other.get(k)
-    )

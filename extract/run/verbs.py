@@ -13,7 +13,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -149,22 +149,23 @@ def _set_option(rare: dict[str, tuple[dataclasses.Field, Any]]) -> Any:
 
 def options(**kinds: type) -> Callable[[Command], Command]:
     """Return what adds the options of classes to a command."""
-    fields = {
-        name: [
-            (f, typing.get_type_hints(kind)[f.name]) for f in dataclasses.fields(kind)
-        ]
-        for name, kind in kinds.items()
-    }
-    pairs = [pair for of_kind in fields.values() for pair in of_kind]
+    pairs = [
+        (field, typing.get_type_hints(kind)[field.name])
+        for kind in kinds.values()
+        for field in dataclasses.fields(kind)
+    ]
     rare = {f.name: (f, h) for f, h in pairs if f.metadata["rare"]}
     usual = [(f, h) for f, h in pairs if not f.metadata["rare"]]
 
     def add(command: Command) -> Command:
         @functools.wraps(command)
         def call(**values: Any) -> Any:
-            values.update(_unrepeated(values.pop("rare_settings", ())))
+            for name, value in values.pop("rare_settings", ()):
+                if name in values:
+                    raise click.UsageError(f"--set {name}: give it once")
+                values[name] = value
             for name, kind in kinds.items():
-                names = [f.name for f, _ in fields[name] if f.name in values]
+                names = [f.name for f in dataclasses.fields(kind) if f.name in values]
                 values[name] = kind(**{n: values.pop(n) for n in names})
             return command(**values)
 
@@ -176,13 +177,6 @@ def options(**kinds: type) -> Callable[[Command], Command]:
         return with_options
 
     return add
-
-
-def _unrepeated(settings: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in settings]
-    if repeated := [name for name in names if names.count(name) > 1]:
-        raise click.UsageError(f"--set {repeated[0]}: give it once")
-    return dict(settings)
 
 
 def given(values: Any) -> dict[str, Any]:

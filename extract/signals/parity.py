@@ -190,15 +190,6 @@ def _check_sums(backbone: Backbone, errors: list[float]) -> None:
             )
 
 
-def _check_norm(backbone: Backbone, together: _Pass) -> None:
-    _check_close(
-        together.final,
-        backbone.layout.final_norm(together.end),
-        _SUM_TOLERANCE[backbone.dtype],
-        "what the decoder puts out and the final norm of its last state",
-    )
-
-
 def _check_logits(
     backbone: Backbone,
     ids: torch.Tensor,
@@ -383,7 +374,12 @@ def check_parity(backbone: Backbone, final_norm: residual.FinalNorm, head: Head)
     _check_sums(backbone, together.errors)
     if not bool(together.attn.isfinite().all()):
         raise ValueError("unknown residual layout: an attention reading is not finite")
-    _check_norm(backbone, together)
+    _check_close(
+        together.final,
+        backbone.layout.final_norm(together.end),
+        _SUM_TOLERANCE[backbone.dtype],
+        "what the decoder puts out and the final norm of its last state",
+    )
     _check_logits(backbone, ids, lengths, together.final, head)
     _check_pushes(backbone, head, together, ids.roll(-1, dims=1))
     _check_alone(backbone, final_norm, head, ids, lengths, together)
@@ -424,6 +420,11 @@ _LAYER_COUNT = r"(num_(hidden_)?|n_|decoder_|num_decoder_)layers?"
 _HEAD_COUNT = r"(num_attention_|n_|num_|(decoder_)?attention_)heads?"
 # Sizes by the names under which families keep them; the first pattern that fits.
 _SIZES: tuple[tuple[str, int], ...] = (
+    (
+        "(embedding_|attention_|(in|out)put_embedding_)?(hidden_)?size|d_model|n_embd"
+        "|emb_dim|embedding_dim|word_embed_proj_dim|lru_width",
+        _D_MODEL,
+    ),
     (r"(unpadded_)?vocab_size(_per_layer_input)?", N_WORDS),
     (_LAYER_COUNT, _N_LAYERS),
     (_HEAD_COUNT, 4),
@@ -449,18 +450,9 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"bos_token_id", 1),
     (r".*_token_id", 2),
 )
-_WIDTH = re.compile(
-    "(embedding_|attention_|(in|out)put_embedding_)?(hidden_)?size|d_model|n_embd"
-    "|emb_dim|embedding_dim|word_embed_proj_dim|lru_width"
-)
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 # What a twin may weigh; a config with towers or widths of other names makes more.
 _MOST_PARAMETERS = 20_000_000
-
-
-def _size_of(name: str) -> int | None:
-    """Return the small size for a config's entry, or None to keep what is there."""
-    return next((n for pattern, n in _SIZES if re.fullmatch(pattern, name)), None)
 
 
 def _shortened(values: list[Any], n_layers: int) -> list[Any]:
@@ -477,7 +469,7 @@ def _narrow_sizes(config: dict[str, Any]) -> dict[str, Any]:
     counts = [v for k, v in entries.items() if re.fullmatch(_LAYER_COUNT, k)]
     changed: dict[str, Any] = {}
     for name, value in entries.items():
-        size = _D_MODEL if _WIDTH.fullmatch(name) else _size_of(name)
+        size = next((n for pattern, n in _SIZES if re.fullmatch(pattern, name)), None)
         if isinstance(value, list) and len(value) > 1 and len(value) in counts:
             n_layers = min(_N_LAYERS, len(value))
             changed[name] = _shortened(value, n_layers)

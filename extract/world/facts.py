@@ -157,11 +157,6 @@ def rephrased_questions(relation: Relation, subject: str) -> tuple[str, ...]:
     return tuple(f"please name the {noun} of {subject}?" for noun in relation.nouns)
 
 
-def two_hop_question(first: Relation, second: Relation, subject: str, i: int) -> str:
-    """Return the `i`-th of the two wordings of a two-hop question."""
-    return f"what is the {second.nouns[i]} of the {first.nouns[i]} of {subject}?"
-
-
 def function_words() -> Iterator[str]:
     """Yield every word and mark that the templates can produce."""
     for relation in RELATIONS:
@@ -522,7 +517,9 @@ def word_question(rng: random.Random, query: Query, rephrased: bool = False) -> 
     """Return the query in one of its wordings."""
     if isinstance(query, TwoHop):
         first, second = BY_NAME[query.first], BY_NAME[query.second]
-        return two_hop_question(first, second, query.subject, rng.randrange(2))
+        i = rng.randrange(2)
+        nouns = f"the {second.nouns[i]} of the {first.nouns[i]}"
+        return f"what is {nouns} of {query.subject}?"
     wordings = rephrased_questions if rephrased else questions
     return rng.choice(wordings(BY_NAME[query.relation], query.subject))
 
