@@ -78,8 +78,7 @@ class AnswerReader:
 
     def read(self, rows: Sequence[int], names: Sequence[str]) -> dict[str, np.ndarray]:
         """Return readings of some rows by name, `[n, ...]` float32."""
-        from beatrice.extract.readings.prompts import swapped_prompt, truth_prompt
-        from beatrice.extract.readings.reader import read
+        from beatrice.extract.readings.reader import read, swapped_prompt, truth_prompt
 
         inputs, model = self._inputs, self._backbone
         pairs = [(inputs.examples[i], inputs.answers[i]) for i in rows]

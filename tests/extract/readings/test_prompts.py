@@ -9,13 +9,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from beatrice.extract.generate.prompts import TEMPLATES, TokenizerOnly, build_prompt
-from beatrice.extract.readings.prompts import (
+from beatrice.extract.readings.reader import (
     other_passages,
+    read,
     swapped_prompt,
     truth_prompt,
     truth_text,
 )
-from beatrice.extract.readings.reader import read
 from beatrice.extract.records import Passage
 from tests.extract.small_run import questions
 from tests.records import an_answer, an_example

@@ -8,8 +8,15 @@ from beatrice.benchmarks.bench.tiny_models import N_TEXT_IDS, tiny_model
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.readings.batch import Batch, begin, cue_length
 from beatrice.extract.readings.parts import bin_weights, map_statistics
-from beatrice.extract.readings.prompts import SECOND_PASSES, _end_states, middle_entry
-from beatrice.extract.readings.reader import PARTS, READINGS, _read_batch, read
+from beatrice.extract.readings.reader import (
+    PARTS,
+    READINGS,
+    SECOND_PASSES,
+    _end_states,
+    _read_batch,
+    middle_entry,
+    read,
+)
 from beatrice.extract.signals.batch import ReadingBudget, budget_for
 from tests.extract.generate.loopback import shapes_run
 from tests.extract.readings.loops import Eager, expected, statistics
