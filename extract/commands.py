@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -198,19 +198,11 @@ def do_texts(
 
 @contextlib.contextmanager
 def open_generator(
-    model: str,
-    options: ServerOptions,
-    *,
-    stop_ids: Sequence[int] = (),
-    log_probs: bool = False,
-    tokenizer: Any = None,
-    earlier: tuple[int, int] = (0, 0),
+    model: str, options: ServerOptions, **known: Any
 ) -> Iterator[Generator]:
     """Open the backend of a model: a directory or Hub id, or a server's name for it.
 
-    Stop ids and tokenizer are the model's, where token ids are wanted from a server;
-    log-probabilities cost nothing on this machine. Prompt and new tokens of `earlier`
-    texts of the stage count towards the spending cap already.
+    What is `known` of a server's model, `ServedGenerator` takes; here all is known.
     """
     if options.server is None:
         if not isinstance(options, BackendOptions):
@@ -229,14 +221,7 @@ def open_generator(
         return
     from beatrice.extract.generate.server import ServedGenerator
 
-    with ServedGenerator(
-        model,
-        options,
-        stop_ids=stop_ids,
-        log_probs=log_probs,
-        tokenizer=tokenizer,
-        earlier=earlier,
-    ) as generator:
+    with ServedGenerator(model, options, **known) as generator:
         yield generator
 
 
