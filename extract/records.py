@@ -33,6 +33,7 @@ Finish = Literal["stop", "length"]
 AnswerSpan = Literal["emitting", "literal"]  # see `signals.sequence.sequence_of`
 
 SETTINGS: tuple[Setting, ...] = ("closed_book", "with_context")
+Key = tuple[str, str, str]  # of an answer: example, setting, variant
 # What stands for a set in numbers over the questions of all in-domain sets together,
 # the paper's column "Test"; no name of a set holds a space.
 IN_DOMAIN = "all in-domain"
@@ -136,7 +137,20 @@ class Example(Record, frozen=True, kw_only=True):
         return self.passages if variant == "original" else self.rewritten
 
 
-class Answer(Record, frozen=True, kw_only=True):
+class AnswerRecord(Record, frozen=True, kw_only=True):
+    """What is known of one answer, which example, setting and variant identify."""
+
+    example_id: str
+    setting: Setting
+    variant: Variant
+
+    @property
+    def key(self) -> Key:
+        """Return what identifies this row: example, setting, variant."""
+        return (self.example_id, self.setting, self.variant)
+
+
+class Answer(AnswerRecord, frozen=True, kw_only=True):
     """What the model said, with the exact ids it read and wrote.
 
     Attributes:
@@ -150,9 +164,6 @@ class Answer(Record, frozen=True, kw_only=True):
         because the prompt would not have fitted the model's window.
     """
 
-    example_id: str
-    setting: Setting
-    variant: Variant
     text: str
     prompt_ids: tuple[TokenId, ...]
     token_ids: tuple[TokenId, ...]
@@ -169,13 +180,8 @@ class Answer(Record, frozen=True, kw_only=True):
                 f"{len(self.prompt_ids)} ids of the prompt"
             )
 
-    @property
-    def key(self) -> tuple[str, str, str]:
-        """Return what identifies this row: example, setting, variant."""
-        return (self.example_id, self.setting, self.variant)
 
-
-class Sample(Record, frozen=True, kw_only=True):
+class Sample(AnswerRecord, frozen=True, kw_only=True):
     """One drawn answer; what was written stands in the fields of `Generated`.
 
     Semantic entropy's code takes log-probabilities after temperature, top-p and top-k,
@@ -183,9 +189,6 @@ class Sample(Record, frozen=True, kw_only=True):
     was cut off.
     """
 
-    example_id: str
-    setting: Setting
-    variant: Variant
     sample: int  # 0 to n_samples - 1
     text: str
     token_ids: tuple[int, ...] | None
@@ -194,7 +197,7 @@ class Sample(Record, frozen=True, kw_only=True):
     finish: Finish
 
 
-class Label(Record, frozen=True, kw_only=True):
+class Label(AnswerRecord, frozen=True, kw_only=True):
     """Whether an answer is right.
 
     Attributes:
@@ -203,17 +206,9 @@ class Label(Record, frozen=True, kw_only=True):
       reason: how the label came about, in words.
     """
 
-    example_id: str
-    setting: Setting
-    variant: Variant
     verdicts: tuple[str, ...]
     label: bool | None
     reason: str
-
-    @property
-    def key(self) -> tuple[str, str, str]:
-        """Return what identifies this row: example, setting, variant."""
-        return (self.example_id, self.setting, self.variant)
 
 
 class Rewrite(Record, frozen=True, kw_only=True):

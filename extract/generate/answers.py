@@ -37,7 +37,7 @@ from beatrice.extract.generate.prompts import (
     TokenizerOnly,
     make_requests,
 )
-from beatrice.extract.records import Answer, Sample, Setting, to_json, write_lines
+from beatrice.extract.records import Answer, Key, Sample, Setting, to_json, write_lines
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.contents import (
     question_files,
@@ -61,8 +61,6 @@ from beatrice.extract.signals.sequence import first_read
 
 if TYPE_CHECKING:
     from beatrice.extract.backbone.loading import Backbone, Outline
-
-Key = tuple[str, str, str]  # example, setting, variant
 
 
 def answer_files(

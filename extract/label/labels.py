@@ -25,6 +25,7 @@ from beatrice.extract.records import (
     SETTINGS,
     Answer,
     Example,
+    Key,
     Label,
     Record,
     Setting,
@@ -38,7 +39,6 @@ from beatrice.extract.run.console import Update
 from beatrice.extract.run.directory import Preset
 
 Match = Literal["exact", "containment"]
-Key = tuple[str, str, str]  # example, setting, variant
 # A judge of labels: True, False, or None where it cannot decide.
 Judge = Callable[[Example, Answer], bool | None]
 RecordT = TypeVar("RecordT", bound=Record)

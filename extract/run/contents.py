@@ -7,6 +7,7 @@ from beatrice.extract.records import (
     SETTINGS,
     Answer,
     Example,
+    Key,
     Label,
     Rewrite,
     Setting,
@@ -15,8 +16,6 @@ from beatrice.extract.records import (
     with_rewrites,
 )
 from beatrice.extract.run.directory import MAKE_A_RUN, RunDir, read_manifest
-
-Key = tuple[str, str, str]  # example, setting, variant
 
 
 def question_files(run: RunDir) -> list[Path]:
