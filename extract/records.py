@@ -24,7 +24,7 @@ from typing import (
 
 import msgspec
 
-from beatrice.extract.run.files import from_json
+from beatrice.extract.run.files import from_json, sha256_json
 
 Setting = Literal["closed_book", "with_context"]
 Variant = Literal["original", "rewritten"]
@@ -235,8 +235,8 @@ def needs_rewrite(example: Example) -> bool:
 
 def source_sha(example: Example) -> str:
     """Return the SHA-256 of what a rewrite is made from."""
-    content = [example.question, [[p.title, p.text] for p in example.passages]]
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    passages = [[p.title, p.text] for p in example.passages]
+    return sha256_json([example.question, passages])
 
 
 def with_rewrites(

@@ -19,7 +19,7 @@ import msgspec
 from beatrice.extract.records import Finish, Record
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.directory import RunDir
-from beatrice.extract.run.files import Journal, JournalFiles
+from beatrice.extract.run.files import Journal, JournalFiles, sha256_json
 from beatrice.extract.run.share import Share
 from beatrice.extract.run.stages import Forecast, once
 
@@ -226,8 +226,7 @@ def reply_key(
         "prompt": prompt.as_key(config),
         "sampling": config.as_key(),
     }
-    canonical = json.dumps(content, sort_keys=True, ensure_ascii=True, allow_nan=False)
-    return _sha256(canonical)
+    return sha256_json(content)
 
 
 def draw_seed(prompt: GeneratorPrompt, config: SamplingConfig) -> int:
@@ -236,9 +235,7 @@ def draw_seed(prompt: GeneratorPrompt, config: SamplingConfig) -> int:
     A function of the prompt, its sample number and the seed alone: neither the batch
     nor what was done before changes a draw.
     """
-    canonical = json.dumps([config.seed, prompt.as_key(config)], sort_keys=True)
-    digest = hashlib.sha256(canonical.encode()).digest()
-    return int.from_bytes(digest[:4]) >> 1
+    return int(sha256_json([config.seed, prompt.as_key(config)])[:8], 16) >> 1
 
 
 def stop_ids_of(stop: int | Sequence[int] | None, name: str) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ verdict is asked for again, twice; what is unparsable then stays so and is count
 
 import collections
 import dataclasses
-import hashlib
 import itertools
 import json
 import re
@@ -37,6 +36,7 @@ from beatrice.extract.records import (
 )
 from beatrice.extract.run.console import Update
 from beatrice.extract.run.directory import Preset
+from beatrice.extract.run.files import sha256_json
 
 Match = Literal["exact", "containment"]
 # A judge of labels: True, False, or None where it cannot decide.
@@ -517,8 +517,7 @@ def marker_for(fields: Mapping[str, str], *, salt: str) -> str:
     """
     counter = 0
     while True:
-        content = json.dumps([salt, counter, sorted(fields.items())])
-        marker = hashlib.sha256(content.encode()).hexdigest()[:32]
+        marker = sha256_json([salt, counter, sorted(fields.items())])[:32]
         if not any(marker in text for text in fields.values()):
             return marker
         counter += 1

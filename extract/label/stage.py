@@ -11,7 +11,6 @@ answers is weighted by how many have either label.
 import contextlib
 import csv
 import dataclasses
-import hashlib
 import inspect
 import io
 import itertools
@@ -183,7 +182,7 @@ class LabelledAnswer:
         A letter stands first, or a spreadsheet might take it for a number.
         """
         content = [self.example.question, list(self.example.golds), self.answer.text]
-        return f"c{hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]}"
+        return f"c{sha256_json(content)[:12]}"
 
 
 def join_labels(
