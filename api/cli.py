@@ -18,7 +18,7 @@ import click
 from beatrice import missing_extra
 from beatrice.benchmarks import CHAIN, NEXT, what_to_do
 from beatrice.extract.run.directory import NotWritten
-from beatrice.extract.run.share import find_share
+from beatrice.extract.run.process import find_share
 from beatrice.extract.run.verbs import alone
 
 __all__ = ["main"]

@@ -16,7 +16,7 @@ from beatrice.extract.run.files import (
     read_json,
     write_json_atomic,
 )
-from beatrice.extract.run.memory import begin_peak, peak_bytes
+from beatrice.extract.run.process import begin_peak, peak_bytes
 from beatrice.extract.run.stages import bytes_in_words
 from beatrice.jaxprobe.config import (
     EncoderConfig,

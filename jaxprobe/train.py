@@ -47,8 +47,7 @@ from beatrice.extract.run.contents import (
 )
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import sha256_file
-from beatrice.extract.run.memory import return_freed_memory
-from beatrice.extract.run.share import Share, own_gpu
+from beatrice.extract.run.process import Share, own_gpu, return_freed_memory
 from beatrice.extract.run.stages import Stage, side_by_side
 from beatrice.extract.store.store import FeatureStore, open_store
 from beatrice.jaxprobe import checkpoint

@@ -163,7 +163,7 @@ def loaded_by(code):
         ("extract.generate.prompts extract.generate.answers", "torch"),
         ("extract.datasets.building extract.datasets.splits", "torch"),
         ("extract.datasets", "pyarrow"),
-        ("extract.run.contents extract.run.share extract.run.stages", "click"),
+        ("extract.run.contents extract.run.process extract.run.stages", "click"),
         # What `train`, `select`, `calibrate` and `report` import to do their work.
         ("jaxprobe.train jaxprobe.calibrate jaxprobe.detector", "torch"),
         ("selection.stage selection.exhaustive selection.ablation", "torch"),

@@ -57,7 +57,7 @@ from beatrice.extract.run.contents import (
 )
 from beatrice.extract.run.directory import Preset, RunDir
 from beatrice.extract.run.files import read_json, sha256_tree, write_json_atomic
-from beatrice.extract.run.memory import begin_peak, peak_bytes
+from beatrice.extract.run.process import begin_peak, peak_bytes
 from beatrice.extract.run.rows import (
     ResultRow,
     as_frame,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from beatrice.benchmarks.baselines.detector import Baseline, DetectorInput
-from beatrice.extract.run.memory import begin_peak, peak_bytes
+from beatrice.extract.run.process import begin_peak, peak_bytes
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.rows import Rows
 

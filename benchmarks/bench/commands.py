@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 from beatrice.extract.run.console import table_head, table_row
-from beatrice.extract.run.memory import (
+from beatrice.extract.run.process import (
     begin_peak,
     held_bytes,
     peak_bytes,

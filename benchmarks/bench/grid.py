@@ -17,7 +17,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from beatrice.benchmarks.real import GRID
-from beatrice.extract.run.memory import begin_peak
+from beatrice.extract.run.process import begin_peak
 from beatrice.jaxprobe.config import GRID_PRESETS, EncoderConfig, TrainConfig
 from beatrice.jaxprobe.encoder import Encoder
 from beatrice.jaxprobe.families import SUBSETS, Features, Standardizer, paper_dims

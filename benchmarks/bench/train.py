@@ -44,8 +44,7 @@ from beatrice.benchmarks.bench.grid import (
 )
 from beatrice.benchmarks.bench.torch_encoder import Stack, TorchData
 from beatrice.extract.run.console import Progress, quiet
-from beatrice.extract.run.memory import begin_peak
-from beatrice.extract.run.share import Share
+from beatrice.extract.run.process import Share, begin_peak
 from beatrice.extract.run.verbs import AS_JSON
 from beatrice.jaxprobe.config import XLA_FLAGS
 from beatrice.jaxprobe.grid import Member

@@ -42,7 +42,7 @@ from beatrice.extract.run.files import (
     sha256_of_model,
     software,
 )
-from beatrice.extract.run.memory import keep_freed_memory
+from beatrice.extract.run.process import keep_freed_memory
 
 
 def _switch_lengths(rope: Any) -> list[int]:

@@ -109,7 +109,7 @@ def own_device(
     """
     if device != "cuda":
         return device
-    from beatrice.extract.run.share import local_rank
+    from beatrice.extract.run.process import local_rank
 
     return f"cuda:{local_rank(environ) % max(1, n_visible)}"
 

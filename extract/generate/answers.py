@@ -55,7 +55,7 @@ from beatrice.extract.run.files import (
     write_json_atomic,
     write_text_atomic,
 )
-from beatrice.extract.run.share import Share
+from beatrice.extract.run.process import Share
 from beatrice.extract.run.stages import Forecast, Stage, once
 from beatrice.extract.signals.sequence import first_read
 

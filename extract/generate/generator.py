@@ -20,7 +20,7 @@ from beatrice.extract.records import Finish, Record
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import Journal, JournalFiles, sha256_json
-from beatrice.extract.run.share import Share
+from beatrice.extract.run.process import Share
 from beatrice.extract.run.stages import Forecast, once
 
 SCHEMA_VERSION = 1  # of keys and of stored replies; raise it when either changes

@@ -33,7 +33,7 @@ from beatrice.extract.run.files import (
     write_json_atomic,
     write_temporary,
 )
-from beatrice.extract.run.share import Share
+from beatrice.extract.run.process import Share
 
 MAKE_A_RUN = (
     "questions of your own become a run with `beatrice data NEW_RUN --train NAME=FILE`"

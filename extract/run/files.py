@@ -28,7 +28,7 @@ from typing import Any, BinaryIO, Generic, NamedTuple, Self, TypeVar
 
 import msgspec
 
-from beatrice.extract.run.share import Share
+from beatrice.extract.run.process import Share
 
 Decoded = TypeVar("Decoded")
 # Of a folder with checksums: what a person edits, and what a Hub or git adds.

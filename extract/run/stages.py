@@ -27,7 +27,7 @@ from beatrice.extract.run.directory import (
     Preset,
     RunDir,
 )
-from beatrice.extract.run.share import Share
+from beatrice.extract.run.process import Share
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ import click
 
 from beatrice.extract.records import SETTINGS, Setting
 from beatrice.extract.run.directory import PRESETS, Preset, RunDir
-from beatrice.extract.run.share import Share, find_share
+from beatrice.extract.run.process import Share, find_share
 from beatrice.extract.run.stages import Change, Stage, do, forecast_stage
 
 Command = Callable[..., Any]

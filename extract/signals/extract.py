@@ -32,7 +32,7 @@ from beatrice.extract.run.contents import (
 )
 from beatrice.extract.run.directory import Preset, RunDir
 from beatrice.extract.run.files import read_json
-from beatrice.extract.run.share import Share
+from beatrice.extract.run.process import Share
 from beatrice.extract.run.stages import Forecast, Stage
 from beatrice.extract.signals.sequence import (
     Reader,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from beatrice.extract.run.share import Share
+from beatrice.extract.run.process import Share
 from beatrice.jaxprobe.config import (
     EncoderConfig,
     GridConfig,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from beatrice.benchmarks.bench.commands import measure_fresh
 from beatrice.extract.datasets.loading import Loaded, inspect_file, open_dataset
 from beatrice.extract.datasets.rows import FileType, Window, json_values
-from beatrice.extract.run.memory import peak_bytes
+from beatrice.extract.run.process import peak_bytes
 from tests.extract.datasets import published as pub
 
 RECORDS = [pub.hotpot(i) for i in range(70)]  # more than one batch of Parquet

@@ -12,7 +12,7 @@ import pytest
 from beatrice.extract.backbone.names import own_device
 from beatrice.extract.generate.prompts import ANSWER_PRESETS, GenerationConfig
 from beatrice.extract.run.directory import RunDir
-from beatrice.extract.run.share import Share
+from beatrice.extract.run.process import Share
 from tests.extract.small_run import beatrice, make_run, questions, smoke
 from tests.process import run_line
 

@@ -9,7 +9,7 @@ import pytest
 
 from beatrice.extract.run.directory import NewRun, RunDir, read_manifest
 from beatrice.extract.run.files import seal
-from beatrice.extract.run.share import Share
+from beatrice.extract.run.process import Share
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from beatrice.extract.run.files import (
     write_json_atomic,
     write_text_atomic,
 )
-from beatrice.extract.run.share import Share
+from beatrice.extract.run.process import Share
 from tests.records import flip_bit
 
 REPOSITORY = Path(__file__).parents[3]

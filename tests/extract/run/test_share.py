@@ -4,8 +4,14 @@ import sys
 
 import pytest
 
-from beatrice.extract.run.memory import keep_freed_memory, return_freed_memory
-from beatrice.extract.run.share import Share, find_share, local_rank, own_gpu
+from beatrice.extract.run.process import (
+    Share,
+    find_share,
+    keep_freed_memory,
+    local_rank,
+    own_gpu,
+    return_freed_memory,
+)
 from tests.process import run_python
 
 SRUN = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"}
@@ -126,7 +132,7 @@ def test_shares_by_cost_are_about_as_expensive_where_counts_are_not():
 # the last four. Not by NumPy, which asks for huge pages.
 CHURN = """
 import resource, sys
-from beatrice.extract.run.memory import keep_freed_memory
+from beatrice.extract.run.process import keep_freed_memory
 
 def churn():
     b"x" * (48 << 20)
@@ -155,7 +161,7 @@ def test_freed_memory_is_used_again_and_is_not_without_the_call():
 # 16 MiB below one that stays; prints how much of it is still resident.
 LEARN = """
 import ctypes, sys
-from beatrice.extract.run.memory import held_bytes, return_freed_memory
+from beatrice.extract.run.process import held_bytes, return_freed_memory
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p

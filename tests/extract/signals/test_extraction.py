@@ -9,7 +9,7 @@ import torch
 
 from beatrice.benchmarks.bench.tiny_models import tiny_model
 from beatrice.extract.backbone.loading import Backbone
-from beatrice.extract.run.share import Share
+from beatrice.extract.run.process import Share
 from beatrice.extract.signals.extract import (
     ExtractConfig,
     extract,

@@ -11,7 +11,7 @@ import torch
 
 from beatrice.benchmarks.bench.tiny_models import N_TEXT_IDS, tiny_model
 from beatrice.extract.backbone.loading import Backbone
-from beatrice.extract.run.share import Share, find_share
+from beatrice.extract.run.process import Share, find_share
 from beatrice.extract.signals.extract import (
     ExtractConfig,
     run_plan,

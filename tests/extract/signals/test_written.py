@@ -15,7 +15,7 @@ from beatrice.extract.generate.prompts import ANSWER_PRESETS, GenerationConfig
 from beatrice.extract.records import SETTINGS
 from beatrice.extract.run.console import Progress
 from beatrice.extract.run.directory import RunDir
-from beatrice.extract.run.share import Share
+from beatrice.extract.run.process import Share
 from beatrice.extract.run.stages import run_stage
 from beatrice.extract.signals.extract import EXTRACT_PRESETS
 from beatrice.extract.signals.written import WrittenSignals
