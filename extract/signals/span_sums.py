@@ -25,9 +25,9 @@ class AttentionCall:
     """What a model hands to its attention function."""
 
     query: torch.Tensor  # `[n_examples, n_heads, n_tokens, d_head]`
-    # `[n_examples, n_kv_heads, n_keys, d_head]`; query head h uses the kv head `h //
-    # (n_heads / n_kv_heads)`. The last `n_tokens` keys are the queries' own, those
-    # before them come out of a cache.
+    # `[n_examples, n_kv_heads, n_keys, d_head]`; query head h uses the kv head
+    # `h // (n_heads / n_kv_heads)`. The last `n_tokens` keys are the queries' own,
+    # those before them come out of a cache.
     key: torch.Tensor
     # None (causal), or `[n_examples | 1, n_heads | 1, n_tokens, n_keys]`: bool, True =
     # visible, or what is added to the scaled logits, hugely negative for what is
