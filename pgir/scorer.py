@@ -284,7 +284,6 @@ class Scorer(AnswerScorer):
                 prompt=Prompt(
                     prompt.ids,
                     prompt.context_span,
-                    n_unknown=prompt.ids.count(tokenizer.unk_token_id),
                     question_start=prompt.question_start,
                 ),
             )

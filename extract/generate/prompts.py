@@ -419,7 +419,6 @@ class Prompt:
     # `[start, stop)`; without a context equal numbers, after the leading special
     # tokens, a chat's header and the worked examples.
     context_span: tuple[int, int]
-    n_unknown: int  # tokens that stand for text the tokenizer has no word for
     text: str = ""  # of which the ids were made; a chat's special tokens are in it
     question_start: int | None = None  # of its span; None: where the context ends
 
@@ -497,7 +496,6 @@ def build_prompt(
     return Prompt(
         ids=ids,
         context_span=token_span(encoded["offset_mapping"], characters, begin),
-        n_unknown=ids.count(tokenizer.unk_token_id),  # 0 where it is None
         text=text,
     )
 

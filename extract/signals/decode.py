@@ -620,7 +620,7 @@ def decoding_differences(reader: SignalReader) -> dict[str, float]:
             example_id=str(row),
             setting="with_context",
             variant="original",
-            prompt=Prompt(tuple(ids[row][:n]), (1, 1 + n // 2), n_unknown=0),
+            prompt=Prompt(tuple(ids[row][:n]), (1, 1 + n // 2)),
         )
         for row, n in enumerate(lengths)
     ]

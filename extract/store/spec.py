@@ -367,11 +367,8 @@ class StoreSpec:
     @property
     def path(self) -> ReadingPath:
         """Return by which path most of the signals came."""
-        return (
-            "decode"
-            if 2 * self.is_written.sum() > len(self.keys)
-            else ("teacher_forced")
-        )
+        is_decoded = 2 * self.is_written.sum() > len(self.keys)
+        return "decode" if is_decoded else "teacher_forced"
 
     @functools.cached_property
     def n_read(self) -> np.ndarray:

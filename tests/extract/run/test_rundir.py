@@ -198,11 +198,6 @@ def test_a_missing_input_is_named(tmp_path):
     assert (caught.value.run, caught.value.name) == (tmp_path, "labels.jsonl")
 
 
-def test_an_unknown_setting_has_no_path(tmp_path):
-    with pytest.raises(ValueError, match="closed_book, with_context, not 'open'"):
-        RunDir(tmp_path).features("open")
-
-
 def test_rows_survive_and_batches_follow_each_other(tmp_path):
     lines = JsonLines.open(tmp_path / "answers" / "a.jsonl")
     lines.append(['{"a": 1}', '{"a": 2}'])

@@ -46,9 +46,7 @@ def requests_of(n_shared=0, lengths=(9, 17, 12, 23, 14), context=(2, 6)):
             example_id=str(i),
             setting="with_context",
             variant="original",
-            prompt=Prompt(
-                (*shared, *rng.integers(3, 50, n).tolist()), (start, stop), n_unknown=0
-            ),
+            prompt=Prompt((*shared, *rng.integers(3, 50, n).tolist()), (start, stop)),
         )
         for i, n in enumerate(lengths)
     ]
