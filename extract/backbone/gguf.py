@@ -317,12 +317,9 @@ def generation_of(header: Header, config: Any, tokenizer: Any) -> GenerationConf
 def dequantized(
     content: np.ndarray, entry: TensorEntry, threads: ThreadPoolExecutor
 ) -> np.ndarray:
-    """Return one tensor as float32, dequantised some rows at a time.
+    """Return one tensor as float32, dequantised some rows at a time by threads.
 
-    Args:
-      content: `[n_bytes]` uint8, the file.
-      entry: where the tensor lies in it.
-      threads: which share the rows.
+    The content is the file, `[n_bytes]` uint8; the entry says where the tensor lies.
     """
     n_columns = entry.shape[-1]
     rows = content[entry.start : entry.start + entry.n_bytes]

@@ -199,11 +199,9 @@ def _packing(quantization: Any) -> Any:
 
 
 def _check_configs(name: str) -> tuple[str | None, Any]:
-    """Check a checkpoint's configs.
+    """Check a checkpoint's configs; return their commit, and `_packing` of the weights.
 
-    Returns:
-      Their commit, from which all files are loaded even if the repository moves on
-      meanwhile; and `_packing` of the weights.
+    From that commit all files are loaded, even if the repository moves on meanwhile.
     """
     with _loading(name):
         config, _ = PreTrainedConfig.get_config_dict(name)

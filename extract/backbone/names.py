@@ -101,11 +101,8 @@ def own_device(
 ) -> str:
     """Return Torch's name of the device; `cuda` alone is each process's own GPU.
 
-    Args:
-      device: what the user asked for; one with a number, or no GPU, stays as it is.
-      n_visible: GPUs that this process sees. A launcher that shows each process one
-        GPU only calls it 0, whatever the process's rank.
-      environ: of the process.
+    One with a number, or no GPU, stays as it is. A launcher that shows each process one
+    GPU only (`n_visible`) calls it 0, whatever the process's rank.
     """
     if device != "cuda":
         return device

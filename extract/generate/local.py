@@ -127,11 +127,8 @@ def shared_states(
     Every row's lie as they would if the row were computed by itself behind its padding
     on the left; of a row that is shorter than `width` tokens the last ones are left
     out, and are computed with the rest of it. Of the beginning `n_most` tokens are
-    computed at most.
-
-    Returns:
-      None where too little is common to be worth it, and as `begun_cache`: then every
-      row is computed from its beginning.
+    computed at most. None where too little is common to be worth it, and as
+    `begun_cache`: then every row is computed from its beginning.
     """
     n = n_shared(prompts)
     n = n if n_most is None else min(n, n_most)

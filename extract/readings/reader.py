@@ -62,9 +62,8 @@ def truth_prompt(
 ) -> tuple[int, ...] | None:
     """Return the ids of `truth_text` and of the option "A" behind it.
 
-    Returns:
-      None where nothing can be read: the option is not one known token behind the
-      text, the text holds control tokens, or it is longer than the model's window.
+    None where nothing can be read: the option is not one known token behind the text,
+    the text holds control tokens, or it is longer than the model's window.
     """
     text = truth_text(question, answer, ideas)
     try:
@@ -129,11 +128,10 @@ def swapped_prompt(
     answer: Answer,
     others: Sequence[Example],
 ) -> tuple[int, ...] | None:
-    """Return the prompt of a question behind another question's passages.
+    """Return the prompt of a question behind another question's passages, as ids.
 
-    Returns:
-      Ids, with the first of `other_passages` with which prompt and answer fit the
-      model's window, or None.
+    These are the first of `other_passages` with which prompt and answer fit the model's
+    window; None if there are none.
     """
     for passages in other_passages(example, answer, others):
         prompt = build_prompt(model.tokenizer, template, example.question, passages)

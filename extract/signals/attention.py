@@ -295,11 +295,9 @@ def _plain_attention(
     """Attend as the model would have.
 
     No fused kernel knows a softcap (Gemma 2) or sinks (gpt-oss). Such models attend
-    eagerly, by the function of their own file; called a few rows at a time it rounds
-    as they do, and keeps no map.
-
-    Returns:
-      `[n_examples, n_tokens, n_heads, d_head]` in the value's dtype.
+    eagerly, by the function of their own file; called a few rows at a time it rounds as
+    they do, and keeps no map. Returns `[n_examples, n_tokens, n_heads, d_head]` in the
+    value's dtype.
     """
     n_examples, n_heads, n_tokens = call.shape
     n_keys = call.n_cached + n_tokens

@@ -318,14 +318,9 @@ class DecodeReading(AttentionReading):
         self._begin_step(column + 1)
 
     def _emission(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read the last position of every row of the run as it emits these tokens.
+        """Read the last position of every row as the run emits `[n_run_rows]` ids.
 
-        Args:
-          targets: `[n_run_rows]` ids.
-
-        Returns:
-          `[n_run_rows, 5]` and `[n_run_rows, 4 * n_layers]`, as `AnswerSignals` has
-          them.
+        Returns `[n_run_rows, 5]` and `[n_run_rows, 4 * n_layers]`, see `AnswerSignals`.
         """
         h_in, att, ffn = self._parts  # each [n_run_rows, n_layers, d_model]
         lens = self.reader.lens(targets[:, None].expand(-1, h_in.shape[1]))
@@ -604,11 +599,9 @@ def _so_far(
 def decoding_differences(reader: SignalReader) -> dict[str, float]:
     """Compare what is read while writing with what is read of the same ids again.
 
-    Two prompts of unequal length, beyond the model's smallest window, are answered by
-    a few tokens.
-
-    Returns:
-      Of every family the largest difference of an answer, relative to its norm.
+    Two prompts of unequal length, beyond the model's smallest window, are answered by a
+    few tokens. Returns of every family the largest difference of an answer, relative to
+    its norm.
     """
     longest, _ = probe_lengths(reader.backbone)
     window = reader.backbone.max_length or longest + _N_CHECKED + _N_PADDED
@@ -642,10 +635,8 @@ def check_decoding(reader: SignalReader) -> str | None:
     """Check that what is read while writing is what is read of the same ids again.
 
     What differs by more than rounding is the model's own: Llama 4 cuts its chunks of
-    attention from the padding on.
-
-    Returns:
-      None where they agree; else why answers have to be read again, a sentence.
+    attention from the padding on. Returns None where they agree; else why answers have
+    to be read again, a sentence.
     """
     backbone = reader.backbone
     about = [list(reader.hidden_layers), reader.hidden_spans]

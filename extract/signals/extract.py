@@ -276,9 +276,7 @@ class _RangeRows:
     def put(self, example: int, reading: np.ndarray) -> None:
         """Store the rows of an answer that the family has.
 
-        Args:
-          example: which answer.
-          reading: of the last tokens `[n_rows, …]`, or of the stored ones alone.
+        The reading is of the last tokens `[n_rows, …]`, or of the stored ones alone.
         """
         offsets = self._spec.family_offsets(self._name)[example : example + 2]
         first, last = (offsets - self._start).tolist()
@@ -340,8 +338,7 @@ def _read_unit(
 ) -> dict[int, dict[str, np.ndarray]]:
     """Read the missing ranges of one unit; `tick` is called for each of their answers.
 
-    Returns:
-      For each missing range `[n_rows, …]` per family, in the stored type.
+    Returns for each of them `[n_rows, …]` per family, in the stored type.
     """
     spec = plan.spec
     rows = {

@@ -365,8 +365,8 @@ def _check_pushes(
 def check_parity(backbone: Backbone, final_norm: residual.FinalNorm, head: Head) -> int:
     """Check that what is read of a backbone sums to what it does.
 
-    Returns:
-      The heads of an attention layer, as they were read; a config can say otherwise.
+    Returns the heads of an attention layer, as they were read; a config can say
+    otherwise.
     """
     lengths = probe_lengths(backbone)
     ids = probe_ids(backbone, lengths)

@@ -311,9 +311,8 @@ def _encode(
 ) -> _Batch:
     """Encode rows; those marked `from_first` are learned from their first token on.
 
-    Returns:
-      `[n_rows, n_tokens]` right-padded ids, and `[n_rows, n_tokens - 1]` bool, True
-      where the next token is learned.
+    Returns `[n_rows, n_tokens]` right-padded ids, and `[n_rows, n_tokens - 1]` bool,
+    True where the next token is learned.
     """
     encoded = []
     for row, everything in zip(rows, from_first or [False] * len(rows), strict=True):
