@@ -1,4 +1,5 @@
 import html.parser
+import json
 import re
 
 import pytest
@@ -277,6 +278,9 @@ def test_answers_to_look_at_are_all_there_some_at_once():
     assert (n_shown, n_folded) == (12, 6)  # two of each of three kinds and settings
     assert "✓ right<small>trusted" in first and "✗ wrong<small>caught" in first
     assert "Karvia / Osk and 7 more" in section
+    text = json.dumps(sets).replace("right and trusted", "right and not trusted")
+    page = render_report(sample_report(shown=json.loads(text)))
+    assert "✓ right<small>not trusted" in page and "right<small>trusted" not in page
     assert "trusted from P = .710" in section
 
 
