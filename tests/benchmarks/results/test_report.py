@@ -196,10 +196,12 @@ def test_a_figure_says_how_wide_the_interval_of_a_bar_is(page):
 
 def test_a_calibration_that_made_it_worse_is_said_in_words():
     curves = PARTS["reliability"]["closed_book"]
-    for ece, words in ((0.02, "before calibration"), (0.9, "worse than the")):
-        reliability = {"closed_book": curves | {"ece_calibrated": ece}}
+    for change, words in ((0.02, "worse than the"), (0.005, "before calibration")):
+        reliability = {
+            "closed_book": curves | {"ece_calibrated": curves["ece_raw"] + change}
+        }
         (_, _, detail), *_ = numbers(results_of([]), reliability)
-        assert words in detail and ("worse" in detail) == (ece > curves["ece_raw"])
+        assert words in detail and ("worse" in detail) == (change > 0.01)
 
 
 def test_too_few_answers_are_said_once():
