@@ -334,7 +334,7 @@ _CHANCE_OF_ECE = 0.01
 
 
 def is_worse(curves: Mapping[str, Any]) -> bool:
-    """Whether calibration made the error on test answers larger, by more than chance."""
+    """Whether calibration made the error on test answers larger than by chance."""
     return curves["ece_calibrated"] > curves["ece_raw"] + _CHANCE_OF_ECE
 
 
