@@ -66,20 +66,14 @@ STORED_TYPES = {
 }
 
 
-class _Layers(click.ParamType):
-    """A list of layers; `all` stays a word, since None means not given."""
+def _layers(text: str) -> tuple[int, ...] | str:
+    """Read a list of layers; `all` stays a word, since None means not given."""
+    from beatrice.extract.store.spec import parse_layers
 
-    name = "layers"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...] | str:
-        from beatrice.extract.store.spec import parse_layers
-
-        try:
-            return parse_layers(str(value)) or "all"
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
+    try:
+        return parse_layers(text) or "all"
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
 
 
 class _StoredType(click.Choice):
@@ -97,7 +91,7 @@ class KeptOptions:
         "Layers kept: one, some (8,16,24), or all; 0 is the embedding.",
         metavar="LAYERS",
         show_default="all",
-        type=_Layers(),
+        type=click.types.FuncParamType(_layers),
     )
     hidden_spans: Literal["all", "answer"] | None = option(
         "Tokens whose hidden states are kept.", show_default="all"
