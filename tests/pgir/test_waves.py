@@ -51,20 +51,21 @@ def give(call):
 
 
 class Served:
-    """Serves two calls a batch, and writes down what it was asked."""
+    """Serves some calls a batch, and writes down what it was asked."""
 
-    def __init__(self, kind, dies_after=None):
-        self.kind, self.served, self.dies_after = kind, [], dies_after
+    def __init__(self, kind, give=give, n_batch=2, dies_after=None):
+        self.kind, self.give, self.n_batch = kind, give, n_batch
+        self.served, self.dies_after = [], dies_after
 
     def batches(self, calls, done):
-        for first in range(0, len(calls), 2):
-            places = range(first, min(first + 2, len(calls)))
+        for first in range(0, len(calls), self.n_batch):
+            places = range(first, min(first + self.n_batch, len(calls)))
             if all(i in done for i in places):
                 continue
             if self.dies_after == len(self.served):
                 raise KeyboardInterrupt
             self.served.append(tuple(calls[i] for i in places))
-            yield [(i, give(calls[i])) for i in places]
+            yield [(i, self.give(calls[i])) for i in places]
 
     def cost(self, call, value):
         return PRICES[self.kind]
@@ -72,7 +73,7 @@ class Served:
 
 def waves(path, key="corpus", **options):
     deaths = options.pop("deaths", {})
-    services = {kind: Served(kind, deaths.get(kind)) for kind in PRICES}
+    services = {kind: Served(kind, dies_after=deaths.get(kind)) for kind in PRICES}
     return Waves(services, CallJournal(path, key), **options)
 
 
@@ -280,19 +281,6 @@ def serve(call):
     return reply("yes" if is_right else "no")
 
 
-class ServedAtOnce:
-    """Serves everything at once by `serve`."""
-
-    def __init__(self, kind, give=serve):
-        self.kind, self.give = kind, give
-
-    def batches(self, calls, done):
-        yield [(i, self.give(call)) for i, call in enumerate(calls)]
-
-    def cost(self, call, value):
-        return PRICES[self.kind]
-
-
 def example(i, split="validation", dataset="world", **fields):
     usual = dict(id=f"{dataset}-{split}-{i}", dataset=dataset, split=split)
     usual |= dict(question=f"{split} {i}?", golds=("yes",), passages=PASSAGES)
@@ -308,7 +296,7 @@ def session(tmp_path, test_golds=("yes",), **config):
         )
         for split, golds in (("validation", ("yes",)), ("test", test_golds))
     ]
-    services = {kind: ServedAtOnce(kind) for kind in PRICES}
+    services = {kind: Served(kind, serve, n_batch=99) for kind in PRICES}
     return Session(
         waves=Waves(services, CallJournal(tmp_path / "calls.jsonl", "one")),
         sets=sets,
@@ -367,9 +355,7 @@ def test_training_outcomes_are_those_of_training_questions(tmp_path):
 
 def test_a_search_that_fails_is_named_and_ends_the_stage(tmp_path):
     given = session(tmp_path)
-    given.waves.services["search"] = ServedAtOnce(
-        "search", lambda call: Failed("timed out")
-    )
+    given.waves.services["search"] = Served("search", lambda _: Failed("timed out"))
     shared = given.config.search
     with pytest.raises(ConnectionError, match="8 of 8 questions.*timed out.*again"):
         given.answer("vanilla_rag", lambda e: vanilla_rag(e.question, shared))

@@ -23,7 +23,7 @@ from beatrice.jaxprobe.metrics import auroc
 from tests.benchmarks.baselines import planted
 from tests.jaxprobe.samples import rows_of
 
-# The encoder is a model of its own, and tested with one (`test_ladder`); a head that
+# The encoder is a model of its own, and tested with one (`test_plain`); a head that
 # JAX fits is slow.
 KNOWN = {n: x for n, x in catalogue().items() if "encoder" not in x.needs}
 NAMES = [
