@@ -48,7 +48,6 @@ from beatrice.extract.world.facts import (
 )
 from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.detector import Detector
-from beatrice.jaxprobe.rows import Rows
 from beatrice.jaxprobe.train import grid_config
 from beatrice.pgir.retrievers import (
     Bm25Retriever,
@@ -58,6 +57,7 @@ from beatrice.pgir.retrievers import (
 )
 from tests.extract.datasets import published as pub
 from tests.extract.small_run import beatrice, questions
+from tests.jaxprobe.samples import rows_like
 from tests.pgir.test_retrievers import serving
 from tests.process import call
 
@@ -251,18 +251,14 @@ def test_questions_that_a_server_failed_are_named_and_the_others_kept():
     assert set(failed.values()) == {"it is slow"}
 
 
-def test_what_was_asked_and_not_answered_is_count_missing_as_failed():
+def test_what_was_asked_and_not_answered_is_counted_as_failed():
     requests = [e for e in questions() if e.split in ("test", "ood")]
-    n, lost = len(requests), requests[-1]
-    there = requests[:-1]
-    rows = Rows(
-        setting="with_context",
-        ids=np.array([e.id for e in there]),
-        datasets=np.array([e.dataset for e in there]),
-        splits=np.array([e.split for e in there]),
-        variants=np.full(n - 1, "original"),
-        labels=np.ones(n - 1, bool),
-        is_labelled=np.ones(n - 1, bool),
+    *there, lost = requests
+    rows = rows_like(
+        [True] * len(there),
+        ids=[e.id for e in there],
+        datasets=[e.dataset for e in there],
+        splits=[e.split for e in there],
     )
 
     def row(dataset, split):

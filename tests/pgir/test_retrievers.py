@@ -402,12 +402,11 @@ QUESTIONS = [
 
 
 def build(tmp_path, **files):
-    notes = []
+    notes, sources = [], []
     for name, content in files.items():
-        path = tmp_path / name.replace("__", ".")
         text = content if isinstance(content, str) else json.dumps(content)
-        path.write_text(text, encoding="utf-8")
-    sources = [tmp_path / name.replace("__", ".") for name in files]
+        sources.append(tmp_path / name.replace("__", "."))
+        sources[-1].write_text(text, encoding="utf-8")
     return build_corpus(tmp_path / "corpus", sources, notes.append), notes
 
 

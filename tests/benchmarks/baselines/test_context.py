@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import msgspec
 import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
@@ -64,14 +65,7 @@ def test_perplexity_is_that_of_the_answers_tokens_without_the_stop(inputs):
     given = inputs()
     answers = list(given.answers)
     for i, n in enumerate((0, 1, 2)):
-        answers[i] = type(answers[i])(
-            **{
-                name: getattr(answers[i], name)
-                for name in answers[i].__struct_fields__
-                if name != "token_ids"
-            },
-            token_ids=(2,) * n,
-        )
+        answers[i] = msgspec.structs.replace(answers[i], token_ids=(2,) * n)
     given = dataclasses.replace(given, answers=answers)
     perplexity = llm_check.answer_perplexity(given)[:, 0]
     prob = read_family(given.store, "prob")

@@ -31,20 +31,9 @@ from tests.benchmarks.results.sample import (
 
 SECTIONS = "answers reliability detection figures findings".split()
 FOLDS = "accuracy selection exhaustive ablations anatomy controller checks run".split()
-EMPTY = dict(
-    facts={},
-    stage_seconds={},
-    rows=[],
-    accuracy=[],
-    sweep={},
-    selection={},
-    reliability={},
-    control={},
-    cases=[],
-    shown=[],
-    ranking={},
-    ablations={},
-)
+EMPTY = dict.fromkeys("rows accuracy cases shown".split(), [])
+EMPTY |= dict.fromkeys("facts stage_seconds sweep selection reliability".split(), {})
+EMPTY |= dict.fromkeys("control ranking ablations".split(), {})
 
 
 def whole_report():
