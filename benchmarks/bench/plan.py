@@ -245,39 +245,6 @@ class Operation:
         }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Work:
-    """The work of a batch of the planned block."""
-
-    setting: Setting
-    n_flops: int  # in products
-    own_flops: int  # in products of the families that members read, by `step_flops`
-    xla_flops: float  # of all operations, by `cost_analysis` of what was compiled
-    product_seconds: float  # of the products, each at the peak that binds it
-    # of the other bytes that the compiled module moves, at memory's
-    other_seconds: float
-    memory_share: float  # of the products' time, in those that memory binds
-    n_batches: int  # in all epochs
-
-    @property
-    def seconds(self) -> float:
-        """The time of a batch by roofline."""
-        return self.product_seconds + self.other_seconds
-
-    def row(self) -> Row:
-        """Return the row by its columns."""
-        return {
-            "setting": self.setting,
-            "GFLOP a batch in products": self.n_flops / 1e9,
-            "share of members' own families": self.own_flops / self.n_flops,
-            "XLA counts GFLOP": self.xla_flops / 1e9,
-            "roofline ms of a batch": 1e3 * self.seconds,
-            "minutes of 60 epochs": self.n_batches * self.seconds / 60,
-            "share of products at peak": self.product_seconds / self.seconds,
-            "share of products bound by memory": self.memory_share,
-        }
-
-
 def planned(
     setting: Setting, memory: int, is_mixed: bool = False
 ) -> tuple[Sizes, Plan]:
@@ -338,8 +305,15 @@ def work_of(
     plan: Plan,
     products: list[Operation],
     device: Device,
-) -> Work:
-    """Sum up a batch: its microbatches of the planned block, and all other blocks."""
+) -> Row:
+    """Sum up a batch: its microbatches of the planned block, and all other blocks.
+
+    Returns:
+      Operations in products, the share in products of the families that members read
+      (`step_flops`), and all operations by `cost_analysis` of what was compiled. Time
+      by roofline, that of products each at the peak that binds it and of the other
+      bytes at memory's; and of the products' time the share that memory binds.
+    """
     work = Workload(
         encoder=sizes.encoder,
         dims=sizes.dims,
@@ -357,17 +331,21 @@ def work_of(
         operation.seconds for operation in products if operation.is_memory_bound
     )
     others = cost["bytes accessed"] - sum(operation.n_bytes for operation in products)
-    n_epoch = math.ceil(N_ROWS[setting][0] / sizes.train.batch_size)
-    return Work(
-        setting=setting,
-        n_flops=round(times * sum(operation.n_flops for operation in products)),
-        own_flops=sum(step_flops(work, member) for member in work.members),
-        xla_flops=times * cost["flops"],
-        product_seconds=times * product_seconds,
-        other_seconds=times * max(others, 0.0) / device.bandwidth,
-        memory_share=bound / product_seconds,
-        n_batches=n_epoch * sizes.train.max_epochs,
-    )
+    n_batches = math.ceil(N_ROWS[setting][0] / sizes.train.batch_size)
+    n_flops = times * sum(operation.n_flops for operation in products)
+    own_flops = sum(step_flops(work, member) for member in work.members)
+    seconds = times * (product_seconds + max(others, 0.0) / device.bandwidth)
+    minutes = n_batches * sizes.train.max_epochs * seconds / 60
+    return {
+        "setting": setting,
+        "GFLOP a batch in products": n_flops / 1e9,
+        "share of members' own families": own_flops / n_flops,
+        "XLA counts GFLOP": times * cost["flops"] / 1e9,
+        "roofline ms of a batch": 1e3 * seconds,
+        f"minutes of {sizes.train.max_epochs} epochs": minutes,
+        "share of products at peak": times * product_seconds / seconds,
+        "share of products bound by memory": bound / product_seconds,
+    }
 
 
 def moved_activations(module: Module, sizes: Sizes, n_rows: int) -> int:
@@ -448,7 +426,7 @@ def plan(
         products = operations(setting, sizes, module, on)
         work = work_of(setting, sizes, plan, products, on)
         plans.append(plan_row(setting, plan))
-        works.append(work.row())
+        works.append(work)
         shown += [operation.row() for operation in products[:_SHOWN]]
         notes.extend(in_words(setting, sizes, plan, module))
     printer.text(f"Arithmetic for one {device.upper()}, not measured.\n")
