@@ -28,9 +28,9 @@ import numpy as np
 
 from beatrice.jaxprobe.config import EncoderConfig, MatmulDtype
 from beatrice.jaxprobe.families import FamilyDims
-from beatrice.jaxprobe.kernels.projection import Draw, project
-from beatrice.jaxprobe.kernels.random import RowKeys, dropout
-from beatrice.jaxprobe.kernels.stored import product, values_of
+from beatrice.jaxprobe.projection import Draw, project
+from beatrice.jaxprobe.random import RowKeys, dropout
+from beatrice.jaxprobe.stored import product, values_of
 from beatrice.jaxprobe.tokens import FamilyTokens
 
 N_TAPS = 3  # kernel size of the convolutions within a block
@@ -77,7 +77,7 @@ def _token_convolution(
       x: `[d_in, n_span_tokens, n_examples]`, zero on padding.
       kernel: `[d_out, 3, d_in]`.
       flag: see `materialize`.
-      matmul_dtype: see `jaxprobe.kernels.stored`.
+      matmul_dtype: see `jaxprobe.stored`.
 
     Returns:
       `[d_out, n_span_tokens, n_examples]`.

@@ -27,7 +27,6 @@ from jax.flatten_util import ravel_pytree
 
 from beatrice.jaxprobe.config import FusionConfig, TrainConfig
 from beatrice.jaxprobe.encoder import MemberOutputs, Params, apply_module, materialize
-from beatrice.jaxprobe.kernels.random import HEADS, hashed_bits, stream_key
 from beatrice.jaxprobe.loop import (
     FitInfo,
     FitState,
@@ -39,6 +38,7 @@ from beatrice.jaxprobe.loop import (
     take_steps,
 )
 from beatrice.jaxprobe.metrics import auroc, is_gain, masked_auroc
+from beatrice.jaxprobe.random import HEADS, hashed_bits, stream_key
 
 OUTPUT = ("out_kernel", "out_bias")  # where they are zero, a head is the mean logit
 _SUREST = 1e-6  # a probability further from 1/2 counts as this one
@@ -178,7 +178,7 @@ def keep_encoders(
     them, one filled slot, chosen uniformly, stays: a head cannot learn from nothing.
 
     Args:
-      key: of the draw, see `jaxprobe.kernels.random`.
+      key: of the draw, see `jaxprobe.random`.
       n_examples: in the batch.
       slot_mask: `[n_slots]` bool, True where a slot is filled.
       rate: probability of hiding.

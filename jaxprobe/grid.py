@@ -36,9 +36,6 @@ from beatrice.jaxprobe.encoder import (
     pooled_signals,
 )
 from beatrice.jaxprobe.families import subset_masks
-from beatrice.jaxprobe.kernels.projection import Draw, SharedBatch, gather_batch
-from beatrice.jaxprobe.kernels.random import BATCHES, MEMBERS, stream_key
-from beatrice.jaxprobe.kernels.stored import use_one_blas_thread
 from beatrice.jaxprobe.loop import (
     FitInfo,
     FitState,
@@ -52,6 +49,9 @@ from beatrice.jaxprobe.loop import (
     take_steps_in_turn,
 )
 from beatrice.jaxprobe.metrics import auroc_gain
+from beatrice.jaxprobe.projection import Draw, SharedBatch, gather_batch
+from beatrice.jaxprobe.random import BATCHES, MEMBERS, stream_key
+from beatrice.jaxprobe.stored import use_one_blas_thread
 from beatrice.jaxprobe.tokens import FamilyTokens
 
 AXIS = "members"  # of the mesh of devices

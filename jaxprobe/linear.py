@@ -26,8 +26,8 @@ from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.encoder import COLLECTION, pooled_signals
 from beatrice.jaxprobe.families import subset_masks
 from beatrice.jaxprobe.grid import Trained
-from beatrice.jaxprobe.kernels.stored import use_one_blas_thread
 from beatrice.jaxprobe.metrics import auroc, is_gain
+from beatrice.jaxprobe.stored import use_one_blas_thread
 from beatrice.jaxprobe.tokens import FamilyTokens
 
 # Inverse strengths of the penalty, from which validation chooses; the paper gives none.

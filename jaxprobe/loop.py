@@ -17,8 +17,8 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 from beatrice.jaxprobe.config import TrainConfig
-from beatrice.jaxprobe.kernels.random import RowKeys
 from beatrice.jaxprobe.metrics import masked_auroc
+from beatrice.jaxprobe.random import RowKeys
 
 Params = Any
 

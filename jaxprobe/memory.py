@@ -42,7 +42,7 @@ from beatrice.jaxprobe.grid import (
     start_block,
     train_block,
 )
-from beatrice.jaxprobe.kernels.stored import StoredTokens
+from beatrice.jaxprobe.stored import StoredTokens
 from beatrice.jaxprobe.tokens import FamilyTokens
 
 

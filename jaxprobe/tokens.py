@@ -27,7 +27,7 @@ from beatrice.jaxprobe.families import (
     used_spans,
     widths_of,
 )
-from beatrice.jaxprobe.kernels.stored import StoredTokens, moved
+from beatrice.jaxprobe.stored import StoredTokens, moved
 
 
 class FamilyTokens(NamedTuple):

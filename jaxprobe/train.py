@@ -78,7 +78,6 @@ from beatrice.jaxprobe.grid import (
     reviewed_after,
     trained_block,
 )
-from beatrice.jaxprobe.kernels.stored import use_one_blas_thread
 from beatrice.jaxprobe.linear import (
     LinearGrid,
     Pooled,
@@ -93,6 +92,7 @@ from beatrice.jaxprobe.linear import (
 from beatrice.jaxprobe.loop import FitInfo, fit
 from beatrice.jaxprobe.memory import Sizes, Workload, choose, step_flops
 from beatrice.jaxprobe.rows import Rows, TrainingSet, read_sweep, rows_of, training_set
+from beatrice.jaxprobe.stored import use_one_blas_thread
 from beatrice.jaxprobe.tokens import FamilyTokens
 
 EVERY_FAMILY = subset_index("HPRA")

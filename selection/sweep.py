@@ -25,7 +25,6 @@ from beatrice.extract.run.files import write_json_atomic
 from beatrice.extract.run.stages import Stage
 from beatrice.extract.store.store import FeatureStore
 from beatrice.jaxprobe.config import TrainConfig, set_compiler
-from beatrice.jaxprobe.kernels.random import PROBES, stream_key
 from beatrice.jaxprobe.loop import (
     FitState,
     Keys,
@@ -35,6 +34,7 @@ from beatrice.jaxprobe.loop import (
     start_fit,
     take_steps,
 )
+from beatrice.jaxprobe.random import PROBES, stream_key
 from beatrice.jaxprobe.rows import LayerCurve, LayerSweep, Rows
 from beatrice.jaxprobe.tokens import mean_answer_states
 from beatrice.jaxprobe.train import open_rows

@@ -16,7 +16,7 @@ from beatrice.jaxprobe.families import (
     subset_index,
 )
 from beatrice.jaxprobe.fusion import FusionHead, head_inputs
-from beatrice.jaxprobe.kernels.projection import Draw
+from beatrice.jaxprobe.projection import Draw
 from beatrice.jaxprobe.tokens import FamilyTokens, split_families
 from tests.jaxprobe.samples import identity_of
 

@@ -8,14 +8,14 @@ from jax.flatten_util import ravel_pytree
 from scipy.stats import kstest
 from threadpoolctl import threadpool_info, threadpool_limits
 
+from beatrice.jaxprobe import projection
 from beatrice.jaxprobe.config import EncoderConfig, TrainConfig
 from beatrice.jaxprobe.encoder import Encoder
 from beatrice.jaxprobe.families import paper_dims
 from beatrice.jaxprobe.grid import member_keys
-from beatrice.jaxprobe.kernels import projection
-from beatrice.jaxprobe.kernels.projection import Draw, noise_factor, project
-from beatrice.jaxprobe.kernels.random import dropout, hashed_bits, hashed_normal
-from beatrice.jaxprobe.kernels.stored import contract, product, use_one_blas_thread
+from beatrice.jaxprobe.projection import Draw, noise_factor, project
+from beatrice.jaxprobe.random import dropout, hashed_bits, hashed_normal
+from beatrice.jaxprobe.stored import contract, product, use_one_blas_thread
 from beatrice.jaxprobe.tokens import FamilyTokens
 
 WIDE, NARROW = (3, 7), (7, 3)  # [d_projection, d_family]: noise behind, noise before

@@ -19,7 +19,6 @@ from beatrice.jaxprobe.config import (
 )
 from beatrice.jaxprobe.families import FLOATS, N_SUBSETS, paper_dims, subset_index
 from beatrice.jaxprobe.grid import Block, Member, grid_members
-from beatrice.jaxprobe.kernels.random import RowKeys, hashed_bits, hashed_normal
 from beatrice.jaxprobe.memory import (
     KEPT_FREE,
     Plan,
@@ -30,6 +29,7 @@ from beatrice.jaxprobe.memory import (
     rows_bytes,
     step_flops,
 )
+from beatrice.jaxprobe.random import RowKeys, hashed_bits, hashed_normal
 from beatrice.jaxprobe.train import EVERY_FAMILY, members_of_share
 from tests.jaxprobe.samples import assert_same_leaves
 from tests.jaxprobe.test_grid import TRAIN, planted_parts, train

@@ -17,7 +17,7 @@ from beatrice.jaxprobe.config import EncoderConfig, StreamConfig, TrainConfig
 from beatrice.jaxprobe.encoder import Encoder, pooled_signals
 from beatrice.jaxprobe.families import paper_dims, standardizer_of, subset_index
 from beatrice.jaxprobe.grid import Block, fit_blocks, labelled, member_outputs
-from beatrice.jaxprobe.kernels.stored import StoredTokens, take_rows, values_of
+from beatrice.jaxprobe.stored import StoredTokens, take_rows, values_of
 from beatrice.jaxprobe.tokens import FamilyTokens, keep_spans, split_families, zero_span
 from beatrice.jaxprobe.train import Streamed, epoch_groups, fit_streamed, prefetched
 from tests.jaxprobe.samples import assert_same_leaves, identity_of

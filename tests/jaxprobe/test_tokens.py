@@ -13,7 +13,7 @@ from beatrice.jaxprobe.families import (
     standardizer_of,
     used_spans,
 )
-from beatrice.jaxprobe.kernels.stored import values_of
+from beatrice.jaxprobe.stored import values_of
 from beatrice.jaxprobe.tokens import (
     family_dims,
     fit_standardizer,

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from beatrice.jaxprobe.config import MatmulDtype
-from beatrice.jaxprobe.kernels.random import RowKeys, hashed_normal
-from beatrice.jaxprobe.kernels.stored import (
+from beatrice.jaxprobe.random import RowKeys, hashed_normal
+from beatrice.jaxprobe.stored import (
     StoredTokens,
     contract,
     product,
@@ -172,7 +172,7 @@ def project(
       draw: None outside training: all examples, no noise.
       deviation: standard deviation of the noise on each input channel.
       stream: tells families apart in the noise.
-      matmul_dtype: see `jaxprobe.kernels.stored`; the noise is not rounded.
+      matmul_dtype: see `jaxprobe.stored`; the noise is not rounded.
 
     Returns:
       `[d_projection, n_tokens, batch_size]`. Padding carries noise; mask it.
@@ -334,7 +334,7 @@ def _wide_product(
     Only `weight` has a gradient.
 
     Args:
-      matmul_dtype: see `jaxprobe.kernels.stored`.
+      matmul_dtype: see `jaxprobe.stored`.
       weight: `[d_projection, d_family]`.
       tokens: `[n_tokens, n_examples, d_family]`.
       rows: `[n_batch]` int32, all of them among the examples.

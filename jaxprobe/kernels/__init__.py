@@ -1,1 +1,0 @@
-"""What is shaped by speed alone: projections, products, draws."""
