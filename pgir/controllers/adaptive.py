@@ -40,10 +40,10 @@ from beatrice.extract.store.store import FeatureStore, read_family
 from beatrice.jaxprobe.calibration import fit_calibrator
 from beatrice.pgir.controllers.loop import (
     Call,
+    ControllerConfig,
     Judge,
     Plan,
     Reply,
-    SearchConfig,
     fresh_passages,
     no_rag,
     vanilla_rag,
@@ -162,7 +162,7 @@ def neighbours_of(
     )
 
 
-def skr(question: str, retrieves: bool, config: SearchConfig) -> Plan[str]:
+def skr(question: str, retrieves: bool, config: ControllerConfig) -> Plan[str]:
     """Answer as the vote says; one generation either way."""
     if retrieves:
         return (yield from vanilla_rag(question, config))
@@ -183,7 +183,7 @@ def run_skr(session: Session) -> None:
         k: dict(zip(ids, index.retrieves(texts, k).tolist(), strict=True))
         for k in NEIGHBOURS
     }
-    shared = session.config.search
+    shared = session.config
     plan = lambda k, e: skr(e.question, votes[k][e.id], shared)  # noqa: E731
     session.tune("skr", NEIGHBOURS, plan)
 
@@ -200,15 +200,15 @@ SET_LABELS: Mapping[str, Strategy] = {
 }
 
 
-def iterative(question: str, config: SearchConfig) -> Plan[str]:
+def iterative(question: str, config: ControllerConfig) -> Plan[str]:
     """Retrieve with the question, then with the last answer, keeping all passages.
 
     Ends where an answer is empty or comes twice, where a search finds nothing new, or
-    after `max_rounds` retrievals.
+    after `max_budget` retrievals.
     """
     passages: tuple[int, ...] = ()
     query, answer = question, None
-    for _ in range(config.max_rounds):
+    for _ in range(config.max_budget):
         ranking = yield Call("search", query, n=config.depth)
         fresh = fresh_passages(ranking, frozenset(passages), config.n_passages)
         if not fresh:
@@ -259,7 +259,9 @@ def fit_router(vectors: np.ndarray, labels: Sequence[str], strength: float) -> A
     return LogisticRegression(C=strength, max_iter=1000).fit(vectors, labels)
 
 
-def adaptive_rag(question: str, strategy: Strategy, config: SearchConfig) -> Plan[str]:
+def adaptive_rag(
+    question: str, strategy: Strategy, config: ControllerConfig
+) -> Plan[str]:
     """Answer by a strategy."""
     if strategy == "A":
         return (yield from no_rag(question))
@@ -271,7 +273,7 @@ def adaptive_rag(question: str, strategy: Strategy, config: SearchConfig) -> Pla
 @rival("adaptive_rag", "2024-03")
 def run_adaptive(session: Session) -> None:
     """Learn from outcomes, choose the classifier on validation, and run."""
-    shared, training = session.config.search, session.training
+    shared, training = session.config, session.training
     without, once = (right_of(training, done) for done in session.outcomes)
     again = session.run(
         "train:iterative", training, lambda e: iterative(e.question, shared)

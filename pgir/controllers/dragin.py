@@ -31,10 +31,10 @@ from beatrice.extract.signals.span_sums import AttentionCall, AttentionMap
 from beatrice.pgir.controllers.loop import (
     Attended,
     Call,
+    ControllerConfig,
     Cost,
     Plan,
     Reply,
-    SearchConfig,
     Words,
 )
 from beatrice.pgir.controllers.session import Session, rival
@@ -242,7 +242,7 @@ class Wording(BatchedService):
         return Cost(forwards=1)
 
 
-def dragin(question: str, theta: float, config: SearchConfig) -> Plan[str]:
+def dragin(question: str, theta: float, config: ControllerConfig) -> Plan[str]:
     """Answer, and answer again with passages if a word of the answer triggers."""
     draft = yield Call("answer", question)
     words = yield Call("words", question)
@@ -261,7 +261,7 @@ def run_dragin(session: Session) -> None:
     """Choose theta among the quantiles of validation answers, and run."""
     wording = Wording(session.answering)
     session.waves.services |= {"words": wording, "attended": wording}
-    shared = session.config.search
+    shared = session.config
 
     def strongest(example: Example) -> Plan[float]:
         yield Call("answer", example.question)

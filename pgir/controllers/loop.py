@@ -161,59 +161,16 @@ class Done:
     cost: Cost
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SearchConfig:
-    """What all controllers share: k passages a round, of rankings of one depth."""
-
-    n_passages: int = 3
-    depth: int = 60
-    max_rounds: int = 4  # most retrievals of those that retrieve again
-
-
-def no_rag(question: str) -> Plan[str]:
-    """Answer closed-book."""
-    reply = yield Call("answer", question)
-    return reply.text
-
-
-def vanilla_rag(question: str, config: SearchConfig) -> Plan[str]:
-    """Retrieve once with the question, and answer."""
-    ranking = yield Call("search", question, n=config.depth)
-    reply = yield Call("answer", question, tuple(ranking[: config.n_passages]))
-    return reply.text
-
-
-def best_under_cap(
-    candidates: dict[Any, tuple[np.ndarray, np.ndarray]], cap: float
-) -> Any:
-    """Return the setting with the best mean quality that keeps under the cap.
-
-    Of equals the cheapest, then the first. Where none keeps under it, the cheapest:
-    a rival that cannot spend less is shown with what it spends.
-
-    Args:
-      candidates: per setting, quality and generations of each question.
-      cap: on the mean generations of a question.
-    """
-    ranked = [
-        (-float(quality.mean()), float(cost.mean()), index)
-        for index, (quality, cost) in enumerate(candidates.values())
-    ]
-    allowed = [entry for entry in ranked if entry[1] <= cap]
-    best = min(allowed) if allowed else min(ranked, key=lambda entry: entry[1])
-    return list(candidates)[best[2]]
-
-
 Query = Literal["draft", "question", "question_first", "sure_draft", "fused", "both"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ControllerConfig:
-    """How far and how wide PGIR searches (section 4).
+    """How far and how wide PGIR searches (section 4); others share k, B and depth.
 
     Attributes:
       n_passages: k, passages a round.
-      max_budget: largest B traced.
+      max_budget: largest B traced; most retrievals of rivals that retrieve again.
       depth: how deep a ranking may be paged.
       thresholds: tried for tau.
       max_generations: cap on the mean per question, for the search.
@@ -245,12 +202,39 @@ class ControllerConfig:
                 f"{self.query!r}"
             )
 
-    @property
-    def search(self) -> SearchConfig:
-        """Return what PGIR shares with the other controllers."""
-        return SearchConfig(
-            n_passages=self.n_passages, depth=self.depth, max_rounds=self.max_budget
-        )
+
+def no_rag(question: str) -> Plan[str]:
+    """Answer closed-book."""
+    reply = yield Call("answer", question)
+    return reply.text
+
+
+def vanilla_rag(question: str, config: ControllerConfig) -> Plan[str]:
+    """Retrieve once with the question, and answer."""
+    ranking = yield Call("search", question, n=config.depth)
+    reply = yield Call("answer", question, tuple(ranking[: config.n_passages]))
+    return reply.text
+
+
+def best_under_cap(
+    candidates: dict[Any, tuple[np.ndarray, np.ndarray]], cap: float
+) -> Any:
+    """Return the setting with the best mean quality that keeps under the cap.
+
+    Of equals the cheapest, then the first. Where none keeps under it, the cheapest:
+    a rival that cannot spend less is shown with what it spends.
+
+    Args:
+      candidates: per setting, quality and generations of each question.
+      cap: on the mean generations of a question.
+    """
+    ranked = [
+        (-float(quality.mean()), float(cost.mean()), index)
+        for index, (quality, cost) in enumerate(candidates.values())
+    ]
+    allowed = [entry for entry in ranked if entry[1] <= cap]
+    best = min(allowed) if allowed else min(ranked, key=lambda entry: entry[1])
+    return list(candidates)[best[2]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

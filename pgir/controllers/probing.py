@@ -20,7 +20,7 @@ import torch
 
 from beatrice.extract.label.labels import contains_gold
 from beatrice.extract.records import Example
-from beatrice.pgir.controllers.loop import Call, Cost, Plan, SearchConfig
+from beatrice.pgir.controllers.loop import Call, ControllerConfig, Cost, Plan
 from beatrice.pgir.controllers.session import Session, rival
 from beatrice.pgir.controllers.waves import Answering, BatchedService
 
@@ -153,7 +153,7 @@ def probing_rag(
     theta: float,
     n_training: int,
     shown: Callable[[tuple[int, ...]], str],
-    config: SearchConfig,
+    config: ControllerConfig,
 ) -> Plan[str]:
     """Answer until the probes say that it is right.
 
@@ -166,7 +166,7 @@ def probing_rag(
     """
     passages: tuple[int, ...] = ()
     reply = yield Call("answer", question)
-    for _ in range(config.max_rounds):
+    for _ in range(config.max_budget):
         wrong, right = yield Call("probe", question, passages, n=n_training)
         if wrong + theta < right:
             return reply.text
@@ -183,7 +183,7 @@ def probing_rag(
 def run_probing(session: Session) -> None:
     """Train probes on training answers, choose theta on validation, and run."""
     answering = session.answering
-    shared, training = session.config.search, []
+    shared, training = session.config, []
     _ = session.outcomes  # the answers to learn from
     for example in session.training:
         ranking = answering.journal.value(

@@ -19,7 +19,7 @@ from beatrice.extract.generate.local import stop_ids
 from beatrice.extract.records import Example
 from beatrice.extract.signals.batch import pad_batch
 from beatrice.extract.signals.sequence import batches_of
-from beatrice.pgir.controllers.loop import Call, Cost, Plan, SearchConfig
+from beatrice.pgir.controllers.loop import Call, ControllerConfig, Cost, Plan
 from beatrice.pgir.controllers.session import Session, rival
 from beatrice.pgir.controllers.waves import Answering, BatchedService
 
@@ -131,7 +131,9 @@ class Spreading(BatchedService):
         return Cost(sequences=call.n, tokens=value[1], forwards=call.n)
 
 
-def seakr(question: str, delta: float, n_draws: int, config: SearchConfig) -> Plan[str]:
+def seakr(
+    question: str, delta: float, n_draws: int, config: ControllerConfig
+) -> Plan[str]:
     """Answer directly where that is certain, else from the best single passage."""
     direct = yield Call("answer", question)
     spread, _ = yield Call("spread", question, n=n_draws)
@@ -151,7 +153,7 @@ def seakr(question: str, delta: float, n_draws: int, config: SearchConfig) -> Pl
 def run_seakr(session: Session) -> None:
     """Choose delta among the quantiles of validation questions, and run."""
     session.waves.services["spread"] = Spreading(session.answering)
-    shared, n_draws = session.config.search, session.n_draws
+    shared, n_draws = session.config, session.n_draws
 
     def direct(example: Example) -> Plan[float]:
         yield Call("answer", example.question)

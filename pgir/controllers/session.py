@@ -324,14 +324,13 @@ class Session:
     @functools.cached_property
     def outcomes(self) -> tuple[list[Done], list[Done]]:
         """Return training questions' answers, closed-book and after one search."""
-        shared = self.config.search
         closed_book = self.run(
             "train:no_rag", self.training, lambda e: no_rag(e.question)
         )
         return closed_book, self.run(
             "train:vanilla_rag",
             self.training,
-            lambda e: vanilla_rag(e.question, shared),
+            lambda e: vanilla_rag(e.question, self.config),
         )
 
 

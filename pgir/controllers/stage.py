@@ -571,7 +571,7 @@ def _run_pgir(
     controller = session.config
     traced = session.trace("trace", controller)
     session.answer("no_rag", lambda e: no_rag(e.question))
-    session.answer("vanilla_rag", lambda e: vanilla_rag(e.question, controller.search))
+    session.answer("vanilla_rag", lambda e: vanilla_rag(e.question, controller))
     session.answer("draft_rag", lambda e: draft_rag(e.question, controller))
     policy = session.run_pgir("pgir", traced, controller)
     if config.cross_fit:

@@ -304,7 +304,7 @@ def answers_of(loop, vanilla=("no", "no", "yes", "no")):
         requests = example.question
         plans = (
             no_rag(requests),
-            vanilla_rag(requests, config.search),
+            vanilla_rag(requests, config),
             draft_rag(requests, config),
             pgir(requests, POLICY, config),
             upper_bound(requests, POLICY, config, "judge", lambda a: a == "yes"),

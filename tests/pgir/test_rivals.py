@@ -38,7 +38,6 @@ from beatrice.pgir.controllers.loop import (
     Call,
     ControllerConfig,
     Policy,
-    SearchConfig,
     Words,
     best_under_cap,
     pgir,
@@ -58,7 +57,7 @@ from beatrice.pgir.controllers.waves import ENTROPY, Answering, CallJournal, Sco
 from tests.pgir.small import PASSAGE, QUESTION, played, reply
 from tests.records import an_example
 
-SEARCH = SearchConfig(n_passages=3, depth=9)
+SEARCH = ControllerConfig(n_passages=3, depth=9)
 
 
 def kinds(calls):

@@ -223,7 +223,7 @@ session = Session(
     answering=answering,
     encoder=lambda: None, stores=lambda: {})
 traced = session.trace("trace", session.config)
-session.answer("vanilla_rag", lambda e: vanilla_rag(e.question, session.config.search))
+session.answer("vanilla_rag", lambda e: vanilla_rag(e.question, session.config))
 session.run_pgir("pgir", traced, session.config)
 rows = control_rows(session.sets, session.answers, BootstrapConfig(n_resamples=50))
 (folder / "rows.jsonl").write_text(write_rows(rows))
@@ -313,7 +313,7 @@ def entered(session):
     traced = session.trace("trace", session.config)
     session.run_pgir("pgir", traced, session.config)
     session.run_pgir_query("pgir", detector_judge, show_all=True)
-    shared = session.config.search
+    shared = session.config
     plans = {"none": no_rag, "once": lambda q: vanilla_rag(q, shared)}
     session.tune("rival", ("none", "once"), lambda s, e: plans[s](e.question))
     return session.chosen
@@ -356,7 +356,7 @@ def test_training_outcomes_are_those_of_training_questions(tmp_path):
 def test_a_search_that_fails_is_named_and_ends_the_stage(tmp_path):
     given = session(tmp_path)
     given.waves.services["search"] = Served("search", lambda _: Failed("timed out"))
-    shared = given.config.search
+    shared = given.config
     with pytest.raises(ConnectionError, match="8 of 8 questions.*timed out.*again"):
         given.answer("vanilla_rag", lambda e: vanilla_rag(e.question, shared))
 
