@@ -16,7 +16,7 @@ CHAIN = (
     "beatrice.extract.signals.extract:EXTRACT",
     "beatrice.selection.sweep:SWEEP",
     "beatrice.jaxprobe.train:TRAIN",
-    "beatrice.selection.stage:SELECT",
+    "beatrice.selection.greedy:SELECT",
     "beatrice.jaxprobe.calibrate:CALIBRATE",
     "beatrice.benchmarks.results.evaluate:EVALUATE",
     "beatrice.benchmarks.baselines.judge:BASELINES",

@@ -56,8 +56,7 @@ from beatrice.jaxprobe.train import (
     settings_at_once,
     train_encoders,
 )
-from beatrice.selection.greedy import HeadTrainer, NoSignalError, Selection
-from beatrice.selection.stage import load_part
+from beatrice.selection.greedy import HeadTrainer, NoSignalError, Selection, load_part
 
 EXPERIMENT = "ablation"
 SPANS: dict[Setting, tuple[str, ...]] = {

@@ -79,7 +79,7 @@ def select(run_dir: Path, sizes: FusedOptions, also: SearchOptions) -> None:
     Example: beatrice select runs/demo --set fusion=mean
     """
     from beatrice.extract.run.stages import do
-    from beatrice.selection.stage import OPTIMISM, SELECT
+    from beatrice.selection.greedy import OPTIMISM, SELECT
 
     do(run_dir, SELECT, change=sizes.change)
     if also.optimism:

@@ -49,9 +49,9 @@ from beatrice.selection.greedy import (
     HeadTrainer,
     check_classes,
     fit_sets,
+    load_part,
     slots_for,
 )
-from beatrice.selection.stage import load_part
 
 SET_SIZE = 3  # of the paper's enumeration
 

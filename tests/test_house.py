@@ -166,7 +166,7 @@ def loaded_by(code):
         ("extract.run.contents extract.run.process extract.run.stages", "click"),
         # What `train`, `select`, `calibrate` and `report` import to do their work.
         ("jaxprobe.train jaxprobe.calibrate jaxprobe.detector", "torch"),
-        ("selection.stage selection.exhaustive selection.ablation", "torch"),
+        ("selection.greedy selection.exhaustive selection.ablation", "torch"),
         ("benchmarks.results.report benchmarks.results.evaluate", "torch"),
         ("", "numpy"),
     ],

@@ -80,7 +80,7 @@ from beatrice.selection.ablation import ablation_summary
 from beatrice.selection.anatomy import Study
 from beatrice.selection.anatomy.reach import RankAgreement, Ranked, agreement
 from beatrice.selection.exhaustive import ranking_summary
-from beatrice.selection.stage import selection_summary
+from beatrice.selection.greedy import selection_summary
 
 STUDIES = "anatomy/cases.json"  # in the run
 IN_ORDER = (

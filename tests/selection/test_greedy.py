@@ -13,11 +13,13 @@ from beatrice.jaxprobe.fusion import PoolOutputs, head_inputs, pool_outputs, tra
 from beatrice.selection.greedy import (
     GreedyConfig,
     fused_probability,
+    gaps,
+    halves,
+    searched_on,
     select,
     select_heads,
     slots_for,
 )
-from beatrice.selection.stage import gaps, halves, searched_on
 from tests.jaxprobe.samples import rows_like
 
 TRAIN = TrainConfig(learning_rate=1e-2, batch_size=64, max_epochs=8)
