@@ -54,7 +54,7 @@ def compare(folder):
     """Return of each head the number of answers and the largest differences."""
     from beatrice.jaxprobe.detector import Scores
     from beatrice.jaxprobe.families import Features
-    from beatrice.pgir.forward import TorchForward
+    from beatrice.pgir.bridge import TorchForward
 
     detector = beatrice.load(folder / "probe").detector
     forward, arrays = TorchForward(detector), np.load(folder / "signals.npz")

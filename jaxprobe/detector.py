@@ -278,7 +278,7 @@ class Detector:
         Args:
           branch: which head.
           passes: signals of the same answers; others than are read may be among them.
-          encode: of a framework, as of `jaxprobe.forward` or `pgir.forward`.
+          encode: of a framework, as of `jaxprobe.forward` or `pgir.bridge`.
           fuse: likewise.
         """
         head = self._head(branch)

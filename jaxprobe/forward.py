@@ -1,6 +1,6 @@
 """A detector's forward pass in JAX, as whole stores are scored.
 
-`pgir.forward` is the same in Torch, beside the backbone.
+`pgir.bridge` has the same in Torch, beside the backbone.
 """
 
 from collections.abc import Mapping

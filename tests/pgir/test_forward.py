@@ -22,8 +22,7 @@ from beatrice.jaxprobe.families import (
 )
 from beatrice.jaxprobe.fusion import FusionHead, head_inputs
 from beatrice.jaxprobe.tokens import split_families
-from beatrice.pgir.bridge import ProbedBackbone
-from beatrice.pgir.forward import TorchForward
+from beatrice.pgir.bridge import ProbedBackbone, TorchForward
 from tests.pgir.small import LAYER, PASSAGE, QUESTION
 
 SIZES = {"hidden": 12, "prob": 5, "resid": 8, "attn": 6}
