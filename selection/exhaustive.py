@@ -45,7 +45,6 @@ from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.rows import Rows
 from beatrice.jaxprobe.train import encoder_folders
 from beatrice.selection.greedy import (
-    GreedyConfig,
     HeadTrainer,
     check_classes,
     fit_sets,
@@ -223,7 +222,7 @@ def _greedy_members(heads: HeadTrainer, added: Sequence[int]) -> tuple[int, ...]
     """
     if len(added) >= SET_SIZE:
         return tuple(sorted(added[:SET_SIZE]))
-    return heads.search(greedy=GreedyConfig(margin=-1.0, max_encoders=SET_SIZE)).members
+    return heads.search(margin=-1.0, max_encoders=SET_SIZE).members
 
 
 def _rank_rows(

@@ -65,14 +65,6 @@ from beatrice.jaxprobe.rows import Rows
 from beatrice.jaxprobe.train import encoder_folders
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GreedyConfig:
-    """When greedy selection stops; the paper's margin."""
-
-    margin: float = 5e-4  # of seed-averaged validation AUROC
-    max_encoders: int | None = None  # None: no limit beside the pool
-
-
 class NoSignalError(ValueError):
     """No encoder of the pool ranks validation answers better than chance."""
 
@@ -191,9 +183,10 @@ def select(
     train: PoolOutputs,
     valid: PoolOutputs,
     *,
-    config: FusionConfig | None = None,
-    train_config: TrainConfig | None = None,
-    greedy: GreedyConfig | None = None,
+    config: FusionConfig,
+    train_config: TrainConfig,
+    margin: float = 5e-4,
+    max_encoders: int | None = None,
     candidates: Sequence[int] | None = None,
 ) -> Selection:
     """Select encoders from a pool by greedy forward search.
@@ -204,16 +197,16 @@ def select(
       valid: the same on the validation rows.
       config: shape of the heads; slots grow where the set needs more.
       train_config: protocol of the heads.
-      greedy: margin and limit.
+      margin: of seed-averaged validation AUROC, that an addition has to gain; the
+        paper's.
+      max_encoders: of the set; None sets no limit beside the pool.
       candidates: pool positions to search, in the executable of the whole pool; None
         searches all.
     """
-    config, greedy = config or FusionConfig(), greedy or GreedyConfig()
-    train_config = train_config or TrainConfig()
     check_classes(valid)
     n_pool = train.n_pool
     searched = _searched(candidates, n_pool)
-    limit = min(len(searched), greedy.max_encoders or n_pool)
+    limit = min(len(searched), max_encoders or n_pool)
     chosen: tuple[int, ...] = ()
     auroc, best_heads, path = 0.5, None, []
     while len(chosen) < limit:
@@ -225,7 +218,7 @@ def select(
         aurocs = heads.info.best_auroc
         top = int(np.argmax(aurocs.mean(axis=1)))
         mean = float(aurocs[top].mean())
-        accepted = mean - auroc > greedy.margin
+        accepted = mean - auroc > margin
         path.append(SearchRound(left, aurocs, left[top], mean, accepted))
         if not accepted:
             break
@@ -234,7 +227,7 @@ def select(
     if best_heads is None:
         raise NoSignalError(
             "no encoder reaches a validation AUROC above "
-            f"{0.5 + greedy.margin:.4f} (best {path[0].auroc:.4f}): there is no signal "
+            f"{0.5 + margin:.4f} (best {path[0].auroc:.4f}): there is no signal "
             "to select from; check labels, or take more training rows"
         )
     return Selection(chosen, auroc, tuple(path), *best_heads)
@@ -259,10 +252,8 @@ def check_classes(valid: PoolOutputs) -> None:
         )
 
 
-def fused_probability(
-    selection: Selection, outputs: PoolOutputs, *, per_seed: bool = False
-) -> np.ndarray:
-    """Probability of being correct, mean over seeds (or `[n_seeds, n_examples]`)."""
+def fused_probability(selection: Selection, outputs: PoolOutputs) -> np.ndarray:
+    """P(correct) by the heads of each seed, `[n_seeds, n_examples]`."""
     slots, mask = slots_of(selection.members, selection.config.n_slots)
     head = FusionHead(selection.config)
     logits = [
@@ -276,8 +267,7 @@ def fused_probability(
         )
         for s in range(outputs.n_seeds)
     ]
-    p_correct = np.asarray(jax.nn.sigmoid(np.stack(logits)))
-    return p_correct if per_seed else p_correct.mean(axis=0)
+    return np.asarray(jax.nn.sigmoid(np.stack(logits)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,20 +280,18 @@ class HeadTrainer:
     def search(
         self,
         candidates: Sequence[int] | None = None,
-        greedy: GreedyConfig | None = None,
+        *,
+        margin: float | None = None,
+        max_encoders: int | None = None,
     ) -> Selection:
-        """Select encoders greedily, by default with the configured margin.
-
-        Args:
-          candidates: pool positions to search; None searches all.
-          greedy: another margin or limit.
-        """
+        """Select encoders greedily, see `select`; None takes the configured margin."""
         return select(
             self.pool.train,
             self.pool.valid,
             config=self.config.head,
             train_config=self.config.train,
-            greedy=greedy or GreedyConfig(margin=self.config.margin),
+            margin=self.config.margin if margin is None else margin,
+            max_encoders=max_encoders,
             candidates=candidates,
         )
 
@@ -324,7 +312,7 @@ class HeadTrainer:
 
     def scores(self, selection: Selection) -> np.ndarray:
         """Return P(correct) of every row by a set's heads, `[n_seeds, n_rows]`."""
-        return fused_probability(selection, self.pool.all_rows, per_seed=True)
+        return fused_probability(selection, self.pool.all_rows)
 
 
 def select_heads(

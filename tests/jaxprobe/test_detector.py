@@ -312,7 +312,7 @@ def test_arrays_alone_make_a_detector_that_is_saved_and_scores(trained, tmp_path
         config=FusionConfig(hidden=8, n_slots=3),
         train_config=HEADS,
     )
-    scores = fused_probability(selection, pool.all_rows, per_seed=True)
+    scores = fused_probability(selection, pool.all_rows)
     detector = calibrated(
         {
             "closed_book": FusedHead(

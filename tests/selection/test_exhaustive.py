@@ -40,7 +40,7 @@ from beatrice.selection.exhaustive import (
     carried,
     traits,
 )
-from beatrice.selection.greedy import GreedyConfig, select
+from beatrice.selection.greedy import select
 from tests.jaxprobe.samples import rows_like
 from tests.records import flip_bit
 from tests.selection.test_greedy import random_codes
@@ -105,7 +105,7 @@ def test_greedy_and_the_enumeration_share_one_executable_per_setting(tmp_path):
         train, valid = random_codes(n_rows, 3), random_codes(200, 4)
         shape = dict(config=FUSION, train_config=TRAIN)
         before = train_heads._cache_size()
-        select(train, valid, greedy=GreedyConfig(max_encoders=2), **shape)
+        select(train, valid, max_encoders=2, **shape)
         assert train_heads._cache_size() == before + 1
         folder = tmp_path / str(number)
         Enumeration(train=train, valid=valid, folder=folder, **shape).run()
@@ -117,7 +117,8 @@ def test_what_greedy_scored_is_what_the_enumeration_scores(ranking):
         *CODES,
         config=FUSION,
         train_config=TRAIN,
-        greedy=GreedyConfig(margin=-1.0, max_encoders=3),
+        margin=-1.0,
+        max_encoders=3,
     )
     assert result.members == KNOWING
     assert ranking.rank_of(result.members) == 1 and ranking.gap_of(result.members) == 0
