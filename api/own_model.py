@@ -54,9 +54,7 @@ def read_labelled(path: Path) -> list[tuple[str, str, bool]]:
     return rows
 
 
-def split_answers(
-    labels: np.ndarray, questions: Sequence[str], seed: int = 0
-) -> np.ndarray:
+def split_answers(labels: np.ndarray, questions: Sequence[str]) -> np.ndarray:
     """Return "train", "validation" or "test" of each answer.
 
     Answers to one question stay together: what is held back would else be seen. Parts
@@ -65,12 +63,11 @@ def split_answers(
     Args:
       labels: `[n_answers]` bool.
       questions: of each answer.
-      seed: of the draw.
     """
     numbers: dict[str, int] = {}
     group = np.array([numbers.setdefault(text, len(numbers)) for text in questions])
     is_right = 2 * np.bincount(group, labels) >= np.bincount(group)
-    rng, splits = np.random.default_rng(seed), np.full(len(numbers), "validation")
+    rng, splits = np.random.default_rng(0), np.full(len(numbers), "validation")
     for of_kind in (np.flatnonzero(is_right), np.flatnonzero(~is_right)):
         where = rng.permutation(of_kind)
         ends = np.ceil(np.cumsum([0.5, 0.25]) * len(where)).astype(int)

@@ -66,7 +66,8 @@ def _beside(x: jax.Array) -> jax.Array:
     return jnp.concatenate([before, x, after]).reshape(N_TAPS * x.shape[0], -1)
 
 
-def _token_convolution(
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def token_convolution(
     x: jax.Array, kernel: jax.Array, flag: jax.Array, matmul_dtype: MatmulDtype
 ) -> jax.Array:
     """Convolution of kernel size 3 over tokens, as one matrix product.
@@ -83,9 +84,6 @@ def _token_convolution(
       `[d_out, n_span_tokens, n_examples]`.
     """
     return _token_convolution_forward(x, kernel, flag, matmul_dtype)[0]
-
-
-token_convolution = jax.custom_vjp(_token_convolution, nondiff_argnums=(3,))
 
 
 def _token_convolution_forward(x, kernel, flag, matmul_dtype):

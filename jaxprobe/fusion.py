@@ -144,7 +144,6 @@ def pool_outputs(
     outputs: tuple[MemberOutputs, ...],
     n_seeds: int,
     labels: np.ndarray,
-    weights: np.ndarray | None = None,
 ) -> PoolOutputs:
     """Lay the seed-major grids of one or more passes side by side as one pool.
 
@@ -152,12 +151,9 @@ def pool_outputs(
       outputs: one per pass over the same examples, in pool order: with context, then
         closed-book. Each has `n_seeds * n_encoders` members.
       n_seeds: of every grid.
-      labels: `[n_examples]` bool.
-      weights: `[n_examples]`, or None for ones.
+      labels: `[n_examples]` bool; every example counts once.
     """
-    if weights is None:
-        weights = np.ones(np.shape(labels))
-    on_host = (np.array(x, np.float32) for x in (labels, weights))
+    on_host = (np.array(x, np.float32) for x in (labels, np.ones(np.shape(labels))))
     return PoolOutputs(_side_by_side(outputs, n_seeds), *jax.device_put(tuple(on_host)))
 
 

@@ -321,7 +321,8 @@ class _Positions(NamedTuple):
     n_chunks: jax.Array
 
 
-def _wide_product(
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def wide_product(
     matmul_dtype: MatmulDtype,
     weight: jax.Array,
     tokens: jax.Array | StoredTokens,
@@ -345,9 +346,6 @@ def _wide_product(
       `[d_projection, n_tokens, n_batch]`.
     """
     return _wide_forward(matmul_dtype, weight, tokens, rows, real, gate)[0]
-
-
-wide_product = jax.custom_vjp(_wide_product, nondiff_argnums=(0,))
 
 
 def _wide_forward(matmul_dtype, weight, tokens, rows, real, gate):
@@ -374,7 +372,8 @@ def _wide_backward(matmul_dtype, operands, dy):
 wide_product.defvjp(_wide_forward, _wide_backward)
 
 
-def _wide_reading(
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def wide_reading(
     matmul_dtype: MatmulDtype,
     weight: jax.Array,
     tokens: jax.Array | StoredTokens,
@@ -387,9 +386,6 @@ def _wide_reading(
     as they are stored have none.
     """
     return _wide_forward(matmul_dtype, weight, tokens, _all(tokens), real, gate)[0]
-
-
-wide_reading = jax.custom_vjp(_wide_reading, nondiff_argnums=(0,))
 
 
 def _all(tokens: jax.Array | StoredTokens) -> jax.Array:

@@ -216,7 +216,7 @@ class AnswerScorer(abc.ABC):
             context_range=context_range,
             question_range=question_range,
         )
-        return self.load_scorer().score_given([given])[0]
+        return self.load_scorer().score_given(given)
 
     def score_many(self, rows: Any, batch_size: int = BATCH_SIZE) -> list[Score]:
         """Return the scores of many answers, in the order of the rows.

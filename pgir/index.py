@@ -118,7 +118,7 @@ class TextEncoder:
       d_model: width of its vectors.
     """
 
-    def __init__(self, config: PassageEncoderConfig, *, device: str = "cpu") -> None:
+    def __init__(self, config: PassageEncoderConfig) -> None:
         """Load the weights."""
         import torch
         from transformers import AutoModel, AutoTokenizer
@@ -135,8 +135,7 @@ class TextEncoder:
         model = AutoModel.from_pretrained(
             config.path, use_safetensors=True, dtype=getattr(torch, config.dtype)
         )
-        self._model = model.to(device).eval()
-        self._device = device
+        self._model = model.eval()
         self.d_model = int(model.config.hidden_size)
 
     def encode(
@@ -172,18 +171,17 @@ class TextEncoder:
         mask = np.zeros_like(padded)
         for row, text_ids in enumerate(ids):
             padded[row, : len(text_ids)], mask[row, : len(text_ids)] = text_ids, 1
-        attended = torch.from_numpy(mask).to(self._device)
+        attended = torch.from_numpy(mask)
         with torch.inference_mode():
             states = self._model(
-                input_ids=torch.from_numpy(padded).to(self._device),
-                attention_mask=attended,
+                input_ids=torch.from_numpy(padded), attention_mask=attended
             ).last_hidden_state.float()
             if self.config.pooling == "mean":
                 weights = attended[..., None].float()
                 vectors = (states * weights).sum(1) / weights.sum(1)
             else:
                 vectors = states[:, 0]
-            return torch.nn.functional.normalize(vectors, dim=-1).cpu().numpy()
+            return torch.nn.functional.normalize(vectors, dim=-1).numpy()
 
 
 def import_faiss() -> Any:

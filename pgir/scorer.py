@@ -305,11 +305,9 @@ class Scorer(AnswerScorer):
         warnings = warn_before(self.probed.detector, self.probed.backbone, prepared)
         return _unknown(prepared, reason, warnings)
 
-    def score_given(
-        self, given: Sequence[AnswerToScore], batch_size: int = BATCH_SIZE
-    ) -> list[Score]:
-        """Return the scores of answers, in their order."""
-        return self._score_inputs([*map(self._prepare, given)], batch_size)
+    def score_given(self, given: AnswerToScore) -> Score:
+        """Return the score of an answer."""
+        return self._score_inputs([self._prepare(given)], 1)[0]
 
     def score_rows(self, rows: Any, batch_size: int) -> list[Score]:
         """Return the scores of rows; one that cannot be read says why."""
