@@ -17,7 +17,7 @@ from beatrice.jaxprobe.commands import HeadSizeOptions
 
 if TYPE_CHECKING:
     from beatrice.jaxprobe.config import SelectConfig
-    from beatrice.selection.anatomy.stage import AnatomyConfig
+    from beatrice.selection.anatomy import AnatomyConfig
 
 
 @click.command()
@@ -99,7 +99,7 @@ def anatomy(run_dir: Path, other: Path | None, only: tuple[str, ...]) -> None:
 
     Example: beatrice anatomy runs/gemma runs/smollm2 --only flips --only backbones
     """
-    from beatrice.selection.anatomy.stage import ANATOMY, chosen_analyses
+    from beatrice.selection.anatomy import ANATOMY, chosen_analyses
 
     def change(config: "AnatomyConfig") -> "AnatomyConfig":
         beside = config.other if other is None else str(other.resolve())

@@ -77,10 +77,10 @@ from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.rows import read_sweep
 from beatrice.jaxprobe.train import chosen_layer, grid_config, open_rows, run_outputs
 from beatrice.selection.ablation import ablation_summary
-from beatrice.selection.anatomy import Study
-from beatrice.selection.anatomy.reach import RankAgreement, Ranked, agreement
+from beatrice.selection.analysis import Study
 from beatrice.selection.exhaustive import ranking_summary
 from beatrice.selection.greedy import selection_summary
+from beatrice.selection.reach import RankAgreement, Ranked, agreement
 
 STUDIES = "anatomy/cases.json"  # in the run
 IN_ORDER = (

@@ -16,7 +16,7 @@ from beatrice.jaxprobe.families import SUBSETS, paper_dims, subset_index
 from beatrice.jaxprobe.grid import apply_member, member_logits
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.tokens import FamilyTokens
-from beatrice.selection.anatomy.analysis import (
+from beatrice.selection.analysis import (
     TOLERANCE,
     Ratio,
     attributed,
@@ -29,8 +29,9 @@ from beatrice.selection.anatomy.analysis import (
     ratio_rows,
     replaced,
 )
-from beatrice.selection.anatomy.combining import counts_along, mistakes
-from beatrice.selection.anatomy.decisions import (
+from beatrice.selection.anatomy import ANALYSES, AnatomyConfig, chosen_analyses
+from beatrice.selection.combining import counts_along, mistakes
+from beatrice.selection.decisions import (
     Grounded,
     boundary,
     flip_ratios,
@@ -38,15 +39,14 @@ from beatrice.selection.anatomy.decisions import (
     kinds_of,
     surest_questions,
 )
-from beatrice.selection.anatomy.places import (
+from beatrice.selection.exhaustive import Ranking, all_sets
+from beatrice.selection.places import (
     TokenAttribution,
     channels_of_heads,
     linear_scores,
     position_ratios,
 )
-from beatrice.selection.anatomy.reach import sources_of, train_valid_split
-from beatrice.selection.anatomy.stage import ANALYSES, AnatomyConfig, chosen_analyses
-from beatrice.selection.exhaustive import Ranking, all_sets
+from beatrice.selection.reach import sources_of, train_valid_split
 from tests.jaxprobe.samples import rows_like
 from tests.records import an_answer, an_example
 

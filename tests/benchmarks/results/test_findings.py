@@ -25,7 +25,7 @@ from beatrice.jaxprobe.detector import SettingHead
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.scope import Validation
 from beatrice.pgir.score_files import shown_tokens
-from beatrice.selection.anatomy.reach import Ranked, agreement, rank_correlation
+from beatrice.selection.reach import Ranked, agreement, rank_correlation
 from tests.benchmarks.results.sample import (
     PARTS,
     TEST,

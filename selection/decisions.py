@@ -27,13 +27,13 @@ from beatrice.extract.label.labels import stands_in_context
 from beatrice.extract.records import IN_DOMAIN, Setting
 from beatrice.extract.run.rows import ResultRow, Subject, encoder
 from beatrice.jaxprobe.rows import Rows
-from beatrice.selection.anatomy import Study
-from beatrice.selection.anatomy.analysis import (
+from beatrice.selection.analysis import (
     AnalysisInput,
     AnalysisOutput,
     Deployed,
     QuestionTexts,
     Ratio,
+    Study,
     judged_sets,
     ratio_rows,
     row_of,

@@ -43,7 +43,7 @@ from beatrice.jaxprobe.metrics import (
 from beatrice.jaxprobe.rows import Bucket, Rows, TrainingSet
 from beatrice.jaxprobe.tokens import FamilyTokens
 from beatrice.jaxprobe.train import train_encoders
-from beatrice.selection.anatomy.analysis import (
+from beatrice.selection.analysis import (
     EVERY_FAMILY,
     AnalysisInput,
     AnalysisOutput,
@@ -52,8 +52,8 @@ from beatrice.selection.anatomy.analysis import (
     per_setting,
     row_of,
 )
-from beatrice.selection.anatomy.combining import pairs
-from beatrice.selection.anatomy.places import linear_scores, pooled_signals
+from beatrice.selection.combining import pairs
+from beatrice.selection.places import linear_scores, pooled_signals
 
 CURVE, TRANSFER = "anatomy_labels", "anatomy_transfer"
 SIZES = (100, 200, 400, 800, 1600)  # labelled answers

@@ -1,7 +1,7 @@
 """The input and the output of every analysis, and shares as rows with intervals.
 
 An analysis reads the encoders and heads of a finished run and returns rows. Nothing is
-trained again, except where an analysis says so. `anatomy.stage` has the table of all.
+trained again, except where an analysis says so. The table is in `selection.anatomy`.
 
 Deployed encoders are asked without some of their signals, and by integrated gradients.
 A signal is taken away by putting its mean over the evaluation data in its place (paper,
@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from beatrice.extract.records import IN_DOMAIN, Answer, Example, Setting
+from beatrice.extract.records import IN_DOMAIN, Answer, Example, Record, Setting, Share
 from beatrice.extract.run.rows import ResultRow, Subject
 from beatrice.extract.store.store import FeatureStore
 from beatrice.jaxprobe.config import GridConfig
@@ -50,7 +50,6 @@ from beatrice.jaxprobe.grid import is_linear_only, member_logits
 from beatrice.jaxprobe.metrics import BootstrapConfig, interval_of, resamples
 from beatrice.jaxprobe.rows import Rows, TrainingSet, training_set
 from beatrice.jaxprobe.tokens import FamilyTokens
-from beatrice.selection.anatomy import Study
 from beatrice.selection.exhaustive import Ranking
 
 EVERY_FAMILY = "HPRA"
@@ -461,6 +460,22 @@ class AnalysisInput:
     other: Mapping[Setting, Deployed]
     models: tuple[str, ...]
     folder: Path
+
+
+class Study(Record, frozen=True, kw_only=True):
+    """One question of a set that shows a kind of decision; `p_…` are calibrated."""
+
+    dataset: str
+    split: str
+    kind: str
+    question: str
+    gold: str
+    closed_book: str
+    p_closed_book: Share
+    is_closed_book_right: bool
+    with_context: str
+    p_with_context: Share
+    is_with_context_right: bool
 
 
 AnalysisOutput = Sequence[ResultRow | Study]  # rows, and cases to be shown

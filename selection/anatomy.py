@@ -42,15 +42,16 @@ from beatrice.jaxprobe.train import (
     grid_config,
     open_rows,
 )
+from beatrice.selection import combining, decisions, places, reach
 from beatrice.selection.ablation import scores_without
-from beatrice.selection.anatomy import Study, combining, decisions, places, reach
-from beatrice.selection.anatomy.analysis import (
+from beatrice.selection.analysis import (
     AnalysisInput,
     AnalysisOutput,
     Deployed,
     Part,
     QuestionTexts,
     Search,
+    Study,
     per_setting,
 )
 from beatrice.selection.exhaustive import read_ranking

@@ -29,7 +29,7 @@ from beatrice.jaxprobe.evaluation import Scored, detection_rows
 from beatrice.jaxprobe.families import FAMILIES, LETTERS, FamilyDims
 from beatrice.jaxprobe.linear import Pooled, block_scale, fit_linear
 from beatrice.jaxprobe.tokens import mean_answer_states
-from beatrice.selection.anatomy.analysis import (
+from beatrice.selection.analysis import (
     EVERY_FAMILY,
     TOLERANCE,
     Deployed,

@@ -26,7 +26,7 @@ from beatrice.extract.run.rows import ResultRow, Subject, encoder
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
 from beatrice.jaxprobe.families import LETTERS
 from beatrice.selection.ablation import SUBJECTS
-from beatrice.selection.anatomy.analysis import (
+from beatrice.selection.analysis import (
     EVERY_FAMILY,
     AnalysisInput,
     AnalysisOutput,
