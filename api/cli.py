@@ -1,35 +1,53 @@
-"""The command line.
+"""The command line: its table of verbs, and those of a probe.
 
 Everything heavy is imported inside functions, so that `--help` is instant and a user
 of `jaxprobe` never loads Torch.
 """
 
 import copy
+import dataclasses
 import difflib
 import importlib
+import itertools
 import json
 import os
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from beatrice import missing_extra
 from beatrice.benchmarks import CHAIN, NEXT, what_to_do
+from beatrice.extract.run.console import (
+    Progress,
+    in_one_sentence,
+    in_words,
+    lean_imports,
+    quiet,
+)
 from beatrice.extract.run.directory import NotWritten
 from beatrice.extract.run.process import find_share
-from beatrice.extract.run.verbs import alone
-
-__all__ = ["main"]
+from beatrice.extract.run.verbs import (
+    AS_JSON,
+    FILE,
+    RUN_DIR,
+    RunOptions,
+    alone,
+    given,
+    load_stage,
+    option,
+    options,
+)
 
 # The module in which a verb lives, under the headings and in the order of the help.
 HEADINGS = {
     "Begin here": {
         "demo": "beatrice.cli",
-        "fit": "beatrice.commands",
-        "score": "beatrice.commands",
-        "probes": "beatrice.commands",
+        "fit": "beatrice.cli",
+        "score": "beatrice.cli",
+        "probes": "beatrice.cli",
         "real": "beatrice.benchmarks.commands",
         "doctor": "beatrice.doctor",
     },
@@ -50,7 +68,7 @@ HEADINGS = {
         "baselines": "beatrice.benchmarks.commands",
         "anatomy": "beatrice.selection.commands",
         "report": "beatrice.benchmarks.commands",
-        "export": "beatrice.commands",
+        "export": "beatrice.cli",
     },
     "Retrieval": {
         "corpus": "beatrice.pgir.commands",
@@ -71,8 +89,6 @@ _FORMER = {
 
 
 def _set_quiet(context: click.Context, option: click.Parameter, is_quiet: bool) -> None:
-    from beatrice.extract.run.console import Progress
-
     Progress.is_quiet = is_quiet
 
 
@@ -137,8 +153,6 @@ class _Verbs(click.Group):
             raise  # `| head` has enough: click ends without a word
         # Any other error is the program's own mistake, and shows where it was made.
         except (ValueError, OSError, MemoryError) as error:
-            from beatrice.extract.run.console import in_one_sentence
-
             do = f"; {what_to_do(error)}" if isinstance(error, NotWritten) else ""
             raise click.ClickException(in_one_sentence(error) + do) from error
         except ImportError as error:
@@ -162,8 +176,6 @@ def _for_people(verb: str, command: click.Command) -> click.Command:
         how = values.get("how") or values.get("work")
         is_share = getattr(how, "shard", None) or find_share().world_size > 1
         if after and not is_share and not getattr(how, "dry_run", False):
-            from beatrice.extract.run.console import Progress
-
             Progress().note(f"next: beatrice {after} {values['run_dir']}")
         return result
 
@@ -177,14 +189,6 @@ _AFTER_ANSWERS = 6.5  # times what the answers of the demo took (42 of 318 secon
 def make_demo() -> click.Command:
     """Return the verb that does everything."""
     from beatrice.extract.commands import KeptOptions
-    from beatrice.extract.run.verbs import (
-        AS_JSON,
-        RUN_DIR,
-        RunOptions,
-        given,
-        load_stage,
-        options,
-    )
     from beatrice.jaxprobe.commands import TrainingOptions
 
     @click.command()
@@ -203,7 +207,6 @@ def make_demo() -> click.Command:
         Example: beatrice demo runs/demo
         """
         from beatrice.extract.records import SETTINGS
-        from beatrice.extract.run.console import Progress, in_words
         from beatrice.extract.run.contents import settings_of
         from beatrice.extract.run.directory import RunDir
         from beatrice.extract.run.stages import run_stage
@@ -228,6 +231,343 @@ def make_demo() -> click.Command:
         click.echo(json.dumps(page["headline"]) if as_json else page["text"])
 
     return demo
+
+
+if TYPE_CHECKING:
+    from beatrice.extract.run.directory import RunDir
+    from beatrice.probe import Probe
+
+# Shown of a row on the page: the first that is there.
+_HEADINGS = ("question", "prompt")
+Results = Sequence[tuple[str | None, Sequence[str], Mapping[str, Any]]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoreOptions:
+    """One answer, or a file of them, and where the results go."""
+
+    probe: str | None = option(
+        "A probe that comes along (see `beatrice probes`), a folder, or hf://owner/name.",
+        metavar="NAME",
+    )
+    question: str | None = option("As the model was asked.")
+    answer: str | None = option("The answer to be judged; without it, the model's.")
+    context: tuple[str, ...] = option("A passage the model was shown; repeatable.", ())
+    file: Path | None = option(
+        "Answers, a row each: own, lm-eval's or FlashRAG's.", type=FILE
+    )
+    out: Path | None = option(
+        "Where a file's results go; continued if it is there.  [default: stdout]",
+        type=click.Path(dir_okay=False, path_type=Path),
+    )
+    html: Path | None = option(
+        "Write a page with the answers' tokens tinted by their probability.",
+        type=click.Path(dir_okay=False, path_type=Path),
+    )
+    batch_size: int = option("Most rows of a file in one forward pass.", 64, min=1)
+    model: str | None = option("Where the backbone lies, if moved.")
+    precision: float | None = option(
+        "Share of decisions to be right.  [default: the probe's, 0.9]",
+        min=0,
+        max=1,
+        is_above=True,
+    )
+
+    def __post_init__(self) -> None:
+        """Check what goes together."""
+        answer = (self.question, self.answer, self.context)
+        if self.file is None and self.question is None:
+            raise click.UsageError("give --question, and perhaps --answer, or --file")
+        if self.file is not None and answer != (None, None, ()):
+            raise click.UsageError(
+                "a --file has its own questions, answers and contexts"
+            )
+        if self.file is None and self.out is not None:
+            raise click.UsageError("--out is for the results of a --file")
+        _check_different({"--file": self.file, "--out": self.out, "--html": self.html})
+
+
+@click.command()
+@click.argument("source", required=False, metavar="[RUN_DIR]")
+@AS_JSON
+@options(how=ScoreOptions)
+def score(source: str | None, as_json: bool, how: ScoreOptions) -> None:
+    """Score answers: the model's own, one that exists, or a file of them.
+
+    RUN_DIR is a finished run, or a probe as --probe names it. Without --answer the
+    model answers, and is scored in the passes that write. A file's results are JSON
+    lines in its order; a row that cannot be scored is named in its place, and the exit
+    code is then 1.
+
+    Example: beatrice score --probe smollm2 --question "who wrote Dracula?"
+
+    Example: beatrice score runs/demo --question "who wrote X?" --answer "Y"
+    """
+    if (source is None) == (how.probe is None):
+        raise click.UsageError("give RUN_DIR or --probe, one of the two")
+    name = source or how.probe or ""
+    if "://" in name and not name.startswith("hf://"):
+        raise click.UsageError(
+            f"{name}: expected a folder on this machine, a probe's name, or "
+            "hf://owner/name"
+        )
+    with lean_imports():
+        quiet()
+        from beatrice.pgir.score_files import count_rows
+        from beatrice.probe import load
+
+        probe = load(name, model=how.model, precision=how.precision)
+        # A file that cannot be read is refused before the model is loaded.
+        n_rows = count_rows(how.file) if how.file is not None else 0
+        _ = probe.scorer
+    if how.file is not None:
+        _score_file(probe, Path(name).name, how.file, n_rows, how)
+        return
+    context, question = how.context or None, how.question or ""
+    result = (
+        probe.answer(question, context)
+        if how.answer is None
+        else probe.score(question, how.answer, context)
+    )
+    for warning in result.warnings:
+        click.echo(f"warning: {warning}", err=True)
+    click.echo(": ".join(filter(None, (result.decision, result.reason))), err=True)
+    if how.html is not None:
+        results = [(question, how.context, result.as_json())]
+        _write_page(how.html, f"{Path(name).name}: one answer", "", results)
+    if as_json:
+        click.echo(json.dumps(result.as_json()))
+        return
+    if result.text is not None:
+        click.echo(result.text)
+    p_correct = result.p_correct
+    click.echo("unknown" if p_correct is None else f"{p_correct:.3f}")
+
+
+def _check_different(files: Mapping[str, Path | None]) -> None:
+    """Check that no file would be written over another that the line names."""
+    named = [(name, path) for name, path in files.items() if path is not None]
+    for (first, path), (other, same) in itertools.combinations(named, 2):
+        is_link = path.exists() and same.exists() and path.samefile(same)
+        if is_link or path.resolve() == same.resolve():
+            raise click.UsageError(
+                f"{first} and {other} are the same file, {path}; give two names"
+            )
+
+
+def _write_page(html: Path, title: str, summary: str, results: Results) -> None:
+    """Write the page of some results."""
+    from beatrice.extract.run.files import write_text_atomic
+    from beatrice.pgir.score_files import page
+
+    write_text_atomic(html, page(title, summary, results))
+
+
+def _score_file(
+    probe: "Probe", name: str, answers: Path, n_rows: int, how: ScoreOptions
+) -> None:
+    """Score a file's rows; raise at the end if any of them could not be scored."""
+    from beatrice.extract.records import SETTINGS
+    from beatrice.extract.run.files import JsonLines
+    from beatrice.pgir.score_files import Tally, read_rows, score_rows
+
+    progress, tally, shown = Progress(), Tally(), []
+    lines = JsonLines.open(how.out) if how.out else None
+    if lines and lines.truncated:
+        progress.note(lines.truncated)
+    with progress.stage("score") as update:
+
+        def each(row: Any, result: Mapping[str, Any]) -> None:
+            tally.add(row, result)
+            update(tally.n_done, n_rows)
+            if how.html is not None:
+                arguments = (getattr(row.given, name, None) for name in _HEADINGS)
+                passages = getattr(row.given, "context", None) or ()
+                texts = [getattr(passage, "text", passage) for passage in passages]
+                shown.append((next(filter(None, arguments), None), texts, result))
+
+        score_rows(
+            lambda rows: probe.score_many(rows, how.batch_size),
+            read_rows(answers),
+            probe.identity + (f" {how.precision}" if how.precision else ""),
+            lines,
+            lines.append if lines else lambda some: click.echo("\n".join(some)),
+            each,
+        )
+    for setting in SETTINGS:
+        for threshold in probe.thresholds(setting) or ():
+            progress.note(f"{setting}: {threshold.in_words()}")
+    progress.note(tally.in_words())
+    if how.html is not None:
+        title = f"{answers.name}, read by {name}"
+        _write_page(how.html, title, tally.in_words(), shown)
+    if tally.bad:
+        raise click.ClickException(
+            f"{len(tally.bad)} of {tally.n_done} rows could not be scored; the first, "
+            f"{tally.bad[0]}"
+        )
+
+
+@click.command()
+@click.argument("model")
+@click.argument("places", nargs=-1, metavar="QUESTIONS PROBE_FOLDER", type=Path)
+@click.option(
+    "--labelled",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Lines with question, answer and label, in the place of QUESTIONS.",
+)
+@click.option(
+    "--untrustworthy", is_flag=True, help="Save a probe that rests on too few answers."
+)
+def fit(
+    model: str, places: tuple[Path, ...], labelled: Path | None, untrustworthy: bool
+) -> None:
+    """Fit a probe for a model of your own, from questions or labelled answers.
+
+    MODEL answers QUESTIONS (any file that `beatrice data` reads), its signals are read
+    in the same pass, labels are by exact match with the golds. Half of the answers is
+    trained on, a quarter calibrates, a quarter is held back and says what the probe is
+    worth. MODEL is a Hub id, a path, or one of gemma and smollm2.
+
+    Example: beatrice fit smollm2 questions.csv probe
+
+    Example: beatrice fit smollm2 --labelled answers.jsonl probe
+    """
+    from beatrice.extract.datasets.loading import read_questions
+    from beatrice.own_model import check_folder, fit_own, read_labelled
+
+    n_places = 1 if labelled else 2
+    if len(places) != n_places:
+        wanted = "PROBE_FOLDER" if labelled else "QUESTIONS and PROBE_FOLDER"
+        raise click.UsageError(f"after the model give {wanted}")
+    check_folder(places[-1])
+    fit_own(
+        model,
+        read_labelled(labelled) if labelled else read_questions(places[0]),
+        places[-1],
+        is_labelled=labelled is not None,
+        untrustworthy=untrustworthy,
+        say=click.echo,
+    )
+
+
+_IN_REPORT = {
+    ("detection", "auroc", None),
+    ("detection", "auprc", None),
+    ("calibration", "ece", "calibrated"),
+    ("calibration", "brier", "calibrated"),
+}  # experiment, metric and kind of a run's rows
+
+
+def _report_of(
+    run: "RunDir",
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return rows of `Probe.report` of a finished run, and of five test answers."""
+    from beatrice.extract.run.contents import (
+        read_answers,
+        read_examples,
+        settings_of,
+    )
+    from beatrice.extract.run.rows import read_result_rows
+    from beatrice.probe import MOST_EXAMPLES
+
+    report = [
+        {
+            "head": row.setting,
+            "dataset": row.dataset,
+            "split": row.split,
+            "metric": row.metric,
+            "value": row.value,
+            "ci_low": row.ci_low,
+            "ci_high": row.ci_high,
+            "n": row.n,
+        }
+        for row in read_result_rows(run)
+        if row.detector == "champion"
+        and (row.experiment, row.metric, row.kind) in _IN_REPORT
+    ]
+    held_back = {e.id: e for e in read_examples(run) if e.split == "test"}
+    examples: list[dict[str, Any]] = []
+    setting = settings_of(run)[0]
+    for answer in read_answers(run, setting):
+        example = held_back.get(answer.example_id)
+        if example is None or not answer.text.strip() or answer.variant != "original":
+            continue
+        row: dict[str, Any] = {"question": example.question, "answer": answer.text}
+        if setting == "with_context":
+            row["context"] = [
+                {"title": p.title, "text": p.text} for p in example.passages
+            ]
+        examples.append(row)
+        if len(examples) == MOST_EXAMPLES:
+            break
+    return report, examples
+
+
+@click.command()
+@RUN_DIR
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--untrustworthy", is_flag=True, help="Even if it saw too few answers.")
+def export(run_dir: Path, folder: Path, untrustworthy: bool) -> None:
+    """Write a finished run's probe into a folder that can be carried away.
+
+    A few MB: weights, maps, what it is worth, five examples, and a card. `beatrice
+    score FOLDER` and `beatrice.load` read it on any machine, without the run.
+
+    Example: beatrice export runs/demo probe
+    """
+    quiet()
+    from beatrice.extract.run.directory import RunDir
+    from beatrice.probe import load
+
+    run = RunDir(run_dir)
+    probe = load(run_dir)
+    report, examples = _report_of(run)
+    probe.with_report(report).save(
+        folder, examples=examples, untrustworthy=untrustworthy
+    )
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    click.echo(f"{folder}: {size / 1e6:.1f} MB; beatrice score {folder} --question …")
+
+
+@click.command()
+@AS_JSON
+def probes(as_json: bool) -> None:
+    """List the probes that come along, and those of the Hub's local cache.
+
+    Example: beatrice probes
+    """
+    from beatrice.probe import load, local_probes
+
+    rows = []
+    for name, folder in local_probes().items():
+        probe = load(folder)
+        trained = probe.detector.provenance
+        size = sum(path.stat().st_size for path in folder.iterdir())
+        rows.append(
+            {
+                "name": name,
+                "model": trained.model if trained else None,
+                "revision": trained.revision if trained else None,
+                "megabytes": round(size / 1e6, 2),
+                "report": probe.rows,
+            }
+        )
+    if as_json:
+        click.echo(json.dumps(rows))
+        return
+    for row in rows:
+        click.echo(f"{row['name']}: for {row['model']}, {row['megabytes']} MB")
+        for line in row["report"]:
+            if line["metric"] == "auroc" and line["split"] != "validation":
+                click.echo(
+                    f"  {line['head'].replace('_', ' ')}, "
+                    f"{line.get('dataset') or 'own'} ({line['split']}): AUROC "
+                    f"{line['value']:.3f} [{line['ci_low']:.3f}, "
+                    f"{line['ci_high']:.3f}] of {line['n']} answers"
+                )
+    if not rows:
+        click.echo("none: `beatrice export RUN FOLDER` writes one")
 
 
 @click.group(
