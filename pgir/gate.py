@@ -39,7 +39,6 @@ from beatrice.pgir.controllers.loop import (
     Policy,
     Query,
     Trace,
-    custom_judge,
     decide,
     detector_judge,
     drafts,
@@ -409,7 +408,7 @@ def run_pgir(
     waves = Waves(open_services(answering, cached_retriever), journal)
     draft_judge: Judge = detector_judge
     if judge is not None:
-        draft_judge = custom_judge(waves.add_judge("judge", judge))
+        draft_judge = waves.add_judge("judge", judge)
     plans = [
         drafts(text, config, draft_judge, lambda d: d.p_correct >= policy.threshold)
         for text in texts

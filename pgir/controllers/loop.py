@@ -281,24 +281,19 @@ Judge = Callable[[str, tuple[int, ...], Reply], Plan[tuple[float, float]]]
 Accept = Callable[[TracedDraft], bool]
 
 
-def detector_judge(
-    question: str, passages: tuple[int, ...], reply: Reply
-) -> Plan[tuple[float, float]]:
-    """Judge an answer by the run's detector: calibrated, and raw."""
-    scored = yield Call("score", question, passages)
-    return scored.p_correct, scored.raw
-
-
-def custom_judge(number: int) -> Judge:
-    """Return a person's own judge, by its number; see `Judging`."""
+def judge_by(kind: Literal["score", "judge"], number: int = 0) -> Judge:
+    """Return the run's detector as a judge, or a person's own by its number."""
 
     def judge(
         question: str, passages: tuple[int, ...], reply: Reply
     ) -> Plan[tuple[float, float]]:
-        scored = yield Call("judge", question, passages, n=number)
+        scored = yield Call(kind, question, passages, n=number)
         return scored.p_correct, scored.raw
 
     return judge
+
+
+detector_judge = judge_by("score")  # calibrated, and raw
 
 
 def _no_judge(

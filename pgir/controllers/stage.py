@@ -54,7 +54,6 @@ from beatrice.pgir.controllers.loop import (
     Trace,
     Traced,
     TracedDraft,
-    custom_judge,
     decide,
     detector_judge,
     draft_rag,
@@ -608,7 +607,7 @@ def _run_rivals(session: Session, config: ControlConfig) -> None:
     for name in config.rivals:
         if name.startswith(OWN_JUDGE):
             judge = load_plug(name.removeprefix(OWN_JUDGE), JUDGES)
-            session.run_loop(name, custom_judge(session.waves.add_judge(name, judge)))
+            session.run_loop(name, session.waves.add_judge(name, judge))
 
 
 def _control(

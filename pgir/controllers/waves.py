@@ -49,8 +49,10 @@ from beatrice.pgir.controllers.loop import (
     Cost,
     Done,
     DraftScore,
+    Judge,
     Plan,
     Reply,
+    judge_by,
 )
 from beatrice.pgir.retrievers import RetrievalFailed, Retriever
 
@@ -244,11 +246,11 @@ class Waves:
         self.failed: dict[Call, str] = {}
         self._group_size = group_size
 
-    def add_judge(self, name: str, judge: DraftJudge) -> int:
-        """Add a person's own judge; return its number, see `Judging.add`."""
+    def add_judge(self, name: str, judge: DraftJudge) -> Judge:
+        """Add a person's own judge, see `Judging.add`; return it for a loop."""
         judging = self.services["judge"]
         assert isinstance(judging, Judging)
-        return judging.add(name, judge)
+        return judge_by("judge", judging.add(name, judge))
 
     def run(
         self,
