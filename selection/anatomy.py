@@ -42,7 +42,7 @@ from beatrice.jaxprobe.train import (
     grid_config,
     open_rows,
 )
-from beatrice.selection import combining, decisions, places, reach
+from beatrice.selection import decisions, places, reach
 from beatrice.selection.ablation import scores_without
 from beatrice.selection.analysis import (
     AnalysisInput,
@@ -68,10 +68,10 @@ class Analysis(NamedTuple):
 
 
 ANALYSES = {
-    "complementarity": Analysis(per_setting(combining.complementarity)),
-    "pairs": Analysis(per_setting(combining.pairs)),
-    "fusion": Analysis(combining.fusion, uses=("ablations",)),
-    "combinations": Analysis(combining.combinations, needs=("rankings",)),
+    "complementarity": Analysis(per_setting(decisions.complementarity)),
+    "pairs": Analysis(per_setting(decisions.pairs)),
+    "fusion": Analysis(decisions.fusion, uses=("ablations",)),
+    "combinations": Analysis(decisions.combinations, needs=("rankings",)),
     "flips": Analysis(per_setting(decisions.flips)),
     "boundary": Analysis(per_setting(decisions.boundary)),
     "grounding": Analysis(decisions.grounding, needs=("with_context",)),

@@ -52,7 +52,7 @@ from beatrice.selection.analysis import (
     per_setting,
     row_of,
 )
-from beatrice.selection.combining import pairs
+from beatrice.selection.decisions import pairs
 from beatrice.selection.places import linear_scores, pooled_signals
 
 CURVE, TRANSFER = "anatomy_labels", "anatomy_transfer"

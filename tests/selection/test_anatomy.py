@@ -30,13 +30,14 @@ from beatrice.selection.analysis import (
     replaced,
 )
 from beatrice.selection.anatomy import ANALYSES, AnatomyConfig, chosen_analyses
-from beatrice.selection.combining import counts_along, mistakes
 from beatrice.selection.decisions import (
     Grounded,
     boundary,
+    counts_along,
     flip_ratios,
     grounding_ratios,
     kinds_of,
+    mistakes,
     surest_questions,
 )
 from beatrice.selection.exhaustive import Ranking, all_sets
