@@ -679,16 +679,14 @@ def _decisions(detector: Detector) -> list[str]:
     """Return from which P on answers are trusted, for several precisions."""
     lines = []
     for name, head in detector.heads.items():
-        for precision in PRECISIONS if head.validation is not None else ():
+        for precision in PRECISIONS:
             cells = [
                 "–"
                 if threshold.p_correct is None
                 else f"{threshold.p_correct:.3f} ({threshold.coverage:.1%})"
-                for threshold in head.thresholds(precision) or ()
+                for threshold in head.thresholds(precision)
             ]
             lines.append(f"| {_HEADS[name]} | {precision} | {' | '.join(cells)} |")
-    if not lines:
-        return []
     return [
         "## Decisions",
         "",

@@ -59,20 +59,19 @@ class EncoderBank:
       names: subsets, as in "HPA"; one per encoder.
       spans: that the encoders read, indices into `SPAN_NAMES`.
       lengths: of the longest spans in training; whoever pads to them compiles once.
-        Empty where unknown.
       standardizer: fitted on its training tokens.
       params: leaves `[n_seeds, n_encoders, ...]`.
-      scope: where its signals lay in training; None where unknown.
+      scope: where its signals lay in training.
     """
 
     dims: FamilyDims
     config: EncoderConfig
     names: tuple[str, ...]
     spans: tuple[int, ...]
-    lengths: tuple[int, ...] = ()
+    lengths: tuple[int, ...]
     standardizer: Standardizer
     params: Params
-    scope: Scope | None = None
+    scope: Scope
 
     @property
     def row_bytes(self) -> int:
@@ -136,9 +135,8 @@ class SettingHead:
       reads: the selected encoders in pool order, as (pass, subset name).
       config: shape of the heads.
       precision: share of decisions that shall be right, where nobody asks for another.
-      evidence: on how many answers it rests; None where unknown.
-      validation: what it says of the answers that it was calibrated on; None where
-        unknown.
+      evidence: on how many answers it rests.
+      validation: what it says of the answers that it was calibrated on.
       params: leaves `[n_seeds, ...]`.
       calibrator: from raw score to probability.
     """
@@ -146,18 +144,16 @@ class SettingHead:
     reads: tuple[tuple[Setting, str], ...]
     config: FusionConfig
     precision: float = 0.9
-    evidence: Evidence | None = None
-    validation: Validation | None = None
+    evidence: Evidence
+    validation: Validation
     params: Params
     calibrator: Calibrator
 
-    def thresholds(self, precision: float | None = None) -> Thresholds | None:
+    def thresholds(self, precision: float | None = None) -> Thresholds:
         """Return where decisions begin that are right as often as asked.
 
-        None where the validation answers are unknown. Takes some milliseconds.
+        Takes some milliseconds.
         """
-        if self.validation is None:
-            return None
         return certified(self.validation, precision or self.precision)
 
 
@@ -216,9 +212,7 @@ def _split_arrays(value: EncoderBank | SettingHead) -> tuple[dict, dict[str, Any
     fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     arrays = {name: fields.pop(name) for name in _ARRAYS if name in fields}
     tree = {
-        name: x if isinstance(x, dict) else x._asdict()
-        for name, x in arrays.items()
-        if x is not None
+        name: x if isinstance(x, dict) else x._asdict() for name, x in arrays.items()
     }
     return tree, msgspec.to_builtins(fields)
 
@@ -258,7 +252,6 @@ class Detector:
         return tuple(
             f"{name}: {doubt}"
             for name, head in self.heads.items()
-            if head.evidence is not None
             for doubt in head.evidence.doubts
         )
 

@@ -97,7 +97,7 @@ class ProbedBackbone:
                 "the detector was trained on arrays, not on a model's answers, so it "
                 f"cannot read {backbone.name}; give it arrays"
             )
-        if strict and (different := differences(detector, backbone)):
+        if strict and (different := differences(trained, backbone)):
             raise ValueError(
                 f"{different[0]}; with strict=False it is loaded, and every score warns"
             )

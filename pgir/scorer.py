@@ -302,8 +302,11 @@ class Scorer(AnswerScorer):
         reason = why_unreadable(self.probed.backbone, prepared)
         if reason is None:
             return None
-        warnings = warn_before(self.probed.detector, self.probed.backbone, prepared)
-        return _unknown(prepared, reason, warnings)
+        return _unknown(prepared, reason, self._warn_before(prepared))
+
+    def _warn_before(self, prepared: ScoringInput) -> list[str]:
+        probed = self.probed
+        return warn_before(probed.detector, probed.trained, probed.backbone, prepared)
 
     def score_given(self, given: AnswerToScore) -> Score:
         """Return the score of an answer."""
@@ -386,9 +389,9 @@ class Scorer(AnswerScorer):
             reading = probed.read_sequences(sequences)
         features, scores = self._scores(setting, reading)
         outside = warn_after(detector, features, len(inputs), setting)
-        mixed = warn_of_path(detector, reading.path)
+        mixed = warn_of_path(probed.trained, reading.path)
         for i, prepared in enumerate(inputs):
-            warnings = warn_before(detector, probed.backbone, prepared) + mixed
+            warnings = self._warn_before(prepared) + mixed
             warnings += outside[i]
             surprisal = reading.signals[i].prob[prepared.answer_tokens, 1]
             score = self._make_score(setting, prepared, scores, i, surprisal, warnings)
@@ -438,13 +441,8 @@ class Scorer(AnswerScorer):
             return _unknown(prepared, reason, warnings)
         p_correct = float(scores.p_correct[i])
         head = self.probed.detector.heads[_HEADS[setting]]
-        doubts = head.evidence.doubts if head.evidence is not None else ()
-        thresholds = self._thresholds[_HEADS[setting]]
-        decision, reason = (
-            ("unknown", REASONS["no_threshold"])
-            if thresholds is None
-            else thresholds.decide(p_correct)
-        )
+        doubts = head.evidence.doubts
+        decision, reason = self._thresholds[_HEADS[setting]].decide(p_correct)
         if doubts:  # a certified threshold among them would be luck
             decision, reason = "unknown", doubts[0]
         values = map(float, scores.encoders[i])

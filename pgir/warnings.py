@@ -12,7 +12,7 @@ from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.backbone.names import ModelHashes
 from beatrice.extract.records import Setting
 from beatrice.extract.store.spec import ReadingPath
-from beatrice.jaxprobe.detector import Detector
+from beatrice.jaxprobe.detector import Detector, Provenance
 from beatrice.jaxprobe.families import SPAN_NAMES, SPANS, Features
 from beatrice.jaxprobe.scope import count_scripts, share_outside
 from beatrice.pgir.given import ScoringInput
@@ -53,8 +53,6 @@ REASONS = {
     "signals mean nothing; use a model that reads this script or vocabulary",
     "not_finite": "the model's signals of this answer are not finite numbers; load the "
     "model in another dtype",
-    "no_threshold": "the probe keeps no validation answers, so P is all it says; fit "
-    "it again, or decide by P yourself",
 }
 
 
@@ -72,10 +70,9 @@ def why_unreadable(model: Backbone, prepared: ScoringInput) -> str | None:
     return None
 
 
-def warn_of_path(detector: Detector, path: ReadingPath) -> list[str]:
+def warn_of_path(trained: Provenance, path: ReadingPath) -> list[str]:
     """Return the warning of signals that came by another path than training's."""
-    trained = detector.provenance
-    if trained is None or trained.path == path:
+    if trained.path == path:
         return []
     passes = {
         "decode": "the passes that write an answer",
@@ -85,11 +82,9 @@ def warn_of_path(detector: Detector, path: ReadingPath) -> list[str]:
     return [WARNINGS["other_path"].format(found=actual, trained=expected)]
 
 
-def differences(detector: Detector, model: Backbone) -> list[str]:
+def differences(trained: Provenance, model: Backbone) -> list[str]:
     """Return in what a model is not the one whose signals a detector was trained on."""
-    trained, warnings = detector.provenance, []
-    if trained is None:
-        return []
+    warnings = []
     if trained.revision != model.revision:
         warnings.append(
             WARNINGS["other_model"].format(
@@ -125,12 +120,11 @@ def differences(detector: Detector, model: Backbone) -> list[str]:
 
 
 def warn_before(
-    detector: Detector, model: Backbone, prepared: ScoringInput
+    detector: Detector, trained: Provenance, model: Backbone, prepared: ScoringInput
 ) -> list[str]:
     """Return the warnings that need no forward pass."""
-    trained, prompt = detector.provenance, prepared.prompt
-    warnings = differences(detector, model)
-    if trained is not None and not prompt.is_templates:
+    prompt, warnings = prepared.prompt, differences(trained, model)
+    if not prompt.is_templates:
         warnings.append(
             WARNINGS["other_prompt"].format(
                 template=trained.prompt.template,
@@ -143,18 +137,16 @@ def warn_before(
             warnings.append(
                 WARNINGS["unknown_tokens"].format(n=n_unknown, of=len(ids), what=what)
             )
-    bank = detector.banks.get(prompt.setting)
+    longest = detector.banks[prompt.setting].lengths
     lengths = np.diff(prepared.sequence.spans)[:, 0]
-    longest = bank.lengths if bank else ()  # empty where unknown
-    for span, most in zip(SPANS[prompt.setting], longest, strict=False):
+    for span, most in zip(SPANS[prompt.setting], longest, strict=True):
         if lengths[span] > most:
             warnings.append(
                 WARNINGS["long"].format(
                     what=SPAN_NAMES[span], n=lengths[span], most=most
                 )
             )
-    known = trained.scripts if trained is not None else ()
-    counts = count_scripts(prepared.text)
+    known, counts = trained.scripts, count_scripts(prepared.text)
     foreign = {script: n for script, n in counts.items() if script not in known}
     if known and sum(foreign.values()) > MOST_FOREIGN * counts.total():
         warnings.append(
@@ -172,9 +164,7 @@ def warn_after(
     detector: Detector, features: Features, n: int, setting: Setting
 ) -> list[list[str]]:
     """Return, of each of the first `n` answers, which signals are unlike training's."""
-    bank = detector.banks.get(setting)
-    if bank is None or bank.scope is None:
-        return [[] for _ in range(n)]
+    bank = detector.banks[setting]
     shares = share_outside(features, bank.dims, bank.scope.low, bank.scope.high)
     text = WARNINGS["unusual_signals"]
     return [

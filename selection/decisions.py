@@ -451,8 +451,7 @@ def _read_decisions(
     rows, where = deployed.rows, deployed.judged
     where = where[rows.variants[where] == "original"]
     p = head.calibrator(inputs.searches[setting].scores["champion"].mean(axis=0))
-    thresholds = head.thresholds()
-    trusted_from = thresholds and thresholds.trust.p_correct
+    trusted_from = head.thresholds().trust.p_correct
     columns = {"p": np.asarray(p)[where], "label": rows.labels[where]}
     frame = pandas.DataFrame(columns, index=rows.ids[where].tolist())
     return frame, TRUSTED_FROM if trusted_from is None else trusted_from

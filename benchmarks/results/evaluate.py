@@ -318,7 +318,7 @@ def decision_rows(
     from scipy.stats import binomtest
 
     thresholds = itertools.chain.from_iterable(
-        head.thresholds(wanted) or () for wanted in PRECISIONS
+        head.thresholds(wanted) for wanted in PRECISIONS
     )
     decisions = [
         (threshold, np.array([threshold.holds(p) for p in p_correct]))
@@ -407,7 +407,7 @@ SpellTokens = Callable[[Answer, np.ndarray, int], list[dict[str, Any]]]
 def shown_sets(
     evidence: DetectorInput,
     p_correct: np.ndarray,
-    threshold: Threshold | None,
+    threshold: Threshold,
     spell: SpellTokens | None,
 ) -> list[dict[str, Any]]:
     """Return the answers to look at of every test and held-out set of a setting.
@@ -423,7 +423,7 @@ def shown_sets(
     Returns:
       As `benchmarks.results.report.ShownSet` has them.
     """
-    rows, wanted = evidence.rows, threshold and threshold.p_correct
+    rows, wanted = evidence.rows, threshold.p_correct
     trusted_from = TRUSTED_FROM if wanted is None else float(wanted)
     sets = []
     for dataset, split in rows.evaluated_sets():
@@ -547,8 +547,7 @@ def _evaluate(run: RunDir, config: None, update: Update, progress: Progress) -> 
         )
         head = calibrated.heads[setting]
         raw = run_heads(run, setting)["champion"].mean(axis=0)
-        p_correct, thresholds = head.calibrator(raw), head.thresholds()
-        trust = thresholds.trust if thresholds else None
+        p_correct, trust = head.calibrator(raw), head.thresholds().trust
         shown += shown_sets(evidence, p_correct, trust, spell)
         result += decision_rows(head, p_correct, rows)
         for judged in verdicts:

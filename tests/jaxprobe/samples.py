@@ -7,6 +7,7 @@ from beatrice.extract.store.spec import StoreSpec
 from beatrice.extract.store.store import create_store, write_range
 from beatrice.jaxprobe.families import Standardizer
 from beatrice.jaxprobe.rows import Rows
+from beatrice.jaxprobe.scope import Evidence, Scope, Validation
 
 
 def rows_like(labels, setting="closed_book", **fields):
@@ -58,6 +59,19 @@ def store_like(url, families, spans, values=None, **fields):
         rows = {name: slice(*spec.range_rows(range_id, name)) for name in values}
         write_range(store, range_id, {name: values[name][rows[name]] for name in rows})
     return store
+
+
+def wide_scope(total):
+    """The scope of signals of four families of which none lies outside."""
+    ends = np.full((2, total), 1e30, np.float32)
+    return Scope(-ends[0], ends[1], np.ones(4, np.float32))
+
+
+# Of heads whose training nobody looks at: enough answers, of every P right and wrong.
+KNOWN = {
+    "evidence": Evidence(train=(60, 60), validation=(50, 50), auroc=(0.6, 0.8)),
+    "validation": Validation(np.linspace(0, 1, 100), np.arange(100) % 2 == 0),
+}
 
 
 def assert_same_leaves(left, right, **tolerance):

@@ -50,7 +50,7 @@ from beatrice.jaxprobe.rows import rows_of, training_set
 from beatrice.jaxprobe.tokens import read_features, split_families
 from beatrice.jaxprobe.train import train_encoders
 from beatrice.selection.greedy import fused_probability, select
-from tests.jaxprobe.samples import store_like
+from tests.jaxprobe.samples import KNOWN, store_like, wide_scope
 from tests.records import a_label, an_example
 
 CONFIG = EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2)
@@ -101,6 +101,8 @@ def pair():
             dims=DIMS[setting],
             config=CONFIG,
             standardizer=standardizer,
+            lengths=(9,) * len(SPANS[setting]),
+            scope=wide_scope(DIMS[setting].total),
         )
         for setting, (trained, standardizer, _) in grids.items()
     }
@@ -116,7 +118,11 @@ def pair():
     }
     heads = {
         s: SettingHead(
-            reads=reads[s], config=FUSION, params=stacked, calibrator=calibrator
+            reads=reads[s],
+            config=FUSION,
+            params=stacked,
+            calibrator=calibrator,
+            **KNOWN,
         )
         for s in reads
     }

@@ -17,7 +17,7 @@ from beatrice.jaxprobe.tokens import FamilyTokens
 from beatrice.pgir.controllers.loop import Reply
 from beatrice.pgir.corpus import build_corpus
 from beatrice.pgir.index import PassageEncoderConfig
-from tests.jaxprobe.samples import identity_of
+from tests.jaxprobe.samples import KNOWN, identity_of, wide_scope
 
 LAYER = 3
 QUESTION = "where was Skiband Rugrond born?"
@@ -39,6 +39,8 @@ def _bank(dims, n_spans):
         names=("HPRA",),
         spans=tuple(range(3 - n_spans, 3)),
         params=jax.tree.map(lambda x: np.asarray(x)[None, None], params),
+        lengths=(999,) * n_spans,
+        scope=wide_scope(dims.total),
     )
 
 
@@ -55,6 +57,7 @@ def _head(reads):
         config=FUSION,
         params=jax.tree.map(lambda x: np.asarray(x)[None], params),
         calibrator=fit_calibrator(scores, scores > 0.5),
+        **KNOWN,
     )
 
 

@@ -23,6 +23,7 @@ from beatrice.jaxprobe.families import (
 from beatrice.jaxprobe.fusion import FusionHead, head_inputs
 from beatrice.jaxprobe.tokens import split_families
 from beatrice.pgir.bridge import ProbedBackbone, TorchForward
+from tests.jaxprobe.samples import KNOWN, wide_scope
 from tests.pgir.small import LAYER, PASSAGE, QUESTION
 
 SIZES = {"hidden": 12, "prob": 5, "resid": 8, "attn": 6}
@@ -86,6 +87,8 @@ def make_bank(setting, dims, config, seed):
         spans=SPANS[setting],
         standardizer=standardizer,
         params=params,
+        lengths=(64,) * len(SPANS[setting]),
+        scope=wide_scope(dims.total),
     )
 
 
@@ -111,6 +114,7 @@ def make_head(reads, n_slots, config, seed, is_mean=False):
         calibrator=Calibrator(
             name="isotonic", scores=(0.0, 1.0), p_correct=(0.05, 0.95)
         ),
+        **KNOWN,
     )
 
 

@@ -21,6 +21,7 @@ from beatrice.pgir.bridge import ProbedBackbone
 from beatrice.pgir.given import AnswerToScore, prepare
 from beatrice.pgir.scorer import Scorer
 from beatrice.pgir.warnings import REASONS, WARNINGS
+from tests.jaxprobe.samples import KNOWN
 from tests.pgir.small import PASSAGE, QUESTION
 
 ROOT = Path(__file__).parent.parent.parent
@@ -372,7 +373,7 @@ def test_of_signals_that_are_no_numbers_nothing_is_known(probed):
     assert "not finite" in score.reason
 
 
-def judged(probed, p_correct, evidence=None, precision=None):
+def judged(probed, p_correct, evidence=KNOWN["evidence"], precision=None):
     """Score an answer of this P, where from .8 on all were right, and wrong to .3."""
     p = np.linspace(0, 1, 301)
     labels = np.where(p < 0.3, False, np.where(p > 0.8, True, np.arange(301) % 2 == 0))
@@ -421,12 +422,6 @@ def test_a_detector_of_two_right_answers_trusts_nothing_and_says_so(probed):
     enough = Evidence(train=(60, 60), validation=(30, 30), auroc=(0.6, 0.8))
     score = judged(probed, 0.9, enough)
     assert score.decision == "trust" and not any("few" in w for w in score.warnings)
-
-
-def test_without_validation_answers_nothing_is_known_but_the_number(probed):
-    score = Scorer(probed.backbone, probed.detector).score(QUESTION, ANSWER)
-    assert score.decision == "unknown" and "no validation answers" in score.reason
-    assert 0 <= score.p_correct <= 1
 
 
 def test_the_page_of_warnings_lists_those_that_the_code_has_and_no_other():

@@ -23,7 +23,7 @@ from beatrice.jaxprobe.calibration import Calibrator
 from beatrice.jaxprobe.config import FusionConfig
 from beatrice.jaxprobe.detector import SettingHead
 from beatrice.jaxprobe.metrics import BootstrapConfig
-from beatrice.jaxprobe.scope import Validation
+from beatrice.jaxprobe.scope import Evidence, Validation
 from beatrice.pgir.score_files import shown_tokens
 from beatrice.selection.reach import Ranked, agreement, rank_correlation
 from tests.benchmarks.results.sample import (
@@ -275,6 +275,7 @@ def test_decisions_are_certified_on_validation_and_counted_on_other_answers():
         config=FusionConfig(),
         params={},
         calibrator=Calibrator(name="identity", scores=(), p_correct=()),
+        evidence=Evidence(train=(9, 9), validation=(9, 9), auroc=(0.5, 1.0)),
         validation=Validation(p[validation], rows.labels[validation]),
     )
     measured = {
