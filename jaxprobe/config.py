@@ -106,18 +106,11 @@ class PlannedConfig(TrainConfig):
     """The protocol as a device's memory allows it; results are the protocol's own.
 
     Attributes:
-      n_rows: rows of which a gradient is computed, and which are scored, together.
+      n_rows: rows of which a gradient is computed, and which are scored, together;
+        one of `row_choices`.
     """
 
     n_rows: int
-
-    def __post_init__(self):
-        """Check that the rows fit the microbatches that draw together."""
-        super().__post_init__()
-        if self.n_rows not in row_choices(self):
-            raise ValueError(
-                f"n_rows: expected one of {row_choices(self)}, got {self.n_rows}"
-            )
 
     def rows_at_once(self) -> int:
         """Rows whose gradient is computed together."""

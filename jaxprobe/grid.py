@@ -202,13 +202,7 @@ def labelled(
     weights: np.ndarray | None = None,
     offsets: np.ndarray | None = None,
 ) -> Labelled:
-    """Put features and boolean labels together; every row must have a label."""
-    labels = np.asarray(labels)
-    if labels.dtype != bool or labels.shape != (features.n_examples,):
-        raise ValueError(
-            f"expected one boolean label for each of {features.n_examples} "
-            f"examples, got {labels.dtype} {labels.shape}; drop unlabelled rows first"
-        )
+    """Put features and labels together, `[n_examples]` bool: one for every row."""
     if weights is None:
         weights = np.ones(labels.shape)
     if offsets is None:
@@ -598,9 +592,6 @@ def join(blocks: Sequence[Trained], order: Sequence[Member]) -> Trained:
     position = {
         m: i for i, m in enumerate(m for block in blocks for m in block.members)
     }
-    missing = [m for m in order if m not in position]
-    if missing:
-        raise ValueError(f"{len(missing)} members are not trained, first {missing[0]}")
     rows = np.asarray([position[m] for m in order])
     stacked = jax.tree.map(
         lambda *leaves: np.concatenate(leaves)[rows],

@@ -113,9 +113,7 @@ class FusedRetriever:
     """
 
     def __init__(self, retrievers: Sequence[Retriever]) -> None:
-        """Check that there are at least two."""
-        if len(retrievers) < 2:
-            raise ValueError(f"fusion needs two retrievers, found {len(retrievers)}")
+        """Take at least two."""
         self._retrievers = tuple(retrievers)
 
     def search(self, queries: Sequence[str], depth: int) -> np.ndarray:

@@ -46,7 +46,6 @@ from beatrice.jaxprobe.rows import Rows
 from beatrice.jaxprobe.train import encoder_folders
 from beatrice.selection.greedy import (
     HeadTrainer,
-    check_classes,
     fit_sets,
     load_part,
     slots_for,
@@ -82,16 +81,8 @@ class Ranking(NamedTuple):
         return np.array_split(values[self.order], min(n_parts, len(values)))
 
     def row_of(self, members: tuple[int, ...]) -> int:
-        """Return the row of a set."""
-        is_size = len(members) == self.sets.shape[1]
-        wanted = np.sort(members)[None, :] if is_size else -1
-        matches = np.flatnonzero((self.sets == wanted).all(axis=1))
-        if not len(matches):
-            raise ValueError(
-                f"the set {tuple(members)} is not among the {len(self.sets)} ranked "
-                f"sets of {self.sets.shape[1]} encoders"
-            )
-        return int(matches[0])
+        """Return the row of a set that is among them."""
+        return int(np.flatnonzero((self.sets == np.sort(members)).all(axis=1))[0])
 
     def rank_of(self, members: tuple[int, ...]) -> int:
         """Return a set's rank, from 1: one more than the number of better sets."""
@@ -106,11 +97,6 @@ class Ranking(NamedTuple):
 
 def all_sets(n_pool: int, set_size: int = SET_SIZE) -> np.ndarray:
     """Return every set of pool positions, `[n_sets, set_size]` int32."""
-    if not 1 <= set_size <= n_pool:
-        raise ValueError(
-            f"a pool of {n_pool} encoders has no sets of {set_size}; ask for a size "
-            f"from 1 to {n_pool}"
-        )
     return np.array(list(itertools.combinations(range(n_pool), set_size)), np.int32)
 
 
@@ -129,10 +115,6 @@ class Enumeration:
     config: FusionConfig
     train_config: TrainConfig
     folder: Path | None = None
-
-    def __post_init__(self) -> None:
-        """Check that validation rows have both classes."""
-        check_classes(self.valid)
 
     @cached_property
     def calls(self) -> dict[str, np.ndarray]:

@@ -205,7 +205,7 @@ def select(
     """
     check_classes(valid)
     n_pool = train.n_pool
-    searched = _searched(candidates, n_pool)
+    searched = range(n_pool) if candidates is None else sorted(set(candidates))
     limit = min(len(searched), max_encoders or n_pool)
     chosen: tuple[int, ...] = ()
     auroc, best_heads, path = 0.5, None, []
@@ -231,15 +231,6 @@ def select(
             "to select from; check labels, or take more training rows"
         )
     return Selection(chosen, auroc, tuple(path), *best_heads)
-
-
-def _searched(candidates: Sequence[int] | None, n_pool: int) -> tuple[int, ...]:
-    positions = tuple(range(n_pool) if candidates is None else sorted(set(candidates)))
-    if not positions or positions[0] < 0 or positions[-1] >= n_pool:
-        raise ValueError(
-            f"candidates are positions in a pool of {n_pool} encoders, got {positions}"
-        )
-    return positions
 
 
 def check_classes(valid: PoolOutputs) -> None:

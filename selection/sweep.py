@@ -86,11 +86,6 @@ def sweep_layers(
       config: the probe.
     """
     config = config or SweepConfig()
-    if train_hidden.shape[1:] != valid_hidden.shape[1:]:
-        raise ValueError(
-            f"layers and widths differ: training {train_hidden.shape[1:]}, validation "
-            f"{valid_hidden.shape[1:]}"
-        )
     for name, labels in (("training", train_labels), ("validation", valid_labels)):
         if np.all(labels) or not np.any(labels):
             raise ValueError(f"the {name} labels have one class only: nothing to rank")

@@ -190,12 +190,7 @@ class ControllerConfig:
     sure: float = 0.5
 
     def __post_init__(self) -> None:
-        """Check that a trace can be made."""
-        if self.n_passages < 1 or self.max_budget < 1:
-            raise ValueError(
-                "PGIR needs at least one passage a round and one round, found "
-                f"n_passages={self.n_passages}, max_budget={self.max_budget}"
-            )
+        """Check the query, which a caller of `run_pgir` names."""
         if self.query not in get_args(Query):
             raise ValueError(
                 f"query: expected one of {', '.join(get_args(Query))}, found "

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -443,11 +443,6 @@ class ControlConfig:
             raise ValueError(
                 f"rivals: expected some of {', '.join(EVERY_RIVAL)}, found "
                 f"{', '.join(unknown)}"
-            )
-        if self.queries not in get_args(Queries):
-            raise ValueError(
-                f"queries: expected one of {', '.join(get_args(Queries))}, found "
-                f"{self.queries!r}"
             )
 
 

@@ -130,11 +130,6 @@ def test_rows_of_weight_zero_are_as_good_as_absent(parts):
     np.testing.assert_array_equal(a.info.valid_auroc, b.info.valid_auroc)
 
 
-def test_labels_must_be_boolean_and_complete(parts):
-    with pytest.raises(ValueError, match="one boolean label"):
-        labelled(parts[0].features, np.zeros(230))
-
-
 BLOCK = Block((0, 3, 7, 11, 14), (0, 1))  # five subsets: they come out even nowhere
 
 
@@ -266,15 +261,6 @@ def test_long_texts_and_wide_models_are_read_fewer_at_a_time():
         assert n == 1 or 4 * n * sum(widths) * wide.total <= 2**29
         assert n & (n - 1) == 0  # so that few executables serve all
     assert rows_at_once((60, 15, 8), DIMS) == 1024
-
-
-def test_wrong_masks_are_refused(plain):
-    features = without(plain)[0].features
-    for wrong in (np.ones(3, bool), np.ones(2)):
-        with pytest.raises(ValueError, match="one boolean for each of 2 spans"):
-            keep_spans(features, wrong)
-    with pytest.raises(ValueError, match="nothing remains"):
-        keep_spans(features, np.zeros(2, bool))
 
 
 def test_rows_of_like_length_are_one_group():

@@ -87,8 +87,6 @@ def test_members_are_the_same_whatever_the_block_and_the_microbatches():
 def test_a_batch_is_parted_only_into_parts_of_what_draws_together():
     config = TrainConfig(batch_size=384)  # three groups of 128
     assert row_choices(config) == [384, 128, 64, 32, 16, 8, 4, 2, 1]
-    with pytest.raises(ValueError, match="expected one of"):
-        PlannedConfig(batch_size=384, n_rows=192)
 
 
 def test_without_an_accelerator_a_block_is_half_a_seeds_subsets():

@@ -287,8 +287,6 @@ def test_a_passage_that_one_retriever_misses_can_still_be_found():
     fused = FusedRetriever([Fixed([0, 1, 2, 3]), Fixed([9, 0, 8, 7])])
     assert fused.search(["a", "b"], 2).tolist() == [[0, 9], [0, 9]]
     assert fused.search([], 2).shape == (0, 2)
-    with pytest.raises(ValueError, match="two retrievers, found 1"):
-        FusedRetriever([Fixed([0])])
 
 
 def test_recall_is_the_share_of_gold_passages_among_the_first():
