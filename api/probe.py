@@ -559,7 +559,7 @@ _METRICS = {
     "brier": "Brier",
 }
 _OF_PROBE = ("auroc", "auprc", "ece", "brier")
-_HEADS = {
+_HEADS: dict[HeadName, str] = {
     "closed_book": "closed-book answers",
     "with_context": "answers with context, read in both passes",
     "single_pass": "answers with context, read in their own pass",
@@ -678,15 +678,15 @@ def _cell(row: Mapping[str, Any] | None) -> str:
 def _decisions(detector: Detector) -> list[str]:
     """Return from which P on answers are trusted, for several precisions."""
     lines = []
-    for name, head in detector.heads.items():
-        for precision in PRECISIONS:
+    for name, answers in _HEADS.items():
+        for precision in PRECISIONS if name in detector.heads else ():
             cells = [
                 "–"
                 if threshold.p_correct is None
                 else f"{threshold.p_correct:.3f} ({threshold.coverage:.1%})"
-                for threshold in head.thresholds(precision)
+                for threshold in detector.heads[name].thresholds(precision)
             ]
-            lines.append(f"| {_HEADS[name]} | {precision} | {' | '.join(cells)} |")
+            lines.append(f"| {answers} | {precision} | {' | '.join(cells)} |")
     return [
         "## Decisions",
         "",
