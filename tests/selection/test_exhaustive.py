@@ -21,7 +21,7 @@ from beatrice.jaxprobe.families import (
     paper_dims,
     subset_index,
 )
-from beatrice.jaxprobe.fusion import PoolOutputs, pool_outputs, train_heads
+from beatrice.jaxprobe.fusion import pool_outputs, train_heads
 from beatrice.jaxprobe.rows import Bucket, TrainingSet
 from beatrice.jaxprobe.tokens import FamilyTokens
 from beatrice.selection.ablation import (
@@ -141,9 +141,6 @@ def test_a_rank_counts_the_better_sets_and_ties_share_it():
     assert ranking.order.tolist() == [2, 0, 1, 3]
     assert ranking.gap_of(sets[3]) == 0.375
     assert ranking.rank_of(sets[1][::-1]) == 2
-    for wrong in ((0, 1), (0, 1, 9)):
-        with pytest.raises(ValueError, match="not among the 4 ranked"):
-            ranking.rank_of(wrong)
 
 
 class Stopped(Exception):
@@ -181,12 +178,6 @@ def test_a_damaged_or_foreign_piece_is_trained_again(tmp_path, ranking):
     assert enumeration(tmp_path, train_config=other).n_missing() == 40
     flipped = CODES[1]._replace(labels=1 - CODES[1].labels)
     assert enumeration(tmp_path, valid=flipped).n_missing() == 40
-
-
-def test_validation_rows_of_one_class_are_refused(tmp_path):
-    given = PoolOutputs(*CODES[1])._replace(labels=np.ones(500, np.float32))
-    with pytest.raises(ValueError, match="one class"):
-        enumeration(tmp_path, valid=given)
 
 
 def test_the_ribbon_counts_what_the_sets_carry():
