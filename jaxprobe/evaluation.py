@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
@@ -299,9 +299,6 @@ class IntervalConfig:
         return BootstrapConfig(n_resamples=self.n_resamples, seed=seed)
 
 
-INTERVAL_PRESETS: dict[Preset, IntervalConfig] = {
-    "demo": IntervalConfig(),
-    "few": IntervalConfig(),
-    "smoke": IntervalConfig(n_resamples=100),
-    "paper": IntervalConfig(),
-}
+INTERVAL_PRESETS: dict[Preset, IntervalConfig] = dict.fromkeys(
+    get_args(Preset), IntervalConfig()
+) | {"smoke": IntervalConfig(n_resamples=100)}

@@ -9,7 +9,7 @@ import hashlib
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import msgspec
 import numpy as np
@@ -101,7 +101,7 @@ class AnatomyConfig:
 
 
 ANATOMY_PRESETS: dict[Preset, AnatomyConfig] = dict.fromkeys(
-    ("demo", "smoke", "paper"), AnatomyConfig()
+    get_args(Preset), AnatomyConfig()
 )
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -184,12 +184,9 @@ class SweepSection:
         )
 
 
-SWEEP_PRESETS: dict[Preset, SweepSection] = {
-    "demo": SweepSection(),
-    "few": SweepSection(),
-    "smoke": SweepSection(n_rows=96, probe=SweepConfig(n_seeds=1)),
-    "paper": SweepSection(),
-}
+SWEEP_PRESETS: dict[Preset, SweepSection] = dict.fromkeys(
+    get_args(Preset), SweepSection()
+) | {"smoke": SweepSection(n_rows=96, probe=SweepConfig(n_seeds=1))}
 
 
 def sweep_rows(rows: Rows, split: str, limit: int, seed: int) -> np.ndarray:

@@ -31,6 +31,7 @@ from beatrice.jaxprobe.config import (
 from beatrice.jaxprobe.evaluation import INTERVAL_PRESETS
 from beatrice.jaxprobe.train import TRAIN, grid_config
 from beatrice.pgir.controllers.stage import CONTROL_PRESETS
+from beatrice.selection.anatomy import ANATOMY_PRESETS
 from beatrice.selection.sweep import SWEEP_PRESETS
 
 SECTIONS = {
@@ -45,6 +46,7 @@ SECTIONS = {
     "intervals": INTERVAL_PRESETS,
     "baselines": BASELINES_PRESETS,
     "control": CONTROL_PRESETS,
+    "anatomy": ANATOMY_PRESETS,
 }
 STAGES = (
     "world answer label extract sweep train select calibrate evaluate baselines control"
