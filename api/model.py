@@ -173,10 +173,11 @@ class LanguageModel:
         if store is None or "://" in str(store):
             answers, signals = generate_and_read(reader, requests, generation)
             written = ReadBefore.of(reader, answers, signals)
-            extract(written, answers, url, config, about=self._about(answers))
-            return answers, Signals(open_store(url), model=self)
-        folder = Path(f"{store}.written")
-        answers, written = _answer_on_disk(reader, requests, generation, config, folder)
+        else:
+            folder = Path(f"{store}.written")
+            answers, written = _answer_on_disk(
+                reader, requests, generation, config, folder
+            )
         extract(written, answers, url, config, about=self._about(answers))
         return answers, Signals(open_store(url), model=self)
 

@@ -147,12 +147,10 @@ class Scorer(AnswerScorer):
         path = as_path(path, "path")
         read_manifest(path)  # an error where it is no run
         run = RunDir(path)
-        folder = run.require(run.detector)
-        detector = Detector.load(folder)
+        detector = Detector.load(run.require(run.detector))
         generation = run.settle("answer", ANSWER_PRESETS, is_recorded=False).generation
         trained = detector.provenance
-        if trained is None:
-            raise ValueError(f"{folder} was trained on arrays, and has no model")
+        assert trained is not None  # a run's detector names its model
         answering = GenerationConfig(
             max_new_tokens=generation.max_new_tokens, stop=generation.stop
         )
