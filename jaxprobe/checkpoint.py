@@ -47,14 +47,12 @@ class Cache:
 
     Work that is interrupted continues from it: do what is `missing`, save each part as
     it is done, load them all.
-
-    Attributes:
-      folder: of the files; None keeps nothing, and every part is missing.
-      key: identity of everything the parts depend on; parts saved under another key,
-        and damaged ones, are missing.
     """
 
+    # Of the files; None keeps nothing, and every part is missing.
     folder: Path | None = None
+    # Identity of everything the parts depend on; parts saved under another key, and
+    # damaged ones, are missing.
     key: str = ""
 
     def path(self, name: str) -> Path | None:

@@ -103,13 +103,10 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedConfig(TrainConfig):
-    """The protocol as a device's memory allows it; results are the protocol's own.
+    """The protocol as a device's memory allows it; results are the protocol's own."""
 
-    Attributes:
-      n_rows: rows of which a gradient is computed, and which are scored, together;
-        one of `row_choices`.
-    """
-
+    # Rows of which a gradient is computed, and which are scored, together; one of
+    # `row_choices`.
     n_rows: int
 
     def rows_at_once(self) -> int:
@@ -136,19 +133,13 @@ def row_choices(config: TrainConfig) -> list[int]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FusionConfig:
-    """Shape of a fusion head; defaults follow the paper, appendix B.
+    """Shape of a fusion head; defaults follow the paper, appendix B."""
 
-    Attributes:
-      hidden: width.
-      encoder_dropout: probability that a whole encoder is hidden.
-      n_slots: encoders that it can read.
-      is_mean_first: for few answers: a head stays the mean logit of its encoders where
-        what it gains on that may be chance (`jaxprobe.metrics.is_gain`).
-    """
-
-    hidden: int = 128
-    encoder_dropout: float = 0.3
-    n_slots: int = 4
+    hidden: int = 128  # width
+    encoder_dropout: float = 0.3  # probability that a whole encoder is hidden
+    n_slots: int = 4  # encoders that it can read
+    # For few answers: a head stays the mean logit of its encoders where what it gains
+    # on that may be chance (`jaxprobe.metrics.is_gain`).
     is_mean_first: bool = False
 
     def __post_init__(self):
@@ -159,15 +150,10 @@ class FusionConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StreamConfig:
-    """How a store is split into groups; memory is that of two groups.
+    """How a store is split into groups; memory is that of two groups."""
 
-    Attributes:
-      n_chunk: neighbours that are read together; more of them read faster.
-      n_mixed: chunks that make a group; more of them shuffle better.
-    """
-
-    n_chunk: int = 64
-    n_mixed: int = 32
+    n_chunk: int = 64  # neighbours that are read together; more of them read faster
+    n_mixed: int = 32  # chunks that make a group; more of them shuffle better
 
     def __post_init__(self) -> None:
         """Check that sizes are positive."""
@@ -180,20 +166,16 @@ class StreamConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GridConfig:
-    """The run's section `train`: every encoder × seed.
+    """The run's section `train`: every encoder × seed."""
 
-    Attributes:
-      encoder: widths.
-      train: the protocol; the run's seed takes the place of its own.
-      stream: how encoders read a store that is larger than memory, or None where all
-        of it is in memory; batches are then mixed within groups, which changes results.
-      device_memory: bytes for which members side by side are planned, or None for those
-        that the device has; no result depends on it, so that it may change.
-    """
-
-    encoder: EncoderConfig = EncoderConfig()
+    encoder: EncoderConfig = EncoderConfig()  # widths
+    # The protocol; the run's seed takes the place of its own.
     train: TrainConfig = TrainConfig()
+    # How encoders read a store that is larger than memory, or None where all of it is
+    # in memory; batches are then mixed within groups, which changes results.
     stream: StreamConfig | None = None
+    # Bytes for which members side by side are planned, or None for those that the
+    # device has; no result depends on it, so that it may change.
     device_memory: int | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -264,17 +246,13 @@ def _trained_for(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SelectConfig:
-    """The run's section `select`: fusion heads, and the search over encoders.
+    """The run's section `select`: fusion heads, and the search over encoders."""
 
-    Attributes:
-      head: widths.
-      train: the heads' protocol; the run's seed takes the place of its own. Of no
-        epochs, sets are searched and fused by their mean logit, and nothing is trained.
-      margin: validation AUROC that an addition has to gain, delta of algorithm 1.
-    """
-
-    head: FusionConfig = FusionConfig()
+    head: FusionConfig = FusionConfig()  # widths
+    # The heads' protocol; the run's seed takes the place of its own. Of no epochs, sets
+    # are searched and fused by their mean logit, and nothing is trained.
     train: TrainConfig = TrainConfig()
+    # Validation AUROC that an addition has to gain, delta of algorithm 1.
     margin: float = 5e-4
 
     def resized(

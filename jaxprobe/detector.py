@@ -51,27 +51,17 @@ Fuse = Callable[["SettingHead", list[Any], list[Any]], tuple[np.ndarray, np.ndar
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncoderBank:
-    """The selected encoders of one pass.
+    """The selected encoders of one pass."""
 
-    Attributes:
-      dims: channels of that pass.
-      config: shape of its encoders.
-      names: subsets, as in "HPA"; one per encoder.
-      spans: that the encoders read, indices into `SPAN_NAMES`.
-      lengths: of the longest spans in training; whoever pads to them compiles once.
-      standardizer: fitted on its training tokens.
-      params: leaves `[n_seeds, n_encoders, ...]`.
-      scope: where its signals lay in training.
-    """
-
-    dims: FamilyDims
-    config: EncoderConfig
-    names: tuple[str, ...]
-    spans: tuple[int, ...]
+    dims: FamilyDims  # channels of that pass
+    config: EncoderConfig  # shape of its encoders
+    names: tuple[str, ...]  # subsets, as in "HPA"; one per encoder
+    spans: tuple[int, ...]  # that the encoders read, indices into `SPAN_NAMES`
+    # Of the longest spans in training; whoever pads to them compiles once.
     lengths: tuple[int, ...]
-    standardizer: Standardizer
-    params: Params
-    scope: Scope
+    standardizer: Standardizer  # fitted on its training tokens
+    params: Params  # leaves `[n_seeds, n_encoders, ...]`
+    scope: Scope  # where its signals lay in training
 
     @property
     def row_bytes(self) -> int:
@@ -92,20 +82,15 @@ HeadName = Literal["closed_book", "with_context", "single_pass"]
 
 
 class Scores(NamedTuple):
-    """Scores of `n_examples` answers.
+    """Scores of `n_examples` answers."""
 
-    Attributes:
-      raw: `[n_examples]` mean over seeds of the fused probability, uncalibrated.
-      p_correct: `[n_examples]` calibrated probability of being correct.
-      encoders: `[n_examples, n_selected]` each selected encoder's own probability, mean
-        over seeds.
-      encoder_names: `n_selected` names, as in "with_context/HPA".
-    """
-
+    # `[n_examples]` mean over seeds of the fused probability, uncalibrated.
     raw: np.ndarray
-    p_correct: np.ndarray
+    p_correct: np.ndarray  # `[n_examples]` calibrated probability of being correct
+    # `[n_examples, n_selected]` each selected encoder's own probability, mean over
+    # seeds.
     encoders: np.ndarray
-    encoder_names: tuple[str, ...]
+    encoder_names: tuple[str, ...]  # `n_selected` names, as in "with_context/HPA"
 
     def take(self, rows: np.ndarray | slice) -> "Scores":
         """Select examples by index or slice."""
@@ -129,25 +114,17 @@ class Scores(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SettingHead:
-    """The fusion heads of one setting.
+    """The fusion heads of one setting."""
 
-    Attributes:
-      reads: the selected encoders in pool order, as (pass, subset name).
-      config: shape of the heads.
-      precision: share of decisions that shall be right, where nobody asks for another.
-      evidence: on how many answers it rests.
-      validation: what it says of the answers that it was calibrated on.
-      params: leaves `[n_seeds, ...]`.
-      calibrator: from raw score to probability.
-    """
-
+    # The selected encoders in pool order, as (pass, subset name).
     reads: tuple[tuple[Setting, str], ...]
-    config: FusionConfig
+    config: FusionConfig  # shape of the heads
+    # Share of decisions that shall be right, where nobody asks for another.
     precision: float = 0.9
-    evidence: Evidence
-    validation: Validation
-    params: Params
-    calibrator: Calibrator
+    evidence: Evidence  # on how many answers it rests
+    validation: Validation  # what it says of the answers that it was calibrated on
+    params: Params  # leaves `[n_seeds, ...]`
+    calibrator: Calibrator  # from raw score to probability
 
     def thresholds(self, precision: float | None = None) -> Thresholds:
         """Return where decisions begin that are right as often as asked.
@@ -159,35 +136,27 @@ class SettingHead:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """What a detector was trained on: a model, and how its answers were read.
+    """What a detector was trained on: a model, and how its answers were read."""
 
-    Attributes:
-      model: name or path of the backbone.
-      revision: identity of its weights; the detector scores this model alone.
-      layer: entry of the resid axis that hidden states are of (0 is the embedding).
-      dtype: in which the backbone computed.
-      stored_as: types in which the families were stored, in their order; live signals
-        are rounded likewise. Empty where they were not rounded.
-      answer_span: which tokens were the answer's, see `extract.signals.sequence`.
-      prompt: how questions were put.
-      stop_id: the token that ended most answers; None where none ended.
-      scripts: that the training texts are written in, see `jaxprobe.scope.scripts_of`;
-        empty where unknown.
-      hashes: of the backbone's config, tokenizer and chat template.
-      path: by which most of the signals came: "decode", of the passes that wrote the
-        answers, or "teacher_forced", of passes that read them again.
-    """
-
-    model: str
-    revision: str
-    layer: int
-    dtype: str = "float32"
+    model: str  # name or path of the backbone
+    revision: str  # identity of its weights; the detector scores this model alone
+    layer: int  # entry of the resid axis that hidden states are of (0 is the embedding)
+    dtype: str = "float32"  # in which the backbone computed
+    # Types in which the families were stored, in their order; live signals are rounded
+    # likewise. Empty where they were not rounded.
     stored_as: tuple[Dtype, ...] = ()
+    # Which tokens were the answer's, see `extract.signals.sequence`.
     answer_span: AnswerSpan = "emitting"
-    prompt: PromptConfig = PromptConfig()
+    prompt: PromptConfig = PromptConfig()  # how questions were put
+    # The token that ended most answers; None where none ended.
     stop_id: int | None = None
+    # That the training texts are written in, see `jaxprobe.scope.scripts_of`; empty
+    # where unknown.
     scripts: tuple[str, ...] = ()
+    # Of the backbone's config, tokenizer and chat template.
     hashes: ModelHashes = ModelHashes()
+    # By which most of the signals came: "decode", of the passes that wrote the answers,
+    # or "teacher_forced", of passes that read them again.
     path: ReadingPath = "teacher_forced"
 
 
@@ -224,16 +193,11 @@ def _merge_arrays(tree: dict, fields: dict[str, Any], kind: type[_Kind]) -> _Kin
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Detector:
-    """Scores answers from their signals, with or without the context's.
+    """Scores answers from their signals, with or without the context's."""
 
-    Attributes:
-      banks: encoders per pass.
-      heads: by name; see `HeadName`.
-      provenance: what it was trained on; None where that was a caller's arrays.
-    """
-
-    banks: Mapping[Setting, EncoderBank]
-    heads: Mapping[HeadName, SettingHead]
+    banks: Mapping[Setting, EncoderBank]  # encoders per pass
+    heads: Mapping[HeadName, SettingHead]  # by name; see `HeadName`
+    # What it was trained on; None where that was a caller's arrays.
     provenance: Provenance | None = None
 
     def __post_init__(self):

@@ -197,15 +197,10 @@ def linear_logits(
 
 
 class MemberOutputs(NamedTuple):
-    """What trained encoders put out for some examples.
+    """What trained encoders put out for some examples."""
 
-    Attributes:
-      logits: `[n_members, n_examples]` float32.
-      pooled: `[n_members, n_examples, 2 * hidden]` float32.
-    """
-
-    logits: Any
-    pooled: Any
+    logits: Any  # `[n_members, n_examples]` float32
+    pooled: Any  # `[n_members, n_examples, 2 * hidden]` float32
 
 
 # Of weights `[d_out, ..., d_in]`: standard deviation `1 / sqrt(fan-in)`.

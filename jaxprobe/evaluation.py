@@ -37,20 +37,17 @@ METRICS = {"auroc": auroc, "auprc": auprc}
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Scored:
-    """The scores of one detector on every row of a setting.
+    """The scores of one detector on every row of a setting."""
 
-    Attributes:
-      name: as in the rows: an id, or a subject where the id alone does not tell it.
-      scores: `[n_seeds, n_rows]`, higher = more likely correct; NaN where the detector
-        is undefined, and the row is then left out of its numbers and counted.
-      labels: `[n_rows]` bool to measure against, or None for the rows' own; only
-        the permuted-label control has others.
-      reason: why there is no score, where none of a set is defined.
-    """
-
+    # As in the rows: an id, or a subject where the id alone does not tell it.
     name: Subject | str
+    # `[n_seeds, n_rows]`, higher = more likely correct; NaN where the detector is
+    # undefined, and the row is then left out of its numbers and counted.
     scores: np.ndarray
+    # `[n_rows]` bool to measure against, or None for the rows' own; only the
+    # permuted-label control has others.
     labels: np.ndarray | None = None
+    # Why there is no score, where none of a set is defined.
     reason: str = "the detector gives no score here"
 
     @property
@@ -71,17 +68,12 @@ class Scored:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class _Measured:
-    """One metric of one detector on one set.
+    """One metric of one detector on one set."""
 
-    Attributes:
-      seeds: its value with each training seed.
-      draws: `[n_resamples]` of their mean; None where it is undefined.
-      n_left_out: labelled rows on which the detector is undefined.
-    """
-
-    seeds: list[Metric]
+    seeds: list[Metric]  # its value with each training seed
+    # `[n_resamples]` of their mean; None where it is undefined.
     draws: np.ndarray | None
-    n_left_out: int
+    n_left_out: int  # labelled rows on which the detector is undefined
 
     @property
     def reason(self) -> str | None:

@@ -184,15 +184,11 @@ SPANS: dict[Setting, tuple[int, ...]] = {
 
 
 class Features(NamedTuple):
-    """Signals of `n_examples` answers, one entry per span.
+    """Signals of `n_examples` answers, one entry per span."""
 
-    Attributes:
-      tokens: per span `[n_examples, n_span_tokens, d_total]` float32.
-      masks: per span `[n_examples, n_span_tokens]` bool, True on real tokens. A span
-        may be empty (all False) for some examples.
-    """
-
-    tokens: tuple[Any, ...]
+    tokens: tuple[Any, ...]  # per span `[n_examples, n_span_tokens, d_total]` float32
+    # Per span `[n_examples, n_span_tokens]` bool, True on real tokens. A span may be
+    # empty (all False) for some examples.
     masks: tuple[Any, ...]
 
     @property
@@ -214,15 +210,10 @@ class Features(NamedTuple):
 
 
 class Standardizer(NamedTuple):
-    """Per-channel affine map, fitted on the training tokens of all spans.
+    """Per-channel affine map, fitted on the training tokens of all spans."""
 
-    Attributes:
-      mean: `[d_total]` float32.
-      std: `[d_total]` float32; 1 where the channel was constant.
-    """
-
-    mean: Any
-    std: Any
+    mean: Any  # `[d_total]` float32
+    std: Any  # `[d_total]` float32; 1 where the channel was constant
 
 
 def check_features(features: Features, dims: FamilyDims) -> None:

@@ -103,17 +103,12 @@ slot_products.defvjp(_forward, _backward)
 
 
 class PoolOutputs(NamedTuple):
-    """Outputs of the pool of encoders for labelled examples, seed by seed.
+    """Outputs of the pool of encoders for labelled examples, seed by seed."""
 
-    Attributes:
-      outputs: `[n_seeds, n_pool, d_pooled + 1, n_examples]` float32, see `head_inputs`.
-      labels: `[n_examples]` float32, 1 where the answer is correct.
-      weights: `[n_examples]` float32, at least 0.
-    """
-
+    # `[n_seeds, n_pool, d_pooled + 1, n_examples]` float32, see `head_inputs`.
     outputs: Any
-    labels: Any
-    weights: Any
+    labels: Any  # `[n_examples]` float32, 1 where the answer is correct
+    weights: Any  # `[n_examples]` float32, at least 0
 
     @property
     def n_seeds(self) -> int:

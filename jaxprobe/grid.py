@@ -86,17 +86,11 @@ def grid_members(n_seeds: int, n_subsets: int) -> tuple[Member, ...]:
 
 
 class BlockArrays(NamedTuple):
-    """A block for the device.
+    """A block for the device."""
 
-    Attributes:
-      family_masks: `[n_subsets, n_families]` bool.
-      subsets: `[n_subsets]` int32 numbers of subsets, which decide the random keys.
-      seeds: `[n_seeds]` int32.
-    """
-
-    family_masks: Any
-    subsets: Any
-    seeds: Any
+    family_masks: Any  # `[n_subsets, n_families]` bool
+    subsets: Any  # `[n_subsets]` int32 numbers of subsets, which decide the random keys
+    seeds: Any  # `[n_seeds]` int32
 
     @classmethod
     def of(cls, block: Block, n_families: int, n_subsets: int = 0) -> "BlockArrays":
@@ -172,19 +166,13 @@ def _members_of(block: BlockArrays) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 class Labelled(NamedTuple):
-    """Features with their labels.
+    """Features with their labels."""
 
-    Attributes:
-      features: families apart, `n_examples` rows.
-      labels: `[n_examples]` float32, 1 where the answer is correct.
-      weights: `[n_examples]` float32, at least 0; 0 leaves a row out.
-      offsets: `[n_subsets, n_examples]` float32, the linear parts' logits, on which
-        networks are trained; see `jaxprobe.linear`. Zeros where there are none.
-    """
-
-    features: FamilyTokens
-    labels: Any
-    weights: Any
+    features: FamilyTokens  # families apart, `n_examples` rows
+    labels: Any  # `[n_examples]` float32, 1 where the answer is correct
+    weights: Any  # `[n_examples]` float32, at least 0; 0 leaves a row out
+    # `[n_subsets, n_examples]` float32, the linear parts' logits, on which networks are
+    # trained; see `jaxprobe.linear`. Zeros where there are none.
     offsets: Any
 
 

@@ -116,15 +116,11 @@ _pooled = jax.jit(pooled_signals)
 
 
 class Pooled(NamedTuple):
-    """Pooled signals of rows, see `jaxprobe.encoder`.
+    """Pooled signals of rows, see `jaxprobe.encoder`."""
 
-    Attributes:
-      families: per family `[n_rows, n_parts * d_family]` float32.
-      labels: `[n_rows]` bool.
-    """
-
+    # Per family `[n_rows, n_parts * d_family]` float32.
     families: tuple[np.ndarray, ...]
-    labels: np.ndarray
+    labels: np.ndarray  # `[n_rows]` bool
 
     @classmethod
     def of(
@@ -141,24 +137,19 @@ class Pooled(NamedTuple):
 
 
 class LinearGrid(NamedTuple):
-    """The linear parts of every subset, and their logits.
+    """The linear parts of every subset, and their logits."""
 
-    Attributes:
-      parts: the variables of `jaxprobe.encoder.linear_logits` of every subset, leaves
-        `[n_subsets, ...]` float32.
-      inverse_penalty: `[n_subsets]`, chosen by the validation rows; 0 where a subset
-        was not fitted: its part is zero.
-      train: `[n_subsets, n_train]` logits of training rows, each of a regression
-        that has not seen the row's question.
-      fitted: `[n_subsets, n_train]` logits of the regression in `parts`.
-      valid: `[n_subsets, n_validation]`.
-    """
-
+    # The variables of `jaxprobe.encoder.linear_logits` of every subset, leaves
+    # `[n_subsets, ...]` float32.
     parts: dict[str, np.ndarray]
+    # `[n_subsets]`, chosen by the validation rows; 0 where a subset was not fitted: its
+    # part is zero.
     inverse_penalty: np.ndarray
+    # `[n_subsets, n_train]` logits of training rows, each of a regression that has not
+    # seen the row's question.
     train: np.ndarray
-    fitted: np.ndarray
-    valid: np.ndarray
+    fitted: np.ndarray  # `[n_subsets, n_train]` logits of the regression in `parts`
+    valid: np.ndarray  # `[n_subsets, n_validation]`
 
 
 def fit_linear_parts(

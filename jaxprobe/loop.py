@@ -24,23 +24,15 @@ Params = Any
 
 
 class FitInfo(NamedTuple):
-    """What a person wants to know of one training run.
+    """What a person wants to know of one training run."""
 
-    Attributes:
-      valid_auroc: `[max_epochs]`, NaN after the last epoch.
-      train_loss: `[max_epochs]` mean over the epoch's steps, NaN after the last epoch.
-      best_auroc: validation AUROC of the weights that are kept; -1 where undefined.
-      best_epoch: the epoch that gave them, from 0.
-      n_epochs: epochs that were run.
-      learning_rate: at the end, after halvings.
-    """
-
-    valid_auroc: Any
+    valid_auroc: Any  # `[max_epochs]`, NaN after the last epoch
+    # `[max_epochs]` mean over the epoch's steps, NaN after the last epoch.
     train_loss: Any
-    best_auroc: Any
-    best_epoch: Any
-    n_epochs: Any
-    learning_rate: Any
+    best_auroc: Any  # validation AUROC of the weights that are kept; -1 where undefined
+    best_epoch: Any  # the epoch that gave them, from 0
+    n_epochs: Any  # epochs that were run
+    learning_rate: Any  # at the end, after halvings
 
 
 class FitState(NamedTuple):
@@ -77,20 +69,16 @@ class Rows(Protocol):
 
 
 class Learner(NamedTuple):
-    """Members that train together; their states have two leading axes.
+    """Members that train together; their states have two leading axes."""
 
-    Attributes:
-      start: gives the state before the first epoch.
-      train: takes the steps on a group, given the state and the number of groups
-        before this one; returns the state and the mean loss, `[n, m]`.
-      logits: of the rows of a group, given the state; `[n, m, n_rows]`.
-      review: stops members after an epoch, given the state, the number of epochs, and
-        the groups of validation rows.
-    """
-
-    start: Callable[[], FitState]
+    start: Callable[[], FitState]  # gives the state before the first epoch
+    # Takes the steps on a group, given the state and the number of groups before this
+    # one; returns the state and the mean loss, `[n, m]`.
     train: Callable[[FitState, np.int32, Any], tuple[FitState, jax.Array]]
+    # Of the rows of a group, given the state; `[n, m, n_rows]`.
     logits: Callable[[FitState, Any], jax.Array]
+    # Stops members after an epoch, given the state, the number of epochs, and the
+    # groups of validation rows.
     review: Callable[[FitState, int, Iterable[Any]], FitState] | None = None
 
 

@@ -48,28 +48,18 @@ from beatrice.jaxprobe.tokens import FamilyTokens
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Encoders, and the batches they are trained on.
+    """Encoders, and the batches they are trained on."""
 
-    Attributes:
-      encoder: widths.
-      dims: channels of the families.
-      spans: per span the fewest and the most tokens of an example; lengths between
-        them are equally likely, and every example is padded to the most.
-      batch_size: examples per step.
-      n_steps: steps of each encoder in a turn.
-      n_seeds: of the grid; 15 encoders each.
-      learning_rate: constant.
-      weight_decay: decoupled.
-    """
-
-    encoder: EncoderConfig
-    dims: FamilyDims
+    encoder: EncoderConfig  # widths
+    dims: FamilyDims  # channels of the families
+    # Per span the fewest and the most tokens of an example; lengths between them are
+    # equally likely, and every example is padded to the most.
     spans: tuple[tuple[int, int], ...]
-    batch_size: int
-    n_steps: int
-    n_seeds: int = 3
-    learning_rate: float = 2e-4
-    weight_decay: float = 0.01
+    batch_size: int  # examples per step
+    n_steps: int  # steps of each encoder in a turn
+    n_seeds: int = 3  # of the grid; 15 encoders each
+    learning_rate: float = 2e-4  # constant
+    weight_decay: float = 0.01  # decoupled
 
     @property
     def members(self) -> list[Member]:
@@ -143,27 +133,17 @@ FOR_SIZES_ALONE = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What is trained, in sizes.
+    """What is trained, in sizes."""
 
-    Attributes:
-      encoder: widths.
-      dims: channels of the families.
-      train: the protocol.
-      widths: tokens of the padded spans of the longest group of rows.
-      n_train: rows of this group.
-      n_valid: rows that are scored together with it in memory.
-      device_dtypes: types of the families on the device.
-      resident: bytes that lie on the device beside a step's own arguments: other
-        groups, validation rows, the group of a stream that is read ahead.
-    """
-
-    encoder: EncoderConfig
-    dims: FamilyDims
-    train: TrainConfig
-    widths: tuple[int, ...]
-    n_train: int
-    n_valid: int
-    device_dtypes: tuple[Dtype, ...]
+    encoder: EncoderConfig  # widths
+    dims: FamilyDims  # channels of the families
+    train: TrainConfig  # the protocol
+    widths: tuple[int, ...]  # tokens of the padded spans of the longest group of rows
+    n_train: int  # rows of this group
+    n_valid: int  # rows that are scored together with it in memory
+    device_dtypes: tuple[Dtype, ...]  # types of the families on the device
+    # Bytes that lie on the device beside a step's own arguments: other groups,
+    # validation rows, the group of a stream that is read ahead.
     resident: int = 0
 
     @classmethod
@@ -218,17 +198,11 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepBytes:
-    """What a compiled step needs, in bytes.
+    """What a compiled step needs, in bytes."""
 
-    Attributes:
-      arguments: rows of the group, and the members' weights and moments.
-      outputs: the members' new weights and moments.
-      temporaries: of a step, or of scoring if that needs more.
-    """
-
-    arguments: int
-    outputs: int
-    temporaries: int
+    arguments: int  # rows of the group, and the members' weights and moments
+    outputs: int  # the members' new weights and moments
+    temporaries: int  # of a step, or of scoring if that needs more
 
     @property
     def total(self) -> int:
@@ -314,23 +288,15 @@ def compiled_step(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a setting's members are trained on a device.
+    """How a setting's members are trained on a device."""
 
-    Attributes:
-      n_subsets: of a seed side by side, on each device.
-      n_seeds: side by side.
-      n_rows: of which a gradient is computed at once; None for the protocol's own.
-      limit: bytes that may be used; None without a limit.
-      resident: bytes beside those of a step.
-      needed: of a step, by the compiler; None without a limit.
-    """
-
-    n_subsets: int
-    n_seeds: int
+    n_subsets: int  # of a seed side by side, on each device
+    n_seeds: int  # side by side
+    # Of which a gradient is computed at once; None for the protocol's own.
     n_rows: int | None = None
-    limit: int | None = None
-    resident: int = 0
-    needed: StepBytes | None = None
+    limit: int | None = None  # bytes that may be used; None without a limit
+    resident: int = 0  # bytes beside those of a step
+    needed: StepBytes | None = None  # of a step, by the compiler; None without a limit
 
     def config(self, config: TrainConfig) -> TrainConfig:
         """Return the protocol as it is carried out."""

@@ -76,33 +76,24 @@ _WIDE, _GATHERED, _BROAD = 1024, 2048, 256
 
 
 class SharedBatch(NamedTuple):
-    """A batch as all members of a seed read it, gathered and drawn once for them.
+    """A batch as all members of a seed read it, gathered and drawn once for them."""
 
-    Attributes:
-      tokens: per family `[n_tokens, batch_size, d_family]`, with noise where that is
-        drawn before the projection; the real ones alone of a broad family; None of a
-        family that is read where it lies.
-      noise: per family `[d_projection, n_tokens, batch_size]` of variance 1, which is
-        added behind the projection; None where there is none.
-    """
-
+    # Per family `[n_tokens, batch_size, d_family]`, with noise where that is drawn
+    # before the projection; the real ones alone of a broad family; None of a family
+    # that is read where it lies.
     tokens: tuple[Any, ...]
+    # Per family `[d_projection, n_tokens, batch_size]` of variance 1, which is added
+    # behind the projection; None where there is none.
     noise: tuple[Any, ...]
 
 
 class Draw(NamedTuple):
-    """What training draws for one batch.
+    """What training draws for one batch."""
 
-    Attributes:
-      rows: `[batch_size]` int32, rows of the features that form the batch.
-      noise: key of the input noise; the members of a seed share it.
-      dropout: key of the dropout, a member's own.
-      batch: the rows themselves and their noise, where members share them.
-    """
-
-    rows: jax.Array
-    noise: jax.Array | RowKeys
-    dropout: jax.Array | RowKeys
+    rows: jax.Array  # `[batch_size]` int32, rows of the features that form the batch
+    noise: jax.Array | RowKeys  # key of the input noise; the members of a seed share it
+    dropout: jax.Array | RowKeys  # key of the dropout, a member's own
+    # The rows themselves and their noise, where members share them.
     batch: SharedBatch | None = None
 
 
@@ -304,20 +295,13 @@ _N_CHUNK = 128
 
 
 class _Positions(NamedTuple):
-    """Where the real tokens of a batch are.
+    """Where the real tokens of a batch are."""
 
-    Attributes:
-      rows: `[n]` int32, every position's row among all tokens.
-      order: `[n_padded]` int32, positions, the real ones first.
-      rank: `[n]` int32, a real position's place in `order`.
-      real: `[n]` bool.
-      n_chunks: int32, chunks of `order` that hold a real one; 0 behind a closed gate.
-    """
-
-    rows: jax.Array
-    order: jax.Array
-    rank: jax.Array
-    real: jax.Array
+    rows: jax.Array  # `[n]` int32, every position's row among all tokens
+    order: jax.Array  # `[n_padded]` int32, positions, the real ones first
+    rank: jax.Array  # `[n]` int32, a real position's place in `order`
+    real: jax.Array  # `[n]` bool
+    # int32, chunks of `order` that hold a real one; 0 behind a closed gate.
     n_chunks: jax.Array
 
 

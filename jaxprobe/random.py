@@ -32,16 +32,12 @@ class RowKeys:
     """Keys of rows that draw in groups, whatever part of a batch is computed at once.
 
     A row draws what it draws where its whole group is computed with the group's key.
-
-    Attributes:
-      keys: `[]` where the rows lie in one group, or `[n_groups]` of whole ones.
-      first: int32, place of the first row in its group.
-      n_rows: of a group.
     """
 
+    # `[]` where the rows lie in one group, or `[n_groups]` of whole ones.
     keys: jax.Array
-    first: jax.Array | int
-    n_rows: int = dataclasses.field(metadata={"static": True})
+    first: jax.Array | int  # int32, place of the first row in its group
+    n_rows: int = dataclasses.field(metadata={"static": True})  # of a group
 
     def split(self, n_rows: int) -> tuple[jax.Array, jax.Array]:
         """Return the words `[2]` or `[2, n_rows]`, and the rows' places in a group."""

@@ -34,37 +34,24 @@ ReadRows = Callable[..., FamilyTokens]
 
 
 class Bucket(NamedTuple):
-    """Rows of similar length on the device.
+    """Rows of similar length on the device."""
 
-    Attributes:
-      indices: `[n]` of the training or the validation rows.
-      tokens: their tokens, `n` examples.
-    """
-
-    indices: np.ndarray
-    tokens: FamilyTokens
+    indices: np.ndarray  # `[n]` of the training or the validation rows
+    tokens: FamilyTokens  # their tokens, `n` examples
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Rows:
-    """The rows of one setting's feature store, in its order.
-
-    Attributes:
-      ids: `[n_rows]` example ids; an original and a rewritten context share one.
-      datasets: `[n_rows]`.
-      splits: `[n_rows]`.
-      variants: `[n_rows]`.
-      labels: `[n_rows]` bool; False where `is_labelled` is False.
-      is_labelled: `[n_rows]` bool; False where the judges disagreed.
-    """
+    """The rows of one setting's feature store, in its order."""
 
     setting: Setting
+    # `[n_rows]` example ids; an original and a rewritten context share one.
     ids: np.ndarray
-    datasets: np.ndarray
-    splits: np.ndarray
-    variants: np.ndarray
-    labels: np.ndarray
-    is_labelled: np.ndarray
+    datasets: np.ndarray  # `[n_rows]`
+    splits: np.ndarray  # `[n_rows]`
+    variants: np.ndarray  # `[n_rows]`
+    labels: np.ndarray  # `[n_rows]` bool; False where `is_labelled` is False
+    is_labelled: np.ndarray  # `[n_rows]` bool; False where the judges disagreed
 
     def _chosen(self, split: str, dataset: str) -> np.ndarray:
         is_split = self.splits == split
@@ -195,34 +182,25 @@ def read_sweep(path: Path) -> LayerSweep:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TrainingSet:
-    """A setting's rows as encoders read them, with those they are trained on.
+    """A setting's rows as encoders read them, with those they are trained on."""
 
-    Attributes:
-      rows: what the rows are.
-      layer: entry of the resid axis for the hidden family (0 is the embedding).
-      dims: widths of the families.
-      standardizer: fitted on the training rows.
-      device_dtypes: types of the families on the device.
-      n_batch: rows of a training batch, by which rows are grouped by length.
-      read: reads tokens of rows of the store, in one padded width, or in the widths
-        that are its second argument.
-      read_train: the same for the rows that are trained on.
-      lengths: `[n_rows, n_spans]` tokens of the spans of every row of the store.
-      where: training rows and validation rows, indices into the store.
-      in_memory: their tokens on the device, by groups of similar length; None where
-        they are streamed.
-    """
-
-    rows: Rows
+    rows: Rows  # what the rows are
+    # Entry of the resid axis for the hidden family (0 is the embedding).
     layer: int | None
-    dims: FamilyDims
-    standardizer: Standardizer
-    device_dtypes: tuple[Dtype, ...]
-    n_batch: int
+    dims: FamilyDims  # widths of the families
+    standardizer: Standardizer  # fitted on the training rows
+    device_dtypes: tuple[Dtype, ...]  # types of the families on the device
+    n_batch: int  # rows of a training batch, by which rows are grouped by length
+    # Reads tokens of rows of the store, in one padded width, or in the widths that are
+    # its second argument.
     read: ReadRows
-    read_train: ReadRows
+    read_train: ReadRows  # the same for the rows that are trained on
+    # `[n_rows, n_spans]` tokens of the spans of every row of the store.
     lengths: np.ndarray
+    # Training rows and validation rows, indices into the store.
     where: tuple[np.ndarray, np.ndarray]
+    # Their tokens on the device, by groups of similar length; None where they are
+    # streamed.
     in_memory: tuple[tuple[Bucket, ...], tuple[Bucket, ...]] | None
 
     def batches(

@@ -27,17 +27,13 @@ _LEAST_SHARE = 0.001  # of the letters; a script with fewer was not learned
 
 
 class Scope(NamedTuple):
-    """Where the signals of one pass lay in training.
+    """Where the signals of one pass lay in training."""
 
-    Attributes:
-      low: `[d_total]` float32, the 0.1 % quantile of each channel over training tokens.
-      high: `[d_total]` float32, the 99.9 % quantile.
-      limits: `[n_families]` float32: one validation answer in a thousand had a larger
-        share of a family's values beyond `low` and `high`.
-    """
-
+    # `[d_total]` float32, the 0.1 % quantile of each channel over training tokens.
     low: np.ndarray
-    high: np.ndarray
+    high: np.ndarray  # `[d_total]` float32, the 99.9 % quantile
+    # `[n_families]` float32: one validation answer in a thousand had a larger share of
+    # a family's values beyond `low` and `high`.
     limits: np.ndarray
 
 
@@ -153,16 +149,12 @@ LEAST_ANSWERS = 10  # right, and wrong, in training and in validation
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """On how many answers a head rests, and how sure it is that it can tell.
+    """On how many answers a head rests, and how sure it is that it can tell."""
 
-    Attributes:
-      train: right and wrong answers that it was trained on, one a question each.
-      validation: likewise those that it was calibrated on.
-      auroc: 95 % interval of its validation AUROC (`metrics.auroc_interval`).
-    """
-
+    # Right and wrong answers that it was trained on, one a question each.
     train: tuple[int, int]
-    validation: tuple[int, int]
+    validation: tuple[int, int]  # likewise those that it was calibrated on
+    # 95 % interval of its validation AUROC (`metrics.auroc_interval`).
     auroc: tuple[float, float]
 
     @property
@@ -207,15 +199,10 @@ Decision = Literal["trust", "distrust", "unknown"]
 
 
 class Validation(NamedTuple):
-    """What a head says of the answers that it was calibrated on, one a question.
+    """What a head says of the answers that it was calibrated on, one a question."""
 
-    Attributes:
-      p_correct: `[n]` float64, calibrated.
-      labels: `[n]` bool, whether the answer is right.
-    """
-
-    p_correct: np.ndarray
-    labels: np.ndarray
+    p_correct: np.ndarray  # `[n]` float64, calibrated
+    labels: np.ndarray  # `[n]` bool, whether the answer is right
 
     @classmethod
     def of_answers(
@@ -234,27 +221,21 @@ class Threshold:
     of validation, one a question, at least `wanted` are then decided rightly, with a
     confidence of 90 %: in nine of ten draws of the validation answers that is true. No
     answer is trusted that is more likely wrong than right, nor the other way round.
-
-    Attributes:
-      decision: which begins there.
-      wanted: share of the trusted answers that shall be right, or of the distrusted
-        that shall be wrong.
-      p_correct: least P of a trusted, greatest of a distrusted answer; None where no
-        threshold holds the wanted share.
-      n_decided: validation answers beyond it; beyond the first threshold that was
-        tested where none holds.
-      n_errors: of them, decided falsely.
-      low: exact lower bound of the share, with the same confidence.
-      n: validation answers that count, one a question.
     """
 
-    decision: Literal["trust", "distrust"]
+    decision: Literal["trust", "distrust"]  # which begins there
+    # Share of the trusted answers that shall be right, or of the distrusted that shall
+    # be wrong.
     wanted: float
+    # Least P of a trusted, greatest of a distrusted answer; None where no threshold
+    # holds the wanted share.
     p_correct: float | None
+    # Validation answers beyond it; beyond the first threshold that was tested where
+    # none holds.
     n_decided: int
-    n_errors: int
-    low: float
-    n: int
+    n_errors: int  # of them, decided falsely
+    low: float  # exact lower bound of the share, with the same confidence
+    n: int  # validation answers that count, one a question
 
     @property
     def precision(self) -> float:

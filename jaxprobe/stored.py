@@ -21,20 +21,15 @@ from beatrice.jaxprobe.config import MatmulDtype
 
 
 class StoredTokens(NamedTuple):
-    """A family's tokens as they are stored; their values are standardised float32.
+    """A family's tokens as they are stored; their values are standardised float32."""
 
-    Attributes:
-      codes: `[n_tokens, n_examples, d_family]`, of the stored type; finite on padding.
-      scales: `[n_tokens, n_examples]` float32, factors of int8 codes; otherwise None.
-      mean: `[d_family]` float32.
-      std: `[d_family]` float32.
-      is_kept: `[n_tokens]` bool; values are zero where it is False. None keeps all.
-    """
-
+    # `[n_tokens, n_examples, d_family]`, of the stored type; finite on padding.
     codes: Any
+    # `[n_tokens, n_examples]` float32, factors of int8 codes; otherwise None.
     scales: Any
-    mean: Any
-    std: Any
+    mean: Any  # `[d_family]` float32
+    std: Any  # `[d_family]` float32
+    # `[n_tokens]` bool; values are zero where it is False. None keeps all.
     is_kept: Any = None
 
     @property

@@ -35,15 +35,12 @@ class FamilyTokens(NamedTuple):
 
     The spans lie one after another, so that a family is gathered and projected in one
     piece; tokens come before examples (see `jaxprobe.encoder` for the reason).
-
-    Attributes:
-      tokens: per family `[n_tokens, n_examples, d_family]`, where `n_tokens` is the sum
-        of the spans' widths: float32, standardised, or as they are stored.
-      masks: per span `[n_span_tokens, n_examples]` bool.
     """
 
+    # Per family `[n_tokens, n_examples, d_family]`, where `n_tokens` is the sum of the
+    # spans' widths: float32, standardised, or as they are stored.
     tokens: tuple[Any, ...]
-    masks: tuple[Any, ...]
+    masks: tuple[Any, ...]  # per span `[n_span_tokens, n_examples]` bool
 
     @property
     def n_examples(self) -> int:

@@ -138,16 +138,12 @@ def run_training_set(run: RunDir, setting: Setting, config: GridConfig) -> Train
 
 
 class Group(NamedTuple):
-    """Examples that are in memory together.
+    """Examples that are in memory together."""
 
-    Attributes:
-      where: `[n_rows]` indices into the store; all groups of an epoch have one length,
-        and what is missing repeats the group's last example.
-      is_real: `[n_rows]` bool, False on repetitions.
-    """
-
+    # `[n_rows]` indices into the store; all groups of an epoch have one length, and
+    # what is missing repeats the group's last example.
     where: np.ndarray
-    is_real: np.ndarray
+    is_real: np.ndarray  # `[n_rows]` bool, False on repetitions
 
 
 def epoch_groups(
@@ -197,20 +193,13 @@ Read = Callable[[np.ndarray], FamilyTokens]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Streamed:
-    """Rows of a store with their labels.
+    """Rows of a store with their labels."""
 
-    Attributes:
-      where: `[n]` indices into the store, ascending.
-      labels: `[n]` bool.
-      read: standardised tokens of indices, in one padded width.
-      config: how the rows are parted.
-      offsets: `[n_subsets, n]`, see `Labelled`; None for zeros.
-    """
-
-    where: np.ndarray
-    labels: np.ndarray
-    read: Read
-    config: StreamConfig
+    where: np.ndarray  # `[n]` indices into the store, ascending
+    labels: np.ndarray  # `[n]` bool
+    read: Read  # standardised tokens of indices, in one padded width
+    config: StreamConfig  # how the rows are parted
+    # `[n_subsets, n]`, see `Labelled`; None for zeros.
     offsets: np.ndarray | None = None
 
     def groups(self, *seed: int) -> Iterator[Labelled]:

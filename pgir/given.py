@@ -135,24 +135,18 @@ def as_answer(row: Any) -> AnswerToScore:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptTokens:
-    """What the model had read when it began to answer.
+    """What the model had read when it began to answer."""
 
-    Attributes:
-      ids: the prompt's, special tokens included.
-      context_span: `[start, stop)` of the context in them; equal numbers without one.
-      question_start: first token of the question span, or None where it follows the
-        context, as in training.
-      is_templates: whether the run's own template makes the same ids.
-      parts: what is in the prompt, in words, and its ids.
-      text: what was asked, without the template's words where that asked.
-    """
-
-    ids: tuple[int, ...]
+    ids: tuple[int, ...]  # the prompt's, special tokens included
+    # `[start, stop)` of the context in them; equal numbers without one.
     context_span: Range
+    # First token of the question span, or None where it follows the context, as in
+    # training.
     question_start: int | None
-    is_templates: bool
+    is_templates: bool  # whether the run's own template makes the same ids
+    # What is in the prompt, in words, and its ids.
     parts: list[tuple[str, tuple[int, ...]]]
-    text: str
+    text: str  # what was asked, without the template's words where that asked
 
     @property
     def setting(self) -> Setting:
@@ -163,21 +157,14 @@ class PromptTokens:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoringInput:
-    """An answer ready to be read.
+    """An answer ready to be read."""
 
-    Attributes:
-      prompt: what was asked.
-      sequence: prompt and answer with their spans.
-      parts: of prompt and answer, in words, with their ids.
-      pieces: the answer's text, a piece a token.
-      text: everything that was asked and answered.
-    """
-
-    prompt: PromptTokens
-    sequence: TokenSequence
+    prompt: PromptTokens  # what was asked
+    sequence: TokenSequence  # prompt and answer with their spans
+    # Of prompt and answer, in words, with their ids.
     parts: list[tuple[str, tuple[int, ...]]]
-    pieces: tuple[str, ...]
-    text: str
+    pieces: tuple[str, ...]  # the answer's text, a piece a token
+    text: str  # everything that was asked and answered
 
     @property
     def answer_tokens(self) -> slice:

@@ -48,23 +48,17 @@ _AGAIN = "delete the folder and build it again"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PassageEncoderConfig:
-    """How an encoder of texts is run.
+    """How an encoder of texts is run."""
 
-    Attributes:
-      path: a directory written by `save_pretrained`, weights as safetensors.
-      query_prefix: put before a question.
-      passage_prefix: put before a passage.
-      pooling: which last hidden states are averaged: all, or the first token's.
-      max_tokens: of a text, special tokens included; the rest is cut. Passages of 100
-        words have 130 to 180 tokens, so 256 lose nothing of them.
-      dtype: of weights and hidden states; pooling is always in float32.
-    """
-
-    path: Path
-    query_prefix: str = ""
-    passage_prefix: str = ""
+    path: Path  # a directory written by `save_pretrained`, weights as safetensors
+    query_prefix: str = ""  # put before a question
+    passage_prefix: str = ""  # put before a passage
+    # Which last hidden states are averaged: all, or the first token's.
     pooling: Pooling = "mean"
+    # Of a text, special tokens included; the rest is cut. Passages of 100 words have
+    # 130 to 180 tokens, so 256 lose nothing of them.
     max_tokens: int = 256
+    # Of weights and hidden states; pooling is always in float32.
     dtype: Literal["float32", "bfloat16"] = "float32"
 
 

@@ -490,25 +490,20 @@ def load_retriever(spec: str) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RetrievalConfig:
-    """The run's section `retrieval`.
+    """The run's section `retrieval`."""
 
-    Attributes:
-      retriever: "bm25"; "dense"; "fused", which is both; "served", a server's; or a
-        person's own, as `module:NAME` or by the name of an entry point.
-      corpus: folder of a corpus that `beatrice corpus` built; None searches the
-        passages that came with the run's questions, by BM25 alone.
-      encoder: directory of the encoder that the corpus was indexed with.
-      encoder_options: fields of its `PassageEncoderConfig` that a person chose then.
-      form: of the dense index.
-      url: of a server, with the path of its protocol.
-    """
-
+    # "bm25"; "dense"; "fused", which is both; "served", a server's; or a person's own,
+    # as `module:NAME` or by the name of an entry point.
     retriever: str = "bm25"
+    # Folder of a corpus that `beatrice corpus` built; None searches the passages that
+    # came with the run's questions, by BM25 alone.
     corpus: str | None = None
+    # Directory of the encoder that the corpus was indexed with.
     encoder: str | None = None
+    # Fields of its `PassageEncoderConfig` that a person chose then.
     encoder_options: dict[str, str | int] = dataclasses.field(default_factory=dict)
-    form: Form = "flat"
-    url: str | None = None
+    form: Form = "flat"  # of the dense index
+    url: str | None = None  # of a server, with the path of its protocol
 
     def __post_init__(self) -> None:
         """Check that the retriever has what it needs, and nothing else."""
@@ -533,17 +528,12 @@ RETRIEVAL_PRESETS: dict[Preset, RetrievalConfig] = dict.fromkeys(
 
 
 class Retrieval(NamedTuple):
-    """A retriever with what its indices mean.
+    """A retriever with what its indices mean."""
 
-    Attributes:
-      retriever: ranks `passages`.
-      passages: those of a server or of a person's own retriever grow with searches.
-      identity: SHA-256 of all that its rankings depend on; of a server, its URL.
-    """
-
-    retriever: Retriever
+    retriever: Retriever  # ranks `passages`
+    # Those of a server or of a person's own retriever grow with searches.
     passages: Sequence[Passage]
-    identity: str
+    identity: str  # SHA-256 of all that its rankings depend on; of a server, its URL
 
 
 def open_corpus_retrieval(

@@ -45,23 +45,14 @@ class Scored(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """One record of a file of answers.
+    """One record of a file of answers."""
 
-    Attributes:
-      line: its number in the file, from 1.
-      at: where it lies, in words.
-      id: its own, or None.
-      given: what is scored, or why the record tells no answer.
-      unread: fields of the record that are not read.
-      digest: of the whole record.
-    """
-
-    line: int
-    at: str
-    id: str | int | None
-    given: AnswerToScore | str
-    unread: tuple[str, ...]
-    digest: str
+    line: int  # its number in the file, from 1
+    at: str  # where it lies, in words
+    id: str | int | None  # its own, or None
+    given: AnswerToScore | str  # what is scored, or why the record tells no answer
+    unread: tuple[str, ...]  # fields of the record that are not read
+    digest: str  # of the whole record
 
 
 def _prompt_of(record: Record, passages: Sequence[Passage]) -> dict[str, Any]:
@@ -174,20 +165,16 @@ def count_rows(path: Path) -> int:
 
 @dataclasses.dataclass
 class Tally:
-    """What became of a file's rows.
+    """What became of a file's rows."""
 
-    Attributes:
-      n_done: rows with a result, those of an earlier call included.
-      decisions: how many rows have each decision, bad ones apart.
-      bad: for each row without a score, where it lies and why.
-      unread: how many rows have a field that is not read, by its name.
-    """
-
-    n_done: int = 0
+    n_done: int = 0  # rows with a result, those of an earlier call included
+    # How many rows have each decision, bad ones apart.
     decisions: collections.Counter[str] = dataclasses.field(
         default_factory=collections.Counter
     )
+    # For each row without a score, where it lies and why.
     bad: list[str] = dataclasses.field(default_factory=list)
+    # How many rows have a field that is not read, by its name.
     unread: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def add(self, row: Row, result: Mapping[str, Any]) -> None:

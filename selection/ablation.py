@@ -166,22 +166,18 @@ def _inputs(run: RunDir) -> list[Path]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Ablation:
-    """What is taken away from what was selected, setting by setting.
+    """What is taken away from what was selected, setting by setting."""
 
-    Attributes:
-      champions: pool positions of the selected encoders, by setting.
-      read_outputs: reads what all encoders of a pass put out on its rows.
-      read_training_set: reads a setting's rows as encoders are trained on them.
-      config: heads and search, with the run's seed.
-      cache: where finished variants are saved; its key names all that they depend on.
-    """
-
+    # Pool positions of the selected encoders, by setting.
     champions: Mapping[Setting, tuple[int, ...]]
     rows: Mapping[Setting, Rows]
+    # Reads what all encoders of a pass put out on its rows.
     read_outputs: Callable[[Setting], MemberOutputs]
+    # Reads a setting's rows as encoders are trained on them.
     read_training_set: Callable[[Setting], TrainingSet]
     grid: GridConfig
-    config: SelectConfig
+    config: SelectConfig  # heads and search, with the run's seed
+    # Where finished variants are saved; its key names all that they depend on.
     cache: Cache
 
     @cached_property

@@ -210,22 +210,18 @@ class Deployed:
     """The encoders of a setting, and the rows that they are applied to.
 
     Values that several analyses read are computed once.
-
-    Attributes:
-      setting: whose answers are looked at.
-      layer: entry of the resid axis that the hidden family is read from.
-      tree: weights, and the outputs of all encoders on all rows; see `jaxprobe.train`.
-      selected: encoders of this pass that some search has selected, by their letters.
-      bootstrap: how intervals are made; its seed is that of all drawings.
     """
 
-    setting: Setting
+    setting: Setting  # whose answers are looked at
     store: FeatureStore
     rows: Rows
-    layer: int
+    layer: int  # entry of the resid axis that the hidden family is read from
+    # Weights, and the outputs of all encoders on all rows; see `jaxprobe.train`.
     tree: Mapping[str, Any]
     config: GridConfig
+    # Encoders of this pass that some search has selected, by their letters.
     selected: tuple[str, ...]
+    # How intervals are made; its seed is that of all drawings.
     bootstrap: BootstrapConfig
 
     @property
@@ -416,14 +412,10 @@ Part = Literal["closed_book", "with_context", "rankings", "ablations", "other"]
 
 
 class Search(NamedTuple):
-    """The encoders that a search has selected, and the scores of its heads.
+    """The encoders that a search has selected, and the scores of its heads."""
 
-    Attributes:
-      reads: pass and letters of every selected encoder.
-      scores: `[n_seeds, n_rows]` P(correct) by the head's name, "champion" and others.
-    """
-
-    reads: tuple[tuple[Setting, str], ...]
+    reads: tuple[tuple[Setting, str], ...]  # pass and letters of every selected encoder
+    # `[n_seeds, n_rows]` P(correct) by the head's name, "champion" and others.
     scores: Mapping[str, np.ndarray]
 
 
@@ -436,30 +428,23 @@ class QuestionTexts(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class AnalysisInput:
-    """The input of an analysis.
+    """The input of an analysis."""
 
-    Attributes:
-      settings: the encoders of every setting.
-      read_texts: reads the questions and answers; most analyses need none.
-      parts: identity of each part that not every run has, by its name.
-      rankings: of every set of three encoders, by setting.
-      without_hidden: `[n_seeds, n_rows]` P(correct) by the search among encoders that
-        do not read hidden states, by setting; where it has selected some.
-      other: the encoders of a run of another backbone, by setting.
-      models: names of this run's backbone and of the other one's.
-      folder: of encoders that are trained anew, until all of them are.
-    """
-
-    settings: Mapping[Setting, Deployed]
+    settings: Mapping[Setting, Deployed]  # the encoders of every setting
     searches: Mapping[HeadName, Search]
     heads: Mapping[HeadName, SettingHead]
+    # Reads the questions and answers; most analyses need none.
     read_texts: Callable[[], QuestionTexts]
+    # Identity of each part that not every run has, by its name.
     parts: Mapping[Part, str]
-    rankings: Mapping[Setting, Ranking]
+    rankings: Mapping[Setting, Ranking]  # of every set of three encoders, by setting
+    # `[n_seeds, n_rows]` P(correct) by the search among encoders that do not read
+    # hidden states, by setting; where it has selected some.
     without_hidden: Mapping[Setting, np.ndarray]
+    # The encoders of a run of another backbone, by setting.
     other: Mapping[Setting, Deployed]
-    models: tuple[str, ...]
-    folder: Path
+    models: tuple[str, ...]  # names of this run's backbone and of the other one's
+    folder: Path  # of encoders that are trained anew, until all of them are
 
 
 class Study(Record, frozen=True, kw_only=True):
@@ -526,18 +511,13 @@ def draw_rows(rows: Rows, where: np.ndarray, n: int, seed: int) -> np.ndarray:
 
 
 class Ratio(NamedTuple):
-    """A share or a mean: the sum of `numerator` over the sum of `denominator`.
-
-    Attributes:
-      numerator: `[..., n]`; leading axes such as seeds are summed.
-      denominator: the same; 0 where an example does not count.
-      columns: of the row beside those of its detector, such as `family`.
-    """
+    """A share or a mean: the sum of `numerator` over the sum of `denominator`."""
 
     detector: Subject | str
     metric: str
-    numerator: np.ndarray
-    denominator: np.ndarray
+    numerator: np.ndarray  # `[..., n]`; leading axes such as seeds are summed
+    denominator: np.ndarray  # the same; 0 where an example does not count
+    # Of the row beside those of its detector, such as `family`.
     columns: Mapping[str, Any] = {}
 
 

@@ -88,16 +88,12 @@ ANALYSES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnatomyConfig:
-    """Which analyses a run is given.
+    """Which analyses a run is given."""
 
-    Attributes:
-      only: names; empty takes all. Those that were made before, of the same detector,
-        stay in the rows.
-      other: a run of another backbone, or None.
-    """
-
+    # Names; empty takes all. Those that were made before, of the same detector, stay in
+    # the rows.
     only: tuple[str, ...] = ()
-    other: str | None = None
+    other: str | None = None  # a run of another backbone, or None
 
 
 ANATOMY_PRESETS: dict[Preset, AnatomyConfig] = dict.fromkeys(

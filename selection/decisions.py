@@ -325,17 +325,12 @@ def _width(logits: np.ndarray) -> float:
 
 
 class Grounded(NamedTuple):
-    """Labels of some with-context answers, and where they stand.
+    """Labels of some with-context answers, and where they stand."""
 
-    Attributes:
-      labels: `[n]` bool.
-      stands: `[n]` bool, whether the answer stands in the passages.
-      right_without: `[n]` float, whether the closed-book answer is right; NaN where
-        there is none, or it has no label.
-    """
-
-    labels: np.ndarray
-    stands: np.ndarray
+    labels: np.ndarray  # `[n]` bool
+    stands: np.ndarray  # `[n]` bool, whether the answer stands in the passages
+    # `[n]` float, whether the closed-book answer is right; NaN where there is none, or
+    # it has no label.
     right_without: np.ndarray
 
 

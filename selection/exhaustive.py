@@ -55,16 +55,12 @@ SET_SIZE = 3  # of the paper's enumeration
 
 
 class Ranking(NamedTuple):
-    """Validation AUROC of every set of a pool.
+    """Validation AUROC of every set of a pool."""
 
-    Attributes:
-      sets: `[n_sets, set_size]` int32 pool positions, ascending in a set; the sets in
-        lexicographic order.
-      aurocs: `[n_sets, n_seeds]` float32 validation AUROC.
-    """
-
+    # `[n_sets, set_size]` int32 pool positions, ascending in a set; the sets in
+    # lexicographic order.
     sets: np.ndarray
-    aurocs: np.ndarray
+    aurocs: np.ndarray  # `[n_sets, n_seeds]` float32 validation AUROC
 
     @property
     def means(self) -> np.ndarray:
@@ -102,19 +98,13 @@ def all_sets(n_pool: int, set_size: int = SET_SIZE) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Enumeration:
-    """All sets of three of one pool, and where finished calls are saved.
+    """All sets of three of one pool, and where finished calls are saved."""
 
-    Attributes:
-      train: outputs of the pool on the training rows.
-      valid: the same on the validation rows.
-      folder: of finished calls, a file each; None saves none.
-    """
-
-    train: PoolOutputs
-    valid: PoolOutputs
+    train: PoolOutputs  # outputs of the pool on the training rows
+    valid: PoolOutputs  # the same on the validation rows
     config: FusionConfig
     train_config: TrainConfig
-    folder: Path | None = None
+    folder: Path | None = None  # of finished calls, a file each; None saves none
 
     @cached_property
     def calls(self) -> dict[str, np.ndarray]:

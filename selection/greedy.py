@@ -70,42 +70,28 @@ class NoSignalError(ValueError):
 
 
 class SearchRound(NamedTuple):
-    """One round of the search.
+    """One round of the search."""
 
-    Attributes:
-      candidates: pool positions tried, in pool order.
-      aurocs: `[n_candidates, n_seeds]` validation AUROC of the set with each candidate.
-      best: pool position of the best candidate.
-      auroc: its seed-averaged validation AUROC.
-      accepted: whether it helped by more than the margin.
-    """
-
-    candidates: tuple[int, ...]
+    candidates: tuple[int, ...]  # pool positions tried, in pool order
+    # `[n_candidates, n_seeds]` validation AUROC of the set with each candidate.
     aurocs: np.ndarray
-    best: int
-    auroc: float
-    accepted: bool
+    best: int  # pool position of the best candidate
+    auroc: float  # its seed-averaged validation AUROC
+    accepted: bool  # whether it helped by more than the margin
 
 
 class Selection(NamedTuple):
-    """The selected set and its heads.
+    """The selected set and its heads."""
 
-    Attributes:
-      members: pool positions in pool order.
-      auroc: seed-averaged validation AUROC of the fused set.
-      path: every round, the last one being that which did not help, if there was one.
-      config: shape of the heads, whose slots may have grown.
-      params: the heads' weights, leaves `[n_seeds, ...]`. A head depends on (set, seed)
-        only, so those of the search are those of the final retraining.
-      info: how they were fitted.
-    """
-
-    members: tuple[int, ...]
-    auroc: float
+    members: tuple[int, ...]  # pool positions in pool order
+    auroc: float  # seed-averaged validation AUROC of the fused set
+    # Every round, the last one being that which did not help, if there was one.
     path: tuple[SearchRound, ...]
-    config: FusionConfig
+    config: FusionConfig  # shape of the heads, whose slots may have grown
+    # The heads' weights, leaves `[n_seeds, ...]`. A head depends on (set, seed) only,
+    # so those of the search are those of the final retraining.
     params: Params
-    info: FitInfo
+    info: FitInfo  # how they were fitted
 
 
 class Heads(NamedTuple):

@@ -191,19 +191,12 @@ def _head_rows(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenAttribution:
-    """How much tokens move a logit, summed over seeds.
+    """How much tokens move a logit, summed over seeds."""
 
-    Attributes:
-      families: `[n, n_spans, n_families]`, of each span's tokens together.
-      answer: `[n, longest]` of the tokens of the answer, 0 beyond its end.
-      lengths: `[n, n_spans]` tokens.
-      error: incompleteness.
-    """
-
-    families: np.ndarray
-    answer: np.ndarray
-    lengths: np.ndarray
-    error: float
+    families: np.ndarray  # `[n, n_spans, n_families]`, of each span's tokens together
+    answer: np.ndarray  # `[n, longest]` of the tokens of the answer, 0 beyond its end
+    lengths: np.ndarray  # `[n, n_spans]` tokens
+    error: float  # incompleteness
 
     @property
     def spans(self) -> np.ndarray:

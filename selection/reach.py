@@ -84,19 +84,13 @@ def train_valid_split(order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SmallSampleTrainer:
-    """Trains encoders on a small sample of the rows of a setting.
+    """Trains encoders on a small sample of the rows of a setting."""
 
-    Attributes:
-      deployed: of the setting.
-      drawn: all rows that samples are taken of, whose spans are padded alike.
-      n_most: of the largest sample; a smaller one is repeated to as many rows.
-      folder: of finished members, until all are done.
-    """
-
-    deployed: Deployed
+    deployed: Deployed  # of the setting
+    # All rows that samples are taken of, whose spans are padded alike.
     drawn: np.ndarray
-    n_most: int
-    folder: Path
+    n_most: int  # of the largest sample; a smaller one is repeated to as many rows
+    folder: Path  # of finished members, until all are done
 
     def scores(
         self, names: Sequence[str], order: np.ndarray, where: np.ndarray
@@ -275,17 +269,11 @@ def _matrix(deployed: Deployed, folder: Path) -> list[ResultRow]:
 
 
 class Ranked(NamedTuple):
-    """Scores of all encoders of a run on its answers of a split.
+    """Scores of all encoders of a run on its answers of a split."""
 
-    Attributes:
-      ids: `[n]` questions; two wordings of one share an id.
-      labels: `[n]` bool.
-      scores: `[n_seeds, 15, n]`, higher = more likely correct.
-    """
-
-    ids: np.ndarray
-    labels: np.ndarray
-    scores: np.ndarray
+    ids: np.ndarray  # `[n]` questions; two wordings of one share an id
+    labels: np.ndarray  # `[n]` bool
+    scores: np.ndarray  # `[n_seeds, 15, n]`, higher = more likely correct
 
 
 class RankAgreement(NamedTuple):

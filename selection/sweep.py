@@ -58,14 +58,11 @@ class SweepConfig:
 
 
 class Sweep(NamedTuple):
-    """The sweep's outcome.
+    """The sweep's outcome."""
 
-    Attributes:
-      aurocs: `[n_layers + 1, n_seeds]` validation AUROC; entry 0 is the embedding.
-      best_layer: row with the highest seed-averaged AUROC; the earlier one of a tie.
-    """
-
+    # `[n_layers + 1, n_seeds]` validation AUROC; entry 0 is the embedding.
     aurocs: np.ndarray
+    # Row with the highest seed-averaged AUROC; the earlier one of a tie.
     best_layer: int
 
 
@@ -166,15 +163,12 @@ def _logits(states: FitState, valid: _States) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SweepSection:
-    """The run's section `sweep`.
+    """The run's section `sweep`."""
 
-    Attributes:
-      n_rows: most original rows of each split that the probes read; of more, as many
-        are drawn, every dataset and both labels in proportion.
-      probe: the protocol; the run's seed takes the place of its own.
-    """
-
+    # Most original rows of each split that the probes read; of more, as many are drawn,
+    # every dataset and both labels in proportion.
     n_rows: int = 1200
+    # The protocol; the run's seed takes the place of its own.
     probe: SweepConfig = SweepConfig()
 
     def seeded(self, seed: int) -> "SweepSection":

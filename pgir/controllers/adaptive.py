@@ -109,19 +109,12 @@ def wants_retrieval(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Neighbours:
-    """Training questions on which retrieval changed something.
+    """Training questions on which retrieval changed something."""
 
-    Attributes:
-      vectors: `[n, d]`, of length 1.
-      is_better: `[n]` bool, whether passages helped; else they hurt.
-      n_all: training questions, those included on which nothing changed.
-      encoder: of questions.
-    """
-
-    vectors: np.ndarray
-    is_better: np.ndarray
-    n_all: int
-    encoder: QuestionEncoder
+    vectors: np.ndarray  # `[n, d]`, of length 1
+    is_better: np.ndarray  # `[n]` bool, whether passages helped; else they hurt
+    n_all: int  # training questions, those included on which nothing changed
+    encoder: QuestionEncoder  # of questions
 
     def retrieves(self, questions: Sequence[str], k: int) -> np.ndarray:
         """Return whether each question is to retrieve, `[n_questions]` bool."""

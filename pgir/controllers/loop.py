@@ -31,23 +31,19 @@ T = TypeVar("T")
 
 
 class Call(msgspec.Struct, frozen=True):
-    """A request of a controller; equal calls have equal values, and are made once.
+    """A request of a controller; equal calls have equal values, and are made once."""
 
-    Attributes:
-      kind: "search" ranks passages for the text; the others take the text as the
-        question: "answer" generates greedily, "score" judges that answer by the
-        detector, "judge" by a person's own judge, "words" and "attended" read its words
-        (DRAGIN), "spread" draws answers and measures how far they lie apart (SeaKR),
-        "probe" judges it by rival probes (Probing-RAG).
-      text: the question, or the query.
-      passages: indices into the corpus, in the order shown; none is closed-book.
-      n: of a search its depth, of a spread its draws, of a probe the answers that it
-        was trained on, of a judge a number of its name.
-    """
-
+    # "search" ranks passages for the text; the others take the text as the question:
+    # "answer" generates greedily, "score" judges that answer by the detector, "judge"
+    # by a person's own judge, "words" and "attended" read its words (DRAGIN), "spread"
+    # draws answers and measures how far they lie apart (SeaKR), "probe" judges it by
+    # rival probes (Probing-RAG).
     kind: Kind
-    text: str
+    text: str  # the question, or the query
+    # Indices into the corpus, in the order shown; none is closed-book.
     passages: tuple[int, ...] = ()
+    # Of a search its depth, of a spread its draws, of a probe the answers that it was
+    # trained on, of a judge a number of its name.
     n: int = 0
 
     @property
@@ -60,23 +56,19 @@ Plan = Generator[Call, Any, T]  # a controller on one question; returns its T
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """A generated answer.
-
-    Attributes:
-      log_probs: in nats, one per id and one for the stop token if it was written.
-      n_prompt_tokens: that the model read.
-      n_shown: passages in the prompt; the last ones asked for are left out where the
-        model's window holds no more.
-      entropies: with which the ids were written, in nats; None where the model cannot
-        be read while it writes.
-    """
+    """A generated answer."""
 
     text: str
     token_ids: tuple[int, ...]
     stop_id: int | None
+    # In nats, one per id and one for the stop token if it was written.
     log_probs: tuple[float, ...]
-    n_prompt_tokens: int
+    n_prompt_tokens: int  # that the model read
+    # Passages in the prompt; the last ones asked for are left out where the model's
+    # window holds no more.
     n_shown: int
+    # With which the ids were written, in nats; None where the model cannot be read
+    # while it writes.
     entropies: tuple[float, ...] | None = None
 
     @property
@@ -101,14 +93,10 @@ class Words(msgspec.Struct, frozen=True):
 
 
 class Attended(msgspec.Struct, frozen=True):
-    """The words of a question and its answer.
+    """The words of a question and its answer."""
 
-    Attributes:
-      words: in order, the question's first.
-      rows: of every word of the answer, how much it attends to each of `words`.
-    """
-
-    words: tuple[str, ...]
+    words: tuple[str, ...]  # in order, the question's first
+    # Of every word of the answer, how much it attends to each of `words`.
     rows: tuple[tuple[float, ...], ...]
 
 
@@ -126,24 +114,17 @@ VALUES: dict[str, Any] = {
 
 
 class Cost(NamedTuple):
-    """What a controller spends on a question.
+    """What a controller spends on a question."""
 
-    Attributes:
-      generations: requests to the model to write; one may write several texts.
-      sequences: texts written, those drawn included.
-      tokens: read and written by them; draws of one prompt read it once.
-      retrievals: searches.
-      forwards: passes over text that is written already. An answer is read in the
-        passes that write it, where the model allows it, and costs none.
-      seconds: of the wall clock, an equal share of each batch that served it.
-    """
-
+    # Requests to the model to write; one may write several texts.
     generations: float = 0
-    sequences: float = 0
-    tokens: float = 0
-    retrievals: float = 0
+    sequences: float = 0  # texts written, those drawn included
+    tokens: float = 0  # read and written by them; draws of one prompt read it once
+    retrievals: float = 0  # searches
+    # Passes over text that is written already. An answer is read in the passes that
+    # write it, where the model allows it, and costs none.
     forwards: float = 0
-    seconds: float = 0
+    seconds: float = 0  # of the wall clock, an equal share of each batch that served it
 
     def plus(self, other: "Cost") -> "Cost":
         """Return the sum."""
@@ -166,28 +147,21 @@ Query = Literal["draft", "question", "question_first", "sure_draft", "fused", "b
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ControllerConfig:
-    """How far and how wide PGIR searches (section 4); others share k, B and depth.
+    """How far and how wide PGIR searches (section 4); others share k, B and depth."""
 
-    Attributes:
-      n_passages: k, passages a round.
-      max_budget: largest B traced; most retrievals of rivals that retrieve again.
-      depth: how deep a ranking may be paged.
-      thresholds: tried for tau.
-      max_generations: cap on the mean per question, for the search.
-      query: with what is searched. "draft" is the paper's: the question and the last
-        draft. "question" never takes a draft, "question_first" only from the second
-        round on, "sure_draft" one of at least `sure`. "fused" joins the rankings of
-        both queries by reciprocal rank, "both" shows k passages of either.
-      sure: least score of a draft that "sure_draft" searches with.
-    """
-
-    n_passages: int = 3
+    n_passages: int = 3  # k, passages a round
+    # Largest B traced; most retrievals of rivals that retrieve again.
     max_budget: int = 4
-    depth: int = 60
+    depth: int = 60  # how deep a ranking may be paged
+    # Tried for tau.
     thresholds: tuple[float, ...] = tuple(round(0.05 * i, 2) for i in range(1, 20))
-    max_generations: float = 4.0
+    max_generations: float = 4.0  # cap on the mean per question, for the search
+    # With what is searched. "draft" is the paper's: the question and the last draft.
+    # "question" never takes a draft, "question_first" only from the second round on,
+    # "sure_draft" one of at least `sure`. "fused" joins the rankings of both queries by
+    # reciprocal rank, "both" shows k passages of either.
     query: Query = "draft"
-    sure: float = 0.5
+    sure: float = 0.5  # least score of a draft that "sure_draft" searches with
 
     def __post_init__(self) -> None:
         """Check the query, which a caller of `run_pgir` names."""
@@ -234,21 +208,15 @@ def best_under_cap(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TracedDraft:
-    """One answer on the way.
+    """One answer on the way."""
 
-    Attributes:
-      answer: its text.
-      p_correct: calibrated probability in [0, 1]; closed-book detector for round 0,
-        with-context detector after.
-      raw: the score before calibration.
-      log_prob: mean log-probability of its tokens, in nats.
-      passages: indices into the corpus, in the order shown; empty in round 0.
-    """
-
-    answer: str
+    answer: str  # its text
+    # Calibrated probability in [0, 1]; closed-book detector for round 0, with-context
+    # detector after.
     p_correct: float
-    raw: float
-    log_prob: float
+    raw: float  # the score before calibration
+    log_prob: float  # mean log-probability of its tokens, in nats
+    # Indices into the corpus, in the order shown; empty in round 0.
     passages: tuple[int, ...] = ()
 
 
@@ -308,17 +276,12 @@ class Policy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What a policy returns for one question.
+    """What a policy returns for one question."""
 
-    Attributes:
-      round: of the draft returned; 0 is closed-book.
-      n_generations: answers generated until then, the closed-book one included.
-      is_accepted: True if the draft cleared the threshold, False if it was only
-        the best of the pool.
-    """
-
-    round: int
-    n_generations: int
+    round: int  # of the draft returned; 0 is closed-book
+    n_generations: int  # answers generated until then, the closed-book one included
+    # True if the draft cleared the threshold, False if it was only the best of the
+    # pool.
     is_accepted: bool
 
 

@@ -88,18 +88,13 @@ Run = Callable[["Session"], None]
 
 
 class RivalEntry(NamedTuple):
-    """A controller that PGIR is compared with.
+    """A controller that PGIR is compared with."""
 
-    Attributes:
-      name: in rows and on the command line.
-      since: month in which it was first published; rivals run in this order, those of
-        one month by name, and what nobody published first.
-      run: chooses its setting on a session's validation questions, and runs it.
-    """
-
-    name: str
+    name: str  # in rows and on the command line
+    # Month in which it was first published; rivals run in this order, those of one
+    # month by name, and what nobody published first.
     since: str
-    run: Run
+    run: Run  # chooses its setting on a session's validation questions, and runs it
 
 
 _RIVALS: dict[str, RivalEntry] = {}
@@ -138,36 +133,25 @@ class QuestionEncoder(NamedTuple):
 
 @dataclasses.dataclass
 class Session:
-    """Controllers on questions.
+    """Controllers on questions."""
 
-    Attributes:
-      waves: runs them.
-      sets: validation and evaluated sets.
-      training: questions that rivals may learn from.
-      config: how far PGIR searches; others share its k, depth and cap.
-      answering: makes prompts and answers.
-      encoder: loads the encoder of questions.
-      stores: opens the signals of answers with their labels, of each setting.
-      unanswered: training questions whose outcomes are not known.
-      n_draws: answers that SeaKR draws at a time.
-      queries: which of PGIR's queries are run, see `ControlConfig`.
-      answers: by set's place and controller, what it returned.
-      chosen: the setting of every controller that was tuned.
-      deferred: work for when all rivals have run.
-    """
-
-    waves: Waves
-    sets: Sequence[QuestionSet]
-    training: Sequence[Example]
-    config: ControllerConfig
-    answering: Answering
-    encoder: Callable[[], QuestionEncoder]
+    waves: Waves  # runs them
+    sets: Sequence[QuestionSet]  # validation and evaluated sets
+    training: Sequence[Example]  # questions that rivals may learn from
+    config: ControllerConfig  # how far PGIR searches; others share its k, depth and cap
+    answering: Answering  # makes prompts and answers
+    encoder: Callable[[], QuestionEncoder]  # loads the encoder of questions
+    # Opens the signals of answers with their labels, of each setting.
     stores: Callable[[], Stores]
+    # Training questions whose outcomes are not known.
     unanswered: Sequence[Example] = ()
-    n_draws: int = 20
-    queries: Queries = "paper"
+    n_draws: int = 20  # answers that SeaKR draws at a time
+    queries: Queries = "paper"  # which of PGIR's queries are run, see `ControlConfig`
+    # By set's place and controller, what it returned.
     answers: list[dict[str, list[Done]]] = dataclasses.field(default_factory=list)
+    # The setting of every controller that was tuned.
     chosen: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # Work for when all rivals have run.
     deferred: list[Callable[[], object]] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -407,34 +407,29 @@ ORACLES: dict[str, Oracle] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ControlConfig:
-    """The run's section `control`.
+    """The run's section `control`."""
 
-    Attributes:
-      max_budget: most retrieval rounds traced.
-      n_questions: of each set that are given to the controllers; None for all.
-      max_generations: cap on the mean per question, for the search of every
-        controller's setting; the paper's run of Gemma spends 4.63.
-      cross_fit: search a second policy on probabilities from maps that have
-        not seen the question's own label; the paper's maps have seen it.
-      rivals: the controllers that PGIR is compared with; "judge:module:NAME" is its
-        loop with a judge of one's own.
-      n_training: training questions whose outcomes the trained ones learn from.
-      encoder: folder of a sentence encoder for those that read questions alone; None
-        counts their words.
-      n_draws: answers that SeaKR draws at a time.
-      queries: "paper" searches with the question and the last draft; "choose" also
-        runs the query that is best on validation; "all" runs every other, too.
-    """
-
-    max_budget: int = 4
+    max_budget: int = 4  # most retrieval rounds traced
+    # Of each set that are given to the controllers; None for all.
     n_questions: int | None = None
+    # Cap on the mean per question, for the search of every controller's setting; the
+    # paper's run of Gemma spends 4.63.
     max_generations: float = 4.0
+    # Search a second policy on probabilities from maps that have not seen the
+    # question's own label; the paper's maps have seen it.
     cross_fit: bool = False
+    # The controllers that PGIR is compared with; "judge:module:NAME" is its loop with a
+    # judge of one's own.
     rivals: tuple[str, ...] = EVERY_RIVAL
+    # Training questions whose outcomes the trained ones learn from.
     n_training: int = 2000
+    # Folder of a sentence encoder for those that read questions alone; None counts
+    # their words.
     encoder: str | None = None
+    # "paper" searches with the question and the last draft; "choose" also runs the
+    # query that is best on validation; "all" runs every other, too.
     queries: Queries = "choose"
-    n_draws: int = 20
+    n_draws: int = 20  # answers that SeaKR draws at a time
 
     def __post_init__(self) -> None:
         """Refuse a rival that does not exist."""

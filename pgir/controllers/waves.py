@@ -126,21 +126,13 @@ class BatchedService(Service):
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """A call that was made.
+    """A call that was made."""
 
-    Attributes:
-      call: what was asked.
-      wave: in which.
-      seconds: its share of the batch's time.
-      value: of its type in `VALUES`; a line of the file has it as plain JSON.
-      check: of all else, and of the journal's identity.
-    """
-
-    call: Call
-    wave: str
-    seconds: float
-    value: Any
-    check: str = ""
+    call: Call  # what was asked
+    wave: str  # in which
+    seconds: float  # its share of the batch's time
+    value: Any  # of its type in `VALUES`; a line of the file has it as plain JSON
+    check: str = ""  # of all else, and of the journal's identity
 
 
 class CallJournal:
