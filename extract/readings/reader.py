@@ -310,16 +310,6 @@ def _log_weights(
     return logits.sub_(log_total)
 
 
-def check_names(names: Sequence[str]) -> frozenset[str]:
-    """Return the names, or refuse those that no part reads."""
-    if unknown := sorted(set(names) - set(READINGS)):
-        raise ValueError(
-            f"no reading is called {', '.join(unknown)}; expected some of "
-            f"{', '.join(READINGS)}"
-        )
-    return frozenset(names)
-
-
 def read(
     backbone: Backbone,
     answers: Sequence[Answer],
@@ -350,7 +340,12 @@ def read(
       For each answer, in order, float32 arrays by name; NaN where a reading is
       undefined, such as for an answer without tokens.
     """
-    wanted = check_names(names)
+    wanted = frozenset(names)
+    if unknown := sorted(wanted - set(READINGS)):
+        raise ValueError(
+            f"no reading is called {', '.join(unknown)}; expected some of "
+            f"{', '.join(READINGS)}"
+        )
     given = {"lumina_mmd": swapped, "p_true": truth_prompts, "sample_states": drawn}
     for name in wanted & set(given):
         if given[name] is None or len(given[name]) != len(answers):
