@@ -235,7 +235,7 @@ PLAUSIBLE = {
     "another threshold": replaced("control/control.json", '"tau": 0', '"tau": 1'),
     "another row": edit("rows/evaluate.jsonl", value=0.123),
     "another result": edit("results.jsonl", value=0.123),
-    "another curve": replaced("reliability.json", '"lower": 0.0', '"lower": 0.01'),
+    "another curve": replaced("reliability.json", '"lower": 0', '"lower": 1'),
     "another seed": replaced("manifest.json", '"seed": 0', '"seed": 1'),
     "another member": replaced("selection/closed_book/config.json", ".", ".0"),
 }
