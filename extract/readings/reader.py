@@ -30,7 +30,7 @@ from beatrice.extract.readings.batch import (
     cue_length,
     final_states,
 )
-from beatrice.extract.readings.parts import PARTS
+from beatrice.extract.readings.formulas import PARTS
 from beatrice.extract.records import Answer, Example, Passage
 from beatrice.extract.signals.attention import AttentionReading, run_reading
 from beatrice.extract.signals.batch import budget_for, pad_batch

@@ -8,9 +8,9 @@ import torch
 
 from beatrice.benchmarks.bench.tiny_models import tiny_model
 from beatrice.extract.backbone.loading import Backbone
-from beatrice.extract.readings import parts
+from beatrice.extract.readings import formulas
 from beatrice.extract.readings.batch import Batch
-from beatrice.extract.readings.parts import lookback_ratio
+from beatrice.extract.readings.formulas import lookback_ratio
 from beatrice.extract.signals.batch import ReadingBudget
 from beatrice.extract.signals.probability import Head
 from tests.extract.readings.loops import mmd, shannon
@@ -28,7 +28,7 @@ def matrix():
 
 
 def test_the_hidden_score_has_its_golden_value():
-    scores = parts.hidden_scores(matrix()[None], [(0, 3)])
+    scores = formulas.hidden_scores(matrix()[None], [(0, 3)])
     assert scores.tolist() == pytest.approx([-0.93214521812], abs=1e-9)
 
 
@@ -41,7 +41,7 @@ def test_the_attention_score_has_its_golden_value(backbone):
         n_cue=1,
         budget=ReadingBudget(),
     )
-    reader = parts.DiagonalScores(batch, frozenset(["llmcheck_attention_all"]))
+    reader = formulas.DiagonalScores(batch, frozenset(["llmcheck_attention_all"]))
     rows = [[1, 0.5, 0.25], [1, 0.2, 0.1]]
     diagonals = torch.tensor(rows, dtype=torch.float64)
     log_weights = torch.diag_embed(diagonals).log()[None]
@@ -55,9 +55,9 @@ def test_the_entropies_have_their_golden_values():
     logits = torch.tensor([[2.0, 1, 0, -1], [0, 0, 0, 0]]).double()
     log_probs = logits.log_softmax(-1)
     entropies = -(log_probs.exp() * log_probs).sum(-1)
-    window = parts.window_entropy
+    window = formulas.window_entropy
     assert float(window(entropies, 4)) == pytest.approx(0.34657359, abs=1e-8)
-    top = parts.top_entropies(logits, 2).mean()
+    top = formulas.top_entropies(logits, 2).mean()
     assert float(top) == pytest.approx(0.31883757, abs=1e-8)
 
 
@@ -85,7 +85,7 @@ def test_a_large_vocabulary_in_chunks_gives_what_float64_gives_row_by_row():
     rows, result = [], torch.empty((n_rows // 2, 2))
     for chunk, log_probs in batch.log_probs(states, is_normed=True):
         rows += range(chunk.start, chunk.stop)
-        result[chunk.start // 2 : chunk.stop // 2] = parts.divergences(
+        result[chunk.start // 2 : chunk.stop // 2] = formulas.divergences(
             log_probs[::2], log_probs[1::2]
         )
     assert rows == list(range(n_rows))
@@ -111,24 +111,24 @@ def test_more_tokens_than_features_far_apart_in_size_have_an_exact_hidden_score(
     n_null = n_tokens - len(sizes)
     expected = (np.log(sizes**2 + 1e-3).sum() + n_null * np.log(1e-3)) / n_tokens
     edges = [(0, n_tokens), (0, 3)]
-    result = parts.hidden_scores(torch.stack([states, states]), edges)
+    result = formulas.hidden_scores(torch.stack([states, states]), edges)
     assert result[0].item() == pytest.approx(expected, abs=1e-6)
-    alone = parts.hidden_scores(states[None], [(0, 3)])
+    alone = formulas.hidden_scores(states[None], [(0, 3)])
     assert result[1].item() == pytest.approx(alone.item(), abs=1e-9)
 
 
 def test_distributions_apart_diverge_by_log_two_and_equal_ones_by_nothing():
     sure = torch.tensor([[0.0, -80.0]]).log_softmax(-1)
-    result = parts.divergences(sure, sure.flip(-1))[0]
+    result = formulas.divergences(sure, sure.flip(-1))[0]
     assert float(result[0]) == pytest.approx(math.log(2), abs=1e-6)
     # Exchanged arguments have no bound: 80 nats times a half, less log 2.
     assert float(result[1]) == pytest.approx(40 - math.log(2), abs=1e-4)
-    assert parts.divergences(sure, sure).abs().max() < 1e-6
+    assert formulas.divergences(sure, sure).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize(("n_prompt", "n"), [(5, 1), (19, 1), (20, 2), (1500, 150)])
 def test_a_tenth_of_the_prompt_is_attended_and_at_least_one_token(n_prompt, n):
-    assert parts.n_attended(n_prompt) == n
+    assert formulas.n_attended(n_prompt) == n
 
 
 def test_the_discrepancy_is_that_of_the_double_sums_over_the_largest_words():
@@ -139,16 +139,16 @@ def test_the_discrepancy_is_that_of_the_double_sums_over_the_largest_words():
     def cut(values):
         return torch.where(values >= values.sort().values[-4], values, 0.0)
 
-    result = parts.discrepancy(p.log()[None], q.log()[None], table, n_top=4)
+    result = formulas.discrepancy(p.log()[None], q.log()[None], table, n_top=4)
     # The embeddings are taken in float32.
     assert float(result) == pytest.approx(mmd(cut(p), cut(q), table), rel=1e-5)
-    same = parts.discrepancy(p.log()[None], p.log()[None], table)
+    same = formulas.discrepancy(p.log()[None], p.log()[None], table)
     assert float(same) == pytest.approx(0.0, abs=1e-12)
 
 
 def test_layers_that_know_the_word_already_process_nothing():
     entropies, emphasis = torch.ones((1, 2)), torch.ones(1)
-    rate = parts.processing_rate
+    rate = formulas.processing_rate
     assert float(rate(torch.tensor([[1.0, 2.0]]), entropies, emphasis)) == 0.0
     # (1 * 1 + 2 * 0.5) / (1 + 2), and half of it where the told word is half as likely.
     halfway = torch.tensor([[0.0, 0.5]])

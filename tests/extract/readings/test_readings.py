@@ -7,7 +7,7 @@ import torch
 from beatrice.benchmarks.bench.tiny_models import N_TEXT_IDS, tiny_model
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.readings.batch import Batch, begin, cue_length
-from beatrice.extract.readings.parts import bin_weights, map_statistics
+from beatrice.extract.readings.formulas import bin_weights, map_statistics
 from beatrice.extract.readings.reader import (
     PARTS,
     READINGS,
