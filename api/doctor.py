@@ -354,9 +354,6 @@ def verify_run(path: Path) -> list[str]:
 
     Checks what each finished stage recorded of its inputs and outputs, every chunk of
     the feature stores, and every file of the trained weights.
-
-    Raises:
-      ValueError: the path is no run directory.
     """
     from beatrice.extract.records import SETTINGS
     from beatrice.extract.run.directory import read_manifest

@@ -273,10 +273,6 @@ def fit_own(
       is_labelled: rows are labelled answers.
       untrustworthy: save a probe that rests on too few answers.
       say: called with each line of what the probe is worth.
-
-    Raises:
-      ValueError: the folder holds something else, no row can be used, or there are too
-        few answers and not `untrustworthy`.
     """
     from beatrice.model import LanguageModel
 

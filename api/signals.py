@@ -263,11 +263,7 @@ def _ids(ids: Sequence[str] | None, n_answers: int) -> list[str]:
 def by_setting(
     signals: "Signals | Mapping[Setting, Signals]",
 ) -> dict[Setting, Signals]:
-    """Return signals by the setting of their answers.
-
-    Raises:
-      ValueError: of another type, under a name that is not theirs, or empty.
-    """
+    """Return signals by the setting of their answers."""
     passes = signals
     if isinstance(signals, Signals):
         passes = {signals.setting: signals}

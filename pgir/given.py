@@ -424,10 +424,6 @@ def prepare(
       given: answer and prompt.
       answer_span: as in training.
       stop_id: what ended the answers in training; None takes the tokenizer's.
-
-    Raises:
-      ValueError: a text is empty or no text, holds control tokens, or is not where it
-        is said to be.
     """
     prompt, answer, pieces = answer_as_read(tokenizer, template, given, stop_id)
     return scoring_input(prompt, answer, pieces, answer_span=answer_span)
