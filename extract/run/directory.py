@@ -224,13 +224,24 @@ def decode_section(content: Any, kind: type[Section], where: str) -> Section:
     except msgspec.ValidationError as error:
         reason = str(error)
     else:
-        if as_json(section) == content:
+        whole = as_json(section)
+        if whole == content:
             return section
-        reason = "a field is missing or unknown"
+        reason = _differing_field(whole, content)
     raise ValueError(
         f"{where}: {reason}; another version of this program made it: start a new run "
         "directory"
     )
+
+
+def _differing_field(wanted: dict[str, Any], content: dict[str, Any]) -> str:
+    """Say which field of settings, at whatever depth, is missing or unknown."""
+    for name in sorted(wanted.keys() ^ content.keys()):
+        return f"its field {name!r} is {'missing' if name in wanted else 'unknown'}"
+    for name, value in wanted.items():
+        if value != content[name] and isinstance(value, dict):
+            return _differing_field(value, content[name])
+    return "a value of it is written otherwise"
 
 
 def write_or_compare_manifest(path: Path, settings: NewRun) -> None:

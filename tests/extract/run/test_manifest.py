@@ -164,11 +164,11 @@ def test_a_dry_run_settles_nothing(run):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda saved: saved.update(n_seed=3), "a field is missing or unknown"),
-        (lambda saved: saved.pop("stop"), "a field is missing or unknown"),
+        (lambda saved: saved.update(n_seed=3), "its field 'n_seed' is unknown"),
+        (lambda saved: saved.pop("stop"), "its field 'stop' is missing"),
         (
             lambda saved: saved["widths"].update(depth=3),
-            "a field is missing or unknown",
+            "its field 'depth' is unknown",
         ),
         (lambda saved: saved.update(n_seeds="5"), "Expected `int`, got `str`"),
         (lambda saved: saved.update(precision="int8"), "Invalid enum value 'int8'"),
