@@ -57,31 +57,21 @@ _TAKEN = (*OURS, *PLAIN, "probe", "chosen_layer", "first_layer", "last_layer", "
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class DetectorInput:
-    """What a detector may read of one setting.
+    """What a detector may read of one setting."""
 
-    Attributes:
-      store: the four families.
-      rows: what the rows are, with labels and splits.
-      layer: from which hidden states are read, as the sweep chose it.
-      questions: all that are known, in any order.
-      answers: the greedy answer of every row.
-      samples: the drawn answers of every row; empty where none was drawn.
-      template: how passages were shown; None where no text is read.
-      readings: by name, `[n_rows, ...]` float32; NaN where a row was not read.
-      relations: an NLI model, or None without one.
-      encoder: directory of a text encoder, or None without one.
-    """
-
-    store: "FeatureStore"
-    rows: "Rows"
-    layer: int
-    questions: Sequence[Example] = ()
-    answers: Sequence[Answer] = ()
+    store: "FeatureStore"  # the four families
+    rows: "Rows"  # what the rows are, with labels and splits
+    layer: int  # from which hidden states are read, as the sweep chose it
+    questions: Sequence[Example] = ()  # all that are known, in any order
+    answers: Sequence[Answer] = ()  # the greedy answer of every row
+    # The drawn answers of every row; empty where none was drawn.
     samples: Sequence[tuple[Sample, ...]] = ()
+    # How passages were shown; None where no text is read.
     template: "PromptTemplate | None" = None
+    # By name, `[n_rows, ...]` float32; NaN where a row was not read.
     readings: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    relations: Relations | None = None
-    encoder: Path | None = None
+    relations: Relations | None = None  # an NLI model, or None without one
+    encoder: Path | None = None  # directory of a text encoder, or None without one
 
     @classmethod
     def of(
@@ -148,15 +138,12 @@ class DetectorInput:
 
 
 class DetectorOutput(NamedTuple):
-    """Scores of one setting.
+    """Scores of one setting."""
 
-    Attributes:
-      scores: `[n_seeds, n_rows]` float64, higher = more likely correct; NaN where the
-        detector is undefined, which is counted and never filled.
-      chosen: rows of what validation chose for the detector (experiment "chosen").
-    """
-
+    # `[n_seeds, n_rows]` float64, higher = more likely correct; NaN where the detector
+    # is undefined, which is counted and never filled.
     scores: np.ndarray
+    # Rows of what validation chose for the detector (experiment "chosen").
     chosen: tuple[ResultRow, ...] = ()
 
 
@@ -165,64 +152,46 @@ Score = Callable[[DetectorInput], DetectorOutput]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """A detector, published or plain.
+    """A detector, published or plain."""
 
-    Attributes:
-      name: as in the rows, such as "semantic_entropy".
-      title: as in the tables.
-      source: paper and section, and the official code that was followed.
-      score: gives every row its score.
-      needs: beyond the pass that gave the answer.
-      reads: names of `extract.readings.reader.READINGS`, which `beatrice baselines`
-        reads in a pass of its own.
-      is_trained: whether it learns from labels of the training split.
-      variant: what differs from the published one, in a sentence; empty where nothing.
-      settings: where it is defined.
-    """
-
-    name: str
-    title: str
-    source: str
-    score: Score
-    needs: frozenset[Requirement] = frozenset()
+    name: str  # as in the rows, such as "semantic_entropy"
+    title: str  # as in the tables
+    source: str  # paper and section, and the official code that was followed
+    score: Score  # gives every row its score
+    needs: frozenset[Requirement] = frozenset()  # beyond the pass that gave the answer
+    # Names of `extract.readings.reader.READINGS`, which `beatrice baselines` reads in a
+    # pass of its own.
     reads: tuple[str, ...] = ()
-    is_trained: bool = False
+    is_trained: bool = False  # whether it learns from labels of the training split
+    # What differs from the published one, in a sentence; empty where nothing.
     variant: str = ""
-    settings: tuple[Setting, ...] = SETTINGS
+    settings: tuple[Setting, ...] = SETTINGS  # where it is defined
 
 
 class DetectorCost(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 ):
-    """What a detector is, and what it costs a question.
-
-    Attributes:
-      needs: beyond the pass that gave the answer, see `Requirement`.
-      seconds: of scoring, its share of the readings, and of drawing its samples;
-        fitting included, which is paid once, over all answers of the setting. None
-        where its samples were drawn before drawing was timed.
-      peak_bytes: most memory of the process while the detector was read and scored,
-        the backbone included; of the host, not of a device. None in records from
-        before it was measured.
-      n_forwards: beside the pass that gave the answer, none of which generates.
-      n_new_tokens: generated beside the answer, mean.
-      n_rows: answers that were scored.
-      reason: why there is no score at all; empty where there is.
-    """
+    """What a detector is, and what it costs a question."""
 
     name: str
     title: str
     setting: Setting
     source: str
     variant: str
-    needs: tuple[str, ...]
+    needs: tuple[str, ...]  # beyond the pass that gave the answer, see `Requirement`
     is_trained: bool
+    # Of scoring, its share of the readings, and of drawing its samples; fitting
+    # included, which is paid once, over all answers of the setting. None where its
+    # samples were drawn before drawing was timed.
     seconds: float | None
+    # Most memory of the process while the detector was read and scored, the backbone
+    # included; of the host, not of a device. None in records from before it was
+    # measured.
     peak_bytes: int | None = None
-    n_forwards: int
-    n_new_tokens: float
-    n_rows: int
-    reason: str = ""
+    n_forwards: int  # beside the pass that gave the answer, none of which generates
+    n_new_tokens: float  # generated beside the answer, mean
+    n_rows: int  # answers that were scored
+    reason: str = ""  # why there is no score at all; empty where there is
 
 
 GROUP = "beatrice.baselines"  # of entry points

@@ -240,15 +240,10 @@ def cost_of(
 
 
 class StoredSignals(Protocol):
-    """What `judge` reads of `beatrice.Signals`.
+    """What `judge` reads of `beatrice.Signals`."""
 
-    Attributes:
-      store: a feature store of one setting.
-      indices: `[n]` which of its answers these are.
-    """
-
-    store: FeatureStore
-    indices: np.ndarray
+    store: FeatureStore  # a feature store of one setting
+    indices: np.ndarray  # `[n]` which of its answers these are
 
 
 def judge(
@@ -448,21 +443,17 @@ def _violations_of_gaps(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BaselinesConfig:
-    """Which detectors a run's answers are judged by.
+    """Which detectors a run's answers are judged by."""
 
-    Attributes:
-      only: names; empty takes those that need nothing beyond the run's signals and
-        texts. Those that were judged before, on the same answers, stay in the rows.
-      again: without names, also those that read the answers again, or read something
-        else, where everything that they need is there.
-      nli: directory of an NLI model; without one, those that need it are left out.
-      encoder: directory of a text encoder, in the same way.
-    """
-
+    # Names; empty takes those that need nothing beyond the run's signals and texts.
+    # Those that were judged before, on the same answers, stay in the rows.
     only: tuple[str, ...] = ()
+    # Without names, also those that read the answers again, or read something else,
+    # where everything that they need is there.
     again: bool = False
+    # Directory of an NLI model; without one, those that need it are left out.
     nli: str | None = None
-    encoder: str | None = None
+    encoder: str | None = None  # directory of a text encoder, in the same way
 
     @property
     def models(self) -> dict[Requirement, str | None]:

@@ -66,27 +66,17 @@ from beatrice.extract.signals.sequence import TokenSequence, sequence_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchConfig:
-    """One batch and the model that reads it.
+    """One batch and the model that reads it."""
 
-    Attributes:
-      n_tokens: length of every sequence.
-      n_examples: sequences of the batch.
-      n_read: question and answer tokens, at the end; the context is before them.
-      vocab_size: words.
-      d_model: width.
-      n_layers: decoder layers.
-      device: a Torch device.
-      dtype: of weights and stream.
-    """
-
-    n_tokens: int = 512
-    n_examples: int = 4
+    n_tokens: int = 512  # length of every sequence
+    n_examples: int = 4  # sequences of the batch
+    # Question and answer tokens, at the end; the context is before them.
     n_read: int = 192
-    vocab_size: int = 32000
-    d_model: int = 512
-    n_layers: int = 8
-    device: str = "cpu"
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    vocab_size: int = 32000  # words
+    d_model: int = 512  # width
+    n_layers: int = 8  # decoder layers
+    device: str = "cpu"  # a Torch device
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of weights and stream
 
 
 # The two lengths hold equally many tokens; a third of each is question and answer.

@@ -34,18 +34,13 @@ GROUP_NORM_EPSILON = 1e-5
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TorchData:
-    """Training examples, families apart, tokens before examples.
+    """Training examples, families apart, tokens before examples."""
 
-    Attributes:
-      tokens: per family `[n_tokens, n_examples, d_family]`, the spans one after
-        another, zero on padding.
-      real: `[n_tokens, n_examples]` float32, 1 on real tokens.
-      labels: `[n_examples]` float32.
-    """
-
+    # Per family `[n_tokens, n_examples, d_family]`, the spans one after another, zero
+    # on padding.
     tokens: tuple[torch.Tensor, ...]
-    real: torch.Tensor
-    labels: torch.Tensor
+    real: torch.Tensor  # `[n_tokens, n_examples]` float32, 1 on real tokens
+    labels: torch.Tensor  # `[n_examples]` float32
 
     @classmethod
     def of(

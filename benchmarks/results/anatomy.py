@@ -55,18 +55,12 @@ Make = Callable[[pandas.DataFrame], Content]  # of a run's results
 
 
 class ShownAnalysis(NamedTuple):
-    """How one analysis is shown.
+    """How one analysis is shown."""
 
-    Attributes:
-      title: of the analysis.
-      look: what to look at, in a sentence.
-      make: figures and tables from the run's results.
-      beside: the paper's tables, figures and sections whose numbers stand beside.
-    """
-
-    title: str
-    look: str
-    make: Make
+    title: str  # of the analysis
+    look: str  # what to look at, in a sentence
+    make: Make  # figures and tables from the run's results
+    # The paper's tables, figures and sections whose numbers stand beside.
     beside: tuple[str, ...] = ()
 
 

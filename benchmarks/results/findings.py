@@ -50,35 +50,24 @@ SINGLES = {x: HIDDEN_ONLY if x == "H" else encoder(x) for x in FAMILIES}
 
 
 class PaperQuestion(NamedTuple):
-    """What is asked, and the differences that answer it.
+    """What is asked, and the differences that answer it."""
 
-    Attributes:
-      text: with a question mark, without the setting and the set.
-      pairs: detector and what it is compared with; any of them answers with yes.
-      labels: what each difference is called where there are several.
-    """
-
-    text: str
+    text: str  # with a question mark, without the setting and the set
+    # Detector and what it is compared with; any of them answers with yes.
     pairs: tuple[tuple[Subject, Subject], ...]
+    # What each difference is called where there are several.
     labels: tuple[str, ...] = ()
 
 
 class PaperAnswer(NamedTuple):
-    """The answer to a question on one set.
+    """The answer to a question on one set."""
 
-    Attributes:
-      question: short name.
-      answer: None where nothing was measured.
-      row: the difference that decides, the largest of several; None where none was
-        measured.
-      label: what it is called, empty where it is the only one.
-    """
-
-    question: str
+    question: str  # short name
     place: Place
-    answer: Answer | None
+    answer: Answer | None  # None where nothing was measured
+    # The difference that decides, the largest of several; None where none was measured.
     row: ResultRow | None
-    label: str = ""
+    label: str = ""  # what it is called, empty where it is the only one
 
 
 def answer_of(rows: Sequence[ResultRow]) -> Answer | None:

@@ -49,40 +49,31 @@ SETTINGS_IN_WORDS = {"closed_book": "from memory", "with_context": "with passage
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReportData:
-    """What the page shows. An empty field is a section that is left out.
+    """What the page shows. An empty field is a section that is left out."""
 
-    Attributes:
-      facts: the run in words (model, seed, preset, counts), in order.
-      stage_seconds: wall time per stage, in order.
-      rows: result rows; which ones are read is said in `tables` and here.
-      accuracy: `{dataset, split, setting, variant, n, n_correct}` of the model's own
-        answers.
-      sweep: per setting `{"layers", "auroc": [[per seed] per layer], "best"}`.
-      selection: per setting `{"rounds": [{"added", "auroc", "candidates"}],
-        "selected": [names], "stop": why it stopped}`.
-      reliability: per setting as `report.Curves` has it.
-      control: as `report.Control` has it, without its cases.
-      cases: as `report.Case` has them.
-      shown: answers to look at, by setting and set, as `report.ShownSet` has them.
-      ranking: per setting what `selection.exhaustive.ranking_summary` returns.
-      ablations: per setting and variant the names of the encoders it reads.
-      studies: cases of `beatrice anatomy`, as its `Study` has them.
-      judged: what the rivals of `beatrice baselines` are and cost.
-    """
-
-    facts: Mapping[str, str]
-    stage_seconds: Mapping[str, float]
+    facts: Mapping[str, str]  # the run in words (model, seed, preset, counts), in order
+    stage_seconds: Mapping[str, float]  # wall time per stage, in order
+    # Result rows; which ones are read is said in `tables` and here.
     rows: Sequence[ResultRow]
+    # `{dataset, split, setting, variant, n, n_correct}` of the model's own answers.
     accuracy: Sequence[Mapping[str, Any]]
+    # Per setting `{"layers", "auroc": [[per seed] per layer], "best"}`.
     sweep: PerSetting
+    # Per setting `{"rounds": [{"added", "auroc", "candidates"}], "selected": [names],
+    # "stop": why it stopped}`.
     selection: PerSetting
-    reliability: PerSetting
-    control: Mapping[str, Any]
-    cases: Sequence[Mapping[str, Any]]
+    reliability: PerSetting  # per setting as `report.Curves` has it
+    control: Mapping[str, Any]  # as `report.Control` has it, without its cases
+    cases: Sequence[Mapping[str, Any]]  # as `report.Case` has them
+    # Answers to look at, by setting and set, as `report.ShownSet` has them.
     shown: Shown = ()
+    # Per setting what `selection.exhaustive.ranking_summary` returns.
     ranking: PerSetting = dataclasses.field(default_factory=dict)
+    # Per setting and variant the names of the encoders it reads.
     ablations: PerSetting = dataclasses.field(default_factory=dict)
+    # Cases of `beatrice anatomy`, as its `Study` has them.
     studies: Sequence[Mapping[str, Any]] = ()
+    # What the rivals of `beatrice baselines` are and cost.
     judged: Sequence[DetectorCost] = ()
 
 

@@ -63,46 +63,26 @@ class PaperCell(Record, frozen=True, kw_only=True):
 
     The columns from `setting` to `against_families` are those of our row; without a
     setting, a dataset, a split and a detector it has no counterpart.
-
-    Attributes:
-      table: its label, without `tab:`; of a number in the text, that of the figure or
-        the section.
-      group: heading above the row, where there is one.
-      row: its label as printed.
-      column: likewise, with the headings above it.
-      metric: "auroc", "ci_low", "accuracy_percent", "n", ...
-      value: as printed; a percentage is one of 100. None where the paper says what is
-        larger, and prints no number.
-      mark: how the paper marks it. A dagger: the 95 % interval excludes zero.
-      below: whether the paper says "less than" or "at most" the value.
-      split: as the paper uses the set.
-      detector: "backbone" for its accuracy and numbers of answers.
-      variant: wording of the passages, None for both together.
-      experiment: of our row, where it is not one of detection.
-      ours: metric of our row, where that has another name.
-      instead: families of our encoder where the run lacks `families`: the paper looks
-        into the encoders that its search selected, ours may have selected others.
-      than: the row of this table, column and metric with which the paper compares it;
-        none for fusing all encoders, from which it tells no difference.
-      sign: how the paper says that it compares, where it prints no number; without
-        `than`, to zero.
-      departs: what our row measures otherwise than the paper.
-      reason: why there is no counterpart.
     """
 
+    # Its label, without `tab:`; of a number in the text, that of the figure or the
+    # section.
     table: str
     backbone: str
-    group: str | None = None
-    row: str
-    column: str
-    metric: str
+    group: str | None = None  # heading above the row, where there is one
+    row: str  # its label as printed
+    column: str  # likewise, with the headings above it
+    metric: str  # "auroc", "ci_low", "accuracy_percent", "n", ...
+    # As printed; a percentage is one of 100. None where the paper says what is larger,
+    # and prints no number.
     value: float | None = None
+    # How the paper marks it. A dagger: the 95 % interval excludes zero.
     mark: Mark | None = None
-    below: bool = False
+    below: bool = False  # whether the paper says "less than" or "at most" the value
     setting: str | None = None
     dataset: str | None = None
-    split: str | None = None
-    detector: str | None = None
+    split: str | None = None  # as the paper uses the set
+    detector: str | None = None  # "backbone" for its accuracy and numbers of answers
     families: str | None = None
     family: str | None = None
     span: str | None = None
@@ -110,14 +90,20 @@ class PaperCell(Record, frozen=True, kw_only=True):
     n_closed_book: int | None = None
     against: str | None = None
     against_families: str | None = None
-    variant: str | None = None
-    experiment: str | None = None
-    ours: str | None = None
+    variant: str | None = None  # wording of the passages, None for both together
+    experiment: str | None = None  # of our row, where it is not one of detection
+    ours: str | None = None  # metric of our row, where that has another name
+    # Families of our encoder where the run lacks `families`: the paper looks into the
+    # encoders that its search selected, ours may have selected others.
     instead: str | None = None
+    # The row of this table, column and metric with which the paper compares it; none
+    # for fusing all encoders, from which it tells no difference.
     than: str | None = None
+    # How the paper says that it compares, where it prints no number; without `than`, to
+    # zero.
     sign: Order | None = None
-    departs: str | None = None
-    reason: str | None = None
+    departs: str | None = None  # what our row measures otherwise than the paper
+    reason: str | None = None  # why there is no counterpart
 
     @property
     def has_counterpart(self) -> bool:
@@ -420,23 +406,15 @@ def number_text(cell: PaperCell, value: float | None) -> str:
 
 
 class Sign(NamedTuple):
-    """What is larger in the paper, and in a run.
+    """What is larger in the paper, and in a run."""
 
-    Attributes:
-      first: the number, and the run's.
-      second: what it is compared with; None is zero.
-      order: of the paper.
-      change: the run's difference, whose interval `low` and `high` are.
-      is_paired: whether the interval is of a difference on the same questions.
-    """
-
-    first: Beside
-    second: Beside | None
-    order: Order
-    change: float
+    first: Beside  # the number, and the run's
+    second: Beside | None  # what it is compared with; None is zero
+    order: Order  # of the paper
+    change: float  # the run's difference, whose interval `low` and `high` are
     low: float | None
     high: float | None
-    is_paired: bool
+    is_paired: bool  # whether the interval is of a difference on the same questions
 
     @property
     def verdict(self) -> Verdict:

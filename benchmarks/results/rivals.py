@@ -55,25 +55,18 @@ HEADS = ("Set", "Rival", "AUROC", "Rival's", "Difference", "p", "Holm", "Seeds Â
 
 
 class Lead(NamedTuple):
-    """The selected set and a rival on one set.
-
-    Attributes:
-      rival: what it is compared with; None where no rival was measured.
-      ours: AUROC of the selected set.
-      theirs: AUROC of the rival.
-      seeds_sd: SD of the selected set's AUROC over training seeds; None with one seed.
-      uncompared: detectors with a higher AUROC than the rival that no paired row has.
-      p_holm: corrected p; None where the difference is undefined.
-    """
+    """The selected set and a rival on one set."""
 
     place: Place
-    rival: Subject | None
-    ours: ResultRow | None
-    theirs: ResultRow | None
+    rival: Subject | None  # what it is compared with; None where no rival was measured
+    ours: ResultRow | None  # AUROC of the selected set
+    theirs: ResultRow | None  # AUROC of the rival
     difference: ResultRow | None
+    # SD of the selected set's AUROC over training seeds; None with one seed.
     seeds_sd: float | None
+    # Detectors with a higher AUROC than the rival that no paired row has.
     uncompared: tuple[Subject, ...]
-    p_holm: float | None = None
+    p_holm: float | None = None  # corrected p; None where the difference is undefined
 
     @property
     def is_sure(self) -> bool:
