@@ -277,6 +277,18 @@ def test_the_fused_score_is_the_sum_of_reciprocal_ranks():
     assert fuse([np.array([4, 7, 9]), np.array([7, 2, 4])]).tolist() == [7, 4, 2, 9]
 
 
+@pytest.mark.parametrize(
+    ("last", "others", "is_first"), [(13, (5, 8), True), (20, (5, 14), False)]
+)
+def test_the_constant_of_the_fusion_is_the_published_sixty(last, others, is_first):
+    """With 61 the first case is decided otherwise, with 59 the second."""
+    rankings = np.arange(2, 42).reshape(2, 20)
+    rankings[0, 0] = rankings[1, last - 1] = 0
+    rankings[0, others[0] - 1] = rankings[1, others[1] - 1] = 1
+    order = fuse(list(rankings)).tolist()
+    assert (order.index(0) < order.index(1)) == is_first
+
+
 @given(st.permutations(range(8)), st.permutations(range(8)))
 def test_fusion_does_not_depend_on_the_order_of_the_retrievers(first, second):
     a, b = np.array(first), np.array(second)
