@@ -543,9 +543,10 @@ class CalibrateConfig:
             )
 
 
-CALIBRATE_PRESETS: dict[Preset, CalibrateConfig] = dict.fromkeys(
-    get_args(Preset), CalibrateConfig()
-) | {"paper": CalibrateConfig(maps="isotonic")}
+CALIBRATE_PRESETS: dict[Preset, CalibrateConfig] = {
+    **dict.fromkeys(get_args(Preset), CalibrateConfig()),
+    "paper": CalibrateConfig(maps="isotonic"),
+}
 
 
 def _fused(run: RunDir, branch: HeadName) -> FusedHead:

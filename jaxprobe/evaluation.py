@@ -291,6 +291,7 @@ class IntervalConfig:
         return BootstrapConfig(n_resamples=self.n_resamples, seed=seed)
 
 
-INTERVAL_PRESETS: dict[Preset, IntervalConfig] = dict.fromkeys(
-    get_args(Preset), IntervalConfig()
-) | {"smoke": IntervalConfig(n_resamples=100)}
+INTERVAL_PRESETS: dict[Preset, IntervalConfig] = {
+    **dict.fromkeys(get_args(Preset), IntervalConfig()),
+    "smoke": IntervalConfig(n_resamples=100),
+}

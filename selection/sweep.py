@@ -178,9 +178,10 @@ class SweepSection:
         )
 
 
-SWEEP_PRESETS: dict[Preset, SweepSection] = dict.fromkeys(
-    get_args(Preset), SweepSection()
-) | {"smoke": SweepSection(n_rows=96, probe=SweepConfig(n_seeds=1))}
+SWEEP_PRESETS: dict[Preset, SweepSection] = {
+    **dict.fromkeys(get_args(Preset), SweepSection()),
+    "smoke": SweepSection(n_rows=96, probe=SweepConfig(n_seeds=1)),
+}
 
 
 def sweep_rows(rows: Rows, split: str, limit: int, seed: int) -> np.ndarray:

@@ -229,7 +229,8 @@ class ReadBefore:
     ) -> None:
         """Hold signals by `sequence_key`; `about` says what of each answer they are."""
         self._signals = signals
-        self.hidden_layers, self.hidden_spans = about.hidden_layers, about.hidden_spans
+        self.hidden_layers = about.hidden_layers
+        self.hidden_spans: Spans = about.hidden_spans
         self.fingerprint, self.shapes = about.fingerprint, about.shapes
         self._reader = functools.cache(open_reader)
 
