@@ -12,10 +12,7 @@ import msgspec
 from beatrice.extract.datasets.building import is_usable
 from beatrice.extract.datasets.loading import Loaded, open_dataset
 from beatrice.extract.datasets.splits import Context, Role
-from beatrice.extract.run.files import (
-    read_json,
-    write_json_atomic,
-)
+from beatrice.extract.run.files import read_json, write_json_atomic
 from beatrice.extract.run.process import begin_peak, peak_bytes
 from beatrice.extract.run.stages import bytes_in_words
 from beatrice.jaxprobe.config import (

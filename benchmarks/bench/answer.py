@@ -39,10 +39,7 @@ from beatrice.benchmarks.bench.commands import (
 from beatrice.extract.backbone.loading import load_backbone
 from beatrice.extract.backbone.names import EMBEDDED, ModelDtype, model_path
 from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
-from beatrice.extract.generate.local import (
-    TransformersGenerator,
-    generate,
-)
+from beatrice.extract.generate.local import TransformersGenerator, generate
 from beatrice.extract.generate.prompts import (
     SHOTS,
     TEMPLATES,

@@ -50,9 +50,7 @@ from beatrice.extract.backbone.loading import Backbone, load_backbone
 from beatrice.extract.backbone.names import EMBEDDED, ModelDtype, model_path
 from beatrice.extract.generate.local import generate
 from beatrice.extract.run.console import Progress, quiet
-from beatrice.extract.run.process import (
-    keep_freed_memory,
-)
+from beatrice.extract.run.process import keep_freed_memory
 from beatrice.extract.run.verbs import AS_JSON
 from beatrice.extract.signals.extract import (
     ExtractConfig,

@@ -48,10 +48,7 @@ from beatrice.extract.run.process import Share, begin_peak
 from beatrice.extract.run.verbs import AS_JSON
 from beatrice.jaxprobe.config import XLA_FLAGS
 from beatrice.jaxprobe.grid import Member
-from beatrice.jaxprobe.memory import (
-    Workload,
-    turn_flops,
-)
+from beatrice.jaxprobe.memory import Workload, turn_flops
 
 N_PROCESSES = 2  # of PyTorch, with one thread each; one of two threads is slower
 
