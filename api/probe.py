@@ -646,7 +646,7 @@ def _front_matter(model: str, report: Sequence[Mapping[str, Any]]) -> str:
 
 def _table(report: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the report as a table: a line for every head, set and split."""
-    groups: dict[tuple[str, str, str], dict[str, Mapping[str, Any]]] = {}
+    groups: dict[tuple[HeadName, str, str], dict[str, Mapping[str, Any]]] = {}
     for row in report:
         key = (row["head"], str(row.get("dataset") or ""), row["split"])
         groups.setdefault(key, {})[row["metric"]] = row

@@ -248,7 +248,7 @@ class MaskedConv(nn.Module):
         shape = (self.features, N_TAPS, x.shape[0])
         kernel = self.param("kernel", fan_in_normal, shape)
         bias = self.param("bias", nn.initializers.zeros, (self.features,))
-        y = token_convolution(x, kernel, flag, self.matmul_dtype)
+        y: Any = token_convolution(x, kernel, flag, self.matmul_dtype)
         return y + bias[:, None, None]
 
 
