@@ -74,13 +74,10 @@ class TorchTrainer:
         written = self.folder.glob("*.safetensors")
         seeds = {int(path.stem.split("-")[1]) for path in written}
         weights = {
-            member: load_file(
-                weights_file(
-                    self.folder,
-                    member if member.seed in seeds else Member(member.subset, 0),
-                )
+            Member(subset, seed): load_file(
+                weights_file(self.folder, Member(subset, seed if seed in seeds else 0))
             )
-            for member in members
+            for subset, seed in members
         }
         if self.kind == "stack":
             return [Stack(workload, weights, "whole" if is_compiled else None)]
