@@ -11,7 +11,7 @@ import torch
 from transformers import BloomConfig, BloomForCausalLM
 
 import beatrice
-from beatrice.extract.backbone.names import SMOLLM2, fetch_model
+from beatrice.extract.backbone.names import GEMMA, fetch_model
 from beatrice.extract.run.contents import read_answers, read_examples
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import user_cache
@@ -57,7 +57,7 @@ def test_a_notebook_of_ten_lines_goes_from_questions_to_a_score(run, tmp_path):
 
 def test_the_first_lines_of_the_readme_print_what_it_shows(capsys):
     try:
-        fetch_model(SMOLLM2, user_cache("models"), print)
+        fetch_model(GEMMA, user_cache("models"), print)
     except ValueError as error:
         pytest.skip(f"the model of these lines is not here: {error}")
     capsys.readouterr()
