@@ -188,18 +188,18 @@ _AFTER_ANSWERS = 6.5  # times what the answers of the demo took (42 of 318 secon
 
 def make_demo() -> click.Command:
     """Return the verb that does everything."""
-    from beatrice.extract.commands import KeptOptions
+    from beatrice.extract.commands import StorageOptions
     from beatrice.jaxprobe.commands import TrainingOptions
 
     @click.command()
     @RUN_DIR
     @AS_JSON
-    @options(run=RunOptions, kept=KeptOptions, training=TrainingOptions)
+    @options(run=RunOptions, storage=StorageOptions, training=TrainingOptions)
     def demo(
         run_dir: Path,
         as_json: bool,
         run: RunOptions,
-        kept: KeptOptions,
+        storage: StorageOptions,
         training: TrainingOptions,
     ) -> None:
         """Do everything, from questions to the report.
@@ -212,7 +212,10 @@ def make_demo() -> click.Command:
         from beatrice.extract.run.stages import run_stage
         from beatrice.extract.world.stage import new_world
 
-        settings, progress = new_world(**given(run), kept=kept.fields()), Progress()
+        settings, progress = (
+            new_world(**given(run), storage=storage.fields()),
+            Progress(),
+        )
         began = time.monotonic()
         with RunDir.open(run_dir, settings) as opened:
             for stage_path in CHAIN:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from beatrice.benchmarks import CHAIN
-from beatrice.extract.commands import KeptOptions
+from beatrice.extract.commands import StorageOptions
 from beatrice.extract.datasets.commands import (
     AskingOptions,
     NamedValue,
@@ -253,7 +253,7 @@ class FetchOptions:
     questions=QuestionOptions,
     run=RunOptions,
     asking=AskingOptions,
-    kept=KeptOptions,
+    storage=StorageOptions,
 )
 def real(
     data_dir: Path | None,
@@ -262,7 +262,7 @@ def real(
     questions: QuestionOptions,
     run: RunOptions,
     asking: AskingOptions,
-    kept: KeptOptions,
+    storage: StorageOptions,
 ) -> None:
     """Ask a released model published questions, and do everything to the report.
 
@@ -301,7 +301,7 @@ def real(
     if run.model in MODELS:
         run = dataclasses.replace(run, model=_fetch(run.model, progress))
     progress.note(f"weights are held in {asking.model_dtype}")
-    make_run(run_dir, files, questions, run, asking, kept)
+    make_run(run_dir, files, questions, run, asking, storage)
     _do_all(run_dir, progress)
 
 

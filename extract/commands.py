@@ -84,7 +84,7 @@ class _StoredType(click.Choice):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KeptOptions:
+class StorageOptions:
     """Fields of `ExtractConfig`; None leaves a field as it is."""
 
     hidden_layers: tuple[int, ...] | Literal["all"] | None = option(
@@ -122,8 +122,8 @@ class KeptOptions:
 
 @click.command()
 @RUN_DIR
-@options(kept=KeptOptions, work=WorkOptions)
-def extract(run_dir: Path, kept: KeptOptions, work: WorkOptions) -> None:
+@options(storage=StorageOptions, work=WorkOptions)
+def extract(run_dir: Path, storage: StorageOptions, work: WorkOptions) -> None:
     """Read the four signal families of every answer into the feature store.
 
     What is kept may be chosen here as long as nothing is extracted; by default it is
@@ -139,10 +139,10 @@ def extract(run_dir: Path, kept: KeptOptions, work: WorkOptions) -> None:
         EXTRACT,
         extract_stage,
         open_local_reader,
-        record_kept,
+        record_storage,
     )
 
-    fields = kept.fields()
+    fields = storage.fields()
     if fields.get("hidden_layers") is not None:
         config = RunDir(run_dir).section("backbone", BackboneConfig)
         check_backbone(config, fields["hidden_layers"])
@@ -155,7 +155,7 @@ def extract(run_dir: Path, kept: KeptOptions, work: WorkOptions) -> None:
         return
     if fields:
         with RunDir.open(run_dir, share=work.share) as run:
-            record_kept(run, fields)
+            record_storage(run, fields)
     # A share's model is the one that joins all of them.
     stage = extract_stage(functools.cache(open_local_reader))
     do_or_forecast(run_dir, stage, False, share=work.share)

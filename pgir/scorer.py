@@ -308,7 +308,7 @@ class Scorer(AnswerScorer):
 
     def score_given(self, given: AnswerToScore) -> Score:
         """Return the score of an answer."""
-        return self._score_inputs([self._prepare(given)], 1)[0]
+        return self._score_inputs([self.prepare(given)], 1)[0]
 
     def score_rows(self, rows: Any, batch_size: int) -> list[Score]:
         """Return the scores of rows; one that cannot be read says why."""
@@ -319,14 +319,14 @@ class Scorer(AnswerScorer):
         for i, row in enumerate(as_rows(rows, "rows")):
             n_rows += 1
             try:
-                inputs[i] = self._prepare(as_answer(row))
+                inputs[i] = self.prepare(as_answer(row))
             except ValueError as error:
                 scores[i] = Score(reason=str(error), error=str(error))
         done = self._score_inputs(list(inputs.values()), batch_size)
         scores |= zip(inputs, done, strict=True)
         return [scores[i] for i in range(n_rows)]
 
-    def _prepare(self, given: AnswerToScore) -> ScoringInput:
+    def prepare(self, given: AnswerToScore) -> ScoringInput:
         """Make the sequence of an answer; the model is not asked."""
         probed = self.probed
         with probed.lock:

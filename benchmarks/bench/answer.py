@@ -308,20 +308,12 @@ def _ratio_in_turns(
 @torch.inference_mode()
 def warm_ratio(probe: Any, n: int) -> tuple[float, float]:
     """Return the time of a score by that of the bare forward of the same ids."""
-    from beatrice.pgir.given import AnswerToScore, prepare
+    from beatrice.pgir.given import AnswerToScore
 
-    probed = probe.scorer.probed
     given = AnswerToScore(question=_QUESTION, answer=_ANSWER)
-    sequence = prepare(
-        probed.backbone.tokenizer,
-        probed.template,
-        given,
-        answer_span=probed.answer_span,
-        stop_id=probed.trained.stop_id,
-    ).sequence
-    ids = torch.tensor([list(map(int, sequence.ids))])
+    ids = torch.tensor([probe.scorer.prepare(given).sequence.ids.tolist()])
     return _ratio_in_turns(
-        lambda: probed.backbone.model(input_ids=ids, use_cache=False),
+        lambda: probe.scorer.probed.backbone.model(input_ids=ids, use_cache=False),
         lambda: probe.score(_QUESTION, _ANSWER),
         n,
     )

@@ -603,8 +603,6 @@ def anatomy_parts(
         shown = studies if analysis.make is _cases else ()
         if pictures or tables or shown:
             beside = [sign for x in analysis.beside for sign in compared.get(x, ())]
-            part = PagePart(
-                analysis.title, analysis.look, pictures, tables, beside, shown
-            )
-            parts.append(part)
+            about = analysis.title, analysis.look
+            parts.append(PagePart(*about, pictures, tables, beside, shown))
     return parts

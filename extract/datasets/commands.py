@@ -19,7 +19,7 @@ from beatrice.extract.backbone.names import (
     ModelDtype,
     default_dtype,
 )
-from beatrice.extract.commands import KeptOptions
+from beatrice.extract.commands import StorageOptions
 from beatrice.extract.datasets.splits import (
     A_NAME,
     HELD_OUT_SIZES,
@@ -354,7 +354,7 @@ _NOTES = (
     questions=QuestionOptions,
     run=RunOptions,
     asking=AskingOptions,
-    kept=KeptOptions,
+    storage=StorageOptions,
 )
 @AS_JSON
 def data(
@@ -363,7 +363,7 @@ def data(
     questions: QuestionOptions,
     run: RunOptions,
     asking: AskingOptions,
-    kept: KeptOptions,
+    storage: StorageOptions,
     as_json: bool,
 ) -> None:
     """Read published question sets: say what a file is, or make a run of them.
@@ -407,23 +407,23 @@ def data(
     elif what.world:
         if files or questions != QuestionOptions() or asking != AskingOptions():
             raise click.UsageError("--world has its own questions, asked in its way")
-        make_world_run(run_dir, run, kept, train_model=what.train_model)
+        make_world_run(run_dir, run, storage, train_model=what.train_model)
     elif not files:
         raise click.UsageError(
             "give files with --train, --dev or --held-out; or --world"
         )
     else:
-        make_run(run_dir, files, questions, run, asking, kept, as_json=as_json)
+        make_run(run_dir, files, questions, run, asking, storage, as_json=as_json)
 
 
 def make_world_run(
-    run_dir: Path, run: RunOptions, kept: KeptOptions, *, train_model: bool
+    run_dir: Path, run: RunOptions, storage: StorageOptions, *, train_model: bool
 ) -> None:
     """Make a run of the microworld, and its model from nothing where asked."""
     from beatrice.extract.world.stage import WORLD, new_world, train_world_model
 
-    settings = new_world(**given(run), kept=kept.fields())
-    do(run_dir, WORLD, asked=settings)
+    settings = new_world(**given(run), storage=storage.fields())
+    do(run_dir, WORLD, new_run=settings)
     if train_model:
         progress = Progress()
         with RunDir.open(run_dir) as opened, progress.stage("model") as update:
@@ -468,7 +468,7 @@ def make_run(
     questions: QuestionOptions,
     run: RunOptions,
     asking: AskingOptions,
-    kept: KeptOptions,
+    storage: StorageOptions,
     *,
     as_json: bool = False,
 ) -> None:
@@ -485,7 +485,7 @@ def make_run(
         )
     chosen = questions.build_config(run.seed)
     build = with_contexts_of_files(sources, chosen)
-    preset, fields = run.preset or "paper", kept.fields()
+    preset, fields = run.preset or "paper", storage.fields()
     backbone = BackboneConfig(
         model=run.model,
         dtype=asking.model_dtype or default_dtype(asking.device),

@@ -224,10 +224,10 @@ def decode_section(content: Any, kind: type[Section], where: str) -> Section:
     except msgspec.ValidationError as error:
         reason = str(error)
     else:
-        whole = as_json(section)
-        if whole == content:
+        wanted = as_json(section)
+        if wanted == content:
             return section
-        reason = _differing_field(whole, content)
+        reason = _differing_field(wanted, content)
     raise ValueError(
         f"{where}: {reason}; another version of this program made it: start a new run "
         "directory"

@@ -218,7 +218,7 @@ def do_share(
     work: Callable[[RunDir], int | None],
     progress: Progress,
     parts: str,
-    asked: NewRun | None = None,
+    new_run: NewRun | None = None,
 ) -> None:
     """Do a stage alone, or a share of it, and join all `parts` if none is missing.
 
@@ -227,7 +227,7 @@ def do_share(
     alone with the run. Raises `InUse` if a process that works alone holds the run.
     """
     if share.is_whole:
-        with RunDir.open(run_dir, asked) as run:
+        with RunDir.open(run_dir, new_run) as run:
             work(run)
         return
     with _open_patiently(run_dir, share) as run:
@@ -306,19 +306,19 @@ def do(
     stage: Stage,
     *,
     change: Change | None = None,
-    asked: NewRun | None = None,
+    new_run: NewRun | None = None,
     share: Share = Share(),
 ) -> None:
     """Open a run directory and do a stage, or a share of it, see `run_stage`.
 
-    A new run is what is `asked`, see `RunDir.open`.
+    A new run is made as `new_run` says, see `RunDir.open`.
     """
     progress = Progress()
 
     def work(run: RunDir) -> int | None:
         return run_stage(stage, run, progress, change)
 
-    do_share(run_dir, stage.name, share, work, progress, stage.parts, asked)
+    do_share(run_dir, stage.name, share, work, progress, stage.parts, new_run)
 
 
 def forecast_stage(run_dir: Path, stage: Stage, change: Change | None = None) -> str:

@@ -473,7 +473,7 @@ def extract_config(run: RunDir) -> ExtractConfig:
     return run.settle("extract", EXTRACT_PRESETS)
 
 
-def record_kept(run: RunDir, changes: Mapping[str, Any]) -> ExtractConfig:
+def record_storage(run: RunDir, changes: Mapping[str, Any]) -> ExtractConfig:
     """Record what a run keeps, as long as nothing is extracted.
 
     What is kept changes no answer and no label, so it may be chosen when the signals

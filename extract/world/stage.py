@@ -107,21 +107,21 @@ def new_world(
     preset: Preset = "demo",
     settings: tuple[Setting, ...],
     seed: int = 0,
-    kept: dict[str, Any],
+    storage: dict[str, Any],
 ) -> NewRun:
     """Return a run of the microworld; a wrong model is found before it is made.
 
-    `kept` holds the fields of `ExtractConfig` that differ from the preset's.
+    `storage` holds the fields of `ExtractConfig` that differ from the preset's.
     """
     from beatrice.extract.signals.extract import EXTRACT_PRESETS
 
     backbone = BackboneConfig(model=model)
-    check_backbone(backbone, kept.get("hidden_layers"))
+    check_backbone(backbone, storage.get("hidden_layers"))
     answer = dataclasses.replace(answer_config(preset, model), settings=settings)
     sections = {
         "backbone": backbone,
         "world": WORLD_PRESETS[preset],
         "answer": answer,
-        "extract": dataclasses.replace(EXTRACT_PRESETS[preset], **kept),
+        "extract": dataclasses.replace(EXTRACT_PRESETS[preset], **storage),
     }
     return NewRun(preset=preset, seed=seed, sections=sections)

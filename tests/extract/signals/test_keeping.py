@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from beatrice.extract.commands import STORED_TYPES, KeptOptions
+from beatrice.extract.commands import STORED_TYPES, StorageOptions
 from beatrice.extract.run.directory import RunDir, read_manifest
 from beatrice.extract.run.verbs import options
 from beatrice.extract.signals.extract import (
     ExtractConfig,
     extract_config,
-    record_kept,
+    record_storage,
     run_plan,
 )
 from beatrice.extract.store.spec import (
@@ -226,7 +226,7 @@ def test_an_unknown_choice_is_refused(wrong):
 
 
 @click.command()
-@options(storage=KeptOptions)
+@options(storage=StorageOptions)
 def verb(storage):
     print(json.dumps(storage.fields()))
 
@@ -279,18 +279,18 @@ def test_a_wrong_choice_is_wrong_usage(words):
 
 
 def test_a_choice_at_extraction_is_recorded_and_serves_the_later_verbs(run):
-    config = record_kept(run, {"dtype": "int8", "hidden_layers": (2, 4)})
+    config = record_storage(run, {"dtype": "int8", "hidden_layers": (2, 4)})
     assert (config.dtype, config.hidden_layers) == ("int8", (2, 4))
     assert extract_config(run) == config
     before = run.manifest.read_bytes()
-    assert record_kept(run, {}) == config  # the same line without options goes on
-    assert record_kept(run, {"dtype": "int8"}) == config
+    assert record_storage(run, {}) == config  # the same line without options goes on
+    assert record_storage(run, {"dtype": "int8"}) == config
     assert run.manifest.read_bytes() == before
 
 
 def test_nothing_else_of_a_run_changes_with_what_it_keeps(run):
     before = read_manifest(run.path)
-    record_kept(run, {"hidden_spans": "answer"})
+    record_storage(run, {"hidden_spans": "answer"})
     after = read_manifest(run.path)
     assert after["sections"]["extract"].pop("hidden_spans") == "answer"
     assert before["sections"]["extract"].pop("hidden_spans") == "all"
@@ -302,8 +302,8 @@ def test_features_that_are_there_are_not_mixed_with_another_choice(run):
     store.mkdir(parents=True)
     (store / "index.json").write_text("{}")
     with pytest.raises(ValueError, match="as bfloat16.*asked for .* as int8.*delete"):
-        record_kept(run, {"dtype": "int8"})
-    assert record_kept(run, {"dtype": "bfloat16"}) == extract_config(run)
+        record_storage(run, {"dtype": "int8"})
+    assert record_storage(run, {"dtype": "bfloat16"}) == extract_config(run)
 
 
 def test_a_run_that_is_made_says_what_it_will_keep(tmp_path):
