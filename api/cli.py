@@ -7,6 +7,7 @@ of `jaxprobe` never loads Torch.
 import copy
 import dataclasses
 import difflib
+import functools
 import importlib
 import itertools
 import json
@@ -89,6 +90,12 @@ _FORMER = {
 
 
 def _set_quiet(context: click.Context, option: click.Parameter, is_quiet: bool) -> None:
+    """Be quiet while the verb lasts, and not in whatever this process does next."""
+    context.call_on_close(functools.partial(_be_quiet, Progress.is_quiet))
+    _be_quiet(is_quiet)
+
+
+def _be_quiet(is_quiet: bool) -> None:
     Progress.is_quiet = is_quiet
 
 

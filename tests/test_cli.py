@@ -14,6 +14,7 @@ import click
 import pytest
 
 from beatrice.cli import HEADINGS, VERBS, main
+from beatrice.extract.run.console import Progress
 from tests.extract.small_run import assert_error_sentence, beatrice
 from tests.process import ROOT, call
 
@@ -172,6 +173,7 @@ def test_a_verb_says_which_one_comes_next_and_nothing_when_quiet(small_run):
         done = beatrice("data", small_run, "--world", "--preset", "smoke", *quiet)
         assert all(word in done.stderr for word in words)
         assert bool(done.stderr) == (not quiet)
+    assert not Progress.is_quiet  # what this process does next may speak
 
 
 @pytest.mark.slow
