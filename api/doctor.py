@@ -345,7 +345,7 @@ def typical_sizes(shapes: Shapes) -> str:
     return (
         f"{_N_ANSWERS:,} answers of {_N_TOKENS} tokens, {_N_ANSWER_TOKENS} of them in "
         "the answer span, take in the feature store, by what is kept of the hidden "
-        f"states (--dtype, --hidden-layers, --hidden-spans):\n{table}"
+        f"states (--hidden-layers, --set hidden_spans, --set dtype):\n{table}"
     )
 
 

@@ -31,7 +31,6 @@ RECIPES = {
         "paper",
         dataclasses.replace(FEW, heads=HEADS.resized(epochs=0)),
     ),
-    "greedy, heads held at the mean": ("paper", FEW),
     "greedy, heads trained": (
         "paper",
         dataclasses.replace(FEW, heads=dataclasses.replace(HEADS, head=TRAINED)),

@@ -94,11 +94,14 @@ class StorageOptions:
         type=click.types.FuncParamType(_layers),
     )
     hidden_spans: Literal["all", "answer"] | None = option(
-        "Tokens whose hidden states are kept.", show_default="all"
+        "Tokens whose hidden states are kept, of all spans (the default) or of the "
+        "answer.",
+        rare=True,
     )
     dtype: str | None = option(
-        "How hidden states are written; int8 has a scale per token.",
-        show_default="bf16",
+        "How hidden states are written: bf16 (the default), fp16, fp32, or int8, which "
+        "has a scale per token.",
+        rare=True,
         type=_StoredType(list(STORED_TYPES)),
     )
     scalars: str | None = option(
@@ -489,8 +492,9 @@ class LabelOptions:
     )
     vote: Literal["unanimous", "majority"] = option(
         "unanimous drops what the rubrics disagree on; majority is for the set with "
-        "real retrieval.",
+        "real retrieval",
         "unanimous",
+        rare=True,
     )
     audit: bool = option("Say how far the labels can be trusted.", False)
     n_samples: int | None = option(
@@ -551,7 +555,7 @@ def label(
     is_function = how.is_function(backend)
     model = None if is_function else how.judge
     if model is None and (backend.server is not None or how.vote != "unanimous"):
-        raise click.UsageError("--server and --vote are for a model as --judge")
+        raise click.UsageError("--server and --set vote are for a model as --judge")
     if work.dry_run and (model is None or how.audit):
         raise click.UsageError("--dry-run counts what --judge would be asked, alone")
     from beatrice.extract.label import stage

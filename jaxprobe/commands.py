@@ -62,12 +62,14 @@ class SizeOptions(HeadSizeOptions):
 class TrainingOptions:
     """How encoders are trained."""
 
-    streamed: bool = option("Train from the store in groups, not in memory.", False)
+    streamed: bool = option(
+        "Train from the store in groups, not in memory.", False, rare=True
+    )
     mixed: bool = option(
-        "Round the operands of the encoders' products to bfloat16.", False
+        "Round the operands of the encoders' products to bfloat16.", False, rare=True
     )
     linear_first: bool = option(
-        "Begin encoders as regressions: for a few thousand answers.", False
+        "Begin encoders as regressions: for a few thousand answers.", False, rare=True
     )
 
     def change(self, config: "GridConfig") -> "GridConfig":

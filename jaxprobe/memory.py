@@ -354,7 +354,8 @@ def choose(sizes: Sizes, device_memory: int | None = None) -> Plan:
         raise ValueError(
             f"the rows that training holds take {bytes_in_words(rows)}, and of the "
             f"device's {bytes_in_words(device_memory)} {bytes_in_words(limit)} may be "
-            "used; train with --streamed, or store fewer or narrower hidden states"
+            "used; train with --set streamed=true, or store fewer or narrower "
+            "hidden states"
         )
     for n_subsets, n_seeds, n_rows in _candidates(sizes):
         needed, _ = compiled_step(sizes, n_subsets, n_seeds, n_rows)
@@ -369,8 +370,8 @@ def choose(sizes: Sizes, device_memory: int | None = None) -> Plan:
             )
     raise ValueError(
         f"one member's step on one row does not fit into {bytes_in_words(limit)} "
-        f"beside {bytes_in_words(rows)} of rows; train with --streamed, with a smaller "
-        "`hidden` width, or on a device with more memory"
+        f"beside {bytes_in_words(rows)} of rows; train with --set streamed=true, with "
+        "a smaller `hidden` width, or on a device with more memory"
     )
 
 

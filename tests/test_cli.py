@@ -68,8 +68,8 @@ def test_what_is_mistyped_gets_a_suggestion(words, meant):
 
 
 def test_underscores_are_accepted_in_options(tmp_path):
-    line = ("demo", tmp_path / "x", "--hidden_spans", "sideways")
-    assert "answer" in beatrice(*line, code=2).stderr
+    line = ("demo", tmp_path / "x", "--hidden_layers", "sideways")
+    assert "sideways" in beatrice(*line, code=2).stderr
 
 
 WRONG_USAGE = [
@@ -95,8 +95,8 @@ WRONG_USAGE = [
     ("label RUN --server http://x/v1", "--server"),
     ("label RUN --n-samples 5", "--n-samples is for --audit"),
     ("rewrite RUN --model /no/model", "--model"),
-    (f"label RUN --annotations {__file__}", "give both"),
-    ("label RUN --vote majority", "model as --judge"),
+    ("label RUN --annotations HERE", "give both"),
+    ("label RUN --set vote=majority", "model as --judge"),
     ("label RUN --judge m --set max_cost=1", "give --server too"),
 ]
 
@@ -106,7 +106,8 @@ def test_wrong_usage_is_told_at_once_and_leaves_nothing_behind(
     tmp_path, words, message
 ):
     run = tmp_path / "run"
-    line = (run if word == "RUN" else word for word in words.split())
+    places = {"RUN": run, "HERE": __file__}
+    line = (places.get(word, word) for word in words.split())
     assert message in beatrice(*line, code=2).output
     assert not run.exists()
 

@@ -125,10 +125,11 @@ def test_what_killed_processes_have_trained_others_do_not_train_again(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", ["--streamed", "--linear-first"])
+@pytest.mark.parametrize("option", ["streamed", "linear_first"])
 def test_both_settings_and_other_ways_of_training_are_shared(tmp_path, option):
     run = complete_run(tmp_path / "run", "mixed", SETTINGS)
     other = shutil.copytree(run, tmp_path / "other")
-    call("train", other, option)
-    together("train", run, 2, option)
+    words = "--set", f"{option}=true"
+    call("train", other, *words)
+    together("train", run, 2, *words)
     check_same_encoders(run, other)

@@ -123,7 +123,8 @@ def test_a_killed_anatomy_ends_with_the_same_rows_and_the_report_shows_it(copies
 def layer_run(tmp_path_factory):
     """A run on one layer of the answers' states in 8 bits."""
     path = tmp_path_factory.mktemp("one_layer") / "run"
-    words = "--hidden-layers 4 --hidden-spans answer --dtype int8 --set scalars=bf16"
+    words = "--hidden-layers 4 --set hidden_spans=answer --set dtype=int8"
+    words += " --set scalars=bf16"
     done = call("demo", path, "--preset", "smoke", *words.split())
     assert "the store keeps layer 4 alone" in done.stderr
     return path
@@ -171,7 +172,7 @@ def test_the_ledger_lays_the_run_beside_the_paper_and_says_what_differs(layer_ru
 
 def linear_first(path, *options):
     """Make a run whose encoders begin as regressions, on signals pooled either way."""
-    call("demo", path, "--preset", "smoke", "--linear-first", *options)
+    call("demo", path, "--preset", "smoke", "--set", "linear_first=true", *options)
     return RunDir(path)
 
 
@@ -189,7 +190,7 @@ def logits_without_spans(run):
 
 def test_a_streamed_run_whose_store_is_one_group_is_the_run_that_holds_it(tmp_path):
     held = linear_first(tmp_path / "held")
-    streamed = linear_first(tmp_path / "streamed", "--streamed")
+    streamed = linear_first(tmp_path / "streamed", "--set", "streamed=true")
     manifest = json.loads((streamed.path / "manifest.json").read_text())
     assert manifest["sections"]["train"]["stream"] is not None
     for setting in SETTINGS:  # both are whole chunks of 64 rows: no step is padded

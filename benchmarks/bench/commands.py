@@ -44,7 +44,8 @@ ROUNDS = click.option(
     "--rounds", type=click.IntRange(min=1), default=5, help="Runs of each per row."
 )
 DTYPE = click.option(
-    "--dtype",
+    "--model-dtype",
+    "dtype",
     type=click.Choice(["float32", "bfloat16"]),
     default="float32",
     show_default=True,

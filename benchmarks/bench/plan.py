@@ -29,7 +29,7 @@ from beatrice.benchmarks.bench.grid import paper
 from beatrice.extract.records import SETTINGS, Setting
 from beatrice.extract.run.console import Progress, quiet
 from beatrice.extract.run.stages import bytes_in_words
-from beatrice.extract.run.verbs import AS_JSON, options
+from beatrice.extract.run.verbs import AS_JSON, option, options
 from beatrice.extract.store.spec import Dtype, StoreConfig
 from beatrice.jaxprobe.commands import DeviceOptions
 from beatrice.jaxprobe.config import GridConfig, StreamConfig, as_bytes
@@ -396,6 +396,13 @@ def in_words(
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanOptions(DeviceOptions):
+    """For which devices and products training is planned."""
+
+    mixed: bool = option("Products of bfloat16.", False, rare=True)
+
+
 @click.command()
 @click.option(
     "--device",
@@ -403,12 +410,9 @@ def in_words(
     default="h100",
     help="Whose published peaks.",
 )
-@options(planned_for=DeviceOptions)
-@click.option("--mixed", "is_mixed", is_flag=True, help="Products of bfloat16.")
+@options(planned_for=PlanOptions)
 @AS_JSON
-def plan(
-    device: Name, planned_for: DeviceOptions, is_mixed: bool, as_json: bool
-) -> None:
+def plan(device: Name, planned_for: PlanOptions, as_json: bool) -> None:
     """Plan the paper's training for a device that is not here. Arithmetic alone.
 
     Example: beatrice bench plan --device h100
@@ -421,7 +425,7 @@ def plan(
     plans, works, shown, notes = [], [], [], []
     for setting in SETTINGS:
         progress.note(f"{setting}: compiling blocks")
-        sizes, plan = planned(setting, memory, is_mixed)
+        sizes, plan = planned(setting, memory, planned_for.mixed)
         module = cuda_module(sizes, plan)
         products = operations(setting, sizes, module, on)
         work = work_of(setting, sizes, plan, products, on)

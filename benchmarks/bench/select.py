@@ -285,18 +285,22 @@ def measure(widths: str, config: SelectSizes) -> Row:
 
 
 @click.command()
-@click.option("--paper", "is_paper", is_flag=True, help="Paper widths, d=4096.")
+@click.option(
+    "--widths",
+    type=click.Choice(list(WIDTHS)),
+    default="microworld",
+    help="Sizes of the encoders and their signals.",
+)
 @AS_JSON
-def select(is_paper: bool, as_json: bool) -> None:
+def select(widths: str, as_json: bool) -> None:
     """Train the heads of one search round, beside a PyTorch loop over the same heads.
 
     And beside the mean logit of the same sets, which trains nothing.
 
     Both sides must give the same logits from the same weights before they are timed.
 
-    Example: beatrice bench select --paper
+    Example: beatrice bench select --widths paper
     """
     set_compiler("demo")  # as a run does
     printer = RowPrinter(as_json)
-    widths = "paper" if is_paper else "microworld"
     printer.row(measure(widths, WIDTHS[widths]))

@@ -215,7 +215,9 @@ class QuestionOptions:
         "Leave refused records out, counted and listed, instead of failing.", False
     )
     evidence: Path | None = option(
-        "TriviaQA's folder `evidence`; else looked for beside the file.", type=FOLDER
+        "TriviaQA's folder `evidence`; else looked for beside the file.",
+        rare=True,
+        type=FOLDER,
     )
 
     def files(self) -> list[Source]:
@@ -282,7 +284,9 @@ class AskingOptions:
         "refuse",
     )
     window: int | None = option(
-        "Most tokens of prompt and answer; default: the model's own window.", min=2
+        "Most tokens of prompt and answer; default: the model's own window.",
+        rare=True,
+        min=2,
     )
     max_new_tokens: int | None = option(
         "Longest answer; default: 32, of the embedded model 10.", min=1

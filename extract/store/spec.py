@@ -132,7 +132,8 @@ def as_written(values: np.ndarray, dtype: Dtype) -> np.ndarray:
     if n_lost:
         raise ValueError(
             f"{n_lost} of {values.size} values are not numbers or too large for "
-            f"{dtype}, in which the features were written; extract with --dtype bf16"
+            f"{dtype}, in which the features were written; extract with "
+            "--set dtype=bf16"
         )
     if encoded.scales is not None:
         return decode(encoded.codes, encoded.scales)

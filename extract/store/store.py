@@ -306,7 +306,7 @@ def read_family(
         if span != 2 and spec.families[family].spans == "answer":
             raise ValueError(
                 f"{store.url} keeps {family!r} of the answer span alone; extract again "
-                "with --hidden-spans all"
+                "with --set hidden_spans=all"
             )
         bounds = spec.spans[chosen, span]
         starts, lengths = starts + bounds[:, 0] - first, bounds[:, 1] - bounds[:, 0]

@@ -139,7 +139,7 @@ def test_one_row_of_one_member_that_does_not_fit_is_named_in_a_sentence():
 
 
 def test_rows_that_do_not_fit_are_named_in_a_sentence():
-    with pytest.raises(ValueError, match="rows that training holds .* --streamed"):
+    with pytest.raises(ValueError, match="rows that training holds .*streamed=true"):
         choose(SIZES, rows_bytes(SIZES, 2048))
 
 

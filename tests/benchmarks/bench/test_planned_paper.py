@@ -51,7 +51,7 @@ def test_the_papers_training_fits_as_compiled_with_a_share_kept_free(
 
 def test_in_memory_the_rows_with_context_fit_no_device():
     whole = dataclasses.replace(paper_sizes("with_context"), n_train=60_000)
-    with pytest.raises(ValueError, match="--streamed"):
+    with pytest.raises(ValueError, match="streamed=true"):
         choose(whole, 141 * GIB)
 
 

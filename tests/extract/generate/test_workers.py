@@ -45,7 +45,7 @@ STAGES = {
         TEXTS,
     ),
     "label": Shared(
-        "--judge embedded --vote majority --set batch_tokens=2000",
+        "--judge embedded --set vote=majority --set batch_tokens=2000",
         "judge",
         ("labels.jsonl", "replies/judge.json"),
         TEXTS,

@@ -124,7 +124,7 @@ def test_one_span_of_one_layer_is_that_part_of_everything(tmp_path, spans):
 
 def test_a_span_that_was_not_kept_is_refused(tmp_path):
     store = extracted(in_memory(tmp_path), hidden_spans="answer")
-    with pytest.raises(ValueError, match="answer span alone.*--hidden-spans all"):
+    with pytest.raises(ValueError, match="answer span alone.*hidden_spans=all"):
         read_family(store, "hidden", span=1)
     assert len(read_family(store, "prob", span=1).values)
 
@@ -247,8 +247,8 @@ def test_options_become_fields_and_those_not_given_are_left_out():
     assert given() == {}
     assert given("--hidden-layers", "16,8") == {"hidden_layers": [8, 16]}
     assert given("--hidden-layers", "all") == {"hidden_layers": None}
-    rare = "--set scalars=bf16 --set answer_span=literal"
-    assert given(*f"--dtype int8 --hidden-spans answer {rare}".split()) == {
+    rare = "dtype=int8 hidden_spans=answer scalars=bf16 answer_span=literal".split()
+    assert given(*(word for text in rare for word in ("--set", text))) == {
         "dtype": "int8",
         "scalars": "bfloat16",
         "hidden_spans": "answer",
@@ -259,15 +259,15 @@ def test_options_become_fields_and_those_not_given_are_left_out():
 def test_every_type_has_its_name_on_the_command_line():
     assert sorted(STORED_TYPES.values()) == sorted(get_args(Dtype))
     for short, name in STORED_TYPES.items():
-        assert given("--dtype", short) == {"dtype": name}
+        assert given("--set", f"dtype={short}") == {"dtype": name}
 
 
 @pytest.mark.parametrize(
     "words",
     [
         "--hidden-layers 8;16",
-        "--dtype fp8",
-        "--hidden-spans question",
+        "--set dtype=fp8",
+        "--set hidden_spans=question",
         "--set answer_span=sideways",
         "--set answer_spam=literal",
         "--set scalars=bf16 --set scalars=fp32",
@@ -307,7 +307,7 @@ def test_features_that_are_there_are_not_mixed_with_another_choice(run):
 
 
 def test_a_run_that_is_made_says_what_it_will_keep(tmp_path):
-    words = "--hidden-layers 4 --dtype int8 --set answer_span=literal".split()
+    words = "--hidden-layers 4 --set dtype=int8 --set answer_span=literal".split()
     beatrice("data", tmp_path / "run", "--world", "--preset", "smoke", *words)
     config = RunDir(tmp_path / "run").section("extract", ExtractConfig)
     assert (config.hidden_layers, config.dtype) == ((4,), "int8")

@@ -143,8 +143,8 @@ def test_what_is_read_again_is_what_was_read_and_is_marked(unanswered, whole, ru
     ("options", "is_enough"),
     [
         ("--hidden-layers 1,4", True),
-        ("--hidden-spans answer", True),
-        ("--dtype fp32", False),
+        ("--set hidden_spans=answer", True),
+        ("--set dtype=fp32", False),
         ("--set answer_span=literal", False),
     ],
 )
