@@ -35,6 +35,7 @@ from beatrice.pgir.controllers.loop import (
 from beatrice.pgir.controllers.stage import (
     CONTROL,
     CONTROL_PRESETS,
+    EVERY_RIVAL,
     ControlConfig,
     choose_cases,
     control_rows,
@@ -415,3 +416,13 @@ def test_cases_are_taken_from_every_set_by_one_rule():
     ]  # none of the questions was trusted in a second round
     alone = [c.example_index for c in choose_cases([given], POLICY)]
     assert alone == [0, 1, 3, 2]
+    turned = dataclasses.replace(
+        given, traces=given.traces[::-1], examples=given.examples[::-1]
+    )
+    alone = [c.example_index for c in choose_cases([turned], POLICY)]
+    assert alone == [3, 2, 0, 1]
+
+
+def test_a_preset_runs_every_controller_but_the_dearest():
+    assert set(EVERY_RIVAL) - set(CONTROL_PRESETS["demo"].rivals) == {"seakr"}
+    assert CONTROL_PRESETS["paper"].rivals == EVERY_RIVAL

@@ -15,6 +15,7 @@ import beatrice
 from beatrice.extract.generate.prompts import PromptConfig
 from beatrice.extract.signals.sequence import sequence_of
 from beatrice.jaxprobe.calibration import Calibrator
+from beatrice.jaxprobe.families import Features
 from beatrice.jaxprobe.scope import Evidence, Scope, Validation
 from beatrice.pgir.asking import Score
 from beatrice.pgir.bridge import ProbedBackbone
@@ -66,6 +67,24 @@ def test_a_score_says_itself_in_a_line_and_tints_tokens_by_what_they_do_to_p():
     assert not scorer.score_many([(QUESTION, ANSWER)] * 2)[0].effects
     odd = Score(p_correct=0.5, decision="trust", tokens=("<b>",), log_probs=(-0.1,))
     assert "&lt;b&gt;" in odd._repr_html_() and "moves" not in odd._repr_html_()
+
+
+@pytest.mark.parametrize("passages", [(), (PASSAGE,)])
+def test_an_effect_is_what_p_loses_without_the_signals_of_a_token(passages):
+    scorer = beatrice.load("embedded").scorer  # P of the small run has two steps
+    probed, score = scorer.probed, scorer.score(QUESTION, ANSWER, passages)
+    given = AnswerToScore(question=QUESTION, answer=ANSWER, context=passages)
+    setting, head = "closed_book", "closed_book"
+    if passages:
+        setting, head = "with_context", "single_pass"
+    sequence = prepared_of(probed, given).sequence
+    tokens, masks = probed.read_sequences([sequence]).features(setting)
+    for position, effect in enumerate(score.effects):
+        answer = [np.delete(x[-1], position, axis=1) for x in (tokens, masks)]
+        without = Features((*tokens[:-1], answer[0]), (*masks[:-1], answer[1]))
+        (p_correct,) = probed.forward.score(head, {setting: without}).p_correct
+        assert effect == pytest.approx(score.p_correct - p_correct, abs=1e-5)
+    assert any(score.effects)
 
 
 @pytest.mark.parametrize(

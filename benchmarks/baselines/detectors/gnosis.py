@@ -106,13 +106,14 @@ def _shifted(values: jax.Array, axis: int, by: int) -> jax.Array:
     )
 
 
-class _Neighbours(nn.Module):
+class ChannelConv(nn.Module):
     """A convolution of 3 along an axis, each channel for itself, without a bias."""
 
     axis: int
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Map `[n, …, width]` to the same."""
         width = tokens.shape[-1]
         init = nn.initializers.normal(3**-0.5)
         kernel = self.param("kernel", init, (3, *[1] * (tokens.ndim - 1), width))
@@ -121,13 +122,14 @@ class _Neighbours(nn.Module):
         return taps[0] + taps[1] + taps[2]
 
 
-class _Dilated(nn.Module):
+class SpreadConv(nn.Module):
     """A convolution of 5 spread-out steps, in groups of channels; norm and GELU."""
 
     spread: int
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Map `[n, n_steps, width]` to the same."""
         n, n_steps, width = tokens.shape
         size = width // _N_GROUPS
         parts = tokens.reshape(n, n_steps, _N_GROUPS, size)
@@ -155,7 +157,7 @@ class _MapEncoder(nn.Module):
         grid = tokens
         for _ in range(self.config.n_grid):
             for axis in (2, 1):
-                grid = nn.gelu(_Neighbours(axis)(grid))
+                grid = nn.gelu(ChannelConv(axis)(grid))
             grid = nn.GroupNorm(_N_GROUPS)(nn.Dense(width, use_bias=False)(grid))
         tokens = (tokens + grid).reshape(n, n_layers * n_heads, width)
         pool = _Pool(self.config.n_map_seeds, self.config.dropout)
@@ -172,7 +174,7 @@ class _StateEncoder(nn.Module):
         config = self.config
         tokens = nn.Dense(config.width)(states)
         gates = self.param("gates", lambda _: jnp.array([0.5, 0.3, 0.2]))
-        spreads = [_Dilated(2**i)(tokens) for i in range(3)]
+        spreads = [SpreadConv(2**i)(tokens) for i in range(3)]
         mixed = sum(g * x for g, x in zip(nn.softmax(gates), spreads, strict=True))
         open_ = nn.gelu(nn.Dense(max(8, config.width // 8))(mixed))
         added = mixed * nn.sigmoid(nn.Dense(config.width)(open_)) + tokens

@@ -11,13 +11,16 @@ import torch
 from scipy.special import logit
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
+from torch.nn.functional import conv1d, gelu, group_norm
 
 from beatrice.benchmarks.baselines.detector import DetectorInput, catalogue
 from beatrice.benchmarks.baselines.detectors.choice import last_steps, states_at
 from beatrice.benchmarks.baselines.detectors.gnosis import (
+    ChannelConv,
     GnosisConfig,
     GnosisHead,
     Inputs,
+    SpreadConv,
     fit_heads,
     gnosis_scores,
 )
@@ -389,3 +392,26 @@ def test_a_step_and_a_head_have_their_places():
     assert np.abs(turned - plain).max() > 1e-5
     alone = apply(params, maps[:1], states[:1])
     np.testing.assert_allclose(alone, plain[:1], atol=1e-5)
+
+
+def test_sums_of_shifted_steps_are_convolutions():
+    rng = np.random.default_rng(0)
+    steps = rng.standard_normal((2, 9, 16)).astype(np.float32)
+    channels = torch.from_numpy(steps).mT
+
+    params = ChannelConv(1).init(jax.random.key(0), steps)
+    kernel = torch.tensor(np.array(params["params"]["kernel"])).reshape(3, 16)
+    expected = conv1d(channels, kernel.mT[:, None], padding=1, groups=16)
+    np.testing.assert_allclose(
+        ChannelConv(1).apply(params, steps), expected.mT, atol=1e-5
+    )
+
+    params = SpreadConv(3).init(jax.random.key(0), steps)
+    kernel = torch.tensor(np.array(params["params"]["kernel"]))
+    n_groups = kernel.shape[1]
+    weights = kernel.permute(1, 3, 2, 0).flatten(0, 1)
+    expected = conv1d(channels, weights, padding=6, dilation=3, groups=n_groups)
+    expected = gelu(group_norm(expected, n_groups, eps=1e-6), approximate="tanh")
+    np.testing.assert_allclose(
+        SpreadConv(3).apply(params, steps), expected.mT, atol=1e-5
+    )
