@@ -75,6 +75,8 @@ def test_underscores_are_accepted_in_options(tmp_path):
 WRONG_USAGE = [
     ("demo RUN --preset smoke --model /no/model", "no such directory"),
     ("data RUN --train nq=x.json --n-train -5", "--n-train"),
+    ("data RUN --train nq=", "expected NAME=VALUE"),
+    ("data RUN --train n/q=x.json", "expected NAME=VALUE"),
     ("data RUN --train nq=x.json --n-evaluation 0", "--n-evaluation"),
     ("data RUN --world --seed -1", "--seed"),
     ("data RUN --world --seed 2147483648", "--seed"),

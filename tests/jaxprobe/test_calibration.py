@@ -5,6 +5,8 @@ from sklearn.isotonic import IsotonicRegression
 
 from beatrice.jaxprobe.calibrate import FIT_MAP
 from beatrice.jaxprobe.calibration import (
+    LEAST_OF_RARER,
+    LEAST_TO_CHOOSE,
     MAPS,
     Calibrator,
     brier,
@@ -128,6 +130,17 @@ def test_a_chosen_map_is_no_worse_than_the_raw_score_by_more_than_noise(kind, n)
     # Where there is something to repair it is repaired; what is right stays nearly so.
     assert worse < (0.02 if kind == "true" else -0.02)
     assert chosen.name == "platt" or (n, kind) == (600, "bent")
+
+
+@pytest.mark.parametrize(
+    ("n", "n_right"), [(199, 80), (400, LEAST_OF_RARER - 1), (400, 80)]
+)
+def test_few_answers_or_few_right_ones_choose_no_map(n, n_right):
+    raw, labels = planted(3000, "bent")
+    right, wrong = np.flatnonzero(labels)[:n_right], np.flatnonzero(~labels)
+    some = np.concatenate([right, wrong[: n - n_right]])
+    chosen = choose_calibrator(raw[some], labels[some], some)
+    assert (chosen.name == "platt") == (n < LEAST_TO_CHOOSE or n_right < LEAST_OF_RARER)
 
 
 @pytest.mark.parametrize("name", list(MAPS))

@@ -26,10 +26,15 @@ from beatrice.pgir.controllers.session import (
     question_sets,
     training_questions,
 )
-from beatrice.pgir.controllers.waves import CallJournal, Failed, Waves
+from beatrice.pgir.controllers.waves import (
+    CallJournal,
+    Failed,
+    Waves,
+    written_tokens,
+)
 from tests.pgir.small import played, reply
 from tests.process import run_python, start
-from tests.records import an_example
+from tests.records import an_answer, an_example
 
 ROOT = Path(__file__).parents[2]
 QUESTIONS = [f"question {i}?" for i in range(7)]
@@ -251,6 +256,20 @@ def test_a_kill_in_the_middle_of_a_wave_changes_no_row(tmp_path):
     run_python(CHILD, killed)
     for name in ("rows.jsonl", "traces.txt"):
         assert (killed / name).read_bytes() == (whole / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "stop_id", "places"),
+    [
+        ((3, 4, 5), 0, (2, 5)),
+        ((3, 4, 5), None, (2, 4)),  # cut off: the last was never fed
+        ((), 0, (1, 2)),  # the stop token alone, which the prompt's last place emits
+        ((3,), None, (1, 2)),
+    ],
+)
+def test_an_answer_stands_where_its_tokens_were_fed(token_ids, stop_id, places):
+    answer = an_answer(token_ids=token_ids, stop_id=stop_id)  # behind a prompt of two
+    assert written_tokens(answer) == places
 
 
 def test_calls_are_told_apart_by_all_they_ask():
