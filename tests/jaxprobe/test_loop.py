@@ -1,5 +1,6 @@
 """The loop of training, and the checkpoints that it leaves and finds."""
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -79,6 +80,8 @@ def test_training_stops_early_and_halves_the_rate():
     assert info.valid_auroc[best] == np.nanmax(info.valid_auroc) == info.best_auroc
     value = masked_auroc(ROWS @ params["w"], LABELS, jnp.ones(150))
     assert float(value) == pytest.approx(float(info.best_auroc), abs=1e-6)
+    _, steady = logistic(dataclasses.replace(config, lr_patience=None))
+    assert steady.learning_rate == np.float32(0.1)
 
 
 def test_microbatches_add_up_to_the_gradient_of_the_batch():
