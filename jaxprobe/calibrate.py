@@ -148,7 +148,8 @@ def pool_of(
 
     def outputs_of_rows(where: np.ndarray) -> PoolOutputs:
         of_passes = tuple(_take(member_outputs, where) for member_outputs in passes)
-        return pool_outputs(of_passes, n_seeds, setting_rows.labels[where])
+        of_rows = setting_rows.take(where)
+        return pool_outputs(of_passes, n_seeds, of_rows.labels, of_rows.ids)
 
     return Pool(
         train=outputs_of_rows(setting_rows.where("train")),
@@ -311,7 +312,7 @@ def calibrated_head(
         evidence=Evidence(
             train=n_of_classes(grid.rows.labels[trained], grid.rows.ids[trained]),
             validation=n_of_classes(labels, questions),
-            auroc=auroc_interval(scores, labels),
+            auroc=auroc_interval(scores, labels, questions),
         ),
         validation=validation,
     )

@@ -174,6 +174,8 @@ class Labelled(NamedTuple):
     # `[n_subsets, n_examples]` float32, the linear parts' logits, on which networks are
     # trained; see `jaxprobe.linear`. Zeros where there are none.
     offsets: Any
+    # `[n_examples]` int32, equal for rows of one question; None where each has its own.
+    questions: Any = None
 
 
 class Trained(NamedTuple):
@@ -189,6 +191,7 @@ def labelled(
     labels: np.ndarray,
     weights: np.ndarray | None = None,
     offsets: np.ndarray | None = None,
+    questions: np.ndarray | None = None,
 ) -> Labelled:
     """Put features and labels together, `[n_examples]` bool: one for every row."""
     if weights is None:
@@ -196,7 +199,9 @@ def labelled(
     if offsets is None:
         offsets = np.zeros((2 ** len(features.tokens) - 1, *labels.shape))
     # Converted on the host: for the device every shape would be compiled by itself.
-    on_host = tuple(np.array(x, np.float32) for x in (labels, weights, offsets))
+    on_host = [np.array(x, np.float32) for x in (labels, weights, offsets)]
+    if questions is not None:
+        on_host.append(np.array(questions, np.int32))
     return Labelled(features, *jax.device_put(on_host))
 
 
@@ -401,18 +406,20 @@ def _stopped_without_gain(state, block, groups, logits, n_epochs) -> FitState:
 
     They are stopped for good, and count as done after `n_epochs`.
     """
-    groups = list(groups)
-    best = state._replace(params=state.best_params)
-    scores = np.concatenate([logits(best, group) for group in groups], axis=-1)
-    offsets = np.concatenate([group.offsets for group in groups], axis=-1)
-    labels, is_used = (
-        np.concatenate([np.asarray(x[i]) > 0 for x in groups]) for i in (1, 2)
+    best, parts = state._replace(params=state.best_params), []
+    for group in groups:
+        of_rows = (logits(best, group), group.offsets, group.labels, group.questions)
+        used = np.asarray(group.weights) > 0
+        parts.append([None if x is None else np.asarray(x)[..., used] for x in of_rows])
+        del group  # before the next one is there
+    scores, offsets, labels, questions = (
+        None if x[0] is None else np.concatenate(x, axis=-1)
+        for x in zip(*parts, strict=True)
     )
     waited = np.array(state.epochs_since_best)
     for i, j in np.ndindex(waited.shape):
         pair = scores[i, j], offsets[np.asarray(block.subsets)[j]]
-        ours, theirs = (x[is_used] for x in pair)
-        gain, error = auroc_gain(ours, theirs, labels[is_used])
+        gain, error = auroc_gain(*pair, labels > 0, questions)
         if gain < LEAST_GAIN * error or gain <= 0:
             waited[i, j] = n_epochs
     return state._replace(epochs_since_best=jnp.asarray(waited))

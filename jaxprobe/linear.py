@@ -269,7 +269,11 @@ def with_linear_parts(trained: Trained, grid: LinearGrid) -> Trained:
 
 
 def drop_networks_without_gain(
-    trained: Trained, logits: np.ndarray, grid: LinearGrid, labels: np.ndarray
+    trained: Trained,
+    logits: np.ndarray,
+    grid: LinearGrid,
+    labels: np.ndarray,
+    questions: np.ndarray | None = None,
 ) -> Trained:
     """Zero the last layer of networks that gain nothing on their linear part.
 
@@ -278,10 +282,11 @@ def drop_networks_without_gain(
       logits: `[n_members, n_validation]` of network and linear part together.
       grid: the linear parts.
       labels: `[n_validation]` bool.
+      questions: `[n_validation]`, see `jaxprobe.metrics.auroc_gain`.
     """
     linear = [grid.valid[member.subset] for member in trained.members]
     pairs = zip(logits, linear, strict=True)
-    is_dropped = np.array([not is_gain(*pair, labels) for pair in pairs])
+    is_dropped = np.array([not is_gain(*pair, labels, questions) for pair in pairs])
     network = trained.params["params"]
     mlp_out = jax.tree.map(
         lambda x: np.where(is_dropped.reshape(-1, *[1] * (x.ndim - 1)), 0.0, x),

@@ -234,7 +234,7 @@ def _rows(sizes: Sizes, n: int) -> Labelled:
     per_row = shape((n,), jnp.float32)
     offsets = shape((sizes.dims.n_subsets, n), jnp.float32)
     features = FamilyTokens(tuple(tokens), tuple(masks))
-    return Labelled(features, per_row, per_row, offsets)
+    return Labelled(features, per_row, per_row, offsets, shape((n,), jnp.int32))
 
 
 @functools.lru_cache

@@ -120,6 +120,8 @@ class Enumeration:
         shapes = f"{self.config} {self.train_config} {SET_SIZE}"
         digest = hashlib.sha256(shapes.encode())
         for value in (*self.train, *self.valid):
+            if value is None:
+                continue
             array = np.ascontiguousarray(value)
             digest.update(f"{array.dtype.str} {array.shape}".encode())
             digest.update(array.data)

@@ -432,7 +432,8 @@ def searched_on(pool: Pool, seen: np.ndarray) -> Pool:
     weights = np.isin(where, seen).astype(np.float32)
     outputs = np.asarray(pool.all_rows.outputs)[..., where]
     labels = rows.labels[where].astype(np.float32)
-    return pool._replace(valid=PoolOutputs(outputs, labels, weights))
+    questions = np.unique(rows.ids[where], return_inverse=True)[1].astype(np.int32)
+    return pool._replace(valid=PoolOutputs(outputs, labels, weights, questions))
 
 
 def gaps(

@@ -136,6 +136,16 @@ def test_a_family_that_is_not_read_has_no_weight(rows):
         assert not np.delete(kernel, subset, axis=0).any()
 
 
+def chance_gain(linear, labels, n_errors):
+    """What to add for a gain of just some standard errors."""
+
+    def errors(weight):
+        gain, error = auroc_gain(linear + weight * labels, linear, labels)
+        return gain / (error or np.inf)
+
+    return next(w for w in np.geomspace(1e-3, 1, 200) if errors(w) > n_errors) * labels
+
+
 def test_a_network_that_gains_nothing_is_silenced_and_one_that_gains_is_not(rows):
     grid, subset = grid_of(rows, "R"), subset_index("R")
     still = dataclasses.replace(TRAIN, max_epochs=1)
@@ -143,12 +153,7 @@ def test_a_network_that_gains_nothing_is_silenced_and_one_that_gains_is_not(rows
     tokens, labels = rows[1]
     linear = grid.valid[subset]
     noise = 0.05 * np.random.default_rng(0).standard_normal(len(labels))
-
-    def errors(weight):
-        gain, error = auroc_gain(linear + weight * labels, linear, labels)
-        return gain / (error or np.inf)
-
-    chance = next(w for w in np.geomspace(1e-3, 1, 200) if errors(w) > 2.5) * labels
+    chance = chance_gain(linear, labels, 2.5)
     for added, is_silent in ((noise, True), (chance, True), (3.0 * labels, False)):
         result = drop_networks_without_gain(member, linear[None] + added, grid, labels)
         assert is_silent == (not result.params["params"]["mlp_out"]["kernel"].any())
@@ -158,6 +163,13 @@ def test_a_network_that_gains_nothing_is_silenced_and_one_that_gains_is_not(rows
             np.testing.assert_allclose(output, grid.valid[subset], atol=1e-4)
             expected = auroc(grid.valid[subset], labels).value
             assert result.info.best_auroc[0] == pytest.approx(expected)
+    doubled = grid._replace(valid=np.tile(grid.valid, 2))  # two wordings a question
+    questions = np.tile(np.arange(len(labels)), 2)
+    logits = np.tile(linear + chance, 2)[None]
+    again = drop_networks_without_gain(
+        member, logits, doubled, np.tile(labels, 2), questions
+    )
+    assert n_networks_kept(again) == 0
 
 
 def test_networks_without_a_gain_are_stopped_for_good_and_no_other(rows):
@@ -168,13 +180,19 @@ def test_networks_without_a_gain_are_stopped_for_good_and_no_other(rows):
     block = BlockArrays.of(Block((subset,), (0,)), len(SUBSETS[0]))
     learner = block_learner(block, tokens, encoder=ENCODER, config=TRAIN)
     group = labelled(tokens, labels, offsets=grid.valid)
-    for added, is_stopped in ((noise, True), (3.0 * labels, False)):
+    # In two groups, and every row of the second is another wording of the first's.
+    group = group._replace(questions=np.arange(len(labels)))
+    for added, is_stopped in (
+        (noise, True),
+        (chance_gain(linear, labels, 1.2), True),
+        (3.0 * labels, False),
+    ):
 
         def logits(state, group, added=added):
             return (linear + added)[None, None]
 
         state = _stopped_without_gain(
-            learner.start(), block, [group], logits, TRAIN.patience
+            learner.start(), block, iter([group, group]), logits, TRAIN.patience
         )
         assert bool(state.is_active(TRAIN).all()) == (not is_stopped)
 

@@ -153,15 +153,16 @@ def test_two_groups_of_a_stream_and_all_groups_in_memory_are_counted():
     streamed = Sizes.of(config, dims, lengths, where, FLOATS)
     assert streamed.n_train == 2048
     assert streamed.resident == rows_bytes(streamed, 2048)
-    # A token is 4,741 float32, a row 56 tokens; then its masks, label, weight, offsets.
-    assert rows_bytes(held, 1) == 56 * 4741 * 4 + 56 + 2 * 4 + 15 * 4
+    # A token is 4,741 float32, a row 56 tokens; then its masks, label, weight,
+    # question and offsets.
+    assert rows_bytes(held, 1) == 56 * 4741 * 4 + 56 + 3 * 4 + 15 * 4
 
 
 @pytest.mark.parametrize(("dtype", "token"), [("bfloat16", 8192), ("int8", 4096 + 4)])
 def test_rows_are_counted_in_the_width_in_which_they_are_held(dtype, token):
     sizes = dataclasses.replace(SIZES, device_dtypes=(dtype, *FLOATS[1:]))
     each = rows_bytes(sizes, 2) - rows_bytes(sizes, 1)
-    assert each == 56 * (token + 645 * 4) + 56 + 2 * 4 + 15 * 4
+    assert each == 56 * (token + 645 * 4) + 56 + 3 * 4 + 15 * 4
     # Beside the rows lie the mean and deviation of every channel.
     assert rows_bytes(sizes, 1) - each == 2 * 4 * 4096
     narrow, wide = (compiled_step(x, 1, 1, 16)[0] for x in (sizes, SIZES))

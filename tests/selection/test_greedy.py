@@ -124,6 +124,7 @@ def test_outputs_of_two_passes_give_every_branch_its_selection():
     }
     config = SelectConfig(head=FUSION, train=TRAIN, margin=0.01)
     pools = {s: pool_of(outputs, rows, s, N_SEEDS) for s in rows}
+    assert len(np.unique(pools["with_context"].valid.questions)) == n // 3
     result = select_heads(pools, config)
     # With context the pool is the pass's three encoders, then the closed-book ones.
     assert {branch: greedy.members for branch, greedy in result.items()} == {
