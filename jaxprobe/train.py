@@ -230,7 +230,7 @@ def fit_streamed(
     encoder: Encoder,
     config: TrainConfig,
 ) -> Trained:
-    """Train encoders from a store, as `jaxprobe.grid` trains them from memory.
+    """Train encoders from a store, as `jaxprobe.grid` trains them on one device.
 
     Returns:
       Best weights of every member, in the order of the blocks.
