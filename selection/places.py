@@ -27,7 +27,7 @@ from beatrice.extract.records import IN_DOMAIN
 from beatrice.extract.run.rows import ResultRow, Subject, encoder
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
 from beatrice.jaxprobe.families import FAMILIES, LETTERS, FamilyDims
-from beatrice.jaxprobe.linear import Pooled, block_scale, fit_linear
+from beatrice.jaxprobe.linear import Pooled, score_blocks
 from beatrice.jaxprobe.tokens import mean_answer_states
 from beatrice.selection.analysis import (
     EVERY_FAMILY,
@@ -304,29 +304,14 @@ def linear_scores(
     train: np.ndarray,
     valid: np.ndarray,
 ) -> np.ndarray:
-    """Fit on some rows, choose the penalty on others, and score all.
+    """Return the log-odds `[n]` of `score_blocks`.
 
-    Every block is scaled, see `block_scale`: five probabilities count beside thousands
-    of states.
-
-    Args:
-      blocks: `[n, n_features]` each, side by side.
-      labels: `[n]` bool.
-      train: indices of the training rows.
-      valid: indices of the rows whose AUROC chooses the penalty, the strongest of ties.
-
-    Returns:
-      `[n]` log-odds; NaN where training or validation rows hold one class.
+    They are NaN where training or validation rows hold one class. Every block is
+    scaled: five probabilities count beside thousands of states.
     """
     if any(len(set(labels[split].tolist())) < 2 for split in (train, valid)):
         return np.full(len(labels), np.nan)
-    scaled = []
-    for block in blocks:
-        mean, scale = block_scale(block[train])
-        scaled.append((block - mean) / scale)
-    features = np.concatenate(scaled, axis=1)
-    fit = fit_linear(features[train], labels[train], features[valid], labels[valid])
-    return fit.regression.decision_function(features).astype(np.float64)
+    return score_blocks(blocks, labels, train, valid)[0]
 
 
 def pooled_signals(deployed: Deployed, where: np.ndarray) -> tuple[np.ndarray, ...]:

@@ -242,6 +242,24 @@ def test_two_wordings_of_a_question_do_not_tell_on_each_other(rows):
     assert abs(auroc(apart, parts[0][1]).value - 0.5) < 0.15
 
 
+@pytest.mark.parametrize("right", [[0, 5], [3, 7, 8]])
+def test_a_few_right_answers_are_in_several_folds_and_one_is_too_few(rows, right):
+    n, questions = 12, np.arange(12)
+    train = pooled(*rows[0])
+    few = Pooled(tuple(x[:n] for x in train.families), np.isin(questions, right))
+    subset, valid = subset_index("P"), pooled(*rows[1])
+    for _, unseen in (
+        fit_ridge(few, questions),
+        (None, fit_linear_parts(few, valid, questions, [subset]).train[subset]),
+    ):
+        assert np.isfinite(unseen).all() and unseen.any()
+    of_one = few._replace(labels=questions == 3)
+    for fit in (fit_ridge, lambda *x: fit_linear_parts(x[0], valid, x[1], [subset])):
+        with pytest.raises(ValueError, match="1 training questions .* more questions"):
+            fit(of_one, questions)
+        fit(few._replace(labels=questions % 2 == 0), questions // 3)  # four questions
+
+
 def test_saved_parts_are_read_back_under_their_own_key_and_for_their_subsets_alone(
     rows, tmp_path
 ):
