@@ -418,7 +418,7 @@ def score_store(
         rows[name] = (
             where
             if name == setting
-            else partners(_ids(store_of_answers), _ids(store))[where]
+            else partners(_ids(store_of_answers)[where], _ids(store))
         )
         lengths[name] = span_lengths(store.spec.spans[rows[name]], bank.spans)
     indices, scores = [], []
@@ -458,8 +458,8 @@ def _check_families(dims: FamilyDims, store: FeatureStore) -> None:
         )
 
 
-def _ids(store: FeatureStore) -> list[str]:
-    return [key[0] for key in store.spec.keys]
+def _ids(store: FeatureStore) -> np.ndarray:
+    return np.array([key[0] for key in store.spec.keys])
 
 
 N_FOLDS = 5  # of `fold_calibrators`

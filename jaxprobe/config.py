@@ -230,6 +230,8 @@ class GridConfig:
 
         A network gains on its regression slowly, so its rate stays.
         """
+        if self.encoder.is_linear_first:  # an older run's rate stays by a number
+            return self
         encoder = dataclasses.replace(self.encoder, is_linear_first=True)
         train = dataclasses.replace(self.train, lr_patience=None)
         return dataclasses.replace(self, encoder=encoder, train=train)

@@ -32,6 +32,7 @@ from beatrice.jaxprobe.evaluation import INTERVAL_PRESETS
 from beatrice.jaxprobe.train import TRAIN, grid_config
 from beatrice.pgir.controllers.stage import CONTROL_PRESETS
 from beatrice.selection.anatomy import ANATOMY_PRESETS
+from beatrice.selection.greedy import OPTIMISM, SELECT
 from beatrice.selection.sweep import SWEEP_PRESETS
 
 SECTIONS = {
@@ -172,7 +173,8 @@ def test_a_line_makes_one_section_whatever_was_typed_before(preset):
 def test_an_old_sections_rate_that_stayed_is_a_number():
     old = as_json(GRID_PRESETS["few"])
     old["train"]["lr_patience"] = 12
-    assert decode_section(old, GridConfig, "train").train.lr_patience == 12
+    section = decode_section(old, GridConfig, "train")
+    assert section.linear_first().train.lr_patience == 12
 
 
 def test_a_stages_sizes_are_open_until_its_outputs_are_there(run):
@@ -196,6 +198,16 @@ def test_a_stages_sizes_are_open_until_its_outputs_are_there(run):
     # No result depends on the memory for which it is planned.
     planned = TRAIN.settle(run, lambda c: dataclasses.replace(c, device_memory=9))
     assert planned.device_memory == 9
+
+
+def test_sizes_of_heads_are_open_until_heads_are_there(run):
+    for n in (3, 5):
+        settled = SELECT.settle(run, lambda config, n=n: config.resized(epochs=n))
+        assert settled.train.max_epochs == n
+    assert OPTIMISM.identity(settled) != OPTIMISM.identity(settled.resized(epochs=3))
+    run.selection.mkdir()
+    with pytest.raises(ValueError, match="max_epochs=7.*, or delete .*selection"):
+        SELECT.settle(run, lambda config: config.resized(epochs=7))
 
 
 def test_the_runs_seed_takes_the_place_of_the_protocols(run):
