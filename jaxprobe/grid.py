@@ -384,6 +384,13 @@ def reviewed_after(encoder: EncoderConfig, config: TrainConfig) -> int | None:
     return _REVIEWED if encoder.is_linear_first and is_long else None
 
 
+def n_stopped_by_review(info: FitInfo, n_epochs: int, config: TrainConfig) -> int:
+    """Count members that a review after `n_epochs` has stopped, with patience left."""
+    is_last = np.asarray(info.n_epochs) == n_epochs
+    waited = n_epochs - 1 - np.asarray(info.best_epoch)
+    return int((is_last & (waited < config.patience)).sum())
+
+
 def is_in_turn(config: TrainConfig) -> bool:
     """Whether members of a seed take their steps in turn: on a CPU, if not planned."""
     return jax.default_backend() == "cpu" and not isinstance(config, PlannedConfig)

@@ -75,6 +75,7 @@ from beatrice.jaxprobe.grid import (
     join,
     labelled,
     member_outputs,
+    n_stopped_by_review,
     reviewed_after,
     trained_block,
 )
@@ -572,8 +573,9 @@ def _train_setting(
             "their signals; the others are that regression"
         )
         n_epochs = reviewed_after(config.encoder, config.train)
-        n_stopped = int((trained.info.n_epochs == n_epochs).sum())
-        if n_stopped:
+        if n_epochs is not None and (
+            n_stopped := n_stopped_by_review(trained.info, n_epochs, config.train)
+        ):
             note(
                 f"train: {setting}: {n_stopped} networks had gained less than "
                 f"{LEAST_GAIN} standard errors after {n_epochs} epochs, and were "

@@ -60,14 +60,13 @@ def error_rows(
     if error > TOLERANCE:
         reason = (
             f"the attributions miss the differences of the logits by {error:.1%}, "
-            f"more than {TOLERANCE:.0%}; a family of 1,024 channels or more gives no "
-            "gradient"
+            f"more than {TOLERANCE:.0%}"
         )
         result.append(row_of(experiment, subject, metric, None, n, at, reason=reason))
     return result
 
 
-def test_answers(deployed: Deployed) -> np.ndarray:
+def attributed_rows(deployed: Deployed) -> np.ndarray:
     """Return the test rows that are attributed, in their original wording."""
     rows = deployed.rows
     where = rows.where("test")
@@ -127,7 +126,7 @@ def _cells_of(shape: tuple[int, ...], flat: np.ndarray) -> np.ndarray:
 
 def heads(deployed: Deployed) -> list[ResultRow]:
     """Return the share of every head, and what the largest eight of them are worth."""
-    where = test_answers(deployed)
+    where = attributed_rows(deployed)
     names = dict.fromkeys([*(n for n in deployed.queried if "A" in n), "A"])
     set_fields = deployed.set_fields(IN_DOMAIN, "test")
     result: list[ResultRow] = []
@@ -265,7 +264,7 @@ def position_ratios(
 
 def positions(deployed: Deployed) -> list[ResultRow]:
     """Return the shares of spans and positions, by integrated gradients."""
-    where = test_answers(deployed)
+    where = attributed_rows(deployed)
     if not len(where):
         return []
     moved = attribute_tokens(deployed, EVERY_FAMILY, where)

@@ -324,7 +324,7 @@ def agreement(first: Ranked, second: Ranked, config: BootstrapConfig) -> RankAgr
     """Correlate how two runs rank the subsets of signal families.
 
     The paper's conservation of the ranking between its two models, .78. It gives no
-    interval. Ours resamples the validation questions of both runs and computes all
+    interval. Ours resamples the questions of both runs and computes all
     AUROCs anew. It does not resample the subsets: they are all there are, and they
     share families, so they are no sample of anything. What is by chance is which
     questions were asked. A question that both runs were asked is drawn for both

@@ -18,6 +18,7 @@ from beatrice.jaxprobe.grid import (
     fit_blocks,
     labelled,
     member_outputs,
+    n_stopped_by_review,
 )
 from beatrice.jaxprobe.linear import (
     Pooled,
@@ -29,6 +30,7 @@ from beatrice.jaxprobe.linear import (
     save_linear,
     with_linear_parts,
 )
+from beatrice.jaxprobe.loop import FitInfo
 from beatrice.jaxprobe.metrics import auroc, auroc_gain
 from beatrice.jaxprobe.tokens import split_families
 from tests.jaxprobe.samples import assert_same_leaves
@@ -195,6 +197,12 @@ def test_networks_without_a_gain_are_stopped_for_good_and_no_other(rows):
             learner.start(), block, iter([group, group]), logits, TRAIN.patience
         )
         assert bool(state.is_active(TRAIN).all()) == (not is_stopped)
+
+
+def test_networks_that_lost_patience_by_themselves_were_not_stopped_by_the_review():
+    best, last = np.array([2, 5, 7, 5]), np.array([8, 8, 8, 11])
+    info = FitInfo(*[None] * 3, best_epoch=best, n_epochs=last, learning_rate=None)
+    assert n_stopped_by_review(info, 8, dataclasses.replace(TRAIN, patience=5)) == 2
 
 
 def test_the_network_finds_what_no_weight_on_pooled_signals_can():
