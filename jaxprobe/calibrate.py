@@ -14,7 +14,6 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -211,12 +210,6 @@ class SearchSummary(Record, frozen=True, kw_only=True):
     n_slots: int
     stop: str
     rounds: tuple[Round, ...]
-
-
-def read_selection(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the heads and scores of a saved search, and the search's summary."""
-    tree, summary = checkpoint.restore(path, SearchSummary)
-    return tree, msgspec.to_builtins(summary)
 
 
 SEEN = ("train", "validation")  # the rows that a detector knows
@@ -479,7 +472,8 @@ def run_selection(
     run: RunDir, branch: HeadName
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a branch's heads and scores, and the summary of its search."""
-    return read_selection(run.selection / branch)
+    tree, summary = checkpoint.restore(run.selection / branch, SearchSummary)
+    return tree, msgspec.to_builtins(summary)
 
 
 def run_pool(

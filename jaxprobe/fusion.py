@@ -152,7 +152,9 @@ def pool_outputs(
       labels: `[n_examples]` bool; every example counts once.
       questions: `[n_examples]` names or numbers; None where each row has its own.
     """
-    on_host = [np.array(x, np.float32) for x in (labels, np.ones(np.shape(labels)))]
+    on_host: list[np.ndarray] = [
+        np.array(x, np.float32) for x in (labels, np.ones(np.shape(labels)))
+    ]
     if questions is not None:
         numbers = np.unique(questions, return_inverse=True)[1]
         on_host.append(numbers.astype(np.int32))

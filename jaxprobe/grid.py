@@ -58,6 +58,7 @@ AXIS = "members"  # of the mesh of devices
 # Networks on a linear part are dropped in the end unless they gain three standard
 # errors (`jaxprobe.linear`). What has not half of that after eight epochs is stopped.
 LEAST_GAIN, _REVIEWED, _LONG = 1.5, 8, 24
+_AT_ONCE = 256  # examples that a trained encoder reads together
 _CORES = threading.BoundedSemaphore(os.cpu_count() or 1)
 
 
@@ -199,7 +200,9 @@ def labelled(
     if offsets is None:
         offsets = np.zeros((2 ** len(features.tokens) - 1, *labels.shape))
     # Converted on the host: for the device every shape would be compiled by itself.
-    on_host = [np.array(x, np.float32) for x in (labels, weights, offsets)]
+    on_host: list[np.ndarray] = [
+        np.array(x, np.float32) for x in (labels, weights, offsets)
+    ]
     if questions is not None:
         on_host.append(np.array(questions, np.int32))
     return Labelled(features, *jax.device_put(on_host))
@@ -413,16 +416,18 @@ def _stopped_without_gain(state, block, groups, logits, n_epochs) -> FitState:
 
     They are stopped for good, and count as done after `n_epochs`.
     """
-    best, parts = state._replace(params=state.best_params), []
+    best, parts, numbers = state._replace(params=state.best_params), [], []
     for group in groups:
-        of_rows = (logits(best, group), group.offsets, group.labels, group.questions)
         used = np.asarray(group.weights) > 0
-        parts.append([None if x is None else np.asarray(x)[..., used] for x in of_rows])
+        of_rows = logits(best, group), group.offsets, group.labels
+        parts.append([np.asarray(x)[..., used] for x in of_rows])
+        if group.questions is not None:
+            numbers.append(np.asarray(group.questions)[used])
         del group  # before the next one is there
-    scores, offsets, labels, questions = (
-        None if x[0] is None else np.concatenate(x, axis=-1)
-        for x in zip(*parts, strict=True)
+    scores, offsets, labels = (
+        np.concatenate(x, axis=-1) for x in zip(*parts, strict=True)
     )
+    questions = np.concatenate(numbers) if numbers else None
     waited = np.array(state.epochs_since_best)
     for i, j in np.ndindex(waited.shape):
         pair = scores[i, j], offsets[np.asarray(block.subsets)[j]]
@@ -542,17 +547,17 @@ def fit_on_mesh(
 ) -> Trained:
     """Train a block's members over the devices of a mesh.
 
-    Where the subsets do not come out even, the last one is trained again on the devices
-    that would stand idle, and left out of the result.
+    Where the subsets do not come out even, some devices train what reads no family, and
+    is left out of the result.
 
     Returns:
       The members with all their weights, on the host.
     """
     use_one_blas_thread()
-    n_excess = -len(block.subsets) % mesh.size
-    subsets = np.pad(np.asarray(block.subsets), (0, n_excess), mode="edge")
-    padded = Block(tuple(subsets.tolist()), block.seeds)
-    family_masks, subsets, seeds = BlockArrays.of(padded, encoder.dims.n_families)
+    n_subsets = len(block.subsets) + -len(block.subsets) % mesh.size
+    family_masks, subsets, seeds = BlockArrays.of(
+        block, encoder.dims.n_families, n_subsets
+    )
     family_masks, subsets = jax.device_put(
         (family_masks, subsets), NamedSharding(mesh, PartitionSpec(AXIS))
     )
@@ -602,18 +607,13 @@ def join(blocks: Sequence[Trained], order: Sequence[Member]) -> Trained:
     return Trained(tuple(order), *stacked)
 
 
-@partial(jax.jit, static_argnames=("encoder", "n_chunk"))
+@partial(jax.jit, static_argnames="encoder")
 def apply_member(
-    params: Params,
-    family_mask: jax.Array,
-    features: FamilyTokens,
-    *,
-    encoder: Encoder,
-    n_chunk: int = 256,
+    params: Params, family_mask: jax.Array, features: FamilyTokens, *, encoder: Encoder
 ) -> tuple[jax.Array, jax.Array]:
     """Logits `[n_examples]` and pooled `[n_examples, 2 * hidden]` of one encoder."""
     return in_chunks(
-        lambda batch: encoder.apply(params, batch, family_mask), features, n_chunk
+        lambda batch: encoder.apply(params, batch, family_mask), features, _AT_ONCE
     )
 
 
@@ -660,16 +660,14 @@ def member_logits(
 
 
 def member_outputs(
-    trained: Trained, features: FamilyTokens, *, encoder: Encoder, n_chunk: int = 256
+    trained: Trained, features: FamilyTokens, *, encoder: Encoder
 ) -> MemberOutputs:
     """Apply every trained member to every example (see `MemberOutputs`)."""
     outputs, masks = [], encoder.dims.subset_masks
     for i, member in enumerate(trained.members):
         params = jax.tree.map(lambda x, i=i: x[i], _network(trained.params))
         mask = jnp.asarray(masks[member.subset])
-        outputs.append(
-            apply_member(params, mask, features, encoder=encoder, n_chunk=n_chunk)
-        )
+        outputs.append(apply_member(params, mask, features, encoder=encoder))
     logits, pooled = map(np.stack, zip(*jax.device_get(outputs), strict=True))
     if COLLECTION in trained.params:
         logits = logits + _linear_logits(trained.params[COLLECTION], features)

@@ -136,7 +136,7 @@ def both_classes(labels: Sequence[bool] | np.ndarray, n: int, split: str) -> np.
         )
     if is_correct.all() or not is_correct.any():
         raise ValueError(
-            f"the {n} {split} labels hold one class only; logistic regression needs "
+            f"the {n} {split} labels hold one class only; training and selection need "
             "correct and incorrect answers"
         )
     return is_correct

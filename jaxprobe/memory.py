@@ -87,12 +87,6 @@ class Workload:
         return dataclasses.replace(self, encoder=mixed)
 
 
-def families_of(member: Member) -> tuple[int, ...]:
-    """Return the families that a member reads."""
-    bits = member[0] + 1
-    return tuple(f for f in range(bits.bit_length()) if bits >> f & 1)
-
-
 def step_flops(workload: Workload, member: Member) -> int:
     """Floating-point operations of one encoder's step, from shapes.
 
@@ -100,8 +94,9 @@ def step_flops(workload: Workload, member: Member) -> int:
     padded ones included. Forward plus backward is three products for one, and two for
     the first projection, whose inputs need no gradient.
     """
-    config, read = workload.encoder, families_of(member)
-    sizes = [workload.dims.sizes[f] for f in read]
+    config, dims = workload.encoder, workload.dims
+    read = np.flatnonzero(dims.subset_masks[member[0]]).tolist()
+    sizes = [dims.sizes[f] for f in read]
     hidden, n_spans = config.hidden, len(workload.spans)
     projection = 2 * sum(sizes) * config.projection
     entry = 2 * len(read) * config.projection * hidden

@@ -59,6 +59,7 @@ from beatrice.jaxprobe.fusion import (
     fit_heads,
     slots_of,
 )
+from beatrice.jaxprobe.linear import both_classes
 from beatrice.jaxprobe.loop import FitInfo
 from beatrice.jaxprobe.metrics import auroc
 from beatrice.jaxprobe.rows import Rows
@@ -189,7 +190,8 @@ def select(
       candidates: pool positions to search, in the executable of the whole pool; None
         searches all.
     """
-    check_classes(valid)
+    used = np.asarray(valid.labels)[np.asarray(valid.weights) > 0]
+    both_classes(used, len(used), "validation")
     n_pool = train.n_pool
     searched = range(n_pool) if candidates is None else sorted(set(candidates))
     limit = min(len(searched), max_encoders or n_pool)
@@ -217,16 +219,6 @@ def select(
             "to select from; check labels, or take more training rows"
         )
     return Selection(chosen, auroc, tuple(path), *best_heads)
-
-
-def check_classes(valid: PoolOutputs) -> None:
-    """Selection needs both classes among the validation rows."""
-    used = np.asarray(valid.labels)[np.asarray(valid.weights) > 0]
-    if not used.size or used.min() == used.max():
-        raise ValueError(
-            f"selection needs correct and incorrect validation answers; got "
-            f"{used.size} rows of one class"
-        )
 
 
 def fused_probability(selection: Selection, outputs: PoolOutputs) -> np.ndarray:
