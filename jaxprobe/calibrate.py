@@ -14,7 +14,6 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -148,7 +147,8 @@ def pool_of(
 
     def outputs_of_rows(where: np.ndarray) -> PoolOutputs:
         of_passes = tuple(_take(member_outputs, where) for member_outputs in passes)
-        return pool_outputs(of_passes, n_seeds, setting_rows.labels[where])
+        of_rows = setting_rows.take(where)
+        return pool_outputs(of_passes, n_seeds, of_rows.labels, of_rows.ids)
 
     return Pool(
         train=outputs_of_rows(setting_rows.where("train")),
@@ -210,12 +210,6 @@ class SearchSummary(Record, frozen=True, kw_only=True):
     n_slots: int
     stop: str
     rounds: tuple[Round, ...]
-
-
-def read_selection(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the heads and scores of a saved search, and the search's summary."""
-    tree, summary = checkpoint.restore(path, SearchSummary)
-    return tree, msgspec.to_builtins(summary)
 
 
 SEEN = ("train", "validation")  # the rows that a detector knows
@@ -311,7 +305,7 @@ def calibrated_head(
         evidence=Evidence(
             train=n_of_classes(grid.rows.labels[trained], grid.rows.ids[trained]),
             validation=n_of_classes(labels, questions),
-            auroc=auroc_interval(scores, labels),
+            auroc=auroc_interval(scores, labels, questions),
         ),
         validation=validation,
     )
@@ -417,7 +411,7 @@ def score_store(
         rows[name] = (
             where
             if name == setting
-            else partners(_ids(store_of_answers), _ids(store))[where]
+            else partners(_ids(store_of_answers)[where], _ids(store))
         )
         lengths[name] = span_lengths(store.spec.spans[rows[name]], bank.spans)
     indices, scores = [], []
@@ -457,8 +451,8 @@ def _check_families(dims: FamilyDims, store: FeatureStore) -> None:
         )
 
 
-def _ids(store: FeatureStore) -> list[str]:
-    return [key[0] for key in store.spec.keys]
+def _ids(store: FeatureStore) -> np.ndarray:
+    return np.array([key[0] for key in store.spec.keys])
 
 
 N_FOLDS = 5  # of `fold_calibrators`
@@ -478,7 +472,8 @@ def run_selection(
     run: RunDir, branch: HeadName
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a branch's heads and scores, and the summary of its search."""
-    return read_selection(run.selection / branch)
+    tree, summary = checkpoint.restore(run.selection / branch, SearchSummary)
+    return tree, msgspec.to_builtins(summary)
 
 
 def run_pool(

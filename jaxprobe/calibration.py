@@ -15,6 +15,7 @@ import numpy as np
 
 from beatrice.extract.records import Record
 
+# Of the first two none is fitted; a saved probe may have them.
 MapName = Literal["identity", "temperature", "platt", "beta", "centred", "isotonic"]
 _SUREST = 1e-9  # a raw probability closer to 0 or 1 counts as this close
 LEAST_TO_CHOOSE = 200  # answers from which on maps are compared
@@ -124,7 +125,7 @@ def _supported_levels(fitted: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.nd
 def _fit_numbers(
     raw: np.ndarray, labels: np.ndarray, name: MapName, n_free: int
 ) -> Calibrator:
-    """Fit a map of one number (a = b), two (a = b, c) or three (a, b, c).
+    """Fit a map of two numbers (a = b, c) or three (a, b, c).
 
     That of two is drawn to the identity, by a normal prior of deviation 1/2 on a and 1
     on c: with few answers it stays near what it is given, with many it is Platt's.
@@ -132,9 +133,8 @@ def _fit_numbers(
     from scipy.optimize import minimize
 
     terms, labels = _terms(np.clip(raw, _SUREST, 1 - _SUREST)), labels.astype(float)
-    spread = {1: [[1, 1, 0]], 2: [[1, 1, 0], [0, 0, 1]], 3: np.eye(3)}[n_free]
-    design, start = terms @ np.transpose(spread), np.array([1.0, 0.0, 0.0])
-    start = start[:n_free] if n_free < 3 else np.array([1.0, 1.0, 0.0])
+    spread = {2: [[1, 1, 0], [0, 0, 1]], 3: np.eye(3)}[n_free]
+    design, start = terms @ np.transpose(spread), np.array([*[1.0] * (n_free - 1), 0.0])
     deviations = np.array([0.5, 1.0]) if n_free == 2 else np.full(n_free, np.inf)
 
     def loss(x: np.ndarray) -> tuple[float, np.ndarray]:
@@ -145,8 +145,7 @@ def _fit_numbers(
 
     # A slope of zero or less would make answers equal, or turn their order round; of
     # answers that are wholly in order it has no maximum, and P would be 1.
-    slopes = [(1e-2, 4.0)] * (2 if n_free == 3 else 1)
-    bounds = [*slopes, *[(None, None)] * (n_free - len(slopes))]
+    bounds = [*[(1e-2, 4.0)] * (n_free - 1), (None, None)]
     fitted = minimize(loss, start, jac=True, bounds=bounds, method="L-BFGS-B").x
     a, b, c = (float(x) for x in fitted @ np.array(spread, float))
     return Calibrator(name=name, numbers=(a, b, c))
@@ -176,8 +175,6 @@ def _fit_centred(raw: np.ndarray, labels: np.ndarray) -> Calibrator:
 
 _Fit = Callable[[np.ndarray, np.ndarray], Calibrator]
 MAPS: dict[MapName, _Fit] = {
-    "identity": lambda raw, labels: Calibrator(name="identity"),
-    "temperature": partial(_fit_numbers, name="temperature", n_free=1),
     "platt": partial(_fit_numbers, name="platt", n_free=2),
     "beta": partial(_fit_numbers, name="beta", n_free=3),
     "centred": _fit_centred,

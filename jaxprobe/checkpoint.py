@@ -9,7 +9,6 @@ whole is saved.
 import dataclasses
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,13 +18,14 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save as serialize
 
 from beatrice.extract.run.files import (
     Decoded,
     read_json,
     replaced_folder,
     verify_checksums,
+    write_stream_atomic,
 )
 
 Arrays = Mapping[str, np.ndarray]
@@ -78,15 +78,10 @@ class Cache:
         path = self.path(name)
         if path is None:
             return
-        path.parent.mkdir(parents=True, exist_ok=True)
         contiguous = {key: np.ascontiguousarray(x) for key, x in arrays.items()}
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            digest = _digest(contiguous, self.key)
-            save_file(contiguous, temporary, metadata={"sha256": digest})
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        metadata = {"sha256": _digest(contiguous, self.key)}
+        with write_stream_atomic(path) as stream:
+            stream.write(serialize(contiguous, metadata))
 
     def missing(self, names: Iterable[str]) -> list[str]:
         """Return those parts that are still to be done, in the order of `names`."""
@@ -130,6 +125,7 @@ def is_saved(path: Path, key: str) -> bool:
     if not path.exists():
         return False
     try:
-        return restore(path)[1].get("key") == key
+        verify_checksums(path)
+        return read_json(path / CONFIG, dict[str, Any], "").get("key") == key
     except ValueError:
         return False  # damaged: made again and replaced

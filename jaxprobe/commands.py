@@ -1,9 +1,8 @@
 """The verbs `train` and `calibrate`."""
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -21,9 +20,8 @@ from beatrice.extract.run.verbs import (
 
 if TYPE_CHECKING:
     from beatrice.jaxprobe.calibrate import CalibrateConfig
-    from beatrice.jaxprobe.config import GridConfig, SelectConfig
+    from beatrice.jaxprobe.config import GridConfig
 
-Config = TypeVar("Config", "GridConfig", "SelectConfig")
 # What presets are of heads; a test holds it against their configurations.
 HEAD_SIZES = (
     "few: heads begin as the mean of their encoders, width 16, batches of 64, 8 epochs "
@@ -42,12 +40,13 @@ class HeadSizeOptions:
     learning_rate: float | None = option(
         "Rate of the first epoch.", min=0, is_above=True
     )
-    width: int | None = option("Hidden width; projections follow in proportion.", min=1)
+    width: int | None = option(
+        "Hidden width; projections follow in the preset's proportion.", min=1
+    )
 
-    def resize(self, config: Config, presets: Mapping[Preset, Config]) -> Config:
-        """Return a section of these sizes."""
-        sizes = {name: value for name, value in given(self).items() if name != "preset"}
-        return (presets[self.preset] if self.preset else config).resized(**sizes)
+    def sizes(self) -> dict[str, Any]:
+        """Return what is given beside the preset, by name."""
+        return {name: value for name, value in given(self).items() if name != "preset"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,6 +55,18 @@ class SizeOptions(HeadSizeOptions):
 
     preset: Preset | None = option(f"Instead of the run's. {SIZES}", type=PRESET)
     seeds: int | None = option("Encoders of each subset of the families.", min=1)
+
+    def change(self, config: "GridConfig", run_preset: Preset) -> "GridConfig":
+        """Return a section of these sizes.
+
+        Its widths are in the preset's proportion, whatever was recorded: one line makes
+        one section.
+        """
+        from beatrice.jaxprobe.config import GRID_PRESETS
+
+        preset = GRID_PRESETS[self.preset or run_preset]
+        start = preset if self.preset else config
+        return start.resized(**self.sizes(), like=preset.encoder)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,12 +128,13 @@ def train(
 
     Example: srun -n 8 beatrice train runs/paper
     """
+    from beatrice.extract.run.directory import RunDir
     from beatrice.extract.run.stages import do
-    from beatrice.jaxprobe.config import GRID_PRESETS, as_bytes
+    from beatrice.jaxprobe.config import as_bytes
     from beatrice.jaxprobe.train import TRAIN
 
     def change(config: "GridConfig") -> "GridConfig":
-        config = training.change(sizes.resize(config, GRID_PRESETS))
+        config = training.change(sizes.change(config, RunDir(run_dir).preset))
         if device.device_memory is None:
             return config
         n_bytes = as_bytes(device.device_memory)

@@ -61,7 +61,8 @@ class TrainConfig:
     weight_decay: float = 0.01
     batch_size: int = 512
     max_epochs: int = 60  # 0, of heads alone: they stay the mean logit
-    lr_patience: int = 4  # epochs without a validation gain before the rate is halved
+    # Epochs without a validation gain before the rate is halved; None: it stays.
+    lr_patience: int | None = 4
     patience: int = 10  # epochs without a validation gain before training stops
     n_seeds: int = 3
     root_seed: int = 0
@@ -71,10 +72,9 @@ class TrainConfig:
         """Check that counts are positive."""
         least = {"batch_size": 1, "lr_patience": 1, "patience": 1, "n_seeds": 1}
         for name, fewest in {**least, "max_epochs": 0}.items():
-            if getattr(self, name) < fewest:
-                raise ValueError(
-                    f"{name} must be at least {fewest}, got {getattr(self, name)}"
-                )
+            value = getattr(self, name)
+            if value is not None and value < fewest:
+                raise ValueError(f"{name} must be at least {fewest}, got {value}")
         if self.n_microbatches is not None and self.batch_size % self.n_microbatches:
             raise ValueError(
                 f"batch_size {self.batch_size} has no {self.n_microbatches} equal parts"
@@ -200,6 +200,7 @@ class GridConfig:
         epochs: int | None = None,
         learning_rate: float | None = None,
         width: int | None = None,
+        like: EncoderConfig | None = None,
     ) -> "GridConfig":
         """Return the same with other sizes; None leaves what is there.
 
@@ -208,16 +209,19 @@ class GridConfig:
           epochs: at most.
           learning_rate: at first.
           width: of an encoder's hidden layers; its projections follow in proportion.
+          like: whose proportion; None for this one's. A narrow encoder is rounded, and
+            does not tell which it was.
         """
         encoder, train = self.encoder, _trained_for(self.train, epochs, learning_rate)
+        like = like or encoder
         if seeds is not None:
             train = dataclasses.replace(train, n_seeds=seeds)
         if width is not None:
             encoder = dataclasses.replace(
                 encoder,
                 hidden=width,
-                projection=max(1, encoder.projection * width // encoder.hidden),
-                n_groups=math.gcd(width, encoder.n_groups),
+                projection=max(1, like.projection * width // like.hidden),
+                n_groups=math.gcd(width, like.n_groups),
             )
         return dataclasses.replace(self, encoder=encoder, train=train)
 
@@ -226,19 +230,19 @@ class GridConfig:
 
         A network gains on its regression slowly, so its rate stays.
         """
+        if self.encoder.is_linear_first:  # an older run's rate stays by a number
+            return self
         encoder = dataclasses.replace(self.encoder, is_linear_first=True)
-        train = dataclasses.replace(self.train, lr_patience=self.train.max_epochs)
+        train = dataclasses.replace(self.train, lr_patience=None)
         return dataclasses.replace(self, encoder=encoder, train=train)
 
 
 def _trained_for(
     train: TrainConfig, epochs: int | None, learning_rate: float | None
 ) -> TrainConfig:
-    """Return a protocol of other epochs and rate; a rate that stays still stays."""
+    """Return a protocol of other epochs and rate; None leaves what is there."""
     if epochs is not None:
-        stays = train.lr_patience >= train.max_epochs
-        lr_patience = max(1, epochs) if stays else train.lr_patience
-        train = dataclasses.replace(train, max_epochs=epochs, lr_patience=lr_patience)
+        train = dataclasses.replace(train, max_epochs=epochs)
     if learning_rate is not None:
         train = dataclasses.replace(train, learning_rate=learning_rate)
     return train

@@ -220,7 +220,7 @@ def check_features(features: Features, dims: FamilyDims) -> None:
     """Raise `ValueError` where spans, masks and widths do not fit together."""
     if not 1 <= features.n_spans <= 3 or len(features.tokens) != features.n_spans:
         raise ValueError(
-            f"expected 2 spans (closed-book) or 3 (with context), each with a mask; "
+            "expected 1 to 3 spans (2 closed-book, 3 with context), each with a mask; "
             f"got {len(features.tokens)} spans and {features.n_spans} masks"
         )
     for tokens, mask in zip(features.tokens, features.masks, strict=True):

@@ -109,6 +109,8 @@ class PoolOutputs(NamedTuple):
     outputs: Any
     labels: Any  # `[n_examples]` float32, 1 where the answer is correct
     weights: Any  # `[n_examples]` float32, at least 0
+    # `[n_examples]` int32, equal for rows of one question; None where each has its own.
+    questions: Any = None
 
     @property
     def n_seeds(self) -> int:
@@ -139,6 +141,7 @@ def pool_outputs(
     outputs: tuple[MemberOutputs, ...],
     n_seeds: int,
     labels: np.ndarray,
+    questions: np.ndarray | None = None,
 ) -> PoolOutputs:
     """Lay the seed-major grids of one or more passes side by side as one pool.
 
@@ -147,9 +150,15 @@ def pool_outputs(
         closed-book. Each has `n_seeds * n_encoders` members.
       n_seeds: of every grid.
       labels: `[n_examples]` bool; every example counts once.
+      questions: `[n_examples]` names or numbers; None where each row has its own.
     """
-    on_host = (np.array(x, np.float32) for x in (labels, np.ones(np.shape(labels))))
-    return PoolOutputs(_side_by_side(outputs, n_seeds), *jax.device_put(tuple(on_host)))
+    on_host: list[np.ndarray] = [
+        np.array(x, np.float32) for x in (labels, np.ones(np.shape(labels)))
+    ]
+    if questions is not None:
+        numbers = np.unique(questions, return_inverse=True)[1]
+        on_host.append(numbers.astype(np.int32))
+    return PoolOutputs(_side_by_side(outputs, n_seeds), *jax.device_put(on_host))
 
 
 @partial(jax.jit, static_argnums=1)
@@ -531,6 +540,7 @@ def _fall_back_to_mean(
     """Replace a head by the mean logit where what it gains on that may be chance."""
     used, shape = np.asarray(valid.weights) > 0, state.epochs_since_best.shape
     labels = np.asarray(valid.labels)[used] > 0
+    questions = None if valid.questions is None else np.asarray(valid.questions)[used]
     unstopped = state._replace(
         epochs_since_best=jnp.zeros_like(state.epochs_since_best)
     )
@@ -547,7 +557,7 @@ def _fall_back_to_mean(
 
     mean_scores = scores_of(zero_output(np.zeros(shape, bool)))
     pairs = zip(scores_of(state.best_params), mean_scores, strict=True)
-    is_used = np.reshape([is_gain(*pair, labels) for pair in pairs], shape)
+    is_used = np.reshape([is_gain(*pair, labels, questions) for pair in pairs], shape)
     mean_auroc = np.reshape([auroc(x, labels).value for x in mean_scores], shape)
     best = np.where(is_used, state.info.best_auroc, mean_auroc).astype(np.float32)
     return state._replace(

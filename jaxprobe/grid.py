@@ -58,6 +58,7 @@ AXIS = "members"  # of the mesh of devices
 # Networks on a linear part are dropped in the end unless they gain three standard
 # errors (`jaxprobe.linear`). What has not half of that after eight epochs is stopped.
 LEAST_GAIN, _REVIEWED, _LONG = 1.5, 8, 24
+_AT_ONCE = 256  # examples that a trained encoder reads together
 _CORES = threading.BoundedSemaphore(os.cpu_count() or 1)
 
 
@@ -174,6 +175,8 @@ class Labelled(NamedTuple):
     # `[n_subsets, n_examples]` float32, the linear parts' logits, on which networks are
     # trained; see `jaxprobe.linear`. Zeros where there are none.
     offsets: Any
+    # `[n_examples]` int32, equal for rows of one question; None where each has its own.
+    questions: Any = None
 
 
 class Trained(NamedTuple):
@@ -189,6 +192,7 @@ def labelled(
     labels: np.ndarray,
     weights: np.ndarray | None = None,
     offsets: np.ndarray | None = None,
+    questions: np.ndarray | None = None,
 ) -> Labelled:
     """Put features and labels together, `[n_examples]` bool: one for every row."""
     if weights is None:
@@ -196,7 +200,11 @@ def labelled(
     if offsets is None:
         offsets = np.zeros((2 ** len(features.tokens) - 1, *labels.shape))
     # Converted on the host: for the device every shape would be compiled by itself.
-    on_host = tuple(np.array(x, np.float32) for x in (labels, weights, offsets))
+    on_host: list[np.ndarray] = [
+        np.array(x, np.float32) for x in (labels, weights, offsets)
+    ]
+    if questions is not None:
+        on_host.append(np.array(questions, np.int32))
     return Labelled(features, *jax.device_put(on_host))
 
 
@@ -379,6 +387,13 @@ def reviewed_after(encoder: EncoderConfig, config: TrainConfig) -> int | None:
     return _REVIEWED if encoder.is_linear_first and is_long else None
 
 
+def n_stopped_by_review(info: FitInfo, n_epochs: int, config: TrainConfig) -> int:
+    """Count members that a review after `n_epochs` has stopped, with patience left."""
+    is_last = np.asarray(info.n_epochs) == n_epochs
+    waited = n_epochs - 1 - np.asarray(info.best_epoch)
+    return int((is_last & (waited < config.patience)).sum())
+
+
 def is_in_turn(config: TrainConfig) -> bool:
     """Whether members of a seed take their steps in turn: on a CPU, if not planned."""
     return jax.default_backend() == "cpu" and not isinstance(config, PlannedConfig)
@@ -401,18 +416,22 @@ def _stopped_without_gain(state, block, groups, logits, n_epochs) -> FitState:
 
     They are stopped for good, and count as done after `n_epochs`.
     """
-    groups = list(groups)
-    best = state._replace(params=state.best_params)
-    scores = np.concatenate([logits(best, group) for group in groups], axis=-1)
-    offsets = np.concatenate([group.offsets for group in groups], axis=-1)
-    labels, is_used = (
-        np.concatenate([np.asarray(x[i]) > 0 for x in groups]) for i in (1, 2)
+    best, parts, numbers = state._replace(params=state.best_params), [], []
+    for group in groups:
+        used = np.asarray(group.weights) > 0
+        of_rows = logits(best, group), group.offsets, group.labels
+        parts.append([np.asarray(x)[..., used] for x in of_rows])
+        if group.questions is not None:
+            numbers.append(np.asarray(group.questions)[used])
+        del group  # before the next one is there
+    scores, offsets, labels = (
+        np.concatenate(x, axis=-1) for x in zip(*parts, strict=True)
     )
+    questions = np.concatenate(numbers) if numbers else None
     waited = np.array(state.epochs_since_best)
     for i, j in np.ndindex(waited.shape):
         pair = scores[i, j], offsets[np.asarray(block.subsets)[j]]
-        ours, theirs = (x[is_used] for x in pair)
-        gain, error = auroc_gain(ours, theirs, labels[is_used])
+        gain, error = auroc_gain(*pair, labels > 0, questions)
         if gain < LEAST_GAIN * error or gain <= 0:
             waited[i, j] = n_epochs
     return state._replace(epochs_since_best=jnp.asarray(waited))
@@ -528,17 +547,17 @@ def fit_on_mesh(
 ) -> Trained:
     """Train a block's members over the devices of a mesh.
 
-    Where the subsets do not come out even, the last one is trained again on the devices
-    that would stand idle, and left out of the result.
+    Where the subsets do not come out even, some devices train what reads no family, and
+    is left out of the result.
 
     Returns:
       The members with all their weights, on the host.
     """
     use_one_blas_thread()
-    n_excess = -len(block.subsets) % mesh.size
-    subsets = np.pad(np.asarray(block.subsets), (0, n_excess), mode="edge")
-    padded = Block(tuple(subsets.tolist()), block.seeds)
-    family_masks, subsets, seeds = BlockArrays.of(padded, encoder.dims.n_families)
+    n_subsets = len(block.subsets) + -len(block.subsets) % mesh.size
+    family_masks, subsets, seeds = BlockArrays.of(
+        block, encoder.dims.n_families, n_subsets
+    )
     family_masks, subsets = jax.device_put(
         (family_masks, subsets), NamedSharding(mesh, PartitionSpec(AXIS))
     )
@@ -588,18 +607,13 @@ def join(blocks: Sequence[Trained], order: Sequence[Member]) -> Trained:
     return Trained(tuple(order), *stacked)
 
 
-@partial(jax.jit, static_argnames=("encoder", "n_chunk"))
+@partial(jax.jit, static_argnames="encoder")
 def apply_member(
-    params: Params,
-    family_mask: jax.Array,
-    features: FamilyTokens,
-    *,
-    encoder: Encoder,
-    n_chunk: int = 256,
+    params: Params, family_mask: jax.Array, features: FamilyTokens, *, encoder: Encoder
 ) -> tuple[jax.Array, jax.Array]:
     """Logits `[n_examples]` and pooled `[n_examples, 2 * hidden]` of one encoder."""
     return in_chunks(
-        lambda batch: encoder.apply(params, batch, family_mask), features, n_chunk
+        lambda batch: encoder.apply(params, batch, family_mask), features, _AT_ONCE
     )
 
 
@@ -646,16 +660,14 @@ def member_logits(
 
 
 def member_outputs(
-    trained: Trained, features: FamilyTokens, *, encoder: Encoder, n_chunk: int = 256
+    trained: Trained, features: FamilyTokens, *, encoder: Encoder
 ) -> MemberOutputs:
     """Apply every trained member to every example (see `MemberOutputs`)."""
     outputs, masks = [], encoder.dims.subset_masks
     for i, member in enumerate(trained.members):
         params = jax.tree.map(lambda x, i=i: x[i], _network(trained.params))
         mask = jnp.asarray(masks[member.subset])
-        outputs.append(
-            apply_member(params, mask, features, encoder=encoder, n_chunk=n_chunk)
-        )
+        outputs.append(apply_member(params, mask, features, encoder=encoder))
     logits, pooled = map(np.stack, zip(*jax.device_get(outputs), strict=True))
     if COLLECTION in trained.params:
         logits = logits + _linear_logits(trained.params[COLLECTION], features)

@@ -77,7 +77,11 @@ def fit_linear(
     return max(map(fit, INVERSE_PENALTIES), key=lambda fit: fit.valid_auroc)
 
 
-def block_scale(train: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+# What to subtract from the features of a block, and what to divide by, `[n_features]`.
+Scale = tuple[np.ndarray, np.ndarray]
+
+
+def block_scale(train: np.ndarray) -> Scale:
     """Return what to subtract from a block of features, and what to divide by.
 
     Features then have mean 0 and one variance on the training rows, and together
@@ -95,6 +99,34 @@ def block_scale(train: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return train.mean(axis=0), np.where(spread > 0, spread, 1) * train.shape[1] ** 0.5
 
 
+def score_blocks(
+    blocks: Sequence[np.ndarray],
+    labels: np.ndarray,
+    train: np.ndarray,
+    valid: np.ndarray,
+) -> tuple[np.ndarray, float]:
+    """Fit on some rows, choose the penalty on others, and score all.
+
+    Args:
+      blocks: `[n_rows, n_features]` float each, side by side in one regression; each is
+        scaled by itself, see `block_scale`.
+      labels: `[n_rows]` bool.
+      train: indices of the training rows.
+      valid: indices of the rows whose AUROC chooses the penalty.
+
+    Returns:
+      `[n_rows]` float64 log-odds, and the inverse penalty.
+    """
+    features = np.concatenate(blocks, axis=1)
+    edges = np.cumsum([block.shape[1] for block in blocks])
+    for block in np.split(features, edges[:-1], axis=1):  # views: scaled in place
+        mean, scale = block_scale(block[train])
+        block -= mean
+        block /= scale
+    fit, _ = fit_linear(features[train], labels[train], features[valid], labels[valid])
+    return fit.decision_function(features).astype(np.float64), fit.C
+
+
 def both_classes(labels: Sequence[bool] | np.ndarray, n: int, split: str) -> np.ndarray:
     """Return `n` labels of both classes as an array."""
     is_correct = np.asarray(labels, dtype=bool)
@@ -104,7 +136,7 @@ def both_classes(labels: Sequence[bool] | np.ndarray, n: int, split: str) -> np.
         )
     if is_correct.all() or not is_correct.any():
         raise ValueError(
-            f"the {n} {split} labels hold one class only; logistic regression needs "
+            f"the {n} {split} labels hold one class only; training and selection need "
             "correct and incorrect answers"
         )
     return is_correct
@@ -152,6 +184,39 @@ class LinearGrid(NamedTuple):
     valid: np.ndarray  # `[n_subsets, n_validation]`
 
 
+def _scaled(
+    families: Sequence[np.ndarray], scales: Sequence[Scale]
+) -> list[np.ndarray]:
+    return [(x - m) / d for x, (m, d) in zip(families, scales, strict=True)]
+
+
+def _folds(
+    labels: np.ndarray, questions: np.ndarray
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return, per fold, the rows that a regression sees and those that it does not.
+
+    Rows of one question are in one fold. Where folds of like size would hide a class
+    from a regression, the questions of the rarer one are dealt out over the folds.
+    """
+    names, question = np.unique(questions, return_inverse=True)
+    right, wrong = (np.bincount(question, x) > 0 for x in (labels, ~labels))
+    if min(right.sum(), wrong.sum()) < 2:
+        raise ValueError(
+            f"{right.sum()} training questions have a right answer and {wrong.sum()} a "
+            "wrong one; regressions that leave questions out in turn need two of each: "
+            "take more questions"
+        )
+    n_folds = min(N_FOLDS, len(names))
+    folds = list(GroupKFold(n_folds).split(questions, groups=questions))
+    if all(0 < labels[seen].sum() < len(seen) for seen, _ in folds):
+        return folds
+    order = np.argsort(1 * wrong - right, kind="stable")  # those of a class: neighbours
+    fold = np.argsort(order)[question] % n_folds
+    return [
+        (np.flatnonzero(fold != k), np.flatnonzero(fold == k)) for k in range(n_folds)
+    ]
+
+
 def fit_linear_parts(
     train: Pooled, valid: Pooled, questions: np.ndarray, subsets: Sequence[int]
 ) -> LinearGrid:
@@ -164,11 +229,8 @@ def fit_linear_parts(
       subsets: their numbers.
     """
     scales = [block_scale(family) for family in train.families]
-    scaled = [
-        [(x - mean) / scale for x, (mean, scale) in zip(rows, scales, strict=True)]
-        for rows in (train.families, valid.families)
-    ]
-    folds = list(GroupKFold(N_FOLDS).split(questions, groups=questions))
+    scaled = [_scaled(rows.families, scales) for rows in (train, valid)]
+    folds = _folds(train.labels, questions)
     widths = [len(mean) for mean, _ in scales]
     masks = subset_masks(len(widths))
     n_subsets = len(masks)
@@ -203,7 +265,7 @@ def fit_linear_parts(
 
 
 def _linear_weights(
-    regression: Any, scales: Mapping[int, tuple[np.ndarray, np.ndarray]]
+    regression: Any, scales: Mapping[int, Scale]
 ) -> dict[str, np.ndarray]:
     """Return the part of an encoder that is a regression on scaled families."""
     bias, start, kernels = np.asarray(regression.intercept_)[0], 0, {}
@@ -232,14 +294,8 @@ def fit_ridge(
       regression that has not seen the row's question.
     """
     scales = [block_scale(family) for family in train.families]
-    x = np.concatenate(
-        [(x - m) / d for x, (m, d) in zip(train.families, scales, strict=True)], axis=1
-    )
-    n_folds = min(N_FOLDS, len(np.unique(questions)))
-    folds = list(GroupKFold(n_folds).split(questions, groups=questions))
-    labels = both_classes(train.labels, len(x), "training")
-    for seen, _ in folds:
-        both_classes(labels[seen], len(seen), "training")
+    x, labels = np.concatenate(_scaled(train.families, scales), axis=1), train.labels
+    folds = _folds(labels, questions)
     _, question = np.unique(questions, return_inverse=True)
 
     def unseen_logits(inverse_penalty: float) -> np.ndarray:
@@ -269,7 +325,11 @@ def with_linear_parts(trained: Trained, grid: LinearGrid) -> Trained:
 
 
 def drop_networks_without_gain(
-    trained: Trained, logits: np.ndarray, grid: LinearGrid, labels: np.ndarray
+    trained: Trained,
+    logits: np.ndarray,
+    grid: LinearGrid,
+    labels: np.ndarray,
+    questions: np.ndarray | None = None,
 ) -> Trained:
     """Zero the last layer of networks that gain nothing on their linear part.
 
@@ -278,10 +338,11 @@ def drop_networks_without_gain(
       logits: `[n_members, n_validation]` of network and linear part together.
       grid: the linear parts.
       labels: `[n_validation]` bool.
+      questions: `[n_validation]`, see `jaxprobe.metrics.auroc_gain`.
     """
     linear = [grid.valid[member.subset] for member in trained.members]
     pairs = zip(logits, linear, strict=True)
-    is_dropped = np.array([not is_gain(*pair, labels) for pair in pairs])
+    is_dropped = np.array([not is_gain(*pair, labels, questions) for pair in pairs])
     network = trained.params["params"]
     mlp_out = jax.tree.map(
         lambda x: np.where(is_dropped.reshape(-1, *[1] * (x.ndim - 1)), 0.0, x),

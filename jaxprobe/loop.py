@@ -362,7 +362,8 @@ def end_epoch(
         auroc = masked_auroc(logits, labels, weights)
         better = active & (auroc > info.best_auroc)  # False for NaN: keep the first
         since_best = jnp.where(better, 0, state.epochs_since_best + 1)
-        halve = (since_best > 0) & (since_best % config.lr_patience == 0)
+        lr_patience = config.lr_patience or config.max_epochs + 1  # or never
+        halve = (since_best > 0) & (since_best % lr_patience == 0)
         new = FitInfo(
             valid_auroc=info.valid_auroc.at[epoch].set(auroc),
             train_loss=info.train_loss.at[epoch].set(loss),

@@ -87,12 +87,6 @@ class Workload:
         return dataclasses.replace(self, encoder=mixed)
 
 
-def families_of(member: Member) -> tuple[int, ...]:
-    """Return the families that a member reads."""
-    bits = member[0] + 1
-    return tuple(f for f in range(bits.bit_length()) if bits >> f & 1)
-
-
 def step_flops(workload: Workload, member: Member) -> int:
     """Floating-point operations of one encoder's step, from shapes.
 
@@ -100,8 +94,9 @@ def step_flops(workload: Workload, member: Member) -> int:
     padded ones included. Forward plus backward is three products for one, and two for
     the first projection, whose inputs need no gradient.
     """
-    config, read = workload.encoder, families_of(member)
-    sizes = [workload.dims.sizes[f] for f in read]
+    config, dims = workload.encoder, workload.dims
+    read = np.flatnonzero(dims.subset_masks[member[0]]).tolist()
+    sizes = [dims.sizes[f] for f in read]
     hidden, n_spans = config.hidden, len(workload.spans)
     projection = 2 * sum(sizes) * config.projection
     entry = 2 * len(read) * config.projection * hidden
@@ -140,11 +135,15 @@ class Sizes:
     train: TrainConfig  # the protocol
     widths: tuple[int, ...]  # tokens of the padded spans of the longest group of rows
     n_train: int  # rows of this group
-    n_valid: int  # rows that are scored together with it in memory
+    # Of the longest group of validation rows, which are scored together: how many, and
+    # tokens of their padded spans.
+    n_valid: int
+    valid_widths: tuple[int, ...]
     device_dtypes: tuple[Dtype, ...]  # types of the families on the device
     # Bytes that lie on the device beside a step's own arguments: other groups,
     # validation rows, the group of a stream that is read ahead.
     resident: int = 0
+    n_devices: int = 1  # over which a block's subsets are split
 
     @classmethod
     def of(
@@ -175,7 +174,7 @@ class Sizes:
                 ]
                 for rows in where
             ]
-        (n_train, widths), (n_valid, _) = (
+        (n_train, widths), (n_valid, valid_widths) = (
             max(split, key=lambda group: sum(group[1])) for split in groups
         )
         sizes = cls(
@@ -185,10 +184,14 @@ class Sizes:
             widths=widths,
             n_train=n_train,
             n_valid=n_valid,
+            valid_widths=valid_widths,
             device_dtypes=device_dtypes,
+            n_devices=jax.local_device_count(),
         )
-        if config.stream is not None:  # two groups: one is read while one is used
-            return dataclasses.replace(sizes, resident=rows_bytes(sizes, n_train))
+        if config.stream is not None:
+            # Two groups: one is read while one is used, by one device.
+            resident = rows_bytes(sizes, n_train)
+            return dataclasses.replace(sizes, resident=resident, n_devices=1)
         in_memory = sum(
             rows_bytes(sizes, *group) for split in groups for group in split
         )
@@ -212,15 +215,13 @@ class StepBytes:
 
 def rows_bytes(sizes: Sizes, n_rows: int, widths: tuple[int, ...] | None = None) -> int:
     """Return the bytes of rows on the device, labels and offsets included."""
-    if widths is not None:
-        sizes = dataclasses.replace(sizes, widths=widths)
-    leaves = jax.tree.leaves(_rows(sizes, n_rows))
+    leaves = jax.tree.leaves(_rows(sizes, n_rows, widths or sizes.widths))
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
 
 
-def _rows(sizes: Sizes, n: int) -> Labelled:
+def _rows(sizes: Sizes, n: int, widths: tuple[int, ...]) -> Labelled:
     """Return the shapes of `n` rows."""
-    shape, n_tokens = jax.ShapeDtypeStruct, sum(sizes.widths)
+    shape, n_tokens = jax.ShapeDtypeStruct, sum(widths)
 
     def family(d: int, dtype: Dtype) -> jax.ShapeDtypeStruct | StoredTokens:
         codes = shape((n_tokens, n, d), numpy_dtype(dtype))
@@ -230,11 +231,11 @@ def _rows(sizes: Sizes, n: int) -> Labelled:
         return StoredTokens(codes, scales, *[shape((d,), jnp.float32)] * 2)
 
     tokens = map(family, sizes.dims.sizes, sizes.device_dtypes)
-    masks = [shape((width, n), jnp.bool_) for width in sizes.widths]
+    masks = [shape((width, n), jnp.bool_) for width in widths]
     per_row = shape((n,), jnp.float32)
     offsets = shape((sizes.dims.n_subsets, n), jnp.float32)
     features = FamilyTokens(tuple(tokens), tuple(masks))
-    return Labelled(features, per_row, per_row, offsets)
+    return Labelled(features, per_row, per_row, offsets, shape((n,), jnp.int32))
 
 
 @functools.lru_cache
@@ -247,14 +248,14 @@ def traced_steps(sizes: Sizes, n_subsets: int, n_seeds: int, n_rows: int) -> lis
     block = BlockArrays(
         shape((n_subsets, sizes.dims.n_families), jnp.bool_), subsets, seeds
     )
-    rows = _rows(sizes, sizes.n_train)
+    rows = _rows(sizes, sizes.n_train, sizes.widths)
     alone = BlockArrays(*(shape((1, *x.shape[1:]), x.dtype) for x in block))
     states = jax.eval_shape(lambda b, x: start_block(b, x, **fixed), alone, rows[0])
     states = jax.tree.map(
         lambda x: shape((n_seeds, n_subsets, *x.shape[2:]), x.dtype), states
     )
     number = shape((), jnp.int32)
-    valid = _rows(sizes, sizes.n_valid)
+    valid = _rows(sizes, sizes.n_valid, sizes.valid_widths)
     return [
         train_block.trace(states, number, block, rows, **fixed),
         block_logits.trace(states, block, valid, **fixed),
@@ -292,6 +293,7 @@ class Plan:
 
     n_subsets: int  # of a seed side by side, on each device
     n_seeds: int  # side by side
+    n_devices: int = 1
     # Of which a gradient is computed at once; None for the protocol's own.
     n_rows: int | None = None
     limit: int | None = None  # bytes that may be used; None without a limit
@@ -312,7 +314,7 @@ class Plan:
         seeds_of: dict[tuple[int, ...], list[int]] = {}
         for seed, subsets in of_seed.items():
             seeds_of.setdefault(subsets, []).append(seed)
-        size = self.n_subsets * max(1, jax.device_count())
+        size = self.n_subsets * self.n_devices
         return tuple(
             Block(block_subsets, block_seeds)
             for subsets, seeds in seeds_of.items()
@@ -345,9 +347,13 @@ def choose(sizes: Sizes, device_memory: int | None = None) -> Plan:
     """
     device_memory = device_memory or device_bytes()
     if device_memory is None:
-        if jax.default_backend() == "cpu" and jax.device_count() == 1:
+        if jax.default_backend() == "cpu" and sizes.n_devices == 1:
             return Plan(n_subsets=n_in_turn(sizes.dims.n_subsets), n_seeds=1)
-        return Plan(n_subsets=_subsets_each(sizes), n_seeds=sizes.train.n_seeds)
+        return Plan(
+            n_subsets=_subsets_each(sizes),
+            n_seeds=sizes.train.n_seeds,
+            n_devices=sizes.n_devices,
+        )
     limit = int((1 - KEPT_FREE) * device_memory)
     rows = sizes.resident + rows_bytes(sizes, sizes.n_train)
     if rows >= limit:
@@ -363,6 +369,7 @@ def choose(sizes: Sizes, device_memory: int | None = None) -> Plan:
             return Plan(
                 n_subsets=n_subsets,
                 n_seeds=n_seeds,
+                n_devices=sizes.n_devices,
                 n_rows=n_rows,
                 limit=limit,
                 resident=sizes.resident,
@@ -377,7 +384,7 @@ def choose(sizes: Sizes, device_memory: int | None = None) -> Plan:
 
 def _subsets_each(sizes: Sizes) -> int:
     """Subsets of a seed on each device, where all of them are side by side."""
-    return -(-sizes.dims.n_subsets // jax.device_count())
+    return -(-sizes.dims.n_subsets // sizes.n_devices)
 
 
 def _candidates(sizes: Sizes) -> Iterator[tuple[int, int, int]]:

@@ -99,25 +99,57 @@ def auprc(scores: np.ndarray, labels: np.ndarray) -> Metric:
 
 
 def auroc_gain(
-    scores: np.ndarray, others: np.ndarray, labels: np.ndarray
+    scores: np.ndarray,
+    others: np.ndarray,
+    labels: np.ndarray,
+    questions: np.ndarray | None = None,
 ) -> tuple[float, float]:
     """AUROC of scores minus that of others on the same rows, and its standard error.
 
     By the placements of each row among those of the other class (DeLong, DeLong and
-    Clarke-Pearson, Biometrics 1988).
+    Clarke-Pearson, Biometrics 1988), summed over the rows of a question (Obuchowski,
+    Biometrics 1997).
 
     Args:
       scores: `[n_examples]`.
       others: `[n_examples]`.
-      labels: `[n_examples]` bool, at least two of each class.
+      labels: `[n_examples]` bool, both classes.
+      questions: `[n_examples]`, equal for rows of one question, which are no new
+        evidence; None where every row has its own.
+
+    Returns:
+      the gain, and its standard error; NaN if a class is of one question.
     """
-    placed = [_placements(x, labels) for x in (scores, others)]
-    right, wrong = (a - b for a, b in zip(*placed, strict=True))
-    variance = sum(float(x.var(ddof=1)) / len(x) for x in (right, wrong))
-    return float(right.mean()), variance**0.5
+    ours, theirs = (_placements(x, labels) for x in (scores, others))
+    gain = ours - theirs
+    variance = _placement_variance(gain, labels, _numbered(questions, labels))
+    return float(gain[labels].mean()), variance**0.5
 
 
-def auroc_interval(scores: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
+def _numbered(questions: np.ndarray | None, labels: np.ndarray) -> np.ndarray:
+    """Return the number of each row's question, `[n_examples]`."""
+    if questions is None:
+        return np.arange(len(labels))
+    return np.unique(questions, return_inverse=True)[1]
+
+
+def _placement_variance(
+    placed: np.ndarray, labels: np.ndarray, questions: np.ndarray
+) -> float:
+    """Return the variance of the mean of placements; NaN of a class of one question."""
+    deviations = np.zeros(len(labels))
+    for rows in (labels, ~labels):
+        n = len(np.unique(questions[rows]))
+        if n < 2:
+            return math.nan
+        scale = (n / (n - 1)) ** 0.5 / rows.sum()
+        deviations[rows] = scale * (placed[rows] - placed[rows].mean())
+    return float((np.bincount(questions, deviations) ** 2).sum())
+
+
+def auroc_interval(
+    scores: np.ndarray, labels: np.ndarray, questions: np.ndarray | None = None
+) -> tuple[float, float]:
     """Return a 95 % interval of AUROC that holds with few answers too.
 
     On the logit scale, by the larger of the standard errors of DeLong et al. and of
@@ -128,8 +160,10 @@ def auroc_interval(scores: np.ndarray, labels: np.ndarray) -> tuple[float, float
     Args:
       scores: `[n_examples]`.
       labels: `[n_examples]` bool; of one class, the interval is (0, 1).
+      questions: `[n_examples]`, see `auroc_gain`; they are counted, not rows.
     """
-    n_right, n_wrong = int(labels.sum()), int((~labels).sum())
+    numbers = _numbered(questions, labels)
+    n_right, n_wrong = (len(np.unique(numbers[rows])) for rows in (labels, ~labels))
     if not n_right or not n_wrong:
         return 0.0, 1.0
     half_pair = 0.5 / (n_right * n_wrong)
@@ -139,15 +173,19 @@ def auroc_interval(scores: np.ndarray, labels: np.ndarray) -> tuple[float, float
     variance = (area * (1 - area) + rest) / (n_right * n_wrong)
     if min(n_right, n_wrong) > 1:
         placed = _placements(scores, labels)
-        delong = sum(float(x.var(ddof=1)) / len(x) for x in placed)
-        variance = max(variance, delong)
+        variance = max(variance, _placement_variance(placed, labels, numbers))
     half = 1.959964 * variance**0.5 / (area * (1 - area))
     ends = math.log(area / (1 - area)) + np.array([-half, half])
     low, high = 1 / (1 + np.exp(-ends))
     return float(low), float(high)
 
 
-def is_gain(scores: np.ndarray, others: np.ndarray, labels: np.ndarray) -> bool:
+def is_gain(
+    scores: np.ndarray,
+    others: np.ndarray,
+    labels: np.ndarray,
+    questions: np.ndarray | None = None,
+) -> bool:
     """Tell whether scores rank rows better than others by more than chance.
 
     By three standard errors: what asks is one of dozens, on the same validation rows,
@@ -155,22 +193,22 @@ def is_gain(scores: np.ndarray, others: np.ndarray, labels: np.ndarray) -> bool:
     two real models' networks those that gained one to three on regressions were worth
     +.000 to +.004 of AUROC on test questions, and on another set −.015 to +.026.
     """
-    gain, error = auroc_gain(scores, others, labels)
+    gain, error = auroc_gain(scores, others, labels, questions)
     return bool(gain > 3.0 * error)
 
 
-def _placements(
-    scores: np.ndarray, labels: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def _placements(scores: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """Of a right row, the wrong ones below it, of a wrong one, the right ones above."""
     right, wrong = scores[labels], scores[~labels]
+    placed = np.zeros(len(labels))
 
     def below(rows: np.ndarray, others: np.ndarray) -> np.ndarray:
         ordered = np.sort(others)
         below, upto = (np.searchsorted(ordered, rows, s) for s in ("left", "right"))
         return (below + upto) / (2 * len(others))
 
-    return below(right, wrong), below(-wrong, -right)
+    placed[labels], placed[~labels] = below(right, wrong), below(-wrong, -right)
+    return placed
 
 
 def stratified_auroc(

@@ -149,8 +149,8 @@ def partners(
     index = {example_id: i for i, example_id in enumerate(closed_book)}
     if missing := [example_id for example_id in ids if example_id not in index]:
         raise ValueError(
-            f"question {missing[0]!r} has no closed-book answer; answer and extract "
-            "both settings"
+            f"question {str(missing[0])!r} has no closed-book answer; answer and "
+            "extract both settings"
         )
     return np.array([index[example_id] for example_id in ids], dtype=np.int64)
 

@@ -21,7 +21,8 @@ from beatrice.jaxprobe.families import FamilyDims, Features
 
 QUANTILES = (0.001, 0.999)  # of a channel over training tokens: its range
 FLAGGED = 0.001  # share of validation answers that a family's limit would flag
-MOST_TOKENS = 1 << 14  # read for the ranges: 16 of them lie beyond either end
+# Read for the ranges, 16 of which lie beyond either end; and read at once.
+MOST_TOKENS = 1 << 14
 _CHANNELS_AT_ONCE = 512  # sorted together, to bound memory
 _LEAST_SHARE = 0.001  # of the letters; a script with fewer was not learned
 
@@ -90,7 +91,8 @@ def fit_scope(
 ) -> Scope:
     """Find the ranges on training answers, and the limits on validation answers.
 
-    Both are found on answers at even distances, of some 16,000 tokens.
+    The ranges are found on answers at even distances, of some 16,000 tokens; the limits
+    on all of validation, of which as many are in memory at once.
 
     Args:
       read: returns the features of rows of the store.
@@ -114,9 +116,13 @@ def fit_scope(
         low[channels], high[channels] = np.nanquantile(
             np.concatenate(values), QUANTILES, axis=0
         )
-    shares = share_outside(read(_some(validation, lengths)), dims, low, high)
-    limits = np.quantile(shares, 1 - FLAGGED, axis=0).astype(np.float32)
-    return Scope(low, high, limits)
+    n_batches = -(-len(validation) * int(lengths[validation].max()) // MOST_TOKENS)
+    shares = [
+        share_outside(read(rows), dims, low, high)
+        for rows in np.array_split(validation, min(max(1, n_batches), len(validation)))
+    ]
+    limits = np.quantile(np.concatenate(shares), 1 - FLAGGED, axis=0)
+    return Scope(low, high, limits.astype(np.float32))
 
 
 @functools.lru_cache(maxsize=1 << 14)

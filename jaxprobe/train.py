@@ -75,6 +75,7 @@ from beatrice.jaxprobe.grid import (
     join,
     labelled,
     member_outputs,
+    n_stopped_by_review,
     reviewed_after,
     trained_block,
 )
@@ -201,6 +202,9 @@ class Streamed:
     config: StreamConfig  # how the rows are parted
     # `[n_subsets, n]`, see `Labelled`; None for zeros.
     offsets: np.ndarray | None = None
+    questions: np.ndarray | None = (
+        None  # `[n]` numbers; None where each row has its own
+    )
 
     def groups(self, *seed: int) -> Iterator[Labelled]:
         """Yield an epoch's groups with their signals, read one ahead."""
@@ -208,8 +212,12 @@ class Streamed:
         def fetch(group: Group) -> Labelled:
             features = self.read(self.where[group.where])
             weights = group.is_real.astype(np.float32)
-            offsets = None if self.offsets is None else self.offsets[:, group.where]
-            return labelled(features, self.labels[group.where], weights, offsets)
+            offsets, questions = (
+                None if x is None else x[..., group.where]
+                for x in (self.offsets, self.questions)
+            )
+            labels = self.labels[group.where]
+            return labelled(features, labels, weights, offsets, questions)
 
         indices = np.arange(len(self.where))
         yield from prefetched(fetch, epoch_groups(indices, self.config, seed))
@@ -223,7 +231,7 @@ def fit_streamed(
     encoder: Encoder,
     config: TrainConfig,
 ) -> Trained:
-    """Train encoders from a store, as `jaxprobe.grid` trains them from memory.
+    """Train encoders from a store, as `jaxprobe.grid` trains them on one device.
 
     Returns:
       Best weights of every member, in the order of the blocks.
@@ -297,8 +305,10 @@ def train_encoders(
     train, valid = data.where
     trained = with_linear_parts(trained, linear)
     logits = _outputs(data, config, trained, valid).logits
-    labels = data.rows.labels[valid]
-    trained = drop_networks_without_gain(trained, logits, linear, labels)
+    of_rows = data.rows.take(valid)
+    trained = drop_networks_without_gain(
+        trained, logits, linear, of_rows.labels, of_rows.ids
+    )
     outputs = _outputs(data, config, trained, every)
     read = [member.subset for member in trained.members]
     outputs.logits[:, train] += (linear.train - linear.fitted)[read]
@@ -436,21 +446,27 @@ def _fit(
         "config": plan.config(config.train),
     }
     labels = [data.rows.labels[where] for where in data.where]
+    questions = [
+        np.unique(data.rows.ids[where], return_inverse=True)[1] for where in data.where
+    ]
     offsets = (linear.train, linear.valid) if linear else (None, None)
+    of_rows = list(zip(labels, offsets, questions, strict=True))
     if data.in_memory is not None:
         groups = [
             [
-                labelled(tokens, y[at], offsets=None if o is None else o[:, at])
+                labelled(tokens, y[at], None, None if o is None else o[:, at], q[at])
                 for at, tokens in buckets
             ]
-            for buckets, y, o in zip(data.in_memory, labels, offsets, strict=True)
+            for buckets, (y, o, q) in zip(data.in_memory, of_rows, strict=True)
         ]
         yield from fit_everywhere(blocks, *groups, **protocol)
         return
     stream, reads = config.stream or StreamConfig(), (data.read_train, data.read)
     train, valid = (
-        Streamed(where=where, labels=y, read=read, config=stream, offsets=o)
-        for where, y, read, o in zip(data.where, labels, reads, offsets, strict=True)
+        Streamed(
+            where=where, labels=y, read=read, config=stream, offsets=o, questions=q
+        )
+        for where, read, (y, o, q) in zip(data.where, reads, of_rows, strict=True)
     )
     yield fit_streamed(blocks, train, valid, **protocol)
 
@@ -557,8 +573,9 @@ def _train_setting(
             "their signals; the others are that regression"
         )
         n_epochs = reviewed_after(config.encoder, config.train)
-        n_stopped = int((trained.info.n_epochs == n_epochs).sum())
-        if n_stopped:
+        if n_epochs is not None and (
+            n_stopped := n_stopped_by_review(trained.info, n_epochs, config.train)
+        ):
             note(
                 f"train: {setting}: {n_stopped} networks had gained less than "
                 f"{LEAST_GAIN} standard errors after {n_epochs} epochs, and were "

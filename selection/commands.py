@@ -48,9 +48,9 @@ class FusedOptions(HeadSizeOptions):
 
         if self.fusion and self.epochs:
             raise click.UsageError("fusion=mean trains nothing: leave out --epochs")
-        sizes = dataclasses.replace(self, fusion=None)
-        config = sizes.resize(config, SELECT_PRESETS)
-        return config.resized(epochs=0) if self.fusion else config
+        sizes = dataclasses.replace(self, fusion=None).sizes()
+        start = SELECT_PRESETS[self.preset] if self.preset else config
+        return start.resized(**sizes | ({"epochs": 0} if self.fusion else {}))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -320,7 +320,7 @@ def boundary(deployed: Deployed) -> list[ResultRow]:
 
 def _width(logits: np.ndarray) -> float:
     """Return the width of cells, in logits, of which `_N_CELLS` reach every value."""
-    needed = max(float(np.abs(logits).max()) / _N_CELLS, _NARROWEST)
+    needed = max(float(np.abs(logits).max(initial=0.0)) / _N_CELLS, _NARROWEST)
     return _NARROWEST * 2.0 ** np.ceil(np.log2(needed / _NARROWEST))
 
 

@@ -120,6 +120,8 @@ class Enumeration:
         shapes = f"{self.config} {self.train_config} {SET_SIZE}"
         digest = hashlib.sha256(shapes.encode())
         for value in (*self.train, *self.valid):
+            if value is None:
+                continue
             array = np.ascontiguousarray(value)
             digest.update(f"{array.dtype.str} {array.shape}".encode())
             digest.update(array.data)
@@ -238,7 +240,7 @@ def rank(
     """Compare a pool's best set of three with greedy's.
 
     Returns:
-      What the report shows of the ranking, and the rows of both sets.
+      What the report reads of the ranking, and the rows of both sets.
     """
     rows = heads.pool.rows
     best = ranking.sets[ranking.order[0]]
@@ -250,15 +252,7 @@ def rank(
             ("greedy_three", greedy),
         )
     ]
-    means = ranking.parts(ranking.means, N_BINS)
-    families = list(traits(rows.setting, heads.pool.train.n_pool).values())
-    arrays = {
-        **ranking._asdict(),
-        "greedy": np.array(greedy, np.int32),
-        "best": best,
-        "ordered_means": np.stack([x.mean() for x in means]),
-        "ribbon": carried(ranking, np.stack(families), N_BINS),
-    }
+    arrays = {**ranking._asdict(), "greedy": np.array(greedy, np.int32)}
     return arrays, [
         *_rank_rows(ranking, greedy, rows),
         *detection_rows(scored, rows, bootstrap, EXPERIMENT),
@@ -311,19 +305,19 @@ def ranking_summary(run: RunDir, setting: Setting) -> dict[str, Any]:
     saved = load_part(_rankings(run), setting, EXHAUSTIVE.verb)
     ranking = Ranking(saved["sets"], saved["aurocs"])
     greedy = tuple(saved["greedy"].tolist())
-    names = traits(setting, int(ranking.sets.max()) + 1)
+    families = traits(setting, int(ranking.sets.max()) + 1)
+    ribbon = carried(ranking, np.stack(list(families.values())), N_BINS)
+    best = ranking.sets[ranking.order[0]].tolist()
     return {
         "n_sets": len(ranking.sets),
         "rank": ranking.rank_of(greedy),
         "gap": ranking.gap_of(greedy),
         "greedy": pool_names(setting, greedy),
-        "best": pool_names(setting, saved["best"].tolist()),
-        "means": saved["ordered_means"].tolist(),
+        "best": pool_names(setting, best),
+        "means": [float(x.mean()) for x in ranking.parts(ranking.means, N_BINS)],
         "ribbon": [
             {"family": letter, "reads": reads, "means": means}
-            for (letter, reads), means in zip(
-                names, saved["ribbon"].tolist(), strict=True
-            )
+            for (letter, reads), means in zip(families, ribbon.tolist(), strict=True)
         ],
     }
 

@@ -59,6 +59,7 @@ from beatrice.jaxprobe.fusion import (
     fit_heads,
     slots_of,
 )
+from beatrice.jaxprobe.linear import both_classes
 from beatrice.jaxprobe.loop import FitInfo
 from beatrice.jaxprobe.metrics import auroc
 from beatrice.jaxprobe.rows import Rows
@@ -189,7 +190,8 @@ def select(
       candidates: pool positions to search, in the executable of the whole pool; None
         searches all.
     """
-    check_classes(valid)
+    used = np.asarray(valid.labels)[np.asarray(valid.weights) > 0]
+    both_classes(used, len(used), "validation")
     n_pool = train.n_pool
     searched = range(n_pool) if candidates is None else sorted(set(candidates))
     limit = min(len(searched), max_encoders or n_pool)
@@ -217,16 +219,6 @@ def select(
             "to select from; check labels, or take more training rows"
         )
     return Selection(chosen, auroc, tuple(path), *best_heads)
-
-
-def check_classes(valid: PoolOutputs) -> None:
-    """Selection needs both classes among the validation rows."""
-    used = np.asarray(valid.labels)[np.asarray(valid.weights) > 0]
-    if not used.size or used.min() == used.max():
-        raise ValueError(
-            f"selection needs correct and incorrect validation answers; got "
-            f"{used.size} rows of one class"
-        )
 
 
 def fused_probability(selection: Selection, outputs: PoolOutputs) -> np.ndarray:
@@ -406,6 +398,7 @@ SELECT = Stage(
     outputs=lambda run: [run.selection],
     work=_select,
     presets=SELECT_PRESETS,
+    is_open=True,
 )
 
 
@@ -432,7 +425,8 @@ def searched_on(pool: Pool, seen: np.ndarray) -> Pool:
     weights = np.isin(where, seen).astype(np.float32)
     outputs = np.asarray(pool.all_rows.outputs)[..., where]
     labels = rows.labels[where].astype(np.float32)
-    return pool._replace(valid=PoolOutputs(outputs, labels, weights))
+    questions = np.unique(rows.ids[where], return_inverse=True)[1].astype(np.int32)
+    return pool._replace(valid=PoolOutputs(outputs, labels, weights, questions))
 
 
 def gaps(
@@ -441,34 +435,49 @@ def gaps(
     """Return AUROC on the rows seen minus AUROC on the rows unseen, mean over seeds.
 
     Returns:
-      `[1]` by detector: the searched set, and one encoder of all families.
+      `[1]` by detector: the searched set, and one encoder of all families; NaN where a
+      half has one class, or no encoder ranks the half that is seen.
     """
     heads = HeadTrainer(searched_on(pool, seen), config)
     every_family = np.asarray(pool.all_rows.outputs)[:, pool.n_subsets - 1, -1]
-    scores = {"champion": heads.scores(heads.search()), "early_fusion": every_family}
 
-    def mean(scored: np.ndarray, where: np.ndarray) -> float:
-        labels = pool.rows.labels[where]
-        return float(
-            np.mean([auroc(seed_scores[where], labels).value for seed_scores in scored])
+    def gap(scored: np.ndarray) -> np.ndarray:
+        seen_auroc, unseen_auroc = (
+            np.mean([auroc(x[where], pool.rows.labels[where]).value for x in scored])
+            for where in (seen, unseen)
         )
+        return np.array([seen_auroc - unseen_auroc])
 
-    return {
-        name: np.array([mean(s, seen) - mean(s, unseen)]) for name, s in scores.items()
-    }
+    control = gap(every_family)
+    champion = np.full(1, np.nan)
+    if np.isfinite(control):
+        try:
+            champion = gap(heads.scores(heads.search()))
+        except NoSignalError:
+            pass  # of this half alone; the others are measured
+    return {"champion": champion, "early_fusion": control}
 
 
 def _gap_rows(every: dict[str, np.ndarray], rows: Rows, n: int) -> list[ResultRow]:
-    """Return means over the splits; the interval holds 95 % of the splits' own."""
+    """Return means over the splits; the interval holds 95 % of the splits' own.
+
+    Splits that are NaN, see `gaps`, are left out, and the reason says how many.
+    """
     at = {"setting": rows.setting, "dataset": IN_DOMAIN, "split": "test", "n": n}
     at |= {"experiment": EXPERIMENT, "metric": "auroc_gap"}
     result = []
     for name, values in every.items():
-        low, high = map(float, np.quantile(values, [0.025, 0.975]))
-        ends = {"ci_low": low, "ci_high": high}
-        result.append(
-            ResultRow(detector=name, value=float(values.mean()), **ends, **at)
-        )
+        defined, measured = values[np.isfinite(values)], {"value": None}
+        if len(defined):
+            low, high = map(float, np.quantile(defined, [0.025, 0.975]))
+            measured = {"value": float(defined.mean()), "ci_low": low, "ci_high": high}
+        reason = None
+        if n_missing := len(values) - len(defined):
+            reason = (
+                f"{n_missing} of {len(values)} splits have a half of one class, or one "
+                "that no encoder ranks better than chance"
+            )
+        result.append(ResultRow(detector=name, reason=reason, **measured, **at))
     return result
 
 
@@ -485,10 +494,8 @@ def _measure(
 ) -> None:
     set_compiler(run.preset)
     config = config.seeded(run.seed)
-    cache = Cache(
-        _optimism_folder(run),
-        " ".join(run.hash_inputs(*_optimism_inputs(run)).values()),
-    )
+    hashes = run.hash_inputs(*_optimism_inputs(run)).values()
+    cache = Cache(_optimism_folder(run), f"{' '.join(hashes)} {config}")
     rows: dict[Setting, list[ResultRow]] = {}
 
     def work(setting: Setting, tick: Callable[[], None]) -> None:
@@ -517,6 +524,7 @@ OPTIMISM = Stage(
     inputs=_optimism_inputs,
     outputs=lambda run: [_optimism_folder(run), rows_file(run, EXPERIMENT)],
     work=_measure,
+    identity=lambda config: {"heads": str(config)},
     presets=SELECT_PRESETS,
     section="select",
 )

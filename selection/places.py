@@ -27,7 +27,7 @@ from beatrice.extract.records import IN_DOMAIN
 from beatrice.extract.run.rows import ResultRow, Subject, encoder
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
 from beatrice.jaxprobe.families import FAMILIES, LETTERS, FamilyDims
-from beatrice.jaxprobe.linear import Pooled, block_scale, fit_linear
+from beatrice.jaxprobe.linear import Pooled, score_blocks
 from beatrice.jaxprobe.tokens import mean_answer_states
 from beatrice.selection.analysis import (
     EVERY_FAMILY,
@@ -60,14 +60,13 @@ def error_rows(
     if error > TOLERANCE:
         reason = (
             f"the attributions miss the differences of the logits by {error:.1%}, "
-            f"more than {TOLERANCE:.0%}; a family of 1,024 channels or more gives no "
-            "gradient"
+            f"more than {TOLERANCE:.0%}"
         )
         result.append(row_of(experiment, subject, metric, None, n, at, reason=reason))
     return result
 
 
-def test_answers(deployed: Deployed) -> np.ndarray:
+def attributed_rows(deployed: Deployed) -> np.ndarray:
     """Return the test rows that are attributed, in their original wording."""
     rows = deployed.rows
     where = rows.where("test")
@@ -127,7 +126,7 @@ def _cells_of(shape: tuple[int, ...], flat: np.ndarray) -> np.ndarray:
 
 def heads(deployed: Deployed) -> list[ResultRow]:
     """Return the share of every head, and what the largest eight of them are worth."""
-    where = test_answers(deployed)
+    where = attributed_rows(deployed)
     names = dict.fromkeys([*(n for n in deployed.queried if "A" in n), "A"])
     set_fields = deployed.set_fields(IN_DOMAIN, "test")
     result: list[ResultRow] = []
@@ -265,7 +264,7 @@ def position_ratios(
 
 def positions(deployed: Deployed) -> list[ResultRow]:
     """Return the shares of spans and positions, by integrated gradients."""
-    where = test_answers(deployed)
+    where = attributed_rows(deployed)
     if not len(where):
         return []
     moved = attribute_tokens(deployed, EVERY_FAMILY, where)
@@ -304,29 +303,14 @@ def linear_scores(
     train: np.ndarray,
     valid: np.ndarray,
 ) -> np.ndarray:
-    """Fit on some rows, choose the penalty on others, and score all.
+    """Return the log-odds `[n]` of `score_blocks`.
 
-    Every block is scaled, see `block_scale`: five probabilities count beside thousands
-    of states.
-
-    Args:
-      blocks: `[n, n_features]` each, side by side.
-      labels: `[n]` bool.
-      train: indices of the training rows.
-      valid: indices of the rows whose AUROC chooses the penalty, the strongest of ties.
-
-    Returns:
-      `[n]` log-odds; NaN where training or validation rows hold one class.
+    They are NaN where training or validation rows hold one class. Every block is
+    scaled: five probabilities count beside thousands of states.
     """
     if any(len(set(labels[split].tolist())) < 2 for split in (train, valid)):
         return np.full(len(labels), np.nan)
-    scaled = []
-    for block in blocks:
-        mean, scale = block_scale(block[train])
-        scaled.append((block - mean) / scale)
-    features = np.concatenate(scaled, axis=1)
-    fit = fit_linear(features[train], labels[train], features[valid], labels[valid])
-    return fit.regression.decision_function(features).astype(np.float64)
+    return score_blocks(blocks, labels, train, valid)[0]
 
 
 def pooled_signals(deployed: Deployed, where: np.ndarray) -> tuple[np.ndarray, ...]:

@@ -324,7 +324,7 @@ def agreement(first: Ranked, second: Ranked, config: BootstrapConfig) -> RankAgr
     """Correlate how two runs rank the subsets of signal families.
 
     The paper's conservation of the ranking between its two models, .78. It gives no
-    interval. Ours resamples the validation questions of both runs and computes all
+    interval. Ours resamples the questions of both runs and computes all
     AUROCs anew. It does not resample the subsets: they are all there are, and they
     share families, so they are no sample of anything. What is by chance is which
     questions were asked. A question that both runs were asked is drawn for both
@@ -346,10 +346,10 @@ def agreement(first: Ranked, second: Ranked, config: BootstrapConfig) -> RankAgr
     return RankAgreement(value, *interval_of(draws))
 
 
-def _answers(deployed: Deployed, split: str) -> Ranked:
-    """Return the scores of a run's encoders on its in-domain answers of a split."""
+def _test_answers(deployed: Deployed) -> Ranked:
+    """Return the scores of a run's encoders on its in-domain test answers."""
     rows = deployed.rows
-    where = rows.where(split)
+    where = rows.where("test")
     return Ranked(rows.ids[where], rows.labels[where], deployed.logits[:, :, where])
 
 
@@ -390,7 +390,7 @@ def backbones(inputs: AnalysisInput) -> AnalysisOutput:
     for setting in shared:
         both = inputs.settings[setting], inputs.other[setting]
         config, set_fields = both[0].bootstrap, both[0].set_fields(IN_DOMAIN, "test")
-        ranked = [_answers(deployed, "test") for deployed in both]
+        ranked = [_test_answers(deployed) for deployed in both]
         for kind, source, side in zip(
             ("first", "second"), inputs.models, ranked, strict=True
         ):

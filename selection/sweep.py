@@ -25,6 +25,7 @@ from beatrice.extract.run.files import write_json_atomic
 from beatrice.extract.run.stages import Stage
 from beatrice.extract.store.store import FeatureStore
 from beatrice.jaxprobe.config import TrainConfig, set_compiler
+from beatrice.jaxprobe.linear import both_classes
 from beatrice.jaxprobe.loop import (
     FitState,
     Keys,
@@ -83,9 +84,8 @@ def sweep_layers(
       config: the probe.
     """
     config = config or SweepConfig()
-    for name, labels in (("training", train_labels), ("validation", valid_labels)):
-        if np.all(labels) or not np.any(labels):
-            raise ValueError(f"the {name} labels have one class only: nothing to rank")
+    both_classes(train_labels, len(train_hidden), "training")
+    both_classes(valid_labels, len(valid_hidden), "validation")
     mean = train_hidden.mean(axis=0, dtype=np.float64)
     std = train_hidden.std(axis=0, dtype=np.float64)
     std = np.where(std > 1e-6, std, 1.0)

@@ -21,7 +21,7 @@ from beatrice.extract.run.verbs import SIZES, load_stage
 from beatrice.extract.signals.extract import EXTRACT_PRESETS
 from beatrice.extract.world.stage import WORLD_PRESETS
 from beatrice.jaxprobe.calibrate import CALIBRATE_PRESETS, select_config
-from beatrice.jaxprobe.commands import HEAD_SIZES, TrainingOptions
+from beatrice.jaxprobe.commands import HEAD_SIZES, SizeOptions, TrainingOptions
 from beatrice.jaxprobe.config import (
     GRID_PRESETS,
     SELECT_PRESETS,
@@ -32,6 +32,7 @@ from beatrice.jaxprobe.evaluation import INTERVAL_PRESETS
 from beatrice.jaxprobe.train import TRAIN, grid_config
 from beatrice.pgir.controllers.stage import CONTROL_PRESETS
 from beatrice.selection.anatomy import ANATOMY_PRESETS
+from beatrice.selection.greedy import OPTIMISM, SELECT
 from beatrice.selection.sweep import SWEEP_PRESETS
 
 SECTIONS = {
@@ -148,11 +149,32 @@ def test_sizes_of_a_grid_change_by_themselves(preset):
     )
     longer = config.resized(epochs=90, learning_rate=0.5)
     assert (longer.train.max_epochs, longer.train.learning_rate) == (90, 0.5)
-    stays = config.train.lr_patience >= config.train.max_epochs
-    assert longer.train.lr_patience == (90 if stays else config.train.lr_patience)
+    assert longer.train.lr_patience == config.train.lr_patience
     assert config.resized() == config
     with pytest.raises(ValueError, match="n_seeds must be at least 1"):
         config.resized(seeds=0)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_line_makes_one_section_whatever_was_typed_before(preset):
+    config = GRID_PRESETS[preset]
+    for line in (SizeOptions(epochs=1), SizeOptions(width=5), SizeOptions(width=128)):
+        once = line.change(config, preset)
+        others = SizeOptions(epochs=once.train.max_epochs, width=3)
+        assert line.change(once, preset) == once
+        again = line.change(others.change(config, preset), preset)
+        assert again.train == once.train
+        assert line.width is None or again.encoder == once.encoder
+    steady = config.linear_first()
+    assert steady.train.lr_patience is None
+    assert SizeOptions(epochs=90).change(steady, preset).train.lr_patience is None
+
+
+def test_an_old_sections_rate_that_stayed_is_a_number():
+    old = as_json(GRID_PRESETS["few"])
+    old["train"]["lr_patience"] = 12
+    section = decode_section(old, GridConfig, "train")
+    assert section.linear_first().train.lr_patience == 12
 
 
 def test_a_stages_sizes_are_open_until_its_outputs_are_there(run):
@@ -176,6 +198,16 @@ def test_a_stages_sizes_are_open_until_its_outputs_are_there(run):
     # No result depends on the memory for which it is planned.
     planned = TRAIN.settle(run, lambda c: dataclasses.replace(c, device_memory=9))
     assert planned.device_memory == 9
+
+
+def test_sizes_of_heads_are_open_until_heads_are_there(run):
+    for n in (3, 5):
+        settled = SELECT.settle(run, lambda config, n=n: config.resized(epochs=n))
+        assert settled.train.max_epochs == n
+    assert OPTIMISM.identity(settled) != OPTIMISM.identity(settled.resized(epochs=3))
+    run.selection.mkdir()
+    with pytest.raises(ValueError, match="max_epochs=7.*, or delete .*selection"):
+        SELECT.settle(run, lambda config: config.resized(epochs=7))
 
 
 def test_the_runs_seed_takes_the_place_of_the_protocols(run):

@@ -15,7 +15,7 @@ from beatrice.extract.run.rows import ResultRow, Subject
 from beatrice.extract.store.store import FeatureStore, read_family
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
 from beatrice.jaxprobe.families import ANSWER, FAMILIES, LETTERS, SPANS
-from beatrice.jaxprobe.linear import block_scale, fit_linear
+from beatrice.jaxprobe.linear import fit_linear, score_blocks
 from beatrice.jaxprobe.metrics import BootstrapConfig, paired_strata
 from beatrice.jaxprobe.rows import Rows
 
@@ -53,38 +53,19 @@ def perplexity_scores(store: FeatureStore) -> np.ndarray:
     )
 
 
-def standardise(features: np.ndarray, train: np.ndarray) -> None:
-    """Scale a block of features in place, see `block_scale`.
-
-    Args:
-      features: `[n_rows, n_features]` float.
-      train: `[n_train]` indices.
-    """
-    mean, scale = block_scale(features[train])
-    features -= mean
-    features /= scale
-
-
 def linear_scores(blocks: Sequence[np.ndarray], rows: Rows) -> tuple[np.ndarray, float]:
-    """Fit on the training rows of a setting, and score all.
+    """Fit on the training rows of a setting, and score all, see `score_blocks`.
 
     Args:
-      blocks: `[n_rows, n_features]` of every row, side by side in one regression; each
-        is scaled by itself, see `standardise`.
+      blocks: `[n_rows, n_features]` of every row.
       rows: what the rows are.
 
     Returns:
       `[1, n_rows]` log-odds, and the inverse penalty that validation chose.
     """
     train, valid = rows.where("train"), rows.where("validation")
-    features = np.concatenate(blocks, axis=1)
-    edges = np.cumsum([block.shape[1] for block in blocks])
-    for block in np.split(features, edges[:-1], axis=1):
-        standardise(block, train)
-    fit, _ = fit_linear(
-        features[train], rows.labels[train], features[valid], rows.labels[valid]
-    )
-    return fit.decision_function(features)[None].astype(np.float64), fit.C
+    scores, penalty = score_blocks(blocks, rows.labels, train, valid)
+    return scores[None], penalty
 
 
 def chosen_row(

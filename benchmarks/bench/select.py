@@ -158,7 +158,8 @@ def fit_head(
         best = max(best, auroc)
         if epochs_since_best >= config.patience:
             break
-        if epochs_since_best and epochs_since_best % config.lr_patience == 0:
+        lr_patience = config.lr_patience or config.max_epochs + 1
+        if epochs_since_best and epochs_since_best % lr_patience == 0:
             optimizer.param_groups[0]["lr"] *= 0.5
     return best
 

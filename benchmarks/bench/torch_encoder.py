@@ -23,7 +23,7 @@ from beatrice.benchmarks.bench.grid import made_up_features
 from beatrice.jaxprobe.config import EncoderConfig
 from beatrice.jaxprobe.families import FamilyDims, Features
 from beatrice.jaxprobe.grid import Member
-from beatrice.jaxprobe.memory import Workload, families_of
+from beatrice.jaxprobe.memory import Workload
 
 Arrays = Mapping[str, np.ndarray]
 Weights = dict[str, torch.Tensor]
@@ -75,8 +75,8 @@ class Stack:
         self.widths = [most for _, most in workload.spans]
         self.members = [Member(*member) for member in weights]
         readers = {
-            f: [i for i, member in enumerate(self.members) if f in families_of(member)]
-            for f in range(workload.dims.n_families)
+            f: [i for i, (subset, _) in enumerate(self.members) if reads[subset]]
+            for f, reads in enumerate(workload.dims.subset_masks.T)
         }
         self.readers = {f: torch.tensor(rows) for f, rows in readers.items() if rows}
         seeds = sorted({member.seed for member in self.members})

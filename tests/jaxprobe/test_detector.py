@@ -238,6 +238,7 @@ def test_stored_answers_are_scored_beside_the_closed_book_ones_of_their_question
     with pytest.raises(ValueError, match="'q0' has no closed-book answer"):
         stores["closed_book"] = stored("closed_book", context[1:])
         score_store(detector, "with_context", stores, layer=None)
+    score_store(detector, "with_context", stores, layer=None, examples=some)
 
 
 def test_detector_says_what_is_missing(pair):

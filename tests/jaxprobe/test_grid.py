@@ -7,9 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from beatrice.jaxprobe.config import EncoderConfig, TrainConfig
+from beatrice.jaxprobe.config import (
+    EncoderConfig,
+    GridConfig,
+    StreamConfig,
+    TrainConfig,
+)
 from beatrice.jaxprobe.encoder import Encoder
 from beatrice.jaxprobe.families import (
+    FLOATS,
     SUBSETS,
     Features,
     paper_dims,
@@ -30,6 +36,7 @@ from beatrice.jaxprobe.grid import (
     member_outputs,
     train_block,
 )
+from beatrice.jaxprobe.memory import Sizes
 from beatrice.jaxprobe.rows import rows_at_once
 from beatrice.jaxprobe.tokens import all_but, keep_spans, split_families
 from tests.jaxprobe.samples import assert_same_leaves
@@ -153,7 +160,7 @@ def test_eight_devices_train_what_one_does(alone, tmp_path):
     words = ("-m", "tests.jaxprobe.test_grid", tmp_path / "out.npz")
     run_line(sys.executable, *words, XLA_FLAGS=flags)
     with np.load(tmp_path / "out.npz") as arrays:
-        assert arrays["n_devices"] == 8
+        assert arrays["n_devices"].tolist() == [8, 1]  # in memory, and streamed
         check_same(arrays, alone)
 
 
@@ -165,6 +172,12 @@ def test_one_device_trains_blocks_one_by_one():
         )
     )
     assert [t.members for t in trained] == [block.members for block in blocks]
+
+
+def planned_devices(stream):
+    where, lengths = (np.arange(4), np.arange(4, 6)), np.ones((6, 1), int)
+    config = GridConfig(stream=stream)
+    return Sizes.of(config, DIMS, lengths, where, FLOATS).n_devices
 
 
 def train_on_mesh(out):
@@ -179,7 +192,7 @@ def train_on_mesh(out):
     leaves = {f"w{i}": x for i, x in enumerate(jax.tree.leaves(trained.params))}
     np.savez(
         out,
-        n_devices=jax.device_count(),
+        n_devices=[planned_devices(stream) for stream in (None, StreamConfig())],
         members=np.asarray(trained.members),
         valid_auroc=trained.info.valid_auroc,
         n_epochs=trained.info.n_epochs,

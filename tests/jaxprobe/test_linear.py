@@ -18,6 +18,7 @@ from beatrice.jaxprobe.grid import (
     fit_blocks,
     labelled,
     member_outputs,
+    n_stopped_by_review,
 )
 from beatrice.jaxprobe.linear import (
     Pooled,
@@ -29,6 +30,7 @@ from beatrice.jaxprobe.linear import (
     save_linear,
     with_linear_parts,
 )
+from beatrice.jaxprobe.loop import FitInfo
 from beatrice.jaxprobe.metrics import auroc, auroc_gain
 from beatrice.jaxprobe.tokens import split_families
 from tests.jaxprobe.samples import assert_same_leaves
@@ -136,6 +138,16 @@ def test_a_family_that_is_not_read_has_no_weight(rows):
         assert not np.delete(kernel, subset, axis=0).any()
 
 
+def chance_gain(linear, labels, n_errors):
+    """What to add for a gain of just some standard errors."""
+
+    def errors(weight):
+        gain, error = auroc_gain(linear + weight * labels, linear, labels)
+        return gain / (error or np.inf)
+
+    return next(w for w in np.geomspace(1e-3, 1, 200) if errors(w) > n_errors) * labels
+
+
 def test_a_network_that_gains_nothing_is_silenced_and_one_that_gains_is_not(rows):
     grid, subset = grid_of(rows, "R"), subset_index("R")
     still = dataclasses.replace(TRAIN, max_epochs=1)
@@ -143,12 +155,7 @@ def test_a_network_that_gains_nothing_is_silenced_and_one_that_gains_is_not(rows
     tokens, labels = rows[1]
     linear = grid.valid[subset]
     noise = 0.05 * np.random.default_rng(0).standard_normal(len(labels))
-
-    def errors(weight):
-        gain, error = auroc_gain(linear + weight * labels, linear, labels)
-        return gain / (error or np.inf)
-
-    chance = next(w for w in np.geomspace(1e-3, 1, 200) if errors(w) > 2.5) * labels
+    chance = chance_gain(linear, labels, 2.5)
     for added, is_silent in ((noise, True), (chance, True), (3.0 * labels, False)):
         result = drop_networks_without_gain(member, linear[None] + added, grid, labels)
         assert is_silent == (not result.params["params"]["mlp_out"]["kernel"].any())
@@ -158,6 +165,13 @@ def test_a_network_that_gains_nothing_is_silenced_and_one_that_gains_is_not(rows
             np.testing.assert_allclose(output, grid.valid[subset], atol=1e-4)
             expected = auroc(grid.valid[subset], labels).value
             assert result.info.best_auroc[0] == pytest.approx(expected)
+    doubled = grid._replace(valid=np.tile(grid.valid, 2))  # two wordings a question
+    questions = np.tile(np.arange(len(labels)), 2)
+    logits = np.tile(linear + chance, 2)[None]
+    again = drop_networks_without_gain(
+        member, logits, doubled, np.tile(labels, 2), questions
+    )
+    assert n_networks_kept(again) == 0
 
 
 def test_networks_without_a_gain_are_stopped_for_good_and_no_other(rows):
@@ -168,15 +182,27 @@ def test_networks_without_a_gain_are_stopped_for_good_and_no_other(rows):
     block = BlockArrays.of(Block((subset,), (0,)), len(SUBSETS[0]))
     learner = block_learner(block, tokens, encoder=ENCODER, config=TRAIN)
     group = labelled(tokens, labels, offsets=grid.valid)
-    for added, is_stopped in ((noise, True), (3.0 * labels, False)):
+    # In two groups, and every row of the second is another wording of the first's.
+    group = group._replace(questions=np.arange(len(labels)))
+    for added, is_stopped in (
+        (noise, True),
+        (chance_gain(linear, labels, 1.2), True),
+        (3.0 * labels, False),
+    ):
 
         def logits(state, group, added=added):
             return (linear + added)[None, None]
 
         state = _stopped_without_gain(
-            learner.start(), block, [group], logits, TRAIN.patience
+            learner.start(), block, iter([group, group]), logits, TRAIN.patience
         )
         assert bool(state.is_active(TRAIN).all()) == (not is_stopped)
+
+
+def test_networks_that_lost_patience_by_themselves_were_not_stopped_by_the_review():
+    best, last = np.array([2, 5, 7, 5]), np.array([8, 8, 8, 11])
+    info = FitInfo(*[None] * 3, best_epoch=best, n_epochs=last, learning_rate=None)
+    assert n_stopped_by_review(info, 8, dataclasses.replace(TRAIN, patience=5)) == 2
 
 
 def test_the_network_finds_what_no_weight_on_pooled_signals_can():
@@ -222,6 +248,24 @@ def test_two_wordings_of_a_question_do_not_tell_on_each_other(rows):
     leaking = grid_of(parts, "HPRA").train[subset]
     assert auroc(leaking, parts[0][1]).value > 0.65
     assert abs(auroc(apart, parts[0][1]).value - 0.5) < 0.15
+
+
+@pytest.mark.parametrize("right", [[0, 5], [3, 7, 8]])
+def test_a_few_right_answers_are_in_several_folds_and_one_is_too_few(rows, right):
+    n, questions = 12, np.arange(12)
+    train = pooled(*rows[0])
+    few = Pooled(tuple(x[:n] for x in train.families), np.isin(questions, right))
+    subset, valid = subset_index("P"), pooled(*rows[1])
+    for _, unseen in (
+        fit_ridge(few, questions),
+        (None, fit_linear_parts(few, valid, questions, [subset]).train[subset]),
+    ):
+        assert np.isfinite(unseen).all() and unseen.any()
+    of_one = few._replace(labels=questions == 3)
+    for fit in (fit_ridge, lambda *x: fit_linear_parts(x[0], valid, x[1], [subset])):
+        with pytest.raises(ValueError, match="1 training questions .* more questions"):
+            fit(of_one, questions)
+        fit(few._replace(labels=questions % 2 == 0), questions // 3)  # four questions
 
 
 def test_saved_parts_are_read_back_under_their_own_key_and_for_their_subsets_alone(

@@ -1,5 +1,7 @@
 """The loop of training, and the checkpoints that it leaves and finds."""
 
+import dataclasses
+import os
 from typing import NamedTuple
 
 import jax
@@ -79,6 +81,8 @@ def test_training_stops_early_and_halves_the_rate():
     assert info.valid_auroc[best] == np.nanmax(info.valid_auroc) == info.best_auroc
     value = masked_auroc(ROWS @ params["w"], LABELS, jnp.ones(150))
     assert float(value) == pytest.approx(float(info.best_auroc), abs=1e-6)
+    _, steady = logistic(dataclasses.replace(config, lr_patience=None))
+    assert steady.learning_rate == np.float32(0.1)
 
 
 def test_microbatches_add_up_to_the_gradient_of_the_batch():
@@ -188,6 +192,22 @@ def test_parts_come_back_under_their_key_alone_and_a_damaged_one_is_missing(tmp_
         path.write_bytes(whole)
     cache.clear()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_writer_on_another_machine_may_have_the_same_process_id(tmp_path):
+    beside = tmp_path / f".linear.safetensors.{os.getpid()}.tmp"
+    beside.write_bytes(b"half of a part")
+    Cache(tmp_path, "data").save("linear", {"x": np.zeros(3)})
+    assert beside.read_bytes() == b"half of a part"
+
+
+def test_a_checkpoint_is_saved_under_its_key_while_it_is_whole(tmp_path):
+    assert not checkpoint.is_saved(tmp_path / "x", "a")
+    checkpoint.save(tmp_path / "x", TREE, {"key": "a"})
+    assert checkpoint.is_saved(tmp_path / "x", "a")
+    assert not checkpoint.is_saved(tmp_path / "x", "b")
+    flip_bit(next((tmp_path / "x" / checkpoint.ARRAYS).rglob("manifest.ocdbt")), 9)
+    assert not checkpoint.is_saved(tmp_path / "x", "a")
 
 
 def test_without_a_folder_nothing_is_kept(tmp_path, monkeypatch):

@@ -42,6 +42,7 @@ SIZES = Sizes(
     widths=(40, 16),
     n_train=2048,
     n_valid=512,
+    valid_widths=(40, 16),
     device_dtypes=FLOATS,
 )
 
@@ -99,6 +100,12 @@ def test_without_an_accelerator_a_block_is_half_a_seeds_subsets():
     assert plan.config(SIZES.train) is SIZES.train
 
 
+def test_several_devices_share_a_block():
+    plan = choose(dataclasses.replace(SIZES, n_devices=4))
+    assert plan == Plan(n_subsets=4, n_seeds=3, n_devices=4)
+    assert plan.blocks(grid_members(3, 15)) == (Block(tuple(range(15)), (0, 1, 2)),)
+
+
 def test_blocks_hold_every_member_once_and_no_more_than_planned():
     members = [
         m for m in grid_members(3, 15) if m != Member(4, 1)
@@ -107,6 +114,13 @@ def test_blocks_hold_every_member_once_and_no_more_than_planned():
     assert sorted(m for b in blocks for m in b.members) == sorted(members)
     assert all(len(b.subsets) <= 8 and len(b.seeds) <= 2 for b in blocks)
     assert Block(tuple(range(8)), (0, 2)) in blocks
+
+
+def test_the_widths_of_validation_rows_count_where_they_are_scored():
+    small = dataclasses.replace(SIZES, n_train=16, n_valid=16)
+    wide = dataclasses.replace(small, valid_widths=(400, 160))
+    narrow, wider = (compiled_step(x, 1, 1, 16)[0].temporaries for x in (small, wide))
+    assert wider > 5 * narrow
 
 
 def test_what_does_not_fit_is_halved_rows_first_and_then_members():
@@ -130,6 +144,7 @@ def test_one_row_of_one_member_that_does_not_fit_is_named_in_a_sentence():
         dims=paper_dims(hidden=6, prob=5, resid=4, attn=3),
         train=TrainConfig(batch_size=2, n_microbatches=1, n_seeds=1),
         widths=(4,),
+        valid_widths=(4,),
         n_train=4,
         n_valid=4,
     )
@@ -145,23 +160,27 @@ def test_rows_that_do_not_fit_are_named_in_a_sentence():
 
 def test_two_groups_of_a_stream_and_all_groups_in_memory_are_counted():
     dims, lengths = SIZES.dims, np.tile([40, 16], (5000, 1))
+    lengths[4000:] = [96, 8]
     where = np.split(np.arange(5000), [4000])
     held = Sizes.of(GridConfig(), dims, lengths, where, FLOATS)
-    assert (held.n_train, held.n_valid, held.widths) == (4000, 1000, (40, 16))
-    assert held.resident == rows_bytes(held, 1000)
+    assert (held.n_train, held.n_valid) == (4000, 1000)
+    assert (held.widths, held.valid_widths) == ((40, 16), (96, 8))
+    assert held.resident == rows_bytes(held, 1000, held.valid_widths)
+    lengths[4000:] = [40, 16]
     config = GridConfig(stream=StreamConfig())
     streamed = Sizes.of(config, dims, lengths, where, FLOATS)
     assert streamed.n_train == 2048
     assert streamed.resident == rows_bytes(streamed, 2048)
-    # A token is 4,741 float32, a row 56 tokens; then its masks, label, weight, offsets.
-    assert rows_bytes(held, 1) == 56 * 4741 * 4 + 56 + 2 * 4 + 15 * 4
+    # A token is 4,741 float32, a row 56 tokens; then its masks, label, weight,
+    # question and offsets.
+    assert rows_bytes(held, 1) == 56 * 4741 * 4 + 56 + 3 * 4 + 15 * 4
 
 
 @pytest.mark.parametrize(("dtype", "token"), [("bfloat16", 8192), ("int8", 4096 + 4)])
 def test_rows_are_counted_in_the_width_in_which_they_are_held(dtype, token):
     sizes = dataclasses.replace(SIZES, device_dtypes=(dtype, *FLOATS[1:]))
     each = rows_bytes(sizes, 2) - rows_bytes(sizes, 1)
-    assert each == 56 * (token + 645 * 4) + 56 + 2 * 4 + 15 * 4
+    assert each == 56 * (token + 645 * 4) + 56 + 3 * 4 + 15 * 4
     # Beside the rows lie the mean and deviation of every channel.
     assert rows_bytes(sizes, 1) - each == 2 * 4 * 4096
     narrow, wide = (compiled_step(x, 1, 1, 16)[0] for x in (sizes, SIZES))

@@ -191,6 +191,31 @@ def test_the_standard_error_of_a_gain_is_that_of_a_bootstrap_of_both_classes():
     assert auroc_gain(scores, scores, labels) == (0.0, 0.0)
 
 
+def test_rows_of_one_question_count_as_the_bootstrap_of_questions_counts_them():
+    rng = np.random.default_rng(1)
+    questions = np.repeat(np.arange(200), 2)
+    labels = np.repeat(rng.random(200) < 0.4, 2) ^ (rng.random(400) < 0.1)
+    signal = labels + np.repeat(rng.standard_normal(200), 2)
+    pair = (signal + a * rng.standard_normal(400) for a in (0.3, 0.9))
+    scores, others = (x.astype(np.float32) for x in pair)
+    weights = weights_of(questions, n_resamples=2000)
+    draws = [weighted_metrics(x, labels, weights)["auroc"] for x in (scores, others)]
+    error = auroc_gain(scores, others, labels, questions)[1]
+    assert error == pytest.approx(np.std(draws[0] - draws[1]), rel=0.1)
+
+
+def test_rows_that_come_twice_are_no_new_evidence():
+    rng = np.random.default_rng(0)
+    labels = np.arange(100) < 20
+    scores, others = labels + rng.standard_normal((2, 100))
+    order = rng.permutation(200)
+    twice = [np.tile(x, 2)[order] for x in (scores, others, labels, np.arange(100))]
+    gain = auroc_gain(scores, others, labels)
+    assert auroc_gain(*twice) == pytest.approx(gain)
+    interval = auroc_interval(scores, labels)
+    assert auroc_interval(twice[0], *twice[2:]) == pytest.approx(interval)
+
+
 @pytest.mark.parametrize("n_right", [2, 10, 100])
 def test_an_interval_of_auroc_covers_with_two_right_answers_too(n_right):
     """Two normal classes of AUROC .8, whose interval shall hold it 19 times of 20."""

@@ -60,6 +60,19 @@ def test_a_moved_family_lies_outside_and_the_others_do_not(scope):
     assert (share[:, [0, 1, 3]] > scope.limits[[0, 1, 3]]).mean() < 0.1
 
 
+def test_limits_are_those_of_all_long_answers_of_which_few_are_read_at_once():
+    rows, every, n_read = np.arange(900), normal_features(np.arange(900)), []
+
+    def read(rows):
+        n_read.append(len(rows))
+        return Features(*(tuple(x[rows] for x in part) for part in every))
+
+    scope = fit_scope(read, DIMS, np.full(900, 600), rows[:500], rows[500:])
+    assert sum(n_read) > 400 and max(n_read) * 600 <= 2**14
+    share = share_outside(read(rows[500:]), DIMS, *scope[:2])
+    np.testing.assert_allclose(scope.limits, np.quantile(share, 0.999, axis=0))
+
+
 def test_a_value_that_is_no_number_lies_outside(scope):
     features = normal_features(np.arange(1))
     features.tokens[1][0, 0, DIMS.slices[1]] = np.nan

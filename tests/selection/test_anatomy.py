@@ -96,22 +96,23 @@ def test_a_family_that_decides_and_one_that_corrects_at_the_boundary_are_told_ap
 def test_the_boundarys_cells_hold_every_answer_however_far_it_lies(reach, width):
     rest = reach * np.linspace(-1, 1, 50)[None]
     added = np.where(np.arange(50) % 2, 0.3, -0.3)[None] * (reach > 0)
-    rows = boundary(
-        SimpleNamespace(
-            rows=SimpleNamespace(where=lambda split: np.arange(50)),
-            judged=np.arange(50),
-            queried=("P",),
-            set_fields=lambda *_: SET_FIELDS,
-            intact=lambda name: rest + added,
-            without=lambda name, letter: rest,
-        )
+    deployed = SimpleNamespace(
+        rows=SimpleNamespace(where=lambda split: np.arange(50)),
+        judged=np.arange(50),
+        queried=("P",),
+        set_fields=lambda *_: SET_FIELDS,
+        intact=lambda name: rest + added,
+        without=lambda name, letter: rest,
     )
+    rows = boundary(deployed)
     assert sum(row.value for row in rows) == 50
     flips = sum(row.value for row in rows if row.metric == "flips")
     assert flips == ((rest > 0) != (rest + added > 0)).sum()
     assert {row.bin_width for row in rows} == {width}
     farthest = max(abs(row.bin_x) for row in rows)
     assert abs(farthest - reach) <= width / 2
+    deployed.rows.where = lambda split: np.arange(0)  # no labelled test row
+    assert boundary(deployed) == []
 
 
 def test_a_family_that_adds_nothing_flips_nothing_and_its_precision_is_undefined():

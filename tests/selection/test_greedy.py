@@ -11,6 +11,7 @@ from beatrice.jaxprobe.encoder import MemberOutputs
 from beatrice.jaxprobe.families import N_SUBSETS
 from beatrice.jaxprobe.fusion import PoolOutputs, head_inputs, pool_outputs, train_heads
 from beatrice.selection.greedy import (
+    _gap_rows,
     fused_probability,
     gaps,
     halves,
@@ -124,6 +125,7 @@ def test_outputs_of_two_passes_give_every_branch_its_selection():
     }
     config = SelectConfig(head=FUSION, train=TRAIN, margin=0.01)
     pools = {s: pool_of(outputs, rows, s, N_SEEDS) for s in rows}
+    assert len(np.unique(pools["with_context"].valid.questions)) == n // 3
     result = select_heads(pools, config)
     # With context the pool is the pass's three encoders, then the closed-book ones.
     assert {branch: greedy.members for branch, greedy in result.items()} == {
@@ -208,3 +210,20 @@ def test_the_best_of_fifteen_noises_is_too_good_where_it_was_chosen():
     )
     assert champion > 0.05  # noise: best of 15 on 80 rows, s.e. .065 each
     assert abs(control) < 0.05
+
+
+def test_a_half_that_tells_nothing_is_left_out_of_the_gap_and_counted():
+    rows = rows_of(40)
+    split = halves(rows, 0, 7)
+    unranked = gaps(pool_of_noise(rows, -9.0), CONFIG.resized(epochs=0), *split)
+    assert np.isnan(unranked["champion"]) and np.isfinite(unranked["early_fusion"])
+    rows.labels[split[0]] = True
+    of_one_class = gaps(pool_of_noise(rows, 1.0), CONFIG, *split)
+    assert all(np.isnan(x) for x in of_one_class.values())
+    every = {
+        "champion": np.array([0.1, np.nan, 0.3]),
+        "early_fusion": np.full(2, np.nan),
+    }
+    some, none = _gap_rows(every, rows, 5)
+    assert some.value == pytest.approx(0.2) and "1 of 3 splits" in some.reason
+    assert none.value is None and "2 of 2 splits" in none.reason

@@ -32,7 +32,6 @@ from beatrice.benchmarks.baselines.plain import (
     pooled_signals,
     probe_scores,
     rows_at_equal_length,
-    standardise,
 )
 from beatrice.benchmarks.results.evaluate import annotated_rows
 from beatrice.benchmarks.results.names import AT_EQUAL_LENGTH, probe
@@ -41,7 +40,7 @@ from beatrice.extract.generate.prompts import PromptConfig
 from beatrice.extract.records import Passage
 from beatrice.extract.run.rows import Subject
 from beatrice.jaxprobe.evaluation import Scored
-from beatrice.jaxprobe.linear import INVERSE_PENALTIES
+from beatrice.jaxprobe.linear import INVERSE_PENALTIES, block_scale
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from tests.benchmarks.baselines.planted import memory_store
 from tests.benchmarks.baselines.test_probes import (
@@ -196,7 +195,8 @@ def test_the_majority_ranks_nothing():
 
 def test_standardised_features_have_variance_one_together():
     features = np.random.default_rng(0).normal(3, [1, 5, 0, 9], (50, 4))
-    standardise(features, np.arange(40))
+    mean, scale = block_scale(features[:40])
+    features = (features - mean) / scale
     np.testing.assert_allclose(features[:40].mean(axis=0), 0, atol=1e-12)
     assert features[:40].var(axis=0).sum() == pytest.approx(3 / 4)  # one is constant
 
