@@ -202,9 +202,8 @@ class Streamed:
     config: StreamConfig  # how the rows are parted
     # `[n_subsets, n]`, see `Labelled`; None for zeros.
     offsets: np.ndarray | None = None
-    questions: np.ndarray | None = (
-        None  # `[n]` numbers; None where each row has its own
-    )
+    # `[n]` numbers, equal for rows of one question; None where each row has its own.
+    questions: np.ndarray | None = None
 
     def groups(self, *seed: int) -> Iterator[Labelled]:
         """Yield an epoch's groups with their signals, read one ahead."""
