@@ -428,11 +428,14 @@ def load_tokenizer_only(
     config = run.section("backbone", BackboneConfig)
     outline = load_outline(config.path)
     check(config.model, outline)
-    defaults = Defaults.from_pretrained(unpacked(config.path))
+    try:
+        defaults = Defaults.from_pretrained(unpacked(config.path))
+    except OSError:  # no such file; the defaults are the config's
+        defaults = outline.model.generation_config
     model = TokenizerOnly(
         outline.tokenizer, max_length=window_of(outline.config), name=config.model
     )
-    return model, stop_ids_of(defaults.eos_token_id, config.model)
+    return model, stop_ids_of(defaults, outline.config, config.model)
 
 
 def answer_with(run: RunDir, engine: Engine, progress: Progress) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import math
+import shutil
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import click
 import pytest
 
 from beatrice.doctor import look_at_server
+from beatrice.extract.backbone.loading import load_backbone
 from beatrice.extract.backbone.names import WEIGHTS
 from beatrice.extract.commands import open_generator
 from beatrice.extract.generate.answers import (
@@ -27,6 +29,7 @@ from beatrice.extract.generate.generator import (
     reply_key,
     tokenizer_identity,
 )
+from beatrice.extract.generate.local import stop_ids
 from beatrice.extract.generate.options import BackendOptions, ServerOptions
 from beatrice.extract.generate.prompts import (
     ANSWER_PRESETS,
@@ -424,6 +427,14 @@ def test_a_local_backend_is_loaded_as_its_device_wants():
     half = dataclasses.replace(local, model_dtype="bfloat16")
     with open_generator("embedded", half) as generator:
         assert generator.identity["dtype"] == "bfloat16"
+
+
+def test_a_checkpoint_without_generation_defaults_ends_where_its_config_says(tmp_path):
+    model = shutil.copytree(WEIGHTS, tmp_path / "model")
+    (model / "generation_config.json").unlink()
+    with RunDir.open(tmp_path / "run", smoke(model)) as run:
+        _, stops = load_tokenizer_only(run)
+    assert stops == stop_ids(load_backbone(model)) == (2,)
 
 
 def test_a_server_of_the_runs_backbone_has_its_tokenizer_in_the_keys(tmp_path):
