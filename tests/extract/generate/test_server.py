@@ -114,13 +114,19 @@ def test_a_plain_server_gets_text_and_standard_fields_only(client, server, local
         texts(client(dialect="openai"), [prompt], sampling)
 
 
-@pytest.mark.parametrize("status", [429, 500, 503, 408])
+@pytest.mark.parametrize("status", [429, 500, 503, 408, b'{"id": "1', b"", b'"\xff"'])
 def test_a_failure_of_the_server_is_tried_again(client, server, status):
     server.failures = [status, status]
     prompt = GeneratorPrompt(text="Question: who? Answer:")
     (reply,) = texts(client(retries=2), [prompt])
     assert reply.text
     assert len(server.requests) == 3
+
+
+def test_a_reply_that_stays_cut_off_names_the_server(client, server):
+    server.failures = [b'{"id": "1']
+    with pytest.raises(ValueError, match=f"server {server.url}.*is no JSON: Unterm"):
+        texts(client(), [GeneratorPrompt(text="x")])
 
 
 UNIT_PRICES = {"price_prompt": 1e6, "price_new": 1e6}
@@ -169,7 +175,7 @@ def test_a_failure_that_stays_is_one_sentence_and_keeps_what_was_answered(
 
 def test_a_reply_of_another_protocol_is_one_sentence(client, server):
     server.choice = lambda answer, body, is_chat: {"hello": "world"}
-    with pytest.raises(ValueError, match="0 choices, expected 1"):
+    with pytest.raises(ValueError, match=f"{server.url}.* 0 choices, expected 1"):
         texts(client(), [GeneratorPrompt(text="Question: who? Answer:")])
 
 
