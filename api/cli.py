@@ -180,10 +180,10 @@ def _for_people(verb: str, command: click.Command) -> click.Command:
     def callback(**values: Any) -> Any:
         assert work is not None
         result = work(**values)
-        how = values.get("how") or values.get("work")
-        is_share = getattr(how, "shard", None) or find_share().world_size > 1
-        if after and not is_share and not getattr(how, "dry_run", False):
-            Progress().note(f"next: beatrice {after} {values['run_dir']}")
+        run_dir, is_share = values.get("run_dir"), find_share().world_size > 1
+        is_left = is_share or values.get("shard") or values.get("dry_run")
+        if after and run_dir and not is_left:
+            Progress().note(f"next: beatrice {after} {run_dir}")
         return result
 
     verb_command.callback = callback

@@ -139,7 +139,9 @@ def test_a_local_judge_that_cannot_judge_drops_everything_and_says_so(run_dir):
     (run_dir / "examples.jsonl").write_text(write_lines(examples))
     beatrice("answer", run_dir)
     n = len(answers_of(run_dir))
-    done = beatrice("label", run_dir, "--judge", WEIGHTS)
+    line = ("label", run_dir, "--judge", WEIGHTS)
+    assert "next:" not in beatrice(*line, "--dry-run").stderr
+    done = beatrice(*line)
     assert f"{3 * n} verdicts stayed unparsable" in done.stderr
     assert f"{6 * n} replies asked for again" in done.stderr
     assert labels_of(run_dir) == [None] * n
