@@ -60,7 +60,7 @@ from beatrice.extract.run.stages import Forecast, Stage, once
 from beatrice.extract.signals.sequence import first_read
 
 if TYPE_CHECKING:
-    from beatrice.extract.backbone.loading import Backbone, Outline
+    from beatrice.extract.backbone.loading import Outline
 
 
 def answer_files(
@@ -366,15 +366,12 @@ class Engine(NamedTuple):
     why_alone: str = "this engine writes texts alone"
 
 
-def open_local(
-    run: RunDir, config: AnswerConfig, check: Callable[["Backbone"], object]
-) -> Engine:
+def open_local(run: RunDir, config: AnswerConfig) -> Engine:
     """Load a run's backbone, to answer on this machine."""
     from beatrice.extract.backbone.loading import open_backbone
     from beatrice.extract.generate.local import TransformersGenerator
 
     backbone = open_backbone(run.section("backbone", BackboneConfig))
-    check(backbone)
     size = config.generation.tokens_per_batch
     return Engine(
         TransformersGenerator(backbone=backbone, tokens_per_batch=size), backbone

@@ -309,11 +309,6 @@ class Replies:
     n_new: int = 0  # texts that were generated and appended
     n_missing: int = 0  # texts that other workers have yet to generate
 
-    @classmethod
-    def open(cls, path: Path) -> "Replies":
-        """Open a file of replies; an unfinished last line is done again."""
-        return cls(journal=Journal.open(reply_files(path)))
-
     def generate(
         self,
         generator: Generator,

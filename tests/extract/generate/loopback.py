@@ -12,7 +12,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import msgspec
 
-from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
+from beatrice.extract.generate.generator import (
+    GeneratorPrompt,
+    Replies,
+    SamplingConfig,
+    reply_files,
+)
+from beatrice.extract.run.files import Journal
 
 
 class Numbers:
@@ -190,6 +196,10 @@ def served(generator):
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def open_replies(path):
+    return Replies(journal=Journal.open(reply_files(path)))
 
 
 GREEDY = SamplingConfig(max_new_tokens=10)

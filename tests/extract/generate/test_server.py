@@ -24,7 +24,6 @@ from beatrice.extract.generate.answers import (
 )
 from beatrice.extract.generate.generator import (
     GeneratorPrompt,
-    Replies,
     SamplingConfig,
     reply_key,
     tokenizer_identity,
@@ -44,7 +43,13 @@ from beatrice.extract.generate.server import (
 )
 from beatrice.extract.run.directory import RunDir, read_manifest
 from tests.extract.datasets import published as pub
-from tests.extract.generate.loopback import GREEDY, prompts_of, served, texts
+from tests.extract.generate.loopback import (
+    GREEDY,
+    open_replies,
+    prompts_of,
+    served,
+    texts,
+)
 from tests.extract.small_run import beatrice, questions, smoke
 
 
@@ -161,13 +166,13 @@ def test_a_failure_that_stays_is_one_sentence_and_keeps_what_was_answered(
 ):
     server.failures = []
     prompts = prompts_of(requests, 6)
-    replies = Replies.open(tmp_path / "r.jsonl")
+    replies = open_replies(tmp_path / "r.jsonl")
     generator = client(concurrency=1)
     replies.generate(generator, prompts[:3], GREEDY)
     server.failures = [500]
     with pytest.raises(ValueError, match="status 500: .*planned failure 500"):
         replies.generate(generator, prompts, GREEDY)
-    again = Replies.open(tmp_path / "r.jsonl")
+    again = open_replies(tmp_path / "r.jsonl")
     assert len(again.journal) == 3
     again.generate(generator, prompts, GREEDY)
     assert (again.n_reused, again.n_new) == (3, 3)
@@ -219,7 +224,7 @@ def test_the_spending_cap_stops_before_it_is_crossed_and_a_higher_one_continues(
     client, server, requests, tmp_path
 ):
     prompts = prompts_of(requests, 20)
-    replies = Replies.open(tmp_path / "r.jsonl")
+    replies = open_replies(tmp_path / "r.jsonl")
     capped = client(**UNIT_PRICES, max_cost=120.0, concurrency=4)
     with pytest.raises(SpendingCapReached, match="spending cap of 120"):
         replies.generate(capped, prompts, GREEDY)
@@ -228,7 +233,7 @@ def test_the_spending_cap_stops_before_it_is_crossed_and_a_higher_one_continues(
     assert capped.account.spent == pytest.approx(n_tokens)
     n_before = len(replies.journal)
     richer = client(**UNIT_PRICES, max_cost=10_000.0)
-    again = Replies.open(tmp_path / "r.jsonl")
+    again = open_replies(tmp_path / "r.jsonl")
     assert len(again.generate(richer, prompts, GREEDY)) == 20
     assert again.n_reused == n_before
     assert again.n_new == 20 - n_before
