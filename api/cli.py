@@ -35,7 +35,7 @@ from beatrice.extract.run.verbs import (
     FILE,
     RUN_DIR,
     RunOptions,
-    alone,
+    check_alone,
     given,
     load_stage,
     option,
@@ -599,7 +599,7 @@ def main(context: click.Context) -> None:
     """
     verb = context.invoked_subcommand
     if verb is not None and verb not in SHARED:
-        alone(verb, find_share())
+        check_alone(verb, find_share())
     # Progress of weight loading and the like is Transformers' own; ours is above.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -44,7 +44,7 @@ from beatrice.extract.run.verbs import (
     FILE,
     RUN_DIR,
     WorkOptions,
-    alone,
+    check_alone,
     do_or_forecast,
     given,
     option,
@@ -315,7 +315,7 @@ def answer(
         stage = answers.answer_stage(functools.cache(opener))
         do_or_forecast(run_dir, stage, work.dry_run, share=work.share)
         return
-    alone("answer --server", work.share)
+    check_alone("answer --server", work.share)
     with (
         RunDir.open(run_dir) as run,
         _open_backbone(run, "answer", backend) as (model, generator),
@@ -369,7 +369,7 @@ def sample(
     from beatrice.extract.generate import answers
 
     if backend.server is not None:
-        alone("sample --server", work.share)
+        check_alone("sample --server", work.share)
 
     def open_in(run: RunDir) -> Any:
         return _open_backbone(run, "sample", backend, log_probs=True)
@@ -408,7 +408,7 @@ def _do_asking(
     if backend.server is None:
         check_model_option(model, option)
     else:
-        alone(f"{line} --server", work.share)
+        check_alone(f"{line} --server", work.share)
     quiet()
 
     def open_in(run: RunDir) -> Any:
@@ -573,7 +573,7 @@ def label(
 
     progress = Progress()
     if model is None or how.audit:
-        alone("label without --judge, or with --audit,", work.share)
+        check_alone("label without --judge, or with --audit,", work.share)
     if model is not None:
         # Of a directory its name alone: rows are compared between machines.
         name = Path(model).name if Path(model).is_dir() else model
