@@ -176,8 +176,9 @@ class WrittenSignals(Mapping[str, WaitingSignals]):
             codes = file.get_slice(name)[start:stop]
             values[name] = codes.view(numpy_dtype(dtype)).astype(np.float32)
         # A file keeps the layers that were wanted when it was written.
-        slots = [about["hidden_layers"].index(layer) for layer in self.hidden_layers]
-        values["hidden"] = values["hidden"][:, slots]
+        if (there := about["hidden_layers"]) != list(self.hidden_layers):
+            slots = [there.index(layer) for layer in self.hidden_layers]
+            values["hidden"] = values["hidden"][:, slots]
         return WaitingSignals(**values)
 
 
