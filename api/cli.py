@@ -35,7 +35,7 @@ from beatrice.extract.run.verbs import (
     FILE,
     RUN_DIR,
     RunOptions,
-    alone,
+    check_alone,
     given,
     load_stage,
     option,
@@ -180,10 +180,10 @@ def _for_people(verb: str, command: click.Command) -> click.Command:
     def callback(**values: Any) -> Any:
         assert work is not None
         result = work(**values)
-        how = values.get("how") or values.get("work")
-        is_share = getattr(how, "shard", None) or find_share().world_size > 1
-        if after and not is_share and not getattr(how, "dry_run", False):
-            Progress().note(f"next: beatrice {after} {values['run_dir']}")
+        run_dir, is_share = values.get("run_dir"), find_share().world_size > 1
+        is_left = is_share or values.get("shard") or values.get("dry_run")
+        if after and run_dir and not is_left:
+            Progress().note(f"next: beatrice {after} {run_dir}")
         return result
 
     verb_command.callback = callback
@@ -599,7 +599,7 @@ def main(context: click.Context) -> None:
     """
     verb = context.invoked_subcommand
     if verb is not None and verb not in SHARED:
-        alone(verb, find_share())
+        check_alone(verb, find_share())
     # Progress of weight loading and the like is Transformers' own; ours is above.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

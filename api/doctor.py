@@ -261,7 +261,7 @@ def _look_at_run_device(device: str) -> Iterator[Finding]:
 def _look_at_store(run: RunDir, shapes: Shapes) -> Iterator[Finding]:
     """Compare what extraction will write with the free disk."""
     from beatrice.extract.signals.extract import EXTRACT_PRESETS
-    from beatrice.extract.store.spec import as_size, stored_bytes
+    from beatrice.extract.store.spec import stored_bytes
 
     config = run.settle("extract", EXTRACT_PRESETS, is_recorded=False)
     counts = _count_tokens(run, config.answer_span)
@@ -276,7 +276,7 @@ def _look_at_store(run: RunDir, shapes: Shapes) -> Iterator[Finding]:
     text = (
         f"the answers there have {counts['n_tokens']:,} tokens, "
         f"{counts['n_answer']:,} of them in answer spans; {config.describe()} "
-        f"take {as_size(needed)}; {as_size(free)} are free"
+        f"take {bytes_in_words(needed)}; {bytes_in_words(free)} are free"
         + ("" if fits else ", so keep less, or run elsewhere")
     )
     table = sizes_of_choices(shapes, config, **counts)
@@ -308,11 +308,7 @@ def sizes_of_choices(
       n_answer: of all answer spans.
     """
     from beatrice.extract.commands import STORED_TYPES
-    from beatrice.extract.store.spec import (
-        Spans,
-        as_size,
-        stored_bytes,
-    )
+    from beatrice.extract.store.spec import Spans, stored_bytes
 
     columns = list(itertools.product((None, (0,)), get_args(Spans)))
     heads = [
@@ -327,7 +323,7 @@ def sizes_of_choices(
                 config, hidden_layers=layers, hidden_spans=spans, dtype=dtype
             )
             sizes = stored_bytes(shapes, choice, n_tokens=n_tokens, n_answer=n_answer)
-            cells.append(as_size(sum(sizes.values())))
+            cells.append(bytes_in_words(sum(sizes.values())))
         lines.append(f"  {short:<4}" + "".join(f"{cell:>26}" for cell in cells))
     return "\n".join(lines)
 

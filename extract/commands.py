@@ -18,8 +18,6 @@ import click
 from beatrice.extract.backbone.names import (
     BackboneConfig,
     default_dtype,
-    model_path,
-    own_device,
 )
 from beatrice.extract.generate.generator import (
     MAX_SAMPLES,
@@ -46,7 +44,7 @@ from beatrice.extract.run.verbs import (
     FILE,
     RUN_DIR,
     WorkOptions,
-    alone,
+    check_alone,
     do_or_forecast,
     given,
     option,
@@ -135,9 +133,7 @@ def extract(run_dir: Path, storage: StorageOptions, work: WorkOptions) -> None:
 
     Example: torchrun --nproc-per-node 2 -m beatrice extract runs/demo
     """
-    from beatrice.extract.backbone.names import BackboneConfig
     from beatrice.extract.generate.options import check_backbone
-    from beatrice.extract.run.directory import RunDir
     from beatrice.extract.signals.extract import (
         EXTRACT,
         extract_stage,
@@ -206,20 +202,30 @@ def open_generator(
             raise ValueError("expected --server: this verb has no other backend")
         import torch
 
-        from beatrice.extract.backbone.loading import load_backbone
-        from beatrice.extract.generate.local import TransformersGenerator
-
-        device = own_device(options.device, torch.cuda.device_count())
-        dtype = options.model_dtype or default_dtype(options.device)
-        backbone = load_backbone(model_path(model), dtype=dtype, device=device)
-        yield TransformersGenerator(
-            backbone=backbone, tokens_per_batch=options.batch_tokens
+        config = BackboneConfig(
+            model=model,
+            dtype=default_dtype(options.device or "cpu"),
+            n_threads=torch.get_num_threads(),
         )
+        yield _load_generator(config, options)
         return
     from beatrice.extract.generate.server import ServedGenerator
 
     with ServedGenerator(model, options, **known) as generator:
         yield generator
+
+
+def _load_generator(config: BackboneConfig, options: BackendOptions) -> Generator:
+    """Load a model as its config says where the options do not."""
+    from beatrice.extract.backbone.loading import open_backbone
+    from beatrice.extract.generate.local import TransformersGenerator
+
+    chosen = {"device": options.device, "dtype": options.model_dtype}
+    fields: dict[str, Any] = {n: v for n, v in chosen.items() if v is not None}
+    return TransformersGenerator(
+        backbone=open_backbone(dataclasses.replace(config, **fields)),
+        tokens_per_batch=options.batch_tokens,
+    )
 
 
 def _paid_tokens(run: RunDir, stage: str) -> tuple[int, int]:
@@ -259,7 +265,11 @@ def _open_backbone(
     from beatrice.extract.generate import answers
 
     model, stop_ids = answers.load_tokenizer_only(run, require_readable)
-    name = backend.served_model or run.section("backbone", BackboneConfig).path
+    config = run.section("backbone", BackboneConfig)
+    if backend.server is None and isinstance(backend, BackendOptions):
+        yield model, _load_generator(config, backend)
+        return
+    name = backend.served_model or config.path
     known |= {"stop_ids": stop_ids, "tokenizer": model.tokenizer}
     paid = _paid_tokens(run, stage)
     with open_generator(name, backend, earlier=paid, **known) as generator:
@@ -305,7 +315,7 @@ def answer(
         stage = answers.answer_stage(functools.cache(opener))
         do_or_forecast(run_dir, stage, work.dry_run, share=work.share)
         return
-    alone("answer --server", work.share)
+    check_alone("answer --server", work.share)
     with (
         RunDir.open(run_dir) as run,
         _open_backbone(run, "answer", backend) as (model, generator),
@@ -359,7 +369,7 @@ def sample(
     from beatrice.extract.generate import answers
 
     if backend.server is not None:
-        alone("sample --server", work.share)
+        check_alone("sample --server", work.share)
 
     def open_in(run: RunDir) -> Any:
         return _open_backbone(run, "sample", backend, log_probs=True)
@@ -398,7 +408,7 @@ def _do_asking(
     if backend.server is None:
         check_model_option(model, option)
     else:
-        alone(f"{line} --server", work.share)
+        check_alone(f"{line} --server", work.share)
     quiet()
 
     def open_in(run: RunDir) -> Any:
@@ -563,7 +573,7 @@ def label(
 
     progress = Progress()
     if model is None or how.audit:
-        alone("label without --judge, or with --audit,", work.share)
+        check_alone("label without --judge, or with --audit,", work.share)
     if model is not None:
         # Of a directory its name alone: rows are compared between machines.
         name = Path(model).name if Path(model).is_dir() else model

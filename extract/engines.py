@@ -48,8 +48,9 @@ def open_readable(run: RunDir, config: AnswerConfig) -> Engine:
     """Load a run's backbone to answer, if its signals can be read afterwards."""
     from beatrice.extract.signals.reader import SignalReader
 
+    engine = open_local(run, config)
     # Hours of answers whose signals cannot be read would be in vain.
-    engine = open_local(run, config, lambda backbone: SignalReader(backbone, (0,)))
+    SignalReader(cast("Backbone", engine.model), (0,))
     return engine._replace(why_alone="")
 
 
@@ -62,7 +63,7 @@ def open_reading(run: RunDir, config: AnswerConfig) -> Engine:
     from beatrice.extract.signals.reader import SignalReader
     from beatrice.extract.signals.written import save_batch
 
-    engine = open_local(run, config, lambda backbone: None)
+    engine = open_local(run, config)
     extract = run.settle("extract", EXTRACT_PRESETS, is_recorded=False)
     reader = SignalReader.for_config(cast("Backbone", engine.model), extract)
     if (reason := check_decoding(reader)) is not None:

@@ -64,6 +64,15 @@ def is_safe_id(name: str) -> bool:
     return is_shown and len(name) <= MAX_ID and not _UNSAFE_PATH.search(name)
 
 
+def check_id(name: str) -> None:
+    """Check that an example may have an id, see `is_safe_id`."""
+    if not is_safe_id(name):
+        raise ValueError(
+            f"field 'id': {name[:80]!r} is empty, longer than {MAX_ID} characters, a "
+            "way to another folder, or cannot be shown; give another"
+        )
+
+
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 # No vocabulary is larger; whether an id is one of the model's is seen at its tokenizer.
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -121,11 +130,7 @@ class Example(Record, frozen=True, kw_only=True):
                 f"'.', '_' and '-', at most {MAX_NAME} characters, the first a letter, "
                 f"a digit or '_'; and none of {', '.join(ACROSS_SETS)}"
             )
-        if not is_safe_id(self.id):
-            raise ValueError(
-                f"field 'id': {self.id[:80]!r} is empty, longer than {MAX_ID} "
-                "characters, a way to another folder, or cannot be shown; give another"
-            )
+        check_id(self.id)
         if not any(gold.strip() for gold in self.golds):
             raise ValueError(
                 f"field 'golds': the question {self.id!r} has no gold answer; give at "

@@ -176,6 +176,8 @@ def test_a_verb_says_which_one_comes_next_and_nothing_when_quiet(small_run):
         done = beatrice("data", small_run, "--world", "--preset", "smoke", *quiet)
         assert all(word in done.stderr for word in words)
         assert bool(done.stderr) == (not quiet)
+    shown = beatrice("data", "--inspect", small_run / "examples.jsonl").stderr
+    assert "next:" not in shown
     assert not Progress.is_quiet  # what this process does next may speak
 
 

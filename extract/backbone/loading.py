@@ -34,7 +34,7 @@ from beatrice.extract.backbone.names import (
     own_device,
 )
 from beatrice.extract.records import Answer
-from beatrice.extract.run.console import no_foreign_bars
+from beatrice.extract.run.console import no_foreign_bars, quiet
 from beatrice.extract.run.files import (
     read_json,
     remembered,
@@ -523,13 +523,13 @@ def load_backbone(
     if dtype not in get_args(ModelDtype):
         choices = ", ".join(get_args(ModelDtype))
         raise ValueError(f"dtype: expected one of {choices}, found {dtype!r}")
-    name = str(path)
+    local = Path(path).expanduser()
+    name = str(local if local.exists() else path)
     check_name(name)
     check_device(device)
     if not device.startswith("cuda"):
         keep_freed_memory()
-    local = Path(name).expanduser()
-    source = str(local) if local.exists() else name
+    source = name
     if local.is_file():  # GGUF, which few need
         from beatrice.extract.backbone.gguf import unpacked
 
@@ -582,10 +582,6 @@ def require_known_tokens(answers: Iterable[Answer], backbone: Backbone) -> None:
 
 def open_backbone(config: BackboneConfig) -> Backbone:
     """Load a run's backbone with the run's number of threads."""
-    from beatrice.extract.run.console import (  # scoring has no need of it
-        quiet,
-    )
-
     quiet()
     torch.set_num_threads(config.n_threads)
     device = own_device(config.device, torch.cuda.device_count())

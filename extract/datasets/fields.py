@@ -385,6 +385,7 @@ class Question:
     question: str
     golds: tuple[str, ...]  # accepted answers as published, each once; at least one
     passages: tuple[Passage, ...] = ()  # in file order; `is_supporting`: the gold ones
+    rewritten: tuple[Passage, ...] = ()  # all of them in other words
     documents: tuple[Document, ...] = ()  # evidence on the side
     # What else is worth keeping (JSON values only).
     meta: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -400,20 +401,29 @@ class Question:
         supporting = tuple(p for p in self.passages if p.is_supporting)
         return supporting[:1] if context == "first" else supporting
 
+    @property
+    def example_id(self) -> str:
+        """What its example is called, unlike those of all sets."""
+        return f"{self.dataset}-{self.id}"
+
     def as_example(self, split: Split, passages: tuple[Passage, ...]) -> Example:
-        """Return the example of a split, with the passages chosen as its context."""
+        """Return the example of a split, with the passages chosen as its context.
+
+        It keeps their rewriting where they are all of the question's.
+        """
         if self.id is None or self.dataset is None:
             raise ValueError(
                 f"the question {self.question[:60]!r} has no id or no dataset yet; "
                 "read it through `open_dataset`"
             )
         return Example(
-            id=f"{self.dataset}-{self.id}",
+            id=self.example_id,
             dataset=self.dataset,
             split=split,
             question=self.question,
             golds=self.golds,
             passages=passages,
+            rewritten=self.rewritten if passages == self.passages else (),
             meta=self.meta,
         )
 

@@ -33,7 +33,7 @@ from beatrice.extract.datasets.readers import (
 )
 from beatrice.extract.datasets.rows import FileType, RawRecord, read_raw, recognise
 from beatrice.extract.datasets.splits import A_NAME, Context
-from beatrice.extract.records import Example, is_safe_name, normalise
+from beatrice.extract.records import Example, check_id, is_safe_name, normalise
 from beatrice.extract.run.files import sha256_file
 
 N_SAMPLE = 64  # records from which a file's layout and question set are told
@@ -128,9 +128,11 @@ class DatasetFile:
                 check_no_passages(value)
             if question.documents or layout.dataset == "triviaqa":
                 question = attach(question, self.evidence)
+            question = self._completed(question)
+            check_id(question.example_id)
         except ValueError as error:
             return Refusal(raw.number, raw.at, str(error))
-        return Loaded(raw.number, raw.at, self._completed(question), layout.name)
+        return Loaded(raw.number, raw.at, question, layout.name)
 
     def _other_format(self, record: Record) -> Format:
         """Return the layout of a record that is not of the file's.

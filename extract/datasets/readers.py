@@ -585,6 +585,9 @@ def read_example(record: Record) -> Question:
         raise ValueError(
             f"'split': expected one of {', '.join(splits)}, found {record['split']!r}"
         )
+    meta = record.get("meta") or {}
+    if not isinstance(meta, dict):
+        raise ValueError(f"'meta': expected an object, found {fields.kind_of(meta)}")
     return Question(
         split=split,
         id=name.removeprefix(f"{dataset}-") if name else None,
@@ -592,6 +595,8 @@ def read_example(record: Record) -> Question:
         question=fields.text(record, "question"),
         golds=fields.field_answers(record.get("golds"), "golds"),
         passages=optional_passages(record, "passages"),
+        rewritten=optional_passages(record, "rewritten"),
+        meta=meta,
     )
 
 

@@ -108,6 +108,11 @@ def _chunks(path: Path, is_gzipped: bool) -> Iterator[bytes]:
             ) from None
 
 
+def allow_long_cells() -> None:
+    """Let `csv` read cells as long as a record; by default they end at 128 KiB."""
+    csv.field_size_limit(max(csv.field_size_limit(), MAX_RECORD))
+
+
 def recognise(path: Path) -> FileType:
     """Return how a file holds its records."""
     if not path.is_file():
@@ -139,7 +144,8 @@ def _kind_of_text(head: bytes, name: str) -> FileType:
     if any(b"\t" in line for line in lines):
         return FileType(container="table")
     header = lines[0].decode("utf-8", "replace").strip("\r")
-    cells = next(csv.reader([header]), [])
+    allow_long_cells()
+    cells = next(csv.reader(header.splitlines()), [])
     if len(cells) > 1 and COLUMNS & {cell.strip().lower() for cell in cells}:
         return FileType(container="table", delimiter=",")
     raise ValueError(
@@ -427,7 +433,7 @@ def _table_rows(
     Quoting is CSV's: cells of PopQA and of DPR's question files hold doubled quotes.
     """
     lines = (x.decode("utf-8", "surrogateescape") + "\n" for _, x in _lines(chunks))
-    csv.field_size_limit(max(csv.field_size_limit(), MAX_RECORD))
+    allow_long_cells()
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     names: list[str] = []
     n_records = 0

@@ -60,7 +60,7 @@ from beatrice.extract.run.stages import Forecast, Stage, once
 from beatrice.extract.signals.sequence import first_read
 
 if TYPE_CHECKING:
-    from beatrice.extract.backbone.loading import Backbone, Outline
+    from beatrice.extract.backbone.loading import Outline
 
 
 def answer_files(
@@ -366,15 +366,12 @@ class Engine(NamedTuple):
     why_alone: str = "this engine writes texts alone"
 
 
-def open_local(
-    run: RunDir, config: AnswerConfig, check: Callable[["Backbone"], object]
-) -> Engine:
+def open_local(run: RunDir, config: AnswerConfig) -> Engine:
     """Load a run's backbone, to answer on this machine."""
     from beatrice.extract.backbone.loading import open_backbone
     from beatrice.extract.generate.local import TransformersGenerator
 
     backbone = open_backbone(run.section("backbone", BackboneConfig))
-    check(backbone)
     size = config.generation.tokens_per_batch
     return Engine(
         TransformersGenerator(backbone=backbone, tokens_per_batch=size), backbone
@@ -428,11 +425,14 @@ def load_tokenizer_only(
     config = run.section("backbone", BackboneConfig)
     outline = load_outline(config.path)
     check(config.model, outline)
-    defaults = Defaults.from_pretrained(unpacked(config.path))
+    try:
+        defaults = Defaults.from_pretrained(unpacked(config.path))
+    except OSError:  # no such file; the defaults are the config's
+        defaults = outline.model.generation_config
     model = TokenizerOnly(
         outline.tokenizer, max_length=window_of(outline.config), name=config.model
     )
-    return model, stop_ids_of(defaults.eos_token_id, config.model)
+    return model, stop_ids_of(defaults, outline.config, config.model)
 
 
 def answer_with(run: RunDir, engine: Engine, progress: Progress) -> None:

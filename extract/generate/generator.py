@@ -5,6 +5,7 @@ stage that judges, rewrites or samples uses either. Its texts lie on disk by key
 run counts those that are missing.
 """
 
+import copy
 import dataclasses
 import hashlib
 import json
@@ -142,9 +143,13 @@ def cut_at_stop(
     start = find_stop(text, stop)
     if start is None:
         return reply
-    n_tokens = 0
-    while len(decode_ids(tokenizer, reply.token_ids[: n_tokens + 1])) <= start:
-        n_tokens += 1
+    # By their text, not its length: bytes may decode to a sign each until their
+    # character is whole.
+    n_tokens = next(
+        n
+        for n in reversed(range(len(reply.token_ids)))
+        if text[:start].startswith(decode_ids(tokenizer, reply.token_ids[:n]))
+    )
     log_probs = reply.log_probs and reply.log_probs[: n_tokens + 1]
     return msgspec.structs.replace(
         reply,
@@ -238,8 +243,15 @@ def draw_seed(prompt: GeneratorPrompt, config: SamplingConfig) -> int:
     return int(sha256_json([config.seed, prompt.as_key(config)])[:8], 16) >> 1
 
 
-def stop_ids_of(stop: int | Sequence[int] | None, name: str) -> tuple[int, ...]:
-    """Return the `eos_token_id` of a checkpoint (`name`, for the message) as ids."""
+def stop_ids_of(defaults: Any, config: Any, name: str) -> tuple[int, ...]:
+    """Return the tokens that end a text.
+
+    They are those of a checkpoint's generation defaults, else those of its text model's
+    config; `name` is for the message.
+    """
+    stop = defaults.eos_token_id
+    if stop is None:
+        stop = config.eos_token_id
     if stop is None:
         raise ValueError(
             f"{name} names no end-of-text token, so no answer would ever "
@@ -255,10 +267,14 @@ def tokenizer_identity(tokenizer: Any) -> dict[str, str | None]:
     """
     if tokenizer is None:
         return {"tokenizer": None, "chat_template": None}
-    rules = tokenizer.backend_tokenizer.to_str()  # vocabulary and added tokens too
+    rules = tokenizer.backend_tokenizer
+    if rules.truncation or rules.padding:  # Transformers sets both anew at every call
+        rules = copy.deepcopy(rules)
+        rules.no_truncation()
+        rules.no_padding()
     template = getattr(tokenizer, "chat_template", None)
     return {
-        "tokenizer": _sha256(rules),
+        "tokenizer": _sha256(rules.to_str()),  # vocabulary and added tokens too
         "chat_template": None if template is None else _sha256(str(template)),
     }
 
@@ -292,11 +308,6 @@ class Replies:
     n_reused: int = 0  # texts that were there
     n_new: int = 0  # texts that were generated and appended
     n_missing: int = 0  # texts that other workers have yet to generate
-
-    @classmethod
-    def open(cls, path: Path) -> "Replies":
-        """Open a file of replies; an unfinished last line is done again."""
-        return cls(journal=Journal.open(reply_files(path)))
 
     def generate(
         self,

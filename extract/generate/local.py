@@ -329,10 +329,10 @@ class RowsDone(StoppingCriteria):
 
 def stop_ids(backbone: Backbone) -> tuple[int, ...]:
     """Return the tokens that end a text."""
-    stop = backbone.model.generation_config.eos_token_id
-    if stop is None:
-        stop = backbone.model.config.get_text_config().eos_token_id
-    return stop_ids_of(stop, backbone.name)
+    model = backbone.model
+    return stop_ids_of(
+        model.generation_config, model.config.get_text_config(), backbone.name
+    )
 
 
 @contextlib.contextmanager
@@ -591,6 +591,7 @@ class TransformersGenerator:
                 repetition_penalty=1.0,  # some checkpoints have another default
                 eos_token_id=list(stops),
                 pad_token_id=stops[0],
+                use_cache=True,  # fine-tuned checkpoints may have switched it off
                 return_dict_in_generate=True,
                 **options,
             )

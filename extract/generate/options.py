@@ -101,7 +101,7 @@ class RunServerOptions(ServerOptions):
 class BackendOptions(ServerOptions):
     """A server, or Transformers on this machine where there is none."""
 
-    device: str = option("Without --server: Torch's.", "cpu")
+    device: str | None = option("Without --server: Torch's.", show_default="cpu")
     model_dtype: ModelDtype | None = option(
         "Without --server: of the weights. Default: bfloat16 on cuda, else float32."
     )
@@ -116,6 +116,11 @@ class BackendOptions(ServerOptions):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunBackendOptions(RunServerOptions, BackendOptions):
     """Where the run's own backbone draws answers."""
+
+    device: str | None = option("Without --server: Torch's. Default: the run's.")
+    model_dtype: ModelDtype | None = option(
+        "Without --server: of the weights. Default: the run's."
+    )
 
 
 def check_model_option(name: str, option: str = "--model") -> None:

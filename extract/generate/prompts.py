@@ -100,7 +100,7 @@ def read_shots(path: Path) -> tuple[Shot, ...]:
     Each has "question", "answer" and, where there is one, "context".
     """
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = path.read_text("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: the worked examples cannot be read: {error}") from (
             error
@@ -662,12 +662,18 @@ def make_requests(
             too_long.append((n_tokens, example.id))
     if too_long:
         n_tokens, example_id = max(too_long)
+        do = (
+            "their questions and the worked examples alone are too long: take these "
+            "questions out, or make the run with another --template"
+            if may_cut
+            else "make the run with --overlong drop-passages (whole passages, listed "
+            "and counted), or with fewer or shorter passages"
+        )
         raise ValueError(
             f"{len(too_long)} prompts do not fit: the longest, question "
             f"{example_id!r}, has {n_tokens} tokens, and beside an answer of "
             f"{max_new_tokens} there is room for {room} in the window of "
-            f"{model.name}; make the run with --overlong drop-passages (whole "
-            "passages, listed and counted), or with fewer or shorter passages"
+            f"{model.name}; {do}"
         )
     return result
 

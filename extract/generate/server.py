@@ -83,10 +83,15 @@ class DeadlineExceeded(openai.OpenAIError):
     """A server did not answer in full in time."""
 
 
+class UnreadableReply(openai.OpenAIError):
+    """A server's reply is no JSON: cut off, empty, or not UTF-8."""
+
+
 def _is_transient(error: openai.OpenAIError) -> bool:
     if isinstance(error, openai.APIStatusError):
         return error.status_code in (408, 409, 429) or error.status_code >= 500
-    return isinstance(error, openai.APIConnectionError | DeadlineExceeded)
+    passing = openai.APIConnectionError | DeadlineExceeded | UnreadableReply
+    return isinstance(error, passing)
 
 
 def _may_have_cost(error: openai.OpenAIError) -> bool:
@@ -123,14 +128,14 @@ def _read(reply: Any, is_chat: bool, stop_ids: Collection[int]) -> Generated:
     choices = getattr(reply, "choices", None) or []
     if len(choices) != 1:
         raise ValueError(
-            f"the server's reply has {len(choices)} choices, expected 1; does it speak "
-            "OpenAI's protocol?"
+            f"its reply has {len(choices)} choices, expected 1; does it speak OpenAI's "
+            "protocol?"
         )
     (choice,) = choices
     if choice.finish_reason not in ("stop", "length"):
         raise ValueError(
-            f"the server ended a text for the reason {choice.finish_reason!r}; "
-            "expected 'stop' or 'length'"
+            f"it ended a text for the reason {choice.finish_reason!r}; expected 'stop' "
+            "or 'length'"
         )
     ids, stop_id = getattr(choice, "token_ids", None), None
     if ids is not None and choice.finish_reason == "stop":
@@ -177,11 +182,14 @@ async def within(seconds: float, request: Awaitable[Reply]) -> Reply:
 
     Raises:
       DeadlineExceeded: it is not.
+      UnreadableReply: it is no JSON.
     """
     try:
         return await asyncio.wait_for(request, seconds)
     except TimeoutError as error:
         raise DeadlineExceeded(f"no whole reply within {seconds:g} s") from error
+    except ValueError as error:  # of the JSON library, or of UTF-8
+        raise UnreadableReply(f"its reply is no JSON: {error}") from error
 
 
 class ServedGenerator(contextlib.AbstractContextManager):
@@ -329,13 +337,18 @@ class ServedGenerator(contextlib.AbstractContextManager):
             raise
         except (AttributeError, TypeError) as error:
             raise ValueError(
-                f"server {self._url}: its reply is not of OpenAI's protocol ({error})"
+                f"{self._where}: its reply is not of OpenAI's protocol ({error})"
             ) from error
+        except ValueError as error:
+            raise ValueError(f"{self._where}: {error}") from error
         finally:
             self.account.book(reserved, n_prompt, n_new)
 
+    @property
+    def _where(self) -> str:
+        return f"server {self._url}, model {self._model!r}"
+
     def _in_words(self, error: openai.OpenAIError) -> str:
-        where = f"server {self._url}, model {self._model!r}"
         if isinstance(error, openai.APIStatusError):
             reason = " ".join(str(error.message).split())[:300]
             hint = (
@@ -343,10 +356,12 @@ class ServedGenerator(contextlib.AbstractContextManager):
                 if error.status_code in (400, 422) and self._server.dialect == "vllm"
                 else ""
             )
-            return f"{where}: refused with status {error.status_code}: {reason}{hint}"
+            status = error.status_code
+            return f"{self._where}: refused with status {status}: {reason}{hint}"
+        reason = error if isinstance(error, UnreadableReply) else type(error).__name__
         return (
-            f"{where}: no answer after {self._server.retries} retries "
-            f"({type(error).__name__}); is it running, and is the URL right up to /v1?"
+            f"{self._where}: no answer after {self._server.retries} retries "
+            f"({reason}); is it running, and is the URL right up to /v1?"
         )
 
     def _fields(

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from beatrice.extract.datasets.rows import allow_long_cells
 from beatrice.extract.generate.generator import (
     SCHEMA_VERSION,
     Generator,
@@ -447,6 +448,7 @@ def _read_rows(path: Path) -> list[dict[str, str]]:
         ) from None
     header = text.split("\n", 1)[0]
     separator = ";" if header.count(";") > header.count(",") else ","
+    allow_long_cells()  # passages are
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator)
     missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
     if missing:

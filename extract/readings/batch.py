@@ -41,11 +41,8 @@ class _Calls(AttentionReading):
         layer: int,
         call: AttentionCall | AttentionMap,
         value: torch.Tensor | None,
-    ) -> tuple[AttentionCall | AttentionMap, torch.Tensor | None]:
-        if value is None:
-            return call, None
-        n_examples, n_heads, _ = call.shape
-        return call, value.new_empty((n_examples, 0, n_heads, value.shape[-1]))
+    ) -> tuple[AttentionCall | AttentionMap, None]:
+        return call, None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -281,7 +281,7 @@ class _WeightReading(AttentionReading):
         layer: int,
         call: AttentionCall | AttentionMap,
         value: torch.Tensor | None,
-    ) -> tuple[bool, torch.Tensor | None]:
+    ) -> tuple[bool, None]:
         """Show a layer's weights in chunks of rows."""
         if isinstance(call, AttentionCall) and self._begun is not None:
             call = self._begun.before_call(layer, call)
@@ -289,25 +289,10 @@ class _WeightReading(AttentionReading):
         n_examples, n_heads, n_tokens = call.shape
         per_row = n_examples * n_heads * n_tokens
         for start, stop in row_chunks((self._first, n_tokens), per_row, self.budget):
-            log_weights = _log_weights(call, start, stop)
+            log_weights = call.log_weights(start, stop)
             for reader in self._parts:
                 reader.on_weights(layer, log_weights, start)
-        if value is None:
-            return True, None
-        return True, value.new_empty((n_examples, 0, n_heads, value.shape[-1]))
-
-
-def _log_weights(
-    call: AttentionCall | AttentionMap, start: int, stop: int
-) -> torch.Tensor:
-    """Return the log weights of some rows, `[n_examples, n_heads, n_rows, stop]`."""
-    if isinstance(call, AttentionMap):
-        return call.map[:, :, start:stop, :stop].float().log()
-    logits = call.logits(start, stop)
-    log_total = logits.logsumexp(-1, keepdim=True)
-    if call.sinks is not None:
-        log_total = torch.logaddexp(log_total, call.sinks.float()[:, None, None])
-    return logits.sub_(log_total)
+        return True, None
 
 
 def read(

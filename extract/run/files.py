@@ -395,7 +395,8 @@ class JournalFiles(Generic[Key, Decoded]):
 
     path: Path  # the file of all rows
     kind: type[Decoded]  # their type
-    key: Callable[[Decoded], Key]  # of a row; the first of a key counts
+    # Of a row; the first of a key counts, that of the file before those of parts.
+    key: Callable[[Decoded], Key]
     # Folder in which processes that share the work write a file each, until one that
     # works alone takes them in; None where nobody shares it.
     parts: Path | None = None
@@ -415,12 +416,18 @@ class JournalFiles(Generic[Key, Decoded]):
 
     def places(self) -> dict[Key, _Location]:
         """Return where those rows lie."""
+        # Parts are read first: they go only after the file has their rows.
+        *of_parts, of_file = map(self._places_in, [*self.part_files(), self.path])
         places: dict[Key, _Location] = {}
-        # Parts first: they go only after the file has their rows.
-        for file in (*self.part_files(), self.path):
-            for row, location in _rows(file, self.kind, is_strict=False):
-                if self.holds(row):
-                    places[self.key(row)] = location
+        for of_part in reversed(of_parts):
+            places |= of_part
+        return places | of_file
+
+    def _places_in(self, file: Path) -> dict[Key, _Location]:
+        places: dict[Key, _Location] = {}
+        for row, location in _rows(file, self.kind, is_strict=False):
+            if self.holds(row):
+                places.setdefault(self.key(row), location)
         return places
 
 

@@ -334,7 +334,7 @@ class WorkOptions(ShareOptions):
         return Share() if self.dry_run else find_share(self.shard)
 
 
-def alone(what: str, share: Share) -> None:
+def check_alone(what: str, share: Share) -> None:
     """Check that a verb was started as one process."""
     if share.world_size > 1:
         raise click.UsageError(

@@ -43,10 +43,11 @@ class AttentionReading(abc.ABC):
     """What one forward's attention is reduced to, filled layer by layer.
 
     Attributes:
-      attends_to_cache: whether `reduce` attends where keys come out of a cache too.
+      attends: whether `reduce` gives attention outputs; else the model's own kernel
+        attends.
     """
 
-    attends_to_cache = False
+    attends = False
 
     def __init__(
         self,
@@ -111,7 +112,7 @@ class AttentionReading(abc.ABC):
 class SpanReading(AttentionReading):
     """The readings between spans of one forward; keys out of a cache are of no span."""
 
-    attends_to_cache = True
+    attends = True
 
     def __init__(
         self,
@@ -272,7 +273,7 @@ def _attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = AttentionCall(query, key, mask, scale, softcap, s_aux)
     reading, n_tokens = _active.get(), query.shape[2]
-    is_shared = _is_exact(query) and (reading.attends_to_cache or not call.n_cached)
+    is_shared = reading.attends and _is_exact(query)
     layer: Any = module.layer_idx
     attended = reading.read(layer, call, value if is_shared else None)
     n_fused = reading.rows[0] if is_shared else n_tokens

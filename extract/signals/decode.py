@@ -61,7 +61,7 @@ class DecodeReading(AttentionReading):
     Generation calls `watching` around each of its runs and `on_choice` after each step.
     """
 
-    attends_to_cache = True
+    attends = True
 
     def __init__(
         self,

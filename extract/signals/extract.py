@@ -550,14 +550,14 @@ def _extract(
     is_written = getattr(reader, "is_written", None)
     if is_written is not None or run.written.exists():
         every = [answer for rows in answers.values() for answer in rows]
-        n_written = sum(
+        n_waiting = sum(
             is_written is not None
             and is_written(sequence_of(answer, answer_span=config.answer_span))
             for answer in every
         )
         progress.note(
-            f"extract: {n_written} of {len(every)} answers were read while they were "
-            f"written, {config.describe()}; {len(every) - n_written} are read again"
+            f"extract: {n_waiting} of {len(every)} answers were read while they were "
+            f"written, {config.describe()}; {len(every) - n_waiting} are read again"
         )
     return sum(
         extract(

@@ -113,6 +113,14 @@ class AttentionCall:
         self._hide(rows, start, stop)
         return rows.to(self.query.dtype)
 
+    def log_weights(self, start: int, stop: int) -> torch.Tensor:
+        """Return log a of these rows, as `logits`; invisible keys hugely negative."""
+        logits = self.logits(start, stop)
+        log_total = logits.logsumexp(-1, keepdim=True)
+        if self.sinks is not None:
+            log_total = torch.logaddexp(log_total, self.sinks.float()[:, None, None])
+        return logits.sub_(log_total)
+
     def weights_and_terms(
         self, start: int, stop: int, buffers: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -173,6 +181,10 @@ class AttentionMap:
     def prepared(self) -> "AttentionMap":
         """Return the map as it is."""
         return self
+
+    def log_weights(self, start: int, stop: int) -> torch.Tensor:
+        """Return log a of these rows, up to the last one's key."""
+        return self.map[:, :, start:stop, :stop].float().log()
 
     def weights_and_terms(
         self, start: int, stop: int, buffers: torch.Tensor

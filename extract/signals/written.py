@@ -119,8 +119,6 @@ class WrittenSignals(Mapping[str, WaitingSignals]):
     hidden_layers: tuple[int, ...]  # that are handed out
     hidden_spans: Spans  # as they were read
     shapes: Mapping[str, tuple[int, ...]]  # of one token's signals, per family
-    # Of the layers that are handed out, places among those that are there.
-    slots: list[int]
     places: dict[str, tuple[Path, int]]  # of each answer: the file, the row in it
     # Returns a file, and what it says of itself.
     opened: Callable[[Path], tuple[Any, dict[str, Any]]]
@@ -156,7 +154,6 @@ class WrittenSignals(Mapping[str, WaitingSignals]):
             hidden_layers=tuple(layers),
             hidden_spans=last["hidden_spans"],
             shapes=shapes | {"hidden": (len(layers), *shapes["hidden"][1:])},
-            slots=[there.index(layer) for layer in layers],
             places=places,
             opened=opened,
         )
@@ -178,8 +175,10 @@ class WrittenSignals(Mapping[str, WaitingSignals]):
             start, stop = about["edges"][name][index : index + 2]
             codes = file.get_slice(name)[start:stop]
             values[name] = codes.view(numpy_dtype(dtype)).astype(np.float32)
-        if len(self.slots) < values["hidden"].shape[1]:
-            values["hidden"] = values["hidden"][:, self.slots]
+        # A file keeps the layers that were wanted when it was written.
+        if (there := about["hidden_layers"]) != list(self.hidden_layers):
+            slots = [there.index(layer) for layer in self.hidden_layers]
+            values["hidden"] = values["hidden"][:, slots]
         return WaitingSignals(**values)
 
 

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -283,15 +282,6 @@ def stored_bytes(
         name: family.row_bytes * n_rows[family.spans]
         for name, family in families.items()
     }
-
-
-def as_size(n_bytes: int) -> str:
-    """Format a number of bytes in decimal units, such as 228 GB."""
-    if n_bytes < 1000:
-        return f"{n_bytes} B"
-    power = min(4, int(math.log10(n_bytes)) // 3)
-    value = n_bytes / 1000**power
-    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {' kMGT'[power]}B"
 
 
 FORMAT_VERSION = 3

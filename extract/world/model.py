@@ -3,7 +3,7 @@
 A six-layer Llama with tied embeddings learns the facts and how to read a context.
 Ordinary initial weights never learn to copy from a context within a budget of
 minutes; the mimetic ones here start as previous-token and copying heads
-(measurements: README, "The embedded model").
+(measurements: docs/microworld.md).
 """
 
 import dataclasses

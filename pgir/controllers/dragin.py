@@ -53,24 +53,11 @@ class _LastWeights(AttentionReading):
         layer: int,
         call: AttentionCall | AttentionMap,
         value: torch.Tensor | None,
-    ) -> tuple[Any, torch.Tensor | None]:
+    ) -> tuple[Any, None]:
         """Return the weights `[n_examples, n_heads, n_tokens, n_tokens]`."""
-        weights: Any = True
-        n_examples, n_heads, n_tokens = call.shape
-        if layer == max(self.layers):
-            call = call.prepared()
-            if isinstance(call, AttentionMap):
-                weights = call.map.float().cpu()
-            else:
-                logits = call.logits(0, n_tokens)
-                total = logits.logsumexp(-1, keepdim=True)
-                if call.sinks is not None:
-                    sinks = call.sinks.float()[:, None, None]
-                    total = torch.logaddexp(total, sinks)
-                weights = (logits - total).exp().cpu()
-        if value is None:
-            return weights, None
-        return weights, value.new_empty((n_examples, 0, n_heads, value.shape[-1]))
+        if layer != max(self.layers):
+            return True, None
+        return call.prepared().log_weights(0, self.n_tokens).exp().cpu(), None
 
 
 @torch.no_grad()

@@ -12,8 +12,8 @@ from beatrice.extract.backbone.loading import load_outline
 from beatrice.extract.backbone.names import WEIGHTS, unreachable_hub
 from beatrice.extract.records import write_lines
 from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.stages import bytes_in_words
 from beatrice.extract.signals.extract import ExtractConfig, outline_shapes
-from beatrice.extract.store.spec import as_size
 from tests.extract.backbone.test_loading import edit, save
 from tests.extract.small_run import beatrice, smoke
 from tests.records import an_answer
@@ -49,7 +49,7 @@ def test_every_choice_of_what_is_kept_has_its_bytes():
             for n_entries in (7, 1)
             for n_rows in (n_tokens, n_answer)
         ]
-        assert row.split()[1:] == " ".join(map(as_size, expected)).split()
+        assert row.split()[1:] == " ".join(map(bytes_in_words, expected)).split()
 
 
 def test_only_layers_that_have_attention_are_counted(tmp_path):
@@ -81,7 +81,7 @@ def test_an_answered_run_is_measured_by_what_it_keeps(tmp_path):
     assert "10 tokens, 5 of them in answer spans" in text  # the second was cut
     assert "layer 2 on the answer span as bfloat16" in text
     needed = 10 * 4 * (5 + 24 + 120) + 5 * 160 * 2
-    assert f"take {as_size(needed)};" in text
+    assert f"take {bytes_in_words(needed)};" in text
 
 
 def test_a_model_and_a_server_that_are_not_there_are_problems(tmp_path):

@@ -105,6 +105,14 @@ def test_the_revision_follows_weights_and_config(checkpoint):
     assert load_backbone(checkpoint).revision != first
 
 
+def test_a_path_below_home_is_the_same_model(checkpoint, monkeypatch):
+    monkeypatch.setenv("HOME", str(checkpoint.parent))
+    first = load_backbone(f"~/{checkpoint.name}")
+    assert first.name == str(checkpoint)
+    save_words(checkpoint, VOCAB_SIZE - 1)
+    assert load_backbone("~/model").hashes.tokenizer != first.hashes.tokenizer
+
+
 def test_a_model_in_memory_has_a_revision_too():
     revision = Backbone.from_model(tiny_model("gpt2")).revision
     assert Backbone.from_model(tiny_model("gpt2")).revision == revision

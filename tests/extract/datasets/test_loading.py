@@ -3,6 +3,7 @@
 import json
 import random
 
+import msgspec
 import pandas as pd
 import pytest
 
@@ -21,9 +22,16 @@ from beatrice.extract.datasets.splits import (
     draw_splits,
     read_splits,
 )
-from beatrice.extract.records import Example, Passage, read_records, text_key
+from beatrice.extract.records import (
+    Example,
+    Passage,
+    read_records,
+    text_key,
+    write_lines,
+)
 from beatrice.extract.run.files import seal
 from tests.extract.datasets import published as pub
+from tests.extract.small_run import questions
 
 
 def lists(name=None, **more):
@@ -153,6 +161,15 @@ def test_questions_of_ones_own_are_read_in_order_with_an_id_each(tmp_path):
     rows = [x | {"split": "ood", "dataset": "d"} for x in CAPITALS]
     examples = read_questions(pub.write_lines(tmp_path / "examples.jsonl", rows))
     assert [example.split for example in examples] == ["ood"] * 2
+
+
+def test_examples_of_this_program_come_back_as_they_were(tmp_path):
+    rows = [msgspec.structs.replace(e, meta={"hop": 2}) for e in questions(2, 2, 2)]
+    assert any(row.rewritten for row in rows)
+    path = tmp_path / "examples.jsonl"
+    path.write_text(write_lines(rows))
+    assert read_questions(path) == rows
+    assert not any(row.rewritten for row in read_questions(path, context="none"))
 
 
 def test_a_published_set_keeps_its_name_and_the_passages_asked_for(tmp_path):

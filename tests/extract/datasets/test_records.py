@@ -205,6 +205,7 @@ TABLE = [
     ),
     ("the hub's empty answer", HUB | {"answer": {"value": ""}}, "'answer'"),
     ("the hub's null", HUB | {"answer": None}, "'answer'"),
+    ("an id that leads elsewhere", answered(answer="a", id="http://x.org/q"), "'id'"),
     # Answers in a list that was written as text
     ("JSON", answered(possible_answers='["a", "b"]'), READ),
     ("Python", answered(answers="['a', 'b']"), READ),

@@ -134,6 +134,8 @@ REFUSED = {
     "UTF-16": (DATA.encode("utf-16"), "UTF-16"),
     "binary": (b"\x80\x04\x95\0\0", "binary"),
     "prose": (b"It was a dark and stormy night, they say.\n", "plain text"),
+    "a long line of prose": (b"It was a dark night. " * 9000, "plain text"),
+    "prose of old line ends": (b"It was a dark night,\rthey say.\r", "plain text"),
     "half a Parquet file": (b"PAR1" + b"\0" * 50, "Parquet"),
     "a scalar": (b"42", "plain text"),
     "an array of nulls": (b"[null, null]", "found null"),

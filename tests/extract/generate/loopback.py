@@ -12,7 +12,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import msgspec
 
-from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
+from beatrice.extract.generate.generator import (
+    GeneratorPrompt,
+    Replies,
+    SamplingConfig,
+    reply_files,
+)
+from beatrice.extract.run.files import Journal
 
 
 class Numbers:
@@ -29,7 +35,7 @@ class Loopback:
 
     def __init__(self, generator):
         self.generator = generator
-        self.failures = []  # status codes of the next replies
+        self.failures = []  # status codes or bodies of the next replies
         self.requests = []
         self.is_vllm = True
         self.pause = 0.0  # seconds a request takes at least
@@ -56,6 +62,8 @@ class Loopback:
         self.requests.append((path, body))
         if self.failures:
             status = self.failures.pop(0)
+            if isinstance(status, bytes):
+                return 200, status
             return status, {"error": {"message": f"planned failure {status}"}}
         if not self.is_vllm and ({"top_k", "min_p", "return_token_ids"} & body.keys()):
             return 422, {"error": {"message": "Unexpected fields in the request"}}
@@ -140,7 +148,8 @@ def _handler(loopback):
             with loopback.counted():
                 time.sleep(loopback.pause)
                 status, result = loopback.reply(self.path, body)
-            content = json.dumps(result).encode()
+            is_spoiled = isinstance(result, bytes)
+            content = result if is_spoiled else json.dumps(result).encode()
             if loopback.trickle:
                 self.write_slowly(content)
                 return
@@ -187,6 +196,10 @@ def served(generator):
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def open_replies(path):
+    return Replies(journal=Journal.open(reply_files(path)))
 
 
 GREEDY = SamplingConfig(max_new_tokens=10)

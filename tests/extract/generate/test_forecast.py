@@ -10,7 +10,6 @@ from beatrice.extract.backbone.names import WEIGHTS
 from beatrice.extract.generate.generator import (
     CountedReplies,
     GeneratorPrompt,
-    Replies,
     SamplingConfig,
     count_requests,
     reply_files,
@@ -21,6 +20,7 @@ from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import JsonLines
 from beatrice.extract.signals.extract import EXTRACT, EXTRACT_PRESETS
 from beatrice.extract.store.store import open_store
+from tests.extract.generate.loopback import open_replies
 from tests.extract.label.scripted import ScriptedGenerator
 from tests.extract.small_run import beatrice, make_run, smoke
 
@@ -49,7 +49,7 @@ def numbers_of(text):
 
 def test_texts_that_are_there_or_come_twice_are_not_counted(tmp_path):
     generator, run = ScriptedGenerator(lambda text: "said"), RunDir(tmp_path)
-    Replies.open(run.replies("judge")).generate(generator, prompts(30), GREEDY)
+    open_replies(run.replies("judge")).generate(generator, prompts(30), GREEDY)
     before, n_generated = files_of(tmp_path), len(generator.prompts)
     counting = CountedReplies(reply_files(run.replies("judge")), "label")
     assert counting.generate(generator, prompts(33) + prompts(32), GREEDY) is None

@@ -5,16 +5,25 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache, TopKLogitsWarper, TopPLogitsWarper
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import (
+    DynamicCache,
+    PreTrainedTokenizerFast,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from beatrice.benchmarks.bench.tiny_models import N_TEXT_IDS, tiny_model
 from beatrice.extract.backbone.loading import Backbone, load_backbone
 from beatrice.extract.backbone.names import WEIGHTS
 from beatrice.extract.generate import local
 from beatrice.extract.generate.generator import (
+    Generated,
     GeneratorPrompt,
     SamplingConfig,
+    cut_at_stop,
     reply_key,
+    tokenizer_identity,
 )
 from beatrice.extract.generate.local import Choice, TransformersGenerator, generate
 from beatrice.extract.generate.prompts import GenerationConfig
@@ -87,6 +96,48 @@ def test_a_backends_identity_names_model_tokenizer_template_and_dtype(local):
     assert TransformersGenerator(backbone=other).identity != identity
     other.tokenizer.chat_template = "{{ messages[0]['content'] }}"
     assert TransformersGenerator(backbone=other).identity["chat_template"] is not None
+
+
+def test_a_tokenizers_identity_is_the_same_before_and_after_its_first_call(bytewise):
+    plain = tokenizer_identity(bytewise)
+    bytewise.backend_tokenizer.enable_truncation(8)
+    bytewise.backend_tokenizer.enable_padding()
+    before = tokenizer_identity(bytewise)
+    bytewise("who?")
+    assert before == tokenizer_identity(bytewise) == plain
+
+
+@pytest.mark.parametrize("stop", ["\n", "。"])
+@pytest.mark.parametrize("text", ["Paris", "é 德古拉 🦇"])
+def test_a_text_is_not_cut_within_a_character(text, stop):
+    """Where every byte of a character that is not whole decodes to a sign."""
+    tokenizer = byte_fallback()
+    ids = tuple(tokenizer(text + stop + "Q")["input_ids"])
+    reply = Generated(
+        text="",
+        token_ids=ids,
+        stop_id=None,
+        log_probs=None,
+        finish="length",
+        n_prompt_tokens=1,
+        n_new_tokens=len(ids),
+    )
+    cut = cut_at_stop(reply, (stop,), tokenizer)
+    n_kept = len(tokenizer(text)["input_ids"])
+    assert (cut.text, cut.token_ids, cut.stop_id) == (text, ids[:n_kept], ids[n_kept])
+
+
+def byte_fallback():
+    """A tokenizer as Llama 2's and Gemma's, which has words for few characters."""
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁Pariswho?"]
+    ids = {word: i for i, word in enumerate(dict.fromkeys(words))}
+    bpe = models.BPE(ids, [], byte_fallback=True, unk_token="<unk>")
+    model = Tokenizer(bpe)
+    model.normalizer = normalizers.Replace(" ", "▁")
+    model.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=model)
 
 
 def test_a_chat_template_is_put_around_a_message_and_a_long_prompt_is_refused():
@@ -214,6 +265,13 @@ def test_draws_to_equal_prompts_are_those_of_each_by_itself(name):
         alone = dict(generator.stream([prompt], config))[0]
         assert result[i].token_ids == alone.token_ids
         assert result[i].log_probs == pytest.approx(alone.log_probs, abs=2e-4)
+
+
+def test_a_config_without_a_cache_changes_no_text():
+    backbone, prompts = backbone_of("llama"), prompts_with(N_SHARED)
+    wanted = written(backbone, prompts)
+    backbone.model.generation_config.use_cache = False
+    assert written(backbone, prompts) == wanted
 
 
 def test_an_equal_prompt_is_computed_once():

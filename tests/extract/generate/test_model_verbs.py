@@ -10,7 +10,7 @@ import time
 import msgspec
 import pytest
 
-from beatrice.extract.backbone.names import WEIGHTS
+from beatrice.extract.backbone.names import WEIGHTS, BackboneConfig
 from beatrice.extract.records import SETTINGS, Answer, Sample, read_records, write_lines
 from beatrice.extract.run.contents import read_examples
 from beatrice.extract.run.directory import RunDir
@@ -139,7 +139,9 @@ def test_a_local_judge_that_cannot_judge_drops_everything_and_says_so(run_dir):
     (run_dir / "examples.jsonl").write_text(write_lines(examples))
     beatrice("answer", run_dir)
     n = len(answers_of(run_dir))
-    done = beatrice("label", run_dir, "--judge", WEIGHTS)
+    line = ("label", run_dir, "--judge", WEIGHTS)
+    assert "next:" not in beatrice(*line, "--dry-run").stderr
+    done = beatrice(*line)
     assert f"{3 * n} verdicts stayed unparsable" in done.stderr
     assert f"{6 * n} replies asked for again" in done.stderr
     assert labels_of(run_dir) == [None] * n
@@ -232,6 +234,15 @@ def test_drawn_answers_are_the_same_twice_and_carry_log_probs(run_dir):
             "stop": [],
         },
     }
+
+
+def test_answers_are_drawn_as_the_run_holds_its_weights(tmp_path):
+    backbone = BackboneConfig(dtype="bfloat16")
+    run = make_run(tmp_path / "run", questions(1, 1, 1), backbone=backbone)
+    for options, dtype in ((), "bfloat16"), (("--model-dtype", "float32"), "float32"):
+        beatrice("sample", run.path, "--n-samples", 1, "--split", "ood", *options)
+        drawn = json.loads((run.samples / "config.json").read_text())
+        assert drawn["backend"]["dtype"] == dtype
 
 
 def test_samples_come_from_a_server_with_and_without_token_ids(run_dir, local):

@@ -395,6 +395,12 @@ def test_a_file_of_examples_that_cannot_be_used_is_refused(tmp_path, text, messa
         read_shots(path)
 
 
+def test_only_line_feeds_end_an_example_and_a_byte_order_mark_is_none(tmp_path):
+    path = tmp_path / "shots.jsonl"
+    path.write_text('{"question": "a\u2028b?\x85", "answer": "c"}\r\n', "utf-8-sig")
+    assert read_shots(path) == (Shot(question="a\u2028b?\x85", answer="c"),)
+
+
 def test_examples_of_ones_own_are_what_the_run_asks_with(tmp_path):
     shots, rows = tmp_path / "shots.jsonl", tmp_path / "own.jsonl"
     shots.write_text('{"question": "Who?", "answer": "Ann"}\n', "utf-8")
@@ -466,6 +472,6 @@ def test_a_question_of_which_no_passage_fits_is_listed(tokenizer):
     assert (left.example_id, left.setting, left.room) == ("long", "with_context", room)
     assert left.n_tokens == length(tokenizer, TEXTS[1:2])
     # Without a passage there is nothing to leave out.
-    with pytest.raises(ValueError, match="do not fit"):
+    with pytest.raises(ValueError, match="questions and the worked examples alone"):
         config = dataclasses.replace(config, window=7)
         make_requests([example("bare")], words, config, 5)

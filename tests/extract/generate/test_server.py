@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import math
+import shutil
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import click
 import pytest
 
 from beatrice.doctor import look_at_server
+from beatrice.extract.backbone.loading import load_backbone
 from beatrice.extract.backbone.names import WEIGHTS
 from beatrice.extract.commands import open_generator
 from beatrice.extract.generate.answers import (
@@ -22,11 +24,11 @@ from beatrice.extract.generate.answers import (
 )
 from beatrice.extract.generate.generator import (
     GeneratorPrompt,
-    Replies,
     SamplingConfig,
     reply_key,
     tokenizer_identity,
 )
+from beatrice.extract.generate.local import stop_ids
 from beatrice.extract.generate.options import BackendOptions, ServerOptions
 from beatrice.extract.generate.prompts import (
     ANSWER_PRESETS,
@@ -41,7 +43,13 @@ from beatrice.extract.generate.server import (
 )
 from beatrice.extract.run.directory import RunDir, read_manifest
 from tests.extract.datasets import published as pub
-from tests.extract.generate.loopback import GREEDY, prompts_of, served, texts
+from tests.extract.generate.loopback import (
+    GREEDY,
+    open_replies,
+    prompts_of,
+    served,
+    texts,
+)
 from tests.extract.small_run import beatrice, questions, smoke
 
 
@@ -111,13 +119,19 @@ def test_a_plain_server_gets_text_and_standard_fields_only(client, server, local
         texts(client(dialect="openai"), [prompt], sampling)
 
 
-@pytest.mark.parametrize("status", [429, 500, 503, 408])
+@pytest.mark.parametrize("status", [429, 500, 503, 408, b'{"id": "1', b"", b'"\xff"'])
 def test_a_failure_of_the_server_is_tried_again(client, server, status):
     server.failures = [status, status]
     prompt = GeneratorPrompt(text="Question: who? Answer:")
     (reply,) = texts(client(retries=2), [prompt])
     assert reply.text
     assert len(server.requests) == 3
+
+
+def test_a_reply_that_stays_cut_off_names_the_server(client, server):
+    server.failures = [b'{"id": "1']
+    with pytest.raises(ValueError, match=f"server {server.url}.*is no JSON: Unterm"):
+        texts(client(), [GeneratorPrompt(text="x")])
 
 
 UNIT_PRICES = {"price_prompt": 1e6, "price_new": 1e6}
@@ -152,13 +166,13 @@ def test_a_failure_that_stays_is_one_sentence_and_keeps_what_was_answered(
 ):
     server.failures = []
     prompts = prompts_of(requests, 6)
-    replies = Replies.open(tmp_path / "r.jsonl")
+    replies = open_replies(tmp_path / "r.jsonl")
     generator = client(concurrency=1)
     replies.generate(generator, prompts[:3], GREEDY)
     server.failures = [500]
     with pytest.raises(ValueError, match="status 500: .*planned failure 500"):
         replies.generate(generator, prompts, GREEDY)
-    again = Replies.open(tmp_path / "r.jsonl")
+    again = open_replies(tmp_path / "r.jsonl")
     assert len(again.journal) == 3
     again.generate(generator, prompts, GREEDY)
     assert (again.n_reused, again.n_new) == (3, 3)
@@ -166,7 +180,7 @@ def test_a_failure_that_stays_is_one_sentence_and_keeps_what_was_answered(
 
 def test_a_reply_of_another_protocol_is_one_sentence(client, server):
     server.choice = lambda answer, body, is_chat: {"hello": "world"}
-    with pytest.raises(ValueError, match="0 choices, expected 1"):
+    with pytest.raises(ValueError, match=f"{server.url}.* 0 choices, expected 1"):
         texts(client(), [GeneratorPrompt(text="Question: who? Answer:")])
 
 
@@ -210,7 +224,7 @@ def test_the_spending_cap_stops_before_it_is_crossed_and_a_higher_one_continues(
     client, server, requests, tmp_path
 ):
     prompts = prompts_of(requests, 20)
-    replies = Replies.open(tmp_path / "r.jsonl")
+    replies = open_replies(tmp_path / "r.jsonl")
     capped = client(**UNIT_PRICES, max_cost=120.0, concurrency=4)
     with pytest.raises(SpendingCapReached, match="spending cap of 120"):
         replies.generate(capped, prompts, GREEDY)
@@ -219,7 +233,7 @@ def test_the_spending_cap_stops_before_it_is_crossed_and_a_higher_one_continues(
     assert capped.account.spent == pytest.approx(n_tokens)
     n_before = len(replies.journal)
     richer = client(**UNIT_PRICES, max_cost=10_000.0)
-    again = Replies.open(tmp_path / "r.jsonl")
+    again = open_replies(tmp_path / "r.jsonl")
     assert len(again.generate(richer, prompts, GREEDY)) == 20
     assert again.n_reused == n_before
     assert again.n_new == 20 - n_before
@@ -424,6 +438,14 @@ def test_a_local_backend_is_loaded_as_its_device_wants():
     half = dataclasses.replace(local, model_dtype="bfloat16")
     with open_generator("embedded", half) as generator:
         assert generator.identity["dtype"] == "bfloat16"
+
+
+def test_a_checkpoint_without_generation_defaults_ends_where_its_config_says(tmp_path):
+    model = shutil.copytree(WEIGHTS, tmp_path / "model")
+    (model / "generation_config.json").unlink()
+    with RunDir.open(tmp_path / "run", smoke(model)) as run:
+        _, stops = load_tokenizer_only(run)
+    assert stops == stop_ids(load_backbone(model)) == (2,)
 
 
 def test_a_server_of_the_runs_backbone_has_its_tokenizer_in_the_keys(tmp_path):

@@ -173,6 +173,15 @@ def test_the_sample_shows_the_passages_that_the_model_saw_and_no_verdict(tmp_pat
     assert "correct" not in (tmp_path / "sample.csv").read_text()
 
 
+def test_a_passage_of_any_length_is_read_again(tmp_path):
+    _, shown = many(2)
+    long = (Passage(title="", text="a" * 200_000),)
+    example = msgspec.structs.replace(shown.example, passages=long)
+    for _ in range(2):
+        rows = [dataclasses.replace(shown, example=example)]
+        write_sample(tmp_path / "sample.csv", rows)
+
+
 @pytest.fixture
 def sample(tmp_path):
     """The rows of `many`, and a file with a hundred of them to be judged."""

@@ -5,7 +5,6 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from beatrice.extract.backbone.names import WEIGHTS
-from beatrice.extract.generate.generator import Replies
 from beatrice.extract.label.labels import (
     RUBRICS,
     ConsensusConfig,
@@ -19,6 +18,7 @@ from beatrice.extract.label.labels import (
     parse_verdict,
 )
 from beatrice.extract.label.stage import between_judges, join_labels
+from tests.extract.generate.loopback import open_replies
 from tests.extract.label.scripted import (
     INJECTIONS,
     LABELLED,
@@ -42,7 +42,7 @@ def example():
 def judged(tmp_path, rule, texts, **config):
     answers = [answered(text) for text in texts]
     generator = ScriptedGenerator(rule)
-    replies = Replies.open(tmp_path / "replies.jsonl")
+    replies = open_replies(tmp_path / "replies.jsonl")
     judgements = judge_answers(
         answers, [example()], generator, replies, ConsensusConfig(**config)
     )
@@ -273,7 +273,7 @@ def test_settings_and_variants_are_judged_and_counted_apart(tmp_path):
         answered("Lyon", "with_context"),
         answered("Paris", "with_context", "rewritten"),
     ]
-    replies = Replies.open(tmp_path / "r.jsonl")
+    replies = open_replies(tmp_path / "r.jsonl")
     judge = ScriptedGenerator(fair_verdict)
     judgements = judge_answers(answers, [example()], judge, replies, ConsensusConfig())
     assert [(label.key, label.label) for label in judgements.labels] == [
@@ -289,7 +289,7 @@ def test_another_judge_or_seed_asks_again(tmp_path):
     _, generator = judged(tmp_path, fair_verdict, ["Paris"], seed=1)
     assert len(generator.prompts) == 3
     other = ScriptedGenerator(fair_verdict, name="other")
-    replies = Replies.open(tmp_path / "replies.jsonl")
+    replies = open_replies(tmp_path / "replies.jsonl")
     judge_answers([answered("Paris")], [example()], other, replies, ConsensusConfig())
     assert len(other.prompts) == 3
     assert (replies.n_reused, replies.n_new) == (0, 3)
@@ -313,14 +313,14 @@ def test_a_line_that_is_no_reply_is_named(tmp_path):
     path = tmp_path / "replies.jsonl"
     path.write_text('{"key": "k", "text": 3}\n')
     with pytest.raises(ValueError, match="line 1.*text.*expected str"):
-        Replies.open(path)
+        open_replies(path)
 
 
 def test_every_field_of_a_reply_survives_the_disk(tmp_path):
     ids = dict(token_ids=(1, 2), log_probs=(-0.5, -1e-7), stop_id=2, n_new_tokens=3)
     reply = msgspec.structs.replace(generated("x"), **ids)
     judged(tmp_path, lambda prompt: reply, ["Paris"], n_retries=0)
-    again = Replies.open(tmp_path / "replies.jsonl").journal.values()
+    again = open_replies(tmp_path / "replies.jsonl").journal.values()
     names = reply.__struct_fields__
     (row,) = {tuple(getattr(x, name) for name in names) for x in again}
     assert row == tuple(getattr(reply, name) for name in names)
@@ -336,7 +336,7 @@ def test_rubrics_of_ones_own_are_asked_in_their_words_and_compared(tmp_path):
         return "Correct" if prompt.startswith("Judge mildly.") else "Incorrect"
 
     generator = ScriptedGenerator(rule)
-    replies = Replies.open(tmp_path / "r.jsonl")
+    replies = open_replies(tmp_path / "r.jsonl")
     answers, examples = [answered("Lyon")], [example()]
     judgements = judge_answers(
         answers, examples, generator, replies, ConsensusConfig(), rubrics=rubrics

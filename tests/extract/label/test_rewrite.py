@@ -1,7 +1,6 @@
 import msgspec
 import pytest
 
-from beatrice.extract.generate.generator import Replies
 from beatrice.extract.label.labels import escape
 from beatrice.extract.label.rewrite import (
     RewriteConfig,
@@ -12,6 +11,7 @@ from beatrice.extract.label.rewrite import (
     rewrite_prompt,
 )
 from beatrice.extract.records import Passage, with_rewrites
+from tests.extract.generate.loopback import open_replies
 from tests.extract.label.scripted import (
     INJECTIONS,
     ScriptedGenerator,
@@ -127,7 +127,7 @@ def test_a_cut_or_empty_rewrite_is_none_with_its_reason():
 
 
 def rewritten(tmp_path, rule, examples):
-    replies = Replies.open(tmp_path / "rewrite.jsonl")
+    replies = open_replies(tmp_path / "rewrite.jsonl")
     generator = ScriptedGenerator(rule)
     result = rewrite_contexts(examples, generator, replies, RewriteConfig())
     return result, generator
@@ -189,7 +189,7 @@ def test_a_context_beyond_the_window_is_skipped_only_if_asked_and_then_counted(
 
     def rewrites(name, *, skip):
         judge = Small(lambda prompt: "Curie won.")
-        replies = Replies.open(tmp_path / name)
+        replies = open_replies(tmp_path / name)
         config = RewriteConfig(max_new_tokens=50, skip_overlong=skip)
         return rewrite_contexts(examples, judge, replies, config), judge.prompts
 

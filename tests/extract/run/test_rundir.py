@@ -305,6 +305,9 @@ def test_a_share_writes_a_part_and_whoever_works_alone_takes_all_in(tmp_path):
     first.append(lines_of(b=2))
     other.append(lines_of(c=3, b=2))
     assert files.keys() == set("abc")
+    other.append(lines_of(a=7, c=7))  # the first counts, for a share as for all
+    again = Journal.open(files, Share(0, 2))
+    assert (again["a"].n, again["c"].n) == (1, 3)
     assert files.path.read_text().count("\n") == 1
     whole = Journal.open(files)
     assert sorted(whole) == ["a", "b", "c"] and whole.notes == []

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -12,13 +13,13 @@ import safetensors
 from beatrice.extract import engines
 from beatrice.extract.generate.answers import answer_stage
 from beatrice.extract.generate.prompts import ANSWER_PRESETS, GenerationConfig
-from beatrice.extract.records import SETTINGS
+from beatrice.extract.records import SETTINGS, Answer
 from beatrice.extract.run.console import Progress
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.process import Share
 from beatrice.extract.run.stages import run_stage
 from beatrice.extract.signals.extract import EXTRACT_PRESETS
-from beatrice.extract.signals.written import WrittenSignals
+from beatrice.extract.signals.written import WrittenSignals, save_batch
 from beatrice.extract.store.store import open_store, read_family
 from tests.extract import small_run
 from tests.extract.signals.readers import files_under
@@ -158,6 +159,35 @@ def test_less_is_taken_from_what_waits_and_more_is_read_again(
     assert (spec.path == "decode") == is_enough
     if "layers" in options:
         np.testing.assert_array_equal(values["hidden"], every["hidden"][:, [1, 4]])
+
+
+@pytest.mark.parametrize("layers", [[(0, 1, 2), (2,)], [(2,), (0, 1, 2)]])
+def test_layers_chosen_between_two_starts_are_those_of_every_answer(layers, tmp_path):
+    model, wanted = {"model": "m"}, dataclasses.replace(EXTRACT, hidden_layers=(2,))
+    shapes = {"prob": (5,), "resid": (8,), "attn": (2, 2, 2, 1)}
+    for i, kept in enumerate(layers):
+        answer = Answer(
+            example_id=f"q{i}",
+            setting="closed_book",
+            variant="original",
+            text="x",
+            prompt_ids=(1, 2 + i),
+            token_ids=(5,),
+            stop_id=2,
+            context_span=(1, 1),
+        )
+        reader = SimpleNamespace(
+            hidden_layers=kept,
+            hidden_spans="all",
+            fingerprint=model,
+            shapes=shapes | {"hidden": (len(kept), 1)},
+        )
+        values = {name: np.zeros((3, *shape)) for name, shape in shapes.items()}
+        hidden = np.tile(np.float32(kept)[:, None], (3, 1, 1))
+        signals = SimpleNamespace(**values, hidden=hidden)
+        save_batch(tmp_path, reader, wanted, [answer], [signals])
+    signals = WrittenSignals.open(tmp_path, model, wanted)
+    assert [np.unique(of_answer.hidden) for of_answer in signals.values()] == [2, 2]
 
 
 def test_eight_bits_are_rounded_once(tmp_path):
