@@ -8,7 +8,6 @@ one of a function; those of the files in `detectors/` are the catalogue.
 import dataclasses
 import functools
 import importlib
-import inspect
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -18,9 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from beatrice.extract.plugs import load_plug
+from beatrice.extract.plugs import load_plug, sha256_of_code
 from beatrice.extract.records import SETTINGS, Answer, Example, Sample, Setting
-from beatrice.extract.run.files import sha256_file
 from beatrice.extract.run.rows import ResultRow
 
 if TYPE_CHECKING:  # the report reads costs alone, and loads no JAX
@@ -287,13 +285,7 @@ def code_of(detector: Baseline) -> str:
     Scores of a detector in the catalogue are valid until its `variant` changes; a
     person's own detector is scored again whenever that file changes.
     """
-    score = inspect.unwrap(detector.score)
-    while isinstance(score, functools.partial):
-        score = score.func
-    try:
-        return sha256_file(Path(inspect.getfile(score)))
-    except TypeError:  # an object that is called
-        return sha256_file(Path(inspect.getfile(type(score))))
+    return sha256_of_code(detector.score)
 
 
 def format_list(detectors: Iterable[Baseline]) -> str:

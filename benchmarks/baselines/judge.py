@@ -730,6 +730,11 @@ def run_violations(run: RunDir, spec: str, config: BaselinesConfig) -> list[str]
     return faults
 
 
+def _identity(config: BaselinesConfig) -> dict[str, str]:
+    plugs = filter(is_plug, config.only)
+    return {f"detector:{spec}": code_of(find_detector(spec)) for spec in plugs}
+
+
 BASELINES = Stage(
     name="baselines",
     inputs=lambda run: [
@@ -741,5 +746,6 @@ BASELINES = Stage(
     ],
     outputs=lambda run: [rows_file(run, "baselines"), costs_file(run)],
     work=_baselines,
+    identity=_identity,
     presets=BASELINES_PRESETS,
 )

@@ -43,7 +43,7 @@ class Call(msgspec.Struct, frozen=True):
     # Indices into the corpus, in the order shown; none is closed-book.
     passages: tuple[int, ...] = ()
     # Of a search its depth, of a spread its draws, of a probe the answers that it was
-    # trained on, of a judge a number of its name.
+    # trained on, of a judge a number of its name and code.
     n: int = 0
 
     @property

@@ -19,7 +19,7 @@ from beatrice.extract.backbone.loading import open_backbone
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.generate.answers import answer_config
 from beatrice.extract.label.labels import exact_match, token_f1
-from beatrice.extract.plugs import load_plug
+from beatrice.extract.plugs import load_plug, sha256_of_code
 from beatrice.extract.records import SETTINGS, Example
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.contents import (
@@ -75,6 +75,7 @@ from beatrice.pgir.controllers.waves import (
     JUDGES,
     Answering,
     CallJournal,
+    DraftJudge,
     Waves,
     open_services,
 )
@@ -596,8 +597,12 @@ def _run_rivals(session: Session, config: ControlConfig) -> None:
         work()
     for name in config.rivals:
         if name.startswith(OWN_JUDGE):
-            judge = load_plug(name.removeprefix(OWN_JUDGE), JUDGES)
-            session.run_loop(name, session.waves.add_judge(name, judge))
+            judge = session.waves.add_judge(name, _load_judge(name))
+            session.run_loop(name, judge)
+
+
+def _load_judge(name: str) -> DraftJudge:
+    return load_plug(name.removeprefix(OWN_JUDGE), JUDGES)
 
 
 def _control(
@@ -667,10 +672,16 @@ def _inputs(run: RunDir) -> list[Path]:
     return [*row_files(run), run.passages, run.selection, run.detector]
 
 
+def _identity(config: ControlConfig) -> dict[str, str]:
+    judges = {n: _load_judge(n) for n in config.rivals if n.startswith(OWN_JUDGE)}
+    return {name: sha256_of_code(judge) for name, judge in judges.items()}
+
+
 CONTROL = Stage(
     name="control",
     inputs=_inputs,
     outputs=lambda run: [run.control, rows_file(run, "control")],
     work=_control,
+    identity=_identity,
     presets=CONTROL_PRESETS,
 )

@@ -36,6 +36,7 @@ from beatrice.extract.generate.prompts import (
     build_prompt,
     escape_control_tokens,
 )
+from beatrice.extract.plugs import sha256_of_code
 from beatrice.extract.records import Answer, Passage, Setting
 from beatrice.extract.run.files import JsonLines, sha256_json
 from beatrice.extract.signals.decode import ReadingGenerator
@@ -667,11 +668,11 @@ class Judging(BatchedService):
         self._judges: dict[int, DraftJudge] = {}
 
     def add(self, name: str, judge: DraftJudge) -> int:
-        """Add a judge; return its number, which depends on its name alone."""
+        """Add a judge; return its number, of its name and of the file of its code."""
         if not callable(judge):
             expected = "a callable of question, answer and passages"
             raise argument_error(name, expected, judge)
-        number = int(sha256_json(name)[:12], 16)
+        number = int(sha256_json([name, sha256_of_code(judge)])[:12], 16)
         self._judges[number] = judge
         return number
 

@@ -18,6 +18,7 @@ from beatrice.benchmarks.baselines.detector import (
     find_detector,
 )
 from beatrice.benchmarks.baselines.judge import (
+    BASELINES,
     BaselinesConfig,
     JudgedOutput,
     MeteredRelations,
@@ -261,9 +262,14 @@ def test_a_detector_of_ones_own_is_scored_anew_when_its_file_changes(here, tmp_p
     cache = cache_of(tmp_path / "cache")
     cache.save(detector, JudgedOutput(DetectorOutput(np.zeros((1, 3))), 1.0))
     assert cache.load(detector) is not None
+    config = BaselinesConfig(only=("hedges:hedging", "p_true"))
+    before = BASELINES.identity(config)
     with (here / "hedges.py").open("a") as file:
         file.write("# another line\n")
     assert cache.load(detector) is None
+    after = BASELINES.identity(config)
+    assert len(after) == 1 and after != before
+    assert BASELINES.identity(BaselinesConfig(only=("p_true",))) == {}
 
 
 def test_a_model_that_is_not_given_again_is_the_last_one_given(tmp_path):
