@@ -635,8 +635,9 @@ def main_detectors(results: pandas.DataFrame, titles: Titles) -> Table:
     On all in-domain test questions, and on every held-out set.
     """
     full = panorama_table(results, None, titles)
-    named = {names.DETECTORS[x] for x in names.MAIN} | {CHANCE}
-    rivals = [line.label for line in full.lines if line.label not in named][:2]
+    ours = {*names.DETECTORS, Subject("linear_probe")}
+    published = {title for x, title in titles.items() if x not in ours}
+    rivals = [line.label for line in full.lines if line.label in published][:2]
     labels = {x: names.DETECTORS[x] for x in names.MAIN}
     labels |= {x: title for x, title in titles.items() if title in rivals}
     shown = in_domain_or_held_out(where(results, experiment="detection"))

@@ -13,6 +13,7 @@ from beatrice.benchmarks.results.names import (
     SPAN_DECISIONS,
     SPAN_VARIANTS,
     WITHOUT_HIDDEN,
+    probe,
 )
 from beatrice.benchmarks.results.tables import (
     CHANCE,
@@ -25,6 +26,7 @@ from beatrice.benchmarks.results.tables import (
     counts_of,
     detection_table,
     find,
+    main_detectors,
     number,
     paired_table,
     panorama_table,
@@ -338,6 +340,15 @@ def test_the_selected_set_comes_first_and_its_rivals_by_their_auroc():
     table = panorama_table(table_of(values, POOLED, BOTH), titles=titles)
     ours = "BEATRICE (selected encoders)"
     assert labels(table) == [ours, "Text only (TF-IDF)", "Length", "sep"]
+
+
+def test_the_page_shows_the_two_best_published_detectors_and_no_probe_of_ours():
+    published = {"sep": 0.6, "saplma_last": 0.4, "ptrue": 0.5}
+    probes = {probe("H"): 0.9, probe("P"): 0.8, "linear_probe": 0.7}
+    titles = {Subject(x): x for x in (*published, "linear_probe")}
+    values = {"champion": 0.7, **probes, **published}
+    shown = main_detectors(table_of(values, POOLED, BOTH), titles)
+    assert set(labels(shown)) == {"BEATRICE (selected encoders)", "sep", "ptrue"}
 
 
 def test_own_encoders_are_left_to_their_own_tables():
