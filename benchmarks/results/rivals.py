@@ -310,7 +310,7 @@ def costs_as_markdown(judged: Sequence[DetectorCost], results: pandas.DataFrame)
 
 def kind_of(detector: DetectorCost) -> CostKind:
     """Return how a detector is drawn; one that samples and is trained samples."""
-    if "samples" in detector.needs:
+    if "samples" in detector.needs or detector.n_new_tokens:
         return "sampled"
     return "trained" if detector.is_trained else "plain"
 

@@ -93,7 +93,7 @@ def _contradictions(
     relations = relations_of(inputs)
     rows = [
         [pair_of(x, s.text) for x in sentences_of(answer.text) for s in samples]
-        for answer, samples in zip(inputs.answers, inputs.samples, strict=True)
+        for answer, samples in zip(inputs.known_answers, inputs.samples, strict=True)
     ]
     pairs = list(dict.fromkeys(itertools.chain.from_iterable(rows)))
     p_contradicted: dict[tuple[str, str], float] = {}
@@ -157,7 +157,7 @@ def selfcheck_ngram(inputs: DetectorInput) -> DetectorOutput:
         -unigram_max(sentences_of(answer.text), [sample.text for sample in samples])
         if samples
         else math.nan
-        for answer, samples in zip(inputs.answers, inputs.samples, strict=True)
+        for answer, samples in zip(inputs.known_answers, inputs.samples, strict=True)
     ]
     return DetectorOutput(np.array([values]))
 

@@ -202,6 +202,66 @@ def test_a_question_costs_what_its_draws_took_and_nobody_guesses():
     assert cost_of(drawn, given, scores, None).seconds is None  # was not timed
     assert cost_of(drawn, given, scores, 0.25).seconds == 1.5 + 2 * 0.25
     assert cost_of(baseline_of(None), given, scores, 0.25).seconds == 1.5
+    shown = baseline_of(None, reads=("p_true",))  # shown what there is
+    assert cost_of(shown, given, scores, 0.25).seconds == 1.5 + 2 * 0.25
+    some = drawn_inputs([["a", "b"], []])
+    assert cost_of(shown, some, scores, 0.25).n_new_tokens == 2
+
+
+def test_draws_that_are_learned_from_alone_are_paid_once():
+    given = drawn_inputs([["a", "b"], ["a", "c"], ["a"], []])  # the first trains
+    scores = JudgedOutput(DetectorOutput(np.zeros((1, 4))), seconds=0.0)
+    cost = cost_of(catalogue()["sep:words"], given, scores, 1.0)
+    assert (cost.seconds, cost.n_new_tokens) == (2 / 4, 2 / 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "lack"),
+    [
+        ("llms_know", "mlp_exact_answer"),
+        ("gnosis", "gnosis_maps"),
+        ("lookback_lens", "lookback"),
+        ("tfidf_svm", "template"),
+        ("semantic_entropy", "questions"),
+        ("selfcheck_ngram", "answers"),
+        ("llmcheck_perplexity", "answers"),
+    ],
+)
+def test_a_notebook_is_told_what_a_detector_lacks(name, lack):
+    given = planted.inputs()
+    table = judge(
+        given.store,
+        given.rows.labels,
+        [catalogue()[name]],
+        splits=given.rows.splits,
+        samples=[sample for row in given.samples for sample in row],
+        relations=given.relations,
+        intervals=INTERVALS,
+    )
+    (reason,) = set(table.reason)
+    assert "expected" in reason and lack in reason
+
+
+def test_scores_without_an_axis_of_seeds_are_refused():
+    given = drawn_inputs([["a"]] * 3)
+    flat = baseline_of(lambda inputs: DetectorOutput(np.zeros(3)))
+    with pytest.raises(ValueError, match=r"own returns scores of shape \[3\]"):
+        score(flat, given)
+
+
+def test_a_notebook_judges_texts_by_their_template():
+    given = planted.inputs()
+    table = judge(
+        given.store,
+        given.rows.labels,
+        [catalogue()["tfidf_svm"]],
+        splits=given.rows.splits,
+        questions=given.questions,
+        answers=given.answers,
+        template=given.template,
+        intervals=INTERVALS,
+    )
+    assert table[table.metric == "auroc"].value.min() > 0.9
 
 
 SHAS = {"run": "1", "samples": "2", "answers": "4", "entailment": "3"}
