@@ -370,7 +370,8 @@ def transfer(run_dir: Path, how: TransferOptions, retrieval: RetrievalOptions) -
     The test and held-out questions are answered with passages that a retriever finds,
     labelled and read; every detector keeps what it learned from gold contexts. What
     is answered lies in RUN_DIR/retrieved, a run of its own, where `beatrice label
-    --judge` may judge it before the same line is typed again.
+    --judge` may judge it before the same line is typed again. Where no --corpus or
+    --url was ever given here, it is searched where `beatrice control` searches.
 
     Example: beatrice transfer runs/gemma --corpus corpora/six --retriever fused
     --retriever-encoder all-MiniLM-L6-v2
@@ -384,7 +385,7 @@ def transfer(run_dir: Path, how: TransferOptions, retrieval: RetrievalOptions) -
     def change(config: "TransferConfig") -> "TransferConfig":
         return dataclasses.replace(config, **given(how))
 
-    retrieval.write(run_dir)
+    retrieval.write(run_dir, "transfer_retrieval")
     with RunDir.open(run_dir) as run:
         config = run.settle(NAME, TRANSFER_PRESETS, change, is_replaceable=True)
         transfer_run(run, config, Progress())

@@ -458,13 +458,14 @@ def transfer_run(run: RunDir, config: TransferConfig, progress: Progress) -> Non
     require_both_settings(run, NAME)
     run.require(run.detector)
     questions = asked_questions(read_examples(run), config)
-    retrieval = retrieval_of(run, progress.note)
+    retrieval = retrieval_of(run, progress.note, "transfer_retrieval")
     model, _ = load_tokenizer_only(run)
     prompts = model.tokenizer, answer_config(run).prompt.prompt_template()
     examples, failed = with_passages(questions, retrieval, config.n_passages, prompts)
     progress.note(
         f"transfer: {len(examples)} of {len(questions)} questions have passages, by "
-        f"{retrieval_config(run).retriever} over {len(retrieval.passages):,}"
+        f"{retrieval_config(run, 'transfer_retrieval').retriever} over "
+        f"{len(retrieval.passages):,}"
     )
     if not examples:
         raise ValueError(f"no question got passages: {next(iter(failed.values()))}")
