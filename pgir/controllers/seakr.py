@@ -8,6 +8,7 @@ their script always runs all. Delta is chosen on validation: -6 was for one mode
 the scale depends on the width of the states.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -33,13 +34,13 @@ def uncertainty(states: np.ndarray) -> float:
     """Return (1/k) ln det(Z J Z' + 0.001 I) of k states, high where they lie apart.
 
     J centres each state over its own dimensions; the products are not divided by their
-    number. Without a state it is 0, which is above any delta of use: retrieve.
+    number. Without a state it is infinite, which is above every delta: retrieve.
 
     Args:
       states: `[k, d]`, any float dtype.
     """
     if not len(states):
-        return 0.0
+        return math.inf
     wide = states.astype(np.float64)
     centred = wide - wide.mean(axis=1, keepdims=True)
     gram = centred @ centred.T + _RIDGE * np.eye(len(wide))
@@ -161,7 +162,7 @@ def run_seakr(session: Session) -> None:
         return spread
 
     results = session.run("seakr:direct", session.validation, direct)
-    spreads = np.array([done.value for done in results])
+    spreads = np.array([s for done in results if math.isfinite(s := done.value)] or [0])
     grid = [float(np.quantile(spreads, share)) for share in _SHARES]
     grid.append(float(spreads.max()) + 1)  # never retrieve
 

@@ -29,7 +29,7 @@ from beatrice.pgir.retrievers import (
     load_retriever,
 )
 from tests.extract.small_run import beatrice
-from tests.pgir.small import PASSAGE, QUESTION
+from tests.pgir.small import PASSAGE, QUESTION, reply
 from tests.process import ROOT
 
 OTHER = "what is the genre of Skiband Rugrond?"
@@ -372,6 +372,16 @@ def test_a_judge_whose_file_changed_is_asked_again(probed, notes):
     assert judging.add("a", stands_in_a_passage) != number
     assert CONTROL.identity(config) != identity
     assert CONTROL.identity(ControlConfig(rivals=("skr",))) == {}
+
+
+def test_a_judge_is_given_the_passages_that_the_model_was_shown(probed):
+    journal, call = CallJournal(None, ""), Call("answer", QUESTION, (0, 1))
+    journal.add("one", [call], [reply("a", n_shown=1)], 0.0)
+    passages = [Passage(title="", text=text) for text in ("shown", "dropped")]
+    judging = Judging(Answering(probed, passages, journal))
+    number = judging.add("n", lambda q, a, p: [x.text for x in p] == ["shown"])
+    (verdict,) = judging.values([Call("judge", QUESTION, (0, 1), number)])
+    assert verdict.p_correct == 1
 
 
 def test_a_passage_with_a_control_token_is_shown_with_a_blank_in_it(probed):
