@@ -94,8 +94,8 @@ class BaselinesOptions:
         names = tuple(name for name in self.only if name not in (_AGAIN, _ALL))
         changed = dataclasses.replace(
             config,
-            only=names or (() if is_more else config.only),
-            again=is_more or config.again,
+            only=names if self.only else config.only,
+            again=is_more if self.only else config.again,
             nli=str(self.nli.resolve()) if self.nli else config.nli,
             encoder=str(self.encoder.resolve()) if self.encoder else config.encoder,
         )

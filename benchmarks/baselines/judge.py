@@ -477,8 +477,8 @@ class BaselinesConfig:
     # Names; empty takes those that need nothing beyond the run's signals and texts.
     # Those that were judged before, on the same answers, stay in the rows.
     only: tuple[str, ...] = ()
-    # Without names, also those that read the answers again, or read something else,
-    # where everything that they need is there.
+    # Beside the names also all others, those too that read the answers again, or read
+    # something else, where everything that they need is there.
     again: bool = False
     # Directory of an NLI model; without one, those that need it are left out.
     nli: str | None = None
@@ -515,7 +515,8 @@ def chosen_detectors(config: BaselinesConfig) -> list[Baseline]:
     wanted = {spec: find_detector(spec) for spec in dict.fromkeys(config.only)}
     names = {detector.name for detector in wanted.values()}
     plugs = [detector for spec, detector in wanted.items() if is_plug(spec)]
-    return _distinct([*(x for name, x in known.items() if name in names), *plugs])
+    chosen = (x for name, x in known.items() if config.again or name in names)
+    return _distinct([*chosen, *plugs])
 
 
 def _distinct(detectors: Sequence[Baseline]) -> list[Baseline]:

@@ -40,6 +40,7 @@ from beatrice.benchmarks.baselines.readings import (
     reading_keys,
     rows_read,
 )
+from beatrice.benchmarks.commands import BaselinesOptions
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import write_json_atomic
 from beatrice.extract.run.rows import ResultRow, read_result_rows, read_rows, rows_file
@@ -373,6 +374,16 @@ def test_what_a_run_lacks_is_said(tmp_path):
     for name in ("semantic_entropy:words", "saplma_last"):
         assert unmet(known[name], run, BaselinesConfig()) is None
     assert unmet(known["semantic_entropy"], run, BaselinesConfig(nli="x")) is None
+
+
+def test_what_is_asked_for_beside_all_others_is_added_to_them(here):
+    plug = "hedges:hedging"
+    config = BaselinesOptions(only=(plug, "again")).change(BaselinesConfig())
+    names = [detector.name for detector in chosen_detectors(config)]
+    assert names == [*catalogue(), "hedging"]
+    assert BaselinesOptions().change(config) == config
+    later = BaselinesOptions(only=("p_true",)).change(config)
+    assert [detector.name for detector in chosen_detectors(later)] == ["p_true"]
 
 
 def test_an_unknown_name_is_refused_with_those_that_there_are():
