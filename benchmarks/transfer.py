@@ -25,7 +25,6 @@ from beatrice.benchmarks.baselines.judge import run_inputs
 from beatrice.benchmarks.baselines.plain import (
     length_features,
     linear_scores,
-    perplexity_scores,
     probe_scores,
     text_scores,
 )
@@ -77,6 +76,7 @@ from beatrice.jaxprobe.grid import grid_members, member_logits
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.rows import Rows, rows_at_once
 from beatrice.jaxprobe.tokens import (
+    answer_log_probs,
     family_dims,
     read_features,
     split_families,
@@ -278,7 +278,7 @@ def rival_scores(scene: Scenario) -> dict[Subject, np.ndarray]:
     scores[Subject("answer_length")], _ = linear_scores([length], rows)
     scores = {name: x[:, n_trained:] for name, x in scores.items()}
     scores[Subject("tfidf")], _ = text_scores(trained.texts, trained.rows, new.texts)
-    scores[Subject("perplexity")] = perplexity_scores(new.store)
+    scores[Subject("perplexity")] = answer_log_probs(new.store)[None]
     return scores
 
 

@@ -18,8 +18,8 @@ from beatrice.benchmarks.baselines.detectors.choice import (
     oriented,
     reading,
 )
-from beatrice.benchmarks.baselines.plain import SURPRISAL
 from beatrice.extract.store.store import read_family
+from beatrice.jaxprobe.tokens import SURPRISAL
 
 
 def answer_perplexity(inputs: DetectorInput) -> np.ndarray:

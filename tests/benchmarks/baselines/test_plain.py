@@ -28,7 +28,6 @@ from beatrice.benchmarks.baselines.plain import (
     joined_text,
     linear_scores,
     majority_scores,
-    perplexity_score,
     pooled_signals,
     probe_scores,
     rows_at_equal_length,
@@ -43,6 +42,7 @@ from beatrice.extract.run.rows import Subject
 from beatrice.jaxprobe.evaluation import Scored
 from beatrice.jaxprobe.linear import INVERSE_PENALTIES
 from beatrice.jaxprobe.metrics import BootstrapConfig
+from beatrice.jaxprobe.tokens import answer_log_prob
 from tests.benchmarks.baselines.planted import memory_store
 from tests.benchmarks.baselines.test_probes import (
     chosen,
@@ -148,20 +148,20 @@ def prob_rows(p):
     return np.stack([p, -np.log(p), *[np.full_like(p, 9.0)] * 3], axis=1)
 
 
-def test_perplexity_score_is_minus_the_mean_surprisal_of_the_answer_only():
-    score = perplexity_score(prob_rows([0.001, 0.5, 0.25, 0.001]), (1, 3))
+def test_the_log_probability_of_an_answer_is_that_of_its_tokens_only():
+    score = answer_log_prob(prob_rows([0.001, 0.5, 0.25, 0.001]), (1, 3))
     assert score == pytest.approx(np.log([0.5, 0.25]).mean())
 
 
 def test_an_answer_without_a_token_is_read_where_its_end_was_emitted():
-    score = perplexity_score(prob_rows([0.001, 0.5, 0.25]), (3, 3))
+    score = answer_log_prob(prob_rows([0.001, 0.5, 0.25]), (3, 3))
     assert score == pytest.approx(np.log(0.25))
 
 
 @pytest.mark.parametrize("span", [(0, 0), (0, 3), (-1, 1), (2, 1)])
 def test_an_answer_span_outside_the_tokens_is_refused(span):
     with pytest.raises(ValueError, match="outside the 2 tokens"):
-        perplexity_score(prob_rows([0.5, 0.5]), span)
+        answer_log_prob(prob_rows([0.5, 0.5]), span)
 
 
 def lengths(n_tokens):
