@@ -28,7 +28,7 @@ from beatrice.benchmarks.baselines.plain import (
     probe_scores,
     text_scores,
 )
-from beatrice.benchmarks.results.names import CHAMPION, RIVALS
+from beatrice.benchmarks.results.names import CHAMPION, COMPARED
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.datasets.loading import Loaded, open_dataset
 from beatrice.extract.engines import ANSWER
@@ -335,7 +335,7 @@ def scene_rows(
     """
     rows = scene.new.rows
     detectors = [Scored(name=name, scores=x) for name, x in scores.items()]
-    pairs = {f"{EXPERIMENT}_paired": [(CHAMPION, rival) for rival in RIVALS]}
+    pairs = {f"{EXPERIMENT}_paired": [(CHAMPION, rival) for rival in COMPARED]}
     everything = np.full(len(rows.ids), ALL_SETS)
     unseen = np.full(len(rows.ids), "ood")
     together = dataclasses.replace(rows, datasets=everything, splits=unseen)

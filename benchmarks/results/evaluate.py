@@ -62,7 +62,7 @@ N_BINS = 10
 TRUSTED_FROM = 0.5  # where the run has no threshold of its own
 ANNOTATED = "annotated"  # set and split of the answers that a person has judged
 PAIRS = {
-    "paired": [(names.CHAMPION, rival) for rival in names.RIVALS],
+    "paired": [(names.CHAMPION, rival) for rival in names.COMPARED],
     "floor_paired": names.FLOORS.items(),
     "finding": names.FAMILY_PAIRS,
 }

@@ -120,8 +120,8 @@ class Table:
 
 def number(value: float, metric: str = "", *, is_signed: bool = False) -> str:
     """Format a value: three decimals (a cost two, a count none), no leading zero."""
-    if metric == "generations":
-        return f"{value:.2f}"
+    if metric in names.COSTS:
+        return f"{value:,.2f}"
     if metric in _COUNTS:
         return f"{value:,.0f}"
     value = round(value, 3) + 0.0  # no minus before a zero
@@ -413,7 +413,7 @@ def paired_table(results: pandas.DataFrame, experiment: str = "paired") -> Table
       experiment: "paired" or "at_equal_length_paired" for AUROC, or
         "controller_paired" or "controller_query_paired" for exact match and F1.
     """
-    metrics, rivals = ("auroc",), names.RIVALS
+    metrics, rivals = ("auroc",), names.COMPARED
     if experiment.startswith("controller"):
         metrics = ("em", "f1")
         rivals = {Subject(name): title for name, title in CONTROLLERS.items()}
@@ -425,7 +425,7 @@ def paired_table(results: pandas.DataFrame, experiment: str = "paired") -> Table
 
 def floor_table(results: pandas.DataFrame) -> Table:
     """How much more each encoder has than a linear probe of the same signals."""
-    titles = {**names.RIVALS, encoder("H"): names.DETECTORS[names.HIDDEN_ONLY]}
+    titles = {**names.COMPARED, encoder("H"): names.DETECTORS[names.HIDDEN_ONLY]}
     shown = where(results, experiment="floor_paired", metric="auroc")
     return by_place(shown, "Detector", lines_of({x: titles[x] for x in names.FLOORS}))
 

@@ -3,13 +3,13 @@ import pandas
 import pytest
 
 from beatrice.benchmarks.results.names import (
+    COMPARED,
     CONTROLS,
     DETECTORS,
     FAMILY_VARIANTS,
     FEATURES,
     RANKED,
     REFERENCE,
-    RIVALS,
     SPAN_DECISIONS,
     SPAN_VARIANTS,
     WITHOUT_HIDDEN,
@@ -166,7 +166,7 @@ def test_a_difference_has_its_sign_a_mark_where_it_is_clear_and_no_rank():
         )
     )
     table = paired_table(results)
-    assert labels(table) == [RIVALS[Subject(x)] for x in ("perplexity", "tfidf")]
+    assert labels(table) == [COMPARED[Subject(x)] for x in ("perplexity", "tfidf")]
     assert set(ranks(table).values()) == {None}
     assert [line.cells[0][0].is_clear for line in table.lines] == [True, False]
     text = as_text(table)
@@ -262,6 +262,7 @@ def test_no_rows_make_an_empty_table():
         (-0.012, {}, "-.012"),
         (0.9999, {}, "1.000"),
         (2.404, {"metric": "generations"}, "2.40"),
+        (1234.5, {"metric": "tokens"}, "1,234.50"),
         (7.0, {"metric": "best_sets"}, "7"),
         (0.0051, {"is_signed": True}, "+.005"),
         (-0.0002, {"is_signed": True}, "+.000"),
