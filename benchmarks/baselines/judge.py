@@ -91,7 +91,8 @@ class JudgedOutput(NamedTuple):
 
     # of one seed and all NaN where the detector could not be fitted
     output: DetectorOutput
-    seconds: float  # of scoring and of its share of the readings
+    # of scoring and of its share of the readings, as if all answers had been drawn for
+    seconds: float
     peak_bytes: int = 0  # most memory of the process while it was scored or read
     reason: str = ""  # why there is no score, or empty
 
@@ -207,9 +208,12 @@ def score(
             f"[n_seeds, {n_rows}]; give one seed an axis with `scores[None]`"
         )
     seconds = time.monotonic() - began
-    seconds += sum(readings.seconds.get(name, 0.0) for name in names)
     if isinstance(relations, MeteredRelations):
         seconds += relations.owed - owed
+    if "samples" in detector.needs and not detector.draws_for:
+        # Where nothing was drawn there is nothing to score.
+        seconds *= n_rows / (sum(map(bool, inputs.samples)) or n_rows)
+    seconds += sum(readings.seconds.get(name, 0.0) for name in names)
     peaks = (peak_bytes(), *(readings.peak_bytes.get(name, 0) for name in names))
     return JudgedOutput(output, seconds, max(peaks), reason)
 

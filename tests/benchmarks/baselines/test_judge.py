@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -207,6 +208,16 @@ def test_a_question_costs_what_its_draws_took_and_nobody_guesses():
     assert cost_of(shown, given, scores, 0.25).seconds == 1.5 + 2 * 0.25
     some = drawn_inputs([["a", "b"], []])
     assert cost_of(shown, some, scores, 0.25).n_new_tokens == 2
+
+
+def test_scoring_is_charged_to_the_answers_that_have_draws():
+    def slow(inputs):
+        time.sleep(0.05)
+        return DetectorOutput(np.zeros((1, 4)))
+
+    drawn = baseline_of(slow, needs=frozenset({"samples"}))
+    given = drawn_inputs([["a"], [], [], []])
+    assert cost_of(drawn, given, score(drawn, given), 0.0).seconds >= 0.05
 
 
 def test_draws_that_are_learned_from_alone_are_paid_once():
@@ -530,6 +541,10 @@ def test_what_an_earlier_start_read_is_not_read_again(tmp_path):
     np.testing.assert_array_equal(read.values["llmcheck_hidden"], states)
     np.testing.assert_array_equal(read.values["p_true"], scalars)
     assert read.seconds == dict.fromkeys(NAMES, 4.0) and len(ticks) == 2
+    keep(caches["p_true"], np.where(np.arange(300) % 2, np.nan, scalars))
+    again = cached_readings(reading, wanted, 300, caches)
+    assert again.seconds["p_true"] == 8.0  # as if all had been read
+    keep(caches["p_true"], scalars)
     # The most of the parts, not their sum.
     assert read.peak_bytes == dict.fromkeys(NAMES, 256)
     assert unread(wanted, caches, 300) == {name: [] for name in NAMES}
