@@ -166,7 +166,7 @@ class _Moods(BaseHTTPRequestHandler):
         content = json.dumps({"result": [documents] * len(request["queries"])})
         if "babble" in moods:
             content = "<html>busy</html>"
-        if "empty" in moods:
+        if "nothing" in moods:
             content = json.dumps({"result": [[]] * len(request["queries"])})
         with contextlib.suppress(OSError):  # who asked has gone
             if "trickling head" in moods:
@@ -196,7 +196,7 @@ class _Moods(BaseHTTPRequestHandler):
         ("trickling", "no reply came in 0.2 seconds"),
         ("trickling head", "no reply came in 0.2 seconds"),
         ("babble", "its reply is no ranking"),
-        ("empty", "expected documents for a question, found none"),
+        ("nothing", "expected documents for a question, found none"),
         ("broken", "status 500"),
     ],
 )
