@@ -201,7 +201,7 @@ def compare(
       Rows as `Probe.report` has them, of the baselines, and a line each for people.
     """
     from beatrice.jaxprobe.metrics import auroc, auroc_interval
-    from beatrice.pgir.controllers.adaptive import answer_log_probs
+    from beatrice.jaxprobe.tokens import answer_log_probs
 
     where = labelled.splits == "test"
     labels, signals = labelled.labels[where], labelled.signals

@@ -24,6 +24,8 @@ CHAIN = (
     "beatrice.benchmarks.results.report:REPORT",
 )
 
+STAGES = [place.partition(":")[2].lower() for place in CHAIN]  # by their verbs
+
 # Which verb writes what lies at a path of a run, by the path's first name.
 _WRITERS = {
     "examples": "data",
@@ -42,7 +44,7 @@ _WRITERS = {
     "rows": "evaluate",
     "control": "control",
 }
-_IN_ORDER = "data answer label extract sweep train select calibrate evaluate".split()
+_IN_ORDER = ["data", *STAGES[1 : STAGES.index("baselines")]]
 # What a person does after a verb of the way.
 NEXT = dict(itertools.pairwise([*_IN_ORDER, "baselines", "report"]))
 

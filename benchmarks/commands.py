@@ -94,8 +94,8 @@ class BaselinesOptions:
         names = tuple(name for name in self.only if name not in (_AGAIN, _ALL))
         changed = dataclasses.replace(
             config,
-            only=names or (() if is_more else config.only),
-            again=is_more or config.again,
+            only=names if self.only else config.only,
+            again=is_more if self.only else config.again,
             nli=str(self.nli.resolve()) if self.nli else config.nli,
             encoder=str(self.encoder.resolve()) if self.encoder else config.encoder,
         )
@@ -370,7 +370,8 @@ def transfer(run_dir: Path, how: TransferOptions, retrieval: RetrievalOptions) -
     The test and held-out questions are answered with passages that a retriever finds,
     labelled and read; every detector keeps what it learned from gold contexts. What
     is answered lies in RUN_DIR/retrieved, a run of its own, where `beatrice label
-    --judge` may judge it before the same line is typed again.
+    --judge` may judge it before the same line is typed again. Where no --corpus or
+    --url was ever given here, it is searched where `beatrice control` searches.
 
     Example: beatrice transfer runs/gemma --corpus corpora/six --retriever fused
     --retriever-encoder all-MiniLM-L6-v2
@@ -384,7 +385,7 @@ def transfer(run_dir: Path, how: TransferOptions, retrieval: RetrievalOptions) -
     def change(config: "TransferConfig") -> "TransferConfig":
         return dataclasses.replace(config, **given(how))
 
-    retrieval.write(run_dir)
+    retrieval.write(run_dir, "transfer_retrieval")
     with RunDir.open(run_dir) as run:
         config = run.settle(NAME, TRANSFER_PRESETS, change, is_replaceable=True)
         transfer_run(run, config, Progress())

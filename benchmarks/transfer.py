@@ -25,11 +25,10 @@ from beatrice.benchmarks.baselines.judge import run_inputs
 from beatrice.benchmarks.baselines.plain import (
     length_features,
     linear_scores,
-    perplexity_scores,
     probe_scores,
     text_scores,
 )
-from beatrice.benchmarks.results.names import CHAMPION, RIVALS
+from beatrice.benchmarks.results.names import CHAMPION, COMPARED
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.datasets.loading import Loaded, open_dataset
 from beatrice.extract.engines import ANSWER
@@ -77,6 +76,7 @@ from beatrice.jaxprobe.grid import grid_members, member_logits
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.rows import Rows, rows_at_once
 from beatrice.jaxprobe.tokens import (
+    answer_log_probs,
     family_dims,
     read_features,
     split_families,
@@ -278,7 +278,7 @@ def rival_scores(scene: Scenario) -> dict[Subject, np.ndarray]:
     scores[Subject("answer_length")], _ = linear_scores([length], rows)
     scores = {name: x[:, n_trained:] for name, x in scores.items()}
     scores[Subject("tfidf")], _ = text_scores(trained.texts, trained.rows, new.texts)
-    scores[Subject("perplexity")] = perplexity_scores(new.store)
+    scores[Subject("perplexity")] = answer_log_probs(new.store)[None]
     return scores
 
 
@@ -335,7 +335,7 @@ def scene_rows(
     """
     rows = scene.new.rows
     detectors = [Scored(name=name, scores=x) for name, x in scores.items()]
-    pairs = {f"{EXPERIMENT}_paired": [(CHAMPION, rival) for rival in RIVALS]}
+    pairs = {f"{EXPERIMENT}_paired": [(CHAMPION, rival) for rival in COMPARED]}
     everything = np.full(len(rows.ids), ALL_SETS)
     unseen = np.full(len(rows.ids), "ood")
     together = dataclasses.replace(rows, datasets=everything, splits=unseen)
@@ -458,13 +458,14 @@ def transfer_run(run: RunDir, config: TransferConfig, progress: Progress) -> Non
     require_both_settings(run, NAME)
     run.require(run.detector)
     questions = asked_questions(read_examples(run), config)
-    retrieval = retrieval_of(run, progress.note)
+    retrieval = retrieval_of(run, progress.note, "transfer_retrieval")
     model, _ = load_tokenizer_only(run)
     prompts = model.tokenizer, answer_config(run).prompt.prompt_template()
     examples, failed = with_passages(questions, retrieval, config.n_passages, prompts)
     progress.note(
         f"transfer: {len(examples)} of {len(questions)} questions have passages, by "
-        f"{retrieval_config(run).retriever} over {len(retrieval.passages):,}"
+        f"{retrieval_config(run, 'transfer_retrieval').retriever} over "
+        f"{len(retrieval.passages):,}"
     )
     if not examples:
         raise ValueError(f"no question got passages: {next(iter(failed.values()))}")

@@ -2,11 +2,15 @@
 
 import importlib
 import importlib.metadata
+import inspect
 import operator
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from beatrice.extract.run.files import sha256_file
 
 
 def load_plug(spec: str, group: str) -> Any:
@@ -31,6 +35,21 @@ def load_plug(spec: str, group: str) -> Any:
             f"{spec!r} is not MODULE:NAME; my_file:my_function is that of my_file.py"
         )
     return _attribute(_import(module_name, spec), name, spec)
+
+
+def sha256_of_code(plug: Any) -> str:
+    """Return the SHA-256 of the file that a callable is written in.
+
+    Empty where there is no such file, as of what is typed into a notebook.
+    """
+    plug = inspect.unwrap(plug)
+    while isinstance(plug, partial):
+        plug = plug.func
+    is_code = inspect.isroutine(plug) or inspect.isclass(plug)
+    try:
+        return sha256_file(Path(inspect.getfile(plug if is_code else type(plug))))
+    except (TypeError, OSError):
+        return ""
 
 
 def _load_entry_point(name: str, group: str) -> Any:

@@ -366,6 +366,57 @@ def _spread(answers: Ragged, starts: np.ndarray, n_rows: int) -> np.ndarray:
     return spread
 
 
+SURPRISAL = 1  # column of a prob row: p(v), -log p(v), entropy, top p, margin
+
+
+def answer_log_prob(prob_rows: np.ndarray, answer_span: tuple[int, int]) -> float:
+    """Return the mean log-probability of an answer's tokens, in nats; at most 0.
+
+    This is the logarithm of the inverse perplexity, so higher means more likely
+    correct. An answer without a token has an empty literal span; it is read where it
+    was given, at the last prompt token, which emitted the end.
+
+    Args:
+      prob_rows: `[n_tokens, 5]`, the prob family of one example, any float dtype.
+      answer_span: absolute `[start, stop)` into those rows.
+    """
+    start, stop = answer_span
+    if not 0 <= start <= stop <= len(prob_rows) or stop == 0:
+        raise ValueError(
+            f"answer span [{start}, {stop}) is outside the {len(prob_rows)} tokens of "
+            "this example"
+        )
+    start = min(start, stop - 1)
+    surprisal = np.asarray(prob_rows[start:stop, SURPRISAL], dtype=np.float64)
+    return -float(surprisal.mean())
+
+
+def answer_log_probs(store: FeatureStore) -> np.ndarray:
+    """Return the mean log-probability of every stored answer, `[n_rows]` nats."""
+    ragged = read_family(store, "prob")
+    spans = (store.spec.spans[:, ANSWER] - ragged.first_tokens[:, None]).tolist()
+    return np.array(
+        [answer_log_prob(ragged.example(i), span) for i, span in enumerate(spans)]
+    )
+
+
+def mean_log_eigenvalue(states: np.ndarray, ridge: float = 1e-3) -> float:
+    """Return (1/k) ln det(Z J Z' + ridge I) of k states, high where they lie apart.
+
+    J centres each state over its own dimensions; the products are not divided by their
+    number. Of INSIDE (eq. 6, where the ridge is alpha) and of SeaKR.
+
+    Args:
+      states: `[k, d]`, any float dtype, at least one.
+      ridge: added to the diagonal.
+    """
+    wide = np.asarray(states, np.float64)
+    centred = wide - wide.mean(axis=1, keepdims=True)
+    # By the log-determinant, which is positive with a ridge.
+    gram = centred @ centred.T + ridge * np.eye(len(wide))
+    return float(np.linalg.slogdet(gram)[1] / len(wide))
+
+
 def mean_answer_states(
     store: FeatureStore, examples: np.ndarray, layer: int, n_chunk: int = 1024
 ) -> np.ndarray:

@@ -19,7 +19,7 @@ from beatrice.extract.run.verbs import (
 )
 
 if TYPE_CHECKING:
-    from beatrice.pgir.controllers.stage import ControlConfig
+    from beatrice.pgir.controllers.stage import ControlConfig, Searches
     from beatrice.pgir.corpus import Corpus
     from beatrice.pgir.index import TextEncoder
 
@@ -62,7 +62,7 @@ class RetrievalOptions(EncoderSettings):
         "Directory of a text encoder, such as E5 or MiniLM.", type=FOLDER
     )
 
-    def write(self, run_dir: Path, *stages: str) -> None:
+    def write(self, run_dir: Path, section: "Searches" = "retrieval") -> None:
         """Write down in a run where it searches, if any of these was given."""
         if not given(self):
             return
@@ -81,7 +81,7 @@ class RetrievalOptions(EncoderSettings):
         if chosen.retriever not in KINDS:
             load_retriever(chosen.retriever)  # what is missing is not written down
         with RunDir.open(run_dir) as run:
-            settle_retrieval(run, lambda _: chosen, *stages)
+            settle_retrieval(run, chosen, section)
 
 
 def _absolute(path: Path | None) -> str | None:
@@ -328,7 +328,8 @@ class ControlOptions:
 def control(run_dir: Path, how: ControlOptions, retrieval: RetrievalOptions) -> None:
     """Run PGIR and its rivals; choose their settings on validation.
 
-    Without --corpus or --url the passages that came with the questions are searched.
+    Until --corpus, --url or --retriever is given, the passages that came with the
+    questions are searched; then what was given last.
 
     Example: beatrice control runs/paper --max-generations 4.63 --only all
     """
@@ -341,7 +342,7 @@ def control(run_dir: Path, how: ControlOptions, retrieval: RetrievalOptions) -> 
         raise click.UsageError(
             f"--only: no rival is called {unknown[0]!r}; expected {', '.join(known)}"
         )
-    retrieval.write(run_dir, "control")
+    retrieval.write(run_dir)
     for spec in how.judge:
         load_plug(spec, JUDGES)  # what is missing is not written down
     do_again_if_changed(run_dir, CONTROL, how.change)

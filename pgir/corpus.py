@@ -45,6 +45,13 @@ DEPTHS = (3, 5, 20)  # of a ranking, at which retrieval is judged
 _WORDS = re.compile(r"\W+")
 _AGAIN = "build the corpus again in another folder"
 _FILES = ("passages.jsonl", "gold.jsonl", "lines.npy")
+# What is counted of a file, and in words.
+_COUNTED = {
+    "n_found": "passages",
+    "n_new": "of them new",
+    "n_long": f"left out for more than {MOST_WORDS} words",
+    "n_empty": "left out without a word",
+}
 Note = Callable[[str], None]
 # By (question set, measure): the mean at each depth.
 Measured = dict[tuple[str, str], dict[int, float]]
@@ -66,7 +73,8 @@ class Corpus(Sequence[Passage]):
     Attributes:
       folder: where it lies.
       facts: of `corpus.json`; `sources` counts the passages of every file, those that
-        no earlier file had, and those left out for more than `MOST_WORDS` words.
+        no earlier file had, and those left out for more than `MOST_WORDS` words or
+        without any.
       identity: SHA-256 of the passages; an index names the one that it was built on.
     """
 
@@ -180,8 +188,9 @@ class _Writer:
     def add(self, passage: Passage, stream: IO[bytes]) -> int | None:
         """Write a passage unless it is there; return its place."""
         self.counts["n_found"] += 1
-        if not passage.text.strip() or len(passage.text.split()) > MOST_WORDS:
-            self.counts["n_long"] += 1
+        n_words = len(passage.text.split())
+        if not 0 < n_words <= MOST_WORDS:
+            self.counts["n_long" if n_words else "n_empty"] += 1
             return None
         index = self.places.setdefault(_key(passage), len(self.places))
         if index == len(self.lines) - 1:
@@ -266,15 +275,15 @@ def _write_passages(
         write_stream_atomic(folder / "gold.jsonl") as golds,
     ):
         for path, (name, sha256) in zip(files, hashes, strict=True):
-            writer.counts = collections.Counter(n_found=0, n_new=0, n_long=0)
+            writer.counts = collections.Counter(dict.fromkeys(_COUNTED, 0))
             for question, of_record in read_source(path, note):
                 places = [writer.add(passage, passages) for passage in of_record]
                 if question is not None:
                     writer.add_golds(question, places, golds)
-            n_found, n_new = writer.counts["n_found"], writer.counts["n_new"]
-            if n_found:
+            if writer.counts["n_found"]:
                 reports.append({"name": name, "sha256": sha256, **writer.counts})
-                note(f"{name}: {n_found} passages, {n_new} of them new")
+                counts = (f"{n} {_COUNTED[x]}" for x, n in writer.counts.items() if n)
+                note(f"{name}: {', '.join(counts)}")
         if not writer.places:
             raise ValueError("none of the files holds a passage")
     return writer, reports

@@ -384,7 +384,10 @@ def _post_within(seconds: float, url: str, body: Mapping[str, Any]) -> bytes:
 
 
 def read_reply(reply: Any, n_queries: int, depth: int) -> list[list[str]]:
-    """Return the documents in a reply, of each question as many as asked for."""
+    """Return the documents in a reply, of each question as many as asked for.
+
+    Fewer where the server has no more.
+    """
     if isinstance(reply, dict):
         reply = reply.get("result")
     if not isinstance(reply, list):
@@ -393,9 +396,9 @@ def read_reply(reply: Any, n_queries: int, depth: int) -> list[list[str]]:
         raise ValueError(f"expected {n_queries} rankings, found {len(reply)}")
     documents = []
     for ranking in reply:
-        if not isinstance(ranking, list) or len(ranking) < depth:
-            n = len(ranking) if isinstance(ranking, list) else "no list of"
-            raise ValueError(f"expected {depth} documents for a question, found {n}")
+        if not isinstance(ranking, list) or not ranking:
+            n = "none" if isinstance(ranking, list) else "no list"
+            raise ValueError(f"expected documents for a question, found {n}")
         documents.append([_contents(document) for document in ranking[:depth]])
     return documents
 

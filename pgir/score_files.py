@@ -312,16 +312,17 @@ def score_html(result: Mapping[str, Any], effects: Sequence[float]) -> str:
     most = max(map(abs, effects), default=0.0) or 1.0
     spans = []
     for token, effect in itertools.zip_longest(entry["tokens"], effects):
-        style, title = "", f"log p = {token['log_p']}"
+        style, titles = "", []
         if effect is not None:
             colour = _RAISES if effect > 0 else _LOWERS
             style = (
                 f' style="background: rgba({colour}, {0.6 * abs(effect) / most:.2f})"'
             )
-            title = f"moves P by {effect:+.3f}, {title}"
-        spans.append(
-            f'<span{style} title="{title}">{html.escape(token["text"])}</span>'
-        )
+            titles.append(f"moves P by {effect:+.3f}")
+        if token["log_p"] is not None:
+            titles.append(f"log p = {token['log_p']}")
+        title = f' title="{", ".join(titles)}"' if titles else ""
+        spans.append(f"<span{style}{title}>{html.escape(token['text'])}</span>")
     p = "no P" if entry["p"] is None else f"P(correct) = {entry['p']}"
     notes = "".join(
         f"<br><small>{html.escape(note)}</small>" for note in entry["notes"]

@@ -8,7 +8,6 @@ one of a function; those of the files in `detectors/` are the catalogue.
 import dataclasses
 import functools
 import importlib
-import inspect
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -18,9 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from beatrice.extract.plugs import load_plug
+from beatrice.extract.plugs import load_plug, sha256_of_code
 from beatrice.extract.records import SETTINGS, Answer, Example, Sample, Setting
-from beatrice.extract.run.files import sha256_file
 from beatrice.extract.run.rows import ResultRow
 
 if TYPE_CHECKING:  # the report reads costs alone, and loads no JAX
@@ -110,23 +108,35 @@ class DetectorInput:
 
     @cached_property
     def examples(self) -> list[Example]:
-        """The question of every row."""
+        """The question of every row; a ValueError where some are not known."""
         by_id = {example.id: example for example in self.questions}
+        if missing := [i for i in self.rows.ids.tolist() if i not in by_id]:
+            raise ValueError(
+                f"expected the question of every row, found none of {missing[0]!r} "
+                f"among the {len(by_id)} given; give `questions`"
+            )
         return [by_id[example_id] for example_id in self.rows.ids]
+
+    @property
+    def known_answers(self) -> Sequence[Answer]:
+        """The greedy answer of every row; a ValueError where they are not known."""
+        if not self.answers:
+            raise ValueError("expected the answer of every row, found none: `answers`")
+        return self.answers
 
     @cached_property
     def texts(self) -> list[str]:
         """What a text-only detector reads of every row, see `joined_text`."""
-        if self.template is None or not self.answers:
+        if self.template is None:
             raise ValueError(
-                "the texts are not known; give questions, answers and the template by "
-                "which passages were shown"
+                "expected how passages were shown, found no template; give `template`, "
+                "such as `PromptConfig().prompt_template()`"
             )
         from beatrice.benchmarks.baselines.plain import joined_text
         from beatrice.extract.generate.prompts import variants_of
 
         texts = []
-        for example, answer in zip(self.examples, self.answers, strict=True):
+        for example, answer in zip(self.examples, self.known_answers, strict=True):
             passages = dict(variants_of(self.rows.setting, example))[answer.variant]
             shown = [
                 self.template.passage_text(passage)
@@ -163,6 +173,8 @@ class Baseline:
     # pass of its own.
     reads: tuple[str, ...] = ()
     is_trained: bool = False  # whether it learns from labels of the training split
+    # Splits whose drawn answers it reads; empty where of every row.
+    draws_for: tuple[str, ...] = ()
     # What differs from the published one, in a sentence; empty where nothing.
     variant: str = ""
     settings: tuple[Setting, ...] = SETTINGS  # where it is defined
@@ -180,9 +192,10 @@ class DetectorCost(
     variant: str
     needs: tuple[str, ...]  # beyond the pass that gave the answer, see `Requirement`
     is_trained: bool
-    # Of scoring, its share of the readings, and of drawing its samples; fitting
-    # included, which is paid once, over all answers of the setting. None where its
-    # samples were drawn before drawing was timed.
+    # Of scoring, its share of the readings, and of drawing its samples, the mean over
+    # the answers that have some; fitting included, which is paid once, over all answers
+    # of the setting, as draws are that it learns from alone. None where its samples
+    # were drawn before drawing was timed.
     seconds: float | None
     # Most memory of the process while the detector was read and scored, the backbone
     # included; of the host, not of a device. None in records from before it was
@@ -208,6 +221,7 @@ def baseline(
     needs: Iterable[Requirement] = (),
     reads: Sequence[str] = (),
     is_trained: bool = False,
+    draws_for: Sequence[str] = (),
     variant: str = "",
     settings: Sequence[Setting] = SETTINGS,
 ) -> Callable[[Score], Baseline]:
@@ -226,6 +240,7 @@ def baseline(
             needs=frozenset(needs),
             reads=tuple(reads),
             is_trained=is_trained,
+            draws_for=tuple(draws_for),
             variant=variant,
             settings=tuple(settings),
         )
@@ -287,13 +302,7 @@ def code_of(detector: Baseline) -> str:
     Scores of a detector in the catalogue are valid until its `variant` changes; a
     person's own detector is scored again whenever that file changes.
     """
-    score = inspect.unwrap(detector.score)
-    while isinstance(score, functools.partial):
-        score = score.func
-    try:
-        return sha256_file(Path(inspect.getfile(score)))
-    except TypeError:  # an object that is called
-        return sha256_file(Path(inspect.getfile(type(score))))
+    return sha256_of_code(detector.score)
 
 
 def format_list(detectors: Iterable[Baseline]) -> str:

@@ -6,6 +6,7 @@ scores are cached until something that they depend on changes.
 
 import dataclasses
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -71,7 +72,7 @@ from beatrice.jaxprobe.calibrate import run_bootstrap, run_selection
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.config import set_compiler
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
-from beatrice.jaxprobe.metrics import BootstrapConfig
+from beatrice.jaxprobe.metrics import BootstrapConfig, auroc
 from beatrice.jaxprobe.rows import Rows, rows_of
 from beatrice.jaxprobe.train import chosen_layer, open_rows
 
@@ -79,9 +80,7 @@ if TYPE_CHECKING:
     import pandas
 
     from beatrice.extract.backbone.loading import Backbone
-import math
-
-from beatrice.jaxprobe.metrics import auroc
+    from beatrice.extract.generate.prompts import PromptTemplate
 
 SCORE_FORMAT = "4"  # of cached scores: 4 holds the rows of what was chosen too
 OURS = "champion"
@@ -92,7 +91,8 @@ class JudgedOutput(NamedTuple):
 
     # of one seed and all NaN where the detector could not be fitted
     output: DetectorOutput
-    seconds: float  # of scoring and of its share of the readings
+    # of scoring and of its share of the readings, as if all answers had been drawn for
+    seconds: float
     peak_bytes: int = 0  # most memory of the process while it was scored or read
     reason: str = ""  # why there is no score, or empty
 
@@ -187,7 +187,10 @@ class MeteredRelations:
 def score(
     detector: Baseline, inputs: DetectorInput, readings: CachedReadings = NOTHING_READ
 ) -> JudgedOutput:
-    """Return a detector's scores, or why there are none."""
+    """Return a detector's scores, or why there are none.
+
+    Scores of another shape than `[n_seeds, n_rows]` are a ValueError.
+    """
     relations = inputs.relations
     owed = relations.owed if isinstance(relations, MeteredRelations) else 0.0
     begin_peak()
@@ -198,12 +201,35 @@ def score(
         reason = str(error)
         scores, chosen = np.full((1, len(inputs.rows.ids)), np.nan), ()
     output = DetectorOutput(np.asarray(scores, np.float64), tuple(chosen))
+    shape, n_rows = list(output.scores.shape), len(inputs.rows.ids)
+    if shape[1:] != [n_rows]:
+        raise ValueError(
+            f"{detector.name} returns scores of shape {shape}, expected "
+            f"[n_seeds, {n_rows}]; give one seed an axis with `scores[None]`"
+        )
     seconds = time.monotonic() - began
-    seconds += sum(readings.seconds.get(name, 0.0) for name in names)
     if isinstance(relations, MeteredRelations):
         seconds += relations.owed - owed
+    if "samples" in detector.needs and not detector.draws_for:
+        # Where nothing was drawn there is nothing to score.
+        seconds *= n_rows / (sum(map(bool, inputs.samples)) or n_rows)
+    seconds += sum(readings.seconds.get(name, 0.0) for name in names)
     peaks = (peak_bytes(), *(readings.peak_bytes.get(name, 0) for name in names))
     return JudgedOutput(output, seconds, max(peaks), reason)
+
+
+def _read_samples(
+    detector: Baseline, inputs: DetectorInput
+) -> list[tuple[Sample, ...]]:
+    """Return the drawn answers of each row that a detector reads some of.
+
+    P(True) needs none, and is shown those that there are.
+    """
+    if "samples" not in detector.needs and "p_true" not in detector.reads:
+        return []
+    splits = detector.draws_for or set(inputs.rows.splits)
+    pairs = zip(inputs.samples, inputs.rows.splits, strict=True)
+    return [samples for samples, split in pairs if samples and split in splits]
 
 
 def cost_of(
@@ -213,12 +239,15 @@ def cost_of(
     draw_seconds: float | None,
 ) -> DetectorCost:
     """Return what a detector is and cost; `draw_seconds` as `_draw_seconds` has it."""
-    reads = set(detector.reads)
-    samples = [x for x in inputs.samples if x] if "samples" in detector.needs else []
+    reads, n_rows = set(detector.reads), len(inputs.rows.ids)
+    samples = _read_samples(detector, inputs)
+    # What is drawn to learn from is paid once, as fitting is.
+    n_paid = n_rows if detector.draws_for else max(1, len(samples))
+    n_drawn = sum(map(len, samples)) / n_paid
+    n_new = sum(len(s.token_ids or ()) for row in samples for s in row)
     n_samples = max(map(len, samples), default=0)
-    n_new = [sum(len(s.token_ids or ()) for s in row) for row in samples]
     per_draw = draw_seconds if samples else 0.0
-    per_question = scores.seconds / len(inputs.rows.ids)
+    per_question = scores.seconds / n_rows
     # Everything of the answer behind its own prompt is read in one pass.
     is_read = bool(reads - {"p_true", "sample_states"})
     n_others = ("p_true" in reads) + ("lumina_mmd" in reads)
@@ -230,11 +259,11 @@ def cost_of(
         variant=detector.variant,
         needs=tuple(sorted(detector.needs)),
         is_trained=detector.is_trained,
-        seconds=None if per_draw is None else per_question + per_draw * n_samples,
+        seconds=None if per_draw is None else per_question + per_draw * n_drawn,
         peak_bytes=scores.peak_bytes,
         n_forwards=is_read + n_others + n_samples * ("sample_states" in reads),
-        n_new_tokens=float(np.mean(n_new)) if n_new else 0.0,
-        n_rows=len(inputs.rows.ids),
+        n_new_tokens=n_new / n_paid,
+        n_rows=n_rows,
         reason=scores.reason,
     )
 
@@ -256,6 +285,7 @@ def judge(
     questions: Sequence[Example] = (),
     answers: Sequence[Answer] = (),
     samples: Sequence[Sample] = (),
+    template: "PromptTemplate | None" = None,
     readings: Mapping[str, np.ndarray] | None = None,
     relations: Relations | None = None,
     encoder: Path | None = None,
@@ -275,6 +305,7 @@ def judge(
       questions: of the answers, for detectors that read texts.
       answers: of every row of the store, likewise.
       samples: drawn answers, for detectors that compare them.
+      template: how passages were shown, for detectors that read nothing but texts.
       readings: by name, what detectors read beyond the four families, `[n_rows, ...]`.
       relations: an NLI model, see `benchmarks.baselines.detectors.clustering`.
       encoder: directory of a text encoder.
@@ -299,6 +330,7 @@ def judge(
         questions=questions,
         answers=answers,
         samples=samples,
+        template=template,
         readings=readings or {},
         relations=relations,
         encoder=encoder,
@@ -431,7 +463,8 @@ def _violations_of_gaps(
         if depends(new):
             faults.append("a score depends on which other test answers there are")
     if "samples" in detector.needs:
-        samples = [() if i in set(hidden) else x for i, x in enumerate(inputs.samples)]
+        gone = set(hidden.tolist())
+        samples = [() if i in gone else x for i, x in enumerate(inputs.samples)]
         new = _scores_on(detector, inputs, samples=samples)
         if depends(new):
             faults.append("a score depends on what was drawn to other test questions")
@@ -448,8 +481,8 @@ class BaselinesConfig:
     # Names; empty takes those that need nothing beyond the run's signals and texts.
     # Those that were judged before, on the same answers, stay in the rows.
     only: tuple[str, ...] = ()
-    # Without names, also those that read the answers again, or read something else,
-    # where everything that they need is there.
+    # Beside the names also all others, those too that read the answers again, or read
+    # something else, where everything that they need is there.
     again: bool = False
     # Directory of an NLI model; without one, those that need it are left out.
     nli: str | None = None
@@ -486,7 +519,8 @@ def chosen_detectors(config: BaselinesConfig) -> list[Baseline]:
     wanted = {spec: find_detector(spec) for spec in dict.fromkeys(config.only)}
     names = {detector.name for detector in wanted.values()}
     plugs = [detector for spec, detector in wanted.items() if is_plug(spec)]
-    return _distinct([*(x for name, x in known.items() if name in names), *plugs])
+    chosen = (x for name, x in known.items() if config.again or name in names)
+    return _distinct([*chosen, *plugs])
 
 
 def _distinct(detectors: Sequence[Baseline]) -> list[Baseline]:
@@ -730,6 +764,11 @@ def run_violations(run: RunDir, spec: str, config: BaselinesConfig) -> list[str]
     return faults
 
 
+def _identity(config: BaselinesConfig) -> dict[str, str]:
+    plugs = filter(is_plug, config.only)
+    return {f"detector:{spec}": code_of(find_detector(spec)) for spec in plugs}
+
+
 BASELINES = Stage(
     name="baselines",
     inputs=lambda run: [
@@ -741,5 +780,6 @@ BASELINES = Stage(
     ],
     outputs=lambda run: [rows_file(run, "baselines"), costs_file(run)],
     work=_baselines,
+    identity=_identity,
     presets=BASELINES_PRESETS,
 )

@@ -151,7 +151,9 @@ def cached_readings(
             peaks[name] = max(peaks[name], arrays["peak_bytes"].item())
         tick()
     for name, by_row in values.items():
-        seconds[name] *= n_rows / max(1, len(by_row))
+        # Where nothing was drawn there is nothing to read, and it takes no time.
+        n_read = sum(bool(np.isfinite(x).any()) for x in by_row.values())
+        seconds[name] *= n_rows / max(1, n_read or len(by_row))
     laid_out = {name: _lay_out(by_row, n_rows) for name, by_row in values.items()}
     return CachedReadings(laid_out, seconds, peaks)
 

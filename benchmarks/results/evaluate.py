@@ -19,7 +19,6 @@ from beatrice.benchmarks.baselines.plain import (
     length_features,
     linear_scores,
     majority_scores,
-    perplexity_scores,
     probe_scores,
     rows_at_equal_length,
     text_scores,
@@ -55,7 +54,7 @@ from beatrice.jaxprobe.metrics import (
 )
 from beatrice.jaxprobe.rows import Rows
 from beatrice.jaxprobe.scope import PRECISIONS, Threshold
-from beatrice.jaxprobe.tokens import mean_answer_states
+from beatrice.jaxprobe.tokens import answer_log_probs, mean_answer_states
 from beatrice.jaxprobe.train import EVERY_FAMILY, encoder_folders, grid_config
 from beatrice.pgir.score_files import shown_tokens
 
@@ -63,7 +62,7 @@ N_BINS = 10
 TRUSTED_FROM = 0.5  # where the run has no threshold of its own
 ANNOTATED = "annotated"  # set and split of the answers that a person has judged
 PAIRS = {
-    "paired": [(names.CHAMPION, rival) for rival in names.RIVALS],
+    "paired": [(names.CHAMPION, rival) for rival in names.COMPARED],
     "floor_paired": names.FLOORS.items(),
     "finding": names.FAMILY_PAIRS,
 }
@@ -95,7 +94,7 @@ def detectors_of(
         names.EARLY_FUSION: logits[:, EVERY_FAMILY],
         **{encoder(name): logits[:, i] for i, name in enumerate(SUBSET_NAMES)},
         "tfidf": tfidf,
-        names.PERPLEXITY: perplexity_scores(store),
+        names.PERPLEXITY: answer_log_probs(store)[None],
         "answer_length": linear_scores([length_features(evidence.answers)], rows)[0],
         "majority": majority_scores(rows),
         **probes,

@@ -1,7 +1,7 @@
 """What rows measure, by stable id: printed names in the order of tables, and pairs.
 
 Ids never change and are never split; titles are printed. Controllers have theirs in
-`beatrice.pgir.controllers.titles`.
+`beatrice.pgir.controllers`.
 """
 
 from beatrice.extract.run.rows import Subject, encoder
@@ -67,7 +67,7 @@ MAIN = (
     Subject("tfidf"),
 )
 # What the selected encoders are compared with, question by question.
-RIVALS = {
+COMPARED = {
     PERPLEXITY: DETECTORS[PERPLEXITY],
     HIDDEN_ONLY: DETECTORS[HIDDEN_ONLY],
     encoder("P"): "Probabilities only",
@@ -89,7 +89,7 @@ FAMILY_PAIRS = (
     *((EARLY_FUSION, encoder(others)) for others in ("PRA", "HRA", "HPA", "HPR")),
 )
 # What is measured among answers of equally many tokens too; the first against the rest.
-AT_EQUAL_LENGTH = {CHAMPION: DETECTORS[CHAMPION], **RIVALS}
+AT_EQUAL_LENGTH = {CHAMPION: DETECTORS[CHAMPION], **COMPARED}
 CONTROLS = {Subject("permuted_labels"): "Trained on permuted labels"}
 SPAN_DECISIONS = {
     Subject("emitting"): "From the position that emits the answer",

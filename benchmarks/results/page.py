@@ -298,7 +298,7 @@ def numbers(
         if row is not None and row.value is None:
             shown.append((label, "–", str(row.reason)))
         elif row is not None:
-            compared = _gain(gain, names.RIVALS[names.PERPLEXITY])
+            compared = _gain(gain, names.COMPARED[names.PERPLEXITY])
             detail = (f"{interval(row)}", compared, f"{row.n} answers")
             shown.append((label, row_value(row), "; ".join(filter(None, detail))))
     for setting, curves in reliability.items():

@@ -405,6 +405,12 @@ def number_text(cell: PaperCell, value: float | None) -> str:
     return number(value, metric, is_signed=is_end or metric.endswith("_difference"))
 
 
+def _printed(cell: PaperCell) -> str:
+    """Format a number of the paper; a loss of at most x is a change of at least -x."""
+    bound = "< " if cell.metric == "p_value" else "≥ "
+    return bound * cell.below + number_text(cell, cell.value)
+
+
 class Sign(NamedTuple):
     """What is larger in the paper, and in a run."""
 
@@ -435,7 +441,7 @@ class Sign(NamedTuple):
         to = "zero" if second is None else second.paper.row
         paper = f"{self.order} {to}"
         if cell.value is not None:
-            paper = ("≥ " if cell.below else "") + number_text(cell, cell.value)
+            paper = _printed(cell)
             if second is not None:
                 paper += f" beside {number_text(cell, second.paper.value)} ({to})"
         here = _with_ends(self.first)
@@ -610,8 +616,7 @@ def _pair(numbers: Sequence[Beside]) -> str:
     """Format one printed cell: what the paper has → what the run has."""
     paper, here = [], []
     for b in numbers:
-        text = ("< " if b.paper.below else "") + number_text(b.paper, b.paper.value)
-        paper.append(_MARKS[b.paper.mark].format(text))
+        paper.append(_MARKS[b.paper.mark].format(_printed(b.paper)))
         here.append("n/a" if b.value is None else number_text(b.paper, b.value))
     return f"{'/'.join(paper)} → {'/'.join(here)}"
 

@@ -14,13 +14,15 @@ import msgspec
 import numpy as np
 import pandas
 
+from beatrice.benchmarks import STAGES
+from beatrice.benchmarks.baselines.detector import catalogue
 from beatrice.benchmarks.baselines.judge import costs_file, read_costs
 from beatrice.benchmarks.results import findings, rivals, tables
 from beatrice.benchmarks.results.findings import PaperAnswer, measured, questions_of
 from beatrice.benchmarks.results.names import (
     CHAMPION,
+    COMPARED,
     DETECTORS,
-    RIVALS,
     SETTING_LABELS,
 )
 from beatrice.benchmarks.results.page import (
@@ -83,10 +85,6 @@ from beatrice.selection.greedy import selection_summary
 from beatrice.selection.reach import RankAgreement, Ranked, agreement
 
 STUDIES = "anatomy/cases.json"  # in the run
-IN_ORDER = (
-    "data world answer label extract sweep train select calibrate evaluate control"
-).split()
-
 
 # What `evaluate`, `control` and `anatomy` leave for the report, read by type.
 
@@ -231,7 +229,7 @@ def report_data(run: RunDir) -> ReportData:
     settings = settings_of(run)
     on_request = published(run)
     ranked = settings if "exhaustive" in on_request else ()
-    records = {n: run.stage_record(n) for n in (*IN_ORDER, "report", *on_request)}
+    records = {n: run.stage_record(n) for n in ("data", *STAGES, *on_request)}
     control: dict[str, Any] = {}
     if run.stage_record("control") is not None:
         control = read_part(run.control / "control.json", Control, "control")
@@ -302,11 +300,12 @@ def run_table(run: RunDir, name: str) -> str:
 def rows_as_markdown(rows: Sequence[ResultRow]) -> str:
     """Return the tables of some rows that need nothing else of a run, as Markdown."""
     results = results_of(rows)
+    titles = {Subject(name): detector.title for name, detector in catalogue().items()}
     parts = [
         f"### {heading}\n\n{tables.as_markdown(table)}"
-        for heading, table in tables.named_tables(results).values()
+        for heading, table in tables.named_tables(results, titles).values()
     ]
-    return "\n".join([*parts, rivals.leads_as_markdown(results)])
+    return "\n".join([*parts, rivals.leads_as_markdown(results, titles)])
 
 
 def _report(run: RunDir, config: None, update: Update, progress: Progress) -> None:
@@ -377,7 +376,7 @@ def _headline(sides: Sequence[Side], setting: Setting) -> str:
         by_set.append({_set_of(x): by_subject(shown, **x._asdict()) for x in places})
     sets = list(dict.fromkeys(name for rows in by_set for name in rows))
     lines = []
-    for subject, label in {**DETECTORS, **RIVALS}.items():
+    for subject, label in {**DETECTORS, **COMPARED}.items():
         cells = [x.get(s, {}).get(subject) for s in sets for x in by_set]
         if any(cells):
             lines.append([label, *map(_text, cells)])
@@ -497,20 +496,21 @@ def summary(path: Path) -> dict[str, Any]:
     lines.append(f"Selected: {'; '.join(chosen)}")
     lines += ["", f"The page:   {run.report}"]
     lines.append(f"Its tables: beatrice report {path} --print detectors")
-    if (answer := _surest(data.shown)) is not None:
+    if (answer := surest(data.shown)) is not None:
         question, text = answer["question"], answer["draft"]["answer"]
         options = shlex.join(["--question", question, "--answer", text])
         lines += [f"Next:       beatrice score {path} \\", f"              {options}"]
     return {"headline": values, "text": "\n".join(lines)}
 
 
-def _surest(shown: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+def surest(shown: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     """Return the first right and trusted answer from memory."""
     answers = (
         answer
         for shown_set in shown
         if shown_set["setting"] == "closed_book"
         for kind in shown_set["kinds"]
+        if kind["name"] == "right and trusted"
         for answer in kind["answers"]
     )
     return next(answers, None)

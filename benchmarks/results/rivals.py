@@ -140,7 +140,7 @@ def leads(results: pandas.DataFrame, against: Against) -> list[Lead]:
 
 def cells_of(lead: Lead, titles: Titles | None = None) -> tuple[str, ...]:
     """Format a lead, a text for each of `HEADS`; † where zero is excluded."""
-    printed = {**names.DETECTORS, **names.RIVALS, **(titles or {})}
+    printed = {**names.DETECTORS, **names.COMPARED, **(titles or {})}
     row, ours = lead.difference, lead.ours
     if row is None:
         difference = "not compared"
@@ -172,7 +172,7 @@ def lead_counts(
     compared: Sequence[Lead], titles: Titles | None = None
 ) -> dict[str, str]:
     """Return on how many columns a lead or a lag is sure, and what was not compared."""
-    printed = {**names.DETECTORS, **names.RIVALS, **(titles or {})}
+    printed = {**names.DETECTORS, **names.COMPARED, **(titles or {})}
     known = [lead for lead in compared if lead.p_holm is not None]
     values = [x.difference.value or 0.0 for x in known if x.is_sure and x.difference]
     above = {printed.get(x, x.detector) for lead in compared for x in lead.uncompared}
@@ -310,7 +310,7 @@ def costs_as_markdown(judged: Sequence[DetectorCost], results: pandas.DataFrame)
 
 def kind_of(detector: DetectorCost) -> CostKind:
     """Return how a detector is drawn; one that samples and is trained samples."""
-    if "samples" in detector.needs:
+    if "samples" in detector.needs or detector.n_new_tokens:
         return "sampled"
     return "trained" if detector.is_trained else "plain"
 

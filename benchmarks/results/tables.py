@@ -120,8 +120,8 @@ class Table:
 
 def number(value: float, metric: str = "", *, is_signed: bool = False) -> str:
     """Format a value: three decimals (a cost two, a count none), no leading zero."""
-    if metric == "generations":
-        return f"{value:.2f}"
+    if metric in names.COSTS:
+        return f"{value:,.2f}"
     if metric in _COUNTS:
         return f"{value:,.0f}"
     value = round(value, 3) + 0.0  # no minus before a zero
@@ -413,7 +413,7 @@ def paired_table(results: pandas.DataFrame, experiment: str = "paired") -> Table
       experiment: "paired" or "at_equal_length_paired" for AUROC, or
         "controller_paired" or "controller_query_paired" for exact match and F1.
     """
-    metrics, rivals = ("auroc",), names.RIVALS
+    metrics, rivals = ("auroc",), names.COMPARED
     if experiment.startswith("controller"):
         metrics = ("em", "f1")
         rivals = {Subject(name): title for name, title in CONTROLLERS.items()}
@@ -425,7 +425,7 @@ def paired_table(results: pandas.DataFrame, experiment: str = "paired") -> Table
 
 def floor_table(results: pandas.DataFrame) -> Table:
     """How much more each encoder has than a linear probe of the same signals."""
-    titles = {**names.RIVALS, encoder("H"): names.DETECTORS[names.HIDDEN_ONLY]}
+    titles = {**names.COMPARED, encoder("H"): names.DETECTORS[names.HIDDEN_ONLY]}
     shown = where(results, experiment="floor_paired", metric="auroc")
     return by_place(shown, "Detector", lines_of({x: titles[x] for x in names.FLOORS}))
 
@@ -635,8 +635,9 @@ def main_detectors(results: pandas.DataFrame, titles: Titles) -> Table:
     On all in-domain test questions, and on every held-out set.
     """
     full = panorama_table(results, None, titles)
-    named = {names.DETECTORS[x] for x in names.MAIN} | {CHANCE}
-    rivals = [line.label for line in full.lines if line.label not in named][:2]
+    ours = {*names.DETECTORS, Subject("linear_probe")}
+    published = {title for x, title in titles.items() if x not in ours}
+    rivals = [line.label for line in full.lines if line.label in published][:2]
     labels = {x: names.DETECTORS[x] for x in names.MAIN}
     labels |= {x: title for x, title in titles.items() if title in rivals}
     shown = in_domain_or_held_out(where(results, experiment="detection"))

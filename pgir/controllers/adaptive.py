@@ -18,7 +18,8 @@ classifier is a logistic regression over the question's vector; theirs is T5-lar
 Its strength is chosen on validation questions; theirs chooses epochs on the labels of
 test. A step of C is an answer under the run's template and not a sentence of a chain of
 thought, which that template forbids; C ends where an answer comes twice, in the place
-of "the answer is".
+of "the answer is", or after `max_budget` retrievals (4; theirs ten sentences, of up to
+15 paragraphs).
 
 **Perplexity** needs no detector: the mean log-probability of the answer, which
 generation gives for nothing. An isotonic map for each setting, fitted on the detector's
@@ -36,8 +37,8 @@ import numpy as np
 from scipy.sparse import csr_array
 
 from beatrice.extract.records import Example, Setting
-from beatrice.extract.store.store import FeatureStore, read_family
 from beatrice.jaxprobe.calibration import fit_calibrator
+from beatrice.jaxprobe.tokens import answer_log_probs
 from beatrice.pgir.controllers.loop import (
     Call,
     ControllerConfig,
@@ -298,23 +299,6 @@ def run_adaptive(session: Session) -> None:
 
 
 Map = Callable[[np.ndarray], np.ndarray]
-_SURPRISAL = 1  # column of a prob row: -log p of the next token, in nats
-
-
-def answer_log_probs(store: FeatureStore) -> np.ndarray:
-    """Return each stored answer's mean log-probability in nats, `[n_rows]`.
-
-    As `Reply.log_prob`: over its tokens and the stop token, if there was one.
-    """
-    ragged = read_family(store, "prob")
-    means = []
-    for i, (start, stop) in enumerate(store.spec.spans[:, 2].tolist()):
-        first = int(ragged.first_tokens[i])
-        # An answer without a token has an empty literal span; its end was emitted by
-        # the token before.
-        rows = ragged.example(i)[min(start, stop - 1) - first : stop - first]
-        means.append(-float(np.mean(rows[:, _SURPRISAL], dtype=np.float64)))
-    return np.array(means)
 
 
 def perplexity_maps(stores: Stores) -> dict[Setting, Map]:

@@ -43,7 +43,7 @@ class Call(msgspec.Struct, frozen=True):
     # Indices into the corpus, in the order shown; none is closed-book.
     passages: tuple[int, ...] = ()
     # Of a search its depth, of a spread its draws, of a probe the answers that it was
-    # trained on, of a judge a number of its name.
+    # trained on, of a judge a number of its name and code.
     n: int = 0
 
     @property
@@ -216,7 +216,8 @@ class TracedDraft:
     p_correct: float
     raw: float  # the score before calibration
     log_prob: float  # mean log-probability of its tokens, in nats
-    # Indices into the corpus, in the order shown; empty in round 0.
+    # Indices into the corpus of what the model was shown, in that order; empty in
+    # round 0.
     passages: tuple[int, ...] = ()
 
 
@@ -289,13 +290,14 @@ def decide(trace: Trace, policy: Policy) -> Decision:
     """Apply a policy to a trace of at least one draft.
 
     The first draft to clear the threshold within the budget; else the highest
-    score, the earliest of equals.
+    score, the earliest of equals. A score that is no number (NaN) is below all others.
     """
     pool = trace[: policy.budget + 1]
     for number, draft in enumerate(pool):
         if draft.p_correct >= policy.threshold:
             return Decision(round=number, n_generations=number + 1, is_accepted=True)
-    best = int(np.argmax([draft.p_correct for draft in pool]))
+    p_correct = np.array([draft.p_correct for draft in pool])
+    best = int(np.argmax(np.where(np.isnan(p_correct), -np.inf, p_correct)))
     return Decision(round=best, n_generations=len(pool), is_accepted=False)
 
 
@@ -374,7 +376,7 @@ def drafts(
             p_correct=p_correct,
             raw=raw,
             log_prob=reply.log_prob,
-            passages=passages,
+            passages=passages[: reply.n_shown],
         )
         trace.append(draft)
         if accept(draft) or len(trace) > config.max_budget:

@@ -110,20 +110,24 @@ class Probing(BatchedService):
     def __init__(
         self, answering: Answering, training: Sequence[tuple[Call, Example]]
     ) -> None:
-        """Take the answers to learn from."""
-        self._answering, self._training = answering, training
+        """Take the answers to learn from; of one class alone is a ValueError."""
+        self._answering, self._calls = answering, [call for call, _ in training]
+        texts = [answering.journal.value(call).text for call in self._calls]
+        golds = (example.golds for _, example in training)
+        self._labels = np.array([*map(contains_gold, texts, golds)], bool)
+        n_right = int(self._labels.sum())
+        if not 0 < n_right < len(training):
+            raise ValueError(
+                f"{n_right} of {len(training)} training answers are right, and one "
+                "class alone teaches nothing; take more questions (--n-train)"
+            )
         self._layers = probed_layers(answering.probed.backbone.n_layers)
         self._probes: list[torch.nn.Module] = []
 
     def _train(self) -> None:
-        calls = [call for call, _ in self._training]
-        states = self._answering.states_of(calls)
-        texts = [self._answering.journal.value(call).text for call in calls]
-        examples = [example for _, example in self._training]
-        right = map(contains_gold, texts, (example.golds for example in examples))
-        labels = np.array([*right])
+        states = self._answering.states_of(self._calls)
         self._probes = [
-            fit_probe(states[:, index], labels, layer)
+            fit_probe(states[:, index], self._labels, layer)
             for index, layer in enumerate(self._layers)
         ]
 
@@ -181,7 +185,10 @@ def probing_rag(
 
 @rival("probing_rag", "2024-10")
 def run_probing(session: Session) -> None:
-    """Train probes on training answers, choose theta on validation, and run."""
+    """Train probes on training answers, choose theta on validation, and run.
+
+    Left out where they have nothing to learn from.
+    """
     answering = session.answering
     shared, training = session.config, []
     _ = session.outcomes  # the answers to learn from
@@ -193,7 +200,11 @@ def run_probing(session: Session) -> None:
         training.append((Call("answer", example.question), example))
         training.append((Call("answer", example.question, shown_to), example))
     n = len(training)
-    session.waves.services["probe"] = Probing(answering, training)
+    try:
+        session.waves.services["probe"] = Probing(answering, training)
+    except ValueError as error:
+        session.left_out["probing_rag"] = str(error)
+        return
     template = answering.probed.template
 
     def shown(indices: tuple[int, ...]) -> str:

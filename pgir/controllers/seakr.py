@@ -8,6 +8,7 @@ their script always runs all. Delta is chosen on validation: -6 was for one mode
 the scale depends on the width of the states.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,31 +20,22 @@ from beatrice.extract.generate.local import stop_ids
 from beatrice.extract.records import Example
 from beatrice.extract.signals.batch import pad_batch
 from beatrice.extract.signals.sequence import batches_of
+from beatrice.jaxprobe.tokens import mean_log_eigenvalue
 from beatrice.pgir.controllers.loop import Call, ControllerConfig, Cost, Plan
 from beatrice.pgir.controllers.session import Session, rival
 from beatrice.pgir.controllers.waves import Answering, BatchedService
 
-_RIDGE = 1e-3
 _SEED = 42
 _CALLS_PER_BATCH = 32  # whose draws are made together, and kept at once
 _SHARES = (0.5, 0.0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 
 def uncertainty(states: np.ndarray) -> float:
-    """Return (1/k) ln det(Z J Z' + 0.001 I) of k states, high where they lie apart.
+    """Return how far states `[k, d]` lie apart, see `mean_log_eigenvalue`.
 
-    J centres each state over its own dimensions; the products are not divided by their
-    number. Without a state it is 0, which is above any delta of use: retrieve.
-
-    Args:
-      states: `[k, d]`, any float dtype.
+    Without a state it is infinite, which is above every delta: retrieve.
     """
-    if not len(states):
-        return 0.0
-    wide = states.astype(np.float64)
-    centred = wide - wide.mean(axis=1, keepdims=True)
-    gram = centred @ centred.T + _RIDGE * np.eye(len(wide))
-    return float(np.linalg.slogdet(gram)[1] / len(wide))
+    return mean_log_eigenvalue(states) if len(states) else math.inf
 
 
 class Spreading(BatchedService):
@@ -161,7 +153,7 @@ def run_seakr(session: Session) -> None:
         return spread
 
     results = session.run("seakr:direct", session.validation, direct)
-    spreads = np.array([done.value for done in results])
+    spreads = np.array([s for done in results if math.isfinite(s := done.value)] or [0])
     grid = [float(np.quantile(spreads, share)) for share in _SHARES]
     grid.append(float(spreads.max()) + 1)  # never retrieve
 

@@ -151,6 +151,8 @@ class Session:
     answers: list[dict[str, list[Done]]] = dataclasses.field(default_factory=list)
     # The setting of every controller that was tuned.
     chosen: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # Rivals that cannot learn, and why.
+    left_out: dict[str, str] = dataclasses.field(default_factory=dict)
     # Work for when all rivals have run.
     deferred: list[Callable[[], object]] = dataclasses.field(default_factory=list)
 

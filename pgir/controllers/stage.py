@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from beatrice.extract.backbone.loading import open_backbone
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.generate.answers import answer_config
 from beatrice.extract.label.labels import exact_match, token_f1
-from beatrice.extract.plugs import load_plug
+from beatrice.extract.plugs import load_plug, sha256_of_code
 from beatrice.extract.records import SETTINGS, Example
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.contents import (
@@ -75,6 +75,7 @@ from beatrice.pgir.controllers.waves import (
     JUDGES,
     Answering,
     CallJournal,
+    DraftJudge,
     Waves,
     open_services,
 )
@@ -211,6 +212,25 @@ def control_rows(
         macro = {"dataset": MACRO, "split": "evaluated"}
         rows += _rows(_macro(evaluated), "controller_macro", **macro)
     return rows
+
+
+def left_out_rows(left_out: Mapping[str, str]) -> list[ResultRow]:
+    """Return rows without a value of controllers that could not learn, with why."""
+    return [
+        ResultRow(
+            experiment="controller_macro",
+            detector=name,
+            setting="both",
+            dataset=MACRO,
+            split="evaluated",
+            metric=metric,
+            value=None,
+            n=0,
+            reason=reason,
+        )
+        for name, reason in left_out.items()
+        for metric in QUALITY
+    ]
 
 
 def _mean_seconds(answers: Sequence[Done]) -> float:
@@ -461,34 +481,35 @@ CONTROL_PRESETS: dict[Preset, ControlConfig] = {
 }
 
 
-def retrieval_config(run: RunDir) -> RetrievalConfig:
+# Sections of where `control` searches, and `transfer` where it was given another place.
+Searches = Literal["retrieval", "transfer_retrieval"]
+
+
+def retrieval_config(run: RunDir, section: Searches = "retrieval") -> RetrievalConfig:
     """Return a run's choice; BM25 over its own passages where it made none."""
-    return run.settle("retrieval", RETRIEVAL_PRESETS, is_recorded=False)
+    common = run.settle("retrieval", RETRIEVAL_PRESETS, is_recorded=False)
+    presets = dict.fromkeys(RETRIEVAL_PRESETS, common)
+    return run.settle(section, presets, is_recorded=False)
 
 
-def settle_retrieval(
-    run: RunDir,
-    change: Callable[[RetrievalConfig], RetrievalConfig],
-    *stages: str,
-) -> None:
-    """Let a run search elsewhere; stages that searched are done again.
+def settle_retrieval(run: RunDir, config: RetrievalConfig, section: Searches) -> None:
+    """Let a run search elsewhere; `control`, if it searched there, is done again.
 
     No answer, label or weight of the run itself depends on it.
     """
-    settled = retrieval_config(run)
-    if change(settled) != settled:
-        for stage in stages:
-            run.reopen_stage(stage)
-    run.settle("retrieval", RETRIEVAL_PRESETS, change, is_replaceable=True)
+    if section == "retrieval" and config != retrieval_config(run):
+        run.reopen_stage("control")
+    run.settle(section, RETRIEVAL_PRESETS, lambda _: config, is_replaceable=True)
 
 
 def retrieval_of(
-    run: RunDir, note: Callable[[str], None] = lambda text: None
+    run: RunDir,
+    note: Callable[[str], None] = lambda text: None,
+    section: Searches = "retrieval",
 ) -> Retrieval:
     """Open the retriever that a run has chosen."""
-    return open_retrieval(
-        retrieval_config(run), run.passages, run.path / "searches", note
-    )
+    config = retrieval_config(run, section)
+    return open_retrieval(config, run.passages, run.path / "searches", note)
 
 
 def _cross_fitted(run: RunDir) -> Recalibrate:
@@ -596,8 +617,12 @@ def _run_rivals(session: Session, config: ControlConfig) -> None:
         work()
     for name in config.rivals:
         if name.startswith(OWN_JUDGE):
-            judge = load_plug(name.removeprefix(OWN_JUDGE), JUDGES)
-            session.run_loop(name, session.waves.add_judge(name, judge))
+            judge = session.waves.add_judge(name, _load_judge(name))
+            session.run_loop(name, judge)
+
+
+def _load_judge(name: str) -> DraftJudge:
+    return load_plug(name.removeprefix(OWN_JUDGE), JUDGES)
 
 
 def _control(
@@ -643,8 +668,10 @@ def _control(
     )
     seconds = seconds_rows(session.sets, session.answers)
     write_text_atomic(run.control / "seconds.jsonl", write_rows(seconds))
+    for name, reason in session.left_out.items():
+        progress.note(f"control: {name} left out: {reason}")
     rows = control_rows(session.sets, session.answers, run_bootstrap(run))
-    publish(run, "control", rows, progress)
+    publish(run, "control", rows + left_out_rows(session.left_out), progress)
 
 
 def _note_of_passages(retrieval: Retrieval, answering: Answering) -> str:
@@ -667,10 +694,16 @@ def _inputs(run: RunDir) -> list[Path]:
     return [*row_files(run), run.passages, run.selection, run.detector]
 
 
+def _identity(config: ControlConfig) -> dict[str, str]:
+    judges = {n: _load_judge(n) for n in config.rivals if n.startswith(OWN_JUDGE)}
+    return {name: sha256_of_code(judge) for name, judge in judges.items()}
+
+
 CONTROL = Stage(
     name="control",
     inputs=_inputs,
     outputs=lambda run: [run.control, rows_file(run, "control")],
     work=_control,
+    identity=_identity,
     presets=CONTROL_PRESETS,
 )

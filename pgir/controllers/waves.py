@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import math
 import numbers
 import time
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
@@ -36,6 +37,7 @@ from beatrice.extract.generate.prompts import (
     build_prompt,
     escape_control_tokens,
 )
+from beatrice.extract.plugs import sha256_of_code
 from beatrice.extract.records import Answer, Passage, Setting
 from beatrice.extract.run.files import JsonLines, sha256_json
 from beatrice.extract.signals.decode import ReadingGenerator
@@ -171,7 +173,8 @@ class CallJournal:
         """Add the call of a line; return whether it is intact and belongs here."""
         try:
             entry = msgspec.json.decode(line, type=Entry)
-            value = msgspec.convert(entry.value, VALUES[entry.call.kind])
+            kind = VALUES[entry.call.kind]
+            value = msgspec.convert(entry.value, kind, strict=False)  # see `_plain`
         except (msgspec.MsgspecError, UnicodeDecodeError):
             return False
         if entry.check != self._check(entry) or not line.endswith(b"\n"):
@@ -207,11 +210,22 @@ class CallJournal:
         for call, value in zip(calls, values, strict=True):
             entry = Entry(call=call, wave=wave, seconds=round(seconds, 6), value=value)
             self._add(entry)
+            entry = msgspec.structs.replace(entry, value=_plain(value))
             line = msgspec.structs.replace(entry, check=self._check(entry))
             lines.append(msgspec.json.encode(line).decode())
         if self._file is not None:
             self._file.append(lines)
         self.on_calls(len(self._entries))
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it, numbers that are not finite as their texts."""
+    value = msgspec.to_builtins(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    return [*map(_plain, value)] if isinstance(value, list | tuple) else value
 
 
 class Waves:
@@ -667,11 +681,11 @@ class Judging(BatchedService):
         self._judges: dict[int, DraftJudge] = {}
 
     def add(self, name: str, judge: DraftJudge) -> int:
-        """Add a judge; return its number, which depends on its name alone."""
+        """Add a judge; return its number, of its name and of the file of its code."""
         if not callable(judge):
             expected = "a callable of question, answer and passages"
             raise argument_error(name, expected, judge)
-        number = int(sha256_json(name)[:12], 16)
+        number = int(sha256_json([name, sha256_of_code(judge)])[:12], 16)
         self._judges[number] = judge
         return number
 
@@ -681,7 +695,8 @@ class Judging(BatchedService):
 
     def _judge(self, call: Call) -> DraftScore | Failed:
         reply = self._answering.journal.value(call.answer)
-        passages = [self._answering.passages[index] for index in call.passages]
+        shown = call.passages[: reply.n_shown]
+        passages = [self._answering.passages[index] for index in shown]
         try:
             p_correct = self._judges[call.n](call.text, reply.text, passages)
         except OSError as error:

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from beatrice.benchmarks.baselines.plain import perplexity_scores
 from beatrice.extract.store.spec import Family, encode, scale_family
 from beatrice.extract.store.store import read_family
 from beatrice.jaxprobe.families import (
@@ -15,6 +14,7 @@ from beatrice.jaxprobe.families import (
 )
 from beatrice.jaxprobe.stored import values_of
 from beatrice.jaxprobe.tokens import (
+    answer_log_probs,
     family_dims,
     fit_standardizer,
     longest_spans,
@@ -135,7 +135,7 @@ def test_a_store_without_the_rows_before_the_spans_reads_as_the_whole_one(
         assert_same_leaves(*pair)
     means = (mean_answer_states(store, some, 1) for store in (whole, spared))
     np.testing.assert_array_equal(*means)
-    np.testing.assert_array_equal(*map(perplexity_scores, (whole, spared)))
+    np.testing.assert_array_equal(*map(answer_log_probs, (whole, spared)))
 
 
 def test_a_live_pass_with_every_state_reads_as_the_store_of_answers(used):

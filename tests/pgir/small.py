@@ -142,7 +142,7 @@ def played(plan, serve):
         value = serve(call)
 
 
-def reply(text, log_prob=-0.5, n_prompt=10):
+def reply(text, log_prob=-0.5, n_prompt=10, n_shown=99):
     """An answer of one token and its stop token."""
     return Reply(
         text=text,
@@ -150,5 +150,5 @@ def reply(text, log_prob=-0.5, n_prompt=10):
         stop_id=2,
         log_probs=(log_prob, log_prob),
         n_prompt_tokens=n_prompt,
-        n_shown=0,
+        n_shown=n_shown,
     )

@@ -12,6 +12,7 @@ import pytest
 from beatrice import load
 from beatrice.extract.records import Passage
 from beatrice.pgir.controllers.loop import Call
+from beatrice.pgir.controllers.stage import CONTROL, ControlConfig
 from beatrice.pgir.controllers.waves import Answering, CallJournal, Judging
 from beatrice.pgir.gate import (
     Draft,
@@ -28,7 +29,7 @@ from beatrice.pgir.retrievers import (
     load_retriever,
 )
 from tests.extract.small_run import beatrice
-from tests.pgir.small import PASSAGE, QUESTION
+from tests.pgir.small import PASSAGE, QUESTION, reply
 from tests.process import ROOT
 
 OTHER = "what is the genre of Skiband Rugrond?"
@@ -358,6 +359,29 @@ def test_what_an_own_judge_said_is_kept_and_told_from_anothers(probed):
     calls = [Call("judge", QUESTION, (0,), n) for n in numbers]
     verdicts = [v.p_correct for b in judging.batches(calls, {0}) for _, v in b]
     assert verdicts == [0.75] and len(set(numbers)) == 2
+
+
+def test_a_judge_whose_file_changed_is_asked_again(probed, notes):
+    from my_search import __file__, stands_in_a_passage
+
+    judging = Judging(Answering(probed, [], CallJournal(None, "")))
+    config = ControlConfig(rivals=("skr", "judge:my_search:stands_in_a_passage"))
+    number, identity = judging.add("a", stands_in_a_passage), CONTROL.identity(config)
+    with open(__file__, "a") as file:
+        file.write("# another line\n")
+    assert judging.add("a", stands_in_a_passage) != number
+    assert CONTROL.identity(config) != identity
+    assert CONTROL.identity(ControlConfig(rivals=("skr",))) == {}
+
+
+def test_a_judge_is_given_the_passages_that_the_model_was_shown(probed):
+    journal, call = CallJournal(None, ""), Call("answer", QUESTION, (0, 1))
+    journal.add("one", [call], [reply("a", n_shown=1)], 0.0)
+    passages = [Passage(title="", text=text) for text in ("shown", "dropped")]
+    judging = Judging(Answering(probed, passages, journal))
+    number = judging.add("n", lambda q, a, p: [x.text for x in p] == ["shown"])
+    (verdict,) = judging.values([Call("judge", QUESTION, (0, 1), number)])
+    assert verdict.p_correct == 1
 
 
 def test_a_passage_with_a_control_token_is_shown_with_a_blank_in_it(probed):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import numpy as np
 import pytest
@@ -115,6 +116,22 @@ def shown(trace):
 def test_no_passage_is_shown_twice_and_every_round_shows_something_new():
     trace, _ = played(drafts("who?", ControllerConfig(depth=12)), planted())
     assert shown(trace) == [(), (0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11)]
+
+
+def test_a_passage_that_does_not_fit_the_window_counts_as_not_shown():
+    def serve(call):
+        if call.kind == "answer":
+            return reply("guess", n_shown=2)
+        return planted()(call)
+
+    trace, _ = played(drafts("who?", ControllerConfig(max_budget=2)), serve)
+    assert shown(trace) == [(), (0, 1), (2,)]
+
+
+def test_a_score_that_is_no_number_is_below_all_others():
+    policy = Policy(threshold=0.9, budget=2)
+    assert decide(trace_of(math.nan, 0.1, 0.2), policy).round == 2
+    assert decide(trace_of(math.nan, math.nan), policy).round == 0
 
 
 def test_a_used_up_corpus_ends_the_trace_early():

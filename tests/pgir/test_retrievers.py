@@ -108,6 +108,7 @@ def test_replies_have_the_shapes_that_the_two_protocols_say():
     assert many[1] == [[1.0, 0.5]]
     assert len(default["result"][0]) == 3
     assert read_reply(scored, 1, 2) == read_reply(bare, 1, 2)
+    assert read_reply(scored, 1, 60) == read_reply(scored, 1, 2)  # it has no more
 
 
 @pytest.mark.parametrize(
@@ -165,8 +166,8 @@ class _Moods(BaseHTTPRequestHandler):
         content = json.dumps({"result": [documents] * len(request["queries"])})
         if "babble" in moods:
             content = "<html>busy</html>"
-        if "short" in moods:
-            content = json.dumps({"result": [documents[:1]] * len(request["queries"])})
+        if "nothing" in moods:
+            content = json.dumps({"result": [[]] * len(request["queries"])})
         with contextlib.suppress(OSError):  # who asked has gone
             if "trickling head" in moods:
                 self._trickle(b"HTTP/1.0 200 OK\r\nX-Waiting: a while, and longer\r\n")
@@ -195,7 +196,7 @@ class _Moods(BaseHTTPRequestHandler):
         ("trickling", "no reply came in 0.2 seconds"),
         ("trickling head", "no reply came in 0.2 seconds"),
         ("babble", "its reply is no ranking"),
-        ("short", "expected 2 documents for a question, found 1"),
+        ("nothing", "expected documents for a question, found none"),
         ("broken", "status 500"),
     ],
 )
@@ -360,7 +361,15 @@ def test_a_run_searches_the_corpus_that_it_was_given(run, tmp_path):
     assert retrieval.passages[row[0]].title == "Title 7"
     assert retrieval.identity != before
     RetrievalOptions().write(run.path)  # not asked: stays
+    assert retrieval_config(run, "transfer_retrieval") == retrieval_config(run)
     assert retrieval_of(run).identity == retrieval.identity
+
+
+def test_what_transfer_searches_is_another_choice_than_what_control_does(run, tmp_path):
+    corpus = make_corpus(tmp_path, 20).folder
+    RetrievalOptions(corpus=corpus).write(run.path, "transfer_retrieval")
+    assert retrieval_config(run) == RetrievalConfig()
+    assert retrieval_config(run, "transfer_retrieval").corpus == str(corpus)
 
 
 def test_a_choice_that_lacks_something_is_refused_in_a_sentence(run, tmp_path):
@@ -444,9 +453,12 @@ def test_wiki18_documents_give_their_title_and_back(tmp_path):
 
 def test_a_page_is_no_passage(tmp_path):
     page = {"title": "Page", "text": "word " * (MOST_WORDS + 1)}
-    corpus, _ = build(tmp_path, two__json=[*TITLES, page])
+    empty = {"title": "Page", "text": " "}
+    corpus, notes = build(tmp_path, two__json=[*TITLES, page, empty, empty])
     assert len(corpus) == 2
-    assert corpus.facts["sources"][0]["n_long"] == 1
+    counts = corpus.facts["sources"][0]
+    assert (counts["n_long"], counts["n_empty"]) == (1, 2)
+    assert "1 left out for more than 1000 words, 2 left out without a word" in notes[0]
 
 
 def test_of_a_file_without_passages_nothing_is_left(tmp_path):

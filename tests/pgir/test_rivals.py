@@ -8,9 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from beatrice.benchmarks.results.tables import controller_table, results_of
 from beatrice.extract.generate.prompts import GenerationConfig
 from beatrice.extract.records import Passage
 from beatrice.pgir.bridge import ProbedBackbone
+from beatrice.pgir.controllers import CONTROLLERS
 from beatrice.pgir.controllers.adaptive import (
     Neighbours,
     adaptive_rag,
@@ -53,6 +55,7 @@ from beatrice.pgir.controllers.probing import (
 )
 from beatrice.pgir.controllers.seakr import Spreading, seakr, uncertainty
 from beatrice.pgir.controllers.session import QuestionEncoder
+from beatrice.pgir.controllers.stage import left_out_rows
 from beatrice.pgir.controllers.waves import ENTROPY, Answering, CallJournal, Scoring
 from tests.pgir.small import PASSAGE, QUESTION, played, reply
 from tests.records import an_example
@@ -235,7 +238,7 @@ def test_the_uncertainty_is_the_log_determinant_of_the_centred_products():
 def test_equal_states_are_the_most_certain_and_none_is_uncertain():
     states = np.random.default_rng(0).normal(size=(8, 16))
     assert uncertainty(np.repeat(states[:1], 8, axis=0)) < uncertainty(states)
-    assert uncertainty(states[:0]) == 0.0
+    assert uncertainty(states[:0]) == math.inf  # retrieve, under whatever delta
 
 
 def seakr_serve(call):
@@ -451,6 +454,15 @@ def test_probes_are_trained_on_answers_and_judge_them(answering, two_answers):
     for wrong, right in sums:
         assert wrong + right == pytest.approx(n_probes, abs=1e-4)
     assert sums[1][1] > sums[0][1]  # the second was labelled right
+    with pytest.raises(ValueError, match="8 of 8 training answers are right, and one"):
+        Probing(answering, training[1:] * 8)
+
+
+def test_a_rival_that_cannot_learn_has_its_reason_in_its_rows():
+    rows = left_out_rows({"probing_rag": "one class"})
+    table = controller_table(results_of(rows))
+    (line,) = table.lines
+    assert line.label == CONTROLLERS["probing_rag"] and table.notes == ("one class",)
 
 
 def test_drafts_are_scored_by_the_passes_that_wrote_them_also_after_a_kill(

@@ -67,6 +67,8 @@ def test_a_score_says_itself_in_a_line_and_tints_tokens_by_what_they_do_to_p():
     assert not scorer.score_many([(QUESTION, ANSWER)] * 2)[0].effects
     odd = Score(p_correct=0.5, decision="trust", tokens=("<b>",), log_probs=(-0.1,))
     assert "&lt;b&gt;" in odd._repr_html_() and "moves" not in odd._repr_html_()
+    bare = Score(p_correct=0.5, decision="trust", tokens=("b",))
+    assert "log p" not in bare._repr_html_()
 
 
 @pytest.mark.parametrize("passages", [(), (PASSAGE,)])

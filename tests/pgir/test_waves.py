@@ -1,5 +1,6 @@
 """Many questions at once, and settings that are chosen on them under one cap."""
 
+import math
 import os
 import signal
 import sys
@@ -154,6 +155,18 @@ def test_a_line_that_was_cut_or_changed_is_asked_again(tmp_path):
         again = waves(path)
         assert counted(run(again)) == expected
         assert not any(service.served for service in again.services.values())
+
+
+def test_a_number_that_is_not_finite_is_read_as_it_was_written(tmp_path):
+    path = tmp_path / "calls.jsonl"
+    values = {
+        Call("score", "q"): DraftScore(math.nan, math.inf),
+        Call("spread", "q", n=3): (-math.inf, 4),
+        Call("answer", "q"): reply("a", -math.inf),
+    }
+    CallJournal(path, "one").add("w", list(values), list(values.values()), 0.0)
+    journal = CallJournal(path, "one")
+    assert repr({call: journal.value(call) for call in values}) == repr(values)
 
 
 def test_calls_of_another_corpus_are_not_taken(tmp_path):

@@ -25,8 +25,13 @@ from beatrice.jaxprobe.metrics import auroc
 from beatrice.jaxprobe.rows import Rows
 
 
-def reading(inputs: DetectorInput, name: str, n_axes: int) -> np.ndarray:
-    """Return a reading of every row, `[n_rows, …]` with so many axes, float64."""
+def reading(
+    inputs: DetectorInput, name: str, n_axes: int, dtype: type | None = np.float64
+) -> np.ndarray:
+    """Return a reading of every row, `[n_rows, …]` with so many axes.
+
+    A dtype of None leaves it in its own.
+    """
     values, n_rows = inputs.readings.get(name), len(inputs.rows.ids)
     if values is None or values.ndim != n_axes or len(values) != n_rows:
         shape = "missing" if values is None else f"of shape {list(values.shape)}"
@@ -34,7 +39,7 @@ def reading(inputs: DetectorInput, name: str, n_axes: int) -> np.ndarray:
             f"the reading {name!r} is {shape}, expected {n_axes} axes, the first of "
             f"{n_rows} rows; read it with `extract.readings.reader.read`"
         )
-    return np.asarray(values, dtype=np.float64)
+    return np.asarray(values, dtype)
 
 
 def column_aurocs(values: np.ndarray, labels: np.ndarray) -> np.ndarray:

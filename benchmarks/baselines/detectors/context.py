@@ -56,7 +56,7 @@ def lookback_lens(inputs: DetectorInput) -> DetectorOutput:
     A ratio is the share of a head's attention that goes to the context, in [0, 1], mean
     over the answer's steps: the reading is `[n_rows, n_layers, n_heads]`.
     """
-    rows, ratios = inputs.rows, inputs.readings["lookback"]
+    rows, ratios = inputs.rows, reading(inputs, "lookback", 3, None)
     features = ratios.reshape(len(ratios), -1)  # layer by layer, as in the code
     fit = partial(logistic_log_odds, max_iter=1000)
     train = rows.where("train")

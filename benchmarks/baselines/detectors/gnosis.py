@@ -21,6 +21,7 @@ from beatrice.benchmarks.baselines.detector import (
     DetectorOutput,
     baseline,
 )
+from beatrice.benchmarks.baselines.detectors.choice import reading
 from beatrice.benchmarks.baselines.detectors.probes import (
     seed_keys,
     shuffled_batches,
@@ -404,5 +405,6 @@ def gnosis_scores(
 )
 def gnosis(inputs: DetectorInput) -> DetectorOutput:
     """Score by heads on the readings of maps and states, see `gnosis_scores`."""
-    maps, states = inputs.readings["gnosis_maps"], inputs.readings["gnosis_states"]
+    maps = reading(inputs, "gnosis_maps", 4, None)
+    states = reading(inputs, "gnosis_states", 3, None)
     return gnosis_scores(maps, states, inputs.rows)

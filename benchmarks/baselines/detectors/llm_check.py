@@ -18,8 +18,8 @@ from beatrice.benchmarks.baselines.detectors.choice import (
     oriented,
     reading,
 )
-from beatrice.benchmarks.baselines.plain import SURPRISAL
 from beatrice.extract.store.store import read_family
+from beatrice.jaxprobe.tokens import SURPRISAL
 
 
 def answer_perplexity(inputs: DetectorInput) -> np.ndarray:
@@ -27,9 +27,9 @@ def answer_perplexity(inputs: DetectorInput) -> np.ndarray:
 
     Without the stop token, as in the official code; NaN for an answer without tokens.
     """
-    ragged = read_family(inputs.store, "prob")
-    perplexity = np.full((len(inputs.answers), 1), np.nan)
-    for i, answer in enumerate(inputs.answers):
+    answers, ragged = inputs.known_answers, read_family(inputs.store, "prob")
+    perplexity = np.full((len(answers), 1), np.nan)
+    for i, answer in enumerate(answers):
         if answer.token_ids:
             start = len(answer.prompt_ids) - 1 - int(ragged.first_tokens[i])
             rows = ragged.example(i)[start : start + len(answer.token_ids)]

@@ -22,6 +22,7 @@ from beatrice.benchmarks.baselines.detectors.choice import (
     chosen_rows,
     last_steps,
     logistic_log_odds,
+    reading,
     scores_where_defined,
     states_at,
     validation_auroc,
@@ -266,7 +267,7 @@ def llms_know(inputs: DetectorInput) -> DetectorOutput:
     the exact answer's last token. Blocks count from 1 in the row of the choice, as the
     entries of the resid axis that they write to; the official code counts from 0.
     """
-    rows, outputs = inputs.rows, inputs.readings["mlp_exact_answer"]
+    rows, outputs = inputs.rows, reading(inputs, "mlp_exact_answer", 3, None)
 
     def fit_at(layer: int) -> DetectorOutput:
         states, train = outputs[:, layer - 1], rows.where("train")
@@ -433,6 +434,7 @@ for (_name, _title, _step_of, _token), (
         "OATML/semantic-entropy-probes 02e2167, train-latent-probe.ipynb",
         needs=requirements(_equivalences),
         is_trained=True,
+        draws_for=("train",),
         variant=f"{_token}{_VARIANT}{_words}",
     )
     def _sep(
@@ -443,6 +445,10 @@ for (_name, _title, _step_of, _token), (
     ) -> DetectorOutput:
         store = inputs.store
         states_of = partial(states_at, store, step_of(last_steps(store)))
-        entropies = entropies_of(inputs, equivalences)
+        # Drawn answers of the training rows alone are read.
+        is_train = inputs.rows.splits == "train"
+        pairs = zip(inputs.samples, is_train, strict=True)
+        train = dataclasses.replace(inputs, samples=[x if y else () for x, y in pairs])
+        entropies = entropies_of(train, equivalences)
         layers = store.spec.hidden_layers
         return entropy_probe(states_of, layers, entropies, inputs.rows, name)

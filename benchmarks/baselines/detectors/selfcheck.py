@@ -27,6 +27,7 @@ from beatrice.benchmarks.baselines.detector import (
 )
 from beatrice.benchmarks.baselines.detectors.choice import reading
 from beatrice.benchmarks.baselines.detectors.clustering import relations_of
+from beatrice.jaxprobe.tokens import mean_log_eigenvalue
 
 # After a mark that ends a sentence, which may be followed by a quote or bracket; not
 # after an initial or a title.
@@ -93,7 +94,7 @@ def _contradictions(
     relations = relations_of(inputs)
     rows = [
         [pair_of(x, s.text) for x in sentences_of(answer.text) for s in samples]
-        for answer, samples in zip(inputs.answers, inputs.samples, strict=True)
+        for answer, samples in zip(inputs.known_answers, inputs.samples, strict=True)
     ]
     pairs = list(dict.fromkeys(itertools.chain.from_iterable(rows)))
     p_contradicted: dict[tuple[str, str], float] = {}
@@ -157,7 +158,7 @@ def selfcheck_ngram(inputs: DetectorInput) -> DetectorOutput:
         -unigram_max(sentences_of(answer.text), [sample.text for sample in samples])
         if samples
         else math.nan
-        for answer, samples in zip(inputs.answers, inputs.samples, strict=True)
+        for answer, samples in zip(inputs.known_answers, inputs.samples, strict=True)
     ]
     return DetectorOutput(np.array([values]))
 
@@ -165,33 +166,18 @@ def selfcheck_ngram(inputs: DetectorInput) -> DetectorOutput:
 _RIDGE = 1e-3
 
 
-def official_eigenscore(states: np.ndarray, ridge: float = _RIDGE) -> float:
+def official_eigenscore(states: np.ndarray) -> float:
     """Return the mean log10 eigenvalue of the covariance, as the code has it.
+
+    The paper's products (`mean_log_eigenvalue`) are not divided by d_model - 1, beside
+    which the same ridge weighs less: that changes the order of answers, and not their
+    scale alone.
 
     Args:
       states: `[n_samples, d_model]`, one per answer; each is centred over its channels.
-      ridge: added to the diagonal, alpha of the paper.
     """
-    return _mean_log_eigenvalue(np.cov(states), ridge) / math.log(10)
-
-
-def paper_eigenscore(states: np.ndarray, ridge: float = _RIDGE) -> float:
-    """Return the mean natural log eigenvalue, as the paper has it (eq. 6).
-
-    The products are not divided by d_model - 1, beside which the same ridge weighs
-    less: that changes the order of answers, and not their scale alone.
-
-    Args:
-      states: `[n_samples, d_model]`, one per answer.
-      ridge: alpha of the paper.
-    """
-    centred = states - states.mean(axis=1, keepdims=True)
-    return _mean_log_eigenvalue(centred @ centred.T, ridge)
-
-
-def _mean_log_eigenvalue(gram: np.ndarray, ridge: float) -> float:
-    # By the log-determinant, which is positive with a ridge.
-    return float(np.linalg.slogdet(gram + ridge * np.eye(len(gram)))[1] / len(gram))
+    covariance = np.cov(states) + _RIDGE * np.eye(len(states))
+    return float(np.linalg.slogdet(covariance)[1] / len(states)) / math.log(10)
 
 
 def _eigenscores(
@@ -218,8 +204,8 @@ _INSIDE = "Chen et al., ICLR 2024 (INSIDE), section 3.1; alibaba/eigenscore ea80
     source=_INSIDE,
     needs={"samples"},
     reads=("sample_states",),
-    variant="answers are drawn at the pool's temperature, not 0.5; the last token "
-    "before the stop is read whatever its id",
+    variant="answers are drawn as the pool's, at temperature 1, top-p .9 and top-k 50, "
+    "not at .5, .99 and 10; the last token before the stop is read whatever its id",
 )
 def eigenscore_official(inputs: DetectorInput) -> DetectorOutput:
     """Score by the formula of the official code."""
@@ -237,4 +223,4 @@ def eigenscore_official(inputs: DetectorInput) -> DetectorOutput:
 )
 def eigenscore_paper(inputs: DetectorInput) -> DetectorOutput:
     """Score by the formula of the paper."""
-    return _eigenscores(inputs, paper_eigenscore)
+    return _eigenscores(inputs, mean_log_eigenvalue)

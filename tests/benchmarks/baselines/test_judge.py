@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from beatrice.benchmarks.baselines.detector import (
     find_detector,
 )
 from beatrice.benchmarks.baselines.judge import (
+    BASELINES,
     BaselinesConfig,
     JudgedOutput,
     MeteredRelations,
@@ -39,6 +41,7 @@ from beatrice.benchmarks.baselines.readings import (
     reading_keys,
     rows_read,
 )
+from beatrice.benchmarks.commands import BaselinesOptions
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import write_json_atomic
 from beatrice.extract.run.rows import ResultRow, read_result_rows, read_rows, rows_file
@@ -201,6 +204,76 @@ def test_a_question_costs_what_its_draws_took_and_nobody_guesses():
     assert cost_of(drawn, given, scores, None).seconds is None  # was not timed
     assert cost_of(drawn, given, scores, 0.25).seconds == 1.5 + 2 * 0.25
     assert cost_of(baseline_of(None), given, scores, 0.25).seconds == 1.5
+    shown = baseline_of(None, reads=("p_true",))  # shown what there is
+    assert cost_of(shown, given, scores, 0.25).seconds == 1.5 + 2 * 0.25
+    some = drawn_inputs([["a", "b"], []])
+    assert cost_of(shown, some, scores, 0.25).n_new_tokens == 2
+
+
+def test_scoring_is_charged_to_the_answers_that_have_draws():
+    def slow(inputs):
+        time.sleep(0.05)
+        return DetectorOutput(np.zeros((1, 4)))
+
+    drawn = baseline_of(slow, needs=frozenset({"samples"}))
+    given = drawn_inputs([["a"], [], [], []])
+    assert cost_of(drawn, given, score(drawn, given), 0.0).seconds >= 0.05
+
+
+def test_draws_that_are_learned_from_alone_are_paid_once():
+    given = drawn_inputs([["a", "b"], ["a", "c"], ["a"], []])  # the first trains
+    scores = JudgedOutput(DetectorOutput(np.zeros((1, 4))), seconds=0.0)
+    cost = cost_of(catalogue()["sep:words"], given, scores, 1.0)
+    assert (cost.seconds, cost.n_new_tokens) == (2 / 4, 2 / 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "lack"),
+    [
+        ("llms_know", "mlp_exact_answer"),
+        ("gnosis", "gnosis_maps"),
+        ("lookback_lens", "lookback"),
+        ("tfidf_svm", "template"),
+        ("semantic_entropy", "questions"),
+        ("selfcheck_ngram", "answers"),
+        ("llmcheck_perplexity", "answers"),
+    ],
+)
+def test_a_notebook_is_told_what_a_detector_lacks(name, lack):
+    given = planted.inputs()
+    table = judge(
+        given.store,
+        given.rows.labels,
+        [catalogue()[name]],
+        splits=given.rows.splits,
+        samples=[sample for row in given.samples for sample in row],
+        relations=given.relations,
+        intervals=INTERVALS,
+    )
+    (reason,) = set(table.reason)
+    assert "expected" in reason and lack in reason
+
+
+def test_scores_without_an_axis_of_seeds_are_refused():
+    given = drawn_inputs([["a"]] * 3)
+    flat = baseline_of(lambda inputs: DetectorOutput(np.zeros(3)))
+    with pytest.raises(ValueError, match=r"own returns scores of shape \[3\]"):
+        score(flat, given)
+
+
+def test_a_notebook_judges_texts_by_their_template():
+    given = planted.inputs()
+    table = judge(
+        given.store,
+        given.rows.labels,
+        [catalogue()["tfidf_svm"]],
+        splits=given.rows.splits,
+        questions=given.questions,
+        answers=given.answers,
+        template=given.template,
+        intervals=INTERVALS,
+    )
+    assert table[table.metric == "auroc"].value.min() > 0.9
 
 
 SHAS = {"run": "1", "samples": "2", "answers": "4", "entailment": "3"}
@@ -261,9 +334,14 @@ def test_a_detector_of_ones_own_is_scored_anew_when_its_file_changes(here, tmp_p
     cache = cache_of(tmp_path / "cache")
     cache.save(detector, JudgedOutput(DetectorOutput(np.zeros((1, 3))), 1.0))
     assert cache.load(detector) is not None
+    config = BaselinesConfig(only=("hedges:hedging", "p_true"))
+    before = BASELINES.identity(config)
     with (here / "hedges.py").open("a") as file:
         file.write("# another line\n")
     assert cache.load(detector) is None
+    after = BASELINES.identity(config)
+    assert len(after) == 1 and after != before
+    assert BASELINES.identity(BaselinesConfig(only=("p_true",))) == {}
 
 
 def test_a_model_that_is_not_given_again_is_the_last_one_given(tmp_path):
@@ -307,6 +385,16 @@ def test_what_a_run_lacks_is_said(tmp_path):
     for name in ("semantic_entropy:words", "saplma_last"):
         assert unmet(known[name], run, BaselinesConfig()) is None
     assert unmet(known["semantic_entropy"], run, BaselinesConfig(nli="x")) is None
+
+
+def test_what_is_asked_for_beside_all_others_is_added_to_them(here):
+    plug = "hedges:hedging"
+    config = BaselinesOptions(only=(plug, "again")).change(BaselinesConfig())
+    names = [detector.name for detector in chosen_detectors(config)]
+    assert names == [*catalogue(), "hedging"]
+    assert BaselinesOptions().change(config) == config
+    later = BaselinesOptions(only=("p_true",)).change(config)
+    assert [detector.name for detector in chosen_detectors(later)] == ["p_true"]
 
 
 def test_an_unknown_name_is_refused_with_those_that_there_are():
@@ -453,6 +541,10 @@ def test_what_an_earlier_start_read_is_not_read_again(tmp_path):
     np.testing.assert_array_equal(read.values["llmcheck_hidden"], states)
     np.testing.assert_array_equal(read.values["p_true"], scalars)
     assert read.seconds == dict.fromkeys(NAMES, 4.0) and len(ticks) == 2
+    keep(caches["p_true"], np.where(np.arange(300) % 2, np.nan, scalars))
+    again = cached_readings(reading, wanted, 300, caches)
+    assert again.seconds["p_true"] == 8.0  # as if all had been read
+    keep(caches["p_true"], scalars)
     # The most of the parts, not their sum.
     assert read.peak_bytes == dict.fromkeys(NAMES, 256)
     assert unread(wanted, caches, 300) == {name: [] for name in NAMES}

@@ -28,7 +28,6 @@ from beatrice.benchmarks.baselines.plain import (
     joined_text,
     linear_scores,
     majority_scores,
-    perplexity_score,
     pooled_signals,
     probe_scores,
     rows_at_equal_length,
@@ -42,6 +41,7 @@ from beatrice.extract.run.rows import Subject
 from beatrice.jaxprobe.evaluation import Scored
 from beatrice.jaxprobe.linear import INVERSE_PENALTIES, block_scale
 from beatrice.jaxprobe.metrics import BootstrapConfig
+from beatrice.jaxprobe.tokens import answer_log_prob
 from tests.benchmarks.baselines.planted import memory_store
 from tests.benchmarks.baselines.test_probes import (
     chosen,
@@ -147,20 +147,20 @@ def prob_rows(p):
     return np.stack([p, -np.log(p), *[np.full_like(p, 9.0)] * 3], axis=1)
 
 
-def test_perplexity_score_is_minus_the_mean_surprisal_of_the_answer_only():
-    score = perplexity_score(prob_rows([0.001, 0.5, 0.25, 0.001]), (1, 3))
+def test_the_log_probability_of_an_answer_is_that_of_its_tokens_only():
+    score = answer_log_prob(prob_rows([0.001, 0.5, 0.25, 0.001]), (1, 3))
     assert score == pytest.approx(np.log([0.5, 0.25]).mean())
 
 
 def test_an_answer_without_a_token_is_read_where_its_end_was_emitted():
-    score = perplexity_score(prob_rows([0.001, 0.5, 0.25]), (3, 3))
+    score = answer_log_prob(prob_rows([0.001, 0.5, 0.25]), (3, 3))
     assert score == pytest.approx(np.log(0.25))
 
 
 @pytest.mark.parametrize("span", [(0, 0), (0, 3), (-1, 1), (2, 1)])
 def test_an_answer_span_outside_the_tokens_is_refused(span):
     with pytest.raises(ValueError, match="outside the 2 tokens"):
-        perplexity_score(prob_rows([0.5, 0.5]), span)
+        answer_log_prob(prob_rows([0.5, 0.5]), span)
 
 
 def lengths(n_tokens):
@@ -564,5 +564,5 @@ def test_the_rungs_read_question_answer_and_passages_of_a_run(
         assert measured(catalogue()[name].score(inputs), rows) > 0.8
     with pytest.raises(ValueError, match="--encoder DIRECTORY"):
         catalogue()["text_encoder"].score(dataclasses.replace(inputs, encoder=None))
-    with pytest.raises(ValueError, match="give questions, answers and the template"):
+    with pytest.raises(ValueError, match="found no template; give"):
         catalogue()["tfidf_svm"].score(dataclasses.replace(inputs, template=None))

@@ -16,11 +16,11 @@ from beatrice.benchmarks.baselines.detectors.entropy import (
 )
 from beatrice.benchmarks.baselines.detectors.selfcheck import (
     official_eigenscore,
-    paper_eigenscore,
     sentences_of,
     tokens_of,
     unigram_max,
 )
+from beatrice.jaxprobe.tokens import mean_log_eigenvalue
 from tests.benchmarks.baselines.planted import (
     by_last_word,
     drawn_inputs,
@@ -176,10 +176,10 @@ def test_the_official_score_of_the_reference():
 
 def test_the_two_formulas_are_one_where_the_ridge_is_rescaled():
     states = np.random.default_rng(0).normal(size=(10, 33))
-    rescaled = paper_eigenscore(states, ridge=1e-3 * 32)
+    rescaled = mean_log_eigenvalue(states, ridge=1e-3 * 32)
     expected = (rescaled - math.log(32)) / math.log(10)
     assert official_eigenscore(states) == pytest.approx(expected, abs=1e-12)
-    assert official_eigenscore(states) != pytest.approx(paper_eigenscore(states))
+    assert official_eigenscore(states) != pytest.approx(mean_log_eigenvalue(states))
 
 
 def test_the_papers_score_is_the_mean_logarithm_of_the_eigenvalues():
@@ -187,14 +187,14 @@ def test_the_papers_score_is_the_mean_logarithm_of_the_eigenvalues():
     d_model = states.shape[1]
     centring = np.eye(d_model) - np.ones((d_model, d_model)) / d_model
     values = np.linalg.eigvalsh(states @ centring @ states.T + 1e-3 * np.eye(5))
-    assert paper_eigenscore(states) == pytest.approx(np.log(values).mean())
+    assert mean_log_eigenvalue(states) == pytest.approx(np.log(values).mean())
 
 
 def test_equal_answers_have_the_least_score_and_no_error():
     state = np.random.default_rng(0).normal(size=64)
     alike = np.tile(state, (10, 1))
     apart = np.random.default_rng(1).normal(size=(10, 64))
-    for measure in (official_eigenscore, paper_eigenscore):
+    for measure in (official_eigenscore, mean_log_eigenvalue):
         assert -10 < measure(alike) < measure(apart)
 
 
@@ -313,7 +313,7 @@ def test_eigenscore_of_lm_polygraph():
     stats = {"sample_embeddings": [states]}
     (paper,) = code.EigenScore()(stats)
     (rescaled,) = code.EigenScore(alpha=1e-3 * 23)(stats)
-    assert paper_eigenscore(states) == pytest.approx(paper, abs=EXACT)
+    assert mean_log_eigenvalue(states) == pytest.approx(paper, abs=EXACT)
     official = (rescaled - math.log(23)) / math.log(10)
     assert official_eigenscore(states) == pytest.approx(official, abs=EXACT)
 

@@ -230,6 +230,8 @@ def test_rows_of_every_analysis_that_the_paper_has_find_their_numbers():
     matches = beside(ANATOMY, with_summaries(results_of(anatomy_rows())))
     lacking = {c.table for c in ANATOMY} - {b.paper.table for b in matches}
     assert lacking == {"case-studies", "app:cases", "fig:signal-synergy"}
+    page = as_markdown(ANATOMY, matches, [])
+    assert "≥ -0.6" in page and "< -0.6" not in page  # a loss of at most .6
 
 
 def test_an_order_that_our_intervals_show_agrees_or_differs():

@@ -14,6 +14,7 @@ from beatrice.benchmarks.results.page import (
     synergy_pictures,
     too_few_in_words,
 )
+from beatrice.benchmarks.results.report import surest
 from beatrice.benchmarks.results.tables import results_of
 from beatrice.extract.records import IN_DOMAIN
 from beatrice.extract.run.rows import encoder
@@ -273,6 +274,14 @@ def test_answers_to_look_at_are_all_there_some_at_once():
     page = render_report(sample_report(shown=json.loads(text)))
     assert "✓ right<small>not trusted" in page and "right<small>trusted" not in page
     assert "trusted from P = .710" in section
+
+
+def test_the_surest_answer_is_the_first_that_is_right_and_trusted():
+    names = ("right and trusted", "wrong and missed", "right and not trusted")
+    kinds = [{"name": name, "answers": [name]} for name in names]
+    shown = {"setting": "closed_book", "kinds": kinds}
+    assert surest([shown]) == "right and trusted"
+    assert surest([shown | {"kinds": kinds[1:]}]) is None
 
 
 def test_tints_follow_the_probability():

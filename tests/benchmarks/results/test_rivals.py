@@ -6,7 +6,7 @@ import pytest
 
 from beatrice.benchmarks.baselines.detector import is_rival
 from beatrice.benchmarks.baselines.judge import read_costs
-from beatrice.benchmarks.results.names import DETECTORS, RIVALS
+from beatrice.benchmarks.results.names import COMPARED, DETECTORS
 from beatrice.benchmarks.results.rivals import (
     COST_HEADS,
     cells_of,
@@ -73,7 +73,7 @@ def test_the_strongest_rival_is_chosen_anew_in_each_column():
 
 def test_all_that_the_run_measures_by_itself_is_compared_with_the_selected_set():
     # The same score for every answer has half of everything, and is no rival.
-    assert {x for x in DETECTORS if is_rival(x.detector)} <= set(RIVALS)
+    assert {x for x in DETECTORS if is_rival(x.detector)} <= set(COMPARED)
 
 
 def test_own_encoders_and_controls_are_no_rivals():

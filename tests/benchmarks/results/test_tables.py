@@ -3,16 +3,17 @@ import pandas
 import pytest
 
 from beatrice.benchmarks.results.names import (
+    COMPARED,
     CONTROLS,
     DETECTORS,
     FAMILY_VARIANTS,
     FEATURES,
     RANKED,
     REFERENCE,
-    RIVALS,
     SPAN_DECISIONS,
     SPAN_VARIANTS,
     WITHOUT_HIDDEN,
+    probe,
 )
 from beatrice.benchmarks.results.tables import (
     CHANCE,
@@ -25,6 +26,7 @@ from beatrice.benchmarks.results.tables import (
     counts_of,
     detection_table,
     find,
+    main_detectors,
     number,
     paired_table,
     panorama_table,
@@ -164,7 +166,7 @@ def test_a_difference_has_its_sign_a_mark_where_it_is_clear_and_no_rank():
         )
     )
     table = paired_table(results)
-    assert labels(table) == [RIVALS[Subject(x)] for x in ("perplexity", "tfidf")]
+    assert labels(table) == [COMPARED[Subject(x)] for x in ("perplexity", "tfidf")]
     assert set(ranks(table).values()) == {None}
     assert [line.cells[0][0].is_clear for line in table.lines] == [True, False]
     text = as_text(table)
@@ -260,6 +262,7 @@ def test_no_rows_make_an_empty_table():
         (-0.012, {}, "-.012"),
         (0.9999, {}, "1.000"),
         (2.404, {"metric": "generations"}, "2.40"),
+        (1234.5, {"metric": "tokens"}, "1,234.50"),
         (7.0, {"metric": "best_sets"}, "7"),
         (0.0051, {"is_signed": True}, "+.005"),
         (-0.0002, {"is_signed": True}, "+.000"),
@@ -338,6 +341,15 @@ def test_the_selected_set_comes_first_and_its_rivals_by_their_auroc():
     table = panorama_table(table_of(values, POOLED, BOTH), titles=titles)
     ours = "BEATRICE (selected encoders)"
     assert labels(table) == [ours, "Text only (TF-IDF)", "Length", "sep"]
+
+
+def test_the_page_shows_the_two_best_published_detectors_and_no_probe_of_ours():
+    published = {"sep": 0.6, "saplma_last": 0.4, "ptrue": 0.5}
+    probes = {probe("H"): 0.9, probe("P"): 0.8, "linear_probe": 0.7}
+    titles = {Subject(x): x for x in (*published, "linear_probe")}
+    values = {"champion": 0.7, **probes, **published}
+    shown = main_detectors(table_of(values, POOLED, BOTH), titles)
+    assert set(labels(shown)) == {"BEATRICE (selected encoders)", "sep", "ptrue"}
 
 
 def test_own_encoders_are_left_to_their_own_tables():
