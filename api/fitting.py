@@ -425,6 +425,9 @@ def _provenance(
         answer_span=facts["answer_span"],
         prompt=msgspec.convert(facts["prompt"], PromptConfig),
         stop_id=facts["stop_id"],
+        scripts=tuple(
+            sorted({x for p in parts for x in p.store.spec.fingerprint.get("scripts", ())})
+        ),
         path=store.spec.path,
         hashes=ModelHashes() if model is None else model.backbone.hashes,
     )

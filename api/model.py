@@ -250,11 +250,18 @@ class LanguageModel:
 
     def _about(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return what a score has to do as these answers did; for `Provenance`."""
+        from beatrice.jaxprobe.scope import scripts_of
+
         stops = Counter(a.stop_id for a in answers if a.stop_id is not None)
+        tokenizer = self.backbone.tokenizer
+        texts = [] if tokenizer is None else tokenizer.batch_decode(
+            [answer.prompt_ids for answer in answers]
+        )
         return {
             "name": self.name,
             "prompt": dataclasses.asdict(self.prompt),
             "stop_id": stops.most_common(1)[0][0] if stops else None,
+            "scripts": scripts_of([*texts, *(answer.text for answer in answers)]),
         }
 
     def _require_tokenizer(self) -> None:

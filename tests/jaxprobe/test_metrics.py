@@ -228,8 +228,21 @@ def test_an_interval_of_auroc_covers_with_two_right_answers_too(n_right):
     assert np.diff(ends).mean() < {2: 0.95, 10: 0.5, 100: 0.2}[n_right]
 
 
+@pytest.mark.parametrize("n_swapped", [0, 1])
+def test_the_more_answers_a_score_tells_apart_the_narrower_is_its_interval(n_swapped):
+    lows = []
+    for n in (10, 30, 100, 500):
+        scores = np.arange(2.0 * n)
+        if n_swapped:
+            scores[[n - 1, n]] = scores[[n, n - 1]]
+        low, high = auroc_interval(scores, np.arange(2 * n) >= n)
+        assert low < 1 - n_swapped / n**2 <= high <= 1
+        lows.append(low)
+    assert lows[0] > 0.75 and lows[-1] > 0.995 and (np.diff(lows) > 0).all()
+
+
 def test_an_interval_of_auroc_is_wide_where_few_lie_on_top_or_a_class_is_missing():
     scores = np.arange(100.0)
     low, high = auroc_interval(scores, scores > 97.5)  # DeLong's error is zero
-    assert low < 0.9 < high < 1
+    assert 0.5 < low < 0.9 < high
     assert auroc_interval(scores, scores > 1000) == (0.0, 1.0)
