@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from beatrice.extract.datasets.loading import read_questions
+    from beatrice.extract.label.labels import exact_match
     from beatrice.extract.records import Answer, Example, Label, Passage
     from beatrice.fitting import FitConfig, fit
     from beatrice.model import LanguageModel
@@ -34,6 +35,7 @@ __all__ = [
     "Score",
     "Signals",
     "StreamedToken",
+    "exact_match",
     "fit",
     "load",
     "read_questions",
@@ -47,6 +49,7 @@ _PLACES = {
     "LanguageModel": "beatrice.model",
     **dict.fromkeys(("Score", "StreamedToken"), "beatrice.pgir.asking"),
     "Signals": "beatrice.signals",
+    "exact_match": "beatrice.extract.label.labels",
     "read_questions": "beatrice.extract.datasets.loading",
 }
 

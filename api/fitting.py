@@ -416,6 +416,8 @@ def _provenance(
     parts = passes.values()
     if layer is None or any("name" not in p.store.spec.fingerprint for p in parts):
         return None
+    # Signals that an earlier version stored do not tell.
+    scripts = [x for p in parts for x in p.store.spec.fingerprint.get("scripts", ())]
     return Provenance(
         model=facts["name"],
         revision=facts["model"],
@@ -425,9 +427,7 @@ def _provenance(
         answer_span=facts["answer_span"],
         prompt=msgspec.convert(facts["prompt"], PromptConfig),
         stop_id=facts["stop_id"],
-        scripts=tuple(
-            sorted({x for p in parts for x in p.store.spec.fingerprint.get("scripts", ())})
-        ),
+        scripts=tuple(sorted(set(scripts))),
         path=store.spec.path,
         hashes=ModelHashes() if model is None else model.backbone.hashes,
     )

@@ -254,8 +254,10 @@ class LanguageModel:
 
         stops = Counter(a.stop_id for a in answers if a.stop_id is not None)
         tokenizer = self.backbone.tokenizer
-        texts = [] if tokenizer is None else tokenizer.batch_decode(
-            [answer.prompt_ids for answer in answers]
+        texts = (
+            []
+            if tokenizer is None
+            else tokenizer.batch_decode([answer.prompt_ids for answer in answers])
         )
         return {
             "name": self.name,

@@ -165,6 +165,7 @@ class ScoringInput:
     parts: list[tuple[str, tuple[int, ...]]]
     pieces: tuple[str, ...]  # the answer's text, a piece a token
     text: str  # everything that was asked and answered
+    is_cut: bool = False  # the answer has no end
 
     @property
     def answer_tokens(self) -> slice:
@@ -453,4 +454,5 @@ def scoring_input(
         parts=[*prompt.parts, ("the answer", answer.token_ids)],
         pieces=tuple(pieces),
         text=f"{prompt.text} {answer.text}",
+        is_cut=answer.stop_id is None,
     )

@@ -37,6 +37,8 @@ WARNINGS = {
     f"model; {_LESS}: write them in words that the model knows",
     "long": "long input: the {what} has {n} tokens, in training at most {most}; "
     f"{_LESS}: give a shorter one",
+    "cut": "cut answer: it has {n} tokens and no end, and P was fitted on answers that "
+    f"end; {_LESS}: let the model write more tokens",
     "other_script": "another script: {n} of {of} letters are {found}, training had "
     f"{{known}}; {_LESS}: fit a probe on questions in this script",
     "other_path": "signals of {found}, training had those of {trained}; P moves by "
@@ -146,6 +148,8 @@ def warn_before(
                     what=SPAN_NAMES[span], n=lengths[span], most=most
                 )
             )
+    if prepared.is_cut:
+        warnings.append(WARNINGS["cut"].format(n=len(prepared.pieces)))
     known, counts = trained.scripts, count_scripts(prepared.text)
     foreign = {script: n for script, n in counts.items() if script not in known}
     if known and sum(foreign.values()) > MOST_FOREIGN * counts.total():

@@ -63,7 +63,10 @@ LABEL_PRESETS: dict[Preset, LabelConfig] = dict.fromkeys(
 
 
 def exact_match(answer: str, golds: Sequence[str]) -> bool:
-    """Return whether the normalised answer is one of the normalised golds."""
+    """Return whether an answer is one of the accepted ones, normalised as in SQuAD.
+
+    Case, punctuation, articles and white space do not count.
+    """
     return normalise(answer) in {normalise(gold) for gold in golds}
 
 

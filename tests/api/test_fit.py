@@ -276,6 +276,11 @@ def test_a_model_and_questions_become_a_probe_that_says_what_it_is_worth(
     probe = beatrice.load(tmp_path / "probe")
     score = probe.answer("where was Skiband Rugrond born?")
     assert 0 < score.p_correct < 1
+    assert not any("another script" in warning for warning in score.warnings)
+    foreign = probe.score("где родился Скибанд Ругронд?", "Guzolt Falls")
+    assert any(
+        "CYRILLIC, training had LATIN" in warning for warning in foreign.warnings
+    )
     if probe.detector.doubts:
         assert score.decision == "unknown" and "trust" in score.warnings[0]
 

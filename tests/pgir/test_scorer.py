@@ -378,6 +378,13 @@ def test_a_longer_context_than_any_in_training_is_a_warning(probed):
     assert "the context has 16 tokens, in training at most" in warning
 
 
+def test_an_answer_that_was_cut_is_a_warning_and_a_whole_one_is_not():
+    probe = beatrice.load("embedded")
+    cut, whole = (probe.answer(QUESTION, max_new_tokens=n) for n in (1, 32))
+    assert any("cut answer: it has 1 tokens" in warning for warning in cut.warnings)
+    assert not any("cut answer" in warning for warning in whole.warnings)
+
+
 def test_another_script_is_a_warning(probed):
     score = scoped(probed).score(QUESTION + " где родился", ANSWER, PASSAGE)
     assert any("another script" in w and "CYRILLIC" in w for w in score.warnings)
