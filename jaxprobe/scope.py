@@ -304,8 +304,8 @@ class Thresholds(NamedTuple):
             return "trust", None
         if self.distrust.holds(p_correct):
             return "distrust", (
-                f"P {p_correct:.4f} is at most {self.distrust.p_correct:.4f}, up to "
-                f"where {self.distrust.wanted:g} are wrong"
+                f"P {p_correct:.4f} is at most {self.distrust.p_correct:.4f}; of all "
+                f"answers up to there {self.distrust.wanted:g} are wrong"
             )
         above, below = self.trust.p_correct, self.distrust.p_correct
         if above is None:

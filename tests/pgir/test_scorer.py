@@ -424,7 +424,7 @@ def test_an_answer_is_trusted_from_one_threshold_on_and_distrusted_up_to_another
 ):
     for p, decision, reason in (
         (0.9, "trust", None),
-        (0.1, "distrust", "up to where 0.9 are wrong"),
+        (0.1, "distrust", "of all answers up to there 0.9 are wrong"),
         (0.5, "unknown", "lies between"),
     ):
         score = judged(probed, p)
