@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -178,7 +178,10 @@ def auroc_interval(
         return (area - expected) ** 2 - z**2 * variance
 
     inner = min(max(area, 1e-9), 1 - 1e-9)  # at 0 and 1 themselves there is no error
-    low, high = (x if x == area else brentq(excess, x, inner) for x in (0.0, 1.0))
+    low, high = (
+        x if x == area else float(cast("float", brentq(excess, x, inner)))
+        for x in (0.0, 1.0)
+    )
     if min(n_right, n_wrong) > 1:
         variance = _placement_variance(_placements(scores, labels), labels, numbers)
         inner = min(max(area, 0.5 / n_pairs), 1 - 0.5 / n_pairs)
