@@ -174,8 +174,7 @@ class Probe(AnswerScorer):
         """Return a data frame with what `score_many` says of each row beside it.
 
         Added are the columns `p_correct`, `decision`, `reason`, `warnings` (joined by
-        "; ") and `error`; columns of other names that `score` does not know are an
-        error of their row.
+        "; ") and `error`; columns that `score` does not know stay, and are not read.
 
         Args:
           frame: of pandas or Polars, with columns that `score` takes: `question`,

@@ -15,10 +15,11 @@ from beatrice.jaxprobe.scope import Decision
 from beatrice.pgir.arguments import (
     as_contexts,
     as_count,
+    as_rows,
     as_temperature,
     as_texts,
 )
-from beatrice.pgir.given import AnswerToScore
+from beatrice.pgir.given import ARGUMENTS, AnswerToScore
 
 BATCH_SIZE = 64
 
@@ -84,7 +85,9 @@ class Score:
         return {**self.__dict__, "effects": self.effects, "masked": None}
 
     def __str__(self) -> str:
-        """Return the answer, P(correct) and the decision in one line."""
+        """Return the answer, P(correct) and the decision, or the row's error."""
+        if self.error is not None:
+            return f"error: {self.error}"
         answer = self.text if self.text is not None else "".join(self.tokens).strip()
         p = "unknown" if self.p_correct is None else f"{self.p_correct:.3f}"
         return f"{answer!r}: P(correct) {p}, {self.decision}"
@@ -227,13 +230,16 @@ class AnswerScorer(abc.ABC):
         Args:
           rows: a list or a data frame. A row is a mapping of what `score` takes, or a
             tuple of question, answer and perhaps context. One that `score` would refuse
-            has no P, the decision "unknown" and the reason in `error`.
+            has no P, the decision "unknown" and the reason in `error`. Other columns of
+            a data frame are not read, as a warning (`UserWarning`) says, except of
+            `id`.
           batch_size: most answers in one forward pass.
 
         Raises:
           ValueError: there is no list of rows, or the batch size is no such number.
         """
-        return self.load_scorer().score_rows(rows, batch_size)
+        read = as_rows(rows, "rows", ARGUMENTS)
+        return self.load_scorer().score_rows(read, batch_size)
 
     @overload
     def answer(
