@@ -237,7 +237,8 @@ class Probe(AnswerScorer):
         if doubts and not untrustworthy:
             raise ValueError(
                 f"{doubts[0]}; fit it on more answers, or save it as it is with "
-                "untrustworthy=True, and each of its scores will say so"
+                "untrustworthy=True (of a verb, --untrustworthy), and each of its "
+                "scores will say so"
             )
         folder = as_path(path, "path")
         if folder.exists() and not _is_saved(folder) and any(folder.iterdir()):
@@ -597,9 +598,10 @@ def card(detector: Detector, report: Sequence[Mapping[str, Any]]) -> str:
             "",
             *_table(report),
             "",
-            "AUROC: higher is better, .5 is chance. ECE and Brier: lower is better. "
-            "Intervals are 95 %. Rows of the split `validation` flatter, since it "
-            "chose encoders and maps.",
+            "AUROC: higher is better, .5 is chance. AUPRC, whose positive class is a "
+            "wrong answer: higher is better, the share of wrong answers is chance. ECE "
+            "and Brier: lower is better. Intervals are 95 %. Rows of the split "
+            "`validation` flatter, since it chose encoders and maps.",
             "",
             *_decisions(detector),
             "## Scope and limits",

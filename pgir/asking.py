@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
+from beatrice.extract.generate.prompts import check_text
 from beatrice.jaxprobe.scope import Decision
 from beatrice.pgir.arguments import (
     as_contexts,
@@ -154,6 +155,8 @@ class QuestionBatch:
             n = len(texts)
         if self.messages is not None and n != 1:
             raise ValueError(f"messages: expected one question with a chat, found {n}")
+        for i, text in enumerate(texts or (), start=1):
+            check_text(text, "the question" if n == 1 else f"question {i} of {n}")
         if self.max_new_tokens is not None:
             as_count(self.max_new_tokens, "max_new_tokens")
         if self.stop is not None:
@@ -247,6 +250,7 @@ class AnswerScorer(abc.ABC):
         questions: str | None = None,
         contexts: Any = None,
         *,
+        context: Any = None,
         messages: Sequence[Mapping[str, str]] | None = None,
         max_new_tokens: int | None = None,
         stop: Sequence[str] | None = None,
@@ -270,6 +274,7 @@ class AnswerScorer(abc.ABC):
         questions: Any = None,
         contexts: Any = None,
         *,
+        context: Any = None,
         messages: Sequence[Mapping[str, str]] | None = None,
         max_new_tokens: int | None = None,
         stop: Sequence[str] | None = None,
@@ -284,6 +289,7 @@ class AnswerScorer(abc.ABC):
           questions: a text, or several.
           contexts: what is shown with the question, as `score` takes it; or a list of
             that, one for each question. None asks closed-book.
+          context: of one question, the same as `contexts`.
           messages: one chat that asks instead, each with `role` and `content`; a
             question and its context are then looked for in it.
           max_new_tokens: most tokens of an answer; None is as in the fit.
@@ -300,6 +306,13 @@ class AnswerScorer(abc.ABC):
             finite, or the detector was trained in another setting.
         """
         is_single = questions is None or isinstance(questions, str)
+        if context is not None:
+            if contexts is not None or not is_single:
+                raise ValueError(
+                    "context: expected one question without contexts beside it; of "
+                    "several give contexts, an entry a question"
+                )
+            contexts = context
         if is_single:
             contexts = None if contexts is None else [contexts]
             questions = None if questions is None else [questions]

@@ -78,6 +78,7 @@ WRONG = {
             "contexts",
             [PASSAGE, 3, [], [[]], [PASSAGE] * 2],
         ),
+        (lambda s, g, x: s.answer([QUESTION], context=x), "context: ", [PASSAGE]),
         (lambda s, g, x: s.render(x), "messages", [None, "hello", 4]),
         (lambda s, g, x: s.thresholds(x), "setting: ", [None, "open", 4]),
     ],
@@ -179,6 +180,16 @@ def test_a_column_that_no_score_reads_is_left_and_named_once(scorer):
     with pytest.warns(UserWarning, match=r"^rows: columns not read: 'gold'$"):
         scores = scorer.score_many(frame)
     assert [score.error for score in scores] == [None, None]
+
+
+def test_an_empty_question_among_several_is_named_by_its_place(scorer):
+    with pytest.raises(ValueError, match="^question 2 of 2 is empty"):
+        scorer.answer([QUESTION, " "])
+
+
+def test_the_context_of_a_single_question_has_either_name(scorer):
+    expected = scorer.answer(QUESTION, contexts=PASSAGE)
+    assert scorer.answer(QUESTION, context=PASSAGE) == expected
 
 
 def test_tables_of_others_are_read_by_what_they_offer():
