@@ -104,7 +104,7 @@ _QUIET = click.Option(
     is_flag=True,
     expose_value=False,
     callback=_set_quiet,
-    help="Print results and errors alone.",
+    help="Print results, warnings and errors alone.",
 )
 # What several processes may share; each other verb is the work of one.
 SHARED = ("rewrite", "answer", "label", "sample", "extract", "train")
@@ -304,10 +304,10 @@ class ScoreOptions:
 def score(source: str | None, as_json: bool, how: ScoreOptions) -> None:
     """Score answers: the model's own, one that exists, or a file of them.
 
-    RUN_DIR is a finished run, or a probe as --probe names it. Without --answer the
-    model answers, and is scored in the passes that write. A file's results are JSON
-    lines in its order; a row that cannot be scored is named in its place, and the exit
-    code is then 1.
+    RUN_DIR is a finished run, or a probe as --probe names it. A --question without
+    --answer is answered by the model, and scored in the passes that write. The rows of
+    a --file have their answers. Its results are JSON lines in its order; a row that
+    cannot be scored is named in its place, and the exit code is then 1.
 
     Example: beatrice score --probe smollm2 --question "who wrote Dracula?"
 
@@ -387,9 +387,15 @@ def _score_file(
         progress.note(lines.truncated)
     with progress.stage("score") as update:
 
+        def write(results: list[str]) -> None:
+            if lines:
+                lines.append(results)
+            else:
+                click.echo("\n".join(results))
+            update(tally.n_done + len(results), n_rows)
+
         def each(row: Any, result: Mapping[str, Any]) -> None:
             tally.add(row, result)
-            update(tally.n_done, n_rows)
             if how.html is not None:
                 arguments = (getattr(row.given, name, None) for name in _HEADINGS)
                 passages = getattr(row.given, "context", None) or ()
@@ -401,7 +407,7 @@ def _score_file(
             read_rows(answers),
             probe.identity + (f" {how.precision}" if how.precision else ""),
             lines,
-            lines.append if lines else lambda some: click.echo("\n".join(some)),
+            write,
             each,
         )
     for setting in SETTINGS:

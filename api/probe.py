@@ -174,8 +174,7 @@ class Probe(AnswerScorer):
         """Return a data frame with what `score_many` says of each row beside it.
 
         Added are the columns `p_correct`, `decision`, `reason`, `warnings` (joined by
-        "; ") and `error`; columns of other names that `score` does not know are an
-        error of their row.
+        "; ") and `error`; columns that `score` does not know stay, and are not read.
 
         Args:
           frame: of pandas or Polars, with columns that `score` takes: `question`,
@@ -238,7 +237,8 @@ class Probe(AnswerScorer):
         if doubts and not untrustworthy:
             raise ValueError(
                 f"{doubts[0]}; fit it on more answers, or save it as it is with "
-                "untrustworthy=True, and each of its scores will say so"
+                "untrustworthy=True (of a verb, --untrustworthy), and each of its "
+                "scores will say so"
             )
         folder = as_path(path, "path")
         if folder.exists() and not _is_saved(folder) and any(folder.iterdir()):
@@ -598,9 +598,10 @@ def card(detector: Detector, report: Sequence[Mapping[str, Any]]) -> str:
             "",
             *_table(report),
             "",
-            "AUROC: higher is better, .5 is chance. ECE and Brier: lower is better. "
-            "Intervals are 95 %. Rows of the split `validation` flatter, since it "
-            "chose encoders and maps.",
+            "AUROC: higher is better, .5 is chance. AUPRC, whose positive class is a "
+            "wrong answer: higher is better, the share of wrong answers is chance. ECE "
+            "and Brier: lower is better. Intervals are 95 %. Rows of the split "
+            "`validation` flatter, since it chose encoders and maps.",
             "",
             *_decisions(detector),
             "## Scope and limits",

@@ -175,7 +175,8 @@ def report(run_dir: Path, run_b: Path | None, how: ReportOptions) -> None:
 
     Example: beatrice report runs/demo --print detectors
 
-    Of a file of rows, such as docs/results/demo.jsonl, the tables are printed.
+    Of a file of rows, such as docs/results/demo.jsonl, the tables are printed, or
+    that of --print.
 
     Example: beatrice report runs/gemma runs/smollm2 --out comparison.md
     """
@@ -183,6 +184,7 @@ def report(run_dir: Path, run_b: Path | None, how: ReportOptions) -> None:
         REPORT,
         comparison,
         rows_as_markdown,
+        rows_table,
         run_ledger,
         run_side,
         run_table,
@@ -192,7 +194,16 @@ def report(run_dir: Path, run_b: Path | None, how: ReportOptions) -> None:
     from beatrice.extract.run.stages import do
 
     if run_dir.is_file():
-        click.echo(rows_as_markdown(list(read_rows(run_dir))), nl=False)
+        if how.ledger or how.out or run_b is not None:
+            raise click.UsageError(
+                f"{run_dir} is a file of rows: give a run, or no other option than "
+                "--print"
+            )
+        rows = list(read_rows(run_dir))
+        click.echo(
+            rows_table(rows, how.print) if how.print else rows_as_markdown(rows),
+            nl=bool(how.print),
+        )
         return
 
     if run_b is not None:

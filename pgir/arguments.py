@@ -9,7 +9,8 @@ came.
 import math
 import numbers
 import os
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +207,7 @@ def as_passages(value: Any, name: str) -> tuple[Passage, ...]:
     return tuple(as_passage(item, f"{name}[{i}]") for i, item in enumerate(value))
 
 
-def as_rows(value: Any, name: str) -> list[Any]:
+def as_rows(value: Any, name: str, columns: Collection[str] | None = None) -> list[Any]:
     """Return the rows of a table or list; what a row holds is checked row by row.
 
     A missing cell of a table (NaN, NA) is left out of its row.
@@ -214,10 +215,19 @@ def as_rows(value: Any, name: str) -> list[Any]:
     Args:
       value: a data frame (pandas, polars, pyarrow), or any iterable of rows.
       name: of the argument, for the message.
+      columns: those of a table that are read; a warning names the others, except an
+        `id`. None reads all.
     """
-    if _is_table(value):
-        return _table_rows(value)
-    return as_list(value, name, "a list of rows or a data frame")
+    if not _is_table(value):
+        return as_list(value, name, "a list of rows or a data frame")
+    rows = _table_rows(value)
+    if columns is None:
+        return rows
+    unread = {key: None for row in rows for key in row if key not in (*columns, "id")}
+    if unread:
+        names = ", ".join(map(repr, unread))
+        warnings.warn(f"{name}: columns not read: {names}", stacklevel=3)
+    return [{key: row[key] for key in row if key in columns} for row in rows]
 
 
 def _is_several(value: Any) -> bool:

@@ -11,14 +11,16 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
+from beatrice.extract.generate.prompts import check_text
 from beatrice.jaxprobe.scope import Decision
 from beatrice.pgir.arguments import (
     as_contexts,
     as_count,
+    as_rows,
     as_temperature,
     as_texts,
 )
-from beatrice.pgir.given import AnswerToScore
+from beatrice.pgir.given import ARGUMENTS, AnswerToScore
 
 BATCH_SIZE = 64
 
@@ -84,7 +86,9 @@ class Score:
         return {**self.__dict__, "effects": self.effects, "masked": None}
 
     def __str__(self) -> str:
-        """Return the answer, P(correct) and the decision in one line."""
+        """Return the answer, P(correct) and the decision, or the row's error."""
+        if self.error is not None:
+            return f"error: {self.error}"
         answer = self.text if self.text is not None else "".join(self.tokens).strip()
         p = "unknown" if self.p_correct is None else f"{self.p_correct:.3f}"
         return f"{answer!r}: P(correct) {p}, {self.decision}"
@@ -151,6 +155,8 @@ class QuestionBatch:
             n = len(texts)
         if self.messages is not None and n != 1:
             raise ValueError(f"messages: expected one question with a chat, found {n}")
+        for i, text in enumerate(texts or (), start=1):
+            check_text(text, "the question" if n == 1 else f"question {i} of {n}")
         if self.max_new_tokens is not None:
             as_count(self.max_new_tokens, "max_new_tokens")
         if self.stop is not None:
@@ -227,13 +233,16 @@ class AnswerScorer(abc.ABC):
         Args:
           rows: a list or a data frame. A row is a mapping of what `score` takes, or a
             tuple of question, answer and perhaps context. One that `score` would refuse
-            has no P, the decision "unknown" and the reason in `error`.
+            has no P, the decision "unknown" and the reason in `error`. Other columns of
+            a data frame are not read, as a warning (`UserWarning`) says, except of
+            `id`.
           batch_size: most answers in one forward pass.
 
         Raises:
           ValueError: there is no list of rows, or the batch size is no such number.
         """
-        return self.load_scorer().score_rows(rows, batch_size)
+        read = as_rows(rows, "rows", ARGUMENTS)
+        return self.load_scorer().score_rows(read, batch_size)
 
     @overload
     def answer(
@@ -241,6 +250,7 @@ class AnswerScorer(abc.ABC):
         questions: str | None = None,
         contexts: Any = None,
         *,
+        context: Any = None,
         messages: Sequence[Mapping[str, str]] | None = None,
         max_new_tokens: int | None = None,
         stop: Sequence[str] | None = None,
@@ -264,6 +274,7 @@ class AnswerScorer(abc.ABC):
         questions: Any = None,
         contexts: Any = None,
         *,
+        context: Any = None,
         messages: Sequence[Mapping[str, str]] | None = None,
         max_new_tokens: int | None = None,
         stop: Sequence[str] | None = None,
@@ -278,6 +289,7 @@ class AnswerScorer(abc.ABC):
           questions: a text, or several.
           contexts: what is shown with the question, as `score` takes it; or a list of
             that, one for each question. None asks closed-book.
+          context: of one question, the same as `contexts`.
           messages: one chat that asks instead, each with `role` and `content`; a
             question and its context are then looked for in it.
           max_new_tokens: most tokens of an answer; None is as in the fit.
@@ -294,6 +306,13 @@ class AnswerScorer(abc.ABC):
             finite, or the detector was trained in another setting.
         """
         is_single = questions is None or isinstance(questions, str)
+        if context is not None:
+            if contexts is not None or not is_single:
+                raise ValueError(
+                    "context: expected one question without contexts beside it; of "
+                    "several give contexts, an entry a question"
+                )
+            contexts = context
         if is_single:
             contexts = None if contexts is None else [contexts]
             questions = None if questions is None else [questions]

@@ -160,9 +160,11 @@ def corpus(folder: Path, as_json: bool, how: CorpusOptions) -> None:
         _search(Corpus(folder), encoder, how, as_json)
         return
     progress = Progress()
-    corpus = Corpus(folder)
-    if how.source:
-        corpus = build_corpus(folder, how.source, progress.note)
+    corpus = (
+        build_corpus(folder, how.source, progress.note)
+        if how.source
+        else Corpus(folder)
+    )
     click.echo(
         f"{folder}: {len(corpus):,} passages, {len(corpus.golds()):,} questions with "
         "gold passages"

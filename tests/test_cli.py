@@ -171,6 +171,15 @@ def test_scoring_with_an_unfinished_run_says_so(small_run):
     assert_error_sentence(done, "detector is missing", *left)
 
 
+def test_of_a_file_of_rows_one_table_is_printed_or_the_option_refused():
+    rows = ROOT / "docs" / "results" / "demo.jsonl"
+    shown = beatrice("report", rows, "--print", "decisions").stdout
+    assert shown.startswith("Decisions\n") and "Detectors" not in shown
+    failed = beatrice("report", rows, "--print", "foo", code=1)
+    assert_error_sentence(failed, "no table foo", "detectors")
+    beatrice("report", rows, "--ledger", code=2)
+
+
 def test_a_verb_says_which_one_comes_next_and_nothing_when_quiet(small_run):
     for quiet, words in ((), ("next: beatrice answer",)), (("--quiet",), ()):
         done = beatrice("data", small_run, "--world", "--preset", "smoke", *quiet)

@@ -286,12 +286,17 @@ def tables_as_text(data: ReportData) -> tuple[str, str, str, str]:
 def run_table(run: RunDir, name: str) -> str:
     """Return a table of a run as text, with its heading; or all of them."""
     judged = read_costs(costs_file(run)) if "baselines" in published(run) else ()
-    named = tables.named_tables(
-        results_of(read_result_rows(run)), rivals.titles_of(judged)
-    )
+    return rows_table(read_result_rows(run), name, rivals.titles_of(judged))
+
+
+def rows_table(
+    rows: Sequence[ResultRow], name: str, titles: tables.Titles | None = None
+) -> str:
+    """Return a table of some rows as text, with its heading; or all of them."""
+    named = tables.named_tables(results_of(rows), titles)
     if name != "all" and name not in named:
         raise ValueError(
-            f"this run has no table {name}; expected all, {', '.join(named)}"
+            f"there is no table {name} here; expected all, {', '.join(named)}"
         )
     shown = named.values() if name == "all" else [named[name]]
     return "\n\n".join(f"{h}\n{tables.as_text(t)}" for h, t in shown)

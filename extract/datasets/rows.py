@@ -88,6 +88,7 @@ class RawRecord:
     at: str  # where it lies, in words
     value: dict[str, Any] | None  # its fields, or None if it is no record
     problem: str | None = None  # why it is not one
+    line: int | None = None  # on which it begins, where records lie on lines
 
 
 def _chunks(path: Path, is_gzipped: bool) -> Iterator[bytes]:
@@ -149,7 +150,8 @@ def _kind_of_text(head: bytes, name: str) -> FileType:
     if len(cells) > 1 and COLUMNS & {cell.strip().lower() for cell in cells}:
         return FileType(container="table", delimiter=",")
     raise ValueError(
-        f"{name} is plain text: neither JSON nor a table with tabs between its columns"
+        f"{name} is plain text: neither JSON nor a table with tabs, or with commas "
+        "below a header of known names, between its columns"
     )
 
 
@@ -419,7 +421,7 @@ def _json_lines(chunks: Iterator[bytes]) -> Iterator[RawRecord]:
         if line.strip():
             n_records += 1
             row = _parse_object(line) if len(line) <= MAX_RECORD else _TOO_LONG
-            yield RawRecord(n_records, f"line {number}", *row)
+            yield RawRecord(n_records, f"line {number}", *row, line=number)
 
 
 _TOO_LONG = None, f"the line is longer than {MAX_RECORD >> 20} MiB"
@@ -463,7 +465,7 @@ def _table_rows(
                     f"{first}: close it, nothing behind it can be read"
                 )
         value = None if problem else dict(zip(names, cells, strict=True))
-        yield RawRecord(n_records, at, value, problem)
+        yield RawRecord(n_records, at, value, problem, first)
 
 
 def _row_problem(cells: list[str], names: list[str]) -> str | None:

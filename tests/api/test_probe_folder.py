@@ -80,6 +80,7 @@ def test_the_card_has_its_numbers_and_may_be_edited(folder):
     fields = dict(line.split(": ", 1) for line in front.strip().splitlines())
     assert json.loads(fields["base_model"]) == "embedded"
     assert "0.800 [0.700, 0.900]" in body and "closed-book answers" in body
+    assert "AUPRC, whose positive class is a wrong answer" in body
     card.write_text(text + "\nMore words.\n")
     beatrice.load(folder)
 

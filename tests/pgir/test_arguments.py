@@ -78,6 +78,7 @@ WRONG = {
             "contexts",
             [PASSAGE, 3, [], [[]], [PASSAGE] * 2],
         ),
+        (lambda s, g, x: s.answer([QUESTION], context=x), "context: ", [PASSAGE]),
         (lambda s, g, x: s.render(x), "messages", [None, "hello", 4]),
         (lambda s, g, x: s.thresholds(x), "setting: ", [None, "open", 4]),
     ],
@@ -127,7 +128,7 @@ def test_every_wrong_type_ends_in_a_sentence_that_names_it(scorer, gate, name):
 )  # fmt: skip
 def test_a_wrong_row_is_an_error_in_its_place(scorer, row):
     (score,) = scorer.score_many([row])
-    assert score.error and score.decision == "unknown"
+    assert score.decision == "unknown" and str(score) == f"error: {score.error}"
 
 
 @pytest.mark.parametrize(
@@ -172,6 +173,23 @@ def test_a_frame_is_read_row_by_row_and_an_empty_cell_is_left_out(scorer):
     plain, grounded = scorer.score_many(frame)
     assert plain.raw == pytest.approx(scorer.score(**ROW).raw, abs=1e-5)
     assert grounded.raw != plain.raw
+
+
+def test_a_column_that_no_score_reads_is_left_and_named_once(scorer):
+    frame = pd.DataFrame([{"id": 7, **ROW, "gold": "Ann"}] * 2)
+    with pytest.warns(UserWarning, match=r"^rows: columns not read: 'gold'$"):
+        scores = scorer.score_many(frame)
+    assert [score.error for score in scores] == [None, None]
+
+
+def test_an_empty_question_among_several_is_named_by_its_place(scorer):
+    with pytest.raises(ValueError, match="^question 2 of 2 is empty"):
+        scorer.answer([QUESTION, " "])
+
+
+def test_the_context_of_a_single_question_has_either_name(scorer):
+    expected = scorer.answer(QUESTION, contexts=PASSAGE)
+    assert scorer.answer(QUESTION, context=PASSAGE) == expected
 
 
 def test_tables_of_others_are_read_by_what_they_offer():

@@ -488,8 +488,14 @@ def test_a_damaged_corpus_is_refused_by_name(tmp_path, name):
 
 
 def test_a_corpus_is_searched_from_the_command_line(tmp_path):
-    corpus = make_corpus(tmp_path, 40)
-    done = beatrice("corpus", corpus.folder, "--search", "w7 v7 n7", "-k", 1)
+    folder, source = (
+        tmp_path / "new",
+        write_passages(tmp_path / "wiki.jsonl", range(40)),
+    )
+    for _ in range(2):  # the same line again opens what is there
+        built = beatrice("corpus", folder, "--source", source)
+        assert "40 passages" in built.stdout
+    done = beatrice("corpus", folder, "--search", "w7 v7 n7", "-k", 1)
     assert "1. Title 7:" in done.stdout
     failed = beatrice("corpus", tmp_path, "--search", "x", code=1)
     assert "no finished corpus" in failed.stderr

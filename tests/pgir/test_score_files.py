@@ -11,6 +11,7 @@ from beatrice.cli import main
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.run.directory import NewRun, RunDir
 from beatrice.extract.run.files import JsonLines
+from beatrice.pgir.asking import Score
 from beatrice.pgir.given import AnswerToScore
 from beatrice.pgir.score_files import Tally, page, read_rows, score_rows
 from beatrice.pgir.scorer import Scorer
@@ -114,6 +115,29 @@ def test_a_file_is_continued_where_it_stopped(scorer, tmp_path):
     rest, tally = score_lines(scorer, path, JsonLines.open(out))
     assert [r["line"] for r in rest] == [3]
     assert (tally.n_done, len(tally.bad)) == (3, 1)
+
+
+def test_a_stop_loses_no_more_than_the_rows_that_are_read_together(tmp_path):
+    path, written = write_lines(tmp_path / "answers.jsonl", [ROW] * 130), []
+
+    def score(rows):
+        if len(written) >= 128:
+            raise KeyboardInterrupt
+        return [Score() for _ in rows]
+
+    with pytest.raises(KeyboardInterrupt):
+        score_rows(score, read_rows(path), "d", None, written.extend, Tally().add)
+    assert len(written) == 128
+
+
+def test_a_result_names_the_line_of_the_file(tmp_path):
+    table = tmp_path / "answers.csv"
+    table.write_text(f"question,answer\n{QUESTION},a\n\n{QUESTION},b\n")
+    lines = tmp_path / "answers.jsonl"
+    lines.write_text(f"\n{json.dumps(ROW)}\n\n{json.dumps(ROW)}\n")
+    array = write_array(tmp_path / "answers.json", [ROW, ROW])
+    for path, expected in ((table, [2, 4]), (lines, [2, 4]), (array, [1, 2])):
+        assert [row.line for row in read_rows(path)] == expected, path
 
 
 def test_results_are_of_one_precision(tmp_path):
@@ -267,7 +291,9 @@ def test_the_verb_scores_a_file_and_fails_if_a_row_is_bad(run, tmp_path):
     assert 0 <= json.loads(beatrice(*line[:4]).stdout)["p_correct"] <= 1
 
 
-@pytest.mark.parametrize("content", ["", "[]", "\n\n", "hello there", "{}"])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "\n\n", "hello there", "{}", '{"question": "who?"}\n' * 2]
+)
 def test_a_file_without_rows_is_refused_in_one_sentence(run, tmp_path, content):
     (tmp_path / "answers.jsonl").write_text(content)
     line = ("score", run, "--file", tmp_path / "answers.jsonl")
