@@ -31,9 +31,7 @@ from beatrice.extract.signals.sequence import sequence_of
 from beatrice.pgir.arguments import as_passages, as_text
 from beatrice.pgir.given import ARGUMENTS, AnswerToScore
 
-# Read, sorted by length and written together: what a kill can lose. Of 512 rows at
-# once at most 5 % fewer positions are computed, counted over four mixes of lengths.
-ROWS_TOGETHER = 64
+ROWS_TOGETHER = 64  # read, sorted by length and written: what a kill can lose
 _LM_EVAL = "lm-eval samples"
 
 

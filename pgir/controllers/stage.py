@@ -214,20 +214,20 @@ def control_rows(
     return rows
 
 
+# What is of no single set: the unweighted mean over those that are evaluated.
+_macro_row = partial(
+    ResultRow,
+    experiment="controller_macro",
+    setting="both",
+    dataset=MACRO,
+    split="evaluated",
+)
+
+
 def left_out_rows(left_out: Mapping[str, str]) -> list[ResultRow]:
     """Return rows without a value of controllers that could not learn, with why."""
     return [
-        ResultRow(
-            experiment="controller_macro",
-            detector=name,
-            setting="both",
-            dataset=MACRO,
-            split="evaluated",
-            metric=metric,
-            value=None,
-            n=0,
-            reason=reason,
-        )
+        _macro_row(detector=name, metric=metric, value=None, n=0, reason=reason)
         for name, reason in left_out.items()
         for metric in QUALITY
     ]
@@ -248,12 +248,8 @@ def seconds_rows(
     pairs = zip(sets, answers, strict=True)
     evaluated = [of_set for each, of_set in pairs if each.split != "validation"]
     return [
-        ResultRow(
-            experiment="controller_macro",
+        _macro_row(
             detector=name,
-            setting="both",
-            dataset=MACRO,
-            split="evaluated",
             metric="seconds",
             value=float(np.mean([_mean_seconds(of_set[name]) for of_set in evaluated])),
             n=sum(len(of_set[name]) for of_set in evaluated),
