@@ -41,7 +41,17 @@ from tests.blocks import FENCE, run_blocks
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
+DOCUMENTS = [
+    *(ROOT / "docs").rglob("*.md"),
+    *(path for path in ROOT.glob("*/README.md")),
+    ROOT / "README.md",
+]
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
+SPAN = re.compile(r"`([^`]+)`")
+PARTS = re.compile(r"&&|\$\(|#")  # of a line, where another command may begin
+OPTION = re.compile(r"(?<!\S)\[?(--[a-z][a-z-]+)")
+SETTING = re.compile(r"--set (\w+)=")
+NAMED = re.compile(r"(\w+): ")
 
 
 @pytest.fixture
@@ -67,29 +77,40 @@ def test_every_line_of_a_guide_runs_in_its_order(guide, folder):
 
 
 def options_of(command):
-    """Return the options of a command and of those below it."""
+    """Return the options of a command, and the names that its `--set` takes."""
     names = {name for option in command.params for name in option.opts}
-    for below in getattr(command, "commands", {}).values():
-        names |= options_of(below)
-    return names
+    rare = [option.help for option in command.params if "--set" in option.opts]
+    return names | {f"{name}=" for text in rare for name in NAMED.findall(text)}
 
 
-def test_every_line_of_a_terminal_names_a_verb_and_options_that_there_are():
-    n_lines = 0
-    for guide in GUIDES:
-        for language, block in FENCE.findall(guide.read_text(encoding="utf-8")):
-            lines = block.replace("\\\n", " ").splitlines()
-            for line in lines if language in ("console", "sh") else ():
-                if "beatrice" not in line:
-                    continue
-                words = line[line.index("beatrice") :].split()
-                verb, given = words[1], {w for w in words if w.startswith("--")}
-                assert verb in VERBS, line
-                assert given <= options_of(main.get_command(None, verb)), line
-                is_shared = line.startswith(("srun", "torchrun")) or "--shard" in given
-                assert verb in SHARED or not is_shared
-                n_lines += 1
-    assert n_lines > 20
+def commands_of(document):
+    """Yield each command that a document shows: its words, from the verb on."""
+    text = document.read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = [x for k, b in FENCE.findall(text) if k != "python" for x in b.splitlines()]
+    lines += [" ".join(x.split()) for x in SPAN.findall(FENCE.sub("", text))]
+    for part in itertools.chain.from_iterable(map(PARTS.split, lines)):
+        if found := re.search(r"(?:^|\s)beatrice (\w.*)", part):
+            yield part, found[1].split()
+        elif part.split(" --")[0] in VERBS and " --" in part:
+            yield part, part.split()
+
+
+def test_every_command_of_a_document_names_a_verb_and_options_that_there_are():
+    n_commands = 0
+    for document in DOCUMENTS:
+        for line, words in commands_of(document):
+            verb = words[0].rstrip(",")
+            assert verb in VERBS, f"{document.name}: {line}"
+            command = main.get_command(None, verb)
+            if verb == "bench" and len(words) > 1:
+                command = command.get_command(None, words[1])
+            given = {w for w in OPTION.findall(" ".join(words)) if w != "--set"}
+            given |= {f"{name}=" for name in SETTING.findall(" ".join(words))}
+            assert given <= options_of(command), f"{document.name}: {line}"
+            is_shared = line.startswith(("srun", "torchrun")) or "--shard" in given
+            assert verb in SHARED or not is_shared, f"{document.name}: {line}"
+            n_commands += 1
+    assert n_commands > 100
 
 
 def test_the_picture_is_small_and_asks_for_nothing():

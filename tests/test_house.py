@@ -143,10 +143,21 @@ def test_every_room_has_a_readme_and_the_top_one_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
-def test_every_relative_link_of_a_readme_leads_somewhere():
-    for readme in (ROOT / "README.md", *(ROOT / room / "README.md" for room in ROOMS)):
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", readme.read_text()):
-            assert (readme.parent / target).exists(), f"{readme}: {target}"
+def anchors_of(document):
+    """Return the names of a document's headings, as links write them."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+def test_every_relative_link_of_a_document_leads_to_a_file_and_a_heading():
+    rooms = (ROOT / room / "README.md" for room in ROOMS)
+    for document in (*ROOT.glob("*.md"), *rooms, *(ROOT / "docs").rglob("*.md")):
+        for link in re.findall(r"\]\(([^):]+)\)", document.read_text()):
+            name, _, anchor = link.partition("#")
+            target = document.parent / name if name else document
+            assert target.exists(), f"{document}: {link}"
+            assert not anchor or anchor in anchors_of(target), f"{document}: {link}"
 
 
 def loaded_by(code):

@@ -5,7 +5,7 @@ same protocol in one process, in turns, so that a busy machine slows both. Befor
 anything is timed, PyTorch must give the logits of heads that JAX has trained.
 
 PyTorch trains one head after another: the function, protocol and stopping rule of
-`model.fusion` and `fit.loop`, at a set's own width, without empty slots.
+`jaxprobe.fusion` and `jaxprobe.loop`, at a set's own width, without empty slots.
 """
 
 import dataclasses

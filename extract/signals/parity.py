@@ -42,8 +42,8 @@ from beatrice.extract.signals.attention import SpanReading, attend_alone, run_de
 from beatrice.extract.signals.batch import budget_for
 from beatrice.extract.signals.probability import Head
 
-# Relative. In bf16 sums in float32 differ from the stream's own rounding by 3e-3
-# (reference/backbones.md, 2.1); in float32 the largest seen was 1e-6.
+# Relative. In bf16 sums in float32 differ from the stream's own rounding by 3e-3; in
+# float32 the largest seen was 1e-6.
 _SUM_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 # The same batch through the same kernels. Wider, and a sink, a soft cap or a
 # temperature that only the model's own attention knows would pass in bf16.

@@ -106,7 +106,7 @@ def test_scripts_are_those_of_the_letters_and_a_stray_one_is_none():
 
 
 def test_fewest_answers_are_those_of_the_binomial_table():
-    """Clopper and Pearson at 90 % confidence; calibration.md's table, made apart."""
+    """Clopper and Pearson at 90 % confidence, a table made apart."""
     for wanted, row in {
         0.8: (11, 18, 25, 45),
         0.9: (22, 38, 52, 91),
