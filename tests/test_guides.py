@@ -255,6 +255,16 @@ def test_the_retrieval_numbers_of_the_readme_are_those_of_the_committed_rows():
     assert sentence == [(f"{row_value(ours)} [{ends}]", others)]
 
 
+def test_what_the_readme_quotes_of_the_measurements_stands_there():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    measured = (ROOT / "docs" / "measurements.md").read_text(encoding="utf-8")
+    minutes, questions = re.findall(r"([\d.]+) minutes for \[([\d,]+) quest", text)[0]
+    assert re.search(rf"^\| {questions} \|.* \| {minutes} \|$", measured, re.MULTILINE)
+    exact, types, refused = re.findall(r"(\d+) of Tr.* (\d+) ca.*, (\d+) are", text)[0]
+    assert f"Which of Transformers' {types} causal types" in measured
+    assert f"| of up to 26 tokens | {exact} | {refused} |" in measured
+
+
 def test_the_schema_names_every_column_in_the_order_of_the_type():
     text = (RESULTS / "schema.md").read_text(encoding="utf-8")
     columns = re.findall(r"^\| `(\w+)` \| (?:text|number|whole) \|", text, re.MULTILINE)
