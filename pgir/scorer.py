@@ -387,7 +387,7 @@ class Scorer(AnswerScorer):
             reading = probed.read_sequences(sequences)
         features, scores = self._scores(setting, reading)
         outside = warn_after(detector, features, len(inputs), setting)
-        mixed = warn_of_path(probed.trained, reading.path)
+        mixed = warn_of_path(probed.trained, probed.backbone, reading.path)
         for i, prepared in enumerate(inputs):
             warnings = self._warn_before(prepared) + mixed
             warnings += outside[i]

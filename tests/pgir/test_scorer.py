@@ -385,6 +385,14 @@ def test_an_answer_that_was_cut_is_a_warning_and_a_whole_one_is_not():
     assert not any("cut answer" in warning for warning in whole.warnings)
 
 
+@pytest.mark.parametrize(("dtype", "n"), [("float32", 0), ("bfloat16", 1)])
+def test_a_second_pass_over_what_was_written_is_a_warning_where_it_rounds(dtype, n):
+    probe = beatrice.load("embedded", dtype=dtype, strict=False)
+    assert probe.detector.provenance.path == "decode"
+    warnings = probe.score(QUESTION, ANSWER).warnings
+    assert sum(f"which {dtype} rounds otherwise" in text for text in warnings) == n
+
+
 def test_another_script_is_a_warning(probed):
     score = scoped(probed).score(QUESTION + " где родился", ANSWER, PASSAGE)
     assert any("another script" in w and "CYRILLIC" in w for w in score.warnings)
