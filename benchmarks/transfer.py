@@ -188,7 +188,7 @@ class Scenario:
     """Detectors and, in one setting, the answers they are put to."""
 
     # of the answers on which the detectors were trained, from gold passages
-    own: DetectorInput
+    trained: DetectorInput
     new: DetectorInput  # of those they are put to, from retrieved ones
     # the closed-book pass of the new questions; None where the setting is closed-book
     # itself
@@ -197,11 +197,11 @@ class Scenario:
     @property
     def setting(self) -> Setting:
         """Of the answers."""
-        return self.own.rows.setting
+        return self.trained.rows.setting
 
     def joined(self) -> Rows:
         """Return the rows of both, the run's own first; only those are trained on."""
-        trained, new = self.own.rows, self.new.rows
+        trained, new = self.trained.rows, self.new.rows
         fields = {
             field.name: np.concatenate(
                 [getattr(trained, field.name), getattr(new, field.name)]
@@ -220,7 +220,7 @@ def encoder_scores(
     config: GridConfig,
 ) -> dict[Subject, np.ndarray]:
     """Return the logits of every encoder on the new rows, `[n_seeds, n_rows]`."""
-    store, dims = scene.new.store, family_dims(scene.own.store)
+    store, dims = scene.new.store, family_dims(scene.trained.store)
     standardizer = Standardizer(**tree["standardizer"])
     members = grid_members(config.train.n_seeds, dims.n_subsets)
     trained = [
@@ -237,7 +237,7 @@ def encoder_scores(
             batch = group[start : start + n_at_once]
             # Filled up by its last row: one executable serves all parts of a group.
             full = np.pad(batch, (0, n_at_once - len(batch)), mode="edge")
-            features = split(read_features(store, scene.own.layer, full, widths))
+            features = split(read_features(store, scene.trained.layer, full, widths))
             logits = member_logits(trained, features, encoder=encoder)
             every[:, batch] = logits[:, : len(batch)]
     by_subset = {
@@ -258,7 +258,7 @@ def selected_scores(scene: Scenario, detector: Detector) -> dict[Subject, np.nda
         stores["closed_book"] = scene.closed_book.store
         if "single_pass" in detector.heads:
             heads["without_closed_book"] = "single_pass"
-    layer = scene.own.layer
+    layer = scene.trained.layer
     return {
         Subject(name): score_store(detector, head, stores, layer=layer).raw[None]
         for name, head in heads.items()
@@ -270,7 +270,7 @@ def rival_scores(scene: Scenario) -> dict[Subject, np.ndarray]:
 
     They are fitted as in `evaluate`, on the run's own training and validation rows.
     """
-    trained, new = scene.own, scene.new
+    trained, new = scene.trained, scene.new
     rows, n_trained = scene.joined(), len(trained.rows.ids)
     stores = trained.store, new.store
     scores, _ = probe_scores(stores, rows, trained.layer)
@@ -409,7 +409,7 @@ def run_scene(run: RunDir, inner: RunDir, setting: Setting) -> Scenario:
     evidence = partial(run_inputs, inner, layer=chosen_layer(run))
     closed_book = None if setting == "closed_book" else evidence("closed_book")
     return Scenario(
-        own=run_inputs(run, setting),
+        trained=run_inputs(run, setting),
         new=evidence(setting),
         closed_book=closed_book,
     )

@@ -40,7 +40,7 @@ WARNINGS = {
     f"{_LESS}: give a shorter one",
     "cut": "cut answer: it has {n} tokens and no end, and P was fitted on answers that "
     f"end; {_LESS}: let the model write more tokens",
-    "other_script": "another script: {n} of {of} letters are {found}, training had "
+    "other_script": "another script: {n} of {of} letters are {scripts}, training had "
     f"{{known}}; {_LESS}: fit a probe on questions in this script",
     "other_path": "signals of {actual}, training had those of {trained}, which "
     f"{{dtype}} rounds otherwise; {_LESS}: compute in float32, or fit on answers that "
@@ -169,7 +169,7 @@ def warn_before(
             WARNINGS["other_script"].format(
                 n=sum(foreign.values()),
                 of=counts.total(),
-                found=", ".join(sorted(foreign)),
+                scripts=", ".join(sorted(foreign)),
                 known=", ".join(known),
             )
         )

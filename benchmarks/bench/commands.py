@@ -221,9 +221,9 @@ def _keep(make: Callable[[], Any]) -> None:
 
 
 def _call(name: str, *arguments: Any) -> Any:
-    if "made" not in _remote:
-        _remote.update(made=_remote["make"](), held=held_bytes())
-    return getattr(_remote["made"], name)(*arguments)
+    if "object" not in _remote:
+        _remote.update(object=_remote["make"](), held=held_bytes())
+    return getattr(_remote["object"], name)(*arguments)
 
 
 def _peak_above_held() -> int:

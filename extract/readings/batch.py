@@ -127,7 +127,7 @@ def begin(
     first = None if behind is None else behind.cache_of(1)
     if (cache := begun_cache(layout, ids, run, first)) is None:
         return behind
-    calls = dict(zip(layout.attention_layers, reading.found(), strict=True))
+    calls = dict(zip(layout.attention_layers, reading.per_layer(), strict=True))
     is_plain = all(
         item.softcap is None
         and item.sinks is None

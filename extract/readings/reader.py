@@ -413,7 +413,7 @@ def _read_batch(
                 begun.cache_of(len(batch.ids)),
             )
             final = begun.before(run_reading(layout, behind, reading, on_layer, cache))
-        reading.found()
+        reading.check_complete()
     else:
         with watch_layers(layout, on_layer):
             final = final_states(layout, batch.ids, begun)

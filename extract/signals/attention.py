@@ -97,8 +97,8 @@ class AttentionReading(abc.ABC):
         self.layers[layer], attended = self.reduce(layer, call, value)
         return attended
 
-    def found(self) -> list[Any]:
-        """Return what was kept of every layer, in order."""
+    def check_complete(self) -> None:
+        """Check that every layer attended."""
         missing = [index for index, value in self.layers.items() if value is None]
         if missing:
             raise ValueError(
@@ -106,6 +106,10 @@ class AttentionReading(abc.ABC):
                 "passed through Transformers' or Torch's attention function nor came "
                 "with its weights"
             )
+
+    def per_layer(self) -> list[Any]:
+        """Return what was kept of every layer, in order."""
+        self.check_complete()
         return list(self.layers.values())
 
 
@@ -151,7 +155,7 @@ class SpanReading(AttentionReading):
 
     def readings(self) -> torch.Tensor:
         """Return `[n_examples, n_tokens, 2, 2, n_attention_layers, n_heads]`."""
-        readings = self.found()
+        readings = self.per_layer()
         n_heads = sorted({reading.shape[-1] for reading in readings})
         if len(n_heads) != 1:
             listed = "layers with " + ", ".join(map(str, n_heads))

@@ -263,7 +263,7 @@ class DecodeReading(AttentionReading):
 
     def _after_decoder(self, module: Any, inputs: Any, output: Any) -> None:
         """Read the prompt's next-token distributions; keep the last token's states."""
-        self.found()
+        self.check_complete()
         states = output.last_hidden_state
         self._last_states = states[:, -1]
         n_read = self._n_step - self._first

@@ -86,7 +86,7 @@ def last_attention(
             budget_for(backbone.device).n_attention_weights,
         )
         run_reading(backbone.layout, ids, reading, lambda layer: None)
-        weights = reading.found()[-1].numpy()
+        weights = reading.per_layer()[-1].numpy()
         for row, i in enumerate(batch):
             length = len(sequences[i])
             maps[i] = weights[row, :, :length, :length]

@@ -285,7 +285,7 @@ def test_put_to_their_own_rows_detectors_score_as_evaluate_says(finished, settin
     scene = run_scene(finished, finished, setting)
     known = {
         detector.subject: detector.scores
-        for detector in run_detectors(finished, scene.own)[0]
+        for detector in run_detectors(finished, scene.trained)[0]
     }
     encoders, _ = checkpoint.restore(finished.encoders(setting))
     result = encoder_scores(scene, encoders, grid_config(finished))
