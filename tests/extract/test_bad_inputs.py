@@ -73,8 +73,7 @@ def test_a_token_below_zero_is_no_token():
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"prompt_ids": (1, 10**9)}, {"token_ids": (10**9,)}, {"stop_id": 10**9}],
+    "changes", [{"prompt_ids": (1, 10**9)}, {"token_ids": (10**9,)}, {"stop_id": 10**9}]
 )
 def test_a_token_that_the_model_does_not_know_is_named(changes):
     backbone = Backbone.from_model(tiny_model("llama"))

@@ -75,12 +75,7 @@ class IdReader:
 
     hidden_layers, hidden_spans = (1,), "all"
     fingerprint = {"model": "one hot", "dtype": "float32"}
-    shapes = {
-        "hidden": (1, D_MODEL),
-        "prob": (5,),
-        "resid": (8,),
-        "attn": (2, 2, 2, 1),
-    }
+    shapes = {"hidden": (1, D_MODEL), "prob": (5,), "resid": (8,), "attn": (2, 2, 2, 1)}
 
     def start(self, sequences):
         # The next batch is started before this one's result is taken.

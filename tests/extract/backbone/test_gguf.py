@@ -72,10 +72,7 @@ def _as_llama_cpp(architecture, name, values, config):
         return values + 1
     if name.endswith("conv.conv.weight"):
         return values[:, 0]
-    heads = {
-        "q_proj": config.num_attention_heads,
-        "k_proj": config.num_key_value_heads,
-    }
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     n_heads = next((n for projection, n in heads.items() if projection in name), None)
     if architecture != "llama" or n_heads is None:
         return values

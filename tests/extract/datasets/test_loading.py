@@ -8,11 +8,7 @@ import pandas as pd
 import pytest
 
 from beatrice.extract.datasets.building import build_examples, check_folder
-from beatrice.extract.datasets.loading import (
-    inspect_file,
-    open_dataset,
-    read_questions,
-)
+from beatrice.extract.datasets.loading import inspect_file, open_dataset, read_questions
 from beatrice.extract.datasets.splits import (
     HELD_OUT_SIZES,
     BuildConfig,

@@ -38,8 +38,7 @@ def run_dir(tmp_path, examples):
 
 def answers_of(run_dir):
     return sorted(
-        read_records(run_dir / "answers" / "answers.jsonl", Answer),
-        key=lambda a: a.key,
+        read_records(run_dir / "answers" / "answers.jsonl", Answer), key=lambda a: a.key
     )
 
 

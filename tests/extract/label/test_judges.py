@@ -210,12 +210,7 @@ def test_disagreement_drops_a_label_and_the_majority_keeps_it(tmp_path):
         ("unanimous", ("correct",) * 3, True, "unanimous of 3"),
         ("unanimous", ("incorrect",) * 3, False, "unanimous of 3"),
         ("unanimous", ("correct", "incorrect", "correct"), None, "2 of 3"),
-        (
-            "unanimous",
-            ("correct", "unparsable", "correct"),
-            None,
-            "1 verdicts were",
-        ),
+        ("unanimous", ("correct", "unparsable", "correct"), None, "1 verdicts were"),
         ("majority", ("correct", "correct", "unparsable"), True, "2 of 3"),
         ("majority", ("incorrect", "unparsable", "incorrect"), False, "2 of 3"),
         ("majority", ("correct", "incorrect", "unparsable"), None, "1 of 3"),

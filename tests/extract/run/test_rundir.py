@@ -37,10 +37,7 @@ def start_owner(path):
         "print('held', flush=True); time.sleep(60)"
     )
     owner = subprocess.Popen(
-        [sys.executable, "-c", code],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", code], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
     )
     assert owner.stdout.readline() == "held\n"
     return owner

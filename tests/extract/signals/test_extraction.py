@@ -10,12 +10,7 @@ import torch
 from beatrice.benchmarks.bench.tiny_models import tiny_model
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.run.process import Share
-from beatrice.extract.signals.extract import (
-    ExtractConfig,
-    extract,
-    n_rows_of,
-    run_plan,
-)
+from beatrice.extract.signals.extract import ExtractConfig, extract, n_rows_of, run_plan
 from beatrice.extract.signals.reader import SignalReader
 from beatrice.extract.signals.sequence import TokenSequence, batches_of, sequence_of
 from beatrice.extract.store.spec import Family

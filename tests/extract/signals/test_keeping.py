@@ -157,8 +157,7 @@ def test_another_choice_is_another_store(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [{}, {"dtype": "int8"}, {"hidden_spans": "answer", "scalars": "bfloat16"}],
+    "fields", [{}, {"dtype": "int8"}, {"hidden_spans": "answer", "scalars": "bfloat16"}]
 )
 def test_bytes_told_beforehand_are_those_of_the_files_within_a_percent(
     tmp_path, fields

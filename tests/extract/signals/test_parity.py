@@ -494,9 +494,7 @@ def test_a_forgotten_sink_is_refused(monkeypatch):
     functions = AttentionInterface._global_mapping
     read = functions[attention.NAME]
     monkeypatch.setitem(
-        functions,
-        attention.NAME,
-        lambda *args, s_aux, **kwargs: read(*args, **kwargs),
+        functions, attention.NAME, lambda *args, s_aux, **kwargs: read(*args, **kwargs)
     )
     with pytest.raises(ValueError, match="the logits"):
         SignalReader(Backbone.from_model(tiny_model("gpt_oss")))

@@ -12,11 +12,7 @@ import torch
 from beatrice.benchmarks.bench.tiny_models import N_TEXT_IDS, tiny_model
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.run.process import Share, find_share
-from beatrice.extract.signals.extract import (
-    ExtractConfig,
-    run_plan,
-    tokens_per_unit,
-)
+from beatrice.extract.signals.extract import ExtractConfig, run_plan, tokens_per_unit
 from beatrice.extract.signals.reader import SignalReader
 from beatrice.extract.signals.sequence import TokenSequence
 from beatrice.extract.store.spec import Family, model_shapes

@@ -178,11 +178,7 @@ def test_decoding_gives_the_words_back(world):
 
 
 TINY = WorldModelConfig(
-    n_layers=2,
-    n_steps=4,
-    n_reading_steps=2,
-    n_fact_rows=4,
-    n_reading_rows=2,
+    n_layers=2, n_steps=4, n_reading_steps=2, n_fact_rows=4, n_reading_rows=2
 )
 
 
