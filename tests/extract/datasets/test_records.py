@@ -1,4 +1,4 @@
-"""Records of every layout: the question that each becomes, or what its refusal names."""
+"""Records of every layout: the question each becomes, or what its refusal names."""
 
 import decimal
 import json
