@@ -27,7 +27,6 @@ from beatrice.extract.records import (
     Label,
     normalise,
     read_records,
-    to_json,
     write_lines,
 )
 from beatrice.extract.run.files import write_text_atomic
@@ -170,11 +169,8 @@ def test_a_judge_in_python_labels_every_answer_and_may_leave_some_out():
     assert [label.key for label in labels] == [answer.key for answer in ANSWERS]
     assert [label.label for label in labels] == [True, None, False]
     assert [label.verdicts for label in labels] == [("correct",), (), ("incorrect",)]
-    assert [label.reason for label in labels] == [
-        "by by_length",
-        "by_length cannot decide",
-        "by by_length",
-    ]
+    assert {label.reason for label in labels[::2]} == {"by by_length"}
+    assert labels[1].reason == "by_length cannot decide"
     assert counted == [(1, 3), (2, 3), (3, 3)]
 
 
@@ -238,14 +234,15 @@ def test_one_class_alone_in_training_or_validation_is_refused(setting, split, ve
         for example in examples
         for name in ("closed_book", "with_context")
     ]
-    labels = label_with(answers, examples, lambda e, a: e.id[-1] == "0")
-    check_both_classes(examples, labels)
-    labels = [
-        msgspec.structs.replace(label, label=verdict)
-        if (label.setting, label.example_id[:-1]) == (setting, split)
-        else label
-        for label in labels
-    ]
+    check_both_classes(
+        examples, label_with(answers, examples, lambda e, a: e.id[-1] == "0")
+    )
+
+    def judge(example, answer):
+        is_alone = (answer.setting, example.split) == (setting, split)
+        return verdict if is_alone else example.id[-1] == "0"
+
+    labels = label_with(answers, examples, judge)
     if split == "test":
         check_both_classes(examples, labels)
     else:
@@ -263,11 +260,8 @@ def test_a_label_holds_for_the_very_answer_and_all_others_stay_without(tmp_path)
     )
     result = import_labels(path, ANSWERS, QUESTIONS)
     assert [label.label for label in result.labels] == [True, False, None]
-    assert [label.reason for label in result.labels] == [
-        "imported from mine.jsonl",
-        "imported from mine.jsonl",
-        "not imported from mine.jsonl",
-    ]
+    assert {label.reason for label in result.labels[:2]} == {"imported from mine.jsonl"}
+    assert result.labels[2].reason == "not imported from mine.jsonl"
     assert (result.n_lines, result.n_other_question, result.n_other_answer) == (4, 1, 1)
 
 
@@ -309,7 +303,8 @@ def test_labels_are_imported_named_and_corrected_by_hand(run, tmp_path):
     labels = list(read_records(run.labels, Label))
     assert [label.label for label in labels] == [True, None, None]
 
-    corrected = write_lines([labels[0], *(_wrong(label) for label in labels[1:])])
+    wrong = [msgspec.structs.replace(label, label=False) for label in labels[1:]]
+    corrected = write_lines([labels[0], *wrong])
     run.labels.write_text(corrected)  # by hand
     for options in ((), ("--match", "containment"), ("--import", path)):
         output = beatrice("label", run.path, *options, code=1).output
@@ -322,10 +317,6 @@ def test_labels_are_imported_named_and_corrected_by_hand(run, tmp_path):
     assert [label.label for label in labels] == [True, False, False]
     output = beatrice("label", run.path).output
     assert "replaces the labels of before: imported from corrected.jsonl" in output
-
-
-def _wrong(label):
-    return Label(**json.loads(to_json(label)) | {"label": False})
 
 
 def test_labels_that_nobody_recorded_are_not_replaced(run):
@@ -345,11 +336,11 @@ def test_the_judge_of_the_guide_labels_a_run_and_again_where_its_file_has_change
 ):
     code = re.search(r"```python\n# my_judge.py\n(.*?)```", README.read_text(), re.S)[1]
     (working_folder / "my_judge.py").write_text(code)
-    golds = [
-        msgspec.structs.replace(MALI, golds=("Bamakoo",)),
-        msgspec.structs.replace(PERU, golds=("Limassol",)),
-    ]
-    run.examples.write_text(write_lines(golds))
+    mali, peru = (
+        msgspec.structs.replace(example, golds=(gold,))
+        for example, gold in ((MALI, "Bamakoo"), (PERU, "Limassol"))
+    )
+    run.examples.write_text(write_lines([mali, peru]))
     spec = "my_judge:alike"
     beatrice("label", run.path, "--judge", spec)
     labels = [label.label for label in read_records(run.labels, Label)]
