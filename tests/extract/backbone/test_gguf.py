@@ -257,14 +257,9 @@ def test_an_outline_is_read_without_unpacking(tmp_path, cache):
 
 
 def test_rotary_scaling_of_llama_3_is_read_from_its_factors(tmp_path):
-    rope = {
-        "rope_theta": 10_000.0,
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
+    rope = {"rope_theta": 10_000.0, "rope_type": "llama3", "factor": 8.0}
+    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope |= {"original_max_position_embeddings": 8192}
     model = tiny("llama", rope_parameters=rope)
     plain = tiny("llama")
     inv_freq = model.model.rotary_emb.inv_freq
