@@ -1,10 +1,9 @@
 """The verbs that let a model write, against a server on this machine."""
 
 import collections
-import csv
-import io
 import json
 import re
+import shutil
 import time
 
 import msgspec
@@ -21,6 +20,7 @@ from tests.extract.label.scripted import (
     fields_of,
     generated,
 )
+from tests.extract.label.test_audit import cells_of, fill
 from tests.extract.small_run import beatrice, make_run, questions
 from tests.process import BEATRICE, kill, run_line, start
 
@@ -109,19 +109,15 @@ def test_judges_label_and_the_audit_finds_what_exact_match_misses(run_dir, tmp_p
     assert [pair["kappa"] for pair in audit["judges"]] == [1.0] * 3
     assert labels_of(run_dir) == judged
 
-    sample = run_dir / "audit" / "sample.csv"
-    rows = list(csv.DictReader(io.StringIO(sample.read_text())))
+    filled = shutil.copy(run_dir / "audit" / "sample.csv", tmp_path / "filled.csv")
     splits = {e.id: e.split for e in read_examples(RunDir(run_dir))}
-    drawn_from = [row["example_id"] for row in rows]
-    assert rows and {splits[i] for i in drawn_from} <= {"test", "ood"}
-    for row in rows:
-        golds = row["golds"].split(" | ")
-        row["human"] = "correct" if row["answer"] in golds else "incorrect"
-    filled = tmp_path / "filled.csv"
-    with filled.open("w", newline="") as stream:
-        writer = csv.DictWriter(stream, rows[0].keys())
-        writer.writeheader()
-        writer.writerows(rows)
+    drawn_from = {splits[row["example_id"]] for row in cells_of(filled)}
+    assert drawn_from and drawn_from <= {"test", "ood"}
+
+    def decide(i, row):
+        return "correct" if row["answer"] in row["golds"].split(" | ") else "incorrect"
+
+    fill(filled, decide)
     done = beatrice("label", run_dir, "--audit", "--annotations", filled)
     assert "a person, 0 items left empty" in done.stdout
     assert re.search(r"against exact match +(\d+) of \1 agree", done.stdout)
@@ -222,17 +218,10 @@ def test_drawn_answers_are_the_same_twice_and_carry_log_probs(run_dir):
     n_each = collections.Counter(sample.setting for sample in samples)
     assert took == pytest.approx(sum(each[s] * n for s, n in n_each.items()))
     assert took > 0 and set(each) == set(SETTINGS)
-    assert json.loads((run_dir / "samples" / "config.json").read_text())["draws"] == {
-        "n_samples": 3,
-        "sampling": {
-            "max_new_tokens": 10,
-            "temperature": 1.0,
-            "top_p": 0.9,
-            "top_k": 50,
-            "seed": 0,
-            "stop": [],
-        },
-    }
+    sampling = {"max_new_tokens": 10, "temperature": 1.0, "top_p": 0.9, "top_k": 50}
+    config = json.loads((run_dir / "samples" / "config.json").read_text())
+    assert config["draws"]["n_samples"] == 3
+    assert config["draws"]["sampling"] == sampling | {"seed": 0, "stop": []}
 
 
 def test_answers_are_drawn_as_the_run_holds_its_weights(tmp_path):
