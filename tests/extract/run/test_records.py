@@ -31,10 +31,9 @@ from beatrice.extract.run.rows import (
 )
 from tests.records import a_label, an_answer, an_example
 
-EXAMPLE = Example(
+EXAMPLE = an_example(
     id="q1",
     dataset="capitals",
-    split="test",
     question="Capital of Malawi?",
     golds=("Lilongwe", "Lilongwé"),
     passages=(Passage(title="Malawi", text="…", is_supporting=True),),

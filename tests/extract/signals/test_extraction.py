@@ -141,15 +141,9 @@ def test_shards_are_small_enough_to_share_and_to_hold():
 
 
 def test_answers_are_read_in_their_order(tmp_path):
+    ids = tuple(range(1, 14))
     answers = [
-        an_answer(
-            example_id=f"q{i}",
-            setting="with_context",
-            prompt_ids=tuple(range(1, 10 + i)),
-            token_ids=(3,) * i,
-            stop_id=2,
-            context_span=(1, 4),
-        )
+        make_answer(example_id=f"q{i}", prompt_ids=ids[: 9 + i], token_ids=(3,) * i)
         for i in range(5)
     ]
     report = extract(id_reader(), answers, tmp_path, SMALL)

@@ -109,13 +109,8 @@ def windowed(window):
 
 @pytest.mark.parametrize(
     ("window", "dtype"),
-    [
-        (8, torch.float32),
-        (16, torch.float32),
-        (1024, torch.float32),
-        (16, torch.bfloat16),
-        (100, torch.bfloat16),
-    ],
+    [(n, torch.float32) for n in (8, 16, 1024)]
+    + [(n, torch.bfloat16) for n in (16, 100)],
 )
 def test_a_window_lost_with_the_mask_function_is_refused(window, dtype, monkeypatch):
     backbone = windowed(window)
@@ -160,15 +155,9 @@ def test_the_announced_heads_are_the_layers_where_the_config_says_otherwise():
     np.testing.assert_allclose(signals.attn, expected, atol=TOLERANCE)
 
 
-SLIDING = {
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "head_dim": 16,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-}
+SLIDING = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+SLIDING |= {"q_lora_rank": 16, "kv_lora_rank": 16}
+SLIDING |= {"qk_nope_head_dim": 8, "v_head_dim": 8}
 
 
 def test_a_config_with_heads_per_layer_is_refused_in_a_sentence():
@@ -410,6 +399,9 @@ def test_a_forgotten_softcap_or_scale_of_the_logits_is_refused(family, change):
         parity.check_parity(backbone, norm, head)
 
 
+MISS = "contributions miss the change"
+
+
 def break_layers(backbone, change):
     """Return the backbone with every layer's taps changed."""
     layers = tuple(map(change, backbone.layout.layers))
@@ -417,48 +409,36 @@ def break_layers(backbone, change):
     return dataclasses.replace(backbone, layout=layout)
 
 
-MISS = "contributions miss the change"
 TAPS = {
-    "without the second part": (
-        "gemma4 granitemoeshared",
-        lambda layer: {"ffn": layer.ffn[:1]},
-        MISS,
-    ),
-    "without the experts": (
-        "gemma4_moe",
-        lambda layer: {"ffn": (layer.module.mlp,)},
-        MISS,
-    ),
-    "before the sandwich norm": (
-        "gemma3 olmo2 olmo3 glm4",
-        lambda layer: {"att": layer.mixer},
-        MISS,
-    ),
-    "with the stream itself": (
-        "bloom",
-        lambda layer: {"att": layer.mixer, "ffn": (layer.module.mlp,)},
-        MISS,
-    ),
-    "without a copy": ("falcon", lambda layer: {"is_overwritten": False}, MISS),
-    "attention and feed-forward exchanged": (
-        "llama gemma3 gpt_neox_parallel gpt2",
-        lambda layer: {"att": layer.ffn[0], "ffn": (layer.att,)},
-        "feed-forward part before its token mixer",
-    ),
+    "without the second part": lambda layer: {"ffn": layer.ffn[:1]},
+    "without the experts": lambda layer: {"ffn": (layer.module.mlp,)},
+    "before the sandwich norm": lambda layer: {"att": layer.mixer},
+    "with the stream itself": lambda x: {"att": x.mixer, "ffn": (x.module.mlp,)},
+    "without a copy": lambda layer: {"is_overwritten": False},
+    "exchanged": lambda layer: {"att": layer.ffn[0], "ffn": (layer.att,)},
+}
+FAMILIES_OF_TAPS = {
+    "without the second part": "gemma4 granitemoeshared",
+    "without the experts": "gemma4_moe",
+    "before the sandwich norm": "gemma3 olmo2 olmo3 glm4",
+    "with the stream itself": "bloom",
+    "without a copy": "falcon",
+    "exchanged": "llama gemma3 gpt_neox_parallel gpt2",
 }
 
 
 @pytest.mark.parametrize(
     ("family", "tap"),
-    [(name, tap) for tap, (names, _, _) in TAPS.items() for name in names.split()],
+    [(name, tap) for tap, names in FAMILIES_OF_TAPS.items() for name in names.split()],
 )
 def test_a_wrong_tap_is_refused(family, tap):
-    _, change, message = TAPS[tap]
     broken = break_layers(
         Backbone.from_model(tiny_model(family)),
-        lambda layer: dataclasses.replace(layer, **change(layer)),
+        lambda layer: dataclasses.replace(layer, **TAPS[tap](layer)),
     )
-    with pytest.raises(ValueError, match=message):
+    is_late = tap == "exchanged"
+    words = "feed-forward part before its token mixer" if is_late else MISS
+    with pytest.raises(ValueError, match=words):
         SignalReader(broken)
 
 
@@ -478,7 +458,7 @@ def test_a_forgotten_layer_scalar_or_multiplier_is_refused(family):
     def unscale(layer):
         return Unscaled(**vars(layer))
 
-    with pytest.raises(ValueError, match="contributions miss the change"):
+    with pytest.raises(ValueError, match=MISS):
         SignalReader(break_layers(backbone, unscale))
 
 
