@@ -241,21 +241,20 @@ def test_a_row_of_a_table_that_is_no_record_is_numbered(row, words, tmp_path):
 # Values of an array, out of a window.
 
 
-def values(content, portion=1 << 20, container="json array"):
+def values(content, portion=1 << 20):
     portions = (content[i : i + portion] for i in range(0, len(content), portion))
-    window = Window(portions)
-    return json_values(window, Path("f"), FileType(container=container))
+    return json_values(Window(portions), Path("f"), FileType(container="json array"))
 
 
 LEAVES = st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=6)
-
-
-def nested(inner):
-    few = {"max_size": 3}
-    return st.lists(inner, **few) | st.dictionaries(st.text(**few), inner, **few)
-
-
-VALUES = st.recursive(LEAVES, nested, max_leaves=8)
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
 
 
 # A list that holds what begins like the records before it.
