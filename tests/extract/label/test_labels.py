@@ -1,6 +1,5 @@
 """Labels by comparison, by a judge in Python, and from a person's file."""
 
-import json
 import re
 import string
 from collections import Counter
@@ -31,7 +30,7 @@ from beatrice.extract.records import (
 )
 from beatrice.extract.run.files import write_text_atomic
 from beatrice.extract.run.rows import label_rule
-from tests.extract.datasets.published import samples
+from tests.extract.datasets import published as pub
 from tests.extract.label.scripted import answered
 from tests.extract.small_run import beatrice, make_run
 from tests.records import an_example
@@ -52,11 +51,6 @@ ANSWERS = [
 
 def judged(question, text, label, **more):
     return {"question": question, "answer": text, "label": label, **more}
-
-
-def write(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 FILES = (
@@ -100,7 +94,7 @@ def scripted_f1(answer, golds):
 
 @pytest.mark.parametrize("name", FILES)
 def test_the_golds_of_a_published_set_are_compared_as_its_scripts_do(name):
-    path = samples() / name
+    path = pub.samples() / name
     if not path.exists():
         pytest.skip(f"{name} is not among the samples")
     questions = [item.question for item in open_dataset(path).read()][:2000]
@@ -251,13 +245,13 @@ def test_one_class_alone_in_training_or_validation_is_refused(setting, split, ve
 
 
 def test_a_label_holds_for_the_very_answer_and_all_others_stay_without(tmp_path):
-    path = write(
-        tmp_path / "mine.jsonl",
+    rows = [
         judged("capital of  mali", " Bamako", True),
         judged("Capital of Mali?", "Segou", False, setting="with_context"),
         judged("Capital of Peru?", "Cusco", False),
         judged("Capital of Chad?", "N'Djamena", True),
-    )
+    ]
+    path = pub.write_lines(tmp_path / "mine.jsonl", rows)
     result = import_labels(path, ANSWERS, QUESTIONS)
     assert [label.label for label in result.labels] == [True, False, None]
     assert {label.reason for label in result.labels[:2]} == {"imported from mine.jsonl"}
@@ -268,7 +262,7 @@ def test_a_label_holds_for_the_very_answer_and_all_others_stay_without(tmp_path)
 def test_a_setting_is_another_answer(tmp_path):
     row = judged("Capital of Mali?", "Bamako", True, setting="with_context")
     with pytest.raises(ValueError, match="no line of 1 labels an answer of this run"):
-        import_labels(write(tmp_path / "mine.jsonl", row), ANSWERS, QUESTIONS)
+        import_labels(pub.write_lines(tmp_path / "m", [row]), ANSWERS, QUESTIONS)
 
 
 @pytest.mark.parametrize(
@@ -283,7 +277,8 @@ def test_a_setting_is_another_answer(tmp_path):
     ],
 )
 def test_lines_that_disagree_or_are_none_are_refused_by_number(tmp_path, row, words):
-    path = write(tmp_path / "m.jsonl", judged("Capital of Mali?", "Bamako", True), row)
+    rows = [judged("Capital of Mali?", "Bamako", True), row]
+    path = pub.write_lines(tmp_path / "m.jsonl", rows)
     with pytest.raises(ValueError) as caught:
         import_labels(path, ANSWERS, QUESTIONS)
     assert words in str(caught.value)
@@ -297,7 +292,8 @@ def run(tmp_path):
 
 
 def test_labels_are_imported_named_and_corrected_by_hand(run, tmp_path):
-    path = write(tmp_path / "mine.jsonl", judged("Capital of Mali?", "Bamako", True))
+    rows = [judged("Capital of Mali?", "Bamako", True)]
+    path = pub.write_lines(tmp_path / "mine.jsonl", rows)
     beatrice("label", run.path, "--import", path)
     assert label_rule(run) == "imported from mine.jsonl"
     labels = list(read_records(run.labels, Label))

@@ -49,17 +49,9 @@ from tests.extract.signals.readers import representatives
 from tests.extract.small_run import beatrice
 from tests.extract.test_doctor import doctor
 
-SMALL = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-
-
+COMMON = "vocab_size hidden_size num_attention_heads pad_token_id bos_token_id"
+COMMON = (*COMMON.split(), "eos_token_id")
+SMALL = {name: _SIZES[name] for name in COMMON} | {"num_hidden_layers": 2}
 OPT = {**SMALL, "ffn_dim": 48, "word_embed_proj_dim": 32}
 SIZES = {"vocab_size": VOCAB_SIZE, "n_layer": 2, "n_head": 4}
 DROPPING = {"apply_residual_connection_post_layernorm": True, "hidden_size": 32}
@@ -97,13 +89,8 @@ def test_a_layout_that_is_not_known_is_refused_by_name(layout):
 def windowed(window):
     """A Mistral that sees so many tokens, with room for more."""
     torch.manual_seed(0)
-    config = MistralConfig(
-        **SMALL,
-        num_key_value_heads=2,
-        intermediate_size=48,
-        sliding_window=window,
-        initializer_range=0.3,
-    )
+    sizes = SMALL | {"num_key_value_heads": 2, "intermediate_size": 48}
+    config = MistralConfig(**sizes, sliding_window=window, initializer_range=0.3)
     return Backbone.from_model(MistralForCausalLM(config))
 
 
