@@ -97,12 +97,12 @@ def write_lines(path, records):
     return path
 
 
-def write_table(path, records, delimiter="\t", header=True):
+def write_table(path, records, header=True):
     import csv
 
     with path.open("w", encoding="utf-8", newline="") as out:
         names = list(records[0])
-        rows = csv.writer(out, delimiter=delimiter)
+        rows = csv.writer(out, delimiter="\t")
         if header:
             rows.writerow(names)
         rows.writerows([record[name] for name in names] for record in records)

@@ -146,14 +146,18 @@ def test_a_local_judge_that_cannot_judge_drops_everything_and_says_so(run_dir):
     assert audit["exact_match"][0]["n_unparsable_verdicts"] == 3 * n
 
 
-def test_rewrites_are_answered_beside_the_original_contexts(run_dir):
+def test_rewrites_are_answered_beside_the_original_contexts_and_again_if_changed(
+    run_dir,
+):
     beatrice("answer", run_dir)
     before = answers_of(run_dir)
 
     def copies(prompt):
         context = dict(fields_of(prompt))["context"]
-        first = context.split(".")[0]
-        return f"Normalized Context: {first}. In 1999."
+        sentence = context.split(".")[which]
+        return f"Normalized Context: {sentence}. In 1999."
+
+    which = 0
 
     with served(ScriptedGenerator(copies)) as server:
         options = ("--model", "big", "--server", server.url, "--json")
@@ -168,6 +172,14 @@ def test_rewrites_are_answered_beside_the_original_contexts(run_dir):
     assert [a for a in after if a.variant == "original"] == before
     assert len(added) == counts["n"]
     assert beatrice("doctor", run_dir, "--verify")
+    which = 1  # another text, of other settings
+    with served(ScriptedGenerator(copies)) as server:
+        options = ("--model", "big", "--server", server.url, "--max-new-tokens", 99)
+        beatrice("rewrite", run_dir, *options)
+    assert "no longer asked" in beatrice("answer", run_dir).stderr
+    again = answers_of(run_dir)
+    changed = [a.key for a in after if a not in again]
+    assert changed == [a.key for a in added] and len(again) == len(after)
 
 
 def test_a_cap_is_not_spent_again_by_the_process_that_continues(run_dir):

@@ -242,19 +242,13 @@ def test_a_row_that_makes_no_sense_is_refused(changes, message):
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ('"value": 0.9', '"value": NaN', "not finite"),
-        ('"value": 0.9', '"value": null', "needs a reason"),
-        ('"value": 0.9', '"score": 0.9', "unknown field score"),
-        ('"n": 400, ', "", "missing required field n"),
-        ('"closed_book"', '"open_book"', "open_book"),
-    ],
+    ("new", "message"),
+    [('"value": NaN', "not finite"), ('"score": 0.9', "unknown field score")],
 )
-def test_a_bad_line_is_named_by_file_and_line(tmp_path, old, new, message):
+def test_a_bad_line_is_named_by_file_and_line(tmp_path, new, message):
     path = tmp_path / "results.jsonl"
     good = write_rows([row()])
-    path.write_text(good + good.replace(old, new), encoding="utf-8")
+    path.write_text(good + good.replace('"value": 0.9', new), encoding="utf-8")
     with pytest.raises(ValueError, match=message) as caught:
         list(read_rows(path))
     assert str(caught.value).count(f"{path}, line 2") == 1
