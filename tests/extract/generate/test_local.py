@@ -25,8 +25,7 @@ from beatrice.extract.generate.generator import (
     reply_key,
     tokenizer_identity,
 )
-from beatrice.extract.generate.local import Choice, TransformersGenerator, generate
-from beatrice.extract.generate.prompts import GenerationConfig
+from beatrice.extract.generate.local import Choice, TransformersGenerator
 from tests.extract.generate.loopback import (
     GREEDY,
     Numbers,
@@ -35,15 +34,6 @@ from tests.extract.generate.loopback import (
     texts,
 )
 from tests.extract.label.scripted import generated
-
-
-def test_the_local_backend_writes_what_the_answer_stage_writes(local, requests):
-    chosen = requests[:12] + requests[-12:]
-    config = GenerationConfig(max_new_tokens=10)
-    answers = generate(local.backbone, chosen, config)
-    for answer, text in zip(answers, texts(local, prompts_of(chosen)), strict=True):
-        assert (text.text, text.token_ids) == (answer.text, answer.token_ids)
-        assert text.stop_id == answer.stop_id
 
 
 def test_log_probs_are_those_of_a_plain_forward_pass(local, requests):

@@ -184,16 +184,6 @@ def test_a_missing_input_is_named(tmp_path):
     assert (caught.value.run, caught.value.name) == (tmp_path, "labels.jsonl")
 
 
-def test_rows_survive_and_batches_follow_each_other(tmp_path):
-    lines = JsonLines.open(tmp_path / "answers" / "a.jsonl")
-    lines.append(['{"a": 1}', '{"a": 2}'])
-    lines.append([])
-    again = JsonLines.open(lines.path)
-    again.append(['{"a": 3}'])
-    assert again.truncated is None
-    assert [row["a"] for row in again.rows()] == [1, 2, 3]
-
-
 @pytest.mark.parametrize("tail", [b'{"a": 3', b'{"a": 3}', b'{"a": \n', b"\0\0\n"])
 def test_a_torn_last_line_is_set_aside(tmp_path, tail):
     path = tmp_path / "a.jsonl"
@@ -204,6 +194,7 @@ def test_a_torn_last_line_is_set_aside(tmp_path, tail):
     aside = (tmp_path / "a.jsonl.truncated").read_bytes()
     assert aside.rstrip(b"\n") == tail.rstrip(b"\n")
     assert JsonLines.open(path).truncated is None
+    assert [row["a"] for row in lines.rows()] == [1, 2]
 
 
 def test_every_cut_of_a_file_keeps_its_complete_rows(tmp_path):
