@@ -73,8 +73,7 @@ def test_a_token_below_zero_is_no_token():
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"prompt_ids": (1, 10**9)}, {"token_ids": (10**9,)}, {"stop_id": 10**9}],
+    "changes", [{"prompt_ids": (1, 10**9)}, {"token_ids": (10**9,)}, {"stop_id": 10**9}]
 )
 def test_a_token_that_the_model_does_not_know_is_named(changes):
     backbone = Backbone.from_model(tiny_model("llama"))
@@ -93,30 +92,23 @@ def test_a_label_of_an_unknown_question_or_a_second_one_is_named(tmp_path):
         count_correct(questions(), labels)
 
 
+CURVES = dict[str, Curves]
+
+
 @pytest.mark.parametrize("content", ["{}", "0", "2.5", "true", "[]", "{", "", "[" * 99])
 def test_a_file_of_another_stage_that_holds_something_else_is_named(tmp_path, content):
     run = RunDir(tmp_path)
     run.control.mkdir()
-    for path, read, verb in (
-        (run.sweep, read_sweep, "sweep"),
-        (
-            run.path / "reliability.json",
-            partial(read_part, kind=dict[str, Curves], verb="evaluate"),
-            "evaluate",
-        ),
-        (
-            run.control / "control.json",
-            partial(read_part, kind=Control, verb="control"),
-            "control",
-        ),
+    for path, verb, read in (
+        (run.sweep, "sweep", lambda path, verb: read_sweep(path)),
+        (run.path / "reliability.json", "evaluate", partial(read_part, kind=CURVES)),
+        (run.control / "control.json", "control", partial(read_part, kind=Control)),
     ):
         if (path.name, content) == ("reliability.json", "{}"):
             continue  # a run without in-domain test questions
         path.write_text(content)
-        with pytest.raises(ValueError) as caught:
-            read(path)
-        assert str(caught.value).startswith(f"{path}")
-        assert str(caught.value).endswith(f"run `beatrice {verb}` again")
+        with pytest.raises(ValueError, match=f"^{path}.*run `beatrice {verb}` again$"):
+            read(path, verb=verb)
 
 
 TEMPLATES = {

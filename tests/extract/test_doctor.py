@@ -26,8 +26,8 @@ def doctor(*arguments, code=0):
 
 
 def test_a_machine_that_runs_the_tests_has_no_problem(tmp_path):
-    result = doctor(tmp_path.parent / "not" / "there" / "yet", "--model", "embedded",
-                   code=1)  # fmt: skip
+    nowhere = tmp_path.parent / "not" / "there" / "yet"
+    result = doctor(nowhere, "--model", "embedded", code=1)
     assert {"python", "packages", "cores", "disk", "jax"} <= result.keys()
     assert result["packages"]["status"] == "ok"
     assert result["disk"]["status"] != "problem"

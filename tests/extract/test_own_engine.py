@@ -53,21 +53,11 @@ class LastWord:
         return len(prompt.ids)
 
     def stream(self, prompts, config, done=()):
-        for i, prompt in reversed(list(enumerate(prompts))):
-            if i not in done:
-                word = prompt.text.split()[-2]
-                yield (
-                    i,
-                    engines.Generated(
-                        text=word,
-                        token_ids=(len(word), 7),
-                        stop_id=0,
-                        log_probs=None,
-                        finish="stop",
-                        n_prompt_tokens=len(prompt.ids),
-                        n_new_tokens=3,
-                    ),
-                )
+        counts = {"log_probs": None, "n_prompt_tokens": None, "n_new_tokens": 3}
+        for i in reversed(sorted(set(range(len(prompts))) - set(done))):
+            word = prompts[i].text.split()[-2]
+            ids = {"token_ids": (len(word), 7), "stop_id": 0, "finish": "stop"}
+            yield i, engines.Generated(text=word, **ids, **counts)
 
 
 class IdReader:
@@ -75,12 +65,7 @@ class IdReader:
 
     hidden_layers, hidden_spans = (1,), "all"
     fingerprint = {"model": "one hot", "dtype": "float32"}
-    shapes = {
-        "hidden": (1, D_MODEL),
-        "prob": (5,),
-        "resid": (8,),
-        "attn": (2, 2, 2, 1),
-    }
+    shapes = {"hidden": (1, D_MODEL), "prob": (5,), "resid": (8,), "attn": (2, 2, 2, 1)}
 
     def start(self, sequences):
         # The next batch is started before this one's result is taken.

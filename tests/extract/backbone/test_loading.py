@@ -152,15 +152,13 @@ def test_a_file_that_is_missing_or_damaged_is_named(checkpoint, name, content, w
     assert_refused(checkpoint, words)
 
 
+BY_BITS = {"quant_method": "bitsandbytes"}
 WRONG_CONFIGS = [
     ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "optimum"),
     ({"quantization_config": {"quant_method": "fp8"}}, "accelerate"),
+    ({"quantization_config": BY_BITS | {"load_in_4bit": True}}, "accelerate"),
     (
-        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
-        "accelerate",
-    ),
-    (
-        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}},
+        {"quantization_config": BY_BITS | {"load_in_8bit": True}},
         "quantised by LLM.int8, which treats a column as an outlier if any token of "
         "the batch is large there, so that a token's signals would depend on its batch",
     ),
@@ -323,21 +321,17 @@ def test_weights_changed_between_answer_and_extract_are_refused(tmp_path):
 
 
 SWITCH = 16  # tokens, where the positions of the longrope model below change
-ROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": [1.0] * 4,
-    "long_factor": [4.0] * 4,
-    "original_max_position_embeddings": SWITCH,
-}
+FACTORS = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+SWITCHING = {"original_max_position_embeddings": SWITCH}
+ROPE = {"rope_type": "longrope", "rope_theta": 10000.0, **FACTORS, **SWITCHING}
 
 
 @pytest.fixture(scope="module")
 def longrope():
-    rope = {"original_max_position_embeddings": SWITCH, "rope_parameters": ROPE}
     with torch.random.fork_rng():
         torch.manual_seed(7)
-        model = Phi3ForCausalLM(Phi3Config(**_SIZES, **rope))
+        config = Phi3Config(**_SIZES, **SWITCHING, rope_parameters=ROPE)
+        model = Phi3ForCausalLM(config)
         _randomise(model)
     return model.eval()
 

@@ -48,15 +48,12 @@ def checksum(content):
     return hashlib.sha256(content).hexdigest()
 
 
+PIECES = tuple((f"tiny_model_part{i}==1.0", f"part{i}/data.bin") for i in range(2))
 TINY = PackagedModel(
     title="Tiny",
     path="tiny.gguf",
     files=(
-        PackagedFile(
-            "tiny.gguf",
-            checksum(b"".join(CONTENT)),
-            tuple((f"tiny_model_part{i}==1.0", f"part{i}/data.bin") for i in range(2)),
-        ),
+        PackagedFile("tiny.gguf", checksum(b"".join(CONTENT)), PIECES),
         PackagedFile("tiny.TERMS", None, (("tiny_model==1.0", "TERMS.html"),)),
     ),
     licence="Tiny's own terms",
@@ -65,21 +62,10 @@ TINY = PackagedModel(
 FOLDER = PackagedModel(
     title="Tiny folder",
     path="tiny",
-    files=(
-        PackagedFile(
-            "tiny/a/model.bin",
-            checksum(CONTENT[1]),
-            (("tiny_model_part1==1.0", "part1/data.bin"),),
-        ),
-    ),
+    files=(PackagedFile("tiny/a/model.bin", checksum(CONTENT[1]), PIECES[1:]),),
     licence="Tiny's own terms",
     n_bytes=12,
 )
-
-
-def with_pieces(model, pieces):
-    first, *others = model.files
-    return dataclasses.replace(model, files=(first._replace(pieces=pieces), *others))
 
 
 def test_pieces_are_fetched_joined_and_kept_with_their_terms(index, tmp_path):
@@ -108,17 +94,18 @@ def test_what_was_fetched_is_fetched_again_only_where_a_file_was_changed(
 @pytest.mark.parametrize(
     ("model", "pieces", "message"),
     [
-        (TINY, TINY.files[0].pieces[::-1], "tiny.gguf: expected SHA-256"),
-        (FOLDER, TINY.files[0].pieces[:1], "tiny/a/model.bin: expected SHA-256"),
+        (TINY, PIECES[::-1], "tiny.gguf: expected SHA-256"),
+        (FOLDER, PIECES[:1], "tiny/a/model.bin: expected SHA-256"),
         (TINY, (("tiny_model==1.0", "data.bin"),), "does not hold data.bin"),
     ],
 )
 def test_what_is_not_the_published_file_is_refused_and_not_kept(
     index, tmp_path, model, pieces, message
 ):
-    folder = tmp_path / "models"
+    folder, (first, *others) = tmp_path / "models", model.files
+    files = (first._replace(pieces=pieces), *others)
     with pytest.raises(ValueError, match=message):
-        fetch_model(with_pieces(model, pieces), folder, print, index)
+        fetch_model(dataclasses.replace(model, files=files), folder, print, index)
     assert not [path for path in folder.rglob("*") if path.is_file()]
 
 

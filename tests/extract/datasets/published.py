@@ -34,27 +34,36 @@ def record(layout, number, **changes):
     return json.loads(text) | changes
 
 
-def hotpot(number=0, **changes):
-    """Two gold paragraphs and a distractor, sentences with their leading spaces."""
-    return record("hotpot", number, **changes)
+def maker(layout):
+    """Return a function that makes records of a layout."""
+
+    def make(number=0, **changes):
+        return record(layout, number, **changes)
+
+    make.__name__ = layout
+    return make
+
+
+# Two gold paragraphs and a distractor, sentences with their leading spaces.
+hotpot = maker("hotpot")
+twowiki = maker("twowiki")  # sentences without leading spaces, and no level
+musique = maker("musique")  # a distractor has the title of a gold paragraph
+popqa = maker("popqa")  # one row; list cells are JSON written as text
+# The first positive is the annotated page, the second was retrieved.
+biencoder = maker("biencoder")
+oracle = maker("oracle")  # NQ with its gold passage and a distractor
+trivia = maker("trivia")  # one question with a page of each kind
+flashrag = maker("flashrag")
+lm_eval = maker("lm_eval")
 
 
 def hotpot_columns(number=0):
     """The hub's layout: lists side by side, `id` for `_id`."""
     result = hotpot(number)
-    columns = {
-        "supporting_facts": ("title", "sent_id"),
-        "context": ("title", "sentences"),
-    }
-    for field, names in columns.items():
-        lists = map(list, zip(*result[field], strict=True))
-        result[field] = dict(zip(names, lists, strict=True))
+    for field, name in (("supporting_facts", "sent_id"), ("context", "sentences")):
+        titles, others = map(list, zip(*result[field], strict=True))
+        result[field] = {"title": titles, name: others}
     return {"id": result.pop("_id")} | result
-
-
-def twowiki(number=0, **changes):
-    """Sentences without leading spaces, and no level."""
-    return record("twowiki", number, **changes)
 
 
 def twowiki_strings(number=0):
@@ -64,26 +73,6 @@ def twowiki_strings(number=0):
     return result | {key: json.dumps(result[key]) for key in nested}
 
 
-def musique(number=0, **changes):
-    """A distractor has the title of a gold paragraph."""
-    return record("musique", number, **changes)
-
-
-def popqa(number=0):
-    """One row; list cells are JSON written as text."""
-    return record("popqa", number)
-
-
-def biencoder(number=0):
-    """The first positive is the annotated page, the second was retrieved."""
-    return record("biencoder", number)
-
-
-def oracle(number=0):
-    """NQ with its gold passage and a distractor."""
-    return record("oracle", number)
-
-
 def simplified(number=0, start=4):
     """One annotation of a long answer with tags, and a short one inside it."""
     result = record("simplified", number, example_id=-5 - number)
@@ -91,23 +80,10 @@ def simplified(number=0, start=4):
     return result
 
 
-def trivia(number=0):
-    """One question with a page of each kind."""
-    return record("trivia", number)
-
-
 def trivia_file(number=3, **changes):
     """The object around TriviaQA's questions."""
     records = [trivia(i) for i in range(number)]
     return {"Data": records, "Domain": "Wikipedia", "Split": "dev", **changes}
-
-
-def flashrag(number=0, **changes):
-    return record("flashrag", number, **changes)
-
-
-def lm_eval(number=0):
-    return record("lm_eval", number)
 
 
 def write_array(path, records, **options):
@@ -121,12 +97,12 @@ def write_lines(path, records):
     return path
 
 
-def write_table(path, records, delimiter="\t", header=True):
+def write_table(path, records, header=True):
     import csv
 
     with path.open("w", encoding="utf-8", newline="") as out:
         names = list(records[0])
-        rows = csv.writer(out, delimiter=delimiter)
+        rows = csv.writer(out, delimiter="\t")
         if header:
             rows.writerow(names)
         rows.writerows([record[name] for name in names] for record in records)

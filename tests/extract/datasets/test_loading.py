@@ -8,11 +8,7 @@ import pandas as pd
 import pytest
 
 from beatrice.extract.datasets.building import build_examples, check_folder
-from beatrice.extract.datasets.loading import (
-    inspect_file,
-    open_dataset,
-    read_questions,
-)
+from beatrice.extract.datasets.loading import inspect_file, open_dataset, read_questions
 from beatrice.extract.datasets.splits import (
     HELD_OUT_SIZES,
     BuildConfig,
@@ -173,11 +169,13 @@ def test_examples_of_this_program_come_back_as_they_were(tmp_path):
 
 
 def test_a_published_set_keeps_its_name_and_the_passages_asked_for(tmp_path):
-    path = pub.write_array(tmp_path / "a.json", hotpot())
-    counts = {"all": 3, "supporting": 2, "first": 1, "none": 0}
-    for context, n_passages in counts.items():
+    facts = [["Toto", 0], ["Rush &amp; co", 0]]
+    path = pub.write_array(tmp_path / "a.json", hotpot(supporting_facts=facts))
+    gold = [title for title, _ in facts]
+    shown = {"supporting": gold, "first": gold[:1], "none": []}
+    for context, titles in ({"all": ["Neil Peart", *gold]} | shown).items():
         examples = read_questions(path, context=context)
-        assert [len(e.passages) for e in examples] == [n_passages] * 3
+        assert [[p.title for p in e.passages] for e in examples] == [titles] * 3
     assert {example.dataset for example in examples} == {"hotpotqa"}
 
 
@@ -413,20 +411,14 @@ def test_one_set_may_do_without_passages_where_the_others_have_theirs(
     path = pub.write_table(tmp_path / "p.tsv", [pub.popqa(i) for i in range(20)])
     mixed = [item for item in sources if item.dataset != "popqa"]
     mixed.append(source("popqa", "held-out", path))
-    with pytest.raises(ValueError, match="supporting.*--context popqa=none to ask"):
-        build(tmp_path / "out", mixed)
-    notes = []
-    contexts = {"popqa": "none"}
+    notes, contexts = [], {"popqa": "none"}
     manifest = build(tmp_path / "out", mixed, note=notes.append, contexts=contexts)
     assert manifest["config"]["context"] == "supporting popqa=none"
-    assert [s["context"] for s in manifest["sources"]][-2:] == ["supporting", "none"]
     assert [note.endswith("closed-book only") for note in notes][-2:] == [False, True]
-    lines = (tmp_path / "out" / "examples.jsonl").read_text().splitlines()
-    for example in map(json.loads, lines):
-        assert bool(example["passages"]) == (example["dataset"] != "popqa")
-    same = BuildConfig(
-        splits=small(), contexts={s.dataset: "supporting" for s in mixed}
-    )
+    for example in read_records(tmp_path / "out" / "examples.jsonl", Example):
+        assert bool(example.passages) == (example.dataset != "popqa")
+    contexts = {s.dataset: "supporting" for s in mixed}
+    same = BuildConfig(splits=small(), contexts=contexts)
     assert same.contexts_as_text() == "supporting"  # as a run of before has it
     with pytest.raises(ValueError, match="no file of nq is given"):
         build(tmp_path / "other", mixed, contexts={"nq": "none"})
@@ -457,19 +449,3 @@ def test_a_finished_folder_is_not_built_again(sources, tmp_path):
 def test_two_files_with_the_same_ids_are_refused(sources, tmp_path):
     with pytest.raises(ValueError, match="give one of the two files"):
         build(tmp_path / "out", [sources[0], sources[0]])
-
-
-def test_the_first_supporting_passage_alone_may_be_shown(tmp_path):
-    def paragraph(title, is_gold):
-        return {"title": title, "text": f"{title}.", "is_supporting": is_gold}
-
-    titles = {"other": False, "subject": True, "object": True}
-    paragraphs = [paragraph(*item) for item in titles.items()]
-    rows = [pub.popqa(i) | {"paragraphs": paragraphs} for i in range(12)]
-    path = pub.write_array(tmp_path / "popqa.json", rows)
-    for context, shown in (("first", 1), ("supporting", 2), ("all", 3)):
-        build(tmp_path / context, [source("popqa", "held-out", path)], context=context)
-        result = list(read_records(tmp_path / context / "examples.jsonl", Example))
-        assert {len(example.passages) for example in result} == {shown}
-        if context == "first":
-            assert {e.passages[0].title for e in result} == {"subject"}

@@ -1,8 +1,4 @@
-"""Records of every layout: the question that they become, or what their refusal names.
-
-One table for layouts, passages and odd values; a record stands between two whole ones
-of the same layout, which it costs nothing.
-"""
+"""Records of every layout: the question each becomes, or what its refusal names."""
 
 import decimal
 import json
@@ -203,6 +199,8 @@ TABLE = [
         HUB | {"answer": {"value": "a", "aliases": ["a", "b"]}, "entity_pages": PAGES},
         Reads(("a", "b"), 1, 1),
     ),
+    ("NQ's page without a long answer", pub.simplified(start=-1), "no long answer"),
+    ("NQ's page of too few tokens", pub.simplified(start=99), "tokens 99 to 14"),
     ("the hub's empty answer", HUB | {"answer": {"value": ""}}, "'answer'"),
     ("the hub's null", HUB | {"answer": None}, "'answer'"),
     ("an id that leads elsewhere", answered(answer="a", id="http://x.org/q"), "'id'"),
@@ -331,44 +329,38 @@ for _positive in UNSCORED["positive_ctxs"]:
 BAND, MUTE = "Neil was a drummer. He wrote.", "It is of 1920. It is mute."
 GREEN = "Green is paragraph 0."
 MOON = "Men walked  there in December 1972 ."
-# Record, set, id, titles of gold passages, text of the first passage.
+# Record, set, id, which passages are gold, title and text of the first passage.
 LAYOUTS = [
     *(
-        (make(7), "hotpotqa", f"{7:024x}", ["Neil Peart", "Rush &amp; co"], BAND)
+        (make(7), "hotpotqa", f"{7:024x}", [1, 0, 1], "Neil Peart", BAND)
         for make in (pub.hotpot, pub.hotpot_columns)
     ),
     *(
-        (make(7), "2wikimultihopqa", f"{7:032x}", ["Film A", "Film B"], MUTE)
+        (make(7), "2wikimultihopqa", f"{7:032x}", [1, 1], "Film A", MUTE)
         for make in (pub.twowiki, pub.twowiki_strings)
     ),
     # A distractor has the title of a gold paragraph.
-    (pub.musique(7), "musique", "2hop__7_7", ["Green", "Blue"], GREEN),
-    (pub.popqa(7) | {"ctxs": [PASSAGE]}, "popqa", "7", ["T"], "It is Ann."),
+    (pub.musique(7), "musique", "2hop__7_7", [1, 0, 1], "Green", GREEN),
+    (pub.popqa(7) | {"ctxs": [PASSAGE]}, "popqa", "7", [1], "T", "It is Ann."),
     # A positive of the annotated page, or the first where no score tells.
-    (pub.biencoder(7), "nq", None, ["Page"], "Linda sings."),
-    (UNSCORED, "nq", None, ["Page"], "Linda sings."),
-    (pub.oracle(7), "nq", None, ["A"], "Röntgen did."),
-    (pub.simplified(), "nq", "-5", ["Moon"], MOON),
+    (pub.biencoder(7), "nq", None, [0, 1, 0], "Page", "Linda sings."),
+    (UNSCORED, "nq", None, [1, 0, 0], "Page", "Linda sings."),
+    (pub.oracle(7), "nq", None, [1, 0], "A", "Röntgen did."),
+    (pub.simplified(), "nq", "-5", [1], "Moon", MOON),
 ]
 
 
-@pytest.mark.parametrize(("record", "dataset", "name", "titles", "text"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("record", "dataset", "name", "marks", "title", "text"), LAYOUTS
+)
 def test_a_layout_tells_its_set_its_id_and_its_gold_passages(
-    record, dataset, name, titles, text, tmp_path
+    record, dataset, name, marks, title, text, tmp_path
 ):
     question = question_of(tmp_path, record)
     assert question.dataset == dataset
     assert question.id == name or (name is None and question.has_made_id)
-    assert (gold(question), question.passages[0].text) == (titles, text)
-
-
-def test_dpr_positives_are_gold_only_if_they_come_from_the_annotated_page(tmp_path):
-    for record, marks in (
-        (pub.biencoder(), [False, True, False]),
-        (UNSCORED, [True, False, False]),
-    ):
-        passages = question_of(tmp_path, record).passages
-        assert [p.is_supporting for p in passages] == marks
+    assert [p.is_supporting for p in question.passages] == marks
+    assert (question.passages[0].title, question.passages[0].text) == (title, text)
 
 
 def test_what_is_kept_of_a_record_beside_its_question(tmp_path):
@@ -387,14 +379,6 @@ def test_an_unanswerable_twin_is_refused_and_its_id_is_not_taken(tmp_path):
     assert "unanswerable" in first.reason
     assert second.question.id == "2hop__1_7"
     assert "that of record 2" in third.reason
-
-
-def test_simplified_nq_without_a_long_answer_is_refused(tmp_path):
-    records = [pub.simplified(start=-1), pub.simplified(start=99), pub.simplified()]
-    path = pub.write_lines(tmp_path / "nq.jsonl", records)
-    first, second, third = open_dataset(path).read()
-    assert "no long answer" in first.reason and "tokens 99 to 14" in second.reason
-    assert third.question.golds == ("December 1972",)
 
 
 def test_token_numbers_count_the_spaces_that_a_page_begins_with(tmp_path):

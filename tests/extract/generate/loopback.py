@@ -70,17 +70,11 @@ class Loopback:
         is_chat = path.endswith("/chat/completions")
         text = body["messages"][-1]["content"] if is_chat else body["prompt"]
         ids = tuple(text) if isinstance(text, list) else None
-        prompt = GeneratorPrompt(
-            text="" if ids else text,
-            ids=ids,
-            is_chat=is_chat,
-            sample=body.get("seed", 0),
-        )
+        known = {"text": "" if ids else text, "ids": ids, "is_chat": is_chat}
+        prompt = GeneratorPrompt(**known, sample=body.get("seed", 0))
+        among = {"top_p": body.get("top_p", 1.0), "top_k": body.get("top_k") or None}
         config = SamplingConfig(
-            max_new_tokens=body["max_tokens"],
-            temperature=body["temperature"],
-            top_p=body.get("top_p", 1.0),
-            top_k=body.get("top_k") or None,
+            max_new_tokens=body["max_tokens"], temperature=body["temperature"], **among
         )
         with self._model_lock:
             ((_, answer),) = self.generator.stream([prompt], config)
@@ -94,14 +88,9 @@ class Loopback:
         for n in range(1, len(answer.token_ids) + 1):
             text = decode(answer.token_ids[:n])
             if any(text_end in text for text_end in stop):
-                return msgspec.structs.replace(
-                    answer,
-                    text=text,
-                    token_ids=answer.token_ids[:n],
-                    stop_id=None,
-                    log_probs=answer.log_probs[:n],
-                    finish="stop",
-                )
+                cut = {"token_ids": answer.token_ids[:n], "text": text, "stop_id": None}
+                cut |= {"log_probs": answer.log_probs[:n], "finish": "stop"}
+                return msgspec.structs.replace(answer, **cut)
         return answer
 
     def choice(self, answer, body, is_chat):
@@ -113,30 +102,19 @@ class Loopback:
         if is_chat:
             choice["message"] = {"role": "assistant", "content": answer.text}
             if body.get("logprobs"):
-                choice["logprobs"] = {
-                    "content": [
-                        {"token": "", "logprob": p, "bytes": None, "top_logprobs": []}
-                        for p in answer.log_probs or ()
-                    ]
-                }
+                empty = {"token": "", "bytes": None, "top_logprobs": []}
+                tokens = [{**empty, "logprob": p} for p in answer.log_probs or ()]
+                choice["logprobs"] = {"content": tokens}
         else:
             choice["text"] = f" {answer.text}"
             if body.get("logprobs"):
                 choice["logprobs"] = {"token_logprobs": answer.log_probs}
         n_prompt, n_new = answer.n_prompt_tokens or 0, answer.n_new_tokens or 0
-        usage = {
-            "prompt_tokens": n_prompt,
-            "completion_tokens": n_new,
-            "total_tokens": n_prompt + n_new,
-        }
-        return {
-            "id": "x",
-            "created": 0,
-            "model": body["model"],
-            "object": "chat.completion" if is_chat else "text_completion",
-            "choices": [choice],
-            "usage": usage,
-        }
+        usage = {"prompt_tokens": n_prompt, "completion_tokens": n_new}
+        usage["total_tokens"] = n_prompt + n_new
+        kind = "chat.completion" if is_chat else "text_completion"
+        about = {"id": "x", "created": 0, "model": body["model"], "object": kind}
+        return {**about, "choices": [choice], "usage": usage}
 
 
 def _handler(loopback):

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -18,15 +19,13 @@ from beatrice.extract.backbone.loading import Backbone, load_backbone
 from beatrice.extract.backbone.names import WEIGHTS
 from beatrice.extract.generate import local
 from beatrice.extract.generate.generator import (
-    Generated,
     GeneratorPrompt,
     SamplingConfig,
     cut_at_stop,
     reply_key,
     tokenizer_identity,
 )
-from beatrice.extract.generate.local import Choice, TransformersGenerator, generate
-from beatrice.extract.generate.prompts import GenerationConfig
+from beatrice.extract.generate.local import Choice, TransformersGenerator
 from tests.extract.generate.loopback import (
     GREEDY,
     Numbers,
@@ -34,21 +33,12 @@ from tests.extract.generate.loopback import (
     shapes_run,
     texts,
 )
-
-
-def test_the_local_backend_writes_what_the_answer_stage_writes(local, requests):
-    chosen = requests[:12] + requests[-12:]
-    config = GenerationConfig(max_new_tokens=10)
-    answers = generate(local.backbone, chosen, config)
-    for answer, text in zip(answers, texts(local, prompts_of(chosen)), strict=True):
-        assert (text.text, text.token_ids) == (answer.text, answer.token_ids)
-        assert text.stop_id == answer.stop_id
+from tests.extract.label.scripted import generated
 
 
 def test_log_probs_are_those_of_a_plain_forward_pass(local, requests):
-    for prompt, text in zip(
-        prompts_of(requests, 6), texts(local, prompts_of(requests, 6)), strict=True
-    ):
+    prompts = prompts_of(requests, 6)
+    for prompt, text in zip(prompts, texts(local, prompts), strict=True):
         written = [*text.token_ids, text.stop_id]
         ids = torch.tensor([[*prompt.ids, *written]])
         with torch.inference_mode():
@@ -64,19 +54,11 @@ def test_everything_that_changes_a_text_changes_its_key():
     prompt, config = GeneratorPrompt(text="p"), SamplingConfig(temperature=1.0)
     prompts = [{"text": "q"}, {"ids": (1,)}, {"is_chat": True}, {"sample": 1}]
     configs = [{"max_new_tokens": 3}, {"temperature": 0.5}, {"top_p": 0.5}]
-    configs += [{"top_k": 5}, {"seed": 1}]
-    keys = [
-        reply_key(identity, prompt, config),
-        *(reply_key(identity | {name: "x"}, prompt, config) for name in identity),
-        *(
-            reply_key(identity, dataclasses.replace(prompt, **x), config)
-            for x in prompts
-        ),
-        *(
-            reply_key(identity, prompt, dataclasses.replace(config, **x))
-            for x in configs
-        ),
-    ]
+    configs += [{"top_k": 5}, {"seed": 1}, {"stop": ("x",)}]
+    others = [(identity | {name: "x"}, prompt, config) for name in identity]
+    others += [(identity, dataclasses.replace(prompt, **x), config) for x in prompts]
+    others += [(identity, prompt, dataclasses.replace(config, **x)) for x in configs]
+    keys = [reply_key(*parts) for parts in [(identity, prompt, config), *others]]
     assert len(set(keys)) == len(keys)
 
 
@@ -113,15 +95,7 @@ def test_a_text_is_not_cut_within_a_character(text, stop):
     """Where every byte of a character that is not whole decodes to a sign."""
     tokenizer = byte_fallback()
     ids = tuple(tokenizer(text + stop + "Q")["input_ids"])
-    reply = Generated(
-        text="",
-        token_ids=ids,
-        stop_id=None,
-        log_probs=None,
-        finish="length",
-        n_prompt_tokens=1,
-        n_new_tokens=len(ids),
-    )
+    reply = msgspec.structs.replace(generated("", finish="length"), token_ids=ids)
     cut = cut_at_stop(reply, (stop,), tokenizer)
     n_kept = len(tokenizer(text)["input_ids"])
     assert (cut.text, cut.token_ids, cut.stop_id) == (text, ids[:n_kept], ids[n_kept])
@@ -164,15 +138,11 @@ def test_a_draw_is_the_one_that_noise_over_the_whole_vocabulary_makes(top_k, top
     scores[0, :9] = 5.0  # as many as equal the fifth are kept
     choice = Choice(config, range(6), torch.device("cpu"), [39])
     drawn = choice(torch.zeros((6, 1), dtype=torch.long), scores).argmax(-1)
-    filtered = scores / 0.7
-    if top_k is not None:
-        filtered = TopKLogitsWarper(top_k)(None, filtered)
-    if top_p < 1:
-        filtered = TopPLogitsWarper(top_p)(None, filtered)
-    noise = [
-        torch.rand(40, generator=torch.Generator().manual_seed(i)) for i in range(6)
-    ]
-    wanted = (filtered - torch.log(-torch.log(torch.stack(noise)))).argmax(-1)
+    filtered = TopKLogitsWarper(top_k or 40)(None, scores / 0.7)
+    filtered = TopPLogitsWarper(top_p)(None, filtered) if top_p < 1 else filtered
+    seeds = [torch.Generator().manual_seed(i) for i in range(6)]
+    noise = torch.stack([torch.rand(40, generator=seed) for seed in seeds])
+    wanted = (filtered - torch.log(-torch.log(noise))).argmax(-1)
     rows = slice(1, 6) if top_p < 1 else slice(0, 6)  # what sorting does with ties
     assert drawn[rows].tolist() == wanted[rows].tolist()
     log_probs = scores.log_softmax(-1).gather(-1, drawn[:, None])

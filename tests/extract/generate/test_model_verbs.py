@@ -1,10 +1,9 @@
 """The verbs that let a model write, against a server on this machine."""
 
 import collections
-import csv
-import io
 import json
 import re
+import shutil
 import time
 
 import msgspec
@@ -21,6 +20,7 @@ from tests.extract.label.scripted import (
     fields_of,
     generated,
 )
+from tests.extract.label.test_audit import cells_of, fill
 from tests.extract.small_run import beatrice, make_run, questions
 from tests.process import BEATRICE, kill, run_line, start
 
@@ -38,8 +38,7 @@ def run_dir(tmp_path, examples):
 
 def answers_of(run_dir):
     return sorted(
-        read_records(run_dir / "answers" / "answers.jsonl", Answer),
-        key=lambda a: a.key,
+        read_records(run_dir / "answers" / "answers.jsonl", Answer), key=lambda a: a.key
     )
 
 
@@ -110,19 +109,15 @@ def test_judges_label_and_the_audit_finds_what_exact_match_misses(run_dir, tmp_p
     assert [pair["kappa"] for pair in audit["judges"]] == [1.0] * 3
     assert labels_of(run_dir) == judged
 
-    sample = run_dir / "audit" / "sample.csv"
-    rows = list(csv.DictReader(io.StringIO(sample.read_text())))
+    filled = shutil.copy(run_dir / "audit" / "sample.csv", tmp_path / "filled.csv")
     splits = {e.id: e.split for e in read_examples(RunDir(run_dir))}
-    drawn_from = [row["example_id"] for row in rows]
-    assert rows and {splits[i] for i in drawn_from} <= {"test", "ood"}
-    for row in rows:
-        golds = row["golds"].split(" | ")
-        row["human"] = "correct" if row["answer"] in golds else "incorrect"
-    filled = tmp_path / "filled.csv"
-    with filled.open("w", newline="") as stream:
-        writer = csv.DictWriter(stream, rows[0].keys())
-        writer.writeheader()
-        writer.writerows(rows)
+    drawn_from = {splits[row["example_id"]] for row in cells_of(filled)}
+    assert drawn_from and drawn_from <= {"test", "ood"}
+
+    def decide(i, row):
+        return "correct" if row["answer"] in row["golds"].split(" | ") else "incorrect"
+
+    fill(filled, decide)
     done = beatrice("label", run_dir, "--audit", "--annotations", filled)
     assert "a person, 0 items left empty" in done.stdout
     assert re.search(r"against exact match +(\d+) of \1 agree", done.stdout)
@@ -151,14 +146,18 @@ def test_a_local_judge_that_cannot_judge_drops_everything_and_says_so(run_dir):
     assert audit["exact_match"][0]["n_unparsable_verdicts"] == 3 * n
 
 
-def test_rewrites_are_answered_beside_the_original_contexts(run_dir):
+def test_rewrites_are_answered_beside_the_original_contexts_and_again_if_changed(
+    run_dir,
+):
     beatrice("answer", run_dir)
     before = answers_of(run_dir)
 
     def copies(prompt):
         context = dict(fields_of(prompt))["context"]
-        first = context.split(".")[0]
-        return f"Normalized Context: {first}. In 1999."
+        sentence = context.split(".")[which]
+        return f"Normalized Context: {sentence}. In 1999."
+
+    which = 0
 
     with served(ScriptedGenerator(copies)) as server:
         options = ("--model", "big", "--server", server.url, "--json")
@@ -173,6 +172,14 @@ def test_rewrites_are_answered_beside_the_original_contexts(run_dir):
     assert [a for a in after if a.variant == "original"] == before
     assert len(added) == counts["n"]
     assert beatrice("doctor", run_dir, "--verify")
+    which = 1  # another text, of other settings
+    with served(ScriptedGenerator(copies)) as server:
+        options = ("--model", "big", "--server", server.url, "--max-new-tokens", 99)
+        beatrice("rewrite", run_dir, *options)
+    assert "no longer asked" in beatrice("answer", run_dir).stderr
+    again = answers_of(run_dir)
+    changed = [a.key for a in after if a not in again]
+    assert changed == [a.key for a in added] and len(again) == len(after)
 
 
 def test_a_cap_is_not_spent_again_by_the_process_that_continues(run_dir):
@@ -223,17 +230,10 @@ def test_drawn_answers_are_the_same_twice_and_carry_log_probs(run_dir):
     n_each = collections.Counter(sample.setting for sample in samples)
     assert took == pytest.approx(sum(each[s] * n for s, n in n_each.items()))
     assert took > 0 and set(each) == set(SETTINGS)
-    assert json.loads((run_dir / "samples" / "config.json").read_text())["draws"] == {
-        "n_samples": 3,
-        "sampling": {
-            "max_new_tokens": 10,
-            "temperature": 1.0,
-            "top_p": 0.9,
-            "top_k": 50,
-            "seed": 0,
-            "stop": [],
-        },
-    }
+    sampling = {"max_new_tokens": 10, "temperature": 1.0, "top_p": 0.9, "top_k": 50}
+    config = json.loads((run_dir / "samples" / "config.json").read_text())
+    assert config["draws"]["n_samples"] == 3
+    assert config["draws"]["sampling"] == sampling | {"seed": 0, "stop": []}
 
 
 def test_answers_are_drawn_as_the_run_holds_its_weights(tmp_path):

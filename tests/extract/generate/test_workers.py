@@ -4,7 +4,6 @@ import dataclasses
 import json
 import shutil
 import sys
-from typing import NamedTuple
 
 import msgspec
 import pytest
@@ -23,44 +22,23 @@ BATCHES = dataclasses.replace(
 )
 
 
-class Shared(NamedTuple):
-    options: str  # with which its work is several batches
-    parts: str  # folder of the workers' files
-    written: tuple[str, ...]
-    missing: str  # what a worker says that others have to do
-
-
-TEXTS = "texts of other workers are missing"
+# With these options the work of a verb is several batches.
 STAGES = {
-    "answer": Shared(
-        "",
-        "answer",
-        ("answers/answers.jsonl", "answers/backend.json"),
-        "answers of other workers are missing",
-    ),
-    "rewrite": Shared(
-        "--model embedded --max-new-tokens 8 --set batch_tokens=400",
-        "rewrite",
-        ("rewrites.jsonl", "replies/rewrite.json"),
-        TEXTS,
-    ),
-    "label": Shared(
-        "--judge embedded --set vote=majority --set batch_tokens=2000",
-        "judge",
-        ("labels.jsonl", "replies/judge.json"),
-        TEXTS,
-    ),
-    "sample": Shared(
-        "--n-samples 3 --set batch_tokens=300",
-        "sample",
-        ("samples/samples.jsonl", "samples/config.json"),
-        TEXTS,
-    ),
+    "answer": "",
+    "rewrite": "--model embedded --max-new-tokens 8 --set batch_tokens=400",
+    "label": "--judge embedded --set vote=majority --set batch_tokens=2000",
+    "sample": "--n-samples 3 --set batch_tokens=300",
+}
+WRITTEN = {
+    "answer": ("answers/answers.jsonl", "answers/backend.json"),
+    "rewrite": ("rewrites.jsonl", "replies/rewrite.json"),
+    "label": ("labels.jsonl", "replies/judge.json"),
+    "sample": ("samples/samples.jsonl", "samples/config.json"),
 }
 
 
 def do(verb, run, rank=0, world_size=1, *, by="torchrun", options=(), code=0):
-    line, environ = [verb, run, *STAGES[verb].options.split(), *options], {}
+    line, environ = [verb, run, *STAGES[verb].split(), *options], {}
     if by == "torchrun":
         environ = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
     else:
@@ -69,18 +47,22 @@ def do(verb, run, rank=0, world_size=1, *, by="torchrun", options=(), code=0):
 
 
 def written(verb, run):
-    return {name: (run / name).read_bytes() for name in STAGES[verb].written}
+    return {name: (run / name).read_bytes() for name in WRITTEN[verb]}
+
+
+def name_of_parts(verb):
+    return "judge" if verb == "label" else verb
 
 
 def texts(verb, run):
     """Replies in any order, without the time that they took; none of `answer`."""
-    path = run / "replies" / f"{STAGES[verb].parts}.jsonl"
+    path = run / "replies" / f"{name_of_parts(verb)}.jsonl"
     lines = path.read_text().splitlines() if path.exists() else ()
     return sorted(line[: line.index(', "seconds"')] for line in lines)
 
 
 def parts(verb, run):
-    return sorted((run / "parts" / STAGES[verb].parts).glob("*.jsonl"))
+    return sorted((run / "parts" / name_of_parts(verb)).glob("*.jsonl"))
 
 
 def n_lines(paths):
@@ -135,9 +117,11 @@ def run_path(begun, tmp_path):
 
 @pytest.mark.parametrize("by", ["torchrun", "--shard"])
 def test_whoever_comes_last_writes_what_one_process_writes(verb, run, alone, by):
+    kind = "answers" if verb == "answer" else "texts"
     for rank in (2, 0):
-        assert STAGES[verb].missing in do(verb, run, rank, 3, by=by).stderr
-        assert not (run / STAGES[verb].written[0]).exists()
+        notes = do(verb, run, rank, 3, by=by).stderr
+        assert f"{kind} of other workers are missing" in notes
+        assert not (run / WRITTEN[verb][0]).exists()
         assert not RunDir(run).stage_done(verb)
     assert 0 < n_lines(parts(verb, run))
     do(verb, run, 1, 3, by=by)

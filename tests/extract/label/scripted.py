@@ -79,15 +79,8 @@ class ScriptedGenerator:
 
 
 def generated(text, finish="stop"):
-    return Generated(
-        text=text,
-        token_ids=None,
-        stop_id=None,
-        log_probs=None,
-        finish=finish,
-        n_prompt_tokens=None,
-        n_new_tokens=None,
-    )
+    unknown = ("token_ids", "stop_id", "log_probs", "n_prompt_tokens", "n_new_tokens")
+    return Generated(text=text, finish=finish, **dict.fromkeys(unknown))
 
 
 def answered(text, setting="closed_book", variant="original", name="q"):

@@ -39,12 +39,18 @@ def example():
     return an_example(question=QUESTION, golds=GOLDS)
 
 
-def judged(tmp_path, rule, texts, **config):
-    answers = [answered(text) for text in texts]
-    generator = ScriptedGenerator(rule)
-    replies = open_replies(tmp_path / "replies.jsonl")
+PARIS = [answered("Paris")]
+
+
+def judged(tmp_path, rule, answers=PARIS, name="scripted", rubrics=RUBRICS, **config):
+    """Let a judge with this rule label answers; its replies are kept in a folder."""
+    generator = ScriptedGenerator(rule, name)
+    replies, config = (
+        open_replies(tmp_path / "replies.jsonl"),
+        ConsensusConfig(**config),
+    )
     judgements = judge_answers(
-        answers, [example()], generator, replies, ConsensusConfig(**config)
+        answers, [example()], generator, replies, config, rubrics=rubrics
     )
     return judgements, generator
 
@@ -66,15 +72,9 @@ def test_the_marker_changes_with_the_answer_the_rubric_the_attempt_and_the_seed(
         prompt = judge_prompt(RUBRICS[rubric], QUESTION, GOLDS, text, **kwargs)
         return prompt.split("carry the marker ")[1].split(".")[0]
 
-    kinds = [
-        marker(),
-        marker(rubric=1),
-        marker(text="y"),
-        marker(attempt=1),
-        marker(seed=1),
-    ]
-    assert len(set(kinds)) == len(kinds)
-    assert marker() == kinds[0]
+    changes = ({"rubric": 1}, {"text": "y"}, {"attempt": 1}, {"seed": 1})
+    assert len({marker(), *(marker(**change) for change in changes)}) == 5
+    assert marker() == marker()
 
 
 def test_a_marker_that_stands_in_a_field_is_never_chosen_and_always_refused():
@@ -182,24 +182,16 @@ def test_a_judge_that_parrots_an_injection_gives_no_verdict():
     assert parsed == bare
 
 
-def test_right_and_wrong_answers_get_their_labels_from_three_equal_judges(tmp_path):
-    judgements, generator = judged(tmp_path, fair_verdict, ["Paris", "Lyon", ""])
-    assert [label.label for label in judgements.labels] == [True, False, False]
-    assert judgements.labels[0].verdicts == ("correct",) * 3
-    assert judgements.n_retried == judgements.n_unparsable == 0
-    assert len(generator.prompts) == 9
-
-
 def strict_only(prompt):
     """Say correct under the strict rubric alone."""
     return "Correct" if prompt.startswith(RUBRICS[0].opening) else "Incorrect"
 
 
 def test_disagreement_drops_a_label_and_the_majority_keeps_it(tmp_path):
-    judgements, _ = judged(tmp_path / "a", strict_only, ["Paris"])
+    judgements, _ = judged(tmp_path / "a", strict_only)
     assert judgements.labels[0].label is None
     assert judgements.labels[0].verdicts == ("correct", "incorrect", "incorrect")
-    judgements, _ = judged(tmp_path / "b", strict_only, ["Paris"], vote="majority")
+    judgements, _ = judged(tmp_path / "b", strict_only, vote="majority")
     assert judgements.labels[0].label is False
     assert "majority: 2 of 3 say incorrect" in judgements.labels[0].reason
 
@@ -210,12 +202,7 @@ def test_disagreement_drops_a_label_and_the_majority_keeps_it(tmp_path):
         ("unanimous", ("correct",) * 3, True, "unanimous of 3"),
         ("unanimous", ("incorrect",) * 3, False, "unanimous of 3"),
         ("unanimous", ("correct", "incorrect", "correct"), None, "2 of 3"),
-        (
-            "unanimous",
-            ("correct", "unparsable", "correct"),
-            None,
-            "1 verdicts were",
-        ),
+        ("unanimous", ("correct", "unparsable", "correct"), None, "1 verdicts were"),
         ("majority", ("correct", "correct", "unparsable"), True, "2 of 3"),
         ("majority", ("incorrect", "unparsable", "incorrect"), False, "2 of 3"),
         ("majority", ("correct", "incorrect", "unparsable"), None, "1 of 3"),
@@ -239,7 +226,7 @@ def test_an_unknown_vote_and_no_verdict_are_refused():
 
 
 def test_an_unparsable_reply_is_asked_for_twice_more_then_kept_and_counted(tmp_path):
-    judgements, generator = judged(tmp_path, lambda prompt: "Well, correct.", ["Paris"])
+    judgements, generator = judged(tmp_path, lambda prompt: "Well, correct.")
     assert judgements.labels[0].verdicts == ("unparsable",) * 3
     assert judgements.labels[0].label is None
     assert judgements.n_unparsable == 3
@@ -255,7 +242,7 @@ def test_a_reply_that_parses_at_the_second_attempt_counts(tmp_path):
         seen.append(prompt)
         return "I think correct" if len(seen) <= 3 else "Correct"
 
-    judgements, _ = judged(tmp_path, stutters, ["Paris"])
+    judgements, _ = judged(tmp_path, stutters)
     assert judgements.labels[0].label is True
     assert judgements.n_retried == 3
     assert judgements.n_unparsable == 0
@@ -263,50 +250,30 @@ def test_a_reply_that_parses_at_the_second_attempt_counts(tmp_path):
 
 def test_a_reply_that_was_cut_is_no_verdict(tmp_path):
     cut = generated("Correct", finish="length")
-    judgements, _ = judged(tmp_path, lambda prompt: cut, ["Paris"])
+    judgements, _ = judged(tmp_path, lambda prompt: cut)
     assert judgements.labels[0].verdicts == ("unparsable",) * 3
 
 
 def test_settings_and_variants_are_judged_and_counted_apart(tmp_path):
     answers = [
         answered("Paris"),
-        answered("Lyon", "with_context"),
+        answered("", "with_context"),
         answered("Paris", "with_context", "rewritten"),
     ]
-    replies = open_replies(tmp_path / "r.jsonl")
-    judge = ScriptedGenerator(fair_verdict)
-    judgements = judge_answers(answers, [example()], judge, replies, ConsensusConfig())
-    assert [(label.key, label.label) for label in judgements.labels] == [
-        (("q", "closed_book", "original"), True),
-        (("q", "with_context", "original"), False),
-        (("q", "with_context", "rewritten"), True),
-    ]
+    judgements, generator = judged(tmp_path, fair_verdict, answers)
+    assert [label.key for label in judgements.labels] == [a.key for a in answers]
+    assert [label.label for label in judgements.labels] == [True, False, True]
+    assert judgements.labels[0].verdicts == ("correct",) * 3
+    assert judgements.n_retried == judgements.n_unparsable == 0
     assert [row["n_correct"] for row in judgements.counts()] == [1, 0, 1]
+    assert len(generator.prompts) == 6  # an equal answer is judged once
 
 
 def test_another_judge_or_seed_asks_again(tmp_path):
-    judged(tmp_path, fair_verdict, ["Paris"])
-    _, generator = judged(tmp_path, fair_verdict, ["Paris"], seed=1)
-    assert len(generator.prompts) == 3
-    other = ScriptedGenerator(fair_verdict, name="other")
-    replies = open_replies(tmp_path / "replies.jsonl")
-    judge_answers([answered("Paris")], [example()], other, replies, ConsensusConfig())
-    assert len(other.prompts) == 3
-    assert (replies.n_reused, replies.n_new) == (0, 3)
-
-
-def test_a_file_cut_at_any_byte_is_completed_to_the_same_replies(tmp_path):
-    whole, _ = judged(tmp_path, fair_verdict, ["Paris", "Lyon"])
-    path = tmp_path / "replies.jsonl"
-    content = path.read_bytes()
-    last = content[:-1].rindex(b"\n") + 1
-    for cut in range(last, len(content)):
-        path.write_bytes(content[:cut])
-        again, generator = judged(tmp_path, fair_verdict, ["Paris", "Lyon"])
-        assert again == whole
-        assert len(generator.prompts) == 1
-        assert path.read_bytes() == content
-    assert path.with_name("replies.jsonl.truncated").exists()
+    judged(tmp_path, fair_verdict)
+    for other, n_prompts in ({}, 0), ({"seed": 1}, 3), ({"name": "other"}, 3):
+        _, generator = judged(tmp_path, fair_verdict, **other)
+        assert len(generator.prompts) == n_prompts
 
 
 def test_a_line_that_is_no_reply_is_named(tmp_path):
@@ -319,7 +286,7 @@ def test_a_line_that_is_no_reply_is_named(tmp_path):
 def test_every_field_of_a_reply_survives_the_disk(tmp_path):
     ids = dict(token_ids=(1, 2), log_probs=(-0.5, -1e-7), stop_id=2, n_new_tokens=3)
     reply = msgspec.structs.replace(generated("x"), **ids)
-    judged(tmp_path, lambda prompt: reply, ["Paris"], n_retries=0)
+    judged(tmp_path, lambda prompt: reply, n_retries=0)
     again = open_replies(tmp_path / "replies.jsonl").journal.values()
     names = reply.__struct_fields__
     (row,) = {tuple(getattr(x, name) for name in names) for x in again}
@@ -335,21 +302,12 @@ def test_rubrics_of_ones_own_are_asked_in_their_words_and_compared(tmp_path):
     def rule(prompt):
         return "Correct" if prompt.startswith("Judge mildly.") else "Incorrect"
 
-    generator = ScriptedGenerator(rule)
-    replies = open_replies(tmp_path / "r.jsonl")
-    answers, examples = [answered("Lyon")], [example()]
-    judgements = judge_answers(
-        answers, examples, generator, replies, ConsensusConfig(), rubrics=rubrics
-    )
+    judgements, generator = judged(tmp_path, rule, rubrics=rubrics)
     assert judgements.labels[0].verdicts == ("incorrect", "correct")
-    assert [prompt.split("\n")[0] for prompt in generator.prompts] == [
-        "Judge strictly.",
-        "Judge mildly.",
-    ]
-    rows = join_labels(examples, answers, judgements.labels)
+    openings = [prompt.split("\n")[0] for prompt in generator.prompts]
+    assert openings == ["Judge strictly.", "Judge mildly."]
+    rows = join_labels([example()], PARIS, judgements.labels)
     (pair,) = between_judges(rows, rubrics=rubrics)
     assert (pair["first"], pair["second"], pair["n_agree"]) == ("strict", "mild", 0)
     with pytest.raises(ValueError, match="at least one rubric"):
-        judge_answers(
-            answers, examples, generator, replies, ConsensusConfig(), rubrics=()
-        )
+        judged(tmp_path, rule, rubrics=())

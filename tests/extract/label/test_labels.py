@@ -1,6 +1,5 @@
 """Labels by comparison, by a judge in Python, and from a person's file."""
 
-import json
 import re
 import string
 from collections import Counter
@@ -27,12 +26,11 @@ from beatrice.extract.records import (
     Label,
     normalise,
     read_records,
-    to_json,
     write_lines,
 )
 from beatrice.extract.run.files import write_text_atomic
 from beatrice.extract.run.rows import label_rule
-from tests.extract.datasets.published import samples
+from tests.extract.datasets import published as pub
 from tests.extract.label.scripted import answered
 from tests.extract.small_run import beatrice, make_run
 from tests.records import an_example
@@ -53,11 +51,6 @@ ANSWERS = [
 
 def judged(question, text, label, **more):
     return {"question": question, "answer": text, "label": label, **more}
-
-
-def write(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 FILES = (
@@ -101,7 +94,7 @@ def scripted_f1(answer, golds):
 
 @pytest.mark.parametrize("name", FILES)
 def test_the_golds_of_a_published_set_are_compared_as_its_scripts_do(name):
-    path = samples() / name
+    path = pub.samples() / name
     if not path.exists():
         pytest.skip(f"{name} is not among the samples")
     questions = [item.question for item in open_dataset(path).read()][:2000]
@@ -170,11 +163,8 @@ def test_a_judge_in_python_labels_every_answer_and_may_leave_some_out():
     assert [label.key for label in labels] == [answer.key for answer in ANSWERS]
     assert [label.label for label in labels] == [True, None, False]
     assert [label.verdicts for label in labels] == [("correct",), (), ("incorrect",)]
-    assert [label.reason for label in labels] == [
-        "by by_length",
-        "by_length cannot decide",
-        "by by_length",
-    ]
+    assert {label.reason for label in labels[::2]} == {"by by_length"}
+    assert labels[1].reason == "by_length cannot decide"
     assert counted == [(1, 3), (2, 3), (3, 3)]
 
 
@@ -238,14 +228,15 @@ def test_one_class_alone_in_training_or_validation_is_refused(setting, split, ve
         for example in examples
         for name in ("closed_book", "with_context")
     ]
-    labels = label_with(answers, examples, lambda e, a: e.id[-1] == "0")
-    check_both_classes(examples, labels)
-    labels = [
-        msgspec.structs.replace(label, label=verdict)
-        if (label.setting, label.example_id[:-1]) == (setting, split)
-        else label
-        for label in labels
-    ]
+    check_both_classes(
+        examples, label_with(answers, examples, lambda e, a: e.id[-1] == "0")
+    )
+
+    def judge(example, answer):
+        is_alone = (answer.setting, example.split) == (setting, split)
+        return verdict if is_alone else example.id[-1] == "0"
+
+    labels = label_with(answers, examples, judge)
     if split == "test":
         check_both_classes(examples, labels)
     else:
@@ -254,27 +245,24 @@ def test_one_class_alone_in_training_or_validation_is_refused(setting, split, ve
 
 
 def test_a_label_holds_for_the_very_answer_and_all_others_stay_without(tmp_path):
-    path = write(
-        tmp_path / "mine.jsonl",
+    rows = [
         judged("capital of  mali", " Bamako", True),
         judged("Capital of Mali?", "Segou", False, setting="with_context"),
         judged("Capital of Peru?", "Cusco", False),
         judged("Capital of Chad?", "N'Djamena", True),
-    )
+    ]
+    path = pub.write_lines(tmp_path / "mine.jsonl", rows)
     result = import_labels(path, ANSWERS, QUESTIONS)
     assert [label.label for label in result.labels] == [True, False, None]
-    assert [label.reason for label in result.labels] == [
-        "imported from mine.jsonl",
-        "imported from mine.jsonl",
-        "not imported from mine.jsonl",
-    ]
+    assert {label.reason for label in result.labels[:2]} == {"imported from mine.jsonl"}
+    assert result.labels[2].reason == "not imported from mine.jsonl"
     assert (result.n_lines, result.n_other_question, result.n_other_answer) == (4, 1, 1)
 
 
 def test_a_setting_is_another_answer(tmp_path):
     row = judged("Capital of Mali?", "Bamako", True, setting="with_context")
     with pytest.raises(ValueError, match="no line of 1 labels an answer of this run"):
-        import_labels(write(tmp_path / "mine.jsonl", row), ANSWERS, QUESTIONS)
+        import_labels(pub.write_lines(tmp_path / "m", [row]), ANSWERS, QUESTIONS)
 
 
 @pytest.mark.parametrize(
@@ -289,7 +277,8 @@ def test_a_setting_is_another_answer(tmp_path):
     ],
 )
 def test_lines_that_disagree_or_are_none_are_refused_by_number(tmp_path, row, words):
-    path = write(tmp_path / "m.jsonl", judged("Capital of Mali?", "Bamako", True), row)
+    rows = [judged("Capital of Mali?", "Bamako", True), row]
+    path = pub.write_lines(tmp_path / "m.jsonl", rows)
     with pytest.raises(ValueError) as caught:
         import_labels(path, ANSWERS, QUESTIONS)
     assert words in str(caught.value)
@@ -303,13 +292,15 @@ def run(tmp_path):
 
 
 def test_labels_are_imported_named_and_corrected_by_hand(run, tmp_path):
-    path = write(tmp_path / "mine.jsonl", judged("Capital of Mali?", "Bamako", True))
+    rows = [judged("Capital of Mali?", "Bamako", True)]
+    path = pub.write_lines(tmp_path / "mine.jsonl", rows)
     beatrice("label", run.path, "--import", path)
     assert label_rule(run) == "imported from mine.jsonl"
     labels = list(read_records(run.labels, Label))
     assert [label.label for label in labels] == [True, None, None]
 
-    corrected = write_lines([labels[0], *(_wrong(label) for label in labels[1:])])
+    wrong = [msgspec.structs.replace(label, label=False) for label in labels[1:]]
+    corrected = write_lines([labels[0], *wrong])
     run.labels.write_text(corrected)  # by hand
     for options in ((), ("--match", "containment"), ("--import", path)):
         output = beatrice("label", run.path, *options, code=1).output
@@ -322,10 +313,6 @@ def test_labels_are_imported_named_and_corrected_by_hand(run, tmp_path):
     assert [label.label for label in labels] == [True, False, False]
     output = beatrice("label", run.path).output
     assert "replaces the labels of before: imported from corrected.jsonl" in output
-
-
-def _wrong(label):
-    return Label(**json.loads(to_json(label)) | {"label": False})
 
 
 def test_labels_that_nobody_recorded_are_not_replaced(run):
@@ -345,11 +332,11 @@ def test_the_judge_of_the_guide_labels_a_run_and_again_where_its_file_has_change
 ):
     code = re.search(r"```python\n# my_judge.py\n(.*?)```", README.read_text(), re.S)[1]
     (working_folder / "my_judge.py").write_text(code)
-    golds = [
-        msgspec.structs.replace(MALI, golds=("Bamakoo",)),
-        msgspec.structs.replace(PERU, golds=("Limassol",)),
-    ]
-    run.examples.write_text(write_lines(golds))
+    mali, peru = (
+        msgspec.structs.replace(example, golds=(gold,))
+        for example, gold in ((MALI, "Bamakoo"), (PERU, "Limassol"))
+    )
+    run.examples.write_text(write_lines([mali, peru]))
     spec = "my_judge:alike"
     beatrice("label", run.path, "--judge", spec)
     labels = [label.label for label in read_records(run.labels, Label)]

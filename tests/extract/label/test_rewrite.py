@@ -1,4 +1,3 @@
-import msgspec
 import pytest
 
 from beatrice.extract.label.labels import escape
@@ -88,9 +87,8 @@ def test_a_number_in_a_passage_may_be_written_in_either_notation():
 
 
 def test_what_the_question_says_is_told_apart():
-    result = find_additions(
-        "Lyon had 9 mayors, Metz 8.", "x", "How many mayors had Lyon?"
-    )
+    text, question = "Lyon had 9 mayors, Metz 8.", "How many mayors had Lyon?"
+    result = find_additions(text, "x", question)
     assert result.entities == ("Lyon", "Metz")
     assert result.from_question == ("Lyon",)
 
@@ -126,11 +124,11 @@ def test_a_cut_or_empty_rewrite_is_none_with_its_reason():
     assert "empty" in read_rewrite(example(), generated("Normalized Context: ")).reason
 
 
-def rewritten(tmp_path, rule, examples):
-    replies = open_replies(tmp_path / "rewrite.jsonl")
-    generator = ScriptedGenerator(rule)
-    result = rewrite_contexts(examples, generator, replies, RewriteConfig())
-    return result, generator
+def rewritten(tmp_path, rule, examples, kind=ScriptedGenerator, **config):
+    """Return the rewrites of examples by a rule, and the prompts for them."""
+    replies, generator = open_replies(tmp_path / "rewrite.jsonl"), kind(rule)
+    result = rewrite_contexts(examples, generator, replies, RewriteConfig(**config))
+    return result, generator.prompts
 
 
 def test_only_in_domain_contexts_without_a_rewrite_are_rewritten(tmp_path):
@@ -141,24 +139,19 @@ def test_only_in_domain_contexts_without_a_rewrite_are_rewritten(tmp_path):
         example(name="c", passages=()),
         example(name="d", rewritten=(other,)),
     ]
-    result, generator = rewritten(tmp_path, lambda prompt: "Curie won.", examples)
+    result, prompts = rewritten(tmp_path, lambda prompt: "Curie won.", examples)
     assert [r.example_id for r in result] == ["a"]
-    assert len(generator.prompts) == 1
+    assert len(prompts) == 1
 
 
 def test_flags_are_counted_and_flagged_rewrites_kept(tmp_path):
     replies = iter(["Curie won.", "Curie won in 2000.", "Einstein won.", ""])
     examples = [example(name=str(i), question=f"q{i}?") for i in range(4)]
     result, _ = rewritten(tmp_path, lambda prompt: next(replies), examples)
-    assert count_rewrites(result) == {
-        "n": 4,
-        "n_failed": 1,
-        "n_overlong": 0,
-        "n_flagged": 2,
-        "n_with_added_number": 1,
-        "n_with_added_entity": 1,
-        "n_flagged_from_question_only": 0,
-    }
+    failed = {"n": 4, "n_failed": 1, "n_overlong": 0}
+    added = {"n_with_added_number": 1, "n_with_added_entity": 1}
+    flagged = {"n_flagged": 2, "n_flagged_from_question_only": 0}
+    assert count_rewrites(result) == failed | added | flagged
     joined = with_rewrites(examples, {r.example_id: r for r in result})
     assert [len(e.rewritten) for e in joined] == [1, 1, 1, 0]
     assert joined[1].rewritten[0].text == "Curie won in 2000."
@@ -168,9 +161,7 @@ def test_flags_are_counted_and_flagged_rewrites_kept(tmp_path):
 
 def test_a_rewrite_of_another_context_is_refused(tmp_path):
     result, _ = rewritten(tmp_path, lambda prompt: "Curie won.", [example()])
-    changed = msgspec.structs.replace(
-        example(), passages=(Passage(title="", text="y"),)
-    )
+    changed = example(passages=(Passage(title="", text="y"),))
     with pytest.raises(ValueError, match="rewrite` again"):
         with_rewrites([changed], {"q": result[0]})
 
@@ -187,16 +178,14 @@ def test_a_context_beyond_the_window_is_skipped_only_if_asked_and_then_counted(
     long = example("T: " + "word " * 300, name="long")
     examples = [example(name="a", question="a?"), long, example(name="b")]
 
-    def rewrites(name, *, skip):
-        judge = Small(lambda prompt: "Curie won.")
-        replies = open_replies(tmp_path / name)
-        config = RewriteConfig(max_new_tokens=50, skip_overlong=skip)
-        return rewrite_contexts(examples, judge, replies, config), judge.prompts
+    def rewrites(name, **config):
+        given = (tmp_path / name, lambda prompt: "Curie won.", examples, Small)
+        return rewritten(*given, max_new_tokens=50, **config)
 
-    result, prompts = rewrites("skip", skip=True)
+    result, prompts = rewrites("skip", skip_overlong=True)
     assert [r.example_id for r in result] == ["a", "long", "b"]
     assert [r.text for r in result] == ["Curie won.", None, "Curie won."]
     counts = count_rewrites(result)
     assert (counts["n_overlong"], counts["n_failed"], len(prompts)) == (1, 1, 2)
-    _, prompts = rewrites("all", skip=False)
+    _, prompts = rewrites("all")
     assert len(prompts) == 3  # and a real backend refuses

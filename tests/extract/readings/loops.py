@@ -14,25 +14,18 @@ class Eager:
         self.model, layers = model, model.model.layers
         self.mid, self.ffn, self.last = [], [], []
         is_gemma = hasattr(layers[0], "pre_feedforward_layernorm")
+        before = "pre_feedforward" if is_gemma else "post_attention"
+        norms = [getattr(layer, f"{before}_layernorm") for layer in layers]
         handles = [
-            model.model.norm.register_forward_pre_hook(
-                lambda _, inputs: self.last.append(inputs[0][0])
-            )
+            norm.register_forward_pre_hook(lambda _, x: self.mid.append(x[0][0]))
+            for norm in norms
         ]
         for layer in layers:
-            before = "pre_feedforward" if is_gemma else "post_attention"
-            norm = getattr(layer, f"{before}_layernorm")
             behind = layer.post_feedforward_layernorm if is_gemma else layer.mlp
-            handles.append(
-                norm.register_forward_pre_hook(
-                    lambda _, inputs: self.mid.append(inputs[0][0])
-                )
-            )
-            handles.append(
-                behind.register_forward_hook(
-                    lambda _, inputs, output: self.ffn.append(output[0])
-                )
-            )
+            hook = behind.register_forward_hook
+            handles.append(hook(lambda _, x, output: self.ffn.append(output[0])))
+        hook = model.model.norm.register_forward_pre_hook
+        handles.append(hook(lambda _, x: self.last.append(x[0][0])))
         kinds = {"output_attentions": True, "output_hidden_states": True}
         output = model(torch.tensor([ids]), use_cache=False, **kinds)
         for handle in handles:
@@ -110,15 +103,9 @@ def expected(model, answer, swapped, n_cue):
     if swapped is not None:
         other = Eager(model, swapped + answer.token_ids).logits
         table = model.get_input_embeddings().weight.double()
-        values = [
-            mmd(
-                seen.logits[p - 1 + t].softmax(-1),
-                other[len(swapped) - 1 + t].softmax(-1),
-                table,
-            )
-            for t in range(n_answer)
-        ]
-        result["lumina_mmd"] = np.mean(values)
+        pairs = zip(seen.logits[p - 1 :], other[len(swapped) - 1 :], strict=True)
+        told = [[logits.softmax(-1) for logits in pair] for pair in pairs]
+        result["lumina_mmd"] = np.mean([mmd(*x, table) for x in told[:n_answer]])
     result["gnosis_maps"] = gnosis_maps(seen.maps)
     result["gnosis_states"] = gnosis_trace(seen.states[-1][p - 1 :])
     result["mlp_exact_answer"] = [out[len(ids) - 1].numpy() for out in seen.ffn]
@@ -169,13 +156,10 @@ def cells(weights, n):
     def tokens(i):
         return range(i * size // n, math.ceil((i + 1) * size / n))
 
+    every = range(n)
     return np.array(
-        [
-            [np.mean([weights[r, c] for r in tokens(i) for c in tokens(j)])]
-            for i in range(n)
-            for j in range(n)
-        ]
-    ).reshape(n, n)
+        [[weights[np.ix_(tokens(i), tokens(j))].mean() for j in every] for i in every]
+    )
 
 
 def sum_entropy(values):
@@ -200,10 +184,8 @@ def statistics(a):
     for item in (a, a.T):
         shares = [[max(x / (row.sum() + 1e-8), 1e-8) for x in row] for row in item]
         lines.append(np.mean([sum_entropy(row) for row in shares]))
-    near = [
-        sum(a[i, j] for i, j in places if abs(i - j) <= width)
-        for width in (0, n // 32, n // 16)
-    ]
+    widths = (0, n // 32, n // 16)
+    near = [sum(a[i, j] for i, j in places if abs(i - j) <= w) for w in widths]
     whole = a.sum()
     at = [k / (n - 1) for k in range(n)]
     mean = [sum(a[p] * at[p[axis]] for p in places) / whole for axis in (0, 1)]
@@ -213,11 +195,7 @@ def statistics(a):
     ]
     covariance = sum(a[p] * apart[p][0] * apart[p][1] for p in places) / whole
     p = np.maximum(a, 1e-12) / np.maximum(a, 1e-12).sum()
-    joint, down, across = (
-        sum_entropy(p.ravel()),
-        sum_entropy(p.sum(1)),
-        sum_entropy(p.sum(0)),
-    )
+    joint, down, across = map(sum_entropy, (p.ravel(), p.sum(1), p.sum(0)))
     return [
         sum_entropy(share.ravel()),
         *bands,

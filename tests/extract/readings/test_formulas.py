@@ -16,31 +16,20 @@ from beatrice.extract.signals.probability import Head
 from tests.extract.readings.loops import mmd, shannon
 from tests.records import an_answer
 
-
-@pytest.fixture(scope="module")
-def backbone():
-    return Backbone.from_model(tiny_model("llama"))
-
-
-def matrix():
-    rows = [i**1.5 for i in range(12)]
-    return torch.tensor(rows, dtype=torch.float64).reshape(3, 4)
+FIELDS = {"n_cue": 1, "budget": ReadingBudget()}
 
 
 def test_the_hidden_score_has_its_golden_value():
-    scores = formulas.hidden_scores(matrix()[None], [(0, 3)])
+    states = torch.tensor([i**1.5 for i in range(12)], dtype=torch.float64)
+    scores = formulas.hidden_scores(states.reshape(1, 3, 4), [(0, 3)])
     assert scores.tolist() == pytest.approx([-0.93214521812], abs=1e-9)
 
 
-def test_the_attention_score_has_its_golden_value(backbone):
+def test_the_attention_score_has_its_golden_value():
+    backbone = Backbone.from_model(tiny_model("llama"))
     answer = an_answer(prompt_ids=(11,), token_ids=(12, 13), context_span=(0, 0))
-    batch = Batch(
-        backbone=backbone,
-        answers=[answer],
-        swapped=[None],
-        n_cue=1,
-        budget=ReadingBudget(),
-    )
+    fields = {"answers": [answer], "swapped": [None], **FIELDS}
+    batch = Batch(backbone=backbone, **fields)
     reader = formulas.DiagonalScores(batch, frozenset(["llmcheck_attention_all"]))
     rows = [[1, 0.5, 0.25], [1, 0.2, 0.1]]
     diagonals = torch.tensor(rows, dtype=torch.float64)
@@ -80,8 +69,7 @@ def test_a_large_vocabulary_in_chunks_gives_what_float64_gives_row_by_row():
     class HeadBatch(Batch):
         head = Head(weight=weight, bias=None, softcap=None)
 
-    fields = {"answers": (), "swapped": (), "n_cue": 1, "budget": ReadingBudget()}
-    batch = HeadBatch(backbone=None, **fields)
+    batch = HeadBatch(backbone=None, answers=(), swapped=(), **FIELDS)
     rows, result = [], torch.empty((n_rows // 2, 2))
     for chunk, log_probs in batch.log_probs(states, is_normed=True):
         rows += range(chunk.start, chunk.stop)

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import msgspec
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -73,30 +72,24 @@ def example(number, titles, golds=("gold",), dataset="d", texts=None):
     return an_example(id=f"q{number}", question=f"question {number}?", **fields)
 
 
-def answered(other, dropped=()):
-    fields = dict(setting="with_context", context_span=(0, 1), dropped=dropped)
-    return an_answer(example_id=other.id, **fields)
+def answered(other, **fields):
+    usual = dict(setting="with_context", context_span=(0, 1))
+    return an_answer(example_id=other.id, **usual | fields)
 
 
-def titles_of(groups):
+def titles_lent(example, every, **fields):
+    groups = other_passages(example, answered(example, **fields), every)
     return [[passage.title for passage in passages] for passages in groups]
 
 
 def test_the_next_question_of_the_set_lends_as_many_passages():
-    every = [
-        example(0, "ab"),
-        example(1, "cd", dataset="other"),
-        example(2, "efg"),
-        example(3, "h"),
-        example(4, "ij"),
-    ]
-    result = other_passages(every[0], answered(every[0]), every)
-    assert titles_of(result) == [["e", "f"], ["i", "j"]]
+    titles = {0: "ab", 1: "cd", 2: "efg", 3: "h", 4: "ij"}
+    sets = {1: "other"}
+    every = [example(i, x, dataset=sets.get(i, "d")) for i, x in titles.items()]
+    assert titles_lent(every[0], every) == [["e", "f"], ["i", "j"]]
     # Behind the last comes the first.
-    result = other_passages(every[4], answered(every[4]), every)
-    assert titles_of(result) == [["a", "b"], ["e", "f"]]
-    result = other_passages(every[2], answered(every[2], dropped=(1, 2)), every)
-    assert titles_of(result) == [["h"], ["i"], ["a"]]
+    assert titles_lent(every[4], every) == [["a", "b"], ["e", "f"]]
+    assert titles_lent(every[2], every, dropped=(1, 2)) == [["h"], ["i"], ["a"]]
 
 
 def test_passages_with_an_own_title_or_a_gold_answer_are_not_lent():
@@ -107,8 +100,7 @@ def test_passages_with_an_own_title_or_a_gold_answer_are_not_lent():
         example(3, ["Paris"]),
         example(4, ["y"]),
     ]
-    result = other_passages(every[0], answered(every[0]), every)
-    assert titles_of(result) == [["y"]]
+    assert titles_lent(every[0], every) == [["y"]]
 
 
 def test_without_titles_texts_tell_passages_apart():
@@ -126,11 +118,8 @@ def test_a_swapped_prompt_asks_the_same_behind_other_passages(bytewise):
     assert ids == expected.ids
     assert swapped_prompt(model, SHORT, every[0], answer, every[:1]) is None
     # What does not fit the window with the answer gives way to what does.
-    longer = msgspec.structs.replace(
-        every[1], passages=(Passage(title="b", text="much longer " * 9),)
-    )
     window = dataclasses.replace(model, max_length=len(ids) + 1)
-    lent = [every[0], longer, every[2]]
+    lent = [every[0], example(1, "b", texts=["much longer " * 9]), every[2]]
     result = swapped_prompt(window, SHORT, every[0], answer, lent)
     assert result == build_prompt(bytewise, SHORT, "question 0?", lent[2].passages).ids
 
@@ -144,24 +133,21 @@ def test_other_passages_change_what_the_microworlds_model_says(local):
         for item in every
     ]
     answers = [
-        msgspec.structs.replace(
-            answered(item),
-            prompt_ids=prompt.ids,
-            context_span=prompt.context_span,
-            token_ids=tuple(prompt.ids[-4:-2]),
+        answered(
+            item, prompt_ids=x.ids, context_span=x.context_span, token_ids=x.ids[-4:-2]
         )
-        for item, prompt in zip(every, prompts, strict=True)
+        for item, x in zip(every, prompts, strict=True)
     ]
-    original = [answer.prompt_ids for answer in answers]
+
+    def discrepancies(swapped):
+        rows = read(backbone, answers, ["lumina_mmd"], swapped=swapped)
+        return np.array([row["lumina_mmd"] for row in rows])
+
     swapped = [
         swapped_prompt(backbone, SHORT, item, answer, every)
         for item, answer in zip(every, answers, strict=True)
     ]
     assert None not in swapped
-    result = [
-        np.array([item["lumina_mmd"] for item in read(*given, swapped=each)])
-        for given in [(backbone, answers, ["lumina_mmd"])]
-        for each in (original, swapped)
-    ]
-    assert np.abs(result[0]).max() < 1e-6
-    assert result[1].mean() > 1e-3
+    same = discrepancies([answer.prompt_ids for answer in answers])
+    assert np.abs(same).max() < 1e-6
+    assert discrepancies(swapped).mean() > 1e-3

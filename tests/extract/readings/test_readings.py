@@ -29,23 +29,25 @@ READING_NAMES = tuple(name for group in PARTS for name in group.names)
 TOLERANCE = 2e-4
 
 
-def answer_behind_cue(seed, n_prompt, n_answer, is_cut=False):
-    rng = np.random.default_rng(seed)
-    ids = rng.integers(10, N_TEXT_IDS, n_prompt + n_answer).tolist()
-    return an_answer(
-        example_id=f"q{seed}",
-        setting="with_context",
-        prompt_ids=(*ids[: n_prompt - 3], *CUE),
-        token_ids=tuple(ids[n_prompt:]),
-        stop_id=None if is_cut else 2,
-        context_span=(1, n_prompt - 5),
-    )
+def ids_of(seed, n):
+    return tuple(np.random.default_rng(seed).integers(10, N_TEXT_IDS, n).tolist())
+
+
+def answer_of(seed, prompt_ids, n_answer, **fields):
+    ids = {"prompt_ids": prompt_ids, "token_ids": ids_of(100 + seed, n_answer)}
+    return an_answer(example_id=f"q{seed}", setting="with_context", **ids, **fields)
+
+
+def answer_behind_cue(seed, n_prompt, n_answer, **fields):
+    prompt_ids = (*ids_of(seed, n_prompt - 3), *CUE)
+    span = {"context_span": (1, n_prompt - 5)}
+    return answer_of(seed, prompt_ids, n_answer, **span, **fields)
 
 
 ANSWERS = [
     answer_behind_cue(1, 23, 3),
     answer_behind_cue(2, 14, 1),
-    answer_behind_cue(3, 31, 5, is_cut=True),
+    answer_behind_cue(3, 31, 5, stop_id=None),
     answer_behind_cue(4, 12, 0),
 ]
 SWAPPED = [answer_behind_cue(10 + i, 18 + i, 0).prompt_ids for i in range(3)] + [None]
@@ -70,9 +72,11 @@ def eager(family):
     return model
 
 
-def read_all(backbone, answers=ANSWERS, **changes):
-    given = {"swapped": SWAPPED, "truth_prompts": TRUTH, "drawn": DRAWN, "n_cue": 3}
-    return list(read(backbone, answers, READINGS, **{**given, **changes}))
+GIVEN = {"swapped": SWAPPED, "truth_prompts": TRUTH, "drawn": DRAWN}
+
+
+def read_all(backbone, answers=ANSWERS, names=READINGS, **changes):
+    return list(read(backbone, answers, names, **{**GIVEN, "n_cue": 3, **changes}))
 
 
 @pytest.fixture(scope="module")
@@ -138,36 +142,36 @@ def test_an_answer_without_tokens_has_nan_where_its_tokens_are_read(backbone, ar
 def test_what_is_read_does_not_depend_on_the_batch_nor_on_the_order(backbone, arrays):
     alone = read_all(backbone, tokens_per_batch=1)
     assert_same(arrays, alone)
-    turned = read_all(
-        backbone,
-        ANSWERS[::-1],
-        swapped=SWAPPED[::-1],
-        truth_prompts=TRUTH[::-1],
-        drawn=DRAWN[::-1],
-    )
+    backwards = {name: values[::-1] for name, values in GIVEN.items()}
+    turned = read_all(backbone, ANSWERS[::-1], **backwards)
     assert_same(arrays, turned[::-1])
 
 
-def test_chunks_of_one_row_give_what_one_chunk_gives(backbone):
-    @torch.no_grad()
-    def readings_in(budget):
-        batch = Batch(
-            backbone=backbone, answers=ANSWERS, swapped=SWAPPED, n_cue=3, budget=budget
-        )
-        return _read_batch(batch, PARTS, frozenset(READING_NAMES))
+WHOLE = ReadingBudget()
 
+
+@torch.no_grad()
+def readings(backbone, begun, answers, swapped, *, n_cue=1, budget=WHOLE):
+    fields = {"answers": answers, "swapped": swapped, "n_cue": n_cue, "budget": budget}
+    batch = Batch(backbone=backbone, beginning=begun, **fields)
+    return _read_batch(batch, PARTS, frozenset(READING_NAMES))
+
+
+def test_chunks_of_one_row_give_what_one_chunk_gives(backbone):
     small = ReadingBudget(
         n_attention_weights=1, n_tokens_per_chunk=1, n_words_per_block=2
     )
-    chunks, whole = readings_in(small), readings_in(budget_for(backbone.device))
+    chunks, whole = (
+        readings(backbone, None, ANSWERS, SWAPPED, n_cue=3, budget=budget)
+        for budget in (small, budget_for(backbone.device))
+    )
     checks = dict(rtol=1e-4, atol=1e-5, equal_nan=True, check_dtype=False)
     assert_same_batch(chunks, whole, **checks)
 
 
 def test_only_what_is_asked_for_is_read(backbone, arrays):
     for name in READINGS:
-        given = {"swapped": SWAPPED, "truth_prompts": TRUTH, "drawn": DRAWN}
-        single = list(read(backbone, ANSWERS, [name], n_cue=3, **given))
+        single = read_all(backbone, names=[name])
         assert all(set(item) == {name} for item in single)
         assert_same(single, arrays, [name])
 
@@ -214,23 +218,19 @@ def test_the_cue_is_what_all_prompts_end_with():
 N_SHARED = 24
 
 
-def ids_of(seed, n):
-    return tuple(np.random.default_rng(seed).integers(10, N_TEXT_IDS, n).tolist())
+def behind_shared(seed, n_prompt):
+    return (*ids_of(0, N_SHARED), *ids_of(seed, n_prompt))
 
 
-def answer_of(seed, n_prompt, n_answer, prompt_ids=None):
-    return an_answer(
-        example_id=f"q{seed}",
-        setting="with_context",
-        prompt_ids=prompt_ids or (*ids_of(0, N_SHARED), *ids_of(seed, n_prompt)),
-        token_ids=ids_of(100 + seed, n_answer),
-        stop_id=2,
-        context_span=(N_SHARED, N_SHARED),
-    )
+def answer_behind_shared(seed, prompt_ids, n_answer):
+    return answer_of(seed, prompt_ids, n_answer, context_span=(N_SHARED, N_SHARED))
 
 
-TAILED = [answer_of(1, 9, 3), answer_of(2, 4, 1), answer_of(3, 14, 5)]
-TAILED_SWAPS = [answer_of(10 + i, 7 + 2 * i, 0).prompt_ids for i in range(3)]
+TAILED = [
+    answer_behind_shared(seed, behind_shared(seed, n_prompt), n_answer)
+    for seed, n_prompt, n_answer in ((1, 9, 3), (2, 4, 1), (3, 14, 5))
+]
+TAILED_SWAPS = [behind_shared(10 + i, 7 + 2 * i) for i in range(3)]
 PROMPTS = [*(answer.prompt_ids for answer in TAILED), *TAILED_SWAPS]
 
 
@@ -240,19 +240,6 @@ def backbone_of(name):
         model.config.sliding_window = 30
         model = type(model)(model.config).eval().requires_grad_(False)
     return Backbone.from_model(model)
-
-
-@torch.no_grad()
-def readings(backbone, begun, answers=TAILED, swapped=TAILED_SWAPS):
-    batch = Batch(
-        backbone=backbone,
-        answers=answers,
-        swapped=swapped,
-        n_cue=1,
-        budget=ReadingBudget(),
-        beginning=begun,
-    )
-    return _read_batch(batch, PARTS, frozenset(READING_NAMES))
 
 
 def assert_same_batch(batch, other, rtol=2e-4, atol=2e-5, **checks):
@@ -270,8 +257,10 @@ def test_a_batch_goes_on_from_its_beginning_to_the_same_readings(name):
     with torch.no_grad():
         begun = begin(backbone.layout, PROMPTS)
     assert begun.n_tokens == N_SHARED
-    whole, continued = readings(backbone, None), readings(backbone, begun)
-    again = readings(backbone, begun)  # what one batch adds is not there for the next
+    # What one batch adds is not there for the next.
+    whole, continued, again = (
+        readings(backbone, item, TAILED, TAILED_SWAPS) for item in (None, begun, begun)
+    )
     assert_same_batch(whole, continued)
     assert_same_batch(continued, again, rtol=0, atol=0)
 
@@ -280,7 +269,7 @@ def test_a_batch_goes_on_from_its_beginning_to_the_same_readings(name):
 def test_a_beginning_goes_on_from_a_shorter_one(name):
     backbone, first = backbone_of(name), ids_of(0, N_SHARED)
     draws = [(*first, *ids_of(5, 20), *ids_of(30 + k, 1 + k)) for k in range(3)]
-    answers = [answer_of(1, 9, 3, ids) for ids in draws]
+    answers = [answer_behind_shared(1, ids, 3) for ids in draws]
     with torch.no_grad():
         short = begin(backbone.layout, PROMPTS)
         both, once = begin(backbone.layout, draws, short), begin(backbone.layout, draws)
@@ -292,11 +281,12 @@ def test_another_beginning_gives_other_readings():
     backbone = backbone_of("llama")
     with torch.no_grad():
         begun = begin(backbone.layout, [ids_of(9, N_SHARED + 2)] * 2)
-    whole, other = readings(backbone, None), readings(backbone, begun)
     assert begun.n_tokens >= N_SHARED
-    assert not torch.allclose(
-        torch.stack(whole["llmcheck_hidden"]), torch.stack(other["llmcheck_hidden"])
+    whole, other = (
+        torch.stack(readings(backbone, b, TAILED, TAILED_SWAPS)["llmcheck_hidden"])
+        for b in (None, begun)
     )
+    assert not torch.allclose(whole, other)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
@@ -353,14 +343,6 @@ def planted_map(n=32):
 def test_a_map_has_the_statistics_of_the_official_code():
     np.testing.assert_allclose(map_statistics(planted_map()), GOLDEN, atol=2e-8)
     np.testing.assert_allclose(statistics(planted_map().numpy()), GOLDEN, atol=1e-7)
-
-
-def test_maps_are_described_one_by_one_in_single_precision_too():
-    many = torch.stack([planted_map(), planted_map().flip(0), planted_map().mT]).float()
-    described = map_statistics(many.reshape(3, 1, 32, 32))
-    assert described.shape == (3, 1, 23)
-    for item, alone in zip(described[:, 0], many, strict=True):
-        np.testing.assert_allclose(item, map_statistics(alone.double()), atol=1e-5)
 
 
 def test_a_head_that_sees_itself_or_the_first_token_alone_has_all_in_one_place():

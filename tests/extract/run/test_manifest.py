@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import threading
 from typing import Literal
 
@@ -38,6 +39,9 @@ PRESETS = {
 SMOKE = NewRun(preset="smoke", sections={"backbone": Widths()})
 
 
+CHOOSE = "choose another directory, or repeat that run's options"
+
+
 def changed(**fields):
     return lambda settings: dataclasses.replace(settings, **fields)
 
@@ -69,12 +73,10 @@ def test_a_run_continues_with_what_it_was_made_with(run):
 def test_a_run_of_other_settings_is_refused_with_what_differs(tmp_path):
     RunDir.open(tmp_path, SMOKE).close()
     other = dataclasses.replace(SMOKE, seed=1, sections={"backbone": Widths(rate=0.5)})
-    with pytest.raises(ValueError) as caught:
+    words = f"{tmp_path} holds a run with seed=0, backbone.rate=0.1; you asked for "
+    words += f"seed=1, backbone.rate=0.5; {CHOOSE}"
+    with pytest.raises(ValueError, match=f"^{words}$"):
         RunDir.open(tmp_path, other)
-    assert str(caught.value) == (
-        f"{tmp_path} holds a run with seed=0, backbone.rate=0.1; you asked for seed=1, "
-        "backbone.rate=0.5; choose another directory, or repeat that run's options"
-    )
     RunDir.open(tmp_path, SMOKE).close()  # the refusal let go of the lock
 
 
@@ -123,14 +125,10 @@ def test_other_options_are_refused_by_name(run):
     run.settle("train", PRESETS)
     before = run.manifest.read_bytes()
     other = changed(precision="bfloat16", widths=Widths(layers=(4,), rate=0.5))
-    with pytest.raises(ValueError) as caught:
+    words = f"{run.path} holds a run with train.widths.rate=0.1, train.precision="
+    words += "'float32'; you asked for train.widths.rate=0.5, train.precision="
+    with pytest.raises(ValueError, match=f"^{words}'bfloat16'; {CHOOSE}$"):
         run.settle("train", PRESETS, other)
-    assert str(caught.value) == (
-        f"{run.path} holds a run with train.widths.rate=0.1, "
-        "train.precision='float32'; you asked for train.widths.rate=0.5, "
-        "train.precision='bfloat16'; choose another directory, or repeat that run's "
-        "options"
-    )
     assert run.manifest.read_bytes() == before
 
 
@@ -166,10 +164,7 @@ def test_a_dry_run_settles_nothing(run):
     [
         (lambda saved: saved.update(n_seed=3), "its field 'n_seed' is unknown"),
         (lambda saved: saved.pop("stop"), "its field 'stop' is missing"),
-        (
-            lambda saved: saved["widths"].update(depth=3),
-            "its field 'depth' is unknown",
-        ),
+        (lambda saved: saved["widths"].update(depth=3), "its field 'depth' is unknown"),
         (lambda saved: saved.update(n_seeds="5"), "Expected `int`, got `str`"),
         (lambda saved: saved.update(precision="int8"), "Invalid enum value 'int8'"),
         (lambda saved: saved.update(n_seeds=0), "n_seeds: expected 1 or more, found 0"),
@@ -179,16 +174,10 @@ def test_a_dry_run_settles_nothing(run):
 def test_a_section_that_cannot_be_read_is_one_sentence(run, change, reason):
     run.settle("train", PRESETS)
     rewrite(run, change)
-    for read in (
-        lambda: run.section("train", Settings),
-        lambda: run.settle("train", PRESETS),
-    ):
-        with pytest.raises(ValueError) as caught:
-            read()
-        output = str(caught.value)
-        assert output.startswith(f"{run.manifest}, section 'train': {reason}")
-        assert output.endswith("start a new run directory")
-        assert "\n" not in output
+    words = re.escape(f"{run.manifest}, section 'train': {reason}")
+    for read, value in ((run.section, Settings), (run.settle, PRESETS)):
+        with pytest.raises(ValueError, match=f"^{words}.*start a new run directory$"):
+            read("train", value)
 
 
 @pytest.mark.parametrize(
@@ -201,14 +190,13 @@ def test_a_section_that_cannot_be_read_is_one_sentence(run, change, reason):
 )
 def test_a_manifest_of_another_version_says_what_to_do(tmp_path, content):
     (tmp_path / "manifest.json").write_text(content)
+    words = rf"^{tmp_path / 'manifest.json'} is not a manifest this program reads "
+    words += (
+        r"\(beatrice-run, version 4\); another version made it: start a new run dir"
+    )
     for item in (SMOKE, None):
-        with pytest.raises(ValueError) as caught:
+        with pytest.raises(ValueError, match=words):
             RunDir.open(tmp_path, item)
-        assert str(caught.value) == (
-            f"{tmp_path / 'manifest.json'} is not a manifest this program reads "
-            "(beatrice-run, version 4); another version made it: start a new run "
-            "directory"
-        )
     assert (tmp_path / "manifest.json").read_text() == content
 
 
@@ -225,10 +213,9 @@ def test_a_manifest_of_another_version_says_what_to_do(tmp_path, content):
 )
 def test_a_manifest_that_is_no_object_is_one_sentence(tmp_path, content, words):
     (tmp_path / "manifest.json").write_bytes(content)
-    with pytest.raises(ValueError) as caught:
+    words = re.escape(f"{tmp_path / 'manifest.json'}: {words}")
+    with pytest.raises(ValueError, match=f"^{words}.*restore it, or start a new run"):
         RunDir.open(tmp_path)
-    assert str(caught.value).startswith(f"{tmp_path / 'manifest.json'}: {words}")
-    assert str(caught.value).endswith("restore it, or start a new run directory")
 
 
 BY_HAND = "its own SHA-256 does not match; restore it"
@@ -238,9 +225,7 @@ BY_HAND = "its own SHA-256 does not match; restore it"
     ("change", "is_sealed", "words"),
     [
         (lambda manifest: manifest.update(seed=5), False, BY_HAND),
-        (lambda manifest: manifest["sections"].update(train=None), False, BY_HAND),
         (lambda x: x["sections"]["train"].update(n_seeds=3), False, BY_HAND),
-        (lambda manifest: manifest.update(seeds=1), False, BY_HAND),
         (lambda manifest: manifest.pop("sha256"), False, BY_HAND),
         (lambda x: x.update(seed="5"), True, "Expected `int`, got `str`"),
         (lambda x: x.update(preset="big"), True, "Invalid enum value 'big'"),

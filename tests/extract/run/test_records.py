@@ -31,10 +31,9 @@ from beatrice.extract.run.rows import (
 )
 from tests.records import a_label, an_answer, an_example
 
-EXAMPLE = Example(
+EXAMPLE = an_example(
     id="q1",
     dataset="capitals",
-    split="test",
     question="Capital of Malawi?",
     golds=("Lilongwe", "Lilongwé"),
     passages=(Passage(title="Malawi", text="…", is_supporting=True),),
@@ -49,29 +48,20 @@ def test_a_record_survives_its_line(record):
     assert from_json(type(record), to_json(record), "here") == record
 
 
-def test_a_file_of_records_survives_the_disk(tmp_path):
-    path = tmp_path / "labels.jsonl"
-    path.write_text(write_lines([LABEL, LABEL]), encoding="utf-8")
-    assert list(read_records(path, Label)) == [LABEL, LABEL]
-
-
 def with_field(record, name, value):
     return json.dumps(json.loads(to_json(record)) | {name: value})
+
+
+UNKNOWN = "unknown field lable; expected one of example_id, setting"
 
 
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        (
-            with_field(LABEL, "lable", True),
-            "unknown field lable; expected one of example_id, setting",
-        ),
+        (with_field(LABEL, "lable", True), UNKNOWN),
         ('{"example_id": "q1"}', "missing required field setting"),
         (with_field(LABEL, "setting", "open_book"), "expected one of closed_book"),
-        (
-            with_field(LABEL, "label", 1),
-            r"field 'label': expected bool \| null, found int",
-        ),
+        (with_field(LABEL, "label", 1), r"'label': expected bool \| null, found int"),
         ("[1, 2]", "expected object, found array"),
         ("", "not a JSON object"),
         ('{"example_id": "\udcff"}', "no UTF-8"),
@@ -120,21 +110,12 @@ def test_the_bytes_of_a_line_are_those_of_pythons_writer():
     )
 
 
-@pytest.mark.parametrize(
-    ("record", "field", "value", "words"),
-    [
-        (ANSWER, "token_ids", [True], "expected int, found bool"),
-        (
-            EXAMPLE,
-            "passages",
-            [{"title": "t", "txt": "x"}],
-            r"field 'passages\[0\]'.*unknown field txt",
-        ),
-    ],
-)
-def test_what_is_wrong_inside_a_field_is_named(record, field, value, words):
-    with pytest.raises(ValueError, match=words):
-        from_json(type(record), with_field(record, field, value), "here")
+def test_what_is_wrong_inside_a_field_is_named():
+    with pytest.raises(ValueError, match="expected int, found bool"):
+        from_json(type(ANSWER), with_field(ANSWER, "token_ids", [True]), "here")
+    passages = [{"title": "t", "txt": "x"}]
+    with pytest.raises(ValueError, match=r"field 'passages\[0\]'.*unknown field txt"):
+        from_json(Example, with_field(EXAMPLE, "passages", passages), "here")
 
 
 QUESTION = an_example(
@@ -213,22 +194,10 @@ def test_an_answer_to_no_question_of_the_run_is_refused(run):
 
 
 def row(**changes):
-    fields = dict(
-        experiment="detection",
-        detector="champion",
-        setting="closed_book",
-        dataset="microworld",
-        split="test",
-        metric="auroc",
-        value=0.9,
-        ci_low=0.88,
-        ci_high=0.92,
-        n=400,
-        n_failed=0,
-        seed="mean",
-        reason=None,
-    )
-    return ResultRow(**(fields | changes))
+    about = dict(experiment="detection", detector="champion", setting="closed_book")
+    about |= dict(dataset="microworld", split="test", metric="auroc", seed="mean")
+    numbers = dict(value=0.9, ci_low=0.88, ci_high=0.92, n=400, n_failed=0, reason=None)
+    return ResultRow(**(about | numbers | changes))
 
 
 def test_rows_survive_writing_and_reading(tmp_path):
@@ -273,19 +242,13 @@ def test_a_row_that_makes_no_sense_is_refused(changes, message):
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ('"value": 0.9', '"value": NaN', "not finite"),
-        ('"value": 0.9', '"value": null', "needs a reason"),
-        ('"value": 0.9', '"score": 0.9', "unknown field score"),
-        ('"n": 400, ', "", "missing required field n"),
-        ('"closed_book"', '"open_book"', "open_book"),
-    ],
+    ("new", "message"),
+    [('"value": NaN', "not finite"), ('"score": 0.9', "unknown field score")],
 )
-def test_a_bad_line_is_named_by_file_and_line(tmp_path, old, new, message):
+def test_a_bad_line_is_named_by_file_and_line(tmp_path, new, message):
     path = tmp_path / "results.jsonl"
     good = write_rows([row()])
-    path.write_text(good + good.replace(old, new), encoding="utf-8")
+    path.write_text(good + good.replace('"value": 0.9', new), encoding="utf-8")
     with pytest.raises(ValueError, match=message) as caught:
         list(read_rows(path))
     assert str(caught.value).count(f"{path}, line 2") == 1

@@ -144,13 +144,13 @@ def test_a_stage_without_its_input_settles_nothing(run):
 
 def test_a_forecast_does_nothing_and_settles_nothing(run):
     run.close()
-    done, before = [], run.manifest.read_bytes()
+    done, calls, before = [], [], run.manifest.read_bytes()
 
     def forecast(run, config):
+        calls.append(config)
         return Forecast(stage="sweep", n_rows=config.n, basis="one each")
 
-    calls = []
-    stage = planted(done, forecast=lambda *a: calls.append(a[1]) or forecast(*a))
+    stage = planted(done, forecast=forecast)
     output = forecast_stage(run.path, stage, lambda config: Letters(n=5))
     assert "rows                    5" in output and "one each" in output
     assert done == [] and calls == [Letters(n=5)]
@@ -184,19 +184,21 @@ def chain(done):
     )
 
 
+def do_all(stages, run):
+    for stage in stages:
+        run_stage(stage, run, Progress())
+
+
 def test_what_was_made_of_other_files_is_not_read(run, capsys):
     done = []
     stages = chain(done)
-    for stage in stages:
-        run_stage(stage, run, Progress())
+    do_all(stages, run)
     (run.path / "in").write_text("b")
-    with pytest.raises(ValueError) as caught:
+    words = r"calibrate reads .* its input in has changed since\); run `beatrice sweep`"
+    with pytest.raises(ValueError, match=words):
         run_stage(stages[2], run, Progress())  # whose own input is as it was
-    assert "calibrate reads" in str(caught.value)
-    assert "its input in has changed since); run `beatrice sweep`" in str(caught.value)
     assert done == ["sweep", "select", "calibrate"]
-    for stage in stages:  # in order, every one is done again and says so
-        run_stage(stage, run, Progress())
+    do_all(stages, run)  # in order, every one is done again and says so
     assert (run.path / "detector").read_text() == "b" * 8
     output = capsys.readouterr().err
     assert "stage sweep: its input in has changed since; it is done again" in output
@@ -212,14 +214,12 @@ def test_a_record_says_how_many_seconds_a_stage_took(run):
 def test_what_was_begun_again_and_not_finished_is_not_read(run):
     done = []
     stages = chain(done)
-    for stage in stages:
-        run_stage(stage, run, Progress())
+    do_all(stages, run)
     run.reopen_stage("sweep")
     assert run.stage_gap("sweep") == "stage sweep was begun again and is not finished"
     with pytest.raises(ValueError, match="is not finished.*run `beatrice sweep` first"):
         run_stage(stages[1], run, Progress())
-    for stage in stages:
-        run_stage(stage, run, Progress())
+    do_all(stages, run)
     assert done == ["sweep", "select", "calibrate", "sweep"]
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -13,7 +14,6 @@ from beatrice.extract.generate.answers import prompts_of
 from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
 from beatrice.extract.generate.local import TransformersGenerator, generate
 from beatrice.extract.generate.prompts import GenerationConfig, Prompt, Request
-from beatrice.extract.records import Answer
 from beatrice.extract.signals.decode import (
     DecodeReading,
     ReadingGenerator,
@@ -24,7 +24,9 @@ from beatrice.extract.signals.decode import (
 from beatrice.extract.signals.reader import SignalReader
 from beatrice.extract.signals.sequence import sequence_of
 from tests.extract.generate.loopback import Numbers
-from tests.extract.signals.readers import representatives
+from tests.extract.label.scripted import generated
+from tests.extract.signals.readers import FAMILIES as SIGNALS
+from tests.extract.signals.readers import assert_same_signals, representatives
 
 WITHOUT = ("gptj", "mpt", "bloom", "llama4")  # these are read again
 CONFIG = GenerationConfig(max_new_tokens=6)
@@ -41,29 +43,17 @@ def requests_of(n_shared=0, lengths=(9, 17, 12, 23, 14), context=(2, 6)):
     rng = np.random.default_rng(0)
     shared = rng.integers(3, 50, n_shared).tolist()
     start, stop = (n_shared + edge for edge in context)
+    prompts = [(*shared, *rng.integers(3, 50, n).tolist()) for n in lengths]
     return [
-        Request(
-            example_id=str(i),
-            setting="with_context",
-            variant="original",
-            prompt=Prompt((*shared, *rng.integers(3, 50, n).tolist()), (start, stop)),
-        )
-        for i, n in enumerate(lengths)
+        Request(str(i), "with_context", "original", Prompt(ids, (start, stop)))
+        for i, ids in enumerate(prompts)
     ]
 
 
 def answer_of(request, ids, stop):
     """The answer to a request that has these ids, and ends in a stop token."""
-    return Answer(
-        example_id=request.example_id,
-        setting=request.setting,
-        variant=request.variant,
-        text="",
-        prompt_ids=request.prompt.ids,
-        token_ids=tuple(ids),
-        stop_id=stop,
-        context_span=request.prompt.context_span,
-    )
+    ends = {"token_ids": tuple(ids), "stop_id": stop}
+    return request.answer(msgspec.structs.replace(generated(""), **ends))
 
 
 def largest_difference(reader, requests, config=CONFIG, answer_span="emitting"):
@@ -72,7 +62,7 @@ def largest_difference(reader, requests, config=CONFIG, answer_span="emitting"):
         reader, requests, config, answer_span=answer_span
     )
     again = reader.read([sequence_of(a, answer_span=answer_span) for a in answers])
-    differences = dict.fromkeys(("hidden", "prob", "resid", "attn"), 0.0)
+    differences = dict.fromkeys(SIGNALS, 0.0)
     for signals, expected in zip(written, again, strict=True):
         assert signals.first_token == expected.first_token
         for name in differences:
@@ -138,7 +128,7 @@ def test_an_answer_is_read_as_one_that_ends_at_every_token_while_it_is_written(f
         sequence = sequence_of(answer)
         (again,) = reader.read([sequence])
         n_rows = int(sequence.spans[2, 1])  # of a cut answer the last emitted nothing
-        for name in ("hidden", "prob", "resid", "attn"):
+        for name in SIGNALS:
             value, expected = getattr(signals, name), getattr(again, name)
             assert len(value) == n_rows
             np.testing.assert_allclose(value, expected[:n_rows], atol=5e-4)
@@ -173,11 +163,8 @@ def test_in_a_batch_answers_are_read_as_if_they_ended_before_the_last_choice():
         for answer, value, expected in zip(answers, signals, again, strict=True):
             if len(answer.token_ids) == CONFIG.max_new_tokens:
                 assert value is None
-                continue
-            for name in ("hidden", "prob", "resid", "attn"):
-                np.testing.assert_allclose(
-                    getattr(value, name), getattr(expected, name), atol=5e-4
-                )
+            else:
+                assert_same_signals(value, expected, 5e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])

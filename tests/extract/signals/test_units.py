@@ -4,6 +4,7 @@ import dataclasses
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,13 +13,8 @@ import torch
 from beatrice.benchmarks.bench.tiny_models import N_TEXT_IDS, tiny_model
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.run.process import Share, find_share
-from beatrice.extract.signals.extract import (
-    ExtractConfig,
-    run_plan,
-    tokens_per_unit,
-)
+from beatrice.extract.signals.extract import ExtractConfig, run_plan, tokens_per_unit
 from beatrice.extract.signals.reader import SignalReader
-from beatrice.extract.signals.sequence import TokenSequence
 from beatrice.extract.store.spec import Family, model_shapes
 from beatrice.extract.store.store import open_store
 from tests.extract.signals.readers import (
@@ -33,30 +29,20 @@ from tests.process import finish, start
 BUDGET = 16384
 
 
-class WideShapes:
-    """Says what a 9B would read, and reads nothing."""
-
-    hidden_spans = "all"
-
-    def __init__(self, n_stored_layers):
-        self.hidden_layers = tuple(range(n_stored_layers))
-        every = model_shapes(
-            d_model=4096, n_layers=32, n_attention_layers=8, n_heads=16
-        )
-        self.shapes = {**every, "hidden": (n_stored_layers, 4096)}
+WIDE = model_shapes(d_model=4096, n_layers=32, n_attention_layers=8, n_heads=16)
 
 
 def wide_plan(n_stored_layers, low, high, n_examples=4000):
+    """Return the plan of a reader of a 9B."""
     ids = np.zeros(high, np.int64)
     lengths = np.random.default_rng(0).integers(low, high, n_examples)
     sequences = [
         sequence_of_ids(ids[:n], [(0, 50), (50, n - 60), (n - 60, n)]) for n in lengths
     ]
-    reader = WideShapes(n_stored_layers)
-    config = ExtractConfig(
-        tokens_per_batch=BUDGET, hidden_layers=tuple(range(n_stored_layers))
-    )
-    return plan_of(sequences, reader, config)
+    kept = {"hidden_layers": tuple(range(n_stored_layers)), "hidden_spans": "all"}
+    shapes = WIDE | {"hidden": (n_stored_layers, 4096)}
+    config = ExtractConfig(tokens_per_batch=BUDGET, **kept)
+    return plan_of(sequences, SimpleNamespace(shapes=shapes, **kept), config)
 
 
 def padded(batch, lengths):
@@ -99,13 +85,10 @@ def test_units_are_small_enough_to_share_and_large_enough_to_fill_batches():
 def tiny_sequences(n_examples=120):
     rng = np.random.default_rng(3)
     sequences = []
-    for _ in range(n_examples):
-        n_tokens = int(rng.integers(6, 48))
+    for n_tokens in rng.integers(6, 48, n_examples):
         a, b, c = sorted(rng.integers(1, n_tokens, 3))
-        ids = rng.integers(3, N_TEXT_IDS, n_tokens + 1)
-        spans = np.array([[1, a], [a, b], [c, n_tokens]])
-        sequence = TokenSequence(ids=ids[:-1], targets=ids[1:], spans=spans)
-        sequences.append(sequence)
+        ids = rng.integers(3, N_TEXT_IDS, n_tokens)
+        sequences.append(sequence_of_ids(ids, [[1, a], [a, b], [c, n_tokens]]))
     return sequences
 
 

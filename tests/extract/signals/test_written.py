@@ -13,7 +13,7 @@ import safetensors
 from beatrice.extract import engines
 from beatrice.extract.generate.answers import answer_stage
 from beatrice.extract.generate.prompts import ANSWER_PRESETS, GenerationConfig
-from beatrice.extract.records import SETTINGS, Answer
+from beatrice.extract.records import SETTINGS
 from beatrice.extract.run.console import Progress
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.process import Share
@@ -24,6 +24,7 @@ from beatrice.extract.store.store import open_store, read_family
 from tests.extract import small_run
 from tests.extract.signals.readers import files_under
 from tests.extract.small_run import beatrice, questions
+from tests.records import an_answer
 
 SMALL_BATCHES = dataclasses.replace(
     ANSWER_PRESETS["smoke"],
@@ -166,22 +167,9 @@ def test_layers_chosen_between_two_starts_are_those_of_every_answer(layers, tmp_
     model, wanted = {"model": "m"}, dataclasses.replace(EXTRACT, hidden_layers=(2,))
     shapes = {"prob": (5,), "resid": (8,), "attn": (2, 2, 2, 1)}
     for i, kept in enumerate(layers):
-        answer = Answer(
-            example_id=f"q{i}",
-            setting="closed_book",
-            variant="original",
-            text="x",
-            prompt_ids=(1, 2 + i),
-            token_ids=(5,),
-            stop_id=2,
-            context_span=(1, 1),
-        )
-        reader = SimpleNamespace(
-            hidden_layers=kept,
-            hidden_spans="all",
-            fingerprint=model,
-            shapes=shapes | {"hidden": (len(kept), 1)},
-        )
+        answer = an_answer(example_id=f"q{i}", prompt_ids=(1, 2 + i), stop_id=2)
+        reader = SimpleNamespace(hidden_layers=kept, hidden_spans="all")
+        reader.fingerprint, reader.shapes = model, shapes | {"hidden": (len(kept), 1)}
         values = {name: np.zeros((3, *shape)) for name, shape in shapes.items()}
         hidden = np.tile(np.float32(kept)[:, None], (3, 1, 1))
         signals = SimpleNamespace(**values, hidden=hidden)
