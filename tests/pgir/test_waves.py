@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -37,7 +36,6 @@ from tests.pgir.small import played, reply
 from tests.process import run_python, start
 from tests.records import an_answer, an_example
 
-ROOT = Path(__file__).parents[2]
 QUESTIONS = [f"question {i}?" for i in range(7)]
 CONFIG = ControllerConfig(max_budget=2)
 PRICES = {
@@ -283,18 +281,6 @@ def test_a_kill_in_the_middle_of_a_wave_changes_no_row(tmp_path):
 def test_an_answer_stands_where_its_tokens_were_fed(token_ids, stop_id, places):
     answer = an_answer(token_ids=token_ids, stop_id=stop_id)  # behind a prompt of two
     assert written_tokens(answer) == places
-
-
-def test_calls_are_told_apart_by_all_they_ask():
-    calls = [
-        Call("answer", "who?"),
-        Call("answer", "who?", (1, 2)),
-        Call("answer", "who?", (2, 1)),
-        Call("score", "who?", (1, 2)),
-        Call("search", "who?", n=3),
-        Call("search", "who?", n=60),
-    ]
-    assert len(set(calls)) == len(calls)
 
 
 PASSAGES = (Passage(title="t", text="x"),)
