@@ -47,10 +47,9 @@ def logistic(config, seeds=(0,)):
     @jax.jit
     def start():
         params = {"w": jnp.array([-0.1, 0.2, 0.1])}
+        shape = 1, len(seeds)
         state = start_fit(params, config)
-        return jax.tree.map(
-            lambda x: jnp.broadcast_to(x, (1, len(seeds), *x.shape)), state
-        )
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (*shape, *x.shape)), state)
 
     @jax.jit
     def train(states, number, group):
@@ -70,9 +69,8 @@ def logistic(config, seeds=(0,)):
 
 
 def test_training_stops_early_and_halves_the_rate():
-    config = TrainConfig(
-        batch_size=64, max_epochs=60, lr_patience=2, patience=5, learning_rate=0.1
-    )
+    patience = {"lr_patience": 2, "patience": 5}
+    config = TrainConfig(batch_size=64, max_epochs=60, learning_rate=0.1, **patience)
     params, info = jax.tree.map(lambda x: x[0], logistic(config))
     n_epochs, best = int(info.n_epochs), int(info.best_epoch)
     assert n_epochs < 60 and n_epochs == best + 1 + 5
@@ -86,10 +84,9 @@ def test_training_stops_early_and_halves_the_rate():
 
 
 def test_microbatches_add_up_to_the_gradient_of_the_batch():
-    whole, four = (
-        logistic(TrainConfig(batch_size=64, max_epochs=2, n_microbatches=n))[0]
-        for n in (1, 4)
-    )
+    config = TrainConfig(batch_size=64, max_epochs=2, n_microbatches=4)
+    four, _ = logistic(config)
+    whole, _ = logistic(dataclasses.replace(config, n_microbatches=1))
     np.testing.assert_allclose(whole["w"], four["w"], atol=1e-6)
 
 
