@@ -43,10 +43,10 @@ def features_of(setting, dims, n=7, seed=0):
     return Features(tuple(tokens), tuple(masks))
 
 
-def random_like(tree, rng, scale=0.5):
-    """Weights of the same shapes, none of them zero, so that every one counts."""
+def random_stack(shapes, rng, *n):
+    """So many weights of these shapes, none of them zero, so that every one counts."""
     return jax.tree.map(
-        lambda x: rng.normal(0, scale, np.shape(x)).astype(np.float32), tree
+        lambda x: rng.normal(0, 0.5, (*n, *x.shape)).astype(np.float32), shapes
     )
 
 
@@ -62,24 +62,18 @@ def make_bank(setting, dims, config, seed):
         encoder.init, jax.random.key(0), families, jnp.ones(dims.n_families, bool)
     )
     names, n_parts = SUBSET_NAMES, 2 + len(SPANS[setting])
-    stack = jax.tree.map(
-        lambda x: np.zeros((SEEDS, len(names), *x.shape), np.float32), shapes
-    )
-    params = dict(random_like(stack, rng))
+    params = dict(random_stack(shapes, rng, SEEDS, len(names)))
     for row, reads in enumerate(dims.subset_masks):
         for span in range(len(SPANS[setting])):  # as training leaves what is not read
             kernel = params["params"][f"span_{span}"]["entry_kernel"]
             kernel[:, row] *= np.repeat(reads, config.projection)
     if config.is_linear_first:
-        params[COLLECTION] = {
-            "bias": rng.normal(size=(SEEDS, len(names))).astype(np.float32),
-            **{
-                f"kernel_{f}": rng.normal(
-                    0, 0.05, (SEEDS, len(names), n_parts * size)
-                ).astype(np.float32)
-                for f, size in enumerate(dims.sizes)
-            },
+        linear = {
+            f"kernel_{f}": rng.normal(0, 0.05, (SEEDS, len(names), n_parts * size))
+            for f, size in enumerate(dims.sizes)
         }
+        linear["bias"] = rng.normal(size=(SEEDS, len(names)))
+        params[COLLECTION] = {k: x.astype(np.float32) for k, x in linear.items()}
     return EncoderBank(
         dims=dims,
         config=config,
@@ -102,20 +96,13 @@ def make_head(reads, n_slots, config, seed, is_mean=False):
         jnp.arange(n_slots),
         jnp.arange(n_slots) < len(reads),
     )
-    stack = jax.tree.map(lambda x: np.zeros((SEEDS, *x.shape), np.float32), shapes)
-    params = random_like(stack, rng)
+    params = random_stack(shapes, rng, SEEDS)
     if is_mean:
         for name in ("out_kernel", "out_bias"):
             params["params"][name] *= 0
-    return SettingHead(
-        reads=reads,
-        config=fusion,
-        params=params,
-        calibrator=Calibrator(
-            name="isotonic", scores=(0.0, 1.0), p_correct=(0.05, 0.95)
-        ),
-        **KNOWN,
-    )
+    rising = Calibrator(name="isotonic", scores=(0.0, 1.0), p_correct=(0.05, 0.95))
+    fixed = {"config": fusion, "params": params, "calibrator": rising}
+    return SettingHead(reads=reads, **fixed, **KNOWN)
 
 
 def make_detector(config, reads, n_slots=9, is_mean=False, hidden_spans="all"):
@@ -130,10 +117,13 @@ def make_detector(config, reads, n_slots=9, is_mean=False, hidden_spans="all"):
     )
 
 
+def passes_of(detector):
+    """Signals of both passes."""
+    return {s: features_of(s, bank.dims, seed=3) for s, bank in detector.banks.items()}
+
+
 def assert_alike(detector, branch, atol=1e-5):
-    passes = {
-        s: features_of(s, bank.dims, seed=3) for s, bank in detector.banks.items()
-    }
+    passes = passes_of(detector)
     expected = forward.score(detector, branch, passes)
     scores = TorchForward(detector).score(branch, passes)
     assert scores.encoder_names == expected.encoder_names
@@ -163,10 +153,7 @@ def test_hidden_states_of_the_answer_alone_are_read_alike():
     reads = {"with_context": (("with_context", "HPRA"), ("with_context", "H"))}
     detector = make_detector(CONFIG, reads, hidden_spans="answer")
     assert_alike(detector, "with_context")
-    passes = {
-        s: features_of(s, bank.dims, seed=3) for s, bank in detector.banks.items()
-    }
-    scorer = TorchForward(detector)
+    passes, scorer = passes_of(detector), TorchForward(detector)
     before = scorer.score("with_context", passes).raw
     passes["with_context"].tokens[0][..., :12] += 9  # the context's hidden states
     np.testing.assert_array_equal(scorer.score("with_context", passes).raw, before)
@@ -194,8 +181,7 @@ def test_networks_that_add_nothing_are_not_run_and_score_alike():
 def test_a_padded_token_and_a_neighbour_in_the_batch_change_no_score():
     reads = {"with_context": (("with_context", "HPRA"), ("closed_book", "HP"))}
     detector = make_detector(CONFIG, reads)
-    passes = {s: features_of(s, b.dims, seed=5) for s, b in detector.banks.items()}
-    scorer = TorchForward(detector)
+    passes, scorer = passes_of(detector), TorchForward(detector)
     together = scorer.score("with_context", passes).raw
     for i in range(len(together)):
         padded = {}
@@ -212,28 +198,22 @@ def test_a_padded_token_and_a_neighbour_in_the_batch_change_no_score():
 
 def test_scores_do_not_depend_on_how_many_answers_the_memory_holds(probed):
     questions = [QUESTION, "what is the genre of Skiband Rugrond?"] * 6
-    passages = [[Passage(title="", text=PASSAGE)]] * len(questions)
-    closed, given = (
-        probed.read(probed.answer(probed.requests(setting, questions, context)))
-        for setting, context in (
-            ("closed_book", [()] * len(questions)),
-            ("with_context", passages),
+    contexts = {"closed_book": (), "with_context": [Passage(title="", text=PASSAGE)]}
+    passes = {
+        setting: probed.read(
+            probed.answer(probed.requests(setting, questions, [context] * 12))
         )
-    )
-    passes = {"with_context": given, "closed_book": closed}
+        for setting, context in contexts.items()
+    }
     whole = probed.score("with_context", passes)
     banks = {
         where: dataclasses.replace(bank, lengths=(64,) * len(SPANS[where]))
         for where, bank in probed.detector.banks.items()
     }
-    bank = banks["with_context"]
-    for n_bytes, at_once in ((10 * bank.row_bytes, 10), (1, 1)):
-        small = ProbedBackbone(
-            probed.backbone,
-            dataclasses.replace(probed.detector, banks=banks),
-            probed.config,
-            most_bytes=n_bytes,
-        )
+    detector = dataclasses.replace(probed.detector, banks=banks)
+    for n_bytes, at_once in ((10 * banks["with_context"].row_bytes, 10), (1, 1)):
+        shared = probed.backbone, detector, probed.config
+        small = ProbedBackbone(*shared, most_bytes=n_bytes)
         assert small.rows_at_once("with_context") == at_once
         parts = small.score("with_context", passes)
         assert parts.encoder_names == whole.encoder_names
