@@ -19,7 +19,7 @@ from beatrice.jaxprobe.scope import (
     scripts_of,
     share_outside,
 )
-from tests.jaxprobe.test_detector import pair  # noqa: F401, a fixture
+from tests.jaxprobe.test_detector import detector  # noqa: F401, a fixture
 
 DIMS = paper_dims(hidden=3, prob=2, resid=2, attn=1)
 
@@ -240,8 +240,7 @@ def test_a_threshold_breaks_its_promise_in_one_draw_of_ten_at_most(
     assert n_broken <= most * n_draws < n_broken_before
 
 
-def test_a_detector_keeps_its_scope_and_validation_answers(pair, tmp_path):  # noqa: F811
-    detector, _ = pair
+def test_a_detector_keeps_its_scope_and_validation_answers(detector, tmp_path):  # noqa: F811
     validation = Validation(np.linspace(1, 0, 99) ** 2, np.arange(99) < 50)
     dims = detector.banks["closed_book"].dims
     scope = Scope(*np.ones((2, dims.total), np.float32), np.ones(4, np.float32))

@@ -2,124 +2,37 @@
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from beatrice.extract.records import Passage
 from beatrice.jaxprobe import forward
-from beatrice.jaxprobe.calibration import Calibrator
-from beatrice.jaxprobe.config import EncoderConfig, FusionConfig
-from beatrice.jaxprobe.detector import Detector, EncoderBank, SettingHead
-from beatrice.jaxprobe.encoder import COLLECTION, Encoder
+from beatrice.jaxprobe.config import EncoderConfig
 from beatrice.jaxprobe.families import (
     SPANS,
     SUBSET_NAMES,
     Features,
-    Standardizer,
     paper_dims,
 )
-from beatrice.jaxprobe.fusion import FusionHead, head_inputs
-from beatrice.jaxprobe.tokens import split_families
 from beatrice.pgir.bridge import ProbedBackbone, TorchForward
-from tests.jaxprobe.samples import KNOWN, wide_scope
+from tests.jaxprobe.samples import ragged_features, random_detector
 from tests.pgir.small import LAYER, PASSAGE, QUESTION
 
 SIZES = {"hidden": 12, "prob": 5, "resid": 8, "attn": 6}
-SEEDS = 2
 CONFIG = EncoderConfig(projection=4, hidden=8, n_blocks=2, n_groups=2)
 
 
-def features_of(setting, dims, n=7, seed=0):
-    """Answers of uneven lengths; one has an empty first span, one an empty answer."""
-    rng, tokens, masks = np.random.default_rng(seed), [], []
-    for span, width in enumerate((9, 6, 4)[-len(SPANS[setting]) :]):
-        lengths = rng.integers(1, width + 1, n)
-        lengths[0] = 0 if span == 0 else lengths[0]
-        lengths[1] = 0 if span == len(SPANS[setting]) - 1 else lengths[1]
-        tokens.append(rng.normal(1, 3, (n, width, dims.total)).astype(np.float32))
-        masks.append(np.arange(width) < lengths[:, None])
-    return Features(tuple(tokens), tuple(masks))
-
-
-def random_stack(shapes, rng, *n):
-    """So many weights of these shapes, none of them zero, so that every one counts."""
-    return jax.tree.map(
-        lambda x: rng.normal(0, 0.5, (*n, *x.shape)).astype(np.float32), shapes
-    )
-
-
-def make_bank(setting, dims, config, seed):
-    rng = np.random.default_rng(seed)
-    standardizer = Standardizer(
-        rng.normal(1, 1, dims.total).astype(np.float32),
-        rng.uniform(1, 3, dims.total).astype(np.float32),
-    )
-    families = split_families(features_of(setting, dims), dims, standardizer)
-    encoder = Encoder(config, dims)
-    shapes = jax.eval_shape(
-        encoder.init, jax.random.key(0), families, jnp.ones(dims.n_families, bool)
-    )
-    names, n_parts = SUBSET_NAMES, 2 + len(SPANS[setting])
-    params = dict(random_stack(shapes, rng, SEEDS, len(names)))
-    for row, reads in enumerate(dims.subset_masks):
-        for span in range(len(SPANS[setting])):  # as training leaves what is not read
-            kernel = params["params"][f"span_{span}"]["entry_kernel"]
-            kernel[:, row] *= np.repeat(reads, config.projection)
-    if config.is_linear_first:
-        linear = {
-            f"kernel_{f}": rng.normal(0, 0.05, (SEEDS, len(names), n_parts * size))
-            for f, size in enumerate(dims.sizes)
-        }
-        linear["bias"] = rng.normal(size=(SEEDS, len(names)))
-        params[COLLECTION] = {k: x.astype(np.float32) for k, x in linear.items()}
-    return EncoderBank(
-        dims=dims,
-        config=config,
-        names=names,
-        spans=SPANS[setting],
-        standardizer=standardizer,
-        params=params,
-        lengths=(64,) * len(SPANS[setting]),
-        scope=wide_scope(dims.total),
-    )
-
-
-def make_head(reads, n_slots, config, seed, is_mean=False):
-    rng = np.random.default_rng(seed)
-    fusion = FusionConfig(hidden=8, n_slots=n_slots)
-    shapes = jax.eval_shape(
-        FusionHead(fusion).init,
-        jax.random.key(0),
-        head_inputs(jnp.zeros((n_slots, 1, config.d_pooled)), jnp.zeros((n_slots, 1))),
-        jnp.arange(n_slots),
-        jnp.arange(n_slots) < len(reads),
-    )
-    params = random_stack(shapes, rng, SEEDS)
-    if is_mean:
-        for name in ("out_kernel", "out_bias"):
-            params["params"][name] *= 0
-    rising = Calibrator(name="isotonic", scores=(0.0, 1.0), p_correct=(0.05, 0.95))
-    fixed = {"config": fusion, "params": params, "calibrator": rising}
-    return SettingHead(reads=reads, **fixed, **KNOWN)
-
-
-def make_detector(config, reads, n_slots=9, is_mean=False, hidden_spans="all"):
+def make_detector(config, reads, hidden_spans="all", **options):
     """A detector of all fifteen subsets in both passes, with heads for `reads`."""
     dims = paper_dims(hidden_spans=hidden_spans, **SIZES)
-    return Detector(
-        banks={s: make_bank(s, dims, config, i) for i, s in enumerate(SPANS)},
-        heads={
-            setting: make_head(pairs, n_slots, config, 7, is_mean)
-            for setting, pairs in reads.items()
-        },
-    )
+    return random_detector(dict.fromkeys(SPANS, dims), config, reads, 9, **options)
 
 
 def passes_of(detector):
     """Signals of both passes."""
-    return {s: features_of(s, bank.dims, seed=3) for s, bank in detector.banks.items()}
+    return {
+        s: ragged_features(s, bank.dims, seed=3) for s, bank in detector.banks.items()
+    }
 
 
 def assert_alike(detector, branch, atol=1e-5):
