@@ -10,17 +10,9 @@ import numpy as np
 import optax
 import pytest
 
-from beatrice.jaxprobe import checkpoint
+from beatrice.jaxprobe import checkpoint, loop
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.config import TrainConfig
-from beatrice.jaxprobe.loop import (
-    Keys,
-    Learner,
-    epoch_batches,
-    fit,
-    start_fit,
-    take_steps,
-)
 from beatrice.jaxprobe.metrics import masked_auroc
 from tests.records import flip_bit
 
@@ -48,23 +40,23 @@ def logistic(config, seeds=(0,)):
     def start():
         params = {"w": jnp.array([-0.1, 0.2, 0.1])}
         shape = 1, len(seeds)
-        state = start_fit(params, config)
+        state = loop.start_fit(params, config)
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (*shape, *x.shape)), state)
 
     @jax.jit
     def train(states, number, group):
         def step(state, seed):
             key = jax.random.fold_in(jax.random.key(seed), number)
-            batches = epoch_batches(key, group.weights, config.batch_size)
-            return take_steps(state, loss, batches, Keys(key, key), config)
+            batches = loop.epoch_batches(key, group.weights, config.batch_size)
+            return loop.take_steps(state, loss, batches, loop.Keys(key, key), config)
 
         return jax.vmap(jax.vmap(step), in_axes=(0, None))(states, jnp.asarray(seeds))
 
     def logits(states, group):
         return states.params["w"] @ ROWS.T
 
-    learner = Learner(start, train, logits)
-    (state,) = fit([learner], lambda _: [GROUP], lambda: [GROUP], config)
+    learner = loop.Learner(start, train, logits)
+    (state,) = loop.fit([learner], lambda _: [GROUP], lambda: [GROUP], config)
     return jax.tree.map(lambda x: x[0], (state.best_params, state.info))
 
 
@@ -108,9 +100,9 @@ def test_a_step_is_that_of_adamw():
     def loss(params, slope, *_):  # whose gradient is the slope
         return (params * slope[0]).sum()
 
-    keys = Keys(jax.random.key(0), jax.random.key(1))
-    state = start_fit(params, config)
-    result, _ = take_steps(state, loss, (slopes[:, None],), keys, config)
+    keys = loop.Keys(jax.random.key(0), jax.random.key(1))
+    state = loop.start_fit(params, config)
+    result, _ = loop.take_steps(state, loss, (slopes[:, None],), keys, config)
     with jax.numpy_dtype_promotion("standard"):
         adamw = optax.adamw(1e-2, weight_decay=0.1)
         expected, opt_state = params, adamw.init(params)
