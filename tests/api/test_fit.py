@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import shutil
 
 import numpy as np
@@ -17,6 +16,7 @@ from beatrice.extract.store.store import open_kvstore, read_family
 from beatrice.jaxprobe.calibrate import CALIBRATE_PRESETS
 from beatrice.jaxprobe.metrics import auroc
 from beatrice.own_model import split_answers
+from tests.extract.datasets.published import write_lines
 from tests.process import call
 
 SETTINGS = ("closed_book", "with_context")
@@ -51,11 +51,8 @@ def probe(run, signals):
 def test_fit_on_the_signals_of_a_run_is_the_detector_of_its_verbs(run, signals, probe):
     verbs = beatrice.load(run.path)
     assert verbs.detector.provenance.layer == probe.layer
-    cases = [{"signals": setting_signals} for setting_signals in signals.values()]
-    cases.append(
-        {"signals": signals["with_context"], "closed_book": signals["closed_book"]}
-    )
-    for case in cases:
+    both = {"signals": signals["with_context"], "closed_book": signals["closed_book"]}
+    for case in (*({"signals": alone} for alone in signals.values()), both):
         p_correct = probe.predict(**case)
         np.testing.assert_allclose(verbs.predict(**case), p_correct, atol=1e-6)
         assert np.ptp(p_correct) > 0.05  # it says something
@@ -119,14 +116,8 @@ def held_out_auroc(rng, labels_of, recipe):
     signals, truth = planted_signals(rng)
     labels = labels_of(truth)
     splits = ["train"] * 160 + ["validation"] * 60 + ["test"] * 80
-    probe = beatrice.fit(
-        signals,
-        labels,
-        splits=splits,
-        recipe=recipe,
-        config=small_config(),
-        progress=False,
-    )
+    how = {"recipe": recipe, "config": small_config(), "progress": False}
+    probe = beatrice.fit(signals, labels, splits=splits, **how)
     report = probe.report.query("split == 'test' and metric == 'auroc'")
     p_correct = probe.predict(signals)[220:]
     assert auroc(p_correct, labels[220:]).value == pytest.approx(
@@ -240,13 +231,6 @@ def test_a_probe_of_arrays_says_that_it_has_no_language_model(probe):
         probe.score("a question", "an answer")
 
 
-def test_what_is_no_probe_and_no_run_is_refused(tmp_path):
-    for path in (tmp_path, tmp_path / "nowhere", 3, None):
-        with pytest.raises(ValueError):
-            beatrice.load(path)
-    assert os.listdir(tmp_path) == []
-
-
 def called(*words):
     return CliRunner().invoke(main, ["fit", *map(str, words)])
 
@@ -254,10 +238,8 @@ def called(*words):
 @pytest.fixture
 def questions(smoke_run, tmp_path):
     examples = read_examples(RunDir(smoke_run))
-    path = tmp_path / "questions.jsonl"
     rows = [{"question": e.question, "golds": list(e.golds)} for e in examples]
-    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    return path
+    return write_lines(tmp_path / "questions.jsonl", rows)
 
 
 def test_a_model_and_questions_become_a_probe_that_says_what_it_is_worth(
@@ -269,35 +251,29 @@ def test_a_model_and_questions_become_a_probe_that_says_what_it_is_worth(
         assert words in done.output
     lines = (tmp_path / "probe" / "examples.jsonl").read_text().splitlines()
     assert len(lines) == 5  # whose P is looked at where the probe is loaded
-    assert (
-        "| perplexity's | of text alone |" in (tmp_path / "probe/README.md").read_text()
-    )
+    card = (tmp_path / "probe" / "README.md").read_text()
+    assert "| perplexity's | of text alone |" in card
     assert not (tmp_path / "probe.work").exists()
     probe = beatrice.load(tmp_path / "probe")
     score = probe.answer("where was Skiband Rugrond born?")
     assert 0 < score.p_correct < 1
-    assert not any("another script" in warning for warning in score.warnings)
+    assert "another script" not in "".join(score.warnings)
     foreign = probe.score("где родился Скибанд Ругронд?", "Guzolt Falls")
-    assert any(
-        "CYRILLIC, training had LATIN" in warning for warning in foreign.warnings
-    )
+    assert "CYRILLIC, training had LATIN" in "".join(foreign.warnings)
     if probe.detector.doubts:
         assert score.decision == "unknown" and "trust" in score.warnings[0]
 
 
-def test_answers_that_are_all_wrong_or_few_are_refused_with_how_many_would_do(
-    questions, tmp_path
-):
+def test_answers_that_are_all_wrong_or_few_are_refused_with_how_many_would_do(tmp_path):
     lines = [
         {"question": f"where is place {i}?", "answer": "here", "label": i < 5}
         for i in range(24)
     ]
-    path = tmp_path / "answers.jsonl"
-    path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    path = write_lines(tmp_path / "answers.jsonl", lines)
     done = called("embedded", "--labelled", path, tmp_path / "probe")
     assert done.exit_code == 1 and "40 of each would do" in done.output
     assert not (tmp_path / "probe").exists()
-    path.write_text("\n".join(map(json.dumps, lines[5:])), encoding="utf-8")
+    write_lines(path, lines[5:])
     done = called("embedded", "--labelled", path, tmp_path / "probe")
     assert "too few to fit: 0 right and 19 wrong" in done.output
 
@@ -306,8 +282,8 @@ def test_answers_that_match_no_gold_are_said_at_once_with_what_to_do(
     questions, tmp_path
 ):
     rows = map(json.loads, questions.read_text(encoding="utf-8").splitlines())
-    lines = [json.dumps({**row, "golds": ["nothing like it"]}) for row in rows][:60]
-    questions.write_text("\n".join(lines), encoding="utf-8")
+    rows = [{**row, "golds": ["nothing like it"]} for row in rows]
+    write_lines(questions, rows[:60])
     done = called("embedded", questions, tmp_path / "probe")
     assert done.exit_code == 1
     assert "none of the first 50 answers is right ('" in done.output
@@ -340,11 +316,10 @@ def test_a_fit_that_was_killed_goes_on_with_the_answers_that_are_there(tmp_path)
 def test_what_the_verb_cannot_use_is_one_sentence_before_a_model_is_loaded(
     questions, tmp_path
 ):
-    empty, odd = tmp_path / "empty.jsonl", tmp_path / "odd.jsonl"
-    empty.write_text("")
-    odd.write_text('{"question": "q", "answer": "a", "label": "yes"}')
-    goldless = tmp_path / "goldless.jsonl"
-    goldless.write_text('{"question": "who?"}')
+    empty = write_lines(tmp_path / "empty.jsonl", [])
+    odd = {"question": "q", "answer": "a", "label": "yes"}
+    odd = write_lines(tmp_path / "odd.jsonl", [odd])
+    goldless = write_lines(tmp_path / "goldless.jsonl", [{"question": "who?"}])
     cases = [
         ((questions,), "QUESTIONS and PROBE_FOLDER"),
         ((questions, tmp_path), "is there already"),

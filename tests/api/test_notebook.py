@@ -2,7 +2,7 @@
 
 import os
 import re
-from pathlib import Path
+import shutil
 
 import numpy as np
 import pandas
@@ -16,8 +16,10 @@ from beatrice.extract.run.contents import read_answers, read_examples
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import user_cache
 from beatrice.extract.store.store import open_store, read_family
+from tests.pgir.small import PASSAGE, QUESTION
+from tests.process import ROOT
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+README = (ROOT / "README.md").read_text()
 FIRST, NOTEBOOK, GATE = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
@@ -36,18 +38,14 @@ def examples(run):
     return read_examples(run)[:60]
 
 
-def test_a_notebook_of_ten_lines_goes_from_questions_to_a_score(run, tmp_path):
+def test_a_notebook_of_ten_lines_goes_from_questions_to_a_score(run, working_folder):
     assert len(NOTEBOOK.strip().splitlines()) <= 12
-    (tmp_path / "questions.jsonl").write_bytes(run.examples.read_bytes())
-    here, names = os.getcwd(), {}
-    os.chdir(tmp_path)
-    try:
-        exec(NOTEBOOK, names)
-    finally:
-        os.chdir(here)
-    assert sorted(os.listdir(tmp_path)) == ["probe", "questions.jsonl"]
+    shutil.copy(run.examples, "questions.jsonl")
+    names = {}
+    exec(NOTEBOOK, names)
+    assert sorted(os.listdir()) == ["probe", "questions.jsonl"]
     probe = names["probe"]
-    score = probe.answer("where was Skiband Rugrond born?")
+    score = probe.answer(QUESTION)
     p_correct = probe.predict(names["signals"][:1])
     again = probe.score(names["questions"][0].question, names["answers"][0].text)
     assert again.p_correct == pytest.approx(p_correct[0], abs=1e-4)
@@ -73,10 +71,8 @@ def test_the_gate_of_the_readme_keeps_one_of_two_answers():
 
 
 def test_answers_are_those_of_the_verb(run, model, examples):
-    for setting, contexts in (
-        ("closed_book", None),
-        ("with_context", [e.passages for e in examples]),
-    ):
+    passages = [e.passages for e in examples]
+    for setting, contexts in (("closed_book", None), ("with_context", passages)):
         known = {a.key: a for a in read_answers(run, setting)}
         for answer in model.answer(examples, contexts, max_new_tokens=10):
             assert answer == known[answer.key]
@@ -98,21 +94,15 @@ def test_signals_are_those_of_the_verb_in_memory_and_in_a_folder(
     assert len(model.read(answers, layers=[2, 4], store=where)) == len(answers)
 
 
-PASSAGE = "Skiband Rugrond was born in Guzolt Falls."
 CONTEXTS = [PASSAGE, "in Falls", ["x y", "was z"]]
-QUESTIONS = [
-    "where was Skiband Rugrond born?",
-    "where was Guzolt Falls born?",
-    "where was Skiband born?",
-]
+QUESTIONS = [QUESTION, "where was Guzolt Falls born?", "where was Skiband born?"]
 
 
 @pytest.mark.parametrize("contexts", [None, CONTEXTS])
 def test_answers_are_read_in_the_passes_that_write_them(model, contexts):
-    answers, signals = model.answer(
-        QUESTIONS, contexts, max_new_tokens=8, read=True, layers=[1, 3]
-    )
-    assert answers == model.answer(QUESTIONS, contexts, max_new_tokens=8)
+    inputs = {"questions": QUESTIONS, "contexts": contexts, "max_new_tokens": 8}
+    answers, signals = model.answer(**inputs, read=True, layers=[1, 3])
+    assert answers == model.answer(**inputs)
     again = model.read(answers, layers=[1, 3])
     assert signals.keys == again.keys and signals.layers == again.layers == (1, 3)
     for read, expected in zip(signals, again, strict=True):
@@ -150,10 +140,8 @@ def test_a_probe_answers_and_scores_in_one_pass(run, model):
 
 
 def test_a_probe_of_a_model_in_memory_scores_with_that_model(model, examples):
-    backbone = model.backbone
-    ours = beatrice.LanguageModel(
-        backbone.model, backbone.tokenizer, prompt=model.prompt
-    )
+    backbone, options = model.backbone, {"prompt": model.prompt}
+    ours = beatrice.LanguageModel(backbone.model, backbone.tokenizer, **options)
     answers = ours.answer(examples, max_new_tokens=10)
     labels = [a.text in e.golds for a, e in zip(answers, examples, strict=True)]
     signals = ours.read(answers)
@@ -202,7 +190,7 @@ def test_only_answers_are_read(model, answers):
 
 
 def test_layers_that_the_model_has_not_are_refused(model):
-    answers = model.answer(["where was Skiband Rugrond born?"])
+    answers = model.answer([QUESTION])
     for layers in ("last", [99], [-1]):
         with pytest.raises(ValueError, match="layers"):
             model.read(answers, layers=layers)
@@ -210,9 +198,8 @@ def test_layers_that_the_model_has_not_are_refused(model):
 
 def test_a_data_frame_gets_p_and_its_reasons_beside_each_row():
     probe = beatrice.load("embedded")
-    question = "where was Skiband Rugrond born?"
     answers = ["Guzolt Falls", "", "Vovem Works"]
-    frame = pandas.DataFrame({"question": question, "answer": answers}, index=[7, 5, 3])
+    frame = pandas.DataFrame({"question": QUESTION, "answer": answers}, index=[7, 5, 3])
     scored = probe.score_frame(frame)
     assert list(scored.index) == [7, 5, 3] and list(scored.answer) == answers
     scores = probe.score_many(frame)

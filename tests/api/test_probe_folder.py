@@ -109,13 +109,13 @@ def test_a_file_that_does_not_belong_is_refused(folder, name):
         beatrice.load(folder)
 
 
-def test_a_later_format_and_an_edited_config_are_refused(folder):
+def test_another_format_and_an_edited_config_are_refused(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "format": 99}))
     with pytest.raises(ValueError, match=r"config\.json does not match its SHA-256"):
         beatrice.load(folder)
     write_checksums(folder)
-    with pytest.raises(ValueError, match="format"):
+    with pytest.raises(ValueError, match=f"{folder}.*format.*again"):
         beatrice.load(folder)
 
 
@@ -128,19 +128,13 @@ def test_no_mutant_of_a_folder_is_read_with_another_number(saved, tmp_path):
     for number in range(200):
         folder = Path(shutil.copytree(saved, tmp_path / str(number)))
         path = folder / rng.choice(names)
-        content = bytearray(before[path.name])
-        at = rng.randrange(len(content))
-        kind = rng.randrange(4)
-        if kind == 0:
-            content[at] ^= 1 << rng.randrange(8)
-        elif kind == 1:
-            del content[at:]
-        elif kind == 2:
-            content[at:at] = content[at : at + 7]
-        else:
-            content[at] = ord("0") + rng.randrange(10)
-        path.write_bytes(content)
-        if bytes(content) == before[path.name]:
+        whole = before[path.name]
+        at = rng.randrange(len(whole))
+        bits, digit = whole[at] ^ 1 << rng.randrange(8), rng.choice(b"0123456789")
+        doubled, rest = whole[at : at + 7], whole[at + 1 :]
+        ends = b"", doubled + whole[at:], bytes([bits]) + rest, bytes([digit]) + rest
+        path.write_bytes(whole[:at] + rng.choice(ends))
+        if path.read_bytes() == whole:
             continue
         try:
             beatrice.load(folder)
@@ -180,11 +174,18 @@ def test_another_model_or_tokenizer_is_refused_or_said_with_every_score(folder, 
 
 @pytest.mark.parametrize(
     ("path", "named"),
-    [("nowhere/at/all", "nowhere/at/all"), ("hf://no one/x", "no one/x"), (3, "path")],
+    [
+        ("nowhere/at/all", "nowhere/at/all"),
+        ("hf://no one/x", "no one/x"),
+        (".", "no manifest.json"),
+        (3, "path"),
+        (None, "path"),
+    ],
 )
-def test_what_is_no_probe_is_refused_in_a_sentence(path, named):
+def test_what_is_no_probe_and_no_run_is_refused(working_folder, path, named):
     with pytest.raises(ValueError, match=named):
         beatrice.load(path)
+    assert not any(working_folder.iterdir())
 
 
 def test_a_probe_is_not_saved_over_something_else(probe, tmp_path):

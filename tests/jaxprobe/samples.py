@@ -1,13 +1,20 @@
-"""Rows and stores of made-up answers: what many tests begin with."""
+"""Rows, stores and detectors of made-up answers: what many tests begin with."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from beatrice.extract.store.spec import StoreSpec
 from beatrice.extract.store.store import create_store, write_range
-from beatrice.jaxprobe.families import Standardizer
+from beatrice.jaxprobe.calibration import Calibrator
+from beatrice.jaxprobe.config import FusionConfig
+from beatrice.jaxprobe.detector import Detector, EncoderBank, SettingHead
+from beatrice.jaxprobe.encoder import COLLECTION, Encoder
+from beatrice.jaxprobe.families import SPANS, SUBSET_NAMES, Features, Standardizer
+from beatrice.jaxprobe.fusion import FusionHead, head_inputs
 from beatrice.jaxprobe.rows import Rows
 from beatrice.jaxprobe.scope import Evidence, Scope, Validation
+from beatrice.jaxprobe.tokens import split_families
 
 
 def rows_like(labels, setting="closed_book", **fields):
@@ -84,4 +91,94 @@ def identity_of(dims):
     """A standardizer that changes nothing."""
     return Standardizer(
         np.zeros(dims.total, np.float32), np.ones(dims.total, np.float32)
+    )
+
+
+N_SEEDS = 2
+
+
+def ragged_features(setting, dims, n=7, seed=0):
+    """Answers of uneven lengths; one has an empty first span, one an empty answer."""
+    rng, tokens, masks = np.random.default_rng(seed), [], []
+    for span, width in enumerate((9, 6, 4)[-len(SPANS[setting]) :]):
+        lengths = rng.integers(1, width + 1, n)
+        lengths[0] = 0 if span == 0 else lengths[0]
+        lengths[1] = 0 if span == len(SPANS[setting]) - 1 else lengths[1]
+        tokens.append(rng.normal(1, 3, (n, width, dims.total)).astype(np.float32))
+        masks.append(np.arange(width) < lengths[:, None])
+    return Features(tuple(tokens), tuple(masks))
+
+
+def random_stack(shapes, rng, *n):
+    """So many weights of these shapes, none of them zero, so that every one counts."""
+    return jax.tree.map(
+        lambda x: rng.normal(0, 0.5, (*n, *x.shape)).astype(np.float32), shapes
+    )
+
+
+def random_bank(setting, dims, config, seed):
+    """Encoders of all subsets, of two seeds."""
+    rng = np.random.default_rng(seed)
+    standardizer = Standardizer(
+        rng.normal(1, 1, dims.total).astype(np.float32),
+        rng.uniform(1, 3, dims.total).astype(np.float32),
+    )
+    families = split_families(ragged_features(setting, dims), dims, standardizer)
+    encoder = Encoder(config, dims)
+    shapes = jax.eval_shape(
+        encoder.init, jax.random.key(0), families, jnp.ones(dims.n_families, bool)
+    )
+    names, n_parts = SUBSET_NAMES, 2 + len(SPANS[setting])
+    params = dict(random_stack(shapes, rng, N_SEEDS, len(names)))
+    for row, reads in enumerate(dims.subset_masks):
+        for span in range(len(SPANS[setting])):  # as training leaves what is not read
+            kernel = params["params"][f"span_{span}"]["entry_kernel"]
+            kernel[:, row] *= np.repeat(reads, config.projection)
+    if config.is_linear_first:
+        linear = {
+            f"kernel_{f}": rng.normal(0, 0.05, (N_SEEDS, len(names), n_parts * size))
+            for f, size in enumerate(dims.sizes)
+        }
+        linear["bias"] = rng.normal(size=(N_SEEDS, len(names)))
+        params[COLLECTION] = {k: x.astype(np.float32) for k, x in linear.items()}
+    return EncoderBank(
+        dims=dims,
+        config=config,
+        names=names,
+        spans=SPANS[setting],
+        standardizer=standardizer,
+        params=params,
+        lengths=(64,) * len(SPANS[setting]),
+        scope=wide_scope(dims.total),
+    )
+
+
+def random_head(reads, n_slots, config, is_mean=False):
+    """A head of two seeds over the encoders that it reads."""
+    rng = np.random.default_rng(7)
+    fusion = FusionConfig(hidden=8, n_slots=n_slots)
+    shapes = jax.eval_shape(
+        FusionHead(fusion).init,
+        jax.random.key(0),
+        head_inputs(jnp.zeros((n_slots, 1, config.d_pooled)), jnp.zeros((n_slots, 1))),
+        jnp.arange(n_slots),
+        jnp.arange(n_slots) < len(reads),
+    )
+    params = random_stack(shapes, rng, N_SEEDS)
+    if is_mean:
+        for name in ("out_kernel", "out_bias"):
+            params["params"][name] *= 0
+    rising = Calibrator(name="isotonic", scores=(0.0, 1.0), p_correct=(0.05, 0.95))
+    fixed = {"config": fusion, "params": params, "calibrator": rising}
+    return SettingHead(reads=reads, **fixed, **KNOWN)
+
+
+def random_detector(dims, config, reads, n_slots, is_mean=False):
+    """A detector of two passes with heads for `reads`; `dims` are those of each."""
+    return Detector(
+        banks={s: random_bank(s, dims[s], config, i) for i, s in enumerate(SPANS)},
+        heads={
+            setting: random_head(pairs, n_slots, config, is_mean)
+            for setting, pairs in reads.items()
+        },
     )

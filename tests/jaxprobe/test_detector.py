@@ -1,7 +1,7 @@
 """A detector scores as its grid and heads do, of the paper's families or any others."""
 
 import dataclasses
-import json
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,48 +9,35 @@ import numpy as np
 import pytest
 
 from beatrice.extract.generate.prompts import PromptConfig, Shot
-from beatrice.extract.run.files import write_checksums
 from beatrice.extract.store.spec import Family
-from beatrice.jaxprobe import forward
+from beatrice.jaxprobe import forward, fusion
 from beatrice.jaxprobe.calibrate import (
     FusedHead,
     Grid,
     calibrated,
     pool_of,
     score_store,
-    selected_params,
 )
-from beatrice.jaxprobe.calibration import Calibrator
 from beatrice.jaxprobe.config import (
     EncoderConfig,
     FusionConfig,
     GridConfig,
     TrainConfig,
 )
-from beatrice.jaxprobe.detector import Detector, EncoderBank, Provenance, SettingHead
-from beatrice.jaxprobe.encoder import Encoder, MemberOutputs
+from beatrice.jaxprobe.detector import Detector, Provenance
+from beatrice.jaxprobe.encoder import Encoder
 from beatrice.jaxprobe.families import (
-    SPANS,
     SUBSETS,
-    Features,
     paper_dims,
-    standardizer_of,
     subset_index,
 )
-from beatrice.jaxprobe.fusion import (
-    FusionHead,
-    PoolOutputs,
-    apply_head,
-    head_inputs,
-    slots_of,
-)
-from beatrice.jaxprobe.grid import Member, Trained, member_outputs
+from beatrice.jaxprobe.grid import Member
 from beatrice.jaxprobe.metrics import auroc
 from beatrice.jaxprobe.rows import rows_of, training_set
 from beatrice.jaxprobe.tokens import read_features, split_families
 from beatrice.jaxprobe.train import train_encoders
 from beatrice.selection.greedy import fused_probability, select
-from tests.jaxprobe.samples import KNOWN, store_like, wide_scope
+from tests.jaxprobe.samples import ragged_features, random_detector, store_like
 from tests.records import a_label, an_example
 
 CONFIG = EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2)
@@ -59,144 +46,70 @@ DIMS = {
     "closed_book": paper_dims(hidden=6, prob=5, resid=4, attn=2),
     "with_context": paper_dims(hidden=6, prob=5, resid=4, attn=3),
 }
-NAMES = ("HP", "A")
-
-
-def random_features(setting, n_examples=7):
-    rng = np.random.default_rng(0)
-    tokens, masks = [], []
-    for length in (6, 4, 3)[-3 if setting == "with_context" else -2 :]:
-        shape = (n_examples, length, DIMS[setting].total)
-        tokens.append(rng.standard_normal(shape).astype(np.float32) * 2 + 1)
-        real = rng.integers(0, length + 1, n_examples)
-        masks.append(np.arange(length)[None] < real[:, None])
-    return Features(tuple(tokens), tuple(masks))
-
-
-def random_grid(setting):
-    """Two subsets x two seeds, untrained: scoring does not care."""
-    features = random_features(setting)
-    standardizer = standardizer_of([features])
-    families = split_families(features, DIMS[setting], standardizer)
-    encoder = Encoder(CONFIG, DIMS[setting])
-    members = tuple(Member(subset_index(n), s) for s in (0, 1) for n in NAMES)
-    init = jax.jit(lambda key, mask: encoder.init(key, families, mask))
-    params = [
-        init(jax.random.key(i), jnp.asarray(SUBSETS[m.subset]))
-        for i, m in enumerate(members)
-    ]
-    stacked = jax.tree.map(lambda *x: np.stack(x), *params)
-    trained = Trained(members, stacked, None)
-    return trained, standardizer, member_outputs(trained, families, encoder=encoder)
 
 
 @pytest.fixture(scope="module")
-def pair():
-    grids = {setting: random_grid(setting) for setting in DIMS}
-    banks = {
-        setting: EncoderBank(
-            names=NAMES,
-            spans=SPANS[setting],
-            params=selected_params(trained, list(map(subset_index, NAMES))),
-            dims=DIMS[setting],
-            config=CONFIG,
-            standardizer=standardizer,
-            lengths=(9,) * len(SPANS[setting]),
-            scope=wide_scope(DIMS[setting].total),
-        )
-        for setting, (trained, standardizer, _) in grids.items()
-    }
-    head, mask = FusionHead(FUSION), jnp.asarray(slots_of((0, 1), 4)[1])
-    outputs = head_inputs(jnp.zeros((4, 1, 16)), jnp.zeros((4, 1)))
-    slots = jnp.arange(4)
-    init = jax.vmap(lambda key: head.init(key, outputs, slots, mask))
-    stacked = jax.device_get(jax.jit(init)(jax.random.split(jax.random.key(0))))
-    calibrator = Calibrator(name="isotonic", scores=(0.0, 1.0), p_correct=(0.1, 0.7))
+def detector():
     reads = {
         "closed_book": (("closed_book", "HP"), ("closed_book", "A")),
         "with_context": (("with_context", "A"), ("closed_book", "HP")),
     }
-    heads = {
-        s: SettingHead(
-            reads=reads[s],
-            config=FUSION,
-            params=stacked,
-            calibrator=calibrator,
-            **KNOWN,
-        )
-        for s in reads
-    }
-    return Detector(banks=banks, heads=heads), grids
+    return random_detector(DIMS, CONFIG, reads, FUSION.n_slots)
+
+
+def features_of(setting):
+    return ragged_features(setting, DIMS[setting])
 
 
 def score_closed_book(detector, features):
     return forward.score(detector, "closed_book", {"closed_book": features})
 
 
-def score_with_context(detector, with_context, closed_book):
-    passes = {"with_context": with_context, "closed_book": closed_book}
-    known = {name: features for name, features in passes.items() if features}
-    return forward.score(detector, "with_context", known)
-
-
-def test_detector_scores_as_grid_and_head_do(pair):
-    detector, grids = pair
-    scores = score_closed_book(detector, random_features("closed_book"))
-    codes: MemberOutputs = grids["closed_book"][2]
-    logits = codes.logits.reshape(2, 2, -1)
-    shaped = PoolOutputs(
-        head_inputs(codes.pooled.reshape(2, 2, 7, -1), logits), None, None
+def score_with_context(detector, with_context, **passes):
+    return forward.score(
+        detector, "with_context", passes | {"with_context": with_context}
     )
-    slots, mask = slots_of((0, 1), 4)
-    head = detector.heads["closed_book"]
-    p = [
-        jax.nn.sigmoid(
-            apply_head(
-                jax.tree.map(lambda x, s=s: x[s], head.params),
-                slots,
-                mask,
-                shaped,
-                np.int32(s),
-                head=FusionHead(FUSION),
-            )
-        )
-        for s in (0, 1)
-    ]
+
+
+def test_a_detector_scores_as_its_encoders_and_its_head_do(detector):
+    features, bank = features_of("closed_book"), detector.banks["closed_book"]
+    scores = score_closed_book(detector, features)
+    families = split_families(features, bank.dims, bank.standardizer)
+    encoder, outputs = Encoder(CONFIG, bank.dims), []
+    for seed, name in itertools.product((0, 1), ("HP", "A")):
+        at = seed, subset_index(name)
+        params = jax.tree.map(lambda x, at=at: x[at], bank.params)
+        outputs.append(encoder.apply(params, families, jnp.asarray(SUBSETS[at[1]])))
+    logits, pooled = (np.stack(x) for x in zip(*outputs, strict=True))
+    logits = logits.reshape(2, 2, -1)
+    inputs = fusion.head_inputs(pooled.reshape(2, 2, 7, -1), logits)
+    pool, p = fusion.PoolOutputs(inputs, None, None), []
+    for s in (0, 1):
+        params = jax.tree.map(lambda x, s=s: x[s], detector.heads["closed_book"].params)
+        fixed = params, *fusion.slots_of((0, 1), 4), pool, np.int32(s)
+        logit = fusion.apply_head(*fixed, head=fusion.FusionHead(FUSION))
+        p.append(jax.nn.sigmoid(logit))
     np.testing.assert_allclose(scores.raw, np.mean(p, axis=0), atol=1e-5)
-    np.testing.assert_allclose(scores.p_correct, 0.1 + 0.6 * scores.raw, atol=1e-9)
+    np.testing.assert_allclose(scores.p_correct, 0.05 + 0.9 * scores.raw, atol=1e-9)
     expected = np.asarray(jax.nn.sigmoid(logits)).mean(axis=0).T
     np.testing.assert_allclose(scores.encoders, expected, atol=1e-5)
     assert scores.encoder_names == ("closed_book/HP", "closed_book/A")
 
 
-def test_detector_comes_back_from_disk_and_scores_the_same(pair, tmp_path):
-    detector, _ = pair
-    prompt = PromptConfig(
-        template="few-shot", shots=(Shot(question="q?", answer="a"),), chat=True
-    )
+def test_detector_comes_back_from_disk_and_scores_the_same(detector, tmp_path):
+    shots = (Shot(question="q?", answer="a"),)
+    prompt = PromptConfig(template="few-shot", shots=shots, chat=True)
     provenance = Provenance(
         model="m", revision="r", layer=3, prompt=prompt, stop_id=7, scripts=("LATIN",)
     )
     detector = dataclasses.replace(detector, provenance=provenance)
-    features = random_features("with_context"), random_features("closed_book")
     detector.save(tmp_path / "detector")
-    before = score_with_context(detector, *features)
     loaded = Detector.load(tmp_path / "detector")
     assert loaded.provenance == provenance
-    after = score_with_context(loaded, *features)
+    features = {setting: features_of(setting) for setting in DIMS}
+    before, after = (score_with_context(x, **features) for x in (detector, loaded))
     np.testing.assert_array_equal(before.p_correct, after.p_correct)
     assert after.encoder_names == ("with_context/A", "closed_book/HP")
-
-
-def test_a_detector_of_an_older_format_is_refused_in_a_sentence(pair, tmp_path):
-    detector, _ = pair
-    detector.save(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "format": 2}))
-    write_checksums(tmp_path)
-    with pytest.raises(ValueError) as caught:
-        Detector.load(tmp_path)
-    assert str(tmp_path) in str(caught.value) and "again" in str(caught.value)
 
 
 def stored(setting, questions):
@@ -214,8 +127,9 @@ def stored(setting, questions):
     )
 
 
-def test_stored_answers_are_scored_beside_the_closed_book_ones_of_their_questions(pair):
-    detector, _ = pair
+def test_stored_answers_are_scored_beside_the_closed_book_ones_of_their_questions(
+    detector,
+):
     context, closed = np.arange(90), np.roll(np.arange(100)[::-1], 7)
     stores = {
         "with_context": stored("with_context", context),
@@ -225,7 +139,7 @@ def test_stored_answers_are_scored_beside_the_closed_book_ones_of_their_question
     expected = score_with_context(
         detector,
         read_features(stores["with_context"], None),
-        read_features(stores["closed_book"], None, partner),
+        closed_book=read_features(stores["closed_book"], None, partner),
     )
     scores = score_store(detector, "with_context", stores, layer=None)
     np.testing.assert_allclose(scores.raw, expected.raw, atol=1e-5)
@@ -241,28 +155,22 @@ def test_stored_answers_are_scored_beside_the_closed_book_ones_of_their_question
     score_store(detector, "with_context", stores, layer=None, examples=some)
 
 
-def test_detector_says_what_is_missing(pair):
-    detector, _ = pair
-    with_context = random_features("with_context")
+def test_detector_says_what_is_missing(detector):
+    with_context = features_of("with_context")
     with pytest.raises(ValueError, match="closed_book pass"):
-        score_with_context(detector, with_context, None)
+        score_with_context(detector, with_context)
     with pytest.raises(ValueError, match="spans"):
-        score_closed_book(
-            detector,
-            Features((np.zeros((1, 2, 17)),) * 3, (np.ones((1, 2), bool),) * 3),
-        )
+        score_closed_book(detector, with_context)
     with pytest.raises(ValueError, match="not trained for with_context"):
-        alone = Detector(
-            banks=detector.banks, heads={"closed_book": detector.heads["closed_book"]}
-        )
-        score_with_context(alone, with_context, None)
+        heads = {"closed_book": detector.heads["closed_book"]}
+        score_with_context(Detector(banks=detector.banks, heads=heads), with_context)
     with pytest.raises(ValueError, match="which the detector lacks"):
         Detector(banks={}, heads=detector.heads)
 
 
 N, N_SEEDS = 300, 2
 GRID = GridConfig(
-    encoder=EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2),
+    encoder=CONFIG,
     train=TrainConfig(learning_rate=1e-2, batch_size=32, max_epochs=6, n_seeds=N_SEEDS),
 )
 HEADS = TrainConfig(learning_rate=1e-2, batch_size=64, max_epochs=3, n_seeds=N_SEEDS)
@@ -275,24 +183,17 @@ def answers(url, seed=0):
     is_right = rng.random(N) < 0.5
     spans = np.zeros((N, 3, 2), np.int64)
     spans[:, 2, 1] = lengths
-    families = {
-        "mute": Family(shape=(3,)),
-        "loud": Family(shape=(2, 2)),
-        "flat": Family(shape=(1,)),
-    }
+    shapes = {"mute": (3,), "loud": (2, 2), "flat": (1,)}
+    families = {name: Family(shape=shape) for name, shape in shapes.items()}
     values = {
-        name: rng.standard_normal((lengths.sum(), *family.shape)).astype(np.float32)
-        for name, family in families.items()
+        name: rng.standard_normal((lengths.sum(), *shape)).astype(np.float32)
+        for name, shape in shapes.items()
     }
     values["loud"][:, 1, 0] += 1.5 * np.repeat(is_right, lengths)
     store = store_like(url, families, spans, values)
     splits = ("train",) * 3 + ("validation", "test")
-    examples = [
-        an_example(id=f"q{i}", dataset="own", split=splits[i % 5]) for i in range(N)
-    ]
-    labels = [
-        a_label(bool(right), example_id=f"q{i}") for i, right in enumerate(is_right)
-    ]
+    examples = [an_example(id=f"q{i}", split=splits[i % 5]) for i in range(N)]
+    labels = [a_label(bool(y), example_id=f"q{i}") for i, y in enumerate(is_right)]
     return store, rows_of(store, examples, labels)
 
 
@@ -313,31 +214,19 @@ def test_every_subset_of_three_families_is_trained_with_every_seed(trained):
 def test_arrays_alone_make_a_detector_that_is_saved_and_scores(trained, tmp_path):
     store, rows, data, (grid, outputs) = trained
     pool = pool_of({"closed_book": outputs}, {"closed_book": rows}, "closed_book", 2)
-    selection = select(
-        pool.train,
-        pool.valid,
-        config=FusionConfig(hidden=8, n_slots=3),
-        train_config=HEADS,
+    config = FusionConfig(hidden=8, n_slots=3)
+    chosen = select(pool.train, pool.valid, config=config, train_config=HEADS)
+    scores = fused_probability(chosen, pool.all_rows)
+    head = FusedHead(chosen.members, chosen.config, chosen.params, scores)
+    source = Grid(
+        store=store,
+        rows=rows,
+        layer=None,
+        trained=grid,
+        standardizer=data.standardizer,
+        config=GRID.encoder,
     )
-    scores = fused_probability(selection, pool.all_rows)
-    detector = calibrated(
-        {
-            "closed_book": FusedHead(
-                selection.members, selection.config, selection.params, scores
-            )
-        },
-        {
-            "closed_book": Grid(
-                store=store,
-                rows=rows,
-                layer=None,
-                trained=grid,
-                standardizer=data.standardizer,
-                config=GRID.encoder,
-            )
-        },
-        precision=0.8,
-    )
+    detector = calibrated({"closed_book": head}, {"closed_book": source}, precision=0.8)
     assert any("L" in name for _, name in detector.heads["closed_book"].reads)
     detector.save(tmp_path / "probe")
     loaded = Detector.load(tmp_path / "probe")
@@ -349,13 +238,8 @@ def test_arrays_alone_make_a_detector_that_is_saved_and_scores(trained, tmp_path
     assert auroc(output.p_correct[test], rows.labels[test]).value > 0.85
     some = score_store(loaded, "closed_book", stores, layer=None, examples=test[::-1])
     np.testing.assert_allclose(some.p_correct, output.p_correct[test[::-1]], atol=1e-6)
-    other = dataclasses.replace(
-        loaded.banks["closed_book"],
-        dims=dataclasses.replace(data.dims, names=("mute", "loud", "new")),
-    )
+    dims = dataclasses.replace(data.dims, names=("mute", "loud", "new"))
+    bank = dataclasses.replace(loaded.banks["closed_book"], dims=dims)
+    other = dataclasses.replace(loaded, banks={"closed_book": bank})
     with pytest.raises(ValueError, match="was trained on"):
-        score_store(
-            dataclasses.replace(loaded, banks={"closed_book": other}),
-            *("closed_book", stores),
-            layer=None,
-        )
+        score_store(other, "closed_book", stores, layer=None)

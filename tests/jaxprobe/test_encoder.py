@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from beatrice.jaxprobe.families import (
 from beatrice.jaxprobe.fusion import FusionHead, head_inputs
 from beatrice.jaxprobe.projection import Draw
 from beatrice.jaxprobe.tokens import FamilyTokens, split_families
-from tests.jaxprobe.samples import identity_of
+from tests.jaxprobe.samples import assert_same_leaves, identity_of
 
 DIMS = paper_dims(hidden=6, prob=5, resid=4, attn=3)
 CONFIG = EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2)
@@ -108,9 +109,8 @@ def naive(params, features, families):
         groups = x.reshape(len(x), CONFIG.n_groups, -1)
         mean = groups.mean(axis=(0, 2), keepdims=True)
         std = np.sqrt(groups.var(axis=(0, 2), keepdims=True) + 1e-5)
-        return ((groups - mean) / std).reshape(x.shape) * weights["scale"] + weights[
-            "bias"
-        ]
+        scaled = ((groups - mean) / std).reshape(x.shape) * weights["scale"]
+        return scaled + weights["bias"]
 
     def conv(x, weights):
         wide = np.pad(x, ((1, 1), (0, 0)))
@@ -136,11 +136,7 @@ def naive(params, features, families):
             span_vector(features.tokens[s][i][features.masks[s][i]], p[f"span_{s}"])
             for s in range(features.n_spans)
         ]
-        pairs = [
-            vectors[a] - vectors[b]
-            for a in range(len(vectors))
-            for b in range(a + 1, len(vectors))
-        ]
+        pairs = [a - b for a, b in itertools.combinations(vectors, 2)]
         x = p["mlp_in"]["kernel"] @ np.concatenate(vectors + pairs)
         x = x + p["mlp_in"]["bias"]
         x = (x - x.mean()) / np.sqrt(x.var() + 1e-6)
@@ -192,27 +188,21 @@ def test_token_convolution_equals_jax_and_so_does_its_gradient():
     def ours(x, kernel):
         return token_convolution(x, kernel, jnp.array(True), "float32")
 
+    def total(f):
+        return lambda *operands: jnp.sin(f(*operands)).sum()
+
     np.testing.assert_allclose(ours(x, kernel), reference(x, kernel), atol=1e-5)
-    for a, b in zip(
-        *(
-            jax.grad(lambda x, k, f=f: jnp.sin(f(x, k)).sum(), argnums=(0, 1))(
-                x, kernel
-            )
-            for f in (ours, reference)
-        ),
-        strict=True,
-    ):
-        np.testing.assert_allclose(a, b, atol=1e-5)
+    grads = (jax.grad(total(f), argnums=(0, 1))(x, kernel) for f in (ours, reference))
+    assert_same_leaves(*grads, atol=1e-5)
 
 
 def count(name, n_spans, dims):
     """Parameters of an encoder, counting only the families that it reads."""
     encoder, mask = Encoder(EncoderConfig(), dims), SUBSETS[subset_index(name)]
     tokens = tuple(jnp.zeros((3 * n_spans, 1, size)) for size in dims.sizes)
-    features = (tokens, tuple([jnp.ones((3, 1), bool)] * n_spans))
-    shapes = jax.eval_shape(
-        encoder.init, jax.random.key(0), FamilyTokens(*features), jnp.asarray(mask)
-    )
+    features = FamilyTokens(tokens, (jnp.ones((3, 1), bool),) * n_spans)
+    inputs = jax.random.key(0), features, jnp.asarray(mask)
+    shapes = jax.eval_shape(encoder.init, *inputs)
     total = sum(x.size for x in jax.tree.leaves(shapes))
     d = EncoderConfig().projection
     for f in np.flatnonzero(~mask):
@@ -222,14 +212,9 @@ def count(name, n_spans, dims):
 
 def test_champions_have_the_sizes_of_the_paper():
     closed = paper_dims(hidden=4096, prob=5, resid=128, attn=512)
-    head = FusionHead(FusionConfig(n_slots=3))
-    shapes = jax.eval_shape(
-        head.init,
-        jax.random.key(0),
-        head_inputs(jnp.zeros((3, 1, 256)), jnp.zeros((3, 1))),
-        jnp.arange(3),
-        jnp.ones(3, bool),
-    )
+    outputs = head_inputs(jnp.zeros((3, 1, 256)), jnp.zeros((3, 1)))
+    inputs = jax.random.key(0), outputs, jnp.arange(3), jnp.ones(3, bool)
+    shapes = jax.eval_shape(FusionHead(FusionConfig(n_slots=3)).init, *inputs)
     n_head = sum(x.size for x in jax.tree.leaves(shapes))
     closed_book = n_head + sum(count(s, 2, closed) for s in ("HR", "HPA", "HA"))
     context = n_head + count("HPA", 3, closed) + count("HPR", 3, closed)

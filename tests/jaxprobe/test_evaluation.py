@@ -90,11 +90,10 @@ def test_the_pooled_auroc_is_that_of_all_in_domain_questions_together():
     pooled = {"dataset": IN_DOMAIN, "split": "test", "seed": "mean"}
     labels, scores = rows.labels[where], scored.scores[:, where]
     expected = {
-        "auroc": np.mean([roc_auc_score(labels, score) for score in scores]),
-        "auprc": np.mean(
-            [average_precision_score(~labels, -score) for score in scores]
-        ),
+        "auroc": [roc_auc_score(labels, score) for score in scores],
+        "auprc": [average_precision_score(~labels, -score) for score in scores],
     }
+    expected = {metric: np.mean(values) for metric, values in expected.items()}
     for metric, value in expected.items():
         row = find(table, metric=metric, **pooled)
         assert row.value == pytest.approx(value) and row.ci_low < value < row.ci_high
@@ -109,12 +108,9 @@ def test_one_in_domain_set_is_its_own_pool():
     rows.datasets[rows.datasets == "musique"] = "hotpotqa"
     table = measured(rows, noisy(rows, "champion", 1.0, 1))
     shared = {"split": "test", "metric": "auroc", "seed": "mean"}
-    single, pooled = (find(table, dataset=d, **shared) for d in ("hotpotqa", IN_DOMAIN))
-    assert (single.value, single.ci_low, single.n) == (
-        pooled.value,
-        pooled.ci_low,
-        pooled.n,
-    )
+    rows = (find(table, dataset=d, **shared) for d in ("hotpotqa", IN_DOMAIN))
+    single, pooled = ((row.value, row.ci_low, row.n) for row in rows)
+    assert single == pooled
 
 
 def test_a_paired_difference_resamples_both_detectors_together():
@@ -124,22 +120,23 @@ def test_a_paired_difference_resamples_both_detectors_together():
     table = measured(rows, ours, near, pairs=[("champion", "near")])
     where = rows.where("test")
     assert len(where) > 400
-    draws, labels = {}, rows.labels[where]
+    labels = rows.labels[where]
     (weights,) = resamples(rows.ids[where], BOOTSTRAP)
-    for item in (ours, near):
-        seeds = [
-            weighted_metrics(s, labels, weights)["auroc"] for s in item.scores[:, where]
-        ]
-        draws[item.name] = np.mean(seeds, axis=0)
+
+    def mean_of_seeds(metric, item):
+        return np.mean([metric(scores) for scores in item.scores[:, where]], axis=0)
+
+    def difference(metric):
+        return mean_of_seeds(metric, ours) - mean_of_seeds(metric, near)
+
     columns = {"dataset": IN_DOMAIN, "split": "test", "metric": "auroc"}
     row = find(table, experiment="paired", against="near", **columns)
-    means = [
-        np.mean([auroc(s, labels).value for s in item.scores[:, where]])
-        for item in (ours, near)
-    ]
-    assert row.value == pytest.approx(means[0] - means[1])
-    expected = interval_of(draws["champion"] - draws["near"])
-    assert (row.ci_low, row.ci_high) == pytest.approx(expected)
+    value = difference(lambda scores: auroc(scores, labels).value)
+    assert row.value == pytest.approx(value)
+    draws = difference(
+        lambda scores: weighted_metrics(scores, labels, weights)["auroc"]
+    )
+    assert (row.ci_low, row.ci_high) == pytest.approx(interval_of(draws))
     # Near twins: each has a wide interval, their difference a narrow one.
     mean = {"experiment": "detection", "detector": "champion", "seed": "mean"}
     alone = find(table, **mean, **columns)
@@ -163,9 +160,8 @@ def test_what_has_no_score_is_left_out_and_counted_and_pairs_are_of_common_rows(
     where = rows.where("test")
     half.scores[0, where[::3]] = np.nan  # one seed's lack is the detector's
     rest = np.setdiff1d(where, where[::3])
-    table = measured(
-        rows, ours, half, nowhere, pairs=[("champion", "part"), ("champion", "nowhere")]
-    )
+    pairs = [("champion", "part"), ("champion", "nowhere")]
+    table = measured(rows, ours, half, nowhere, pairs=pairs)
     fields = {"dataset": IN_DOMAIN, "split": "test"}
 
     def mean(item, at):
@@ -188,9 +184,8 @@ def test_permuted_labels_do_not_tell_in_domain_sets_apart():
     rows = several_sets(n=2000)
     permuted = permute_by_question(rows, seed=0)
     for split in ("train", "test"):
-        shares = [
-            permuted[rows.where(split, d)].mean() for d in ("hotpotqa", "musique")
-        ]
-        assert abs(shares[0] - shares[1]) < 0.06  # from .8 and .2; five s.d.
+        sets = (rows.where(split, name) for name in ("hotpotqa", "musique"))
+        first, second = (permuted[where].mean() for where in sets)
+        assert abs(first - second) < 0.06  # from .8 and .2; five s.d.
     held_out = rows.where("ood", "nq")
     assert permuted[held_out].sum() == rows.labels[held_out].sum()

@@ -102,15 +102,13 @@ def test_an_encoder_begins_as_logistic_regression_on_its_pooled_signals(rows):
     member = with_linear_parts(trained_on(rows, grid, "PR", still), grid)
     output = member_outputs(member, valid_tokens, encoder=ENCODER).logits[0]
 
-    def features(split_tokens):
-        x = [np.asarray(family).T for family in pooled_signals(split_tokens)[1:3]]
-        return [(item, item.shape[1] ** 0.5) for item in x]
-
     x, y = [], []
-    for item, other in zip(features(tokens), features(valid_tokens), strict=True):
-        mean, scale = item[0].mean(0), item[0].std(0) * item[1]
-        x.append((item[0] - mean) / scale)
-        y.append((other[0] - mean) / scale)
+    signals = (pooled_signals(part)[1:3] for part in (tokens, valid_tokens))
+    for family in zip(*signals, strict=True):
+        item, other = (np.asarray(part).T for part in family)
+        mean, scale = item.mean(0), item.std(0) * item.shape[1] ** 0.5
+        x.append((item - mean) / scale)
+        y.append((other - mean) / scale)
     penalty = grid.inverse_penalty[subset_index("PR")]
     regression = LogisticRegression(C=penalty, max_iter=2000, tol=1e-6)
     regression.fit(np.concatenate(x, axis=1), labels)
@@ -166,11 +164,9 @@ def test_a_network_that_gains_nothing_is_silenced_and_one_that_gains_is_not(rows
             expected = auroc(grid.valid[subset], labels).value
             assert result.info.best_auroc[0] == pytest.approx(expected)
     doubled = grid._replace(valid=np.tile(grid.valid, 2))  # two wordings a question
-    questions = np.tile(np.arange(len(labels)), 2)
-    logits = np.tile(linear + chance, 2)[None]
-    again = drop_networks_without_gain(
-        member, logits, doubled, np.tile(labels, 2), questions
-    )
+    rows = linear + chance, labels, np.arange(len(labels))
+    logits, labels, questions = (np.tile(x, 2) for x in rows)
+    again = drop_networks_without_gain(member, logits[None], doubled, labels, questions)
     assert n_networks_kept(again) == 0
 
 
@@ -193,9 +189,8 @@ def test_networks_without_a_gain_are_stopped_for_good_and_no_other(rows):
         def logits(state, group, added=added):
             return (linear + added)[None, None]
 
-        state = _stopped_without_gain(
-            learner.start(), block, iter([group, group]), logits, TRAIN.patience
-        )
+        inputs = learner.start(), block, iter([group, group])
+        state = _stopped_without_gain(*inputs, logits, TRAIN.patience)
         assert bool(state.is_active(TRAIN).all()) == (not is_stopped)
 
 

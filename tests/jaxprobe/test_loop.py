@@ -10,17 +10,9 @@ import numpy as np
 import optax
 import pytest
 
-from beatrice.jaxprobe import checkpoint
+from beatrice.jaxprobe import checkpoint, loop
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.config import TrainConfig
-from beatrice.jaxprobe.loop import (
-    Keys,
-    Learner,
-    epoch_batches,
-    fit,
-    start_fit,
-    take_steps,
-)
 from beatrice.jaxprobe.metrics import masked_auroc
 from tests.records import flip_bit
 
@@ -47,32 +39,30 @@ def logistic(config, seeds=(0,)):
     @jax.jit
     def start():
         params = {"w": jnp.array([-0.1, 0.2, 0.1])}
-        state = start_fit(params, config)
-        return jax.tree.map(
-            lambda x: jnp.broadcast_to(x, (1, len(seeds), *x.shape)), state
-        )
+        shape = 1, len(seeds)
+        state = loop.start_fit(params, config)
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (*shape, *x.shape)), state)
 
     @jax.jit
     def train(states, number, group):
         def step(state, seed):
             key = jax.random.fold_in(jax.random.key(seed), number)
-            batches = epoch_batches(key, group.weights, config.batch_size)
-            return take_steps(state, loss, batches, Keys(key, key), config)
+            batches = loop.epoch_batches(key, group.weights, config.batch_size)
+            return loop.take_steps(state, loss, batches, loop.Keys(key, key), config)
 
         return jax.vmap(jax.vmap(step), in_axes=(0, None))(states, jnp.asarray(seeds))
 
     def logits(states, group):
         return states.params["w"] @ ROWS.T
 
-    learner = Learner(start, train, logits)
-    (state,) = fit([learner], lambda _: [GROUP], lambda: [GROUP], config)
+    learner = loop.Learner(start, train, logits)
+    (state,) = loop.fit([learner], lambda _: [GROUP], lambda: [GROUP], config)
     return jax.tree.map(lambda x: x[0], (state.best_params, state.info))
 
 
 def test_training_stops_early_and_halves_the_rate():
-    config = TrainConfig(
-        batch_size=64, max_epochs=60, lr_patience=2, patience=5, learning_rate=0.1
-    )
+    patience = {"lr_patience": 2, "patience": 5}
+    config = TrainConfig(batch_size=64, max_epochs=60, learning_rate=0.1, **patience)
     params, info = jax.tree.map(lambda x: x[0], logistic(config))
     n_epochs, best = int(info.n_epochs), int(info.best_epoch)
     assert n_epochs < 60 and n_epochs == best + 1 + 5
@@ -86,10 +76,9 @@ def test_training_stops_early_and_halves_the_rate():
 
 
 def test_microbatches_add_up_to_the_gradient_of_the_batch():
-    whole, four = (
-        logistic(TrainConfig(batch_size=64, max_epochs=2, n_microbatches=n))[0]
-        for n in (1, 4)
-    )
+    config = TrainConfig(batch_size=64, max_epochs=2, n_microbatches=4)
+    four, _ = logistic(config)
+    whole, _ = logistic(dataclasses.replace(config, n_microbatches=1))
     np.testing.assert_allclose(whole["w"], four["w"], atol=1e-6)
 
 
@@ -111,9 +100,9 @@ def test_a_step_is_that_of_adamw():
     def loss(params, slope, *_):  # whose gradient is the slope
         return (params * slope[0]).sum()
 
-    keys = Keys(jax.random.key(0), jax.random.key(1))
-    state = start_fit(params, config)
-    result, _ = take_steps(state, loss, (slopes[:, None],), keys, config)
+    keys = loop.Keys(jax.random.key(0), jax.random.key(1))
+    state = loop.start_fit(params, config)
+    result, _ = loop.take_steps(state, loss, (slopes[:, None],), keys, config)
     with jax.numpy_dtype_promotion("standard"):
         adamw = optax.adamw(1e-2, weight_decay=0.1)
         expected, opt_state = params, adamw.init(params)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from beatrice.extract.run.process import Share
+from beatrice.jaxprobe import memory
 from beatrice.jaxprobe.config import (
     EncoderConfig,
     GridConfig,
@@ -19,25 +20,16 @@ from beatrice.jaxprobe.config import (
 )
 from beatrice.jaxprobe.families import FLOATS, N_SUBSETS, paper_dims, subset_index
 from beatrice.jaxprobe.grid import Block, Member, grid_members
-from beatrice.jaxprobe.memory import (
-    KEPT_FREE,
-    Plan,
-    Sizes,
-    Workload,
-    choose,
-    compiled_step,
-    rows_bytes,
-    step_flops,
-)
 from beatrice.jaxprobe.random import RowKeys, hashed_bits, hashed_normal
 from beatrice.jaxprobe.train import EVERY_FAMILY, members_of_share
 from tests.jaxprobe.samples import assert_same_leaves
 from tests.jaxprobe.test_grid import TRAIN, planted_parts, train
 
 # Wide, since what a plan is made of is: absent arrays cost nothing.
-SIZES = Sizes(
+PAPER_DIMS = paper_dims(hidden=4096, prob=5, resid=128, attn=512)
+SIZES = memory.Sizes(
     encoder=EncoderConfig(n_blocks=1),
-    dims=paper_dims(hidden=4096, prob=5, resid=128, attn=512),
+    dims=PAPER_DIMS,
     train=TrainConfig(),
     widths=(40, 16),
     n_train=2048,
@@ -81,6 +73,8 @@ def test_members_are_the_same_whatever_the_block_and_the_microbatches():
         together = train([Block(subsets, (0, 1))], parts, planned)[0]
         for i, item in enumerate(alone):
             assert together.members[i] == item.members[0]
+            aurocs = together.info.valid_auroc[i], item.info.valid_auroc[0]
+            np.testing.assert_allclose(*aurocs, atol=2e-3)
             params = jax.tree.map(lambda x, i=i: x[i : i + 1], together.params)
             assert_same_leaves(params, item.params, atol=2e-4)
 
@@ -91,8 +85,8 @@ def test_a_batch_is_parted_only_into_parts_of_what_draws_together():
 
 
 def test_without_an_accelerator_a_block_is_half_a_seeds_subsets():
-    plan = choose(SIZES)
-    assert plan == Plan(n_subsets=8, n_seeds=1)
+    plan = memory.choose(SIZES)
+    assert plan == memory.Plan(n_subsets=8, n_seeds=1)
     halves = tuple(range(8)), tuple(range(8, N_SUBSETS))
     assert set(plan.blocks(grid_members(3, 15))) == {
         Block(half, (s,)) for s in range(3) for half in halves
@@ -101,16 +95,15 @@ def test_without_an_accelerator_a_block_is_half_a_seeds_subsets():
 
 
 def test_several_devices_share_a_block():
-    plan = choose(dataclasses.replace(SIZES, n_devices=4))
-    assert plan == Plan(n_subsets=4, n_seeds=3, n_devices=4)
+    plan = memory.choose(dataclasses.replace(SIZES, n_devices=4))
+    assert plan == memory.Plan(n_subsets=4, n_seeds=3, n_devices=4)
     assert plan.blocks(grid_members(3, 15)) == (Block(tuple(range(15)), (0, 1, 2)),)
 
 
 def test_blocks_hold_every_member_once_and_no_more_than_planned():
-    members = [
-        m for m in grid_members(3, 15) if m != Member(4, 1)
-    ]  # one is done already
-    blocks = Plan(n_subsets=8, n_seeds=2).blocks(members)
+    # One is done already.
+    members = [member for member in grid_members(3, 15) if member != Member(4, 1)]
+    blocks = memory.Plan(n_subsets=8, n_seeds=2).blocks(members)
     assert sorted(m for b in blocks for m in b.members) == sorted(members)
     assert all(len(b.subsets) <= 8 and len(b.seeds) <= 2 for b in blocks)
     assert Block(tuple(range(8)), (0, 2)) in blocks
@@ -119,7 +112,9 @@ def test_blocks_hold_every_member_once_and_no_more_than_planned():
 def test_the_widths_of_validation_rows_count_where_they_are_scored():
     small = dataclasses.replace(SIZES, n_train=16, n_valid=16)
     wide = dataclasses.replace(small, valid_widths=(400, 160))
-    narrow, wider = (compiled_step(x, 1, 1, 16)[0].temporaries for x in (small, wide))
+    narrow, wider = (
+        memory.compiled_step(x, 1, 1, 16)[0].temporaries for x in (small, wide)
+    )
     assert wider > 5 * narrow
 
 
@@ -130,9 +125,9 @@ def test_what_does_not_fit_is_halved_rows_first_and_then_members():
         ((15, 2, 128), (15, 2, 64)),  # fewer rows are too short a microbatch
         ((15, 2, 64), (15, 1, 64)),
     ):
-        needed = compiled_step(sizes, *before)[0].total
+        needed = memory.compiled_step(sizes, *before)[0].total
         for n_bytes, expected in ((needed + 9, before), (needed - 9, after)):
-            plan = choose(sizes, round(n_bytes / (1 - KEPT_FREE)))
+            plan = memory.choose(sizes, round(n_bytes / (1 - memory.KEPT_FREE)))
             assert (plan.n_subsets, plan.n_seeds, plan.n_rows) == expected
             assert plan.needed.total + plan.resident <= plan.limit
 
@@ -148,43 +143,43 @@ def test_one_row_of_one_member_that_does_not_fit_is_named_in_a_sentence():
         n_train=4,
         n_valid=4,
     )
-    rows = rows_bytes(sizes, 4)
+    rows = memory.rows_bytes(sizes, 4)
     with pytest.raises(ValueError, match="one member's step on one row does not fit"):
-        choose(sizes, int((rows + 1000) / (1 - KEPT_FREE)))
+        memory.choose(sizes, int((rows + 1000) / (1 - memory.KEPT_FREE)))
 
 
 def test_rows_that_do_not_fit_are_named_in_a_sentence():
     with pytest.raises(ValueError, match="rows that training holds .*streamed=true"):
-        choose(SIZES, rows_bytes(SIZES, 2048))
+        memory.choose(SIZES, memory.rows_bytes(SIZES, 2048))
 
 
 def test_two_groups_of_a_stream_and_all_groups_in_memory_are_counted():
     dims, lengths = SIZES.dims, np.tile([40, 16], (5000, 1))
     lengths[4000:] = [96, 8]
     where = np.split(np.arange(5000), [4000])
-    held = Sizes.of(GridConfig(), dims, lengths, where, FLOATS)
+    held = memory.Sizes.of(GridConfig(), dims, lengths, where, FLOATS)
     assert (held.n_train, held.n_valid) == (4000, 1000)
     assert (held.widths, held.valid_widths) == ((40, 16), (96, 8))
-    assert held.resident == rows_bytes(held, 1000, held.valid_widths)
+    assert held.resident == memory.rows_bytes(held, 1000, held.valid_widths)
     lengths[4000:] = [40, 16]
     config = GridConfig(stream=StreamConfig())
-    streamed = Sizes.of(config, dims, lengths, where, FLOATS)
+    streamed = memory.Sizes.of(config, dims, lengths, where, FLOATS)
     assert streamed.n_train == 2048
-    assert streamed.resident == rows_bytes(streamed, 2048)
+    assert streamed.resident == memory.rows_bytes(streamed, 2048)
     # A token is 4,741 float32, a row 56 tokens; then its masks, label, weight,
     # question and offsets.
-    assert rows_bytes(held, 1) == 56 * 4741 * 4 + 56 + 3 * 4 + 15 * 4
+    assert memory.rows_bytes(held, 1) == 56 * 4741 * 4 + 56 + 3 * 4 + 15 * 4
 
 
 @pytest.mark.parametrize(("dtype", "token"), [("bfloat16", 8192), ("int8", 4096 + 4)])
 def test_rows_are_counted_in_the_width_in_which_they_are_held(dtype, token):
     sizes = dataclasses.replace(SIZES, device_dtypes=(dtype, *FLOATS[1:]))
-    each = rows_bytes(sizes, 2) - rows_bytes(sizes, 1)
+    each = memory.rows_bytes(sizes, 2) - memory.rows_bytes(sizes, 1)
     assert each == 56 * (token + 645 * 4) + 56 + 3 * 4 + 15 * 4
     # Beside the rows lie the mean and deviation of every channel.
-    assert rows_bytes(sizes, 1) - each == 2 * 4 * 4096
-    narrow, wide = (compiled_step(x, 1, 1, 16)[0] for x in (sizes, SIZES))
-    spared = rows_bytes(SIZES, 2048) - rows_bytes(sizes, 2048)
+    assert memory.rows_bytes(sizes, 1) - each == 2 * 4 * 4096
+    narrow, wide = (memory.compiled_step(x, 1, 1, 16)[0] for x in (sizes, SIZES))
+    spared = memory.rows_bytes(SIZES, 2048) - memory.rows_bytes(sizes, 2048)
     assert wide.arguments - narrow.arguments == spared
     # A batch of them is widened, never all.
     assert narrow.temporaries < wide.temporaries + 16 * 56 * 4096 * 4
@@ -205,14 +200,14 @@ def test_what_is_no_number_of_bytes_is_refused(text):
 
 def test_what_is_trained_again_does_not_ask_for_a_plan():
     assert {f.name for f in dataclasses.fields(TrainConfig)}.isdisjoint({"n_rows"})
-    plan = Plan(n_subsets=15, n_seeds=3, n_rows=64)
+    plan = memory.Plan(n_subsets=15, n_seeds=3, n_rows=64)
     assert plan.config(TrainConfig()).rows_at_once() == 64
     assert plan.config(TrainConfig()).microbatches() == 4  # as many draw together
 
 
-PAPER = Workload(
+PAPER = memory.Workload(
     encoder=EncoderConfig(),
-    dims=paper_dims(hidden=4096, prob=5, resid=128, attn=512),
+    dims=PAPER_DIMS,
     spans=((1, 300), (1, 40), (1, 16)),
     batch_size=512,
     n_steps=1,
@@ -221,10 +216,8 @@ EVERY = range(N_SUBSETS)
 
 
 def shares(world_size, subsets=EVERY):
-    return [
-        members_of_share(PAPER, subsets, Share(rank, world_size))
-        for rank in range(world_size)
-    ]
+    ranks = (Share(rank, world_size) for rank in range(world_size))
+    return [members_of_share(PAPER, subsets, rank) for rank in ranks]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8, 15, 16, 48, 60])
@@ -239,9 +232,7 @@ def test_every_member_is_one_shares_in_the_order_of_the_grid(world_size):
 def test_no_process_has_much_more_to_do_than_the_mean(world_size, most):
     # With their control, which costs what its encoder does.
     pairs = zip(shares(world_size), shares(world_size, [EVERY_FAMILY]), strict=True)
-    loads = [
-        sum(step_flops(PAPER, m) for m in grid + control) for grid, control in pairs
-    ]
+    loads = [sum(memory.step_flops(PAPER, m) for m in [*g, *c]) for g, c in pairs]
     assert max(loads) < most * np.mean(loads)
 
 

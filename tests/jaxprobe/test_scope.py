@@ -6,11 +6,7 @@ from scipy.stats import beta, norm
 
 from beatrice.extract.run.directory import NewRun, RunDir
 from beatrice.extract.run.verbs import settle_again
-from beatrice.jaxprobe.calibrate import (
-    CALIBRATE,
-    CALIBRATE_PRESETS,
-    CalibrateConfig,
-)
+from beatrice.jaxprobe.calibrate import CALIBRATE, CALIBRATE_PRESETS, CalibrateConfig
 from beatrice.jaxprobe.detector import Detector
 from beatrice.jaxprobe.families import Features, paper_dims
 from beatrice.jaxprobe.scope import (
@@ -23,7 +19,7 @@ from beatrice.jaxprobe.scope import (
     scripts_of,
     share_outside,
 )
-from tests.jaxprobe.test_detector import pair  # noqa: F401, a fixture
+from tests.jaxprobe.test_detector import detector  # noqa: F401, a fixture
 
 DIMS = paper_dims(hidden=3, prob=2, resid=2, attn=1)
 
@@ -92,10 +88,8 @@ def test_hidden_states_that_no_store_kept_are_in_no_range():
     scope = fit_scope(read, dims, np.full(100, 20), rows, rows)
     assert (scope.low[:3] > 0).all()
     live = normal_features(rows, dims, shift=5.0)  # a live pass has them all
-    np.testing.assert_array_equal(
-        share_outside(live, dims, *scope[:2]),
-        share_outside(read(rows), dims, *scope[:2]),
-    )
+    shares = (share_outside(x, dims, *scope[:2]) for x in (live, read(rows)))
+    np.testing.assert_array_equal(*shares)
 
 
 def test_scripts_are_those_of_the_letters_and_a_stray_one_is_none():
@@ -107,12 +101,9 @@ def test_scripts_are_those_of_the_letters_and_a_stray_one_is_none():
 
 def test_fewest_answers_are_those_of_the_binomial_table():
     """Clopper and Pearson at 90 % confidence, a table made apart."""
-    for wanted, row in {
-        0.8: (11, 18, 25, 45),
-        0.9: (22, 38, 52, 91),
-        0.95: (45, 77, 105, 184),
-        0.99: (230, 388, 531, 926),
-    }.items():
+    table = {0.8: (11, 18, 25, 45), 0.9: (22, 38, 52, 91)}
+    table |= {0.95: (45, 77, 105, 184), 0.99: (230, 388, 531, 926)}
+    for wanted, row in table.items():
         assert tuple(fewest_decided(wanted, e) for e in (0, 1, 2, 5)) == row
     assert fewest_decided(1 - 1e-9) == pytest.approx(2.302585e9, rel=1e-6)
     assert fewest_decided(0.01) == 1
@@ -223,7 +214,6 @@ def test_a_threshold_breaks_its_promise_in_one_draw_of_ten_at_most(
 ):
     """Two normal classes, whose precision at a threshold is known exactly."""
     rng, n_draws = np.random.default_rng(n), 200
-    sign = 1 if decide is trust else -1
 
     def is_broken(p):
         if p is None:
@@ -240,26 +230,27 @@ def test_a_threshold_breaks_its_promise_in_one_draw_of_ten_at_most(
         z = rng.standard_normal(n) + shift * labels - shift / 2
         p = 1 / (1 + np.exp(-z - shift / 2))
         n_broken += is_broken(decide(p, labels).p_correct)
-        of_right = (p, labels) if decide is trust else (1 - p, ~labels)
-        before = lowest_at_precision(*of_right, 0.9)
-        before = before if before is None or sign > 0 else 1 - before
+        if decide is trust:
+            before = lowest_at_precision(p, labels, 0.9)
+        else:
+            before = lowest_at_precision(1 - p, ~labels, 0.9)
+            before = None if before is None else 1 - before
         n_broken_before += is_broken(before)
     most = 0.1 + 3 * (0.1 * 0.9 / n_draws) ** 0.5
     assert n_broken <= most * n_draws < n_broken_before
 
 
-def test_a_detector_keeps_its_scope_and_validation_answers(pair, tmp_path):  # noqa: F811
-    detector, _ = pair
+def test_a_detector_keeps_its_scope_and_validation_answers(detector, tmp_path):  # noqa: F811
     validation = Validation(np.linspace(1, 0, 99) ** 2, np.arange(99) < 50)
     dims = detector.banks["closed_book"].dims
     scope = Scope(*np.ones((2, dims.total), np.float32), np.ones(4, np.float32))
-    bank = dataclasses.replace(detector.banks["closed_book"], scope=scope)
-    head = dataclasses.replace(detector.heads["closed_book"], validation=validation)
-    changed = dataclasses.replace(
-        detector,
-        banks={**detector.banks, "closed_book": bank},
-        heads={**detector.heads, "closed_book": head},
-    )
+    banks, heads = dict(detector.banks), dict(detector.heads)
+    for parts, change in (
+        (banks, {"scope": scope}),
+        (heads, {"validation": validation}),
+    ):
+        parts["closed_book"] = dataclasses.replace(parts["closed_book"], **change)
+    changed = dataclasses.replace(detector, banks=banks, heads=heads)
     changed.save(tmp_path / "detector")
     loaded = Detector.load(tmp_path / "detector")
     for precision in (None, 0.8):

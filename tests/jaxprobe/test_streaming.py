@@ -47,10 +47,8 @@ def test_an_epoch_has_every_example_once_in_groups_of_one_length(n, n_chunk, n_m
     assert sorted(real.tolist()) == list(range(n))
     lengths = {len(group.where) for group in groups}
     assert len(lengths) == 1 and lengths.pop() <= n_chunk * n_mixed
-    other = epoch_groups(np.arange(n), config, (0, 2))
-    moved = any(
-        not np.array_equal(a.where, b.where) for a, b in zip(groups, other, strict=True)
-    )
+    pairs = zip(groups, epoch_groups(np.arange(n), config, (0, 2)), strict=True)
+    moved = any(not np.array_equal(a.where, b.where) for a, b in pairs)
     assert moved == (n > n_chunk)
 
 
@@ -74,11 +72,10 @@ def test_an_error_while_reading_ahead_is_raised():
             raise ValueError("range 7 is damaged")
         return i
 
-    seen = []
+    items = prefetched(read, range(3))
+    assert next(items) == 0
     with pytest.raises(ValueError, match="range 7"):
-        for i in prefetched(read, range(3)):
-            seen.append(i)
-    assert seen == [0]
+        next(items)
 
 
 def test_statistics_of_parts_are_those_of_the_whole():
@@ -101,13 +98,8 @@ def test_one_group_that_holds_everything_trains_as_the_resident_grid():
     blocks = [Block((subset_index(n),), (seed,)) for n, seed in (("P", 0), ("HA", 1))]
     data, valid = planted(64, 1, family=0), planted(48, 2, family=0)
     config = StreamConfig(n_chunk=16, n_mixed=4)
-    result = fit_streamed(
-        blocks,
-        streamed(*data, config),
-        streamed(*valid, config),
-        encoder=ENCODER,
-        config=LONGER,
-    )
+    streams = (streamed(*part, config) for part in (data, valid))
+    result = fit_streamed(blocks, *streams, encoder=ENCODER, config=LONGER)
     resident = [
         [labelled(split_families(features, DIMS, IDENTITY), labels)]
         for features, labels in (data, valid)
@@ -197,9 +189,8 @@ def assert_same(params, other, dtype):
 def test_values_are_those_of_a_loop_over_the_codes(dtype):
     features, _ = stored_tokens(NARROW, dtype)
     for stored in features.tokens:
-        codes, mean, std = (
-            np.asarray(x, np.float32) for x in (stored[0], *stored[2:4])
-        )
+        arrays = stored.codes, *stored[2:4]
+        codes, mean, std = (np.asarray(x, np.float32) for x in arrays)
         scale = 1.0 if stored.scales is None else np.asarray(stored.scales)[..., None]
         wanted = (codes * scale - mean) / std
         np.testing.assert_allclose(values_of(stored), wanted, rtol=1e-5, atol=1e-5)
@@ -252,18 +243,13 @@ def test_a_stream_as_stored_is_a_stream_of_the_same_values_widened():
         return change(x.take(jnp.asarray(where)))
 
     for change in (lambda x: x, widened):
-        train, valid = (
-            Streamed(
-                where=np.arange(len(labels)),
-                labels=labels,
-                read=partial(read, change, x),
-                config=config,
-            )
+        shared = {"where": np.arange(48), "config": config}
+        streams = (
+            Streamed(labels=labels, read=partial(read, change, x), **shared)
             for x, labels in parts
         )
-        trained = fit_streamed(
-            [ALONE], train, valid, encoder=encoder_of(NARROW), config=CONFIG
-        )
+        encoder = encoder_of(NARROW)
+        trained = fit_streamed([ALONE], *streams, encoder=encoder, config=CONFIG)
         results.append((trained.params, trained.info))
     assert_same(*results, "bfloat16")
 

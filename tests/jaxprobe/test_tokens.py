@@ -1,5 +1,7 @@
 """From a store to what the encoders read, with every token or the answer's alone."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -34,16 +36,10 @@ def spans_and_lengths():
     rng = np.random.default_rng(0)
     lengths = rng.integers(6, 14, N)
     cuts = np.sort(rng.integers(1, lengths[:, None] - 1, (N, 2)), axis=1)
-    spans = np.stack(
-        [
-            np.stack([np.ones_like(lengths), cuts[:, 0]], -1),
-            cuts,
-            np.stack([cuts[:, 1], lengths], -1),
-        ],
-        axis=1,
-    )
+    ends = np.column_stack([np.ones(N, int), cuts, lengths])
+    spans = np.stack([ends[:, :-1], ends[:, 1:]], axis=-1)
     spans[4, 2] = lengths[4]  # an example with an empty answer
-    return spans.astype(np.int64), lengths.astype(np.int64)
+    return spans, lengths
 
 
 @pytest.fixture(params=[(2,), (1, 2), (0, 1, 2)], ids=["answer", "closed", "context"])
@@ -61,10 +57,9 @@ def stored(hidden_spans, is_spared=False, dtype="float32", used=(0, 1, 2)):
     for span in {0, 1, 2}.difference(used):
         spans[:, span, 1] = spans[:, span, 0]
     firsts = spans[:, 0, 0] * (np.arange(N) % 2) * is_spared
+    states = {"by_layer": True, "spans": hidden_spans, "dtype": dtype}
     families = {
-        "hidden": Family(
-            shape=(len(LAYERS), D), by_layer=True, spans=hidden_spans, dtype=dtype
-        ),
+        "hidden": Family(shape=(len(LAYERS), D), **states),
         "prob": Family(shape=(5,)),
         "resid": Family(shape=(4,)),
         "attn": Family(shape=(2, 2, 1, 1)),
@@ -159,12 +154,9 @@ def test_tokens_are_those_of_the_padded_features_in_the_width_that_is_asked_for(
     standardizer = standardizer_fit(features, dims)
     wanted = split_families(features, dims, standardizer)
     widths = [mask.shape[1] for mask in features.masks]
+    read = partial(read_tokens, store, 3, some, standardizer=standardizer)
     for device_dtypes in (FLOATS, stored_dtypes(store)):
-        result = read_tokens(
-            *(store, 3, some, widths),
-            standardizer=standardizer,
-            device_dtypes=device_dtypes,
-        )
+        result = read(widths, device_dtypes=device_dtypes)
         assert_same_leaves(tuple(result.masks), tuple(wanted.masks))
         real = np.concatenate(wanted.masks)
         for token, other in zip(result.tokens, wanted.tokens, strict=True):
@@ -179,11 +171,7 @@ def test_tokens_are_those_of_the_padded_features_in_the_width_that_is_asked_for(
         codes = hidden if device_dtypes[0] == "float32" else hidden.codes
         assert codes.dtype.itemsize == size
     with pytest.raises(ValueError, match="pad to a larger length"):
-        read_tokens(
-            *(store, 3, some, [1] * len(widths)),
-            standardizer=standardizer,
-            device_dtypes=FLOATS,
-        )
+        read([1] * len(widths), device_dtypes=FLOATS)
 
 
 def test_kept_states_are_standardised_by_the_answers_alone(used):
@@ -247,24 +235,20 @@ def test_spans_are_those_that_some_answer_has(used):
 
 def test_families_of_any_names_and_number_are_read_in_their_order():
     spans, lengths = spans_and_lengths()
+    names, kinds = ("Zeta", "beta"), ("all", "answer")
     families = {
         "Zeta": Family(shape=(3,)),
         "beta": Family(shape=(2, 2), spans="answer"),
     }
     store = store_like("memory://reading-any", families, spans, lengths=lengths)
-    spec = store.spec
-    values = {name: read_family(store, name).values for name in families}
+    values = {name: read_family(store, name).values for name in names}
     dims = family_dims(store)
-    assert dims == FamilyDims(
-        names=("Zeta", "beta"), sizes=(3, 4), spans=("all", "answer")
-    )
+    assert dims == FamilyDims(names=names, sizes=(3, 4), spans=kinds)
     assert dims.letters == "ZB" and dims.subset_names == ("Z", "B", "ZB")
     features = read_features(store, None)
-    start = spec.offsets[3]
-    for span, (tokens, mask) in enumerate(
-        zip(features.tokens, features.masks, strict=True)
-    ):
-        where = slice(*(start + spans[3, span]))
+    read = zip(features.tokens, features.masks, strict=True)
+    for span, (tokens, mask) in enumerate(read):
+        where = slice(*(store.spec.offsets[3] + spans[3, span]))
         np.testing.assert_array_equal(tokens[3, mask[3], :3], values["Zeta"][where])
         n_answer = int(spans[:3, 2, 1].sum() - spans[:3, 2, 0].sum())
         answers = values["beta"][n_answer : n_answer + mask[3].sum()].reshape(-1, 4)

@@ -33,92 +33,77 @@ def gate(scorer):
 
 # What is called with the scorer, its gate and a wrong value, and what the sentence
 # begins with; every value of the list is refused.
-WRONG = {
-    "score": [
-        (lambda s, g, x: s.score(x, ANSWER), "question: ", [None, 7, b"a", ["a"]]),
-        (lambda s, g, x: s.score(QUESTION, x), "answer: ", [None, 7, b"a", ["a"]]),
-        (
-            lambda s, g, x: s.score(QUESTION, ANSWER, x),
-            "context",
-            [5, b"a", [None], [PASSAGE, 3], {"passage": PASSAGE}, [["a"]], object()],
-        ),
-        (lambda s, g, x: s.score(None, ANSWER, prompt=x), "prompt: ", [3, ["a"]]),
-        (
-            lambda s, g, x: s.score(None, ANSWER, messages=x),
-            "messages",
-            ["hello", [], [{"role": "user"}], [{"role": 1, "content": "a"}], {}],
-        ),
-        (
-            lambda s, g, x: s.score(None, ANSWER, prompt_ids=x),
-            "prompt_ids: ",
-            ["1 2", [1.5], [True], 7],
-        ),
-        (
-            lambda s, g, x: s.score(QUESTION, ANSWER, prompt=QUESTION, context_range=x),
-            "context_range: ",
-            ["0-4", (4, 4), (1, 2, 3), (-1, 4), 3],
-        ),
-    ],
-    "score_many": [
-        (lambda s, g, x: s.score_many(x), "rows: ", [None, "a text", 3, ROW, b"a"]),
-        (
-            lambda s, g, x: s.score_many([ROW], batch_size=x),
-            "batch_size: ",
-            [0, -1, None, "4", 2.0, True],
-        ),
-    ],
-    "answer": [
-        (
-            lambda s, g, x: s.answer(x),
-            "questions",
-            [None, 3, [1], [None], FRAME, {QUESTION: 1}],
-        ),
-        (
-            lambda s, g, x: s.answer([QUESTION], x),
-            "contexts",
-            [PASSAGE, 3, [], [[]], [PASSAGE] * 2],
-        ),
-        (lambda s, g, x: s.answer([QUESTION], context=x), "context: ", [PASSAGE]),
-        (lambda s, g, x: s.render(x), "messages", [None, "hello", 4]),
-        (lambda s, g, x: s.thresholds(x), "setting: ", [None, "open", 4]),
-    ],
-    "load": [
-        (lambda s, g, x: Scorer.load(x), "path: ", [None, 3, ["runs/demo"]]),
-        (lambda s, g, x: Scorer(x, None), "model: ", [None, 3, "embedded", []]),
-    ],
-    "gate": [
-        (lambda s, g, x: Gate(x, 0.5), "scorer: ", [None, "runs/demo"]),
-        (
-            lambda s, g, x: Gate(s, x),
-            "threshold: ",
-            [0, -0.1, 1.1, float("nan"), "0.5", True],
-        ),
-        (lambda s, g, x: Gate.load(x), "path: ", [None, 3]),
-        (lambda s, g, x: Gate.load(".", threshold=x), "threshold: ", ["0.5", 2]),
-        (lambda s, g, x: g.should_retrieve(x), "question: ", [None, 3, [QUESTION]]),
-        (lambda s, g, x: g.draft(x), "questions", [None, QUESTION, [3]]),
-        (lambda s, g, x: g.keep(x, ANSWER), "draft: ", [None, QUESTION]),
-    ],
-    "judger": [
-        (lambda s, g, x: FlashRagJudger(x, g), "config: ", [None, "a", []]),
-        (
-            lambda s, g, x: FlashRagJudger(x),
-            "judger_config: ",
-            [{}, {"judger_config": 3}],
-        ),
-        (lambda s, g, x: FlashRagJudger({}, g).judge(x), "dataset", [None, 3, [3], {}]),
-    ],
-}
+WRONG = [
+    (lambda s, g, x: s.score(x, ANSWER), "question: ", [None, 7, b"a", ["a"]]),
+    (lambda s, g, x: s.score(QUESTION, x), "answer: ", [None, 7, b"a", ["a"]]),
+    (
+        lambda s, g, x: s.score(QUESTION, ANSWER, x),
+        "context",
+        [5, b"a", [None], [PASSAGE, 3], {"passage": PASSAGE}, [["a"]], object()],
+    ),
+    (lambda s, g, x: s.score(None, ANSWER, prompt=x), "prompt: ", [3, ["a"]]),
+    (
+        lambda s, g, x: s.score(None, ANSWER, messages=x),
+        "messages",
+        ["hello", [], [{"role": "user"}], [{"role": 1, "content": "a"}], {}],
+    ),
+    (
+        lambda s, g, x: s.score(None, ANSWER, prompt_ids=x),
+        "prompt_ids: ",
+        ["1 2", [1.5], [True], 7],
+    ),
+    (
+        lambda s, g, x: s.score(QUESTION, ANSWER, prompt=QUESTION, context_range=x),
+        "context_range: ",
+        ["0-4", (4, 4), (1, 2, 3), (-1, 4), 3],
+    ),
+    (lambda s, g, x: s.score_many(x), "rows: ", [None, "a text", 3, ROW, b"a"]),
+    (
+        lambda s, g, x: s.score_many([ROW], batch_size=x),
+        "batch_size: ",
+        [0, -1, None, "4", 2.0, True],
+    ),
+    (
+        lambda s, g, x: s.answer(x),
+        "questions",
+        [None, 3, [1], [None], FRAME, {QUESTION: 1}],
+    ),
+    (
+        lambda s, g, x: s.answer([QUESTION], x),
+        "contexts",
+        [PASSAGE, 3, [], [[]], [PASSAGE] * 2],
+    ),
+    (lambda s, g, x: s.answer([QUESTION], context=x), "context: ", [PASSAGE]),
+    (lambda s, g, x: s.render(x), "messages", [None, "hello", 4]),
+    (lambda s, g, x: s.thresholds(x), "setting: ", [None, "open", 4]),
+    (lambda s, g, x: Scorer.load(x), "path: ", [None, 3, ["runs/demo"]]),
+    (lambda s, g, x: Scorer(x, None), "model: ", [None, 3, "embedded", []]),
+    (lambda s, g, x: Gate(x, 0.5), "scorer: ", [None, "runs/demo"]),
+    (
+        lambda s, g, x: Gate(s, x),
+        "threshold: ",
+        [0, -0.1, 1.1, float("nan"), "0.5", True],
+    ),
+    (lambda s, g, x: Gate.load(x), "path: ", [None, 3]),
+    (lambda s, g, x: Gate.load(".", threshold=x), "threshold: ", ["0.5", 2]),
+    (lambda s, g, x: g.should_retrieve(x), "question: ", [None, 3, [QUESTION]]),
+    (lambda s, g, x: g.draft(x), "questions", [None, QUESTION, [3]]),
+    (lambda s, g, x: g.keep(x, ANSWER), "draft: ", [None, QUESTION]),
+    (lambda s, g, x: FlashRagJudger(x, g), "config: ", [None, "a", []]),
+    (lambda s, g, x: FlashRagJudger(x), "judger_config: ", [{}, {"judger_config": 3}]),
+    (lambda s, g, x: FlashRagJudger({}, g).judge(x), "dataset", [None, 3, [3], {}]),
+]
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_every_wrong_type_ends_in_a_sentence_that_names_it(scorer, gate, name):
-    for call, begin, values in WRONG[name]:
-        for value in values:
-            with pytest.raises(ValueError) as refused:
-                call(scorer, gate, value)
-            text = str(refused.value)
-            assert text.startswith(begin) and "expected" in text, (value, text)
+@pytest.mark.parametrize(("call", "begin", "values"), WRONG)
+def test_every_wrong_type_ends_in_a_sentence_that_names_it(
+    scorer, gate, call, begin, values
+):
+    for value in values:
+        with pytest.raises(ValueError) as refused:
+            call(scorer, gate, value)
+        text = str(refused.value)
+        assert text.startswith(begin) and "expected" in text, (value, text)
 
 
 @pytest.mark.parametrize(

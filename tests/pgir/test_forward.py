@@ -2,138 +2,41 @@
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from beatrice.extract.records import Passage
 from beatrice.jaxprobe import forward
-from beatrice.jaxprobe.calibration import Calibrator
-from beatrice.jaxprobe.config import EncoderConfig, FusionConfig
-from beatrice.jaxprobe.detector import Detector, EncoderBank, SettingHead
-from beatrice.jaxprobe.encoder import COLLECTION, Encoder
+from beatrice.jaxprobe.config import EncoderConfig
 from beatrice.jaxprobe.families import (
     SPANS,
     SUBSET_NAMES,
     Features,
-    Standardizer,
     paper_dims,
 )
-from beatrice.jaxprobe.fusion import FusionHead, head_inputs
-from beatrice.jaxprobe.tokens import split_families
 from beatrice.pgir.bridge import ProbedBackbone, TorchForward
-from tests.jaxprobe.samples import KNOWN, wide_scope
+from tests.jaxprobe.samples import ragged_features, random_detector
 from tests.pgir.small import LAYER, PASSAGE, QUESTION
 
 SIZES = {"hidden": 12, "prob": 5, "resid": 8, "attn": 6}
-SEEDS = 2
 CONFIG = EncoderConfig(projection=4, hidden=8, n_blocks=2, n_groups=2)
 
 
-def features_of(setting, dims, n=7, seed=0):
-    """Answers of uneven lengths; one has an empty first span, one an empty answer."""
-    rng, tokens, masks = np.random.default_rng(seed), [], []
-    for span, width in enumerate((9, 6, 4)[-len(SPANS[setting]) :]):
-        lengths = rng.integers(1, width + 1, n)
-        lengths[0] = 0 if span == 0 else lengths[0]
-        lengths[1] = 0 if span == len(SPANS[setting]) - 1 else lengths[1]
-        tokens.append(rng.normal(1, 3, (n, width, dims.total)).astype(np.float32))
-        masks.append(np.arange(width) < lengths[:, None])
-    return Features(tuple(tokens), tuple(masks))
-
-
-def random_like(tree, rng, scale=0.5):
-    """Weights of the same shapes, none of them zero, so that every one counts."""
-    return jax.tree.map(
-        lambda x: rng.normal(0, scale, np.shape(x)).astype(np.float32), tree
-    )
-
-
-def make_bank(setting, dims, config, seed):
-    rng = np.random.default_rng(seed)
-    standardizer = Standardizer(
-        rng.normal(1, 1, dims.total).astype(np.float32),
-        rng.uniform(1, 3, dims.total).astype(np.float32),
-    )
-    families = split_families(features_of(setting, dims), dims, standardizer)
-    encoder = Encoder(config, dims)
-    shapes = jax.eval_shape(
-        encoder.init, jax.random.key(0), families, jnp.ones(dims.n_families, bool)
-    )
-    names, n_parts = SUBSET_NAMES, 2 + len(SPANS[setting])
-    stack = jax.tree.map(
-        lambda x: np.zeros((SEEDS, len(names), *x.shape), np.float32), shapes
-    )
-    params = dict(random_like(stack, rng))
-    for row, reads in enumerate(dims.subset_masks):
-        for span in range(len(SPANS[setting])):  # as training leaves what is not read
-            kernel = params["params"][f"span_{span}"]["entry_kernel"]
-            kernel[:, row] *= np.repeat(reads, config.projection)
-    if config.is_linear_first:
-        params[COLLECTION] = {
-            "bias": rng.normal(size=(SEEDS, len(names))).astype(np.float32),
-            **{
-                f"kernel_{f}": rng.normal(
-                    0, 0.05, (SEEDS, len(names), n_parts * size)
-                ).astype(np.float32)
-                for f, size in enumerate(dims.sizes)
-            },
-        }
-    return EncoderBank(
-        dims=dims,
-        config=config,
-        names=names,
-        spans=SPANS[setting],
-        standardizer=standardizer,
-        params=params,
-        lengths=(64,) * len(SPANS[setting]),
-        scope=wide_scope(dims.total),
-    )
-
-
-def make_head(reads, n_slots, config, seed, is_mean=False):
-    rng = np.random.default_rng(seed)
-    fusion = FusionConfig(hidden=8, n_slots=n_slots)
-    shapes = jax.eval_shape(
-        FusionHead(fusion).init,
-        jax.random.key(0),
-        head_inputs(jnp.zeros((n_slots, 1, config.d_pooled)), jnp.zeros((n_slots, 1))),
-        jnp.arange(n_slots),
-        jnp.arange(n_slots) < len(reads),
-    )
-    stack = jax.tree.map(lambda x: np.zeros((SEEDS, *x.shape), np.float32), shapes)
-    params = random_like(stack, rng)
-    if is_mean:
-        for name in ("out_kernel", "out_bias"):
-            params["params"][name] *= 0
-    return SettingHead(
-        reads=reads,
-        config=fusion,
-        params=params,
-        calibrator=Calibrator(
-            name="isotonic", scores=(0.0, 1.0), p_correct=(0.05, 0.95)
-        ),
-        **KNOWN,
-    )
-
-
-def make_detector(config, reads, n_slots=9, is_mean=False, hidden_spans="all"):
+def make_detector(config, reads, hidden_spans="all", **options):
     """A detector of all fifteen subsets in both passes, with heads for `reads`."""
     dims = paper_dims(hidden_spans=hidden_spans, **SIZES)
-    return Detector(
-        banks={s: make_bank(s, dims, config, i) for i, s in enumerate(SPANS)},
-        heads={
-            setting: make_head(pairs, n_slots, config, 7, is_mean)
-            for setting, pairs in reads.items()
-        },
-    )
+    return random_detector(dict.fromkeys(SPANS, dims), config, reads, 9, **options)
+
+
+def passes_of(detector):
+    """Signals of both passes."""
+    return {
+        s: ragged_features(s, bank.dims, seed=3) for s, bank in detector.banks.items()
+    }
 
 
 def assert_alike(detector, branch, atol=1e-5):
-    passes = {
-        s: features_of(s, bank.dims, seed=3) for s, bank in detector.banks.items()
-    }
+    passes = passes_of(detector)
     expected = forward.score(detector, branch, passes)
     scores = TorchForward(detector).score(branch, passes)
     assert scores.encoder_names == expected.encoder_names
@@ -163,10 +66,7 @@ def test_hidden_states_of_the_answer_alone_are_read_alike():
     reads = {"with_context": (("with_context", "HPRA"), ("with_context", "H"))}
     detector = make_detector(CONFIG, reads, hidden_spans="answer")
     assert_alike(detector, "with_context")
-    passes = {
-        s: features_of(s, bank.dims, seed=3) for s, bank in detector.banks.items()
-    }
-    scorer = TorchForward(detector)
+    passes, scorer = passes_of(detector), TorchForward(detector)
     before = scorer.score("with_context", passes).raw
     passes["with_context"].tokens[0][..., :12] += 9  # the context's hidden states
     np.testing.assert_array_equal(scorer.score("with_context", passes).raw, before)
@@ -194,8 +94,7 @@ def test_networks_that_add_nothing_are_not_run_and_score_alike():
 def test_a_padded_token_and_a_neighbour_in_the_batch_change_no_score():
     reads = {"with_context": (("with_context", "HPRA"), ("closed_book", "HP"))}
     detector = make_detector(CONFIG, reads)
-    passes = {s: features_of(s, b.dims, seed=5) for s, b in detector.banks.items()}
-    scorer = TorchForward(detector)
+    passes, scorer = passes_of(detector), TorchForward(detector)
     together = scorer.score("with_context", passes).raw
     for i in range(len(together)):
         padded = {}
@@ -212,28 +111,22 @@ def test_a_padded_token_and_a_neighbour_in_the_batch_change_no_score():
 
 def test_scores_do_not_depend_on_how_many_answers_the_memory_holds(probed):
     questions = [QUESTION, "what is the genre of Skiband Rugrond?"] * 6
-    passages = [[Passage(title="", text=PASSAGE)]] * len(questions)
-    closed, given = (
-        probed.read(probed.answer(probed.requests(setting, questions, context)))
-        for setting, context in (
-            ("closed_book", [()] * len(questions)),
-            ("with_context", passages),
+    contexts = {"closed_book": (), "with_context": [Passage(title="", text=PASSAGE)]}
+    passes = {
+        setting: probed.read(
+            probed.answer(probed.requests(setting, questions, [context] * 12))
         )
-    )
-    passes = {"with_context": given, "closed_book": closed}
+        for setting, context in contexts.items()
+    }
     whole = probed.score("with_context", passes)
     banks = {
         where: dataclasses.replace(bank, lengths=(64,) * len(SPANS[where]))
         for where, bank in probed.detector.banks.items()
     }
-    bank = banks["with_context"]
-    for n_bytes, at_once in ((10 * bank.row_bytes, 10), (1, 1)):
-        small = ProbedBackbone(
-            probed.backbone,
-            dataclasses.replace(probed.detector, banks=banks),
-            probed.config,
-            most_bytes=n_bytes,
-        )
+    detector = dataclasses.replace(probed.detector, banks=banks)
+    for n_bytes, at_once in ((10 * banks["with_context"].row_bytes, 10), (1, 1)):
+        shared = probed.backbone, detector, probed.config
+        small = ProbedBackbone(*shared, most_bytes=n_bytes)
         assert small.rows_at_once("with_context") == at_once
         parts = small.score("with_context", passes)
         assert parts.encoder_names == whole.encoder_names

@@ -23,11 +23,7 @@ from beatrice.pgir.gate import (
     llama_index_engine,
     run_pgir,
 )
-from beatrice.pgir.retrievers import (
-    OwnRetriever,
-    RetrievalFailed,
-    load_retriever,
-)
+from beatrice.pgir.retrievers import OwnRetriever, RetrievalFailed, load_retriever
 from tests.extract.small_run import beatrice
 from tests.pgir.small import PASSAGE, QUESTION, reply
 from tests.process import ROOT
@@ -228,17 +224,17 @@ class Fixed:
 def test_the_readmes_retriever_and_judge_answer_in_python(scorer, notes):
     from my_search import stands_in_a_passage
 
-    (sure,) = run_pgir(scorer, [QUESTION], notes, threshold=1e-6)
+    def answer(threshold=0.8, **options):
+        (result,) = run_pgir(scorer, [QUESTION], notes, threshold=threshold, **options)
+        return result
+
+    sure = answer(threshold=1e-6)
     assert sure.is_trusted and not sure.passages and sure.n_generations == 1
-    (judged,) = run_pgir(
-        scorer, [QUESTION], notes, threshold=0.8, judge=stands_in_a_passage
-    )
+    judged = answer(judge=stands_in_a_passage)
     assert judged.answer == "Guzolt Falls" and judged.is_trusted
     assert judged.p_correct == 0.9 and judged.n_generations == 2
     assert judged.passages[0].text == PASSAGE
-    (doubted,) = run_pgir(
-        scorer, [QUESTION], notes, threshold=0.8, budget=1, judge=lambda q, a, p: 0.1
-    )
+    doubted = answer(budget=1, judge=lambda q, a, p: 0.1)
     assert not doubted.is_trusted and doubted.n_generations == 2
 
 
@@ -264,10 +260,8 @@ def test_what_an_own_retriever_found_is_kept_under_its_indices(tmp_path):
     assert retriever.search(["a", "b"], 2) == [(0, 1), (0,)]
     again = OwnRetriever(plug, tmp_path / "kept.jsonl")
     assert again.search(["b", "a"], 2) == [(0,), (0, 1)]
-    assert again.passages[:2] == [
-        Passage(title="", text=PASSAGE),
-        Passage(title="T", text="b"),
-    ]
+    assert [p.text for p in again.passages[:2]] == [PASSAGE, "b"]
+    assert [p.title for p in again.passages[:2]] == ["", "T"]
     assert plug.n_queries == 2
 
 
@@ -317,32 +311,20 @@ def test_what_is_no_retriever_is_refused(scorer, plug):
 
 @pytest.mark.parametrize("given", [1.5, -0.1, "0.5", None, float("nan")])
 def test_a_judge_that_gives_no_probability_ends_in_a_sentence(scorer, given):
+    retriever = Fixed(lambda queries, depth: [[PASSAGE]] * len(queries))
+    options = {"threshold": 0.5, "judge": lambda question, answer, passages: given}
     with pytest.raises(ValueError, match="the judge: expected a probability"):
-        run_pgir(
-            scorer,
-            [QUESTION],
-            Fixed(lambda queries, depth: [[PASSAGE]] * len(queries)),
-            threshold=0.5,
-            judge=lambda question, answer, passages: given,
-        )
+        run_pgir(scorer, [QUESTION], retriever, **options)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("--retriever", "nowhere:Notes"),
-        ("--judge", "nowhere:judge"),
-        ("--retriever", "bm52"),
-    ],
-)
-def test_a_plug_that_is_not_there_is_not_written_down(smoke_run, tmp_path, words):
-    run = tmp_path / "run"
-    run.mkdir()
-    shutil.copy(smoke_run / "manifest.json", run)
-    before = (run / "manifest.json").read_bytes()
-    done = beatrice("control", run, *words, code=1)
+@pytest.mark.parametrize("kind", ["retriever", "judge"])
+@pytest.mark.parametrize("name", ["nowhere:Notes", "bm52"])
+def test_a_plug_that_is_not_there_is_not_written_down(smoke_run, tmp_path, kind, name):
+    manifest = shutil.copyfile(smoke_run / "manifest.json", tmp_path / "manifest.json")
+    before = manifest.read_bytes()
+    done = beatrice("control", tmp_path, f"--{kind}", name, code=1)
     assert "Traceback" not in done.stderr
-    assert (run / "manifest.json").read_bytes() == before
+    assert manifest.read_bytes() == before
 
 
 def test_what_an_own_judge_said_is_kept_and_told_from_anothers(probed):
@@ -353,8 +335,8 @@ def test_what_an_own_judge_said_is_kept_and_told_from_anothers(probed):
         journal.add("one", [call], [value for _, value in batch], 0.0)
     judging = Judging(answering)
     numbers = [
-        judging.add(name, lambda q, a, p, verdict=verdict: verdict)
-        for name, verdict in (("one", 0.2), ("other", np.float32(0.75)))
+        judging.add("one", lambda question, answer, passages: 0.2),
+        judging.add("other", lambda question, answer, passages: np.float32(0.75)),
     ]
     calls = [Call("judge", QUESTION, (0,), n) for n in numbers]
     verdicts = [v.p_correct for b in judging.batches(calls, {0}) for _, v in b]

@@ -59,21 +59,18 @@ def trace_of(*scores):
     return trace(*((f"a{i}", p) for i, p in enumerate(scores)))
 
 
-DECISIONS = {  # scores of the drafts, budget; round, generations, accepted
-    "a confident closed-book draft is returned": ((0.9, 0.99), 4, (0, 1, True)),
-    "the first that is confident goes before a better": (
-        (0.1, 0.7, 0.9),
-        4,
-        (1, 2, True),
-    ),
-    "without one the best is returned unaccepted": ((0.1, 0.5, 0.3), 2, (1, 3, False)),
-    "a budget of one sees no second retrieval": ((0.1, 0.2, 0.99), 1, (1, 2, False)),
-}
-
-
-@pytest.mark.parametrize("case", DECISIONS)
-def test_a_policy_returns_the_first_confident_draft_or_the_best(case):
-    scores, budget, expected = DECISIONS[case]
+@pytest.mark.parametrize(
+    ("scores", "budget", "expected"),  # round, generations, accepted
+    [
+        ((0.9, 0.99), 4, (0, 1, True)),
+        ((0.1, 0.7, 0.9), 4, (1, 2, True)),
+        ((0.1, 0.5, 0.3), 2, (1, 3, False)),
+        ((0.1, 0.2, 0.99), 1, (1, 2, False)),  # no second retrieval is seen
+    ],
+)
+def test_a_policy_returns_the_first_confident_draft_or_the_best(
+    scores, budget, expected
+):
     decision = decide(trace_of(*scores), Policy(threshold=0.6, budget=budget))
     result = (decision.round, decision.n_generations, decision.is_accepted)
     assert result == expected
@@ -228,23 +225,19 @@ def test_the_search_finds_the_planted_policy_and_obeys_the_cap():
 def test_other_maps_change_probabilities_by_pass_and_nothing_else():
     result = recalibrated(trace_of(0.5, 0.4, 0.9), lambda x: x / 2, lambda x: 1 - x)
     assert [draft.p_correct for draft in result] == pytest.approx([0.25, 0.6, 0.1])
-    assert [(d.answer, d.raw) for d in result] == [
-        ("a0", 0.5),
-        ("a1", 0.4),
-        ("a2", 0.9),
-    ]
+    assert [d.answer for d in result] == ["a0", "a1", "a2"]
+    assert [d.raw for d in result] == [0.5, 0.4, 0.9]
 
 
 def test_a_higher_cap_admits_a_policy_that_costs_more():
     # Only the fourth retrieval is right, and it is the fifth generation.
     traces = [trace_of(0.5, 0.4, 0.3, 0.3, 0.9) for _ in range(10)]
     right = lambda i, answer: answer == "a4"  # noqa: E731
-    budgets = {}
-    for cap in (4.0, 5.0):
-        config = ControlOptions(max_generations=cap).change(CONTROL_PRESETS["paper"])
-        searched = ControllerConfig(max_generations=config.max_generations)
-        budgets[cap] = search_policy(traces, right, searched).budget
-    assert budgets[5.0] == 4 > budgets[4.0]
+    low, high = (
+        search_policy(traces, right, ControllerConfig(max_generations=cap)).budget
+        for cap in (4.0, 5.0)
+    )
+    assert high == 4 > low
 
 
 def test_the_cap_is_a_setting_of_the_run(tmp_path):
@@ -286,9 +279,7 @@ def traced():
         trace(("no", 0.1), ("no", 0.3), ("yes", 0.2), ("yes", 0.9)),  # the wrong kept
     )
     examples = tuple(
-        an_example(
-            id=f"q{i}", dataset="world", question=f"question {i}?", golds=("yes",)
-        )
+        an_example(id=f"q{i}", question=f"question {i}?", golds=("yes",))
         for i in range(len(traces))
     )
     return Traced(dataset="world", split="test", examples=examples, traces=traces)
@@ -319,13 +310,13 @@ def answers_of(loop, vanilla=("no", "no", "yes", "no")):
     config = ControllerConfig()
     result = {name: [] for name in RANKED}
     for example, item, plain in zip(loop.examples, loop.traces, vanilla, strict=True):
-        requests = example.question
+        text = example.question
         plans = (
-            no_rag(requests),
-            vanilla_rag(requests, config),
-            draft_rag(requests, config),
-            pgir(requests, POLICY, config),
-            upper_bound(requests, POLICY, config, "judge", lambda a: a == "yes"),
+            no_rag(text),
+            vanilla_rag(text, config),
+            draft_rag(text, config),
+            pgir(text, POLICY, config),
+            upper_bound(text, POLICY, config, "judge", lambda a: a == "yes"),
         )
         for name, plan in zip(RANKED, plans, strict=True):
             value, calls = played(plan, serve_from(item, plain))
@@ -340,46 +331,25 @@ def answers_of(loop, vanilla=("no", "no", "yes", "no")):
 
 
 def measured(metric):
-    questions = traced()
-    rows = control_rows(
-        [questions], [answers_of(questions)], BootstrapConfig(n_resamples=20)
-    )
-    return {
-        row.detector: row
-        for row in rows
-        if row.metric == metric and row.experiment == "controller"
-    }
+    questions, config = traced(), BootstrapConfig(n_resamples=20)
+    rows = control_rows([questions], [answers_of(questions)], config)
+    rows = [row for row in rows if row.experiment == "controller"]
+    return {row.detector: row for row in rows if row.metric == metric}
 
 
-def test_the_query_is_told_apart_from_the_judgement():
-    em = {name: row.value for name, row in measured("em").items()}
-    assert em == {
-        "no_rag": 0.25,
-        "vanilla_rag": 0.25,
-        "draft_rag": 0.75,  # round one of every trace, or all there is
-        "pgir": 0.5,
-        "perfect_judge": 1.0,
-    }
-
-
-def test_every_answer_that_was_generated_is_paid_for():
-    cost = {name: row.value for name, row in measured("generations").items()}
-    assert cost == {
-        "no_rag": 1.0,
-        "vanilla_rag": 1.0,
-        "draft_rag": (1 + 2 + 2 + 2) / 4,
-        "pgir": (1 + 2 + 1 + 3) / 4,
-        "perfect_judge": (1 + 2 + 2 + 3) / 4,
-    }
-
-
-def test_searches_and_passes_over_written_text_are_paid_for_too():
-    searches = {name: row.value for name, row in measured("retrievals").items()}
-    assert searches["no_rag"] == 0 and searches["vanilla_rag"] == 1
-    # Of the first question the ranking is used up, which a search has to find out.
-    assert searches["pgir"] == (0 + 1 + 0 + 2) / 4
-    passes = {name: row.value for name, row in measured("forwards").items()}
-    assert passes["draft_rag"] == 0 and passes["pgir"] == (1 + 2 + 1 + 3) / 4
+@pytest.mark.parametrize(
+    ("metric", "sums"),  # over the four questions, of the controllers in `RANKED`
+    [
+        ("em", (1, 1, 3, 2, 4)),  # draft_rag: round one of every trace, or all there is
+        ("generations", (4, 4, 1 + 2 + 2 + 2, 1 + 2 + 1 + 3, 1 + 2 + 2 + 3)),
+        # That the first question's ranking is used up, a search of draft_rag finds out.
+        ("retrievals", (0, 4, 4, 0 + 1 + 0 + 2, 0 + 1 + 1 + 2)),
+        ("forwards", (0, 0, 0, 1 + 2 + 1 + 3, 1 + 2 + 2 + 3)),
+    ],
+)
+def test_the_query_is_told_from_the_judgement_and_every_call_is_paid_for(metric, sums):
+    values = {name: row.value for name, row in measured(metric).items()}
+    assert values == {name: n / 4 for name, n in zip(RANKED, sums, strict=True)}
 
 
 def test_a_larger_budget_never_asks_less():
@@ -392,28 +362,20 @@ def test_a_larger_budget_never_asks_less():
 def test_pgir_is_compared_with_each_controller_on_the_same_questions():
     first = traced()
     other = dataclasses.replace(first, dataset="held", split="ood")
-    rows = control_rows(
-        [first, other],
-        [answers_of(first), answers_of(other, ("yes",) * 4)],
-        BootstrapConfig(n_resamples=500),
-    )
+    config = BootstrapConfig(n_resamples=500)
+    answers = [answers_of(first), answers_of(other, ("yes",) * 4)]
+    rows = control_rows([first, other], answers, config)
     paired = [r for r in rows if r.experiment == "controller_paired"]
     assert {r.detector for r in paired} == {"pgir"}
     assert {r.against for r in paired} == {"no_rag", "vanilla_rag", "draft_rag"}
-    by_set = {
-        r.dataset: r for r in paired if (r.metric, r.against) == ("em", "vanilla_rag")
-    }
-    assert {d: r.value for d, r in by_set.items()} == {
-        "world": 0.25,
-        "held": -0.5,
-        "macro": -0.125,
-    }
-    for row in by_set.values():
+    gains = [r for r in paired if (r.metric, r.against) == ("em", "vanilla_rag")]
+    by_set = {"world": 0.25, "held": -0.5, "macro": -0.125}
+    assert {r.dataset: r.value for r in gains} == by_set
+    for row in gains:
         assert row.ci_low <= row.value <= row.ci_high and 0 < row.p_value <= 1
-    config = BootstrapConfig(n_resamples=500)
     gain = np.array([1, 1, -1, 0])  # of pgir over plain retrieval, question by question
     means = [gain[drawn].mean() for drawn in drawn_clusters(4, config)]
-    row = by_set["world"]
+    (row,) = (r for r in gains if r.dataset == "world")
     assert (row.ci_low, row.ci_high) == pytest.approx(interval_of(np.array(means)))
 
 
@@ -431,13 +393,11 @@ def test_cases_are_taken_from_every_set_by_one_rule():
         ("world", 3, "Retrieve; all flagged, none trusted"),
         ("nq", 2, "Trusted, and wrong"),
     ]  # none of the questions was trusted in a second round
-    alone = [c.example_index for c in choose_cases([given], POLICY)]
-    assert alone == [0, 1, 3, 2]
-    turned = dataclasses.replace(
-        given, traces=given.traces[::-1], examples=given.examples[::-1]
-    )
-    alone = [c.example_index for c in choose_cases([turned], POLICY)]
-    assert alone == [3, 2, 0, 1]
+    reversed_fields = {"traces": given.traces[::-1], "examples": given.examples[::-1]}
+    turned = dataclasses.replace(given, **reversed_fields)
+    for questions, expected in ((given, [0, 1, 3, 2]), (turned, [3, 2, 0, 1])):
+        cases = choose_cases([questions], POLICY)
+        assert [case.example_index for case in cases] == expected
 
 
 def test_a_preset_runs_every_controller_but_the_dearest():

@@ -12,29 +12,7 @@ from beatrice.benchmarks.results.tables import controller_table, results_of
 from beatrice.extract.generate.prompts import GenerationConfig
 from beatrice.extract.records import Passage
 from beatrice.pgir.bridge import ProbedBackbone
-from beatrice.pgir.controllers import CONTROLLERS
-from beatrice.pgir.controllers.adaptive import (
-    Neighbours,
-    adaptive_rag,
-    biased,
-    fit_router,
-    iterative,
-    neighbours_of,
-    perplexity_judge,
-    question_encoder,
-    silver_labels,
-    skr,
-    wants_retrieval,
-)
-from beatrice.pgir.controllers.dragin import (
-    Wording,
-    content_words,
-    dragin,
-    last_attention,
-    query_words,
-    word_owners,
-    word_values,
-)
+from beatrice.pgir.controllers import CONTROLLERS, adaptive, dragin, probing, seakr
 from beatrice.pgir.controllers.loop import (
     Attended,
     Call,
@@ -44,16 +22,6 @@ from beatrice.pgir.controllers.loop import (
     best_under_cap,
     pgir,
 )
-from beatrice.pgir.controllers.probing import (
-    Probing,
-    balanced,
-    fit_probe,
-    make_probe,
-    probed_layers,
-    probing_rag,
-    state_layers,
-)
-from beatrice.pgir.controllers.seakr import Spreading, seakr, uncertainty
 from beatrice.pgir.controllers.session import QuestionEncoder
 from beatrice.pgir.controllers.stage import left_out_rows
 from beatrice.pgir.controllers.waves import ENTROPY, Answering, CallJournal, Scoring
@@ -65,6 +33,11 @@ SEARCH = ControllerConfig(n_passages=3, depth=9)
 
 def kinds(calls):
     return [call.kind for call in calls]
+
+
+def nine_or_x(call):
+    """Serve nine passages to a search, and "x" to all else."""
+    return range(9) if call.kind == "search" else reply("x")
 
 
 # SKR
@@ -86,16 +59,16 @@ def test_skr_votes_as_flashrag_writes_the_same_rule(near, hurt, better, worse, s
         if total < 0
         else delta > 0 and delta >= least
     )
-    assert wants_retrieval(near, hurt, (better, worse, n_all), k) is expected
+    assert adaptive.wants_retrieval(near, hurt, (better, worse, n_all), k) is expected
 
 
 def test_skr_asks_the_neighbours_on_which_something_changed():
-    encoder = question_encoder(["who wrote it", "where is it", "when was it"])
+    encoder = adaptive.question_encoder(["who wrote it", "where is it", "when was it"])
     questions = [f"who wrote book {i}" for i in range(6)]
     questions += [f"where is town {i}" for i in range(6)] + ["when was it"] * 3
     without = np.array([True] * 6 + [False] * 6 + [False] * 3)
     with_passages = np.array([False] * 6 + [True] * 6 + [False] * 3)
-    index = neighbours_of(questions, without, with_passages, encoder)
+    index = adaptive.neighbours_of(questions, without, with_passages, encoder)
     assert len(index.vectors) == 12 and index.n_all == 15
     retrieves = index.retrieves(["who wrote that", "where is that town"], k=5)
     assert retrieves.tolist() == [False, True]
@@ -104,15 +77,13 @@ def test_skr_asks_the_neighbours_on_which_something_changed():
 
 def test_skr_without_a_neighbour_does_not_fail():
     flat = QuestionEncoder("flat", lambda texts: np.ones((len(texts), 1)))
-    index = neighbours_of(["a", "b"], np.ones(2, bool), np.ones(2, bool), flat)
-    assert isinstance(index, Neighbours)
+    index = adaptive.neighbours_of(["a", "b"], np.ones(2, bool), np.ones(2, bool), flat)
     assert index.retrieves(["c"], k=5).tolist() == [False]
 
 
 def test_skr_decides_before_anything_is_generated():
-    serve = lambda call: range(9) if call.kind == "search" else reply("x")  # noqa: E731
     for retrieves, expected in ((True, ["search", "answer"]), (False, ["answer"])):
-        _, calls = played(skr("who?", retrieves, SEARCH), serve)
+        _, calls = played(adaptive.skr("who?", retrieves, SEARCH), nine_or_x)
         assert kinds(calls) == expected
 
 
@@ -125,35 +96,34 @@ def test_the_silver_label_is_the_cheapest_strategy_that_is_right():
         "B": np.array([1, 1, 0, 0], bool),
         "C": np.array([1, 1, 1, 0], bool),
     }
-    assert silver_labels(right) == ["A", "B", "C", None]
+    assert adaptive.silver_labels(right) == ["A", "B", "C", None]
 
 
 def test_known_sets_bring_a_label_of_their_own_for_some_of_their_questions():
     given = [an_example(dataset=x) for x in ("nq", "musique", "world") for _ in "12345"]
-    labels = [(e.dataset, label) for e, label in biased(given, 2)]
+    labels = [(e.dataset, label) for e, label in adaptive.biased(given, 2)]
     assert labels == [("nq", "B")] * 2 + [("musique", "C")] * 2
 
 
 def test_the_router_finds_a_planted_class_and_survives_one_class():
-    vectors = np.repeat(np.eye(3), 20, axis=0)
-    labels = ["A"] * 20 + ["B"] * 20 + ["C"] * 20
-    assert fit_router(vectors, labels, 10.0).predict(np.eye(3)).tolist() == [*"ABC"]
-    assert fit_router(vectors[:9], ["B"] * 9, 1.0).predict(np.eye(3)).tolist() == [
-        *"BBB"
-    ]
+    vectors, labels = (
+        np.repeat(np.eye(3), 20, axis=0),
+        [*"A" * 20 + "B" * 20 + "C" * 20],
+    )
+    router = adaptive.fit_router(vectors, labels, 10.0)
+    assert router.predict(np.eye(3)).tolist() == [*"ABC"]
+    router = adaptive.fit_router(vectors[:9], ["B"] * 9, 1.0)
+    assert router.predict(np.eye(3)).tolist() == [*"BBB"]
 
 
 def test_the_third_strategy_asks_with_its_last_answer_and_keeps_its_passages():
     answers = iter(["Rome", "Tiber", "Tiber"])
+    rankings = {"who?": range(3), "Rome": range(2, 8), "Tiber": range(20, 29)}
 
     def serve(call):
-        if call.kind == "search":
-            return {"who?": range(3), "Rome": range(2, 8), "Tiber": range(20, 29)}[
-                call.text
-            ]
-        return reply(next(answers))
+        return rankings[call.text] if call.kind == "search" else reply(next(answers))
 
-    answer, calls = played(iterative("who?", SEARCH), serve)
+    answer, calls = played(adaptive.iterative("who?", SEARCH), serve)
     assert answer == "Tiber"  # it came twice
     assert [c.text for c in calls if c.kind == "search"] == ["who?", "Rome", "Tiber"]
     shown = [c.passages for c in calls if c.kind == "answer"]
@@ -162,8 +132,7 @@ def test_the_third_strategy_asks_with_its_last_answer_and_keeps_its_passages():
 
 @pytest.mark.parametrize(("strategy", "n"), [("A", 0), ("B", 1), ("C", 2)])
 def test_a_strategy_searches_as_often_as_its_letter_says(strategy, n):
-    serve = lambda c: range(9) if c.kind == "search" else reply("x")  # noqa: E731
-    _, calls = played(adaptive_rag("who?", strategy, SEARCH), serve)
+    _, calls = played(adaptive.adaptive_rag("who?", strategy, SEARCH), nine_or_x)
     assert kinds(calls).count("search") == n
 
 
@@ -172,11 +141,11 @@ def test_a_strategy_searches_as_often_as_its_letter_says(strategy, n):
 
 def test_a_word_counts_by_its_share_of_attention_times_entropy_times_length():
     words = Words(("the", "Tiber"), (1.0, 3.0), (2.0, 0.5))
-    assert word_values(words) == pytest.approx([0.25 * 2.0 * 2, 0.75 * 0.5 * 2])
+    assert dragin.word_values(words) == pytest.approx([0.25 * 2.0 * 2, 0.75 * 0.5 * 2])
 
 
 def test_tokens_belong_to_the_word_they_are_in():
-    words, owners = word_owners([2, 5, 6, 12], "Guzolt Falls"[:12])
+    words, owners = dragin.word_owners([2, 5, 6, 12], "Guzolt Falls"[:12])
     assert words == ["Guzolt", "Falls"] and owners.tolist() == [0, 0, 0, 1]
 
 
@@ -187,18 +156,18 @@ def test_the_query_is_what_the_uncertain_words_look_at_in_their_order():
     )
     # Function words are not asked for, words that triggered neither.
     hits = np.array([False, True])
-    assert query_words(attended, hits) == "Tiber rising Monte"
-    assert query_words(attended, hits, most=1) == "rising"
-    assert query_words(attended, np.array([True, True])) == "Tiber rising"
+    assert dragin.query_words(attended, hits) == "Tiber rising Monte"
+    assert dragin.query_words(attended, hits, most=1) == "rising"
+    assert dragin.query_words(attended, np.array([True, True])) == "Tiber rising"
 
 
 def test_where_only_function_words_trigger_these_are_asked():
     attended = Attended(("Tiber", "rises", "the"), ((0.9, 0.1, 0.0),))
-    assert query_words(attended, np.array([True])) == "Tiber rises"
+    assert dragin.query_words(attended, np.array([True])) == "Tiber rises"
 
 
 def test_content_words_are_those_that_are_no_stop_words():
-    assert content_words("Where is the Tiber's rise?") == ["tiber's", "rise"]
+    assert dragin.content_words("Where is the Tiber's rise?") == ["tiber's", "rise"]
 
 
 def dragin_serve(call):
@@ -215,9 +184,9 @@ def dragin_serve(call):
 
 
 def test_dragin_writes_again_only_if_a_word_triggers():
-    answer, calls = played(dragin("Tiber source?", 2.5, SEARCH), dragin_serve)
+    answer, calls = played(dragin.dragin("Tiber source?", 2.5, SEARCH), dragin_serve)
     assert (answer, kinds(calls)) == ("Monte Fumaiolo", ["answer", "words"])
-    answer, calls = played(dragin("Tiber source?", 1.5, SEARCH), dragin_serve)
+    answer, calls = played(dragin.dragin("Tiber source?", 1.5, SEARCH), dragin_serve)
     assert answer == "Balze"
     assert kinds(calls) == ["answer", "words", "attended", "search", "answer"]
     assert calls[3].text == "Tiber source? Monte"
@@ -232,13 +201,8 @@ def test_the_uncertainty_is_the_log_determinant_of_the_centred_products():
     centring = np.eye(d) - np.ones((d, d)) / d
     gram = states @ centring @ states.T + 1e-3 * np.eye(4)
     expected = math.log(np.linalg.det(gram)) / 4
-    assert uncertainty(states) == pytest.approx(expected)
-
-
-def test_equal_states_are_the_most_certain_and_none_is_uncertain():
-    states = np.random.default_rng(0).normal(size=(8, 16))
-    assert uncertainty(np.repeat(states[:1], 8, axis=0)) < uncertainty(states)
-    assert uncertainty(states[:0]) == math.inf  # retrieve, under whatever delta
+    assert seakr.uncertainty(states) == pytest.approx(expected)
+    assert seakr.uncertainty(states[:0]) == math.inf  # retrieve, under whatever delta
 
 
 def seakr_serve(call):
@@ -250,12 +214,12 @@ def seakr_serve(call):
 
 
 def test_seakr_keeps_a_certain_answer():
-    answer, calls = played(seakr("who?", -2.0, 20, SEARCH), seakr_serve)
+    answer, calls = played(seakr.seakr("who?", -2.0, 20, SEARCH), seakr_serve)
     assert (answer, kinds(calls)) == ("guess", ["answer", "spread"])
 
 
 def test_seakr_reads_each_passage_alone_and_keeps_the_surest_that_says_something():
-    answer, calls = played(seakr("who?", -6.0, 20, SEARCH), seakr_serve)
+    answer, calls = played(seakr.seakr("who?", -6.0, 20, SEARCH), seakr_serve)
     assert answer == "b"
     shown = [call.passages for call in calls if call.kind == "spread"]
     assert shown == [(), (5,), (6,), (7,)]
@@ -266,15 +230,15 @@ def test_seakr_reads_each_passage_alone_and_keeps_the_surest_that_says_something
 
 
 def test_probes_read_the_published_depths():
-    assert probed_layers(18) == (6, 8, 10, 12, 14, 16)
-    assert probed_layers(6) == (2, 3, 4, 5)
+    assert probing.probed_layers(18) == (6, 8, 10, 12, 14, 16)
+    assert probing.probed_layers(6) == (2, 3, 4, 5)
 
 
 def test_a_probe_has_the_published_parts():
-    names = [type(layer).__name__ for layer in make_probe(12)]
+    names = [type(layer).__name__ for layer in probing.make_probe(12)]
     block = ["Linear", "SiLU", "LayerNorm", "Dropout"]
     assert names == ["LayerNorm", *block, *block, "Linear"]
-    assert sum(p.numel() for p in make_probe(2048).parameters()) == 1_318_914
+    assert sum(p.numel() for p in probing.make_probe(2048).parameters()) == 1_318_914
 
 
 def test_a_probe_learns_a_planted_direction_and_nothing_from_permuted_labels():
@@ -285,7 +249,9 @@ def test_a_probe_learns_a_planted_direction_and_nothing_from_permuted_labels():
 
     def accuracy(labels):
         with torch.no_grad():
-            predicted = fit_probe(states, labels, 3)(torch.from_numpy(new)).argmax(-1)
+            predicted = probing.fit_probe(states, labels, 3)(
+                torch.from_numpy(new)
+            ).argmax(-1)
         return (predicted.numpy().astype(bool) == (new[:, 0] > 0)).mean()
 
     assert accuracy(labels) > 0.85
@@ -294,7 +260,7 @@ def test_a_probe_learns_a_planted_direction_and_nothing_from_permuted_labels():
 
 def test_as_many_right_as_wrong_answers_are_learned_from():
     labels = np.array([True] * 3 + [False] * 9)
-    rows = balanced(labels)
+    rows = probing.balanced(labels)
     assert len(rows) == 6 and labels[rows].sum() == 3
 
 
@@ -309,28 +275,23 @@ def probing_serve(surest):
     return serve
 
 
-def probing(theta, serve):
-    plan = probing_rag("who?", theta, 9, lambda shown: f"<{shown[0]}>", SEARCH)
+def probed_plan(theta, serve):
+    plan = probing.probing_rag("who?", theta, 9, lambda shown: f"<{shown[0]}>", SEARCH)
     return played(plan, serve)
 
 
 def test_probing_rag_asks_with_the_question_and_then_with_all_of_its_output():
-    answer, calls = probing(0.0, probing_serve((4, 5, 6)))
+    answer, calls = probed_plan(0.0, probing_serve((4, 5, 6)))
     assert answer == "saw (4, 5, 6)"  # in the place of those before
     searched = [call.text for call in calls if call.kind == "search"]
     assert searched == ["who?", "<0> who? saw (0, 1, 2)"]
 
 
-def test_probing_rag_returns_its_last_answer_after_the_fourth_retrieval():
-    answer, calls = probing(0.0, probing_serve(None))
+def test_probes_in_a_tie_retrieve_four_times_unless_theta_moves_them():
+    _, calls = probed_plan(0.0, probing_serve(None))
     assert kinds(calls).count("search") == 4 and kinds(calls).count("answer") == 5
     assert kinds(calls).count("probe") == 4  # the last is not judged
-
-
-def test_a_tie_of_the_probes_retrieves_and_theta_moves_it():
-    _, calls = probing(0.0, probing_serve(None))
-    assert "search" in kinds(calls)
-    answer, calls = probing(-0.1, probing_serve(None))
+    _, calls = probed_plan(-0.1, probing_serve(None))
     assert kinds(calls) == ["answer", "probe"]
 
 
@@ -339,7 +300,7 @@ def test_a_tie_of_the_probes_retrieves_and_theta_moves_it():
 
 def test_perplexity_judges_in_the_same_loop_without_a_pass_of_the_detector():
     maps = {"closed_book": lambda x: 0.3, "with_context": lambda x: np.exp(x)}
-    judge = perplexity_judge(maps)
+    judge = adaptive.perplexity_judge(maps)
 
     def serve(call):
         if call.kind == "search":
@@ -364,11 +325,6 @@ def test_the_best_setting_under_the_cap_is_taken_the_cheapest_of_equals():
     assert best_under_cap({"a": tried["dear"], "b": tried["bad"]}, 0.5) == "b"
 
 
-def labelled(call, gold):
-    """An answer to train on, right where it says `gold`."""
-    return call, an_example(golds=(gold,))
-
-
 @pytest.fixture(scope="module")
 def answering(probed, tmp_path_factory):
     small = ProbedBackbone(
@@ -378,18 +334,15 @@ def answering(probed, tmp_path_factory):
     )
     journal = CallJournal(tmp_path_factory.mktemp("calls") / "calls.jsonl", "one")
     passages = [Passage(title="", text=PASSAGE)]
-    return Answering(small, passages, journal, state_layers(6))
+    return Answering(small, passages, journal, probing.state_layers(6))
 
 
 @pytest.fixture(scope="module")
-def two_answers(answering):
-    """Two answers in a journal, without a passage and with one."""
-    journal = answering.journal
+def answers(answering):
+    """Two answers in the journal, without a passage and with one."""
     calls = [Call("answer", QUESTION), Call("answer", QUESTION, (0,))]
-    for batch in answering.batches(calls, ()):
-        places, values = zip(*batch, strict=True)
-        journal.add("first", [calls[i] for i in places], values, 0.0)
-    return journal, calls
+    answering.journal.add("first", calls, values_of(answering, calls), 0.0)
+    return calls
 
 
 def values_of(service, calls):
@@ -398,12 +351,12 @@ def values_of(service, calls):
 
 
 def test_an_answer_that_can_be_read_from_its_passage_is_surer_than_a_guess(
-    answering, two_answers
+    answering, answers
 ):
-    calls = [as_kind(call, "spread", 12) for call in two_answers[1]]
-    (guess, _), (read, n_new) = values_of(Spreading(answering), calls)
+    calls = [as_kind(call, "spread", 12) for call in answers]
+    (guess, _), (read, n_new) = values_of(seakr.Spreading(answering), calls)
     assert read < guess and n_new >= 12
-    cost = Spreading(answering).cost(calls[1], (read, n_new))
+    cost = seakr.Spreading(answering).cost(calls[1], (read, n_new))
     assert (cost.generations, cost.sequences, cost.forwards) == (0, 12, 12)
 
 
@@ -414,7 +367,7 @@ def as_kind(call, kind, n=0):
 def test_last_attention_is_that_of_transformers(backbone):
     ids = backbone.tokenizer(QUESTION)["input_ids"]
     longer = [*ids, *ids]
-    attention = last_attention(backbone, [ids, longer], 4096)
+    attention = dragin.last_attention(backbone, [ids, longer], 4096)
     model = backbone.model
     implementation = model.config._attn_implementation
     model.set_attn_implementation("eager")
@@ -429,11 +382,9 @@ def test_last_attention_is_that_of_transformers(backbone):
         model.set_attn_implementation(implementation)
 
 
-def test_words_of_an_answer_have_attention_and_entropy(answering, two_answers):
-    journal, answers = two_answers
-    wording = Wording(answering)
-    words = values_of(wording, [as_kind(c, "words") for c in answers])
-    read = words[1]
+def test_words_of_an_answer_have_attention_and_entropy(answering, answers):
+    wording = dragin.Wording(answering)
+    _, read = values_of(wording, [as_kind(c, "words") for c in answers])
     assert read.words == ("Guzolt", "Falls")
     assert min(read.attention) > 0 and all(e >= 0 for e in read.entropy)
     (attended,) = values_of(wording, [as_kind(answers[1], "attended")])
@@ -444,18 +395,16 @@ def test_words_of_an_answer_have_attention_and_entropy(answering, two_answers):
         assert not any(row[n_before:])  # of what comes before alone
 
 
-def test_probes_are_trained_on_answers_and_judge_them(answering, two_answers):
-    journal, answers = two_answers
-    training = [labelled(answers[0], "yes"), labelled(answers[1], "Guzolt")]
-    probe = Probing(answering, training * 8)
-    calls = [as_kind(c, "probe", 16) for c in answers]
-    sums = values_of(probe, calls)
-    n_probes = len(probed_layers(6))
+def test_probes_are_trained_on_answers_and_judge_them(answering, answers):
+    examples = [an_example(golds=(gold,)) for gold in ("yes", "Guzolt")]
+    training = list(zip(answers, examples, strict=True))
+    probe = probing.Probing(answering, training * 8)
+    sums = values_of(probe, [as_kind(c, "probe", 16) for c in answers])
     for wrong, right in sums:
-        assert wrong + right == pytest.approx(n_probes, abs=1e-4)
+        assert wrong + right == pytest.approx(len(probing.probed_layers(6)), abs=1e-4)
     assert sums[1][1] > sums[0][1]  # the second was labelled right
     with pytest.raises(ValueError, match="8 of 8 training answers are right, and one"):
-        Probing(answering, training[1:] * 8)
+        probing.Probing(answering, training[1:] * 8)
 
 
 def test_a_rival_that_cannot_learn_has_its_reason_in_its_rows():
@@ -466,11 +415,13 @@ def test_a_rival_that_cannot_learn_has_its_reason_in_its_rows():
 
 
 def test_drafts_are_scored_by_the_passes_that_wrote_them_also_after_a_kill(
-    answering, two_answers
+    answering, answers
 ):
     """A process that goes on has no signals, and writes the answers again."""
-    journal, answers = two_answers
-    resumed = Answering(answering.probed, answering.passages, journal, state_layers(6))
+    journal = answering.journal
+    resumed = Answering(
+        answering.probed, answering.passages, journal, probing.state_layers(6)
+    )
     calls = [as_kind(call, "score") for call in answers]
     for service in (Scoring(answering), Scoring(resumed)):
         assert {service.cost(c, None).forwards for c in calls} == {0}
@@ -499,8 +450,8 @@ def test_a_prompt_is_cut_to_the_window_by_whole_passages(answering, backbone):
     assert len(request.prompt.ids) + 8 <= backbone.max_length
 
 
-def test_a_reply_is_as_long_as_its_log_probabilities_say(answering, two_answers):
-    journal, answers = two_answers
+def test_a_reply_is_as_long_as_its_log_probabilities_say(answering, answers):
+    journal = answering.journal
     for call in answers:
         value = journal.value(call)
         n_written = len(value.token_ids) + (value.stop_id is not None)

@@ -5,9 +5,7 @@ import re
 
 import pytest
 import torch
-from click.testing import CliRunner
 
-from beatrice.cli import main
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.run.directory import NewRun, RunDir
 from beatrice.extract.run.files import JsonLines
@@ -25,10 +23,8 @@ PROMPT = f"Context: {PASSAGE} Question: {QUESTION} Answer:"
 
 def score_lines(scorer, path, out=None, identity="d"):
     """Score a file; returns the results and how they were counted."""
-    written, tally = [], Tally()
-    score_rows(
-        scorer.score_many, read_rows(path), identity, out, written.extend, tally.add
-    )
+    score, rows, written, tally = scorer.score_many, read_rows(path), [], Tally()
+    score_rows(score, rows, identity, out, written.extend, tally.add)
     return [json.loads(line) for line in written], tally
 
 
@@ -81,28 +77,22 @@ def test_a_log_of_lm_eval_is_read_under_the_prompt_that_it_holds(tmp_path):
     newer = {"gen_args_0": {"arg_0": [json.dumps([turn])], "arg_1": {}}}
     result = given({**lm_eval(3), "arguments": newer}, tmp_path)
     assert result.messages == (turn,) and result.question == "who did thing 3"
-    plain = {**lm_eval(3)}
-    del plain["arguments"]
+    plain = {k: v for k, v in lm_eval(3).items() if k != "arguments"}
     assert given(plain, tmp_path).uses_template
 
 
 def test_a_record_of_flashrag_is_read_with_what_was_retrieved(tmp_path):
-    record = {
-        "id": "test_1",
-        "question": QUESTION,
-        "golden_answers": ["Guzolt Falls"],
-        "output": {
-            "pred": "Guzolt Falls",
-            "retrieval_result": [{"id": "1", "contents": f"Skiband\n{PASSAGE}"}],
-            "metric_score": {"em": 1.0},
-        },
-    }
+    retrieved = [{"id": "1", "contents": f"Skiband\n{PASSAGE}"}]
+    output = {"pred": "Guzolt Falls", "retrieval_result": retrieved}
+    output["metric_score"] = {"em": 1.0}
+    record = {"id": "test_1", "question": QUESTION, "output": output}
+    record["golden_answers"] = ["Guzolt Falls"]
     fields = {"question": QUESTION, "answer": "Guzolt Falls"}
     fields["context"] = [{"title": "Skiband", "text": PASSAGE}]
     assert given(record, tmp_path, write_array) == AnswerToScore(**fields)
-    record["output"]["prompt"] = PROMPT
+    output["prompt"] = PROMPT
     assert given(record, tmp_path) == AnswerToScore(**fields, prompt=PROMPT)
-    record["output"]["prompt"] = f"Question: {QUESTION} Answer:"
+    output["prompt"] = f"Question: {QUESTION} Answer:"
     (row,) = read_rows(write_lines(tmp_path / "other.jsonl", [record]))
     assert "1 of 1 retrieved passages are not in its prompt" in row.given
 
@@ -140,22 +130,18 @@ def test_a_result_names_the_line_of_the_file(tmp_path):
         assert [row.line for row in read_rows(path)] == expected, path
 
 
-def test_results_are_of_one_precision(tmp_path):
+@pytest.mark.parametrize(
+    ("precision", "decision"), [(0.6, "distrust"), (0.999, "unknown")]
+)
+def test_results_are_of_one_precision(tmp_path, precision, decision):
     path = write_lines(tmp_path / "answers.jsonl", [ROW])
-    line = ["score", "--probe", "embedded", "--file", str(path)]
-    line += ["--out", str(tmp_path / "out.jsonl"), "--precision"]
-    decisions = {}
-    for precision in ("0.6", "0.999"):
-        done = CliRunner().invoke(main, [*line, precision])
-        assert done.exit_code == 0, done.output
-        (result,) = JsonLines.open(tmp_path / "out.jsonl").rows()
-        decisions[precision] = result["decision"]
-        other = CliRunner().invoke(main, [*line, "0.7"])
-        assert other.exit_code == 1 and "another row, detector or precision" in str(
-            other.output
-        )
-        (tmp_path / "out.jsonl").unlink()
-    assert decisions == {"0.6": "distrust", "0.999": "unknown"}
+    line = ["score", "--probe", "embedded", "--file", path]
+    line += ["--out", tmp_path / "out.jsonl", "--precision"]
+    beatrice(*line, precision)
+    (result,) = JsonLines.open(tmp_path / "out.jsonl").rows()
+    assert result["decision"] == decision
+    other = beatrice(*line, 0.7, code=1)
+    assert "another row, detector or precision" in other.output
 
 
 @pytest.mark.parametrize(
@@ -196,9 +182,8 @@ def test_the_page_tints_tokens_by_their_probability_and_says_so():
         "log_probs": [-4.0, -0.1, -1.0],
         "warnings": ["a warning"],
     }
-    text = page(
-        "A page", "1 row", [("where?", ["<p>"], result), (None, (), {"error": "bad"})]
-    )
+    rows = [("where?", ["<p>"], result), (None, (), {"error": "bad"})]
+    text = page("A page", "1 row", rows)
     assert '<span class="t0" title="log p = -4.000">Gu</span>' in text  # p = 0.018
     assert '<span title="log p = -0.100">&lt;zolt</span>' in text  # p = 0.905
     assert '<span class="t2" title="log p = -1.000"> Falls</span>' in text  # 0.368
@@ -223,11 +208,11 @@ def test_a_note_of_many_rows_is_written_once_and_named_by_its_number():
 
 def test_the_page_counts_every_answer_and_says_what_it_leaves_out():
     decisions = ["unknown"] * 1501 + ["trust"] * 1499
-    many = [
-        {"line": i, "p_correct": i / 2999, "decision": decision}
+    rows = [
+        ("q", (), {"line": i, "p_correct": i / 2999, "decision": decision})
         for i, decision in enumerate(decisions)
     ]
-    text = page("A page", "", [("q", (), result) for result in many])
+    text = page("A page", "", rows)
     assert text.count("<article") == 2000
     assert "the first 2000 rows; 1000 more" in text
     counts = map(int, re.findall(r"<title>P [^:]*: (\d+) ", text))
@@ -235,18 +220,17 @@ def test_the_page_counts_every_answer_and_says_what_it_leaves_out():
     assert "? unknown (1501)" in text and "✓ trust (1499)" in text
 
 
-def save_run(path, detector, backbone):
+def save_run(path, detector, **backbone):
     """Make a run with a detector, as `score` finds it."""
-    requests = NewRun(preset="paper", seed=0, sections={"backbone": backbone})
-    with RunDir.open(path, requests) as run:
+    sections = {"backbone": BackboneConfig(**backbone)}
+    with RunDir.open(path, NewRun(preset="paper", seed=0, sections=sections)) as run:
         detector.save(run.detector)
     return path
 
 
 @pytest.fixture(scope="module")
 def run(probed, tmp_path_factory):
-    path = tmp_path_factory.mktemp("run") / "run"
-    return save_run(path, probed.detector, BackboneConfig())
+    return save_run(tmp_path_factory.mktemp("run") / "run", probed.detector)
 
 
 def test_a_model_is_loaded_as_in_the_run_or_as_asked(run, backbone):
@@ -254,9 +238,8 @@ def test_a_model_is_loaded_as_in_the_run_or_as_asked(run, backbone):
         Scorer.load(run, dtype="bfloat16")
     other = Scorer.load(run, dtype="bfloat16", device="cpu", strict=False)
     assert "bfloat16" in other.score(QUESTION, "Guzolt Falls").warnings[0]
-    requests = other.probed.backbone
-    usual = Scorer.load(run).probed.backbone
-    assert (requests.dtype, usual.dtype) == (torch.bfloat16, torch.float32)
+    assert other.probed.backbone.dtype == torch.bfloat16
+    assert Scorer.load(run).probed.backbone.dtype == torch.float32
     assert Scorer.load(run, model=backbone).probed.backbone is backbone
     for options, message in (
         ({"dtype": "float8"}, "dtype: expected one of"),
@@ -271,7 +254,7 @@ def test_a_model_is_loaded_as_in_the_run_or_as_asked(run, backbone):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_without_the_gpu_of_the_run_the_processor_reads(probed, tmp_path):
-    run = save_run(tmp_path / "run", probed.detector, BackboneConfig(device="cuda"))
+    run = save_run(tmp_path / "run", probed.detector, device="cuda")
     assert Scorer.load(run).probed.backbone.device.type == "cpu"
 
 

@@ -5,7 +5,6 @@ import dataclasses
 import multiprocessing
 import re
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -16,16 +15,16 @@ from beatrice.extract.generate.prompts import PromptConfig
 from beatrice.extract.signals.sequence import sequence_of
 from beatrice.jaxprobe.calibration import Calibrator
 from beatrice.jaxprobe.families import Features
-from beatrice.jaxprobe.scope import Evidence, Scope, Validation
+from beatrice.jaxprobe.scope import Evidence, Validation
 from beatrice.pgir.asking import Score
 from beatrice.pgir.bridge import ProbedBackbone
 from beatrice.pgir.given import AnswerToScore, prepare
 from beatrice.pgir.scorer import Scorer
 from beatrice.pgir.warnings import REASONS, WARNINGS
-from tests.jaxprobe.samples import KNOWN
+from tests.jaxprobe.samples import KNOWN, wide_scope
 from tests.pgir.small import PASSAGE, QUESTION
+from tests.process import ROOT
 
-ROOT = Path(__file__).parent.parent.parent
 ANSWER = "Guzolt Falls"
 PROMPT = f"Question: {QUESTION} Answer:"
 WITH_CONTEXT = f"Context: {PASSAGE} Question: {QUESTION} Answer:"
@@ -36,9 +35,14 @@ CHAT = (
 )
 
 
-def prepared_of(probed, given):
+def prepared_of(probed, **given):
     """What a model reads of an answer that is given."""
-    return prepare(probed.backbone.tokenizer, probed.template, given)
+    return prepare(probed.backbone.tokenizer, probed.template, AnswerToScore(**given))
+
+
+def range_of(part, text):
+    """Where the characters of a part stand in a text."""
+    return text.index(part), text.index(part) + len(part)
 
 
 @pytest.fixture(scope="module")
@@ -75,11 +79,11 @@ def test_a_score_says_itself_in_a_line_and_tints_tokens_by_what_they_do_to_p():
 def test_an_effect_is_what_p_loses_without_the_signals_of_a_token(passages):
     scorer = beatrice.load("embedded").scorer  # P of the small run has two steps
     probed, score = scorer.probed, scorer.score(QUESTION, ANSWER, passages)
-    given = AnswerToScore(question=QUESTION, answer=ANSWER, context=passages)
     setting, head = "closed_book", "closed_book"
     if passages:
         setting, head = "with_context", "single_pass"
-    sequence = prepared_of(probed, given).sequence
+    given = {"question": QUESTION, "answer": ANSWER, "context": passages}
+    sequence = prepared_of(probed, **given).sequence
     tokens, masks = probed.read_sequences([sequence]).features(setting)
     for position, effect in enumerate(score.effects):
         answer = [np.delete(x[-1], position, axis=1) for x in (tokens, masks)]
@@ -131,9 +135,7 @@ def test_what_cannot_be_read_is_unknown_with_its_reason(scorer, context, reason)
 def test_an_answer_that_exists_is_read_as_if_the_model_had_written_it(probed):
     (request,) = probed.requests("closed_book", [QUESTION], [()])
     (answer,) = probed.answer([request])
-    given = prepared_of(
-        probed, AnswerToScore(question=QUESTION, answer=answer.text)
-    ).sequence
+    given = prepared_of(probed, question=QUESTION, answer=answer.text).sequence
     written = sequence_of(answer)
     for name in ("ids", "targets", "spans"):
         np.testing.assert_array_equal(getattr(given, name), getattr(written, name))
@@ -142,27 +144,18 @@ def test_an_answer_that_exists_is_read_as_if_the_model_had_written_it(probed):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"prompt": WITH_CONTEXT, "question": QUESTION, "context": PASSAGE},
-        {"prompt": WITH_CONTEXT, "question": QUESTION, "context": [PASSAGE]},
+        {"question": QUESTION, "context": PASSAGE},
+        {"question": QUESTION, "context": [PASSAGE]},
+        {"question": QUESTION, "context": [{"title": "", "text": PASSAGE}]},
         {
-            "prompt": WITH_CONTEXT,
-            "question": QUESTION,
-            "context": [{"title": "", "text": PASSAGE}],
-        },
-        {
-            "prompt": WITH_CONTEXT,
-            "context_range": (9, 9 + len(PASSAGE)),
-            "question_range": (
-                WITH_CONTEXT.index(QUESTION),
-                WITH_CONTEXT.index(QUESTION) + len(QUESTION),
-            ),
+            "question_range": range_of(QUESTION, WITH_CONTEXT),
+            "context_range": range_of(PASSAGE, WITH_CONTEXT),
         },
     ],
 )
 def test_the_runs_own_prompt_is_recognised_however_it_is_told(scorer, fields):
-    assert scorer.score(answer=f" {ANSWER}", **fields) == scorer.score(
-        QUESTION, ANSWER, PASSAGE
-    )
+    score = scorer.score(answer=f" {ANSWER}", prompt=WITH_CONTEXT, **fields)
+    assert score == scorer.score(QUESTION, ANSWER, PASSAGE)
 
 
 def test_the_ids_that_were_read_and_written_give_the_same_score(probed, scorer):
@@ -183,19 +176,14 @@ def test_another_prompt_is_read_as_it_was_and_warned_of(probed, scorer):
     texts = {"question": QUESTION, "context": PASSAGE}
     score = scorer.score(**prompt, **texts)
     assert any("another prompt than the probe's own" in w for w in score.warnings)
-    sequence = prepared_of(probed, AnswerToScore(**prompt, **texts)).sequence
+    sequence = prepared_of(probed, **prompt, **texts).sequence
     decode = probed.backbone.tokenizer.decode
-    words = [
-        decode(sequence.ids[a:b]).replace(" ", "") for a, b in sequence.spans.tolist()
-    ]
-    assert words[0] == PASSAGE.replace(" ", "")
-    assert words[1] == QUESTION.replace(" ", "") + "where?"
+    context, question, _ = (decode(sequence.ids[a:b]) for a, b in sequence.spans)
+    assert context.replace(" ", "") == PASSAGE.replace(" ", "")
+    assert question.replace(" ", "") == QUESTION.replace(" ", "") + "where?"
     ranges = {
-        "context_range": (11, 11 + len(PASSAGE)),
-        "question_range": (
-            FOREIGN.index(QUESTION),
-            FOREIGN.index(QUESTION) + len(QUESTION),
-        ),
+        "context_range": range_of(PASSAGE, FOREIGN),
+        "question_range": range_of(QUESTION, FOREIGN),
     }
     assert scorer.score(**prompt, **ranges) == score
 
@@ -207,22 +195,14 @@ def test_messages_go_through_the_chat_template(chatting):
     score = scorer.score(**chat, question=QUESTION)
     # The template's own words are unknown here; of its being another nothing is said.
     assert (score.raw, len(score.warnings)) == (expected.raw, 1)
-    spoken = {
-        **chat,
-        "messages": [{"role": "system", "content": PASSAGE}, *chat["messages"]],
-    }
-    with_system = prepared_of(
-        chatting, AnswerToScore(**spoken, question=QUESTION, context=PASSAGE)
-    )
-    assert with_system.prompt.setting == "with_context"
-    assert not with_system.prompt.is_templates
-    text = scorer.render(spoken["messages"])
+    chat["messages"].insert(0, {"role": "system", "content": PASSAGE})
+    named = prepared_of(chatting, **chat, question=QUESTION, context=PASSAGE)
+    assert named.prompt.setting == "with_context"
+    assert not named.prompt.is_templates
+    text = scorer.render(chat["messages"])
     assert text.startswith(f"<s>system: {PASSAGE}") and text.endswith("assistant: ")
-    begin = text.index(PASSAGE)
-    ranged = AnswerToScore(**spoken, context_range=(begin, begin + len(PASSAGE)))
-    np.testing.assert_array_equal(
-        prepared_of(chatting, ranged).sequence.spans[0], with_system.sequence.spans[0]
-    )
+    ranged = prepared_of(chatting, **chat, context_range=range_of(PASSAGE, text))
+    np.testing.assert_array_equal(ranged.sequence.spans[0], named.sequence.spans[0])
 
 
 def test_without_places_the_last_message_is_the_question(chatting):
@@ -230,7 +210,7 @@ def test_without_places_the_last_message_is_the_question(chatting):
         {"role": "system", "content": "short"},
         {"role": "user", "content": PROMPT},
     ]
-    prepared = prepared_of(chatting, AnswerToScore(messages=messages, answer=ANSWER))
+    prepared = prepared_of(chatting, messages=messages, answer=ANSWER)
     start, stop = prepared.sequence.spans[1]
     words = chatting.backbone.tokenizer.decode(prepared.sequence.ids[start:stop])
     assert words.replace(" ", "").startswith(PROMPT.replace(" ", ""))
@@ -287,30 +267,20 @@ def mixed_rows(n):
 
 def test_many_scores_are_those_of_one_by_one(scorer):
     rows = list(mixed_rows(40))
-    many = scorer.score_many(rows)
-    alone = [scorer.score(**row) for row in rows]
-    # Sums of float32 in another order; no isotonic step of this detector lies near.
-    for name in ("raw", "p_correct"):
-        np.testing.assert_allclose(
-            [getattr(s, name) for s in many],
-            [getattr(s, name) for s in alone],
-            atol=1e-5,
-        )
-    assert [s.tokens for s in many] == [s.tokens for s in alone]
-    np.testing.assert_allclose(
-        np.concatenate([s.log_probs for s in many]),
-        np.concatenate([s.log_probs for s in alone]),
-        atol=1e-4,
-    )
+    for score, row in zip(scorer.score_many(rows), rows, strict=True):
+        alone = scorer.score(**row)
+        # Sums of float32 in another order; no isotonic step of this detector is near.
+        assert score.raw == pytest.approx(alone.raw, abs=1e-5)
+        assert score.p_correct == pytest.approx(alone.p_correct, abs=1e-5)
+        assert score.tokens == alone.tokens
+        assert score.log_probs == pytest.approx(alone.log_probs, abs=1e-4)
 
 
 def test_log_probabilities_are_those_of_the_untouched_model(probed, scorer):
     import torch
 
     score = scorer.score(QUESTION, ANSWER)
-    sequence = prepared_of(
-        probed, AnswerToScore(question=QUESTION, answer=ANSWER)
-    ).sequence
+    sequence = prepared_of(probed, question=QUESTION, answer=ANSWER).sequence
     with torch.no_grad():
         logits = probed.backbone.model(torch.from_numpy(sequence.ids)[None]).logits[0]
     n = len(score.tokens)
@@ -341,24 +311,23 @@ def test_eight_threads_get_the_numbers_of_one(scorer):
     )
 
 
-def with_detector(probed, **changes):
-    """The same backbone with another detector."""
-    return Scorer(probed.backbone, dataclasses.replace(probed.detector, **changes))
+def with_head(probed, precision=None, **changes):
+    """A scorer of the same backbone, with another closed-book head."""
+    head = dataclasses.replace(probed.detector.heads["closed_book"], **changes)
+    heads = {**probed.detector.heads, "closed_book": head}
+    detector = dataclasses.replace(probed.detector, heads=heads)
+    return Scorer(probed.backbone, detector, precision=precision)
 
 
 def scoped(probed, **changes):
-    """A detector whose with-context signals lay between two bounds in training."""
+    """A scorer whose with-context signals lay between two bounds in training."""
     bank = probed.detector.banks["with_context"]
-    total = bank.dims.total
-    scope = Scope(
-        low=np.full(total, -1e9, np.float32),
-        high=np.full(total, 1e9, np.float32),
-        limits=np.zeros(4, np.float32),
-    )._replace(**changes)
-    banks = {**probed.detector.banks}
-    banks["with_context"] = dataclasses.replace(bank, scope=scope, lengths=(12, 30, 9))
+    scope = wide_scope(bank.dims.total)._replace(limits=np.zeros(4), **changes)
+    bank = dataclasses.replace(bank, scope=scope, lengths=(12, 30, 9))
+    banks = {**probed.detector.banks, "with_context": bank}
     trained = dataclasses.replace(probed.trained, scripts=("LATIN",))
-    return with_detector(probed, banks=banks, provenance=trained)
+    detector = dataclasses.replace(probed.detector, banks=banks, provenance=trained)
+    return Scorer(probed.backbone, detector)
 
 
 def test_an_answer_like_trainings_has_no_warning(probed):
@@ -366,9 +335,9 @@ def test_an_answer_like_trainings_has_no_warning(probed):
 
 
 def test_signals_outside_the_range_of_training_are_a_warning(probed):
-    total = probed.detector.banks["with_context"].dims.total
-    high = np.full(total, 1e9, np.float32)
-    high[probed.detector.banks["with_context"].dims.slices[1]] = -1e9
+    dims = probed.detector.banks["with_context"].dims
+    high = np.full(dims.total, 1e9, np.float32)
+    high[dims.slices[1]] = -1e9
     (warning,) = scoped(probed, high=high).score(QUESTION, ANSWER, PASSAGE).warnings
     assert "100.0% of the prob signals lie outside" in warning
 
@@ -399,12 +368,10 @@ def test_another_script_is_a_warning(probed):
 
 
 def test_of_signals_that_are_no_numbers_nothing_is_known(probed):
-    head = probed.detector.heads["closed_book"]
+    params = probed.detector.heads["closed_book"].params
     # Stands for a model whose states overflow: what comes of them is no number either.
-    params = jax.tree.map(lambda x: np.full_like(x, np.nan), head.params)
-    broken = dataclasses.replace(head, params=params)
-    heads = {**probed.detector.heads, "closed_book": broken}
-    score = with_detector(probed, heads=heads).score(QUESTION, ANSWER)
+    params = jax.tree.map(lambda x: np.full_like(x, np.nan), params)
+    score = with_head(probed, params=params).score(QUESTION, ANSWER)
     assert (score.p_correct, score.decision) == (None, "unknown")
     assert "not finite" in score.reason
 
@@ -413,17 +380,9 @@ def judged(probed, p_correct, evidence=KNOWN["evidence"], precision=None):
     """Score an answer of this P, where from .8 on all were right, and wrong to .3."""
     p = np.linspace(0, 1, 301)
     labels = np.where(p < 0.3, False, np.where(p > 0.8, True, np.arange(301) % 2 == 0))
-    head = dataclasses.replace(
-        probed.detector.heads["closed_book"],
-        calibrator=Calibrator(
-            name="isotonic", scores=(0.0, 1.0), p_correct=(p_correct, p_correct)
-        ),
-        validation=Validation(p, labels),
-        evidence=evidence,
-    )
-    heads = {**probed.detector.heads, "closed_book": head}
-    detector = with_detector(probed, heads=heads).probed.detector
-    scorer = Scorer(probed.backbone, detector, precision=precision)
+    changes = {"validation": Validation(p, labels), "evidence": evidence}
+    flat = Calibrator(name="isotonic", scores=(0, 1), p_correct=(p_correct, p_correct))
+    scorer = with_head(probed, precision, calibrator=flat, **changes)
     return scorer.score(QUESTION, ANSWER)
 
 

@@ -74,50 +74,30 @@ def test_a_stream_is_the_answer_with_p_of_every_prefix_as_of_one_that_ends_there
     contexts = None if context is None else [context]
     assert score == scorer.answer([QUESTION], contexts, **options)[0]
     assert "".join(token.text for token in tokens).strip() == score.text
-    n_tokens, probed = len(score.tokens), scorer.probed
+    n_tokens = len(score.tokens)
     assert [t.is_stop for t in tokens[n_tokens:]] == [True] * (len(tokens) > n_tokens)
     log_probs = np.log([token.p for token in tokens[:n_tokens]])
     np.testing.assert_allclose(log_probs, score.log_probs, atol=1e-5)
     assert all(token.entropy >= 0 for token in tokens)
-    (_,), (request,) = scorer._requests(
-        QuestionBatch(texts=[QUESTION], contexts=contexts)
-    )
-    (answer,), _ = probed.answer_and_read(
-        [request], scorer._sampling(QuestionBatch(texts=[QUESTION], **options))
-    )
+    inputs = QuestionBatch(texts=[QUESTION], contexts=contexts, **options)
+    (_,), (request,) = scorer._requests(inputs)
+    (answer,), _ = scorer.probed.answer_and_read([request], scorer._sampling(inputs))
     stop_id = stop_ids(backbone)[0]
     for n, token in enumerate(tokens[:n_tokens], start=1):
         if n == len(tokens):  # the answer is cut behind it, and has its score
             assert token.p_correct is token.p_if_cut is None
             continue
-        for ended, value in ((stop_id, token.p_correct), (None, token.p_if_cut)):
-            prefix = msgspec.structs.replace(
-                answer, token_ids=answer.token_ids[:n], stop_id=ended
-            )
-            _, again = scorer._scores(request.setting, probed.read([prefix]))
-            assert value == pytest.approx(again.p_correct[0], abs=1e-5)
+        ids = answer.token_ids[:n]
+        ended = scorer.score(QUESTION, context=context, answer_ids=[*ids, stop_id])
+        assert token.p_correct == pytest.approx(ended.p_correct, abs=1e-5)
+        cut = msgspec.structs.replace(answer, token_ids=ids, stop_id=None)
+        _, scores = scorer._scores(request.setting, scorer.probed.read([cut]))
+        assert token.p_if_cut == pytest.approx(scores.p_correct[0], abs=1e-5)
+    if len(tokens) > 3:
+        assert len({token.p_correct for token in tokens[: n_tokens - 1]}) > 1
     if tokens and tokens[-1].is_stop and answer.stop_id == stop_id and n_tokens:
         # The last prefix is the answer: it is read once, and P is the same.
         assert tokens[-2].p_correct == score.p_correct
-
-
-def test_p_of_the_answer_so_far_is_the_score_of_the_text_that_ends_there(
-    backbone, scorer
-):
-    """By the verb for answers that exist, from ids and after the fact."""
-    long = {"temperature": 3.0, "seed": 1, "max_new_tokens": 5, "stop": []}
-    *tokens, _ = scorer.stream(QUESTION, PASSAGE, every=1, **long)
-    inputs = QuestionBatch(texts=[QUESTION], contexts=[PASSAGE], **long)
-    (_,), (request,) = scorer._requests(inputs)
-    (answer,), _ = scorer.probed.answer_and_read([request], scorer._sampling(inputs))
-    ids, stop_id = list(answer.token_ids), stop_ids(backbone)[0]
-    values = [
-        scorer.score(QUESTION, context=PASSAGE, answer_ids=[*ids[:n], stop_id])
-        for n in range(1, len(tokens))
-    ]
-    p_so_far = [token.p_correct for token in tokens[:-1]]
-    np.testing.assert_allclose(p_so_far, [v.p_correct for v in values], atol=1e-5)
-    assert len(set(p_so_far)) > 1
 
 
 def test_p_comes_every_so_many_tokens_and_not_unless_asked(scorer):
@@ -176,16 +156,12 @@ def test_a_chat_is_answered_and_scored_as_it_is_scored_afterwards(backbone, name
     )
     (_,), (request,) = chatting._requests(inputs)
     (answer,), _ = chatting.probed.answer_and_read([request])
-    stop = () if answer.stop_id is None else (answer.stop_id,)
-    again = chatting.score(
-        messages=messages, answer_ids=[*answer.token_ids, *stop], **named
-    )
+    ids = [i for i in (*answer.token_ids, answer.stop_id) if i is not None]
+    again = chatting.score(messages=messages, answer_ids=ids, **named)
     assert score.p_correct == pytest.approx(again.p_correct, abs=1e-5)
     # Read again, it came by another path than the probe's training, which is said.
     assert set(again.warnings) - set(score.warnings) <= {*again.warnings[-1:]}
-    assert any(
-        "another prompt than the probe's own" in warning for warning in score.warnings
-    )
+    assert "another prompt than the probe's own" in "".join(score.warnings)
 
 
 @pytest.mark.parametrize(

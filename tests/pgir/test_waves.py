@@ -5,22 +5,11 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from beatrice.extract.records import Passage
-from beatrice.pgir.controllers.loop import (
-    Call,
-    ControllerConfig,
-    Cost,
-    DraftScore,
-    QuestionSet,
-    detector_judge,
-    drafts,
-    no_rag,
-    vanilla_rag,
-)
+from beatrice.pgir.controllers import loop
 from beatrice.pgir.controllers.session import (
     Session,
     all_rivals,
@@ -37,13 +26,12 @@ from tests.pgir.small import played, reply
 from tests.process import run_python, start
 from tests.records import an_answer, an_example
 
-ROOT = Path(__file__).parents[2]
 QUESTIONS = [f"question {i}?" for i in range(7)]
-CONFIG = ControllerConfig(max_budget=2)
+CONFIG = loop.ControllerConfig(max_budget=2)
 PRICES = {
-    "search": Cost(retrievals=1),
-    "answer": Cost(generations=1, sequences=1, tokens=12),
-    "score": Cost(forwards=1),
+    "search": loop.Cost(retrievals=1),
+    "answer": loop.Cost(generations=1, sequences=1, tokens=12),
+    "score": loop.Cost(forwards=1),
 }
 
 
@@ -52,7 +40,7 @@ def give(call):
     if call.kind == "search":
         return (1, 2, 3, 4, 5, 6)
     if call.kind == "score":
-        return DraftScore(0.1 * len(call.passages), 0.5)
+        return loop.DraftScore(0.1 * len(call.passages), 0.5)
     return reply("right" if 4 in call.passages else "guess")
 
 
@@ -84,7 +72,9 @@ def waves(path, key="corpus", **options):
 
 
 def run(runner):
-    return runner.run("trace", [drafts(question, CONFIG) for question in QUESTIONS])
+    return runner.run(
+        "trace", [loop.drafts(question, CONFIG) for question in QUESTIONS]
+    )
 
 
 def counted(results):
@@ -94,10 +84,10 @@ def counted(results):
 @pytest.mark.parametrize("group_size", [1, 3, 256])
 def test_waves_give_what_each_question_gets_by_itself(tmp_path, group_size):
     results = run(waves(tmp_path / "calls.jsonl", group_size=group_size))
-    alone = [played(drafts(question, CONFIG), give) for question in QUESTIONS]
+    alone = [played(loop.drafts(question, CONFIG), give) for question in QUESTIONS]
     assert [done.value for done in results] == [value for value, _ in alone]
     for done, (_, calls) in zip(results, alone, strict=True):
-        total = Cost()
+        total = loop.Cost()
         for call in calls:
             total = total.plus(PRICES[call.kind])
         assert done.cost._replace(seconds=0) == total
@@ -116,7 +106,9 @@ def test_a_call_is_made_once_and_paid_for_by_everyone(tmp_path):
     runner = waves(tmp_path / "calls.jsonl")
     before = run(runner)
     n_batches = {kind: len(service.served) for kind, service in runner.services.items()}
-    after = runner.run("again", [drafts(question, CONFIG) for question in QUESTIONS])
+    after = runner.run(
+        "again", [loop.drafts(question, CONFIG) for question in QUESTIONS]
+    )
     assert {kind: len(s.served) for kind, s in runner.services.items()} == n_batches
     assert after == before
 
@@ -160,9 +152,9 @@ def test_a_line_that_was_cut_or_changed_is_asked_again(tmp_path):
 def test_a_number_that_is_not_finite_is_read_as_it_was_written(tmp_path):
     path = tmp_path / "calls.jsonl"
     values = {
-        Call("score", "q"): DraftScore(math.nan, math.inf),
-        Call("spread", "q", n=3): (-math.inf, 4),
-        Call("answer", "q"): reply("a", -math.inf),
+        loop.Call("score", "q"): loop.DraftScore(math.nan, math.inf),
+        loop.Call("spread", "q", n=3): (-math.inf, 4),
+        loop.Call("answer", "q"): reply("a", -math.inf),
     }
     CallJournal(path, "one").add("w", list(values), list(values.values()), 0.0)
     journal = CallJournal(path, "one")
@@ -285,18 +277,6 @@ def test_an_answer_stands_where_its_tokens_were_fed(token_ids, stop_id, places):
     assert written_tokens(answer) == places
 
 
-def test_calls_are_told_apart_by_all_they_ask():
-    calls = [
-        Call("answer", "who?"),
-        Call("answer", "who?", (1, 2)),
-        Call("answer", "who?", (2, 1)),
-        Call("score", "who?", (1, 2)),
-        Call("search", "who?", n=3),
-        Call("search", "who?", n=60),
-    ]
-    assert len(set(calls)) == len(calls)
-
-
 PASSAGES = (Passage(title="t", text="x"),)
 
 
@@ -309,7 +289,7 @@ def serve(call):
         return (7, 8, 9) if call.text.endswith("?") else (1, 2, 3)
     is_right = 7 in call.passages
     if call.kind == "score":
-        return DraftScore(0.9 if is_right else 0.3, 0.5)
+        return loop.DraftScore(0.9 if is_right else 0.3, 0.5)
     return reply("yes" if is_right else "no")
 
 
@@ -321,7 +301,7 @@ def example(i, split="validation", dataset="world", **fields):
 
 def session(tmp_path, test_golds=("yes",), **config):
     sets = [
-        QuestionSet(
+        loop.QuestionSet(
             dataset="world",
             split=split,
             examples=tuple(example(i, split, golds=golds) for i in range(4)),
@@ -333,7 +313,7 @@ def session(tmp_path, test_golds=("yes",), **config):
         waves=Waves(services, CallJournal(tmp_path / "calls.jsonl", "one")),
         sets=sets,
         training=tuple(example(i, "train") for i in range(3)),
-        config=ControllerConfig(max_budget=2, **config),
+        config=loop.ControllerConfig(max_budget=2, **config),
         answering=None,
         encoder=lambda: None,
         stores=lambda: {},
@@ -344,9 +324,9 @@ def entered(session):
     """Everything that is tuned, on the session's questions."""
     traced = session.trace("trace", session.config)
     session.run_pgir("pgir", traced, session.config)
-    session.run_pgir_query("pgir", detector_judge, show_all=True)
+    session.run_pgir_query("pgir", loop.detector_judge, show_all=True)
     shared = session.config
-    plans = {"none": no_rag, "once": lambda q: vanilla_rag(q, shared)}
+    plans = {"none": loop.no_rag, "once": lambda q: loop.vanilla_rag(q, shared)}
     session.tune("rival", ("none", "once"), lambda s, e: plans[s](e.question))
     return session.chosen
 
@@ -390,7 +370,7 @@ def test_a_search_that_fails_is_named_and_ends_the_stage(tmp_path):
     given.waves.services["search"] = Served("search", lambda _: Failed("timed out"))
     shared = given.config
     with pytest.raises(ConnectionError, match="8 of 8 questions.*timed out.*again"):
-        given.answer("vanilla_rag", lambda e: vanilla_rag(e.question, shared))
+        given.answer("vanilla_rag", lambda e: loop.vanilla_rag(e.question, shared))
 
 
 def test_every_rival_is_found_by_its_file_in_the_order_of_its_publication():

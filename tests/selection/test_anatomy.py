@@ -66,14 +66,11 @@ def planted(n=400):
 
     Where the first is sure it is right; near the boundary it is right half of the time.
     """
-    labels = np.arange(n) % 2 == 0
-    sign = np.where(labels, 1.0, -1.0)
-    is_near = np.arange(n) % 4 < 2
-    decider = np.where(
-        is_near, np.where(np.arange(n) % 8 < 4, 0.3, -0.3) * sign, 4 * sign
-    )
-    corrector = 0.5 * sign
-    return labels, decider, corrector, is_near
+    i = np.arange(n)
+    sign = np.where(i % 2, -1.0, 1.0)
+    is_near = i % 4 < 2
+    decider = np.where(is_near, np.where(i % 8 < 4, 0.3, -0.3), 4) * sign
+    return sign > 0, decider, 0.5 * sign, is_near
 
 
 def test_a_family_that_decides_and_one_that_corrects_at_the_boundary_are_told_apart():
@@ -133,17 +130,15 @@ def test_a_family_of_noise_flips_as_often_rightly_as_wrongly():
 
 
 def test_an_interval_is_that_of_resampling_questions_by_hand():
-    rng = np.random.default_rng(1)
     ids = np.repeat(np.arange(60), 2)  # two wordings of each
-    hits = rng.random((3, 120)) < 0.3
-    whole = np.ones_like(hits)
-    row = values([Ratio("x", "share", hits, whole)], 120, ids)["share"]
+    hits = np.random.default_rng(1).random((3, 120)) < 0.3
+    ratio = Ratio("x", "share", hits, np.ones_like(hits))
+    row = values([ratio], 120, ids)["share"]
     assert row.value == pytest.approx(hits.mean())
-    draws = []
     by_question = hits.sum(axis=0).reshape(60, 2).sum(axis=1)
-    generator = np.random.default_rng(0)
-    for _ in range(CONFIG.n_resamples):
-        draws.append(by_question[generator.integers(60, size=60)].sum() / (60 * 2 * 3))
+    rng = np.random.default_rng(0)
+    drawn = [rng.integers(60, size=60) for _ in range(CONFIG.n_resamples)]
+    draws = [by_question[questions].sum() / (60 * 2 * 3) for questions in drawn]
     low, high = np.percentile(draws, (2.5, 97.5))
     assert (row.ci_low, row.ci_high) == pytest.approx((low, high), abs=1e-6)
     assert row.n == 120
@@ -179,15 +174,16 @@ def rows_of(datasets, splits, ids=None):
 
 
 def test_the_same_answers_are_drawn_in_whatever_order_they_lie():
+    where = np.arange(50)
     rows = rows_of(["one"] * 50, ["test"] * 50)
-    first = {str(rows.ids[i]) for i in draw_rows(rows, np.arange(50), 10, 7)}
-    order = np.random.default_rng(0).permutation(50)
-    turned = rows_of(["one"] * 50, ["test"] * 50, rows.ids[order])
-    assert {
-        str(turned.ids[i]) for i in draw_rows(turned, np.arange(50), 10, 7)
-    } == first
-    assert {str(rows.ids[i]) for i in draw_rows(rows, np.arange(50), 10, 8)} != first
-    small, large = (draw_rows(rows, np.arange(50), n, 7).tolist() for n in (10, 30))
+    moved_ids = rows.ids[np.random.default_rng(0).permutation(50)]
+    moved = rows_of(["one"] * 50, ["test"] * 50, moved_ids)
+
+    def drawn(rows, seed=7):
+        return set(rows.ids[draw_rows(rows, where, 10, seed)].tolist())
+
+    assert drawn(moved) == drawn(rows) != drawn(rows, seed=8)
+    small, large = (draw_rows(rows, where, n, 7).tolist() for n in (10, 30))
     assert large[:10] == small  # more labels hold the fewer
 
 
@@ -218,18 +214,15 @@ def test_support_without_truth_is_seen_in_the_flips_of_attention():
     [("Guzolt Falls", True), ("the guzolt falls.", True), ("olt", False), ("", False)],
 )
 def test_an_answer_stands_in_the_passages_as_whole_words(text, stands):
-    passages = (
-        Passage(title="Guzolt", text="Falls of the north"),
-        Passage(title="B", text="no"),
-    )
+    texts = {"Guzolt": "Falls of the north", "B": "no"}
+    passages = tuple(Passage(title=title, text=text) for title, text in texts.items())
     answer = an_answer(setting="with_context", text=text)
     assert stands_in_context(an_example(passages=passages), answer) == stands
 
 
 def test_shares_of_spans_and_positions_sum_to_one_and_find_the_token_that_moves():
     n, lengths = 30, np.tile([6, 3], (30, 1))
-    answer = np.zeros((n, 3))
-    answer[:, 1] = 2.0  # the second token alone
+    answer = np.tile([0.0, 2.0, 0.0], (n, 1))  # the second token alone
     families = np.zeros((n, 2, 4))
     families[:, 1, 3] = 2.0  # through attention
     families[:, 0, 0] = 0.5
@@ -287,9 +280,7 @@ def test_a_fifth_of_the_labels_validates_and_the_rest_trains():
 def test_no_question_that_teaches_about_a_held_out_set_is_read():
     splits = ["train"] * 20 + ["validation"] * 10 + ["ood"] * 40
     rows = rows_of(["one"] * 30 + ["held"] * 40, splits)
-    pools = {
-        s: np.flatnonzero(rows.splits == s) for s in ("train", "validation", "ood")
-    }
+    pools = {split: np.flatnonzero(rows.splits == split) for split in set(splits)}
     sources = sources_of(rows, pools)
     assert set(sources) == {"one", "held"} and len(sources["one"]) == 30
     assert 8 < len(sources["held"]) < 32
@@ -297,11 +288,9 @@ def test_no_question_that_teaches_about_a_held_out_set_is_read():
 
 def test_a_case_is_the_surest_of_its_kind_and_of_equals_the_smaller_id():
     thresholds = np.array([0.6, 0.6])
-    p = np.array(
-        [[0.9, 0.1], [0.9, 0.2], [0.7, 0.9], [0.1, 0.9], [0.5, 0.61], [0.2, 0.1]]
-    )
+    p = np.array([[0.9, 0.9, 0.7, 0.1, 0.5, 0.2], [0.1, 0.2, 0.9, 0.9, 0.61, 0.1]]).T
     assert kinds_of(p, thresholds).tolist() == [0, 0, 0, 1, 1, 2]
-    ids = np.array(["b", "a", "c", "d", "e", "f"])
+    ids = np.array([*"bacdef"])
     assert surest_questions(ids, p, thresholds) == {0: 1, 1: 3, 2: 5}
 
 
@@ -396,12 +385,10 @@ def test_attributions_sum_to_the_difference_of_logits_within_a_hundredth(
 ):
     mask, params = weights("HPRA", n_spans)
     end = signals(n_spans)
-    gone = of_families(DIMS, n_spans, families)
-    start = replaced(end, means(n_spans), gone)
+    start = replaced(end, means(n_spans), of_families(DIMS, n_spans, families))
     result, change = attributed(params, mask, start, end, ENCODER, N)
-    np.testing.assert_allclose(
-        change, logits(params, mask, end) - logits(params, mask, start), rtol=1e-5
-    )
+    first, last = (logits(params, mask, features) for features in (start, end))
+    np.testing.assert_allclose(change, last - first, rtol=1e-5)
     added = sum(item.sum(axis=(0, 2)) for item in result)
     assert np.abs(change).mean() > 1e-3
     assert incompleteness(added, change) <= TOLERANCE

@@ -11,7 +11,6 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
 from beatrice.extract.records import IN_DOMAIN
-from beatrice.jaxprobe.config import FusionConfig, TrainConfig
 from beatrice.jaxprobe.encoder import MemberOutputs
 from beatrice.jaxprobe.families import (
     FAMILIES,
@@ -24,14 +23,7 @@ from beatrice.jaxprobe.families import (
 from beatrice.jaxprobe.fusion import pool_outputs, train_heads
 from beatrice.jaxprobe.rows import Bucket, TrainingSet
 from beatrice.jaxprobe.tokens import FamilyTokens
-from beatrice.selection.ablation import (
-    candidates_without,
-    own_scores,
-    replaced,
-    rows_without,
-    undefined_rows,
-    variants,
-)
+from beatrice.selection import ablation
 from beatrice.selection.exhaustive import (
     Enumeration,
     Ranking,
@@ -40,13 +32,10 @@ from beatrice.selection.exhaustive import (
     carried,
     traits,
 )
-from beatrice.selection.greedy import select
 from tests.jaxprobe.samples import rows_like
 from tests.records import flip_bit
-from tests.selection.test_greedy import random_codes
+from tests.selection.test_greedy import FUSION, TRAIN, random_codes, search
 
-TRAIN = TrainConfig(learning_rate=1e-2, batch_size=64, max_epochs=8)
-FUSION = FusionConfig(hidden=8, n_slots=4)
 KNOWING = (0, 2, 5)
 CODES = random_codes(600, 0, KNOWING), random_codes(500, 1, KNOWING)
 
@@ -94,30 +83,21 @@ def test_the_best_set_is_that_of_a_brute_force_by_another_program(ranking):
 
 def test_the_numbers_of_sets_are_the_papers():
     assert len(all_sets(15, 3)) == 455 and len(all_sets(30, 3)) == 4060
-    assert (455 + 4060) * 3 == 13545
     assert len({tuple(s) for s in all_sets(7, 3)}) == math.comb(7, 3)
 
 
 def test_greedy_and_the_enumeration_share_one_executable_per_setting(tmp_path):
     for number, n_rows in enumerate((320, 360)):  # two settings: two shapes
         train, valid = random_codes(n_rows, 3), random_codes(200, 4)
-        shape = dict(config=FUSION, train_config=TRAIN)
         before = train_heads._cache_size()
-        select(train, valid, max_encoders=2, **shape)
+        search(train, valid, max_encoders=2)
         assert train_heads._cache_size() == before + 1
-        folder = tmp_path / str(number)
-        Enumeration(train=train, valid=valid, folder=folder, **shape).run()
+        enumeration(tmp_path / str(number), train=train, valid=valid).run()
         assert train_heads._cache_size() == before + 1
 
 
 def test_what_greedy_scored_is_what_the_enumeration_scores(ranking):
-    result = select(
-        *CODES,
-        config=FUSION,
-        train_config=TRAIN,
-        margin=-1.0,
-        max_encoders=3,
-    )
+    result = search(*CODES, margin=-1.0, max_encoders=3)
     assert result.members == KNOWING
     assert ranking.rank_of(result.members) == 1 and ranking.gap_of(result.members) == 0
     assert ranking.means[ranking.row_of(result.members)] == pytest.approx(
@@ -131,9 +111,7 @@ def test_what_greedy_scored_is_what_the_enumeration_scores(ranking):
 
 
 def test_a_rank_counts_the_better_sets_and_ties_share_it():
-    aurocs = np.array(
-        [[0.625, 0.875], [0.75, 0.75], [0.875, 0.875], [0.5, 0.5]], np.float32
-    )
+    aurocs = np.array([[5, 7], [6, 6], [7, 7], [4, 4]], np.float32) / 8
     ranking = Ranking(all_sets(4, 3), aurocs)
     theirs = rankdata(-aurocs.mean(axis=1), method="min")
     sets = [tuple(s) for s in ranking.sets.tolist()]
@@ -208,7 +186,7 @@ def test_without_a_family_only_the_encoders_that_do_not_read_it_are_left(
     setting, n_pool
 ):
     for family, letter in zip(FAMILIES, "HPRA", strict=True):
-        left = candidates_without(setting, n_pool, family)
+        left = ablation.candidates_without(setting, n_pool, family)
         assert len(left) == n_pool // 15 * 7  # 2^3 - 1 subsets of the other three
         assert all(letter not in SUBSET_NAMES[i % N_SUBSETS] for i in left)
 
@@ -219,8 +197,10 @@ def test_the_variants_are_four_families_and_the_settings_spans():
     def spans(*names):
         return [f"{way}_{x}_span" for way in ("zeroed", "without") for x in names]
 
-    assert variants("closed_book") == families + spans("question", "answer")
-    assert variants("with_context") == families + spans("context", "question", "answer")
+    assert ablation.variants("closed_book") == families + spans("question", "answer")
+    assert ablation.variants("with_context") == families + spans(
+        "context", "question", "answer"
+    )
 
 
 def test_the_papers_way_zeroes_a_span_in_training_and_evaluates_it_whole():
@@ -244,14 +224,14 @@ def test_the_papers_way_zeroes_a_span_in_training_and_evaluates_it_whole():
         where=(np.arange(2), np.arange(2)),
         in_memory=((Bucket(np.arange(2), read(None)),),) * 2,
     )
-    zeroed = rows_without(data, "closed_book", "zeroed_answer_span")
+    zeroed = ablation.rows_without(data, "closed_book", "zeroed_answer_span")
     ((train_data,), (valid_data,)) = zeroed.in_memory
     for trained in (train_data.tokens, zeroed.read_train(None)):
         np.testing.assert_array_equal(trained.tokens[0][:2], tokens[0][:2])
         assert not np.any(trained.tokens[0][2:]) and np.all(trained.masks[1])
     for evaluated in (valid_data.tokens, zeroed.read(None)):
         np.testing.assert_array_equal(evaluated.tokens[0], tokens[0])
-    left_out = rows_without(data, "closed_book", "without_answer_span")
+    left_out = ablation.rows_without(data, "closed_book", "without_answer_span")
     held = [held.tokens for split in left_out.in_memory for held in split]
     for item in (*held, left_out.read(None), left_out.read_train(None)):
         assert np.all(item.masks[0]) and not np.any(item.masks[1])
@@ -262,7 +242,7 @@ def test_the_encoders_alone_say_the_mean_of_their_probabilities():
     pool = pool_outputs(
         (MemberOutputs(logits, np.zeros((2 * N_SUBSETS, 6, 4))),), 2, np.ones(6, bool)
     )
-    result = own_scores(pool, (3, 9))
+    result = ablation.own_scores(pool, (3, 9))
     by_hand = 1 / (1 + np.exp(-logits.reshape(2, N_SUBSETS, 6)[:, [3, 9]]))
     np.testing.assert_allclose(result, by_hand.mean(axis=1), rtol=1e-6)
 
@@ -272,7 +252,7 @@ def test_the_outputs_of_retrained_encoders_take_the_place_of_the_old_ones():
     outputs = MemberOutputs(np.repeat(grid[:, None], 3, 1), np.zeros((30, 3, 4)))
     subsets = (subset_index("P"), subset_index("HA"))
     new = MemberOutputs(-np.ones((4, 3)) * np.arange(1, 5)[:, None], np.ones((4, 3, 4)))
-    result = replaced(outputs, new, subsets)
+    result = ablation.replaced(outputs, new, subsets)
     at = [1, 8, 16, 23]  # P and HA of seed 0, then of seed 1
     np.testing.assert_array_equal(result.logits[at][:, 0], [-1, -2, -3, -4])
     others = np.setdiff1d(np.arange(30), at)
@@ -282,15 +262,13 @@ def test_the_outputs_of_retrained_encoders_take_the_place_of_the_old_ones():
 
 
 def test_a_search_that_found_nothing_is_null_with_its_reason():
-    result = undefined_rows("without_prob", some_rows())
-    for dataset in (IN_DOMAIN, "microworld"):
-        rows_of_set = [r for r in result if r.dataset == dataset]
-        assert [(r.split, r.metric, r.n, r.n_failed) for r in rows_of_set] == [
-            ("validation", "auroc", 2, 0),
-            ("validation", "auprc", 2, 0),
-            ("test", "auroc", 1, 1),
-            ("test", "auprc", 1, 1),
-        ]
+    result = ablation.undefined_rows("without_prob", some_rows())
+    assert [(r.dataset, r.split, r.metric, r.n, r.n_failed) for r in result] == [
+        (dataset, split, metric, *counts)
+        for dataset in (IN_DOMAIN, "microworld")
+        for split, counts in (("validation", (2, 0)), ("test", (1, 1)))
+        for metric in ("auroc", "auprc")
+    ]
     assert all(r.value is None and "better than chance" in r.reason for r in result)
 
 
