@@ -110,6 +110,12 @@ def test_markup_in_questions_answers_and_facts_is_text(page):
     assert "&lt;i&gt;Osk&lt;/i&gt;" in page
 
 
+def test_the_anatomy_is_on_the_page_and_its_cases_are_text(page):
+    section = re.search(r'id="anatomy">.*?</section>', page, re.DOTALL).group()
+    assert 'class="empty"' not in section and section.count("<svg") == 18
+    assert "<script>" not in section and "&lt;script&gt;" in section
+
+
 def test_what_everybody_understands_is_open_and_the_rest_is_folded(tags):
     assert [a["id"] for tag, a in tags if tag == "section" and "id" in a] == SECTIONS
     assert [a["id"] for tag, a in tags if a.get("class") == "fold"] == FOLDS
