@@ -32,6 +32,7 @@ from beatrice.benchmarks.baselines.judge import (
     score,
     unmet,
 )
+from beatrice.benchmarks.baselines.plain import chosen_row
 from beatrice.benchmarks.baselines.readings import (
     AnswerReader,
     CachedReadings,
@@ -44,7 +45,7 @@ from beatrice.benchmarks.baselines.readings import (
 from beatrice.benchmarks.commands import BaselinesOptions
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import write_json_atomic
-from beatrice.extract.run.rows import ResultRow, read_result_rows, read_rows, rows_file
+from beatrice.extract.run.rows import read_result_rows, read_rows, rows_file
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
 from beatrice.jaxprobe.metrics import BootstrapConfig
@@ -250,18 +251,7 @@ def test_a_notebook_judges_texts_by_their_template():
 
 
 SHAS = {"run": "1", "samples": "2", "answers": "4", "entailment": "3"}
-CHOSEN = ResultRow(
-    experiment="chosen",
-    detector="p_true",
-    setting="closed_book",
-    dataset="d",
-    split="validation",
-    metric="layer",
-    value=3.0,
-    n=5,
-)
-
-
+CHOSEN = chosen_row(drawn_inputs([["a"]]).rows, "p_true", "layer", 3.0)
 SCORES = JudgedOutput(DetectorOutput(np.array([[0.1, np.nan]]), (CHOSEN,)), 1.5, 7)
 
 
@@ -306,6 +296,7 @@ def test_a_detector_of_ones_own_is_scored_anew_when_its_file_changes(here, tmp_p
     detector = find_detector("hedges:hedging")
     cache = cache_of(tmp_path / "cache")
     cache.save(detector, SCORES)
+    assert cache.load(detector) is not None
     config = BaselinesConfig(only=("hedges:hedging", "p_true"))
     before = BASELINES.identity(config)
     with (here / "hedges.py").open("a") as file:
@@ -333,14 +324,8 @@ def test_a_model_that_is_not_given_again_is_the_last_one_given(tmp_path):
         models_beside(path, {})
 
 
-def test_a_pair_of_texts_is_read_once_and_charged_to_all_that_ask():
-    calls = []
-
-    def relations(pairs):
-        calls.extend(pairs)
-        return np.zeros((len(pairs), 3))
-
-    metered = MeteredRelations(relations)
+def test_a_pair_of_texts_that_was_read_is_charged_to_all_that_ask():
+    metered = MeteredRelations(lambda pairs: np.zeros((len(pairs), 3)))
     metered([("a", "b")])
     assert metered.owed == 0.0
     metered([("a", "b"), ("b", "c")])
@@ -466,14 +451,13 @@ def no_model():
     raise AssertionError("nothing was to be read")
 
 
-def keep(cache, values, rows=None, seconds=2.0, peak_bytes=0):
-    """Leave parts on disk as an earlier start would."""
+def keep(cache, values, rows=None):
+    """Leave parts on disk as an earlier start would, each of two seconds."""
     places = np.arange(len(values)) if rows is None else rows
     for chunk in chunks_of(int(places.max()) + 1):
         in_chunk = (places >= chunk.start) & (places < chunk.stop)
-        cost = {"seconds": np.float64(seconds)}
-        cost |= {"peak_bytes": np.int64(peak_bytes + chunk.start)}
-        arrays = {"values": values[in_chunk], "rows": places[in_chunk], **cost}
+        arrays = {"values": values[in_chunk], "rows": places[in_chunk]}
+        arrays |= {"seconds": np.float64(2), "peak_bytes": np.int64(chunk.start)}
         cache.save(f"{chunk.start:07d}", arrays)
 
 
