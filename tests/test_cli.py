@@ -120,21 +120,24 @@ def test_wrong_usage_of_a_run_is_told_at_once(small_run):
     assert "--judge" in beatrice("label", small_run, "--judge", "/no", code=2).output
 
 
-def test_a_run_of_another_configuration_is_refused(small_run):
-    line = ("data", small_run, "--world", "--preset", "smoke", "--seed", 5)
-    done = beatrice(*line, code=1)
-    assert_error_sentence(done, "seed=0;", "seed=5;", "choose another directory")
+LEFT = "answer, label, extract, sweep, train, select, calibrate"  # of an unfinished run
+NOT_THERE = [
+    (
+        "data RUN --world --preset smoke --seed 5",
+        ["seed=0;", "seed=5;", "choose another directory"],
+    ),
+    ("label RUN", ["answers is missing", "run `beatrice answer "]),
+    ("score RUN --question q? --answer a", ["detector is missing", *LEFT.split(", ")]),
+    ("answer NOTHING", ["nothing"]),
+    ("doctor --verify NOTHING", ["nothing"]),
+]
 
 
-def test_a_stage_without_its_inputs_says_so(small_run):
-    done = beatrice("label", small_run, code=1)
-    assert_error_sentence(done, "answers is missing", "run `beatrice answer ")
-
-
-def test_a_verb_on_no_run_says_so(tmp_path):
-    for words in (["answer"], ["doctor", "--verify"]):
-        done = beatrice(*words, tmp_path / "nothing", code=1)
-        assert_error_sentence(done, "nothing")
+@pytest.mark.parametrize(("words", "told"), NOT_THERE)
+def test_what_a_run_lacks_is_told_in_a_sentence(small_run, words, told):
+    places = {"RUN": small_run, "NOTHING": small_run.with_name("nothing")}
+    line = (places.get(word, word) for word in words.split())
+    assert_error_sentence(beatrice(*line, code=1), *told)
 
 
 def test_who_presses_ctrl_c_gets_the_code_of_what_was_interrupted(tmp_path):
@@ -153,12 +156,6 @@ def test_who_presses_ctrl_c_gets_the_code_of_what_was_interrupted(tmp_path):
     assert process.returncode == 130
     assert output.strip().splitlines()[-1] == "Stopped; the same line again continues."
     assert "Traceback" not in output
-
-
-def test_scoring_with_an_unfinished_run_says_so(small_run):
-    done = beatrice("score", small_run, "--question", "q?", "--answer", "a", code=1)
-    left = "answer, label, extract, sweep, train, select, calibrate".split(", ")
-    assert_error_sentence(done, "detector is missing", *left)
 
 
 def test_of_a_file_of_rows_one_table_is_printed_or_the_option_refused():
