@@ -62,9 +62,8 @@ def test_entropies_are_those_of_the_reference_also_of_very_unlikely_answers():
 
 
 def test_of_equally_likely_answers_both_entropies_are_equal():
-    clusters = ids(4, 3, 2, 1)
-    result = weighted_entropy([-0.7] * 10, clusters)
-    assert result == pytest.approx(discrete_entropy(clusters))
+    result = weighted_entropy([-0.7] * 10, ids(4, 3, 2, 1))
+    assert result == pytest.approx(discrete_entropy(ids(4, 3, 2, 1)))
 
 
 def test_rows_that_differ_in_nothing_but_order_tie_exactly():
@@ -222,16 +221,26 @@ def matrix(n, *pairs):
     return result
 
 
-def test_a_text_that_matches_two_first_members_ends_with_the_last():
-    both = matrix(3, (0, 2), (1, 2))
-    assert official_clusters("abc", both).tolist() == [0, 1, 1]
-    assert paper_clusters("abc", both).tolist() == [0, 1, 0]
+RULES = (official_clusters, paper_clusters, distinct_clusters)
 
 
-def test_a_cluster_is_compared_by_its_first_member_only():
-    chain = matrix(3, (0, 1), (1, 2))
-    for rule in (official_clusters, paper_clusters, distinct_clusters):
-        assert rule("abc", chain).tolist() == [0, 0, 1]
+@pytest.mark.parametrize(
+    ("texts", "pairs", "ids"),
+    [
+        # "c" matches two first members: it ends with the last, in the paper the first.
+        ("abc", [(0, 2), (1, 2)], ([0, 1, 1], [0, 1, 0], [0, 1, 1])),
+        # A cluster is compared by its first member alone.
+        ("abc", [(0, 1), (1, 2)], ([0, 0, 1], [0, 0, 1], [0, 0, 1])),
+        # Equal texts may part in the official code, and nowhere else.
+        ("xx", [], ([0, 1], [0, 0], [0, 0])),
+        # Distinct texts are clustered in sorted order: "a" and "b" open clusters.
+        ("cbac", [(0, 1), (0, 2)], ([0, 0, 0, 1], [0, 0, 0, 0], [1, 1, 0, 1])),
+        ("", [], ([], [], [])),
+    ],
+)
+def test_each_rule_has_its_clusters(texts, pairs, ids):
+    equivalent = matrix(len(texts), *pairs)
+    assert tuple(rule(list(texts), equivalent).tolist() for rule in RULES) == ids
 
 
 def test_where_meaning_the_same_is_transitive_all_rules_agree():
@@ -240,28 +249,10 @@ def test_where_meaning_the_same_is_transitive_all_rules_agree():
         kinds = rng.integers(4, size=8)
         texts = [f"{kind}{rng.integers(2)}" for kind in kinds]
         _, ids = np.unique(kinds, return_inverse=True)
-        for rule in (official_clusters, paper_clusters, distinct_clusters):
+        for rule in RULES:
             result = rule(texts, kinds[:, None] == kinds)
             assert len(set(zip(result, ids, strict=True))) == len(set(ids))
             assert len(set(result)) == len(set(ids)) == result.max() + 1
-
-
-def test_equal_texts_may_part_in_the_official_code_and_nowhere_else():
-    texts, apart = ["x", "x"], matrix(2)
-    assert official_clusters(texts, apart).tolist() == [0, 1]
-    assert paper_clusters(texts, apart).tolist() == [0, 0]
-    assert distinct_clusters(texts, apart).tolist() == [0, 0]
-
-
-def test_distinct_texts_are_clustered_in_sorted_order():
-    # "a" and "b" open clusters, and "c", which matches both, ends with "b".
-    result = distinct_clusters(["c", "b", "a", "c"], matrix(4, (0, 1), (0, 2)))
-    assert result.tolist() == [1, 1, 0, 1]
-
-
-def test_no_texts_have_no_clusters():
-    for rule in (official_clusters, paper_clusters, distinct_clusters):
-        assert rule([], np.zeros((0, 0), bool)).tolist() == []
 
 
 @pytest.mark.parametrize(
@@ -330,9 +321,9 @@ def test_rows_are_clustered_each_by_its_own_samples():
 
 
 SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]"}
-WORDS = [*SPECIAL.values(), *"abcdefghij", "Q0", "?"]
+WORDS = [*"abcdefghij", "Q0", "?"]
 SIZES = dict(
-    vocab_size=len(WORDS),
+    vocab_size=len(SPECIAL) + len(WORDS),
     hidden_size=16,
     num_hidden_layers=2,
     num_attention_heads=2,
@@ -349,9 +340,9 @@ MNLI = ("CONTRADICTION", "NEUTRAL", "ENTAILMENT")
 PAIRS = [("a b c", "d"), ("d", "a b c"), ("a", "a"), ("b c d e f g h", "i j")]
 
 
-def save_tokenizer(folder):
-    """Words and marks, and pairs as BERT has them."""
-    vocabulary = {word: i for i, word in enumerate(WORDS)}
+def save_tokenizer(folder, words):
+    """Save a tokenizer of whole words, and pairs as BERT has them."""
+    vocabulary = {word: i for i, word in enumerate([*SPECIAL.values(), *words])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -377,7 +368,7 @@ def save_model(folder, kind="bert", labels=MNLI, with_head=True):
             if weights.ndim > 1:
                 weights.normal_(std=0.5)
     model.save_pretrained(folder)
-    save_tokenizer(folder)
+    save_tokenizer(folder, WORDS)
     return folder
 
 

@@ -10,10 +10,7 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 from sklearn.svm import LinearSVC
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+from transformers import BertConfig, BertModel
 
 from beatrice.benchmarks.baselines import plain
 from beatrice.benchmarks.baselines.detector import DetectorInput, catalogue
@@ -45,6 +42,7 @@ from beatrice.jaxprobe.linear import INVERSE_PENALTIES, block_scale
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.tokens import answer_log_prob
 from tests.benchmarks.baselines.planted import memory_store
+from tests.benchmarks.baselines.test_entropy import save_tokenizer
 from tests.benchmarks.baselines.test_probes import chosen, measured, some_labels
 from tests.jaxprobe.samples import rows_of
 from tests.records import an_answer, an_example
@@ -193,8 +191,7 @@ def stored(labels, hidden_spans="all"):
     """Random signals; in layer 3 the answers that are right have larger ones."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(6, 14, len(labels))
-    bounds = np.stack([lengths * 0 + 1, lengths // 3, lengths - 2, lengths], axis=1)
-    spans = np.stack([bounds[:, i : i + 2] for i in range(3)], axis=1).astype(np.int64)
+    spans = np.array([[(1, n // 3), (n // 3, n - 2), (n - 2, n)] for n in lengths])
     spans[4, 2] = lengths[4]  # an empty answer
     shapes = {"hidden": (len(LAYERS), D), "prob": (5,), "resid": (4,)}
     shapes["attn"] = (2, 2, 1, 1)
@@ -328,10 +325,10 @@ def annotated(rows, disputed):
     ]
     noise = []
     for label in (True, False):
-        ids = [i for i in test if rows.labels[i] == label]
-        n_disputed = sum(i in disputed for i in ids)
-        noise.append(dict(setting="closed_book", label=label, n_all=3 * len(ids)))
-        noise[-1] |= dict(n=len(ids), n_disputed=n_disputed, ci_low=0.0, ci_high=1.0)
+        ids = {i for i in test if rows.labels[i] == label}
+        counts = dict(n=len(ids), n_all=3 * len(ids), n_disputed=len(ids & disputed))
+        about = dict(setting="closed_book", label=label, ci_low=0.0, ci_high=1.0)
+        noise.append(about | counts)
     return {"noise": noise, "verdicts": verdicts}
 
 
@@ -423,14 +420,10 @@ def test_the_best_epoch_is_that_of_the_validation_rows_and_patience_ends_the_sea
 def tiny_encoder(tmp_path_factory):
     """A random BERT of one layer that knows the words above."""
     path = tmp_path_factory.mktemp("encoders") / "tiny-bert"
-    names = ["[PAD]", "[UNK]", "it", "is", *WORDS, *(f"name{i}" for i in range(20))]
-    words = Tokenizer(WordLevel({x: i for i, x in enumerate(names)}, "[UNK]"))
-    words.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]"
-    ).save_pretrained(path)
+    names = [f"name{i}" for i in range(20)]
+    save_tokenizer(path, ["it", "is", *WORDS, *names])
     config = BertConfig(
-        vocab_size=len(names),
+        vocab_size=64,
         hidden_size=32,
         num_hidden_layers=1,
         num_attention_heads=2,
