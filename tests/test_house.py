@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from beatrice import cli
-from tests.process import run_python
+from tests.process import loaded_by
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("extract", "jaxprobe", "selection", "pgir", "benchmarks")
@@ -137,10 +137,6 @@ def test_every_relative_link_of_a_readme_leads_somewhere():
     for readme in (ROOT / "README.md", *(ROOT / room / "README.md" for room in ROOMS)):
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", readme.read_text()):
             assert (readme.parent / target).exists(), f"{readme}: {target}"
-
-
-def loaded_by(code):
-    return set(run_python(f"{code}\nimport sys\nprint(*sys.modules)").stdout.split())
 
 
 @pytest.mark.parametrize(
