@@ -74,18 +74,17 @@ ABOVE, BELOW, AROUND = (
         ([undefined(ABOVE), ABOVE], None),
     ],
 )
-def test_an_interval_that_covers_zero_tells_nothing(differences, answer):
+def test_an_answer_follows_from_the_intervals_of_its_differences(differences, answer):
     assert answer_of(differences) == answer
 
 
 def test_the_best_single_family_is_that_of_validation_not_of_test():
-    names = ("hidden_only", *map(encoder, "PRA"))
+    at = {"hidden_only": (0.6, 0.9), encoder("P"): (0.8, 0.5)}
+    at |= {encoder("R"): (0.7, 0.7), encoder("A"): (0.7, 0.7)}
     rows = [
         row(name, "closed_book", (IN_DOMAIN, split), "auroc", value)
-        for name, *aurocs in zip(
-            names, (0.6, 0.8, 0.7, 0.7), (0.9, 0.5, 0.7, 0.7), strict=True
-        )
-        for split, value in zip(("validation", "test"), aurocs, strict=True)
+        for name, both in at.items()
+        for split, value in zip(("validation", "test"), both, strict=True)
     ]
     assert best_single(results_of(rows), "closed_book") == "P"
     assert best_single(results_of(rows[2:]), "closed_book") is None
