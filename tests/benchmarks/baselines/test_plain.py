@@ -24,6 +24,7 @@ from beatrice.benchmarks.baselines.detectors.text_models import (
 )
 from beatrice.benchmarks.baselines.plain import (
     joined_text,
+    length_features,
     linear_scores,
     majority_scores,
     pooled_signals,
@@ -163,11 +164,16 @@ def test_answer_length_learns_from_training_answers_which_are_right(is_right):
     rng = np.random.default_rng(0)
     n_tokens = rng.integers(1, 30, size=900)
     rows = rows_of(is_right(n_tokens, rng.normal(0, 5, 900)))
-    zeros = np.zeros(900)  # of answers that were neither empty nor cut
-    features = np.stack([n_tokens, np.log1p(n_tokens), zeros, zeros], axis=1)
+    features = length_features([an_answer(token_ids=(3,) * n) for n in n_tokens])
     (scores,) = linear_scores([features], rows)[0]
     test = rows.where("test")
     assert roc_auc_score(rows.labels[test], scores[test]) > 0.9
+
+
+def test_an_answer_that_is_empty_or_was_cut_is_marked_beside_its_length():
+    answers = [an_answer(text=" ", token_ids=()), an_answer(stop_id=None)]
+    features = length_features(answers)
+    np.testing.assert_array_equal(features, [[0, 0, 1, 0], [1, np.log(2), 0, 1]])
 
 
 def test_the_majority_ranks_nothing():
