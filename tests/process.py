@@ -48,6 +48,12 @@ def run_python(program, *words, **options) -> subprocess.CompletedProcess[str]:
     return run_line(sys.executable, "-c", program, *words, **options)
 
 
+def loaded_by(program) -> set[str]:
+    """Return the names of the modules that a program has loaded at its end."""
+    done = run_python(f"{program}\nimport sys\nprint(*sys.modules)")
+    return set(done.stdout.split())
+
+
 def start(*words, **environ) -> subprocess.Popen[str]:
     """Start a line in a session of its own, so that all of it can be killed."""
     return subprocess.Popen(

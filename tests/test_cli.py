@@ -7,8 +7,8 @@ signals are asked of real processes.
 import json
 import re
 import signal
-import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
@@ -16,7 +16,7 @@ import pytest
 from beatrice.cli import HEADINGS, VERBS, main
 from beatrice.extract.run.console import Progress
 from tests.extract.small_run import assert_error_sentence, beatrice
-from tests.process import ROOT, call
+from tests.process import ROOT, call, start
 
 
 @pytest.fixture(scope="module")
@@ -114,33 +114,30 @@ def test_wrong_usage_is_told_at_once_and_leaves_nothing_behind(
     assert not run.exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("extract RUN --hidden-layers 99", "layers 0 (the embedding) to 6, not 99"),
-        ("label RUN --judge /no/model", "--judge"),
-    ],
-)
-def test_wrong_usage_of_a_run_is_told_at_once(small_run, words, message):
-    line = (small_run if word == "RUN" else word for word in words.split())
-    assert message in beatrice(*line, code=2).output
+def test_wrong_usage_of_a_run_is_told_at_once(small_run):
+    done = beatrice("extract", small_run, "--hidden-layers", 99, code=2)
+    assert "layers 0 (the embedding) to 6, not 99" in done.output
+    assert "--judge" in beatrice("label", small_run, "--judge", "/no", code=2).output
 
 
-def test_a_run_of_another_configuration_is_refused(small_run):
-    line = ("data", small_run, "--world", "--preset", "smoke", "--seed", 5)
-    done = beatrice(*line, code=1)
-    assert_error_sentence(done, "seed=0;", "seed=5;", "choose another directory")
+LEFT = "answer, label, extract, sweep, train, select, calibrate"  # of an unfinished run
+NOT_THERE = [
+    (
+        "data RUN --world --preset smoke --seed 5",
+        ["seed=0;", "seed=5;", "choose another directory"],
+    ),
+    ("label RUN", ["answers is missing", "run `beatrice answer "]),
+    ("score RUN --question q? --answer a", ["detector is missing", *LEFT.split(", ")]),
+    ("answer NOTHING", ["nothing"]),
+    ("doctor --verify NOTHING", ["nothing"]),
+]
 
 
-def test_a_stage_without_its_inputs_says_so(small_run):
-    done = beatrice("label", small_run, code=1)
-    assert_error_sentence(done, "answers is missing", "run `beatrice answer ")
-
-
-def test_a_verb_on_no_run_says_so(tmp_path):
-    for words in (["answer"], ["doctor", "--verify"]):
-        done = beatrice(*words, tmp_path / "nothing", code=1)
-        assert_error_sentence(done, "nothing")
+@pytest.mark.parametrize(("words", "told"), NOT_THERE)
+def test_what_a_run_lacks_is_told_in_a_sentence(small_run, words, told):
+    places = {"RUN": small_run, "NOTHING": small_run.with_name("nothing")}
+    line = (places.get(word, word) for word in words.split())
+    assert_error_sentence(beatrice(*line, code=1), *told)
 
 
 def test_who_presses_ctrl_c_gets_the_code_of_what_was_interrupted(tmp_path):
@@ -149,12 +146,8 @@ def test_who_presses_ctrl_c_gets_the_code_of_what_was_interrupted(tmp_path):
         "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
         "; runpy.run_module('beatrice', run_name='__main__')"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", listening, "demo", str(tmp_path), "--preset", "smoke"],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    words = (sys.executable, "-c", listening, "demo", tmp_path, "--preset", "smoke")
+    process = start(*words)
     for line in process.stderr:
         if line.startswith("world: done"):
             process.send_signal(signal.SIGINT)
@@ -163,12 +156,6 @@ def test_who_presses_ctrl_c_gets_the_code_of_what_was_interrupted(tmp_path):
     assert process.returncode == 130
     assert output.strip().splitlines()[-1] == "Stopped; the same line again continues."
     assert "Traceback" not in output
-
-
-def test_scoring_with_an_unfinished_run_says_so(small_run):
-    done = beatrice("score", small_run, "--question", "q?", "--answer", "a", code=1)
-    left = "answer, label, extract, sweep, train, select, calibrate".split(", ")
-    assert_error_sentence(done, "detector is missing", *left)
 
 
 def test_of_a_file_of_rows_one_table_is_printed_or_the_option_refused():
@@ -208,10 +195,8 @@ def test_the_smoke_demo_is_the_same_twice_and_scores(smoke_run, tmp_path):
     done = call("score", runs[0], *question, "--answer", "", code=1)
     assert_error_sentence(done, "empty")
     call("doctor", runs[0], "--verify")
-    chunk = max(
-        (runs[0] / "features" / "closed_book" / "hidden").rglob("*"),
-        key=lambda p: p.stat().st_size if p.is_file() else 0,
-    )
+    files = (runs[0] / "features" / "closed_book" / "hidden").rglob("*")
+    chunk = max(filter(Path.is_file, files), key=lambda file: file.stat().st_size)
     chunk.write_bytes(chunk.read_bytes()[:-100])
     (runs[0] / "sweep.json").unlink()
     done = call("sweep", runs[0], code=1)

@@ -16,12 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from beatrice.benchmarks.commands import report
-from beatrice.benchmarks.results.names import (
-    CHAMPION,
-    EVERY_FAMILY,
-    PERPLEXITY,
-    probe,
-)
+from beatrice.benchmarks.results.names import CHAMPION, EVERY_FAMILY, PERPLEXITY, probe
 from beatrice.benchmarks.results.tables import (
     find,
     number,
@@ -40,6 +35,8 @@ from tests.blocks import FENCE, run_blocks
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
+SCHEMA = (RESULTS / "schema.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 DOCUMENTS = [
     *(ROOT / "docs").rglob("*.md"),
@@ -180,8 +177,8 @@ def test_every_line_of_readme_and_guides_runs_in_a_fresh_clone(tmp_path, capsys)
     with (clone / "runs" / "demo" / "examples.jsonl").open() as lines:
         some = "".join(itertools.islice(lines, 600))
     (clone / "questions.jsonl").write_text(some)  # as anybody has
-    guides = sorted(path.name for path in (ROOT / "docs" / "guides").glob("*.md"))
-    texts = ["README.md", *(f"docs/guides/{name}" for name in guides)]
+    texts = [ROOT / "README.md", *GUIDES]
+    texts = [str(path.relative_to(ROOT)) for path in texts]
     do(".venv/bin/python", "-m", "tests.blocks", *texts)
     with capsys.disabled():
         print(f"{time.monotonic() - began:6.0f} s  in all")
@@ -215,29 +212,20 @@ def readme_cells(name, lines):
 
 
 def test_the_numbers_of_the_readme_are_those_of_the_committed_rows():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    lines = re.findall(r"^\| ((?:selected|minus) .*) \|$", text, re.MULTILINE)
+    lines = re.findall(r"^\| ((?:selected|minus) .*) \|$", README, re.MULTILINE)
     cells = [line.split(" | ")[1:] for line in lines]
-    rivals = (
-        (None, PERPLEXITY, probe("P")),
-        (None, PERPLEXITY, probe(EVERY_FAMILY)),
-    )
-    shown = [
-        (s, r)
-        for s, of_setting in zip(SETTINGS, rivals, strict=True)
-        for r in of_setting
-    ]
+    probes = zip(SETTINGS, (probe("P"), probe(EVERY_FAMILY)), strict=True)
+    shown = [(s, rival) for s, x in probes for rival in (None, PERPLEXITY, x)]
     for i, name in enumerate(("gemma", "smollm2")):
         given = [cell for line in cells for cell in line[2 * i : 2 * i + 2]]
         assert given == list(readme_cells(name, shown)), name
-    pairs = re.search(r"In (\d+) of 100 such pairs\n.* by perplexity in (\d+)", text)
+    pairs = re.search(r"In (\d+) of 100 such pairs\n.* by perplexity in (\d+)", README)
     ours, gain = (float(cells[line][0].replace("+", "").split()[0]) for line in (0, 1))
     assert pairs.groups() == (f"{100 * ours:.0f}", f"{100 * (ours - gain):.0f}")
 
 
 def test_the_retrieval_numbers_of_the_readme_are_those_of_the_committed_rows():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    sentence = re.findall(r"has (\S+ \[[^]]*\]) exact match; (.*)\.\n", text)
+    sentence = re.findall(r"has (\S+ \[[^]]*\]) exact match; (.*)\.\n", README)
     results = results_of(read_rows(RESULTS / "demo.jsonl"))
     about = {"experiment": "controller_macro", "metric": "em", "split": "evaluated"}
     rows = {r.detector: r for r in where(results, **about)["row"]}
@@ -266,14 +254,12 @@ def test_what_the_readme_quotes_of_the_measurements_stands_there():
 
 
 def test_the_schema_names_every_column_in_the_order_of_the_type():
-    text = (RESULTS / "schema.md").read_text(encoding="utf-8")
-    columns = re.findall(r"^\| `(\w+)` \| (?:text|number|whole) \|", text, re.MULTILINE)
+    columns = re.findall(r"^\| `(\w+)` \| (?:text|number|whole) \|", SCHEMA, re.M)
     assert sorted(columns) == sorted(ResultRow.__struct_fields__)
 
 
 def test_the_schema_names_every_experiment_of_the_committed_rows():
-    text = (RESULTS / "schema.md").read_text(encoding="utf-8")
     lines = "".join(x.read_text(encoding="utf-8") for x in RESULTS.glob("*.jsonl"))
     experiments = set(re.findall(r'"experiment": "(\w+)"', lines))
     assert len(experiments) == 15
-    assert all(f"`{name}`" in text for name in experiments)
+    assert all(f"`{name}`" in SCHEMA for name in experiments)

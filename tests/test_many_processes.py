@@ -15,17 +15,14 @@ from tests.process import BEATRICE, call, finish, kill, start
 from tests.test_one_setting import examples_of, make_run
 
 
-def start_share(verb, run, rank, world_size, *options, shard=False):
-    words = (*BEATRICE, verb, run, *options)
-    if shard:
-        return start(*words, "--shard", f"{rank}/{world_size}")
-    return start(*words, RANK=str(rank), WORLD_SIZE=str(world_size))
+def start_share(run, rank, world_size, *options):
+    environ = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    return start(*BEATRICE, "train", run, *options, **environ)
 
 
-def together(verb, run, world_size, *options, **how):
-    """Start all processes at once; return what each said, after all have ended well."""
-    ranks = range(world_size)
-    parts = [start_share(verb, run, r, world_size, *options, **how) for r in ranks]
+def train_together(run, *options):
+    """Start two processes; return what each said, after both have ended well."""
+    parts = [start_share(run, rank, 2, *options) for rank in range(2)]
     return [finish(process) for process in parts]
 
 
@@ -75,7 +72,7 @@ def members(run):
 
 
 def test_two_processes_train_the_encoders_of_one_bit_by_bit(alone, run):
-    output = together("train", run, 2)
+    output = train_together(run)
     assert RunDir(run).stage_done("train")
     assert sum("train: done in" in text for text in output) == 1
     assert not members(run)
@@ -86,7 +83,7 @@ def test_two_processes_train_the_encoders_of_one_bit_by_bit(alone, run):
 @pytest.mark.slow
 def test_four_parts_in_any_order_train_the_encoders_of_one(alone, run):
     for rank in (2, 0, 3, 1):
-        output = finish(start_share("train", run, rank, 4, shard=True))
+        output = finish(start(*BEATRICE, "train", run, "--shard", f"{rank}/4"))
         is_last = rank == 1
         assert ("encoders of other workers are missing" in output) != is_last
         assert RunDir(run).stage_done("train") == is_last
@@ -98,7 +95,7 @@ def test_four_parts_in_any_order_train_the_encoders_of_one(alone, run):
 def test_what_killed_processes_have_trained_others_do_not_train_again(
     alone, run, world_size
 ):
-    processes = [start_share("train", run, rank, 2) for rank in range(2)]
+    processes = [start_share(run, rank, 2) for rank in range(2)]
     while len(members(run)) < 3:
         time.sleep(0.05)
         assert all(process.poll() is None for process in processes)
@@ -111,7 +108,7 @@ def test_what_killed_processes_have_trained_others_do_not_train_again(
     else:
         *others, last = range(world_size)
         for rank in others:
-            finish(start_share("train", run, rank, world_size))
+            finish(start_share(run, rank, world_size))
         # Where these were the last that were missing, members are one file by now.
         is_joined = (run / "encoders" / "closed_book").exists()
         waiting = {
@@ -120,7 +117,7 @@ def test_what_killed_processes_have_trained_others_do_not_train_again(
             if not (is_joined and "closed_book.members" in file.parts)
         }
         assert waiting.items() <= members(run).items()
-        finish(start_share("train", run, last, world_size))
+        finish(start_share(run, last, world_size))
     check_same_encoders(run, alone)
 
 
@@ -131,5 +128,5 @@ def test_both_settings_and_other_ways_of_training_are_shared(tmp_path, option):
     other = shutil.copytree(run, tmp_path / "other")
     words = "--set", f"{option}=true"
     call("train", other, *words)
-    together("train", run, 2, *words)
+    train_together(run, *words)
     check_same_encoders(run, other)

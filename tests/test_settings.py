@@ -54,22 +54,17 @@ STAGES = (
 )
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("name", SECTIONS)
-def test_a_section_survives_the_manifest(name, preset):
-    settings = SECTIONS[name][preset]
-    assert decode_section(as_json(settings), type(settings), name) == settings
-
-
 @pytest.mark.parametrize(
     "settings",
     [
+        *(presets[preset] for presets in SECTIONS.values() for preset in PRESETS),
         BackboneConfig(model="owner/model", dtype="bfloat16", device="cuda"),
         dataclasses.replace(EXTRACT_PRESETS["paper"], hidden_layers=(1, 5)),
         GridConfig(stream=StreamConfig()).mixed(),
     ],
+    ids=lambda settings: type(settings).__name__,
 )
-def test_what_is_chosen_survives_it_too(settings):
+def test_a_section_survives_the_manifest(settings):
     assert decode_section(as_json(settings), type(settings), "it") == settings
 
 
@@ -143,10 +138,8 @@ def test_sizes_of_a_grid_change_by_themselves(preset):
     assert (wide.encoder.hidden, wide.train.n_seeds) == (24, 7)
     ratio = config.encoder.projection / config.encoder.hidden
     assert wide.encoder.projection == 24 * ratio
-    assert (
-        wide.resized(width=config.encoder.hidden, seeds=config.train.n_seeds).train
-        == config.train
-    )
+    again = wide.resized(width=config.encoder.hidden, seeds=config.train.n_seeds)
+    assert again.train == config.train
     longer = config.resized(epochs=90, learning_rate=0.5)
     assert (longer.train.max_epochs, longer.train.learning_rate) == (90, 0.5)
     assert longer.train.lr_patience == config.train.lr_patience
@@ -187,10 +180,8 @@ def test_a_stages_sizes_are_open_until_its_outputs_are_there(run):
     run.examples.write_text("")
     run.encoders("closed_book").mkdir(parents=True)
     assert TRAIN.settle(run, change) == TRAIN.settle(run)
-    with pytest.raises(
-        ValueError,
-        match=r"hidden=4; you asked for .*hidden=6.*, or delete .*encoders/closed_book",
-    ):
+    refusal = r"hidden=4; you asked for .*hidden=6.*, or delete .*encoders/closed_book"
+    with pytest.raises(ValueError, match=refusal):
         TRAIN.settle(run, lambda config: config.resized(width=6))
     with pytest.raises(ValueError, match="n_seeds must be at least 1") as refused:
         TRAIN.settle(run, lambda config: config.resized(seeds=0))

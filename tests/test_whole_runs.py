@@ -12,9 +12,11 @@ import pytest
 from safetensors.numpy import load_file
 
 import beatrice
+from beatrice.benchmarks.results.tables import results_of, where
 from beatrice.extract.records import IN_DOMAIN, SETTINGS
 from beatrice.extract.run.contents import read_answers, read_examples
 from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.rows import read_result_rows
 from beatrice.extract.world.facts import make_examples, make_world
 from beatrice.extract.world.stage import WORLD_PRESETS
 from beatrice.jaxprobe.calibrate import run_selection
@@ -146,13 +148,10 @@ def test_a_live_score_is_that_of_the_evaluation(layer_run):
     questions = {e.id: e.question for e in read_examples(directory)}
     answers = {a.example_id: a for a in read_answers(directory, "closed_book")}
     scorer = beatrice.load(layer_run)
-    chosen = [
-        i for i in rows.where("test") if answers[rows.ids[i]].stop_id is not None
-    ][:20]
-    live = [
-        scorer.score(questions[rows.ids[i]], answers[rows.ids[i]].text).raw
-        for i in chosen
-    ]
+    test = rows.where("test")
+    chosen = [i for i in test if answers[rows.ids[i]].stop_id is not None][:20]
+    texts = [(questions[x], answers[x].text) for x in rows.ids[chosen]]
+    live = [scorer.score(*pair).raw for pair in texts]
     # The batch decides the last bit of a sum, which may be one step of 127.
     np.testing.assert_allclose(live, stored[chosen], atol=2e-3)
     assert np.ptp(live) > 0.01
@@ -254,18 +253,14 @@ def test_a_run_of_two_sets_goes_the_whole_way_and_pools_them(tmp_path):
     verbs = "answer label extract sweep train select calibrate evaluate control report"
     for verb in verbs.split():
         assert f"{verb}: done in" in call(verb, run).stderr
-    rows = [json.loads(x) for x in (run / "results.jsonl").read_text().splitlines()]
-    assert {r["dataset"] for r in rows} == {"hotpotqa", "mine", IN_DOMAIN, "macro"}
-    for setting in ("closed_book", "with_context"):
-        n = {
-            r["dataset"]: r["n"]
-            for r in rows
-            if (r["detector"], r["metric"], r["seed"]) == ("champion", "auroc", "mean")
-            and (r["setting"], r["split"]) == (setting, "test")
-            and r["experiment"] == "detection"
-        }
+    results = results_of(read_result_rows(RunDir(run)))
+    assert set(results["dataset"]) == {"hotpotqa", "mine", IN_DOMAIN, "macro"}
+    about = dict(detector="champion", metric="auroc", seed="mean", split="test")
+    for setting in SETTINGS:
+        shown = where(results, setting=setting, experiment="detection", **about)
+        n = dict(zip(shown["dataset"], shown["n"], strict=True))
         assert n[IN_DOMAIN] == n["hotpotqa"] + n["mine"]
-    cut = [row for row in rows if row["experiment"] == "prompts"]
-    assert cut and all(row["value"] == 0 for row in cut)
+    cut = where(results, experiment="prompts")
+    assert len(cut) and (cut["value"] == 0).all()
     assert IN_DOMAIN in (run / "report.html").read_text()
     assert "every checksum holds" in call("doctor", run, "--verify").stdout

@@ -59,11 +59,9 @@ class Mutant:
         return self.file, self.line, self.column, self.after
 
 
-def _is_text(*nodes: ast.AST) -> bool:
-    return any(
-        isinstance(node, ast.JoinedStr)
-        or (isinstance(node, ast.Constant) and isinstance(node.value, str))
-        for node in nodes
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(getattr(node, "value", None), str) or isinstance(
+        node, ast.JoinedStr
     )
 
 
@@ -81,17 +79,15 @@ def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
             for other in COMPARISONS[type(op)]:
                 yield "comparison", changed(ops=[other()])
         case ast.BinOp(op=op, left=left, right=right):
-            if isinstance(op, ast.Div) and _is_text(left, right):
+            if isinstance(op, ast.Div) and (_is_text(left) or _is_text(right)):
                 return  # a path and the name of what is below it
             if type(op) in ARITHMETIC:
                 yield "arithmetic", changed(op=ARITHMETIC[type(op)]())
             if isinstance(op, ast.Sub | ast.Div):
                 yield "swapped", changed(left=right, right=left)
         case ast.BoolOp(op=op):
-            yield (
-                "boolean",
-                changed(op=ast.Or() if isinstance(op, ast.And) else ast.And()),
-            )
+            other = ast.Or() if isinstance(op, ast.And) else ast.And()
+            yield "boolean", changed(op=other)
         case ast.UnaryOp(op=ast.Not() | ast.USub(), operand=operand):
             yield "removed", operand
         case ast.Constant(value=bool(value)):
@@ -212,12 +208,12 @@ def n_code_lines(source: str) -> int:
 
 def draw(tree: Path, n_mutants: int, seed: int) -> list[Mutant]:
     """Draw mutants in proportion to lines of code; every room gives three or more."""
-    rng, every = random.Random(seed), functools.cache(mutants_of)
-    sources, weights, drawn = {}, {}, []
-    for room, paths in rooms_of(tree).items():
-        for path in paths:
-            source = path.read_text(encoding="utf-8")
-            sources[room, str(path.relative_to(tree))] = source
+    rng, every, drawn = random.Random(seed), functools.cache(mutants_of), []
+    sources = {
+        (room, str(path.relative_to(tree))): path.read_text(encoding="utf-8")
+        for room, paths in rooms_of(tree).items()
+        for path in paths
+    }
     weights = {key: n_code_lines(source) for key, source in sources.items()}
     for room in sorted({room for room, _ in sources}):
         files = [key for key in sorted(sources) if key[0] == room]

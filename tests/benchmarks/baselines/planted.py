@@ -2,6 +2,7 @@
 
 import itertools
 
+import msgspec
 import numpy as np
 
 from beatrice.benchmarks.baselines.detector import DetectorInput
@@ -58,14 +59,10 @@ def memory_store(values, lengths, spans, *, layers=(), setting=SETTING, **fields
       fields: of the hidden family ("spans"), or the fingerprint.
     """
     hidden = {"by_layer": True, "spans": fields.pop("hidden_spans", "all")}
-    families = {
-        name: Family(
-            shape=x.shape[1:],
-            dtype="float32",
-            **(hidden if name == "hidden" else {}),
-        )
-        for name, x in values.items()
-    }
+    families = {}
+    for name, x in values.items():
+        options = hidden if name == "hidden" else {}
+        families[name] = Family(shape=x.shape[1:], dtype="float32", **options)
     n_rows = len(lengths)
     return store_like(
         f"memory://planted-{next(_NUMBERS)}",
@@ -102,15 +99,9 @@ def samples_of(i, is_right, rng):
     texts = [f"told {i}"] * N_SAMPLES
     if not is_right:
         texts = [f"other {i} {rng.integers(10**6)}" for _ in range(N_SAMPLES)]
+    about = dict(example_id=f"q{i}", setting=SETTING, token_ids=(7, 8))
     return [
-        a_sample(
-            text,
-            example_id=f"q{i}",
-            setting=SETTING,
-            sample=number,
-            token_ids=(7, 8),
-            log_probs=tuple(-rng.random(3)),
-        )
+        a_sample(text, sample=number, log_probs=tuple(-rng.random(3)), **about)
         for number, text in enumerate(texts)
     ]
 
@@ -120,27 +111,16 @@ def inputs(seed=0, strength=3.0):
     rng = np.random.default_rng(seed)
     labels = rng.random(N) < 0.5
     splits = np.array(["train", "validation", "test"])[np.arange(N) % 3]
-    words = np.where(labels, "clear", "vague")
-    examples = [
-        an_example(
-            id=f"q{i}",
-            split=splits[i],
-            question=f"{words[i]} word{i}?",
-            passages=(Passage(title="t", text="A page."),),
-        )
-        for i in range(N)
-    ]
-    answers = [
-        an_answer(
-            example_id=f"q{i}",
-            setting=SETTING,
-            text=f"told {i}",
-            prompt_ids=(1,) * N_PROMPT,
-            token_ids=(2,) * N_ANSWER,
-        )
-        for i in range(N)
-    ]
-    drawn = [sample for i in range(N) for sample in samples_of(i, labels[i], rng)]
+    passages = (Passage(title="t", text="A page."),)
+    ids = dict(prompt_ids=(1,) * N_PROMPT, token_ids=(2,) * N_ANSWER)
+    examples, answers, drawn = [], [], []
+    for i in range(N):
+        question = f"{'clear' if labels[i] else 'vague'} word{i}?"
+        fields = dict(split=splits[i], question=question, passages=passages)
+        examples.append(an_example(id=f"q{i}", **fields))
+        fields = dict(setting=SETTING, text=f"told {i}", **ids)
+        answers.append(an_answer(example_id=f"q{i}", **fields))
+        drawn += samples_of(i, labels[i], rng)
     rows = rows_of(labels, SETTING, splits)
 
     def relations(pairs):
@@ -160,10 +140,9 @@ def inputs(seed=0, strength=3.0):
     )
 
 
-def sample(text, log_probs=(-1.0, -0.5), token_ids=(7,), number=0, row=0):
-    """One drawn answer of row `row`; by default a token and the stop token."""
-    fields = dict(sample=number, token_ids=token_ids, log_probs=log_probs)
-    return a_sample(text, example_id=f"q{row}", **fields)
+def sample(text, log_probs=(-1.0, -0.5), token_ids=(7,)):
+    """One drawn answer; by default a token and the stop token."""
+    return a_sample(text, token_ids=token_ids, log_probs=log_probs)
 
 
 def drawn_inputs(drawn, answers=None, labels=None, splits=None, **fields):
@@ -173,15 +152,14 @@ def drawn_inputs(drawn, answers=None, labels=None, splits=None, **fields):
     examples = [
         an_example(id=f"q{i}", split=splits[i], question=f"Q{i}?") for i in range(n)
     ]
-    texts = ["Paris."] * n if answers is None else answers
+    texts = answers or ["Paris."] * n
     written = [an_answer(example_id=f"q{i}", text=texts[i]) for i in range(n)]
-    samples = [
-        sample(item, number=k, row=i)
-        if isinstance(item, str)
-        else sample(item.text, item.log_probs, item.token_ids, k, i)
-        for i, row in enumerate(drawn)
-        for k, item in enumerate(row)
-    ]
+    samples = []
+    for i, row in enumerate(drawn):
+        for number, item in enumerate(row):
+            item = sample(item) if isinstance(item, str) else item
+            place = dict(example_id=f"q{i}", sample=number)
+            samples.append(msgspec.structs.replace(item, **place))
     labels = np.ones(n, bool) if labels is None else labels
     rows = rows_of(labels, splits=splits)
     return DetectorInput.of(

@@ -18,6 +18,7 @@ from beatrice.benchmarks.baselines.detectors.choice import (
 )
 from beatrice.extract.store.store import read_family
 from tests.benchmarks.baselines import planted
+from tests.benchmarks.baselines.test_probes import chosen
 from tests.jaxprobe.samples import rows_of
 
 DETECTORS = catalogue()
@@ -34,17 +35,14 @@ def inputs():
     return with_readings
 
 
-def chosen(output):
-    return {row.metric: row.value for row in output.chosen}
-
-
 def test_the_planted_layer_and_sign_are_chosen_and_reported(inputs):
     given = inputs()
-    output = DETECTORS["llmcheck_hidden"].score(given)
-    assert chosen(output) == {"sign": -1, "layer": 3}
-    output = DETECTORS["llmcheck_attention"].score(given)
-    assert chosen(output) == {"sign": 1, "layer": 3}
-    assert chosen(DETECTORS["llmcheck_perplexity"].score(given)) == {"sign": -1}
+    for name, choice in (
+        ("hidden", {"sign": -1, "layer": 3}),
+        ("attention", {"sign": 1, "layer": 3}),
+        ("perplexity", {"sign": -1}),
+    ):
+        assert chosen(DETECTORS[f"llmcheck_{name}"].score(given)) == choice
     combined = DETECTORS["llmcheck_combined"].score(given)
     assert chosen(combined)["hidden_layer"] == chosen(combined)["attention_layer"] == 3
     assert len(combined.chosen) == 7
@@ -72,10 +70,8 @@ def test_perplexity_is_that_of_the_answers_tokens_without_the_stop(inputs):
     for i, answer in enumerate(answers):
         start = planted.N_PROMPT - 1
         surprisals = prob.example(i)[start : start + len(answer.token_ids), 1]
-        expected = (
-            np.exp(surprisals.astype(float).mean()) if len(surprisals) else np.nan
-        )
-        np.testing.assert_allclose(perplexity[i], expected, rtol=1e-6)
+        mean = surprisals.astype(float).mean() if len(surprisals) else np.nan
+        np.testing.assert_allclose(perplexity[i], np.exp(mean), rtol=1e-6)
 
 
 def test_the_combination_is_the_mean_of_oriented_scores_in_validation_units(inputs):
@@ -119,9 +115,8 @@ def test_redeeps_choice_is_the_best_of_every_combination_on_validation(inputs):
     rows = given.rows
     heads = given.readings["redeep_ecs"].reshape(N, -1)
     context = context_baselines.ranked_sums(heads, rows, 32)
-    knowledge = context_baselines.ranked_sums(
-        -given.readings["redeep_pks_swapped"], rows, 3
-    )
+    layers = -given.readings["redeep_pks_swapped"]
+    knowledge = context_baselines.ranked_sums(layers, rows, 3)
     valid = rows.where("validation")
     best = max(
         roc_auc_score(labels[valid], knowledge[valid, k] + alpha * context[valid, n])
@@ -162,9 +157,7 @@ def test_auroc_of_many_columns_is_that_of_each():
     expected = [roc_auc_score(labels, column) for column in values.T]
     np.testing.assert_allclose(result, expected, rtol=1e-12)
     values[3, 2] = np.nan
-    assert np.isnan(column_aurocs(values, labels)).tolist() == [
-        i == 2 for i in range(6)
-    ]
+    assert np.flatnonzero(np.isnan(column_aurocs(values, labels))).tolist() == [2]
 
 
 def test_validation_alone_orients():

@@ -32,6 +32,7 @@ from beatrice.benchmarks.baselines.judge import (
     score,
     unmet,
 )
+from beatrice.benchmarks.baselines.plain import chosen_row
 from beatrice.benchmarks.baselines.readings import (
     AnswerReader,
     CachedReadings,
@@ -44,7 +45,7 @@ from beatrice.benchmarks.baselines.readings import (
 from beatrice.benchmarks.commands import BaselinesOptions
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import write_json_atomic
-from beatrice.extract.run.rows import ResultRow, read_result_rows, read_rows, rows_file
+from beatrice.extract.run.rows import read_result_rows, read_rows, rows_file
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
 from beatrice.jaxprobe.metrics import BootstrapConfig
@@ -107,16 +108,11 @@ def test_an_entry_point_goes_by_its_name(here, monkeypatch):
     assert result.name == "hedging"
 
 
-@pytest.mark.parametrize("name", ["champion", "perplexity", "probe", "encoder"])
+@pytest.mark.parametrize("name", ["champion", "perplexity", "probe", "p_true"])
 def test_the_name_of_another_row_is_refused(here, name):
-    file = here / "hedges.py"
-    file.write_text(file.read_text().replace('"hedging"', f'"{name}"'))
+    (here / "hedges.py").write_text(BLOCKS["hedges"].replace("hedging", name))
     with pytest.raises(ValueError, match=f"the name '{name}' is that of another row"):
-        find_detector("hedges:hedging")
-    file.write_text(file.read_text().replace(f'"{name}"', '"p_true"'))
-    sys.modules.pop("hedges")
-    with pytest.raises(ValueError, match="'p_true'"):
-        find_detector("hedges:hedging")
+        find_detector(f"hedges:{name}")
 
 
 def oracle(given):
@@ -124,19 +120,20 @@ def oracle(given):
 
 
 ORACLE = Baseline(name="oracle", title="Oracle", source="here", score=oracle)
+GIVEN = planted.inputs()
+
+
+def judge_planted(*detectors, labels=None, **beside):
+    """Judge on the planted inputs, as in a notebook."""
+    labels = GIVEN.rows.labels if labels is None else labels
+    beside |= {"splits": GIVEN.rows.splits, "intervals": INTERVALS}
+    return judge(GIVEN.store, labels, detectors, **beside)
 
 
 def test_detectors_are_judged_without_a_run():
-    given = planted.inputs()
     names = []
-    table = judge(
-        given.store,
-        given.rows.labels,
-        [ORACLE, catalogue()["linear_probe"]],
-        splits=given.rows.splits,
-        intervals=INTERVALS,
-        on_score=names.append,
-    )
+    probe = catalogue()["linear_probe"]
+    table = judge_planted(ORACLE, probe, on_score=names.append)
     assert names == ["oracle", "linear_probe"]
     aurocs = table[(table.metric == "auroc") & (table.split == "test")]
     values = aurocs.groupby("detector").value.min()
@@ -146,21 +143,15 @@ def test_detectors_are_judged_without_a_run():
 
 
 def test_labels_that_do_not_fit_are_refused():
-    given = planted.inputs()
-    message = (
-        "a label and a split for each of 150 answers, found 3 labels and none splits"
-    )
+    message = "for each of 150 answers, found 3 labels and none splits"
     with pytest.raises(ValueError, match=message):
-        judge(given.store, [True, False, True], [ORACLE])
+        judge(GIVEN.store, [True, False, True], [ORACLE])
 
 
 def test_an_unlabelled_answer_is_counted_as_failed():
-    given = planted.inputs()
-    labels = given.rows.labels.tolist()
-    test = np.flatnonzero(given.rows.splits == "test")
+    labels, test = GIVEN.rows.labels.tolist(), GIVEN.rows.where("test")
     labels[test[0]] = None
-    splits = given.rows.splits
-    table = judge(given.store, labels, [ORACLE], splits=splits, intervals=INTERVALS)
+    table = judge_planted(ORACLE, labels=labels)
     aurocs = table[(table.metric == "auroc") & (table.split == "test")]
     assert set(aurocs.n) == {len(test) - 1} and set(aurocs.n_failed) == {1}
 
@@ -187,26 +178,27 @@ def test_a_detector_that_cannot_learn_has_its_reason_in_its_rows():
         BootstrapConfig(n_resamples=20),
         pairs={"paired": [("other", "own")]},
     )
+    rows = [r for r in rows if r.seed == "mean"]
     detector_rows = [r for r in rows if "own" in (r.detector, r.against)]
     assert {r.experiment for r in detector_rows} == {"detection", "paired"}
     assert all(r.value is None and r.n_failed == 5 for r in detector_rows)
     assert {r.reason for r in detector_rows} == {"one class alone teaches nothing"}
-    assert all(
-        r.value is not None for r in rows if r not in detector_rows and r.seed == "mean"
-    )
+    assert all(r.value is not None for r in rows if r not in detector_rows)
 
 
 def test_a_question_costs_what_its_draws_took_and_nobody_guesses():
-    given = drawn_inputs([["a", "b"], ["a", "c"]])
+    given, some = drawn_inputs([["a", "b"], ["a", "c"]]), drawn_inputs([["a", "b"], []])
     scores = JudgedOutput(DetectorOutput(np.zeros((1, 2))), seconds=3.0, peak_bytes=1)
-    drawn = baseline_of(None, needs=frozenset({"samples"}))
-    assert cost_of(baseline_of(None), given, scores, None).seconds == 1.5
-    assert cost_of(drawn, given, scores, None).seconds is None  # was not timed
-    assert cost_of(drawn, given, scores, 0.25).seconds == 1.5 + 2 * 0.25
-    assert cost_of(baseline_of(None), given, scores, 0.25).seconds == 1.5
+    bare, drawn = baseline_of(None), baseline_of(None, needs=frozenset({"samples"}))
     shown = baseline_of(None, reads=("p_true",))  # shown what there is
-    assert cost_of(shown, given, scores, 0.25).seconds == 1.5 + 2 * 0.25
-    some = drawn_inputs([["a", "b"], []])
+    for detector, per_draw, seconds in (
+        (bare, None, 1.5),
+        (bare, 0.25, 1.5),
+        (drawn, None, None),  # was not timed
+        (drawn, 0.25, 1.5 + 2 * 0.25),
+        (shown, 0.25, 1.5 + 2 * 0.25),
+    ):
+        assert cost_of(detector, given, scores, per_draw).seconds == seconds
     assert cost_of(shown, some, scores, 0.25).n_new_tokens == 2
 
 
@@ -240,89 +232,60 @@ def test_draws_that_are_learned_from_alone_are_paid_once():
     ],
 )
 def test_a_notebook_is_told_what_a_detector_lacks(name, lack):
-    given = planted.inputs()
-    table = judge(
-        given.store,
-        given.rows.labels,
-        [catalogue()[name]],
-        splits=given.rows.splits,
-        samples=[sample for row in given.samples for sample in row],
-        relations=given.relations,
-        intervals=INTERVALS,
-    )
-    (reason,) = set(table.reason)
+    samples = [sample for row in GIVEN.samples for sample in row]
+    beside = dict(samples=samples, relations=GIVEN.relations)
+    (reason,) = set(judge_planted(catalogue()[name], **beside).reason)
     assert "expected" in reason and lack in reason
 
 
 def test_scores_without_an_axis_of_seeds_are_refused():
-    given = drawn_inputs([["a"]] * 3)
     flat = baseline_of(lambda inputs: DetectorOutput(np.zeros(3)))
     with pytest.raises(ValueError, match=r"own returns scores of shape \[3\]"):
-        score(flat, given)
+        score(flat, drawn_inputs([["a"]] * 3))
 
 
 def test_a_notebook_judges_texts_by_their_template():
-    given = planted.inputs()
-    table = judge(
-        given.store,
-        given.rows.labels,
-        [catalogue()["tfidf_svm"]],
-        splits=given.rows.splits,
-        questions=given.questions,
-        answers=given.answers,
-        template=given.template,
-        intervals=INTERVALS,
-    )
+    beside = {x: getattr(GIVEN, x) for x in ("questions", "answers", "template")}
+    table = judge_planted(catalogue()["tfidf_svm"], **beside)
     assert table[table.metric == "auroc"].value.min() > 0.9
 
 
 SHAS = {"run": "1", "samples": "2", "answers": "4", "entailment": "3"}
-CHOSEN = ResultRow(
-    experiment="chosen",
-    detector="p_true",
-    setting="closed_book",
-    dataset="d",
-    split="validation",
-    metric="layer",
-    value=3.0,
-    n=5,
-)
+CHOSEN = chosen_row(drawn_inputs([["a"]]).rows, "p_true", "layer", 3.0)
+SCORES = JudgedOutput(DetectorOutput(np.array([[0.1, np.nan]]), (CHOSEN,)), 1.5, 7)
 
 
 def cache_of(folder, **changes):
     return ScoreCache(folder=folder, setting="closed_book", identities=SHAS | changes)
 
 
-@pytest.mark.parametrize("needs", [(), ("samples", "entailment")])
-def test_scores_are_cached_until_what_they_depend_on_changes(tmp_path, needs):
-    result = DetectorOutput(np.array([[0.1, np.nan, 0.3]]), (CHOSEN,))
-    detector = baseline_of(None, name="p_true", needs=frozenset(needs))
-    cache_of(tmp_path).save(detector, JudgedOutput(result, 1.5, 7, "why"))
+@pytest.mark.parametrize(
+    ("needs", "reads", "others"),
+    [
+        ((), (), ()),
+        (("samples", "entailment"), (), ("samples", "entailment")),
+        ((), ("lookback",), ("answers",)),
+        ((), ("p_true",), ("answers", "samples")),  # is shown what was drawn
+    ],
+)
+def test_scores_are_cached_until_what_they_depend_on_changes(
+    tmp_path, needs, reads, others
+):
+    detector = baseline_of(None, name="p_true", needs=frozenset(needs), reads=reads)
+    cache_of(tmp_path).save(detector, SCORES._replace(reason="why"))
     held = cache_of(tmp_path).load(detector)
-    np.testing.assert_array_equal(held.output.scores, result.scores)
+    np.testing.assert_array_equal(held.output.scores, SCORES.output.scores)
     assert held.output.chosen == (CHOSEN,)
     assert held[1:] == (1.5, 7, "why")
     for name in SHAS:
-        is_read = name in ("run", *needs)
+        is_read = name in ("run", *others)
         assert (cache_of(tmp_path, **{name: "9"}).load(detector) is None) == is_read
-
-
-def test_scores_from_readings_are_made_again_when_the_readings_are(tmp_path):
-    known = catalogue()
-    shown, blind = known["p_true"], known["lookback_lens"]
-    for detector, is_gone in ((shown, True), (blind, False)):
-        cache_of(tmp_path).save(
-            detector, JudgedOutput(DetectorOutput(np.zeros((1, 3))), 1.0)
-        )
-        other = cache_of(tmp_path, samples="9")
-        assert (other.load(detector) is None) == is_gone
 
 
 def test_a_number_that_was_changed_in_the_cache_never_reaches_the_rows(tmp_path):
     detector = catalogue()["p_true"]
-    scores = JudgedOutput(DetectorOutput(np.zeros((1, 3)), (CHOSEN,)), 1.0)
-    cache_of(tmp_path).save(detector, scores)
-    (file,) = (path for path in tmp_path.iterdir())
+    cache_of(tmp_path).save(detector, SCORES)
+    (file,) = tmp_path.iterdir()
     content = file.read_bytes()
     assert content.count(b'"value": 3.0') == 1
     file.write_bytes(content.replace(b'"value": 3.0', b'"value": 4.0'))
@@ -332,7 +295,7 @@ def test_a_number_that_was_changed_in_the_cache_never_reaches_the_rows(tmp_path)
 def test_a_detector_of_ones_own_is_scored_anew_when_its_file_changes(here, tmp_path):
     detector = find_detector("hedges:hedging")
     cache = cache_of(tmp_path / "cache")
-    cache.save(detector, JudgedOutput(DetectorOutput(np.zeros((1, 3))), 1.0))
+    cache.save(detector, SCORES)
     assert cache.load(detector) is not None
     config = BaselinesConfig(only=("hedges:hedging", "p_true"))
     before = BASELINES.identity(config)
@@ -361,14 +324,8 @@ def test_a_model_that_is_not_given_again_is_the_last_one_given(tmp_path):
         models_beside(path, {})
 
 
-def test_a_pair_of_texts_is_read_once_and_charged_to_all_that_ask():
-    calls = []
-
-    def relations(pairs):
-        calls.extend(pairs)
-        return np.zeros((len(pairs), 3))
-
-    metered = MeteredRelations(relations)
+def test_a_pair_of_texts_that_was_read_is_charged_to_all_that_ask():
+    metered = MeteredRelations(lambda pairs: np.zeros((len(pairs), 3)))
     metered([("a", "b")])
     assert metered.owed == 0.0
     metered([("a", "b"), ("b", "c")])
@@ -423,18 +380,13 @@ def run(smoke_run, tmp_path_factory):
 
 def stamps(run):
     """When the kept scores and readings were written."""
-    files = [
-        *run.path.glob("baselines/*/*.safetensors"),
-        *run.path.glob("readings/*/*/*.safetensors"),
-    ]
+    files = run.path.glob("[br]*/**/*.safetensors")  # baselines and readings
     return {file: file.stat().st_mtime_ns for file in files}
 
 
 def judged(run):
-    return {
-        (x["name"], x["setting"]): x
-        for x in json.loads(judging.costs_file(run).read_text())
-    }
+    costs = json.loads(judging.costs_file(run).read_text())
+    return {(x["name"], x["setting"]): x for x in costs}
 
 
 @pytest.mark.slow
@@ -466,7 +418,7 @@ def test_what_was_judged_stays_and_only_what_is_asked_for_is_added(run):
     gone = ("llmcheck_perplexity", "tfidf_svm")
     before = stamps(run)
     files = [f for f in before if f.stem in gone]
-    first = {f: f.read_bytes() for f in files}
+    assert len(files) == 4
     for file in files:
         file.unlink()
     for i, name in enumerate(gone, start=1):
@@ -477,18 +429,15 @@ def test_what_was_judged_stays_and_only_what_is_asked_for_is_added(run):
     after = stamps(run)
     assert set(after) == set(before)
     assert {f for f in before if before[f] != after[f]} == set(files)
-    assert len(first) == 4
 
 
 @pytest.mark.slow
 def test_every_rival_without_samples_is_made_rightly(run):
-    possible = [
-        n for n, x in catalogue().items() if not unmet(x, run, BaselinesConfig())
-    ]
-    outputs = {
-        n: beatrice("baselines", run.path, "--check", n, code=None) for n in possible
-    }
-    faults = {n: d.output for n, d in outputs.items() if d.exit_code}
+    faults = {}
+    for name, detector in catalogue().items():
+        if not unmet(detector, run, BaselinesConfig()):
+            done = beatrice("baselines", run.path, "--check", name, code=None)
+            faults |= {name: done.output} if done.exit_code else {}
     # The small tokenizer has no token for the option "A", so nothing can be asked.
     assert faults.pop("p_true").count("no answer has a score") == 2
     assert faults == {}
@@ -502,14 +451,13 @@ def no_model():
     raise AssertionError("nothing was to be read")
 
 
-def keep(cache, values, rows=None, seconds=2.0, peak_bytes=0):
-    """Leave parts on disk as an earlier start would."""
+def keep(cache, values, rows=None):
+    """Leave parts on disk as an earlier start would, each of two seconds."""
     places = np.arange(len(values)) if rows is None else rows
     for chunk in chunks_of(int(places.max()) + 1):
         in_chunk = (places >= chunk.start) & (places < chunk.stop)
-        cost = {"seconds": np.float64(seconds)}
-        cost |= {"peak_bytes": np.int64(peak_bytes + chunk.start)}
-        arrays = {"values": values[in_chunk], "rows": places[in_chunk], **cost}
+        arrays = {"values": values[in_chunk], "rows": places[in_chunk]}
+        arrays |= {"seconds": np.float64(2), "peak_bytes": np.int64(chunk.start)}
         cache.save(f"{chunk.start:07d}", arrays)
 
 
@@ -523,10 +471,8 @@ def unread(wanted, caches, n_rows):
 
 
 def test_parts_hold_every_row_once():
-    assert [i for chunk in chunks_of(600) for i in range(600)[chunk]] == list(
-        range(600)
-    )
-    assert [chunk.stop - chunk.start for chunk in chunks_of(600)] == [256, 256, 88]
+    chunks = [(chunk.start, chunk.stop) for chunk in chunks_of(600)]
+    assert chunks == [(0, 256), (256, 512), (512, 600)]
 
 
 def test_what_an_earlier_start_read_is_not_read_again(tmp_path):
@@ -558,9 +504,8 @@ def test_what_an_earlier_start_read_is_not_read_again(tmp_path):
 
 def test_training_answers_are_read_for_those_that_learn_from_them_alone(tmp_path):
     given = drawn_inputs([["a"]] * 12, splits=["train", "validation", "test"] * 4)
-    known = catalogue()
-    untrained, trained = known["llmcheck_hidden"], known["lookback_lens"]
-    wanted = rows_read(given.rows, [untrained, trained])
+    detectors = [catalogue()[name] for name in ("llmcheck_hidden", "lookback_lens")]
+    wanted = rows_read(given.rows, detectors)
     evaluated = np.array([row for row in range(12) if row % 3])
     np.testing.assert_array_equal(wanted["llmcheck_hidden_all"], evaluated)
     assert wanted["lookback"].tolist() == list(range(12))

@@ -53,15 +53,16 @@ def test_unigrams_of_the_packages_own_example():
         assert unigram_max([sentence], rest) == pytest.approx(golden, abs=1e-6)
 
 
-def test_an_answer_that_all_samples_repeat_is_as_likely_as_its_tokens():
-    assert unigram_max(["Paris"], ["paris"] * 10) == 0
-    assert unigram_max(["Paris."], ["Paris."] * 10) == pytest.approx(math.log(2))
-
-
-def test_a_token_that_no_sample_has_decides():
-    # Once among 11 answers of two tokens.
-    result = unigram_max(["Rome."], ["Paris."] * 10)
-    assert result == pytest.approx(math.log(22))
+@pytest.mark.parametrize(
+    ("sentence", "sample", "one_in"),
+    [
+        ("Paris", "paris", 1),
+        ("Paris.", "Paris.", 2),
+        ("Rome.", "Paris.", 22),  # once among 11 answers of two tokens
+    ],
+)
+def test_a_sentence_is_as_likely_as_its_rarest_token(sentence, sample, one_in):
+    assert unigram_max([sentence], [sample] * 10) == pytest.approx(math.log(one_in))
 
 
 @pytest.mark.parametrize(
@@ -120,10 +121,8 @@ def test_the_sentence_comes_first_and_in_the_papers_order_the_sample():
 
 def test_a_score_is_minus_the_mean_contradiction_without_neutral():
     chances = {"x": (0.1, 0.8, 0.1), "y": (0.3, 0.6, 0.1), "z": (0.0, 0.5, 0.5)}
-    drawn = drawn_inputs(
-        [["x", "y", "z", "x"]],
-        relations=relations_by(lambda p, h: chances[h]),
-    )
+    relations = relations_by(lambda p, h: chances[h])
+    drawn = drawn_inputs([["x", "y", "z", "x"]], relations=relations)
     expected = -(0.5 + 0.25 + 1.0 + 0.5) / 4
     assert scores(NLI, drawn) == pytest.approx([expected])
 
@@ -184,8 +183,7 @@ def test_the_two_formulas_are_one_where_the_ridge_is_rescaled():
 
 def test_the_papers_score_is_the_mean_logarithm_of_the_eigenvalues():
     states = np.random.default_rng(0).normal(size=(5, 16))
-    d_model = states.shape[1]
-    centring = np.eye(d_model) - np.ones((d_model, d_model)) / d_model
+    centring = np.eye(16) - np.ones((16, 16)) / 16
     values = np.linalg.eigvalsh(states @ centring @ states.T + 1e-3 * np.eye(5))
     assert mean_log_eigenvalue(states) == pytest.approx(np.log(values).mean())
 

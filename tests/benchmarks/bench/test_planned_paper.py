@@ -29,6 +29,13 @@ GIB = 1 << 30
 plan_of = functools.cache(planned)  # each traces and compiles a step of the paper's
 
 
+def of_one_block(sizes, **changes):
+    """Return sizes of one block, and the module of a microbatch of 64 rows."""
+    encoder = dataclasses.replace(sizes.encoder, n_blocks=1, **changes)
+    sizes = dataclasses.replace(sizes, encoder=encoder)
+    return sizes, cuda_module(sizes, Plan(n_subsets=15, n_seeds=1, n_rows=64))
+
+
 @pytest.mark.parametrize(
     ("setting", "memory", "n_rows"),
     [
@@ -57,11 +64,7 @@ def test_in_memory_the_rows_with_context_fit_no_device():
 
 @pytest.mark.parametrize("is_mixed", [False, True])
 def test_the_module_for_cuda_shares_states_and_multiplies_as_asked(is_mixed):
-    sizes = paper_sizes("closed_book", is_mixed)
-    encoder = dataclasses.replace(sizes.encoder, n_blocks=1)
-    sizes = dataclasses.replace(sizes, encoder=encoder)
-    plan = Plan(n_subsets=15, n_seeds=1, n_rows=64)
-    module = cuda_module(sizes, plan)
+    sizes, module = of_one_block(paper_sizes("closed_book", is_mixed))
     n_positions = 64 * sum(WIDTHS["closed_book"])
     # Once forwards and once backwards, for all fifteen members, and a microbatch's.
     assert gathers_of_states(module, sizes) == {(n_positions, 4096): 2}
@@ -69,21 +72,17 @@ def test_the_module_for_cuda_shares_states_and_multiplies_as_asked(is_mixed):
     assert moved_activations(module, sizes, 64) <= len(sizes.widths)
     large = [p for p in module.products if p.n_flops > 1e9]
     assert {p.result.dtype for p in large} == {"f32"}
-    assert {p.left.dtype for p in large} == {"bf16" if is_mixed else "f32"}
-    assert {p.right.dtype for p in large} == {"bf16" if is_mixed else "f32"}
+    dtypes = {x.dtype for p in large for x in (p.left, p.right)}
+    assert dtypes == {"bf16" if is_mixed else "f32"}
     # One of each family that is wider than its projection, and again backwards.
     assert module.libraries["cusolver_potrf_ffi"] <= 2 * 3
 
 
 def test_products_of_the_module_are_those_that_our_count_knows():
-    sizes = paper_sizes("closed_book")
-    encoder = dataclasses.replace(sizes.encoder, n_blocks=1, input_noise=0.0)
-    sizes = dataclasses.replace(sizes, encoder=encoder)
-    plan = Plan(n_subsets=15, n_seeds=1, n_rows=64)
-    products = cuda_module(sizes, plan).products
-    n_flops = sum(n * product.n_flops for product, n in products.items())
+    sizes, module = of_one_block(paper_sizes("closed_book"), input_noise=0.0)
+    n_flops = sum(n * product.n_flops for product, n in module.products.items())
     work = Workload(
-        encoder=encoder,
+        encoder=sizes.encoder,
         dims=sizes.dims,
         spans=tuple((1, width) for width in sizes.widths),
         batch_size=64,

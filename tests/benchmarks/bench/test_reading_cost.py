@@ -103,13 +103,12 @@ def test_a_process_that_fails_says_why():
 
 
 def test_without_a_gpu_no_gpu_row_is_planned():
-    without = batch_configs(has_gpu=False)
-    assert {config.device for config in without} == {"cpu"}
-    with_gpu = batch_configs(has_gpu=True)
-    assert {(c.device, c.dtype) for c in with_gpu} == {
-        ("cpu", "float32"),
-        ("cuda", "bfloat16"),
-    }
+    without, with_gpu = (
+        {(config.device, config.dtype) for config in batch_configs(has_gpu=has_gpu)}
+        for has_gpu in (False, True)
+    )
+    assert without == {("cpu", "float32")}
+    assert with_gpu == without | {("cuda", "bfloat16")}
 
 
 def test_rows_stand_under_their_heads_with_three_digits_or_are_json(capsys):
@@ -154,17 +153,16 @@ def test_reading_and_extracting_are_of_the_same_batches(backbone):
     assert seen == alone and len(seen) == len(loop.batches) > 1
 
 
-def test_a_row_gives_both_rates_of_all_tokens(backbone):
+def test_a_row_is_of_all_tokens(backbone):
     loop = StoreBench(SignalReader.for_config(backbone, SMALL.extract), SMALL)
-    row = loop.measure("tiny", 2)
-    assert row["tokens"] == loop.plan.spec.lengths.sum()
-    assert row["with the store tokens/s"] > 0 and row["reading tokens/s"] > 0
+    assert loop.measure("tiny", 1)["tokens"] == loop.plan.spec.lengths.sum()
 
 
 def test_a_small_and_a_large_model_are_measured_with_the_store():
     small, large = measure_loops(1, is_small=True)
     assert small["model"] == "embedded" and small["tokens"] < large["tokens"]
-    assert small["end to end / reading"] > 0 and large["end to end / reading"] > 0
+    rates = ("with the store tokens/s", "reading tokens/s", "end to end / reading")
+    assert min(row[rate] for row in (small, large) for rate in rates) > 0
 
 
 @pytest.mark.parametrize(
@@ -185,15 +183,9 @@ def test_the_full_models_have_the_parameters_of_the_released_ones(
 
 @pytest.mark.parametrize("family", ["qwen3_5", "gemma4"])
 def test_small_models_of_their_kind_are_measured(family):
-    row, loop, profile = measure_gpu(
-        family,
-        tiny_model(family).to(torch.bfloat16),
-        1,
-        1e12,
-        n_examples=2,
-        n_tokens=24,
-        n_batches=2,
-    )
+    model = tiny_model(family).to(torch.bfloat16)
+    sizes = dict(n_examples=2, n_tokens=24, n_batches=2)
+    row, loop, profile = measure_gpu(family, model, 1, 1e12, **sizes)
     assert row["share of the peak"] > 0 and row["time ratio"] > 0
     assert loop["end to end / reading"] > 0 and "aten::" in profile
 
@@ -236,12 +228,11 @@ def test_the_floor_computes_the_logits_of_all_tokens_that_are_read(answer_bench)
     for way in ("plain", "floor"):
         answer_bench.run(way)
     handle.remove()
-    n_rows = len(answer_bench.requests)
-    n_read = sum(
-        len(r.prompt.ids)
-        - (r.prompt.context_span[0] if r.prompt.context_span[0] >= 48 else 0)
-        for r in answer_bench.requests
-    )
+    prompts = [request.prompt for request in answer_bench.requests]
+    n_rows, starts = len(prompts), [prompt.context_span[0] for prompt in prompts]
+    # Of 48 tokens or more in front of a context none is read.
+    n_read = sum(len(prompt.ids) for prompt in prompts)
+    n_read -= sum(start for start in starts if start >= 48)
     assert counts["plain"] <= n_rows * CONFIG.max_new_tokens
     # Steps at which a batch is parted differ by those that run what was cut.
     assert abs(counts["floor"] - counts["plain"] - n_read) <= n_rows

@@ -39,11 +39,7 @@ from beatrice.jaxprobe.config import EncoderConfig, FusionConfig, TrainConfig
 from beatrice.jaxprobe.encoder import Encoder
 from beatrice.jaxprobe.families import SUBSETS, paper_dims, subset_index
 from beatrice.jaxprobe.fusion import head_inputs
-from beatrice.jaxprobe.memory import (
-    Workload,
-    step_flops,
-    turn_flops,
-)
+from beatrice.jaxprobe.memory import Workload, step_flops, turn_flops
 from beatrice.jaxprobe.tokens import split_families
 from beatrice.selection.greedy import fit_sets
 from tests.jaxprobe.samples import identity_of
@@ -69,28 +65,20 @@ def folder(tmp_path_factory):
     return path
 
 
-def arrays_of(folder, member):
-    return load_file(weights_file(folder, member))
-
-
-def test_the_operations_of_a_step_are_those_counted_by_hand():
-    # Families of 5 and 2 channels, projection 3, hidden 4, 5 + 3 positions.
-    per_position = 2 * (2 * (5 + 2) * 3) + 3 * (2 * 2 * 3 * 4 + 2 * 2 * 3 * 4 * 4)
-    # Two spans and their difference, each of twice the hidden width.
-    mlp = 3 * (2 * 3 * 8 * 4 + 2 * 4)
-    expected = 8 * ((5 + 3) * per_position + mlp)
-    assert step_flops(TOY, (subset_index("PA"), 0)) == expected
+def weights_of(folder, *names):
+    """Initial weights of encoders of the first seed, by member."""
+    members = [(subset_index(name), 0) for name in names]
+    return {member: load_file(weights_file(folder, member)) for member in members}
 
 
 @pytest.mark.parametrize("name", ["P", "HRA", "HPRA"])
 def test_the_operations_of_a_step_are_those_that_pytorch_counts(folder, name):
-    member = (subset_index(name), 0)
-    weights = {member: arrays_of(folder, member)}
+    weights = weights_of(folder, name)
     alone = Stack(TOY.quiet(), weights, None)  # noise has products of its own
     data = TorchData.made_up(TOY, TOY.batch_size, seed=0)
     with FlopCounterMode(display=False) as counter:
         train_torch([alone], data, 1, TOY.batch_size)
-    assert counter.get_total_flops() == step_flops(TOY, member)
+    assert counter.get_total_flops() == step_flops(TOY, *weights)
 
 
 def test_members_are_split_whole_and_evenly():
@@ -117,32 +105,31 @@ def test_made_up_spans_have_the_lengths_asked_for():
 
 
 def test_stacked_members_train_as_alone(folder):
-    work = TOY.quiet()
-    names = ("P", "HA", "HPRA")
-    members = [(subset_index(name), seed) for name in names for seed in (0, 1)]
-    weights = {m: arrays_of(folder, (m[0], 0)) for m in members}
-    for i, arrays in enumerate(weights.values()):  # otherwise seeds would be equal
-        arrays["mlp_out/kernel"] = arrays["mlp_out/kernel"] * (1 + i)
+    work, weights = TOY.quiet(), {}
+    for (subset, _), arrays in weights_of(folder, "P", "HA", "HPRA").items():
+        for seed in (0, 1):  # each with another output
+            output = arrays["mlp_out/kernel"] * (1 + len(weights))
+            weights[subset, seed] = arrays | {"mlp_out/kernel": output}
     data = TorchData.made_up(work, work.n_examples, seed=0)
     each = [Stack(work, {member: x}, None) for member, x in weights.items()]
     alone, side = (
         train_torch(stacks, data, 4, work.batch_size)
         for stacks in (each, [Stack(work, weights, None)])
     )
-    assert set(side) == set(alone) == set(members)
+    assert set(side) == set(alone) == set(weights)
     for member, losses in alone.items():
         assert side[member] == pytest.approx(losses, abs=1e-5), member
-    assert len({round(losses[-1], 4) for losses in alone.values()}) == len(members)
+    assert len({round(losses[-1], 4) for losses in alone.values()}) == len(weights)
 
 
 def test_noise_and_dropout_change_the_losses(folder):
-    member = (subset_index("HPRA"), 0)
-    weights = {member: arrays_of(folder, member)}
+    weights = weights_of(folder, "HPRA")
     data = TorchData.made_up(TOY, TOY.batch_size, seed=0)
 
     def loss(work):
         stacks = [Stack(work, weights, None)]
-        return train_torch(stacks, data, 1, TOY.batch_size)[member][0]
+        ((first_loss,),) = train_torch(stacks, data, 1, TOY.batch_size).values()
+        return first_loss
 
     for field in ("dropout", "input_noise"):
         loud = dataclasses.replace(TOY.quiet().encoder, **{field: 0.5})
@@ -150,47 +137,40 @@ def test_noise_and_dropout_change_the_losses(folder):
         assert abs(difference) > 1e-4, field
 
 
-def losses_of(change):
-    grid = {(0, 0): [0.7, 0.6], (1, 0): [0.72, 0.65]}
-    return {"grid": grid, "loop": change({m: list(x) for m, x in grid.items()})}
+GRID = {(0, 0): [0.7, 0.6], (1, 0): [0.72, 0.65]}
 
 
-def test_equal_losses_pass_and_their_difference_is_told():
-    def nearly(losses):
-        losses[1, 0][1] += 1e-5
-        return losses
-
-    result = require_same_losses(losses_of(nearly))
-    assert result["grid"] == 0.0 and result["loop"] == pytest.approx(1e-5)
+@pytest.mark.parametrize(("method", "by"), [("loop", 1e-5), ("mixed", 0.01)])
+def test_losses_may_differ_by_rounding_and_their_difference_is_told(method, by):
+    losses = {"grid": GRID, method: GRID | {(1, 0): [0.72, 0.65 + by]}}
+    result = require_same_losses(losses)
+    assert result["grid"] == 0.0 and result[method] == pytest.approx(by)
 
 
-def test_losses_that_differ_fail_the_benchmark_whichever_member_they_are_of():
-    def off(by, member=(0, 0)):
-        return lambda losses: {**losses, member: [losses[member][0], by]}
+@pytest.mark.parametrize(
+    ("method", "losses", "message"),
+    [
+        ("loop", GRID | {(0, 0): [0.7, 0.61]}, "'loop' differ.*compare two things"),
+        ("loop", GRID | {(1, 0): [0.72, 0.66]}, "'loop' differ"),
+        ("loop", GRID | {(0, 0): [0.7, np.nan]}, "'loop' differ"),
+        ("loop", GRID | {(1, 0): [0.72, np.nan]}, "'loop' differ"),
+        ("mixed", GRID | {(0, 0): [0.7, 0.66]}, "'mixed' differ"),
+        ("loop", {(0, 0): [0.7, 0.6]}, "cannot be compared"),
+    ],
+)
+def test_losses_that_differ_fail_the_benchmark(method, losses, message):
+    with pytest.raises(ValueError, match=message):
+        require_same_losses({"grid": GRID, method: losses})
 
-    for wrong in (0.61, float("nan")):
-        for member in ((0, 0), (1, 0)):
-            with pytest.raises(ValueError, match="'loop' differ.*compare two things"):
-                require_same_losses(losses_of(off(wrong, member)))
-    with pytest.raises(ValueError, match="cannot be compared"):
-        require_same_losses(losses_of(lambda losses: {(0, 0): losses[0, 0]}))
-    still = {"grid": {(0, 0): [0.7, 0.7]}, "loop": {(0, 0): [0.7, 0.7]}}
+
+def test_losses_that_stay_as_they_are_compare_nothing():
+    still = {(0, 0): [0.7, 0.7]}
     with pytest.raises(ValueError, match="too little to compare"):
-        require_same_losses(still)
-
-
-def test_mixed_precision_may_differ_by_rounding_alone():
-    def mixed(last):
-        return {"grid": {(0, 0): [0.7, 0.6]}, "mixed": {(0, 0): [0.7, last]}}
-
-    assert require_same_losses(mixed(0.61))["mixed"] == pytest.approx(0.01)
-    with pytest.raises(ValueError, match="'mixed' differ"):
-        require_same_losses(mixed(0.66))
+        require_same_losses({"grid": still, "loop": still})
 
 
 def test_a_method_that_fails_says_why(tmp_path):
-    method = Method("loop", TOY, TOY.members[:1], tmp_path)
-    with contextlib.closing(method):
+    with contextlib.closing(Method("loop", TOY, TOY.members[:1], tmp_path)) as method:
         with pytest.raises(ValueError, match="'loop' has failed.*safetensors"):
             method.prepare()
 
@@ -211,10 +191,9 @@ def test_the_grid_and_pytorch_take_the_same_steps(folder):
     for subset, _ in members:
         other = weights_file(torch_side.folder, (subset, 1))
         other.rename(weights_file(torch_side.folder, (subset, 0)))
+    results["stack"] = torch_side.losses(work, 3, n_microbatches=2)
     with pytest.raises(ValueError, match="'stack' differ"):
-        require_same_losses(
-            {**results, "stack": torch_side.losses(work, 3, n_microbatches=2)}
-        )
+        require_same_losses(results)
 
 
 @pytest.mark.slow
@@ -270,10 +249,9 @@ def test_the_torch_head_learns_what_can_be_learned_and_nothing_else():
     logits = rng.standard_normal((2, 900)).astype(np.float32)
     pooled = rng.standard_normal((2, 900, 3)).astype(np.float32)
     aurocs = []
-    for skill in (0.0, 2.0):
-        rows = rows_of_set(
-            np.asarray(head_inputs(pooled, logits + np.float32(skill) * labels))
-        )
+    for skill in np.float32((0.0, 2.0)):
+        inputs = head_inputs(pooled, logits + skill * labels)
+        rows = rows_of_set(np.asarray(inputs))
         y = torch.from_numpy(labels.astype(np.float32))
         train, valid = (rows[:600], y[:600]), (rows[600:], labels[600:])
         config = TrainConfig(learning_rate=3e-2, max_epochs=20, batch_size=100)
@@ -314,11 +292,11 @@ def in_jax(name):
     params = encoder.init(jax.random.key(3), families, mask)
     params = jax.tree.map(lambda x: x + 0.02, params)
 
+    labels = jnp.asarray(LABELS, jnp.float32)
+
     def loss(params):
         logits, pooled = encoder.apply(params, families, mask)
-        losses = optax.sigmoid_binary_cross_entropy(
-            logits, jnp.asarray(LABELS, jnp.float32)
-        )
+        losses = optax.sigmoid_binary_cross_entropy(logits, labels)
         return losses.mean(), (logits, pooled)
 
     grads, outputs = jax.jit(jax.grad(loss, has_aux=True))(params)

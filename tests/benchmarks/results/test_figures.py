@@ -5,39 +5,38 @@ import matplotlib
 import pytest
 
 from beatrice.benchmarks.results import figures
-from tests.benchmarks.results import sample
-from tests.process import run_python
+from tests.benchmarks.results.sample import PARTS
+from tests.process import loaded_by
 
+RELIABILITY = PARTS["reliability"]["closed_book"]
+SELECTION = PARTS["selection"]["with_context"]
 SYNERGY = {"H": 0.88, "P": 0.85, "HP": 0.9, "RA": 0.85}
 
 
 def drawn():
     """One figure of every kind."""
-    reliability = sample.PARTS["reliability"]["closed_book"]
-    rounds = sample.PARTS["selection"]["with_context"]["rounds"]
+    bins = RELIABILITY["raw"], RELIABILITY["calibrated"]
     curve = [
         {"budget": b, "generations": 1 + 0.5 * b, "em": 0.3 + 0.1 * b}
         for b in (0, 1, 2)
     ]
+    curves, fixed = {"PGIR": curve, "another query": curve[1:]}, {"Never": (1, 0.3)}
     return {
-        "reliability": figures.reliability(
-            reliability["raw"], reliability["calibrated"], "closed_book"
-        ),
-        "sweep": figures.layer_sweep(sample.PARTS["sweep"]),
+        "reliability": figures.reliability(*bins, "closed_book"),
+        "sweep": figures.layer_sweep(PARTS["sweep"]),
         "synergy": figures.synergy(SYNERGY, "with_context"),
-        "selection": figures.selection_path(rounds, "with_context"),
-        "frontier": figures.frontier(
-            {"PGIR": curve, "another query": curve[1:]},
-            {"Never retrieve": (1, 0.3)},
-            "em",
-            1,
-        ),
+        "selection": figures.selection_path(SELECTION["rounds"], "with_context"),
+        "frontier": figures.frontier(curves, fixed, "em", 1),
     }
+
+
+def spelled():
+    return {name: figures.to_svg(f, name, f"a {name}") for name, f in drawn().items()}
 
 
 @pytest.fixture(scope="module")
 def svgs():
-    return {name: figures.to_svg(f, name, f"a {name}") for name, f in drawn().items()}
+    return spelled()
 
 
 def test_every_figure_is_well_formed_and_says_what_it_is(svgs):
@@ -46,9 +45,10 @@ def test_every_figure_is_well_formed_and_says_what_it_is(svgs):
         assert root.get("aria-label") == f"a {name}" and root.get("role") == "img"
 
 
-def test_the_same_numbers_give_the_same_bytes(svgs):
-    again = {name: figures.to_svg(f, name, f"a {name}") for name, f in drawn().items()}
-    assert again == svgs
+def test_the_same_numbers_give_the_same_bytes_and_leave_matplotlib_as_it_was(svgs):
+    before = dict(matplotlib.rcParams)
+    assert spelled() == svgs
+    assert dict(matplotlib.rcParams) == before
 
 
 def test_a_figure_refers_to_nothing_outside_itself(svgs):
@@ -89,9 +89,9 @@ def test_synergy_axis_is_cropped_around_all_bars():
 
 
 def test_sweep_draws_every_known_seed_and_skips_undefined_ones():
-    sweep = {"closed_book": {"layers": [0, 4], "auroc": [[0.7, None], [0.8, 0.9]]}}
-    sweep["closed_book"]["best"] = 4
-    seeds_0, seeds_4, means, ring = figures.layer_sweep(sweep).axes[0].lines
+    sweep = {"layers": [0, 4], "auroc": [[0.7, None], [0.8, 0.9]], "best": 4}
+    (axes,) = figures.layer_sweep({"closed_book": sweep}).axes
+    seeds_0, seeds_4, means, ring = axes.lines
     assert list(seeds_0.get_ydata()) == [0.7]
     assert list(seeds_4.get_ydata()) == [0.8, 0.9]
     assert [round(y, 6) for y in means.get_ydata()] == [0.7, 0.85]
@@ -99,40 +99,29 @@ def test_sweep_draws_every_known_seed_and_skips_undefined_ones():
 
 
 def test_reliability_leaves_empty_bins_out_of_the_curve_but_counts_them():
-    bins = sample.PARTS["reliability"]["closed_book"]["calibrated"]
+    bins = RELIABILITY["calibrated"]
     top, bottom = figures.reliability(bins, bins, "closed_book").axes
     assert len(top.lines[1].get_xdata()) == 9
     assert len(bottom.patches) == 20
 
 
 def test_selection_shows_every_candidate_and_names_the_kept():
-    selection = sample.PARTS["selection"]["with_context"]
-    axes = figures.selection_path(selection["rounds"], "with_context").axes[0]
-    n_candidates = sum(len(r["candidates"]) for r in selection["rounds"])
+    axes = figures.selection_path(SELECTION["rounds"], "with_context").axes[0]
+    n_candidates = sum(len(r["candidates"]) for r in SELECTION["rounds"])
     soft = set(figures.SOFT.values())
     dots = [line for line in axes.lines if line.get_color() in soft]
     assert sum(len(line.get_xdata()) for line in dots) == n_candidates
-    assert [text.get_text() for text in axes.texts] == selection["selected"]
+    assert [text.get_text() for text in axes.texts] == SELECTION["selected"]
 
 
 @pytest.mark.parametrize("setting", ["closed_book", "with_context"])
 def test_a_ranking_marks_greedys_rank_and_stacks_the_passes(setting):
-    figure = figures.ranking(sample.PARTS["ranking"][setting], setting)
+    figure = figures.ranking(PARTS["ranking"][setting], setting)
     _, *ribbons = figure.axes
     assert len(ribbons) == 4
     n_passes = 1 if setting == "closed_book" else 2
     assert {axes.lines[-1].get_xdata()[0] for axes in figure.axes} == {7}
     assert {len(axes.collections) for axes in ribbons} == {n_passes}
-
-
-def test_drawing_leaves_matplotlib_as_it_was():
-    before = dict(matplotlib.rcParams)
-    drawn()
-    assert dict(matplotlib.rcParams) == before
-
-
-def loaded_by(code):
-    return set(run_python(f"import sys; {code}; print(*sys.modules)").stdout.split())
 
 
 def test_drawing_needs_neither_pyplot_nor_a_display():

@@ -1,8 +1,11 @@
 """What a run found, beside what the text alone or another seed would say."""
 
+import collections
+
 import msgspec
 import numpy as np
 import pytest
+from scipy.stats import spearmanr
 
 from beatrice.benchmarks.results.evaluate import choose_answers, decision_rows
 from beatrice.benchmarks.results.findings import (
@@ -47,36 +50,32 @@ def difference(low, high, p_value=0.01, **fields):
     return row("champion", "closed_book", TEST, "auroc", value, **fields)
 
 
+ABOVE, BELOW, AROUND = (
+    difference(*ends) for ends in ((0.01, 0.05), (-0.05, -0.01), (-0.05, 0.04))
+)
+
+
 @pytest.mark.parametrize(
-    ("low", "high", "answer"),
+    ("differences", "answer"),
     [
-        (0.01, 0.05, "yes"),
-        (-0.05, -0.01, "no"),
-        (-0.01, 0.05, "cannot tell"),
-        (0.0, 0.05, "cannot tell"),
+        ([ABOVE], "yes"),
+        ([BELOW], "no"),
+        ([AROUND], "cannot tell"),
+        ([difference(0.0, 0.05)], "cannot tell"),
+        # Of four looks one must be four times as sure.
+        ([AROUND] * 3 + [difference(0.01, 0.05, 0.02)], "cannot tell"),
+        ([AROUND] * 3 + [difference(0.01, 0.05, 0.012)], "yes"),
+        # "No" takes every difference below zero.
+        ([BELOW, BELOW], "no"),
+        ([BELOW, AROUND], "cannot tell"),
+        # What was not measured or is undefined is not answered.
+        ([], None),
+        ([undefined(ABOVE)], None),
+        ([undefined(ABOVE), ABOVE], None),
     ],
 )
-def test_an_interval_that_covers_zero_tells_nothing(low, high, answer):
-    assert answer_of([difference(low, high)]) == answer
-
-
-def test_of_four_looks_one_must_be_four_times_as_sure():
-    around_zero = [difference(-0.05, 0.04)] * 3
-    assert answer_of([*around_zero, difference(0.01, 0.05, 0.02)]) == "cannot tell"
-    assert answer_of([*around_zero, difference(0.01, 0.05, 0.012)]) == "yes"
-
-
-def test_no_takes_every_difference_below_zero():
-    below = difference(-0.05, -0.01)
-    assert answer_of([below, below]) == "no"
-    assert answer_of([below, difference(-0.05, 0.01)]) == "cannot tell"
-
-
-def test_what_was_not_measured_or_is_undefined_is_not_answered():
-    gone = undefined(difference(0.01, 0.05))
-    assert answer_of([]) is None
-    assert answer_of([gone]) is None
-    assert answer_of([gone, difference(0.01, 0.05)]) is None
+def test_an_answer_follows_from_the_intervals_of_its_differences(differences, answer):
+    assert answer_of(differences) == answer
 
 
 def test_the_best_single_family_is_that_of_validation_not_of_test():
@@ -103,9 +102,8 @@ def test_every_question_is_answered_on_every_set_that_has_its_rows():
 def test_too_few_right_answers_leave_nothing_to_conclude():
     counts = {"n": 2000, "n_correct": 149, "variant": "original", "dataset": "nq"}
     counts |= {"split": "train", "setting": "closed_book"}
-    all_findings = findings(sample_results(), [counts])
-    answers = {f.place.setting: set() for f in all_findings}
-    for f in all_findings:
+    answers = collections.defaultdict(set)
+    for f in findings(sample_results(), [counts]):
         answers[f.place.setting].add(f.answer)
     assert answers["closed_book"] == {"cannot conclude", None}
     assert "cannot conclude" not in answers["with_context"]
@@ -117,17 +115,13 @@ def test_too_few_right_answers_leave_nothing_to_conclude():
 
 def test_a_run_of_one_setting_has_the_answers_of_that_one():
     rows = [r for r in sample_rows() if r.setting == "closed_book"]
-    assert [grid.setting for grid in grids(findings(results_of(rows), ENOUGH))] == [
-        "closed_book"
-    ]
+    (grid,) = grids(findings(results_of(rows), ENOUGH))
+    assert grid.setting == "closed_book"
 
 
 def test_a_set_without_a_row_has_a_dash_and_no_zero():
-    rows = [
-        r
-        for r in sample_rows()
-        if not (r.experiment == "finding" and r.dataset == "places")
-    ]
+    gone = ("finding", "places")
+    rows = [r for r in sample_rows() if (r.experiment, r.dataset) != gone]
     text = as_markdown(findings(results_of(rows), ENOUGH), {})
     (line,) = (x for x in text.splitlines()[:20] if "Do hidden states add" in x)
     cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -205,10 +199,9 @@ def test_planted_strengths_are_found_on_other_questions():
     strengths = np.linspace(0, 2, 15)
     first, second = encoders(3, strengths), encoders(4, strengths, prefix="other")
     interval = agreement(first, second, CONFIG)
-    assert interval.value > 0.9 and interval.low > 0.7
-    assert (
-        interval.low <= interval.value + 0.05
-    )  # resampling adds noise, so it lies lower
+    assert interval.value > 0.9
+    # Resampling adds noise, so it lies lower.
+    assert 0.7 < interval.low <= interval.value + 0.05
 
 
 def test_questions_of_both_runs_are_drawn_together():
@@ -222,8 +215,6 @@ def test_questions_of_both_runs_are_drawn_together():
 
 
 def test_the_correlation_is_spearmans_with_ties_in_the_middle():
-    from scipy.stats import spearmanr
-
     rng = np.random.default_rng(0)
     a, b = rng.integers(5, size=(2, 15, 4)).astype(float)
     wanted = [spearmanr(a[:, i], b[:, i]).statistic for i in range(4)]
@@ -298,10 +289,8 @@ def test_decisions_are_certified_on_validation_and_counted_on_other_answers():
     never = measured["trust", 0.95, "precision"]
     assert never.value is None and "no P holds" in never.reason
     table = decision_table(results_of(measured.values()))
-    assert [line.label for line in table.lines][::4] == [
-        "Trust at 0.7",
-        "Distrust at 0.7",
-    ]
+    labels = [line.label for line in table.lines]
+    assert labels[::4] == ["Trust at 0.7", "Distrust at 0.7"]
 
 
 def test_tokens_are_shown_with_their_own_numbers_where_the_first_rows_are_spared():

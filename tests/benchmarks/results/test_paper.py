@@ -72,9 +72,16 @@ def test_every_table_of_the_paper_is_there_with_all_its_numbers():
     assert collections.Counter(c.table for c in CELLS if c.value is None) == N_ORDERS
 
 
+def place(cell, row=None):
+    """What tells one number of the paper from all others."""
+    return cell.table, cell.backbone, row or cell.row, cell.column, cell.metric
+
+
+PLACES = {place(cell) for cell in CELLS}
+
+
 def test_no_two_lines_are_the_same_number_of_the_paper():
-    places = [(c.table, c.backbone, c.row, c.column, c.metric) for c in CELLS]
-    assert len(set(places)) == len(places)
+    assert len(PLACES) == len(CELLS)
 
 
 def test_the_wheel_takes_the_ledger_along():
@@ -90,84 +97,79 @@ def test_what_the_paper_marks_as_best_and_second_is_so_in_every_column():
             columns[cell.table, cell.column, cell.metric].append(cell)
     n_checked = 0
     for column, cells in columns.items():
-        marked = collections.defaultdict(set)
-        for cell in cells:
-            marked[cell.mark].add(cell.value)
         first, second, *_ = [*sorted({c.value for c in cells}, reverse=True), None]
-        if marked["bold"]:
-            n_checked += 1
-            assert marked["bold"] == {first}, column
-        if marked["underlined"]:
-            assert marked["underlined"] == {second}, column
+        bold = {c.value for c in cells if c.mark == "bold"}
+        assert bold in ({first}, set()), column
+        n_checked += len(bold)
+        underlined = {c.value for c in cells if c.mark == "underlined"}
+        assert underlined in ({second}, set()), column
     assert n_checked == 16 + 16 + 14 + 14 + 8 + 14 + 14 + 14 + 16 + 14
 
 
-def matches_of(rows, accuracy=()):
+def matches_of(*rows, accuracy=()):
     return {
         (b.paper.table, b.paper.row, b.paper.column, b.paper.metric): b
         for b in beside(CELLS, results_of(rows), accuracy)
     }
 
 
+def page_of(*rows):
+    return as_markdown(CELLS, beside(CELLS, results_of(rows)), [])
+
+
 def test_a_run_stands_beside_the_same_detector_set_setting_and_metric_only():
     eval_set = ("popqa", "ood")
-    matches = matches_of([row("champion", "closed_book", eval_set, "auprc", 0.25)])
+    matches = matches_of(row("champion", "closed_book", eval_set, "auprc", 0.25))
     assert {key[2:] for key in matches} == {
         ("Closed-book, PopQA", "auprc"),
         ("PopQA", "auprc"),
     }
     assert {b.paper.value for b in matches.values()} == {0.976, 0.993}
     assert {b.value for b in matches.values()} == {0.25}
-    rows = [row(encoder("P"), "closed_book", eval_set, "auprc", 0.25)]
-    assert matches_of(rows) == {}
+    assert not matches_of(row(encoder("P"), "closed_book", eval_set, "auprc", 0.25))
 
 
 def test_a_set_that_the_paper_held_out_may_be_in_domain_and_a_note_says_so():
     at = ("main-detection", "BEATRICE", "With context, NQ", "auroc")
     inside = row("champion", "with_context", ("nq", "test"), "auroc", 0.7)
     outside = row("champion", "with_context", ("nq", "ood"), "auroc", 0.6)
-    assert matches_of([inside])[at].row.split == "test"
-    assert matches_of([inside, outside])[at].value == 0.6
-    page = as_markdown(CELLS, beside(CELLS, results_of([inside])), [])
-    assert "* With context, NQ: in-domain here, held out in the paper; 398 a" in page
+    assert matches_of(inside)[at].row.split == "test"
+    assert matches_of(inside, outside)[at].value == 0.6
+    note = "* With context, NQ: in-domain here, held out in the paper; 398 a"
+    assert note in page_of(inside)
 
 
 def test_the_in_domain_sets_together_are_never_taken_for_held_out_ones():
-    eval_set = (IN_DOMAIN, "ood")
-    assert matches_of([row("champion", "closed_book", eval_set, "auroc", 0.7)]) == {}
+    pooled = row("champion", "closed_book", (IN_DOMAIN, "ood"), "auroc", 0.7)
+    assert not matches_of(pooled)
 
 
 def test_an_undefined_number_is_shown_as_such_and_one_of_a_single_seed_not_at_all():
     eval_set = ("triviaqa", "ood")
     gone = undefined(row("tfidf", "closed_book", eval_set, "auroc", 0.5))
-    page = as_markdown(CELLS, beside(CELLS, results_of([gone])), [])
-    assert "| TF-IDF + logistic regr. | .643 → n/a |" in page
-    seed = row("tfidf", "closed_book", eval_set, "auroc", 0.6, seed="1")
-    assert beside(CELLS, results_of([seed])) == []
+    assert "| TF-IDF + logistic regr. | .643 → n/a |" in page_of(gone)
+    assert not matches_of(row("tfidf", "closed_book", eval_set, "auroc", 0.6, seed="1"))
 
 
 def test_a_gain_stands_beside_the_papers_with_its_interval():
     fields = dict(experiment="paired", rival="hidden_only", p_value=0.5)
     fields |= dict(ci_low=-0.01, ci_high=0.03)
-    eval_set = ("nq", "ood")
-    gain = row("champion", "with_context", eval_set, "auroc", 0.01, **fields)
-    page = as_markdown(CELLS, beside(CELLS, results_of([gain])), [])
-    assert "| With context, NQ | +.016†/+.005/+.027 → +.010/-.010/+.030 |" in page
+    gain = row("champion", "with_context", ("nq", "ood"), "auroc", 0.01, **fields)
+    line = "| With context, NQ | +.016†/+.005/+.027 → +.010/-.010/+.030 |"
+    assert line in page_of(gain)
 
 
 def test_accuracy_of_all_in_domain_sets_counts_every_answer_of_the_wording():
-    counts = [("hotpotqa", "original", 100, 30), ("musique", "original", 300, 30)]
-    counts += [("hotpotqa", "rewritten", 100, 90)]
-    names = ("dataset", "variant", "n", "n_correct")
+    about = dict(setting="with_context", split="test")
     accuracy = [
-        dict(zip(names, values, strict=True), setting="with_context", split="test")
-        for values in counts
+        about | dict(dataset="hotpotqa", variant="original", n=100, n_correct=30),
+        about | dict(dataset="musique", variant="original", n=300, n_correct=30),
+        about | dict(dataset="hotpotqa", variant="rewritten", n=100, n_correct=90),
     ]
-    matches = matches_of([], accuracy)
-    at = ("label-dist", "Test, All", "With-context, Orig. (%)", "accuracy_percent")
-    assert matches[at].value == 15.0
-    at = (at[0], "Test, HotpotQA", "With-context, Rewr. (%)", at[3])
-    assert matches[at].value == 90.0
+    matches = matches_of(accuracy=accuracy)
+    for line, wording, percent in (("All", "Orig.", 15), ("HotpotQA", "Rewr.", 90)):
+        at = f"Test, {line}", f"With-context, {wording} (%)", "accuracy_percent"
+        assert matches["label-dist", *at].value == percent
 
 
 def test_every_table_is_told_of_with_what_differs_first():
@@ -180,11 +182,7 @@ def test_every_table_is_told_of_with_what_differs_first():
 
 # Which order is the same.
 
-TEST = dict(setting="with_context", dataset=IN_DOMAIN, split="test")
 ANATOMY = [c for c in CELLS if c.experiment is not None or c.reason is not None]
-
-
-POOLED = (IN_DOMAIN, "test")
 
 
 def of_run(experiment, name, metric, value, low=None, high=None, **changes):
@@ -219,11 +217,10 @@ def test_every_number_of_the_anatomy_has_a_row_of_ours_or_a_reason():
 
 
 def test_what_is_compared_is_a_row_of_the_same_table():
-    places = {(c.table, c.backbone, c.row, c.column, c.metric) for c in CELLS}
-    compared = [c for c in CELLS if c.than is not None]
-    assert len(compared) == 100  # 36 + 20 of ablations, 20 + 9 + 15 of the anatomy
-    for c in compared:
-        assert (c.table, c.backbone, c.than, c.column, c.metric) in places
+    compared = {place(c, c.than) for c in CELLS if c.than is not None}
+    # 36 + 20 of ablations, 20 + 9 + 15 of the anatomy.
+    assert len([c for c in CELLS if c.than is not None]) == 100
+    assert compared <= PLACES
 
 
 def test_rows_of_every_analysis_that_the_paper_has_find_their_numbers():
@@ -301,74 +298,62 @@ def test_a_paired_difference_is_preferred_and_turned_the_papers_way():
 
 
 def test_what_the_paper_has_equal_or_ours_undefined_is_not_compared():
+    at = dict(setting="with_context", dataset=IN_DOMAIN, split="test")
+    at |= dict(table="t", backbone="b", column="c", metric="auroc", value=0.5)
     cells = [
-        PaperCell(table="t", backbone="b", row=name, column="c", metric="auroc", **rest)
-        for name, rest in (
-            ("one", TEST | dict(value=0.5, detector="champion", than="two")),
-            ("two", TEST | dict(value=0.5, detector="tfidf")),
-        )
+        PaperCell(row="one", detector="champion", than="two", **at),
+        PaperCell(row="two", detector="tfidf", **at),
     ]
-    rows = [
-        of_run("detection", name, "auroc", 0.5, 0.4, 0.6)
-        for name in ("champion", "tfidf")
-    ]
+    interval = "auroc", 0.5, 0.4, 0.6
+    rows = [of_run("detection", name, *interval) for name in ("champion", "tfidf")]
     assert only(rows, cells) == {}
     assert only([undefined(flips(x, 0.5)) for x in "HP"]) == {}
 
 
-def test_least_most_and_middle_are_rows_with_their_own_intervals():
+def test_least_and_most_are_rows_with_their_own_intervals():
+    name, values = "anatomy_complementarity", {"P": 0.5, "R": 0.2, "A": 0.4}
     rights = [
-        of_run(
-            "anatomy_complementarity", encoder(x), "rights", v, v - 0.1, v, family="H"
-        )
-        for x, v in (("P", 0.5), ("R", 0.2), ("A", 0.4))
+        of_run(name, encoder(x), "rights", value, value - 0.1, value, family="H")
+        for x, value in values.items()
     ]
     table = {row.detector: row for row in summaries(rights)}
     assert (table["least_of_hidden"].value, table["most_of_hidden"].value) == (0.2, 0.5)
     assert table["least_of_hidden"].ci_low == pytest.approx(0.1)
-    gains = [
-        of_run(
-            "anatomy_pairs",
-            encoder("PA"),
-            "auroc",
-            value,
-            value - 0.01,
-            value + 0.01,
-            rival=encoder(x),
-            dataset=name,
-        )
-        for name, pair in (("a", (0.3, 0.1)), ("b", (-0.2, 0.2)), ("c", (0.04, 0.05)))
-        for x, value in zip("PA", pair, strict=True)
-    ]
-    table = {row.metric: row for row in summaries(gains) if row.setting == "both"}
-    assert table["median_gain"].value == 0.04
-    assert table["gains_above_zero"].value == 2 and table["gains"].value == 3
+
+
+def pair_gain(value, rival, **place):
+    ends = value - 0.01, value + 0.01
+    fields = dict(rival=encoder(rival)) | place
+    return of_run("anatomy_pairs", encoder("PA"), "auroc", value, *ends, **fields)
+
+
+def gains_in(rows):
+    both = [row for row in summaries(rows) if row.setting == "both"]
+    return {row.metric: row.value for row in both}
+
+
+def test_a_pair_gains_what_it_has_more_than_its_better_member():
+    pairs = {"a": (0.3, 0.1), "b": (-0.2, 0.2), "c": (0.04, 0.05)}
+    gains = gains_in(
+        pair_gain(value, rival, dataset=name)
+        for name, values in pairs.items()
+        for rival, value in zip("PA", values, strict=True)
+    )
+    wanted = {"median_gain": 0.04, "gains_above_zero": 2, "gains": 3}
+    assert wanted.items() <= gains.items()
 
 
 def test_one_in_domain_set_is_counted_once_among_the_gains():
-    pooled = dict(rival=encoder("P"))
-    gains = [
-        of_run("anatomy_pairs", encoder("PA"), "auroc", 0.1, 0, 0.2, **fields)
-        for fields in (
-            pooled,
-            pooled | {"dataset": "a"},
-            pooled | dict(dataset="b", split="ood"),
-        )
-    ]
-    table = {row.metric: row.value for row in summaries(gains) if row.setting == "both"}
-    assert table["gains"] == 2
+    places = ({}, {"dataset": "a"}, {"dataset": "b", "split": "ood"})
+    assert gains_in(pair_gain(0.1, "P", **place) for place in places)["gains"] == 2
 
 
 def test_the_order_of_a_runs_rows_changes_no_verdict():
-    rows = anatomy_rows()
-    first, second = (
-        {
-            t: [s.cells for s in x]
-            for t, x in signs_by_table(CELLS, results_of(ordered)).items()
-        }
-        for ordered in (rows, rows[::-1])
-    )
-    assert first == second
+    def verdicts(rows):
+        tables = signs_by_table(CELLS, results_of(rows))
+        return {table: [sign.cells for sign in x] for table, x in tables.items()}
+
+    assert verdicts(anatomy_rows()) == verdicts(anatomy_rows()[::-1])
 
 
 def test_the_ledger_names_what_has_no_number_here_and_why():

@@ -1,3 +1,4 @@
+import copy
 import html.parser
 import json
 import re
@@ -50,15 +51,13 @@ def page():
 class Outline(html.parser.HTMLParser):
     """Collects tags and checks that each one that opens also closes."""
 
-    VOID = {"meta", "br", "hr", "link", "img"}
-
     def __init__(self):
         super().__init__()
         self.open, self.tags = [], []
 
     def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-        if tag not in self.VOID:
+        self.handle_startendtag(tag, attrs)
+        if tag not in {"meta", "br", "hr", "link", "img"}:
             self.open.append(tag)
 
     def handle_startendtag(self, tag, attrs):
@@ -76,21 +75,26 @@ def outline(page):
     return parser.tags
 
 
-def test_every_tag_that_opens_closes(page):
-    assert len(outline(page)) > 500
+@pytest.fixture(scope="module")
+def tags(page):
+    return outline(page)
 
 
-def test_the_page_asks_for_nothing_from_outside(page):
+def test_every_tag_that_opens_closes(tags):
+    assert len(tags) > 500
+
+
+def test_the_page_asks_for_nothing_from_outside(page, tags):
     assert "http:" not in page and "https:" not in page and "@import" not in page
-    for tag, attributes in outline(page):
+    for tag, attributes in tags:
         assert tag not in {"link", "img", "iframe", "object"}
         assert "src" not in attributes
         assert attributes.get("href", "#").startswith("#")
     assert all(url.startswith("#") for url in re.findall(r"url\(([^)]*)", page))
 
 
-def test_ids_are_unique_so_that_figures_can_share_the_page(page):
-    ids = [a["id"] for _, a in outline(page) if "id" in a]
+def test_ids_are_unique_so_that_figures_can_share_the_page(tags):
+    ids = [a["id"] for _, a in tags if "id" in a]
     # Matplotlib defines one marker several times inside a figure; the copies are equal.
     ours = [i for i in ids if not re.search(r"-m[0-9a-f]{10}$", i)]
     assert len(ours) == len(set(ours))
@@ -106,16 +110,20 @@ def test_markup_in_questions_answers_and_facts_is_text(page):
     assert "&lt;i&gt;Osk&lt;/i&gt;" in page
 
 
-def test_what_everybody_understands_is_open_and_the_rest_is_folded(page):
-    tags = outline(page)
+def test_the_anatomy_is_on_the_page_and_its_cases_are_text(page):
+    section = re.search(r'id="anatomy">.*?</section>', page, re.DOTALL).group()
+    assert 'class="empty"' not in section and section.count("<svg") == 18
+    assert "<script>" not in section and "&lt;script&gt;" in section
+
+
+def test_what_everybody_understands_is_open_and_the_rest_is_folded(tags):
     assert [a["id"] for tag, a in tags if tag == "section" and "id" in a] == SECTIONS
     assert [a["id"] for tag, a in tags if a.get("class") == "fold"] == FOLDS
     links = [a["href"][1:] for tag, a in tags if tag == "a"]
     assert links == [*SECTIONS, *FOLDS]
 
 
-def test_every_table_has_a_name_and_heads(page):
-    tags = outline(page)
+def test_every_table_has_a_name_and_heads(tags):
     for position, (tag, attributes) in enumerate(tags):
         if tag == "table" and attributes.get("class") != "facts":
             before, after = tags[position - 1][1], tags[position + 1][0]
@@ -164,15 +172,14 @@ def test_the_headline_says_how_perplexity_compares_and_what_is_trusted():
 
 
 def test_the_headline_says_which_answers_are_distrusted_and_how_often_rightly():
-    about = dict(experiment="decision", kind="distrust", wanted=0.9)
-    decided = [
-        row("champion", "closed_book", POOLED, metric, value, **about)
-        for metric, value in (("coverage", 0.418), ("precision", 0.924))
-    ]
-    never = [
-        row("champion", "with_context", POOLED, "coverage", 0.0, **about),
-        undefined(row("champion", "with_context", POOLED, "precision", 0.5, **about)),
-    ]
+    def decisions(setting, **values):
+        about = dict(experiment="decision", kind="distrust", wanted=0.9)
+        at = "champion", setting, POOLED
+        return [row(*at, *item, **about) for item in values.items()]
+
+    decided = decisions("closed_book", coverage=0.418, precision=0.924)
+    coverage, precision = decisions("with_context", coverage=0.0, precision=0.5)
+    never = [coverage, undefined(precision)]
     assert headline(results_of([*decided, *never]), []) == [
         "Asked for nine in ten, it distrusts 42 % of the answers from memory, wrong in "
         "92 %."
@@ -187,19 +194,16 @@ def test_a_figure_says_how_wide_the_interval_of_a_bar_is(page):
 def test_a_calibration_that_made_it_worse_is_said_in_words():
     curves = PARTS["reliability"]["closed_book"]
     for change, words in ((0.02, "worse than the"), (0.005, "before calibration")):
-        reliability = {
-            "closed_book": curves | {"ece_calibrated": curves["ece_raw"] + change}
-        }
-        (_, _, detail), *_ = numbers(results_of([]), reliability)
+        changed = curves | {"ece_calibrated": curves["ece_raw"] + change}
+        (_, _, detail), *_ = numbers(results_of([]), {"closed_book": changed})
         assert words in detail and ("worse" in detail) == (change > 0.01)
 
 
 def test_too_few_answers_are_said_once():
+    about = dict(dataset="d", split="train", variant="original", n=400)
     counts = [
-        dict(
-            setting=s, dataset="d", split="train", variant="original", n=n, n_correct=k
-        )
-        for s, n, k in (("closed_book", 400, 200), ("with_context", 400, 40))
+        about | dict(setting=setting, n_correct=n)
+        for setting, n in (("closed_book", 200), ("with_context", 40))
     ]
     assert too_few_in_words(counts[:1]) == ""
     words = too_few_in_words(counts)
@@ -211,37 +215,27 @@ def test_too_few_answers_are_said_once():
 
 def test_how_much_too_good_validation_looks_is_told_beside_the_selection(page):
     assert "too good validation looks" not in page
-    measured = row(
-        "champion",
-        "with_context",
-        (IN_DOMAIN, "test"),
-        "auroc_gap",
-        0.0217,
-        experiment="optimism",
-        ci_low=-0.05,
-        ci_high=0.09,
-    )
-    measured_page = render_report(sample_report(rows=[*sample_report().rows, measured]))
+    fields = dict(experiment="optimism", ci_low=-0.05, ci_high=0.09)
+    gap = row("champion", "with_context", POOLED, "auroc_gap", 0.0217, **fields)
+    measured_page = render_report(sample_report(rows=[*sample_rows(), gap]))
     assert "The set searched" in measured_page and "-.050 to +.090" in measured_page
 
 
 def test_synergy_is_measured_on_all_sets_together_not_on_the_last_one():
+    aurocs = {IN_DOMAIN: (0.85, 0.65), "hotpotqa": (0.9, 0.6), "musique": (0.7, 0.8)}
     rows = [
         row(encoder(name), "closed_book", (dataset, "validation"), "auroc", value)
-        for name, aurocs in (("H", (0.85, 0.9, 0.7)), ("P", (0.65, 0.6, 0.8)))
-        for dataset, value in zip(
-            (IN_DOMAIN, "hotpotqa", "musique"), aurocs, strict=True
-        )
+        for dataset, values in aurocs.items()
+        for name, value in zip("HP", values, strict=True)
     ]
     (picture,) = synergy_pictures(results_of(rows))
     assert re.findall(r">\s*\.(\d{3})<", picture.svg) == ["850", "650"]
 
 
 def test_an_undefined_encoder_is_named_below_its_figure():
+    gone = (encoder("HP"), "validation")
     rows = [
-        undefined(r, "no seed ran")
-        if (r.subject, r.split) == (encoder("HP"), "validation")
-        else r
+        undefined(r, "no seed ran") if (r.subject, r.split) == gone else r
         for r in sample_rows()
     ]
     for picture in synergy_pictures(results_of(rows)):
@@ -257,11 +251,9 @@ def test_tokens_carry_their_signals(page):
 
 
 def test_answers_to_look_at_are_all_there_some_at_once():
-    sets = [
-        shown
-        | {"kinds": [k | {"answers": 3 * list(k["answers"])} for k in shown["kinds"]]}
-        for shown in PARTS["shown"]
-    ]
+    sets = copy.deepcopy(PARTS["shown"])
+    for kind in (kind for shown in sets for kind in shown["kinds"]):
+        kind["answers"] *= 3
     page = render_report(sample_report(shown=sets))
     section = page[page.index('<section id="answers">') :]
     section = section[: section.index("</section>")]
@@ -286,13 +278,11 @@ def test_the_surest_answer_is_the_first_that_is_right_and_trusted():
 
 def test_tints_follow_the_probability():
     token = dict(text="x", span="answer", surprisal=1.0, entropy=1.0, margin=0.1)
+    tokens = [token | {"p": p} for p in (0.0, 0.05, 0.3, 0.79, 1.0)]
+    draft = dict(setting="closed_book", answer="x", p_correct=0.5, correct=True)
+    draft |= dict(passages=[], tokens=tokens)
     case = dict(dataset="d", question="q", golds=["g"], action="a", verdict="v")
-    draft = dict(
-        setting="closed_book", answer="x", p_correct=0.5, correct=True, passages=[]
-    )
-    draft["tokens"] = [token | {"p": p} for p in (0.0, 0.05, 0.3, 0.79, 1.0)]
-    cases = [case | {"drafts": [draft]}]
-    page = render_report(sample_report(cases=cases, shown=[]))
+    page = render_report(sample_report(cases=[case | {"drafts": [draft]}], shown=[]))
     strip = page[page.index('<span class="tokens">') :]
     assert re.findall(r'class="p(\d)"', strip) == ["0", "1", "2", "3", "4"]
 

@@ -23,7 +23,7 @@ from beatrice.benchmarks.results.rivals import (
     titles_of,
 )
 from beatrice.benchmarks.results.tables import results_of
-from beatrice.extract.records import IN_DOMAIN
+from beatrice.extract.records import IN_DOMAIN, SETTINGS
 from beatrice.extract.run.files import write_json_atomic
 from beatrice.extract.run.rows import Subject
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
@@ -45,15 +45,15 @@ def test_holm_gives_the_textbook_values():
     assert holm([]) == []
 
 
-def column(eval_set, rivals, champion=0.9, setting="closed_book"):
+def column(eval_set, setting="closed_book", **rivals):
     """One set: the AUROC of each rival, and p of the lead over it."""
-    rows = [row("champion", setting, eval_set, "auroc", champion)]
+    at = setting, eval_set, "auroc"
+    rows = [row("champion", *at, 0.9)]
     for name, (auroc, p_value) in rivals.items():
-        rows.append(row(name, setting, eval_set, "auroc", auroc))
+        rows.append(row(name, *at, auroc))
         if p_value is not None:
             fields = dict(experiment="paired", rival=name, p_value=p_value)
-            gain = champion - auroc
-            rows.append(row("champion", setting, eval_set, "auroc", gain, **fields))
+            rows.append(row("champion", *at, 0.9 - auroc, **fields))
     return rows
 
 
@@ -66,8 +66,8 @@ def rivals(compared):
 
 
 def test_the_strongest_rival_is_chosen_anew_in_each_column():
-    rows = column(POOLED, {"tfidf": (0.8, 0.01), "perplexity": (0.7, 0.01)})
-    rows += column(OUTSIDE, {"tfidf": (0.6, 0.01), "perplexity": (0.7, 0.02)})
+    rows = column(POOLED, tfidf=(0.8, 0.01), perplexity=(0.7, 0.01))
+    rows += column(OUTSIDE, tfidf=(0.6, 0.01), perplexity=(0.7, 0.02))
     assert rivals(leads_of(rows)) == ["tfidf", "perplexity"]
 
 
@@ -79,41 +79,41 @@ def test_all_that_the_run_measures_by_itself_is_compared_with_the_selected_set()
 def test_own_encoders_and_controls_are_no_rivals():
     names = "champion hidden_only encoder late_fusion_all majority permuted_labels"
     assert not any(map(is_rival, names.split())) and is_rival("probe")
-    rows = column(POOLED, {"hidden_only": (0.89, 0.5), "tfidf": (0.6, 0.01)})
+    rows = column(POOLED, hidden_only=(0.89, 0.5), tfidf=(0.6, 0.01))
     assert rivals(leads_of(rows)) == ["tfidf"]
     assert rivals(leads_of(rows, "hidden_only")) == ["hidden_only"]
 
 
 def test_a_stronger_detector_without_a_pair_is_named_and_not_passed_over_in_silence():
-    rows = column(POOLED, {"sep": (0.95, None), "tfidf": (0.6, 0.01)})
-    (lead,) = leads_of(rows)
+    (lead,) = leads_of(column(POOLED, sep=(0.95, None), tfidf=(0.6, 0.01)))
     assert (lead.rival, lead.uncompared) == (Subject("tfidf"), (Subject("sep"),))
     assert "sep" in lead_counts([lead]).values()
 
 
 def test_the_correction_runs_over_all_columns_of_both_settings():
-    rows = []
-    for setting in ("closed_book", "with_context"):
-        for eval_set in (POOLED, OUTSIDE):
-            rows += column(eval_set, {"tfidf": (0.8, 0.02)}, setting=setting)
-    compared = leads_of(rows)
+    columns = [
+        column(eval_set, setting, tfidf=(0.8, 0.02))
+        for setting in SETTINGS
+        for eval_set in (POOLED, OUTSIDE)
+    ]
+    compared = leads_of(sum(columns, []))
     assert [lead.p_holm for lead in compared] == [0.08] * 4
     assert not any(lead.is_sure for lead in compared)
-    (alone,) = leads_of(column(POOLED, {"tfidf": (0.8, 0.02)}))
+    (alone,) = leads_of(columns[0])
     assert alone.is_sure
 
 
 def test_an_undefined_difference_takes_no_part_in_the_correction():
-    rows = column(POOLED, {"hidden_only": (0.8, 0.02)})
-    gone = undefined(column(OUTSIDE, {"hidden_only": (0.8, 0.02)})[-1])
-    first, second = leads_of([*rows, *column(OUTSIDE, {}), gone], "hidden_only")
+    rows = column(POOLED, hidden_only=(0.8, 0.02))
+    champion, _, gain = column(OUTSIDE, hidden_only=(0.8, 0.02))
+    first, second = leads_of([*rows, champion, undefined(gain)], "hidden_only")
     assert (first.p_holm, second.p_holm) == (0.02, None)
     assert "n/a (one class only)" in cells_of(second)
     assert lead_counts([first, second])["Columns compared"] == "1"
 
 
 def test_a_lag_is_as_sure_as_a_lead_and_counted_as_a_lag():
-    numbers = lead_counts(leads_of(column(POOLED, {"tfidf": (0.95, 0.001)})))
+    numbers = lead_counts(leads_of(column(POOLED, tfidf=(0.95, 0.001))))
     assert (numbers["Sure leads (p < .05)"], numbers["Sure lags"]) == ("0", "1")
 
 
@@ -125,48 +125,40 @@ def test_single_in_domain_sets_are_no_columns_beside_their_pool():
 
 
 def test_seeds_stand_beside_the_questions():
-    rows = column(POOLED, {"tfidf": (0.8, 0.02)})
+    rows = column(POOLED, tfidf=(0.8, 0.02))
     for seed, value in enumerate((0.89, 0.9, 0.91)):
-        fields = dict(seed=str(seed))
-        rows.append(row("champion", "closed_book", POOLED, "auroc", value, **fields))
+        rows.append(msgspec.structs.replace(rows[0], seed=str(seed), value=value))
     (lead,) = leads_of(rows)
     assert lead.seeds_sd == pytest.approx(0.01)
     assert cells_of(lead)[-1] == ".010, questions ±.030"
 
 
 def test_both_spellings_have_every_column_and_mark_what_is_sure():
-    rows = column(POOLED, {"tfidf": (0.8, 0.002), "hidden_only": (0.85, 0.5)})
-    markdown, latex = (
-        spell(results_of(rows)) for spell in (leads_as_markdown, leads_as_latex)
-    )
+    results = results_of(column(POOLED, tfidf=(0.8, 0.002), hidden_only=(0.85, 0.5)))
+    markdown, latex = leads_as_markdown(results), leads_as_latex(results)
     assert markdown.count("| Closed-book, all in-domain |") == 2
     assert "| **.002** |" in markdown and "| .5 |" in markdown
     assert latex.count(r"\toprule") == 2 and r"\textbf{.002}" in latex
     assert "†" not in latex
 
 
-def planted(strength, seed=0):
-    """Rows of a run whose champion sees more of the truth than its rival by so much."""
-    n, draws = 600, np.random.default_rng(seed)
-    labels = draws.random(n) < 0.5
-    noise = draws.normal(size=(2, n))
-    scores = labels * np.array([[1.0 + strength], [1.0]]) + noise
-    rows = rows_of(labels, splits=["test"] * n)
-    names = ("champion", "tfidf")
+@pytest.mark.parametrize("strength", [1.0, 0.0, -0.9])
+def test_a_planted_lead_is_sure_and_equals_are_not(strength):
+    """The champion sees more of the truth than its rival by so much."""
+    n, draws = 600, np.random.default_rng(0)
+    labels, noise = draws.random(n) < 0.5, draws.normal(size=(2, n))
+    names, weights = ("champion", "tfidf"), (1.0 + strength, 1.0)
     scored = [
-        Scored(name=x, scores=s[None]) for x, s in zip(names, scores, strict=True)
+        Scored(name=names[i], scores=(labels * weights[i] + noise[i])[None])
+        for i in range(2)
     ]
-    config = BootstrapConfig(n_resamples=1000, seed=0)
-    return detection_rows(scored, rows, config, pairs={"paired": [names]})
-
-
-def test_a_planted_lead_is_sure_and_equals_are_not():
-    (lead,) = leads_of(planted(1.0))
-    assert lead.is_sure and lead.difference.value > 0
-    (equal,) = leads_of(planted(0.0))
-    assert not equal.is_sure
-    (lag,) = leads_of(planted(-0.9))
-    assert lag.is_sure and lag.difference.value < 0
+    rows, config = (
+        rows_of(labels, splits=["test"] * n),
+        BootstrapConfig(n_resamples=1000),
+    )
+    (lead,) = leads_of(detection_rows(scored, rows, config, pairs={"paired": [names]}))
+    assert lead.is_sure == bool(strength)
+    assert not lead.is_sure or np.sign(lead.difference.value) == np.sign(strength)
 
 
 RESULTS = sample_results()
@@ -189,14 +181,17 @@ def test_the_better_ones_come_first_and_the_unmeasured_last():
     assert aurocs[:-1] == sorted(aurocs[:-1], reverse=True)
 
 
+def closed_book_costs(costs):
+    """The cells of the closed-book table by title and head."""
+    cells = cost_tables(costs, RESULTS)["Closed-book"]
+    return {line[0]: dict(zip(COST_HEADS, line, strict=True)) for line in cells}
+
+
 def test_every_setting_has_a_table_with_its_costs_and_reasons():
     broken = msgspec.structs.replace(judged()[0], reason="one class")
-    tables = cost_tables([broken, *judged()[1:]], RESULTS)
-    assert list(tables) == ["Closed-book", "With context"]
-    lines = {
-        cells[0]: dict(zip(COST_HEADS, cells, strict=True))
-        for cells in tables["Closed-book"]
-    }
+    costs = [broken, *judged()[1:]]
+    assert list(cost_tables(costs, RESULTS)) == ["Closed-book", "With context"]
+    lines = closed_book_costs(costs)
     assert lines["Rival perplexity"][COST_HEADS[-1]].endswith("; one class")
     assert lines["Rival answer_length"]["Forwards more"] == "2"
     assert lines["Rival answer_length"]["Peak memory"] == "1.0 GiB"
@@ -223,11 +218,7 @@ def test_a_figure_stands_where_costs_differ_and_has_every_point():
 def test_what_was_not_timed_has_a_dash_and_no_point():
     first, *others = judged()
     untimed = [msgspec.structs.replace(first, seconds=None), *others]
-    cells = cost_tables(untimed, RESULTS)["Closed-book"]
-    (cells_of_first,) = (row for row in cells if row[0] == first.title)
-    assert (
-        dict(zip(COST_HEADS, cells_of_first, strict=True))["Seconds a question"] == "–"
-    )
+    assert closed_book_costs(untimed)[first.title]["Seconds a question"] == "–"
     for picture in cost_pictures(untimed, RESULTS):
         timed = "seconds" in picture.title and "Closed" in picture.title
         assert (first.title in picture.svg) != timed

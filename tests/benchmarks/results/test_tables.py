@@ -51,10 +51,15 @@ from tests.benchmarks.results.sample import (
 )
 
 
-def table_of(values, eval_set=TEST, metrics=("auroc",), **changes):
+def auroc(name, value, eval_set=TEST, **changes):
+    changes = {"metric": "auroc"} | changes
+    return row(name, "closed_book", eval_set, value=value, **changes)
+
+
+def table_of(values, eval_set=TEST, metrics=("auroc",)):
     """Rows of one set; the values by detector."""
     return results_of(
-        row(name, "closed_book", eval_set, metric, value, **changes)
+        auroc(name, value, eval_set, metric=metric)
         for name, value in values.items()
         for metric in metrics
     )
@@ -77,9 +82,7 @@ def ranks(table):
 
 
 def test_columns_of_rows_are_typed_and_may_be_absent():
-    results = results_of(
-        [row(Subject("layer_probe", layer=3), "both", TEST, "em", 0.5)]
-    )
+    results = table_of({Subject("layer_probe", layer=3): 0.5})
     assert results["layer"].dtype == pandas.Int64Dtype()
     assert results["value"].dtype == pandas.Float64Dtype()
     assert isinstance(results["setting"].dtype, pandas.StringDtype)
@@ -99,24 +102,15 @@ def test_rows_are_found_by_value_absence_and_membership():
 
 def test_a_pivot_takes_what_line_column_and_part_name_and_nothing_else():
     rows = [
-        row(
-            Subject("encoder", "HP"),
-            "both",
-            TEST,
-            "share",
-            0.1,
-            family=family,
-            head=head,
-        )
+        auroc(encoder("HP"), 0.1, family=family, head=head)
         for family, head in (("H", None), ("P", None), ("H", 3))
     ]
+    results, columns = results_of(rows), [(Column("g", "c"), {})]
     lines = [("hidden", {"family": "H", "head": None}), ("none", {"family": "A"})]
-    table = pivot(results_of(rows), "x", lines, [(Column("g", "c"), {})])
+    table = pivot(results, "x", lines, columns)
     assert labels(table) == ["hidden"] and table.lines[0].cells[0][0].row == rows[0]
     with pytest.raises(LookupError, match="expected one row .*head=3"):
-        pivot(
-            results_of(rows), "x", [("hidden", {"family": "H"})], [(Column("", ""), {})]
-        )
+        pivot(results, "x", [("hidden", {"family": "H"})], columns)
 
 
 def test_a_rival_of_a_run_goes_by_its_title_where_one_is_given():
@@ -138,11 +132,8 @@ def test_columns_are_test_then_held_out_in_either_setting():
 
 def test_all_in_domain_sets_together_come_first_where_there_are_several():
     rows = sample_rows()
-    other = [
-        msgspec.structs.replace(r, dataset="musique")
-        for r in rows
-        if r.dataset == "microworld"
-    ]
+    microworld = [r for r in rows if r.dataset == "microworld"]
+    other = [msgspec.structs.replace(r, dataset="musique") for r in microworld]
     results = results_of(rows + other)
     columns = detection_table(results).columns
     names = [(c.label, c.detail) for c in columns if c.group == "Closed-book"]
@@ -158,14 +149,12 @@ def test_all_in_domain_sets_together_come_first_where_there_are_several():
 
 
 def test_a_difference_has_its_sign_a_mark_where_it_is_clear_and_no_rank():
-    results = results_of(
-        row("champion", "closed_book", TEST, "auroc", value, rival=rival, **fields)
-        for value, rival, fields in (
-            (0.05, "perplexity", dict(experiment="paired", p_value=0.01)),
-            (-0.01, "tfidf", dict(experiment="paired", p_value=0.6)),
-        )
-    )
-    table = paired_table(results)
+    gains = (("perplexity", 0.05, 0.01), ("tfidf", -0.01, 0.6))
+    rows = [
+        auroc("champion", gain, experiment="paired", rival=rival, p_value=p_value)
+        for rival, gain, p_value in gains
+    ]
+    table = paired_table(results_of(rows))
     assert labels(table) == [COMPARED[Subject(x)] for x in ("perplexity", "tfidf")]
     assert set(ranks(table).values()) == {None}
     assert [line.cells[0][0].is_clear for line in table.lines] == [True, False]
@@ -181,14 +170,13 @@ def test_pgir_is_laid_out_against_each_controller_and_in_the_mean_of_the_sets():
 
 
 def test_lines_are_the_known_detectors_and_then_the_others():
-    rows = [row("saplma", "closed_book", TEST, "auroc", 0.8), *sample_rows()]
+    rows = [auroc("saplma", 0.8), *sample_rows()]
     assert labels(detection_table(results_of(rows))) == [*DETECTORS.values(), "saplma"]
 
 
 def test_seeds_and_validation_rows_are_left_out():
-    rows = [row("champion", "closed_book", TEST, "auroc", 0.9)]
-    rows.append(row("champion", "closed_book", TEST, "auroc", 0.1, seed="0"))
-    rows.append(row("champion", "closed_book", PLACES[0], "auroc", 0.2))
+    rows = [auroc("champion", 0.9), auroc("champion", 0.1, seed="0")]
+    rows.append(auroc("champion", 0.2, PLACES[0]))
     (line,) = detection_table(results_of(rows)).lines
     assert [m and m.row.value for cell in line.cells for m in cell] == [0.9, None]
 
@@ -204,17 +192,15 @@ def test_seeds_and_validation_rows_are_left_out():
 )
 def test_best_and_second_are_marked_by_the_printed_digits(values, wanted):
     rows = [
-        row(x, "closed_book", TEST, "auroc", v or 0.0)
-        for x, v in zip("abc", values, strict=False)
+        undefined(auroc(name, 0.0)) if value is None else auroc(name, value)
+        for name, value in zip("abc", values, strict=False)
     ]
-    rows = [undefined(r) if v is None else r for r, v in zip(rows, values, strict=True)]
-    table = detection_table(results_of(rows))
-    assert tuple(ranks(table).values()) == wanted
+    assert tuple(ranks(detection_table(results_of(rows))).values()) == wanted
 
 
 def test_notes_are_numbered_and_each_is_given_once():
-    rows = [undefined(row(x, "closed_book", TEST, "auroc", 0.5)) for x in "ab"]
-    rows.append(row("c", "closed_book", TEST, "auroc", 0.8, n_failed=1))
+    rows = [undefined(auroc(x, 0.5)) for x in "ab"]
+    rows.append(auroc("c", 0.8, n_failed=1))
     table = detection_table(results_of(rows))
     assert table.notes == ("one class only", "1 example left out: no label or no score")
     text = as_text(table)
@@ -241,9 +227,8 @@ def test_text_fits_its_width_and_carries_no_terminal_codes():
     text = as_text(detection_table(sample_results()), width=100)
     assert max(map(len, text.splitlines())) <= 100
     assert "\x1b" not in text and "Closed-book" in text and ".882-.942" in text
-    assert "[bold]HP[/bold]" in as_text(
-        detection_table(table_of({"[bold]HP[/bold]": 0.9}))
-    )
+    marked = detection_table(table_of({"[bold]HP[/bold]": 0.9}))
+    assert "[bold]HP[/bold]" in as_text(marked)
 
 
 def test_no_rows_make_an_empty_table():
@@ -285,9 +270,8 @@ def test_the_papers_seven_variants_are_in_its_order():
 
 def test_the_reference_takes_no_rank_and_takes_none_away():
     values = {"hidden_only": 0.7, "late_fusion_all": 0.95, "champion": 0.9}
-    rows = [row(n, "closed_book", TEST, "auroc", v) for n, v in values.items()]
-    fields = dict(experiment="ablation")
-    rows.append(row(WITHOUT_HIDDEN, "closed_book", TEST, "auroc", 0.8, **fields))
+    rows = [auroc(*item) for item in values.items()]
+    rows.append(auroc(WITHOUT_HIDDEN, 0.8, experiment="ablation"))
     assert ranks(features(results_of(rows))) == {
         FEATURES[Subject("hidden_only")]: None,
         FEATURES[WITHOUT_HIDDEN]: "second",
@@ -319,13 +303,10 @@ def test_ranked_sets_are_shown_where_they_were_chosen_too():
 def test_every_family_has_its_line_and_its_encoders():
     table = ablation_table(sample_results(), FAMILY_VARIANTS, "Pool")
     assert len(table.lines) == 5
-    named = {
-        x: names for x, *names in set_names(PARTS["selection"], PARTS["ablations"])
-    }
-    assert named["Without attention"] == ["(PR) (A)", "(PR) (A)"]
-    assert named["Without closed-book encoders"] == ["–", "[PR] [A]"]
     none = {s: x | {"without_prob": []} for s, x in PARTS["ablations"].items()}
     named = {x: names for x, *names in set_names(PARTS["selection"], none)}
+    assert named["Without attention"] == ["(PR) (A)", "(PR) (A)"]
+    assert named["Without closed-book encoders"] == ["–", "[PR] [A]"]
     assert named["Without probabilities"][0] == "none: no better than chance"
     assert set_names(PARTS["selection"], {}) == []
 
@@ -379,11 +360,8 @@ def test_best_is_bold_and_second_underlined_in_both_spellings():
 
 def test_what_is_measured_and_what_is_left_out_is_counted_and_noted():
     rows = [
-        row(name, "closed_book", POOLED, metric, value, **counts)
-        for name, value, counts in (
-            ("champion", 0.7, dict(n=1390, n_failed=10)),
-            ("sep", 0.6, dict(n=1300, n_failed=100)),
-        )
+        auroc(name, value, POOLED, metric=metric, n=n, n_failed=1400 - n)
+        for name, value, n in (("champion", 0.7, 1390), ("sep", 0.6, 1300))
         for metric in BOTH
     ]
     table = panorama_table(results_of(rows))
@@ -391,7 +369,7 @@ def test_what_is_measured_and_what_is_left_out_is_counted_and_noted():
     assert "| n (left out) | 1,390 (10) |" in as_markdown(table)
     assert "2. 100 examples left out: no label or no score" in as_markdown(table)
     assert r"\underline{.600}\textsuperscript{2}" in as_latex(table)
-    gone = undefined(row("x", "closed_book", POOLED, "auroc", 0.5))
+    gone = undefined(auroc("x", 0.5, POOLED))
     text = as_markdown(panorama_table(results_of([*rows, gone])))
     assert "| x | n/a<sup>3</sup>/– |" in text and "3. one class only" in text
 
