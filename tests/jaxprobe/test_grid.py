@@ -39,6 +39,7 @@ from beatrice.jaxprobe.grid import (
 from beatrice.jaxprobe.memory import Sizes
 from beatrice.jaxprobe.rows import rows_at_once
 from beatrice.jaxprobe.tokens import all_but, keep_spans, split_families
+from tests.jaxprobe.samples import assert_same_leaves
 from tests.process import run_line
 
 DIMS = paper_dims(hidden=6, prob=5, resid=4, attn=3)
@@ -88,6 +89,21 @@ def test_members_are_found_where_the_signal_is_planted_and_only_there(parts):
     result, chance = (grid.info.best_auroc[0] for grid in train(blocks, parts))
     assert result > 0.9
     assert abs(chance - 0.5) < 0.2  # best of three epochs, 110 rows: s.e. 0.06
+
+
+def test_grid_member_equals_solo_fit(parts):
+    names = ("PR", "HPRA")
+    subsets = tuple(subset_index(name) for name in names)
+    together = train([Block(subsets, (0, 1))], parts)[0]
+    for subset in subsets:
+        alone = train([Block((subset,), (1,))], parts)[0]
+        row = together.members.index(Member(subset, 1))
+        # Three epochs of AdamW: float32 sums in another order drift apart a little.
+        np.testing.assert_allclose(
+            together.info.valid_auroc[row], alone.info.valid_auroc[0], atol=2e-3
+        )
+        member = jax.tree.map(lambda x, row=row: x[row : row + 1], together.params)
+        assert_same_leaves(member, alone.params, atol=2e-3)
 
 
 def test_one_trace_serves_all_fifteen_subsets(parts):
