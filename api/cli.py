@@ -4,6 +4,7 @@ Everything heavy is imported inside functions, so that `--help` is instant and a
 of `jaxprobe` never loads Torch.
 """
 
+import contextlib
 import copy
 import dataclasses
 import difflib
@@ -12,8 +13,10 @@ import importlib
 import itertools
 import json
 import os
+import shutil
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +35,6 @@ from beatrice.extract.run.directory import NotWritten
 from beatrice.extract.run.process import find_share
 from beatrice.extract.run.verbs import (
     AS_JSON,
-    FILE,
     RUN_DIR,
     RunOptions,
     check_alone,
@@ -264,7 +266,8 @@ class ScoreOptions:
     answer: str | None = option("The answer to be judged; without it, the model's.")
     context: tuple[str, ...] = option("A passage the model was shown; repeatable.", ())
     file: Path | None = option(
-        "Answers, a row each: own, lm-eval's or FlashRAG's.", type=FILE
+        "Answers, a row each: own, lm-eval's or FlashRAG's; - is standard input.",
+        type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path),
     )
     out: Path | None = option(
         "Where a file's results go; continued if it is there.  [default: stdout]",
@@ -321,18 +324,20 @@ def score(source: str | None, as_json: bool, how: ScoreOptions) -> None:
             f"{name}: expected a folder on this machine, a probe's name, or "
             "hf://owner/name"
         )
-    with lean_imports():
-        quiet()
-        from beatrice.pgir.score_files import count_rows
-        from beatrice.probe import load
+    with contextlib.ExitStack() as stack:
+        file = how.file and stack.enter_context(_readable_again(how.file))
+        with lean_imports():
+            quiet()
+            from beatrice.pgir.score_files import count_rows
+            from beatrice.probe import load
 
-        probe = load(name, model=how.model, precision=how.precision)
-        # A file that cannot be read is refused before the model is loaded.
-        n_rows = count_rows(how.file) if how.file is not None else 0
-        _ = probe.scorer
-    if how.file is not None:
-        _score_file(probe, Path(name).name, how.file, n_rows, how)
-        return
+            probe = load(name, model=how.model, precision=how.precision)
+            # A file that cannot be read is refused before the model is loaded.
+            n_rows = count_rows(file) if file is not None else 0
+            _ = probe.scorer
+        if file is not None:
+            _score_file(probe, Path(name).name, file, n_rows, how)
+            return
     context, question = how.context or None, how.question or ""
     result = (
         probe.answer(question, context)
@@ -352,6 +357,20 @@ def score(source: str | None, as_json: bool, how: ScoreOptions) -> None:
         click.echo(result.text)
     p_correct = result.p_correct
     click.echo("unknown" if p_correct is None else f"{p_correct:.3f}")
+
+
+@contextlib.contextmanager
+def _readable_again(file: Path) -> Iterator[Path]:
+    """Give a file that can be read twice: what comes through a pipe is copied."""
+    is_stdin = file == Path("-")
+    if not is_stdin and file.is_file():
+        yield file
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / ("stdin" if is_stdin else file.name)
+        with click.open_file(str(file), "rb") as source, copy.open("wb") as target:
+            shutil.copyfileobj(source, target)
+        yield copy
 
 
 def _check_different(files: Mapping[str, Path | None]) -> None:

@@ -1,7 +1,9 @@
 """A file of answers: its layouts, its bad rows, its results, and the page of them."""
 
 import json
+import os
 import re
+import threading
 
 import pytest
 import torch
@@ -62,6 +64,12 @@ def test_results_keep_the_order_of_the_file_and_bad_rows_their_place(scorer, tmp
         "fields not read: 'latency' (1)"
     )
     assert tally.bad[0].startswith("line 2: ")
+
+
+def test_a_result_has_the_id_of_its_row(tmp_path):
+    ids = ["a", 7, 7.5, None, float("inf"), ["a"]]  # a table with gaps has 7.0 for 7
+    rows = read_rows(write_lines(tmp_path / "a.jsonl", [{**ROW, "id": x} for x in ids]))
+    assert [row.id for row in rows] == ["a", 7, 7.5, None, None, None]
 
 
 def given(record, tmp_path, write=write_lines):
@@ -289,6 +297,21 @@ def test_the_verb_scores_a_file_and_fails_if_a_row_is_bad(run, tmp_path):
     assert out.read_bytes() == before
     write_lines(path, [ROW])
     assert 0 <= json.loads(beatrice(*line[:4]).stdout)["p_correct"] <= 1
+
+
+def test_a_file_may_come_through_a_pipe(run, tmp_path):
+    rows = [ROW, {**ROW, "context": PASSAGE}]
+    path = write_lines(tmp_path / "answers.jsonl", rows)
+    expected = beatrice("score", run, "--file", path).stdout
+    piped = CliRunner().invoke(
+        main, ["score", str(run), "--file", "-"], path.read_text()
+    )
+    assert (piped.exit_code, piped.stdout) == (0, expected)
+    nothing = CliRunner().invoke(main, ["score", str(run), "--file", "-"], "")
+    assert nothing.exit_code == 1 and "empty" in nothing.stderr
+    os.mkfifo(pipe := tmp_path / "pipe")
+    threading.Thread(target=lambda: pipe.write_bytes(path.read_bytes())).start()
+    assert beatrice("score", run, "--file", pipe).stdout == expected
 
 
 @pytest.mark.parametrize(
