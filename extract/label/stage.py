@@ -647,8 +647,11 @@ def label_run_with(run: RunDir, spec: str, progress: Progress) -> None:
 def label_run_by_import(run: RunDir, path: Path, progress: Progress) -> None:
     """Label the run's answers by a person's file; writes `labels.jsonl`."""
 
+    hashes = _label_inputs(run)
+    # Before the labels that are there count as begun again: a wrong file changes none.
+    imported = import_labels(path, *_answered(run))
+
     def work(update: Update) -> None:
-        imported = import_labels(path, *_answered(run))
         progress.note(
             f"label: {imported.n_lines} lines of {path}; {imported.n_other_question} "
             f"are about other questions, {imported.n_other_answer} about other answers "
@@ -656,7 +659,7 @@ def label_run_by_import(run: RunDir, path: Path, progress: Progress) -> None:
         )
         _write_labels(run, imported.labels, progress)
 
-    inputs = _label_inputs(run) | {
+    inputs = hashes | {
         "imported": sha256_file(path),
         "rule": f"imported from {path.name}",
     }

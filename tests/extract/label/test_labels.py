@@ -324,6 +324,18 @@ def test_labels_are_imported_named_and_corrected_by_hand(run, tmp_path):
     assert "replaces the labels of before: imported from corrected.jsonl" in output
 
 
+def test_a_file_of_labels_that_cannot_be_read_leaves_those_of_before(run, tmp_path):
+    good = write(tmp_path / "mine.jsonl", judged("Capital of Mali?", "Bamako", True))
+    beatrice("label", run.path, "--import", good)
+    before = run.labels.read_bytes(), run.stage_record("label")
+    (bad := tmp_path / "bad.jsonl").write_text('{"question": "Capital of Mali?"}\n')
+    assert (
+        "bad.jsonl, line 1"
+        in beatrice("label", run.path, "--import", bad, code=1).stderr
+    )
+    assert (run.labels.read_bytes(), run.stage_record("label")) == before
+
+
 def _wrong(label):
     return Label(**json.loads(to_json(label)) | {"label": False})
 
