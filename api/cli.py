@@ -572,11 +572,15 @@ def probes(as_json: bool) -> None:
 
     Example: beatrice probes
     """
-    from beatrice.probe import load, local_probes
+    from beatrice.probe import HEADS, cell_of, load, local_probes
 
     rows = []
     for name, folder in local_probes().items():
-        probe = load(folder)
+        try:
+            probe = load(folder)
+        except ValueError as error:  # the others are there all the same
+            click.echo(f"warning: {name} cannot be read: {error}", err=True)
+            continue
         trained = probe.detector.provenance
         size = sum(path.stat().st_size for path in folder.iterdir())
         rows.append(
@@ -596,10 +600,8 @@ def probes(as_json: bool) -> None:
         for line in row["report"]:
             if line["metric"] == "auroc" and line["split"] != "validation":
                 click.echo(
-                    f"  {line['head'].replace('_', ' ')}, "
-                    f"{line.get('dataset') or 'own'} ({line['split']}): AUROC "
-                    f"{line['value']:.3f} [{line['ci_low']:.3f}, "
-                    f"{line['ci_high']:.3f}] of {line['n']} answers"
+                    f"  {HEADS[line['head']]}, {line.get('dataset') or 'own'} "
+                    f"({line['split']}): AUROC {cell_of(line)} of {line['n']} answers"
                 )
     if not rows:
         click.echo("none: `beatrice export RUN FOLDER` writes one")

@@ -646,7 +646,6 @@ def label_run_with(run: RunDir, spec: str, progress: Progress) -> None:
 
 def label_run_by_import(run: RunDir, path: Path, progress: Progress) -> None:
     """Label the run's answers by a person's file; writes `labels.jsonl`."""
-
     hashes = _label_inputs(run)
     # Before the labels that are there count as begun again: a wrong file changes none.
     imported = import_labels(path, *_answered(run))
