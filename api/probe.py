@@ -241,6 +241,8 @@ class Probe(AnswerScorer):
                 "scores will say so"
             )
         folder = as_path(path, "path")
+        if folder.is_file():
+            raise ValueError(f"{folder} is a file; give a new folder")
         if folder.exists() and not _is_saved(folder) and any(folder.iterdir()):
             raise ValueError(
                 f"{folder} holds something else; give a new folder, or that of a "
@@ -393,9 +395,9 @@ def scorer_of(
         )
     if model is None or isinstance(model, str | Path):
         model = LanguageModel(
-            model or provenance.model,
+            provenance.model if model is None else model,
             device=device,
-            dtype=dtype or provenance.dtype,
+            dtype=provenance.dtype if dtype is None else dtype,
             prompt=provenance.prompt,
         )
     generation = GenerationConfig(max_new_tokens=32, stop=usual_stop(provenance.prompt))

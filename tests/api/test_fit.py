@@ -202,6 +202,19 @@ ROWS = np.ones((6, 2))
         ({"families": {"a": ROWS}, "spans": np.zeros((6, 2))}, "spans"),
         ({"families": {"a": ROWS}, "ids": ["x"]}, "ids"),
         ({"families": {"a": ROWS}, "ids": ["x"] * 6}, "twice"),
+        ({"families": {"a": ROWS}, "ids": "abcdef"}, "ids: expected a list"),
+        ({"families": {"a": ROWS}, "ids": 6}, "ids: expected a list"),
+        ({"families": {"a": ROWS}, "lengths": [2.5, 3.5]}, "lengths: expected whole"),
+        ({"families": {"a": ROWS}, "lengths": [-1, 7]}, "lengths: expected whole"),
+        ({"families": {"a": ROWS}, "lengths": "two"}, "lengths: expected whole"),
+        ({"families": {"a": [[1, 2], [3, 4]]}, "lengths": [1, 1]}, "lengths of their"),
+        ({"families": {"a": ROWS}, "spans": {}}, "spans: expected whole"),
+        (
+            {"families": {"a": ROWS}, "layers": [1]},
+            "layers: expected a family 'hidden'",
+        ),
+        ({"families": {"hidden": ROWS}, "layers": [1]}, "layers: expected a family"),
+        ({"families": {"hidden": ROWS}, "layers": 1}, "layers: expected whole"),
     ],
 )
 def test_arrays_that_do_not_belong_together_are_refused(given, named):
@@ -221,7 +234,10 @@ def test_arrays_that_do_not_belong_together_are_refused(given, named):
         ({"groups": ["a"]}, "groups"),
         ({"splits": ["train"]}, "splits"),
         ({"splits": ["dev"] * 20}, "splits"),
+        ({"splits": 3}, "splits: expected a list"),
+        ({"groups": "a" * 20}, "groups: expected a list"),
         ({"config": "huge"}, "config"),
+        ({"config": {"n_seeds": 3}}, "config: expected a FitConfig"),
         ({"recipe": "best"}, "recipe"),
         ({"precision": 1.5}, "precision"),
         ({"precision": "0.9"}, "precision"),
@@ -233,6 +249,20 @@ def test_what_fit_cannot_use_is_one_sentence(rng, change, named):
     given = {"signals": signals, "labels": labels, "config": "smoke", **change}
     with pytest.raises(ValueError, match=named):
         beatrice.fit(**given, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"encoders": 5}, "encoders: expected a GridConfig"),
+        ({"sweep": None}, "sweep: expected a SweepSection"),
+        ({"heads": "demo"}, "heads: expected a SelectConfig"),
+        ({"n_resamples": 2.5}, "n_resamples: expected a whole number"),
+    ],
+)
+def test_a_setting_of_another_type_is_refused_when_it_is_made(fields, named):
+    with pytest.raises(ValueError, match=named):
+        beatrice.FitConfig(**fields)
 
 
 def test_a_probe_of_arrays_says_that_it_has_no_language_model(probe):

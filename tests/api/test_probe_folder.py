@@ -192,6 +192,8 @@ def test_a_probe_is_not_saved_over_something_else(probe, tmp_path):
     (tmp_path / "note.txt").write_text("mine")
     with pytest.raises(ValueError, match="holds something else"):
         probe.save(tmp_path)
+    with pytest.raises(ValueError, match="note.txt is a file"):
+        probe.save(tmp_path / "note.txt")
 
 
 @pytest.fixture(scope="module")

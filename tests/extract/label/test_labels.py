@@ -219,6 +219,20 @@ def test_what_cannot_be_judged_is_named_in_a_sentence(answers, examples, judge, 
         assert name in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("answer", "golds", "named"),
+    [
+        ("Bamako", "Bamako", "golds: expected a list of texts.*'Bamako'"),
+        ("Bamako", None, "golds: expected a list of texts"),
+        ("Bamako", [1960], "golds: expected a list of texts"),
+        (None, ["Bamako"], "answer: expected a text"),
+    ],
+)
+def test_one_gold_alone_is_not_compared_letter_by_letter(answer, golds, named):
+    with pytest.raises(ValueError, match=named):
+        exact_match(answer, golds)
+
+
 def test_an_unknown_rule_is_refused():
     with pytest.raises(ValueError, match="exact, containment.*'fuzzy'"):
         label_by_match(ANSWERS, QUESTIONS, "fuzzy")
