@@ -8,6 +8,7 @@ import contextlib
 import copy
 import dataclasses
 import difflib
+import fcntl
 import functools
 import importlib
 import itertools
@@ -392,6 +393,24 @@ def _write_page(html: Path, title: str, summary: str, results: Results) -> None:
     write_text_atomic(html, page(title, summary, results))
 
 
+@contextlib.contextmanager
+def _held(out: Path | None) -> Iterator[None]:
+    """Keep other processes from writing results into a file, which is made now."""
+    if out is None:
+        yield
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.open("ab") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"{out} is written by another process; wait or end it, or give another "
+                "--out"
+            ) from None
+        yield
+
+
 def _score_file(
     probe: "Probe", name: str, answers: Path, n_rows: int, how: ScoreOptions
 ) -> None:
@@ -401,10 +420,10 @@ def _score_file(
     from beatrice.pgir.score_files import Tally, read_rows, score_rows
 
     progress, tally, shown = Progress(), Tally(), []
-    lines = JsonLines.open(how.out) if how.out else None
-    if lines and lines.truncated:
-        progress.note(lines.truncated)
-    with progress.stage("score") as update:
+    with _held(how.out), progress.stage("score") as update:
+        lines = JsonLines.open(how.out) if how.out else None
+        if lines and lines.truncated:
+            progress.note(lines.truncated)
 
         def write(results: list[str]) -> None:
             if lines:

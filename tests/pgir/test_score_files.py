@@ -1,5 +1,6 @@
 """A file of answers: its layouts, its bad rows, its results, and the page of them."""
 
+import fcntl
 import json
 import os
 import re
@@ -297,6 +298,17 @@ def test_the_verb_scores_a_file_and_fails_if_a_row_is_bad(run, tmp_path):
     assert out.read_bytes() == before
     write_lines(path, [ROW])
     assert 0 <= json.loads(beatrice(*line[:4]).stdout)["p_correct"] <= 1
+
+
+def test_two_processes_do_not_write_results_into_one_file(run, tmp_path):
+    path, out = write_lines(tmp_path / "a.jsonl", [ROW]), tmp_path / "out.jsonl"
+    line = ("score", run, "--file", path, "--out", out)
+    with out.open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert "another process" in beatrice(*line, code=1).stderr
+    assert out.read_bytes() == b""
+    beatrice(*line)
+    assert len(list(JsonLines(out).rows())) == 1
 
 
 def test_a_file_may_come_through_a_pipe(run, tmp_path):
