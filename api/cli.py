@@ -481,7 +481,7 @@ def fit(
     MODEL answers QUESTIONS (any file that `beatrice data` reads), its signals are read
     in the same pass, labels are by exact match with the golds. Half of the answers is
     trained on, a quarter calibrates, a quarter is held back and says what the probe is
-    worth. MODEL is a Hub id, a path, or one of gemma and smollm2.
+    worth. MODEL is a Hub id, a path, gemma, smollm2 or embedded.
 
     Example: beatrice fit smollm2 questions.csv probe
 
@@ -497,7 +497,9 @@ def fit(
     check_folder(places[-1])
     fit_own(
         model,
-        read_labelled(labelled) if labelled else read_questions(places[0]),
+        read_labelled(labelled, Progress().note)
+        if labelled
+        else read_questions(places[0]),
         places[-1],
         is_labelled=labelled is not None,
         untrustworthy=untrustworthy,

@@ -16,7 +16,7 @@ from beatrice.extract.run.directory import RunDir
 from beatrice.extract.store.store import open_kvstore, read_family
 from beatrice.jaxprobe.calibrate import CALIBRATE_PRESETS
 from beatrice.jaxprobe.metrics import auroc
-from beatrice.own_model import split_answers
+from beatrice.own_model import read_labelled, split_answers
 from tests.process import call
 
 SETTINGS = ("closed_book", "with_context")
@@ -380,7 +380,7 @@ def test_what_the_verb_cannot_use_is_one_sentence_before_a_model_is_loaded(
         ((questions, tmp_path), "is there already"),
         ((empty, tmp_path / "p"), ""),
         ((goldless, tmp_path / "p"), ""),
-        (("--labelled", empty, tmp_path / "p"), "no line"),
+        (("--labelled", empty, tmp_path / "p"), "empty"),
         (("--labelled", odd, tmp_path / "p"), "line 1"),
     ]
     for words, named in cases:
@@ -388,6 +388,23 @@ def test_what_the_verb_cannot_use_is_one_sentence_before_a_model_is_loaded(
         assert done.exit_code in (1, 2) and "Error: " in done.output, done.output
         assert named in done.output and "Traceback" not in done.output
         assert "no-model" not in done.output
+
+
+def test_labelled_answers_are_read_line_by_line_and_what_is_not_read_is_named(tmp_path):
+    text = "Guzolt\u2028Falls"  # ends no line, though Python's splitlines() says so
+    row = {"question": "where?", "answer": text, "label": True}
+    lines = [row, {**row, "label": False, "context": ["It lies in Guzolt."]}]
+    path, notes = tmp_path / "labelled.jsonl", []
+    content = "\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
+    path.write_text(f"\ufeff{content}\n")
+    expected = [("where?", text, True), ("where?", text, False)]
+    assert read_labelled(path, notes.append) == expected
+    assert notes == [
+        "fields not read: 'context' (1); every answer is taken as given from memory"
+    ]
+    path.write_bytes(b'{"question": "\xff"}')
+    with pytest.raises(ValueError, match=r"labelled.jsonl, line 1: .*UTF-8"):
+        read_labelled(path, notes.append)
 
 
 def test_every_part_has_its_share_of_the_right_answers():
