@@ -96,7 +96,8 @@ class Probe(AnswerScorer):
         """AUROC, AUPRC, ECE and Brier score with 95 % intervals, a row each.
 
         Rows of the split "validation" flatter: it has chosen layer, encoders, heads and
-        map. Those of "test" do not.
+        map. Those of "test" do not. Empty for a run directory, whose numbers are in its
+        `results.jsonl` until `beatrice export` writes its probe.
         """
         try:
             import pandas
