@@ -91,7 +91,7 @@ def check_choices(settings: Any) -> None:
 def as_golds(golds: Any) -> list[str]:
     """Return accepted answers; a text alone would be read letter by letter."""
     is_several = isinstance(golds, Iterable) and not isinstance(golds, str)
-    texts = list(golds) if is_several else [None]
+    texts: list[Any] = list(golds) if is_several else [None]
     if not all(isinstance(text, str) for text in texts):
         raise ValueError(
             f"golds: expected a list of texts, such as ['yes'], found {golds!r:.80}"
