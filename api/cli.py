@@ -255,6 +255,9 @@ _HEADINGS = ("question", "prompt")
 Results = Sequence[tuple[str | None, Sequence[str], Mapping[str, Any]]]
 
 
+_STREAM = Path("-")  # standard input or output, as shells write it
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoreOptions:
     """One answer, or a file of them, and where the results go."""
@@ -298,7 +301,10 @@ class ScoreOptions:
             )
         if self.file is None and self.out is not None:
             raise click.UsageError("--out is for the results of a --file")
-        _check_different({"--file": self.file, "--out": self.out, "--html": self.html})
+        if self.out == _STREAM:  # as without it
+            object.__setattr__(self, "out", None)
+        file = None if self.file == _STREAM else self.file
+        _check_different({"--file": file, "--out": self.out, "--html": self.html})
 
 
 @click.command()
@@ -363,7 +369,7 @@ def score(source: str | None, as_json: bool, how: ScoreOptions) -> None:
 @contextlib.contextmanager
 def _readable_again(file: Path) -> Iterator[Path]:
     """Give a file that can be read twice: what comes through a pipe is copied."""
-    is_stdin = file == Path("-")
+    is_stdin = file == _STREAM
     if not is_stdin and file.is_file():
         yield file
         return

@@ -311,7 +311,9 @@ def test_two_processes_do_not_write_results_into_one_file(run, tmp_path):
     assert len(list(JsonLines(out).rows())) == 1
 
 
-def test_a_file_may_come_through_a_pipe(run, tmp_path):
+def test_a_file_may_come_through_a_pipe_and_results_go_into_one(
+    run, tmp_path, monkeypatch
+):
     rows = [ROW, {**ROW, "context": PASSAGE}]
     path = write_lines(tmp_path / "answers.jsonl", rows)
     expected = beatrice("score", run, "--file", path).stdout
@@ -319,6 +321,10 @@ def test_a_file_may_come_through_a_pipe(run, tmp_path):
         main, ["score", str(run), "--file", "-"], path.read_text()
     )
     assert (piped.exit_code, piped.stdout) == (0, expected)
+    monkeypatch.chdir(tmp_path)
+    words = ["score", str(run), "--file", "-", "--out", "-"]
+    assert CliRunner().invoke(main, words, path.read_text()).stdout == expected
+    assert not (tmp_path / "-").exists()
     nothing = CliRunner().invoke(main, ["score", str(run), "--file", "-"], "")
     assert nothing.exit_code == 1 and "empty" in nothing.stderr
     os.mkfifo(pipe := tmp_path / "pipe")
