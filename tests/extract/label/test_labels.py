@@ -350,6 +350,17 @@ def test_a_file_of_labels_that_cannot_be_read_leaves_those_of_before(run, tmp_pa
     assert (run.labels.read_bytes(), run.stage_record("label")) == before
 
 
+def test_a_judge_that_fails_leaves_the_labels_of_before(run, working_folder):
+    beatrice("label", run.path)
+    before = run.labels.read_bytes(), run.stage_record("label")
+    (working_folder / "failing_judge.py").write_text(
+        "def half(q, a):\n    return a.x\n"
+    )
+    line = ("label", run.path, "--judge", "failing_judge:half")
+    assert "AttributeError" in beatrice(*line, code=1).stderr
+    assert (run.labels.read_bytes(), run.stage_record("label")) == before
+
+
 def _wrong(label):
     return Label(**json.loads(to_json(label)) | {"label": False})
 
