@@ -4,16 +4,20 @@ Everything heavy is imported inside functions, so that `--help` is instant and a
 of `jaxprobe` never loads Torch.
 """
 
+import contextlib
 import copy
 import dataclasses
 import difflib
+import fcntl
 import functools
 import importlib
 import itertools
 import json
 import os
+import shutil
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +36,6 @@ from beatrice.extract.run.directory import NotWritten
 from beatrice.extract.run.process import find_share
 from beatrice.extract.run.verbs import (
     AS_JSON,
-    FILE,
     RUN_DIR,
     RunOptions,
     check_alone,
@@ -252,6 +255,9 @@ _HEADINGS = ("question", "prompt")
 Results = Sequence[tuple[str | None, Sequence[str], Mapping[str, Any]]]
 
 
+_STREAM = Path("-")  # standard input or output, as shells write it
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoreOptions:
     """One answer, or a file of them, and where the results go."""
@@ -264,7 +270,8 @@ class ScoreOptions:
     answer: str | None = option("The answer to be judged; without it, the model's.")
     context: tuple[str, ...] = option("A passage the model was shown; repeatable.", ())
     file: Path | None = option(
-        "Answers, a row each: own, lm-eval's or FlashRAG's.", type=FILE
+        "Answers, a row each: own, lm-eval's or FlashRAG's; - is standard input.",
+        type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path),
     )
     out: Path | None = option(
         "Where a file's results go; continued if it is there.  [default: stdout]",
@@ -294,7 +301,10 @@ class ScoreOptions:
             )
         if self.file is None and self.out is not None:
             raise click.UsageError("--out is for the results of a --file")
-        _check_different({"--file": self.file, "--out": self.out, "--html": self.html})
+        if self.out == _STREAM:  # as without it
+            object.__setattr__(self, "out", None)
+        file = None if self.file == _STREAM else self.file
+        _check_different({"--file": file, "--out": self.out, "--html": self.html})
 
 
 @click.command()
@@ -321,18 +331,20 @@ def score(source: str | None, as_json: bool, how: ScoreOptions) -> None:
             f"{name}: expected a folder on this machine, a probe's name, or "
             "hf://owner/name"
         )
-    with lean_imports():
-        quiet()
-        from beatrice.pgir.score_files import count_rows
-        from beatrice.probe import load
+    with contextlib.ExitStack() as stack:
+        file = how.file and stack.enter_context(_readable_again(how.file))
+        with lean_imports():
+            quiet()
+            from beatrice.pgir.score_files import count_rows
+            from beatrice.probe import load
 
-        probe = load(name, model=how.model, precision=how.precision)
-        # A file that cannot be read is refused before the model is loaded.
-        n_rows = count_rows(how.file) if how.file is not None else 0
-        _ = probe.scorer
-    if how.file is not None:
-        _score_file(probe, Path(name).name, how.file, n_rows, how)
-        return
+            probe = load(name, model=how.model, precision=how.precision)
+            # A file that cannot be read is refused before the model is loaded.
+            n_rows = count_rows(file) if file is not None else 0
+            _ = probe.scorer
+        if file is not None:
+            _score_file(probe, Path(name).name, file, n_rows, how)
+            return
     context, question = how.context or None, how.question or ""
     result = (
         probe.answer(question, context)
@@ -354,6 +366,20 @@ def score(source: str | None, as_json: bool, how: ScoreOptions) -> None:
     click.echo("unknown" if p_correct is None else f"{p_correct:.3f}")
 
 
+@contextlib.contextmanager
+def _readable_again(file: Path) -> Iterator[Path]:
+    """Give a file that can be read twice: what comes through a pipe is copied."""
+    is_stdin = file == _STREAM
+    if not is_stdin and file.is_file():
+        yield file
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / ("stdin" if is_stdin else file.name)
+        with click.open_file(str(file), "rb") as source, copy.open("wb") as target:
+            shutil.copyfileobj(source, target)
+        yield copy
+
+
 def _check_different(files: Mapping[str, Path | None]) -> None:
     """Check that no file would be written over another that the line names."""
     named = [(name, path) for name, path in files.items() if path is not None]
@@ -373,6 +399,24 @@ def _write_page(html: Path, title: str, summary: str, results: Results) -> None:
     write_text_atomic(html, page(title, summary, results))
 
 
+@contextlib.contextmanager
+def _held(out: Path | None) -> Iterator[None]:
+    """Keep other processes from writing results into a file, which is made now."""
+    if out is None:
+        yield
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.open("ab") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"{out} is written by another process; wait or end it, or give another "
+                "--out"
+            ) from None
+        yield
+
+
 def _score_file(
     probe: "Probe", name: str, answers: Path, n_rows: int, how: ScoreOptions
 ) -> None:
@@ -382,10 +426,10 @@ def _score_file(
     from beatrice.pgir.score_files import Tally, read_rows, score_rows
 
     progress, tally, shown = Progress(), Tally(), []
-    lines = JsonLines.open(how.out) if how.out else None
-    if lines and lines.truncated:
-        progress.note(lines.truncated)
-    with progress.stage("score") as update:
+    with _held(how.out), progress.stage("score") as update:
+        lines = JsonLines.open(how.out) if how.out else None
+        if lines and lines.truncated:
+            progress.note(lines.truncated)
 
         def write(results: list[str]) -> None:
             if lines:
@@ -443,7 +487,7 @@ def fit(
     MODEL answers QUESTIONS (any file that `beatrice data` reads), its signals are read
     in the same pass, labels are by exact match with the golds. Half of the answers is
     trained on, a quarter calibrates, a quarter is held back and says what the probe is
-    worth. MODEL is a Hub id, a path, or one of gemma and smollm2.
+    worth. MODEL is a Hub id, a path, gemma, smollm2 or embedded.
 
     Example: beatrice fit smollm2 questions.csv probe
 
@@ -459,7 +503,9 @@ def fit(
     check_folder(places[-1])
     fit_own(
         model,
-        read_labelled(labelled) if labelled else read_questions(places[0]),
+        read_labelled(labelled, Progress().note)
+        if labelled
+        else read_questions(places[0]),
         places[-1],
         is_labelled=labelled is not None,
         untrustworthy=untrustworthy,
@@ -553,11 +599,15 @@ def probes(as_json: bool) -> None:
 
     Example: beatrice probes
     """
-    from beatrice.probe import load, local_probes
+    from beatrice.probe import HEADS, cell_of, load, local_probes
 
     rows = []
     for name, folder in local_probes().items():
-        probe = load(folder)
+        try:
+            probe = load(folder)
+        except ValueError as error:  # the others are there all the same
+            click.echo(f"warning: {name} cannot be read: {error}", err=True)
+            continue
         trained = probe.detector.provenance
         size = sum(path.stat().st_size for path in folder.iterdir())
         rows.append(
@@ -577,10 +627,8 @@ def probes(as_json: bool) -> None:
         for line in row["report"]:
             if line["metric"] == "auroc" and line["split"] != "validation":
                 click.echo(
-                    f"  {line['head'].replace('_', ' ')}, "
-                    f"{line.get('dataset') or 'own'} ({line['split']}): AUROC "
-                    f"{line['value']:.3f} [{line['ci_low']:.3f}, "
-                    f"{line['ci_high']:.3f}] of {line['n']} answers"
+                    f"  {HEADS[line['head']]}, {line.get('dataset') or 'own'} "
+                    f"({line['split']}): AUROC {cell_of(line)} of {line['n']} answers"
                 )
     if not rows:
         click.echo("none: `beatrice export RUN FOLDER` writes one")

@@ -49,7 +49,12 @@ from beatrice.jaxprobe.metrics import (
 from beatrice.jaxprobe.rows import Rows, training_set
 from beatrice.jaxprobe.tokens import stored_dtypes
 from beatrice.jaxprobe.train import SILENT, train_encoders, train_regression
-from beatrice.pgir.arguments import argument_error, as_probability
+from beatrice.pgir.arguments import (
+    argument_error,
+    as_count,
+    as_list,
+    as_probability,
+)
 from beatrice.probe import Probe, scorer_of
 from beatrice.selection.greedy import HeadTrainer, select_heads
 from beatrice.selection.sweep import SWEEP_PRESETS, SweepSection, choose_layer
@@ -79,6 +84,15 @@ class FitConfig:
     heads: SelectConfig = SelectConfig()
     n_resamples: int = 1000
 
+    def __post_init__(self) -> None:
+        """Check that every field is of its type."""
+        parts = {"sweep": SweepSection, "encoders": GridConfig, "heads": SelectConfig}
+        for name, kind in parts.items():
+            if not isinstance(getattr(self, name), kind):
+                expected = f"a {kind.__name__}"
+                raise argument_error(name, expected, getattr(self, name))
+        as_count(self.n_resamples, "n_resamples")
+
     def seeded(self, seed: int) -> "FitConfig":
         """Return the same with a seed of every random choice."""
         encoders, heads = self.encoders.seeded(seed), self.heads.seeded(seed)
@@ -87,7 +101,7 @@ class FitConfig:
     @classmethod
     def preset(cls, name: Preset) -> "FitConfig":
         """Return the sizes of a preset of the command line."""
-        if name not in GRID_PRESETS:
+        if not isinstance(name, str) or name not in GRID_PRESETS:
             raise ValueError(
                 f"config: expected a FitConfig or one of {', '.join(GRID_PRESETS)}, "
                 f"found {name!r}"
@@ -310,6 +324,8 @@ def _rows_of(
     names = {}
     for setting, signals in passes.items():
         group = _of(groups, setting, passes)
+        if group is not None:
+            group = as_list(group, "groups", "a list of names, one an answer")
         names[setting] = np.array(signals.ids if group is None else [*map(str, group)])
         if len(names[setting]) != len(signals):
             raise ValueError(
@@ -343,7 +359,8 @@ def _rows_of(
 
 
 def _as_splits(splits: Any, n_answers: int) -> np.ndarray:
-    given = [] if splits is None else [str(split) for split in splits]
+    expected = "a list with train, validation, test or '' for each answer"
+    given = [] if splits is None else [*map(str, as_list(splits, "splits", expected))]
     known = ("train", "validation", "test", "")
     if odd := [split for split in given if split not in known]:
         raise ValueError(

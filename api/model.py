@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args, overload
 
 from beatrice.extract.records import Answer, Example, Passage, Setting
-from beatrice.pgir.arguments import argument_error, as_contexts, as_list
+from beatrice.pgir.arguments import (
+    argument_error,
+    as_contexts,
+    as_count,
+    as_ids,
+    as_list,
+    as_texts,
+)
 
 if TYPE_CHECKING:
     from beatrice.extract.backbone.loading import Backbone
@@ -59,6 +66,10 @@ class LanguageModel:
           ValueError: there is no such model, it is of a kind that cannot be read
             exactly, or a device or type is not to be had.
         """
+        from beatrice.extract.generate.prompts import PromptConfig
+
+        if prompt is not None and not isinstance(prompt, PromptConfig):
+            raise argument_error("prompt", "a PromptConfig", prompt)
         self.backbone: Backbone = _open(model, tokenizer, device, dtype)
         self.name: str = model if isinstance(model, str) else self.backbone.name
         self.prompt: PromptConfig = prompt or default_prompt(self.backbone)
@@ -135,14 +146,19 @@ class LanguageModel:
         from beatrice.extract.generate.local import generate
         from beatrice.extract.generate.prompts import GenerationConfig, make_requests
 
+        as_count(max_new_tokens, "max_new_tokens")
+        is_usual = isinstance(layers, str) and layers == "middle"
+        for name, is_given in (("layers", not is_usual), ("store", store is not None)):
+            if is_given and not read:
+                raise ValueError(f"{name}: is for signals; give read=True too")
         examples = as_examples(questions, contexts)
         setting: Setting = "closed_book" if contexts is None else "with_context"
         self._require_tokenizer()
         requests = make_requests(
             examples, self.backbone, self.prompt, max_new_tokens, (setting,)
         )
-        stop = usual_stop(self.prompt) if stop is None else tuple(stop)
-        config = GenerationConfig(max_new_tokens=max_new_tokens, stop=stop)
+        stop = usual_stop(self.prompt) if stop is None else as_texts(stop, "stop")
+        config = GenerationConfig(max_new_tokens=max_new_tokens, stop=tuple(stop))
         if read:
             return self._answer_and_read(
                 requests.requests, config, self._layers(layers), store
@@ -210,9 +226,10 @@ class LanguageModel:
 
         answers = _check_answers(answers)
         require_known_tokens(answers, self.backbone)
-        config = dataclasses.replace(
-            config or ExtractConfig(), hidden_layers=self._layers(layers)
-        )
+        config = ExtractConfig() if config is None else config
+        if not isinstance(config, ExtractConfig):
+            raise argument_error("config", "an ExtractConfig", config)
+        config = dataclasses.replace(config, hidden_layers=self._layers(layers))
         url = memory_url() if store is None else store
         extract(
             self._reader(config.hidden_layers, config.hidden_spans),
@@ -226,15 +243,20 @@ class LanguageModel:
     def _layers(self, layers: Any) -> tuple[int, ...]:
         """Return the entries of the resid axis that are kept."""
         n_entries = self.backbone.n_layers + 1
-        if layers == "middle":
+        if isinstance(layers, str) and layers == "middle":
             return (n_entries // 2,)
-        if layers == "all":
+        if isinstance(layers, str) and layers == "all":
             return tuple(range(n_entries))
-        if isinstance(layers, str):
+        try:
+            values = layers.tolist() if hasattr(layers, "tolist") else layers
+            numbers = as_ids(as_list(values, "layers", "numbers"), "layers")
+        except ValueError:
+            numbers = ()
+        if not numbers:
             raise ValueError(
-                f'layers: expected numbers, "middle" or "all", found {layers!r}'
+                f'layers: expected numbers, "middle" or "all", found {layers!r:.80}'
             )
-        return tuple(sorted(int(layer) for layer in layers))
+        return tuple(sorted(numbers))
 
     @functools.lru_cache(maxsize=4)  # noqa: B019  # models live as long as a process
     def _reader(self, layers: tuple[int, ...], spans: Any) -> "SignalReader":
@@ -344,12 +366,15 @@ def _open(
     if dtype is not None and dtype not in get_args(ModelDtype):
         choices = ", ".join(get_args(ModelDtype))
         raise ValueError(f"dtype: expected one of {choices}, found {dtype!r}")
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if not isinstance(device, str | torch.device):
+        raise argument_error("device", "a Torch device, such as cpu or cuda:0", device)
     quiet()
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     return load_backbone(
         model_path(str(model)),
-        dtype=cast(ModelDtype, dtype or default_dtype(device)),
-        device=device,
+        dtype=cast(ModelDtype, dtype or default_dtype(str(device))),
+        device=str(device),
     )
 
 

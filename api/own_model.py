@@ -5,9 +5,9 @@ pass that answers, the layer is the middle one, half of the answers is trained o
 quarter calibrates and a quarter is held back and measures.
 """
 
-import json
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,23 +34,31 @@ class Labelled(NamedTuple):
     splits: np.ndarray
 
 
-def read_labelled(path: Path) -> list[tuple[str, str, bool]]:
-    """Return question, answer and label of each line of a file of JSON lines."""
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            row = json.loads(line)
-            values = row["question"], row["answer"], row["label"]
-        except (json.JSONDecodeError, KeyError, TypeError):
-            values = (None, None, None)
+def read_labelled(
+    path: Path, note: Callable[[str], None]
+) -> list[tuple[str, str, bool]]:
+    """Return question, answer and label of each record of a file.
+
+    Args:
+      path: of JSON lines, or another kind of file that questions are read from.
+      note: called with which fields are not read.
+    """
+    from beatrice.extract.datasets.rows import read_raw, recognise
+
+    rows, unread = [], Counter[str]()
+    for raw in read_raw(path, recognise(path)):
+        row = {} if raw.value is None else raw.value
+        values = row.get("question"), row.get("answer"), row.get("label")
         if [type(x) for x in values] != [str, str, bool]:
             raise ValueError(
-                f'{path}, line {number}: expected {{"question": text, "answer": text, '
-                f'"label": true or false}}, found {line[:60]!r}'
+                f'{path}, {raw.at}: expected {{"question": text, "answer": text, '
+                f'"label": true or false}}, found {raw.problem or f"{row!r:.60}"}'
             )
         rows.append(values)
-    if not rows:
-        raise ValueError(f"{path} has no line; give answers with their labels")
+        unread.update(row.keys() - {"id", "question", "answer", "label"})
+    if unread:
+        names = ", ".join(f"{name!r} ({n})" for name, n in sorted(unread.items()))
+        note(f"fields not read: {names}; every answer is taken as given from memory")
     return rows
 
 

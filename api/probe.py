@@ -96,7 +96,8 @@ class Probe(AnswerScorer):
         """AUROC, AUPRC, ECE and Brier score with 95 % intervals, a row each.
 
         Rows of the split "validation" flatter: it has chosen layer, encoders, heads and
-        map. Those of "test" do not.
+        map. Those of "test" do not. Empty for a run directory, whose numbers are in its
+        `results.jsonl` until `beatrice export` writes its probe.
         """
         try:
             import pandas
@@ -241,6 +242,8 @@ class Probe(AnswerScorer):
                 "scores will say so"
             )
         folder = as_path(path, "path")
+        if folder.is_file():
+            raise ValueError(f"{folder} is a file; give a new folder")
         if folder.exists() and not _is_saved(folder) and any(folder.iterdir()):
             raise ValueError(
                 f"{folder} holds something else; give a new folder, or that of a "
@@ -393,9 +396,9 @@ def scorer_of(
         )
     if model is None or isinstance(model, str | Path):
         model = LanguageModel(
-            model or provenance.model,
+            provenance.model if model is None else model,
             device=device,
-            dtype=dtype or provenance.dtype,
+            dtype=provenance.dtype if dtype is None else dtype,
             prompt=provenance.prompt,
         )
     generation = GenerationConfig(max_new_tokens=32, stop=usual_stop(provenance.prompt))
@@ -498,7 +501,8 @@ def local_probes() -> dict[str, Path]:
         return folders
     for repository in repositories:
         for revision in repository.revisions:
-            if _is_saved(revision.snapshot_path):
+            # Whatever else is in the cache may hold a file called eval.json.
+            if (revision.snapshot_path / ARRAYS).is_file():
                 name = f"{_HUB}{repository.repo_id}@{revision.commit_hash[:12]}"
                 folders[name] = revision.snapshot_path
     return folders
@@ -559,7 +563,8 @@ _METRICS = {
     "brier": "Brier",
 }
 _OF_PROBE = ("auroc", "auprc", "ece", "brier")
-_HEADS: dict[HeadName, str] = {
+# What a head judges, in words.
+HEADS: dict[HeadName, str] = {
     "closed_book": "closed-book answers",
     "with_context": "answers with context, read in both passes",
     "single_pass": "answers with context, read in their own pass",
@@ -626,7 +631,7 @@ def _front_matter(model: str, report: Sequence[Mapping[str, Any]]) -> str:
     }
     results = [
         {
-            "task": {"type": "text-classification", "name": _HEADS[row["head"]]},
+            "task": {"type": "text-classification", "name": HEADS[row["head"]]},
             "dataset": {
                 "type": str(row.get("dataset") or "own"),
                 "name": str(row.get("dataset") or "own"),
@@ -660,14 +665,15 @@ def _table(report: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
     for (head, dataset, split), rows in groups.items():
         n = next(iter(rows.values()))["n"]
-        cells = [_cell(rows.get(name)) for name in names]
+        cells = [cell_of(rows.get(name)) for name in names]
         lines.append(
-            f"| {_HEADS[head]} | {dataset} | {split} | {n} | {' | '.join(cells)} |"
+            f"| {HEADS[head]} | {dataset} | {split} | {n} | {' | '.join(cells)} |"
         )
     return lines
 
 
-def _cell(row: Mapping[str, Any] | None) -> str:
+def cell_of(row: Mapping[str, Any] | None) -> str:
+    """Return a row's number and its interval; – where there is none."""
     if row is None or row["value"] is None:
         return "–"
     text = f"{row['value']:.3f}"
@@ -679,7 +685,7 @@ def _cell(row: Mapping[str, Any] | None) -> str:
 def _decisions(detector: Detector) -> list[str]:
     """Return from which P on answers are trusted, for several precisions."""
     lines = []
-    for name, answers in _HEADS.items():
+    for name, answers in HEADS.items():
         for precision in PRECISIONS if name in detector.heads else ():
             cells = [
                 "–"

@@ -21,7 +21,7 @@ from beatrice.extract.store.store import (
     read_family,
     write_range,
 )
-from beatrice.pgir.arguments import argument_error
+from beatrice.pgir.arguments import argument_error, as_list
 
 _N_SPANS = 3  # context, question, answer
 _MEMORY = "memory://beatrice-signals-"
@@ -112,24 +112,28 @@ class Signals:
                 "families: expected a mapping of a name to arrays, such as "
                 f"{{'hidden': …, 'attn': …}}, found {type(families).__name__}"
             )
+        if lengths is not None:
+            lengths = _whole_numbers(lengths, "lengths")
         rows = {name: _end_to_end(name, x, lengths) for name, x in families.items()}
         n_tokens = _equal_lengths({name: counts for name, (_, counts) in rows.items()})
         values = {name: x for name, (x, _) in rows.items()}
         answer_spans = np.zeros((len(n_tokens), _N_SPANS, 2), np.int64)
         answer_spans[:, 2, 1] = n_tokens
-        spans = answer_spans if spans is None else np.asarray(spans, np.int64)
+        spans = answer_spans if spans is None else _whole_numbers(spans, "spans")
         if spans.shape != answer_spans.shape:
             raise ValueError(
                 f"spans: expected [n_answers, 3, 2], here {answer_spans.shape}, found "
                 f"{spans.shape}"
             )
+        kept = () if layers is None else tuple(_whole_numbers(layers, "layers"))
+        _check_layers(kept, values)
         has_context = (spans[:, 0, 1] > spans[:, 0, 0]).any()
         setting: Setting = "with_context" if has_context else "closed_book"
         spec = StoreSpec(
             families={
                 name: Family(
                     shape=x.shape[1:],
-                    by_layer=layers is not None and name == "hidden",
+                    by_layer=bool(kept) and name == "hidden",
                 )
                 for name, x in values.items()
             },
@@ -137,7 +141,7 @@ class Signals:
             lengths=n_tokens,
             spans=spans,
             rows_per_shard=1 << max(0, int(n_tokens.sum() - 1).bit_length()),
-            hidden_layers=() if layers is None else tuple(map(int, layers)),
+            hidden_layers=tuple(map(int, kept)),
             fingerprint={"source": "arrays"},
         )
         opened = create_store(memory_url() if store is None else store, spec)
@@ -211,6 +215,30 @@ class Signals:
         return f"Signals({', '.join(parts)}, {where})"
 
 
+def _whole_numbers(values: Any, name: str) -> np.ndarray:
+    """Return whole numbers from 0 on as int64, of any shape but that of one number."""
+    try:
+        numbers = np.asarray(values, np.float64)
+    except (TypeError, ValueError):
+        numbers = np.array(np.nan)
+    is_whole = np.isfinite(numbers) & (numbers >= 0) & (numbers == np.floor(numbers))
+    if not numbers.ndim or not is_whole.all():
+        raise ValueError(
+            f"{name}: expected whole numbers from 0 on, found {values!r:.80}"
+        )
+    return numbers.astype(np.int64)
+
+
+def _check_layers(layers: Sequence[int], values: Mapping[str, np.ndarray]) -> None:
+    """Check that the family "hidden" has an entry for every layer that is named."""
+    shape = values["hidden"].shape if "hidden" in values else None
+    if layers and (shape is None or len(shape) < 3 or shape[-2] != len(layers)):
+        raise ValueError(
+            f"layers: expected a family 'hidden' of shape […, {len(layers)}, d_model], "
+            f"found {'no such family' if shape is None else f'the shape {shape}'}"
+        )
+
+
 def _end_to_end(
     name: str, given: Any, lengths: Sequence[int] | np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -227,6 +255,11 @@ def _end_to_end(
             None
         )
     counts = np.asarray(counts, np.int64)
+    if lengths is not None and not np.array_equal(counts, lengths):
+        raise ValueError(
+            f"family {name!r}: its arrays have {len(counts)} lengths of their own, "
+            "other than lengths; give one array end to end, or leave lengths out"
+        )
     if values.ndim == 1:
         values = values[:, None]
     if counts.sum() != len(values) or not len(values):
@@ -255,9 +288,12 @@ def _equal_lengths(counts: Mapping[str, np.ndarray]) -> np.ndarray:
 def _ids(ids: Sequence[str] | None, n_answers: int) -> list[str]:
     if ids is None:
         return [str(number) for number in range(n_answers)]
-    if len(ids) != n_answers:
-        raise ValueError(f"ids: expected {n_answers}, one an answer, found {len(ids)}")
-    return [str(name) for name in ids]
+    names = as_list(ids, "ids", "a list of names, one an answer")
+    if len(names) != n_answers:
+        raise ValueError(
+            f"ids: expected {n_answers}, one an answer, found {len(names)}"
+        )
+    return [str(name) for name in names]
 
 
 def by_setting(

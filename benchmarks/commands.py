@@ -160,7 +160,9 @@ class ReportOptions:
         metavar="TABLE",
     )
     out: Path | None = option(
-        "With RUN_B: write the comparison there too.", metavar="FILE"
+        "With RUN_B: write the comparison there too.",
+        metavar="FILE",
+        type=click.Path(dir_okay=False, path_type=Path),
     )
 
 
@@ -191,7 +193,7 @@ def report(run_dir: Path, run_b: Path | None, how: ReportOptions) -> None:
     )
     from beatrice.extract.run.files import write_text_atomic
     from beatrice.extract.run.rows import read_rows
-    from beatrice.extract.run.stages import do
+    from beatrice.extract.run.stages import do, is_done
 
     if run_dir.is_file():
         if how.ledger or how.out or run_b is not None:
@@ -216,7 +218,10 @@ def report(run_dir: Path, run_b: Path | None, how: ReportOptions) -> None:
         return
     if how.out is not None:
         raise click.UsageError("--out is for a comparison; give RUN_B too")
-    do(run_dir, REPORT)
+    # What is only printed of a current report can also be read where nothing can be
+    # written, and beside another process.
+    if not (how.print or how.ledger) or not is_done(run_dir, REPORT):
+        do(run_dir, REPORT)
     if how.print:
         click.echo(run_table(RunDir(run_dir), how.print))
     elif not how.ledger:

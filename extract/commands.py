@@ -36,7 +36,7 @@ from beatrice.extract.generate.options import (
 from beatrice.extract.generate.prompts import TokenizerOnly
 from beatrice.extract.records import Answer, AnswerSpan, Split
 from beatrice.extract.run.console import Progress, quiet
-from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.directory import RunDir, read_manifest
 from beatrice.extract.run.files import JsonLines
 from beatrice.extract.run.stages import do_share
 from beatrice.extract.run.verbs import (
@@ -178,13 +178,14 @@ def do_texts(
     progress = Progress()
     with contextlib.ExitStack() as stack:
         opened = functools.cache(lambda run: stack.enter_context(open_in(run)))
+        if work.dry_run:
+            read_manifest(run_dir)  # what is no run is refused before a model is opened
+            run = RunDir(run_dir)  # only read, whoever holds it
+            click.echo(stage_of(run, opened(run), progress).forecast())
+            return
 
         def work_in(run: RunDir) -> int | None:
-            stage = stage_of(run, opened(run), progress)
-            if not work.dry_run:
-                return stage.do(progress)
-            click.echo(stage.forecast())
-            return None
+            return stage_of(run, opened(run), progress).do(progress)
 
         do_share(run_dir, name, work.share, work_in, progress, parts="texts")
 
@@ -317,7 +318,7 @@ def answer(
         return
     check_alone("answer --server", work.share)
     with (
-        RunDir.open(run_dir) as run,
+        RunDir(run_dir) if work.dry_run else RunDir.open(run_dir) as run,
         _open_backbone(run, "answer", backend) as (model, generator),
     ):
         if work.dry_run:

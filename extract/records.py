@@ -88,6 +88,17 @@ def check_choices(settings: Any) -> None:
             )
 
 
+def as_golds(golds: Any) -> list[str]:
+    """Return accepted answers; a text alone would be read letter by letter."""
+    is_several = isinstance(golds, Iterable) and not isinstance(golds, str)
+    texts: list[Any] = list(golds) if is_several else [None]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(
+            f"golds: expected a list of texts, such as ['yes'], found {golds!r:.80}"
+        )
+    return texts
+
+
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What all records are: they do not change, and have no fields but their own."""
 
@@ -131,7 +142,9 @@ class Example(Record, frozen=True, kw_only=True):
                 f"a digit or '_'; and none of {', '.join(ACROSS_SETS)}"
             )
         check_id(self.id)
-        if not any(gold.strip() for gold in self.golds):
+        if not isinstance(self.question, str):
+            raise ValueError(f"question: expected a text, found {self.question!r:.80}")
+        if not any(gold.strip() for gold in as_golds(self.golds)):
             raise ValueError(
                 f"field 'golds': the question {self.id!r} has no gold answer; give at "
                 "least one"

@@ -168,10 +168,10 @@ def as_passage(value: Any, name: str) -> Passage:
     """
     if isinstance(value, str):
         return Passage(title="", text=str(value))
-    if isinstance(value, Passage):
-        return Passage(title=value.title, text=value.text)
     title: Any = ""
-    if isinstance(value, Mapping):
+    if isinstance(value, Passage):
+        title, text = value.title, value.text
+    elif isinstance(value, Mapping):
         if isinstance(value.get("contents"), str) and "text" not in value:
             return from_document(value["contents"])
         title, text = value.get("title"), value.get("text")

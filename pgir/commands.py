@@ -62,13 +62,28 @@ class RetrievalOptions(EncoderSettings):
         "Directory of a text encoder, such as E5 or MiniLM.", type=FOLDER
     )
 
+    def __post_init__(self) -> None:
+        """Check that every option has an effect."""
+        is_dense = self.retriever in ("dense", "fused")
+        of_corpus = (self.corpus, self.retriever, self.index, self.retriever_encoder)
+        if self.url is not None and any(of_corpus):
+            raise click.UsageError(
+                "--url searches by a server; leave --corpus, --retriever, --index and "
+                "--retriever-encoder out"
+            )
+        if not is_dense and (self.index or self.retriever_encoder):
+            raise click.UsageError(
+                "--index and --retriever-encoder are of vectors; give --retriever "
+                "dense or fused too"
+            )
+
     def write(self, run_dir: Path, section: "Searches" = "retrieval") -> None:
         """Write down in a run where it searches, if any of these was given."""
         if not given(self):
             return
         from beatrice.extract.run.directory import RunDir
         from beatrice.pgir.controllers.stage import settle_retrieval
-        from beatrice.pgir.retrievers import KINDS, RetrievalConfig, load_retriever
+        from beatrice.pgir.retrievers import RetrievalConfig, check_retrieval
 
         chosen = RetrievalConfig(
             retriever="served" if self.url else self.retriever or "bm25",
@@ -78,8 +93,7 @@ class RetrievalOptions(EncoderSettings):
             encoder=_absolute(self.retriever_encoder),
             encoder_options=self.settings(),
         )
-        if chosen.retriever not in KINDS:
-            load_retriever(chosen.retriever)  # what is missing is not written down
+        check_retrieval(chosen)  # what is missing is not written down
         with RunDir.open(run_dir) as run:
             settle_retrieval(run, chosen, section)
 

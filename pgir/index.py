@@ -354,6 +354,15 @@ def build_index(vectors: Vectors, form: Form) -> Path | None:
     return path
 
 
+def check_index(vectors: Vectors, form: Form) -> None:
+    """Check that an index of a form was built over vectors; "flat" needs none."""
+    if form != "flat" and not (vectors.folder / f"{form}.json").is_file():
+        raise ValueError(
+            f"{vectors.folder} has no {form} index: run `beatrice corpus` with "
+            f"--index {form}"
+        )
+
+
 def open_index(vectors: Vectors, form: Form) -> Any:
     """Return the faiss index of a form over vectors."""
     faiss = import_faiss()
@@ -363,10 +372,7 @@ def open_index(vectors: Vectors, form: Form) -> Any:
             index.add(shard)
         return index
     folder, path = vectors.folder, vectors.folder / f"{form}.faiss"
-    if not (folder / f"{form}.json").is_file():
-        raise ValueError(
-            f"{folder} has no {form} index: run `beatrice corpus` with --index {form}"
-        )
+    check_index(vectors, form)
     facts = read_sealed(folder / f"{form}.json", _AGAIN)
     if facts["vectors"] != sha256_file(folder / "vectors.json"):
         raise ValueError(f"{path} was built of other vectors; build it again")

@@ -39,7 +39,15 @@ from beatrice.extract.run.directory import Preset
 from beatrice.extract.run.files import Journal, JournalFiles, sha256_file, sha256_json
 from beatrice.pgir.arguments import as_passages, from_document
 from beatrice.pgir.corpus import Corpus, as_document
-from beatrice.pgir.index import DenseRetriever, Form, TextEncoder, read_encoder_config
+from beatrice.pgir.index import (
+    DenseRetriever,
+    Form,
+    TextEncoder,
+    Vectors,
+    check_index,
+    index_folder,
+    read_encoder_config,
+)
 
 Kind = Literal["bm25", "dense", "fused", "served"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -554,6 +562,21 @@ def open_corpus_retrieval(
     if retriever == "dense":
         return dense
     return FusedRetriever([Bm25Retriever(corpus), dense])
+
+
+def check_retrieval(config: RetrievalConfig) -> None:
+    """Check that what a choice names is there; loads no index and asks no server."""
+    if config.retriever not in KINDS:
+        load_retriever(config.retriever)
+    if config.url is not None:
+        ServedRetriever(config.url, None)
+    if config.corpus is None:
+        return
+    corpus = Corpus(Path(config.corpus))
+    if config.encoder is not None and config.retriever != "bm25":
+        options: dict[str, Any] = config.encoder_options
+        encoder = read_encoder_config(Path(config.encoder), **options)
+        check_index(Vectors(index_folder(corpus, encoder.path.name)), config.form)
 
 
 def open_retrieval(

@@ -49,7 +49,7 @@ class Row:
 
     line: int  # on which it begins, or where records lie on no lines its number
     at: str  # where it lies, in words
-    id: str | int | None  # its own, or None
+    id: str | float | None  # its own, or None
     given: AnswerToScore | str  # what is scored, or why the record tells no answer
     unread: tuple[str, ...]  # fields of the record that are not read
     digest: str  # of the whole record
@@ -139,7 +139,8 @@ def read_rows(path: Path) -> Iterator[Row]:
         name = None
         if raw.value is not None:
             name = raw.value.get("id", raw.value.get("doc_id"))
-            name = name if isinstance(name, (str, int)) else None
+            is_number = isinstance(name, float) and math.isfinite(name)
+            name = name if is_number or isinstance(name, (str, int)) else None
             try:
                 arguments, unread = _arguments(raw.value)
                 given = AnswerToScore(**arguments)

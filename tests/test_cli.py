@@ -100,6 +100,7 @@ WRONG_USAGE = [
     ("label RUN --annotations HERE", "give both"),
     ("label RUN --set vote=majority", "model as --judge"),
     ("label RUN --judge m --set max_cost=1", "give --server too"),
+    ("bench survey gpt_os", "no model type is called 'gpt_os'; did you mean gpt_oss?"),
 ]
 
 

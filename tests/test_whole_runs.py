@@ -169,6 +169,12 @@ def test_the_ledger_lays_the_run_beside_the_paper_and_says_what_differs(layer_ru
     assert page.count("| p | Holm |") == 2
 
 
+def test_a_table_is_printed_while_another_process_holds_the_run(layer_run):
+    with RunDir.open(layer_run):
+        assert "BEATRICE" in call("report", layer_run, "--print", "detectors").stdout
+        assert "in use" in call("report", layer_run, code=1).stderr
+
+
 def linear_first(path, *options):
     """Make a run whose encoders begin as regressions, on signals pooled either way."""
     call("demo", path, "--preset", "smoke", "--set", "linear_first=true", *options)

@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import math
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -395,7 +396,10 @@ _SPREADS = 3  # of AUROC under chance, below which a score points the wrong way
 def violations(detector: Baseline, inputs: DetectorInput) -> list[str]:
     """Return what a detector does wrong on some inputs, a sentence each."""
     rows = inputs.rows
-    scores = _scores_on(detector, inputs)
+    try:
+        scores = _scores_on(detector, inputs)
+    except Exception as error:  # whatever a person's function raises is a fault of it
+        return [f"scoring ends in {_failure(error)}"]
     if (
         scores.ndim != 2
         or scores.shape[1] != len(rows.ids)
@@ -432,6 +436,13 @@ def violations(detector: Baseline, inputs: DetectorInput) -> list[str]:
             "is the sign turned?"
         )
     return faults + _violations_of_gaps(detector, inputs, scores)
+
+
+def _failure(error: Exception) -> str:
+    """Say what was raised, and in which line of which file."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{Path(frame.filename).name}, line {frame.lineno}"
+    return f"{type(error).__name__}: {error} ({where})"
 
 
 def _scores_on(detector: Baseline, inputs: DetectorInput, **changes: Any) -> np.ndarray:
@@ -686,7 +697,14 @@ def _scores(
     readings = _read(run, inputs, new, identities, tick)
     inputs = dataclasses.replace(inputs, readings=readings.values)
     for detector in new:
-        cached[detector] = scores = score(detector, inputs, readings)
+        try:
+            scores = score(detector, inputs, readings)
+        except Exception as error:  # of a person's own a mistake, not of ours
+            is_expected = isinstance(error, ValueError | OSError | MemoryError)
+            if is_expected or detector.name in catalogue():
+                raise
+            raise ValueError(f"{detector.name} ends in {_failure(error)}") from error
+        cached[detector] = scores
         cache.save(detector, scores)
         tick()
     return {detector: scores for detector, scores in cached.items() if scores}

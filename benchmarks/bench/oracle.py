@@ -26,6 +26,7 @@ with its cache and without, both of their norm.
 import contextlib
 import copy
 import dataclasses
+import difflib
 import functools
 import math
 import re
@@ -708,6 +709,13 @@ def survey(types: tuple[str, ...], as_json: bool) -> None:
     Example: beatrice bench survey llama gpt_oss
     """
     quiet()
+    for name in types:
+        if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            close = difflib.get_close_matches(
+                name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, 1
+            )
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise click.UsageError(f"no model type is called {name!r}{hint}")
     printer = RowPrinter(as_json)
     rows = survey_types(types, printer)
     for line in summary(rows):

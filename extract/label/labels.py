@@ -30,6 +30,7 @@ from beatrice.extract.records import (
     Setting,
     Split,
     Variant,
+    as_golds,
     from_json,
     normalise,
     text_key,
@@ -65,9 +66,12 @@ LABEL_PRESETS: dict[Preset, LabelConfig] = dict.fromkeys(
 def exact_match(answer: str, golds: Sequence[str]) -> bool:
     """Return whether an answer is one of the accepted ones, normalised as in SQuAD.
 
-    Case, punctuation, articles and white space do not count.
+    Case, punctuation, articles and white space do not count. Raises ValueError where
+    the answer is no text, or the golds are no list of texts.
     """
-    return normalise(answer) in {normalise(gold) for gold in golds}
+    if not isinstance(answer, str):
+        raise ValueError(f"answer: expected a text, found {answer!r:.80}")
+    return normalise(answer) in {normalise(gold) for gold in as_golds(golds)}
 
 
 def contains_gold(answer: str, golds: Sequence[str]) -> bool:

@@ -631,24 +631,31 @@ def judge_stage(
 def label_run_with(run: RunDir, spec: str, progress: Progress) -> None:
     """Label answers by a person's judge, see `load_plug`; writes `labels.jsonl`."""
     judge = load_plug(spec, JUDGES)
-
-    def work(update: Update) -> None:
-        labels = label_with(*_answered(run), judge, name=spec, progress=update)
-        _write_labels(run, labels, progress)
-
     inputs = _label_inputs(run) | {"rule": f"judge {spec}"}
     defined = judge if inspect.isroutine(judge) else type(judge)
     # The answers are judged again where the file of the judge has changed.
     with contextlib.suppress(TypeError, OSError):  # built-in, or in no file
         inputs["judge_with"] = sha256_file(Path(inspect.getfile(defined)))
+    check_current(run, "label", inputs)
+    labels: list[Label] = []
+    if not run.stage_done("label", inputs):
+        # Before the labels that are there count as begun again: a judge may fail.
+        with progress.stage("judge") as update:
+            labels = label_with(*_answered(run), judge, name=spec, progress=update)
+
+    def work(update: Update) -> None:
+        _write_labels(run, labels, progress)
+
     once(run, "label", inputs, [run.labels], progress, work)
 
 
 def label_run_by_import(run: RunDir, path: Path, progress: Progress) -> None:
     """Label the run's answers by a person's file; writes `labels.jsonl`."""
+    hashes = _label_inputs(run)
+    # Before the labels that are there count as begun again: a wrong file changes none.
+    imported = import_labels(path, *_answered(run))
 
     def work(update: Update) -> None:
-        imported = import_labels(path, *_answered(run))
         progress.note(
             f"label: {imported.n_lines} lines of {path}; {imported.n_other_question} "
             f"are about other questions, {imported.n_other_answer} about other answers "
@@ -656,7 +663,7 @@ def label_run_by_import(run: RunDir, path: Path, progress: Progress) -> None:
         )
         _write_labels(run, imported.labels, progress)
 
-    inputs = _label_inputs(run) | {
+    inputs = hashes | {
         "imported": sha256_file(path),
         "rule": f"imported from {path.name}",
     }

@@ -276,6 +276,12 @@ def check_current(run: RunDir, name: str, inputs: Iterable[str]) -> None:
         )
 
 
+def _current_inputs(run: RunDir, stage: Stage) -> dict[str, str]:
+    paths = stage.inputs(run)
+    check_current(run, stage.name, [p.relative_to(run.path).as_posix() for p in paths])
+    return run.hash_inputs(*paths)
+
+
 def run_stage(
     stage: Stage, run: RunDir, progress: Progress, change: Change | None = None
 ) -> int | None:
@@ -284,9 +290,7 @@ def run_stage(
     `change` makes of the stage's settings what a person chose; a run that has settled
     on others, or lacks an input, is a ValueError.
     """
-    paths = stage.inputs(run)
-    check_current(run, stage.name, [p.relative_to(run.path).as_posix() for p in paths])
-    inputs = run.hash_inputs(*paths)
+    inputs = _current_inputs(run, stage)
     settings = stage.settle(run, change)
 
     def work(update: Update) -> int | None:
@@ -321,14 +325,25 @@ def do(
     do_share(run_dir, stage.name, share, work, progress, stage.parts, new_run)
 
 
+def is_done(run_dir: Path, stage: Stage) -> bool:
+    """Tell whether nothing of a stage is left to do.
+
+    Nothing is written and no lock is taken, so a run that may only be read, or that
+    another process holds, is asked too. Raises ValueError as `run_stage`.
+    """
+    run = RunDir(run_dir)
+    settings = stage.settle(run, is_recorded=False)
+    inputs = _current_inputs(run, stage) | stage.identity(settings)
+    return run.stage_done(stage.name, inputs)
+
+
 def forecast_stage(run_dir: Path, stage: Stage, change: Change | None = None) -> str:
-    """Return in words what a stage with a forecast would need."""
+    """Return in words what a stage with a forecast would need; writes nothing."""
     assert stage.forecast is not None
-    with RunDir.open(run_dir) as run:
-        before = stage.settle(run, is_recorded=False)
-        settings = stage.settle(run, change, is_recorded=False)
-        inputs = {**run.hash_inputs(*stage.inputs(run)), **stage.identity(settings)}
-        is_done = run.stage_done(stage.name, inputs)
-        if is_done and settings == before:
-            return f"{stage.name}: already done, nothing is left to forecast"
-        return stage.forecast(run, settings).as_text()
+    run = RunDir(run_dir)
+    before = stage.settle(run, is_recorded=False)
+    settings = stage.settle(run, change, is_recorded=False)
+    inputs = {**run.hash_inputs(*stage.inputs(run)), **stage.identity(settings)}
+    if run.stage_done(stage.name, inputs) and settings == before:
+        return f"{stage.name}: already done, nothing is left to forecast"
+    return stage.forecast(run, settings).as_text()

@@ -15,7 +15,7 @@ from beatrice.extract.run.directory import RunDir
 from beatrice.extract.store.store import open_kvstore, read_family
 from beatrice.jaxprobe.calibrate import CALIBRATE_PRESETS
 from beatrice.jaxprobe.metrics import auroc
-from beatrice.own_model import split_answers
+from beatrice.own_model import read_labelled, split_answers
 from tests.extract.datasets.published import write_lines
 from tests.process import call
 
@@ -193,6 +193,19 @@ ROWS = np.ones((6, 2))
         ({"families": {"a": ROWS}, "spans": np.zeros((6, 2))}, "spans"),
         ({"families": {"a": ROWS}, "ids": ["x"]}, "ids"),
         ({"families": {"a": ROWS}, "ids": ["x"] * 6}, "twice"),
+        ({"families": {"a": ROWS}, "ids": "abcdef"}, "ids: expected a list"),
+        ({"families": {"a": ROWS}, "ids": 6}, "ids: expected a list"),
+        ({"families": {"a": ROWS}, "lengths": [2.5, 3.5]}, "lengths: expected whole"),
+        ({"families": {"a": ROWS}, "lengths": [-1, 7]}, "lengths: expected whole"),
+        ({"families": {"a": ROWS}, "lengths": "two"}, "lengths: expected whole"),
+        ({"families": {"a": [[1, 2], [3, 4]]}, "lengths": [1, 1]}, "lengths of their"),
+        ({"families": {"a": ROWS}, "spans": {}}, "spans: expected whole"),
+        (
+            {"families": {"a": ROWS}, "layers": [1]},
+            "layers: expected a family 'hidden'",
+        ),
+        ({"families": {"hidden": ROWS}, "layers": [1]}, "layers: expected a family"),
+        ({"families": {"hidden": ROWS}, "layers": 1}, "layers: expected whole"),
     ],
 )
 def test_arrays_that_do_not_belong_together_are_refused(given, named):
@@ -212,7 +225,10 @@ def test_arrays_that_do_not_belong_together_are_refused(given, named):
         ({"groups": ["a"]}, "groups"),
         ({"splits": ["train"]}, "splits"),
         ({"splits": ["dev"] * 20}, "splits"),
+        ({"splits": 3}, "splits: expected a list"),
+        ({"groups": "a" * 20}, "groups: expected a list"),
         ({"config": "huge"}, "config"),
+        ({"config": {"n_seeds": 3}}, "config: expected a FitConfig"),
         ({"recipe": "best"}, "recipe"),
         ({"precision": 1.5}, "precision"),
         ({"precision": "0.9"}, "precision"),
@@ -224,6 +240,20 @@ def test_what_fit_cannot_use_is_one_sentence(rng, change, named):
     given = {"signals": signals, "labels": labels, "config": "smoke", **change}
     with pytest.raises(ValueError, match=named):
         beatrice.fit(**given, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"encoders": 5}, "encoders: expected a GridConfig"),
+        ({"sweep": None}, "sweep: expected a SweepSection"),
+        ({"heads": "demo"}, "heads: expected a SelectConfig"),
+        ({"n_resamples": 2.5}, "n_resamples: expected a whole number"),
+    ],
+)
+def test_a_setting_of_another_type_is_refused_when_it_is_made(fields, named):
+    with pytest.raises(ValueError, match=named):
+        beatrice.FitConfig(**fields)
 
 
 def test_a_probe_of_arrays_says_that_it_has_no_language_model(probe):
@@ -325,7 +355,7 @@ def test_what_the_verb_cannot_use_is_one_sentence_before_a_model_is_loaded(
         ((questions, tmp_path), "is there already"),
         ((empty, tmp_path / "p"), ""),
         ((goldless, tmp_path / "p"), ""),
-        (("--labelled", empty, tmp_path / "p"), "no line"),
+        (("--labelled", empty, tmp_path / "p"), "empty"),
         (("--labelled", odd, tmp_path / "p"), "line 1"),
     ]
     for words, named in cases:
@@ -333,6 +363,23 @@ def test_what_the_verb_cannot_use_is_one_sentence_before_a_model_is_loaded(
         assert done.exit_code in (1, 2) and "Error: " in done.output, done.output
         assert named in done.output and "Traceback" not in done.output
         assert "no-model" not in done.output
+
+
+def test_labelled_answers_are_read_line_by_line_and_what_is_not_read_is_named(tmp_path):
+    text = "Guzolt\u2028Falls"  # ends no line, though Python's splitlines() says so
+    row = {"question": "where?", "answer": text, "label": True}
+    lines = [row, {**row, "label": False, "context": ["It lies in Guzolt."]}]
+    path, notes = tmp_path / "labelled.jsonl", []
+    content = "\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
+    path.write_text(f"\ufeff{content}\n")
+    expected = [("where?", text, True), ("where?", text, False)]
+    assert read_labelled(path, notes.append) == expected
+    assert notes == [
+        "fields not read: 'context' (1); every answer is taken as given from memory"
+    ]
+    path.write_bytes(b'{"question": "\xff"}')
+    with pytest.raises(ValueError, match=r"labelled.jsonl, line 1: .*UTF-8"):
+        read_labelled(path, notes.append)
 
 
 def test_every_part_has_its_share_of_the_right_answers():

@@ -159,6 +159,9 @@ def test_a_probe_of_a_model_in_memory_scores_with_that_model(model, examples):
         ({"model": "no/such model"}, "no/such model"),
         ({"model": "embedded", "dtype": "int4"}, "dtype"),
         ({"model": "embedded", "device": "tpu"}, "device"),
+        ({"model": "embedded", "device": 1.5}, "device: expected a Torch device"),
+        ({"model": "embedded", "device": ""}, "device"),
+        ({"model": "embedded", "prompt": "short"}, "prompt: expected a PromptConfig"),
         ({"model": "embedded", "tokenizer": object()}, "tokenizer"),
         ({"model": torch.nn.Linear(2, 2), "device": "cpu"}, "device"),
     ],
@@ -174,6 +177,7 @@ def test_a_model_that_cannot_be_had_is_one_sentence(given, named):
         ("where?", None, "questions"),
         (["where?", " "], None, r"questions\[1\]"),
         (["where?"], [[3]], r"contexts\[0\]"),
+        (["where?"], [beatrice.Passage(title="", text=3)], r"contexts\[0\]"),
     ],
 )
 def test_what_is_no_question_or_context_is_one_sentence(
@@ -181,6 +185,25 @@ def test_what_is_no_question_or_context_is_one_sentence(
 ):
     with pytest.raises(ValueError, match=named):
         model.answer(questions, contexts)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"max_new_tokens": None}, "max_new_tokens: expected a whole number"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens: expected a whole number"),
+        ({"stop": "Falls"}, "stop: expected a list of texts"),  # not letter by letter
+        ({"stop": [3]}, r"stop\[0\]: expected a text"),
+        ({"store": "signals"}, "store: is for signals; give read=True"),
+        ({"layers": [2]}, "layers: is for signals; give read=True"),
+        ({"read": True, "layers": []}, "layers: expected numbers"),
+        ({"read": True, "layers": None}, "layers: expected numbers"),
+        ({"read": True, "layers": [2.5]}, "layers: expected numbers"),
+    ],
+)
+def test_what_answers_cannot_be_given_by_is_one_sentence(model, options, named):
+    with pytest.raises(ValueError, match=named):
+        model.answer(["where was Skiband Rugrond born?"], **options)
 
 
 @pytest.mark.parametrize("answers", [None, [], "text", ["text"]])
@@ -191,9 +214,12 @@ def test_only_answers_are_read(model, answers):
 
 def test_layers_that_the_model_has_not_are_refused(model):
     answers = model.answer([QUESTION])
-    for layers in ("last", [99], [-1]):
+    for layers in ("last", [99], [-1], [], None, 3, [2.5]):
         with pytest.raises(ValueError, match="layers"):
             model.read(answers, layers=layers)
+    assert model.read(answers, layers=range(1, 3)).layers == (1, 2)
+    with pytest.raises(ValueError, match="config: expected an ExtractConfig"):
+        model.read(answers, config="smoke")
 
 
 def test_a_data_frame_gets_p_and_its_reasons_beside_each_row():

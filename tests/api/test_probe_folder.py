@@ -20,6 +20,7 @@ from beatrice.extract.backbone.names import model_path
 from beatrice.extract.run.files import CHECKSUMS, write_checksums
 from beatrice.pgir.scorer import Scorer
 from tests.pgir.small import LAYER, PASSAGE, QUESTION, make_detector
+from tests.process import call
 from tests.records import flip_bit
 
 TRAINING_ALONE = (
@@ -192,6 +193,8 @@ def test_a_probe_is_not_saved_over_something_else(probe, tmp_path):
     (tmp_path / "note.txt").write_text("mine")
     with pytest.raises(ValueError, match="holds something else"):
         probe.save(tmp_path)
+    with pytest.raises(ValueError, match="note.txt is a file"):
+        probe.save(tmp_path / "note.txt")
 
 
 @pytest.fixture(scope="module")
@@ -262,6 +265,32 @@ def test_a_probe_of_the_hubs_cache_scores_alike_where_nothing_of_training_is_ins
     expected = [score.raw for score in probe.score_many(ROWS)]
     np.testing.assert_allclose(raw, expected, atol=1e-5)
     assert text and not heavy
+
+
+def test_the_list_of_probes_survives_what_else_lies_in_the_hubs_cache(probe, hub_cache):
+    commit = "b" * 40
+    for name, is_probe in (("foreign", False), ("undefined", True)):
+        repository = hub_cache / f"models--owner--{name}"
+        snapshot = repository / "snapshots" / commit
+        if is_probe:  # of a set with right answers alone
+            row = {"head": "single_pass", "split": "test", "metric": "auroc"}
+            row |= {"value": None, "ci_low": None, "ci_high": None, "n": 30}
+            probe.with_report([row]).save(snapshot)
+        else:
+            snapshot.mkdir(parents=True)
+            (snapshot / "eval.json").write_text('{"accuracy": 1}')
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text(commit)
+    damaged = hub_cache / "models--owner--name" / "snapshots" / ("a" * 40)
+    (damaged / CHECKSUMS).unlink()
+    done = call("probes", HF_HUB_CACHE=str(hub_cache))
+    assert "embedded: for embedded" in done.stdout
+    assert "hf://owner/foreign" not in done.stdout + done.stderr
+    assert (
+        "  answers with context, read in their own pass, own (test): AUROC – of 30 "
+        "answers" in done.stdout
+    )
+    assert "hf://owner/name" not in done.stdout and CHECKSUMS in done.stderr
 
 
 def test_an_exported_probe_scores_as_its_run_where_there_is_no_jax(

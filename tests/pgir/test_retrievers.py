@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import click
 import numpy as np
 import pytest
 from hypothesis import given
@@ -368,6 +369,40 @@ def test_a_choice_that_lacks_something_is_refused_in_a_sentence(run, tmp_path):
     with pytest.raises(ValueError, match="goes with the served retriever"):
         RetrievalConfig(retriever="served")
     assert retrieval_config(run) == RetrievalConfig()
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"url": "http://127.0.0.1:9/find"}, "expected a URL that ends in /retrieve"),
+        ({"corpus": "EMPTY"}, "no finished corpus"),
+        ({"corpus": "CORPUS", "retriever": "dense"}, "is no encoder"),
+    ],
+)
+def test_what_is_not_there_is_not_written_down(run, tmp_path, options, named):
+    (tmp_path / "empty").mkdir()
+    places = {"EMPTY": tmp_path / "empty", "CORPUS": make_corpus(tmp_path, 20).folder}
+    chosen = {name: places.get(value, value) for name, value in options.items()}
+    if "retriever" in chosen:
+        chosen["retriever_encoder"] = tmp_path / "empty"
+    before = run.manifest.read_bytes()
+    with pytest.raises(ValueError, match=named):
+        RetrievalOptions(**chosen).write(run.path)
+    assert run.manifest.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"url": "http://x/retrieve", "corpus": "c"}, "--url searches by a server"),
+        ({"url": "http://x/retrieve", "retriever": "dense"}, "--url searches by"),
+        ({"corpus": "c", "retriever_encoder": "e"}, "--retriever dense or fused"),
+        ({"corpus": "c", "index": "sq8"}, "--retriever dense or fused"),
+    ],
+)
+def test_an_option_that_would_have_no_effect_is_wrong_usage(options, named):
+    with pytest.raises(click.UsageError, match=named):
+        RetrievalOptions(**options)
 
 
 def test_replies_of_two_servers_lie_in_two_files(run):

@@ -1,11 +1,16 @@
 """A file of answers: its layouts, its bad rows, its results, and the page of them."""
 
+import fcntl
 import json
+import os
 import re
+import threading
 
 import pytest
 import torch
+from click.testing import CliRunner
 
+from beatrice.cli import main
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.run.directory import NewRun, RunDir
 from beatrice.extract.run.files import JsonLines
@@ -58,6 +63,12 @@ def test_results_keep_the_order_of_the_file_and_bad_rows_their_place(scorer, tmp
         "fields not read: 'latency' (1)"
     )
     assert tally.bad[0].startswith("line 2: ")
+
+
+def test_a_result_has_the_id_of_its_row(tmp_path):
+    ids = ["a", 7, 7.5, None, float("inf"), ["a"]]  # a table with gaps has 7.0 for 7
+    rows = read_rows(write_lines(tmp_path / "a.jsonl", [{**ROW, "id": x} for x in ids]))
+    assert [row.id for row in rows] == ["a", 7, 7.5, None, None, None]
 
 
 def given(record, tmp_path, write=write_lines):
@@ -272,6 +283,38 @@ def test_the_verb_scores_a_file_and_fails_if_a_row_is_bad(run, tmp_path):
     assert out.read_bytes() == before
     write_lines(path, [ROW])
     assert 0 <= json.loads(beatrice(*line[:4]).stdout)["p_correct"] <= 1
+
+
+def test_two_processes_do_not_write_results_into_one_file(run, tmp_path):
+    path, out = write_lines(tmp_path / "a.jsonl", [ROW]), tmp_path / "out.jsonl"
+    line = ("score", run, "--file", path, "--out", out)
+    with out.open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert "another process" in beatrice(*line, code=1).stderr
+    assert out.read_bytes() == b""
+    beatrice(*line)
+    assert len(list(JsonLines(out).rows())) == 1
+
+
+def test_a_file_may_come_through_a_pipe_and_results_go_into_one(
+    run, tmp_path, monkeypatch
+):
+    rows = [ROW, {**ROW, "context": PASSAGE}]
+    path = write_lines(tmp_path / "answers.jsonl", rows)
+    expected = beatrice("score", run, "--file", path).stdout
+    piped = CliRunner().invoke(
+        main, ["score", str(run), "--file", "-"], path.read_text()
+    )
+    assert (piped.exit_code, piped.stdout) == (0, expected)
+    monkeypatch.chdir(tmp_path)
+    words = ["score", str(run), "--file", "-", "--out", "-"]
+    assert CliRunner().invoke(main, words, path.read_text()).stdout == expected
+    assert not (tmp_path / "-").exists()
+    nothing = CliRunner().invoke(main, ["score", str(run), "--file", "-"], "")
+    assert nothing.exit_code == 1 and "empty" in nothing.stderr
+    os.mkfifo(pipe := tmp_path / "pipe")
+    threading.Thread(target=lambda: pipe.write_bytes(path.read_bytes())).start()
+    assert beatrice("score", run, "--file", pipe).stdout == expected
 
 
 @pytest.mark.parametrize(

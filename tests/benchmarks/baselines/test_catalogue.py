@@ -196,6 +196,7 @@ WRONG = {
     "filled": (lambda e: np.nan_to_num(signal(e))[None], "not read has a score"),
     "of its batch": (lambda e: (signal(e) / np.nanstd(signal(e)))[None], CENTRED),
     "nothing": (lambda e: np.full((1, N), np.nan), "no answer has a score"),
+    "raising": (lambda e: e.readings["sign"], "KeyError: 'sign' (test_catalogue.py, "),
 }
 
 

@@ -209,6 +209,20 @@ def test_what_cannot_be_judged_is_named_in_a_sentence(answers, examples, judge, 
         assert name in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("answer", "golds", "named"),
+    [
+        ("Bamako", "Bamako", "golds: expected a list of texts.*'Bamako'"),
+        ("Bamako", None, "golds: expected a list of texts"),
+        ("Bamako", [1960], "golds: expected a list of texts"),
+        (None, ["Bamako"], "answer: expected a text"),
+    ],
+)
+def test_one_gold_alone_is_not_compared_letter_by_letter(answer, golds, named):
+    with pytest.raises(ValueError, match=named):
+        exact_match(answer, golds)
+
+
 def test_an_unknown_rule_is_refused():
     with pytest.raises(ValueError, match="exact, containment.*'fuzzy'"):
         label_by_match(ANSWERS, QUESTIONS, "fuzzy")
@@ -313,6 +327,30 @@ def test_labels_are_imported_named_and_corrected_by_hand(run, tmp_path):
     assert [label.label for label in labels] == [True, False, False]
     output = beatrice("label", run.path).output
     assert "replaces the labels of before: imported from corrected.jsonl" in output
+
+
+def test_a_file_of_labels_that_cannot_be_read_leaves_those_of_before(run, tmp_path):
+    row = judged("Capital of Mali?", "Bamako", True)
+    good = pub.write_lines(tmp_path / "mine.jsonl", [row])
+    beatrice("label", run.path, "--import", good)
+    before = run.labels.read_bytes(), run.stage_record("label")
+    (bad := tmp_path / "bad.jsonl").write_text('{"question": "Capital of Mali?"}\n')
+    assert (
+        "bad.jsonl, line 1"
+        in beatrice("label", run.path, "--import", bad, code=1).stderr
+    )
+    assert (run.labels.read_bytes(), run.stage_record("label")) == before
+
+
+def test_a_judge_that_fails_leaves_the_labels_of_before(run, working_folder):
+    beatrice("label", run.path)
+    before = run.labels.read_bytes(), run.stage_record("label")
+    (working_folder / "failing_judge.py").write_text(
+        "def half(q, a):\n    return a.x\n"
+    )
+    line = ("label", run.path, "--judge", "failing_judge:half")
+    assert "AttributeError" in beatrice(*line, code=1).stderr
+    assert (run.labels.read_bytes(), run.stage_record("label")) == before
 
 
 def test_labels_that_nobody_recorded_are_not_replaced(run):

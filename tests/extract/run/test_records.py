@@ -151,6 +151,20 @@ def test_a_question_that_could_do_harm_is_refused_when_it_is_read(changes, words
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"golds": "Lilongwe"}, "golds: expected a list of texts"),
+        ({"golds": None}, "golds: expected a list of texts"),
+        ({"golds": ["Lilongwe", 5]}, "golds: expected a list of texts"),
+        ({"question": None}, "question: expected a text"),
+    ],
+)
+def test_a_question_of_other_types_is_refused_when_it_is_made(changes, words):
+    with pytest.raises(ValueError, match=words):
+        an_example(**changes)
+
+
 def test_published_names_are_safe():
     assert all(map(is_safe_name, ("hotpotqa", "2wikimultihopqa", "my-set_1.0")))
     published = ("hotpotqa-5a7a06935542990198eaf050", "2hop__482757_12019")

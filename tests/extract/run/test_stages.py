@@ -8,12 +8,13 @@ from concurrent.futures import CancelledError
 import pytest
 
 from beatrice.extract.run.console import Estimate, Progress, in_words
-from beatrice.extract.run.directory import NewRun, RunDir, read_manifest
+from beatrice.extract.run.directory import InUse, NewRun, RunDir, read_manifest
 from beatrice.extract.run.stages import (
     Forecast,
     Stage,
     do,
     forecast_stage,
+    is_done,
     once,
     run_stage,
     side_by_side,
@@ -160,6 +161,22 @@ def test_a_forecast_does_nothing_and_settles_nothing(run):
     assert "already done, nothing is left to forecast" in forecast_stage(
         run.path, stage
     )
+
+
+def test_a_forecast_asks_nobody_who_holds_the_run(run):
+    stage = planted([], forecast=lambda run, config: Forecast(stage="sweep", basis="x"))
+    assert "a dry run" in forecast_stage(run.path, stage)  # `run` is open
+    with pytest.raises(InUse):
+        do(run.path, stage)
+
+
+def test_whether_a_stage_is_done_is_read_beside_whoever_holds_the_run(run):
+    stage = planted([])
+    assert not is_done(run.path, stage)
+    run_stage(stage, run, Progress())
+    assert is_done(run.path, stage)
+    (run.path / "in").write_text("b")
+    assert not is_done(run.path, stage)
 
 
 def chain(done):
