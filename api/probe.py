@@ -352,7 +352,7 @@ def _check_examples(
                     f"the probe's example {row.get('question')!r} has P "
                     f"{score.p_correct} here, and had {row['p_correct']} when the "
                     "probe was saved; look whether the model is the one of its card, "
-                    "or load with strict=False"
+                    "or in Python load with strict=False"
                 )
         return True
 

@@ -99,7 +99,7 @@ class BaselinesOptions:
             nli=str(self.nli.resolve()) if self.nli else config.nli,
             encoder=str(self.encoder.resolve()) if self.encoder else config.encoder,
         )
-        chosen_detectors(changed)  # an unknown name is wrong usage
+        chosen_detectors(changed)  # an unknown name is refused before a stage begins
         return changed
 
 

@@ -202,7 +202,7 @@ class AnswerScorer(abc.ABC):
           prompt: the text that was really sent to be completed.
           messages: the chat that was really sent, each with `role` and `content`.
           prompt_ids: the ids that the model really read.
-          answer_ids: the ids that it wrote.
+          answer_ids: the ids that it wrote; `answer` is not read beside them.
           context_range: characters `[start, stop)` of the context in the prompt's text.
           question_range: likewise of the question. See `AnswerToScore` for all.
 

@@ -44,7 +44,7 @@ class AnswerToScore:
     Attributes:
       question: as the model was asked.
       answer: its answer, or anybody's; under a prompt, its exact text, with the white
-        space that it began with.
+        space that it began with. Not read where `answer_ids` are given.
       context: passages that the model was shown, see `as_passages`; held as `Passage`s,
         none for closed-book.
       prompt: text that was sent to be completed. Control tokens in it are read as

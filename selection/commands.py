@@ -104,7 +104,7 @@ def anatomy(run_dir: Path, other: Path | None, only: tuple[str, ...]) -> None:
     def change(config: "AnatomyConfig") -> "AnatomyConfig":
         beside = config.other if other is None else str(other.resolve())
         changed = dataclasses.replace(config, only=only, other=beside)
-        chosen_analyses(changed)  # an unknown name is wrong usage
+        chosen_analyses(changed)  # an unknown name is refused before a stage begins
         return changed
 
     do_again_if_changed(run_dir, ANATOMY, change)
