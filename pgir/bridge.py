@@ -99,7 +99,7 @@ class ProbedBackbone:
             )
         if strict and (different := differences(trained, backbone)):
             raise ValueError(
-                f"{different[0]}; in Python strict=False loads it, and every score warns"
+                f"{different[0]}; in Python strict=False loads it, and scores warn"
             )
         self.backbone = backbone
         self.detector = detector
