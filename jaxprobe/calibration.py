@@ -286,9 +286,12 @@ def reliability(
 
 
 def ece(p_correct: np.ndarray, labels: np.ndarray, n_bins: int = 15) -> float:
-    """Expected calibration error over equal-width bins, in [0, 1]; NaN of nothing."""
+    """Expected calibration error over equal-width bins, in [0, 1].
+
+    NaN of nothing, and where a probability is NaN.
+    """
     if not len(labels):
         return float("nan")
     bins = reliability(p_correct, labels, n_bins)
-    gap = np.abs(bins.confidence - bins.accuracy)
-    return float(np.nansum(gap * bins.n_examples) / bins.n_examples.sum())
+    gap, n = np.abs(bins.confidence - bins.accuracy), bins.n_examples
+    return float((gap * n)[n > 0].sum() / n.sum())

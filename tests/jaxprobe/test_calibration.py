@@ -40,6 +40,11 @@ def test_reliability_bins_count_every_example_and_perfect_ones_have_no_error():
     assert ece(p, p.astype(bool)) == 0.0 and brier(p, p.astype(bool)) == 0.0
 
 
+def test_the_error_of_a_probability_that_is_no_number_is_none():
+    p, labels = np.array([0.1, np.nan, 0.9]), np.array([False, True, True])
+    assert np.isnan(ece(p, labels)) and np.isnan(brier(p, labels))
+
+
 def test_calibration_refuses_nothing_and_nan():
     for scores in (np.array([]), np.array([np.nan])):
         with pytest.raises(ValueError, match="finite scores"):
