@@ -319,6 +319,8 @@ def decision_rows(
     thresholds = itertools.chain.from_iterable(
         head.thresholds(wanted) for wanted in PRECISIONS
     )
+    originals = np.flatnonzero(rows.variants == "original")
+    rows, p_correct = rows.take(originals), p_correct[originals]
     decisions = [
         (threshold, np.array([threshold.holds(p) for p in p_correct]))
         for threshold in thresholds
@@ -326,7 +328,6 @@ def decision_rows(
     result = []
     for dataset, split in rows.evaluated_sets():
         where = rows.where(split, dataset)
-        where = where[rows.variants[where] == "original"]
         if split == "validation" or not len(where):
             continue
         for threshold, is_decided in decisions:
