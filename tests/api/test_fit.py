@@ -92,6 +92,14 @@ def test_a_report_has_every_head_split_and_metric_with_its_interval(probe):
     assert (report["value"] <= report["ci_high"]).all()
 
 
+def test_three_right_answers_on_top_are_no_certain_ranking():
+    p, labels = np.linspace(0.01, 0.99, 100), np.arange(100) > 96
+    config = BootstrapConfig(n_resamples=20)
+    row = metric_rows(p, p, labels, np.arange(100), config)[0]
+    assert row["metric"] == "auroc" and 0.5 < row["ci_low"] < 0.9
+    assert row["ci_high"] == row["value"] == 1.0
+
+
 def test_the_interval_of_the_calibration_error_holds_the_true_one():
     rng, config, n_held = np.random.default_rng(0), BootstrapConfig(n_resamples=60), 0
     for true in (0.0, 0.15):
