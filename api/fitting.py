@@ -29,7 +29,7 @@ from beatrice.jaxprobe.calibrate import (
     passing_head,
     pool_of,
 )
-from beatrice.jaxprobe.calibration import brier, ece
+from beatrice.jaxprobe.calibration import brier, ece, ece_by_chance
 from beatrice.jaxprobe.config import (
     GRID_PRESETS,
     SELECT_PRESETS,
@@ -43,6 +43,7 @@ from beatrice.jaxprobe.metrics import (
     BootstrapConfig,
     auprc,
     auroc,
+    auroc_interval,
     interval_of,
     resamples,
 )
@@ -488,7 +489,12 @@ def metric_rows(
 ) -> list[dict[str, Any]]:
     """Return AUROC, AUPRC, ECE and Brier score with 95 % intervals, a row each.
 
-    A metric that is undefined has the value None.
+    A metric that is undefined has the value None. AUROC has `auroc_interval`, since
+    resamples of few right answers on top are all as good. The ECE of resamples is above
+    that of the answers by as much as theirs is above the true one: its interval begins
+    as far below the value as theirs ends above it, and at zero where a P that is right
+    shows as much by chance. In simulations of 100 to 1,000 answers it held the true ECE
+    in .94 or more, but once in .87; that of resamples never where P was right.
 
     Args:
       raw: `[n]` scores that rank.
@@ -514,6 +520,12 @@ def metric_rows(
         value = low = high = None
         if np.isfinite(point := metric(scores, labels)):
             value, (low, high) = point, interval_of(np.array(draws[name]))
+            if name == "auroc":
+                low, high = auroc_interval(raw, np.asarray(labels, bool), clusters)
+            elif name == "ece":
+                chance = ece_by_chance(p_correct, clusters, seed=bootstrap.seed)
+                high = max(point, high)
+                low = 0.0 if point <= chance else max(0.0, 2 * point - high)
         row = {"metric": name, "value": value, "ci_low": low, "ci_high": high}
         rows.append({**row, "n": len(labels), "n_right": int(labels.sum())})
     return rows

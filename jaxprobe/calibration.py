@@ -286,9 +286,39 @@ def reliability(
 
 
 def ece(p_correct: np.ndarray, labels: np.ndarray, n_bins: int = 15) -> float:
-    """Expected calibration error over equal-width bins, in [0, 1]; NaN of nothing."""
+    """Expected calibration error over equal-width bins, in [0, 1].
+
+    NaN of nothing, and where a probability is NaN.
+    """
     if not len(labels):
         return float("nan")
     bins = reliability(p_correct, labels, n_bins)
-    gap = np.abs(bins.confidence - bins.accuracy)
-    return float(np.nansum(gap * bins.n_examples) / bins.n_examples.sum())
+    gap, n = np.abs(bins.confidence - bins.accuracy), bins.n_examples
+    return float((gap * n)[n > 0].sum() / n.sum())
+
+
+def ece_by_chance(
+    p_correct: np.ndarray,
+    questions: np.ndarray,
+    n_bins: int = 15,
+    n_draws: int = 1000,
+    seed: int = 0,
+) -> float:
+    """Return what the calibration error stays below in 39 of 40 draws where P is right.
+
+    The error of a finite sample is above zero whatever P is: .05 and more of 300
+    answers. Right and wrong are drawn from P itself; answers to one question go
+    together, as far as their P allow.
+
+    Args:
+      p_correct: `[n]` probabilities, at least one.
+      questions: `[n]` names.
+      n_bins: as of `ece`.
+      n_draws: of right and wrong.
+      seed: of the draws.
+    """
+    rng = np.random.default_rng(seed)
+    names, question = np.unique(questions, return_inverse=True)
+    draws = (rng.random(len(names))[question] < p_correct for _ in range(n_draws))
+    errors = [ece(p_correct, is_right, n_bins) for is_right in draws]
+    return float(np.quantile(errors, 0.975))

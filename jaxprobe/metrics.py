@@ -154,9 +154,10 @@ def auroc_interval(
     """Return a 95 % interval of AUROC that holds with few answers too.
 
     The wider of two: every AUROC that lies within 1.96 of the standard errors which
-    Hanley and McNeil (1982) expect of it (Newcombe, Statistics in Medicine 2006, method
-    5), and DeLong's on the logit scale, whose error is zero where the few right answers
-    lie on top.
+    Hanley and McNeil (1982) expect of it, both classes counted as their mean (Newcombe,
+    Statistics in Medicine 2006, method 5), and DeLong's on the logit scale, whose error
+    is zero where the few right answers lie on top. (With each class's own count an
+    AUROC of .95 lay within in 90 of 100 draws of 300 right and 30 wrong answers.)
 
     Args:
       scores: `[n_examples]`.
@@ -172,8 +173,7 @@ def auroc_interval(
     def excess(expected: float) -> float:
         """Return how much farther than the errors of an AUROC ours lies from it."""
         pairs = expected / (2 - expected), 2 * expected**2 / (1 + expected)
-        right, wrong = (share - expected**2 for share in pairs)
-        rest = (n_right - 1) * right + (n_wrong - 1) * wrong
+        rest = ((n_right + n_wrong) / 2 - 1) * (sum(pairs) - 2 * expected**2)
         variance = (expected * (1 - expected) + rest) / n_pairs
         return (area - expected) ** 2 - z**2 * variance
 

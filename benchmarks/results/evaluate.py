@@ -41,7 +41,13 @@ from beatrice.extract.run.stages import Stage
 from beatrice.extract.store.store import FeatureStore, read_family
 from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.calibrate import run_bootstrap, run_selection
-from beatrice.jaxprobe.calibration import Reliability, brier, ece, reliability
+from beatrice.jaxprobe.calibration import (
+    Reliability,
+    brier,
+    ece,
+    ece_by_chance,
+    reliability,
+)
 from beatrice.jaxprobe.config import set_compiler
 from beatrice.jaxprobe.detector import Detector, SettingHead
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
@@ -147,7 +153,11 @@ def _bins(curve: Reliability) -> list[dict[str, Any]]:
 
 
 def reliability_of(
-    raw: np.ndarray, calibrated: np.ndarray, labels: np.ndarray, setting: Setting
+    raw: np.ndarray,
+    calibrated: np.ndarray,
+    labels: np.ndarray,
+    ids: np.ndarray,
+    setting: Setting,
 ) -> tuple[dict[str, Any], list[ResultRow]]:
     """Return the reliability of the selected set as the report shows it, and its rows.
 
@@ -156,9 +166,10 @@ def reliability_of(
         sets.
       calibrated: `[n]` the calibrated one.
       labels: `[n]` bool.
+      ids: `[n]` questions.
       setting: of the answers.
     """
-    shown: dict[str, Any] = {}
+    shown: dict[str, Any] = {"ece_by_chance": ece_by_chance(calibrated, ids, N_BINS)}
     result = []
     at = {"setting": setting, "dataset": IN_DOMAIN, "split": "test", "n": len(labels)}
     at |= {"experiment": "calibration", "detector": "champion"}
@@ -319,6 +330,8 @@ def decision_rows(
     thresholds = itertools.chain.from_iterable(
         head.thresholds(wanted) for wanted in PRECISIONS
     )
+    originals = np.flatnonzero(rows.variants == "original")
+    rows, p_correct = rows.take(originals), p_correct[originals]
     decisions = [
         (threshold, np.array([threshold.holds(p) for p in p_correct]))
         for threshold in thresholds
@@ -326,7 +339,6 @@ def decision_rows(
     result = []
     for dataset, split in rows.evaluated_sets():
         where = rows.where(split, dataset)
-        where = where[rows.variants[where] == "original"]
         if split == "validation" or not len(where):
             continue
         for threshold, is_decided in decisions:
@@ -553,7 +565,11 @@ def _evaluate(run: RunDir, config: None, update: Update, progress: Progress) -> 
             result += annotated_rows(judged, detectors, rows, bootstrap)
         if len(where := rows.where("test")):
             curves[setting], calibration = reliability_of(
-                raw[where], p_correct[where], rows.labels[where], setting
+                raw[where],
+                p_correct[where],
+                rows.labels[where],
+                rows.ids[where],
+                setting,
             )
             result += calibration
         else:

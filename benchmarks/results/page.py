@@ -306,6 +306,7 @@ def numbers(
         detail = f"{number(curves['ece_raw'])} before calibration"
         if is_worse(curves):
             detail = f"worse than the {detail}: here P ranks, but means less"
+        detail += _by_chance(curves)
         shown.append((label, number(curves["ece_calibrated"]), detail))
     pgir = {"experiment": "controller_macro", "detector": "pgir", "dataset": MACRO}
     em, cost = (find(results, metric=m, **pgir) for m in ("em", "generations"))
@@ -319,14 +320,16 @@ def numbers(
     return shown
 
 
-# Of a calibrated forecaster's error in 15 bins: one standard deviation over draws of
-# 600 answers, .007 to .010 by how P is spread (simulated).
-_CHANCE_OF_ECE = 0.01
+def _by_chance(curves: Mapping[str, Any]) -> str:
+    """Say how large the error is of a P that is right; empty where nobody knows."""
+    chance = curves.get("ece_by_chance")
+    return "" if chance is None else f"; up to {number(chance)} is chance"
 
 
 def is_worse(curves: Mapping[str, Any]) -> bool:
-    """Whether calibration made the error on test answers larger than by chance."""
-    return curves["ece_calibrated"] > curves["ece_raw"] + _CHANCE_OF_ECE
+    """Whether calibration made the error larger, and larger than a right P's is."""
+    raw, chance = curves["ece_raw"], curves.get("ece_by_chance")
+    return chance is not None and curves["ece_calibrated"] > max(raw, chance)
 
 
 def times_in_words(seconds: Mapping[str, float]) -> str:
@@ -367,7 +370,8 @@ def reliability_pictures(reliability: PerSetting) -> list[Picture]:
             f"Brier {number(curves['brier_raw'])} raw, "
             f"{number(curves['brier_calibrated'])} calibrated; calibration error (ECE) "
             f"{number(curves['ece_raw'])} raw, {number(curves['ece_calibrated'])} "
-            f"calibrated{worse}. Dashed: perfect calibration. Below: answers per bin."
+            f"calibrated{worse}{_by_chance(curves)}. Dashed: perfect calibration. "
+            "Below: answers per bin."
         )
         figure = figures.reliability(curves["raw"], curves["calibrated"], setting)
         title = names.SETTING_LABELS[setting]

@@ -108,6 +108,8 @@ class Curves(Record, frozen=True, kw_only=True):
     brier_calibrated: Share
     ece_raw: Share
     ece_calibrated: Share
+    # What that stays below in 39 of 40 draws where P is right; older runs have none.
+    ece_by_chance: Share | None = None
 
 
 class Point(Record, frozen=True, kw_only=True):

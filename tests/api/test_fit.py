@@ -13,8 +13,9 @@ from beatrice.cli import main
 from beatrice.extract.run.contents import read_examples, read_labels
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.store.store import open_kvstore, read_family
+from beatrice.fitting import metric_rows
 from beatrice.jaxprobe.calibrate import CALIBRATE_PRESETS
-from beatrice.jaxprobe.metrics import auroc
+from beatrice.jaxprobe.metrics import BootstrapConfig, auroc
 from beatrice.own_model import read_labelled, split_answers
 from tests.extract.datasets.published import write_lines
 from tests.process import call
@@ -87,9 +88,27 @@ def test_a_report_has_every_head_split_and_metric_with_its_interval(probe):
     assert set(report["head"]) == {*SETTINGS, "single_pass"}
     assert set(report["split"]) == {"validation", "test"}
     assert set(report["metric"]) == {"auroc", "auprc", "ece", "brier"}
-    ranked = report[report["metric"].isin(["auroc", "auprc", "brier"])]
-    assert (ranked["ci_low"] <= ranked["value"]).all()
-    assert (ranked["value"] <= ranked["ci_high"]).all()
+    assert (report["ci_low"] <= report["value"]).all()
+    assert (report["value"] <= report["ci_high"]).all()
+
+
+def test_three_right_answers_on_top_are_no_certain_ranking():
+    p, labels = np.linspace(0.01, 0.99, 100), np.arange(100) > 96
+    config = BootstrapConfig(n_resamples=20)
+    row = metric_rows(p, p, labels, np.arange(100), config)[0]
+    assert row["metric"] == "auroc" and 0.5 < row["ci_low"] < 0.9
+    assert row["ci_high"] == row["value"] == 1.0
+
+
+def test_the_interval_of_the_calibration_error_holds_the_true_one():
+    rng, config, n_held = np.random.default_rng(0), BootstrapConfig(n_resamples=60), 0
+    for true in (0.0, 0.15):
+        for _ in range(10):
+            p = rng.uniform(0.2, 0.8, 200)
+            labels = rng.random(200) < p + true
+            row = metric_rows(p, p, labels, np.arange(200), config)[2]
+            n_held += row["ci_low"] <= true <= row["ci_high"]
+    assert row["metric"] == "ece" and n_held >= 18
 
 
 def planted_signals(rng, n_answers=300):

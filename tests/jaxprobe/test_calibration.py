@@ -13,6 +13,7 @@ from beatrice.jaxprobe.calibration import (
     choose_calibrator,
     cross_fit,
     ece,
+    ece_by_chance,
     fit_calibrator,
     folds_of,
     log_losses,
@@ -38,6 +39,25 @@ def test_reliability_bins_count_every_example_and_perfect_ones_have_no_error():
     bins = reliability(p, p.astype(bool), n_bins=10)
     assert bins.n_examples.sum() == 4 and np.isnan(bins.accuracy[5])
     assert ece(p, p.astype(bool)) == 0.0 and brier(p, p.astype(bool)) == 0.0
+
+
+def test_the_error_of_a_probability_that_is_no_number_is_none():
+    p, labels = np.array([0.1, np.nan, 0.9]), np.array([False, True, True])
+    assert np.isnan(ece(p, labels)) and np.isnan(brier(p, labels))
+
+
+def test_chance_explains_the_error_of_a_probability_that_is_right_and_no_other():
+    rng = np.random.default_rng(0)
+    below = {0.0: 0, 0.2: 0}
+    for shift in below:
+        for _ in range(40):
+            p = rng.random(300)
+            labels = rng.random(300) < np.clip(p + shift, 0, 1)
+            below[shift] += ece(p, labels) < ece_by_chance(p, np.arange(300))
+    assert below[0.0] > 35 and below[0.2] == 0
+    p, pairs = np.repeat(p, 2), np.repeat(np.arange(300), 2)  # no new evidence
+    alone = ece_by_chance(p[::2], pairs[::2])
+    assert ece_by_chance(p, pairs) == pytest.approx(alone)
 
 
 def test_calibration_refuses_nothing_and_nan():

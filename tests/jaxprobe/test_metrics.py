@@ -215,6 +215,15 @@ def test_rows_that_come_twice_are_no_new_evidence():
     assert auroc_interval(twice[0], *twice[2:]) == pytest.approx(interval)
 
 
+def test_an_interval_of_auroc_is_the_same_seen_from_the_wrong_answers():
+    rng = np.random.default_rng(0)
+    for n_right in (2, 10, 190):
+        labels = np.arange(200) < n_right
+        scores = rng.standard_normal(200) + 2.3 * labels
+        expected = auroc_interval(scores, labels)
+        assert auroc_interval(-scores, ~labels) == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("n_right", [2, 10, 100])
 def test_an_interval_of_auroc_covers_with_two_right_answers_too(n_right):
     """Two normal classes of AUROC .8, whose interval shall hold it 19 times of 20."""

@@ -1,6 +1,7 @@
 """What a run found, beside what the text alone or another seed would say."""
 
 import collections
+import dataclasses
 
 import msgspec
 import numpy as np
@@ -256,19 +257,24 @@ def test_an_answer_at_the_threshold_is_trusted():
     assert chosen(threshold=0.81)["wrong and missed"] == (0, [])
 
 
-def test_decisions_are_certified_on_validation_and_counted_on_other_answers():
-    rng = np.random.default_rng(0)
-    p = rng.random(3000)
-    rows = rows_of(rng.random(3000) < p)
-    validation = rows.where("validation")
-    head = SettingHead(
+def a_head(p, labels):
+    """A head that says these P of validation answers."""
+    return SettingHead(
         reads=(),
         config=FusionConfig(),
         params={},
         calibrator=Calibrator(name="identity", scores=(), p_correct=()),
         evidence=Evidence(train=(9, 9), validation=(9, 9), auroc=(0.5, 1.0)),
-        validation=Validation(p[validation], rows.labels[validation]),
+        validation=Validation(p, labels),
     )
+
+
+def test_decisions_are_certified_on_validation_and_counted_on_other_answers():
+    rng = np.random.default_rng(0)
+    p = rng.random(3000)
+    rows = rows_of(rng.random(3000) < p)
+    validation = rows.where("validation")
+    head = a_head(p[validation], rows.labels[validation])
     measured = {
         (r.kind, r.wanted, r.metric): r
         for r in decision_rows(head, p, rows)
@@ -291,6 +297,19 @@ def test_decisions_are_certified_on_validation_and_counted_on_other_answers():
     table = decision_table(results_of(measured.values()))
     labels = [line.label for line in table.lines]
     assert labels[::4] == ["Trust at 0.7", "Distrust at 0.7"]
+
+
+def test_a_decision_leaves_out_each_question_once():
+    """Of two wordings the original is decided on, so it alone can be left out."""
+    twice = rows_of(np.arange(1200) % 2 == 0).take(np.repeat(np.arange(1200), 2))
+    variants = np.tile(["original", "rewritten"], 1200)
+    is_labelled = np.repeat(np.arange(1200) % 7 > 0, 2)
+    rows = dataclasses.replace(twice, variants=variants, is_labelled=is_labelled)
+    head = a_head(np.full(50, 0.9), np.ones(50, bool))
+    n_left_out = (~is_labelled & (rows.splits == "test")).sum() // 2
+    measured = decision_rows(head, np.full(2400, 0.9), rows)
+    assert {r.n_failed for r in measured if r.split == "test"} == {n_left_out}
+    assert n_left_out > 0
 
 
 def test_tokens_are_shown_with_their_own_numbers_where_the_first_rows_are_spared():

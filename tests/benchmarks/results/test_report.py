@@ -191,12 +191,15 @@ def test_a_figure_says_how_wide_the_interval_of_a_bar_is(page):
     assert "The 95 % interval of one bar is about ±.030." in page
 
 
-def test_a_calibration_that_made_it_worse_is_said_in_words():
-    curves = PARTS["reliability"]["closed_book"]
-    for change, words in ((0.02, "worse than the"), (0.005, "before calibration")):
-        changed = curves | {"ece_calibrated": curves["ece_raw"] + change}
-        (_, _, detail), *_ = numbers(results_of([]), {"closed_book": changed})
-        assert words in detail and ("worse" in detail) == (change > 0.01)
+def test_a_calibration_that_made_it_worse_is_said_where_chance_does_not_explain_it():
+    raw = PARTS["reliability"]["closed_book"] | {"ece_raw": 0.02}
+    for chance, is_said in ((0.03, True), (0.05, False), (None, False)):
+        curves = raw | {"ece_calibrated": 0.04, "ece_by_chance": chance}
+        (_, _, detail), *_ = numbers(results_of([]), {"closed_book": curves})
+        assert ("worse than the .020 before" in detail) == is_said
+        assert (f"; up to .0{100 * (chance or 0):.0f}0 is chance" in detail) == bool(
+            chance
+        )
 
 
 def test_too_few_answers_are_said_once():
