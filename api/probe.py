@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -40,6 +41,7 @@ _REPORT, _EXAMPLES = "eval.json", "examples.jsonl"
 PROBES = Path(__file__).parent / "probes"  # that come along, a folder each
 _HUB = "hf://"
 MOST_EXAMPLES = 5
+_LOADING = threading.RLock()  # not of a probe, which could not be pickled with it
 # How far an example's score before the map may lie from where it was: of another
 # machine's sums in float32, and of 8 and 11 bits.
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
@@ -165,7 +167,10 @@ class Probe(AnswerScorer):
     @cached_property
     def scorer(self) -> "Scorer":
         """The probe beside its language model, which is loaded now."""
-        return self._open_scorer()
+        with _LOADING:  # or each of several threads would load a model of its own
+            if "scorer" not in self.__dict__:
+                self.__dict__["scorer"] = self._open_scorer()
+            return self.__dict__["scorer"]
 
     def load_scorer(self) -> "Scorer":
         """Return the probe beside its language model, which is loaded now."""

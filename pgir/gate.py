@@ -414,12 +414,11 @@ def run_pgir(
         for text in texts
     ]
     done = waves.run("pgir", plans)
-    reason = next(iter(waves.failed.values()), None)
     return [
-        RagAnswer(question=text, error=reason)
+        RagAnswer(question=text, error=waves.reasons[plan])
         if result is None
         else _answer_of(text, result.value, policy, passages)
-        for text, result in zip(texts, done, strict=True)
+        for text, plan, result in zip(texts, plans, done, strict=True)
     ]
 
 

@@ -217,6 +217,19 @@ def find_layout(model: Any) -> Layout:
     )
 
 
+@contextlib.contextmanager
+def evaluating(module: torch.nn.Module) -> Iterator[None]:
+    """Keep modules in evaluation mode: their owner may train them between passes."""
+    modules = [m for m in module.modules() if m.training] if module.training else []
+    for each in modules:
+        each.training = False
+    try:
+        yield
+    finally:
+        for each in modules:
+            each.training = True
+
+
 def _tensor(output: Any) -> torch.Tensor:
     """Return the state out of a module's output, which may be a tuple."""
     return output[0] if isinstance(output, tuple) else output

@@ -19,6 +19,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationMixin,
     PreTrainedConfig,
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
@@ -419,14 +420,23 @@ class Backbone:
         """Freeze a model that already exists.
 
         Args:
-          model: a Transformers causal LM; put in evaluation mode, gradients off.
+          model: a Transformers causal LM, bare or wrapped by `torch.compile` or PEFT;
+            put in evaluation mode, gradients off.
           tokenizer: its tokenizer, where text is needed.
           name: what to call it in messages and manifests.
           revision: what identifies its weights; None hashes them.
           is_of_files: as of the class.
         """
+        bare = _unwrapped(model)
         model.eval().requires_grad_(False)
-        layout = find_layout(model)
+        model, layout = bare, find_layout(bare)
+        dtype = str(layout.head.weight.dtype).removeprefix("torch.")
+        if dtype not in get_args(ModelDtype):
+            choices = ", ".join(get_args(ModelDtype))
+            raise ValueError(
+                f"cannot read {name} in {dtype}: expected one of {choices}; convert "
+                "it, as model.float() does"
+            )
         config = model.config.get_text_config()
         return cls(
             model=model,
@@ -441,6 +451,25 @@ class Backbone:
             layout=layout,
             is_of_files=is_of_files,
         )
+
+
+def _unwrapped(model: Any) -> Any:
+    """Return the Transformers model in a wrapper: its own forward runs to generate."""
+    peft = getattr(model, "active_peft_config", None)
+    if getattr(peft, "is_prompt_learning", False):
+        raise ValueError(
+            f"cannot read {type(model).__name__}: {peft.peft_type.value} puts trained "
+            "states before every prompt, which are of no span; use adapters in the "
+            "weights, such as LoRA's"
+        )
+    kinds = (m for m in model.modules() if isinstance(m, GenerationMixin))
+    bare = next(kinds, None)
+    if bare is None:
+        raise ValueError(
+            "model: expected a Transformers causal language model, found "
+            f"{type(model).__name__}"
+        )
+    return bare
 
 
 # Of a config: what Transformers adds to it, and how this process computes.

@@ -31,7 +31,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
-from beatrice.extract.backbone.layout import Layout
+from beatrice.extract.backbone.layout import Layout, evaluating
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.generate.generator import (
     Generated,
@@ -48,6 +48,23 @@ from beatrice.extract.generate.prompts import GenerationConfig, Request, render_
 from beatrice.extract.records import Answer
 from beatrice.extract.signals.sequence import batches_of
 
+# What some checkpoints, and owners of a model in memory, have set otherwise: each makes
+# other tokens of the logits, or other passes than those that are watched.
+_UNCHANGED: dict[str, Any] = {
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "min_length": 0,
+    "min_new_tokens": None,
+    "num_return_sequences": 1,
+    "guidance_scale": None,
+    "prompt_lookup_num_tokens": None,
+    "prefill_chunk_size": None,
+    "cache_implementation": None,
+    "stop_strings": None,
+}
+# Divides any logits without an overflow, and draws the likeliest of them.
+_LEAST_TEMPERATURE = 1e-30
 FEWEST_SHARED = 16  # a forward of its own for fewer costs about what it saves
 
 
@@ -229,7 +246,8 @@ class Choice(LogitsProcessor):
         if config.is_greedy:
             return
         self._generators = [torch.Generator(device).manual_seed(s) for s in seeds]
-        self._warpers.append(TemperatureLogitsWarper(float(config.temperature)))
+        temperature = max(float(config.temperature), _LEAST_TEMPERATURE)
+        self._warpers.append(TemperatureLogitsWarper(temperature))
         if config.top_k is not None:
             self._warpers.append(TopKLogitsWarper(config.top_k))
         if config.top_p < 1:
@@ -582,13 +600,13 @@ class TransformersGenerator:
     def _run(self, ids: torch.Tensor, mask: torch.Tensor, **options: Any) -> Any:
         """Return what Transformers generates behind ids, until a row is to leave."""
         stops = stop_ids(self.backbone)
-        with _contiguous_states(self.backbone):
+        with _contiguous_states(self.backbone), evaluating(self.backbone.model):
             return self.backbone.model.generate(
                 input_ids=ids,
                 attention_mask=mask,
                 do_sample=False,  # draws are made by the processor
                 num_beams=1,
-                repetition_penalty=1.0,  # some checkpoints have another default
+                **_UNCHANGED,
                 eos_token_id=list(stops),
                 pad_token_id=stops[0],
                 use_cache=True,  # fine-tuned checkpoints may have switched it off

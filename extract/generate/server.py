@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Collection, Coroutine, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, TypeVar
 
+import msgspec
 import openai
 
 from beatrice.extract.generate.generator import (
@@ -87,6 +88,10 @@ class UnreadableReply(openai.OpenAIError):
     """A server's reply is no JSON: cut off, empty, or not UTF-8."""
 
 
+# What reading a reply raises that is JSON, but of other fields or types.
+_FOREIGN = AttributeError, TypeError, KeyError, UnicodeError, msgspec.ValidationError
+
+
 def _is_transient(error: openai.OpenAIError) -> bool:
     if isinstance(error, openai.APIStatusError):
         return error.status_code in (408, 409, 429) or error.status_code >= 500
@@ -154,15 +159,23 @@ def _read(reply: Any, is_chat: bool, stop_ids: Collection[int]) -> Generated:
         log_probs = None
     text = (choice.message.content or "") if is_chat else choice.text
     usage = getattr(reply, "usage", None)
-    return Generated(
-        text=text.strip(),
-        token_ids=None if ids is None else tuple(ids),
-        stop_id=stop_id,
-        log_probs=None if log_probs is None else tuple(map(float, log_probs)),
-        finish=choice.finish_reason,
-        n_prompt_tokens=None if usage is None else usage.prompt_tokens,
-        n_new_tokens=None if usage is None else usage.completion_tokens,
-    )
+    text.encode()  # half of a surrogate pair is no text
+    counts = {
+        "n_prompt_tokens": None if usage is None else usage.prompt_tokens,
+        "n_new_tokens": None if usage is None else usage.completion_tokens,
+    }
+    fields = {
+        "text": text.strip(),
+        "token_ids": ids,
+        "stop_id": stop_id,
+        "log_probs": None if log_probs is None else tuple(map(float, log_probs)),
+        "finish": choice.finish_reason,
+        **counts,
+    }
+    reply = msgspec.convert(fields, Generated)  # the client checks no types
+    if any(n is not None and n < 0 for n in (*(ids or ()), *counts.values())):
+        raise TypeError("a token id or a count of tokens is negative")
+    return reply
 
 
 def open_client(url: str, timeout: float) -> openai.AsyncOpenAI:
@@ -188,7 +201,8 @@ async def within(seconds: float, request: Awaitable[Reply]) -> Reply:
         return await asyncio.wait_for(request, seconds)
     except TimeoutError as error:
         raise DeadlineExceeded(f"no whole reply within {seconds:g} s") from error
-    except ValueError as error:  # of the JSON library, or of UTF-8
+    # Of the JSON library, of UTF-8, or of lists in lists in lists.
+    except (ValueError, RecursionError) as error:
         raise UnreadableReply(f"its reply is no JSON: {error}") from error
 
 
@@ -335,7 +349,7 @@ class ServedGenerator(contextlib.AbstractContextManager):
             if not _may_have_cost(error):
                 n_prompt = n_new = 0
             raise
-        except (AttributeError, TypeError) as error:
+        except _FOREIGN as error:
             raise ValueError(
                 f"{self._where}: its reply is not of OpenAI's protocol ({error})"
             ) from error

@@ -29,7 +29,12 @@ from transformers import AttentionInterface, Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from beatrice.extract.backbone.layout import LayerPass, Layout, watch_layers
+from beatrice.extract.backbone.layout import (
+    LayerPass,
+    Layout,
+    evaluating,
+    watch_layers,
+)
 from beatrice.extract.signals.batch import to_device
 from beatrice.extract.signals.span_sums import (
     AttentionCall,
@@ -494,7 +499,7 @@ def attending_through(layout: Layout, reading: AttentionReading) -> Iterator[Non
         contextlib.nullcontext() if asks else _CustomAttention(reading).watching(layout)
     )
     try:
-        with watch:
+        with watch, evaluating(decoder):
             yield
     finally:
         _active.reset(token)

@@ -233,6 +233,7 @@ class Waves:
 
     Attributes:
       failed: calls that could not be made, and why.
+      reasons: why a plan returned nothing, by plan.
 
     Args:
       services: by kind of call.
@@ -250,6 +251,7 @@ class Waves:
         self.services = services
         self.journal = journal
         self.failed: dict[Call, str] = {}
+        self.reasons: dict[Plan[Any], str] = {}
         self._group_size = group_size
 
     def add_judge(self, name: str, judge: DraftJudge) -> Judge:
@@ -297,6 +299,7 @@ class Waves:
                 call = waiting.pop(i)
                 entry = self.journal.find(call)
                 if entry is None:
+                    self.reasons[plans[i]] = self.failed[call]
                     plans[i].close()
                     continue
                 cost = self.services[kind].cost(call, entry.value)

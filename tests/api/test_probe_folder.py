@@ -1,5 +1,6 @@
 """A probe is a folder: whole or refused, the same numbers on a machine without JAX."""
 
+import contextlib
 import importlib
 import json
 import os
@@ -9,6 +10,8 @@ import shutil
 import site
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +48,23 @@ def probe():
     return beatrice.Probe(
         detector, report, layer=LAYER, open_scorer=lambda: Scorer(backbone, detector)
     )
+
+
+def test_threads_that_ask_a_probe_first_load_its_model_once(probe, monkeypatch):
+    # As of Python 3.12 a cached property is computed by every thread that is early.
+    cached = beatrice.Probe.__dict__["scorer"]
+    monkeypatch.setattr(cached, "lock", contextlib.nullcontext(), raising=False)
+    opened = []
+
+    def open_scorer():
+        opened.append(probe.scorer)
+        time.sleep(0.05)
+        return probe.scorer
+
+    fresh = beatrice.Probe(probe.detector, layer=LAYER, open_scorer=open_scorer)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: fresh.load_scorer(), range(8)))
+    assert len(opened) == 1
 
 
 @pytest.fixture(scope="module")

@@ -285,17 +285,22 @@ def test_a_retriever_that_fails_ends_in_a_sentence(give, message):
 
 def test_a_connection_that_fails_fails_its_questions_alone(scorer):
     def give(queries, depth):
-        if "bad?" in queries[0] or len(queries) > 1:
-            raise ConnectionError("it is down")
+        if queries[0] != QUESTION or len(queries) > 1:
+            raise ConnectionError(f"{queries[-1]} is down")
         return [[PASSAGE]]
 
     with pytest.raises(RetrievalFailed, match="1 of 2"):
-        OwnRetriever(Fixed(give)).search(["a", "bad?"], 2)
-    good, bad = run_pgir(
-        scorer, [QUESTION, "bad?"], Fixed(give), threshold=1.0, query="question"
+        OwnRetriever(Fixed(give)).search([QUESTION, "bad?"], 2)
+    good, bad, worse = run_pgir(
+        scorer,
+        [QUESTION, "bad?", "worse?"],
+        Fixed(give),
+        threshold=1.0,
+        query="question",
     )
     assert good.answer and good.error is None
-    assert bad.answer is None and bad.error == "it is down"
+    assert bad.answer is None and bad.error == "bad? is down"
+    assert worse.answer is None and worse.error == "worse? is down"
 
 
 class NoIdentity:

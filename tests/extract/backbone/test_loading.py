@@ -35,7 +35,9 @@ from beatrice.extract.backbone.loading import (
 )
 from beatrice.extract.backbone.names import WEIGHTS
 from beatrice.extract.run.directory import RunDir
+from beatrice.extract.signals.decode import check_decoding
 from beatrice.extract.signals.reader import SignalReader
+from tests.extract.generate.loopback import Numbers
 from tests.extract.small_run import beatrice, make_run
 
 
@@ -111,6 +113,48 @@ def test_a_path_below_home_is_the_same_model(checkpoint, monkeypatch):
     assert first.name == str(checkpoint)
     save_words(checkpoint, VOCAB_SIZE - 1)
     assert load_backbone("~/model").hashes.tokenizer != first.hashes.tokenizer
+
+
+class Adapted(torch.nn.Module):
+    """PEFT's wrapper: it has what the model has, and a forward of its own."""
+
+    def __init__(self, model, is_prompt_learning=False):
+        super().__init__()
+        self.base_model = model
+        kind = types.SimpleNamespace(value="PREFIX_TUNING")
+        peft = {"is_prompt_learning": is_prompt_learning, "peft_type": kind}
+        self.active_peft_config = types.SimpleNamespace(**peft)
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.base_model, name)
+
+    def forward(self, *args, **kwargs):
+        return self.base_model(*args, **kwargs)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # Torch's own
+@pytest.mark.parametrize("wrap", [torch.compile, Adapted])
+def test_a_model_in_a_wrapper_is_the_model_and_is_read_as_it_writes(wrap):
+    plain = Backbone.from_model(tiny_model("llama"), Numbers())
+    wrapped = Backbone.from_model(wrap(tiny_model("llama")), Numbers())
+    assert wrapped.revision == plain.revision
+    assert check_decoding(SignalReader(wrapped)) is None
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: torch.nn.Linear(2, 2), "Transformers causal language model.* Linear$"),
+        (lambda: tiny_model("llama").double(), "float64: expected one of float32, .*"),
+        (lambda: Adapted(tiny_model("llama"), True), "PREFIX_TUNING puts trained .*"),
+    ],
+)
+def test_a_model_in_memory_that_cannot_be_read_is_refused_in_a_sentence(make, message):
+    with pytest.raises(ValueError, match=message):
+        Backbone.from_model(make())
 
 
 def test_a_model_in_memory_has_a_revision_too():

@@ -218,6 +218,18 @@ def test_the_last_token_of_the_shortest_prompt_is_its_own():
     assert local.n_shared([(1, 2, 3), (2, 2, 3)]) == 0
 
 
+@pytest.mark.parametrize("temperature", [1e-300, 1e-38])
+def test_a_draw_at_hardly_any_temperature_is_the_likeliest_text(local, temperature):
+    prompts = [GeneratorPrompt(text="", ids=ids) for ids in prompts_with(N_SHARED)]
+    config = SamplingConfig(max_new_tokens=10, temperature=temperature)
+    for drawn, best in zip(
+        texts(TransformersGenerator(backbone=backbone_of("llama")), prompts, config),
+        texts(TransformersGenerator(backbone=backbone_of("llama")), prompts),
+        strict=True,
+    ):
+        assert drawn.token_ids == best.token_ids
+
+
 @pytest.mark.parametrize(
     "name", ["llama", "gpt2", "bloom", "gemma3", "gemma4", "qwen3_5"]
 )

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import math
 import shutil
 import socket
@@ -134,6 +135,37 @@ def test_a_reply_that_stays_cut_off_names_the_server(client, server):
 
 
 UNIT_PRICES = {"price_prompt": 1e6, "price_new": 1e6}
+
+
+@pytest.mark.parametrize(
+    ("choice", "usage"),
+    [
+        ({"token_ids": "ab"}, {}),
+        ({"token_ids": {"0": 5}}, {}),
+        ({"token_ids": [1.5]}, {}),
+        ({"token_ids": [-1]}, {}),
+        ({"text": "a\ud800"}, {}),
+        ({}, {"prompt_tokens": "3"}),
+        ({}, {"completion_tokens": -2}),
+    ],
+)
+def test_a_reply_of_other_types_is_refused_and_booked_as_the_most(
+    client, server, choice, usage
+):
+    """Negative counts would give money back, beyond the cap."""
+    choice = {"finish_reason": "stop", "text": "x", "token_ids": [5, 2]} | choice
+    usage = {"prompt_tokens": 3, "completion_tokens": 2} | usage
+    server.failures = [json.dumps({"choices": [choice], "usage": usage}).encode()]
+    generator = client(**UNIT_PRICES)
+    with pytest.raises(ValueError, match=f"server {server.url}.* protocol"):
+        texts(generator, [GeneratorPrompt(text="x", ids=(3, 4, 5))])
+    assert generator.account.spent == 3 + GREEDY.max_new_tokens
+
+
+def test_a_reply_that_is_nested_without_an_end_is_no_json(client, server):
+    server.failures = [b"[" * 100_000]
+    with pytest.raises(ValueError, match="is no JSON"):
+        texts(client(), [GeneratorPrompt(text="x")])
 
 
 def test_an_attempt_that_timed_out_counts_as_the_most_it_can_have_cost(client, server):

@@ -10,6 +10,7 @@ import torch
 from beatrice.benchmarks.bench.oracle import twin_of
 from beatrice.benchmarks.bench.tiny_models import FAMILIES, tiny_model
 from beatrice.extract.backbone.loading import Backbone
+from beatrice.extract.generate import local
 from beatrice.extract.generate.answers import prompts_of
 from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
 from beatrice.extract.generate.local import TransformersGenerator, generate
@@ -103,6 +104,48 @@ def test_reading_while_writing_is_reading_again(family):
     assert max(differences.values()) < 5e-4, differences
     assert answers == generate(reader.backbone, requests, CONFIG)
     assert check_decoding(reader) is None
+
+
+OWNERS = {
+    "min_new_tokens": 5,
+    "no_repeat_ngram_size": 1,
+    "encoder_repetition_penalty": 9.0,
+    "num_return_sequences": 2,
+    "guidance_scale": 2.0,
+    "prompt_lookup_num_tokens": 2,
+    "prefill_chunk_size": 4,
+    "cache_implementation": "static",
+    "stop_strings": ["1"],
+}
+
+
+@pytest.mark.parametrize("name", OWNERS)
+def test_what_an_owner_set_for_generation_changes_neither_answers_nor_readings(name):
+    requests = requests_of(n_shared=20)
+    stop = stop_of("llama", requests, 2)
+    expected = generate(backbone_of("llama", stop=stop), requests, CONFIG)
+    backbone = backbone_of("llama", stop=stop)
+    backbone.model.generation_config.do_sample = True
+    setattr(backbone.model.generation_config, name, OWNERS[name])
+    answers, _ = generate_and_read(SignalReader(backbone), requests, CONFIG)
+    assert answers == expected
+
+
+def test_a_model_that_its_owner_trains_meanwhile_is_read_without_dropout():
+    requests, model = requests_of(), tiny_model("llama")
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.5
+    reader = SignalReader(Backbone.from_model(model, Numbers()))
+    expected = generate_and_read(reader, requests, CONFIG)
+    model.train()
+    model.lm_head.eval()
+    answers, signals = generate_and_read(reader, requests, CONFIG)
+    again = reader.read([sequence_of(answer) for answer in answers])
+    assert answers == expected[0]
+    for read, wanted in zip([*signals, *again], expected[1] * 2, strict=True):
+        assert_same_signals(read, wanted, 5e-4)
+    assert model.training and model.model.training and not model.lm_head.training
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_5"])
@@ -239,11 +282,11 @@ def test_what_cannot_be_read_while_writing_is_named(family):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_a_cache_that_does_not_grow_is_never_read(family):
+def test_a_cache_that_does_not_grow_is_never_read(family, monkeypatch):
     """A static cache has columns that were not run, and rolls in a window's layer."""
-    backbone = backbone_of(family)
-    backbone.model.generation_config.cache_implementation = "static"
-    assert "a growing cache" in check_decoding(SignalReader(backbone))
+    monkeypatch.setitem(local._UNCHANGED, "cache_implementation", "static")
+    reader = SignalReader(backbone_of(family))
+    assert "a growing cache" in check_decoding(reader)
 
 
 def test_a_layer_that_chooses_keys_of_its_cache_is_read_again():
