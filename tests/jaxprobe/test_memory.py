@@ -132,20 +132,36 @@ def test_what_does_not_fit_is_halved_rows_first_and_then_members():
             assert plan.needed.total + plan.resident <= plan.limit
 
 
+SMALLEST = dataclasses.replace(
+    SIZES,
+    encoder=EncoderConfig(n_blocks=1, dropout=0.0, input_noise=0.0),
+    dims=paper_dims(hidden=6, prob=5, resid=4, attn=3),
+    train=TrainConfig(batch_size=2, n_microbatches=1, n_seeds=1),
+    widths=(4,),
+    valid_widths=(4,),
+    n_train=4,
+    n_valid=4,
+)
+
+
 def test_one_row_of_one_member_that_does_not_fit_is_named_in_a_sentence():
-    sizes = dataclasses.replace(
-        SIZES,
-        encoder=EncoderConfig(n_blocks=1, dropout=0.0, input_noise=0.0),
-        dims=paper_dims(hidden=6, prob=5, resid=4, attn=3),
-        train=TrainConfig(batch_size=2, n_microbatches=1, n_seeds=1),
-        widths=(4,),
-        valid_widths=(4,),
-        n_train=4,
-        n_valid=4,
-    )
-    rows = memory.rows_bytes(sizes, 4)
+    rows = memory.rows_bytes(SMALLEST, 4)
     with pytest.raises(ValueError, match="one member's step on one row does not fit"):
-        memory.choose(sizes, int((rows + 1000) / (1 - memory.KEPT_FREE)))
+        memory.choose(SMALLEST, int((rows + 1000) / (1 - memory.KEPT_FREE)))
+
+
+def test_of_a_stream_the_members_that_wait_for_their_turn_are_counted():
+    alone = memory.compiled_step(SMALLEST, 1, 1, 2)[0]
+    n_bytes = round((alone.total + 9) / (1 - memory.KEPT_FREE))
+    assert memory.choose(SMALLEST, n_bytes).n_subsets == 1
+    streamed = dataclasses.replace(SMALLEST, is_streamed=True)
+    with pytest.raises(ValueError, match="rows and .* of other members; train with a"):
+        memory.choose(streamed, n_bytes)
+    others = 14 * alone.outputs
+    plan = memory.choose(streamed, round(n_bytes + others / (1 - memory.KEPT_FREE)))
+    assert plan.resident + plan.needed.total <= plan.limit
+    n_waiting = 15 - plan.n_subsets
+    assert plan.resident == plan.needed.outputs * n_waiting // plan.n_subsets
 
 
 def test_rows_that_do_not_fit_are_named_in_a_sentence():
