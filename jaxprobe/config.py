@@ -174,6 +174,15 @@ class StreamConfig:
         """Check that sizes are positive."""
         _check_counts(self, n_chunk=1, n_mixed=1)
 
+    def n_groups(self, n_examples: int) -> int:
+        """Return into how many groups examples are split."""
+        return -(-n_examples // (self.n_chunk * self.n_mixed))
+
+    def group_rows(self, n_examples: int) -> int:
+        """Return the rows of each group of examples, whole chunks."""
+        n_chunks = -(-n_examples // self.n_chunk)
+        return -(-n_chunks // self.n_groups(n_examples)) * self.n_chunk
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GridConfig:

@@ -167,8 +167,8 @@ class Sizes:
           device_dtypes: types of the families on the device.
         """
         if config.stream is not None:
-            n_group = config.stream.n_chunk * config.stream.n_mixed
-            groups = [[(min(n_group, len(rows)), widths_of(lengths))] for rows in where]
+            widths = widths_of(lengths)
+            groups = [[(config.stream.group_rows(len(rows)), widths)] for rows in where]
         else:
             groups = [
                 [
@@ -192,8 +192,10 @@ class Sizes:
             n_devices=jax.local_device_count(),
         )
         if config.stream is not None:
-            # Two groups: one is read while one is used, by one device.
-            resident = rows_bytes(sizes, n_train)
+            # Two groups: one is read while one is used, by one device. One of them is a
+            # step's own argument; validation groups may be the larger ones.
+            resident = 2 * rows_bytes(sizes, max(n_train, n_valid))
+            resident -= rows_bytes(sizes, n_train)
             return dataclasses.replace(
                 sizes, resident=resident, n_devices=1, is_streamed=True
             )

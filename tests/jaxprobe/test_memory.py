@@ -21,7 +21,7 @@ from beatrice.jaxprobe.config import (
 from beatrice.jaxprobe.families import FLOATS, N_SUBSETS, paper_dims, subset_index
 from beatrice.jaxprobe.grid import Block, Member, grid_members
 from beatrice.jaxprobe.random import RowKeys, hashed_bits, hashed_normal
-from beatrice.jaxprobe.train import EVERY_FAMILY, members_of_share
+from beatrice.jaxprobe.train import EVERY_FAMILY, epoch_groups, members_of_share
 from tests.jaxprobe.samples import assert_same_leaves
 from tests.jaxprobe.test_grid import TRAIN, planted_parts, train
 
@@ -185,6 +185,21 @@ def test_two_groups_of_a_stream_and_all_groups_in_memory_are_counted():
     # A token is 4,741 float32, a row 56 tokens; then its masks, label, weight,
     # question and offsets.
     assert memory.rows_bytes(held, 1) == 56 * 4741 * 4 + 56 + 3 * 4 + 15 * 4
+
+
+@pytest.mark.parametrize("n_rows", [(100, 300), (2100, 130), (3000, 5000)])
+def test_the_groups_of_a_stream_are_planned_as_they_are_read(n_rows):
+    lengths, stream = np.tile([40, 16], (sum(n_rows), 1)), StreamConfig()
+    where = np.split(np.arange(sum(n_rows)), [n_rows[0]])
+    config = GridConfig(stream=stream)
+    sizes = memory.Sizes.of(config, SIZES.dims, lengths, where, FLOATS)
+    groups = [epoch_groups(rows, stream, (0, 0)) for rows in where]
+    assert [{len(group.where) for group in x} for x in groups] == [
+        {sizes.n_train},
+        {sizes.n_valid},
+    ]
+    largest = memory.rows_bytes(sizes, max(sizes.n_train, sizes.n_valid))
+    assert sizes.resident + memory.rows_bytes(sizes, sizes.n_train) == 2 * largest
 
 
 @pytest.mark.parametrize(("dtype", "token"), [("bfloat16", 8192), ("int8", 4096 + 4)])
