@@ -16,6 +16,14 @@ from beatrice.extract.run.files import user_cache
 MatmulDtype = Literal["float32", "bfloat16"]
 
 
+def _check_counts(config: object, **least: int) -> None:
+    """Check that fields which are there are at least so large."""
+    for name, fewest in least.items():
+        value = getattr(config, name)
+        if value is not None and value < fewest:
+            raise ValueError(f"{name} must be at least {fewest}, got {value}")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncoderConfig:
     """Shape of a combination encoder; defaults give the paper's sizes at d=4096."""
@@ -35,12 +43,15 @@ class EncoderConfig:
 
     def __post_init__(self):
         """Check that the widths fit together."""
+        _check_counts(self, projection=1, hidden=1, n_blocks=0, n_groups=1)
         if self.hidden % self.n_groups:
             raise ValueError(
                 f"hidden width {self.hidden} has no {self.n_groups} equal groups"
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}")
+        if not self.input_noise >= 0.0:
+            raise ValueError(f"input_noise must be at least 0, got {self.input_noise}")
         if self.matmul_dtype not in get_args(MatmulDtype):
             raise ValueError(
                 f"matmul_dtype: expected {' or '.join(get_args(MatmulDtype))}, "
@@ -70,11 +81,12 @@ class TrainConfig:
 
     def __post_init__(self):
         """Check that counts are positive."""
-        least = {"batch_size": 1, "lr_patience": 1, "patience": 1, "n_seeds": 1}
-        for name, fewest in {**least, "max_epochs": 0}.items():
-            value = getattr(self, name)
-            if value is not None and value < fewest:
-                raise ValueError(f"{name} must be at least {fewest}, got {value}")
+        _check_counts(self, batch_size=1, max_epochs=0, patience=1, n_seeds=1)
+        _check_counts(self, lr_patience=1, n_microbatches=1)
+        if not self.learning_rate > 0.0:
+            raise ValueError(
+                f"learning_rate must be greater than 0, got {self.learning_rate}"
+            )
         if self.n_microbatches is not None and self.batch_size % self.n_microbatches:
             raise ValueError(
                 f"batch_size {self.batch_size} has no {self.n_microbatches} equal parts"
@@ -144,8 +156,11 @@ class FusionConfig:
 
     def __post_init__(self):
         """Check that a head has slots, and does not drop every encoder."""
-        if self.n_slots < 1 or not 0.0 <= self.encoder_dropout < 1.0:
-            raise ValueError(f"need n_slots >= 1 and 0 <= encoder_dropout < 1: {self}")
+        _check_counts(self, hidden=1, n_slots=1)
+        if not 0.0 <= self.encoder_dropout < 1.0:
+            raise ValueError(
+                f"encoder_dropout must lie in [0, 1), got {self.encoder_dropout}"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,11 +172,16 @@ class StreamConfig:
 
     def __post_init__(self) -> None:
         """Check that sizes are positive."""
-        if min(self.n_chunk, self.n_mixed) < 1:
-            raise ValueError(
-                f"n_chunk and n_mixed must be at least 1, got {self.n_chunk} and "
-                f"{self.n_mixed}"
-            )
+        _check_counts(self, n_chunk=1, n_mixed=1)
+
+    def n_groups(self, n_examples: int) -> int:
+        """Return into how many groups examples are split."""
+        return -(-n_examples // (self.n_chunk * self.n_mixed))
+
+    def group_rows(self, n_examples: int) -> int:
+        """Return the rows of each group of examples, whole chunks."""
+        n_chunks = -(-n_examples // self.n_chunk)
+        return -(-n_chunks // self.n_groups(n_examples)) * self.n_chunk
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -411,10 +411,10 @@ def filled_block(block: Block, encoder: Encoder, config: TrainConfig) -> BlockAr
     return BlockArrays.of(block, encoder.dims.n_families, n_subsets)
 
 
-def _stopped_without_gain(state, block, groups, logits, n_epochs) -> FitState:
+def _stopped_without_gain(state, block, groups, logits, patience) -> FitState:
     """Stop members whose best weights gain too little on their linear parts.
 
-    They are stopped for good, and count as done after `n_epochs`.
+    They are stopped for good: as if they had used up their patience.
     """
     best, parts, numbers = state._replace(params=state.best_params), [], []
     for group in groups:
@@ -433,7 +433,7 @@ def _stopped_without_gain(state, block, groups, logits, n_epochs) -> FitState:
         pair = scores[i, j], offsets[np.asarray(block.subsets)[j]]
         gain, error = auroc_gain(*pair, labels > 0, questions)
         if gain < LEAST_GAIN * error or gain <= 0:
-            waited[i, j] = n_epochs
+            waited[i, j] = patience
     return state._replace(epochs_since_best=jnp.asarray(waited))
 
 

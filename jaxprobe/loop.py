@@ -27,7 +27,8 @@ class FitInfo(NamedTuple):
     """What a person wants to know of one training run."""
 
     valid_auroc: Any  # `[max_epochs]`, NaN after the last epoch
-    # `[max_epochs]` mean over the epoch's steps, NaN after the last epoch.
+    # `[max_epochs]`, NaN after the last epoch: the mean over the epoch's groups of rows
+    # of the mean over their steps.
     train_loss: Any
     best_auroc: Any  # validation AUROC of the weights that are kept; -1 where undefined
     best_epoch: Any  # the epoch that gave them, from 0

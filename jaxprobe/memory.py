@@ -144,6 +144,9 @@ class Sizes:
     # validation rows, the group of a stream that is read ahead.
     resident: int = 0
     n_devices: int = 1  # over which a block's subsets are split
+    # Whether all blocks take their turns on a group, so that every member's weights and
+    # moments lie on the device at once.
+    is_streamed: bool = False
 
     @classmethod
     def of(
@@ -164,8 +167,8 @@ class Sizes:
           device_dtypes: types of the families on the device.
         """
         if config.stream is not None:
-            n_group = config.stream.n_chunk * config.stream.n_mixed
-            groups = [[(min(n_group, len(rows)), widths_of(lengths))] for rows in where]
+            widths = widths_of(lengths)
+            groups = [[(config.stream.group_rows(len(rows)), widths)] for rows in where]
         else:
             groups = [
                 [
@@ -189,9 +192,13 @@ class Sizes:
             n_devices=jax.local_device_count(),
         )
         if config.stream is not None:
-            # Two groups: one is read while one is used, by one device.
-            resident = rows_bytes(sizes, n_train)
-            return dataclasses.replace(sizes, resident=resident, n_devices=1)
+            # Two groups: one is read while one is used, by one device. One of them is a
+            # step's own argument; validation groups may be the larger ones.
+            resident = 2 * rows_bytes(sizes, max(n_train, n_valid))
+            resident -= rows_bytes(sizes, n_train)
+            return dataclasses.replace(
+                sizes, resident=resident, n_devices=1, is_streamed=True
+            )
         in_memory = sum(
             rows_bytes(sizes, *group) for split in groups for group in split
         )
@@ -363,22 +370,30 @@ def choose(sizes: Sizes, device_memory: int | None = None) -> Plan:
             "used; train with --set streamed=true, or store fewer or narrower "
             "hidden states"
         )
+    waiting = 0
     for n_subsets, n_seeds, n_rows in _candidates(sizes):
         needed, _ = compiled_step(sizes, n_subsets, n_seeds, n_rows)
-        if sizes.resident + needed.total <= limit:
+        if sizes.is_streamed:
+            n_members = sizes.dims.n_subsets * sizes.train.n_seeds
+            n_waiting = n_members - n_subsets * n_seeds
+            waiting = needed.outputs * n_waiting // (n_subsets * n_seeds)
+        if sizes.resident + waiting + needed.total <= limit:
             return Plan(
                 n_subsets=n_subsets,
                 n_seeds=n_seeds,
                 n_devices=sizes.n_devices,
                 n_rows=n_rows,
                 limit=limit,
-                resident=sizes.resident,
+                resident=sizes.resident + waiting,
                 needed=needed,
             )
+    others, advice = "", "with --set streamed=true, "
+    if sizes.is_streamed:
+        others, advice = f" and {bytes_in_words(waiting)} of other members", ""
     raise ValueError(
         f"one member's step on one row does not fit into {bytes_in_words(limit)} "
-        f"beside {bytes_in_words(rows)} of rows; train with --set streamed=true, with "
-        "a smaller `hidden` width, or on a device with more memory"
+        f"beside {bytes_in_words(rows)} of rows{others}; train {advice}with a smaller "
+        "`hidden` width, or on a device with more memory"
     )
 
 

@@ -231,15 +231,18 @@ class TrainingSet:
     def with_spans(self, span_mask: np.ndarray) -> "TrainingSet":
         """Return the same rows with some spans left out; see `keep_spans`."""
 
-        def read(where: np.ndarray, *widths: Any) -> FamilyTokens:
-            return keep_spans(self.read(where, *widths), span_mask)
+        def kept(read: ReadRows) -> ReadRows:
+            return lambda *where: keep_spans(read(*where), span_mask)
 
         in_memory = self.in_memory and tuple(
             tuple(Bucket(i, keep_spans(tokens, span_mask)) for i, tokens in split)
             for split in self.in_memory
         )
         return dataclasses.replace(
-            self, read=read, read_train=read, in_memory=in_memory
+            self,
+            read=kept(self.read),
+            read_train=kept(self.read_train),
+            in_memory=in_memory,
         )
 
     def with_zeroed(self, span: int) -> "TrainingSet":

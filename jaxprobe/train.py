@@ -160,14 +160,13 @@ def epoch_groups(
       seed: of the order of the chunks, such as (root seed, seed, epoch).
     """
     n_chunks = -(-len(examples) // config.n_chunk)
-    n_groups = -(-n_chunks // config.n_mixed)
-    n_rows = -(-n_chunks // n_groups) * config.n_chunk
+    n_rows = config.group_rows(len(examples))
     chunks = [
         examples[i * config.n_chunk : (i + 1) * config.n_chunk] for i in range(n_chunks)
     ]
     order = np.random.default_rng(list(seed)).permutation(n_chunks)
     groups = []
-    for numbers in np.array_split(order, n_groups):
+    for numbers in np.array_split(order, config.n_groups(len(examples))):
         where = np.concatenate([chunks[i] for i in np.sort(numbers)])  # as on disk
         is_real = np.arange(n_rows) < len(where)
         groups.append(Group(np.pad(where, (0, n_rows - len(where)), "edge"), is_real))

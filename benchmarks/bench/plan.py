@@ -205,7 +205,7 @@ def plan_row(setting: Setting, plan: Plan) -> Row:
     sizes = {
         "rows and weights": needed.arguments + needed.outputs,
         "temporaries": needed.temporaries,
-        "other rows": plan.resident,
+        "other rows and members": plan.resident,
         "all": needed.total + plan.resident,
         "limit": plan.limit,
     }

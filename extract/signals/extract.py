@@ -280,12 +280,18 @@ class _RangeRows:
         """
         offsets = self._spec.family_offsets(self._name)[example : example + 2]
         first, last = (offsets - self._start).tolist()
-        if len(reading) > last - first:
-            token = int(self._spec.first_tokens(self._name)[example])
-            row = token - (int(self._spec.lengths[example]) - len(reading))
-            reading = reading[row : row + last - first]
         # Written where they stay: what lies between is a pass over cold memory.
-        out = self.arrays[self._name][first:last]
+        out, given = self.arrays[self._name][first:last], reading.shape
+        token = int(self._spec.first_tokens(self._name)[example])
+        row = token - (int(self._spec.lengths[example]) - len(reading))
+        if len(reading) != len(out) and 0 <= row <= token:
+            reading = reading[row : row + len(out)]
+        if reading.shape != out.shape:  # NumPy would repeat a single row, or channel
+            raise ValueError(
+                f"the reader gave {self._name!r} of answer {self._spec.keys[example]} "
+                f"as {list(given)}, expected {list(out.shape)} or rows of more of its "
+                f"{self._spec.lengths[example]} tokens, up to the last"
+            )
         encoded = encode(reading, self._spec.families[self._name].dtype, out)
         if encoded.scales is not None:
             self.arrays[scale_name(self._name)][first:last] = encoded.scales

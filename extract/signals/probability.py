@@ -7,6 +7,7 @@ vocabulary are kept as in an online softmax.
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,21 +21,26 @@ _N_CACHED = 2**19
 _FARTHEST = 30.0
 
 
+_PRECISION = threading.Lock()
+
+
 @contextlib.contextmanager
 def _products_of_bfloat16() -> Iterator[None]:
     """Multiply bfloat16 numbers that are stored as float32 by a CPU's units for them.
 
     The products are exact and summed in float32, several times faster (AMX); a
-    processor without such units multiplies as before. The setting is the process's.
+    processor without such units multiplies as before. The setting is the process's, so
+    one thread at a time has it: the second would restore the first one's for good.
     """
     mkldnn: Any = torch.backends.mkldnn
     matmul = mkldnn.matmul
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "bf16"
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before
+    with _PRECISION:
+        before = matmul.fp32_precision
+        matmul.fp32_precision = "bf16"
+        try:
+            yield
+        finally:
+            matmul.fp32_precision = before
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

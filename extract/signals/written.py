@@ -10,7 +10,9 @@ missing, and the files are deleted when it is done. Nothing here loads Torch.
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -30,7 +32,7 @@ from beatrice.extract.store.spec import (
     numpy_dtype,
 )
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _MOST_OPEN = 64  # files of batches
 
 
@@ -87,17 +89,20 @@ def save_batch(
     if not rows:
         return
     types = _types(config)
-    edges, tensors = {}, {}
+    edges, tensors, sums = {}, {}, {}
     for name, dtype in types.items():
         values = [getattr(of_answer, name) for _, of_answer in rows]
         edges[name] = np.cumsum([0, *map(len, values)]).tolist()
         # An integer of the type's size: the format has no bfloat16 of NumPy.
         codes = encode(np.concatenate(values), dtype).codes
         tensors[name] = codes.view(f"<u{codes.dtype.itemsize}")
+        stretches = itertools.pairwise(edges[name])
+        sums[name] = [zlib.crc32(tensors[name][i:j].tobytes()) for i, j in stretches]
     about = {
         "version": FORMAT_VERSION,
         "keys": [key for key, _ in rows],
         "edges": edges,
+        "crc32": sums,  # of each answer's rows
         "types": types,
         "hidden_layers": list(reader.hidden_layers),
         "hidden_spans": reader.hidden_spans,
@@ -174,6 +179,8 @@ class WrittenSignals(Mapping[str, WaitingSignals]):
         for name, dtype in about["types"].items():
             start, stop = about["edges"][name][index : index + 2]
             codes = file.get_slice(name)[start:stop]
+            if zlib.crc32(codes.tobytes()) != about["crc32"][name][index]:
+                raise ValueError(_damage(path, f"CRC-32 of {name!r} differs"))
             values[name] = codes.view(numpy_dtype(dtype)).astype(np.float32)
         # A file keeps the layers that were wanted when it was written.
         if (there := about["hidden_layers"]) != list(self.hidden_layers):
@@ -188,10 +195,12 @@ def _open(path: Path) -> tuple[Any, dict[str, Any]]:
         file = safetensors.safe_open(path, framework="np")
         about = json.loads((file.metadata() or {})["about"])
     except (safetensors.SafetensorError, KeyError, ValueError) as error:
-        raise ValueError(
-            f"{path} is damaged ({error}); delete it, and its answers are read again"
-        ) from error
+        raise ValueError(_damage(path, error)) from error
     return file, about
+
+
+def _damage(path: Path, cause: object) -> str:
+    return f"{path} is damaged ({cause}); delete it, and its answers are read again"
 
 
 def _holds(

@@ -1,6 +1,7 @@
 """The loop of training, and the checkpoints that it leaves and finds."""
 
 import dataclasses
+import math
 import os
 from typing import NamedTuple
 
@@ -12,7 +13,12 @@ import pytest
 
 from beatrice.jaxprobe import checkpoint, loop
 from beatrice.jaxprobe.checkpoint import Cache
-from beatrice.jaxprobe.config import TrainConfig
+from beatrice.jaxprobe.config import (
+    EncoderConfig,
+    FusionConfig,
+    StreamConfig,
+    TrainConfig,
+)
 from beatrice.jaxprobe.metrics import masked_auroc
 from tests.records import flip_bit
 
@@ -117,6 +123,28 @@ def test_configs_that_train_nothing_are_refused():
         TrainConfig(max_epochs=-1)
     with pytest.raises(ValueError, match="equal parts"):
         TrainConfig(batch_size=100, n_microbatches=3)
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "value"),
+    [
+        (TrainConfig, "n_microbatches", 0),
+        (TrainConfig, "n_microbatches", -4),
+        (TrainConfig, "learning_rate", math.nan),
+        (TrainConfig, "learning_rate", 0.0),
+        (EncoderConfig, "n_groups", 0),
+        (EncoderConfig, "hidden", 0),
+        (EncoderConfig, "projection", 0),
+        (EncoderConfig, "n_blocks", -1),
+        (EncoderConfig, "input_noise", -0.1),
+        (FusionConfig, "hidden", 0),
+        (FusionConfig, "n_slots", 0),
+        (StreamConfig, "n_mixed", 0),
+    ],
+)
+def test_a_size_out_of_its_range_is_refused_by_its_name(config, field, value):
+    with pytest.raises(ValueError, match=f"{field} must be .* got {value}"):
+        config(**{field: value})
 
 
 TREE = {"a": {"b": np.arange(600.0, dtype=np.float32)}, "c": np.ones((2, 3), np.int32)}

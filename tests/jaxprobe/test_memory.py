@@ -21,7 +21,7 @@ from beatrice.jaxprobe.config import (
 from beatrice.jaxprobe.families import FLOATS, N_SUBSETS, paper_dims, subset_index
 from beatrice.jaxprobe.grid import Block, Member, grid_members
 from beatrice.jaxprobe.random import RowKeys, hashed_bits, hashed_normal
-from beatrice.jaxprobe.train import EVERY_FAMILY, members_of_share
+from beatrice.jaxprobe.train import EVERY_FAMILY, epoch_groups, members_of_share
 from tests.jaxprobe.samples import assert_same_leaves
 from tests.jaxprobe.test_grid import TRAIN, planted_parts, train
 
@@ -132,20 +132,36 @@ def test_what_does_not_fit_is_halved_rows_first_and_then_members():
             assert plan.needed.total + plan.resident <= plan.limit
 
 
+SMALLEST = dataclasses.replace(
+    SIZES,
+    encoder=EncoderConfig(n_blocks=1, dropout=0.0, input_noise=0.0),
+    dims=paper_dims(hidden=6, prob=5, resid=4, attn=3),
+    train=TrainConfig(batch_size=2, n_microbatches=1, n_seeds=1),
+    widths=(4,),
+    valid_widths=(4,),
+    n_train=4,
+    n_valid=4,
+)
+
+
 def test_one_row_of_one_member_that_does_not_fit_is_named_in_a_sentence():
-    sizes = dataclasses.replace(
-        SIZES,
-        encoder=EncoderConfig(n_blocks=1, dropout=0.0, input_noise=0.0),
-        dims=paper_dims(hidden=6, prob=5, resid=4, attn=3),
-        train=TrainConfig(batch_size=2, n_microbatches=1, n_seeds=1),
-        widths=(4,),
-        valid_widths=(4,),
-        n_train=4,
-        n_valid=4,
-    )
-    rows = memory.rows_bytes(sizes, 4)
+    rows = memory.rows_bytes(SMALLEST, 4)
     with pytest.raises(ValueError, match="one member's step on one row does not fit"):
-        memory.choose(sizes, int((rows + 1000) / (1 - memory.KEPT_FREE)))
+        memory.choose(SMALLEST, int((rows + 1000) / (1 - memory.KEPT_FREE)))
+
+
+def test_of_a_stream_the_members_that_wait_for_their_turn_are_counted():
+    alone = memory.compiled_step(SMALLEST, 1, 1, 2)[0]
+    n_bytes = round((alone.total + 9) / (1 - memory.KEPT_FREE))
+    assert memory.choose(SMALLEST, n_bytes).n_subsets == 1
+    streamed = dataclasses.replace(SMALLEST, is_streamed=True)
+    with pytest.raises(ValueError, match="rows and .* of other members; train with a"):
+        memory.choose(streamed, n_bytes)
+    others = 14 * alone.outputs
+    plan = memory.choose(streamed, round(n_bytes + others / (1 - memory.KEPT_FREE)))
+    assert plan.resident + plan.needed.total <= plan.limit
+    n_waiting = 15 - plan.n_subsets
+    assert plan.resident == plan.needed.outputs * n_waiting // plan.n_subsets
 
 
 def test_rows_that_do_not_fit_are_named_in_a_sentence():
@@ -169,6 +185,21 @@ def test_two_groups_of_a_stream_and_all_groups_in_memory_are_counted():
     # A token is 4,741 float32, a row 56 tokens; then its masks, label, weight,
     # question and offsets.
     assert memory.rows_bytes(held, 1) == 56 * 4741 * 4 + 56 + 3 * 4 + 15 * 4
+
+
+@pytest.mark.parametrize("n_rows", [(100, 300), (2100, 130), (3000, 5000)])
+def test_the_groups_of_a_stream_are_planned_as_they_are_read(n_rows):
+    lengths, stream = np.tile([40, 16], (sum(n_rows), 1)), StreamConfig()
+    where = np.split(np.arange(sum(n_rows)), [n_rows[0]])
+    config = GridConfig(stream=stream)
+    sizes = memory.Sizes.of(config, SIZES.dims, lengths, where, FLOATS)
+    groups = [epoch_groups(rows, stream, (0, 0)) for rows in where]
+    assert [{len(group.where) for group in x} for x in groups] == [
+        {sizes.n_train},
+        {sizes.n_valid},
+    ]
+    largest = memory.rows_bytes(sizes, max(sizes.n_train, sizes.n_valid))
+    assert sizes.resident + memory.rows_bytes(sizes, sizes.n_train) == 2 * largest
 
 
 @pytest.mark.parametrize(("dtype", "token"), [("bfloat16", 8192), ("int8", 4096 + 4)])

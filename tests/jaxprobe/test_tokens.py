@@ -1,5 +1,6 @@
 """From a store to what the encoders read, with every token or the answer's alone."""
 
+import dataclasses
 from functools import partial
 
 import numpy as np
@@ -14,8 +15,10 @@ from beatrice.jaxprobe.families import (
     standardizer_of,
     used_spans,
 )
+from beatrice.jaxprobe.rows import TrainingSet
 from beatrice.jaxprobe.stored import values_of
 from beatrice.jaxprobe.tokens import (
+    FamilyTokens,
     answer_log_probs,
     family_dims,
     fit_standardizer,
@@ -260,3 +263,18 @@ def test_letters_are_initials_where_these_are_distinct():
     assert letters_of(("hidden", "prob", "resid", "attn")) == "HPRA"
     assert letters_of(("mass", "mean", "x")) == "ABC"
     assert letters_of(("1st", "2nd")) == "AB"
+
+
+def test_rows_whose_span_is_zeroed_stay_so_where_another_span_is_left_out():
+    def read(where, *widths):
+        mask = np.ones((1, len(where)), bool)
+        return FamilyTokens((np.ones((2, len(where), 3), np.float32),), (mask, mask))
+
+    names = (field.name for field in dataclasses.fields(TrainingSet))
+    absent = dict.fromkeys(names)
+    data = TrainingSet(**{**absent, "read": read, "read_train": read})
+    both = data.with_zeroed(1).with_spans(np.array([False, True]))
+    for reader, value in ((both.read, 1.0), (both.read_train, 0.0)):
+        tokens = reader(np.arange(2))
+        np.testing.assert_array_equal(tokens.tokens[0][1], value)
+        assert [bool(mask.any()) for mask in tokens.masks] == [False, True]

@@ -125,6 +125,28 @@ def test_a_value_that_is_no_number_is_named_and_not_stored(tmp_path):
     assert range_id not in done_ranges(store)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rows: rows[-1:],
+        lambda rows: rows[..., :1],
+        lambda rows: np.concatenate([rows, rows[-1:]]),
+    ],
+    ids=["the last row alone", "one channel", "a row of the stop token"],
+)
+def test_a_reading_of_another_shape_is_refused_and_not_repeated_or_cut(
+    tmp_path, change
+):
+    class Wrong(WaveReader):
+        def read_ids(self, ids):
+            reading = super().read_ids(ids)
+            reading.prob = change(reading.prob)
+            return reading
+
+    with pytest.raises(ValueError, match=r"the reader gave 'prob' of answer .* as \["):
+        run(tmp_path, reader=Wrong(), sequences=sequences_of(10))
+
+
 def test_the_config_and_the_reader_must_agree_on_layers():
     config = dataclasses.replace(SMALL, hidden_layers=(1,))
     with pytest.raises(ValueError, match=r"keeps layers \[2, 5\], the config wants"):

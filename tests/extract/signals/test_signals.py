@@ -1,6 +1,7 @@
 """The four families of every architecture against brute force, and their laws."""
 
 import dataclasses
+import threading
 
 import numpy as np
 import pytest
@@ -411,3 +412,21 @@ def test_products_of_others_stay_in_float32_after_logits_of_bfloat16():
     half.logits(half_states, 0, 3000)
     assert torch.backends.mkldnn.matmul.fp32_precision == precision
     assert torch.equal(torch.mm(states, head.weight.T), before)
+
+
+def test_products_of_others_stay_in_float32_after_two_threads_took_logits():
+    precision = torch.backends.mkldnn.matmul.fp32_precision
+    entered, left = threading.Event(), threading.Event()
+
+    def second():
+        with probability._products_of_bfloat16():
+            entered.set()
+            left.wait(10)
+
+    with probability._products_of_bfloat16():
+        thread = threading.Thread(target=second)
+        thread.start()
+        entered.wait(0.5)  # in vain where the setting is of one thread at a time
+    left.set()
+    thread.join()
+    assert torch.backends.mkldnn.matmul.fp32_precision == precision

@@ -24,7 +24,7 @@ from beatrice.extract.store.store import open_store, read_family
 from tests.extract import small_run
 from tests.extract.signals.readers import files_under
 from tests.extract.small_run import beatrice, questions
-from tests.records import an_answer
+from tests.records import an_answer, flip_bit
 
 SMALL_BATCHES = dataclasses.replace(
     ANSWER_PRESETS["smoke"],
@@ -194,9 +194,12 @@ def test_eight_bits_are_rounded_once(tmp_path):
     assert (np.abs(values["hidden"] - wanted["hidden"]) <= 1.01 * scale).all()
 
 
-def test_a_damaged_file_is_named(run):
+@pytest.mark.parametrize(
+    "damage", [lambda path: path.write_bytes(path.read_bytes()[:100]), flip_bit]
+)
+def test_a_damaged_file_is_named(run, damage):
     path = min((run / "written").iterdir())
-    path.write_bytes(path.read_bytes()[:100])
+    damage(path)
     notes = beatrice("extract", run, code=1).stderr
     assert str(path) in notes and "delete it" in notes
 
