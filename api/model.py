@@ -248,7 +248,7 @@ class LanguageModel:
         if isinstance(layers, str) and layers == "all":
             return tuple(range(n_entries))
         try:
-            values = layers.tolist() if hasattr(layers, "tolist") else layers
+            values = getattr(layers, "tolist", lambda: layers)()  # an array's
             numbers = as_ids(as_list(values, "layers", "numbers"), "layers")
         except ValueError:
             numbers = ()

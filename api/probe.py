@@ -168,9 +168,10 @@ class Probe(AnswerScorer):
     def scorer(self) -> "Scorer":
         """The probe beside its language model, which is loaded now."""
         with _LOADING:  # or each of several threads would load a model of its own
-            if "scorer" not in self.__dict__:
-                self.__dict__["scorer"] = self._open_scorer()
-            return self.__dict__["scorer"]
+            held = vars(self)
+            if "scorer" not in held:
+                held["scorer"] = self._open_scorer()
+            return held["scorer"]
 
     def load_scorer(self) -> "Scorer":
         """Return the probe beside its language model, which is loaded now."""

@@ -456,7 +456,7 @@ class Backbone:
 def _unwrapped(model: Any) -> Any:
     """Return the Transformers model in a wrapper: its own forward runs to generate."""
     peft = getattr(model, "active_peft_config", None)
-    if getattr(peft, "is_prompt_learning", False):
+    if peft is not None and getattr(peft, "is_prompt_learning", False):
         raise ValueError(
             f"cannot read {type(model).__name__}: {peft.peft_type.value} puts trained "
             "states before every prompt, which are of no span; use adapters in the "

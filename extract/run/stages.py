@@ -333,7 +333,7 @@ def is_done(run_dir: Path, stage: Stage) -> bool:
     """
     run = RunDir(run_dir)
     settings = stage.settle(run, is_recorded=False)
-    inputs = _current_inputs(run, stage) | stage.identity(settings)
+    inputs = {**_current_inputs(run, stage), **stage.identity(settings)}
     return run.stage_done(stage.name, inputs)
 
 
