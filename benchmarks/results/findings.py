@@ -23,6 +23,7 @@ from beatrice.benchmarks.results.names import (
     PERPLEXITY,
     SETTING_LABELS,
 )
+from beatrice.benchmarks.results.rendering import latex, markdown, tex
 from beatrice.benchmarks.results.rivals import seed_spread
 from beatrice.benchmarks.results.tables import (
     EVALUATED,
@@ -31,14 +32,11 @@ from beatrice.benchmarks.results.tables import (
     by_subject,
     find,
     interval,
-    latex,
-    markdown,
     number,
     of_subject,
     p_text,
     places_of,
     row_value,
-    tex,
     where,
 )
 from beatrice.extract.label.labels import too_few_answers

@@ -28,9 +28,9 @@ import msgspec
 import pandas
 
 from beatrice.benchmarks.results.names import EVERY_FAMILY, FAMILIES, SPLIT_LABELS
+from beatrice.benchmarks.results.rendering import markdown
 from beatrice.benchmarks.results.tables import (
     EVALUATED,
-    markdown,
     number,
     p_text,
     places_of,

@@ -17,7 +17,7 @@ import pandas
 from beatrice.benchmarks import STAGES
 from beatrice.benchmarks.baselines.detector import catalogue
 from beatrice.benchmarks.baselines.judge import costs_file, read_costs
-from beatrice.benchmarks.results import findings, rivals, tables
+from beatrice.benchmarks.results import findings, rendering, rivals, tables
 from beatrice.benchmarks.results.findings import PaperAnswer, measured, questions_of
 from beatrice.benchmarks.results.names import (
     CHAMPION,
@@ -33,6 +33,7 @@ from beatrice.benchmarks.results.page import (
     too_few_in_words,
 )
 from beatrice.benchmarks.results.paper import ledger
+from beatrice.benchmarks.results.rendering import markdown
 from beatrice.benchmarks.results.tables import (
     EVALUATED,
     POOLED,
@@ -40,7 +41,6 @@ from beatrice.benchmarks.results.tables import (
     by_subject,
     in_domain_or_held_out,
     interval,
-    markdown,
     number,
     of_subject,
     places_of,
@@ -272,10 +272,10 @@ def tables_as_text(data: ReportData) -> tuple[str, str, str, str]:
     answered = findings.findings(results, data.accuracy)
     beside = findings.facts(results, data.accuracy, data.sweep, data.selection)
     panoramas = tables.panoramas(results, titles)
-    markdown = [f"### {h}\n\n{tables.as_markdown(t)}" for h, t in panoramas.items()]
+    markdown = [f"### {h}\n\n{rendering.as_markdown(t)}" for h, t in panoramas.items()]
     markdown.append(rivals.leads_as_markdown(results, titles))
     markdown.append(rivals.costs_as_markdown(data.judged, results))
-    latex = [f"% {h}\n{tables.as_latex(t)}" for h, t in panoramas.items()]
+    latex = [f"% {h}\n{rendering.as_latex(t)}" for h, t in panoramas.items()]
     latex.append(rivals.leads_as_latex(results, titles))
     return (
         findings.as_markdown(answered, beside),
@@ -301,7 +301,7 @@ def rows_table(
             f"there is no table {name} here; expected all, {', '.join(named)}"
         )
     shown = named.values() if name == "all" else [named[name]]
-    return "\n\n".join(f"{h}\n{tables.as_text(t)}" for h, t in shown)
+    return "\n\n".join(f"{h}\n{rendering.as_text(t)}" for h, t in shown)
 
 
 def rows_as_markdown(rows: Sequence[ResultRow]) -> str:
@@ -309,7 +309,7 @@ def rows_as_markdown(rows: Sequence[ResultRow]) -> str:
     results = results_of(rows)
     titles = {Subject(name): detector.title for name, detector in catalogue().items()}
     parts = [
-        f"### {heading}\n\n{tables.as_markdown(table)}"
+        f"### {heading}\n\n{rendering.as_markdown(table)}"
         for heading, table in tables.named_tables(results, titles).values()
     ]
     return "\n".join([*parts, rivals.leads_as_markdown(results, titles)])

@@ -21,6 +21,7 @@ from beatrice.benchmarks.baselines.detector import DetectorCost, is_rival
 from beatrice.benchmarks.results import names
 from beatrice.benchmarks.results.figures import CostKind, Picture, cost_figure, picture
 from beatrice.benchmarks.results.names import CHAMPION, SETTING_LABELS
+from beatrice.benchmarks.results.rendering import latex, markdown, tex
 from beatrice.benchmarks.results.tables import (
     EVALUATED,
     POOLED,
@@ -31,14 +32,11 @@ from beatrice.benchmarks.results.tables import (
     excludes_zero,
     in_domain_or_held_out,
     interval,
-    latex,
-    markdown,
     number,
     of_subject,
     p_text,
     places_of,
     row_value,
-    tex,
     where,
 )
 from beatrice.extract.records import SETTINGS

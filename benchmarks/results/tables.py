@@ -8,18 +8,13 @@ by the printed digits, so two equal numbers rank equally.
 
 import collections
 import dataclasses
-import io
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import pandas
-import rich.box
-import rich.console
-import rich.table
-import rich.text
 
 from beatrice.benchmarks.baselines.detector import is_rival
 from beatrice.benchmarks.results import names
@@ -691,144 +686,3 @@ def counts_of(table: Table) -> list[str]:
         f"({max((r.n_failed for r in column), default=0):,})"
         for column in rows
     ]
-
-
-# Tables as text: Markdown, LaTeX and the terminal.
-
-
-def markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """Format texts as a Markdown table."""
-    rows = ["| " + " | ".join(cells) + " |" for cells in (heads, *lines)]
-    rows.insert(1, "|---" * len(heads) + "|")
-    return "\n".join(rows) + "\n"
-
-
-_TEX = {"_": r"\_", "%": r"\%", "&": r"\&", "#": r"\#", "$": r"\$", "–": "--"}
-_TEX |= {"−": "$-$", "±": r"$\pm$", "→": r"$\to$", "†": r"$^\dagger$"}
-
-
-def tex(text: str) -> str:
-    """Return a text with what LaTeX reads as commands escaped."""
-    return "".join(_TEX.get(letter, letter) for letter in text)
-
-
-def latex(
-    align: str, head: Sequence[str], lines: Iterable[Sequence[str]], foot: str = ""
-) -> str:
-    """Format texts as a LaTeX table (booktabs).
-
-    Args:
-      align: of the columns.
-      head: finished lines above the first rule.
-      lines: cells, whose markup is LaTeX already.
-      foot: a finished line below another rule.
-    """
-    body = [" & ".join(cells) + r" \\" for cells in lines]
-    below = [r"\midrule", foot] if foot else []
-    parts = [rf"\begin{{tabular}}{{{align}}}", r"\toprule", *head, r"\midrule", *body]
-    return "\n".join([*parts, *below, r"\bottomrule", r"\end{tabular}"]) + "\n"
-
-
-class Style(NamedTuple):
-    """How a number is marked: patterns of `%`, and what stands where there is none."""
-
-    best: str
-    second: str
-    note: str
-    absent: str
-    clear: str = "%s"
-
-
-def _cells(table: Table, style: Style) -> Iterator[list[str]]:
-    """Yield the texts of every line's cells."""
-    patterns = {"best": style.best, "second": style.second, None: "%s"}
-
-    def text(m: Measure | None) -> str:
-        if m is None:
-            return style.absent
-        marked = patterns[m.rank] % row_value(m.row)
-        references = ",".join(str(table.notes.index(note) + 1) for note in m.notes)
-        marked = style.clear % marked if m.is_clear else marked
-        return marked + (style.note % references if references else "")
-
-    for line in table.lines:
-        yield ["/".join(map(text, cell)) for cell in line.cells]
-
-
-def as_markdown(table: Table) -> str:
-    """Format a table as Markdown; its notes are a numbered list below it."""
-    heads = [f"{c.group}: {c.label}, {c.detail}" for c in table.columns]
-    cells = _cells(table, Style("**%s**", "<u>%s</u>", "<sup>%s</sup>", "–"))
-    lines = [[x.label, *values] for x, values in zip(table.lines, cells, strict=True)]
-    lines.append(["n (left out)", *counts_of(table)])
-    notes = [f"{i}. {note}\n" for i, note in enumerate(table.notes, start=1)]
-    below = "\n" + "".join(notes) if notes else ""
-    return markdown([table.corner, *heads], lines) + below
-
-
-def as_latex(table: Table) -> str:
-    """Format a table as LaTeX (booktabs); its notes follow in small print."""
-    groups, rules, start = [""], [], 2
-    for group, width in table.groups.items():
-        groups.append(rf"\multicolumn{{{width}}}{{c}}{{{tex(group)}}}")
-        rules.append(rf"\cmidrule(lr){{{start}-{start + width - 1}}}")
-        start += width
-    heads = [tex(f"{c.label}, {c.detail}") for c in table.columns]
-    marks = r"\textbf{%s}", r"\underline{%s}", r"\textsuperscript{%s}"
-    cells = _cells(table, Style(*marks, absent="--"))
-    text = latex(
-        "l" + "c" * len(table.columns),
-        [
-            " & ".join(groups) + r" \\",
-            " ".join(rules),
-            " & ".join([tex(table.corner), *heads]) + r" \\",
-        ],
-        ([tex(x.label), *values] for x, values in zip(table.lines, cells, strict=True)),
-        " & ".join(["$n$ (left out)", *counts_of(table)]) + r" \\",
-    )
-    notes = [f"{i}. {tex(note)}." for i, note in enumerate(table.notes, start=1)]
-    small = r"\\ {\footnotesize " + " ".join(notes) + "}\n" if notes else ""
-    return text + small
-
-
-def _block(table: Table, chosen: Sequence[int], title: str | None) -> rich.table.Table:
-    block = rich.table.Table(title=title, title_justify="left", box=rich.box.SIMPLE)
-    block.add_column(rich.text.Text(table.corner))
-    for i in chosen:
-        column = table.columns[i]
-        head = rich.text.Text(f"{column.label}\n{column.detail}")
-        block.add_column(head, no_wrap=True)
-    texts = _cells(table, Style("%s*", "%s+", "[%s]", "-", clear="%s!"))
-    for line, cells in zip(table.lines, texts, strict=True):
-        ends = [interval(cell[0].row) if cell[0] else "" for cell in line.cells]
-        shown = [
-            f"{cells[i]}\n{ends[i].replace('–', '-')}" if ends[i] else cells[i]
-            for i in chosen
-        ]
-        block.add_row(*map(rich.text.Text, (line.label, *shown)))
-    return block
-
-
-def as_text(table: Table, width: int = 100) -> str:
-    """Format a table in plain characters; groups are stacked where it is too wide.
-
-    The best value of a column has a `*`, the second a `+`, a difference whose interval
-    excludes zero a `!`; under the first metric of a cell stands its 95 % interval, and
-    `[1]` refers to the notes below.
-    """
-    stream = io.StringIO()
-    console = rich.console.Console(file=stream, width=width, color_system=None)
-    n_columns = len(table.columns)
-    if 28 + 13 * n_columns <= width:
-        console.print(_block(table, range(n_columns), None))
-    else:
-        for group in table.groups:
-            chosen = [i for i, c in enumerate(table.columns) if c.group == group]
-            console.print(_block(table, chosen, group))
-    if any(m and m.rank for x in table.lines for cell in x.cells for m in cell):
-        console.print("* best of its column, + second; below, the 95 % interval")
-    if any(m and m.is_clear for x in table.lines for cell in x.cells for m in cell):
-        console.print("! the 95 % interval of the difference excludes zero")
-    for index, note in enumerate(table.notes, start=1):
-        console.print(rich.text.Text(f"[{index}] {note}"))
-    return "\n".join(line.rstrip() for line in stream.getvalue().split("\n"))

@@ -13,7 +13,7 @@ from beatrice.benchmarks.baselines.detector import (
     catalogue,
     find_detector,
 )
-from beatrice.benchmarks.baselines.judge import violations
+from beatrice.benchmarks.baselines.faults import violations
 from beatrice.benchmarks.results.names import CONTROLS, DETECTORS
 from beatrice.extract.readings.reader import READINGS
 from beatrice.jaxprobe.metrics import auroc

@@ -15,13 +15,11 @@ from beatrice.benchmarks.results.names import (
     WITHOUT_HIDDEN,
     probe,
 )
+from beatrice.benchmarks.results.rendering import as_latex, as_markdown, as_text
 from beatrice.benchmarks.results.tables import (
     CHANCE,
     Column,
     ablation_table,
-    as_latex,
-    as_markdown,
-    as_text,
     controller_table,
     counts_of,
     detection_table,
