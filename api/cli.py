@@ -657,8 +657,8 @@ def main(context: click.Context) -> None:
     # Progress of weight loading and the like is Transformers' own; ours is above.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    # Spinning workers of one library starve the other's on a small machine, and beside
-    # another program nothing ends (docs/measurements.md, "Threads that wait").
+    # Spinning workers of one library starve the other's on a small machine, and those
+    # of another program (docs/measurements.md, "Threads that wait").
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 

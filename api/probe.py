@@ -6,7 +6,7 @@ import json
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +82,7 @@ class Probe(AnswerScorer):
         self.rows = tuple(dict(row) for row in report)
         self._examples = [dict(row) for row in examples]
         self._open_scorer = open_scorer or partial(scorer_of, detector)
+        self._scorer: Scorer | None = None
 
     def __repr__(self) -> str:
         """Say what it reads, and of which model."""
@@ -164,14 +165,14 @@ class Probe(AnswerScorer):
             examples=signals.indices,
         ).p_correct
 
-    @cached_property
+    @property
     def scorer(self) -> "Scorer":
-        """The probe beside its language model, which is loaded now."""
-        with _LOADING:  # or each of several threads would load a model of its own
-            held = vars(self)
-            if "scorer" not in held:
-                held["scorer"] = self._open_scorer()
-            return held["scorer"]
+        """The probe beside its language model, which is loaded when first asked for."""
+        if self._scorer is None:
+            with _LOADING:  # or each of several threads would load a model of its own
+                if self._scorer is None:
+                    self._scorer = self._open_scorer()
+        return self._scorer
 
     def load_scorer(self) -> "Scorer":
         """Return the probe beside its language model, which is loaded now."""
@@ -257,7 +258,7 @@ class Probe(AnswerScorer):
             )
         if examples is not None:
             self._examples = _scored_examples(self.scorer, examples)
-        detector = _portable(self.detector, self.__dict__.get("scorer"))
+        detector = _portable(self.detector, self._scorer)
         with replaced_folder(folder) as work:
             detector.write(work)
             about = {"layer": self.layer, "report": self.rows}

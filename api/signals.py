@@ -125,23 +125,20 @@ class Signals:
                 f"spans: expected [n_answers, 3, 2], here {answer_spans.shape}, found "
                 f"{spans.shape}"
             )
-        kept = () if layers is None else tuple(_whole_numbers(layers, "layers"))
-        _check_layers(kept, values)
+        hidden_layers = _layers_of(values, layers)
+        by_layer = ("hidden",) if hidden_layers else ()
         has_context = (spans[:, 0, 1] > spans[:, 0, 0]).any()
         setting: Setting = "with_context" if has_context else "closed_book"
         spec = StoreSpec(
             families={
-                name: Family(
-                    shape=x.shape[1:],
-                    by_layer=bool(kept) and name == "hidden",
-                )
+                name: Family(shape=x.shape[1:], by_layer=name in by_layer)
                 for name, x in values.items()
             },
             keys=tuple((i, setting, "original") for i in _ids(ids, len(n_tokens))),
             lengths=n_tokens,
             spans=spans,
             rows_per_shard=1 << max(0, int(n_tokens.sum() - 1).bit_length()),
-            hidden_layers=tuple(map(int, kept)),
+            hidden_layers=hidden_layers,
             fingerprint={"source": "arrays"},
         )
         opened = create_store(memory_url() if store is None else store, spec)
@@ -229,14 +226,21 @@ def _whole_numbers(values: Any, name: str) -> np.ndarray:
     return numbers.astype(np.int64)
 
 
-def _check_layers(layers: Sequence[int], values: Mapping[str, np.ndarray]) -> None:
-    """Check that the family "hidden" has an entry for every layer that is named."""
+def _layers_of(
+    values: Mapping[str, np.ndarray], layers: Sequence[int] | None
+) -> tuple[int, ...]:
+    """Return the layers that are named, of each of which "hidden" has an entry."""
+    if layers is None:
+        return ()
+    numbers = tuple(_whole_numbers(layers, "layers").tolist())
     shape = values["hidden"].shape if "hidden" in values else None
-    if layers and (shape is None or len(shape) < 3 or shape[-2] != len(layers)):
+    if numbers and (shape is None or len(shape) < 3 or shape[-2] != len(numbers)):
+        present = "no such family" if shape is None else f"the shape {shape}"
         raise ValueError(
-            f"layers: expected a family 'hidden' of shape […, {len(layers)}, d_model], "
-            f"found {'no such family' if shape is None else f'the shape {shape}'}"
+            f"layers: expected a family 'hidden' of shape […, {len(numbers)}, "
+            f"d_model], found {present}"
         )
+    return numbers
 
 
 def _end_to_end(

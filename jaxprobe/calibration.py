@@ -306,9 +306,8 @@ def ece_by_chance(
 ) -> float:
     """Return what the calibration error stays below in 39 of 40 draws where P is right.
 
-    The error of a finite sample is above zero whatever P is: .05 and more of 300
-    answers. Right and wrong are drawn from P itself; answers to one question go
-    together, as far as their P allow.
+    The error of a finite sample is above zero whatever P is. Right and wrong are drawn
+    from P itself; answers to one question go together, as far as their P allow.
 
     Args:
       p_correct: `[n]` probabilities, at least one.

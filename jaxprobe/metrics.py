@@ -156,8 +156,7 @@ def auroc_interval(
     The wider of two: every AUROC that lies within 1.96 of the standard errors which
     Hanley and McNeil (1982) expect of it, both classes counted as their mean (Newcombe,
     Statistics in Medicine 2006, method 5), and DeLong's on the logit scale, whose error
-    is zero where the few right answers lie on top. (With each class's own count an
-    AUROC of .95 lay within in 90 of 100 draws of 300 right and 30 wrong answers.)
+    is zero where the few right answers lie on top.
 
     Args:
       scores: `[n_examples]`.

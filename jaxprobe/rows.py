@@ -231,7 +231,7 @@ class TrainingSet:
     def with_spans(self, span_mask: np.ndarray) -> "TrainingSet":
         """Return the same rows with some spans left out; see `keep_spans`."""
 
-        def kept(read: ReadRows) -> ReadRows:
+        def masked(read: ReadRows) -> ReadRows:
             return lambda *where: keep_spans(read(*where), span_mask)
 
         in_memory = self.in_memory and tuple(
@@ -240,8 +240,8 @@ class TrainingSet:
         )
         return dataclasses.replace(
             self,
-            read=kept(self.read),
-            read_train=kept(self.read_train),
+            read=masked(self.read),
+            read_train=masked(self.read_train),
             in_memory=in_memory,
         )
 

@@ -26,7 +26,6 @@ with its cache and without, both of their norm.
 import contextlib
 import copy
 import dataclasses
-import difflib
 import functools
 import math
 import re
@@ -61,7 +60,7 @@ from beatrice.benchmarks.bench.tiny_models import (
 )
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.run.console import Progress, quiet, table_head, table_row
-from beatrice.extract.run.verbs import AS_JSON
+from beatrice.extract.run.verbs import AS_JSON, did_you_mean
 from beatrice.extract.signals.batch import ReadingBudget
 from beatrice.extract.signals.decode import check_decoding, decoding_differences
 from beatrice.extract.signals.parity import N_POSITIONS, narrow_twin, probe_ids
@@ -711,10 +710,7 @@ def survey(types: tuple[str, ...], as_json: bool) -> None:
     quiet()
     for name in types:
         if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-            close = difflib.get_close_matches(
-                name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, 1
-            )
-            hint = f"; did you mean {close[0]}?" if close else ""
+            hint = did_you_mean(name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
             raise click.UsageError(f"no model type is called {name!r}{hint}")
     printer = RowPrinter(as_json)
     rows = survey_types(types, printer)

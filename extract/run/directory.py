@@ -433,14 +433,14 @@ class RunDir:
 
     @classmethod
     def open(
-        cls, path: Path | str, asked: NewRun | None = None, *, share: Share = Share()
+        cls, path: Path | str, wanted: NewRun | None = None, *, share: Share = Share()
     ) -> Self:
         """Create a run directory, or continue one.
 
         Args:
-          path: the directory; created if absent and taken if empty where `asked` says
+          path: the directory; created if absent and taken if empty where `wanted` says
             what it is to be.
-          asked: what the run is; what is there must agree. None takes what is there.
+          wanted: what the run is; what is there must agree. None takes what is there.
           share: of the work. Whoever does all of it holds the directory alone; the
             workers of one stage hold it together (each writes files of its own), and
             keep others out.
@@ -450,15 +450,15 @@ class RunDir:
           ValueError: the path is something else, or holds another run.
         """
         path = Path(path)
-        if asked is None:
+        if wanted is None:
             read_manifest(path)
         else:
             check_not_foreign(path)
             path.mkdir(parents=True, exist_ok=True)
         run = cls(path, share, acquire_lock(path / "lock", shared=not share.is_whole))
         try:
-            if asked is not None:
-                write_or_compare_manifest(path, asked)
+            if wanted is not None:
+                write_or_compare_manifest(path, wanted)
         except BaseException:
             run.close()
             raise

@@ -13,7 +13,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +27,12 @@ from beatrice.extract.run.stages import Change, Stage, do, forecast_stage
 Command = Callable[..., Any]
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message that no such name is known; may be empty."""
+    close = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def option(
@@ -118,11 +124,9 @@ class _Settings(click.ParamType):
         name, equals, text = value.partition("=")
         name = name.strip().replace("-", "_")
         if not equals or name not in self._kinds:
-            close = difflib.get_close_matches(name, self._kinds, 1)
-            hint = f"; did you mean {close[0]}?" if close else ""
             self.fail(
                 f"expected NAME=VALUE with a NAME of {', '.join(self._kinds)}, found "
-                f"{value!r}{hint}",
+                f"{value!r}{did_you_mean(name, self._kinds)}",
                 param,
                 ctx,
             )

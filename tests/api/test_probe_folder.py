@@ -1,6 +1,5 @@
 """A probe is a folder: whole or refused, the same numbers on a machine without JAX."""
 
-import contextlib
 import importlib
 import json
 import os
@@ -50,10 +49,7 @@ def probe():
     )
 
 
-def test_threads_that_ask_a_probe_first_load_its_model_once(probe, monkeypatch):
-    # As of Python 3.12 a cached property is computed by every thread that is early.
-    cached = beatrice.Probe.__dict__["scorer"]
-    monkeypatch.setattr(cached, "lock", contextlib.nullcontext(), raising=False)
+def test_threads_that_ask_a_probe_first_load_its_model_once(probe):
     opened = []
 
     def open_scorer():
