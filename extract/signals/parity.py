@@ -55,8 +55,8 @@ _LENGTHS = (11, 7)
 _LEAST_POSITIONS = 4  # a token in each span of either row
 _LONGEST_WINDOW = 1024
 _N_BEYOND = 3
-# Of a long row the last logits are compared: a whole row of a large vocabulary would
-# be gigabytes, and its first tokens are like those of a short one.
+# Of a long row the last logits are compared; its first tokens are like those of a short
+# one.
 _N_COMPARED = 16
 
 
@@ -197,58 +197,70 @@ def _check_logits(
     final: torch.Tensor,
     head: Head,
 ) -> None:
-    """Compare our logits with the untouched model's, padded right and left."""
+    """Compare our logits with the untouched model's, padded right and left.
+
+    The last ones of both rows are compared, and those beyond the window.
+    """
     n_tokens = ids.shape[1]
     counts = torch.tensor(lengths, device=ids.device)[:, None]
-    mask = (torch.arange(n_tokens, device=ids.device) >= n_tokens - counts).long()
+    columns = torch.arange(n_tokens, device=ids.device)
+    is_compared = (columns < counts) & (columns >= counts - _N_COMPARED)
+    rows, positions = is_compared.nonzero().unbind(1)
+    n_words = head.weight.shape[0]
+    ours = head.logits(final[rows, positions], 0, n_words)
+    groups = {"": slice(None)}
+    window = _window_of(backbone)
+    if window is not None:
+        # By themselves: where single tokens may differ they would be outvoted.
+        groups[" beyond its attention's window"] = (rows == 0) & (positions >= window)
+    mask = (columns >= n_tokens - counts).long()
     shifted = [row.roll(n_tokens - n) for row, n in zip(ids, lengths, strict=True)]
     left = {
         "input_ids": torch.stack(shifted),
         "attention_mask": mask,
         "position_ids": (mask.cumsum(1) - 1).clamp_min(0),
     }
-    logits = backbone.model(input_ids=ids, use_cache=False).logits
-    n_words = head.weight.shape[0]
-    if logits.shape[-1] != n_words:
-        raise ValueError(
-            f"unknown residual layout: the model's logits are of {logits.shape[-1]} "
-            f"words, but its output embedding has {n_words} rows"
-        )
+    n_padding = n_tokens - counts[rows, 0]
     what = "the logits of the reading pass and of the untouched model"
-    rows = list(logits)
-    _compare_logits(backbone, final, rows, head, lengths, what, _LOGIT_TOLERANCE)
-    logits = backbone.model(**left, use_cache=False).logits
-    rows = [row.roll(n - n_tokens, 0) for row, n in zip(logits, lengths, strict=True)]
-    what += ", padded to the left,"
-    _compare_logits(backbone, final, rows, head, lengths, what, _VALUE_TOLERANCE)
+    for inputs, at, about, tolerances in (
+        ({"input_ids": ids}, positions, "", _LOGIT_TOLERANCE),
+        (left, positions + n_padding, ", padded to the left,", _VALUE_TOLERANCE),
+    ):
+        expected = _logits_at(backbone, inputs, rows, at)
+        if expected.shape[-1] != n_words:
+            raise ValueError(
+                f"unknown residual layout: the model's logits are of "
+                f"{expected.shape[-1]} words, but its output embedding has {n_words} "
+                "rows"
+            )
+        for where, group in groups.items():
+            _check_close(
+                ours[group],
+                expected[group],
+                tolerances[backbone.dtype],
+                f"{what}{about}{where}",
+                every=backbone.dtype == torch.float32,
+            )
 
 
-def _compare_logits(
+def _logits_at(
     backbone: Backbone,
-    final: torch.Tensor,
-    logits: list[torch.Tensor],
-    head: Head,
-    lengths: tuple[int, int],
-    what: str,
-    tolerances: dict[torch.dtype, float],
-) -> None:
-    """Compare the last logits of both rows, and those beyond the window."""
-    firsts = [max(0, n - _N_COMPARED) for n in lengths]
-    compared = {"": [slice(*edges) for edges in zip(firsts, lengths, strict=True)]}
-    window = _window_of(backbone)
-    if window is not None:
-        # By themselves: where single tokens may differ they would be outvoted.
-        compared[" beyond its attention's window"] = [slice(window, lengths[0])]
-    for where, slices in compared.items():
-        states = [row[at] for row, at in zip(final, slices, strict=False)]
-        expected = [row[at] for row, at in zip(logits, slices, strict=False)]
-        _check_close(
-            head.logits(torch.cat(states), 0, logits[0].shape[-1]),
-            torch.cat(expected),
-            tolerances[backbone.dtype],
-            f"{what}{where}",
-            every=backbone.dtype == torch.float32,
-        )
+    inputs: dict[str, torch.Tensor],
+    rows: torch.Tensor,
+    columns: torch.Tensor,
+) -> torch.Tensor:
+    """Return the model's logits `[n, n_words]` at some places of a batch.
+
+    Only there is its output matrix multiplied: logits of the whole batch would be
+    gigabytes where vocabulary and window are large.
+    """
+    handle = backbone.model.get_output_embeddings().register_forward_pre_hook(
+        lambda _, args: (args[0][rows, columns][None],)
+    )
+    try:
+        return backbone.model(**inputs, use_cache=False).logits[0]
+    finally:
+        handle.remove()
 
 
 def _check_alone(

@@ -114,6 +114,15 @@ def test_a_window_too_long_to_be_crossed_is_not_checked(monkeypatch):
     SignalReader(windowed(2000))
 
 
+def test_a_window_is_crossed_without_the_logits_of_its_tokens():
+    backbone, rows = windowed(200), []
+    backbone.model.get_output_embeddings().register_forward_hook(
+        lambda module, inputs, output: rows.append(output.shape[:-1].numel())
+    )
+    SignalReader(backbone)
+    assert rows and max(rows) <= 2 * 16
+
+
 def with_two_heads(model, layers):
     """Give some layers two heads of attention where the config says four."""
     for layer in layers:
