@@ -170,7 +170,7 @@ def test_validation_alone_orients():
 def test_one_class_and_a_wrong_shape_are_refused():
     rows = rows_of(np.ones(90, bool))
     with pytest.raises(ValueError, match="one class alone"):
-        defined_rows(np.ones((90, 1)), rows, "validation")
+        defined_rows(np.ones(90, bool), rows, "validation")
     given = DetectorInput(store=None, rows=rows, layer=0)
     with pytest.raises(ValueError, match="'p_true' is missing"):
         reading(given, "p_true", 1)
