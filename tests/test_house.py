@@ -153,17 +153,22 @@ def test_every_relative_link_of_a_document_leads_to_a_file_and_a_heading():
 @pytest.mark.parametrize(
     ("modules", "absent"),
     [
-        ("extract.store.store extract.run.stages extract.records", "jax torch"),
+        (
+            # Of stages, what `data` and `label` import, and the prompts.
+            "extract.datasets extract.datasets.building extract.generate.answers "
+            "extract.generate.prompts extract.label.stage extract.records "
+            "extract.run.contents extract.run.process extract.run.stages "
+            "extract.store.store",
+            "click jax pyarrow torch",
+        ),
         ("extract.signals.reader extract.generate.local", "jax"),
-        # What `label` and `data` import, and the prompts.
-        ("extract.run.contents extract.label.stage extract.generate.prompts", "torch"),
-        ("extract.generate.answers extract.datasets.building", "torch"),
-        ("extract.datasets", "pyarrow"),
-        ("extract.run.contents extract.run.process extract.run.stages", "click"),
-        # What `train`, `select`, `calibrate` and `report` import to do their work.
-        ("jaxprobe.train jaxprobe.calibrate jaxprobe.detector", "torch"),
-        ("selection.greedy selection.exhaustive selection.ablation", "torch"),
-        ("benchmarks.results.report benchmarks.results.evaluate", "torch"),
+        (
+            # What `train`, `select`, `calibrate` and `report` import to do their work.
+            "jaxprobe.calibrate jaxprobe.detector jaxprobe.train selection.ablation "
+            "selection.exhaustive selection.greedy benchmarks.results.evaluate "
+            "benchmarks.results.report",
+            "torch",
+        ),
         ("", "numpy"),
     ],
 )

@@ -92,20 +92,17 @@ class DetectorInput:
                 f"no answer to {missing[0]} among the {len(by_key)} given; give one to "
                 "every row of the store"
             )
-        drawn: dict[tuple[str, str, str], list[Sample]] = {}
-        for sample in samples:
-            key = sample.example_id, sample.setting, sample.variant
-            drawn.setdefault(key, []).append(sample)
+        drawn: dict[tuple[str, str, str], list[Sample]] = {key: [] for key in keys}
+        for sample in sorted(samples, key=lambda sample: sample.sample):
+            if sample.key in drawn:
+                drawn[sample.key].append(sample)
         return cls(
             store=store,
             rows=rows,
             layer=layer,
             questions=questions,
             answers=[by_key[key] for key in keys] if by_key else (),
-            samples=[
-                tuple(sorted(drawn.get(key, ()), key=lambda sample: sample.sample))
-                for key in keys
-            ],
+            samples=[tuple(drawn[key]) for key in keys],
             **fields,
         )
 

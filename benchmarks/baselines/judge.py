@@ -192,10 +192,12 @@ def score(
 
     Scores of another shape than `[n_seeds, n_rows]` are a ValueError.
     """
-    relations = inputs.relations
-    owed = relations.owed if isinstance(relations, MeteredRelations) else 0.0
+
+    def clock() -> float:
+        return time.monotonic() + getattr(inputs.relations, "owed", 0.0)
+
     begin_peak()
-    began, reason, n_rows = time.monotonic(), "", len(inputs.rows.ids)
+    began, reason, n_rows = clock(), "", len(inputs.rows.ids)
     try:
         scores, chosen = output_of(detector, inputs)
     except ValueError as error:  # such as a split of one class
@@ -208,9 +210,7 @@ def score(
             f"{detector.name} returns scores of shape {shape}, expected "
             f"[n_seeds, {n_rows}]; give one seed an axis with `scores[None]`"
         )
-    seconds = time.monotonic() - began
-    if isinstance(relations, MeteredRelations):
-        seconds += relations.owed - owed
+    seconds = clock() - began
     if "samples" in detector.needs and not detector.draws_for:
         # Where nothing was drawn there is nothing to score.
         seconds *= n_rows / (sum(map(bool, inputs.samples)) or n_rows)

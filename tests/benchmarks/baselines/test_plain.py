@@ -509,5 +509,3 @@ def test_the_rungs_read_question_answer_and_passages_of_a_run(
         assert measured(catalogue()[name].score(inputs), rows) > 0.8
     with pytest.raises(ValueError, match="--encoder DIRECTORY"):
         catalogue()["text_encoder"].score(dataclasses.replace(inputs, encoder=None))
-    with pytest.raises(ValueError, match="found no template; give"):
-        catalogue()["tfidf_svm"].score(dataclasses.replace(inputs, template=None))
