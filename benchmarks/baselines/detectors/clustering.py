@@ -51,9 +51,10 @@ def by_entailment(inputs: DetectorInput) -> list[np.ndarray]:
     ]
     rows = [list(itertools.permutations(row, 2)) for row in texts]
     matrices = []
-    for row, found in zip(texts, relations_by_row(inputs, rows), strict=True):
+    for row, relations in zip(texts, relations_by_row(inputs, rows), strict=True):
         entails = np.eye(len(row), dtype=bool)
-        entails[~entails] = found.argmax(axis=1) == 0  # in the order of permutations
+        # The pairs off the diagonal, in the order of the permutations.
+        entails[~entails] = relations.argmax(axis=1) == 0
         matrices.append(entails & entails.T)
     return matrices
 
@@ -71,8 +72,8 @@ def relations_by_row(
             "detectors that compare words"
         )
     pairs = list(dict.fromkeys(itertools.chain.from_iterable(rows)))
-    found = dict(zip(pairs, inputs.relations(pairs) if pairs else (), strict=True))
-    return [np.array([found[pair] for pair in row]).reshape(-1, 3) for row in rows]
+    relations = dict(zip(pairs, inputs.relations(pairs) if pairs else (), strict=True))
+    return [np.array([relations[pair] for pair in row]).reshape(-1, 3) for row in rows]
 
 
 def by_words(inputs: DetectorInput) -> list[np.ndarray]:

@@ -144,10 +144,10 @@ _JSD = (
 )
 
 
-def _redeep(
+def _add_redeep(
     name: str, title: str, variant: str, context: str | None, knowledge: str | None
 ) -> None:
-    """Put a ReDeEP into the catalogue.
+    """Add a variant of ReDeEP to the catalogue.
 
     `context` and `knowledge` are the readings of external context and of parametric
     knowledge; None where that half is left out.
@@ -176,12 +176,12 @@ def _redeep(
 
 
 _ECS, _PKS, _PAPER_PKS = "redeep_ecs", "redeep_pks_swapped", "redeep_pks"
-_PAPER = "(paper's divergence)"
-_redeep("redeep", "ReDeEP", _FAIR, _ECS, _PKS)
-_redeep("redeep:paper", f"ReDeEP {_PAPER}", _JSD, _ECS, _PAPER_PKS)
-_redeep("redeep_ecs", "ReDeEP-ECS", _FAIR, _ECS, None)
-_redeep("redeep_pks", "ReDeEP-PKS", _FAIR, None, _PKS)
-_redeep("redeep_pks:paper", f"ReDeEP-PKS {_PAPER}", _JSD, None, _PAPER_PKS)
+_DIVERGENCE = "(paper's divergence)"
+_add_redeep("redeep", "ReDeEP", _FAIR, _ECS, _PKS)
+_add_redeep("redeep:paper", f"ReDeEP {_DIVERGENCE}", _JSD, _ECS, _PAPER_PKS)
+_add_redeep("redeep_ecs", "ReDeEP-ECS", _FAIR, _ECS, None)
+_add_redeep("redeep_pks", "ReDeEP-PKS", _FAIR, None, _PKS)
+_add_redeep("redeep_pks:paper", f"ReDeEP-PKS {_DIVERGENCE}", _JSD, None, _PAPER_PKS)
 
 
 # LUMINA: what the model adds by itself against what the passages change, untrained.
@@ -193,10 +193,10 @@ _SWAP = (
 _INNER = "the last layer is left out, as in the paper; the code norms its state twice"
 
 
-def _lumina(
+def _add_lumina(
     name: str, title: str, variant: str, rate: str | None, change: str | None
 ) -> None:
-    """Put a LUMINA into the catalogue; None where that half is left out.
+    """Add a variant of LUMINA to the catalogue; None leaves that half out.
 
     `rate` is the reading of the processing rate: a high one means that the answer comes
     from the model's own knowledge. `change` is that of the discrepancy: a high one
@@ -222,8 +222,9 @@ def _lumina(
 
 
 _IPR, _INNER_IPR, _MMD = "lumina_ipr", "lumina_ipr_inner", "lumina_mmd"
-_lumina("lumina", "LUMINA", _SWAP, _IPR, _MMD)
-_lumina("lumina:paper", "LUMINA (paper's sum)", f"{_SWAP}; {_INNER}", _INNER_IPR, _MMD)
-_lumina("lumina_mmd", "LUMINA-MMD", _SWAP, None, _MMD)
-_lumina("lumina_ipr", "LUMINA-IPR", "", _IPR, None)
-_lumina("lumina_ipr:paper", "LUMINA-IPR (paper's sum)", _INNER, _INNER_IPR, None)
+_SUM = "(paper's sum)"
+_add_lumina("lumina", "LUMINA", _SWAP, _IPR, _MMD)
+_add_lumina("lumina:paper", f"LUMINA {_SUM}", f"{_SWAP}; {_INNER}", _INNER_IPR, _MMD)
+_add_lumina("lumina_mmd", "LUMINA-MMD", _SWAP, None, _MMD)
+_add_lumina("lumina_ipr", "LUMINA-IPR", "", _IPR, None)
+_add_lumina("lumina_ipr:paper", f"LUMINA-IPR {_SUM}", _INNER, _INNER_IPR, None)

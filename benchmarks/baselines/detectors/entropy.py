@@ -283,10 +283,10 @@ _KINDS: tuple[_Kind, ...] = (
 )
 
 
-def _register(
+def _add(
     name: str, title: str, function: str, note: str, is_weighted: bool, kind: _Kind
 ) -> None:
-    """Put an entropy into the catalogue; `function` is of the official code."""
+    """Add a semantic entropy to the catalogue; `function` is of the official code."""
     suffix, more, difference, equivalences, clustering = kind
 
     @baseline(
@@ -305,14 +305,16 @@ def _register(
 
 
 for _kind in _KINDS:
-    _register("", "", "predictive_entropy_rao", _RAW_NOTE, True, _kind)
+    _add("", "", "predictive_entropy_rao", _RAW_NOTE, True, _kind)
 for _kind in _KINDS:
     _discrete = "_discrete", ", discrete", "cluster_assignment_entropy", ""
-    _register(*_discrete, False, _kind)
+    _add(*_discrete, False, _kind)
 
 
-def _bayesian(suffix: str, more: str, variant: str, equivalences: Equivalences) -> None:
-    """Put a Bayesian entropy into the catalogue."""
+def _add_bayesian(
+    suffix: str, more: str, variant: str, equivalences: Equivalences
+) -> None:
+    """Add a Bayesian semantic entropy to the catalogue."""
     name = f"semantic_entropy_bayesian{suffix}"
 
     @baseline(
@@ -331,5 +333,5 @@ _PRIOR = (
     "the prior on the number of meanings is counted on as many samples as the run has, "
     "not 100"
 )
-_bayesian("", "", _PRIOR, by_entailment)
-_bayesian(":words", " (words)", f"{BY_WORDS}; {_PRIOR}", by_words)
+_add_bayesian("", "", _PRIOR, by_entailment)
+_add_bayesian(":words", " (words)", f"{BY_WORDS}; {_PRIOR}", by_words)

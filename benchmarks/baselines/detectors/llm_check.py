@@ -70,8 +70,8 @@ _ALIGNED = (
 )
 
 
-def _register(name: str, title: str, reading_name: str, variant: str) -> None:
-    """Put one score into the catalogue: "perplexity", or that of a reading."""
+def _add(name: str, title: str, reading_name: str, variant: str) -> None:
+    """Add one score to the catalogue: that of a reading, or "perplexity"."""
 
     @baseline(
         f"llmcheck_{name}",
@@ -88,16 +88,16 @@ def _register(name: str, title: str, reading_name: str, variant: str) -> None:
 
 for _name in ("hidden", "attention"):
     _reading, _of_answer = f"llmcheck_{_name}", _SIGN_AND_LAYER + _ANSWER_ONLY_NOTE
-    _register(_name, _name, f"{_reading}_all", _SIGN_AND_LAYER)
-    _register(f"{_name}:answer", f"{_name}, answer tokens", _reading, _of_answer)
-_register("perplexity", "perplexity", "perplexity", _SIGN)
+    _add(_name, _name, f"{_reading}_all", _SIGN_AND_LAYER)
+    _add(f"{_name}:answer", f"{_name}, answer tokens", _reading, _of_answer)
+_add("perplexity", "perplexity", "perplexity", _SIGN)
 for _name, _title, _reading in (
     ("entropy", "entropy", "logit_entropy"),
     ("window", "window entropy", "window_entropy"),
 ):
-    _register(_name, _title, _reading, _SIGN)
+    _add(_name, _title, _reading, _SIGN)
     _corrected = f"{_name}:corrected", f"{_title}, corrected", f"{_reading}_corrected"
-    _register(*_corrected, _SIGN + _ALIGNED)
+    _add(*_corrected, _SIGN + _ALIGNED)
 
 
 # What is combined: names in the rows of choices, and readings.

@@ -185,8 +185,8 @@ def last_states(store: FeatureStore, layer: int) -> np.ndarray:
     return states_at(store, np.where(last > 0, last, -1), layer)
 
 
-def _saplma(name: str, title: str, states_of: StatesOf, variant: str) -> None:
-    """Put SAPLMA on some state into the catalogue."""
+def _add_saplma(name: str, title: str, states_of: StatesOf, variant: str) -> None:
+    """Add SAPLMA on some state of an answer to the catalogue."""
 
     @baseline(
         name,
@@ -210,13 +210,13 @@ def _saplma(name: str, title: str, states_of: StatesOf, variant: str) -> None:
         return best_layer(fit_at, store.spec.hidden_layers, rows, name)
 
 
-_saplma(
+_add_saplma(
     "saplma_mean",
     "SAPLMA (mean)",
     mean_states,
     "The mean state of the answer span; the published one reads the last token alone.",
 )
-_saplma(
+_add_saplma(
     "saplma_last",
     "SAPLMA (last)",
     last_states,
@@ -391,14 +391,14 @@ _VARIANT = (
 )
 
 
-def _sep(
+def _add_sep(
     name: str,
     title: str,
     step_of: Callable[[np.ndarray], np.ndarray],
     token: str,
     equivalences: Equivalences,
 ) -> None:
-    """Put a probe of one token, named in words, into the catalogue."""
+    """Add a semantic entropy probe of one token, which `token` says in words."""
 
     @baseline(
         name,
@@ -443,5 +443,5 @@ for _name, _title, _step_of, _token in (
         "the last prompt token, before the answer is generated",
     ),
 ):
-    _sep(_name, _title, _step_of, _token, by_entailment)
-    _sep(f"{_name}:words", f"{_title} (words)", _step_of, _token, by_words)
+    _add_sep(_name, _title, _step_of, _token, by_entailment)
+    _add_sep(f"{_name}:words", f"{_title} (words)", _step_of, _token, by_words)

@@ -96,8 +96,8 @@ def _contradictions(
         for answer, samples in zip(inputs.known_answers, inputs.samples, strict=True)
     ]
     values = np.full(len(rows), np.nan)
-    for i, found in enumerate(relations_by_row(inputs, rows)):
-        p_entailment, _, p_contradiction = found.T
+    for i, relations in enumerate(relations_by_row(inputs, rows)):
+        p_entailment, _, p_contradiction = relations.T
         with np.errstate(invalid="ignore"):  # 0 / 0 of a pair that is surely neutral
             p = p_contradiction / (p_entailment + p_contradiction)
         # Every sentence has as many samples: the mean of means is the mean of all.
