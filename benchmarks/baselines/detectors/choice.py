@@ -99,7 +99,7 @@ def oriented(values: np.ndarray, rows: Rows) -> Oriented:
         a value where another has one is not chosen.
       rows: with labels and splits.
     """
-    valid = defined_rows(np.isfinite(values).any(axis=1), rows, "validation")
+    valid = defined_rows(np.any(np.isfinite(values), axis=1), rows, "validation")
     aurocs = column_aurocs(values[valid], rows.labels[valid])
     if np.isnan(aurocs).all():
         raise ValueError(

@@ -82,7 +82,7 @@ def ranked_sums(values: np.ndarray, rows: Rows, most: int) -> np.ndarray:
     Returns:
       `[n_rows, n_sums]`: of the best column, of the best two, and so on.
     """
-    train = defined_rows(np.isfinite(values).any(axis=1), rows, "train")
+    train = defined_rows(np.any(np.isfinite(values), axis=1), rows, "train")
     aurocs = column_aurocs(values[train], rows.labels[train])
     n_sums = min(most, int((~np.isnan(aurocs)).sum()))
     best = np.argsort(-aurocs, kind="stable")[:n_sums]
@@ -115,7 +115,7 @@ def choose_sums(
     nothing = halves[0][:, :1] * 0  # where the other half is defined
     context = nothing if heads is None else heads
     knowledge = nothing if layers is None else layers
-    valid = defined_rows(np.isfinite(context).any(axis=1), rows, "validation")
+    valid = defined_rows(np.any(np.isfinite(context), axis=1), rows, "validation")
     labels, best = rows.labels[valid], (-1.0, 0, 0, 0)
     for n_heads in range(context.shape[1]):
         weighted = alphas * context[valid, n_heads, None]
