@@ -182,52 +182,58 @@ def report(run_dir: Path, run_b: Path | None, how: ReportOptions) -> None:
 
     Example: beatrice report runs/gemma runs/smollm2 --out comparison.md
     """
-    from beatrice.benchmarks.results.report import (
-        REPORT,
-        comparison,
-        rows_as_markdown,
-        rows_table,
-        run_ledger,
-        run_side,
-        run_table,
-    )
-    from beatrice.extract.run.files import write_text_atomic
-    from beatrice.extract.run.rows import read_rows
-    from beatrice.extract.run.stages import do, is_done
-
     if run_dir.is_file():
         if how.ledger or how.out or run_b is not None:
             raise click.UsageError(
                 f"{run_dir} is a file of rows: give a run, or no other option than "
                 "--print"
             )
-        rows = list(read_rows(run_dir))
-        click.echo(
-            rows_table(rows, how.print) if how.print else rows_as_markdown(rows),
-            nl=bool(how.print),
-        )
-        return
-
-    if run_b is not None:
+        _print_rows(run_dir, how.print)
+    elif run_b is not None:
         if how.ledger or how.print:
             raise click.UsageError("--ledger and --print are of one run")
-        text = comparison(run_side(RunDir(run_dir)), run_side(RunDir(run_b)))
-        if how.out is not None:
-            write_text_atomic(how.out, text)
-        click.echo(text)
-        return
-    if how.out is not None:
+        _compare(run_dir, run_b, how.out)
+    elif how.out is not None:
         raise click.UsageError("--out is for a comparison; give RUN_B too")
+    else:
+        _report(run_dir, how)
+
+
+def _print_rows(path: Path, table: str | None) -> None:
+    from beatrice.benchmarks.results.report import rows_as_markdown, rows_table
+    from beatrice.extract.run.rows import read_rows
+
+    rows = list(read_rows(path))
+    if table is not None:
+        click.echo(rows_table(rows, table))
+    else:
+        click.echo(rows_as_markdown(rows), nl=False)
+
+
+def _compare(run_a: Path, run_b: Path, out: Path | None) -> None:
+    from beatrice.benchmarks.results.report import comparison, run_side
+    from beatrice.extract.run.files import write_text_atomic
+
+    text = comparison(run_side(RunDir(run_a)), run_side(RunDir(run_b)))
+    if out is not None:
+        write_text_atomic(out, text)
+    click.echo(text)
+
+
+def _report(run_dir: Path, how: ReportOptions) -> None:
+    from beatrice.benchmarks.results.report import REPORT, run_ledger, run_table
+    from beatrice.extract.run.stages import do, is_done
+
     # What is only printed of a current report can also be read where nothing can be
     # written, and beside another process.
     if not (how.print or how.ledger) or not is_done(run_dir, REPORT):
         do(run_dir, REPORT)
     if how.print:
         click.echo(run_table(RunDir(run_dir), how.print))
-    elif not how.ledger:
-        click.echo(run_dir / "report.html")
     if how.ledger:
         click.echo(run_ledger(RunDir(run_dir)))
+    if not (how.print or how.ledger):
+        click.echo(run_dir / "report.html")
 
 
 # Defaults of `beatrice data` that are others here.

@@ -66,21 +66,25 @@ def _files(folder: Path) -> Iterator[Path]:
         yield from (Path(where) / name for name in sorted(names) if name[0] != ".")
 
 
-def _n_usable(path: Path) -> tuple[str | None, int]:
+def _n_usable(path: Path, note: Callable[[str], None]) -> tuple[str | None, int]:
     """Return the set of a file, and how many of its questions a run can use."""
     try:
         file = open_dataset(path)
-        if file.dataset not in WANTED:
-            return None, 0
-        context = WANTED[file.dataset].context
+    except (ValueError, OSError):
+        return None, 0  # no questions
+    if file.dataset not in WANTED:
+        return None, 0
+    context = WANTED[file.dataset].context
+    try:
         return file.dataset, sum(
             isinstance(row, Loaded)
             and row.question.dataset == file.dataset
             and is_usable(row, context)
             for row in file.read()
         )
-    except (ValueError, OSError):
-        return None, 0  # no questions, or a damaged file
+    except (ValueError, OSError) as error:  # such as half of a download
+        note(f"{WANTED[file.dataset].title}: left out: {error}")
+        return None, 0
 
 
 def find_questions(
@@ -96,7 +100,7 @@ def find_questions(
     """
     best: dict[str, tuple[int, Path]] = {}
     for path in _files(folder):
-        dataset, n = _n_usable(path)
+        dataset, n = _n_usable(path, note)
         if dataset is not None and n > best.get(dataset, (0, path))[0]:
             best[dataset] = n, path
     looked_for = [name for name in WANTED if name not in given]

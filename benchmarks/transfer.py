@@ -28,9 +28,15 @@ from beatrice.benchmarks.baselines.plain import (
     probe_scores,
     text_scores,
 )
-from beatrice.benchmarks.results.names import CHAMPION, COMPARED
+from beatrice.benchmarks.results.names import (
+    CHAMPION,
+    COMPARED,
+    EARLY_FUSION,
+    HIDDEN_ONLY,
+    PERPLEXITY,
+)
 from beatrice.extract.backbone.names import BackboneConfig
-from beatrice.extract.datasets.loading import Loaded, open_dataset
+from beatrice.extract.datasets.loading import Refusal, open_dataset
 from beatrice.extract.engines import ANSWER
 from beatrice.extract.generate.answers import answer_config, load_tokenizer_only
 from beatrice.extract.generate.prompts import PromptTemplate
@@ -121,12 +127,14 @@ TRANSFER_PRESETS: dict[Preset, TransferConfig] = {
 
 
 def asked_questions(
-    examples: Sequence[Example], config: TransferConfig
+    examples: Sequence[Example],
+    config: TransferConfig,
+    note: Callable[[str], None] = lambda line: None,
 ) -> list[Example]:
     """Return the questions that are asked again, without passages.
 
     The test and held-out ones of a run's questions, and the first of other files whose
-    text is not among the run's own.
+    text is not among the run's own. `note` is told of records that are no questions.
     """
     known = {text_key(example.question) for example in examples}
     pools: dict[tuple[str, str], list[Example]] = {}
@@ -134,14 +142,19 @@ def asked_questions(
         if example.split in ("test", "ood"):
             pools.setdefault((example.dataset, example.split), []).append(example)
     for name, file in config.questions:
-        pool = pools.setdefault((name, "ood"), [])
+        pool, refusals = pools.setdefault((name, "ood"), []), []
         for row in open_dataset(Path(file), dataset=name).read():
-            if not isinstance(row, Loaded):
-                continue
-            key = text_key(row.question.question)
-            if key not in known:
+            if isinstance(row, Refusal):
+                refusals.append(row)
+            elif (key := text_key(row.question.question)) not in known:
                 known.add(key)
                 pool.append(row.question.as_example("ood", ()))
+        if refusals:
+            first = refusals[0]
+            note(
+                f"transfer: {file}: {len(refusals)} records are left out, the first "
+                f"({first.at}) since {first.reason}"
+            )
     chosen = [example for pool in pools.values() for example in pool[: config.limit]]
     if not chosen:
         raise ValueError("there are neither test nor held-out questions to ask again")
@@ -240,13 +253,12 @@ def encoder_scores(
             features = split(read_features(store, scene.trained.layer, full, widths))
             logits = member_logits(trained, features, encoder=encoder)
             every[:, batch] = logits[:, : len(batch)]
-    by_subset = {
-        name: every[[i for i, m in enumerate(members) if m.subset == subset]]
-        for subset, name in enumerate(SUBSET_NAMES)
-    }
-    return {Subject("encoder", name): x for name, x in by_subset.items()} | {
-        Subject("hidden_only"): by_subset[SUBSET_NAMES[0]],
-        Subject("early_fusion"): by_subset[SUBSET_NAMES[EVERY_FAMILY]],
+    by_seed = every.reshape(config.train.n_seeds, dims.n_subsets, -1)  # as members are
+    scores = {Subject("encoder", x): by_seed[:, i] for i, x in enumerate(SUBSET_NAMES)}
+    return {
+        **scores,
+        HIDDEN_ONLY: by_seed[:, 0],
+        EARLY_FUSION: by_seed[:, EVERY_FAMILY],
     }
 
 
@@ -278,7 +290,7 @@ def rival_scores(scene: Scenario) -> dict[Subject, np.ndarray]:
     scores[Subject("answer_length")], _ = linear_scores([length], rows)
     scores = {name: x[:, n_trained:] for name, x in scores.items()}
     scores[Subject("tfidf")], _ = text_scores(trained.texts, trained.rows, new.texts)
-    scores[Subject("perplexity")] = answer_log_probs(new.store)[None]
+    scores[PERPLEXITY] = answer_log_probs(new.store)[None]
     return scores
 
 
@@ -311,10 +323,10 @@ def _count_missing(
     missing = [example for example in questions if example.id not in answered]
     n_missing = collections.Counter((e.dataset, e.split) for e in missing)
     n_missing += collections.Counter((IN_DOMAIN, e.split) for e in missing)
+    n_missing[ALL_SETS, "ood"] = len(missing)
 
     def n_failed(row: ResultRow) -> int:
-        n = n_missing[row.dataset, row.split]
-        return row.n_failed + (len(missing) if row.dataset == ALL_SETS else n)
+        return row.n_failed + n_missing[row.dataset, row.split]
 
     return [msgspec.structs.replace(row, n_failed=n_failed(row)) for row in result]
 
@@ -457,7 +469,7 @@ def transfer_run(run: RunDir, config: TransferConfig, progress: Progress) -> Non
     """
     require_both_settings(run, NAME)
     run.require(run.detector)
-    questions = asked_questions(read_examples(run), config)
+    questions = asked_questions(read_examples(run), config, progress.note)
     retrieval = retrieval_of(run, progress.note, "transfer_retrieval")
     model, _ = load_tokenizer_only(run)
     prompts = model.tokenizer, answer_config(run).prompt.prompt_template()

@@ -42,8 +42,8 @@ def module_of(path):
 
 
 @functools.cache
-def tree_of(path):
-    return ast.parse(path.read_text(encoding="utf-8"))
+def nodes_of(path):
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
 
 
 MODULES = {module_of(path): path for path in SOURCES}
@@ -51,7 +51,7 @@ MODULES = {module_of(path): path for path in SOURCES}
 
 def imports_of(path):
     """Yield every module of ours that a file names, deferred imports included."""
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -102,7 +102,7 @@ def is_stage_file(path):
     if path.is_relative_to(ROOT / "extract" / "run"):
         return True
     makers = {"Stage", "TextStage", "answer_stage", "command"}
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Call):
             name = getattr(node.func, "attr", getattr(node.func, "id", None))
             if name in makers:
@@ -111,7 +111,7 @@ def is_stage_file(path):
 
 
 def functions_with_a_run(path):
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             if "RunDir" in ast.unparse(node.args):
                 yield node.name
@@ -153,17 +153,22 @@ def test_every_relative_link_of_a_document_leads_to_a_file_and_a_heading():
 @pytest.mark.parametrize(
     ("modules", "absent"),
     [
-        ("extract.store.store extract.run.stages extract.records", "jax torch"),
+        (
+            # Of stages, what `data` and `label` import, and the prompts.
+            "extract.datasets extract.datasets.building extract.generate.answers "
+            "extract.generate.prompts extract.label.stage extract.records "
+            "extract.run.contents extract.run.process extract.run.stages "
+            "extract.store.store",
+            "click jax pyarrow torch",
+        ),
         ("extract.signals.reader extract.generate.local", "jax"),
-        # What `label` and `data` import, and the prompts.
-        ("extract.run.contents extract.label.stage extract.generate.prompts", "torch"),
-        ("extract.generate.answers extract.datasets.building", "torch"),
-        ("extract.datasets", "pyarrow"),
-        ("extract.run.contents extract.run.process extract.run.stages", "click"),
-        # What `train`, `select`, `calibrate` and `report` import to do their work.
-        ("jaxprobe.train jaxprobe.calibrate jaxprobe.detector", "torch"),
-        ("selection.greedy selection.exhaustive selection.ablation", "torch"),
-        ("benchmarks.results.report benchmarks.results.evaluate", "torch"),
+        (
+            # What `train`, `select`, `calibrate` and `report` import to do their work.
+            "jaxprobe.calibrate jaxprobe.detector jaxprobe.train selection.ablation "
+            "selection.exhaustive selection.greedy benchmarks.results.evaluate "
+            "benchmarks.results.report",
+            "torch",
+        ),
         ("", "numpy"),
     ],
 )
@@ -206,7 +211,7 @@ def test_no_source_reads_pickles_or_runs_remote_code():
     for path in SOURCES:
         names = set(imports_of(path))
         assert not names & {"pickle", "joblib", "dill", "cloudpickle"}, path
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             dangerous = ("trust_remote_code", "allow_pickle")
             if isinstance(node, ast.keyword) and node.arg in dangerous:
                 assert getattr(node.value, "value", None) is False, path

@@ -11,7 +11,7 @@ from beatrice.extract.run.contents import settings_of
 from beatrice.extract.run.directory import RunDir
 from beatrice.jaxprobe import checkpoint
 from tests.extract.small_run import beatrice
-from tests.process import BEATRICE, call, finish, kill, start
+from tests.process import BEATRICE, finish, kill, start
 from tests.test_one_setting import examples_of, make_run
 
 
@@ -42,7 +42,7 @@ def untrained(tmp_path_factory):
 @pytest.fixture(scope="module")
 def alone(untrained):
     path = shutil.copytree(untrained, untrained.with_name("alone"))
-    call("train", path)
+    beatrice("train", path)
     return path
 
 
@@ -77,7 +77,7 @@ def test_two_processes_train_the_encoders_of_one_bit_by_bit(alone, run):
     assert sum("train: done in" in text for text in output) == 1
     assert not members(run)
     check_same_encoders(run, alone)
-    assert "already done" in call("train", run).stderr
+    assert "already done" in beatrice("train", run).stderr
 
 
 @pytest.mark.slow
@@ -104,7 +104,7 @@ def test_what_killed_processes_have_trained_others_do_not_train_again(
     there = members(run)
     assert not (run / "encoders" / "closed_book").exists()
     if world_size == 1:
-        call("train", run)
+        beatrice("train", run)
     else:
         *others, last = range(world_size)
         for rank in others:
@@ -127,6 +127,6 @@ def test_both_settings_and_other_ways_of_training_are_shared(tmp_path, option):
     run = complete_run(tmp_path / "run", "mixed", SETTINGS)
     other = shutil.copytree(run, tmp_path / "other")
     words = "--set", f"{option}=true"
-    call("train", other, *words)
+    beatrice("train", other, *words)
     train_together(run, *words)
     check_same_encoders(run, other)

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from beatrice.extract.plugs import load_plug, sha256_of_code
+from beatrice.benchmarks.results import names
+from beatrice.extract.plugs import load_plug
 from beatrice.extract.records import SETTINGS, Answer, Example, Sample, Setting
 from beatrice.extract.run.rows import ResultRow
 
@@ -47,10 +48,9 @@ OURS = (
     "majority",
     "permuted_labels",
 )
-
-PLAIN = ("perplexity", "tfidf", "answer_length")  # rivals that `evaluate` measures
 # What `evaluate` measures.
-_TAKEN = (*OURS, *PLAIN, "probe", "chosen_layer", "first_layer", "last_layer", "labels")
+_MEASURED = (*names.DETECTORS, *names.CONTROLS, *names.LAYER_PROBES)
+_TAKEN = {*OURS, "labels", *(subject.detector for subject in _MEASURED)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -92,17 +92,17 @@ class DetectorInput:
                 f"no answer to {missing[0]} among the {len(by_key)} given; give one to "
                 "every row of the store"
             )
-        drawn: dict[tuple[str, str, str], list[Sample]] = {}
-        for sample in samples:
-            key = sample.example_id, sample.setting, sample.variant
-            drawn.setdefault(key, []).append(sample)
+        drawn: dict[tuple[str, str, str], list[Sample]] = {key: [] for key in keys}
+        for sample in sorted(samples, key=lambda sample: sample.sample):
+            if sample.key in drawn:
+                drawn[sample.key].append(sample)
         return cls(
             store=store,
             rows=rows,
             layer=layer,
             questions=questions,
             answers=[by_key[key] for key in keys] if by_key else (),
-            samples=[tuple(drawn.get(key, ())) for key in keys],
+            samples=[tuple(drawn[key]) for key in keys],
             **fields,
         )
 
@@ -124,22 +124,27 @@ class DetectorInput:
             raise ValueError("expected the answer of every row, found none: `answers`")
         return self.answers
 
-    @cached_property
-    def texts(self) -> list[str]:
-        """What a text-only detector reads of every row, see `joined_text`."""
+    @property
+    def known_template(self) -> "PromptTemplate":
+        """How passages were shown; a ValueError where that is not known."""
         if self.template is None:
             raise ValueError(
                 "expected how passages were shown, found no template; give `template`, "
                 "such as `PromptConfig().prompt_template()`"
             )
+        return self.template
+
+    @cached_property
+    def texts(self) -> list[str]:
+        """What a text-only detector reads of every row, see `joined_text`."""
         from beatrice.benchmarks.baselines.plain import joined_text
         from beatrice.extract.generate.prompts import variants_of
 
-        texts = []
+        template, texts = self.known_template, []
         for example, answer in zip(self.examples, self.known_answers, strict=True):
             passages = dict(variants_of(self.rows.setting, example))[answer.variant]
             shown = [
-                self.template.passage_text(passage)
+                template.passage_text(passage)
                 for i, passage in enumerate(passages)
                 if i not in answer.dropped
             ]
@@ -178,6 +183,16 @@ class Baseline:
     # What differs from the published one, in a sentence; empty where nothing.
     variant: str = ""
     settings: tuple[Setting, ...] = SETTINGS  # where it is defined
+
+
+def output_of(detector: Baseline, inputs: DetectorInput) -> DetectorOutput:
+    """Return what a detector's function gives, which may be a person's own."""
+    output = detector.score(inputs)
+    if not isinstance(output, DetectorOutput):
+        raise TypeError(
+            f"it returns {type(output).__name__}, expected DetectorOutput(scores)"
+        )
+    return output
 
 
 class DetectorCost(
@@ -294,15 +309,6 @@ def find_detector(spec: str) -> Baseline:
             "give yours another"
         )
     return detector
-
-
-def code_of(detector: Baseline) -> str:
-    """Return the SHA-256 of the file that a detector's function is written in.
-
-    Scores of a detector in the catalogue are valid until its `variant` changes; a
-    person's own detector is scored again whenever that file changes.
-    """
-    return sha256_of_code(detector.score)
 
 
 def format_list(detectors: Iterable[Baseline]) -> str:

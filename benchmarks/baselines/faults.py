@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from beatrice.benchmarks.baselines.detector import Baseline, DetectorInput
+from beatrice.benchmarks.baselines.detector import Baseline, DetectorInput, output_of
 from beatrice.jaxprobe.evaluation import Scored
 from beatrice.jaxprobe.metrics import auroc
 
@@ -68,7 +68,9 @@ def failure_in_words(error: Exception) -> str:
 
 
 def _scores_on(detector: Baseline, inputs: DetectorInput, **changes: Any) -> np.ndarray:
-    return np.asarray(detector.score(dataclasses.replace(inputs, **changes)).scores)
+    return np.asarray(
+        output_of(detector, dataclasses.replace(inputs, **changes)).scores
+    )
 
 
 def _violations_of_gaps(

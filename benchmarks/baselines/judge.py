@@ -23,10 +23,9 @@ from beatrice.benchmarks.baselines.detector import (
     Relations,
     Requirement,
     catalogue,
-    code_of,
     find_detector,
     is_plug,
-    is_rival,
+    output_of,
 )
 from beatrice.benchmarks.baselines.faults import failure_in_words, violations
 from beatrice.benchmarks.baselines.readings import (
@@ -38,9 +37,10 @@ from beatrice.benchmarks.baselines.readings import (
     reading_keys,
     rows_read,
 )
+from beatrice.benchmarks.results.names import CHAMPION
 from beatrice.extract.generate.answers import answer_config
+from beatrice.extract.plugs import sha256_of_code
 from beatrice.extract.records import (
-    SETTINGS,
     Answer,
     Example,
     Label,
@@ -83,7 +83,7 @@ if TYPE_CHECKING:
     from beatrice.extract.generate.prompts import PromptTemplate
 
 SCORE_FORMAT = "4"  # of cached scores: 4 holds the rows of what was chosen too
-OURS = "champion"
+OURS = CHAMPION.detector
 
 
 class JudgedOutput(NamedTuple):
@@ -98,9 +98,8 @@ class JudgedOutput(NamedTuple):
 
     def scored(self, name: str) -> Scored:
         """Return the scores as they are measured."""
-        if self.reason:
-            return Scored(name=name, scores=self.output.scores, reason=self.reason)
-        return Scored(name=name, scores=self.output.scores)
+        reason = self.reason or Scored.reason
+        return Scored(name=name, scores=self.output.scores, reason=reason)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,7 +107,9 @@ class ScoreCache:
     """The scores of detectors on one setting, a file a detector.
 
     The key of a file covers all rows, the layer of the sweep and the readings: P(True)
-    is shown drawn answers, which may come later.
+    is shown drawn answers, which may come later. Scores of a detector in the catalogue
+    are valid until its `variant` changes; a person's own detector is scored again
+    whenever its file changes.
     """
 
     folder: Path  # of the files
@@ -120,7 +121,7 @@ class ScoreCache:
     def _cache(self, detector: Baseline) -> Cache:
         needs = sorted(detector.needs & set(self.identities))
         readings = reading_keys(self.setting, self.identities, detector.reads)
-        code = [code_of(detector)] if is_plug(detector.name) else []
+        code = [sha256_of_code(detector.score)] if is_plug(detector.name) else []
         run = self.identities["run"]
         key = (SCORE_FORMAT, detector.name, detector.variant, run, *code)
         extra = [self.identities[need] for need in needs]
@@ -191,30 +192,30 @@ def score(
 
     Scores of another shape than `[n_seeds, n_rows]` are a ValueError.
     """
-    relations = inputs.relations
-    owed = relations.owed if isinstance(relations, MeteredRelations) else 0.0
+
+    def clock() -> float:
+        return time.monotonic() + getattr(inputs.relations, "owed", 0.0)
+
     begin_peak()
-    began, reason, names = time.monotonic(), "", set(detector.reads)
+    began, reason, n_rows = clock(), "", len(inputs.rows.ids)
     try:
-        scores, chosen = detector.score(inputs)
+        scores, chosen = output_of(detector, inputs)
     except ValueError as error:  # such as a split of one class
         reason = str(error)
-        scores, chosen = np.full((1, len(inputs.rows.ids)), np.nan), ()
+        scores, chosen = np.full((1, n_rows), np.nan), ()
     output = DetectorOutput(np.asarray(scores, np.float64), tuple(chosen))
-    shape, n_rows = list(output.scores.shape), len(inputs.rows.ids)
+    shape = list(output.scores.shape)
     if shape[1:] != [n_rows]:
         raise ValueError(
             f"{detector.name} returns scores of shape {shape}, expected "
             f"[n_seeds, {n_rows}]; give one seed an axis with `scores[None]`"
         )
-    seconds = time.monotonic() - began
-    if isinstance(relations, MeteredRelations):
-        seconds += relations.owed - owed
+    seconds = clock() - began
     if "samples" in detector.needs and not detector.draws_for:
         # Where nothing was drawn there is nothing to score.
         seconds *= n_rows / (sum(map(bool, inputs.samples)) or n_rows)
-    seconds += sum(readings.seconds.get(name, 0.0) for name in names)
-    peaks = (peak_bytes(), *(readings.peak_bytes.get(name, 0) for name in names))
+    seconds += sum(readings.seconds.get(name, 0.0) for name in detector.reads)
+    peaks = (peak_bytes(), *(readings.peak_bytes.get(x, 0) for x in detector.reads))
     return JudgedOutput(output, seconds, max(peaks), reason)
 
 
@@ -316,10 +317,10 @@ def judge(
       A row for each metric, set and seed, as in results.jsonl: AUROC and AUPRC with
       their intervals, and what validation chose ("chosen").
     """
-    store = signals if isinstance(signals, FeatureStore) else signals.store
-    n_rows = len(store.spec.keys)
-    is_store = isinstance(signals, FeatureStore)
-    indices = np.arange(n_rows) if is_store else signals.indices
+    if isinstance(signals, FeatureStore):
+        store, indices = signals, np.arange(len(signals.spec.keys))
+    else:
+        store, indices = signals.store, signals.indices
     rows = _rows_of_labels(store, indices, labels, questions, splits)
     layers = store.spec.hidden_layers
     middle = layers[len(layers) // 2] if layers else 0
@@ -336,7 +337,7 @@ def judge(
         encoder=encoder,
     )
     scores: dict[str, JudgedOutput] = {}
-    for detector in detectors:
+    for detector in _distinct(detectors):
         scores[detector.name] = score(detector, inputs)
         on_score(detector.name)
     scored = [x.scored(name) for name, x in scores.items()]
@@ -356,7 +357,7 @@ def _rows_of_labels(
     if isinstance(labels, Rows):
         return labels
     labels = list(labels)
-    if all(isinstance(label, Label) for label in labels):
+    if labels and all(isinstance(label, Label) for label in labels):
         rows = rows_of(store, questions, labels)
         is_there = np.isin(np.arange(len(rows.ids)), indices)
         return dataclasses.replace(
@@ -372,7 +373,7 @@ def _rows_of_labels(
         )
     keys, n_rows = store.spec.keys, len(store.spec.keys)
     rows = Rows(
-        setting=next(setting for setting in SETTINGS if setting == keys[0][1]),
+        setting=msgspec.convert(keys[0][1], Setting),
         ids=np.array([key[0] for key in keys]),
         datasets=np.full(n_rows, "own"),
         splits=np.full(n_rows, "", np.asarray(splits).dtype),
@@ -438,10 +439,11 @@ def chosen_detectors(config: BaselinesConfig) -> list[Baseline]:
     return _distinct([*chosen, *plugs])
 
 
-def _distinct(detectors: Sequence[Baseline]) -> list[Baseline]:
-    by_name = {detector.name: detector for detector in detectors}
+def _distinct(detectors: Iterable[Baseline]) -> list[Baseline]:
+    """Return each detector once; two of one name are a ValueError."""
+    by_name: dict[str, Baseline] = {}
     for detector in detectors:
-        if by_name[detector.name] is not detector:
+        if by_name.setdefault(detector.name, detector) is not detector:
             raise ValueError(
                 f"two detectors are named {detector.name!r}; give one another name"
             )
@@ -619,7 +621,7 @@ def _rows(
     heads, _ = run_selection(run, inputs.rows.setting)
     ours = Scored(name=OURS, scores=heads[OURS]["scores"])
     rivals = [x.scored(detector.name) for detector, x in scores.items()]
-    pairs = {"paired": [(OURS, x.name) for x in scores if is_rival(x.name)]}
+    pairs = {"paired": [(OURS, detector.name) for detector in scores]}
     intervals = run_bootstrap(run)
     measured = detection_rows([ours, *rivals], inputs.rows, intervals, pairs=pairs)
     chosen = [row for x in scores.values() for row in x.output.chosen]
@@ -651,9 +653,9 @@ def _baselines(
         relations = _open_relations(config, update)
     if relations is not None:
         relations = MeteredRelations(relations)
-    if models := models_beside(models_file(run), config.models):
-        write_json_atomic(models_file(run), models)
     identities = run_identities(run, config.models)
+    if models := {x: identities[x] for x in config.models if x in identities}:
+        write_json_atomic(models_file(run), models)
     rows, costs = [], []
     settings = settings_of(run)
     for index, setting in enumerate(settings):
@@ -689,7 +691,7 @@ def run_violations(run: RunDir, spec: str, config: BaselinesConfig) -> list[str]
 
 def _identity(config: BaselinesConfig) -> dict[str, str]:
     plugs = filter(is_plug, config.only)
-    return {f"detector:{spec}": code_of(find_detector(spec)) for spec in plugs}
+    return {f"detector:{x}": sha256_of_code(find_detector(x).score) for x in plugs}
 
 
 BASELINES = Stage(

@@ -8,7 +8,6 @@ import msgspec
 import numpy as np
 from scipy.sparse import csr_matrix
 from sklearn.feature_extraction.text import TfidfVectorizer
-from sklearn.linear_model import LogisticRegression
 
 from beatrice.extract.records import IN_DOMAIN, Answer, Setting
 from beatrice.extract.run.rows import ResultRow, Subject
@@ -83,7 +82,7 @@ def rows_at_equal_length(
     rows: Rows,
     n_tokens: np.ndarray,
     config: BootstrapConfig,
-    names: Sequence[Subject | str],
+    subjects: Sequence[Subject],
 ) -> list[ResultRow]:
     """Return what detectors are worth among answers of equally many tokens.
 
@@ -96,7 +95,7 @@ def rows_at_equal_length(
       rows: what they score.
       n_tokens: `[n_rows]` tokens of the answers.
       config: of the intervals.
-      names: of the detectors that are measured; the first against each of the others.
+      subjects: the detectors that are measured; the first against each of the others.
 
     Returns:
       Rows of the experiment "at_equal_length", whose `n` are the answers with a
@@ -104,11 +103,9 @@ def rows_at_equal_length(
       "at_equal_length_paired"; and for each set the share of labelled answers without
       a counterpart, which say nothing here ("unmatched").
     """
-    experiment = "at_equal_length"
-    ours, *rivals = subjects = [Subject.of(name) for name in names]
-    compared = [detector for detector in detectors if detector.subject in subjects]
+    experiment, (ours, *rivals) = "at_equal_length", subjects
     measured = detection_rows(
-        compared,
+        [detector for detector in detectors if detector.subject in subjects],
         rows,
         config,
         experiment,
@@ -116,23 +113,24 @@ def rows_at_equal_length(
         strata=n_tokens,
     )
     n_matched, unmatched = {}, []
-    for key in rows.evaluated_sets():
-        dataset, split = key
+    for dataset, split in rows.evaluated_sets():
         where = rows.where(split, dataset)
         strata = paired_strata(rows.labels[where], n_tokens[where])
-        n_matched[key] = sum(map(len, strata))
-        fields: dict[str, Any] = {"experiment": experiment, "detector": "answers"}
-        fields |= {"metric": "unmatched", **rows.fields_of(dataset, split)}
-        value = 1 - n_matched[key] / len(where) if len(where) else None
-        reason = None if len(where) else "no labelled example"
-        unmatched.append(ResultRow(**fields, value=value, reason=reason))
-    return [
-        *(
-            msgspec.structs.replace(row, n=n_matched[row.dataset, row.split])
-            for row in measured
-        ),
-        *unmatched,
-    ]
+        n = n_matched[dataset, split] = sum(map(len, strata))
+        row = ResultRow(
+            experiment=experiment,
+            detector="answers",
+            metric="unmatched",
+            value=1 - n / len(where) if len(where) else None,
+            reason=None if len(where) else "no labelled example",
+            **rows.fields_of(dataset, split),
+        )
+        unmatched.append(row)
+    of_matched = (
+        msgspec.structs.replace(row, n=n_matched[row.dataset, row.split])
+        for row in measured
+    )
+    return [*of_matched, *unmatched]
 
 
 def joined_text(question: str, answer: str, passages: Sequence[str] = ()) -> str:
@@ -145,8 +143,7 @@ class TextDetector:
     """A fitted word-level TF-IDF and logistic regression."""
 
     vectorizer: TfidfVectorizer  # fitted on the training texts
-    regression: LogisticRegression  # of the chosen penalty
-    valid_auroc: float  # AUROC on the validation texts, by which it was chosen
+    regression: Any  # a logistic regression, of the penalty that validation chose
 
     def score(self, texts: Sequence[str]) -> np.ndarray:
         """Return P(answer is correct), `[n_examples]` float64 in [0, 1].
@@ -182,8 +179,8 @@ def fit_tfidf(
     vectorizer = word_pairs()
     train = csr_matrix(vectorizer.fit_transform(texts))
     valid = csr_matrix(vectorizer.transform(valid_texts))
-    fit = fit_linear(train, labels, valid, valid_labels)
-    return TextDetector(vectorizer=vectorizer, **fit._asdict())
+    regression, _ = fit_linear(train, labels, valid, valid_labels)
+    return TextDetector(vectorizer=vectorizer, regression=regression)
 
 
 def text_scores(

@@ -4,6 +4,7 @@ A chunk is some hundred answers; its readings are files, one a name, so that
 an interrupted start continues, and another detector's reading is read alone.
 """
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -56,31 +57,28 @@ def reading_keys(
     }
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class AnswerReader:
     """Reads answers again; the model is loaded when the first one is read."""
 
-    def __init__(
-        self, inputs: DetectorInput, open_backbone: "Callable[[], Backbone]"
-    ) -> None:
-        """Take the answers, and what opens the model that gave them."""
-        self._inputs = inputs
-        self._open_backbone = open_backbone
+    inputs: DetectorInput  # the answers
+    open_backbone: "Callable[[], Backbone]"  # opens the model that gave them
 
     @cached_property
     def _backbone(self) -> "Backbone":
-        return self._open_backbone()
+        return self.open_backbone()
 
     @cached_property
     def _n_cue(self) -> int:
         from beatrice.extract.readings.batch import cue_length
 
-        return cue_length(self._inputs.answers)
+        return cue_length(self.inputs.answers)
 
     def read(self, rows: Sequence[int], names: Sequence[str]) -> dict[str, np.ndarray]:
         """Return readings of some rows by name, `[n, ...]` float32."""
         from beatrice.extract.readings.reader import read, swapped_prompt, truth_prompt
 
-        inputs, model = self._inputs, self._backbone
+        inputs, model = self.inputs, self._backbone
         pairs = [(inputs.examples[i], inputs.answers[i]) for i in rows]
         drawn = [inputs.samples[i] for i in rows] if inputs.samples else []
         extra: dict[str, Any] = {}
@@ -92,11 +90,7 @@ class AnswerReader:
                 for (x, answer), row in zip(pairs, drawn, strict=True)
             ]
         if "lumina_mmd" in names:
-            if inputs.template is None:
-                raise ValueError(
-                    "how passages were shown is not known: give a template"
-                )
-            template, questions = inputs.template, inputs.questions
+            template, questions = inputs.known_template, inputs.questions
             extra["swapped"] = [
                 swapped_prompt(model, template, *pair, questions) for pair in pairs
             ]

@@ -116,6 +116,16 @@ def test_sets_that_are_missing_are_all_named_with_what_would_do(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_half_of_a_download_is_named_as_such(tmp_path):
+    lines = "".join(json.dumps(pub.oracle(i)) + "\n" for i in range(9000))  # two chunks
+    packed, notes = gzip.compress(lines.encode()), []
+    (tmp_path / "oracle.jsonl.gz").write_bytes(packed[: len(packed) // 2])
+    with pytest.raises(ValueError, match="lacks TriviaQA.*; Natural Questions"):
+        find_questions(tmp_path, notes.append)
+    (line,) = notes
+    assert line.startswith("Natural Questions: left out: ") and "gzip" in line
+
+
 @pytest.mark.parametrize(
     ("line", "dtype"),
     [
@@ -209,12 +219,13 @@ def test_another_set_is_held_out_and_no_question_of_the_run_is_in_it(unasked, tm
         {"id": "1", "question": "What is new?", "golden_answers": ["this"]},
         {"id": "2", "question": known.question.upper(), "golden_answers": ["x"]},
     ]
-    file = tmp_path / "more.jsonl"
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    config = TransferConfig(limit=2, questions=(("own", str(file)),))
-    requests = asked_questions(read_examples(unasked), config)
+    lines.append({"id": "3", "question": "", "golden_answers": ["x"]})
+    file = pub.write_lines(tmp_path / "more.jsonl", lines)
+    config, notes = TransferConfig(limit=2, questions=(("own", str(file)),)), []
+    requests = asked_questions(read_examples(unasked), config, notes.append)
     new_examples = [e for e in requests if e.dataset == "own"]
     assert [(e.question, e.split) for e in new_examples] == [("What is new?", "ood")]
+    assert "1 records are left out" in notes[0] and "line 3" in notes[0]
 
 
 def test_retrieved_passages_carry_no_mark_of_gold():

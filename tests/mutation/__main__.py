@@ -52,14 +52,11 @@ def environ_of(tree: Path) -> dict[str, str]:
 def copy_tree(tree: Path, copy: Path) -> None:
     """Copy sources and tests; the root package has another name than its folder."""
     shutil.copytree(tree, copy, ignore=shutil.ignore_patterns(*NOT_COPIED))
-    if (copy / "api").is_dir():
-        package = copy / ".path" / "beatrice"
-        package.mkdir(parents=True)
-        for path in [*(copy / "api").iterdir(), *(copy / room for room in ROOMS)]:
-            # Relative: the copy is renamed, and copied again for each worker.
-            (package / path.name).symlink_to(os.path.relpath(path, package))
-    if not (copy / "tests" / "mutation").exists():
-        shutil.copytree(Path(__file__).parent, copy / "tests" / "mutation")
+    package = copy / ".path" / "beatrice"
+    package.mkdir(parents=True)
+    for path in [*(copy / "api").iterdir(), *(copy / room for room in ROOMS)]:
+        # Relative: the copy is renamed, and copied again for each worker.
+        (package / path.name).symlink_to(os.path.relpath(path, package))
 
 
 def trace(tree: Path, folder: Path) -> None:
@@ -266,21 +263,17 @@ def summary(rows: list[dict]) -> str:
 def main() -> None:
     """Draw mutants, judge those that have no line yet, print the shares."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tree", type=Path, default=Path(__file__).parents[2])
-    parser.add_argument("--out", type=Path, help="JSON lines; what is there stays")
-    parser.add_argument("--work", type=Path, help="folder for the copies of the tree")
     parser.add_argument("-n", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--budget", type=float, default=90, help="seconds per mutant")
     args = parser.parse_args()
-    tree, digest = args.tree.resolve(), hashlib.sha256()
+    tree, digest = Path(__file__).resolve().parents[2], hashlib.sha256()
     for paths in [*rooms_of(tree).values(), sorted((tree / "tests").rglob("*.py"))]:
         for path in paths:
             digest.update(path.read_bytes())
     folder = Path("/var/tmp") / f"beatrice-mutants-{digest.hexdigest()[:12]}"
-    folder = (args.work or folder).resolve()
-    out = args.out or folder / f"mutants-{args.seed}.jsonl"
+    out = folder / f"mutants-{args.seed}.jsonl"  # what is there stays
     folder.mkdir(parents=True, exist_ok=True)
     base = folder / "tree"
     if not base.exists():

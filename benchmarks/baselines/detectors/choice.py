@@ -59,16 +59,19 @@ def column_aurocs(values: np.ndarray, labels: np.ndarray) -> np.ndarray:
     return np.where(is_finite, below / (n_right * n_wrong), np.nan)
 
 
-def defined_rows(values: np.ndarray, rows: Rows, split: str) -> np.ndarray:
-    """Return the labelled rows of a split that have any finite value.
+def defined_rows(is_defined: np.ndarray, rows: Rows, split: str) -> np.ndarray:
+    """Return the labelled rows of a split on which a detector is defined.
 
     Args:
-      values: `[n_rows, n_columns]`.
+      is_defined: `[n_rows]` bool.
       rows: ids, splits and labels of the same rows.
       split: which.
+
+    Returns:
+      Indices of rows of both classes; one class alone is a ValueError.
     """
     where = rows.where(split)
-    where = where[np.isfinite(values[where]).any(axis=1)]
+    where = where[is_defined[where]]
     n_right = int(rows.labels[where].sum())
     if not 0 < n_right < len(where):
         raise ValueError(
@@ -96,7 +99,7 @@ def oriented(values: np.ndarray, rows: Rows) -> Oriented:
         a value where another has one is not chosen.
       rows: with labels and splits.
     """
-    valid = defined_rows(values, rows, "validation")
+    valid = defined_rows(np.any(np.isfinite(values), axis=1), rows, "validation")
     aurocs = column_aurocs(values[valid], rows.labels[valid])
     if np.isnan(aurocs).all():
         raise ValueError(
@@ -113,11 +116,6 @@ def chosen_rows(
 ) -> tuple[ResultRow, ...]:
     """Return the rows that hold what validation chose for a detector, by metric."""
     return tuple(chosen_row(rows, detector, *item) for item in values.items())
-
-
-# Of training states `[n_train, width]`, their labels, and the states to be scored
-# `[n, width]`: `[n_seeds, n]` scores.
-Fit = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 
 
 def last_steps(store: FeatureStore) -> np.ndarray:
@@ -162,24 +160,27 @@ def states_at(
     return states
 
 
-def scores_where_defined(
-    features: np.ndarray, labels: np.ndarray, train: np.ndarray, fit: Fit
-) -> np.ndarray:
+# Of training states `[n_train, width]`, their labels, and the states to be scored
+# `[n, width]`: `[n_seeds, n]` scores.
+Fit = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+
+
+def scores_where_defined(features: np.ndarray, rows: Rows, fit: Fit) -> np.ndarray:
     """Fit on the training rows that have features, and score all that have.
 
     Args:
       features: `[n_rows, width]`; NaN where a row has none.
-      labels: `[n_rows]` bool.
-      train: `[n_train]` indices.
+      rows: with labels and splits.
       fit: trains and scores.
 
     Returns:
       `[n_seeds, n_rows]` float64; NaN where a row has no features.
     """
     is_defined = np.all(np.isfinite(features), axis=1)
+    train = rows.where("train")
     train = train[is_defined[train]]
-    train_labels = both_classes(labels[train], len(train), "training")
-    defined = fit(features[train], train_labels, features[is_defined])
+    labels = both_classes(rows.labels[train], len(train), "training")
+    defined = fit(features[train], labels, features[is_defined])
     scores = np.full((len(defined), len(features)), np.nan)
     scores[:, is_defined] = defined
     return scores
@@ -215,9 +216,8 @@ def validation_auroc(scores: np.ndarray, rows: Rows) -> float:
       scores: `[n_seeds, n_rows]`; NaN for the same rows with every seed.
       rows: with labels and splits.
     """
-    valid = rows.where("validation")
-    valid = valid[np.isfinite(scores[0, valid])]
-    labels = both_classes(rows.labels[valid], len(valid), "validation")
+    valid = defined_rows(np.isfinite(scores[0]), rows, "validation")
+    labels = rows.labels[valid]
     return float(np.mean([auroc(seed[valid], labels).value for seed in scores]))
 
 
@@ -231,14 +231,12 @@ def best_layer(
 
     Of equals, the first layer.
     """
-    best: tuple[float, int, DetectorOutput] | None = None
-    for layer in layers:
-        output = fit_at(layer)
-        value = validation_auroc(output.scores, rows)
-        if best is None or value > best[0]:
-            best = value, layer, output
+    fits = ((layer, fit_at(layer)) for layer in layers)  # two at a time in memory
+    best = max(
+        fits, key=lambda fit: validation_auroc(fit[1].scores, rows), default=None
+    )
     if best is None:
         raise ValueError(f"{name}: expected at least one layer to choose from")
-    _, layer, output = best
+    layer, output = best
     row = chosen_row(rows, name, "layer", layer)
     return DetectorOutput(output.scores, (row, *output.chosen))

@@ -15,14 +15,11 @@ from typing import Any
 import numpy as np
 from scipy.special import softmax
 
-from beatrice.benchmarks.baselines.detector import (
-    DetectorInput,
-    Relations,
-    Requirement,
-)
+from beatrice.benchmarks.baselines.detector import DetectorInput, Requirement
 from beatrice.extract.records import normalise
 from beatrice.extract.run.console import Update
 
+RELATIONS = ("entailment", "neutral", "contradiction")
 # Which samples of each row mean the same: `[n_samples, n_samples]` bool, symmetric.
 Equivalences = Callable[[DetectorInput], list[np.ndarray]]
 # Clusters of one row, from its texts and their equivalences: `[n_samples]` ids from 0.
@@ -48,34 +45,35 @@ def by_entailment(inputs: DetectorInput) -> list[np.ndarray]:
     (`strict_entailment`, the default of the official code). Equal texts are read too,
     as there.
     """
-    relations = relations_of(inputs)
     texts = [
         [f"{example.question} {sample.text}" for sample in samples]
         for example, samples in zip(inputs.examples, inputs.samples, strict=True)
     ]
-    pairs = list(
-        dict.fromkeys(p for row in texts for p in itertools.permutations(row, 2))
-    )
-    is_entailed = (relations(pairs).argmax(axis=1) == 0).tolist() if pairs else []
-    entails = dict(zip(pairs, is_entailed, strict=True))
-
-    def matrix(row: list[str]) -> np.ndarray:
-        equivalent = np.eye(len(row), dtype=bool)
-        for i, j in itertools.permutations(range(len(row)), 2):
-            equivalent[i, j] = entails[row[i], row[j]] and entails[row[j], row[i]]
-        return equivalent
-
-    return list(map(matrix, texts))
+    rows = [list(itertools.permutations(row, 2)) for row in texts]
+    matrices = []
+    for row, relations in zip(texts, relations_by_row(inputs, rows), strict=True):
+        entails = np.eye(len(row), dtype=bool)
+        # The pairs off the diagonal, in the order of the permutations.
+        entails[~entails] = relations.argmax(axis=1) == 0
+        matrices.append(entails & entails.T)
+    return matrices
 
 
-def relations_of(inputs: DetectorInput) -> Relations:
-    """Return the NLI model of the inputs."""
+def relations_by_row(
+    inputs: DetectorInput, rows: Sequence[Sequence[tuple[str, str]]]
+) -> list[np.ndarray]:
+    """Return the relations of the pairs of each row, `[n_pairs, 3]` float64.
+
+    The NLI model of the inputs is called once, with each pair once.
+    """
     if inputs.relations is None:
         raise ValueError(
             "expected an NLI model, found none; give the path of one, or take the "
             "detectors that compare words"
         )
-    return inputs.relations
+    pairs = list(dict.fromkeys(itertools.chain.from_iterable(rows)))
+    relations = dict(zip(pairs, inputs.relations(pairs) if pairs else (), strict=True))
+    return [np.array([relations[pair] for pair in row]).reshape(-1, 3) for row in rows]
 
 
 def by_words(inputs: DetectorInput) -> list[np.ndarray]:
@@ -165,9 +163,6 @@ def clusters_of(
 # microsoft/deberta-v2-xlarge-mnli of the semantic-entropy papers.
 
 
-RELATIONS = ("entailment", "neutral", "contradiction")
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Entailment:
     """An NLI model; called with pairs of texts it returns their relations."""
@@ -247,22 +242,29 @@ def columns_of(labels: Mapping[int, str], path: Path) -> dict[str, int]:
     return {name: columns[name] for name in wanted}
 
 
-def load_entailment(
-    path: Path, *, n_batch: int = 32, progress: Update = lambda done, total: None
-) -> Entailment:
-    """Load an NLI model in float32, on the processor."""
+def load_pretrained(path: Path, kind: str, what: str) -> tuple[Any, Any, list[str]]:
+    """Load a Transformers model in float32, on the processor.
+
+    Args:
+      path: its directory, with its tokenizer.
+      kind: the auto class of the model.
+      what: the model in words, for the message.
+
+    Returns:
+      The tokenizer, the model, and the names of tensors that the directory lacks.
+    """
     import torch
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    import transformers
 
     if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
         raise ValueError(
-            f"{path} is no directory with config.json and *.safetensors, expected an "
-            "NLI model written by save_pretrained"
+            f"{path} is no directory with config.json and *.safetensors, expected "
+            f"{what} written by save_pretrained"
         )
     origin = {"local_files_only": True, "trust_remote_code": False}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, **origin)
-        model, report = AutoModelForSequenceClassification.from_pretrained(
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, **origin)
+        model, report = getattr(transformers, kind).from_pretrained(
             path,
             dtype=torch.float32,
             use_safetensors=True,
@@ -273,8 +275,17 @@ def load_entailment(
     except Exception as error:
         first_line = str(error).strip().partition("\n")[0]
         raise ValueError(f"{path} could not be loaded: {first_line}") from error
+    return tokenizer, model, sorted(report["missing_keys"])
+
+
+def load_entailment(
+    path: Path, progress: Update = lambda done, total: None
+) -> Entailment:
+    """Load an NLI model in float32, on the processor."""
+    kind = "AutoModelForSequenceClassification"
+    tokenizer, model, missing = load_pretrained(path, kind, "an NLI model")
     columns = columns_of(model.config.id2label, path)
-    if missing := sorted(report["missing_keys"]):
+    if missing:
         raise ValueError(
             f"{path} lacks {len(missing)} tensors of {type(model).__name__}, first "
             f"{missing[0]!r}; take a model that was trained to classify"
@@ -287,6 +298,5 @@ def load_entailment(
         tokenizer=tokenizer,
         columns=columns,
         max_tokens=tokenizer.model_max_length if is_limited else n_positions,
-        n_batch=n_batch,
         progress=progress,
     )

@@ -56,11 +56,10 @@ def lookback_lens(inputs: DetectorInput) -> DetectorOutput:
     A ratio is the share of a head's attention that goes to the context, in [0, 1], mean
     over the answer's steps: the reading is `[n_rows, n_layers, n_heads]`.
     """
-    rows, ratios = inputs.rows, reading(inputs, "lookback", 3, None)
+    ratios = reading(inputs, "lookback", 3, None)
     features = ratios.reshape(len(ratios), -1)  # layer by layer, as in the code
     fit = partial(logistic_log_odds, max_iter=1000)
-    train = rows.where("train")
-    return DetectorOutput(scores_where_defined(features, rows.labels, train, fit))
+    return DetectorOutput(scores_where_defined(features, inputs.rows, fit))
 
 
 # ReDeEP: external context of some heads against parametric knowledge of some layers.
@@ -83,7 +82,7 @@ def ranked_sums(values: np.ndarray, rows: Rows, most: int) -> np.ndarray:
     Returns:
       `[n_rows, n_sums]`: of the best column, of the best two, and so on.
     """
-    train = defined_rows(values, rows, "train")
+    train = defined_rows(np.any(np.isfinite(values), axis=1), rows, "train")
     aurocs = column_aurocs(values[train], rows.labels[train])
     n_sums = min(most, int((~np.isnan(aurocs)).sum()))
     best = np.argsort(-aurocs, kind="stable")[:n_sums]
@@ -116,7 +115,7 @@ def choose_sums(
     nothing = halves[0][:, :1] * 0  # where the other half is defined
     context = nothing if heads is None else heads
     knowledge = nothing if layers is None else layers
-    valid = defined_rows(context, rows, "validation")
+    valid = defined_rows(np.any(np.isfinite(context), axis=1), rows, "validation")
     labels, best = rows.labels[valid], (-1.0, 0, 0, 0)
     for n_heads in range(context.shape[1]):
         weighted = alphas * context[valid, n_heads, None]
@@ -143,33 +142,28 @@ _JSD = (
     f"{_FAIR}; the Jensen-Shannon divergence as in the paper, where the code exchanges "
     "its arguments"
 )
-_ECS, _PKS, _PAPER_PKS = "redeep_ecs", "redeep_pks_swapped", "redeep_pks"
-# Name, title, variant; the readings of external context and of parametric knowledge
-# that count, None where that half is left out.
-for _name, _title, _variant, _context, _knowledge in (
-    ("redeep", "ReDeEP", _FAIR, _ECS, _PKS),
-    ("redeep:paper", "ReDeEP (paper's divergence)", _JSD, _ECS, _PAPER_PKS),
-    ("redeep_ecs", "ReDeEP-ECS", _FAIR, _ECS, None),
-    ("redeep_pks", "ReDeEP-PKS", _FAIR, None, _PKS),
-    ("redeep_pks:paper", "ReDeEP-PKS (paper's divergence)", _JSD, None, _PAPER_PKS),
-):
+
+
+def _add_redeep(
+    name: str, title: str, variant: str, context: str | None, knowledge: str | None
+) -> None:
+    """Add a variant of ReDeEP to the catalogue.
+
+    `context` and `knowledge` are the readings of external context and of parametric
+    knowledge; None where that half is left out.
+    """
 
     @baseline(
-        _name,
-        title=_title,
+        name,
+        title=title,
         source="Sun et al. (ICLR 2025), section 3; Jeryi-Sun/ReDEeP-ICLR e969202, "
         "token level",
-        reads=tuple(filter(None, (_context, _knowledge))),
+        reads=tuple(filter(None, (context, knowledge))),
         is_trained=True,
-        variant=_variant,
+        variant=variant,
         settings=("with_context",),
     )
-    def _redeep(
-        inputs: DetectorInput,
-        name: str = _name,
-        context: str | None = _context,
-        knowledge: str | None = _knowledge,
-    ) -> DetectorOutput:
+    def score(inputs: DetectorInput) -> DetectorOutput:
         rows, heads, layers = inputs.rows, None, None
         if context is not None:
             values = reading(inputs, context, 3).reshape(len(rows.ids), -1)
@@ -181,6 +175,15 @@ for _name, _title, _variant, _context, _knowledge in (
         return DetectorOutput(scores[None], chosen_rows(rows, name, chosen))
 
 
+_ECS, _PKS, _PAPER_PKS = "redeep_ecs", "redeep_pks_swapped", "redeep_pks"
+_DIVERGENCE = "(paper's divergence)"
+_add_redeep("redeep", "ReDeEP", _FAIR, _ECS, _PKS)
+_add_redeep("redeep:paper", f"ReDeEP {_DIVERGENCE}", _JSD, _ECS, _PAPER_PKS)
+_add_redeep("redeep_ecs", "ReDeEP-ECS", _FAIR, _ECS, None)
+_add_redeep("redeep_pks", "ReDeEP-PKS", _FAIR, None, _PKS)
+_add_redeep("redeep_pks:paper", f"ReDeEP-PKS {_DIVERGENCE}", _JSD, None, _PAPER_PKS)
+
+
 # LUMINA: what the model adds by itself against what the passages change, untrained.
 _LAMBDA = 0.5  # of the paper, for every model; the two are not scaled
 _SWAP = (
@@ -188,38 +191,40 @@ _SWAP = (
     "with the own ones and whose passages hold no gold answer: the rule is unpublished"
 )
 _INNER = "the last layer is left out, as in the paper; the code norms its state twice"
-# Name, title, variant; the reading of the processing rate that counts, or None: a high
-# one means that the answer comes from the model's own knowledge; and that of the
-# discrepancy, or None: a high one means that the passages decided the answer.
-for _name, _title, _variant, _rate, _change in (
-    ("lumina", "LUMINA", _SWAP, "lumina_ipr", "lumina_mmd"),
-    (
-        "lumina:paper",
-        "LUMINA (paper's sum)",
-        f"{_SWAP}; {_INNER}",
-        "lumina_ipr_inner",
-        "lumina_mmd",
-    ),
-    ("lumina_mmd", "LUMINA-MMD", _SWAP, None, "lumina_mmd"),
-    ("lumina_ipr", "LUMINA-IPR", "", "lumina_ipr", None),
-    ("lumina_ipr:paper", "LUMINA-IPR (paper's sum)", _INNER, "lumina_ipr_inner", None),
-):
+
+
+def _add_lumina(
+    name: str, title: str, variant: str, rate: str | None, change: str | None
+) -> None:
+    """Add a variant of LUMINA to the catalogue; None leaves that half out.
+
+    `rate` is the reading of the processing rate: a high one means that the answer comes
+    from the model's own knowledge. `change` is that of the discrepancy: a high one
+    means that the passages decided the answer.
+    """
 
     @baseline(
-        _name,
-        title=_title,
+        name,
+        title=title,
         source="Yeh et al. (2026), arXiv 2509.21875; deeplearning-wisc/LUMINA c43ff41",
-        needs={"swapped"} if _change else (),
-        reads=tuple(filter(None, (_rate, _change))),
-        variant=_variant,
+        needs={"swapped"} if change else (),
+        reads=tuple(filter(None, (rate, change))),
+        variant=variant,
         settings=("with_context",),
     )
-    def _lumina(
-        inputs: DetectorInput, rate: str | None = _rate, change: str | None = _change
-    ) -> DetectorOutput:
+    def score(inputs: DetectorInput) -> DetectorOutput:
         scores = np.zeros(len(inputs.rows.ids))
         if rate is not None:
             scores = scores - _LAMBDA * reading(inputs, rate, 1)
         if change is not None:
             scores = scores + (1 - _LAMBDA) * reading(inputs, change, 1)
         return DetectorOutput(scores[None])
+
+
+_IPR, _INNER_IPR, _MMD = "lumina_ipr", "lumina_ipr_inner", "lumina_mmd"
+_SUM = "(paper's sum)"
+_add_lumina("lumina", "LUMINA", _SWAP, _IPR, _MMD)
+_add_lumina("lumina:paper", f"LUMINA {_SUM}", f"{_SWAP}; {_INNER}", _INNER_IPR, _MMD)
+_add_lumina("lumina_mmd", "LUMINA-MMD", _SWAP, None, _MMD)
+_add_lumina("lumina_ipr", "LUMINA-IPR", "", _IPR, None)
+_add_lumina("lumina_ipr:paper", f"LUMINA-IPR {_SUM}", _INNER, _INNER_IPR, None)

@@ -8,7 +8,6 @@ spotify-research/bayesian-semantic-entropy (d4f1be3, estimation_final.ipynb).
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
 from functools import cache
@@ -276,68 +275,63 @@ _FIRST_MATCH = (
 )
 _RAW_NOTE = "log-probabilities are the model's own, before temperature, top-p and top-k"
 # What differs: of the name, of the title, in a sentence; and how meanings are found.
-_KINDS = (
+_Kind = tuple[str, str, str, Equivalences, Clustering]
+_KINDS: tuple[_Kind, ...] = (
     ("", "", "", by_entailment, official_clusters),
     (":first_match", " (first match)", _FIRST_MATCH, by_entailment, paper_clusters),
     (":words", " (words)", BY_WORDS, by_words, official_clusters),
 )
-# Name, title, function of the official code, what differs, and whether by likelihood.
-for (_name, _title, _function, _variant, _is_weighted), _kind in itertools.product(
-    (
-        ("", "", "predictive_entropy_rao", _RAW_NOTE, True),
-        ("_discrete", ", discrete", "cluster_assignment_entropy", "", False),
-    ),
-    _KINDS,
-):
-    _suffix, _more, _difference, _equivalences, _clustering = _kind
+
+
+def _add(
+    name: str, title: str, function: str, note: str, is_weighted: bool, kind: _Kind
+) -> None:
+    """Add a semantic entropy to the catalogue; `function` is of the official code."""
+    suffix, more, difference, equivalences, clustering = kind
 
     @baseline(
-        f"semantic_entropy{_name}{_suffix}",
-        title=f"Semantic entropy{_title}{_more}",
+        f"semantic_entropy{name}{suffix}",
+        title=f"Semantic entropy{title}{more}",
         source="Farquhar et al., Nature 2024; jlko/semantic_uncertainty a8d9aa8, "
-        f"semantic_entropy.py: {_function}",
-        needs=requirements(_equivalences),
-        variant="; ".join(filter(None, (_difference, _variant))),
+        f"semantic_entropy.py: {function}",
+        needs=requirements(equivalences),
+        variant="; ".join(filter(None, (difference, note))),
     )
-    def _entropy(
-        inputs: DetectorInput,
-        equivalences: Equivalences = _equivalences,
-        clustering: Clustering = _clustering,
-        is_weighted: bool = _is_weighted,
-    ) -> DetectorOutput:
+    def score(inputs: DetectorInput) -> DetectorOutput:
         entropies = entropies_of(
             inputs, equivalences, clustering, is_weighted=is_weighted
         )
         return DetectorOutput(-entropies[None])
 
 
+for _kind in _KINDS:
+    _add("", "", "predictive_entropy_rao", _RAW_NOTE, True, _kind)
+for _kind in _KINDS:
+    _discrete = "_discrete", ", discrete", "cluster_assignment_entropy", ""
+    _add(*_discrete, False, _kind)
+
+
+def _add_bayesian(
+    suffix: str, more: str, variant: str, equivalences: Equivalences
+) -> None:
+    """Add a Bayesian semantic entropy to the catalogue."""
+    name = f"semantic_entropy_bayesian{suffix}"
+
+    @baseline(
+        name,
+        title=f"Semantic entropy, Bayesian{more}",
+        source="Ciosek et al., TMLR 2025, SE-Bayes; spotify-research/"
+        "bayesian-semantic-entropy d4f1be3, estimation_final.ipynb",
+        needs=requirements(equivalences),
+        variant=variant,
+    )
+    def score(inputs: DetectorInput) -> DetectorOutput:
+        return bayesian_scores(inputs, equivalences, name)
+
+
 _PRIOR = (
     "the prior on the number of meanings is counted on as many samples as the run has, "
     "not 100"
 )
-
-
-for _name, _more, _variant, _equivalences in (
-    ("semantic_entropy_bayesian", "", _PRIOR, by_entailment),
-    (
-        "semantic_entropy_bayesian:words",
-        " (words)",
-        f"{BY_WORDS}; {_PRIOR}",
-        by_words,
-    ),
-):
-
-    @baseline(
-        _name,
-        title=f"Semantic entropy, Bayesian{_more}",
-        source="Ciosek et al., TMLR 2025, SE-Bayes; spotify-research/"
-        "bayesian-semantic-entropy d4f1be3, estimation_final.ipynb",
-        needs=requirements(_equivalences),
-        variant=_variant,
-    )
-    def _bayesian(
-        inputs: DetectorInput,
-        name: str = _name,
-        equivalences: Equivalences = _equivalences,
-    ) -> DetectorOutput:
-        return bayesian_scores(inputs, equivalences, name)
+_add_bayesian("", "", _PRIOR, by_entailment)
+_add_bayesian(":words", " (words)", f"{BY_WORDS}; {_PRIOR}", by_words)

@@ -7,6 +7,7 @@ read.
 """
 
 import dataclasses
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,14 +22,13 @@ from beatrice.benchmarks.baselines.detector import (
     DetectorOutput,
     baseline,
 )
-from beatrice.benchmarks.baselines.detectors.choice import reading
+from beatrice.benchmarks.baselines.detectors.choice import defined_rows, reading
 from beatrice.benchmarks.baselines.detectors.probes import (
     seed_keys,
     shuffled_batches,
     take_steps,
 )
 from beatrice.benchmarks.baselines.plain import chosen_row
-from beatrice.jaxprobe.linear import both_classes
 from beatrice.jaxprobe.metrics import auroc
 from beatrice.jaxprobe.rows import Rows
 
@@ -230,34 +230,28 @@ class Inputs(NamedTuple):
     maps: np.ndarray
     states: np.ndarray
 
-    def at(self, rows: np.ndarray) -> "Inputs":
+    def at(self, rows: Any) -> "Inputs":
         """Return some answers."""
         return Inputs(self.maps[rows], self.states[rows])
 
 
-def _adam(config: GnosisConfig, n_steps: int) -> optax.GradientTransformation:
-    peak = config.learning_rate
+def _adam(config: GnosisConfig, n_train: int) -> optax.GradientTransformation:
+    n_steps = config.n_epochs * math.ceil(n_train / config.batch_size)
+    peak, n_warmup = config.learning_rate, max(1, n_steps // 10)
     return optax.adam(
-        optax.warmup_cosine_decay_schedule(
-            0.0, peak, max(1, n_steps // 10), n_steps, peak / 10
-        )
+        optax.warmup_cosine_decay_schedule(0.0, peak, n_warmup, n_steps, peak / 10)
     )
-
-
-def _n_batches(n: int, config: GnosisConfig) -> int:
-    return -(-n // config.batch_size)
 
 
 @partial(jax.jit, static_argnames="config")
 def _start(inputs: Inputs, *, config: GnosisConfig) -> tuple[jax.Array, Any]:
     """Return keys, weights and moments of all seeds."""
     keys = seed_keys(config.root_seed, config.n_seeds)
-    first = jax.tree.map(lambda x: x[:1], inputs)
-    n_steps = config.n_epochs * _n_batches(len(inputs.maps), config)
+    adam = _adam(config, len(inputs.maps))
 
     def start_seed(key: jax.Array) -> tuple[Any, Any]:
-        params = GnosisHead(config).init(key, *first)
-        return params, _adam(config, n_steps).init(params)
+        params = GnosisHead(config).init(key, *inputs.at(slice(1)))
+        return params, adam.init(params)
 
     return keys, jax.vmap(start_seed)(keys)
 
@@ -273,18 +267,16 @@ def _epoch(
     config: GnosisConfig,
 ) -> Any:
     """Return weights and moments of all seeds after one more epoch."""
-    n, n_batches = len(labels), _n_batches(len(labels), config)
-    adam = _adam(config, config.n_epochs * n_batches)
+    adam = _adam(config, len(labels))
 
     def logits_of(params: Any, rows: jax.Array, key: jax.Array) -> jax.Array:
-        some = jax.tree.map(lambda x: x[rows], inputs)
         head, rngs = GnosisHead(config), {"dropout": key}
-        return jnp.asarray(head.apply(params, *some, True, rngs=rngs))
+        return jnp.asarray(head.apply(params, *inputs.at(rows), True, rngs=rngs))
 
     def train_seed(key: jax.Array, fit: Any) -> Any:
         order_key, drop_key = jax.random.split(jax.random.fold_in(key, number))
-        batches = shuffled_batches(order_key, n, config.batch_size)
-        steps = batches, jax.random.split(drop_key, n_batches)
+        batches = shuffled_batches(order_key, len(labels), config.batch_size)
+        steps = batches, jax.random.split(drop_key, len(batches))
         return take_steps(fit, steps, labels, logits_of, adam)
 
     return jax.vmap(train_seed)(keys, fits)
@@ -375,11 +367,9 @@ def gnosis_scores(
     is_read = np.all(np.isfinite(maps), axis=(1, 2, 3))
     is_read &= np.all(np.isfinite(states), axis=(1, 2))
     train, valid = (
-        np.array([i for i in rows.where(split) if is_read[i]], int)
-        for split in ("train", "validation")
+        defined_rows(is_read, rows, split) for split in ("train", "validation")
     )
-    labels = both_classes(rows.labels[train], len(train), "training")
-    valid_labels = both_classes(rows.labels[valid], len(valid), "validation")
+    labels, valid_labels = rows.labels[train], rows.labels[valid]
     mean, spread = maps[train].mean(0), maps[train].std(0)
     # What is the same in all training rows is rounding elsewhere, and stays small.
     scaled = (maps - mean) / np.where(spread > 1e-6, spread, 1.0)

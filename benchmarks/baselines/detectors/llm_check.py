@@ -70,51 +70,34 @@ _ALIGNED = (
 )
 
 
-for _name, _title, _score_name, _variant in (
-    ("hidden", "hidden", "llmcheck_hidden_all", _SIGN_AND_LAYER),
-    (
-        "hidden:answer",
-        "hidden, answer tokens",
-        "llmcheck_hidden",
-        _SIGN_AND_LAYER + _ANSWER_ONLY_NOTE,
-    ),
-    ("attention", "attention", "llmcheck_attention_all", _SIGN_AND_LAYER),
-    (
-        "attention:answer",
-        "attention, answer tokens",
-        "llmcheck_attention",
-        _SIGN_AND_LAYER + _ANSWER_ONLY_NOTE,
-    ),
-    ("perplexity", "perplexity", "perplexity", _SIGN),
-    ("entropy", "entropy", "logit_entropy", _SIGN),
-    (
-        "entropy:corrected",
-        "entropy, corrected",
-        "logit_entropy_corrected",
-        _SIGN + _ALIGNED,
-    ),
-    ("window", "window entropy", "window_entropy", _SIGN),
-    (
-        "window:corrected",
-        "window entropy, corrected",
-        "window_entropy_corrected",
-        _SIGN + _ALIGNED,
-    ),
-):
+def _add(name: str, title: str, reading_name: str, variant: str) -> None:
+    """Add one score to the catalogue: that of a reading, or "perplexity"."""
 
     @baseline(
-        f"llmcheck_{_name}",
-        title=f"LLM-Check ({_title})",
+        f"llmcheck_{name}",
+        title=f"LLM-Check ({title})",
         source=_SOURCE,
-        reads=() if _score_name == "perplexity" else (_score_name,),
-        variant=_variant,
+        reads=() if reading_name == "perplexity" else (reading_name,),
+        variant=variant,
     )
-    def _score(
-        inputs: DetectorInput, name: str = _name, score_name: str = _score_name
-    ) -> DetectorOutput:
-        scores, chosen = _oriented(inputs, score_name)
+    def score(inputs: DetectorInput) -> DetectorOutput:
+        scores, chosen = _oriented(inputs, reading_name)
         chosen = chosen_rows(inputs.rows, f"llmcheck_{name}", chosen)
         return DetectorOutput(scores[None], chosen)
+
+
+for _name in ("hidden", "attention"):
+    _reading, _of_answer = f"llmcheck_{_name}", _SIGN_AND_LAYER + _ANSWER_ONLY_NOTE
+    _add(_name, _name, f"{_reading}_all", _SIGN_AND_LAYER)
+    _add(f"{_name}:answer", f"{_name}, answer tokens", _reading, _of_answer)
+_add("perplexity", "perplexity", "perplexity", _SIGN)
+for _name, _title, _reading in (
+    ("entropy", "entropy", "logit_entropy"),
+    ("window", "window entropy", "window_entropy"),
+):
+    _add(_name, _title, _reading, _SIGN)
+    _corrected = f"{_name}:corrected", f"{_title}, corrected", f"{_reading}_corrected"
+    _add(*_corrected, _SIGN + _ALIGNED)
 
 
 # What is combined: names in the rows of choices, and readings.
@@ -145,7 +128,7 @@ def llmcheck_combined(inputs: DetectorInput) -> DetectorOutput:
     total, chosen = np.zeros(len(rows.ids)), {}
     for prefix, name in _COMBINED.items():
         scores, choices = _oriented(inputs, name)
-        valid = scores[defined_rows(scores[:, None], rows, "validation")]
+        valid = scores[defined_rows(np.isfinite(scores), rows, "validation")]
         total += (scores - valid.mean()) / (valid.std() or 1.0)
         chosen |= {f"{prefix}_{metric}": value for metric, value in choices.items()}
     chosen = chosen_rows(rows, "llmcheck_combined", chosen)

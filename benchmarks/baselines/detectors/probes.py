@@ -1,7 +1,6 @@
 """Probes of one state: SAPLMA, a linear probe, LLMsKnow, semantic entropy probes."""
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -186,33 +185,18 @@ def last_states(store: FeatureStore, layer: int) -> np.ndarray:
     return states_at(store, np.where(last > 0, last, -1), layer)
 
 
-for _name, _title, _states_of, _variant in (
-    (
-        "saplma_mean",
-        "SAPLMA (mean)",
-        mean_states,
-        "The mean state of the answer span; the published one reads the last token "
-        "alone.",
-    ),
-    (
-        "saplma_last",
-        "SAPLMA (last)",
-        last_states,
-        "Reads the answer behind its prompt, not a statement by itself.",
-    ),
-):
+def _add_saplma(name: str, title: str, states_of: StatesOf, variant: str) -> None:
+    """Add SAPLMA on some state of an answer to the catalogue."""
 
     @baseline(
-        _name,
-        title=_title,
+        name,
+        title=title,
         source="Azaria and Mitchell (Findings of EMNLP 2023), arXiv 2304.13734; no "
         "official code, what the paper leaves open after balevinstein/Probes a4dd8d3",
         is_trained=True,
-        variant=f"{_variant} The layer is chosen by validation.",
+        variant=f"{variant} The layer is chosen by validation.",
     )
-    def _saplma(
-        inputs: DetectorInput, name: str = _name, states_of: StatesOf = _states_of
-    ) -> DetectorOutput:
+    def score(inputs: DetectorInput) -> DetectorOutput:
         """Score by networks on the states of the layer that validation chooses.
 
         Every layer of the store is tried; NaN where an answer has no such state.
@@ -220,11 +204,24 @@ for _name, _title, _states_of, _variant in (
         store, rows = inputs.store, inputs.rows
 
         def fit_at(layer: int) -> DetectorOutput:
-            states, train = states_of(store, layer), rows.where("train")
-            scores = scores_where_defined(states, rows.labels, train, saplma_logits)
-            return DetectorOutput(scores)
+            states = states_of(store, layer)
+            return DetectorOutput(scores_where_defined(states, rows, saplma_logits))
 
         return best_layer(fit_at, store.spec.hidden_layers, rows, name)
+
+
+_add_saplma(
+    "saplma_mean",
+    "SAPLMA (mean)",
+    mean_states,
+    "The mean state of the answer span; the published one reads the last token alone.",
+)
+_add_saplma(
+    "saplma_last",
+    "SAPLMA (last)",
+    last_states,
+    "Reads the answer behind its prompt, not a statement by itself.",
+)
 
 
 @baseline(
@@ -270,9 +267,8 @@ def llms_know(inputs: DetectorInput) -> DetectorOutput:
     rows, outputs = inputs.rows, reading(inputs, "mlp_exact_answer", 3, None)
 
     def fit_at(layer: int) -> DetectorOutput:
-        states, train = outputs[:, layer - 1], rows.where("train")
-        scores = scores_where_defined(states, rows.labels, train, logistic_log_odds)
-        return DetectorOutput(scores)
+        states = outputs[:, layer - 1]
+        return DetectorOutput(scores_where_defined(states, rows, logistic_log_odds))
 
     return best_layer(fit_at, range(1, outputs.shape[1] + 1), rows, "llms_know")
 
@@ -341,8 +337,8 @@ def entropy_probe(
     Returns:
       `[1, n_rows]` scores.
     """
-    train = rows.where("train")
-    train = train[np.isfinite(entropies[train])]
+    is_known = rows.is_labelled & np.isfinite(entropies)
+    train = np.flatnonzero(is_known & (rows.splits == "train"))
     if not len(train):
         raise ValueError(
             f"{name}: no training answer has a semantic entropy, from which it learns; "
@@ -350,10 +346,11 @@ def entropy_probe(
         )
     threshold = entropy_threshold(entropies[train])
     is_low = entropies < threshold
+    learned = dataclasses.replace(rows, labels=is_low, is_labelled=is_known)
 
     def scores_of(*layers: int) -> np.ndarray:
         states = np.concatenate([states_of(layer) for layer in layers], axis=1)
-        return scores_where_defined(states, is_low, train, logistic_log_odds)
+        return scores_where_defined(states, learned, logistic_log_odds)
 
     start, stop = best_range([validation_auroc(scores_of(x), rows) for x in layers])
     values = {
@@ -388,8 +385,44 @@ def official_second_last(last: np.ndarray) -> np.ndarray:
     return np.where(last >= 2, last - 2, last)
 
 
-# Name, title, which step of an answer, and in words.
-_STEPS = (
+_VARIANT = (
+    "; the range of layers is chosen on validation answers, the code's on test; fitted "
+    "on training answers alone"
+)
+
+
+def _add_sep(
+    name: str,
+    title: str,
+    step_of: Callable[[np.ndarray], np.ndarray],
+    token: str,
+    equivalences: Equivalences,
+) -> None:
+    """Add a semantic entropy probe of one token, which `token` says in words."""
+
+    @baseline(
+        name,
+        title=title,
+        source="Kossen et al. (2024), arXiv 2406.15927, section 4; "
+        "OATML/semantic-entropy-probes 02e2167, train-latent-probe.ipynb",
+        needs=requirements(equivalences),
+        is_trained=True,
+        draws_for=("train",),
+        variant=f"{token}{_VARIANT}" + f"; {BY_WORDS}" * (equivalences is by_words),
+    )
+    def score(inputs: DetectorInput) -> DetectorOutput:
+        store = inputs.store
+        states_of = partial(states_at, store, step_of(last_steps(store)))
+        # Drawn answers of the training rows alone are read.
+        is_train = inputs.rows.splits == "train"
+        pairs = zip(inputs.samples, is_train, strict=True)
+        train = dataclasses.replace(inputs, samples=[x if y else () for x, y in pairs])
+        entropies = entropies_of(train, equivalences)
+        layers = store.spec.hidden_layers
+        return entropy_probe(states_of, layers, entropies, inputs.rows, name)
+
+
+for _name, _title, _step_of, _token in (
     (
         "sep",
         "SEP",
@@ -409,46 +442,6 @@ _STEPS = (
         before_generation,
         "the last prompt token, before the answer is generated",
     ),
-)
-_VARIANT = (
-    "; the range of layers is chosen on validation answers, the code's on test; fitted "
-    "on training answers alone"
-)
-for (_name, _title, _step_of, _token), (
-    _suffix,
-    _more,
-    _words,
-    _equivalences,
-) in itertools.product(
-    _STEPS,
-    (
-        ("", "", "", by_entailment),
-        (":words", " (words)", f"; {BY_WORDS}", by_words),
-    ),
 ):
-
-    @baseline(
-        f"{_name}{_suffix}",
-        title=f"{_title}{_more}",
-        source="Kossen et al. (2024), arXiv 2406.15927, section 4; "
-        "OATML/semantic-entropy-probes 02e2167, train-latent-probe.ipynb",
-        needs=requirements(_equivalences),
-        is_trained=True,
-        draws_for=("train",),
-        variant=f"{_token}{_VARIANT}{_words}",
-    )
-    def _sep(
-        inputs: DetectorInput,
-        name: str = f"{_name}{_suffix}",
-        step_of: Callable[[np.ndarray], np.ndarray] = _step_of,
-        equivalences: Equivalences = _equivalences,
-    ) -> DetectorOutput:
-        store = inputs.store
-        states_of = partial(states_at, store, step_of(last_steps(store)))
-        # Drawn answers of the training rows alone are read.
-        is_train = inputs.rows.splits == "train"
-        pairs = zip(inputs.samples, is_train, strict=True)
-        train = dataclasses.replace(inputs, samples=[x if y else () for x, y in pairs])
-        entropies = entropies_of(train, equivalences)
-        layers = store.spec.hidden_layers
-        return entropy_probe(states_of, layers, entropies, inputs.rows, name)
+    _add_sep(_name, _title, _step_of, _token, by_entailment)
+    _add_sep(f"{_name}:words", f"{_title} (words)", _step_of, _token, by_words)

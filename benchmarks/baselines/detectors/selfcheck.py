@@ -26,7 +26,7 @@ from beatrice.benchmarks.baselines.detector import (
     baseline,
 )
 from beatrice.benchmarks.baselines.detectors.choice import reading
-from beatrice.benchmarks.baselines.detectors.clustering import relations_of
+from beatrice.benchmarks.baselines.detectors.clustering import relations_by_row
 from beatrice.jaxprobe.tokens import mean_log_eigenvalue
 
 # After a mark that ends a sentence, which may be followed by a quote or bracket; not
@@ -91,24 +91,19 @@ def _contradictions(
     Returns:
       In [-1, 0]; NaN where nothing was drawn or the answer is empty.
     """
-    relations = relations_of(inputs)
     rows = [
         [pair_of(x, s.text) for x in sentences_of(answer.text) for s in samples]
         for answer, samples in zip(inputs.known_answers, inputs.samples, strict=True)
     ]
-    pairs = list(dict.fromkeys(itertools.chain.from_iterable(rows)))
-    p_contradicted: dict[tuple[str, str], float] = {}
-    if pairs:
-        p_entailment, _, p_contradiction = relations(pairs).T
+    values = np.full(len(rows), np.nan)
+    for i, relations in enumerate(relations_by_row(inputs, rows)):
+        p_entailment, _, p_contradiction = relations.T
         with np.errstate(invalid="ignore"):  # 0 / 0 of a pair that is surely neutral
             p = p_contradiction / (p_entailment + p_contradiction)
-        p_contradicted = dict(zip(pairs, p.tolist(), strict=True))
-    # Every sentence has as many samples: the mean of means is the mean of all.
-    values = [
-        -math.fsum(p_contradicted[pair] for pair in row) / len(row) if row else math.nan
-        for row in rows
-    ]
-    return DetectorOutput(np.array([values]))
+        # Every sentence has as many samples: the mean of means is the mean of all.
+        if len(p):
+            values[i] = -math.fsum(p) / len(p)
+    return DetectorOutput(values[None])
 
 
 _SELFCHECK = (

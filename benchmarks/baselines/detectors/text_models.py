@@ -7,9 +7,9 @@ here are ours.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from scipy.sparse import csr_matrix
@@ -21,6 +21,7 @@ from beatrice.benchmarks.baselines.detector import (
     DetectorOutput,
     baseline,
 )
+from beatrice.benchmarks.baselines.detectors.clustering import load_pretrained
 from beatrice.benchmarks.baselines.plain import chosen_row, word_pairs
 from beatrice.jaxprobe.linear import both_classes, fit_linear
 from beatrice.jaxprobe.metrics import auroc
@@ -141,11 +142,6 @@ def encoder_scores(
     safetensors, and its tokenizer.
     """
     config = config or FineTuneConfig()
-    if not any(path.glob("*.safetensors")):
-        raise ValueError(
-            f"{path} holds no *.safetensors; expected the folder of a Transformers "
-            "encoder such as E5 or MiniLM, saved with save_pretrained"
-        )
     best = [_fine_tuned(texts, rows, path, config, x) for x in range(config.n_seeds)]
     chosen = tuple(
         chosen_row(rows, "text_encoder", "epoch", number, seed=str(seed))
@@ -159,62 +155,56 @@ def _fine_tuned(
 ) -> tuple[float, np.ndarray, int]:
     """Fine-tune with one seed; see `best_epoch` for what comes back."""
     import torch
-    from transformers import (
-        AutoModel,
-        AutoTokenizer,
-        get_linear_schedule_with_warmup,
-    )
+    from transformers import get_linear_schedule_with_warmup
 
-    train = rows.where("train")
+    train, size = rows.where("train"), config.batch_size
     labels = both_classes(rows.labels[train], len(train), "training")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    size = config.batch_size
+    n_steps = config.n_epochs * math.ceil(len(train) / size)
+    targets = torch.tensor(labels, dtype=torch.float32, device=device)
 
-    def logits(model: Any, rows_read: np.ndarray) -> torch.Tensor:
-        tokens = tokenizer(
-            [texts[i] for i in rows_read],
-            truncation=True,
-            max_length=config.n_tokens,
-            padding=True,
-            return_tensors="pt",
-        ).to(device)
-        states = model["encoder"](**tokens).last_hidden_state
-        mask = tokens["attention_mask"][..., None]
-        return model["head"]((states * mask).sum(1) / mask.sum(1))[:, 0]
-
-    def epochs() -> Iterator[np.ndarray]:
-        encoder = AutoModel.from_pretrained(
-            path, local_files_only=True, use_safetensors=True, dtype=torch.float32
-        )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        what = "a text encoder such as E5 or MiniLM"
+        tokenizer, encoder, _ = load_pretrained(path, "AutoModel", what)
         head = torch.nn.Linear(encoder.config.hidden_size, 1)
         model = torch.nn.ModuleDict({"encoder": encoder, "head": head}).to(device)
         adamw = torch.optim.AdamW(
             model.parameters(), config.learning_rate, weight_decay=config.weight_decay
         )
-        n_steps = config.n_epochs * -(-len(train) // size)
         rate = get_linear_schedule_with_warmup(
             adamw, round(config.warmup * n_steps), n_steps
         )
-        targets = torch.tensor(labels, dtype=torch.float32, device=device)
-        for _ in range(config.n_epochs):
-            model.train()
-            for batch in torch.randperm(len(train)).split(size):
-                losses = torch.nn.functional.binary_cross_entropy_with_logits(
-                    logits(model, train[batch.numpy()]), targets[batch.to(device)]
-                )
-                adamw.zero_grad()
-                losses.backward()
-                adamw.step()
-                rate.step()
-            model.eval()
-            with torch.no_grad():
-                every = np.arange(len(texts))
-                parts = [logits(model, every[i : i + size]) for i in every[::size]]
-            yield torch.cat(parts).double().cpu().numpy()
 
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+        def logits(rows_read: np.ndarray) -> torch.Tensor:
+            tokens = tokenizer(
+                [texts[i] for i in rows_read],
+                truncation=True,
+                max_length=config.n_tokens,
+                padding=True,
+                return_tensors="pt",
+            ).to(device)
+            states = model["encoder"](**tokens).last_hidden_state
+            mask = tokens["attention_mask"][..., None]
+            return model["head"]((states * mask).sum(1) / mask.sum(1))[:, 0]
+
+        def epochs() -> Iterator[np.ndarray]:
+            for _ in range(config.n_epochs):
+                model.train()
+                for batch in torch.randperm(len(train)).split(size):
+                    losses = torch.nn.functional.binary_cross_entropy_with_logits(
+                        logits(train[batch.numpy()]), targets[batch.to(device)]
+                    )
+                    adamw.zero_grad()
+                    losses.backward()
+                    adamw.step()
+                    rate.step()
+                model.eval()
+                with torch.no_grad():
+                    every = np.arange(len(texts))
+                    parts = [logits(every[i : i + size]) for i in every[::size]]
+                yield torch.cat(parts).double().cpu().numpy()
+
         return best_epoch(epochs(), rows, config.n_epochs)
 
 

@@ -83,14 +83,14 @@ def test_an_answer_of_which_nothing_is_known_is_undefined_and_the_others_are_not
     assert np.isfinite(scores[:, others]).all()
 
 
-@pytest.mark.parametrize("name", NAMES)
+# One of each kind: what is caught hangs on `violations`, not on the detector.
+@pytest.mark.parametrize("name", ["linear_probe", "p_true", "semantic_entropy"])
 def test_a_sign_that_is_turned_is_caught(given, name):
     turned = broken(name, lambda f, e: DetectorOutput(-f(e).scores))
     assert any("is the sign turned?" in fault for fault in violations(turned, given))
 
 
-# Those that choose on validation alone read no training answers.
-@pytest.mark.parametrize("name", [n for n in QUICK if KNOWN[n].is_trained])
+@pytest.mark.parametrize("name", ["linear_probe", "tfidf_svm", "redeep", "sep:words"])
 def test_learning_from_the_test_answers_is_caught(given, name):
     def exchanged(score, inputs):
         names = {"train": "test", "test": "train", "validation": "validation"}
@@ -102,7 +102,7 @@ def test_learning_from_the_test_answers_is_caught(given, name):
     assert violations(broken(name, exchanged), given) != []
 
 
-@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize("name", ["semantic_entropy", "selfcheck_ngram"])
 def test_samples_of_the_next_question_are_caught(given, name):
     def shifted(score, inputs):
         drawn = inputs.samples

@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
 
-from beatrice.benchmarks.baselines.detector import DetectorInput, catalogue
+from beatrice.benchmarks.baselines.detector import catalogue
 from beatrice.benchmarks.baselines.detectors import context as context_baselines
 from beatrice.benchmarks.baselines.detectors import llm_check
 from beatrice.benchmarks.baselines.detectors.choice import (
     column_aurocs,
     defined_rows,
     oriented,
-    reading,
 )
 from beatrice.extract.store.store import read_family
 from tests.benchmarks.baselines import planted
@@ -167,10 +166,7 @@ def test_validation_alone_orients():
     assert result.sign == -1 and result.column == 0
 
 
-def test_one_class_and_a_wrong_shape_are_refused():
+def test_one_class_alone_chooses_nothing():
     rows = rows_of(np.ones(90, bool))
     with pytest.raises(ValueError, match="one class alone"):
-        defined_rows(np.ones((90, 1)), rows, "validation")
-    given = DetectorInput(store=None, rows=rows, layer=0)
-    with pytest.raises(ValueError, match="'p_true' is missing"):
-        reading(given, "p_true", 1)
+        defined_rows(np.ones(90, bool), rows, "validation")

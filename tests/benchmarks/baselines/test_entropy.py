@@ -1,6 +1,7 @@
 """Entropies and meanings: what entails what, and which texts mean the same."""
 
 import copy
+import dataclasses
 import itertools
 import json
 import math
@@ -18,7 +19,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from beatrice.benchmarks.baselines.detector import catalogue
+from beatrice.benchmarks.baselines.detector import DetectorInput, catalogue
 from beatrice.benchmarks.baselines.detectors.clustering import (
     by_entailment,
     by_words,
@@ -46,6 +47,7 @@ from tests.benchmarks.baselines.planted import (
     sample,
     scores,
 )
+from tests.records import a_sample
 
 
 def ids(*counts):
@@ -309,6 +311,13 @@ def test_words_are_included_in_both_directions(first, second, same):
     assert by_words(given)[0].tolist() == [[True, same], [same, True]]
 
 
+def test_draws_are_in_their_order_in_whichever_they_are_given():
+    rows = drawn_inputs([["a"]]).rows
+    draws = [a_sample("x", example_id="q0", sample=number) for number in (2, 0, 1)]
+    (samples,) = DetectorInput.of(None, rows, samples=draws).samples
+    assert [sample.sample for sample in samples] == [0, 1, 2]
+
+
 def test_rows_are_clustered_each_by_its_own_samples():
     drawn = [["a x", "b x", "a y"], [], ["a x"]]
     given = drawn_inputs(drawn, relations=relations_by(by_last_word))
@@ -388,7 +397,7 @@ def alone(folder, pair, order=(2, 1, 0)):
 
 @pytest.mark.parametrize("n_batch", [1, 32])
 def test_relations_are_those_of_each_pair_read_alone(saved, n_batch):
-    result = load_entailment(saved, n_batch=n_batch)(PAIRS)
+    result = dataclasses.replace(load_entailment(saved), n_batch=n_batch)(PAIRS)
     expected = [alone(saved, pair) for pair in PAIRS]
     assert result.shape == (4, 3) and result.dtype == np.float64
     np.testing.assert_allclose(result, expected, atol=1e-5)  # of float32, padded
@@ -413,7 +422,8 @@ def test_the_order_of_labels_is_that_of_the_config(tmp_path, labels, order, colu
 
 def test_no_pair_is_read_twice(saved):
     read = []
-    model = load_entailment(saved, n_batch=2, progress=lambda *at: read.append(at))
+    loaded = load_entailment(saved, progress=lambda *at: read.append(at))
+    model = dataclasses.replace(loaded, n_batch=2)
     first = model([*PAIRS, PAIRS[0]])
     assert read == [(2, 4), (4, 4)]
     np.testing.assert_array_equal(first, model([*PAIRS, PAIRS[0]]))

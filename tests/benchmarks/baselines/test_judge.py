@@ -244,6 +244,17 @@ def test_scores_without_an_axis_of_seeds_are_refused():
         score(flat, drawn_inputs([["a"]] * 3))
 
 
+def test_a_function_that_returns_no_output_is_told_what_to_return():
+    bare = baseline_of(lambda inputs: np.zeros((1, 3)))
+    with pytest.raises(TypeError, match="returns ndarray, expected DetectorOutput"):
+        score(bare, drawn_inputs([["a"]] * 3))
+
+
+def test_two_detectors_of_one_name_are_refused():
+    with pytest.raises(ValueError, match="two detectors are named 'oracle'"):
+        judge_planted(ORACLE, baseline_of(oracle, name="oracle"))
+
+
 def test_a_notebook_judges_texts_by_their_template():
     beside = {x: getattr(GIVEN, x) for x in ("questions", "answers", "template")}
     table = judge_planted(catalogue()["tfidf_svm"], **beside)

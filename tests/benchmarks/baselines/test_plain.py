@@ -1,6 +1,7 @@
 """Perplexity, length, linear probes and the text alone, and what is too easy."""
 
 import dataclasses
+import shutil
 
 import numpy as np
 import pytest
@@ -474,11 +475,18 @@ def test_padding_beside_a_longer_text_changes_no_score(tiny_encoder):
     np.testing.assert_allclose(first, second, atol=1e-5)
 
 
-def test_an_encoder_that_is_not_safetensors_is_refused(tmp_path):
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+def test_a_directory_without_an_encoder_is_refused_in_a_sentence(
+    tmp_path, tiny_encoder
+):
     rows = rows_of(some_labels(30))
-    with pytest.raises(ValueError, match="no \\*.safetensors"):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match="safetensors, expected a text encoder"):
         encoder_scores(["a"] * 30, rows, tmp_path)
+    damaged = shutil.copytree(tiny_encoder, tmp_path / "damaged")
+    (damaged / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="damaged could not be loaded") as error:
+        encoder_scores(["a"] * 30, rows, damaged)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("setting", ["closed_book", "with_context"])
@@ -509,5 +517,3 @@ def test_the_rungs_read_question_answer_and_passages_of_a_run(
         assert measured(catalogue()[name].score(inputs), rows) > 0.8
     with pytest.raises(ValueError, match="--encoder DIRECTORY"):
         catalogue()["text_encoder"].score(dataclasses.replace(inputs, encoder=None))
-    with pytest.raises(ValueError, match="found no template; give"):
-        catalogue()["tfidf_svm"].score(dataclasses.replace(inputs, template=None))

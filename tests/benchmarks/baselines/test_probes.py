@@ -295,11 +295,13 @@ def test_an_answer_too_short_for_its_token_has_no_score():
 
 
 N_READ = 300
-GNOSIS = catalogue()["gnosis"]
 # All fits of one seed share what is compiled: shapes and this configuration.
 SMALL = GnosisConfig(
     width=16, head_widths=(16,), n_grid=1, n_seeds=1, n_epochs=8, batch_size=16
 )
+
+
+NOT_READ = (3, 4, N_READ - 1)  # two training answers, and one test answer
 
 
 def gnosis_inputs(labels, where):
@@ -311,45 +313,44 @@ def gnosis_inputs(labels, where):
         maps[:, :, :, 4] += 4 * labels[:, None, None]
     else:
         states[:, 5, 2] += 4 * labels
+    maps[NOT_READ[0], 0, 0, 0] = states[NOT_READ[1]] = maps[NOT_READ[2]] = np.nan
     return maps, states
 
 
 @pytest.mark.parametrize("where", ["maps", "states"])
-def test_either_stream_alone_tells_right_from_wrong(where):
+def test_either_stream_alone_tells_right_from_wrong_where_both_were_read(where):
     labels = some_labels(N_READ)
     result = gnosis_scores(*gnosis_inputs(labels, where), rows_of(labels), SMALL)
     assert measured(result, rows_of(labels)) > 0.85
     (chosen,) = result.chosen
     assert chosen.metric == "epoch" and 1 <= chosen.value <= SMALL.n_epochs
+    assert result.scores.shape == (1, N_READ) and result.scores.dtype == np.float64
+    assert tuple(np.flatnonzero(np.isnan(result.scores[0]))) == NOT_READ
 
 
-def test_an_answer_that_was_not_read_has_no_score_and_teaches_nothing():
-    labels = some_labels(N_READ)
-    maps, states = gnosis_inputs(labels, "states")
-    maps[3, 0, 0, 0] = states[4] = maps[N_READ - 1] = np.nan
-    config = dataclasses.replace(SMALL, n_epochs=1)
-    scores = gnosis_scores(maps, states, rows_of(labels), config).scores
-    assert scores.shape == (1, N_READ) and scores.dtype == np.float64
-    assert np.flatnonzero(np.isnan(scores[0])).tolist() == [3, 4, N_READ - 1]
-    assert GNOSIS.is_trained and set(GNOSIS.reads) == {"gnosis_maps", "gnosis_states"}
+TRAIN, VALID = np.arange(5, 103), np.arange(150, 250)  # as many as above, all read
+
+
+APPLY = jax.jit(GnosisHead(SMALL).apply)
 
 
 @cache
 def fitted(**changes):
+    """Return what is fitted to the maps, what it reads, and the labels."""
     labels = some_labels(N_READ)
-    maps, states = gnosis_inputs(labels, "maps")
+    inputs = Inputs(*gnosis_inputs(labels, "maps"))
     config = dataclasses.replace(SMALL, **changes)
-    train, valid = np.arange(100), np.arange(200, 300)
-    inputs = Inputs(maps, states)
-    result = fit_heads(
-        inputs.at(train), labels[train], inputs.at(valid), labels[valid], config
-    )
-    return result, config, inputs, labels
+    rows = inputs.at(TRAIN), labels[TRAIN], inputs.at(VALID), labels[VALID]
+    return fit_heads(*rows, config), inputs, labels
+
+
+def of_seed(tree, seed):
+    return jax.tree.map(lambda x: x[seed], tree)
 
 
 def test_a_seed_of_several_heads_is_fitted_as_it_is_alone():
-    several, _, _, _ = fitted(n_seeds=2, patience=1)
-    alone, _, _, _ = fitted(patience=1)
+    several, _, _ = fitted(n_seeds=2, patience=1)
+    alone, _, _ = fitted(patience=1)
     assert several.epochs[0] == alone.epochs[0]
     pairs = map(jax.tree.leaves, (several.params, alone.params))
     for leaf, other in zip(*pairs, strict=True):
@@ -360,29 +361,25 @@ def test_a_seed_of_several_heads_is_fitted_as_it_is_alone():
 
 
 def test_a_head_keeps_the_epoch_that_is_best_on_validation():
-    best, config, inputs, labels = fitted(patience=6)
-    apply = jax.jit(GnosisHead(config).apply)
-    valid, values = np.arange(200, 300), []
+    best, inputs, labels = fitted(patience=6)
+    values = []
     for patience in (6, 1):
-        result, _, _, _ = fitted(patience=patience)
-        head = jax.tree.map(lambda x: x[0], result.params)
-        logits = apply(head, *inputs.at(valid))
-        values.append(roc_auc_score(labels[valid], logits))
+        params = of_seed(fitted(patience=patience)[0].params, 0)
+        values.append(roc_auc_score(labels[VALID], APPLY(params, *inputs.at(VALID))))
     assert 1 <= best.epochs[0] <= SMALL.n_epochs and values[0] >= values[1] > 0.5
 
 
-def test_a_step_and_a_head_have_their_places():
-    head = GnosisHead(SMALL)
-    maps, states = (x[:4] for x in gnosis_inputs(some_labels(N_READ), "maps"))
-    params = jax.jit(head.init)(jax.random.key(0), maps, states)
-    apply = jax.jit(head.apply)
-    plain = apply(params, maps, states)
+def test_a_step_and_a_head_have_their_places_and_a_row_is_scored_by_itself():
+    fit, inputs, _ = fitted(patience=1)
+    params, (maps, states) = of_seed(fit.params, 0), inputs.at(VALID)
+    plain = APPLY(params, maps, states)
     for moved in ((maps[:, ::-1], states), (maps[:, :, ::-1], states)):
-        assert np.abs(apply(params, *moved) - plain).max() > 1e-5
-    turned = apply(params, maps, states[:, ::-1])
+        assert np.abs(APPLY(params, *moved) - plain).max() > 1e-5
+    turned = APPLY(params, maps, states[:, ::-1])
     assert np.abs(turned - plain).max() > 1e-5
-    alone = apply(params, maps[:1], states[:1])
-    np.testing.assert_allclose(alone, plain[:1], atol=1e-5)
+    is_first = np.arange(len(maps)) == 0
+    others = (x * is_first.reshape(-1, *[1] * (x.ndim - 1)) for x in (maps, states))
+    np.testing.assert_allclose(APPLY(params, *others)[0], plain[0], atol=1e-5)
 
 
 def test_sums_of_shifted_steps_are_convolutions():

@@ -152,11 +152,6 @@ def test_a_pair_that_is_surely_neutral_is_undefined():
     assert np.isnan(scores(NLI, drawn)).all()
 
 
-def test_without_an_nli_model_the_contradiction_is_refused():
-    with pytest.raises(ValueError, match="expected an NLI model, found none"):
-        NLI.score(drawn_inputs([["a"]]))
-
-
 SAMPLE_STATES = "sample_states"
 OFFICIAL = catalogue()["eigenscore"]
 
