@@ -9,8 +9,10 @@ nothing more often than one. "cannot conclude": the setting has too few right or
 training answers (`extract.label.labels.too_few_answers`), whatever its rows say.
 """
 
+import math
+import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import pandas
 
@@ -40,8 +42,11 @@ from beatrice.benchmarks.results.tables import (
     where,
 )
 from beatrice.extract.label.labels import too_few_answers
-from beatrice.extract.records import IN_DOMAIN
+from beatrice.extract.records import IN_DOMAIN, Setting
 from beatrice.extract.run.rows import ResultRow, Subject, encoder
+
+if TYPE_CHECKING:  # which loads JAX
+    from beatrice.jaxprobe.rows import LayerCurve
 
 Answer = Literal["yes", "no", "cannot tell", "cannot conclude"]
 SINGLES = {x: HIDDEN_ONLY if x == "H" else encoder(x) for x in FAMILIES}
@@ -63,24 +68,30 @@ class PaperAnswer(NamedTuple):
     question: str  # short name
     place: Place
     answer: Answer | None  # None where nothing was measured
-    # The difference that decides, the largest of several; None where none was measured.
+    # The difference that decides, see `decide`; None where none was measured.
     row: ResultRow | None
     label: str = ""  # what it is called, empty where it is the only one
 
 
-def answer_of(rows: Sequence[ResultRow]) -> Answer | None:
-    """Answer by the rule above; None where nothing was measured or it is undefined."""
-    ends = [
-        (r.ci_low, r.ci_high, r.p_value or 0.0)
-        for r in rows
-        if r.value is not None and r.ci_low is not None and r.ci_high is not None
-    ]
-    if len(ends) < len(rows) or not ends:
-        return None
-    enough = 0.05 / len(ends) if len(ends) > 1 else 1.0
-    if any(low > 0 and p_value <= enough for low, _, p_value in ends):
-        return "yes"
-    return "no" if all(high < 0 for _, high, _ in ends) else "cannot tell"
+def decide(rows: Sequence[ResultRow]) -> tuple[Answer | None, ResultRow | None]:
+    """Answer by the rule above, and return the difference that decides.
+
+    Of several the largest that decides so. The answer is None where nothing was
+    measured or a difference is undefined.
+    """
+
+    def largest(some: Sequence[ResultRow]) -> ResultRow | None:
+        values = [-math.inf if r.value is None else r.value for r in some]
+        return some[values.index(max(values))] if some else None
+
+    if not rows or any(r.value is None or r.ci_low is None for r in rows):
+        return None, largest(rows)
+    enough = 0.05 / len(rows) if len(rows) > 1 else 1.0
+    above = [r for r in rows if (r.ci_low or 0.0) > 0 and (r.p_value or 0.0) <= enough]
+    if above:
+        return "yes", largest(above)
+    is_below = all((r.ci_high or 0.0) < 0 for r in rows)
+    return "no" if is_below else "cannot tell", largest(rows)
 
 
 def best_single(results: pandas.DataFrame, setting: str) -> str | None:
@@ -149,14 +160,13 @@ def findings(
         for name, question in questions_of(best_single(results, place.setting)).items():
             rows = [differences[x] for x in question.pairs if x in differences]
             rows = rows if len(rows) == len(question.pairs) else []
-            largest = max(rows, key=lambda r: r.value or -1.0, default=None)
+            answer, row = decide(rows)
             label = ""
-            if largest is not None and question.labels:
-                label = question.labels[rows.index(largest)]
-            answer = answer_of(rows)
+            if row is not None and question.labels:
+                label = question.labels[rows.index(row)]
             if answer is not None and place.setting in reasons:
                 answer = "cannot conclude"
-            answered.append(PaperAnswer(name, place, answer, largest, label))
+            answered.append(PaperAnswer(name, place, answer, row, label))
     return answered
 
 
@@ -257,7 +267,7 @@ def verdicts_in_words(
 def facts(
     results: pandas.DataFrame,
     accuracy: Sequence[Mapping[str, Any]],
-    sweep: Mapping[str, Mapping[str, Any]],
+    sweep: "Mapping[Setting, LayerCurve]",
     selection: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, list[tuple[str, str]]]:
     """Return, by setting, numbers beside the answers: what they are, and the numbers.
@@ -288,14 +298,10 @@ def facts(
     return by_setting
 
 
-def _layers(sweep: Mapping[str, Any]) -> str:
-    means = {
-        layer: sum(known) / len(known)
-        for layer, seeds in zip(sweep["layers"], sweep["auroc"], strict=True)
-        if (known := [x for x in seeds if x is not None])
-    }
-    layers = ", ".join(f"{layer}: {number(mean)}" for layer, mean in means.items())
-    return f"{layers}; best {sweep['best']}"
+def _layers(curve: "LayerCurve") -> str:
+    means = zip(curve.layers, map(statistics.fmean, curve.auroc), strict=True)
+    layers = ", ".join(f"{layer}: {number(mean)}" for layer, mean in means)
+    return f"{layers}; best {curve.best}"
 
 
 def as_markdown(
@@ -315,8 +321,7 @@ def as_latex(answered: Sequence[PaperAnswer]) -> str:
     """Format the answers as LaTeX tables (booktabs), one a setting."""
     parts = []
     for grid in grids(answered):
-        heads = map(tex, (grid.title, *grid.heads))
+        heads = grid.title, *grid.heads
         lines = (map(tex, cells) for cells in grid_lines(grid))
-        align = "l" * (1 + len(grid.heads))
-        parts.append(latex(align, [" & ".join(heads) + r" \\"], map(list, lines)))
+        parts.append(latex("l" * len(heads), heads, lines))
     return "\n".join(parts)

@@ -8,9 +8,8 @@ import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-import msgspec
 import numpy as np
 import pandas
 
@@ -34,6 +33,12 @@ from beatrice.benchmarks.results.page import (
 )
 from beatrice.benchmarks.results.paper import ledger
 from beatrice.benchmarks.results.rendering import markdown
+from beatrice.benchmarks.results.shown import (
+    Control,
+    Curves,
+    ShownAnswer,
+    ShownSet,
+)
 from beatrice.benchmarks.results.tables import (
     EVALUATED,
     POOLED,
@@ -50,7 +55,7 @@ from beatrice.benchmarks.results.tables import (
 )
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.label.labels import count_correct
-from beatrice.extract.records import IN_DOMAIN, SETTINGS, Record, Setting, Share
+from beatrice.extract.records import IN_DOMAIN, SETTINGS, Setting
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.contents import (
     question_files,
@@ -84,125 +89,13 @@ from beatrice.selection.exhaustive import ranking_summary
 from beatrice.selection.greedy import selection_summary
 from beatrice.selection.reach import RankAgreement, Ranked, agreement
 
+Part = TypeVar("Part")
 STUDIES = "anatomy/cases.json"  # in the run
 
-# What `evaluate`, `control` and `anatomy` leave for the report, read by type.
 
-
-class Bin(Record, frozen=True, kw_only=True):
-    """One bin of a reliability curve that holds `n` examples."""
-
-    lower: Share
-    upper: Share
-    mean_p: Share
-    accuracy: Share
-    n: int
-
-
-class Curves(Record, frozen=True, kw_only=True):
-    """A setting's reliability, of the head's own probability and the calibrated one."""
-
-    raw: tuple[Bin, ...]
-    calibrated: tuple[Bin, ...]
-    brier_raw: Share
-    brier_calibrated: Share
-    ece_raw: Share
-    ece_calibrated: Share
-    # What that stays below in 39 of 40 draws where P is right; older runs have none.
-    ece_by_chance: Share | None = None
-
-
-class Point(Record, frozen=True, kw_only=True):
-    """Quality and cost of PGIR on one set at one budget; "pgir" is the paper's."""
-
-    controller: str
-    dataset: str
-    budget: int
-    em: Share
-    f1: Share
-    generations: float
-
-
-class Token(Record, frozen=True, kw_only=True):
-    """A token of a case; the numbers are of the position that emitted it."""
-
-    text: str
-    span: str
-    p: float
-    surprisal: float
-    entropy: float
-    margin: float
-
-
-class ShownDraft(Record, frozen=True, kw_only=True):
-    """A draft of a case, with the passages that it was given."""
-
-    setting: Setting
-    answer: str
-    p_correct: Share
-    correct: bool
-    passages: tuple[str, ...]
-    tokens: tuple[Token, ...]
-
-
-class Case(Record, frozen=True, kw_only=True):
-    """A question of the controller's run, and what was made of it."""
-
-    dataset: str
-    question: str
-    golds: tuple[str, ...]
-    action: str
-    verdict: str
-    drafts: tuple[ShownDraft, ...]
-
-
-class ShownAnswer(Record, frozen=True, kw_only=True):
-    """An answer of a set; `golds` are the first of `n_golds`."""
-
-    id: str
-    question: str
-    golds: tuple[str, ...]
-    n_golds: int
-    draft: ShownDraft
-
-
-class ShownKind(Record, frozen=True, kw_only=True):
-    """Some of the `n` answers of one kind, see `benchmarks.results.evaluate.KINDS`."""
-
-    name: str
-    n: int
-    answers: tuple[ShownAnswer, ...]
-
-
-class ShownSet(Record, frozen=True, kw_only=True):
-    """What is shown of the `n` answers of a set; trusted from P = `threshold`.
-
-    A threshold that is not certified divides the answers on the page alone.
-    """
-
-    setting: Setting
-    dataset: str
-    split: str
-    n: int
-    threshold: Share
-    is_certified: bool = True
-    kinds: tuple[ShownKind, ...]
-
-
-class Control(Record, frozen=True, kw_only=True):
-    """PGIR's policy, what it gives at each budget, and cases."""
-
-    tau: Share
-    budget: int
-    cap: float
-    frontier: tuple[Point, ...]
-    cases: tuple[Case, ...]
-
-
-def read_part(file: Path, kind: Any, verb: str) -> Any:
-    """Return what a verb left for the report, as plain values."""
-    value = read_json(file, kind, f"run `beatrice {verb}` again")
-    return msgspec.to_builtins(list(value) if isinstance(value, tuple) else value)
+def read_part(file: Path, kind: type[Part], verb: str) -> Part:
+    """Return what a verb left for the report."""
+    return read_json(file, kind, f"run `beatrice {verb}` again")
 
 
 # The stage.
@@ -232,27 +125,26 @@ def report_data(run: RunDir) -> ReportData:
     on_request = published(run)
     ranked = settings if "exhaustive" in on_request else ()
     records = {n: run.stage_record(n) for n in ("data", *STAGES, *on_request)}
-    control: dict[str, Any] = {}
+    control, studies = None, ()
     if run.stage_record("control") is not None:
         control = read_part(run.control / "control.json", Control, "control")
-    studies: list[dict[str, Any]] = []
     if "anatomy" in on_request:
         studies = read_part(run.path / STUDIES, tuple[Study, ...], "anatomy")
     # What a question takes each controller, which differs from machine to machine.
     seconds = run.control / "seconds.jsonl"
     rows = [*read_result_rows(run), *(read_rows(seconds) if seconds.exists() else ())]
-    curves = dict[Setting, Curves]
     return ReportData(
         facts=_facts(run),
         stage_seconds={name: r.seconds for name, r in records.items() if r is not None},
         rows=rows,
         accuracy=count_correct(read_examples(run), read_labels(run)),
-        sweep=msgspec.to_builtins(read_sweep(run.sweep).settings),
+        sweep=read_sweep(run.sweep).settings,
         selection={setting: selection_summary(run, setting) for setting in settings},
-        reliability=read_part(run.path / "reliability.json", curves, "evaluate"),
+        reliability=read_part(
+            run.path / "reliability.json", dict[Setting, Curves], "evaluate"
+        ),
         shown=read_part(run.path / "shown.json", tuple[ShownSet, ...], "evaluate"),
-        control={k: v for k, v in control.items() if k != "cases"},
-        cases=control.get("cases", ()),
+        control=control,
         ranking={setting: ranking_summary(run, setting) for setting in ranked},
         ablations=ablation_summary(run) if "ablate" in on_request else {},
         studies=studies,
@@ -504,20 +396,20 @@ def summary(path: Path) -> dict[str, Any]:
     lines += ["", f"The page:   {run.report}"]
     lines.append(f"Its tables: beatrice report {path} --print detectors")
     if (answer := surest(data.shown)) is not None:
-        question, text = answer["question"], answer["draft"]["answer"]
-        options = shlex.join(["--question", question, "--answer", text])
+        words = ["--question", answer.question, "--answer", answer.draft.answer]
+        options = shlex.join(words)
         lines += [f"Next:       beatrice score {path} \\", f"              {options}"]
     return {"headline": values, "text": "\n".join(lines)}
 
 
-def surest(shown: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+def surest(shown: Sequence[ShownSet]) -> ShownAnswer | None:
     """Return the first right and trusted answer from memory."""
     answers = (
         answer
         for shown_set in shown
-        if shown_set["setting"] == "closed_book"
-        for kind in shown_set["kinds"]
-        if kind["name"] == "right and trusted"
-        for answer in kind["answers"]
+        if shown_set.setting == "closed_book"
+        for kind in shown_set.kinds
+        if kind.name == "right and trusted"
+        for answer in kind.answers
     )
     return next(answers, None)

@@ -197,16 +197,12 @@ def leads_as_markdown(results: pandas.DataFrame, titles: Titles | None = None) -
 
 def leads_as_latex(results: pandas.DataFrame, titles: Titles | None = None) -> str:
     """Format both comparisons as LaTeX tables (booktabs)."""
-    head = [" & ".join(map(tex, HEADS)) + r" \\"]
-    return "\n".join(
-        f"% {title}\n"
-        + latex(
-            "lllllrrl",
-            head,
-            lead_lines(leads(results, against), titles, r"\textbf{%s}", tex),
-        )
-        for against, title in COMPARISONS.items()
-    )
+    parts = []
+    for against, title in COMPARISONS.items():
+        compared = leads(results, against)
+        lines = lead_lines(compared, titles, r"\textbf{%s}", tex)
+        parts.append(f"% {title}\n" + latex("lllllrrl", HEADS, lines))
+    return "\n".join(parts)
 
 
 def lead_lines(
