@@ -27,6 +27,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import itertools
 import math
 import re
 import sys
@@ -381,23 +382,6 @@ def oracle_signals(model: PreTrainedModel, sequence: TokenSequence) -> Readings:
     }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Exactness:
-    """Largest absolute errors of one architecture, by family of signals."""
-
-    name: str  # the architecture
-    float32: dict[str, float]  # reader against oracle
-    bfloat16: dict[str, float]  # reader against oracle
-    # oracle on eager against oracle on fused attention, in bfloat16
-    gap: dict[str, float]
-
-    def row(self) -> Row:
-        """Return the row; the gap stands in brackets."""
-        single = {f"fp32 {n}": self.float32[n] for n in SIGNALS}
-        half = {f"bf16 {n}": (self.bfloat16[n], self.gap[n]) for n in SIGNALS}
-        return {"architecture": self.name, **single, **half}
-
-
 def reader_signals(model: PreTrainedModel, *, together: bool) -> list[Readings]:
     """Read the examples with the reader, in one padded batch or each alone."""
     small = ReadingBudget(  # so that every seam between chunks is crossed
@@ -443,32 +427,40 @@ def largest_errors(
     return errors
 
 
-def measure(name: str, build: Callable[[], PreTrainedModel]) -> Exactness:
-    """Measure one architecture in both precisions."""
+def measure(name: str, build: Callable[[], PreTrainedModel]) -> Row:
+    """Measure one architecture in both precisions.
+
+    Returns:
+      The largest absolute errors by family of signals, of the reader against the
+      oracle; in bfloat16 also those of the oracle on eager against fused attention.
+    """
     single, half = build(), build().bfloat16()
     read = reader_signals(single, together=True)
+    errors = largest_errors(read, oracle_batch(single, "eager"))
     fused = oracle_batch(half, FUSED)
-    return Exactness(
-        name=name,
-        float32=largest_errors(read, oracle_batch(single, "eager")),
-        # Alone: the model's products round differently in batches of other shapes.
-        bfloat16=largest_errors(reader_signals(half, together=False), fused),
-        gap=largest_errors(oracle_batch(half, "eager"), fused),
-    )
+    # Alone: the model's products round differently in batches of other shapes.
+    of_half = largest_errors(reader_signals(half, together=False), fused)
+    gaps = largest_errors(oracle_batch(half, "eager"), fused)
+    return {
+        "architecture": name,
+        **{f"fp32 {n}": errors[n] for n in SIGNALS},
+        **{f"bf16 {n}": (of_half[n], gaps[n]) for n in SIGNALS},
+    }
 
 
-def require(rows: list[Exactness]) -> None:
+def require(rows: Sequence[Row]) -> None:
     """Check every row."""
-    for row in rows:
-        of_itself = ", the distance between the model's eager and fused attention"
-        for name, dtype, error, limit, why in [
-            *((n, "float32", row.float32[n], TOLERANCE, "") for n in SIGNALS),
-            *((n, "bfloat16", row.bfloat16[n], row.gap[n], of_itself) for n in SIGNALS),
-        ]:
+    of_itself = ", the distance between the model's eager and fused attention"
+    for row, name in itertools.product(rows, SIGNALS):
+        half, gap = row[f"bf16 {name}"]
+        for dtype, error, limit, why in (
+            ("float32", row[f"fp32 {name}"], TOLERANCE, ""),
+            ("bfloat16", half, gap, of_itself),
+        ):
             if not error <= max(limit, TOLERANCE):  # so that NaN fails
                 raise ValueError(
-                    f"{row.name}: {dtype} {name} is {error:.1e} from the oracle, "
-                    f"expected at most {limit:.1e}{why}"
+                    f"{row['architecture']}: {dtype} {name} is {error:.1e} from the "
+                    f"oracle, expected at most {limit:.1e}{why}"
                 )
 
 
@@ -487,7 +479,7 @@ def oracle(as_json: bool) -> None:
     with Progress().stage("oracle") as update:
         for done, (name, build) in enumerate(every, start=1):
             rows.append(measure(name, build))
-            printer.row(rows[-1].row())
+            printer.row(rows[-1])
             update(done, len(every))
     require(rows)
 
@@ -604,6 +596,11 @@ def _is_sentence(error: Exception) -> bool:
     return isinstance(error, ValueError) and Path(last).is_relative_to(_OURS)
 
 
+def _in_one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if _is_sentence(error) else f"{type(error).__name__}: {text[:200]}"
+
+
 def _expected(model: Any, batch: list[TokenSequence]) -> list[Readings]:
     """Return the oracle's readings, by the model's own eager attention."""
     eager = copy_with_attention(model, "eager")
@@ -636,11 +633,9 @@ def survey_one(name: str, lengths: Lengths = "short") -> Surveyed:
             outcome = "exact"
         reason = "" if outcome == "exact" else "the errors are too large"
     except Exception as error:
-        reason = " ".join(str(error).split())
+        reason = _in_one_line(error)
         if outcome == "wrong" and _is_sentence(error):
             outcome = "refused"
-        else:
-            reason = f"{type(error).__name__}: {reason[:200]}"
     seconds = time.monotonic() - began
     return Surveyed(name, lengths, outcome, errors, reason, seconds)
 
@@ -695,8 +690,21 @@ def require_types(rows: Sequence[Surveyed]) -> None:
         )
 
 
+def _check_types(
+    context: click.Context, parameter: click.Parameter, types: tuple[str, ...]
+) -> tuple[str, ...]:
+    for name in types:
+        if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            hint = did_you_mean(name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+            raise click.UsageError(f"no model type is called {name!r}{hint}")
+    return types
+
+
+TYPES = click.argument("types", nargs=-1, callback=_check_types)
+
+
 @click.command()
-@click.argument("types", nargs=-1)
+@TYPES
 @AS_JSON
 def survey(types: tuple[str, ...], as_json: bool) -> None:
     """Read every causal language model of Transformers, or refuse it in a sentence.
@@ -708,10 +716,6 @@ def survey(types: tuple[str, ...], as_json: bool) -> None:
     Example: beatrice bench survey llama gpt_oss
     """
     quiet()
-    for name in types:
-        if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-            hint = did_you_mean(name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-            raise click.UsageError(f"no model type is called {name!r}{hint}")
     printer = RowPrinter(as_json)
     rows = survey_types(types, printer)
     for line in summary(rows):
@@ -719,7 +723,7 @@ def survey(types: tuple[str, ...], as_json: bool) -> None:
     require_types(rows)
 
 
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _N_TOKENS, _N_STEPS = 20, 4
 
 
@@ -751,54 +755,48 @@ def own_difference(backbone: Backbone) -> float | None:
     return float(gap.norm() / expected.norm())
 
 
-def measure_written(name: str) -> Row | None:
-    """Measure one type; None where no twin of it can be read at all.
+def measure_written(name: str) -> Row:
+    """Measure one type.
 
     Returns:
-      Whether answers are read again, and why; the largest difference of a family of
-      signals, None where nothing was read; and of the model's own logits, None where it
-      takes no cache.
+      Whether answers are read while they are written, again, or not at all, and why;
+      the largest difference of a family of signals, None where nothing was read; and of
+      the model's own logits, None where it takes no cache.
     """
-    rows = []
-    for dtype in DTYPES:
+    numbers: dict[str, float | None] = {}
+    reasons = []
+    for label in DTYPES:
+        numbers |= {label: None, f"{label} of its own": None}
+    for label, dtype in DTYPES.items():
         try:
             model = twin_of(name).to(dtype)
             model.generation_config.eos_token_id = 1
             backbone = Backbone.from_model(model, Numbers())
             reader = SignalReader(backbone)
-        except Exception:  # what the survey says of the type
-            return None
-        reason, largest = check_decoding(reader), None
-        try:
-            largest = max(decoding_differences(reader).values())
-        except ValueError:
-            pass  # the reason says it
-        rows.append((reason, largest, own_difference(backbone)))
-    (why, single, own_single), (why_half, half, own_half) = rows
-    reason = why or why_half or ""
-    return {
-        "type": name,
-        "read": "again" if reason else "while writing",
-        "fp32": single,
-        "fp32 of its own": own_single,
-        "bf16": half,
-        "bf16 of its own": own_half,
-        "reason": reason.partition(": ")[2] or reason,
-    }
+        except Exception as error:
+            reason = _in_one_line(error)
+            return {"type": name, "read": "not at all", **numbers, "reason": reason}
+        reasons.append(check_decoding(reader) or "")
+        with contextlib.suppress(ValueError):  # the reason says it
+            numbers[label] = max(decoding_differences(reader).values())
+        numbers[f"{label} of its own"] = own_difference(backbone)
+    reason = next(filter(None, reasons), "")
+    read = "again" if reason else "while writing"
+    reason = reason.partition(": ")[2] or reason
+    return {"type": name, "read": read, **numbers, "reason": reason}
 
 
 @click.command()
-@click.argument("types", nargs=-1)
+@TYPES
 @AS_JSON
 def written(types: tuple[str, ...], as_json: bool) -> None:
     """Say which model types of Transformers are read while they write an answer.
 
-    Narrow random twins of all that can be read, or of TYPES (llama gpt2): a row each.
+    Narrow random twins of all of them, or of TYPES (llama gpt2): a row each.
 
     Example: beatrice bench written llama gpt_oss
     """
     quiet()
     printer = RowPrinter(as_json)
     for name in types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        if (row := measure_written(name)) is not None:
-            printer.row(row)
+        printer.row(measure_written(name))
