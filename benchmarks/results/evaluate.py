@@ -4,7 +4,6 @@ Beside the rows it leaves the reliability of the selected set, and answers to lo
 the surest right and wrong ones of every set, chosen by a rule, since nobody picks.
 """
 
-import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -337,25 +336,18 @@ def decision_rows(
     """
     from scipy.stats import binomtest
 
-    thresholds = itertools.chain.from_iterable(
-        head.thresholds(wanted) for wanted in PRECISIONS
-    )
     originals = np.flatnonzero(rows.variants == "original")
     rows, p_correct = rows.take(originals), p_correct[originals]
-    decisions = [
-        (threshold, np.array([threshold.holds(p) for p in p_correct]))
-        for threshold in thresholds
-    ]
+    thresholds = [x for wanted in PRECISIONS for x in head.thresholds(wanted)]
     result = []
     for dataset, split in rows.evaluated_sets():
         where = rows.where(split, dataset)
         if split == "validation" or not len(where):
             continue
-        for threshold, is_decided in decisions:
-            labels = rows.labels[where][is_decided[where]]
-            n, n_right = len(labels), int(labels.sum())
-            if threshold.decision == "distrust":
-                n_right = n - n_right
+        for threshold in thresholds:
+            is_decided = np.array([threshold.holds(p) for p in p_correct[where]])
+            is_right = rows.labels[where] == (threshold.decision == "trust")
+            n, n_right = int(is_decided.sum()), int((is_decided & is_right).sum())
             fields = rows.fields_of(dataset, split) | {
                 "experiment": "decision",
                 "detector": "champion",

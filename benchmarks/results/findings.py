@@ -56,10 +56,9 @@ class PaperQuestion(NamedTuple):
     """What is asked, and the differences that answer it."""
 
     text: str  # with a question mark, without the setting and the set
-    # Detector and what it is compared with; any of them answers with yes.
-    pairs: tuple[tuple[Subject, Subject], ...]
-    # What each difference is called where there are several.
-    labels: tuple[str, ...] = ()
+    # Detector and what it is compared with, by what the difference is called, empty
+    # where it is the only one; any of them answers with yes.
+    pairs: Mapping[str, tuple[Subject, Subject]]
 
 
 class PaperAnswer(NamedTuple):
@@ -112,39 +111,38 @@ def questions_of(best: str | None) -> dict[str, PaperQuestion]:
     Args:
       best: letter of a setting's best single family on validation, see `best_single`.
     """
-    single = ("the best single family", (), ())
+    single = {}
     if best is not None:
-        label = f"{FAMILIES[best]}, the best on validation"
-        single = (single[0], ((CHAMPION, SINGLES[best]),), (label,))
+        single = {f"{FAMILIES[best]}, the best on validation": SINGLES[best]}
     rivals = {
-        "perplexity": ("answer perplexity", ((CHAMPION, PERPLEXITY),)),
-        "single": single,
-        "all_four": ("one encoder of all four families", ((CHAMPION, EARLY_FUSION),)),
-        "hidden": ("hidden states only", ((CHAMPION, HIDDEN_ONLY),)),
-        "text": ("the text alone", ((CHAMPION, Subject("tfidf")),)),
+        "perplexity": ("answer perplexity", {"": PERPLEXITY}),
+        "single": ("the best single family", single),
+        "all_four": ("one encoder of all four families", {"": EARLY_FUSION}),
+        "hidden": ("hidden states only", {"": HIDDEN_ONLY}),
+        "text": ("the text alone", {"": Subject("tfidf")}),
     }
     questions = {
         "family_over_perplexity": PaperQuestion(
             "Does any signal family alone beat answer perplexity?",
-            tuple((encoder(letter), PERPLEXITY) for letter in FAMILIES),
-            tuple(FAMILIES.values()),
+            {name: (encoder(x), PERPLEXITY) for x, name in FAMILIES.items()},
         )
     }
-    for name, (than, *pairs) in rivals.items():
+    for name, (than, compared) in rivals.items():
         text = f"Does the selected set beat {than}?"
-        questions[f"set_over_{name}"] = PaperQuestion(text, *pairs)
+        pairs = {label: (CHAMPION, rival) for label, rival in compared.items()}
+        questions[f"set_over_{name}"] = PaperQuestion(text, pairs)
     for letter, name in FAMILIES.items():
         others = "".join(FAMILIES).replace(letter, "")
         verb = "Do" if name.endswith("s") else "Does"
         the = "the " if letter == "R" else ""
         questions[f"{letter}_adds"] = PaperQuestion(
             f"{verb} {the}{name} add to the other three families?",
-            ((EARLY_FUSION, encoder(others)),),
+            {"": (EARLY_FUSION, encoder(others))},
         )
     for end, layer in zip(("first", "last"), LAYER_PROBES[1:], strict=True):
         questions[f"layer_over_{end}"] = PaperQuestion(
             f"Is the layer that is read better than the {end} one kept?",
-            ((LAYER_PROBES[0], layer),),
+            {"": (LAYER_PROBES[0], layer)},
         )
     return questions
 
@@ -158,15 +156,18 @@ def findings(
     for place in places_of(where(pairs, experiment="paired"), EVALUATED):
         differences = by_pair(pairs, **place._asdict())
         for name, question in questions_of(best_single(results, place.setting)).items():
-            rows = [differences[x] for x in question.pairs if x in differences]
-            rows = rows if len(rows) == len(question.pairs) else []
-            answer, row = decide(rows)
-            label = ""
-            if row is not None and question.labels:
-                label = question.labels[rows.index(row)]
+            labels = {
+                differences[pair]: label
+                for label, pair in question.pairs.items()
+                if pair in differences
+            }
+            is_whole = len(labels) == len(question.pairs)
+            answer, row = decide([*labels] if is_whole else [])
             if answer is not None and place.setting in reasons:
                 answer = "cannot conclude"
-            answered.append(PaperAnswer(name, place, answer, row, label))
+            answered.append(
+                PaperAnswer(name, place, answer, row, labels[row] if row else "")
+            )
     return answered
 
 
@@ -268,7 +269,7 @@ def facts(
     results: pandas.DataFrame,
     accuracy: Sequence[Mapping[str, Any]],
     sweep: "Mapping[Setting, LayerCurve]",
-    selection: Mapping[str, Mapping[str, Any]],
+    selection: Mapping[Setting, Mapping[str, Any]],
 ) -> dict[str, list[tuple[str, str]]]:
     """Return, by setting, numbers beside the answers: what they are, and the numbers.
 

@@ -50,11 +50,11 @@ from beatrice.extract.run.rows import MACRO, ResultRow, Subject
 from beatrice.pgir.controllers import CONTROLLERS, OPTIONAL
 from beatrice.pgir.score_files import P_STEPS
 
-if TYPE_CHECKING:  # what JAX is loaded for
+if TYPE_CHECKING:  # which load JAX
     from beatrice.jaxprobe.rows import LayerCurve
     from beatrice.selection.analysis import Study
 
-PerSetting = Mapping[str, Mapping[str, Any]]
+PerSetting = Mapping[Setting, Mapping[str, Any]]
 SETTINGS_IN_WORDS = {"closed_book": "from memory", "with_context": "with passages"}
 
 
@@ -78,7 +78,7 @@ class ReportData:
     # Per setting what `selection.exhaustive.ranking_summary` returns.
     ranking: PerSetting = dataclasses.field(default_factory=dict)
     # Per setting and variant the names of the encoders it reads.
-    ablations: PerSetting = dataclasses.field(default_factory=dict)
+    ablations: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     studies: "Sequence[Study]" = ()  # cases of `beatrice anatomy`
     # What the rivals of `beatrice baselines` are and cost.
     judged: Sequence[DetectorCost] = ()

@@ -393,13 +393,18 @@ def summary(path: Path) -> dict[str, Any]:
         lines.append(f"{label}: {value} ({detail})")
     chosen = [f"{x} {' '.join(y['selected'])}" for x, y in data.selection.items()]
     lines.append(f"Selected: {'; '.join(chosen)}")
-    lines += ["", f"The page:   {run.report}"]
-    lines.append(f"Its tables: beatrice report {path} --print detectors")
-    if (answer := surest(data.shown)) is not None:
-        words = ["--question", answer.question, "--answer", answer.draft.answer]
-        options = shlex.join(words)
-        lines += [f"Next:       beatrice score {path} \\", f"              {options}"]
+    lines += ["", f"The page:   {run.report}", *next_steps(path, data.shown)]
     return {"headline": values, "text": "\n".join(lines)}
+
+
+def next_steps(path: Path, shown: Sequence[ShownSet]) -> list[str]:
+    """Return what a person may do with a run, in lines that a shell takes."""
+    run = shlex.quote(str(path))
+    lines = [f"Its tables: beatrice report {run} --print detectors"]
+    if (answer := surest(shown)) is not None:
+        words = ["--question", answer.question, "--answer", answer.draft.answer]
+        lines += [f"Next:       beatrice score {run} \\", " " * 14 + shlex.join(words)]
+    return lines
 
 
 def surest(shown: Sequence[ShownSet]) -> ShownAnswer | None:

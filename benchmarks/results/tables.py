@@ -358,6 +358,12 @@ def by_place(
 # The tables of detectors and controllers.
 
 
+def title_of(subject: Subject, titles: Titles | None) -> str:
+    """Return a detector's printed name: ours, that of `titles`, or its id."""
+    known = {**names.DETECTORS, **names.COMPARED, **(titles or {})}
+    return known.get(subject, subject.detector)
+
+
 def lines_of(titles: Titles) -> list[tuple[str, Key]]:
     """Return a line for each of what is measured."""
     return [(title, of_subject(x)) for x, title in titles.items()]
@@ -598,9 +604,8 @@ def panorama_table(
         shown = in_domain_or_held_out(shown)
     else:
         shown = where(shown, setting=setting)
-    printed = {**names.DETECTORS, **(titles or {})}
     labels = {
-        x: printed.get(x, x.detector)
+        x: title_of(x, titles)
         for x in subjects_in(shown)
         if x == names.CHAMPION or is_rival(x.detector)
     }
