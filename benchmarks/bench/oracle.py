@@ -34,7 +34,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -485,6 +485,8 @@ def oracle(as_json: bool) -> None:
 
 
 Outcome = Literal["exact", "refused", "wrong", "not built"]
+# Texts of up to 26 tokens, the same with windows of eight tokens that they go beyond,
+# or one text of 2,300, less its two worst tokens.
 Lengths = Literal["short", "beyond", "long"]
 # Of the largest value of a family: rounding in float32 is some 1e-6 of it.
 SURVEY_TOLERANCE = 1e-5
@@ -546,26 +548,6 @@ _ENTRIES: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Surveyed:
-    """What became of one type of model."""
-
-    name: str  # the model type
-    # "short" texts of up to 26 tokens, the same with windows of eight tokens that they
-    # go "beyond", or one "long" text of 2,300, less its two worst tokens
-    lengths: Lengths
-    outcome: Outcome  # exact if every error is below the tolerance
-    errors: dict[str, float]  # per family of signals, of the family's largest value
-    reason: str  # why it was refused, wrong or not built, else ""
-    seconds: float  # wall time
-
-    def row(self) -> Row:
-        """Return the row by its columns."""
-        errors = {n: self.errors.get(n) for n in SIGNALS}
-        what = {"type": self.name, "lengths": self.lengths, "outcome": self.outcome}
-        return {**what, **errors, "reason": self.reason}
-
-
 def _batch(lengths: Lengths) -> list[TokenSequence]:
     if lengths == "long":
         return [make_sequence(5, _N_LONG, [1, 2270], [2270, 2290], [2290, _N_LONG])]
@@ -613,9 +595,16 @@ def _expected(model: Any, batch: list[TokenSequence]) -> list[Readings]:
     return expected
 
 
-def survey_one(name: str, lengths: Lengths = "short") -> Surveyed:
-    """Build one type, read it, and compare."""
-    began, errors = time.monotonic(), {}
+def survey_one(name: str, lengths: Lengths = "short") -> Row:
+    """Build one type, read it, and compare.
+
+    Returns:
+      What became of it ("exact" if every error is below the tolerance); the errors by
+      family, of the family's largest value, None where nothing was read; seconds of
+      the clock; why it was refused, wrong or not built, else an empty text.
+    """
+    began = time.monotonic()
+    errors: Mapping[str, float | None] = dict.fromkeys(SIGNALS)
     outcome: Outcome = "not built"
     try:
         model = twin_of(name, lengths)
@@ -626,30 +615,29 @@ def survey_one(name: str, lengths: Lengths = "short") -> Surveyed:
         # sparse layer chooses and the next, may go either way by rounding; a wrong
         # mask moves hundreds.
         n_spared = 2 if lengths == "long" else 0
-        errors = largest_errors(
-            readings, _expected(model, batch), is_relative=True, n_spared=n_spared
-        )
+        expected = _expected(model, batch)
+        errors = largest_errors(readings, expected, is_relative=True, n_spared=n_spared)
+        reason = "the errors are too large"
         if max(errors.values()) < SURVEY_TOLERANCE:
-            outcome = "exact"
-        reason = "" if outcome == "exact" else "the errors are too large"
+            outcome, reason = "exact", ""
     except Exception as error:
         reason = _in_one_line(error)
         if outcome == "wrong" and _is_sentence(error):
             outcome = "refused"
-    seconds = time.monotonic() - began
-    return Surveyed(name, lengths, outcome, errors, reason, seconds)
+    became = {"type": name, "lengths": lengths, "outcome": outcome, **errors}
+    return {**became, "seconds": time.monotonic() - began, "reason": reason}
 
 
-def survey_types(names: Sequence[str], printer: RowPrinter) -> list[Surveyed]:
+def survey_types(names: Sequence[str], printer: RowPrinter) -> list[Row]:
     """Survey types at all lengths, without names all; print each row as it is there."""
     names, rows = names or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), []
     with Progress().stage("survey") as update:
         for done, name in enumerate(names, start=1):
             for lengths in get_args(Lengths):
                 rows.append(survey_one(name, lengths))
-                printer.row(rows[-1].row())
+                printer.row(rows[-1])
                 # What is refused for its layout is so at any length.
-                if lengths == "beyond" and rows[-1].outcome != "exact":
+                if lengths == "beyond" and rows[-1]["outcome"] != "exact":
                     break
             update(done, len(names))
     return rows
@@ -661,28 +649,32 @@ def _kind_of(reason: str) -> str:
     return re.sub(r"\b[A-Z]\w*[A-Z]\w*\b|\b\d[\w.-]*|\[[\d, ]+\]", "…", start)
 
 
-def summary(rows: Sequence[Surveyed]) -> Iterator[str]:
+def summary(rows: Sequence[Row]) -> Iterator[str]:
     """Yield Markdown lines: counts by lengths, then types by what became of them."""
     yield ""
     yield table_head(["lengths", *get_args(Outcome), "seconds"])
     for lengths in get_args(Lengths):
-        there = [row for row in rows if row.lengths == lengths]
-        counts = Counter(row.outcome for row in there)
-        cells = [str(counts[outcome]) for outcome in get_args(Outcome)]
-        yield table_row([lengths, *cells, f"{sum(row.seconds for row in there):.0f}"])
+        there = [row for row in rows if row["lengths"] == lengths]
+        counts = Counter(row["outcome"] for row in there)
+        seconds = sum(row["seconds"] for row in there)
+        cells = [counts[outcome] for outcome in get_args(Outcome)]
+        yield table_row([lengths, *cells, f"{seconds:.0f}"])
     kinds: dict[str, list[str]] = {}
     for row in rows:
-        if row.lengths == "short" or row.outcome == "wrong":
-            why = _kind_of(row.reason) if row.outcome == "refused" else row.reason
-            kind = ": ".join(filter(None, (row.outcome, why)))
-            kinds.setdefault(kind, []).append(row.name)
+        outcome, why = row["outcome"], row["reason"]
+        if row["lengths"] == "short" or outcome == "wrong":
+            why = _kind_of(why) if outcome == "refused" else why
+            kind = ": ".join(filter(None, (outcome, why)))
+            kinds.setdefault(kind, []).append(row["type"])
     for kind, names in sorted(kinds.items()):
         yield f"* {kind} ({len(names)}): {', '.join(dict.fromkeys(names))}"
 
 
-def require_types(rows: Sequence[Surveyed]) -> None:
+def require_types(rows: Sequence[Row]) -> None:
     """Check that every type is exact or refused."""
-    wrong = [f"{row.name} ({row.lengths})" for row in rows if row.outcome == "wrong"]
+    wrong = [
+        f"{row['type']} ({row['lengths']})" for row in rows if row["outcome"] == "wrong"
+    ]
     if wrong:
         raise ValueError(
             "expected every type read exactly or refused in a sentence, found wrong: "
