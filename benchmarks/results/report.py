@@ -91,6 +91,8 @@ from beatrice.selection.reach import RankAgreement, Ranked, agreement
 
 Part = TypeVar("Part")
 STUDIES = "anatomy/cases.json"  # in the run
+# Files beside the page, in the run.
+TABLES = ("findings.md", "findings.tex", "panorama.md", "panorama.tex")
 
 
 def read_part(file: Path, kind: type[Part], verb: str) -> Part:
@@ -152,14 +154,8 @@ def report_data(run: RunDir) -> ReportData:
     )
 
 
-def tables_files(run: RunDir) -> list[Path]:
-    """Return where the tables lie that `tables_as_text` returns, in its order."""
-    names = ("findings", "panorama")
-    return [run.path / f"{name}.{kind}" for name in names for kind in ("md", "tex")]
-
-
-def tables_as_text(data: ReportData) -> tuple[str, str, str, str]:
-    """Return findings and the paper's panoramas, each as Markdown and as LaTeX."""
+def tables_as_text(data: ReportData) -> dict[str, str]:
+    """Return findings and the paper's panoramas as texts, by their `TABLES`."""
     results, titles = results_of(data.rows), rivals.titles_of(data.judged)
     answered = findings.findings(results, data.accuracy)
     beside = findings.facts(results, data.accuracy, data.sweep, data.selection)
@@ -169,12 +165,13 @@ def tables_as_text(data: ReportData) -> tuple[str, str, str, str]:
     markdown.append(rivals.costs_as_markdown(data.judged, results))
     latex = [f"% {h}\n{rendering.as_latex(t)}" for h, t in panoramas.items()]
     latex.append(rivals.leads_as_latex(results, titles))
-    return (
+    texts = (
         findings.as_markdown(answered, beside),
         findings.as_latex(answered),
         "\n".join(markdown),
         "\n".join(latex),
     )
+    return dict(zip(TABLES, texts, strict=True))
 
 
 def run_table(run: RunDir, name: str) -> str:
@@ -210,8 +207,8 @@ def rows_as_markdown(rows: Sequence[ResultRow]) -> str:
 def _report(run: RunDir, config: None, update: Update, progress: Progress) -> None:
     gather(run, progress)
     data = report_data(run)
-    for path, text in zip(tables_files(run), tables_as_text(data), strict=True):
-        write_text_atomic(path, text)
+    for name, text in tables_as_text(data).items():
+        write_text_atomic(run.path / name, text)
     write_text_atomic(run.report, render_report(data))
 
 
@@ -235,7 +232,7 @@ def _inputs(run: RunDir) -> list[Path]:
 REPORT = Stage(
     name="report",
     inputs=_inputs,
-    outputs=lambda run: [run.report, run.results, *tables_files(run)],
+    outputs=lambda run: [run.report, run.results, *(run.path / x for x in TABLES)],
     work=_report,
 )
 
