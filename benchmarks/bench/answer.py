@@ -272,10 +272,19 @@ _MESSAGES = (
 _N_NEW = 8
 
 
+def _run(*words: str) -> str:
+    """Run Python with some words; return what it prints."""
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+    if done.returncode:
+        message = done.stderr.strip().rpartition("\n")[2].removeprefix("Error: ")
+        raise ValueError(f"what is timed has failed: {message}")
+    return done.stdout
+
+
 def _command(*words: str) -> tuple[float, float]:
     """Run Python with some words; seconds of the clock and of processors."""
     began, before = time.monotonic(), os.times()
-    subprocess.run([sys.executable, *words], check=True, capture_output=True)
+    _run(*words)
     after, clock = os.times(), time.monotonic() - began
     used = (after.children_user, after.children_system)
     return clock, sum(used) - before.children_user - before.children_system
@@ -283,9 +292,8 @@ def _command(*words: str) -> tuple[float, float]:
 
 def _printed_by(program: str, *words: str) -> list[tuple[float, float]]:
     """Run a program that prints two numbers a line."""
-    line = (sys.executable, "-c", program, *words)
-    done = subprocess.run(line, check=True, capture_output=True)
-    numbers = [tuple(map(float, x.split())) for x in done.stdout.splitlines()]
+    lines = _run("-c", program, *words).splitlines()
+    numbers = [tuple(map(float, line.split())) for line in lines]
     return [(clock, processors) for clock, processors in numbers]
 
 
@@ -357,7 +365,9 @@ def answer_ratio(probe: Any, n: int) -> tuple[float, float]:
 
 @click.command()
 @click.argument("probe", default="smollm2")
-@click.option("--rounds", default=3, help="Times each is measured.")
+@click.option(
+    "--rounds", type=click.IntRange(min=1), default=3, help="Times each is measured."
+)
 @AS_JSON
 def score(probe: str, rounds: int, as_json: bool) -> None:
     """Time one score with PROBE, a name of `beatrice probes`.

@@ -8,10 +8,11 @@ printed, and a process of one's own to measure in.
 import functools
 import importlib
 import json
+import math
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any
 
@@ -52,6 +53,16 @@ DTYPE = click.option(
     help="Type of the model's weights.",
 )
 MIB = 2**20
+
+
+def widths_of(choices: Iterable[str]) -> Callable[[Any], Any]:
+    """Return the option that names the sizes of what is trained."""
+    return click.option(
+        "--widths",
+        type=click.Choice(list(choices)),
+        default="microworld",
+        help="Sizes of the encoders and their signals.",
+    )
 
 
 class _Benches(click.Group):
@@ -144,6 +155,31 @@ def take_turns(runs: Sequence[Callable[[], object]], n_rounds: int) -> Any:
             after = time.perf_counter(), time.process_time()
             spent[i] = np.subtract(after, before)
     return seconds[1:]
+
+
+def middle_and_ends(values: Any) -> tuple[float, float, float]:
+    """Return the median of some numbers (an array), the least and the largest."""
+    import numpy as np  # help loads none
+
+    return float(np.median(values)), float(values.min()), float(values.max())
+
+
+def product_rate(square: Any) -> float:
+    """Return the best FLOP/s, of five, at which a square matrix is multiplied.
+
+    Args:
+      square: a tensor of random numbers; of equal ones a GPU multiplies faster.
+    """
+    import torch  # help loads none
+
+    out, best = torch.empty_like(square), math.inf
+    for _ in range(1 + 5):  # the first one starts the threads
+        began = time.perf_counter()
+        torch.mm(square, square, out=out)
+        if square.is_cuda:
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - began)
+    return 2 * len(square) ** 3 / best
 
 
 def fresh_process(environment: Mapping[str, str] | None = None) -> ProcessPoolExecutor:

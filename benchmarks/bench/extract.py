@@ -43,7 +43,9 @@ from beatrice.benchmarks.bench.commands import (
     Row,
     RowPrinter,
     measure_fresh,
+    middle_and_ends,
     peak_above,
+    product_rate,
     take_turns,
 )
 from beatrice.extract.backbone.loading import Backbone, load_backbone
@@ -74,7 +76,7 @@ class BatchConfig:
     d_model: int = 512  # width
     n_layers: int = 8  # decoder layers
     device: str = "cpu"  # a Torch device
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of weights and stream
+    dtype: ModelDtype = "float32"  # of weights and stream
 
 
 # The two lengths hold equally many tokens; a third of each is question and answer.
@@ -87,12 +89,12 @@ VOCABULARIES = (32000, 248320)
 
 def batch_configs(*, has_gpu: bool) -> list[BatchConfig]:
     """Return what is measured: both lengths, each vocabulary, each device."""
-    devices: list[tuple[str, Literal["float32", "bfloat16"]]] = [("cpu", "float32")]
+    devices: dict[str, ModelDtype] = {"cpu": "float32"}
     if has_gpu:
-        devices.append(("cuda", "bfloat16"))
+        devices["cuda"] = "bfloat16"
     return [
         BatchConfig(**length, vocab_size=n_words, device=device, dtype=dtype)
-        for device, dtype in devices
+        for device, dtype in devices.items()
         for n_words in VOCABULARIES
         for length in LENGTHS
     ]
@@ -301,22 +303,6 @@ class Hooked:
         return both.permute(0, 2, 3, 4, 1)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Times:
-    """Seconds of the forward with logits and of the full reading, and their ratio.
-
-    Medians over alternating runs; of ratios, over neighbours. `plain` and `tuned` are
-    the times of `Hooked` over the reading's, with the least and the largest; None
-    where the model is no Llama.
-    """
-
-    bare: float
-    read: float
-    ratio: float
-    plain: tuple[float, float, float] | None = None
-    tuned: tuple[float, float, float] | None = None
-
-
 class ReadingBench:
     """One model and one batch, ready to run."""
 
@@ -354,27 +340,31 @@ class ReadingBench:
         if self.config.device != "cpu":
             torch.cuda.synchronize()
 
-    def time(self, n_rounds: int) -> Times:
-        """Let all take turns, after one unmeasured run each."""
-        runs: list[Callable[[], object]] = [self.bare, self.read]
+    def time(self, n_rounds: int) -> Row:
+        """Let all take turns, after one unmeasured run each.
+
+        Returns:
+          Seconds of the forward with logits and of the full reading, and their ratio:
+          medians over alternating runs, the ratio's over neighbours. Of a Llama also
+          the time of `Hooked` over the reading's, with the least and the largest.
+        """
+        hooks: dict[str, Callable[[], object]] = {}
         if isinstance(self.model, LlamaForCausalLM):
             hooked = Hooked(self.model, self.sequences)
             self.require_same(hooked)
-            runs += [
-                lambda: self._wait(hooked.plain()),
-                lambda: self._wait(hooked.tuned()),
-            ]
-        rounds = take_turns(runs, n_rounds)[..., 0]
-        ratios = rounds / rounds[:, 1:2]
-        ranges = [
-            (float(np.median(x)), float(x.min()), float(x.max())) for x in ratios.T[2:]
-        ]
-        return Times(
-            bare=float(np.median(rounds[:, 0])),
-            read=float(np.median(rounds[:, 1])),
-            ratio=float(np.median(1 / ratios[:, 0])),
-            **dict(zip(("plain", "tuned"), ranges, strict=False)),
-        )
+            hooks = {
+                "plain Transformers / reading": lambda: self._wait(hooked.plain()),
+                "tuned hooks / reading": lambda: self._wait(hooked.tuned()),
+            }
+        runs = [self.bare, self.read, *hooks.values()]
+        bare, read, *others = take_turns(runs, n_rounds)[..., 0].T
+        over_reading = (middle_and_ends(x / read) for x in others)
+        return {
+            "bare s": float(np.median(bare)),
+            "reading s": float(np.median(read)),
+            "time ratio": float(np.median(read / bare)),
+            **dict(zip(hooks, over_reading, strict=True)),
+        }
 
     def require_same(self, hooked: Hooked) -> None:
         """Check that hooks read what the reader reads, before they are timed."""
@@ -404,11 +394,7 @@ def measure_reading(config: BatchConfig, n_rounds: int) -> Row:
         "dtype": config.dtype,
         "tokens": f"{config.n_examples} x {config.n_tokens}",
         "vocabulary": config.vocab_size,
-        "bare s": times.bare,
-        "reading s": times.read,
-        "time ratio": times.ratio,
-        "plain Transformers / reading": times.plain,
-        "tuned hooks / reading": times.tuned,
+        **times,
         "bare MiB": bare,
         "reading MiB": read,
         "memory ratio": read / bare,
@@ -520,20 +506,9 @@ def measure_loops(n_rounds: int, *, is_small: bool = False) -> Iterator[Row]:
 
 
 _N_KERNELS = 12
+# What differs from the defaults of the classes; a test counts parameters.
 _QWEN = {
-    "vocab_size": 248320,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
     "max_position_embeddings": 262144,
-    "tie_word_embeddings": False,
     "rope_parameters": {
         "rope_type": "default",
         "rope_theta": 1e7,  # the class's default is 1e4
@@ -541,22 +516,15 @@ _QWEN = {
     },
 }
 _GEMMA = {
-    "vocab_size": 262144,
-    "vocab_size_per_layer_input": 262144,
     "hidden_size": 2560,
-    "hidden_size_per_layer_input": 256,
     "intermediate_size": 10240,
     "num_hidden_layers": 42,
-    "num_attention_heads": 8,
     "num_key_value_heads": 2,
-    "head_dim": 256,
     "global_head_dim": 512,
     "num_kv_shared_layers": 18,
-    "sliding_window": 512,
     "final_logit_softcapping": 30.0,
-    "tie_word_embeddings": True,
 }
-# Name -> class, class of its configuration, and sizes.
+# Name -> class, class of its configuration, and those sizes.
 FULL_MODELS: Mapping[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
     "Qwen3.5-9B": (Qwen3_5ForCausalLM, Qwen3_5TextConfig, _QWEN),
     "Gemma 4 E4B": (Gemma4ForCausalLM, Gemma4TextConfig, _GEMMA),
@@ -581,21 +549,6 @@ def flops_per_token(model: PreTrainedModel) -> float:
     """
     linears = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
     return 2.0 * sum(linear.weight.numel() for linear in linears)
-
-
-def gemm_peak(width: int = 8192) -> float:
-    """Return the GPU's best FLOP/s of a square bf16 matrix product, of ten."""
-    shape = {"device": "cuda", "dtype": torch.bfloat16}
-    left, right = (torch.randn(width, width, **shape) for _ in range(2))
-    best = float("inf")
-    for _ in range(11):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        left @ right
-        end.record()
-        end.synchronize()
-        best = min(best, start.elapsed_time(end) / 1e3)
-    return 2.0 * width**3 / best
 
 
 def profile_of(run: Callable[[], None]) -> str:
@@ -657,13 +610,11 @@ def measure_gpu(
         n_answer=max(1, n_tokens * 3 // 20),
         extract=ExtractConfig(tokens_per_batch=budget, hidden_layers=layers),
     )
-    flops = flops_per_token(backbone.model) * budget / times.read
+    flops = flops_per_token(backbone.model) * budget / times["reading s"]
     row = {
         "model": name,
         "tokens": f"{n_examples} x {n_tokens}",
-        "bare s": times.bare,
-        "reading s": times.read,
-        "time ratio": times.ratio,
+        **times,
         "TFLOP/s": flops / 1e12,
         "GEMM peak TFLOP/s": peak / 1e12,
         "share of the peak": flops / peak,
@@ -757,7 +708,7 @@ def extract(model: str | None, dtype: ModelDtype, rounds: int, as_json: bool) ->
         for done, row in enumerate(measure_loops(rounds), start=len(configs) + 1):
             printer.row(row)
             update(done, len(configs) + 2)
-    peak = gemm_peak() if has_gpu else 0.0
+    peak = product_rate(torch.rand(8192, 8192).cuda().bfloat16()) if has_gpu else 0.0
     models = FULL_MODELS if has_gpu else ()
     costs = [measure_gpu(x, full_model(x, "cuda"), rounds, peak) for x in models]
     for _, loop, _ in costs:

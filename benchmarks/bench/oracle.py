@@ -27,13 +27,14 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import itertools
 import math
 import re
 import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -381,23 +382,6 @@ def oracle_signals(model: PreTrainedModel, sequence: TokenSequence) -> Readings:
     }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Exactness:
-    """Largest absolute errors of one architecture, by family of signals."""
-
-    name: str  # the architecture
-    float32: dict[str, float]  # reader against oracle
-    bfloat16: dict[str, float]  # reader against oracle
-    # oracle on eager against oracle on fused attention, in bfloat16
-    gap: dict[str, float]
-
-    def row(self) -> Row:
-        """Return the row; the gap stands in brackets."""
-        single = {f"fp32 {n}": self.float32[n] for n in SIGNALS}
-        half = {f"bf16 {n}": (self.bfloat16[n], self.gap[n]) for n in SIGNALS}
-        return {"architecture": self.name, **single, **half}
-
-
 def reader_signals(model: PreTrainedModel, *, together: bool) -> list[Readings]:
     """Read the examples with the reader, in one padded batch or each alone."""
     small = ReadingBudget(  # so that every seam between chunks is crossed
@@ -443,32 +427,40 @@ def largest_errors(
     return errors
 
 
-def measure(name: str, build: Callable[[], PreTrainedModel]) -> Exactness:
-    """Measure one architecture in both precisions."""
+def measure(name: str, build: Callable[[], PreTrainedModel]) -> Row:
+    """Measure one architecture in both precisions.
+
+    Returns:
+      The largest absolute errors by family of signals, of the reader against the
+      oracle; in bfloat16 also those of the oracle on eager against fused attention.
+    """
     single, half = build(), build().bfloat16()
     read = reader_signals(single, together=True)
+    errors = largest_errors(read, oracle_batch(single, "eager"))
     fused = oracle_batch(half, FUSED)
-    return Exactness(
-        name=name,
-        float32=largest_errors(read, oracle_batch(single, "eager")),
-        # Alone: the model's products round differently in batches of other shapes.
-        bfloat16=largest_errors(reader_signals(half, together=False), fused),
-        gap=largest_errors(oracle_batch(half, "eager"), fused),
-    )
+    # Alone: the model's products round differently in batches of other shapes.
+    of_half = largest_errors(reader_signals(half, together=False), fused)
+    gaps = largest_errors(oracle_batch(half, "eager"), fused)
+    return {
+        "architecture": name,
+        **{f"fp32 {n}": errors[n] for n in SIGNALS},
+        **{f"bf16 {n}": (of_half[n], gaps[n]) for n in SIGNALS},
+    }
 
 
-def require(rows: list[Exactness]) -> None:
+def require(rows: Sequence[Row]) -> None:
     """Check every row."""
-    for row in rows:
-        of_itself = ", the distance between the model's eager and fused attention"
-        for name, dtype, error, limit, why in [
-            *((n, "float32", row.float32[n], TOLERANCE, "") for n in SIGNALS),
-            *((n, "bfloat16", row.bfloat16[n], row.gap[n], of_itself) for n in SIGNALS),
-        ]:
+    of_itself = ", the distance between the model's eager and fused attention"
+    for row, name in itertools.product(rows, SIGNALS):
+        half, gap = row[f"bf16 {name}"]
+        for dtype, error, limit, why in (
+            ("float32", row[f"fp32 {name}"], TOLERANCE, ""),
+            ("bfloat16", half, gap, of_itself),
+        ):
             if not error <= max(limit, TOLERANCE):  # so that NaN fails
                 raise ValueError(
-                    f"{row.name}: {dtype} {name} is {error:.1e} from the oracle, "
-                    f"expected at most {limit:.1e}{why}"
+                    f"{row['architecture']}: {dtype} {name} is {error:.1e} from the "
+                    f"oracle, expected at most {limit:.1e}{why}"
                 )
 
 
@@ -487,12 +479,14 @@ def oracle(as_json: bool) -> None:
     with Progress().stage("oracle") as update:
         for done, (name, build) in enumerate(every, start=1):
             rows.append(measure(name, build))
-            printer.row(rows[-1].row())
+            printer.row(rows[-1])
             update(done, len(every))
     require(rows)
 
 
 Outcome = Literal["exact", "refused", "wrong", "not built"]
+# Texts of up to 26 tokens, the same with windows of eight tokens that they go beyond,
+# or one text of 2,300, less its two worst tokens.
 Lengths = Literal["short", "beyond", "long"]
 # Of the largest value of a family: rounding in float32 is some 1e-6 of it.
 SURVEY_TOLERANCE = 1e-5
@@ -554,26 +548,6 @@ _ENTRIES: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Surveyed:
-    """What became of one type of model."""
-
-    name: str  # the model type
-    # "short" texts of up to 26 tokens, the same with windows of eight tokens that they
-    # go "beyond", or one "long" text of 2,300, less its two worst tokens
-    lengths: Lengths
-    outcome: Outcome  # exact if every error is below the tolerance
-    errors: dict[str, float]  # per family of signals, of the family's largest value
-    reason: str  # why it was refused, wrong or not built, else ""
-    seconds: float  # wall time
-
-    def row(self) -> Row:
-        """Return the row by its columns."""
-        errors = {n: self.errors.get(n) for n in SIGNALS}
-        what = {"type": self.name, "lengths": self.lengths, "outcome": self.outcome}
-        return {**what, **errors, "reason": self.reason}
-
-
 def _batch(lengths: Lengths) -> list[TokenSequence]:
     if lengths == "long":
         return [make_sequence(5, _N_LONG, [1, 2270], [2270, 2290], [2290, _N_LONG])]
@@ -604,6 +578,11 @@ def _is_sentence(error: Exception) -> bool:
     return isinstance(error, ValueError) and Path(last).is_relative_to(_OURS)
 
 
+def _in_one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if _is_sentence(error) else f"{type(error).__name__}: {text[:200]}"
+
+
 def _expected(model: Any, batch: list[TokenSequence]) -> list[Readings]:
     """Return the oracle's readings, by the model's own eager attention."""
     eager = copy_with_attention(model, "eager")
@@ -616,9 +595,16 @@ def _expected(model: Any, batch: list[TokenSequence]) -> list[Readings]:
     return expected
 
 
-def survey_one(name: str, lengths: Lengths = "short") -> Surveyed:
-    """Build one type, read it, and compare."""
-    began, errors = time.monotonic(), {}
+def survey_one(name: str, lengths: Lengths = "short") -> Row:
+    """Build one type, read it, and compare.
+
+    Returns:
+      What became of it ("exact" if every error is below the tolerance); the errors by
+      family, of the family's largest value, None where nothing was read; seconds of
+      the clock; why it was refused, wrong or not built, else an empty text.
+    """
+    began = time.monotonic()
+    errors: Mapping[str, float | None] = dict.fromkeys(SIGNALS)
     outcome: Outcome = "not built"
     try:
         model = twin_of(name, lengths)
@@ -629,32 +615,29 @@ def survey_one(name: str, lengths: Lengths = "short") -> Surveyed:
         # sparse layer chooses and the next, may go either way by rounding; a wrong
         # mask moves hundreds.
         n_spared = 2 if lengths == "long" else 0
-        errors = largest_errors(
-            readings, _expected(model, batch), is_relative=True, n_spared=n_spared
-        )
+        expected = _expected(model, batch)
+        errors = largest_errors(readings, expected, is_relative=True, n_spared=n_spared)
+        reason = "the errors are too large"
         if max(errors.values()) < SURVEY_TOLERANCE:
-            outcome = "exact"
-        reason = "" if outcome == "exact" else "the errors are too large"
+            outcome, reason = "exact", ""
     except Exception as error:
-        reason = " ".join(str(error).split())
+        reason = _in_one_line(error)
         if outcome == "wrong" and _is_sentence(error):
             outcome = "refused"
-        else:
-            reason = f"{type(error).__name__}: {reason[:200]}"
-    seconds = time.monotonic() - began
-    return Surveyed(name, lengths, outcome, errors, reason, seconds)
+    became = {"type": name, "lengths": lengths, "outcome": outcome, **errors}
+    return {**became, "seconds": time.monotonic() - began, "reason": reason}
 
 
-def survey_types(names: Sequence[str], printer: RowPrinter) -> list[Surveyed]:
+def survey_types(names: Sequence[str], printer: RowPrinter) -> list[Row]:
     """Survey types at all lengths, without names all; print each row as it is there."""
     names, rows = names or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), []
     with Progress().stage("survey") as update:
         for done, name in enumerate(names, start=1):
             for lengths in get_args(Lengths):
                 rows.append(survey_one(name, lengths))
-                printer.row(rows[-1].row())
+                printer.row(rows[-1])
                 # What is refused for its layout is so at any length.
-                if lengths == "beyond" and rows[-1].outcome != "exact":
+                if lengths == "beyond" and rows[-1]["outcome"] != "exact":
                     break
             update(done, len(names))
     return rows
@@ -666,28 +649,32 @@ def _kind_of(reason: str) -> str:
     return re.sub(r"\b[A-Z]\w*[A-Z]\w*\b|\b\d[\w.-]*|\[[\d, ]+\]", "…", start)
 
 
-def summary(rows: Sequence[Surveyed]) -> Iterator[str]:
+def summary(rows: Sequence[Row]) -> Iterator[str]:
     """Yield Markdown lines: counts by lengths, then types by what became of them."""
     yield ""
     yield table_head(["lengths", *get_args(Outcome), "seconds"])
     for lengths in get_args(Lengths):
-        there = [row for row in rows if row.lengths == lengths]
-        counts = Counter(row.outcome for row in there)
-        cells = [str(counts[outcome]) for outcome in get_args(Outcome)]
-        yield table_row([lengths, *cells, f"{sum(row.seconds for row in there):.0f}"])
+        there = [row for row in rows if row["lengths"] == lengths]
+        counts = Counter(row["outcome"] for row in there)
+        seconds = sum(row["seconds"] for row in there)
+        cells = [counts[outcome] for outcome in get_args(Outcome)]
+        yield table_row([lengths, *cells, f"{seconds:.0f}"])
     kinds: dict[str, list[str]] = {}
     for row in rows:
-        if row.lengths == "short" or row.outcome == "wrong":
-            why = _kind_of(row.reason) if row.outcome == "refused" else row.reason
-            kind = ": ".join(filter(None, (row.outcome, why)))
-            kinds.setdefault(kind, []).append(row.name)
+        outcome, why = row["outcome"], row["reason"]
+        if row["lengths"] == "short" or outcome == "wrong":
+            why = _kind_of(why) if outcome == "refused" else why
+            kind = ": ".join(filter(None, (outcome, why)))
+            kinds.setdefault(kind, []).append(row["type"])
     for kind, names in sorted(kinds.items()):
         yield f"* {kind} ({len(names)}): {', '.join(dict.fromkeys(names))}"
 
 
-def require_types(rows: Sequence[Surveyed]) -> None:
+def require_types(rows: Sequence[Row]) -> None:
     """Check that every type is exact or refused."""
-    wrong = [f"{row.name} ({row.lengths})" for row in rows if row.outcome == "wrong"]
+    wrong = [
+        f"{row['type']} ({row['lengths']})" for row in rows if row["outcome"] == "wrong"
+    ]
     if wrong:
         raise ValueError(
             "expected every type read exactly or refused in a sentence, found wrong: "
@@ -695,8 +682,21 @@ def require_types(rows: Sequence[Surveyed]) -> None:
         )
 
 
+def _check_types(
+    context: click.Context, parameter: click.Parameter, types: tuple[str, ...]
+) -> tuple[str, ...]:
+    for name in types:
+        if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            hint = did_you_mean(name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+            raise click.UsageError(f"no model type is called {name!r}{hint}")
+    return types
+
+
+TYPES = click.argument("types", nargs=-1, callback=_check_types)
+
+
 @click.command()
-@click.argument("types", nargs=-1)
+@TYPES
 @AS_JSON
 def survey(types: tuple[str, ...], as_json: bool) -> None:
     """Read every causal language model of Transformers, or refuse it in a sentence.
@@ -708,10 +708,6 @@ def survey(types: tuple[str, ...], as_json: bool) -> None:
     Example: beatrice bench survey llama gpt_oss
     """
     quiet()
-    for name in types:
-        if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-            hint = did_you_mean(name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-            raise click.UsageError(f"no model type is called {name!r}{hint}")
     printer = RowPrinter(as_json)
     rows = survey_types(types, printer)
     for line in summary(rows):
@@ -719,7 +715,7 @@ def survey(types: tuple[str, ...], as_json: bool) -> None:
     require_types(rows)
 
 
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _N_TOKENS, _N_STEPS = 20, 4
 
 
@@ -751,54 +747,48 @@ def own_difference(backbone: Backbone) -> float | None:
     return float(gap.norm() / expected.norm())
 
 
-def measure_written(name: str) -> Row | None:
-    """Measure one type; None where no twin of it can be read at all.
+def measure_written(name: str) -> Row:
+    """Measure one type.
 
     Returns:
-      Whether answers are read again, and why; the largest difference of a family of
-      signals, None where nothing was read; and of the model's own logits, None where it
-      takes no cache.
+      Whether answers are read while they are written, again, or not at all, and why;
+      the largest difference of a family of signals, None where nothing was read; and of
+      the model's own logits, None where it takes no cache.
     """
-    rows = []
-    for dtype in DTYPES:
+    numbers: dict[str, float | None] = {}
+    reasons = []
+    for label in DTYPES:
+        numbers |= {label: None, f"{label} of its own": None}
+    for label, dtype in DTYPES.items():
         try:
             model = twin_of(name).to(dtype)
             model.generation_config.eos_token_id = 1
             backbone = Backbone.from_model(model, Numbers())
             reader = SignalReader(backbone)
-        except Exception:  # what the survey says of the type
-            return None
-        reason, largest = check_decoding(reader), None
-        try:
-            largest = max(decoding_differences(reader).values())
-        except ValueError:
-            pass  # the reason says it
-        rows.append((reason, largest, own_difference(backbone)))
-    (why, single, own_single), (why_half, half, own_half) = rows
-    reason = why or why_half or ""
-    return {
-        "type": name,
-        "read": "again" if reason else "while writing",
-        "fp32": single,
-        "fp32 of its own": own_single,
-        "bf16": half,
-        "bf16 of its own": own_half,
-        "reason": reason.partition(": ")[2] or reason,
-    }
+        except Exception as error:
+            reason = _in_one_line(error)
+            return {"type": name, "read": "not at all", **numbers, "reason": reason}
+        reasons.append(check_decoding(reader) or "")
+        with contextlib.suppress(ValueError):  # the reason says it
+            numbers[label] = max(decoding_differences(reader).values())
+        numbers[f"{label} of its own"] = own_difference(backbone)
+    reason = next(filter(None, reasons), "")
+    read = "again" if reason else "while writing"
+    reason = reason.partition(": ")[2] or reason
+    return {"type": name, "read": read, **numbers, "reason": reason}
 
 
 @click.command()
-@click.argument("types", nargs=-1)
+@TYPES
 @AS_JSON
 def written(types: tuple[str, ...], as_json: bool) -> None:
     """Say which model types of Transformers are read while they write an answer.
 
-    Narrow random twins of all that can be read, or of TYPES (llama gpt2): a row each.
+    Narrow random twins of all of them, or of TYPES (llama gpt2): a row each.
 
     Example: beatrice bench written llama gpt_oss
     """
     quiet()
     printer = RowPrinter(as_json)
     for name in types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        if (row := measure_written(name)) is not None:
-            printer.row(row)
+        printer.row(measure_written(name))

@@ -217,34 +217,6 @@ def plan_row(setting: Setting, plan: Plan) -> Row:
     }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Operation:
-    """Products of one shape in a microbatch of the planned block."""
-
-    setting: Setting
-    role: str  # what is multiplied
-    shapes: str  # of the operands and the result
-    n: int  # how many
-    n_flops: int  # of all of them
-    n_bytes: int  # likewise, each array read or written once
-    seconds: float  # likewise, at the peak that binds
-    is_memory_bound: bool  # whether that is memory's
-
-    def row(self) -> Row:
-        """Return the row by its columns."""
-        return {
-            "setting": self.setting,
-            "product": self.role,
-            "times": self.n,
-            "of what": self.shapes,
-            "GFLOP": self.n_flops / 1e9,
-            "MB": self.n_bytes / 1e6,
-            "FLOP/byte": self.n_flops / self.n_bytes,
-            "bound by": "memory" if self.is_memory_bound else "products",
-            "ms": 1e3 * self.seconds,
-        }
-
-
 def planned(
     setting: Setting, memory: int, is_mixed: bool = False
 ) -> tuple[Sizes, Plan]:
@@ -276,34 +248,40 @@ def role_of(product: Product, sizes: Sizes) -> str:
     return "other"
 
 
-def operations(
+def product_rows(
     setting: Setting, sizes: Sizes, module: Module, device: Device
-) -> list[Operation]:
-    """Return the products of a microbatch, those that take longest first."""
-    products = []
+) -> list[Row]:
+    """Return a row of the products of each shape, those that take longest first.
+
+    Of a microbatch of the planned block: what is multiplied, and of all products of
+    that shape together the operations, the bytes (each array read or written once) and
+    the time at the peak that binds.
+    """
+    rows = []
     for product, n in module.products.items():
         arithmetic = product.n_flops / device.flops[product.left.dtype]
         moving = product.n_bytes / device.bandwidth
-        products.append(
-            Operation(
-                setting=setting,
-                role=role_of(product, sizes),
-                shapes=f"{product.left} · {product.right} → {product.result}",
-                n=n,
-                n_flops=n * product.n_flops,
-                n_bytes=n * product.n_bytes,
-                seconds=n * max(arithmetic, moving),
-                is_memory_bound=moving > arithmetic,
-            )
+        rows.append(
+            {
+                "setting": setting,
+                "product": role_of(product, sizes),
+                "times": n,
+                "of what": f"{product.left} · {product.right} → {product.result}",
+                "GFLOP": n * product.n_flops / 1e9,
+                "MB": n * product.n_bytes / 1e6,
+                "FLOP/byte": product.n_flops / product.n_bytes,
+                "bound by": "memory" if moving > arithmetic else "products",
+                "ms": 1e3 * n * max(arithmetic, moving),
+            }
         )
-    return sorted(products, key=lambda operation: -operation.seconds)
+    return sorted(rows, key=lambda row: -row["ms"])
 
 
 def work_of(
     setting: Setting,
     sizes: Sizes,
     plan: Plan,
-    products: list[Operation],
+    products: list[Row],
     device: Device,
 ) -> Row:
     """Sum up a batch: its microbatches of the planned block, and all other blocks.
@@ -326,25 +304,24 @@ def work_of(
     n_members = plan.n_subsets * plan.n_seeds
     times = sizes.train.batch_size // plan.n_rows * len(work.members) / n_members
     _, cost = compiled_step(sizes, plan.n_subsets, plan.n_seeds, plan.n_rows)
-    product_seconds = sum(operation.seconds for operation in products)
-    bound = sum(
-        operation.seconds for operation in products if operation.is_memory_bound
+    gflop, megabytes, product_ms = (
+        sum(row[name] for row in products) for name in ("GFLOP", "MB", "ms")
     )
-    others = cost["bytes accessed"] - sum(operation.n_bytes for operation in products)
+    bound_ms = sum(row["ms"] for row in products if row["bound by"] == "memory")
+    others = max(cost["bytes accessed"] - 1e6 * megabytes, 0.0)
     n_batches = math.ceil(N_ROWS[setting][0] / sizes.train.batch_size)
-    n_flops = times * sum(operation.n_flops for operation in products)
     own_flops = sum(step_flops(work, member) for member in work.members)
-    seconds = times * (product_seconds + max(others, 0.0) / device.bandwidth)
+    seconds = times * (product_ms / 1e3 + others / device.bandwidth)
     minutes = n_batches * sizes.train.max_epochs * seconds / 60
     return {
         "setting": setting,
-        "GFLOP a batch in products": n_flops / 1e9,
-        "share of members' own families": own_flops / n_flops,
+        "GFLOP a batch in products": times * gflop,
+        "share of members' own families": own_flops / (times * gflop * 1e9),
         "XLA counts GFLOP": times * cost["flops"] / 1e9,
         "roofline ms of a batch": 1e3 * seconds,
         f"minutes of {sizes.train.max_epochs} epochs": minutes,
-        "share of products at peak": times * product_seconds / seconds,
-        "share of products bound by memory": bound / product_seconds,
+        "share of products at peak": times * product_ms / 1e3 / seconds,
+        "share of products bound by memory": bound_ms / product_ms,
     }
 
 
@@ -427,11 +404,10 @@ def plan(device: Name, planned_for: PlanOptions, as_json: bool) -> None:
         progress.note(f"{setting}: compiling blocks")
         sizes, plan = planned(setting, memory, planned_for.mixed)
         module = cuda_module(sizes, plan)
-        products = operations(setting, sizes, module, on)
-        work = work_of(setting, sizes, plan, products, on)
+        products = product_rows(setting, sizes, module, on)
         plans.append(plan_row(setting, plan))
-        works.append(work)
-        shown += [operation.row() for operation in products[:_SHOWN]]
+        works.append(work_of(setting, sizes, plan, products, on))
+        shown += products[:_SHOWN]
         notes.extend(in_words(setting, sizes, plan, module))
     printer.text(f"Arithmetic for one {device.upper()}, not measured.\n")
     for row in (*plans, *works, *shown):

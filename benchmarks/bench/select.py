@@ -20,7 +20,7 @@ import torch
 from sklearn.metrics import roc_auc_score
 from torch.nn.functional import binary_cross_entropy_with_logits, one_hot
 
-from beatrice.benchmarks.bench.commands import Row, RowPrinter, take_turns
+from beatrice.benchmarks.bench.commands import Row, RowPrinter, take_turns, widths_of
 from beatrice.extract.run.verbs import AS_JSON
 from beatrice.jaxprobe import fusion
 from beatrice.jaxprobe.config import FusionConfig, TrainConfig, set_compiler
@@ -226,22 +226,26 @@ def measure(widths: str, config: SelectSizes) -> Row:
     """Time one round of the search and the loop over some of its heads, in turns.
 
     Returns:
-      Rates and ratios, medians over turns; the mean of a set's logits, `select --set
-      fusion=mean`, has nothing to train. AUROC is the mean over heads on validation
-      rows, the difference that of logits from the same weights.
+      Rates and their ratio, medians over turns. AUROC is the mean over heads on
+      validation rows, the difference that of logits from the same weights.
     """
     train = made_up_outputs(config, config.n_train, 1)
     valid = made_up_outputs(config, config.n_valid, 2)
     shape, protocol = FusionConfig(hidden=config.hidden), config.protocol
     first = tuple(range(config.n_members - 1))
     sets = [(*first, c) for c in range(len(first), config.n_pool)]
-    fixed: Any = {"config": shape, "train_config": protocol, "n_calls": config.n_pool}
 
-    def search(config: TrainConfig = protocol) -> Heads:
-        return fit_sets(sets, train, valid, **fixed | {"train_config": config})
+    def search() -> Heads:
+        return fit_sets(
+            sets,
+            train,
+            valid,
+            config=shape,
+            train_config=protocol,
+            n_calls=config.n_pool,
+        )
 
-    untrained = dataclasses.replace(protocol, max_epochs=0)
-    heads, means = search(), search(untrained)  # compiles
+    heads = search()  # compiles
     difference = largest_difference(heads, sets, valid, shape)
     if not difference <= TOLERANCE:  # so that NaN fails
         raise ValueError(
@@ -265,10 +269,9 @@ def measure(widths: str, config: SelectSizes) -> Row:
     n_threads = min(seconds, key=seconds.__getitem__)
     torch.set_num_threads(n_threads)
     n_search, n_loop = len(sets) * config.n_seeds, min(config.n_torch, len(sets))
-    runs = search, loop, lambda: search(untrained)
-    turns = take_turns(runs, config.n_turns)[..., 0]
-    rates = np.array([n_search, n_loop, n_search]) / turns
-    ours, theirs, mean = np.median(rates, axis=0).tolist()
+    turns = take_turns([search, loop], config.n_turns)[..., 0]
+    rates = np.array([n_search, n_loop]) / turns
+    ours, theirs = np.median(rates, axis=0).tolist()
     first_seed = slice(config.n_torch), 0
     return {
         "widths": widths,
@@ -276,27 +279,17 @@ def measure(widths: str, config: SelectSizes) -> Row:
         "PyTorch loop, heads/s": theirs,
         "its threads": n_threads,
         "ratio": float(np.median(rates[:, 0] / rates[:, 1])),
-        "mean logits, sets/s": mean,
-        "mean logits / heads": float(np.median(rates[:, 2] / rates[:, 0])),
         "AUROC of heads": float(heads.info.best_auroc[first_seed].mean()),
         "of the loop": float(np.mean(aurocs)),
-        "of mean logits": float(means.info.best_auroc[first_seed].mean()),
         "largest difference": difference,
     }
 
 
 @click.command()
-@click.option(
-    "--widths",
-    type=click.Choice(list(WIDTHS)),
-    default="microworld",
-    help="Sizes of the encoders and their signals.",
-)
+@widths_of(WIDTHS)
 @AS_JSON
 def select(widths: str, as_json: bool) -> None:
     """Train the heads of one search round, beside a PyTorch loop over the same heads.
-
-    And beside the mean logit of the same sets, which trains nothing.
 
     Both sides must give the same logits from the same weights before they are timed.
 

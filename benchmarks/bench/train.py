@@ -16,7 +16,6 @@ import importlib
 import itertools
 import os
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,10 @@ from beatrice.benchmarks.bench.commands import (
     Remote,
     Row,
     RowPrinter,
+    middle_and_ends,
+    product_rate,
     take_turns,
+    widths_of,
 )
 from beatrice.benchmarks.bench.grid import (
     WIDTHS,
@@ -266,18 +268,6 @@ def require_same_losses(by_method: dict[str, Losses]) -> dict[str, float]:
     return differences
 
 
-def product_gflops(n: int = 2048, n_repeats: int = 4) -> float:
-    """Return the best rate of a square fp32 matrix product, in GFLOP/s."""
-    torch.set_num_threads(N_THREADS)
-    a, b = torch.rand(n, n), torch.rand(n, n)
-    out, best = torch.empty(n, n), float("inf")
-    for _ in range(n_repeats + 1):  # the first one starts the threads
-        began = time.perf_counter()
-        torch.mm(a, b, out=out)
-        best = min(best, time.perf_counter() - began)
-    return 2 * n**3 / best / 1e9
-
-
 def measure(
     workload: Workload,
     *,
@@ -314,23 +304,26 @@ def measure(
         for method in methods:
             note(f"{method.kind}: compiles")
             method.prepare()
-        products: list[float] = []  # GFLOP/s
-        runs = [lambda: products.append(product_gflops()), *(x.turn for x in methods)]
+        torch.set_num_threads(N_THREADS)
+        square, products = torch.rand(2048, 2048), []  # GFLOP/s
+        runs = [
+            lambda: products.append(product_rate(square) / 1e9),
+            *(x.turn for x in methods),
+        ]
         note(f"rounds: {n_rounds}")
         _, *seconds = take_turns(runs, n_rounds)[..., 0].T
         peaks = [method.peak_mib() for method in methods]
     flops = turn_flops(workload, workload.members)
     rows = []
     for kind, turn_seconds, peak in zip(KINDS, seconds, peaks, strict=True):
-        gflops, ratios = flops / turn_seconds / 1e9, turn_seconds / seconds[0]
-        ratio = np.median(ratios), ratios.min(), ratios.max()
+        gflops = flops / turn_seconds / 1e9
         rows.append(
             {
                 "method": KINDS[kind],
                 "encoder-steps/s": n_steps / float(np.median(turn_seconds)),
                 "GFLOP/s": float(np.median(gflops)),
                 "share of fp32 peak": float(np.median(gflops / products[1:])),
-                "time over (a)'s": tuple(map(float, ratio)),
+                "time over (a)'s": middle_and_ends(turn_seconds / seconds[0]),
                 "peak MiB": peak,
                 "largest loss difference": differences[kind],
                 "fp32 peak, GFLOP/s": float(np.median(products[1:])),
@@ -340,12 +333,7 @@ def measure(
 
 
 @click.command()
-@click.option(
-    "--widths",
-    type=click.Choice(list(WIDTHS)),
-    default="microworld",
-    help="Sizes of the encoders and their signals.",
-)
+@widths_of(WIDTHS)
 @click.option("--steps", type=click.IntRange(min=1), default=8, help="In a turn.")
 @ROUNDS
 @AS_JSON

@@ -4,8 +4,8 @@ Each part reads the rows of its experiments by their columns, and has beside it 
 paper compares. Nothing here loads JAX or Torch.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pandas
 from matplotlib.figure import Figure
@@ -38,6 +38,7 @@ from beatrice.benchmarks.results.tables import (
     by_place,
     by_subject,
     find,
+    lines_of,
     of_rival,
     of_subject,
     pivot,
@@ -48,6 +49,9 @@ from beatrice.benchmarks.results.tables import (
 )
 from beatrice.extract.records import IN_DOMAIN, SETTINGS
 from beatrice.extract.run.rows import Subject, encoder
+
+if TYPE_CHECKING:  # which loads JAX
+    from beatrice.selection.analysis import Study
 
 Tables = Sequence[tuple[str, Table]]
 Content = tuple[Sequence[Picture], Tables]
@@ -72,7 +76,7 @@ class PagePart(NamedTuple):
     pictures: Sequence[Picture] = ()
     tables: Tables = ()
     beside: Sequence[Sign] = ()
-    cases: Sequence[Mapping[str, Any]] = ()
+    cases: "Sequence[Study]" = ()
 
 
 ANALYSES: list[ShownAnalysis] = []  # in the order of the page
@@ -503,13 +507,10 @@ def _labels(results: pandas.DataFrame) -> Content:
             )
             figure = figures.learning_curves(curves, setting)
             pictures.append(_drawn(figure, "labels", setting, caption))
-    lines = [
-        (title, {"detector": x.detector, "families": x.families})
-        for x, title in LEARNERS.items()
-    ]
     sizes = sorted(shown["n_labels"].dropna().unique())
     columns = by_setting(shown, [(f"{n:,}", "labels", {"n_labels": n}) for n in sizes])
-    return pictures, [("AUROC, in-domain test", pivot(shown, "Reader", lines, columns))]
+    table = pivot(shown, "Reader", lines_of(LEARNERS), columns)
+    return pictures, [("AUROC, in-domain test", table)]
 
 
 def _learning_curves(
@@ -591,7 +592,7 @@ def _cases(results: pandas.DataFrame) -> Content:
 
 
 def anatomy_parts(
-    results: pandas.DataFrame, studies: Sequence[Mapping[str, Any]] = ()
+    results: pandas.DataFrame, studies: "Sequence[Study]" = ()
 ) -> list[PagePart]:
     """Return the analyses that a run has rows of, in order."""
     if not results["experiment"].str.startswith("anatomy_").any():

@@ -4,13 +4,13 @@ Beside the rows it leaves the reliability of the selected set, and answers to lo
 the surest right and wrong ones of every set, chosen by a rule, since nobody picks.
 """
 
-import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from beatrice.benchmarks.baselines.detector import DetectorInput
@@ -24,6 +24,15 @@ from beatrice.benchmarks.baselines.plain import (
     text_scores,
 )
 from beatrice.benchmarks.results import names
+from beatrice.benchmarks.results.shown import (
+    Bin,
+    Curves,
+    ShownAnswer,
+    ShownDraft,
+    ShownKind,
+    ShownSet,
+    Token,
+)
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.generate.answers import answer_config, shares_of
 from beatrice.extract.records import IN_DOMAIN, Answer, Example, Setting
@@ -137,19 +146,19 @@ def layer_rows(
     return detection_rows(detectors, rows, config, "layer", pairs)
 
 
-def _bins(curve: Reliability) -> list[dict[str, Any]]:
-    """Return the bins that hold an example, as the report shows them."""
-    return [
-        {
-            "lower": float(curve.edges[i]),
-            "upper": float(curve.edges[i + 1]),
-            "mean_p": float(curve.confidence[i]),
-            "accuracy": float(curve.accuracy[i]),
-            "n": int(n),
-        }
+def _bins(curve: Reliability) -> tuple[Bin, ...]:
+    """Return the bins that hold an example."""
+    return tuple(
+        Bin(
+            lower=float(curve.edges[i]),
+            upper=float(curve.edges[i + 1]),
+            mean_p=float(curve.confidence[i]),
+            accuracy=float(curve.accuracy[i]),
+            n=int(n),
+        )
         for i, n in enumerate(curve.n_examples)
         if n
-    ]
+    )
 
 
 def reliability_of(
@@ -158,8 +167,8 @@ def reliability_of(
     labels: np.ndarray,
     ids: np.ndarray,
     setting: Setting,
-) -> tuple[dict[str, Any], list[ResultRow]]:
-    """Return the reliability of the selected set as the report shows it, and its rows.
+) -> tuple[Curves, list[ResultRow]]:
+    """Return the reliability of the selected set, as curves and as rows.
 
     Args:
       raw: `[n]` the head's own probability, mean over seeds, on all in-domain test
@@ -169,20 +178,20 @@ def reliability_of(
       ids: `[n]` questions.
       setting: of the answers.
     """
-    shown: dict[str, Any] = {"ece_by_chance": ece_by_chance(calibrated, ids, N_BINS)}
+    curves: dict[str, Any] = {"ece_by_chance": ece_by_chance(calibrated, ids, N_BINS)}
     result = []
     at = {"setting": setting, "dataset": IN_DOMAIN, "split": "test", "n": len(labels)}
     at |= {"experiment": "calibration", "detector": "champion"}
     for kind, p_correct in (("raw", raw), ("calibrated", calibrated)):
-        shown[kind] = _bins(reliability(p_correct, labels, N_BINS))
+        curves[kind] = _bins(reliability(p_correct, labels, N_BINS))
         values = {
             "brier": brier(p_correct, labels),
             "ece": ece(p_correct, labels, N_BINS),
         }
         for metric, value in values.items():
-            shown[f"{metric}_{kind}"] = value
+            curves[f"{metric}_{kind}"] = value
             result.append(ResultRow(kind=kind, metric=metric, value=value, **at))
-    return shown, result
+    return Curves(**curves), result
 
 
 Key = tuple[str, str]  # an id, and in which setting the question was asked
@@ -327,25 +336,18 @@ def decision_rows(
     """
     from scipy.stats import binomtest
 
-    thresholds = itertools.chain.from_iterable(
-        head.thresholds(wanted) for wanted in PRECISIONS
-    )
     originals = np.flatnonzero(rows.variants == "original")
     rows, p_correct = rows.take(originals), p_correct[originals]
-    decisions = [
-        (threshold, np.array([threshold.holds(p) for p in p_correct]))
-        for threshold in thresholds
-    ]
+    thresholds = [x for wanted in PRECISIONS for x in head.thresholds(wanted)]
     result = []
     for dataset, split in rows.evaluated_sets():
         where = rows.where(split, dataset)
         if split == "validation" or not len(where):
             continue
-        for threshold, is_decided in decisions:
-            labels = rows.labels[where][is_decided[where]]
-            n, n_right = len(labels), int(labels.sum())
-            if threshold.decision == "distrust":
-                n_right = n - n_right
+        for threshold in thresholds:
+            is_decided = np.array([threshold.holds(p) for p in p_correct[where]])
+            is_right = rows.labels[where] == (threshold.decision == "trust")
+            n, n_right = int(is_decided.sum()), int((is_decided & is_right).sum())
             fields = rows.fields_of(dataset, split) | {
                 "experiment": "decision",
                 "detector": "champion",
@@ -368,21 +370,13 @@ def decision_rows(
     return result
 
 
-class Kind(NamedTuple):
-    """A kind of answer, and which of them are shown."""
-
-    name: str
-    is_correct: bool  # by its label
-    is_trusted: bool  # its P is at least the threshold
-    is_highest: bool  # the highest P come first, not the lowest
-
-
-KINDS = (
-    Kind("right and trusted", True, True, True),
-    Kind("wrong and caught", False, False, False),
-    Kind("wrong and missed", False, True, True),
-    Kind("right and not trusted", True, False, False),
-)
+# What an answer is by its label, and whether its P is at least the threshold.
+KINDS = {
+    (True, True): "right and trusted",
+    (False, False): "wrong and caught",
+    (False, True): "wrong and missed",
+    (True, False): "right and not trusted",
+}
 
 
 def choose_answers(
@@ -390,11 +384,12 @@ def choose_answers(
     labels: np.ndarray,
     ids: Sequence[str],
     threshold: float,
-) -> list[tuple[Kind, int, list[int]]]:
-    """Return, for each kind, how many there are and the indices of those to show.
+) -> list[tuple[str, int, list[int]]]:
+    """Return each kind, how many there are and the indices of those to show.
 
-    Of each kind the `N_SHOWN` answers with the highest, or the lowest, P; of equals the
-    smaller id, since isotonic regression gives many answers one P.
+    Of each kind `N_SHOWN` answers, with the highest P of what is trusted and the lowest
+    of what is not; of equals the smaller id, since isotonic regression gives many
+    answers one P.
 
     Args:
       p_correct: `[n]` calibrated.
@@ -403,10 +398,9 @@ def choose_answers(
       threshold: answers with at least this P are trusted.
     """
     chosen = []
-    for kind in KINDS:
-        is_trusted = (p_correct >= threshold) == kind.is_trusted
-        where = np.flatnonzero((labels == kind.is_correct) & is_trusted)
-        sign = -1.0 if kind.is_highest else 1.0
+    for (is_correct, is_trusted), kind in KINDS.items():
+        is_kind = (labels == is_correct) & ((p_correct >= threshold) == is_trusted)
+        where, sign = np.flatnonzero(is_kind), -1.0 if is_trusted else 1.0
         ranked = sorted(where.tolist(), key=lambda i: (sign * p_correct[i], ids[i]))
         chosen.append((kind, len(where), ranked[: names.N_SHOWN]))
     return chosen
@@ -420,7 +414,7 @@ def shown_sets(
     p_correct: np.ndarray,
     threshold: Threshold,
     spell: SpellTokens | None,
-) -> list[dict[str, Any]]:
+) -> list[ShownSet]:
     """Return the answers to look at of every test and held-out set of a setting.
 
     Contexts in their original wording alone.
@@ -430,9 +424,6 @@ def shown_sets(
       p_correct: `[n_rows]` calibrated.
       threshold: for the precision that was asked for.
       spell: spells the tokens of an answer, or None.
-
-    Returns:
-      As `benchmarks.results.report.ShownSet` has them.
     """
     rows, wanted = evidence.rows, threshold.p_correct
     trusted_from = TRUSTED_FROM if wanted is None else float(wanted)
@@ -443,30 +434,32 @@ def shown_sets(
         where = rows.where(split, dataset)
         where = where[rows.variants[where] == "original"]
         of_set = p_correct[where], rows.labels[where], rows.ids[where].tolist()
-        chosen = choose_answers(*of_set, trusted_from)
-        shown = {
-            "setting": rows.setting,
-            "dataset": dataset,
-            "split": split,
-            "n": len(where),
-            "threshold": trusted_from,
-            "is_certified": wanted is not None,
-        }
-        shown["kinds"] = [
-            {
-                "name": kind.name,
-                "n": n,
-                "answers": [_shown(evidence, p_correct, where[i], spell) for i in best],
-            }
-            for kind, n, best in chosen
-        ]
+        kinds = tuple(
+            ShownKind(
+                name=kind,
+                n=n,
+                answers=tuple(
+                    _shown(evidence, p_correct, where[i], spell) for i in best
+                ),
+            )
+            for kind, n, best in choose_answers(*of_set, trusted_from)
+        )
+        shown = ShownSet(
+            setting=rows.setting,
+            dataset=dataset,
+            split=split,
+            n=len(where),
+            threshold=trusted_from,
+            is_certified=wanted is not None,
+            kinds=kinds,
+        )
         sets.append(shown)
     return sets
 
 
 def _shown(
     evidence: DetectorInput, p_correct: np.ndarray, row: int, spell: SpellTokens | None
-) -> dict[str, Any]:
+) -> ShownAnswer:
     """Return an answer as the page shows it; the context's tokens are left out."""
     answer, example = evidence.answers[row], evidence.examples[row]
     passages = example.passages if answer.setting == "with_context" else ()
@@ -474,22 +467,22 @@ def _shown(
     if spell is not None:
         prob = read_family(evidence.store, "prob", np.array([row]))
         tokens = spell(answer, prob.example(0), int(prob.first_tokens[0]))
-    return {
-        "id": example.id,
-        "question": example.question,
-        "golds": list(example.golds[:4]),
-        "n_golds": len(example.golds),
-        "draft": {
-            "setting": answer.setting,
-            "answer": answer.text,
-            "p_correct": float(p_correct[row]),
-            "correct": bool(evidence.rows.labels[row]),
-            "passages": [
+    return ShownAnswer(
+        id=example.id,
+        question=example.question,
+        golds=example.golds[:4],
+        n_golds=len(example.golds),
+        draft=ShownDraft(
+            setting=answer.setting,
+            answer=answer.text,
+            p_correct=float(p_correct[row]),
+            correct=bool(evidence.rows.labels[row]),
+            passages=tuple(
                 p.text for i, p in enumerate(passages) if i not in answer.dropped
-            ],
-            "tokens": [token for token in tokens if token["span"] != "context"],
-        },
-    }
+            ),
+            tokens=tuple(Token(**x) for x in tokens if x["span"] != "context"),
+        ),
+    )
 
 
 def run_heads(run: RunDir, setting: Setting) -> dict[str, np.ndarray]:
@@ -581,8 +574,8 @@ def _evaluate(run: RunDir, config: None, update: Update, progress: Progress) -> 
         path = run.left_out_file
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         result += prompt_rows(examples, answers, [json.loads(line) for line in lines])
-    write_json_atomic(run.path / "reliability.json", curves)
-    write_json_atomic(run.path / "shown.json", shown)
+    write_json_atomic(run.path / "reliability.json", msgspec.to_builtins(curves))
+    write_json_atomic(run.path / "shown.json", msgspec.to_builtins(shown))
     publish(run, "evaluate", result, progress)
 
 

@@ -13,7 +13,8 @@ import itertools
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+from xml.sax.saxutils import quoteattr
 
 import matplotlib
 import numpy as np
@@ -27,6 +28,11 @@ from matplotlib.ticker import MaxNLocator
 
 from beatrice.benchmarks.results import names
 from beatrice.benchmarks.results.names import METRIC_LABELS, SETTING_LABELS
+from beatrice.benchmarks.results.shown import Curves
+from beatrice.extract.records import Setting
+
+if TYPE_CHECKING:  # which loads JAX
+    from beatrice.jaxprobe.rows import LayerCurve
 
 INK, MUTED, GRID, PAPER = "#1b2430", "#5c6878", "#dbe1e8", "#fefefe"
 STRONG = {"closed_book": "#1f68ad", "with_context": "#c2570f"}
@@ -105,10 +111,8 @@ def to_svg(figure: Figure, name: str, description: str) -> str:
     for colour, variable in VARIABLES.items():
         svg = svg.replace(colour, f"var(--{variable}, {colour})")
     head = re.compile(r'<svg width="[^"]*" height="[^"]*"( viewBox="[^"]*")[^>]*>')
-    label = (
-        description.replace("&", "&amp;").replace("<", "&lt;").replace('"', "&quot;")
-    )
-    return head.sub(rf'<svg\1 role="img" aria-label="{label}">', svg, count=1)
+    label = f'role="img" aria-label={quoteattr(description)}'
+    return head.sub(lambda found: f"<svg{found[1]} {label}>", svg, count=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,37 +137,27 @@ def _cropped(values: Sequence[float], above: float = 0.12) -> tuple[float, float
 
 
 @styled()
-def reliability(
-    raw: Sequence[Mapping[str, Any]],
-    calibrated: Sequence[Mapping[str, Any]],
-    setting: str,
-) -> Figure:
+def reliability(curves: Curves, setting: str) -> Figure:
     """Draw how often answers are right against what the score says, with bin counts.
 
     Args:
-      raw: bins `{lower, upper, mean_p, accuracy, n}` of the uncalibrated score.
-      calibrated: the same of the calibrated probability.
+      curves: of the uncalibrated score and of the calibrated probability.
       setting: for the colour.
     """
-    curves = (
-        ("raw", raw, SOFT[setting], "s"),
-        ("calibrated", calibrated, STRONG[setting], "o"),
+    drawn = (
+        ("raw", curves.raw, SOFT[setting], "s"),
+        ("calibrated", curves.calibrated, STRONG[setting], "o"),
     )
     figure, (top, bottom) = _figure(4.6, 2, 1, sharex=True, height_ratios=(3.4, 1))
     top.plot((0, 1), (0, 1), color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
-    for number, (label, bins, colour, marker) in enumerate(curves):
-        full = [b for b in bins if b["n"] > 0]
-        x, y = [b["mean_p"] for b in full], [b["accuracy"] for b in full]
+    for number, (label, bins, colour, marker) in enumerate(drawn):
+        x, y = [b.mean_p for b in bins], [b.accuracy for b in bins]
         top.plot(x, y, color=colour, marker=marker, markersize=5.5, label=label)
-        steps = [b["upper"] - b["lower"] for b in bins]
-        shifts = [(0.06 + 0.46 * number) * step for step in steps]
-        bottom.bar(
-            [b["lower"] + shift for b, shift in zip(bins, shifts, strict=True)],
-            [b["n"] for b in bins],
-            width=[0.42 * step for step in steps],
-            align="edge",
-            color=colour,
-        )
+        lower, upper = np.array([(b.lower, b.upper) for b in bins]).T
+        width = upper - lower
+        style = {"align": "edge", "color": colour}
+        left = lower + (0.06 + 0.46 * number) * width
+        bottom.bar(left, [b.n for b in bins], width=0.42 * width, **style)
     top.set(ylabel="share correct", xlim=(0, 1), ylim=(-0.02, 1.02))
     top.legend(loc="upper left")
     bottom.set(xlabel="P(correct)", ylabel="answers")
@@ -172,33 +166,28 @@ def reliability(
 
 
 @styled()
-def layer_sweep(sweep: Mapping[str, Mapping[str, Any]]) -> Figure:
+def layer_sweep(sweep: "Mapping[Setting, LayerCurve]") -> Figure:
     """Draw the hidden-state encoder's AUROC over layers: seeds, their mean, the best.
 
     Args:
-      sweep: per setting `{"layers": [...], "auroc": [[per seed] per layer], "best"}`; a
-        seed whose AUROC is undefined is None.
+      sweep: per setting.
     """
     figure, axes = _figure(3.6)
     axes.yaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 5, 10)))
-    for setting, layers in sweep.items():
+    for setting, curve in sweep.items():
         strong, soft = STRONG[setting], SOFT[setting]
-        means = {}
-        for layer, seeds in zip(layers["layers"], layers["auroc"], strict=True):
-            known = [x for x in seeds if x is not None]
-            axes.plot([layer] * len(known), known, "o", color=soft, markersize=3.5)
-            if known:
-                means[layer] = sum(known) / len(known)
-        best = layers["best"]
+        for layer, seeds in zip(curve.layers, curve.auroc, strict=True):
+            axes.plot([layer] * len(seeds), seeds, "o", color=soft, markersize=3.5)
+        means = np.mean(curve.auroc, axis=1)
         axes.plot(
-            list(means),
-            list(means.values()),
+            curve.layers,
+            means,
             color=strong,
             marker="o" if setting == "closed_book" else "s",
             markersize=5,
-            label=f"{SETTING_LABELS[setting]}, best layer {best}",
+            label=f"{SETTING_LABELS[setting]}, best layer {curve.best}",
         )
-        _ring(axes, best, means[best], strong)
+        _ring(axes, curve.best, means[curve.layers.index(curve.best)], strong)
     axes.set(xlabel="layer", ylabel="validation AUROC")
     axes.margins(y=0.12)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -648,14 +637,17 @@ def two_backbones(
 def learning_curves(
     curves: Mapping[str, Sequence[tuple[float, float]]], setting: str
 ) -> Figure:
-    """Draw AUROC against the number of labelled answers, a line a reader."""
-    marks = itertools.cycle(("o", "s", "^", "D", "v", "P", "X", "*"))
+    """Draw AUROC against the number of labelled answers, a line a reader.
+
+    Readers of one family are thin.
+    """
+    marks, strong = iter("os^DvPX"), iter((STRONG[setting], INK, MUTED))
     figure, axes = _figure(4.2)
-    for number, (name, points) in enumerate(curves.items()):
-        is_whole = number >= len(FAMILIES)
-        colour = (STRONG[setting], INK, MUTED)[number - 4] if is_whole else MUTED
+    for name, points in curves.items():
+        is_single = name in names.FAMILIES.values()
+        colour = MUTED if is_single else next(strong)
         x, y = zip(*points, strict=True)
-        style: dict[str, Any] = {"lw": 2.2 if is_whole else 1.0}
+        style: dict[str, Any] = {"lw": 1.0 if is_single else 2.2}
         style["linestyle"] = (0, (4, 2)) if "regression" in name else "-"
         axes.plot(x, y, marker=next(marks), color=colour, ms=5, label=name, **style)
     axes.set_xscale("log")

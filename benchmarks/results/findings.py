@@ -9,8 +9,10 @@ nothing more often than one. "cannot conclude": the setting has too few right or
 training answers (`extract.label.labels.too_few_answers`), whatever its rows say.
 """
 
+import math
+import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import pandas
 
@@ -40,8 +42,11 @@ from beatrice.benchmarks.results.tables import (
     where,
 )
 from beatrice.extract.label.labels import too_few_answers
-from beatrice.extract.records import IN_DOMAIN
+from beatrice.extract.records import IN_DOMAIN, Setting
 from beatrice.extract.run.rows import ResultRow, Subject, encoder
+
+if TYPE_CHECKING:  # which loads JAX
+    from beatrice.jaxprobe.rows import LayerCurve
 
 Answer = Literal["yes", "no", "cannot tell", "cannot conclude"]
 SINGLES = {x: HIDDEN_ONLY if x == "H" else encoder(x) for x in FAMILIES}
@@ -51,10 +56,9 @@ class PaperQuestion(NamedTuple):
     """What is asked, and the differences that answer it."""
 
     text: str  # with a question mark, without the setting and the set
-    # Detector and what it is compared with; any of them answers with yes.
-    pairs: tuple[tuple[Subject, Subject], ...]
-    # What each difference is called where there are several.
-    labels: tuple[str, ...] = ()
+    # Detector and what it is compared with, by what the difference is called, empty
+    # where it is the only one; any of them answers with yes.
+    pairs: Mapping[str, tuple[Subject, Subject]]
 
 
 class PaperAnswer(NamedTuple):
@@ -63,24 +67,30 @@ class PaperAnswer(NamedTuple):
     question: str  # short name
     place: Place
     answer: Answer | None  # None where nothing was measured
-    # The difference that decides, the largest of several; None where none was measured.
+    # The difference that decides, see `decide`; None where none was measured.
     row: ResultRow | None
     label: str = ""  # what it is called, empty where it is the only one
 
 
-def answer_of(rows: Sequence[ResultRow]) -> Answer | None:
-    """Answer by the rule above; None where nothing was measured or it is undefined."""
-    ends = [
-        (r.ci_low, r.ci_high, r.p_value or 0.0)
-        for r in rows
-        if r.value is not None and r.ci_low is not None and r.ci_high is not None
-    ]
-    if len(ends) < len(rows) or not ends:
-        return None
-    enough = 0.05 / len(ends) if len(ends) > 1 else 1.0
-    if any(low > 0 and p_value <= enough for low, _, p_value in ends):
-        return "yes"
-    return "no" if all(high < 0 for _, high, _ in ends) else "cannot tell"
+def decide(rows: Sequence[ResultRow]) -> tuple[Answer | None, ResultRow | None]:
+    """Answer by the rule above, and return the difference that decides.
+
+    Of several the largest that decides so. The answer is None where nothing was
+    measured or a difference is undefined.
+    """
+
+    def largest(some: Sequence[ResultRow]) -> ResultRow | None:
+        values = [-math.inf if r.value is None else r.value for r in some]
+        return some[values.index(max(values))] if some else None
+
+    if not rows or any(r.value is None or r.ci_low is None for r in rows):
+        return None, largest(rows)
+    enough = 0.05 / len(rows) if len(rows) > 1 else 1.0
+    above = [r for r in rows if (r.ci_low or 0.0) > 0 and (r.p_value or 0.0) <= enough]
+    if above:
+        return "yes", largest(above)
+    is_below = all((r.ci_high or 0.0) < 0 for r in rows)
+    return "no" if is_below else "cannot tell", largest(rows)
 
 
 def best_single(results: pandas.DataFrame, setting: str) -> str | None:
@@ -101,39 +111,38 @@ def questions_of(best: str | None) -> dict[str, PaperQuestion]:
     Args:
       best: letter of a setting's best single family on validation, see `best_single`.
     """
-    single = ("the best single family", (), ())
+    single = {}
     if best is not None:
-        label = f"{FAMILIES[best]}, the best on validation"
-        single = (single[0], ((CHAMPION, SINGLES[best]),), (label,))
+        single = {f"{FAMILIES[best]}, the best on validation": SINGLES[best]}
     rivals = {
-        "perplexity": ("answer perplexity", ((CHAMPION, PERPLEXITY),)),
-        "single": single,
-        "all_four": ("one encoder of all four families", ((CHAMPION, EARLY_FUSION),)),
-        "hidden": ("hidden states only", ((CHAMPION, HIDDEN_ONLY),)),
-        "text": ("the text alone", ((CHAMPION, Subject("tfidf")),)),
+        "perplexity": ("answer perplexity", {"": PERPLEXITY}),
+        "single": ("the best single family", single),
+        "all_four": ("one encoder of all four families", {"": EARLY_FUSION}),
+        "hidden": ("hidden states only", {"": HIDDEN_ONLY}),
+        "text": ("the text alone", {"": Subject("tfidf")}),
     }
     questions = {
         "family_over_perplexity": PaperQuestion(
             "Does any signal family alone beat answer perplexity?",
-            tuple((encoder(letter), PERPLEXITY) for letter in FAMILIES),
-            tuple(FAMILIES.values()),
+            {name: (encoder(x), PERPLEXITY) for x, name in FAMILIES.items()},
         )
     }
-    for name, (than, *pairs) in rivals.items():
+    for name, (than, compared) in rivals.items():
         text = f"Does the selected set beat {than}?"
-        questions[f"set_over_{name}"] = PaperQuestion(text, *pairs)
+        pairs = {label: (CHAMPION, rival) for label, rival in compared.items()}
+        questions[f"set_over_{name}"] = PaperQuestion(text, pairs)
     for letter, name in FAMILIES.items():
         others = "".join(FAMILIES).replace(letter, "")
         verb = "Do" if name.endswith("s") else "Does"
         the = "the " if letter == "R" else ""
         questions[f"{letter}_adds"] = PaperQuestion(
             f"{verb} {the}{name} add to the other three families?",
-            ((EARLY_FUSION, encoder(others)),),
+            {"": (EARLY_FUSION, encoder(others))},
         )
     for end, layer in zip(("first", "last"), LAYER_PROBES[1:], strict=True):
         questions[f"layer_over_{end}"] = PaperQuestion(
             f"Is the layer that is read better than the {end} one kept?",
-            ((LAYER_PROBES[0], layer),),
+            {"": (LAYER_PROBES[0], layer)},
         )
     return questions
 
@@ -147,16 +156,18 @@ def findings(
     for place in places_of(where(pairs, experiment="paired"), EVALUATED):
         differences = by_pair(pairs, **place._asdict())
         for name, question in questions_of(best_single(results, place.setting)).items():
-            rows = [differences[x] for x in question.pairs if x in differences]
-            rows = rows if len(rows) == len(question.pairs) else []
-            largest = max(rows, key=lambda r: r.value or -1.0, default=None)
-            label = ""
-            if largest is not None and question.labels:
-                label = question.labels[rows.index(largest)]
-            answer = answer_of(rows)
+            labels = {
+                differences[pair]: label
+                for label, pair in question.pairs.items()
+                if pair in differences
+            }
+            is_whole = len(labels) == len(question.pairs)
+            answer, row = decide([*labels] if is_whole else [])
             if answer is not None and place.setting in reasons:
                 answer = "cannot conclude"
-            answered.append(PaperAnswer(name, place, answer, largest, label))
+            answered.append(
+                PaperAnswer(name, place, answer, row, labels[row] if row else "")
+            )
     return answered
 
 
@@ -257,8 +268,8 @@ def verdicts_in_words(
 def facts(
     results: pandas.DataFrame,
     accuracy: Sequence[Mapping[str, Any]],
-    sweep: Mapping[str, Mapping[str, Any]],
-    selection: Mapping[str, Mapping[str, Any]],
+    sweep: "Mapping[Setting, LayerCurve]",
+    selection: Mapping[Setting, Mapping[str, Any]],
 ) -> dict[str, list[tuple[str, str]]]:
     """Return, by setting, numbers beside the answers: what they are, and the numbers.
 
@@ -288,14 +299,10 @@ def facts(
     return by_setting
 
 
-def _layers(sweep: Mapping[str, Any]) -> str:
-    means = {
-        layer: sum(known) / len(known)
-        for layer, seeds in zip(sweep["layers"], sweep["auroc"], strict=True)
-        if (known := [x for x in seeds if x is not None])
-    }
-    layers = ", ".join(f"{layer}: {number(mean)}" for layer, mean in means.items())
-    return f"{layers}; best {sweep['best']}"
+def _layers(curve: "LayerCurve") -> str:
+    means = zip(curve.layers, map(statistics.fmean, curve.auroc), strict=True)
+    layers = ", ".join(f"{layer}: {number(mean)}" for layer, mean in means)
+    return f"{layers}; best {curve.best}"
 
 
 def as_markdown(
@@ -315,8 +322,7 @@ def as_latex(answered: Sequence[PaperAnswer]) -> str:
     """Format the answers as LaTeX tables (booktabs), one a setting."""
     parts = []
     for grid in grids(answered):
-        heads = map(tex, (grid.title, *grid.heads))
+        heads = grid.title, *grid.heads
         lines = (map(tex, cells) for cells in grid_lines(grid))
-        align = "l" * (1 + len(grid.heads))
-        parts.append(latex(align, [" & ".join(heads) + r" \\"], map(list, lines)))
+        parts.append(latex("l" * len(heads), heads, lines))
     return "\n".join(parts)

@@ -7,9 +7,10 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
+import msgspec
 import pandas
 
 from beatrice.benchmarks.baselines.detector import DetectorCost
@@ -23,6 +24,13 @@ from beatrice.benchmarks.results import (
 )
 from beatrice.benchmarks.results.anatomy import anatomy_parts
 from beatrice.benchmarks.results.figures import Picture, picture
+from beatrice.benchmarks.results.shown import (
+    Control,
+    Curves,
+    Point,
+    ShownAnswer,
+    ShownSet,
+)
 from beatrice.benchmarks.results.tables import (
     POOLED,
     by_pair,
@@ -37,13 +45,16 @@ from beatrice.benchmarks.results.tables import (
     where,
 )
 from beatrice.extract.label.labels import ENOUGH, class_counts
-from beatrice.extract.records import IN_DOMAIN, SETTINGS
+from beatrice.extract.records import IN_DOMAIN, SETTINGS, Setting
 from beatrice.extract.run.rows import MACRO, ResultRow, Subject
 from beatrice.pgir.controllers import CONTROLLERS, OPTIONAL
 from beatrice.pgir.score_files import P_STEPS
 
-PerSetting = Mapping[str, Mapping[str, Any]]
-Shown = Sequence[Mapping[str, Any]]  # answers, as `report.ShownSet` has them
+if TYPE_CHECKING:  # which load JAX
+    from beatrice.jaxprobe.rows import LayerCurve
+    from beatrice.selection.analysis import Study
+
+PerSetting = Mapping[Setting, Mapping[str, Any]]
 SETTINGS_IN_WORDS = {"closed_book": "from memory", "with_context": "with passages"}
 
 
@@ -57,22 +68,18 @@ class ReportData:
     rows: Sequence[ResultRow]
     # `{dataset, split, setting, variant, n, n_correct}` of the model's own answers.
     accuracy: Sequence[Mapping[str, Any]]
-    # Per setting `{"layers", "auroc": [[per seed] per layer], "best"}`.
-    sweep: PerSetting
+    sweep: "Mapping[Setting, LayerCurve]"
     # Per setting `{"rounds": [{"added", "auroc", "candidates"}], "selected": [names],
     # "stop": why it stopped}`.
     selection: PerSetting
-    reliability: PerSetting  # per setting as `report.Curves` has it
-    control: Mapping[str, Any]  # as `report.Control` has it, without its cases
-    cases: Sequence[Mapping[str, Any]]  # as `report.Case` has them
-    # Answers to look at, by setting and set, as `report.ShownSet` has them.
-    shown: Shown = ()
+    reliability: Mapping[Setting, Curves]
+    control: Control | None
+    shown: Sequence[ShownSet] = ()  # answers to look at, by setting and set
     # Per setting what `selection.exhaustive.ranking_summary` returns.
     ranking: PerSetting = dataclasses.field(default_factory=dict)
     # Per setting and variant the names of the encoders it reads.
-    ablations: PerSetting = dataclasses.field(default_factory=dict)
-    # Cases of `beatrice anatomy`, as its `Study` has them.
-    studies: Sequence[Mapping[str, Any]] = ()
+    ablations: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    studies: "Sequence[Study]" = ()  # cases of `beatrice anatomy`
     # What the rivals of `beatrice baselines` are and cost.
     judged: Sequence[DetectorCost] = ()
 
@@ -131,17 +138,20 @@ def render_report(data: ReportData) -> str:
     )
 
 
+ShownRow = tuple[ShownSet, str, ShownAnswer]  # an answer with its set and kind
+
+
 def answers_to_show(
-    shown: Shown,
-) -> tuple[list[tuple[Any, str, Any]], list[tuple[Any, str, Any]]]:
-    """Return answers with their set and kind: some of each setting, and the others."""
+    shown: Sequence[ShownSet],
+) -> tuple[list[ShownRow], list[ShownRow]]:
+    """Return the answers to show at once, some of each setting, and the others."""
     first, rest = [], []
     settings = set()
     for shown_set in shown:
-        n = 0 if shown_set["setting"] in settings else 2
-        settings.add(shown_set["setting"])
-        for kind in shown_set["kinds"]:
-            rows = [(shown_set, kind["name"], answer) for answer in kind["answers"]]
+        n = 0 if shown_set.setting in settings else 2
+        settings.add(shown_set.setting)
+        for kind in shown_set.kinds:
+            rows = [(shown_set, kind.name, answer) for answer in kind.answers]
             first += rows[:n]
             rest += rows[n:]
     return first, rest
@@ -168,7 +178,7 @@ def missing(data: ReportData, results: pandas.DataFrame) -> list[str]:
     expected = {**names.DETECTORS, **names.CONTROLS}
     if len(data.selection) == 1:  # of the with-context pass beside the other
         del expected[Subject("without_closed_book")]
-    if data.control:
+    if data.control is not None:
         required = (name for name in CONTROLLERS if name not in OPTIONAL)
         expected |= {Subject(name): CONTROLLERS[name] for name in required}
     return [title for subject, title in expected.items() if subject not in measured]
@@ -210,16 +220,16 @@ def _ranking_in_words(results: pandas.DataFrame) -> str:
     return f"{text}."
 
 
-def _trust_in_words(shown: Shown) -> str:
+def _trust_in_words(shown: Sequence[ShownSet]) -> str:
     """Say which share of the test answers is trusted, and how often rightly."""
     parts = []
     for setting, words in SETTINGS_IN_WORDS.items():
         n: Counter[str] = Counter()
         is_certified = True
         for shown_set in shown:
-            if (shown_set["setting"], shown_set["split"]) == (setting, "test"):
-                n.update({kind["name"]: kind["n"] for kind in shown_set["kinds"]})
-                is_certified &= shown_set.get("is_certified", True)
+            if (shown_set.setting, shown_set.split) == (setting, "test"):
+                n.update({kind.name: kind.n for kind in shown_set.kinds})
+                is_certified &= shown_set.is_certified
         if not n.total():
             continue
         right, all_right = n["right and trusted"], n["right and not trusted"]
@@ -254,7 +264,7 @@ def _distrust_in_words(results: pandas.DataFrame) -> str:
     )
 
 
-def headline(results: pandas.DataFrame, shown: Shown) -> list[str]:
+def headline(results: pandas.DataFrame, shown: Sequence[ShownSet]) -> list[str]:
     """Return sentences: how well answers are told apart, which can be decided."""
     sentences = (
         _ranking_in_words(results),
@@ -288,7 +298,7 @@ def _gain(row: ResultRow | None, title: str) -> str:
 
 
 def numbers(
-    results: pandas.DataFrame, reliability: PerSetting
+    results: pandas.DataFrame, reliability: Mapping[Setting, Curves]
 ) -> list[tuple[str, str, str]]:
     """Pick the numbers to see first: label, value and detail of each."""
     shown = []
@@ -303,11 +313,11 @@ def numbers(
             shown.append((label, row_value(row), "; ".join(filter(None, detail))))
     for setting, curves in reliability.items():
         label = f"Calibration error {SETTINGS_IN_WORDS[setting]}"
-        detail = f"{number(curves['ece_raw'])} before calibration"
+        detail = f"{number(curves.ece_raw)} before calibration"
         if is_worse(curves):
             detail = f"worse than the {detail}: here P ranks, but means less"
         detail += _by_chance(curves)
-        shown.append((label, number(curves["ece_calibrated"]), detail))
+        shown.append((label, number(curves.ece_calibrated), detail))
     pgir = {"experiment": "controller_macro", "detector": "pgir", "dataset": MACRO}
     em, cost = (find(results, metric=m, **pgir) for m in ("em", "generations"))
     if em is not None and cost is not None:
@@ -320,16 +330,16 @@ def numbers(
     return shown
 
 
-def _by_chance(curves: Mapping[str, Any]) -> str:
+def _by_chance(curves: Curves) -> str:
     """Say how large the error is of a P that is right; empty where nobody knows."""
-    chance = curves.get("ece_by_chance")
+    chance = curves.ece_by_chance
     return "" if chance is None else f"; up to {number(chance)} is chance"
 
 
-def is_worse(curves: Mapping[str, Any]) -> bool:
+def is_worse(curves: Curves) -> bool:
     """Whether calibration made the error larger, and larger than a right P's is."""
-    raw, chance = curves["ece_raw"], curves.get("ece_by_chance")
-    return chance is not None and curves["ece_calibrated"] > max(raw, chance)
+    chance = curves.ece_by_chance
+    return chance is not None and curves.ece_calibrated > max(curves.ece_raw, chance)
 
 
 def times_in_words(seconds: Mapping[str, float]) -> str:
@@ -361,33 +371,32 @@ def folds_in_words(
 # Figures with their titles and captions.
 
 
-def reliability_pictures(reliability: PerSetting) -> list[Picture]:
+def reliability_pictures(reliability: Mapping[Setting, Curves]) -> list[Picture]:
     """Draw how often answers are right against what P says, setting by setting."""
     pictures = []
     for setting, curves in reliability.items():
         worse = ", which made it worse on these answers" if is_worse(curves) else ""
         caption = (
-            f"Brier {number(curves['brier_raw'])} raw, "
-            f"{number(curves['brier_calibrated'])} calibrated; calibration error (ECE) "
-            f"{number(curves['ece_raw'])} raw, {number(curves['ece_calibrated'])} "
-            f"calibrated{worse}{_by_chance(curves)}. Dashed: perfect calibration. "
-            "Below: answers per bin."
+            f"Brier {number(curves.brier_raw)} raw, {number(curves.brier_calibrated)} "
+            f"calibrated; calibration error (ECE) {number(curves.ece_raw)} raw, "
+            f"{number(curves.ece_calibrated)} calibrated{worse}{_by_chance(curves)}. "
+            "Dashed: perfect calibration. Below: answers per bin."
         )
-        figure = figures.reliability(curves["raw"], curves["calibrated"], setting)
+        figure = figures.reliability(curves, setting)
         title = names.SETTING_LABELS[setting]
         pictures.append(picture(figure, f"reliability-{setting}", title, caption))
     return pictures
 
 
-def sweep_pictures(sweep: PerSetting) -> list[Picture]:
+def sweep_pictures(sweep: "Mapping[Setting, LayerCurve]") -> list[Picture]:
     """Draw validation AUROC by layer, one picture of both settings."""
     if not sweep:
         return []
     caption = "Pale points are seeds, the line is their mean, the ring the best layer."
-    for setting, layers in sweep.items():
+    for setting, curve in sweep.items():
         caption += (
-            f" {names.SETTING_LABELS[setting]}: {layers['n_train']:,} training and "
-            f"{layers['n_validation']:,} validation answers."
+            f" {names.SETTING_LABELS[setting]}: {curve.n_train:,} training and "
+            f"{curve.n_validation:,} validation answers."
         )
     figure = figures.layer_sweep(sweep)
     return [picture(figure, "sweep", "Hidden states, layer by layer", caption)]
@@ -439,14 +448,14 @@ def selection_pictures(selection: PerSetting) -> list[Picture]:
 
 
 def frontier_curve(
-    entries: Sequence[Mapping[str, Any]],
+    entries: Sequence[Point],
 ) -> tuple[list[dict[str, float]], list[str]]:
     """Average the controller's frontier over its datasets, budget by budget.
 
     Returns:
       One `{budget, generations, em, f1}` per budget, and the datasets averaged over.
     """
-    points = pandas.DataFrame(list(entries))
+    points = pandas.DataFrame(map(msgspec.structs.asdict, entries))
     datasets = points["dataset"].unique().tolist()
     for budget, n in Counter(points["budget"]).items():
         if n != len(datasets):
@@ -459,14 +468,14 @@ def frontier_curve(
 
 
 def frontier_pictures(
-    control: Mapping[str, Any], results: pandas.DataFrame
+    control: Control | None, results: pandas.DataFrame
 ) -> list[Picture]:
     """Draw EM, and F1, against generations per question."""
-    if not control.get("frontier"):
+    if control is None:
         return []
-    by_name: dict[str, list[Mapping[str, Any]]] = {}
-    for entry in control["frontier"]:
-        by_name.setdefault(entry["controller"], []).append(entry)
+    by_name: dict[str, list[Point]] = {}
+    for point in control.frontier:
+        by_name.setdefault(point.controller, []).append(point)
     curves, datasets = {}, []
     for name, entries in by_name.items():
         curves[CONTROLLERS.get(name, name)], datasets = frontier_curve(entries)
@@ -480,7 +489,7 @@ def frontier_pictures(
             if x not in by_name
             and None not in (values.get((x, "generations")), values.get((x, metric)))
         }
-        figure = figures.frontier(curves, points, metric, control["budget"])
+        figure = figures.frontier(curves, points, metric, control.budget)
         caption = f"Mean over {', '.join(datasets)}. The ring marks the chosen budget."
         title = f"{names.METRIC_LABELS[metric]} against cost"
         pictures.append(picture(figure, f"frontier-{metric}", title, caption))

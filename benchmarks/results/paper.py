@@ -476,35 +476,25 @@ def _order(cell: PaperCell, than: PaperCell | None) -> Order | None:
     return None if not change else "above" if change > 0 else "below"
 
 
-Differences = Mapping[tuple, ResultRow]
+Differences = Mapping[tuple, tuple[float, float, float]]
 
 
 def _differences(results: pandas.DataFrame) -> Differences:
-    """Return paired differences of AUROC by both sides and place."""
+    """Return paired differences of AUROC, with their ends, by both sides and place.
+
+    Each stands there either way round.
+    """
     rows = where(results, metric="auroc", seed="mean")
     rows = rows.loc[rows["against"].notna() & rows["ci_low"].notna()]
-    differences: dict[tuple, ResultRow] = {}
+    differences: dict[tuple, tuple[float, float, float]] = {}
     for experiment in ("anatomy_fusion", "paired"):
         for r in where(rows, experiment=experiment)["row"]:
-            set_key = (r.setting, r.dataset, r.split)
-            differences.setdefault((r.subject, r.rival, *set_key), r)
+            at = r.setting, r.dataset, r.split
+            numbers = r.value, r.ci_low, r.ci_high
+            differences.setdefault((r.subject, r.rival, *at), numbers)
+            change, high, low = (-x for x in numbers)
+            differences.setdefault((r.rival, r.subject, *at), (change, low, high))
     return differences
-
-
-def _paired(
-    first: Beside, second: Beside, differences: Differences
-) -> tuple[float, float, float] | None:
-    """Return a paired difference of AUROC and its interval, whichever way it lies."""
-    if first.paper.metric != "auroc":
-        return None
-    for sign, side, rival in ((1, first.row, second.row), (-1, second.row, first.row)):
-        key = (side.subject, rival.subject, side.setting, side.dataset, side.split)
-        if (row := differences.get(key)) is not None:
-            low, high = sorted(
-                (sign * (row.ci_low or 0.0), sign * (row.ci_high or 0.0))
-            )
-            return sign * (row.value or 0.0), low, high
-    return None
 
 
 def _sign(
@@ -520,8 +510,10 @@ def _sign(
     other, other_low, other_high = second.numbers
     if other is None:
         return None
-    if (paired := _paired(first, second, differences)) is not None:
-        return Sign(first, second, order, *paired, is_paired=True)
+    row = first.row
+    sides = row.subject, second.row.subject, row.setting, row.dataset, row.split
+    if first.paper.metric == "auroc" and sides in differences:
+        return Sign(first, second, order, *differences[sides], is_paired=True)
     if low is not None and high is not None:
         # What has no interval is no measurement: an even share.
         low -= other if other_high is None else other_high

@@ -19,36 +19,48 @@ from beatrice.benchmarks.results.tables import (
 
 
 def markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """Format texts as a Markdown table."""
-    rows = ["| " + " | ".join(cells) + " |" for cells in (heads, *lines)]
+    """Format texts as a Markdown table; a bar in a text ends no cell."""
+    rows = [
+        "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+        for cells in (heads, *lines)
+    ]
     rows.insert(1, "|---" * len(heads) + "|")
     return "\n".join(rows) + "\n"
 
 
-_TEX = {"_": r"\_", "%": r"\%", "&": r"\&", "#": r"\#", "$": r"\$", "–": "--"}
-_TEX |= {"−": "$-$", "±": r"$\pm$", "→": r"$\to$", "†": r"$^\dagger$"}
+_TEX = str.maketrans(
+    {letter: rf"\{letter}" for letter in "_%&#${}"}
+    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\^{}"}
+    | {"–": "--", "−": "$-$", "±": r"$\pm$", "→": r"$\to$", "†": r"$^\dagger$"}
+)
 
 
 def tex(text: str) -> str:
     """Return a text with what LaTeX reads as commands escaped."""
-    return "".join(_TEX.get(letter, letter) for letter in text)
+    return text.translate(_TEX)
 
 
 def latex(
-    align: str, head: Sequence[str], lines: Iterable[Sequence[str]], foot: str = ""
+    align: str,
+    heads: Iterable[str],
+    lines: Iterable[Iterable[str]],
+    *,
+    above: Sequence[str] = (),
+    foot: str = "",
 ) -> str:
     """Format texts as a LaTeX table (booktabs).
 
     Args:
       align: of the columns.
-      head: finished lines above the first rule.
+      heads: of the columns, plain text.
       lines: cells, whose markup is LaTeX already.
+      above: finished lines above the heads.
       foot: a finished line below another rule.
     """
-    body = [" & ".join(cells) + r" \\" for cells in lines]
+    head, *body = (" & ".join(cells) + r" \\" for cells in (map(tex, heads), *lines))
     below = [r"\midrule", foot] if foot else []
-    parts = [rf"\begin{{tabular}}{{{align}}}", r"\toprule", *head, r"\midrule", *body]
-    return "\n".join([*parts, *below, r"\bottomrule", r"\end{tabular}"]) + "\n"
+    parts = [rf"\begin{{tabular}}{{{align}}}", r"\toprule", *above, head, r"\midrule"]
+    return "\n".join([*parts, *body, *below, r"\bottomrule", r"\end{tabular}"]) + "\n"
 
 
 class Style(NamedTuple):
@@ -95,18 +107,15 @@ def as_latex(table: Table) -> str:
         groups.append(rf"\multicolumn{{{width}}}{{c}}{{{tex(group)}}}")
         rules.append(rf"\cmidrule(lr){{{start}-{start + width - 1}}}")
         start += width
-    heads = [tex(f"{c.label}, {c.detail}") for c in table.columns]
+    heads = [table.corner, *(f"{c.label}, {c.detail}" for c in table.columns)]
     marks = r"\textbf{%s}", r"\underline{%s}", r"\textsuperscript{%s}"
     cells = _cells(table, Style(*marks, absent="--"))
     text = latex(
         "l" + "c" * len(table.columns),
-        [
-            " & ".join(groups) + r" \\",
-            " ".join(rules),
-            " & ".join([tex(table.corner), *heads]) + r" \\",
-        ],
+        heads,
         ([tex(x.label), *values] for x, values in zip(table.lines, cells, strict=True)),
-        " & ".join(["$n$ (left out)", *counts_of(table)]) + r" \\",
+        above=[" & ".join(groups) + r" \\", " ".join(rules)],
+        foot=" & ".join(["$n$ (left out)", *counts_of(table)]) + r" \\",
     )
     notes = [f"{i}. {tex(note)}." for i, note in enumerate(table.notes, start=1)]
     small = r"\\ {\footnotesize " + " ".join(notes) + "}\n" if notes else ""

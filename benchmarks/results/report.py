@@ -8,9 +8,8 @@ import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-import msgspec
 import numpy as np
 import pandas
 
@@ -34,6 +33,12 @@ from beatrice.benchmarks.results.page import (
 )
 from beatrice.benchmarks.results.paper import ledger
 from beatrice.benchmarks.results.rendering import markdown
+from beatrice.benchmarks.results.shown import (
+    Control,
+    Curves,
+    ShownAnswer,
+    ShownSet,
+)
 from beatrice.benchmarks.results.tables import (
     EVALUATED,
     POOLED,
@@ -50,7 +55,7 @@ from beatrice.benchmarks.results.tables import (
 )
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.label.labels import count_correct
-from beatrice.extract.records import IN_DOMAIN, SETTINGS, Record, Setting, Share
+from beatrice.extract.records import IN_DOMAIN, SETTINGS, Setting
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.contents import (
     question_files,
@@ -84,125 +89,15 @@ from beatrice.selection.exhaustive import ranking_summary
 from beatrice.selection.greedy import selection_summary
 from beatrice.selection.reach import RankAgreement, Ranked, agreement
 
+Part = TypeVar("Part")
 STUDIES = "anatomy/cases.json"  # in the run
-
-# What `evaluate`, `control` and `anatomy` leave for the report, read by type.
-
-
-class Bin(Record, frozen=True, kw_only=True):
-    """One bin of a reliability curve that holds `n` examples."""
-
-    lower: Share
-    upper: Share
-    mean_p: Share
-    accuracy: Share
-    n: int
+# Files beside the page, in the run.
+TABLES = ("findings.md", "findings.tex", "panorama.md", "panorama.tex")
 
 
-class Curves(Record, frozen=True, kw_only=True):
-    """A setting's reliability, of the head's own probability and the calibrated one."""
-
-    raw: tuple[Bin, ...]
-    calibrated: tuple[Bin, ...]
-    brier_raw: Share
-    brier_calibrated: Share
-    ece_raw: Share
-    ece_calibrated: Share
-    # What that stays below in 39 of 40 draws where P is right; older runs have none.
-    ece_by_chance: Share | None = None
-
-
-class Point(Record, frozen=True, kw_only=True):
-    """Quality and cost of PGIR on one set at one budget; "pgir" is the paper's."""
-
-    controller: str
-    dataset: str
-    budget: int
-    em: Share
-    f1: Share
-    generations: float
-
-
-class Token(Record, frozen=True, kw_only=True):
-    """A token of a case; the numbers are of the position that emitted it."""
-
-    text: str
-    span: str
-    p: float
-    surprisal: float
-    entropy: float
-    margin: float
-
-
-class ShownDraft(Record, frozen=True, kw_only=True):
-    """A draft of a case, with the passages that it was given."""
-
-    setting: Setting
-    answer: str
-    p_correct: Share
-    correct: bool
-    passages: tuple[str, ...]
-    tokens: tuple[Token, ...]
-
-
-class Case(Record, frozen=True, kw_only=True):
-    """A question of the controller's run, and what was made of it."""
-
-    dataset: str
-    question: str
-    golds: tuple[str, ...]
-    action: str
-    verdict: str
-    drafts: tuple[ShownDraft, ...]
-
-
-class ShownAnswer(Record, frozen=True, kw_only=True):
-    """An answer of a set; `golds` are the first of `n_golds`."""
-
-    id: str
-    question: str
-    golds: tuple[str, ...]
-    n_golds: int
-    draft: ShownDraft
-
-
-class ShownKind(Record, frozen=True, kw_only=True):
-    """Some of the `n` answers of one kind, see `benchmarks.results.evaluate.KINDS`."""
-
-    name: str
-    n: int
-    answers: tuple[ShownAnswer, ...]
-
-
-class ShownSet(Record, frozen=True, kw_only=True):
-    """What is shown of the `n` answers of a set; trusted from P = `threshold`.
-
-    A threshold that is not certified divides the answers on the page alone.
-    """
-
-    setting: Setting
-    dataset: str
-    split: str
-    n: int
-    threshold: Share
-    is_certified: bool = True
-    kinds: tuple[ShownKind, ...]
-
-
-class Control(Record, frozen=True, kw_only=True):
-    """PGIR's policy, what it gives at each budget, and cases."""
-
-    tau: Share
-    budget: int
-    cap: float
-    frontier: tuple[Point, ...]
-    cases: tuple[Case, ...]
-
-
-def read_part(file: Path, kind: Any, verb: str) -> Any:
-    """Return what a verb left for the report, as plain values."""
-    value = read_json(file, kind, f"run `beatrice {verb}` again")
-    return msgspec.to_builtins(list(value) if isinstance(value, tuple) else value)
+def read_part(file: Path, kind: type[Part], verb: str) -> Part:
+    """Return what a verb left for the report."""
+    return read_json(file, kind, f"run `beatrice {verb}` again")
 
 
 # The stage.
@@ -232,27 +127,26 @@ def report_data(run: RunDir) -> ReportData:
     on_request = published(run)
     ranked = settings if "exhaustive" in on_request else ()
     records = {n: run.stage_record(n) for n in ("data", *STAGES, *on_request)}
-    control: dict[str, Any] = {}
+    control, studies = None, ()
     if run.stage_record("control") is not None:
         control = read_part(run.control / "control.json", Control, "control")
-    studies: list[dict[str, Any]] = []
     if "anatomy" in on_request:
         studies = read_part(run.path / STUDIES, tuple[Study, ...], "anatomy")
     # What a question takes each controller, which differs from machine to machine.
     seconds = run.control / "seconds.jsonl"
     rows = [*read_result_rows(run), *(read_rows(seconds) if seconds.exists() else ())]
-    curves = dict[Setting, Curves]
     return ReportData(
         facts=_facts(run),
         stage_seconds={name: r.seconds for name, r in records.items() if r is not None},
         rows=rows,
         accuracy=count_correct(read_examples(run), read_labels(run)),
-        sweep=msgspec.to_builtins(read_sweep(run.sweep).settings),
+        sweep=read_sweep(run.sweep).settings,
         selection={setting: selection_summary(run, setting) for setting in settings},
-        reliability=read_part(run.path / "reliability.json", curves, "evaluate"),
+        reliability=read_part(
+            run.path / "reliability.json", dict[Setting, Curves], "evaluate"
+        ),
         shown=read_part(run.path / "shown.json", tuple[ShownSet, ...], "evaluate"),
-        control={k: v for k, v in control.items() if k != "cases"},
-        cases=control.get("cases", ()),
+        control=control,
         ranking={setting: ranking_summary(run, setting) for setting in ranked},
         ablations=ablation_summary(run) if "ablate" in on_request else {},
         studies=studies,
@@ -260,14 +154,8 @@ def report_data(run: RunDir) -> ReportData:
     )
 
 
-def tables_files(run: RunDir) -> list[Path]:
-    """Return where the tables lie that `tables_as_text` returns, in its order."""
-    names = ("findings", "panorama")
-    return [run.path / f"{name}.{kind}" for name in names for kind in ("md", "tex")]
-
-
-def tables_as_text(data: ReportData) -> tuple[str, str, str, str]:
-    """Return findings and the paper's panoramas, each as Markdown and as LaTeX."""
+def tables_as_text(data: ReportData) -> dict[str, str]:
+    """Return findings and the paper's panoramas as texts, by their `TABLES`."""
     results, titles = results_of(data.rows), rivals.titles_of(data.judged)
     answered = findings.findings(results, data.accuracy)
     beside = findings.facts(results, data.accuracy, data.sweep, data.selection)
@@ -277,12 +165,13 @@ def tables_as_text(data: ReportData) -> tuple[str, str, str, str]:
     markdown.append(rivals.costs_as_markdown(data.judged, results))
     latex = [f"% {h}\n{rendering.as_latex(t)}" for h, t in panoramas.items()]
     latex.append(rivals.leads_as_latex(results, titles))
-    return (
+    texts = (
         findings.as_markdown(answered, beside),
         findings.as_latex(answered),
         "\n".join(markdown),
         "\n".join(latex),
     )
+    return dict(zip(TABLES, texts, strict=True))
 
 
 def run_table(run: RunDir, name: str) -> str:
@@ -318,8 +207,8 @@ def rows_as_markdown(rows: Sequence[ResultRow]) -> str:
 def _report(run: RunDir, config: None, update: Update, progress: Progress) -> None:
     gather(run, progress)
     data = report_data(run)
-    for path, text in zip(tables_files(run), tables_as_text(data), strict=True):
-        write_text_atomic(path, text)
+    for name, text in tables_as_text(data).items():
+        write_text_atomic(run.path / name, text)
     write_text_atomic(run.report, render_report(data))
 
 
@@ -343,7 +232,7 @@ def _inputs(run: RunDir) -> list[Path]:
 REPORT = Stage(
     name="report",
     inputs=_inputs,
-    outputs=lambda run: [run.report, run.results, *tables_files(run)],
+    outputs=lambda run: [run.report, run.results, *(run.path / x for x in TABLES)],
     work=_report,
 )
 
@@ -501,23 +390,28 @@ def summary(path: Path) -> dict[str, Any]:
         lines.append(f"{label}: {value} ({detail})")
     chosen = [f"{x} {' '.join(y['selected'])}" for x, y in data.selection.items()]
     lines.append(f"Selected: {'; '.join(chosen)}")
-    lines += ["", f"The page:   {run.report}"]
-    lines.append(f"Its tables: beatrice report {path} --print detectors")
-    if (answer := surest(data.shown)) is not None:
-        question, text = answer["question"], answer["draft"]["answer"]
-        options = shlex.join(["--question", question, "--answer", text])
-        lines += [f"Next:       beatrice score {path} \\", f"              {options}"]
+    lines += ["", f"The page:   {run.report}", *next_steps(path, data.shown)]
     return {"headline": values, "text": "\n".join(lines)}
 
 
-def surest(shown: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+def next_steps(path: Path, shown: Sequence[ShownSet]) -> list[str]:
+    """Return what a person may do with a run, in lines that a shell takes."""
+    run = shlex.quote(str(path))
+    lines = [f"Its tables: beatrice report {run} --print detectors"]
+    if (answer := surest(shown)) is not None:
+        words = ["--question", answer.question, "--answer", answer.draft.answer]
+        lines += [f"Next:       beatrice score {run} \\", " " * 14 + shlex.join(words)]
+    return lines
+
+
+def surest(shown: Sequence[ShownSet]) -> ShownAnswer | None:
     """Return the first right and trusted answer from memory."""
     answers = (
         answer
         for shown_set in shown
-        if shown_set["setting"] == "closed_book"
-        for kind in shown_set["kinds"]
-        if kind["name"] == "right and trusted"
-        for answer in kind["answers"]
+        if shown_set.setting == "closed_book"
+        for kind in shown_set.kinds
+        if kind.name == "right and trusted"
+        for answer in kind.answers
     )
     return next(answers, None)

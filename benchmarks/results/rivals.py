@@ -37,6 +37,7 @@ from beatrice.benchmarks.results.tables import (
     p_text,
     places_of,
     row_value,
+    title_of,
     where,
 )
 from beatrice.extract.records import SETTINGS
@@ -138,7 +139,6 @@ def leads(results: pandas.DataFrame, against: Against) -> list[Lead]:
 
 def cells_of(lead: Lead, titles: Titles | None = None) -> tuple[str, ...]:
     """Format a lead, a text for each of `HEADS`; † where zero is excluded."""
-    printed = {**names.DETECTORS, **names.COMPARED, **(titles or {})}
     row, ours = lead.difference, lead.ours
     if row is None:
         difference = "not compared"
@@ -154,7 +154,7 @@ def cells_of(lead: Lead, titles: Titles | None = None) -> tuple[str, ...]:
     rival = lead.rival
     return (
         f"{names.SETTING_LABELS[lead.place.setting]}, {lead.place.title}",
-        "none" if rival is None else printed.get(rival, rival.detector),
+        "none" if rival is None else title_of(rival, titles),
         *(
             "–" if x is None or x.value is None else number(x.value)
             for x in (ours, lead.theirs)
@@ -170,10 +170,9 @@ def lead_counts(
     compared: Sequence[Lead], titles: Titles | None = None
 ) -> dict[str, str]:
     """Return on how many columns a lead or a lag is sure, and what was not compared."""
-    printed = {**names.DETECTORS, **names.COMPARED, **(titles or {})}
     known = [lead for lead in compared if lead.p_holm is not None]
     values = [x.difference.value or 0.0 for x in known if x.is_sure and x.difference]
-    above = {printed.get(x, x.detector) for lead in compared for x in lead.uncompared}
+    above = {title_of(x, titles) for lead in compared for x in lead.uncompared}
     return {
         "Columns compared": str(len(known)),
         "Sure leads (p < .05)": str(sum(value > 0 for value in values)),
@@ -197,16 +196,12 @@ def leads_as_markdown(results: pandas.DataFrame, titles: Titles | None = None) -
 
 def leads_as_latex(results: pandas.DataFrame, titles: Titles | None = None) -> str:
     """Format both comparisons as LaTeX tables (booktabs)."""
-    head = [" & ".join(map(tex, HEADS)) + r" \\"]
-    return "\n".join(
-        f"% {title}\n"
-        + latex(
-            "lllllrrl",
-            head,
-            lead_lines(leads(results, against), titles, r"\textbf{%s}", tex),
-        )
-        for against, title in COMPARISONS.items()
-    )
+    parts = []
+    for against, title in COMPARISONS.items():
+        compared = leads(results, against)
+        lines = lead_lines(compared, titles, r"\textbf{%s}", tex)
+        parts.append(f"% {title}\n" + latex("lllllrrl", HEADS, lines))
+    return "\n".join(parts)
 
 
 def lead_lines(

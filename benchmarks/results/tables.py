@@ -278,9 +278,10 @@ def pivot(
     ours: str = "",
     unranked: Sequence[str] = (),
 ) -> Table:
-    """Lay rows out; what a cell holds is told by the columns of its line and column.
+    """Lay rows out; what a cell holds is told by the keys of its line and column.
 
-    A column of the rows that any of these names and one does not is absent there.
+    Where both name a column of the rows, the table's column decides. A column that any
+    of them names is absent in the rows of those that do not name it.
 
     Args:
       results: see `results_of`; columns that nothing names may have any value.
@@ -294,23 +295,24 @@ def pivot(
     cells = [key for keys in parts for key in keys]
     keys = (*(key for _, key in lines), *cells)
     named = sorted({name for key in keys for name in key})
-    values = results[named].astype(object)
-    places = values.where(values.notna(), None).itertuples(index=False, name=None)
-    rows: dict[tuple, list[ResultRow]] = {}
-    for place, row in zip(places, results["row"], strict=True):
-        rows.setdefault(place, []).append(row)
+    rows: dict[tuple, list[ResultRow]] = collections.defaultdict(list)
+    for row in results["row"]:
+        rows[tuple(getattr(row, name) for name in named)].append(row)
 
-    def row_at(*keys: Key) -> ResultRow | None:
-        key = collections.ChainMap(*map(dict, keys))
-        return _only(rows.get(tuple(key.get(name) for name in named), []), dict(key))
+    def row_at(line: Key, cell: Key) -> ResultRow | None:
+        key = {**line, **cell}
+        return _only(rows[tuple(map(key.get, named))], key)
 
     laid = [(label, [row_at(line, cell) for cell in cells]) for label, line in lines]
     laid = [(label, measured) for label, measured in laid if any(measured)]
     compared = [measured for label, measured in laid if label not in unranked]
-    ranks = list(map(_ranks, zip(*compared, strict=True))) if len(compared) > 1 else []
+    no_ranks: list[dict[float | None, Rank]] = [{}] * len(cells)
+    ranks = no_ranks
+    if len(compared) > 1:
+        ranks = [_ranks(column) for column in zip(*compared, strict=True)]
 
     def line_of(label: str, measured: Sequence[ResultRow | None]) -> Line:
-        of_line = ranks if label not in unranked and ranks else [{}] * len(cells)
+        of_line = no_ranks if label in unranked else ranks
         measures = (
             row and Measure(row=row, rank=rank.get(_printed(row)))
             for row, rank in zip(measured, of_line, strict=True)
@@ -354,6 +356,12 @@ def by_place(
 
 
 # The tables of detectors and controllers.
+
+
+def title_of(subject: Subject, titles: Titles | None) -> str:
+    """Return a detector's printed name: ours, that of `titles`, or its id."""
+    known = {**names.DETECTORS, **names.COMPARED, **(titles or {})}
+    return known.get(subject, subject.detector)
 
 
 def lines_of(titles: Titles) -> list[tuple[str, Key]]:
@@ -433,9 +441,8 @@ def equal_length_table(results: pandas.DataFrame) -> Table:
     ]
     share = {"detector": "answers", "metric": "unmatched"}
     lines.append(("Share of answers without a counterpart", share))
-    return by_place(
-        shown, "Detector", lines, ours=names.AT_EQUAL_LENGTH[names.CHAMPION]
-    )
+    ours = names.AT_EQUAL_LENGTH[names.CHAMPION]
+    return by_place(shown, "Detector", lines, ours=ours)
 
 
 def noise_table(results: pandas.DataFrame) -> Table:
@@ -456,13 +463,9 @@ def annotated_table(results: pandas.DataFrame) -> Table:
         for p in places_of(shown, ("annotated",))
         for kind in ("labels", "undisputed labels", "a person")
     ]
-    lines = [
-        (title, {"detector": x.detector, "families": x.families})
-        for x, title in names.AT_EQUAL_LENGTH.items()
-    ]
-    return pivot(
-        shown, "Detector", lines, columns, ours=names.AT_EQUAL_LENGTH[names.CHAMPION]
-    )
+    lines = lines_of(names.AT_EQUAL_LENGTH)
+    ours = names.AT_EQUAL_LENGTH[names.CHAMPION]
+    return pivot(shown, "Detector", lines, columns, ours=ours)
 
 
 def answer_table(results: pandas.DataFrame) -> Table:
@@ -545,15 +548,14 @@ def validated_table(
     return detection_table(results, experiment=experiment, splits=splits, **shown)
 
 
-# Named as `beatrice evaluate --ablations` names them, in the order of the table.
-_ABLATIONS = {
-    "without_closed_book": "Without closed-book encoders",
-    "without_hidden": "Without hidden states",
-    "without_prob": "Without probabilities",
-    "without_resid": "Without residual stream",
-    "without_attn": "Without attention",
-    "champion": "Full: all four families",
-}
+# Titles by the names that `beatrice evaluate --ablations` gives, in the order of the
+# table.
+_ABLATIONS = {"without_closed_book": names.FEATURES[Subject("without_closed_book")]}
+_ABLATIONS |= zip(
+    ("without_hidden", "without_prob", "without_resid", "without_attn", "champion"),
+    names.FAMILY_VARIANTS.values(),
+    strict=True,
+)
 
 
 def set_names(
@@ -602,9 +604,8 @@ def panorama_table(
         shown = in_domain_or_held_out(shown)
     else:
         shown = where(shown, setting=setting)
-    printed = {**names.DETECTORS, **(titles or {})}
     labels = {
-        x: printed.get(x, x.detector)
+        x: title_of(x, titles)
         for x in subjects_in(shown)
         if x == names.CHAMPION or is_rival(x.detector)
     }

@@ -15,9 +15,9 @@ from beatrice.benchmarks.bench.plan import (
     cuda_module,
     gathers_of_states,
     moved_activations,
-    operations,
     paper_sizes,
     planned,
+    product_rows,
     read_module,
     work_of,
 )
@@ -111,11 +111,11 @@ def test_functions_that_are_called_twice_count_twice():
 def test_time_by_roofline_is_that_of_the_peak_that_binds(setting):
     sizes, plan = plan_of(setting, 80 * GIB)
     module, device = cuda_module(sizes, plan), DEVICES["h100"]
-    timed = operations(setting, sizes, module, device)
-    for operation in timed:
-        products, memory = operation.n_flops / 494.7e12, operation.n_bytes / 3.35e12
-        assert operation.seconds == pytest.approx(max(products, memory))
-        assert operation.is_memory_bound == (memory > products)
+    timed = product_rows(setting, sizes, module, device)
+    for row in timed:
+        products, memory = row["GFLOP"] / 494.7, row["MB"] / 3350  # ms
+        assert row["ms"] == pytest.approx(max(products, memory))
+        assert (row["bound by"] == "memory") == (memory > products)
     work = work_of(setting, sizes, plan, timed, device)
     gflop = work["GFLOP a batch in products"]
     assert work["share of members' own families"] < 1

@@ -31,6 +31,7 @@ from beatrice.benchmarks.bench.extract import (
     measure_with_examples,
     peak_above,
 )
+from beatrice.benchmarks.bench.oracle import measure_written
 from beatrice.benchmarks.bench.tiny_models import tiny_model
 from beatrice.cli import main
 from beatrice.extract.backbone.loading import Backbone, load_backbone
@@ -76,7 +77,7 @@ def test_reading_and_bare_forward_are_of_the_same_batch():
     for sequence, ids in zip(bench.sequences, bench.ids, strict=True):
         assert sequence.ids.tolist() == ids.tolist()
         assert sequence.spans.tolist() == [[8, 12], [12, 20], [20, 24]]
-    assert bench.time(2).ratio > 0
+    assert bench.time(2)["time ratio"] > 0
 
 
 def test_hooks_on_transformers_read_the_same_or_are_not_timed():
@@ -210,6 +211,24 @@ def test_one_score_and_one_answer_are_timed_beside_the_model_alone():
     probe = beatrice.load("embedded")
     for ratio in (warm_ratio, answer_ratio):
         assert min(ratio(probe, 1)) > 0
+
+
+def test_what_is_timed_may_fail_and_says_why():
+    done = CliRunner().invoke(main, ["bench", "score", "no-such-probe"])
+    assert done.exit_code == 1 and "no-such-probe" in done.output
+    assert "Traceback" not in done.output and "exit status" not in done.output
+
+
+@pytest.mark.parametrize("bench", ["survey", "written"])
+def test_a_model_type_that_does_not_exist_is_a_wrong_usage(bench):
+    done = CliRunner().invoke(main, ["bench", bench, "lama"])
+    assert done.exit_code == 2 and "did you mean llama" in done.output
+
+
+def test_a_model_type_that_cannot_be_read_has_a_row_with_the_reason():
+    row = measure_written("mamba")
+    assert row["read"] == "not at all" and "layout.py" in row["reason"]
+    assert row["fp32"] is None
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 
 import flax.traverse_util
 import jax
@@ -59,9 +60,10 @@ CHECK = CheckSize(n_examples=8, n_steps=3, n_seeds=1)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Initial weights of the toy encoders."""
+    """Initial weights of the toy encoders, of two seeds."""
     path = tmp_path_factory.mktemp("weights")
-    Grid(TOY, TOY.members, at_once=1).save_weights(path)
+    members = dataclasses.replace(TOY, n_seeds=2).members
+    Grid(TOY, members, at_once=1).save_weights(path)
     return path
 
 
@@ -102,24 +104,6 @@ def test_made_up_spans_have_the_lengths_asked_for():
         assert tokens.shape == (400, most, TOY.dims.total)
         assert not tokens[~mask].any() and tokens[mask].all()
     assert 0.4 < labels.mean() < 0.6
-
-
-def test_stacked_members_train_as_alone(folder):
-    work, weights = TOY.quiet(), {}
-    for (subset, _), arrays in weights_of(folder, "P", "HA", "HPRA").items():
-        for seed in (0, 1):  # each with another output
-            output = arrays["mlp_out/kernel"] * (1 + len(weights))
-            weights[subset, seed] = arrays | {"mlp_out/kernel": output}
-    data = TorchData.made_up(work, work.n_examples, seed=0)
-    each = [Stack(work, {member: x}, None) for member, x in weights.items()]
-    alone, side = (
-        train_torch(stacks, data, 4, work.batch_size)
-        for stacks in (each, [Stack(work, weights, None)])
-    )
-    assert set(side) == set(alone) == set(weights)
-    for member, losses in alone.items():
-        assert side[member] == pytest.approx(losses, abs=1e-5), member
-    assert len({round(losses[-1], 4) for losses in alone.values()}) == len(weights)
 
 
 def test_noise_and_dropout_change_the_losses(folder):
@@ -175,22 +159,24 @@ def test_a_method_that_fails_says_why(tmp_path):
             method.prepare()
 
 
-def test_the_grid_and_pytorch_take_the_same_steps(folder):
-    work = TOY.quiet()
-    members = [(subset_index("HA"), 0), (subset_index("HPRA"), 0)]
+def test_the_grid_and_pytorch_alone_and_stacked_take_the_same_steps(folder):
+    work, subsets = TOY.quiet(), map(subset_index, ("P", "HA", "HPRA"))
+    members = list(itertools.product(subsets, (0, 1)))
     results = {"grid": Grid(TOY, members, at_once=2).losses(work, 3, n_microbatches=2)}
     for name in ("loop", "stack"):
         torch_side = TorchTrainer(TOY, members, folder, name)
         results[name] = torch_side.losses(work, 3, n_microbatches=2)
     differences = require_same_losses(results)
     assert max(differences.values()) < 1e-5
+    assert len({round(x[-1], 4) for x in results["grid"].values()}) == len(members)
     # The same from other weights is not.
     torch_side.folder = folder / "others"
     torch_side.folder.mkdir()
-    Grid(TOY, [(s, 1) for s, _ in members], at_once=1).save_weights(torch_side.folder)
-    for subset, _ in members:
-        other = weights_file(torch_side.folder, (subset, 1))
-        other.rename(weights_file(torch_side.folder, (subset, 0)))
+    others = [(subset, seed + 2) for subset, seed in members]
+    Grid(TOY, others, at_once=1).save_weights(torch_side.folder)
+    for pair in zip(others, members, strict=True):
+        other, member = (weights_file(torch_side.folder, x) for x in pair)
+        other.rename(member)
     results["stack"] = torch_side.losses(work, 3, n_microbatches=2)
     with pytest.raises(ValueError, match="'stack' differ"):
         require_same_losses(results)

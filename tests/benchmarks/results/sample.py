@@ -5,14 +5,18 @@ import functools
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from beatrice.benchmarks.baselines.detector import DetectorCost
 from beatrice.benchmarks.results.page import ReportData
+from beatrice.benchmarks.results.shown import Control, Curves, ShownSet
 from beatrice.benchmarks.results.tables import results_of
-from beatrice.extract.records import IN_DOMAIN
+from beatrice.extract.records import IN_DOMAIN, Setting
 from beatrice.extract.run.rows import ResultRow, Subject
+from beatrice.jaxprobe.rows import LayerCurve
+from beatrice.selection.analysis import Study
 
 FOLDER = Path(__file__).parent
 PLACES = (
@@ -25,7 +29,19 @@ PLACES = (
 TEST = PLACES[1]
 POOLED = (IN_DOMAIN, "test")
 MARKUP = '<script>alert("x")</script> & co'
-PARTS = json.loads((FOLDER / "report.json").read_text(encoding="utf-8"))
+# Kinds of what the page shows that are records.
+KINDS = {
+    "sweep": dict[Setting, LayerCurve],
+    "reliability": dict[Setting, Curves],
+    "control": Control,
+    "shown": list[ShownSet],
+    "studies": list[Study],
+    "judged": list[DetectorCost],
+}
+PARTS = {
+    name: msgspec.convert(part, KINDS.get(name, Any))
+    for name, part in json.loads((FOLDER / "report.json").read_text("utf-8")).items()
+}
 
 
 def row(name, setting, eval_set, metric, value, **changes):
@@ -89,13 +105,6 @@ def sample_results():
     return results_of(sample_rows())
 
 
-def judged():
-    """Costs of three rivals that have rows."""
-    return msgspec.convert(PARTS["judged"], list[DetectorCost])
-
-
 def sample_report(**changes):
-    """The whole made-up run."""
-    parts = {k: v for k, v in PARTS.items() if k not in ("judged", "studies")}
-    fields = dict(rows=sample_rows(), judged=judged(), **parts)
-    return ReportData(**(fields | changes))
+    """The whole made-up run, without its anatomy."""
+    return ReportData(**(PARTS | dict(rows=sample_rows(), studies=()) | changes))

@@ -10,10 +10,10 @@ from scipy.stats import spearmanr
 
 from beatrice.benchmarks.results.evaluate import choose_answers, decision_rows
 from beatrice.benchmarks.results.findings import (
-    answer_of,
     as_latex,
     as_markdown,
     best_single,
+    decide,
     facts,
     findings,
     grids,
@@ -76,7 +76,24 @@ ABOVE, BELOW, AROUND = (
     ],
 )
 def test_an_answer_follows_from_the_intervals_of_its_differences(differences, answer):
-    assert answer_of(differences) == answer
+    assert decide(differences)[0] == answer
+
+
+@pytest.mark.parametrize(
+    ("differences", "decides"),
+    [
+        # The largest is not sure of its side; another one says yes.
+        ([difference(-0.01, 0.2, 0.1), difference(0.02, 0.06, 0.001)], 1),
+        ([difference(0.01, 0.05), difference(0.02, 0.06)], 1),
+        ([difference(-0.06, -0.02), difference(-0.05, -0.01)], 1),
+        # Nothing at all is more than a loss.
+        ([difference(-0.05, -0.01), difference(-0.02, 0.02)], 1),
+    ],
+)
+def test_the_difference_beside_an_answer_is_the_largest_that_decides(
+    differences, decides
+):
+    assert decide(differences)[1] is differences[decides]
 
 
 def test_the_best_single_family_is_that_of_validation_not_of_test():
@@ -235,7 +252,7 @@ IDS = ["h", "b", "c", "d", "e", "f", "g", "a"]
 
 def chosen(p_correct=P, labels=LABELS, ids=IDS, threshold=0.5):
     kinds = choose_answers(p_correct, labels, ids, threshold)
-    return {kind.name: (n, [ids[i] for i in indices]) for kind, n, indices in kinds}
+    return {kind: (n, [ids[i] for i in indices]) for kind, n, indices in kinds}
 
 
 def test_of_each_kind_the_surest_are_shown():

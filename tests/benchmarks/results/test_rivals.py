@@ -29,8 +29,8 @@ from beatrice.extract.run.rows import Subject
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from tests.benchmarks.results.sample import (
+    PARTS,
     POOLED,
-    judged,
     row,
     sample_results,
     undefined,
@@ -38,6 +38,7 @@ from tests.benchmarks.results.sample import (
 from tests.jaxprobe.samples import rows_of
 
 OUTSIDE = ("places", "ood")
+JUDGED = PARTS["judged"]  # costs of three rivals that have rows
 
 
 def test_holm_gives_the_textbook_values():
@@ -166,16 +167,16 @@ RESULTS = sample_results()
 
 def test_the_record_is_read_as_it_was_written_and_refused_otherwise(tmp_path):
     path = tmp_path / "detectors.json"
-    write_json_atomic(path, msgspec.to_builtins(judged()))
-    assert read_costs(path) == judged()
+    write_json_atomic(path, msgspec.to_builtins(JUDGED))
+    assert read_costs(path) == JUDGED
     path.write_text('[{"name": "x"}]')
     with pytest.raises(ValueError, match="beatrice baselines"):
         read_costs(path)
 
 
 def test_the_better_ones_come_first_and_the_unmeasured_last():
-    unknown = msgspec.structs.replace(judged()[0], name="nobody")
-    ranked = measured([unknown, *judged()], RESULTS)
+    unknown = msgspec.structs.replace(JUDGED[0], name="nobody")
+    ranked = measured([unknown, *JUDGED], RESULTS)
     aurocs = [auroc for _, auroc in ranked]
     assert aurocs[-1] is None
     assert aurocs[:-1] == sorted(aurocs[:-1], reverse=True)
@@ -188,8 +189,8 @@ def closed_book_costs(costs):
 
 
 def test_every_setting_has_a_table_with_its_costs_and_reasons():
-    broken = msgspec.structs.replace(judged()[0], reason="one class")
-    costs = [broken, *judged()[1:]]
+    broken = msgspec.structs.replace(JUDGED[0], reason="one class")
+    costs = [broken, *JUDGED[1:]]
     assert list(cost_tables(costs, RESULTS)) == ["Closed-book", "With context"]
     lines = closed_book_costs(costs)
     assert lines["Rival perplexity"][COST_HEADS[-1]].endswith("; one class")
@@ -198,15 +199,15 @@ def test_every_setting_has_a_table_with_its_costs_and_reasons():
     assert lines["Rival tfidf"]["Peak memory"] == "–"
     assert lines["Rival answer_length"]["Needs"] == "drawn answers"
     assert lines["Rival tfidf"]["Needs"] == "training labels"
-    markdown = costs_as_markdown(judged(), RESULTS)
+    markdown = costs_as_markdown(JUDGED, RESULTS)
     assert markdown.count("### What each costs") == 2
     assert costs_as_markdown([], RESULTS) == ""
 
 
 def test_a_figure_stands_where_costs_differ_and_has_every_point():
-    pictures = cost_pictures(judged(), RESULTS)
+    pictures = cost_pictures(JUDGED, RESULTS)
     assert len(pictures) == 6
-    same = [msgspec.structs.replace(x, n_forwards=1) for x in judged()]
+    same = [msgspec.structs.replace(x, n_forwards=1) for x in JUDGED]
     titles = [p.title for p in cost_pictures(same, RESULTS)]
     assert len(titles) == 4 and not any("forwards" in title for title in titles)
     assert cost_pictures([], RESULTS) == []
@@ -216,7 +217,7 @@ def test_a_figure_stands_where_costs_differ_and_has_every_point():
 
 
 def test_what_was_not_timed_has_a_dash_and_no_point():
-    first, *others = judged()
+    first, *others = JUDGED
     untimed = [msgspec.structs.replace(first, seconds=None), *others]
     assert closed_book_costs(untimed)[first.title]["Seconds a question"] == "–"
     for picture in cost_pictures(untimed, RESULTS):
@@ -225,13 +226,13 @@ def test_what_was_not_timed_has_a_dash_and_no_point():
 
 
 def test_what_reads_drawn_answers_is_drawn_so_even_if_trained():
-    cost = msgspec.structs.replace(judged()[0], is_trained=True)
+    cost = msgspec.structs.replace(JUDGED[0], is_trained=True)
     assert kind_of(cost) == "trained"
     assert kind_of(msgspec.structs.replace(cost, needs=("samples",))) == "sampled"
 
 
 def test_rivals_go_by_their_titles():
-    assert titles_of(judged())[Subject("tfidf")] == "Rival tfidf"
+    assert titles_of(JUDGED)[Subject("tfidf")] == "Rival tfidf"
     compared = leads(RESULTS, "strongest")
     titles = {lead.rival: f"Rival {lead.rival.detector}" for lead in compared}
     assert all(cells_of(lead, titles)[1].startswith("Rival ") for lead in compared)

@@ -372,6 +372,15 @@ def test_what_is_measured_and_what_is_left_out_is_counted_and_noted():
     assert "| x | n/a<sup>3</sup>/– |" in text and "3. one class only" in text
 
 
+def test_letters_with_a_meaning_are_escaped_in_either_spelling():
+    name = r"P(a|b) of {c}^2 \d ~ $5"
+    table = detection_table(table_of({name: 0.9}))
+    (line,) = (x for x in as_markdown(table).splitlines() if "P(a" in x)
+    assert line.startswith(r"| P(a\|b) of ")
+    escaped = r"P(a|b) of \{c\}\^{}2 \textbackslash{}d \textasciitilde{} \$5 & "
+    assert escaped in as_latex(table)
+
+
 def test_latex_rules_span_the_columns_of_their_groups():
     latex = as_latex(panorama_table(sample_results()))
     assert latex.startswith(r"\begin{tabular}{lcccccccc}")

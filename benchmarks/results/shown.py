@@ -1,0 +1,113 @@
+"""What `evaluate` and `control` leave for the page beside their rows."""
+
+from beatrice.extract.records import Record, Setting, Share
+
+
+class Bin(Record, frozen=True, kw_only=True):
+    """One bin of a reliability curve that holds `n` examples."""
+
+    lower: Share
+    upper: Share
+    mean_p: Share
+    accuracy: Share
+    n: int
+
+
+class Curves(Record, frozen=True, kw_only=True):
+    """A setting's reliability, of the head's own probability and the calibrated one."""
+
+    raw: tuple[Bin, ...]
+    calibrated: tuple[Bin, ...]
+    brier_raw: Share
+    brier_calibrated: Share
+    ece_raw: Share
+    ece_calibrated: Share
+    # What that stays below in 39 of 40 draws where P is right; older runs have none.
+    ece_by_chance: Share | None = None
+
+
+class Point(Record, frozen=True, kw_only=True):
+    """Quality and cost of PGIR on one set at one budget; "pgir" is the paper's."""
+
+    controller: str
+    dataset: str
+    budget: int
+    em: Share
+    f1: Share
+    generations: float
+
+
+class Token(Record, frozen=True, kw_only=True):
+    """A token of a case; the numbers are of the position that emitted it."""
+
+    text: str
+    span: str
+    p: float
+    surprisal: float
+    entropy: float
+    margin: float
+
+
+class ShownDraft(Record, frozen=True, kw_only=True):
+    """A draft of a case, with the passages that it was given."""
+
+    setting: Setting
+    answer: str
+    p_correct: Share
+    correct: bool
+    passages: tuple[str, ...]
+    tokens: tuple[Token, ...]
+
+
+class Case(Record, frozen=True, kw_only=True):
+    """A question of the controller's run, and what was made of it."""
+
+    dataset: str
+    question: str
+    golds: tuple[str, ...]
+    action: str
+    verdict: str
+    drafts: tuple[ShownDraft, ...]
+
+
+class ShownAnswer(Record, frozen=True, kw_only=True):
+    """An answer of a set; `golds` are the first of `n_golds`."""
+
+    id: str
+    question: str
+    golds: tuple[str, ...]
+    n_golds: int
+    draft: ShownDraft
+
+
+class ShownKind(Record, frozen=True, kw_only=True):
+    """Some of the `n` answers of one kind, see `evaluate.KINDS`."""
+
+    name: str
+    n: int
+    answers: tuple[ShownAnswer, ...]
+
+
+class ShownSet(Record, frozen=True, kw_only=True):
+    """What is shown of the `n` answers of a set; trusted from P = `threshold`.
+
+    A threshold that is not certified divides the answers on the page alone.
+    """
+
+    setting: Setting
+    dataset: str
+    split: str
+    n: int
+    threshold: Share
+    is_certified: bool = True
+    kinds: tuple[ShownKind, ...]
+
+
+class Control(Record, frozen=True, kw_only=True):
+    """PGIR's policy, what it gives at each budget, and cases."""
+
+    tau: Share
+    budget: int
+    cap: float
+    frontier: tuple[Point, ...]
+    cases: tuple[Case, ...]
