@@ -18,9 +18,9 @@ from beatrice.extract.store.store import FeatureStore
 from beatrice.jaxprobe.families import FamilyDims, Standardizer, width_groups, widths_of
 from beatrice.jaxprobe.tokens import (
     FamilyTokens,
+    empty_span,
     family_dims,
     fit_standardizer,
-    keep_spans,
     read_features,
     read_tokens,
     stored_dtypes,
@@ -228,20 +228,20 @@ class TrainingSet:
                 padded = np.pad(indices, (0, size - len(indices)), "edge")
                 yield indices, read(where[padded], widths)
 
-    def with_spans(self, span_mask: np.ndarray) -> "TrainingSet":
-        """Return the same rows with some spans left out; see `keep_spans`."""
+    def without(self, span: int) -> "TrainingSet":
+        """Return the same rows with a span left out; see `empty_span`."""
 
-        def masked(read: ReadRows) -> ReadRows:
-            return lambda *where: keep_spans(read(*where), span_mask)
+        def emptied(read: ReadRows) -> ReadRows:
+            return lambda *where: empty_span(read(*where), span)
 
         in_memory = self.in_memory and tuple(
-            tuple(Bucket(i, keep_spans(tokens, span_mask)) for i, tokens in split)
+            tuple(Bucket(i, empty_span(tokens, span)) for i, tokens in split)
             for split in self.in_memory
         )
         return dataclasses.replace(
             self,
-            read=masked(self.read),
-            read_train=masked(self.read_train),
+            read=emptied(self.read),
+            read_train=emptied(self.read_train),
             in_memory=in_memory,
         )
 

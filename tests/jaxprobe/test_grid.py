@@ -38,7 +38,7 @@ from beatrice.jaxprobe.grid import (
 )
 from beatrice.jaxprobe.memory import Sizes
 from beatrice.jaxprobe.rows import rows_at_once
-from beatrice.jaxprobe.tokens import all_but, keep_spans, split_families
+from beatrice.jaxprobe.tokens import empty_span, split_families
 from tests.jaxprobe.samples import assert_same_leaves
 from tests.process import run_line
 
@@ -190,11 +190,10 @@ def plain():
 def without(plain, span=None):
     """Both parts with a span left out by its mask."""
     *parts, standardizer = plain
-    spans = np.ones(2, bool) if span is None else all_but(span, 2)
-    return tuple(
-        labelled(keep_spans(split_families(x, DIMS, standardizer), spans), y)
-        for x, y in parts
-    )
+    families = [(split_families(x, DIMS, standardizer), y) for x, y in parts]
+    if span is not None:
+        families = [(empty_span(x, span), y) for x, y in families]
+    return tuple(labelled(*part) for part in families)
 
 
 def test_a_span_left_out_is_a_span_that_was_never_there(plain):
