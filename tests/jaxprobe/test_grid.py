@@ -27,9 +27,9 @@ from beatrice.jaxprobe.families import (
 from beatrice.jaxprobe.grid import (
     Block,
     Member,
+    fit_block,
     fit_blocks,
     fit_everywhere,
-    fit_on_mesh,
     join,
     labelled,
     member_mesh,
@@ -164,7 +164,7 @@ def planned_devices(stream):
 def train_on_mesh(out):
     """Train over the devices of a process of its own."""
     options = {"encoder": ENCODER, "config": TRAIN, "mesh": member_mesh()}
-    trained = fit_on_mesh(BLOCK, *as_groups(planted_parts()), **options)
+    trained = fit_block(BLOCK, *as_groups(planted_parts()), **options)
     leaves = {f"w{i}": x for i, x in enumerate(jax.tree.leaves(trained.params))}
     np.savez(
         out,
