@@ -223,7 +223,7 @@ def test_a_number_of_bytes_is_read(text, n):
     assert as_bytes(text) == n
 
 
-@pytest.mark.parametrize("text", ["", "80 apples", "-1GiB", "0"])
+@pytest.mark.parametrize("text", ["", "80 apples", "-1GiB", "0", "0.8"])
 def test_what_is_no_number_of_bytes_is_refused(text):
     with pytest.raises(ValueError, match="expected a number of bytes"):
         as_bytes(text)
