@@ -203,6 +203,15 @@ class TrainingSet:
     # streamed.
     in_memory: tuple[tuple[Bucket, ...], tuple[Bucket, ...]] | None
 
+    def splits(self) -> list[Iterable[tuple[np.ndarray, FamilyTokens]]]:
+        """Return the training and the validation rows, a few at a time.
+
+        Each as `batches` yields it; rows that are in memory come in their groups.
+        """
+        if self.in_memory is not None:
+            return list(self.in_memory)
+        return list(map(self.batches, self.where, (self.read_train, self.read)))
+
     def batches(
         self, where: np.ndarray, read: ReadRows | None = None, n_copies: int = 1
     ) -> Iterator[tuple[np.ndarray, FamilyTokens]]:
