@@ -49,7 +49,7 @@ from beatrice.jaxprobe.metrics import (
 )
 from beatrice.jaxprobe.rows import Rows, training_set
 from beatrice.jaxprobe.tokens import stored_dtypes
-from beatrice.jaxprobe.train import SILENT, train_encoders, train_regression
+from beatrice.jaxprobe.train import LINEAR_ONLY, train_encoders, train_regression
 from beatrice.pgir.arguments import (
     argument_error,
     as_count,
@@ -269,7 +269,7 @@ def _train(
         layer=layer,
         trained=trained,
         standardizer=data.standardizer,
-        config=SILENT if is_linear else config.encoder,
+        config=LINEAR_ONLY if is_linear else config.encoder,
     )
     return grid, outputs
 

@@ -6,8 +6,8 @@ with-context encoders, then the closed-book ones reading the closed-book pass of
 same question. Closed-book it is the closed-book encoders. In a run of one setting it is
 that setting's alone.
 
-Calibration sees validation rows alone: one map a head, and what the head then says of
-them certifies its decisions.
+Calibration sees validation rows alone: one map a head, and the P that the head then
+gives them certifies its decisions.
 """
 
 import dataclasses
@@ -289,7 +289,7 @@ FIT_MAP: dict[MapKind, Callable[..., Calibrator]] = {
 def calibrated_head(
     branch: HeadName, fused: FusedHead, grid: Grid, precision: float, kind: MapKind
 ) -> SettingHead:
-    """Fit a head's map on the validation rows, and keep what it says of them."""
+    """Fit a head's map on the validation rows, and keep the P that it gives them."""
     where = grid.rows.where("validation")
     scores, labels = fused.scores.mean(axis=0)[where], grid.rows.labels[where]
     questions = grid.rows.ids[where]
@@ -434,7 +434,8 @@ def score_store(
                 for name in passes
             }
             indices.append(batch)
-            scores.append(forward.score(detector, branch, features).first(len(batch)))
+            of_batch = forward.score(detector, branch, features)
+            scores.append(of_batch.take(slice(len(batch))))
     return Scores.joined(scores).take(np.argsort(np.concatenate(indices)))
 
 

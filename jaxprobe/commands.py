@@ -40,9 +40,7 @@ class HeadSizeOptions:
     learning_rate: float | None = option(
         "Rate of the first epoch.", min=0, is_above=True
     )
-    width: int | None = option(
-        "Hidden width; projections follow in the preset's proportion.", min=1
-    )
+    width: int | None = option("Hidden width.", min=1)
 
     def sizes(self) -> dict[str, Any]:
         """Return what is given beside the preset, by name."""
@@ -54,6 +52,9 @@ class SizeOptions(HeadSizeOptions):
     """Sizes of encoders that are not the run's."""
 
     preset: Preset | None = option(f"Instead of the run's. {SIZES}", type=PRESET)
+    width: int | None = option(
+        "Hidden width; projections follow in the preset's proportion.", min=1
+    )
     seeds: int | None = option("Encoders of each subset of the families.", min=1)
 
     def change(self, config: "GridConfig", run_preset: Preset) -> "GridConfig":

@@ -8,12 +8,17 @@ import dataclasses
 import math
 import os
 import re
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from beatrice.extract.run.directory import Preset
 from beatrice.extract.run.files import user_cache
 
 MatmulDtype = Literal["float32", "bfloat16"]
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    """Return the values that are not None."""
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _check_counts(config: object, **least: int) -> None:
@@ -83,9 +88,10 @@ class TrainConfig:
         """Check that counts are positive."""
         _check_counts(self, batch_size=1, max_epochs=0, patience=1, n_seeds=1)
         _check_counts(self, lr_patience=1, n_microbatches=1)
-        if not self.learning_rate > 0.0:
+        if not 0.0 < self.learning_rate < math.inf:
             raise ValueError(
-                f"learning_rate must be greater than 0, got {self.learning_rate}"
+                "learning_rate must be a finite number above 0, got "
+                f"{self.learning_rate}"
             )
         if self.n_microbatches is not None and self.batch_size % self.n_microbatches:
             raise ValueError(
@@ -232,10 +238,7 @@ class GridConfig:
           like: whose proportion; None for this one's. A narrow encoder is rounded, and
             does not tell which it was.
         """
-        encoder, train = self.encoder, _trained_for(self.train, epochs, learning_rate)
-        like = like or encoder
-        if seeds is not None:
-            train = dataclasses.replace(train, n_seeds=seeds)
+        encoder, like = self.encoder, like or self.encoder
         if width is not None:
             encoder = dataclasses.replace(
                 encoder,
@@ -243,6 +246,8 @@ class GridConfig:
                 projection=max(1, like.projection * width // like.hidden),
                 n_groups=math.gcd(width, like.n_groups),
             )
+        sizes = _given(n_seeds=seeds, max_epochs=epochs, learning_rate=learning_rate)
+        train = dataclasses.replace(self.train, **sizes)
         return dataclasses.replace(self, encoder=encoder, train=train)
 
     def linear_first(self) -> "GridConfig":
@@ -255,17 +260,6 @@ class GridConfig:
         encoder = dataclasses.replace(self.encoder, is_linear_first=True)
         train = dataclasses.replace(self.train, lr_patience=None)
         return dataclasses.replace(self, encoder=encoder, train=train)
-
-
-def _trained_for(
-    train: TrainConfig, epochs: int | None, learning_rate: float | None
-) -> TrainConfig:
-    """Return a protocol of other epochs and rate; None leaves what is there."""
-    if epochs is not None:
-        train = dataclasses.replace(train, max_epochs=epochs)
-    if learning_rate is not None:
-        train = dataclasses.replace(train, learning_rate=learning_rate)
-    return train
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -287,9 +281,9 @@ class SelectConfig:
         width: int | None = None,
     ) -> "SelectConfig":
         """Return the same with other sizes of the heads; None leaves what is there."""
-        train = _trained_for(self.train, epochs, learning_rate)
-        hidden = self.head.hidden if width is None else width
-        head = dataclasses.replace(self.head, hidden=hidden)
+        sizes = _given(max_epochs=epochs, learning_rate=learning_rate)
+        train = dataclasses.replace(self.train, **sizes)
+        head = dataclasses.replace(self.head, **_given(hidden=width))
         return dataclasses.replace(self, head=head, train=train)
 
     def seeded(self, seed: int) -> "SelectConfig":
@@ -366,11 +360,12 @@ _UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 
 
 def as_bytes(text: str) -> int:
-    """Read a number of bytes such as "80GiB"; units are powers of 1024."""
+    """Read a number of bytes, at least one, as in "80GiB"; units are powers of 1024."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
-    if match is None or float(match[1]) == 0:
+    n_bytes = int(float(match[1]) * 2 ** _UNITS[match[2]]) if match else 0
+    if n_bytes == 0:
         raise ValueError(f"expected a number of bytes such as 80GiB, got {text!r}")
-    return int(float(match[1]) * 2 ** _UNITS[match[2]])
+    return n_bytes
 
 
 # Cores are shared among operations; sharing each one as well costs a third of a

@@ -100,10 +100,6 @@ class Scores(NamedTuple):
             encoders=self.encoders[rows],
         )
 
-    def first(self, n: int) -> "Scores":
-        """The first `n` examples; the others were padding."""
-        return self.take(slice(n))
-
     @staticmethod
     def joined(scores: "Sequence[Scores]") -> "Scores":
         """Scores of answers that were scored in parts."""
@@ -122,7 +118,7 @@ class SettingHead:
     # Share of decisions that shall be right, where nobody asks for another.
     precision: float = 0.9
     evidence: Evidence  # on how many answers it rests
-    validation: Validation  # what it says of the answers that it was calibrated on
+    validation: Validation  # its P of the answers that it was calibrated on
     params: Params  # leaves `[n_seeds, ...]`
     calibrator: Calibrator  # from raw score to probability
 

@@ -26,6 +26,7 @@ The order of axes changes four times between the store and a fusion head:
 
 import dataclasses
 import functools
+import itertools
 import string
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -65,14 +66,13 @@ N_SUBSETS = len(SUBSETS)
 FLOATS: tuple[Dtype, ...] = ("float32",) * N_FAMILIES  # their types, widened
 
 
-def subset_name(family_mask: Iterable[bool], letters: str = LETTERS) -> str:
-    """Name a subset by its letters, as in "HPA"."""
-    return "".join(
-        letter for letter, on in zip(letters, family_mask, strict=True) if on
-    )
+def subset_names(letters: str) -> tuple[str, ...]:
+    """Name all subsets by their letters, as in "HPA", in order."""
+    masks = subset_masks(len(letters))
+    return tuple("".join(itertools.compress(letters, mask)) for mask in masks)
 
 
-SUBSET_NAMES: tuple[str, ...] = tuple(subset_name(row) for row in SUBSETS)
+SUBSET_NAMES = subset_names(LETTERS)
 
 
 def subset_index(name: str, letters: str = LETTERS) -> int:
@@ -137,7 +137,7 @@ class FamilyDims:
     @property
     def subset_names(self) -> tuple[str, ...]:
         """Names of all subsets, as in "HPA", in order."""
-        return tuple(subset_name(row, self.letters) for row in self.subset_masks)
+        return subset_names(self.letters)
 
     def subset_index(self, name: str) -> int:
         """Return the number of a subset given its letters in any order."""
@@ -342,7 +342,7 @@ _MOST_GROUPS = 4  # each is a shape of its own, to be compiled
 
 
 def width_groups(lengths: np.ndarray, n_batch: int) -> list[np.ndarray]:
-    """Part rows by length, where that spares at least a third of the padded tokens.
+    """Split rows by length, where that spares at least a third of the padded tokens.
 
     The longest rows are a batch of their own, the next two batches, the next four; the
     rest is one group. A group's batches are then hardly ever filled up with nothing.

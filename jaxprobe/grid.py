@@ -107,23 +107,23 @@ def over_members(
     block: BlockArrays,
     states: tuple[Any, ...],
     shared: tuple[Any, ...],
+    config: TrainConfig,
     mesh: Mesh | None,
-    in_turn: bool = False,
 ) -> Any:
-    """Apply a function to every subset with every seed.
+    """Apply a function to every subset with every seed, in turn or side by side.
 
     Args:
       apply: of `(family_mask, subset, seed)`, a member's states, and what all share.
       block: the members.
       states: leaves `[n_seeds, n_subsets, ...]`.
       shared: arguments that all members share.
+      config: the protocol.
       mesh: devices over which the subsets are split, or None for one device.
-      in_turn: one after another; the block is of one seed.
 
     Returns:
       What `apply` returns, leaves `[n_seeds, n_subsets, ...]`.
     """
-    if in_turn:
+    if takes_turns(block, config, mesh):
         members = _members_of(block), jax.tree.map(lambda x: x[0], states)
         results = jax.lax.map(lambda x: apply(*x, *shared), members)
         return jax.tree.map(lambda x: x[None], results)
@@ -137,11 +137,6 @@ def over_members(
             return jax.tree.map(lambda x: x[None, None], results)
         rest = (None,) * len(shared)
         over_subsets = jax.vmap(apply, in_axes=((0, 0, None), 0, *rest))
-        if len(block.seeds) == 1:  # one axis less to trace, and to compile
-            member = block._replace(seeds=block.seeds[0])
-            state = jax.tree.map(lambda x: x[0], states)
-            results = over_subsets(tuple(member), state, *shared)
-            return jax.tree.map(lambda x: x[None], results)
         over_seeds = jax.vmap(over_subsets, in_axes=((None, None, 0), 0, *rest))
         return over_seeds(tuple(block), states, *shared)
 
@@ -230,7 +225,7 @@ def member_keys(
     return stream_key(config.root_seed, BATCHES, seed), *jax.random.split(member)
 
 
-_STATIC = ("encoder", "config", "mesh", "in_turn")
+_STATIC = ("encoder", "config", "mesh")
 
 
 @partial(jax.jit, static_argnames=_STATIC)
@@ -241,7 +236,6 @@ def start_block(
     encoder: Encoder,
     config: TrainConfig,
     mesh: Mesh | None = None,
-    in_turn: bool = False,
 ) -> FitState:
     """States before the first step; of `features` only the widths matter.
 
@@ -256,7 +250,7 @@ def start_block(
         return state._replace(epochs_since_best=since_best)
 
     sample = features.of_examples(lambda x: x[:, :1])
-    return over_members(start, block, (), (sample,), mesh, in_turn)
+    return over_members(start, block, (), (sample,), config, mesh)
 
 
 @partial(jax.jit, static_argnames=_STATIC)
@@ -269,10 +263,9 @@ def train_block(
     encoder: Encoder,
     config: TrainConfig,
     mesh: Mesh | None = None,
-    in_turn: bool = False,
 ) -> tuple[FitState, jax.Array]:
     """Take the steps of every member on a group of rows; also their mean losses."""
-    if in_turn:
+    if takes_turns(block, config, mesh):
         return _train_in_turn(states, number, block, train, encoder, config)
 
     def train_member(member, state: FitState, number: jax.Array, train: Labelled):
@@ -286,7 +279,7 @@ def train_block(
         batches = epoch_batches(order_key, train.weights, config.batch_size)
         return take_steps(state, loss, batches, Keys(*keys), config)
 
-    return over_members(train_member, block, states, (number, train), mesh)
+    return over_members(train_member, block, states, (number, train), config, mesh)
 
 
 def _group_keys(config, subset, seed, number):
@@ -354,7 +347,6 @@ def block_logits(
     encoder: Encoder,
     config: TrainConfig,
     mesh: Mesh | None = None,
-    in_turn: bool = False,
 ) -> jax.Array:
     """Logits of every member, `[n_seeds, n_subsets, n_examples]`."""
 
@@ -374,8 +366,9 @@ def block_logits(
             state.is_active(config), lambda: score(member, state, group), lambda: zeros
         )
 
-    apply = score_active if in_turn else score
-    return over_members(apply, block, states, (group,), mesh, in_turn)
+    # Side by side a branch would copy the group for every member.
+    apply = score_active if takes_turns(block, config, mesh) else score
+    return over_members(apply, block, states, (group,), config, mesh)
 
 
 def reviewed_after(encoder: EncoderConfig, config: TrainConfig) -> int | None:
@@ -397,6 +390,11 @@ def n_stopped_by_review(info: FitInfo, n_epochs: int, config: TrainConfig) -> in
 def is_in_turn(config: TrainConfig) -> bool:
     """Whether members of a seed take their steps in turn: on a CPU, if not planned."""
     return jax.default_backend() == "cpu" and not isinstance(config, PlannedConfig)
+
+
+def takes_turns(block: BlockArrays, config: TrainConfig, mesh: Mesh | None) -> bool:
+    """Whether the members of a block take their steps in turn."""
+    return is_in_turn(config) and mesh is None and len(block.seeds) == 1
 
 
 def n_in_turn(n_subsets: int) -> int:
@@ -446,8 +444,7 @@ def block_learner(
     mesh: Mesh | None = None,
 ) -> Learner:
     """Make what `fit` trains out of a block; `sample` is any row of features."""
-    in_turn = is_in_turn(config) and mesh is None and len(block.seeds) == 1
-    fixed = {"encoder": encoder, "config": config, "mesh": mesh, "in_turn": in_turn}
+    fixed = {"encoder": encoder, "config": config, "mesh": mesh}
 
     def logits(states: FitState, group: Labelled) -> jax.Array:
         return block_logits(states, block, group, **fixed)
@@ -478,6 +475,41 @@ def trained_block(block: Block, state: FitState) -> Trained:
     return Trained(block.members, *jax.tree.map(fetch, (state.best_params, state.info)))
 
 
+def fit_block(
+    block: Block,
+    train: Sequence[Labelled],
+    valid: Sequence[Labelled],
+    *,
+    encoder: Encoder,
+    config: TrainConfig,
+    mesh: Mesh | None = None,
+) -> Trained:
+    """Train a block's members, split over the devices of a mesh if one is given.
+
+    Where the subsets do not come out even, some devices train what reads no family, and
+    is left out of the result.
+
+    Returns:
+      The members with all their weights, on the host.
+    """
+    use_one_blas_thread()
+    if mesh is None:
+        arrays = filled_block(block, encoder, config)
+    else:
+        n_subsets = len(block.subsets) + -len(block.subsets) % mesh.size
+        arrays = BlockArrays.of(block, encoder.dims.n_families, n_subsets)
+        split = NamedSharding(mesh, PartitionSpec(AXIS))
+        copied = NamedSharding(mesh, PartitionSpec())
+        arrays, train, valid = jax.device_put(
+            (arrays, list(train), list(valid)),
+            (BlockArrays(split, split, copied), copied, copied),
+        )
+    fixed = {"encoder": encoder, "config": config, "mesh": mesh}
+    learner = block_learner(arrays, train[0].features, **fixed)
+    (state,) = fit([learner], partial(shuffled, train, config), lambda: valid, config)
+    return trained_block(block, state)
+
+
 def fit_blocks(
     blocks: Sequence[Block],
     train: Sequence[Labelled],
@@ -496,26 +528,18 @@ def fit_blocks(
     that train side by side share the cores: with twice as many blocks as cores, each in
     the others' caches, training takes longer.
     """
-
-    def learner_of(arrays: BlockArrays) -> Learner:
-        fixed = {"encoder": encoder, "config": config}
-        return block_learner(arrays, train[0].features, **fixed)
+    fixed = {"encoder": encoder, "config": config}
 
     def train_alone(block: Block) -> Trained:
         with _CORES:
-            (state,) = fit(
-                [learner_of(filled_block(block, encoder, config))],
-                partial(shuffled, train, config),
-                lambda: valid,
-                config,
-            )
-            return trained_block(block, state)
+            return fit_block(block, train, valid, **fixed)
 
     use_one_blas_thread()
     if is_in_turn(config) and len(blocks) > 1:
         # Compiled by members that read nothing, and are done before they begin.
         arrays = filled_block(blocks[0], encoder, config)
-        learner = learner_of(arrays._replace(family_masks=arrays.family_masks & False))
+        nothing = arrays._replace(family_masks=arrays.family_masks & False)
+        learner = block_learner(nothing, train[0].features, **fixed)
         state = learner.start()
         for group in train:
             learner.train(state, np.int32(0), group)
@@ -536,45 +560,6 @@ def member_mesh() -> Mesh:
     return Mesh(np.asarray(jax.local_devices()), (AXIS,))
 
 
-def fit_on_mesh(
-    block: Block,
-    train: Sequence[Labelled],
-    valid: Sequence[Labelled],
-    *,
-    encoder: Encoder,
-    config: TrainConfig,
-    mesh: Mesh,
-) -> Trained:
-    """Train a block's members over the devices of a mesh.
-
-    Where the subsets do not come out even, some devices train what reads no family, and
-    is left out of the result.
-
-    Returns:
-      The members with all their weights, on the host.
-    """
-    use_one_blas_thread()
-    n_subsets = len(block.subsets) + -len(block.subsets) % mesh.size
-    family_masks, subsets, seeds = BlockArrays.of(
-        block, encoder.dims.n_families, n_subsets
-    )
-    family_masks, subsets = jax.device_put(
-        (family_masks, subsets), NamedSharding(mesh, PartitionSpec(AXIS))
-    )
-    seeds, train, valid = jax.device_put(
-        (seeds, list(train), list(valid)), NamedSharding(mesh, PartitionSpec())
-    )
-    learner = block_learner(
-        BlockArrays(family_masks, subsets, seeds),
-        train[0].features,
-        encoder=encoder,
-        config=config,
-        mesh=mesh,
-    )
-    (state,) = fit([learner], partial(shuffled, train, config), lambda: valid, config)
-    return trained_block(block, state)
-
-
 def fit_everywhere(
     blocks: Sequence[Block],
     train: Sequence[Labelled],
@@ -584,14 +569,13 @@ def fit_everywhere(
     config: TrainConfig,
 ) -> Iterator[Trained]:
     """Train blocks on all devices there are, and yield each as it is done."""
+    fixed = {"encoder": encoder, "config": config}
     if jax.local_device_count() == 1:
-        yield from fit_blocks(blocks, train, valid, encoder=encoder, config=config)
+        yield from fit_blocks(blocks, train, valid, **fixed)
         return
     mesh = member_mesh()
     for block in blocks:
-        yield fit_on_mesh(
-            block, train, valid, encoder=encoder, config=config, mesh=mesh
-        )
+        yield fit_block(block, train, valid, **fixed, mesh=mesh)
 
 
 def join(blocks: Sequence[Trained], order: Sequence[Member]) -> Trained:

@@ -196,7 +196,7 @@ def _folds(
     """Return, per fold, the rows that a regression sees and those that it does not.
 
     Rows of one question are in one fold. Where folds of like size would hide a class
-    from a regression, the questions of the rarer one are dealt out over the folds.
+    from a regression, the questions of the rarer one are spread evenly over the folds.
     """
     names, question = np.unique(questions, return_inverse=True)
     right, wrong = (np.bincount(question, x) > 0 for x in (labels, ~labels))

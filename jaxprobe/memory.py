@@ -37,7 +37,6 @@ from beatrice.jaxprobe.grid import (
     Labelled,
     Member,
     block_logits,
-    grid_members,
     n_in_turn,
     start_block,
     train_block,
@@ -46,71 +45,31 @@ from beatrice.jaxprobe.stored import StoredTokens
 from beatrice.jaxprobe.tokens import FamilyTokens
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Workload:
-    """Encoders, and the batches they are trained on."""
+def step_flops(
+    config: EncoderConfig, dims: FamilyDims, widths: Sequence[int], member: Member
+) -> int:
+    """Floating-point operations of one encoder's step, an example, from shapes.
 
-    encoder: EncoderConfig  # widths
-    dims: FamilyDims  # channels of the families
-    # Per span the fewest and the most tokens of an example; lengths between them are
-    # equally likely, and every example is padded to the most.
-    spans: tuple[tuple[int, int], ...]
-    batch_size: int  # examples per step
-    n_steps: int  # steps of each encoder in a turn
-    n_seeds: int = 3  # of the grid; 15 encoders each
-    learning_rate: float = 2e-4  # constant
-    weight_decay: float = 0.01  # decoupled
+    Matrix products only, at the encoder's own widths, over all positions, padded ones
+    included. Forward plus backward is three products for one, and two for the first
+    projection, whose inputs need no gradient.
 
-    @property
-    def members(self) -> list[Member]:
-        """Every encoder, seed-major."""
-        return list(grid_members(self.n_seeds, self.dims.n_subsets))
-
-    @property
-    def n_tokens(self) -> int:
-        """Positions of an example, padding included."""
-        return sum(most for _, most in self.spans)
-
-    @property
-    def n_examples(self) -> int:
-        """Training examples of a turn: each is seen once."""
-        return self.batch_size * self.n_steps
-
-    def quiet(self) -> "Workload":
-        """Return the same without noise and dropout."""
-        still = dataclasses.replace(self.encoder, dropout=0.0, input_noise=0.0)
-        return dataclasses.replace(self, encoder=still)
-
-    def mixed(self) -> "Workload":
-        """Return the same with products of bfloat16."""
-        mixed = dataclasses.replace(self.encoder, matmul_dtype="bfloat16")
-        return dataclasses.replace(self, encoder=mixed)
-
-
-def step_flops(workload: Workload, member: Member) -> int:
-    """Floating-point operations of one encoder's step, from shapes.
-
-    Matrix products only, at the encoder's own widths, over all positions of the batch,
-    padded ones included. Forward plus backward is three products for one, and two for
-    the first projection, whose inputs need no gradient.
+    Args:
+      config: shape of the encoder.
+      dims: channels of the families.
+      widths: tokens of the padded spans.
+      member: which encoder.
     """
-    config, dims = workload.encoder, workload.dims
-    read = np.flatnonzero(dims.subset_masks[member[0]]).tolist()
+    read = np.flatnonzero(dims.subset_masks[member.subset]).tolist()
     sizes = [dims.sizes[f] for f in read]
-    hidden, n_spans = config.hidden, len(workload.spans)
+    hidden, n_spans = config.hidden, len(widths)
     projection = 2 * sum(sizes) * config.projection
     entry = 2 * len(read) * config.projection * hidden
     convolutions = config.n_blocks * 2 * (2 * 3 * hidden * hidden)
     per_token = 2 * projection + 3 * (entry + convolutions)
     n_vectors = n_spans + n_spans * (n_spans - 1) // 2
     mlp = 2 * n_vectors * config.d_pooled * hidden + 2 * hidden
-    per_example = workload.n_tokens * per_token + 3 * mlp
-    return workload.batch_size * per_example
-
-
-def turn_flops(workload: Workload, members: Sequence[Member]) -> int:
-    """Operations of a turn: `n_steps` of each member."""
-    return workload.n_steps * sum(step_flops(workload, member) for member in members)
+    return sum(widths) * per_token + 3 * mlp
 
 
 KEPT_FREE = 0.15  # of a device: fragments, libraries, and what the compiler left out

@@ -8,6 +8,7 @@ incorrect one, ranked by the negated score.
 import dataclasses
 import itertools
 import math
+import operator
 from collections.abc import Iterator
 from typing import NamedTuple, cast
 
@@ -236,16 +237,13 @@ def stratified_auroc(
     """
     if reason := _undefined(scores, labels):
         return Metric(math.nan, reason)
-    credit = n_pairs = 0.0
-    for rows in paired_strata(labels, strata):
-        n = float(labels[rows].sum() * (~labels[rows]).sum())
-        credit, n_pairs = (
-            credit + n * auroc(scores[rows], labels[rows]).value,
-            n_pairs + n,
-        )
-    if not n_pairs:
+    strata_rows = paired_strata(labels, strata)
+    if not strata_rows:
         return Metric(math.nan, "no stratum has right and wrong answers")
-    return Metric(credit / n_pairs)
+    n_pairs = [float(labels[x].sum() * (~labels[x]).sum()) for x in strata_rows]
+    aurocs = (auroc(scores[x], labels[x]).value for x in strata_rows)
+    credits = map(operator.mul, n_pairs, aurocs)
+    return Metric(sum(credits) / sum(n_pairs))
 
 
 def paired_strata(labels: np.ndarray, strata: np.ndarray) -> list[np.ndarray]:

@@ -24,9 +24,10 @@ from beatrice.jaxprobe.stored import (
 
 def shared_branch(
     compute: Callable[[Any], jax.Array],
-    mask: Callable[[jax.Array, jax.Array], jax.Array] | None,
     gate: jax.Array,
     operands: Any,
+    *,
+    is_read: bool = True,
 ) -> jax.Array:
     """`compute(operands)` where the gate is open; once for all members side by side.
 
@@ -35,9 +36,10 @@ def shared_branch(
 
     Args:
       compute: has no gradient of its own.
-      mask: makes zeros of a value whose gate is closed; None where nobody reads it.
       gate: scalar bool.
       operands: arrays, not closed over, since `vmap` must see them.
+      is_read: whether the value is zeros where its gate is closed; False where nobody
+        looks at it then.
     """
     shape = jax.eval_shape(compute, operands)
 
@@ -57,17 +59,15 @@ def shared_branch(
             if is_shared
             else jax.vmap(compute, in_axes=(axes,), axis_size=n)(operands)
         )
-        if mask is None:
+        if not is_read:
             return results, not is_shared
-        axes_of_mask = 0 if is_gate_batched else None, None if is_shared else 0
-        return jax.vmap(mask, in_axes=axes_of_mask, axis_size=n)(gate, results), True
+        in_axes = 0 if is_gate_batched else None, None if is_shared else 0
+        masked = jax.vmap(
+            lambda gate, x: jnp.where(gate, x, 0.0), in_axes=in_axes, axis_size=n
+        )
+        return masked(gate, results), True
 
     return branch(gate, operands)
-
-
-def zeros_if_closed(gate: jax.Array, x: jax.Array) -> jax.Array:
-    """`x`, or zeros unless the gate is open: a mask of `shared_branch`."""
-    return jnp.where(gate, x, 0.0)
 
 
 # Channels from which a batch is too large to be copied before it is projected, where
@@ -206,7 +206,8 @@ def project(
         return batch + deviation * noise
 
     # Nobody reads a batch behind a closed gate: the product looks as well.
-    batch = shared_branch(gather, None, gate, (tokens, draw.rows, draw.noise))
+    operands = tokens, draw.rows, draw.noise
+    batch = shared_branch(gather, gate, operands, is_read=False)
     return _gated_product(*fixed, weight, batch, gate, draw.noise)
 
 
@@ -256,9 +257,8 @@ def _noisy_product(deviation, stream, matmul_dtype, weight, batch, key) -> jax.A
 def _gated_product(deviation, stream, matmul_dtype, weight, batch, gate, key):
     """`_noisy_product` behind a gate; only `weight` has a gradient."""
     compute = partial(_noisy_product, deviation, stream, matmul_dtype)
-    return shared_branch(
-        lambda operands: compute(*operands), zeros_if_closed, gate, (weight, batch, key)
-    )
+    operands = weight, batch, key
+    return shared_branch(lambda operands: compute(*operands), gate, operands)
 
 
 def _gated_product_forward(deviation, stream, matmul_dtype, weight, batch, gate, key):
@@ -275,8 +275,7 @@ def _gated_product_backward(deviation, stream, matmul_dtype, residuals, dy):
         compute = partial(_noisy_product, *fixed, batch=batch, key=key)
         return jax.vjp(compute, weight)[1](dy)[0]
 
-    operands = weight, batch, key, dy
-    return shared_branch(vjp, zeros_if_closed, gate, operands), None, None, None
+    return shared_branch(vjp, gate, (weight, batch, key, dy)), None, None, None
 
 
 _gated_product.defvjp(_gated_product_forward, _gated_product_backward)
@@ -413,36 +412,43 @@ def _positions(tokens, rows, real, gate) -> _Positions:
     return _Positions(at, order, rank, real, n_filled)
 
 
-def _chunk(tokens, sorted_positions: _Positions, chunk) -> jax.Array:
-    """One chunk's tokens, `[_N_CHUNK, d_family]`."""
-    at = jax.lax.dynamic_slice(sorted_positions.order, (chunk * _N_CHUNK,), (_N_CHUNK,))
-    return take_rows(tokens, sorted_positions.rows[at])
+class AllTokens(NamedTuple):
+    """All tokens, of which a batch's are at some positions."""
+
+    tokens: Any  # `[n_tokens, n_examples, d_family]`, standardised or as stored
+    positions: _Positions
+
+    def chunk(self, number: jax.Array) -> jax.Array:
+        """Gather a chunk of the real tokens, `[_N_CHUNK, d_family]`."""
+        order, first = self.positions.order, number * _N_CHUNK
+        at = jax.lax.dynamic_slice(order, (first,), (_N_CHUNK,))
+        return take_rows(self.tokens, self.positions.rows[at])
 
 
 class RealTokens(NamedTuple):
-    """The real tokens of a batch, `[n_padded, d_family]`, and where they are in it."""
+    """The real tokens of a batch, one after another."""
 
-    tokens: jax.Array
+    tokens: jax.Array  # `[n_padded, d_family]`
     positions: _Positions
+
+    def chunk(self, number: jax.Array) -> jax.Array:
+        """Return a chunk of them, `[_N_CHUNK, d_family]`."""
+        shape = _N_CHUNK, self.tokens.shape[1]
+        return jax.lax.dynamic_slice(self.tokens, (number * _N_CHUNK, 0), shape)
 
 
 def _gather_real(tokens, rows: jax.Array, real: jax.Array) -> RealTokens:
     """Gather the real tokens of a batch, a chunk at a time."""
     positions = _positions(tokens, rows, real, jnp.array(True))
+    every = AllTokens(tokens, positions)
 
     def put(chunk, gathered):
-        values = _chunk(tokens, positions, chunk)
+        values = every.chunk(chunk)
         return jax.lax.dynamic_update_slice(gathered, values, (chunk * _N_CHUNK, 0))
 
     shape = len(positions.order), tokens.shape[-1]
     gathered = jax.lax.fori_loop(0, positions.n_chunks, put, jnp.zeros(shape))
     return RealTokens(gathered, positions)
-
-
-def _chunk_of(real: RealTokens, chunk) -> jax.Array:
-    """One chunk of real tokens, `[_N_CHUNK, d_family]`."""
-    shape = _N_CHUNK, real.tokens.shape[1]
-    return jax.lax.dynamic_slice(real.tokens, (chunk * _N_CHUNK, 0), shape)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -454,24 +460,23 @@ def shared_product(
 
 
 def _shared_forward(matmul_dtype, weight, batch, gate):
-    y = _project_chunks(matmul_dtype, weight, _chunk_of, batch, gate)
+    y = _project_chunks(matmul_dtype, weight, batch, gate)
     return y, (weight, batch, gate)
 
 
 def _shared_backward(matmul_dtype, residuals, dy):
-    d_weight = _chunks_vjp(matmul_dtype, dy, residuals[0], _chunk_of, *residuals[1:])
-    return d_weight, None, None
+    return _chunks_vjp(matmul_dtype, dy, *residuals), None, None
 
 
 shared_product.defvjp(_shared_forward, _shared_backward)
 
 
-def _project_chunks(matmul_dtype, weight, chunk_of, batch, gate):
+def _project_chunks(matmul_dtype, weight, batch: AllTokens | RealTokens, gate):
     """Project the chunks of a batch that hold a real token, `[d_projection, n]`."""
     positions = batch.positions
 
     def put(chunk, projected):
-        y = contract(chunk_of(batch, chunk), weight, 1, matmul_dtype)
+        y = contract(batch.chunk(chunk), weight, 1, matmul_dtype)
         return jax.lax.dynamic_update_slice(projected, y, (chunk * _N_CHUNK, 0))
 
     def project():
@@ -482,7 +487,7 @@ def _project_chunks(matmul_dtype, weight, chunk_of, batch, gate):
     return _gated(project, gate, (len(weight), positions.real.size))
 
 
-def _chunks_vjp(matmul_dtype, dy, weight, chunk_of, batch, gate):
+def _chunks_vjp(matmul_dtype, dy, weight, batch: AllTokens | RealTokens, gate):
     """Gradient of `weight`."""
     positions = batch.positions
     n_padded = len(positions.order)
@@ -495,7 +500,7 @@ def _chunks_vjp(matmul_dtype, dy, weight, chunk_of, batch, gate):
         def add(chunk, total):
             at = (chunk * _N_CHUNK, 0)
             chunk_dy = jax.lax.dynamic_slice(transposed, at, (_N_CHUNK, len(weight)))
-            return total + contract(chunk_dy, chunk_of(batch, chunk), 0, matmul_dtype)
+            return total + contract(chunk_dy, batch.chunk(chunk), 0, matmul_dtype)
 
         start = jnp.zeros_like(weight)
         return jax.lax.fori_loop(0, positions.n_chunks, add, start)
@@ -503,28 +508,17 @@ def _chunks_vjp(matmul_dtype, dy, weight, chunk_of, batch, gate):
     return _gated(vjp, gate, weight.shape)
 
 
-class _Gathered(NamedTuple):
-    """All tokens, of which a batch's are at some positions."""
-
-    tokens: Any
-    positions: _Positions
-
-    def chunk(self, chunk) -> jax.Array:
-        """One chunk's tokens, `[_N_CHUNK, d_family]`."""
-        return _chunk(self.tokens, self.positions, chunk)
-
-
 def project_on_cpu(matmul_dtype, weight, tokens, rows, real, gate):
     """`wide_product` on a CPU: in chunks that stay in its cache."""
-    batch = _Gathered(tokens, _positions(tokens, rows, real, gate))
-    y = _project_chunks(matmul_dtype, weight, _Gathered.chunk, batch, gate)
+    batch = AllTokens(tokens, _positions(tokens, rows, real, gate))
+    y = _project_chunks(matmul_dtype, weight, batch, gate)
     return y.reshape(-1, *real.shape)
 
 
 def cpu_vjp(matmul_dtype, dy, weight, tokens, rows, real, gate):
     """Gradient of `weight` on a CPU."""
-    batch = _Gathered(tokens, _positions(tokens, rows, real, gate))
-    return _chunks_vjp(matmul_dtype, dy, weight, _Gathered.chunk, batch, gate)
+    batch = AllTokens(tokens, _positions(tokens, rows, real, gate))
+    return _chunks_vjp(matmul_dtype, dy, weight, batch, gate)
 
 
 def _batch(tokens, rows) -> jax.Array:
@@ -541,7 +535,7 @@ def project_on_accelerator(matmul_dtype, weight, tokens, rows, real, gate):
         y = contract(weight, batch, 1, matmul_dtype).reshape(-1, *real.shape)
         return jnp.where(real[None], y, 0.0)
 
-    return shared_branch(project, zeros_if_closed, gate, (weight, tokens, rows, real))
+    return shared_branch(project, gate, (weight, tokens, rows, real))
 
 
 def accelerator_vjp(matmul_dtype, dy, weight, tokens, rows, real, gate):
@@ -553,4 +547,4 @@ def accelerator_vjp(matmul_dtype, dy, weight, tokens, rows, real, gate):
         transposed = jnp.where(real[None], dy, 0.0).reshape(len(weight), -1)
         return product(transposed, batch, matmul_dtype)
 
-    return shared_branch(vjp, zeros_if_closed, gate, (dy, tokens, rows, real))
+    return shared_branch(vjp, gate, (dy, tokens, rows, real))

@@ -18,9 +18,9 @@ from beatrice.extract.store.store import FeatureStore
 from beatrice.jaxprobe.families import FamilyDims, Standardizer, width_groups, widths_of
 from beatrice.jaxprobe.tokens import (
     FamilyTokens,
+    empty_span,
     family_dims,
     fit_standardizer,
-    keep_spans,
     read_features,
     read_tokens,
     stored_dtypes,
@@ -203,6 +203,15 @@ class TrainingSet:
     # streamed.
     in_memory: tuple[tuple[Bucket, ...], tuple[Bucket, ...]] | None
 
+    def splits(self) -> list[Iterable[tuple[np.ndarray, FamilyTokens]]]:
+        """Return the training and the validation rows, a few at a time.
+
+        Each as `batches` yields it; rows that are in memory come in their groups.
+        """
+        if self.in_memory is not None:
+            return list(self.in_memory)
+        return list(map(self.batches, self.where, (self.read_train, self.read)))
+
     def batches(
         self, where: np.ndarray, read: ReadRows | None = None, n_copies: int = 1
     ) -> Iterator[tuple[np.ndarray, FamilyTokens]]:
@@ -228,20 +237,20 @@ class TrainingSet:
                 padded = np.pad(indices, (0, size - len(indices)), "edge")
                 yield indices, read(where[padded], widths)
 
-    def with_spans(self, span_mask: np.ndarray) -> "TrainingSet":
-        """Return the same rows with some spans left out; see `keep_spans`."""
+    def without(self, span: int) -> "TrainingSet":
+        """Return the same rows with a span left out; see `empty_span`."""
 
-        def masked(read: ReadRows) -> ReadRows:
-            return lambda *where: keep_spans(read(*where), span_mask)
+        def emptied(read: ReadRows) -> ReadRows:
+            return lambda *where: empty_span(read(*where), span)
 
         in_memory = self.in_memory and tuple(
-            tuple(Bucket(i, keep_spans(tokens, span_mask)) for i, tokens in split)
+            tuple(Bucket(i, empty_span(tokens, span)) for i, tokens in split)
             for split in self.in_memory
         )
         return dataclasses.replace(
             self,
-            read=masked(self.read),
-            read_train=masked(self.read_train),
+            read=emptied(self.read),
+            read_train=emptied(self.read_train),
             in_memory=in_memory,
         )
 

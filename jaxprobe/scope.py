@@ -1,9 +1,9 @@
 """What a detector has seen, and from which probability on an answer is trusted.
 
 A probability learned on one kind of question says little about another kind. So the
-detector keeps where its signals lay and in which scripts its texts were written, and
-what it said of validation answers: these certify, for any precision that is asked for,
-from which P on an answer is trusted and up to which it is distrusted.
+detector keeps where its signals lay, in which scripts its texts were written, and its P
+of validation answers: these certify, for any precision that is asked for, from which P
+on an answer is trusted and up to which it is distrusted.
 """
 
 import bisect
@@ -205,7 +205,7 @@ Decision = Literal["trust", "distrust", "unknown"]
 
 
 class Validation(NamedTuple):
-    """What a head says of the answers that it was calibrated on, one a question."""
+    """The P of the answers that a head was calibrated on, one a question."""
 
     p_correct: np.ndarray  # `[n]` float64, calibrated
     labels: np.ndarray  # `[n]` bool, whether the answer is right

@@ -76,25 +76,6 @@ class FamilyTokens(NamedTuple):
         return self.of_examples(partial(moved, take))
 
 
-def standardize_span(
-    tokens: jax.Array, mask: jax.Array, standardizer: Standardizer
-) -> jax.Array:
-    """Standardise one span of one example; padding rows become exactly zero.
-
-    Args:
-      tokens: `[n_span_tokens, d_total]`.
-      mask: `[n_span_tokens]` bool.
-      standardizer: fitted on training tokens.
-
-    Returns:
-      `[n_span_tokens, d_total]` float32.
-    """
-    mean, std = jnp.asarray(standardizer.mean), jnp.asarray(standardizer.std)
-    # The compiler divides by what many rows share in this way; so does NumPy elsewhere.
-    scaled = (tokens.astype(jnp.float32) - mean[None, :]) * (1.0 / std)[None, :]
-    return jnp.where(mask[:, None], scaled, 0.0)
-
-
 @partial(jax.jit, static_argnames="dims")
 def split_families(
     features: Features, dims: FamilyDims, standardizer: Standardizer
@@ -102,14 +83,17 @@ def split_families(
     """Standardise and lay the families apart, one contiguous array for each.
 
     Apart, an encoder that does not read a family neither gathers nor multiplies it.
-    Signals of a span that is not read are exactly zero, so that a store of the answer
-    span alone and a live pass, which has all spans, give the same. No mask is needed: a
-    span has signals in every example or in none, and a convolution of its own.
+    Padding becomes exactly zero, and so do signals of a span that is not read: a store
+    of the answer span alone and a live pass, which has all spans, give the same. No
+    mask is needed for these: a span has signals in every example or in none, and a
+    convolution of its own.
     """
-    standardized = jax.vmap(standardize_span, in_axes=(0, 0, None))
+    mean, std = (jnp.asarray(x)[None, None] for x in standardizer)
     spans = []
     for span, mask in zip(features.tokens, features.masks, strict=True):
-        values = standardized(span, mask, standardizer)
+        # The compiler divides by what many rows share in this way; `_standardized` too.
+        values = (span.astype(jnp.float32) - mean) * (1.0 / std)
+        values = jnp.where(mask[..., None], values, 0.0)
         for f in dims.of_answers if len(spans) < features.n_spans - 1 else ():
             values = values.at[..., dims.slices[f]].set(0.0)
         spans.append(values.transpose(1, 0, 2))
@@ -120,26 +104,15 @@ def split_families(
     )
 
 
-def keep_spans(features: FamilyTokens, span_mask: np.ndarray) -> FamilyTokens:
-    """Leave out whole spans.
-
-    Args:
-      features: families apart.
-      span_mask: `[n_spans]` bool, True where the span is read. Two spans closed-book
-        (question, answer), three with context (context, question, answer).
-
-    Returns:
-      The same tokens; the masks of spans that are left out are all False.
-    """
-    masks = tuple(
-        mask if is_read else jnp.zeros_like(mask)
-        for mask, is_read in zip(features.masks, span_mask, strict=True)
-    )
-    return FamilyTokens(features.tokens, masks)
+def empty_span(features: FamilyTokens, span: int) -> FamilyTokens:
+    """Leave out one span: the same signals, none of whose tokens there is real."""
+    masks = list(features.masks)
+    masks[span] = jnp.zeros_like(masks[span])
+    return FamilyTokens(features.tokens, tuple(masks))
 
 
 def zero_span(features: FamilyTokens, span: int) -> FamilyTokens:
-    """Set one span's signals to zero; unlike `keep_spans` its tokens stay."""
+    """Set one span's signals to zero; unlike `empty_span` its tokens stay."""
     at = features.span_slices[span]
 
     def zero(x: Any) -> Any:
@@ -149,11 +122,6 @@ def zero_span(features: FamilyTokens, span: int) -> FamilyTokens:
         return x._replace(is_kept=is_kept.at[at].set(False))
 
     return FamilyTokens(tuple(map(zero, features.tokens)), features.masks)
-
-
-def all_but(span: int, n_spans: int) -> np.ndarray:
-    """Return the mask that leaves out one span, `[n_spans]` bool."""
-    return np.arange(n_spans) != span
 
 
 def stored_signals(store: FeatureStore) -> dict[str, Family]:
@@ -314,7 +282,7 @@ def _padded(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
 def _standardized(
     codes: np.ndarray, scales: np.ndarray | None, mean: np.ndarray, std: np.ndarray
 ) -> np.ndarray:
-    """Widen and standardise, bit by bit as `standardize_span`."""
+    """Widen and standardise, bit by bit as `split_families`."""
     values = codes.astype(np.float32) if scales is None else decode(codes, scales)
     values -= mean
     values *= 1.0 / std

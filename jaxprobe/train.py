@@ -91,7 +91,7 @@ from beatrice.jaxprobe.linear import (
     with_linear_parts,
 )
 from beatrice.jaxprobe.loop import FitInfo, fit
-from beatrice.jaxprobe.memory import Sizes, Workload, choose, step_flops
+from beatrice.jaxprobe.memory import Sizes, choose, step_flops
 from beatrice.jaxprobe.rows import Rows, TrainingSet, read_sweep, rows_of, training_set
 from beatrice.jaxprobe.stored import use_one_blas_thread
 from beatrice.jaxprobe.tokens import FamilyTokens
@@ -198,7 +198,7 @@ class Streamed:
     where: np.ndarray  # `[n]` indices into the store, ascending
     labels: np.ndarray  # `[n]` bool
     read: Read  # standardised tokens of indices, in one padded width
-    config: StreamConfig  # how the rows are parted
+    config: StreamConfig  # how the rows are split into groups
     # `[n_subsets, n]`, see `Labelled`; None for zeros.
     offsets: np.ndarray | None = None
     # `[n]` numbers, equal for rows of one question; None where each row has its own.
@@ -286,7 +286,9 @@ def train_encoders(
     subsets = sorted(range(data.dims.n_subsets) if subsets is None else subsets)
     linear = _linear_parts(data, config, subsets, cache)
     members = _members(config, subsets)
-    mine = members_of_share(_workload(data, config), subsets, share)
+    widths = widths_of(data.lengths)
+    cost = partial(step_flops, config.encoder, data.dims, widths)
+    mine = members_of_share(members, share, cost)
     for _ in range(len(members) - len(mine)):
         on_part()
     trained_blocks = []
@@ -313,14 +315,14 @@ def train_encoders(
     return trained, outputs
 
 
-# A network that says nothing, as small as can be: a regression needs none.
-SILENT = EncoderConfig(
+# Of encoders that are regressions alone: their networks are zero, and the smallest.
+LINEAR_ONLY = EncoderConfig(
     projection=1, hidden=1, n_blocks=1, n_groups=1, is_linear_first=True
 )
 
 
 def train_regression(data: TrainingSet) -> tuple[Trained, MemberOutputs]:
-    """Fit a regression of all families as an encoder whose network says nothing.
+    """Fit a regression of all families as an encoder whose network is zero.
 
     Validation rows are not looked at; see `jaxprobe.linear.fit_ridge`.
 
@@ -328,25 +330,24 @@ def train_regression(data: TrainingSet) -> tuple[Trained, MemberOutputs]:
       data: the rows; their labels are learned.
 
     Returns:
-      One member, of the shape `SILENT`, and its outputs on every row of the store. A
-      training row's logit is of a regression that has not seen its question.
+      One member, of the shape `LINEAR_ONLY`, and its outputs on every row of the
+      store. A training row's logit is of a regression that has not seen its question.
     """
     train = data.where[0]
-    batches = data.in_memory[0] if data.in_memory else data.batches(train)
-    batches = list(batches)
+    batches = list(data.splits()[0])
     pooled = Pooled.of(batches, data.rows.labels[train])
     regression, unseen = fit_ridge(pooled, data.rows.ids[train])
     every = data.dims.n_subsets - 1
     mask = jnp.asarray(data.dims.subset_masks[every])
     sample = batches[0][1].of_examples(lambda x: x[:, :1])
-    params = Encoder(SILENT, data.dims).init(jax.random.key(0), sample, mask)
+    params = Encoder(LINEAR_ONLY, data.dims).init(jax.random.key(0), sample, mask)
     params = jax.tree.map(
         lambda x: np.asarray(x)[None],
         {"params": params["params"], COLLECTION: regression},
     )
     nothing = FitInfo(*np.full((len(FitInfo._fields), 1), np.nan))
     trained = Trained((Member(every, 0),), params, nothing)
-    config = GridConfig(encoder=SILENT, train=TrainConfig(n_seeds=1))
+    config = GridConfig(encoder=LINEAR_ONLY, train=TrainConfig(n_seeds=1))
     outputs = _outputs(data, config, trained, np.arange(len(data.lengths)))
     outputs.logits[0, train] = unseen
     return trained, outputs
@@ -356,33 +357,19 @@ def _members(config: GridConfig, subsets: Sequence[int]) -> list[Member]:
     return [Member(k, s) for s in range(config.train.n_seeds) for k in subsets]
 
 
-def _workload(data: TrainingSet, config: GridConfig) -> Workload:
-    return Workload(
-        encoder=config.encoder,
-        dims=data.dims,
-        spans=tuple((1, width) for width in widths_of(data.lengths)),
-        batch_size=config.train.batch_size,
-        n_steps=1,
-        n_seeds=config.train.n_seeds,
-    )
-
-
 def members_of_share(
-    work: Workload, subsets: Sequence[int], share: Share
+    members: Sequence[Member], share: Share, cost: Callable[[Member], int]
 ) -> list[Member]:
-    """Return the members of a share; all shares have about as much to do.
+    """Return the members of a share, in their order; all shares cost about the same.
 
     The seeds of a subset stay together, as they train side by side; where there are
-    more processes than subsets, single members are dealt out.
-
-    Returns:
-      members, seed-major.
+    more processes than subsets, single members are split.
     """
-    members = [Member(k, s) for s in range(work.n_seeds) for k in subsets]
+    subsets = dict.fromkeys(member.subset for member in members)
     groups = [[m for m in members if m.subset == k] for k in subsets]
     if share.world_size > len(subsets):
         groups = [[member] for member in members]
-    mine = share.mine(groups, lambda group: sum(step_flops(work, m) for m in group))
+    mine = share.mine(groups, lambda group: sum(map(cost, group)))
     return sorted(chain(*mine), key=members.index)
 
 
@@ -418,12 +405,12 @@ def _trained(
     cache: Cache,
 ) -> Iterator[Trained]:
     """Yield members, those that are saved first; save the others as they are done."""
-    saved = [
-        trained for member in members if (trained := _load(cache, member)) is not None
-    ]
-    yield from saved
-    done = {member for trained in saved for member in trained.members}
-    missing = [member for member in members if member not in done]
+    missing = []
+    for member in members:
+        if (trained := _load(cache, member)) is None:
+            missing.append(member)
+        else:
+            yield trained
     for trained in _fit(data, config, missing, linear) if missing else ():
         _save(cache, trained)
         yield trained
@@ -478,12 +465,9 @@ def _linear_parts(
     saved = load_linear(cache, subsets)
     if saved is not None:
         return saved
-    batches = data.in_memory or map(
-        data.batches, data.where, (data.read_train, data.read)
-    )
     train, valid = (
         Pooled.of(split, data.rows.labels[where])
-        for split, where in zip(batches, data.where, strict=True)
+        for split, where in zip(data.splits(), data.where, strict=True)
     )
     questions = data.rows.ids[data.where[0]]
     linear = fit_linear_parts(train, valid, questions, subsets)

@@ -46,7 +46,6 @@ from beatrice.jaxprobe.families import FAMILIES, LETTERS, N_SUBSETS, SUBSET_NAME
 from beatrice.jaxprobe.fusion import PoolOutputs
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.rows import Rows, TrainingSet
-from beatrice.jaxprobe.tokens import all_but
 from beatrice.jaxprobe.train import (
     encoder_folders,
     grid_config,
@@ -97,7 +96,7 @@ def rows_without(data: TrainingSet, setting: Setting, variant: str) -> TrainingS
     span = SPANS[setting].index(name)
     if way == "zeroed":
         return data.with_zeroed(span)
-    return data.with_spans(all_but(span, len(SPANS[setting])))
+    return data.without(span)
 
 
 def own_scores(pool: PoolOutputs, members: Sequence[int]) -> np.ndarray:

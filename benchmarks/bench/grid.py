@@ -20,20 +20,74 @@ from beatrice.benchmarks.real import GRID
 from beatrice.extract.run.process import begin_peak
 from beatrice.jaxprobe.config import GRID_PRESETS, EncoderConfig, TrainConfig
 from beatrice.jaxprobe.encoder import Encoder
-from beatrice.jaxprobe.families import SUBSETS, Features, Standardizer, paper_dims
+from beatrice.jaxprobe.families import (
+    SUBSETS,
+    FamilyDims,
+    Features,
+    Standardizer,
+    paper_dims,
+)
 from beatrice.jaxprobe.grid import (
     Labelled,
     Member,
     fit_blocks,
+    grid_members,
     labelled,
     member_keys,
     n_in_turn,
 )
-from beatrice.jaxprobe.memory import Plan, Workload
+from beatrice.jaxprobe.memory import Plan, step_flops
 from beatrice.jaxprobe.tokens import split_families
 
 Losses = dict[Member, list[float]]  # of every step
 N_VALID = 16  # examples behind an epoch, so few that validation costs nothing
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Encoders, and the batches they are trained on."""
+
+    encoder: EncoderConfig  # widths
+    dims: FamilyDims  # channels of the families
+    # Per span the fewest and the most tokens of an example; lengths between them are
+    # equally likely, and every example is padded to the most.
+    spans: tuple[tuple[int, int], ...]
+    batch_size: int  # examples per step
+    n_steps: int  # steps of each encoder in a turn
+    n_seeds: int = 3  # of the grid; 15 encoders each
+    learning_rate: float = 2e-4  # constant
+    weight_decay: float = 0.01  # decoupled
+
+    @property
+    def members(self) -> list[Member]:
+        """Every encoder, seed-major."""
+        return list(grid_members(self.n_seeds, self.dims.n_subsets))
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Tokens of the padded spans."""
+        return tuple(most for _, most in self.spans)
+
+    @property
+    def n_examples(self) -> int:
+        """Training examples of a turn: each is seen once."""
+        return self.batch_size * self.n_steps
+
+    def quiet(self) -> "Workload":
+        """Return the same without noise and dropout."""
+        still = dataclasses.replace(self.encoder, dropout=0.0, input_noise=0.0)
+        return dataclasses.replace(self, encoder=still)
+
+    def mixed(self) -> "Workload":
+        """Return the same with products of bfloat16."""
+        mixed = dataclasses.replace(self.encoder, matmul_dtype="bfloat16")
+        return dataclasses.replace(self, encoder=mixed)
+
+
+def turn_flops(workload: Workload, members: Sequence[Member]) -> int:
+    """Operations of a turn: `n_steps` of each member."""
+    cost = partial(step_flops, workload.encoder, workload.dims, workload.widths)
+    return workload.n_examples * sum(map(cost, members))
 
 
 def microworld(n_steps: int) -> Workload:

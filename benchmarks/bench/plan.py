@@ -35,10 +35,10 @@ from beatrice.jaxprobe.commands import DeviceOptions
 from beatrice.jaxprobe.config import GridConfig, StreamConfig, as_bytes
 from beatrice.jaxprobe.encoder import N_TAPS
 from beatrice.jaxprobe.families import N_FAMILIES
+from beatrice.jaxprobe.grid import grid_members
 from beatrice.jaxprobe.memory import (
     Plan,
     Sizes,
-    Workload,
     choose,
     compiled_step,
     step_flops,
@@ -292,17 +292,14 @@ def work_of(
       by roofline, that of products each at the peak that binds it and of the other
       bytes at memory's; and of the products' time the share that memory binds.
     """
-    work = Workload(
-        encoder=sizes.encoder,
-        dims=sizes.dims,
-        spans=tuple((1, width) for width in sizes.widths),
-        batch_size=sizes.train.batch_size,
-        n_steps=1,
-        n_seeds=sizes.train.n_seeds,
+    members = grid_members(sizes.train.n_seeds, sizes.dims.n_subsets)
+    own_flops = sum(
+        sizes.train.batch_size * step_flops(sizes.encoder, sizes.dims, sizes.widths, m)
+        for m in members
     )
     assert plan.n_rows is not None  # there is a limit
     n_members = plan.n_subsets * plan.n_seeds
-    times = sizes.train.batch_size // plan.n_rows * len(work.members) / n_members
+    times = sizes.train.batch_size // plan.n_rows * len(members) / n_members
     _, cost = compiled_step(sizes, plan.n_subsets, plan.n_seeds, plan.n_rows)
     gflop, megabytes, product_ms = (
         sum(row[name] for row in products) for name in ("GFLOP", "MB", "ms")
@@ -310,7 +307,6 @@ def work_of(
     bound_ms = sum(row["ms"] for row in products if row["bound by"] == "memory")
     others = max(cost["bytes accessed"] - 1e6 * megabytes, 0.0)
     n_batches = math.ceil(N_ROWS[setting][0] / sizes.train.batch_size)
-    own_flops = sum(step_flops(work, member) for member in work.members)
     seconds = times * (product_ms / 1e3 + others / device.bandwidth)
     minutes = n_batches * sizes.train.max_epochs * seconds / 60
     return {

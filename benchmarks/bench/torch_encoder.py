@@ -19,11 +19,10 @@ import numpy as np
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, gelu
 
-from beatrice.benchmarks.bench.grid import made_up_features
+from beatrice.benchmarks.bench.grid import Workload, made_up_features
 from beatrice.jaxprobe.config import EncoderConfig
 from beatrice.jaxprobe.families import FamilyDims, Features
 from beatrice.jaxprobe.grid import Member
-from beatrice.jaxprobe.memory import Workload
 
 Arrays = Mapping[str, np.ndarray]
 Weights = dict[str, torch.Tensor]

@@ -41,7 +41,9 @@ from beatrice.benchmarks.bench.grid import (
     WIDTHS,
     Grid,
     Losses,
+    Workload,
     machine,
+    turn_flops,
     weights_file,
 )
 from beatrice.benchmarks.bench.torch_encoder import Stack, TorchData
@@ -50,7 +52,6 @@ from beatrice.extract.run.process import Share, begin_peak
 from beatrice.extract.run.verbs import AS_JSON
 from beatrice.jaxprobe.config import XLA_FLAGS
 from beatrice.jaxprobe.grid import Member
-from beatrice.jaxprobe.memory import Workload, turn_flops
 
 N_PROCESSES = 2  # of PyTorch, with one thread each; one of two threads is slower
 
@@ -355,6 +356,6 @@ def train(widths: str, steps: int, rounds: int, as_json: bool) -> None:
     printer.text(
         f"\n{machine()}; medians of {rounds} turns of {steps} steps [least, largest]; "
         f"fp32 peak of products of 2048 x 2048, the median over rounds; "
-        f"{len(work.members)} encoders, {work.n_tokens} positions an example, batches "
-        f"of {work.batch_size}."
+        f"{len(work.members)} encoders, {sum(work.widths)} positions an example, "
+        f"batches of {work.batch_size}."
     )

@@ -27,9 +27,9 @@ from beatrice.jaxprobe.families import (
 from beatrice.jaxprobe.grid import (
     Block,
     Member,
+    fit_block,
     fit_blocks,
     fit_everywhere,
-    fit_on_mesh,
     join,
     labelled,
     member_mesh,
@@ -38,7 +38,7 @@ from beatrice.jaxprobe.grid import (
 )
 from beatrice.jaxprobe.memory import Sizes
 from beatrice.jaxprobe.rows import rows_at_once
-from beatrice.jaxprobe.tokens import all_but, keep_spans, split_families
+from beatrice.jaxprobe.tokens import empty_span, split_families
 from tests.jaxprobe.samples import assert_same_leaves
 from tests.process import run_line
 
@@ -164,7 +164,7 @@ def planned_devices(stream):
 def train_on_mesh(out):
     """Train over the devices of a process of its own."""
     options = {"encoder": ENCODER, "config": TRAIN, "mesh": member_mesh()}
-    trained = fit_on_mesh(BLOCK, *as_groups(planted_parts()), **options)
+    trained = fit_block(BLOCK, *as_groups(planted_parts()), **options)
     leaves = {f"w{i}": x for i, x in enumerate(jax.tree.leaves(trained.params))}
     np.savez(
         out,
@@ -190,11 +190,10 @@ def plain():
 def without(plain, span=None):
     """Both parts with a span left out by its mask."""
     *parts, standardizer = plain
-    spans = np.ones(2, bool) if span is None else all_but(span, 2)
-    return tuple(
-        labelled(keep_spans(split_families(x, DIMS, standardizer), spans), y)
-        for x, y in parts
-    )
+    families = [(split_families(x, DIMS, standardizer), y) for x, y in parts]
+    if span is not None:
+        families = [(empty_span(x, span), y) for x, y in families]
+    return tuple(labelled(*part) for part in families)
 
 
 def test_a_span_left_out_is_a_span_that_was_never_there(plain):

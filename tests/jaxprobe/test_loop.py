@@ -131,6 +131,7 @@ def test_configs_that_train_nothing_are_refused():
         (TrainConfig, "n_microbatches", 0),
         (TrainConfig, "n_microbatches", -4),
         (TrainConfig, "learning_rate", math.nan),
+        (TrainConfig, "learning_rate", math.inf),
         (TrainConfig, "learning_rate", 0.0),
         (EncoderConfig, "n_groups", 0),
         (EncoderConfig, "hidden", 0),

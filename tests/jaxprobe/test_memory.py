@@ -1,6 +1,7 @@
 """What memory allows, and that results do not depend on it."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -223,7 +224,7 @@ def test_a_number_of_bytes_is_read(text, n):
     assert as_bytes(text) == n
 
 
-@pytest.mark.parametrize("text", ["", "80 apples", "-1GiB", "0"])
+@pytest.mark.parametrize("text", ["", "80 apples", "-1GiB", "0", "0.8"])
 def test_what_is_no_number_of_bytes_is_refused(text):
     with pytest.raises(ValueError, match="expected a number of bytes"):
         as_bytes(text)
@@ -236,34 +237,29 @@ def test_what_is_trained_again_does_not_ask_for_a_plan():
     assert plan.config(TrainConfig()).microbatches() == 4  # as many draw together
 
 
-PAPER = memory.Workload(
-    encoder=EncoderConfig(),
-    dims=PAPER_DIMS,
-    spans=((1, 300), (1, 40), (1, 16)),
-    batch_size=512,
-    n_steps=1,
-)
-EVERY = range(N_SUBSETS)
+COST = partial(memory.step_flops, EncoderConfig(), PAPER_DIMS, (300, 40, 16))
+EVERY = grid_members(3, N_SUBSETS)
 
 
-def shares(world_size, subsets=EVERY):
+def shares(world_size, members=EVERY):
     ranks = (Share(rank, world_size) for rank in range(world_size))
-    return [members_of_share(PAPER, subsets, rank) for rank in ranks]
+    return [members_of_share(members, rank, COST) for rank in ranks]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8, 15, 16, 48, 60])
 def test_every_member_is_one_shares_in_the_order_of_the_grid(world_size):
     members = [member for share in shares(world_size) for member in share]
-    assert sorted(members) == sorted(grid_members(3, 15))
+    assert sorted(members) == sorted(EVERY)
     for share in shares(world_size):
-        assert share == [member for member in grid_members(3, 15) if member in share]
+        assert share == [member for member in EVERY if member in share]
 
 
 @pytest.mark.parametrize(("world_size", "most"), [(2, 1.02), (4, 1.07), (8, 1.18)])
 def test_no_process_has_much_more_to_do_than_the_mean(world_size, most):
     # With their control, which costs what its encoder does.
-    pairs = zip(shares(world_size), shares(world_size, [EVERY_FAMILY]), strict=True)
-    loads = [sum(memory.step_flops(PAPER, m) for m in [*g, *c]) for g, c in pairs]
+    control = [member for member in EVERY if member.subset == EVERY_FAMILY]
+    pairs = zip(shares(world_size), shares(world_size, control), strict=True)
+    loads = [sum(map(COST, [*g, *c])) for g, c in pairs]
     assert max(loads) < most * np.mean(loads)
 
 

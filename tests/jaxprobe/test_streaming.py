@@ -18,7 +18,7 @@ from beatrice.jaxprobe.encoder import Encoder, pooled_signals
 from beatrice.jaxprobe.families import paper_dims, standardizer_of, subset_index
 from beatrice.jaxprobe.grid import Block, fit_blocks, labelled, member_outputs
 from beatrice.jaxprobe.stored import StoredTokens, take_rows, values_of
-from beatrice.jaxprobe.tokens import FamilyTokens, keep_spans, split_families, zero_span
+from beatrice.jaxprobe.tokens import FamilyTokens, empty_span, split_families, zero_span
 from beatrice.jaxprobe.train import Streamed, epoch_groups, fit_streamed, prefetched
 from tests.jaxprobe.samples import assert_same_leaves, identity_of
 from tests.jaxprobe.test_grid import DIMS, ENCODER, planted
@@ -263,5 +263,5 @@ def test_a_span_that_is_zeroed_or_left_out_is_so_in_both(dtype):
         np.testing.assert_array_equal(token, other)
         assert not np.any(token[first]) and np.any(token[first.stop :])
     assert not any(map(np.any, widened(zero_span(zeroed[0], 1)).tokens))
-    left_out = keep_spans(features, np.array([False, True]))
+    left_out = empty_span(features, 0)
     assert_same(*map(pooled_signals, (left_out, widened(left_out))), dtype)

@@ -273,7 +273,7 @@ def test_rows_whose_span_is_zeroed_stay_so_where_another_span_is_left_out():
     names = (field.name for field in dataclasses.fields(TrainingSet))
     absent = dict.fromkeys(names)
     data = TrainingSet(**{**absent, "read": read, "read_train": read})
-    both = data.with_zeroed(1).with_spans(np.array([False, True]))
+    both = data.with_zeroed(1).without(0)
     for reader, value in ((both.read, 1.0), (both.read_train, 0.0)):
         tokens = reader(np.arange(2))
         np.testing.assert_array_equal(tokens.tokens[0][1], value)

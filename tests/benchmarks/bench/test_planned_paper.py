@@ -21,7 +21,8 @@ from beatrice.benchmarks.bench.plan import (
     read_module,
     work_of,
 )
-from beatrice.jaxprobe.memory import Plan, Workload, choose, compiled_step, step_flops
+from beatrice.jaxprobe.grid import Member
+from beatrice.jaxprobe.memory import Plan, choose, compiled_step, step_flops
 
 GIB = 1 << 30
 
@@ -81,16 +82,10 @@ def test_the_module_for_cuda_shares_states_and_multiplies_as_asked(is_mixed):
 def test_products_of_the_module_are_those_that_our_count_knows():
     sizes, module = of_one_block(paper_sizes("closed_book"), input_noise=0.0)
     n_flops = sum(n * product.n_flops for product, n in module.products.items())
-    work = Workload(
-        encoder=sizes.encoder,
-        dims=sizes.dims,
-        spans=tuple((1, width) for width in sizes.widths),
-        batch_size=64,
-        n_steps=1,
-    )
+    alone = step_flops(sizes.encoder, sizes.dims, sizes.widths, Member(14, 0))
     # Side by side every member multiplies every family. Statistics of the groups are
     # small products that the count leaves out.
-    assert n_flops == pytest.approx(15 * step_flops(work, (14, 0)), rel=0.02)
+    assert n_flops == pytest.approx(15 * 64 * alone, rel=0.02)
 
 
 def test_functions_that_are_called_twice_count_twice():

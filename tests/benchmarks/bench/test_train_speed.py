@@ -13,7 +13,13 @@ import torch
 from safetensors.numpy import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
-from beatrice.benchmarks.bench.grid import Grid, made_up_features, weights_file
+from beatrice.benchmarks.bench.grid import (
+    Grid,
+    Workload,
+    made_up_features,
+    turn_flops,
+    weights_file,
+)
 from beatrice.benchmarks.bench.select import (
     TOLERANCE,
     SelectSizes,
@@ -40,7 +46,7 @@ from beatrice.jaxprobe.config import EncoderConfig, FusionConfig, TrainConfig
 from beatrice.jaxprobe.encoder import Encoder
 from beatrice.jaxprobe.families import SUBSETS, paper_dims, subset_index
 from beatrice.jaxprobe.fusion import head_inputs
-from beatrice.jaxprobe.memory import Workload, step_flops, turn_flops
+from beatrice.jaxprobe.grid import Member
 from beatrice.jaxprobe.tokens import split_families
 from beatrice.selection.greedy import fit_sets
 from tests.jaxprobe.samples import identity_of
@@ -69,7 +75,7 @@ def folder(tmp_path_factory):
 
 def weights_of(folder, *names):
     """Initial weights of encoders of the first seed, by member."""
-    members = [(subset_index(name), 0) for name in names]
+    members = [Member(subset_index(name), 0) for name in names]
     return {member: load_file(weights_file(folder, member)) for member in members}
 
 
@@ -80,7 +86,7 @@ def test_the_operations_of_a_step_are_those_that_pytorch_counts(folder, name):
     data = TorchData.made_up(TOY, TOY.batch_size, seed=0)
     with FlopCounterMode(display=False) as counter:
         train_torch([alone], data, 1, TOY.batch_size)
-    assert counter.get_total_flops() == step_flops(TOY, *weights)
+    assert TOY.n_steps * counter.get_total_flops() == turn_flops(TOY, list(weights))
 
 
 def test_members_are_split_whole_and_evenly():
