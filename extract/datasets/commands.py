@@ -42,7 +42,6 @@ from beatrice.extract.records import is_safe_name
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.contents import settings_in_words
 from beatrice.extract.run.directory import NewRun, RunDir, manifest_file
-from beatrice.extract.run.files import sha256_file
 from beatrice.extract.run.stages import do, once
 from beatrice.extract.run.verbs import (
     AS_JSON,
@@ -84,7 +83,11 @@ def make_data_run(
     The run's section `data` says the same of the files as `sources`; `fixed` is a
     manifest whose splits are used instead of drawing. Returns the splits' manifest.
     """
-    from beatrice.extract.datasets.building import build_examples, check_folder
+    from beatrice.extract.datasets.building import (
+        build_examples,
+        check_folder,
+        data_config,
+    )
 
     with _removed_on_failure(path), RunDir.open(path, new_run) as run:
         for left in run.path.glob(".*.tmp"):  # of a run that was killed; we hold it
@@ -99,7 +102,10 @@ def make_data_run(
                     path.unlink()
                 raise
 
-        inputs = {f"{s.dataset} {s.role}": sha256_file(s.path) for s in sources}
+        inputs: dict[str, str] = {}
+        for dataset, role, digest in data_config(sources, build, fixed).sources:
+            name = f"{dataset} {role}"  # of one file or of several
+            inputs[name] = " ".join(filter(None, (inputs.get(name), digest)))
         outputs = [run.examples, run.passages, run.splits_file]
         once(run, "data", inputs, outputs, progress, work)
         return check_folder(run.path)
@@ -110,14 +116,12 @@ File = tuple[str, Path]  # the set's name, and where it lies
 
 
 class _Size(click.IntRange):
+    name = "whole number, or all"
+
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> Any:
-        if value == "all":
-            return value
-        if not isinstance(value, int) and not value.isascii():
-            self.fail(f"expected a whole number, or all, found {value!r}", param, ctx)
-        return super().convert(value, param, ctx)
+        return value if value == "all" else super().convert(value, param, ctx)
 
 
 _SIZE, _CONTEXT = _Size(min=1), click.Choice(get_args(Context))
@@ -164,7 +168,7 @@ def _by_set(
             )
         by_name[name] = value
     common = by_name.pop(None, default)
-    return common, {name: value for name, value in by_name.items() if name is not None}
+    return common, {str(name): value for name, value in by_name.items()}
 
 
 def _files(text: str) -> Any:
@@ -189,7 +193,7 @@ class QuestionOptions:
     )
     n_evaluation: Size = option(
         "Validation and test each, of each set; all halves the questions.",
-        500,
+        SplitConfig.n_evaluation,
         type=_SIZE,
         metavar="N",
     )
@@ -230,14 +234,15 @@ class QuestionOptions:
 
     def build_config(self, seed: int) -> BuildConfig:
         """Return what is to be built."""
-        n_train, n_train_of = _by_set("--n-train", self.n_train, 10_000)
+        n_train, n_train_of = _by_set("--n-train", self.n_train, SplitConfig.n_train)
         context, contexts = _by_set("--context", self.context, None)
+        _, n_held_out = _by_set("--n-held-out", self.n_held_out, None)
         splits = SplitConfig(
             seed=seed,
             n_train=n_train,
             n_train_of=n_train_of,
             n_evaluation=self.n_evaluation,
-            n_held_out=HELD_OUT_SIZES | dict(self.n_held_out),
+            n_held_out=HELD_OUT_SIZES | n_held_out,
         )
         return BuildConfig(
             splits=splits,
@@ -404,8 +409,13 @@ def data(
     files = questions.files()
     if (what.inspect is None) == (run_dir is None):
         raise click.UsageError("give either RUN_DIR, or --inspect FILE")
+    if what.train_model and not what.world:
+        raise click.UsageError("--set train_model is for --world; give both")
     if run_dir is None:
-        if files or questions.splits or what.world:
+        reading = QuestionOptions(
+            skip_bad=questions.skip_bad, evidence=questions.evidence
+        )
+        if what.world or (questions, asking) != (reading, AskingOptions()):
             raise click.UsageError("--inspect goes with no other work")
         _inspect(what.inspect or "", questions, as_json)
     elif what.world:
@@ -551,8 +561,9 @@ def _show_splits(run_dir: Path, manifest: Mapping[str, Any], as_json: bool) -> N
         counts = ", ".join(f"{name} {size}" for name, size in sets.items())
         click.echo(f"{split}: {counts}")
     click.echo(
-        f"{len(manifest['passed_over'])} questions passed over for a text in another "
-        f"split, {len(manifest['repeated_within_a_split'])} repeated within a split"
+        f"{len(manifest['passed_over'])} questions passed over for a text or an id in "
+        f"another split, {len(manifest['repeated_within_a_split'])} repeated within a "
+        "split"
     )
     click.echo(str(run_dir / "splits.json"))
 

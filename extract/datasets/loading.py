@@ -356,16 +356,13 @@ def inspect_file(
             groups["datasets"][row.question.dataset or "unknown"] += 1
             groups["formats"][row.format] += 1
             counts.update(_counts_of(row.question, texts))
-    except FileRefused as refused:
-        error = " ".join(str(refused).split())
-        identity |= {"format": refused.format, **_container(refused.type)}
     except (ValueError, OSError) as problem:
         error = " ".join(str(problem).split())
+        if isinstance(problem, FileRefused):
+            identity |= {"format": problem.format, **_container(problem.type)}
     if file is not None:
-        identity = {
-            **_identity(file),
-            "datasets": dict(groups["datasets"]),
-            "formats": dict(groups["formats"]),
+        identity = _identity(file) | {
+            name: dict(groups[name]) for name in ("datasets", "formats")
         }
     if error is None and not counts["loaded"]:
         first = refusals[0]

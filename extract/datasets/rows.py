@@ -41,7 +41,10 @@ _PARQUET_ROWS = 64  # per batch: HotpotQA rows are 6 kB, DPR rows 100 kB
 # What a file may be instead, by its first bytes.
 _FOREIGN = (
     (rb"\s*\Z", "empty, or white space alone; fetch it again"),
-    (rb"PK\x03\x04", "a zip archive; unpack it first"),
+    (
+        rb"PK\x03\x04",
+        "a zip archive, unpack it first; or a spreadsheet, save it as CSV",
+    ),
     (rb"BZh", "bzip2 data; unpack it first"),
     (rb"\xfd7zXZ\0", "xz data; unpack it first"),
     (rb"\x28\xb5\x2f\xfd", "Zstandard data; unpack it first"),
@@ -142,13 +145,14 @@ def _kind_of_text(head: bytes, name: str) -> FileType:
     if start.startswith(b"{"):
         return _kind_of_objects(start.decode("latin-1"))
     lines = start.split(b"\n", 3)[:3]
-    if any(b"\t" in line for line in lines):
-        return FileType(container="table")
     header = lines[0].decode("utf-8", "replace").strip("\r")
     allow_long_cells()
-    cells = next(csv.reader(header.splitlines()), [])
-    if len(cells) > 1 and COLUMNS & {cell.strip().lower() for cell in cells}:
-        return FileType(container="table", delimiter=",")
+    for delimiter in "\t,":
+        cells = next(csv.reader(header.splitlines(), delimiter=delimiter), [])
+        if len(cells) > 1 and COLUMNS & set(_names_in(cells)):
+            return FileType(container="table", delimiter=delimiter)
+    if any(b"\t" in line for line in lines):  # without a header, as DPR's
+        return FileType(container="table")
     raise ValueError(
         f"{name} is plain text: neither JSON nor a table with tabs, or with commas "
         "below a header of known names, between its columns"
@@ -437,6 +441,7 @@ def _table_rows(
     lines = (x.decode("utf-8", "surrogateescape") + "\n" for _, x in _lines(chunks))
     allow_long_cells()
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    header: list[str] = []
     names: list[str] = []
     n_records = 0
     while True:
@@ -450,11 +455,15 @@ def _table_rows(
         if not cells:
             continue  # a blank line
         if not names and problem is None:
-            names = [cell.strip() for cell in cells]
-            if COLUMNS & {name.lower() for name in names}:
+            names = _names_in(cells)
+            if COLUMNS & set(names):
+                header = cells
+                _check_names(names, path)
                 continue
             names = list(HEADERLESS)
         n_records += 1
+        if cells == header:
+            problem = "the row of column names again"
         problem = problem or _row_problem(cells, names)
         at = f"line {first}"
         if reader.line_num > first:
@@ -468,6 +477,18 @@ def _table_rows(
         yield RawRecord(n_records, at, value, problem, first)
 
 
+def _names_in(header: list[str]) -> list[str]:
+    """Return the names of a table's columns, which published ones write small."""
+    return [cell.strip().lower() for cell in header]
+
+
+def _check_names(names: list[str], path: Path) -> None:
+    """Check that no two columns have one name, of which one would be lost."""
+    twice = [name for name in names if name and names.count(name) > 1]
+    if twice:
+        raise ValueError(f"{path}: two columns are named {twice[0]!r}; rename one")
+
+
 def _row_problem(cells: list[str], names: list[str]) -> str | None:
     if len(cells) != len(names):
         what = f"{len(names)} columns"
@@ -478,5 +499,4 @@ def _row_problem(cells: list[str], names: list[str]) -> str | None:
         "".join(cells).encode()
     except UnicodeEncodeError as error:
         return f"not UTF-8: byte 0x{ord(error.object[error.start]) - 0xDC00:02x}"
-    is_header = [cell.strip() for cell in cells] == names
-    return "the row of column names again" if is_header else None
+    return None

@@ -68,14 +68,14 @@ ANN, READ = Reads(("Ann",), 1), Reads(("a", "b"))
 TABLE = [
     # HotpotQA, 2WikiMultihopQA and MuSiQue
     ("no answer", hotpot(answer=...), "no 'answer'"),
-    ("a null answer", hotpot(answer=None), "'answer' is null"),
+    ("a null answer", hotpot(answer=None), "'answer': expected text or a list"),
     ("a number as answer", hotpot(answer=5), "'answer': expected text"),
     ("an empty answer", hotpot(answer=" "), "'answer' holds no word"),
     ("a list with a number", hotpot(answer=["a", 5]), "'answer[1]'"),
     ("no question", hotpot(question=...), "no 'question'"),
     ("an empty question", hotpot(question=""), "'question' is empty"),
     ("no context", hotpot(context=...), "no 'context'"),
-    ("a null context", hotpot(context=None), "'context' is null"),
+    ("a null context", hotpot(context=None), "'context': expected a list, found null"),
     ("an empty context", hotpot(context=[]), "'context' holds no paragraph"),
     ("a context of text", hotpot(context="words"), "'context': expected a list"),
     ("a title that is a number", hotpot(context=[[1, ["a"]]]), "'context[0]'"),
@@ -543,12 +543,17 @@ def test_passages_are_no_questions(record, kind, tmp_path):
         assert report["records"] is None
 
 
-def test_an_empty_cell_of_a_table_is_no_passage(tmp_path):
-    rows = ['who,Ann,"It is Ann, he said."', "where,Oslo,", "when,1900, "]
+@pytest.mark.parametrize(
+    "header", ["question,answer,context", "Question,ANSWER,Context"]
+)
+@pytest.mark.parametrize("text", ["It is Ann, he said.", "It is\tAnn."])
+def test_an_empty_cell_of_a_table_is_no_passage(header, text, tmp_path):
+    """However its columns are written, and with tabs in a cell."""
+    rows = [f'who,Ann,"{text}"', "where,Oslo,", "when,1900, "]
     path = tmp_path / "own.csv"
-    path.write_text("\n".join(["question,answer,context", *rows]))
+    path.write_text("\n".join([header, *rows]))
     passages = [row.question.passages for row in open_dataset(path).read()]
-    assert passages == [(Passage(title="", text="It is Ann, he said."),), (), ()]
+    assert passages == [(Passage(title="", text=text),), (), ()]
 
 
 @pytest.mark.parametrize(

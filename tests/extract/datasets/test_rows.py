@@ -148,6 +148,7 @@ REFUSED = {
     "Latin-1": ('{"question": "é", "answer": ["a"]}'.encode("latin-1"), "0xe9"),
     "other fields": (b'{"colour": "red", "size": 3}\n', "'colour', 'size'"),
     "an unfinished object": (b'{"Data": [], "Domain": "Web"', "cut off"),
+    "two columns of a name": (b"question,answer,Answer\nwho,a,b\n", "named 'answer'"),
     "nothing known at all": (json.dumps([{"x": 1}] * 65).encode(), "'x' are of no k"),
 }
 
