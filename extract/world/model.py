@@ -370,11 +370,11 @@ def _batches(
 def train(
     world: World,
     config: WorldModelConfig,
-    on_step: Callable[[int, list[float], LlamaForCausalLM], None],
+    on_step: Callable[[int, list[float]], None],
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     """Train the model; returns it in evaluation mode, and its tokenizer.
 
-    `on_step` is told the step, its losses in nats, and the model.
+    `on_step` is told the step and its losses in nats.
     """
     torch.set_num_threads(config.n_threads)
     tokenizer = make_tokenizer(world)
@@ -398,7 +398,7 @@ def train(
         total.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        on_step(step, [loss.item() for loss in losses], model)
+        on_step(step, [loss.item() for loss in losses])
     return model.eval(), tokenizer
 
 

@@ -67,7 +67,7 @@ def train_world_model(run: RunDir, update: Update, progress: Progress) -> Path:
     recipe, config = WorldModelConfig(), run.section("world", WorldSection)
     path = run.path / "model"
 
-    def on_step(step: int, losses: list[float], _: object) -> None:
+    def on_step(step: int, losses: list[float]) -> None:
         update(step + 1, recipe.n_steps)
         if (step + 1) % 100 == 0:
             shown = ", ".join(f"{loss:.3f}" for loss in losses)
@@ -79,7 +79,7 @@ def train_world_model(run: RunDir, update: Update, progress: Progress) -> Path:
         tokenizer,
         path,
         {
-            "command": "beatrice data RUN_DIR --world=model",
+            "command": "beatrice data RUN_DIR --world --set train_model=true",
             "world": dataclasses.asdict(config.world),
             "model": dataclasses.asdict(recipe),
             "versions": package_versions(),
