@@ -30,7 +30,7 @@ from beatrice.extract.datasets.splits import (
     Source,
     SplitConfig,
 )
-from beatrice.extract.generate.options import check_backbone
+from beatrice.extract.generate.options import answer_preset, new_run
 from beatrice.extract.generate.prompts import (
     SHOTS,
     TEMPLATES,
@@ -488,8 +488,6 @@ def make_run(
 ) -> None:
     """Draw the splits, make the run directory, and print what was drawn."""
     from beatrice.extract.datasets.building import data_config, with_contexts_of_files
-    from beatrice.extract.signals.extract import EXTRACT_PRESETS
-    from beatrice.extract.world.stage import answer_config
 
     if run.model is None:
         raise click.UsageError(
@@ -499,33 +497,34 @@ def make_run(
         )
     chosen = questions.build_config(run.seed)
     build = with_contexts_of_files(sources, chosen)
-    preset, fields = run.preset or "paper", storage.fields()
+    preset = run.preset or "paper"
     backbone = BackboneConfig(
         model=run.model,
         dtype=asking.model_dtype or default_dtype(asking.device),
         device=asking.device,
     )
-    check_backbone(backbone, fields.get("hidden_layers"))
-    answer = answer_config(preset, run.model)
+    answer = answer_preset(preset, run.model)
     n_longest = asking.max_new_tokens or answer.generation.max_new_tokens
     generation = dataclasses.replace(
         answer.generation, max_new_tokens=n_longest, stop=asking.stop_strings()
     )
-    sections = {
-        "backbone": backbone,
-        "data": data_config(sources, build, questions.splits),
-        "answer": dataclasses.replace(
-            answer,
-            settings=run.settings,
-            prompt=asking.prompt_config(),
-            generation=generation,
-        ),
-        "extract": dataclasses.replace(EXTRACT_PRESETS[preset], **fields),
-    }
+    answer = dataclasses.replace(
+        answer,
+        settings=run.settings,
+        prompt=asking.prompt_config(),
+        generation=generation,
+    )
+    settings = new_run(
+        preset,
+        run.seed,
+        backbone,
+        answer,
+        storage.fields(),
+        data=data_config(sources, build, questions.splits),
+    )
     progress = Progress()
     for note in _notes_before(sources, chosen, build):
         progress.note(f"data: {note}")
-    settings = NewRun(preset=preset, seed=run.seed, sections=sections)
     manifest = make_data_run(
         run_dir, sources, build, settings, progress, fixed=questions.splits
     )

@@ -96,7 +96,10 @@ def identity(record: Record, *keys: str) -> str | None:
         if value is None or value == "":
             continue
         if isinstance(value, bool) or not isinstance(value, str | int):
-            raise ValueError(f"{key!r}: expected an id, found {kind_of(value)}")
+            raise ValueError(
+                f"{key!r}: expected an id (text or a whole number), found "
+                f"{kind_of(value)}"
+            )
         return str(value).strip() or None
     return None
 
@@ -384,7 +387,7 @@ class Question:
     @property
     def example_id(self) -> str:
         """What its example is called, unlike those of all sets."""
-        return f"{self.dataset}-{self.id}"
+        return "-".join(filter(None, (self.dataset, self.id)))
 
     def as_example(self, split: Split, passages: tuple[Passage, ...]) -> Example:
         """Return the example of a split, with the passages chosen as its context.

@@ -11,6 +11,7 @@ import collections
 import dataclasses
 import decimal
 import itertools
+import json
 import math
 import re
 import string
@@ -561,9 +562,11 @@ def read_example(record: Record) -> Question:
         raise ValueError(
             f"'split': expected one of {', '.join(splits)}, found {record['split']!r}"
         )
-    meta = record.get("meta") or {}
-    if not isinstance(meta, dict):
-        raise ValueError(f"'meta': expected an object, found {fields.kind_of(meta)}")
+    meta = fields.expect(record.get("meta") or {}, dict, "meta")
+    try:
+        json.dumps(meta)
+    except TypeError as error:  # of a Parquet file, which has dates and decimals
+        raise ValueError(f"'meta': expected JSON values ({error})") from None
     return Question(
         split=split,
         id=name.removeprefix(f"{dataset}-") if name else None,

@@ -580,6 +580,19 @@ def test_what_a_row_says_of_its_subject_can_be_written_as_json(
             assert expected in row.reason
 
 
+def test_what_an_example_says_beside_its_question_is_json_or_is_refused(tmp_path):
+    row = {
+        "id": "7",
+        "dataset": "d",
+        "split": "train",
+        "question": "who",
+        "golds": ["a"],
+    }
+    row["meta"] = {"share": decimal.Decimal("0.5")}
+    report = inspect_file(pub.write_parquet(tmp_path / "examples", [row]))
+    assert "'meta': expected JSON values" in report["error"]
+
+
 NAMES = ["Ann", "O'Neil", 'so-called "pol"', "both ' and \""]
 
 
