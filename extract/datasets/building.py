@@ -131,8 +131,7 @@ def _read_pool(
     file = open_source(source, config)
     context = config.context_of(source.dataset)
     names = ("records", "usable", "without_passages", "of_another_split")
-    counts: collections.Counter[str] = collections.Counter()
-    counts.update(dict.fromkeys(names, 0))
+    counts = collections.Counter(dict.fromkeys(names, 0))
     repeats: list[Refusal] = []
     refusals: list[Refusal] = []
     others, first = set(pool), dict[str, int]()

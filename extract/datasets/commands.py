@@ -140,8 +140,6 @@ class NamedValue(click.ParamType):
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> Any:
         """Return the name, or None for all sets, and the value."""
-        if not isinstance(value, str):
-            return value  # a default
         name, equals, rest = value.partition("=")
         if not self._has_name and not equals:
             return None, self._kind.convert(value, param, ctx)

@@ -102,8 +102,6 @@ def attach(question: Question, folder: Path | None) -> Question:
             n_missing += 1
         else:
             passages += _passages(document.title, page, question.golds)
-    if not passages and not n_missing:
-        return question
     meta = {**question.meta, "evidence": "distant"} if passages else question.meta
     return dataclasses.replace(
         question,

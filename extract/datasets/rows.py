@@ -80,6 +80,7 @@ class FileType:
     is_gzipped: bool = False  # the above is compressed
     has_bom: bool = False  # the text starts with a byte order mark
     list_key: str | None = None  # name of the list in a `json object`
+    list_start: int = 0  # of its bracket, in bytes behind the mark
     delimiter: str = "\t"  # between the columns of a table
 
 
@@ -143,7 +144,7 @@ def _kind_of_text(head: bytes, name: str) -> FileType:
     if start.startswith(b"["):
         return FileType(container="json array")
     if start.startswith(b"{"):
-        return _kind_of_objects(start.decode("latin-1"))
+        return _kind_of_objects(head.decode("latin-1"), len(head) - len(start))
     lines = start.split(b"\n", 3)[:3]
     header = lines[0].decode("utf-8", "replace").strip("\r")
     allow_long_cells()
@@ -159,11 +160,11 @@ def _kind_of_text(head: bytes, name: str) -> FileType:
     )
 
 
-def _kind_of_objects(text: str) -> FileType:
-    key = _list_key_of(text)
+def _kind_of_objects(text: str, at: int) -> FileType:
+    key, list_start = _list_of(text, at)
     if key is not None:
-        return FileType(container="json object", list_key=key)
-    first, _, rest = text.partition("\n")
+        return FileType(container="json object", list_key=key, list_start=list_start)
+    first, _, rest = text[at:].partition("\n")
     try:
         is_line = isinstance(msgspec.json.decode(first), dict)
     except (msgspec.DecodeError, RecursionError):
@@ -172,23 +173,23 @@ def _kind_of_objects(text: str) -> FileType:
     return FileType(container="json lines" if is_line else "json values")
 
 
-def _list_key_of(text: str) -> str | None:
-    """Return the name of the list of records that the object at 0 is around.
+def _list_of(text: str, at: int) -> tuple[str | None, int]:
+    """Return name and start of the list of records that the object at `at` is around.
 
     None for a record, which may hold a list under one of the names, too.
     """
-    at, list_key = 0, None
+    list_key, list_start = None, 0
     while key := _KEY.match(text, at):
         name, at = key[1][1:-1], key.end()
         if name in _RECORD_KEYS:
-            return None
-        if name in LIST_KEYS and _LIST_OF_OBJECTS.match(text, at):
-            list_key = list_key or name
+            return None, 0
+        if list_key is None and name in LIST_KEYS and _LIST_OF_OBJECTS.match(text, at):
+            list_key, list_start = name, at
         try:
             _, at = _decode(text, at)
         except (ValueError, RecursionError):
             break  # longer than the text, or damaged
-    return list_key
+    return list_key, list_start
 
 
 def read_raw(
@@ -310,15 +311,10 @@ def json_values(
     """
     at, number, before = window.skip_space(0), 0, ""
     in_array = file_type.container != "json values"
-    if in_array:
-        at += 1
     if file_type.list_key is not None:
-        opening = re.compile(rf'"{re.escape(file_type.list_key)}"\s*+:\s*+\[', re.ASCII)
-        while (match := opening.search(window.text)) is None:
-            if not window.advance(0):
-                raise ValueError(f"{path} has no list {file_type.list_key!r} any more")
-        at = match.end()
-        before = window.text[:at]
+        at = file_type.list_start
+        before = window.text[: at + 1]
+    at += in_array
     while (at := window.skip_space(at)) < len(window.text) or in_array:
         byte = window.text[at : at + 1]
         if byte == "]" and in_array:

@@ -454,4 +454,5 @@ def test_a_finished_folder_is_not_built_again(sources, tmp_path):
 
 def test_two_files_with_the_same_ids_are_refused(sources, tmp_path):
     with pytest.raises(ValueError, match="give one of the two files"):
-        build(tmp_path / "out", [sources[0], sources[0]])
+        splits = small(n_held_out={})
+        build(tmp_path / "out", [sources[0], sources[0]], splits=splits)

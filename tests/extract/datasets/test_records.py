@@ -503,6 +503,12 @@ def test_of_a_log_with_two_filters_the_first_is_read(records, counts, tmp_path):
     assert all("filter 'b'" in refusal["reason"] for refusal in report["refusals"])
 
 
+def test_examples_that_were_made_of_two_logs_are_all_read(tmp_path):
+    example = {"golds": ["a"], "split": "train", "dataset": "d"}
+    rows = [example | {"question": x, "meta": {"filter": x}} for x in "ab"]
+    assert inspect_file(pub.write_lines(tmp_path / "examples", rows))["loaded"] == 2
+
+
 EMPTY = [{"title": "T", "text": ""}, {"title": "U", "text": "u"}]
 
 

@@ -89,6 +89,7 @@ EXTRA = [x | {"data": [{"a": 1}], "examples": []} for x in RECORDS[:3]]
         (json.dumps(EXTRA), "json array", 3),
         (json.dumps({"data": [{"a": 1}], **RECORDS[0]}), "json lines", 1),
         (json.dumps({"version": 1, "data": EXTRA}), "json object", 3),
+        (json.dumps({"about": {"data": []}, "data": EXTRA}), "json object", 3),
         ("\r".join(LINES * 50), "json values", 70),  # over 1 MiB
     ],
 )
