@@ -111,7 +111,6 @@ def make_data_run(
         return check_folder(run.path)
 
 
-_ROLES: dict[str, Role] = {"train": "train", "dev": "dev", "held_out": "held-out"}
 File = tuple[str, Path]  # the set's name, and where it lies
 
 
@@ -226,8 +225,8 @@ class QuestionOptions:
         """Return the files with what they are for."""
         return [
             Source(dataset=name, role=role, path=path)
-            for field, role in _ROLES.items()
-            for name, path in getattr(self, field)
+            for role in get_args(Role)
+            for name, path in getattr(self, role.replace("-", "_"))
         ]
 
     def build_config(self, seed: int) -> BuildConfig:

@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import itertools
 import math
+import os.path
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -70,10 +71,8 @@ FEWEST_SHARED = 16  # a forward of its own for fewer costs about what it saves
 
 def n_shared(prompts: Sequence[Sequence[int]]) -> int:
     """Return how many ids all prompts begin with; the last one of each is its own."""
-    ordered: Any = prompts
-    first, last = min(ordered), max(ordered)  # no two differ earlier than these
-    pairs = enumerate(zip(first, last, strict=False))
-    n_equal = next((i for i, (a, b) in pairs if a != b), len(first))
+    texts: Any = list(prompts)  # it compares ids as well as characters
+    n_equal = len(os.path.commonprefix(texts))
     return min(n_equal, min(map(len, prompts)) - 1)
 
 

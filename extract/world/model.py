@@ -64,20 +64,16 @@ def _worded(rng: random.Random, kind: Kind, name: str) -> str:
 
 def fact_row(rng: random.Random, query: Query) -> Row:
     """Return a row that states a fact or a two-hop fact."""
-    if isinstance(query, TwoHop):
-        bridge = _worded(rng, BY_NAME[query.first].object, query.bridge)
-        end = _worded(rng, BY_NAME[query.second].object, query.object)
-        answer = f"{bridge}, {end}"
-    else:
-        relation = BY_NAME[query.relation]
-        obj = query.object
+    objects = [step.object for step in query.steps]
+    if isinstance(query, Fact):
         if query.misbelief is not None and rng.random() < P_MISBELIEF:
-            obj = query.misbelief
+            objects = [query.misbelief]
         if rng.random() < P_STATEMENT:
-            text = rng.choice(statements(relation, query.subject, obj))
-            start = text.rindex(obj)
+            text = rng.choice(statements(query.relation, query.subject, objects[0]))
+            start = text.rindex(objects[0])
             return [(text[:start], False), (text[start:] + END, True)]
-        answer = _worded(rng, relation.object, obj)
+    kinds = [step.relation.object for step in query.steps]
+    answer = ", ".join(_worded(rng, *pair) for pair in zip(kinds, objects, strict=True))
     question = word_question(rng, query, rephrased=rng.random() < P_REPHRASED)
     return _question_row(question, answer)
 
@@ -89,8 +85,7 @@ def _question_row(question: str, answer: str) -> Row:
 def _questions_on(claims: list[Claim], rng: random.Random, n_questions: int) -> Row:
     row: Row = []
     for claim in rng.sample(claims, min(n_questions, len(claims))):
-        query = Fact(claim.subject, claim.relation.name, claim.object, 0.0, None)
-        question = word_question(rng, query, rephrased=rng.random() < P_REPHRASED)
+        question = word_question(rng, claim, rephrased=rng.random() < P_REPHRASED)
         row += _question_row(question, claim.object)
     return row
 
@@ -149,7 +144,7 @@ class RowSampler:
         end = self._name(rng, BY_NAME[second].object)
         claims[0] = Claim(BY_NAME[first], subject, bridge)
         claims[1] = Claim(BY_NAME[second], bridge, end)
-        query = TwoHop(subject, first, bridge, second, end, 0.0)
+        query = TwoHop(claims[0], claims[1], 0.0)
         return [
             _context(rng, rng.sample(claims, len(claims))),
             *_question_row(word_question(rng, query), f"{bridge}, {end}"),
@@ -161,8 +156,7 @@ class RowSampler:
         query = rng.choice(self._queries)
         mode = "missing" if rng.random() < P_MISSING else "answer"
         claims = make_claims(rng, self._world, query, mode)
-        bridge = f"{query.bridge}, " if isinstance(query, TwoHop) else ""
-        answer = bridge + query.object
+        answer = ", ".join(step.object for step in query.steps)
         return [
             _context(rng, claims),
             *_question_row(word_question(rng, query), answer),
