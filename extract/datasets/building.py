@@ -131,7 +131,7 @@ def _read_pool(
     file = open_source(source, config)
     context = config.context_of(source.dataset)
     names = ("records", "usable", "without_passages", "of_another_split")
-    counts = collections.Counter(dict.fromkeys(names, 0))
+    counts: collections.Counter[str] = collections.Counter(dict.fromkeys(names, 0))
     repeats: list[Refusal] = []
     refusals: list[Refusal] = []
     others, first = set(pool), dict[str, int]()
@@ -221,7 +221,8 @@ def _drawn_rows(
             if isinstance(row, Refusal) or not is_usable(row, context):
                 continue  # counted when the file was read to draw
             question, name = row.question, str(row.question.id)
-            if name not in order or name in rows:
+            # Of an id that files of two roles have, the split's own file has it.
+            if order.get(name) not in SPLITS_OF[source.role] or name in rows:
                 continue
             example = question.as_example(order[name], question.context(context))
             bare = [Passage(title=p.title, text=p.text) for p in question.passages]

@@ -333,7 +333,7 @@ def inspect_file(
     See the help of `beatrice data`: `error` is None, or the sentence for which the
     whole file is refused; what was read before it is counted all the same.
     """
-    counts = collections.Counter(dict.fromkeys(_COUNTED, 0))
+    counts: collections.Counter[str] = collections.Counter(dict.fromkeys(_COUNTED, 0))
     groups: dict[str, collections.Counter[str]] = {
         name: collections.Counter() for name in ("datasets", "formats", "reasons")
     }

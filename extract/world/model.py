@@ -72,8 +72,10 @@ def fact_row(rng: random.Random, query: Query) -> Row:
             text = rng.choice(statements(query.relation, query.subject, objects[0]))
             start = text.rindex(objects[0])
             return [(text[:start], False), (text[start:] + END, True)]
-    kinds = [step.relation.object for step in query.steps]
-    answer = ", ".join(_worded(rng, *pair) for pair in zip(kinds, objects, strict=True))
+    answer = ", ".join(
+        _worded(rng, step.relation.object, obj)
+        for step, obj in zip(query.steps, objects, strict=True)
+    )
     question = word_question(rng, query, rephrased=rng.random() < P_REPHRASED)
     return _question_row(question, answer)
 

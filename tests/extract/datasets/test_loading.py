@@ -346,6 +346,18 @@ def sources(tmp_path):
     ]
 
 
+def test_of_files_with_the_same_ids_each_split_has_the_questions_of_its_own(tmp_path):
+    sources = []
+    for role, n in (("train", 60), ("dev", 20)):
+        rows = [{"id": i, "question": f"{role} {i}?", "golds": ["a"]} for i in range(n)]
+        path = pub.write_lines(tmp_path / f"{role}.jsonl", rows)
+        sources.append(source("mine", role, path))
+    build(tmp_path / "out", sources, context="none", splits=small(n_held_out={}))
+    for example in read_records(tmp_path / "out" / "examples.jsonl", Example):
+        role = "train" if example.split == "train" else "dev"
+        assert example.question.startswith(role)
+
+
 def test_a_folder_holds_the_drawn_examples_with_their_gold_passages(sources, tmp_path):
     out = tmp_path / "out"
     manifest = build(out, sources)
