@@ -192,7 +192,7 @@ def new_run(
     """Return the settings of a new run; a wrong model is found before it is made.
 
     `storage` holds the fields of `ExtractConfig` that differ from the preset's, and
-    `questions` the section that says where they come from.
+    `questions` the section that says where the run's questions come from.
     """
     from beatrice.extract.signals.extract import EXTRACT_PRESETS
 
