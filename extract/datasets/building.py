@@ -21,6 +21,8 @@ from beatrice.extract.datasets.loading import (
     open_dataset,
 )
 from beatrice.extract.datasets.splits import (
+    HELD_OUT_SIZES,
+    SPLITS_OF,
     BuildConfig,
     Candidate,
     Context,
@@ -99,7 +101,7 @@ def _accepted(
     refusals: list[Refusal],
 ) -> Iterator[Loaded]:
     """Yield the questions of a file that can be used; count the others."""
-    splits = config.splits.sizes(source.dataset, source.role)
+    splits = SPLITS_OF[source.role]
     context = config.context_of(source.dataset)
     for row in file.read():
         counts["records"] += 1
@@ -129,8 +131,7 @@ def _read_pool(
     file = open_source(source, config)
     context = config.context_of(source.dataset)
     names = ("records", "usable", "without_passages", "of_another_split")
-    counts: collections.Counter[str] = collections.Counter()
-    counts.update(dict.fromkeys(names, 0))
+    counts: collections.Counter[str] = collections.Counter(dict.fromkeys(names, 0))
     repeats: list[Refusal] = []
     refusals: list[Refusal] = []
     others, first = set(pool), dict[str, int]()
@@ -220,7 +221,8 @@ def _drawn_rows(
             if isinstance(row, Refusal) or not is_usable(row, context):
                 continue  # counted when the file was read to draw
             question, name = row.question, str(row.question.id)
-            if name not in order or name in rows:
+            # Of an id that files of two roles have, the split's own file has it.
+            if order.get(name) not in SPLITS_OF[source.role] or name in rows:
                 continue
             example = question.as_example(order[name], question.context(context))
             bare = [Passage(title=p.title, text=p.text) for p in question.passages]
@@ -241,13 +243,17 @@ def _write_examples(
     sources: Sequence[Source],
     splits: Mapping[Split, Mapping[str, Sequence[str]]],
     config: BuildConfig,
+    fixed: Path | None,
 ) -> dict[str, dict[str, str]]:
-    """Write examples and passages; returns digests of the questions of each split."""
+    """Write examples and passages; returns digests of the questions of each split.
+
+    Nothing is left of them where the questions are not those of the fixed splits.
+    """
     digests: dict[str, dict[str, str]] = {}
     written: set[bytes] = set()  # passages
     with (
-        write_stream_atomic(folder / _FILES[0], is_new=True) as examples,
         write_stream_atomic(folder / _FILES[1], is_new=True) as passages,
+        write_stream_atomic(folder / _FILES[0], is_new=True) as examples,
     ):
         for dataset in dict.fromkeys(source.dataset for source in sources):
             names: dict[Split, Sequence[str]] = {
@@ -267,6 +273,8 @@ def _write_examples(
             for split, ids in names.items():
                 keys = ((name, rows[name].text_key) for name in ids)
                 digests.setdefault(split, {})[dataset] = questions_digest(keys)
+        if fixed is not None:
+            _check_texts(fixed, digests)
     return digests
 
 
@@ -284,15 +292,7 @@ def build_examples(
         return _finished(folder, settings)
     pools, reports = _read_pools(sources, config, note)
     drawn = _drawn(pools, config, fixed)
-    new_files = [folder / name for name in _FILES if not (folder / name).exists()]
-    try:
-        digests = _write_examples(folder, sources, drawn.splits, config)
-        if fixed is not None:
-            _check_texts(fixed, digests)
-    except BaseException:
-        for path in new_files:
-            path.unlink(missing_ok=True)
-        raise
+    digests = _write_examples(folder, sources, drawn.splits, config, fixed)
     manifest = seal(
         {
             "format": "beatrice-splits",
@@ -319,10 +319,15 @@ def data_config(
 ) -> DataConfig:
     """Return what a build of some files depends on, see `build_examples`."""
     datasets_of_files = {source.dataset for source in sources}
-    trained = {source.dataset for source in sources if source.role == "train"}
+    trained, held_out = (
+        {source.dataset for source in sources if source.role == role}
+        for role in ("train", "held-out")
+    )
+    n_held_out = dict(config.splits.n_held_out.items() - HELD_OUT_SIZES.items())
     for option, values, datasets, kind in (
         ("--context", config.contexts, datasets_of_files, "file"),
         ("--n-train", config.splits.n_train_of, trained, "training file"),
+        ("--n-held-out", n_held_out, held_out, "held-out file"),
     ):
         for dataset in sorted(values.keys() - datasets):
             raise ValueError(
@@ -332,6 +337,8 @@ def data_config(
     for source in sources:
         if not source.path.is_file():
             raise ValueError(f"{source.path}: no such file")
+        if fixed is None:
+            config.splits.size(source.dataset, source.role)  # there is one
     return DataConfig(
         splits=config.splits if fixed is None else None,
         fixed=None if fixed is None else read_splits(fixed)["sha256"],

@@ -30,7 +30,7 @@ from beatrice.extract.datasets.splits import (
     Source,
     SplitConfig,
 )
-from beatrice.extract.generate.options import check_backbone
+from beatrice.extract.generate.options import answer_preset, new_run
 from beatrice.extract.generate.prompts import (
     SHOTS,
     TEMPLATES,
@@ -42,7 +42,6 @@ from beatrice.extract.records import is_safe_name
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.contents import settings_in_words
 from beatrice.extract.run.directory import NewRun, RunDir, manifest_file
-from beatrice.extract.run.files import sha256_file
 from beatrice.extract.run.stages import do, once
 from beatrice.extract.run.verbs import (
     AS_JSON,
@@ -84,7 +83,11 @@ def make_data_run(
     The run's section `data` says the same of the files as `sources`; `fixed` is a
     manifest whose splits are used instead of drawing. Returns the splits' manifest.
     """
-    from beatrice.extract.datasets.building import build_examples, check_folder
+    from beatrice.extract.datasets.building import (
+        build_examples,
+        check_folder,
+        data_config,
+    )
 
     with _removed_on_failure(path), RunDir.open(path, new_run) as run:
         for left in run.path.glob(".*.tmp"):  # of a run that was killed; we hold it
@@ -99,25 +102,25 @@ def make_data_run(
                     path.unlink()
                 raise
 
-        inputs = {f"{s.dataset} {s.role}": sha256_file(s.path) for s in sources}
+        inputs: dict[str, str] = {}
+        for dataset, role, digest in data_config(sources, build, fixed).sources:
+            name = f"{dataset} {role}"  # of one file or of several
+            inputs[name] = " ".join(filter(None, (inputs.get(name), digest)))
         outputs = [run.examples, run.passages, run.splits_file]
         once(run, "data", inputs, outputs, progress, work)
         return check_folder(run.path)
 
 
-_ROLES: dict[str, Role] = {"train": "train", "dev": "dev", "held_out": "held-out"}
 File = tuple[str, Path]  # the set's name, and where it lies
 
 
 class _Size(click.IntRange):
+    name = "whole number, or all"
+
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> Any:
-        if value == "all":
-            return value
-        if not isinstance(value, int) and not value.isascii():
-            self.fail(f"expected a whole number, or all, found {value!r}", param, ctx)
-        return super().convert(value, param, ctx)
+        return value if value == "all" else super().convert(value, param, ctx)
 
 
 _SIZE, _CONTEXT = _Size(min=1), click.Choice(get_args(Context))
@@ -136,8 +139,6 @@ class NamedValue(click.ParamType):
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> Any:
         """Return the name, or None for all sets, and the value."""
-        if not isinstance(value, str):
-            return value  # a default
         name, equals, rest = value.partition("=")
         if not self._has_name and not equals:
             return None, self._kind.convert(value, param, ctx)
@@ -164,7 +165,7 @@ def _by_set(
             )
         by_name[name] = value
     common = by_name.pop(None, default)
-    return common, {name: value for name, value in by_name.items() if name is not None}
+    return common, {str(name): value for name, value in by_name.items()}
 
 
 def _files(text: str) -> Any:
@@ -189,7 +190,7 @@ class QuestionOptions:
     )
     n_evaluation: Size = option(
         "Validation and test each, of each set; all halves the questions.",
-        500,
+        SplitConfig.n_evaluation,
         type=_SIZE,
         metavar="N",
     )
@@ -224,20 +225,21 @@ class QuestionOptions:
         """Return the files with what they are for."""
         return [
             Source(dataset=name, role=role, path=path)
-            for field, role in _ROLES.items()
-            for name, path in getattr(self, field)
+            for role in get_args(Role)
+            for name, path in getattr(self, role.replace("-", "_"))
         ]
 
     def build_config(self, seed: int) -> BuildConfig:
         """Return what is to be built."""
-        n_train, n_train_of = _by_set("--n-train", self.n_train, 10_000)
+        n_train, n_train_of = _by_set("--n-train", self.n_train, SplitConfig.n_train)
         context, contexts = _by_set("--context", self.context, None)
+        _, n_held_out = _by_set("--n-held-out", self.n_held_out, None)
         splits = SplitConfig(
             seed=seed,
             n_train=n_train,
             n_train_of=n_train_of,
             n_evaluation=self.n_evaluation,
-            n_held_out=HELD_OUT_SIZES | dict(self.n_held_out),
+            n_held_out=HELD_OUT_SIZES | n_held_out,
         )
         return BuildConfig(
             splits=splits,
@@ -404,8 +406,13 @@ def data(
     files = questions.files()
     if (what.inspect is None) == (run_dir is None):
         raise click.UsageError("give either RUN_DIR, or --inspect FILE")
+    if what.train_model and not what.world:
+        raise click.UsageError("--set train_model is for --world; give both")
     if run_dir is None:
-        if files or questions.splits or what.world:
+        reading = QuestionOptions(
+            skip_bad=questions.skip_bad, evidence=questions.evidence
+        )
+        if what.world or (questions, asking) != (reading, AskingOptions()):
             raise click.UsageError("--inspect goes with no other work")
         _inspect(what.inspect or "", questions, as_json)
     elif what.world:
@@ -478,8 +485,6 @@ def make_run(
 ) -> None:
     """Draw the splits, make the run directory, and print what was drawn."""
     from beatrice.extract.datasets.building import data_config, with_contexts_of_files
-    from beatrice.extract.signals.extract import EXTRACT_PRESETS
-    from beatrice.extract.world.stage import answer_config
 
     if run.model is None:
         raise click.UsageError(
@@ -489,33 +494,34 @@ def make_run(
         )
     chosen = questions.build_config(run.seed)
     build = with_contexts_of_files(sources, chosen)
-    preset, fields = run.preset or "paper", storage.fields()
+    preset = run.preset or "paper"
     backbone = BackboneConfig(
         model=run.model,
         dtype=asking.model_dtype or default_dtype(asking.device),
         device=asking.device,
     )
-    check_backbone(backbone, fields.get("hidden_layers"))
-    answer = answer_config(preset, run.model)
+    answer = answer_preset(preset, run.model)
     n_longest = asking.max_new_tokens or answer.generation.max_new_tokens
     generation = dataclasses.replace(
         answer.generation, max_new_tokens=n_longest, stop=asking.stop_strings()
     )
-    sections = {
-        "backbone": backbone,
-        "data": data_config(sources, build, questions.splits),
-        "answer": dataclasses.replace(
-            answer,
-            settings=run.settings,
-            prompt=asking.prompt_config(),
-            generation=generation,
-        ),
-        "extract": dataclasses.replace(EXTRACT_PRESETS[preset], **fields),
-    }
+    answer = dataclasses.replace(
+        answer,
+        settings=run.settings,
+        prompt=asking.prompt_config(),
+        generation=generation,
+    )
+    settings = new_run(
+        preset,
+        run.seed,
+        backbone,
+        answer,
+        storage.fields(),
+        data=data_config(sources, build, questions.splits),
+    )
     progress = Progress()
     for note in _notes_before(sources, chosen, build):
         progress.note(f"data: {note}")
-    settings = NewRun(preset=preset, seed=run.seed, sections=sections)
     manifest = make_data_run(
         run_dir, sources, build, settings, progress, fixed=questions.splits
     )
@@ -551,8 +557,9 @@ def _show_splits(run_dir: Path, manifest: Mapping[str, Any], as_json: bool) -> N
         counts = ", ".join(f"{name} {size}" for name, size in sets.items())
         click.echo(f"{split}: {counts}")
     click.echo(
-        f"{len(manifest['passed_over'])} questions passed over for a text in another "
-        f"split, {len(manifest['repeated_within_a_split'])} repeated within a split"
+        f"{len(manifest['passed_over'])} questions passed over for a text or an id in "
+        f"another split, {len(manifest['repeated_within_a_split'])} repeated within a "
+        "split"
     )
     click.echo(str(run_dir / "splits.json"))
 

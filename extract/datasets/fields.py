@@ -8,6 +8,7 @@ split.
 import ast
 import dataclasses
 import re
+import statistics
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeGuard, TypeVar, get_args
@@ -60,19 +61,18 @@ def expect(value: Any, kind: type[T], name: str) -> T:
     raise ValueError(f"{name!r}: expected {_KINDS[kind]}, found {kind_of(value)}")
 
 
-def required(record: Record, key: str, *, within: str = "", why: str = "") -> Any:
+def required(
+    record: Record, key: str, kind: type[T], *, within: str = "", why: str = ""
+) -> T:
     """Return a field that must be there; `within` says in which object it lies."""
     if key not in record:
         raise ValueError(f"no {within + key!r}{why}")
-    return record[key]
+    return expect(record[key], kind, within + key)
 
 
 def text(record: Record, key: str, *, within: str = "") -> str:
     """Return a text that must be there and not empty, without outer white space."""
-    value = required(record, key, within=within)
-    if value is None:
-        raise ValueError(f"{within + key!r} is null")
-    value = expect(value, str, within + key).strip()
+    value = required(record, key, str, within=within).strip()
     if not value:
         raise ValueError(f"{within + key!r} is empty")
     return value
@@ -83,14 +83,9 @@ def text_or_empty(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
 
-def listed(record: Record, key: str, *, within: str = "") -> list[Any]:
-    """Return a list that must be there; it may be empty."""
-    return expect(required(record, key, within=within), list, within + key)
-
-
 def objects(record: Record, key: str, *, within: str = "") -> list[Record]:
     """Return a list of objects that must be there."""
-    items = listed(record, key, within=within)
+    items = required(record, key, list, within=within)
     return [expect(item, dict, f"{within}{key}[{i}]") for i, item in enumerate(items)]
 
 
@@ -101,7 +96,10 @@ def identity(record: Record, *keys: str) -> str | None:
         if value is None or value == "":
             continue
         if isinstance(value, bool) or not isinstance(value, str | int):
-            raise ValueError(f"{key!r}: expected an id, found {kind_of(value)}")
+            raise ValueError(
+                f"{key!r}: expected an id (text or a whole number), found "
+                f"{kind_of(value)}"
+            )
         return str(value).strip() or None
     return None
 
@@ -143,8 +141,6 @@ def answers(value: Any, name: str) -> tuple[str, ...]:
 
     Repetitions and empty entries are left out: an empty answer accepts everything.
     """
-    if value is None:
-        raise ValueError(f"{name!r} is null: there is no answer")
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, list | tuple):
         raise ValueError(
@@ -210,8 +206,6 @@ def is_titled(value: Any) -> bool:
 def _pairs(value: Any, name: str, second: tuple[str, ...]) -> Sequence[Sequence[Any]]:
     """Return pairs: of a list of pairs or of objects, or an object of two lists."""
     value = unfold(value, name)
-    if value is None:
-        raise ValueError(f"{name!r} is null")
     if isinstance(value, dict):
         key = next((key for key in second if key in value), second[0])
         titles, others = value.get("title"), value.get(key)
@@ -223,11 +217,9 @@ def _pairs(value: Any, name: str, second: tuple[str, ...]) -> Sequence[Sequence[
     pairs = []
     for i, item in enumerate(expect(value, list, name)):
         if isinstance(item, dict):
-            key = next((key for key in second if key in item), None)
-            body = item[key] if key else None
+            body = next((item[key] for key in second if key in item), None)
             # A text stands for the list of its one sentence.
-            body = [body] if isinstance(body, str) else body
-            item = [item["title"], body] if "title" in item and key else [item]
+            item = [item.get("title"), [body] if isinstance(body, str) else body]
         if not isinstance(item, list) or len(item) != 2:
             raise ValueError(
                 f"{f'{name}[{i}]'!r}: expected a pair of title and {second[0]}, or an "
@@ -298,28 +290,19 @@ def _passage(item: Any, name: str, is_supporting: bool | None) -> Passage:
     return Passage(title=title, text=body, is_supporting=is_supporting)
 
 
-def titled_passages(
-    record: Record, key: str, *, is_supporting: bool | None = None
+def read_passages(
+    value: Any, name: str, *, is_supporting: bool | None = None
 ) -> tuple[Passage, ...]:
-    """Return the passages of a field: a list of objects with a title and a text.
+    """Return the passages in a field's value: objects with a title and a text.
 
     Plain texts may stand for objects, one text for a list, and JSON for either, as a
     cell of a table has it. Nothing but white space is no passage. Whether they are
     supporting is the same for all, or None: then the file's own marks are believed.
     """
-    items = expect(_unfolded(required(record, key), key), list, key)
+    items = expect(_unfolded(value, name), list, name)
     return tuple(
-        _passage(item, f"{key}[{i}]", is_supporting) for i, item in enumerate(items)
+        _passage(item, f"{name}[{i}]", is_supporting) for i, item in enumerate(items)
     )
-
-
-def optional_passages(
-    record: Record, key: str, *, is_supporting: bool | None = None
-) -> tuple[Passage, ...]:
-    """Return the passages of a field that may be absent or empty."""
-    if not record.get(key):
-        return ()
-    return titled_passages(record, key, is_supporting=is_supporting)
 
 
 def _unfolded(value: Any, name: str) -> Any:
@@ -341,7 +324,7 @@ def any_passages(record: Record) -> tuple[Passage, ...]:
         first = value[0] if isinstance(value, list) and value else None
         has_text = isinstance(first, dict) and not first.keys().isdisjoint(_TEXTS)
         if has_text or isinstance(first, str):
-            return titled_passages({name: value}, name)
+            return read_passages(value, name)
     return ()
 
 
@@ -371,7 +354,7 @@ DATASETS: tuple[DatasetName, ...] = get_args(DatasetName)
 class Document:
     """A page of evidence that lies in a file of its own (TriviaQA)."""
 
-    kind: Literal["wikipedia", "web"]
+    folder: str  # of the evidence, in which it lies
     filename: str
     title: str
 
@@ -404,18 +387,14 @@ class Question:
     @property
     def example_id(self) -> str:
         """What its example is called, unlike those of all sets."""
-        return f"{self.dataset}-{self.id}"
+        return "-".join(filter(None, (self.dataset, self.id)))
 
     def as_example(self, split: Split, passages: tuple[Passage, ...]) -> Example:
         """Return the example of a split, with the passages chosen as its context.
 
         It keeps their rewriting where they are all of the question's.
         """
-        if self.id is None or self.dataset is None:
-            raise ValueError(
-                f"the question {self.question[:60]!r} has no id or no dataset yet; "
-                "read it through `open_dataset`"
-            )
+        assert self.dataset is not None, "a file's reader gives it its set"
         return Example(
             id=self.example_id,
             dataset=self.dataset,
@@ -562,9 +541,11 @@ def dataset_of_style(questions: Sequence[Question]) -> DatasetName | None:
     are sentences with long lists of aliases (median 8 in DPR's development set, against
     1 in NQ's).
     """
+    if not questions:
+        return None
     texts = [q.question for q in questions]
     n_queries = sum(not text.endswith("?") and text == text.lower() for text in texts)
-    if texts and n_queries >= 0.8 * len(texts):
+    if n_queries >= 0.8 * len(texts):
         return "nq"
-    median = sorted(len(q.golds) for q in questions)[len(texts) // 2] if texts else 0
+    median = statistics.median_high(len(q.golds) for q in questions)
     return "triviaqa" if n_queries <= 0.1 * len(texts) and median >= 4 else None

@@ -97,7 +97,9 @@ class DatasetFile:
         for raw in read_raw(self.path, self.type, self.envelope):
             row = self.read_one(raw)
             if isinstance(row, Loaded):
-                name = row.question.meta.get("filter")
+                # Of a log: an example keeps what it was made of in its own `meta`.
+                is_log = raw.value is not None and "filter" in raw.value
+                name = row.question.meta.get("filter") if is_log else None
                 log_filter = log_filter or name
                 if name in (None, log_filter):
                     row = _first_of_id(row, numbers)
@@ -331,8 +333,7 @@ def inspect_file(
     See the help of `beatrice data`: `error` is None, or the sentence for which the
     whole file is refused; what was read before it is counted all the same.
     """
-    counts: collections.Counter[str] = collections.Counter()
-    counts.update(dict.fromkeys(_COUNTED, 0))
+    counts: collections.Counter[str] = collections.Counter(dict.fromkeys(_COUNTED, 0))
     groups: dict[str, collections.Counter[str]] = {
         name: collections.Counter() for name in ("datasets", "formats", "reasons")
     }
@@ -356,16 +357,13 @@ def inspect_file(
             groups["datasets"][row.question.dataset or "unknown"] += 1
             groups["formats"][row.format] += 1
             counts.update(_counts_of(row.question, texts))
-    except FileRefused as refused:
-        error = " ".join(str(refused).split())
-        identity |= {"format": refused.format, **_container(refused.type)}
     except (ValueError, OSError) as problem:
         error = " ".join(str(problem).split())
+        if isinstance(problem, FileRefused):
+            identity |= {"format": problem.format, **_container(problem.type)}
     if file is not None:
-        identity = {
-            **_identity(file),
-            "datasets": dict(groups["datasets"]),
-            "formats": dict(groups["formats"]),
+        identity = _identity(file) | {
+            name: dict(groups[name]) for name in ("datasets", "formats")
         }
     if error is None and not counts["loaded"]:
         first = refusals[0]

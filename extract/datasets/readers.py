@@ -11,12 +11,13 @@ import collections
 import dataclasses
 import decimal
 import itertools
+import json
 import math
 import re
 import string
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import msgspec
 
@@ -33,12 +34,11 @@ from beatrice.extract.datasets.fields import (
     dataset_of_id,
     dataset_tagged,
     is_titled,
-    optional_passages,
     question_of,
     read_context,
+    read_passages,
     reader,
     supporting_titles,
-    titled_passages,
 )
 from beatrice.extract.records import Passage, Split, normalise
 
@@ -50,15 +50,13 @@ _MARKS = str.maketrans(dict.fromkeys(string.punctuation, " "))
 
 def find_evidence(path: Path) -> Path | None:
     """Return the folder `evidence` beside a question file or above it, or None."""
-    for folder in path.absolute().parents[:3]:
-        if (folder / "evidence").is_dir():
-            return folder / "evidence"
-    return None
+    folders = (folder / "evidence" for folder in path.absolute().parents[:3])
+    return next(filter(Path.is_dir, folders), None)
 
 
-def read_page(folder: Path, document: Document) -> str | None:
+def read_page(evidence: Path, document: Document) -> str | None:
     """Return the text of one page, or None if it is not there or is no UTF-8."""
-    base = (folder / document.kind).resolve()
+    base = (evidence / document.folder).resolve()
     path = (base / document.filename).resolve()
     if not path.is_relative_to(base):
         raise ValueError(
@@ -66,7 +64,7 @@ def read_page(folder: Path, document: Document) -> str | None:
         )
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError, ValueError):
+    except (OSError, ValueError):
         return None
 
 
@@ -104,8 +102,6 @@ def attach(question: Question, folder: Path | None) -> Question:
             n_missing += 1
         else:
             passages += _passages(document.title, page, question.golds)
-    if not passages and not n_missing:
-        return question
     meta = {**question.meta, "evidence": "distant"} if passages else question.meta
     return dataclasses.replace(
         question,
@@ -114,85 +110,79 @@ def attach(question: Question, folder: Path | None) -> Question:
     )
 
 
-def _golds(answer: Any, names: tuple[str, ...], field: str) -> tuple[str, ...]:
-    """Return the canonical answer and its aliases; `field` is the answer's name.
+_BLIND = " (a test set without answers?)"
+
+
+def _golds(record: Record, field: str, *names: str) -> tuple[str, ...]:
+    """Return the canonical answer and its aliases.
 
     `names` are those of its value, its aliases, its human answers and its normalised
     aliases; the last are used only where there are no others.
     """
+    answer = fields.required(record, field, object, why=_BLIND)
+    answer = fields.expect(fields.unfold(answer, field), dict, field)
     value, *lists, normalised = names
-    texts: list[Any] = [fields.expect(answer, dict, field).get(value) or ""]
-    fields.expect(texts[0], str, f"{field}.{value}")
+    texts = [fields.expect(answer.get(value) or "", str, f"{field}.{value}")]
     for name in (*lists, normalised):
-        if answer.get(name) is None or (name == normalised and any(texts)):
-            continue
-        for j, alias in enumerate(fields.listed(answer, name, within=f"{field}.")):
-            texts.append(fields.expect(alias, str, f"{field}.{name}[{j}]"))
+        if name != normalised or not any(texts):
+            aliases = fields.expect(answer.get(name) or [], list, f"{field}.{name}")
+            texts += [
+                fields.expect(alias, str, f"{field}.{name}[{i}]")
+                for i, alias in enumerate(aliases)
+            ]
     golds = fields.distinct(texts)
     if not golds or golds == ("<unk>",):  # the hub's mark of a hidden answer
         raise ValueError(f"{field!r} holds no word: there is no answer")
     return golds
 
 
-_PAGES: dict[str, Literal["wikipedia", "web"]]
-_PAGES = {"EntityPages": "wikipedia", "SearchResults": "web"}
-
-
 def _documents(record: Record) -> Iterator[Document]:
     """Yield the evidence of a record; a document without a file is left out."""
-    for key, kind in _PAGES.items():
+    for key, folder in (("EntityPages", "wikipedia"), ("SearchResults", "web")):
         for page in fields.objects(record, key) if record.get(key) is not None else ():
-            filename = fields.text_or_empty(page.get("Filename"))
-            if filename:
+            if filename := fields.text_or_empty(page.get("Filename")):
                 title = fields.text_or_empty(page.get("Title"))
-                yield Document(kind=kind, filename=filename, title=title)
+                yield Document(folder=folder, filename=filename, title=title)
 
 
 def read_official(record: Record) -> Question:
     """Read one entry of `Data`."""
-    question = fields.text(record, "Question")
-    if record.get("Answer") is None:
-        raise ValueError("no 'Answer' (a test set without answers?)")
     names = ("Value", "Aliases", "HumanAnswers", "NormalizedAliases")
     meta: dict[str, Any] = {}
     if record.get("QuestionPartOfVerifiedEval") is not None:
         meta["verified"] = bool(record["QuestionPartOfVerifiedEval"])
     return Question(
+        question=fields.text(record, "Question"),
+        golds=_golds(record, "Answer", *names),
         id=fields.text(record, "QuestionId"),
         dataset="triviaqa",
-        question=question,
-        golds=_golds(record["Answer"], names, "Answer"),
         documents=tuple(_documents(record)),
         meta=meta,
     )
 
 
 def _columns(holder: Any, body: str) -> Iterator[Passage]:
-    holder = fields.unfold(holder, body)
-    rows: Iterable[tuple[Any, Any]] = ()
-    if isinstance(holder, list):
-        pages = (row for row in holder if isinstance(row, dict))
-        rows = ((page.get("title"), page.get(body)) for page in pages)
-    elif isinstance(holder, dict) and isinstance(holder.get(body), list):
-        titles = holder.get("title")
-        titles = titles if isinstance(titles, list) else []
-        rows = itertools.zip_longest(titles, holder[body])
-    for title, page in rows:
-        text = fields.text_or_empty(page)
+    """Yield the pages of a list of objects, or of an object of lists."""
+    pages = fields.unfold(holder, body)
+    if isinstance(pages, dict):
+        lists = [pages.get(name) for name in ("title", body)]
+        lists = [x if isinstance(x, list) else [] for x in lists]
+        rows = itertools.zip_longest(*lists)
+        pages = [{"title": title, body: text} for title, text in rows]
+    for page in pages if isinstance(pages, list) else ():
+        text = fields.text_or_empty(page.get(body) if isinstance(page, dict) else None)
         if text.strip():
-            yield Passage(title=fields.text_or_empty(title), text=text)
+            yield Passage(title=fields.text_or_empty(page.get("title")), text=text)
 
 
 def read_hub(record: Record) -> Question:
     """Read one row of the hub copy: snake case, lists side by side."""
-    if record.get("answer") is None:
-        raise ValueError("no 'answer' (a test set without answers?)")
     names = ("value", "aliases", "human_answers", "normalized_aliases")
     return Question(
+        question=fields.text(record, "question"),
+        golds=_golds(record, "answer", *names),
         id=fields.text(record, "question_id"),
         dataset="triviaqa",
-        question=fields.text(record, "question"),
-        golds=_golds(fields.unfold(record["answer"], "answer"), names, "answer"),
         passages=(
             *_columns(record.get("entity_pages"), "wiki_context"),
             *_columns(record.get("search_results"), "search_context"),
@@ -258,8 +248,9 @@ def _multihop_set(record: Record) -> str:
 def read_titled(record: Record) -> Question:
     """Read one record of HotpotQA or 2WikiMultihopQA, in any of its layouts."""
     question, golds = fields.text(record, "question"), _answer(record)
-    titles = fields.supporting_titles(fields.required(record, "supporting_facts"))
-    passages = fields.read_context(fields.required(record, "context"), titles)
+    facts = fields.required(record, "supporting_facts", object)
+    titles = supporting_titles(facts)
+    passages = read_context(fields.required(record, "context", object), titles)
     meta: dict[str, Any] = {
         key: record[key]
         for key in ("type", "level")
@@ -279,22 +270,12 @@ def read_titled(record: Record) -> Question:
 
 
 def _answer(record: Record) -> tuple[str, ...]:
-    why = " (a test set without answers?)"
-    return fields.answers(fields.required(record, "answer", why=why), "answer")
+    value = fields.required(record, "answer", object, why=_BLIND)
+    return fields.answers(value, "answer")
 
 
 # Of MuSiQue's mark, which copies write as text or as a number; MuSiQue-Ans has none.
 _ANSWERABLE = {"none": True, "true": True, "1": True, "false": False, "0": False}
-
-
-def _paragraph(item: Record, within: str) -> Passage:
-    """Return a paragraph, which must have its title and its mark."""
-    mark, title = item.get("is_supporting"), item.get("title")
-    return Passage(
-        is_supporting=fields.expect(mark, bool, f"{within}is_supporting"),
-        title=fields.expect(title, str, f"{within}title"),
-        text=fields.body_of(item, within),
-    )
 
 
 def read_musique(record: Record) -> Question:
@@ -314,12 +295,9 @@ def read_musique(record: Record) -> Question:
     question = fields.text(record, "question")
     golds = _answer(record)
     if "answer_aliases" in record:
-        aliases = fields.listed(record, "answer_aliases")
+        aliases = fields.required(record, "answer_aliases", list)
         golds = fields.answers([*golds, *aliases], "answer_aliases")
-    passages = tuple(
-        _paragraph(item, f"paragraphs[{i}].")
-        for i, item in enumerate(fields.objects(record, "paragraphs"))
-    )
+    passages = read_passages(fields.objects(record, "paragraphs"), "paragraphs")
     if not passages:
         raise ValueError("'paragraphs' is an empty list")
     name = fields.identity(record, "id")
@@ -370,7 +348,7 @@ def _positives(record: Record, key: str) -> tuple[Passage, ...]:
     """
     items = fields.objects(record, key)
     is_gold = [item.get("score") in _GOLD_SCORES for item in items]
-    passages = titled_passages(record, key, is_supporting=False)
+    passages = read_passages(items, key, is_supporting=False)
     if not any(is_gold):
         is_gold = [i == 0 for i in range(len(passages))]
     return tuple(
@@ -382,7 +360,8 @@ def _positives(record: Record, key: str) -> tuple[Passage, ...]:
 def _with_negatives(record: Record, key: str, *others: str) -> tuple[Passage, ...]:
     """Return the positive passages of a field, then the negative ones of others."""
     negatives = (
-        optional_passages(record, other, is_supporting=False) for other in others
+        read_passages(record.get(other) or [], other, is_supporting=False)
+        for other in others
     )
     return *_positives(record, key), *itertools.chain(*negatives)
 
@@ -395,7 +374,7 @@ def _biencoder_set(record: Record) -> str | None:
 
 
 def _gold_passage(record: Record) -> tuple[Passage, ...]:
-    body = fields.expect(fields.required(record, "context"), str, "context")
+    body = fields.required(record, "context", str)
     title = fields.text_or_empty(record.get("title"))
     passage = Passage(title=title, text=body, is_supporting=True)
     return (passage,) if body.strip() else ()
@@ -514,13 +493,9 @@ _read_popqa = reader(
     dataset=lambda record: "popqa",
     # A JSON list written as text.
     golds=lambda r: fields.field_answers(
-        fields.required(r, "possible_answers"), "possible_answers"
+        fields.required(r, "possible_answers", object), "possible_answers"
     ),
-    passages=lambda r: (
-        titled_passages(r, "paragraphs")
-        if r.get("paragraphs") is not None
-        else any_passages(r)
-    ),
+    passages=any_passages,
     meta=lambda r: {key: _plain(r[key], key) for key in _COLUMNS if key in r},
 )
 
@@ -557,7 +532,7 @@ def read_flashrag(record: Record) -> Question:
     golds = fields.field_answers(record.get("golden_answers"), "golden_answers")
     passages: tuple[Passage, ...] = ()
     if record.get("context") not in (None, ""):
-        passages = titled_passages(record, "context")
+        passages = read_passages(record["context"], "context")
     elif meta.get("context"):
         # Without the facts the paragraphs are read, and none of them is gold.
         facts = meta.get("supporting_facts")
@@ -585,17 +560,19 @@ def read_example(record: Record) -> Question:
         raise ValueError(
             f"'split': expected one of {', '.join(splits)}, found {record['split']!r}"
         )
-    meta = record.get("meta") or {}
-    if not isinstance(meta, dict):
-        raise ValueError(f"'meta': expected an object, found {fields.kind_of(meta)}")
+    meta = fields.expect(record.get("meta") or {}, dict, "meta")
+    try:
+        json.dumps(meta)
+    except TypeError as error:  # of a Parquet file, which has dates and decimals
+        raise ValueError(f"'meta': expected JSON values ({error})") from None
     return Question(
         split=split,
         id=name.removeprefix(f"{dataset}-") if name else None,
         dataset=dataset,
         question=fields.text(record, "question"),
         golds=fields.field_answers(record.get("golds"), "golds"),
-        passages=optional_passages(record, "passages"),
-        rewritten=optional_passages(record, "rewritten"),
+        passages=read_passages(record.get("passages") or [], "passages"),
+        rewritten=read_passages(record.get("rewritten") or [], "rewritten"),
         meta=meta,
     )
 
@@ -659,7 +636,7 @@ def _kilt_answers(record: Record) -> tuple[str, ...]:
 
 
 def _wordings(answer: Record) -> list[Any]:
-    spans = list(fields.listed(answer, "spans")) if answer.get("spans") else []
+    spans = list(fields.expect(answer.get("spans") or [], list, "spans"))
     number, date = answer.get("number"), answer.get("date")
     if number not in (None, ""):
         spans.append(str(number))
@@ -724,7 +701,8 @@ FORMATS: tuple[Format, ...] = (
            reader(ids=("id", "question_id", "q_id"),
                   dataset=lambda r: dataset_marked(r)
                   if r.get("nq_annotated_gold") is None else "nq",
-                  passages=lambda r: titled_passages(r, "ctxs"))),
+                  passages=lambda r: read_passages(
+                      fields.required(r, "ctxs", object), "ctxs"))),
     Format("DPR gold passages (gold_info)", _fits_gold_info,
            reader(ids=("example_id", "id"),
                   dataset=lambda r: dataset_tagged(r) or "nq",
@@ -761,14 +739,15 @@ FORMATS: tuple[Format, ...] = (
            # Passages were retrieved, none is marked gold.
            reader(ids=("question_id", "id"),
                   dataset=lambda r: dataset_named(r.get("data_source")),
-                  passages=lambda r: optional_passages(
-                      r, "context", is_supporting=False))),
+                  passages=lambda r: read_passages(
+                      r.get("context") or [], "context", is_supporting=False))),
     Format("IRCoT / Adaptive-RAG", _fits_ircot,
            reader(ids=("question_id",), questions=("question_text",),
                   dataset=lambda r: dataset_tagged(r)
                   or dataset_named(r.get("question_id")),
                   golds=_ircot_answers,
-                  passages=lambda r: titled_passages(r, "contexts"))),
+                  passages=lambda r: read_passages(
+                      fields.required(r, "contexts", object), "contexts"))),
     Format("passages (FlashRAG corpus)",
            lambda r: "contents" in r and not {"question", "query"} & r.keys(),
            refusal=f"holds passages (a FlashRAG corpus), {_NOT_READ}"),

@@ -41,7 +41,10 @@ _PARQUET_ROWS = 64  # per batch: HotpotQA rows are 6 kB, DPR rows 100 kB
 # What a file may be instead, by its first bytes.
 _FOREIGN = (
     (rb"\s*\Z", "empty, or white space alone; fetch it again"),
-    (rb"PK\x03\x04", "a zip archive; unpack it first"),
+    (
+        rb"PK\x03\x04",
+        "a zip archive, unpack it first; or a spreadsheet, save it as CSV",
+    ),
     (rb"BZh", "bzip2 data; unpack it first"),
     (rb"\xfd7zXZ\0", "xz data; unpack it first"),
     (rb"\x28\xb5\x2f\xfd", "Zstandard data; unpack it first"),
@@ -77,6 +80,7 @@ class FileType:
     is_gzipped: bool = False  # the above is compressed
     has_bom: bool = False  # the text starts with a byte order mark
     list_key: str | None = None  # name of the list in a `json object`
+    list_start: int = 0  # of its bracket, in bytes behind the mark
     delimiter: str = "\t"  # between the columns of a table
 
 
@@ -140,26 +144,27 @@ def _kind_of_text(head: bytes, name: str) -> FileType:
     if start.startswith(b"["):
         return FileType(container="json array")
     if start.startswith(b"{"):
-        return _kind_of_objects(start.decode("latin-1"))
+        return _kind_of_objects(head.decode("latin-1"), len(head) - len(start))
     lines = start.split(b"\n", 3)[:3]
-    if any(b"\t" in line for line in lines):
-        return FileType(container="table")
     header = lines[0].decode("utf-8", "replace").strip("\r")
     allow_long_cells()
-    cells = next(csv.reader(header.splitlines()), [])
-    if len(cells) > 1 and COLUMNS & {cell.strip().lower() for cell in cells}:
-        return FileType(container="table", delimiter=",")
+    for delimiter in "\t,":
+        cells = next(csv.reader(header.splitlines(), delimiter=delimiter), [])
+        if len(cells) > 1 and COLUMNS & set(_names_in(cells)):
+            return FileType(container="table", delimiter=delimiter)
+    if any(b"\t" in line for line in lines):  # without a header, as DPR's
+        return FileType(container="table")
     raise ValueError(
         f"{name} is plain text: neither JSON nor a table with tabs, or with commas "
         "below a header of known names, between its columns"
     )
 
 
-def _kind_of_objects(text: str) -> FileType:
-    key = _list_key_of(text)
+def _kind_of_objects(text: str, at: int) -> FileType:
+    key, list_start = _list_of(text, at)
     if key is not None:
-        return FileType(container="json object", list_key=key)
-    first, _, rest = text.partition("\n")
+        return FileType(container="json object", list_key=key, list_start=list_start)
+    first, _, rest = text[at:].partition("\n")
     try:
         is_line = isinstance(msgspec.json.decode(first), dict)
     except (msgspec.DecodeError, RecursionError):
@@ -168,23 +173,23 @@ def _kind_of_objects(text: str) -> FileType:
     return FileType(container="json lines" if is_line else "json values")
 
 
-def _list_key_of(text: str) -> str | None:
-    """Return the name of the list of records that the object at 0 is around.
+def _list_of(text: str, at: int) -> tuple[str | None, int]:
+    """Return name and start of the list of records that the object at `at` is around.
 
     None for a record, which may hold a list under one of the names, too.
     """
-    at, list_key = 0, None
+    list_key, list_start = None, 0
     while key := _KEY.match(text, at):
         name, at = key[1][1:-1], key.end()
         if name in _RECORD_KEYS:
-            return None
-        if name in LIST_KEYS and _LIST_OF_OBJECTS.match(text, at):
-            list_key = list_key or name
+            return None, 0
+        if list_key is None and name in LIST_KEYS and _LIST_OF_OBJECTS.match(text, at):
+            list_key, list_start = name, at
         try:
             _, at = _decode(text, at)
         except (ValueError, RecursionError):
             break  # longer than the text, or damaged
-    return list_key
+    return list_key, list_start
 
 
 def read_raw(
@@ -306,15 +311,10 @@ def json_values(
     """
     at, number, before = window.skip_space(0), 0, ""
     in_array = file_type.container != "json values"
-    if in_array:
-        at += 1
     if file_type.list_key is not None:
-        opening = re.compile(rf'"{re.escape(file_type.list_key)}"\s*+:\s*+\[', re.ASCII)
-        while (match := opening.search(window.text)) is None:
-            if not window.advance(0):
-                raise ValueError(f"{path} has no list {file_type.list_key!r} any more")
-        at = match.end()
-        before = window.text[:at]
+        at = file_type.list_start
+        before = window.text[: at + 1]
+    at += in_array
     while (at := window.skip_space(at)) < len(window.text) or in_array:
         byte = window.text[at : at + 1]
         if byte == "]" and in_array:
@@ -437,6 +437,7 @@ def _table_rows(
     lines = (x.decode("utf-8", "surrogateescape") + "\n" for _, x in _lines(chunks))
     allow_long_cells()
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    header: list[str] = []
     names: list[str] = []
     n_records = 0
     while True:
@@ -450,11 +451,15 @@ def _table_rows(
         if not cells:
             continue  # a blank line
         if not names and problem is None:
-            names = [cell.strip() for cell in cells]
-            if COLUMNS & {name.lower() for name in names}:
+            names = _names_in(cells)
+            if COLUMNS & set(names):
+                header = cells
+                _check_names(names, path)
                 continue
             names = list(HEADERLESS)
         n_records += 1
+        if cells == header:
+            problem = "the row of column names again"
         problem = problem or _row_problem(cells, names)
         at = f"line {first}"
         if reader.line_num > first:
@@ -468,6 +473,18 @@ def _table_rows(
         yield RawRecord(n_records, at, value, problem, first)
 
 
+def _names_in(header: list[str]) -> list[str]:
+    """Return the names of a table's columns, which published ones write small."""
+    return [cell.strip().lower() for cell in header]
+
+
+def _check_names(names: list[str], path: Path) -> None:
+    """Check that no two columns have one name, of which one would be lost."""
+    twice = [name for name in names if name and names.count(name) > 1]
+    if twice:
+        raise ValueError(f"{path}: two columns are named {twice[0]!r}; rename one")
+
+
 def _row_problem(cells: list[str], names: list[str]) -> str | None:
     if len(cells) != len(names):
         what = f"{len(names)} columns"
@@ -478,5 +495,4 @@ def _row_problem(cells: list[str], names: list[str]) -> str | None:
         "".join(cells).encode()
     except UnicodeEncodeError as error:
         return f"not UTF-8: byte 0x{ord(error.object[error.start]) - 0xDC00:02x}"
-    is_header = [cell.strip() for cell in cells] == names
-    return "the row of column names again" if is_header else None
+    return None

@@ -18,7 +18,12 @@ from beatrice.extract.run.files import read_sealed, seal
 Role = Literal["train", "dev", "held-out"]
 Context = Literal["supporting", "first", "all", "none"]
 Size = int | Literal["all"]  # of a split
-ROLES: tuple[Role, ...] = ("dev", "held-out", "train")  # evaluation chooses first
+# Evaluation chooses first.
+SPLITS_OF: dict[Role, tuple[Split, ...]] = {
+    "dev": ("validation", "test"),
+    "held-out": ("ood",),
+    "train": ("train",),
+}
 HELD_OUT_SIZES = {"popqa": 1000, "nq": 1182, "triviaqa": 1277}
 A_NAME = (
     f"a name (letters, digits, '.', '_' and '-', at most {MAX_NAME}, the first a "
@@ -48,18 +53,18 @@ class SplitConfig:
             if size != "all" and size < 1:
                 raise ValueError(f"a split has at least one question, not {size}")
 
-    def sizes(self, dataset: str, role: Role) -> dict[Split, Size]:
-        """Return the splits that a file's questions go to, with their sizes."""
+    def size(self, dataset: str, role: Role) -> Size:
+        """Return how many of a file's questions go to each split of its role."""
         if role == "train":
-            return {"train": self.n_train_of.get(dataset, self.n_train)}
+            return self.n_train_of.get(dataset, self.n_train)
         if role == "dev":
-            return {"validation": self.n_evaluation, "test": self.n_evaluation}
+            return self.n_evaluation
         if dataset not in self.n_held_out:
             raise ValueError(
                 f"appendix A holds out {', '.join(HELD_OUT_SIZES)}, and gives no size "
                 f"for {dataset}; say how many with --n-held-out {dataset}=N, or =all"
             )
-        return {"ood": self.n_held_out[dataset]}
+        return self.n_held_out[dataset]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,7 +134,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Conflict:
-    """A question that was passed over because its text is in another split."""
+    """A question that was passed over: another split has its text, or its id."""
 
     dataset: str
     id: str
@@ -161,12 +166,14 @@ def draw_splits(
         return hashlib.sha256(text.encode()).digest()
 
     drawn = DrawnSplits({}, [], [])
-    first_of: dict[bytes, tuple[Split, str, str]] = {}  # by text: split, set, id
-    ids: set[tuple[str, str]] = set()
-    for dataset, role in sorted(pools, key=lambda x: (ROLES.index(x[1]), x[0])):
+    # Where a text or (set, id) was drawn first: split, set, id.
+    placed: dict[bytes | tuple[str, str], tuple[Split, str, str]] = {}
+    roles = list(SPLITS_OF)
+    for dataset, role in sorted(pools, key=lambda x: (roles.index(x[1]), x[0])):
         pool = sorted(pools[dataset, role], key=order)
+        size = config.size(dataset, role)
         seen: set[str] = set()  # of this pool: chosen or passed over
-        for split, size in config.sizes(dataset, role).items():
+        for split in SPLITS_OF[role]:
             chosen = drawn.splits.setdefault(split, {}).setdefault(dataset, [])
             left = [c for c in pool if c.split in (None, split) and c.id not in seen]
             n_wanted = _n_wanted(split, size, left)
@@ -175,17 +182,16 @@ def draw_splits(
                     break
                 seen.add(candidate.id)
                 name = dataset, candidate.id
-                first = first_of.setdefault(candidate.text_key, (split, *name))
-                if first[0] != split or name in ids:
-                    other_split, other_dataset, other_id = first
-                    conflict = Conflict(
-                        *name, split, other_dataset, other_id, other_split
-                    )
+                here: tuple[Split, str, str] = (split, *name)
+                text = candidate.text_key
+                first = placed.get(name, placed.get(text, here))
+                if first[0] != split:
+                    conflict = Conflict(*name, split, *first[1:], first[0])
                     drawn.conflicts.append(conflict)
                     continue
-                if first != (split, *name):
+                if first != here:
                     drawn.repeated.append((split, *name, *first[1:]))
-                ids.add(name)
+                placed |= {name: here, text: first}
                 chosen.append(candidate.id)
             if len(chosen) < (1 if size == "all" else size):
                 raise _shortage(pools, dataset, role, config, drawn)
@@ -208,10 +214,10 @@ def _shortage(
     drawn: DrawnSplits,
 ) -> ValueError:
     """Return how many questions a pool has, how many are asked for, and what can be."""
-    sizes = config.sizes(dataset, role)
+    splits, size = SPLITS_OF[role], config.size(dataset, role)
     keys = {c.text_key for c in pools[dataset, role]}
     n = sum(1 for _ in pools[dataset, role])
-    n_passed = sum(c.dataset == dataset and c.split in sizes for c in drawn.conflicts)
+    n_passed = sum(c.dataset == dataset and c.split in splits for c in drawn.conflicts)
     beside = pools.get((dataset, "train" if role == "dev" else "dev"), ())
     is_shared = 2 * len(keys.intersection(c.text_key for c in beside)) > len(keys)
     if role == "held-out":
@@ -227,9 +233,10 @@ def _shortage(
     else:
         advice = f"--n-evaluation {max(1, n // 2)} or fewer (all halves them)"
     return ValueError(
-        f"{dataset}: {' + '.join(map(str, sizes.values()))} questions are asked for "
-        f"{' and '.join(sizes)}, the {role} files have {n} that can be used "
-        f"({n_passed} of them with a text that another split has); give larger files, "
+        f"{dataset}: {' + '.join([str(size)] * len(splits))} questions are asked for "
+        f"{' and '.join(splits)}, the {role} files have {n} that can be used "
+        f"({n_passed} of them with a text or an id that another split has); give "
+        "larger files, "
         f"or {advice}"
     )
 

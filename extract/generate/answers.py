@@ -56,7 +56,7 @@ from beatrice.extract.run.files import (
     write_text_atomic,
 )
 from beatrice.extract.run.process import Share
-from beatrice.extract.run.stages import Forecast, Stage, once
+from beatrice.extract.run.stages import Forecast, Stage, run_stage
 from beatrice.extract.signals.sequence import first_read
 
 if TYPE_CHECKING:
@@ -105,14 +105,18 @@ def is_hedge(text: str) -> bool:
     return _HEDGE.match(text) is not None
 
 
-def shares_of(answers: Sequence[Answer]) -> dict[str, float]:
-    """Return the shares of answers that are cut off, empty, and hedges or refusals."""
-    counts = {
+def _counts_of(answers: Sequence[Answer]) -> dict[str, int]:
+    """Count the answers that are cut off, empty, and hedges or refusals."""
+    return {
         "cut_off": sum(answer.stop_id is None for answer in answers),
         "empty": sum(not answer.text.strip() for answer in answers),
         "hedged": sum(is_hedge(answer.text) for answer in answers),
     }
-    return {name: n / len(answers) for name, n in counts.items()}
+
+
+def shares_of(answers: Sequence[Answer]) -> dict[str, float]:
+    """Return the shares of answers that are cut off, empty, and hedges or refusals."""
+    return {name: n / len(answers) for name, n in _counts_of(answers).items()}
 
 
 _MANY_CUT = 0.1  # of the answers of a setting
@@ -135,21 +139,19 @@ def summarize_answers(
     by_setting: dict[str, list[Answer]] = {}
     for answer in answers:
         by_setting.setdefault(answer.setting, []).append(answer)
-    texts = [answer.text for rows in by_setting.values() for answer in rows]
-    n_all, lines = len(texts), []
-    if n_all and not any(texts):
+    counts = {setting: _counts_of(rows) for setting, rows in by_setting.items()}
+    n_all, lines = sum(map(len, by_setting.values())), []
+    if 0 < n_all == sum(of_setting["empty"] for of_setting in counts.values()):
         raise ValueError(
             f"all {n_all} answers are empty: the model ends or cannot go on where its "
             "answer should begin; ask in other words (--template, --chat), look at the "
             "model's weights, and start another run directory"
         )
     for setting, rows in by_setting.items():
-        n_cut = sum(answer.stop_id is None for answer in rows)
-        n_empty = sum(not answer.text for answer in rows)
-        n_hedges = sum(is_hedge(answer.text) for answer in rows)
+        n_cut, n_empty, n_hedged = counts[setting].values()
         lines.append(
             f"{setting}: {len(rows)} answers, {n_cut} cut at {limit} tokens, "
-            f"{n_empty} empty, {n_hedges} hedges or refusals"
+            f"{n_empty} empty, {n_hedged} hedges or refusals"
         )
         if n_cut > _MANY_CUT * len(rows):
             lines[-1] += (
@@ -281,42 +283,36 @@ def _check_read_alike(tokenizer: Any, requests: Sequence[Request]) -> None:
 def draw_answers(
     requests: Sequence[Request],
     generator: Generator,
-    tokenizer: Any,
     replies: Texts,
     config: DrawConfig,
-    progress: Update = lambda done, total: None,
-    *,
-    as_text: bool = False,
+    progress: Update,
 ) -> Drawn | None:
     """Draw `n_samples` answers to every request, the draws of one request together.
 
     Returns None where these replies are a share of the texts.
     """
-    cells = [(r, k) for r in requests for k in range(config.n_samples)]
-    if as_text:
-        _check_read_alike(tokenizer, requests)
-    prompts = [
-        dataclasses.replace(prompt, sample=k)
-        for prompt in prompts_of(requests)
+    draws = [
+        (request, dataclasses.replace(prompt, sample=k))
+        for request, prompt in zip(requests, prompts_of(requests), strict=True)
         for k in range(config.n_samples)
     ]
+    prompts = [prompt for _, prompt in draws]
     texts = replies.generate(generator, prompts, config.sampling, progress)
     if texts is None:
         return None
     fields = ("text", "token_ids", "stop_id", "log_probs", "finish")
-    samples = [
-        Sample(
+    samples: list[Sample] = []
+    seconds: dict[Setting, list[float | None]] = {}
+    for (request, prompt), reply in zip(draws, texts, strict=True):
+        sample = Sample(
             example_id=request.example_id,
             setting=request.setting,
             variant=request.variant,
-            sample=k,
+            sample=prompt.sample,
             **{name: getattr(reply, name) for name in fields},
         )
-        for (request, k), reply in zip(cells, texts, strict=True)
-    ]
-    seconds: dict[Setting, list[float | None]] = {}
-    for sample, reply in zip(samples, texts, strict=True):
-        seconds.setdefault(sample.setting, []).append(reply.seconds)
+        samples.append(sample)
+        seconds.setdefault(request.setting, []).append(reply.seconds)
     return Drawn(samples, {name: _mean(values) for name, values in seconds.items()})
 
 
@@ -440,14 +436,13 @@ def answer_with(run: RunDir, engine: Engine, progress: Progress) -> None:
 
     The stage is done again if the engine's identity is another one than before.
     """
-    config = answer_config(run)
-    identity = dict(engine.generator.identity) | answer_identity(config)
 
-    def work(update: Update) -> None:
-        _answer(engine, run, config, update, progress)
+    def identity(config: AnswerConfig) -> dict[str, str]:
+        backend = dict(engine.generator.identity) | answer_identity(config)
+        return {"server": sha256_json(backend)}
 
-    inputs = run.hash_inputs(*question_files(run)) | {"server": sha256_json(identity)}
-    once(run, "answer", inputs, [run.answers], progress, work)
+    stage = answer_stage(lambda run, config: engine)
+    run_stage(dataclasses.replace(stage, identity=identity), run, progress)
 
 
 def forecast_answers(run: RunDir, config: AnswerConfig, model: PromptModel) -> Forecast:
@@ -487,8 +482,9 @@ def draw_stage(
         listed = make_requests(examples, model, prompt, limit, settings_of(run))
         if listed.note:
             progress.note(f"sample: {listed.note}")
-        drawing = (listed.requests, generator, model.tokenizer)
-        return draw_answers(*drawing, replies, draws, update, as_text=as_text)
+        if as_text:
+            _check_read_alike(model.tokenizer, listed.requests)
+        return draw_answers(listed.requests, generator, replies, draws, update)
 
     def write(drawn: Drawn) -> None:
         samples, seconds = drawn

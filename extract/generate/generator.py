@@ -60,13 +60,11 @@ class SamplingConfig:
 
     def as_key(self) -> dict[str, Any]:
         """Return what changes a text; draws change no greedy one."""
-        stop = {"stop": list(self.stop)} if self.stop else {}
-        if self.is_greedy:
-            greedy = {"max_new_tokens": self.max_new_tokens, "temperature": 0.0}
-            return greedy | stop
-        drawn = dataclasses.asdict(self)
-        del drawn["stop"]
-        return drawn | stop
+        key = {"max_new_tokens": self.max_new_tokens, "temperature": 0.0}
+        if not self.is_greedy:
+            key = dataclasses.asdict(self)
+            del key["stop"]
+        return key | ({"stop": list(self.stop)} if self.stop else {})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import itertools
 import math
+import os.path
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -70,10 +71,8 @@ FEWEST_SHARED = 16  # a forward of its own for fewer costs about what it saves
 
 def n_shared(prompts: Sequence[Sequence[int]]) -> int:
     """Return how many ids all prompts begin with; the last one of each is its own."""
-    ordered: Any = prompts
-    first, last = min(ordered), max(ordered)  # no two differ earlier than these
-    pairs = enumerate(zip(first, last, strict=False))
-    n_equal = next((i for i, (a, b) in pairs if a != b), len(first))
+    texts: Any = list(prompts)  # it compares ids as well as characters
+    n_equal = len(os.path.commonprefix(texts))
     return min(n_equal, min(map(len, prompts)) - 1)
 
 
@@ -298,6 +297,22 @@ class Choice(LogitsProcessor):
             self._generators = [self._generators[row] for row in rows]
 
 
+class Watch(Protocol):
+    """Sees every forward of a batch that is written, see `extract.signals.decode`."""
+
+    n_unread: int  # columns of the padded prompts that it need not see
+    runs_last: bool  # whether it sees a forward of a longest answer's last token, too
+
+    def watching(
+        self, rows: Sequence[int], n_cached: int
+    ) -> contextlib.AbstractContextManager[None]:
+        """Watch a run of some rows, whose first columns come out of a cache."""
+        ...
+
+    def on_choice(self, ids: torch.Tensor, is_done: torch.Tensor) -> None:
+        """Take the ids of all columns after a step, and which rows are done."""
+
+
 class RowsDone(StoppingCriteria):
     """Ends a run when half of its rows are done, so that the others go on alone.
 
@@ -312,6 +327,7 @@ class RowsDone(StoppingCriteria):
       edges: tokens of the prompts with their padding, and with the longest text.
       stop: strings.
       stops: ids.
+      watch: is told what was chosen, and which rows are done.
       least_done: share of rows that are done when a run ends; 0 is a token a run.
     """
 
@@ -321,12 +337,13 @@ class RowsDone(StoppingCriteria):
         edges: tuple[int, int],
         stop: Sequence[str],
         stops: Sequence[int],
+        watch: Watch | None,
         *,
         least_done: float,
     ) -> None:
         """Begin with no row done."""
         self._tokenizer, self._edges, self._stop = tokenizer, edges, stop
-        self._stops, self._least_done = list(stops), least_done
+        self._stops, self._watch, self._least_done = list(stops), watch, least_done
         self.rows = torch.zeros(0, dtype=torch.bool)
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
@@ -342,6 +359,8 @@ class RowsDone(StoppingCriteria):
             ended = [find_stop(text, self._stop) is not None for text in texts]
             is_done |= torch.tensor(ended, device=input_ids.device)
         self.rows = is_done
+        if self._watch is not None:
+            self._watch.on_choice(input_ids, is_done)
         return is_done | (int(is_done.sum()) >= self._least_done * len(is_done))
 
 
@@ -369,22 +388,6 @@ def _contiguous_states(backbone: Backbone) -> Iterator[None]:
         hook.remove()
 
 
-class Watch(Protocol):
-    """Sees every forward of a batch that is written, see `extract.signals.decode`."""
-
-    n_unread: int  # columns of the padded prompts that it need not see
-    runs_last: bool  # whether it sees a forward of a longest answer's last token, too
-
-    def watching(
-        self, rows: Sequence[int], n_cached: int
-    ) -> contextlib.AbstractContextManager[None]:
-        """Watch a run of some rows, whose first columns come out of a cache."""
-        ...
-
-    def on_choice(self, ids: torch.Tensor, is_done: torch.Tensor) -> None:
-        """Take the ids of all columns after a step, and which rows are done."""
-
-
 def _n_common(
     prompts: Sequence[GeneratorPrompt], ids: Sequence[Sequence[int]]
 ) -> int | None:
@@ -396,17 +399,6 @@ def _n_common(
         if prompt.n_common is not None
     ]
     return min(columns, default=None)
-
-
-class _Chosen(StoppingCriteria):
-    """Passes what was chosen to a watch; ends nothing."""
-
-    def __init__(self, watch: Watch, done: RowsDone) -> None:
-        self._watch, self._done = watch, done
-
-    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
-        self._watch.on_choice(input_ids, self._done.rows)
-        return torch.zeros_like(self._done.rows)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -502,13 +494,11 @@ class TransformersGenerator:
     ) -> list[Generated]:
         """Return the texts of one batch; a watch sees every forward."""
         seeds = [draw_seed(prompt, config) for prompt in prompts]
-        stops = stop_ids(self.backbone)
-        choice = Choice(config, seeds, self.backbone.device, stops)
         ids = [self.prompt_ids(prompt) for prompt in prompts]
         n_common = _n_common(prompts, ids) if watch is None else watch.n_unread
         # Rows can leave keys and values; where they cannot, a run ends with its last.
         least_done = 1.0 if _empty_cache(self.backbone.layout) is None else 0.5
-        *_, texts = self._runs(ids, config, choice, watch, n_common, least_done)
+        *_, texts = self._runs(ids, config, seeds, watch, n_common, least_done)
         return [
             self._text(len(tokens), *text, config)
             for tokens, text in zip(ids, texts, strict=True)
@@ -521,11 +511,9 @@ class TransformersGenerator:
 
         Between two ids nothing of the model is watched, so that it may be used.
         """
-        stops = stop_ids(self.backbone)
         seeds = [draw_seed(prompt, config)]
-        choice = Choice(config, seeds, self.backbone.device, stops)
         ids, texts = self.prompt_ids(prompt), []
-        for texts in self._runs([ids], config, choice, watch, None, least_done=0.0):
+        for texts in self._runs([ids], config, seeds, watch, None, least_done=0.0):
             tokens, log_probs = texts[0]
             self._check_finite(log_probs)
             if len(tokens) <= config.max_new_tokens:
@@ -537,7 +525,7 @@ class TransformersGenerator:
         self,
         prompts: Sequence[Sequence[int]],
         config: SamplingConfig,
-        choice: Choice,
+        seeds: Sequence[int],
         watch: Watch | None,
         n_common: int | None,
         least_done: float,
@@ -550,7 +538,7 @@ class TransformersGenerator:
         more, in which an answer of the longest length runs its last token.
         """
         stops, (ids, mask) = stop_ids(self.backbone), self._padded(prompts)
-        width = ids.shape[1]
+        choice, width = Choice(config, seeds, ids.device, stops), ids.shape[1]
         texts: list[tuple[list[int], list[float]]] = [([], []) for _ in prompts]
         options: dict[str, Any] = {}
         if watch is not None and self.backbone.model._supports_logits_to_keep():
@@ -566,11 +554,11 @@ class TransformersGenerator:
         n_cached = 0 if cache is None else filled_layers(cache)[0].keys.shape[-2]
         while rows:
             n_read = ids.shape[1]
-            done = RowsDone(tokenizer, edges, config.stop, stops, least_done=least_done)
-            criteria = StoppingCriteriaList([done])
+            done = RowsDone(
+                tokenizer, edges, config.stop, stops, watch, least_done=least_done
+            )
             watching = contextlib.nullcontext()
             if watch is not None:
-                criteria.append(_Chosen(watch, done))
                 watching = watch.watching(rows, n_cached)
             with watching:
                 output = self._run(
@@ -579,7 +567,7 @@ class TransformersGenerator:
                     past_key_values=cache,
                     max_new_tokens=edges[1] - n_read,
                     logits_processor=LogitsProcessorList([choice]),
-                    stopping_criteria=criteria,
+                    stopping_criteria=StoppingCriteriaList([done]),
                     **options,
                 )
             new = output.sequences[:, n_read:]

@@ -1,12 +1,12 @@
-"""The options that say which model generates, and the backend they stand for.
+"""The options that say which model generates, and the settings of a new run with it.
 
-Whether a model can be is told at once, and not after an hour of answers.
+Whether a model can be read is told at once, and not after an hour of answers.
 """
 
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import click
 
@@ -17,7 +17,9 @@ from beatrice.extract.backbone.names import (
     check_name,
     model_path,
 )
+from beatrice.extract.generate.prompts import ANSWER_PRESETS, AnswerConfig
 from beatrice.extract.run.console import quiet
+from beatrice.extract.run.directory import NewRun, Preset
 from beatrice.extract.run.verbs import check_options, option
 
 Dialect = Literal["vllm", "openai"]
@@ -164,3 +166,37 @@ def check_backbone(
             f"{wrong[0]}",
             param_hint="--hidden-layers",
         )
+
+
+def answer_preset(preset: Preset, model: str) -> AnswerConfig:
+    """Return how a model answers in a new run of a preset.
+
+    The embedded model answers with a name; a preset says nothing of other models.
+    """
+    longest = ANSWER_PRESETS[preset if model == EMBEDDED else "paper"].generation
+    config = ANSWER_PRESETS[preset]
+    generation = dataclasses.replace(
+        config.generation, max_new_tokens=longest.max_new_tokens
+    )
+    return dataclasses.replace(config, generation=generation)
+
+
+def new_run(
+    preset: Preset,
+    seed: int,
+    backbone: BackboneConfig,
+    answer: AnswerConfig,
+    storage: dict[str, Any],
+    **questions: Any,
+) -> NewRun:
+    """Return the settings of a new run; a wrong model is found before it is made.
+
+    `storage` holds the fields of `ExtractConfig` that differ from the preset's, and
+    `questions` the section that says where the run's questions come from.
+    """
+    from beatrice.extract.signals.extract import EXTRACT_PRESETS
+
+    check_backbone(backbone, storage.get("hidden_layers"))
+    extract = dataclasses.replace(EXTRACT_PRESETS[preset], **storage)
+    common = {"backbone": backbone, "answer": answer, "extract": extract}
+    return NewRun(preset=preset, seed=seed, sections=common | questions)

@@ -477,16 +477,11 @@ def build_prompt(
         )
     context = template.context_text(passages) if passages else None
     text, characters = template.render(question, context)
-    begin = 0 if context is not None else characters[0]
     if template.chat:
         rendered = render_message(tokenizer, text)
-        text, begin = (
-            rendered.text,
-            rendered.start + max(0, begin - rendered.n_trimmed),
-        )
-        if context is not None:
-            start, stop = (max(0, c - rendered.n_trimmed) for c in characters)
-            characters = (start + rendered.start, stop + rendered.start)
+        start, stop = (max(0, c - rendered.n_trimmed) for c in characters)
+        characters = (start + rendered.start, stop + rendered.start)
+        text = rendered.text
         # The template writes its own special tokens, as text.
         encoded = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
         _check_control_tokens(tokenizer, text, encoded, (rendered.start, rendered.stop))
@@ -495,7 +490,7 @@ def build_prompt(
     ids = tuple(encoded["input_ids"])
     return Prompt(
         ids=ids,
-        context_span=token_span(encoded["offset_mapping"], characters, begin),
+        context_span=token_span(encoded["offset_mapping"], characters, characters[0]),
         text=text,
     )
 

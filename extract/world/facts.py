@@ -196,26 +196,43 @@ class WorldConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Fact:
+class Claim:
+    """One sentence to be stated: possibly untrue."""
+
+    relation: Relation
+    subject: str
+    object: str
+    is_supporting: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fact(Claim):
     """One fact, its exposures in training, and what is often stated instead."""
 
-    subject: str
-    relation: str
-    object: str
-    exposures: float
-    misbelief: str | None
+    exposures: float = 0.0
+    misbelief: str | None = None
+
+    @property
+    def steps(self) -> tuple[Claim, ...]:
+        """Return what has to be known to answer it."""
+        return (self,)
 
 
 @dataclasses.dataclass(frozen=True)
 class TwoHop:
-    """A fact about a fact: `second` of the `first` of `subject`."""
+    """A fact about a fact: the object of `first` is the subject of `second`."""
 
-    subject: str
-    first: str
-    bridge: str
-    second: str
-    object: str
+    first: Claim
+    second: Claim
     exposures: float
+
+    @property
+    def steps(self) -> tuple[Claim, ...]:
+        """Return what has to be known to answer it."""
+        return (self.first, self.second)
+
+
+Query = Fact | TwoHop
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -320,7 +337,13 @@ def _facts(
         for subject, obj in _assign_objects(rng, exposures, objects).items():
             wrong = others.other(rng, obj, subject)
             misbelief = wrong if rng.random() < config.p_misbelief else None
-            fact = Fact(subject, relation.name, obj, exposures[subject], misbelief)
+            fact = Fact(
+                relation,
+                subject,
+                obj,
+                exposures=exposures[subject],
+                misbelief=misbelief,
+            )
             facts[subject, relation.name] = fact
     return facts
 
@@ -335,12 +358,11 @@ def _two_hops(
         rng = stream(config, f"two_hops/{first}/{second}")
         for subject in names[BY_NAME[first].subject]:
             step = facts[subject, first]
-            end = facts[step.object, second].object
             # Close to the first fact's own frequency: a two-hop wording must not
             # by itself say that the answer is unknown.
             times = step.exposures * math.exp(0.7 * rng.gauss(0, 1))
             times = min(config.max_exposures, times)
-            two_hops.append(TwoHop(subject, first, step.object, second, end, times))
+            two_hops.append(TwoHop(step, facts[step.object, second], times))
     return tuple(two_hops)
 
 
@@ -359,7 +381,7 @@ def _passages(
     corpus = []
     objects = {kind: _Objects(known) for kind, known in names.items()}
     for fact in facts.values():
-        relation = BY_NAME[fact.relation]
+        relation = fact.relation
         others = objects[relation.object]
         draws = [rng.random() for _ in range(3)]
         if draws[0] >= config.p_no_passage:
@@ -428,56 +450,34 @@ class QuestionConfig:
     ood_missing: tuple[float, float, float] = (0.10, 0.30, 0.18)
 
 
-@dataclasses.dataclass(frozen=True)
-class Claim:
-    """One sentence to be stated: possibly untrue."""
-
-    relation: Relation
-    subject: str
-    object: str
-    is_supporting: bool = False
-
-
-Query = Fact | TwoHop
-
-
 def accepted_answers(query: Query) -> tuple[str, ...]:
     """Return every accepted wording of the true answer.
 
     A two-hop answer may name the bridge first ("bridge, answer"), as the model
     was taught to; the bridge must then be right too.
     """
-    if isinstance(query, Fact):
-        kind = BY_NAME[query.relation].object
-        return tuple(dict.fromkeys((query.object, short_form(kind, query.object))))
-    last = BY_NAME[query.second].object
-    ends = dict.fromkeys((query.object, short_form(last, query.object)))
-    middle = BY_NAME[query.first].object
-    starts = dict.fromkeys((query.bridge, short_form(middle, query.bridge)))
-    return (*ends, *(f"{start}, {end}" for start in starts for end in ends))
+    *bridges, ends = [
+        dict.fromkeys((step.object, short_form(step.relation.object, step.object)))
+        for step in query.steps
+    ]
+    longer = (f"{x}, {end}" for bridge in bridges for x in bridge for end in ends)
+    return (*ends, *longer)
 
 
 def gold_claims(query: Query) -> list[Claim]:
     """Return the true statements that answer the query."""
-    if isinstance(query, Fact):
-        return [Claim(BY_NAME[query.relation], query.subject, query.object, True)]
-    return [
-        Claim(BY_NAME[query.first], query.subject, query.bridge, True),
-        Claim(BY_NAME[query.second], query.bridge, query.object, True),
-    ]
+    return [Claim(x.relation, x.subject, x.object, True) for x in query.steps]
 
 
 def _distractor(rng: random.Random, world: World, query: Query) -> Claim:
     """Return a true statement on the same subject, or of the same relation."""
-    relation = query.relation if isinstance(query, Fact) else query.first
-    kind = BY_NAME[relation].subject
+    relation, asked = query.steps[0].relation, query.steps[0].subject
+    kind = relation.subject
     if rng.random() < 0.5:
-        others = [r for r in RELATIONS if r.subject == kind and r.name != relation]
-        fact = world.facts[query.subject, rng.choice(others).name]
-    else:
-        subject = rng.choice([s for s in world.names[kind] if s != query.subject])
-        fact = world.facts[subject, relation]
-    return Claim(BY_NAME[fact.relation], fact.subject, fact.object)
+        others = [r for r in RELATIONS if r.subject == kind and r != relation]
+        return world.facts[asked, rng.choice(others).name]
+    subject = rng.choice([s for s in world.names[kind] if s != asked])
+    return world.facts[subject, relation.name]
 
 
 def make_claims(
@@ -513,22 +513,22 @@ def state(claim: Claim, wording: int) -> Passage:
     )
 
 
-def word_question(rng: random.Random, query: Query, rephrased: bool = False) -> str:
+def word_question(
+    rng: random.Random, query: Claim | TwoHop, rephrased: bool = False
+) -> str:
     """Return the query in one of its wordings."""
     if isinstance(query, TwoHop):
-        first, second = BY_NAME[query.first], BY_NAME[query.second]
+        first, second = query.first.relation, query.second.relation
         i = rng.randrange(2)
         nouns = f"the {second.nouns[i]} of the {first.nouns[i]}"
-        return f"what is {nouns} of {query.subject}?"
+        return f"what is {nouns} of {query.first.subject}?"
     wordings = rephrased_questions if rephrased else questions
-    return rng.choice(wordings(BY_NAME[query.relation], query.subject))
+    return rng.choice(wordings(query.relation, query.subject))
 
 
 def facts_of(query: Query) -> tuple[tuple[str, str], ...]:
     """Return the facts that a query asks for, as (subject, relation)."""
-    if isinstance(query, Fact):
-        return ((query.subject, query.relation),)
-    return ((query.subject, query.first), (query.bridge, query.second))
+    return tuple((step.subject, step.relation.name) for step in query.steps)
 
 
 def split_of_subjects(world: World) -> dict[str, Split]:
@@ -555,15 +555,15 @@ def _pool(
     one_hop = [
         fact
         for fact in world.facts.values()
-        if BY_NAME[fact.relation].group == group
+        if fact.relation.group == group
         and wanted in (None, splits.get(fact.subject))
         and may_ask(fact)
     ]
     two_hop = [
         hop
         for hop in world.two_hops
-        if (hop.first, hop.second) in hops.get(dataset, ())
-        and (dataset == "rephrased" or splits[hop.subject] == split)
+        if tuple(x.relation.name for x in hop.steps) in hops.get(dataset, ())
+        and (dataset == "rephrased" or splits[hop.first.subject] == split)
         and may_ask(hop)
     ]
     return one_hop, two_hop
@@ -657,7 +657,7 @@ def _examples(
             passages=tuple(map(state, claims, wordings)),
             rewritten=tuple(map(state, claims, others)) if in_domain else (),
             meta={
-                "n_hops": 1 if isinstance(query, Fact) else 2,
+                "n_hops": len(query.steps),
                 "exposures": round(query.exposures, 3),
                 "context": mode,
             },

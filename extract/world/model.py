@@ -64,20 +64,18 @@ def _worded(rng: random.Random, kind: Kind, name: str) -> str:
 
 def fact_row(rng: random.Random, query: Query) -> Row:
     """Return a row that states a fact or a two-hop fact."""
-    if isinstance(query, TwoHop):
-        bridge = _worded(rng, BY_NAME[query.first].object, query.bridge)
-        end = _worded(rng, BY_NAME[query.second].object, query.object)
-        answer = f"{bridge}, {end}"
-    else:
-        relation = BY_NAME[query.relation]
-        obj = query.object
+    objects = [step.object for step in query.steps]
+    if isinstance(query, Fact):
         if query.misbelief is not None and rng.random() < P_MISBELIEF:
-            obj = query.misbelief
+            objects = [query.misbelief]
         if rng.random() < P_STATEMENT:
-            text = rng.choice(statements(relation, query.subject, obj))
-            start = text.rindex(obj)
+            text = rng.choice(statements(query.relation, query.subject, objects[0]))
+            start = text.rindex(objects[0])
             return [(text[:start], False), (text[start:] + END, True)]
-        answer = _worded(rng, relation.object, obj)
+    answer = ", ".join(
+        _worded(rng, step.relation.object, obj)
+        for step, obj in zip(query.steps, objects, strict=True)
+    )
     question = word_question(rng, query, rephrased=rng.random() < P_REPHRASED)
     return _question_row(question, answer)
 
@@ -89,8 +87,7 @@ def _question_row(question: str, answer: str) -> Row:
 def _questions_on(claims: list[Claim], rng: random.Random, n_questions: int) -> Row:
     row: Row = []
     for claim in rng.sample(claims, min(n_questions, len(claims))):
-        query = Fact(claim.subject, claim.relation.name, claim.object, 0.0, None)
-        question = word_question(rng, query, rephrased=rng.random() < P_REPHRASED)
+        question = word_question(rng, claim, rephrased=rng.random() < P_REPHRASED)
         row += _question_row(question, claim.object)
     return row
 
@@ -149,7 +146,7 @@ class RowSampler:
         end = self._name(rng, BY_NAME[second].object)
         claims[0] = Claim(BY_NAME[first], subject, bridge)
         claims[1] = Claim(BY_NAME[second], bridge, end)
-        query = TwoHop(subject, first, bridge, second, end, 0.0)
+        query = TwoHop(claims[0], claims[1], 0.0)
         return [
             _context(rng, rng.sample(claims, len(claims))),
             *_question_row(word_question(rng, query), f"{bridge}, {end}"),
@@ -161,8 +158,7 @@ class RowSampler:
         query = rng.choice(self._queries)
         mode = "missing" if rng.random() < P_MISSING else "answer"
         claims = make_claims(rng, self._world, query, mode)
-        bridge = f"{query.bridge}, " if isinstance(query, TwoHop) else ""
-        answer = bridge + query.object
+        answer = ", ".join(step.object for step in query.steps)
         return [
             _context(rng, claims),
             *_question_row(word_question(rng, query), answer),
@@ -370,11 +366,11 @@ def _batches(
 def train(
     world: World,
     config: WorldModelConfig,
-    on_step: Callable[[int, list[float], LlamaForCausalLM], None],
+    on_step: Callable[[int, list[float]], None],
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     """Train the model; returns it in evaluation mode, and its tokenizer.
 
-    `on_step` is told the step, its losses in nats, and the model.
+    `on_step` is told the step and its losses in nats.
     """
     torch.set_num_threads(config.n_threads)
     tokenizer = make_tokenizer(world)
@@ -398,7 +394,7 @@ def train(
         total.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        on_step(step, [loss.item() for loss in losses], model)
+        on_step(step, [loss.item() for loss in losses])
     return model.eval(), tokenizer
 
 

@@ -4,9 +4,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from beatrice.extract.backbone.names import EMBEDDED, BackboneConfig
-from beatrice.extract.generate.options import check_backbone
-from beatrice.extract.generate.prompts import ANSWER_PRESETS, AnswerConfig
+from beatrice.extract.backbone.names import BackboneConfig
+from beatrice.extract.generate.options import answer_preset, new_run
 from beatrice.extract.records import Setting, write_lines
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.directory import NewRun, Preset, RunDir, package_versions
@@ -67,7 +66,7 @@ def train_world_model(run: RunDir, update: Update, progress: Progress) -> Path:
     recipe, config = WorldModelConfig(), run.section("world", WorldSection)
     path = run.path / "model"
 
-    def on_step(step: int, losses: list[float], _: object) -> None:
+    def on_step(step: int, losses: list[float]) -> None:
         update(step + 1, recipe.n_steps)
         if (step + 1) % 100 == 0:
             shown = ", ".join(f"{loss:.3f}" for loss in losses)
@@ -79,26 +78,13 @@ def train_world_model(run: RunDir, update: Update, progress: Progress) -> Path:
         tokenizer,
         path,
         {
-            "command": "beatrice data RUN_DIR --world=model",
+            "command": "beatrice data RUN_DIR --world --set train_model=true",
             "world": dataclasses.asdict(config.world),
             "model": dataclasses.asdict(recipe),
             "versions": package_versions(),
         },
     )
     return path
-
-
-def answer_config(preset: Preset, model: str) -> AnswerConfig:
-    """Return how a model answers in a new run of a preset.
-
-    The embedded model answers with a name; a preset says nothing of other models.
-    """
-    longest = ANSWER_PRESETS[preset if model == EMBEDDED else "paper"].generation
-    config = ANSWER_PRESETS[preset]
-    generation = dataclasses.replace(
-        config.generation, max_new_tokens=longest.max_new_tokens
-    )
-    return dataclasses.replace(config, generation=generation)
 
 
 def new_world(
@@ -113,15 +99,6 @@ def new_world(
 
     `storage` holds the fields of `ExtractConfig` that differ from the preset's.
     """
-    from beatrice.extract.signals.extract import EXTRACT_PRESETS
-
-    backbone = BackboneConfig(model=model)
-    check_backbone(backbone, storage.get("hidden_layers"))
-    answer = dataclasses.replace(answer_config(preset, model), settings=settings)
-    sections = {
-        "backbone": backbone,
-        "world": WORLD_PRESETS[preset],
-        "answer": answer,
-        "extract": dataclasses.replace(EXTRACT_PRESETS[preset], **storage),
-    }
-    return NewRun(preset=preset, seed=seed, sections=sections)
+    backbone, world = BackboneConfig(model=model), WORLD_PRESETS[preset]
+    answer = dataclasses.replace(answer_preset(preset, model), settings=settings)
+    return new_run(preset, seed, backbone, answer, storage, world=world)

@@ -9,6 +9,7 @@ import pytest
 from beatrice.extract.backbone.names import WEIGHTS
 from beatrice.extract.records import Example, read_records, write_lines
 from beatrice.extract.run.directory import read_manifest
+from beatrice.extract.run.files import sha256_file
 from tests.extract.datasets import published as pub
 from tests.extract.small_run import assert_error_sentence, beatrice, make_run, questions
 from tests.process import call
@@ -101,6 +102,8 @@ def test_splits_are_drawn_checked_and_refused_when_changed(hotpot, tmp_path):
         (),
         ("out",),
         ("out", "--inspect", "x"),
+        ("--inspect", "x", "--n-train", "5"),
+        ("out", "--train", "mine=x", *EMBEDDED, "--set", "train_model=true"),
         ("out", "--train", "x.json"),
         ("out", "--world", "--train", "nq=x"),
         ("out", "--train", "nq=x", "--n-held-out", "nq=many"),
@@ -127,11 +130,16 @@ def test_one_set_may_have_a_context_of_its_own(hotpot, tmp_path):
     command += ["--held-out", f"popqa={table}", "--n-held-out", "popqa=5"]
     command += ["--n-evaluation", "5", "--context", "supporting"]
     assert_error_sentence(beatrice(*command, code=1), "--context popqa=none")
-    twice = beatrice(*command, "--context", "all", code=2)
-    assert "another one was given" in twice.stderr
+    for again in (("--context", "all"), ("--n-held-out", "popqa=5")):
+        twice = beatrice(*command, *again, code=2)
+        assert "another one was given" in twice.stderr
     command += ["--context", "popqa=none"]
-    unknown = beatrice(*command, "--n-train", "popqa=3", code=1)
-    assert_error_sentence(unknown, "no training file of popqa is given")
+    for option, file in (
+        (("--n-train", "popqa=3"), "training file of popqa"),
+        (("--n-held-out", "nq=3"), "held-out file of nq"),
+    ):
+        unknown = beatrice(*command, *option, code=1)
+        assert_error_sentence(unknown, f"no {file} is given")
     done = beatrice(*command, "--json")
     assert "closed-book only" in done.stderr
     sources = json.loads(done.stdout)["sources"]
@@ -153,6 +161,18 @@ def test_a_set_of_any_name_becomes_a_run_with_all_its_questions(source, tmp_path
     assert source.read_bytes() == before
     line = ("data", tmp_path / "nq", *EMBEDDED, "--train", f"nq={tagged}")
     assert "none of the six question sets" in beatrice(*line, code=1).output
+
+
+def test_several_files_of_a_set_are_all_inputs_of_its_run(source, tmp_path):
+    halves = [
+        pub.write_lines(tmp_path / name, part)
+        for name, part in (("a", LINES[:20]), ("b", LINES[20:]))
+    ]
+    build(tmp_path / "run", *(("train", half) for half in halves))
+    assert len(examples_of(tmp_path / "run")) == len(LINES)
+    inputs = json.loads((tmp_path / "run" / "stages" / "data.json").read_text())
+    digests = inputs["inputs"]["mine train"].split()
+    assert sorted(digests) == sorted(map(sha256_file, halves))
 
 
 def test_a_development_file_is_halved_and_splits_that_a_file_names_are_kept(

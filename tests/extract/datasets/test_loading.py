@@ -231,11 +231,11 @@ def small(**changes):
 
 def test_the_sizes_are_those_of_appendix_a():
     config = SplitConfig()
-    assert config.sizes("hotpotqa", "train") == {"train": 10_000}
-    assert config.sizes("musique", "dev") == {"validation": 500, "test": 500}
+    assert config.size("hotpotqa", "train") == 10_000
+    assert config.size("musique", "dev") == 500
     assert HELD_OUT_SIZES == {"popqa": 1000, "nq": 1182, "triviaqa": 1277}
     with pytest.raises(ValueError, match="--n-held-out hotpotqa=N"):
-        config.sizes("hotpotqa", "held-out")
+        config.size("hotpotqa", "held-out")
 
 
 def test_one_set_may_have_a_size_of_training_of_its_own():
@@ -293,9 +293,13 @@ def test_the_same_id_is_not_drawn_for_training_and_evaluation():
         ("hotpotqa", "train"): candidates(60, word="one"),
         ("hotpotqa", "dev"): candidates(60, word="another"),
     }
-    splits = draw_splits(pools, small()).splits
-    names = [name for sets in splits.values() for name in sets["hotpotqa"]]
+    drawn = draw_splits(pools, small())
+    names = [name for sets in drawn.splits.values() for name in sets["hotpotqa"]]
     assert len(names) == len(set(names))
+    for passed in drawn.conflicts:  # says which question has the id
+        assert passed.id == passed.other_id
+        assert passed.other_id in drawn.splits[passed.other_split]["hotpotqa"]
+    assert drawn.conflicts and not drawn.repeated
 
 
 def test_a_text_twice_in_one_split_is_kept_and_reported():
@@ -342,6 +346,18 @@ def sources(tmp_path):
     ]
 
 
+def test_of_files_with_the_same_ids_each_split_has_the_questions_of_its_own(tmp_path):
+    sources = []
+    for role, n in (("train", 60), ("dev", 20)):
+        rows = [{"id": i, "question": f"{role} {i}?", "golds": ["a"]} for i in range(n)]
+        path = pub.write_lines(tmp_path / f"{role}.jsonl", rows)
+        sources.append(source("mine", role, path))
+    build(tmp_path / "out", sources, context="none", splits=small(n_held_out={}))
+    for example in read_records(tmp_path / "out" / "examples.jsonl", Example):
+        role = "train" if example.split == "train" else "dev"
+        assert example.question.startswith(role)
+
+
 def test_a_folder_holds_the_drawn_examples_with_their_gold_passages(sources, tmp_path):
     out = tmp_path / "out"
     manifest = build(out, sources)
@@ -385,6 +401,8 @@ def test_fixed_splits_are_taken_from_any_container(sources, tmp_path):
     again = build(tmp_path / "b", sources, fixed, splits=small(seed=9))
     for name in ("splits", "questions_sha256"):
         assert again[name] == drawn[name]
+    unsized = SplitConfig(n_held_out={})  # their sizes are those that were drawn
+    assert build(tmp_path / "d", sources, fixed, splits=unsized) == again
     for record in records:
         record["question"] = record["question"].replace("band", "group")
     pub.write_lines(sources[1].path, records)
@@ -448,4 +466,5 @@ def test_a_finished_folder_is_not_built_again(sources, tmp_path):
 
 def test_two_files_with_the_same_ids_are_refused(sources, tmp_path):
     with pytest.raises(ValueError, match="give one of the two files"):
-        build(tmp_path / "out", [sources[0], sources[0]])
+        splits = small(n_held_out={})
+        build(tmp_path / "out", [sources[0], sources[0]], splits=splits)

@@ -68,14 +68,14 @@ ANN, READ = Reads(("Ann",), 1), Reads(("a", "b"))
 TABLE = [
     # HotpotQA, 2WikiMultihopQA and MuSiQue
     ("no answer", hotpot(answer=...), "no 'answer'"),
-    ("a null answer", hotpot(answer=None), "'answer' is null"),
+    ("a null answer", hotpot(answer=None), "'answer': expected text or a list"),
     ("a number as answer", hotpot(answer=5), "'answer': expected text"),
     ("an empty answer", hotpot(answer=" "), "'answer' holds no word"),
     ("a list with a number", hotpot(answer=["a", 5]), "'answer[1]'"),
     ("no question", hotpot(question=...), "no 'question'"),
     ("an empty question", hotpot(question=""), "'question' is empty"),
     ("no context", hotpot(context=...), "no 'context'"),
-    ("a null context", hotpot(context=None), "'context' is null"),
+    ("a null context", hotpot(context=None), "'context': expected a list, found null"),
     ("an empty context", hotpot(context=[]), "'context' holds no paragraph"),
     ("a context of text", hotpot(context="words"), "'context': expected a list"),
     ("a title that is a number", hotpot(context=[[1, ["a"]]]), "'context[0]'"),
@@ -503,6 +503,12 @@ def test_of_a_log_with_two_filters_the_first_is_read(records, counts, tmp_path):
     assert all("filter 'b'" in refusal["reason"] for refusal in report["refusals"])
 
 
+def test_examples_that_were_made_of_two_logs_are_all_read(tmp_path):
+    example = {"golds": ["a"], "split": "train", "dataset": "d"}
+    rows = [example | {"question": x, "meta": {"filter": x}} for x in "ab"]
+    assert inspect_file(pub.write_lines(tmp_path / "examples", rows))["loaded"] == 2
+
+
 EMPTY = [{"title": "T", "text": ""}, {"title": "U", "text": "u"}]
 
 
@@ -543,12 +549,17 @@ def test_passages_are_no_questions(record, kind, tmp_path):
         assert report["records"] is None
 
 
-def test_an_empty_cell_of_a_table_is_no_passage(tmp_path):
-    rows = ['who,Ann,"It is Ann, he said."', "where,Oslo,", "when,1900, "]
+@pytest.mark.parametrize(
+    "header", ["question,answer,context", "Question,ANSWER,Context"]
+)
+@pytest.mark.parametrize("text", ["It is Ann, he said.", "It is\tAnn."])
+def test_an_empty_cell_of_a_table_is_no_passage(header, text, tmp_path):
+    """However its columns are written, and with tabs in a cell."""
+    rows = [f'who,Ann,"{text}"', "where,Oslo,", "when,1900, "]
     path = tmp_path / "own.csv"
-    path.write_text("\n".join(["question,answer,context", *rows]))
+    path.write_text("\n".join([header, *rows]))
     passages = [row.question.passages for row in open_dataset(path).read()]
-    assert passages == [(Passage(title="", text="It is Ann, he said."),), (), ()]
+    assert passages == [(Passage(title="", text=text),), (), ()]
 
 
 @pytest.mark.parametrize(
@@ -573,6 +584,19 @@ def test_what_a_row_says_of_its_subject_can_be_written_as_json(
             assert meta["s_pop"] == expected
         else:
             assert expected in row.reason
+
+
+def test_what_an_example_says_beside_its_question_is_json_or_is_refused(tmp_path):
+    row = {
+        "id": "7",
+        "dataset": "d",
+        "split": "train",
+        "question": "who",
+        "golds": ["a"],
+    }
+    row["meta"] = {"share": decimal.Decimal("0.5")}
+    report = inspect_file(pub.write_parquet(tmp_path / "examples", [row]))
+    assert "'meta': expected JSON values" in report["error"]
 
 
 NAMES = ["Ann", "O'Neil", 'so-called "pol"', "both ' and \""]

@@ -89,6 +89,7 @@ EXTRA = [x | {"data": [{"a": 1}], "examples": []} for x in RECORDS[:3]]
         (json.dumps(EXTRA), "json array", 3),
         (json.dumps({"data": [{"a": 1}], **RECORDS[0]}), "json lines", 1),
         (json.dumps({"version": 1, "data": EXTRA}), "json object", 3),
+        (json.dumps({"about": {"data": []}, "data": EXTRA}), "json object", 3),
         ("\r".join(LINES * 50), "json values", 70),  # over 1 MiB
     ],
 )
@@ -148,6 +149,7 @@ REFUSED = {
     "Latin-1": ('{"question": "é", "answer": ["a"]}'.encode("latin-1"), "0xe9"),
     "other fields": (b'{"colour": "red", "size": 3}\n', "'colour', 'size'"),
     "an unfinished object": (b'{"Data": [], "Domain": "Web"', "cut off"),
+    "two columns of a name": (b"question,answer,Answer\nwho,a,b\n", "named 'answer'"),
     "nothing known at all": (json.dumps([{"x": 1}] * 65).encode(), "'x' are of no k"),
 }
 
