@@ -137,6 +137,11 @@ def over_members(
             return jax.tree.map(lambda x: x[None, None], results)
         rest = (None,) * len(shared)
         over_subsets = jax.vmap(apply, in_axes=((0, 0, None), 0, *rest))
+        if len(block.seeds) == 1:  # one axis less to trace, and to compile
+            member = block._replace(seeds=block.seeds[0])
+            state = jax.tree.map(lambda x: x[0], states)
+            results = over_subsets(tuple(member), state, *shared)
+            return jax.tree.map(lambda x: x[None], results)
         over_seeds = jax.vmap(over_subsets, in_axes=((None, None, 0), 0, *rest))
         return over_seeds(tuple(block), states, *shared)
 
