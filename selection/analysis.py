@@ -562,7 +562,8 @@ def ratio_rows(
             # Sums in single precision can leave a share of everything just beside it.
             interval, missing = (min(low, value), max(high, value)), None
         measured = experiment, ratio.detector, ratio.metric, value
-        n_counted, columns = np.count_nonzero(denominator), ratio.columns | set_fields
+        n_counted = int(np.count_nonzero(denominator))
+        columns = ratio.columns | set_fields
         result.append(row_of(*measured, n_counted, columns, interval, missing))
     return result
 

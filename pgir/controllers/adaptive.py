@@ -59,6 +59,7 @@ from beatrice.pgir.controllers.session import (
 from beatrice.pgir.index import TextEncoder, read_encoder_config
 
 NEIGHBOURS = (5, 6, 7, 8, 9, 10)  # k, those that the paper tries
+Strategy = Literal["A", "B", "C"]  # answers at once, after one search, or after several
 
 
 def question_encoder(
@@ -75,16 +76,12 @@ def question_encoder(
     if checkpoint is not None:
         options = {"query_prefix": "", "pooling": "mean", "max_tokens": 128}
         encoder = TextEncoder(read_encoder_config(checkpoint, **options))
-        return QuestionEncoder(
-            checkpoint.name, lambda texts: encoder.encode(texts, "query")
-        )
+        return lambda texts: encoder.encode(texts, "query")
     from sklearn.feature_extraction.text import TfidfVectorizer
 
     tf_idf = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True)
     tf_idf.fit(training)
-    return QuestionEncoder(
-        "TF-IDF", lambda texts: csr_array(tf_idf.transform(texts)).toarray()
-    )
+    return lambda texts: csr_array(tf_idf.transform(texts)).toarray()
 
 
 def wants_retrieval(
@@ -115,15 +112,14 @@ class Neighbours:
     vectors: np.ndarray  # `[n, d]`, of length 1
     is_better: np.ndarray  # `[n]` bool, whether passages helped; else they hurt
     n_all: int  # training questions, those included on which nothing changed
-    encoder: QuestionEncoder  # of questions
 
-    def retrieves(self, questions: Sequence[str], k: int) -> np.ndarray:
-        """Return whether each question is to retrieve, `[n_questions]` bool."""
+    def retrieves(self, questions: np.ndarray, k: int) -> np.ndarray:
+        """Return whether questions `[n, d]` are to retrieve, `[n]` bool."""
         n_better = int(self.is_better.sum())
         counts = (n_better, len(self.is_better) - n_better, self.n_all)
         if not len(self.vectors):  # nothing ever changed: as at a tie, no vote wins
             return np.full(len(questions), wants_retrieval(0, 0, counts, k))
-        near = self.encoder.vectors(questions) @ self.vectors.T
+        near = questions @ self.vectors.T
         order = np.argsort(-near, axis=1, kind="stable")[:, :k]
         votes = self.is_better[order]
         n_for = votes.sum(axis=1).tolist()
@@ -147,20 +143,12 @@ def neighbours_of(
       encoder: of questions.
     """
     changed = np.flatnonzero(without != with_passages).tolist()
-    vectors = encoder.vectors([questions[i] for i in changed]) if changed else []
+    vectors = encoder([questions[i] for i in changed]) if changed else []
     return Neighbours(
         vectors=np.asarray(vectors),
         is_better=with_passages[changed],
         n_all=len(questions),
-        encoder=encoder,
     )
-
-
-def skr(question: str, retrieves: bool, config: ControllerConfig) -> Plan[str]:
-    """Answer as the vote says; one generation either way."""
-    if retrieves:
-        return (yield from vanilla_rag(question, config))
-    return (yield from no_rag(question))
 
 
 @rival("skr", "2023-10")
@@ -170,19 +158,22 @@ def run_skr(session: Session) -> None:
         right_of(session.training, done) for done in session.outcomes
     )
     questions = [example.question for example in session.training]
-    index = neighbours_of(questions, without, with_passages, session.encoder())
+    encoder = session.encoder()
+    index = neighbours_of(questions, without, with_passages, encoder)
     ids = [example.id for example in session.examples]
-    texts = [example.question for example in session.examples]
+    new = encoder([example.question for example in session.examples])
     votes = {
-        k: dict(zip(ids, index.retrieves(texts, k).tolist(), strict=True))
+        k: dict(zip(ids, index.retrieves(new, k).tolist(), strict=True))
         for k in NEIGHBOURS
     }
-    shared = session.config
-    plan = lambda k, e: skr(e.question, votes[k][e.id], shared)  # noqa: E731
+
+    def plan(k: int, example: Example) -> Plan[str]:
+        strategy = "B" if votes[k][example.id] else "A"
+        return adaptive_rag(example.question, strategy, session.config)
+
     session.tune("skr", NEIGHBOURS, plan)
 
 
-Strategy = Literal["A", "B", "C"]
 STRENGTHS = (1.0, 0.1, 10.0, 100.0)  # C of the regression; scikit-learn's is the first
 N_BIAS = 400  # questions of each set that get its label without being answered
 # What is known of published sets: the label of their questions beside the outcomes.
@@ -283,10 +274,10 @@ def run_adaptive(session: Session) -> None:
     if not labelled:  # nothing was ever right; retrieving once is what is cheap
         labelled = [(example, SINGLE_HOP) for example in training]
     encoder = session.encoder()
-    vectors = encoder.vectors([example.question for example, _ in labelled])
+    vectors = encoder([example.question for example, _ in labelled])
     labels = [label for _, label in labelled]
     ids = [example.id for example in session.examples]
-    new = encoder.vectors([example.question for example in session.examples])
+    new = encoder([example.question for example in session.examples])
     chosen: dict[float, dict[str, Strategy]] = {}
     for strength in STRENGTHS:
         strategies = fit_router(vectors, labels, strength).predict(new).tolist()

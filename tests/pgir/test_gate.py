@@ -95,6 +95,12 @@ def test_the_first_answer_that_stands_is_kept_though_the_other_is_better(scorer)
     assert (best.answer, best.is_grounded, best.is_trusted) == (ANSWER, True, True)
 
 
+@pytest.mark.parametrize("p_correct", [0.1, None])
+def test_a_grounded_answer_without_a_word_is_never_kept(scorer, p_correct):
+    best = strict(scorer).keep(draft(p_correct), " \n", [PASSAGE])
+    assert (best.answer, best.p_correct, best.is_grounded) == ("own", p_correct, False)
+
+
 def test_without_a_threshold_the_probes_own_decisions_hold():
     probe = load("embedded", precision=0.8)
     gate, questions = Gate(probe), [QUESTION, "who employs Browuff Dogral?"]
