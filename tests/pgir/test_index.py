@@ -85,6 +85,12 @@ def test_e5_gets_its_prefixes_by_name_and_others_none(tmp_path):
     assert plain.identity != requests.identity
 
 
+def test_more_tokens_than_an_encoder_has_positions_are_refused(tmp_path):
+    config = index.read_encoder_config(save_encoder(tmp_path / "tiny").path)
+    with pytest.raises(ValueError, match="at most 64 tokens, and is to read 256"):
+        index.TextEncoder(config)
+
+
 def test_flat_search_is_the_inner_product(built):
     corpus, encoder, vectors = built
     queries = encoder.encode([text_of(i) for i in range(0, N, 7)], "query")
