@@ -46,22 +46,13 @@ PROBE = TrainConfig(
 )
 
 
-class Sweep(NamedTuple):
-    """The sweep's outcome."""
-
-    # `[n_layers + 1, n_seeds]` validation AUROC; entry 0 is the embedding.
-    aurocs: np.ndarray
-    # Row with the highest seed-averaged AUROC; the earlier one of a tie.
-    best_layer: int
-
-
 def sweep_layers(
     train_hidden: np.ndarray,
     train_labels: np.ndarray,
     valid_hidden: np.ndarray,
     valid_labels: np.ndarray,
     config: TrainConfig = PROBE,
-) -> Sweep:
+) -> np.ndarray:
     """Fit a probe per layer and seed, all at once.
 
     Args:
@@ -70,6 +61,9 @@ def sweep_layers(
       valid_hidden: `[n_valid, n_layers + 1, d_model]`.
       valid_labels: `[n_valid]` bool.
       config: the protocol.
+
+    Returns:
+      `[n_layers + 1, n_seeds]` validation AUROC; entry 0 is the embedding.
     """
     both_classes(train_labels, len(train_hidden), "training")
     both_classes(valid_labels, len(valid_hidden), "validation")
@@ -89,8 +83,7 @@ def sweep_layers(
         _logits,
     )
     (state,) = fit([learner], lambda _: [train], lambda: [valid], config)
-    aurocs = np.asarray(state.info.best_auroc)
-    return Sweep(aurocs, int(aurocs.mean(axis=1).argmax()))
+    return np.asarray(state.info.best_auroc)
 
 
 class _States(NamedTuple):
@@ -199,11 +192,11 @@ def sweep_store(store: FeatureStore, rows: Rows, config: SweepSection) -> LayerC
         return np.stack(states, axis=1), rows.labels[where]
 
     train, valid = read("train"), read("validation")
-    sweep = sweep_layers(train[0], train[1], valid[0], valid[1], config.probe)
+    aurocs = sweep_layers(*train, *valid, config.probe)
     return LayerCurve(
         layers=tuple(layers),
-        auroc=tuple(tuple(round(float(x), 6) for x in row) for row in sweep.aurocs),
-        best=layers[sweep.best_layer],
+        auroc=tuple(tuple(round(float(x), 6) for x in row) for row in aurocs),
+        best=layers[int(aurocs.mean(axis=1).argmax())],  # the earlier one of a tie
         n_train=len(train[1]),
         n_validation=len(valid[1]),
     )

@@ -85,24 +85,21 @@ def question_encoder(
 
 
 def wants_retrieval(
-    n_near_better: int, n_near_worse: int, counts: tuple[int, int, int], k: int
-) -> bool:
-    """Return the vote of the neighbours, as `knn.py` counts it.
+    leads: np.ndarray, counts: tuple[int, int, int], k: int
+) -> np.ndarray:
+    """Return the votes of the neighbours, as `knn.py` counts them, `[n]` bool.
 
     Args:
-      n_near_better: neighbours that answered better with passages.
-      n_near_worse: those that answered worse.
+      leads: `[n]`, by how many of a question's neighbours more answered better with
+        passages than answered worse.
       counts: of all training questions those better, those worse, and all.
       k: neighbours asked.
     """
     n_better, n_worse, n_all = counts
-    if n_better < n_worse:
-        margin = (n_worse - n_better) * k // n_all
-        lead = n_near_worse - n_near_better
-        return not (lead > 0 and lead >= margin)
-    margin = (n_better - n_worse) * k // n_all
-    lead = n_near_better - n_near_worse
-    return lead > 0 and lead >= margin
+    is_usual = n_better >= n_worse  # else what is asked is whether not to retrieve
+    leads = leads if is_usual else -leads
+    wins = (leads > 0) & (leads >= abs(n_better - n_worse) * k // n_all)
+    return wins if is_usual else ~wins
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,15 +114,12 @@ class Neighbours:
         """Return whether questions `[n, d]` are to retrieve, `[n]` bool."""
         n_better = int(self.is_better.sum())
         counts = (n_better, len(self.is_better) - n_better, self.n_all)
-        if not len(self.vectors):  # nothing ever changed: as at a tie, no vote wins
-            return np.full(len(questions), wants_retrieval(0, 0, counts, k))
-        near = questions @ self.vectors.T
-        order = np.argsort(-near, axis=1, kind="stable")[:, :k]
-        votes = self.is_better[order]
-        n_for = votes.sum(axis=1).tolist()
-        n_against = (~votes).sum(axis=1).tolist()
-        pairs = zip(n_for, n_against, strict=True)
-        return np.array([wants_retrieval(*pair, counts, k) for pair in pairs])
+        leads = np.zeros(len(questions), int)
+        if len(self.vectors):  # else nothing ever changed, as at a tie
+            near = questions @ self.vectors.T
+            order = np.argsort(-near, axis=1, kind="stable")[:, :k]
+            leads = np.where(self.is_better[order], 1, -1).sum(axis=1)
+        return wants_retrieval(leads, counts, k)
 
 
 def neighbours_of(

@@ -16,12 +16,12 @@ every threshold and budget is then decided on the same trace.
 
 import dataclasses
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 
-from beatrice.extract.records import Example
+from beatrice.extract.records import Example, check_choices
 from beatrice.pgir.retrievers import fuse
 
 Kind = Literal[
@@ -165,11 +165,7 @@ class ControllerConfig:
 
     def __post_init__(self) -> None:
         """Check the query, which a caller of `run_pgir` names."""
-        if self.query not in get_args(Query):
-            raise ValueError(
-                f"query: expected one of {', '.join(get_args(Query))}, found "
-                f"{self.query!r}"
-            )
+        check_choices(self)
 
 
 def no_rag(question: str) -> Plan[str]:

@@ -58,7 +58,8 @@ def test_skr_votes_as_flashrag_writes_the_same_rule(near, hurt, better, worse, s
         if total < 0
         else delta > 0 and delta >= least
     )
-    assert adaptive.wants_retrieval(near, hurt, (better, worse, n_all), k) is expected
+    counts = (better, worse, n_all)
+    assert adaptive.wants_retrieval(np.array([delta]), counts, k).tolist() == [expected]
 
 
 def test_skr_asks_the_neighbours_on_which_something_changed():
