@@ -323,7 +323,7 @@ class Waves:
 class Searching(BatchedService):
     """Serves "search": the ranking of a query, indices into the corpus.
 
-    An error of the connection fails the queries concerned alone.
+    A search that fails fails the queries concerned alone.
     """
 
     is_joint = False
@@ -342,10 +342,8 @@ class Searching(BatchedService):
         reasons: Mapping[int, str] = {}
         try:
             rankings = dict(enumerate(self._retriever.search(texts, calls[0].n)))
-        except RetrievalFailed as error:
+        except RetrievalFailed as error:  # of a server that is down or slow
             rankings, reasons = error.rankings, error.reasons
-        except OSError as error:  # a server that is down or slow
-            rankings, reasons = {}, dict.fromkeys(range(len(texts)), str(error))
         return [
             Failed(reasons[n]) if n in reasons else tuple(map(int, rankings[n]))
             for n in range(len(texts))
