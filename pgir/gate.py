@@ -350,7 +350,8 @@ class RagAnswer:
 
     Attributes:
       question: as it was asked.
-      answer: of the draft that is returned; None where a search failed.
+      answer: of the draft that is returned; None where a search failed, or a prompt
+        does not fit the model's window.
       p_correct: in [0, 1], of that draft; None likewise.
       is_trusted: whether it reaches the threshold; else it is the best of all drafts.
       passages: that the model was shown; none for a closed-book draft.

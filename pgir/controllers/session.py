@@ -185,7 +185,7 @@ class Session:
             raise ConnectionError(
                 f"{len(results) - len(done)} of {len(results)} questions could not be "
                 f"done ({label}): {call.kind} of {call.text[:60]!r} failed ({reason}); "
-                "run the same line again, which tries these and keeps everything else"
+                "the rest is kept, and the same line again tries these alone"
             )
         return done
 

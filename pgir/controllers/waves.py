@@ -394,13 +394,23 @@ class Answering(Service):
         The last ones are left out until it fits the model's window, all but the first.
         """
         setting = "with_context" if call.passages else "closed_book"
-        window = self.probed.backbone.max_length
         for n_shown in range(len(call.passages), -1, -1):
             request = self._request(setting, call.text, call.passages[:n_shown])
-            n_tokens = len(request.prompt.ids) + self._sampling.max_new_tokens
-            if window is None or n_tokens <= window or n_shown <= 1:
+            if n_shown <= 1 or self._why_too_long(request) is None:
                 return request, n_shown
         raise AssertionError("the loop ends at no passage")
+
+    def _why_too_long(self, request: Request) -> str | None:
+        """Return why a prompt with its answer does not fit the window, or None."""
+        backbone, n_new = self.probed.backbone, self._sampling.max_new_tokens
+        n, window = len(request.prompt.ids), backbone.max_length
+        if window is None or n + n_new <= window:
+            return None
+        return (
+            f"its prompt has {n} tokens and its answer may have {n_new}, but "
+            f"{backbone.name} has a window of {window}; give shorter passages, or use "
+            "a model with a longer one"
+        )
 
     def _request(
         self, setting: Setting, question: str, places: Sequence[int]
@@ -432,8 +442,8 @@ class Answering(Service):
 
     def batches(
         self, calls: Sequence[Call], done: Collection[int]
-    ) -> Generator[list[tuple[int, Reply]], None, None]:
-        """Yield batches of answers; see `Service`."""
+    ) -> Generator[list[tuple[int, Reply | Failed]], None, None]:
+        """Yield batches of answers; see `Service`. A prompt that is too long fails."""
         self._trim()
         yield from self._write(calls, done)
 
@@ -443,10 +453,17 @@ class Answering(Service):
 
     def _write(
         self, calls: Sequence[Call], done: Collection[int]
-    ) -> Generator[list[tuple[int, Reply]], None, None]:
+    ) -> Generator[list[tuple[int, Reply | Failed]], None, None]:
         """Yield batches of answers, whose signals are kept where they can be read."""
         requests = [self.request(call) for call in calls]
-        prompts = [GeneratorPrompt(text="", ids=r.prompt.ids) for r, _ in requests]
+        reasons = [self._why_too_long(request) for request, _ in requests]
+        if failed := [(i, Failed(why)) for i, why in enumerate(reasons) if why]:
+            yield failed
+        places = [i for i, why in enumerate(reasons) if why is None]
+        finished = {at for at, i in enumerate(places) if i in done}
+        prompts = [
+            GeneratorPrompt(text="", ids=requests[i][0].prompt.ids) for i in places
+        ]
         with self.probed.lock:
             generator = self.generator
             if self.is_read_at_once:
@@ -458,8 +475,9 @@ class Answering(Service):
                     on_batch=self._keep,
                     answer_span=self.probed.answer_span,
                 )
-            for batch in generator.batches(prompts, self._sampling, done):
-                yield [(i, self._reply(text, *requests[i])) for i, text in batch]
+            for batch in generator.batches(prompts, self._sampling, finished):
+                written = [(places[at], text) for at, text in batch]
+                yield [(i, self._reply(text, *requests[i])) for i, text in written]
 
     @functools.cached_property
     def _reader(self) -> SignalReader:

@@ -309,6 +309,15 @@ def test_a_connection_that_fails_fails_its_questions_alone(scorer):
     assert worse.answer is None and worse.error == "worse? is down"
 
 
+def test_a_passage_that_fits_no_window_fails_its_question_alone(scorer):
+    long = Fixed(lambda q, n: [[PASSAGE * 90 if x == QUESTION else PASSAGE] for x in q])
+    bad, good = run_pgir(
+        scorer, [QUESTION, OTHER], long, threshold=1.0, query="question"
+    )
+    assert good.error is None and good.n_generations == 2
+    assert bad.answer is None and "has a window of 512; give shorter pass" in bad.error
+
+
 class NoIdentity:
     def search(self, queries, depth):
         return []
