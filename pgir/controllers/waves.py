@@ -457,7 +457,10 @@ class Answering(Service):
         """Yield batches of answers, whose signals are kept where they can be read."""
         requests = [self.request(call) for call in calls]
         reasons = [self._why_too_long(request) for request, _ in requests]
-        if failed := [(i, Failed(why)) for i, why in enumerate(reasons) if why]:
+        failed: list[tuple[int, Reply | Failed]] = [
+            (i, Failed(why)) for i, why in enumerate(reasons) if why
+        ]
+        if failed:
             yield failed
         places = [i for i, why in enumerate(reasons) if why is None]
         finished = {at for at, i in enumerate(places) if i in done}
