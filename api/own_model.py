@@ -169,16 +169,16 @@ def read_given(
     model: Any, rows: Sequence[tuple[str, str, bool]], note: Callable[[str], None]
 ) -> Labelled:
     """Read the signals of answers that somebody has labelled."""
-    from beatrice.pgir.given import AnswerToScore, answer_as_read
+    from beatrice.pgir.given import AnswerToScore, prepare
 
     tokenizer, template = model.backbone.tokenizer, model.prompt.prompt_template()
     answers = [
-        answer_as_read(
+        prepare(
             tokenizer,
             template,
             AnswerToScore(question=question, answer=answer),
             example_id=str(number),
-        )[1]
+        ).answer
         for number, (question, answer, _) in enumerate(rows)
     ]
     labels = np.array([label for *_, label in rows])

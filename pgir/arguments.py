@@ -89,8 +89,7 @@ def as_count(value: Any, name: str, least: int = 1) -> int:
 
 def as_temperature(value: Any, name: str) -> float:
     """Return a finite number of at least 0."""
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    temperature = float(value) if is_number else math.nan
+    temperature = _as_float(value)
     if not 0 <= temperature < math.inf:
         raise argument_error(name, "a finite number of at least 0", value)
     return temperature
@@ -98,11 +97,16 @@ def as_temperature(value: Any, name: str) -> float:
 
 def as_probability(value: Any, name: str) -> float:
     """Return a probability in (0, 1]."""
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    probability = float(value) if is_number else math.nan
+    probability = _as_float(value)
     if not 0 < probability <= 1:
         raise argument_error(name, "a probability above 0 and at most 1", value)
     return probability
+
+
+def _as_float(value: Any) -> float:
+    """Return a number as a float, and NaN for what is none."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return float(value) if is_number else math.nan
 
 
 def as_path(value: Any, name: str) -> Path:
@@ -207,7 +211,7 @@ def as_passages(value: Any, name: str) -> tuple[Passage, ...]:
     return tuple(as_passage(item, f"{name}[{i}]") for i, item in enumerate(value))
 
 
-def as_rows(value: Any, name: str, columns: Collection[str] | None = None) -> list[Any]:
+def as_rows(value: Any, name: str, columns: Collection[str]) -> list[Any]:
     """Return the rows of a table or list; what a row holds is checked row by row.
 
     A missing cell of a table (NaN, NA) is left out of its row.
@@ -216,13 +220,11 @@ def as_rows(value: Any, name: str, columns: Collection[str] | None = None) -> li
       value: a data frame (pandas, polars, pyarrow), or any iterable of rows.
       name: of the argument, for the message.
       columns: those of a table that are read; a warning names the others, except an
-        `id`. None reads all.
+        `id`.
     """
     if not _is_table(value):
         return as_list(value, name, "a list of rows or a data frame")
     rows = _table_rows(value)
-    if columns is None:
-        return rows
     unread = {key: None for row in rows for key in row if key not in (*columns, "id")}
     if unread:
         names = ", ".join(map(repr, unread))

@@ -242,6 +242,7 @@ class AnswerScorer(abc.ABC):
           ValueError: there is no list of rows, or the batch size is no such number.
         """
         read = as_rows(rows, "rows", ARGUMENTS)
+        batch_size = as_count(batch_size, "batch_size")
         return self.load_scorer().score_rows(read, batch_size)
 
     @overload

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -58,13 +58,24 @@ class Reading:
         lengths = [len(s.prob) for s in self.signals]
         firsts = np.array([s.first_token for s in self.signals])
         rows = {
-            "hidden": np.concatenate([s.hidden[:, 0] for s in self.signals]),
-            "prob": np.concatenate([s.prob for s in self.signals]),
-            "resid": np.concatenate([s.resid for s in self.signals]),
-            "attn": np.concatenate([s.attn for s in self.signals]),
+            name: np.concatenate([getattr(s, name) for s in self.signals])
+            for name in FAMILIES
         }
+        rows["hidden"] = rows["hidden"][:, 0]  # of one layer
         starts = np.cumsum([0, *lengths[:-1]]) - firsts
         return assemble(rows, starts, self.spans, SPANS[setting])
+
+
+def emissions(signals: AnswerSignals, n_prompt: int, n_answer: int) -> np.ndarray:
+    """Return the prob rows of the positions that emitted an answer's tokens, `[n, 5]`.
+
+    Args:
+      signals: of the answer, which may lack the first tokens of its prompt.
+      n_prompt: tokens of the prompt.
+      n_answer: tokens of the answer, `n` of them.
+    """
+    start = n_prompt - 1 - signals.first_token
+    return signals.prob[start : start + n_answer]
 
 
 class ProbedBackbone:
@@ -159,19 +170,20 @@ class ProbedBackbone:
           sampling: how tokens are chosen; None is greedily.
         """
         if self.why_read_again is not None:
-            answers = self.answer(requests, sampling)
-            sequences = list(map(self.sequence, requests, answers))
-            return answers, self.read_sequences(sequences)
-        with self.lock:
-            answers, signals = generate_and_read(
-                self.reader,
-                requests,
-                self.config,
-                answer_span=self.answer_span,
-                sampling=sampling,
-                runs_last=False,  # it is in no span
-            )
+            answers, signals = self.answer(requests, sampling), None
+        else:
+            with self.lock:
+                answers, signals = generate_and_read(
+                    self.reader,
+                    requests,
+                    self.config,
+                    answer_span=self.answer_span,
+                    sampling=sampling,
+                    runs_last=False,  # it is in no span
+                )
         sequences = list(map(self.sequence, requests, answers))
+        if signals is None:
+            return answers, self.read_sequences(sequences)
         return answers, self.reading(signals, sequences)
 
     def sequence(self, request: Request, answer: Answer) -> TokenSequence:
@@ -201,13 +213,20 @@ class ProbedBackbone:
     def read_sequences(self, sequences: Sequence[TokenSequence]) -> Reading:
         """Return the signals of sequences, one forward pass per batch."""
         signals: dict[int, AnswerSignals] = {}
-        budget = self.config.tokens_per_batch
-        for batch in batches_of([len(s.ids) for s in sequences], budget):
-            with self.lock:
-                of_batch = self.reader.read([sequences[i] for i in batch])
+        for batch, of_batch in self.read_batches(self.reader, sequences):
             signals |= zip(batch, of_batch, strict=True)
         ordered = [signals[i] for i in range(len(sequences))]
         return self.reading(ordered, sequences, "teacher_forced")
+
+    def read_batches(
+        self, reader: SignalReader, sequences: Sequence[TokenSequence]
+    ) -> Iterator[tuple[list[int], list[AnswerSignals]]]:
+        """Yield the places of some sequences, and what a reader of the model reads."""
+        budget = self.config.tokens_per_batch
+        for batch in batches_of([len(s.ids) for s in sequences], budget):
+            with self.lock:
+                signals = reader.read([sequences[i] for i in batch])
+            yield batch, signals
 
     def _as_trained(self, signals: AnswerSignals) -> AnswerSignals:
         """Round signals as the store that the detector was trained on does.
@@ -277,10 +296,6 @@ class TorchForward:
         return self.detector.score(
             branch, passes, lambda where, x: self._banks[where](x), self._fuse
         )
-
-    def is_silent(self, where: Setting) -> bool:
-        """Tell whether the networks of a pass add nothing, and are not run."""
-        return self._banks[where].is_silent
 
     def _fuse(
         self, head: SettingHead, logits: list[torch.Tensor], pooled: list[torch.Tensor]

@@ -71,10 +71,10 @@ class RetrievalOptions(EncoderSettings):
                 "--url searches by a server; leave --corpus, --retriever, --index and "
                 "--retriever-encoder out"
             )
-        if not is_dense and (self.index or self.retriever_encoder):
+        if not is_dense and (self.index or self.retriever_encoder or self.settings()):
             raise click.UsageError(
-                "--index and --retriever-encoder are of vectors; give --retriever "
-                "dense or fused too"
+                "--index, --retriever-encoder and the settings of an encoder are of "
+                "vectors; give --retriever dense or fused too"
             )
 
     def write(self, run_dir: Path, section: "Searches" = "retrieval") -> None:
@@ -131,6 +131,25 @@ class CorpusOptions(EncoderSettings):
     host: str = option("With --serve.", "127.0.0.1", rare=True)
     port: int = option("With --serve.", 8000, rare=True, min=0, max=65535)
 
+    def __post_init__(self) -> None:
+        """Check that every option has an effect."""
+        uses = sum((bool(self.search), self.recall, self.serve))
+        if uses > 1 or (uses and (self.source or len(self.index) > 1)):
+            raise click.UsageError(
+                "give one of --source, --search, --recall and --serve, and one --index "
+                "to search"
+            )
+        if self.encoder is None and (self.index or self.settings()):
+            raise click.UsageError(
+                "--index and the settings of an encoder are of vectors; give --encoder "
+                "too"
+            )
+        if self.encoder and self.retriever == "bm25" and (self.search or self.serve):
+            raise click.UsageError(
+                "--retriever bm25 reads no vectors; give dense or fused, or leave "
+                "--encoder out"
+            )
+
     def load_encoder(self) -> "TextEncoder | None":
         """Return the encoder that is named, or None."""
         if self.encoder is None:
@@ -163,14 +182,8 @@ def corpus(folder: Path, as_json: bool, how: CorpusOptions) -> None:
     """
     from beatrice.pgir.corpus import Corpus, build_corpus
 
-    uses = sum((bool(how.search), how.recall, how.serve))
-    if uses > 1 or (uses and (how.source or len(how.index) > 1)):
-        raise click.UsageError(
-            "give one of --source, --search, --recall and --serve, and one --index to "
-            "search"
-        )
     encoder = how.load_encoder()
-    if uses:
+    if how.search or how.recall or how.serve:
         _search(Corpus(folder), encoder, how, as_json)
         return
     progress = Progress()

@@ -47,6 +47,7 @@ from beatrice.pgir.controllers.waves import (
     Answering,
     CallJournal,
     DraftJudge,
+    Failed,
     Waves,
     open_services,
 )
@@ -192,14 +193,17 @@ class Gate:
 
         Args:
           draft: of the same question, see `draft`.
-          grounded: an answer that somebody's model wrote with passages.
+          grounded: an answer that somebody's model wrote with passages; without a word
+            it has no score.
           passages: those, see `Scorer.score`; without any the answer is read as a
             closed-book one.
         """
         if not isinstance(draft, Draft):
             raise argument_error("draft", "a Draft, which `draft` makes", draft)
         context = as_passages(passages, "passages")
-        score = self.scorer.score(draft.question, grounded, context)
+        score = Score()
+        if as_text(grounded, "grounded").strip():
+            score = self.scorer.score(draft.question, grounded, context)
         decision = self._decide(score)
         is_better = (score.p_correct or 0.0) > (draft.p_correct or 0.0)
         is_grounded = draft.decision != "trust" and (decision == "trust" or is_better)
@@ -346,7 +350,8 @@ class RagAnswer:
 
     Attributes:
       question: as it was asked.
-      answer: of the draft that is returned; None where a search failed.
+      answer: of the draft that is returned; None where a search failed, or a prompt
+        does not fit the model's window.
       p_correct: in [0, 1], of that draft; None likewise.
       is_trusted: whether it reaches the threshold; else it is the best of all drafts.
       passages: that the model was shown; none for a closed-book draft.
@@ -409,16 +414,12 @@ def run_pgir(
     draft_judge: Judge = detector_judge
     if judge is not None:
         draft_judge = waves.add_judge("judge", judge)
-    plans = [
-        drafts(text, config, draft_judge, lambda d: d.p_correct >= policy.threshold)
-        for text in texts
-    ]
-    done = waves.run("pgir", plans)
+    plans = [drafts(text, config, draft_judge, policy.accepts) for text in texts]
     return [
-        RagAnswer(question=text, error=waves.reasons[plan])
-        if result is None
+        RagAnswer(question=text, error=result.reason)
+        if isinstance(result, Failed)
         else _answer_of(text, result.value, policy, passages)
-        for text, plan, result in zip(texts, plans, done, strict=True)
+        for text, result in zip(texts, waves.run("pgir", plans), strict=True)
     ]
 
 
@@ -427,7 +428,7 @@ def _answer_of(
 ) -> RagAnswer:
     """Return what a policy takes of a question's drafts."""
     decision = decide(trace, policy)
-    draft = trace[decision.round]
+    draft = decision.draft
     return RagAnswer(
         question=question,
         answer=draft.answer,

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from beatrice.extract.generate.prompts import (
+    Prompt,
     PromptTemplate,
     apply_template,
     build_prompt,
@@ -134,19 +135,13 @@ def as_answer(row: Any) -> AnswerToScore:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PromptTokens:
+class PromptTokens(Prompt):
     """What the model had read when it began to answer."""
 
-    ids: tuple[int, ...]  # the prompt's, special tokens included
-    # `[start, stop)` of the context in them; equal numbers without one.
-    context_span: Range
-    # First token of the question span, or None where it follows the context, as in
-    # training.
-    question_start: int | None
     is_templates: bool  # whether the run's own template makes the same ids
     # What is in the prompt, in words, and its ids.
     parts: list[tuple[str, tuple[int, ...]]]
-    text: str  # what was asked, without the template's words where that asked
+    words: str  # what was asked, without the template's words where that asked
 
     @property
     def setting(self) -> Setting:
@@ -160,18 +155,14 @@ class ScoringInput:
     """An answer ready to be read."""
 
     prompt: PromptTokens  # what was asked
-    sequence: TokenSequence  # prompt and answer with their spans
-    # Of prompt and answer, in words, with their ids.
-    parts: list[tuple[str, tuple[int, ...]]]
+    answer: Answer
     pieces: tuple[str, ...]  # the answer's text, a piece a token
-    text: str  # everything that was asked and answered
-    is_cut: bool = False  # the answer has no end
+    sequence: TokenSequence  # prompt and answer with their spans
 
     @property
-    def answer_tokens(self) -> slice:
-        """Positions that emitted the answer's tokens."""
-        first = len(self.prompt.ids) - 1
-        return slice(first, first + len(self.pieces))
+    def parts(self) -> list[tuple[str, tuple[int, ...]]]:
+        """What is in prompt and answer, in words, and its ids."""
+        return [*self.prompt.parts, ("the answer", self.answer.token_ids)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,10 +311,11 @@ def _prompt_as_given(
     return PromptTokens(
         ids=prompt.ids,
         context_span=span,
+        text=prompt.text,
         question_start=None if start is None else max(start, span[1]),
         is_templates=is_templates,
         parts=[("the prompt", prompt.ids)],
-        text=prompt.text,
+        words=prompt.text,
     )
 
 
@@ -341,12 +333,10 @@ def _prompt_from_template(
         for i, passage in enumerate(passages, start=1)
     ]
     return PromptTokens(
-        ids=prompt.ids,
-        context_span=prompt.context_span,
-        question_start=None,
+        **vars(prompt),
         is_templates=True,
         parts=[(what, _continue(tokenizer, f" {text}")[0]) for what, text in texts],
-        text=" ".join(text for _, text in texts),
+        words=" ".join(text for _, text in texts),
     )
 
 
@@ -385,14 +375,25 @@ def prompt_tokens(
     return _prompt_from_template(tokenizer, template, question, given.context)
 
 
-def answer_as_read(
+def prepare(
     tokenizer: Any,
     template: PromptTemplate,
     given: AnswerToScore,
+    *,
+    answer_span: AnswerSpan = "emitting",
     stop_id: int | None = None,
     example_id: str = "given",
-) -> tuple[PromptTokens, Answer, tuple[str, ...]]:
-    """Return the prompt, the answer with its ids, and its text piece by piece."""
+) -> ScoringInput:
+    """Make the sequence of an answer that exists.
+
+    Args:
+      tokenizer: a fast one, of the model that is to read it.
+      template: the run's own.
+      given: answer and prompt.
+      answer_span: as in training.
+      stop_id: what ended the answers in training; None takes the tokenizer's.
+      example_id: of the answer.
+    """
     prompt = prompt_tokens(tokenizer, template, given)
     usual = tokenizer.eos_token_id if stop_id is None else stop_id
     ids, pieces, stop = _answer_tokens(tokenizer, template, given, usual)
@@ -406,53 +407,7 @@ def answer_as_read(
         stop_id=stop,
         context_span=prompt.context_span,
     )
-    return prompt, answer, pieces
-
-
-def prepare(
-    tokenizer: Any,
-    template: PromptTemplate,
-    given: AnswerToScore,
-    *,
-    answer_span: AnswerSpan = "emitting",
-    stop_id: int | None = None,
-) -> ScoringInput:
-    """Make the sequence of an answer that exists.
-
-    Args:
-      tokenizer: a fast one, of the model that is to read it.
-      template: the run's own.
-      given: answer and prompt.
-      answer_span: as in training.
-      stop_id: what ended the answers in training; None takes the tokenizer's.
-    """
-    prompt, answer, pieces = answer_as_read(tokenizer, template, given, stop_id)
-    return scoring_input(prompt, answer, pieces, answer_span=answer_span)
-
-
-def scoring_input(
-    prompt: PromptTokens,
-    answer: Answer,
-    pieces: Sequence[str],
-    *,
-    answer_span: AnswerSpan = "emitting",
-) -> ScoringInput:
-    """Make the sequence of an answer whose prompt is known.
-
-    Args:
-      prompt: what the model had read.
-      answer: with the ids that were read and written.
-      pieces: its text, a piece a token.
-      answer_span: as in training.
-    """
     sequence = sequence_of(
         answer, answer_span=answer_span, question_start=prompt.question_start
     )
-    return ScoringInput(
-        prompt=prompt,
-        sequence=sequence,
-        parts=[*prompt.parts, ("the answer", answer.token_ids)],
-        pieces=tuple(pieces),
-        text=f"{prompt.text} {answer.text}",
-        is_cut=answer.stop_id is None,
-    )
+    return ScoringInput(prompt=prompt, answer=answer, pieces=pieces, sequence=sequence)

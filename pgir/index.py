@@ -29,6 +29,7 @@ from beatrice.extract.run.files import (
     write_json_atomic,
     write_stream_atomic,
 )
+from beatrice.extract.signals.sequence import batches_of
 from beatrice.pgir.corpus import Corpus, as_document
 
 Pooling = Literal["mean", "cls"]
@@ -131,6 +132,12 @@ class TextEncoder:
         )
         self._model = model.eval()
         self.d_model = int(model.config.hidden_size)
+        n_positions = getattr(model.config, "max_position_embeddings", None)
+        if n_positions is not None and config.max_tokens > n_positions:
+            raise ValueError(
+                f"{config.path} reads texts of at most {n_positions} tokens, and is to "
+                f"read {config.max_tokens}; give --set max_tokens={n_positions} or less"
+            )
 
     def encode(
         self, texts: Sequence[str], kind: Literal["query", "passage"]
@@ -149,13 +156,8 @@ class TextEncoder:
             return_attention_mask=False,
         )["input_ids"]
         vectors = np.empty((len(ids), self.d_model), np.float32)
-        batch: list[int] = []
-        for i in sorted(range(len(ids)), key=lambda i: (len(ids[i]), i)):
-            if batch and (len(batch) + 1) * len(ids[i]) > _TOKENS_PER_BATCH:
-                vectors[batch] = self._encode_batch([ids[j] for j in batch])
-                batch = []
-            batch.append(i)
-        vectors[batch] = self._encode_batch([ids[j] for j in batch])
+        for batch in batches_of([*map(len, ids)], _TOKENS_PER_BATCH):
+            vectors[batch] = self._encode_batch([ids[i] for i in batch])
         return vectors
 
     def _encode_batch(self, ids: Sequence[Sequence[int]]) -> np.ndarray:

@@ -14,12 +14,12 @@ or talks nonsense fails the questions concerned; the others are kept, and the sa
 again searches only for the rest.
 """
 
+import concurrent.futures
 import dataclasses
 import http.client
 import itertools
 import json
 import logging
-import queue
 import threading
 import time
 import urllib.error
@@ -359,36 +359,32 @@ def _post_within(seconds: float, url: str, body: Mapping[str, Any]) -> bytes:
     A socket's own time-out begins anew with every byte, so that a server which sends
     one now and then would never be late: a thread reads, which is not waited for.
     """
-    outcome: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+    reply: concurrent.futures.Future[bytes] = concurrent.futures.Future()
 
     def read() -> None:
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(url, json.dumps(body).encode(), headers)
         try:
-            with urllib.request.urlopen(request, timeout=seconds) as reply:
-                outcome.put(reply.read(_MOST_REPLY_BYTES))
-        except urllib.error.HTTPError as error:
-            error.close()  # it holds the connection
-            outcome.put(_RequestFailed(f"it answered with status {error.code}"))
+            with urllib.request.urlopen(request, timeout=seconds) as stream:
+                reply.set_result(stream.read(_MOST_REPLY_BYTES))
         except (OSError, http.client.HTTPException) as error:
-            outcome.put(error)
+            if isinstance(error, urllib.error.HTTPError):
+                error.close()  # it holds the connection
+            reply.set_exception(error)
 
-    late = _RequestFailed(f"no reply came in {seconds:g} seconds")
     threading.Thread(target=read, daemon=True).start()
     try:
-        content = outcome.get(timeout=seconds)
-    except queue.Empty:
-        raise late from None
-    if isinstance(content, bytes):
-        return content
-    if isinstance(content, _RequestFailed):
-        raise content
-    reason = getattr(content, "reason", content)
-    if isinstance(reason, TimeoutError):
-        raise late
-    if isinstance(content, urllib.error.URLError):
-        raise _ServerUnreachable(f"it cannot be reached ({reason})")
-    raise _RequestFailed(f"the connection broke ({content!r})")
+        return reply.result(timeout=seconds)
+    except urllib.error.HTTPError as error:
+        raise _RequestFailed(f"it answered with status {error.code}") from None
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", error)
+        if isinstance(reason, TimeoutError):  # of the socket, or of the wait for it
+            late = f"no reply came in {seconds:g} seconds"
+            raise _RequestFailed(late) from None
+        if isinstance(error, urllib.error.URLError):
+            raise _ServerUnreachable(f"it cannot be reached ({reason})") from None
+        raise _RequestFailed(f"the connection broke ({error!r})") from None
 
 
 def read_reply(reply: Any, n_queries: int, depth: int) -> list[list[str]]:

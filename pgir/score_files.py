@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import jinja2
 import numpy as np
 
-from beatrice.extract.datasets.fields import Record
+from beatrice.extract.datasets.fields import Question, Record
 from beatrice.extract.datasets.readers import recognise_record
 from beatrice.extract.datasets.rows import read_raw, recognise
 from beatrice.extract.records import Answer, Passage
@@ -75,17 +75,12 @@ def _prompt_of(record: Record, passages: Sequence[Passage]) -> dict[str, Any]:
 
 
 def _is_messages(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(message, Mapping) and "role" in message for message in value
-    )
+    is_list = isinstance(value, list) and bool(value)
+    return is_list and all(isinstance(x, Mapping) and "role" in x for x in value)
 
 
-def _of_log(record: Record) -> dict[str, Any]:
+def _of_log(record: Record, question: Question) -> dict[str, Any]:
     """Read lm-eval's record: the first response as generated, under its prompt."""
-    known = recognise_record(record)
-    if known is None or known.read is None:
-        raise ValueError("no lm-eval sample with 'doc' and 'target'")
-    question = known.read(record)
     response: Any = record.get("resps") or record.get("filtered_resps")
     while isinstance(response, list) and response:
         response = response[0]
@@ -115,8 +110,8 @@ def _of_flashrag(record: Record) -> dict[str, Any]:
 def _arguments(record: Record) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the arguments of an `AnswerToScore`, and the fields that are not read."""
     known = recognise_record(record)
-    if known is not None and known.name == _LM_EVAL:
-        return _of_log(record), ()
+    if known is not None and known.read is not None and known.name == _LM_EVAL:
+        return _of_log(record, known.read(record)), ()
     if "golden_answers" in record and not isinstance(record.get("answer"), str):
         return _of_flashrag(record), ()
     unread = tuple(name for name in record if name not in (*ARGUMENTS, "id"))

@@ -24,7 +24,6 @@ from beatrice.extract.generate.local import stop_ids
 from beatrice.extract.generate.prompts import (
     ANSWER_PRESETS,
     GenerationConfig,
-    Prompt,
     Request,
     apply_template,
 )
@@ -37,11 +36,9 @@ from beatrice.jaxprobe.families import Features
 from beatrice.jaxprobe.scope import Thresholds
 from beatrice.pgir.arguments import (
     argument_error,
-    as_count,
     as_messages,
     as_path,
     as_probability,
-    as_rows,
 )
 from beatrice.pgir.asking import (
     BATCH_SIZE,
@@ -50,7 +47,7 @@ from beatrice.pgir.asking import (
     Score,
     StreamedToken,
 )
-from beatrice.pgir.bridge import ProbedBackbone, Reading
+from beatrice.pgir.bridge import ProbedBackbone, Reading, emissions
 from beatrice.pgir.given import (
     AnswerToScore,
     PromptTokens,
@@ -58,7 +55,6 @@ from beatrice.pgir.given import (
     as_answer,
     prepare,
     prompt_tokens,
-    scoring_input,
 )
 from beatrice.pgir.warnings import (
     REASONS,
@@ -194,7 +190,7 @@ class Scorer(AnswerScorer):
             answers, reading = probed.answer_and_read(
                 requests, self._sampling(questions)
             )
-            inputs = list(map(self._written, prompts, answers))
+            inputs = list(map(self._written, prompts, requests, answers))
         scores: list[Score] = []
         n = min(BATCH_SIZE, probed.rows_at_once(setting))
         for first in range(0, len(inputs), n):
@@ -228,7 +224,8 @@ class Scorer(AnswerScorer):
 
         def p_correct(answer: Answer, signals: AnswerSignals) -> float | None:
             sequence = probed.sequence(request, answer)
-            _, scores = self._scores(setting, probed.reading([signals], [sequence]))
+            reading = probed.reading([signals], [sequence])
+            scores = self._detect(setting, reading.features(setting))
             p = float(scores.p_correct[0])
             return p if np.isfinite(p) else None
 
@@ -236,7 +233,7 @@ class Scorer(AnswerScorer):
             probed, request, sampling, every, p_correct
         )
         with probed.lock:
-            prepared = self._written(prompt, answer)
+            prepared = self._written(prompt, request, answer)
             reading = probed.reading([signals], [prepared.sequence])
             (score,) = self._score_batch(setting, [prepared], reading)
         yield dataclasses.replace(self._unreadable(prepared) or score, text=answer.text)
@@ -279,21 +276,22 @@ class Scorer(AnswerScorer):
                 example_id=str(i),
                 setting=prompt.setting,
                 variant="original",
-                prompt=Prompt(
-                    prompt.ids,
-                    prompt.context_span,
-                    question_start=prompt.question_start,
-                ),
+                prompt=prompt,
             )
             for i, prompt in enumerate(prompts)
         ]
 
-    def _written(self, prompt: PromptTokens, answer: Answer) -> ScoringInput:
+    def _written(
+        self, prompt: PromptTokens, request: Request, answer: Answer
+    ) -> ScoringInput:
         """Return an answer that the model has just written, ready to be scored."""
-        probed = self.probed
-        decode = probed.backbone.tokenizer.decode
-        pieces = [decode([i]) for i in answer.token_ids]
-        return scoring_input(prompt, answer, pieces, answer_span=probed.answer_span)
+        decode = self.probed.backbone.tokenizer.decode
+        return ScoringInput(
+            prompt=prompt,
+            answer=answer,
+            pieces=tuple(decode([i]) for i in answer.token_ids),
+            sequence=self.probed.sequence(request, answer),
+        )
 
     def _unreadable(self, prepared: ScoringInput) -> Score | None:
         """Return the score of an answer whose signals would mean nothing, or None."""
@@ -310,21 +308,18 @@ class Scorer(AnswerScorer):
         """Return the score of an answer."""
         return self._score_inputs([self.prepare(given)], 1)[0]
 
-    def score_rows(self, rows: Any, batch_size: int) -> list[Score]:
+    def score_rows(self, rows: Sequence[Any], batch_size: int) -> list[Score]:
         """Return the scores of rows; one that cannot be read says why."""
-        batch_size = as_count(batch_size, "batch_size")
         inputs: dict[int, ScoringInput] = {}
         scores: dict[int, Score] = {}
-        n_rows = 0
-        for i, row in enumerate(as_rows(rows, "rows")):
-            n_rows += 1
+        for i, row in enumerate(rows):
             try:
                 inputs[i] = self.prepare(as_answer(row))
             except ValueError as error:
                 scores[i] = Score(reason=str(error), error=str(error))
         done = self._score_inputs(list(inputs.values()), batch_size)
         scores |= zip(inputs, done, strict=True)
-        return [scores[i] for i in range(n_rows)]
+        return [scores[i] for i in range(len(rows))]
 
     def prepare(self, given: AnswerToScore) -> ScoringInput:
         """Make the sequence of an answer; the model is not asked."""
@@ -354,10 +349,11 @@ class Scorer(AnswerScorer):
     ) -> list[Score]:
         """Return the scores of answers that are prepared, see `score_many`."""
         probed = self.probed
-        scores: dict[int, Score] = {}
-        for i, prepared in enumerate(inputs):
-            if (unknown := self._unreadable(prepared)) is not None:
-                scores[i] = unknown
+        scores = {
+            i: unknown
+            for i, prepared in enumerate(inputs)
+            if (unknown := self._unreadable(prepared)) is not None
+        }
         for setting in _HEADS:
             rows = [
                 i
@@ -385,13 +381,15 @@ class Scorer(AnswerScorer):
         if reading is None:
             sequences = [prepared.sequence for prepared in inputs]
             reading = probed.read_sequences(sequences)
-        features, scores = self._scores(setting, reading)
+        features = reading.features(setting)
+        scores = self._detect(setting, features)
         outside = warn_after(detector, features, len(inputs), setting)
         mixed = warn_of_path(probed.trained, probed.backbone, reading.path)
         for i, prepared in enumerate(inputs):
             warnings = self._warn_before(prepared) + mixed
             warnings += outside[i]
-            surprisal = reading.signals[i].prob[prepared.answer_tokens, 1]
+            lengths = len(prepared.prompt.ids), len(prepared.pieces)
+            surprisal = emissions(reading.signals[i], *lengths)[:, 1]
             score = self._make_score(setting, prepared, scores, i, surprisal, warnings)
             if len(inputs) == 1 and score.p_correct is not None:
                 masked = self._masked(setting, features, score)
@@ -411,18 +409,16 @@ class Scorer(AnswerScorer):
                 answer[0, position] = False
                 without = Features(features.tokens, (*features.masks[:-1], answer))
                 with self.probed.lock:
-                    passes: dict[Setting, Features] = {setting: without}
-                    scores = self.probed.forward.score(_HEADS[setting], passes)
+                    scores = self._detect(setting, without)
                 values.append(float(score.p_correct or 0.0) - scores.p_correct[0])
             return tuple(map(float, values))
 
         return effects
 
-    def _scores(self, setting: Setting, reading: Reading) -> tuple[Features, Scores]:
-        """Return what the detector reads of answers, and what it says of them."""
-        features = reading.features(setting)
+    def _detect(self, setting: Setting, features: Features) -> Scores:
+        """Return what the detector says of answers from the signals of one pass."""
         passes: dict[Setting, Features] = {setting: features}
-        return features, self.probed.forward.score(_HEADS[setting], passes)
+        return self.probed.forward.score(_HEADS[setting], passes)
 
     def _make_score(
         self,

@@ -160,9 +160,12 @@ def warn_before(
                     what=SPAN_NAMES[span], n=lengths[span], most=most
                 )
             )
-    if prepared.is_cut:
+    if prepared.answer.stop_id is None:
         warnings.append(WARNINGS["cut"].format(n=len(prepared.pieces)))
-    known, counts = trained.scripts, count_scripts(prepared.text)
+    known, counts = (
+        trained.scripts,
+        count_scripts(f"{prompt.words} {prepared.answer.text}"),
+    )
     foreign = {script: n for script, n in counts.items() if script not in known}
     if known and sum(foreign.values()) > MOST_FOREIGN * counts.total():
         warnings.append(

@@ -13,7 +13,7 @@ does not say which it takes.
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial, reduce
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -518,7 +518,7 @@ class Ratio(NamedTuple):
     numerator: np.ndarray  # `[..., n]`; leading axes such as seeds are summed
     denominator: np.ndarray  # the same; 0 where an example does not count
     # Of the row beside those of its detector, such as `family`.
-    columns: Mapping[str, Any] = {}
+    columns: dict[str, Any] = {}
 
 
 def ratio_rows(
@@ -539,39 +539,36 @@ def ratio_rows(
       config: of the resamples, which all ratios share.
       reason: why a ratio is undefined whose denominator is 0.
     """
-    n = len(ids)
-    numerators, denominators = (
-        np.stack([np.asarray(x, np.float32).reshape(-1, n).sum(axis=0) for x in side])
-        if ratios
-        else np.zeros((0, n), np.float32)
-        for side in ([r.numerator for r in ratios], [r.denominator for r in ratios])
-    )
-    draws: list[np.ndarray] = []
-    if n and len(ratios):
+    if not ratios:
+        return []
+    numerators = _summed(ratio.numerator for ratio in ratios)
+    denominators = _summed(ratio.denominator for ratio in ratios)
+    draws = np.zeros((len(ratios), 0))
+    if len(ids):
         with np.errstate(invalid="ignore", divide="ignore"):
-            draws = [
+            blocks = [
                 (numerators @ w) / (denominators @ w) for w in resamples(ids, config)
             ]
-    joined = np.concatenate(draws, axis=1) if draws else np.zeros((len(ratios), 0))
+        draws = np.concatenate(blocks, axis=1)
     result = []
     for ratio, numerator, denominator, ratio_draws in zip(
-        ratios, numerators, denominators, joined, strict=True
+        ratios, numerators, denominators, draws, strict=True
     ):
-        total, value, ends, missing = (
-            denominator.sum(dtype=np.float64),
-            None,
-            (),
-            reason,
-        )
+        total = denominator.sum(dtype=np.float64)
+        value, interval, missing = None, (None, None), reason
         if total:
             value = float(numerator.sum(dtype=np.float64) / total)
             low, high = interval_of(ratio_draws)
             # Sums in single precision can leave a share of everything just beside it.
-            ends, missing = (min(low, value), max(high, value)), None
-        n_counted, columns = (
-            int((denominator != 0).sum()),
-            {**ratio.columns, **set_fields},
-        )
-        measured = experiment, ratio.detector, ratio.metric, value, n_counted, columns
-        result.append(row_of(*measured, ends or (None, None), missing))
+            interval, missing = (min(low, value), max(high, value)), None
+        measured = experiment, ratio.detector, ratio.metric, value
+        n_counted = int(np.count_nonzero(denominator))
+        columns = ratio.columns | set_fields
+        result.append(row_of(*measured, n_counted, columns, interval, missing))
     return result
+
+
+def _summed(values: Iterable[np.ndarray]) -> np.ndarray:
+    """Return arrays `[..., n]` summed over all axes but the last, `[n_values, n]`."""
+    arrays = [np.asarray(x, np.float32) for x in values]
+    return np.stack([x.sum(axis=tuple(range(x.ndim - 1))) for x in arrays])

@@ -7,7 +7,7 @@ next one, and asking for one analysis more does not make the others again.
 import dataclasses
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple, get_args
 
@@ -132,12 +132,14 @@ def _searches(run: RunDir) -> dict[HeadName, Search]:
     return searches
 
 
-def _deployed(run: RunDir) -> dict[Setting, Deployed]:
+def _deployed(
+    run: RunDir, searches: Mapping[HeadName, Search]
+) -> dict[Setting, Deployed]:
     """Return the encoders of a run's settings, with those that any search selected.
 
     The with-context search may have selected closed-book encoders.
     """
-    pairs = dict.fromkeys(p for s in _searches(run).values() for p in s.reads)
+    pairs = dict.fromkeys(p for search in searches.values() for p in search.reads)
     deployed = {}
     for setting in settings_of(run):
         store, rows = open_rows(run, setting)
@@ -168,15 +170,15 @@ def _parts(run: RunDir, other: RunDir | None) -> dict[Part, str]:
 
 def _input(run: RunDir, config: AnatomyConfig) -> AnalysisInput:
     other = None if config.other is None else RunDir(Path(config.other))
-    parts, settings = _parts(run, other), settings_of(run)
+    parts, settings, searches = _parts(run, other), settings_of(run), _searches(run)
     without_hidden: dict[Setting, np.ndarray] = {
         setting: scores
         for setting in (settings if "ablations" in parts else ())
         if (scores := scores_without(run, setting, "without_hidden")) is not None
     }
     return AnalysisInput(
-        settings=_deployed(run),
-        searches=_searches(run),
+        settings=_deployed(run, searches),
+        searches=searches,
         heads=Detector.load(run.detector).heads,
         read_texts=lambda: QuestionTexts(
             {example.id: example for example in read_examples(run)},
@@ -185,7 +187,7 @@ def _input(run: RunDir, config: AnatomyConfig) -> AnalysisInput:
         parts=parts,
         rankings={s: read_ranking(run, s) for s in settings if "rankings" in parts},
         without_hidden=without_hidden,
-        other={} if other is None else _deployed(other),
+        other={} if other is None else _deployed(other, _searches(other)),
         models=tuple(map(_model_of, [run] if other is None else [run, other])),
         folder=_folder(run) / "members",
     )

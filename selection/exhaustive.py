@@ -31,25 +31,13 @@ from beatrice.jaxprobe.calibrate import (
     run_selection,
 )
 from beatrice.jaxprobe.checkpoint import Cache
-from beatrice.jaxprobe.config import (
-    SELECT_PRESETS,
-    FusionConfig,
-    SelectConfig,
-    TrainConfig,
-    set_compiler,
-)
+from beatrice.jaxprobe.config import SELECT_PRESETS, SelectConfig, set_compiler
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
 from beatrice.jaxprobe.families import LETTERS
-from beatrice.jaxprobe.fusion import PoolOutputs
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.rows import Rows
 from beatrice.jaxprobe.train import encoder_folders
-from beatrice.selection.greedy import (
-    HeadTrainer,
-    fit_sets,
-    load_part,
-    slots_for,
-)
+from beatrice.selection.greedy import HeadTrainer, load_part
 
 SET_SIZE = 3  # of the paper's enumeration
 
@@ -96,20 +84,18 @@ def all_sets(n_pool: int, set_size: int = SET_SIZE) -> np.ndarray:
     return np.array(list(itertools.combinations(range(n_pool), set_size)), np.int32)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Enumeration:
     """All sets of three of one pool, and where finished calls are saved."""
 
-    train: PoolOutputs  # outputs of the pool on the training rows
-    valid: PoolOutputs  # the same on the validation rows
-    config: FusionConfig
-    train_config: TrainConfig
+    heads: HeadTrainer  # of the pool
     folder: Path | None = None  # of finished calls, a file each; None saves none
 
     @cached_property
     def calls(self) -> dict[str, np.ndarray]:
         """The sets of every call, `[n_sets, SET_SIZE]`, by the name of its part."""
-        sets, size = all_sets(self.train.n_pool), self.train.n_pool
+        size = self.heads.pool.train.n_pool
+        sets = all_sets(size)
         width = len(str(len(sets)))
         starts = range(0, len(sets), size)
         return {f"{start:0{width}}": sets[start : start + size] for start in starts}
@@ -117,9 +103,10 @@ class Enumeration:
     @cached_property
     def cache(self) -> Cache:
         """Finished calls, by the SHA-256 of everything a head depends on."""
-        shapes = f"{self.config} {self.train_config} {SET_SIZE}"
+        pool, config = self.heads.pool, self.heads.config
+        shapes = f"{config.head} {config.train} {SET_SIZE}"
         digest = hashlib.sha256(shapes.encode())
-        for value in (*self.train, *self.valid):
+        for value in (*pool.train, *pool.valid):
             if value is None:
                 continue
             array = np.ascontiguousarray(value)
@@ -129,7 +116,8 @@ class Enumeration:
 
     def n_heads(self, names: Iterable[str]) -> int:
         """Return how many heads some calls train."""
-        return sum(len(self.calls[name]) for name in names) * self.train.n_seeds
+        n_seeds = self.heads.pool.train.n_seeds
+        return sum(len(self.calls[name]) for name in names) * n_seeds
 
     def n_missing(self) -> int:
         """Return how many heads have not been trained yet."""
@@ -137,24 +125,17 @@ class Enumeration:
 
     def run(self, tick: Callable[[int], object] = lambda n_heads: None) -> Ranking:
         """Train every head that is missing, and rank all sets."""
-        shape = slots_for(self.config, SET_SIZE)
         aurocs = []
         for name, sets in self.calls.items():
             saved = self.cache.load(name)
             if saved is None:
-                heads = fit_sets(
-                    [tuple(map(int, members)) for members in sets],
-                    self.train,
-                    self.valid,
-                    config=shape,
-                    train_config=self.train_config,
-                    n_calls=self.train.n_pool,
-                )
+                heads = self.heads.fit_sets([*map(tuple, sets.tolist())])
                 saved = {"aurocs": np.asarray(heads.info.best_auroc)}
                 self.cache.save(name, saved)
                 tick(saved["aurocs"].size)
             aurocs.append(saved["aurocs"])
-        return Ranking(all_sets(self.train.n_pool), np.concatenate(aurocs))
+        sets = np.concatenate([*self.calls.values()])
+        return Ranking(sets, np.concatenate(aurocs))
 
 
 def carried(ranking: Ranking, traits: np.ndarray, n_bins: int) -> np.ndarray:
@@ -267,13 +248,7 @@ def _enumerate(
     settings = settings_of(run)
     heads = {s: HeadTrainer(run_pool(run, s), config) for s in settings}
     searches = {
-        setting: Enumeration(
-            train=trainer.pool.train,
-            valid=trainer.pool.valid,
-            config=config.head,
-            train_config=config.train,
-            folder=_folder(run) / f"{setting}.pieces",
-        )
+        setting: Enumeration(trainer, _folder(run) / f"{setting}.pieces")
         for setting, trainer in heads.items()
     }
     n_heads = sum(search.n_heads(search.calls) for search in searches.values())

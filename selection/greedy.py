@@ -101,6 +101,10 @@ class Heads(NamedTuple):
     params: Params
     info: FitInfo
 
+    def of_set(self, i: int) -> tuple[Params, FitInfo]:
+        """Return the heads of one set, leaves `[n_seeds, ...]`."""
+        return jax.tree.map(lambda x: x[i], tuple(self))
+
 
 def slots_for(config: FusionConfig, n_members: int) -> FusionConfig:
     """Double the slots until a set fits: only then is anything compiled anew."""
@@ -166,61 +170,6 @@ def _split_sets(
     return [(slots[i::n_parts], masks[i::n_parts]) for i in range(n_parts)]
 
 
-def select(
-    train: PoolOutputs,
-    valid: PoolOutputs,
-    *,
-    config: FusionConfig,
-    train_config: TrainConfig,
-    margin: float = 5e-4,
-    max_encoders: int | None = None,
-    candidates: Sequence[int] | None = None,
-) -> Selection:
-    """Select encoders from a pool by greedy forward search.
-
-    Args:
-      train: outputs of the whole pool on the training rows (closed-book: 15 encoders;
-        with context: 15 with-context ones, then 15 closed-book ones).
-      valid: the same on the validation rows.
-      config: shape of the heads; slots grow where the set needs more.
-      train_config: protocol of the heads.
-      margin: of seed-averaged validation AUROC, that an addition has to gain; the
-        paper's.
-      max_encoders: of the set; None sets no limit beside the pool.
-      candidates: pool positions to search, in the executable of the whole pool; None
-        searches all.
-    """
-    used = np.asarray(valid.labels)[np.asarray(valid.weights) > 0]
-    both_classes(used, len(used), "validation")
-    n_pool = train.n_pool
-    searched = range(n_pool) if candidates is None else sorted(set(candidates))
-    limit = min(len(searched), max_encoders or n_pool)
-    chosen: tuple[int, ...] = ()
-    auroc, best_heads, path = 0.5, None, []
-    while len(chosen) < limit:
-        left = tuple(c for c in searched if c not in chosen)
-        config = slots_for(config, len(chosen) + 1)
-        sets = [tuple(sorted((*chosen, c))) for c in left]
-        fixed = {"config": config, "train_config": train_config, "n_calls": n_pool}
-        heads = fit_sets(sets, train, valid, **fixed)
-        aurocs = heads.info.best_auroc
-        top = int(np.argmax(aurocs.mean(axis=1)))
-        mean = float(aurocs[top].mean())
-        accepted = mean - auroc > margin
-        path.append(SearchRound(left, aurocs, left[top], mean, accepted))
-        if not accepted:
-            break
-        chosen, auroc = sets[top], mean
-        best_heads = (config, *jax.tree.map(lambda x, top=top: x[top], tuple(heads)))
-    if best_heads is None:
-        raise NoSignalError(
-            "no encoder reaches a validation AUROC above "
-            f"{0.5 + margin:.4f} (best {path[0].auroc:.4f}): there is no signal "
-            "to select from; check labels, or take more training rows"
-        )
-    return Selection(chosen, auroc, tuple(path), *best_heads)
-
-
 def fused_probability(selection: Selection, outputs: PoolOutputs) -> np.ndarray:
     """P(correct) by the heads of each seed, `[n_seeds, n_examples]`."""
     slots, mask = slots_of(selection.members, selection.config.n_slots)
@@ -244,7 +193,22 @@ class HeadTrainer:
     """Trains fusion heads on the pool of one setting."""
 
     pool: Pool
-    config: SelectConfig
+    config: SelectConfig  # shape of the heads, whose slots grow with a set; protocol
+
+    def shape(self, n_members: int) -> FusionConfig:
+        """Return the shape of the heads of a set of so many encoders."""
+        return slots_for(self.config.head, n_members)
+
+    def fit_sets(self, sets: Sequence[tuple[int, ...]]) -> Heads:
+        """Train the heads of sets of one size, all in the executable of the search."""
+        return fit_sets(
+            sets,
+            self.pool.train,
+            self.pool.valid,
+            config=self.shape(len(sets[0])),
+            train_config=self.config.train,
+            n_calls=self.pool.train.n_pool,
+        )
 
     def search(
         self,
@@ -253,31 +217,48 @@ class HeadTrainer:
         margin: float | None = None,
         max_encoders: int | None = None,
     ) -> Selection:
-        """Select encoders greedily, see `select`; None takes the configured margin."""
-        return select(
-            self.pool.train,
-            self.pool.valid,
-            config=self.config.head,
-            train_config=self.config.train,
-            margin=self.config.margin if margin is None else margin,
-            max_encoders=max_encoders,
-            candidates=candidates,
-        )
+        """Select encoders by greedy forward search.
+
+        Args:
+          candidates: pool positions to search; None searches all.
+          margin: of seed-averaged validation AUROC, that an addition has to gain; None
+            takes the configured one.
+          max_encoders: of the set; None sets no limit beside the pool.
+        """
+        valid, n_pool = self.pool.valid, self.pool.train.n_pool
+        used = np.asarray(valid.labels)[np.asarray(valid.weights) > 0]
+        both_classes(used, len(used), "validation")
+        margin = self.config.margin if margin is None else margin
+        searched = range(n_pool) if candidates is None else sorted(set(candidates))
+        limit = min(len(searched), max_encoders or n_pool)
+        chosen: tuple[int, ...] = ()
+        auroc, best_heads, path = 0.5, None, []
+        while len(chosen) < limit:
+            left = tuple(c for c in searched if c not in chosen)
+            sets = [tuple(sorted((*chosen, c))) for c in left]
+            heads = self.fit_sets(sets)
+            aurocs = heads.info.best_auroc
+            top = int(np.argmax(aurocs.mean(axis=1)))
+            mean = float(aurocs[top].mean())
+            accepted = mean - auroc > margin
+            path.append(SearchRound(left, aurocs, left[top], mean, accepted))
+            if not accepted:
+                break
+            chosen, auroc, best_heads = sets[top], mean, heads.of_set(top)
+        if best_heads is None:
+            raise NoSignalError(
+                "no encoder reaches a validation AUROC above "
+                f"{0.5 + margin:.4f} (best {path[0].auroc:.4f}): there is no signal "
+                "to select from; check labels, or take more training rows"
+            )
+        shape = self.shape(len(chosen))
+        return Selection(chosen, auroc, tuple(path), shape, *best_heads)
 
     def fit(self, members: tuple[int, ...]) -> Selection:
-        """Train the heads of a given set, in the search's shapes if they fit."""
-        shape = slots_for(self.config.head, len(members))
-        heads = fit_sets(
-            [members],
-            self.pool.train,
-            self.pool.valid,
-            config=shape,
-            train_config=self.config.train,
-            n_calls=self.pool.train.n_pool,
-        )
-        params, info = jax.tree.map(lambda x: x[0], tuple(heads))
+        """Train the heads of a given set."""
+        params, info = self.fit_sets([members]).of_set(0)
         auroc = float(info.best_auroc.mean())
-        return Selection(members, auroc, (), shape, params, info)
+        return Selection(members, auroc, (), self.shape(len(members)), params, info)
 
     def scores(self, selection: Selection) -> np.ndarray:
         """Return P(correct) of every row by a set's heads, `[n_seeds, n_rows]`."""

@@ -40,31 +40,10 @@ from beatrice.jaxprobe.rows import LayerCurve, LayerSweep, Rows
 from beatrice.jaxprobe.tokens import mean_answer_states
 from beatrice.jaxprobe.train import open_rows
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SweepConfig:
-    """How the probes are fitted; the penalty is AdamW's decay."""
-
-    learning_rate: float = 1e-2
-    weight_decay: float = 0.1
-    batch_size: int = 128
-    max_epochs: int = 30
-    patience: int = 6
-    n_seeds: int = 3
-    root_seed: int = 0
-
-    def train_config(self) -> TrainConfig:
-        """The same, as the shared training protocol reads it."""
-        return TrainConfig(**dataclasses.asdict(self))
-
-
-class Sweep(NamedTuple):
-    """The sweep's outcome."""
-
-    # `[n_layers + 1, n_seeds]` validation AUROC; entry 0 is the embedding.
-    aurocs: np.ndarray
-    # Row with the highest seed-averaged AUROC; the earlier one of a tie.
-    best_layer: int
+# How the probes are fitted; the penalty is AdamW's decay.
+PROBE = TrainConfig(
+    learning_rate=1e-2, weight_decay=0.1, batch_size=128, max_epochs=30, patience=6
+)
 
 
 def sweep_layers(
@@ -72,8 +51,8 @@ def sweep_layers(
     train_labels: np.ndarray,
     valid_hidden: np.ndarray,
     valid_labels: np.ndarray,
-    config: SweepConfig | None = None,
-) -> Sweep:
+    config: TrainConfig = PROBE,
+) -> np.ndarray:
     """Fit a probe per layer and seed, all at once.
 
     Args:
@@ -81,9 +60,11 @@ def sweep_layers(
       train_labels: `[n_train]` bool.
       valid_hidden: `[n_valid, n_layers + 1, d_model]`.
       valid_labels: `[n_valid]` bool.
-      config: the probe.
+      config: the protocol.
+
+    Returns:
+      `[n_layers + 1, n_seeds]` validation AUROC; entry 0 is the embedding.
     """
-    config = config or SweepConfig()
     both_classes(train_labels, len(train_hidden), "training")
     both_classes(valid_labels, len(valid_hidden), "validation")
     mean = train_hidden.mean(axis=0, dtype=np.float64)
@@ -96,15 +77,13 @@ def sweep_layers(
         return _States(jnp.asarray(scaled), targets, jnp.ones_like(targets))
 
     train, valid = rows(train_hidden, train_labels), rows(valid_hidden, valid_labels)
-    protocol = config.train_config()
     learner = Learner(
-        lambda: _start(train.hidden, config=protocol),
-        lambda states, number, group: _train(states, number, group, config=protocol),
+        lambda: _start(train.hidden, config=config),
+        lambda states, number, group: _train(states, number, group, config=config),
         _logits,
     )
-    (state,) = fit([learner], lambda _: [train], lambda: [valid], protocol)
-    aurocs = np.asarray(state.info.best_auroc)
-    return Sweep(aurocs, int(aurocs.mean(axis=1).argmax()))
+    (state,) = fit([learner], lambda _: [train], lambda: [valid], config)
+    return np.asarray(state.info.best_auroc)
 
 
 class _States(NamedTuple):
@@ -169,7 +148,7 @@ class SweepSection:
     # every dataset and both labels in proportion.
     n_rows: int = 1200
     # The protocol; the run's seed takes the place of its own.
-    probe: SweepConfig = SweepConfig()
+    probe: TrainConfig = PROBE
 
     def seeded(self, seed: int) -> "SweepSection":
         """Return the same with the run's seed in the protocol."""
@@ -180,7 +159,7 @@ class SweepSection:
 
 SWEEP_PRESETS: dict[Preset, SweepSection] = {
     **dict.fromkeys(get_args(Preset), SweepSection()),
-    "smoke": SweepSection(n_rows=96, probe=SweepConfig(n_seeds=1)),
+    "smoke": SweepSection(n_rows=96, probe=dataclasses.replace(PROBE, n_seeds=1)),
 }
 
 
@@ -213,11 +192,11 @@ def sweep_store(store: FeatureStore, rows: Rows, config: SweepSection) -> LayerC
         return np.stack(states, axis=1), rows.labels[where]
 
     train, valid = read("train"), read("validation")
-    sweep = sweep_layers(train[0], train[1], valid[0], valid[1], config.probe)
+    aurocs = sweep_layers(*train, *valid, config.probe)
     return LayerCurve(
         layers=tuple(layers),
-        auroc=tuple(tuple(round(float(x), 6) for x in row) for row in sweep.aurocs),
-        best=layers[sweep.best_layer],
+        auroc=tuple(tuple(round(float(x), 6) for x in row) for row in aurocs),
+        best=layers[int(aurocs.mean(axis=1).argmax())],  # the earlier one of a tie
         n_train=len(train[1]),
         n_validation=len(valid[1]),
     )
@@ -225,7 +204,7 @@ def sweep_store(store: FeatureStore, rows: Rows, config: SweepSection) -> LayerC
 
 def choose_layer(
     stores: Mapping[Setting, tuple[FeatureStore, Rows]],
-    config: SweepSection | None = None,
+    config: SweepSection,
     on_setting: Callable[[], None] = lambda: None,
 ) -> LayerSweep:
     """Choose the layer that the hidden family is read from, by validation AUROC.
@@ -234,7 +213,7 @@ def choose_layer(
     """
     curves = {}
     for setting, (store, rows) in stores.items():
-        curves[setting] = sweep_store(store, rows, config or SweepSection())
+        curves[setting] = sweep_store(store, rows, config)
         on_setting()
     means = [np.mean(curve.auroc, axis=1) for curve in curves.values()]
     layers = next(iter(curves.values())).layers

@@ -59,6 +59,7 @@ from beatrice.pgir.controllers.session import (
 from beatrice.pgir.index import TextEncoder, read_encoder_config
 
 NEIGHBOURS = (5, 6, 7, 8, 9, 10)  # k, those that the paper tries
+Strategy = Literal["A", "B", "C"]  # answers at once, after one search, or after several
 
 
 def question_encoder(
@@ -75,37 +76,30 @@ def question_encoder(
     if checkpoint is not None:
         options = {"query_prefix": "", "pooling": "mean", "max_tokens": 128}
         encoder = TextEncoder(read_encoder_config(checkpoint, **options))
-        return QuestionEncoder(
-            checkpoint.name, lambda texts: encoder.encode(texts, "query")
-        )
+        return lambda texts: encoder.encode(texts, "query")
     from sklearn.feature_extraction.text import TfidfVectorizer
 
     tf_idf = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True)
     tf_idf.fit(training)
-    return QuestionEncoder(
-        "TF-IDF", lambda texts: csr_array(tf_idf.transform(texts)).toarray()
-    )
+    return lambda texts: csr_array(tf_idf.transform(texts)).toarray()
 
 
 def wants_retrieval(
-    n_near_better: int, n_near_worse: int, counts: tuple[int, int, int], k: int
-) -> bool:
-    """Return the vote of the neighbours, as `knn.py` counts it.
+    leads: np.ndarray, counts: tuple[int, int, int], k: int
+) -> np.ndarray:
+    """Return the votes of the neighbours, as `knn.py` counts them, `[n]` bool.
 
     Args:
-      n_near_better: neighbours that answered better with passages.
-      n_near_worse: those that answered worse.
+      leads: `[n]`, by how many of a question's neighbours more answered better with
+        passages than answered worse.
       counts: of all training questions those better, those worse, and all.
       k: neighbours asked.
     """
     n_better, n_worse, n_all = counts
-    if n_better < n_worse:
-        margin = (n_worse - n_better) * k // n_all
-        lead = n_near_worse - n_near_better
-        return not (lead > 0 and lead >= margin)
-    margin = (n_better - n_worse) * k // n_all
-    lead = n_near_better - n_near_worse
-    return lead > 0 and lead >= margin
+    is_usual = n_better >= n_worse  # else what is asked is whether not to retrieve
+    leads = leads if is_usual else -leads
+    wins = (leads > 0) & (leads >= abs(n_better - n_worse) * k // n_all)
+    return wins if is_usual else ~wins
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,21 +109,17 @@ class Neighbours:
     vectors: np.ndarray  # `[n, d]`, of length 1
     is_better: np.ndarray  # `[n]` bool, whether passages helped; else they hurt
     n_all: int  # training questions, those included on which nothing changed
-    encoder: QuestionEncoder  # of questions
 
-    def retrieves(self, questions: Sequence[str], k: int) -> np.ndarray:
-        """Return whether each question is to retrieve, `[n_questions]` bool."""
+    def retrieves(self, questions: np.ndarray, k: int) -> np.ndarray:
+        """Return whether questions `[n, d]` are to retrieve, `[n]` bool."""
         n_better = int(self.is_better.sum())
         counts = (n_better, len(self.is_better) - n_better, self.n_all)
-        if not len(self.vectors):  # nothing ever changed: as at a tie, no vote wins
-            return np.full(len(questions), wants_retrieval(0, 0, counts, k))
-        near = self.encoder.vectors(questions) @ self.vectors.T
-        order = np.argsort(-near, axis=1, kind="stable")[:, :k]
-        votes = self.is_better[order]
-        n_for = votes.sum(axis=1).tolist()
-        n_against = (~votes).sum(axis=1).tolist()
-        pairs = zip(n_for, n_against, strict=True)
-        return np.array([wants_retrieval(*pair, counts, k) for pair in pairs])
+        leads = np.zeros(len(questions), int)
+        if len(self.vectors):  # else nothing ever changed, as at a tie
+            near = questions @ self.vectors.T
+            order = np.argsort(-near, axis=1, kind="stable")[:, :k]
+            leads = np.where(self.is_better[order], 1, -1).sum(axis=1)
+        return wants_retrieval(leads, counts, k)
 
 
 def neighbours_of(
@@ -147,20 +137,12 @@ def neighbours_of(
       encoder: of questions.
     """
     changed = np.flatnonzero(without != with_passages).tolist()
-    vectors = encoder.vectors([questions[i] for i in changed]) if changed else []
+    vectors = encoder([questions[i] for i in changed]) if changed else []
     return Neighbours(
         vectors=np.asarray(vectors),
         is_better=with_passages[changed],
         n_all=len(questions),
-        encoder=encoder,
     )
-
-
-def skr(question: str, retrieves: bool, config: ControllerConfig) -> Plan[str]:
-    """Answer as the vote says; one generation either way."""
-    if retrieves:
-        return (yield from vanilla_rag(question, config))
-    return (yield from no_rag(question))
 
 
 @rival("skr", "2023-10")
@@ -170,19 +152,22 @@ def run_skr(session: Session) -> None:
         right_of(session.training, done) for done in session.outcomes
     )
     questions = [example.question for example in session.training]
-    index = neighbours_of(questions, without, with_passages, session.encoder())
+    encoder = session.encoder()
+    index = neighbours_of(questions, without, with_passages, encoder)
     ids = [example.id for example in session.examples]
-    texts = [example.question for example in session.examples]
+    new = encoder([example.question for example in session.examples])
     votes = {
-        k: dict(zip(ids, index.retrieves(texts, k).tolist(), strict=True))
+        k: dict(zip(ids, index.retrieves(new, k).tolist(), strict=True))
         for k in NEIGHBOURS
     }
-    shared = session.config
-    plan = lambda k, e: skr(e.question, votes[k][e.id], shared)  # noqa: E731
+
+    def plan(k: int, example: Example) -> Plan[str]:
+        strategy = "B" if votes[k][example.id] else "A"
+        return adaptive_rag(example.question, strategy, session.config)
+
     session.tune("skr", NEIGHBOURS, plan)
 
 
-Strategy = Literal["A", "B", "C"]
 STRENGTHS = (1.0, 0.1, 10.0, 100.0)  # C of the regression; scikit-learn's is the first
 N_BIAS = 400  # questions of each set that get its label without being answered
 # What is known of published sets: the label of their questions beside the outcomes.
@@ -283,10 +268,10 @@ def run_adaptive(session: Session) -> None:
     if not labelled:  # nothing was ever right; retrieving once is what is cheap
         labelled = [(example, SINGLE_HOP) for example in training]
     encoder = session.encoder()
-    vectors = encoder.vectors([example.question for example, _ in labelled])
+    vectors = encoder([example.question for example, _ in labelled])
     labels = [label for _, label in labelled]
     ids = [example.id for example in session.examples]
-    new = encoder.vectors([example.question for example in session.examples])
+    new = encoder([example.question for example in session.examples])
     chosen: dict[float, dict[str, Strategy]] = {}
     for strength in STRENGTHS:
         strategies = fit_router(vectors, labels, strength).predict(new).tolist()

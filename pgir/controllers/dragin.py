@@ -28,6 +28,7 @@ from beatrice.extract.signals.attention import AttentionReading, run_reading
 from beatrice.extract.signals.batch import budget_for, pad_batch
 from beatrice.extract.signals.sequence import batches_of
 from beatrice.extract.signals.span_sums import AttentionCall, AttentionMap
+from beatrice.pgir.bridge import emissions
 from beatrice.pgir.controllers.loop import (
     Attended,
     Call,
@@ -193,8 +194,8 @@ class Wording(BatchedService):
             return reply.entropies
         answer = self._answering.answer_of(call, reply)
         (signals,) = self._answering.probed.read([answer]).signals
-        start = len(answer.prompt_ids) - 1 - signals.first_token
-        return signals.prob[start : start + len(reply.token_ids), ENTROPY].tolist()
+        lengths = len(answer.prompt_ids), len(reply.token_ids)
+        return emissions(signals, *lengths)[:, ENTROPY].tolist()
 
     def _attended(
         self, calls: Sequence[Call], replies: Sequence[Any]

@@ -16,12 +16,12 @@ every threshold and budget is then decided on the same trace.
 
 import dataclasses
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 
-from beatrice.extract.records import Example
+from beatrice.extract.records import Example, check_choices
 from beatrice.pgir.retrievers import fuse
 
 Kind = Literal[
@@ -165,11 +165,7 @@ class ControllerConfig:
 
     def __post_init__(self) -> None:
         """Check the query, which a caller of `run_pgir` names."""
-        if self.query not in get_args(Query):
-            raise ValueError(
-                f"query: expected one of {', '.join(get_args(Query))}, found "
-                f"{self.query!r}"
-            )
+        check_choices(self)
 
 
 def no_rag(question: str) -> Plan[str]:
@@ -274,12 +270,17 @@ class Policy:
     threshold: float
     budget: int
 
+    def accepts(self, draft: TracedDraft) -> bool:
+        """Return whether a draft is returned at once."""
+        return draft.p_correct >= self.threshold
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decision:
     """What a policy returns for one question."""
 
-    round: int  # of the draft returned; 0 is closed-book
+    draft: TracedDraft  # that is returned
+    round: int  # in which it was written; 0 is closed-book
     n_generations: int  # answers generated until then, the closed-book one included
     # True if the draft cleared the threshold, False if it was only the best of the
     # pool.
@@ -293,12 +294,16 @@ def decide(trace: Trace, policy: Policy) -> Decision:
     score, the earliest of equals. A score that is no number (NaN) is below all others.
     """
     pool = trace[: policy.budget + 1]
-    for number, draft in enumerate(pool):
-        if draft.p_correct >= policy.threshold:
-            return Decision(round=number, n_generations=number + 1, is_accepted=True)
+    n = next((i for i, draft in enumerate(pool, 1) if policy.accepts(draft)), None)
     p_correct = np.array([draft.p_correct for draft in pool])
     best = int(np.argmax(np.where(np.isnan(p_correct), -np.inf, p_correct)))
-    return Decision(round=best, n_generations=len(pool), is_accepted=False)
+    number = best if n is None else n - 1
+    return Decision(
+        draft=pool[number],
+        round=number,
+        n_generations=n or len(pool),
+        is_accepted=n is not None,
+    )
 
 
 def fresh_passages(
@@ -394,10 +399,8 @@ def pgir(
 ) -> Plan[str]:
     """Answer as a policy says."""
     limited = dataclasses.replace(config, max_budget=policy.budget)
-    trace = yield from drafts(
-        question, limited, judge, lambda draft: draft.p_correct >= policy.threshold
-    )
-    return trace[decide(trace, policy).round].answer
+    trace = yield from drafts(question, limited, judge, policy.accepts)
+    return decide(trace, policy).draft.answer
 
 
 def draft_rag(question: str, config: ControllerConfig) -> Plan[str]:
@@ -430,24 +433,19 @@ def upper_bound(
     """
     limited = dataclasses.replace(config, max_budget=policy.budget)
 
-    def trusted(draft: TracedDraft) -> bool:
-        return draft.p_correct >= policy.threshold
-
     def right(draft: TracedDraft) -> bool:
         return is_right(draft.answer)
 
     accept: dict[Oracle, Accept] = {
         "judge": right,
-        "gate": lambda draft: (trusted if draft.passages else right)(draft),
-        "choice": trusted,
+        "gate": lambda draft: (policy.accepts if draft.passages else right)(draft),
+        "choice": policy.accepts,
     }
     trace = yield from drafts(question, limited, detector_judge, accept[oracle])
     if oracle == "gate":
-        pool = trace[1:] or trace
-        return pool[decide(pool, policy).round].answer
-    right_answers = [draft.answer for draft in trace if right(draft)]
-    rest = trace[-1] if oracle == "judge" else trace[decide(trace, policy).round]
-    return right_answers[0] if right_answers else rest.answer
+        return decide(trace[1:] or trace, policy).draft.answer
+    rest = trace[-1] if oracle == "judge" else decide(trace, policy).draft
+    return next((draft for draft in trace if right(draft)), rest).answer
 
 
 def recalibrated(
@@ -461,33 +459,3 @@ def recalibrated(
         dataclasses.replace(draft, p_correct=float(p_correct_of(draft.raw)))
         for draft, p_correct_of in zip(trace, maps, strict=True)
     )
-
-
-def search_policy(
-    traces: Sequence[Trace],
-    is_right: Callable[[int, str], bool],
-    config: ControllerConfig,
-) -> Policy:
-    """Choose threshold and budget by exact match on validation traces.
-
-    Among policies under the cap on mean generations, the highest exact match; then
-    the fewest generations, then the lowest budget and threshold.
-    """
-    ranked = []
-    for budget in range(1, config.max_budget + 1):
-        for threshold in config.thresholds:
-            policy = Policy(threshold=threshold, budget=budget)
-            decisions = [decide(trace, policy) for trace in traces]
-            cost = float(np.mean([d.n_generations for d in decisions]))
-            if cost <= config.max_generations:
-                pairs = zip(traces, decisions, strict=True)
-                answers = [trace[decision.round].answer for trace, decision in pairs]
-                right = np.mean([is_right(i, text) for i, text in enumerate(answers)])
-                ranked.append((-float(right), cost, budget, threshold))
-    if not ranked:
-        raise ValueError(
-            f"no policy stays under {config.max_generations} generations a question; "
-            "raise the cap or lower the smallest threshold"
-        )
-    _, _, budget, threshold = min(ranked)
-    return Policy(threshold=threshold, budget=budget)

@@ -26,7 +26,6 @@ from beatrice.pgir.controllers.loop import (
     Plan,
     Policy,
     QuestionSet,
-    Trace,
     Traced,
     best_under_cap,
     decide,
@@ -34,15 +33,17 @@ from beatrice.pgir.controllers.loop import (
     drafts,
     no_rag,
     pgir,
-    search_policy,
     vanilla_rag,
 )
 from beatrice.pgir.controllers.waves import Answering, Waves
 
 Queries = Literal["paper", "choose", "all"]
 Stores = Mapping[Setting, tuple[FeatureStore, Rows]]
-Recalibrate = Callable[[Example, Trace], Trace]
 PlanOf = Callable[[Example], Plan[Any]]
+# Whether each question's answer is right, `[n]` bool, and its generations, `[n]`.
+Tried = tuple[np.ndarray, np.ndarray]
+# Returns questions as vectors of length 1, `[n, d]`.
+QuestionEncoder = Callable[[Sequence[str]], np.ndarray]
 # What PGIR may search with, see `ControllerConfig`; the paper's is the first.
 QUERIES: dict[str, dict[str, Any]] = {
     "draft": {},
@@ -124,13 +125,6 @@ def all_rivals() -> dict[str, RivalEntry]:
     return {entry.name: entry for entry in entries}
 
 
-class QuestionEncoder(NamedTuple):
-    """Questions as vectors of length 1, and the name of their encoder."""
-
-    name: str
-    vectors: Callable[[Sequence[str]], np.ndarray]
-
-
 @dataclasses.dataclass
 class Session:
     """Controllers on questions."""
@@ -185,13 +179,13 @@ class Session:
             everything else is kept.
         """
         results = self.waves.run(label, [plan_of(e) for e in examples])
-        done = [result for result in results if result is not None]
+        done = [result for result in results if isinstance(result, Done)]
         if len(done) < len(results):
             call, reason = next(iter(self.waves.failed.items()))
             raise ConnectionError(
                 f"{len(results) - len(done)} of {len(results)} questions could not be "
                 f"done ({label}): {call.kind} of {call.text[:60]!r} failed ({reason}); "
-                "run the same line again, which tries these and keeps everything else"
+                "the rest is kept, and the same line again tries these alone"
             )
         return done
 
@@ -248,7 +242,6 @@ class Session:
         traced: Sequence[Traced],
         config: ControllerConfig,
         judge: Judge = detector_judge,
-        recalibrate: Recalibrate = lambda example, trace: trace,
     ) -> Policy:
         """Choose threshold and budget on validation traces, and run the loop.
 
@@ -257,9 +250,8 @@ class Session:
           traced: validation sets, at least.
           config: that the traces were made with.
           judge: of drafts, where the loop is run.
-          recalibrate: returns a trace with the probabilities to search on.
         """
-        policy = choose_policy(traced, config, recalibrate)
+        policy, _ = choose_policy(traced, config)
         self._run_policy(name, policy, config, judge)
         return policy
 
@@ -280,19 +272,13 @@ class Session:
           judge: of drafts.
           show_all: also run those that were not chosen, as `<name>:<query>`.
         """
-        tried: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        tried: dict[str, Tried] = {}
         settings: dict[str, tuple[Policy, ControllerConfig]] = {}
         for query, fields in QUERIES.items():
             config = dataclasses.replace(self.config, **fields)
             label = f"trace:{name}:{query}"
             traced = self.trace(label, config, self.validation_sets, judge)
-            policy = choose_policy(traced, config)
-            traces = [trace for each in traced for trace in each.traces]
-            decisions = [decide(trace, policy) for trace in traces]
-            rows = zip(self.validation, traces, decisions, strict=True)
-            right = [exact_match(t[d.round].answer, e.golds) for e, t, d in rows]
-            generations = np.array([d.n_generations for d in decisions])
-            tried[query] = (np.array(right), generations)
+            policy, tried[query] = choose_policy(traced, config)
             settings[query] = (policy, config)
             if show_all:
                 self._run_policy(f"{name}:{query}", policy, config, judge)
@@ -334,22 +320,39 @@ def right_of(examples: Sequence[Example], done: Sequence[Done]) -> np.ndarray:
 
 
 def choose_policy(
-    traced: Sequence[Traced],
-    config: ControllerConfig,
-    recalibrate: Recalibrate = lambda example, trace: trace,
-) -> Policy:
-    """Choose threshold and budget on the validation traces of all sets together.
+    traced: Sequence[Traced], config: ControllerConfig
+) -> tuple[Policy, Tried]:
+    """Choose threshold and budget by exact match on the validation traces of all sets.
+
+    Among policies under the cap on mean generations, the highest exact match; then
+    the fewest generations, then the lowest budget and threshold.
 
     Args:
       traced: of all sets.
       config: what is searched.
-      recalibrate: returns each question's trace with its probabilities for the search.
+
+    Returns:
+      The policy, and what came of it on the validation questions.
     """
-    validation = [each for each in traced if each.split == "validation"]
-    examples = [example for each in validation for example in each.examples]
-    traces = [trace for each in validation for trace in each.traces]
-    return search_policy(
-        tuple(map(recalibrate, examples, traces)),
-        lambda i, answer: exact_match(answer, examples[i].golds),
-        config,
-    )
+    pairs = [
+        (trace, [exact_match(draft.answer, example.golds) for draft in trace])
+        for each in traced
+        if each.split == "validation"
+        for example, trace in zip(each.examples, each.traces, strict=True)
+    ]
+    tried: dict[Policy, Tried] = {}
+    for budget in range(1, config.max_budget + 1):
+        for threshold in config.thresholds:
+            policy = Policy(threshold=threshold, budget=budget)
+            decisions = [decide(trace, policy) for trace, _ in pairs]
+            rows = zip(pairs, decisions, strict=True)
+            right = [is_right[d.round] for (_, is_right), d in rows]
+            generations = [d.n_generations for d in decisions]
+            tried[policy] = np.array(right, bool), np.array(generations)
+    best = best_under_cap(tried, config.max_generations)
+    if tried[best][1].mean() > config.max_generations:
+        raise ValueError(
+            f"no policy stays under {config.max_generations} generations a question; "
+            "raise the cap or lower the smallest threshold"
+        )
+    return best, tried[best]

@@ -65,7 +65,6 @@ from beatrice.pgir.controllers.loop import (
 from beatrice.pgir.controllers.probing import state_layers
 from beatrice.pgir.controllers.session import (
     Queries,
-    Recalibrate,
     Session,
     all_rivals,
     question_sets,
@@ -233,10 +232,6 @@ def left_out_rows(left_out: Mapping[str, str]) -> list[ResultRow]:
     ]
 
 
-def _mean_seconds(answers: Sequence[Done]) -> float:
-    return float(np.mean([done.cost.seconds for done in answers]))
-
-
 def seconds_rows(
     sets: Sequence[QuestionSet], answers: Sequence[Answers]
 ) -> list[ResultRow]:
@@ -247,15 +242,12 @@ def seconds_rows(
     """
     pairs = zip(sets, answers, strict=True)
     evaluated = [of_set for each, of_set in pairs if each.split != "validation"]
-    return [
-        _macro_row(
-            detector=name,
-            metric="seconds",
-            value=float(np.mean([_mean_seconds(of_set[name]) for of_set in evaluated])),
-            n=sum(len(of_set[name]) for of_set in evaluated),
-        )
-        for name in (evaluated[0] if evaluated else ())
-    ]
+    rows = []
+    for name in evaluated[0] if evaluated else ():
+        seconds = [[done.cost.seconds for done in each[name]] for each in evaluated]
+        value, n = float(np.mean([*map(np.mean, seconds)])), sum(map(len, seconds))
+        rows.append(_macro_row(detector=name, metric="seconds", value=value, n=n))
+    return rows
 
 
 def frontier(
@@ -276,8 +268,7 @@ def frontier(
         for budget in range(1, config.max_budget + 1):
             limited = Policy(threshold=policy.threshold, budget=budget)
             decisions = [decide(trace, limited) for trace in traced_set.traces]
-            pairs = zip(traced_set.traces, decisions, strict=True)
-            texts = [trace[decision.round].answer for trace, decision in pairs]
+            texts = [decision.draft.answer for decision in decisions]
             columns = _quality(traced_set.examples, texts)
             columns["generations"] = np.array([d.n_generations for d in decisions])
             means = {metric: float(np.mean(x)) for metric, x in columns.items()}
@@ -365,7 +356,8 @@ def choose_cases(traced: Sequence[Traced], policy: Policy) -> list[Chosen]:
         for trace, example in zip(traced_set.traces, traced_set.examples, strict=True):
             decision = decide(trace, policy)
             first, last = (
-                exact_match(trace[r].answer, example.golds) for r in (0, decision.round)
+                exact_match(draft.answer, example.golds)
+                for draft in (trace[0], decision.draft)
             )
             outcomes[-1].append((decision, first, last))
     shown: dict[tuple[int, int], Chosen] = {}
@@ -508,8 +500,8 @@ def retrieval_of(
     return open_retrieval(config, run.passages, run.path / "searches", note)
 
 
-def _cross_fitted(run: RunDir) -> Recalibrate:
-    """Return probabilities from maps that have not seen the question's own label."""
+def _cross_fitted(run: RunDir, traced: Sequence[Traced]) -> list[Traced]:
+    """Return validation traces whose maps have not seen the question's own label."""
     closed_book = fold_calibrators(run, "closed_book")
     with_context = fold_calibrators(run, "with_context")
 
@@ -517,7 +509,13 @@ def _cross_fitted(run: RunDir) -> Recalibrate:
         (fold,) = folds_of([example.id], N_FOLDS)
         return recalibrated(trace, closed_book[fold], with_context[fold])
 
-    return recalibrate
+    return [
+        dataclasses.replace(
+            each, traces=tuple(map(recalibrate, each.examples, each.traces))
+        )
+        for each in traced
+        if each.split == "validation"
+    ]
 
 
 def _open_answering(
@@ -581,8 +579,7 @@ def _run_pgir(
     session.answer("draft_rag", lambda e: draft_rag(e.question, controller))
     policy = session.run_pgir("pgir", traced, controller)
     if config.cross_fit:
-        cross_fitted = _cross_fitted(run)
-        session.run_pgir(CROSS_FIT, traced, controller, recalibrate=cross_fitted)
+        session.run_pgir(CROSS_FIT, _cross_fitted(run, traced), controller)
     for name, oracle in ORACLES.items():
 
         def bound(example: Example, oracle: Oracle = oracle) -> Plan[str]:

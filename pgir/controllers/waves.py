@@ -42,9 +42,9 @@ from beatrice.extract.records import Answer, Passage, Setting
 from beatrice.extract.run.files import JsonLines, sha256_json
 from beatrice.extract.signals.decode import ReadingGenerator
 from beatrice.extract.signals.reader import AnswerSignals, SignalReader
-from beatrice.extract.signals.sequence import batches_of, sequence_of
+from beatrice.extract.signals.sequence import sequence_of
 from beatrice.pgir.arguments import argument_error
-from beatrice.pgir.bridge import MOST_ROWS, ProbedBackbone, Reading
+from beatrice.pgir.bridge import MOST_ROWS, ProbedBackbone, Reading, emissions
 from beatrice.pgir.controllers.loop import (
     VALUES,
     Call,
@@ -66,7 +66,10 @@ DraftJudge = Callable[[str, str, Sequence[Passage]], float]
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """A call that could not be made; its question is tried again by the next run."""
+    """A call that could not be made, or the question that made it.
+
+    The next run tries it again.
+    """
 
     reason: str
 
@@ -233,7 +236,6 @@ class Waves:
 
     Attributes:
       failed: calls that could not be made, and why.
-      reasons: why a plan returned nothing, by plan.
 
     Args:
       services: by kind of call.
@@ -251,7 +253,6 @@ class Waves:
         self.services = services
         self.journal = journal
         self.failed: dict[Call, str] = {}
-        self.reasons: dict[Plan[Any], str] = {}
         self._group_size = group_size
 
     def add_judge(self, name: str, judge: DraftJudge) -> Judge:
@@ -260,24 +261,16 @@ class Waves:
         assert isinstance(judging, Judging)
         return judge_by("judge", judging.add(name, judge))
 
-    def run(
-        self,
-        label: str,
-        plans: Sequence[Plan[Any]],
-    ) -> list[Done | None]:
-        """Run a controller on questions.
-
-        Returns:
-          What each returned, and its cost; None where a call failed (see `failed`).
-        """
-        results: list[Done | None] = []
+    def run(self, label: str, plans: Sequence[Plan[Any]]) -> list[Done | Failed]:
+        """Run a controller on questions; return what each returned, and its cost."""
+        results: list[Done | Failed] = []
         for first in range(0, len(plans), self._group_size):
             group = plans[first : first + self._group_size]
             results += self._run_group(f"{label}/{first}", group)
         return results
 
-    def _run_group(self, label: str, plans: Sequence[Plan[Any]]) -> list[Done | None]:
-        results: list[Done | None] = [None] * len(plans)
+    def _run_group(self, label: str, plans: Sequence[Plan[Any]]) -> list[Done | Failed]:
+        results: dict[int, Done | Failed] = {}
         costs = [Cost()] * len(plans)
         waiting: dict[int, Call] = {}
 
@@ -299,14 +292,14 @@ class Waves:
                 call = waiting.pop(i)
                 entry = self.journal.find(call)
                 if entry is None:
-                    self.reasons[plans[i]] = self.failed[call]
+                    results[i] = Failed(self.failed[call])
                     plans[i].close()
                     continue
                 cost = self.services[kind].cost(call, entry.value)
                 costs[i] = costs[i].plus(cost._replace(seconds=entry.seconds))
                 advance(i, entry.value)
             number += 1
-        return results
+        return [results[i] for i in range(len(plans))]
 
     def _serve(self, wave: str, kind: str, calls: Sequence[Call]) -> None:
         entries = {call: self.journal.find(call) for call in calls}
@@ -330,7 +323,7 @@ class Waves:
 class Searching(BatchedService):
     """Serves "search": the ranking of a query, indices into the corpus.
 
-    An error of the connection fails the queries concerned alone.
+    A search that fails fails the queries concerned alone.
     """
 
     is_joint = False
@@ -349,10 +342,8 @@ class Searching(BatchedService):
         reasons: Mapping[int, str] = {}
         try:
             rankings = dict(enumerate(self._retriever.search(texts, calls[0].n)))
-        except RetrievalFailed as error:
+        except RetrievalFailed as error:  # of a server that is down or slow
             rankings, reasons = error.rankings, error.reasons
-        except OSError as error:  # a server that is down or slow
-            rankings, reasons = {}, dict.fromkeys(range(len(texts)), str(error))
         return [
             Failed(reasons[n]) if n in reasons else tuple(map(int, rankings[n]))
             for n in range(len(texts))
@@ -403,13 +394,23 @@ class Answering(Service):
         The last ones are left out until it fits the model's window, all but the first.
         """
         setting = "with_context" if call.passages else "closed_book"
-        window = self.probed.backbone.max_length
         for n_shown in range(len(call.passages), -1, -1):
             request = self._request(setting, call.text, call.passages[:n_shown])
-            n_tokens = len(request.prompt.ids) + self._sampling.max_new_tokens
-            if window is None or n_tokens <= window or n_shown <= 1:
+            if n_shown <= 1 or self._why_too_long(request) is None:
                 return request, n_shown
         raise AssertionError("the loop ends at no passage")
+
+    def _why_too_long(self, request: Request) -> str | None:
+        """Return why a prompt with its answer does not fit the window, or None."""
+        backbone, n_new = self.probed.backbone, self._sampling.max_new_tokens
+        n, window = len(request.prompt.ids), backbone.max_length
+        if window is None or n + n_new <= window:
+            return None
+        return (
+            f"its prompt has {n} tokens and its answer may have {n_new}, but "
+            f"{backbone.name} has a window of {window}; give shorter passages, or use "
+            "a model with a longer one"
+        )
 
     def _request(
         self, setting: Setting, question: str, places: Sequence[int]
@@ -441,8 +442,8 @@ class Answering(Service):
 
     def batches(
         self, calls: Sequence[Call], done: Collection[int]
-    ) -> Generator[list[tuple[int, Reply]], None, None]:
-        """Yield batches of answers; see `Service`."""
+    ) -> Generator[list[tuple[int, Reply | Failed]], None, None]:
+        """Yield batches of answers; see `Service`. A prompt that is too long fails."""
         self._trim()
         yield from self._write(calls, done)
 
@@ -452,10 +453,20 @@ class Answering(Service):
 
     def _write(
         self, calls: Sequence[Call], done: Collection[int]
-    ) -> Generator[list[tuple[int, Reply]], None, None]:
+    ) -> Generator[list[tuple[int, Reply | Failed]], None, None]:
         """Yield batches of answers, whose signals are kept where they can be read."""
         requests = [self.request(call) for call in calls]
-        prompts = [GeneratorPrompt(text="", ids=r.prompt.ids) for r, _ in requests]
+        reasons = [self._why_too_long(request) for request, _ in requests]
+        failed: list[tuple[int, Reply | Failed]] = [
+            (i, Failed(why)) for i, why in enumerate(reasons) if why
+        ]
+        if failed:
+            yield failed
+        places = [i for i, why in enumerate(reasons) if why is None]
+        finished = {at for at, i in enumerate(places) if i in done}
+        prompts = [
+            GeneratorPrompt(text="", ids=requests[i][0].prompt.ids) for i in places
+        ]
         with self.probed.lock:
             generator = self.generator
             if self.is_read_at_once:
@@ -467,8 +478,9 @@ class Answering(Service):
                     on_batch=self._keep,
                     answer_span=self.probed.answer_span,
                 )
-            for batch in generator.batches(prompts, self._sampling, done):
-                yield [(i, self._reply(text, *requests[i])) for i, text in batch]
+            for batch in generator.batches(prompts, self._sampling, finished):
+                written = [(places[at], text) for at, text in batch]
+                yield [(i, self._reply(text, *requests[i])) for i, text in written]
 
     @functools.cached_property
     def _reader(self) -> SignalReader:
@@ -543,10 +555,7 @@ class Answering(Service):
     def _read_again(self, answers: Sequence[Answer]) -> None:
         span = self.probed.answer_span
         sequences = [sequence_of(answer, answer_span=span) for answer in answers]
-        budget = self.probed.config.tokens_per_batch
-        for batch in batches_of([len(s.ids) for s in sequences], budget):
-            with self.probed.lock:
-                signals = self._reader.read([sequences[i] for i in batch])
+        for batch, signals in self.probed.read_batches(self._reader, sequences):
             self._keep([answers[i] for i in batch], signals)
 
     def cost(self, call: Call, value: Reply) -> Cost:
@@ -560,10 +569,8 @@ class Answering(Service):
         assert generated.n_prompt_tokens is not None
         entropies: tuple[float, ...] | None = None
         if (read := self._signals.get(request.prompt.ids)) is not None:
-            # Of the positions that emitted the tokens.
-            start = len(request.prompt.ids) - 1 - read.first_token
-            rows = read.prob[start : start + len(generated.token_ids), ENTROPY]
-            entropies = tuple(rows.tolist())
+            lengths = len(request.prompt.ids), len(generated.token_ids)
+            entropies = tuple(emissions(read, *lengths)[:, ENTROPY].tolist())
         return Reply(
             text=generated.text,
             token_ids=generated.token_ids,

@@ -22,6 +22,7 @@ from beatrice.jaxprobe.config import (
     EncoderConfig,
     FusionConfig,
     GridConfig,
+    SelectConfig,
     TrainConfig,
 )
 from beatrice.jaxprobe.detector import Detector, Provenance
@@ -36,7 +37,7 @@ from beatrice.jaxprobe.metrics import auroc
 from beatrice.jaxprobe.rows import rows_of, training_set
 from beatrice.jaxprobe.tokens import read_features, split_families
 from beatrice.jaxprobe.train import train_encoders
-from beatrice.selection.greedy import fused_probability, select
+from beatrice.selection.greedy import HeadTrainer
 from tests.jaxprobe.samples import ragged_features, random_detector, store_like
 from tests.records import a_label, an_example
 
@@ -214,9 +215,10 @@ def test_every_subset_of_three_families_is_trained_with_every_seed(trained):
 def test_arrays_alone_make_a_detector_that_is_saved_and_scores(trained, tmp_path):
     store, rows, data, (grid, outputs) = trained
     pool = pool_of({"closed_book": outputs}, {"closed_book": rows}, "closed_book", 2)
-    config = FusionConfig(hidden=8, n_slots=3)
-    chosen = select(pool.train, pool.valid, config=config, train_config=HEADS)
-    scores = fused_probability(chosen, pool.all_rows)
+    config = SelectConfig(head=FusionConfig(hidden=8, n_slots=3), train=HEADS)
+    trainer = HeadTrainer(pool, config)
+    chosen = trainer.search()
+    scores = trainer.scores(chosen)
     head = FusedHead(chosen.members, chosen.config, chosen.params, scores)
     source = Grid(
         store=store,

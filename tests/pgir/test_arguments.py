@@ -9,13 +9,15 @@ import pytest
 
 from beatrice.extract.records import Passage
 from beatrice.pgir.arguments import as_passages, as_rows
-from beatrice.pgir.gate import FlashRagJudger, Gate
+from beatrice.pgir.gate import Draft, FlashRagJudger, Gate
+from beatrice.pgir.given import ARGUMENTS
 from beatrice.pgir.scorer import Scorer
 from tests.pgir.small import PASSAGE, QUESTION
 
 ANSWER = "Guzolt Falls"
 ROW = {"question": QUESTION, "answer": ANSWER}
 FRAME = pd.DataFrame([ROW])
+DRAFT = Draft(question=QUESTION, answer=ANSWER, p_correct=0.1, decision="distrust")
 
 
 @dataclasses.dataclass
@@ -89,6 +91,7 @@ WRONG = [
     (lambda s, g, x: g.should_retrieve(x), "question: ", [None, 3, [QUESTION]]),
     (lambda s, g, x: g.draft(x), "questions", [None, QUESTION, [3]]),
     (lambda s, g, x: g.keep(x, ANSWER), "draft: ", [None, QUESTION]),
+    (lambda s, g, x: g.keep(DRAFT, x), "grounded: ", [None, 7, b"a", ["a"]]),
     (lambda s, g, x: FlashRagJudger(x, g), "config: ", [None, "a", []]),
     (lambda s, g, x: FlashRagJudger(x), "judger_config: ", [{}, {"judger_config": 3}]),
     (lambda s, g, x: FlashRagJudger({}, g).judge(x), "dataset", [None, 3, [3], {}]),
@@ -152,9 +155,9 @@ def test_rows_may_be_mappings_or_tuples(scorer, row):
 
 
 def test_a_frame_is_read_row_by_row_and_an_empty_cell_is_left_out(scorer):
-    assert as_rows(pd.Series([ROW]), "rows") == [ROW]
+    assert as_rows(pd.Series([ROW]), "rows", ARGUMENTS) == [ROW]
     frame = pd.DataFrame([ROW, {**ROW, "context": PASSAGE}])
-    assert as_rows(frame, "rows") == [ROW, {**ROW, "context": PASSAGE}]
+    assert as_rows(frame, "rows", ARGUMENTS) == [ROW, {**ROW, "context": PASSAGE}]
     plain, grounded = scorer.score_many(frame)
     assert plain.raw == pytest.approx(scorer.score(**ROW).raw, abs=1e-5)
     assert grounded.raw != plain.raw
@@ -180,7 +183,8 @@ def test_the_context_of_a_single_question_has_either_name(scorer):
 def test_tables_of_others_are_read_by_what_they_offer():
     polars = SimpleNamespace(columns=[], to_dicts=lambda: [{**ROW, "context": None}])
     arrow = SimpleNamespace(columns=[], to_pylist=lambda: [ROW])
-    assert as_rows(polars, "rows") == as_rows(arrow, "rows") == [ROW]
+    for table in (polars, arrow):
+        assert as_rows(table, "rows", ARGUMENTS) == [ROW]
 
 
 def test_one_passage_is_not_read_letter_by_letter(scorer, gate):

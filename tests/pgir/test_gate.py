@@ -95,6 +95,12 @@ def test_the_first_answer_that_stands_is_kept_though_the_other_is_better(scorer)
     assert (best.answer, best.is_grounded, best.is_trusted) == (ANSWER, True, True)
 
 
+@pytest.mark.parametrize("p_correct", [0.1, None])
+def test_a_grounded_answer_without_a_word_is_never_kept(scorer, p_correct):
+    best = strict(scorer).keep(draft(p_correct), " \n", [PASSAGE])
+    assert (best.answer, best.p_correct, best.is_grounded) == ("own", p_correct, False)
+
+
 def test_without_a_threshold_the_probes_own_decisions_hold():
     probe = load("embedded", precision=0.8)
     gate, questions = Gate(probe), [QUESTION, "who employs Browuff Dogral?"]
@@ -301,6 +307,15 @@ def test_a_connection_that_fails_fails_its_questions_alone(scorer):
     assert good.answer and good.error is None
     assert bad.answer is None and bad.error == "bad? is down"
     assert worse.answer is None and worse.error == "worse? is down"
+
+
+def test_a_passage_that_fits_no_window_fails_its_question_alone(scorer):
+    long = Fixed(lambda q, n: [[PASSAGE * 90 if x == QUESTION else PASSAGE] for x in q])
+    bad, good = run_pgir(
+        scorer, [QUESTION, OTHER], long, threshold=1.0, query="question"
+    )
+    assert good.error is None and good.n_generations == 2
+    assert bad.answer is None and "has a window of 512; give shorter pass" in bad.error
 
 
 class NoIdentity:

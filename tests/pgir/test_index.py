@@ -14,7 +14,6 @@ from tests.pgir.small import make_corpus, save_encoder, text_of
 from tests.process import ROOT, run_line, run_python
 from tests.records import flip_bit
 
-pytest.importorskip("faiss")
 N = 300
 NOTHING = lambda done, total: None  # noqa: E731
 BUILD = """
@@ -38,20 +37,29 @@ for form in ("sq8", "ivf_pq"):
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """A corpus with an encoder and indexes of every form."""
-    folder = tmp_path_factory.mktemp("dense")
-    corpus = make_corpus(folder, N)
-    encoder = index.TextEncoder(save_encoder(folder / "tiny"))
+def encoder(tmp_path_factory):
+    return index.TextEncoder(save_encoder(tmp_path_factory.mktemp("encoder") / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def encoded(encoder, tmp_path_factory):
+    """A corpus with an encoder and its vectors."""
+    corpus = make_corpus(tmp_path_factory.mktemp("dense"), N)
     result = index.index_folder(corpus, "tiny")
     vectors = index.build_vectors(result, corpus, encoder, NOTHING, rows_per_shard=64)
-    for form in ("sq8", "ivf_pq"):
-        index.build_index(vectors, form)
     return corpus, encoder, vectors
 
 
-def test_a_batch_encodes_as_one_text_at_a_time_in_unit_vectors(built):
-    _, encoder, _ = built
+@pytest.fixture(scope="module")
+def built(encoded):
+    """The same with indexes of every form."""
+    pytest.importorskip("faiss")
+    for form in ("sq8", "ivf_pq"):
+        index.build_index(encoded[-1], form)
+    return encoded
+
+
+def test_a_batch_encodes_as_one_text_at_a_time_in_unit_vectors(encoder):
     texts = [text_of(i) for i in range(9)] + ["river"]
     together = encoder.encode(texts, "passage")
     alone = np.concatenate([encoder.encode([text], "passage") for text in texts])
@@ -60,8 +68,7 @@ def test_a_batch_encodes_as_one_text_at_a_time_in_unit_vectors(built):
     np.testing.assert_allclose(np.linalg.norm(together, axis=1), 1, atol=1e-5)
 
 
-def test_pooling_is_the_mean_over_the_tokens_of_the_text(built):
-    _, encoder, _ = built
+def test_pooling_is_the_mean_over_the_tokens_of_the_text(encoder):
     result = encoder._tokenizer("river city", return_tensors="pt")
     with torch.inference_mode():
         states = encoder._model(**result).last_hidden_state[0].mean(0)
@@ -83,6 +90,12 @@ def test_e5_gets_its_prefixes_by_name_and_others_none(tmp_path):
     rows = requests.encode(["river"], "query"), plain.encode(["query: river"], "query")
     np.testing.assert_allclose(*rows, atol=1e-6)
     assert plain.identity != requests.identity
+
+
+def test_more_tokens_than_an_encoder_has_positions_are_refused(tmp_path):
+    config = index.read_encoder_config(save_encoder(tmp_path / "tiny").path)
+    with pytest.raises(ValueError, match="at most 64 tokens, and is to read 256"):
+        index.TextEncoder(config)
 
 
 def test_flat_search_is_the_inner_product(built):
@@ -133,6 +146,7 @@ def killed(*words, n_lines):
 
 
 def test_a_build_killed_again_and_again_gives_the_same_bytes(tmp_path):
+    pytest.importorskip("faiss")
     corpus = make_corpus(tmp_path, N)
     encoder = save_encoder(tmp_path / "tiny")
     whole = index.index_folder(corpus, "tiny")
@@ -150,15 +164,15 @@ def test_a_build_killed_again_and_again_gives_the_same_bytes(tmp_path):
 
 
 @pytest.fixture
-def copied(built, tmp_path):
-    """The same in a folder that a test may spoil."""
-    corpus, encoder, _ = built
+def copied(encoded, tmp_path):
+    """Corpus and vectors in a folder that a test may spoil."""
+    corpus, encoder, _ = encoded
     folder = tmp_path / "corpus"
     shutil.copytree(corpus.folder, folder)
     return type(corpus)(folder), encoder
 
 
-def test_one_flipped_bit_of_an_index_is_refused_by_name(copied):
+def test_one_flipped_bit_of_an_index_is_refused_by_name(built, copied):
     corpus, encoder = copied
     folder = index.index_folder(corpus, "tiny")
     flip_bit(folder / "sq8.faiss")
@@ -208,8 +222,8 @@ def test_a_form_that_was_not_built_is_asked_for(built, tmp_path):
         index.open_index(index.Vectors(tmp_path / "own"), "ivf_pq")
 
 
-def test_without_faiss_one_sentence_says_what_to_install(built):
-    corpus, encoder, _ = built
+def test_without_faiss_one_sentence_says_what_to_install(encoded):
+    corpus, encoder, _ = encoded
     code = (
         "import sys; sys.modules['faiss'] = None\nfrom beatrice.cli import main; main()"
     )

@@ -29,10 +29,10 @@ from beatrice.pgir.controllers.loop import (
     no_rag,
     pgir,
     recalibrated,
-    search_policy,
     upper_bound,
     vanilla_rag,
 )
+from beatrice.pgir.controllers.session import choose_policy
 from beatrice.pgir.controllers.stage import (
     CONTROL,
     CONTROL_PRESETS,
@@ -181,7 +181,7 @@ def test_the_loop_answers_as_the_policy_decides_on_the_trace(threshold):
     trace, _ = played(drafts("who?", config), serve)
     decision = decide(trace, policy)
     answer, calls = played(pgir("who?", policy, config), serve)
-    assert answer == trace[decision.round].answer
+    assert answer == decision.draft.answer == trace[decision.round].answer
     n_answers = sum(call.kind == "answer" for call in calls)
     assert n_answers == decision.n_generations
 
@@ -211,15 +211,28 @@ def test_who_knows_the_answers_loses_only_what_the_other_parts_lose():
     assert result("choice", "guess") == ("guess", 2)  # drafted, and thrown away
 
 
+def validated(gold, *scores):
+    """Ten validation questions of the same drafts, `a0` and so on."""
+    examples = tuple(an_example(id=f"q{i}", golds=(gold,)) for i in range(10))
+    return Traced(
+        dataset="world",
+        split="validation",
+        examples=examples,
+        traces=(trace_of(*scores),) * 10,
+    )
+
+
 def test_the_search_finds_the_planted_policy_and_obeys_the_cap():
     # Closed-book scores are worthless here; the second retrieval is right.
-    traces = [trace_of(0.5, 0.4, 0.9) for _ in range(10)]
-    right = lambda i, answer: answer == "a2"  # noqa: E731
-    free = search_policy(traces, right, ControllerConfig(max_budget=2))
+    questions = validated("a2", 0.5, 0.4, 0.9)
+    free, (right, generations) = choose_policy(
+        [questions], ControllerConfig(max_budget=2)
+    )
     assert free.budget == 2
     assert 0.5 < free.threshold <= 0.9
+    assert right.all() and set(generations.tolist()) == {3}
     with pytest.raises(ValueError, match="no policy stays under"):
-        search_policy(traces, right, ControllerConfig(max_generations=0.5))
+        choose_policy([questions], ControllerConfig(max_generations=0.5))
 
 
 def test_other_maps_change_probabilities_by_pass_and_nothing_else():
@@ -231,10 +244,9 @@ def test_other_maps_change_probabilities_by_pass_and_nothing_else():
 
 def test_a_higher_cap_admits_a_policy_that_costs_more():
     # Only the fourth retrieval is right, and it is the fifth generation.
-    traces = [trace_of(0.5, 0.4, 0.3, 0.3, 0.9) for _ in range(10)]
-    right = lambda i, answer: answer == "a4"  # noqa: E731
+    questions = validated("a4", 0.5, 0.4, 0.3, 0.3, 0.9)
     low, high = (
-        search_policy(traces, right, ControllerConfig(max_generations=cap)).budget
+        choose_policy([questions], ControllerConfig(max_generations=cap))[0].budget
         for cap in (4.0, 5.0)
     )
     assert high == 4 > low

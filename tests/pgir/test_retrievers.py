@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from beatrice.extract.records import Passage, write_lines
 from beatrice.pgir.arguments import from_document
-from beatrice.pgir.commands import RetrievalOptions
+from beatrice.pgir.commands import CorpusOptions, RetrievalOptions
 from beatrice.pgir.controllers.stage import retrieval_config, retrieval_of
 from beatrice.pgir.corpus import (
     MOST_WORDS,
@@ -398,11 +398,28 @@ def test_what_is_not_there_is_not_written_down(run, tmp_path, options, named):
         ({"url": "http://x/retrieve", "retriever": "dense"}, "--url searches by"),
         ({"corpus": "c", "retriever_encoder": "e"}, "--retriever dense or fused"),
         ({"corpus": "c", "index": "sq8"}, "--retriever dense or fused"),
+        ({"max_tokens": 48}, "--retriever dense or fused"),
     ],
 )
 def test_an_option_that_would_have_no_effect_is_wrong_usage(options, named):
     with pytest.raises(click.UsageError, match=named):
         RetrievalOptions(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"search": ("q",), "serve": True}, "give one of --source, --search"),
+        ({"recall": True, "source": ("s",)}, "give one of --source, --search"),
+        ({"source": ("s",), "index": ("sq8",)}, "give --encoder too"),
+        ({"source": ("s",), "max_tokens": 48}, "give --encoder too"),
+        ({"search": ("q",), "encoder": "e"}, "bm25 reads no vectors"),
+        ({"serve": True, "encoder": "e"}, "bm25 reads no vectors"),
+    ],
+)
+def test_an_option_of_a_corpus_without_an_effect_is_wrong_usage(options, named):
+    with pytest.raises(click.UsageError, match=named):
+        CorpusOptions(**options)
 
 
 def test_replies_of_two_servers_lie_in_two_files(run):

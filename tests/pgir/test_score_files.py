@@ -89,7 +89,8 @@ def test_a_log_of_lm_eval_is_read_under_the_prompt_that_it_holds(tmp_path):
     result = given({**lm_eval(3), "arguments": newer}, tmp_path)
     assert result.messages == (turn,) and result.question == "who did thing 3"
     plain = {k: v for k, v in lm_eval(3).items() if k != "arguments"}
-    assert given(plain, tmp_path).uses_template
+    for record in (plain, {**plain, "arguments": []}):
+        assert given(record, tmp_path).uses_template
 
 
 def test_a_record_of_flashrag_is_read_with_what_was_retrieved(tmp_path):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import beatrice
-from beatrice.extract.generate.prompts import PromptConfig
+from beatrice.extract.generate.prompts import SHOTS, PromptConfig
 from beatrice.extract.signals.sequence import sequence_of
 from beatrice.jaxprobe.calibration import Calibrator
 from beatrice.jaxprobe.families import Features
@@ -276,11 +276,17 @@ def test_many_scores_are_those_of_one_by_one(scorer):
         assert score.log_probs == pytest.approx(alone.log_probs, abs=1e-4)
 
 
-def test_log_probabilities_are_those_of_the_untouched_model(probed, scorer):
+@pytest.mark.parametrize(
+    "prompt", [PromptConfig(), PromptConfig(template="few-shot", shots=SHOTS * 2)]
+)  # of that many worked examples no signals are read
+def test_log_probabilities_are_those_of_the_untouched_model(probed, prompt):
     import torch
 
+    trained = dataclasses.replace(probed.trained, prompt=prompt)
+    detector = dataclasses.replace(probed.detector, provenance=trained)
+    scorer = Scorer(probed.backbone, detector)
     score = scorer.score(QUESTION, ANSWER)
-    sequence = prepared_of(probed, question=QUESTION, answer=ANSWER).sequence
+    sequence = prepared_of(scorer.probed, question=QUESTION, answer=ANSWER).sequence
     with torch.no_grad():
         logits = probed.backbone.model(torch.from_numpy(sequence.ids)[None]).logits[0]
     n = len(score.tokens)

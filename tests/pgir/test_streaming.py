@@ -91,7 +91,8 @@ def test_a_stream_is_the_answer_with_p_of_every_prefix_as_of_one_that_ends_there
         ended = scorer.score(QUESTION, context=context, answer_ids=[*ids, stop_id])
         assert token.p_correct == pytest.approx(ended.p_correct, abs=1e-5)
         cut = msgspec.structs.replace(answer, token_ids=ids, stop_id=None)
-        _, scores = scorer._scores(request.setting, scorer.probed.read([cut]))
+        features = scorer.probed.read([cut]).features(request.setting)
+        scores = scorer._detect(request.setting, features)
         assert token.p_if_cut == pytest.approx(scores.p_correct[0], abs=1e-5)
     if len(tokens) > 3:
         assert len({token.p_correct for token in tokens[: n_tokens - 1]}) > 1

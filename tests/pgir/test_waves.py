@@ -182,10 +182,10 @@ def test_a_failed_search_costs_its_question_alone_and_is_tried_again(tmp_path):
     runner = waves(path)
     runner.services["search"] = Down("search")
     results = run(runner)
-    assert [i for i, done in enumerate(results) if done is None] == [3]
+    assert [i for i, done in enumerate(results) if done == Failed("no route")] == [3]
     assert set(runner.failed.values()) == {"no route"}
     mended = waves(path)
-    assert None not in run(mended)
+    assert Failed("no route") not in run(mended)
     answered = [c for batch in mended.services["answer"].served for c in batch]
     # With whom it shares a batch, so that it is rounded as it would have been.
     assert {call.text for call in answered} == set(QUESTIONS[2:4])

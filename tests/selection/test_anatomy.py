@@ -129,6 +129,13 @@ def test_a_family_of_noise_flips_as_often_rightly_as_wrongly():
     assert row.ci_low <= 0.5 <= row.ci_high
 
 
+def test_of_a_set_without_a_labelled_answer_a_ratio_is_undefined_with_its_reason():
+    none = np.zeros((3, 0), bool)
+    row = values([Ratio("x", "share", none, none)], 0)["share"]
+    assert (row.value, row.ci_low, row.n) == (None, None, 0)
+    assert row.reason == "no answer of this kind"
+
+
 def test_an_interval_is_that_of_resampling_questions_by_hand():
     ids = np.repeat(np.arange(60), 2)  # two wordings of each
     hits = np.random.default_rng(1).random((3, 120)) < 0.3

@@ -11,6 +11,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
 from beatrice.extract.records import IN_DOMAIN
+from beatrice.jaxprobe.config import SelectConfig
 from beatrice.jaxprobe.encoder import MemberOutputs
 from beatrice.jaxprobe.families import (
     FAMILIES,
@@ -34,16 +35,15 @@ from beatrice.selection.exhaustive import (
 )
 from tests.jaxprobe.samples import rows_like
 from tests.records import flip_bit
-from tests.selection.test_greedy import FUSION, TRAIN, random_codes, search
+from tests.selection.test_greedy import FUSION, TRAIN, random_codes, search, trainer
 
 KNOWING = (0, 2, 5)
 CODES = random_codes(600, 0, KNOWING), random_codes(500, 1, KNOWING)
 
 
-def enumeration(folder, **changes):
-    train, valid = CODES
-    fields = dict(train=train, valid=valid, config=FUSION, train_config=TRAIN)
-    return Enumeration(**(fields | {"folder": folder} | changes))
+def enumeration(folder, codes=CODES, protocol=TRAIN):
+    config = SelectConfig(head=FUSION, train=protocol)
+    return Enumeration(trainer(*codes, config), folder)
 
 
 @pytest.fixture(scope="module")
@@ -88,11 +88,11 @@ def test_the_numbers_of_sets_are_the_papers():
 
 def test_greedy_and_the_enumeration_share_one_executable_per_setting(tmp_path):
     for number, n_rows in enumerate((320, 360)):  # two settings: two shapes
-        train, valid = random_codes(n_rows, 3), random_codes(200, 4)
+        codes = random_codes(n_rows, 3), random_codes(200, 4)
         before = train_heads._cache_size()
-        search(train, valid, max_encoders=2)
+        search(*codes, max_encoders=2)
         assert train_heads._cache_size() == before + 1
-        enumeration(tmp_path / str(number), train=train, valid=valid).run()
+        enumeration(tmp_path / str(number), codes).run()
         assert train_heads._cache_size() == before + 1
 
 
@@ -153,9 +153,9 @@ def test_a_damaged_or_foreign_piece_is_trained_again(tmp_path, ranking):
     assert enumeration(tmp_path).n_missing() == 12
     np.testing.assert_array_equal(enumeration(tmp_path).run().aurocs, ranking.aurocs)
     other = dataclasses.replace(TRAIN, max_epochs=7)
-    assert enumeration(tmp_path, train_config=other).n_missing() == 40
+    assert enumeration(tmp_path, protocol=other).n_missing() == 40
     flipped = CODES[1]._replace(labels=1 - CODES[1].labels)
-    assert enumeration(tmp_path, valid=flipped).n_missing() == 40
+    assert enumeration(tmp_path, (CODES[0], flipped)).n_missing() == 40
 
 
 def test_the_ribbon_counts_what_the_sets_carry():

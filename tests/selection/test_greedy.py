@@ -11,12 +11,12 @@ from beatrice.jaxprobe.encoder import MemberOutputs
 from beatrice.jaxprobe.families import N_SUBSETS
 from beatrice.jaxprobe.fusion import PoolOutputs, head_inputs, pool_outputs, train_heads
 from beatrice.selection.greedy import (
+    HeadTrainer,
     _gap_rows,
     fused_probability,
     gaps,
     halves,
     searched_on,
-    select,
     select_heads,
     slots_for,
 )
@@ -44,8 +44,17 @@ def random_codes(n_examples, seed, knowing=(1, 4), permute=False):
     return PoolOutputs(head_inputs(pooled, logits), labels, jnp.ones(n_examples))
 
 
+SEARCH = SelectConfig(head=FUSION, train=TRAIN)
+
+
+def trainer(train, valid, config=SEARCH):
+    rows = rows_like(np.asarray(valid.labels) > 0)
+    pool = Pool(train, valid, all_rows=valid, rows=rows, n_subsets=N_POOL)
+    return HeadTrainer(pool, config)
+
+
 def search(*codes, **options):
-    return select(*codes, config=FUSION, train_config=TRAIN, **options)
+    return trainer(*codes).search(**options)
 
 
 def test_greedy_finds_the_planted_encoders_and_stops():

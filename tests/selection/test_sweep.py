@@ -1,9 +1,11 @@
+import dataclasses
+
 import numpy as np
 import pytest
 
 from beatrice.extract.store.spec import Family
 from beatrice.selection.sweep import (
-    SweepConfig,
+    PROBE,
     SweepSection,
     choose_layer,
     sweep_layers,
@@ -21,11 +23,10 @@ def states(n_examples, seed, layer=2):
 
 
 def test_sweep_finds_the_planted_layer_and_the_others_are_at_chance():
-    config = SweepConfig(n_seeds=2)
-    sweep = sweep_layers(*states(500, 0), *states(400, 1), config)
-    assert sweep.best_layer == 2 and sweep.aurocs.shape == (5, 2)
-    assert sweep.aurocs[2].min() > 0.8
-    assert np.abs(np.delete(sweep.aurocs, 2, axis=0) - 0.5).max() < 0.12  # 4 s.e.
+    config = dataclasses.replace(PROBE, n_seeds=2)
+    aurocs = sweep_layers(*states(500, 0), *states(400, 1), config)
+    assert aurocs.shape == (5, 2) and aurocs[2].min() > 0.8
+    assert np.abs(np.delete(aurocs, 2, axis=0) - 0.5).max() < 0.12  # 4 s.e.
 
 
 def test_sweep_refuses_one_class():
@@ -89,7 +90,8 @@ def test_one_layer_of_stores_is_chosen_for_all_settings_the_best_of_their_mean()
         "closed_book": stored("closed_book", 1, 3.0),
         "with_context": stored("with_context", 2, 1.0),
     }
-    config = SweepSection(n_rows=150, probe=SweepConfig(n_seeds=1))
+    probe = dataclasses.replace(PROBE, n_seeds=1)
+    config = SweepSection(n_rows=150, probe=probe)
     done = []
     sweep = choose_layer(stores, config, lambda: done.append(1))
     assert sweep.layer == 4 and len(done) == 2
