@@ -8,6 +8,7 @@ import json
 import os
 import random
 import shutil
+from pkgutil import resolve_name
 
 import pytest
 from click.testing import CliRunner
@@ -24,7 +25,6 @@ from beatrice.extract.run.directory import NewRun, RunDir, read_manifest
 from beatrice.extract.run.files import write_text_atomic
 from beatrice.extract.run.rows import read_result_rows, read_rows
 from beatrice.extract.run.stages import once, run_stage
-from beatrice.extract.run.verbs import load_stage
 from beatrice.extract.signals.extract import extract_config
 from beatrice.extract.store.store import open_store, verify
 from beatrice.extract.world.facts import (
@@ -68,7 +68,7 @@ def make_run(path):
     with RunDir.open(path, NewRun(preset="smoke", sections=sections)) as run:
         once(run, "world", {}, [run.examples, run.passages], Progress(), make)
         for path_of_stage in CHAIN[1:]:
-            run_stage(load_stage(path_of_stage), run, Progress())
+            run_stage(resolve_name(path_of_stage), run, Progress())
 
 
 def contents(run):
@@ -130,7 +130,7 @@ def mutant(rng, content, *, is_lines):
 
 def consumers(run):
     """Return the verbs that read each file, or make or show it where none does."""
-    stages = [load_stage(path_of_stage) for path_of_stage in CHAIN]
+    stages = list(map(resolve_name, CHAIN))
     inputs = {
         s.name: [str(p.relative_to(run.path)) for p in s.inputs(run)] for s in stages
     }

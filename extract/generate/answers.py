@@ -56,7 +56,7 @@ from beatrice.extract.run.files import (
     write_text_atomic,
 )
 from beatrice.extract.run.process import Share
-from beatrice.extract.run.stages import Forecast, Stage, once
+from beatrice.extract.run.stages import Forecast, Stage, current_inputs, once
 from beatrice.extract.signals.sequence import first_read
 
 if TYPE_CHECKING:
@@ -446,7 +446,8 @@ def answer_with(run: RunDir, engine: Engine, progress: Progress) -> None:
     def work(update: Update) -> None:
         _answer(engine, run, config, update, progress)
 
-    inputs = run.hash_inputs(*question_files(run)) | {"server": sha256_json(identity)}
+    inputs = current_inputs(run, "answer", question_files(run))
+    inputs["server"] = sha256_json(identity)
     once(run, "answer", inputs, [run.answers], progress, work)
 
 

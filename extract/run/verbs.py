@@ -8,7 +8,6 @@ no option of its own; `--set NAME=VALUE` gives it, and its help lists all of the
 import dataclasses
 import difflib
 import functools
-import importlib
 import math
 import re
 import types
@@ -20,9 +19,10 @@ from typing import Any, Literal
 import click
 
 from beatrice.extract.records import SETTINGS, Setting
+from beatrice.extract.run.console import Progress
 from beatrice.extract.run.directory import PRESETS, Preset, RunDir
 from beatrice.extract.run.process import Share, find_share
-from beatrice.extract.run.stages import Change, Stage, do, forecast_stage
+from beatrice.extract.run.stages import Change, Stage, run_stage, settle_again
 
 Command = Callable[..., Any]
 
@@ -261,39 +261,11 @@ class RunOptions:
     )
 
 
-def load_stage(path: str) -> Stage:
-    """Return the stage at a place such as `beatrice.selection.sweep:SWEEP`."""
-    module, name = path.split(":")
-    return getattr(importlib.import_module(module), name)
-
-
-def settle_again(run: RunDir, stage: Stage, change: Change) -> None:
-    """Let a stage have other settings at any time; it is then done again."""
-    before = stage.settle(run, is_recorded=False)
-    if change(before) != before:
-        run.reopen_stage(stage.name)
-        stage.settle(run, change, is_replaceable=True)
-
-
 def do_again_if_changed(run_dir: Path, stage: Stage, change: Change) -> None:
     """Do a stage whose settings may be others at any time."""
     with RunDir.open(run_dir) as run:
         settle_again(run, stage, change)
-    do(run_dir, stage)
-
-
-def do_or_forecast(
-    run_dir: Path,
-    stage: Stage,
-    dry_run: bool,
-    change: Change | None = None,
-    share: Share = Share(),
-) -> None:
-    """Do a stage of an existing run, or a share, or say what it would need."""
-    if dry_run:
-        click.echo(forecast_stage(run_dir, stage, change))
-    else:
-        do(run_dir, stage, change=change, share=share)
+        run_stage(stage, run, Progress())
 
 
 def _check_shard(
