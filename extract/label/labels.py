@@ -31,13 +31,12 @@ from beatrice.extract.records import (
     Split,
     Variant,
     as_golds,
-    from_json,
     normalise,
     text_key,
 )
 from beatrice.extract.run.console import Update
 from beatrice.extract.run.directory import Preset
-from beatrice.extract.run.files import sha256_json
+from beatrice.extract.run.files import from_json, sha256_json
 
 Match = Literal["exact", "containment"]
 # A judge of labels: True, False, or None where it cannot decide.

@@ -13,7 +13,7 @@ import dataclasses
 import io
 import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ from beatrice.extract.label.labels import (
     RULES,
     ConsensusConfig,
     Judgements,
-    Key,
     LabelConfig,
     Match,
     Rubric,
@@ -51,6 +50,7 @@ from beatrice.extract.plugs import load_plug, sha256_of_code
 from beatrice.extract.records import (
     Answer,
     Example,
+    Key,
     Label,
     read_records,
     write_lines,
@@ -544,19 +544,13 @@ def _label(
         f"label: by {rule}, without a judge: a right answer in words that no gold "
         "lists counts as wrong"
     )
-    labels = label_by_match(*_answered(run), config.match)
-    # Without a record nobody has labelled here, and what is there is a person's.
-    _write_labels(run, labels, progress, is_new=record is None)
+    _write_labels(run, label_by_match(*_answered(run), config.match), progress)
 
 
-def _write_labels(
-    run: RunDir,
-    labels: Sequence[Label],
-    progress: Progress,
-    *,
-    is_new: bool = False,
-) -> None:
+def _write_labels(run: RunDir, labels: Sequence[Label], progress: Progress) -> None:
     """Write labels; print how many are correct, and an answer where all are alike."""
+    # Without a record nobody has labelled here, and what is there is a person's.
+    is_new = run.stage_record("label") is None
     write_text_atomic(run.labels, write_lines(labels), is_new=is_new)
     examples = read_examples(run)
     for line in shares_in_words(examples, labels):
@@ -633,35 +627,46 @@ def judge_stage(
 def label_run_with(run: RunDir, spec: str, progress: Progress) -> None:
     """Label answers by a person's judge, see `load_plug`; writes `labels.jsonl`."""
     judge = load_plug(spec, JUDGES)
-    inputs = current_inputs(run, "label", _reads(run)) | {"rule": f"judge {spec}"}
+    identity = {"rule": f"judge {spec}"}
     if code := sha256_of_code(judge):  # judged again where this file has changed
-        inputs["judge_with"] = code
-    labels: list[Label] = []
-    if not run.stage_done("label", inputs):
-        # Before the labels that are there count as begun again: a judge may fail.
+        identity["judge_with"] = code
+
+    def make() -> list[Label]:
         with progress.stage("judge") as update:
-            labels = label_with(*_answered(run), judge, name=spec, progress=update)
+            return label_with(*_answered(run), judge, name=spec, progress=update)
 
-    def work(update: Update) -> None:
-        _write_labels(run, labels, progress)
-
-    once(run, "label", inputs, [run.labels], progress, work)
+    _label_by(run, identity, make, progress)
 
 
 def label_run_by_import(run: RunDir, path: Path, progress: Progress) -> None:
     """Label the run's answers by a person's file; writes `labels.jsonl`."""
-    inputs = current_inputs(run, "label", _reads(run))
-    inputs |= {"imported": sha256_file(path), "rule": f"imported from {path.name}"}
-    # Before the labels that are there count as begun again: a wrong file changes none.
-    imported = import_labels(path, *_answered(run))
 
-    def work(update: Update) -> None:
+    def make() -> Sequence[Label]:
+        imported = import_labels(path, *_answered(run))
         progress.note(
             f"label: {imported.n_lines} lines of {path}; {imported.n_other_question} "
             f"are about other questions, {imported.n_other_answer} about other answers "
             "than this run's"
         )
-        _write_labels(run, imported.labels, progress)
+        return imported.labels
+
+    rule = f"imported from {path.name}"
+    _label_by(run, {"imported": sha256_file(path), "rule": rule}, make, progress)
+
+
+def _label_by(
+    run: RunDir,
+    identity: Mapping[str, str],
+    make: Callable[[], Sequence[Label]],
+    progress: Progress,
+) -> None:
+    """Write the labels that a person's judge or file makes, unless they are there."""
+    inputs = {**current_inputs(run, "label", _reads(run)), **identity}
+    # Before the labels that are there count as begun again: judge or file may fail.
+    labels = [] if run.stage_done("label", inputs) else make()
+
+    def work(update: Update) -> None:
+        _write_labels(run, labels, progress)
 
     once(run, "label", inputs, [run.labels], progress, work)
 
