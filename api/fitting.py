@@ -19,6 +19,7 @@ from beatrice.extract.backbone.names import ModelHashes
 from beatrice.extract.generate.prompts import PromptConfig
 from beatrice.extract.records import SETTINGS, Label, Setting
 from beatrice.extract.run.console import Progress
+from beatrice.extract.run.directory import Preset
 from beatrice.extract.store.store import FeatureStore
 from beatrice.jaxprobe.calibrate import (
     FusedHead,
@@ -65,7 +66,6 @@ from beatrice.signals import Signals, by_setting
 
 Passes = Signals | Mapping[Setting, Signals]
 Labels = Sequence[bool | None] | Sequence[Label] | np.ndarray
-Preset = Literal["few", "smoke", "demo", "paper"]
 Recipe = Literal["auto", "linear", "encoder", "paper"]
 _VALIDATION_SHARE = 0.3
 

@@ -232,10 +232,10 @@ def compare(probe: Any, labelled: Labelled) -> tuple[list[dict[str, Any]], list[
         row = {"head": "closed_book", "split": "test", "metric": f"auroc of {name}"}
         interval = {"value": value, "ci_low": low, "ci_high": high}
         rows.append({**row, **interval, "n": len(labels), "n_right": int(labels.sum())})
-    worth = {r["metric"]: r["value"] for r in probe.rows if r["split"] == "test"}
+    metrics = {r["metric"]: r["value"] for r in probe.rows if r["split"] == "test"}
     base = labels.mean() * (1 - labels.mean())
     lines.append(
-        f"  calibration   ECE {worth['ece']:.3f}, Brier score {worth['brier']:.3f} "
+        f"  calibration   ECE {metrics['ece']:.3f}, Brier score {metrics['brier']:.3f} "
         f"(of the share of right answers alone {base:.3f})"
     )
     return rows[1:], lines

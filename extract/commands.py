@@ -33,6 +33,7 @@ from beatrice.extract.generate.options import (
     check_model_option,
 )
 from beatrice.extract.generate.prompts import TokenizerOnly
+from beatrice.extract.label.labels import ConsensusConfig, Match, Vote
 from beatrice.extract.records import Answer, AnswerSpan, Split
 from beatrice.extract.run.console import Progress, quiet
 from beatrice.extract.run.directory import RunDir, read_manifest
@@ -42,6 +43,7 @@ from beatrice.extract.run.verbs import (
     AS_JSON,
     FILE,
     RUN_DIR,
+    Parsed,
     WorkOptions,
     check_alone,
     given,
@@ -66,10 +68,7 @@ def _layers(text: str) -> tuple[int, ...] | str:
     """Read a list of layers; `all` stays a word, since None means not given."""
     from beatrice.extract.store.spec import parse_layers
 
-    try:
-        return parse_layers(text) or "all"
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from None
+    return parse_layers(text) or "all"
 
 
 class _StoredType(click.Choice):
@@ -87,7 +86,7 @@ class StorageOptions:
         "Layers kept: one, some (8,16,24), or all; 0 is the embedding.",
         metavar="LAYERS",
         show_default="all",
-        type=click.types.FuncParamType(_layers),
+        type=Parsed(_layers),
     )
     hidden_spans: Literal["all", "answer"] | None = option(
         "Tokens whose hidden states are kept, of all spans (the default) or of the "
@@ -487,7 +486,7 @@ def rewrite(
 class LabelOptions:
     """Who says whether an answer is right; at most one of the first three."""
 
-    match: Literal["exact", "containment"] | None = option(
+    match: Match | None = option(
         "Without --judge: the answer is a gold, or has one in it as whole words; both "
         "normalised as SQuAD's script does. Default: the run's own, at first exact."
     )
@@ -504,7 +503,7 @@ class LabelOptions:
         "an answer, that returns True, False or None: MODULE:NAME of a module that is "
         "installed or lies here, or an entry point of beatrice.judges."
     )
-    vote: Literal["unanimous", "majority"] = option(
+    vote: Vote = option(
         "unanimous drops what the rubrics disagree on; majority is for the set with "
         "real retrieval",
         "unanimous",
@@ -573,7 +572,6 @@ def label(
     if work.dry_run and (model is None or how.audit):
         raise click.UsageError("--dry-run counts what --judge would be asked, alone")
     from beatrice.extract.label import stage
-    from beatrice.extract.label.labels import ConsensusConfig
 
     progress = Progress()
     if model is None or how.audit:

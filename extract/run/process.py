@@ -73,14 +73,14 @@ class Share:
         return [items[index] for index in sorted(places)]
 
 
-# Names of rank and world size, per launcher. In a SLURM batch script outside srun,
-# SLURM_PROCID is 0 although one process runs: only the step's own count says how many.
+# Per launcher the names of rank, world size, and rank on this machine. In a SLURM batch
+# script outside srun, SLURM_PROCID is 0 although one process runs: only the step's own
+# count says how many.
 _LAUNCHERS = (
-    ("RANK", "WORLD_SIZE"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 )
-_LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 
 
 def _number(text: str, source: str) -> int:
@@ -103,7 +103,7 @@ def find_share(
         if not slash:
             raise ValueError(f"{source}: expected i/n, such as 0/4 for the first of 4")
         return Share(_number(rank, source), _number(world_size, source), source)
-    for names in _LAUNCHERS:
+    for *names, _ in _LAUNCHERS:
         known = [f"{name}={environ[name]}" for name in names if name in environ]
         if len(known) == 2:
             source = " ".join(known)
@@ -120,7 +120,7 @@ def find_share(
 
 def local_rank(environ: Mapping[str, str] = os.environ) -> int:
     """Return this process's number among those of its machine, 0 without a launcher."""
-    for name in _LOCAL_RANKS:
+    for *_, name in _LAUNCHERS:
         if name in environ:
             return _number(environ[name], name)
     return 0
@@ -131,7 +131,7 @@ def own_gpu(environ: Mapping[str, str] = os.environ) -> int | None:
 
     None where no launcher numbers the processes of this machine: then all are.
     """
-    if not any(name in environ for name in _LOCAL_RANKS):
+    if not any(name in environ for *_, name in _LAUNCHERS):
         return None
     number, visible = local_rank(environ), environ.get("CUDA_VISIBLE_DEVICES")
     # Slurm may show each process one GPU, which is then its first.

@@ -111,20 +111,20 @@ class Stage:
         """Return the stage's settings in a run, see `RunDir.settle`."""
         if not self.presets:
             return None
-        made = [p for p in self.outputs(run) if p.exists()] if self.is_open else []
+        outputs = [p for p in self.outputs(run) if p.exists()] if self.is_open else []
         try:
             return run.settle(
                 self.section or self.name,
                 self.presets,
                 change,
-                is_replaceable=is_replaceable or (self.is_open and not made),
+                is_replaceable=is_replaceable or (self.is_open and not outputs),
                 is_recorded=is_recorded,
             )
         except OtherSettings as error:
-            if not made:
+            if not outputs:
                 raise
-            outputs = " and ".join(map(str, made))
-            raise ValueError(f"{error}, or delete {outputs} to make it anew") from error
+            paths = " and ".join(map(str, outputs))
+            raise ValueError(f"{error}, or delete {paths} to make it anew") from error
 
 
 def side_by_side(

@@ -268,32 +268,34 @@ def do_again_if_changed(run_dir: Path, stage: Stage, change: Change) -> None:
         run_stage(stage, run, Progress())
 
 
-def _check_shard(
-    context: click.Context, option: click.Parameter, shard: str | None
-) -> str | None:
-    try:
-        if shard is not None:
-            find_share(shard)
-    except ValueError as error:
-        raise click.BadParameter(str(error), context, option) from None
-    return shard
+class Parsed(click.types.FuncParamType):
+    """What a function makes of a text; a text that it refuses is wrong usage."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Any:
+        """Return the value."""
+        try:
+            return self.func(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShareOptions:
     """Which part of a stage a process does."""
 
-    shard: str | None = option(
+    shard: Share | None = option(
         "Do part I (from 0) of N; each part is a process of its own. Torchrun, srun "
         "and mpirun say this by themselves.",
         metavar="I/N",
-        callback=_check_shard,
+        type=Parsed(find_share),
     )
 
     @property
     def share(self) -> Share:
         """Of the work, this process's."""
-        return find_share(self.shard)
+        return self.shard or find_share()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -307,7 +309,7 @@ class WorkOptions(ShareOptions):
     @property
     def share(self) -> Share:
         """Of the work, this process's; a dry run counts the work of all."""
-        return Share() if self.dry_run else find_share(self.shard)
+        return Share() if self.dry_run else super().share
 
 
 def check_alone(what: str, share: Share) -> None:

@@ -40,8 +40,8 @@ def test_a_machine_that_runs_the_tests_has_no_problem(tmp_path):
 
 def test_a_machine_without_linuxs_counters_is_looked_at_too(monkeypatch, tmp_path):
     monkeypatch.delattr(os, "sched_getaffinity")  # as on a Mac
-    found = {finding.about: finding for finding in look_at_machine(tmp_path)}
-    assert found["cores"].text == f"{os.cpu_count()} cores for this process"
+    findings = {finding.about: finding for finding in look_at_machine(tmp_path)}
+    assert findings["cores"].text == f"{os.cpu_count()} cores for this process"
 
 
 def test_every_choice_of_what_is_kept_has_its_bytes():
