@@ -9,11 +9,11 @@ import copy
 import dataclasses
 import difflib
 import fcntl
-import functools
 import importlib
 import itertools
 import json
 import os
+import pkgutil
 import shutil
 import tempfile
 import time
@@ -40,7 +40,6 @@ from beatrice.extract.run.verbs import (
     RunOptions,
     check_alone,
     given,
-    load_stage,
     option,
     options,
 )
@@ -94,11 +93,8 @@ _FORMER = {
 
 def _set_quiet(context: click.Context, option: click.Parameter, is_quiet: bool) -> None:
     """Be quiet while the verb lasts, and not in whatever this process does next."""
-    context.call_on_close(functools.partial(_be_quiet, Progress.is_quiet))
-    _be_quiet(is_quiet)
-
-
-def _be_quiet(is_quiet: bool) -> None:
+    before = Progress.is_quiet
+    context.call_on_close(lambda: setattr(Progress, "is_quiet", before))
     Progress.is_quiet = is_quiet
 
 
@@ -229,7 +225,7 @@ def make_demo() -> click.Command:
         began = time.monotonic()
         with RunDir.open(run_dir, settings) as opened:
             for stage_path in CHAIN:
-                stage = load_stage(stage_path)
+                stage = pkgutil.resolve_name(stage_path)
                 if stage.name == "control" and settings_of(opened) != SETTINGS:
                     continue  # it needs both, and the report says so
                 change = training.change if stage.name == "train" else None
@@ -533,17 +529,9 @@ def _report_of(
     from beatrice.extract.run.rows import read_result_rows
     from beatrice.probe import MOST_EXAMPLES
 
+    columns = ("dataset", "split", "metric", "value", "ci_low", "ci_high", "n")
     report = [
-        {
-            "head": row.setting,
-            "dataset": row.dataset,
-            "split": row.split,
-            "metric": row.metric,
-            "value": row.value,
-            "ci_low": row.ci_low,
-            "ci_high": row.ci_high,
-            "n": row.n,
-        }
+        {"head": row.setting, **{name: getattr(row, name) for name in columns}}
         for row in read_result_rows(run)
         if row.detector == "champion"
         and (row.experiment, row.metric, row.kind) in _IN_REPORT

@@ -21,12 +21,14 @@ from beatrice.extract.records import Answer
 from beatrice.extract.run.contents import settings_in_words
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import JsonLines
+from beatrice.extract.run.process import proc_bytes
 from beatrice.extract.run.stages import bytes_in_words
 from beatrice.extract.run.verbs import RunPath
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
+    from beatrice.extract.signals.extract import ExtractConfig
     from beatrice.extract.store.spec import StoreConfig
 
 Status = Literal["ok", "warning", "problem"]
@@ -60,15 +62,12 @@ def look_at_packages() -> Iterator[Finding]:
         text = f"{_DISTRIBUTION} is not installed, so nothing says what it needs"
         yield Finding("packages", "warning", text)
         return
-    needed = [Requirement(line) for line in wanted]
     needed = [
-        r for r in needed if r.marker is None or r.marker.evaluate({"extra": "train"})
+        r
+        for r in map(Requirement, wanted)
+        if r.marker is None or r.marker.evaluate({"extra": "train"})
     ]
-    wrong = [
-        text
-        for requirement in needed
-        if (text := _wrong_version(requirement)) is not None
-    ]
+    wrong = list(filter(None, map(_wrong_version, needed)))
     text = "; ".join(wrong) or f"all {len(needed)} are there in a version that fits"
     yield Finding("packages", "problem" if wrong else "ok", text)
 
@@ -87,14 +86,13 @@ def _wrong_version(needed: "Requirement") -> str | None:
 
 def look_at_machine(folder: Path) -> Iterator[Finding]:
     """Look at cores, memory, and the disk that a run directory is on."""
-    cores = len(os.sched_getaffinity(0))
+    has_affinity = hasattr(os, "sched_getaffinity")  # Linux
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
     yield Finding("cores", "ok", f"{cores} cores for this process")
-    counters = Path("/proc/meminfo")
-    for line in counters.read_text().splitlines() if counters.exists() else ():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-            status = "warning" if available < _LITTLE_MEMORY else "ok"
-            yield Finding("memory", status, f"{bytes_in_words(available)} available")
+    available = proc_bytes("/proc/meminfo", "MemAvailable")
+    if available is not None:
+        status = "warning" if available < _LITTLE_MEMORY else "ok"
+        yield Finding("memory", status, f"{bytes_in_words(available)} available")
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
@@ -227,50 +225,46 @@ def _look_at_tokenizer(tokenizer: Any) -> Finding:
 
 def look_at_run(path: Path) -> Iterator[Finding]:
     """Say what of a run is done, and what its feature store will take."""
+    from beatrice.extract.backbone.loading import check_device
     from beatrice.extract.backbone.names import BackboneConfig
+    from beatrice.extract.signals.extract import EXTRACT_PRESETS
 
     run = RunDir(path)
     try:
         config = run.section("backbone", BackboneConfig)
+        storage = run.settle("extract", EXTRACT_PRESETS, is_recorded=False)
+        has = [settings_in_words(run)] if run.examples.exists() else []
     except ValueError as error:
         yield Finding("run", "problem", str(error))
         return
-    yield from _look_at_run_device(config.device)
-    records = run.stage_records()
-    gaps = [gap for name in records if (gap := run.stage_gap(name))]
-    done = [name for name in records if run.stage_done(name)]
-    has = [settings_in_words(run)] if run.examples.exists() else []
-    parts = [f"{path}: done are {', '.join(done) or 'no stages'}", *has, *gaps]
-    text = "; ".join(parts)
+    try:
+        check_device(config.device)
+    except ValueError as error:
+        yield Finding("device", "problem", str(error))
+    gap_of = {name: run.stage_gap(name) for name in run.stage_records()}
+    gaps = list(filter(None, gap_of.values()))
+    done = ", ".join(name for name, gap in gap_of.items() if gap is None)
+    text = "; ".join([f"{path}: done are {done or 'no stages'}", *has, *gaps])
     yield Finding("run", "warning" if gaps else "ok", text)
     shapes = yield from look_at_model(config.model)
     if shapes is not None:
-        yield from _look_at_store(run, shapes)
+        yield from _look_at_store(run, storage, shapes)
 
 
-def _look_at_run_device(device: str) -> Iterator[Finding]:
-    """Say whether a run's device is here; nothing where it is."""
-    from beatrice.extract.backbone.loading import check_device
-
-    try:
-        check_device(device)
-    except ValueError as error:
-        yield Finding("device", "problem", str(error))
-
-
-def _look_at_store(run: RunDir, shapes: Shapes) -> Iterator[Finding]:
+def _look_at_store(
+    run: RunDir, config: "ExtractConfig", shapes: Shapes
+) -> Iterator[Finding]:
     """Compare what extraction will write with the free disk."""
-    from beatrice.extract.signals.extract import EXTRACT_PRESETS
     from beatrice.extract.store.spec import stored_bytes
 
-    config = run.settle("extract", EXTRACT_PRESETS, is_recorded=False)
     counts = _count_tokens(run, config.answer_span)
     if not counts["n_tokens"] or run.stage_done("extract"):
         return
     try:
         needed = sum(stored_bytes(shapes, config, **counts).values())
-    except ValueError:
-        return  # a layer is kept that the model does not have: extraction says so
+    except ValueError as error:  # a layer is kept that the model does not have
+        yield Finding("features", "problem", str(error))
+        return
     free = shutil.disk_usage(run.path).free
     fits = needed < free
     text = (
@@ -288,7 +282,7 @@ def _count_tokens(run: RunDir, answer_span: str) -> dict[str, int]:
     from beatrice.extract.signals.sequence import first_read
 
     n_tokens = n_answer = 0
-    for row in JsonLines(run.answers / "answers.jsonl").intact_rows(Answer):
+    for row in JsonLines(run.answers_file).intact_rows(Answer):
         n_tokens += len(row.prompt_ids) + len(row.token_ids)
         n_tokens -= first_read(row.context_span[0])
         n_answer += len(row.token_ids) + (answer_span == "emitting")

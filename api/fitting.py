@@ -5,9 +5,10 @@ same functions: choose a layer, train every encoder with every seed, select and 
 calibrate.
 """
 
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -18,6 +19,7 @@ from beatrice.extract.backbone.names import ModelHashes
 from beatrice.extract.generate.prompts import PromptConfig
 from beatrice.extract.records import SETTINGS, Label, Setting
 from beatrice.extract.run.console import Progress
+from beatrice.extract.run.directory import Preset
 from beatrice.extract.store.store import FeatureStore
 from beatrice.jaxprobe.calibrate import (
     FusedHead,
@@ -55,6 +57,7 @@ from beatrice.pgir.arguments import (
     as_count,
     as_list,
     as_probability,
+    is_missing,
 )
 from beatrice.probe import Probe, scorer_of
 from beatrice.selection.greedy import HeadTrainer, select_heads
@@ -63,7 +66,6 @@ from beatrice.signals import Signals, by_setting
 
 Passes = Signals | Mapping[Setting, Signals]
 Labels = Sequence[bool | None] | Sequence[Label] | np.ndarray
-Preset = Literal["few", "smoke", "demo", "paper"]
 Recipe = Literal["auto", "linear", "encoder", "paper"]
 _VALIDATION_SHARE = 0.3
 
@@ -159,8 +161,7 @@ def fit(
     """
     passes = by_setting(signals)
     as_probability(precision, "precision")
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise argument_error("seed", "a whole number from 0 on", seed)
+    seed = as_count(seed, "seed", least=0)
     set_compiler("demo")  # a process has these flags once: the next fit may be large
     if not isinstance(config, FitConfig):
         config = FitConfig.preset(config)
@@ -250,11 +251,11 @@ def _train(
     is_linear = recipe in ("auto", "linear")
     n_members = 1 if is_linear else config.train.n_seeds * len(subsets)
     done = itertools.count(1)
-    with Progress().stage(f"fit {rows.setting}") as update:
+    silent = contextlib.nullcontext(lambda done, total: None)
+    with Progress().stage(f"fit {rows.setting}") if progress else silent as update:
 
         def count_member() -> None:
-            if progress:
-                update(next(done), n_members)
+            update(next(done), n_members)
 
         if is_linear:
             trained, outputs = train_regression(data)
@@ -286,29 +287,49 @@ def _of(values: Any, setting: Setting, passes: Mapping[Setting, Signals]) -> Any
     return values
 
 
+def _one_each(values: Any, name: str, kind: str, n_answers: int) -> list[Any]:
+    """Return a list with an entry for each answer."""
+    entries = as_list(values, name, f"a list of {kind}, one an answer")
+    if len(entries) != n_answers:
+        raise ValueError(
+            f"{name}: expected one for each of {n_answers} answers, found "
+            f"{len(entries)}"
+        )
+    return entries
+
+
 def _as_labels(labels: Any, signals: Signals) -> tuple[np.ndarray, np.ndarray]:
     """Return whether each answer is right, and whether anybody knows."""
-    if isinstance(labels, str | bytes | Mapping) or not isinstance(labels, Iterable):
-        raise argument_error(
-            "labels", "a list with True, False or None for each answer", labels
-        )
-    given = list(labels)
+    kind = "True, False or None"
+    given = as_list(labels, "labels", f"a list of {kind}, one an answer")
     if given and all(isinstance(label, Label) for label in given):
         verdicts = {label.key: label.label for label in given}
         if missing := [key for key in signals.keys if key not in verdicts]:
             raise ValueError(f"labels: none for the answer {missing[0]}")
         given = [verdicts[key] for key in signals.keys]
-    if len(given) != len(signals):
-        raise ValueError(
-            f"labels: expected one for each of {len(signals)} answers, found "
-            f"{len(given)}"
-        )
+    given = _one_each(given, "labels", kind, len(signals))
     for number, label in enumerate(given):
-        is_unknown = label is None or label != label  # NaN, as a table says it
-        if not is_unknown and label not in (0, 1):
-            raise argument_error(f"labels[{number}]", "True, False or None", label)
-    is_labelled = np.array([x is not None and x == x for x in given])
-    return np.array([x is not None and x == 1 for x in given]), is_labelled
+        if not is_missing(label) and (np.ndim(label) or label not in (0, 1)):
+            raise argument_error(f"labels[{number}]", kind, label)
+    is_labelled = np.array([not is_missing(label) for label in given])
+    return np.array([not is_missing(x) and bool(x) for x in given]), is_labelled
+
+
+def _as_groups(groups: Any, signals: Signals) -> np.ndarray:
+    """Return what each answer must not be torn apart from; by default its question."""
+    if groups is None:
+        return np.array(signals.ids)
+    return np.array([*map(str, _one_each(groups, "groups", "names", len(signals)))])
+
+
+def _as_splits(splits: Any, signals: Signals) -> np.ndarray:
+    """Return the split of each answer; empty where it is left out."""
+    known = ("train", "validation", "test", "")
+    kind = ", ".join(map(repr, known))
+    names = [*map(str, _one_each(splits, "splits", kind, len(signals)))]
+    if odd := [name for name in names if name not in known]:
+        raise ValueError(f"splits: expected {kind}, found {odd[0]!r}")
+    return np.array(names)
 
 
 def _rows_of(
@@ -322,56 +343,32 @@ def _rows_of(
     truth: dict[Setting, tuple[np.ndarray, np.ndarray]] = {
         s: _as_labels(_of(labels, s, passes), x) for s, x in passes.items()
     }
-    names = {}
-    for setting, signals in passes.items():
-        group = _of(groups, setting, passes)
-        if group is not None:
-            group = as_list(group, "groups", "a list of names, one an answer")
-        names[setting] = np.array(signals.ids if group is None else [*map(str, group)])
-        if len(names[setting]) != len(signals):
-            raise ValueError(
-                f"groups: expected one for each of {len(signals)} answers, found "
-                f"{len(names[setting])}"
-            )
-    drawn = _drawn_splits(names, truth, seed) if splits is None else {}
-    rows = {}
-    for setting, signals in passes.items():
-        chosen = drawn.get(setting)
-        if chosen is None:
-            chosen = _as_splits(_of(splits, setting, passes), len(signals))
-        n_stored, at = len(signals.store.spec.keys), signals.indices
-        fields = {
-            "ids": ("", names[setting]),
-            "splits": ("", chosen),
-            "labels": (False, truth[setting][0]),
-            "is_labelled": (False, truth[setting][1]),
-        }
-        stored = {}
-        for name, (empty, values) in fields.items():
-            stored[name] = np.full(n_stored, empty, dtype=values.dtype)
-            stored[name][at] = values
-        rows[setting] = Rows(
+    names: dict[Setting, np.ndarray] = {
+        s: _as_groups(_of(groups, s, passes), x) for s, x in passes.items()
+    }
+    if splits is None:
+        chosen = _drawn_splits(names, truth, seed)
+    else:
+        chosen = {s: _as_splits(_of(splits, s, passes), x) for s, x in passes.items()}
+    return {
+        setting: Rows(
             setting=setting,
-            datasets=np.full(n_stored, "fitted"),
+            ids=_among_stored(names[setting], signals),
+            splits=_among_stored(chosen[setting], signals),
+            labels=_among_stored(truth[setting][0], signals),
+            is_labelled=_among_stored(truth[setting][1], signals),
+            datasets=np.full(len(signals.store.spec.keys), "fitted"),
             variants=np.array([key[-1] for key in signals.store.spec.keys]),
-            **stored,
         )
-    return rows
+        for setting, signals in passes.items()
+    }
 
 
-def _as_splits(splits: Any, n_answers: int) -> np.ndarray:
-    expected = "a list with train, validation, test or '' for each answer"
-    given = [] if splits is None else [*map(str, as_list(splits, "splits", expected))]
-    known = ("train", "validation", "test", "")
-    if odd := [split for split in given if split not in known]:
-        raise ValueError(
-            f"splits: expected {', '.join(map(repr, known))}, found {odd[0]!r}"
-        )
-    if len(given) != n_answers:
-        raise ValueError(
-            f"splits: expected one for each of {n_answers} answers, found {len(given)}"
-        )
-    return np.array(given)
+def _among_stored(values: np.ndarray, signals: Signals) -> np.ndarray:
+    """Return `[n]` values of these answers as of all in their store, else empty."""
+    stored = np.zeros(len(signals.store.spec.keys), values.dtype)
+    stored[signals.indices] = values
+    return stored
 
 
 def _drawn_splits(

@@ -153,7 +153,11 @@ class LanguageModel:
                 raise ValueError(f"{name}: is for signals; give read=True too")
         examples = as_examples(questions, contexts)
         setting: Setting = "closed_book" if contexts is None else "with_context"
-        self._require_tokenizer()
+        if self.backbone.tokenizer is None:
+            raise ValueError(
+                "a model in memory needs its tokenizer to answer questions: "
+                "LanguageModel(model, tokenizer)"
+            )
         requests = make_requests(
             examples, self.backbone, self.prompt, max_new_tokens, (setting,)
         )
@@ -287,13 +291,6 @@ class LanguageModel:
             "stop_id": stops.most_common(1)[0][0] if stops else None,
             "scripts": scripts_of([*texts, *(answer.text for answer in answers)]),
         }
-
-    def _require_tokenizer(self) -> None:
-        if self.backbone.tokenizer is None:
-            raise ValueError(
-                "a model in memory needs its tokenizer to answer questions: "
-                "LanguageModel(model, tokenizer)"
-            )
 
 
 def _answer_on_disk(

@@ -19,7 +19,7 @@ from beatrice.extract.run.console import Progress, in_words
 from beatrice.extract.run.files import sha256_json
 from beatrice.jaxprobe.scope import LEAST_ANSWERS
 
-_SHARES = {"train": 0.5, "validation": 0.25, "test": 0.25}
+_SHARES = {"train": 0.5, "validation": 0.25, "test": 0.25}  # of the questions
 _TRIED = 50  # questions that are answered first, timed and looked at
 # Right answers, and wrong ones, of which every part has enough.
 ENOUGH = round(LEAST_ANSWERS / min(_SHARES.values()))
@@ -28,6 +28,7 @@ ENOUGH = round(LEAST_ANSWERS / min(_SHARES.values()))
 class Labelled(NamedTuple):
     """Answers with their signals and labels, and the part that each belongs to."""
 
+    questions: Sequence[str]  # of each answer
     answers: Sequence[Answer]
     signals: Any
     labels: np.ndarray
@@ -78,8 +79,9 @@ def split_answers(labels: np.ndarray, questions: Sequence[str]) -> np.ndarray:
     rng, splits = np.random.default_rng(0), np.full(len(numbers), "validation")
     for of_kind in (np.flatnonzero(is_right), np.flatnonzero(~is_right)):
         where = rng.permutation(of_kind)
-        ends = np.ceil(np.cumsum([0.5, 0.25]) * len(where)).astype(int)
-        splits[where[: ends[0]]], splits[where[ends[1] :]] = "train", "test"
+        *ends, _ = np.ceil(np.cumsum([*_SHARES.values()]) * len(where)).astype(int)
+        for name, part in zip(_SHARES, np.split(where, ends), strict=True):
+            splits[part] = name
     of_answers = splits[group]
     if len({*zip(of_answers.tolist(), labels.tolist(), strict=True)}) < 6:
         n_right = int(labels.sum())
@@ -124,8 +126,8 @@ def answer_and_label(
     answers, signals = model.answer(questions, read=True, store=store)
     pairs = zip(answers, questions, strict=True)
     labels = np.array([exact_match(a.text, q.golds) for a, q in pairs])
-    splits = split_answers(labels, [q.question for q in questions])
-    return Labelled(answers, signals, labels, splits)
+    texts = [q.question for q in questions]
+    return Labelled(texts, answers, signals, labels, split_answers(labels, texts))
 
 
 def _forecast(
@@ -181,17 +183,17 @@ def read_given(
         ).answer
         for number, (question, answer, _) in enumerate(rows)
     ]
-    labels = np.array([label for *_, label in rows])
-    splits = split_answers(labels, [question for question, *_ in rows])
+    labels, texts = np.array([row[2] for row in rows]), [row[0] for row in rows]
+    splits = split_answers(labels, texts)
     _forecast(model.read, answers, note)
-    return Labelled(answers, model.read(answers), labels, splits)
+    return Labelled(texts, answers, model.read(answers), labels, splits)
 
 
-def text_scores(labelled: Labelled, questions: Sequence[str]) -> np.ndarray:
+def text_scores(labelled: Labelled) -> np.ndarray:
     """Return P(correct) of answers by the words of question and answer alone, `[n]`."""
     from beatrice.benchmarks.baselines.plain import fit_tfidf, joined_text
 
-    pairs = zip(questions, labelled.answers, strict=True)
+    pairs = zip(labelled.questions, labelled.answers, strict=True)
     texts = [joined_text(question, answer.text) for question, answer in pairs]
     rows = []
     for split in ("train", "validation"):
@@ -200,9 +202,7 @@ def text_scores(labelled: Labelled, questions: Sequence[str]) -> np.ndarray:
     return fit_tfidf(*rows).score(texts)
 
 
-def compare(
-    probe: Any, labelled: Labelled, questions: Sequence[str]
-) -> tuple[list[dict[str, Any]], list[str]]:
+def compare(probe: Any, labelled: Labelled) -> tuple[list[dict[str, Any]], list[str]]:
     """Compare a probe with its baselines on the answers that were held back.
 
     Returns:
@@ -223,7 +223,7 @@ def compare(
     for name, scores in (
         ("probe", p_correct),
         ("perplexity", log_probs[where]),
-        ("text alone", text_scores(labelled, questions)[where]),
+        ("text alone", text_scores(labelled)[where]),
         ("length alone", -lengths[where].astype(float)),
     ):
         low, high = auroc_interval(scores, labels)
@@ -232,25 +232,23 @@ def compare(
         row = {"head": "closed_book", "split": "test", "metric": f"auroc of {name}"}
         interval = {"value": value, "ci_low": low, "ci_high": high}
         rows.append({**row, **interval, "n": len(labels), "n_right": int(labels.sum())})
-    report = probe.report.query("split == 'test' and metric == 'ece'")
-    brier = ((p_correct - labels) ** 2).mean()
+    metrics = {r["metric"]: r["value"] for r in probe.rows if r["split"] == "test"}
     base = labels.mean() * (1 - labels.mean())
     lines.append(
-        f"  calibration   ECE {report['value'].item():.3f}, Brier score {brier:.3f} "
+        f"  calibration   ECE {metrics['ece']:.3f}, Brier score {metrics['brier']:.3f} "
         f"(of the share of right answers alone {base:.3f})"
     )
     return rows[1:], lines
 
 
-def examples_of(
-    probe: Any, labelled: Labelled, questions: Sequence[str]
-) -> list[dict[str, str]]:
+def examples_of(probe: Any, labelled: Labelled) -> list[dict[str, str]]:
     """Return some held-back answers that `Probe.save` can score, for a self-test."""
     from beatrice.probe import MOST_EXAMPLES
 
     where = np.flatnonzero(labelled.splits == "test")[: 4 * MOST_EXAMPLES]
     rows = [
-        {"question": questions[i], "answer": labelled.answers[i].text} for i in where
+        {"question": labelled.questions[i], "answer": labelled.answers[i].text}
+        for i in where
     ]
     scores = probe.score_many(rows)
     pairs = zip(rows, scores, strict=True)
@@ -285,7 +283,6 @@ def fit_own(
     from beatrice.model import LanguageModel
 
     progress, work = Progress(), folder.with_name(f"{folder.name}.work")
-    questions = [row[0] if is_labelled else row.question for row in rows]
     language_model, began = LanguageModel(model), time.monotonic()
     if is_labelled:
         data = read_given(language_model, rows, progress.note)
@@ -297,7 +294,7 @@ def fit_own(
     probe = fit_probe(
         data.signals, data.labels.tolist(), splits=data.splits.tolist(), progress=False
     )
-    baselines, lines = compare(probe, data, questions)
+    baselines, lines = compare(probe, data)
     say("\n".join(lines))
     took = [(b - a) / 60 for a, b in ((began, answered), (answered, time.monotonic()))]
     say(f"{took[0]:.1f} minutes to answer and read, {took[1]:.1f} to fit")
@@ -313,7 +310,7 @@ def fit_own(
         )
     probe.with_report([*probe.rows, *baselines]).save(
         folder,
-        examples=examples_of(probe, data, questions),
+        examples=examples_of(probe, data),
         untrustworthy=untrustworthy,
     )
     shutil.rmtree(work, ignore_errors=True)  # the probe is all that is needed

@@ -134,8 +134,10 @@ class Probe(AnswerScorer):
         """
         from beatrice.jaxprobe.calibrate import score_store
         from beatrice.jaxprobe.config import set_compiler
-        from beatrice.signals import by_setting
+        from beatrice.signals import Signals, by_setting
 
+        if not isinstance(signals, Signals):
+            raise argument_error("signals", "Signals of one setting", signals)
         set_compiler("demo")
         passes = by_setting(signals)
         if closed_book is not None:
@@ -157,6 +159,8 @@ class Probe(AnswerScorer):
         stores: dict[Setting, FeatureStore] = {
             setting: reading.store for setting, reading in passes.items()
         }
+        if not len(signals):
+            return np.zeros(0)
         return score_store(
             self.detector,
             branch,
@@ -444,6 +448,12 @@ def load(
     """
     if precision is not None:
         as_probability(precision, "precision")
+    is_in_memory = not isinstance(model, str | Path | None)
+    if is_in_memory and (device is not None or dtype is not None):
+        raise ValueError(
+            "device and dtype are those of the model in memory; give a path to choose "
+            "them"
+        )
     options = {
         "model": model,
         "device": device,

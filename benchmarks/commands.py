@@ -1,6 +1,7 @@
 """The verbs `evaluate`, `baselines` and `report`; the recipes `real` and `transfer`."""
 
 import dataclasses
+import pkgutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -24,7 +25,6 @@ from beatrice.extract.run.verbs import (
     RunPath,
     do_again_if_changed,
     given,
-    load_stage,
     option,
     options,
 )
@@ -355,7 +355,8 @@ def _do_all(run_dir: Path, progress: Progress) -> None:
     from beatrice.jaxprobe.config import GRID_PRESETS, SELECT_PRESETS
 
     # Retrieval has a verb of its own, and hours of generations.
-    stages = [load_stage(path) for path in CHAIN[1:] if "controllers" not in path]
+    paths = [path for path in CHAIN[1:] if "controllers" not in path]
+    stages = [pkgutil.resolve_name(path) for path in paths]
     with RunDir.open(run_dir) as run:
         run.settle("train", {**GRID_PRESETS, "demo": GRID})
         run.settle("select", {**SELECT_PRESETS, "demo": SELECT})

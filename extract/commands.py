@@ -30,22 +30,22 @@ from beatrice.extract.generate.options import (
     BackendOptions,
     RunBackendOptions,
     RunServerOptions,
-    ServerOptions,
     check_model_option,
 )
 from beatrice.extract.generate.prompts import TokenizerOnly
+from beatrice.extract.label.labels import ConsensusConfig, Match, Vote
 from beatrice.extract.records import Answer, AnswerSpan, Split
 from beatrice.extract.run.console import Progress, quiet
 from beatrice.extract.run.directory import RunDir, read_manifest
 from beatrice.extract.run.files import JsonLines
-from beatrice.extract.run.stages import do_share
+from beatrice.extract.run.stages import do, do_share, forecast_stage
 from beatrice.extract.run.verbs import (
     AS_JSON,
     FILE,
     RUN_DIR,
+    Parsed,
     WorkOptions,
     check_alone,
-    do_or_forecast,
     given,
     option,
     options,
@@ -68,10 +68,7 @@ def _layers(text: str) -> tuple[int, ...] | str:
     """Read a list of layers; `all` stays a word, since None means not given."""
     from beatrice.extract.store.spec import parse_layers
 
-    try:
-        return parse_layers(text) or "all"
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from None
+    return parse_layers(text) or "all"
 
 
 class _StoredType(click.Choice):
@@ -89,7 +86,7 @@ class StorageOptions:
         "Layers kept: one, some (8,16,24), or all; 0 is the embedding.",
         metavar="LAYERS",
         show_default="all",
-        type=click.types.FuncParamType(_layers),
+        type=Parsed(_layers),
     )
     hidden_spans: Literal["all", "answer"] | None = option(
         "Tokens whose hidden states are kept, of all spans (the default) or of the "
@@ -146,18 +143,15 @@ def extract(run_dir: Path, storage: StorageOptions, work: WorkOptions) -> None:
         config = RunDir(run_dir).section("backbone", BackboneConfig)
         check_backbone(config, fields["hidden_layers"])
     if work.dry_run:
-
-        def change(config: Any) -> Any:
-            return dataclasses.replace(config, **fields)
-
-        do_or_forecast(run_dir, EXTRACT, True, change if fields else None)
+        change = functools.partial(dataclasses.replace, **fields)
+        click.echo(forecast_stage(run_dir, EXTRACT, change))
         return
     if fields:
         with RunDir.open(run_dir, share=work.share) as run:
             record_storage(run, fields)
     # A share's model is the one that joins all of them.
     stage = extract_stage(functools.cache(open_local_reader))
-    do_or_forecast(run_dir, stage, False, share=work.share)
+    do(run_dir, stage, share=work.share)
 
 
 Opened = TypeVar("Opened")
@@ -192,28 +186,26 @@ def do_texts(
 
 @contextlib.contextmanager
 def open_generator(
-    model: str, options: ServerOptions, **known: Any
+    model: str, options: BackendOptions, earlier: tuple[int, int] = (0, 0)
 ) -> Iterator[Generator]:
     """Open the backend of a model: a directory or Hub id, or a server's name for it.
 
-    What is `known` of a server's model, `ServedGenerator` takes; here all is known.
+    Tokens that were paid for `earlier` count towards a server's cap.
     """
-    if options.server is None:
-        if not isinstance(options, BackendOptions):
-            raise ValueError("expected --server: this verb has no other backend")
-        import torch
+    if options.server is not None:
+        from beatrice.extract.generate.server import ServedGenerator
 
-        config = BackboneConfig(
-            model=model,
-            dtype=default_dtype(options.device or "cpu"),
-            n_threads=torch.get_num_threads(),
-        )
-        yield _load_generator(config, options)
+        with ServedGenerator(model, options, earlier=earlier) as generator:
+            yield generator
         return
-    from beatrice.extract.generate.server import ServedGenerator
+    import torch
 
-    with ServedGenerator(model, options, **known) as generator:
-        yield generator
+    config = BackboneConfig(
+        model=model,
+        dtype=default_dtype(options.device or "cpu"),
+        n_threads=torch.get_num_threads(),
+    )
+    yield _load_generator(config, options)
 
 
 def _load_generator(config: BackboneConfig, options: BackendOptions) -> Generator:
@@ -258,8 +250,9 @@ def _paid_tokens(run: RunDir, stage: str) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _open_backbone(
-    run: RunDir, stage: str, backend: RunServerOptions, **known: Any
+    run: RunDir, stage: str, backend: RunServerOptions, *, log_probs: bool = False
 ) -> Iterator[tuple[TokenizerOnly, Generator]]:
+    """Open the run's backbone, here or behind a server, beside its tokenizer."""
     from beatrice.extract.signals.parity import require_readable
 
     quiet()
@@ -270,10 +263,16 @@ def _open_backbone(
     if backend.server is None and isinstance(backend, BackendOptions):
         yield model, _load_generator(config, backend)
         return
-    name = backend.served_model or config.path
-    known |= {"stop_ids": stop_ids, "tokenizer": model.tokenizer}
-    paid = _paid_tokens(run, stage)
-    with open_generator(name, backend, earlier=paid, **known) as generator:
+    from beatrice.extract.generate.server import ServedGenerator
+
+    with ServedGenerator(
+        backend.served_model or config.path,
+        backend,
+        stop_ids=stop_ids,
+        log_probs=log_probs,
+        tokenizer=model.tokenizer,
+        earlier=_paid_tokens(run, stage),
+    ) as generator:
         yield model, generator
 
 
@@ -314,7 +313,10 @@ def answer(
         opener = engines.open_readable if reading.no_read else engines.open_reading
         # A share's model is the one that joins all of them.
         stage = answers.answer_stage(functools.cache(opener))
-        do_or_forecast(run_dir, stage, work.dry_run, share=work.share)
+        if work.dry_run:
+            click.echo(forecast_stage(run_dir, stage))
+        else:
+            do(run_dir, stage, share=work.share)
         return
     check_alone("answer --server", work.share)
     with (
@@ -413,7 +415,7 @@ def _do_asking(
     quiet()
 
     def open_in(run: RunDir) -> Any:
-        return open_generator(model, backend, earlier=_paid_tokens(run, verb))
+        return open_generator(model, backend, _paid_tokens(run, verb))
 
     do_texts(run_dir, verb, work, open_in, stage_of)
 
@@ -484,7 +486,7 @@ def rewrite(
 class LabelOptions:
     """Who says whether an answer is right; at most one of the first three."""
 
-    match: Literal["exact", "containment"] | None = option(
+    match: Match | None = option(
         "Without --judge: the answer is a gold, or has one in it as whole words; both "
         "normalised as SQuAD's script does. Default: the run's own, at first exact."
     )
@@ -501,7 +503,7 @@ class LabelOptions:
         "an answer, that returns True, False or None: MODULE:NAME of a module that is "
         "installed or lies here, or an entry point of beatrice.judges."
     )
-    vote: Literal["unanimous", "majority"] = option(
+    vote: Vote = option(
         "unanimous drops what the rubrics disagree on; majority is for the set with "
         "real retrieval",
         "unanimous",
@@ -570,7 +572,6 @@ def label(
     if work.dry_run and (model is None or how.audit):
         raise click.UsageError("--dry-run counts what --judge would be asked, alone")
     from beatrice.extract.label import stage
-    from beatrice.extract.label.labels import ConsensusConfig
 
     progress = Progress()
     if model is None or how.audit:
@@ -602,10 +603,8 @@ def _audit(
     from beatrice.extract.label.stage import audit_labels, compare_annotations
 
     with RunDir.open(run_dir) as run:
-        human = None
-        if annotations is not None:
-            human = compare_annotations(run, annotations, seed=run.seed)
-        report = audit_labels(run, n_sample=n_sample, seed=run.seed)
+        human = compare_annotations(run, annotations) if annotations else None
+        report = audit_labels(run, n_sample)
     if not as_json:
         click.echo(_audit_as_text(report, human))
         return

@@ -247,12 +247,13 @@ def _table_rows(table: Any) -> list[dict[str, Any]]:
     """Return the rows of a table, each without its missing cells."""
     method, arguments = next((m, a) for m, a in _TABLES if hasattr(table, m))
     return [
-        {key: value for key, value in row.items() if not _is_missing(value)}
+        {key: value for key, value in row.items() if not is_missing(value)}
         for row in getattr(table, method)(*arguments)
     ]
 
 
-def _is_missing(value: Any) -> bool:
-    if isinstance(value, float):
+def is_missing(value: Any) -> bool:
+    """Return whether a value is None, NaN or NA, as tables write what is not known."""
+    if isinstance(value, numbers.Real):
         return value != value
     return value is None or type(value).__name__ in ("NAType", "NaTType")

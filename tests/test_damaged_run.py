@@ -8,6 +8,7 @@ import json
 import os
 import random
 import shutil
+from pkgutil import resolve_name
 
 import pytest
 from click.testing import CliRunner
@@ -21,7 +22,6 @@ from beatrice.extract.records import Passage, read_records
 from beatrice.extract.run.contents import read_answers, read_examples, read_labels
 from beatrice.extract.run.directory import RunDir, read_manifest
 from beatrice.extract.run.rows import read_result_rows, read_rows
-from beatrice.extract.run.verbs import load_stage
 from beatrice.extract.signals.extract import extract_config
 from beatrice.extract.store.store import open_store, verify
 from beatrice.jaxprobe import checkpoint
@@ -101,7 +101,7 @@ def mutant(rng, content, *, is_lines):
 
 def consumers(run):
     """Return the verbs that read each file, or make or show it where none does."""
-    stages = [load_stage(path_of_stage) for path_of_stage in CHAIN]
+    stages = list(map(resolve_name, CHAIN))
     inputs = {
         s.name: [str(p.relative_to(run.path)) for p in s.inputs(run)] for s in stages
     }

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from pkgutil import resolve_name
 
 import pytest
 
@@ -17,7 +18,7 @@ from beatrice.extract.run.directory import (
     as_json,
     decode_section,
 )
-from beatrice.extract.run.verbs import SIZES, load_stage
+from beatrice.extract.run.verbs import SIZES
 from beatrice.extract.signals.extract import EXTRACT_PRESETS
 from beatrice.extract.world.stage import WORLD_PRESETS
 from beatrice.jaxprobe.calibrate import CALIBRATE_PRESETS, select_config
@@ -69,7 +70,7 @@ def test_a_section_survives_the_manifest(settings):
 
 
 def test_every_stage_of_the_chain_has_a_verb_and_the_section_it_is_known_by():
-    stages = [load_stage(path) for path in CHAIN]
+    stages = list(map(resolve_name, CHAIN))
     assert [stage.name for stage in stages] == [*STAGES.split(), "report"]
     for stage in stages:
         assert (stage.verb or stage.name).split()[0] in VERBS

@@ -42,7 +42,7 @@ from beatrice.extract.records import is_safe_name
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.contents import settings_in_words
 from beatrice.extract.run.directory import NewRun, RunDir, manifest_file
-from beatrice.extract.run.stages import do, once
+from beatrice.extract.run.stages import current_inputs, once, run_stage
 from beatrice.extract.run.verbs import (
     AS_JSON,
     FOLDER,
@@ -102,6 +102,7 @@ def make_data_run(
                     path.unlink()
                 raise
 
+        current_inputs(run, "data")  # what a person has changed is not replaced
         inputs: dict[str, str] = {}
         for dataset, role, digest in data_config(sources, build, fixed).sources:
             name = f"{dataset} {role}"  # of one file or of several
@@ -433,12 +434,12 @@ def make_world_run(
     """Make a run of the microworld, and its model from nothing where asked."""
     from beatrice.extract.world.stage import WORLD, new_world, train_world_model
 
-    settings = new_world(**given(run), storage=storage.fields())
-    do(run_dir, WORLD, new_run=settings)
-    if train_model:
-        progress = Progress()
-        with RunDir.open(run_dir) as opened, progress.stage("model") as update:
-            click.echo(str(train_world_model(opened, update, progress)))
+    settings, progress = new_world(**given(run), storage=storage.fields()), Progress()
+    with RunDir.open(run_dir, settings) as opened:
+        run_stage(WORLD, opened, progress)
+        if train_model:
+            with progress.stage("model") as update:
+                click.echo(str(train_world_model(opened, update, progress)))
 
 
 def _inspect(named_file: str, questions: QuestionOptions, as_json: bool) -> None:

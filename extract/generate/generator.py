@@ -22,7 +22,7 @@ from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import Journal, JournalFiles, sha256_json
 from beatrice.extract.run.process import Share
-from beatrice.extract.run.stages import Forecast, once
+from beatrice.extract.run.stages import Forecast, current_inputs, once
 
 SCHEMA_VERSION = 1  # of keys and of stored replies; raise it when either changes
 MAX_SAMPLES = 1000  # of a question; the baselines draw ten, and all are held in memory
@@ -445,7 +445,7 @@ class TextStage(Generic[Product]):
             self.write(product)
             return None
 
-        inputs = self.run.hash_inputs(*self.reads) | self.settings
+        inputs = current_inputs(self.run, self.name, self.reads) | self.settings
         return once(self.run, self.name, inputs, self.outputs, progress, work)
 
     def forecast(self) -> str:

@@ -31,13 +31,12 @@ from beatrice.extract.records import (
     Split,
     Variant,
     as_golds,
-    from_json,
     normalise,
     text_key,
 )
 from beatrice.extract.run.console import Update
 from beatrice.extract.run.directory import Preset
-from beatrice.extract.run.files import sha256_json
+from beatrice.extract.run.files import from_json, sha256_json
 
 Match = Literal["exact", "containment"]
 # A judge of labels: True, False, or None where it cannot decide.
@@ -517,19 +516,6 @@ _SQUARE = re.compile(r"\[(?=/?\w+\])")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\x85\u2028\u2029\ud800-\udfff]")
 
 
-def marker_for(fields: Mapping[str, str], *, salt: str) -> str:
-    """Return the marker of one prompt's delimiters: 32 hex digits in no field.
-
-    The salt sets prompts over the same fields apart: rubric, attempt, seed.
-    """
-    counter = 0
-    while True:
-        marker = sha256_json([salt, counter, sorted(fields.items())])[:32]
-        if not any(marker in text for text in fields.values()):
-            return marker
-        counter += 1
-
-
 def escape(text: str) -> str:
     r"""Return the text with control tokens and control characters made harmless.
 
@@ -540,11 +526,19 @@ def escape(text: str) -> str:
     return _CONTROL.sub("\ufffd", spaced.replace("\r\n", "\n"))
 
 
-def delimit(name: str, text: str, marker: str) -> str:
-    """Return one field, escaped, between two lines that hold the marker."""
-    if marker in text:
-        raise ValueError(f"the field {name!r} contains the marker of its own fence")
-    return f"[begin {name} {marker}]\n{escape(text)}\n[end {name} {marker}]"
+def delimit(fields: Mapping[str, str], *, salt: str) -> tuple[str, list[str]]:
+    """Return a prompt's marker, and each field escaped, between two lines with it.
+
+    The marker is 32 hex digits that stand in no field. The salt sets prompts over the
+    same fields apart: rubric, attempt, seed.
+    """
+    hashes = (sha256_json([salt, n, sorted(fields.items())]) for n in itertools.count())
+    markers = (sha[:32] for sha in hashes)
+    marker = next(m for m in markers if not any(m in text for text in fields.values()))
+    return marker, [
+        f"[begin {name} {marker}]\n{escape(text)}\n[end {name} {marker}]"
+        for name, text in fields.items()
+    ]
 
 
 _DELIMITERS = (
@@ -619,10 +613,10 @@ def judge_prompt(
         "gold answer(s)": "\n".join(" ".join(gold.split()) for gold in golds),
         "model answer": answer,
     }
-    marker = marker_for(fields, salt=f"{rubric.name} {attempt} {seed}")
-    delimited = "\n".join(delimit(*field, marker) for field in fields.items())
+    marker, delimited = delimit(fields, salt=f"{rubric.name} {attempt} {seed}")
+    text = "\n".join(delimited)
     return (
-        f"{rubric.opening}\n\n{_DELIMITERS.format(marker=marker)}\n\n{delimited}\n\n"
+        f"{rubric.opening}\n\n{_DELIMITERS.format(marker=marker)}\n\n{text}\n\n"
         f"{rubric.rules}"
     )
 

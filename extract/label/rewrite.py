@@ -22,7 +22,7 @@ from beatrice.extract.generate.generator import (
     TextStage,
 )
 from beatrice.extract.generate.prompts import TEMPLATES, TemplateName
-from beatrice.extract.label.labels import delimit, marker_for
+from beatrice.extract.label.labels import delimit
 from beatrice.extract.records import (
     Example,
     Rewrite,
@@ -224,8 +224,7 @@ def rewrite_prompt(
     """
     context = TEMPLATES[template].context_text(example.passages)
     fields = {"question": example.question, "context": context}
-    marker = marker_for(fields, salt=f"rewrite {seed}")
-    question, context = (delimit(name, text, marker) for name, text in fields.items())
+    marker, (question, context) = delimit(fields, salt=f"rewrite {seed}")
     return (
         f"{_OPENING}\n{_RULES}\n{_OUTPUT}\n\n{_DELIMITERS.format(marker=marker)}\n\n"
         f"Question:\n{question}\nContext:\n{context}"

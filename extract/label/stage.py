@@ -8,14 +8,12 @@ and half wrong, so that each kind of mistake has an interval; what that says of 
 answers is weighted by how many have either label.
 """
 
-import contextlib
 import csv
 import dataclasses
-import inspect
 import io
 import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +33,6 @@ from beatrice.extract.label.labels import (
     RULES,
     ConsensusConfig,
     Judgements,
-    Key,
     LabelConfig,
     Match,
     Rubric,
@@ -49,10 +46,11 @@ from beatrice.extract.label.labels import (
     parse_verdict,
     shares_in_words,
 )
-from beatrice.extract.plugs import load_plug
+from beatrice.extract.plugs import load_plug, sha256_of_code
 from beatrice.extract.records import (
     Answer,
     Example,
+    Key,
     Label,
     read_records,
     write_lines,
@@ -72,7 +70,13 @@ from beatrice.extract.run.files import (
     write_text_atomic,
 )
 from beatrice.extract.run.rows import label_rule
-from beatrice.extract.run.stages import Stage, check_current, once, run_stage
+from beatrice.extract.run.stages import (
+    Stage,
+    current_inputs,
+    once,
+    run_stage,
+    settle_again,
+)
 
 COLUMNS = tuple(
     "item example_id setting variant question golds passages answer check human".split()
@@ -519,10 +523,8 @@ def label_run(run: RunDir, match: Match | None, progress: Progress) -> None:
     Another way to compare labels them again; None leaves it as the run has it.
     """
     if match is not None:
-        config = LabelConfig(match=match)
-        if run.settle("label", LABEL_PRESETS, is_recorded=False) != config:
-            check_current(run, "label", ())
-        run.settle("label", LABEL_PRESETS, lambda _: config, is_replaceable=True)
+        current_inputs(run, "label")  # labels that a person has changed stay
+        settle_again(run, LABEL, lambda _: LabelConfig(match=match))
     run_stage(LABEL, run, progress)
 
 
@@ -542,19 +544,13 @@ def _label(
         f"label: by {rule}, without a judge: a right answer in words that no gold "
         "lists counts as wrong"
     )
-    labels = label_by_match(*_answered(run), config.match)
-    # Without a record nobody has labelled here, and what is there is a person's.
-    _write_labels(run, labels, progress, is_new=record is None)
+    _write_labels(run, label_by_match(*_answered(run), config.match), progress)
 
 
-def _write_labels(
-    run: RunDir,
-    labels: Sequence[Label],
-    progress: Progress,
-    *,
-    is_new: bool = False,
-) -> None:
+def _write_labels(run: RunDir, labels: Sequence[Label], progress: Progress) -> None:
     """Write labels; print how many are correct, and an answer where all are alike."""
+    # Without a record nobody has labelled here, and what is there is a person's.
+    is_new = run.stage_record("label") is None
     write_text_atomic(run.labels, write_lines(labels), is_new=is_new)
     examples = read_examples(run)
     for line in shares_in_words(examples, labels):
@@ -571,9 +567,9 @@ def _write_labels(
             return
 
 
-def _label_inputs(run: RunDir) -> dict[str, str]:
-    """Return the identities of the files that every way of labelling reads."""
-    return run.hash_inputs(*question_files(run), run.answers)
+def _reads(run: RunDir) -> list[Path]:
+    """Return the files that every way of labelling reads."""
+    return [*question_files(run), run.answers]
 
 
 def judge_stage(
@@ -620,7 +616,7 @@ def judge_stage(
         run=run,
         name="label",
         role="judge",
-        reads=[*question_files(run), run.answers],
+        reads=_reads(run),
         settings={"judge": sha256_json(identity), "rule": rule},
         outputs=[run.labels, summary],
         make=make,
@@ -631,42 +627,47 @@ def judge_stage(
 def label_run_with(run: RunDir, spec: str, progress: Progress) -> None:
     """Label answers by a person's judge, see `load_plug`; writes `labels.jsonl`."""
     judge = load_plug(spec, JUDGES)
-    inputs = _label_inputs(run) | {"rule": f"judge {spec}"}
-    defined = judge if inspect.isroutine(judge) else type(judge)
-    # The answers are judged again where the file of the judge has changed.
-    with contextlib.suppress(TypeError, OSError):  # built-in, or in no file
-        inputs["judge_with"] = sha256_file(Path(inspect.getfile(defined)))
-    check_current(run, "label", inputs)
-    labels: list[Label] = []
-    if not run.stage_done("label", inputs):
-        # Before the labels that are there count as begun again: a judge may fail.
+    identity = {"rule": f"judge {spec}"}
+    if code := sha256_of_code(judge):  # judged again where this file has changed
+        identity["judge_with"] = code
+
+    def make() -> list[Label]:
         with progress.stage("judge") as update:
-            labels = label_with(*_answered(run), judge, name=spec, progress=update)
+            return label_with(*_answered(run), judge, name=spec, progress=update)
 
-    def work(update: Update) -> None:
-        _write_labels(run, labels, progress)
-
-    once(run, "label", inputs, [run.labels], progress, work)
+    _label_by(run, identity, make, progress)
 
 
 def label_run_by_import(run: RunDir, path: Path, progress: Progress) -> None:
     """Label the run's answers by a person's file; writes `labels.jsonl`."""
-    hashes = _label_inputs(run)
-    # Before the labels that are there count as begun again: a wrong file changes none.
-    imported = import_labels(path, *_answered(run))
 
-    def work(update: Update) -> None:
+    def make() -> Sequence[Label]:
+        imported = import_labels(path, *_answered(run))
         progress.note(
             f"label: {imported.n_lines} lines of {path}; {imported.n_other_question} "
             f"are about other questions, {imported.n_other_answer} about other answers "
             "than this run's"
         )
-        _write_labels(run, imported.labels, progress)
+        return imported.labels
 
-    inputs = hashes | {
-        "imported": sha256_file(path),
-        "rule": f"imported from {path.name}",
-    }
+    rule = f"imported from {path.name}"
+    _label_by(run, {"imported": sha256_file(path), "rule": rule}, make, progress)
+
+
+def _label_by(
+    run: RunDir,
+    identity: Mapping[str, str],
+    make: Callable[[], Sequence[Label]],
+    progress: Progress,
+) -> None:
+    """Write the labels that a person's judge or file makes, unless they are there."""
+    inputs = {**current_inputs(run, "label", _reads(run)), **identity}
+    # Before the labels that are there count as begun again: judge or file may fail.
+    labels = [] if run.stage_done("label", inputs) else make()
+
+    def work(update: Update) -> None:
+        _write_labels(run, labels, progress)
+
     once(run, "label", inputs, [run.labels], progress, work)
 
 
@@ -676,9 +677,9 @@ def _labelled(run: RunDir) -> list[LabelledAnswer]:
     return join_labels(read_examples(run), read_answers(run), labels)
 
 
-def audit_labels(run: RunDir, *, n_sample: int, seed: int) -> dict[str, Any]:
+def audit_labels(run: RunDir, n_sample: int) -> dict[str, Any]:
     """Write what is known about the labels' quality into `audit/`, and return it."""
-    rows = _labelled(run)
+    rows, seed = _labelled(run), run.seed
     listed = disagreements(rows)
     report = {
         "label_rule": label_rule(run),
@@ -695,16 +696,16 @@ def audit_labels(run: RunDir, *, n_sample: int, seed: int) -> dict[str, Any]:
     return report
 
 
-def compare_annotations(run: RunDir, path: Path, *, seed: int) -> HumanAgreement:
+def compare_annotations(run: RunDir, path: Path) -> HumanAgreement:
     """Compare a person's annotations with the labels; writes `audit/human.json`."""
-    human = read_annotations(path, _labelled(run), seed=seed)
+    human = read_annotations(path, _labelled(run), seed=run.seed)
     write_json_atomic(run.audit / "human.json", dataclasses.asdict(human))
     return human
 
 
 LABEL = Stage(
     name="label",
-    inputs=lambda run: [*question_files(run), run.answers],
+    inputs=_reads,
     outputs=lambda run: [run.labels],
     work=_label,
     presets=LABEL_PRESETS,

@@ -22,22 +22,24 @@ _FULL_IN_WORDS = tuple(map(os.strerror, _FULL))
 def in_one_sentence(error: Exception) -> str:
     """Return what a person is told of an expected failure: what, where, what to do."""
     message = " ".join(_DUMPS.sub("", str(error)).split())
-    # A path or a text given by a user may hold what no terminal can show.
-    message = message.encode("utf-8", "backslashreplace").decode()
-    if isinstance(error, MemoryError):
-        return f"not enough memory ({message or 'none is left'}); ask for less at once"
     number = error.errno if isinstance(error, OSError) else None
-    if number in _FULL or any(words in message for words in _FULL_IN_WORDS):
-        return (
+    if isinstance(error, MemoryError):
+        message = (
+            f"not enough memory ({message or 'none is left'}); ask for less at once"
+        )
+    elif number in _FULL or any(words in message for words in _FULL_IN_WORDS):
+        message = (
             f"a file cannot grow, as on a full disk ({message}); make room and run the "
             "same line again: it continues"
         )
-    if number is not None and isinstance(error, OSError):
+    elif number is not None and isinstance(error, OSError):
         names = " and ".join(str(n) for n in (error.filename, error.filename2) if n)
-        shown = f"{names or 'a file'}: {error.strerror}"
-        shown = shown.encode("utf-8", "backslashreplace").decode()
-        return f"{shown}; look whether it is there and may be read and written"
-    return message
+        message = (
+            f"{names or 'a file'}: {error.strerror}; look whether it is there and may "
+            "be read and written"
+        )
+    # A path or a text given by a user may hold what no terminal can show.
+    return message.encode("utf-8", "backslashreplace").decode()
 
 
 Update = Callable[[int, int], None]  # (done, total)

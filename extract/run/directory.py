@@ -283,10 +283,14 @@ def write_or_compare_manifest(path: Path, settings: NewRun) -> None:
     check_same(path, recorded, wanted | wanted.pop("sections"))
 
 
+class OtherSettings(ValueError):
+    """A run has other settings than those that are asked for."""
+
+
 def check_same(
     path: Path, recorded: Mapping[str, Any], wanted: Mapping[str, Any]
 ) -> None:
-    """Check that settings are those that a run has."""
+    """Check that settings are those that a run has; raises `OtherSettings`."""
     here, there = dict(_dotted(recorded, wanted)), dict(_dotted(wanted, recorded))
     names = [
         name
@@ -302,7 +306,7 @@ def check_same(
         ", ".join(f"{n}={side[n]!r}" if n in side else f"no {n}" for n in names)
         for side in (here, there)
     )
-    raise ValueError(
+    raise OtherSettings(
         f"{path} holds a run with {has}; you asked for {requested}; choose another "
         "directory, or repeat that run's options"
     )
@@ -352,18 +356,6 @@ class StageRecord(Record, frozen=True, kw_only=True):
     seconds: float  # wall time
     finished: str  # UTC; empty while the stage is done again
     versions: dict[str, str]  # of Python and packages, as they were then
-
-    def write(self, path: Path) -> None:
-        """Write the record, in one step."""
-        write_json_atomic(path, seal(msgspec.structs.asdict(self)))
-
-    @classmethod
-    def read(cls, path: Path) -> Self | None:
-        """Return the record at a path, or None if there is none that can be read."""
-        try:
-            return msgspec.convert(read_sealed(path, ""), cls)
-        except (ValueError, msgspec.ValidationError):
-            return None  # of an older program or damaged: the stage is done again
 
 
 def _at(name: str, text: str) -> Any:
@@ -506,10 +498,11 @@ class RunDir:
             where = f"{self.manifest}, section {name!r}"
             settings = decode_section(value, type(settings), where)
         changed = settings if change is None else change(settings)
-        if value is not None and changed == settings:
-            return changed
-        if value is not None and not is_replaceable:
-            check_same(self.path, {name: value}, {name: as_json(changed)})
+        if value is not None:
+            if changed == settings:
+                return changed
+            if not is_replaceable:
+                check_same(self.path, {name: value}, {name: as_json(changed)})
         if is_recorded:
             manifest["sections"][name] = as_json(changed)
             write_json_atomic(self.manifest, seal(manifest))
@@ -541,41 +534,46 @@ class RunDir:
 
         See `StageRecord`; outputs lie inside the run directory.
         """
-        digests = {
-            self._relative(path): sha256_tree(self.path / path) for path in outputs
-        }
-        missing = [path for path, sha in digests.items() if sha is None]
-        if missing:
-            raise ValueError(
-                f"stage {name!r} says it wrote {missing[0]}, which is not in "
-                f"{self.path}; mark a stage after its files are written"
-            )
+        digests = self._digests(outputs)
+        for path, sha in digests.items():
+            if not sha:
+                raise ValueError(
+                    f"stage {name!r} says it wrote {path}, which is not in "
+                    f"{self.path}; mark a stage after its files are written"
+                )
         record = StageRecord(
             stage=name,
             inputs=dict(inputs),
-            outputs={path: str(sha) for path, sha in digests.items()},
+            outputs=digests,
             verb=verb or name,
             seconds=round(seconds, 3),
             finished=utc_now(),
             versions=package_versions(),
         )
-        record.write(self._stage_file(name))
+        self._write_record(record)
         return record
 
     def reopen_stage(self, name: str) -> None:
         """Write down that a stage with a record is done again from now on."""
         record = self.stage_record(name)
         if record is not None and record.finished:
-            msgspec.structs.replace(record, finished="").write(self._stage_file(name))
+            self._write_record(msgspec.structs.replace(record, finished=""))
+
+    def _write_record(self, record: StageRecord) -> None:
+        fields = msgspec.structs.asdict(record)
+        write_json_atomic(self._stage_file(record.stage), seal(fields))
 
     def stage_record(self, name: str) -> StageRecord | None:
-        """Return what a stage left behind, or None if it was never finished."""
-        return StageRecord.read(self._stage_file(name))
+        """Return what a stage left behind, or None if no record can be read."""
+        try:
+            return msgspec.convert(read_sealed(self._stage_file(name), ""), StageRecord)
+        except ValueError:
+            return None  # of an older program or damaged: the stage is done again
 
-    def stage_records(self) -> list[str]:
-        """Return the names of the stages that have a record, oldest first."""
+    def stage_records(self) -> dict[str, StageRecord | None]:
+        """Return the record of each stage, oldest first; None where it is damaged."""
         files = sorted(self.stages.glob("*.json"), key=lambda p: p.stat().st_mtime_ns)
-        return [file.stem for file in files]
+        return {file.stem: self.stage_record(file.stem) for file in files}
 
     def stage_gap(
         self, name: str, inputs: Mapping[str, str] | None = None
@@ -592,10 +590,14 @@ class RunDir:
             return f"stage {name} has no record yet"
         if not record.finished:
             return f"stage {name} was begun again and is not finished"
-        now = self._rehash(record.inputs) if inputs is None else dict(inputs)
+        if inputs is None:
+            inputs = {
+                path: sha256_tree(self.path / path) or sha
+                for path, sha in record.inputs.items()
+            }
         for kind, then, current in (
-            ("input", record.inputs, now),
-            ("output", record.outputs, self._rehash(record.outputs, gone="")),
+            ("input", record.inputs, inputs),
+            ("output", record.outputs, self._digests(record.outputs)),
         ):
             for path in sorted(then.keys() | current.keys()):
                 if then.get(path) != current.get(path):
@@ -610,11 +612,11 @@ class RunDir:
         record = self.stage_record(name)
         if record is None or not record.finished:
             return None
-        paths = [path for path in FOR_PEOPLE if path in record.outputs]
-        digests = {path: sha256_tree(self.path / path) for path in paths}
-        return next(
-            (p for p in paths if digests[p] not in (None, record.outputs[p])), None
-        )
+        digests = self._digests(path for path in FOR_PEOPLE if path in record.outputs)
+        for path, sha in digests.items():
+            if sha not in ("", record.outputs[path]):
+                return path
+        return None
 
     def stale_source(self, paths: Iterable[str]) -> tuple[str, str] | None:
         """Find, among the paths that a stage is about to read, what is out of date.
@@ -622,7 +624,7 @@ class RunDir:
         Returns the stage nearest to the questions whose record does not hold any more,
         and which of its outputs is read; None where all that was read holds.
         """
-        records = [r for n in self.stage_records() if (r := self.stage_record(n))]
+        records = list(filter(None, self.stage_records().values()))
         seen: set[str] = set()
 
         def look(path: str) -> tuple[str, str] | None:
@@ -648,26 +650,23 @@ class RunDir:
 
     def hash_inputs(self, *paths: Path | str) -> dict[str, str]:
         """Return the identities of files and folders of this run, for a stage."""
-        hashes = {self._relative(path): sha256_tree(self.path / path) for path in paths}
-        for path, sha in hashes.items():
-            if sha is None:
+        digests = self._digests(paths)
+        for path, sha in digests.items():
+            if not sha:
                 raise NotWritten(self.path, path)
-        digests = {path: str(sha) for path, sha in hashes.items()}
         self._check_unaltered(digests)
         return digests
 
     def _check_unaltered(self, digests: Mapping[str, str]) -> None:
-        records = {name: self.stage_record(name) for name in self.stage_records()}
-        unknown = set(digests)
-        for name, record in records.items():
-            written = record.outputs if record else {}
-            unknown -= written.keys()
-            for path in sorted(digests.keys() & written.keys()):
-                if record and digests[path] != written[path]:
+        records, unknown = self.stage_records(), set(digests)
+        for record in filter(None, records.values()):
+            for path, sha in record.outputs.items():
+                if digests.get(path, sha) != sha:
                     raise ValueError(
-                        f"{self.path / path} has changed since stage {name} wrote it; "
-                        f"restore it, or run `beatrice {record.verb}` again"
+                        f"{self.path / path} has changed since stage {record.stage} "
+                        f"wrote it; restore it, or run `beatrice {record.verb}` again"
                     )
+                unknown.discard(path)
         damaged = [name for name, record in records.items() if record is None]
         if damaged and unknown:
             path = min(unknown)
@@ -677,14 +676,9 @@ class RunDir:
                 "stage again"
             )
 
-    def _rehash(
-        self, recorded: Mapping[str, str], gone: str | None = None
-    ) -> dict[str, str]:
-        """Hash recorded paths again; what is no path keeps its value, or `gone`."""
-        return {
-            path: sha256_tree(self.path / path) or (sha if gone is None else gone)
-            for path, sha in recorded.items()
-        }
+    def _digests(self, paths: Iterable[Path | str]) -> dict[str, str]:
+        """Return the SHA-256 of files and folders by path; empty where none is."""
+        return {self._relative(p): sha256_tree(self.path / p) or "" for p in paths}
 
     def _stage_file(self, name: str) -> Path:
         return self.stages / f"{name}.json"

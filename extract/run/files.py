@@ -8,6 +8,7 @@ under all that it depends on. Any of these files may be deleted: then it is done
 Only what was right is remembered; nothing is where the cache cannot be written.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -374,18 +375,6 @@ def _rows(
             start += len(line)
 
 
-def _write_lines(path: Path, places: Sequence[_Location]) -> None:
-    """Replace a file in one step by lines of files; it may be one of them."""
-    with contextlib.ExitStack() as opened, write_stream_atomic(path) as stream:
-        sources = {
-            source: opened.enter_context(source.open("rb"))
-            for source in {location.path for location in places}
-        }
-        for location in places:
-            sources[location.path].seek(location.start)
-            stream.write(sources[location.path].read(location.n_bytes))
-
-
 Key = TypeVar("Key", bound=Hashable)
 
 
@@ -418,10 +407,7 @@ class JournalFiles(Generic[Key, Decoded]):
         """Return where those rows lie."""
         # Parts are read first: they go only after the file has their rows.
         *of_parts, of_file = map(self._places_in, [*self.part_files(), self.path])
-        places: dict[Key, _Location] = {}
-        for of_part in reversed(of_parts):
-            places |= of_part
-        return places | of_file
+        return dict(collections.ChainMap(of_file, *of_parts))  # the first has it
 
     def _places_in(self, file: Path) -> dict[Key, _Location]:
         places: dict[Key, _Location] = {}
@@ -514,12 +500,18 @@ class Journal(Mapping[Key, Decoded]):
             self._rewrite(present)
 
     def _rewrite(self, order: Sequence[Key]) -> None:
-        _write_lines(self.files.path, [self._places[key] for key in order])
-        start, places = 0, {}
-        for key in order:
-            n_bytes = self._places[key].n_bytes
-            places[key] = _Location(self.files.path, start, n_bytes)
-            start += n_bytes
+        """Replace the file in one step by these rows, which may lie in parts."""
+        path, places = self.files.path, {}
+        with contextlib.ExitStack() as opened, write_stream_atomic(path) as stream:
+            sources = {
+                source: opened.enter_context(source.open("rb"))
+                for source in {self._places[key].path for key in order}
+            }
+            for key in order:
+                source, start, n_bytes = self._places[key]
+                places[key] = _Location(path, stream.tell(), n_bytes)
+                sources[source].seek(start)
+                stream.write(sources[source].read(n_bytes))
         self._places = places
 
 

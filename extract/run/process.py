@@ -73,14 +73,14 @@ class Share:
         return [items[index] for index in sorted(places)]
 
 
-# Names of rank and world size, per launcher. In a SLURM batch script outside srun,
-# SLURM_PROCID is 0 although one process runs: only the step's own count says how many.
+# Per launcher the names of rank, world size, and rank on this machine. In a SLURM batch
+# script outside srun, SLURM_PROCID is 0 although one process runs: only the step's own
+# count says how many.
 _LAUNCHERS = (
-    ("RANK", "WORLD_SIZE"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 )
-_LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 
 
 def _number(text: str, source: str) -> int:
@@ -103,7 +103,7 @@ def find_share(
         if not slash:
             raise ValueError(f"{source}: expected i/n, such as 0/4 for the first of 4")
         return Share(_number(rank, source), _number(world_size, source), source)
-    for names in _LAUNCHERS:
+    for *names, _ in _LAUNCHERS:
         known = [f"{name}={environ[name]}" for name in names if name in environ]
         if len(known) == 2:
             source = " ".join(known)
@@ -120,7 +120,7 @@ def find_share(
 
 def local_rank(environ: Mapping[str, str] = os.environ) -> int:
     """Return this process's number among those of its machine, 0 without a launcher."""
-    for name in _LOCAL_RANKS:
+    for *_, name in _LAUNCHERS:
         if name in environ:
             return _number(environ[name], name)
     return 0
@@ -131,14 +131,14 @@ def own_gpu(environ: Mapping[str, str] = os.environ) -> int | None:
 
     None where no launcher numbers the processes of this machine: then all are.
     """
-    if not any(name in environ for name in _LOCAL_RANKS):
+    if not any(name in environ for *_, name in _LAUNCHERS):
         return None
     number, visible = local_rank(environ), environ.get("CUDA_VISIBLE_DEVICES")
     # Slurm may show each process one GPU, which is then its first.
     return number if visible is None else number % (visible.count(",") + 1)
 
 
-_STATUS = Path("/proc/self/status")
+_STATUS = "/proc/self/status"
 # Of <malloc.h>; glibc alone has them.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 
@@ -154,7 +154,7 @@ def peak_bytes() -> int:
 
     Where the mark cannot be reset, since the process began.
     """
-    n_bytes = _resident("VmHWM")
+    n_bytes = proc_bytes(_STATUS, "VmHWM")
     if n_bytes is not None:
         return n_bytes
     unit = 1 if sys.platform == "darwin" else 1024
@@ -163,13 +163,14 @@ def peak_bytes() -> int:
 
 def held_bytes() -> int:
     """Return what is resident now, in bytes; where unknown, the peak so far."""
-    n_bytes = _resident("VmRSS")
+    n_bytes = proc_bytes(_STATUS, "VmRSS")
     return peak_bytes() if n_bytes is None else n_bytes
 
 
-def _resident(field: str) -> int | None:
+def proc_bytes(path: str, field: str) -> int | None:
+    """Return a size that a file of Linux's /proc tells in kB; None elsewhere."""
     with contextlib.suppress(OSError):
-        for line in _STATUS.read_text().splitlines():
+        for line in Path(path).read_text().splitlines():
             if line.startswith(f"{field}:"):
                 return int(line.split()[1]) * 1024
     return None
@@ -183,7 +184,7 @@ def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
     environment says how it allocates (`MALLOC_…`, `GLIBC_TUNABLES`).
     """
     # Either alone would stop glibc from finding the other by itself.
-    return _tell({_MMAP_THRESHOLD: 64 << 20, _TRIM_THRESHOLD: 512 << 20}, environ)
+    return _set_malloc({_MMAP_THRESHOLD: 64 << 20, _TRIM_THRESHOLD: 512 << 20}, environ)
 
 
 def return_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
@@ -195,7 +196,7 @@ def return_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
     """
     # The second is glibc's own, which `keep_freed_memory` may have changed before.
     limits = {_MMAP_THRESHOLD: 1 << 20, _TRIM_THRESHOLD: 128 << 10, _ARENA_MAX: 2}
-    return _tell(limits, environ)
+    return _set_malloc(limits, environ)
 
 
 def trim_freed_memory() -> None:
@@ -207,7 +208,8 @@ def trim_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _tell(limits: Mapping[int, int], environ: Mapping[str, str]) -> bool:
+def _set_malloc(limits: Mapping[int, int], environ: Mapping[str, str]) -> bool:
+    """Set limits of glibc's allocator; return whether all of them are set."""
     ours = (
         "MALLOC_TRIM_THRESHOLD_",
         "MALLOC_MMAP_THRESHOLD_",

@@ -32,9 +32,6 @@ SHARES = (
     *("precision", "coverage"),
 )
 # What a row measures; its other columns say of what.
-_FLOATS = {
-    *("value", "ci_low", "ci_high", "p_value", "bin_x", "bin_y", "bin_width", "wanted"),
-}
 MEASURED = ("value", "ci_low", "ci_high", "n", "n_failed", "reason", "p_value")
 RowSetting = Literal["closed_book", "with_context", "both"]
 
@@ -154,6 +151,10 @@ class ResultRow(Record, frozen=True, kw_only=True):
         )
 
 
+_HINTS = typing.get_type_hints(ResultRow)
+_FLOATS = {name for name, hint in _HINTS.items() if float in get_args(hint)}
+
+
 def write_rows(rows: Iterable[ResultRow]) -> str:
     """Return the rows as JSON lines: floats of six decimals, no absent column."""
     lines = []
@@ -189,7 +190,7 @@ def as_frame(rows: Iterable[ResultRow]) -> "pandas.DataFrame":
 
     rows = list(rows)
     columns = {}
-    for name, hint in typing.get_type_hints(ResultRow).items():
+    for name, hint in _HINTS.items():
         numbers = {int: "Int64", float: "Float64"}
         dtype = next(
             (numbers[x] for x in get_args(hint) or (hint,) if x in numbers), "string"

@@ -23,7 +23,7 @@ from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.directory import (
     FOR_PEOPLE,
     InUse,
-    NewRun,
+    OtherSettings,
     Preset,
     RunDir,
 )
@@ -100,23 +100,31 @@ class Stage:
     # Says what is left to do, with the same settings; None without a `--dry-run`.
     forecast: Callable[[RunDir, Any], Forecast] | None = None
 
-    def settle(self, run: RunDir, change: Change | None = None, **options: bool) -> Any:
+    def settle(
+        self,
+        run: RunDir,
+        change: Change | None = None,
+        *,
+        is_replaceable: bool = False,
+        is_recorded: bool = True,
+    ) -> Any:
         """Return the stage's settings in a run, see `RunDir.settle`."""
         if not self.presets:
             return None
-        name = self.section or self.name
-        if not self.is_open:
-            return run.settle(name, self.presets, change, **options)
-        paths = [path for path in self.outputs(run) if path.exists()]
-        if not paths or change is None:
-            options.setdefault("is_replaceable", not paths)
-            return run.settle(name, self.presets, change, **options)
-        settings = change(run.settle(name, self.presets, is_recorded=False))
+        outputs = [p for p in self.outputs(run) if p.exists()] if self.is_open else []
         try:
-            return run.settle(name, self.presets, lambda _: settings, **options)
-        except ValueError as error:
-            outputs = " and ".join(map(str, paths))
-            raise ValueError(f"{error}, or delete {outputs} to make it anew") from error
+            return run.settle(
+                self.section or self.name,
+                self.presets,
+                change,
+                is_replaceable=is_replaceable or (self.is_open and not outputs),
+                is_recorded=is_recorded,
+            )
+        except OtherSettings as error:
+            if not outputs:
+                raise
+            paths = " and ".join(map(str, outputs))
+            raise ValueError(f"{error}, or delete {paths} to make it anew") from error
 
 
 def side_by_side(
@@ -172,12 +180,11 @@ def once(
 ) -> int | None:
     """Do a stage, or this process's share of it, unless it is done with these inputs.
 
-    Inputs are hashes, by name, of all that the outputs depend on. Whoever does the
-    whole work (see `Stage.work`) records it, under a verb that is by default its name.
-    Returns how many parts of other processes are missing; None if the stage was done
-    before.
+    Inputs are hashes, by name, of all that the outputs depend on, see `current_inputs`.
+    Whoever does the whole work (see `Stage.work`) records it, under a verb that is by
+    default its name. Returns how many parts of other processes are missing; None if the
+    stage was done before.
     """
-    check_current(run, name, inputs)
     gap = run.stage_gap(name, inputs)
     if gap is None:
         progress.note(f"{name}: already done")
@@ -218,7 +225,6 @@ def do_share(
     work: Callable[[RunDir], int | None],
     progress: Progress,
     parts: str,
-    new_run: NewRun | None = None,
 ) -> None:
     """Do a stage alone, or a share of it, and join all `parts` if none is missing.
 
@@ -227,7 +233,7 @@ def do_share(
     alone with the run. Raises `InUse` if a process that works alone holds the run.
     """
     if share.is_whole:
-        with RunDir.open(run_dir, new_run) as run:
+        with RunDir.open(run_dir) as run:
             work(run)
         return
     with _open_patiently(run_dir, share) as run:
@@ -252,15 +258,19 @@ def do_share(
         work(run)
 
 
-def check_current(run: RunDir, name: str, inputs: Iterable[str]) -> None:
-    """Check that what is read is current, and that no person has changed it.
+def current_inputs(
+    run: RunDir, name: str, paths: Iterable[Path] = ()
+) -> dict[str, str]:
+    """Return the identities of what a stage reads, for `once`.
 
-    A stage whose inputs have changed is done again, which is safe: what it keeps of its
+    That is current, and no person has changed it, nor what the stage wrote before. A
+    stage whose inputs have changed is done again, which is safe: what it keeps of its
     work, it keeps by what it was made of. But it reads what other stages left, and
     these have to be done again before; otherwise scores of one split would be reported
     as those of another.
     """
-    source = run.stale_source(inputs)
+    paths = list(paths)
+    source = run.stale_source(p.relative_to(run.path).as_posix() for p in paths)
     stage, path = source or (name, "")
     if edited := run.edited_output(stage):
         raise ValueError(
@@ -274,11 +284,6 @@ def check_current(run: RunDir, name: str, inputs: Iterable[str]) -> None:
             f"{name} reads {run.path / path}, which is out of date "
             f"({run.stage_gap(stage)}); run `beatrice {verb}` first"
         )
-
-
-def _current_inputs(run: RunDir, stage: Stage) -> dict[str, str]:
-    paths = stage.inputs(run)
-    check_current(run, stage.name, [p.relative_to(run.path).as_posix() for p in paths])
     return run.hash_inputs(*paths)
 
 
@@ -290,7 +295,7 @@ def run_stage(
     `change` makes of the stage's settings what a person chose; a run that has settled
     on others, or lacks an input, is a ValueError.
     """
-    inputs = _current_inputs(run, stage)
+    inputs = current_inputs(run, stage.name, stage.inputs(run))
     settings = stage.settle(run, change)
 
     def work(update: Update) -> int | None:
@@ -305,24 +310,28 @@ def run_stage(
     return n_missing
 
 
+def settle_again(run: RunDir, stage: Stage, change: Change) -> None:
+    """Let a stage have other settings at any time; it is then done again."""
+    before = stage.settle(run, is_recorded=False)
+    if change(before) != before:
+        run.reopen_stage(stage.name)
+        stage.settle(run, change, is_replaceable=True)
+
+
 def do(
     run_dir: Path,
     stage: Stage,
     *,
     change: Change | None = None,
-    new_run: NewRun | None = None,
     share: Share = Share(),
 ) -> None:
-    """Open a run directory and do a stage, or a share of it, see `run_stage`.
-
-    A new run is made as `new_run` says, see `RunDir.open`.
-    """
+    """Open a run directory and do a stage, or a share of it, see `run_stage`."""
     progress = Progress()
 
     def work(run: RunDir) -> int | None:
         return run_stage(stage, run, progress, change)
 
-    do_share(run_dir, stage.name, share, work, progress, stage.parts, new_run)
+    do_share(run_dir, stage.name, share, work, progress, stage.parts)
 
 
 def is_done(run_dir: Path, stage: Stage) -> bool:
@@ -333,8 +342,8 @@ def is_done(run_dir: Path, stage: Stage) -> bool:
     """
     run = RunDir(run_dir)
     settings = stage.settle(run, is_recorded=False)
-    inputs = {**_current_inputs(run, stage), **stage.identity(settings)}
-    return run.stage_done(stage.name, inputs)
+    inputs = current_inputs(run, stage.name, stage.inputs(run))
+    return run.stage_done(stage.name, {**inputs, **stage.identity(settings)})
 
 
 def forecast_stage(run_dir: Path, stage: Stage, change: Change | None = None) -> str:

@@ -8,7 +8,6 @@ no option of its own; `--set NAME=VALUE` gives it, and its help lists all of the
 import dataclasses
 import difflib
 import functools
-import importlib
 import math
 import re
 import types
@@ -20,9 +19,10 @@ from typing import Any, Literal
 import click
 
 from beatrice.extract.records import SETTINGS, Setting
+from beatrice.extract.run.console import Progress
 from beatrice.extract.run.directory import PRESETS, Preset, RunDir
 from beatrice.extract.run.process import Share, find_share
-from beatrice.extract.run.stages import Change, Stage, do, forecast_stage
+from beatrice.extract.run.stages import Change, Stage, run_stage, settle_again
 
 Command = Callable[..., Any]
 
@@ -261,67 +261,41 @@ class RunOptions:
     )
 
 
-def load_stage(path: str) -> Stage:
-    """Return the stage at a place such as `beatrice.selection.sweep:SWEEP`."""
-    module, name = path.split(":")
-    return getattr(importlib.import_module(module), name)
-
-
-def settle_again(run: RunDir, stage: Stage, change: Change) -> None:
-    """Let a stage have other settings at any time; it is then done again."""
-    before = stage.settle(run, is_recorded=False)
-    if change(before) != before:
-        run.reopen_stage(stage.name)
-        stage.settle(run, change, is_replaceable=True)
-
-
 def do_again_if_changed(run_dir: Path, stage: Stage, change: Change) -> None:
     """Do a stage whose settings may be others at any time."""
     with RunDir.open(run_dir) as run:
         settle_again(run, stage, change)
-    do(run_dir, stage)
+        run_stage(stage, run, Progress())
 
 
-def do_or_forecast(
-    run_dir: Path,
-    stage: Stage,
-    dry_run: bool,
-    change: Change | None = None,
-    share: Share = Share(),
-) -> None:
-    """Do a stage of an existing run, or a share, or say what it would need."""
-    if dry_run:
-        click.echo(forecast_stage(run_dir, stage, change))
-    else:
-        do(run_dir, stage, change=change, share=share)
+class Parsed(click.types.FuncParamType):
+    """What a function makes of a text; a text that it refuses is wrong usage."""
 
-
-def _check_shard(
-    context: click.Context, option: click.Parameter, shard: str | None
-) -> str | None:
-    try:
-        if shard is not None:
-            find_share(shard)
-    except ValueError as error:
-        raise click.BadParameter(str(error), context, option) from None
-    return shard
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Any:
+        """Return the value."""
+        try:
+            return self.func(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShareOptions:
     """Which part of a stage a process does."""
 
-    shard: str | None = option(
+    shard: Share | None = option(
         "Do part I (from 0) of N; each part is a process of its own. Torchrun, srun "
         "and mpirun say this by themselves.",
         metavar="I/N",
-        callback=_check_shard,
+        type=Parsed(find_share),
     )
 
     @property
     def share(self) -> Share:
         """Of the work, this process's."""
-        return find_share(self.shard)
+        return self.shard or find_share()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -335,7 +309,7 @@ class WorkOptions(ShareOptions):
     @property
     def share(self) -> Share:
         """Of the work, this process's; a dry run counts the work of all."""
-        return Share() if self.dry_run else find_share(self.shard)
+        return Share() if self.dry_run else super().share
 
 
 def check_alone(what: str, share: Share) -> None:

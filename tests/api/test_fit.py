@@ -5,6 +5,7 @@ import json
 import shutil
 
 import numpy as np
+import pandas
 import pytest
 from click.testing import CliRunner
 
@@ -239,6 +240,7 @@ def test_arrays_that_do_not_belong_together_are_refused(given, named):
         ({"signals": {"closed": 1}}, "signals"),
         ({"labels": "right"}, "labels"),
         ({"labels": [True]}, "labels"),
+        ({"labels": np.ones((20, 1))}, r"labels\[0\]: expected True, False or None"),
         ({"labels": ["yes"] * 20}, "labels"),
         ({"labels": [True] * 20}, "class"),
         ({"groups": ["a"]}, "groups"),
@@ -261,6 +263,30 @@ def test_what_fit_cannot_use_is_one_sentence(rng, change, named):
         beatrice.fit(**given, progress=False)
 
 
+def test_no_answers_have_no_p(rng):
+    signals, labels = planted_signals(rng, 60)
+    probe = beatrice.fit(signals, labels, config="smoke", progress=False)
+    assert probe.predict(signals[[]]).shape == (0,)
+
+
+def test_a_fit_shows_how_far_it_is_unless_it_is_told_not_to(rng, capsys):
+    signals, labels = planted_signals(rng, 60)
+    for progress in (True, False):
+        beatrice.fit(signals, labels, config="smoke", progress=progress)
+        assert ("fit closed_book" in capsys.readouterr().err) == progress
+
+
+def test_a_label_that_a_table_has_not_is_one_that_nobody_knows(rng):
+    signals, truth = planted_signals(rng, 60)
+    labels = pandas.array(truth.tolist(), dtype="boolean")
+    labels[:20] = pandas.NA
+    probes = [
+        beatrice.fit(signals, values, config="smoke", progress=False)
+        for values in (labels, [None] * 20 + truth[20:].tolist())
+    ]
+    assert np.array_equal(*(probe.predict(signals) for probe in probes))
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
@@ -273,6 +299,11 @@ def test_what_fit_cannot_use_is_one_sentence(rng, change, named):
 def test_a_setting_of_another_type_is_refused_when_it_is_made(fields, named):
     with pytest.raises(ValueError, match=named):
         beatrice.FitConfig(**fields)
+
+
+def test_a_probe_predicts_one_setting_at_a_time(signals, probe):
+    with pytest.raises(ValueError, match="signals: expected Signals of one setting"):
+        probe.predict(signals)
 
 
 def test_a_probe_of_arrays_says_that_it_has_no_language_model(probe):

@@ -152,6 +152,11 @@ def test_a_probe_of_a_model_in_memory_scores_with_that_model(model, examples):
     assert score.p_correct == pytest.approx(probe.predict(signals[:1])[0], abs=1e-4)
 
 
+def test_a_model_in_memory_is_not_moved_to_a_device(model):
+    with pytest.raises(ValueError, match="those of the model in memory"):
+        beatrice.load("embedded", model=model, device="cpu")
+
+
 @pytest.mark.parametrize(
     ("given", "named"),
     [

@@ -1,17 +1,19 @@
 """The doctor: what it finds of machine, model, server and run."""
 
 import json
+import os
 import shutil
 import socket
 
 import msgspec
 
 from beatrice.benchmarks.bench.tiny_models import tiny_model
-from beatrice.doctor import look_at_hub
+from beatrice.doctor import look_at_hub, look_at_machine
 from beatrice.extract.backbone.loading import load_outline
 from beatrice.extract.backbone.names import WEIGHTS, unreachable_hub
 from beatrice.extract.records import write_lines
 from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.files import write_text_atomic
 from beatrice.extract.run.stages import bytes_in_words
 from beatrice.extract.signals.extract import ExtractConfig, outline_shapes
 from tests.extract.backbone.test_loading import edit, save
@@ -34,6 +36,12 @@ def test_a_machine_that_runs_the_tests_has_no_problem(tmp_path):
     assert "6 layers, width 160, 5 heads, window 512" in result["model"]["text"]
     assert "no chat template" in result["tokenizer"]["text"]
     assert "no run directory" in result["run"]["text"]
+
+
+def test_a_machine_without_linuxs_counters_is_looked_at_too(monkeypatch, tmp_path):
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on a Mac
+    findings = {finding.about: finding for finding in look_at_machine(tmp_path)}
+    assert findings["cores"].text == f"{os.cpu_count()} cores for this process"
 
 
 def test_every_choice_of_what_is_kept_has_its_bytes():
@@ -84,6 +92,14 @@ def test_an_answered_run_is_measured_by_what_it_keeps(tmp_path):
     assert f"take {bytes_in_words(needed)};" in text
 
 
+def test_a_layer_that_the_model_does_not_have_is_a_problem_of_an_answered_run(tmp_path):
+    config = ExtractConfig(hidden_layers=(99,))
+    with RunDir.open(tmp_path / "run", smoke(extract=config)) as run:
+        write_text_atomic(run.answers_file, write_lines([an_answer()]))
+    result = doctor(run.path, code=1)["features"]
+    assert result["status"] == "problem" and "0 (embedding) to 6" in result["text"]
+
+
 def test_a_model_and_a_server_that_are_not_there_are_problems(tmp_path):
     model = doctor("--model", tmp_path / "none", code=1)["model"]
     assert model["status"] == "problem" and "no such directory" in model["text"]
@@ -102,6 +118,14 @@ def test_a_run_says_which_stages_are_done_and_which_are_stale(tmp_path):
     result = doctor(run)
     assert result["run"]["status"] == "warning"
     assert "passages.jsonl has changed" in result["run"]["text"]
+
+
+def test_a_run_whose_questions_cannot_be_read_is_a_problem_beside_all_others(tmp_path):
+    beatrice("data", tmp_path / "run", "--world", "--preset", "smoke")
+    (tmp_path / "run" / "examples.jsonl").write_text("{}\n")
+    result = doctor(tmp_path / "run", "--model", "embedded", code=1)
+    assert result["run"]["status"] == "problem" and "line 1" in result["run"]["text"]
+    assert result["model"]["status"] == "ok"
 
 
 def test_a_hub_where_nobody_answers_is_told_without_asking_again_and_again():

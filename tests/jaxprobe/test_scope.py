@@ -5,7 +5,7 @@ import pytest
 from scipy.stats import beta, norm
 
 from beatrice.extract.run.directory import NewRun, RunDir
-from beatrice.extract.run.verbs import settle_again
+from beatrice.extract.run.stages import settle_again
 from beatrice.jaxprobe.calibrate import CALIBRATE, CALIBRATE_PRESETS, CalibrateConfig
 from beatrice.jaxprobe.detector import Detector
 from beatrice.jaxprobe.families import Features, paper_dims

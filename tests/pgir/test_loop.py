@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from beatrice.extract.records import Passage
 from beatrice.extract.run.directory import NewRun, RunDir
-from beatrice.extract.run.verbs import settle_again
+from beatrice.extract.run.stages import settle_again
 from beatrice.jaxprobe.metrics import BootstrapConfig, drawn_clusters, interval_of
 from beatrice.pgir.commands import ControlOptions
 from beatrice.pgir.controllers.loop import (

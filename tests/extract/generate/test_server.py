@@ -454,7 +454,7 @@ def test_a_server_of_the_runs_backbone_has_its_tokenizer_in_the_keys(tmp_path):
         words, _ = load_tokenizer_only(run)
 
     def key(tokenizer=words.tokenizer):
-        with open_generator("m", SERVED, tokenizer=tokenizer) as generator:
+        with ServedGenerator("m", SERVED, tokenizer=tokenizer) as generator:
             prompt = GeneratorPrompt(text="p")
             return reply_key(generator.identity, prompt, SamplingConfig())
 

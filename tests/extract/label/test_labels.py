@@ -353,11 +353,14 @@ def test_a_judge_that_fails_leaves_the_labels_of_before(run, working_folder):
     assert (run.labels.read_bytes(), run.stage_record("label")) == before
 
 
-def test_labels_that_nobody_recorded_are_not_replaced(run):
+def test_labels_that_nobody_recorded_are_not_replaced(run, tmp_path):
     run.labels.write_text("mine\n")
-    output = beatrice("label", run.path, code=1).output
-    assert "labels.jsonl is there already with other content" in output
-    assert run.labels.read_text() == "mine\n"
+    row = judged("Capital of Mali?", "Bamako", True)
+    path = pub.write_lines(tmp_path / "others.jsonl", [row])
+    for options in ((), ("--import", path)):
+        output = beatrice("label", run.path, *options, code=1).output
+        assert "labels.jsonl is there already with other content" in output
+        assert run.labels.read_text() == "mine\n"
     run.labels.unlink()
     beatrice("label", run.path)
 
