@@ -9,7 +9,6 @@ dequantised and written by itself.
 import contextlib
 import copy
 import dataclasses
-import fcntl
 import functools
 import json
 import math
@@ -53,6 +52,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
+from beatrice.extract.backbone.names import locked
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.files import (
     sha256_of_model,
@@ -564,9 +564,7 @@ def unpacked(name: str) -> str:
         return str(folder)
     header = read_header(path)
     weights = Weights(header, config_of(header))
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / ".lock").open("wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(folder.parent):
         if not _is_intact(folder):
             _unpack(weights, header, folder)
     return str(folder)
