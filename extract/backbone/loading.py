@@ -601,7 +601,7 @@ def require_known_tokens(answers: Iterable[Answer], backbone: Backbone) -> None:
     for answer in answers:
         stop = () if answer.stop_id is None else (answer.stop_id,)
         for token in (*answer.prompt_ids, *answer.token_ids, *stop):
-            if token >= n_tokens:
+            if not 0 <= token < n_tokens:
                 raise ValueError(
                     f"the answer {answer.key} has the token id {token}, but "
                     f"{backbone.name} knows 0 to {n_tokens - 1}; run `beatrice answer` "

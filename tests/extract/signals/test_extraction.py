@@ -13,30 +13,19 @@ from beatrice.extract.run.process import Share
 from beatrice.extract.signals.extract import ExtractConfig, extract, n_rows_of, run_plan
 from beatrice.extract.signals.reader import SignalReader
 from beatrice.extract.signals.sequence import TokenSequence, batches_of, sequence_of
-from beatrice.extract.store.spec import Family
 from beatrice.extract.store.store import done_ranges, open_store
 from tests.extract.signals.readers import (
     SMALL,
     WaveReader,
     files_under,
     plan_of,
-    sequence_of_ids,
+    sequences_of,
 )
 from tests.records import an_answer
 
 
 def id_reader(**fields):
     return WaveReader(most_tokens=SMALL.tokens_per_batch, **fields)
-
-
-def sequences_of(n_examples=40):
-    rng = np.random.default_rng(0)
-    rows = [rng.integers(0, 50, n) for n in rng.integers(1, 60, n_examples)]
-    rows[n_examples // 2] = rng.integers(0, 50, 100)  # longer than a shard
-    return [
-        sequence_of_ids(ids, [(0, 0), (0, len(ids)), (len(ids), len(ids))])
-        for ids in rows
-    ]
 
 
 def run(where, *, reader=None, sequences=None, **worker):
@@ -154,12 +143,11 @@ def test_the_config_and_the_reader_must_agree_on_layers():
 
 
 def test_shards_are_small_enough_to_share_and_to_hold():
-    wide = {"hidden": Family(shape=(33, 4096), dtype="bfloat16", by_layer=True)}
-    assert n_rows_of(np.full(50_000, 400), wide) == 256
-    narrow = {"hidden": Family(shape=(1, 4096), dtype="bfloat16", by_layer=True)}
-    assert n_rows_of(np.full(50_000, 400), narrow) == 16384
-    assert n_rows_of(np.full(3_000, 40), narrow) == 1024
-    assert n_rows_of(np.full(3, 4), narrow) == 256
+    narrow = 2 * 4096
+    assert n_rows_of(50_000 * 400, [33 * narrow, 20]) == 256
+    assert n_rows_of(50_000 * 400, [narrow, 20]) == 16384
+    assert n_rows_of(3_000 * 40, [narrow, 20]) == 1024
+    assert n_rows_of(3 * 4, [narrow, 20]) == 256
 
 
 def test_answers_are_read_in_their_order(tmp_path):
@@ -176,6 +164,11 @@ def test_answers_are_read_in_their_order(tmp_path):
     spans = [sequence_of(answer).spans for answer in answers]
     np.testing.assert_array_equal(store.spec.spans, spans)
     assert store.spec.fingerprint["model"] == "waves"
+
+
+def test_no_answer_at_all_is_refused_in_a_sentence(tmp_path):
+    with pytest.raises(ValueError, match="expected answers to read, found none"):
+        extract(id_reader(), [], tmp_path, SMALL)
 
 
 def make_answer(**changes):

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from beatrice.benchmarks.bench.tiny_models import N_TEXT_IDS, tiny_model
+from beatrice.benchmarks.bench.tiny_models import tiny_model
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.run.process import Share, find_share
 from beatrice.extract.signals.extract import ExtractConfig, run_plan, tokens_per_unit
 from beatrice.extract.signals.reader import SignalReader
-from beatrice.extract.store.spec import Family, model_shapes
+from beatrice.extract.store.spec import model_shapes
 from beatrice.extract.store.store import open_store
 from tests.extract.signals.readers import (
     SMALL,
@@ -23,6 +23,7 @@ from tests.extract.signals.readers import (
     files_under,
     plan_of,
     sequence_of_ids,
+    sequences_of,
 )
 from tests.process import finish, start
 
@@ -76,20 +77,13 @@ def test_a_unit_waits_in_bounded_memory():
 
 
 def test_units_are_small_enough_to_share_and_large_enough_to_fill_batches():
-    narrow = {"hidden": Family(shape=(1, 4096), dtype="bfloat16", by_layer=True)}
-    assert tokens_per_unit(np.full(60_000, 400), narrow, BUDGET) == 16 * BUDGET
-    assert tokens_per_unit(np.full(4_000, 400), narrow, BUDGET) == 4_000 * 400 // 16
-    assert tokens_per_unit(np.full(100, 400), narrow, BUDGET) == BUDGET
+    assert tokens_per_unit(60_000 * 400, [8192], BUDGET) == 16 * BUDGET
+    assert tokens_per_unit(4_000 * 400, [8192], BUDGET) == 4_000 * 400 // 16
+    assert tokens_per_unit(100 * 400, [8192], BUDGET) == BUDGET
 
 
 def tiny_sequences(n_examples=120):
-    rng = np.random.default_rng(3)
-    sequences = []
-    for n_tokens in rng.integers(6, 48, n_examples):
-        a, b, c = sorted(rng.integers(1, n_tokens, 3))
-        ids = rng.integers(3, N_TEXT_IDS, n_tokens)
-        sequences.append(sequence_of_ids(ids, [[1, a], [a, b], [c, n_tokens]]))
-    return sequences
+    return sequences_of(n_examples, longest=100)  # of the small model's 128 positions
 
 
 def tiny_reader(hidden_spans="all"):
