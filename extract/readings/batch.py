@@ -11,7 +11,8 @@ beginning's states of a layer are put before those of the batch.
 
 import abc
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -27,7 +28,7 @@ from beatrice.extract.generate.local import (
     n_shared,
 )
 from beatrice.extract.records import Answer
-from beatrice.extract.signals.attention import AttentionReading, run_reading
+from beatrice.extract.signals.attention import AttentionReading, run_decoder
 from beatrice.extract.signals.batch import ReadingBudget, Rows, pad_batch
 from beatrice.extract.signals.probability import Head, head_of
 from beatrice.extract.signals.span_sums import AttentionCall, AttentionMap
@@ -105,16 +106,15 @@ def begin(
       window shorter than what is common, a softcap or sinks (no fused kernel knows
       them), or attention that the model does not ask for.
     """
-    decoder, n_tokens = layout.decoder, 0
     n_behind = 0 if behind is None else behind.n_tokens
-    if len(sequences) > 1 and decoder._can_set_attn_implementation():
-        n_tokens = n_shared(sequences)
+    asks = layout.decoder._can_set_attn_implementation()
+    n_tokens = n_shared(sequences) if asks and len(sequences) > 1 else 0
     if n_tokens < n_behind + FEWEST_SHARED:
         return behind
     ids = torch.tensor(
         [list(sequences[0][n_behind:n_tokens])], device=layout.head.weight.device
     )
-    reading = _Calls(n_tokens, layout.attention_layers, (n_tokens, n_tokens), 0)
+    reading = _Calls(n_tokens, layout.attention_layers, 0)
     layers, finals = [], []
 
     def keep(item: LayerPass) -> None:
@@ -122,7 +122,8 @@ def begin(
         layers.append(LayerPass(item.index, *(tensor.clone() for tensor in tensors)))
 
     def run(cache: DynamicCache) -> None:
-        finals.append(run_reading(layout, ids, reading, keep, cache))
+        final = run_decoder(layout, ids, on_layer=keep, reading=reading, cache=cache)
+        finals.append(final)
 
     first = None if behind is None else behind.cache_of(1)
     if (cache := begun_cache(layout, ids, run, first)) is None:
@@ -136,39 +137,40 @@ def begin(
     )
     if not is_plain:
         return behind
-    final = finals[0]
+    (final,) = finals
     if behind is not None:
-        calls = {
-            layer: behind.before_call(layer, item) for layer, item in calls.items()
-        }
-        layers, final = (
-            [behind.before_pass(item) for item in layers],
-            behind.before(final),
-        )
+        calls = {i: behind.before_call(i, item) for i, item in calls.items()}
+        layers = [behind.before_pass(item) for item in layers]
+        final = behind.before(final)
     return Beginning(
         n_tokens=n_tokens, cache=cache, calls=calls, layers=layers, final=final
     )
 
 
 def final_states(
-    layout: Layout, ids: torch.Tensor, begun: Beginning | None
+    layout: Layout,
+    ids: torch.Tensor,
+    begun: Beginning | None,
+    on_layer: Callable[[LayerPass], None] | None = None,
+    reading: AttentionReading | None = None,
 ) -> torch.Tensor:
-    """Run a padded batch, by the model's own attention kernel.
+    """Run a padded batch, whose beginning may have been run before.
 
     Args:
       layout: of the model that reads.
       ids: `[n_examples, n_tokens]`, whole sequences.
       begun: what all of them begin with, or None; only what is behind it is run.
+      on_layer: as in `run_decoder`, of what is run.
+      reading: likewise.
 
     Returns:
       `[n_examples, n_tokens, d_model]`, final-normed.
     """
-    decoder = layout.decoder
+    run = functools.partial(run_decoder, layout, on_layer=on_layer, reading=reading)
     if begun is None:
-        return decoder(input_ids=ids, use_cache=False).last_hidden_state
-    behind, cache = ids[:, begun.n_tokens :], begun.cache_of(len(ids))
-    output = decoder(input_ids=behind, past_key_values=cache, use_cache=True)
-    return begun.before(output.last_hidden_state)
+        return run(ids)
+    cache = begun.cache_of(len(ids))
+    return begun.before(run(ids[:, begun.n_tokens :], cache=cache))
 
 
 # Next-token distributions in memory at once, 256 MiB: 256 rows of the largest

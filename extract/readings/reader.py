@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from beatrice.extract.backbone.layout import LayerPass, watch_layers
+from beatrice.extract.backbone.layout import LayerPass
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.generate.prompts import (
     PromptModel,
@@ -32,7 +32,7 @@ from beatrice.extract.readings.batch import (
 )
 from beatrice.extract.readings.formulas import PARTS
 from beatrice.extract.records import Answer, Example, Passage
-from beatrice.extract.signals.attention import AttentionReading, run_reading
+from beatrice.extract.signals.attention import AttentionReading
 from beatrice.extract.signals.batch import budget_for, pad_batch
 from beatrice.extract.signals.probability import head_of, token_probabilities
 from beatrice.extract.signals.sequence import batches_of
@@ -180,8 +180,7 @@ def _end_states(
             if layer_pass.index + 1 == entry:
                 seen.append(layer_pass.h_out[every, ends - n_begun])  # noqa: B023
 
-        with watch_layers(backbone.layout, on_layer):
-            final = final_states(backbone.layout, ids, begun)
+        final = final_states(backbone.layout, ids, begun, on_layer)
         if entry == backbone.n_layers:
             seen = [final[every, ends]]
         states[batch] = seen[0].cpu()
@@ -206,14 +205,12 @@ def truth_probabilities(
     if not read:
         return result
     states = _end_states(backbone, sequences, backbone.n_layers, tokens_per_batch)
-    budget = budget_for(backbone.device)
     # All at once: what multiplies a state converts the head's weights to do so.
     scalars = token_probabilities(
         states.to(backbone.device),
         torch.tensor([ids[-1] for _, ids in read], device=backbone.device),
         head_of(backbone.model),
-        n_tokens_per_chunk=budget.n_tokens_per_chunk,
-        n_words_per_block=budget.n_words_per_block,
+        budget_for(backbone.device),
     )
     for (index, _), value in zip(read, scalars[:, 0].cpu().numpy(), strict=True):
         result[index] = np.array(value)
@@ -269,10 +266,9 @@ class _WeightReading(AttentionReading):
 
     def __init__(self, batch: Batch, readers: Sequence[Part]) -> None:
         """Begin a forward; the model's own kernel attends, for no row is shared."""
-        n_tokens = batch.ids.shape[1]
         layers = batch.backbone.attention_layers
         budget = batch.budget.n_attention_weights
-        super().__init__(n_tokens, layers, (n_tokens, n_tokens), budget)
+        super().__init__(batch.ids.shape[1], layers, budget)
         self._parts, self._begun = readers, batch.beginning
         self._first = max(0, min(part.first_row() for part in readers))
 
@@ -403,20 +399,11 @@ def _read_batch(
         for reducer in reducers:
             reducer.on_layer(layer_pass)
 
-    if readers := [reducer for reducer in reducers if reducer.reads_weights]:
-        reading = _WeightReading(batch, readers)
-        if begun is None:
-            final = run_reading(layout, batch.ids, reading, on_layer)
-        else:
-            behind, cache = (
-                batch.ids[:, begun.n_tokens :],
-                begun.cache_of(len(batch.ids)),
-            )
-            final = begun.before(run_reading(layout, behind, reading, on_layer, cache))
+    readers = [reducer for reducer in reducers if reducer.reads_weights]
+    reading = _WeightReading(batch, readers) if readers else None
+    final = final_states(layout, batch.ids, begun, on_layer, reading)
+    if reading is not None:
         reading.check_complete()
-    else:
-        with watch_layers(layout, on_layer):
-            final = final_states(layout, batch.ids, begun)
     readings: dict[str, list[torch.Tensor]] = {}
     for reducer in reducers:
         readings |= reducer.finish(final)

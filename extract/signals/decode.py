@@ -14,8 +14,8 @@ nobody.
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -51,7 +51,6 @@ from beatrice.extract.signals.span_sums import (
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 2e-2}
 _N_PADDED = 4  # columns by which the shorter prompt is padded
 _N_CHECKED = 3  # tokens: the first of a decode step, one behind it, and the last
-_FAMILIES = ("hidden", "prob", "resid", "attn")
 _N_ROOM = 8  # new tokens for which there is room at first; most answers are shorter
 
 
@@ -60,8 +59,6 @@ class DecodeReading(AttentionReading):
 
     Generation calls `watching` around each of its runs and `on_choice` after each step.
     """
-
-    attends = True
 
     def __init__(
         self,
@@ -82,10 +79,10 @@ class DecodeReading(AttentionReading):
           runs_last: run the last token of an answer that is cut, which emits nothing
             and is in no span, so that it has a row too.
         """
-        self.runs_last = runs_last
+        self.runs_last, self.answer_span = runs_last, answer_span
         self.reader, self._layout = reader, reader.backbone.layout
         layout, budget = self._layout, reader.budget.n_attention_weights
-        super().__init__(0, layout.attention_layers, (0, 0), budget)
+        super().__init__(0, layout.attention_layers, budget)
         hidden_layers, hidden_spans = reader.hidden_layers, reader.hidden_spans
         self._slots = {entry: slot for slot, entry in enumerate(hidden_layers)}
         device = layout.head.weight.device
@@ -367,7 +364,7 @@ class DecodeReading(AttentionReading):
             stop = self._width + n_written
             read = slice(first - self.n_unread, stop - self.n_unread)
             start, end = first, stop
-            if self._first_hidden == self._answer:
+            if self.reader.hidden_spans == "answer":
                 start, end = self._answer, self._width + n_tokens - is_cut
             start, end = start - self._first_hidden, end - self._first_hidden
             signals.append(
@@ -447,7 +444,7 @@ def generate_and_read(
             runs_last=runs_last,
         )
         replies = generator.write([prompts[i] for i in batch], sampling, watch)
-        read = _read_written(watch, rows, replies, sampling.stop, answer_span)
+        read = _read_written(watch, rows, replies, sampling.stop)
         written |= zip(batch, read, strict=True)
     ordered = [written[i] for i in range(len(requests))]
     return [answer for answer, _ in ordered], [signals for _, signals in ordered]
@@ -508,7 +505,6 @@ def _read_written(
     requests: Sequence[Request],
     replies: Sequence[Generated],
     stop: Sequence[str],
-    answer_span: AnswerSpan,
 ) -> Iterator[tuple[Answer, AnswerSignals]]:
     """Yield a batch's answers with their signals, some of which are read again."""
     answers, signals = _written(watch, requests, replies, stop)
@@ -516,7 +512,7 @@ def _read_written(
         if read is None:
             sequence = sequence_of(
                 answer,
-                answer_span=answer_span,
+                answer_span=watch.answer_span,
                 question_start=request.prompt.question_start,
             )
             (read,) = watch.reader.read([sequence])
@@ -570,11 +566,14 @@ def read_stepwise(
             reply: Generated = end.value
             break
         ids = (*ids, token)
-        so_far = partial(_so_far, watch, request, ids)
+        so_far = functools.partial(_so_far, watch, request, ids)
         yield WrittenToken(
-            id=token, prob=watch.last_prob(), cut=partial(so_far, None), ended=so_far
+            id=token,
+            prob=watch.last_prob(),
+            cut=functools.partial(so_far, None),
+            ended=so_far,
         )
-    return next(_read_written(watch, [request], [reply], sampling.stop, answer_span))
+    return next(_read_written(watch, [request], [reply], sampling.stop))
 
 
 def _so_far(
@@ -620,7 +619,7 @@ def decoding_differences(reader: SignalReader) -> dict[str, float]:
     config = GenerationConfig(max_new_tokens=_N_CHECKED)
     answers, written = generate_and_read(reader, requests, config)
     again = reader.read([sequence_of(answer) for answer in answers])
-    differences: dict[str, float] = dict.fromkeys(_FAMILIES, 0.0)
+    differences = dict.fromkeys(reader.shapes, 0.0)
     for signals, expected in zip(written, again, strict=True):
         for family, largest in differences.items():
             value, wanted = getattr(signals, family), getattr(expected, family)
@@ -638,17 +637,12 @@ def check_decoding(reader: SignalReader) -> str | None:
     attention from the padding on. Returns None where they agree; else why answers have
     to be read again, a sentence.
     """
-    backbone = reader.backbone
     about = [list(reader.hidden_layers), reader.hidden_spans]
-    reasons: list[str] = []
-
-    def agrees() -> bool | None:
-        reason = _why_undecodable(reader)
-        reasons.extend([] if reason is None else [reason])
-        return None if reasons else True
-
-    backbone.check_once("decoding", about, agrees)
-    return reasons[0] if reasons else None
+    why = functools.cache(lambda: _why_undecodable(reader))
+    agrees = reader.backbone.check_once(
+        "decoding", about, lambda: why() is None or None
+    )
+    return None if agrees else why()
 
 
 def _why_undecodable(reader: SignalReader) -> str | None:

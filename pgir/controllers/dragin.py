@@ -24,7 +24,7 @@ import torch
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.generate.generator import decode_ids
 from beatrice.extract.records import Example
-from beatrice.extract.signals.attention import AttentionReading, run_reading
+from beatrice.extract.signals.attention import AttentionReading, run_decoder
 from beatrice.extract.signals.batch import budget_for, pad_batch
 from beatrice.extract.signals.sequence import batches_of
 from beatrice.extract.signals.span_sums import AttentionCall, AttentionMap
@@ -78,14 +78,9 @@ def last_attention(
     for batch in batches_of([len(ids) for ids in sequences], tokens_per_batch):
         rows = [np.array(sequences[i], np.int64) for i in batch]
         ids = pad_batch(rows, backbone.device)
-        n_tokens = ids.shape[1]
-        reading = _LastWeights(
-            n_tokens,
-            backbone.attention_layers,
-            (n_tokens, n_tokens),
-            budget_for(backbone.device).n_attention_weights,
-        )
-        run_reading(backbone.layout, ids, reading, lambda layer: None)
+        budget = budget_for(backbone.device).n_attention_weights
+        reading = _LastWeights(ids.shape[1], backbone.attention_layers, budget)
+        run_decoder(backbone.layout, ids, reading=reading)
         weights = reading.per_layer()[-1].numpy()
         for row, i in enumerate(batch):
             length = len(sequences[i])

@@ -42,21 +42,6 @@ def whole(tmp_path_factory):
     return folder
 
 
-def test_the_plan_reads_each_example_once_within_its_budget():
-    plan = plan_of(sequences_of(), id_reader())
-    flat = [i for unit in plan.units for batch in unit.batches for i in batch]
-    assert sorted(flat) == list(range(40))
-    ranges = [r for unit in plan.units for r in unit.ranges]
-    assert ranges == list(range(plan.spec.n_ranges))
-    assert any(len(unit.ranges) > 1 for unit in plan.units)
-    for unit in plan.units:
-        edges = plan.spec.range_examples[[unit.ranges.start, unit.ranges.stop]]
-        for batch in unit.batches:
-            assert all(edges[0] <= i < edges[1] for i in batch)
-            padded = len(batch) * plan.spec.lengths[list(batch)].max()
-            assert padded <= SMALL.tokens_per_batch or len(batch) == 1
-
-
 def test_a_finished_run_reads_nothing_again(whole):
     reader = id_reader()
     report = run(whole, reader=reader)
