@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from beatrice.extract.generate.answers import (
-    AnswerConfig,
     Engine,
     answer_stage,
     generate,
@@ -30,6 +29,7 @@ from beatrice.extract.generate.generator import (
     SamplingConfig,
 )
 from beatrice.extract.generate.prompts import (
+    AnswerConfig,
     PromptConfig,
     PromptModel,
     Request,

@@ -28,22 +28,14 @@ from beatrice.extract.generate.local import (
     n_shared,
 )
 from beatrice.extract.records import Answer
-from beatrice.extract.signals.attention import AttentionReading, run_decoder
+from beatrice.extract.signals.attention import (
+    AttentionReading,
+    CallReading,
+    run_decoder,
+)
 from beatrice.extract.signals.batch import ReadingBudget, Rows, pad_batch
 from beatrice.extract.signals.probability import Head, head_of
-from beatrice.extract.signals.span_sums import AttentionCall, AttentionMap
-
-
-class _Calls(AttentionReading):
-    """Keeps what each layer handed to its attention; the model's own kernel attends."""
-
-    def reduce(
-        self,
-        layer: int,
-        call: AttentionCall | AttentionMap,
-        value: torch.Tensor | None,
-    ) -> tuple[AttentionCall | AttentionMap, None]:
-        return call, None
+from beatrice.extract.signals.span_sums import AttentionCall
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -114,7 +106,7 @@ def begin(
     ids = torch.tensor(
         [list(sequences[0][n_behind:n_tokens])], device=layout.head.weight.device
     )
-    reading = _Calls(n_tokens, layout.attention_layers, 0)
+    reading = CallReading(n_tokens, layout.attention_layers, 0, lambda _, call: call)
     layers, finals = [], []
 
     def keep(item: LayerPass) -> None:

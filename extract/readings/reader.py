@@ -7,6 +7,7 @@ swapped passages: here are their prompts, and the passes that read them. A pass 
 one float32 array per answer, NaN where there is nothing to read.
 """
 
+import functools
 import html
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -32,7 +33,7 @@ from beatrice.extract.readings.batch import (
 )
 from beatrice.extract.readings.formulas import PARTS
 from beatrice.extract.records import Answer, Example, Passage
-from beatrice.extract.signals.attention import AttentionReading
+from beatrice.extract.signals.attention import CallReading
 from beatrice.extract.signals.batch import budget_for, pad_batch
 from beatrice.extract.signals.probability import head_of, token_probabilities
 from beatrice.extract.signals.sequence import batches_of
@@ -261,34 +262,23 @@ _N_AHEAD = 256
 _TOKENS_PER_BATCH = 4096
 
 
-class _WeightReading(AttentionReading):
-    """Shows the log attention weights to the parts that read them."""
-
-    def __init__(self, batch: Batch, readers: Sequence[Part]) -> None:
-        """Begin a forward; the model's own kernel attends, for no row is shared."""
-        layers = batch.backbone.attention_layers
-        budget = batch.budget.n_attention_weights
-        super().__init__(batch.ids.shape[1], layers, budget)
-        self._parts, self._begun = readers, batch.beginning
-        self._first = max(0, min(part.first_row() for part in readers))
-
-    def reduce(
-        self,
-        layer: int,
-        call: AttentionCall | AttentionMap,
-        value: torch.Tensor | None,
-    ) -> tuple[bool, None]:
-        """Show a layer's weights in chunks of rows."""
-        if isinstance(call, AttentionCall) and self._begun is not None:
-            call = self._begun.before_call(layer, call)
-        call = call.prepared()
-        n_examples, n_heads, n_tokens = call.shape
-        per_row = n_examples * n_heads * n_tokens
-        for start, stop in row_chunks((self._first, n_tokens), per_row, self.budget):
-            log_weights = call.log_weights(start, stop)
-            for reader in self._parts:
-                reader.on_weights(layer, log_weights, start)
-        return True, None
+def _show_weights(
+    batch: Batch,
+    parts: Sequence[Part],
+    first: int,
+    layer: int,
+    call: AttentionCall | AttentionMap,
+) -> None:
+    """Show parts a layer's log attention weights, in chunks of rows from `first` on."""
+    if isinstance(call, AttentionCall) and batch.beginning is not None:
+        call = batch.beginning.before_call(layer, call)
+    call = call.prepared()
+    n_examples, n_heads, n_tokens = call.shape
+    per_row, budget = n_examples * n_heads * n_tokens, batch.budget.n_attention_weights
+    for start, stop in row_chunks((first, n_tokens), per_row, budget):
+        log_weights = call.log_weights(start, stop)
+        for part in parts:
+            part.on_weights(layer, log_weights, start)
 
 
 def read(
@@ -390,21 +380,22 @@ def _read_some(
 def _read_batch(
     batch: Batch, kinds: Sequence[type[Part]], wanted: frozenset[str]
 ) -> dict[str, list[torch.Tensor]]:
-    reducers = [kind(batch, wanted) for kind in kinds]
+    parts, reading = [kind(batch, wanted) for kind in kinds], None
     layout, begun = batch.backbone.layout, batch.beginning
 
     def on_layer(layer_pass: LayerPass) -> None:
         if begun is not None:
             layer_pass = begun.before_pass(layer_pass)
-        for reducer in reducers:
-            reducer.on_layer(layer_pass)
+        for part in parts:
+            part.on_layer(layer_pass)
 
-    readers = [reducer for reducer in reducers if reducer.reads_weights]
-    reading = _WeightReading(batch, readers) if readers else None
+    if readers := [part for part in parts if part.reads_weights]:
+        first = max(0, min(part.first_row() for part in readers))
+        show = functools.partial(_show_weights, batch, readers, first)
+        n_tokens, budget = batch.ids.shape[1], batch.budget.n_attention_weights
+        reading = CallReading(n_tokens, layout.attention_layers, budget, show)
     final = final_states(layout, batch.ids, begun, on_layer, reading)
-    if reading is not None:
-        reading.check_complete()
     readings: dict[str, list[torch.Tensor]] = {}
-    for reducer in reducers:
-        readings |= reducer.finish(final)
+    for part in parts:
+        readings |= part.finish(final)
     return readings

@@ -112,8 +112,32 @@ class AttentionReading(abc.ABC):
 
     def per_layer(self) -> list[Any]:
         """Return what was kept of every layer, in order."""
-        self.check_complete()
         return list(self.layers.values())
+
+
+class CallReading(AttentionReading):
+    """What a function makes of each layer's call; the model's own kernel attends."""
+
+    def __init__(
+        self,
+        n_tokens: int,
+        attention_layers: tuple[int, ...],
+        budget: int,
+        see: Callable[[int, AttentionCall | AttentionMap], Any],
+    ) -> None:
+        """Begin a reading; `see` is given a layer's index and call."""
+        super().__init__(n_tokens, attention_layers, budget)
+        self._see = see
+
+    def reduce(
+        self,
+        layer: int,
+        call: AttentionCall | AttentionMap,
+        value: torch.Tensor | None,
+    ) -> tuple[Any, None]:
+        """Return what the function returns; True stands for None."""
+        seen = self._see(layer, call)
+        return (True if seen is None else seen), None
 
 
 class SpanReading(AttentionReading):
@@ -462,6 +486,8 @@ def run_decoder(
         if on_layer is not None:
             stack.enter_context(watch_layers(layout, on_layer))
         output = decoder(input_ids=ids, use_cache=cache is not None, **options)
+    if reading is not None:
+        reading.check_complete()
     return output.last_hidden_state
 
 

@@ -79,7 +79,8 @@ class DecodeReading(AttentionReading):
           runs_last: run the last token of an answer that is cut, which emits nothing
             and is in no span, so that it has a row too.
         """
-        self.runs_last, self.answer_span = runs_last, answer_span
+        self.runs_last = runs_last
+        self.answer_span: AnswerSpan = answer_span
         self.reader, self._layout = reader, reader.backbone.layout
         layout, budget = self._layout, reader.budget.n_attention_weights
         super().__init__(0, layout.attention_layers, budget)

@@ -12,11 +12,9 @@ from beatrice.benchmarks.bench import oracle
 from beatrice.benchmarks.bench.oracle import TOLERANCE
 from beatrice.benchmarks.bench.tiny_models import (
     FAMILIES,
-    WRAPPERS,
     architectures,
     make_batch,
     make_sequence,
-    multimodal_wrapper,
     tiny_model,
 )
 from beatrice.extract.backbone.loading import Backbone
@@ -170,15 +168,6 @@ def test_no_map_of_a_decoder_that_returns_its_weights_is_kept():
     forward(backbone, make_batch()[:1])
     handle.remove()
     assert seen[0].attentions == (None, None, None)
-
-
-@pytest.mark.parametrize("family", list(WRAPPERS))
-def test_a_multimodal_wrapper_reads_as_its_text_model(family):
-    text = SignalReader(Backbone.from_model(tiny_model(family)))
-    wrapper = SignalReader(Backbone.from_model(multimodal_wrapper(family)))
-    batch = make_batch()
-    for left, right in zip(text.read(batch), wrapper.read(batch), strict=True):
-        assert_same_signals(left, right, TOLERANCE)
 
 
 @pytest.mark.parametrize("entries", [(9,), (-1,), (1, 1)])
@@ -388,16 +377,6 @@ def test_logits_of_bfloat16_are_sums_in_float32():
 def test_logits_of_float32_are_the_plain_product_bit_by_bit():
     head, states = random_head(torch.float32)
     assert torch.equal(head.logits(states, 0, 3000), torch.mm(states, head.weight.T))
-
-
-def test_products_of_others_stay_in_float32_after_logits_of_bfloat16():
-    precision = torch.backends.mkldnn.matmul.fp32_precision
-    head, states = random_head(torch.float32)
-    before = torch.mm(states, head.weight.T)
-    half, half_states = random_head(torch.bfloat16)
-    half.logits(half_states, 0, 3000)
-    assert torch.backends.mkldnn.matmul.fp32_precision == precision
-    assert torch.equal(torch.mm(states, head.weight.T), before)
 
 
 def test_products_of_others_stay_in_float32_after_two_threads_took_logits():
