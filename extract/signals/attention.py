@@ -238,31 +238,26 @@ def _selected(
             f"cannot read the attention of {type(module).__name__} to keys out of a "
             "cache, of which it chooses some"
         )
+    if blocks is None:  # a key is a block of one, and all heads are one group
+        blocks, size = torch.atleast_1d(chosen)[:, None], 1
+    else:
+        indexer = getattr(module, "indexer", None) if chosen is None else None
+        size = getattr(indexer, "block_size", 0)
     n_examples, n_heads, n_tokens, _ = query.shape
-    choices = chosen if blocks is None else blocks
-    assert choices is not None  # one of the two, see above
-    shape = tuple(choices.shape)
     is_known = (
-        shape[:-1] == (n_examples, n_tokens)
-        if blocks is None
-        else (
-            len(shape) == 4
-            and (shape[0], shape[2]) == (n_examples, n_tokens)
-            and n_heads % max(1, shape[1]) == 0
-            and hasattr(getattr(module, "indexer", None), "block_size")
-        )
+        size > 0
+        and blocks.ndim == 4
+        and (len(blocks), blocks.shape[2]) == (n_examples, n_tokens)
+        and n_heads % max(1, blocks.shape[1]) == 0
     )
-    if not is_known or (chosen is not None and blocks is not None):
+    if not is_known:
         raise ValueError(
             f"cannot read the attention of {type(module).__name__}: expected the keys "
             f"that are chosen for each of {n_examples} x {n_tokens} tokens, as indices "
-            f"or as blocks of an indexer, found {shape}; use another backbone"
+            "or as blocks of an indexer, found the shape (examples, groups of heads, "
+            f"tokens, chosen) = {tuple(blocks.shape)}; use another backbone"
         )
-    keys, size = torch.arange(n_tokens, device=query.device), 1
-    if blocks is None:
-        blocks = choices[:, None]
-    else:
-        size = module.indexer.block_size
+    keys = torch.arange(n_tokens, device=query.device)
     n_blocks = -(-n_tokens // size)
     blocks = blocks.long().masked_fill(blocks < 0, n_blocks)  # a column that is cut off
     is_selected = torch.zeros(

@@ -99,19 +99,7 @@ class DecodeReading(AttentionReading):
         self._first_hidden = self._answer if hidden_spans == "answer" else self.n_unread
         ids = [[0] * n + [*p.ids] for n, p in zip(self._pads, prompts, strict=True)]
         self._ids = torch.tensor(ids, device=device)
-        columns = torch.arange(n_columns)
-        edges = []
-        for pad, prompt in zip(self._pads, prompts, strict=True):
-            (start, stop), question = prompt.context_span, prompt.question_start
-            question = stop if question is None else question
-            edges.append([(pad + start, pad + stop), (pad + question, self._answer)])
-        starts, stops = torch.tensor(edges)[..., None].unbind(2)
-        # Which columns are of context, question and answer.
-        members = torch.zeros((n_rows, 3, n_columns), dtype=torch.bool)
-        members[:, :2] = (columns >= starts) & (columns < stops)
-        members[:, 2] = columns == self._width - 1  # later ones as they are written
-        members[:, 2] &= columns >= self._answer
-        self._members = members.to(device)
+        self._members = self._members_of(prompts, n_columns).to(device)
         n_read, n_layers = self._n_room - self.n_unread, len(layout.layers)
         self._prob = torch.zeros((n_rows, n_read, 5), device=device)
         self._resid = torch.zeros((n_rows, n_read, 4 * n_layers), device=device)
@@ -119,6 +107,23 @@ class DecodeReading(AttentionReading):
         # By layer, over rows and keys, [2, n_rows, n_heads, 2, n_read]: `span_sums`.
         self._sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._n_written = [0] * n_rows  # tokens of each answer that were run
+
+    def _members_of(self, prompts: Sequence[Prompt], n_columns: int) -> torch.Tensor:
+        """Return which columns are of context, question and answer, as bools.
+
+        `[n_rows, 3, n_columns]`; the answer's are added as they are written.
+        """
+        columns = torch.arange(n_columns)
+        edges = []
+        for pad, prompt in zip(self._pads, prompts, strict=True):
+            (start, stop), question = prompt.context_span, prompt.question_start
+            question = stop if question is None else question
+            edges.append([(pad + start, pad + stop), (pad + question, self._answer)])
+        starts, stops = torch.tensor(edges)[..., None].unbind(2)
+        members = torch.zeros((len(prompts), 3, n_columns), dtype=torch.bool)
+        members[:, :2] = (columns >= starts) & (columns < stops)
+        members[:, 2] = (columns == self._width - 1) & (columns >= self._answer)
+        return members
 
     @contextlib.contextmanager
     def watching(self, rows: Sequence[int], n_cached: int) -> Iterator[None]:

@@ -142,8 +142,8 @@ def tokens_per_unit(
     return min(_BATCHES_PER_UNIT * tokens_per_batch, shared, in_memory)
 
 
-def _unit_edges(spec: StoreSpec, n_tokens: int) -> list[int]:
-    """Join consecutive ranges up to so many tokens; at least one range each."""
+def _units(spec: StoreSpec, n_tokens: int, tokens_per_batch: int) -> tuple[Unit, ...]:
+    """Join consecutive ranges up to so many tokens, at least one range each."""
     rows = np.diff(spec.offsets[spec.range_examples]).tolist()
     edges, used = [0], 0
     for range_id, n_rows in enumerate(rows):
@@ -151,7 +151,16 @@ def _unit_edges(spec: StoreSpec, n_tokens: int) -> list[int]:
             edges.append(range_id)
             used = 0
         used += n_rows
-    return [*edges, spec.n_ranges]
+    units = []
+    for first, last in itertools.pairwise([*edges, spec.n_ranges]):
+        begin, end = spec.range_examples[[first, last]].tolist()
+        # What worked examples add to each is mostly computed once a batch.
+        n_beside = int(spec.first_rows.max())
+        lengths = spec.n_read[begin:end]
+        batches = batches_of(lengths, tokens_per_batch, n_beside=n_beside)
+        of_unit = tuple(tuple(begin + i for i in batch) for batch in batches)
+        units.append(Unit(ranges=range(first, last), batches=of_unit))
+    return tuple(units)
 
 
 def _check_reader(reader: Reader, config: ExtractConfig) -> None:
@@ -195,6 +204,7 @@ def plan_extraction(
     # Which examples share a batch moves values by rounding.
     n_tokens = tokens_per_unit(n_read, per_token, config.tokens_per_batch)
     is_written = getattr(reader, "is_written", lambda sequence: False)
+    n_rows = config.rows_per_shard
     spec = StoreSpec(
         families=families,
         keys=tuple(keys),
@@ -202,7 +212,7 @@ def plan_extraction(
         spans=spans,
         firsts=firsts,
         written_mask=np.array([is_written(item) for item in sequences]),
-        rows_per_shard=config.rows_per_shard or n_rows_of(n_read, per_token),
+        rows_per_shard=n_rows_of(n_read, per_token) if n_rows is None else n_rows,
         hidden_layers=tuple(reader.hidden_layers),
         fingerprint={
             **fingerprint,
@@ -213,21 +223,8 @@ def plan_extraction(
             "sequences_sha256": sequence_key(*sequences),
         },
     )
-    edges = _unit_edges(spec, n_tokens)
-    units = []
-    for first, last in zip(edges[:-1], edges[1:], strict=True):
-        begin, end = spec.range_examples[[first, last]].tolist()
-        batches = tuple(
-            tuple(begin + i for i in batch)
-            for batch in batches_of(
-                # What worked examples add to each is mostly computed once a batch.
-                (lengths - firsts)[begin:end],
-                config.tokens_per_batch,
-                n_beside=int(firsts.max()),
-            )
-        )
-        units.append(Unit(ranges=range(first, last), batches=batches))
-    return ExtractionPlan(spec=spec, units=tuple(units))
+    units = _units(spec, n_tokens, config.tokens_per_batch)
+    return ExtractionPlan(spec=spec, units=units)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -260,7 +257,7 @@ class _RangeRows:
         ones alone.
         """
         for name in self._bad:
-            self._put(name, example, getattr(reading, name))
+            self._put(name, example, np.asarray(getattr(reading, name)))
 
     def _put(self, name: str, example: int, rows: np.ndarray) -> None:
         spec = self._spec
@@ -311,15 +308,14 @@ def read_batches(
     The next batch is started before the results of a batch are copied from the device,
     so that copies and computation overlap.
     """
-    started = (
-        (batch, reader.start([sequences[example] for example in batch]))
-        for batch in batches
-    )
-    taken, ahead = itertools.tee(started)
-    next(ahead, None)
-    for batch, pending in taken:
-        next(ahead, None)
-        yield from zip(batch, pending.result(), strict=True)
+    pending: tuple[Sequence[int], Any] | None = None
+    for batch in batches:
+        started = reader.start([sequences[example] for example in batch])
+        if pending is not None:
+            yield from zip(pending[0], pending[1].result(), strict=True)
+        pending = (batch, started)
+    if pending is not None:
+        yield from zip(pending[0], pending[1].result(), strict=True)
 
 
 def _read_unit(

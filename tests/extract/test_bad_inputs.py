@@ -61,9 +61,10 @@ def test_a_run_may_be_made_where_its_gpu_is_not_and_says_so(capsys):
     assert "note: device 'cuda'" in capsys.readouterr().err
 
 
-def test_a_device_that_torch_does_not_know_is_refused():
-    with pytest.raises(ValueError, match="device 'tpu': expected a Torch device"):
-        check_device("tpu")
+@pytest.mark.parametrize("device", ["tpu", "hpu"])  # unknown, known and not here
+def test_a_device_that_torch_does_not_have_is_refused(device):
+    with pytest.raises(ValueError, match=f"device '{device}': expected a Torch device"):
+        check_device(device)
 
 
 def test_a_token_below_zero_is_no_token():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -119,6 +120,22 @@ def test_a_reading_of_another_shape_is_refused_and_not_repeated_or_cut(
 
     with pytest.raises(ValueError, match=r"the reader gave 'prob' of answer .* as \["):
         run(tmp_path, reader=Wrong(), sequences=sequences_of(10))
+
+
+def test_no_rows_a_shard_is_no_way_to_leave_the_choice():
+    with pytest.raises(ValueError, match="rows_per_shard is a power of two, not 0"):
+        plan_of(sequences_of(3), id_reader(), ExtractConfig(rows_per_shard=0))
+
+
+def test_readings_may_be_lists(tmp_path):
+    class Listing(WaveReader):
+        def read_ids(self, ids):
+            arrays = vars(super().read_ids(ids))
+            return SimpleNamespace(**{name: x.tolist() for name, x in arrays.items()})
+
+    for name, reader in (("arrays", WaveReader()), ("lists", Listing())):
+        run(tmp_path / name, reader=reader, sequences=sequences_of(10))
+    assert files_under(tmp_path / "lists") == files_under(tmp_path / "arrays")
 
 
 def test_the_config_and_the_reader_must_agree_on_layers():
