@@ -39,18 +39,24 @@ from beatrice.extract.signals.span_sums import AttentionCall
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Beginning:
-    """The first tokens of all sequences, and what a decoder made of them."""
+class Begun:
+    """The first tokens of all sequences, which a batch may go on from."""
 
-    n_tokens: int  # of it
-    cache: DynamicCache  # its keys and values
-    calls: dict[int, AttentionCall]  # by layer, of one example
-    layers: list[LayerPass]  # what each did to the stream, of one example
-    final: torch.Tensor  # `[1, n_tokens, d_model]`, final-normed
+    n_tokens: int  # of them
+    cache: DynamicCache  # their keys and values
 
     def cache_of(self, n_examples: int) -> DynamicCache:
         """Return keys and values for a batch, which its forward adds to."""
         return continued_by(self.cache, n_examples)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Beginning(Begun):
+    """The first tokens of all sequences, and what a decoder made of them."""
+
+    calls: dict[int, AttentionCall]  # by layer, of one example
+    layers: list[LayerPass]  # what each did to the stream, of one example
+    final: torch.Tensor  # `[1, n_tokens, d_model]`, final-normed
 
     def before(self, states: torch.Tensor) -> torch.Tensor:
         """Put its final states before those of a batch."""
@@ -85,41 +91,69 @@ def _before(first: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
     return torch.cat([first.expand(len(states), -1, -1), states], dim=1)
 
 
-def begin(
-    layout: Layout,
-    sequences: Sequence[Sequence[int]],
-    behind: Beginning | None = None,
-) -> Beginning | None:
-    """Run what all sequences begin with; of each the last id is left to its own batch.
+def begin(layout: Layout, sequences: Sequence[Sequence[int]]) -> Beginning | None:
+    """Run what all sequences begin with, and keep what parts see of it.
 
-    Returns:
-      `behind`, a shorter beginning that was run before, where too little more is
-      common, and where a batch could not go on: other states than keys and values, a
-      window shorter than what is common, a softcap or sinks (no fused kernel knows
-      them), or attention that the model does not ask for.
+    None where a batch could not go on from it, see `_run_beginning`.
     """
-    n_behind = 0 if behind is None else behind.n_tokens
-    asks = layout.decoder._can_set_attn_implementation()
-    n_tokens = n_shared(sequences) if asks and len(sequences) > 1 else 0
-    if n_tokens < n_behind + FEWEST_SHARED:
-        return behind
-    ids = torch.tensor(
-        [list(sequences[0][n_behind:n_tokens])], device=layout.head.weight.device
-    )
-    reading = CallReading(n_tokens, layout.attention_layers, 0, lambda _, call: call)
-    layers, finals = [], []
+    layers: list[LayerPass] = []
 
     def keep(item: LayerPass) -> None:
         tensors = (item.h_in, item.att, item.ffn, item.h_out)
         layers.append(LayerPass(item.index, *(tensor.clone() for tensor in tensors)))
 
+    if (run := _run_beginning(layout, sequences, None, keep)) is None:
+        return None
+    begun, calls, final = run
+    return Beginning(**vars(begun), calls=calls, layers=layers, final=final)
+
+
+def begin_cache(
+    layout: Layout, sequences: Sequence[Sequence[int]], behind: Begun | None = None
+) -> Begun | None:
+    """Run what all sequences begin with, and keep its keys and values alone.
+
+    Returns `behind`, a shorter beginning that was run before, where a batch could not
+    go on from a longer one.
+    """
+    run = _run_beginning(layout, sequences, behind, None)
+    return behind if run is None else run[0]
+
+
+def _run_beginning(
+    layout: Layout,
+    sequences: Sequence[Sequence[int]],
+    behind: Begun | None,
+    on_layer: Callable[[LayerPass], None] | None,
+) -> tuple[Begun, dict[int, AttentionCall], torch.Tensor] | None:
+    """Run what all sequences begin with; of each the last id is left to its own batch.
+
+    Returns:
+      Keys and values, calls by layer, and final states, the latter two of what is
+      behind a shorter beginning. None where too little (more) is common, and where a
+      batch could not go on: other states than keys and values, a window shorter than
+      what is common, a softcap or sinks (no fused kernel knows them), or attention that
+      the model does not ask for.
+    """
+    n_behind = 0 if behind is None else behind.n_tokens
+    asks = layout.decoder._can_set_attn_implementation()
+    n_tokens = n_shared(sequences) if asks and len(sequences) > 1 else 0
+    if n_tokens < n_behind + FEWEST_SHARED:
+        return None
+    ids = torch.tensor(
+        [list(sequences[0][n_behind:n_tokens])], device=layout.head.weight.device
+    )
+    reading = CallReading(n_tokens, layout.attention_layers, 0, lambda _, call: call)
+    finals = []
+
     def run(cache: DynamicCache) -> None:
-        final = run_decoder(layout, ids, on_layer=keep, reading=reading, cache=cache)
-        finals.append(final)
+        finals.append(
+            run_decoder(layout, ids, on_layer=on_layer, reading=reading, cache=cache)
+        )
 
     first = None if behind is None else behind.cache_of(1)
     if (cache := begun_cache(layout, ids, run, first)) is None:
-        return behind
+        return None
     calls = dict(zip(layout.attention_layers, reading.per_layer(), strict=True))
     is_plain = all(
         item.softcap is None
@@ -127,15 +161,8 @@ def begin(
         and (item.mask is None or item.mask.dtype == torch.bool)
         for item in calls.values()
     )
-    if not is_plain:
-        return behind
-    (final,) = finals
-    if behind is not None:
-        calls = {i: behind.before_call(i, item) for i, item in calls.items()}
-        layers = [behind.before_pass(item) for item in layers]
-        final = behind.before(final)
-    return Beginning(
-        n_tokens=n_tokens, cache=cache, calls=calls, layers=layers, final=final
+    return (
+        (Begun(n_tokens=n_tokens, cache=cache), calls, finals[0]) if is_plain else None
     )
 
 

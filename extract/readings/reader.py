@@ -25,15 +25,16 @@ from beatrice.extract.generate.prompts import (
 )
 from beatrice.extract.readings.batch import (
     Batch,
-    Beginning,
+    Begun,
     Part,
     begin,
+    begin_cache,
     cue_length,
     final_states,
 )
 from beatrice.extract.readings.formulas import PARTS
 from beatrice.extract.records import Answer, Example, Passage
-from beatrice.extract.signals.attention import CallReading
+from beatrice.extract.signals.attention import CallReading, run_decoder
 from beatrice.extract.signals.batch import budget_for, pad_batch
 from beatrice.extract.signals.probability import head_of, token_probabilities
 from beatrice.extract.signals.sequence import batches_of
@@ -158,14 +159,14 @@ def _end_states(
     sequences: Sequence[Ids],
     entry: int,
     tokens_per_batch: int,
-    behind: Beginning | None = None,
+    behind: Begun | None = None,
 ) -> torch.Tensor:
     """Return the states at the last tokens, `[n_sequences, d_model]` on the host.
 
     `entry` is of Transformers' `hidden_states`, the last of which is final-normed;
     `behind` is a beginning of all sequences, which was run before.
     """
-    begun = begin(backbone.layout, sequences, behind)
+    begun = begin_cache(backbone.layout, sequences, behind)
     n_begun = 0 if begun is None else begun.n_tokens
     states = torch.empty((len(sequences), backbone.d_model), dtype=backbone.dtype)
     lengths = [len(ids) - n_begun for ids in sequences]
@@ -173,15 +174,18 @@ def _end_states(
         backbone.check_length(len(sequences[batch[0]]))
         rows = [np.array(sequences[i]) for i in batch]
         ids = pad_batch(rows, backbone.device)
-        ends = torch.tensor([len(row) - 1 for row in rows], device=ids.device)
+        ends = [len(row) - 1 - n_begun for row in rows]
+        ends = torch.tensor(ends, device=ids.device)
         every = torch.arange(len(rows), device=ids.device)
         seen: list[torch.Tensor] = []
 
         def on_layer(layer_pass: LayerPass) -> None:
             if layer_pass.index + 1 == entry:
-                seen.append(layer_pass.h_out[every, ends - n_begun])  # noqa: B023
+                seen.append(layer_pass.h_out[every, ends])  # noqa: B023
 
-        final = final_states(backbone.layout, ids, begun, on_layer)
+        cache = None if begun is None else begun.cache_of(len(rows))
+        own = ids[:, n_begun:]
+        final = run_decoder(backbone.layout, own, on_layer=on_layer, cache=cache)
         if entry == backbone.n_layers:
             seen = [final[every, ends]]
         states[batch] = seen[0].cpu()
@@ -238,7 +242,7 @@ def sample_states(
     shapes = [(len(draws), backbone.d_model) for draws in drawn]
     result = [np.full(shape, np.nan, np.float32) for shape in shapes]
     prompts = [answer.prompt_ids for answer in answers]
-    common = begin(backbone.layout, prompts)
+    common = begin_cache(backbone.layout, prompts)
     for rows, prompt, draws in zip(result, prompts, drawn, strict=True):
         # A question at a time: its prompt is run once for all its draws.
         index_of = {ids: i for i, ids in enumerate(dict.fromkeys(filter(None, draws)))}
