@@ -184,6 +184,13 @@ class StoreConfig:
     def __post_init__(self) -> None:
         """Check the choices; whether a model has the layers, its reader checks."""
         check_choices(self)
+        layers = self.hidden_layers
+        is_listed = isinstance(layers, tuple | list)
+        if layers is not None and not (is_listed and all(map(_is_whole, layers))):
+            raise ValueError(
+                "hidden_layers: expected numbers, such as (8, 16), or None for all, "
+                f"found {layers!r:.80}"
+            )
 
     def describe(self) -> str:
         """Return what is kept in a few words."""
@@ -196,6 +203,10 @@ class StoreConfig:
             f"hidden states of {layers} on {spans} as {self.dtype}, the rest as "
             f"{self.scalars}"
         )
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int | np.integer)
 
 
 def parse_layers(text: str) -> tuple[int, ...] | None:

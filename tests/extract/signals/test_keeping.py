@@ -188,6 +188,12 @@ def test_an_unknown_choice_is_refused(wrong):
         StoreConfig(**wrong)
 
 
+@pytest.mark.parametrize("layers", [8, "all", ("8",)])
+def test_layers_that_are_no_list_of_numbers_are_refused(layers):
+    with pytest.raises(ValueError, match="hidden_layers: expected numbers"):
+        ExtractConfig(hidden_layers=layers)
+
+
 @click.command()
 @options(storage=StorageOptions)
 def verb(storage):
