@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from beatrice.extract.generate.answers import (
-    AnswerConfig,
     Engine,
     answer_stage,
     generate,
@@ -30,6 +29,7 @@ from beatrice.extract.generate.generator import (
     SamplingConfig,
 )
 from beatrice.extract.generate.prompts import (
+    AnswerConfig,
     PromptConfig,
     PromptModel,
     Request,
@@ -64,11 +64,10 @@ def open_reading(run: RunDir, config: AnswerConfig) -> Engine:
     from beatrice.extract.signals.written import save_batch
 
     engine = open_local(run, config)
-    extract = run.settle("extract", EXTRACT_PRESETS, is_recorded=False)
-    reader = SignalReader.for_config(cast("Backbone", engine.model), extract)
+    config_of_store = run.settle("extract", EXTRACT_PRESETS, is_recorded=False)
+    reader = SignalReader.for_config(cast("Backbone", engine.model), config_of_store)
     if (reason := check_decoding(reader)) is not None:
         return engine._replace(why_alone=reason)
-    answer_span = extract.answer_span
 
     def reading(requests: Sequence[Request]) -> Generator:
         return ReadingGenerator(
@@ -77,9 +76,9 @@ def open_reading(run: RunDir, config: AnswerConfig) -> Engine:
             reader=reader,
             requests={request.prompt.ids: request for request in requests},
             on_batch=lambda answers, signals: save_batch(
-                run.written, reader, extract, answers, signals, answer_span=answer_span
+                run.written, reader, config_of_store, answers, signals
             ),
-            answer_span=answer_span,
+            answer_span=config_of_store.answer_span,
         )
 
     return engine._replace(reading=reading)

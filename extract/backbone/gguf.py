@@ -9,7 +9,6 @@ dequantised and written by itself.
 import contextlib
 import copy
 import dataclasses
-import fcntl
 import functools
 import json
 import math
@@ -19,7 +18,7 @@ import shutil
 import struct
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,6 +52,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
+from beatrice.extract.backbone.names import locked
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.files import (
     sha256_of_model,
@@ -63,8 +63,7 @@ from beatrice.extract.run.files import (
 )
 
 # Of a value in the header, by its type: see gguf.GGUFValueType.
-_CODES = (0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12)
-_FORMATS: dict[int, str] = dict(zip(_CODES, "BbHhIif?Qqd", strict=True))
+_FORMATS = dict(zip([0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12], "BbHhIif?Qqd", strict=True))
 _STRING, _ARRAY = 8, 9
 _ROPE_FREQS = "rope_freqs.weight"  # in place of parameters in the metadata
 # Longer arrays are the vocabulary's, which only the tokenizer needs.
@@ -258,8 +257,7 @@ def _set_rotary_scaling(header: Header, config: Any) -> None:
 def _set_llama3_scaling(header: Header, config: Any, rope: dict[str, Any]) -> None:
     """Fit the parameters of a file's factors: Llama 3.1's, but for the largest."""
     content = np.memmap(header.path, mode="r", dtype=np.uint8)
-    with ThreadPoolExecutor(1) as thread:
-        factors = dequantized(content, header.tensors[_ROPE_FREQS], thread)
+    factors = dequantized(content, header.tensors[_ROPE_FREQS])
     if (factors == 1).all():
         return
     plain = torch.arange(0, 2 * len(factors), 2) / (2 * len(factors))
@@ -315,11 +313,12 @@ def generation_of(header: Header, config: Any, tokenizer: Any) -> GenerationConf
 
 
 def dequantized(
-    content: np.ndarray, entry: TensorEntry, threads: ThreadPoolExecutor
+    content: np.ndarray, entry: TensorEntry, each: Callable[..., Any] = map
 ) -> np.ndarray:
-    """Return one tensor as float32, dequantised some rows at a time by threads.
+    """Return one tensor as float32, dequantised some rows at a time.
 
     The content is the file, `[n_bytes]` uint8; the entry says where the tensor lies.
+    An executor's `map` does several of these pieces at once.
     """
     n_columns = entry.shape[-1]
     rows = content[entry.start : entry.start + entry.n_bytes]
@@ -331,7 +330,7 @@ def dequantized(
         some = slice(begin, begin + step)
         values[some] = gguf.dequantize(rows[some], entry.kind)
 
-    list(threads.map(fill, range(0, len(rows), step)))
+    list(each(fill, range(0, len(rows), step)))
     return values.reshape(entry.shape)
 
 
@@ -454,11 +453,9 @@ class Weights:
             for name, target in self._targets.items():
                 n_missing[target] -= 1
                 with reading(path, f"{name!r} cannot be dequantised"):
-                    values = self._route.convert(
-                        name,
-                        dequantized(content, self._header.tensors[name], threads),
-                        n_missing[target] == 0,
-                    )
+                    entry = self._header.tensors[name]
+                    values = dequantized(content, entry, threads.map)
+                    values = self._route.convert(name, values, n_missing[target] == 0)
                 if values is None:
                     continue
                 if values.shape != self.shapes[target]:
@@ -564,9 +561,7 @@ def unpacked(name: str) -> str:
         return str(folder)
     header = read_header(path)
     weights = Weights(header, config_of(header))
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / ".lock").open("wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(folder.parent):
         if not _is_intact(folder):
             _unpack(weights, header, folder)
     return str(folder)
@@ -594,10 +589,12 @@ def _unpack(weights: Weights, header: Header, target: Path) -> None:
 def outlined(name: str) -> Iterator[str]:
     """Yield a folder of config and tokenizer; no weight of a GGUF file is read."""
     path = Path(name).expanduser()
-    if not path.is_file() or _model_folder(path).is_dir():
-        yield str(_model_folder(path)) if path.is_file() else unpacked(name)
-        return
-    header = read_header(path)
-    with tempfile.TemporaryDirectory(prefix="beatrice-") as folder:
-        Weights(header, _write_outline(header, Path(folder)))
-        yield folder
+    if not path.is_file():
+        yield unpacked(name)
+    elif (folder := _model_folder(path)).is_dir():
+        yield str(folder)
+    else:
+        header = read_header(path)
+        with tempfile.TemporaryDirectory(prefix="beatrice-") as beside:
+            Weights(header, _write_outline(header, Path(beside)))
+            yield beside

@@ -143,11 +143,10 @@ def _required_child(parent: torch.nn.Module, names: Sequence[str], what: str) ->
 
 
 def _submodule(module: torch.nn.Module, path: str) -> torch.nn.Module | None:
-    for name in path.split("."):
-        module = _first_child(module, (name,))
-        if module is None:
-            return None
-    return module
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        return None
 
 
 def _layer(module: torch.nn.Module) -> Layer:
@@ -235,22 +234,6 @@ def _tensor(output: Any) -> torch.Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-def _contribution(
-    output: torch.Tensor, layer: Layer, multiplier: float, h_in: torch.Tensor
-) -> torch.Tensor:
-    """Return what a layer adds of a module's output, in the shape of the stream."""
-    if output.shape != h_in.shape:
-        # Llama 4's experts and OPT put the tokens of all examples end to end.
-        if output.numel() != h_in.numel() or output.shape[-1] != h_in.shape[-1]:
-            raise ValueError(
-                f"unknown residual layout: {type(layer.module).__name__} adds to a "
-                f"stream of {tuple(h_in.shape)}, its parts give {tuple(output.shape)}"
-            )
-        output = output.view(h_in.shape)
-    # In the stream's dtype, as the model rounds it.
-    return output if multiplier == 1.0 else (output * multiplier).to(h_in.dtype)
-
-
 @dataclasses.dataclass
 class _LayerWatch:
     """Collects one layer's contributions, for a callback when the layer ends."""
@@ -296,9 +279,23 @@ class _LayerWatch:
                 f"({type(module).__name__}) did not call its "
                 f"{'token mixer' if att is None else 'feed-forward part'}"
             )
-        how = self.layer, self.multiplier, h_in
-        att, ffn = _contribution(att, *how), _contribution(ffn, *how)
+        att, ffn = self._contribution(att, h_in), self._contribution(ffn, h_in)
         self.on_layer(LayerPass(self.index, h_in, att, ffn, _tensor(output)))
+
+    def _contribution(self, output: torch.Tensor, h_in: torch.Tensor) -> torch.Tensor:
+        """Return what the layer adds of a module's output, shaped as the stream."""
+        if output.shape != h_in.shape:
+            # Llama 4's experts and OPT put the tokens of all examples end to end.
+            if output.numel() != h_in.numel() or output.shape[-1] != h_in.shape[-1]:
+                raise ValueError(
+                    f"unknown residual layout: {type(self.layer.module).__name__} adds "
+                    f"to a stream of {tuple(h_in.shape)}, its parts give "
+                    f"{tuple(output.shape)}"
+                )
+            output = output.view(h_in.shape)
+        # In the stream's dtype, as the model rounds it.
+        is_scaled = self.multiplier != 1.0
+        return (output * self.multiplier).to(h_in.dtype) if is_scaled else output
 
 
 @contextlib.contextmanager

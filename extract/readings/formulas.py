@@ -38,6 +38,7 @@ processing rate is high; where the passages decide them, so is the discrepancy t
 same answer read behind other passages.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from functools import cached_property
@@ -222,21 +223,22 @@ class Entropies(Part):
         # One stretch holds both: from the predictor of the first token to the last.
         edges = [(start - 1, stop) for start, stop in self.batch.answer_edges]
         rows = self.batch.rows(edges)
-        entropies_of, top = [], []
-        for _, log_probs in self.batch.log_probs(rows.of(final), is_normed=True):
-            entropies_of.append(_entropy(log_probs))
-            top.append(top_entropies(log_probs))
+        chunks = [
+            (_entropy(log_probs), top_entropies(log_probs))
+            for _, log_probs in self.batch.log_probs(rows.of(final), is_normed=True)
+        ]
+        every, top = (torch.cat(values) for values in zip(*chunks, strict=True))
         n_words = self.batch.head.weight.shape[0]
         scores: dict[str, list[torch.Tensor]] = {name: [] for name in self.names}
         for at in rows.slices():
-            shifts = {"": slice(1, None), "_corrected": slice(0, -1)}
-            for suffix, shift in shifts.items():
-                entropies = torch.cat(entropies_of)[at][shift]
-                window = window_entropy(entropies, n_words)
+            shifts = {
+                "": slice(at.start + 1, at.stop),
+                "_corrected": slice(at.start, at.stop - 1),
+            }
+            for suffix, tokens in shifts.items():
+                window = window_entropy(every[tokens], n_words)
                 scores[f"window_entropy{suffix}"].append(window)
-                scores[f"logit_entropy{suffix}"].append(
-                    torch.cat(top)[at][shift].mean()
-                )
+                scores[f"logit_entropy{suffix}"].append(top[tokens].mean())
         return {name: scores[name] for name in self.wanted}
 
 
@@ -314,17 +316,11 @@ def _spectrum(maps: torch.Tensor) -> list[torch.Tensor]:
     down = torch.linspace(-0.5, 0.5, n, dtype=torch.float64)
     across = torch.linspace(0, 0.5, n // 2 + 1, dtype=torch.float64)
     radius = torch.hypot(down[:, None], across).to(maps.device)
-    edges = [
-        -1.0,
-        *(
-            share_of_radius * float(radius.max())
-            for share_of_radius in (0.15, 0.35, 0.6)
-        ),
-        1.0,
-    ]
+    largest = float(radius.max())
+    edges = [-1.0, 0.15 * largest, 0.35 * largest, 0.6 * largest, 1.0]
     bands = [
         (share * ((radius > low) & (radius <= high))).sum((-2, -1))
-        for low, high in zip(edges[:-1], edges[1:], strict=True)
+        for low, high in itertools.pairwise(edges)
     ]
     return [-(share * share.log()).sum((-2, -1)), *bands]
 
@@ -616,7 +612,7 @@ def discrepancy(
     log_p: torch.Tensor,
     log_q: torch.Tensor,
     embeddings: torch.Tensor,
-    n_top: int = 100,
+    n_top: int = _N_TOP,
 ) -> torch.Tensor:
     """Return the squared maximum mean discrepancy of two next-token distributions.
 
@@ -723,7 +719,7 @@ class LensScores(Part):
 def _word_and_entropy(log_probs: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
     """Return `[n_rows, 2]`: the log-probability of each row's word, entropy in nats."""
     chunks = log_probs.split(rows_in_cache(log_probs))
-    entropies = torch.cat([-(chunk.exp() * chunk).sum(-1) for chunk in chunks])
+    entropies = torch.cat([_entropy(chunk) for chunk in chunks])
     return torch.stack([log_probs.gather(1, words[:, None])[:, 0], entropies], dim=-1)
 
 
@@ -759,9 +755,7 @@ class Discrepancies(Part):
             batch.log_probs(other, is_normed=True),
             strict=True,
         )
-        values = torch.cat(
-            [discrepancy(p, q, embeddings, _N_TOP) for (_, p), (_, q) in pairs]
-        )
+        values = torch.cat([discrepancy(p, q, embeddings) for (_, p), (_, q) in pairs])
         return {"lumina_mmd": mean_rows(values, rows.slices())}
 
 

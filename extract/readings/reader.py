@@ -7,6 +7,7 @@ swapped passages: here are their prompts, and the passes that read them. A pass 
 one float32 array per answer, NaN where there is nothing to read.
 """
 
+import functools
 import html
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from beatrice.extract.backbone.layout import LayerPass, watch_layers
+from beatrice.extract.backbone.layout import LayerPass
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.generate.prompts import (
     PromptModel,
@@ -24,15 +25,16 @@ from beatrice.extract.generate.prompts import (
 )
 from beatrice.extract.readings.batch import (
     Batch,
-    Beginning,
+    Begun,
     Part,
     begin,
+    begin_cache,
     cue_length,
     final_states,
 )
 from beatrice.extract.readings.formulas import PARTS
 from beatrice.extract.records import Answer, Example, Passage
-from beatrice.extract.signals.attention import AttentionReading, run_reading
+from beatrice.extract.signals.attention import CallReading, run_decoder
 from beatrice.extract.signals.batch import budget_for, pad_batch
 from beatrice.extract.signals.probability import head_of, token_probabilities
 from beatrice.extract.signals.sequence import batches_of
@@ -157,14 +159,14 @@ def _end_states(
     sequences: Sequence[Ids],
     entry: int,
     tokens_per_batch: int,
-    behind: Beginning | None = None,
+    behind: Begun | None = None,
 ) -> torch.Tensor:
     """Return the states at the last tokens, `[n_sequences, d_model]` on the host.
 
     `entry` is of Transformers' `hidden_states`, the last of which is final-normed;
     `behind` is a beginning of all sequences, which was run before.
     """
-    begun = begin(backbone.layout, sequences, behind)
+    begun = begin_cache(backbone.layout, sequences, behind)
     n_begun = 0 if begun is None else begun.n_tokens
     states = torch.empty((len(sequences), backbone.d_model), dtype=backbone.dtype)
     lengths = [len(ids) - n_begun for ids in sequences]
@@ -172,16 +174,18 @@ def _end_states(
         backbone.check_length(len(sequences[batch[0]]))
         rows = [np.array(sequences[i]) for i in batch]
         ids = pad_batch(rows, backbone.device)
-        ends = torch.tensor([len(row) - 1 for row in rows], device=ids.device)
+        ends = [len(row) - 1 - n_begun for row in rows]
+        ends = torch.tensor(ends, device=ids.device)
         every = torch.arange(len(rows), device=ids.device)
         seen: list[torch.Tensor] = []
 
         def on_layer(layer_pass: LayerPass) -> None:
             if layer_pass.index + 1 == entry:
-                seen.append(layer_pass.h_out[every, ends - n_begun])  # noqa: B023
+                seen.append(layer_pass.h_out[every, ends])  # noqa: B023
 
-        with watch_layers(backbone.layout, on_layer):
-            final = final_states(backbone.layout, ids, begun)
+        cache = None if begun is None else begun.cache_of(len(rows))
+        own = ids[:, n_begun:]
+        final = run_decoder(backbone.layout, own, on_layer=on_layer, cache=cache)
         if entry == backbone.n_layers:
             seen = [final[every, ends]]
         states[batch] = seen[0].cpu()
@@ -206,14 +210,12 @@ def truth_probabilities(
     if not read:
         return result
     states = _end_states(backbone, sequences, backbone.n_layers, tokens_per_batch)
-    budget = budget_for(backbone.device)
     # All at once: what multiplies a state converts the head's weights to do so.
     scalars = token_probabilities(
         states.to(backbone.device),
         torch.tensor([ids[-1] for _, ids in read], device=backbone.device),
         head_of(backbone.model),
-        n_tokens_per_chunk=budget.n_tokens_per_chunk,
-        n_words_per_block=budget.n_words_per_block,
+        budget_for(backbone.device),
     )
     for (index, _), value in zip(read, scalars[:, 0].cpu().numpy(), strict=True):
         result[index] = np.array(value)
@@ -240,7 +242,7 @@ def sample_states(
     shapes = [(len(draws), backbone.d_model) for draws in drawn]
     result = [np.full(shape, np.nan, np.float32) for shape in shapes]
     prompts = [answer.prompt_ids for answer in answers]
-    common = begin(backbone.layout, prompts)
+    common = begin_cache(backbone.layout, prompts)
     for rows, prompt, draws in zip(result, prompts, drawn, strict=True):
         # A question at a time: its prompt is run once for all its draws.
         index_of = {ids: i for i, ids in enumerate(dict.fromkeys(filter(None, draws)))}
@@ -264,35 +266,23 @@ _N_AHEAD = 256
 _TOKENS_PER_BATCH = 4096
 
 
-class _WeightReading(AttentionReading):
-    """Shows the log attention weights to the parts that read them."""
-
-    def __init__(self, batch: Batch, readers: Sequence[Part]) -> None:
-        """Begin a forward; the model's own kernel attends, for no row is shared."""
-        n_tokens = batch.ids.shape[1]
-        layers = batch.backbone.attention_layers
-        budget = batch.budget.n_attention_weights
-        super().__init__(n_tokens, layers, (n_tokens, n_tokens), budget)
-        self._parts, self._begun = readers, batch.beginning
-        self._first = max(0, min(part.first_row() for part in readers))
-
-    def reduce(
-        self,
-        layer: int,
-        call: AttentionCall | AttentionMap,
-        value: torch.Tensor | None,
-    ) -> tuple[bool, None]:
-        """Show a layer's weights in chunks of rows."""
-        if isinstance(call, AttentionCall) and self._begun is not None:
-            call = self._begun.before_call(layer, call)
-        call = call.prepared()
-        n_examples, n_heads, n_tokens = call.shape
-        per_row = n_examples * n_heads * n_tokens
-        for start, stop in row_chunks((self._first, n_tokens), per_row, self.budget):
-            log_weights = call.log_weights(start, stop)
-            for reader in self._parts:
-                reader.on_weights(layer, log_weights, start)
-        return True, None
+def _show_weights(
+    batch: Batch,
+    parts: Sequence[Part],
+    first: int,
+    layer: int,
+    call: AttentionCall | AttentionMap,
+) -> None:
+    """Show parts a layer's log attention weights, in chunks of rows from `first` on."""
+    if isinstance(call, AttentionCall) and batch.beginning is not None:
+        call = batch.beginning.before_call(layer, call)
+    call = call.prepared()
+    n_examples, n_heads, n_tokens = call.shape
+    per_row, budget = n_examples * n_heads * n_tokens, batch.budget.n_attention_weights
+    for start, stop in row_chunks((first, n_tokens), per_row, budget):
+        log_weights = call.log_weights(start, stop)
+        for part in parts:
+            part.on_weights(layer, log_weights, start)
 
 
 def read(
@@ -394,30 +384,22 @@ def _read_some(
 def _read_batch(
     batch: Batch, kinds: Sequence[type[Part]], wanted: frozenset[str]
 ) -> dict[str, list[torch.Tensor]]:
-    reducers = [kind(batch, wanted) for kind in kinds]
+    parts, reading = [kind(batch, wanted) for kind in kinds], None
     layout, begun = batch.backbone.layout, batch.beginning
 
     def on_layer(layer_pass: LayerPass) -> None:
         if begun is not None:
             layer_pass = begun.before_pass(layer_pass)
-        for reducer in reducers:
-            reducer.on_layer(layer_pass)
+        for part in parts:
+            part.on_layer(layer_pass)
 
-    if readers := [reducer for reducer in reducers if reducer.reads_weights]:
-        reading = _WeightReading(batch, readers)
-        if begun is None:
-            final = run_reading(layout, batch.ids, reading, on_layer)
-        else:
-            behind, cache = (
-                batch.ids[:, begun.n_tokens :],
-                begun.cache_of(len(batch.ids)),
-            )
-            final = begun.before(run_reading(layout, behind, reading, on_layer, cache))
-        reading.check_complete()
-    else:
-        with watch_layers(layout, on_layer):
-            final = final_states(layout, batch.ids, begun)
+    if readers := [part for part in parts if part.reads_weights]:
+        first = max(0, min(part.first_row() for part in readers))
+        show = functools.partial(_show_weights, batch, readers, first)
+        n_tokens, budget = batch.ids.shape[1], batch.budget.n_attention_weights
+        reading = CallReading(n_tokens, layout.attention_layers, budget, show)
+    final = final_states(layout, batch.ids, begun, on_layer, reading)
     readings: dict[str, list[torch.Tensor]] = {}
-    for reducer in reducers:
-        readings |= reducer.finish(final)
+    for part in parts:
+        readings |= part.finish(final)
     return readings

@@ -48,28 +48,23 @@ class AttentionReading(abc.ABC):
     """What one forward's attention is reduced to, filled layer by layer.
 
     Attributes:
-      attends: whether `reduce` gives attention outputs; else the model's own kernel
-        attends.
+      rows: `[start, stop)`, up to the last, whose attention output `reduce` gives, if
+        it gives any; the model's own kernel attends for the others.
     """
 
-    attends = False
+    rows = (0, 0)
 
     def __init__(
-        self,
-        n_tokens: int,
-        attention_layers: tuple[int, ...],
-        rows: tuple[int, int],
-        budget: int,
+        self, n_tokens: int, attention_layers: tuple[int, ...], budget: int
     ) -> None:
         """Begin a reading.
 
         Args:
           n_tokens: of the padded batch.
           attention_layers: layers that have an attention matrix, in order.
-          rows: `[start, stop)`, up to the last, whose attention output `reduce` gives.
           budget: most attention weights alive at once; bounds the chunk of rows.
         """
-        self.n_tokens, self.rows, self.budget = n_tokens, rows, budget
+        self.n_tokens, self.budget = n_tokens, budget
         self.layers: dict[int, Any] = dict.fromkeys(attention_layers)
 
     def is_map(self, output: Any) -> bool:
@@ -84,7 +79,10 @@ class AttentionReading(abc.ABC):
         call: AttentionCall | AttentionMap,
         value: torch.Tensor | None,
     ) -> tuple[Any, torch.Tensor | None]:
-        """Return what is kept of a layer; given values, the output of `self.rows`."""
+        """Return what is kept of a layer, and the attention output of `self.rows`.
+
+        The latter is None without values, or where no row is to be attended here.
+        """
 
     def read(
         self,
@@ -92,7 +90,7 @@ class AttentionReading(abc.ABC):
         call: AttentionCall | AttentionMap,
         value: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        """Read one layer; given values, return the attention output of `self.rows`."""
+        """Read one layer; return the attention output that `reduce` gives."""
         if layer not in self.layers or self.layers[layer] is not None:
             raise ValueError(
                 f"unknown residual layout: layer {layer} attended "
@@ -114,14 +112,36 @@ class AttentionReading(abc.ABC):
 
     def per_layer(self) -> list[Any]:
         """Return what was kept of every layer, in order."""
-        self.check_complete()
         return list(self.layers.values())
+
+
+class CallReading(AttentionReading):
+    """What a function makes of each layer's call; the model's own kernel attends."""
+
+    def __init__(
+        self,
+        n_tokens: int,
+        attention_layers: tuple[int, ...],
+        budget: int,
+        see: Callable[[int, AttentionCall | AttentionMap], Any],
+    ) -> None:
+        """Begin a reading; `see` is given a layer's index and call."""
+        super().__init__(n_tokens, attention_layers, budget)
+        self._see = see
+
+    def reduce(
+        self,
+        layer: int,
+        call: AttentionCall | AttentionMap,
+        value: torch.Tensor | None,
+    ) -> tuple[Any, None]:
+        """Return what the function returns; True stands for None."""
+        seen = self._see(layer, call)
+        return (True if seen is None else seen), None
 
 
 class SpanReading(AttentionReading):
     """The readings between spans of one forward; keys out of a cache are of no span."""
-
-    attends = True
 
     def __init__(
         self,
@@ -146,8 +166,8 @@ class SpanReading(AttentionReading):
         self.members = to_device(members, ids.device)
         later = members[:, 1:].any(dim=(0, 1)).nonzero()
         # Only question and answer rows look back at a span. They are mostly the last.
-        rows = (int(later[0]) if len(later) else n_tokens, n_tokens)
-        super().__init__(n_tokens, attention_layers, rows, budget)
+        self.rows = (int(later[0]) if len(later) else n_tokens, n_tokens)
+        super().__init__(n_tokens, attention_layers, budget)
 
     def reduce(
         self,
@@ -218,31 +238,26 @@ def _selected(
             f"cannot read the attention of {type(module).__name__} to keys out of a "
             "cache, of which it chooses some"
         )
+    if blocks is None:  # a key is a block of one, and all heads are one group
+        blocks, size = torch.atleast_1d(chosen)[:, None], 1
+    else:
+        indexer = getattr(module, "indexer", None) if chosen is None else None
+        size = getattr(indexer, "block_size", 0)
     n_examples, n_heads, n_tokens, _ = query.shape
-    choices = chosen if blocks is None else blocks
-    assert choices is not None  # one of the two, see above
-    shape = tuple(choices.shape)
     is_known = (
-        shape[:-1] == (n_examples, n_tokens)
-        if blocks is None
-        else (
-            len(shape) == 4
-            and (shape[0], shape[2]) == (n_examples, n_tokens)
-            and n_heads % max(1, shape[1]) == 0
-            and hasattr(getattr(module, "indexer", None), "block_size")
-        )
+        size > 0
+        and blocks.ndim == 4
+        and (len(blocks), blocks.shape[2]) == (n_examples, n_tokens)
+        and n_heads % max(1, blocks.shape[1]) == 0
     )
-    if not is_known or (chosen is not None and blocks is not None):
+    if not is_known:
         raise ValueError(
             f"cannot read the attention of {type(module).__name__}: expected the keys "
             f"that are chosen for each of {n_examples} x {n_tokens} tokens, as indices "
-            f"or as blocks of an indexer, found {shape}; use another backbone"
+            "or as blocks of an indexer, found the shape (examples, groups of heads, "
+            f"tokens, chosen) = {tuple(blocks.shape)}; use another backbone"
         )
-    keys, size = torch.arange(n_tokens, device=query.device), 1
-    if blocks is None:
-        blocks = choices[:, None]
-    else:
-        size = module.indexer.block_size
+    keys = torch.arange(n_tokens, device=query.device)
     n_blocks = -(-n_tokens // size)
     blocks = blocks.long().masked_fill(blocks < 0, n_blocks)  # a column that is cut off
     is_selected = torch.zeros(
@@ -281,11 +296,10 @@ def _attend(
     _check_readable(module, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = AttentionCall(query, key, mask, scale, softcap, s_aux)
-    reading, n_tokens = _active.get(), query.shape[2]
-    is_shared = reading.attends and _is_exact(query)
+    reading = _active.get()
     layer: Any = module.layer_idx
-    attended = reading.read(layer, call, value if is_shared else None)
-    n_fused = reading.rows[0] if is_shared else n_tokens
+    attended = reading.read(layer, call, value if _is_exact(query) else None)
+    n_fused = query.shape[2] if attended is None else reading.rows[0]
     if n_fused == 0:
         return attended, None
     first = call.first(n_fused)
@@ -433,57 +447,43 @@ def attend_alone(
 def run_decoder(
     layout: Layout,
     ids: torch.Tensor,
-    spans: torch.Tensor,
-    budget: int,
-    on_layer: Callable[[LayerPass], None],
+    *,
+    on_layer: Callable[[LayerPass], None] | None = None,
+    reading: AttentionReading | None = None,
     cache: Cache | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run a decoder once and read its attention between spans on the way.
+) -> torch.Tensor:
+    """Run a decoder once, watched or not.
 
     Args:
       layout: the model's modules.
       ids: `[n_examples, n_tokens]` int64 on the model's device.
-      spans: as in `SpanReading`.
-      budget: likewise.
-      on_layer: as in `watch_layers`.
-      cache: see `run_reading`; no span holds what is in it.
-
-    Returns:
-      Final-normed states `[n_examples, n_tokens, d_model]`, and the readings
-      `[n_examples, n_tokens, 2, 2, n_attention_layers, n_heads]`.
-    """
-    reading = SpanReading(spans, ids, layout.attention_layers, budget)
-    return run_reading(layout, ids, reading, on_layer, cache), reading.readings()
-
-
-def run_reading(
-    layout: Layout,
-    ids: torch.Tensor,
-    reading: AttentionReading,
-    on_layer: Callable[[LayerPass], None],
-    cache: Cache | None = None,
-) -> torch.Tensor:
-    """Run a decoder once, its attention through a reading, see `run_decoder`.
-
-    With the cache of a beginning that all examples go on from, calls have the queries
-    of `ids` and the keys of both; only where the model asks for an attention function,
-    and has neither softcap nor sinks.
+      on_layer: sees every layer, see `watch_layers`; None watches none.
+      reading: sees the attention of this forward; None leaves it to the model.
+      cache: of a beginning that all examples go on from. What a reading then sees has
+        the queries of `ids` and the keys of both; only where the model asks for an
+        attention function.
 
     Returns:
       Final-normed states `[n_examples, n_tokens, d_model]`.
     """
-    decoder = layout.decoder
-    calls_torch = decoder.config._attn_implementation == "sdpa"
-    asks = decoder._can_set_attn_implementation()
-    # Who calls Torch's attention would compute the weights once more to return them.
-    options: dict[str, Any] = {}
-    if not (asks or calls_torch):
-        options["output_attentions"] = True
-    options["use_cache"] = cache is not None
+    decoder, options = layout.decoder, {}
     if cache is not None:
         options["past_key_values"] = cache
-    with attending_through(layout, reading), watch_layers(layout, on_layer):
-        return decoder(input_ids=ids, **options).last_hidden_state
+    with contextlib.ExitStack() as stack:
+        if reading is not None:
+            asks = decoder._can_set_attn_implementation()
+            calls_torch = decoder.config._attn_implementation == "sdpa"
+            # Who calls Torch's attention would compute the weights once more to return
+            # them.
+            if not (asks or calls_torch):
+                options["output_attentions"] = True
+            stack.enter_context(attending_through(layout, reading))
+        if on_layer is not None:
+            stack.enter_context(watch_layers(layout, on_layer))
+        output = decoder(input_ids=ids, use_cache=cache is not None, **options)
+    if reading is not None:
+        reading.check_complete()
+    return output.last_hidden_state
 
 
 @contextlib.contextmanager

@@ -14,8 +14,8 @@ nobody.
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -51,7 +51,6 @@ from beatrice.extract.signals.span_sums import (
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 2e-2}
 _N_PADDED = 4  # columns by which the shorter prompt is padded
 _N_CHECKED = 3  # tokens: the first of a decode step, one behind it, and the last
-_FAMILIES = ("hidden", "prob", "resid", "attn")
 _N_ROOM = 8  # new tokens for which there is room at first; most answers are shorter
 
 
@@ -60,8 +59,6 @@ class DecodeReading(AttentionReading):
 
     Generation calls `watching` around each of its runs and `on_choice` after each step.
     """
-
-    attends = True
 
     def __init__(
         self,
@@ -83,9 +80,10 @@ class DecodeReading(AttentionReading):
             and is in no span, so that it has a row too.
         """
         self.runs_last = runs_last
+        self.answer_span: AnswerSpan = answer_span
         self.reader, self._layout = reader, reader.backbone.layout
         layout, budget = self._layout, reader.budget.n_attention_weights
-        super().__init__(0, layout.attention_layers, (0, 0), budget)
+        super().__init__(0, layout.attention_layers, budget)
         hidden_layers, hidden_spans = reader.hidden_layers, reader.hidden_spans
         self._slots = {entry: slot for slot, entry in enumerate(hidden_layers)}
         device = layout.head.weight.device
@@ -101,19 +99,7 @@ class DecodeReading(AttentionReading):
         self._first_hidden = self._answer if hidden_spans == "answer" else self.n_unread
         ids = [[0] * n + [*p.ids] for n, p in zip(self._pads, prompts, strict=True)]
         self._ids = torch.tensor(ids, device=device)
-        columns = torch.arange(n_columns)
-        edges = []
-        for pad, prompt in zip(self._pads, prompts, strict=True):
-            (start, stop), question = prompt.context_span, prompt.question_start
-            question = stop if question is None else question
-            edges.append([(pad + start, pad + stop), (pad + question, self._answer)])
-        starts, stops = torch.tensor(edges)[..., None].unbind(2)
-        # Which columns are of context, question and answer.
-        members = torch.zeros((n_rows, 3, n_columns), dtype=torch.bool)
-        members[:, :2] = (columns >= starts) & (columns < stops)
-        members[:, 2] = columns == self._width - 1  # later ones as they are written
-        members[:, 2] &= columns >= self._answer
-        self._members = members.to(device)
+        self._members = self._members_of(prompts, n_columns).to(device)
         n_read, n_layers = self._n_room - self.n_unread, len(layout.layers)
         self._prob = torch.zeros((n_rows, n_read, 5), device=device)
         self._resid = torch.zeros((n_rows, n_read, 4 * n_layers), device=device)
@@ -121,6 +107,23 @@ class DecodeReading(AttentionReading):
         # By layer, over rows and keys, [2, n_rows, n_heads, 2, n_read]: `span_sums`.
         self._sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._n_written = [0] * n_rows  # tokens of each answer that were run
+
+    def _members_of(self, prompts: Sequence[Prompt], n_columns: int) -> torch.Tensor:
+        """Return which columns are of context, question and answer, as bools.
+
+        `[n_rows, 3, n_columns]`; the answer's are added as they are written.
+        """
+        columns = torch.arange(n_columns)
+        edges = []
+        for pad, prompt in zip(self._pads, prompts, strict=True):
+            (start, stop), question = prompt.context_span, prompt.question_start
+            question = stop if question is None else question
+            edges.append([(pad + start, pad + stop), (pad + question, self._answer)])
+        starts, stops = torch.tensor(edges)[..., None].unbind(2)
+        members = torch.zeros((len(prompts), 3, n_columns), dtype=torch.bool)
+        members[:, :2] = (columns >= starts) & (columns < stops)
+        members[:, 2] = (columns == self._width - 1) & (columns >= self._answer)
+        return members
 
     @contextlib.contextmanager
     def watching(self, rows: Sequence[int], n_cached: int) -> Iterator[None]:
@@ -367,7 +370,7 @@ class DecodeReading(AttentionReading):
             stop = self._width + n_written
             read = slice(first - self.n_unread, stop - self.n_unread)
             start, end = first, stop
-            if self._first_hidden == self._answer:
+            if self.reader.hidden_spans == "answer":
                 start, end = self._answer, self._width + n_tokens - is_cut
             start, end = start - self._first_hidden, end - self._first_hidden
             signals.append(
@@ -447,7 +450,7 @@ def generate_and_read(
             runs_last=runs_last,
         )
         replies = generator.write([prompts[i] for i in batch], sampling, watch)
-        read = _read_written(watch, rows, replies, sampling.stop, answer_span)
+        read = _read_written(watch, rows, replies, sampling.stop)
         written |= zip(batch, read, strict=True)
     ordered = [written[i] for i in range(len(requests))]
     return [answer for answer, _ in ordered], [signals for _, signals in ordered]
@@ -508,7 +511,6 @@ def _read_written(
     requests: Sequence[Request],
     replies: Sequence[Generated],
     stop: Sequence[str],
-    answer_span: AnswerSpan,
 ) -> Iterator[tuple[Answer, AnswerSignals]]:
     """Yield a batch's answers with their signals, some of which are read again."""
     answers, signals = _written(watch, requests, replies, stop)
@@ -516,7 +518,7 @@ def _read_written(
         if read is None:
             sequence = sequence_of(
                 answer,
-                answer_span=answer_span,
+                answer_span=watch.answer_span,
                 question_start=request.prompt.question_start,
             )
             (read,) = watch.reader.read([sequence])
@@ -570,11 +572,14 @@ def read_stepwise(
             reply: Generated = end.value
             break
         ids = (*ids, token)
-        so_far = partial(_so_far, watch, request, ids)
+        so_far = functools.partial(_so_far, watch, request, ids)
         yield WrittenToken(
-            id=token, prob=watch.last_prob(), cut=partial(so_far, None), ended=so_far
+            id=token,
+            prob=watch.last_prob(),
+            cut=functools.partial(so_far, None),
+            ended=so_far,
         )
-    return next(_read_written(watch, [request], [reply], sampling.stop, answer_span))
+    return next(_read_written(watch, [request], [reply], sampling.stop))
 
 
 def _so_far(
@@ -620,7 +625,7 @@ def decoding_differences(reader: SignalReader) -> dict[str, float]:
     config = GenerationConfig(max_new_tokens=_N_CHECKED)
     answers, written = generate_and_read(reader, requests, config)
     again = reader.read([sequence_of(answer) for answer in answers])
-    differences: dict[str, float] = dict.fromkeys(_FAMILIES, 0.0)
+    differences = dict.fromkeys(reader.shapes, 0.0)
     for signals, expected in zip(written, again, strict=True):
         for family, largest in differences.items():
             value, wanted = getattr(signals, family), getattr(expected, family)
@@ -638,17 +643,12 @@ def check_decoding(reader: SignalReader) -> str | None:
     attention from the padding on. Returns None where they agree; else why answers have
     to be read again, a sentence.
     """
-    backbone = reader.backbone
     about = [list(reader.hidden_layers), reader.hidden_spans]
-    reasons: list[str] = []
-
-    def agrees() -> bool | None:
-        reason = _why_undecodable(reader)
-        reasons.extend([] if reason is None else [reason])
-        return None if reasons else True
-
-    backbone.check_once("decoding", about, agrees)
-    return reasons[0] if reasons else None
+    why = functools.cache(lambda: _why_undecodable(reader))
+    agrees = reader.backbone.check_once(
+        "decoding", about, lambda: why() is None or None
+    )
+    return None if agrees else why()
 
 
 def _why_undecodable(reader: SignalReader) -> str | None:

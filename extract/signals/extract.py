@@ -10,7 +10,7 @@ that its missing ranges need are read again. Nothing here loads Torch.
 import concurrent.futures
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ import numpy as np
 
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.label.labels import check_both_classes
-from beatrice.extract.records import Answer, AnswerSpan, Setting
+from beatrice.extract.records import Answer, Setting
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.contents import (
     check_answered,
@@ -43,10 +43,11 @@ from beatrice.extract.signals.sequence import (
 )
 from beatrice.extract.signals.written import ReadBefore, WrittenSignals, sequence_key
 from beatrice.extract.store.spec import (
-    Family,
+    Encoded,
     StoreConfig,
     StoreSpec,
     encode,
+    family_bytes,
     model_shapes,
     scale_name,
     stored_bytes,
@@ -74,7 +75,6 @@ _WANTED_RANGES = 64
 class ExtractConfig(StoreConfig):
     """How answers are read, and what is kept of them."""
 
-    answer_span: AnswerSpan = "emitting"  # see `sequence_of`
     # Most tokens of a batch, padding included; a longer sequence is a batch of its own.
     tokens_per_batch: int = 16384
     # Tokens per file, a power of two; None chooses by `n_rows_of`.
@@ -107,38 +107,23 @@ class ExtractionPlan:
     units: tuple[Unit, ...]
 
 
-def _bytes_per_token(
-    families: Mapping[str, Family], n_tokens: int, n_answer: int | None
-) -> list[int]:
-    n_rows = {"all": n_tokens, "answer": n_tokens if n_answer is None else n_answer}
-    return [f.row_bytes * n_rows[f.spans] // n_tokens for f in families.values()]
-
-
-def n_rows_of(
-    lengths: np.ndarray, families: Mapping[str, Family], n_answer: int | None = None
-) -> int:
+def n_rows_of(n_tokens: int, bytes_per_token: Sequence[int]) -> int:
     """Choose the rows of a shard: a power of two, from the answers alone.
 
     As many as fit in 128 MiB of the widest family, but few enough for 64 ranges, so
     that workers share the load and an interruption costs little; at least 256.
 
     Args:
-      lengths: `[n_examples]` tokens that are read.
-      families: what is stored.
-      n_answer: tokens of all answer spans; None counts a family of the answer span
-        as if it kept every token.
+      n_tokens: of all answers, that are read.
+      bytes_per_token: of each family that is stored, on average.
     """
-    n_tokens = int(lengths.sum())
-    widest = max(_bytes_per_token(families, n_tokens, n_answer))
-    most = max(1, min(_SHARD_BYTES // max(1, widest), n_tokens // _WANTED_RANGES))
+    widest = max(1, *bytes_per_token)
+    most = max(1, min(_SHARD_BYTES // widest, n_tokens // _WANTED_RANGES))
     return max(_FEWEST_ROWS, 1 << (most.bit_length() - 1))
 
 
 def tokens_per_unit(
-    lengths: np.ndarray,
-    families: Mapping[str, Family],
-    tokens_per_batch: int,
-    n_answer: int | None = None,
+    n_tokens: int, bytes_per_token: Sequence[int], tokens_per_batch: int
 ) -> int:
     """Choose the tokens of a unit, from the answers alone.
 
@@ -148,21 +133,17 @@ def tokens_per_unit(
     wait in the host's memory, see `run_plan`.
 
     Args:
-      lengths: `[n_examples]` tokens that are read.
-      families: what is stored.
+      n_tokens: as in `n_rows_of`.
+      bytes_per_token: likewise.
       tokens_per_batch: the budget of a batch.
-      n_answer: as in `n_rows_of`.
     """
-    n_tokens = int(lengths.sum())
     shared = max(tokens_per_batch, n_tokens // _WANTED_UNITS)
-    stored = sum(_bytes_per_token(families, n_tokens, n_answer))
-    return min(
-        _BATCHES_PER_UNIT * tokens_per_batch, shared, _UNIT_BYTES // max(1, stored)
-    )
+    in_memory = _UNIT_BYTES // max(1, sum(bytes_per_token))
+    return min(_BATCHES_PER_UNIT * tokens_per_batch, shared, in_memory)
 
 
-def _unit_edges(spec: StoreSpec, n_tokens: int) -> list[int]:
-    """Join consecutive ranges up to so many tokens; at least one range each."""
+def _units(spec: StoreSpec, n_tokens: int, tokens_per_batch: int) -> tuple[Unit, ...]:
+    """Join consecutive ranges up to so many tokens, at least one range each."""
     rows = np.diff(spec.offsets[spec.range_examples]).tolist()
     edges, used = [0], 0
     for range_id, n_rows in enumerate(rows):
@@ -170,7 +151,16 @@ def _unit_edges(spec: StoreSpec, n_tokens: int) -> list[int]:
             edges.append(range_id)
             used = 0
         used += n_rows
-    return [*edges, spec.n_ranges]
+    units = []
+    for first, last in itertools.pairwise([*edges, spec.n_ranges]):
+        begin, end = spec.range_examples[[first, last]].tolist()
+        # What worked examples add to each is mostly computed once a batch.
+        n_beside = int(spec.first_rows.max())
+        lengths = spec.n_read[begin:end]
+        batches = batches_of(lengths, tokens_per_batch, n_beside=n_beside)
+        of_unit = tuple(tuple(begin + i for i in batch) for batch in batches)
+        units.append(Unit(ranges=range(first, last), batches=of_unit))
+    return tuple(units)
 
 
 def _check_reader(reader: Reader, config: ExtractConfig) -> None:
@@ -201,16 +191,20 @@ def plan_extraction(
     values depend on beside the answers and `config`.
     """
     _check_reader(reader, config)
+    if not sequences:
+        raise ValueError("expected answers to read, found none")
     lengths = np.array([len(item.ids) for item in sequences], dtype=np.int64)
     spans = np.stack([item.spans for item in sequences]).astype(np.int64)
     firsts = np.array([first_read(start) for start in spans[:, 0, 0]], dtype=np.int64)
     n_answer = int((spans[:, 2, 1] - spans[:, 2, 0]).sum())
     families = stored_families(reader.shapes, config)
+    n_read = int((lengths - firsts).sum())
+    sizes = family_bytes(families, n_tokens=n_read, n_answer=n_answer)
+    per_token = [n_bytes // n_read for n_bytes in sizes.values()]
     # Which examples share a batch moves values by rounding.
-    n_tokens = tokens_per_unit(
-        lengths - firsts, families, config.tokens_per_batch, n_answer
-    )
+    n_tokens = tokens_per_unit(n_read, per_token, config.tokens_per_batch)
     is_written = getattr(reader, "is_written", lambda sequence: False)
+    n_rows = config.rows_per_shard
     spec = StoreSpec(
         families=families,
         keys=tuple(keys),
@@ -218,8 +212,7 @@ def plan_extraction(
         spans=spans,
         firsts=firsts,
         written_mask=np.array([is_written(item) for item in sequences]),
-        rows_per_shard=config.rows_per_shard
-        or n_rows_of(lengths - firsts, families, n_answer),
+        rows_per_shard=n_rows_of(n_read, per_token) if n_rows is None else n_rows,
         hidden_layers=tuple(reader.hidden_layers),
         fingerprint={
             **fingerprint,
@@ -230,21 +223,8 @@ def plan_extraction(
             "sequences_sha256": sequence_key(*sequences),
         },
     )
-    edges = _unit_edges(spec, n_tokens)
-    units = []
-    for first, last in zip(edges[:-1], edges[1:], strict=True):
-        begin, end = spec.range_examples[[first, last]].tolist()
-        batches = tuple(
-            tuple(begin + i for i in batch)
-            for batch in batches_of(
-                # What worked examples add to each is mostly computed once a batch.
-                (lengths - firsts)[begin:end],
-                config.tokens_per_batch,
-                n_beside=int(firsts.max()),
-            )
-        )
-        units.append(Unit(ranges=range(first, last), batches=batches))
-    return ExtractionPlan(spec=spec, units=tuple(units))
+    units = _units(spec, n_tokens, config.tokens_per_batch)
+    return ExtractionPlan(spec=spec, units=units)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -257,61 +237,65 @@ class ExtractionReport:
 
 
 class _RangeRows:
-    """One family of one range, as it is stored, filled answer by answer."""
+    """The families of one range, as they are stored, filled answer by answer."""
 
-    def __init__(self, spec: StoreSpec, name: str, range_id: int) -> None:
-        """Make room for the family, and for its scales if it is int8."""
-        self._spec, self._name, self._range_id = spec, name, range_id
-        self._start, stop = spec.range_rows(range_id, name)
-        families = {name: spec.families[name]}
-        if families[name].dtype == "int8":
-            families[scale_name(name)] = spec.families[scale_name(name)]
-        self.arrays = {
-            stored: np.empty((stop - self._start, *family.shape), family.numpy_dtype)
-            for stored, family in families.items()
-        }
-        self._n_invalid = self._n_overflowed = 0
-        self._bad_keys: list[tuple[str, ...]] = []
+    def __init__(self, spec: StoreSpec, range_id: int, names: Iterable[str]) -> None:
+        """Make room; `names` are of the families that are read."""
+        self._spec, self._range_id = spec, range_id
+        self.arrays: dict[str, np.ndarray] = {}
+        for name, family in spec.families.items():
+            start, stop = spec.range_rows(range_id, name)
+            shape = (stop - start, *family.shape)
+            self.arrays[name] = np.empty(shape, family.numpy_dtype)
+        # By family, keys of answers with values that its type cannot hold.
+        self._bad: dict[str, list[tuple[Any, Encoded]]] = {name: [] for name in names}
 
-    def put(self, example: int, reading: np.ndarray) -> None:
-        """Store the rows of an answer that the family has.
+    def put(self, example: int, reading: Any) -> None:
+        """Store the rows of an answer that each family has.
 
-        The reading is of the last tokens `[n_rows, …]`, or of the stored ones alone.
+        What is read of a family is of the last tokens `[n_rows, …]`, or of the stored
+        ones alone.
         """
-        offsets = self._spec.family_offsets(self._name)[example : example + 2]
-        first, last = (offsets - self._start).tolist()
+        for name in self._bad:
+            self._put(name, example, np.asarray(getattr(reading, name)))
+
+    def _put(self, name: str, example: int, rows: np.ndarray) -> None:
+        spec = self._spec
+        start, _ = spec.range_rows(self._range_id, name)
+        first, last = spec.family_offsets(name)[example : example + 2] - start
         # Written where they stay: what lies between is a pass over cold memory.
-        out, given = self.arrays[self._name][first:last], reading.shape
-        token = int(self._spec.first_tokens(self._name)[example])
-        row = token - (int(self._spec.lengths[example]) - len(reading))
-        if len(reading) != len(out) and 0 <= row <= token:
-            reading = reading[row : row + len(out)]
-        if reading.shape != out.shape:  # NumPy would repeat a single row, or channel
+        out, given = self.arrays[name][first:last], rows.shape
+        token, n_tokens = spec.first_tokens(name)[example], spec.lengths[example]
+        row = token - (n_tokens - len(rows))
+        if len(rows) != len(out) and 0 <= row <= token:
+            rows = rows[row : row + len(out)]
+        if rows.shape != out.shape:  # NumPy would repeat a single row, or channel
             raise ValueError(
-                f"the reader gave {self._name!r} of answer {self._spec.keys[example]} "
-                f"as {list(given)}, expected {list(out.shape)} or rows of more of its "
-                f"{self._spec.lengths[example]} tokens, up to the last"
+                f"the reader gave {name!r} of answer {spec.keys[example]} as "
+                f"{list(given)}, expected {list(out.shape)} or rows of more of its "
+                f"{n_tokens} tokens, up to the last"
             )
-        encoded = encode(reading, self._spec.families[self._name].dtype, out)
+        encoded = encode(rows, spec.families[name].dtype, out)
         if encoded.scales is not None:
-            self.arrays[scale_name(self._name)][first:last] = encoded.scales
-        self._n_invalid += encoded.n_invalid
-        self._n_overflowed += encoded.n_overflowed
+            self.arrays[scale_name(name)][first:last] = encoded.scales
         if encoded.n_invalid or encoded.n_overflowed:
-            self._bad_keys.append(self._spec.keys[example])
+            self._bad[name].append((spec.keys[example], encoded))
 
     def check(self) -> None:
-        """Check that the stored type can represent every value."""
-        if not self._bad_keys:
-            return
-        raise ValueError(
-            f"family {self._name!r} of answer {self._bad_keys[0]} (and "
-            f"{len(self._bad_keys) - 1} more in range {self._range_id}) has values "
-            f"that {self._spec.families[self._name].dtype} cannot hold or that are not "
-            f"numbers: {self._n_overflowed} overflow, {self._n_invalid} were NaN or "
-            "infinite when read; nothing of this range is stored; use a wider "
-            "dtype (bf16, fp32), or leave these answers out"
-        )
+        """Check that the stored types can represent every value."""
+        for name, bad in self._bad.items():
+            if not bad:
+                continue
+            n_overflowed = sum(encoded.n_overflowed for _, encoded in bad)
+            n_invalid = sum(encoded.n_invalid for _, encoded in bad)
+            raise ValueError(
+                f"family {name!r} of answer {bad[0][0]} (and {len(bad) - 1} more in "
+                f"range {self._range_id}) has values that "
+                f"{self._spec.families[name].dtype} cannot hold or that are not "
+                f"numbers: {n_overflowed} overflow, {n_invalid} were NaN or infinite "
+                "when read; nothing of this range is stored; use a wider dtype (bf16, "
+                "fp32), or leave these answers out"
+            )
 
 
 def read_batches(
@@ -346,52 +330,23 @@ def _read_unit(
 
     Returns for each of them `[n_rows, …]` per family, in the stored type.
     """
-    spec = plan.spec
-    rows = {
-        range_id: {name: _RangeRows(spec, name, range_id) for name in reader.shapes}
-        for range_id in missing
-    }
-    first, last = spec.range_examples[[unit.ranges.start, unit.ranges.stop]].tolist()
-    lookup = np.searchsorted(spec.range_examples, np.arange(first, last), "right") - 1
-    range_of = dict(zip(range(first, last), lookup.tolist(), strict=True))
+    edges, examples = plan.spec.range_examples, np.arange(len(plan.spec.keys))
+    range_of = (np.searchsorted(edges, examples, "right") - 1).tolist()
+    rows = {r: _RangeRows(plan.spec, r, reader.shapes) for r in missing}
     needed = [b for b in unit.batches if any(range_of[i] in rows for i in b)]
     for example, reading in read_batches(reader, sequences, needed):
-        if range_of[example] not in rows:
-            continue
-        for name, family in rows[range_of[example]].items():
-            family.put(example, getattr(reading, name))
-        tick()
-    arrays: dict[int, dict[str, np.ndarray]] = {}
-    for range_id, families in rows.items():
-        arrays[range_id] = {}
-        for family in families.values():
-            family.check()
-            arrays[range_id] |= family.arrays
-    return arrays
+        if range_of[example] in rows:
+            rows[range_of[example]].put(example, reading)
+            tick()
+    for of_range in rows.values():
+        of_range.check()
+    return {range_id: of_range.arrays for range_id, of_range in rows.items()}
 
 
 def _write_unit(store: FeatureStore, rows: dict[int, dict[str, np.ndarray]]) -> None:
     """Write ranges in order, and free each as soon as it is written."""
     for range_id in sorted(rows):
         write_range(store, range_id, rows.pop(range_id))
-
-
-def _write_units(
-    read: Callable[[Unit, Sequence[int]], dict[int, dict[str, np.ndarray]]],
-    store: FeatureStore,
-    todo: Sequence[tuple[Unit, Sequence[int]]],
-) -> None:
-    """Write each unit while the next one is read; at most two are in memory."""
-    pending: concurrent.futures.Future[None] | None = None
-    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:
-        for unit, missing in todo:
-            rows = read(unit, missing)
-            if pending is not None:
-                pending.result()
-            pending = pool.submit(_write_unit, store, rows)
-            del rows  # so that the writer frees it range by range
-        if pending is not None:
-            pending.result()
 
 
 def run_plan(
@@ -422,10 +377,16 @@ def run_plan(
         if progress is not None:
             progress(next(n_read), n_answers)
 
-    def read(unit: Unit, missing: Sequence[int]) -> dict[int, dict[str, np.ndarray]]:
-        return _read_unit(reader, sequences, plan, unit, missing, tick)
-
-    _write_units(read, store, todo)
+    pending: concurrent.futures.Future[None] | None = None
+    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:
+        for unit, missing in todo:
+            rows = _read_unit(reader, sequences, plan, unit, missing, tick)
+            if pending is not None:
+                pending.result()
+            pending = pool.submit(_write_unit, store, rows)
+            del rows  # so that the writer frees it range by range
+        if pending is not None:
+            pending.result()
     return ExtractionReport(
         n_written=len(written),
         n_skipped=sum(len(unit.ranges) for unit in units) - len(written),
@@ -512,7 +473,7 @@ def open_local_reader(run: RunDir, config: ExtractConfig) -> Reader:
         "model": identity.get("revision"),
         "dtype": f"torch.{identity.get('dtype')}",
     }
-    written = WrittenSignals.open(run.written, fingerprint, config, config.answer_span)
+    written = WrittenSignals.open(run.written, fingerprint, config)
     if written is None:
         return _load_reader(run, config)
     return ReadBefore(written, written, lambda: _load_reader(run, config))
@@ -553,42 +514,29 @@ def _extract(
             "--settings closed-book"
         )
     reader = open_reader(run, config)
-    is_written = getattr(reader, "is_written", None)
-    if is_written is not None or run.written.exists():
-        every = [answer for rows in answers.values() for answer in rows]
-        n_waiting = sum(
-            is_written is not None
-            and is_written(sequence_of(answer, answer_span=config.answer_span))
-            for answer in every
-        )
+    every = [answer for rows in answers.values() for answer in rows]
+    if hasattr(reader, "is_written") or run.written.exists():
+        is_written = getattr(reader, "is_written", lambda sequence: False)
+        sequences = (sequence_of(a, answer_span=config.answer_span) for a in every)
+        n_waiting = sum(map(is_written, sequences))
         progress.note(
             f"extract: {n_waiting} of {len(every)} answers were read while they were "
             f"written, {config.describe()}; {len(every) - n_waiting} are read again"
         )
-    return sum(
-        extract(
-            reader,
-            rows,
-            run.features(setting),
-            config,
-            share=run.share,
-            progress=_of_rows(update, answers, setting),
-        ).n_missing
-        for setting, rows in answers.items()
-    )
+    n_missing = n_before = 0
+    for setting, rows in answers.items():
+        show = partial(_show, update, n_before, len(rows), len(every))
+        url, share = run.features(setting), run.share
+        report = extract(reader, rows, url, config, share=share, progress=show)
+        n_missing, n_before = n_missing + report.n_missing, n_before + len(rows)
+    return n_missing
 
 
-def _of_rows(
-    update: Update, answers: Mapping[Setting, Sequence[Answer]], setting: Setting
-) -> Update:
-    n_of = {name: len(rows) for name, rows in answers.items()}
-    before = sum(n_of[name] for name in list(n_of)[: list(n_of).index(setting)])
-
-    def of_setting(done: int, total: int) -> None:
-        share = done / total if total else 1.0
-        update(before + round(share * n_of[setting]), sum(n_of.values()))
-
-    return of_setting
+def _show(
+    update: Update, n_before: int, n_rows: int, n_all: int, done: int, total: int
+) -> None:
+    """Show which share of a setting's answers is done, behind those of others."""
+    update(n_before + round(done / total * n_rows), n_all)
 
 
 def outline_shapes(outline: "Outline") -> dict[str, tuple[int, ...]]:

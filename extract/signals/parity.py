@@ -29,7 +29,6 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -110,40 +109,224 @@ def probe_ids(backbone: Backbone, lengths: tuple[int, int]) -> torch.Tensor:
     return torch.stack([ids[:n_tokens], second]).to(backbone.device)
 
 
-def _spans_of(lengths: tuple[int, ...]) -> torch.Tensor:
-    """Return `[n_examples, 3, 2]` spans, each a third of its example."""
-    thirds = [[0, n // 3, 2 * n // 3, n] for n in lengths]
-    return torch.tensor([[t[:2], t[1:3], t[2:]] for t in thirds])
+class _Probe:
+    """A backbone on two rows of ids, and the checks of what is read of them."""
 
+    def __init__(
+        self, backbone: Backbone, final_norm: residual.FinalNorm, head: Head
+    ) -> None:
+        """Read both rows together; `[2, n_tokens]` ids are padded to the right."""
+        self.backbone, self.layout = backbone, backbone.layout
+        self.dtype = backbone.dtype
+        self.final_norm, self.head = final_norm, head
+        self.lengths = probe_lengths(backbone)
+        self.ids = probe_ids(backbone, self.lengths)
+        self.together = self.read(self.ids, self.lengths)
 
-def _read(
-    backbone: Backbone,
-    final_norm: residual.FinalNorm,
-    head: Head,
-    ids: torch.Tensor,
-    lengths: tuple[int, ...],
-) -> _Pass:
-    layout = backbone.layout
-    lens = residual.LogitLens(final_norm, head, ids.roll(-1, dims=1))
-    scales = [layer.scale() for layer in layout.layers]
-    errors: list[float] = []
-    pushes = torch.zeros(ids.shape, device=ids.device)
-    states: dict[str, torch.Tensor] = {}
+    def attention_reading(
+        self, ids: torch.Tensor, lengths: tuple[int, ...]
+    ) -> SpanReading:
+        """Return what reads the attention of rows, each in three spans of one size."""
+        thirds = [[0, n // 3, 2 * n // 3, n] for n in lengths]
+        spans = torch.tensor([[t[:2], t[1:3], t[2:]] for t in thirds])
+        budget = budget_for(ids.device).n_attention_weights
+        return SpanReading(spans, ids, self.layout.attention_layers, budget)
 
-    def on_layer(layer_pass: LayerPass) -> None:
-        if layer_pass.index == 0:
-            states["first"] = layer_pass.h_in.float().clone()
-        out = layer_pass.h_out.float() / scales[layer_pass.index]
-        total = layer_pass.h_in.float() + layer_pass.att.float()
-        error = (total + layer_pass.ffn.float() - out).norm(dim=-1)
-        errors.append(float((error / out.norm(dim=-1)).max()))
-        scalars = residual.contribution_scalars(layer_pass, lens)
-        pushes.add_(scalars[..., 1]).add_(scalars[..., 3])
-        states["last"], states["end"] = out.clone(), layer_pass.h_out.clone()
+    def read(self, ids: torch.Tensor, lengths: tuple[int, ...]) -> _Pass:
+        """Read rows as a reader does; sum what it reads of every layer."""
+        lens = residual.LogitLens(self.final_norm, self.head, ids.roll(-1, dims=1))
+        scales = [layer.scale() for layer in self.layout.layers]
+        errors: list[float] = []
+        pushes = torch.zeros(ids.shape, device=ids.device)
+        states: dict[str, torch.Tensor] = {}
 
-    budget = budget_for(ids.device).n_attention_weights
-    final, attn = run_decoder(layout, ids, _spans_of(lengths), budget, on_layer)
-    return _Pass(errors=errors, pushes=pushes, final=final, attn=attn, **states)
+        def on_layer(layer_pass: LayerPass) -> None:
+            if layer_pass.index == 0:
+                states["first"] = layer_pass.h_in.float().clone()
+            out = layer_pass.h_out.float() / scales[layer_pass.index]
+            total = layer_pass.h_in.float() + layer_pass.att.float()
+            error = (total + layer_pass.ffn.float() - out).norm(dim=-1)
+            errors.append(float((error / out.norm(dim=-1)).max()))
+            scalars = residual.contribution_scalars(layer_pass, lens)
+            pushes.add_(scalars[..., 1]).add_(scalars[..., 3])
+            states["last"], states["end"] = out.clone(), layer_pass.h_out.clone()
+
+        reading = self.attention_reading(ids, lengths)
+        final = run_decoder(self.layout, ids, on_layer=on_layer, reading=reading)
+        attn = reading.readings()
+        return _Pass(errors=errors, pushes=pushes, final=final, attn=attn, **states)
+
+    def check_sums(self) -> None:
+        """Check that contributions sum to the stream's change, and its norm is put out.
+
+        The former in every layer.
+        """
+        for index, error in enumerate(self.together.errors):
+            if math.isnan(error):
+                raise ValueError(
+                    f"{self.backbone.name}: states of layer {index} are not finite in "
+                    f"{str(self.dtype).removeprefix('torch.')}: its weights are "
+                    "damaged, or too large for this type; check them, or load them as "
+                    "float32"
+                )
+            if not error <= _SUM_TOLERANCE[self.dtype]:
+                raise ValueError(
+                    f"unknown residual layout: in layer {index} of "
+                    f"{type(self.layout.decoder).__name__} attention and feed-forward "
+                    "contributions miss the change of the residual stream by "
+                    f"{error:.1e} of its norm"
+                )
+        _check_close(
+            self.together.final,
+            self.layout.final_norm(self.together.end),
+            _SUM_TOLERANCE[self.dtype],
+            "what the decoder puts out and the final norm of its last state",
+        )
+
+    def check_logits(self) -> None:
+        """Compare our logits with the untouched model's, padded right and left.
+
+        The last ones of both rows are compared, and those beyond the window.
+        """
+        ids, n_tokens = self.ids, self.ids.shape[1]
+        counts = torch.tensor(self.lengths, device=ids.device)[:, None]
+        columns = torch.arange(n_tokens, device=ids.device)
+        is_compared = (columns < counts) & (columns >= counts - _N_COMPARED)
+        rows, at = is_compared.nonzero().unbind(1)
+        n_words = self.head.weight.shape[0]
+        ours = self.head.logits(self.together.final[rows, at], 0, n_words)
+        groups = {"": slice(None)}
+        window = _window_of(self.backbone)
+        if window is not None:
+            # By themselves: where single tokens may differ they would be outvoted.
+            groups[" beyond its attention's window"] = (rows == 0) & (at >= window)
+        pairs = zip(ids, self.lengths, strict=True)
+        mask = (columns >= n_tokens - counts).long()
+        left = {
+            "input_ids": torch.stack([row.roll(n_tokens - n) for row, n in pairs]),
+            "attention_mask": mask,
+            "position_ids": (mask.cumsum(1) - 1).clamp_min(0),
+        }
+        shifted = at + n_tokens - counts[rows, 0]
+        what = "the logits of the reading pass and of the untouched model"
+        for expected, about, tolerances in (
+            (self.logits_at(rows, at, input_ids=ids), "", _LOGIT_TOLERANCE),
+            (
+                self.logits_at(rows, shifted, **left),
+                ", padded to the left,",
+                _VALUE_TOLERANCE,
+            ),
+        ):
+            if expected.shape[-1] != n_words:
+                raise ValueError(
+                    f"unknown residual layout: the model's logits are of "
+                    f"{expected.shape[-1]} words, but its output embedding has "
+                    f"{n_words} rows"
+                )
+            for where, group in groups.items():
+                _check_close(
+                    ours[group],
+                    expected[group],
+                    tolerances[self.dtype],
+                    f"{what}{about}{where}",
+                    every=self.dtype == torch.float32,
+                )
+
+    def logits_at(
+        self, rows: torch.Tensor, columns: torch.Tensor, **inputs: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the model's logits `[n, n_words]` at some places of a batch.
+
+        Only there is its output matrix multiplied: logits of the whole batch would be
+        gigabytes where vocabulary and window are large.
+        """
+        handle = self.backbone.model.get_output_embeddings().register_forward_pre_hook(
+            lambda _, args: (args[0][rows, columns][None],)
+        )
+        try:
+            return self.backbone.model(**inputs, use_cache=False).logits[0]
+        finally:
+            handle.remove()
+
+    def check_pushes(self) -> None:
+        """Compare summed pushes with the final norm applied to both ends."""
+        # In float32, as the pushes are: the stream's dtype would round both ends.
+        norm: Any = copy.deepcopy(self.layout.final_norm).float()
+        rows = self.head.rows(self.ids.roll(-1, dims=1))
+        ends = (self.together.first, self.together.last)
+        before, after = [(norm(state) * rows).sum(-1) for state in ends]
+        _check_close(
+            self.together.pushes[..., None],
+            (after - before)[..., None],
+            _PUSH_TOLERANCE[self.dtype],
+            "the summed pushes and the final norm's own difference",
+        )
+
+    def check_alone(self) -> None:
+        """Read each example alone and unpadded; nothing may change."""
+        together = self.together
+        for row, length in enumerate(self.lengths):
+            alone = self.read(self.ids[row : row + 1, :length], (length,))
+            # The last token's own target is the neighbour's in one of the two.
+            pairs = {
+                "states": (together.final[row, :length], alone.final[0]),
+                "attention readings": (together.attn[row, :length], alone.attn[0]),
+                "pushes": (
+                    together.pushes[row, : length - 1, None],
+                    alone.pushes[0, :-1, None],
+                ),
+            }
+            for what, (padded, expected) in pairs.items():
+                _check_close(
+                    padded,
+                    expected,
+                    _VALUE_TOLERANCE[self.dtype],
+                    f"the {what} of a sequence in a padded batch and alone",
+                    every=self.dtype == torch.float32,
+                )
+
+    def check_attention(self) -> None:
+        """Compare each attention module with its reading in float32, see above."""
+        layout = self.layout
+        if not layout.decoder._can_set_attn_implementation():
+            return  # its own weights are read
+        unread = self._attention_calls(None)
+        read = self._attention_calls(self.attention_reading(self.ids, self.lengths))
+        for index in layout.attention_layers:
+            mixer = copy.deepcopy(layout.layers[index].mixer)
+            mixer._apply(_widened)  # `float()` would spoil complex rotations
+            args, kwargs = map(_widened, unread[index])
+            expected = attend_alone(mixer, args, kwargs, None)
+            # The mask is in the form that each attention function takes.
+            if "attention_mask" in kwargs:
+                mask = _widened(read[index][1]["attention_mask"])
+                kwargs = {**kwargs, "attention_mask": mask}
+            reading = self.attention_reading(self.ids, self.lengths)
+            _check_close(
+                attend_alone(mixer, args, kwargs, reading),
+                expected,
+                _LOGIT_TOLERANCE[torch.float32],
+                f"what the attention of layer {index} puts out by itself and as it is "
+                "read",
+            )
+
+    def _attention_calls(
+        self, reading: SpanReading | None
+    ) -> dict[int, tuple[Any, Any]]:
+        """Return what each attention module is called with in a forward, by layer."""
+        calls: dict[int, tuple[Any, Any]] = {}
+
+        def save(index: int, module: Any, args: Any, kwargs: Any) -> None:
+            calls[index] = args, kwargs
+
+        with contextlib.ExitStack() as handles:
+            for index in self.layout.attention_layers:
+                hook = functools.partial(save, index)
+                mixer = self.layout.layers[index].mixer
+                handle = mixer.register_forward_pre_hook(hook, with_kwargs=True)
+                handles.callback(handle.remove)
+            run_decoder(self.layout, self.ids, reading=reading)
+        return calls
 
 
 def _check_close(
@@ -171,148 +354,6 @@ def _check_close(
         )
 
 
-def _check_sums(backbone: Backbone, errors: list[float]) -> None:
-    """Check that contributions sum to the change of the stream in every layer."""
-    for index, error in enumerate(errors):
-        if math.isnan(error):
-            raise ValueError(
-                f"{backbone.name}: states of layer {index} are not finite in "
-                f"{str(backbone.dtype).removeprefix('torch.')}: its weights are "
-                "damaged, or too large for this type; check them, or load them as "
-                "float32"
-            )
-        if not error <= _SUM_TOLERANCE[backbone.dtype]:
-            raise ValueError(
-                f"unknown residual layout: in layer {index} of "
-                f"{type(backbone.layout.decoder).__name__} attention and feed-forward "
-                f"contributions miss the change of the residual stream by {error:.1e} "
-                "of its norm"
-            )
-
-
-def _check_logits(
-    backbone: Backbone,
-    ids: torch.Tensor,
-    lengths: tuple[int, int],
-    final: torch.Tensor,
-    head: Head,
-) -> None:
-    """Compare our logits with the untouched model's, padded right and left.
-
-    The last ones of both rows are compared, and those beyond the window.
-    """
-    n_tokens = ids.shape[1]
-    counts = torch.tensor(lengths, device=ids.device)[:, None]
-    columns = torch.arange(n_tokens, device=ids.device)
-    is_compared = (columns < counts) & (columns >= counts - _N_COMPARED)
-    rows, positions = is_compared.nonzero().unbind(1)
-    n_words = head.weight.shape[0]
-    ours = head.logits(final[rows, positions], 0, n_words)
-    groups = {"": slice(None)}
-    window = _window_of(backbone)
-    if window is not None:
-        # By themselves: where single tokens may differ they would be outvoted.
-        groups[" beyond its attention's window"] = (rows == 0) & (positions >= window)
-    mask = (columns >= n_tokens - counts).long()
-    shifted = [row.roll(n_tokens - n) for row, n in zip(ids, lengths, strict=True)]
-    left = {
-        "input_ids": torch.stack(shifted),
-        "attention_mask": mask,
-        "position_ids": (mask.cumsum(1) - 1).clamp_min(0),
-    }
-    n_padding = n_tokens - counts[rows, 0]
-    what = "the logits of the reading pass and of the untouched model"
-    for inputs, at, about, tolerances in (
-        ({"input_ids": ids}, positions, "", _LOGIT_TOLERANCE),
-        (left, positions + n_padding, ", padded to the left,", _VALUE_TOLERANCE),
-    ):
-        expected = _logits_at(backbone, inputs, rows, at)
-        if expected.shape[-1] != n_words:
-            raise ValueError(
-                f"unknown residual layout: the model's logits are of "
-                f"{expected.shape[-1]} words, but its output embedding has {n_words} "
-                "rows"
-            )
-        for where, group in groups.items():
-            _check_close(
-                ours[group],
-                expected[group],
-                tolerances[backbone.dtype],
-                f"{what}{about}{where}",
-                every=backbone.dtype == torch.float32,
-            )
-
-
-def _logits_at(
-    backbone: Backbone,
-    inputs: dict[str, torch.Tensor],
-    rows: torch.Tensor,
-    columns: torch.Tensor,
-) -> torch.Tensor:
-    """Return the model's logits `[n, n_words]` at some places of a batch.
-
-    Only there is its output matrix multiplied: logits of the whole batch would be
-    gigabytes where vocabulary and window are large.
-    """
-    handle = backbone.model.get_output_embeddings().register_forward_pre_hook(
-        lambda _, args: (args[0][rows, columns][None],)
-    )
-    try:
-        return backbone.model(**inputs, use_cache=False).logits[0]
-    finally:
-        handle.remove()
-
-
-def _check_alone(
-    backbone: Backbone,
-    final_norm: residual.FinalNorm,
-    head: Head,
-    ids: torch.Tensor,
-    lengths: tuple[int, int],
-    together: _Pass,
-) -> None:
-    """Read each example alone and unpadded; nothing may change."""
-    for row, length in enumerate(lengths):
-        example = ids[row : row + 1, :length]
-        alone = _read(backbone, final_norm, head, example, (length,))
-        # The last token's own target is the neighbour's in one of the two.
-        pairs = {
-            "states": (together.final[row, :length], alone.final[0]),
-            "attention readings": (together.attn[row, :length], alone.attn[0]),
-            "pushes": (
-                together.pushes[row, : length - 1, None],
-                alone.pushes[0, :-1, None],
-            ),
-        }
-        for what, (padded, expected) in pairs.items():
-            _check_close(
-                padded,
-                expected,
-                _VALUE_TOLERANCE[backbone.dtype],
-                f"the {what} of a sequence in a padded batch and alone",
-                every=backbone.dtype == torch.float32,
-            )
-
-
-def _attention_calls(
-    backbone: Backbone, run: Callable[[], Any]
-) -> dict[int, tuple[Any, Any]]:
-    """Return what each attention module is called with during a forward, by layer."""
-    calls: dict[int, tuple[Any, Any]] = {}
-
-    def save(index: int, module: Any, args: Any, kwargs: Any) -> None:
-        calls[index] = args, kwargs
-
-    with contextlib.ExitStack() as handles:
-        for index in backbone.layout.attention_layers:
-            hook = functools.partial(save, index)
-            mixer = backbone.layout.layers[index].mixer
-            handle = mixer.register_forward_pre_hook(hook, with_kwargs=True)
-            handles.callback(handle.remove)
-        run()
-    return calls
-
-
 def _widened(value: Any) -> Any:
     """Return tensors of a module's arguments in float32, those of numbers alone."""
     if isinstance(value, torch.Tensor):
@@ -324,55 +365,6 @@ def _widened(value: Any) -> Any:
     return value
 
 
-def _check_attention(
-    backbone: Backbone, ids: torch.Tensor, lengths: tuple[int, int]
-) -> None:
-    """Compare each attention module with its reading in float32, see above."""
-    layout = backbone.layout
-    if not layout.decoder._can_set_attn_implementation():
-        return  # its own weights are read
-    spans, budget = _spans_of(lengths), budget_for(ids.device).n_attention_weights
-    unread = _attention_calls(
-        backbone, lambda: layout.decoder(input_ids=ids, use_cache=False)
-    )
-    read = _attention_calls(
-        backbone, lambda: run_decoder(layout, ids, spans, budget, lambda _: None)
-    )
-    for index in layout.attention_layers:
-        mixer = copy.deepcopy(layout.layers[index].mixer)
-        mixer._apply(_widened)  # `float()` would spoil complex rotations
-        args, kwargs = map(_widened, unread[index])
-        expected = attend_alone(mixer, args, kwargs, None)
-        # The mask is in the form that each attention function takes.
-        if "attention_mask" in kwargs:
-            mask = _widened(read[index][1]["attention_mask"])
-            kwargs = {**kwargs, "attention_mask": mask}
-        reading = SpanReading(spans, ids, layout.attention_layers, budget)
-        _check_close(
-            attend_alone(mixer, args, kwargs, reading),
-            expected,
-            _LOGIT_TOLERANCE[torch.float32],
-            f"what the attention of layer {index} puts out by itself and as it is read",
-        )
-
-
-def _check_pushes(
-    backbone: Backbone, head: Head, together: _Pass, targets: torch.Tensor
-) -> None:
-    """Compare summed pushes with the final norm applied to both ends."""
-    # In float32, as the pushes are: the stream's dtype would round both ends.
-    norm: Any = copy.deepcopy(backbone.layout.final_norm).float()
-    rows = head.rows(targets)
-    ends = (together.first, together.last)
-    before, after = [(norm(state) * rows).sum(-1) for state in ends]
-    _check_close(
-        together.pushes[..., None],
-        (after - before)[..., None],
-        _PUSH_TOLERANCE[backbone.dtype],
-        "the summed pushes and the final norm's own difference",
-    )
-
-
 @torch.no_grad()
 def check_parity(backbone: Backbone, final_norm: residual.FinalNorm, head: Head) -> int:
     """Check that what is read of a backbone sums to what it does.
@@ -380,24 +372,16 @@ def check_parity(backbone: Backbone, final_norm: residual.FinalNorm, head: Head)
     Returns the heads of an attention layer, as they were read; a config can say
     otherwise.
     """
-    lengths = probe_lengths(backbone)
-    ids = probe_ids(backbone, lengths)
-    together = _read(backbone, final_norm, head, ids, lengths)
-    _check_sums(backbone, together.errors)
-    if not bool(together.attn.isfinite().all()):
+    probe = _Probe(backbone, final_norm, head)
+    probe.check_sums()
+    if not bool(probe.together.attn.isfinite().all()):
         raise ValueError("unknown residual layout: an attention reading is not finite")
-    _check_close(
-        together.final,
-        backbone.layout.final_norm(together.end),
-        _SUM_TOLERANCE[backbone.dtype],
-        "what the decoder puts out and the final norm of its last state",
-    )
-    _check_logits(backbone, ids, lengths, together.final, head)
-    _check_pushes(backbone, head, together, ids.roll(-1, dims=1))
-    _check_alone(backbone, final_norm, head, ids, lengths, together)
+    probe.check_logits()
+    probe.check_pushes()
+    probe.check_alone()
     if backbone.dtype != torch.float32:
-        _check_attention(backbone, ids, lengths)
-    return together.attn.shape[-1]
+        probe.check_attention()
+    return probe.together.attn.shape[-1]
 
 
 # Where a config spaces its attention layers by a period, a twin can have none.

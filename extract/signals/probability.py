@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from beatrice.extract.signals.batch import ReadingBudget
+
 _N_COLUMNS = 64
 # Exponentials alive at once on a CPU: half of the second-level cache of two cores.
 _N_CACHED = 2**19
@@ -226,9 +228,7 @@ def token_probabilities(
     states: torch.Tensor,
     targets: torch.Tensor,
     head: Head,
-    *,
-    n_tokens_per_chunk: int,
-    n_words_per_block: int,
+    budget: ReadingBudget,
 ) -> torch.Tensor:
     """Read the next-token distribution at every position (section 3.2).
 
@@ -236,26 +236,26 @@ def token_probabilities(
       states: `[n_tokens, d_model]`, final-normed.
       targets: `[n_tokens]` int64, v_t.
       head: W_U with its bias and softcap.
-      n_tokens_per_chunk: rows of one block of logits.
-      n_words_per_block: columns of one block of logits; at least 2.
+      budget: rows and columns of one block of logits.
 
     Returns:
       `[n_tokens, 5]` float32: p(v_t), surprisal of v_t in nats, entropy in nats, top
       probability, margin between the two largest probabilities.
     """
     vocab_size = head.weight.shape[0]
-    n_most = min(n_tokens_per_chunk, len(states)), min(n_words_per_block, vocab_size)
-    n_block = n_most[0] * n_most[1]
-    n_cached = n_block if states.is_cuda else max(n_most[1], _N_CACHED)
+    n_tokens = min(budget.n_tokens_per_chunk, len(states))
+    n_words = min(budget.n_words_per_block, vocab_size)
+    n_block = n_tokens * n_words
+    n_cached = n_block if states.is_cuda else max(n_words, _N_CACHED)
     # Reused by every block: fresh pages cost more than the sums on a CPU.
     block = states.new_empty(n_block, dtype=torch.float32)
     buffer = states.new_empty(n_cached, dtype=torch.float32)
     chunks = []
-    for start in range(0, len(states), n_tokens_per_chunk):
-        rows = slice(start, start + n_tokens_per_chunk)
+    for start in range(0, len(states), budget.n_tokens_per_chunk):
+        rows = slice(start, start + n_tokens)
         sums = _OnlineSoftmax(targets[rows])
-        for word in range(0, vocab_size, n_words_per_block):
-            stop = min(word + n_words_per_block, vocab_size)
+        for word in range(0, vocab_size, n_words):
+            stop = min(word + n_words, vocab_size)
             shape = (len(sums.targets), stop - word)
             logits = block[: shape[0] * shape[1]].view(shape)
             head.logits(states[rows], word, stop, out=logits)

@@ -22,7 +22,7 @@ from beatrice.extract.generate.local import (
     n_shared,
 )
 from beatrice.extract.signals import probability, residual
-from beatrice.extract.signals.attention import run_decoder
+from beatrice.extract.signals.attention import SpanReading, run_decoder
 from beatrice.extract.signals.batch import (
     HostCopies,
     ReadingBudget,
@@ -174,13 +174,7 @@ class SignalReader:
         self, states: torch.Tensor, targets: torch.Tensor
     ) -> torch.Tensor:
         """Return `[n_tokens, 5]`, see `probability.token_probabilities`."""
-        return probability.token_probabilities(
-            states,
-            targets,
-            self.head,
-            n_tokens_per_chunk=self.budget.n_tokens_per_chunk,
-            n_words_per_block=self.budget.n_words_per_block,
-        )
+        return probability.token_probabilities(states, targets, self.head, self.budget)
 
     def read(self, sequences: list[TokenSequence]) -> list[AnswerSignals]:
         """Read all families of a batch in one forward of the decoder.
@@ -229,22 +223,19 @@ class SignalReader:
         rows = hidden_rows = Rows(read, n_tokens, device)
         if self.hidden_spans == "answer":
             hidden_rows = Rows(spans[:, 2].tolist(), n_tokens, device)
-        copies, budget = self._copies(), self.budget
-        first = min(firsts)
+        copies, budget = self._copies(), self.budget.n_attention_weights
+        layers, first = layout.attention_layers, min(firsts)
         lens = self.lens(targets[:, first:])
         stream = residual.StreamReading(self.hidden_layers, hidden_rows, lens, copies)
-        final, attn = run_decoder(
-            layout,
-            ids,
-            torch.from_numpy(spans),
-            budget.n_attention_weights,
-            stream.on_layer,
-            cache,
+        reading = SpanReading(torch.from_numpy(spans), ids, layers, budget)
+        final = run_decoder(
+            layout, ids, on_layer=stream.on_layer, reading=reading, cache=cache
         )
         prob = self.probabilities(rows.of(final), rows.of(targets))
         resid = torch.cat(stream.resid, dim=-1)
         resid = torch.nn.functional.pad(resid, (0, 0, first, 0))
-        scalars = {"prob": prob, "resid": rows.of(resid), "attn": rows.of(attn)}
+        attn = rows.of(reading.readings())
+        scalars = {"prob": prob, "resid": rows.of(resid), "attn": attn}
         return PendingSignals(
             hidden=stream.states(),
             scalars={name: copies.copy(values) for name, values in scalars.items()},

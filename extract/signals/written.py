@@ -21,7 +21,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from beatrice.extract.records import Answer, AnswerSpan
+from beatrice.extract.records import Answer
 from beatrice.extract.run.files import write_stream_atomic
 from beatrice.extract.signals.sequence import Reader, TokenSequence, sequence_of
 from beatrice.extract.store.spec import (
@@ -72,26 +72,23 @@ def save_batch(
     config: StoreConfig,
     answers: Sequence[Answer],
     signals: Sequence[Any],
-    *,
-    answer_span: AnswerSpan = "emitting",
 ) -> None:
     """Write the signals of a batch of answers into a file of its own in a folder.
 
     Values are of the types of the config, as the reader read them; None stands for an
     answer that has to be read again.
     """
-    pairs = zip(answers, signals, strict=True)
-    rows = [
-        (sequence_key(sequence_of(answer, answer_span=answer_span)), of_answer)
-        for answer, of_answer in pairs
+    rows = {
+        sequence_key(sequence_of(answer, answer_span=config.answer_span)): of_answer
+        for answer, of_answer in zip(answers, signals, strict=True)
         if of_answer is not None
-    ]
+    }
     if not rows:
         return
     types = _types(config)
     edges, tensors, sums = {}, {}, {}
     for name, dtype in types.items():
-        values = [getattr(of_answer, name) for _, of_answer in rows]
+        values = [getattr(of_answer, name) for of_answer in rows.values()]
         edges[name] = np.cumsum([0, *map(len, values)]).tolist()
         # An integer of the type's size: the format has no bfloat16 of NumPy.
         codes = encode(np.concatenate(values), dtype).codes
@@ -100,13 +97,13 @@ def save_batch(
         sums[name] = [zlib.crc32(tensors[name][i:j].tobytes()) for i, j in stretches]
     about = {
         "version": FORMAT_VERSION,
-        "keys": [key for key, _ in rows],
+        "keys": list(rows),
         "edges": edges,
         "crc32": sums,  # of each answer's rows
         "types": types,
         "hidden_layers": list(reader.hidden_layers),
         "hidden_spans": reader.hidden_spans,
-        "answer_span": answer_span,
+        "answer_span": config.answer_span,
         "fingerprint": dict(reader.fingerprint),
         "shapes": dict(reader.shapes),
     }
@@ -118,7 +115,7 @@ def save_batch(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WrittenSignals(Mapping[str, WaitingSignals]):
-    """Signals of a folder by `sequence_key`, read from the disk when asked for."""
+    """Signals of a folder by `sequence_key`, read from the disk when taken."""
 
     fingerprint: Mapping[str, Any]  # of the reader, see `Reader`
     hidden_layers: tuple[int, ...]  # that are handed out
@@ -134,7 +131,6 @@ class WrittenSignals(Mapping[str, WaitingSignals]):
         folder: Path,
         fingerprint: Mapping[str, Any],
         config: StoreConfig,
-        answer_span: AnswerSpan = "emitting",
     ) -> Self | None:
         """Return the signals of a folder that are of a model, and hold what is wanted.
 
@@ -146,7 +142,7 @@ class WrittenSignals(Mapping[str, WaitingSignals]):
         opened = functools.lru_cache(maxsize=_MOST_OPEN)(_open)
         for path in sorted(folder.glob("*.safetensors")):
             _, about = opened(path)
-            if _holds(about, fingerprint, config, answer_span):
+            if _holds(about, fingerprint, config):
                 last = about
                 places |= {k: (path, i) for i, k in enumerate(about["keys"])}
         if not places:
@@ -162,6 +158,10 @@ class WrittenSignals(Mapping[str, WaitingSignals]):
             places=places,
             opened=opened,
         )
+
+    def __contains__(self, key: object) -> bool:
+        """Return whether an answer's signals are there; reads nothing."""
+        return key in self.places
 
     def __len__(self) -> int:
         """Return how many answers there are."""
@@ -204,20 +204,18 @@ def _damage(path: Path, cause: object) -> str:
 
 
 def _holds(
-    about: Mapping[str, Any],
-    fingerprint: Mapping[str, Any],
-    config: StoreConfig,
-    answer_span: AnswerSpan,
+    about: Mapping[str, Any], fingerprint: Mapping[str, Any], config: StoreConfig
 ) -> bool:
     """Return whether a file's signals hold what is wanted of each answer."""
+    if about["version"] != FORMAT_VERSION:
+        return False
     layers = config.hidden_layers
     n_entries = about["shapes"]["resid"][0] // 4 + 1
     wanted = set(range(n_entries) if layers is None else layers)
     return (
-        about["version"] == FORMAT_VERSION
-        and about["fingerprint"] == dict(fingerprint)
+        about["fingerprint"] == dict(fingerprint)
         and about["types"] == _types(config)
-        and about["answer_span"] == answer_span
+        and about["answer_span"] == config.answer_span
         and about["hidden_spans"] in ("all", config.hidden_spans)
         and wanted <= set(about["hidden_layers"])
     )
@@ -248,10 +246,9 @@ class ReadBefore:
         reader: Reader,
         answers: Sequence[Answer],
         signals: Sequence[Any],
-        answer_span: AnswerSpan = "emitting",
     ) -> Self:
         """Hold the signals of answers in memory; `reader` read them."""
-        sequences = (sequence_of(a, answer_span=answer_span) for a in answers)
+        sequences = map(sequence_of, answers)
         by_key = dict(zip(map(sequence_key, sequences), signals, strict=True))
         return cls(by_key, reader, lambda: reader)
 
@@ -261,9 +258,12 @@ class ReadBefore:
 
     def start(self, sequences: list[TokenSequence]) -> "_Started":
         """Begin to read the answers of a batch that were not, see `Reader`."""
-        again = [sequence for sequence in sequences if not self.is_written(sequence)]
-        started = self._reader().start(again) if again else None
-        return _Started(self._signals, list(map(sequence_key, sequences)), started)
+        keys = list(map(sequence_key, sequences))
+        pairs = zip(keys, sequences, strict=True)
+        again = [sequence for key, sequence in pairs if key not in self._signals]
+        return _Started(
+            self._signals, keys, self._reader().start(again) if again else None
+        )
 
 
 class _Started(NamedTuple):
@@ -271,7 +271,7 @@ class _Started(NamedTuple):
 
     signals: Mapping[str, Any]
     keys: list[str]
-    started: Any
+    started: Any  # of those that are read again; None where there are none
 
     def result(self) -> Iterator[Any]:
         again = iter(() if self.started is None else self.started.result())

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ import ml_dtypes
 import numpy as np
 import safetensors.numpy
 
-from beatrice.extract.records import check_choices
+from beatrice.extract.records import AnswerSpan, check_choices
 
 Dtype = Literal["bfloat16", "float16", "float32", "int8"]
 # Attention masses can be below 6e-8, the smallest number of float16.
@@ -177,10 +178,19 @@ class StoreConfig:
     # overflows at 65504 (which is an error), int8 has a scale per token and layer.
     dtype: Dtype = "bfloat16"
     scalars: ScalarDtype = "float32"  # how the other families are stored
+    # Which positions are the answer's, see `signals.sequence.sequence_of`.
+    answer_span: AnswerSpan = "emitting"
 
     def __post_init__(self) -> None:
         """Check the choices; whether a model has the layers, its reader checks."""
         check_choices(self)
+        layers = self.hidden_layers
+        is_listed = isinstance(layers, tuple | list)
+        if layers is not None and not (is_listed and all(map(_is_whole, layers))):
+            raise ValueError(
+                "hidden_layers: expected numbers, such as (8, 16), or None for all, "
+                f"found {layers!r:.80}"
+            )
 
     def describe(self) -> str:
         """Return what is kept in a few words."""
@@ -193,6 +203,10 @@ class StoreConfig:
             f"hidden states of {layers} on {spans} as {self.dtype}, the rest as "
             f"{self.scalars}"
         )
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int | np.integer)
 
 
 def parse_layers(text: str) -> tuple[int, ...] | None:
@@ -277,10 +291,16 @@ def stored_bytes(
     n_entries, width = shapes["hidden"]
     n_stored_layers = len(check_layers(config.hidden_layers, n_entries))
     families = stored_families({**shapes, "hidden": (n_stored_layers, width)}, config)
+    return family_bytes(families, n_tokens=n_tokens, n_answer=n_answer)
+
+
+def family_bytes(
+    families: Mapping[str, Family], *, n_tokens: int, n_answer: int
+) -> dict[str, int]:
+    """Return the bytes of each family's values; see `stored_bytes`."""
     n_rows = {"all": n_tokens, "answer": n_answer}
     return {
-        name: family.row_bytes * n_rows[family.spans]
-        for name, family in families.items()
+        n: family.row_bytes * n_rows[family.spans] for n, family in families.items()
     }
 
 
@@ -316,11 +336,11 @@ class StoreSpec:
         rows = self.rows_per_shard
         if rows < 1 or rows & (rows - 1):
             raise ValueError(f"rows_per_shard is a power of two, not {rows}")
-        if n_examples == 0 or len(set(self.keys)) != n_examples:
-            twice = [key for key in self.keys if self.keys.count(key) > 1][:1]
+        repeated = [key for key, n in Counter(self.keys).items() if n > 1]
+        if n_examples == 0 or repeated:
             raise ValueError(
                 f"a store needs at least one example and no key twice; found "
-                f"{n_examples} examples, repeated: {twice}"
+                f"{n_examples} examples, repeated: {repeated[:1]}"
             )
         self._check_spans()
         for name, family in self.families.items():

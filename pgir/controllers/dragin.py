@@ -24,7 +24,7 @@ import torch
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.generate.generator import decode_ids
 from beatrice.extract.records import Example
-from beatrice.extract.signals.attention import AttentionReading, run_reading
+from beatrice.extract.signals.attention import CallReading, run_decoder
 from beatrice.extract.signals.batch import budget_for, pad_batch
 from beatrice.extract.signals.sequence import batches_of
 from beatrice.extract.signals.span_sums import AttentionCall, AttentionMap
@@ -46,21 +46,6 @@ MOST_QUERY_WORDS = 25  # retrieve_keep_top_k of the same
 _SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 
-class _LastWeights(AttentionReading):
-    """Keeps the attention weights of the last layer that attends."""
-
-    def reduce(
-        self,
-        layer: int,
-        call: AttentionCall | AttentionMap,
-        value: torch.Tensor | None,
-    ) -> tuple[Any, None]:
-        """Return the weights `[n_examples, n_heads, n_tokens, n_tokens]`."""
-        if layer != max(self.layers):
-            return True, None
-        return call.prepared().log_weights(0, self.n_tokens).exp().cpu(), None
-
-
 @torch.no_grad()
 def last_attention(
     backbone: Backbone, sequences: Sequence[Sequence[int]], tokens_per_batch: int
@@ -76,17 +61,20 @@ def last_attention(
       `[n_heads, n_tokens, n_tokens]` each, rows of weights that sum to 1.
     """
     maps: list[Any] = [None] * len(sequences)
+    layers = backbone.attention_layers
+
+    def last_weights(layer: int, call: AttentionCall | AttentionMap) -> Any:
+        """Return `[n_examples, n_heads, n_tokens, n_tokens]`, of the last layer."""
+        if layer < layers[-1]:
+            return None
+        return call.prepared().log_weights(0, call.shape[2]).exp().cpu()
+
     for batch in batches_of([len(ids) for ids in sequences], tokens_per_batch):
         rows = [np.array(sequences[i], np.int64) for i in batch]
         ids = pad_batch(rows, backbone.device)
-        n_tokens = ids.shape[1]
-        reading = _LastWeights(
-            n_tokens,
-            backbone.attention_layers,
-            (n_tokens, n_tokens),
-            budget_for(backbone.device).n_attention_weights,
-        )
-        run_reading(backbone.layout, ids, reading, lambda layer: None)
+        budget = budget_for(backbone.device).n_attention_weights
+        reading = CallReading(ids.shape[1], layers, budget, last_weights)
+        run_decoder(backbone.layout, ids, reading=reading)
         weights = reading.per_layer()[-1].numpy()
         for row, i in enumerate(batch):
             length = len(sequences[i])

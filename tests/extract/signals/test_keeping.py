@@ -27,25 +27,17 @@ from beatrice.extract.store.spec import (
     stored_bytes,
 )
 from beatrice.extract.store.store import done_ranges, open_store, read_family, verify
-from tests.extract.signals.readers import SMALL, WaveReader, plan_of, sequence_of_ids
+from tests.extract.signals.readers import (
+    SMALL,
+    WaveReader,
+    plan_of,
+    sequence_of_ids,
+    sequences_of,
+)
 from tests.extract.small_run import beatrice, smoke
 from tests.records import flip_bit
 
 QWEN_9B = model_shapes(d_model=4096, n_layers=32, n_attention_layers=8, n_heads=16)
-
-
-def sequences_of(n_examples=40):
-    rng = np.random.default_rng(0)
-    sequences = []
-    for number in range(n_examples):
-        n_tokens = int(rng.integers(6, 40)) if number != 7 else 150
-        a, b, c, d = sorted(rng.integers(0, n_tokens + 1, 4))
-        # A range of examples without any answer token, and an example of all answer.
-        c = d if 12 <= number < 20 else c
-        a, b, c, d = (0, 0, 0, n_tokens) if number == 30 else (a, b, c, d)
-        ids = rng.integers(0, 50, n_tokens)
-        sequences.append(sequence_of_ids(ids, [(a, b), (b, c), (c, d)]))
-    return sequences
 
 
 @pytest.fixture
@@ -194,6 +186,12 @@ def test_what_is_no_list_of_layers_is_refused(text):
 def test_an_unknown_choice_is_refused(wrong):
     with pytest.raises(ValueError, match="expected one of"):
         StoreConfig(**wrong)
+
+
+@pytest.mark.parametrize("layers", [8, "all", ("8",)])
+def test_layers_that_are_no_list_of_numbers_are_refused(layers):
+    with pytest.raises(ValueError, match="hidden_layers: expected numbers"):
+        ExtractConfig(hidden_layers=layers)
 
 
 @click.command()

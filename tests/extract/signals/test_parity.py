@@ -72,10 +72,6 @@ REFUSED = {
         lambda: CTRLLMHeadModel(CTRLConfig(**SIZES, n_embd=32, dff=48)),
         "unknown residual layout.*token mixer of",
     ),
-    "several residual streams": (
-        lambda: narrow_twin(CONFIG_MAPPING["gemma3n_text"]()),
-        "4 residual streams .altup_num_inputs",
-    ),
 }
 
 

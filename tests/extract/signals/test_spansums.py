@@ -23,6 +23,7 @@ from beatrice.benchmarks.bench.oracle import (
     survey_one,
     survey_types,
 )
+from beatrice.extract.signals.batch import ReadingBudget
 from beatrice.extract.signals.probability import Head, token_probabilities
 from beatrice.extract.signals.span_sums import (
     AttentionCall,
@@ -136,8 +137,7 @@ def test_probabilities_do_not_depend_on_where_logits_lie(offset, spread):
         states,
         targets,
         Head(weight=weight, bias=bias, softcap=None),
-        n_tokens_per_chunk=4,
-        n_words_per_block=67,
+        ReadingBudget(n_tokens_per_chunk=4, n_words_per_block=67),
     )
     logits = states @ weight.T + bias
     log_p = logits.double().log_softmax(-1)
@@ -160,8 +160,7 @@ def test_the_two_best_words_are_found_wherever_they_are(n_words_per_block):
         torch.eye(len(logits)),
         torch.zeros(len(logits), dtype=torch.long),
         Head(weight=logits.T.contiguous(), bias=None, softcap=None),
-        n_tokens_per_chunk=5,
-        n_words_per_block=n_words_per_block,
+        ReadingBudget(n_tokens_per_chunk=5, n_words_per_block=n_words_per_block),
     )
     p = logits.softmax(1).topk(2, dim=1).values
     np.testing.assert_allclose(result[:, 3], p[:, 0], rtol=1e-5)

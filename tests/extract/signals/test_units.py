@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from beatrice.benchmarks.bench.tiny_models import N_TEXT_IDS, tiny_model
+from beatrice.benchmarks.bench.tiny_models import tiny_model
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.run.process import Share, find_share
 from beatrice.extract.signals.extract import ExtractConfig, run_plan, tokens_per_unit
 from beatrice.extract.signals.reader import SignalReader
-from beatrice.extract.store.spec import Family, model_shapes
+from beatrice.extract.store.spec import model_shapes
 from beatrice.extract.store.store import open_store
 from tests.extract.signals.readers import (
     SMALL,
@@ -23,6 +23,7 @@ from tests.extract.signals.readers import (
     files_under,
     plan_of,
     sequence_of_ids,
+    sequences_of,
 )
 from tests.process import finish, start
 
@@ -58,8 +59,13 @@ def test_batches_of_a_wide_model_are_full_of_similar_lengths(
 ):
     plan = wide_plan(n_stored_layers, low, high)
     lengths = plan.spec.lengths
+    ranges = [r for unit in plan.units for r in unit.ranges]
+    assert ranges == list(range(plan.spec.n_ranges))
+    for unit in plan.units:
+        first, last = plan.spec.range_examples[[unit.ranges.start, unit.ranges.stop]]
+        examples = [i for batch in unit.batches for i in batch]
+        assert sorted(examples) == list(range(first, last))
     batches = [batch for unit in plan.units for batch in unit.batches]
-    assert sorted(i for batch in batches for i in batch) == list(range(4000))
     sizes = [padded(batch, lengths) for batch in batches]
     assert max(sizes) <= BUDGET
     assert sum(sizes) / lengths.sum() - 1 < most_waste
@@ -76,20 +82,13 @@ def test_a_unit_waits_in_bounded_memory():
 
 
 def test_units_are_small_enough_to_share_and_large_enough_to_fill_batches():
-    narrow = {"hidden": Family(shape=(1, 4096), dtype="bfloat16", by_layer=True)}
-    assert tokens_per_unit(np.full(60_000, 400), narrow, BUDGET) == 16 * BUDGET
-    assert tokens_per_unit(np.full(4_000, 400), narrow, BUDGET) == 4_000 * 400 // 16
-    assert tokens_per_unit(np.full(100, 400), narrow, BUDGET) == BUDGET
+    assert tokens_per_unit(60_000 * 400, [8192], BUDGET) == 16 * BUDGET
+    assert tokens_per_unit(4_000 * 400, [8192], BUDGET) == 4_000 * 400 // 16
+    assert tokens_per_unit(100 * 400, [8192], BUDGET) == BUDGET
 
 
 def tiny_sequences(n_examples=120):
-    rng = np.random.default_rng(3)
-    sequences = []
-    for n_tokens in rng.integers(6, 48, n_examples):
-        a, b, c = sorted(rng.integers(1, n_tokens, 3))
-        ids = rng.integers(3, N_TEXT_IDS, n_tokens)
-        sequences.append(sequence_of_ids(ids, [[1, a], [a, b], [c, n_tokens]]))
-    return sequences
+    return sequences_of(n_examples, longest=100)  # of the small model's 128 positions
 
 
 def tiny_reader(hidden_spans="all"):
@@ -118,18 +117,13 @@ def single_thread():
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("whole")
+    """A store of units of which some have several ranges, which batches cross."""
+    plan, folder = tiny_plan(), tmp_path_factory.mktemp("whole")
+    inner = set(plan.spec.range_examples.tolist())
+    batches = [batch for unit in plan.units for batch in unit.batches]
+    assert any(inner & set(range(min(b) + 1, max(b) + 1)) for b in batches)
     run_tiny(folder)
     return folder
-
-
-def test_batches_of_the_small_model_cross_ranges(whole):
-    plan = tiny_plan()
-    ranges = np.searchsorted(
-        plan.spec.range_examples, np.arange(len(plan.spec.keys)), side="right"
-    )
-    batches = [batch for unit in plan.units for batch in unit.batches]
-    assert any(len(set(ranges[list(batch)])) > 1 for batch in batches)
 
 
 def test_a_third_of_three_continued_by_two_launched_has_the_bytes_of_one(

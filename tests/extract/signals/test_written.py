@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import msgspec
 import numpy as np
 import pytest
-import safetensors
+import safetensors.numpy
 
 from beatrice.extract import engines
 from beatrice.extract.generate.answers import answer_stage
@@ -204,10 +204,26 @@ def test_a_damaged_file_is_named(run, damage):
     assert str(path) in notes and "delete it" in notes
 
 
-def test_signals_of_other_weights_do_not_count(run):
-    path = min((run / "written").iterdir())
+def fingerprint_of(path):
     with safetensors.safe_open(path, framework="np") as file:
-        fingerprint = json.loads(file.metadata()["about"])["fingerprint"]
-    assert WrittenSignals.open(run / "written", fingerprint, EXTRACT)
+        return json.loads(file.metadata()["about"])["fingerprint"]
+
+
+def test_whether_an_answer_waits_is_known_without_reading_its_signals(run):
+    path = min((run / "written").iterdir())
+    signals = WrittenSignals.open(run / "written", fingerprint_of(path), EXTRACT)
+    flip_bit(path)
+    assert all(key in signals for key in signals.places)
+    with pytest.raises(ValueError, match="is damaged"):
+        list(signals.values())
+
+
+def test_signals_of_other_weights_or_of_an_earlier_version_do_not_count(run, tmp_path):
+    folder = run / "written"
+    fingerprint = fingerprint_of(min(folder.iterdir()))
+    assert WrittenSignals.open(folder, fingerprint, EXTRACT)
     other = fingerprint | {"model": "other"}
-    assert WrittenSignals.open(run / "written", other, EXTRACT) is None
+    assert WrittenSignals.open(folder, other, EXTRACT) is None
+    about = {"about": json.dumps({"version": 1, "keys": ["0"]})}
+    safetensors.numpy.save_file({}, tmp_path / "0.safetensors", about)
+    assert WrittenSignals.open(tmp_path, fingerprint, EXTRACT) is None
