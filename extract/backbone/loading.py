@@ -44,6 +44,7 @@ from beatrice.extract.run.files import (
     software,
 )
 from beatrice.extract.run.process import keep_freed_memory
+from beatrice.extract.signals.probability import float32_precision
 
 
 def _switch_lengths(rope: Any) -> list[int]:
@@ -372,7 +373,7 @@ class Backbone:
             "generation": sha256_json(self.model.generation_config.to_dict()),
             "device": device,
             "dtype": str(self.dtype),
-            "matmul": torch.get_float32_matmul_precision(),
+            "matmul": float32_precision(self.device),
             "about": about,
             **software(),
         }

@@ -145,7 +145,8 @@ class DecodeReading(AttentionReading):
         self.run_rows, self._live = list(rows), list(rows)
         # All rows are a view, which costs no copy.
         is_whole = len(rows) == len(self._pads)
-        self._index = slice(None) if is_whole else torch.tensor(rows)
+        index = torch.tensor(rows, device=self._ids.device)
+        self._index = slice(None) if is_whole else index
         self._begin_step(n_cached)
 
     def _begin_step(self, n_cached: int) -> None:

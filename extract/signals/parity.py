@@ -535,8 +535,10 @@ def _built(config: Any, kind: Any, seed: int) -> Any:
     n_parameters = sum(tensor.numel() for tensor in outline.parameters())
     if n_parameters > _MOST_PARAMETERS:
         raise ValueError(f"the twin of {type(outline).__name__} is not small")
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    # The CPU's alone: `torch.manual_seed` seeds every GPU's generator as well, and to
+    # fork these makes a context on each GPU of the machine.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
         model = build(config)
         spread_weights(model)
         model.eval().requires_grad_(False)

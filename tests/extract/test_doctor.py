@@ -7,7 +7,7 @@ import socket
 import msgspec
 
 from beatrice.benchmarks.bench.tiny_models import tiny_model
-from beatrice.doctor import look_at_hub
+from beatrice.doctor import look_at_devices, look_at_hub
 from beatrice.extract.backbone.loading import load_outline
 from beatrice.extract.backbone.names import WEIGHTS, unreachable_hub
 from beatrice.extract.records import write_lines
@@ -16,6 +16,7 @@ from beatrice.extract.run.stages import bytes_in_words
 from beatrice.extract.signals.extract import ExtractConfig, outline_shapes
 from tests.extract.backbone.test_loading import edit, save
 from tests.extract.small_run import beatrice, smoke
+from tests.pretended_gpu import PretendedGpu
 from tests.records import an_answer
 
 
@@ -34,6 +35,14 @@ def test_a_machine_that_runs_the_tests_has_no_problem(tmp_path):
     assert "6 layers, width 160, 5 heads, window 512" in result["model"]["text"]
     assert "no chat template" in result["tokenizer"]["text"]
     assert "no run directory" in result["run"]["text"]
+
+
+def test_a_gpu_that_emulates_bfloat16_has_none():
+    with PretendedGpu([(9, 0), (7, 5)]):
+        first, second, _ = look_at_devices()
+    assert (first.about, first.status) == ("cuda:0", "ok")
+    assert (second.about, second.status) == ("cuda:1", "warning")
+    assert "no bfloat16; use float16" in second.text
 
 
 def test_every_choice_of_what_is_kept_has_its_bytes():

@@ -17,6 +17,7 @@ from beatrice.jaxprobe.families import (
 from beatrice.pgir.bridge import ProbedBackbone, TorchForward
 from tests.jaxprobe.samples import ragged_features, random_detector
 from tests.pgir.small import LAYER, PASSAGE, QUESTION
+from tests.pretended_gpu import DEVICE, PretendedGpu
 
 SIZES = {"hidden": 12, "prob": 5, "resid": 8, "attn": 6}
 CONFIG = EncoderConfig(projection=4, hidden=8, n_blocks=2, n_groups=2)
@@ -89,6 +90,18 @@ def test_networks_that_add_nothing_are_not_run_and_score_alike():
             bank.params["params"]["mlp_out"][name] *= 0
     assert TorchForward(detector).is_silent("closed_book")
     assert_alike(detector, "closed_book")
+
+
+def test_a_detector_scores_on_the_device_of_its_model():
+    config = dataclasses.replace(CONFIG, is_linear_first=True)
+    reads = {"with_context": (("with_context", "HPRA"), ("closed_book", "HP"))}
+    detector = make_detector(config, reads)
+    passes = passes_of(detector)
+    expected = TorchForward(detector).score("with_context", passes)
+    with PretendedGpu():
+        scores = TorchForward(detector, DEVICE).score("with_context", passes)
+    np.testing.assert_array_equal(scores.raw, expected.raw)
+    np.testing.assert_array_equal(scores.encoders, expected.encoders)
 
 
 def test_a_padded_token_and_a_neighbour_in_the_batch_change_no_score():

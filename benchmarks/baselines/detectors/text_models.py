@@ -167,7 +167,8 @@ def _fine_tuned(
 
     train = rows.where("train")
     labels = both_classes(rows.labels[train], len(train), "training")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    device = torch.device("cuda", *gpus) if gpus else torch.device("cpu")
     tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     size = config.batch_size
 
@@ -213,8 +214,10 @@ def _fine_tuned(
                 parts = [logits(model, every[i : i + size]) for i in every[::size]]
             yield torch.cat(parts).double().cpu().numpy()
 
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    # On every GPU of the machine Torch would make a context, and warn.
+    with torch.random.fork_rng(gpus):
+        torch.default_generator.manual_seed(seed)
+        torch.cuda.manual_seed(seed)  # without a GPU it does nothing
         return best_epoch(epochs(), rows, config.n_epochs)
 
 
