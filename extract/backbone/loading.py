@@ -547,7 +547,8 @@ def load_backbone(
 
     Args:
       path: a directory written by `save_pretrained`, a GGUF file, or a Hub id.
-      dtype: of weights and residual stream; readings are float32 in any case.
+      dtype: of weights and residual stream; readings are float32 in any case, and on a
+        GPU TF32 in products only where the process allows it, as it does not by itself.
       device: a Torch device, such as "cpu" or "cuda:0".
     """
     if dtype not in get_args(ModelDtype):

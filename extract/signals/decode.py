@@ -657,7 +657,8 @@ def _why_undecodable(reader: SignalReader) -> str | None:
         differences = decoding_differences(reader)
     except ValueError as error:
         return f"{reader.backbone.name} cannot be read while it writes: {error}"
-    tolerance = _TOLERANCE[reader.backbone.dtype]
+    backbone = reader.backbone
+    tolerance = _TOLERANCE[probability.rounding_of(backbone.dtype, backbone.device)]
     for family, difference in differences.items():
         if not difference <= tolerance:
             return (

@@ -40,7 +40,7 @@ from beatrice.extract.backbone.loading import Backbone, Outline, layer_values
 from beatrice.extract.signals import probability, residual
 from beatrice.extract.signals.attention import SpanReading, attend_alone, run_decoder
 from beatrice.extract.signals.batch import budget_for
-from beatrice.extract.signals.probability import Head
+from beatrice.extract.signals.probability import Head, rounding_of
 
 # Relative. In bf16 sums in float32 differ from the stream's own rounding by 3e-3; in
 # float32 the largest seen was 1e-6.
@@ -233,6 +233,7 @@ def _compare_logits(
     tolerances: dict[torch.dtype, float],
 ) -> None:
     """Compare the last logits of both rows, and those beyond the window."""
+    rounding = rounding_of(backbone.dtype, backbone.device)
     firsts = [max(0, n - _N_COMPARED) for n in lengths]
     compared = {"": [slice(*edges) for edges in zip(firsts, lengths, strict=True)]}
     window = _window_of(backbone)
@@ -245,9 +246,9 @@ def _compare_logits(
         _check_close(
             head.logits(torch.cat(states), 0, logits[0].shape[-1]),
             torch.cat(expected),
-            tolerances[backbone.dtype],
+            tolerances[rounding],
             f"{what}{where}",
-            every=backbone.dtype == torch.float32,
+            every=rounding == torch.float32,
         )
 
 
@@ -260,6 +261,7 @@ def _check_alone(
     together: _Pass,
 ) -> None:
     """Read each example alone and unpadded; nothing may change."""
+    rounding = rounding_of(backbone.dtype, backbone.device)
     for row, length in enumerate(lengths):
         example = ids[row : row + 1, :length]
         alone = _read(backbone, final_norm, head, example, (length,))
@@ -276,9 +278,9 @@ def _check_alone(
             _check_close(
                 padded,
                 expected,
-                _VALUE_TOLERANCE[backbone.dtype],
+                _VALUE_TOLERANCE[rounding],
                 f"the {what} of a sequence in a padded batch and alone",
-                every=backbone.dtype == torch.float32,
+                every=rounding == torch.float32,
             )
 
 
@@ -339,7 +341,7 @@ def _check_attention(
         _check_close(
             attend_alone(mixer, args, kwargs, reading),
             expected,
-            _LOGIT_TOLERANCE[torch.float32],
+            _LOGIT_TOLERANCE[rounding_of(torch.float32, ids.device)],
             f"what the attention of layer {index} puts out by itself and as it is read",
         )
 

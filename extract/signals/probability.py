@@ -55,6 +55,18 @@ def float32_precision(device: torch.device) -> str:
         return backend.matmul.fp32_precision
 
 
+def rounding_of(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return to which type the factors of a device's products are rounded.
+
+    For TF32, which keeps ten bits of a float32 where the process allows it, stands
+    float16, which has as many.
+    """
+    if dtype != torch.float32:
+        return dtype
+    allowed = {"tf32": torch.float16, "bf16": torch.bfloat16}
+    return allowed.get(float32_precision(device), torch.float32)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Head:
     """The output side of a language model."""

@@ -37,7 +37,7 @@ from beatrice.extract.backbone.loading import (
 from beatrice.extract.backbone.names import WEIGHTS
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.signals.decode import check_decoding
-from beatrice.extract.signals.probability import float32_precision
+from beatrice.extract.signals.probability import float32_precision, rounding_of
 from beatrice.extract.signals.reader import SignalReader
 from tests.extract.generate.loopback import Numbers
 from tests.extract.small_run import beatrice, make_run
@@ -376,8 +376,12 @@ def test_who_chose_the_precision_of_one_device_loads_a_model(checkpoint):
             torch.get_float32_matmul_precision()
         backbone = load_backbone(checkpoint)
         assert backbone.check_once("a question", [], lambda: 3) == 3
-        assert float32_precision(torch.device("cuda")) == "tf32"
-        assert float32_precision(torch.device("cpu")) != "tf32"
+        gpu, host = torch.device("cuda"), torch.device("cpu")
+        assert float32_precision(gpu) == "tf32" != float32_precision(host)
+        # What is checked may then differ as much as where a type has as few bits.
+        assert rounding_of(torch.float32, gpu) == torch.float16
+        assert rounding_of(torch.float32, host) == torch.float32
+        assert rounding_of(torch.bfloat16, gpu) == torch.bfloat16
     finally:
         products.fp32_precision = before
 
