@@ -50,9 +50,11 @@ class AttentionReading(abc.ABC):
     Attributes:
       attends: whether `reduce` gives attention outputs; else the model's own kernel
         attends.
+      attends_on_gpus: whether it does so on a GPU, too, where that kernel is faster.
     """
 
     attends = False
+    attends_on_gpus = False
 
     def __init__(
         self,
@@ -256,12 +258,14 @@ def _selected(
     return is_selected & (keys <= keys[:, None] if mask is None else mask)
 
 
-def _is_exact(query: torch.Tensor) -> bool:
-    """Return whether rows may be attended with the weights that were read.
+def _is_shared(reading: AttentionReading, query: torch.Tensor) -> bool:
+    """Return whether rows are attended with the weights that were read.
 
     In half precision, and on a GPU, the fused kernel's own rounding is the model's.
     """
-    return query.dtype == torch.float32 and not query.is_cuda
+    if not reading.attends or query.dtype != torch.float32:
+        return False
+    return reading.attends_on_gpus or not query.is_cuda
 
 
 def _attend(
@@ -282,7 +286,7 @@ def _attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = AttentionCall(query, key, mask, scale, softcap, s_aux)
     reading, n_tokens = _active.get(), query.shape[2]
-    is_shared = reading.attends and _is_exact(query)
+    is_shared = _is_shared(reading, query)
     layer: Any = module.layer_idx
     attended = reading.read(layer, call, value if is_shared else None)
     n_fused = reading.rows[0] if is_shared else n_tokens
@@ -376,7 +380,8 @@ class _CustomAttention(TorchFunctionMode):
         scaling = query.shape[-1] ** -0.5 if scale is None else scale
         call = AttentionCall(query, key, attn_mask, scaling, None)
         assert self.layer is not None  # an attention module is running
-        return self.reading.read(self.layer, call, value if _is_exact(query) else None)
+        is_shared = _is_shared(self.reading, query)
+        return self.reading.read(self.layer, call, value if is_shared else None)
 
     @contextlib.contextmanager
     def watching(self, layout: Layout) -> Iterator[None]:

@@ -14,9 +14,10 @@ longer row is three tokens longer than that, since a lost mask shows nowhere els
 covered are larger windows (Mistral's 4096) and a second window.
 
 In half precision a weak sink, or three keys too many of several hundred, would be
-within the rounding that logits are allowed. So there each attention module that asks
-for an attention function is called once more by itself in float32, on the states that
-it had in the model: as it attends by itself and as it is read.
+within the rounding that logits are allowed, and on a GPU logits are of the model's own
+kernel whatever weights are read. So there each attention module that asks for an
+attention function is called once more by itself in float32, on the states that it had
+in the model: as it attends by itself and as it is read.
 
 Before weights are loaded, a narrow twin is checked: the model's own config with small
 sizes, and random weights. Where a family adds to its stream and what it multiplies does
@@ -338,6 +339,7 @@ def _check_attention(
             mask = _widened(read[index][1]["attention_mask"])
             kwargs = {**kwargs, "attention_mask": mask}
         reading = SpanReading(spans, ids, layout.attention_layers, budget)
+        reading.attends_on_gpus = True
         _check_close(
             attend_alone(mixer, args, kwargs, reading),
             expected,
@@ -385,7 +387,7 @@ def check_parity(backbone: Backbone, final_norm: residual.FinalNorm, head: Head)
     _check_logits(backbone, ids, lengths, together.final, head)
     _check_pushes(backbone, head, together, ids.roll(-1, dims=1))
     _check_alone(backbone, final_norm, head, ids, lengths, together)
-    if backbone.dtype != torch.float32:
+    if backbone.dtype != torch.float32 or ids.is_cuda:
         _check_attention(backbone, ids, lengths)
     return together.attn.shape[-1]
 

@@ -3,6 +3,8 @@
 Values are compared with those of the host, where the pretended GPU computes, too.
 """
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -23,6 +25,7 @@ from beatrice.extract.signals.decode import (
 from beatrice.extract.signals.parity import narrow_twin
 from beatrice.extract.signals.reader import SignalReader
 from beatrice.extract.signals.sequence import sequence_of
+from beatrice.extract.signals.span_sums import AttentionCall
 from tests.extract.generate.loopback import Numbers
 from tests.extract.readings.test_readings import ANSWERS, GIVEN
 from tests.extract.signals.readers import assert_same_signals
@@ -138,6 +141,22 @@ def test_operands_of_two_devices_are_noticed():
     there.layout.final_norm.register_buffer("gain", torch.ones(there.d_model))
     there.layout.final_norm.register_forward_hook(lambda m, _, out: out * m.gain)
     with PretendedGpu(), pytest.raises(RuntimeError, match="tensors on two devices"):
+        SignalReader(there)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_read_are_checked_where_the_models_kernel_attends(
+    dtype, monkeypatch
+):
+    logits = AttentionCall.logits
+
+    def halved(call, *rows):
+        return logits(dataclasses.replace(call, scaling=call.scaling / 2), *rows)
+
+    monkeypatch.setattr(AttentionCall, "logits", halved)
+    _, there = pair_of("llama", dtype)
+    message = "what the attention of layer 0 puts out by itself and as it is read"
+    with PretendedGpu(), pytest.raises(ValueError, match=message):
         SignalReader(there)
 
 
