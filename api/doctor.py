@@ -114,7 +114,7 @@ def look_at_devices() -> Iterator[Finding]:
     for index in range(torch.cuda.device_count()):
         free, total = map(bytes_in_words, torch.cuda.mem_get_info(index))
         text = f"{torch.cuda.get_device_name(index)}, {free} of {total} free"
-        if torch.cuda.is_bf16_supported():
+        if torch.cuda.get_device_capability(index) >= (8, 0):
             yield Finding(f"cuda:{index}", "ok", text)
         else:
             text += ", no bfloat16; use float16"

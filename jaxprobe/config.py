@@ -39,9 +39,9 @@ class EncoderConfig:
     n_groups: int = 8  # of the group normalisation
     dropout: float = 0.1
     input_noise: float = 0.05  # standard deviation, in units of a standardised channel
-    matmul_dtype: MatmulDtype = (
-        "float32"  # operands of matrix products; bfloat16: mixed
-    )
+    # Operands of matrix products; bfloat16: mixed. An NVIDIA GPU multiplies float32 as
+    # TF32 in training, unless `JAX_DEFAULT_MATMUL_PRECISION` says otherwise.
+    matmul_dtype: MatmulDtype = "float32"
     # A linear probe comes first, and the network learns what it leaves; the paper has
     # none. See `jaxprobe.linear`.
     is_linear_first: bool = False

@@ -192,7 +192,10 @@ def linear_logits(
         `[n_parts * d_family]`, zero where the family is not read, and a scalar `bias`.
       pooled: see `pooled_signals`.
     """
-    products = (linear[f"kernel_{f}"] @ x for f, x in enumerate(pooled))
+    products = (
+        jnp.matmul(linear[f"kernel_{f}"], x, precision="highest")
+        for f, x in enumerate(pooled)
+    )
     return sum(products, start=jnp.asarray(linear["bias"]))
 
 
@@ -392,5 +395,10 @@ class Encoder(nn.Module):
 
 
 def apply_module(module: nn.Module, *arguments: Any) -> Any:
-    """Return `module.apply`, which Flax types as a union of possible results."""
-    return module.apply(*arguments)
+    """Return what a trained module gives, its products in full float32.
+
+    On NVIDIA's GPUs JAX rounds factors of float32 to the ten bits of TF32. So networks
+    are trained there; but a score is to be that of Torch, see `pgir.bridge`.
+    """
+    with jax.default_matmul_precision("highest"):
+        return module.apply(*arguments)

@@ -32,6 +32,7 @@ from beatrice.jaxprobe.encoder import (
     Encoder,
     MemberOutputs,
     Params,
+    apply_module,
     linear_logits,
     pooled_signals,
 )
@@ -602,7 +603,9 @@ def apply_member(
 ) -> tuple[jax.Array, jax.Array]:
     """Logits `[n_examples]` and pooled `[n_examples, 2 * hidden]` of one encoder."""
     return in_chunks(
-        lambda batch: encoder.apply(params, batch, family_mask), features, _AT_ONCE
+        lambda batch: apply_module(encoder, params, batch, family_mask),
+        features,
+        _AT_ONCE,
     )
 
 

@@ -31,6 +31,7 @@ from beatrice.jaxprobe.encoder import (
     COLLECTION,
     Encoder,
     Params,
+    apply_module,
     linear_logits,
     materialize,
     pooled_signals,
@@ -118,7 +119,7 @@ def path_gradients(
         features = FamilyTokens(tokens, end.masks)
         if encoder is None:
             return linear_logits(params[COLLECTION], pooled_signals(features)).sum()
-        return encoder.apply(params, features, family_mask)[0].sum()
+        return apply_module(encoder, params, features, family_mask)[0].sum()
 
     def step(so_far, at):
         node, weight = at

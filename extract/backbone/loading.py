@@ -44,6 +44,7 @@ from beatrice.extract.run.files import (
     software,
 )
 from beatrice.extract.run.process import keep_freed_memory
+from beatrice.extract.signals.probability import float32_precision
 
 
 def _switch_lengths(rope: Any) -> list[int]:
@@ -372,7 +373,7 @@ class Backbone:
             "generation": sha256_json(self.model.generation_config.to_dict()),
             "device": device,
             "dtype": str(self.dtype),
-            "matmul": torch.get_float32_matmul_precision(),
+            "matmul": float32_precision(self.device),
             "about": about,
             **software(),
         }
@@ -550,7 +551,8 @@ def load_backbone(
 
     Args:
       path: a directory written by `save_pretrained`, a GGUF file, or a Hub id.
-      dtype: of weights and residual stream; readings are float32 in any case.
+      dtype: of weights and residual stream; readings are float32 in any case, and on a
+        GPU TF32 in products only where the process allows it, as it does not by itself.
       device: a Torch device, such as "cpu" or "cuda:0".
     """
     if dtype not in get_args(ModelDtype):

@@ -50,9 +50,11 @@ class AttentionReading(abc.ABC):
     Attributes:
       rows: `[start, stop)`, up to the last, whose attention output `reduce` gives, if
         it gives any; the model's own kernel attends for the others.
+      attends_on_gpus: whether it gives them on a GPU, too, where that kernel is faster.
     """
 
     rows = (0, 0)
+    attends_on_gpus = False
 
     def __init__(
         self, n_tokens: int, attention_layers: tuple[int, ...], budget: int
@@ -271,12 +273,13 @@ def _selected(
     return is_selected & (keys <= keys[:, None] if mask is None else mask)
 
 
-def _is_exact(query: torch.Tensor) -> bool:
+def _is_shared(reading: AttentionReading, query: torch.Tensor) -> bool:
     """Return whether rows may be attended with the weights that were read.
 
     In half precision, and on a GPU, the fused kernel's own rounding is the model's.
     """
-    return query.dtype == torch.float32 and not query.is_cuda
+    is_here = reading.attends_on_gpus or not query.is_cuda
+    return is_here and query.dtype == torch.float32
 
 
 def _attend(
@@ -298,7 +301,8 @@ def _attend(
     call = AttentionCall(query, key, mask, scale, softcap, s_aux)
     reading = _active.get()
     layer: Any = module.layer_idx
-    attended = reading.read(layer, call, value if _is_exact(query) else None)
+    is_shared = _is_shared(reading, query)
+    attended = reading.read(layer, call, value if is_shared else None)
     n_fused = query.shape[2] if attended is None else reading.rows[0]
     if n_fused == 0:
         return attended, None
@@ -390,7 +394,8 @@ class _CustomAttention(TorchFunctionMode):
         scaling = query.shape[-1] ** -0.5 if scale is None else scale
         call = AttentionCall(query, key, attn_mask, scaling, None)
         assert self.layer is not None  # an attention module is running
-        return self.reading.read(self.layer, call, value if _is_exact(query) else None)
+        is_shared = _is_shared(self.reading, query)
+        return self.reading.read(self.layer, call, value if is_shared else None)
 
     @contextlib.contextmanager
     def watching(self, layout: Layout) -> Iterator[None]:

@@ -148,7 +148,8 @@ class DecodeReading(AttentionReading):
         self.run_rows, self._live = list(rows), list(rows)
         # All rows are a view, which costs no copy.
         is_whole = len(rows) == len(self._pads)
-        self._index = slice(None) if is_whole else torch.tensor(rows)
+        index = torch.tensor(rows, device=self._ids.device)
+        self._index = slice(None) if is_whole else index
         self._begin_step(n_cached)
 
     def _begin_step(self, n_cached: int) -> None:
@@ -656,7 +657,8 @@ def _why_undecodable(reader: SignalReader) -> str | None:
         differences = decoding_differences(reader)
     except ValueError as error:
         return f"{reader.backbone.name} cannot be read while it writes: {error}"
-    tolerance = _TOLERANCE[reader.backbone.dtype]
+    backbone = reader.backbone
+    tolerance = _TOLERANCE[probability.rounding_of(backbone.dtype, backbone.device)]
     for family, difference in differences.items():
         if not difference <= tolerance:
             return (

@@ -45,6 +45,30 @@ def _products_of_bfloat16() -> Iterator[None]:
             matmul.fp32_precision = before
 
 
+def float32_precision(device: torch.device) -> str:
+    """Return what this process rounds float32 factors to on a device: "none", "tf32".
+
+    Torch's `get_float32_matmul_precision` fails where somebody has chosen that for one
+    kind of device, as another thread does in `_products_of_bfloat16`.
+    """
+    backends: Any = torch.backends
+    backend = backends.cuda if device.type == "cuda" else backends.mkldnn
+    with _PRECISION:
+        return backend.matmul.fp32_precision
+
+
+def rounding_of(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return to which type the factors of a device's products are rounded.
+
+    For TF32, which keeps ten bits of a float32 where the process allows it, stands
+    float16, which has as many.
+    """
+    if dtype != torch.float32:
+        return dtype
+    allowed = {"tf32": torch.float16, "bf16": torch.bfloat16}
+    return allowed.get(float32_precision(device), torch.float32)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Head:
     """The output side of a language model."""
@@ -219,7 +243,8 @@ def scalars_of_logits(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tens
       `[n_tokens, 5]` float32.
     """
     sums = _OnlineSoftmax(targets)
-    buffer = logits.new_empty(max(logits.shape[1], _N_CACHED))
+    n_cached = max(logits.shape[1], _N_CACHED)
+    buffer = logits.new_empty(logits.numel() if logits.is_cuda else n_cached)
     sums.add(logits.clone(), 0, buffer)
     return sums.scalars()
 

@@ -78,7 +78,7 @@ def fit_probe(states: np.ndarray, labels: np.ndarray, seed: int) -> torch.nn.Mod
     inputs = torch.from_numpy(states[rows])
     targets = torch.from_numpy(labels[rows]).long()
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # no GPU's
         probe = make_probe(states.shape[1])
         optimizer = torch.optim.AdamW(probe.parameters(), lr=_LEARNING_RATE)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, _DECAY)

@@ -8,7 +8,7 @@ import socket
 import msgspec
 
 from beatrice.benchmarks.bench.tiny_models import tiny_model
-from beatrice.doctor import look_at_hub, look_at_machine
+from beatrice.doctor import look_at_devices, look_at_hub, look_at_machine
 from beatrice.extract.backbone.loading import load_outline
 from beatrice.extract.backbone.names import WEIGHTS, unreachable_hub
 from beatrice.extract.records import write_lines
@@ -18,6 +18,7 @@ from beatrice.extract.run.stages import bytes_in_words
 from beatrice.extract.signals.extract import ExtractConfig, outline_shapes
 from tests.extract.backbone.test_loading import edit, save
 from tests.extract.small_run import beatrice, smoke
+from tests.pretended_gpu import PretendedGpu
 from tests.records import an_answer
 
 
@@ -42,6 +43,14 @@ def test_a_machine_without_linuxs_counters_is_looked_at_too(monkeypatch, tmp_pat
     monkeypatch.delattr(os, "sched_getaffinity")  # as on a Mac
     findings = {finding.about: finding for finding in look_at_machine(tmp_path)}
     assert findings["cores"].text == f"{os.cpu_count()} cores for this process"
+
+
+def test_a_gpu_that_emulates_bfloat16_has_none():
+    with PretendedGpu([(9, 0), (7, 5)]):
+        first, second, _ = look_at_devices()
+    assert (first.about, first.status) == ("cuda:0", "ok")
+    assert (second.about, second.status) == ("cuda:1", "warning")
+    assert "no bfloat16; use float16" in second.text
 
 
 def test_every_choice_of_what_is_kept_has_its_bytes():

@@ -2,21 +2,25 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from beatrice.extract.records import Passage
 from beatrice.jaxprobe import forward
 from beatrice.jaxprobe.config import EncoderConfig
+from beatrice.jaxprobe.encoder import Encoder
 from beatrice.jaxprobe.families import (
     SPANS,
     SUBSET_NAMES,
     Features,
     paper_dims,
 )
+from beatrice.jaxprobe.fusion import FusionHead
 from beatrice.pgir.bridge import ProbedBackbone, TorchForward
 from tests.jaxprobe.samples import ragged_features, random_detector
 from tests.pgir.small import LAYER, PASSAGE, QUESTION
+from tests.pretended_gpu import DEVICE, PretendedGpu
 
 SIZES = {"hidden": 12, "prob": 5, "resid": 8, "attn": 6}
 CONFIG = EncoderConfig(projection=4, hidden=8, n_blocks=2, n_groups=2)
@@ -89,6 +93,42 @@ def test_networks_that_add_nothing_are_not_run_and_score_alike():
             bank.params["params"]["mlp_out"][name] *= 0
     assert TorchForward(detector)._banks["closed_book"].is_silent
     assert_alike(detector, "closed_book")
+
+
+def test_a_detector_scores_on_the_device_of_its_model():
+    config = dataclasses.replace(CONFIG, is_linear_first=True)
+    reads = {"with_context": (("with_context", "HPRA"), ("closed_book", "HP"))}
+    detector = make_detector(config, reads)
+    passes = passes_of(detector)
+    expected = TorchForward(detector).score("with_context", passes)
+    with PretendedGpu():
+        scores = TorchForward(detector, DEVICE).score("with_context", passes)
+    np.testing.assert_array_equal(scores.raw, expected.raw)
+    np.testing.assert_array_equal(scores.encoders, expected.encoders)
+
+
+@pytest.mark.parametrize("what", ["encoders", "heads"])
+def test_on_a_gpu_jax_rounds_no_factor_of_what_torch_does_not(what):
+    """By default it would keep ten bits of them, as TF32 has."""
+    config = dataclasses.replace(CONFIG, is_linear_first=True)
+    reads = {"closed_book": (("closed_book", "HPRA"),)}
+    detector = make_detector(config, reads)
+    bank, head = detector.banks["closed_book"], detector.heads["closed_book"]
+    masks = jnp.asarray(bank.dims.subset_masks[: len(bank.names)])
+    features = passes_of(detector)["closed_book"]
+    if what == "encoders":
+        module = {"dims": bank.dims, "encoder": Encoder(bank.config, bank.dims)}
+        arguments = bank.params, masks, bank.standardizer, features
+        traced = forward.bank_outputs.trace(*arguments, **module)
+    else:
+        n_seeds, n_slots = 2, head.config.n_slots
+        pooled = jnp.zeros((n_seeds, n_slots, 3, config.d_pooled))
+        arguments = head.params, pooled, pooled[..., 0], jnp.ones(n_slots, bool)
+        traced = forward._fuse.trace(*arguments, head=FusionHead(head.config))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    assert products
+    assert all("precision = [HIGHEST, HIGHEST]" in line for line in products)
 
 
 def test_a_padded_token_and_a_neighbour_in_the_batch_change_no_score():

@@ -25,6 +25,7 @@ from beatrice.pgir.controllers.loop import (
 from beatrice.pgir.controllers.stage import left_out_rows
 from beatrice.pgir.controllers.waves import ENTROPY, Answering, CallJournal, Scoring
 from tests.pgir.small import PASSAGE, QUESTION, played, reply
+from tests.pretended_gpu import PretendedGpu
 from tests.records import an_example
 
 SEARCH = ControllerConfig(n_passages=3, depth=9)
@@ -255,6 +256,14 @@ def test_a_probe_learns_a_planted_direction_and_nothing_from_permuted_labels():
 
     assert accuracy(labels) > 0.85
     assert 0.3 < accuracy(rng.permutation(labels)) < 0.7
+
+
+def test_a_probe_is_fitted_without_seeding_gpus():
+    states = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)
+    with PretendedGpu() as gpu:
+        gpu.seed = 5
+        probing.fit_probe(states, states[:, 0] > 0, 3)
+        assert gpu.seed == 5
 
 
 def test_as_many_right_as_wrong_answers_are_learned_from():

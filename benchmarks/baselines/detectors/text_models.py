@@ -159,12 +159,15 @@ def _fine_tuned(
 
     train, size = rows.where("train"), config.batch_size
     labels = both_classes(rows.labels[train], len(train), "training")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    device = torch.device("cuda", *gpus) if gpus else torch.device("cpu")
     n_steps = config.n_epochs * math.ceil(len(train) / size)
     targets = torch.tensor(labels, dtype=torch.float32, device=device)
 
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    # On every GPU of the machine Torch would make a context, and warn.
+    with torch.random.fork_rng(gpus):
+        torch.default_generator.manual_seed(seed)
+        torch.cuda.manual_seed(seed)  # without a GPU it does nothing
         what = "a text encoder such as E5 or MiniLM"
         tokenizer, encoder, _ = load_pretrained(path, "AutoModel", what)
         head = torch.nn.Linear(encoder.config.hidden_size, 1)

@@ -47,6 +47,7 @@ from tests.benchmarks.baselines.planted import memory_store
 from tests.benchmarks.baselines.test_entropy import save_tokenizer
 from tests.benchmarks.baselines.test_probes import chosen, measured, some_labels
 from tests.jaxprobe.samples import rows_of
+from tests.pretended_gpu import PretendedGpu
 from tests.records import an_answer, an_example
 
 WORDS = [f"word{i}" for i in range(30)]
@@ -455,6 +456,16 @@ def test_an_encoder_is_fine_tuned_to_planted_words(tiny_encoder):
     assert torch.equal(state, torch.random.get_rng_state())
     again = encoder_scores(texts, rows, tiny_encoder, QUICK)
     np.testing.assert_array_equal(result.scores, again.scores)
+
+
+def test_an_encoder_is_fine_tuned_on_a_gpu_whose_generator_stays(tiny_encoder):
+    labels = some_labels(900)
+    texts, rows = planted(labels), rows_of(labels)
+    with PretendedGpu() as gpu:
+        gpu.seed = 5
+        result = encoder_scores(texts, rows, tiny_encoder, QUICK)
+        assert gpu.seed == 5
+    assert measured(result, rows) > 0.95
 
 
 def test_an_encoder_learns_nothing_from_permuted_labels(tiny_encoder):

@@ -3,6 +3,7 @@
 import json
 import shutil
 import types
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,6 +37,7 @@ from beatrice.extract.backbone.loading import (
 from beatrice.extract.backbone.names import WEIGHTS
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.signals.decode import check_decoding
+from beatrice.extract.signals.probability import float32_precision, rounding_of
 from beatrice.extract.signals.reader import SignalReader
 from tests.extract.generate.loopback import Numbers
 from tests.extract.small_run import beatrice, make_run
@@ -362,6 +364,26 @@ def test_weights_changed_between_answer_and_extract_are_refused(tmp_path):
     beatrice("extract", path, "--shard", "0/2")
     assert RunDir(path).stage_done("extract")
     assert "already done" in beatrice("extract", path, "--shard", "1/2").output
+
+
+def test_who_chose_the_precision_of_one_device_loads_a_model(checkpoint):
+    """Of Torch's own question after that choice comes an error."""
+    products: Any = torch.backends.cuda.matmul
+    before = products.fp32_precision
+    products.fp32_precision = "tf32"
+    try:
+        with pytest.raises(RuntimeError, match="matmul precision"):
+            torch.get_float32_matmul_precision()
+        backbone = load_backbone(checkpoint)
+        assert backbone.check_once("a question", [], lambda: 3) == 3
+        gpu, host = torch.device("cuda"), torch.device("cpu")
+        assert float32_precision(gpu) == "tf32" != float32_precision(host)
+        # What is checked may then differ as much as where a type has as few bits.
+        assert rounding_of(torch.float32, gpu) == torch.float16
+        assert rounding_of(torch.float32, host) == torch.float32
+        assert rounding_of(torch.bfloat16, gpu) == torch.bfloat16
+    finally:
+        products.fp32_precision = before
 
 
 SWITCH = 16  # tokens, where the positions of the longrope model below change

@@ -395,3 +395,18 @@ def test_products_of_others_stay_in_float32_after_two_threads_took_logits():
     left.set()
     thread.join()
     assert torch.backends.mkldnn.matmul.fp32_precision == precision
+
+
+def test_the_precision_of_products_is_that_of_others_than_logits():
+    host, seen = torch.device("cpu"), []
+    before = probability.float32_precision(host)
+
+    def ask():
+        seen.append(probability.float32_precision(host))
+
+    with probability._products_of_bfloat16():
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join(0.2)
+    thread.join()
+    assert seen == [before]

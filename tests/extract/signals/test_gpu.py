@@ -1,0 +1,185 @@
+"""What runs on a GPU, on one that is pretended: no operands of two devices meet.
+
+Values are compared with those of the host, where the pretended GPU computes, too.
+"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from beatrice.benchmarks.bench.tiny_models import tiny_model
+from beatrice.extract.backbone.loading import Backbone, load_backbone
+from beatrice.extract.backbone.names import WEIGHTS
+from beatrice.extract.generate.generator import SamplingConfig
+from beatrice.extract.generate.local import generate
+from beatrice.extract.readings.reader import READINGS, read
+from beatrice.extract.signals.batch import host_copies, pad_batch
+from beatrice.extract.signals.decode import (
+    check_decoding,
+    generate_and_read,
+    read_stepwise,
+)
+from beatrice.extract.signals.parity import narrow_twin
+from beatrice.extract.signals.reader import SignalReader
+from beatrice.extract.signals.sequence import sequence_of
+from beatrice.extract.signals.span_sums import AttentionCall
+from tests.extract.generate.loopback import Numbers
+from tests.extract.readings.test_readings import ANSWERS, GIVEN
+from tests.extract.signals.readers import assert_same_signals
+from tests.extract.signals.test_decode import CONFIG, requests_of, stop_of
+from tests.pretended_gpu import DEVICE, PretendedGpu
+
+# On a GPU the model's kernel attends to the rows that are read as well, and chunks have
+# other sizes, so that sums are in another order.
+TOLERANCE = 1e-4
+
+
+def pair_of(family, dtype=torch.float32, stop=None):
+    """The same backbone on the host, and where a GPU is pretended."""
+    models = [tiny_model(family).to(dtype) for _ in range(2)]
+    for model in models:
+        if stop is not None:
+            model.generation_config.eos_token_id = stop
+    here, there = models
+    with PretendedGpu():
+        there = there.to(DEVICE)
+        return Backbone.from_model(here, Numbers()), Backbone.from_model(
+            there, Numbers()
+        )
+
+
+@pytest.mark.parametrize(
+    ("family", "n_shared"),
+    [
+        ("llama", 60),  # goes on from a beginning that is run once
+        ("mistral_window", 0),
+        ("qwen3_5", 0),  # recurrent layers
+        ("falcon", 0),  # asks for no attention function
+    ],
+)
+def test_a_model_writes_and_is_read_as_on_the_host(family, n_shared):
+    requests = requests_of(n_shared)
+    here, there = pair_of(family, stop=stop_of(family, requests, 2))
+    reader = SignalReader(here)
+    expected, signals = generate_and_read(reader, requests, CONFIG)
+    sequences = [sequence_of(answer) for answer in expected]
+    signals += reader.read(sequences)
+    with PretendedGpu() as gpu:
+        reader = SignalReader(there)
+        answers, rows = generate_and_read(reader, requests, CONFIG)
+        rows += reader.read(sequences)
+    assert gpu.n_queued > 0  # copies for which the host did not wait
+    assert answers == expected
+    for pair in zip(rows, signals, strict=True):
+        assert_same_signals(*pair, TOLERANCE)
+
+
+def test_in_half_precision_what_is_written_is_what_is_read_again():
+    _, there = pair_of("llama", torch.bfloat16)
+    with PretendedGpu():
+        assert check_decoding(SignalReader(there)) is None
+
+
+def test_the_embedded_model_is_loaded_checked_and_read(
+    monkeypatch, tmp_path, local, requests
+):
+    monkeypatch.setenv("BEATRICE_REMEMBERED", str(tmp_path))
+    requests = requests[:4]
+    expected, signals = generate_and_read(
+        SignalReader(local.backbone), requests, CONFIG
+    )
+    with PretendedGpu():
+        reader = SignalReader(load_backbone(WEIGHTS, device="cuda:0"))
+        answers, rows = generate_and_read(reader, requests, CONFIG)
+    assert answers == expected
+    for pair in zip(rows, signals, strict=True):
+        assert_same_signals(*pair, TOLERANCE)
+
+
+def test_draws_are_made_on_the_device_of_the_logits():
+    requests = requests_of()
+    sampling = SamplingConfig(max_new_tokens=6, temperature=1.5, top_k=9, top_p=0.9)
+    here, there = pair_of("llama")
+    expected = generate(here, requests, CONFIG, sampling)
+    with PretendedGpu():
+        assert generate(there, requests, CONFIG, sampling) == expected
+
+
+def test_an_answer_is_streamed():
+    (request, *_), (_, there) = requests_of(), pair_of("llama")
+    sampling = SamplingConfig(max_new_tokens=4)
+    with PretendedGpu():
+        steps, n_tokens = read_stepwise(SignalReader(there), request, sampling), 0
+        for token in steps:
+            n_tokens += 1
+            answer, signals = token.cut()
+            assert answer.token_ids[-1] == token.id
+            assert np.isfinite(signals.prob).all()
+    assert n_tokens == 4
+
+
+def test_the_readings_of_rival_detectors_are_those_of_the_host():
+    here, there = pair_of("gemma3")
+    expected = list(read(here, ANSWERS, READINGS, n_cue=3, **GIVEN))
+    with PretendedGpu():
+        rows = list(read(there, ANSWERS, READINGS, n_cue=3, **GIVEN))
+    for row, wanted in zip(rows, expected, strict=True):
+        for name in READINGS:
+            np.testing.assert_allclose(
+                row[name], wanted[name], rtol=2e-3, atol=2e-4, err_msg=name
+            )
+
+
+def test_operands_of_two_devices_are_noticed():
+    _, there = pair_of("llama")
+    mask = torch.ones(there.layout.head.weight.shape, dtype=torch.bool)
+    with PretendedGpu(), pytest.raises(RuntimeError, match="tensors on two devices"):
+        there.layout.head.weight.masked_fill(mask, 0.0)
+    there.layout.final_norm.register_buffer("gain", torch.ones(there.d_model))
+    there.layout.final_norm.register_forward_hook(lambda m, _, out: out * m.gain)
+    with PretendedGpu(), pytest.raises(RuntimeError, match="tensors on two devices"):
+        SignalReader(there)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_read_are_checked_where_the_models_kernel_attends(
+    dtype, monkeypatch
+):
+    logits = AttentionCall.logits
+
+    def halved(call, *rows):
+        return logits(dataclasses.replace(call, scaling=call.scaling / 2), *rows)
+
+    monkeypatch.setattr(AttentionCall, "logits", halved)
+    _, there = pair_of("llama", dtype)
+    message = "what the attention of layer 0 puts out by itself and as it is read"
+    with PretendedGpu(), pytest.raises(ValueError, match=message):
+        SignalReader(there)
+
+
+def test_a_copy_is_there_when_it_was_waited_for():
+    with PretendedGpu():
+        values = torch.arange(6.0, device=DEVICE)
+        copies = host_copies(DEVICE)()
+        host = copies.copy(values)
+        assert host.isnan().all()
+        copies.wait()
+        assert host.tolist() == values.tolist()
+
+
+def test_a_batch_is_padded_on_its_device():
+    with PretendedGpu():
+        ids = pad_batch([np.array([1, 2, 3]), np.array([4])], DEVICE)
+    assert ids.device == DEVICE
+    assert ids.inner.tolist() == [[1, 2, 3], [4, 4, 4]]
+
+
+def test_a_twin_leaves_the_generators_of_gpus_alone():
+    """To ask for their states is to make a context on each GPU of a machine."""
+    with PretendedGpu() as gpu:
+        gpu.seed = 5
+        narrow_twin(LlamaConfig())
+        assert (gpu.seed, gpu.n_forked) == (5, 0)

@@ -1,0 +1,302 @@
+"""A GPU that is not there: its tensors say that they are on cuda:0, and lie on the CPU.
+
+Torch refuses operands of two devices, and so does this; it computes whatever depends on
+values, as its fake tensors cannot. A copy into pinned memory that is queued on a stream
+of its own arrives when it is waited for: read earlier, NaN is found. What is not
+pretended: kernels of CUDA, their rounding, memory and speed.
+"""
+
+import contextlib
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+DEVICE = torch.device("cuda:0")
+_aten = torch.ops.aten
+# Both devices may meet in a copy, and indices of any tensor may lie on the host.
+_COPIES = {_aten.copy_, _aten._to_copy, _aten.to}
+_INDEXING = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_}
+_PINNING = {_aten._pin_memory, _aten.pin_memory}
+
+
+class GpuTensor(torch.Tensor):
+    """A tensor that says it is on the GPU; `inner` has its values.
+
+    For Torch's own code it is a meta tensor: of CUDA a build without it knows nothing.
+    """
+
+    device = property(lambda self: DEVICE)
+    is_cuda = property(lambda self: True)
+    is_meta = property(lambda self: False)
+
+    @staticmethod
+    def __new__(cls, inner):
+        tensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device="meta",
+        )
+        tensor.inner = inner
+        return tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return _current[-1].compute(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo):
+        copied = self.detach().clone()
+        if isinstance(self, torch.nn.Parameter):
+            copied = torch.nn.Parameter(copied, self.requires_grad)
+        return memo.setdefault(id(self), copied)
+
+    # What Torch would make of lists and numbers on its device.
+
+    def __getitem__(self, index):
+        return super().__getitem__(_without_lists(index))
+
+    def __setitem__(self, index, value):
+        if not isinstance(value, torch.Tensor):
+            value = self.new_tensor(value)
+        super().__setitem__(_without_lists(index), value)
+
+    def new_tensor(self, values):
+        return torch.tensor(values, dtype=self.dtype, device=DEVICE)
+
+    def tolist(self):
+        return self.cpu().tolist()
+
+    def numpy(self, **_):
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+    def record_stream(self, stream):
+        stream.recorded.append(self)
+
+
+def _without_lists(index):
+    if isinstance(index, tuple):
+        return tuple(map(_without_lists, index))
+    if not isinstance(index, list):
+        return index
+    return torch.tensor(index, dtype=None if index else torch.long)
+
+
+class _Generator(torch.Generator):
+    of_gpu = {}  # by the address of what Torch hands on; kept, so that none comes twice
+
+    def __new__(cls, device="cpu"):
+        generator = super().__new__(cls)
+        if torch.device(device).type == "cuda":
+            cls.of_gpu[generator._cdata] = generator
+        return generator
+
+
+class _Stream:
+    def __init__(self, device=None):
+        self.queue, self.recorded, self.is_behind = [], [], False
+
+    def wait_stream(self, other):
+        self.is_behind = True
+
+
+class _Event:
+    def record(self):
+        self.stream = _current[-1].stream
+
+    def synchronize(self):
+        for host, values in self.stream.queue:
+            if not any(values is recorded for recorded in self.stream.recorded):
+                raise RuntimeError("memory that is copied may be given away meanwhile")
+            host.copy_(values.inner)
+        self.stream.queue.clear()
+
+
+def _is_outline():
+    """Return whether models are made without weights here, on the device "meta"."""
+    devices = (getattr(m, "device", None) for m in _get_current_function_mode_stack())
+    return torch.device("meta") in devices
+
+
+def _is_host(tensor):
+    return not isinstance(tensor, GpuTensor)
+
+
+class PretendedGpu(TorchDispatchMode):
+    """While it is entered Torch has a GPU, or several, the first of which computes."""
+
+    def __init__(self, capabilities=((9, 0),)):
+        super().__init__()
+        self.capabilities, self.stream = capabilities, _Stream()
+        self.pinned = set()  # addresses of storages
+        self.n_queued = 0  # copies that were not waited for when they were asked for
+        self.seed = 0  # of the GPUs' generators
+        self.n_forked = 0  # of these, each time they were
+
+    def __enter__(self):
+        self._patches = contextlib.ExitStack()
+        fakes = {
+            "_lazy_init": lambda: None,
+            "is_available": lambda: True,
+            "device_count": lambda: len(self.capabilities),
+            "current_device": lambda: 0,
+            "get_device_name": lambda device=None: "a pretended GPU",
+            "get_device_capability": self._capability,
+            "get_device_properties": lambda device=None: SimpleNamespace(
+                total_memory=80 << 30, major=self._capability(device)[0]
+            ),
+            "mem_get_info": lambda device=None: (70 << 30, 80 << 30),
+            "manual_seed": self._seed,
+            "manual_seed_all": self._seed,
+            "get_rng_state": self._fork,
+            "set_rng_state": lambda state, device=None: self._seed(int(state)),
+            "current_stream": lambda device=None: self.stream,
+            "stream": self._switch,
+            "Stream": _Stream,
+            "Event": _Event,
+        }
+        self._patches.enter_context(mock.patch.multiple(torch.cuda, **fakes))
+        self._patches.enter_context(mock.patch.object(torch, "Generator", _Generator))
+        future = torch.__future__  # a parameter's data cannot be set: it has none
+        before = future.get_overwrite_module_params_on_conversion()
+        self._patches.callback(future.set_overwrite_module_params_on_conversion, before)
+        future.set_overwrite_module_params_on_conversion(True)
+        before = torch._C._only_lift_cpu_tensors()
+        torch._C._set_only_lift_cpu_tensors(True)
+        self._patches.callback(torch._C._set_only_lift_cpu_tensors, before)
+        _current.append(self)
+        self._patches.callback(_current.pop)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self._patches.close()
+
+    def _capability(self, device=0):
+        index = device if isinstance(device, int) else torch.device(device).index
+        return self.capabilities[index]
+
+    def _seed(self, seed):
+        self.seed = seed
+
+    def _fork(self, device=None):
+        self.n_forked += 1
+        return torch.tensor(self.seed)
+
+    @contextlib.contextmanager
+    def _switch(self, stream):
+        before, self.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self.stream, stream.is_behind = before, False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return self.compute(func, args, kwargs or {})
+
+    def compute(self, func, args, kwargs):
+        """Compute on the host; what comes out is where Torch would have it."""
+        leaves, kind = tree_flatten((args, kwargs))[0], func.overloadpacket
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self._check_devices(func, args, kwargs, tensors)
+        on_gpu = not all(map(_is_host, tensors))
+        for device in (leaf for leaf in leaves if isinstance(leaf, torch.device)):
+            if device.type == "meta" and _is_outline():
+                return func(*args, **kwargs)
+            on_gpu = device.type != "cpu"
+        if kind is _aten.copy_:
+            on_gpu = not _is_host(args[0])
+            if self._is_queued(*args, **kwargs):
+                return args[0]
+        if kind is _aten.is_pinned:
+            return False
+        if kind in _PINNING:
+            return self._pinned(args[0].clone())
+        is_pinned = kwargs.pop("pin_memory", None)
+        owners = {id(t.inner): t for t in tensors if isinstance(t, GpuTensor)}
+
+        def bare(leaf):
+            if isinstance(leaf, torch.device):
+                return torch.device("cpu")
+            return leaf.inner if isinstance(leaf, GpuTensor) else leaf
+
+        def wrapped(leaf):
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            if is_pinned:  # nobody may read what has not arrived
+                values = torch.nan if leaf.is_floating_point() else -1
+                return self._pinned(leaf.fill_(values))
+            if id(leaf) in owners:  # what was computed in place
+                return owners[id(leaf)]
+            if not on_gpu:
+                return leaf
+            # A view in inference mode is what its base is.
+            is_kept = not func.is_view or tensors[0].is_inference()
+            with torch.inference_mode(is_kept and torch.is_inference_mode_enabled()):
+                return GpuTensor(leaf)
+
+        compute = _OF_CUDA.get(func, func)
+        result = compute(*tree_map(bare, args), **tree_map(bare, kwargs))
+        if kind in _COPIES and kind is not _aten.copy_ and _is_host(args[0]) == on_gpu:
+            result = result.clone()  # the host's own copy of it
+        return tree_map(wrapped, result)
+
+    def _pinned(self, tensor):
+        self.pinned.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    def _check_devices(self, func, args, kwargs, tensors):
+        generator, kind = kwargs.get("generator"), func.overloadpacket
+        if generator is not None:
+            device = torch.device(kwargs.get("device") or "cpu")
+            if (device.type != "cpu") != (generator._cdata in _Generator.of_gpu):
+                raise RuntimeError(f"{func}: a generator of another device")
+        if kind in _COPIES:
+            return
+        if kind in _INDEXING:
+            indices = [index for index in args[1] if index is not None]
+            if _is_host(args[0]) and not all(map(_is_host, indices)):
+                raise RuntimeError(f"{func}: indices on the GPU, values on the host")
+            tensors = [args[0], *args[2:3]]
+        homes = {_is_host(t) for t in tensors if t.ndim or not _is_host(t)}
+        is_written = func._schema.is_mutable and tensors and _is_host(tensors[0])
+        if len(homes) > 1 or (is_written and False in homes):
+            shapes = [(t.device.type, tuple(t.shape)) for t in tensors]
+            raise RuntimeError(f"{func}: tensors on two devices, {shapes}")
+
+    def _is_queued(self, host, values, non_blocking=False):
+        """Return whether a copy goes on while the host does."""
+        if not (non_blocking and _is_host(host)) or _is_host(values):
+            return False
+        if host.untyped_storage().data_ptr() not in self.pinned:
+            return False
+        if not self.stream.is_behind:
+            raise RuntimeError("a copy may begin before its values are computed")
+        self.stream.queue.append((host, values))
+        self.n_queued += 1
+        return True
+
+
+def _wide_product(left, right, out_dtype, *, out=None):
+    """What CUDA alone has: a product of halves that is summed in float32."""
+    assert left.dtype == right.dtype != torch.float32 == out_dtype
+    assert out is None or out.dtype == out_dtype
+    return torch.mm(left.float(), right.float(), out=out)
+
+
+def _counts_of_integers(values, bins=100, min=0, max=0):
+    """Mixtures of experts count so how many tokens each has; CPUs do not."""
+    return torch.histc(values.float(), bins, min, max).to(values.dtype)
+
+
+_OF_CUDA = {
+    _aten.mm.dtype: _wide_product,
+    _aten.mm.dtype_out: _wide_product,
+    _aten.histc.default: _counts_of_integers,
+}
+_current = []
