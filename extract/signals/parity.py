@@ -197,7 +197,7 @@ class _Probe:
         rows, at = is_compared.nonzero().unbind(1)
         n_words = self.head.weight.shape[0]
         ours = self.head.logits(self.together.final[rows, at], 0, n_words)
-        groups = {"": slice(None)}
+        groups: dict[str, Any] = {"": slice(None)}
         window = _window_of(self.backbone)
         if window is not None:
             # By themselves: where single tokens may differ they would be outvoted.
