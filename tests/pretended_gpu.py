@@ -4,6 +4,9 @@ Torch refuses operands of two devices, and so does this; it computes whatever de
 values, as its fake tensors cannot. A copy into pinned memory that is queued on a stream
 of its own arrives when it is waited for: read earlier, NaN is found. What is not
 pretended: kernels of CUDA, their rounding, memory and speed.
+
+Torch lets no device be registered from Python, so while this is entered the questions
+of `torch.cuda` are answered here. Nothing of beatrice is replaced.
 """
 
 import contextlib

@@ -134,11 +134,11 @@ NOT_THERE = [
 ]
 
 
-@pytest.mark.parametrize(("words", "told"), NOT_THERE)
-def test_what_a_run_lacks_is_told_in_a_sentence(small_run, words, told):
+@pytest.mark.parametrize(("words", "sentence"), NOT_THERE)
+def test_what_a_run_lacks_is_told_in_a_sentence(small_run, words, sentence):
     places = {"RUN": small_run, "NOTHING": small_run.with_name("nothing")}
     line = (places.get(word, word) for word in words.split())
-    assert_error_sentence(beatrice(*line, code=1), *told)
+    assert_error_sentence(beatrice(*line, code=1), *sentence)
 
 
 def test_who_presses_ctrl_c_gets_the_code_of_what_was_interrupted(tmp_path):

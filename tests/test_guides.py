@@ -86,8 +86,8 @@ def commands_of(document):
     lines = [x for k, b in FENCE.findall(text) if k != "python" for x in b.splitlines()]
     lines += [" ".join(x.split()) for x in SPAN.findall(FENCE.sub("", text))]
     for part in itertools.chain.from_iterable(map(PARTS.split, lines)):
-        if found := re.search(r"(?:^|\s)beatrice (\w.*)", part):
-            yield part, found[1].split()
+        if command := re.search(r"(?:^|\s)beatrice (\w.*)", part):
+            yield part, command[1].split()
         elif part.split(" --")[0] in VERBS and " --" in part:
             yield part, part.split()
 

@@ -112,7 +112,7 @@ def to_svg(figure: Figure, name: str, description: str) -> str:
         svg = svg.replace(colour, f"var(--{variable}, {colour})")
     head = re.compile(r'<svg width="[^"]*" height="[^"]*"( viewBox="[^"]*")[^>]*>')
     label = f'role="img" aria-label={quoteattr(description)}'
-    return head.sub(lambda found: f"<svg{found[1]} {label}>", svg, count=1)
+    return head.sub(lambda match: f"<svg{match[1]} {label}>", svg, count=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -184,8 +184,8 @@ def _end_states(
                 seen.append(layer_pass.h_out[every, ends])  # noqa: B023
 
         cache = None if begun is None else begun.cache_of(len(rows))
-        own = ids[:, n_begun:]
-        final = run_decoder(backbone.layout, own, on_layer=on_layer, cache=cache)
+        rest = ids[:, n_begun:]  # behind the beginning
+        final = run_decoder(backbone.layout, rest, on_layer=on_layer, cache=cache)
         if entry == backbone.n_layers:
             seen = [final[every, ends]]
         states[batch] = seen[0].cpu()

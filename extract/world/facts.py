@@ -471,12 +471,12 @@ def gold_claims(query: Query) -> list[Claim]:
 
 def _distractor(rng: random.Random, world: World, query: Query) -> Claim:
     """Return a true statement on the same subject, or of the same relation."""
-    relation, asked = query.steps[0].relation, query.steps[0].subject
-    kind = relation.subject
+    step = query.steps[0]
+    relation, kind = step.relation, step.relation.subject
     if rng.random() < 0.5:
         others = [r for r in RELATIONS if r.subject == kind and r != relation]
-        return world.facts[asked, rng.choice(others).name]
-    subject = rng.choice([s for s in world.names[kind] if s != asked])
+        return world.facts[step.subject, rng.choice(others).name]
+    subject = rng.choice([s for s in world.names[kind] if s != step.subject])
     return world.facts[subject, relation.name]
 
 

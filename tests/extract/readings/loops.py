@@ -104,8 +104,10 @@ def expected(model, answer, swapped, n_cue):
         other = Eager(model, swapped + answer.token_ids).logits
         table = model.get_input_embeddings().weight.double()
         pairs = zip(seen.logits[p - 1 :], other[len(swapped) - 1 :], strict=True)
-        told = [[logits.softmax(-1) for logits in pair] for pair in pairs]
-        result["lumina_mmd"] = np.mean([mmd(*x, table) for x in told[:n_answer]])
+        distributions = [[logits.softmax(-1) for logits in pair] for pair in pairs]
+        result["lumina_mmd"] = np.mean(
+            [mmd(*x, table) for x in distributions[:n_answer]]
+        )
     result["gnosis_maps"] = gnosis_maps(seen.maps)
     result["gnosis_states"] = gnosis_trace(seen.states[-1][p - 1 :])
     result["mlp_exact_answer"] = [out[len(ids) - 1].numpy() for out in seen.ffn]

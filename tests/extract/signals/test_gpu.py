@@ -3,12 +3,12 @@
 Values are compared with those of the host, where the pretended GPU computes, too.
 """
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import AttentionInterface, LlamaConfig
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
+from transformers.models.gemma2 import modeling_gemma2
 
 from beatrice.benchmarks.bench.tiny_models import tiny_model
 from beatrice.extract.backbone.loading import Backbone, load_backbone
@@ -25,7 +25,6 @@ from beatrice.extract.signals.decode import (
 from beatrice.extract.signals.parity import narrow_twin
 from beatrice.extract.signals.reader import SignalReader
 from beatrice.extract.signals.sequence import sequence_of
-from beatrice.extract.signals.span_sums import AttentionCall
 from tests.extract.generate.loopback import Numbers
 from tests.extract.readings.test_readings import ANSWERS, GIVEN
 from tests.extract.signals.readers import assert_same_signals
@@ -144,20 +143,28 @@ def test_operands_of_two_devices_are_noticed():
         SignalReader(there)
 
 
+def eager_attention_forward(module, *tensors, scaling, **options):
+    """What `HalvedAttention` does, in the file and by the name that Gemma 2 has it."""
+    return modeling_gemma2.eager_attention_forward(
+        module, *tensors, scaling=scaling / 2, **options
+    )
+
+
+class HalvedAttention(modeling_gemma2.Gemma2Attention):
+    """Halves the logits beside what is handed to the attention function."""
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_that_are_read_are_checked_where_the_models_kernel_attends(
-    dtype, monkeypatch
-):
-    logits = AttentionCall.logits
-
-    def halved(call, *rows):
-        return logits(dataclasses.replace(call, scaling=call.scaling / 2), *rows)
-
-    monkeypatch.setattr(AttentionCall, "logits", halved)
-    _, there = pair_of("llama", dtype)
+def test_weights_that_are_read_are_checked_where_the_models_kernel_attends(dtype):
+    AttentionInterface.register("halved", eager_attention_forward)
+    AttentionMaskInterface.register("halved", eager_mask)
+    model = tiny_model("gemma2").to(dtype)
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = HalvedAttention
+    model.set_attn_implementation("halved")
     message = "what the attention of layer 0 puts out by itself and as it is read"
     with PretendedGpu(), pytest.raises(ValueError, match=message):
-        SignalReader(there)
+        SignalReader(Backbone.from_model(model.to(DEVICE), Numbers()))
 
 
 def test_a_copy_is_there_when_it_was_waited_for():

@@ -142,8 +142,10 @@ def test_probabilities_do_not_depend_on_where_logits_lie(offset, spread):
     logits = states @ weight.T + bias
     log_p = logits.double().log_softmax(-1)
     first, second = log_p.exp().topk(2).values.T
-    told, entropy = log_p[torch.arange(9), targets], -(log_p.exp() * log_p).sum(-1)
-    expected = torch.stack([told.exp(), -told, entropy, first, first - second], dim=-1)
+    chosen, entropy = log_p[torch.arange(9), targets], -(log_p.exp() * log_p).sum(-1)
+    expected = torch.stack(
+        [chosen.exp(), -chosen, entropy, first, first - second], dim=-1
+    )
     # float32 logits of size 1000 carry rounding of 6e-5.
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=5e-4)
 

@@ -40,10 +40,10 @@ def wide_plan(n_stored_layers, low, high, n_examples=4000):
     sequences = [
         sequence_of_ids(ids[:n], [(0, 50), (50, n - 60), (n - 60, n)]) for n in lengths
     ]
-    kept = {"hidden_layers": tuple(range(n_stored_layers)), "hidden_spans": "all"}
+    hidden = {"hidden_layers": tuple(range(n_stored_layers)), "hidden_spans": "all"}
     shapes = WIDE | {"hidden": (n_stored_layers, 4096)}
-    config = ExtractConfig(tokens_per_batch=BUDGET, **kept)
-    return plan_of(sequences, SimpleNamespace(shapes=shapes, **kept), config)
+    config = ExtractConfig(tokens_per_batch=BUDGET, **hidden)
+    return plan_of(sequences, SimpleNamespace(shapes=shapes, **hidden), config)
 
 
 def padded(batch, lengths):

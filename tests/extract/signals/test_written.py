@@ -166,12 +166,15 @@ def test_less_is_taken_from_what_waits_and_more_is_read_again(
 def test_layers_chosen_between_two_starts_are_those_of_every_answer(layers, tmp_path):
     model, wanted = {"model": "m"}, dataclasses.replace(EXTRACT, hidden_layers=(2,))
     shapes = {"prob": (5,), "resid": (8,), "attn": (2, 2, 2, 1)}
-    for i, kept in enumerate(layers):
+    for i, entries in enumerate(layers):
         answer = an_answer(example_id=f"q{i}", prompt_ids=(1, 2 + i), stop_id=2)
-        reader = SimpleNamespace(hidden_layers=kept, hidden_spans="all")
-        reader.fingerprint, reader.shapes = model, shapes | {"hidden": (len(kept), 1)}
+        reader = SimpleNamespace(hidden_layers=entries, hidden_spans="all")
+        reader.fingerprint, reader.shapes = (
+            model,
+            shapes | {"hidden": (len(entries), 1)},
+        )
         values = {name: np.zeros((3, *shape)) for name, shape in shapes.items()}
-        hidden = np.tile(np.float32(kept)[:, None], (3, 1, 1))
+        hidden = np.tile(np.float32(entries)[:, None], (3, 1, 1))
         signals = SimpleNamespace(**values, hidden=hidden)
         save_batch(tmp_path, reader, wanted, [answer], [signals])
     signals = WrittenSignals.open(tmp_path, model, wanted)
