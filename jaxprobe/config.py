@@ -8,6 +8,7 @@ import dataclasses
 import math
 import os
 import re
+from importlib.metadata import version
 from typing import Any, Literal, get_args
 
 from beatrice.extract.run.directory import Preset
@@ -375,10 +376,18 @@ _SINGLE_THREADED_EIGEN = "--xla_cpu_multi_thread_eigen=false"
 XLA_FLAGS: dict[Preset, str] = {
     "demo": _SINGLE_THREADED_EIGEN,
     "few": _SINGLE_THREADED_EIGEN,
-    "smoke": "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0 "
-    + _SINGLE_THREADED_EIGEN,
+    "smoke": f"--xla_backend_optimization_level=0 {_SINGLE_THREADED_EIGEN}",
     "paper": "",
 }
+# A flag that XLA does not know ends the process, and JAX 0.11 knows this one no more:
+# before it XLA had another emitter of loops, which compiles sooner.
+_OLD_EMITTER = "xla_cpu_use_fusion_emitters"
+
+
+def old_emitter() -> dict[str, bool]:
+    """Return the option of XLA by which loops are compiled sooner, where it has one."""
+    major, minor = map(int, version("jax").split(".")[:2])
+    return {_OLD_EMITTER: False} if (major, minor) < (0, 11) else {}
 
 
 def set_compiler(preset: Preset) -> None:
@@ -390,8 +399,11 @@ def set_compiler(preset: Preset) -> None:
     """
     import jax
 
-    if XLA_FLAGS[preset]:  # read from the environment when the first array is made
-        os.environ.setdefault("XLA_FLAGS", XLA_FLAGS[preset])
+    flags = XLA_FLAGS[preset]
+    if preset == "smoke":
+        flags += "".join(f" --{name}=false" for name in old_emitter())
+    if flags:  # read from the environment when the first array is made
+        os.environ.setdefault("XLA_FLAGS", flags)
     if jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(user_cache("compiled")))
         # Everything is kept: a short run compiles a hundred functions of 50 ms each.

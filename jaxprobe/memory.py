@@ -27,6 +27,7 @@ from beatrice.jaxprobe.config import (
     GridConfig,
     PlannedConfig,
     TrainConfig,
+    old_emitter,
     row_choices,
 )
 from beatrice.jaxprobe.encoder import Encoder
@@ -81,7 +82,7 @@ _MANY_ROWS = 64
 FOR_SIZES_ALONE = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
-    "xla_cpu_use_fusion_emitters": False,
+    **old_emitter(),
 }
 
 

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from beatrice.jaxprobe.config import XLA_FLAGS, old_emitter
+
 ROOT = Path(__file__).parent.parent
 BEATRICE = (sys.executable, "-m", "beatrice")
 # No test needs more than the two cores of the smallest machine, and most of a JAX
@@ -14,8 +16,9 @@ ENVIRON = {
     "JAX_PLATFORMS": "cpu",
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     # Those of the smallest preset, which halve what compiling takes.
-    "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false "
-    "--xla_backend_optimization_level=0 --xla_cpu_multi_thread_eigen=false",
+    "XLA_FLAGS": " ".join(
+        [XLA_FLAGS["smoke"], *(f"--{name}=false" for name in old_emitter())]
+    ),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     "HF_HUB_OFFLINE": "1",
