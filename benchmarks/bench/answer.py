@@ -5,7 +5,8 @@ prompts in one process: greedy generation; the floor, which is generation that a
 computes the logits of the prompt's tokens that are read; one pass, which reads all four
 families while it writes; and two passes, which generate and read the answers again.
 Ratios are medians over neighbouring turns. Peak memory is taken in processes of their
-own, above the loaded model and its libraries.
+own, above the loaded model and its libraries. Where Torch sees a GPU, Qwen3.5-9B and
+Gemma 4 E4B follow there, at full size with random weights and on random prompts.
 
 `score`: what one score costs, from the shell to a warm process. Whole commands run in
 processes of their own, some times over; of each the least is shown, in seconds of the
@@ -36,7 +37,9 @@ from beatrice.benchmarks.bench.commands import (
     peak_above,
     take_turns,
 )
-from beatrice.extract.backbone.loading import load_backbone
+from beatrice.benchmarks.bench.full_models import FULL_MODELS, full_model
+from beatrice.benchmarks.bench.oracle import Numbers
+from beatrice.extract.backbone.loading import Backbone, load_backbone
 from beatrice.extract.backbone.names import EMBEDDED, ModelDtype, model_path
 from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
 from beatrice.extract.generate.local import TransformersGenerator, generate
@@ -44,6 +47,7 @@ from beatrice.extract.generate.prompts import (
     SHOTS,
     TEMPLATES,
     GenerationConfig,
+    Prompt,
     PromptConfig,
     PromptTemplate,
     Request,
@@ -68,6 +72,7 @@ from beatrice.extract.world.facts import (
 
 Way = Literal["plain", "floor", "one pass", "two passes"]
 WAYS: tuple[Way, ...] = get_args(Way)
+Peaked = Literal["plain", "one pass"]
 N_QUESTIONS = 24
 N_EMBEDDED = 240  # of the embedded model, half of a batch
 CONFIG = GenerationConfig(stop=("\n",))
@@ -141,16 +146,44 @@ class Floor(DecodeReading):
         self._begin_step(ids.shape[1] - 1)
 
 
+# Tokens of random prompts: those that all begin with, of a context, of a question.
+_N_SHARED, _N_CONTEXT, _N_QUESTION = 128, 300, 40
+
+
+def random_requests(n_words: int, setting: Setting, n: int) -> list[Request]:
+    """Return `n` prompts of random words, with a context each or without."""
+    rng = np.random.default_rng(0)
+    n_context = _N_CONTEXT if setting == "with_context" else 0
+    start = rng.integers(3, n_words, _N_SHARED).tolist()
+    context = _N_SHARED, _N_SHARED + n_context
+    return [
+        Request(
+            example_id=str(number),
+            setting=setting,
+            variant="original",
+            prompt=Prompt(
+                (*start, *rng.integers(3, n_words, n_context + _N_QUESTION).tolist()),
+                context,
+            ),
+        )
+        for number in range(n)
+    ]
+
+
 class AnswerBench:
     """A model and its prompts, answered in four ways."""
 
-    def __init__(self, model: str, dtype: ModelDtype, setting: Setting) -> None:
-        """Load the model; each way is run once by whoever measures."""
+    def __init__(self, backbone: Backbone, requests: Sequence[Request]) -> None:
+        """Take a model; each way is run once by whoever measures."""
+        self.backbone, self.requests = backbone, requests
+        self.reader = SignalReader(backbone, (backbone.n_layers // 2,))
+
+    @classmethod
+    def of(cls, model: str, dtype: ModelDtype, setting: Setting) -> "AnswerBench":
+        """Load a model by its name, and ask it what it can be asked."""
         quiet()
         backbone = load_backbone(model_path(model), dtype=dtype)
-        self.backbone, self.setting = backbone, setting
-        self.reader = SignalReader(backbone, (backbone.n_layers // 2,))
-        self.requests = requests_of(backbone.tokenizer, model, setting)
+        return cls(backbone, requests_of(backbone.tokenizer, model, setting))
 
     def run(self, way: Way) -> None:
         """Answer all prompts in one way."""
@@ -181,23 +214,27 @@ class AnswerBench:
 def measure_peak(model: str, dtype: ModelDtype, setting: Setting, way: Way) -> float:
     """Return the peak in MiB of one way, above the loaded model."""
     torch.set_num_threads(N_THREADS)  # the process is this measurement's alone
-    bench = AnswerBench(model, dtype, setting)
+    bench = AnswerBench.of(model, dtype, setting)
     # Weights are pages of a file, which the first pass brings into memory.
     generate_and_read(bench.reader, bench.requests[:1], CONFIG)
     return peak_above(lambda: bench.run(way), bench.backbone.device.type)
 
 
 def measure_setting(
-    model: str, dtype: ModelDtype, setting: Setting, n_rounds: int
+    bench: AnswerBench, n_rounds: int, peak: Callable[[Way], float]
 ) -> Row:
     """Let the four ways take turns on one setting's prompts.
+
+    Args:
+      bench: the model and the prompts.
+      n_rounds: of each way.
+      peak: returns the peak of a way, in MiB.
 
     Returns:
       Tokens of all prompts and answers; seconds of plain generation, and medians of the
       ratios of neighbouring turns, at the end of seconds of processors, which other
       programs move less than the clock; MiB above the loaded model.
     """
-    bench = AnswerBench(model, dtype, setting)
     if (reason := check_decoding(bench.reader)) is not None:
         raise ValueError(reason)
     turns = take_turns([lambda way=way: bench.run(way) for way in WAYS], n_rounds)
@@ -205,14 +242,9 @@ def measure_setting(
     ratios = np.median(turns[:, :, None] / turns[:, None], axis=0).T.tolist()
     plain, floor, single, double = range(len(WAYS))
     answers = generate(bench.backbone, bench.requests, CONFIG)
-    peaks = {
-        f"MiB {way}": measure_fresh(
-            f"the peak of {way}", measure_peak, model, dtype, setting, way
-        )
-        for way in ("plain", "one pass")
-    }
+    peaks = {f"MiB {way}": peak(way) for way in get_args(Peaked)}
     return {
-        "setting": setting,
+        "setting": bench.requests[0].setting,
         "prompt tokens": sum(len(answer.prompt_ids) for answer in answers),
         "new tokens": sum(len(answer.token_ids) for answer in answers),
         "plain s": float(np.median(turns[:, plain, 0])),
@@ -226,6 +258,23 @@ def measure_setting(
     }
 
 
+def measure_gpu(name: str, n_rounds: int, n_requests: int = 48) -> Iterator[Row]:
+    """Measure a model of `FULL_MODELS` on a GPU, in both settings."""
+    backbone = Backbone.from_model(
+        full_model(name, "cuda"), Numbers(), revision="random"
+    )
+    n_words = backbone.layout.head.out_features
+    for setting in SETTINGS:
+        requests = random_requests(n_words, setting, n_requests)
+        bench = AnswerBench(backbone, requests)
+        row = measure_setting(
+            bench,
+            n_rounds,
+            lambda way, bench=bench: peak_above(lambda: bench.run(way), "cuda"),
+        )
+        yield {"model": name, **row}
+
+
 @click.command()
 @click.option("--model", default="embedded", help="A path, a GGUF file or a Hub id.")
 @DTYPE
@@ -234,12 +283,23 @@ def measure_setting(
 def answer(model: str, dtype: ModelDtype, rounds: int, as_json: bool) -> None:
     """Time answers with their signals beside the answers alone; print a table.
 
+    On a GPU also those of Qwen3.5-9B and Gemma 4 E4B at full size with random weights.
+
     Example: beatrice bench answer --model embedded
     """
     torch.set_num_threads(N_THREADS)
     printer = RowPrinter(as_json)
     for setting in SETTINGS:
-        printer.row(measure_setting(model, dtype, setting, rounds))
+        bench = AnswerBench.of(model, dtype, setting)
+
+        def peak(way: Way, setting: Setting = setting) -> float:
+            words = f"the peak of {way}", measure_peak, model, dtype, setting, way
+            return measure_fresh(*words)
+
+        printer.row(measure_setting(bench, rounds, peak))
+    for name in FULL_MODELS if torch.cuda.is_available() else ():
+        for row in measure_gpu(name, rounds):
+            printer.row(row)
 
 
 _QUESTION, _ANSWER = "who wrote Dracula?", "Bram Stoker"

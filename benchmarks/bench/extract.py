@@ -18,7 +18,7 @@ beside the bare forward over the same tokens.
 import contextlib
 import dataclasses
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,13 +26,9 @@ import click
 import numpy as np
 import torch
 from transformers import (
-    Gemma4ForCausalLM,
-    Gemma4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
-    Qwen3_5ForCausalLM,
-    Qwen3_5TextConfig,
 )
 
 from beatrice.benchmarks.bench.answer import CONFIG, N_QUESTIONS, requests_of
@@ -48,6 +44,7 @@ from beatrice.benchmarks.bench.commands import (
     product_rate,
     take_turns,
 )
+from beatrice.benchmarks.bench.full_models import FULL_MODELS, full_model
 from beatrice.extract.backbone.loading import Backbone, load_backbone
 from beatrice.extract.backbone.names import EMBEDDED, ModelDtype, model_path
 from beatrice.extract.generate.local import generate
@@ -506,38 +503,6 @@ def measure_loops(n_rounds: int, *, is_small: bool = False) -> Iterator[Row]:
 
 
 _N_KERNELS = 12
-# What differs from the defaults of the classes; a test counts parameters.
-_QWEN = {
-    "max_position_embeddings": 262144,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 1e7,  # the class's default is 1e4
-        "partial_rotary_factor": 0.25,
-    },
-}
-_GEMMA = {
-    "hidden_size": 2560,
-    "intermediate_size": 10240,
-    "num_hidden_layers": 42,
-    "num_key_value_heads": 2,
-    "global_head_dim": 512,
-    "num_kv_shared_layers": 18,
-    "final_logit_softcapping": 30.0,
-}
-# Name -> class, class of its configuration, and those sizes.
-FULL_MODELS: Mapping[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
-    "Qwen3.5-9B": (Qwen3_5ForCausalLM, Qwen3_5TextConfig, _QWEN),
-    "Gemma 4 E4B": (Gemma4ForCausalLM, Gemma4TextConfig, _GEMMA),
-}
-
-
-def full_model(name: str, device: str) -> PreTrainedModel:
-    """Return a model of `FULL_MODELS` in bfloat16 with random weights, made there."""
-    model_class, config_class, sizes = FULL_MODELS[name]
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = model_class._from_config(config_class(**sizes), dtype=torch.bfloat16)
-    return model.eval().requires_grad_(False)
 
 
 def flops_per_token(model: PreTrainedModel) -> float:

@@ -34,9 +34,8 @@ from beatrice.jaxprobe.grid import (
     grid_members,
     labelled,
     member_keys,
-    n_in_turn,
 )
-from beatrice.jaxprobe.memory import Plan, step_flops
+from beatrice.jaxprobe.memory import Plan, Sizes, choose, step_flops
 from beatrice.jaxprobe.tokens import split_families
 
 Losses = dict[Member, list[float]]  # of every step
@@ -182,7 +181,7 @@ def labelled_of(workload: Workload, n_examples: int, seed: int) -> Labelled:
 
 
 class Grid:
-    """Members trained by `jaxprobe.grid` in blocks, as on a CPU in a run."""
+    """Members trained by `jaxprobe.grid` in blocks, as in a run."""
 
     def __init__(self, workload: Workload, members: Sequence[Member], at_once: int):
         """Train `at_once` blocks side by side, as a run does on its cores."""
@@ -216,12 +215,12 @@ class Grid:
             batch_size=workload.batch_size,
             **protocol,
         )
-        n_subsets = n_in_turn(workload.dims.n_subsets)
+        plan = self._plan(workload, config, *(x.features.n_examples for x in data))
         trained = fit_blocks(
-            Plan(n_subsets=n_subsets, n_seeds=1).blocks(members),
+            plan.blocks(members),
             *([split] for split in data),
             encoder=Encoder(workload.encoder, workload.dims),
-            config=config,
+            config=plan.config(config),
             n_threads=self.at_once,
         )
         return {
@@ -230,10 +229,30 @@ class Grid:
             for member, losses in zip(block.members, block.info.train_loss, strict=True)
         }
 
+    def _plan(
+        self, workload: Workload, config: TrainConfig, n_train: int, n_valid: int
+    ) -> Plan:
+        """Return the plan of a device, for rows that are all of one length."""
+        sizes = Sizes(
+            encoder=workload.encoder,
+            dims=workload.dims,
+            train=dataclasses.replace(config, n_seeds=workload.n_seeds),
+            widths=workload.widths,
+            n_train=n_train,
+            n_valid=n_valid,
+            valid_widths=workload.widths,
+            device_dtypes=("float32",) * workload.dims.n_families,
+        )
+        return choose(sizes)
+
     def losses(self, workload: Workload, n_steps: int, n_microbatches: int) -> Losses:
-        """Return the losses of steps on one batch: every epoch is one step."""
+        """Return the losses of steps on one batch: every epoch is one step.
+
+        In float32 proper: a GPU's TF32 would move them by as much as an error.
+        """
         data = labelled_of(workload, workload.batch_size, seed=1)
-        return self._fit(
+        jax.config.update("jax_default_matmul_precision", "highest")
+        losses = self._fit(
             self.members,
             workload,
             (data, data),
@@ -242,6 +261,8 @@ class Grid:
             patience=n_steps + 1,
             n_microbatches=n_microbatches,
         )
+        jax.config.update("jax_default_matmul_precision", None)
+        return losses
 
     def prepare(self) -> None:
         """Make the data and compile; the same executable serves every member."""
@@ -250,9 +271,15 @@ class Grid:
             labelled_of(work, work.n_examples, seed=2),
             labelled_of(work, N_VALID, seed=3),
         )
-        self._fit(self.members[:1], work, self._data, max_epochs=1)
+        some = self.members[:1] if jax.default_backend() == "cpu" else self.members
+        self._fit(some, work, self._data, max_epochs=1)
         begin_peak()
 
     def turn(self) -> None:
         """Train every member for one epoch of `n_steps` batches."""
         self._fit(self.members, self.workload, self._data, max_epochs=1)
+
+    def device_peak(self) -> int | None:
+        """Return the most bytes of the GPU that were held; None on a CPU."""
+        statistics = jax.local_devices()[0].memory_stats() or {}
+        return statistics.get("peak_bytes_in_use")

@@ -114,14 +114,14 @@ class Stack:
                 parts[name] = [x.reshape(len(x), -1) for x in parts[name]]
         return {name: torch.tensor(np.stack(x)) for name, x in parts.items()}
 
-    def step(self, data: TorchData, rows: torch.Tensor) -> list[float]:
-        """Take one step of every member; return their losses."""
+    def step(self, data: TorchData, rows: torch.Tensor) -> torch.Tensor:
+        """Take one step of every member; return their losses, `[n_members]`."""
         self.optimizer.zero_grad(set_to_none=True)
         inputs = self.inputs(data, rows)
         total, losses = self._loss(self.weights, data.labels[rows], *inputs)
         total.backward()
         self.optimizer.step()
-        return losses.tolist()
+        return losses.detach()
 
     def inputs(self, data: TorchData, rows: torch.Tensor) -> tuple[Any, ...]:
         """Return tokens, which are real, and what is drawn for a step."""

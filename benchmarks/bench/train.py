@@ -7,6 +7,10 @@ the same losses, PyTorch before it is compiled. Then they take turns, so that a 
 machine slows all of them, and each round measures the fp32 peak of matrix products
 beside them. Every method has processes of its own, with its own threads, compiler and
 memory, and waits without a load while another one is timed.
+
+Where JAX and Torch see a GPU all of it is done there: the grid in blocks that its plan
+chooses, a PyTorch method in one process. Both round the factors of products to TF32, as
+JAX does by itself, but not where losses are compared.
 """
 
 import contextlib
@@ -53,7 +57,8 @@ from beatrice.extract.run.verbs import AS_JSON
 from beatrice.jaxprobe.config import XLA_FLAGS
 from beatrice.jaxprobe.grid import Member
 
-N_PROCESSES = 2  # of PyTorch, with one thread each; one of two threads is slower
+# Of PyTorch on a CPU, with one thread each; one of two threads is slower.
+N_PROCESSES = 2
 
 
 class TorchTrainer:
@@ -65,6 +70,7 @@ class TorchTrainer:
         """Train by "loop" or "stack"; initial weights are read from `folder`."""
         torch.set_num_threads(1)
         importlib.import_module("torch._inductor.config").cpp.threads = 1
+        torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")
         self.workload = workload
         self.members = members
         self.folder = folder
@@ -97,6 +103,7 @@ class TorchTrainer:
     def prepare(self) -> None:
         """Make the data and weights; compile by a step of every member."""
         work = self.workload
+        torch.set_float32_matmul_precision("high")  # on a GPU TF32, as JAX
         self._data = TorchData.made_up(work, work.n_examples, seed=2)
         self._stacks = self._start(work, self.members, is_compiled=True)
         train_torch(self._stacks, self._data, 1, work.batch_size)
@@ -106,6 +113,11 @@ class TorchTrainer:
         """Train every member for `n_steps` batches."""
         work = self.workload
         train_torch(self._stacks, self._data, work.n_steps, work.batch_size)
+
+    def device_peak(self) -> int | None:
+        """Return the most bytes of the GPU that were held; None on a CPU."""
+        has_gpu = torch.cuda.is_available()
+        return torch.cuda.max_memory_allocated() if has_gpu else None
 
 
 def train_torch(
@@ -118,13 +130,13 @@ def train_torch(
     """
     losses: Losses = {}
     for stack in stacks:
+        steps = []
         for step in range(n_steps):
             first = step * batch_size % len(data.labels)
             # Gathered by number, as shuffled rows have to be.
-            rows = torch.arange(first, first + batch_size)
-            step_losses = stack.step(data, rows)
-            for member, loss in zip(stack.members, step_losses, strict=True):
-                losses.setdefault(member, []).append(loss)
+            steps.append(stack.step(data, torch.arange(first, first + batch_size)))
+        of_members = torch.stack(steps, dim=1).tolist()  # waits for a GPU
+        losses |= dict(zip(stack.members, of_members, strict=True))
     return losses
 
 
@@ -177,7 +189,7 @@ class Method:
         """
         self.kind = kind
         self.workload = workload
-        is_torch = kind in TORCH
+        is_torch, has_gpu = kind in TORCH, torch.cuda.is_available()
         environment = {
             "OMP_NUM_THREADS": "1" if is_torch else str(os.cpu_count()),
             "XLA_FLAGS": os.environ.get("XLA_FLAGS", XLA_FLAGS["demo"]),
@@ -193,7 +205,7 @@ class Method:
             if is_torch
             else Remote(environment, Grid, workload, share, N_THREADS)
             for share in split_members(
-                workload, by_subset, N_PROCESSES if is_torch else 1
+                workload, by_subset, N_PROCESSES if is_torch and not has_gpu else 1
             )
         ]
 
@@ -224,8 +236,14 @@ class Method:
         self._all("turn")
 
     def peak_mib(self) -> float:
-        """Return peak memory above the libraries, summed over the processes."""
-        return sum(trainer.peak().result() for trainer in self._trainers) / MIB
+        """Return peak memory, summed over the processes.
+
+        On a GPU of the allocator, else of the process above its libraries.
+        """
+        peaks = self._all("device_peak")
+        if None in peaks:
+            peaks = [trainer.peak().result() for trainer in self._trainers]
+        return sum(peaks) / MIB
 
     def close(self) -> None:
         """End the processes."""
@@ -269,6 +287,14 @@ def require_same_losses(by_method: dict[str, Losses]) -> dict[str, float]:
     return differences
 
 
+def square_of_peak() -> torch.Tensor:
+    """Return the matrix whose products say what a machine does at most."""
+    if not torch.cuda.is_available():
+        return torch.rand(2048, 2048)
+    torch.set_float32_matmul_precision("high")
+    return torch.rand(8192, 8192, device="cuda")
+
+
 def measure(
     workload: Workload,
     *,
@@ -287,7 +313,7 @@ def measure(
     Returns:
       Rates, shares and ratios, medians over rounds: encoder-steps; the share of the
       rate of matrix products in the same round; the time over the grid's in a round,
-      with its least and largest. Memory stands above the libraries, data included.
+      with its least and largest. Memory is told with the data, see `Method.peak_mib`.
     """
     check = check or CheckSize()
     n_steps = workload.n_steps * len(workload.members)
@@ -306,7 +332,7 @@ def measure(
             note(f"{method.kind}: compiles")
             method.prepare()
         torch.set_num_threads(N_THREADS)
-        square, products = torch.rand(2048, 2048), []  # GFLOP/s
+        square, products = square_of_peak(), []  # GFLOP/s
         runs = [
             lambda: products.append(product_rate(square) / 1e9),
             *(x.turn for x in methods),
@@ -323,11 +349,11 @@ def measure(
                 "method": KINDS[kind],
                 "encoder-steps/s": n_steps / float(np.median(turn_seconds)),
                 "GFLOP/s": float(np.median(gflops)),
-                "share of fp32 peak": float(np.median(gflops / products[1:])),
+                "share of the peak": float(np.median(gflops / products[1:])),
                 "time over (a)'s": middle_and_ends(turn_seconds / seconds[0]),
                 "peak MiB": peak,
                 "largest loss difference": differences[kind],
-                "fp32 peak, GFLOP/s": float(np.median(products[1:])),
+                "peak, GFLOP/s": float(np.median(products[1:])),
             }
         )
     return rows
@@ -347,15 +373,21 @@ def train(widths: str, steps: int, rounds: int, as_json: bool) -> None:
     Example: beatrice bench train --widths gemma
     """
     quiet()
+    if torch.cuda.is_available():  # JAX takes most of a GPU, and there are five of us
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     work = WIDTHS[widths](steps)
     rows = measure(work, n_rounds=rounds, note=Progress().note)
     printer = RowPrinter(as_json)
     for row in rows:
         printer.row(row)
-    printer.text("\nGPU: not measured")
+    where, size = machine(), len(square_of_peak())
+    if torch.cuda.is_available():
+        where = f"{torch.cuda.get_device_name()}, {where}"
+    else:
+        printer.text("\nGPU: not measured")
     printer.text(
-        f"\n{machine()}; medians of {rounds} turns of {steps} steps [least, largest]; "
-        f"fp32 peak of products of 2048 x 2048, the median over rounds; "
+        f"\n{where}; medians of {rounds} turns of {steps} steps [least, largest]; "
+        f"peak of float32 products of {size} x {size}, the median over rounds; "
         f"{len(work.members)} encoders, {sum(work.widths)} positions an example, "
         f"batches of {work.batch_size}."
     )

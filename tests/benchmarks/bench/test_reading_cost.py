@@ -24,13 +24,13 @@ from beatrice.benchmarks.bench.extract import (
     StoreBench,
     batch_configs,
     flops_per_token,
-    full_model,
     measure_gpu,
     measure_loops,
     measure_peak,
     measure_with_examples,
     peak_above,
 )
+from beatrice.benchmarks.bench.full_models import full_model
 from beatrice.benchmarks.bench.oracle import measure_written
 from beatrice.benchmarks.bench.tiny_models import tiny_model
 from beatrice.cli import main
@@ -233,7 +233,7 @@ def test_a_model_type_that_cannot_be_read_has_a_row_with_the_reason():
 
 @pytest.fixture(scope="module")
 def answer_bench():
-    return AnswerBench("embedded", "float32", "with_context")
+    return AnswerBench.of("embedded", "float32", "with_context")
 
 
 def test_the_floor_computes_the_logits_of_all_tokens_that_are_read(answer_bench):
