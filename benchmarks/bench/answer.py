@@ -26,6 +26,7 @@ from typing import Any, Literal, get_args
 import click
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from beatrice.benchmarks.bench.commands import (
     DTYPE,
@@ -147,22 +148,26 @@ class Floor(DecodeReading):
 
 
 # Tokens of random prompts: those that all begin with, of a context, of a question.
-_N_SHARED, _N_CONTEXT, _N_QUESTION = 128, 300, 40
+N_TOKENS = 128, 300, 40
 
 
-def random_requests(n_words: int, setting: Setting, n: int) -> list[Request]:
+def random_requests(
+    n_words: int, setting: Setting, n: int, n_tokens: tuple[int, int, int]
+) -> list[Request]:
     """Return `n` prompts of random words, with a context each or without."""
     rng = np.random.default_rng(0)
-    n_context = _N_CONTEXT if setting == "with_context" else 0
-    start = rng.integers(3, n_words, _N_SHARED).tolist()
-    context = _N_SHARED, _N_SHARED + n_context
+    n_shared, n_context, n_question = n_tokens
+    if setting == "closed_book":
+        n_context = 0
+    start = rng.integers(3, n_words, n_shared).tolist()
+    context = n_shared, n_shared + n_context
     return [
         Request(
             example_id=str(number),
             setting=setting,
             variant="original",
             prompt=Prompt(
-                (*start, *rng.integers(3, n_words, n_context + _N_QUESTION).tolist()),
+                (*start, *rng.integers(3, n_words, n_context + n_question).tolist()),
                 context,
             ),
         )
@@ -258,21 +263,33 @@ def measure_setting(
     }
 
 
-def measure_gpu(name: str, n_rounds: int, n_requests: int = 48) -> Iterator[Row]:
-    """Measure a model of `FULL_MODELS` on a GPU, in both settings."""
-    backbone = Backbone.from_model(
-        full_model(name, "cuda"), Numbers(), revision="random"
-    )
+def measure_model(
+    name: str,
+    model: PreTrainedModel,
+    n_rounds: int,
+    *,
+    n_requests: int = 48,
+    n_tokens: tuple[int, int, int] = N_TOKENS,
+) -> Iterator[Row]:
+    """Measure a model where it lies, in both settings.
+
+    Args:
+      name: of the model.
+      model: on a GPU; on a CPU only a small one makes sense.
+      n_rounds: of each way.
+      n_requests: prompts of a batch.
+      n_tokens: of each, see `N_TOKENS`.
+    """
+    backbone = Backbone.from_model(model, Numbers(), revision="random")
     n_words = backbone.layout.head.out_features
     for setting in SETTINGS:
-        requests = random_requests(n_words, setting, n_requests)
+        requests = random_requests(n_words, setting, n_requests, n_tokens)
         bench = AnswerBench(backbone, requests)
-        row = measure_setting(
-            bench,
-            n_rounds,
-            lambda way, bench=bench: peak_above(lambda: bench.run(way), "cuda"),
-        )
-        yield {"model": name, **row}
+
+        def peak(way: Way, bench: AnswerBench = bench) -> float:
+            return peak_above(lambda: bench.run(way), bench.backbone.device.type)
+
+        yield {"model": name, **measure_setting(bench, n_rounds, peak)}
 
 
 @click.command()
@@ -298,7 +315,7 @@ def answer(model: str, dtype: ModelDtype, rounds: int, as_json: bool) -> None:
 
         printer.row(measure_setting(bench, rounds, peak))
     for name in FULL_MODELS if torch.cuda.is_available() else ():
-        for row in measure_gpu(name, rounds):
+        for row in measure_model(name, full_model(name, "cuda"), rounds):
             printer.row(row)
 
 

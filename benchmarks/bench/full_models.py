@@ -43,4 +43,11 @@ def full_model(name: str, device: str) -> PreTrainedModel:
     torch.manual_seed(0)
     with torch.device(device):
         model = model_class._from_config(config_class(**sizes), dtype=torch.bfloat16)
-    return model.eval().requires_grad_(False)
+    model.eval().requires_grad_(False)
+    model.generation_config.eos_token_id = 1  # the released ones name one, too
+    # Gemma norms queries and keys, and leaves their products as they are: of random
+    # ones each query picks a single key, and rounding picks another one.
+    for path, weights in model.named_parameters():
+        if path.endswith("q_norm.weight"):
+            weights.mul_(weights.numel() ** -0.5)
+    return model

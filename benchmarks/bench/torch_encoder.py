@@ -93,7 +93,7 @@ class Stack:
         self._span = compiled_span() if compiled == "spans" else encode_span
         self._loss = self.loss
         if compiled == "whole":
-            self._loss = torch.compile(self.loss, dynamic=False)
+            self._loss = torch.compile(self.loss, dynamic=False, fullgraph=True)
 
     def stacked(self, arrays: Mapping[Member, Arrays]) -> Weights:
         """Stack weights, or gradients; a family's are of its readers alone."""
@@ -144,7 +144,8 @@ class Stack:
                 tokens[f] = x + deviation * torch.randn_like(x) * real[..., None]
             else:
                 shape = self.n_seeds, self.config.projection, real.numel()
-                draws[f] = torch.randn(shape) * (deviation * real.flatten())
+                noise = torch.randn(shape, device=real.device)
+                draws[f] = noise * (deviation * real.flatten())
         return draws
 
     def _drops(self, real: torch.Tensor) -> list[list[torch.Tensor]]:
@@ -154,7 +155,8 @@ class Stack:
 
         def draw(width: int) -> torch.Tensor:
             shape = n_members, config.hidden, width, real.shape[1]
-            words = torch.empty(-(-math.prod(shape) // 8), dtype=torch.int64)
+            n_words = -(-math.prod(shape) // 8)
+            words = torch.empty(n_words, dtype=torch.int64, device=real.device)
             drawn = words.random_(-(2**63), None).view(torch.uint8)
             return drawn[: math.prod(shape)].view(shape)
 
@@ -279,7 +281,7 @@ def encode_span(
 @functools.cache
 def compiled_span() -> Callable[..., torch.Tensor]:
     """Return `encode_span` compiled, once a process for all members and widths."""
-    return torch.compile(encode_span, dynamic=False)
+    return torch.compile(encode_span, dynamic=False, fullgraph=True)
 
 
 def _convolve(

@@ -21,6 +21,7 @@ import itertools
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ class TorchTrainer:
         """Train by "loop" or "stack"; initial weights are read from `folder`."""
         torch.set_num_threads(1)
         importlib.import_module("torch._inductor.config").cpp.threads = 1
-        torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self.workload = workload
         self.members = members
         self.folder = folder
@@ -95,17 +96,19 @@ class TorchTrainer:
 
     def losses(self, workload: Workload, n_steps: int, n_microbatches: int) -> Losses:
         """Return the losses of steps on one batch, which is not split here."""
-        data = TorchData.made_up(workload, workload.batch_size, seed=1)
         members = [m for m in self.members if weights_file(self.folder, m).exists()]
-        stacks = self._start(workload, members, is_compiled=False)
+        with torch.device(self._device):
+            data = TorchData.made_up(workload, workload.batch_size, seed=1)
+            stacks = self._start(workload, members, is_compiled=False)
         return train_torch(stacks, data, n_steps, workload.batch_size)
 
     def prepare(self) -> None:
         """Make the data and weights; compile by a step of every member."""
         work = self.workload
         torch.set_float32_matmul_precision("high")  # on a GPU TF32, as JAX
-        self._data = TorchData.made_up(work, work.n_examples, seed=2)
-        self._stacks = self._start(work, self.members, is_compiled=True)
+        with torch.device(self._device):
+            self._data = TorchData.made_up(work, work.n_examples, seed=2)
+            self._stacks = self._start(work, self.members, is_compiled=True)
         train_torch(self._stacks, self._data, 1, work.batch_size)
         begin_peak()
 
@@ -134,7 +137,8 @@ def train_torch(
         for step in range(n_steps):
             first = step * batch_size % len(data.labels)
             # Gathered by number, as shuffled rows have to be.
-            steps.append(stack.step(data, torch.arange(first, first + batch_size)))
+            rows = torch.arange(first, first + batch_size, device=data.labels.device)
+            steps.append(stack.step(data, rows))
         of_members = torch.stack(steps, dim=1).tolist()  # waits for a GPU
         losses |= dict(zip(stack.members, of_members, strict=True))
     return losses
@@ -326,11 +330,14 @@ def measure(
             work = workload.mixed() if kind == "mixed" else workload
             method = Method(kind, work, workload.members, folder)
             methods.append(stack.enter_context(contextlib.closing(method)))
-        note("losses")
-        differences = require_same_losses({x.kind: x.losses(check) for x in methods})
-        for method in methods:
-            note(f"{method.kind}: compiles")
-            method.prepare()
+        # A machine with a GPU has cores enough for compiling all at once.
+        n_at_once = len(methods) if torch.cuda.is_available() else 1
+        with ThreadPoolExecutor(n_at_once) as pool:
+            note("losses")
+            losses = pool.map(lambda method: method.losses(check), methods)
+            differences = require_same_losses(dict(zip(KINDS, losses, strict=True)))
+            note("compiles")
+            list(pool.map(Method.prepare, methods))
         torch.set_num_threads(N_THREADS)
         square, products = square_of_peak(), []  # GFLOP/s
         runs = [

@@ -13,6 +13,7 @@ from beatrice.benchmarks.bench.answer import (
     WAYS,
     AnswerBench,
     answer_ratio,
+    measure_model,
     warm_ratio,
 )
 from beatrice.benchmarks.bench.commands import RowPrinter, measure_fresh, take_turns
@@ -36,6 +37,7 @@ from beatrice.benchmarks.bench.tiny_models import tiny_model
 from beatrice.cli import main
 from beatrice.extract.backbone.loading import Backbone, load_backbone
 from beatrice.extract.backbone.names import WEIGHTS
+from beatrice.extract.records import SETTINGS
 from beatrice.extract.signals.extract import ExtractConfig
 from beatrice.extract.signals.reader import SignalReader
 
@@ -255,3 +257,13 @@ def test_the_floor_computes_the_logits_of_all_tokens_that_are_read(answer_bench)
     assert counts["plain"] <= n_rows * CONFIG.max_new_tokens
     # Steps at which a batch is parted differ by those that run what was cut.
     assert abs(counts["floor"] - counts["plain"] - n_read) <= n_rows
+
+
+def test_a_gpus_row_has_all_ways_and_the_peak_of_two():
+    """Of a small model on the host; the same is done where a large one lies."""
+    sizes = {"n_requests": 2, "n_tokens": (8, 9, 7)}
+    rows = [*measure_model("small", tiny_model("gemma4"), 1, **sizes)]
+    assert [row["setting"] for row in rows] == [*SETTINGS]
+    assert [row["prompt tokens"] for row in rows] == [2 * (8 + 7), 2 * (8 + 9 + 7)]
+    for row in rows:
+        assert row["one pass ÷ plain"] > 0 and row["MiB one pass"] >= 0
