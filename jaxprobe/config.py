@@ -393,12 +393,16 @@ def old_emitter() -> dict[str, bool]:
 def set_compiler(preset: Preset) -> None:
     """Set the compiler's flags, unless XLA_FLAGS has some, and its cache.
 
+    Of a GPU JAX then takes what it needs as it needs it, and not three quarters at
+    once, unless XLA_PYTHON_CLIENT_PREALLOCATE says so: Torch's model lies there, too.
+
     Compiled code is kept in the user's cache directory (`JAX_COMPILATION_CACHE_DIR`
     names another, `JAX_ENABLE_COMPILATION_CACHE=false` keeps nothing): a run that is
     resumed, and the next of the same sizes, compile little.
     """
     import jax
 
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     flags = XLA_FLAGS[preset]
     if preset == "smoke":
         flags += "".join(f" --{name}=false" for name in old_emitter())

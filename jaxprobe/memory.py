@@ -297,7 +297,7 @@ def _split(items: Sequence[int], size: int) -> list[tuple[int, ...]]:
 def device_bytes() -> int | None:
     """Return what programs may use of this machine's accelerator; None on a CPU.
 
-    JAX takes three quarters of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says more.
+    Of a GPU that is three quarters, or what XLA_PYTHON_CLIENT_MEM_FRACTION says.
     """
     if jax.default_backend() == "cpu":
         return None

@@ -24,6 +24,7 @@ import dataclasses
 import hashlib
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -584,6 +585,8 @@ def _train(run: RunDir, config: GridConfig, update: Update, progress: Progress) 
     if gpu is not None:  # before JAX looks
         jax.config.update("jax_cuda_visible_devices", str(gpu))
     set_compiler(run.preset)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.cuda.empty_cache()  # what stages before this one held of a GPU
     config, settings = config.seeded(run.seed), settings_of(run)
     n_missing = []
 

@@ -548,7 +548,8 @@ _ENTRIES: dict[str, dict[str, Any]] = {
 }
 
 
-def _batch(lengths: Lengths) -> list[TokenSequence]:
+def survey_batch(lengths: Lengths) -> list[TokenSequence]:
+    """Return the texts that twins are read on."""
     if lengths == "long":
         return [make_sequence(5, _N_LONG, [1, 2270], [2270, 2290], [2290, _N_LONG])]
     return make_batch()
@@ -608,7 +609,7 @@ def survey_one(name: str, lengths: Lengths = "short") -> Row:
     outcome: Outcome = "not built"
     try:
         model = twin_of(name, lengths)
-        outcome, batch = "wrong", _batch(lengths)
+        outcome, batch = "wrong", survey_batch(lengths)
         read = SignalReader(Backbone.from_model(model)).read(batch)
         readings = [{key: getattr(item, key) for key in SIGNALS} for item in read]
         # A token on the edge between two experts, or between the last key that a

@@ -380,7 +380,7 @@ def train(widths: str, steps: int, rounds: int, as_json: bool) -> None:
     Example: beatrice bench train --widths gemma
     """
     quiet()
-    if torch.cuda.is_available():  # JAX takes most of a GPU, and there are five of us
+    if torch.cuda.is_available():  # shared by all methods' processes and this one
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     work = WIDTHS[widths](steps)
     rows = measure(work, n_rounds=rounds, note=Progress().note)

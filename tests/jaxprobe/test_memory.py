@@ -25,6 +25,7 @@ from beatrice.jaxprobe.random import RowKeys, hashed_bits, hashed_normal
 from beatrice.jaxprobe.train import EVERY_FAMILY, epoch_groups, members_of_share
 from tests.jaxprobe.samples import assert_same_leaves
 from tests.jaxprobe.test_grid import TRAIN, planted_parts, train
+from tests.process import run_python
 
 # Wide, since what a plan is made of is: absent arrays cost nothing.
 PAPER_DIMS = paper_dims(hidden=4096, prob=5, resid=128, attn=512)
@@ -267,3 +268,13 @@ def test_a_subsets_seeds_stay_together_while_there_are_subsets_enough():
     for share in shares(8):
         subsets = {member.subset for member in share}
         assert len(share) == 3 * len(subsets)
+
+
+def test_jax_leaves_room_on_a_gpu_unless_a_person_says_otherwise():
+    program = (
+        "import os; from beatrice.jaxprobe.config import set_compiler\n"
+        "set_compiler('paper'); print(os.environ['XLA_PYTHON_CLIENT_PREALLOCATE'])"
+    )
+    assert run_python(program).stdout == "false\n"
+    name = "XLA_PYTHON_CLIENT_PREALLOCATE"
+    assert run_python(program, **{name: "true"}).stdout == "true\n"
