@@ -513,23 +513,42 @@ def _key(run: RunDir, config: GridConfig, store_id: str) -> str:
     return " ".join((*map(sha256_file, sources), store_id, protocol))
 
 
+def _members_folder(run: RunDir, setting: Setting) -> Path:
+    return run.encoders(setting).with_name(f"{setting}.members")
+
+
+def _caches(run: RunDir, config: GridConfig, setting: Setting) -> tuple[Cache, Cache]:
+    """Return where the members of a setting's grid are saved, and of its control."""
+    key = _key(run, config, open_store(run.features(setting)).id)
+    folder = _members_folder(run, setting)
+    return Cache(folder / "grid", key), Cache(folder / "permuted", key)
+
+
+def _n_missing(run: RunDir, config: GridConfig, setting: Setting) -> int:
+    """Return how many members of a setting no process has trained yet."""
+    grid, control = _caches(run, config, setting)
+    if checkpoint.is_saved(run.encoders(setting), grid.key):
+        return 0
+    return sum(
+        len(cache.missing(map(_name, _members(config, subsets))))
+        for cache, subsets in ((grid, range(N_SUBSETS)), (control, [EVERY_FAMILY]))
+    )
+
+
 def _train_setting(
     run: RunDir,
     config: GridConfig,
     note: Callable[[str], None],
     setting: Setting,
     tick: Callable[[], None],
-) -> int:
+) -> None:
     """Train this process's share of a setting, or all and save the checkpoint.
 
     The grid, and its control: encoders of all families, with labels that are permuted.
-
-    Returns:
-      How many members of other processes are missing.
     """
-    key = _key(run, config, open_store(run.features(setting)).id)
-    if checkpoint.is_saved(run.encoders(setting), key):
-        return 0
+    caches = _caches(run, config, setting)
+    if checkpoint.is_saved(run.encoders(setting), caches[0].key):
+        return
     if config.stream is not None:
         return_freed_memory()
     data = run_training_set(run, setting, config)
@@ -537,17 +556,11 @@ def _train_setting(
     control_data = dataclasses.replace(
         data, rows=dataclasses.replace(data.rows, labels=permuted)
     )
-    folder = run.encoders(setting).with_name(f"{setting}.members")
-    caches = [Cache(folder / name, key) for name in ("grid", "permuted")]
     fit = partial(train_encoders, config=config, share=run.share, on_part=tick)
     grid = fit(data, cache=caches[0])
     control = fit(control_data, subsets=[EVERY_FAMILY], cache=caches[1])
     if grid is None or control is None:
-        subsets = range(N_SUBSETS), [EVERY_FAMILY]
-        return sum(
-            len(cache.missing(map(_name, _members(config, read))))
-            for cache, read in zip(caches, subsets, strict=True)
-        )
+        return
     trained, outputs = grid
     if config.encoder.is_linear_first:
         counts = f"{n_networks_kept(trained)} of {len(trained.members)}"
@@ -573,10 +586,13 @@ def _train_setting(
             "outputs": outputs._asdict(),
             "control": {"logits": control[1].logits, "labels": permuted},
         },
-        {"key": key, "layer": data.layer, "dims": dataclasses.asdict(data.dims)},
+        {
+            "key": caches[0].key,
+            "layer": data.layer,
+            "dims": dataclasses.asdict(data.dims),
+        },
     )
-    shutil.rmtree(folder, ignore_errors=True)  # no longer needed
-    return 0
+    shutil.rmtree(_members_folder(run, setting), ignore_errors=True)  # no longer needed
 
 
 def _train(run: RunDir, config: GridConfig, update: Update, progress: Progress) -> int:
@@ -588,14 +604,17 @@ def _train(run: RunDir, config: GridConfig, update: Update, progress: Progress) 
     if (torch := sys.modules.get("torch")) is not None:
         torch.cuda.empty_cache()  # what stages before this one held of a GPU
     config, settings = config.seeded(run.seed), settings_of(run)
-    n_missing = []
 
     def work(setting: Setting, tick: Callable[[], None]) -> None:
-        n_missing.append(_train_setting(run, config, progress.note, setting, tick))
+        _train_setting(run, config, progress.note, setting, tick)
 
     total = (N_SUBSETS + 1) * config.train.n_seeds * len(settings)
     side_by_side(work, settings, update, total, at_once=settings_at_once(config))
-    return sum(n_missing)
+    if run.share.is_whole:
+        return 0
+    # Counted behind the last setting: of two processes one may be ahead in the first,
+    # the other in the second, and each would have left it to the other to join them.
+    return sum(_n_missing(run, config, setting) for setting in settings)
 
 
 TRAIN = Stage(

@@ -1,5 +1,6 @@
 """Processes that train together end with what one process ends with."""
 
+import dataclasses
 import shutil
 import time
 
@@ -7,9 +8,12 @@ import jax
 import pytest
 
 from beatrice.extract.records import SETTINGS
+from beatrice.extract.run.console import Progress
 from beatrice.extract.run.contents import settings_of
 from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.process import Share
 from beatrice.jaxprobe import checkpoint
+from beatrice.jaxprobe.train import GRID_PRESETS, TRAIN
 from tests.extract.small_run import beatrice
 from tests.process import BEATRICE, finish, kill, start
 from tests.test_one_setting import examples_of, make_run
@@ -119,6 +123,26 @@ def test_what_killed_processes_have_trained_others_do_not_train_again(
         assert waiting.items() <= members(run).items()
         finish(start_share(run, last, world_size))
     check_same_encoders(run, alone)
+
+
+@pytest.mark.slow
+def test_who_was_first_in_one_setting_and_last_in_all_finds_no_member_missing(tmp_path):
+    path = complete_run(tmp_path / "run", "mixed", SETTINGS)
+    # One setting at a time, as on an accelerator.
+    config = dataclasses.replace(GRID_PRESETS["smoke"], device_memory=1 << 32)
+
+    def train_share(rank, on_member=lambda done, total: None):
+        """Return how many members are missing at the end of a share of two."""
+        with RunDir.open(path, share=Share(rank, 2)) as run:
+            return TRAIN.work(run, config, on_member, Progress())
+
+    n_missing = []  # of who works while the other is in the second setting
+
+    def on_member(done, total):
+        if done > total / 2 and not n_missing:
+            n_missing.append(train_share(1))
+
+    assert train_share(0, on_member) == 0 < n_missing[0]
 
 
 @pytest.mark.slow

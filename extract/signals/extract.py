@@ -57,6 +57,7 @@ from beatrice.extract.store.store import (
     FeatureStore,
     create_store,
     done_ranges,
+    open_store,
     write_range,
 )
 
@@ -349,6 +350,11 @@ def _write_unit(store: FeatureStore, rows: dict[int, dict[str, np.ndarray]]) -> 
         write_range(store, range_id, rows.pop(range_id))
 
 
+def _n_missing(store: FeatureStore) -> int:
+    """Return how many ranges no worker has written yet."""
+    return store.spec.n_ranges - len(done_ranges(store))
+
+
 def run_plan(
     reader: Reader,
     sequences: Sequence[TokenSequence],
@@ -390,7 +396,7 @@ def run_plan(
     return ExtractionReport(
         n_written=len(written),
         n_skipped=sum(len(unit.ranges) for unit in units) - len(written),
-        n_missing=plan.spec.n_ranges - len(done_ranges(store)),
+        n_missing=_n_missing(store),
     )
 
 
@@ -523,13 +529,15 @@ def _extract(
             f"extract: {n_waiting} of {len(every)} answers were read while they were "
             f"written, {config.describe()}; {len(every) - n_waiting} are read again"
         )
-    n_missing = n_before = 0
+    n_before = 0
     for setting, rows in answers.items():
         show = partial(_show, update, n_before, len(rows), len(every))
         url, share = run.features(setting), run.share
-        report = extract(reader, rows, url, config, share=share, progress=show)
-        n_missing, n_before = n_missing + report.n_missing, n_before + len(rows)
-    return n_missing
+        extract(reader, rows, url, config, share=share, progress=show)
+        n_before += len(rows)
+    # Counted behind the last setting: of two workers one may be ahead in the first and
+    # the other in the second, and each would have left it to the other to join them.
+    return sum(_n_missing(open_store(run.features(setting))) for setting in answers)
 
 
 def _show(

@@ -13,6 +13,7 @@ from beatrice.extract.plugs import load_plug
 from beatrice.extract.run.console import Progress
 from beatrice.extract.run.contents import read_answers
 from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.process import Share
 from beatrice.extract.run.stages import run_stage
 from beatrice.extract.signals.extract import extract_stage
 from beatrice.extract.store.store import open_store, read_family
@@ -117,6 +118,29 @@ def test_stages_of_a_run_take_an_engine_of_ones_own(tmp_path):
         store = open_store(run.features("closed_book"))
         assert store.spec.keys == tuple(answer.key for answer in answers)
         assert {answer.stop_id for answer in answers} == {0}
+
+
+def test_who_was_first_in_one_setting_and_last_in_all_finds_no_range_missing(tmp_path):
+    path = make_run(tmp_path / "run", questions(n_train=12)).path
+    engine = Engine(LastWord(), engines.TokenizerOnly(Words(), name="words"))
+    with RunDir.open(path) as run:
+        answer_with(run, engine, Progress())
+        n_closed_book = len(read_answers(run, "closed_book"))
+    stage = extract_stage(lambda run, config: IdReader())
+    config = engines.ExtractConfig(tokens_per_batch=96, rows_per_shard=64)
+
+    def extract_share(rank, on_read=lambda done: None):
+        """Return how many ranges are missing at the end of a share of two."""
+        with RunDir.open(path, share=Share(rank, 2)) as run:
+            return stage.work(run, config, lambda done, _: on_read(done), Progress())
+
+    n_missing = []  # of who works while the other is in the second setting
+
+    def on_read(done):
+        if done > n_closed_book and not n_missing:
+            n_missing.append(extract_share(1))
+
+    assert extract_share(0, on_read) == 0 < n_missing[0]
 
 
 GROUP = "beatrice.judges"
