@@ -13,7 +13,7 @@ from beatrice.extract.run.contents import settings_of
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.process import Share
 from beatrice.jaxprobe import checkpoint
-from beatrice.jaxprobe.train import GRID_PRESETS, TRAIN
+from beatrice.jaxprobe.train import GRID_PRESETS, TRAIN, _caches, grid_config
 from tests.extract.small_run import beatrice
 from tests.process import BEATRICE, finish, kill, start
 from tests.test_one_setting import examples_of, make_run
@@ -123,6 +123,20 @@ def test_what_killed_processes_have_trained_others_do_not_train_again(
         assert waiting.items() <= members(run).items()
         finish(start_share(run, last, world_size))
     check_same_encoders(run, alone)
+
+
+def test_one_process_takes_what_a_share_has_trained_as_it_is_saved(run):
+    beatrice("train", run, "--shard", "0/2")
+    directory = RunDir(run)
+    config = grid_config(directory).seeded(directory.seed)
+    cache, _ = _caches(directory, config, "closed_book")
+    names = [path.stem for path in cache.folder.glob("*.safetensors")]
+    for name in names:  # what no training gives
+        arrays = cache.load(name)
+        cache.save(name, arrays | {"info.best_epoch": arrays["info.best_epoch"] - 999})
+    beatrice("train", run)
+    tree, _ = checkpoint.restore(directory.encoders("closed_book"))
+    assert 0 < (tree["info"]["best_epoch"] < 0).sum() == len(names)
 
 
 @pytest.mark.slow
