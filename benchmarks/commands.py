@@ -23,6 +23,7 @@ from beatrice.extract.run.verbs import (
     RUN_DIR,
     RunOptions,
     RunPath,
+    checking,
     do_again_if_changed,
     given,
     option,
@@ -99,7 +100,8 @@ class BaselinesOptions:
             nli=str(self.nli.resolve()) if self.nli else config.nli,
             encoder=str(self.encoder.resolve()) if self.encoder else config.encoder,
         )
-        chosen_detectors(changed)  # an unknown name is refused before a stage begins
+        with checking("--only"):  # before a stage begins
+            chosen_detectors(changed)
         return changed
 
 
@@ -130,9 +132,12 @@ def baselines(run_dir: Path | None, how: BaselinesOptions) -> None:
 
 def _check(run_dir: Path, name: str, how: BaselinesOptions) -> None:
     """Print what a person's detector does wrong; exit code 1 if anything."""
+    from beatrice.benchmarks.baselines.detector import find_detector
     from beatrice.benchmarks.baselines.judge import BaselinesConfig, run_violations
 
     with RunDir.open(run_dir) as run:
+        with checking("--check"):
+            find_detector(name)
         violations = run_violations(run, name, how.change(BaselinesConfig()))
     click.echo("\n".join(violations) or f"{name}: nothing wrong was found")
     if violations:
@@ -205,7 +210,8 @@ def _print_rows(path: Path, table: str | None) -> None:
 
     rows = list(read_rows(path))
     if table is not None:
-        click.echo(rows_table(rows, table))
+        with checking("--print"):
+            click.echo(rows_table(rows, table))
     else:
         click.echo(rows_as_markdown(rows), nl=False)
 
@@ -229,7 +235,8 @@ def _report(run_dir: Path, how: ReportOptions) -> None:
     if not (how.print or how.ledger) or not is_done(run_dir, REPORT):
         do(run_dir, REPORT)
     if how.print:
-        click.echo(run_table(RunDir(run_dir), how.print))
+        with checking("--print"):
+            click.echo(run_table(RunDir(run_dir), how.print))
     if how.ledger:
         click.echo(run_ledger(RunDir(run_dir)))
     if not (how.print or how.ledger):

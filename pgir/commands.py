@@ -12,6 +12,7 @@ from beatrice.extract.run.verbs import (
     AS_JSON,
     FOLDER,
     RUN_DIR,
+    checking,
     do_again_if_changed,
     given,
     option,
@@ -133,6 +134,11 @@ class CorpusOptions(EncoderSettings):
 
     def __post_init__(self) -> None:
         """Check that every option has an effect."""
+        if blank := [text for text in self.search if not text.strip()]:
+            raise click.UsageError(
+                f"--search: expected a question, found {blank[0]!r}; say what is "
+                "looked for"
+            )
         uses = sum((bool(self.search), self.recall, self.serve))
         if uses > 1 or (uses and (self.source or len(self.index) > 1)):
             raise click.UsageError(
@@ -372,6 +378,7 @@ def control(run_dir: Path, how: ControlOptions, retrieval: RetrievalOptions) -> 
             f"--only: no rival is called {unknown[0]!r}; expected {', '.join(known)}"
         )
     retrieval.write(run_dir)
-    for spec in how.judge:
-        load_plug(spec, JUDGES)  # what is missing is not written down
+    with checking("--judge"):  # what is missing is not written down
+        for spec in how.judge:
+            load_plug(spec, JUDGES)
     do_again_if_changed(run_dir, CONTROL, how.change)

@@ -9,6 +9,7 @@ import click
 from beatrice.extract.run.verbs import (
     RUN_DIR,
     RunPath,
+    checking,
     do_again_if_changed,
     option,
     options,
@@ -104,7 +105,8 @@ def anatomy(run_dir: Path, other: Path | None, only: tuple[str, ...]) -> None:
     def change(config: "AnatomyConfig") -> "AnatomyConfig":
         beside = config.other if other is None else str(other.resolve())
         changed = dataclasses.replace(config, only=only, other=beside)
-        chosen_analyses(changed)  # an unknown name is refused before a stage begins
+        with checking("--only"):  # before a stage begins
+            chosen_analyses(changed)
         return changed
 
     do_again_if_changed(run_dir, ANATOMY, change)

@@ -115,6 +115,20 @@ def test_wrong_usage_is_told_at_once_and_leaves_nothing_behind(
     assert not run.exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("baselines RUN --only nope", "no detector"),
+        ("baselines RUN --check nope", "MODULE:NAME"),
+        ("anatomy RUN --only nope", "no analysis 'nope'"),
+        ("control RUN --only nope", "no rival is called 'nope'"),
+    ],
+)
+def test_a_name_that_is_not_there_is_wrong_usage(small_run, words, message):
+    line = (small_run if word == "RUN" else word for word in words.split())
+    assert message in beatrice(*line, code=2).stderr
+
+
 def test_wrong_usage_of_a_run_is_told_at_once(small_run):
     done = beatrice("extract", small_run, "--hidden-layers", 99, code=2)
     assert "layers 0 (the embedding) to 6, not 99" in done.output
@@ -163,7 +177,7 @@ def test_of_a_file_of_rows_one_table_is_printed_or_the_option_refused():
     rows = ROOT / "docs" / "results" / "demo.jsonl"
     shown = beatrice("report", rows, "--print", "decisions").stdout
     assert shown.startswith("Decisions\n") and "Detectors" not in shown
-    failed = beatrice("report", rows, "--print", "foo", code=1)
+    failed = beatrice("report", rows, "--print", "foo", code=2)
     assert_error_sentence(failed, "no table foo", "detectors")
     beatrice("report", rows, "--ledger", code=2)
 

@@ -5,6 +5,7 @@ default and help of an option stand there and nowhere else. A field that is `rar
 no option of its own; `--set NAME=VALUE` gives it, and its help lists all of them.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -12,7 +13,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +34,15 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return the end of a message that no such name is known; may be empty."""
     close = difflib.get_close_matches(name, known, 1)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+@contextlib.contextmanager
+def checking(flag: str) -> Iterator[None]:
+    """Make a ValueError of the value of an option wrong usage."""
+    try:
+        yield
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint=flag) from error
 
 
 def option(

@@ -415,6 +415,8 @@ def test_an_option_that_would_have_no_effect_is_wrong_usage(options, named):
         ({"source": ("s",), "max_tokens": 48}, "give --encoder too"),
         ({"search": ("q",), "encoder": "e"}, "bm25 reads no vectors"),
         ({"serve": True, "encoder": "e"}, "bm25 reads no vectors"),
+        ({"search": ("q", "")}, "--search: expected a question, found ''"),
+        ({"search": (" \t",)}, "--search: expected a question, found"),
     ],
 )
 def test_an_option_of_a_corpus_without_an_effect_is_wrong_usage(options, named):
