@@ -312,8 +312,9 @@ def score(source: str | None, as_json: bool, how: ScoreOptions) -> None:
 
     RUN_DIR is a finished run, or a probe as --probe names it. A --question without
     --answer is answered by the model, and scored in the passes that write. The rows of
-    a --file have their answers. Its results are JSON lines in its order; a row that
-    cannot be scored is named in its place, and the exit code is then 1.
+    a --file have their answers. Its results are JSON lines in its order, where they go
+    to --out --json prints their counts; a row that cannot be scored is named in its
+    place, and the exit code is then 1.
 
     Example: beatrice score --probe smollm2 --question "who wrote Dracula?"
 
@@ -339,7 +340,7 @@ def score(source: str | None, as_json: bool, how: ScoreOptions) -> None:
             n_rows = count_rows(file) if file is not None else 0
             _ = probe.scorer
         if file is not None:
-            _score_file(probe, Path(name).name, file, n_rows, how)
+            _score_file(probe, Path(name).name, file, n_rows, how, as_json)
             return
     context, question = how.context or None, how.question or ""
     result = (
@@ -364,7 +365,10 @@ def score(source: str | None, as_json: bool, how: ScoreOptions) -> None:
 
 @contextlib.contextmanager
 def _readable_again(file: Path) -> Iterator[Path]:
-    """Give a file that can be read twice: what comes through a pipe is copied."""
+    """Give a file that can be read twice: what comes through a pipe is copied.
+
+    An error that names the copy names what was typed instead.
+    """
     is_stdin = file == _STREAM
     if not is_stdin and file.is_file():
         yield file
@@ -373,7 +377,11 @@ def _readable_again(file: Path) -> Iterator[Path]:
         copy = Path(folder) / ("stdin" if is_stdin else file.name)
         with click.open_file(str(file), "rb") as source, copy.open("wb") as target:
             shutil.copyfileobj(source, target)
-        yield copy
+        try:
+            yield copy
+        except ValueError as error:
+            typed = "standard input" if is_stdin else str(file)
+            raise ValueError(str(error).replace(str(copy), typed)) from error
 
 
 def _check_different(files: Mapping[str, Path | None]) -> None:
@@ -414,7 +422,12 @@ def _held(out: Path | None) -> Iterator[None]:
 
 
 def _score_file(
-    probe: "Probe", name: str, answers: Path, n_rows: int, how: ScoreOptions
+    probe: "Probe",
+    name: str,
+    answers: Path,
+    n_rows: int,
+    how: ScoreOptions,
+    as_json: bool,
 ) -> None:
     """Score a file's rows; raise at the end if any of them could not be scored."""
     from beatrice.extract.records import SETTINGS
@@ -454,6 +467,8 @@ def _score_file(
         for threshold in probe.thresholds(setting) or ():
             progress.note(f"{setting}: {threshold.in_words()}")
     progress.note(tally.in_words())
+    if as_json and how.out is not None:  # else the results are on stdout
+        click.echo(json.dumps({"out": str(how.out), **tally.as_json()}))
     if how.html is not None:
         title = f"{answers.name}, read by {name}"
         _write_page(how.html, title, tally.in_words(), shown)

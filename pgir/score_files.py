@@ -191,6 +191,16 @@ class Tally:
         for name in row.unread:
             self.unread[name] = self.unread.get(name, 0) + 1
 
+    def as_json(self) -> dict[str, Any]:
+        """Return what became of the rows."""
+        decisions = {name: self.decisions[name] for name in SIGNS if name != "bad"}
+        return {
+            "n_rows": self.n_done,
+            **decisions,
+            "bad": len(self.bad),
+            "unread": self.unread,
+        }
+
     def in_words(self) -> str:
         """Say what became of the rows."""
         text = (

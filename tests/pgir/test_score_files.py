@@ -318,6 +318,32 @@ def test_a_file_may_come_through_a_pipe_and_results_go_into_one(
     assert beatrice("score", run, "--file", pipe).stdout == expected
 
 
+@pytest.mark.parametrize("content", ["hello there", '{"question": "who?"}\n'])
+def test_an_error_names_a_pipe_as_it_was_typed(run, tmp_path, content):
+    os.mkfifo(pipe := tmp_path / "pipe")
+    threading.Thread(target=lambda: pipe.write_text(content)).start()
+    failed = beatrice("score", run, "--file", pipe, code=1)
+    assert_error_sentence(failed, f"Error: {pipe}: ")
+    piped = CliRunner().invoke(main, ["score", str(run), "--file", "-"], content)
+    assert_error_sentence(piped, "Error: standard input: ")
+
+
+def test_the_counts_of_a_file_whose_results_go_into_another_are_printed_as_json(
+    run, tmp_path
+):
+    rows = [ROW, {**ROW, "answer": " "}]
+    path = write_lines(tmp_path / "answers.jsonl", rows)
+    out = tmp_path / "out.jsonl"
+    done = beatrice("score", run, "--file", path, "--out", out, "--json", code=1)
+    counts = json.loads(done.stdout)
+    assert counts.pop("out") == str(out) and counts.pop("unread") == {}
+    assert counts == {
+        "n_rows": 2, "trust": 0, "distrust": 0, "unknown": 1, "bad": 1
+    }  # fmt: skip
+    done = beatrice("score", run, "--file", path, "--json", code=1)
+    assert [json.loads(line)["line"] for line in done.stdout.splitlines()] == [1, 2]
+
+
 @pytest.mark.parametrize(
     "content", ["", "[]", "\n\n", "hello there", "{}", '{"question": "who?"}\n' * 2]
 )
