@@ -16,6 +16,7 @@ from beatrice.jaxprobe.scope import Decision
 from beatrice.pgir.arguments import (
     as_contexts,
     as_count,
+    as_passages,
     as_rows,
     as_temperature,
     as_texts,
@@ -171,6 +172,12 @@ class QuestionBatch:
             object.__setattr__(self, name, value)
 
 
+def _contexts_of_one(context: Any, name: str) -> list[Any] | None:
+    """Return the contexts of one question; None where it is shown no passage."""
+    passages = as_passages(context, name)
+    return [passages] if passages else None
+
+
 class AnswerScorer(abc.ABC):
     """Answers questions, and says how likely an answer is right."""
 
@@ -197,8 +204,8 @@ class AnswerScorer(abc.ABC):
           question: as the model was asked.
           answer: its answer, or anybody's; it is read as if the model had written it.
           context: the passages that the model was shown: a text, a mapping with `text`
-            and `title`, a document with `page_content`, or a list of these; None for
-            closed-book.
+            and `title`, a document with `page_content`, or a list of these; None, or
+            no passage, for closed-book.
           prompt: the text that was really sent to be completed.
           messages: the chat that was really sent, each with `role` and `content`.
           prompt_ids: the ids that the model really read.
@@ -288,8 +295,9 @@ class AnswerScorer(abc.ABC):
 
         Args:
           questions: a text, or several.
-          contexts: what is shown with the question, as `score` takes it; or a list of
-            that, one for each question. None asks closed-book.
+          contexts: what is shown with the question, as `score` takes it; or of several
+            questions a list of that, at least a passage for each. None, or no passage
+            of one question, asks closed-book.
           context: of one question, the same as `contexts`.
           messages: one chat that asks instead, each with `role` and `content`; a
             question and its context are then looked for in it.
@@ -315,7 +323,8 @@ class AnswerScorer(abc.ABC):
                 )
             contexts = context
         if is_single:
-            contexts = None if contexts is None else [contexts]
+            name = "contexts" if context is None else "context"
+            contexts = _contexts_of_one(contexts, name)
             questions = None if questions is None else [questions]
         batch = QuestionBatch(
             texts=questions,
@@ -347,7 +356,8 @@ class AnswerScorer(abc.ABC):
 
         Args:
           question: a text.
-          context: what is shown with it, as `score` takes it; None asks closed-book.
+          context: what is shown with it, as `score` takes it; None, or no passage,
+            asks closed-book.
           every: so many tokens apart a token has `p_correct`, which is what `score`
             gives the text that ends there, and `p_if_cut`; None is nowhere. Both are
             mostly low until the answer is whole. As ranks of unfinished answers both
@@ -372,7 +382,7 @@ class AnswerScorer(abc.ABC):
             every = as_count(every, "every")
         batch = QuestionBatch(
             texts=None if question is None and messages else [question],
-            contexts=None if context is None else [context],
+            contexts=_contexts_of_one(context, "context"),
             messages=messages,
             max_new_tokens=max_new_tokens,
             stop=stop,

@@ -432,3 +432,14 @@ def test_the_page_of_warnings_lists_those_that_the_code_has_and_no_other():
     for section in text.split("### ")[1:]:
         for words in ("**Meaning.**", "**Cause.**", "**What to do.**"):
             assert words in section
+
+
+def test_no_passage_is_closed_book_in_every_call(scorer):
+    scored = scorer.score(QUESTION, ANSWER, context=[])
+    assert scored.p_correct == scorer.score(QUESTION, ANSWER).p_correct
+    asked = scorer.answer(QUESTION)
+    assert scorer.answer(QUESTION, context=[]) == asked
+    assert scorer.answer(QUESTION, ()) == asked
+    assert [*scorer.stream(QUESTION, [])][-1].text == asked.text
+    with pytest.raises(ValueError, match=r"contexts\[1\]: expected at least one"):
+        scorer.answer([QUESTION, QUESTION], [PASSAGE, []])

@@ -169,7 +169,7 @@ def test_a_chat_is_answered_and_scored_as_it_is_scored_afterwards(backbone, name
     ("arguments", "named"),
     [
         ({"question": None}, "questions"),
-        ({"context": 3}, "contexts"),
+        ({"context": 3}, "context: expected"),
         ({"context": " ".join([PASSAGE] * 90)}, "window of 512"),
         ({"max_new_tokens": 600}, "window of 512"),
         ({"every": 0}, "every"),
