@@ -51,7 +51,8 @@ class Probe(AnswerScorer):
     """A detector of right answers, with the language model that it belongs to.
 
     `predict` takes signals and needs no language model. `score` takes texts: the model
-    is loaded when it is first needed, see `load`.
+    is loaded when it is first needed, see `load`. What is sent to another process, or
+    copied deeply, is without the model that was loaded, and loads it again.
     """
 
     def __init__(
@@ -93,6 +94,16 @@ class Probe(AnswerScorer):
         provenance = self.detector.provenance
         of = "arrays" if provenance is None else provenance.model
         return f"Probe({heads}; fitted on {of})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is sent to a process: it opens the language model again there."""
+        return {**self.__dict__, "_scorer": None}
+
+    def __copy__(self) -> "Probe":
+        """Return a probe beside the same language model."""
+        probe = object.__new__(type(self))
+        vars(probe).update(vars(self))
+        return probe
 
     @property
     def report(self) -> "pandas.DataFrame":

@@ -1,7 +1,9 @@
 """A probe is a folder: whole or refused, the same numbers on a machine without JAX."""
 
+import copy
 import importlib
 import json
+import multiprocessing
 import os
 import random
 import runpy
@@ -10,7 +12,7 @@ import site
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +70,22 @@ def saved(probe, tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved") / "probe"
     probe.save(folder, examples=ROWS[:2])
     return folder
+
+
+@pytest.mark.parametrize("copied", ["deep copy", "other process"])
+def test_a_probe_that_has_its_model_may_be_copied_and_opens_it_again_there(
+    saved, copied
+):
+    probe = beatrice.load(saved)
+    expected = probe.score(**ROWS[0])
+    if copied == "deep copy":
+        there = copy.deepcopy(probe).score(**ROWS[0])
+    else:
+        spawning = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, spawning) as pool:
+            there = pool.submit(probe.score, **ROWS[0]).result()
+    assert there.p_correct == expected.p_correct
+    assert copy.copy(probe).scorer is probe.scorer
 
 
 @pytest.fixture
