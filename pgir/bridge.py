@@ -22,6 +22,7 @@ from beatrice.extract.generate.generator import SamplingConfig
 from beatrice.extract.generate.prompts import GenerationConfig, Request, build_prompt
 from beatrice.extract.records import Answer, AnswerSpan, Setting
 from beatrice.extract.signals.decode import check_decoding, generate_and_read
+from beatrice.extract.signals.precision import exact_products
 from beatrice.extract.signals.reader import AnswerSignals, SignalReader
 from beatrice.extract.signals.sequence import TokenSequence, batches_of, sequence_of
 from beatrice.extract.store.spec import ReadingPath, as_written
@@ -290,6 +291,7 @@ class TorchForward:
             for head in detector.heads.values()
         }
 
+    @exact_products()
     @torch.inference_mode()
     def score(self, branch: HeadName, passes: Mapping[Setting, Features]) -> Scores:
         """Return what `jaxprobe.forward.score` returns."""

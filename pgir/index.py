@@ -163,12 +163,14 @@ class TextEncoder:
     def _encode_batch(self, ids: Sequence[Sequence[int]]) -> np.ndarray:
         import torch
 
+        from beatrice.extract.signals.precision import exact_products
+
         padded = np.zeros((len(ids), max(map(len, ids))), np.int64)
         mask = np.zeros_like(padded)
         for row, text_ids in enumerate(ids):
             padded[row, : len(text_ids)], mask[row, : len(text_ids)] = text_ids, 1
         attended = torch.from_numpy(mask)
-        with torch.inference_mode():
+        with torch.inference_mode(), exact_products():
             states = self._model(
                 input_ids=torch.from_numpy(padded), attention_mask=attended
             ).last_hidden_state.float()

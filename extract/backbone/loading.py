@@ -44,7 +44,7 @@ from beatrice.extract.run.files import (
     software,
 )
 from beatrice.extract.run.process import keep_freed_memory
-from beatrice.extract.signals.probability import float32_precision
+from beatrice.extract.signals.precision import float32_precision
 
 
 def _switch_lengths(rope: Any) -> list[int]:

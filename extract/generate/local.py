@@ -47,6 +47,7 @@ from beatrice.extract.generate.generator import (
 )
 from beatrice.extract.generate.prompts import GenerationConfig, Request, render_message
 from beatrice.extract.records import Answer
+from beatrice.extract.signals.precision import exact_products
 from beatrice.extract.signals.sequence import batches_of
 
 # What some checkpoints, and owners of a model in memory, have set otherwise: each makes
@@ -588,8 +589,9 @@ class TransformersGenerator:
     def _run(self, ids: torch.Tensor, mask: torch.Tensor, **options: Any) -> Any:
         """Return what Transformers generates behind ids, until a row is to leave."""
         stops = stop_ids(self.backbone)
-        with _contiguous_states(self.backbone), evaluating(self.backbone.model):
-            return self.backbone.model.generate(
+        model = self.backbone.model
+        with _contiguous_states(self.backbone), evaluating(model), exact_products():
+            return model.generate(
                 input_ids=ids,
                 attention_mask=mask,
                 do_sample=False,  # draws are made by the processor

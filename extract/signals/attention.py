@@ -36,6 +36,7 @@ from beatrice.extract.backbone.layout import (
     watch_layers,
 )
 from beatrice.extract.signals.batch import to_device
+from beatrice.extract.signals.precision import exact_products
 from beatrice.extract.signals.span_sums import (
     AttentionCall,
     AttentionMap,
@@ -485,6 +486,7 @@ def run_decoder(
             stack.enter_context(attending_through(layout, reading))
         if on_layer is not None:
             stack.enter_context(watch_layers(layout, on_layer))
+        stack.enter_context(exact_products())
         output = decoder(input_ids=ids, use_cache=cache is not None, **options)
     if reading is not None:
         reading.check_complete()

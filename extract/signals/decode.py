@@ -37,6 +37,7 @@ from beatrice.extract.records import Answer, AnswerSpan
 from beatrice.extract.signals import probability, residual
 from beatrice.extract.signals.attention import AttentionReading, attending_through
 from beatrice.extract.signals.parity import probe_ids, probe_lengths
+from beatrice.extract.signals.precision import exact_products, rounding_of
 from beatrice.extract.signals.reader import AnswerSignals, SignalReader
 from beatrice.extract.signals.sequence import first_read, sequence_of
 from beatrice.extract.signals.span_sums import (
@@ -385,6 +386,7 @@ class DecodeReading(AttentionReading):
             )
         return signals
 
+    @exact_products()
     @torch.inference_mode()
     def ended(self, answers: Sequence[Answer]) -> list[AnswerSignals | None]:
         """Return what was read of every answer, had it ended before the last choice.
@@ -658,7 +660,7 @@ def _why_undecodable(reader: SignalReader) -> str | None:
     except ValueError as error:
         return f"{reader.backbone.name} cannot be read while it writes: {error}"
     backbone = reader.backbone
-    tolerance = _TOLERANCE[probability.rounding_of(backbone.dtype, backbone.device)]
+    tolerance = _TOLERANCE[rounding_of(backbone.dtype, backbone.device)]
     for family, difference in differences.items():
         if not difference <= tolerance:
             return (

@@ -40,7 +40,8 @@ from beatrice.extract.backbone.loading import Backbone, Outline, layer_values
 from beatrice.extract.signals import probability, residual
 from beatrice.extract.signals.attention import SpanReading, attend_alone, run_decoder
 from beatrice.extract.signals.batch import budget_for
-from beatrice.extract.signals.probability import Head, rounding_of
+from beatrice.extract.signals.precision import rounding_of
+from beatrice.extract.signals.probability import Head
 
 # Relative. In bf16 sums in float32 differ from the stream's own rounding by 3e-3; in
 # float32 the largest seen was 1e-6.

@@ -7,13 +7,12 @@ vocabulary are kept as in an online softmax.
 
 import contextlib
 import dataclasses
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from beatrice.extract.signals.batch import ReadingBudget
+from beatrice.extract.signals.precision import products_of_bfloat16
 
 _N_COLUMNS = 64
 # Exponentials alive at once on a CPU: half of the second-level cache of two cores.
@@ -21,52 +20,6 @@ _N_CACHED = 2**19
 # A logit this far from the shift costs two millionths of a nat in float32, and
 # exp(30) is far from overflow.
 _FARTHEST = 30.0
-
-
-_PRECISION = threading.Lock()
-
-
-@contextlib.contextmanager
-def _products_of_bfloat16() -> Iterator[None]:
-    """Multiply bfloat16 numbers that are stored as float32 by a CPU's units for them.
-
-    The products are exact and summed in float32, several times faster (AMX); a
-    processor without such units multiplies as before. The setting is the process's, so
-    one thread at a time has it: the second would restore the first one's for good.
-    """
-    mkldnn: Any = torch.backends.mkldnn
-    matmul = mkldnn.matmul
-    with _PRECISION:
-        before = matmul.fp32_precision
-        matmul.fp32_precision = "bf16"
-        try:
-            yield
-        finally:
-            matmul.fp32_precision = before
-
-
-def float32_precision(device: torch.device) -> str:
-    """Return what this process rounds float32 factors to on a device: "none", "tf32".
-
-    Torch's `get_float32_matmul_precision` fails where somebody has chosen that for one
-    kind of device, as another thread does in `_products_of_bfloat16`.
-    """
-    backends: Any = torch.backends
-    backend = backends.cuda if device.type == "cuda" else backends.mkldnn
-    with _PRECISION:
-        return backend.matmul.fp32_precision
-
-
-def rounding_of(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return to which type the factors of a device's products are rounded.
-
-    For TF32, which keeps ten bits of a float32 where the process allows it, stands
-    float16, which has as many.
-    """
-    if dtype != torch.float32:
-        return dtype
-    allowed = {"tf32": torch.float16, "bf16": torch.bfloat16}
-    return allowed.get(float32_precision(device), torch.float32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,7 +69,7 @@ class Head:
             logits = torch.mm(states, weight.T, out_dtype=torch.float32, out=out)
         else:
             is_exact = states.dtype == weight.dtype == torch.bfloat16
-            with _products_of_bfloat16() if is_exact else contextlib.nullcontext():
+            with products_of_bfloat16() if is_exact else contextlib.nullcontext():
                 logits = torch.mm(states.float(), weight.float().T, out=out)
         if self.bias is not None:
             logits += self.bias[start:stop].float()

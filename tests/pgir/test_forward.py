@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
 from beatrice.extract.records import Passage
 from beatrice.jaxprobe import forward
@@ -18,6 +19,7 @@ from beatrice.jaxprobe.families import (
 )
 from beatrice.jaxprobe.fusion import FusionHead
 from beatrice.pgir.bridge import ProbedBackbone, TorchForward
+from tests.extract.signals.test_precision import precision_beside
 from tests.jaxprobe.samples import ragged_features, random_detector
 from tests.pgir.small import LAYER, PASSAGE, QUESTION
 from tests.pretended_gpu import DEVICE, PretendedGpu
@@ -74,6 +76,21 @@ def test_hidden_states_of_the_answer_alone_are_read_alike():
     before = scorer.score("with_context", passes).raw
     passes["with_context"].tokens[0][..., :12] += 9  # the context's hidden states
     np.testing.assert_array_equal(scorer.score("with_context", passes).raw, before)
+
+
+def test_while_a_detector_scores_no_other_thread_rounds_its_products():
+    seen = []
+
+    class Asked(Features):
+        @property
+        def n_examples(self):
+            seen.append(precision_beside())
+            return len(self.masks[0])
+
+    detector = make_detector(CONFIG, {"closed_book": (("closed_book", "HPRA"),)})
+    passes = {"closed_book": Asked(*passes_of(detector)["closed_book"])}
+    TorchForward(detector).score("closed_book", passes)
+    assert set(seen) == {torch.backends.mkldnn.matmul.fp32_precision}
 
 
 def test_mixed_products_score_alike():

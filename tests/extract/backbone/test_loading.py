@@ -37,7 +37,7 @@ from beatrice.extract.backbone.loading import (
 from beatrice.extract.backbone.names import WEIGHTS
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.signals.decode import check_decoding
-from beatrice.extract.signals.probability import float32_precision, rounding_of
+from beatrice.extract.signals.precision import float32_precision, rounding_of
 from beatrice.extract.signals.reader import SignalReader
 from tests.extract.generate.loopback import Numbers
 from tests.extract.small_run import beatrice, make_run

@@ -1,7 +1,6 @@
 """The four families of every architecture against brute force, and their laws."""
 
 import dataclasses
-import threading
 
 import numpy as np
 import pytest
@@ -377,36 +376,3 @@ def test_logits_of_bfloat16_are_sums_in_float32():
 def test_logits_of_float32_are_the_plain_product_bit_by_bit():
     head, states = random_head(torch.float32)
     assert torch.equal(head.logits(states, 0, 3000), torch.mm(states, head.weight.T))
-
-
-def test_products_of_others_stay_in_float32_after_two_threads_took_logits():
-    precision = torch.backends.mkldnn.matmul.fp32_precision
-    entered, left = threading.Event(), threading.Event()
-
-    def second():
-        with probability._products_of_bfloat16():
-            entered.set()
-            left.wait(10)
-
-    with probability._products_of_bfloat16():
-        thread = threading.Thread(target=second)
-        thread.start()
-        entered.wait(0.5)  # in vain where the setting is of one thread at a time
-    left.set()
-    thread.join()
-    assert torch.backends.mkldnn.matmul.fp32_precision == precision
-
-
-def test_the_precision_of_products_is_that_of_others_than_logits():
-    host, seen = torch.device("cpu"), []
-    before = probability.float32_precision(host)
-
-    def ask():
-        seen.append(probability.float32_precision(host))
-
-    with probability._products_of_bfloat16():
-        thread = threading.Thread(target=ask)
-        thread.start()
-        thread.join(0.2)
-    thread.join()
-    assert seen == [before]

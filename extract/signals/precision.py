@@ -1,0 +1,84 @@
+"""To what the factors of float32 products are rounded: a setting of the process.
+
+Logits of bfloat16 models are multiplied under such a setting on a CPU, a few
+milliseconds at a time. Another thread's float32 products would be rounded meanwhile.
+Those of this package stand inside `exact_products`, and no thread of it changes the
+setting then. Of others' threads nothing is known: whoever multiplies float32 numbers
+beside a bfloat16 model says `torch.set_float32_matmul_precision("highest")`, which is
+left as it is, and its logits take longer.
+"""
+
+import collections
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_SETTING = threading.Lock()
+# How many blocks of `exact_products` each thread is inside of.
+_EXACT: collections.Counter[int] = collections.Counter()
+
+
+@contextlib.contextmanager
+def exact_products() -> Iterator[None]:
+    """Let no other thread of this package round this one's float32 products."""
+    thread = threading.get_ident()
+    with _SETTING:
+        _EXACT[thread] += 1
+    try:
+        yield
+    finally:
+        with _SETTING:
+            _EXACT[thread] -= 1
+            if not _EXACT[thread]:
+                del _EXACT[thread]
+
+
+@contextlib.contextmanager
+def products_of_bfloat16() -> Iterator[None]:
+    """Multiply bfloat16 numbers that are stored as float32 by a CPU's units for them.
+
+    The products are exact and summed in float32, several times faster (AMX); a
+    processor without such units multiplies as before, and so does this thread while
+    another has exact products, or where the process asks for the highest precision.
+    One thread at a time has the setting: the second would restore the first one's for
+    good.
+    """
+    mkldnn: Any = torch.backends.mkldnn
+    matmul = mkldnn.matmul
+    with _SETTING:
+        before = matmul.fp32_precision
+        if before != "ieee" and _EXACT.keys() <= {threading.get_ident()}:
+            matmul.fp32_precision = "bf16"
+            try:
+                yield
+            finally:
+                matmul.fp32_precision = before
+            return
+    yield
+
+
+def float32_precision(device: torch.device) -> str:
+    """Return what this process rounds float32 factors to on a device: "none", "tf32".
+
+    Torch's `get_float32_matmul_precision` fails where somebody has chosen that for one
+    kind of device, as another thread does in `products_of_bfloat16`.
+    """
+    backends: Any = torch.backends
+    backend = backends.cuda if device.type == "cuda" else backends.mkldnn
+    with _SETTING:
+        return backend.matmul.fp32_precision
+
+
+def rounding_of(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return to which type the factors of a device's products are rounded.
+
+    For TF32, which keeps ten bits of a float32 where the process allows it, stands
+    float16, which has as many.
+    """
+    if dtype != torch.float32:
+        return dtype
+    allowed = {"tf32": torch.float16, "bf16": torch.bfloat16}
+    return allowed.get(float32_precision(device), torch.float32)

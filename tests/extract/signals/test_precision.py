@@ -1,0 +1,115 @@
+"""Whose float32 products are rounded: nobody's beside those of bfloat16 numbers."""
+
+import threading
+
+import pytest
+import torch
+
+from beatrice.extract.generate.local import generate
+from beatrice.extract.signals.precision import (
+    exact_products,
+    float32_precision,
+    products_of_bfloat16,
+)
+from beatrice.extract.signals.reader import SignalReader
+from beatrice.extract.signals.sequence import sequence_of
+from tests.extract.signals.test_decode import CONFIG, backbone_of, requests_of
+
+HOST = torch.device("cpu")
+matmul = torch.backends.mkldnn.matmul
+
+
+def precision_beside():
+    """What another thread sets while it multiplies bfloat16 numbers."""
+    seen = []
+
+    def multiply():
+        with products_of_bfloat16():
+            seen.append(matmul.fp32_precision)
+
+    thread = threading.Thread(target=multiply)
+    thread.start()
+    thread.join()
+    return seen[0]
+
+
+def test_products_of_others_stay_in_float32_after_two_threads_took_logits():
+    before = matmul.fp32_precision
+    entered, left = threading.Event(), threading.Event()
+
+    def second():
+        with products_of_bfloat16():
+            entered.set()
+            left.wait(10)
+
+    with products_of_bfloat16():
+        thread = threading.Thread(target=second)
+        thread.start()
+        entered.wait(0.5)  # in vain where the setting is of one thread at a time
+    left.set()
+    thread.join()
+    assert matmul.fp32_precision == before
+
+
+def test_the_precision_of_products_is_that_of_others_than_logits():
+    before, seen = float32_precision(HOST), []
+    thread = threading.Thread(target=lambda: seen.append(float32_precision(HOST)))
+    with products_of_bfloat16():
+        thread.start()
+        thread.join(0.2)
+    thread.join()
+    assert seen == [before]
+
+
+def test_exact_products_begin_when_no_other_thread_rounds():
+    before, seen = matmul.fp32_precision, []
+
+    def multiply():
+        with exact_products():
+            seen.append(matmul.fp32_precision)
+
+    thread = threading.Thread(target=multiply)
+    with products_of_bfloat16():
+        assert matmul.fp32_precision == "bf16"
+        thread.start()
+        thread.join(0.2)
+    thread.join()
+    assert seen == [before]
+
+
+def test_no_other_thread_rounds_until_the_last_exact_products_end():
+    before = matmul.fp32_precision
+    with exact_products():
+        with exact_products():
+            assert precision_beside() == before
+        assert precision_beside() == before
+        with products_of_bfloat16():  # its own thread knows what it does
+            assert matmul.fp32_precision == "bf16"
+    assert precision_beside() == "bf16"
+
+
+def test_the_highest_precision_of_a_process_is_left_as_it_is():
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "ieee"
+    try:
+        assert precision_beside() == "ieee"
+    finally:
+        matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_while_a_model_writes_or_is_read_no_other_thread_rounds(is_written):
+    backbone, requests, seen = backbone_of("llama"), requests_of(), []
+    reader = SignalReader(backbone)
+    answers = generate(backbone, requests, CONFIG)
+    hook = backbone.layout.decoder.register_forward_hook(
+        lambda *_: seen.append(precision_beside())
+    )
+    try:
+        if is_written:
+            generate(backbone, requests, CONFIG)
+        else:
+            reader.read([sequence_of(answer) for answer in answers])
+    finally:
+        hook.remove()
+    assert set(seen) == {matmul.fp32_precision}
