@@ -29,6 +29,7 @@ from beatrice.extract.run.console import (
     Progress,
     in_one_sentence,
     in_words,
+    is_full_device,
     lean_imports,
     quiet,
 )
@@ -161,6 +162,10 @@ class _Verbs(click.Group):
         except (ValueError, OSError, MemoryError) as error:
             do = f"; {what_to_do(error)}" if isinstance(error, NotWritten) else ""
             raise click.ClickException(in_one_sentence(error) + do) from error
+        except RuntimeError as error:
+            if not is_full_device(error):
+                raise
+            raise click.ClickException(in_one_sentence(error)) from error
         except ImportError as error:
             if (text := missing_extra(error)) is None:
                 raise

@@ -44,6 +44,7 @@ from beatrice.extract.run.files import (
     software,
 )
 from beatrice.extract.run.process import keep_freed_memory
+from beatrice.extract.signals.batch import Halves
 from beatrice.extract.signals.precision import float32_precision
 
 
@@ -343,6 +344,7 @@ class Backbone:
         model sets no limit.
       is_of_files: whether it is as its files have it; a model in memory may compute
         by other code.
+      halves: does its batches, in halves where the device cannot hold them.
     """
 
     model: Any
@@ -356,6 +358,9 @@ class Backbone:
     max_length: int | None
     layout: Layout = dataclasses.field(repr=False, compare=False)
     is_of_files: bool = False
+    halves: Halves = dataclasses.field(
+        default_factory=Halves, repr=False, compare=False
+    )
 
     def check_once(self, what: str, about: Any, find: Callable[[], Any]) -> Any:
         """Return what a check of this model finds, from an earlier process if it can.

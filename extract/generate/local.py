@@ -471,7 +471,10 @@ class TransformersGenerator:
         config: SamplingConfig,
         done: Collection[int] = (),
     ) -> Iterator[list[tuple[int, Generated]]]:
-        """Yield the (index, text) of each batch that is not done as a whole."""
+        """Yield the (index, text) of each batch that is not done as a whole.
+
+        One that the device cannot hold comes in parts.
+        """
         ids = [self.prompt_ids(prompt) for prompt in prompts]
         lengths, n_new = [len(tokens) for tokens in ids], config.max_new_tokens
         window = self.max_length
@@ -484,8 +487,13 @@ class TransformersGenerator:
         for batch in self.plan(prompts, config):
             if all(i in done for i in batch):
                 continue
-            written = self.write([prompts[i] for i in batch], config)
-            yield list(zip(batch, written, strict=True))
+            parts = self.backbone.halves.do(
+                lambda rows: self.write([prompts[i] for i in rows], config),
+                batch,
+                lambda i: lengths[i] + n_new,
+            )
+            for rows, texts in parts:
+                yield list(zip(rows, texts, strict=True))
 
     def write(
         self,

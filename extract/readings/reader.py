@@ -170,25 +170,31 @@ def _end_states(
     n_begun = 0 if begun is None else begun.n_tokens
     states = torch.empty((len(sequences), backbone.d_model), dtype=backbone.dtype)
     lengths = [len(ids) - n_begun for ids in sequences]
-    for batch in batches_of(lengths, tokens_per_batch, n_beside=n_begun):
-        backbone.check_length(len(sequences[batch[0]]))
-        rows = [np.array(sequences[i]) for i in batch]
-        ids = pad_batch(rows, backbone.device)
-        ends = [len(row) - 1 - n_begun for row in rows]
+
+    def end_states(rows: list[int]) -> torch.Tensor:
+        some = [np.array(sequences[i]) for i in rows]
+        ids = pad_batch(some, backbone.device)
+        ends = [len(row) - 1 - n_begun for row in some]
         ends = torch.tensor(ends, device=ids.device)
-        every = torch.arange(len(rows), device=ids.device)
+        every = torch.arange(len(some), device=ids.device)
         seen: list[torch.Tensor] = []
 
         def on_layer(layer_pass: LayerPass) -> None:
             if layer_pass.index + 1 == entry:
-                seen.append(layer_pass.h_out[every, ends])  # noqa: B023
+                seen.append(layer_pass.h_out[every, ends])
 
-        cache = None if begun is None else begun.cache_of(len(rows))
+        cache = None if begun is None else begun.cache_of(len(some))
         rest = ids[:, n_begun:]  # behind the beginning
         final = run_decoder(backbone.layout, rest, on_layer=on_layer, cache=cache)
         if entry == backbone.n_layers:
             seen = [final[every, ends]]
-        states[batch] = seen[0].cpu()
+        return seen[0].cpu()
+
+    for batch in batches_of(lengths, tokens_per_batch, n_beside=n_begun):
+        backbone.check_length(len(sequences[batch[0]]))
+        parts = backbone.halves.do(end_states, batch, lambda i: len(sequences[i]))
+        for rows, ends in parts:
+            states[rows] = ends
     return states
 
 
@@ -360,19 +366,25 @@ def _read_some(
     begun = begin(backbone.layout, prompts) if kinds else None
     n_begun = 0 if begun is None else begun.n_tokens
     behind = [n - n_begun for n in lengths] if kinds else []
-    for indices in batches_of(behind, tokens_per_batch, n_beside=n_begun):
+
+    def read_rows(rows: list[int]) -> dict[str, list[torch.Tensor]]:
         batch = Batch(
             backbone=backbone,
-            answers=[answers[i] for i in indices],
-            swapped=[swapped[i] for i in indices],
+            answers=[answers[i] for i in rows],
+            swapped=[swapped[i] for i in rows],
             n_cue=n_cue,
             budget=budget_for(backbone.device),
             beginning=begun,
         )
+        return _read_batch(batch, kinds, wanted)
+
+    for indices in batches_of(behind, tokens_per_batch, n_beside=n_begun):
         backbone.check_length(lengths[indices[0]])
-        for name, values in _read_batch(batch, kinds, wanted).items():
-            for index, value in zip(indices, values, strict=True):
-                readings[index][name] = value.float().cpu().numpy()
+        parts = backbone.halves.do(read_rows, indices, lengths.__getitem__)
+        for rows, by_name in parts:
+            for name, values in by_name.items():
+                for index, value in zip(rows, values, strict=True):
+                    readings[index][name] = value.float().cpu().numpy()
     for name, second_pass in SECOND_PASSES.items():
         if name in wanted:
             values = second_pass(backbone, answers, inputs[name], tokens_per_batch)

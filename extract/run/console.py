@@ -19,11 +19,16 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FULL_IN_WORDS = tuple(map(os.strerror, _FULL))
 
 
+def is_full_device(error: Exception) -> bool:
+    """Return whether it is Torch's error of a GPU without memory; loads no Torch."""
+    return type(error).__name__ == "OutOfMemoryError"
+
+
 def in_one_sentence(error: Exception) -> str:
     """Return what a person is told of an expected failure: what, where, what to do."""
     message = " ".join(_DUMPS.sub("", str(error)).split())
     number = error.errno if isinstance(error, OSError) else None
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or is_full_device(error):
         message = (
             f"not enough memory ({message or 'none is left'}); ask for less at once"
         )

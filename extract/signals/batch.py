@@ -1,10 +1,19 @@
-"""One padded batch: sizes of chunks, copies from the device, rows without padding."""
+"""One padded batch: sizes of chunks, copies from the device, rows without padding.
+
+And what becomes of a batch that the device cannot hold.
+"""
 
 import dataclasses
-from collections.abc import Callable
+import gc
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
+
+from beatrice.extract.run.console import Progress
+from beatrice.extract.signals.precision import exact_products
 
 # Of a GPU's memory, for the two float32 buffers of the largest chunk: 1.25 GiB of 80.
 _SHARE = 64
@@ -26,6 +35,68 @@ class ReadingBudget:
     n_tokens_per_chunk: int = 2048  # tokens whose logits are alive at once
     # Vocabulary entries whose logits are alive at once; at least 2.
     n_words_per_block: int = 2**11
+
+
+Done = TypeVar("Done")
+
+
+class Halves:
+    """Does batches of rows, in halves where the device cannot hold them whole.
+
+    A batch as large as one that did not fit is not tried again. What a batch contains
+    moves values by rounding alone.
+    """
+
+    def __init__(self) -> None:
+        """Begin with a device that may hold anything."""
+        self._too_many = math.inf  # tokens of a batch, padding included
+
+    def do(
+        self,
+        work: Callable[[list[int]], Done],
+        rows: Sequence[int],
+        n_tokens_of: Callable[[int], int],
+    ) -> Iterator[tuple[list[int], Done]]:
+        """Yield the parts of a batch in order, and what was done of each.
+
+        Args:
+          work: does some of the rows.
+          rows: of the batch, one at least.
+          n_tokens_of: tokens of a row.
+
+        Raises:
+          ValueError: a single row does not fit.
+        """
+        rows = list(rows)
+        longest = max(map(n_tokens_of, rows))
+        n_tokens = len(rows) * longest
+        if n_tokens < self._too_many or len(rows) == 1:
+            try:
+                with exact_products():
+                    done = work(rows)
+            except torch.OutOfMemoryError as error:
+                reason = ". ".join(str(error).split(". ")[:2]).rstrip(".")
+                if len(rows) == 1:
+                    raise ValueError(
+                        f"one text of {longest} tokens does not fit in the device's "
+                        f"memory ({reason}); end what else is there, hold the model in "
+                        "bfloat16, give shorter passages, or use a device with more"
+                    ) from error
+                if self._too_many == math.inf:
+                    Progress().note(
+                        f"a batch of {len(rows)} texts, {n_tokens} tokens with their "
+                        f"padding, does not fit in the device's memory ({reason}); "
+                        "such batches are done in halves, and numbers differ by "
+                        "rounding alone"
+                    )
+                self._too_many = n_tokens
+            else:
+                yield rows, done
+                return
+        gc.collect()  # what the pass held when it failed
+        middle = (len(rows) + 1) // 2
+        for part in (rows[:middle], rows[middle:]):
+            yield from self.do(work, part, n_tokens_of)
 
 
 def budget_for(device: torch.device) -> ReadingBudget:

@@ -442,19 +442,27 @@ def generate_and_read(
         backbone=reader.backbone, tokens_per_batch=config.tokens_per_batch
     )
     prompts = [GeneratorPrompt(text="", ids=r.prompt.ids) for r in requests]
-    written: dict[int, tuple[Answer, AnswerSignals]] = {}
-    for batch in generator.plan(prompts, sampling):
-        rows = [requests[i] for i in batch]
+    n_new = sampling.max_new_tokens
+
+    def write(rows: list[int]) -> list[tuple[Answer, AnswerSignals]]:
+        some = [requests[i] for i in rows]
         watch = DecodeReading(
             reader,
-            [request.prompt for request in rows],
-            sampling.max_new_tokens,
+            [request.prompt for request in some],
+            n_new,
             answer_span=answer_span,
             runs_last=runs_last,
         )
-        replies = generator.write([prompts[i] for i in batch], sampling, watch)
-        read = _read_written(watch, rows, replies, sampling.stop)
-        written |= zip(batch, read, strict=True)
+        replies = generator.write([prompts[i] for i in rows], sampling, watch)
+        return list(_read_written(watch, some, replies, sampling.stop))
+
+    written: dict[int, tuple[Answer, AnswerSignals]] = {}
+    for batch in generator.plan(prompts, sampling):
+        parts = reader.backbone.halves.do(
+            write, batch, lambda i: len(requests[i].prompt.ids) + n_new
+        )
+        for rows, pairs in parts:
+            written |= zip(rows, pairs, strict=True)
     ordered = [written[i] for i in range(len(requests))]
     return [answer for answer, _ in ordered], [signals for _, signals in ordered]
 

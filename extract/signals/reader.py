@@ -91,7 +91,7 @@ class PendingSignals:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PendingBatches:
-    """A batch that is read as several, one for each length."""
+    """A batch that is read as several."""
 
     batches: list[PendingSignals]  # those that are read
     # For each of them, which examples of the whole batch it holds.
@@ -192,19 +192,28 @@ class SignalReader:
 
         A layer that attends to the highest-ranked keys alone decides ties by how many
         columns there are: what it reads of a padded sequence may be other keys than
-        alone. Such a batch is read one length at a time, without padding.
+        alone. Such a batch is read one length at a time, without padding. One that the
+        device cannot hold is read in halves.
         """
         by_length: dict[int, list[int]] = {}
         for index, sequence in enumerate(sequences):
             by_length.setdefault(len(sequence.ids), []).append(index)
         is_safe = self._n_chosen is None or max(by_length) <= self._n_chosen
-        if is_safe or len(by_length) == 1:
-            return self._start(sequences)
-        batches = [
-            self._start([sequences[i] for i in indices])
-            for indices in by_length.values()
+        groups = [range(len(sequences))] if is_safe else by_length.values()
+        parts = [
+            part
+            for group in groups
+            for part in self.backbone.halves.do(
+                lambda rows: self._start([sequences[i] for i in rows]),
+                group,
+                lambda i: len(sequences[i].ids),
+            )
         ]
-        return PendingBatches(batches=batches, indices=list(by_length.values()))
+        if len(parts) == 1:
+            return parts[0][1]
+        return PendingBatches(
+            batches=[batch for _, batch in parts], indices=[rows for rows, _ in parts]
+        )
 
     @torch.no_grad()
     def _start(self, sequences: list[TokenSequence]) -> PendingSignals:

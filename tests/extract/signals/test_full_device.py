@@ -1,0 +1,103 @@
+"""A batch that a device cannot hold is done in halves, and a text in no way."""
+
+import contextlib
+
+import pytest
+import torch
+
+from beatrice.extract.generate.generator import SamplingConfig
+from beatrice.extract.generate.local import generate
+from beatrice.extract.readings.reader import read
+from beatrice.extract.run.console import in_one_sentence, is_full_device
+from beatrice.extract.signals.decode import generate_and_read
+from beatrice.extract.signals.reader import SignalReader
+from beatrice.extract.signals.sequence import sequence_of
+from tests.extract.signals.readers import assert_same_signals
+from tests.extract.signals.test_decode import CONFIG, backbone_of, requests_of
+
+FULL = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
+    "79.10 GiB of which 1.50 GiB is free. If reserved but unallocated memory is large …"
+)
+
+
+@contextlib.contextmanager
+def room_for(backbone, n_rows):
+    """Let the decoder hold so many rows; yields the batches that were too large."""
+    refused = []
+
+    def check(module, args, kwargs):
+        rows = len(kwargs["input_ids"] if "input_ids" in kwargs else args[0])
+        if rows > n_rows:
+            refused.append(rows)
+            raise torch.OutOfMemoryError(FULL)
+
+    hook = backbone.layout.decoder.register_forward_pre_hook(check, with_kwargs=True)
+    try:
+        yield refused
+    finally:
+        hook.remove()
+
+
+def answers_of(reader, requests):
+    return generate_and_read(reader, requests, CONFIG)
+
+
+def test_what_is_written_and_read_in_halves_is_that_of_the_whole_batch():
+    requests = requests_of()
+    expected, signals = answers_of(SignalReader(backbone_of("llama")), requests)
+    backbone = backbone_of("llama")
+    reader = SignalReader(backbone)
+    with room_for(backbone, 2) as refused:
+        answers, rows = answers_of(reader, requests)
+        assert generate(backbone, requests, CONFIG) == answers
+        rows += reader.read([sequence_of(answer) for answer in answers])
+    assert refused and answers == expected
+    for got, wanted in zip(rows, signals * 2, strict=True):
+        assert_same_signals(got, wanted, 1e-5)
+
+
+def test_other_readings_in_halves_are_those_of_the_whole_batch():
+    backbone, requests = backbone_of("llama"), requests_of()
+    answers = generate(backbone, requests, CONFIG)
+    names = ["lookback", "p_true"]
+    options = {"truth_prompts": [request.prompt.ids for request in requests]}
+    expected = list(read(backbone, answers, names, **options))
+    with room_for(backbone, 2) as refused:
+        rows = list(read(backbone, answers, names, **options))
+    assert refused
+    for got, wanted in zip(rows, expected, strict=True):
+        for name in names:
+            torch.testing.assert_close(got[name], wanted[name], equal_nan=True)
+
+
+def test_a_batch_too_large_is_tried_once_and_named_once(capsys):
+    backbone = backbone_of("llama")
+    reader = SignalReader(backbone)
+    answers = generate(backbone, requests_of(lengths=(9,) * 8), CONFIG)
+    sequences = [sequence_of(answer) for answer in answers]
+    with room_for(backbone, 4) as refused:
+        for _ in range(3):
+            reader.read(sequences)
+    assert refused == [8]
+    (note,) = capsys.readouterr().err.splitlines()
+    assert "8 texts" in note and "Tried to allocate 2.00 GiB)" in note
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_a_text_that_does_not_fit_is_an_error_with_its_length(is_written):
+    backbone, requests = backbone_of("llama"), requests_of()
+    reader = SignalReader(backbone)
+    answers = generate(backbone, requests, CONFIG)
+    message = r"one text of \d+ tokens does not fit in .*2.00 GiB\); .* use a device"
+    with room_for(backbone, 0), pytest.raises(ValueError, match=message):
+        if is_written:
+            generate(backbone, requests, CONFIG, SamplingConfig(max_new_tokens=3))
+        else:
+            reader.read([sequence_of(answer) for answer in answers])
+
+
+def test_a_full_device_is_one_sentence_wherever_it_is_met():
+    error = torch.OutOfMemoryError(FULL)
+    assert is_full_device(error) and not is_full_device(RuntimeError(FULL))
+    assert in_one_sentence(error).startswith("not enough memory (CUDA out of memory.")
