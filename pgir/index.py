@@ -14,7 +14,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,6 +45,9 @@ _N_TRAIN = 500_000  # vectors that quantisers are trained on, spread over the co
 _PER_LIST = 39  # faiss: fewer training vectors per centroid make poor ones
 _CODES = 256  # values of a product-quantised byte
 _AGAIN = "delete the folder and build it again"
+# Part of an encoder's identity from 2 on: raised when the same weights and settings
+# would make other vectors.
+_RECIPE = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,6 +107,19 @@ def read_encoder_config(path: Path, **chosen: Any) -> PassageEncoderConfig:
     return PassageEncoderConfig(path=path, **fields)
 
 
+def encoder_identity(
+    settings: Mapping[str, Any], hashes: Mapping[str, str], recipe: int = _RECIPE
+) -> str:
+    """Return the SHA-256 of all that an encoder's vectors depend on.
+
+    Args:
+      settings: how it is run, without its path.
+      hashes: of its files, by name.
+      recipe: of the code that runs it.
+    """
+    return sha256_json([settings, hashes, *([recipe] if recipe > 1 else [])])
+
+
 class TextEncoder:
     """An encoder in memory.
 
@@ -125,7 +141,7 @@ class TextEncoder:
         settings = dataclasses.asdict(config)
         del settings["path"]
         hashes = {file.name: sha256_file(file) for file in files}
-        self.config, self.identity = config, sha256_json([settings, hashes])
+        self.config, self.identity = config, encoder_identity(settings, hashes)
         self._tokenizer = AutoTokenizer.from_pretrained(config.path)
         model = AutoModel.from_pretrained(
             config.path, use_safetensors=True, dtype=getattr(torch, config.dtype)
@@ -259,8 +275,8 @@ def _check_origin(
         raise ValueError(
             f"{folder} was built by another encoder ({facts['encoder_name']}, "
             f"{facts['encoder'][:12]}…; this one is {encoder.config.path.name}, "
-            f"{encoder.identity[:12]}…: weights, prefixes, pooling and types); "
-            f"use that one, or {_AGAIN}"
+            f"{encoder.identity[:12]}…: weights, prefixes, pooling, types and this "
+            f"package's way to run it); use that one, or {_AGAIN}"
         )
 
 
