@@ -38,7 +38,10 @@ from beatrice.extract.run.process import find_share
 from beatrice.extract.run.verbs import (
     AS_JSON,
     RUN_DIR,
+    GivenPath,
+    NewPath,
     RunOptions,
+    Text,
     check_alone,
     given,
     option,
@@ -108,6 +111,10 @@ _QUIET = click.Option(
 )
 # What several processes may share; each other verb is the work of one.
 SHARED = ("rewrite", "answer", "label", "sample", "extract", "train")
+
+
+# Options with which a verb does not do its stage, or not all of it.
+_NOT_THE_STAGE = ("shard", "dry_run", "list", "check")
 
 
 class _Verbs(click.Group):
@@ -185,7 +192,7 @@ def _for_people(verb: str, command: click.Command) -> click.Command:
         assert work is not None
         result = work(**values)
         run_dir, is_share = values.get("run_dir"), find_share().world_size > 1
-        is_left = is_share or values.get("shard") or values.get("dry_run")
+        is_left = is_share or any(map(values.get, _NOT_THE_STAGE))
         if after and run_dir and not is_left:
             Progress().note(f"next: beatrice {after} {run_dir}")
         return result
@@ -276,11 +283,11 @@ class ScoreOptions:
     )
     out: Path | None = option(
         "Where a file's results go; continued if it is there.  [default: stdout]",
-        type=click.Path(dir_okay=False, path_type=Path),
+        type=NewPath(dir_okay=False),
     )
     html: Path | None = option(
         "Write a page with the answers' tokens tinted by their probability.",
-        type=click.Path(dir_okay=False, path_type=Path),
+        type=NewPath(dir_okay=False),
     )
     batch_size: int = option("Most rows of a file in one forward pass.", 64, min=1)
     model: str | None = option("Where the backbone lies, if moved.")
@@ -309,7 +316,7 @@ class ScoreOptions:
 
 
 @click.command()
-@click.argument("source", required=False, metavar="[RUN_DIR]")
+@click.argument("source", required=False, metavar="[RUN_DIR]", type=Text())
 @AS_JSON
 @options(how=ScoreOptions)
 def score(source: str | None, as_json: bool, how: ScoreOptions) -> None:
@@ -485,8 +492,8 @@ def _score_file(
 
 
 @click.command()
-@click.argument("model")
-@click.argument("places", nargs=-1, metavar="QUESTIONS PROBE_FOLDER", type=Path)
+@click.argument("model", type=Text())
+@click.argument("places", nargs=-1, metavar="QUESTIONS PROBE_FOLDER", type=GivenPath())
 @click.option(
     "--labelled",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -516,6 +523,7 @@ def fit(
     if len(places) != n_places:
         wanted = "PROBE_FOLDER" if labelled else "QUESTIONS and PROBE_FOLDER"
         raise click.UsageError(f"after the model give {wanted}")
+    NewPath().convert(places[-1], None, None)
     check_folder(places[-1])
     fit_own(
         model,
@@ -576,7 +584,7 @@ def _report_of(
 
 @click.command()
 @RUN_DIR
-@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+@click.argument("folder", type=NewPath(file_okay=False))
 @click.option("--untrustworthy", is_flag=True, help="Even if it saw too few answers.")
 def export(run_dir: Path, folder: Path, untrustworthy: bool) -> None:
     """Write a finished run's probe into a folder that can be carried away.

@@ -23,7 +23,7 @@ from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import JsonLines
 from beatrice.extract.run.process import proc_bytes
 from beatrice.extract.run.stages import bytes_in_words
-from beatrice.extract.run.verbs import RunPath
+from beatrice.extract.run.verbs import RunPath, Text
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -383,9 +383,13 @@ def _verify(run_dir: Path, as_json: bool) -> None:
 @click.command()
 @click.argument("run_dir", required=False, type=RunPath())
 @click.option(
-    "--model", help="Also look at a backbone: directory, GGUF file, Hub id, embedded."
+    "--model",
+    type=Text(),
+    help="Also look at a backbone: directory, GGUF file, Hub id, embedded.",
 )
-@click.option("--server", help="Also ask an OpenAI-compatible server, up to /v1.")
+@click.option(
+    "--server", type=Text(), help="Also ask an OpenAI-compatible server, up to /v1."
+)
 @click.option(
     "--verify",
     is_flag=True,

@@ -565,19 +565,30 @@ def _snapshot(address: str) -> Path:
     from beatrice.extract.backbone.names import unreachable_hub
 
     repository, _, revision = address.removeprefix(_HUB).partition("@")
+    silent = unreachable_hub()
     try:
         return Path(
             snapshot_download(
                 repository,
                 revision=revision or None,
                 allow_patterns=[CONFIG, ARRAYS, _REPORT, _EXAMPLES, CHECKSUMS, CARD],
-                local_files_only=unreachable_hub() is not None,
+                local_files_only=silent is not None,
             )
         )
-    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
+    except HFValidationError as error:
         raise ValueError(
-            f"{address}: no such probe on the Hub, or it cannot be reached and is not "
-            f"in the local cache ({_first_line(error)})"
+            f"{address}: expected {_HUB}owner/name ({_first_line(error)})"
+        ) from None
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        if silent is not None:  # else what the client says is that it did not ask
+            raise ValueError(
+                f"{address}: not in the local cache, and {silent} does not answer; "
+                "fetch it where the Hub can be reached, or look for its name in "
+                "`beatrice probes`"
+            ) from None
+        raise ValueError(
+            f"{address}: no such probe on the Hub ({_first_line(error)}); look at its "
+            "name, and log in with `hf auth login` where it is private"
         ) from None
 
 

@@ -17,10 +17,11 @@ from beatrice.extract.datasets.commands import (
 )
 from beatrice.extract.datasets.splits import Source
 from beatrice.extract.run.console import Progress
-from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.directory import RunDir, read_manifest
 from beatrice.extract.run.verbs import (
     FOLDER,
     RUN_DIR,
+    NewPath,
     RunOptions,
     RunPath,
     checking,
@@ -167,7 +168,7 @@ class ReportOptions:
     out: Path | None = option(
         "With RUN_B: write the comparison there too.",
         metavar="FILE",
-        type=click.Path(dir_okay=False, path_type=Path),
+        type=NewPath(dir_okay=False),
     )
 
 
@@ -220,6 +221,9 @@ def _compare(run_a: Path, run_b: Path, out: Path | None) -> None:
     from beatrice.benchmarks.results.report import comparison, run_side
     from beatrice.extract.run.files import write_text_atomic
 
+    for name, path in (("RUN_DIR", run_a), ("RUN_B", run_b)):
+        with checking(name):
+            read_manifest(path)
     text = comparison(run_side(RunDir(run_a)), run_side(RunDir(run_b)))
     if out is not None:
         write_text_atomic(out, text)

@@ -11,6 +11,7 @@ from beatrice.extract.run.verbs import (
     PRESET,
     RUN_DIR,
     SIZES,
+    Parsed,
     ShareOptions,
     do_again_if_changed,
     given,
@@ -95,12 +96,20 @@ class TrainingOptions:
         return config.mixed() if self.mixed else config
 
 
+def _as_bytes(text: str) -> int:
+    from beatrice.jaxprobe.config import as_bytes
+
+    return as_bytes(text)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceOptions:
     """For which devices training is planned."""
 
-    device_memory: str | None = option(
-        "Bytes to plan for, such as 80GiB; by default the device's own.", rare=True
+    device_memory: int | None = option(
+        "Bytes to plan for, such as 80GiB; by default the device's own.",
+        rare=True,
+        type=Parsed(_as_bytes),
     )
 
 
@@ -131,15 +140,13 @@ def train(
     """
     from beatrice.extract.run.directory import RunDir
     from beatrice.extract.run.stages import do
-    from beatrice.jaxprobe.config import as_bytes
     from beatrice.jaxprobe.train import TRAIN
 
     def change(config: "GridConfig") -> "GridConfig":
         config = training.change(sizes.change(config, RunDir(run_dir).preset))
         if device.device_memory is None:
             return config
-        n_bytes = as_bytes(device.device_memory)
-        return dataclasses.replace(config, device_memory=n_bytes)
+        return dataclasses.replace(config, device_memory=device.device_memory)
 
     do(run_dir, TRAIN, change=change, share=work.share)
 

@@ -12,6 +12,7 @@ from beatrice.extract.run.verbs import (
     AS_JSON,
     FOLDER,
     RUN_DIR,
+    NewPath,
     checking,
     do_again_if_changed,
     given,
@@ -31,8 +32,8 @@ Form = Literal["flat", "sq8", "ivf_pq"]
 class EncoderSettings:
     """How a text encoder reads; None is the encoder's own way."""
 
-    query_prefix: str | None = option("Of questions.", rare=True)
-    passage_prefix: str | None = option("Of passages.", rare=True)
+    query_prefix: str | None = option("Of questions.", rare=True, type=click.STRING)
+    passage_prefix: str | None = option("Of passages.", rare=True, type=click.STRING)
     max_tokens: int | None = option("Of a text, else 256.", rare=True, min=8)
     encoder_dtype: Literal["float32", "bfloat16"] | None = option(
         "Of the encoder's weights, else float32.", rare=True
@@ -84,7 +85,12 @@ class RetrievalOptions(EncoderSettings):
             return
         from beatrice.extract.run.directory import RunDir
         from beatrice.pgir.controllers.stage import settle_retrieval
-        from beatrice.pgir.retrievers import RetrievalConfig, check_retrieval
+        from beatrice.pgir.retrievers import (
+            KINDS,
+            RetrievalConfig,
+            check_retrieval,
+            load_retriever,
+        )
 
         chosen = RetrievalConfig(
             retriever="served" if self.url else self.retriever or "bm25",
@@ -94,6 +100,9 @@ class RetrievalOptions(EncoderSettings):
             encoder=_absolute(self.retriever_encoder),
             encoder_options=self.settings(),
         )
+        if chosen.retriever not in KINDS:
+            with checking("--retriever"):
+                load_retriever(chosen.retriever)
         check_retrieval(chosen)  # what is missing is not written down
         with RunDir.open(run_dir) as run:
             settle_retrieval(run, chosen, section)
@@ -134,10 +143,10 @@ class CorpusOptions(EncoderSettings):
 
     def __post_init__(self) -> None:
         """Check that every option has an effect."""
-        if blank := [text for text in self.search if not text.strip()]:
+        if blank := [text for text in self.search if not any(map(str.isalnum, text))]:
             raise click.UsageError(
-                f"--search: expected a question, found {blank[0]!r}; say what is "
-                "looked for"
+                f"--search: expected a question, found {blank[0]!r}; give a word that "
+                "is looked for"
             )
         uses = sum((bool(self.search), self.recall, self.serve))
         if uses > 1 or (uses and (self.source or len(self.index) > 1)):
@@ -167,7 +176,7 @@ class CorpusOptions(EncoderSettings):
 
 
 @click.command()
-@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+@click.argument("folder", type=NewPath(file_okay=False))
 @AS_JSON
 @options(how=CorpusOptions)
 def corpus(folder: Path, as_json: bool, how: CorpusOptions) -> None:
@@ -198,12 +207,17 @@ def corpus(folder: Path, as_json: bool, how: CorpusOptions) -> None:
         if how.source
         else Corpus(folder)
     )
-    click.echo(
-        f"{folder}: {len(corpus):,} passages, {len(corpus.golds()):,} questions with "
-        "gold passages"
-    )
+    n_passages, n_questions = len(corpus), len(corpus.golds())
+    if as_json:
+        counts = {"n_passages": n_passages, "n_questions": n_questions}
+        click.echo(json.dumps({"folder": str(folder), **counts}))
+    else:
+        click.echo(
+            f"{folder}: {n_passages:,} passages, {n_questions:,} questions with gold "
+            "passages"
+        )
     if encoder is not None:
-        _index(corpus, encoder, how.index or ("flat",), progress)
+        _index(corpus, encoder, how.index or ("flat",), progress, as_json)
 
 
 def _search(
@@ -236,6 +250,7 @@ def _index(
     encoder: "TextEncoder",
     forms: tuple[Any, ...],
     progress: Progress,
+    as_json: bool,
 ) -> None:
     from beatrice.pgir.index import (
         build_index,
@@ -250,7 +265,8 @@ def _index(
         vectors = build_vectors(folder, corpus, encoder, update)
     for form in forms:
         path = build_index(vectors, form) or folder
-        click.echo(f"{form}: {path}")
+        row = {"index": form, "path": str(path)}
+        click.echo(json.dumps(row) if as_json else f"{form}: {path}")
 
 
 def _recall(
@@ -370,7 +386,8 @@ def control(run_dir: Path, how: ControlOptions, retrieval: RetrievalOptions) -> 
     """
     from beatrice.extract.plugs import load_plug
     from beatrice.pgir.controllers.stage import CONTROL, EVERY_RIVAL
-    from beatrice.pgir.controllers.waves import JUDGES
+    from beatrice.pgir.controllers.waves import JUDGES, as_judge
+    from beatrice.pgir.index import read_encoder_config
 
     known = ("none", "all", *EVERY_RIVAL)
     if unknown := [name for name in how.rivals if name not in known]:
@@ -378,7 +395,11 @@ def control(run_dir: Path, how: ControlOptions, retrieval: RetrievalOptions) -> 
             f"--only: no rival is called {unknown[0]!r}; expected {', '.join(known)}"
         )
     retrieval.write(run_dir)
-    with checking("--judge"):  # what is missing is not written down
+    # What is missing is not written down.
+    with checking("--judge"):
         for spec in how.judge:
-            load_plug(spec, JUDGES)
+            as_judge(load_plug(spec, JUDGES), spec)
+    if how.encoder is not None:
+        with checking("--encoder"):
+            read_encoder_config(Path(how.encoder))
     do_again_if_changed(run_dir, CONTROL, how.change)

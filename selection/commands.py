@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from beatrice.extract.run.directory import read_manifest
 from beatrice.extract.run.verbs import (
     RUN_DIR,
     RunPath,
@@ -101,6 +102,10 @@ def anatomy(run_dir: Path, other: Path | None, only: tuple[str, ...]) -> None:
     Example: beatrice anatomy runs/gemma runs/smollm2 --only flips --only backbones
     """
     from beatrice.selection.anatomy import ANATOMY, chosen_analyses
+
+    if other is not None:
+        with checking("OTHER"):  # what is no run is not written down
+            read_manifest(other)
 
     def change(config: "AnatomyConfig") -> "AnatomyConfig":
         beside = config.other if other is None else str(other.resolve())

@@ -14,6 +14,7 @@ import click
 import pytest
 
 from beatrice.cli import HEADINGS, VERBS, main
+from beatrice.extract.datasets.commands import AskingOptions
 from beatrice.extract.run.console import Progress
 from tests.extract.small_run import assert_error_sentence, beatrice
 from tests.process import ROOT, call, start
@@ -100,6 +101,12 @@ WRONG_USAGE = [
     ("label RUN --annotations HERE", "give both"),
     ("label RUN --set vote=majority", "model as --judge"),
     ("label RUN --judge m --set max_cost=1", "give --server too"),
+    ("data RUN --train x=", "such as mine=questions.jsonl"),
+    ("data RUN --train x=HERE --splits nowhere.json", "does not exist"),
+    ("demo RUN --set streamed=", "streamed: expected true or false"),
+    ("sample RUN --set temperature=nan", "nan is no finite number"),
+    ("control RUN --max-generations inf", "inf is no finite number"),
+    ("train RUN --set device_memory=much", "device_memory: expected a number of bytes"),
     ("bench survey gpt_os", "no model type is called 'gpt_os'; did you mean gpt_oss?"),
 ]
 
@@ -133,6 +140,69 @@ def test_wrong_usage_of_a_run_is_told_at_once(small_run):
     done = beatrice("extract", small_run, "--hidden-layers", 99, code=2)
     assert "layers 0 (the embedding) to 6, not 99" in done.output
     assert "--judge" in beatrice("label", small_run, "--judge", "/no", code=2).output
+
+
+def test_a_template_that_is_no_file_is_told_with_those_that_there_are():
+    with pytest.raises(click.BadParameter, match="nowhere: .* few-shot or a file"):
+        AskingOptions(template="nowhere").prompt_config()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "data EMPTY --world --preset smoke",
+        "data --inspect EMPTY",
+        "export RUN EMPTY",
+        "report RUN EMPTY",
+        "report RUN RUN --out EMPTY",
+        "report RUN --print EMPTY",
+        "fit EMPTY HERE PROBE",
+        "fit embedded HERE EMPTY",
+        "score --probe EMPTY --question q?",
+        "score RUN --question EMPTY",
+        "score RUN --question q? --model EMPTY",
+        "score RUN --file HERE --out EMPTY",
+        "control RUN --retriever EMPTY",
+        "control RUN --url EMPTY",
+        "corpus FOLDER --serve --set host=EMPTY",
+    ],
+)
+def test_an_empty_text_is_never_taken_for_nothing_or_for_this_folder(
+    small_run, tmp_path, monkeypatch, words
+):
+    monkeypatch.chdir(tmp_path)
+    places = {"RUN": small_run, "HERE": __file__, "EMPTY": ""}
+    line = (places.get(word, word.replace("EMPTY", "")) for word in words.split())
+    assert "found an empty one" in beatrice(*line, code=2).stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "export RUN FILE/probe",
+        "fit embedded FILE FILE/probe",
+        "score RUN --file FILE --out FILE/scores.jsonl",
+        "score RUN --file FILE --html FILE/page.html",
+        "report RUN RUN --out FILE/comparison.md",
+        "corpus FILE/corpus --source FILE",
+    ],
+)
+def test_what_cannot_be_written_is_told_before_the_work(small_run, tmp_path, words):
+    (tmp_path / "file").write_text("{}")
+    places = {"RUN": str(small_run), "FILE": str(tmp_path / "file")}
+    for name, place in places.items():
+        words = words.replace(name, place)
+    done = beatrice(*words.split(), code=2)
+    assert f"{tmp_path / 'file'} is no folder" in done.stderr
+
+
+def test_another_run_that_is_none_is_told_and_not_written_down(small_run, tmp_path):
+    before = (small_run / "manifest.json").read_bytes()
+    for verb in ("anatomy", "report"):
+        done = beatrice(verb, small_run, tmp_path, code=2)
+        assert f"{tmp_path} is no run directory" in done.stderr
+    assert (small_run / "manifest.json").read_bytes() == before
 
 
 LEFT = "answer, label, extract, sweep, train, select, calibrate"  # of an unfinished run
@@ -208,7 +278,7 @@ def test_the_smoke_demo_is_the_same_twice_and_scores(smoke_run, tmp_path):
     question = ("--question", "where was Skiband Rugrond born?")
     done = call("score", runs[0], *question, "--answer", "Guzolt Falls", "--json")
     assert 0 <= json.loads(done.stdout)["p_correct"] <= 1
-    done = call("score", runs[0], *question, "--answer", "", code=1)
+    done = call("score", runs[0], *question, "--answer", "", code=2)
     assert_error_sentence(done, "empty")
     call("doctor", runs[0], "--verify")
     files = (runs[0] / "features" / "closed_book" / "hidden").rglob("*")

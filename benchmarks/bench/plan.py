@@ -32,7 +32,7 @@ from beatrice.extract.run.stages import bytes_in_words
 from beatrice.extract.run.verbs import AS_JSON, option, options
 from beatrice.extract.store.spec import Dtype, StoreConfig
 from beatrice.jaxprobe.commands import DeviceOptions
-from beatrice.jaxprobe.config import GridConfig, StreamConfig, as_bytes
+from beatrice.jaxprobe.config import GridConfig, StreamConfig
 from beatrice.jaxprobe.encoder import N_TAPS
 from beatrice.jaxprobe.families import N_FAMILIES
 from beatrice.jaxprobe.grid import grid_members
@@ -393,7 +393,7 @@ def plan(device: Name, planned_for: PlanOptions, as_json: bool) -> None:
     quiet()
     on = DEVICES[device]
     n_bytes = planned_for.device_memory
-    memory = as_bytes(n_bytes) if n_bytes else on.memory
+    memory = n_bytes or on.memory
     printer, progress = RowPrinter(as_json), Progress()
     plans, works, shown, notes = [], [], [], []
     for setting in SETTINGS:

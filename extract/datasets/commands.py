@@ -45,9 +45,11 @@ from beatrice.extract.run.directory import NewRun, RunDir, manifest_file
 from beatrice.extract.run.stages import current_inputs, once, run_stage
 from beatrice.extract.run.verbs import (
     AS_JSON,
+    FILE,
     FOLDER,
     RunOptions,
     RunPath,
+    checking,
     given,
     option,
     options,
@@ -132,9 +134,15 @@ class NamedValue(click.ParamType):
 
     name = "value"
 
-    def __init__(self, kind: click.ParamType, *, has_name: bool = True) -> None:
+    def __init__(
+        self,
+        kind: click.ParamType,
+        *,
+        has_name: bool = True,
+        example: str = "questions.jsonl",
+    ) -> None:
         """Read values of a kind; where no name has to stand before, one may."""
-        self._kind, self._has_name = kind, has_name
+        self._kind, self._has_name, self._example = kind, has_name, example
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -144,9 +152,10 @@ class NamedValue(click.ParamType):
         if not self._has_name and not equals:
             return None, self._kind.convert(value, param, ctx)
         if not (equals and rest and is_safe_name(name)):
+            example = rest or ("" if equals else name) or self._example
             self.fail(
-                f"expected NAME=VALUE, such as mine={rest or name}, with {A_NAME}; "
-                f"found {value!r}",
+                f"expected NAME=VALUE, such as mine={example}, with {A_NAME}; found "
+                f"{value!r}",
                 param,
                 ctx,
             )
@@ -186,7 +195,7 @@ class QuestionOptions:
     n_train: tuple[tuple[str | None, Size], ...] = option(
         "N or all; with NAME= of one set alone. Default: 10000 of each.",
         (),
-        type=NamedValue(_SIZE, has_name=False),
+        type=NamedValue(_SIZE, has_name=False, example="1000"),
         metavar="[NAME=]N",
     )
     n_evaluation: Size = option(
@@ -198,7 +207,7 @@ class QuestionOptions:
     n_held_out: tuple[tuple[str, Size], ...] = option(
         "N or all. Default: popqa=1000, nq=1182, triviaqa=1277.",
         (),
-        type=NamedValue(_SIZE),
+        type=NamedValue(_SIZE, example="1000"),
         metavar="NAME=N",
     )
     context: tuple[tuple[str | None, Context], ...] = option(
@@ -207,11 +216,13 @@ class QuestionOptions:
         "alone: with none, its questions are asked closed-book only. Default for a set "
         "of your own: what its files have.",
         (),
-        type=NamedValue(_CONTEXT, has_name=False),
+        type=NamedValue(_CONTEXT, has_name=False, example="first"),
         metavar="[NAME=]CONTEXT",
     )
     splits: Path | None = option(
-        "Take the splits of this splits.json instead of drawing.", metavar="FILE"
+        "Take the splits of this splits.json instead of drawing.",
+        type=FILE,
+        metavar="FILE",
     )
     skip_bad: bool = option(
         "Leave refused records out, counted and listed, instead of failing.", False
@@ -306,7 +317,8 @@ class AskingOptions:
         (template,) = named or ("few-shot",)
         shots: tuple[Any, ...] = ()
         if self.has_shots:
-            shots = SHOTS if named else read_shots(Path(self.template))
+            with checking("--template"):
+                shots = SHOTS if named else read_shots(Path(self.template))
         return PromptConfig(
             shots=shots,
             template=template,
@@ -318,8 +330,6 @@ class AskingOptions:
     def stop_strings(self) -> tuple[str, ...]:
         r"""Return the texts that end an answer; `\n` stands for a line feed."""
         texts = tuple(text.replace(r"\n", "\n") for text in self.stop)
-        if not all(texts):
-            raise click.BadParameter("expected a text, found none", param_hint="--stop")
         return texts or (("\n",) if self.has_shots else ())
 
 

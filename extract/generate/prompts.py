@@ -102,9 +102,11 @@ def read_shots(path: Path) -> tuple[Shot, ...]:
     try:
         lines = path.read_text("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: the worked examples cannot be read: {error}") from (
-            error
-        )
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(
+            f"{path}: the worked examples cannot be read: {reason}; expected paper, "
+            "short, few-shot or a file of your own"
+        ) from error
     expected = 'a worked example is {"question": …, "answer": …, "context": … or none}'
     shots = [
         from_json(Shot, line, f"{path}, line {number}", expected)

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import functools
 import math
+import os
 import re
 import types
 import typing
@@ -69,6 +70,64 @@ def option(
     return dataclasses.field(default=default, metadata=about | {"settings": settings})
 
 
+_EMPTY = "found an empty one; was a variable of the shell not set?"
+
+
+class Text(click.types.StringParamType):
+    """A text that is not empty, which else would count as one that was not given."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Any:
+        """Return the text."""
+        text = super().convert(value, param, ctx)
+        if text == "":
+            self.fail(f"expected a text, {_EMPTY}", param, ctx)
+        return text
+
+
+class GivenPath(click.Path):
+    """A path that is not empty, which else would be the current folder."""
+
+    def __init__(self, **settings: Any) -> None:
+        """Convert to `Path`; settings are click's."""
+        super().__init__(path_type=Path, **settings)
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Any:
+        """Return the path."""
+        if value == "":
+            self.fail(f"expected a path, {_EMPTY}", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class NewPath(GivenPath):
+    """Where something is or will be written: below a folder that one may write in."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Any:
+        """Return the path."""
+        path = super().convert(value, param, ctx)
+        place = next(above for above in path.absolute().parents if above.exists())
+        is_writable = place.is_dir() and os.access(place, os.W_OK)
+        if not is_writable and not path.exists():
+            what = "may not be written in" if place.is_dir() else "is no folder"
+            self.fail(f"{path} cannot be written: {place} {what}", param, ctx)
+        return path
+
+
+class _Number(click.FloatRange):
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{number} is no finite number", param, ctx)
+        return number
+
+
 def _type_of(field: dataclasses.Field, hint: Any) -> click.ParamType:
     if field.metadata["type"] is not None:
         return field.metadata["type"]
@@ -80,10 +139,10 @@ def _type_of(field: dataclasses.Field, hint: Any) -> click.ParamType:
     bounds = field.metadata["bounds"]
     return {
         int: click.IntRange(**bounds),
-        float: click.FloatRange(**bounds),
+        float: _Number(**bounds),
         bool: click.BOOL,
-        Path: click.Path(path_type=Path),
-    }.get(hint, click.STRING)
+        Path: GivenPath(),
+    }.get(hint, Text())
 
 
 def check_options(values: Any) -> None:
@@ -98,8 +157,6 @@ def check_options(values: Any) -> None:
             continue
         try:
             kind.convert(value, None, None)
-            if isinstance(value, float) and not math.isfinite(value):
-                raise click.BadParameter(f"{value} is no finite number")
         except click.BadParameter as error:
             raise click.BadParameter(f"{field.name}: {error.message}") from None
 
@@ -140,6 +197,8 @@ class _Settings(click.ParamType):
                 param,
                 ctx,
             )
+        if not text and self._kinds[name] is click.BOOL:
+            self.fail(f"{name}: expected true or false, found nothing", param, ctx)
         try:
             return name, self._kinds[name].convert(text, param, ctx)
         except click.BadParameter as error:
@@ -199,12 +258,8 @@ def given(values: Any) -> dict[str, Any]:
     return {name: value for name, value in pairs if value not in (None, ())}
 
 
-class RunPath(click.Path):
+class RunPath(GivenPath):
     """A path on this machine; a URL would become a local folder of that name."""
-
-    def __init__(self) -> None:
-        """Convert to `Path`."""
-        super().__init__(path_type=Path)
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None

@@ -675,6 +675,15 @@ class Scoring(BatchedService):
         return Cost(forwards=int(not self._answering.is_read_at_once))
 
 
+def as_judge(value: Any, name: str) -> DraftJudge:
+    """Return a judge of drafts."""
+    is_judge = callable(value)
+    if not is_judge:
+        expected = "a callable of question, answer and passages"
+        raise argument_error(name, expected, value)
+    return value
+
+
 class Judging(BatchedService):
     """Serves "judge": a person's own judges of answers.
 
@@ -692,9 +701,7 @@ class Judging(BatchedService):
 
     def add(self, name: str, judge: DraftJudge) -> int:
         """Add a judge; return its number, of its name and of the file of its code."""
-        if not callable(judge):
-            expected = "a callable of question, answer and passages"
-            raise argument_error(name, expected, judge)
+        judge = as_judge(judge, name)
         number = int(sha256_json([name, sha256_of_code(judge)])[:12], 16)
         self._judges[number] = judge
         return number

@@ -338,12 +338,21 @@ def test_a_judge_that_gives_no_probability_ends_in_a_sentence(scorer, given):
 
 
 @pytest.mark.parametrize("kind", ["retriever", "judge"])
-@pytest.mark.parametrize("name", ["nowhere:Notes", "bm52"])
+@pytest.mark.parametrize("name", ["nowhere:Notes", "bm52", "os:path"])
 def test_a_plug_that_is_not_there_is_not_written_down(smoke_run, tmp_path, kind, name):
     manifest = shutil.copyfile(smoke_run / "manifest.json", tmp_path / "manifest.json")
     before = manifest.read_bytes()
-    done = beatrice("control", tmp_path, f"--{kind}", name, code=1)
-    assert "Traceback" not in done.stderr
+    done = beatrice("control", tmp_path, f"--{kind}", name, code=2)
+    assert f"--{kind}" in done.stderr
+    assert manifest.read_bytes() == before
+
+
+def test_an_encoder_that_is_none_is_not_written_down(smoke_run, tmp_path):
+    manifest = shutil.copyfile(smoke_run / "manifest.json", tmp_path / "manifest.json")
+    before = manifest.read_bytes()
+    (tmp_path / "empty").mkdir()
+    line = ("control", tmp_path, "--encoder", tmp_path / "empty")
+    assert "empty is no encoder" in beatrice(*line, code=2).stderr
     assert manifest.read_bytes() == before
 
 

@@ -417,6 +417,7 @@ def test_an_option_that_would_have_no_effect_is_wrong_usage(options, named):
         ({"serve": True, "encoder": "e"}, "bm25 reads no vectors"),
         ({"search": ("q", "")}, "--search: expected a question, found ''"),
         ({"search": (" \t",)}, "--search: expected a question, found"),
+        ({"search": ("?!",)}, "--search: expected a question, found '.!'"),
     ],
 )
 def test_an_option_of_a_corpus_without_an_effect_is_wrong_usage(options, named):
@@ -529,6 +530,8 @@ def test_a_corpus_is_searched_from_the_command_line(tmp_path):
     for _ in range(2):  # the same line again opens what is there
         built = beatrice("corpus", folder, "--source", source)
         assert "40 passages" in built.stdout
+    built = json.loads(beatrice("corpus", folder, "--json").stdout)
+    assert built == {"folder": str(folder), "n_passages": 40, "n_questions": 0}
     done = beatrice("corpus", folder, "--search", "w7 v7 n7", "-k", 1)
     assert "1. Title 7:" in done.stdout
     failed = beatrice("corpus", tmp_path, "--search", "x", code=1)
