@@ -111,7 +111,7 @@ def _as_float(value: Any) -> float:
 
 def as_path(value: Any, name: str) -> Path:
     """Return a path."""
-    if not isinstance(value, (str, os.PathLike)):
+    if not isinstance(value, (str, os.PathLike)) or value == "":
         raise argument_error(name, "a path (str or Path)", value)
     return Path(value)
 

@@ -639,7 +639,13 @@ class RetrievalServer(ThreadingHTTPServer):
         """Bind the address; `serve_forever` answers."""
         self._retriever, self.passages = retriever, passages
         self._depth, self._lock = depth, threading.Lock()
-        super().__init__((host, port), _Handler)
+        try:
+            super().__init__((host, port), _Handler)
+        except OSError as error:
+            raise ValueError(
+                f"nothing can be served at {host}:{port}: {error.strerror}; give "
+                "another host or port (--set port=0 takes a free one)"
+            ) from error
 
     def _rank(self, queries: Any, depth: Any) -> list[list[dict[str, Any]]]:
         depth = self._depth if depth is None else depth

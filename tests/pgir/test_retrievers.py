@@ -91,6 +91,13 @@ def test_both_protocols_find_what_the_retriever_finds(tmp_path, path):
     assert served.passages[result[0][0]] == CORPUS[3]
 
 
+def test_a_port_that_is_taken_is_named():
+    with corpus_server() as server:
+        taken = server.server_port
+        with pytest.raises(ValueError, match=f"served at 127.0.0.1:{taken}: .* in use"):
+            RetrievalServer(Bm25Retriever(CORPUS), CORPUS, port=taken)
+
+
 def test_replies_have_the_shapes_that_the_two_protocols_say():
     with serving(corpus_server()) as url:
         two = {"queries": ["word3"], "topk": 2}
