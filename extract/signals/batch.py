@@ -93,7 +93,7 @@ class Halves:
             else:
                 yield rows, done
                 return
-        gc.collect()  # what the pass held when it failed
+            gc.collect()  # what the pass held when it failed
         middle = (len(rows) + 1) // 2
         for part in (rows[:middle], rows[middle:]):
             yield from self.do(work, part, n_tokens_of)
