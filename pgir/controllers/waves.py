@@ -20,7 +20,7 @@ import numbers
 import time
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -677,11 +677,10 @@ class Scoring(BatchedService):
 
 def as_judge(value: Any, name: str) -> DraftJudge:
     """Return a judge of drafts."""
-    is_judge = callable(value)
-    if not is_judge:
+    if not callable(value):
         expected = "a callable of question, answer and passages"
         raise argument_error(name, expected, value)
-    return value
+    return cast(DraftJudge, value)
 
 
 class Judging(BatchedService):
