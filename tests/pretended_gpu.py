@@ -162,6 +162,8 @@ class PretendedGpu(TorchDispatchMode):
             "stream": self._switch,
             "Stream": _Stream,
             "Event": _Event,
+            # Asked by optimisers of a Torch that was built for CUDA.
+            "is_current_stream_capturing": lambda: False,
         }
         self._patches.enter_context(mock.patch.multiple(torch.cuda, **fakes))
         self._patches.enter_context(mock.patch.object(torch, "Generator", _Generator))

@@ -523,7 +523,7 @@ def profile_of(run: Callable[[], None]) -> str:
     if torch.cuda.is_available():
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
         order = "self_cuda_time_total"
-    with torch.profiler.profile(activities=kinds) as profile:
+    with torch.profiler.profile(activities=kinds, acc_events=True) as profile:
         run()
     averages = profile.key_averages()
     return averages.table(sort_by=order, row_limit=_N_KERNELS, max_name_column_width=60)

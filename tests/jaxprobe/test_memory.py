@@ -214,8 +214,10 @@ def test_rows_are_counted_in_the_width_in_which_they_are_held(dtype, token):
     narrow, wide = (memory.compiled_step(x, 1, 1, 16)[0] for x in (sizes, SIZES))
     spared = memory.rows_bytes(SIZES, 2048) - memory.rows_bytes(sizes, 2048)
     assert wide.arguments - narrow.arguments == spared
-    # A batch of them is widened, never all.
-    assert narrow.temporaries < wide.temporaries + 16 * 56 * 4096 * 4
+    # A batch of them is widened, never all, though JAX 0.11 copies those it scores.
+    widened, copied = 16 * 56 * 4096 * 4, sizes.n_valid * 56 * token
+    assert narrow.temporaries < wide.temporaries + widened + copied
+    assert widened + copied < sizes.n_valid * 56 * 4096 * 4
 
 
 @pytest.mark.parametrize(
