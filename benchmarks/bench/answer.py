@@ -73,7 +73,7 @@ from beatrice.extract.world.facts import (
 
 Way = Literal["plain", "floor", "one pass", "two passes"]
 WAYS: tuple[Way, ...] = get_args(Way)
-Peaked = Literal["plain", "one pass"]
+PEAKED: tuple[Way, ...] = ("plain", "one pass")  # whose memory is taken
 N_QUESTIONS = 24
 N_EMBEDDED = 240  # of the embedded model, half of a batch
 CONFIG = GenerationConfig(stop=("\n",))
@@ -247,7 +247,7 @@ def measure_setting(
     ratios = np.median(turns[:, :, None] / turns[:, None], axis=0).T.tolist()
     plain, floor, single, double = range(len(WAYS))
     answers = generate(bench.backbone, bench.requests, CONFIG)
-    peaks = {f"MiB {way}": peak(way) for way in get_args(Peaked)}
+    peaks = {f"MiB {way}": peak(way) for way in PEAKED}
     return {
         "setting": bench.requests[0].setting,
         "prompt tokens": sum(len(answer.prompt_ids) for answer in answers),

@@ -110,11 +110,11 @@ class NewPath(GivenPath):
     ) -> Any:
         """Return the path."""
         path = super().convert(value, param, ctx)
-        place = next(above for above in path.absolute().parents if above.exists())
-        is_writable = place.is_dir() and os.access(place, os.W_OK)
+        folder = next(above for above in path.absolute().parents if above.exists())
+        is_writable = folder.is_dir() and os.access(folder, os.W_OK)
         if not is_writable and not path.exists():
-            what = "may not be written in" if place.is_dir() else "is no folder"
-            self.fail(f"{path} cannot be written: {place} {what}", param, ctx)
+            what = "may not be written in" if folder.is_dir() else "is no folder"
+            self.fail(f"{path} cannot be written: {folder} {what}", param, ctx)
         return path
 
 
