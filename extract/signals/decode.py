@@ -4,7 +4,7 @@ A prompt's signals come out of the prefill, each new token's out of its decode s
 What needs the next token (its probability, the push towards it) waits one step: of
 every row the last position's contributions and logits are kept until the token is
 chosen. What a token sends to other spans comes from its step's queries and the cached
-keys; what it receives is summed as later steps attend to it.
+keys, a few steps at a time; what it receives is summed as later steps attend to it.
 
 Rows stand in columns: column 0 is the longest prompt's first token, shorter prompts are
 padded on the left, and a layer with a sliding window hands over the last columns alone.
@@ -43,6 +43,7 @@ from beatrice.extract.signals.sequence import first_read, sequence_of
 from beatrice.extract.signals.span_sums import (
     AttentionCall,
     AttentionMap,
+    StepCalls,
     entropies_and_masses,
     span_sums,
     step_sums,
@@ -52,6 +53,9 @@ from beatrice.extract.signals.span_sums import (
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 2e-2}
 _N_PADDED = 4  # columns by which the shorter prompt is padded
 _N_CHECKED = 3  # tokens: the first of a decode step, one behind it, and the last
+# Steps of which attention is read at once: calls of Torch, and on a GPU of kernels, are
+# what the numbers of one step cost.
+_N_TOGETHER = 8
 _N_ROOM = 8  # new tokens for which there is room at first; most answers are shorter
 
 
@@ -107,6 +111,7 @@ class DecodeReading(AttentionReading):
         self._hidden: torch.Tensor | None = None  # [n_rows, n_room, n_kept, d_model]
         # By layer, over rows and keys, [2, n_rows, n_heads, 2, n_read]: `span_sums`.
         self._sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._steps: dict[int, StepCalls] = {}  # by layer, of the same steps
         self._n_written = [0] * n_rows  # tokens of each answer that were run
 
     def _members_of(self, prompts: Sequence[Prompt], n_columns: int) -> torch.Tensor:
@@ -144,6 +149,7 @@ class DecodeReading(AttentionReading):
             ):
                 handles.callback(module.register_forward_hook(hook).remove)
             yield
+        self._read_steps()
 
     def _begin_run(self, rows: Sequence[int], n_cached: int) -> None:
         self.run_rows, self._live = list(rows), list(rows)
@@ -154,7 +160,7 @@ class DecodeReading(AttentionReading):
         self._begin_step(n_cached)
 
     def _begin_step(self, n_cached: int) -> None:
-        self._run_members = self._members[self._index].float()
+        self._run_members: torch.Tensor | None = None
         self.layers = dict.fromkeys(self.layers)
         self._n_before, self._n_step = n_cached, 0
         self._lens: residual.LogitLens | None = None
@@ -213,23 +219,54 @@ class DecodeReading(AttentionReading):
                 torch.zeros(shape, device=call.device),
             )
         self.rows = (self._first, self._n_step)
-        members = self._run_members
-        keys = members[:, :2, stop - n_keys : stop]
-        rows = members[:, 1:, self._n_before : stop]
-        if self._n_step == 1 and isinstance(call, AttentionCall):
-            by_row, by_key, attended = step_sums(call, keys, rows, value)
+        if self._n_step > 1 or self._first or isinstance(call, AttentionMap):
+            return True, self._add_sums(layer, call, self._n_before, value)
+        if layer in self._steps:
+            self._steps[layer].add(call)
+        else:
+            self._steps[layer] = StepCalls(call)
+        return True, None
+
+    def _add_sums(
+        self,
+        layer: int,
+        call: AttentionCall | AttentionMap,
+        n_before: int,
+        value: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """Add a call's rows, behind `n_before` columns; attend if wanted."""
+        if self._run_members is None:
+            self._run_members = self._members[self._index].float()
+        stop = n_before + call.shape[2]
+        n_keys = call.n_cached + call.shape[2]
+        first = min(max(0, self.n_unread - n_before), call.shape[2])
+        keys = self._run_members[:, :2, stop - n_keys : stop]
+        rows = self._run_members[:, 1:, n_before:stop]
+        attended = None
+        if isinstance(call, AttentionCall) and call.shape[2] == 1 and value is None:
+            by_row, by_key = step_sums(call, keys, rows)
         else:
             by_row, by_key, attended = span_sums(
-                call, keys, rows, self.rows, self.budget, value
+                call, keys, rows, (first, call.shape[2]), self.budget, value
             )
         row_sums, key_sums = self._sums[layer]
-        columns = self._columns()
-        row_sums[:, self._index, ..., columns] = by_row[..., self._first :]
+        columns = slice(n_before + first - self.n_unread, stop - self.n_unread)
+        row_sums[:, self._index, ..., columns] = by_row[..., first:]
         n_skipped = max(0, self.n_unread - (stop - n_keys))
         start = stop - n_keys + n_skipped - self.n_unread
         at = slice(start, columns.stop)
         key_sums[:, self._index, ..., at] += by_key[..., n_skipped:]
-        return True, attended
+        return attended
+
+    @exact_products()
+    def _read_steps(self) -> None:
+        """Read the attention of the steps that wait."""
+        masks: dict[Any, torch.Tensor | None] = {}
+        self._run_members = None
+        for layer, steps in self._steps.items():
+            n_before = self._n_before + self._n_step - len(steps)
+            self._add_sums(layer, steps.joined(masks), n_before, None)
+        self._steps = {}
 
     def _on_layer(self, layer_pass: LayerPass) -> None:
         """Read a layer: the prompt's tokens now, the last when its next is chosen."""
@@ -245,7 +282,7 @@ class DecodeReading(AttentionReading):
             scalars = residual.contribution_scalars(layer_pass, self._lens)
             self._prompt_resid.append(scalars)
         parts = (layer_pass.h_in, layer_pass.att, layer_pass.ffn)
-        self._last_parts.append(torch.stack([part[:, -1].float() for part in parts]))
+        self._last_parts.append(torch.stack([part[:, -1] for part in parts]))
 
     def _next_ids(self) -> torch.Tensor:
         """Return the prompt's ids behind the step's tokens that are read."""
@@ -306,7 +343,7 @@ class DecodeReading(AttentionReading):
         # An answer that is cut ends in a token that emitted nothing; see `sequence_of`.
         is_last = column == self._width + self._n_new - 1
         targets = ids[:, -2 if is_last else -1]
-        self._parts = torch.stack(self._last_parts, dim=2)
+        self._parts = torch.stack(self._last_parts, dim=2).float()
         at = column - self.n_unread
         prob, resid = self._emission(targets)
         self._prob[self._index, at], self._resid[self._index, at] = prob, resid
@@ -318,6 +355,8 @@ class DecodeReading(AttentionReading):
         self._live = [row for row, over in places if not over]
         if column + 1 < self._width + self._n_new - 1:
             self._members[self._live, 2, column + 1] = True
+        if any(len(steps) == _N_TOGETHER for steps in self._steps.values()):
+            self._read_steps()
         if self._live and column + 1 == self._n_room:
             self._make_room()
         self._begin_step(column + 1)
@@ -352,6 +391,7 @@ class DecodeReading(AttentionReading):
           None for an answer of which other tokens were run than it has: its stop string
           began in a token before the last, and later steps attended to its tokens.
         """
+        self._read_steps()
         members = self._members[..., self.n_unread : self._n_room]
         per_layer = [
             entropies_and_masses(*self._sums[layer], members) for layer in self.layers

@@ -11,6 +11,7 @@ span suffice and no map is kept.
 import dataclasses
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -156,6 +157,68 @@ class AttentionCall:
         logits[..., self.n_cached + start :].masked_fill_(rows > rows[:, None], _HIDDEN)
 
 
+class StepCalls:
+    """What one layer attends with in neighbouring decode steps, a row each."""
+
+    def __init__(self, call: AttentionCall) -> None:
+        """Begin with a step."""
+        self._call = call
+        self._key = call.key  # every key that one of the steps sees
+        self._queries, self._masks = [call.query], [call.mask]
+        self._n_keys = [call.key.shape[2]]  # of each step, the last up to its own
+
+    def __len__(self) -> int:
+        """Return how many steps there are."""
+        return len(self._queries)
+
+    def add(self, call: AttentionCall) -> None:
+        """Add the next step."""
+        if call.n_cached == self._key.shape[2]:
+            self._key = call.key  # in place of what it has copied
+        else:  # a sliding window has dropped the first
+            self._key = torch.cat([self._key, call.key[:, :, -1:]], dim=2)
+        self._queries.append(call.query)
+        self._masks.append(call.mask)
+        self._n_keys.append(call.key.shape[2])
+
+    def joined(self, masks: dict[Any, torch.Tensor | None]) -> AttentionCall:
+        """Return the steps as one call of as many rows.
+
+        Layers share what is in `masks`: most have the same.
+        """
+        shared = (*map(id, self._masks), *self._n_keys, self._key.shape[2])
+        if shared not in masks:
+            masks[shared] = self._mask()
+        return dataclasses.replace(
+            self._call,
+            query=torch.cat(self._queries, dim=2),
+            key=self._key,
+            mask=masks[shared],
+        )
+
+    def _mask(self) -> torch.Tensor | None:
+        """Return which of all keys each step sees."""
+        n_keys = self._key.shape[2]
+        stops = range(n_keys - len(self) + 1, n_keys + 1)
+        given = [mask for mask in self._masks if mask is not None]
+        if not given and self._n_keys == list(stops):
+            return None
+        dtype = given[0].dtype if given else torch.bool
+        is_bool = dtype == torch.bool
+        seen, hidden = (True, False) if is_bool else (0.0, torch.finfo(dtype).min)
+        rows = []
+        for mask, n_seen, stop in zip(self._masks, self._n_keys, stops, strict=True):
+            if mask is None:
+                shape = (1, 1, 1, n_seen)
+                mask = torch.full(shape, seen, dtype=dtype, device=self._key.device)
+            edges = (stop - n_seen, n_keys - stop)
+            rows.append(
+                torch.nn.functional.pad(mask[..., :n_seen], edges, value=hidden)
+            )
+        sizes = [max(row.shape[axis] for row in rows) for axis in (0, 1)]
+        return torch.cat([row.expand(*sizes, -1, -1) for row in rows], dim=2)
+
+
 @dataclasses.dataclass(frozen=True)
 class AttentionMap:
     """What a model computed by itself, where it hands out no queries and keys."""
@@ -284,9 +347,8 @@ def step_sums(
     call: AttentionCall,
     key_members: torch.Tensor,
     row_members: torch.Tensor,
-    value: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return what `span_sums` returns of a call with one row, as a decode step has.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sums of `span_sums` of a call with one row, as a decode step has.
 
     By a third of its calls of Torch, which are what such a step costs.
 
@@ -294,7 +356,6 @@ def step_sums(
       call: of one row.
       key_members: `[n_examples, 2, n_keys]` float32, 1 on keys in context, question.
       row_members: `[n_examples, 2, 1]` float32, likewise the row in question, answer.
-      value: as in `span_readings`.
     """
     logits = call.logits(0, 1)
     log_weights = logits.log_softmax(-1)
@@ -305,9 +366,7 @@ def step_sums(
     weights = log_weights.exp()
     pair = torch.stack([weights, log_weights.mul_(weights)])
     by_row = key_members[:, None] @ pair.mT
-    by_key = row_members[:, None] * pair
-    attended = None if value is None else _attended(weights, value)
-    return by_row, by_key, attended
+    return by_row, row_members[:, None] * pair
 
 
 def span_readings(

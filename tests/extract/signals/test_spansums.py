@@ -28,6 +28,7 @@ from beatrice.extract.signals.probability import Head, token_probabilities
 from beatrice.extract.signals.span_sums import (
     AttentionCall,
     AttentionMap,
+    StepCalls,
     span_readings,
     span_sums,
     step_sums,
@@ -91,20 +92,54 @@ def test_readings_and_output_agree_with_the_exact_map(spread, budget, kind, sink
 @pytest.mark.parametrize("kind", ["causal", "window", "alibi"])
 @pytest.mark.parametrize("sinks", [None, SINKS])
 def test_the_last_row_alone_has_the_sums_that_it_has_among_all(spread, kind, sinks):
-    call, value = make_call(spread, make_mask(kind), sinks), make_value()
+    call = make_call(spread, make_mask(kind), sinks)
     last = slice(N_TOKENS - 1, N_TOKENS)
     mask = None if call.mask is None else call.mask[:, :, last]
     alone = dataclasses.replace(call, query=call.query[:, :, last], mask=mask)
     keys, rows = members()[:, :2].float(), members()[:, 1:].float()
-    by_row, by_key, attended = step_sums(alone, keys, rows[..., last], value)
+    by_row, by_key = step_sums(alone, keys, rows[..., last])
     only = rows.clone()
     only[..., :-1] = 0.0
-    every = span_sums(call, keys, only, (0, N_TOKENS), 2**20, value)
-    assert every[2] is not None and attended is not None
+    every = span_sums(call, keys, only, (0, N_TOKENS), 2**20, None)
     close = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
     close(by_row, every[0][..., last])
     close(by_key, every[1])
-    close(attended, every[2][:, last])
+
+
+@pytest.mark.parametrize("kind", ["causal", "window", "alibi"])
+@pytest.mark.parametrize("sinks", [None, SINKS])
+@pytest.mark.parametrize("n_kept", [N_TOKENS, N_TOKENS - 2, 8])  # keys, by a cache
+def test_steps_that_are_read_at_once_have_the_sums_of_each(kind, sinks, n_kept):
+    call = make_call(1.0, make_mask(kind), sinks)
+    keys, rows = members()[:, :2].float(), members()[:, 1:].float()
+    steps, every_row, by_key = [], [], torch.zeros(2, 1, 4, 2, N_TOKENS)
+    stops = range(N_TOKENS - 4, N_TOKENS + 1)
+    for stop in stops:
+        row, seen = slice(stop - 1, stop), slice(max(0, stop - n_kept), stop)
+        mask = None if call.mask is None else call.mask[:, :, row, seen]
+        steps.append(
+            dataclasses.replace(
+                call, query=call.query[:, :, row], key=call.key[:, :, seen], mask=mask
+            )
+        )
+        by_row, sent = step_sums(steps[-1], keys[..., seen], rows[..., row])
+        every_row.append(by_row)
+        by_key[..., seen] += sent
+    waiting = StepCalls(steps[0])
+    for step in steps[1:]:
+        waiting.add(step)
+    first = max(0, stops[0] - n_kept)
+    joined = span_sums(
+        waiting.joined({}),
+        keys[..., first:],
+        rows[..., stops[0] - 1 :],
+        (0, len(stops)),
+        2**20,
+        None,
+    )
+    close = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
+    close(joined[0], torch.cat(every_row, dim=-1))
+    close(joined[1], by_key[..., first:])
 
 
 def test_a_map_reads_as_the_queries_and_keys_it_came_from():
