@@ -474,11 +474,12 @@ def trained_block(block: Block, state: FitState) -> Trained:
     """Fetch the best weights of a block."""
     n_subsets = len(block.subsets)  # of which a mesh may have trained more
 
-    def fetch(x: jax.Array) -> np.ndarray:
-        trained = np.asarray(x)[:, :n_subsets]
+    def fetch(x: np.ndarray) -> np.ndarray:
+        trained = x[:, :n_subsets]
         return trained.reshape(-1, *trained.shape[2:])
 
-    return Trained(block.members, *jax.tree.map(fetch, (state.best_params, state.info)))
+    on_host = jax.device_get((state.best_params, state.info))  # all at once
+    return Trained(block.members, *jax.tree.map(fetch, on_host))
 
 
 def fit_block(

@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 
 from beatrice.jaxprobe.config import EncoderConfig, FusionConfig
-from beatrice.jaxprobe.encoder import Encoder, token_convolution
+from beatrice.jaxprobe.encoder import (
+    Encoder,
+    convolve_on_accelerator,
+    token_convolution,
+)
 from beatrice.jaxprobe.families import (
     N_SUBSETS,
     SUBSET_NAMES,
@@ -114,8 +118,10 @@ def test_initial_weights_are_those_of_an_encoder_of_the_subset_alone():
         assert np.std(conv) == pytest.approx((3 * 64) ** -0.5, rel=0.05)
 
 
-def test_token_convolution_equals_jax_and_so_does_its_gradient():
-    x = jax.random.normal(jax.random.key(0), (3, 9, 5))
+@pytest.mark.parametrize("n_tokens", [1, 8, 9])  # windows that are full, or not
+@pytest.mark.parametrize("where", ["here", "on an accelerator"])
+def test_token_convolution_equals_jax_and_so_does_its_gradient(where, n_tokens):
+    x = jax.random.normal(jax.random.key(0), (3, n_tokens, 5))
     kernel = jax.random.normal(jax.random.key(1), (4, 3, 3))
 
     def reference(x, kernel):
@@ -124,6 +130,8 @@ def test_token_convolution_equals_jax_and_so_does_its_gradient():
         )
 
     def ours(x, kernel):
+        if where == "on an accelerator":
+            return convolve_on_accelerator("float32", x, kernel)
         return token_convolution(x, kernel, jnp.array(True), "float32")
 
     def total(f):
