@@ -162,8 +162,7 @@ class StepCalls:
 
     def __init__(self, call: AttentionCall) -> None:
         """Begin with a step."""
-        self._call = call
-        self._key = call.key  # every key that one of the steps sees
+        self._call = call  # with every key that one of the steps sees
         self._queries, self._masks = [call.query], [call.mask]
         self._n_keys = [call.key.shape[2]]  # of each step, the last up to its own
 
@@ -172,11 +171,12 @@ class StepCalls:
         return len(self._queries)
 
     def add(self, call: AttentionCall) -> None:
-        """Add the next step."""
-        if call.n_cached == self._key.shape[2]:
-            self._key = call.key  # in place of what it has copied
-        else:  # a sliding window has dropped the first
-            self._key = torch.cat([self._key, call.key[:, :, -1:]], dim=2)
+        """Add the next step; keys that its own are a copy of are let go."""
+        key = call.key
+        if call.n_cached != self._call.key.shape[2]:
+            # A sliding window has dropped the first.
+            key = torch.cat([self._call.key, call.key[:, :, -1:]], dim=2)
+        self._call = dataclasses.replace(self._call, key=key)
         self._queries.append(call.query)
         self._masks.append(call.mask)
         self._n_keys.append(call.key.shape[2])
@@ -186,19 +186,15 @@ class StepCalls:
 
         Layers share what is in `masks`: most have the same.
         """
-        shared = (*map(id, self._masks), *self._n_keys, self._key.shape[2])
+        shared = (*map(id, self._masks), *self._n_keys, self._call.key.shape[2])
         if shared not in masks:
             masks[shared] = self._mask()
-        return dataclasses.replace(
-            self._call,
-            query=torch.cat(self._queries, dim=2),
-            key=self._key,
-            mask=masks[shared],
-        )
+        query = torch.cat(self._queries, dim=2)
+        return dataclasses.replace(self._call, query=query, mask=masks[shared])
 
     def _mask(self) -> torch.Tensor | None:
         """Return which of all keys each step sees."""
-        n_keys = self._key.shape[2]
+        n_keys = self._call.key.shape[2]
         stops = range(n_keys - len(self) + 1, n_keys + 1)
         given = [mask for mask in self._masks if mask is not None]
         if not given and self._n_keys == list(stops):
@@ -210,7 +206,7 @@ class StepCalls:
         for mask, n_seen, stop in zip(self._masks, self._n_keys, stops, strict=True):
             if mask is None:
                 shape = (1, 1, 1, n_seen)
-                mask = torch.full(shape, seen, dtype=dtype, device=self._key.device)
+                mask = torch.full(shape, seen, dtype=dtype, device=self._call.device)
             edges = (stop - n_seen, n_keys - stop)
             rows.append(
                 torch.nn.functional.pad(mask[..., :n_seen], edges, value=hidden)

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import math
+import weakref
 
 import numpy as np
 import pytest
@@ -140,6 +141,21 @@ def test_steps_that_are_read_at_once_have_the_sums_of_each(kind, sinks, n_kept):
     close = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
     close(joined[0], torch.cat(every_row, dim=-1))
     close(joined[1], by_key[..., first:])
+
+
+def test_of_a_growing_cache_the_last_keys_alone_are_held():
+    queries, held = torch.zeros(1, 4, 1, 8), []
+    for n_keys in (3, 4, 5):
+        key = torch.zeros(1, 2, n_keys, 8)
+        call = AttentionCall(queries, key, None, 1.0, None)
+        if n_keys == 3:
+            steps = StepCalls(call)
+        else:
+            steps.add(call)
+        held.append(weakref.ref(key))
+        del key, call
+    assert [ref() is not None for ref in held] == [False, False, True]
+    assert steps.joined({}).n_cached == 2
 
 
 def test_a_map_reads_as_the_queries_and_keys_it_came_from():
