@@ -8,8 +8,9 @@ text there says of an order without a number. What is a definition (fifteen enco
 one half) or repeats a table is no line.
 
 A number has a counterpart in a run where its line names a setting, a set, a split and a
-detector of ours; where it has none its line says why. A set that the paper held out may
-be one that a run was trained on; both are laid side by side, and a note says so.
+detector of ours; where it has none its line or `_WHY_NOT` says why, but for what is no
+result (counts, sizes). A set that the paper held out may be one that a run was trained
+on; both are laid side by side, and a note says so.
 
 A number of the paper has a sign where it is a difference or a correlation, and where
 the paper compares it with another of its table. Ours has one where a 95 % interval

@@ -19,6 +19,7 @@ from beatrice.benchmarks.results.paper import (
 from beatrice.benchmarks.results.tables import results_of
 from beatrice.extract.records import IN_DOMAIN
 from beatrice.extract.run.rows import encoder
+from beatrice.pgir.controllers import CONTROLLERS
 from tests.benchmarks.results.sample import anatomy_rows, row, undefined
 
 ROOT = Path(__file__).parents[3]
@@ -63,6 +64,12 @@ N_IN_TEXT = {
 N_ORDERS = {"fig:complementarity": 8, "fig:boundary-band": 8, "fig:attention-heads": 1}
 RANKED = ("auroc", "auprc", "em", "f1")
 UNRANKED_ROWS = ("Random AUPRC (error rate)", "Late fusion (all)")
+# Controllers that the paper calls otherwise.
+OTHER_TITLES = {
+    "No-RAG": "Never retrieve",
+    "Vanilla RAG": "Always retrieve once",
+    "PGIR (ours)": "PGIR",
+}
 CELLS = read_ledger()
 
 
@@ -127,6 +134,20 @@ def test_a_run_stands_beside_the_same_detector_set_setting_and_metric_only():
     assert {b.paper.value for b in matches.values()} == {0.976, 0.993}
     assert {b.value for b in matches.values()} == {0.25}
     assert not matches_of(row(encoder("P"), "closed_book", eval_set, "auprc", 0.25))
+
+
+def test_every_controller_of_the_paper_stands_beside_the_same_one_of_a_run():
+    for table in ("pgir-application", "gemma-pgir"):
+        cells = [cell for cell in CELLS if cell.table == table]
+        assert all(cell.has_counterpart for cell in cells), table
+        for cell in cells:
+            title = CONTROLLERS[cell.detector]
+            assert title == OTHER_TITLES.get(cell.row, cell.row)
+    done = row("dragin", "both", ("popqa", "ood"), "em", 0.25, experiment="controller")
+    assert {key[:3] for key in matches_of(done)} == {
+        ("pgir-application", "DRAGIN", "PopQA"),
+        ("gemma-pgir", "DRAGIN", "PopQA"),
+    }
 
 
 def test_a_set_that_the_paper_held_out_may_be_in_domain_and_a_note_says_so():
