@@ -263,18 +263,47 @@ def encoder_scores(
 
 
 def selected_scores(scene: Scenario, detector: Detector) -> dict[Subject, np.ndarray]:
-    """Return the raw scores of the selected heads on the new rows, `[1, n_rows]`."""
+    """Return the raw scores of the selected heads, `[n_seeds, n_rows]` of the new rows.
+
+    Each seed by itself, as its rivals are: the mean of the seeds' scores, which a
+    deployed detector gives, ranks better than the seeds do on average.
+    """
     stores: dict[Setting, FeatureStore] = {scene.setting: scene.new.store}
     heads: dict[str, HeadName] = {"champion": scene.setting}
     if scene.closed_book is not None:
         stores["closed_book"] = scene.closed_book.store
         if "single_pass" in detector.heads:
             heads["without_closed_book"] = "single_pass"
-    layer = scene.trained.layer
+    layer, seeds = scene.trained.layer, _seeds_of(detector)
     return {
-        Subject(name): score_store(detector, head, stores, layer=layer).raw[None]
+        Subject(name): np.stack(
+            [score_store(alone, head, stores, layer=layer).raw for alone in seeds]
+        )
         for name, head in heads.items()
     }
+
+
+def _seeds_of(detector: Detector) -> list[Detector]:
+    """Return the detector of each training seed."""
+
+    def of_seed(parts: Mapping[Any, Any], seed: int) -> dict[Any, Any]:
+        def take(x: np.ndarray) -> np.ndarray:
+            return x[seed : seed + 1]
+
+        return {
+            name: dataclasses.replace(part, params=jax.tree.map(take, part.params))
+            for name, part in parts.items()
+        }
+
+    head = next(iter(detector.heads.values()))
+    return [
+        dataclasses.replace(
+            detector,
+            banks=of_seed(detector.banks, seed),
+            heads=of_seed(detector.heads, seed),
+        )
+        for seed in range(len(jax.tree.leaves(head.params)[0]))
+    ]
 
 
 def rival_scores(scene: Scenario) -> dict[Subject, np.ndarray]:

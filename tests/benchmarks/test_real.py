@@ -12,6 +12,7 @@ import shutil
 import numpy as np
 import pytest
 
+from beatrice.benchmarks.baselines.detector import DetectorInput
 from beatrice.benchmarks.real import (
     COSTS,
     WANTED,
@@ -22,10 +23,11 @@ from beatrice.benchmarks.real import (
     read_costs,
 )
 from beatrice.benchmarks.results.evaluate import run_detectors
-from beatrice.benchmarks.results.names import probe
+from beatrice.benchmarks.results.names import CHAMPION, probe
 from beatrice.benchmarks.transfer import (
     ALL_SETS,
     EXPERIMENT,
+    Scenario,
     TransferConfig,
     _count_missing,
     asked_questions,
@@ -40,8 +42,12 @@ from beatrice.extract.records import IN_DOMAIN, Example, Passage, read_records, 
 from beatrice.extract.run.contents import read_examples
 from beatrice.extract.run.directory import NewRun, RunDir
 from beatrice.extract.run.rows import Subject, read_result_rows, read_rows
+from beatrice.extract.store.spec import Family
 from beatrice.jaxprobe import checkpoint
+from beatrice.jaxprobe.calibrate import score_store
+from beatrice.jaxprobe.config import EncoderConfig
 from beatrice.jaxprobe.detector import Detector
+from beatrice.jaxprobe.families import paper_dims
 from beatrice.jaxprobe.train import grid_config
 from beatrice.pgir.retrievers import (
     Bm25Retriever,
@@ -52,7 +58,7 @@ from beatrice.pgir.retrievers import (
 from tests.benchmarks.results.sample import row
 from tests.extract.datasets import published as pub
 from tests.extract.small_run import beatrice, questions
-from tests.jaxprobe.samples import rows_like
+from tests.jaxprobe.samples import random_detector, rows_like, store_like
 from tests.pgir.test_retrievers import serving
 from tests.process import call
 from tests.records import an_example
@@ -261,6 +267,23 @@ def test_what_was_asked_and_not_answered_is_counted_as_failed():
     assert lost.split == "ood" and [r.n_failed for r in counted] == [1, 1, 0]
 
 
+def test_selected_encoders_are_scored_seed_by_seed_as_their_rivals_are():
+    dims = {"closed_book": paper_dims(hidden=6, prob=5, resid=4, attn=2)}
+    dims["with_context"] = dims["closed_book"]
+    reads = {"closed_book": (("closed_book", "HP"), ("closed_book", "A"))}
+    encoders = EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2)
+    detector = random_detector(dims, encoders, reads, 4)
+    sizes = zip(dims["closed_book"].names, dims["closed_book"].sizes, strict=True)
+    families = {name: Family(shape=(size,)) for name, size in sizes}
+    spans = np.tile([(0, 0), (0, 2), (2, 5)], (9, 1, 1))
+    store = store_like("memory://retrieved", families, spans)
+    new = DetectorInput(store=store, rows=rows_like([True] * 9), layer=None)
+    scores = selected_scores(Scenario(trained=new, new=new), detector)[CHAMPION]
+    of_both = score_store(detector, "closed_book", {"closed_book": store}, layer=None)
+    assert scores.shape == (2, 9) and np.abs(np.diff(scores, axis=0)).max() > 0.01
+    np.testing.assert_allclose(scores.mean(axis=0), of_both.raw, atol=1e-6)
+
+
 @pytest.fixture(scope="module")
 def finished(smoke_run, tmp_path_factory):
     """A finished run of the smallest preset, with retrieved answers judged."""
@@ -285,8 +308,7 @@ def test_put_to_their_own_rows_detectors_score_as_evaluate_says(finished, settin
         np.testing.assert_allclose(scores, known[name], rtol=1e-3, atol=1e-4)
     selected = selected_scores(scene, Detector.load(finished.detector))
     for name, scores in selected.items():
-        mean = known[name].mean(axis=0)  # probabilities of the seeds' heads
-        np.testing.assert_allclose(scores[0], mean, atol=1e-4)
+        np.testing.assert_allclose(scores, known[name], atol=1e-4)
 
 
 @pytest.mark.slow
