@@ -158,11 +158,15 @@ def _drawn(
 
 
 def _macro(sets: Sequence[Drawn]) -> Drawn:
-    """Return the unweighted mean over sets, each resampled by itself."""
+    """Return the unweighted mean over sets, each resampled by itself.
+
+    Sets of one size have drawn the same places. So that their questions are not drawn
+    together, the resamples of each set are moved on by one from those of the last.
+    """
     return {
         key: _Drawn(
             float(np.mean([drawn[key].value for drawn in sets])),
-            np.mean([drawn[key].draws for drawn in sets], axis=0),
+            np.mean([np.roll(x[key].draws, k) for k, x in enumerate(sets)], axis=0),
             sum(drawn[key].n for drawn in sets),
         )
         for key in sets[0]

@@ -371,6 +371,21 @@ def test_a_larger_budget_never_asks_less():
     assert costs == sorted(costs) and costs[-1] == pytest.approx(8 / 4)
 
 
+def test_the_questions_of_two_sets_of_one_size_are_resampled_apart():
+    first = traced()
+    other = dataclasses.replace(first, dataset="held", split="ood")
+    answers = [answers_of(first), answers_of(other)]
+    config = BootstrapConfig(n_resamples=2000)
+    rows = control_rows([first, other], answers, config)
+    widths = {
+        row.dataset: row.ci_high - row.ci_low
+        for row in rows
+        if (row.detector, row.metric, row.against) == ("no_rag", "em", None)
+    }
+    # A mean of twice as many questions, not of the same ones twice.
+    assert widths["macro"] < 0.9 * widths["world"] == 0.9 * widths["held"]
+
+
 def test_pgir_is_compared_with_each_controller_on_the_same_questions():
     first = traced()
     other = dataclasses.replace(first, dataset="held", split="ood")
