@@ -4,7 +4,8 @@ A prompt's signals come out of the prefill, each new token's out of its decode s
 What needs the next token (its probability, the push towards it) waits one step: of
 every row the last position's contributions and logits are kept until the token is
 chosen. What a token sends to other spans comes from its step's queries and the cached
-keys, a few steps at a time; what it receives is summed as later steps attend to it.
+keys; what it receives is summed as later steps attend to it. Both are read a few steps
+at a time, but for float32 on a CPU, where the model attends with the weights.
 
 Rows stand in columns: column 0 is the longest prompt's first token, shorter prompts are
 padded on the left, and a layer with a sliding window hands over the last columns alone.
@@ -53,8 +54,8 @@ from beatrice.extract.signals.span_sums import (
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 2e-2}
 _N_PADDED = 4  # columns by which the shorter prompt is padded
 _N_CHECKED = 3  # tokens: the first of a decode step, one behind it, and the last
-# Steps of which attention is read at once: calls of Torch, and on a GPU of kernels, are
-# what the numbers of one step cost.
+# Steps of which attention is read at once, where the model's own kernel attends: calls
+# of Torch, and on a GPU of kernels, are what the numbers of one step cost.
 _N_TOGETHER = 8
 _N_ROOM = 8  # new tokens for which there is room at first; most answers are shorter
 
@@ -219,7 +220,9 @@ class DecodeReading(AttentionReading):
                 torch.zeros(shape, device=call.device),
             )
         self.rows = (self._first, self._n_step)
-        if self._n_step > 1 or self._first or isinstance(call, AttentionMap):
+        # What attends with these weights needs them now.
+        is_now = self._n_step > 1 or self._first or value is not None
+        if is_now or isinstance(call, AttentionMap):
             return True, self._add_sums(layer, call, self._n_before, value)
         if layer in self._steps:
             self._steps[layer].add(call)
@@ -242,9 +245,8 @@ class DecodeReading(AttentionReading):
         first = min(max(0, self.n_unread - n_before), call.shape[2])
         keys = self._run_members[:, :2, stop - n_keys : stop]
         rows = self._run_members[:, 1:, n_before:stop]
-        attended = None
-        if isinstance(call, AttentionCall) and call.shape[2] == 1 and value is None:
-            by_row, by_key = step_sums(call, keys, rows)
+        if isinstance(call, AttentionCall) and call.shape[2] == 1 and not first:
+            by_row, by_key, attended = step_sums(call, keys, rows, value)
         else:
             by_row, by_key, attended = span_sums(
                 call, keys, rows, (first, call.shape[2]), self.budget, value

@@ -343,8 +343,9 @@ def step_sums(
     call: AttentionCall,
     key_members: torch.Tensor,
     row_members: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sums of `span_sums` of a call with one row, as a decode step has.
+    value: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return what `span_sums` returns of a call with one row, as a decode step has.
 
     By a third of its calls of Torch, which are what such a step costs.
 
@@ -352,6 +353,7 @@ def step_sums(
       call: of one row.
       key_members: `[n_examples, 2, n_keys]` float32, 1 on keys in context, question.
       row_members: `[n_examples, 2, 1]` float32, likewise the row in question, answer.
+      value: as in `span_readings`.
     """
     logits = call.logits(0, 1)
     log_weights = logits.log_softmax(-1)
@@ -362,7 +364,9 @@ def step_sums(
     weights = log_weights.exp()
     pair = torch.stack([weights, log_weights.mul_(weights)])
     by_row = key_members[:, None] @ pair.mT
-    return by_row, row_members[:, None] * pair
+    by_key = row_members[:, None] * pair
+    attended = None if value is None else _attended(weights, value)
+    return by_row, by_key, attended
 
 
 def span_readings(

@@ -74,10 +74,10 @@ def largest_difference(reader, requests, config=CONFIG, answer_span="emitting"):
     return differences, answers
 
 
-def write(reader, requests, watch):
+def write(reader, requests, watch, n_new=CONFIG.max_new_tokens):
     """The replies to the requests, while a reading watches."""
     prompts = [GeneratorPrompt(text="", ids=r.prompt.ids) for r in requests]
-    sampling = SamplingConfig(max_new_tokens=CONFIG.max_new_tokens)
+    sampling = SamplingConfig(max_new_tokens=n_new)
     generator = TransformersGenerator(backbone=reader.backbone)
     return generator.write(prompts, sampling, watch)
 
@@ -103,6 +103,32 @@ def test_reading_while_writing_is_reading_again(family):
     assert max(differences.values()) < 5e-4, differences
     assert answers == generate(reader.backbone, requests, CONFIG)
     assert check_decoding(reader) is None
+
+
+class KernelAttends(DecodeReading):
+    """Leaves attention to the model's kernel, as in half precision and on a GPU."""
+
+    def reduce(self, layer, call, value):
+        return super().reduce(layer, call, None)
+
+
+@pytest.mark.parametrize(
+    "family", representatives([f for f in FAMILIES if f not in WITHOUT])
+)
+def test_steps_whose_attention_is_read_at_once_are_read_as_again(family):
+    requests, n_new = requests_of(), 11  # eight steps, and what is left
+    stop = stop_of(family, requests, 2)
+    reader = SignalReader(backbone_of(family, stop=stop))
+    watch = KernelAttends(reader, [r.prompt for r in requests], n_new)
+    replies = write(reader, requests, watch, n_new)
+    answers = [r.answer(x) for r, x in zip(requests, replies, strict=True)]
+    assert max(len(answer.token_ids) for answer in answers) > 1
+    again = reader.read([sequence_of(answer) for answer in answers])
+    for read, expected in zip(watch.signals(answers), again, strict=True):
+        assert read is not None
+        for name in SIGNALS:
+            value, wanted = getattr(read, name), getattr(expected, name)
+            np.testing.assert_allclose(value, wanted, rtol=0, atol=5e-4)
 
 
 OWNERS = {

@@ -93,18 +93,20 @@ def test_readings_and_output_agree_with_the_exact_map(spread, budget, kind, sink
 @pytest.mark.parametrize("kind", ["causal", "window", "alibi"])
 @pytest.mark.parametrize("sinks", [None, SINKS])
 def test_the_last_row_alone_has_the_sums_that_it_has_among_all(spread, kind, sinks):
-    call = make_call(spread, make_mask(kind), sinks)
+    call, value = make_call(spread, make_mask(kind), sinks), make_value()
     last = slice(N_TOKENS - 1, N_TOKENS)
     mask = None if call.mask is None else call.mask[:, :, last]
     alone = dataclasses.replace(call, query=call.query[:, :, last], mask=mask)
     keys, rows = members()[:, :2].float(), members()[:, 1:].float()
-    by_row, by_key = step_sums(alone, keys, rows[..., last])
+    by_row, by_key, attended = step_sums(alone, keys, rows[..., last], value)
     only = rows.clone()
     only[..., :-1] = 0.0
-    every = span_sums(call, keys, only, (0, N_TOKENS), 2**20, None)
+    every = span_sums(call, keys, only, (0, N_TOKENS), 2**20, value)
+    assert every[2] is not None and attended is not None
     close = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
     close(by_row, every[0][..., last])
     close(by_key, every[1])
+    close(attended, every[2][:, last])
 
 
 @pytest.mark.parametrize("kind", ["causal", "window", "alibi"])
@@ -123,7 +125,7 @@ def test_steps_that_are_read_at_once_have_the_sums_of_each(kind, sinks, n_kept):
                 call, query=call.query[:, :, row], key=call.key[:, :, seen], mask=mask
             )
         )
-        by_row, sent = step_sums(steps[-1], keys[..., seen], rows[..., row])
+        by_row, sent, _ = step_sums(steps[-1], keys[..., seen], rows[..., row], None)
         every_row.append(by_row)
         by_key[..., seen] += sent
     waiting = StepCalls(steps[0])
