@@ -1,5 +1,6 @@
 """The verbs that search and that act on the score: corpus, control."""
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -103,7 +104,9 @@ class RetrievalOptions(EncoderSettings):
         if chosen.retriever not in KINDS:
             with checking("--retriever"):
                 load_retriever(chosen.retriever)
-        check_retrieval(chosen)  # what is missing is not written down
+        # What is missing is not written down.
+        with checking("--url") if self.url else contextlib.nullcontext():
+            check_retrieval(chosen)
         with RunDir.open(run_dir) as run:
             settle_retrieval(run, chosen, section)
 

@@ -381,7 +381,6 @@ def test_a_choice_that_lacks_something_is_refused_in_a_sentence(run, tmp_path):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"url": "http://127.0.0.1:9/find"}, "expected a URL that ends in /retrieve"),
         ({"corpus": "EMPTY"}, "no finished corpus"),
         ({"corpus": "CORPUS", "retriever": "dense"}, "is no encoder"),
     ],
@@ -395,6 +394,14 @@ def test_what_is_not_there_is_not_written_down(run, tmp_path, options, named):
     before = run.manifest.read_bytes()
     with pytest.raises(ValueError, match=named):
         RetrievalOptions(**chosen).write(run.path)
+    assert run.manifest.read_bytes() == before
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9/find", "ftp://x/retrieve", "x"])
+def test_a_url_of_no_protocol_is_wrong_usage_and_is_not_written_down(run, url):
+    before = run.manifest.read_bytes()
+    with pytest.raises(click.UsageError, match="expected a URL that ends in /retrieve"):
+        RetrievalOptions(url=url).write(run.path)
     assert run.manifest.read_bytes() == before
 
 
@@ -445,12 +452,6 @@ def test_replies_of_two_servers_lie_in_two_files(run):
     assert retrieval_of(run).retriever.search(["q"], 1) == [(0,)]
     RetrievalOptions(url=urls[0]).write(run.path)
     assert retrieval_of(run).passages == [] and len(set(identities)) == 2
-
-
-def test_a_url_of_no_protocol_is_refused(run):
-    with pytest.raises(ValueError, match="ends in /retrieve"):
-        RetrievalOptions(url="http://there/").write(run.path)
-        retrieval_of(run)
 
 
 PSGS = 'id\ttext\ttitle\n1\t"He said ""no"" twice."\tAaron\n2\t"Second block."\tAaron\n'
