@@ -1,12 +1,11 @@
 """A frozen language model: it answers questions, and its signals are read."""
 
 import dataclasses
-import functools
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args, overload
 
 from beatrice.extract.records import Answer, Example, Passage, Setting
 from beatrice.pgir.arguments import (
@@ -31,6 +30,8 @@ if TYPE_CHECKING:
     from beatrice.signals import Signals
 
 _TOGETHER = 256  # questions between two of which a kill costs nothing
+_MOST_KEPT = 4  # readers of a model
+_T = TypeVar("_T")
 _NO_SPLIT = "test"  # a question that is asked here is of none; a record needs one
 
 
@@ -73,6 +74,9 @@ class LanguageModel:
         self.backbone: Backbone = _open(model, tokenizer, device, dtype)
         self.name: str = model if isinstance(model, str) else self.backbone.name
         self.prompt: PromptConfig = prompt or default_prompt(self.backbone)
+        # Of some choices of layers: what reads them, and why not while it writes.
+        self._readers: dict[Any, tuple[SignalReader]] = {}
+        self._reasons: dict[Any, tuple[str | None]] = {}
 
     def __repr__(self) -> str:
         """Say which model it is and where it computes."""
@@ -262,17 +266,20 @@ class LanguageModel:
             )
         return tuple(sorted(numbers))
 
-    @functools.lru_cache(maxsize=4)  # noqa: B019  # models live as long as a process
     def _reader(self, layers: tuple[int, ...], spans: Any) -> "SignalReader":
         from beatrice.extract.signals.reader import SignalReader
 
-        return SignalReader(self.backbone, layers, hidden_spans=spans)
+        def make() -> SignalReader:
+            return SignalReader(self.backbone, layers, hidden_spans=spans)
 
-    @functools.lru_cache(maxsize=4)  # noqa: B019  # models live as long as a process
+        return _kept(self._readers, (layers, spans), make)
+
     def _why_read_again(self, layers: tuple[int, ...]) -> str | None:
         from beatrice.extract.signals.decode import check_decoding
 
-        return check_decoding(self._reader(layers, "all"))
+        return _kept(
+            self._reasons, layers, lambda: check_decoding(self._reader(layers, "all"))
+        )
 
     def _about(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return what a score has to do as these answers did; for `Provenance`."""
@@ -291,6 +298,16 @@ class LanguageModel:
             "stop_id": stops.most_common(1)[0][0] if stops else None,
             "scripts": scripts_of([*texts, *(answer.text for answer in answers)]),
         }
+
+
+def _kept(kept: dict[Any, tuple[_T]], key: Any, make: Callable[[], _T]) -> _T:
+    """Return what is kept under a key, or make it, and keep it beside the last few."""
+    held = kept.get(key)
+    if held is None:
+        for oldest in [*kept][: 1 - _MOST_KEPT]:
+            kept.pop(oldest, None)
+        held = kept[key] = (make(),)
+    return held[0]
 
 
 def _answer_on_disk(

@@ -1,8 +1,10 @@
 """What a notebook does: questions, answers, signals, a probe, a score."""
 
+import gc
 import os
 import re
 import shutil
+import weakref
 
 import numpy as np
 import pandas
@@ -150,6 +152,15 @@ def test_a_probe_of_a_model_in_memory_scores_with_that_model(model, examples):
     assert "float32 on cpu" in repr(ours)
     assert probe.scorer.probed.backbone.model is backbone.model
     assert score.p_correct == pytest.approx(probe.predict(signals[:1])[0], abs=1e-4)
+
+
+def test_a_model_that_nobody_holds_is_given_back_with_what_has_read_it():
+    model = beatrice.LanguageModel("embedded")
+    model.answer(QUESTIONS[:1], max_new_tokens=2, read=True)
+    weights = weakref.ref(model.backbone.model)
+    del model
+    gc.collect()
+    assert weights() is None
 
 
 def test_a_model_in_memory_is_not_moved_to_a_device(model):
