@@ -237,10 +237,11 @@ class LanguageModel:
         config = ExtractConfig() if config is None else config
         if not isinstance(config, ExtractConfig):
             raise argument_error("config", "an ExtractConfig", config)
-        config = dataclasses.replace(config, hidden_layers=self._layers(layers))
+        chosen = self._layers(layers)
+        config = dataclasses.replace(config, hidden_layers=chosen)
         url = memory_url() if store is None else store
         extract(
-            self._reader(config.hidden_layers, config.hidden_spans),
+            self._reader(chosen, config.hidden_spans),
             answers,
             url,
             config,
