@@ -20,6 +20,7 @@ import http.client
 import itertools
 import json
 import logging
+import sys
 import threading
 import time
 import urllib.error
@@ -621,6 +622,7 @@ class RetrievalServer(ThreadingHTTPServer):
       host: address to listen at.
       port: 0 takes a free one, see `server_port`.
       depth: passages of a request that does not say how many.
+      timeout: seconds that a client may be silent before it is left.
     """
 
     daemon_threads = True
@@ -635,9 +637,11 @@ class RetrievalServer(ThreadingHTTPServer):
         host: str = "127.0.0.1",
         port: int = 8000,
         depth: int = 3,
+        timeout: float = 60.0,
     ) -> None:
         """Bind the address; `serve_forever` answers."""
         self._retriever, self.passages = retriever, passages
+        self.client_timeout = timeout
         self._depth, self._lock = depth, threading.Lock()
         try:
             super().__init__((host, port), _Handler)
@@ -646,6 +650,11 @@ class RetrievalServer(ThreadingHTTPServer):
                 f"nothing can be served at {host}:{port}: {error.strerror}; give "
                 "another host or port (--set port=0 takes a free one)"
             ) from error
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print what went wrong, unless a client is gone."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
     def _rank(self, queries: Any, depth: Any) -> list[list[dict[str, Any]]]:
         depth = self._depth if depth is None else depth
@@ -706,6 +715,11 @@ class _Handler(BaseHTTPRequestHandler):
         assert isinstance(self.server, RetrievalServer)
         return self.server
 
+    def setup(self) -> None:
+        """Set how long a client may be silent."""
+        super().setup()
+        self.connection.settimeout(self._retrieval.client_timeout)
+
     def do_GET(self) -> None:
         if self.path == "/health":
             n_passages = len(self._retrieval.passages)
@@ -716,17 +730,19 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         try:
-            size = int(self.headers.get("Content-Length", ""))
-            if not 0 <= size <= _MOST_REQUEST_BYTES:
-                raise ValueError(f"a request has at most {_MOST_REQUEST_BYTES} bytes")
-            request = json.loads(self.rfile.read(size))
+            size = self.headers.get("Content-Length", "")
+            if not size.isdecimal() or int(size) > _MOST_REQUEST_BYTES:
+                raise ValueError(
+                    f"expected a Content-Length of at most {_MOST_REQUEST_BYTES} bytes"
+                )
+            request = json.loads(self.rfile.read(int(size)))
             if not isinstance(request, dict):
                 raise ValueError("expected a JSON object")
             self._reply(200, self._retrieval.answer(self.path, request))
         except KeyError:
             self.close_connection = True
             self._reply(404, {"error": f"nothing is served at {self.path}"})
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # the latter of nested JSON
             self.close_connection = True
             self._reply(400, {"error": str(error)})
 
@@ -735,6 +751,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(content)))
+        if self.close_connection:
+            self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(content)
 

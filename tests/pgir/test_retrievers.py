@@ -1,10 +1,14 @@
 """Corpora hold each passage once; retrievers behind HTTP, and servers that babble."""
 
 import contextlib
+import http.client
 import json
+import socket
+import struct
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -61,8 +65,8 @@ def serving(server):
         server.server_close()
 
 
-def corpus_server():
-    return RetrievalServer(Bm25Retriever(CORPUS), CORPUS, port=0)
+def corpus_server(**options):
+    return RetrievalServer(Bm25Retriever(CORPUS), CORPUS, port=0, **options)
 
 
 def client(url, cache, **options):
@@ -121,6 +125,7 @@ def test_replies_have_the_shapes_that_the_two_protocols_say():
     ("path", "value", "status"),
     [
         ("/retrieve", b"no json", 400),
+        ("/retrieve", b"[" * 100_000, 400),
         ("/retrieve", {"queries": []}, 400),
         ("/retrieve", {"queries": ["x"], "topk": 0}, 400),
         ("/retrieve", {"queries": [7]}, 400),
@@ -134,6 +139,40 @@ def test_a_wrong_request_gets_its_reason_and_the_server_lives_on(path, value, st
         with refused.value as reply:
             assert reply.code == status and json.load(reply)["error"]
         assert post(f"{url}/retrieve", {"queries": ["word3"]})["result"]
+
+
+def test_a_request_of_no_length_is_told_what_to_give():
+    with serving(corpus_server()) as url:
+        address = urllib.parse.urlsplit(url).netloc
+        connection = http.client.HTTPConnection(address, timeout=10)
+        connection.putrequest("POST", "/retrieve")
+        connection.endheaders()
+        reply = connection.getresponse()
+        assert reply.status == 400 and "Content-Length" in json.load(reply)["error"]
+        assert reply.will_close
+        connection.close()
+
+
+def test_a_client_that_falls_silent_is_not_waited_for_for_ever():
+    with corpus_server(timeout=0.2) as server, serving(server):
+        with socket.create_connection(server.server_address, timeout=10) as silent:
+            silent.sendall(b"POST /retr")
+            assert silent.recv(1) == b""
+
+
+def test_a_client_that_is_gone_leaves_no_traceback(capsys):
+    reset = struct.pack("ii", 1, 0)  # close() then sends a reset
+    body = json.dumps({"queries": ["word3"] * 200, "topk": 10}).encode()
+    with corpus_server() as server:
+        server.daemon_threads = False  # closing waits for what is answered
+        with serving(server):
+            with socket.create_connection(server.server_address, timeout=10) as gone:
+                gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+                head = f"POST /retrieve HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n"
+                gone.sendall(head.encode() + body)
+            url = f"http://127.0.0.1:{server.server_port}"
+            assert post(f"{url}/retrieve", {"queries": ["word3"]})["result"]
+    assert capsys.readouterr().err == ""
 
 
 def test_what_was_asked_keeps_its_index_and_is_not_asked_again(tmp_path):
