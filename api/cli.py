@@ -10,11 +10,13 @@ import dataclasses
 import difflib
 import fcntl
 import importlib
+import io
 import itertools
 import json
 import os
 import pkgutil
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -385,6 +387,8 @@ def _readable_again(file: Path) -> Iterator[Path]:
     if not is_stdin and file.is_file():
         yield file
         return
+    if is_stdin and sys.stdin is None:
+        raise click.UsageError("--file -: standard input is closed; give a file")
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / ("stdin" if is_stdin else file.name)
         with click.open_file(str(file), "rb") as source, copy.open("wb") as target:
@@ -670,6 +674,10 @@ def main(context: click.Context) -> None:
     verb = context.invoked_subcommand
     if verb is not None and verb not in SHARED:
         check_alone(verb, find_share())
+    # What an old locale cannot write is escaped, as it is on stderr.
+    stdout = sys.stdout
+    if isinstance(stdout, io.TextIOWrapper) and stdout.encoding.lower() != "utf-8":
+        stdout.reconfigure(errors="backslashreplace")
     # Progress of weight loading and the like is Transformers' own; ours is above.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -280,7 +280,7 @@ class Probe(AnswerScorer):
             (work / _REPORT).write_text(json.dumps(about, indent=1))
             lines = "".join(json.dumps(row) + "\n" for row in self._examples)
             (work / _EXAMPLES).write_text(lines)
-            (work / CARD).write_text(card(detector, self.rows))
+            (work / CARD).write_text(card(detector, self.rows), "utf-8")
 
     def push(self, repository: str, *, private: bool = False) -> str:
         """Publish the probe on the Hugging Face Hub, with its card.

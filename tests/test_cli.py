@@ -17,7 +17,7 @@ from beatrice.cli import HEADINGS, VERBS, main
 from beatrice.extract.datasets.commands import AskingOptions
 from beatrice.extract.run.console import Progress
 from tests.extract.small_run import assert_error_sentence, beatrice
-from tests.process import ROOT, call, start
+from tests.process import ROOT, call, run_line, start
 
 
 @pytest.fixture(scope="module")
@@ -241,6 +241,20 @@ def test_who_presses_ctrl_c_gets_the_code_of_what_was_interrupted(tmp_path):
     assert process.returncode == 130
     assert output.strip().splitlines()[-1] == "Stopped; the same line again continues."
     assert "Traceback" not in output
+
+
+def test_a_letter_that_the_terminal_does_not_know_is_escaped():
+    rows = ROOT / "docs" / "results" / "demo.jsonl"
+    words = ("report", rows, "--print", "detectors")
+    known = call(*words, PYTHONIOENCODING="utf-8").stdout
+    escaped = call(*words, PYTHONIOENCODING="latin-1").stdout
+    assert "─" in known and "\\u2500" in escaped
+
+
+def test_standard_input_that_is_closed_is_said():
+    line = f"exec {sys.executable} -m beatrice score --probe embedded --file - <&-"
+    done = run_line("sh", "-c", line, code=2)
+    assert_error_sentence(done, "standard input is closed")
 
 
 def test_of_a_file_of_rows_one_table_is_printed_or_the_option_refused():

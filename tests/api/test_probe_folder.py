@@ -24,7 +24,7 @@ from beatrice.extract.backbone.names import model_path
 from beatrice.extract.run.files import CHECKSUMS, write_checksums
 from beatrice.pgir.scorer import Scorer
 from tests.pgir.small import LAYER, PASSAGE, QUESTION, make_detector
-from tests.process import call
+from tests.process import call, run_python
 from tests.records import flip_bit
 
 TRAINING_ALONE = (
@@ -231,6 +231,17 @@ def test_a_probe_is_not_saved_over_something_else(probe, tmp_path):
         probe.save(tmp_path)
     with pytest.raises(ValueError, match="note.txt is a file"):
         probe.save(tmp_path / "note.txt")
+
+
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+def test_a_probe_is_saved_alike_whatever_letters_the_locale_knows(tmp_path):
+    line = "import beatrice, sys; beatrice.load('embedded').save(sys.argv[1])"
+    run_python(line, tmp_path / "here")
+    run_python(line, tmp_path / "there", **ASCII)
+    for path in (tmp_path / "here").iterdir():
+        assert (tmp_path / "there" / path.name).read_bytes() == path.read_bytes()
 
 
 @pytest.fixture(scope="module")
