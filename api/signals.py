@@ -1,7 +1,9 @@
 """Token signals of many answers: what `LanguageModel.read` reads and `fit` fits."""
 
 import itertools
+import re
 import weakref
+import zlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -91,9 +93,10 @@ class Signals:
         """Take signals that were read elsewhere: any families, under any names.
 
         Args:
-          families: by name, of every family the same answers and tokens: one array per
-            answer `[n_tokens, …]`, or all of them end to end `[n_rows, …]` with
-            `lengths`, or, without, one row per answer.
+          families: by name, of every family the same answers and tokens: a list of one
+            array per answer `[n_tokens, …]`; or an array (a tensor, a data frame) of
+            all of them end to end `[n_rows, …]` with `lengths`, or, without, one row
+            per answer.
           lengths: `[n_answers]` tokens of each answer.
           spans: `[n_answers, 3, 2]` where context, question and answer lie among an
             answer's tokens, absolute and half-open; an empty span has start == stop.
@@ -101,7 +104,8 @@ class Signals:
           ids: names of the questions, one each; None numbers the answers.
           layers: numbers of the layers, where the family "hidden" has a layer axis
             `[…, n_layers, d_model]` and `fit` shall choose one.
-          store: a folder or URL to keep them in; None keeps them in memory.
+          store: a folder or URL to keep them in, which holds no others; None keeps
+            them in memory.
 
         Raises:
           ValueError: shapes do not belong together, values are not finite, or names
@@ -112,8 +116,13 @@ class Signals:
                 "families: expected a mapping of a name to arrays, such as "
                 f"{{'hidden': …, 'attn': …}}, found {type(families).__name__}"
             )
+        _check_names(families)
         if lengths is not None:
             lengths = _whole_numbers(lengths, "lengths")
+            if lengths.ndim != 1:
+                raise ValueError(
+                    f"lengths: expected [n_answers], found the shape {lengths.shape}"
+                )
         rows = {name: _end_to_end(name, x, lengths) for name, x in families.items()}
         n_tokens = _equal_lengths({name: counts for name, (_, counts) in rows.items()})
         values = {name: x for name, (x, _) in rows.items()}
@@ -139,7 +148,7 @@ class Signals:
             spans=spans,
             rows_per_shard=1 << max(0, int(n_tokens.sum() - 1).bit_length()),
             hidden_layers=hidden_layers,
-            fingerprint={"source": "arrays"},
+            fingerprint={"source": "arrays", **_sums(values, store)},
         )
         opened = create_store(memory_url() if store is None else store, spec)
         for range_id in range(spec.n_ranges):
@@ -212,6 +221,25 @@ class Signals:
         return f"Signals({', '.join(parts)}, {where})"
 
 
+def _check_names(families: Mapping[str, Any]) -> None:
+    """Check that each name can be that of a folder, and is no other family's."""
+    scales = {scale_name(str(name)) for name in families}
+    for name in families:
+        is_name = isinstance(name, str) and re.fullmatch(r"\w[^/]*", name)
+        if not is_name or name in scales:
+            raise ValueError(
+                "families: expected names that begin with a letter, hold no / and are "
+                f"not another's with _scale behind it, found {name!r}"
+            )
+
+
+def _sums(values: Mapping[str, np.ndarray], store: str | Path | None) -> dict[str, Any]:
+    """Return what tells a store of these values from one of others, if it stays."""
+    if store is None:
+        return {}
+    return {"sums": {name: zlib.crc32(x.data) for name, x in values.items()}}
+
+
 def _whole_numbers(values: Any, name: str) -> np.ndarray:
     """Return whole numbers from 0 on as int64, of any shape but that of one number."""
     try:
@@ -248,11 +276,11 @@ def _end_to_end(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return a family's rows end to end `[n_rows, …]` float32, and answers' counts."""
     try:
-        if isinstance(given, np.ndarray):
-            values = np.ascontiguousarray(given, np.float32)
+        if _is_whole(given):
+            values = _floats(given)
             counts = np.ones(len(values), np.int64) if lengths is None else lengths
         else:
-            parts = [np.asarray(array, np.float32) for array in given]
+            parts = [_floats(array) for array in given]
             values, counts = np.concatenate(parts), [len(array) for array in parts]
     except (TypeError, ValueError) as error:
         raise ValueError(f"family {name!r}: expected arrays of numbers: {error}") from (
@@ -273,8 +301,26 @@ def _end_to_end(
         )
     if not np.isfinite(values).all():
         n_bad = int((~np.isfinite(values)).sum())
-        raise ValueError(f"family {name!r}: {n_bad} values are not finite numbers")
+        raise ValueError(
+            f"family {name!r}: {n_bad} values are not finite numbers in float32"
+        )
     return values, counts
+
+
+def _is_whole(given: Any) -> bool:
+    """Return whether it is one array, a tensor or a frame, and no series of arrays."""
+    if not hasattr(given, "__array__"):
+        return False
+    is_series = given.ndim == 1 and given.dtype == object and len(given) > 0
+    return not (is_series and np.ndim(next(iter(given))))
+
+
+def _floats(array: Any) -> np.ndarray:
+    """Return float32 values, C order, also of a tensor of any device and dtype."""
+    if hasattr(array, "detach"):
+        array = array.detach().cpu().float()
+    with np.errstate(over="ignore"):  # what is too large is counted afterwards
+        return np.asarray(array, np.float32, order="C")
 
 
 def _equal_lengths(counts: Mapping[str, np.ndarray]) -> np.ndarray:

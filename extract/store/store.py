@@ -116,9 +116,13 @@ def open_arrays(url: str, spec: StoreSpec, create: bool) -> dict[str, ts.TensorS
                 context=_context(),
             ).result()
         except (ValueError, OSError) as error:
+            cause = _cause_of(error)
             raise ValueError(
-                f"{url}{name} does not hold the array its index describes "
-                f"({_cause_of(error)}); delete {url} and extract again"
+                f"{url}{name} cannot be written ({cause}); look what is there, or "
+                "choose another place"
+                if create
+                else f"{url}{name} does not hold the array its index describes "
+                f"({cause}); delete {url} and extract again"
             ) from error
     return arrays
 

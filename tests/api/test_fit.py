@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pandas
 import pytest
+import torch
 from click.testing import CliRunner
 
 import beatrice
@@ -226,11 +227,47 @@ ROWS = np.ones((6, 2))
         ),
         ({"families": {"hidden": ROWS}, "layers": [1]}, "layers: expected a family"),
         ({"families": {"hidden": ROWS}, "layers": 1}, "layers: expected whole"),
+        ({"families": {"a": ROWS}, "lengths": np.ones((6, 1))}, "lengths: expected"),
+        ({"families": {"a": ROWS * 1e300}}, "finite numbers in float32"),
+        ({"families": {7: ROWS}}, "families: expected names"),
+        ({"families": {"../a": ROWS}}, "families: expected names"),
+        ({"families": {"a": ROWS, "a_scale": ROWS}}, "'a_scale'"),
+        ({"families": {"a": ROWS}, "store": __file__}, "cannot be written"),
     ],
 )
 def test_arrays_that_do_not_belong_together_are_refused(given, named):
     with pytest.raises(ValueError, match=named):
         beatrice.Signals.from_arrays(**given)
+
+
+KINDS = {
+    "tensor": torch.tensor,
+    "bfloat16": lambda rows: torch.tensor(rows).bfloat16(),
+    "with a gradient": lambda rows: torch.tensor(rows, requires_grad=True),
+    "data frame": pandas.DataFrame,
+    "float16": lambda rows: rows.astype(np.float16),
+    "not contiguous": lambda rows: np.repeat(rows, 2, axis=1)[:, ::2],
+    "objects": lambda rows: rows.astype(object),
+    "series of arrays": lambda rows: pandas.Series([row[None] for row in rows]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_holds_rows_has_the_rows_of_an_array(kind):
+    rows = np.arange(12.0).reshape(6, 2)
+    signals = beatrice.Signals.from_arrays({"a": KINDS[kind](rows)})
+    assert len(signals) == 6
+    assert [signals[i]["a"].tolist() for i in range(6)] == [[r.tolist()] for r in rows]
+
+
+def test_a_store_of_other_arrays_is_not_written_over(tmp_path):
+    def save(rows):
+        return beatrice.Signals.from_arrays({"a": rows}, store=tmp_path / "store")
+
+    save(ROWS)
+    with pytest.raises(ValueError, match="holds another store"):
+        save(2 * ROWS)
+    assert save(ROWS)[0]["a"].tolist() == [[1.0, 1.0]]
 
 
 @pytest.mark.parametrize(
