@@ -641,7 +641,7 @@ class RetrievalServer(ThreadingHTTPServer):
     ) -> None:
         """Bind the address; `serve_forever` answers."""
         self._retriever, self.passages = retriever, passages
-        self.client_timeout = timeout
+        self.client_timeout, self._is_closed = timeout, False
         self._depth, self._lock = depth, threading.Lock()
         try:
             super().__init__((host, port), _Handler)
@@ -650,6 +650,12 @@ class RetrievalServer(ThreadingHTTPServer):
                 f"nothing can be served at {host}:{port}: {error.strerror}; give "
                 "another host or port (--set port=0 takes a free one)"
             ) from error
+
+    def server_close(self) -> None:
+        """Close the address, behind a search that runs: exiting in it would abort."""
+        self._is_closed = True
+        with self._lock:
+            super().server_close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Print what went wrong, unless a client is gone."""
@@ -668,6 +674,8 @@ class RetrievalServer(ThreadingHTTPServer):
         if not all(isinstance(query, str) and query.strip() for query in queries):
             raise ValueError("expected questions that are texts and not empty")
         with self._lock:
+            if self._is_closed:
+                raise ConnectionAbortedError("the server was closed")
             rankings = self._retriever.search(queries, depth)
         return [
             [

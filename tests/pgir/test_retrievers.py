@@ -175,6 +175,29 @@ def test_a_client_that_is_gone_leaves_no_traceback(capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_a_search_that_runs_ends_before_the_server_is_closed_and_none_begins():
+    class Slow(Bm25Retriever):
+        begun, n_ended = threading.Event(), 0
+
+        def search(self, queries, depth):
+            self.begun.set()
+            time.sleep(0.2)
+            ranking = super().search(queries, depth)
+            self.n_ended += 1
+            return ranking
+
+    slow = Slow(CORPUS)
+    with RetrievalServer(slow, CORPUS, port=0) as server:
+        request = "/retrieve", {"queries": ["word3"]}
+        thread = threading.Thread(target=server.answer, args=request)
+        thread.start()
+        slow.begun.wait()
+    assert slow.n_ended == 1
+    with pytest.raises(ConnectionError):
+        server.answer(*request)
+    thread.join()
+
+
 def test_what_was_asked_keeps_its_index_and_is_not_asked_again(tmp_path):
     cache = tmp_path / "cache.jsonl"
     with serving(corpus_server()) as url:
