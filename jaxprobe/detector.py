@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
 from beatrice.extract.backbone.names import ModelHashes
 from beatrice.extract.generate.prompts import PromptConfig
@@ -283,8 +283,7 @@ class Detector:
             tree[name] = {key: arrays for key, (arrays, _) in split.items()}
             saved[name] = {key: fields for key, (_, fields) in split.items()}
         arrays = {path: np.ascontiguousarray(x) for path, x in leaves(tree)}
-        save_file(arrays, folder / ARRAYS)
-        (folder / ARRAYS).chmod(0o644)  # as the other files: for whoever may read them
+        (folder / ARRAYS).write_bytes(save(arrays))
         (folder / CONFIG).write_text(json.dumps(saved, indent=1, sort_keys=True))
 
     @classmethod

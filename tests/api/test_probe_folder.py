@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import random
+import resource
 import runpy
 import shutil
 import site
@@ -231,6 +232,17 @@ def test_a_probe_is_not_saved_over_something_else(probe, tmp_path):
         probe.save(tmp_path)
     with pytest.raises(ValueError, match="note.txt is a file"):
         probe.save(tmp_path / "note.txt")
+
+
+def test_a_probe_that_a_full_disk_cannot_hold_is_an_error_of_the_disk(probe, tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, before[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            probe.save(tmp_path / "probe", untrustworthy=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not any(tmp_path.iterdir())
 
 
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
