@@ -191,6 +191,10 @@ class _RequestFailed(Exception):
     """A request has failed; its text is the reason."""
 
 
+class _SearchFailed(Exception):
+    """A retriever that is served has raised an error; the text says which."""
+
+
 class _CachedRanking(msgspec.Struct, frozen=True):
     """A question's ranking; `new` are documents that had no index before."""
 
@@ -676,7 +680,11 @@ class RetrievalServer(ThreadingHTTPServer):
         with self._lock:
             if self._is_closed:
                 raise ConnectionAbortedError("the server was closed")
-            rankings = self._retriever.search(queries, depth)
+            try:
+                rankings = self._retriever.search(queries, depth)
+            except Exception as error:
+                what = f"{type(error).__name__}: {error}"
+                raise _SearchFailed(f"the search failed: {what}") from error
         return [
             [
                 {"id": str(index), "contents": as_document(self.passages[int(index)])}
@@ -694,6 +702,7 @@ class RetrievalServer(ThreadingHTTPServer):
         Raises:
           KeyError: nothing is served under this path.
           ValueError: the request is not of the protocol.
+          _SearchFailed: the retriever has raised an error.
         """
         if path == "/retrieve":
             rankings = self._rank(request.get("queries"), request.get("topk"))
@@ -753,6 +762,10 @@ class _Handler(BaseHTTPRequestHandler):
         except (ValueError, RecursionError) as error:  # the latter of nested JSON
             self.close_connection = True
             self._reply(400, {"error": str(error)})
+        except _SearchFailed as error:
+            self.close_connection = True
+            self._reply(500, {"error": str(error)})
+            raise  # whoever serves sees where
 
     def _reply(self, status: int, value: Any) -> None:
         content = json.dumps(value).encode()

@@ -175,6 +175,22 @@ def test_a_client_that_is_gone_leaves_no_traceback(capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_who_asks_is_told_that_a_search_failed_and_who_serves_sees_where(capsys):
+    class Broken(Bm25Retriever):
+        def search(self, queries, depth):
+            raise KeyError("word3")
+
+    with RetrievalServer(Broken(CORPUS), CORPUS, port=0) as server:
+        server.daemon_threads = False  # closing waits for what is printed
+        with serving(server) as url:
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                post(f"{url}/retrieve", {"queries": ["word3"]})
+            reply = json.load(refused.value)
+    assert refused.value.code == 500
+    assert reply == {"error": "the search failed: KeyError: 'word3'"}
+    assert 'raise KeyError("word3")' in capsys.readouterr().err
+
+
 def test_a_search_that_runs_ends_before_the_server_is_closed_and_none_begins():
     class Slow(Bm25Retriever):
         begun, n_ended = threading.Event(), 0
