@@ -35,6 +35,7 @@ from beatrice.jaxprobe.tokens import FamilyTokens
 
 N_TAPS = 3  # kernel size of the convolutions within a block
 N_JOINED = 4  # tokens that an accelerator convolves at once
+N_WINDOW = N_JOINED + N_TAPS - 1  # tokens that it reads for them
 
 
 def channel_product(
@@ -133,15 +134,15 @@ def convolve_on_accelerator(
     token at a time, and 45 in the way of a CPU (docs/measurements.md).
     """
     (_, n_tokens, n), d_out = x.shape, len(kernel)
-    n_windows, width = -(-n_tokens // N_JOINED), N_JOINED + N_TAPS - 1
+    n_windows = -(-n_tokens // N_JOINED)
     after = n_windows * N_JOINED - n_tokens + 1
     padded = jnp.pad(x, ((0, 0), (1, after), (0, 0)))
     windows = jnp.concatenate(
-        [padded[:, i:][:, ::N_JOINED][:, :n_windows] for i in range(width)]
+        [padded[:, i:][:, ::N_JOINED][:, :n_windows] for i in range(N_WINDOW)]
     )
     # Of a window the taps of each of its tokens.
     spread = jnp.pad(kernel, ((0, 0), (N_JOINED - 1,) * 2, (0, 0)))
-    taps = [spread[:, i : i + width] for i in reversed(range(N_JOINED))]
+    taps = [spread[:, i : i + N_WINDOW] for i in reversed(range(N_JOINED))]
     kernels = jnp.concatenate(taps).reshape(N_JOINED * d_out, -1)
     y = product(kernels, windows.reshape(-1, n_windows * n), matmul_dtype)
     y = y.reshape(N_JOINED, d_out, n_windows, n).transpose(1, 2, 0, 3)

@@ -33,7 +33,7 @@ from beatrice.extract.run.verbs import AS_JSON, option, options
 from beatrice.extract.store.spec import Dtype, StoreConfig
 from beatrice.jaxprobe.commands import DeviceOptions
 from beatrice.jaxprobe.config import GridConfig, StreamConfig
-from beatrice.jaxprobe.encoder import N_TAPS
+from beatrice.jaxprobe.encoder import N_JOINED, N_WINDOW
 from beatrice.jaxprobe.families import N_FAMILIES
 from beatrice.jaxprobe.grid import grid_members
 from beatrice.jaxprobe.memory import (
@@ -239,7 +239,8 @@ def role_of(product: Product, sizes: Sizes) -> str:
     shapes = {*product.left.shape, *product.right.shape, *product.result.shape}
     if sizes.dims.sizes[0] in shapes and product.n_flops > 1e9 * config.projection / 64:
         return "hidden states"
-    if N_TAPS * config.hidden in shapes:
+    windows = {N_JOINED * config.hidden, N_WINDOW * config.hidden}
+    if windows <= shapes and config.hidden not in shapes:
         return "convolution"
     if N_FAMILIES * config.projection in shapes:
         return "entry"
@@ -322,15 +323,18 @@ def work_of(
 
 
 def moved_activations(module: Module, sizes: Sizes, n_rows: int) -> int:
-    """Count transposes of members' activations that no product takes as they are."""
+    """Count transposes of members' activations that no product takes as they are.
+
+    Those that put the tokens of windows in order, one a convolution, are left out.
+    """
     positions = {n_rows * n for n in (*sizes.widths, sum(sizes.widths))}
     config = sizes.encoder
-    channels = {config.hidden, N_TAPS * config.hidden, N_FAMILIES * config.projection}
+    widths = config.hidden, N_WINDOW * config.hidden, N_FAMILIES * config.projection
     return sum(
         n
         for x, n in module.transposes.items()
         if not positions.isdisjoint(x.shape)
-        and not channels.isdisjoint(x.shape)
+        and not {*widths}.isdisjoint(x.shape)
         # Two axes: the signals of a small family, which all members of a seed share.
         and len(x.shape) > 2
     )
