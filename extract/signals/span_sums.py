@@ -171,10 +171,10 @@ class StepCalls:
         return len(self._queries)
 
     def add(self, call: AttentionCall) -> None:
-        """Add the next step; keys that its own are a copy of are let go."""
+        """Add the next step; a growing cache's keys take the place of those before."""
         key = call.key
         if call.n_cached != self._call.key.shape[2]:
-            # A sliding window has dropped the first.
+            # A sliding window has dropped the first, which an earlier step saw.
             key = torch.cat([self._call.key, call.key[:, :, -1:]], dim=2)
         self._call = dataclasses.replace(self._call, key=key)
         self._queries.append(call.query)
