@@ -273,12 +273,12 @@ class LanguageModel:
         def make() -> SignalReader:
             return SignalReader(self.backbone, layers, hidden_spans=spans)
 
-        return _kept(self._readers, (layers, spans), make)
+        return _recent(self._readers, (layers, spans), make)
 
     def _why_read_again(self, layers: tuple[int, ...]) -> str | None:
         from beatrice.extract.signals.decode import check_decoding
 
-        return _kept(
+        return _recent(
             self._reasons, layers, lambda: check_decoding(self._reader(layers, "all"))
         )
 
@@ -301,14 +301,14 @@ class LanguageModel:
         }
 
 
-def _kept(kept: dict[Any, tuple[_T]], key: Any, make: Callable[[], _T]) -> _T:
-    """Return what is kept under a key, or make it, and keep it beside the last few."""
-    held = kept.get(key)
-    if held is None:
-        for oldest in [*kept][: 1 - _MOST_KEPT]:
-            kept.pop(oldest, None)
-        held = kept[key] = (make(),)
-    return held[0]
+def _recent(cache: dict[Any, tuple[_T]], key: Any, make: Callable[[], _T]) -> _T:
+    """Return a key's value, made if it is not among the last few; for many threads."""
+    entry = cache.get(key)
+    if entry is None:
+        for oldest in [*cache][: 1 - _MOST_KEPT]:
+            cache.pop(oldest, None)
+        entry = cache[key] = (make(),)
+    return entry[0]
 
 
 def _answer_on_disk(

@@ -117,14 +117,9 @@ class Signals:
                 f"{{'hidden': …, 'attn': …}}, found {type(families).__name__}"
             )
         _check_names(families)
-        if lengths is not None:
-            lengths = _whole_numbers(lengths, "lengths")
-            if lengths.ndim != 1:
-                raise ValueError(
-                    f"lengths: expected [n_answers], found the shape {lengths.shape}"
-                )
-        rows = {name: _end_to_end(name, x, lengths) for name, x in families.items()}
-        n_tokens = _equal_lengths({name: counts for name, (_, counts) in rows.items()})
+        counts = None if lengths is None else _counts_of(lengths)
+        rows = {name: _end_to_end(name, x, counts) for name, x in families.items()}
+        n_tokens = _equal_lengths({name: n for name, (_, n) in rows.items()})
         values = {name: x for name, (x, _) in rows.items()}
         answer_spans = np.zeros((len(n_tokens), _N_SPANS, 2), np.int64)
         answer_spans[:, 2, 1] = n_tokens
@@ -269,6 +264,16 @@ def _layers_of(
             f"d_model], found {present}"
         )
     return numbers
+
+
+def _counts_of(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Return the tokens of each answer as int64 `[n_answers]`."""
+    counts = _whole_numbers(lengths, "lengths")
+    if counts.ndim != 1:
+        raise ValueError(
+            f"lengths: expected [n_answers], found the shape {counts.shape}"
+        )
+    return counts
 
 
 def _end_to_end(

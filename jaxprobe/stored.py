@@ -5,8 +5,9 @@ float32 they would take two or four times as much of a device, and of the way th
 batch of them is widened and standardised in the loop that gathers it.
 
 Mixed products: operands are rounded to bfloat16, forwards and backwards, and what is
-saved for the backward pass is the rounded copy; sums are float32, and so is everything
-that is no product (weights, moments, normalisation, pooling, the loss).
+saved for the backward pass is the rounded copy (of a convolution's input its rounded
+windows on an accelerator, and the input itself on a CPU); sums are float32, and so is
+everything that is no product (weights, moments, normalisation, pooling, the loss).
 """
 
 from collections.abc import Callable
