@@ -39,6 +39,7 @@ class LanguageModel:
     """A frozen causal language model, loaded once.
 
     `answer` writes answers, `read` reads the signals of answers. Nothing is trained.
+    Several threads may call it; they are served one after another, a batch at a time.
     """
 
     def __init__(
@@ -162,9 +163,10 @@ class LanguageModel:
                 "a model in memory needs its tokenizer to answer questions: "
                 "LanguageModel(model, tokenizer)"
             )
-        requests = make_requests(
-            examples, self.backbone, self.prompt, max_new_tokens, (setting,)
-        )
+        with self.backbone.halves.lock:
+            requests = make_requests(
+                examples, self.backbone, self.prompt, max_new_tokens, (setting,)
+            )
         stop = usual_stop(self.prompt) if stop is None else as_texts(stop, "stop")
         config = GenerationConfig(max_new_tokens=max_new_tokens, stop=tuple(stop))
         if read:

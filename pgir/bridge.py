@@ -9,7 +9,6 @@ pass run stacked, `n_members` = `n_seeds * n_kept` of them, as batched products.
 import dataclasses
 import functools
 import itertools
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -120,9 +119,7 @@ class ProbedBackbone:
         self.config = config
         self.answer_span: AnswerSpan = trained.answer_span
         self.most_bytes = most_bytes
-        # Signals are read through hooks on the modules, and a tokenizer keeps settings
-        # of its last call, so one thread at a time uses either.
-        self.lock = threading.RLock()
+        self.lock = backbone.halves.lock
         self.reader = SignalReader(backbone, (trained.layer,))
         self.forward = TorchForward(detector, backbone.device)
 

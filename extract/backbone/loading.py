@@ -390,10 +390,11 @@ class Backbone:
         # What the config says otherwise than its class does.
         entries = self.model.config.to_diff_dict().items()
         config = sha256_json({k: v for k, v in entries if k not in _NOT_OF_CONFIG})
-        if Path(self.name).is_dir():  # whose revision is not of the tokenizer
-            return ModelHashes(config=config, **_hash_tokenizer(self.tokenizer))
         find = functools.partial(_hash_tokenizer, self.tokenizer)
-        return ModelHashes(config=config, **self.check_once("tokenizer", [], find))
+        with self.halves.lock:
+            if Path(self.name).is_dir():  # whose revision is not of the tokenizer
+                return ModelHashes(config=config, **find())
+            return ModelHashes(config=config, **self.check_once("tokenizer", [], find))
 
     @property
     def device(self) -> torch.device:
@@ -434,8 +435,7 @@ class Backbone:
           is_of_files: as of the class.
         """
         bare = _unwrapped(model)
-        model.eval().requires_grad_(False)
-        model, layout = bare, find_layout(bare)
+        layout = find_layout(bare)
         dtype = str(layout.head.weight.dtype).removeprefix("torch.")
         if dtype not in get_args(ModelDtype):
             choices = ", ".join(get_args(ModelDtype))
@@ -443,12 +443,19 @@ class Backbone:
                 f"cannot read {name} in {dtype}: expected one of {choices}; convert "
                 "it, as model.float() does"
             )
-        config = model.config.get_text_config()
+        if (default := torch.get_default_dtype()) != torch.float32:
+            raise ValueError(
+                f"Torch's default type is {str(default).removeprefix('torch.')}, in "
+                "which sums would be kept; expected float32: call "
+                "torch.set_default_dtype(torch.float32) when your weights are loaded"
+            )
+        model.eval().requires_grad_(False)
+        config = bare.config.get_text_config()
         return cls(
-            model=model,
+            model=bare,
             tokenizer=tokenizer,
             name=name,
-            revision=_hash_model(model) if revision is None else revision,
+            revision=_hash_model(bare) if revision is None else revision,
             n_layers=len(layout.layers),
             d_model=layout.head.in_features,
             n_heads=n_heads_of(config),

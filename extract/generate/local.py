@@ -26,6 +26,7 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from transformers import GenerationConfig as Defaults
 from transformers.cache_utils import (
     DummyLayer,
     DynamicLayer,
@@ -47,23 +48,22 @@ from beatrice.extract.generate.generator import (
 )
 from beatrice.extract.generate.prompts import GenerationConfig, Request, render_message
 from beatrice.extract.records import Answer
+from beatrice.extract.signals.attention import run_decoder
 from beatrice.extract.signals.precision import exact_products
 from beatrice.extract.signals.sequence import batches_of
 
-# What some checkpoints, and owners of a model in memory, have set otherwise: each makes
-# other tokens of the logits, or other passes than those that are watched.
+# What some checkpoints, and owners of a model in memory, have set otherwise makes other
+# tokens of the logits, or other passes than those that are watched.
 _UNCHANGED: dict[str, Any] = {
-    "repetition_penalty": 1.0,
-    "encoder_repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
-    "min_length": 0,
-    "min_new_tokens": None,
+    name: value
+    for name, value in Defaults().to_dict().items()
+    if name not in ("transformers_version", "_from_model_config")
+} | {
+    "do_sample": False,  # draws are made by `Choice`
+    "num_beams": 1,
     "num_return_sequences": 1,
-    "guidance_scale": None,
-    "prompt_lookup_num_tokens": None,
-    "prefill_chunk_size": None,
-    "cache_implementation": None,
-    "stop_strings": None,
+    "use_cache": True,  # fine-tuned checkpoints may have switched it off
+    "return_dict_in_generate": True,
 }
 # Divides any logits without an overflow, and draws the likeliest of them.
 _LEAST_TEMPERATURE = 1e-30
@@ -115,7 +115,7 @@ def begun_cache(
         return None
     n_tokens = cache.get_seq_length() + ids.shape[1]
     if run is None:
-        layout.decoder(input_ids=ids, past_key_values=cache, use_cache=True)
+        run_decoder(layout, ids, cache=cache)
     else:
         run(cache)
     filled = filled_layers(cache)
@@ -596,20 +596,11 @@ class TransformersGenerator:
 
     def _run(self, ids: torch.Tensor, mask: torch.Tensor, **options: Any) -> Any:
         """Return what Transformers generates behind ids, until a row is to leave."""
-        stops = stop_ids(self.backbone)
-        model = self.backbone.model
+        stops, model = stop_ids(self.backbone), self.backbone.model
+        ends = {"eos_token_id": list(stops), "pad_token_id": stops[0]}
         with _contiguous_states(self.backbone), evaluating(model), exact_products():
             return model.generate(
-                input_ids=ids,
-                attention_mask=mask,
-                do_sample=False,  # draws are made by the processor
-                num_beams=1,
-                **_UNCHANGED,
-                eos_token_id=list(stops),
-                pad_token_id=stops[0],
-                use_cache=True,  # fine-tuned checkpoints may have switched it off
-                return_dict_in_generate=True,
-                **options,
+                input_ids=ids, attention_mask=mask, **_UNCHANGED | ends | options
             )
 
     def _padded(

@@ -13,6 +13,7 @@ fits is not asked with context, but listed.
 
 import contextlib
 import dataclasses
+import datetime
 import functools
 import html
 import math
@@ -315,13 +316,19 @@ def escape_control_tokens(tokenizer: Any, text: str) -> str:
 _MARK = "BEATRICE-MESSAGE"  # no white space: many templates trim what they are given
 _BLOCKS = (("<think>", "</think>"), ("<|channel>thought", "<channel|>"))
 
+# Templates would write today's date, and a run that is continued tomorrow ask its
+# questions differently. This is the default of Llama's.
+_TODAY = datetime.datetime(2024, 7, 26)
+_PARTS = (f"replace('%{c}', '{_TODAY.strftime(f'%{c}')}')" for c in "aAbBdjmyHMSY")
+# Before a template that asks for it (Granite's, gpt-oss's): it takes data, no function.
+_STRFTIME = (
+    f"{{% macro strftime_now(f) %}}{{{{ f | {' | '.join(_PARTS)} }}}}{{% endmacro %}}"
+)
 # What templates are told beside the message, here and by a server.
 TEMPLATE_FIELDS: dict[str, Any] = {
     "enable_thinking": False,  # Qwen, Gemma
     "thinking": False,  # Granite, DeepSeek
-    # Llama's would write today's date, and a run that is continued tomorrow ask its
-    # questions differently. This is their own default.
-    "date_string": "26 Jul 2024",
+    "date_string": f"{_TODAY:%d %b %Y}",  # Llama
 }
 
 
@@ -346,12 +353,13 @@ def _within(seconds: int) -> Iterator[None]:
         yield
         return
     before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds)  # maybe a caller's own
     try:
         yield
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, *timer)
 
 
 def apply_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
@@ -367,10 +375,14 @@ def apply_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str
     n_characters = sum(len(str(message.get("content"))) for message in messages)
     try:
         with _within(_TEMPLATE_SECONDS):
+            template = tokenizer.get_chat_template()
             text = tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 tokenize=False,
                 add_generation_prompt=True,
+                chat_template=_STRFTIME + template
+                if "strftime_now" in template
+                else None,
                 **TEMPLATE_FIELDS,
             )
     # A template is a program of the checkpoint's authors, so any error can come of it.

@@ -486,6 +486,7 @@ def run_decoder(
             stack.enter_context(attending_through(layout, reading))
         if on_layer is not None:
             stack.enter_context(watch_layers(layout, on_layer))
+        stack.enter_context(evaluating(decoder))
         stack.enter_context(exact_products())
         output = decoder(input_ids=ids, use_cache=cache is not None, **options)
     if reading is not None:
@@ -506,7 +507,7 @@ def attending_through(layout: Layout, reading: AttentionReading) -> Iterator[Non
         contextlib.nullcontext() if asks else _CustomAttention(reading).watching(layout)
     )
     try:
-        with watch, evaluating(decoder):
+        with watch:
             yield
     finally:
         _active.reset(token)

@@ -6,8 +6,9 @@ And what becomes of a batch that the device cannot hold.
 import dataclasses
 import gc
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -45,11 +46,20 @@ class Halves:
 
     A batch as large as one that did not fit is not tried again. What a batch contains
     moves values by rounding alone.
+
+    Attributes:
+      lock: of the model that does them: hooks see every pass of it, whoever runs it,
+        and its tokenizer keeps settings of its last call.
     """
 
     def __init__(self) -> None:
         """Begin with a device that may hold anything."""
         self._too_many = math.inf  # tokens of a batch, padding included
+        self.lock = threading.RLock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Begin anew in a copy, and in another process: a lock is not sent."""
+        return Halves, ()
 
     def do(
         self,
@@ -72,7 +82,7 @@ class Halves:
         n_tokens = len(rows) * longest
         if n_tokens < self._too_many or len(rows) == 1:
             try:
-                with exact_products():
+                with self.lock, exact_products():
                     done = work(rows)
             except torch.OutOfMemoryError as error:
                 reason = ". ".join(str(error).split(". ")[:2]).rstrip(".")

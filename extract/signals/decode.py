@@ -620,7 +620,8 @@ def read_stepwise(
     steps, ids = generator.write_stepwise(prompt, sampling, watch), ()
     while True:
         try:
-            token = next(steps)
+            with reader.backbone.halves.lock:
+                token = next(steps)
         except StopIteration as end:
             reply: Generated = end.value
             break

@@ -35,12 +35,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from beatrice.extract.backbone.layout import LayerPass
+from beatrice.extract.backbone.layout import LayerPass, evaluating
 from beatrice.extract.backbone.loading import Backbone, Outline, layer_values
 from beatrice.extract.signals import probability, residual
 from beatrice.extract.signals.attention import SpanReading, attend_alone, run_decoder
 from beatrice.extract.signals.batch import budget_for
-from beatrice.extract.signals.precision import rounding_of
+from beatrice.extract.signals.precision import exact_products, rounding_of
 from beatrice.extract.signals.probability import Head
 
 # Relative. In bf16 sums in float32 differ from the stream's own rounding by 3e-3; in
@@ -376,16 +376,19 @@ def check_parity(backbone: Backbone, final_norm: residual.FinalNorm, head: Head)
     Returns the heads of an attention layer, as they were read; a config can say
     otherwise.
     """
-    probe = _Probe(backbone, final_norm, head)
-    probe.check_sums()
-    if not bool(probe.together.attn.isfinite().all()):
-        raise ValueError("unknown residual layout: an attention reading is not finite")
-    probe.check_logits()
-    probe.check_pushes()
-    probe.check_alone()
-    if backbone.dtype != torch.float32 or probe.ids.is_cuda:
-        probe.check_attention()
-    return probe.together.attn.shape[-1]
+    with evaluating(backbone.model), exact_products():
+        probe = _Probe(backbone, final_norm, head)
+        probe.check_sums()
+        if not bool(probe.together.attn.isfinite().all()):
+            raise ValueError(
+                "unknown residual layout: an attention reading is not finite"
+            )
+        probe.check_logits()
+        probe.check_pushes()
+        probe.check_alone()
+        if backbone.dtype != torch.float32 or probe.ids.is_cuda:
+            probe.check_attention()
+        return probe.together.attn.shape[-1]
 
 
 # Where a config spaces its attention layers by a period, a twin can have none.

@@ -19,21 +19,33 @@ import torch
 _SETTING = threading.Lock()
 # How many blocks of `exact_products` each thread is inside of.
 _EXACT: collections.Counter[int] = collections.Counter()
+_UNCOMPILED = contextlib.ExitStack()  # entered while some thread is inside
 
 
 @contextlib.contextmanager
 def exact_products() -> Iterator[None]:
-    """Let no other thread of this package round this one's float32 products."""
+    """Let nothing round this thread's float32 products: no other thread, no autocast.
+
+    What is compiled runs as it is written meanwhile, in the whole process: of compiled
+    layers hooks would see nothing, or be compiled too, which takes minutes.
+    """
     thread = threading.get_ident()
     with _SETTING:
+        if not _EXACT:
+            _UNCOMPILED.enter_context(torch.compiler.set_stance("force_eager"))
         _EXACT[thread] += 1
     try:
-        yield
+        with contextlib.ExitStack() as stack:
+            for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+                stack.enter_context(torch.autocast(device, enabled=False))
+            yield
     finally:
         with _SETTING:
             _EXACT[thread] -= 1
             if not _EXACT[thread]:
                 del _EXACT[thread]
+            if not _EXACT:
+                _UNCOMPILED.close()
 
 
 @contextlib.contextmanager

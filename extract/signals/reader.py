@@ -140,9 +140,10 @@ class SignalReader:
         self._n_chosen = min(layer_values(config, "index_topk"), default=None)
         # The beginning that was computed last, and its states; None if it has no such.
         self._begun: tuple[np.ndarray, DynamicCache | None] = np.zeros(0, int), None
-        n_heads = backbone.check_once(
-            "parity", [], lambda: check_parity(backbone, self.final_norm, self.head)
-        )
+        with backbone.halves.lock:
+            n_heads = backbone.check_once(
+                "parity", [], lambda: check_parity(backbone, self.final_norm, self.head)
+            )
         self.backbone = dataclasses.replace(backbone, n_heads=n_heads)
 
     @classmethod

@@ -137,8 +137,14 @@ class Adapted(torch.nn.Module):
         return self.base_model(*args, **kwargs)
 
 
+def with_compiled_layers(model):
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    return model
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # Torch's own
-@pytest.mark.parametrize("wrap", [torch.compile, Adapted])
+@pytest.mark.parametrize("wrap", [torch.compile, Adapted, with_compiled_layers])
 def test_a_model_in_a_wrapper_is_the_model_and_is_read_as_it_writes(wrap):
     plain = Backbone.from_model(tiny_model("llama"), Numbers())
     wrapped = Backbone.from_model(wrap(tiny_model("llama")), Numbers())
@@ -157,6 +163,16 @@ def test_a_model_in_a_wrapper_is_the_model_and_is_read_as_it_writes(wrap):
 def test_a_model_in_memory_that_cannot_be_read_is_refused_in_a_sentence(make, message):
     with pytest.raises(ValueError, match=message):
         Backbone.from_model(make())
+
+
+def test_sums_are_never_kept_in_another_default_type():
+    model = tiny_model("llama")
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with pytest.raises(ValueError, match="type is bfloat16, .* float32: call"):
+            Backbone.from_model(model)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_a_model_in_memory_has_a_revision_too():

@@ -1,6 +1,7 @@
 """Prompts and requests: words, spans, chats, worked examples, control tokens."""
 
 import dataclasses
+import signal
 
 import click
 import pytest
@@ -207,6 +208,17 @@ def test_a_template_that_cannot_be_used_is_refused(tokenizer, template, words):
     tokenizer.chat_template = template
     with pytest.raises(ValueError, match=words):
         build_prompt(tokenizer, CHAT, TEXTS[0])
+
+
+def test_a_template_that_writes_the_date_asks_the_same_on_every_day(chatty):
+    chatty.chat_template = "{{ strftime_now('%H %d %b %Y') }} " + TEMPLATE
+    assert render_message(chatty, "x").text.startswith("00 26 Jul 2024 ")
+
+
+def test_a_timer_of_the_callers_survives_a_template(chatty):
+    before = signal.setitimer(signal.ITIMER_REAL, 900.0)
+    render_message(chatty, "x")
+    assert 0 < signal.setitimer(signal.ITIMER_REAL, *before)[0] <= 900
 
 
 EVIL = "a </s> <s> b"

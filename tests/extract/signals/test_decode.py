@@ -1,5 +1,6 @@
 """What is read while an answer is written is what is read of the same ids again."""
 
+import concurrent.futures
 import dataclasses
 
 import msgspec
@@ -30,6 +31,7 @@ from tests.extract.signals.readers import assert_same_signals, representatives
 
 WITHOUT = ("gptj", "mpt", "bloom", "llama4")  # these are read again
 CONFIG = GenerationConfig(max_new_tokens=6)
+SAMPLING = SamplingConfig(max_new_tokens=6)
 
 
 def backbone_of(family, dtype=torch.float32, stop=None):
@@ -131,46 +133,85 @@ def test_steps_whose_attention_is_read_at_once_are_read_as_again(family):
             np.testing.assert_allclose(value, wanted, rtol=0, atol=5e-4)
 
 
-OWNERS = {
-    "min_new_tokens": 5,
-    "no_repeat_ngram_size": 1,
-    "encoder_repetition_penalty": 9.0,
-    "num_return_sequences": 2,
-    "guidance_scale": 2.0,
-    "prompt_lookup_num_tokens": 2,
-    "prefill_chunk_size": 4,
-    "cache_implementation": "static",
-    "stop_strings": ["1"],
-}
-
-
-@pytest.mark.parametrize("name", OWNERS)
-def test_what_an_owner_set_for_generation_changes_neither_answers_nor_readings(name):
+def test_what_an_owner_set_for_generation_changes_neither_answers_nor_readings():
     requests = requests_of(n_shared=20)
     stop = stop_of("llama", requests, 2)
     expected = generate(backbone_of("llama", stop=stop), requests, CONFIG)
     backbone = backbone_of("llama", stop=stop)
-    backbone.model.generation_config.do_sample = True
-    setattr(backbone.model.generation_config, name, OWNERS[name])
-    answers, _ = generate_and_read(SignalReader(backbone), requests, CONFIG)
-    assert answers == expected
+    for name, value in {
+        "do_sample": True,
+        "min_new_tokens": 5,
+        "no_repeat_ngram_size": 1,
+        "encoder_repetition_penalty": 9.0,
+        "num_return_sequences": 2,
+        "guidance_scale": 2.0,
+        "prompt_lookup_num_tokens": 2,
+        "prefill_chunk_size": 4,
+        "cache_implementation": "static",
+        "stop_strings": ["1"],
+        "suppress_tokens": [*range(8, 40)],
+        "sequence_bias": [[[i], -99.0] for i in range(40)],
+        "forced_eos_token_id": 7,
+        "exponential_decay_length_penalty": (0, 9.0),
+        "penalty_alpha": 0.6,
+        "output_hidden_states": True,
+        "max_length": 1,
+    }.items():
+        setattr(backbone.model.generation_config, name, value)
+    assert generate(backbone, requests, CONFIG) == expected
+    assert generate_and_read(SignalReader(backbone), requests, CONFIG)[0] == expected
 
 
 def test_a_model_that_its_owner_trains_meanwhile_is_read_without_dropout():
-    requests, model = requests_of(), tiny_model("llama")
+    requests, model = requests_of(n_shared=60), tiny_model("llama")
     for module in model.modules():
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.5
-    reader = SignalReader(Backbone.from_model(model, Numbers()))
-    expected = generate_and_read(reader, requests, CONFIG)
+    backbone = Backbone.from_model(model, Numbers())
+    expected = generate_and_read(SignalReader(backbone), requests, CONFIG)
     model.train()
     model.lm_head.eval()
+    reader = SignalReader(backbone)
     answers, signals = generate_and_read(reader, requests, CONFIG)
     again = reader.read([sequence_of(answer) for answer in answers])
     assert answers == expected[0]
     for read, wanted in zip([*signals, *again], expected[1] * 2, strict=True):
         assert_same_signals(read, wanted, 5e-4)
     assert model.training and model.model.training and not model.lm_head.training
+
+
+def test_autocast_around_a_model_rounds_nothing_that_is_written_or_read():
+    requests, backbone = requests_of(n_shared=20), backbone_of("llama")
+    reader = SignalReader(backbone)
+    answers, signals = generate_and_read(reader, requests, CONFIG)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert generate(backbone, requests, CONFIG) == answers
+        written = generate_and_read(SignalReader(backbone), requests, CONFIG)
+        again = reader.read([sequence_of(answer) for answer in answers])
+        assert torch.is_autocast_enabled("cpu")
+    assert written[0] == answers
+    for read, wanted in zip([*written[1], *again], signals * 2, strict=True):
+        assert_same_signals(read, wanted, 5e-4)
+
+
+def test_threads_that_share_a_model_write_and_read_as_one_alone():
+    requests, backbone = requests_of(), backbone_of("llama")
+    answers, signals = generate_and_read(SignalReader(backbone), requests, CONFIG)
+    sequences = [sequence_of(answer) for answer in answers]
+
+    def writes_and_reads(_):
+        reader = SignalReader(backbone)
+        written = generate_and_read(reader, requests, CONFIG)
+        alone = generate(backbone, requests, CONFIG)
+        *_, tokens = [token for token in read_stepwise(reader, requests[0], SAMPLING)]
+        return written, alone, tokens.cut()[0].token_ids, reader.read(sequences)
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for written, alone, ids, again in pool.map(writes_and_reads, range(8)):
+            assert written[0] == alone == answers
+            assert ids == answers[0].token_ids
+            for read, wanted in zip([*written[1], *again], signals * 2, strict=True):
+                assert_same_signals(read, wanted, 5e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_5"])
