@@ -359,7 +359,11 @@ def _open(
     """Load a backbone by name, or freeze the model that is given."""
     import torch
 
-    from beatrice.extract.backbone.loading import Backbone, load_backbone
+    from beatrice.extract.backbone.loading import (
+        Backbone,
+        check_vocabulary,
+        load_backbone,
+    )
     from beatrice.extract.backbone.names import ModelDtype, default_dtype, model_path
     from beatrice.extract.run.console import quiet
 
@@ -374,7 +378,10 @@ def _open(
                 "a model in memory stays on its device and in its type; move it "
                 "before, and leave device and dtype out"
             )
-        return Backbone.from_model(model, tokenizer)
+        backbone = Backbone.from_model(model, tokenizer)
+        if tokenizer is not None:
+            check_vocabulary(backbone.name, backbone.model, tokenizer)
+        return backbone
     if tokenizer is not None:
         raise ValueError(
             "a tokenizer is given with a model in memory; a model that is loaded by "

@@ -15,6 +15,7 @@ from beatrice.extract.generate.prompts import (
     apply_template,
     build_prompt,
     check_text,
+    encode_any,
     encode_text,
     token_span,
 )
@@ -188,11 +189,9 @@ def _prompt_text(tokenizer: Any, given: AnswerToScore) -> _PromptText:
         _check_ids(tokenizer, prompt_ids, "prompt_ids")
         text = tokenizer.decode(prompt_ids, clean_up_tokenization_spaces=False)
     check_text(text, "the prompt")
-    encoded = tokenizer(
-        text, return_offsets_mapping=True, add_special_tokens=not has_special
-    )
-    ids = tuple(encoded["input_ids"])
-    offsets: Sequence[Range] | None = encoded["offset_mapping"]
+    encoded = encode_any(tokenizer, text, add_special_tokens=not has_special)
+    ids: tuple[int, ...] = encoded.ids
+    offsets: Sequence[Range] | None = encoded.offsets
     if given.prompt_ids is not None and ids != given.prompt_ids:
         ids, offsets = tuple(given.prompt_ids), None
     return _PromptText(text, ids, offsets, begin)
@@ -343,9 +342,9 @@ def _prompt_from_template(
 def _continue(tokenizer: Any, text: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Return the ids of a text as it follows another, and the text piece by piece."""
     encoded = encode_text(tokenizer, text, add_special_tokens=False)
-    stops = [stop for _, stop in encoded["offset_mapping"]]
+    stops = [stop for _, stop in encoded.offsets]
     pieces = (text[a:b] for a, b in itertools.pairwise([0, *stops]))
-    return tuple(encoded["input_ids"]), tuple(pieces)
+    return encoded.ids, tuple(pieces)
 
 
 def _answer_tokens(

@@ -206,7 +206,9 @@ def find_layout(model: Any) -> Layout:
     if not isinstance(head, torch.nn.Linear):
         raise ValueError(
             "unknown residual layout: expected a linear output embedding, "
-            f"found {type(head).__name__} in {type(model).__name__}"
+            f"found {type(head).__module__}.{type(head).__name__} in "
+            f"{type(model).__name__}; merge an adapter of it into its weights "
+            "(merge_and_unload)"
         )
     return Layout(
         decoder=decoder,

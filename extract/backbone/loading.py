@@ -224,7 +224,8 @@ def _load_tokenizer(name: str, commit: str | None) -> Any:
     return AutoTokenizer.from_pretrained(name, revision=commit, trust_remote_code=False)
 
 
-def _check_vocabulary(name: str, model: Any, tokenizer: Any) -> None:
+def check_vocabulary(name: str, model: Any, tokenizer: Any) -> None:
+    """Check that the model has an embedding of every token of its tokenizer."""
     n_rows = model.get_input_embeddings().weight.shape[0]
     # Fine-tuned models often have one more token for padding, which is never fed.
     padding = {tokenizer.pad_token_id} - {tokenizer.eos_token_id}
@@ -233,7 +234,7 @@ def _check_vocabulary(name: str, model: Any, tokenizer: Any) -> None:
         raise ValueError(
             f"backbone {name!r}: its tokenizer has ids up to {last}, but the model has "
             f"embeddings of {n_rows} tokens (0 to {n_rows - 1}); put the tokenizer "
-            "beside the weights that it was made for"
+            "beside the weights that it was made for, or resize the embeddings"
         )
 
 
@@ -280,7 +281,7 @@ def load_checkpoint(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
         tokenizer = _load_tokenizer(name, commit)
     model, report = loaded
     _check_tensors(name, model, report)
-    _check_vocabulary(name, model, tokenizer)
+    check_vocabulary(name, model, tokenizer)
     return model, tokenizer
 
 
@@ -311,7 +312,7 @@ def load_outline(name: str) -> Outline:
                     config, trust_remote_code=False
                 )
             tokenizer = _load_tokenizer(source, commit)
-        _check_vocabulary(source, model, tokenizer)
+        check_vocabulary(source, model, tokenizer)
     return Outline(model, model.config.get_text_config(), tokenizer, packing)
 
 
@@ -442,6 +443,13 @@ class Backbone:
             raise ValueError(
                 f"cannot read {name} in {dtype}: expected one of {choices}; convert "
                 "it, as model.float() does"
+            )
+        devices = sorted({str(parameter.device) for parameter in bare.parameters()})
+        if devices == ["meta"] or len(devices) > 1:
+            raise ValueError(
+                f"cannot read {name}: its weights lie on {', '.join(devices)} (meta: "
+                "on no device, as what is offloaded); expected one device that holds "
+                "all of them; load it there, without another device_map"
             )
         if (default := torch.get_default_dtype()) != torch.float32:
             raise ValueError(

@@ -46,7 +46,12 @@ from beatrice.extract.generate.generator import (
     stop_ids_of,
     tokenizer_identity,
 )
-from beatrice.extract.generate.prompts import GenerationConfig, Request, render_message
+from beatrice.extract.generate.prompts import (
+    GenerationConfig,
+    Request,
+    encode_any,
+    render_message,
+)
 from beatrice.extract.records import Answer
 from beatrice.extract.signals.attention import run_decoder
 from beatrice.extract.signals.precision import exact_products
@@ -439,10 +444,10 @@ class TransformersGenerator:
             return prompt.ids
         tokenizer = self.backbone.tokenizer
         if not prompt.is_chat or tokenizer.chat_template is None:
-            return tuple(tokenizer(prompt.text)["input_ids"])
+            return encode_any(tokenizer, prompt.text, add_special_tokens=True).ids
         rendered = render_message(tokenizer, prompt.text)
         # The template writes its own special tokens.
-        return tuple(tokenizer(rendered.text, add_special_tokens=False)["input_ids"])
+        return encode_any(tokenizer, rendered.text, add_special_tokens=False).ids
 
     def stream(
         self,

@@ -22,7 +22,7 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from beatrice.extract.generate.generator import Generated, SamplingConfig
 from beatrice.extract.records import (
@@ -264,14 +264,44 @@ def _control_tokens(tokenizer: Any, n_words: int) -> dict[int, str]:
     return tokens
 
 
-def encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool) -> Any:
-    """Return the ids and offsets of a text that holds no control tokens of its own.
+class Encoded(NamedTuple):
+    """The ids of a text, and the characters `[start, stop)` that each stands for."""
 
-    What looks like a control token in it is split like any other word.
+    ids: tuple[int, ...]
+    offsets: list[tuple[int, int]]
+
+
+def encode_any(
+    tokenizer: Any,
+    text: str,
+    *,
+    add_special_tokens: bool,
+    split_special_tokens: bool = False,
+) -> Encoded:
+    """Return the ids of a text that the model is to go on from.
+
+    Some tokenizers, as those of a training, add an end to every text; it is left out.
     """
     encoded = tokenizer(
         text,
         return_offsets_mapping=True,
+        add_special_tokens=add_special_tokens,
+        split_special_tokens=split_special_tokens,
+    )
+    ids, offsets = tuple(encoded["input_ids"]), list(encoded["offset_mapping"])
+    if ids and ids[-1] == tokenizer.eos_token_id and offsets[-1][0] == offsets[-1][1]:
+        ids, offsets = ids[:-1], offsets[:-1]
+    return Encoded(ids, offsets)
+
+
+def encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool) -> Encoded:
+    """Return the ids of a text that holds no control tokens of its own.
+
+    What looks like a control token in it is split like any other word.
+    """
+    encoded = encode_any(
+        tokenizer,
+        text,
         add_special_tokens=add_special_tokens,
         split_special_tokens=True,
     )
@@ -280,7 +310,7 @@ def encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool) -> Any:
 
 
 def _check_control_tokens(
-    tokenizer: Any, text: str, encoded: Any, characters: tuple[int, int]
+    tokenizer: Any, text: str, encoded: Encoded, characters: tuple[int, int]
 ) -> None:
     """Check that no character of `[start, stop)` became a control token.
 
@@ -288,8 +318,7 @@ def _check_control_tokens(
     cannot be told from them before the ids are made.
     """
     control = _control_tokens(tokenizer, len(tokenizer))
-    offsets: Sequence[tuple[int, int]] = encoded["offset_mapping"]
-    for token, (start, stop) in zip(encoded["input_ids"], offsets, strict=True):
+    for token, (start, stop) in zip(*encoded, strict=True):
         if token not in control or stop <= characters[0] or start >= characters[1]:
             continue
         # Where one token means both unknown and end, it may stand for other text.
@@ -497,14 +526,13 @@ def build_prompt(
         characters = (start + rendered.start, stop + rendered.start)
         text = rendered.text
         # The template writes its own special tokens, as text.
-        encoded = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
+        encoded = encode_any(tokenizer, text, add_special_tokens=False)
         _check_control_tokens(tokenizer, text, encoded, (rendered.start, rendered.stop))
     else:
         encoded = encode_text(tokenizer, text, add_special_tokens=True)
-    ids = tuple(encoded["input_ids"])
     return Prompt(
-        ids=ids,
-        context_span=token_span(encoded["offset_mapping"], characters, characters[0]),
+        ids=encoded.ids,
+        context_span=token_span(encoded.offsets, characters, characters[0]),
         text=text,
     )
 

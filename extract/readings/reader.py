@@ -70,24 +70,15 @@ def truth_prompt(
     text = truth_text(question, answer, ideas)
     try:
         plain, chosen = (
-            tuple(encode_text(model.tokenizer, t, add_special_tokens=True)["input_ids"])
+            encode_text(model.tokenizer, t, add_special_tokens=True).ids
             for t in (text, text + _OPTION)
         )
     except ValueError:
         return None
-    n_plain = _without_end(model.tokenizer, plain)
-    n_chosen = _without_end(model.tokenizer, chosen)
-    is_single_token = n_chosen == n_plain + 1 and chosen[:n_plain] == plain[:n_plain]
-    if not is_single_token or chosen[n_plain] == model.tokenizer.unk_token_id:
+    if chosen[:-1] != plain or chosen[-1] == model.tokenizer.unk_token_id:
         return None
-    is_too_long = model.max_length is not None and n_plain > model.max_length
-    return None if is_too_long else chosen[:n_chosen]
-
-
-def _without_end(tokenizer: Any, ids: tuple[int, ...]) -> int:
-    """Return how many ids there are before an end that the tokenizer adds."""
-    is_ended = len(ids) > 0 and ids[-1] == tokenizer.eos_token_id
-    return len(ids) - int(is_ended)
+    is_too_long = model.max_length is not None and len(plain) > model.max_length
+    return None if is_too_long else chosen
 
 
 def _known(passages: Sequence[Passage]) -> set[str]:

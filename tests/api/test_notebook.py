@@ -1,5 +1,6 @@
 """What a notebook does: questions, answers, signals, a probe, a score."""
 
+import copy
 import gc
 import os
 import re
@@ -161,6 +162,13 @@ def test_a_model_that_nobody_holds_is_given_back_with_what_has_read_it():
     del model
     gc.collect()
     assert weights() is None
+
+
+def test_a_tokenizer_of_more_words_than_a_model_in_memory_is_refused(model):
+    tokenizer = copy.deepcopy(model.backbone.tokenizer)
+    tokenizer.add_tokens(["Zyxw"])
+    with pytest.raises(ValueError, match="ids up to .* or resize the embeddings"):
+        beatrice.LanguageModel(model.backbone.model, tokenizer)
 
 
 def test_a_model_in_memory_is_not_moved_to_a_device(model):

@@ -152,17 +152,33 @@ def test_a_model_in_a_wrapper_is_the_model_and_is_read_as_it_writes(wrap):
     assert check_decoding(SignalReader(wrapped)) is None
 
 
+def offloaded():
+    model = tiny_model("llama")
+    model.model.layers[-1].to("meta")
+    return model
+
+
+def with_adapted_head():
+    model = tiny_model("llama")
+    model.lm_head = Adapted(model.lm_head)
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: torch.nn.Linear(2, 2), "Transformers causal language model.* Linear$"),
         (lambda: tiny_model("llama").double(), "float64: expected one of float32, .*"),
         (lambda: Adapted(tiny_model("llama"), True), "PREFIX_TUNING puts trained .*"),
+        (offloaded, "lie on cpu, meta .*; expected one device"),
+        (with_adapted_head, "found .*Adapted in .*; merge an adapter"),
     ],
 )
 def test_a_model_in_memory_that_cannot_be_read_is_refused_in_a_sentence(make, message):
+    model = make().train()
     with pytest.raises(ValueError, match=message):
-        Backbone.from_model(make())
+        Backbone.from_model(model)
+    assert model.training  # and is left as it was
 
 
 def test_sums_are_never_kept_in_another_default_type():

@@ -7,6 +7,7 @@ import click
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 
 from beatrice.extract.backbone.loading import load_backbone
 from beatrice.extract.backbone.names import WEIGHTS
@@ -252,6 +253,17 @@ def test_a_tokenizer_that_knows_it_as_a_word_is_refused_the_text():
     prompt = build_prompt(tokenizer, SHORT, "what is x?", passages("a <unk> xyzzy"))
     assert prompt.ids.count(tokenizer.unk_token_id) >= 2
     assert prompt.ids[0] == tokenizer.bos_token_id
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_an_end_that_a_tokenizer_adds_stands_behind_no_question(bytewise, chat):
+    """As `add_eos_token` of a training does; the model would go on from its own end."""
+    template = dataclasses.replace(SHORT, chat=chat)
+    expected = build_prompt(bytewise, template, "who?", passages("a b"))
+    end = [("</s>", bytewise.eos_token_id)]
+    bytewise.backend_tokenizer.post_processor = TemplateProcessing("$A </s>", None, end)
+    assert bytewise("who?")["input_ids"][-1] == bytewise.eos_token_id
+    assert build_prompt(bytewise, template, "who?", passages("a b")) == expected
 
 
 BERN = (Passage(title="Bern", text="The capital lies on the Aare."),)
