@@ -249,13 +249,6 @@ def test_draws_to_equal_prompts_are_those_of_each_by_itself(name):
         assert result[i].log_probs == pytest.approx(alone.log_probs, abs=2e-4)
 
 
-def test_a_config_without_a_cache_changes_no_text():
-    backbone, prompts = backbone_of("llama"), prompts_with(N_SHARED)
-    wanted = written(backbone, prompts)
-    backbone.model.generation_config.use_cache = False
-    assert written(backbone, prompts) == wanted
-
-
 def test_an_equal_prompt_is_computed_once():
     backbone, prompts = backbone_of("llama"), prompts_with(N_SHARED)
     with shapes_run(backbone) as shapes:

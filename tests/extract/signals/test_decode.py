@@ -140,6 +140,7 @@ def test_what_an_owner_set_for_generation_changes_neither_answers_nor_readings()
     backbone = backbone_of("llama", stop=stop)
     for name, value in {
         "do_sample": True,
+        "use_cache": False,
         "min_new_tokens": 5,
         "no_repeat_ngram_size": 1,
         "encoder_repetition_penalty": 9.0,
