@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from beatrice.benchmarks.bench.answer import (
     AnswerBench,
     answer_ratio,
     measure_model,
+    measure_setting,
     warm_ratio,
 )
+from beatrice.benchmarks.bench.answer import measure_peak as measure_answer_peak
 from beatrice.benchmarks.bench.commands import RowPrinter, measure_fresh, take_turns
 from beatrice.benchmarks.bench.extract import (
     BatchConfig,
@@ -199,6 +202,7 @@ def test_answering_and_reading_with_worked_examples_are_measured_on_the_same_tok
     assert 0 < row["of them read"] <= row["tokens"]
 
 
+@pytest.mark.slow  # for memory each way of each setting starts a process of its own
 def test_a_row_a_setting_has_every_ratio_above_zero():
     done = CliRunner().invoke(main, ["bench", "answer", "--rounds", "1", "--json"])
     assert done.exit_code == 0, done.output
@@ -257,6 +261,16 @@ def test_the_floor_computes_the_logits_of_all_tokens_that_are_read(answer_bench)
     assert counts["plain"] <= n_rows * CONFIG.max_new_tokens
     # Steps at which a batch is parted differ by those that run what was cut.
     assert abs(counts["floor"] - counts["plain"] - n_read) <= n_rows
+
+
+def test_the_four_ways_of_a_setting_have_ratios_and_peaks(answer_bench):
+    about = "embedded", "float32", "with_context"
+    peak = partial(measure_fresh, "a peak", measure_answer_peak, *about)
+    row = measure_setting(answer_bench, 1, peak)
+    assert row["setting"] == "with_context"
+    ratios = [value for name, value in row.items() if "÷" in name]
+    assert len(ratios) == 6 and min(ratios) > 0
+    assert min(row["MiB plain"], row["MiB one pass"]) > 0
 
 
 def test_a_gpus_row_has_all_ways_and_the_peak_of_two():
