@@ -211,24 +211,23 @@ def as_passages(value: Any, name: str) -> tuple[Passage, ...]:
     return tuple(as_passage(item, f"{name}[{i}]") for i, item in enumerate(value))
 
 
-def as_rows(value: Any, name: str, columns: Collection[str]) -> list[Any]:
+def as_rows(value: Any, columns: Collection[str]) -> list[Any]:
     """Return the rows of a table or list; what a row holds is checked row by row.
 
     A missing cell of a table (NaN, NA) is left out of its row.
 
     Args:
       value: a data frame (pandas, polars, pyarrow), or any iterable of rows.
-      name: of the argument, for the message.
       columns: those of a table that are read; a warning names the others, except an
         `id`.
     """
     if not _is_table(value):
-        return as_list(value, name, "a list of rows or a data frame")
+        return as_list(value, "rows", "a list of rows or a data frame")
     rows = _table_rows(value)
     unread = {key: None for row in rows for key in row if key not in (*columns, "id")}
     if unread:
         names = ", ".join(map(repr, unread))
-        warnings.warn(f"{name}: columns not read: {names}", stacklevel=3)
+        warnings.warn(f"rows: columns not read: {names}", stacklevel=3)
     return [{key: row[key] for key in row if key in columns} for row in rows]
 
 

@@ -248,7 +248,7 @@ class AnswerScorer(abc.ABC):
         Raises:
           ValueError: there is no list of rows, or the batch size is no such number.
         """
-        read = as_rows(rows, "rows", ARGUMENTS)
+        read = as_rows(rows, ARGUMENTS)
         batch_size = as_count(batch_size, "batch_size")
         return self.load_scorer().score_rows(read, batch_size)
 

@@ -14,7 +14,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,9 +45,6 @@ _N_TRAIN = 500_000  # vectors that quantisers are trained on, spread over the co
 _PER_LIST = 39  # faiss: fewer training vectors per centroid make poor ones
 _CODES = 256  # values of a product-quantised byte
 _AGAIN = "delete the folder and build it again"
-# Part of an encoder's identity from 2 on: raised when the same weights and settings
-# would make other vectors.
-_RECIPE = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,19 +104,6 @@ def read_encoder_config(path: Path, **chosen: Any) -> PassageEncoderConfig:
     return PassageEncoderConfig(path=path, **fields)
 
 
-def encoder_identity(
-    settings: Mapping[str, Any], hashes: Mapping[str, str], recipe: int = _RECIPE
-) -> str:
-    """Return the SHA-256 of all that an encoder's vectors depend on.
-
-    Args:
-      settings: how it is run, without its path.
-      hashes: of its files, by name.
-      recipe: of the code that runs it.
-    """
-    return sha256_json([settings, hashes, *([recipe] if recipe > 1 else [])])
-
-
 class TextEncoder:
     """An encoder in memory.
 
@@ -141,7 +125,7 @@ class TextEncoder:
         settings = dataclasses.asdict(config)
         del settings["path"]
         hashes = {file.name: sha256_file(file) for file in files}
-        self.config, self.identity = config, encoder_identity(settings, hashes)
+        self.config, self.identity = config, sha256_json([settings, hashes])
         self._tokenizer = AutoTokenizer.from_pretrained(config.path)
         model = AutoModel.from_pretrained(
             config.path, use_safetensors=True, dtype=getattr(torch, config.dtype)
@@ -275,8 +259,8 @@ def _check_origin(
         raise ValueError(
             f"{folder} was built by another encoder ({facts['encoder_name']}, "
             f"{facts['encoder'][:12]}…; this one is {encoder.config.path.name}, "
-            f"{encoder.identity[:12]}…: weights, prefixes, pooling, types and this "
-            f"package's way to run it); use that one, or {_AGAIN}"
+            f"{encoder.identity[:12]}…: weights, prefixes, pooling and types); "
+            f"use that one, or {_AGAIN}"
         )
 
 
@@ -403,25 +387,6 @@ def open_index(vectors: Vectors, form: Form) -> Any:
     return index
 
 
-def exact_best(
-    vectors: Vectors, query: np.ndarray, candidates: np.ndarray, depth: int
-) -> np.ndarray:
-    """Return the best of a query's candidates by exact inner product.
-
-    Args:
-      vectors: of the corpus.
-      query: `[d_model]`.
-      candidates: `[n]` places, none twice.
-      depth: at most `n`.
-
-    Returns:
-      `[depth]` places, best first; of equal scores the first place.
-    """
-    places = np.sort(candidates)
-    order = np.argsort(-(vectors.take(places) @ query), kind="stable")
-    return places[order[:depth]]
-
-
 class DenseRetriever:
     """Ranks the passages of a corpus by inner product with the encoded question."""
 
@@ -442,7 +407,8 @@ class DenseRetriever:
     def search_vectors(self, queries: np.ndarray, depth: int) -> np.ndarray:
         """Return the same for encoded questions, `[n_queries, d_model]` float32.
 
-        A lossy index gives candidates, whose exact scores decide.
+        A lossy index gives candidates, whose exact scores decide, of equal ones the
+        first place.
         """
         n_passages = self._vectors.shape[0]
         depth = min(depth, n_passages)
@@ -454,15 +420,10 @@ class DenseRetriever:
         for i, query in enumerate(queries):
             places = candidates[i][candidates[i] >= 0]
             if len(places) < depth:  # the lists nearby hold fewer
-                places = self._search_all_lists(query, n)
-            best[i] = exact_best(self._vectors, query, places, depth)
+                n_probed, self._index.nprobe = self._index.nprobe, self._index.nlist
+                places = self._index.search(query[None], n)[1][0]
+                self._index.nprobe = n_probed
+            places = np.sort(places)
+            order = np.argsort(-(self._vectors.take(places) @ query), kind="stable")
+            best[i] = places[order[:depth]]
         return best
-
-    def _search_all_lists(self, query: np.ndarray, n: int) -> np.ndarray:
-        """Return the candidates of one query from all inverted lists, `[n]`."""
-        n_probed = self._index.nprobe
-        self._index.nprobe = self._index.nlist
-        try:
-            return self._index.search(query[None], n)[1][0]
-        finally:
-            self._index.nprobe = n_probed

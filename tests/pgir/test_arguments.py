@@ -155,9 +155,9 @@ def test_rows_may_be_mappings_or_tuples(scorer, row):
 
 
 def test_a_frame_is_read_row_by_row_and_an_empty_cell_is_left_out(scorer):
-    assert as_rows(pd.Series([ROW]), "rows", ARGUMENTS) == [ROW]
+    assert as_rows(pd.Series([ROW]), ARGUMENTS) == [ROW]
     frame = pd.DataFrame([ROW, {**ROW, "context": PASSAGE}])
-    assert as_rows(frame, "rows", ARGUMENTS) == [ROW, {**ROW, "context": PASSAGE}]
+    assert as_rows(frame, ARGUMENTS) == [ROW, {**ROW, "context": PASSAGE}]
     plain, grounded = scorer.score_many(frame)
     assert plain.raw == pytest.approx(scorer.score(**ROW).raw, abs=1e-5)
     assert grounded.raw != plain.raw
@@ -184,7 +184,7 @@ def test_tables_of_others_are_read_by_what_they_offer():
     polars = SimpleNamespace(columns=[], to_dicts=lambda: [{**ROW, "context": None}])
     arrow = SimpleNamespace(columns=[], to_pylist=lambda: [ROW])
     for table in (polars, arrow):
-        assert as_rows(table, "rows", ARGUMENTS) == [ROW]
+        assert as_rows(table, ARGUMENTS) == [ROW]
 
 
 def test_one_passage_is_not_read_letter_by_letter(scorer, gate):

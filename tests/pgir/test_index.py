@@ -92,12 +92,6 @@ def test_e5_gets_its_prefixes_by_name_and_others_none(tmp_path):
     assert plain.identity != requests.identity
 
 
-def test_vectors_of_an_earlier_way_to_run_an_encoder_are_not_its_own():
-    about = ({"pooling": "mean"}, {"model.safetensors": "00"})
-    earlier, later = (index.encoder_identity(*about, recipe) for recipe in (1, 2))
-    assert later != earlier
-
-
 def test_more_tokens_than_an_encoder_has_positions_are_refused(tmp_path):
     config = index.read_encoder_config(save_encoder(tmp_path / "tiny").path)
     with pytest.raises(ValueError, match="at most 64 tokens, and is to read 256"):
