@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -319,6 +320,10 @@ def _recall(
 def _serve(search: Any, corpus: "Corpus", host: str, port: int, depth: int) -> None:
     from beatrice.pgir.retrievers import RetrievalServer
 
+    def stop(*_: Any) -> None:  # as service managers ask; Ctrl-C does the same
+        raise SystemExit
+
+    signal.signal(signal.SIGTERM, stop)
     with RetrievalServer(search, corpus, host=host, port=port, depth=depth) as server:
         click.echo(
             f"{len(corpus):,} passages at http://{host}:{server.server_port}/retrieve "

@@ -15,11 +15,13 @@ again searches only for the rest.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import http.client
 import itertools
 import json
 import logging
+import socket
 import sys
 import threading
 import time
@@ -61,7 +63,9 @@ _PROTOCOLS = {"retrieve": "search-r1", "batch_search": "flashrag"}
 _BATCH = 32  # questions in a request
 _MOST_REPLY_BYTES = 64 << 20
 _MOST_REQUEST_BYTES = 16 << 20
+_MOST_DROPPED_BYTES = 1 << 30  # of a request that is too long
 _MOST_DEPTH = 1000  # of a request to our server
+_MOST_PASSAGES = 100_000  # of a reply of our server, some 100 MB
 Note = Callable[[str], None]
 
 
@@ -193,6 +197,10 @@ class _RequestFailed(Exception):
 
 class _SearchFailed(Exception):
     """A retriever that is served has raised an error; the text says which."""
+
+
+class _Closed(Exception):
+    """The server searches no more; its text says so."""
 
 
 class _CachedRanking(msgspec.Struct, frozen=True):
@@ -629,7 +637,7 @@ class RetrievalServer(ThreadingHTTPServer):
       timeout: seconds that a client may be silent before it is left.
     """
 
-    daemon_threads = True
+    daemon_threads = False  # closing waits until whoever is answered has the reply
     # Connections that wait to be served: of a longer row than 5 some were reset.
     request_queue_size = 128
 
@@ -647,6 +655,7 @@ class RetrievalServer(ThreadingHTTPServer):
         self._retriever, self.passages = retriever, passages
         self.client_timeout, self._is_closed = timeout, False
         self._depth, self._lock = depth, threading.Lock()
+        self._connections: set[Any] = set()  # that are open
         try:
             super().__init__((host, port), _Handler)
         except OSError as error:
@@ -656,10 +665,26 @@ class RetrievalServer(ThreadingHTTPServer):
             ) from error
 
     def server_close(self) -> None:
-        """Close the address, behind a search that runs: exiting in it would abort."""
+        """Close the address and every connection, whoever is answered last.
+
+        A search that runs ends and is replied to; none begins, and none is waited for
+        that has not been sent.
+        """
         self._is_closed = True
-        with self._lock:
-            super().server_close()
+        for connection in [*self._connections]:
+            with contextlib.suppress(OSError):  # the client was faster
+                connection.shutdown(socket.SHUT_RD)
+        super().server_close()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection in a thread of its own."""
+        self._connections.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        self._connections.discard(request)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Print what went wrong, unless a client is gone."""
@@ -677,9 +702,14 @@ class RetrievalServer(ThreadingHTTPServer):
             raise ValueError("expected a list of at least one question")
         if not all(isinstance(query, str) and query.strip() for query in queries):
             raise ValueError("expected questions that are texts and not empty")
+        if len(queries) * depth > _MOST_PASSAGES:
+            raise ValueError(
+                f"expected at most {_MOST_PASSAGES} passages in a reply, found "
+                f"{len(queries)} questions for {depth} each; ask for fewer at a time"
+            )
         with self._lock:
             if self._is_closed:
-                raise ConnectionAbortedError("the server was closed")
+                raise _Closed("the server is being closed; ask another one")
             try:
                 rankings = self._retriever.search(queries, depth)
             except Exception as error:
@@ -702,6 +732,7 @@ class RetrievalServer(ThreadingHTTPServer):
         Raises:
           KeyError: nothing is served under this path.
           ValueError: the request is not of the protocol.
+          _Closed: the server is being closed.
           _SearchFailed: the retriever has raised an error.
         """
         if path == "/retrieve":
@@ -746,26 +777,34 @@ class _Handler(BaseHTTPRequestHandler):
             self._reply(404, {"error": f"there are {paths}"})
 
     def do_POST(self) -> None:
+        size = self.headers.get("Content-Length", "")
+        n_bytes = int(size) if size.isdecimal() else 0
+        if not n_bytes or n_bytes > _MOST_REQUEST_BYTES:
+            expected = f"a Content-Length of at most {_MOST_REQUEST_BYTES} bytes"
+            self._refuse(413 if n_bytes else 400, f"expected {expected}")
+            # A client that is still sending would not read the reply.
+            n_left = min(n_bytes, _MOST_DROPPED_BYTES)
+            while n_left > 0 and (part := self.rfile.read(min(n_left, 1 << 16))):
+                n_left -= len(part)
+            return
         try:
-            size = self.headers.get("Content-Length", "")
-            if not size.isdecimal() or int(size) > _MOST_REQUEST_BYTES:
-                raise ValueError(
-                    f"expected a Content-Length of at most {_MOST_REQUEST_BYTES} bytes"
-                )
-            request = json.loads(self.rfile.read(int(size)))
+            request = json.loads(self.rfile.read(n_bytes))
             if not isinstance(request, dict):
                 raise ValueError("expected a JSON object")
             self._reply(200, self._retrieval.answer(self.path, request))
         except KeyError:
-            self.close_connection = True
-            self._reply(404, {"error": f"nothing is served at {self.path}"})
+            self._refuse(404, f"nothing is served at {self.path}")
         except (ValueError, RecursionError) as error:  # the latter of nested JSON
-            self.close_connection = True
-            self._reply(400, {"error": str(error)})
+            self._refuse(400, str(error))
+        except _Closed as error:
+            self._refuse(503, str(error))
         except _SearchFailed as error:
-            self.close_connection = True
-            self._reply(500, {"error": str(error)})
+            self._refuse(500, str(error))
             raise  # whoever serves sees where
+
+    def _refuse(self, status: int, reason: str) -> None:
+        self.close_connection = True
+        self._reply(status, {"error": reason})
 
     def _reply(self, status: int, value: Any) -> None:
         content = json.dumps(value).encode()

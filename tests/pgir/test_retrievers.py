@@ -3,13 +3,17 @@
 import contextlib
 import http.client
 import json
+import re
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import click
@@ -45,6 +49,7 @@ from beatrice.pgir.retrievers import (
 )
 from tests.extract.small_run import beatrice, make_run
 from tests.pgir.small import make_corpus, write_passages
+from tests.process import ROOT
 
 CORPUS = [Passage(title=f"T{i}", text=f"word{i} shared text") for i in range(12)]
 QUERIES = ["word3", "word7 shared", "word1"]
@@ -129,6 +134,8 @@ def test_replies_have_the_shapes_that_the_two_protocols_say():
         ("/retrieve", {"queries": []}, 400),
         ("/retrieve", {"queries": ["x"], "topk": 0}, 400),
         ("/retrieve", {"queries": [7]}, 400),
+        ("/retrieve", {"queries": ["x"] * 101, "topk": 1000}, 400),
+        ("/retrieve", b" " * (17 << 20), 413),
         ("/elsewhere", {"queries": ["x"]}, 404),
     ],
 )
@@ -164,7 +171,6 @@ def test_a_client_that_is_gone_leaves_no_traceback(capsys):
     reset = struct.pack("ii", 1, 0)  # close() then sends a reset
     body = json.dumps({"queries": ["word3"] * 200, "topk": 10}).encode()
     with corpus_server() as server:
-        server.daemon_threads = False  # closing waits for what is answered
         with serving(server):
             with socket.create_connection(server.server_address, timeout=10) as gone:
                 gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
@@ -181,7 +187,6 @@ def test_who_asks_is_told_that_a_search_failed_and_who_serves_sees_where(capsys)
             raise KeyError("word3")
 
     with RetrievalServer(Broken(CORPUS), CORPUS, port=0) as server:
-        server.daemon_threads = False  # closing waits for what is printed
         with serving(server) as url:
             with pytest.raises(urllib.error.HTTPError) as refused:
                 post(f"{url}/retrieve", {"queries": ["word3"]})
@@ -191,27 +196,43 @@ def test_who_asks_is_told_that_a_search_failed_and_who_serves_sees_where(capsys)
     assert 'raise KeyError("word3")' in capsys.readouterr().err
 
 
-def test_a_search_that_runs_ends_before_the_server_is_closed_and_none_begins():
+def test_a_server_that_closes_replies_to_the_search_that_runs_and_refuses_others():
     class Slow(Bm25Retriever):
-        begun, n_ended = threading.Event(), 0
+        begun = threading.Event()
 
         def search(self, queries, depth):
             self.begun.set()
-            time.sleep(0.2)
-            ranking = super().search(queries, depth)
-            self.n_ended += 1
-            return ranking
+            time.sleep(0.3)
+            return super().search(queries, depth)
 
-    slow = Slow(CORPUS)
-    with RetrievalServer(slow, CORPUS, port=0) as server:
-        request = "/retrieve", {"queries": ["word3"]}
-        thread = threading.Thread(target=server.answer, args=request)
-        thread.start()
-        slow.begun.wait()
-    assert slow.n_ended == 1
-    with pytest.raises(ConnectionError):
-        server.answer(*request)
-    thread.join()
+    slow, asked = Slow(CORPUS), {"queries": ["word3"]}
+    with ThreadPoolExecutor(2) as pool:
+        with RetrievalServer(slow, CORPUS, port=0) as server, serving(server) as url:
+            idle = socket.create_connection(server.server_address)  # not waited for
+            first = pool.submit(post, f"{url}/retrieve", asked)
+            slow.begun.wait()
+            second = pool.submit(post, f"{url}/retrieve", asked)
+            time.sleep(0.1)
+            began = time.monotonic()
+        assert time.monotonic() - began < 5
+        idle.close()
+        assert first.result()["result"][0][0]["id"] == "3"
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            second.result()
+    with refused.value as reply:
+        assert reply.code == 503 and "closed" in json.load(reply)["error"]
+
+
+def test_a_service_that_is_told_to_stop_ends_well(tmp_path):
+    folder = make_corpus(tmp_path, 20).folder
+    words = [sys.executable, "-m", "beatrice", "corpus", folder, "--serve"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*words, "--set", "port=0"], cwd=ROOT, **pipes) as served:
+        url = re.search(r"http://\S+", served.stdout.readline()).group()
+        assert post(url, {"queries": ["w7 n7"]})["result"][0][0]["id"] == "7"
+        served.terminate()
+        assert served.communicate(timeout=10) == ("", "")
+    assert served.returncode == 0
 
 
 def test_what_was_asked_keeps_its_index_and_is_not_asked_again(tmp_path):
