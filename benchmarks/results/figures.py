@@ -301,13 +301,16 @@ def frontier(
         x, y = [p["generations"] for p in points], [p[metric] for p in points]
         axes.plot(x, y, "-o", color=colour, markersize=5, label=label)
         heights += y
+        budgets: dict[tuple[float, float], list[int]] = {}
         for point in points:
             here = (point["generations"], point[metric])
-            is_chosen = number == 0 and point["budget"] == budget
+            budgets.setdefault(here, []).append(int(point["budget"]))
+        for here, same in budgets.items():
+            is_chosen = number == 0 and budget in same
             if is_chosen:
                 _ring(axes, *here, colour)
-            weight = "bold" if is_chosen else "normal"
-            _name(axes, f"B={point['budget']}", *here, colour, fontweight=weight)
+            label, weight = ", ".join(map(str, same)), "bold" if is_chosen else "normal"
+            _name(axes, f"B={label}", *here, colour, fontweight=weight)
     shapes = itertools.cycle(("s", "D", "^", "v", "P", "X", "<", ">", "*", "h"))
     for marker, (label, (cost, score)) in zip(shapes, rivals.items(), strict=False):
         axes.plot(cost, score, marker, color=STRONG["with_context"], label=label)

@@ -47,7 +47,7 @@ from beatrice.benchmarks.results.tables import (
 from beatrice.extract.label.labels import ENOUGH, class_counts
 from beatrice.extract.records import IN_DOMAIN, SETTINGS, Setting
 from beatrice.extract.run.rows import MACRO, ResultRow, Subject
-from beatrice.pgir.controllers import CONTROLLERS, OPTIONAL
+from beatrice.pgir.controllers import CONTROLLERS, OPTIONAL, titles_of
 from beatrice.pgir.score_files import P_STEPS
 
 if TYPE_CHECKING:  # which load JAX
@@ -428,7 +428,8 @@ def synergy_pictures(results: pandas.DataFrame) -> list[Picture]:
         for row in rows:
             if row.value is None:
                 caption += f" {row.families} is undefined: {row.reason}."
-        figure, title = figures.synergy(auroc, setting), names.SETTING_LABELS[setting]
+        title = f"Encoders of all combinations, {names.SETTING_LABELS[setting].lower()}"
+        figure = figures.synergy(auroc, setting)
         pictures.append(picture(figure, f"synergy-{setting}", title, caption))
     return pictures
 
@@ -485,7 +486,7 @@ def frontier_pictures(
     for metric in ("em", "f1"):
         points = {
             title: (values[x, "generations"], values[x, metric])
-            for x, title in CONTROLLERS.items()
+            for x, title in titles_of(means["detector"].unique()).items()
             if x not in by_name
             and None not in (values.get((x, "generations")), values.get((x, metric)))
         }

@@ -21,7 +21,7 @@ from beatrice.benchmarks.results import names
 from beatrice.extract.records import IN_DOMAIN, SETTINGS
 from beatrice.extract.run.rows import MACRO, ResultRow, Subject, as_frame, encoder
 from beatrice.jaxprobe.scope import PRECISIONS, Thresholds
-from beatrice.pgir.controllers import BOUNDS, CONTROLLERS
+from beatrice.pgir.controllers import BOUNDS, CONTROLLERS, titles_of
 
 METRICS = ("auroc", "auprc")  # of a detector, in the order of a cell
 EVALUATED = ("test", "ood")  # splits that nothing was chosen on
@@ -416,11 +416,12 @@ def paired_table(results: pandas.DataFrame, experiment: str = "paired") -> Table
       experiment: "paired" or "at_equal_length_paired" for AUROC, or
         "controller_paired" or "controller_query_paired" for exact match and F1.
     """
-    metrics, rivals = ("auroc",), names.COMPARED
-    if experiment.startswith("controller"):
-        metrics = ("em", "f1")
-        rivals = {Subject(name): title for name, title in CONTROLLERS.items()}
+    is_control = experiment.startswith("controller")
+    metrics, rivals = ("em", "f1") if is_control else ("auroc",), names.COMPARED
     shown = where(results, experiment=experiment, metric=metrics)
+    if is_control:
+        titles = titles_of(shown["against"].unique())
+        rivals = {Subject(name): title for name, title in titles.items()}
     lines = [(title, of_rival(x)) for x, title in rivals.items()]
     parts = [{"metric": metric} for metric in metrics]
     return by_place(shown, "Against", lines, (*EVALUATED, "evaluated"), parts)
@@ -515,7 +516,7 @@ def controller_table(results: pandas.DataFrame) -> Table:
     for cost in (x for x in names.COSTS if x in metrics):
         key = {"dataset": MACRO, "split": "evaluated", "metric": cost}
         columns.append((Column("Cost", cost, names.COSTS[cost]), [key]))
-    titles = {**CONTROLLERS, **BOUNDS}
+    titles = titles_of(shown["detector"].unique()) | BOUNDS
     lines = [(label, {"detector": name}) for name, label in titles.items()]
     marks = {"ours": CONTROLLERS["pgir"], "unranked": tuple(BOUNDS.values())}
     return pivot(shown, "Controller", lines, columns, **marks)

@@ -1,7 +1,10 @@
 """When to retrieve, and what to keep: PGIR and its rivals.
 
-Printed names of controllers and of bounds on them, in the order of the tables.
+Printed names of controllers and of bounds on them, in the order of the tables. One that
+has none here, such as a judge of one's own, goes by its id behind them.
 """
+
+from collections.abc import Iterable
 
 CROSS_FIT = "pgir_cross_fit"  # there with `control --set cross_fit=yes` alone
 CONTROLLERS = {
@@ -26,3 +29,8 @@ BOUNDS = {
     "perfect_choice": "PGIR, the kept draft chosen without error",
     "perfect_judge": "PGIR's drafts, judged without error",
 }
+
+
+def titles_of(names: Iterable[str]) -> dict[str, str]:
+    """Return the titles of all controllers, those without one among `names` last."""
+    return CONTROLLERS | {x: x for x in names if x not in CONTROLLERS | BOUNDS}

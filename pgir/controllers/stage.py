@@ -39,7 +39,7 @@ from beatrice.jaxprobe.evaluation import difference_row
 from beatrice.jaxprobe.metrics import BootstrapConfig, interval_of, resamples
 from beatrice.jaxprobe.train import open_rows
 from beatrice.pgir.bridge import ProbedBackbone
-from beatrice.pgir.controllers import CONTROLLERS, CROSS_FIT
+from beatrice.pgir.controllers import BOUNDS, CONTROLLERS, CROSS_FIT
 from beatrice.pgir.controllers.adaptive import question_encoder
 from beatrice.pgir.controllers.loop import (
     COUNTED,
@@ -186,7 +186,7 @@ def _rows(drawn: Drawn, experiment: str, **fields: str) -> list[ResultRow]:
             for (name, metric), draws in drawn.items()
             if (ours, metric) in drawn
             and name != ours
-            and name in CONTROLLERS
+            and name not in BOUNDS
             and metric in QUALITY
         ]
     return rows
@@ -650,8 +650,7 @@ def _control(
     _run_rivals(session, config)
     if note := _note_of_passages(retrieval, answering):
         progress.note(f"control: {note}")
-    chosen = (f"{CONTROLLERS.get(n, n)} {x}" for n, x in session.chosen.items())
-    progress.note(f"control: chosen on validation: {'; '.join(chosen)}")
+    progress.note(f"control: chosen on validation: {_in_words(session.chosen)}")
     evaluated = [each for each in traced if each.split != "validation"]
     write_json_atomic(
         run.control / "control.json",
@@ -669,6 +668,17 @@ def _control(
         progress.note(f"control: {name} left out: {reason}")
     rows = control_rows(session.sets, session.answers, run_bootstrap(run))
     publish(run, "control", rows + left_out_rows(session.left_out), progress)
+
+
+def _in_words(chosen: Mapping[str, Any]) -> str:
+    texts = []
+    for name, fields in chosen.items():
+        fields = fields if isinstance(fields, dict) else {"": fields}
+        words = (
+            f"{x} {y if isinstance(y, str) else f'{y:.3g}'}" for x, y in fields.items()
+        )
+        texts.append(f"{CONTROLLERS.get(name, name)}: {', '.join(words).strip()}")
+    return "; ".join(texts)
 
 
 def _note_of_passages(retrieval: Retrieval, answering: Answering) -> str:

@@ -213,6 +213,17 @@ def test_controls_and_span_decisions_have_their_own_tables():
     assert labels(spans) == list(SPAN_DECISIONS.values())
 
 
+def test_a_controller_or_judge_of_ones_own_is_in_the_tables_by_its_id():
+    own, eval_set = "judge:my_search:stands", ("macro", "evaluated")
+    fields = dict(experiment="controller_macro")
+    rows = [row(x, "both", eval_set, "em", 0.5, **fields) for x in ("pgir", own)]
+    fields = dict(experiment="controller_paired", rival=own, p_value=0.5)
+    rows.append(row("pgir", "both", eval_set, "em", 0.1, **fields))
+    results = results_of(rows)
+    assert labels(controller_table(results)) == ["PGIR", own]
+    assert labels(paired_table(results, "controller_paired")) == [own]
+
+
 def test_controllers_have_macro_means_and_a_cost_and_bounds_no_rank():
     table = controller_table(sample_results())
     assert [c.label for c in table.columns[-2:]] == ["macro", "generations"]
