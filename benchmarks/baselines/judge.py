@@ -83,7 +83,6 @@ if TYPE_CHECKING:
     from beatrice.extract.generate.prompts import PromptTemplate
 
 SCORE_FORMAT = "4"  # of cached scores: 4 holds the rows of what was chosen too
-OURS = CHAMPION.detector
 
 
 class JudgedOutput(NamedTuple):
@@ -185,6 +184,11 @@ class MeteredRelations:
         return relations
 
 
+def no_scores(n_rows: int, reason: str) -> JudgedOutput:
+    """Return what a detector that could not score leaves: NaN of one seed, and why."""
+    return JudgedOutput(DetectorOutput(np.full((1, n_rows), np.nan)), 0.0, 0, reason)
+
+
 def score(
     detector: Baseline, inputs: DetectorInput, readings: CachedReadings = NOTHING_READ
 ) -> JudgedOutput:
@@ -202,7 +206,7 @@ def score(
         scores, chosen = output_of(detector, inputs)
     except ValueError as error:  # such as a split of one class
         reason = str(error)
-        scores, chosen = np.full((1, n_rows), np.nan), ()
+        scores, chosen = no_scores(n_rows, reason).output
     output = DetectorOutput(np.asarray(scores, np.float64), tuple(chosen))
     shape = list(output.scores.shape)
     if shape[1:] != [n_rows]:
@@ -602,14 +606,13 @@ def _scores(
     for detector in new:
         try:
             scores = score(detector, inputs, readings)
+            cache.save(detector, scores)
         except Exception as error:  # of a person's own a mistake, not of ours
-            is_expected = isinstance(error, ValueError | OSError | MemoryError)
-            if is_expected or detector.name in catalogue():
+            if isinstance(error, OSError | MemoryError) or not is_plug(detector.name):
                 raise
-            reason = failure_in_words(error)
-            raise ValueError(f"{detector.name} ends in {reason}") from error
+            reason = f"scoring ends in {failure_in_words(error)}"
+            scores = no_scores(len(inputs.rows.ids), reason)
         cached[detector] = scores
-        cache.save(detector, scores)
         tick()
     return {detector: scores for detector, scores in cached.items() if scores}
 
@@ -619,14 +622,15 @@ def _rows(
 ) -> list[ResultRow]:
     """Return the rows of detectors on a setting, and of the selected set's lead."""
     heads, _ = run_selection(run, inputs.rows.setting)
-    ours = Scored(name=OURS, scores=heads[OURS]["scores"])
+    ours = Scored(name=CHAMPION, scores=heads["champion"]["scores"])
     rivals = [x.scored(detector.name) for detector, x in scores.items()]
-    pairs = {"paired": [(OURS, detector.name) for detector in scores]}
+    pairs = {"paired": [(CHAMPION, detector.name) for detector in scores]}
     intervals = run_bootstrap(run)
     measured = detection_rows([ours, *rivals], inputs.rows, intervals, pairs=pairs)
     chosen = [row for x in scores.values() for row in x.output.chosen]
     # The selected set's rows of detection are written by `evaluate`.
-    new = [r for r in measured if r.experiment != "detection" or r.detector != OURS]
+    ours_alone = ("detection", CHAMPION)
+    new = [r for r in measured if (r.experiment, r.subject) != ours_alone]
     return [*chosen, *new]
 
 
@@ -635,7 +639,7 @@ def _open_relations(config: BaselinesConfig, progress: Update) -> Relations | No
         return None
     from beatrice.benchmarks.baselines.detectors.clustering import load_entailment
 
-    return load_entailment(Path(config.nli), progress=progress)
+    return MeteredRelations(load_entailment(Path(config.nli), progress=progress))
 
 
 def _baselines(
@@ -651,8 +655,6 @@ def _baselines(
     relations = None
     if any("entailment" in x.needs for x in known if x.name in names):
         relations = _open_relations(config, update)
-    if relations is not None:
-        relations = MeteredRelations(relations)
     identities = run_identities(run, config.models)
     if models := {x: identities[x] for x in config.models if x in identities}:
         write_json_atomic(models_file(run), models)

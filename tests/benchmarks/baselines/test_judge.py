@@ -95,6 +95,31 @@ def test_the_readmes_detector_runs_into_the_same_tables(here, smoke_run):
     assert "hedging" not in names and "saplma_last" in names
 
 
+FAILING = """
+@baseline("failing", title="Failing", source="own")
+def failing(inputs):
+    return DetectorOutput(inputs.nothing)
+"""
+
+
+def test_a_detector_that_fails_has_its_reason_in_its_rows_and_spares_the_others(
+    here, smoke_run
+):
+    run = shutil.copytree(smoke_run, here / "run")
+    before = read_result_rows(RunDir(run))
+    with (here / "hedges.py").open("a") as file:
+        file.write(FAILING)
+    reason = "AttributeError: 'DetectorInput' object has no attribute 'nothing' (hedges"
+    done = beatrice("baselines", run, "--only", "hedges:failing")
+    assert done.stderr.count(f"failing: scoring ends in {reason}") == 2
+    rows = read_result_rows(RunDir(run))
+    others = [x for x in rows if "failing" not in (x.detector, x.against)]
+    assert others == before
+    detections = [row for row in rows if row.detector == "failing"]
+    assert detections and all(reason in row.reason for row in detections)
+    beatrice("baselines", run)  # goes on as it did
+
+
 def test_an_entry_point_goes_by_its_name(here, monkeypatch):
     folder = here / "installed-1.0.dist-info"
     folder.mkdir()
