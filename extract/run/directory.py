@@ -589,7 +589,7 @@ class RunDir:
                 return f"stage {name}: its record is damaged"
             return f"stage {name} has no record yet"
         if not record.finished:
-            return f"stage {name} was begun again and is not finished"
+            return f"stage {name} is not finished with its settings of now"
         if inputs is None:
             inputs = {
                 path: sha256_tree(self.path / path) or sha

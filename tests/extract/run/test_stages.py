@@ -233,7 +233,8 @@ def test_what_was_begun_again_and_not_finished_is_not_read(run):
     stages = chain(done)
     do_all(stages, run)
     run.reopen_stage("sweep")
-    assert run.stage_gap("sweep") == "stage sweep was begun again and is not finished"
+    gap = "stage sweep is not finished with its settings of now"
+    assert run.stage_gap("sweep") == gap
     with pytest.raises(ValueError, match="is not finished.*run `beatrice sweep` first"):
         run_stage(stages[1], run, Progress())
     do_all(stages, run)
