@@ -181,10 +181,10 @@ def report(run_dir: Path, run_b: Path | None, how: ReportOptions) -> None:
 
     Side by side are rankings, headline rows and answers; nothing of the runs changes.
 
-    Example: beatrice report runs/demo --print detectors
-
     Of a file of rows, such as docs/results/demo.jsonl, the tables are printed, or
     that of --print.
+
+    Example: beatrice report runs/demo --print detectors
 
     Example: beatrice report runs/gemma runs/smollm2 --out comparison.md
     """

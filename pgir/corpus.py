@@ -29,6 +29,7 @@ from beatrice.extract.records import (
     text_key,
     to_json,
 )
+from beatrice.extract.run.console import table_head, table_row
 from beatrice.extract.run.files import (
     read_sealed,
     seal,
@@ -364,16 +365,11 @@ def agreement(rankings: np.ndarray, exact: np.ndarray) -> dict[int, float]:
 
 def recall_table(measured: Mapping[str, Measured], counts: Mapping[str, int]) -> str:
     """Return a Markdown table: a line per set and retriever, recall then has-answer."""
-    heads = [f"{kind}@{d}" for kind in ("recall", "answer") for d in DEPTHS]
-    lines = ["| set | n | retriever | " + " | ".join(heads) + " |"]
-    lines.append("|" + "---|" * (3 + len(heads)))
+    at = [(kind, depth) for kind in ("recall", "answer") for depth in DEPTHS]
+    lines = [table_head(["set", "n", "retriever", *(f"{x}@{d}" for x, d in at)])]
     for dataset, n in counts.items():
         for name, of_retriever in measured.items():
-            values = [
-                of_retriever[dataset, kind][depth]
-                for kind in ("recall", "answer")
-                for depth in DEPTHS
-            ]
-            cells = [dataset, f"{n:,}", name, *(f"{v:.3f}".lstrip("0") for v in values)]
-            lines.append("| " + " | ".join(cells) + " |")
+            values = (of_retriever[dataset, kind][depth] for kind, depth in at)
+            cells = (f"{value:.3f}".lstrip("0") for value in values)
+            lines.append(table_row([dataset, f"{n:,}", name, *cells]))
     return "\n".join(lines)

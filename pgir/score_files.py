@@ -256,7 +256,8 @@ def score_rows(
             fields = {"error": fields["error"]} if "error" in fields else fields
             ids = {"line": row.line, "id": row.id, "key": _key(row, identity)}
             results.append(ids | fields)
-        write([_to_line(result) for result in results])
+        checked = ({**result, "check": _check(result)} for result in results)
+        write([json.dumps(result, allow_nan=False) for result in checked])
         for row, result in zip(some, results, strict=True):
             each(row, result)
 
@@ -269,10 +270,6 @@ def _key(row: Row, identity: str) -> str:
 def _check(result: Mapping[str, Any]) -> str:
     """Return what a result's line is checked by when it is read again."""
     return sha256_json(result)[:16]
-
-
-def _to_line(result: Mapping[str, Any]) -> str:
-    return json.dumps({**result, "check": _check(result)}, allow_nan=False)
 
 
 P_STEPS = (0.05, 0.25, 0.5, 0.8)  # upper ends of the tints of a token, by its p

@@ -9,6 +9,7 @@ import numpy as np
 from scipy.sparse import csr_matrix
 from sklearn.feature_extraction.text import TfidfVectorizer
 
+from beatrice.benchmarks.results import names
 from beatrice.extract.records import IN_DOMAIN, Answer, Setting
 from beatrice.extract.run.rows import ResultRow, Subject
 from beatrice.extract.store.store import FeatureStore, read_family
@@ -82,9 +83,8 @@ def rows_at_equal_length(
     rows: Rows,
     n_tokens: np.ndarray,
     config: BootstrapConfig,
-    subjects: Sequence[Subject],
 ) -> list[ResultRow]:
-    """Return what detectors are worth among answers of equally many tokens.
+    """Return what `names.AT_EQUAL_LENGTH` are worth among answers of as many tokens.
 
     The AUROC is of pairs of a right and a wrong answer of the same length, see
     `jaxprobe.metrics.stratified_auroc`: terciles would leave length to tell the answers
@@ -95,7 +95,6 @@ def rows_at_equal_length(
       rows: what they score.
       n_tokens: `[n_rows]` tokens of the answers.
       config: of the intervals.
-      subjects: the detectors that are measured; the first against each of the others.
 
     Returns:
       Rows of the experiment "at_equal_length", whose `n` are the answers with a
@@ -103,9 +102,9 @@ def rows_at_equal_length(
       "at_equal_length_paired"; and for each set the share of labelled answers without
       a counterpart, which say nothing here ("unmatched").
     """
-    experiment, (ours, *rivals) = "at_equal_length", subjects
+    experiment, (ours, *rivals) = "at_equal_length", names.AT_EQUAL_LENGTH
     measured = detection_rows(
-        [detector for detector in detectors if detector.subject in subjects],
+        [x for x in detectors if x.subject in names.AT_EQUAL_LENGTH],
         rows,
         config,
         experiment,

@@ -70,7 +70,7 @@ from beatrice.jaxprobe.metrics import (
 from beatrice.jaxprobe.rows import Rows
 from beatrice.jaxprobe.scope import PRECISIONS, Threshold
 from beatrice.jaxprobe.tokens import answer_log_probs, mean_answer_states
-from beatrice.jaxprobe.train import EVERY_FAMILY, encoder_folders, grid_config
+from beatrice.jaxprobe.train import EVERY_FAMILY, encoder_folders
 from beatrice.pgir.score_files import shown_tokens
 
 N_BINS = 10
@@ -83,28 +83,20 @@ PAIRS = {
 }
 
 
-def detectors_of(
-    evidence: DetectorInput,
-    encoders: Mapping[str, Any],
-    heads: Mapping[str, np.ndarray],
-    n_seeds: int,
+def run_detectors(
+    run: RunDir, evidence: DetectorInput
 ) -> tuple[list[Scored], list[ResultRow]]:
     """Return the scores that every detector gives to every row of a setting.
 
     And rows of what had to be chosen on validation for them.
-
-    Args:
-      evidence: of the setting, with its texts.
-      encoders: the checkpoint of its encoders and of their control.
-      heads: scores of selected sets by name, `[n_seeds, n_rows]`.
-      n_seeds: of the encoders.
     """
     store, rows = evidence.store, evidence.rows
-    logits = encoders["outputs"]["logits"].reshape(n_seeds, N_SUBSETS, -1)
+    encoders, _ = checkpoint.restore(run.encoders(rows.setting))
+    logits = encoders["outputs"]["logits"].reshape(-1, N_SUBSETS, len(rows.ids))
     tfidf, chosen = text_scores(evidence.texts, rows)
     probes, chosen_of_probes = probe_scores([store], rows, evidence.layer)
     scores: dict[Subject | str, np.ndarray] = {
-        **heads,
+        **run_heads(run, rows.setting),
         names.HIDDEN_ONLY: logits[:, 0],
         names.EARLY_FUSION: logits[:, EVERY_FAMILY],
         **{encoder(name): logits[:, i] for i, name in enumerate(SUBSET_NAMES)},
@@ -162,26 +154,21 @@ def _bins(curve: Reliability) -> tuple[Bin, ...]:
 
 
 def reliability_of(
-    raw: np.ndarray,
-    calibrated: np.ndarray,
-    labels: np.ndarray,
-    ids: np.ndarray,
-    setting: Setting,
+    raw: np.ndarray, calibrated: np.ndarray, rows: Rows
 ) -> tuple[Curves, list[ResultRow]]:
     """Return the reliability of the selected set, as curves and as rows.
 
     Args:
-      raw: `[n]` the head's own probability, mean over seeds, on all in-domain test
-        sets.
+      raw: `[n]` the head's own probability, mean over seeds.
       calibrated: `[n]` the calibrated one.
-      labels: `[n]` bool.
-      ids: `[n]` questions.
-      setting: of the answers.
+      rows: what they are of, all in-domain test sets.
     """
-    curves: dict[str, Any] = {"ece_by_chance": ece_by_chance(calibrated, ids, N_BINS)}
+    labels, chance = rows.labels, ece_by_chance(calibrated, rows.ids, N_BINS)
+    curves: dict[str, Any] = {"ece_by_chance": chance}
     result = []
-    at = {"setting": setting, "dataset": IN_DOMAIN, "split": "test", "n": len(labels)}
+    at: dict[str, Any] = {"dataset": IN_DOMAIN, "split": "test", "n": len(labels)}
     at |= {"experiment": "calibration", "detector": "champion"}
+    at |= {"setting": rows.setting}
     for kind, p_correct in (("raw", raw), ("calibrated", calibrated)):
         curves[kind] = _bins(reliability(p_correct, labels, N_BINS))
         values = {
@@ -244,12 +231,11 @@ def prompt_rows(
     rows = []
     for set_key, cuts in sorted(_by_set(examples, keyed).items()):
         flags = [is_cut for is_cut in cuts if is_cut is not None]
-        fields = {"n": len(flags), "n_failed": len(cuts) - len(flags), "value": None}
-        if flags:
-            fields["value"] = sum(flags) / len(flags)
-        else:
-            fields["reason"] = "no passage of any question fitted"
-        rows.append(_backbone_row("prompts", set_key, metric="cut", **fields))
+        share = sum(flags) / len(flags) if flags else None
+        reason = None if flags else "no passage of any question fitted"
+        fields = {"n": len(flags), "n_failed": len(cuts) - len(flags)}
+        fields |= {"metric": "cut", "value": share, "reason": reason}
+        rows.append(_backbone_row("prompts", set_key, **fields))
     return rows
 
 
@@ -496,16 +482,6 @@ def run_heads(run: RunDir, setting: Setting) -> dict[str, np.ndarray]:
     return scores
 
 
-def run_detectors(
-    run: RunDir, evidence: DetectorInput
-) -> tuple[list[Scored], list[ResultRow]]:
-    """Return `detectors_of` a setting of a run."""
-    setting = evidence.rows.setting
-    encoders, _ = checkpoint.restore(run.encoders(setting))
-    n_seeds = grid_config(run).train.n_seeds
-    return detectors_of(evidence, encoders, run_heads(run, setting), n_seeds)
-
-
 def _speller(run: RunDir, progress: Progress) -> SpellTokens | None:
     """Return what spells tokens, or None where the run's backbone is not there."""
     # Loads Torch, which the tables and figures do without.
@@ -546,9 +522,7 @@ def _evaluate(run: RunDir, config: None, update: Update, progress: Progress) -> 
         result += detection_rows(detectors, rows, bootstrap, pairs=PAIRS)
         result += layer_rows(evidence.store, rows, evidence.layer, bootstrap)
         n_tokens = length_features(evidence.answers)[:, 0]
-        result += rows_at_equal_length(
-            detectors, rows, n_tokens, bootstrap, list(names.AT_EQUAL_LENGTH)
-        )
+        result += rows_at_equal_length(detectors, rows, n_tokens, bootstrap)
         head = calibrated.heads[setting]
         raw = run_heads(run, setting)["champion"].mean(axis=0)
         p_correct, trust = head.calibrator(raw), head.thresholds().trust
@@ -557,13 +531,8 @@ def _evaluate(run: RunDir, config: None, update: Update, progress: Progress) -> 
         for judged in verdicts:
             result += annotated_rows(judged, detectors, rows, bootstrap)
         if len(where := rows.where("test")):
-            curves[setting], calibration = reliability_of(
-                raw[where],
-                p_correct[where],
-                rows.labels[where],
-                rows.ids[where],
-                setting,
-            )
+            tested = raw[where], p_correct[where], rows.take(where)
+            curves[setting], calibration = reliability_of(*tested)
             result += calibration
         else:
             progress.note(f"evaluate: {setting}: no test answer, so no reliability")

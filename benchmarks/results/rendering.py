@@ -123,8 +123,10 @@ def as_latex(table: Table) -> str:
 
 
 def _block(table: Table, chosen: Sequence[int], title: str | None) -> rich.table.Table:
-    block = rich.table.Table(title=title, title_justify="left", box=rich.box.SIMPLE)
-    block.add_column(rich.text.Text(table.corner))
+    block = rich.table.Table(
+        title=title, title_justify="left", box=rich.box.SIMPLE, pad_edge=False
+    )
+    block.add_column(rich.text.Text(table.corner), overflow="fold")  # never cut short
     for i in chosen:
         column = table.columns[i]
         head = rich.text.Text(f"{column.label}\n{column.detail}")

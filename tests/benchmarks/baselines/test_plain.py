@@ -285,14 +285,9 @@ def matched(n=1800):
 BOOTSTRAP = BootstrapConfig(n_resamples=300)
 
 
-def equal_length(detectors, rows, n_tokens):
-    names = list(AT_EQUAL_LENGTH)
-    return rows_at_equal_length(detectors, rows, n_tokens, BOOTSTRAP, names)
-
-
 def test_what_only_follows_length_vanishes_at_equal_length_and_the_rest_stays():
     rows, n_tokens, detectors = matched()
-    table = results_of(equal_length(detectors, rows, n_tokens))
+    table = results_of(rows_at_equal_length(detectors, rows, n_tokens, BOOTSTRAP))
     where = {"split": "test", "dataset": "world", "metric": "auroc", "seed": "mean"}
     length, ours, rival = (
         find(table, detector=x, against=None, **where)
@@ -312,7 +307,7 @@ def test_answers_without_a_counterpart_of_their_length_are_counted():
     rows, n_tokens, detectors = matched()
     n_tokens = np.where(rows.labels, n_tokens, n_tokens + 100)
     n_tokens[rows.where("test")[:10]] = 7
-    table = results_of(equal_length(detectors, rows, n_tokens))
+    table = results_of(rows_at_equal_length(detectors, rows, n_tokens, BOOTSTRAP))
     where = {"split": "test", "dataset": "world"}
     share = find(table, detector="answers", **where)
     where |= {"against": None}
