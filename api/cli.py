@@ -327,7 +327,7 @@ def score(source: str | None, as_json: bool, how: ScoreOptions) -> None:
     RUN_DIR is a finished run, or a probe as --probe names it. A --question without
     --answer is answered by the model, and scored in the passes that write. The rows of
     a --file have their answers. Its results are JSON lines in its order, where they go
-    to --out --json prints their counts; a row that cannot be scored is named in its
+    to --out, --json prints their counts; a row that cannot be scored is named in its
     place, and the exit code is then 1.
 
     Example: beatrice score --probe smollm2 --question "who wrote Dracula?"
