@@ -352,9 +352,8 @@ def run_side(run: RunDir) -> Side:
 def _ranked(run: RunDir, setting: Setting) -> Ranked:
     """Return what a run's encoders say of its validation answers of a setting."""
     _, rows = open_rows(run, setting)
-    logits, n_seeds = run_outputs(run, setting).logits, grid_config(run).train.n_seeds
-    where = rows.where("validation")
-    seeds = np.asarray(logits).reshape(n_seeds, N_SUBSETS, -1)
+    where, logits = rows.where("validation"), run_outputs(run, setting).logits
+    seeds = np.asarray(logits).reshape(-1, N_SUBSETS, len(rows.ids))
     return Ranked(rows.ids[where], rows.labels[where], seeds[:, :, where])
 
 
