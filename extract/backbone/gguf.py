@@ -52,7 +52,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
-from beatrice.extract.backbone.names import locked
+from beatrice.extract.backbone.names import MOST_LAYERS, locked
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.files import (
     sha256_of_model,
@@ -217,6 +217,13 @@ def _parsed(path: Path, content: np.ndarray) -> Header:
         tensors[name] = entry
     if "general.architecture" not in values:
         raise GgufError(path, "expected a model, but it has no general.architecture")
+    n_layers = values.get(f"{values['general.architecture']}.block_count")
+    if isinstance(n_layers, int) and n_layers > MOST_LAYERS:
+        raise GgufError(
+            path,
+            f"its header says {n_layers} layers, expected at most {MOST_LAYERS}; fetch "
+            "the file again",
+        )
     if not n_tokens:
         raise GgufError(path, "expected a tokenizer in the file, but it has no words")
     return Header(path, values, n_tokens, tensors)

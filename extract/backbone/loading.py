@@ -24,14 +24,19 @@ from transformers import (
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.quantizers.auto import AutoHfQuantizer
+from transformers.utils import CONFIG_NAME
+from transformers.utils.hub import cached_file, extract_commit_hash
 from transformers.utils.quantization_config import Mxfp4Config
 
 from beatrice.extract.backbone.layout import Layout, find_layout
 from beatrice.extract.backbone.names import (
+    MOST_LAYERS,
+    WEIGHTS_INDEX,
     BackboneConfig,
     ModelDtype,
     ModelHashes,
     check_name,
+    check_weights,
     own_device,
 )
 from beatrice.extract.records import Answer
@@ -105,9 +110,10 @@ _HARMLESS = re.compile(
     r"|(^|\.)(visual|vision_tower|vision_model|audio_tower|multi_modal_projector"
     r"|embed_vision|embed_audio)\."
 )
-# What Transformers' configs call the number of layers, and more than any model has.
-_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_MOST_LAYERS = 1000
+# What Transformers' configs call the number of layers.
+_DEPTHS = (
+    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"
+)  # fmt: skip
 # Their messages say nothing by themselves: a KeyError's is the key.
 _BARE_ERRORS = (KeyError, AttributeError, TypeError, IndexError, ArithmeticError)
 
@@ -184,10 +190,10 @@ def _check_depth(name: str, config: Any) -> None:
         return
     for key, value in config.items():
         _check_depth(name, value)
-        if key in _DEPTHS and isinstance(value, int) and value > _MOST_LAYERS:
+        if key in _DEPTHS and isinstance(value, int) and value > MOST_LAYERS:
             raise ValueError(
                 f"backbone {name!r}: its config.json says {key}={value}, expected at "
-                f"most {_MOST_LAYERS}; use the config that was saved with the weights"
+                f"most {MOST_LAYERS}; use the config that was saved with the weights"
             )
 
 
@@ -207,8 +213,12 @@ def _check_configs(name: str) -> tuple[str | None, Any]:
     From that commit all files are loaded, even if the repository moves on meanwhile.
     """
     with _loading(name):
-        config, _ = PreTrainedConfig.get_config_dict(name)
-        commit = config.get("_commit_hash")
+        file = str(cached_file(name, CONFIG_NAME))
+        commit = extract_commit_hash(file, None)
+        config, _ = PreTrainedConfig.get_config_dict(name, revision=commit)
+        index = str(config.get("transformers_weights") or WEIGHTS_INDEX)
+        absent = {"_raise_exceptions_for_missing_entries": False}
+        cached_file(name, index, revision=commit, **absent)  # beside the config
         tokenizer = get_tokenizer_config(name, revision=commit)
         auto_maps = {
             "config.json": config.get("auto_map"),
@@ -216,6 +226,7 @@ def _check_configs(name: str) -> tuple[str | None, Any]:
         }
     _check_remote_code(name, auto_maps)
     _check_depth(name, config)
+    check_weights(f"backbone {name!r}", Path(file).parent, config)
     _check_quantization(name, config)
     return commit, _packing(config.get("quantization_config"))
 
@@ -263,8 +274,8 @@ def _check_tensors(name: str, model: Any, report: dict[str, Any]) -> None:
         )
 
 
-def load_checkpoint(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Load model and tokenizer of a directory or Hub id."""
+def load_checkpoint(name: str, dtype: torch.dtype) -> tuple[Any, Any, str | None]:
+    """Load model and tokenizer of a directory or Hub id, with the latter's commit."""
     commit, packing = _check_configs(name)
     options = {} if packing is None else {"quantization_config": packing}
     with _loading(name), no_foreign_bars():
@@ -282,7 +293,7 @@ def load_checkpoint(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     model, report = loaded
     _check_tensors(name, model, report)
     check_vocabulary(name, model, tokenizer)
-    return model, tokenizer
+    return model, tokenizer, commit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -589,8 +600,8 @@ def load_backbone(
         from beatrice.extract.backbone.gguf import unpacked
 
         source = unpacked(name)
-    model, tokenizer = load_checkpoint(source, getattr(torch, dtype))
-    revision = _hash_files(local) if local.exists() else model.config._commit_hash
+    model, tokenizer, commit = load_checkpoint(source, getattr(torch, dtype))
+    revision = _hash_files(local) if local.exists() else commit
     return Backbone.from_model(
         model.to(device), tokenizer, name=name, revision=revision, is_of_files=True
     )

@@ -312,6 +312,10 @@ DAMAGES = {
     "version one": (with_byte(b"GGUF", 0, b"\x01"), "version 2 or 3"),
     "too many values": (lambda x: x[:16] + b"\xff" * 8 + x[24:], HEADER),
     "an unknown type": (with_byte(b"token_embd.weight", 4 + 16, b"\x63"), HEADER),
+    "layers without end": (
+        with_byte(b"llama.block_count", 7, b"\x7f"),
+        "2130706434 layers, expected at most 1000",
+    ),
     "another width": (
         with_byte(b"llama.feed_forward_length", 4, b"\x03"),
         "'model.layers.0.mlp.gate_proj.weight'",

@@ -41,6 +41,7 @@ from beatrice.extract.signals.precision import float32_precision, rounding_of
 from beatrice.extract.signals.reader import SignalReader
 from tests.extract.generate.loopback import Numbers
 from tests.extract.small_run import beatrice, make_run
+from tests.process import run_python
 
 
 def save_words(path, n_words=VOCAB_SIZE, **special):
@@ -470,3 +471,38 @@ def test_a_switch_per_layer_type_counts_and_other_ropes_do_not():
     assert window_of(config) == SWITCH
     config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0}
     assert window_of(config) == 128
+
+
+WEIGHTS_ELSEWHERE = ("pytorch_model.bin", "../model.safetensors", "sub/a.safetensors")
+
+
+@pytest.mark.parametrize("there", WEIGHTS_ELSEWHERE)
+@pytest.mark.parametrize("by", ["index", "config"])
+def test_weights_are_safetensors_beside_their_config_whatever_a_file_names(
+    checkpoint, there, by
+):
+    """Others are no part of the revision, or are pickled."""
+    weights = checkpoint / "model.safetensors"
+    names = dict.fromkeys(load_file(weights), there)
+    weights.rename(checkpoint / "decoy.safetensors")
+    if by == "config":
+        edit(checkpoint, transformers_weights=there)
+    else:
+        index = {"metadata": {}, "weight_map": names}
+        (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert_refused(checkpoint, repr(there), "expected *.safetensors files beside")
+
+
+def test_a_model_of_the_hub_is_of_one_commit_which_is_its_revision(checkpoint):
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = checkpoint.parent / "models--owner--name"
+    for folder in ("refs", "snapshots"):
+        (repository / folder).mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    checkpoint.rename(repository / "snapshots" / commit)
+    program = (
+        "from beatrice.extract.backbone.loading import load_backbone\n"
+        "print(load_backbone('owner/name').revision)"
+    )
+    done = run_python(program, HF_HUB_CACHE=str(checkpoint.parent))
+    assert done.stdout.strip() == commit
