@@ -17,6 +17,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import secrets
 import shutil
 import socket
 import tempfile
@@ -47,15 +48,14 @@ def sync_folder(folder: Path) -> None:
 
 def write_temporary(path: Path, content: bytes) -> str:
     """Write `content` durably beside `path`; return the temporary's name."""
-    handle, name = tempfile.mkstemp(
-        prefix=f".{path.name}.", suffix=".tmp", dir=path.parent
-    )
+    # Who may read it is the user's umask, which `tempfile` passes over.
+    name = str(path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp"))
+    stream = open(name, "xb")
     try:
-        with os.fdopen(handle, "wb") as stream:
+        with stream:
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
-        os.chmod(name, 0o644)  # mkstemp keeps the group out, a result file need not
     except BaseException:
         os.unlink(name)
         raise
@@ -240,11 +240,11 @@ def replaced_folder(path: Path) -> Iterator[Path]:
     """
     path = path.absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    work = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    work.mkdir()
     try:
         yield work
         write_checksums(work)
-        work.chmod(0o755)
         if path.exists():
             aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
             path.rename(aside / path.name)

@@ -15,6 +15,7 @@ from beatrice.extract.run.files import (
     JournalFiles,
     JsonLines,
     remembered,
+    replaced_folder,
     sha256_file,
     sha256_of_model,
     write_json_atomic,
@@ -46,6 +47,18 @@ def test_an_atomic_write_replaces_the_file_and_leaves_nothing_else(tmp_path):
     write_json_atomic(path, {"layer": 4})
     assert json.loads(path.read_text()) == {"layer": 4}
     assert os.listdir(path.parent) == ["sweep.json"]
+
+
+def test_who_may_read_a_file_or_folder_is_the_users_umask(tmp_path):
+    before = os.umask(0o077)
+    try:
+        write_json_atomic(tmp_path / "replies.json", {})
+        with replaced_folder(tmp_path / "probe") as work:
+            (work / "examples.jsonl").write_text("")
+    finally:
+        os.umask(before)
+    modes = [(tmp_path / x).stat().st_mode for x in ("replies.json", "probe")]
+    assert not any(mode & 0o077 for mode in modes)
 
 
 def test_a_failed_write_keeps_the_old_file(tmp_path):
