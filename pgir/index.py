@@ -126,9 +126,15 @@ class TextEncoder:
         del settings["path"]
         hashes = {file.name: sha256_file(file) for file in files}
         self.config, self.identity = config, sha256_json([settings, hashes])
-        self._tokenizer = AutoTokenizer.from_pretrained(config.path)
+        # Without a word about it Transformers asks whoever sits there.
+        self._tokenizer = AutoTokenizer.from_pretrained(
+            config.path, trust_remote_code=False
+        )
         model = AutoModel.from_pretrained(
-            config.path, use_safetensors=True, dtype=getattr(torch, config.dtype)
+            config.path,
+            use_safetensors=True,
+            trust_remote_code=False,
+            dtype=getattr(torch, config.dtype),
         )
         self._model = model.eval()
         self.d_model = int(model.config.hidden_size)

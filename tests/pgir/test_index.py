@@ -1,5 +1,7 @@
 """Dense retrieval finds what exact search finds, and refuses what is not its own."""
 
+import json
+import os
 import shutil
 import subprocess
 import sys
@@ -57,6 +59,29 @@ def built(encoded):
     for form in ("sq8", "ivf_pq"):
         index.build_index(encoded[-1], form)
     return encoded
+
+
+def test_code_of_an_encoder_never_runs_though_somebody_would_agree(tmp_path):
+    path = save_encoder(tmp_path / "tiny").path
+    code = f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n"
+    (path / "code.py").write_text(code)
+    config = json.loads((path / "config.json").read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "code.Config"}}
+    (path / "config.json").write_text(json.dumps(config))
+    program = (
+        "import sys; from pathlib import Path; from beatrice.pgir import index\n"
+        "index.TextEncoder(index.read_encoder_config(Path(sys.argv[1])))"
+    )
+    subprocess.run(
+        [sys.executable, "-c", program, str(path)],
+        cwd=ROOT,
+        env={**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")},
+        input="y\ny\ny\n",
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_batch_encodes_as_one_text_at_a_time_in_unit_vectors(encoder):
