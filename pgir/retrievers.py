@@ -356,7 +356,7 @@ class ServedRetriever(CachedRetriever):
             try:
                 content = _post_within(self._timeout, self._url, body)
                 return read_reply(json.loads(content), len(queries), depth)
-            except ValueError as reason:
+            except (ValueError, RecursionError) as reason:  # the latter of nested JSON
                 error: Exception = _RequestFailed(f"its reply is no ranking: {reason}")
             except (_RequestFailed, _ServerUnreachable) as failure:
                 error = failure
@@ -417,6 +417,7 @@ def read_reply(reply: Any, n_queries: int, depth: int) -> list[list[str]]:
             n = "none" if isinstance(ranking, list) else "no list"
             raise ValueError(f"expected documents for a question, found {n}")
         documents.append([_contents(document) for document in ranking[:depth]])
+        "".join(documents[-1]).encode()  # half of a surrogate pair is no text
     return documents
 
 

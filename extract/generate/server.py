@@ -364,7 +364,10 @@ class ServedGenerator(contextlib.AbstractContextManager):
 
     def _in_words(self, error: openai.OpenAIError) -> str:
         if isinstance(error, openai.APIStatusError):
-            reason = " ".join(str(error.message).split())[:300]
+            reason = " ".join(str(error.message).split())
+            if key := os.environ.get("OPENAI_API_KEY"):  # some say what they were sent
+                reason = reason.replace(key, "…")
+            reason = reason[:300]
             hint = (
                 " (a server other than vLLM may need the dialect 'openai')"
                 if error.status_code in (400, 422) and self._server.dialect == "vllm"

@@ -270,6 +270,10 @@ class _Moods(BaseHTTPRequestHandler):
         content = json.dumps({"result": [documents] * len(request["queries"])})
         if "babble" in moods:
             content = "<html>busy</html>"
+        if "nested" in moods:
+            content = "[" * 100_000
+        if "half a pair" in moods:
+            content = json.dumps({"result": [["\ud800"]] * len(request["queries"])})
         if "nothing" in moods:
             content = json.dumps({"result": [[]] * len(request["queries"])})
         with contextlib.suppress(OSError):  # who asked has gone
@@ -300,6 +304,8 @@ class _Moods(BaseHTTPRequestHandler):
         ("trickling", "no reply came in 0.2 seconds"),
         ("trickling head", "no reply came in 0.2 seconds"),
         ("babble", "its reply is no ranking"),
+        ("nested", "its reply is no ranking"),
+        ("half a pair", "its reply is no ranking"),
         ("nothing", "expected documents for a question, found none"),
         ("broken", "status 500"),
     ],

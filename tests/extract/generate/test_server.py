@@ -187,6 +187,16 @@ def test_what_a_server_refuses_or_never_gets_costs_nothing(client, server):
     assert refused.account.spent == absent.account.spent == 0
 
 
+def test_a_server_that_repeats_the_key_does_not_bring_it_into_the_sentence(
+    client, server, monkeypatch
+):
+    monkeypatch.setenv("OPENAI_API_KEY", "planned")  # what this server says
+    server.failures = [401]
+    with pytest.raises(ValueError, match="status 401: .*failure 401") as caught:
+        texts(client(), [GeneratorPrompt(text="x")])
+    assert "planned" not in str(caught.value)
+
+
 def test_a_failure_that_stays_is_one_sentence_and_keeps_what_was_answered(
     client, server, requests, tmp_path
 ):
