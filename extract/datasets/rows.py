@@ -9,6 +9,7 @@ passed on with its number and the reason; reading ends at the first value of an 
 that is no JSON, and where the file as a whole is cut off or damaged.
 """
 
+import collections
 import csv
 import dataclasses
 import gzip
@@ -480,7 +481,7 @@ def _names_in(header: list[str]) -> list[str]:
 
 def _check_names(names: list[str], path: Path) -> None:
     """Check that no two columns have one name, of which one would be lost."""
-    twice = [name for name in names if name and names.count(name) > 1]
+    twice = [name for name, n in collections.Counter(names).items() if name and n > 1]
     if twice:
         raise ValueError(f"{path}: two columns are named {twice[0]!r}; rename one")
 

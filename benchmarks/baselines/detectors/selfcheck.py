@@ -34,7 +34,7 @@ from beatrice.jaxprobe.tokens import mean_log_eigenvalue
 _SENTENCE_END = re.compile(
     r"""(?:(?<=[.!?…])|(?<=[.!?…]["')\]”’]))"""
     r"(?<!\b[A-Z]\.)(?<!\b(?:Dr|Mr|Ms|St|vs)\.)(?<!\b(?:Mrs|Rev|Gen)\.)(?<!\bProf\.)"
-    r"""\s+(?=["'(\[“‘]*[A-Z0-9])|\s*\n\s*"""
+    r"""\s+(?=["'(\[“‘]*[A-Z0-9])|\n"""
 )
 # A number, initials, what follows an apostrophe; else a word, or a single mark.
 _TOKEN = re.compile(

@@ -81,6 +81,7 @@ def test_a_sentence_is_as_likely_as_its_rarest_token(sentence, sample, one_in):
         ('He said "No." Then left.', ['He said "No."', "Then left."]),
         ("one line\nanother", ["one line", "another"]),
         ("e.g. this one", ["e.g. this one"]),
+        ("wide" + 200_000 * " " + "apart", ["wide" + 200_000 * " " + "apart"]),
     ],
 )
 def test_text_is_split_into_sentences(text, sentences):

@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 
 from beatrice.benchmarks.bench.commands import measure_fresh
 from beatrice.extract.datasets.loading import Loaded, inspect_file, open_dataset
-from beatrice.extract.datasets.rows import FileType, Window, json_values
+from beatrice.extract.datasets.rows import (
+    FileType,
+    Window,
+    json_values,
+    read_raw,
+    recognise,
+)
 from beatrice.extract.run.process import peak_bytes
 from tests.extract.datasets import published as pub
 
@@ -365,3 +371,9 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
     assert path.stat().st_size > 15_000_000
     assert peaks[1] - peaks[0] < 10_000_000
     assert peaks[1] < 300 * 2**20
+
+
+def test_a_table_of_very_many_columns_is_read(tmp_path):
+    names, path = ",".join(f"c{i}" for i in range(300_000)), tmp_path / "wide.csv"
+    path.write_text(f"question,answer,{names}\nwho,a,{names}\n")
+    assert [raw.value["answer"] for raw in read_raw(path, recognise(path))] == ["a"]
