@@ -33,6 +33,7 @@ from beatrice.extract.run.console import (
     in_words,
     is_full_device,
     lean_imports,
+    printable,
     quiet,
 )
 from beatrice.extract.run.directory import NotWritten
@@ -363,7 +364,7 @@ def score(source: str | None, as_json: bool, how: ScoreOptions) -> None:
         else probe.score(question, how.answer, context)
     )
     for warning in result.warnings:
-        click.echo(f"warning: {warning}", err=True)
+        click.echo(printable(f"warning: {warning}"), err=True)
     click.echo(": ".join(filter(None, (result.decision, result.reason))), err=True)
     if how.html is not None:
         results = [(question, how.context, result.as_json())]
@@ -372,7 +373,7 @@ def score(source: str | None, as_json: bool, how: ScoreOptions) -> None:
         click.echo(json.dumps(result.as_json()))
         return
     if result.text is not None:
-        click.echo(result.text)
+        click.echo(printable(result.text))
     p_correct = result.p_correct
     click.echo("unknown" if p_correct is None else f"{p_correct:.3f}")
 
@@ -643,7 +644,8 @@ def probes(as_json: bool) -> None:
         click.echo(json.dumps(rows))
         return
     for row in rows:
-        click.echo(f"{row['name']}: for {row['model']}, {row['megabytes']} MB")
+        about = f"{row['name']}: for {row['model']}, {row['megabytes']} MB"
+        click.echo(printable(about))
         for line in row["report"]:
             if line["metric"] == "auroc" and line["split"] != "validation":
                 click.echo(

@@ -19,6 +19,7 @@ from beatrice.extract.records import Setting
 from beatrice.extract.run.directory import NotWritten, RunDir, read_manifest
 from beatrice.extract.run.files import (
     CHECKSUMS,
+    from_json,
     read_json,
     replaced_folder,
     sha256_file,
@@ -476,20 +477,27 @@ def load(
     return (_saved_probe if _is_saved(folder) else _probe_of_run)(folder, options)
 
 
+class _About(msgspec.Struct):
+    """What a probe's folder says beside its detector."""
+
+    layer: int | None
+    report: tuple[dict[str, Any], ...]
+
+
 def _saved_probe(folder: Path, options: Mapping[str, Any]) -> Probe:
     """Return a probe from its folder; `options` are those of `scorer_of`."""
     detector = Detector.load(folder)
     again = "copy the folder again, or save the probe again"
-    about = read_json(folder / _REPORT, dict[str, Any], again)
+    about, file = read_json(folder / _REPORT, _About, again), folder / _EXAMPLES
     examples = [
-        msgspec.json.decode(line)
-        for line in (folder / _EXAMPLES).read_bytes().splitlines()
+        from_json(dict[str, Any], line, str(file), again)
+        for line in file.read_bytes().splitlines()
     ]
     identity = sha256_file(folder / CHECKSUMS)
     return Probe(
         detector,
-        about["report"],
-        layer=about["layer"],
+        about.report,
+        layer=about.layer,
         examples=examples,
         identity=identity,
         open_scorer=partial(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from beatrice.extract.run.console import Progress, quiet
+from beatrice.extract.run.console import Progress, printable, quiet
 from beatrice.extract.run.verbs import (
     AS_JSON,
     FOLDER,
@@ -246,7 +246,7 @@ def _search(
         else:
             click.echo(text)
             for rank, passage in enumerate(passages, start=1):
-                click.echo(f"  {rank}. {passage.title}: {passage.text}")
+                click.echo(printable(f"  {rank}. {passage.title}: {passage.text}"))
 
 
 def _index(

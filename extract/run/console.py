@@ -15,6 +15,7 @@ from typing import ClassVar, cast
 _DUMPS = re.compile(
     r"\s*\[(os_error_code|tensorstore_spec|source locations|transform)=.*", re.DOTALL
 )
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FULL_IN_WORDS = tuple(map(os.strerror, _FULL))
 
@@ -43,8 +44,12 @@ def in_one_sentence(error: Exception) -> str:
             f"{names or 'a file'}: {error.strerror}; look whether it is there and may "
             "be read and written"
         )
-    # A path or a text given by a user may hold what no terminal can show.
-    return message.encode("utf-8", "backslashreplace").decode()
+    return printable(message)
+
+
+def printable(text: str) -> str:
+    """Return a text in which what a terminal would obey, or cannot show, is escaped."""
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 Update = Callable[[int, int], None]  # (done, total)

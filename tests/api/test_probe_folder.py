@@ -109,6 +109,21 @@ def test_a_loaded_probe_scores_as_the_saved_and_keeps_report_and_examples(
         assert (tmp_path / "again" / name).read_bytes() == (saved / name).read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("eval.json", '{"report": []}'),
+        ("eval.json", '{"layer": 2, "report": null}'),
+        ("examples.jsonl", "[" * 100_000),
+    ],
+)
+def test_a_file_that_was_sealed_with_another_content_is_named(folder, name, content):
+    (folder / name).write_text(content)
+    write_checksums(folder)
+    with pytest.raises(ValueError, match=f"{name}.*save the probe again"):
+        beatrice.load(folder)
+
+
 def test_the_card_has_its_numbers_and_may_be_edited(folder):
     card = folder / "README.md"
     text = card.read_text()

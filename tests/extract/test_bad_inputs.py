@@ -183,3 +183,8 @@ def test_what_the_system_says_of_a_file_names_it_without_a_number(tmp_path):
         f"{tmp_path / 'gone'}: No such file or directory; look whether it is there and "
         "may be read and written"
     )
+
+
+def test_a_terminal_is_given_nothing_to_obey():
+    error = ValueError("a\x1b]52;c;eA==\x07 \x9b2J \udcff é")
+    assert in_one_sentence(error) == r"a\x1b]52;c;eA==\x07 \x9b2J \udcff é"
