@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from beatrice.extract.backbone.names import check_weights
 from beatrice.extract.run.console import Update
 from beatrice.extract.run.files import (
     read_sealed,
@@ -121,6 +122,8 @@ class TextEncoder:
         files = [*sorted(config.path.glob("*.safetensors"))]
         if not files:
             raise ValueError(f"{config.path} has no weights as safetensors")
+        about = _read_json(config.path / "config.json")
+        check_weights(str(config.path), config.path, about)
         files += [path for n in _ENCODER_FILES if (path := config.path / n).is_file()]
         settings = dataclasses.asdict(config)
         del settings["path"]

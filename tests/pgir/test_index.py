@@ -10,6 +10,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from beatrice.pgir import index
 from tests.pgir.small import make_corpus, save_encoder, text_of
@@ -82,6 +83,20 @@ def test_code_of_an_encoder_never_runs_though_somebody_would_agree(tmp_path):
         check=False,
     )
     assert not (tmp_path / "ran").exists()
+
+
+def test_weights_of_an_encoder_are_safetensors_whatever_its_index_names(tmp_path):
+    path = save_encoder(tmp_path / "tiny").path
+    weights = load_file(path / "model.safetensors")
+    torch.save(weights, path / "pytorch_model.bin")
+    (path / "model.safetensors").rename(path / "decoy.safetensors")
+    index_file = {
+        "metadata": {},
+        "weight_map": dict.fromkeys(weights, "pytorch_model.bin"),
+    }
+    (path / "model.safetensors.index.json").write_text(json.dumps(index_file))
+    with pytest.raises(ValueError, match="'pytorch_model.bin' as weights"):
+        index.TextEncoder(index.read_encoder_config(path))
 
 
 def test_a_batch_encodes_as_one_text_at_a_time_in_unit_vectors(encoder):

@@ -7,6 +7,7 @@ entails the other, the question put before both.
 
 import dataclasses
 import itertools
+import json
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 from scipy.special import softmax
 
 from beatrice.benchmarks.baselines.detector import DetectorInput, Requirement
+from beatrice.extract.backbone.names import check_weights
 from beatrice.extract.records import normalise
 from beatrice.extract.run.console import Update
 
@@ -263,6 +265,8 @@ def load_pretrained(path: Path, kind: str, what: str) -> tuple[Any, Any, list[st
         )
     origin = {"local_files_only": True, "trust_remote_code": False}
     try:
+        about = json.loads((path / "config.json").read_bytes())
+        check_weights(str(path), path, about)
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, **origin)
         model, report = getattr(transformers, kind).from_pretrained(
             path,
