@@ -111,9 +111,9 @@ _HARMLESS = re.compile(
     r"|embed_vision|embed_audio)\."
 )
 # What Transformers' configs call the number of layers.
-_DEPTHS = (
-    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"
-)  # fmt: skip
+_DEPTHS = {
+    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+}
 # Their messages say nothing by themselves: a KeyError's is the key.
 _BARE_ERRORS = (KeyError, AttributeError, TypeError, IndexError, ArithmeticError)
 
