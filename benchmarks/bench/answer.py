@@ -56,6 +56,7 @@ from beatrice.extract.generate.prompts import (
 )
 from beatrice.extract.records import SETTINGS, Passage, Setting
 from beatrice.extract.run.console import quiet
+from beatrice.extract.run.process import return_freed_memory
 from beatrice.extract.run.verbs import AS_JSON
 from beatrice.extract.signals.decode import (
     DecodeReading,
@@ -217,9 +218,10 @@ class AnswerBench:
 
 
 def measure_peak(model: str, dtype: ModelDtype, setting: Setting, way: Way) -> float:
-    """Return the peak in MiB of one way, above the loaded model."""
+    """Return the most in MiB that one way needs, above the loaded model."""
     torch.set_num_threads(N_THREADS)  # the process is this measurement's alone
     bench = AnswerBench.of(model, dtype, setting)
+    return_freed_memory()  # what a loaded model lets glibc keep would hide the need
     # Weights are pages of a file, which the first pass brings into memory.
     generate_and_read(bench.reader, bench.requests[:1], CONFIG)
     return peak_above(lambda: bench.run(way), bench.backbone.device.type)
