@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from beatrice.extract.generate.generator import decode_ids
 from beatrice.extract.generate.prompts import (
     Prompt,
     PromptTemplate,
@@ -227,15 +228,15 @@ def _find_context(text: str, passages: Sequence[Passage]) -> Range | None:
 
 
 def _find_question(text: str, question: str, after: int) -> Range:
-    """Find the last place of the question behind the context."""
+    """Find the last place of the question behind the context, as it is or trimmed."""
     check_text(question, "the question")
-    at = text.rfind(question.strip(), after)
-    if at < 0:
-        raise ValueError(
-            "the question is not in the prompt's text behind the context, where the "
-            "detector reads it; give its exact words, or a question_range"
-        )
-    return at, at + len(question.strip())
+    for words in (question, question.strip()):
+        if (at := text.rfind(words, after)) >= 0:
+            return at, at + len(words)
+    raise ValueError(
+        "the question is not in the prompt's text behind the context, where the "
+        "detector reads it; give its exact words, or a question_range"
+    )
 
 
 def _ranges(
@@ -347,6 +348,28 @@ def _continue(tokenizer: Any, text: str) -> tuple[tuple[int, ...], tuple[str, ..
     return encoded.ids, tuple(pieces)
 
 
+HALF = "\N{REPLACEMENT CHARACTER}"  # a character whose other bytes are to come
+
+
+def token_texts(tokenizer: Any, ids: Sequence[int]) -> tuple[str, ...]:
+    """Return what each token adds to the text that ids decode to.
+
+    A character of several tokens comes with the last of them. Each is decoded behind
+    those of the text before: alone some tokenizers leave out the space it begins with.
+    """
+    texts: list[str] = []
+    first = done = 0  # ids behind which, and of which, the text is known
+    for n in range(1, len(ids) + 1):
+        before = decode_ids(tokenizer, ids[first:done])
+        text = decode_ids(tokenizer, ids[first:n])
+        if text.endswith(HALF) and n < len(ids):
+            texts.append("")
+            continue
+        texts.append(text[len(before) :])
+        first, done = done, n
+    return tuple(texts)
+
+
 def _answer_tokens(
     tokenizer: Any, template: PromptTemplate, given: AnswerToScore, stop: int | None
 ) -> tuple[tuple[int, ...], tuple[str, ...], int | None]:
@@ -361,7 +384,7 @@ def _answer_tokens(
     _check_ids(tokenizer, ids, "answer_ids")
     if ids[-1] == stop or ids[-1] in tokenizer.all_special_ids:
         ids, stop = ids[:-1], ids[-1]
-    return ids, tuple(tokenizer.decode([i]) for i in ids), stop
+    return ids, token_texts(tokenizer, ids), stop
 
 
 def prompt_tokens(

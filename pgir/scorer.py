@@ -49,12 +49,14 @@ from beatrice.pgir.asking import (
 )
 from beatrice.pgir.bridge import ProbedBackbone, Reading, emissions
 from beatrice.pgir.given import (
+    HALF,
     AnswerToScore,
     PromptTokens,
     ScoringInput,
     as_answer,
     prepare,
     prompt_tokens,
+    token_texts,
 )
 from beatrice.pgir.warnings import (
     REASONS,
@@ -63,9 +65,6 @@ from beatrice.pgir.warnings import (
     warn_of_path,
     why_unreadable,
 )
-
-_HALF = "\N{REPLACEMENT CHARACTER}"  # a character whose other bytes are to come
-
 
 _HEADS: dict[Setting, HeadName] = {
     "closed_book": "closed_book",
@@ -285,11 +284,10 @@ class Scorer(AnswerScorer):
         self, prompt: PromptTokens, request: Request, answer: Answer
     ) -> ScoringInput:
         """Return an answer that the model has just written, ready to be scored."""
-        decode = self.probed.backbone.tokenizer.decode
         return ScoringInput(
             prompt=prompt,
             answer=answer,
-            pieces=tuple(decode([i]) for i in answer.token_ids),
+            pieces=token_texts(self.probed.backbone.tokenizer, answer.token_ids),
             sequence=self.probed.sequence(request, answer),
         )
 
@@ -365,8 +363,7 @@ class Scorer(AnswerScorer):
             for batch in batches_of(lengths, probed.config.tokens_per_batch):
                 for first in range(0, len(batch), at_once):
                     chosen = [rows[j] for j in batch[first : first + at_once]]
-                    with probed.lock:
-                        done = self._score_batch(setting, [inputs[i] for i in chosen])
+                    done = self._score_batch(setting, [inputs[i] for i in chosen])
                     scores |= zip(chosen, done, strict=True)
         return [scores[i] for i in range(len(inputs))]
 
@@ -550,7 +547,7 @@ def stream_tokens(
         ready = waiting[: len(waiting) - is_due]
         waiting = waiting[len(ready) :]
         for token, text in ready:
-            shown = text.rstrip(_HALF)
+            shown = text.rstrip(HALF)
             yield dataclasses.replace(token, text=shown[n_shown:])
             n_shown = max(n_shown, len(shown))
     answer, signals = written

@@ -499,17 +499,12 @@ def attending_through(layout: Layout, reading: AttentionReading) -> Iterator[Non
     """Let a reading see the attention of every forward inside the block."""
     decoder = layout.decoder
     before = decoder.config._attn_implementation
-    asks = decoder._can_set_attn_implementation()
-    if asks:
-        decoder.set_attn_implementation(NAME)
-    token = _active.set(reading)
-    watch = (
-        contextlib.nullcontext() if asks else _CustomAttention(reading).watching(layout)
-    )
-    try:
-        with watch:
-            yield
-    finally:
-        _active.reset(token)
-        if asks:
-            decoder.set_attn_implementation(before)
+    # An interrupt may come at any line of these.
+    with contextlib.ExitStack() as stack:
+        if asks := decoder._can_set_attn_implementation():
+            stack.callback(decoder.set_attn_implementation, before)
+            decoder.set_attn_implementation(NAME)
+        stack.callback(_active.reset, _active.set(reading))
+        if not asks:
+            stack.enter_context(_CustomAttention(reading).watching(layout))
+        yield

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import numpy as np
 import pytest
+from tokenizers.decoders import Sequence, Strip
 
 import beatrice
 from beatrice.extract.generate.prompts import SHOTS, PromptConfig
@@ -21,6 +22,7 @@ from beatrice.pgir.bridge import ProbedBackbone
 from beatrice.pgir.given import AnswerToScore, prepare
 from beatrice.pgir.scorer import Scorer
 from beatrice.pgir.warnings import REASONS, WARNINGS
+from tests.extract.generate.test_local import byte_fallback
 from tests.jaxprobe.samples import KNOWN, wide_scope
 from tests.pgir.small import PASSAGE, QUESTION
 from tests.process import ROOT
@@ -156,6 +158,36 @@ def test_an_answer_that_exists_is_read_as_if_the_model_had_written_it(probed):
 def test_the_runs_own_prompt_is_recognised_however_it_is_told(scorer, fields):
     score = scorer.score(answer=f" {ANSWER}", prompt=WITH_CONTEXT, **fields)
     assert score == scorer.score(QUESTION, ANSWER, PASSAGE)
+
+
+@pytest.mark.parametrize("passages", [(), (PASSAGE,)])
+def test_a_question_with_white_space_around_it_is_found_in_the_runs_own_prompt(
+    passages,
+):
+    tokenizer, template = byte_fallback(), PromptConfig().prompt_template()
+    asked = {"question": f"  {QUESTION}\r\n", "context": passages}
+    asked["answer"] = f" {ANSWER}"
+    own = prepare(tokenizer, template, AnswerToScore(**asked))
+    prompt = own.prompt.text
+    given = prepare(tokenizer, template, AnswerToScore(**asked, prompt=prompt))
+    assert given.prompt.is_templates
+    np.testing.assert_array_equal(given.sequence.spans, own.sequence.spans)
+
+
+def test_the_tokens_of_an_answer_are_its_text_where_several_are_one_character():
+    tokenizer, template = byte_fallback(), PromptConfig().prompt_template()
+    text = " Paris é 德古拉 🦇"
+    ids = tokenizer(text)["input_ids"]
+    given = AnswerToScore(question=QUESTION, answer_ids=ids)
+    prepared = prepare(tokenizer, template, given)
+    assert prepared.answer.text == "".join(prepared.pieces) == text
+    assert len(prepared.pieces) == len(ids)
+    # A tokenizer that leaves out the space of the first word leaves out no other.
+    spaces = Strip(" ", 1, 0)
+    decoder = tokenizer.backend_tokenizer.decoder
+    tokenizer.backend_tokenizer.decoder = Sequence([decoder, spaces])
+    prepared = prepare(tokenizer, template, given)
+    assert "".join(prepared.pieces) == text.strip()
 
 
 def test_the_ids_that_were_read_and_written_give_the_same_score(probed, scorer):

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from beatrice.benchmarks.bench import oracle
@@ -18,7 +19,7 @@ from beatrice.benchmarks.bench.tiny_models import (
 )
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.signals import probability
-from beatrice.extract.signals.attention import SpanReading, run_decoder
+from beatrice.extract.signals.attention import NAME, SpanReading, run_decoder
 from beatrice.extract.signals.batch import HostCopies, ReadingBudget, Rows
 from beatrice.extract.signals.parity import narrow_twin
 from beatrice.extract.signals.probability import Head
@@ -125,6 +126,28 @@ def test_reading_leaves_the_model_as_it_was(reader):
     assert torch.equal(before, after)
     assert model.config._attn_implementation == name
     assert not any(module._forward_hooks for module in model.modules())
+
+
+class Interrupted(LlamaModel):
+    """A decoder whose owner presses Ctrl-C while its attention is exchanged."""
+
+    def set_attn_implementation(self, attn_implementation, *args, **kwargs):
+        super().set_attn_implementation(attn_implementation, *args, **kwargs)
+        if attn_implementation == NAME:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupt_before_a_reading_begins_leaves_the_attention_as_it_was():
+    reader = SignalReader(Backbone.from_model(tiny_model("llama")))
+    decoder, batch = reader.backbone.layout.decoder, make_batch()
+    expected, name = reader.read(batch), decoder.config._attn_implementation
+    decoder.__class__ = Interrupted
+    with pytest.raises(KeyboardInterrupt):
+        reader.read(batch)
+    assert decoder.config._attn_implementation == name
+    decoder.__class__ = LlamaModel
+    for read, wanted in zip(reader.read(batch), expected, strict=True):
+        assert_same_signals(read, wanted, 0)
 
 
 def test_a_certain_token_has_no_surprise_and_a_tie_has_no_margin():
