@@ -4,6 +4,7 @@ A score reads what the model had read. Either the run's own template asked, or t
 prompt that was really used is given; both end in the same ids and spans.
 """
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
@@ -277,23 +278,16 @@ def _prompt_as_given(
     """
     prompt = _prompt_text(tokenizer, given)
     context, question = _ranges(prompt, given)
-    from_template = None
     if question is not None:
         cut = [Passage(title="", text=prompt.text[slice(*context)])] if context else []
-        try:
-            from_template = build_prompt(
-                tokenizer,
-                template,
-                prompt.text[slice(*question)],
-                given.context or cut,
-            )
-        except ValueError:
-            pass  # the template cannot make it, so it is not the template's
-    is_templates = from_template is not None and from_template.ids == prompt.ids
+        words, passages = prompt.text[slice(*question)], given.context or cut
+        # Where the template cannot make it, it is not the template's.
+        with contextlib.suppress(ValueError):
+            own = _prompt_from_template(tokenizer, template, words, passages)
+            if own.ids == prompt.ids:
+                return own
     start = None
-    if from_template is not None and is_templates:
-        span = from_template.context_span
-    elif prompt.offsets is None:
+    if prompt.offsets is None:
         special = set(tokenizer.all_special_ids)
         first = next((i for i, x in enumerate(prompt.ids) if x not in special), 0)
         span = (first, first)
@@ -313,7 +307,7 @@ def _prompt_as_given(
         context_span=span,
         text=prompt.text,
         question_start=None if start is None else max(start, span[1]),
-        is_templates=is_templates,
+        is_templates=False,
         parts=[("the prompt", prompt.ids)],
         words=prompt.text,
     )
