@@ -65,6 +65,8 @@ class Signals:
         Raises:
           ValueError: there is no store, or it holds answers of both settings.
         """
+        # Of an address the memory is another's, who gives it back.
+        is_owned = isinstance(store, FeatureStore) and indices is None
         if not isinstance(store, FeatureStore):
             store = open_store(store)
         settings = {key[1] for key in store.spec.keys if len(key) > 1}
@@ -76,7 +78,7 @@ class Signals:
         self.store, self.model = store, model
         n_stored = len(store.spec.keys)
         self.indices = np.arange(n_stored) if indices is None else np.asarray(indices)
-        if store.url.startswith(_MEMORY) and indices is None:
+        if is_owned and store.url.startswith(_MEMORY):
             weakref.finalize(store, _forget, store.url).atexit = False
 
     @classmethod

@@ -189,6 +189,13 @@ def test_signals_in_memory_are_given_back_with_the_last_that_holds_them(rng):
     assert not open_kvstore(url).list().result()
 
 
+def test_signals_in_memory_stay_when_others_of_their_address_go(rng):
+    signals, _ = planted_signals(rng, 20)
+    others = beatrice.Signals(signals.store.url)
+    del others
+    assert len(signals[0]["sae"])
+
+
 def test_a_part_of_signals_is_those_answers(rng):
     signals, _ = planted_signals(rng, 20)
     where = np.arange(20) % 3 == 1
