@@ -17,6 +17,7 @@ from beatrice.extract.generate.prompts import (
     apply_template,
     build_prompt,
     check_text,
+    control_tokens,
     encode_any,
     encode_text,
     token_span,
@@ -376,7 +377,7 @@ def _answer_tokens(
         return (*_continue(tokenizer, text), stop)
     ids = tuple(given.answer_ids)
     _check_ids(tokenizer, ids, "answer_ids")
-    if ids[-1] == stop or ids[-1] in tokenizer.all_special_ids:
+    if ids[-1] == stop or ids[-1] in control_tokens(tokenizer, len(tokenizer)):
         ids, stop = ids[:-1], ids[-1]
     return ids, token_texts(tokenizer, ids), stop
 

@@ -246,7 +246,7 @@ _TEMPLATE_SECONDS, _TEMPLATE_CHARACTERS = 10, 1_000_000  # far above any that is
 
 
 @functools.lru_cache(maxsize=8)
-def _control_tokens(tokenizer: Any, n_words: int) -> dict[int, str]:
+def control_tokens(tokenizer: Any, n_words: int) -> dict[int, str]:
     """Return the tokens that steer a model, such as the end of a turn, by id.
 
     Some tokenizers have thousands, so they are listed once per number of words.
@@ -317,7 +317,7 @@ def _check_control_tokens(
     A chat template writes control tokens around a message as text, so the message's
     cannot be told from them before the ids are made.
     """
-    control = _control_tokens(tokenizer, len(tokenizer))
+    control = control_tokens(tokenizer, len(tokenizer))
     for token, (start, stop) in zip(*encoded, strict=True):
         if token not in control or stop <= characters[0] or start >= characters[1]:
             continue
@@ -335,7 +335,7 @@ def escape_control_tokens(tokenizer: Any, text: str) -> str:
 
     For passages of a search, which a user cannot edit.
     """
-    for token in _control_tokens(tokenizer, len(tokenizer)).values():
+    for token in control_tokens(tokenizer, len(tokenizer)).values():
         word = token.strip()
         if word and word in text:
             text = text.replace(word, f"{word[0]} {word[1:]}")

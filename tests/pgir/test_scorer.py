@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import numpy as np
 import pytest
+from tokenizers import AddedToken
 from tokenizers.decoders import Sequence, Strip
 
 import beatrice
@@ -201,6 +202,17 @@ def test_the_ids_that_were_read_and_written_give_the_same_score(probed, scorer):
     assert score.raw == scorer.score(QUESTION, answer.text).raw
     assert score.warnings == ()
     assert "".join(score.tokens).replace(" ", "") == answer.text.replace(" ", "")
+
+
+def test_a_control_token_without_a_name_ends_an_answer_that_is_told_by_its_ids():
+    """As Gemma's end of a turn."""
+    tokenizer, template = byte_fallback(), PromptConfig().prompt_template()
+    tokenizer.add_tokens([AddedToken("<end>", special=True)], special_tokens=True)
+    ids, end = tokenizer(" Paris")["input_ids"], len(tokenizer) - 1
+    assert end not in tokenizer.all_special_ids
+    given = AnswerToScore(question=QUESTION, answer_ids=[*ids, end])
+    answer = prepare(tokenizer, template, given, stop_id=5).answer
+    assert (answer.token_ids, answer.stop_id) == (tuple(ids), end)
 
 
 def test_another_prompt_is_read_as_it_was_and_warned_of(probed, scorer):
