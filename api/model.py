@@ -4,6 +4,7 @@ import dataclasses
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args, overload
 
@@ -183,6 +184,7 @@ class LanguageModel:
         store: str | Path | None,
     ) -> "tuple[list[Answer], Signals]":
         """Answer, and keep the signals of the passes that write the answers."""
+        from beatrice.extract.backbone.names import locked
         from beatrice.extract.generate.local import generate
         from beatrice.extract.signals.decode import generate_and_read
         from beatrice.extract.signals.extract import ExtractConfig, extract
@@ -201,10 +203,12 @@ class LanguageModel:
             written = ReadBefore.of(reader, answers, signals)
         else:
             folder = Path(f"{store}.written")
-            answers, written = _answer_on_disk(
-                reader, requests, generation, config, folder
-            )
-        extract(written, answers, url, config, about=self._about(answers))
+            with locked(folder):
+                answers, written = _answer_on_disk(
+                    reader, requests, generation, config, folder
+                )
+        with _alone(store):
+            extract(written, answers, url, config, about=self._about(answers))
         return answers, Signals(open_store(url), model=self)
 
     def read(
@@ -222,7 +226,8 @@ class LanguageModel:
           layers: whose hidden states are kept, out of `n_layers + 1` (0 is the
             embedding). Of several, `fit` chooses one.
           store: a folder or URL to keep the signals in; a second call with the same
-            answers continues there. None keeps them in memory.
+            answers continues there, and in a folder waits for one that is at it. None
+            keeps them in memory.
           config: types, spans and batches; its `hidden_layers` is replaced.
 
         Raises:
@@ -242,13 +247,9 @@ class LanguageModel:
         chosen = self._layers(layers)
         config = dataclasses.replace(config, hidden_layers=chosen)
         url = memory_url() if store is None else store
-        extract(
-            self._reader(chosen, config.hidden_spans),
-            answers,
-            url,
-            config,
-            about=self._about(answers),
-        )
+        reader, about = self._reader(chosen, config.hidden_spans), self._about(answers)
+        with _alone(store):
+            extract(reader, answers, url, config, about=about)
         return Signals(open_store(url), model=self)
 
     def _layers(self, layers: Any) -> tuple[int, ...]:
@@ -351,6 +352,15 @@ def _answer_on_disk(
     if written is None:
         return ordered, reader
     return ordered, ReadBefore(written, written, lambda: reader)
+
+
+def _alone(store: str | Path | None) -> AbstractContextManager[None]:
+    """Hold a folder for signals; other processes wait, and then find what is there."""
+    from beatrice.extract.backbone.names import locked
+
+    if store is None or "://" in str(store):
+        return nullcontext()
+    return locked(Path(store))
 
 
 def _open(

@@ -5,6 +5,7 @@ import gc
 import os
 import re
 import shutil
+import threading
 import weakref
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from transformers import BloomConfig, BloomForCausalLM
 
 import beatrice
-from beatrice.extract.backbone.names import GEMMA, fetch_model
+from beatrice.extract.backbone.names import GEMMA, fetch_model, locked
 from beatrice.extract.run.contents import read_answers, read_examples
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import user_cache
@@ -95,6 +96,20 @@ def test_signals_are_those_of_the_verb_in_memory_and_in_a_folder(
                 stored = read_family(store, name, at).values
                 np.testing.assert_allclose(signals[i][name], stored, rtol=0, atol=1e-4)
     assert len(model.read(answers, layers=[2, 4], store=where)) == len(answers)
+
+
+def test_whoever_reads_into_a_folder_waits_for_the_other(model, tmp_path):
+    answers = model.answer(QUESTIONS, max_new_tokens=4)
+    store, read = tmp_path / "signals", []
+    reading = threading.Thread(
+        target=lambda: read.append(model.read(answers, store=store))
+    )
+    with locked(store):
+        reading.start()
+        reading.join(3)
+        assert reading.is_alive() and not (store / "index.json").exists()
+    reading.join()
+    assert len(read[0]) == len(answers)
 
 
 CONTEXTS = [PASSAGE, "in Falls", ["x y", "was z"]]
