@@ -318,7 +318,7 @@ def _recall(
 
 
 def _serve(search: Any, corpus: "Corpus", host: str, port: int, depth: int) -> None:
-    from beatrice.pgir.retrievers import RetrievalServer
+    from beatrice.pgir.retrieval_server import RetrievalServer
 
     def stop(*_: Any) -> None:  # as service managers ask; Ctrl-C does the same
         raise SystemExit

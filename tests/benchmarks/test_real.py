@@ -49,11 +49,11 @@ from beatrice.jaxprobe.config import EncoderConfig
 from beatrice.jaxprobe.detector import Detector
 from beatrice.jaxprobe.families import paper_dims
 from beatrice.jaxprobe.train import grid_config
+from beatrice.pgir.retrieval_server import RetrievalServer
 from beatrice.pgir.retrievers import (
     Bm25Retriever,
     Retrieval,
     RetrievalFailed,
-    RetrievalServer,
 )
 from tests.benchmarks.results.sample import row
 from tests.extract.datasets import published as pub

@@ -37,12 +37,12 @@ from beatrice.pgir.corpus import (
     has_answer,
     measure,
 )
+from beatrice.pgir.retrieval_server import RetrievalServer
 from beatrice.pgir.retrievers import (
     Bm25Retriever,
     FusedRetriever,
     RetrievalConfig,
     RetrievalFailed,
-    RetrievalServer,
     ServedRetriever,
     fuse,
     read_reply,

@@ -1,0 +1,227 @@
+"""A server of one retriever, for other programs.
+
+It speaks both protocols of `pgir.retrievers`, has `/search` for FlashRAG's single
+questions, and `GET /health`; there is no authentication, and by default only this
+machine is listened to.
+"""
+
+import contextlib
+import json
+import socket
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from beatrice.extract.records import Passage
+from beatrice.pgir.corpus import as_document
+from beatrice.pgir.retrievers import Retriever
+
+_MOST_REQUEST_BYTES = 16 << 20
+_MOST_DROPPED_BYTES = 1 << 30  # of a request that is too long
+_MOST_DEPTH = 1000  # passages for a question
+_MOST_PASSAGES = 100_000  # of a reply, some 100 MB
+
+
+class _SearchFailed(Exception):
+    """A retriever that is served has raised an error; the text says which."""
+
+
+class _Closed(Exception):
+    """The server searches no more; its text says so."""
+
+
+class RetrievalServer(ThreadingHTTPServer):
+    """Serves one retriever; one search at a time, requests in the order they come.
+
+    Args:
+      retriever: ranks the passages.
+      passages: what its indices mean.
+      host: address to listen at.
+      port: 0 takes a free one, see `server_port`.
+      depth: passages of a request that does not say how many.
+      timeout: seconds that a client may be silent before it is left.
+    """
+
+    daemon_threads = False  # closing waits until whoever is answered has the reply
+    # Connections that wait to be served: of a longer row than 5 some were reset.
+    request_queue_size = 128
+
+    def __init__(
+        self,
+        retriever: Retriever,
+        passages: Sequence[Passage],
+        *,
+        host: str = "127.0.0.1",
+        port: int = 8000,
+        depth: int = 3,
+        timeout: float = 60.0,
+    ) -> None:
+        """Bind the address; `serve_forever` answers."""
+        self._retriever, self.passages = retriever, passages
+        self.client_timeout, self._is_closed = timeout, False
+        self._depth, self._lock = depth, threading.Lock()
+        self._connections: set[Any] = set()  # that are open
+        try:
+            super().__init__((host, port), _Handler)
+        except OSError as error:
+            raise ValueError(
+                f"nothing can be served at {host}:{port}: {error.strerror}; give "
+                "another host or port (--set port=0 takes a free one)"
+            ) from error
+
+    def server_close(self) -> None:
+        """Close the address and every connection, whoever is answered last.
+
+        A search that runs ends and is replied to; none begins, and none is waited for
+        that has not been sent.
+        """
+        self._is_closed = True
+        for connection in [*self._connections]:
+            with contextlib.suppress(OSError):  # the client was faster
+                connection.shutdown(socket.SHUT_RD)
+        super().server_close()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection in a thread of its own."""
+        self._connections.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        self._connections.discard(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print what went wrong, unless a client is gone."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+    def _rank(self, queries: Any, depth: Any) -> list[list[dict[str, Any]]]:
+        depth = self._depth if depth is None else depth
+        if type(depth) is not int or not 0 < depth <= _MOST_DEPTH:
+            raise ValueError(
+                f"expected a number of passages from 1 to {_MOST_DEPTH}, found "
+                f"{depth!r}"
+            )
+        if not isinstance(queries, list) or not queries:
+            raise ValueError("expected a list of at least one question")
+        if not all(isinstance(query, str) and query.strip() for query in queries):
+            raise ValueError("expected questions that are texts and not empty")
+        if len(queries) * depth > _MOST_PASSAGES:
+            raise ValueError(
+                f"expected at most {_MOST_PASSAGES} passages in a reply, found "
+                f"{len(queries)} questions for {depth} each; ask for fewer at a time"
+            )
+        with self._lock:
+            if self._is_closed:
+                raise _Closed("the server is being closed; ask another one")
+            try:
+                rankings = self._retriever.search(queries, depth)
+            except Exception as error:
+                what = f"{type(error).__name__}: {error}"
+                raise _SearchFailed(f"the search failed: {what}") from error
+        return [
+            [
+                {"id": str(index), "contents": as_document(self.passages[int(index)])}
+                for index in ranking
+            ]
+            for ranking in rankings
+        ]
+
+    def answer(self, path: str, request: Mapping[str, Any]) -> Any:
+        """Return the reply to a request, of either protocol.
+
+        A score is the reciprocal of the rank: retrievers give an order, and what their
+        own scores mean differs.
+
+        Raises:
+          KeyError: nothing is served under this path.
+          ValueError: the request is not of the protocol.
+          _Closed: the server is being closed.
+          _SearchFailed: the retriever has raised an error.
+        """
+        if path == "/retrieve":
+            rankings = self._rank(request.get("queries"), request.get("topk"))
+            if not request.get("return_scores"):
+                return {"result": rankings}
+            scored = [
+                [{"document": d, "score": 1 / rank} for rank, d in enumerate(row, 1)]
+                for row in rankings
+            ]
+            return {"result": scored}
+        if path not in ("/search", "/batch_search"):
+            raise KeyError(path)
+        query, is_single = request.get("query"), path == "/search"
+        documents = self._rank([query] if is_single else query, request.get("top_n"))
+        scores = [[1 / rank for rank in range(1, len(d) + 1)] for d in documents]
+        reply = [documents[0], scores[0]] if is_single else [documents, scores]
+        return reply if request.get("return_score") else reply[0]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Reads requests and writes replies as JSON."""
+
+    protocol_version = "HTTP/1.1"
+
+    @property
+    def _retrieval(self) -> RetrievalServer:
+        assert isinstance(self.server, RetrievalServer)
+        return self.server
+
+    def setup(self) -> None:
+        """Set how long a client may be silent."""
+        super().setup()
+        self.connection.settimeout(self._retrieval.client_timeout)
+
+    def do_GET(self) -> None:
+        if self.path == "/health":
+            n_passages = len(self._retrieval.passages)
+            self._reply(200, {"status": "ok", "n_passages": n_passages})
+        else:
+            paths = "POST /retrieve, /batch_search, /search, and GET /health"
+            self._reply(404, {"error": f"there are {paths}"})
+
+    def do_POST(self) -> None:
+        size = self.headers.get("Content-Length", "")
+        n_bytes = int(size) if size.isdecimal() else 0
+        if not n_bytes or n_bytes > _MOST_REQUEST_BYTES:
+            expected = f"a Content-Length of at most {_MOST_REQUEST_BYTES} bytes"
+            self._refuse(413 if n_bytes else 400, f"expected {expected}")
+            # A client that is still sending would not read the reply.
+            n_left = min(n_bytes, _MOST_DROPPED_BYTES)
+            while n_left > 0 and (part := self.rfile.read(min(n_left, 1 << 16))):
+                n_left -= len(part)
+            return
+        try:
+            request = json.loads(self.rfile.read(n_bytes))
+            if not isinstance(request, dict):
+                raise ValueError("expected a JSON object")
+            self._reply(200, self._retrieval.answer(self.path, request))
+        except KeyError:
+            self._refuse(404, f"nothing is served at {self.path}")
+        except (ValueError, RecursionError) as error:  # the latter of nested JSON
+            self._refuse(400, str(error))
+        except _Closed as error:
+            self._refuse(503, str(error))
+        except _SearchFailed as error:
+            self._refuse(500, str(error))
+            raise  # whoever serves sees where
+
+    def _refuse(self, status: int, reason: str) -> None:
+        self.close_connection = True
+        self._reply(status, {"error": reason})
+
+    def _reply(self, status: int, value: Any) -> None:
+        content = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing: a line per search would bury everything else."""
