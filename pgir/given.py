@@ -284,9 +284,9 @@ def _prompt_as_given(
         words, passages = prompt.text[slice(*question)], given.context or cut
         # Where the template cannot make it, it is not the template's.
         with contextlib.suppress(ValueError):
-            own = _prompt_from_template(tokenizer, template, words, passages)
-            if own.ids == prompt.ids:
-                return own
+            of_template = _prompt_from_template(tokenizer, template, words, passages)
+            if of_template.ids == prompt.ids:
+                return of_template
     start = None
     if prompt.offsets is None:
         special = set(tokenizer.all_special_ids)
