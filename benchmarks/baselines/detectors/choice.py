@@ -118,10 +118,16 @@ def chosen_rows(
     return tuple(chosen_row(rows, detector, *item) for item in values.items())
 
 
+def answer_lengths(store: FeatureStore) -> np.ndarray:
+    """Return how many tokens every answer has, the stop token left out, `[n_rows]`."""
+    n_prompt = store.spec.spans[:, ANSWER, 0] + 1 - _first_step(store)
+    return store.spec.lengths - n_prompt
+
+
 def last_steps(store: FeatureStore) -> np.ndarray:
     """Return the last step of every answer, `[n_rows]`: how many tokens it has.
 
-    An answer that was cut at the length limit counts one less: what its last token
+    An answer that was cut at the length limit has one step less: what its last token
     emitted is unknown, so the store lacks that token.
     """
     spans = store.spec.spans[:, ANSWER]

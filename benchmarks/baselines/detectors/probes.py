@@ -17,6 +17,7 @@ from beatrice.benchmarks.baselines.detector import (
     baseline,
 )
 from beatrice.benchmarks.baselines.detectors.choice import (
+    answer_lengths,
     best_layer,
     chosen_rows,
     last_steps,
@@ -220,7 +221,8 @@ _add_saplma(
     "saplma_last",
     "SAPLMA (last)",
     last_states,
-    "Reads the answer behind its prompt, not a statement by itself.",
+    "Reads the answer behind its prompt, not a statement by itself; of an answer cut "
+    "at its limit the last token but one, since what the last emitted is unknown.",
 )
 
 
@@ -362,27 +364,30 @@ def entropy_probe(
     return DetectorOutput(scores_of(*layers[start:stop]), chosen)
 
 
-def before_generation(last: np.ndarray) -> np.ndarray:
-    """Return the step TBG of answers, from their last steps `[n_rows]`."""
+StepOf = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+def before_generation(lengths: np.ndarray, last: np.ndarray) -> np.ndarray:
+    """Return the step TBG of answers, from their lengths and last steps `[n_rows]`."""
     return np.zeros_like(last)
 
 
-def second_last(last: np.ndarray) -> np.ndarray:
+def second_last(lengths: np.ndarray, last: np.ndarray) -> np.ndarray:
     """Return the step of the second-last answer token, as the paper says it.
 
     Of one token that is the token before, the last of the prompt; an answer without a
     token has none, and its step is none.
     """
-    return last - 1
+    return lengths - 1
 
 
-def official_second_last(last: np.ndarray) -> np.ndarray:
-    """Return the step SLT of the code: two before the last.
+def official_second_last(lengths: np.ndarray, last: np.ndarray) -> np.ndarray:
+    """Return the step SLT of the code: two before the last token's.
 
     Its index n - 2 counts from the prompt's pass, so that it is the third-last token;
     of one token the index is -1, which Python reads as the last step.
     """
-    return np.where(last >= 2, last - 2, last)
+    return np.where(lengths >= 2, lengths - 2, last)
 
 
 _VARIANT = (
@@ -394,7 +399,7 @@ _VARIANT = (
 def _add_sep(
     name: str,
     title: str,
-    step_of: Callable[[np.ndarray], np.ndarray],
+    step_of: StepOf,
     token: str,
     equivalences: Equivalences,
 ) -> None:
@@ -412,7 +417,8 @@ def _add_sep(
     )
     def score(inputs: DetectorInput) -> DetectorOutput:
         store = inputs.store
-        states_of = partial(states_at, store, step_of(last_steps(store)))
+        steps = step_of(answer_lengths(store), last_steps(store))
+        states_of = partial(states_at, store, steps)
         # Drawn answers of the training rows alone are read.
         is_train = inputs.rows.splits == "train"
         pairs = zip(inputs.samples, is_train, strict=True)

@@ -13,7 +13,11 @@ from sklearn.metrics import roc_auc_score
 from torch.nn.functional import conv1d, gelu, group_norm
 
 from beatrice.benchmarks.baselines.detector import DetectorInput, catalogue
-from beatrice.benchmarks.baselines.detectors.choice import last_steps, states_at
+from beatrice.benchmarks.baselines.detectors.choice import (
+    answer_lengths,
+    last_steps,
+    states_at,
+)
 from beatrice.benchmarks.baselines.detectors.gnosis import (
     ChannelConv,
     GnosisConfig,
@@ -246,10 +250,26 @@ def test_neighbouring_layers_are_chosen_by_their_mean(aurocs, expected):
 
 
 def test_the_second_last_token_and_what_the_code_reads_for_it():
-    last = np.array([0, 1, 2, 3, 4])
-    np.testing.assert_array_equal(official_second_last(last), [0, 1, 0, 1, 2])
-    np.testing.assert_array_equal(second_last(last), [-1, 0, 1, 2, 3])
-    np.testing.assert_array_equal(before_generation(last), [0, 0, 0, 0, 0])
+    last = lengths = np.array([0, 1, 2, 3, 4])
+    np.testing.assert_array_equal(official_second_last(lengths, last), [0, 1, 0, 1, 2])
+    np.testing.assert_array_equal(second_last(lengths, last), [-1, 0, 1, 2, 3])
+    np.testing.assert_array_equal(before_generation(lengths, last), [0, 0, 0, 0, 0])
+
+
+@pytest.mark.parametrize("answer_span", ["emitting", "literal"])
+def test_a_token_is_counted_from_the_answers_end_also_where_it_was_cut(answer_span):
+    # Three answers of three tokens, the second of which was cut: what its last token
+    # emitted is unknown, so that its span ends a token earlier.
+    start = 2 + int(answer_span == "literal")
+    spans = np.array([[(0, 0), (0, start), (start, stop)] for stop in (6, 5, 6)])
+    values = {"hidden": np.zeros((18, 1, D), np.float32)}
+    store = memory_store(values, [6, 6, 6], spans, layers=(0,), answer_span=answer_span)
+    lengths = answer_lengths(store)
+    np.testing.assert_array_equal(lengths, [3, 3, 3])
+    last = last_steps(store)
+    np.testing.assert_array_equal(last, [3, 2, 3])
+    np.testing.assert_array_equal(official_second_last(lengths, last), [1, 1, 1])
+    np.testing.assert_array_equal(second_last(lengths, last), [2, 2, 2])
 
 
 def disagreeing(n=900):
@@ -262,7 +282,8 @@ def disagreeing(n=900):
 
 def probed(rows, answers, entropies, step_of):
     store = stored(answers)
-    states_of = partial(states_at, store, step_of(last_steps(store)))
+    steps = step_of(answer_lengths(store), last_steps(store))
+    states_of = partial(states_at, store, steps)
     return entropy_probe(states_of, LAYERS, entropies, rows, "sep")
 
 
@@ -273,7 +294,7 @@ def test_an_entropy_probe_finds_where_disagreement_was_planted_and_only_there():
     assert 0.5 < chosen(result)["threshold"] <= 1.5
     assert {"first_layer": 0, "last_layer": 2}.items() <= chosen(result).items()
     # At the last token nothing was planted; of 300 answers, s.d. 0.033.
-    elsewhere = probed(rows, answers, entropies, lambda last: last)
+    elsewhere = probed(rows, answers, entropies, lambda lengths, last: last)
     assert abs(measured(elsewhere, rows) - 0.5) < 0.12
 
 
