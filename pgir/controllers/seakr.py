@@ -85,7 +85,7 @@ class Spreading(BatchedService):
             n_new[owners[i]] += len(log_probs)
             # The last token is replaced, the one that stopped it included.
             before_stop = ids[:-1] if text.stop_id is None else ids
-            if ids:
+            if text.text:  # empty answers are left out
                 prompt = prompts[owners[i]]
                 row_owners.append(owners[i])
                 sequences.append(np.array((*prompt, *before_stop, stop), np.int64))

@@ -1,5 +1,6 @@
 """Each rival does what its publication and its code do."""
 
+import copy
 import math
 
 import numpy as np
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from beatrice.benchmarks.results.tables import controller_table, results_of
+from beatrice.extract.generate.generator import Generated
 from beatrice.extract.generate.prompts import GenerationConfig
 from beatrice.extract.records import Passage
 from beatrice.pgir.bridge import ProbedBackbone
@@ -366,6 +368,46 @@ def test_an_answer_that_can_be_read_from_its_passage_is_surer_than_a_guess(
     assert read < guess and n_new >= 12
     cost = seakr.Spreading(answering).cost(calls[1], (read, n_new))
     assert (cost.generations, cost.sequences, cost.forwards) == (0, 12, 12)
+
+
+class TextsInTurn:
+    """A generator whose draws are given: ids and text of each."""
+
+    tokens_per_batch = 512
+
+    def __init__(self, *texts):
+        self.texts = texts
+
+    def stream(self, prompts, config):
+        for index, (ids, text) in enumerate(self.texts):
+            yield (
+                index,
+                Generated(
+                    text=text,
+                    token_ids=ids,
+                    stop_id=2,
+                    log_probs=(-1.0,) * (len(ids) + 1),
+                    finish="stop",
+                    n_prompt_tokens=3,
+                    n_new_tokens=len(ids) + 1,
+                ),
+            )
+
+
+def test_draws_without_a_text_say_nothing_of_how_far_answers_lie_apart(
+    answering, answers
+):
+    def spread_of(*texts):
+        drawing = copy.copy(answering)
+        drawing.generator = TextsInTurn(*texts)
+        call = as_kind(answers[0], "spread", len(texts))
+        ((spread, n_new),) = values_of(seakr.Spreading(drawing), [call])
+        assert n_new == sum(len(ids) + 1 for ids, _ in texts)
+        return spread
+
+    told = ((40, 41), "one"), ((50,), "two")
+    # A line end alone has an id and no text; the official code leaves it out.
+    assert spread_of(*told, ((60,), "")) == spread_of(*told)
 
 
 def as_kind(call, kind, n=0):
