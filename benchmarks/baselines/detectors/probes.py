@@ -392,7 +392,7 @@ def official_second_last(lengths: np.ndarray, last: np.ndarray) -> np.ndarray:
 
 _VARIANT = (
     "; the range of layers is chosen on validation answers, the code's on test; fitted "
-    "on training answers alone"
+    "on training answers alone; of an answer cut at its limit every token counts"
 )
 
 
