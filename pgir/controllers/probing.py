@@ -9,8 +9,8 @@ the fourth retrieval the last answer is returned.
 
 Their training is kept: labels by containment, classes balanced, AdamW, a learning rate
 that decays at every step, cross-entropy of what is softmaxed already. Departures: the
-run's template and its k; worked examples are left out of the query; theta is chosen on
-validation (published: 0).
+run's template and its k; worked examples are left out of the query; a gold answer that
+an answer contains is one in whole words; theta is chosen on validation (published: 0).
 """
 
 from collections.abc import Callable, Sequence
