@@ -161,8 +161,8 @@ class ReportOptions:
         "Also print the paper's tables with this run's numbers and what differs.", False
     )
     print: str | None = option(
-        "Print a table: detectors, closed-book, with-context, decisions, gains, "
-        "ablations, controllers, controller-gains, or all.",
+        "Print a table: detectors, closed-book, with-context, retrieved, decisions, "
+        "gains, ablations, controllers, controller-gains, or all.",
         metavar="TABLE",
     )
     out: Path | None = option(

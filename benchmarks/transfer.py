@@ -25,15 +25,18 @@ from beatrice.benchmarks.baselines.judge import run_inputs
 from beatrice.benchmarks.baselines.plain import (
     length_features,
     linear_scores,
+    majority_scores,
     probe_scores,
     text_scores,
 )
 from beatrice.benchmarks.results.names import (
+    ALL_SETS,
     CHAMPION,
     COMPARED,
     EARLY_FUSION,
     HIDDEN_ONLY,
     PERPLEXITY,
+    RETRIEVED,
 )
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.datasets.loading import Refusal, open_dataset
@@ -191,9 +194,8 @@ def with_passages(
     return examples, {questions[i].id: why for i, why in reasons.items()}
 
 
-EXPERIMENT = "real_retrieval"
+EXPERIMENT = RETRIEVED
 _ROWS_OF_A_KIND = 64  # of the longest rows, which are read by themselves
-ALL_SETS = "all_sets"  # the questions of all sets together, the paper's column "All"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -309,6 +311,8 @@ def _seeds_of(detector: Detector) -> list[Detector]:
 def rival_scores(scene: Scenario) -> dict[Subject, np.ndarray]:
     """Return the scores of probes, length, text and perplexity on the new rows.
 
+    And of the commoner class, whose AUPRC is that of guessing.
+
     They are fitted as in `evaluate`, on the run's own training and validation rows.
     """
     trained, new = scene.trained, scene.new
@@ -317,6 +321,7 @@ def rival_scores(scene: Scenario) -> dict[Subject, np.ndarray]:
     scores, _ = probe_scores(stores, rows, trained.layer)
     length = length_features([*trained.answers, *new.answers])
     scores[Subject("answer_length")], _ = linear_scores([length], rows)
+    scores[Subject("majority")] = majority_scores(rows)
     scores = {name: x[:, n_trained:] for name, x in scores.items()}
     scores[Subject("tfidf")], _ = text_scores(trained.texts, trained.rows, new.texts)
     scores[PERPLEXITY] = answer_log_probs(new.store)[None]

@@ -28,6 +28,8 @@ FAMILIES = {
 }
 EVERY_FAMILY = "HPRA"
 N_SHOWN = 3  # answers of each kind of each set
+RETRIEVED = "real_retrieval"  # experiment of the rows of `transfer`
+ALL_SETS = "all_sets"  # its questions of all sets together, the paper's column "All"
 
 
 def probe(families: str) -> Subject:

@@ -583,6 +583,7 @@ def set_names(
 # The paper's panoramas: the selected set and all rivals, the better ones first.
 
 CHANCE = "Random AUPRC (error rate)"
+_GUESSING = Subject("majority")
 
 
 def panorama_table(
@@ -614,16 +615,53 @@ def panorama_table(
     if not table.lines:
         return table
     parts = [{"metric": None}, {"metric": "auprc"}]
-    guessing = lines_of({Subject("majority"): CHANCE})
+    guessing = lines_of({_GUESSING: CHANCE})
     chance = by_place(shown, table.corner, guessing, EVALUATED, parts)
+    return dataclasses.replace(table, lines=(*chance.lines, *_best_first(table, 0)))
+
+
+def _best_first(table: Table, column: int) -> list[Line]:
+    """Return a table's lines sorted by AUROC in a column, ours the first."""
 
     def order(line: Line) -> tuple[bool, float]:
-        first = line.cells[0][0]
-        value = None if first is None else first.row.value
+        measure = line.cells[column][0]
+        value = None if measure is None else measure.row.value
         return not line.is_ours, 1.0 if value is None else -value
 
-    lines = (*chance.lines, *sorted(table.lines, key=order))
-    return dataclasses.replace(table, lines=lines)
+    return sorted(table.lines, key=order)
+
+
+def retrieved_table(results: pandas.DataFrame, titles: Titles | None = None) -> Table:
+    """Lay out what `transfer` measured with context (tab:realrag-detection).
+
+    A column for every set, and the last for all of them, by which lines are sorted.
+    """
+    shown = where(results, experiment=names.RETRIEVED, seed="mean", split=EVALUATED)
+    shown = where(shown, setting="with_context", metric=METRICS)
+    shown = shown.loc[shown["dataset"] != IN_DOMAIN]
+    columns = [
+        (Column(names.SETTING_LABELS[p.setting], "all sets"), p._asdict())
+        if p.dataset == names.ALL_SETS
+        else place_columns([p])[0]
+        for p in places_of(shown, EVALUATED)
+    ]
+    columns.sort(key=lambda column: column[1]["dataset"] == names.ALL_SETS)
+    labels = {
+        x: title_of(x, titles)
+        for x in subjects_in(shown)
+        if x == names.CHAMPION or is_rival(x.detector)
+    }
+
+    def laid(titles: Titles, *metrics: str | None) -> Table:
+        parts = [
+            (column, [{**key, "metric": metric} for metric in metrics])
+            for column, key in columns
+        ]
+        ours = labels.get(names.CHAMPION, "")
+        return pivot(shown, "Detector", lines_of(titles), parts, ours=ours)
+
+    table, chance = laid(labels, *METRICS), laid({_GUESSING: CHANCE}, None, "auprc")
+    return dataclasses.replace(table, lines=(*chance.lines, *_best_first(table, -1)))
 
 
 def main_detectors(results: pandas.DataFrame, titles: Titles) -> Table:
@@ -641,16 +679,20 @@ def main_detectors(results: pandas.DataFrame, titles: Titles) -> Table:
     return detection_table(shown, labels=labels, metrics=("auroc",))
 
 
+_RETRIEVED = "With retrieved passages"
+
+
 def panoramas(
     results: pandas.DataFrame, titles: Titles | None = None
 ) -> dict[str, Table]:
-    """Return the three tables by their headings, without the empty ones."""
+    """Return the paper's tables of detectors by their headings, no empty ones."""
     headings = {None: "Detecting wrong answers"}
     headings |= {x: f"{names.SETTING_LABELS[x]}, every set" for x in SETTINGS}
     tables = {
         heading: panorama_table(results, setting, titles)
         for setting, heading in headings.items()
     }
+    tables[_RETRIEVED] = retrieved_table(results, titles)
     return {heading: table for heading, table in tables.items() if table.lines}
 
 
@@ -665,6 +707,7 @@ def named_tables(
         "detectors": ("Detectors", panorama(None)),
         "closed-book": ("Closed-book, every set", panorama("closed_book")),
         "with-context": ("With context, every set", panorama("with_context")),
+        "retrieved": (_RETRIEVED, retrieved_table(results, titles)),
         "ablations": ("What is taken away", features),
         "decisions": ("Decisions", decision_table(results)),
         "gains": ("Gain of the selected encoders in AUROC", paired_table(results)),

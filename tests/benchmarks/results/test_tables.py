@@ -3,6 +3,7 @@ import pandas
 import pytest
 
 from beatrice.benchmarks.results.names import (
+    ALL_SETS,
     COMPARED,
     CONTROLS,
     DETECTORS,
@@ -10,6 +11,7 @@ from beatrice.benchmarks.results.names import (
     FEATURES,
     RANKED,
     REFERENCE,
+    RETRIEVED,
     SPAN_DECISIONS,
     SPAN_VARIANTS,
     WITHOUT_HIDDEN,
@@ -25,6 +27,7 @@ from beatrice.benchmarks.results.tables import (
     detection_table,
     find,
     main_detectors,
+    named_tables,
     number,
     paired_table,
     panorama_table,
@@ -355,6 +358,40 @@ def test_guessing_has_the_auprc_of_the_share_of_wrong_answers_and_no_rank():
     assert first.label == CHANCE and auroc is None and auprc.rank is None
     assert auprc.row.value == 0.9 and auprc.row.metric == "auprc"
     assert [m.rank for m in second.cells[0]] == ["best", "best"]
+
+
+def test_retrieved_passages_have_a_panorama_of_every_set_and_of_all_together():
+    places = [POOLED, TEST, PLACES[2], (ALL_SETS, "ood")]
+    values = {"champion": 0.7, "hidden_only": 0.9, "tfidf": 0.5, "majority": 0.5}
+    rows = [
+        row(
+            name,
+            "with_context",
+            place,
+            metric,
+            value + 0.1 * is_last,
+            experiment=RETRIEVED,
+        )
+        for is_last, place in zip((0, 0, 0, 1), places, strict=True)
+        for name, value in {**values, "perplexity": 0.6 - 0.2 * (1 - is_last)}.items()
+        for metric in BOTH
+    ]
+    elsewhere = sample_rows()
+    results = results_of([*rows, *elsewhere])
+    heading, table = named_tables(results)["retrieved"]
+    assert table == panoramas(results)[heading]
+    assert [(c.label, c.detail) for c in table.columns] == [
+        ("microworld", "test"),
+        ("pursuits", "held out"),
+        ("all sets", ""),
+    ]
+    # Sorted by all sets together; own encoders have their own tables.
+    ours, text = "BEATRICE (selected encoders)", "Text only (TF-IDF)"
+    assert labels(table) == [CHANCE, ours, "Answer perplexity", text]
+    assert table.lines[0].cells[2][0] is None
+    assert table.lines[0].cells[2][1].row.value == pytest.approx(0.6)
+    assert [m.row.value for m in table.lines[2].cells[0]] == pytest.approx([0.4] * 2)
+    assert "retrieved" not in named_tables(results_of(elsewhere))
 
 
 def test_best_is_bold_and_second_underlined_in_both_spellings():
