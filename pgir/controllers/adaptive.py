@@ -197,7 +197,9 @@ def iterative(question: str, config: ControllerConfig) -> Plan[str]:
         if not reply.text or reply.text == answer:
             return reply.text or answer or ""
         query = answer = reply.text
-    return answer or ""
+    if answer is None:  # the question itself finds nothing
+        return (yield from no_rag(question))
+    return answer
 
 
 def silver_labels(right: Mapping[Strategy, np.ndarray]) -> list[Strategy | None]:

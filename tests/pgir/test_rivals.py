@@ -125,6 +125,14 @@ def test_the_third_strategy_asks_with_its_last_answer_and_keeps_its_passages():
     assert shown == [(0, 1, 2), (0, 1, 2, 3, 4), (0, 1, 2, 3, 4, 20, 21, 22)]
 
 
+def test_where_a_search_finds_nothing_adaptive_rag_answers_from_memory():
+    def serve(call):
+        return [] if call.kind == "search" else reply("Tiber")
+
+    answer, calls = played(adaptive.iterative("who?", SEARCH), serve)
+    assert (answer, kinds(calls)) == ("Tiber", ["search", "answer"])
+
+
 @pytest.mark.parametrize(
     ("strategy", "expected"),
     [
