@@ -28,6 +28,7 @@ from beatrice.extract.run.files import from_json
 from beatrice.extract.store.store import as_url
 from beatrice.extract.world.facts import WorldConfig, make_world
 from beatrice.extract.world.model import make_tokenizer
+from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.rows import read_sweep
 from tests.extract.small_run import beatrice, make_run, questions
 from tests.records import a_label, an_answer
@@ -174,6 +175,14 @@ def test_a_store_on_a_full_disk_is_the_same_sentence(tmp_path, little_room):
     output = in_one_sentence(caught.value)
     assert output.startswith("a file cannot grow, as on a full disk (")
     assert "tensorstore_spec" not in output and "[" not in output
+
+
+def test_encoders_on_a_full_disk_are_one_error_and_leave_nothing(
+    tmp_path, little_room, capfd
+):
+    with pytest.raises(OSError, match="File too large"):
+        checkpoint.save(tmp_path / "x", {"w": np.ones((99, 99, 9))}, {})
+    assert capfd.readouterr().err == "" and not list(tmp_path.iterdir())
 
 
 def test_what_the_system_says_of_a_file_names_it_without_a_number(tmp_path):
