@@ -92,8 +92,6 @@ def make_data_run(
     )
 
     with _removed_on_failure(path), RunDir.open(path, new_run) as run:
-        for left in run.path.glob(".*.tmp"):  # of a run that was killed; we hold it
-            left.unlink()
 
         def work(update: Update) -> None:
             build_examples(run.path, sources, build, fixed=fixed, note=progress.note)

@@ -9,6 +9,7 @@ it. Three promises:
     was finished with.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import fcntl
@@ -30,8 +31,8 @@ from beatrice.extract.run.files import (
     seal,
     sha256_tree,
     sync_folder,
+    temporary,
     write_json_atomic,
-    write_temporary,
 )
 from beatrice.extract.run.process import Share
 
@@ -263,14 +264,14 @@ def write_or_compare_manifest(path: Path, settings: NewRun) -> None:
             "versions": package_versions(),
         }
         content = json.dumps(seal(manifest), indent=2, allow_nan=False) + "\n"
-        name = write_temporary(file, content.encode())
-        try:
-            os.link(name, file)  # unlike a rename, never over another's
-            sync_folder(path)
-        except FileExistsError:
-            pass  # a worker started beside this one was first; compare with it
-        finally:
-            os.unlink(name)
+        with temporary(file) as name, name.open("wb") as stream:
+            stream.write(content.encode())
+            stream.flush()
+            os.fsync(stream.fileno())
+            # A worker started beside this one may be first: then compare with its.
+            with contextlib.suppress(FileExistsError):
+                os.link(name, file)  # unlike a rename, never over another's
+                sync_folder(path)
     manifest = read_manifest(path)
     for name in wanted["sections"]:
         if name not in manifest["sections"]:

@@ -11,12 +11,14 @@ Only what was right is remembered; nothing is where the cache cannot be written.
 import collections
 import contextlib
 import dataclasses
+import fcntl
 import functools
 import hashlib
 import importlib.metadata
 import json
 import os
 import platform
+import re
 import secrets
 import shutil
 import socket
@@ -33,6 +35,9 @@ import msgspec
 from beatrice.extract.run.process import Share
 
 Decoded = TypeVar("Decoded")
+# What `temporary` makes; a person's own files are hardly called so.
+_TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{8}(?:\.tmp)?", re.DOTALL)
+_NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL
 # Of a folder with checksums: what a person edits, and what a Hub or git adds.
 _UNCHECKED = ("README.md", ".cache", ".git", ".gitattributes")
 
@@ -46,20 +51,56 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def write_temporary(path: Path, content: bytes) -> str:
-    """Write `content` durably beside `path`; return the temporary's name."""
-    # Who may read it is the user's umask, which `tempfile` passes over.
-    name = str(path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp"))
-    stream = open(name, "xb")
-    try:
-        with stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-    except BaseException:
-        os.unlink(name)
-        raise
-    return name
+@functools.cache
+def _left_in(folder: Path) -> dict[str, list[Path]]:
+    """Return what looks as `temporary` makes it, by what it was to become."""
+    left: dict[str, list[Path]] = {}
+    for path in folder.iterdir():
+        if match := _TEMPORARY.fullmatch(path.name):
+            left.setdefault(match[1], []).append(path)
+    return left
+
+
+def _remove_left(path: Path) -> None:
+    """Remove what killed processes left that was to become `path`."""
+    for left in _left_in(path.parent).pop(path.name, ()):
+        is_file = left.suffix == ".tmp"
+        flags = os.O_RDWR | os.O_NONBLOCK if is_file else os.O_DIRECTORY
+        with contextlib.suppress(OSError):  # a live process holds it, or it is gone
+            handle = os.open(left, flags | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                left.unlink() if is_file else shutil.rmtree(left)
+            finally:
+                os.close(handle)
+
+
+@contextlib.contextmanager
+def temporary(path: Path, *, is_folder: bool = False) -> Iterator[Path]:
+    """Make an empty file or folder beside `path`, which is gone at the end or renamed.
+
+    It is locked until then: where one has no lock, its process was killed, and whoever
+    makes the next for the same `path` removes it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_left(path)
+    while True:
+        end = "" if is_folder else ".tmp"
+        name = path.with_name(f".{path.name}.{secrets.token_hex(4)}{end}")
+        # Who may read it is the user's umask, which `tempfile` passes over.
+        if is_folder:
+            name.mkdir()
+        handle = os.open(name, os.O_DIRECTORY if is_folder else _NEW_FILE, 0o666)
+        try:
+            with contextlib.suppress(OSError):  # a disk may have no locks
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            if name.exists():  # nobody had it before the lock
+                yield name
+                return
+        finally:
+            with contextlib.suppress(OSError):  # it has its own name by now
+                shutil.rmtree(name) if is_folder else name.unlink()
+            os.close(handle)
 
 
 @contextlib.contextmanager
@@ -69,19 +110,14 @@ def write_stream_atomic(path: Path, *, is_new: bool = False) -> Iterator[BinaryI
     For content that does not fit in memory; an error inside leaves the old file. A file
     that is to be new raises `OtherContent` instead of replacing what differs.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    name = write_temporary(path, b"")
-    try:
-        with open(name, "wb") as stream:
+    with temporary(path) as name:
+        with name.open("wb") as stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
-        if is_new and sha256_tree(path) not in (None, sha256_file(Path(name))):
+        if is_new and sha256_tree(path) not in (None, sha256_file(name)):
             raise OtherContent(path)
         os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
     sync_folder(path.parent)
 
 
@@ -239,10 +275,7 @@ def replaced_folder(path: Path) -> Iterator[Path]:
     It gets checksums of every file. After an error nothing has changed.
     """
     path = path.absolute()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    work = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    work.mkdir()
-    try:
+    with temporary(path, is_folder=True) as work:
         yield work
         write_checksums(work)
         if path.exists():
@@ -252,8 +285,6 @@ def replaced_folder(path: Path) -> Iterator[Path]:
             shutil.rmtree(aside)
         else:
             work.rename(path)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
 
 def verify_checksums(

@@ -1,3 +1,4 @@
+import fcntl
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ from beatrice.extract.run.files import (
     replaced_folder,
     sha256_file,
     sha256_of_model,
+    temporary,
     write_json_atomic,
     write_text_atomic,
 )
@@ -59,6 +61,28 @@ def test_who_may_read_a_file_or_folder_is_the_users_umask(tmp_path):
         os.umask(before)
     modes = [(tmp_path / x).stat().st_mode for x in ("replies.json", "probe")]
     assert not any(mode & 0o077 for mode in modes)
+
+
+def test_what_a_killed_process_left_goes_and_what_a_live_one_writes_stays(tmp_path):
+    file, folder = tmp_path / "x.json", tmp_path / "probe"
+    names = (".x.json.0123abcd.tmp", ".x.json.4567abcd.tmp", ".y.json.0123abcd.tmp")
+    killed, live, other = (tmp_path / name for name in names)
+    for path in (killed, live, other):
+        path.write_text("half")
+    (tmp_path / ".probe.0123abcd").mkdir()
+    with live.open("rb") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        write_text_atomic(file, "whole")
+    with replaced_folder(folder) as work:
+        (work / "a").write_text("whole")
+    assert sorted(tmp_path.iterdir()) == sorted([file, folder, live, other])
+
+
+def test_a_file_that_is_being_written_is_held(tmp_path):
+    with temporary(tmp_path / "x.json") as name, name.open("rb") as stream:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_failed_write_keeps_the_old_file(tmp_path):
