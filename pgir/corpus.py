@@ -19,7 +19,12 @@ import msgspec
 import numpy as np
 
 from beatrice.extract.datasets.fields import Question
-from beatrice.extract.datasets.loading import FileRefused, Loaded, open_dataset
+from beatrice.extract.datasets.loading import (
+    FileRefused,
+    Loaded,
+    Refusal,
+    open_dataset,
+)
 from beatrice.extract.datasets.rows import read_raw
 from beatrice.extract.records import (
     Passage,
@@ -30,6 +35,7 @@ from beatrice.extract.records import (
     to_json,
 )
 from beatrice.extract.run.console import table_head, table_row
+from beatrice.extract.run.directory import acquire_lock
 from beatrice.extract.run.files import (
     read_sealed,
     seal,
@@ -172,9 +178,18 @@ def read_source(
     except ValueError:
         note(f"{path.name}: left out, neither passages nor questions")
         return
+    refused: list[Refusal] = []
     for row in questions.read():
         if isinstance(row, Loaded):
             yield row.question, row.question.passages
+        else:
+            refused.append(row)
+    if refused:
+        first = refused[0]
+        note(
+            f"{path.name}: {len(refused)} records left out that cannot be used; the "
+            f"first, record {first.number} ({first.at}): {first.reason}"
+        )
 
 
 class _Writer:
@@ -248,23 +263,37 @@ def build_corpus(folder: Path, sources: Sequence[Path], note: Note) -> Corpus:
                 f"{folder} holds a corpus of other files; choose another folder"
             )
         return corpus
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
+    with held_alone(folder):
         writer, reports = _write_passages(folder, files, hashes, note)
-    except BaseException:
-        with contextlib.suppress(OSError):  # there is something in it
-            folder.rmdir()
-        raise
-    with write_stream_atomic(folder / "lines.npy") as stream:
-        np.save(stream, np.array(writer.lines, np.int64))
-    facts = {
-        "asked": hashes,
-        "sources": reports,
-        "n_passages": len(writer.places),
-        "files": {name: sha256_file(folder / name) for name in _FILES},
-    }
-    write_json_atomic(folder / "corpus.json", seal(facts))
+        with write_stream_atomic(folder / "lines.npy") as stream:
+            np.save(stream, np.array(writer.lines, np.int64))
+        facts = {
+            "asked": hashes,
+            "sources": reports,
+            "n_passages": len(writer.places),
+            "files": {name: sha256_file(folder / name) for name in _FILES},
+        }
+        write_json_atomic(folder / "corpus.json", seal(facts))
     return Corpus(folder)
+
+
+@contextlib.contextmanager
+def held_alone(folder: Path) -> Iterator[None]:
+    """Make a folder and keep other processes out; after an error it goes if empty.
+
+    Raises `InUse` if another process holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = folder / "lock"
+    with acquire_lock(lock) as stream:
+        try:
+            yield
+        finally:
+            if [*folder.iterdir()] == [lock]:
+                lock.unlink()
+                folder.rmdir()
+            else:
+                stream.truncate(0)
 
 
 def _write_passages(

@@ -31,7 +31,7 @@ from beatrice.extract.run.files import (
     write_stream_atomic,
 )
 from beatrice.extract.signals.sequence import batches_of
-from beatrice.pgir.corpus import Corpus, as_document
+from beatrice.pgir.corpus import Corpus, as_document, held_alone
 
 Pooling = Literal["mean", "cls"]
 Form = Literal["flat", "sq8", "ivf_pq"]
@@ -291,23 +291,22 @@ def build_vectors(
     if plan.exists():
         facts = read_sealed(plan, _AGAIN)
         _check_origin(facts, corpus, encoder, folder)
-    else:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json_atomic(plan, seal(facts))
     if (folder / "vectors.json").exists():
         return Vectors(folder)
     step, n = facts["rows_per_shard"], len(corpus)
     shards = {}
-    for number, start in enumerate(range(0, n, step)):
-        path, stop = folder / f"vectors-{number:05d}.npy", min(n, start + step)
-        if not path.exists():
-            texts = [as_document(corpus[i]) for i in range(start, stop)]
-            vectors = encoder.encode(texts, "passage").astype(np.float16)
-            with write_stream_atomic(path) as stream:
-                np.save(stream, vectors)
-        shards[path.name] = sha256_file(path)
-        update(stop, n)
-    write_json_atomic(folder / "vectors.json", seal(facts | {"shards": shards}))
+    with held_alone(folder):
+        write_json_atomic(plan, seal(facts))
+        for number, start in enumerate(range(0, n, step)):
+            path, stop = folder / f"vectors-{number:05d}.npy", min(n, start + step)
+            if not path.exists():
+                texts = [as_document(corpus[i]) for i in range(start, stop)]
+                vectors = encoder.encode(texts, "passage").astype(np.float16)
+                with write_stream_atomic(path) as stream:
+                    np.save(stream, vectors)
+            shards[path.name] = sha256_file(path)
+            update(stop, n)
+        write_json_atomic(folder / "vectors.json", seal(facts | {"shards": shards}))
     return Vectors(folder)
 
 
@@ -346,24 +345,24 @@ def build_index(vectors: Vectors, form: Form) -> Path | None:
         "vectors": sha256_file(folder / "vectors.json"),
         "recipe": index_recipe(form, n, d_model),
     }
-    if about.exists():
-        if facts.items() <= read_sealed(about, _AGAIN).items():
-            return path
-        about.unlink()
+    if about.exists() and facts.items() <= read_sealed(about, _AGAIN).items():
+        return path
     faiss = import_faiss()
-    recipe, metric = facts["recipe"], faiss.METRIC_INNER_PRODUCT
-    index = faiss.index_factory(d_model, recipe, metric)
-    if form == "ivf_pq":
-        index.verbose = index.pq.cp.verbose = index.cp.verbose = False
-        # Few passages are warned of on stdout; who builds so small an index knows.
-        index.cp.min_points_per_centroid = index.pq.cp.min_points_per_centroid = 1
-    trained_on = np.linspace(0, n - 1, min(n, _N_TRAIN)).astype(np.int64)
-    index.train(vectors.take(trained_on))
-    for shard in vectors.shards():
-        index.add(shard)
-    with write_stream_atomic(path) as stream:
-        faiss.write_index(index, faiss.PyCallbackIOWriter(stream.write))
-    write_json_atomic(about, seal(facts | {"file": sha256_file(path)}))
+    with held_alone(folder):
+        about.unlink(missing_ok=True)
+        recipe, metric = facts["recipe"], faiss.METRIC_INNER_PRODUCT
+        index = faiss.index_factory(d_model, recipe, metric)
+        if form == "ivf_pq":
+            index.verbose = index.pq.cp.verbose = index.cp.verbose = False
+            # Few passages are warned of on stdout; who builds so small an index knows.
+            index.cp.min_points_per_centroid = index.pq.cp.min_points_per_centroid = 1
+        trained_on = np.linspace(0, n - 1, min(n, _N_TRAIN)).astype(np.int64)
+        index.train(vectors.take(trained_on))
+        for shard in vectors.shards():
+            index.add(shard)
+        with write_stream_atomic(path) as stream:
+            faiss.write_index(index, faiss.PyCallbackIOWriter(stream.write))
+        write_json_atomic(about, seal(facts | {"file": sha256_file(path)}))
     return path
 
 

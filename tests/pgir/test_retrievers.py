@@ -23,6 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from beatrice.extract.records import Passage, write_lines
+from beatrice.extract.run.directory import InUse
 from beatrice.pgir.arguments import from_document
 from beatrice.pgir.commands import CorpusOptions, RetrievalOptions
 from beatrice.pgir.controllers.stage import retrieval_config, retrieval_of
@@ -35,6 +36,7 @@ from beatrice.pgir.corpus import (
     build_corpus,
     gold_recall,
     has_answer,
+    held_alone,
     measure,
 )
 from beatrice.pgir.retrieval_server import RetrievalServer
@@ -616,6 +618,21 @@ def test_of_a_file_without_passages_nothing_is_left(tmp_path):
     with pytest.raises(ValueError, match="none of the files holds a passage"):
         build(tmp_path, bare__jsonl=BARE)
     assert not (tmp_path / "corpus").exists()
+
+
+def test_records_of_questions_that_cannot_be_used_are_counted(tmp_path):
+    rows = [{**BARE, "context": CONTEXT}, {**BARE, "question": 7}]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    _, notes = build(tmp_path, asked__jsonl=lines)
+    assert notes[0].startswith("asked.jsonl: 1 records left out that cannot be used; ")
+    assert "record 2 (line 2): " in notes[0]
+
+
+def test_a_corpus_that_another_process_builds_is_left_to_it(tmp_path):
+    folder = tmp_path / "corpus"
+    with held_alone(folder), pytest.raises(InUse, match="is in use by process"):
+        build(tmp_path, psgs__tsv=PSGS)
+    assert not folder.exists()
 
 
 def test_the_same_line_again_opens_the_corpus_and_other_files_are_refused(tmp_path):
