@@ -216,6 +216,9 @@ def read_raw(
             envelope.update(outside)
 
 
+_TOO_LONG_ROW = f"the row is longer than {MAX_RECORD >> 20} MiB"
+
+
 def _parquet_rows(path: Path, is_gzipped: bool) -> Iterator[RawRecord]:
     """Yield the rows of a Parquet file, a few at a time.
 
@@ -236,9 +239,14 @@ def _parquet_rows(path: Path, is_gzipped: bool) -> Iterator[RawRecord]:
             file = parquet.ParquetFile(stream, pre_buffer=False, buffer_size=CHUNK)
             for batch in file.iter_batches(_PARQUET_ROWS, use_threads=False):
                 columns = [c.name for c in batch.schema if not is_temporal(c.type)]
-                for row in batch.select(columns).to_pylist():
+                for row in _parquet_values(batch.select(columns)):
                     number += 1
-                    yield RawRecord(number, f"row {number}", row)
+                    problem = _TOO_LONG_ROW if row is None else None
+                    yield RawRecord(number, f"row {number}", row, problem)
+        except KeyError as error:
+            raise ValueError(
+                f"{path}: two columns have one name ({error.args[0]}); rename one"
+            ) from None
         # A ValueError or OverflowError: a value that Python cannot hold.
         except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
             detail = " ".join(str(error).split())[:200]
@@ -246,6 +254,16 @@ def _parquet_rows(path: Path, is_gzipped: bool) -> Iterator[RawRecord]:
                 f"{path}: the Parquet file is cut off or damaged after {number} rows "
                 f"({detail}); fetch it again"
             ) from None
+
+
+def _parquet_values(batch: Any) -> Iterator[dict[str, Any] | None]:
+    """Yield rows; None for one that is longer than a line of JSON may be."""
+    if batch.nbytes <= MAX_RECORD:
+        yield from batch.to_pylist()
+        return
+    for i in range(len(batch)):  # one by one, which is slower
+        row = batch.slice(i, 1)
+        yield row.to_pylist()[0] if row.nbytes <= MAX_RECORD else None
 
 
 def _parse_object(raw: bytes) -> tuple[dict[str, Any] | None, str | None]:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from beatrice.benchmarks.bench.commands import measure_fresh
 from beatrice.extract.datasets.loading import Loaded, inspect_file, open_dataset
 from beatrice.extract.datasets.rows import (
+    MAX_RECORD,
     FileType,
     Window,
     json_values,
@@ -208,6 +209,24 @@ def test_dates_that_python_cannot_hold_are_left_out_or_end_the_reading(tmp_path)
     inner = pyarrow.StructArray.from_arrays([days], ["day"])
     parquet.write_table(table.append_column("at", inner), tmp_path / "b")
     assert "damaged after 0 rows" in inspect_file(tmp_path / "b")["error"]
+
+
+def test_a_row_of_parquet_may_be_as_long_as_a_line_and_no_longer(tmp_path):
+    rows = [{"question": f"who is {i}?", "golden_answers": ["x"]} for i in range(3)]
+    rows[1]["question"] *= MAX_RECORD // 8
+    report = inspect_file(pub.write_parquet(tmp_path / "a", rows))
+    assert report["loaded"] == 2
+    assert report["refusals"][0]["reason"] == "the row is longer than 32 MiB"
+
+
+def test_two_columns_of_one_name_are_no_table(tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    column = pyarrow.array(["who is x?"])
+    table = pyarrow.Table.from_arrays([column, column], ["question", "question"])
+    parquet.write_table(table, tmp_path / "a")
+    assert "two columns have one name" in inspect_file(tmp_path / "a")["error"]
 
 
 @pytest.mark.parametrize("end", ["", 'who is q\t["q\'s"]\r\n'])
