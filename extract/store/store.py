@@ -43,6 +43,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
+from beatrice.extract.run.files import from_json
 from beatrice.extract.store.spec import (
     StoreSpec,
     canonical_json,
@@ -108,6 +109,8 @@ def open_arrays(url: str, spec: StoreSpec, create: bool) -> dict[str, ts.TensorS
     """Open every family; an error names the one that fails."""
     arrays = {}
     for name in spec.families:
+        if not create:
+            _check_nesting(url, name)
         try:
             arrays[name] = ts.open(
                 _array_spec(url, spec, name),
@@ -125,6 +128,15 @@ def open_arrays(url: str, spec: StoreSpec, create: bool) -> dict[str, ts.TensorS
                 f"({cause}); delete {url} and extract again"
             ) from error
     return arrays
+
+
+def _check_nesting(url: str, name: str) -> None:
+    """Refuse metadata nested so deeply that TensorStore would end the process."""
+    key = f"{name}/zarr.json"
+    stored = open_kvstore(url).read(key).result()
+    if stored.state == "value":
+        what_to_do = f"delete {url} and extract again"
+        from_json(dict[str, Any], stored.value, f"{url}{key}", what_to_do)
 
 
 def _cause_of(error: Exception) -> str:

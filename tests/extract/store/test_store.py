@@ -243,6 +243,9 @@ def test_damaged_array_metadata_are_refused(tmp_path):
     path.write_text(path.read_text().replace("crc32c", "crc32d", 1))
     with pytest.raises(ValueError, match="prob does not hold the array"):
         open_store(tmp_path)
+    path.write_text("[" * 10**5 + "]" * 10**5)
+    with pytest.raises(ValueError, match="prob/zarr.json: .*nested too deeply"):
+        open_store(tmp_path)
 
 
 def test_the_same_store_is_continued_and_another_one_refused(tmp_path):
