@@ -12,6 +12,7 @@ import io
 import itertools
 import re
 import textwrap
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 from xml.sax.saxutils import quoteattr
@@ -89,6 +90,12 @@ def _figure(height: float, *grid: int, **options: Any) -> tuple[Figure, Any]:
     return figure, figure.subplots(*grid, **options)
 
 
+def _label(text: str, width: int = 34) -> str:
+    """Return a name for a legend as it is: Matplotlib reads `$` and a first `_`."""
+    lines = textwrap.fill(text, width).replace("$", r"\$")
+    return f" {lines}" if lines.startswith("_") else lines
+
+
 def _legend(figure: Figure, side: str, n_columns: int = 2) -> None:
     outside: Any = f"outside {side} center"
     figure.legend(loc=outside, ncols=n_columns, fontsize=9.5)
@@ -97,7 +104,9 @@ def _legend(figure: Figure, side: str, n_columns: int = 2) -> None:
 def to_svg(figure: Figure, name: str, description: str) -> str:
     """Return the figure as an SVG element to put into a page."""
     buffer = io.StringIO()
-    with styled():
+    with styled(), warnings.catch_warnings():
+        # Letters that this font lacks are drawn by the reader's, from the same text.
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
         nothing = {"Date": None, "Creator": None, "Format": None, "Type": None}
         FigureCanvasSVG(figure).print_svg(buffer, metadata=nothing)
     svg = buffer.getvalue()
@@ -291,8 +300,8 @@ def frontier(
     """
     figure, axes = _figure(3.6)
     axes.yaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 5, 10)))
-    curves = {textwrap.fill(name, 34): points for name, points in curves.items()}
-    rivals = {textwrap.fill(name, 34): point for name, point in rivals.items()}
+    curves = {_label(name): points for name, points in curves.items()}
+    rivals = {_label(name): point for name, point in rivals.items()}
     heights = [score for _, score in rivals.values()]
     colours = (STRONG["closed_book"], INK, MUTED)
     for number, (label, curve) in enumerate(curves.items()):
@@ -717,7 +726,7 @@ def cost_figure(
         text = f"{number + 1}"
         shift = {"xytext": (7, 4), "textcoords": "offset points", "fontsize": 9.5}
         axes.annotate(text, (cost, auroc), color=MUTED, **shift)
-        axes.plot([], [], " ", label=f"{text}  {title}")
+        axes.plot([], [], " ", label=_label(f"{text}  {title}", 99))
     if ours is not None:
         axes.axhline(
             ours,

@@ -100,3 +100,15 @@ def test_tables_and_figures_only_read_rows():
     names = "anatomy, figures, findings, paper, rivals, tables"
     loaded = loaded_by(f"from beatrice.benchmarks.results import {names}")
     assert not loaded & {"torch", "transformers", "jax"}
+
+
+@pytest.mark.parametrize("title", ["$\\frac{1$", "cost in $, not in $", "_own", "漢字"])
+def test_a_title_is_drawn_as_it_is(title):
+    point, kind = {"budget": 1, "generations": 1.0, "em": 0.5}, "plain"
+    for figure in (
+        figures.frontier({"PGIR": [point]}, {title: (2.0, 0.4)}, "em", 1),
+        figures.cost_figure(
+            [(title, kind, 1.0, 0.5)], "closed_book", "s", None, is_log=True
+        ),
+    ):
+        assert f"{title}</text>" in figures.to_svg(figure, "name", "what is shown")
