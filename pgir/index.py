@@ -11,7 +11,6 @@ FlashRAG encodes them; the shards are memory-mapped for exact rescoring.
 """
 
 import dataclasses
-import json
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,7 @@ import numpy as np
 from beatrice.extract.backbone.names import check_weights
 from beatrice.extract.run.console import Update
 from beatrice.extract.run.files import (
+    read_json,
     read_sealed,
     seal,
     sha256_file,
@@ -65,7 +65,8 @@ class PassageEncoderConfig:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    what_to_do = "copy the encoder again"
+    return read_json(path, dict[str, Any], what_to_do) if path.is_file() else {}
 
 
 def read_encoder_config(path: Path, **chosen: Any) -> PassageEncoderConfig:

@@ -63,7 +63,7 @@ def _prompt_of(record: Record, passages: Sequence[Passage]) -> dict[str, Any]:
     if isinstance(prompt, str) and prompt.startswith("[{"):
         try:
             prompt = json.loads(prompt)  # messages, as lm-eval writes them for servers
-        except ValueError:
+        except (ValueError, RecursionError):
             pass
     if _is_messages(prompt):
         messages: list[Any] = list(prompt)

@@ -4,7 +4,6 @@ Beside the rows it leaves the reliability of the selected set, and answers to lo
 the surest right and wrong ones of every set, chosen by a rule, since nobody picks.
 """
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -35,7 +34,14 @@ from beatrice.benchmarks.results.shown import (
 )
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.generate.answers import answer_config, shares_of
-from beatrice.extract.records import IN_DOMAIN, Answer, Example, Setting
+from beatrice.extract.generate.prompts import LeftOut
+from beatrice.extract.records import (
+    IN_DOMAIN,
+    Answer,
+    Example,
+    Setting,
+    read_records,
+)
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.contents import (
     read_answers,
@@ -218,7 +224,7 @@ def answer_rows(
 def prompt_rows(
     examples: Sequence[Example],
     answers: Sequence[Answer],
-    left_out: Sequence[Mapping[str, Any]],
+    left_out: Iterable[LeftOut],
 ) -> list[ResultRow]:
     """Return the share of cut prompts per set, split and setting.
 
@@ -227,7 +233,7 @@ def prompt_rows(
     """
     keyed: list[tuple[Key, bool | None]]
     keyed = [((a.example_id, a.setting), bool(a.dropped)) for a in answers]
-    keyed += [((row["example_id"], row["setting"]), None) for row in left_out]
+    keyed += [((row.example_id, row.setting), None) for row in left_out]
     rows = []
     for set_key, cuts in sorted(_by_set(examples, keyed).items()):
         flags = [is_cut for is_cut in cuts if is_cut is not None]
@@ -541,8 +547,8 @@ def _evaluate(run: RunDir, config: None, update: Update, progress: Progress) -> 
     result += answer_rows(examples, answers)
     if answer_config(run).prompt.overlong != "refuse":
         path = run.left_out_file
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        result += prompt_rows(examples, answers, [json.loads(line) for line in lines])
+        left_out = read_records(path, LeftOut) if path.exists() else ()
+        result += prompt_rows(examples, answers, left_out)
     write_json_atomic(run.path / "reliability.json", msgspec.to_builtins(curves))
     write_json_atomic(run.path / "shown.json", msgspec.to_builtins(shown))
     publish(run, "evaluate", result, progress)

@@ -15,14 +15,14 @@ import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypedDict
 
 import numpy as np
 import safetensors
 import safetensors.numpy
 
 from beatrice.extract.records import Answer
-from beatrice.extract.run.files import write_stream_atomic
+from beatrice.extract.run.files import from_json, write_stream_atomic
 from beatrice.extract.signals.sequence import Reader, TokenSequence, sequence_of
 from beatrice.extract.store.spec import (
     Dtype,
@@ -189,11 +189,29 @@ class WrittenSignals(Mapping[str, WaitingSignals]):
         return WaitingSignals(**values)
 
 
+class _About(TypedDict):
+    """What a file says of itself, see `save_batch`."""
+
+    version: int
+    keys: list[str]
+    edges: dict[str, list[int]]
+    crc32: dict[str, list[int]]
+    types: dict[str, Dtype]
+    hidden_layers: list[int]
+    hidden_spans: Spans
+    answer_span: str
+    fingerprint: dict[str, Any]
+    shapes: dict[str, list[int]]
+
+
 def _open(path: Path) -> tuple[Any, dict[str, Any]]:
     """Return a file, of which rows alone are read, and what it says of them."""
     try:
         file = safetensors.safe_open(path, framework="np")
-        about = json.loads((file.metadata() or {})["about"])
+        text = (file.metadata() or {})["about"]
+        about = from_json(dict[str, Any], text, "its header")
+        if about["version"] == FORMAT_VERSION:
+            from_json(_About, text, "its header")
     except (safetensors.SafetensorError, KeyError, ValueError) as error:
         raise ValueError(_damage(path, error)) from error
     return file, about

@@ -499,7 +499,7 @@ def parse_index(content: bytes, url: str) -> tuple[dict[str, Any], str]:
         sha = index.pop("sha256")
         is_intact = sha == hashlib.sha256(canonical_json(index)).hexdigest()
         version = index["version"]
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         index, sha, is_intact, version = {}, "", False, FORMAT_VERSION
     if version != FORMAT_VERSION:
         raise ValueError(

@@ -379,7 +379,7 @@ def _index_difference(stored: bytes, wanted: bytes) -> str:
             index | {f"fingerprint.{k}": v for k, v in index["fingerprint"].items()}
             for index in (json.loads(stored), json.loads(wanted))
         )
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return "its index.json is not readable"
     differences = []
     for field in dict.fromkeys([*old, *new]):
@@ -467,7 +467,7 @@ def _verify_range(store: FeatureStore, range_id: int) -> list[str]:
     content = open_kvstore(store.url).read(key).result().value
     try:
         wanted = json.loads(content)["crc32"].get
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return [f"{store.describe(range_id)} has an unreadable commit record {key}"]
     problems = []
     for name in store.spec.families:

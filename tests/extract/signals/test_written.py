@@ -221,6 +221,14 @@ def test_whether_an_answer_waits_is_known_without_reading_its_signals(run):
         list(signals.values())
 
 
+@pytest.mark.parametrize("about", ["[" * 10**5, "[]", '{"version": 2}', "{}"])
+def test_a_file_that_says_something_else_of_itself_is_named(run, tmp_path, about):
+    fingerprint = fingerprint_of(min((run / "written").iterdir()))
+    safetensors.numpy.save_file({}, tmp_path / "0.safetensors", {"about": about})
+    with pytest.raises(ValueError, match="0.safetensors is damaged"):
+        WrittenSignals.open(tmp_path, fingerprint, EXTRACT)
+
+
 def test_signals_of_other_weights_or_of_an_earlier_version_do_not_count(run, tmp_path):
     folder = run / "written"
     fingerprint = fingerprint_of(min(folder.iterdir()))

@@ -218,7 +218,7 @@ def test_a_damaged_index_is_refused_by_name(tmp_path, name):
         open_store(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"crc32": []}'])
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"crc32": []}', "[" * 10**5])
 def test_an_unreadable_commit_record_is_a_problem(tmp_path, content):
     store, _ = filled_store(tmp_path)
     (tmp_path / store.commit_key(2)).write_text(content)
@@ -235,6 +235,13 @@ def test_a_stray_file_among_the_commit_records_is_named(tmp_path, name):
         done_ranges(store)
     stray.unlink()
     assert len(done_ranges(store)) == store.spec.n_ranges
+
+
+def test_an_index_nested_too_deeply_is_damaged(tmp_path):
+    filled_store(tmp_path)
+    (tmp_path / "index.json").write_text("[" * 10**5 + "]" * 10**5)
+    with pytest.raises(ValueError, match="index.json is damaged"):
+        open_store(tmp_path)
 
 
 def test_damaged_array_metadata_are_refused(tmp_path):
