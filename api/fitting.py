@@ -38,6 +38,7 @@ from beatrice.jaxprobe.config import (
     GridConfig,
     SelectConfig,
     set_compiler,
+    usual_jax,
 )
 from beatrice.jaxprobe.detector import Detector, HeadName, Provenance
 from beatrice.jaxprobe.encoder import MemberOutputs
@@ -116,6 +117,7 @@ class FitConfig:
         )
 
 
+@usual_jax()
 def fit(
     signals: Passes,
     labels: Labels | Mapping[Setting, Labels],

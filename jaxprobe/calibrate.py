@@ -47,6 +47,7 @@ from beatrice.jaxprobe.config import (
     FusionConfig,
     SelectConfig,
     set_compiler,
+    usual_jax,
 )
 from beatrice.jaxprobe.detector import (
     Detector,
@@ -340,6 +341,7 @@ def encoder_bank(grid: Grid, names: Sequence[str]) -> EncoderBank:
     )
 
 
+@usual_jax()
 def calibrated(
     fused: Mapping[HeadName, FusedHead],
     grids: Mapping[Setting, Grid],
@@ -372,6 +374,7 @@ def calibrated(
     return Detector(banks=banks, heads=heads, provenance=provenance)
 
 
+@usual_jax()
 def score_store(
     detector: Detector,
     branch: HeadName,

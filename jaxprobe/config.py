@@ -4,10 +4,12 @@ Importing this loads no JAX: the compiler's flags must be set before JAX makes i
 array.
 """
 
+import contextlib
 import dataclasses
 import math
 import os
 import re
+from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any, Literal, get_args
 
@@ -412,3 +414,28 @@ def set_compiler(preset: Preset) -> None:
         jax.config.update("jax_compilation_cache_dir", str(user_cache("compiled")))
         # Everything is kept: a short run compiles a hundred functions of 50 ms each.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+@contextlib.contextmanager
+def usual_jax() -> Iterator[None]:
+    """Run JAX with its defaults in this thread, whatever the user's own settings are.
+
+    Weights and signals are float32, the same keys draw the same numbers, and a mesh of
+    the user's splits nothing. Device and precision of products stay the user's.
+    """
+    import jax
+    import numpy as np
+
+    mesh = contextlib.nullcontext()
+    if not jax.sharding.get_abstract_mesh().empty:
+        mesh = jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ()))
+    with (
+        mesh,
+        jax.enable_x64(False),
+        jax.debug_nans(False),  # some are meant: the loss of an epoch that was not
+        jax.disable_jit(False),
+        jax.transfer_guard("allow"),
+        jax.default_prng_impl("threefry2x32"),
+        jax.threefry_partitionable(True),
+    ):
+        yield

@@ -26,7 +26,12 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from beatrice.jaxprobe.config import EncoderConfig, PlannedConfig, TrainConfig
+from beatrice.jaxprobe.config import (
+    EncoderConfig,
+    PlannedConfig,
+    TrainConfig,
+    usual_jax,
+)
 from beatrice.jaxprobe.encoder import (
     COLLECTION,
     Encoder,
@@ -538,7 +543,7 @@ def fit_blocks(
     fixed = {"encoder": encoder, "config": config}
 
     def train_alone(block: Block) -> Trained:
-        with _CORES:
+        with usual_jax(), _CORES:
             return fit_block(block, train, valid, **fixed)
 
     use_one_blas_thread()

@@ -15,6 +15,7 @@ from beatrice.extract.records import IN_DOMAIN, Example, Label, Record, Setting,
 from beatrice.extract.run.files import read_json
 from beatrice.extract.store.spec import Dtype
 from beatrice.extract.store.store import FeatureStore
+from beatrice.jaxprobe.config import usual_jax
 from beatrice.jaxprobe.families import FamilyDims, Standardizer, width_groups, widths_of
 from beatrice.jaxprobe.tokens import (
     FamilyTokens,
@@ -267,6 +268,7 @@ class TrainingSet:
         return dataclasses.replace(self, read_train=read_train, in_memory=in_memory)
 
 
+@usual_jax()
 def training_set(
     store: FeatureStore,
     rows: Rows,

@@ -60,6 +60,7 @@ from beatrice.jaxprobe.config import (
     StreamConfig,
     TrainConfig,
     set_compiler,
+    usual_jax,
 )
 from beatrice.jaxprobe.encoder import COLLECTION, Encoder, MemberOutputs
 from beatrice.jaxprobe.evaluation import permute_by_question
@@ -256,6 +257,7 @@ def fit_streamed(
     return join(list(map(trained_block, blocks, states)), members)
 
 
+@usual_jax()
 def train_encoders(
     data: TrainingSet,
     config: GridConfig,
@@ -322,6 +324,7 @@ LINEAR_ONLY = EncoderConfig(
 )
 
 
+@usual_jax()
 def train_regression(data: TrainingSet) -> tuple[Trained, MemberOutputs]:
     """Fit a regression of all families as an encoder whose network is zero.
 

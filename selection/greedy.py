@@ -48,6 +48,7 @@ from beatrice.jaxprobe.config import (
     SelectConfig,
     TrainConfig,
     set_compiler,
+    usual_jax,
 )
 from beatrice.jaxprobe.detector import HeadName
 from beatrice.jaxprobe.encoder import Params
@@ -141,7 +142,8 @@ def fit_sets(
     head = FusionHead(config)
 
     def train_shard(shard: tuple[np.ndarray, np.ndarray]) -> Any:
-        return fit_heads(*shard, train, valid, head=head, config=train_config)
+        with usual_jax():
+            return fit_heads(*shard, train, valid, head=head, config=train_config)
 
     # On a CPU a core for each part: a head's operations are too small to share cores.
     n_cores = (os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1
@@ -265,6 +267,7 @@ class HeadTrainer:
         return fused_probability(selection, self.pool.all_rows)
 
 
+@usual_jax()
 def select_heads(
     pools: Mapping[Setting, Pool],
     config: SelectConfig,

@@ -24,7 +24,7 @@ from beatrice.extract.run.directory import Preset, RunDir
 from beatrice.extract.run.files import write_json_atomic
 from beatrice.extract.run.stages import Stage
 from beatrice.extract.store.store import FeatureStore
-from beatrice.jaxprobe.config import TrainConfig, set_compiler
+from beatrice.jaxprobe.config import TrainConfig, set_compiler, usual_jax
 from beatrice.jaxprobe.linear import both_classes
 from beatrice.jaxprobe.loop import (
     FitState,
@@ -202,6 +202,7 @@ def sweep_store(store: FeatureStore, rows: Rows, config: SweepSection) -> LayerC
     )
 
 
+@usual_jax()
 def choose_layer(
     stores: Mapping[Setting, tuple[FeatureStore, Rows]],
     config: SweepSection,

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 
+import jax
 import numpy as np
 import pandas
 import pytest
@@ -173,6 +174,41 @@ def test_a_probe_of_too_few_answers_is_saved_only_as_one_and_stays_one(rng, tmp_
     again = beatrice.load(tmp_path / "probe")
     assert again.detector.doubts == probe.detector.doubts
     assert "1 right and 17 wrong validation answers" in again.detector.doubts[1]
+
+
+@pytest.fixture
+def settings_of_the_user():
+    """Settings of JAX as its users change them, of all threads."""
+    values = {
+        "jax_enable_x64": True,
+        "jax_debug_nans": True,
+        "jax_transfer_guard": "disallow",
+        "jax_default_prng_impl": "rbg",
+    }
+    before = {name: getattr(jax.config, name) for name in values}
+
+    def update(values):
+        for name, value in values.items():
+            jax.config.update(name, value)
+
+    yield lambda: update(values)
+    update(before)
+
+
+@pytest.mark.parametrize("recipe", ["linear", "paper"])
+def test_a_probe_depends_on_no_setting_of_jax_and_changes_none(
+    rng, recipe, settings_of_the_user
+):
+    signals, labels = planted_signals(rng, 80)
+
+    def predicted():
+        how = {"recipe": recipe, "config": "smoke", "progress": False}
+        return beatrice.fit(signals, labels, **how).predict(signals)
+
+    usual = predicted()
+    settings_of_the_user()
+    assert np.array_equal(predicted(), usual)
+    assert jax.config.jax_enable_x64
 
 
 @pytest.fixture
