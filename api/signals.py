@@ -153,6 +153,16 @@ class Signals:
             write_range(opened, range_id, {k: x[start:stop] for k, x in values.items()})
         return cls(opened)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what is sent to another process or copied: with what is in memory."""
+        store: Any = self.store
+        if store.url.startswith(_MEMORY):
+            memory = open_kvstore(store.url)
+            store = {
+                key: memory.read(key).result().value for key in memory.list().result()
+            }
+        return _reopened, (store, self.indices, self.model)
+
     @cached_property
     def keys(self) -> tuple[tuple[str, ...], ...]:
         """What names each answer: question id, setting, variant."""
@@ -218,15 +228,32 @@ class Signals:
         return f"Signals({', '.join(parts)}, {where})"
 
 
+def _reopened(
+    store: FeatureStore | Mapping[bytes, bytes], indices: np.ndarray, model: Any
+) -> Signals:
+    """Return signals of a store, or of the files of one that was in memory."""
+    if isinstance(store, Mapping):
+        url = memory_url()
+        memory = open_kvstore(url)
+        for key, content in store.items():
+            memory.write(key, content).result()
+        store = open_store(url)
+    return Signals(store, model=model)[indices]
+
+
 def _check_names(families: Mapping[str, Any]) -> None:
     """Check that each name can be that of a folder, and is no other family's."""
     scales = {scale_name(str(name)) for name in families}
     for name in families:
-        is_name = isinstance(name, str) and re.fullmatch(r"\w[^/]*", name)
+        # What addresses are made of would make one place of two names, or none.
+        is_name = isinstance(name, str) and re.fullmatch(
+            r"\w[^/\\?#%|\x00-\x1f]*", name
+        )
         if not is_name or name in scales:
             raise ValueError(
-                "families: expected names that begin with a letter, hold no / and are "
-                f"not another's with _scale behind it, found {name!r}"
+                "families: expected names that begin with a letter, hold none of "
+                "/ \\ ? # % | and no line end, and are not another's with _scale "
+                f"behind it, found {name!r}"
             )
 
 
@@ -258,6 +285,8 @@ def _layers_of(
     if layers is None:
         return ()
     numbers = tuple(_whole_numbers(layers, "layers").tolist())
+    if len(set(numbers)) < len(numbers):
+        raise ValueError(f"layers: expected each once, found {numbers}")
     shape = values["hidden"].shape if "hidden" in values else None
     if numbers and (shape is None or len(shape) < 3 or shape[-2] != len(numbers)):
         present = "no such family" if shape is None else f"the shape {shape}"
@@ -289,7 +318,7 @@ def _end_to_end(
         else:
             parts = [_floats(array) for array in given]
             values, counts = np.concatenate(parts), [len(array) for array in parts]
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:  # of a deleted array, too
         raise ValueError(f"family {name!r}: expected arrays of numbers: {error}") from (
             None
         )
@@ -298,6 +327,11 @@ def _end_to_end(
         raise ValueError(
             f"family {name!r}: its arrays have {len(counts)} lengths of their own, "
             "other than lengths; give one array end to end, or leave lengths out"
+        )
+    if (counts == 0).any():
+        raise ValueError(
+            f"family {name!r}: answer {int(np.argmin(counts))} has no tokens; leave it "
+            "out, and its label"
         )
     if values.ndim == 1:
         values = values[:, None]
@@ -324,8 +358,13 @@ def _is_whole(given: Any) -> bool:
 
 def _floats(array: Any) -> np.ndarray:
     """Return float32 values, C order, also of a tensor of any device and dtype."""
-    if hasattr(array, "detach"):
+    if hasattr(array, "detach") and not array.is_complex():
         array = array.detach().cpu().float()
+    if np.ma.is_masked(array):
+        raise ValueError("some are masked; leave those tokens or features out")
+    array = np.asarray(array)
+    if array.dtype.kind in "cmM":
+        raise ValueError(f"{array.dtype} values are none; give real ones")
     with np.errstate(over="ignore"):  # what is too large is counted afterwards
         return np.asarray(array, np.float32, order="C")
 

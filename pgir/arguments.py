@@ -42,9 +42,11 @@ def as_text(value: Any, name: str) -> str:
 
 def as_list(values: Any, name: str, expected: str) -> list[Any]:
     """Return a list; a text alone would be read letter by letter."""
-    if not _is_several(values):
+    # An array's or a tensor's own list has Python's numbers, and None where masked.
+    several = values.tolist() if hasattr(values, "tolist") else values
+    if not _is_several(several):
         raise argument_error(name, expected, values)
-    return list(values)
+    return list(several)
 
 
 def as_texts(values: Any, name: str) -> list[str]:

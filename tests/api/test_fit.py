@@ -1,7 +1,9 @@
 """From signals to a probe and back, and the verb that does it for one's own model."""
 
+import copy
 import dataclasses
 import json
+import pickle
 import shutil
 
 import jax
@@ -232,6 +234,15 @@ def test_signals_in_memory_stay_when_others_of_their_address_go(rng):
     assert len(signals[0]["sae"])
 
 
+def test_signals_in_memory_go_along_to_a_copy_and_to_another_process(rng):
+    signals, _ = planted_signals(rng, 20)
+    values, some = signals[7]["sae"], signals[5:10]
+    copies = [pickle.loads(pickle.dumps(some)), copy.deepcopy(some)]
+    del signals, some
+    for again in copies:
+        assert len(again) == 5 and np.array_equal(again[2]["sae"], values)
+
+
 def test_a_part_of_signals_is_those_answers(rng):
     signals, _ = planted_signals(rng, 20)
     where = np.arange(20) % 3 == 1
@@ -274,6 +285,18 @@ ROWS = np.ones((6, 2))
         ({"families": {"a": ROWS * 1e300}}, "finite numbers in float32"),
         ({"families": {7: ROWS}}, "families: expected names"),
         ({"families": {"../a": ROWS}}, "families: expected names"),
+        ({"families": {"a b": ROWS, "a%20b": ROWS}}, "families: expected names"),
+        ({"families": {"a?": ROWS}}, "families: expected names"),
+        ({"families": {"a": ROWS + 1j}}, "complex128 values"),
+        ({"families": {"a": torch.tensor(ROWS + 1j)}}, "complex128 values"),
+        ({"families": {"a": np.ma.masked_less(ROWS, 2)}}, "some are masked"),
+        ({"families": {"a": ROWS.astype("M8[D]")}}, "datetime64"),
+        ({"families": {"a": ROWS}, "lengths": [0, 6]}, "answer 0 has no tokens"),
+        ({"families": {"a": [ROWS, ROWS[:0]]}}, "answer 1 has no tokens"),
+        (
+            {"families": {"hidden": ROWS.reshape(6, 2, 1)}, "layers": [1, 1]},
+            "layers: expected each once",
+        ),
         ({"families": {"a": ROWS, "a_scale": ROWS}}, "'a_scale'"),
         ({"families": {"a": ROWS}, "store": __file__}, "cannot be written"),
     ],
@@ -356,15 +379,28 @@ def test_a_fit_shows_how_far_it_is_unless_it_is_told_not_to(rng, capsys):
         assert ("fit closed_book" in capsys.readouterr().err) == progress
 
 
-def test_a_label_that_a_table_has_not_is_one_that_nobody_knows(rng):
+def test_a_label_that_a_table_or_tensor_has_not_is_one_that_nobody_knows(rng):
     signals, truth = planted_signals(rng, 60)
     labels = pandas.array(truth.tolist(), dtype="boolean")
     labels[:20] = pandas.NA
+    numbers = np.where(np.arange(60) < 20, np.nan, truth)
     probes = [
         beatrice.fit(signals, values, config="smoke", progress=False)
-        for values in (labels, [None] * 20 + truth[20:].tolist())
+        for values in (
+            labels,
+            torch.tensor(numbers),
+            jax.numpy.asarray(numbers),
+            np.ma.masked_array(truth, np.arange(60) < 20),
+            [None] * 20 + truth[20:].tolist(),
+        )
     ]
-    assert np.array_equal(*(probe.predict(signals) for probe in probes))
+    first, *others = (probe.predict(signals) for probe in probes)
+    assert all(np.array_equal(first, p_correct) for p_correct in others)
+
+
+def test_names_in_a_tensor_are_its_numbers(rng):
+    signals = beatrice.Signals.from_arrays({"a": ROWS}, ids=torch.arange(6))
+    assert signals.ids == ("0", "1", "2", "3", "4", "5")
 
 
 @pytest.mark.parametrize(
