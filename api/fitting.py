@@ -352,6 +352,7 @@ def _rows_of(
         chosen = _drawn_splits(names, truth, seed)
     else:
         chosen = {s: _as_splits(_of(splits, s, passes), x) for s, x in passes.items()}
+        _check_whole(names, chosen)
     return {
         setting: Rows(
             setting=setting,
@@ -364,6 +365,20 @@ def _rows_of(
         )
         for setting, signals in passes.items()
     }
+
+
+def _check_whole(
+    names: Mapping[Setting, np.ndarray], splits: Mapping[Setting, np.ndarray]
+) -> None:
+    """Check that no group is in two splits: what is learned of it would be tested."""
+    split_of: dict[str, str] = {}
+    for setting, groups in names.items():
+        for name, split in zip(groups.tolist(), splits[setting].tolist(), strict=True):
+            if split and split_of.setdefault(name, split) != split:
+                raise ValueError(
+                    f"splits: the answers of {name!r} are in {split_of[name]!r} and in "
+                    f"{split!r}; put all answers of a question or group into one"
+                )
 
 
 def _among_stored(values: np.ndarray, signals: Signals) -> np.ndarray:
@@ -389,9 +404,12 @@ def _drawn_splits(
         for name, is_right in zip(ids, labels & is_labelled, strict=True):
             n_right[name] = n_right.get(name, 0) + int(is_right)
     rng, validation = np.random.default_rng(seed), set()
+    n_owed = 0.0  # of kinds that are too few to be rounded up
     for count in sorted(set(n_right.values())):
         alike = sorted(name for name, n in n_right.items() if n == count)
-        n_drawn = round(_VALIDATION_SHARE * len(alike))
+        share = _VALIDATION_SHARE * len(alike)
+        n_drawn = round(share) + (n_owed > 1)
+        n_owed += share - n_drawn
         validation.update(rng.permutation(alike)[:n_drawn].tolist())
     return {
         setting: np.array(["validation" if n in validation else "train" for n in ids])

@@ -267,6 +267,8 @@ class Probe(AnswerScorer):
         folder = as_path(path, "path")
         if folder.is_file():
             raise ValueError(f"{folder} is a file; give a new folder")
+        if folder.exists() and folder.samefile("."):  # replaced, it would be no more
+            raise ValueError(f"{folder} is the current folder; give a new one in it")
         if folder.exists() and not _is_saved(folder) and any(folder.iterdir()):
             raise ValueError(
                 f"{folder} holds something else; give a new folder, or that of a "

@@ -4,6 +4,9 @@ Orbax marks a checkpoint as complete but does not notice a flipped bit in it, so
 file's sum is checked before anything is read. Saving is atomic: a checkpoint is either
 there whole or not at all. Finished parts of a longer work are in a `Cache` until the
 whole is saved.
+
+Orbax is loaded where a checkpoint is written or read: loading it gives the root logger
+a handler, after which `logging.basicConfig` of a notebook does nothing.
 """
 
 import contextlib
@@ -19,7 +22,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as serialize
 
@@ -102,6 +104,8 @@ ARRAYS = "arrays"
 
 def save(path: Path, tree: Any, config: dict[str, Any]) -> None:
     """Write a pytree of arrays and its JSON description, replacing what was there."""
+    import orbax.checkpoint as ocp
+
     arrays = jax.tree.map(np.asarray, tree)
     with replaced_folder(Path(path)) as work:
         _check_room(work, jax.tree.leaves(arrays))
@@ -124,6 +128,8 @@ def _check_room(folder: Path, arrays: list[np.ndarray]) -> None:
 
 def restore(path: Path, kind: type[Decoded] = dict[str, Any]) -> tuple[Any, Decoded]:
     """Read a checkpoint after checking it: nested dicts of NumPy arrays, and config."""
+    import orbax.checkpoint as ocp
+
     path = Path(path).absolute()
     verify_checksums(path)
     what_to_do = "another version of this program made it: do its stage again"

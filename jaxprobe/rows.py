@@ -343,6 +343,11 @@ def training_set(
 
 def _check_classes(rows: Rows, where: tuple[np.ndarray, np.ndarray]) -> None:
     for split, indices in zip(("training", "validation"), where, strict=True):
+        if not len(indices):
+            raise ValueError(
+                f"{rows.setting}: there are no labelled {split} answers; label answers "
+                "of more questions, or of that split"
+            )
         n_right = int(rows.labels[indices].sum())
         if n_right in (0, len(indices)):
             raise ValueError(

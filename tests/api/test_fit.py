@@ -23,7 +23,7 @@ from beatrice.jaxprobe.calibrate import CALIBRATE_PRESETS
 from beatrice.jaxprobe.metrics import BootstrapConfig, auroc
 from beatrice.own_model import read_labelled, split_answers
 from tests.extract.datasets.published import write_lines
-from tests.process import call
+from tests.process import call, run_python
 
 SETTINGS = ("closed_book", "with_context")
 SMALL = beatrice.FitConfig.preset("smoke")
@@ -176,6 +176,49 @@ def test_a_probe_of_too_few_answers_is_saved_only_as_one_and_stays_one(rng, tmp_
     again = beatrice.load(tmp_path / "probe")
     assert again.detector.doubts == probe.detector.doubts
     assert "1 right and 17 wrong validation answers" in again.detector.doubts[1]
+
+
+def test_the_current_folder_is_no_folder_to_replace(rng, working_folder):
+    signals, labels = planted_signals(rng, 60)
+    probe = beatrice.fit(signals, labels, progress=False)
+    with pytest.raises(ValueError, match="is the current folder"):
+        probe.save(".", untrustworthy=True)
+    assert working_folder.exists()
+
+
+def test_a_group_in_two_splits_is_refused(rng):
+    signals, labels = planted_signals(rng, 60)
+    splits = ["train"] * 40 + ["validation"] * 20
+    how = {"splits": splits, "progress": False}
+    beatrice.fit(signals, labels, groups=np.arange(60) // 2, **how)
+    with pytest.raises(ValueError, match="'4' are in 'train' and in 'validation'"):
+        beatrice.fit(signals, labels, groups=np.arange(60) % 36, **how)
+    some = ["" if i >= 36 and i < 40 else x for i, x in enumerate(splits)]
+    with pytest.raises(ValueError, match="splits: the answers of '4' are"):
+        beatrice.fit(
+            signals, labels, groups=np.arange(60) % 36, **how | {"splits": some}
+        )
+
+
+def test_three_tenths_of_the_groups_validate_also_where_no_two_are_alike(rng):
+    n_right = np.arange(20)  # of as many answers each
+    labels = np.concatenate([np.arange(20) < n for n in n_right])
+    groups = np.repeat(n_right, 20)
+    rows = rng.normal(size=(400, 2)) + labels[:, None]
+    signals = beatrice.Signals.from_arrays({"a": rows})
+    probe = beatrice.fit(signals, labels, groups=groups, progress=False)
+    assert 80 <= probe.rows[0]["n"] <= 140
+    with pytest.raises(ValueError, match="there are no labelled validation answers"):
+        beatrice.fit(signals, labels, groups=["a"] * 400, progress=False)
+
+
+def test_a_fit_leaves_the_root_logger_to_the_user():
+    code = (
+        "import logging, numpy as np, beatrice; y = np.arange(60) % 2 > 0;"
+        "signals = beatrice.Signals.from_arrays({'a': y + np.random.rand(60)});"
+        "beatrice.fit(signals, y, progress=False); print(logging.root.handlers)"
+    )
+    assert run_python(code).stdout == "[]\n"
 
 
 @pytest.fixture
