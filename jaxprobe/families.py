@@ -231,8 +231,21 @@ def check_features(features: Features, dims: FamilyDims) -> None:
             )
 
 
-def standardizer_of(batches: Iterable[Features]) -> Standardizer:
-    """Fit mean and deviation of every channel over the real tokens, in one pass."""
+_LEAST_DEVIATION = 1e-30  # what is divided by it stays finite in float32
+
+
+def standardizer_of(
+    batches: Iterable[Features], families: Sequence[slice] = (slice(None),)
+) -> Standardizer:
+    """Fit mean and deviation of every channel over the real tokens, in one pass.
+
+    A channel is constant if its deviation is a millionth of its mean, of one, or of its
+    family's largest deviation where that is below one: gradients of 1e-8 are signals.
+
+    Args:
+      batches: of the examples.
+      families: where each lies within `d_total`.
+    """
     # Here, since it takes a second to load, and most stages only look at rows.
     from sklearn.preprocessing import StandardScaler
 
@@ -246,7 +259,11 @@ def standardizer_of(batches: Iterable[Features]) -> Standardizer:
     if not hasattr(scaler, "mean_"):
         raise ValueError("cannot standardise: no span has a real token")
     mean, std = np.asarray(scaler.mean_), np.sqrt(np.asarray(scaler.var_))
-    std = np.where(std <= 1e-6 * np.maximum(1.0, np.abs(mean)), 1.0, std)
+    largest = np.zeros_like(std)
+    for channels in families:
+        largest[channels] = std[channels].max(initial=0.0)
+    least = 1e-6 * np.maximum(np.abs(mean), np.minimum(1.0, largest))
+    std = np.where(std <= np.maximum(least, _LEAST_DEVIATION), 1.0, std)
     return Standardizer(mean.astype(np.float32), std.astype(np.float32))
 
 

@@ -171,11 +171,11 @@ def fit_standardizer(
         of the answer span alone.
       dims: of the store.
     """
-    standardizer = standardizer_of(batches())
+    standardizer = standardizer_of(batches(), dims.slices)
     if not dims.of_answers:
         return standardizer
     answers = (Features(x.tokens[-1:], x.masks[-1:]) for x in batches())
-    of_answers = standardizer_of(answers)
+    of_answers = standardizer_of(answers, dims.slices)
     for at in (dims.slices[f] for f in dims.of_answers):
         for all_spans, answer in zip(standardizer, of_answers, strict=True):
             all_spans[at] = answer[at]

@@ -200,6 +200,19 @@ def test_a_group_in_two_splits_is_refused(rng):
         )
 
 
+@pytest.mark.parametrize("unit", [1e-8, 1e-25, 1e30])
+def test_signals_in_another_unit_are_worth_the_same(rng, unit):
+    labels = np.arange(200) % 2 == 0
+    rows, large = rng.normal(size=(2, 200, 2)) + labels[:, None]
+
+    def auroc_of(rows):
+        signals = beatrice.Signals.from_arrays({"a": rows, "large": 10 * large})
+        return beatrice.fit(signals, labels, progress=False).rows[0]["value"]
+
+    assert auroc_of(unit * rows) == pytest.approx(auroc_of(rows), abs=1e-6)
+    assert auroc_of(rows) > auroc_of(0 * rows) + 0.02
+
+
 def test_three_tenths_of_the_groups_validate_also_where_no_two_are_alike(rng):
     n_right = np.arange(20)  # of as many answers each
     labels = np.concatenate([np.arange(20) < n for n in n_right])

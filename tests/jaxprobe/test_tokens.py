@@ -11,6 +11,7 @@ from beatrice.extract.store.store import read_family
 from beatrice.jaxprobe.families import (
     FLOATS,
     FamilyDims,
+    Features,
     letters_of,
     standardizer_of,
     used_spans,
@@ -100,6 +101,16 @@ def stored(hidden_spans, is_spared=False, dtype="float32", used=(0, 1, 2)):
 
 def standardizer_fit(features, dims):
     return fit_standardizer(lambda: iter([features]), dims)
+
+
+def test_small_numbers_of_a_family_are_no_constants():
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=(1, 500, 4)) * [1e-8, 2e-8, 1.0, 1e-9]
+    values[..., 0] += 1.0  # of which a float32 has nothing left to vary
+    features = Features((values.astype(np.float32),), (np.ones((1, 500), bool),))
+    dims = FamilyDims(names=("small", "large"), sizes=(2, 2))
+    std = standardizer_fit(features, dims).std
+    np.testing.assert_allclose(std, [1, 2e-8, 1, 1], rtol=0.1)
 
 
 def split_of(store, features):
