@@ -7,6 +7,7 @@ array.
 import contextlib
 import dataclasses
 import math
+import numbers
 import os
 import re
 from collections.abc import Iterator
@@ -25,11 +26,25 @@ def _given(**values: Any) -> dict[str, Any]:
 
 
 def _check_counts(config: object, **least: int) -> None:
-    """Check that fields which are there are at least so large."""
+    """Check that fields which are there are whole numbers, at least so large."""
     for name, fewest in least.items():
         value = getattr(config, name)
-        if value is not None and value < fewest:
-            raise ValueError(f"{name} must be at least {fewest}, got {value}")
+        if value is None:
+            continue
+        if not isinstance(value, numbers.Integral) or value < fewest:
+            raise ValueError(
+                f"{name} must be at least {fewest}, and a whole number, got {value!r}"
+            )
+
+
+def _check_amounts(config: object, *names: str, least: float = 0.0) -> None:
+    """Check that fields are finite numbers, at least so large."""
+    for name in names:
+        value = getattr(config, name)
+        if not isinstance(value, numbers.Real) or not least <= value < math.inf:
+            raise ValueError(
+                f"{name} must be a finite number of at least {least:g}, got {value!r}"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,14 +67,14 @@ class EncoderConfig:
     def __post_init__(self):
         """Check that the widths fit together."""
         _check_counts(self, projection=1, hidden=1, n_blocks=0, n_groups=1)
+        _check_amounts(self, "dropout")
         if self.hidden % self.n_groups:
             raise ValueError(
                 f"hidden width {self.hidden} has no {self.n_groups} equal groups"
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}")
-        if not self.input_noise >= 0.0:
-            raise ValueError(f"input_noise must be at least 0, got {self.input_noise}")
+        _check_amounts(self, "input_noise")
         if self.matmul_dtype not in get_args(MatmulDtype):
             raise ValueError(
                 f"matmul_dtype: expected {' or '.join(get_args(MatmulDtype))}, "
@@ -91,11 +106,9 @@ class TrainConfig:
         """Check that counts are positive."""
         _check_counts(self, batch_size=1, max_epochs=0, patience=1, n_seeds=1)
         _check_counts(self, lr_patience=1, n_microbatches=1)
-        if not 0.0 < self.learning_rate < math.inf:
-            raise ValueError(
-                "learning_rate must be a finite number above 0, got "
-                f"{self.learning_rate}"
-            )
+        _check_amounts(self, "learning_rate", "weight_decay")
+        if not self.learning_rate:
+            raise ValueError("learning_rate must be above 0, got 0.0")
         if self.n_microbatches is not None and self.batch_size % self.n_microbatches:
             raise ValueError(
                 f"batch_size {self.batch_size} has no {self.n_microbatches} equal parts"

@@ -133,6 +133,13 @@ def test_configs_that_train_nothing_are_refused():
         (TrainConfig, "learning_rate", math.nan),
         (TrainConfig, "learning_rate", math.inf),
         (TrainConfig, "learning_rate", 0.0),
+        (TrainConfig, "learning_rate", "fast"),
+        (TrainConfig, "weight_decay", math.nan),
+        (TrainConfig, "weight_decay", -0.1),
+        (TrainConfig, "batch_size", 2.5),
+        (TrainConfig, "n_seeds", "3"),
+        (EncoderConfig, "hidden", 8.0),
+        (EncoderConfig, "input_noise", math.inf),
         (EncoderConfig, "n_groups", 0),
         (EncoderConfig, "hidden", 0),
         (EncoderConfig, "projection", 0),
@@ -144,7 +151,7 @@ def test_configs_that_train_nothing_are_refused():
     ],
 )
 def test_a_size_out_of_its_range_is_refused_by_its_name(config, field, value):
-    with pytest.raises(ValueError, match=f"{field} must be .* got {value}"):
+    with pytest.raises(ValueError, match=f"{field} must be .* got {value!r}"):
         config(**{field: value})
 
 
