@@ -348,6 +348,7 @@ def _rows_of(
     names: dict[Setting, np.ndarray] = {
         s: _as_groups(_of(groups, s, passes), x) for s, x in passes.items()
     }
+    chosen: dict[Setting, np.ndarray]
     if splits is None:
         chosen = _drawn_splits(names, truth, seed)
     else:

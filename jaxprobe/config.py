@@ -37,13 +37,14 @@ def _check_counts(config: object, **least: int) -> None:
             )
 
 
-def _check_amounts(config: object, *names: str, least: float = 0.0) -> None:
-    """Check that fields are finite numbers, at least so large."""
+def _check_amounts(config: object, *names: str) -> None:
+    """Check that fields are finite numbers of at least 0."""
     for name in names:
         value = getattr(config, name)
-        if not isinstance(value, numbers.Real) or not least <= value < math.inf:
+        amount = float(value) if isinstance(value, numbers.Real) else math.nan
+        if not 0.0 <= amount < math.inf:
             raise ValueError(
-                f"{name} must be a finite number of at least {least:g}, got {value!r}"
+                f"{name} must be a finite number of at least 0, got {value!r}"
             )
 
 
