@@ -2,6 +2,10 @@
 
 import concurrent.futures
 import dataclasses
+import os
+import signal
+import threading
+import warnings
 
 import msgspec
 import numpy as np
@@ -213,6 +217,34 @@ def test_threads_that_share_a_model_write_and_read_as_one_alone():
             assert ids == answers[0].token_ids
             for read, wanted in zip([*written[1], *again], signals * 2, strict=True):
                 assert_same_signals(read, wanted, 5e-4)
+
+
+@pytest.mark.usefixtures("threads_as_before")
+def test_a_process_that_was_forked_while_the_model_worked_answers_on_one_thread():
+    requests, backbone = requests_of(), backbone_of("llama")
+    answers, large = generate(backbone, requests, CONFIG), torch.ones(2**20)
+    torch.set_num_threads(2)
+    large.sin()  # Torch's threads are there now, in this process alone
+    entered, leave = threading.Event(), threading.Event()
+
+    def work():
+        with backbone.halves.lock:
+            entered.set()
+            leave.wait()
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(work)
+        entered.wait()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if not (child := os.fork()):
+                signal.alarm(60)  # a child that waits ends
+                same = generate(backbone, requests, CONFIG) == answers
+                large.sin()
+                n_warned = sum("was forked" in str(w.message) for w in caught)
+                os._exit(0 if same and n_warned == 1 else 1)
+        leave.set()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_5"])
