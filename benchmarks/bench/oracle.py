@@ -737,10 +737,8 @@ def own_difference(backbone: Backbone) -> float | None:
     expected = backbone.model(ids, use_cache=False).logits[:, -_N_STEPS:].float()
     stops, cache, logits = range(_N_TOKENS - _N_STEPS + 1, _N_TOKENS + 1), None, []
     for start, stop in zip((0, *stops), stops, strict=False):
-        output = backbone.model(
-            ids[:, start:stop], past_key_values=cache, use_cache=True
-        )
-        cache = getattr(output, "past_key_values", None)
+        output = backbone.model(ids[:, start:stop], use_cache=True, **{CACHE: cache})
+        cache = output.get(CACHE)
         if cache is None:
             return None
         logits.append(output.logits[:, -1].float())

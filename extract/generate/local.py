@@ -53,7 +53,7 @@ from beatrice.extract.generate.prompts import (
     render_message,
 )
 from beatrice.extract.records import Answer
-from beatrice.extract.signals.attention import run_decoder
+from beatrice.extract.signals.attention import CACHE, run_decoder
 from beatrice.extract.signals.precision import exact_products
 from beatrice.extract.signals.sequence import batches_of
 
@@ -195,13 +195,13 @@ def begun_states(
     output = generate(
         ids[list(row_of.values()), :-1],
         mask[list(row_of.values()), :-1],
-        past_key_values=begun if shared is None else shared,
         max_new_tokens=1,
+        **{CACHE: begun if shared is None else shared},
     )
     index_of = {prompt: index for index, prompt in enumerate(row_of)}
     rows = torch.tensor([index_of[tuple(prompt)] for prompt in prompts])
-    output.past_key_values.batch_select_indices(rows.to(ids.device))
-    return output.past_key_values
+    output[CACHE].batch_select_indices(rows.to(ids.device))
+    return output[CACHE]
 
 
 def _likeliest(scores: torch.Tensor, n_most: int | None) -> torch.Tensor:
@@ -578,10 +578,10 @@ class TransformersGenerator:
                 output = self._run(
                     ids,
                     mask,
-                    past_key_values=cache,
                     max_new_tokens=edges[1] - n_read,
                     logits_processor=LogitsProcessorList([choice]),
                     stopping_criteria=StoppingCriteriaList([done]),
+                    **{CACHE: cache},
                     **options,
                 )
             new = output.sequences[:, n_read:]
@@ -591,7 +591,7 @@ class TransformersGenerator:
                 texts[row][1].extend(values)
             yield texts
             left = (~done.rows).nonzero()[:, 0]
-            cache, ids = output.past_key_values, output.sequences[left]
+            cache, ids = output.get(CACHE), output.sequences[left]
             if 0 < len(left) < len(rows):
                 cache.batch_select_indices(left)
                 choice.keep(left.tolist())

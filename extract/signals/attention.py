@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from beatrice.extract.backbone.layout import (
     LayerPass,
@@ -195,6 +196,12 @@ class SpanReading(AttentionReading):
         return torch.stack(readings, dim=-2)
 
 
+# What this Transformers calls a cache, taken and given: `past_key_values` until 5.23.
+CACHE = next(
+    name
+    for name in ("cache", "past_key_values")
+    if name in BaseModelOutputWithPast.__dataclass_fields__
+)
 NAME = "span_readings"
 # What models of Transformers hand over that changes no weight: positions are in
 # queries and keys by then, windows in the mask, and nothing is dropped outside
@@ -474,7 +481,7 @@ def run_decoder(
     """
     decoder, options = layout.decoder, {}
     if cache is not None:
-        options["past_key_values"] = cache
+        options[CACHE] = cache
     with contextlib.ExitStack() as stack:
         if reading is not None:
             asks = decoder._can_set_attn_implementation()
