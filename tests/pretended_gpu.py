@@ -167,6 +167,9 @@ class PretendedGpu(TorchDispatchMode):
         }
         self._patches.enter_context(mock.patch.multiple(torch.cuda, **fakes))
         self._patches.enter_context(mock.patch.object(torch, "Generator", _Generator))
+        # Likewise, from 2.14 on: a graph is captured on none.
+        none = {"current_accelerator": lambda check_available=False: None}
+        self._patches.enter_context(mock.patch.multiple(torch.accelerator, **none))
         future = torch.__future__  # a parameter's data cannot be set: it has none
         before = future.get_overwrite_module_params_on_conversion()
         self._patches.callback(future.set_overwrite_module_params_on_conversion, before)

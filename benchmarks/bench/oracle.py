@@ -215,7 +215,7 @@ AttentionMaskInterface.register(FUSED, sdpa_mask)
 def copy_with_attention(model: PreTrainedModel, name: str) -> PreTrainedModel:
     """Return a copy that attends by "eager" or by the fused kernel (`FUSED`).
 
-    Decoders that ask for no attention function (Falcon, GPT-J, BLOOM) attend in their
+    Decoders that ask for no attention function (Falcon, MPT, BLOOM) attend in their
     own way under either name.
     """
     twin = copy.deepcopy(model)

@@ -9,9 +9,10 @@ CPU the rows that were read are attended with these weights, the others by the f
 kernel.
 
 Older decoders ask for no attention function. Of those that call Torch's (Falcon) the
-call is read. The others (GPT-J, MPT, BLOOM) return the weights that they used, in half
-precision rounded as they rounded them; these are read layer by layer and taken out of
-what a layer returns, so that at most one map is in memory.
+call is read. The others (MPT, BLOOM, and GPT-J until Transformers 5.24) return the
+weights that they used, in half precision rounded as they rounded them; these are read
+layer by layer and taken out of what a layer returns, so that at most one map is in
+memory.
 """
 
 import abc

@@ -33,7 +33,7 @@ from tests.extract.label.scripted import generated
 from tests.extract.signals.readers import FAMILIES as SIGNALS
 from tests.extract.signals.readers import assert_same_signals, representatives
 
-WITHOUT = ("gptj", "mpt", "bloom", "llama4")  # these are read again
+WITHOUT = ("mpt", "bloom", "llama4")  # these are read again
 CONFIG = GenerationConfig(max_new_tokens=6)
 SAMPLING = SamplingConfig(max_new_tokens=6)
 

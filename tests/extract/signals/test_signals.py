@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+import transformers
 from transformers import LlamaModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -30,6 +31,8 @@ from tests.extract.signals.readers import assert_same_signals, representatives
 
 FIELDS = oracle.SIGNALS
 ARCHITECTURES = dict(architectures())
+# Its own forward asks its text model for outputs that this Transformers does not give.
+BROKEN = {"5.24.0": "llama4 (wrapper)"}.get(transformers.__version__)
 
 
 @pytest.fixture(scope="module", params=representatives(FAMILIES))
@@ -68,7 +71,11 @@ def assert_oracle_agrees(model):
 
 @pytest.mark.parametrize("name", list(ARCHITECTURES))
 def test_every_architecture_agrees_with_the_brute_force_oracle(name):
-    assert_oracle_agrees(ARCHITECTURES[name]())
+    if name == BROKEN:
+        with pytest.raises(ValueError, match="its own forward pass fails"):
+            SignalReader(Backbone.from_model(ARCHITECTURES[name]()))
+    else:
+        assert_oracle_agrees(ARCHITECTURES[name]())
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "gemma4", "gpt2"])
@@ -184,7 +191,7 @@ def test_weights_that_a_decoder_returns_read_as_those_of_the_call_it_makes(famil
 
 
 def test_no_map_of_a_decoder_that_returns_its_weights_is_kept():
-    backbone, seen = Backbone.from_model(tiny_model("gptj")), []
+    backbone, seen = Backbone.from_model(tiny_model("mpt")), []
     decoder = backbone.layout.decoder
     handle = decoder.register_forward_hook(lambda *args: seen.append(args[-1]))
     forward(backbone, make_batch()[:1])
