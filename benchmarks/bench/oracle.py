@@ -62,6 +62,7 @@ from beatrice.benchmarks.bench.tiny_models import (
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.run.console import Progress, quiet, table_head, table_row
 from beatrice.extract.run.verbs import AS_JSON, did_you_mean
+from beatrice.extract.signals.attention import CACHE
 from beatrice.extract.signals.batch import ReadingBudget
 from beatrice.extract.signals.decode import check_decoding, decoding_differences
 from beatrice.extract.signals.parity import N_POSITIONS, narrow_twin, probe_ids
@@ -471,17 +472,24 @@ def oracle(as_json: bool) -> None:
 
     Largest absolute errors of tiny random models, fp32 and bf16; behind each bf16
     error, in brackets, how far the model's own eager attention moves that reading.
+    What this Transformers cannot run itself is named at the end.
 
     Example: beatrice bench oracle
     """
     quiet()
     rows, every, printer = [], list(architectures()), RowPrinter(as_json)
+    refusals = []
     with Progress().stage("oracle") as update:
         for done, (name, build) in enumerate(every, start=1):
-            rows.append(measure(name, build))
-            printer.row(rows[-1])
+            try:
+                rows.append(measure(name, build))
+                printer.row(rows[-1])
+            except ValueError as error:
+                refusals.append(f"{name}: {error}")
             update(done, len(every))
     require(rows)
+    if refusals:
+        raise ValueError("; ".join(refusals))
 
 
 Outcome = Literal["exact", "refused", "wrong", "not built"]

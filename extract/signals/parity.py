@@ -33,6 +33,7 @@ import re
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 
 from beatrice.extract.backbone.layout import LayerPass, evaluating
@@ -248,6 +249,12 @@ class _Probe:
         )
         try:
             return self.backbone.model(**inputs, use_cache=False).logits[0]
+        except (AttributeError, TypeError) as error:
+            raise ValueError(
+                f"cannot read {type(self.backbone.model).__name__}: its own forward "
+                f"pass fails ({type(error).__name__}: {error}); take another version "
+                f"of Transformers than {transformers.__version__}"
+            ) from error
         finally:
             handle.remove()
 

@@ -82,6 +82,21 @@ def test_a_layout_that_is_not_known_is_refused_by_name(layout):
         Backbone.from_model(make())
 
 
+class Broken(LlamaForCausalLM):
+    """A model whose own pass fails, as Llama 4's wrapper in Transformers 5.24."""
+
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs).image_outputs
+
+
+def test_a_model_whose_own_pass_fails_is_refused_in_a_sentence():
+    torch.manual_seed(0)
+    config = LlamaConfig(**SMALL, num_key_value_heads=2, intermediate_size=48)
+    backbone = Backbone.from_model(Broken(config))
+    with pytest.raises(ValueError, match="cannot read Broken: .*image_outputs.*5"):
+        SignalReader(backbone)
+
+
 def windowed(window):
     """A Mistral that sees so many tokens, with room for more."""
     torch.manual_seed(0)
