@@ -12,7 +12,10 @@ a user of one side never loads the other's framework.
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+from beatrice.extras import naming_extra
 
 if TYPE_CHECKING:
     from beatrice.extract.datasets.loading import read_questions
@@ -54,37 +57,15 @@ _PLACES = {
 }
 
 
-# Packages of the extra `train`: what scores answers loads none of them.
-_TRAINING = {
-    *("bm25s", "flax", "jax", "jaxlib", "matplotlib", "openai", "optax", "orbax"),
-    *("pandas", "pyarrow", "scipy", "sklearn", "statsmodels", "tensorstore"),
-    "threadpoolctl",
-}
-
-
-def missing_extra(error: ImportError) -> str | None:
-    """Return what to install where a package of training is missing, or None."""
-    package = (error.name or "").partition(".")[0]
-    if package not in _TRAINING:
-        return None
-    return (
-        f"{package} is not installed, which training and evaluation need: pip install "
-        "'beatrice-probe[train]'"
-    )
-
-
 def __getattr__(name: str) -> Any:
     """Load a public name from where it is defined (PEP 562)."""
     if name in _PLACES:
-        try:
+        with naming_extra(f"beatrice.{name}"):
             return getattr(importlib.import_module(_PLACES[name]), name)
-        except ImportError as error:
-            if (text := missing_extra(error)) is None:
-                raise
-            raise ImportError(f"beatrice.{name}: {text}", name=error.name) from error
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    """List the public names."""
-    return sorted([*globals(), *__all__])
+    """List the public names, and the rooms that are loaded."""
+    rooms = [name for name in globals() if f"{__name__}.{name}" in sys.modules]
+    return sorted({*__all__, *rooms, *(name for name in globals() if "__" in name)})

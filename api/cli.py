@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from beatrice import missing_extra
 from beatrice.benchmarks import CHAIN, NEXT, what_to_do
 from beatrice.extract.run.console import (
     Progress,
@@ -50,6 +49,7 @@ from beatrice.extract.run.verbs import (
     option,
     options,
 )
+from beatrice.extras import missing_extra
 
 # The module in which a verb lives, under the headings and in the order of the help.
 HEADINGS = {

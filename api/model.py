@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args, overload
 
 from beatrice.extract.records import Answer, Example, Passage, Setting
+from beatrice.extras import naming_extra
 from beatrice.pgir.arguments import (
     argument_error,
     as_contexts,
@@ -187,10 +188,12 @@ class LanguageModel:
         from beatrice.extract.backbone.names import locked
         from beatrice.extract.generate.local import generate
         from beatrice.extract.signals.decode import generate_and_read
-        from beatrice.extract.signals.extract import ExtractConfig, extract
-        from beatrice.extract.signals.written import ReadBefore
-        from beatrice.extract.store.store import open_store
-        from beatrice.signals import Signals, memory_url
+
+        with naming_extra("read=True"):
+            from beatrice.extract.signals.extract import ExtractConfig, extract
+            from beatrice.extract.signals.written import ReadBefore
+            from beatrice.extract.store.store import open_store
+            from beatrice.signals import Signals, memory_url
 
         reader = self._reader(layers, "all")
         if (reason := self._why_read_again(layers)) is not None:
@@ -235,9 +238,11 @@ class LanguageModel:
             model gave.
         """
         from beatrice.extract.backbone.loading import require_known_tokens
-        from beatrice.extract.signals.extract import ExtractConfig, extract
-        from beatrice.extract.store.store import open_store
-        from beatrice.signals import Signals, memory_url
+
+        with naming_extra("LanguageModel.read"):
+            from beatrice.extract.signals.extract import ExtractConfig, extract
+            from beatrice.extract.store.store import open_store
+            from beatrice.signals import Signals, memory_url
 
         answers = _check_answers(answers)
         require_known_tokens(answers, self.backbone)

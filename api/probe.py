@@ -24,6 +24,7 @@ from beatrice.extract.run.files import (
     replaced_folder,
     sha256_file,
 )
+from beatrice.extras import naming_extra
 from beatrice.jaxprobe.detector import ARRAYS, CONFIG, Detector, HeadName
 from beatrice.jaxprobe.scope import CONFIDENCE, PRECISIONS
 from beatrice.pgir.arguments import argument_error, as_path, as_probability
@@ -144,9 +145,10 @@ class Probe(AnswerScorer):
         Raises:
           ValueError: the signals are not of the probe's families, layer or setting.
         """
-        from beatrice.jaxprobe.calibrate import score_store
-        from beatrice.jaxprobe.config import set_compiler
-        from beatrice.signals import Signals, by_setting
+        with naming_extra("Probe.predict"):
+            from beatrice.jaxprobe.calibrate import score_store
+            from beatrice.jaxprobe.config import set_compiler
+            from beatrice.signals import Signals, by_setting
 
         if not isinstance(signals, Signals):
             raise argument_error("signals", "Signals of one setting", signals)

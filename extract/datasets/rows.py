@@ -225,9 +225,16 @@ def _parquet_rows(path: Path, is_gzipped: bool) -> Iterator[RawRecord]:
     Dates and times are left out: no layout has one, Python holds fewer dates than
     Parquet, and a zone that it does not know must not cost a record its question.
     """
-    import pyarrow
-    from pyarrow import parquet
-    from pyarrow.types import is_temporal
+    try:
+        import pyarrow
+        from pyarrow import parquet
+        from pyarrow.types import is_temporal
+    except ImportError as error:
+        raise ImportError(
+            f"{path}: Parquet is read by pyarrow, which is not installed: pip install "
+            "pyarrow, or give JSON lines or a table",
+            name=error.name,
+        ) from error
 
     number = 0
     with path.open("rb") as packed, tempfile.TemporaryFile() as unpacked:

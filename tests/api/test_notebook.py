@@ -22,6 +22,7 @@ from beatrice.extract.run.files import user_cache
 from beatrice.extract.store.store import open_store, read_family
 from tests.pgir.small import PASSAGE, QUESTION
 from tests.process import ROOT
+from tests.test_house import ROOMS
 
 README = (ROOT / "README.md").read_text()
 FIRST, NOTEBOOK, GATE = re.findall(r"```python\n(.*?)```", README, re.S)
@@ -66,6 +67,13 @@ def test_the_first_lines_of_the_readme_print_what_it_shows(capsys):
     (expected,) = re.findall(r"```\n('.*?)```", README, re.S)
     exec(FIRST, {})
     assert capsys.readouterr().out == expected
+
+
+def test_completion_offers_the_public_names_and_rooms_alone():
+    names = {name for name in dir(beatrice) if not name.startswith("__")}
+    files = {path.stem for path in (ROOT / "api").iterdir()}
+    assert {*beatrice.__all__} <= names
+    assert names <= {*beatrice.__all__, *files, *ROOMS}
 
 
 def test_the_gate_of_the_readme_keeps_one_of_two_answers():

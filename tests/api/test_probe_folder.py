@@ -394,12 +394,44 @@ def test_an_exported_probe_scores_as_its_run_where_there_is_no_jax(
         ),
         (["-c", "import beatrice; beatrice.fit"], 1, "beatrice-probe[train]'"),
         (
+            ["-c", "import beatrice; model = beatrice.LanguageModel('embedded'); "
+             "model.answer(['where was Skiband Rugrond born?'], read=True)"],
+            1,
+            "beatrice-probe[train]'",
+        ),
+        (
+            ["-c", "import beatrice; model = beatrice.LanguageModel('embedded'); "
+             "model.read(model.answer(['where was Skiband Rugrond born?']))"],
+            1,
+            "beatrice-probe[train]'",
+        ),
+        (
+            ["-c", "import beatrice; beatrice.load('embedded').predict(None)"],
+            1,
+            "beatrice-probe[train]'",
+        ),
+        (
+            ["-c", "import beatrice, tempfile; file = tempfile.NamedTemporaryFile(); "
+             "file.write(b'PAR1' * 9); file.flush(); "
+             "beatrice.read_questions(file.name)"],
+            1,
+            "pip install pyarrow",
+        ),
+        (
             ["-m", "beatrice", "demo", "nowhere", "--preset", "smoke"],
             1,
             "beatrice-probe[train]'",
         ),
     ],
-    ids=["a score without a threshold", "a function", "a verb"],
+    ids=[
+        "a score without a threshold",
+        "a function",
+        "answers with signals",
+        "signals of answers",
+        "P of signals",
+        "a Parquet file",
+        "a verb",
+    ],
 )  # fmt: skip
 def test_what_needs_training_says_what_to_install_and_what_does_not_works(
     bare, words, code, shown
