@@ -37,8 +37,8 @@ types: $(STAMP)
 
 setup: $(STAMP)
 
-# Torch first and alone: on Linux the CPU build, where it can be had, spares several
-# gigabytes of GPU libraries; `make TORCH=torch==2.13.0` takes the registry's build.
+# On Linux the registry's Torch brings several gigabytes of GPU libraries. A CPU build
+# that is in .venv before, or that pip finds first (PIP_FIND_LINKS), spares them.
 $(STAMP): pyproject.toml setup.py constraints.txt
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[dev]'
