@@ -104,7 +104,13 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Passage(Record, frozen=True, kw_only=True):
-    """One retrieved or supplied passage."""
+    """One retrieved or supplied passage.
+
+    Attributes:
+      title: may be empty.
+      text: what the model is shown, behind the title where the template shows one.
+      is_supporting: whether its question set marks it as holding the answer.
+    """
 
     title: str
     text: str
@@ -172,6 +178,10 @@ class Answer(AnswerRecord, frozen=True, kw_only=True):
     """What the model said, with the exact ids it read and wrote.
 
     Attributes:
+      example_id: of the question.
+      setting: "closed_book", or "with_context" where passages were shown.
+      variant: of the passages, "original" or "rewritten".
+      text: the answer, without the stop token.
       prompt_ids: the ids the model read, special tokens included.
       token_ids: the ids it wrote, without the stop token; may be empty.
       stop_id: the stop token it emitted, or None if the answer was cut at the
@@ -219,6 +229,7 @@ class Label(AnswerRecord, frozen=True, kw_only=True):
     """Whether an answer is right.
 
     Attributes:
+      example_id: of the question; `setting` and `variant` as of the `Answer`.
       verdicts: one entry per judge, in the judges' order.
       label: True, False, or None where the judges do not agree.
       reason: how the label came about, in words.
