@@ -541,7 +541,7 @@ def _write_weights(weights: Weights, path: Path, update: Update) -> None:
             stream.seek(8 + len(text) + begin)
             stored = values.astype(_DTYPES[weights.dtypes[name]], copy=False)
             stream.write(stored.view(np.uint8).data)
-            update(done := done + 1, len(heads))
+            update(done := done + stored.nbytes, end)
         stream.flush()
         os.fsync(stream.fileno())
 

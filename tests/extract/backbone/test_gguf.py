@@ -23,6 +23,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from beatrice.extract.backbone.gguf import (
     Weights,
     _unpack,
+    _write_weights,
     config_of,
     read_header,
     unpacked,
@@ -212,6 +213,16 @@ def test_half_precision_takes_half_of_the_disk(tmp_path, cache):
         sizes[kind] = (Path(unpacked(str(path))) / "model.safetensors").stat().st_size
     assert sizes["F16"] < 0.51 * sizes["F32"] > sizes["BF16"]
     assert sizes["Q8_0"] == sizes["F32"]
+
+
+def test_how_far_unpacking_is_counts_bytes(tmp_path, llama_file):
+    """The embedding of Gemma is one of 236 tensors, and six tenths of the bytes."""
+    header, updates = read_header(llama_file), []
+    weights = Weights(header, config_of(header))
+    path = tmp_path / "model.safetensors"
+    _write_weights(weights, path, lambda *counts: updates.append(counts))
+    sizes = [values.nbytes for _, values in weights.read()]
+    assert updates == [(sum(sizes[: i + 1]), sum(sizes)) for i in range(len(sizes))]
 
 
 @pytest.mark.parametrize("add_bos", [True, False])
