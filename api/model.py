@@ -57,8 +57,9 @@ class LanguageModel:
 
         Args:
           model: a Hub id, a directory written by `save_pretrained`, a GGUF file,
-            "embedded" (the small model of an invented world that comes along), or a
-            Transformers causal language model that is in memory.
+            "embedded" (the small model of an invented world that comes along),
+            "smollm2" or "gemma" (released ones, which pip fetches), or a Transformers
+            causal language model that is in memory.
           tokenizer: the fast tokenizer of a model in memory; of no other.
           device: such as "cpu" or "cuda:0"; None takes a GPU where Torch sees one.
           dtype: "float32", "bfloat16" or "float16"; None takes bfloat16 on a GPU and
