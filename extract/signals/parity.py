@@ -112,6 +112,10 @@ def probe_ids(backbone: Backbone, lengths: tuple[int, int]) -> torch.Tensor:
     return torch.stack([ids[:n_tokens], second]).to(backbone.device)
 
 
+class CannotRun(ValueError):
+    """A model whose own forward pass fails."""
+
+
 class _Probe:
     """A backbone on two rows of ids, and the checks of what is read of them."""
 
@@ -250,7 +254,7 @@ class _Probe:
         try:
             return self.backbone.model(**inputs, use_cache=False).logits[0]
         except (AttributeError, TypeError) as error:
-            raise ValueError(
+            raise CannotRun(
                 f"cannot read {type(self.backbone.model).__name__}: its own forward "
                 f"pass fails ({type(error).__name__}: {error}); take another version "
                 f"of Transformers than {transformers.__version__}"
