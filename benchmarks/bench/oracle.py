@@ -62,15 +62,10 @@ from beatrice.benchmarks.bench.tiny_models import (
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.run.console import Progress, quiet, table_head, table_row
 from beatrice.extract.run.verbs import AS_JSON, did_you_mean
+from beatrice.extract.signals import parity
 from beatrice.extract.signals.attention import CACHE
 from beatrice.extract.signals.batch import ReadingBudget
 from beatrice.extract.signals.decode import check_decoding, decoding_differences
-from beatrice.extract.signals.parity import (
-    N_POSITIONS,
-    CannotRun,
-    narrow_twin,
-    probe_ids,
-)
 from beatrice.extract.signals.reader import SignalReader
 from beatrice.extract.signals.sequence import TokenSequence
 
@@ -489,7 +484,7 @@ def oracle(as_json: bool) -> None:
             try:
                 rows.append(measure(name, build))
                 printer.row(rows[-1])
-            except CannotRun as error:
+            except parity.CannotRun as error:
                 broken.append(f"{name}: {error}")
             update(done, len(every))
     require(rows)
@@ -573,17 +568,15 @@ def twin_of(name: str, lengths: Lengths = "short") -> Any:
     config = CONFIG_MAPPING[name]().get_text_config()
     entries, changes = config.to_dict(), dict(_ENTRIES.get(name, {}))
     if lengths == "beyond":
-        text_config = [
-            k for k, value in entries.items() if _WINDOWS.fullmatch(k) and value
-        ]
-        changes |= dict.fromkeys(text_config, WINDOW)
+        windows = [k for k, v in entries.items() if _WINDOWS.fullmatch(k) and v]
+        changes |= dict.fromkeys(windows, WINDOW)
     elif lengths == "long":
         known = [k for k in entries if _POSITIONS.fullmatch(k)]
-        changes |= dict.fromkeys(known, N_POSITIONS)
+        changes |= dict.fromkeys(known, parity.N_POSITIONS)
     kind = None
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         kind = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name])
-    return narrow_twin(config, kind=kind, **changes)
+    return parity.narrow_twin(config, kind=kind, **changes)
 
 
 def _is_sentence(error: Exception) -> bool:
@@ -746,7 +739,7 @@ class Numbers:
 @torch.no_grad()
 def own_difference(backbone: Backbone) -> float | None:
     """Return how far the last logits lie apart with a cache and without."""
-    ids = probe_ids(backbone, (_N_TOKENS, 2))[:1]
+    ids = parity.probe_ids(backbone, (_N_TOKENS, 2))[:1]
     expected = backbone.model(ids, use_cache=False).logits[:, -_N_STEPS:].float()
     stops, cache, logits = range(_N_TOKENS - _N_STEPS + 1, _N_TOKENS + 1), None, []
     for start, stop in zip((0, *stops), stops, strict=False):

@@ -3,8 +3,8 @@
 import copy
 import dataclasses
 import json
-import pickle
 import shutil
+from multiprocessing.reduction import ForkingPickler
 
 import jax
 import numpy as np
@@ -293,7 +293,8 @@ def test_signals_in_memory_stay_when_others_of_their_address_go(rng):
 def test_signals_in_memory_go_along_to_a_copy_and_to_another_process(rng):
     signals, _ = planted_signals(rng, 20)
     values, some = signals[7]["sae"], signals[5:10]
-    copies = [pickle.loads(pickle.dumps(some)), copy.deepcopy(some)]
+    sent = ForkingPickler.loads(ForkingPickler.dumps(some))
+    copies = [sent, copy.deepcopy(some)]
     del signals, some
     for again in copies:
         assert len(again) == 5 and np.array_equal(again[2]["sae"], values)
