@@ -15,6 +15,7 @@ import collections
 import dataclasses
 import hashlib
 import importlib
+import importlib.util
 import json
 import os
 import re
@@ -168,9 +169,14 @@ def run_tests(tree: Path, tests: list[str], reporter: Reporter) -> None:
     os.chdir(tree)
     os.environ.update(environ_of(tree), PYTHONDONTWRITEBYTECODE="1")
     sys.dont_write_bytecode = True
-    for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
-        del sys.modules[name]  # this program's, which may be of another tree
+    ours = [x for x in sys.modules if x.split(".")[0] in ("tests", "beatrice")]
+    for name in ours:
+        del sys.modules[name]  # this program's, which are of another tree
     sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)
+    importlib.invalidate_caches()
+    spec = importlib.util.find_spec("beatrice")
+    if spec is None or not str(spec.origin).startswith(f"{tree}{os.sep}"):
+        raise RuntimeError(f"expected beatrice of {tree}, found {spec}")
     line = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
     line += ["--hypothesis-seed=0", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
     if pytest.main([*line, *tests], plugins=[reporter]) == 0:
