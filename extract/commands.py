@@ -72,9 +72,7 @@ def _layers(text: str) -> tuple[int, ...] | str:
 
 
 class _StoredType(click.Choice):
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> str:
+    def convert(self, value: Any, param: Any, ctx: Any) -> str:
         return STORED_TYPES[super().convert(value, param, ctx)]
 
 

@@ -41,7 +41,7 @@ from beatrice.extract.generate.prompts import (
 from beatrice.extract.records import is_safe_name
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.contents import settings_in_words
-from beatrice.extract.run.directory import NewRun, RunDir, manifest_file
+from beatrice.extract.run.directory import MANIFEST, NewRun, RunDir
 from beatrice.extract.run.stages import current_inputs, once, run_stage
 from beatrice.extract.run.verbs import (
     AS_JSON,
@@ -59,12 +59,12 @@ from beatrice.extract.run.verbs import (
 @contextlib.contextmanager
 def _removed_on_failure(path: Path) -> Iterator[None]:
     """Take a new run directory away again if its questions cannot be read."""
-    was_there, was_run = path.exists(), manifest_file(path).exists()
+    was_there, was_run = path.exists(), (path / MANIFEST).exists()
     try:
         yield
     except BaseException:
         if not was_run and path.is_dir():
-            for name in ("manifest.json", "lock"):
+            for name in (MANIFEST, "lock"):
                 (path / name).unlink(missing_ok=True)
             if not was_there and not any(path.iterdir()):
                 path.rmdir()
@@ -118,9 +118,7 @@ File = tuple[str, Path]  # the set's name, and where it lies
 class _Size(click.IntRange):
     name = "whole number, or all"
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> Any:
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         return value if value == "all" else super().convert(value, param, ctx)
 
 
@@ -142,9 +140,7 @@ class NamedValue(click.ParamType):
         """Read values of a kind; where no name has to stand before, one may."""
         self._kind, self._has_name, self._example = kind, has_name, example
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> Any:
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         """Return the name, or None for all sets, and the value."""
         name, equals, rest = value.partition("=")
         if not self._has_name and not equals:
@@ -153,9 +149,7 @@ class NamedValue(click.ParamType):
             example = rest or ("" if equals else name) or self._example
             self.fail(
                 f"expected NAME=VALUE, such as mine={example}, with {A_NAME}; found "
-                f"{value!r}",
-                param,
-                ctx,
+                f"{value!r}"
             )
         return name, self._kind.convert(rest, param, ctx)
 

@@ -402,7 +402,7 @@ def _answer(
     sampling = config.generation.greedy
     append_answers(journal, generator, requests, sampling, update, run.share)
     if not run.share.is_whole:
-        return len(requests) - len(journal.files.keys())
+        return len(requests) - len(journal.files.places())
     limit = config.generation.max_new_tokens
     for line in summarize_answers(read_answers(run), limit, config.prompt):
         progress.note(f"answer: {line}")

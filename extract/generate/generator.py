@@ -342,7 +342,7 @@ class Replies:
             n_there += 1
             progress(n_there, len(first))
         if not self.share.is_whole:
-            there = self.journal.files.keys()
+            there = self.journal.files.places()
             self.n_missing = sum(key not in there for key in first)
             return None
         return [self.journal[key] for key in keys]
@@ -389,7 +389,7 @@ class CountedReplies:
 
     def __init__(self, files: JournalFiles[str, SavedReply], stage: str) -> None:
         """Read which texts are there; nothing is written."""
-        self._there = files.keys()
+        self._there = files.places()
         self._stage = stage
         self.forecast = count_requests(stage, (), SamplingConfig())
 

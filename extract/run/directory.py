@@ -128,35 +128,21 @@ def _lock_owner(stream: BinaryIO) -> dict[str, Any]:
 Preset = Literal["demo", "few", "smoke", "paper"]
 PRESETS: tuple[Preset, ...] = get_args(Preset)
 FORMAT, VERSION = "beatrice-run", 4
+MANIFEST = "manifest.json"  # a folder without it is no run directory
 Section = TypeVar("Section")
 
 _PACKAGES = (
-    "beatrice-probe",
-    "flax",
-    "jax",
-    "jaxlib",
-    "numpy",
-    "openai",
-    "optax",
-    "orbax-checkpoint",
-    "safetensors",
-    "scikit-learn",
-    "scipy",
-    "tensorstore",
-    "tokenizers",
-    "torch",
-    "transformers",
+    "beatrice-probe flax jax jaxlib numpy openai optax orbax-checkpoint safetensors "
+    "scikit-learn scipy tensorstore tokenizers torch transformers"
 )
 
 
 def package_versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that are installed."""
     versions = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
+    for name in _PACKAGES.split():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return versions
 
 
@@ -180,11 +166,6 @@ def as_json(settings: Any) -> Any:
     return json.loads(json.dumps(dataclasses.asdict(settings), allow_nan=False))
 
 
-def manifest_file(path: Path) -> Path:
-    """Path of the manifest; a folder without it is no run directory."""
-    return path / "manifest.json"
-
-
 class Manifest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """What the file holds, beside its own SHA-256."""
 
@@ -199,7 +180,7 @@ class Manifest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 def read_manifest(path: Path) -> dict[str, Any]:
     """Return preset, seed, sections, creation and versions of a run directory."""
-    file = manifest_file(path)
+    file = path / MANIFEST
     if not file.is_file():
         raise ValueError(f"{path} is no run directory: it has no manifest.json")
     saved = read_json(file, dict[str, Any], "restore it, or start a new run directory")
@@ -247,22 +228,12 @@ def _differing_field(wanted: dict[str, Any], content: dict[str, Any]) -> str:
 
 def write_or_compare_manifest(path: Path, settings: NewRun) -> None:
     """Write the manifest, or compare with the one that is there."""
-    file = manifest_file(path)
-    wanted = {
-        "preset": settings.preset,
-        "seed": settings.seed,
-        "sections": {
-            name: as_json(section) for name, section in settings.sections.items()
-        },
-    }
+    file, wanted = path / MANIFEST, {"preset": settings.preset, "seed": settings.seed}
+    sections = {name: as_json(section) for name, section in settings.sections.items()}
     if not file.exists():
-        manifest = {
-            "format": FORMAT,
-            "version": VERSION,
-            **wanted,
-            "created": utc_now(),
-            "versions": package_versions(),
-        }
+        manifest = {"format": FORMAT, "version": VERSION, **wanted}
+        manifest |= {"sections": sections, "created": utc_now()}
+        manifest["versions"] = package_versions()
         content = json.dumps(seal(manifest), indent=2, allow_nan=False) + "\n"
         with temporary(file) as name, name.open("wb") as stream:
             stream.write(content.encode())
@@ -273,15 +244,15 @@ def write_or_compare_manifest(path: Path, settings: NewRun) -> None:
                 os.link(name, file)  # unlike a rename, never over another's
                 sync_folder(path)
     manifest = read_manifest(path)
-    for name in wanted["sections"]:
+    for name in sections:
         if name not in manifest["sections"]:
             raise ValueError(
                 f"{path} holds a run with no {name}; you asked for one with {name}; "
                 "choose another directory"
             )
-    sections = {name: manifest["sections"][name] for name in wanted["sections"]}
-    recorded = {"preset": manifest["preset"], "seed": manifest["seed"], **sections}
-    check_same(path, recorded, wanted | wanted.pop("sections"))
+    recorded = {name: manifest[name] for name in wanted}
+    recorded |= {name: manifest["sections"][name] for name in sections}
+    check_same(path, recorded, wanted | sections)
 
 
 class OtherSettings(ValueError):
@@ -331,13 +302,13 @@ def check_not_foreign(path: Path) -> None:
         return
     if not path.is_dir():
         raise ValueError(f"{path} is a file; a run needs a directory of its own")
-    if manifest_file(path).exists():
+    if (path / MANIFEST).exists():
         return
     names = sorted(p.name for p in path.iterdir())
     # Left by a run that was killed while it was created.
     others = [n for n in names if n != "lock" and not n.startswith(".manifest.json.")]
     # Looked up again: a worker beside this one may have created the run meanwhile.
-    if others and not manifest_file(path).exists():
+    if others and not (path / MANIFEST).exists():
         raise ValueError(
             f"{path} is not empty and no run directory (it holds {others[0]!r}, and no "
             "manifest.json); choose another directory; your own questions stay where "
@@ -399,7 +370,7 @@ class RunDir:
     control = _at("control", "Folder of the retrieval controllers.")
     results = _at("results.jsonl", "Every number, one row per line.")
     report = _at("report.html", "The report.")
-    manifest = _at("manifest.json", "Settings and versions; see `read_manifest`.")
+    manifest = _at(MANIFEST, "Settings and versions; see `read_manifest`.")
     stages = _at("stages", "Folder of stage records.")
 
     def replies(self, role: str) -> Path:
@@ -496,8 +467,7 @@ class RunDir:
         settings = presets[manifest["preset"]]
         value = manifest["sections"].get(name)
         if value is not None:
-            where = f"{self.manifest}, section {name!r}"
-            settings = decode_section(value, type(settings), where)
+            settings = self.section(name, type(settings))
         changed = settings if change is None else change(settings)
         if value is not None:
             if changed == settings:
@@ -655,10 +625,6 @@ class RunDir:
         for path, sha in digests.items():
             if not sha:
                 raise NotWritten(self.path, path)
-        self._check_unaltered(digests)
-        return digests
-
-    def _check_unaltered(self, digests: Mapping[str, str]) -> None:
         records, unknown = self.stage_records(), set(digests)
         for record in filter(None, records.values()):
             for path, sha in record.outputs.items():
@@ -676,6 +642,7 @@ class RunDir:
                 f"whether {path} is as it was written; restore the record, or do that "
                 "stage again"
             )
+        return digests
 
     def _digests(self, paths: Iterable[Path | str]) -> dict[str, str]:
         """Return the SHA-256 of files and folders by path; empty where none is."""

@@ -8,7 +8,6 @@ under all that it depends on. Any of these files may be deleted: then it is done
 Only what was right is remembered; nothing is where the cache cannot be written.
 """
 
-import collections
 import contextlib
 import dataclasses
 import fcntl
@@ -108,7 +107,7 @@ def write_stream_atomic(path: Path, *, is_new: bool = False) -> Iterator[BinaryI
     """Yield a stream whose content replaces a file in one step when the block ends.
 
     For content that does not fit in memory; an error inside leaves the old file. A file
-    that is to be new raises `OtherContent` instead of replacing what differs.
+    that is to be new is a ValueError where there is one with other content.
     """
     with temporary(path) as name:
         with name.open("wb") as stream:
@@ -116,7 +115,10 @@ def write_stream_atomic(path: Path, *, is_new: bool = False) -> Iterator[BinaryI
             stream.flush()
             os.fsync(stream.fileno())
         if is_new and sha256_tree(path) not in (None, sha256_file(name)):
-            raise OtherContent(path)
+            raise ValueError(
+                f"{path} is there already with other content, and is not replaced: "
+                "move it elsewhere, or choose another run directory"
+            )
         os.replace(name, path)
     sync_folder(path.parent)
 
@@ -125,17 +127,6 @@ def write_text_atomic(path: Path, text: str, *, is_new: bool = False) -> None:
     """Replace a file in one step, as `write_stream_atomic` does."""
     with write_stream_atomic(path, is_new=is_new) as stream:
         stream.write(text.encode())
-
-
-class OtherContent(ValueError):
-    """A file is in the way that this program did not write."""
-
-    def __init__(self, path: Path) -> None:
-        """Say which, and what to do."""
-        super().__init__(
-            f"{path} is there already with other content, and is not replaced: move it "
-            "elsewhere, or choose another run directory"
-        )
 
 
 def write_json_atomic(path: Path, value: Any) -> None:
@@ -147,11 +138,6 @@ SETTLED = 5.0  # seconds; a file that was changed later than that is hashed agai
 _hashed: dict[tuple[str, int, int, int, int], str] = {}
 
 
-@functools.cache
-def _decoder(kind: type[Decoded]) -> msgspec.json.Decoder[Decoded]:
-    return msgspec.json.Decoder(kind)
-
-
 def from_json(
     kind: type[Decoded], text: str | bytes, where: str, what_to_do: str = ""
 ) -> Decoded:
@@ -160,7 +146,7 @@ def from_json(
     A message begins with `where`, file and line, and ends with what to do.
     """
     try:
-        return _decoder(kind).decode(text)
+        return msgspec.json.decode(text, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         pass  # it is wrong, or holds a NaN, which Python writes and reads
     try:
@@ -226,9 +212,8 @@ def read_sealed(path: Path, what_to_do: str) -> dict[str, Any]:
 def sha256_file(path: Path) -> str:
     """Return the SHA-256 of a file's content as hex.
 
-    A stage asks about all that its inputs were made of, so every file is asked about
-    by many stages of one process. Its bytes are read once as long as it does not
-    change: one changed a moment ago may change again within a tick of its clock.
+    Many stages of one process ask about the same file: its bytes are read once as long
+    as it does not change. One changed a moment ago may change again within a tick.
     """
     at = path.stat()
     # A program can set back the time of the content, not that of the change.
@@ -427,25 +412,20 @@ class JournalFiles(Generic[Key, Decoded]):
         """Return what processes have written that nobody has taken in yet."""
         return sorted(self.parts.glob("*.jsonl")) if self.parts else []
 
-    def keys(self) -> set[Key]:
-        """Return the keys of the rows that are in the file or a part of it by now.
+    def places(self) -> dict[Key, _Location]:
+        """Return by key where the rows lie, in the file or a part of it, by now.
 
         Changes nothing; of a damaged or unfinished line on, a file counts no more.
         """
-        return set(self.places())
-
-    def places(self) -> dict[Key, _Location]:
-        """Return where those rows lie."""
+        of_parts: dict[Key, _Location] = {}
+        of_file: dict[Key, _Location] = {}
         # Parts are read first: they go only after the file has their rows.
-        *of_parts, of_file = map(self._places_in, [*self.part_files(), self.path])
-        return dict(collections.ChainMap(of_file, *of_parts))  # the first has it
-
-    def _places_in(self, file: Path) -> dict[Key, _Location]:
-        places: dict[Key, _Location] = {}
-        for row, location in _rows(file, self.kind, is_strict=False):
-            if self.holds(row):
-                places.setdefault(self.key(row), location)
-        return places
+        for file in (*self.part_files(), self.path):
+            places = of_file if file == self.path else of_parts
+            for row, location in _rows(file, self.kind, is_strict=False):
+                if self.holds(row):
+                    places.setdefault(self.key(row), location)
+        return of_parts | of_file
 
 
 @dataclasses.dataclass(eq=False)

@@ -70,61 +70,47 @@ def option(
     return dataclasses.field(default=default, metadata=about | {"settings": settings})
 
 
-_EMPTY = "found an empty one; was a variable of the shell not set?"
+class _Given(click.ParamType):
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        if value == "":
+            self.fail(
+                f"expected a {self.name}, found an empty one; was a variable of the "
+                "shell not set?"
+            )
+        return super().convert(value, param, ctx)
 
 
-class Text(click.types.StringParamType):
+class Text(_Given, click.types.StringParamType):
     """A text that is not empty, which else would count as one that was not given."""
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> Any:
-        """Return the text."""
-        text = super().convert(value, param, ctx)
-        if text == "":
-            self.fail(f"expected a text, {_EMPTY}", param, ctx)
-        return text
 
-
-class GivenPath(click.Path):
+class GivenPath(_Given, click.Path):
     """A path that is not empty, which else would be the current folder."""
 
     def __init__(self, **settings: Any) -> None:
         """Convert to `Path`; settings are click's."""
         super().__init__(path_type=Path, **settings)
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> Any:
-        """Return the path."""
-        if value == "":
-            self.fail(f"expected a path, {_EMPTY}", param, ctx)
-        return super().convert(value, param, ctx)
-
 
 class NewPath(GivenPath):
     """Where something is or will be written: below a folder that one may write in."""
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> Any:
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         """Return the path."""
         path = super().convert(value, param, ctx)
         folder = next(above for above in path.absolute().parents if above.exists())
         is_writable = folder.is_dir() and os.access(folder, os.W_OK)
         if not is_writable and not path.exists():
             what = "may not be written in" if folder.is_dir() else "is no folder"
-            self.fail(f"{path} cannot be written: {folder} {what}", param, ctx)
+            self.fail(f"{path} cannot be written: {folder} {what}")
         return path
 
 
 class _Number(click.FloatRange):
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> Any:
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         number = super().convert(value, param, ctx)
         if not math.isfinite(number):
-            self.fail(f"{number} is no finite number", param, ctx)
+            self.fail(f"{number} is no finite number")
         return number
 
 
@@ -134,7 +120,7 @@ def _type_of(field: dataclasses.Field, hint: Any) -> click.ParamType:
     arguments = [a for a in typing.get_args(hint) if a is not types.NoneType]
     if typing.get_origin(hint) is Literal:
         return click.Choice(arguments)
-    if typing.get_origin(hint) is not None or isinstance(hint, types.UnionType):
+    if arguments:
         return _type_of(field, arguments[0])  # `X | None`, `tuple[X, ...]`
     bounds = field.metadata["bounds"]
     return {
@@ -183,9 +169,7 @@ class _Settings(click.ParamType):
     def __init__(self, kinds: dict[str, click.ParamType]) -> None:
         self._kinds = kinds
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> Any:
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         if not isinstance(value, str):
             return value
         name, equals, text = value.partition("=")
@@ -193,16 +177,14 @@ class _Settings(click.ParamType):
         if not equals or name not in self._kinds:
             self.fail(
                 f"expected NAME=VALUE with a NAME of {', '.join(self._kinds)}, found "
-                f"{value!r}{did_you_mean(name, self._kinds)}",
-                param,
-                ctx,
+                f"{value!r}{did_you_mean(name, self._kinds)}"
             )
         if not text and self._kinds[name] is click.BOOL:
-            self.fail(f"{name}: expected true or false, found nothing", param, ctx)
+            self.fail(f"{name}: expected true or false, found nothing")
         try:
             return name, self._kinds[name].convert(text, param, ctx)
         except click.BadParameter as error:
-            self.fail(f"{name}: {error.message}", param, ctx)
+            self.fail(f"{name}: {error.message}")
 
 
 def _set_option(rare: dict[str, tuple[dataclasses.Field, Any]]) -> Any:
@@ -261,17 +243,13 @@ def given(values: Any) -> dict[str, Any]:
 class RunPath(GivenPath):
     """A path on this machine; a URL would become a local folder of that name."""
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> Any:
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         """Return the path; a URL is wrong usage."""
         if _URL.match(str(value)):
             self.fail(
                 f"a run directory is a folder on this machine, found {str(value)!r}; "
                 "give a local or mounted path (only a feature store can lie at a URL, "
-                "through beatrice.extract.signals.extract.extract)",
-                param,
-                ctx,
+                "through beatrice.extract.signals.extract.extract)"
             )
         return super().convert(value, param, ctx)
 
@@ -294,11 +272,7 @@ class _SettingChoice(click.Choice):
     def __init__(self) -> None:
         super().__init__(["both", "closed-book", "with-context"])
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[Setting, ...]:
-        if isinstance(value, tuple):
-            return value
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         name = str(super().convert(value, param, ctx)).replace("-", "_")
         return SETTINGS if name == "both" else (typing.cast(Setting, name),)
 
@@ -336,14 +310,12 @@ def do_again_if_changed(run_dir: Path, stage: Stage, change: Change) -> None:
 class Parsed(click.types.FuncParamType):
     """What a function makes of a text; a text that it refuses is wrong usage."""
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> Any:
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         """Return the value."""
         try:
             return self.func(value)
         except ValueError as error:
-            self.fail(str(error), param, ctx)
+            self.fail(str(error))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -318,7 +318,7 @@ def test_a_share_writes_a_part_and_whoever_works_alone_takes_all_in(tmp_path):
     first, other = (Journal.open(files, Share(rank, 2)) for rank in range(2))
     first.append(lines_of(b=2))
     other.append(lines_of(c=3, b=2))
-    assert files.keys() == set("abc")
+    assert set(files.places()) == set("abc")
     other.append(lines_of(a=7, c=7))  # the first counts, for a share as for all
     again = Journal.open(files, Share(0, 2))
     assert (again["a"].n, again["c"].n) == (1, 3)
@@ -333,7 +333,7 @@ def test_a_killed_shares_unfinished_line_is_no_row(tmp_path):
     Journal.open(files, Share(0, 2)).append(lines_of(a=1, b=2))
     (file,) = files.part_files()
     file.write_bytes(file.read_bytes()[:-3])
-    assert files.keys() == {"a"}
+    assert set(files.places()) == {"a"}
     assert list(Journal.open(files)) == ["a"]
 
 
