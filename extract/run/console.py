@@ -69,9 +69,6 @@ def in_words(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
-_LEAST_MEASURED = 1.0  # seconds: what comes in one batch is counted at once
-
-
 class Estimate:
     """How far a stage is, which never falls, and how many seconds are left.
 
@@ -96,7 +93,7 @@ class Estimate:
         """Seconds that are left at the speed so far; None where nothing is known."""
         began, first = self._first or (0.0, self.share)
         gained, elapsed = self.share - first, self._clock() - began
-        if not gained or elapsed < _LEAST_MEASURED:
+        if not gained or elapsed < 1.0:  # what comes in one batch is counted at once
             return None
         return elapsed * (1 - self.share) / gained
 
@@ -130,10 +127,9 @@ class Progress:
             nonlocal due
             estimate.add(done, total)
             left, elapsed = estimate.left, time.monotonic() - began
-            if elapsed < due or not left:
-                return
-            due = max(3 * due, elapsed)
-            self.note(f"{name}: {estimate.share:.0%}, about {in_words(left)} left")
+            if elapsed >= due and left:
+                due = max(3 * due, elapsed)
+                self.note(f"{name}: {estimate.share:.0%}, about {in_words(left)} left")
 
         return update
 

@@ -63,15 +63,13 @@ def require_both_settings(run: RunDir, verb: str) -> None:
 def settings_in_words(run: RunDir) -> str:
     """Say which settings a run has, and of how many questions of each set."""
     settings, parts = settings_of(run), []
-    n_all: collections.Counter[str] = collections.Counter()
-    n_with: collections.Counter[str] = collections.Counter()
-    for example in read_records(run.examples, Example):
-        n_all[example.dataset] += 1
-        n_with[example.dataset] += bool(example.passages)
-    for setting, counts in (("closed_book", n_all), ("with_context", n_with)):
+    sets = [(e.dataset, bool(e.passages)) for e in read_records(run.examples, Example)]
+    n_all = collections.Counter(name for name, _ in sets)
+    n_with = collections.Counter(name for name, has_passages in sets if has_passages)
+    for setting, counts in zip(SETTINGS, (n_all, n_with), strict=True):
         if setting in settings:
-            sets = (f"{name} {counts[name] or '–'}" for name in n_all)
-            parts.append(f"{setting}: {counts.total()} questions ({', '.join(sets)})")
+            each = ", ".join(f"{name} {counts[name] or '–'}" for name in n_all)
+            parts.append(f"{setting}: {counts.total()} questions ({each})")
         else:
             parts.append(f"{setting}: not in this run")
     return "; ".join(parts)
@@ -126,9 +124,7 @@ def read_examples(run: RunDir) -> list[Example]:
     if not run.rewrites.exists():
         return examples
     rewrites = read_records(run.rewrites, Rewrite)
-    return with_rewrites(
-        examples, {rewrite.example_id: rewrite for rewrite in rewrites}
-    )
+    return with_rewrites(examples, {x.example_id: x for x in rewrites})
 
 
 def check_answered(run: RunDir) -> None:
@@ -153,13 +149,9 @@ def read_answers(run: RunDir, *settings: Setting) -> list[Answer]:
             f"{run.answers_file} answers the question {unknown.example_id!r}, which "
             f"is not in {run.examples}; run `beatrice answer` again"
         )
+    answers.sort(key=lambda a: (a.variant, order[a.example_id]))
     return [
-        answer
-        for setting in settings or SETTINGS
-        for answer in sorted(
-            (a for a in answers if a.setting == setting),
-            key=lambda a: (a.variant, order[a.example_id]),
-        )
+        a for setting in settings or SETTINGS for a in answers if a.setting == setting
     ]
 
 

@@ -62,9 +62,7 @@ class Share:
         items = list(items)
         if cost is None:
             return items[self.rank :: self.world_size]
-        costs = [cost(item) for item in items]
-        loads = [0.0] * self.world_size
-        places = []
+        costs, loads, places = list(map(cost, items)), [0.0] * self.world_size, []
         for index in sorted(range(len(items)), key=lambda index: -costs[index]):
             least = loads.index(min(loads))
             loads[least] += costs[index]
@@ -154,17 +152,14 @@ def peak_bytes() -> int:
 
     Where the mark cannot be reset, since the process began.
     """
-    n_bytes = proc_bytes(_STATUS, "VmHWM")
-    if n_bytes is not None:
-        return n_bytes
     unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    since_the_start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return proc_bytes(_STATUS, "VmHWM") or since_the_start
 
 
 def held_bytes() -> int:
     """Return what is resident now, in bytes; where unknown, the peak so far."""
-    n_bytes = proc_bytes(_STATUS, "VmRSS")
-    return peak_bytes() if n_bytes is None else n_bytes
+    return proc_bytes(_STATUS, "VmRSS") or peak_bytes()
 
 
 def proc_bytes(path: str, field: str) -> int | None:
@@ -180,8 +175,8 @@ def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
     """Let this process keep up to 512 MiB of freed memory, in blocks of up to 64 MiB.
 
     For a backbone on a CPU: the largest activations of one layer are below that.
-    Returns whether it was done: not where the C library is not glibc, nor where the
-    environment says how it allocates (`MALLOC_…`, `GLIBC_TUNABLES`).
+    Returns whether it was done: not without glibc, nor where the environment says how
+    it allocates (`MALLOC_…`, `GLIBC_TUNABLES`).
     """
     # Either alone would stop glibc from finding the other by itself.
     return _set_malloc({_MMAP_THRESHOLD: 64 << 20, _TRIM_THRESHOLD: 512 << 20}, environ)
@@ -210,13 +205,9 @@ def trim_freed_memory() -> None:
 
 def _set_malloc(limits: Mapping[int, int], environ: Mapping[str, str]) -> bool:
     """Set limits of glibc's allocator; return whether all of them are set."""
-    ours = (
-        "MALLOC_TRIM_THRESHOLD_",
-        "MALLOC_MMAP_THRESHOLD_",
-        "MALLOC_ARENA_MAX",
-        "GLIBC_TUNABLES",
-    )
-    if sys.platform != "linux" or any(name in environ for name in ours):
+    malloc = ("TRIM_THRESHOLD_", "MMAP_THRESHOLD_", "ARENA_MAX")
+    chosen = {"GLIBC_TUNABLES", *(f"MALLOC_{name}" for name in malloc)}
+    if sys.platform != "linux" or chosen & environ.keys():
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and all([mallopt(*limit) for limit in limits.items()])

@@ -114,9 +114,7 @@ class ResultRow(Record, frozen=True, kw_only=True):
             wrong = "an interval needs both ends or neither"
         elif (self.ci_low or 0.0) > (self.ci_high or 0.0):
             wrong = f"its interval is reversed: {self.ci_low} to {self.ci_high}"
-        elif self.metric in SHARES and any(
-            x is not None and abs(x) > 1 for x in numbers
-        ):
+        elif self.metric in SHARES and any(abs(x or 0.0) > 1 for x in numbers):
             wrong = f"{numbers} is no share, expected numbers up to 1"
         elif self.n < 0 or self.n_failed < 0:
             wrong = "a count cannot be negative"
@@ -143,12 +141,10 @@ class ResultRow(Record, frozen=True, kw_only=True):
     @property
     def where(self) -> str:
         """Name the row by its columns, for messages."""
+        unnamed = (*MEASURED, "label_rule")
         fields = msgspec.structs.asdict(self).items()
-        return ", ".join(
-            f"{name}={value}"
-            for name, value in fields
-            if name not in (*MEASURED, "label_rule") and value is not None
-        )
+        named = [(n, x) for n, x in fields if n not in unnamed and x is not None]
+        return ", ".join(f"{name}={value}" for name, value in named)
 
 
 _HINTS = typing.get_type_hints(ResultRow)
@@ -159,26 +155,18 @@ def write_rows(rows: Iterable[ResultRow]) -> str:
     """Return the rows as JSON lines: floats of six decimals, no absent column."""
     lines = []
     for row in rows:
-        present = {
-            name: value
-            for name, value in msgspec.structs.asdict(row).items()
-            if value is not None
-        }
-        floats = {
-            n: round(float(present[n]), N_DECIMALS) for n in _FLOATS & present.keys()
-        }
-        lines.append(
-            json.dumps(
-                {"value": None} | present | floats, ensure_ascii=True, allow_nan=False
-            )
-            + "\n"
-        )
+        fields: dict[str, Any] = {"value": None}
+        for name, value in msgspec.structs.asdict(row).items():
+            if value is not None:
+                is_float = name in _FLOATS
+                fields[name] = round(float(value), N_DECIMALS) if is_float else value
+        lines.append(json.dumps(fields, allow_nan=False) + "\n")
     return "".join(lines)
 
 
 def read_rows(path: Path) -> Iterator[ResultRow]:
     """Yield the rows of a JSON-lines file."""
-    yield from read_records(path, ResultRow)
+    return read_records(path, ResultRow)
 
 
 def as_frame(rows: Iterable[ResultRow]) -> "pandas.DataFrame":
@@ -191,10 +179,8 @@ def as_frame(rows: Iterable[ResultRow]) -> "pandas.DataFrame":
     rows = list(rows)
     columns = {}
     for name, hint in _HINTS.items():
-        numbers = {int: "Int64", float: "Float64"}
-        dtype = next(
-            (numbers[x] for x in get_args(hint) or (hint,) if x in numbers), "string"
-        )
+        kinds = get_args(hint) or (hint,)
+        dtype = "Int64" if int in kinds else "Float64" if float in kinds else "string"
         columns[name] = pandas.array([getattr(r, name) for r in rows], dtype=dtype)
     return pandas.DataFrame(columns)
 

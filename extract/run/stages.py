@@ -45,10 +45,10 @@ class Forecast:
     def as_text(self) -> str:
         """Return the forecast in lines."""
         lines = [f"{self.stage}: a dry run, nothing is written"]
-        for name, words, show in _SHOWN:
-            value = getattr(self, name)
-            if value is not None:
-                lines.append(f"  {words:<24}{show(value)}")
+        for name, words in _SHOWN.items():
+            if (n := getattr(self, name)) is not None:
+                shown = bytes_in_words(n) if name == "disk_bytes" else f"{n:,}"
+                lines.append(f"  {words:<24}{shown}")
         return "\n".join([*lines, f"  {self.basis}"])
 
 
@@ -60,13 +60,13 @@ def bytes_in_words(n: int) -> str:
     return f"{n} bytes"
 
 
-_SHOWN: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
-    ("n_rows", "rows", lambda n: f"{n:,}"),
-    ("n_requests", "requests", lambda n: f"{n:,}"),
-    ("n_prompt_tokens", "prompt tokens", lambda n: f"{n:,}"),
-    ("n_new_tokens", "new tokens, at most", lambda n: f"{n:,}"),
-    ("disk_bytes", "disk, at most", bytes_in_words),
-)
+_SHOWN = {
+    "n_rows": "rows",
+    "n_requests": "requests",
+    "n_prompt_tokens": "prompt tokens",
+    "n_new_tokens": "new tokens, at most",
+    "disk_bytes": "disk, at most",
+}
 
 
 Item = TypeVar("Item")
