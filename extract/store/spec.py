@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import ml_dtypes
+import msgspec
 import numpy as np
 import safetensors.numpy
 
@@ -185,8 +186,10 @@ class StoreConfig:
         """Check the choices; whether a model has the layers, its reader checks."""
         check_choices(self)
         layers = self.hidden_layers
-        is_listed = isinstance(layers, tuple | list)
-        if layers is not None and not (is_listed and all(map(_is_whole, layers))):
+        if layers is not None and not (
+            isinstance(layers, tuple | list)
+            and all(isinstance(layer, int | np.integer) for layer in layers)
+        ):
             raise ValueError(
                 "hidden_layers: expected numbers, such as (8, 16), or None for all, "
                 f"found {layers!r:.80}"
@@ -203,10 +206,6 @@ class StoreConfig:
             f"hidden states of {layers} on {spans} as {self.dtype}, the rest as "
             f"{self.scalars}"
         )
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int | np.integer)
 
 
 def parse_layers(text: str) -> tuple[int, ...] | None:
@@ -229,8 +228,7 @@ def check_layers(layers: tuple[int, ...] | None, n_entries: int) -> tuple[int, .
     """Return the entries of a resid axis `[n_entries]` to keep; None is all of them."""
     if layers is None:
         return tuple(range(n_entries))
-    is_inside = all(0 <= layer < n_entries for layer in layers)
-    if not is_inside or len(set(layers)) < len(layers):
+    if len({*layers} & {*range(n_entries)}) < len(layers):
         raise ValueError(
             f"hidden_layers: expected entries of 0 (embedding) to {n_entries - 1}, "
             f"each once, found {list(layers)}"
@@ -460,12 +458,8 @@ class StoreSpec:
 
     def examples_bytes(self) -> bytes:
         """Return the content of `examples.safetensors`."""
-        tensors = {
-            "lengths": self.lengths,
-            "spans": self.spans,
-            "firsts": self.first_rows,
-            "written": self.is_written,
-        }
+        tensors = {"lengths": self.lengths, "spans": self.spans}
+        tensors |= {"firsts": self.first_rows, "written": self.is_written}
         # The memory of a strided array would be written as it lies.
         contiguous = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
         return safetensors.numpy.save(contiguous)
@@ -522,12 +516,8 @@ def parse_spec(index: Mapping[str, Any], examples: bytes, url: str) -> StoreSpec
             "SHA-256 in index.json; delete the store and extract again"
         )
     tensors = safetensors.numpy.load(examples)
-    families = {
-        name: Family(**{**fields, "shape": tuple(fields["shape"])})
-        for name, fields in index["families"].items()
-    }
     return StoreSpec(
-        families=families,
+        families=msgspec.convert(index["families"], dict[str, Family]),
         keys=tuple(map(tuple, index["keys"])),
         lengths=tensors["lengths"],
         spans=tensors["spans"],

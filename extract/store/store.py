@@ -36,7 +36,7 @@ import functools
 import json
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,12 +112,8 @@ def open_arrays(url: str, spec: StoreSpec, create: bool) -> dict[str, ts.TensorS
         if not create:
             _check_nesting(url, name)
         try:
-            arrays[name] = ts.open(
-                _array_spec(url, spec, name),
-                open=True,
-                create=create,
-                context=_context(),
-            ).result()
+            how = {"open": True, "create": create, "context": _context()}
+            arrays[name] = ts.open(_array_spec(url, spec, name), **how).result()
         except (ValueError, OSError) as error:
             cause = _cause_of(error)
             raise ValueError(
@@ -240,8 +236,7 @@ def read_blocks(
     """Read row blocks `[start, stop)` as they are stored, int8 codes included."""
     array = _family_array(store, name, layer)
     n_rows = sum(stop - start for start, stop in blocks)
-    shape = n_rows, *array.shape[1:]
-    values = np.empty(shape, store.spec.families[name].numpy_dtype)
+    values = np.empty((n_rows, *array.shape[1:]), array.dtype.numpy_dtype)
     target = ts.array(values, copy=False)
     pending: list[tuple[int, ts.WriteFutures]] = []
     row = in_flight = 0
@@ -332,12 +327,8 @@ def read_family(
     if is_decoded and spec.families[family].dtype == "int8":
         scales = read_blocks(store, scale_name(family), layer, blocks)
         values = decode(values, scales)
-    return Ragged(
-        values=values,
-        starts=np.cumsum(lengths) - lengths,
-        lengths=lengths,
-        first_tokens=first,
-    )
+    starts = np.cumsum(lengths) - lengths
+    return Ragged(values=values, starts=starts, lengths=lengths, first_tokens=first)
 
 
 # TensorStore's documentation warns that its S3 driver cannot write atomically.
@@ -452,31 +443,29 @@ def verify(store: FeatureStore) -> list[str]:
     problems = []
     done = done_ranges(store)
     for range_id in range(store.spec.n_ranges):
-        if range_id not in done:
-            problems.append(f"{store.describe(range_id)} is not extracted yet")
-            continue
         try:
+            if range_id not in done:
+                raise ValueError(f"{store.describe(range_id)} is not extracted yet")
             problems += _verify_range(store, range_id)
         except ValueError as error:
             problems.append(str(error))
     return problems
 
 
-def _verify_range(store: FeatureStore, range_id: int) -> list[str]:
+def _verify_range(store: FeatureStore, range_id: int) -> Iterator[str]:
     key = store.commit_key(range_id)
     content = open_kvstore(store.url).read(key).result().value
     try:
         wanted = json.loads(content)["crc32"].get
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return [f"{store.describe(range_id)} has an unreadable commit record {key}"]
-    problems = []
+        yield f"{store.describe(range_id)} has an unreadable commit record {key}"
+        return
     for name in store.spec.families:
         rows = store.spec.range_rows(range_id, name)
         values = read_blocks(store, name, None, [rows])
         if _checksums({name: values})[name] != wanted(name):
             files = ", ".join(store.shard_keys(range_id, name))
-            problems.append(
+            yield (
                 f"{store.describe(range_id)}: {files} does not hold what was written "
                 f"(CRC-32 differs from {key})"
             )
-    return problems
