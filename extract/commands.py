@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
+import msgspec
 
-from beatrice.extract.backbone.names import (
-    BackboneConfig,
-    default_dtype,
-)
+from beatrice.extract.backbone.names import BackboneConfig, default_dtype
 from beatrice.extract.generate.generator import (
     MAX_SAMPLES,
     Generator,
@@ -56,12 +54,7 @@ if TYPE_CHECKING:
 
 
 # Types of stored numbers, as the command line calls them.
-STORED_TYPES = {
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "fp32": "float32",
-    "int8": "int8",
-}
+STORED_TYPES = dict(bf16="bfloat16", fp16="float16", fp32="float32", int8="int8")
 
 
 def _layers(text: str) -> tuple[int, ...] | str:
@@ -287,10 +280,7 @@ class ReadingOptions:
 @RUN_DIR
 @options(reading=ReadingOptions, work=WorkOptions, backend=RunServerOptions)
 def answer(
-    run_dir: Path,
-    reading: ReadingOptions,
-    work: WorkOptions,
-    backend: RunServerOptions,
+    run_dir: Path, reading: ReadingOptions, work: WorkOptions, backend: RunServerOptions
 ) -> None:
     """Answer every question, closed-book and with context.
 
@@ -517,11 +507,7 @@ class LabelOptions:
 
     def __post_init__(self) -> None:
         """Check what goes together."""
-        ways = {
-            "--match": self.match,
-            "--import": self.imported,
-            "--judge": self.judge,
-        }
+        ways = {"--match": self.match, "--import": self.imported, "--judge": self.judge}
         chosen = [name for name, value in ways.items() if value is not None]
         if len(chosen) > 1:
             raise click.UsageError(
@@ -536,9 +522,7 @@ class LabelOptions:
 
     def is_function(self, backend: BackendOptions) -> bool:
         """Return whether the judge is a person's function, and no model."""
-        if self.judge is None or backend.server is not None:
-            return False
-        if Path(self.judge).exists():
+        if self.judge is None or backend.server or Path(self.judge).exists():
             return False
         points = importlib.metadata.entry_points(group="beatrice.judges")
         return ":" in self.judge or self.judge in points.names
@@ -603,27 +587,21 @@ def _audit(
     with RunDir.open(run_dir) as run:
         human = compare_annotations(run, annotations) if annotations else None
         report = audit_labels(run, n_sample)
-    if not as_json:
-        click.echo(_audit_as_text(report, human))
-        return
     extra = {} if human is None else {"human": dataclasses.asdict(human)}
-    click.echo(json.dumps(report | extra))
-
-
-def _agreement(row: dict[str, Any]) -> str:
-    from beatrice.extract.label.stage import Agreement
-
-    names = [field.name for field in dataclasses.fields(Agreement)]
-    return Agreement(**{name: row[name] for name in names}).in_words()
+    text = json.dumps(report | extra) if as_json else _audit_as_text(report, human)
+    click.echo(text)
 
 
 def _audit_as_text(report: dict[str, Any], human: "HumanAgreement | None") -> str:
-    from beatrice.extract.label.stage import noise_in_words
+    from beatrice.extract.label.stage import Agreement, noise_in_words
+
+    def agreement(row: dict[str, Any]) -> str:
+        return msgspec.convert(row, Agreement).in_words()
 
     lines = [f"labels by {report['label_rule']}", "", "against exact match"]
     for row in report["exact_match"]:
         where = f"{row['setting']}, {row['variant']}"
-        lines.append(f"  {where:<26}{_agreement(row)}")
+        lines.append(f"  {where:<26}{agreement(row)}")
         if row["n_dropped"]:
             lines.append(
                 f"  {'':<26}{row['n_dropped']} of {row['n_answers']} answers without "
@@ -632,7 +610,7 @@ def _audit_as_text(report: dict[str, Any], human: "HumanAgreement | None") -> st
     if report["judges"]:
         lines += ["", "between rubrics"]
     for row in report["judges"]:
-        lines.append(f"  {row['first']} and {row['second']}: {_agreement(row)}")
+        lines.append(f"  {row['first']} and {row['second']}: {agreement(row)}")
     if human is not None:
         lines += ["", f"a person, {human.n_empty} items left empty"]
         lines.append(f"  {'against the labels':<26}{human.judge.in_words()}")

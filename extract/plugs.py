@@ -77,7 +77,9 @@ def _import(name: str, spec: str) -> ModuleType:
         return importlib.import_module(name)
     # Whatever a person's module raises while it loads is a mistake in that module.
     except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and _is_prefix(error.name, name):
+        # The missing module is the one to import, or a package around it.
+        is_missing = isinstance(error, ModuleNotFoundError)
+        if is_missing and f"{name}.".startswith(f"{error.name}."):
             raise ValueError(
                 f"{spec}: no module {error.name!r} is installed, nor does "
                 f"{name.partition('.')[0]}.py lie in {here}; start where it lies, or "
@@ -86,11 +88,6 @@ def _import(name: str, spec: str) -> ModuleType:
         raise ValueError(
             f"{spec}: importing {name} ends in {type(error).__name__}: {error}"
         ) from error
-
-
-def _is_prefix(missing: str | None, name: str) -> bool:
-    """Tell whether the missing module is the one to import, or a package around it."""
-    return missing is not None and f"{name}.".startswith(f"{missing}.")
 
 
 def _attribute(module: ModuleType, name: str, spec: str) -> Any:

@@ -45,28 +45,15 @@ _UNSAFE_PATH = re.compile(r"(^|[/\\])\.*([/\\]|$)|\.\.[/\\]")
 
 
 def is_safe_name(name: str) -> bool:
-    """Tell whether a question set may have a name, which becomes a part of paths.
-
-    Letters and digits without accents, `.`, `_` and `-`; not first a dot or a dash, at
-    most `MAX_NAME` characters, and not what results over several sets are called.
-    """
+    """Tell whether a question set may have a name, which becomes a part of paths."""
     is_short = len(name) <= MAX_NAME and name not in ACROSS_SETS
     return is_short and _NAME.fullmatch(name) is not None
 
 
-def is_safe_id(name: str) -> bool:
-    """Tell whether an id can be shown and looked up: published ones hold slashes too.
-
-    Not empty, nothing that cannot be printed, no part of a path that leads elsewhere,
-    and at most `MAX_ID` characters.
-    """
-    is_shown = name.isprintable() and name == name.strip()
-    return is_shown and len(name) <= MAX_ID and not _UNSAFE_PATH.search(name)
-
-
 def check_id(name: str) -> None:
-    """Check that an example may have an id, see `is_safe_id`."""
-    if not is_safe_id(name):
+    """Check that an id can be shown and looked up: published ones hold slashes too."""
+    is_shown = name.isprintable() and name == name.strip()
+    if not is_shown or len(name) > MAX_ID or _UNSAFE_PATH.search(name):
         raise ValueError(
             f"field 'id': {name[:80]!r} is empty, longer than {MAX_ID} characters, a "
             "way to another folder, or cannot be shown; give another"
@@ -272,25 +259,22 @@ def with_rewrites(
     examples: Sequence[Example], rewrites: Mapping[str, Rewrite]
 ) -> list[Example]:
     """Return the examples with their rewritten contexts."""
-    return [_with_rewrite(example, rewrites.get(example.id)) for example in examples]
-
-
-def _with_rewrite(example: Example, rewrite: Rewrite | None) -> Example:
-    if rewrite is None or not needs_rewrite(example):
-        return example
-    if rewrite.source_sha != source_sha(example):
-        raise ValueError(
-            f"the rewritten context of {example.id!r} was made from another question "
-            "or other passages; run `beatrice rewrite` again"
-        )
-    if rewrite.text is None:
-        return example
-    passage = Passage(
-        title="",  # the rewriter was shown the titles that the model is shown
-        text=rewrite.text,
-        is_supporting=any(p.is_supporting for p in example.passages),
-    )
-    return msgspec.structs.replace(example, rewritten=(passage,))
+    joined = list(examples)
+    for i, example in enumerate(examples):
+        rewrite = rewrites.get(example.id)
+        if rewrite is None or not needs_rewrite(example):
+            continue
+        if rewrite.source_sha != source_sha(example):
+            raise ValueError(
+                f"the rewritten context of {example.id!r} was made from another "
+                "question or other passages; run `beatrice rewrite` again"
+            )
+        if rewrite.text is not None:
+            # Without a title: the rewriter was shown those that the model is shown.
+            is_supporting = any(p.is_supporting for p in example.passages)
+            passage = Passage(title="", text=rewrite.text, is_supporting=is_supporting)
+            joined[i] = msgspec.structs.replace(example, rewritten=(passage,))
+    return joined
 
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -301,8 +285,7 @@ def normalise(text: str) -> str:
     """Return the text as SQuAD's script compares it (Rajpurkar et al. 2016).
 
     Lower-cased, ASCII punctuation deleted, articles made a space, extra space
-    removed: "J.K. Rowling" is "jk rowling", "1,000" is "1000", but "U.S." is "us" and
-    "U.S.A." is "usa". Other marks and accents stay.
+    removed: "J.K. Rowling" is "jk rowling". Other marks and accents stay.
     """
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
