@@ -10,7 +10,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from beatrice.extract.datasets.fields import DATASETS
 from beatrice.extract.datasets.loading import (
@@ -42,7 +42,6 @@ from beatrice.extract.run.files import (
     write_stream_atomic,
 )
 
-N_LOOKED_AT = 256  # questions of a file, by which a set's default context is chosen
 _FILES = ("examples.jsonl", "passages.jsonl")
 _WANTED: dict[Context, str] = {
     "supporting": "a supporting passage",
@@ -56,10 +55,7 @@ Report = dict[str, Any]  # what one file gave, as in the manifest
 
 def is_usable(row: Loaded, context: Context) -> bool:
     """Return whether a question has the passages that are asked for."""
-    passages = row.question.passages
-    if context in ("supporting", "first"):
-        return any(passage.is_supporting for passage in passages)
-    return context == "none" or bool(passages)
+    return context == "none" or bool(row.question.context(context))
 
 
 def open_source(source: Source, config: BuildConfig) -> DatasetFile:
@@ -72,8 +68,8 @@ def with_contexts_of_files(
 ) -> BuildConfig:
     """Choose the context of every set that is none of the published ones.
 
-    Where nothing else is asked for: its supporting passages if any are marked, all of
-    them if none is, and no context where none came with the questions.
+    Where nothing else is asked for: its supporting passages if any are marked (of the
+    first 256 questions of a file), all if none is, and none where there are none.
     """
     if config.context is not None:
         return config
@@ -85,7 +81,7 @@ def with_contexts_of_files(
             passage.is_supporting
             for source in sources
             if source.dataset == dataset
-            for row in itertools.islice(open_source(source, config).read(), N_LOOKED_AT)
+            for row in itertools.islice(open_source(source, config).read(), 256)
             if isinstance(row, Loaded)
             for passage in row.question.passages
         ]
@@ -228,8 +224,7 @@ def _drawn_rows(
             bare = [Passage(title=p.title, text=p.text) for p in question.passages]
             key = text_key(question.question)
             rows[name] = _Row(to_json(example), key, list(map(to_json, bare)))
-    missing = [name for name in order if name not in rows]
-    if missing:
+    if missing := [name for name in order if name not in rows]:
         raise ValueError(
             f"{dataset}: {len(missing)} questions of the splits are not in the files "
             f"given (or cannot be used), the first is {missing[0]!r}; give the files "
@@ -256,12 +251,8 @@ def _write_examples(
         write_stream_atomic(folder / _FILES[0], is_new=True) as examples,
     ):
         for dataset in dict.fromkeys(source.dataset for source in sources):
-            names: dict[Split, Sequence[str]] = {
-                split: sets.get(dataset, ()) for split, sets in splits.items()
-            }
-            order: dict[str, Split] = {
-                name: split for split, ids in names.items() for name in ids
-            }
+            names = {split: sets.get(dataset, ()) for split, sets in splits.items()}
+            order = {name: split for split, ids in names.items() for name in ids}
             rows = _drawn_rows(dataset, sources, config, order)
             for name in order:
                 examples.write(f"{rows[name].line}\n".encode())
@@ -289,7 +280,14 @@ def build_examples(
     """Write `examples.jsonl`, `passages.jsonl` and `splits.json`; returns the last."""
     settings = data_config(sources, config, fixed).as_json()
     if (folder / "splits.json").exists():
-        return _finished(folder, settings)
+        before = check_folder(folder)
+        differ = [key for key in settings if before["config"].get(key) != settings[key]]
+        if differ:
+            raise ValueError(
+                f"{folder} was built with other {', '.join(differ)}; choose another "
+                "directory"
+            )
+        return before
     pools, reports = _read_pools(sources, config, note)
     drawn = _drawn(pools, config, fixed)
     digests = _write_examples(folder, sources, drawn.splits, config, fixed)
@@ -318,17 +316,13 @@ def data_config(
     sources: Sequence[Source], config: BuildConfig, fixed: Path | None
 ) -> DataConfig:
     """Return what a build of some files depends on, see `build_examples`."""
-    datasets_of_files = {source.dataset for source in sources}
-    trained, held_out = (
-        {source.dataset for source in sources if source.role == role}
-        for role in ("train", "held-out")
-    )
     n_held_out = dict(config.splits.n_held_out.items() - HELD_OUT_SIZES.items())
-    for option, values, datasets, kind in (
-        ("--context", config.contexts, datasets_of_files, "file"),
-        ("--n-train", config.splits.n_train_of, trained, "training file"),
-        ("--n-held-out", n_held_out, held_out, "held-out file"),
+    for option, values, roles, kind in (
+        ("--context", config.contexts, get_args(Role), "file"),
+        ("--n-train", config.splits.n_train_of, ("train",), "training file"),
+        ("--n-held-out", n_held_out, ("held-out",), "held-out file"),
     ):
+        datasets = {source.dataset for source in sources if source.role in roles}
         for dataset in sorted(values.keys() - datasets):
             raise ValueError(
                 f"{option} {dataset}={values[dataset]}: no {kind} of {dataset} is "
@@ -350,24 +344,11 @@ def data_config(
     )
 
 
-def _finished(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    manifest = check_folder(folder)
-    differ = [key for key in settings if manifest["config"].get(key) != settings[key]]
-    if differ:
-        raise ValueError(
-            f"{folder} was built with other {', '.join(differ)}; choose another "
-            "directory"
-        )
-    return manifest
-
-
 def _drawn(pools: Pools, config: BuildConfig, fixed: Path | None) -> DrawnSplits:
     if fixed is None:
         return draw_splits({k: v.values() for k, v in pools.items()}, config.splits)
-    datasets = {dataset for dataset, _ in pools}
-    splits = read_splits(fixed)["splits"]
-    absent = datasets - {dataset for sets in splits.values() for dataset in sets}
-    if absent:
+    datasets, splits = {dataset for dataset, _ in pools}, read_splits(fixed)["splits"]
+    if absent := datasets.difference(*splits.values()):
         raise ValueError(f"{fixed} has no splits of {', '.join(sorted(absent))}")
     chosen = {
         split: {dataset: ids for dataset, ids in sets.items() if dataset in datasets}

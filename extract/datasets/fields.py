@@ -231,9 +231,8 @@ def _pairs(value: Any, name: str, second: tuple[str, ...]) -> Sequence[Sequence[
 
 def _joined(sentences: Sequence[str]) -> str:
     """Return a paragraph; HotpotQA's sentences bring their spaces, 2Wiki's do not."""
-    if len(sentences) < 2 or any(sentence[:1].isspace() for sentence in sentences[1:]):
-        return "".join(sentences).strip()
-    return " ".join(sentence for sentence in sentences if sentence).strip()
+    has_spaces = any(sentence[:1].isspace() for sentence in sentences[1:])
+    return ("" if has_spaces else " ").join(filter(None, sentences)).strip()
 
 
 def supporting_titles(value: Any) -> list[str]:
@@ -242,11 +241,8 @@ def supporting_titles(value: Any) -> list[str]:
     The sentence numbers beside them are not used: published files hold some that are
     out of range.
     """
-    pairs = _pairs(value, "supporting_facts", ("sent_id",))
-    titles = [
-        expect(title, str, f"supporting_facts[{i}]")
-        for i, (title, _) in enumerate(pairs)
-    ]
+    pairs = enumerate(_pairs(value, "supporting_facts", ("sent_id",)))
+    titles = (expect(title, str, f"supporting_facts[{i}]") for i, (title, _) in pairs)
     return list(dict.fromkeys(titles))
 
 
@@ -270,12 +266,6 @@ def read_context(value: Any, gold_titles: Sequence[str]) -> tuple[Passage, ...]:
     return tuple(passages)
 
 
-def body_of(item: Record, within: str) -> str:
-    """Return the text of a passage; it may be empty, and is then left out later."""
-    name = next((name for name in _TEXTS if name in item), _TEXTS[0])
-    return "" if item.get(name) == "" else text(item, name, within=within)
-
-
 def _passage(item: Any, name: str, is_supporting: bool | None) -> Passage:
     """Return a passage of an object, or of a text, which has no title and no mark."""
     if isinstance(item, str):
@@ -283,7 +273,9 @@ def _passage(item: Any, name: str, is_supporting: bool | None) -> Passage:
     item, within = expect(item, dict, name), f"{name}."
     title = "" if item.get("title") is None else item["title"]
     title = expect(title, str, f"{within}title").strip()
-    body = body_of(item, within)
+    name = next((name for name in _TEXTS if name in item), _TEXTS[0])
+    # It may be empty, and is then left out later.
+    body = "" if item.get(name) == "" else text(item, name, within=within)
     if is_supporting is None:
         mark = next((name for name in _MARKS if name in item), None)
         is_supporting = mark is not None and expect(item[mark], bool, within + mark)
@@ -299,10 +291,8 @@ def read_passages(
     cell of a table has it. Nothing but white space is no passage. Whether they are
     supporting is the same for all, or None: then the file's own marks are believed.
     """
-    items = expect(_unfolded(value, name), list, name)
-    return tuple(
-        _passage(item, f"{name}[{i}]", is_supporting) for i, item in enumerate(items)
-    )
+    items = enumerate(expect(_unfolded(value, name), list, name))
+    return tuple(_passage(item, f"{name}[{i}]", is_supporting) for i, item in items)
 
 
 def _unfolded(value: Any, name: str) -> Any:
@@ -422,17 +412,15 @@ class Format:
     is_weak: bool = False  # a damaged record of a richer layout fits it too
 
 
-def unquote(question: str) -> str:
-    """Remove the layer of CSV quotes that is left on some TriviaQA questions."""
-    inner = question[1:-1]
-    is_quoted = len(question) > 2 and question[0] == question[-1] == '"'
-    return inner.replace('""', '"') if is_quoted and '""' in inner else question
-
-
 def question_of(record: Record, *names: str) -> str:
-    """Return the question under the first of its names that is there."""
-    name = next((name for name in names if name in record), names[0])
-    return unquote(text(record, name))
+    """Return the question under the first of its names that is there.
+
+    The layer of CSV quotes that is left on some of TriviaQA is taken away.
+    """
+    question = text(record, next((name for name in names if name in record), names[0]))
+    inner = question[1:-1]
+    is_quoted = '""' in inner and question[0] == question[-1] == '"'
+    return inner.replace('""', '"') if is_quoted else question
 
 
 def reader(
@@ -488,16 +476,13 @@ _FOREIGN = re.compile(
 def dataset_named(name: Any) -> DatasetName | None:
     """Return the question set that a name means, or None."""
     lowered = name.lower() if isinstance(name, str) else ""
-    return next(
-        (dataset for pattern, dataset in _NAMES if re.search(pattern, lowered)), None
-    )
+    return next((x for pattern, x in _NAMES if re.search(pattern, lowered)), None)
 
 
 def is_foreign(name: Any) -> bool:
     """Return whether a name is that of a known question set beside the six."""
-    if not isinstance(name, str) or dataset_named(name) is not None:
-        return False
-    return _FOREIGN.search(name.lower()) is not None
+    is_ours = not isinstance(name, str) or dataset_named(name) is not None
+    return not is_ours and _FOREIGN.search(name.lower()) is not None
 
 
 def dataset_tagged(record: Record) -> DatasetName | None:
@@ -516,8 +501,7 @@ def dataset_marked(record: Record) -> DatasetName | None:
     Ids of hexadecimal digits mark none: SQuAD's are as HotpotQA's, and any checksum is
     as 2WikiMultihopQA's.
     """
-    tagged = dataset_tagged(record)
-    if tagged is not None:
+    if (tagged := dataset_tagged(record)) is not None:
         return tagged
     if "s_wiki_title" in record or {"prop", "subj"} <= record.keys():
         return "popqa"
@@ -529,9 +513,7 @@ def dataset_marked(record: Record) -> DatasetName | None:
 def dataset_of_id(name: Any) -> DatasetName | None:
     """Return the question set whose ids look like this one, or None."""
     name = name if isinstance(name, str) else ""
-    return next(
-        (dataset for pattern, dataset in _IDS if re.fullmatch(pattern, name)), None
-    )
+    return next((x for pattern, x in _IDS if re.fullmatch(pattern, name)), None)
 
 
 def dataset_of_style(questions: Sequence[Question]) -> DatasetName | None:

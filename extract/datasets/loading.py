@@ -64,15 +64,10 @@ class Refusal:
 
 
 class FileRefused(ValueError):
-    """A file whose container was recognised, and which holds no questions.
-
-    Attributes:
-      type: how it holds its records.
-      format: the layout that they are of, or None if it is not known.
-    """
+    """A file whose container was recognised, and which holds no questions."""
 
     def __init__(self, message: str, file_type: FileType, layout: str | None) -> None:
-        """Keep the message, and what is known all the same."""
+        """Keep how it holds its records, and their layout, None if it is not known."""
         super().__init__(message)
         self.type, self.format = file_type, layout
 
@@ -150,8 +145,7 @@ class DatasetFile:
     def _completed(self, question: Question) -> Question:
         """Return a question with set and id, without passages that have no text.
 
-        An id that is missing is made of the question's text, so that it does not
-        depend on the order of the file.
+        A missing id is made of the question's text, not of its place in the file.
         """
         changes: dict[str, Any] = {}
         if question.dataset is None or self.dataset_from == "given":
@@ -163,7 +157,7 @@ class DatasetFile:
         if n_empty := len(question.passages) - len(passages):
             meta = {**question.meta, "n_empty_passages": n_empty}
             changes |= {"passages": passages, "meta": meta}
-        return dataclasses.replace(question, **changes) if changes else question
+        return dataclasses.replace(question, **changes)
 
 
 def _first_of_id(row: Loaded, numbers: dict[int, int]) -> Loaded | Refusal:
@@ -245,9 +239,9 @@ def _dataset_of(
     if of_format is not None and not file.format.is_weak:
         return of_format, "records"
     guess: str | None = None
-    source: DatasetSource | None = None
+    source: DatasetSource = "layout"
     if not is_foreign(file.path.name):
-        guess, source = of_format, "layout"
+        guess = of_format
         # Layouts of nobody in particular are not guessed at: any set may be so written.
         if of_format is None and not file.format.is_weak:
             guess, source = dataset_of_style(questions), "style of the questions"
@@ -255,7 +249,7 @@ def _dataset_of(
     name = dataset_named(file.path.name) or dataset_named(file.path.parent.name)
     if name is not None and name != guess:
         return name, "file name"
-    return guess, source if guess is not None else None
+    return guess, None if guess is None else source
 
 
 def read_questions(
@@ -416,9 +410,8 @@ def _counts_of(question: Question, texts: set[bytes]) -> collections.Counter[str
     """Return what is counted of one question; `texts` grows by its digest."""
     n_gold = sum(passage.is_supporting for passage in question.passages)
     text = normalise(question.question).encode()
-    key = hashlib.blake2b(text, digest_size=12).digest()
-    is_repeated = key in texts
-    texts.add(key)
+    n_before = len(texts)
+    texts.add(hashlib.blake2b(text, digest_size=12).digest())
     return collections.Counter(
         loaded=1,
         with_passages=bool(question.passages),
@@ -433,5 +426,5 @@ def _counts_of(question: Question, texts: set[bytes]) -> collections.Counter[str
         empty_passages=question.meta.get("n_empty_passages", 0),
         missing_titles="missing_titles" in question.meta,
         missing_documents=question.meta.get("n_missing_documents", 0),
-        repeated_questions=is_repeated,
+        repeated_questions=len(texts) == n_before,
     )

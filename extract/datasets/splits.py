@@ -97,13 +97,8 @@ class BuildConfig:
 
     def contexts_as_text(self) -> str:
         """Return what a manifest says: "supporting popqa=none"."""
-        common = self.context or "supporting"
-        others = [
-            f"{dataset}={context}"
-            for dataset, context in sorted(self.contexts.items())
-            if context != common
-        ]
-        return " ".join((common, *others))
+        common, contexts = self.context or "supporting", sorted(self.contexts.items())
+        return " ".join([common, *(f"{k}={x}" for k, x in contexts if x != common)])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,9 +107,7 @@ class DataConfig:
 
     splits: SplitConfig | None  # how they were drawn; None where they were given
     fixed: str | None  # SHA-256 of the manifest the splits were taken from, or None
-    # Which passages an example has: "supporting", or with the sets that differ,
-    # "supporting popqa=none".
-    context: str
+    context: str  # which passages an example has, see `contexts_as_text`
     skip_bad: bool  # whether refused records were left out
     sources: tuple[tuple[str, str, str], ...]  # (set, role, SHA-256) of files, sorted
 
@@ -146,11 +139,10 @@ class Conflict:
 
 @dataclasses.dataclass(frozen=True)
 class DrawnSplits:
-    """What was drawn."""
+    """What was drawn, and passed over."""
 
-    # Ids by split and set, in the order of the hash.
-    splits: dict[Split, dict[str, list[str]]]
-    conflicts: list[Conflict]  # what was passed over
+    splits: dict[Split, dict[str, list[str]]]  # ids by set, in the order of the hash
+    conflicts: list[Conflict]
     # (split, set, id, set, id) of questions whose text is in the same split a second
     # time; both are kept (PopQA asks about subjects of the same name).
     repeated: list[tuple[Split, str, str, str, str]]
@@ -215,11 +207,11 @@ def _shortage(
 ) -> ValueError:
     """Return how many questions a pool has, how many are asked for, and what can be."""
     splits, size = SPLITS_OF[role], config.size(dataset, role)
-    keys = {c.text_key for c in pools[dataset, role]}
-    n = sum(1 for _ in pools[dataset, role])
+    keys = [c.text_key for c in pools[dataset, role]]
+    n, unique = len(keys), set(keys)
     n_passed = sum(c.dataset == dataset and c.split in splits for c in drawn.conflicts)
     beside = pools.get((dataset, "train" if role == "dev" else "dev"), ())
-    is_shared = 2 * len(keys.intersection(c.text_key for c in beside)) > len(keys)
+    is_shared = 2 * len(unique.intersection(c.text_key for c in beside)) > len(unique)
     if role == "held-out":
         advice = f"a smaller --n-held-out {dataset}= (or all, for every one)"
     elif is_shared and n > 2:
@@ -236,8 +228,7 @@ def _shortage(
         f"{dataset}: {' + '.join([str(size)] * len(splits))} questions are asked for "
         f"{' and '.join(splits)}, the {role} files have {n} that can be used "
         f"({n_passed} of them with a text or an id that another split has); give "
-        "larger files, "
-        f"or {advice}"
+        f"larger files, or {advice}"
     )
 
 
