@@ -238,15 +238,14 @@ class QuestionOptions:
         n_train, n_train_of = _by_set("--n-train", self.n_train, SplitConfig.n_train)
         context, contexts = _by_set("--context", self.context, None)
         _, n_held_out = _by_set("--n-held-out", self.n_held_out, None)
-        splits = SplitConfig(
-            seed=seed,
-            n_train=n_train,
-            n_train_of=n_train_of,
-            n_evaluation=self.n_evaluation,
-            n_held_out=HELD_OUT_SIZES | n_held_out,
-        )
         return BuildConfig(
-            splits=splits,
+            splits=SplitConfig(
+                seed=seed,
+                n_train=n_train,
+                n_train_of=n_train_of,
+                n_evaluation=self.n_evaluation,
+                n_held_out=HELD_OUT_SIZES | n_held_out,
+            ),
             context=context,
             contexts=contexts,
             skip_bad=self.skip_bad,
@@ -449,16 +448,13 @@ def make_world_run(
 def _inspect(named_file: str, questions: QuestionOptions, as_json: bool) -> None:
     from beatrice.extract.datasets.loading import inspect_file
 
-    name, equals, file = named_file.partition("=")
-    if equals and not Path(named_file).exists():
-        if not is_safe_name(name):
-            raise click.BadParameter(
-                f"expected {A_NAME} before the =, found {name!r}",
-                param_hint="--inspect",
-            )
-        dataset, path = name, Path(file)
-    else:
-        dataset, path = None, Path(named_file)
+    dataset, path = None, Path(named_file)
+    if "=" in named_file and not path.exists():
+        dataset, _, file = named_file.partition("=")
+        path = Path(file)
+        if not is_safe_name(dataset):
+            words = f"expected {A_NAME} before the =, found {dataset!r}"
+            raise click.BadParameter(words, param_hint="--inspect")
     report = inspect_file(path, dataset=dataset, evidence=questions.evidence)
     is_tolerated = report["refused"] == 0 or questions.skip_bad
     report = {"ok": report["error"] is None and is_tolerated, **report}
@@ -472,9 +468,8 @@ def _inspect(named_file: str, questions: QuestionOptions, as_json: bool) -> None
         first = report["refusals"][0]
         raise ValueError(
             f"{path}: {report['refused']} of {report['records']} records are refused, "
-            f"the first is record {first['record']} ({first['at']}): "
-            f"{first['reason']}; "
-            "--skip-bad leaves such records out and lists them"
+            f"the first is record {first['record']} ({first['at']}): {first['reason']}"
+            "; --skip-bad leaves such records out and lists them"
         )
 
 
@@ -500,11 +495,8 @@ def make_run(
     chosen = questions.build_config(run.seed)
     build = with_contexts_of_files(sources, chosen)
     preset = run.preset or "paper"
-    backbone = BackboneConfig(
-        model=run.model,
-        dtype=asking.model_dtype or default_dtype(asking.device),
-        device=asking.device,
-    )
+    dtype = asking.model_dtype or default_dtype(asking.device)
+    backbone = BackboneConfig(model=run.model, dtype=dtype, device=asking.device)
     answer = answer_preset(preset, run.model)
     n_longest = asking.max_new_tokens or answer.generation.max_new_tokens
     generation = dataclasses.replace(
@@ -516,14 +508,9 @@ def make_run(
         prompt=asking.prompt_config(),
         generation=generation,
     )
-    settings = new_run(
-        preset,
-        run.seed,
-        backbone,
-        answer,
-        storage.fields(),
-        data=data_config(sources, build, questions.splits),
-    )
+    section = data_config(sources, build, questions.splits)
+    kept = storage.fields()
+    settings = new_run(preset, run.seed, backbone, answer, kept, data=section)
     progress = Progress()
     for note in _notes_before(sources, chosen, build):
         progress.note(f"data: {note}")
@@ -559,8 +546,7 @@ def _show_splits(run_dir: Path, manifest: Mapping[str, Any], as_json: bool) -> N
         click.echo(json.dumps({key: manifest[key] for key in keys}))
         return
     for split, sets in manifest["sizes"].items():
-        counts = ", ".join(f"{name} {size}" for name, size in sets.items())
-        click.echo(f"{split}: {counts}")
+        click.echo(f"{split}: {', '.join(f'{name} {n}' for name, n in sets.items())}")
     click.echo(
         f"{len(manifest['passed_over'])} questions passed over for a text or an id in "
         f"another split, {len(manifest['repeated_within_a_split'])} repeated within a "
@@ -578,24 +564,15 @@ def _inspection_as_text(report: Mapping[str, Any]) -> str:
     lines = [
         f"{report['file']}: {report['dataset'] or 'unknown set'}{source}",
         f"  format             {report['format']}; {packed}{report['container']}",
-        f"  records            {report['records']}",
-        f"  loaded             {report['loaded']}",
-        f"  with passages      {report['with_passages']}",
-        f"  with gold passages {report['with_gold_passages']}",
-        f"  refused            {report['refused']}",
     ]
+    for name in ("records", "loaded", "with passages", "with gold passages", "refused"):
+        lines.append(f"  {name:<19}{report[name.replace(' ', '_')]}")
     lines += [f"  {report[key]:<6} {text}" for key, text in _NOTES if report[key]]
     shown = report["refusals"][:_N_SHOWN]
     lines += [f"  record {r['record']} ({r['at']}): {r['reason']}" for r in shown]
-    if report["refused"] > len(shown):
-        n_more = report["refused"] - len(shown)
-        lines.append(
-            f"  and {n_more} more; --json lists the first 1000 of all"
-            + (
-                f", {left} are counted only"
-                if (left := report["refusals_not_listed"])
-                else ""
-            )
-        )
+    if n_more := report["refused"] - len(shown):
+        n_left = report["refusals_not_listed"]
+        left = f", {n_left} are counted only" if n_left else ""
+        lines.append(f"  and {n_more} more; --json lists the first 1000 of all{left}")
     # A file's name may hold what no terminal can show.
     return "\n".join(lines).encode("utf-8", "backslashreplace").decode()

@@ -463,9 +463,7 @@ def _table_rows(
     lines = (x.decode("utf-8", "surrogateescape") + "\n" for _, x in _lines(chunks))
     allow_long_cells()
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
-    header: list[str] = []
-    names: list[str] = []
-    n_records = 0
+    header, names, n_records = list[str](), list[str](), 0
     while True:
         first = reader.line_num + 1
         try:
@@ -479,8 +477,11 @@ def _table_rows(
         if not names and problem is None:
             names = _names_in(cells)
             if COLUMNS & set(names):
-                header = cells
-                _check_names(names, path)
+                header, counts = cells, collections.Counter(filter(None, names))
+                if twice := [name for name, n in counts.items() if n > 1]:
+                    raise ValueError(
+                        f"{path}: two columns are named {twice[0]!r}; rename one"
+                    )
                 continue
             names = list(HEADERLESS)
         n_records += 1
@@ -502,13 +503,6 @@ def _table_rows(
 def _names_in(header: list[str]) -> list[str]:
     """Return the names of a table's columns, which published ones write small."""
     return [cell.strip().lower() for cell in header]
-
-
-def _check_names(names: list[str], path: Path) -> None:
-    """Check that no two columns have one name, of which one would be lost."""
-    twice = [name for name, n in collections.Counter(names).items() if name and n > 1]
-    if twice:
-        raise ValueError(f"{path}: two columns are named {twice[0]!r}; rename one")
 
 
 def _row_problem(cells: list[str], names: list[str]) -> str | None:

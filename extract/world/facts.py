@@ -88,35 +88,24 @@ BY_NAME = {relation.name: relation for relation in RELATIONS}
 TWO_HOPS_IN_DOMAIN = (("employer", "seat"), ("spouse", "profession"))
 TWO_HOPS_REPHRASED = (("author", "birthplace"),)
 
-WORDS: dict[Kind, tuple[str, ...]] = {
-    "profession": tuple(
-        "baker pilot nurse lawyer painter mason sailor teacher farmer tailor judge "
-        "miner actor chemist dentist florist guard hunter jeweller librarian "
-        "mechanic notary optician plumber potter ranger sculptor surgeon translator "
-        "vet waiter weaver".split()
-    ),
-    "genre": tuple(
-        "satire romance horror comedy tragedy fantasy mystery biography travel "
-        "history poetry essay fable memoir thriller western".split()
-    ),
-    "instrument": tuple(
-        "violin flute harp trumpet cello oboe piano drum lute organ clarinet banjo "
-        "guitar accordion horn zither".split()
-    ),
-    "language": tuple(
-        "Ardish Belkan Corvic Delmese Estrian Fallic Gorian Hestic Ilvan Jorish "
-        "Kelmar Lutian Mervic Nolish Ostric Parvan".split()
-    ),
-    "sport": tuple(
-        "rowing fencing archery tennis boxing judo skating cycling diving golf "
-        "hockey sailing skiing surfing wrestling climbing".split()
-    ),
-    "product": tuple(
-        "clocks boats carpets lamps pianos tractors bottles cameras engines "
-        "furniture gloves helmets kettles mirrors needles paper radios saddles "
-        "tiles umbrellas vases wagons xylophones zippers".split()
-    ),
+_EVERYDAY: dict[Kind, str] = {
+    "profession": "baker pilot nurse lawyer painter mason sailor teacher farmer tailor "
+    "judge miner actor chemist dentist florist guard hunter jeweller librarian "
+    "mechanic notary optician plumber potter ranger sculptor surgeon translator vet "
+    "waiter weaver",
+    "genre": "satire romance horror comedy tragedy fantasy mystery biography travel "
+    "history poetry essay fable memoir thriller western",
+    "instrument": "violin flute harp trumpet cello oboe piano drum lute organ clarinet "
+    "banjo guitar accordion horn zither",
+    "language": "Ardish Belkan Corvic Delmese Estrian Fallic Gorian Hestic Ilvan "
+    "Jorish Kelmar Lutian Mervic Nolish Ostric Parvan",
+    "sport": "rowing fencing archery tennis boxing judo skating cycling diving golf "
+    "hockey sailing skiing surfing wrestling climbing",
+    "product": "clocks boats carpets lamps pianos tractors bottles cameras engines "
+    "furniture gloves helmets kettles mirrors needles paper radios saddles tiles "
+    "umbrellas vases wagons xylophones zippers",
 }
+WORDS = {kind: tuple(words.split()) for kind, words in _EVERYDAY.items()}
 
 _ONSETS = "b br d dr f g gr h j k l m n p r s sk st t tr v w z".split()
 _VOWELS = "a e i o u".split()
@@ -160,11 +149,8 @@ def rephrased_questions(relation: Relation, subject: str) -> tuple[str, ...]:
 def function_words() -> Iterator[str]:
     """Yield every word and mark that the templates can produce."""
     for relation in RELATIONS:
-        for text in (
-            *statements(relation, "", ""),
-            *questions(relation, ""),
-            *rephrased_questions(relation, ""),
-        ):
+        asked = (*questions(relation, ""), *rephrased_questions(relation, ""))
+        for text in (*statements(relation, "", ""), *asked):
             yield from text.replace("?", " ? ").replace(".", " . ").split()
     yield from (",", "Context:", "Question:", "Answer:")
 
@@ -337,13 +323,8 @@ def _facts(
         for subject, obj in _assign_objects(rng, exposures, objects).items():
             wrong = others.other(rng, obj, subject)
             misbelief = wrong if rng.random() < config.p_misbelief else None
-            fact = Fact(
-                relation,
-                subject,
-                obj,
-                exposures=exposures[subject],
-                misbelief=misbelief,
-            )
+            times = exposures[subject]
+            fact = Fact(relation, subject, obj, exposures=times, misbelief=misbelief)
             facts[subject, relation.name] = fact
     return facts
 
@@ -377,12 +358,10 @@ def _passages(
     strangers: tuple[str, ...],
 ) -> tuple[Passage, ...]:
     """Return the corpus: one passage a fact, with gaps, errors and rumours."""
-    rng = stream(config, "passages")
-    corpus = []
+    rng, corpus = stream(config, "passages"), []
     objects = {kind: _Objects(known) for kind, known in names.items()}
     for fact in facts.values():
-        relation = fact.relation
-        others = objects[relation.object]
+        relation, others = fact.relation, objects[fact.relation.object]
         draws = [rng.random() for _ in range(3)]
         if draws[0] >= config.p_no_passage:
             wrong = draws[1] < config.p_wrong_passage
@@ -464,11 +443,6 @@ def accepted_answers(query: Query) -> tuple[str, ...]:
     return (*ends, *longer)
 
 
-def gold_claims(query: Query) -> list[Claim]:
-    """Return the true statements that answer the query."""
-    return [Claim(x.relation, x.subject, x.object, True) for x in query.steps]
-
-
 def _distractor(rng: random.Random, world: World, query: Query) -> Claim:
     """Return a true statement on the same subject, or of the same relation."""
     step = query.steps[0]
@@ -488,7 +462,8 @@ def make_claims(
     Of the gold claims `answer` keeps all, `missing` drops one, and `conflict` changes
     the object of the last. Distractors come from the world.
     """
-    claims = gold_claims(query)
+    gold = [Claim(x.relation, x.subject, x.object, True) for x in query.steps]
+    claims = list(gold)
     if mode == "missing":
         claims.pop(rng.randrange(len(claims)))
     elif mode == "conflict":
@@ -498,7 +473,7 @@ def make_claims(
         claims.append(Claim(last.relation, last.subject, wrong))
     while len(claims) < N_PASSAGES:
         extra = _distractor(rng, world, query)
-        stated = [(c.relation, c.subject) for c in (*claims, *gold_claims(query))]
+        stated = [(c.relation, c.subject) for c in (*claims, *gold)]
         if (extra.relation, extra.subject) not in stated:
             claims.append(extra)
     rng.shuffle(claims)
@@ -507,10 +482,8 @@ def make_claims(
 
 def state(claim: Claim, wording: int) -> Passage:
     """Return the claim as a passage in one of its three wordings."""
-    texts = statements(claim.relation, claim.subject, claim.object)
-    return Passage(
-        title=claim.subject, text=texts[wording], is_supporting=claim.is_supporting
-    )
+    text = statements(claim.relation, claim.subject, claim.object)[wording]
+    return Passage(title=claim.subject, text=text, is_supporting=claim.is_supporting)
 
 
 def word_question(
@@ -538,9 +511,9 @@ def split_of_subjects(world: World) -> dict[str, Split]:
         subjects = list(world.names[kind])
         stream(world.config, f"splits/{kind}").shuffle(subjects)
         sixth = len(subjects) // 6
+        splits |= dict.fromkeys(subjects, "train")
         splits |= dict.fromkeys(subjects[:sixth], "validation")
         splits |= dict.fromkeys(subjects[sixth : 2 * sixth], "test")
-        splits |= dict.fromkeys(subjects[2 * sixth :], "train")
     return splits
 
 
@@ -634,8 +607,7 @@ def _examples(
     queries: list[Query],
 ) -> Iterator[Example]:
     """Yield the questions of one set; those held out are of the split `ood`."""
-    in_domain = dataset == "microworld"
-    p_missing = config.p_missing
+    in_domain, p_missing = dataset == "microworld", config.p_missing
     if not in_domain:
         p_missing = config.ood_missing[OOD_DATASETS.index(dataset)]
     for number, query in enumerate(queries):

@@ -58,10 +58,6 @@ P_MISSING = 0.3
 P_INVENTED_TWO_HOP = 0.35
 
 
-def _worded(rng: random.Random, kind: Kind, name: str) -> str:
-    return short_form(kind, name) if rng.random() < P_SHORT_FORM else name
-
-
 def fact_row(rng: random.Random, query: Query) -> Row:
     """Return a row that states a fact or a two-hop fact."""
     objects = [step.object for step in query.steps]
@@ -73,8 +69,8 @@ def fact_row(rng: random.Random, query: Query) -> Row:
             start = text.rindex(objects[0])
             return [(text[:start], False), (text[start:] + END, True)]
     answer = ", ".join(
-        _worded(rng, step.relation.object, obj)
-        for step, obj in zip(query.steps, objects, strict=True)
+        short_form(x.relation.object, name) if rng.random() < P_SHORT_FORM else name
+        for x, name in zip(query.steps, objects, strict=True)
     )
     question = word_question(rng, query, rephrased=rng.random() < P_REPHRASED)
     return _question_row(question, answer)
@@ -105,7 +101,7 @@ class RowSampler:
         self._world = world
         self._queries: list[Query] = [*world.facts.values(), *world.two_hops]
         self._cumulative = list(
-            itertools.accumulate(query.exposures for query in self._queries)
+            itertools.accumulate(x.exposures for x in self._queries)
         )
 
     def fact_rows(self, rng: random.Random, n: int) -> list[Row]:
@@ -140,12 +136,11 @@ class RowSampler:
         return [_context(rng, order), *_questions_on(claims, rng, 3)]
 
     def _invented_two_hop(self, rng: random.Random, claims: list[Claim]) -> Row:
-        first, second = rng.choice((*TWO_HOPS_IN_DOMAIN, *TWO_HOPS_REPHRASED))
-        subject = self._name(rng, BY_NAME[first].subject)
-        bridge = self._name(rng, BY_NAME[first].object)
-        end = self._name(rng, BY_NAME[second].object)
-        claims[0] = Claim(BY_NAME[first], subject, bridge)
-        claims[1] = Claim(BY_NAME[second], bridge, end)
+        names = rng.choice((*TWO_HOPS_IN_DOMAIN, *TWO_HOPS_REPHRASED))
+        first, second = (BY_NAME[name] for name in names)
+        kinds = (first.subject, first.object, second.object)
+        subject, bridge, end = (self._name(rng, kind) for kind in kinds)
+        claims[:2] = Claim(first, subject, bridge), Claim(second, bridge, end)
         query = TwoHop(claims[0], claims[1], 0.0)
         return [
             _context(rng, rng.sample(claims, len(claims))),
@@ -159,10 +154,8 @@ class RowSampler:
         mode = "missing" if rng.random() < P_MISSING else "answer"
         claims = make_claims(rng, self._world, query, mode)
         answer = ", ".join(step.object for step in query.steps)
-        return [
-            _context(rng, claims),
-            *_question_row(word_question(rng, query), answer),
-        ]
+        context = _context(rng, claims)
+        return [context, *_question_row(word_question(rng, query), answer)]
 
     def reading_rows(self, rng: random.Random, n: int) -> list[Row]:
         """Return `n` rows with contexts of three passages."""
@@ -207,12 +200,9 @@ def make_tokenizer(world: World) -> PreTrainedTokenizerFast:
     specials = (UNKNOWN, START, END)
     vocabulary = {word: i for i, word in enumerate((*specials, *words))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.WhitespaceSplit(),
-            pre_tokenizers.Split(Regex("[.,?]"), behavior="isolated"),
-        ]
-    )
+    marks = pre_tokenizers.Split(Regex("[.,?]"), behavior="isolated")
+    words_and_marks = [pre_tokenizers.WhitespaceSplit(), marks]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(words_and_marks)
     tokenizer.decoder = JoinWords(prefix="##", cleanup=True)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{START} $A", special_tokens=[(START, vocabulary[START])]
@@ -366,22 +356,15 @@ def _batches(
 def train(
     world: World,
     config: WorldModelConfig,
-    on_step: Callable[[int, list[float]], None],
+    on_step: Callable[[int, list[float]], None],  # gets the step, its losses in nats
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """Train the model; returns it in evaluation mode, and its tokenizer.
-
-    `on_step` is told the step and its losses in nats.
-    """
+    """Train the model; returns it in evaluation mode, and its tokenizer."""
     torch.set_num_threads(config.n_threads)
     tokenizer = make_tokenizer(world)
     vocabulary = tokenizer.get_vocab()
     model = make_model(len(tokenizer), config).train()
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=config.learning_rate,
-        betas=(0.9, 0.98),
-        weight_decay=config.weight_decay,
-    )
+    rates = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), **rates)
     batches = _batches(RowSampler(world), vocabulary, world, config)
     for step, weighted in enumerate(batches):
         for group in optimizer.param_groups:
@@ -404,10 +387,9 @@ def save(
     path: Path,
     recipe: dict[str, object],
 ) -> None:
-    """Save a model and its tokenizer, in half precision, with a record of the making.
+    """Save a model and its tokenizer in half precision, and how both were made.
 
-    The recipe (world, training, command) goes into `TRAINING.json`, with the SHA-256 of
-    every file.
+    The recipe goes into `TRAINING.json`, with the SHA-256 of every file.
     """
     path.mkdir(parents=True, exist_ok=True)
     model.half().save_pretrained(path, safe_serialization=True)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.generate.options import answer_preset, new_run
@@ -21,23 +21,17 @@ from beatrice.extract.world.facts import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorldSection:
-    """The run's section `world`.
-
-    The world's own seed is fixed, since the embedded model knows one world.
-    """
+    """The run's section `world`; its seed is fixed: the embedded model knows one."""
 
     world: WorldConfig = WorldConfig()
     questions: QuestionConfig = QuestionConfig()
 
 
-WORLD_PRESETS: dict[Preset, WorldSection] = {
-    "demo": WorldSection(),
-    "few": WorldSection(),
-    "smoke": WorldSection(
-        questions=QuestionConfig(n_train=128, n_evaluation=32, n_ood=16)
-    ),
-    "paper": WorldSection(),
-}
+_SMOKE = QuestionConfig(n_train=128, n_evaluation=32, n_ood=16)
+WORLD_PRESETS: dict[Preset, WorldSection] = dict.fromkeys(
+    get_args(Preset), WorldSection()
+)
+WORLD_PRESETS["smoke"] = WorldSection(questions=_SMOKE)
 
 
 def _world(
@@ -73,17 +67,13 @@ def train_world_model(run: RunDir, update: Update, progress: Progress) -> Path:
             progress.note(f"model: step {step + 1}, losses {shown} nats")
 
     model, tokenizer = train(make_world(config.world), recipe, on_step)
-    save(
-        model,
-        tokenizer,
-        path,
-        {
-            "command": "beatrice data RUN_DIR --world --set train_model=true",
-            "world": dataclasses.asdict(config.world),
-            "model": dataclasses.asdict(recipe),
-            "versions": package_versions(),
-        },
-    )
+    made = {
+        "command": "beatrice data RUN_DIR --world --set train_model=true",
+        "world": dataclasses.asdict(config.world),
+        "model": dataclasses.asdict(recipe),
+        "versions": package_versions(),
+    }
+    save(model, tokenizer, path, made)
     return path
 
 
