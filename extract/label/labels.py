@@ -47,7 +47,7 @@ RULES: dict[Match, str] = {"exact": "exact match", "containment": "containment"}
 FEW = 10  # validation answers of the rarer class, below which numbers say little
 ENOUGH = 150  # right training answers of a setting, and wrong ones
 _WORDS = {True: "correct", False: "incorrect"}
-_CLOSED = ("yes", "no", "noanswer")
+_CLOSED = {"yes", "no", "noanswer"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,15 +90,13 @@ def token_f1(answer: str, golds: Sequence[str]) -> float:
     As in HotpotQA's script and FlashRAG: yes, no and noanswer have nothing in common
     with longer texts, and two texts of which nothing is left score 0.
     """
-    return max(_pair_f1(normalise(answer), normalise(gold)) for gold in golds)
-
-
-def _pair_f1(answer: str, gold: str) -> float:
-    if answer != gold and (answer in _CLOSED or gold in _CLOSED):
-        return 0.0
-    words, wanted = answer.split(), gold.split()
-    common = sum((collections.Counter(words) & collections.Counter(wanted)).values())
-    return 2 * common / (len(words) + len(wanted)) if common else 0.0
+    best, text = 0.0, normalise(answer)
+    for gold in map(normalise, golds):
+        if text == gold or not {text, gold} & _CLOSED:
+            words, wanted = (collections.Counter(x.split()) for x in (text, gold))
+            n_common = (words & wanted).total()
+            best = max(best, 2 * n_common / max(1, words.total() + wanted.total()))
+    return best
 
 
 def stands_in_context(example: Example, answer: Answer) -> bool:
@@ -137,14 +135,15 @@ def pair_answers(
 ) -> list[tuple[Example, Answer]]:
     """Return every answer with its question, in the order of the answers."""
     by_id = {example.id: example for example in _checked(examples, Example)}
-    answers = _checked(answers, Answer)
-    unknown = next((a.example_id for a in answers if a.example_id not in by_id), None)
-    if unknown is not None:
-        raise ValueError(
-            f"an answer is to the question {unknown!r}, which is not among the "
-            f"{len(by_id)} questions given"
-        )
-    return [(by_id[answer.example_id], answer) for answer in answers]
+    pairs = []
+    for answer in _checked(answers, Answer):
+        if answer.example_id not in by_id:
+            raise ValueError(
+                f"an answer is to the question {answer.example_id!r}, which is not "
+                f"among the {len(by_id)} questions given"
+            )
+        pairs.append((by_id[answer.example_id], answer))
+    return pairs
 
 
 def _checked(records: Iterable[RecordT], kind: type[RecordT]) -> list[RecordT]:
@@ -331,8 +330,9 @@ def count_correct(
 
     In the order of the labels; an answer without a label counts in neither number.
     """
-    counts: dict[tuple[str, str, str, str], list[int]] = {}
+    rows: dict[tuple[str, str, str, str], dict[str, Any]] = {}
     by_id = {example.id: example for example in examples}
+    names = ("dataset", "split", "setting", "variant", "n", "n_correct")
     for label in labels.values():
         if label.example_id not in by_id:
             raise ValueError(
@@ -341,14 +341,10 @@ def count_correct(
             )
         example = by_id[label.example_id]
         group = (example.dataset, example.split, label.setting, label.variant)
-        tally = counts.setdefault(group, [0, 0])
-        tally[0] += label.label is not None
-        tally[1] += label.label is True
-    names = ("dataset", "split", "setting", "variant")
-    return [
-        {**dict(zip(names, group, strict=True)), "n": n, "n_correct": n_correct}
-        for group, (n, n_correct) in counts.items()
-    ]
+        row = rows.setdefault(group, dict(zip(names, (*group, 0, 0), strict=True)))
+        row["n"] += label.label is not None
+        row["n_correct"] += label.label is True
+    return list(rows.values())
 
 
 def class_counts(
@@ -404,21 +400,23 @@ def shares_in_words(
     counts = count_correct(examples, {label.key: label for label in labels})
     reasons, classes = too_few_answers(counts), class_counts(counts)
     for setting in SETTINGS:
-        n_all = sum(label.setting == setting for label in labels)
-        rows = [row for row in counts if row["setting"] == setting]
-        n, n_correct = (sum(row[key] for row in rows) for key in ("n", "n_correct"))
+        labelled = [label.label for label in labels if label.setting == setting]
+        n_all, n_correct = len(labelled), labelled.count(True)
+        n = n_all - labelled.count(None)
         if not n_all:
             continue
         share = f" ({100 * n_correct / n:.1f} %)" if n else ""
         dropped = f", {n_all - n} without a label" if n < n_all else ""
         yield f"{setting}: {n_correct} of {n} answers correct{share}{dropped}"
         for split in ("train", "validation"):
-            n, n_correct = classes.get((setting, split), (0, 0))
-            if (setting, split) in classes and n_correct in (0, n):
+            if (setting, split) not in classes:
+                continue
+            n, n_correct = classes[setting, split]
+            if n_correct in (0, n):
                 yield _lone_class(setting, split, n, n_correct)
             elif split == "train" and setting in reasons:
                 yield f"{setting}, train: {reasons[setting]}"
-            elif split == "validation" and min(n_correct, n - n_correct) < FEW and n:
+            elif split == "validation" and min(n_correct, n - n_correct) < FEW:
                 yield (
                     f"{setting}, validation: {n_correct} correct and {n - n_correct} "
                     "incorrect answers; what is trained or measured on so few says "
@@ -454,9 +452,9 @@ _WORD = re.compile(r"(in)?correct", re.IGNORECASE | re.ASCII)
 def normalise_reply(text: str) -> str:
     """Return the reply without what may surround its one word.
 
-    Taken away: white space, matching pairs of quotes or emphasis, and at most one full
-    stop or exclamation mark at the end. A hyphen before the word or a question mark
-    behind it stays, since it changes what is said.
+    White space, matching pairs of quotes or emphasis, and at most one full stop or
+    exclamation mark at the end. A hyphen before the word or a question mark behind it
+    stays: it changes what is said.
     """
     text, n_stops = text.strip(), 0
     while True:
@@ -560,36 +558,30 @@ RUBRICS: tuple[Rubric, ...] = (
     Rubric(
         name="strict_semantic",
         opening="You are a strict but fair semantic answer judge.",
-        rules=(
-            "Rules: judge only the final answer; accept aliases, abbreviations, "
-            "spelling variants, and equivalent entity names; mark partial answers "
-            "incorrect when a more specific answer is asked; accept a coarser date "
-            "only at the granularity the question asks; \u201cI don't know\u201d, "
-            "empty, or refusal is Incorrect.\n"
-            "Return exactly one token: Correct or Incorrect."
-        ),
+        rules="Rules: judge only the final answer; accept aliases, abbreviations, "
+        "spelling variants, and equivalent entity names; mark partial answers "
+        "incorrect when a more specific answer is asked; accept a coarser date "
+        "only at the granularity the question asks; \u201cI don't know\u201d, "
+        "empty, or refusal is Incorrect.\n"
+        "Return exactly one token: Correct or Incorrect.",
     ),
     Rubric(
         name="alias_friendly",
         opening="Decide whether the model answer is acceptable for the question.",
-        rules=(
-            "Use an alias-friendly standard: Correct if it refers to the same entity "
-            "or value as any gold answer; Correct if it is a common short name, stage "
-            "name, abbreviation, or harmless formatting variant; Incorrect if it "
-            "names a different entity, relation, time, place, or number, or gives "
-            "only a vague category.\n"
-            "Return exactly: Correct or Incorrect."
-        ),
+        rules="Use an alias-friendly standard: Correct if it refers to the same entity "
+        "or value as any gold answer; Correct if it is a common short name, stage "
+        "name, abbreviation, or harmless formatting variant; Incorrect if it "
+        "names a different entity, relation, time, place, or number, or gives "
+        "only a vague category.\n"
+        "Return exactly: Correct or Incorrect.",
     ),
     Rubric(
         name="decomposed_fact",
         opening="Check whether the model answer satisfies the information need.",
-        rules=(
-            "Procedure: identify the entity, relation, or type of answer the question "
-            "requests; compare the model answer to the gold answer(s); ignore extra "
-            "wording if the final answer is unambiguous.\n"
-            "Output exactly one word: Correct or Incorrect."
-        ),
+        rules="Procedure: identify the entity, relation, or type of answer the "
+        "question requests; compare the model answer to the gold answer(s); ignore "
+        "extra wording if the final answer is unambiguous.\n"
+        "Output exactly one word: Correct or Incorrect.",
     ),
 )
 
@@ -643,17 +635,15 @@ class Judgements:
         """Return, per setting and variant, how many answers got which label."""
         kinds = {True: "n_correct", False: "n_incorrect", None: "n_dropped"}
         names = ("n", *kinds.values(), "n_with_unparsable")
-        tallies: dict[tuple[str, str], dict[str, int]] = {}
+        rows: dict[tuple[str, str], dict[str, Any]] = {}
         for label in self.labels:
+            about = {"setting": label.setting, "variant": label.variant}
             group = (label.setting, label.variant)
-            tally = tallies.setdefault(group, dict.fromkeys(names, 0))
-            tally["n"] += 1
-            tally[kinds[label.label]] += 1
-            tally["n_with_unparsable"] += "unparsable" in label.verdicts
-        return [
-            {"setting": setting, "variant": variant, **tally}
-            for (setting, variant), tally in sorted(tallies.items())
-        ]
+            row = rows.setdefault(group, about | dict.fromkeys(names, 0))
+            row["n"] += 1
+            row[kinds[label.label]] += 1
+            row["n_with_unparsable"] += "unparsable" in label.verdicts
+        return [rows[group] for group in sorted(rows)]
 
 
 def judge_answers(
@@ -698,10 +688,7 @@ def judge_answers(
         pending = [cell for cell in pending if verdicts[cell] == "unparsable"]
     labels = []
     for i, (_, answer) in enumerate(pairs):
-        votes: list[Verdict] = [verdicts[i, r] for r in range(len(rubrics))]
+        votes = [verdicts[i, r] for r in range(len(rubrics))]
         labels.append(label_of(answer, *consensus(votes, config.vote), votes))
-    return Judgements(
-        labels=tuple(labels),
-        n_retried=n_retried,
-        n_unparsable=len(pending),
-    )
+    n_lost = len(pending)
+    return Judgements(labels=tuple(labels), n_retried=n_retried, n_unparsable=n_lost)

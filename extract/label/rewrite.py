@@ -40,9 +40,6 @@ _WORD = re.compile(r"[^\W\d_]+(?:['\u2019][^\W\d_]+)*")
 _SENTENCE_END = re.compile(r"(?:^|[.!?:;\n\u2022]|[-*]\s)[\s\"'\u201c\u2018(\[]*$")
 _POSSESSIVE = re.compile(r"['\u2019]s?$")
 
-# Words of a name may be fewer in the rewrite, as when a middle name is left out.
-_LONGEST_GAP = 2
-
 _NUMBER_WORDS = {
     word: str(number)
     for number, word in enumerate(
@@ -50,8 +47,6 @@ _NUMBER_WORDS = {
         "fourteen fifteen sixteen seventeen eighteen nineteen twenty".split()
     )
 }
-
-_PRONOUN = "one"  # seldom a number: "one of the sons"
 
 # Letters with a stroke and ligatures, which no normal form takes apart.
 _PLAIN = str.maketrans(
@@ -112,8 +107,7 @@ def _numbers(text: str) -> dict[str, str]:
     for match in _NUMBER.finditer(unicodedata.normalize("NFKC", text)):
         numbers.setdefault(_number_value(match.group()), match.group())
     for match in _WORD.finditer(text):
-        value = _NUMBER_WORDS.get(match.group().casefold())
-        if value is not None:
+        if value := _NUMBER_WORDS.get(match.group().casefold()):
             numbers.setdefault(value, match.group())
     return numbers
 
@@ -126,10 +120,9 @@ def _entities(text: str) -> list[str]:
         if not word[0].isupper():
             continue
         opens = _SENTENCE_END.search(text[: match.start()]) is not None
-        if _fold(word) in _OPENERS and (opens or len(word) == 1):
-            continue
-        if _fold(word) in _NUMBER_WORDS:
-            continue  # compared as a number
+        is_opener = _fold(word) in _OPENERS and (opens or len(word) == 1)
+        if is_opener or _fold(word) in _NUMBER_WORDS:
+            continue  # the latter is compared as a number
         if runs and text[runs[-1][-1].end() : match.start()] in (" ", "-"):
             runs[-1].append(match)
         else:
@@ -141,10 +134,10 @@ def _has_name(words: list[str], name: str) -> bool:
     """Return whether a name's words stand in this order, few others between them."""
     wanted = _words(name)
     for start, word in enumerate(words):
-        if word == wanted[0]:
-            window = iter(words[start : start + len(wanted) + _LONGEST_GAP])
-            if all(x in window for x in wanted):
-                return True
+        # A rewrite may leave out up to two words of a name, as a middle name.
+        window = iter(words[start : start + len(wanted) + 2])
+        if word == wanted[0] and all(x in window for x in wanted):
+            return True
     return False
 
 
@@ -154,7 +147,7 @@ def find_additions(rewrite: str, source: str, question: str = "") -> Additions:
     numbers = {
         value: text
         for value, text in _numbers(rewrite).items()
-        if value not in there and text.casefold() != _PRONOUN
+        if value not in there and text.casefold() != "one"  # "one of the sons"
     }
     source_words, question_words = _words(source), _words(question)
     entities = [n for n in _entities(rewrite) if not _has_name(source_words, n)]
@@ -299,10 +292,7 @@ def rewrite_contexts(
 def rewrite_stage(
     run: RunDir, generator: Generator, config: RewriteConfig
 ) -> TextStage[list[Rewrite]]:
-    """Return the stage that rewrites the contexts of a run.
-
-    The questions' file stays as it is; `read_examples` joins the two.
-    """
+    """Return the stage that rewrites a run's contexts; `read_examples` joins them."""
     if "with_context" not in settings_of(run):
         raise ValueError(
             f"{run.path} has closed_book alone, so there is no context to rewrite"

@@ -96,16 +96,12 @@ class Agreement:
     n_undefined: int  # of them without kappa (one class); not in the interval
     reason: str | None  # why kappa is undefined
 
-    @property
-    def rate(self) -> float | None:
-        """Return the share of items rated alike, or None without items."""
-        return self.n_agree / self.n if self.n else None
-
     def in_words(self) -> str:
         """Return one line for a person."""
-        if self.rate is None:
+        if not self.n:
             return "nothing to compare"
-        line = f"{self.n_agree} of {self.n} agree ({100 * self.rate:.1f} %), kappa "
+        share = 100 * self.n_agree / self.n
+        line = f"{self.n_agree} of {self.n} agree ({share:.1f} %), kappa "
         if self.kappa is None:
             return f"{line}undefined: {self.reason}"
         if self.ci_low is None:
@@ -240,18 +236,15 @@ def against_exact_match(
     rows: Sequence[LabelledAnswer], *, seed: int = 0
 ) -> list[dict[str, Any]]:
     """Compare the labels with exact match: over all, and per setting and variant."""
-    groups: dict[tuple[str, str], list[LabelledAnswer]] = {("all", "all"): list(rows)}
-    for row in sorted(rows, key=lambda row: row.group):
-        groups.setdefault(row.group, []).append(row)
     compared = []
-    for (setting, variant), members in groups.items():
-        rated = [(x.label.label, x.exact) for x in members]
-        pairs = [(label, exact) for label, exact in rated if label is not None]
+    for group in [("all", "all"), *sorted({row.group for row in rows})]:
+        members = [row for row in rows if group in (("all", "all"), row.group)]
+        pairs = [(x.label.label, x.exact) for x in members if x.label.label is not None]
         unparsable = [x.label.verdicts.count("unparsable") for x in members]
         compared.append(
             {
-                "setting": setting,
-                "variant": variant,
+                "setting": group[0],
+                "variant": group[1],
                 "n_answers": len(members),
                 "n_dropped": len(members) - len(pairs),
                 "n_unparsable_verdicts": sum(unparsable),
@@ -331,11 +324,8 @@ def _cell(text: str) -> str:
 def _passages(row: LabelledAnswer) -> str:
     """Return the titles and texts that the model saw, a line each."""
     shown = dict(variants_of(row.label.setting, row.example)).get(row.label.variant)
-    return "\n".join(
-        f"{passage.title}: {passage.text}"
-        for i, passage in enumerate(shown or ())
-        if i not in row.answer.dropped
-    )
+    kept = [p for i, p in enumerate(shown or ()) if i not in row.answer.dropped]
+    return "\n".join(f"{passage.title}: {passage.text}" for passage in kept)
 
 
 def write_sample(path: Path, sample: Sequence[LabelledAnswer]) -> None:
@@ -354,15 +344,8 @@ def write_sample(path: Path, sample: Sequence[LabelledAnswer]) -> None:
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(COLUMNS)
     for item, row in enumerate(sample, start=1):
-        cells = (
-            row.example.id,
-            *row.group,
-            row.example.question,
-            " | ".join(row.example.golds),
-            _passages(row),
-            row.answer.text,
-            row.check,
-        )
+        asked = (row.example.question, " | ".join(row.example.golds), _passages(row))
+        cells = (row.example.id, *row.group, *asked, row.answer.text, row.check)
         writer.writerow((item, *map(_cell, cells), ""))
     write_text_atomic(path, stream.getvalue())
 
@@ -382,10 +365,9 @@ class LabelNoise:
     def in_words(self) -> str:
         """Return one line for a person."""
         names = ("right", "wrong") if self.label else ("wrong", "right")
-        line = f"{self.setting}: {self.n_disputed} of {self.n} labelled {names[0]} are "
-        if self.ci_low is None:
-            return f"{line}{names[1]}"
-        return f"{line}{names[1]} [{self.ci_low:.3f}, {self.ci_high:.3f}]"
+        ci = f" [{self.ci_low:.3f}, {self.ci_high:.3f}]" if self.n else ""
+        n_disputed = f"{self.n_disputed} of {self.n}"
+        return f"{self.setting}: {n_disputed} labelled {names[0]} are {names[1]}{ci}"
 
 
 def label_noise(
@@ -457,8 +439,8 @@ def _read_rows(path: Path) -> list[dict[str, str]]:
     missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
     if missing:
         raise ValueError(
-            f"{path}: expected the columns {', '.join(COLUMNS)}; "
-            f"found no {missing[0]!r}"
+            f"{path}: expected the columns {', '.join(COLUMNS)}; found no "
+            f"{missing[0]!r}"
         )
     return [{name: row[name] or "" for name in COLUMNS} for row in reader]
 
@@ -518,10 +500,7 @@ def _answered(run: RunDir) -> tuple[list[Answer], list[Example]]:
 
 
 def label_run(run: RunDir, match: Match | None, progress: Progress) -> None:
-    """Label the run's answers by comparison with golds; writes `labels.jsonl`.
-
-    Another way to compare labels them again; None leaves it as the run has it.
-    """
+    """Label the run's answers by comparison with golds, or (None) as before."""
     if match is not None:
         current_inputs(run, "label")  # labels that a person has changed stay
         settle_again(run, LABEL, lambda _: LabelConfig(match=match))
@@ -582,8 +561,7 @@ def judge_stage(
 ) -> TextStage[Judgements]:
     """Return the stage that labels by the consensus of rubrics of the judge `name`.
 
-    Writes `labels.jsonl` and, beside the judge's replies, `replies/judge.json` with
-    the judge's identity and the counts.
+    Beside the judge's replies, `replies/judge.json` gets its identity and the counts.
     """
     identity = {
         "schema": SCHEMA_VERSION,
@@ -597,18 +575,16 @@ def judge_stage(
         return judge_answers(*_answered(run), generator, replies, config, update)
 
     def write(judgements: Judgements) -> None:
-        counts: dict[str, Any] = {
-            "n_retried": judgements.n_retried,
-            "n_unparsable_verdicts": judgements.n_unparsable,
-            "counts": judgements.counts(),
-        }
-        write_json_atomic(summary, identity | counts)
-        for row in counts["counts"]:
+        n_again, n_lost = judgements.n_retried, judgements.n_unparsable
+        numbers = {"n_retried": n_again, "n_unparsable_verdicts": n_lost}
+        counts = judgements.counts()
+        write_json_atomic(summary, identity | numbers | {"counts": counts})
+        for row in counts:
             progress.note("label: " + ", ".join(f"{k} {v}" for k, v in row.items()))
         _write_labels(run, judgements.labels, progress)
         progress.note(
-            f"label: {judgements.n_retried} replies asked for again, "
-            f"{judgements.n_unparsable} verdicts stayed unparsable"
+            f"label: {n_again} replies asked for again, {n_lost} verdicts stayed "
+            "unparsable"
         )
 
     rule = f"judges: {name}, {config.vote}"
@@ -681,17 +657,17 @@ def audit_labels(run: RunDir, n_sample: int) -> dict[str, Any]:
     """Write what is known about the labels' quality into `audit/`, and return it."""
     rows, seed = _labelled(run), run.seed
     listed = disagreements(rows)
+    file, sample = run.audit / "disagreements.jsonl", run.audit / "sample.csv"
     report = {
         "label_rule": label_rule(run),
         "exact_match": against_exact_match(rows, seed=seed),
         "judges": between_judges(rows, seed=seed),
         "n_disagreements": len(listed),
-        "disagreements": str(run.audit / "disagreements.jsonl"),
-        "sample": str(run.audit / "sample.csv"),
+        "disagreements": str(file),
+        "sample": str(sample),
     }
-    lines = "".join(json.dumps(row) + "\n" for row in listed)
-    write_text_atomic(run.audit / "disagreements.jsonl", lines)
-    write_sample(run.audit / "sample.csv", draw_sample(rows, n_sample, seed=seed))
+    write_text_atomic(file, "".join(json.dumps(row) + "\n" for row in listed))
+    write_sample(sample, draw_sample(rows, n_sample, seed=seed))
     write_json_atomic(run.audit / "audit.json", report)
     return report
 

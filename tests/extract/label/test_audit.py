@@ -57,7 +57,7 @@ def test_kappa_is_agreement_beyond_chance_and_undefined_for_one_class(pairs):
     if result.kappa is None:
         assert len({*first, *second}) == 1
     else:
-        expected = (result.rate - chance) / (1 - chance)
+        expected = (result.n_agree / result.n - chance) / (1 - chance)
         assert result.kappa == pytest.approx(expected, abs=1e-12)
 
 
@@ -88,7 +88,7 @@ def test_resampled_kappas_are_those_of_scikit_learn():
 
 def test_one_class_has_no_kappa_but_a_reason_and_such_resamples_are_counted():
     result = agreement([(True, True)] * 4)
-    assert (result.kappa, result.ci_low, result.rate) == (None, None, 1.0)
+    assert (result.kappa, result.ci_low, result.n_agree) == (None, None, 4)
     assert "one class" in result.reason and "undefined" in result.in_words()
     assert agreement([]).reason == "no items"
     result = agreement([(True, True)] * 2 + [(False, False)], n_bootstrap=5000)
