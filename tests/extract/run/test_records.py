@@ -15,7 +15,6 @@ from beatrice.extract.records import (
     is_safe_name,
     read_records,
     to_json,
-    write_lines,
 )
 from beatrice.extract.run.contents import read_answers, read_examples
 from beatrice.extract.run.directory import NewRun, RunDir
@@ -52,13 +51,10 @@ def with_field(record, name, value):
     return json.dumps(json.loads(to_json(record)) | {name: value})
 
 
-UNKNOWN = "unknown field lable; expected one of example_id, setting"
-
-
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        (with_field(LABEL, "lable", True), UNKNOWN),
+        (with_field(LABEL, "lable", True), "unknown field lable; expected one of exam"),
         ('{"example_id": "q1"}', "missing required field setting"),
         (with_field(LABEL, "setting", "open_book"), "expected one of closed_book"),
         (with_field(LABEL, "label", 1), r"'label': expected bool \| null, found int"),
@@ -73,7 +69,7 @@ def test_a_bad_line_is_named_with_file_and_number(tmp_path, line, complaint):
     path.write_bytes(content.encode("utf-8", "surrogateescape"))
     with pytest.raises(ValueError, match=complaint) as caught:
         list(read_records(path, Label))
-    assert f"{path}, line 2" in str(caught.value)
+    assert str(caught.value).count(f"{path}, line 2") == 1
 
 
 WRONG = [None, True, 1, 1.5, "x", [], ["x"], [1, "x"], [[]], {}, {"x": 1}]
@@ -202,8 +198,7 @@ def test_one_text_twice_in_a_split_is_no_leak(run):
 
 def test_an_answer_to_no_question_of_the_run_is_refused(run):
     write_text_atomic(run.examples, f"{line()}\n")
-    answer = an_answer(example_id="capitals-9")
-    write_text_atomic(run.answers_file, write_lines([answer]))
+    write_text_atomic(run.answers_file, to_json(an_answer(example_id="capitals-9")))
     with pytest.raises(ValueError, match="'capitals-9', which is not in .*examples"):
         read_answers(run)
 
@@ -215,11 +210,12 @@ def row(**changes):
     return ResultRow(**(about | numbers | changes))
 
 
+NO_INTERVAL = {"ci_low": None, "ci_high": None}
+
+
 def test_rows_survive_writing_and_reading(tmp_path):
-    undefined = row(
-        value=None, ci_low=None, ci_high=None, reason="one class only", seed="2"
-    )
-    rows = [row(), undefined, row(detector="[β]", value=1, ci_low=None, ci_high=None)]
+    undefined = row(value=None, **NO_INTERVAL, reason="one class only", seed="2")
+    rows = [row(), undefined, row(detector="[β]", value=1, **NO_INTERVAL)]
     path = tmp_path / "results.jsonl"
     path.write_text(write_rows(rows), encoding="utf-8")
     assert list(read_rows(path)) == rows
@@ -228,9 +224,6 @@ def test_rows_survive_writing_and_reading(tmp_path):
 def test_values_are_rounded_to_six_decimals():
     line = json.loads(write_rows([row(value=2 / 3, ci_low=0.1, ci_high=8 / 9)]))
     assert (line["value"], line["ci_low"], line["ci_high"]) == (0.666667, 0.1, 0.888889)
-
-
-NO_INTERVAL = {"ci_low": None, "ci_high": None}
 
 
 @pytest.mark.parametrize(
@@ -256,41 +249,24 @@ def test_a_row_that_makes_no_sense_is_refused(changes, message):
         row(**changes)
 
 
+ROW = write_rows([row()])
+
+
 @pytest.mark.parametrize(
-    ("new", "message"),
-    [('"value": NaN', "not finite"), ('"score": 0.9', "unknown field score")],
+    ("content", "message"),
+    [
+        ("", "holds no row"),
+        (ROW + ROW.replace("0.9", "NaN", 1), "results.jsonl, line 2.*not finite"),
+        (
+            write_rows([row(), row(seed="1"), row(value=0.75, n=9)]),
+            "lines 1 and 3: two rows for .*champion",
+        ),
+    ],
 )
-def test_a_bad_line_is_named_by_file_and_line(tmp_path, new, message):
-    path = tmp_path / "results.jsonl"
-    good = write_rows([row()])
-    path.write_text(good + good.replace('"value": 0.9', new), encoding="utf-8")
-    with pytest.raises(ValueError, match=message) as caught:
-        list(read_rows(path))
-    assert str(caught.value).count(f"{path}, line 2") == 1
-
-
-def test_two_rows_for_one_number_are_refused(tmp_path):
-    run = RunDir(tmp_path)
-    other = row(value=0.75, n=9)
-    run.results.write_text(write_rows([row(), row(seed="1"), other]))
-    with pytest.raises(ValueError, match="lines 1 and 3: two rows for .*champion"):
+def test_results_without_rows_or_with_a_wrong_one_are_refused(run, content, message):
+    run.results.write_text(content)
+    with pytest.raises(ValueError, match=message):
         read_result_rows(run)
-
-
-def test_a_file_without_rows_is_refused(tmp_path):
-    run = RunDir(tmp_path)
-    run.results.write_text("")
-    with pytest.raises(ValueError, match="holds no row"):
-        read_result_rows(run)
-
-
-def test_rows_that_changed_since_their_stage_are_not_gathered(tmp_path):
-    with RunDir.open(tmp_path / "run", NewRun()) as run:
-        publish(run, "evaluate", [row()], Notes())
-        run.mark_stage("evaluate", {}, 1.0, [rows_file(run, "evaluate")])
-        rows_file(run, "evaluate").write_text(write_rows([row(value=0.75)]))
-        with pytest.raises(ValueError, match="evaluate.jsonl has changed since stage"):
-            publish(run, "control", [row(experiment="controller")], Notes())
 
 
 class Notes(list):
@@ -320,6 +296,9 @@ def test_rows_are_published_until_they_are_out_of_date(tmp_path):
         assert "out of date" in notes[0] and "--ablations" in notes[0]
         publish(run, "ablate", [ablated], notes)
         assert read_result_rows(run) == [ours, ablated]
+        rows_file(run, "evaluate").write_text(write_rows([row(value=0.75)]))
+        with pytest.raises(ValueError, match="evaluate.jsonl has changed since stage"):
+            publish(run, "ablate", [ablated], notes)
 
 
 def test_every_published_row_says_by_which_rule_its_answers_were_labelled(tmp_path):

@@ -103,15 +103,11 @@ def test_shares_are_disjoint_hold_everything_and_keep_its_order(world_size, cost
         assert [items.index(item) for item in share] == sorted(map(items.index, share))
 
 
-def test_a_share_without_costs_is_every_nth_item():
-    assert Share(1, 3).mine(range(8)) == [1, 4, 7]
-    assert Share().mine("abc") == ["a", "b", "c"]
-
-
 def test_shares_by_cost_are_about_as_expensive_where_counts_are_not():
     costs = {"a": 100, "b": 1, "c": 99, "d": 2, "e": 1}
     assert Share(0, 2).mine(costs, costs.get) == ["a", "b", "e"]
     assert Share(1, 2).mine(costs, costs.get) == ["c", "d"]
+    assert Share(1, 2).mine(costs) == ["b", "d"]  # control: every second item
 
 
 # Takes, fills and frees 48 MiB five times; prints the pages that the system gave for

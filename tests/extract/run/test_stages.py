@@ -84,6 +84,17 @@ class Letters:
 PRESETS = {"demo": Letters(n=30), "smoke": Letters(), "paper": Letters(n=300)}
 
 
+def stage_of(name, source, target, work, **options):
+    """Return a stage that reads one file of a run, and writes another."""
+    return Stage(
+        name=name,
+        inputs=lambda run: [run.path / source],
+        outputs=lambda run: [run.path / target],
+        work=work,
+        **options,
+    )
+
+
 def planted(done, *, forecast=None):
     """Return a stage that repeats its input's first letter, and tells that it did."""
 
@@ -92,15 +103,8 @@ def planted(done, *, forecast=None):
         first = (run.path / "in").read_text()[0]
         (run.path / "out").write_text(first * config.n)
 
-    return Stage(
-        name="sweep",
-        inputs=lambda run: [run.path / "in"],
-        outputs=lambda run: [run.path / "out"],
-        work=work,
-        presets=PRESETS,
-        section="letters",
-        forecast=forecast,
-    )
+    options = {"presets": PRESETS, "section": "letters", "forecast": forecast}
+    return stage_of("sweep", "in", "out", work, **options)
 
 
 @pytest.fixture
@@ -127,6 +131,11 @@ def test_a_stage_is_done_once_and_again_when_its_input_or_output_changes(run):
 def test_a_stage_settles_its_section_when_it_is_first_done(run, capsys):
     done = []
     stage = planted(done)
+    (run.path / "in").rename(run.path / "elsewhere")
+    with pytest.raises(ValueError, match="in is missing"):
+        run_stage(stage, run, Progress())
+    assert read_manifest(run.path)["sections"] == {}
+    (run.path / "elsewhere").rename(run.path / "in")
     run_stage(stage, run, Progress(), lambda config: Letters(n=5))
     run_stage(stage, run, Progress())
     assert done == [run.section("letters", Letters)] == [Letters(n=5)]
@@ -136,15 +145,7 @@ def test_a_stage_settles_its_section_when_it_is_first_done(run, capsys):
     assert len(done) == 1
 
 
-def test_a_stage_without_its_input_settles_nothing(run):
-    (run.path / "in").unlink()
-    with pytest.raises(ValueError, match="in is missing"):
-        run_stage(planted([]), run, Progress())
-    assert read_manifest(run.path)["sections"] == {}
-
-
-def test_a_forecast_does_nothing_and_settles_nothing(run):
-    run.close()
+def test_a_forecast_does_nothing_settles_nothing_and_asks_nobody_who_holds_it(run):
     done, calls, before = [], [], run.manifest.read_bytes()
 
     def forecast(run, config):
@@ -157,17 +158,12 @@ def test_a_forecast_does_nothing_and_settles_nothing(run):
     assert done == [] and calls == [Letters(n=5)]
     assert run.manifest.read_bytes() == before
     assert not (run.path / "out").exists()
-    do(run.path, stage)
-    assert "already done, nothing is left to forecast" in forecast_stage(
-        run.path, stage
-    )
-
-
-def test_a_forecast_asks_nobody_who_holds_the_run(run):
-    stage = planted([], forecast=lambda run, config: Forecast(stage="sweep", basis="x"))
-    assert "a dry run" in forecast_stage(run.path, stage)  # `run` is open
     with pytest.raises(InUse):
         do(run.path, stage)
+    run.close()
+    do(run.path, stage)
+    output = forecast_stage(run.path, stage)
+    assert "already done, nothing is left to forecast" in output
 
 
 def test_whether_a_stage_is_done_is_read_beside_whoever_holds_the_run(run):
@@ -187,12 +183,7 @@ def chain(done):
             done.append(name)
             (run.path / target).write_text((run.path / source).read_text() * 2)
 
-        return Stage(
-            name=name,
-            inputs=lambda run: [run.path / source],
-            outputs=lambda run: [run.path / target],
-            work=work,
-        )
+        return stage_of(name, source, target, work)
 
     return (
         copies("in", "sweep.json", "sweep"),
@@ -245,12 +236,7 @@ def label_stage(text):
     def work(run, config, update, progress):
         run.labels.write_text(text)
 
-    return Stage(
-        name="label",
-        inputs=lambda run: [run.path / "in"],
-        outputs=lambda run: [run.labels],
-        work=work,
-    )
+    return stage_of("label", "in", "labels.jsonl", work)
 
 
 def test_what_a_person_corrected_is_neither_read_nor_replaced(run):
