@@ -191,20 +191,15 @@ def flipped_bits(path, seed):
     path.write_bytes(intact)
 
 
-def test_every_flipped_bit_of_a_shard_is_detected(tmp_path):
+def test_every_flipped_bit_of_a_shard_and_one_in_anothers_place_is_found(tmp_path):
     store, _ = filled_store(tmp_path)
-    first = slice(*store.spec.range_examples[:2])
-    for _ in flipped_bits(tmp_path / store.shard_keys(0, "prob")[0], seed=3):
+    shards = [tmp_path / store.shard_keys(r, "prob")[0] for r in (0, 1, 6)]
+    for _ in flipped_bits(shards[0], seed=3):
         with pytest.raises(ValueError, match="range 0 .* damaged"):
-            read_family(store, "prob", first)
-
-
-def test_a_shard_swapped_with_another_is_found_by_verify(tmp_path):
-    store, _ = filled_store(tmp_path)
-    first, second = (tmp_path / store.shard_keys(r, "prob")[0] for r in (1, 6))
-    shutil.copy(first, second)
-    problems = verify(store)
-    assert len(problems) == 1 and problems[0].startswith("range 6 ")
+            read_family(store, "prob", slice(*store.spec.range_examples[:2]))
+    shutil.copy(*shards[1:])
+    (problem,) = verify(store)
+    assert problem.startswith("range 6 ")
 
 
 @pytest.mark.parametrize("name", ["index.json", "examples.safetensors"])
@@ -213,35 +208,28 @@ def test_a_damaged_index_is_refused_by_name(tmp_path, name):
     for _ in flipped_bits(tmp_path / name, seed=4):
         with pytest.raises(ValueError, match=name):
             open_store(tmp_path)
+    (tmp_path / name).write_text("[" * 10**5 + "]" * 10**5)
+    with pytest.raises(ValueError, match=f"{name} is .*damaged"):
+        open_store(tmp_path)
     (tmp_path / name).unlink()
     with pytest.raises(ValueError, match=name):
         open_store(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"crc32": []}', "[" * 10**5])
-def test_an_unreadable_commit_record_is_a_problem(tmp_path, content):
+def test_an_unreadable_commit_record_and_a_stray_file_among_them_are_named(tmp_path):
     store, _ = filled_store(tmp_path)
-    (tmp_path / store.commit_key(2)).write_text(content)
-    (problem,) = verify(store)
-    assert "unreadable commit record" in problem
-
-
-@pytest.mark.parametrize("name", [".DS_Store", "000001.json.bak", "notes.json"])
-def test_a_stray_file_among_the_commit_records_is_named(tmp_path, name):
-    store, _ = filled_store(tmp_path)
-    stray = (tmp_path / store.commit_key(0)).parent / name
-    stray.write_text("")
-    with pytest.raises(ValueError, match=f"{name} is no commit record.*delete"):
-        done_ranges(store)
-    stray.unlink()
+    record = tmp_path / store.commit_key(2)
+    for content in ("{", "[]", "{}", '{"crc32": []}', "[" * 10**5):
+        record.write_text(content)
+        (problem,) = verify(store)
+        assert "unreadable commit record" in problem
+    for name in (".DS_Store", "000001.json.bak", "notes.json"):
+        stray = record.with_name(name)
+        stray.write_text("")
+        with pytest.raises(ValueError, match=f"{name} is no commit record.*delete"):
+            done_ranges(store)
+        stray.unlink()
     assert len(done_ranges(store)) == store.spec.n_ranges
-
-
-def test_an_index_nested_too_deeply_is_damaged(tmp_path):
-    filled_store(tmp_path)
-    (tmp_path / "index.json").write_text("[" * 10**5 + "]" * 10**5)
-    with pytest.raises(ValueError, match="index.json is damaged"):
-        open_store(tmp_path)
 
 
 def test_damaged_array_metadata_are_refused(tmp_path):
@@ -255,7 +243,7 @@ def test_damaged_array_metadata_are_refused(tmp_path):
         open_store(tmp_path)
 
 
-def test_the_same_store_is_continued_and_another_one_refused(tmp_path):
+def test_the_same_store_is_continued_and_another_or_wrong_signals_refused(tmp_path):
     store, signals = filled_store(tmp_path)
     before = files_under(tmp_path)
     again = create_store(tmp_path, spec_of())
@@ -265,12 +253,10 @@ def test_the_same_store_is_continued_and_another_one_refused(tmp_path):
         create_store(tmp_path, spec_of(fingerprint={"model": "tiny", "revision": "2"}))
     with pytest.raises(ValueError, match="rows_per_shard is 64, not 128"):
         create_store(tmp_path, spec_of(rows_per_shard=128))
+    short = {name: values[:10] for name, values in signals.items()}
+    with pytest.raises(ValueError, match="range 0 .* needs .*found"):
+        write_range(store, 0, short)
     assert files_under(tmp_path) == before
-
-
-def test_writing_to_s3_is_refused():
-    with pytest.raises(ValueError, match="cannot be written to s3://bucket/run/"):
-        create_store("s3://bucket/run", spec_of())
 
 
 @pytest.mark.parametrize(
@@ -287,15 +273,6 @@ def test_a_spec_that_contradicts_itself_is_refused(changes, complaint):
         dataclasses.replace(spec_of(), **changes)
 
 
-def test_wrong_signals_leave_the_store_as_it_was(tmp_path):
-    store, signals = filled_store(tmp_path)
-    before = files_under(tmp_path)
-    short = {name: values[:10] for name, values in signals.items()}
-    with pytest.raises(ValueError, match="range 0 .* needs .*found"):
-        write_range(store, 0, short)
-    assert files_under(tmp_path) == before
-
-
 def test_an_unknown_family_or_layer_is_refused(tmp_path):
     store, _ = filled_store(tmp_path)
     with pytest.raises(ValueError, match="no family 'resid'; it has hidden, prob"):
@@ -306,9 +283,11 @@ def test_an_unknown_family_or_layer_is_refused(tmp_path):
         read_family(store, "prob", layer=0)
 
 
-def test_a_path_and_its_url_name_the_same_place(tmp_path):
+def test_a_path_and_its_url_name_the_same_place_and_s3_is_refused(tmp_path):
     assert as_url(tmp_path) == as_url(f"file://{tmp_path}/")
     assert as_url(Path("runs")) == f"file://{Path.cwd()}/runs/"
+    with pytest.raises(ValueError, match="cannot be written to s3://bucket/run/"):
+        create_store("s3://bucket/run", spec_of())
 
 
 def rows_of(n=200, d=64, seed=0):
@@ -326,9 +305,7 @@ def test_an_int8_channel_is_off_by_at_most_half_a_step_of_its_token():
     # A few float32 roundings beside the half step.
     assert (error <= 0.5001 * step[:, None]).all()
     assert error.max() > 0  # it is lossy: the bound above is not met by doing nothing
-
-
-def test_the_largest_channel_and_tokens_of_zeros_survive_int8():
+    # The largest channel and tokens of zeros survive.
     values = np.zeros((3, 5), np.float32)
     values[0] = [1, -2, 0, 4, -127]
     values[1, 2] = -1e-20
