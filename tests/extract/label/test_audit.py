@@ -67,8 +67,7 @@ def test_the_interval_is_that_of_resampling_items_one_by_one():
     second = np.where(rng.random(100) < 0.1, ~first, first)
     pairs = list(zip(first.tolist(), second.tolist(), strict=True))
     result = agreement(pairs, n_bootstrap=20_000)
-    drawn = rng.integers(0, 100, (20_000, 100))
-    a, b = first[drawn], second[drawn]
+    a, b = np.stack([first, second])[:, rng.integers(0, 100, (20_000, 100))]
     cells = [(a & b), (a & ~b), (~a & b), (~a & ~b)]
     drawn_kappas = kappas(np.stack([cell.sum(axis=1) for cell in cells], axis=-1))
     expected = np.quantile(drawn_kappas, (0.025, 0.975))
@@ -77,7 +76,7 @@ def test_the_interval_is_that_of_resampling_items_one_by_one():
     assert result.ci_low < result.kappa < result.ci_high
 
 
-def test_resampled_kappas_are_those_of_scikit_learn():
+def test_kappas_of_tables_are_those_of_scikit_learn():
     tables = np.array([[5, 0, 0, 5], [4, 4, 4, 4], [0, 5, 5, 0], [9, 2, 1, 3]])
     pairs = ([1, 1, 0, 0], [1, 0, 1, 0])
     expected = [cohen_kappa_score(*pairs, sample_weight=table) for table in tables]
@@ -154,24 +153,17 @@ def cells_of(path):
 
 def test_the_sample_shows_the_passages_that_the_model_saw_and_no_verdict(tmp_path):
     closed, shown = many(2)
-    passages = tuple(Passage(title=x, text=x) for x in ("seen", "left out"))
+    path, long = tmp_path / "sample.csv", "a" * 200_000
+    passages = tuple(Passage(title=x, text=long) for x in ("seen", "left out"))
     example = msgspec.structs.replace(shown.example, passages=passages)
     answer = msgspec.structs.replace(shown.answer, dropped=(1,))
-    shown = dataclasses.replace(shown, example=example, answer=answer)
-    write_sample(tmp_path / "sample.csv", [closed, shown])
-    cells = cells_of(tmp_path / "sample.csv")
-    assert [row["passages"] for row in cells] == ["", "seen: seen"]
+    sample = [closed, dataclasses.replace(shown, example=example, answer=answer)]
+    write_sample(path, sample)
+    write_sample(path, sample)  # which reads it again
+    cells = cells_of(path)
+    assert [row["passages"] for row in cells] == ["", f"seen: {long}"]
     assert [row["human"] for row in cells] == ["", ""]
-    assert "correct" not in (tmp_path / "sample.csv").read_text()
-
-
-def test_a_passage_of_any_length_is_read_again(tmp_path):
-    _, shown = many(2)
-    long = (Passage(title="", text="a" * 200_000),)
-    example = msgspec.structs.replace(shown.example, passages=long)
-    for _ in range(2):
-        rows = [dataclasses.replace(shown, example=example)]
-        write_sample(tmp_path / "sample.csv", rows)
+    assert "correct" not in path.read_text()
 
 
 @pytest.fixture
@@ -236,9 +228,16 @@ def test_a_persons_slips_lower_kappa_and_empty_cells_are_counted(sample, slips):
     assert (result.judge.kappa == 1.0) == (slips == ())
 
 
-def test_a_spreadsheets_semicolons_and_byte_order_mark_are_read(sample):
+def test_a_filled_sample_is_never_overwritten_and_read_as_a_spreadsheet_saves_it(
+    sample,
+):
     rows, path = sample
     fill(path)
+    content = path.read_bytes()
+    write_sample(path, draw_sample(rows, 100))
+    assert path.read_bytes() == content
+    with pytest.raises(ValueError, match="another sample"):
+        write_sample(path, draw_sample(rows, 100, seed=9))
     table = list(csv.reader(io.StringIO(path.read_text())))
     with path.open("w", newline="", encoding="utf-8-sig") as stream:
         csv.writer(stream, delimiter=";").writerows(table)
@@ -265,16 +264,6 @@ def test_a_wrong_annotation_is_refused_with_its_row(sample, change, words):
         path.write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match=words):
         read_annotations(path, rows)
-
-
-def test_a_filled_sample_is_never_overwritten(sample):
-    rows, path = sample
-    fill(path)
-    content = path.read_bytes()
-    write_sample(path, draw_sample(rows, 100))
-    assert path.read_bytes() == content
-    with pytest.raises(ValueError, match="another sample"):
-        write_sample(path, draw_sample(rows, 100, seed=9))
 
 
 def test_no_cell_is_taken_for_a_formula_and_it_is_found_again(tmp_path):

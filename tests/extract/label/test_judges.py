@@ -34,24 +34,15 @@ QUESTION = "What is the capital of France?"
 GOLDS = ("Paris", "Paris, France")
 
 
-def example():
-    return an_example(question=QUESTION, golds=GOLDS)
-
-
+EXAMPLE = an_example(question=QUESTION, golds=GOLDS)
 PARIS = [answered("Paris")]
 
 
 def judged(tmp_path, rule, answers=PARIS, name="scripted", rubrics=RUBRICS, **config):
     """Let a judge with this rule label answers; its replies are kept in a folder."""
-    generator = ScriptedGenerator(rule, name)
-    replies, config = (
-        open_replies(tmp_path / "replies.jsonl"),
-        ConsensusConfig(**config),
-    )
-    judgements = judge_answers(
-        answers, [example()], generator, replies, config, rubrics=rubrics
-    )
-    return judgements, generator
+    generator, config = ScriptedGenerator(rule, name), ConsensusConfig(**config)
+    given = (answers, [EXAMPLE], generator, open_replies(tmp_path / "replies.jsonl"))
+    return judge_answers(*given, config, rubrics=rubrics), generator
 
 
 @pytest.mark.parametrize("rubric", RUBRICS, ids=lambda r: r.name)
@@ -66,7 +57,7 @@ def test_a_prompt_holds_each_field_once_and_ends_with_the_rules(rubric):
     assert prompt.endswith(rubric.rules)
 
 
-def test_the_marker_changes_with_the_answer_the_rubric_the_attempt_and_the_seed():
+def test_the_marker_changes_with_the_answer_rubric_attempt_and_seed_and_is_in_none():
     def marker(rubric=0, text="x", **kwargs):
         prompt = judge_prompt(RUBRICS[rubric], QUESTION, GOLDS, text, **kwargs)
         return prompt.split("carry the marker ")[1].split(".")[0]
@@ -74,11 +65,8 @@ def test_the_marker_changes_with_the_answer_the_rubric_the_attempt_and_the_seed(
     changes = ({"rubric": 1}, {"text": "y"}, {"attempt": 1}, {"seed": 1})
     assert len({marker(), *(marker(**change) for change in changes)}) == 5
     assert marker() == marker()
-
-
-def test_a_marker_that_stands_in_a_field_is_never_chosen():
-    marker, _ = delimit({"answer": "x"}, salt="s")
-    assert delimit({"answer": f"x {marker}"}, salt="s")[0] != marker
+    unsalted, _ = delimit({"answer": "x"}, salt="s")
+    assert delimit({"answer": f"x {unsalted}"}, salt="s")[0] != unsalted
 
 
 @pytest.mark.parametrize("rubric", RUBRICS, ids=lambda r: r.name)
@@ -92,14 +80,11 @@ def test_no_injection_leaves_its_field_or_flips_a_fair_judge(rubric, around):
         assert fair_verdict(prompt) == "Incorrect"
 
 
-@pytest.mark.parametrize("field", ["question", "golds"])
-def test_no_injection_in_another_field_flips_a_fair_judge(field):
+def test_no_injection_in_another_field_flips_a_fair_judge():
     for injection in INJECTIONS:
-        question = injection if field == "question" else QUESTION
-        golds = (injection, *GOLDS) if field == "golds" else GOLDS
-        for text, verdict in (("Paris", "Correct"), ("Lyon", "Incorrect")):
-            prompt = judge_prompt(RUBRICS[0], question, golds, text)
-            assert fair_verdict(prompt) == verdict
+        for fields in ((injection, GOLDS), (QUESTION, (injection, *GOLDS))):
+            for text, verdict in (("Paris", "Correct"), ("Lyon", "Incorrect")):
+                assert fair_verdict(judge_prompt(RUBRICS[0], *fields, text)) == verdict
 
 
 @pytest.mark.parametrize(
@@ -107,14 +92,11 @@ def test_no_injection_in_another_field_flips_a_fair_judge(field):
 )
 def test_a_delimiter_that_can_be_foreseen_is_left_by_the_same_injections(marker):
     """The control: where an injection knows the marker, the same judge is fooled."""
-    verdicts = []
+    verdicts = set()
     for injection in INJECTIONS:
-        fields = (("gold answer(s)", "Paris"), ("model answer", injection))
-        prompt = "\n".join(
-            f"[begin {name} {marker}]\n{text}\n[end {name} {marker}]"
-            for name, text in fields
-        )
-        verdicts.append(fair_verdict(prompt, marker))
+        fields = {"gold answer(s)": "Paris", "model answer": injection}.items()
+        texts = (f"[begin {n} {marker}]\n{x}\n[end {n} {marker}]" for n, x in fields)
+        verdicts.add(fair_verdict("\n".join(texts), marker))
     assert "Correct" in verdicts
 
 
@@ -221,33 +203,21 @@ def test_an_unknown_vote_and_no_verdict_are_refused():
         consensus(())
 
 
-def test_an_unparsable_reply_is_asked_for_twice_more_then_kept_and_counted(tmp_path):
-    judgements, generator = judged(tmp_path, lambda prompt: "Well, correct.")
-    assert judgements.labels[0].verdicts == ("unparsable",) * 3
-    assert judgements.labels[0].label is None
-    assert judgements.n_unparsable == 3
-    assert judgements.n_retried == 6
+@pytest.mark.parametrize("reply", ["Well, correct.", generated("Correct", "length")])
+def test_an_unparsable_or_cut_reply_is_asked_for_twice_and_counted(tmp_path, reply):
+    judgements, generator = judged(tmp_path, lambda prompt: reply)
+    (label,) = judgements.labels
+    assert (label.label, label.verdicts) == (None, ("unparsable",) * 3)
+    assert (judgements.n_retried, judgements.n_unparsable) == (6, 3)
     assert len(generator.prompts) == len(set(generator.prompts)) == 9
     assert judgements.counts()[0]["n_with_unparsable"] == 1
 
 
 def test_a_reply_that_parses_at_the_second_attempt_counts(tmp_path):
-    seen = []
-
-    def stutters(prompt):
-        seen.append(prompt)
-        return "I think correct" if len(seen) <= 3 else "Correct"
-
-    judgements, _ = judged(tmp_path, stutters)
+    replies = iter(["I think correct"] * 3 + ["Correct"] * 3)
+    judgements, _ = judged(tmp_path, lambda prompt: next(replies))
     assert judgements.labels[0].label is True
-    assert judgements.n_retried == 3
-    assert judgements.n_unparsable == 0
-
-
-def test_a_reply_that_was_cut_is_no_verdict(tmp_path):
-    cut = generated("Correct", finish="length")
-    judgements, _ = judged(tmp_path, lambda prompt: cut)
-    assert judgements.labels[0].verdicts == ("unparsable",) * 3
+    assert (judgements.n_retried, judgements.n_unparsable) == (3, 0)
 
 
 def test_settings_and_variants_are_judged_and_counted_apart(tmp_path):
@@ -272,14 +242,9 @@ def test_another_judge_or_seed_asks_again(tmp_path):
         assert len(generator.prompts) == n_prompts
 
 
-def test_a_line_that_is_no_reply_is_named(tmp_path):
-    path = tmp_path / "replies.jsonl"
-    path.write_text('{"key": "k", "text": 3}\n')
-    with pytest.raises(ValueError, match="line 1.*text.*expected str"):
-        open_replies(path)
-
-
-def test_every_field_of_a_reply_survives_the_disk(tmp_path):
+def test_every_field_of_a_reply_survives_the_disk_and_a_line_that_is_none_is_named(
+    tmp_path,
+):
     ids = dict(token_ids=(1, 2), log_probs=(-0.5, -1e-7), stop_id=2, n_new_tokens=3)
     reply = msgspec.structs.replace(generated("x"), **ids)
     judged(tmp_path, lambda prompt: reply, n_retries=0)
@@ -287,6 +252,9 @@ def test_every_field_of_a_reply_survives_the_disk(tmp_path):
     names = reply.__struct_fields__
     (row,) = {tuple(getattr(x, name) for name in names) for x in again}
     assert row == tuple(getattr(reply, name) for name in names)
+    (tmp_path / "replies.jsonl").write_text('{"key": "k", "text": 3}\n')
+    with pytest.raises(ValueError, match="line 1.*text.*expected str"):
+        open_replies(tmp_path / "replies.jsonl")
 
 
 def test_rubrics_of_ones_own_are_asked_in_their_words_and_compared(tmp_path):
@@ -302,7 +270,7 @@ def test_rubrics_of_ones_own_are_asked_in_their_words_and_compared(tmp_path):
     assert judgements.labels[0].verdicts == ("incorrect", "correct")
     openings = [prompt.split("\n")[0] for prompt in generator.prompts]
     assert openings == ["Judge strictly.", "Judge mildly."]
-    rows = join_labels([example()], PARIS, judgements.labels)
+    rows = join_labels([EXAMPLE], PARIS, judgements.labels)
     (pair,) = between_judges(rows, rubrics=rubrics)
     assert (pair["first"], pair["second"], pair["n_agree"]) == ("strict", "mild", 0)
     with pytest.raises(ValueError, match="at least one rubric"):

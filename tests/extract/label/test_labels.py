@@ -23,6 +23,7 @@ from beatrice.extract.label.labels import (
     token_f1,
 )
 from beatrice.extract.records import (
+    SETTINGS,
     Label,
     normalise,
     read_records,
@@ -51,6 +52,9 @@ ANSWERS = [
 
 def judged(question, text, label, **more):
     return {"question": question, "answer": text, "label": label, **more}
+
+
+MINE = judged("Capital of Mali?", "Bamako", True)
 
 
 FILES = (
@@ -170,14 +174,15 @@ def test_a_judge_in_python_labels_every_answer_and_may_leave_some_out():
 
 def test_labels_by_comparison_are_those_of_a_judge_that_compares():
     golds = [msgspec.structs.replace(MALI, golds=("Bamako",)), PERU]
-    labels = label_by_match(ANSWERS, golds)
-    judged = label_with(ANSWERS, golds, lambda e, a: a.text in e.golds)
-    assert (
-        [x.label for x in labels] == [x.label for x in judged] == [True, False, False]
-    )
+    by_match = label_by_match(ANSWERS, golds)
+    by_judge = label_with(ANSWERS, golds, lambda e, a: a.text in e.golds)
+    for labels in (by_match, by_judge):
+        assert [label.label for label in labels] == [True, False, False]
     longer = [msgspec.structs.replace(ANSWERS[0], text="It is Bamako.")]
     assert not label_by_match(longer, golds)[0].label
     assert label_by_match(longer, golds, "containment")[0].label
+    with pytest.raises(ValueError, match="exact, containment.*'fuzzy'"):
+        label_by_match(ANSWERS, QUESTIONS, "fuzzy")
 
 
 def right(question, answer):
@@ -223,12 +228,7 @@ def test_one_gold_alone_is_not_compared_letter_by_letter(answer, golds, named):
         exact_match(answer, golds)
 
 
-def test_an_unknown_rule_is_refused():
-    with pytest.raises(ValueError, match="exact, containment.*'fuzzy'"):
-        label_by_match(ANSWERS, QUESTIONS, "fuzzy")
-
-
-@pytest.mark.parametrize("setting", ["closed_book", "with_context"])
+@pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("split", ["train", "validation", "test"])
 @pytest.mark.parametrize("verdict", [True, False, None])
 def test_one_class_alone_in_training_or_validation_is_refused(setting, split, verdict):
@@ -237,14 +237,9 @@ def test_one_class_alone_in_training_or_validation_is_refused(setting, split, ve
         for name in ("train", "validation", "test")
         for i in range(2)
     ]
-    answers = [
-        answered("x", name, name=example.id)
-        for example in examples
-        for name in ("closed_book", "with_context")
-    ]
-    check_both_classes(
-        examples, label_with(answers, examples, lambda e, a: e.id[-1] == "0")
-    )
+    answers = [answered("x", name, name=e.id) for e in examples for name in SETTINGS]
+    mixed = label_with(answers, examples, lambda e, a: e.id[-1] == "0")
+    check_both_classes(examples, mixed)
 
     def judge(example, answer):
         is_alone = (answer.setting, example.split) == (setting, split)
@@ -271,12 +266,9 @@ def test_a_label_holds_for_the_very_answer_and_all_others_stay_without(tmp_path)
     assert {label.reason for label in result.labels[:2]} == {"imported from mine.jsonl"}
     assert result.labels[2].reason == "not imported from mine.jsonl"
     assert (result.n_lines, result.n_other_question, result.n_other_answer) == (4, 1, 1)
-
-
-def test_a_setting_is_another_answer(tmp_path):
     row = judged("Capital of Mali?", "Bamako", True, setting="with_context")
     with pytest.raises(ValueError, match="no line of 1 labels an answer of this run"):
-        import_labels(pub.write_lines(tmp_path / "m", [row]), ANSWERS, QUESTIONS)
+        import_labels(pub.write_lines(path, [row]), ANSWERS, QUESTIONS)
 
 
 @pytest.mark.parametrize(
@@ -291,8 +283,7 @@ def test_a_setting_is_another_answer(tmp_path):
     ],
 )
 def test_lines_that_disagree_or_are_none_are_refused_by_number(tmp_path, row, words):
-    rows = [judged("Capital of Mali?", "Bamako", True), row]
-    path = pub.write_lines(tmp_path / "m.jsonl", rows)
+    path = pub.write_lines(tmp_path / "m.jsonl", [MINE, row])
     with pytest.raises(ValueError) as caught:
         import_labels(path, ANSWERS, QUESTIONS)
     assert words in str(caught.value)
@@ -306,8 +297,7 @@ def run(tmp_path):
 
 
 def test_labels_are_imported_named_and_corrected_by_hand(run, tmp_path):
-    rows = [judged("Capital of Mali?", "Bamako", True)]
-    path = pub.write_lines(tmp_path / "mine.jsonl", rows)
+    path = pub.write_lines(tmp_path / "mine.jsonl", [MINE])
     beatrice("label", run.path, "--import", path)
     assert label_rule(run) == "imported from mine.jsonl"
     labels = list(read_records(run.labels, Label))
@@ -329,34 +319,25 @@ def test_labels_are_imported_named_and_corrected_by_hand(run, tmp_path):
     assert "replaces the labels of before: imported from corrected.jsonl" in output
 
 
-def test_a_file_of_labels_that_cannot_be_read_leaves_those_of_before(run, tmp_path):
-    row = judged("Capital of Mali?", "Bamako", True)
-    good = pub.write_lines(tmp_path / "mine.jsonl", [row])
-    beatrice("label", run.path, "--import", good)
-    before = run.labels.read_bytes(), run.stage_record("label")
-    (bad := tmp_path / "bad.jsonl").write_text('{"question": "Capital of Mali?"}\n')
-    assert (
-        "bad.jsonl, line 1"
-        in beatrice("label", run.path, "--import", bad, code=1).stderr
-    )
-    assert (run.labels.read_bytes(), run.stage_record("label")) == before
-
-
-def test_a_judge_that_fails_leaves_the_labels_of_before(run, working_folder):
+def test_a_file_that_cannot_be_read_or_a_judge_that_fails_leaves_the_labels_of_before(
+    run, working_folder
+):
     beatrice("label", run.path)
     before = run.labels.read_bytes(), run.stage_record("label")
-    (working_folder / "failing_judge.py").write_text(
-        "def half(q, a):\n    return a.x\n"
-    )
-    line = ("label", run.path, "--judge", "failing_judge:half")
-    assert "AttributeError" in beatrice(*line, code=1).stderr
-    assert (run.labels.read_bytes(), run.stage_record("label")) == before
+    (bad := working_folder / "bad.jsonl").write_text('{"question": "Capital of Mali?"}')
+    code = "def half(q, a):\n    return a.x\n"
+    (working_folder / "failing_judge.py").write_text(code)
+    for option, value, words in (
+        ("--import", bad, "bad.jsonl, line 1"),
+        ("--judge", "failing_judge:half", "AttributeError"),
+    ):
+        assert words in beatrice("label", run.path, option, value, code=1).stderr
+        assert (run.labels.read_bytes(), run.stage_record("label")) == before
 
 
 def test_labels_that_nobody_recorded_are_not_replaced(run, tmp_path):
     run.labels.write_text("mine\n")
-    row = judged("Capital of Mali?", "Bamako", True)
-    path = pub.write_lines(tmp_path / "others.jsonl", [row])
+    path = pub.write_lines(tmp_path / "others.jsonl", [MINE])
     for options in ((), ("--import", path)):
         output = beatrice("label", run.path, *options, code=1).output
         assert "labels.jsonl is there already with other content" in output

@@ -119,8 +119,7 @@ def test_the_cue_and_what_stands_before_it_are_taken_off(reply):
 
 def test_a_cut_or_empty_rewrite_is_none_with_its_reason():
     cut = read_rewrite(example(), generated("Curie", finish="length"))
-    assert cut.text is None
-    assert "cut" in cut.reason
+    assert cut.text is None and "cut" in cut.reason
     assert "empty" in read_rewrite(example(), generated("Normalized Context: ")).reason
 
 
@@ -132,19 +131,14 @@ def rewritten(tmp_path, rule, examples, kind=ScriptedGenerator, **config):
 
 
 def test_only_in_domain_contexts_without_a_rewrite_are_rewritten(tmp_path):
-    other = Passage(title="t", text="x")
-    examples = [
-        example(name="a"),
-        example(name="b", split="ood"),
-        example(name="c", passages=()),
-        example(name="d", rewritten=(other,)),
-    ]
+    other = (Passage(title="t", text="x"),)
+    changes = ({}, {"split": "ood"}, {"passages": ()}, {"rewritten": other})
+    examples = [example(name=str(i), **x) for i, x in enumerate(changes)]
     result, prompts = rewritten(tmp_path, lambda prompt: "Curie won.", examples)
-    assert [r.example_id for r in result] == ["a"]
-    assert len(prompts) == 1
+    assert [r.example_id for r in result] == ["0"] and len(prompts) == 1
 
 
-def test_flags_are_counted_and_flagged_rewrites_kept(tmp_path):
+def test_flags_are_counted_flagged_rewrites_kept_and_those_of_others_refused(tmp_path):
     replies = iter(["Curie won.", "Curie won in 2000.", "Einstein won.", ""])
     examples = [example(name=str(i), question=f"q{i}?") for i in range(4)]
     result, _ = rewritten(tmp_path, lambda prompt: next(replies), examples)
@@ -157,13 +151,9 @@ def test_flags_are_counted_and_flagged_rewrites_kept(tmp_path):
     assert joined[1].rewritten[0].text == "Curie won in 2000."
     assert joined[1].rewritten[0].is_supporting
     assert joined[1].passages == examples[1].passages
-
-
-def test_a_rewrite_of_another_context_is_refused(tmp_path):
-    result, _ = rewritten(tmp_path, lambda prompt: "Curie won.", [example()])
-    changed = example(passages=(Passage(title="", text="y"),))
+    changed = example(name="1", passages=(Passage(title="", text="y"),))
     with pytest.raises(ValueError, match="rewrite` again"):
-        with_rewrites([changed], {"q": result[0]})
+        with_rewrites([changed], {"1": result[1]})
 
 
 def test_a_context_beyond_the_window_is_skipped_only_if_asked_and_then_counted(
