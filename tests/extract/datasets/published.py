@@ -1,5 +1,6 @@
 """Small records in the layouts in which the six sets are published."""
 
+import csv
 import gzip
 import json
 import os
@@ -97,15 +98,11 @@ def write_lines(path, records):
     return path
 
 
-def write_table(path, records, header=True):
-    import csv
-
+def write_table(path, records):
     with path.open("w", encoding="utf-8", newline="") as out:
-        names = list(records[0])
-        rows = csv.writer(out, delimiter="\t")
-        if header:
-            rows.writerow(names)
-        rows.writerows([record[name] for name in names] for record in records)
+        rows = csv.DictWriter(out, records[0], delimiter="\t")
+        rows.writeheader()
+        rows.writerows(records)
     return path
 
 

@@ -53,8 +53,7 @@ def test_inspect_says_what_a_file_is(hotpot):
     expected = {"ok": True, "dataset": "hotpotqa", "format": "HotpotQA", "error": None}
     expected |= {"container": "json array", "refused": 0, "refusals": []}
     names = ("records", "loaded", "with_passages", "with_gold_passages")
-    expected |= dict.fromkeys(names, 60)
-    assert {key: report[key] for key in expected} == expected
+    assert report | expected | dict.fromkeys(names, 60) == report
     assert "HotpotQA; json array" in beatrice("data", "--inspect", hotpot).stdout
 
 
@@ -111,10 +110,9 @@ def test_splits_are_drawn_checked_and_refused_when_changed(hotpot, tmp_path):
         *(("out", "--train", f"{x}=x") for x in ("../x", "x/../../y", ".x", "a" * 65)),
     ],
 )
-def test_wrong_usage_is_told_from_a_refusal(arguments, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_wrong_usage_is_told_from_a_refusal(arguments, working_folder):
     beatrice("data", *arguments, code=2)
-    assert not list(tmp_path.iterdir())
+    assert not list(working_folder.iterdir())
 
 
 def test_a_file_name_that_is_no_utf8_is_shown(tmp_path):
