@@ -33,33 +33,21 @@ from beatrice.jaxprobe.rows import read_sweep
 from tests.extract.small_run import beatrice, make_run, questions
 from tests.records import a_label, an_answer
 
-WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 
-
-@pytest.fixture
-def on_cuda(tmp_path):
-    """Make a run whose model is to be on a GPU."""
-    return make_run(tmp_path / "run", backbone=BackboneConfig(device="cuda"))
-
-
-@WITHOUT_GPU
-def test_a_gpu_that_is_not_there_stops_a_run_before_its_model_is_loaded(on_cuda):
-    done = beatrice("answer", on_cuda.path, code=1)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_a_run_may_be_made_where_its_gpu_is_not_and_is_stopped_before_it_is_loaded(
+    tmp_path, capsys
+):
+    config = BackboneConfig(device="cuda")
+    check_backbone(config)
+    assert "note: device 'cuda'" in capsys.readouterr().err
+    path = make_run(tmp_path / "run", backbone=config).path
+    done = beatrice("answer", path, code=1)
     assert "device 'cuda:0': Torch" in done.output
     assert "sees no GPUs here; go on where it sees them" in done.output
-
-
-@WITHOUT_GPU
-def test_the_doctor_of_a_run_names_a_gpu_that_is_not_there(on_cuda):
-    rows = {row.about: row for row in look_at_run(on_cuda.path)}
+    rows = {row.about: row for row in look_at_run(path)}
     assert rows["device"].status == "problem"
     assert "sees no GPUs here" in rows["device"].text
-
-
-@WITHOUT_GPU
-def test_a_run_may_be_made_where_its_gpu_is_not_and_says_so(capsys):
-    check_backbone(BackboneConfig(device="cuda"))
-    assert "note: device 'cuda'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("device", ["tpu", "hpu"])  # unknown, known and not here
@@ -185,15 +173,9 @@ def test_encoders_on_a_full_disk_are_one_error_and_leave_nothing(
     assert capfd.readouterr().err == "" and not list(tmp_path.iterdir())
 
 
-def test_what_the_system_says_of_a_file_names_it_without_a_number(tmp_path):
-    with pytest.raises(OSError) as caught:
-        (tmp_path / "gone").read_text()
-    assert in_one_sentence(caught.value) == (
-        f"{tmp_path / 'gone'}: No such file or directory; look whether it is there and "
-        "may be read and written"
-    )
-
-
-def test_a_terminal_is_given_nothing_to_obey():
+def test_a_file_is_named_without_a_number_and_a_terminal_given_nothing_to_obey():
+    error = FileNotFoundError(2, "No such file or directory", "runs/gone")
+    words = "No such file or directory; look whether it is there and may be read and"
+    assert in_one_sentence(error) == f"runs/gone: {words} written"
     error = ValueError("a\x1b]52;c;eA==\x07 \x9b2J \udcff é")
     assert in_one_sentence(error) == r"a\x1b]52;c;eA==\x07 \x9b2J \udcff é"

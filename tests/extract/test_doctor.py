@@ -88,25 +88,22 @@ def test_a_model_that_asks_for_code_is_a_problem(tmp_path):
 
 
 def test_an_answered_run_is_measured_by_what_it_keeps(tmp_path):
-    config = ExtractConfig(hidden_layers=(2,), hidden_spans="answer")
     answer = an_answer(prompt_ids=(1, 2, 3), token_ids=(4, 5))
     cut = msgspec.structs.replace(answer, setting="with_context", stop_id=None)
-    with RunDir.open(tmp_path / "run", smoke(extract=config)) as run:
-        run.answers.mkdir()
-        (run.answers / "answers.jsonl").write_text(write_lines([answer, cut]))
-    text = doctor(run.path)["features"]["text"]
+
+    def features(layer, code):
+        config = ExtractConfig(hidden_layers=(layer,), hidden_spans="answer")
+        with RunDir.open(tmp_path / str(layer), smoke(extract=config)) as run:
+            write_text_atomic(run.answers_file, write_lines([answer, cut]))
+        return doctor(run.path, code=code)["features"]
+
+    text = features(2, code=0)["text"]
     assert "10 tokens, 5 of them in answer spans" in text  # the second was cut
     assert "layer 2 on the answer span as bfloat16" in text
     needed = 10 * 4 * (5 + 24 + 120) + 5 * 160 * 2
     assert f"take {bytes_in_words(needed)};" in text
-
-
-def test_a_layer_that_the_model_does_not_have_is_a_problem_of_an_answered_run(tmp_path):
-    config = ExtractConfig(hidden_layers=(99,))
-    with RunDir.open(tmp_path / "run", smoke(extract=config)) as run:
-        write_text_atomic(run.answers_file, write_lines([an_answer()]))
-    result = doctor(run.path, code=1)["features"]
-    assert result["status"] == "problem" and "0 (embedding) to 6" in result["text"]
+    row = features(99, code=1)  # a layer that the model does not have
+    assert row["status"] == "problem" and "0 (embedding) to 6" in row["text"]
 
 
 def test_a_model_and_a_server_that_are_not_there_are_problems(tmp_path):
@@ -116,7 +113,7 @@ def test_a_model_and_a_server_that_are_not_there_are_problems(tmp_path):
     assert server["status"] == "problem"
 
 
-def test_a_run_says_which_stages_are_done_and_which_are_stale(tmp_path):
+def test_a_run_says_which_stages_are_done_and_stale_and_if_it_cannot_be_read(tmp_path):
     run = tmp_path / "run"
     beatrice("data", run, "--world", "--preset", "smoke")
     result = doctor(run)
@@ -127,12 +124,8 @@ def test_a_run_says_which_stages_are_done_and_which_are_stale(tmp_path):
     result = doctor(run)
     assert result["run"]["status"] == "warning"
     assert "passages.jsonl has changed" in result["run"]["text"]
-
-
-def test_a_run_whose_questions_cannot_be_read_is_a_problem_beside_all_others(tmp_path):
-    beatrice("data", tmp_path / "run", "--world", "--preset", "smoke")
-    (tmp_path / "run" / "examples.jsonl").write_text("{}\n")
-    result = doctor(tmp_path / "run", "--model", "embedded", code=1)
+    (run / "examples.jsonl").write_text("{}\n")
+    result = doctor(run, "--model", "embedded", code=1)
     assert result["run"]["status"] == "problem" and "line 1" in result["run"]["text"]
     assert result["model"]["status"] == "ok"
 
