@@ -1,8 +1,4 @@
-"""The verbs that ask a model and read it.
-
-The run's own answers and is read (`answer`, `sample`, `extract`); others judge and
-reword (`label`, `rewrite`).
-"""
+"""The verbs that ask a model and read it: rewrite, answer, label, sample, extract."""
 
 import contextlib
 import dataclasses
@@ -155,11 +151,7 @@ def do_texts(
     open_in: Callable[[RunDir], contextlib.AbstractContextManager[Opened]],
     stage_of: Callable[[RunDir, Opened, Progress], TextStage[Any]],
 ) -> None:
-    """Do a stage of a model's texts, or a share of them, or say what it would need.
-
-    The model is opened in a run that is held already, and stays open where a share is
-    done first and all shares are joined afterwards.
-    """
+    """Do a stage of a model's texts, or a share of them, or say what it would need."""
     progress = Progress()
     with contextlib.ExitStack() as stack:
         opened = functools.cache(lambda run: stack.enter_context(open_in(run)))
@@ -179,10 +171,7 @@ def do_texts(
 def open_generator(
     model: str, options: BackendOptions, earlier: tuple[int, int] = (0, 0)
 ) -> Iterator[Generator]:
-    """Open the backend of a model: a directory or Hub id, or a server's name for it.
-
-    Tokens that were paid for `earlier` count towards a server's cap.
-    """
+    """Open a model here or on a server, to whose cap `earlier` tokens count too."""
     if options.server is not None:
         from beatrice.extract.generate.server import ServedGenerator
 
@@ -213,11 +202,7 @@ def _load_generator(config: BackboneConfig, options: BackendOptions) -> Generato
 
 
 def _paid_tokens(run: RunDir, stage: str) -> tuple[int, int]:
-    """Return prompt and new tokens of the texts that are there of a stage.
-
-    All of them, whichever backend wrote them: a cap errs on the side of the purse.
-    What a server did not count is not known.
-    """
+    """Return prompt and new tokens of all texts of a stage, whichever backend wrote."""
     if stage == "answer":
         from beatrice.extract.generate import answers  # loads NumPy
 
@@ -267,20 +252,16 @@ def _open_backbone(
         yield model, generator
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ReadingOptions:
-    """Whether signals are read with the answers."""
-
-    no_read: bool = option(
-        "Write answers alone; `beatrice extract` reads them again.", False
-    )
-
-
 @click.command()
 @RUN_DIR
-@options(reading=ReadingOptions, work=WorkOptions, backend=RunServerOptions)
+@click.option(
+    "--no-read",
+    is_flag=True,
+    help="Write answers alone; `beatrice extract` reads them again.",
+)
+@options(work=WorkOptions, backend=RunServerOptions)
 def answer(
-    run_dir: Path, reading: ReadingOptions, work: WorkOptions, backend: RunServerOptions
+    run_dir: Path, no_read: bool, work: WorkOptions, backend: RunServerOptions
 ) -> None:
     """Answer every question, closed-book and with context.
 
@@ -298,7 +279,7 @@ def answer(
     from beatrice.extract.generate import answers
 
     if backend.server is None:
-        opener = engines.open_readable if reading.no_read else engines.open_reading
+        opener = engines.open_readable if no_read else engines.open_reading
         # A share's model is the one that joins all of them.
         stage = answers.answer_stage(functools.cache(opener))
         if work.dry_run:

@@ -1,16 +1,8 @@
 """What an engine of one's own plays, and the functions that take one.
 
 A `Generator` writes texts, a `Reader` reads the four signal families of a text that is
-there. Both may be any class with these methods, whose results are arrays or lists; no
-run directory is needed:
-
-    requests = make_requests(examples, model, PromptConfig(), max_new_tokens).requests
-    answers = list(generate(my_generator, requests, SamplingConfig()))
-    extract(my_reader, answers, "memory://signals/", ExtractConfig())
-
-In a run, `extract.generate.answers.answer_with` answers its questions by a generator,
-and the stage of `extract.signals.extract.extract_stage(lambda run, config: my_reader)`
-reads the answers. `tests/extract/test_own_engine.py` does both with small classes.
+there. Both may be any class with these methods, whose results are arrays or lists, in a
+run or without one: `tests/extract/test_own_engine.py` does both with small classes.
 """
 
 from collections.abc import Sequence

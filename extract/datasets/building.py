@@ -4,11 +4,10 @@ Files are read twice, so that memory holds ids and the drawn questions of one se
 a file: once to draw, once to write what was drawn.
 """
 
-import collections
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -89,16 +88,25 @@ def with_contexts_of_files(
     return dataclasses.replace(config, contexts=contexts)
 
 
-def _accepted(
-    file: DatasetFile,
-    source: Source,
-    config: BuildConfig,
-    counts: collections.Counter[str],
-    refusals: list[Refusal],
-) -> Iterator[Loaded]:
-    """Yield the questions of a file that can be used; count the others."""
-    splits = SPLITS_OF[source.role]
+def _use_of(row: Loaded, source: Source, config: BuildConfig) -> str:
+    """Return as what a question of a file is counted."""
+    if row.question.split not in (None, *SPLITS_OF[source.role]):
+        return "of_another_split"
+    is_fit = is_usable(row, config.context_of(source.dataset))
+    return "usable" if is_fit else "without_passages"
+
+
+def _read_pool(
+    source: Source, config: BuildConfig, pool: dict[str, Candidate]
+) -> Report:
+    """Add what may be drawn from one file to its set's pool; returns what it gave."""
+    file = open_source(source, config)
     context = config.context_of(source.dataset)
+    names = ("records", "usable", "without_passages", "of_another_split")
+    counts = dict.fromkeys(names, 0)
+    repeats: list[Refusal] = []
+    refusals: list[Refusal] = []
+    others, first = set(pool), dict[str, int]()
     for row in file.read():
         counts["records"] += 1
         if isinstance(row, Refusal):
@@ -108,30 +116,10 @@ def _accepted(
                     "--skip-bad leaves such records out and lists them"
                 )
             refusals.append(row)
-        elif row.question.split not in (None, *splits):
-            counts["of_another_split"] += 1
-        elif not is_usable(row, context):
-            counts["without_passages"] += 1
-        else:
-            counts["usable"] += 1
-            yield row
-
-
-def _read_pool(
-    source: Source, config: BuildConfig, pool: dict[str, Candidate]
-) -> Report:
-    """Add what may be drawn from one file to a pool; returns what the file gave.
-
-    The pool holds what other files of the same set and role gave, by id.
-    """
-    file = open_source(source, config)
-    context = config.context_of(source.dataset)
-    names = ("records", "usable", "without_passages", "of_another_split")
-    counts: collections.Counter[str] = collections.Counter(dict.fromkeys(names, 0))
-    repeats: list[Refusal] = []
-    refusals: list[Refusal] = []
-    others, first = set(pool), dict[str, int]()
-    for row in _accepted(file, source, config, counts, refusals):
+            continue
+        counts[(use := _use_of(row, source, config))] += 1
+        if use != "usable":
+            continue
         question, name = row.question, str(row.question.id)
         if question.has_made_id and name in pool:
             # The same text again: the first one stands for both.
@@ -240,10 +228,7 @@ def _write_examples(
     config: BuildConfig,
     fixed: Path | None,
 ) -> dict[str, dict[str, str]]:
-    """Write examples and passages; returns digests of the questions of each split.
-
-    Nothing is left of them where the questions are not those of the fixed splits.
-    """
+    """Write examples and passages, or nothing; returns digests of each split."""
     digests: dict[str, dict[str, str]] = {}
     written: set[bytes] = set()  # passages
     with (

@@ -1,8 +1,4 @@
-"""The verb `data` and its stage: published question sets become a run.
-
-What comes out is what the world's stage writes, and a manifest of the splits; from
-there on a run does not know where its questions came from.
-"""
+"""The verb `data` and its stage: published question sets become a run."""
 
 import contextlib
 import dataclasses

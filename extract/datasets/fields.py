@@ -1,8 +1,7 @@
 """Values and passages out of a raw record, and the question that they make.
 
-What is missing or of another type is a ValueError that names the field; its text is why
-the record is refused. A question is as a published file has it, before it belongs to a
-split.
+What is missing or of another type is a ValueError that names the field, the reason of
+the refusal. A question is as its file has it, before it belongs to a split.
 """
 
 import ast
@@ -305,10 +304,7 @@ def _unfolded(value: Any, name: str) -> Any:
 
 
 def any_passages(record: Record) -> tuple[Passage, ...]:
-    """Return the passages under whichever of their names holds texts.
-
-    What no layout reads under such a name is refused by `check_no_passages`.
-    """
+    """Return the passages under whichever of their names holds texts."""
     for name in _HOLDERS:
         value = _unfolded(record.get(name), name)
         first = value[0] if isinstance(value, list) and value else None
@@ -380,10 +376,7 @@ class Question:
         return "-".join(filter(None, (self.dataset, self.id)))
 
     def as_example(self, split: Split, passages: tuple[Passage, ...]) -> Example:
-        """Return the example of a split, with the passages chosen as its context.
-
-        It keeps their rewriting where they are all of the question's.
-        """
+        """Return the example of a split; rewritten where it has all the passages."""
         assert self.dataset is not None, "a file's reader gives it its set"
         return Example(
             id=self.example_id,
@@ -432,10 +425,7 @@ def reader(
     passages: Callable[[Record], tuple[Passage, ...]] = lambda record: (),
     meta: Callable[[Record], dict[str, Any]] = lambda record: {},
 ) -> Callable[[Record], Question]:
-    """Return the reader of a layout each of whose fields is read by itself.
-
-    Of several names of an id or a question the first that is there counts.
-    """
+    """Return the reader of a layout; of several names the first there counts."""
 
     def read(record: Record) -> Question:
         return Question(
@@ -498,8 +488,7 @@ def dataset_tagged(record: Record) -> DatasetName | None:
 def dataset_marked(record: Record) -> DatasetName | None:
     """Return the question set that a plain record's own marks mean, or None.
 
-    Ids of hexadecimal digits mark none: SQuAD's are as HotpotQA's, and any checksum is
-    as 2WikiMultihopQA's.
+    Hexadecimal ids mark none: SQuAD's are as HotpotQA's, checksums as 2Wiki's.
     """
     if (tagged := dataset_tagged(record)) is not None:
         return tagged

@@ -143,10 +143,7 @@ class DatasetFile:
         return other
 
     def _completed(self, question: Question) -> Question:
-        """Return a question with set and id, without passages that have no text.
-
-        A missing id is made of the question's text, not of its place in the file.
-        """
+        """Return a question with set, an id (else of its text) and no empty passage."""
         changes: dict[str, Any] = {}
         if question.dataset is None or self.dataset_from == "given":
             changes["dataset"] = self.dataset
@@ -322,11 +319,7 @@ _COUNTED = ("records", "loaded", "refused", "with_passages", "with_gold_passages
 def inspect_file(
     path: Path, *, dataset: str | None = None, evidence: Path | None = None
 ) -> dict[str, Any]:
-    """Return what a file of questions is, counted, as JSON values.
-
-    See the help of `beatrice data`: `error` is None, or the sentence for which the
-    whole file is refused; what was read before it is counted all the same.
-    """
+    """Return what a file of questions is, counted: see the help of `beatrice data`."""
     counts: collections.Counter[str] = collections.Counter(dict.fromkeys(_COUNTED, 0))
     groups: dict[str, collections.Counter[str]] = {
         name: collections.Counter() for name in ("datasets", "formats", "reasons")

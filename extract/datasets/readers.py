@@ -1,10 +1,7 @@
 """Layouts in which question sets are published, each with its reader.
 
-First those of TriviaQA (with its evidence on the side), HotpotQA, 2WikiMultihopQA and
-MuSiQue, PopQA, Natural Questions and Dense Passage Retrieval; then layouts of no
-question set: FlashRAG's, lm-eval's, our own, plain pairs, and others. Files that are
-taken for questions and are none are refused with what they are. At the end stand all
-layouts, and which of them a record is of.
+Files that are taken for questions and are none are refused with what they are. At the
+end stand all layouts, and which of them a record is of.
 """
 
 import collections
@@ -73,10 +70,7 @@ def _plain_words(text: str) -> str:
 
 
 def _passages(title: str, page: str, golds: Sequence[str]) -> Iterator[Passage]:
-    """Yield a page in passages of 100 words.
-
-    The first that holds a gold answer as whole words is marked: distant supervision.
-    """
+    """Yield a page by 100 words; the first with a gold is marked as supporting it."""
     wanted = [f" {words} " for gold in golds if (words := _plain_words(gold))]
     words = page.split()
     for start in range(0, len(words), N_WORDS):
@@ -341,11 +335,7 @@ def _listed_answers(record: Record) -> tuple[str, ...]:
 
 
 def _positives(record: Record, key: str) -> tuple[Passage, ...]:
-    """Return the positive passages, those from the annotated page marked as gold.
-
-    The others were retrieved and merely contain the answer. In files without that
-    score the first positive is the gold one.
-    """
+    """Return positive passages; gold are those of the annotated page, or the first."""
     items = fields.objects(record, key)
     is_gold = [item.get("score") in _GOLD_SCORES for item in items]
     passages = read_passages(items, key, is_supporting=False)
@@ -427,10 +417,7 @@ def _words(tokens: list[str], start: int, stop: int) -> str:
 
 
 def read_simplified(record: Record) -> Question:
-    """Read one page of simplified NQ: the gold passage is its long answer.
-
-    Answers are the short answers of all annotators, and yes or no.
-    """
+    """Read one page of simplified NQ: long answers are gold, short ones accepted."""
     question = fields.text(record, "question_text")
     # One space is one boundary: token numbers count the empty tokens between two.
     # At its beginning as well, so the document is not stripped.
@@ -524,10 +511,7 @@ def _source(meta: Record) -> str | None:
 
 
 def read_flashrag(record: Record) -> Question:
-    """Read `{"id", "question", "golden_answers", "metadata"}` of FlashRAG or UltraRAG.
-
-    A list `context` of passages may stand beside them.
-    """
+    """Read `{"id", "question", "golden_answers", "metadata"}` of FlashRAG, UltraRAG."""
     question, meta = question_of(record, *_QUESTIONS), _metadata(record)
     golds = fields.field_answers(record.get("golden_answers"), "golden_answers")
     passages: tuple[Passage, ...] = ()

@@ -196,10 +196,7 @@ def _list_of(text: str, at: int) -> tuple[str | None, int]:
 def read_raw(
     path: Path, file_type: FileType, envelope: dict[str, Any] | None = None
 ) -> Iterator[RawRecord]:
-    """Yield the records of a file of a type that `recognise` told.
-
-    After the last one the envelope gets what a `json object` says beside its list.
-    """
+    """Yield the records of a file; then the envelope gets what is beside their list."""
     if file_type.container == "parquet":
         yield from _parquet_rows(path, file_type.is_gzipped)
         return

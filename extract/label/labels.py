@@ -100,10 +100,7 @@ def token_f1(answer: str, golds: Sequence[str]) -> float:
 
 
 def stands_in_context(example: Example, answer: Answer) -> bool:
-    """Return whether an answer, normalised, stands in the passages that were shown.
-
-    Whole words, of titles and texts; an answer of which nothing is left stands nowhere.
-    """
+    """Return whether an answer stands in the passages shown, as whole words."""
     passages = example.context(answer.variant)
     shown = [p for i, p in enumerate(passages) if i not in answer.dropped]
     text = normalise(" ".join(f"{p.title} {p.text}" for p in shown))
@@ -168,8 +165,7 @@ def label_by_match(
 ) -> list[Label]:
     """Return the labels by comparison with the golds, in the order of the answers.
 
-    It knows no paraphrase: it suits sets whose golds list every accepted wording. The
-    answer is a gold, or has one in it as whole words; both normalised.
+    It knows no paraphrase: it suits sets whose golds list every accepted wording.
     """
     if rule not in RULES:
         raise ValueError(f"rule: expected one of {', '.join(RULES)}, found {rule!r}")
@@ -326,10 +322,7 @@ def import_labels(
 def count_correct(
     examples: Sequence[Example], labels: Mapping[Key, Label]
 ) -> list[dict[str, Any]]:
-    """Count labelled and right answers of each dataset, split, setting and variant.
-
-    In the order of the labels; an answer without a label counts in neither number.
-    """
+    """Count labelled and right answers of each dataset, split, setting and variant."""
     rows: dict[tuple[str, str, str, str], dict[str, Any]] = {}
     by_id = {example.id: example for example in examples}
     names = ("dataset", "split", "setting", "variant", "n", "n_correct")
@@ -350,10 +343,7 @@ def count_correct(
 def class_counts(
     counts: Iterable[Mapping[str, Any]],
 ) -> dict[tuple[Setting, Split], tuple[int, int]]:
-    """Sum rows of `count_correct` over training and validation, by setting.
-
-    Returns the number of labelled answers, and of right ones among them.
-    """
+    """Sum labelled and right answers of training and validation by setting."""
     sums: dict[tuple[Setting, Split], tuple[int, int]] = {}
     for row in counts:
         if row["split"] in ("train", "validation"):
@@ -392,11 +382,7 @@ def _lone_class(setting: Setting, split: Split, n: int, n_correct: int) -> str:
 def shares_in_words(
     examples: Sequence[Example], labels: Sequence[Label]
 ) -> Iterator[str]:
-    """Yield how many answers are correct, and where one class is rare or alone.
-
-    A line per setting, and one more for each of its training and validation sets that
-    holds one class alone, or too few of one.
-    """
+    """Yield how many answers are correct, and where one class is rare or alone."""
     counts = count_correct(examples, {label.key: label for label in labels})
     reasons, classes = too_few_answers(counts), class_counts(counts)
     for setting in SETTINGS:

@@ -262,10 +262,7 @@ def rewrite_contexts(
     config: RewriteConfig,
     progress: Update = lambda done, total: None,
 ) -> list[Rewrite] | None:
-    """Rewrite the context of every example that needs it, in order.
-
-    Returns None where these replies are a share of the texts.
-    """
+    """Rewrite every context that needs it, in order; None of a share of the texts."""
     wanted = [example for example in examples if needs_rewrite(example)]
     window = generator.max_length if config.skip_overlong else None
     fitting: dict[str, GeneratorPrompt] = {}

@@ -1,11 +1,9 @@
 """The stages that label, and whether their labels are to be trusted.
 
-Judges, exact match and a person are held against each other. A person judges a sample
-of answers blind: a CSV goes out, and the same CSV comes in. It shows question, golds,
-passages and answer, not the verdicts; the person fills the column `human` with correct
-or incorrect, and what is left empty is counted. Half of the sample is labelled right
-and half wrong, so that each kind of mistake has an interval; what that says of all
-answers is weighted by how many have either label.
+A person judges a sample of answers blind: a CSV goes out, and the same CSV comes in,
+its column `human` filled in with correct or incorrect. Half of the sample is labelled
+right and half wrong, so that each kind of mistake has an interval; what that says of
+all answers is weighted by how many have either label.
 """
 
 import csv
@@ -260,10 +258,7 @@ def between_judges(
     seed: int = 0,
     rubrics: Sequence[Rubric] = RUBRICS,
 ) -> list[dict[str, Any]]:
-    """Compare the rubrics pairwise, where both gave a verdict.
-
-    Returns a row for each pair; none for labels that did not come from these rubrics.
-    """
+    """Compare pairwise the rubrics of these labels, where both gave a verdict."""
     if {len(row.label.verdicts) for row in rows} != {len(rubrics)}:
         return []
     compared = []
@@ -329,10 +324,7 @@ def _passages(row: LabelledAnswer) -> str:
 
 
 def write_sample(path: Path, sample: Sequence[LabelledAnswer]) -> None:
-    """Write the sample's CSV, the column `human` empty.
-
-    A file that a person may have filled in is left alone.
-    """
+    """Write the sample's CSV, but not over one that a person may have filled in."""
     if path.exists():
         if [row["check"] for row in _read_rows(path)] != [row.check for row in sample]:
             raise ValueError(
@@ -559,10 +551,7 @@ def judge_stage(
     *,
     name: str,
 ) -> TextStage[Judgements]:
-    """Return the stage that labels by the consensus of rubrics of the judge `name`.
-
-    Beside the judge's replies, `replies/judge.json` gets its identity and the counts.
-    """
+    """Return the stage that labels by the consensus of rubrics of the judge `name`."""
     identity = {
         "schema": SCHEMA_VERSION,
         "judge": dict(generator.identity),

@@ -178,13 +178,11 @@ def quiet() -> None:
 
 @contextlib.contextmanager
 def lean_imports() -> Iterator[None]:
-    """Import libraries faster, in a process of one's own that has one thing to do.
+    """Import libraries faster by a quarter, in a process that has one thing to do.
 
-    Transformers imports SciPy, where it is installed, for losses of detectors of
-    objects; while this lasts it is not found. Imports make hundreds of thousands of
-    objects that last, which the garbage collector would look through again and again:
-    it rests, and those objects are left alone afterwards. Together a quarter of the
-    time.
+    Transformers imports SciPy, where it is installed, for detectors of objects: while
+    this lasts it is not found. The garbage collector, which would look through hundreds
+    of thousands of lasting objects again and again, rests, and then leaves them alone.
     """
     is_absent = "scipy" not in sys.modules
     if is_absent:

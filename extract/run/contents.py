@@ -78,8 +78,7 @@ def settings_in_words(run: RunDir) -> str:
 def store_files(run: RunDir) -> list[Path]:
     """Return what identifies the feature stores: their indices and commit records.
 
-    Not their arrays, which can be hundreds of gigabytes; the commit records hold their
-    checksums, and `beatrice doctor RUN --verify` reads them all.
+    These hold the checksums of arrays, which `beatrice doctor RUN --verify` reads.
     """
     folders = [run.features(setting) for setting in settings_of(run)]
     return [folder / name for folder in folders for name in ("index.json", "commits")]

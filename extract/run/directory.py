@@ -209,21 +209,15 @@ def decode_section(content: Any, kind: type[Section], where: str) -> Section:
         wanted = as_json(section)
         if wanted == content:
             return section
-        reason = _differing_field(wanted, content)
+        known, found = dict(_dotted(wanted, content)), dict(_dotted(content, wanted))
+        reason = "a value of it is written otherwise"
+        for name in sorted(known.keys() ^ found.keys(), reverse=True):
+            what = "missing" if name in known else "unknown"
+            reason = f"its field {name!r} is {what}"
     raise ValueError(
         f"{where}: {reason}; another version of this program made it: start a new run "
         "directory"
     )
-
-
-def _differing_field(wanted: dict[str, Any], content: dict[str, Any]) -> str:
-    """Say which field of settings, at whatever depth, is missing or unknown."""
-    for name in sorted(wanted.keys() ^ content.keys()):
-        return f"its field {name!r} is {'missing' if name in wanted else 'unknown'}"
-    for name, value in wanted.items():
-        if value != content[name] and isinstance(value, dict):
-            return _differing_field(value, content[name])
-    return "a value of it is written otherwise"
 
 
 def write_or_compare_manifest(path: Path, settings: NewRun) -> None:
@@ -336,11 +330,7 @@ def _at(name: str, text: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class RunDir:
-    """Paths of one experiment.
-
-    `RunDir(path)` only names paths. `RunDir.open` creates or continues a run and
-    holds it until `close`, or the end of a `with` block.
-    """
+    """Paths of one experiment; one that `RunDir.open` returns is held until `close`."""
 
     path: Path  # of the directory
     # Which part of a stage's work the process that holds the run does.
@@ -501,10 +491,7 @@ class RunDir:
         outputs: Iterable[Path | str] = (),
         verb: str = "",
     ) -> StageRecord:
-        """Record that a stage is finished; call it after its last file is written.
-
-        See `StageRecord`; outputs lie inside the run directory.
-        """
+        """Record that a stage is finished; its last file is written in the run."""
         digests = self._digests(outputs)
         for path, sha in digests.items():
             if not sha:
@@ -576,10 +563,7 @@ class RunDir:
         return None
 
     def edited_output(self, name: str) -> str | None:
-        """Return a file that people may correct and is not as a finished stage left it.
-
-        One that is gone is not among them: it is made again.
-        """
+        """Return a file of a finished stage that a person edited since; none gone."""
         record = self.stage_record(name)
         if record is None or not record.finished:
             return None

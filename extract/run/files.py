@@ -255,10 +255,7 @@ def write_checksums(folder: Path) -> None:
 
 @contextlib.contextmanager
 def replaced_folder(path: Path) -> Iterator[Path]:
-    """Give a new folder to write into; at the end it replaces what was at `path`.
-
-    It gets checksums of every file. After an error nothing has changed.
-    """
+    """Give a folder that replaces `path`, with checksums, if the block ends well."""
     path = path.absolute()
     with temporary(path, is_folder=True) as work:
         yield work
@@ -334,10 +331,7 @@ class JsonLines:
         )
 
     def append(self, lines: Iterable[str]) -> int:
-        """Add rows, an object each, all or none unless the machine stops in between.
-
-        Returns the size of the file before, in bytes.
-        """
+        """Add rows, an object each, all or none; returns how many bytes were there."""
         batch = list(lines)
         for line in batch:
             if "\n" in line or not line.startswith("{"):
@@ -350,10 +344,7 @@ class JsonLines:
         return self.path.stat().st_size if self.path.exists() else 0
 
     def intact_rows(self, kind: type[Decoded]) -> Iterator[Decoded]:
-        """Yield rows as a type, up to the first damaged or unfinished line.
-
-        Neither locks nor repairs the file; `open` does.
-        """
+        """Yield rows as a type, up to the first damaged or unfinished line."""
         return (row for row, _ in _rows(self.path, kind, is_strict=False))
 
     def rows(self) -> Iterator[dict[str, Any]]:

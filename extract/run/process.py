@@ -1,8 +1,5 @@
 """One process: its share of a stage's work, its GPU, and its memory.
 
-Processes need not meet: each does the parts that `Share.mine` gives it, and whoever
-finds that no part is missing joins them (`extract.run.stages.do_share`).
-
 glibc hands blocks above a size back to the system as they are freed, and raises that
 size whenever one is, up to 32 MiB. Whoever frees the same blocks thousands of times
 pays for clean pages every time; whoever frees large ones from several threads finds
@@ -49,15 +46,10 @@ class Share:
     def mine(
         self, items: Iterable[Item], cost: Callable[[Item], float] | None = None
     ) -> list[Item]:
-        """Return the items of this share, in their order.
+        """Return the items of this share, in their order; other shares have the others.
 
-        The shares of all ranks are disjoint and hold every item.
-
-        Args:
-          items: of the whole work, equal in all processes.
-          cost: of an item, in any unit; then the shares have about equal sums (the
-            most expensive item first, each to the share that has least so far), else
-            about equal counts (`items[rank::world_size]`).
+        By `cost`, in any unit, shares have about equal sums (the most expensive item
+        first, each to the share that has least so far), else about equal counts.
         """
         items = list(items)
         if cost is None:
@@ -90,11 +82,7 @@ def _number(text: str, source: str) -> int:
 def find_share(
     shard: str | None = None, environ: Mapping[str, str] = os.environ
 ) -> Share:
-    """Return which share of the work is this process's.
-
-    `--shard i/n`, for arrays of jobs and for schedulers that set other variables, goes
-    before what a launcher says.
-    """
+    """Return this process's share of the work, of `--shard i/n` or a launcher."""
     if shard is not None:
         rank, slash, world_size = shard.partition("/")
         source = f"--shard {shard}"
@@ -148,10 +136,7 @@ def begin_peak() -> None:
 
 
 def peak_bytes() -> int:
-    """Return the most that was resident since `begin_peak`, in bytes.
-
-    Where the mark cannot be reset, since the process began.
-    """
+    """Return the most bytes resident since `begin_peak`, or where unknown the start."""
     unit = 1 if sys.platform == "darwin" else 1024
     since_the_start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return proc_bytes(_STATUS, "VmHWM") or since_the_start
@@ -195,10 +180,7 @@ def return_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def trim_freed_memory() -> None:
-    """Hand back all freed memory now, where the C library is glibc.
-
-    What is measured from here on is then not hidden in blocks that were freed before.
-    """
+    """Hand back all freed memory to the system now, where the C library is glibc."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 

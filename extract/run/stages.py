@@ -3,10 +3,8 @@
 A stage names its inputs and outputs; it is done again only if one of them has
 changed. Nothing else decides, so the same line typed twice continues the run.
 
-Several processes may share a stage. They need not meet, and none waits for another:
-each does its parts, and one that finds parts of others missing leaves. Whoever writes
-the last part finds none missing and joins them, and so does a later process, alone or
-with others.
+Several processes may share a stage, and none waits for another: each does its parts,
+and whoever finds no part missing joins them.
 """
 
 import dataclasses

@@ -436,10 +436,7 @@ def _checksums(signals: Mapping[str, np.ndarray]) -> dict[str, str]:
 
 
 def verify(store: FeatureStore) -> list[str]:
-    """Read everything again and compare it with the commit records.
-
-    Returns one sentence per problem; none if every range is committed and intact.
-    """
+    """Read everything again; returns a sentence for each thing absent or damaged."""
     problems = []
     done = done_ranges(store)
     for range_id in range(store.spec.n_ranges):

@@ -1,18 +1,14 @@
 """A deterministic world of facts: its language, its passages, and questions about it.
 
-The world exists so that the whole system runs on a machine without downloads: a
-small language model trained on it (`extract/world/model.py`) knows some facts and
-not others, because it is exposed to facts with Zipf-like frequencies. Every object
+A small language model trained on it (`extract/world/model.py`) knows some facts and
+not others, because it is exposed to them with Zipf-like frequencies. Every object
 occurs about equally often; otherwise a frequent answer alone would give away a guess.
+The same fact can be stated, asked and rewritten in different words, none of which says
+how sure the speaker is.
 
-Every relation has two nouns and one sentence of another word order, so that the
-same fact can be stated, asked and rewritten in different words. Words for objects
-are invented or everyday; none of them says how sure the speaker is.
-
-Every question has a context of three passages. It is controlled, as in the paper's
-main tables: it usually holds the answer, sometimes lacks it, and sometimes states
-another one, so that the model's answer with context is wrong for reasons that the
-question's words do not show.
+The three passages of a context usually hold the answer, sometimes lack it, and
+sometimes state another one, so that the model's answer with context is wrong for
+reasons that the question's words do not show.
 """
 
 import dataclasses

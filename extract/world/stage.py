@@ -85,10 +85,7 @@ def new_world(
     seed: int = 0,
     storage: dict[str, Any],
 ) -> NewRun:
-    """Return a run of the microworld; a wrong model is found before it is made.
-
-    `storage` holds the fields of `ExtractConfig` that differ from the preset's.
-    """
+    """Return a run of the microworld; `storage` are fields of its `ExtractConfig`."""
     backbone, world = BackboneConfig(model=model), WORLD_PRESETS[preset]
     answer = dataclasses.replace(answer_preset(preset, model), settings=settings)
     return new_run(preset, seed, backbone, answer, storage, world=world)

@@ -155,7 +155,7 @@ def test_a_dry_run_settles_nothing(run):
     [
         (lambda saved: saved.update(n_seed=3), "its field 'n_seed' is unknown"),
         (lambda saved: saved.pop("stop"), "its field 'stop' is missing"),
-        (lambda saved: saved["widths"].update(depth=3), "its field 'depth' is unknown"),
+        (lambda saved: saved["widths"].update(depth=3), "its field 'widths.depth' is"),
         (lambda saved: saved.update(n_seeds="5"), "Expected `int`, got `str`"),
         (lambda saved: saved.update(precision="int8"), "Invalid enum value 'int8'"),
         (lambda saved: saved.update(n_seeds=0), "n_seeds: expected 1 or more, found 0"),
