@@ -137,8 +137,7 @@ def extract(run_dir: Path, storage: StorageOptions, work: WorkOptions) -> None:
         with RunDir.open(run_dir, share=work.share) as run:
             record_storage(run, fields)
     # A share's model is the one that joins all of them.
-    stage = extract_stage(functools.cache(open_local_reader))
-    do(run_dir, stage, share=work.share)
+    do(run_dir, extract_stage(functools.cache(open_local_reader)), share=work.share)
 
 
 Opened = TypeVar("Opened")

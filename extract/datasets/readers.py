@@ -20,7 +20,6 @@ import msgspec
 
 from beatrice.extract.datasets import fields
 from beatrice.extract.datasets.fields import (
-    Document,
     Format,
     Question,
     Record,
@@ -30,12 +29,9 @@ from beatrice.extract.datasets.fields import (
     dataset_named,
     dataset_of_id,
     dataset_tagged,
-    is_titled,
     question_of,
-    read_context,
     read_passages,
     reader,
-    supporting_titles,
 )
 from beatrice.extract.records import Passage, Split, normalise
 
@@ -51,7 +47,7 @@ def find_evidence(path: Path) -> Path | None:
     return next(filter(Path.is_dir, folders), None)
 
 
-def read_page(evidence: Path, document: Document) -> str | None:
+def read_page(evidence: Path, document: fields.Document) -> str | None:
     """Return the text of one page, or None if it is not there or is no UTF-8."""
     base = (evidence / document.folder).resolve()
     path = (base / document.filename).resolve()
@@ -130,13 +126,13 @@ def _golds(record: Record, field: str, *names: str) -> tuple[str, ...]:
     return golds
 
 
-def _documents(record: Record) -> Iterator[Document]:
+def _documents(record: Record) -> Iterator[fields.Document]:
     """Yield the evidence of a record; a document without a file is left out."""
     for key, folder in (("EntityPages", "wikipedia"), ("SearchResults", "web")):
         for page in fields.objects(record, key) if record.get(key) is not None else ():
             if filename := fields.text_or_empty(page.get("Filename")):
                 title = fields.text_or_empty(page.get("Title"))
-                yield Document(folder=folder, filename=filename, title=title)
+                yield fields.Document(folder=folder, filename=filename, title=title)
 
 
 def read_official(record: Record) -> Question:
@@ -222,14 +218,10 @@ def _has_paragraphs(record: Record) -> bool:
     What lacks the facts, or has them beside another kind of context, is refused by the
     reader: taken for a plain question it would lose its passages in silence.
     """
-    if "question" not in record:
+    if "question" not in record or not {"supporting_facts", "context"} & record.keys():
         return False
-    if "supporting_facts" in record:
-        return True
-    if "context" not in record:
-        return False
-    context = record["context"]
-    if fields.is_titled(context):
+    context = record.get("context")
+    if "supporting_facts" in record or fields.is_titled(context):
         return True
     is_prose = isinstance(context, str) and context.lstrip()[:1] not in ("[", "{")
     return "_id" in record and not is_prose and not fields.is_list_of_objects(context)
@@ -243,13 +235,11 @@ def read_titled(record: Record) -> Question:
     """Read one record of HotpotQA or 2WikiMultihopQA, in any of its layouts."""
     question, golds = fields.text(record, "question"), _answer(record)
     facts = fields.required(record, "supporting_facts", object)
-    titles = supporting_titles(facts)
-    passages = read_context(fields.required(record, "context", object), titles)
-    meta: dict[str, Any] = {
-        key: record[key]
-        for key in ("type", "level")
-        if isinstance(record.get(key), str)
-    }
+    titles = fields.supporting_titles(facts)
+    context = fields.required(record, "context", object)
+    passages = fields.read_context(context, titles)
+    known = (key for key in ("type", "level") if isinstance(record.get(key), str))
+    meta: dict[str, Any] = {key: record[key] for key in known}
     missing = set(titles) - {p.title for p in passages if p.is_supporting}
     if missing:  # fullwiki: what was retrieved need not hold the gold paragraphs
         meta["missing_titles"] = sorted(missing)
@@ -419,8 +409,7 @@ def _words(tokens: list[str], start: int, stop: int) -> str:
 def read_simplified(record: Record) -> Question:
     """Read one page of simplified NQ: long answers are gold, short ones accepted."""
     question = fields.text(record, "question_text")
-    # One space is one boundary: token numbers count the empty tokens between two.
-    # At its beginning as well, so the document is not stripped.
+    # Not stripped: token numbers count the empty tokens between two spaces.
     fields.text(record, "document_text")
     tokens = record["document_text"].split(" ")
     long_answers, short, notes = [], [], fields.objects(record, "annotations")
@@ -474,8 +463,7 @@ def _plain(value: Any, name: str) -> str | int | float | None:
     )
 
 
-# The same question occurs in several rows, on subjects of the same name: the id tells
-# them apart, the text does not.
+# A question occurs in several rows, on subjects of one name: the id tells them apart.
 _read_popqa = reader(
     dataset=lambda record: "popqa",
     # A JSON list written as text.
@@ -504,7 +492,7 @@ def _source(meta: Record) -> str | None:
     if "question_decomposition" in meta:
         return "musique"
     context = meta.get("context")
-    if "supporting_facts" in meta or is_titled(context):
+    if "supporting_facts" in meta or fields.is_titled(context):
         has_content = isinstance(context, dict) and "content" in context
         return "2wikimultihopqa" if has_content or is_twowiki(meta) else "hotpotqa"
     return dataset_marked(meta)
@@ -520,8 +508,8 @@ def read_flashrag(record: Record) -> Question:
     elif meta.get("context"):
         # Without the facts the paragraphs are read, and none of them is gold.
         facts = meta.get("supporting_facts")
-        titles = [] if facts is None else supporting_titles(facts)
-        passages = read_context(meta["context"], titles)
+        titles = [] if facts is None else fields.supporting_titles(facts)
+        passages = fields.read_context(meta["context"], titles)
     elif "question_decomposition" not in meta:  # MuSiQue's passages are not there
         passages = any_passages(record) or any_passages(meta)
     names = ("type", "level", "prop", "subj", "s_wiki_title", "s_pop")
@@ -699,8 +687,7 @@ FORMATS: tuple[Format, ...] = (
     Format("NQ simplified",
            lambda r: {"document_text", "question_text"} <= r.keys(),
            read_simplified, "nq"),
-    # `answer` is a list under a singular name. The layout is so plain that a file's
-    # name may say otherwise, so the set stays open.
+    # So plain a layout that a file's name may say otherwise: the set stays open.
     Format("NQ-open", _fits_open,
            reader(ids=("id", "example_id"), dataset=dataset_tagged,
                   passages=any_passages), "nq", is_weak=True),

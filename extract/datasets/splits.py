@@ -36,9 +36,7 @@ class SplitConfig:
     """How many questions each split has; defaults are those of appendix A."""
 
     seed: int = 0  # of the hash that orders the questions
-    # Of each set with a training file; "all" takes every question, and of a development
-    # file half of them each.
-    n_train: Size = 10_000
+    n_train: Size = 10_000  # of each set with a training file; "all" takes every one
     # The same for sets that differ from the others.
     n_train_of: Mapping[str, Size] = dataclasses.field(default_factory=dict)
     n_evaluation: Size = 500  # validation and test each, of sets with development files
@@ -178,8 +176,7 @@ def draw_splits(
                 text = candidate.text_key
                 first = placed.get(name, placed.get(text, here))
                 if first[0] != split:
-                    conflict = Conflict(*name, split, *first[1:], first[0])
-                    drawn.conflicts.append(conflict)
+                    drawn.conflicts.append(Conflict(*name, split, *first[1:], first[0]))
                     continue
                 if first != here:
                     drawn.repeated.append((split, *name, *first[1:]))

@@ -306,8 +306,7 @@ def _by_label(
     evaluated = [row for row in labelled if row.example.split in ("test", "ood")]
     groups: dict[tuple[str, bool], list[LabelledAnswer]] = {}
     for row in evaluated or labelled:
-        group = (row.label.setting, bool(row.label.label))
-        groups.setdefault(group, []).append(row)
+        groups.setdefault((row.label.setting, bool(row.label.label)), []).append(row)
     return groups
 
 

@@ -152,8 +152,7 @@ class NewRun:
 
     preset: Preset = "demo"  # sizes that every verb's section starts from
     seed: int = 0  # of training, selection and bootstrap
-    # Settings that are known when the run is made, by name: `backbone`, and `world` or
-    # `data`; a frozen dataclass each.
+    # Settings of `backbone`, and of `world` or `data`; a frozen dataclass each.
     sections: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:

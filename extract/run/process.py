@@ -25,8 +25,7 @@ class Share:
 
     rank: int = 0  # from 0
     world_size: int = 1  # number of processes
-    # The variables or the option that say so, for messages; empty for a process that
-    # works alone.
+    # The variables or the option that say so, for messages.
     source: str = dataclasses.field(default="", compare=False)
 
     def __post_init__(self) -> None:

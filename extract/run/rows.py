@@ -74,9 +74,7 @@ class ResultRow(Record, frozen=True, kw_only=True):
     n_failed: int = 0  # that should have been there, without a label or a score
     seed: str = "mean"  # training seed as a string, or "mean" over the seeds
     reason: str | None = None
-    # By which rule the answers were labelled, in words; `publish` fills it in, and an
-    # unpublished row has None.
-    label_rule: str | None = None
+    label_rule: str | None = None  # of the answers, in words; `publish` fills it in
     # Id of what was measured on the same questions and taken away from the detector's
     # value. The row is then a difference with a paired bootstrap interval.
     against: str | None = None

@@ -92,9 +92,7 @@ class Stage:
     # Its settings for every preset; empty where it has none.
     presets: Mapping[Preset, Any] = dataclasses.field(default_factory=dict)
     section: str | None = None  # of its settings in the manifest; by default its own
-    # Whether its settings may be others than those recorded, while none of its outputs
-    # is there.
-    is_open: bool = False
+    is_open: bool = False  # to other settings, while none of its outputs is there
     # Says what is left to do, with the same settings; None without a `--dry-run`.
     forecast: Callable[[RunDir, Any], Forecast] | None = None
 

@@ -39,12 +39,8 @@ class Family:
     """Shape of one family of signals at one token."""
 
     shape: tuple[int, ...]  # the axes behind the row axis
-    # `bfloat16`, `float16`, `float32`, or `int8`, which needs a companion family of
-    # scales beside it, see `scale_family`.
-    dtype: Dtype = "float32"
-    # True where the first axis is layers that are read one at a time; such a family is
-    # chunked so that the others are not touched.
-    by_layer: bool = False
+    dtype: Dtype = "float32"  # `int8` needs a family of scales, see `scale_family`
+    by_layer: bool = False  # the first axis is layers that are read one at a time
     spans: Spans = "all"  # rows of every token, or of those of the answer span alone
 
     def __post_init__(self) -> None:
@@ -89,9 +85,7 @@ def scale_family(family: Family) -> Family:
 class Encoded:
     """Values as they are written."""
 
-    # Of the values' shape, in the stored type: `out`, or the values themselves where
-    # they have that type.
-    codes: np.ndarray
+    codes: np.ndarray  # of the values' shape, in the stored type; maybe the values
     scales: np.ndarray | None  # float32, without the last axis; None but of int8
     n_invalid: int  # values that were not finite to begin with
     n_overflowed: int  # finite values that the type turned into infinities
@@ -169,12 +163,9 @@ def _n_not_finite(values: np.ndarray) -> int:
 class StoreConfig:
     """What a store keeps of every answer."""
 
-    # Entries of the resid axis to keep (0 is the embedding); None keeps all. The sweep
-    # needs several, training one.
+    # Entries of the resid axis to keep (0 is the embedding); None keeps all.
     hidden_layers: tuple[int, ...] | None = None
-    # Tokens whose hidden states are kept: all, or those of the answer span. The other
-    # families are kept for every token.
-    hidden_spans: Spans = "all"
+    hidden_spans: Spans = "all"  # tokens whose hidden states are kept
     # how `hidden` is stored. bfloat16 keeps the range of the residual stream, float16
     # overflows at 65504 (which is an error), int8 has a scale per token and layer.
     dtype: Dtype = "bfloat16"
@@ -303,8 +294,7 @@ def family_bytes(
 
 
 FORMAT_VERSION = 3
-# Which passes of the model signals come from: those that write the answer, with the
-# model's cache, or one that reads it again.
+# Signals come from the passes that write the answer, or one that reads it again.
 ReadingPath = Literal["decode", "teacher_forced"]
 
 
@@ -318,14 +308,12 @@ class StoreSpec:
     spans: np.ndarray  # `[n_examples, 3, 2]` int64, see the glossary
     rows_per_shard: int  # rows of one file, a power of two
     hidden_layers: tuple[int, ...]  # layer numbers behind the axis of `hidden`
-    # What else the values depend on (model, revision, precision, …); JSON values. A
-    # store with another fingerprint is another store.
+    # What else the values depend on (model, revision, precision, …); JSON values.
     fingerprint: Mapping[str, Any]
     # `[n_examples]` int64, the token of each example from which on families have rows;
     # behind the worked examples of a prompt. None: from the first.
     firsts: np.ndarray | None = None
-    # `[n_examples]` bool, those that were read while they were written. None: none of
-    # them.
+    # `[n_examples]` bool, those that were read while they were written; None: none.
     written_mask: np.ndarray | None = None
 
     def __post_init__(self) -> None:

@@ -150,8 +150,7 @@ class FeatureStore:
     id: str  # first 16 hex digits of the index's SHA-256; names the commit folder
     spec: StoreSpec
     arrays: Mapping[str, ts.TensorStore]  # one open TensorStore per family
-    # Commit records are never taken back by a writer, so what was seen stays true.
-    # Ranges that were found or written as committed; see `done_ranges`.
+    # Ranges that were found committed, or written: no writer takes a record back.
     seen: set[int] = dataclasses.field(default_factory=set, repr=False)
 
     def commit_key(self, range_id: int) -> str:
@@ -325,8 +324,7 @@ def read_family(
     blocks = _joined(starts, lengths)
     values = read_blocks(store, family, layer, blocks)
     if is_decoded and spec.families[family].dtype == "int8":
-        scales = read_blocks(store, scale_name(family), layer, blocks)
-        values = decode(values, scales)
+        values = decode(values, read_blocks(store, scale_name(family), layer, blocks))
     starts = np.cumsum(lengths) - lengths
     return Ragged(values=values, starts=starts, lengths=lengths, first_tokens=first)
 
@@ -458,8 +456,7 @@ def _verify_range(store: FeatureStore, range_id: int) -> Iterator[str]:
         yield f"{store.describe(range_id)} has an unreadable commit record {key}"
         return
     for name in store.spec.families:
-        rows = store.spec.range_rows(range_id, name)
-        values = read_blocks(store, name, None, [rows])
+        values = read_blocks(store, name, None, [store.spec.range_rows(range_id, name)])
         if _checksums({name: values})[name] != wanted(name):
             files = ", ".join(store.shard_keys(range_id, name))
             yield (

@@ -222,8 +222,7 @@ class World:
     """Everything that is the case, in a fixed order."""
 
     config: WorldConfig
-    # The known entities and words of each kind; people who occur in passages only are
-    # not among them.
+    # Known entities and words of each kind; without people that only passages have.
     names: dict[Kind, tuple[str, ...]]
     first_names: tuple[str, ...]
     last_names: tuple[str, ...]

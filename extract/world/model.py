@@ -197,8 +197,7 @@ def make_tokenizer(world: World) -> PreTrainedTokenizerFast:
     for names in (*WORDS.values(), *world.names.values()):
         words.update(dict.fromkeys(w for name in names for w in name.split()))
     words.update(dict.fromkeys((*world.first_names, *world.last_names)))
-    specials = (UNKNOWN, START, END)
-    vocabulary = {word: i for i, word in enumerate((*specials, *words))}
+    vocabulary = {word: i for i, word in enumerate((UNKNOWN, START, END, *words))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     marks = pre_tokenizers.Split(Regex("[.,?]"), behavior="isolated")
     words_and_marks = [pre_tokenizers.WhitespaceSplit(), marks]
