@@ -7,11 +7,11 @@ import re
 import pytest
 
 from beatrice.extract.backbone.names import WEIGHTS
-from beatrice.extract.records import Example, read_records, write_lines
+from beatrice.extract.records import Example, read_records
 from beatrice.extract.run.directory import read_manifest
 from beatrice.extract.run.files import sha256_file
 from tests.extract.datasets import published as pub
-from tests.extract.small_run import assert_error_sentence, beatrice, make_run, questions
+from tests.extract.small_run import assert_error_sentence, beatrice, make_run
 from tests.process import call
 
 LINES = [
@@ -276,50 +276,31 @@ def test_a_folder_with_a_persons_files_is_refused_and_left_alone(source, line):
     assert "'lockdown.txt'" in shown
 
 
-@pytest.mark.parametrize("line", ["demo", "data --world"])
-def test_questions_in_a_run_that_nobody_recorded_are_not_replaced(tmp_path, line):
-    line = (*line.split(), tmp_path / "run", "--preset", "smoke")
-    beatrice("data", tmp_path / "run", "--preset", "smoke", "--world")
-    (tmp_path / "run" / "stages" / "world.json").unlink()
-    mine = write_lines(questions())
-    (tmp_path / "run" / "examples.jsonl").write_text(mine)
-    shown = beatrice(*line, code=1).output
-    assert "examples.jsonl is there already with other content" in shown
-    assert (tmp_path / "run" / "examples.jsonl").read_text() == mine
-
-
-def swap_validation_and_test(path):
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    other = {"validation": "test", "test": "validation"}
-    rows = [row | {"split": other.get(row["split"], row["split"])} for row in rows]
-    pub.write_lines(path, rows)
-
-
-@pytest.mark.parametrize("line", ["demo", "data --world", "answer"])
-def test_questions_that_were_changed_are_neither_read_nor_replaced(tmp_path, line):
-    run = tmp_path / "run"
-    options = ("--preset", "smoke")
+def test_questions_that_were_changed_or_nobody_recorded_are_neither_read_nor_replaced(
+    tmp_path,
+):
+    run, options = tmp_path / "run", ("--preset", "smoke")
+    path = run / "examples.jsonl"
     beatrice("data", run, "--world", *options)
-    swap_validation_and_test(run / "examples.jsonl")
-    changed = (run / "examples.jsonl").read_bytes()
-    rest = () if line == "answer" else options
-    shown = beatrice(*line.split(), run, *rest, code=1).output
-    assert "examples.jsonl was changed since it was written, and is neither" in shown
-    assert "put it back, or start a new run" in shown
-    assert (run / "examples.jsonl").read_bytes() == changed
+    path.write_text(path.read_text().replace('"validation"', '"test"'))
+    changed = path.read_bytes()
+    lines = (("demo", run, *options), ("data", "--world", run, *options))
+    for line in (*lines, ("answer", run)):
+        shown = beatrice(*line, code=1).output
+        assert "examples.jsonl was changed since it was written, and is nei" in shown
+        assert "put it back, or start a new run" in shown
     verified = beatrice("doctor", run, "--verify", code=1).output
     assert "examples.jsonl has changed since" in verified
+    (run / "stages" / "world.json").unlink()
+    for line in lines:
+        shown = beatrice(*line, code=1).output
+        assert "examples.jsonl is there already with other content" in shown
+    assert path.read_bytes() == changed
 
 
-@pytest.fixture
-def run(tmp_path):
-    """Return a run whose questions no stage recorded."""
+def test_half_of_the_answers_are_not_labelled(tmp_path):
     run = make_run(tmp_path / "run")
     beatrice("answer", run.path)
-    return run
-
-
-def test_half_of_the_answers_are_not_labelled(run):
     (run.stages / "answer.json").unlink()  # as if it had been killed before the end
     shown = beatrice("label", run.path, code=1).output
     assert "are not finished: run `beatrice answer` first" in shown
