@@ -118,12 +118,7 @@ def extract(run_dir: Path, storage: StorageOptions, work: WorkOptions) -> None:
     Example: torchrun --nproc-per-node 2 -m beatrice extract runs/demo
     """
     from beatrice.extract.generate.options import check_backbone
-    from beatrice.extract.signals.extract import (
-        EXTRACT,
-        extract_stage,
-        open_local_reader,
-        record_storage,
-    )
+    from beatrice.extract.signals import extract as signals
 
     fields = storage.fields()
     if fields.get("hidden_layers") is not None:
@@ -131,13 +126,14 @@ def extract(run_dir: Path, storage: StorageOptions, work: WorkOptions) -> None:
         check_backbone(config, fields["hidden_layers"])
     if work.dry_run:
         change = functools.partial(dataclasses.replace, **fields)
-        click.echo(forecast_stage(run_dir, EXTRACT, change))
+        click.echo(forecast_stage(run_dir, signals.EXTRACT, change))
         return
     if fields:
         with RunDir.open(run_dir, share=work.share) as run:
-            record_storage(run, fields)
+            signals.record_storage(run, fields)
     # A share's model is the one that joins all of them.
-    do(run_dir, extract_stage(functools.cache(open_local_reader)), share=work.share)
+    stage = signals.extract_stage(functools.cache(signals.open_local_reader))
+    do(run_dir, stage, share=work.share)
 
 
 Opened = TypeVar("Opened")
@@ -426,25 +422,21 @@ def rewrite(
     http://localhost:8000/v1
     """
     from beatrice.extract.generate.answers import answer_config
-    from beatrice.extract.label.rewrite import (
-        RewriteConfig,
-        rewrite_counts,
-        rewrite_stage,
-    )
+    from beatrice.extract.label import rewrite as rewriting
 
     def stage_of(run: RunDir, generator: Generator, _: Progress) -> Any:
-        config = RewriteConfig(
+        config = rewriting.RewriteConfig(
             max_new_tokens=how.max_new_tokens,
             seed=run.seed,
             skip_overlong=how.overlong == "skip",
             template=answer_config(run, is_recorded=False).prompt.template,
         )
-        return rewrite_stage(run, generator, config)
+        return rewriting.rewrite_stage(run, generator, config)
 
     _do_asking(run_dir, "rewrite --model", how.model, backend, work, stage_of)
     if work.dry_run or not RunDir(run_dir).stage_done("rewrite"):
         return  # of a share: others have to do theirs
-    counts = rewrite_counts(RunDir(run_dir))
+    counts = rewriting.rewrite_counts(RunDir(run_dir))
     lines = (f"{name:<30}{n:>8}" for name, n in counts.items())
     click.echo(json.dumps(counts) if as_json else "\n".join(lines))
     click.echo(str(run_dir / "rewrites.jsonl"), err=as_json)

@@ -81,16 +81,13 @@ def make_data_run(
     The run's section `data` says the same of the files as `sources`; `fixed` is a
     manifest whose splits are used instead of drawing. Returns the splits' manifest.
     """
-    from beatrice.extract.datasets.building import (
-        build_examples,
-        check_folder,
-        data_config,
-    )
+    from beatrice.extract.datasets import building
 
     with _removed_on_failure(path), RunDir.open(path, new_run) as run:
 
         def work(update: Update) -> None:
-            build_examples(run.path, sources, build, fixed=fixed, note=progress.note)
+            note = progress.note
+            building.build_examples(run.path, sources, build, fixed=fixed, note=note)
             try:
                 progress.note(f"data: {settings_in_words(run)}")
             except ValueError:  # not with these questions, of which nothing is left
@@ -100,12 +97,14 @@ def make_data_run(
 
         current_inputs(run, "data")  # what a person has changed is not replaced
         inputs: dict[str, str] = {}
-        for dataset, role, digest in data_config(sources, build, fixed).sources:
+        for dataset, role, digest in building.data_config(
+            sources, build, fixed
+        ).sources:
             name = f"{dataset} {role}"  # of one file or of several
             inputs[name] = " ".join(filter(None, (inputs.get(name), digest)))
         outputs = [run.examples, run.passages, run.splits_file]
         once(run, "data", inputs, outputs, progress, work)
-        return check_folder(run.path)
+        return building.check_folder(run.path)
 
 
 File = tuple[str, Path]  # the set's name, and where it lies
