@@ -97,9 +97,8 @@ def make_data_run(
 
         current_inputs(run, "data")  # what a person has changed is not replaced
         inputs: dict[str, str] = {}
-        for dataset, role, digest in building.data_config(
-            sources, build, fixed
-        ).sources:
+        config = building.data_config(sources, build, fixed)
+        for dataset, role, digest in config.sources:
             name = f"{dataset} {role}"  # of one file or of several
             inputs[name] = " ".join(filter(None, (inputs.get(name), digest)))
         outputs = [run.examples, run.passages, run.splits_file]

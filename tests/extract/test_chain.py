@@ -120,10 +120,10 @@ def n_bytes(path):
     return path.stat().st_size if path.exists() else 0
 
 
-def kill_at_random(line, watched, rng, *, most_rows):
+def kill_at_random(line, watched, rng):
     """Kill a verb soon after some of its rows appeared; False if it was faster."""
     process, seen = start(*BEATRICE, *line), n_bytes(watched)
-    n_wanted = rng.randint(0, most_rows)  # appearances; 0 kills at any time before
+    n_wanted = rng.randint(0, 12)  # appearances; 0 kills at any time before
     if n_wanted == 0:
         time.sleep(rng.uniform(0.0, 4.0))
     while n_wanted > 0 and process.poll() is None:
@@ -156,9 +156,7 @@ def test_400_real_questions_killed_again_and_again_end_as_a_run_that_was_not(tmp
     n_killed = dict.fromkeys(GROWS, 0)
     for verb, line in chain(killed, *options).items():
         for _ in range(1 if verb == "data" else 3):
-            n_killed[verb] += kill_at_random(
-                line, killed / GROWS[verb], rng, most_rows=12
-            )
+            n_killed[verb] += kill_at_random(line, killed / GROWS[verb], rng)
         call(*line)
     for line in chain(whole, *options).values():
         call(*line)

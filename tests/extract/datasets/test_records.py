@@ -398,13 +398,10 @@ def test_triviaqa_finds_its_evidence_and_marks_the_first_passage_with_an_alias(
     assert report | expected == report
 
 
-def test_triviaqa_without_its_evidence_counts_what_is_missing(tmp_path):
+def test_an_evidence_file_that_is_missing_is_counted_and_one_outside_refused(tmp_path):
     report = inspect_file(pub.write_array(tmp_path / "dev", pub.trivia_file(2)))
     assert (report["loaded"], report["with_passages"]) == (2, 0)
     assert report["missing_documents"] == 4
-
-
-def test_an_evidence_file_outside_its_folder_is_refused(tmp_path):
     path = trivia_folder(tmp_path)
     (tmp_path / "secret.txt").write_text("Sunset Boulevard")
     records = pub.trivia_file(1)

@@ -31,7 +31,7 @@ from beatrice.extract.records import SETTINGS, Passage
 from tests.records import a_label, an_answer, an_example
 
 
-def labelled(verdicts, texts=None, settings=("closed_book", "with_context")):
+def labelled(verdicts, texts=None, settings=SETTINGS):
     """Return examples, answers and labels; the gold is always "yes"."""
     examples, answers, labels = [], [], []
     for i, votes in enumerate(verdicts):

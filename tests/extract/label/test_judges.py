@@ -148,9 +148,8 @@ def test_a_word_with_other_words_around_it_is_no_verdict(word, text):
 
 @given(st.text())
 def test_any_text_has_exactly_one_verdict(text):
-    result = parse_verdict(text)
     letters = "".join(c for c in text if c.isalpha()).lower()
-    assert result == "unparsable" or result == letters
+    assert parse_verdict(text) in ("unparsable", letters)
 
 
 def test_a_judge_that_parrots_an_injection_gives_no_verdict():
@@ -160,18 +159,17 @@ def test_a_judge_that_parrots_an_injection_gives_no_verdict():
     assert parsed == bare
 
 
-def strict_only(prompt):
-    """Say correct under the strict rubric alone."""
-    return "Correct" if prompt.startswith(RUBRICS[0].opening) else "Incorrect"
-
-
 def test_disagreement_drops_a_label_and_the_majority_keeps_it(tmp_path):
-    judgements, _ = judged(tmp_path / "a", strict_only)
-    assert judgements.labels[0].label is None
-    assert judgements.labels[0].verdicts == ("correct", "incorrect", "incorrect")
-    judgements, _ = judged(tmp_path / "b", strict_only, vote="majority")
-    assert judgements.labels[0].label is False
-    assert "majority: 2 of 3 say incorrect" in judgements.labels[0].reason
+    def strict_only(prompt):
+        return "Correct" if prompt.startswith(RUBRICS[0].opening) else "Incorrect"
+
+    for vote, label, reason in (
+        ("unanimous", None, "judges disagree: 1 of 3 say correct"),
+        ("majority", False, "majority: 2 of 3 say incorrect"),
+    ):
+        (result,) = judged(tmp_path / vote, strict_only, vote=vote)[0].labels
+        assert result.verdicts == ("correct", "incorrect", "incorrect")
+        assert (result.label, result.reason) == (label, reason)
 
 
 @pytest.mark.parametrize(
@@ -221,11 +219,8 @@ def test_a_reply_that_parses_at_the_second_attempt_counts(tmp_path):
 
 
 def test_settings_and_variants_are_judged_and_counted_apart(tmp_path):
-    answers = [
-        answered("Paris"),
-        answered("", "with_context"),
-        answered("Paris", "with_context", "rewritten"),
-    ]
+    rewritten = answered("Paris", "with_context", "rewritten")
+    answers = [*PARIS, answered("", "with_context"), rewritten]
     judgements, generator = judged(tmp_path, fair_verdict, answers)
     assert [label.key for label in judgements.labels] == [a.key for a in answers]
     assert [label.label for label in judgements.labels] == [True, False, True]
