@@ -192,6 +192,12 @@ def test_a_real_question_never_meets_the_embedded_model_in_silence(source, tmp_p
     assert "--model is missing" in shown and "--model embedded" in shown
     assert not (tmp_path / "run").exists()
     beatrice(*line, *EMBEDDED)
+    # A run without a detector says which verb is next.
+    answer = ("--question", "where?", "--answer", "here")
+    shown = beatrice("score", tmp_path / "run", *answer, code=1).output
+    words = "first, then label, extract, sweep"
+    assert f"run `beatrice answer {tmp_path / 'run'}` {words}" in shown
+    assert "demo" not in shown
 
 
 PASSAGE = {"title": "T", "text": "x", "is_supporting": True}
@@ -248,15 +254,6 @@ def test_a_preset_shortens_the_answers_of_the_embedded_model_alone(
     beatrice("data", tmp_path / "run", *(("--world",) if is_world else files), *options)
     answer = read_manifest(tmp_path / "run")["sections"]["answer"]
     assert answer["generation"]["max_new_tokens"] == n_longest
-
-
-def test_a_run_without_a_detector_says_which_verb_is_next(source, tmp_path):
-    run = tmp_path / "run"
-    build(run, ("train", source))
-    answer = ("--question", "where?", "--answer", "here")
-    shown = beatrice("score", run, *answer, code=1).output
-    assert f"run `beatrice answer {run}` first, then label, extract, sweep" in shown
-    assert "demo" not in shown
 
 
 # What a person wrote or changed is neither replaced nor read in silence.

@@ -298,6 +298,12 @@ def run(tmp_path):
 
 def test_labels_are_imported_named_and_corrected_by_hand(run, tmp_path):
     path = pub.write_lines(tmp_path / "mine.jsonl", [MINE])
+    run.labels.write_text("mine\n")  # which nobody recorded
+    for options in ((), ("--import", path)):
+        output = beatrice("label", run.path, *options, code=1).output
+        assert "labels.jsonl is there already with other content" in output
+        assert run.labels.read_text() == "mine\n"
+    run.labels.unlink()
     beatrice("label", run.path, "--import", path)
     assert label_rule(run) == "imported from mine.jsonl"
     labels = list(read_records(run.labels, Label))
@@ -333,17 +339,6 @@ def test_a_file_that_cannot_be_read_or_a_judge_that_fails_leaves_the_labels_of_b
     ):
         assert words in beatrice("label", run.path, option, value, code=1).stderr
         assert (run.labels.read_bytes(), run.stage_record("label")) == before
-
-
-def test_labels_that_nobody_recorded_are_not_replaced(run, tmp_path):
-    run.labels.write_text("mine\n")
-    path = pub.write_lines(tmp_path / "others.jsonl", [MINE])
-    for options in ((), ("--import", path)):
-        output = beatrice("label", run.path, *options, code=1).output
-        assert "labels.jsonl is there already with other content" in output
-        assert run.labels.read_text() == "mine\n"
-    run.labels.unlink()
-    beatrice("label", run.path)
 
 
 README = Path(__file__).parents[3] / "docs" / "labels.md"

@@ -191,13 +191,9 @@ def test_an_empty_file_an_id_twice_and_a_leak_are_refused(run, lines, words):
     assert str(run.examples) in str(caught.value) and words in str(caught.value)
 
 
-def test_one_text_twice_in_a_split_is_no_leak(run):
+def test_one_text_twice_in_a_split_is_no_leak_and_an_answer_to_neither_refused(run):
     write_text_atomic(run.examples, f"{line()}\n{line(id='2')}\n")
     assert [example.id for example in read_examples(run)] == ["capitals-1", "2"]
-
-
-def test_an_answer_to_no_question_of_the_run_is_refused(run):
-    write_text_atomic(run.examples, f"{line()}\n")
     write_text_atomic(run.answers_file, to_json(an_answer(example_id="capitals-9")))
     with pytest.raises(ValueError, match="'capitals-9', which is not in .*examples"):
         read_answers(run)

@@ -117,10 +117,12 @@ def run(tmp_path):
 def test_a_stage_is_done_once_and_again_when_its_input_or_output_changes(run):
     done = []
     stage = planted(done)
-    for _ in range(2):
+    for is_second in (False, True):
+        assert is_done(run.path, stage) == is_second  # beside whoever holds the run
         run_stage(stage, run, Progress())
     assert done == [Letters(n=3)] and (run.path / "out").read_text() == "aaa"
     (run.path / "in").write_text("b")
+    assert not is_done(run.path, stage)
     run_stage(stage, run, Progress())
     assert len(done) == 2 and (run.path / "out").read_text() == "bbb"
     (run.path / "out").unlink()
@@ -166,15 +168,6 @@ def test_a_forecast_does_nothing_settles_nothing_and_asks_nobody_who_holds_it(ru
     assert "already done, nothing is left to forecast" in output
 
 
-def test_whether_a_stage_is_done_is_read_beside_whoever_holds_the_run(run):
-    stage = planted([])
-    assert not is_done(run.path, stage)
-    run_stage(stage, run, Progress())
-    assert is_done(run.path, stage)
-    (run.path / "in").write_text("b")
-    assert not is_done(run.path, stage)
-
-
 def chain(done):
     """Return three stages, each of which repeats the letters of the one before."""
 
@@ -197,7 +190,7 @@ def do_all(stages, run):
         run_stage(stage, run, Progress())
 
 
-def test_what_was_made_of_other_files_is_not_read(run, capsys):
+def test_what_was_made_of_other_files_or_is_not_finished_is_not_read(run, capsys):
     done = []
     stages = chain(done)
     do_all(stages, run)
@@ -210,6 +203,13 @@ def test_what_was_made_of_other_files_is_not_read(run, capsys):
     assert (run.path / "detector").read_text() == "b" * 8
     output = capsys.readouterr().err
     assert "stage sweep: its input in has changed since; it is done again" in output
+    run.reopen_stage("sweep")
+    gap = "stage sweep is not finished with its settings of now"
+    assert run.stage_gap("sweep") == gap
+    with pytest.raises(ValueError, match="is not finished.*run `beatrice sweep` first"):
+        run_stage(stages[1], run, Progress())
+    do_all(stages, run)
+    assert done == ["sweep", "select", "calibrate"] * 2 + ["sweep"]
 
 
 def test_a_record_says_how_many_seconds_a_stage_took(run):
@@ -217,19 +217,6 @@ def test_a_record_says_how_many_seconds_a_stage_took(run):
     once(run, "wait", {}, [], Progress(), lambda update: time.sleep(0.2))
     elapsed = time.monotonic() - began
     assert 0.2 <= run.stage_record("wait").seconds <= elapsed + 0.05
-
-
-def test_what_was_begun_again_and_not_finished_is_not_read(run):
-    done = []
-    stages = chain(done)
-    do_all(stages, run)
-    run.reopen_stage("sweep")
-    gap = "stage sweep is not finished with its settings of now"
-    assert run.stage_gap("sweep") == gap
-    with pytest.raises(ValueError, match="is not finished.*run `beatrice sweep` first"):
-        run_stage(stages[1], run, Progress())
-    do_all(stages, run)
-    assert done == ["sweep", "select", "calibrate", "sweep"]
 
 
 def label_stage(text):
