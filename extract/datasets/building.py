@@ -103,7 +103,7 @@ def _read_pool(
     file = open_source(source, config)
     context = config.context_of(source.dataset)
     names = ("records", "usable", "without_passages", "of_another_split")
-    counts = dict.fromkeys(names, 0)
+    counts: dict[str, int] = dict.fromkeys(names, 0)
     repeats: list[Refusal] = []
     refusals: list[Refusal] = []
     others, first = set(pool), dict[str, int]()
@@ -237,7 +237,9 @@ def _write_examples(
     ):
         for dataset in dict.fromkeys(source.dataset for source in sources):
             names = {split: sets.get(dataset, ()) for split, sets in splits.items()}
-            order = {name: split for split, ids in names.items() for name in ids}
+            order: dict[str, Split] = {
+                name: split for split, ids in names.items() for name in ids
+            }
             rows = _drawn_rows(dataset, sources, config, order)
             for name in order:
                 examples.write(f"{rows[name].line}\n".encode())

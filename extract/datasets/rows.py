@@ -460,7 +460,9 @@ def _table_rows(
     lines = (x.decode("utf-8", "surrogateescape") + "\n" for _, x in _lines(chunks))
     allow_long_cells()
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
-    header, names, n_records = list[str](), list[str](), 0
+    header: list[str] = []
+    names: list[str] = []
+    n_records = 0
     while True:
         first = reader.line_num + 1
         try:

@@ -449,7 +449,7 @@ def forecast_answers(run: RunDir, config: AnswerConfig, model: PromptModel) -> F
     """Return what answering needs: the prompts that have no answer yet."""
     run.hash_inputs(run.examples)  # an error where they are missing
     listed = _requests_of(run, model, config)
-    answered = answer_files(run, listed.requests).keys()
+    answered = answer_files(run, listed.requests).places()
     prompts = prompts_of([r for r in listed.requests if r.key not in answered])
     forecast = count_requests("answer", prompts, config.generation.greedy)
     basis = ". ".join(filter(None, (forecast.basis, listed.note)))

@@ -674,7 +674,7 @@ def judge_answers(
         pending = [cell for cell in pending if verdicts[cell] == "unparsable"]
     labels = []
     for i, (_, answer) in enumerate(pairs):
-        votes = [verdicts[i, r] for r in range(len(rubrics))]
+        votes: list[Verdict] = [verdicts[i, r] for r in range(len(rubrics))]
         labels.append(label_of(answer, *consensus(votes, config.vote), votes))
     n_lost = len(pending)
     return Judgements(labels=tuple(labels), n_retried=n_retried, n_unparsable=n_lost)

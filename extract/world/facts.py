@@ -101,7 +101,9 @@ _EVERYDAY: dict[Kind, str] = {
     "furniture gloves helmets kettles mirrors needles paper radios saddles tiles "
     "umbrellas vases wagons xylophones zippers",
 }
-WORDS = {kind: tuple(words.split()) for kind, words in _EVERYDAY.items()}
+WORDS: dict[Kind, tuple[str, ...]] = {
+    kind: tuple(words.split()) for kind, words in _EVERYDAY.items()
+}
 
 _ONSETS = "b br d dr f g gr h j k l m n p r s sk st t tr v w z".split()
 _VOWELS = "a e i o u".split()

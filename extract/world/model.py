@@ -362,8 +362,10 @@ def train(
     tokenizer = make_tokenizer(world)
     vocabulary = tokenizer.get_vocab()
     model = make_model(len(tokenizer), config).train()
-    rates = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), **rates)
+    rate, decay = config.learning_rate, config.weight_decay
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=decay
+    )
     batches = _batches(RowSampler(world), vocabulary, world, config)
     for step, weighted in enumerate(batches):
         for group in optimizer.param_groups:
