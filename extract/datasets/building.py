@@ -236,7 +236,9 @@ def _write_examples(
         write_stream_atomic(folder / _FILES[0], is_new=True) as examples,
     ):
         for dataset in dict.fromkeys(source.dataset for source in sources):
-            names = {split: sets.get(dataset, ()) for split, sets in splits.items()}
+            names: dict[Split, Sequence[str]] = {
+                split: sets.get(dataset, ()) for split, sets in splits.items()
+            }
             order: dict[str, Split] = {
                 name: split for split, ids in names.items() for name in ids
             }
