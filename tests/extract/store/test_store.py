@@ -1,6 +1,5 @@
 """A store of signals: what is written is read, in each precision it has."""
 
-import dataclasses
 import shutil
 from pathlib import Path
 from typing import get_args
@@ -33,22 +32,18 @@ FAMILIES = {
     "prob": Family(shape=(5,)),
     "attn": Family(shape=(2, 2, 1, 4)),
 }
+FINGERPRINT = {"model": "tiny", "revision": "1"}
 # The fifth example is longer than a shard; several ranges end inside one.
 LENGTHS = np.array([20, 30, 64, 10, 150, 5, 5, 60, 3, 61, 7], dtype=np.int64)
 
 
 def spec_of(lengths=LENGTHS, **changes):
     spans = np.stack([np.zeros_like(lengths), lengths // 2], -1)
-    spec = StoreSpec(
-        families=FAMILIES,
-        keys=tuple((f"q{i}", "closed_book", "original") for i in range(len(lengths))),
-        lengths=lengths,
-        spans=np.stack([spans] * 3, 1),
-        rows_per_shard=64,
-        hidden_layers=(0, 4, 7),
-        fingerprint={"model": "tiny", "revision": "1"},
-    )
-    return dataclasses.replace(spec, **changes)
+    keys = tuple((f"q{i}", "closed_book", "original") for i in range(len(lengths)))
+    usual = dict(families=FAMILIES, keys=keys, lengths=lengths)
+    usual |= dict(spans=np.stack([spans] * 3, 1), rows_per_shard=64)
+    usual |= dict(hidden_layers=(0, 4, 7), fingerprint=FINGERPRINT)
+    return StoreSpec(**(usual | changes))
 
 
 def signals_of(spec):
@@ -94,9 +89,9 @@ def test_any_examples_equal_the_same_slice_of_everything(tmp_path):
     store, signals = filled_store(tmp_path)
     rng = np.random.default_rng(1)
     for first, last in np.sort(rng.integers(0, 12, (20, 2))).tolist():
-        start, stop = store.spec.offsets[[first, last]]
+        rows = slice(*store.spec.offsets[[first, last]])
         read = read_family(store, "hidden", slice(first, last), layer=4).values
-        np.testing.assert_array_equal(read, signals["hidden"][start:stop, 1])
+        np.testing.assert_array_equal(read, signals["hidden"][rows, 1])
     for examples in ([7, 3, 10, 4, 5], slice(2, 6), [], np.arange(11)[::-1]):
         read = read_family(store, "attn", examples)
         for i, example in enumerate(np.arange(11)[examples]):
@@ -250,7 +245,7 @@ def test_the_same_store_is_continued_and_another_or_wrong_signals_refused(tmp_pa
     np.testing.assert_array_equal(read_family(again, "prob").values, signals["prob"])
     assert files_under(tmp_path) == before
     with pytest.raises(ValueError, match='its fingerprint.revision is "1", not "2"'):
-        create_store(tmp_path, spec_of(fingerprint={"model": "tiny", "revision": "2"}))
+        create_store(tmp_path, spec_of(fingerprint=FINGERPRINT | {"revision": "2"}))
     with pytest.raises(ValueError, match="rows_per_shard is 64, not 128"):
         create_store(tmp_path, spec_of(rows_per_shard=128))
     short = {name: values[:10] for name, values in signals.items()}
@@ -270,7 +265,7 @@ def test_the_same_store_is_continued_and_another_or_wrong_signals_refused(tmp_pa
 )
 def test_a_spec_that_contradicts_itself_is_refused(changes, complaint):
     with pytest.raises(ValueError, match=complaint):
-        dataclasses.replace(spec_of(), **changes)
+        spec_of(**changes)
 
 
 def test_an_unknown_family_or_layer_is_refused(tmp_path):
