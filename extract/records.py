@@ -199,9 +199,8 @@ class Answer(AnswerRecord, frozen=True, kw_only=True):
 class Sample(AnswerRecord, frozen=True, kw_only=True):
     """One drawn answer; what was written stands in the fields of `Generated`.
 
-    Semantic entropy's code takes log-probabilities after temperature, top-p and top-k,
-    here they are the model's own; at temperature 1 that is the same up to the mass that
-    was cut off.
+    Log-probabilities are the model's own, before temperature, top-p and top-k, unlike
+    those that semantic entropy's code takes.
     """
 
     sample: int  # 0 to n_samples - 1

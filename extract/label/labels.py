@@ -271,11 +271,10 @@ def import_labels(
 ) -> Imported:
     """Return for every answer the label that a file has for it.
 
-    A label is about a text: it holds for an answer only if that is the very answer
-    that was judged. What the file does not judge stays without a label, and is left out
-    of training and tests as what judges disagree on. The file's JSON lines are each a
-    `JudgedAnswer`, or a `Label` as in a run's labels.jsonl; two that disagree, or none
-    that fits an answer, are a ValueError.
+    A label holds for an answer only if that is the very answer that was judged; what
+    the file does not judge stays without one, and is left out of training and tests.
+    Lines are each a `JudgedAnswer`, or a `Label` as in a run's labels.jsonl; two that
+    disagree, or none that fits an answer, are a ValueError.
     """
     pairs = pair_answers(answers, examples)
     by_question: dict[bytes | str, list[Answer]] = {}

@@ -79,10 +79,9 @@ def _boot_id() -> str:
 def acquire_lock(path: Path, *, shared: bool = False) -> BinaryIO:
     """Lock a file until the returned stream is closed; raises `InUse`.
 
-    The kernel's lock ends with its owner, so a dead owner on this machine is no
-    obstacle. It may not reach across machines (network file systems), therefore the
-    file also says who holds it, and an owner on another machine is believed. A shared
-    lock stands beside others that are shared, which write nothing into the file.
+    The kernel's lock ends with its owner. It may not reach across machines (network
+    file systems), therefore the file also says who holds it, and an owner on another
+    machine is believed. A shared lock writes nothing into the file.
     """
     here = {"host": socket.gethostname(), "boot": _boot_id()}
     stream = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b", 0)
@@ -537,8 +536,8 @@ class RunDir:
     ) -> str | None:
         """Say why a stage must be done (again), or return None if it is done.
 
-        Without its inputs' identities of now, recorded inputs that are paths in the run
-        directory are hashed again and the others are believed.
+        Without its inputs of now, recorded inputs that are paths in the run are hashed
+        again, and the others are believed.
         """
         record = self.stage_record(name)
         if record is None:

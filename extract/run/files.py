@@ -2,10 +2,9 @@
 
 A file written here is the old one or the new one, never half of either.
 
-A checksum of a model's file, or the check of a model that takes seconds and comes out
-alike for the same bytes, is done once a machine and remembered in the user's cache,
-under all that it depends on. Any of these files may be deleted: then it is done again.
-Only what was right is remembered; nothing is where the cache cannot be written.
+A checksum of a model's file, or a check of a model that comes out alike for the same
+bytes, is done once a machine and remembered in the user's cache, under all that it
+depends on. Only what was right is remembered; any of these files may be deleted.
 """
 
 import contextlib

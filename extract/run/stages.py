@@ -259,11 +259,9 @@ def current_inputs(
 ) -> dict[str, str]:
     """Return the identities of what a stage reads, for `once`.
 
-    That is current, and no person has changed it, nor what the stage wrote before. A
-    stage whose inputs have changed is done again, which is safe: what it keeps of its
-    work, it keeps by what it was made of. But it reads what other stages left, and
-    these have to be done again before; otherwise scores of one split would be reported
-    as those of another.
+    That is current, and no person has changed it, nor what the stage wrote before. To
+    do a stage again is safe, but other stages have to be done again before; otherwise
+    scores of one split would be reported as those of another.
     """
     paths = list(paths)
     source = run.stale_source(p.relative_to(run.path).as_posix() for p in paths)
@@ -333,8 +331,7 @@ def do(
 def is_done(run_dir: Path, stage: Stage) -> bool:
     """Tell whether nothing of a stage is left to do.
 
-    Nothing is written and no lock is taken, so a run that may only be read, or that
-    another process holds, is asked too. Raises ValueError as `run_stage`.
+    Nothing is written and no lock is taken. Raises ValueError as `run_stage`.
     """
     run = RunDir(run_dir)
     settings = stage.settle(run, is_recorded=False)

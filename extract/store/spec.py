@@ -272,10 +272,9 @@ def stored_bytes(
 ) -> dict[str, int]:
     """Return the bytes that a choice takes, per family, of so many tokens.
 
-    These are the values alone. Checksums, lists of chunks and ranges rounded up to
-    whole chunks add less than one percent where the chunks are full. Shapes are as
-    `model_shapes` gives them; layers that are not kept are left out. `n_tokens` counts
-    prompts too, `n_answer` the answer spans alone.
+    These are the values alone; the rest is less than one percent of full chunks. Shapes
+    are those of `model_shapes`, with every layer. `n_tokens` counts prompts too,
+    `n_answer` the answer spans alone.
     """
     n_entries, width = shapes["hidden"]
     n_stored_layers = len(check_layers(config.hidden_layers, n_entries))
