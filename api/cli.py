@@ -380,10 +380,7 @@ def score(source: str | None, as_json: bool, how: ScoreOptions) -> None:
 
 @contextlib.contextmanager
 def _readable_again(file: Path) -> Iterator[Path]:
-    """Give a file that can be read twice: what comes through a pipe is copied.
-
-    An error that names the copy names what was typed instead.
-    """
+    """Give a file that can be read twice: what comes through a pipe is copied."""
     is_stdin = file == _STREAM
     if not is_stdin and file.is_file():
         yield file

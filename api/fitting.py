@@ -394,11 +394,7 @@ def _drawn_splits(
     truth: Mapping[Setting, tuple[np.ndarray, np.ndarray]],
     seed: int,
 ) -> dict[Setting, np.ndarray]:
-    """Draw three tenths of the groups for validation, as many of those all right.
-
-    A group has the same split in both settings. Groups are drawn within those that
-    have as many right answers, so that both splits have both classes where they can.
-    """
+    """Draw validation groups, three tenths of those with as many right answers."""
     n_right: dict[str, int] = {}
     for setting, ids in names.items():
         labels, is_labelled = truth[setting]
@@ -424,10 +420,7 @@ def _choose_layer(
     config: FitConfig,
     seed: int,
 ) -> int | None:
-    """Return the layer that hidden states are read from: best in the settings' mean.
-
-    Where only one is kept, or no family has layers, there is nothing to choose.
-    """
+    """Return the layer that is best in the settings' mean; None without layers."""
     layer_sets = {signals.layers for signals in passes.values()}
     if len(layer_sets) > 1:
         raise ValueError(
@@ -511,14 +504,7 @@ def metric_rows(
     resamples of few right answers on top are all as good. The ECE of resamples is above
     that of the answers by as much as theirs is above the true one: its interval begins
     as far below the value as theirs ends above it, and at zero where a P that is right
-    shows as much by chance.
-
-    Args:
-      raw: `[n]` scores that rank.
-      p_correct: `[n]` calibrated probabilities.
-      labels: `[n]` bool.
-      clusters: `[n]` questions, which are resampled.
-      bootstrap: how.
+    shows as much by chance. Clusters are the questions, which are resampled.
     """
     resampled: dict[str, tuple[Callable[..., float], np.ndarray]] = {
         "auprc": (lambda scores, labels: auprc(scores, labels).value, raw),

@@ -327,11 +327,7 @@ def _answer_on_disk(
     config: "ExtractConfig",
     folder: Path,
 ) -> "tuple[list[Answer], Reader]":
-    """Answer and read, some at a time; return answers, and a reader of their signals.
-
-    In `folder` lie answers, and signals until a store has them; what an earlier call
-    wrote stays.
-    """
+    """Answer and read, some at a time; what an earlier call wrote in `folder` stays."""
     from beatrice.extract.records import to_json
     from beatrice.extract.run.files import JsonLines, sha256_json, write_text_atomic
     from beatrice.extract.signals.decode import generate_and_read

@@ -38,12 +38,7 @@ class Labelled(NamedTuple):
 def read_labelled(
     path: Path, note: Callable[[str], None]
 ) -> list[tuple[str, str, bool]]:
-    """Return question, answer and label of each record of a file.
-
-    Args:
-      path: of JSON lines, or another kind of file that questions are read from.
-      note: called with which fields are not read.
-    """
+    """Return question, answer and label of each record; note unread fields."""
     from beatrice.extract.datasets.rows import read_raw, recognise
 
     rows, unread = [], Counter[str]()
@@ -68,10 +63,6 @@ def split_answers(labels: np.ndarray, questions: Sequence[str]) -> np.ndarray:
 
     Answers to one question stay together: what is held back would else be seen. Parts
     are alike in questions that are mostly answered right.
-
-    Args:
-      labels: `[n_answers]` bool.
-      questions: of each answer.
     """
     numbers: dict[str, int] = {}
     group = np.array([numbers.setdefault(text, len(numbers)) for text in questions])
@@ -100,13 +91,8 @@ def answer_and_label(
 ) -> Labelled:
     """Answer with signals in one pass, and label by exact match with the golds.
 
-    A chat model sees worked examples of short answers, which a gold can match.
-
-    Args:
-      model: a `LanguageModel`.
-      questions: with golds.
-      work: a folder for answers and signals, where the same call continues.
-      note: called with what takes how long, and with what looks wrong.
+    A chat model sees worked examples of short answers, which a gold can match. In
+    `work` lie answers and signals, where the same call continues.
     """
     from beatrice.extract.generate.prompts import SHOTS, PromptConfig
     from beatrice.extract.label.labels import exact_match
@@ -203,11 +189,7 @@ def text_scores(labelled: Labelled) -> np.ndarray:
 
 
 def compare(probe: Any, labelled: Labelled) -> tuple[list[dict[str, Any]], list[str]]:
-    """Compare a probe with its baselines on the answers that were held back.
-
-    Returns:
-      Rows as `Probe.report` has them, of the baselines, and a line each for people.
-    """
+    """Compare a probe with its baselines: report rows, and lines for people."""
     from beatrice.jaxprobe.metrics import auroc, auroc_interval
     from beatrice.jaxprobe.tokens import answer_log_probs
 
@@ -270,16 +252,7 @@ def fit_own(
     untrustworthy: bool,
     say: Callable[[str], None],
 ) -> None:
-    """Answer and label questions, or read labelled answers; fit, measure and save.
-
-    Args:
-      model: a Hub id, a path, or a released model's name.
-      rows: questions with golds, or of `read_labelled`.
-      folder: of the probe.
-      is_labelled: rows are labelled answers.
-      untrustworthy: save a probe that rests on too few answers.
-      say: called with each line of what the probe is worth.
-    """
+    """Answer and label questions, or read labelled answers; fit, measure and save."""
     from beatrice.model import LanguageModel
 
     progress, work = Progress(), folder.with_name(f"{folder.name}.work")

@@ -111,12 +111,7 @@ BRANCHES: tuple[HeadName, ...] = ("closed_book", "with_context", "single_pass")
 class Pool(NamedTuple):
     """What the pool of a setting puts out on its rows.
 
-    Attributes:
-      train: outputs on the training rows.
-      valid: outputs on the validation rows.
-      all_rows: outputs on every stored row.
-      rows: what the rows are.
-      n_subsets: encoders of each pass; a family alone is at `2**f - 1`.
+    It has `n_subsets` encoders of each pass; a family alone is at `2**f - 1`.
     """
 
     train: PoolOutputs
@@ -132,14 +127,9 @@ def pool_of(
     setting: Setting,
     n_seeds: int,
 ) -> Pool:
-    """Return a setting's pool.
+    """Return a setting's pool, of the outputs of encoders on all rows of their passes.
 
-    Args:
-      outputs: of every trained encoder of a pass, on all rows of that pass; with
-        context, the closed-book pass is read too where it is there.
-      rows: what the rows of each pass are.
-      setting: whose answers are scored.
-      n_seeds: of every encoder.
+    With context the closed-book pass is read too where it is there.
     """
     setting_rows, passes = rows[setting], [outputs[setting]]
     if setting == "with_context" and "closed_book" in outputs:
@@ -177,13 +167,7 @@ def branches_of(settings: Sequence[Setting]) -> tuple[HeadName, ...]:
 def reads(
     branch: HeadName, members: Sequence[int], names: Sequence[str] = SUBSET_NAMES
 ) -> tuple[tuple[Setting, str], ...]:
-    """Return the (pass, subset name) of pool positions.
-
-    Args:
-      branch: whose pool.
-      members: positions in it.
-      names: of all subsets of a pass; those of the paper's families by default.
-    """
+    """Return the (pass, subset name) of positions in a branch's pool."""
     setting, n = branch_setting(branch), len(names)
     return tuple((setting if i < n else "closed_book", names[i % n]) for i in members)
 
@@ -219,16 +203,10 @@ _OF_A_KIND = 64  # rows of similar length that are worth a shape of their own
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Grid:
-    """A setting's trained encoders, with the rows that they were trained on.
+    """A setting's trained encoders: every subset with every seed.
 
-    Attributes:
-      store: the signals.
-      rows: what the rows of the store are.
-      layer: entry of the resid axis for the hidden family (0 is the embedding); None
-        where no family is stored by layer.
-      trained: every subset with every seed.
-      standardizer: fitted on the training rows.
-      config: widths of the encoders.
+    `layer` is the entry of the resid axis for the hidden family (0 is the embedding),
+    None where no family is stored by layer.
     """
 
     store: FeatureStore
@@ -245,13 +223,9 @@ class Grid:
 
 
 class FusedHead(NamedTuple):
-    """The heads of a selected set, with their scores of every row of their setting.
+    """The heads of a set of pool positions (see `reads`), leaves `[n_seeds, ...]`.
 
-    Attributes:
-      members: pool positions, see `jaxprobe.calibrate.reads`.
-      config: shape of the heads.
-      params: leaves `[n_seeds, ...]`.
-      scores: `[n_seeds, n_rows]` uncalibrated probabilities.
+    `scores` are `[n_seeds, n_rows]` uncalibrated probabilities of every row.
     """
 
     members: Sequence[int]
@@ -261,12 +235,7 @@ class FusedHead(NamedTuple):
 
 
 def passing_head(member: int, outputs: MemberOutputs) -> FusedHead:
-    """Return a head that passes on one encoder's logits, as fresh heads do.
-
-    Args:
-      member: its position in the pool.
-      outputs: of the encoder alone, every seed, on all rows of its pass.
-    """
+    """Return a head that passes on one encoder's logits, as fresh heads do."""
     # Two slots, of which one stays empty: no array of the head is then empty.
     config = FusionConfig(hidden=1, n_slots=2, is_mean_first=True)
     n_seeds, n_rows = outputs.logits.shape
@@ -352,12 +321,7 @@ def calibrated(
 ) -> Detector:
     """Return the detector of selected heads and the encoders that they read.
 
-    Args:
-      fused: the selected heads, by branch.
-      grids: the trained encoders, by pass; one that no head reads is left out.
-      provenance: what the detector was trained on; None for a caller's arrays.
-      precision: share of decisions that shall be right, in (0, 1].
-      kind: of the maps from scores to P.
+    Of no `provenance` are a caller's arrays.
     """
     heads: dict[HeadName, SettingHead] = {
         branch: calibrated_head(
@@ -385,15 +349,9 @@ def score_store(
 ) -> Scores:
     """Return a detector's scores of stored answers, read a few at a time.
 
-    Args:
-      detector: trained on the same families.
-      branch: which head.
-      stores: of the passes. The answers are those of the branch's setting; a head that
-        reads closed-book encoders too finds the answer to the same question there.
-      layer: entry of the resid axis for the hidden family (0 is the embedding); None
-        where no family is stored by layer.
-      examples: `[n]` indices into the store of the branch's setting, at least one; None
-        for all.
+    The answers are those of the branch's setting, of which `examples` `[n]` are at
+    least one; a head that reads closed-book encoders too finds the answer to the same
+    question in that pass. `layer` as of `Grid`.
     """
     setting = branch_setting(branch)
     passes = detector.passes_of(branch)
@@ -485,13 +443,7 @@ def run_pool(
     setting: Setting,
     outputs_of: Callable[[Setting], MemberOutputs] | None = None,
 ) -> Pool:
-    """Return a setting's pool.
-
-    Args:
-      run: with trained encoders.
-      setting: whose answers are scored.
-      outputs_of: gives the outputs of a pass; None takes the run's own encoders.
-    """
+    """Return a setting's pool; None takes the outputs of the run's own encoders."""
     outputs_of = outputs_of or partial(run_outputs, run)
     passes: list[Setting] = [setting]
     if setting == "with_context" and "closed_book" in settings_of(run):
@@ -524,10 +476,9 @@ def fold_calibrators(run: RunDir, branch: HeadName) -> tuple[Calibrator, ...]:
 class CalibrateConfig:
     """The run's section `calibrate`.
 
-    Attributes:
-      precision: share of decisions that shall be right: to trust an answer, or not to.
-      maps: from scores to P. Isotonic regression is the paper's; it makes hundreds of
-        answers equal, and much of P of a difference of rounding at its steps.
+    The precision is the share of decisions that shall be right. Isotonic regression is
+    the paper's map; it makes hundreds of answers equal, and much of P of a difference
+    of rounding at its steps.
     """
 
     precision: float = 0.9

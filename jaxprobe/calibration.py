@@ -28,15 +28,10 @@ _TIE = 0.02  # share of the raw score in a centred map, which keeps answers apar
 class Calibrator(Record, frozen=True, kw_only=True):
     """A map from raw scores to P(correct): its name and a few numbers.
 
-    Of a raw probability p in [0, 1] it is sigmoid(a ln p - b ln(1 - p) + c), or the
-    line through knots, which is constant outside of them. `msgspec.to_builtins` is its
-    plain form.
-
-    Attributes:
-      name: how it was fitted.
-      numbers: a, b, c. (1, 1, 0) is the identity, a = b an affine map of the logit.
-      scores: `n_knots` increasing scores; empty where `numbers` are the map.
-      p_correct: `n_knots` probabilities, non-decreasing.
+    Of a raw probability p in [0, 1] it is sigmoid(a ln p - b ln(1 - p) + c), where (1,
+    1, 0) is the identity and a = b an affine map of the logit; or the line through
+    `n_knots`, increasing scores and non-decreasing P, constant outside of them, if
+    there are any. `msgspec.to_builtins` is its plain form.
     """
 
     name: MapName
@@ -62,13 +57,9 @@ def _sigmoid(logits: np.ndarray) -> np.ndarray:
 
 
 class Reliability(NamedTuple):
-    """Equal-width bins of predicted probability.
+    """Equal-width bins of predicted probability, between `[n_bins + 1]` edges.
 
-    Attributes:
-      edges: `[n_bins + 1]`, from 0 to 1.
-      confidence: `[n_bins]` mean prediction; NaN in an empty bin.
-      accuracy: `[n_bins]` share of correct answers; NaN in an empty bin.
-      n_examples: `[n_bins]`.
+    Mean prediction and share of correct answers are NaN in an empty bin.
     """
 
     edges: np.ndarray
@@ -78,16 +69,12 @@ class Reliability(NamedTuple):
 
 
 def fit_calibrator(scores: np.ndarray, labels: np.ndarray) -> Calibrator:
-    """Isotonic regression of correctness on scores, away from certainty.
+    """Isotonic regression of labels `[n]` bool on scores `[n]`, away from certainty.
 
     A level that the regression fits to `k` right ones of `n` is worth (k + 1/2) / (n +
     1), the midpoint of Wilson's interval of one standard error. No probability lies
     beyond the highest and the lowest of these: ten right answers among ten are no 1.0,
     and levels with hundreds of rows stay where they are (the paper has no such bound).
-
-    Args:
-      scores: `[n_examples]`, higher means more likely correct.
-      labels: `[n_examples]` bool.
     """
     # Here, since it takes a second to load, and most stages fit no map.
     from sklearn.isotonic import IsotonicRegression
@@ -125,11 +112,7 @@ def _supported_levels(fitted: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.nd
 def _fit_numbers(
     raw: np.ndarray, labels: np.ndarray, name: MapName, n_free: int
 ) -> Calibrator:
-    """Fit a map of two numbers (a = b, c) or three (a, b, c).
-
-    That of two is drawn to the identity, by a normal prior of deviation 1/2 on a and 1
-    on c: with few answers it stays near what it is given, with many it is Platt's.
-    """
+    """Fit a = b and c (a normal prior draws them to the identity), or a, b and c."""
     from scipy.optimize import minimize
 
     terms, labels = _terms(np.clip(raw, _SUREST, 1 - _SUREST)), labels.astype(float)
@@ -152,10 +135,7 @@ def _fit_numbers(
 
 
 def _fit_centred(raw: np.ndarray, labels: np.ndarray) -> Calibrator:
-    """Centred isotonic regression (arXiv 1701.05964): a knot a level, at its mean.
-
-    A fiftieth of the raw score is mixed in, since the ends would be flat.
-    """
+    """Centred isotonic regression (arXiv 1701.05964), with a fiftieth of the score."""
     from sklearn.isotonic import IsotonicRegression
 
     fitted = IsotonicRegression(y_min=0.0, y_max=1.0).fit_transform(raw, labels)
@@ -197,15 +177,10 @@ def choose_calibrator(
     """Fit the simplest map that is not clearly worse than the best.
 
     Every map is fitted on nine tenths of the questions and measured on the last, ten
-    times over. Taken is the first of `CHOICES` that loses at most two standard errors
-    of the paired difference, by question, to the map of least log loss: rows that had a
+    times over. Taken is the first of `MAPS` that loses at most two standard errors of
+    the paired difference, by question, to the map of least log loss: rows that had a
     part in choosing the scorer would otherwise prefer the most flexible one. Where
     there are too few answers to compare, it is the first.
-
-    Args:
-      raw: `[n]` scores in [0, 1].
-      labels: `[n]` bool, of both classes.
-      questions: `[n]` names; answers to one question are in one fold.
     """
     raw, labels = _finite(raw), np.asarray(labels, bool)
     n_rarer = min(labels.sum(), (~labels).sum())
@@ -247,18 +222,10 @@ def cross_fit(
     folds: np.ndarray,
     n_folds: int,
 ) -> tuple[Calibrator, ...]:
-    """Return for every fold the map that was fitted on the other folds.
+    """Return for every fold, a number of each row, the map fitted on the others.
 
-    What is searched on probabilities of rows that their own map has seen is searched
-    on numbers that are too good; these have not.
-
-    Args:
-      fit: a map of scores, labels and questions.
-      scores: `[n_examples]`.
-      labels: `[n_examples]` bool.
-      questions: `[n_examples]` names.
-      folds: `[n_examples]` int, from 0.
-      n_folds: how many there are; one may be empty.
+    What is searched on probabilities of rows that their own map has seen is searched on
+    numbers that are too good; these have not.
     """
     others = (folds != k for k in range(n_folds))
     return tuple(fit(scores[x], labels[x], questions[x]) for x in others)
@@ -308,13 +275,6 @@ def ece_by_chance(
 
     The error of a finite sample is above zero whatever P is. Right and wrong are drawn
     from P itself; answers to one question go together, as far as their P allow.
-
-    Args:
-      p_correct: `[n]` probabilities, at least one.
-      questions: `[n]` names.
-      n_bins: as of `ece`.
-      n_draws: of right and wrong.
-      seed: of the draws.
     """
     rng = np.random.default_rng(seed)
     names, question = np.unique(questions, return_inverse=True)

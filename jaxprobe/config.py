@@ -247,13 +247,8 @@ class GridConfig:
     ) -> "GridConfig":
         """Return the same with other sizes; None leaves what is there.
 
-        Args:
-          seeds: of every subset.
-          epochs: at most.
-          learning_rate: at first.
-          width: of an encoder's hidden layers; its projections follow in proportion.
-          like: whose proportion; None for this one's. A narrow encoder is rounded, and
-            does not tell which it was.
+        Projections follow the width in proportion, that of `like`: a narrow encoder is
+        rounded, and does not tell which it was.
         """
         encoder, like = self.encoder, like or self.encoder
         if width is not None:

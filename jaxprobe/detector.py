@@ -226,13 +226,9 @@ class Detector:
         encode: Encode,
         fuse: Fuse,
     ) -> Scores:
-        """Encode the passes that a head reads, fuse, calibrate.
+        """Encode the passes that a head reads and no others, fuse, calibrate.
 
-        Args:
-          branch: which head.
-          passes: signals of the same answers; others than are read may be among them.
-          encode: of a framework, as of `jaxprobe.forward` or `pgir.bridge`.
-          fuse: likewise.
+        `encode` and `fuse` are a framework's, `jaxprobe.forward` or `pgir.bridge`.
         """
         head = self._head(branch)
         encoded = {}

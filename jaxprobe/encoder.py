@@ -47,15 +47,11 @@ def channel_product(
 
 
 def materialize(x: jax.Array, flag: jax.Array) -> jax.Array:
-    """`x` itself, computed once and kept in memory.
+    """`x` itself, computed once and kept; `flag` is True, not to the compiler.
 
     XLA's CPU compiler would otherwise compute everything before a shift three times,
     once per shifted copy. A branch that it cannot resolve is the one barrier that lasts
     until fusion.
-
-    Args:
-      x: any array.
-      flag: scalar bool that is always True, but not to the compiler.
     """
     return jax.lax.cond(flag, lambda: x, lambda: jnp.zeros_like(x))
 
@@ -74,16 +70,9 @@ def token_convolution(
 ) -> jax.Array:
     """Convolution of kernel size 3 over tokens, as one matrix product.
 
-    Its gradients are one product each as well: autodiff would pad and add instead.
-
-    Args:
-      x: `[d_in, n_span_tokens, n_examples]`, zero on padding.
-      kernel: `[d_out, 3, d_in]`.
-      flag: see `materialize`.
-      matmul_dtype: see `jaxprobe.stored`.
-
-    Returns:
-      `[d_out, n_span_tokens, n_examples]`.
+    Of `[d_in, n_span_tokens, n_examples]`, zero on padding, and a kernel `[d_out, 3,
+    d_in]` it is `[d_out, n_span_tokens, n_examples]`. Its gradients are one product
+    each as well: autodiff would pad and add instead.
     """
     return _token_convolution_forward(x, kernel, flag, matmul_dtype)[0]
 
@@ -163,15 +152,9 @@ def masked_group_norm(
 ) -> jax.Array:
     """Group normalisation whose statistics see real tokens only.
 
-    Args:
-      x: `[d, n_span_tokens, n_examples]`, zero on padding.
-      mask: `[n_span_tokens, n_examples]` float32.
-      n_groups: divides `d`.
-      scale: `[d]`.
-      bias: `[d]`.
-
-    Returns:
-      `[d, n_span_tokens, n_examples]`, zero on padding.
+    Of `[d, n_span_tokens, n_examples]`, zero on padding, with `[n_span_tokens,
+    n_examples]` float32 masks, `[d]` scales and biases; the result is zero on padding,
+    too.
     """
     d = x.shape[0]
     # Groups are summed and spread by small products, not by a reshape of `x`.
@@ -187,14 +170,9 @@ def masked_group_norm(
 
 
 def masked_pool(x: jax.Array, mask: jax.Array) -> jax.Array:
-    """Maximum and mean over the real tokens, one below the other; zeros if none is.
+    """Maximum and mean over the real tokens, `[2 * d, n_examples]`; zeros if none is.
 
-    Args:
-      x: `[d, n_span_tokens, n_examples]`, zero on padding.
-      mask: `[n_span_tokens, n_examples]` float32.
-
-    Returns:
-      `[2 * d, n_examples]`.
+    Of `[d, n_span_tokens, n_examples]`, zero on padding.
     """
     count = mask.sum(axis=0)[None]
     highest = jnp.where(mask[None] > 0, x, -jnp.inf).max(axis=1, initial=-1e30)
@@ -208,14 +186,10 @@ Params = Any
 
 
 def pooled_signals(features: FamilyTokens) -> tuple[jax.Array, ...]:
-    """Pool every family over the spans.
+    """Pool every family of standardised signals over the spans, the answer the last.
 
-    Args:
-      features: standardised signals, families apart; the answer is the last span.
-
-    Returns:
-      Per family `[n_parts * d_family, n_examples]`: mean, least and largest of the
-      answer, then the mean of each other span; zeros where a span is empty.
+    Per family `[n_parts * d_family, n_examples]`: mean, least and largest of the
+    answer, then the mean of each other span; zeros where a span is empty.
     """
     return tuple(_pooled(values_of(family), features) for family in features.tokens)
 
@@ -237,12 +211,10 @@ def _pooled(tokens: jax.Array, features: FamilyTokens) -> jax.Array:
 def linear_logits(
     linear: Mapping[str, Any], pooled: tuple[jax.Array, ...]
 ) -> jax.Array:
-    """Return the logits of pooled signals, `[n_examples]`.
+    """Return the logits of `pooled_signals`, `[n_examples]`.
 
-    Args:
-      linear: the collection of an encoder's linear part: of every family f a `kernel_f`
-        `[n_parts * d_family]`, zero where the family is not read, and a scalar `bias`.
-      pooled: see `pooled_signals`.
+    A linear part has of every family f a `kernel_f` `[n_parts * d_family]`, zero where
+    the family is not read, and a scalar `bias`.
     """
     products = (
         jnp.matmul(linear[f"kernel_{f}"], x, precision="highest")
@@ -334,16 +306,10 @@ class SpanCNN(nn.Module):
         family_mask: jax.Array,
         key: jax.Array | RowKeys | None,
     ) -> jax.Array:
-        """Encode one span.
+        """Encode a span `[n_families * projection, n_span_tokens, n_examples]`.
 
-        Args:
-          projected: `[n_families * projection, n_span_tokens, n_examples]`.
-          mask: `[n_span_tokens, n_examples]` bool.
-          family_mask: `[n_families]` bool.
-          key: seed of the dropout; None outside training.
-
-        Returns:
-          `[2 * hidden, n_examples]`.
+        The mask is `[n_span_tokens, n_examples]` bool, the key None outside training;
+        the result is `[2 * hidden, n_examples]`.
         """
         cfg = self.config
         flag = family_mask.any()
@@ -377,13 +343,9 @@ class Encoder(nn.Module):
         family_mask: jax.Array,
         draw: Draw | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Score answers.
+        """Score answers from standardised signals of the families in the mask.
 
-        Args:
-          features: standardised signals, families apart.
-          family_mask: `[n_families]` bool, the subset that is read.
-          draw: a batch of training, whose rows alone are scored; None for all examples
-            without noise and dropout.
+        Of a draw its rows alone are scored; None scores all without noise and dropout.
 
         Returns:
           logits `[n_examples]`, of the network and of a linear part if the variables

@@ -138,15 +138,7 @@ def _measure(
     config: BootstrapConfig,
     strata: np.ndarray | None,
 ) -> dict[tuple[Subject, str], _Measured]:
-    """Measure every detector by every metric on one set.
-
-    Args:
-      detectors: their scores of all rows.
-      chosen: `[n]` indices of the set's labelled rows, which may be none.
-      rows: what the rows are.
-      config: of the resamples, which all detectors share.
-      strata: `[n_rows]`, within which alone answers are compared; None compares all.
-    """
+    """Measure every detector by every metric on chosen rows, which may be none."""
     of_set = rows.take(chosen)
     strata = None if strata is None else strata[chosen]
     cases = [_case(scored.take(chosen), of_set, strata) for scored in detectors]
@@ -172,13 +164,7 @@ def _measure(
 
 
 def difference_row(value: float, draws: np.ndarray, **fields: Any) -> ResultRow:
-    """Return the row of a paired difference.
-
-    Args:
-      value: the difference.
-      draws: `[n_resamples]` of it, both sides on the same resamples.
-      **fields: the row's other fields.
-    """
+    """Return the row of a paired difference and of its `[n_resamples]`."""
     low, high = interval_of(draws)
     p = two_sided_p(draws)
     return ResultRow(**fields, value=value, ci_low=low, ci_high=high, p_value=p)
@@ -202,15 +188,9 @@ def detection_rows(
 ) -> list[ResultRow]:
     """Return the rows of all detectors of one setting on all evaluated sets.
 
-    Args:
-      detectors: all score the same rows.
-      rows: what the rows are.
-      config: the same resamples serve every detector, so that intervals compare.
-      experiment: name of the rows.
-      pairs: of an experiment, two detectors; how much more the first has than the
-        second becomes a row of it.
-      strata: `[n_rows]`; AUROC is then measured within strata alone, see
-        `stratified_auroc`.
+    The same resamples serve every detector, so that intervals compare. Of each pair of
+    an experiment a row says how much more the first has than the second. Of `strata`
+    `[n_rows]` AUROC is measured within strata alone, see `stratified_auroc`.
     """
     measure = partial(_measure, rows=rows, config=config, strata=strata)
     by_name = {scored.subject: scored for scored in detectors}
@@ -250,17 +230,13 @@ def detection_rows(
 
 
 def permute_by_question(rows: Rows, seed: int) -> np.ndarray:
-    """Return labels permuted among the questions of each split, held-out sets apart.
+    """Return labels `[n_rows]` permuted among the questions of each split.
 
-    In-domain sets share one permutation: within each set, its share of right answers
-    would stay, and telling the sets apart would pass for a leak where they are measured
-    together. Rows of one question stay together: the two wordings of a context are not
-    independent examples. Rows without a label take no part. Both the training and the
-    evaluation labels are permuted, so that any AUROC away from one half is a leak in
-    the pipeline.
-
-    Returns:
-      `[n_rows]` bool.
+    Held-out sets apart, in-domain ones together: within each set, its share of right
+    answers would stay, and telling the sets apart would pass for a leak. Rows of one
+    question stay together: two wordings are not independent. Rows without a label take
+    no part. Training and evaluation labels are permuted, so that any AUROC away from
+    one half is a leak in the pipeline.
     """
     permuted = rows.labels.copy()
     rng = np.random.default_rng(seed)

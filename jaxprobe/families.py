@@ -88,10 +88,7 @@ def subset_index(name: str, letters: str = LETTERS) -> int:
 class FamilyDims:
     """Families and their channels, in the order in which they lie in a token's vector.
 
-    Attributes:
-      names: of the families.
-      sizes: channels of each.
-      spans: of which each has signals: all, or the answer alone. Empty is all.
+    `spans` says of which each has signals: all, or the answer alone. Empty is all.
     """
 
     names: tuple[str, ...]
@@ -164,12 +161,7 @@ class FamilyDims:
 
 
 def paper_dims(hidden_spans: Spans = "all", **sizes: int) -> FamilyDims:
-    """Return the paper's four families.
-
-    Args:
-      hidden_spans: spans whose hidden states are read.
-      **sizes: channels of `hidden`, `prob`, `resid` and `attn`.
-    """
+    """Return the paper's four families: `hidden`, `prob`, `resid` and `attn`."""
     ordered = tuple(sizes[name] for name in FAMILIES)
     spans: tuple[Any, ...] = (hidden_spans, *["all"] * (N_FAMILIES - 1))
     return FamilyDims(names=FAMILIES, sizes=ordered, spans=spans)
@@ -241,10 +233,6 @@ def standardizer_of(
 
     A channel is constant if its deviation is a millionth of its mean, of one, or of its
     family's largest deviation where that is below one: gradients of 1e-8 are signals.
-
-    Args:
-      batches: of the examples.
-      families: where each lies within `d_total`.
     """
     # Here, since it takes a second to load, and most stages only look at rows.
     from sklearn.preprocessing import StandardScaler
@@ -270,16 +258,11 @@ def standardizer_of(
 def pad_span(
     rows: np.ndarray, starts: np.ndarray, spans: np.ndarray, n_tokens: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Cut one span out of ragged rows and pad it on the right with zeros.
+    """Cut one span out of ragged rows `[n_rows, d_total]`; pad it with zeros.
 
-    Args:
-      rows: `[n_rows, d_total]`.
-      starts: `[n_examples]`, the row of each example's token 0, or where it would be.
-      spans: `[n_examples, 2]`, `[start, stop)` inside the example.
-      n_tokens: padded length; no span is longer.
-
-    Returns:
-      `[n_examples, n_tokens, d_total]` float32 and its mask `[n_examples, n_tokens]`.
+    `starts` `[n_examples]` is the row of each example's token 0, `spans` `[n_examples,
+    2]` its `[start, stop)`. Returned are `[n_examples, n_tokens, d_total]` float32 and
+    the mask.
     """
     lengths = spans[:, 1] - spans[:, 0]
     check_width(lengths, n_tokens)
@@ -303,23 +286,14 @@ def check_width(lengths: np.ndarray, n_tokens: int) -> None:
 def used_spans(spans: np.ndarray) -> tuple[int, ...]:
     """Return the spans of which some example has a token; the answer is always one.
 
-    Args:
-      spans: `[n_examples, 3, 2]`.
-
-    Returns:
-      Places among `SPAN_NAMES`: those of `SPANS` for answers of a model.
+    Of `[n_examples, 3, 2]` places among `SPAN_NAMES`: `SPANS` for answers of a model.
     """
     is_used = np.any(spans[..., 1] > spans[..., 0], axis=0)
     return tuple(s for s in range(len(SPAN_NAMES)) if is_used[s] or s == ANSWER)
 
 
 def span_lengths(spans: np.ndarray, read: Sequence[int]) -> np.ndarray:
-    """Return the tokens of the spans that are read, `[n_examples, n_spans]`.
-
-    Args:
-      spans: `[n_examples, 3, 2]`.
-      read: places among `SPAN_NAMES`.
-    """
+    """Return the tokens of the spans that are read, `[n_examples, n_spans]`."""
     return np.diff(spans[:, list(read)])[..., 0]
 
 
@@ -330,15 +304,11 @@ def assemble(
     read: Sequence[int],
     n_tokens: Sequence[int] | None = None,
 ) -> Features:
-    """Lay the families side by side and pad the spans.
+    """Lay the families, `[n_rows, ...]` in `FamilyDims`' order, side by side; pad.
 
-    Args:
-      families: by name `[n_rows, ...]`, in the order of `FamilyDims`; one layer of
-        those that are stored by layer.
-      starts: as in `pad_span`.
-      spans: `[n_examples, 3, 2]`, see the glossary in `extract/store/store.py`.
-      read: the spans that are read, places among `SPAN_NAMES`.
-      n_tokens: padded length per span; None takes the longest of each.
+    `starts` as in `pad_span`, `spans` `[n_examples, 3, 2]`, see the glossary in
+    `extract/store/store.py`, of which places among `SPAN_NAMES` are read, padded to
+    `n_tokens` or to the longest of each.
     """
     channels = [
         np.asarray(values).reshape(len(values), -1).astype(np.float32)
@@ -359,18 +329,12 @@ _MOST_GROUPS = 4  # each is a shape of its own, to be compiled
 
 
 def width_groups(lengths: np.ndarray, n_batch: int) -> list[np.ndarray]:
-    """Split rows by length, where that spares at least a third of the padded tokens.
+    """Split rows by length where that spares at least a third of the padded tokens.
 
     The longest rows are a batch of their own, the next two batches, the next four; the
     rest is one group. A group's batches are then hardly ever filled up with nothing.
-
-    Args:
-      lengths: `[n_rows, n_spans]` tokens.
-      n_batch: rows of a batch.
-
-    Returns:
-      Positions of rows, ascending within each group, shortest group first; all of them
-      in one group where the rows are alike.
+    Positions ascend within each group, shortest group first; one where the rows are
+    alike.
     """
     n_rows = len(lengths)
     order = np.argsort(lengths.sum(axis=1), kind="stable")
@@ -385,11 +349,7 @@ def width_groups(lengths: np.ndarray, n_batch: int) -> list[np.ndarray]:
 
 
 def widths_of(lengths: np.ndarray) -> tuple[int, ...]:
-    """Return the padded length of each span, at least one token.
-
-    Args:
-      lengths: `[n_rows, n_spans]` tokens.
-    """
+    """Return the padded length of each span of `[n_rows, n_spans]`, at least 1."""
     longest: Sequence[int] = lengths.max(axis=0).tolist()
     return tuple(max(1, n) for n in longest)
 

@@ -29,13 +29,7 @@ from beatrice.jaxprobe.tokens import FamilyTokens, split_families
 def score(
     detector: Detector, branch: HeadName, passes: Mapping[Setting, Features]
 ) -> Scores:
-    """Return the scores of answers from their signals.
-
-    Args:
-      detector: encoders and heads.
-      branch: which head.
-      passes: signals of the same answers; others than are read may be among them.
-    """
+    """Return a head's scores from the signals of the same answers in each pass."""
     return detector.score(branch, passes, encoder_of(detector), fuse)
 
 
@@ -85,18 +79,10 @@ def bank_outputs(
     dims: FamilyDims,
     encoder: Encoder,
 ) -> tuple[jax.Array, jax.Array]:
-    """Run all kept encoders on the same features.
+    """Run all kept encoders, leaves `[n_seeds, n_kept, ...]`, on the same features.
 
-    Args:
-      params: leaves `[n_seeds, n_kept, ...]`.
-      family_masks: `[n_kept, n_families]` bool.
-      standardizer: of the pass.
-      features: of `n_examples` answers.
-      dims: channels of the pass.
-      encoder: the module.
-
-    Returns:
-      Logits `[n_seeds, n_kept, n_examples]` and pooled vectors `[..., d_pooled]`.
+    Returned are logits `[n_seeds, n_kept, n_examples]` and pooled vectors `[...,
+    d_pooled]`.
     """
     families: FamilyTokens = split_families(features, dims, standardizer)
     over_members = jax.vmap(lambda p, mask: apply_module(encoder, p, families, mask))

@@ -65,9 +65,6 @@ def slot_products(
       start: int32, the first example; the batch is the `n_examples` from there.
       keep: `[n_slots, n_examples]` float32 factors.
       n_filled: int32, how many slots are filled.
-
-    Returns:
-      `[hidden, n_examples]`.
     """
     return _forward(kernel, pool, members, start, keep, n_filled)[0]
 
@@ -124,14 +121,9 @@ class PoolOutputs(NamedTuple):
 
 
 def head_inputs(pooled: jax.Array, logits: jax.Array) -> jax.Array:
-    """Return the inputs of a head.
+    """Lay probabilities below pooled vectors, `[..., d_pooled + 1, n_examples]`.
 
-    Args:
-      pooled: `[..., n_examples, d_pooled]`.
-      logits: `[..., n_examples]`.
-
-    Returns:
-      `[..., d_pooled + 1, n_examples]`: the pooled vector, and the probability.
+    Of pooled `[..., n_examples, d_pooled]` and logits `[..., n_examples]`.
     """
     p_correct = jax.nn.sigmoid(logits)[..., None, :]
     return jnp.concatenate([jnp.swapaxes(pooled, -1, -2), p_correct], axis=-2)
@@ -145,12 +137,8 @@ def pool_outputs(
 ) -> PoolOutputs:
     """Lay the seed-major grids of one or more passes side by side as one pool.
 
-    Args:
-      outputs: one per pass over the same examples, in pool order: with context, then
-        closed-book. Each has `n_seeds * n_encoders` members.
-      n_seeds: of every grid.
-      labels: `[n_examples]` bool; every example counts once.
-      questions: `[n_examples]` names or numbers; None where each row has its own.
+    Each has `n_seeds * n_encoders` members on the same examples: with context, then
+    closed-book. Of no `questions` each row has its own.
     """
     on_host: list[np.ndarray] = [
         np.array(x, np.float32) for x in (labels, np.ones(np.shape(labels)))
@@ -172,19 +160,10 @@ def _side_by_side(outputs: tuple[MemberOutputs, ...], n_seeds: int) -> jax.Array
 def keep_encoders(
     key: jax.Array, n_examples: int, slot_mask: jax.Array, rate: float
 ) -> jax.Array:
-    """Draw which encoders an example sees in one training step.
+    """Draw which encoders an example sees in a step, `[n_slots, n_examples]` bool.
 
     Each is hidden independently with probability `rate`. Where that would hide all of
     them, one filled slot, chosen uniformly, stays: a head cannot learn from nothing.
-
-    Args:
-      key: of the draw, see `jaxprobe.random`.
-      n_examples: in the batch.
-      slot_mask: `[n_slots]` bool, True where a slot is filled.
-      rate: probability of hiding.
-
-    Returns:
-      `[n_slots, n_examples]` bool, False on empty slots.
     """
     # Counted slot by slot, so that empty slots change nothing for the filled ones.
     bits = hashed_bits(key, 0, (slot_mask.shape[0], n_examples))
@@ -211,7 +190,7 @@ class FusionHead(nn.Module):
         examples: tuple[jax.Array | int, int] | None = None,
         key: jax.Array | None = None,
     ) -> jax.Array:
-        """Fuse a batch.
+        """Fuse a batch to `[n_examples]` logits.
 
         Hidden encoders are zero and the others are not rescaled: the LayerNorm after
         the first layer removes the change of scale. A difference needs both its slots.
@@ -222,9 +201,6 @@ class FusionHead(nn.Module):
           slot_mask: `[n_slots]` bool, True on the filled slots, which come first.
           examples: the first one, and how many from there; None takes all.
           key: of encoder dropout's draws; None outside training.
-
-        Returns:
-          `[n_examples]` logits.
         """
         cfg, n_slots, d_output = self.config, len(members), pool.shape[1]
         start, n_examples = (0, pool.shape[2]) if examples is None else examples
@@ -262,12 +238,7 @@ class FusionHead(nn.Module):
 
 
 def _mean_logit(scores: jax.Array, keep: jax.Array) -> jax.Array:
-    """Return the mean logit `[n_examples]` of the encoders that are seen.
-
-    Args:
-      scores: `[n_slots, n_examples]` probabilities.
-      keep: `[n_slots, n_examples]` 1 where an encoder is seen, else 0.
-    """
+    """Return the mean logit `[n_examples]` of the encoders that are seen."""
     p_correct = jnp.clip(scores, _SUREST, 1 - _SUREST)
     logits = jnp.log(p_correct) - jnp.log1p(-p_correct)
     return (logits * keep).sum(0) / jnp.maximum(keep.sum(0), 1.0)
@@ -328,9 +299,8 @@ def _head_keys(
 ) -> jax.Array:
     """Keys of a head's first weights and of its dropout, `[2]`.
 
-    The set counts as the bits of its positions, so no order and no number of slots
-    changes them. Bits of no set are the batches'. A pool of more than 32 encoders, as
-    of five families in two passes, has several words of bits, and then their number.
+    The set counts as the bits of its positions, in words of 32, so no order and no
+    number of slots changes them. Bits of no set are the batches'.
     """
     n_words, position = -(-n_pool // 32), fused.members.astype(jnp.uint32)
     bits = jnp.where(fused.slot_mask, jnp.uint32(1) << (position % 32), jnp.uint32(0))
@@ -345,18 +315,10 @@ def _head_keys(
 def _permuted(
     train: PoolOutputs, seed: jax.Array, read: jax.Array, key: jax.Array, size: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One epoch's order of a seed's pool.
+    """One epoch's order of a seed's pool; encoders that no head reads become zeros.
 
-    Args:
-      train: outputs, labels and weights.
-      seed: whose encoders.
-      read: `[n_pool]` bool, the encoders that a head reads; the others become zeros.
-      key: of the order.
-      size: of a batch.
-
-    Returns:
-      outputs `[n_pool, d_output, n_steps * size]`, batch after batch; labels and shares
-      `[n_steps, size]`.
+    Outputs are `[n_pool, d_output, n_steps * size]`, labels and shares `[n_steps,
+    size]`.
     """
     rows, shares = epoch_batches(key, train.weights, size)
     order = rows.reshape(-1)
@@ -380,10 +342,7 @@ def _permuted(
 
 
 def _kernel_and_rest(params: Params) -> tuple[Any, Callable[[Any], Params]]:
-    """Return a head's weights as two leaves, and what puts them together again.
-
-    Its kernel is nearly all of it, and is not copied into a vector with the rest.
-    """
+    """Pack a head's weights; its kernel, nearly all of it, is not copied."""
     rest = dict(params["params"])
     kernel = rest.pop("kernel")
     flat, unravel = ravel_pytree(rest)
@@ -507,16 +466,9 @@ def fit_heads(
 ) -> tuple[Params, FitInfo]:
     """Train a head for every set and every seed; a head reads its own seed's encoders.
 
-    Args:
-      sets: `[n_sets, n_slots]` int32 positions in the pool, filled slots first.
-      slot_masks: `[n_sets, n_slots]` bool; a row of False trains nothing.
-      train: outputs of the pool on the training rows.
-      valid: the same on the validation rows.
-      head: the module.
-      config: the protocol; a batch is taken whole.
-
-    Returns:
-      weights and info on the host, leaves `[n_sets, n_seeds, ...]`.
+    Sets are `[n_sets, n_slots]` int32 positions in the pool, filled slots first; a row
+    of `slot_masks` that is False trains nothing. A batch is taken whole. Weights and
+    info are on the host, leaves `[n_sets, n_seeds, ...]`.
     """
     placed = jax.device_put(_Set(sets, slot_masks))
     fixed = {"head": head, "config": dataclasses.replace(config, n_microbatches=1)}

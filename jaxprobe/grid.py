@@ -118,16 +118,9 @@ def over_members(
 ) -> Any:
     """Apply a function to every subset with every seed, in turn or side by side.
 
-    Args:
-      apply: of `(family_mask, subset, seed)`, a member's states, and what all share.
-      block: the members.
-      states: leaves `[n_seeds, n_subsets, ...]`.
-      shared: arguments that all members share.
-      config: the protocol.
-      mesh: devices over which the subsets are split, or None for one device.
-
-    Returns:
-      What `apply` returns, leaves `[n_seeds, n_subsets, ...]`.
+    `apply` takes `(family_mask, subset, seed)`, a member's states, and what all share.
+    States, like what it returns, have leaves `[n_seeds, n_subsets, ...]`. Over a mesh
+    of devices the subsets are split.
     """
     if takes_turns(block, config, mesh):
         members = _members_of(block), jax.tree.map(lambda x: x[0], states)
@@ -421,10 +414,7 @@ def filled_block(block: Block, encoder: Encoder, config: TrainConfig) -> BlockAr
 
 
 def _stopped_without_gain(state, block, groups, logits, patience) -> FitState:
-    """Stop members whose best weights gain too little on their linear parts.
-
-    They are stopped for good: as if they had used up their patience.
-    """
+    """Stop members for good whose best weights gain too little on linear parts."""
     best, parts, numbers = state._replace(params=state.best_params), [], []
     for group in groups:
         used = np.asarray(group.weights) > 0
@@ -499,10 +489,7 @@ def fit_block(
     """Train a block's members, split over the devices of a mesh if one is given.
 
     Where the subsets do not come out even, some devices train what reads no family, and
-    is left out of the result.
-
-    Returns:
-      The members with all their weights, on the host.
+    is left out of the result, which is on the host.
     """
     use_one_blas_thread()
     if mesh is None:
@@ -640,10 +627,8 @@ def member_logits(
 ) -> np.ndarray:
     """Logits `[n_members, n_examples]`; a network that adds nothing is not run.
 
-    Args:
-      members: of each its weights, and `[n_families]` bool which families it reads.
-      features: standardised signals.
-      encoder: the module.
+    Of each member are given its weights, and `[n_families]` bool which families it
+    reads.
     """
     logits = np.zeros((len(members), features.n_examples), np.float32)
     for row, (params, mask) in zip(logits, members, strict=True):

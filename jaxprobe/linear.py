@@ -57,14 +57,7 @@ def fit_linear(
 ) -> LinearFit:
     """Fit on training answers; validation AUROC chooses the penalty.
 
-    Of equals, the strongest penalty.
-
-    Args:
-      train: `[n_train, n_features]`.
-      labels: `[n_train]`, True where the answer is correct.
-      valid: `[n_validation, n_features]`.
-      valid_labels: `[n_validation]`.
-      regression_of: the regression of an inverse penalty, to be fitted.
+    Of equals, the strongest. `regression_of` makes a regression of an inverse penalty.
     """
     is_correct = both_classes(labels, train.shape[0], "training")
     is_valid_correct = both_classes(valid_labels, valid.shape[0], "validation")
@@ -82,18 +75,12 @@ Scale = tuple[np.ndarray, np.ndarray]
 
 
 def block_scale(train: np.ndarray) -> Scale:
-    """Return what to subtract from a block of features, and what to divide by.
+    """Return what to subtract from a block `[n_train, n_features]`, and to divide by.
 
-    Features then have mean 0 and one variance on the training rows, and together
-    those of a row have variance 1, whatever the block's width: one range of penalties
-    serves ten features and ten thousand, and blocks can stand side by side.
-
-    Args:
-      train: `[n_train, n_features]` of the training rows; a feature that is constant
-        there is only centred.
-
-    Returns:
-      means and divisors, `[n_features]`, of the dtype of `train`.
+    Features then have mean 0 and one variance on the training rows, and together those
+    of a row have variance 1, whatever the block's width: one range of penalties serves
+    ten features and ten thousand, and blocks can stand side by side. A constant feature
+    is only centred.
     """
     spread = train.std(axis=0)
     return train.mean(axis=0), np.where(spread > 0, spread, 1) * train.shape[1] ** 0.5
@@ -105,17 +92,11 @@ def score_blocks(
     train: np.ndarray,
     valid: np.ndarray,
 ) -> tuple[np.ndarray, float]:
-    """Fit on some rows, choose the penalty on others, and score all.
+    """Fit on rows `train`, choose the penalty on rows `valid`, and score all.
 
-    Args:
-      blocks: `[n_rows, n_features]` float each, side by side in one regression; each is
-        scaled by itself, see `block_scale`.
-      labels: `[n_rows]` bool.
-      train: indices of the training rows.
-      valid: indices of the rows whose AUROC chooses the penalty.
-
-    Returns:
-      `[n_rows]` float64 log-odds, and the inverse penalty.
+    Blocks `[n_rows, n_features]` stand side by side in one regression, each scaled by
+    itself, see `block_scale`. Returned are `[n_rows]` log-odds, and the inverse
+    penalty.
     """
     features = np.concatenate(blocks, axis=1)
     edges = np.cumsum([block.shape[1] for block in blocks])
@@ -193,11 +174,7 @@ def _scaled(
 def _folds(
     labels: np.ndarray, questions: np.ndarray
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return, per fold, the rows that a regression sees and those that it does not.
-
-    Rows of one question are in one fold. Where folds of like size would hide a class
-    from a regression, the questions of the rarer one are spread evenly over the folds.
-    """
+    """Return each fold's seen and unseen rows; the rarer class is spread."""
     names, question = np.unique(questions, return_inverse=True)
     right, wrong = (np.bincount(question, x) > 0 for x in (labels, ~labels))
     if min(right.sum(), wrong.sum()) < 2:
@@ -220,13 +197,9 @@ def _folds(
 def fit_linear_parts(
     train: Pooled, valid: Pooled, questions: np.ndarray, subsets: Sequence[int]
 ) -> LinearGrid:
-    """Fit the regressions of subsets of the families.
+    """Fit the regressions of subsets of the families; `valid` chooses penalties.
 
-    Args:
-      train: training rows.
-      valid: validation rows, which choose each regression's penalty.
-      questions: `[n_train]`; rows of one question are in one fold.
-      subsets: their numbers.
+    Rows of one of the questions `[n_train]` are in one fold.
     """
     scales = [block_scale(family) for family in train.families]
     scaled = [_scaled(rows.families, scales) for rows in (train, valid)]
@@ -283,15 +256,9 @@ def fit_ridge(
 
     Cross-fitted log loss chooses it, which looks at the scale of the logits as well as
     at their order; validation rows are left for calibration. Taken is the strongest
-    penalty whose loss is within a standard error, by question, of the least.
-
-    Args:
-      train: training rows.
-      questions: `[n_train]`; rows of one question are in one fold.
-
-    Returns:
-      the linear part of an encoder of all families, and `[n_train]` logits, each of a
-      regression that has not seen the row's question.
+    penalty whose loss is within a standard error, by question, of the least. Beside the
+    linear part are `[n_train]` logits, each of a regression that has not seen its
+    question.
     """
     scales = [block_scale(family) for family in train.families]
     x, labels = np.concatenate(_scaled(train.families, scales), axis=1), train.labels
@@ -333,12 +300,7 @@ def drop_networks_without_gain(
 ) -> Trained:
     """Zero the last layer of networks that gain nothing on their linear part.
 
-    Args:
-      trained: members with their linear parts.
-      logits: `[n_members, n_validation]` of network and linear part together.
-      grid: the linear parts.
-      labels: `[n_validation]` bool.
-      questions: `[n_validation]`, see `jaxprobe.metrics.auroc_gain`.
+    `logits` `[n_members, n_validation]` are of both together.
     """
     linear = [grid.valid[member.subset] for member in trained.members]
     pairs = zip(logits, linear, strict=True)

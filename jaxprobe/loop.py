@@ -89,17 +89,10 @@ def fit(
     valid: Callable[[], Iterable[Rows]],
     config: TrainConfig,
 ) -> list[FitState]:
-    """Train until validation AUROC stops rising.
+    """Train until validation AUROC stops rising; return every learner's last state.
 
-    Args:
-      learners: all of them take their steps on a group before the next one is asked
-        for; each stops when the last of its members is done.
-      train: gives the groups of training rows of an epoch.
-      valid: gives the groups of validation rows.
-      config: the protocol.
-
-    Returns:
-      The last state of every learner, with its best weights.
+    All learners take their steps on a group before the next one is asked for; each
+    stops when the last of its members is done. `train` gives the groups of an epoch.
     """
     states = [learner.start() for learner in learners]
     number = 0
@@ -162,12 +155,7 @@ def start_fit(params: Params, config: TrainConfig, pack=ravel_pytree) -> FitStat
 def epoch_batches(
     key: jax.Array, weights: jax.Array, batch_size: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Shuffle rows into batches.
-
-    Args:
-      key: of the order.
-      weights: `[n_rows]` row weights.
-      batch_size: rows per batch; the last one may hold fewer.
+    """Shuffle rows into batches; the last one may hold fewer.
 
     Returns:
       row numbers `[n_steps, batch_size]`, and each row's share of its batch's loss,
@@ -243,20 +231,12 @@ def take_steps_in_turn(
 ) -> tuple[FitState, jax.Array]:
     """Take the steps of several members on a group, every step of one after another's.
 
-    What they share of a batch is computed once. A member that is done is skipped.
-
-    Args:
-      states: before them, leaves `[n_members, ...]`.
-      members: what tells members apart, leaves `[n_members, ...]`.
-      loss: of a member, weights, the arrays of a microbatch, what is shared of it,
-        leaves `[1, ...]`, and its two keys.
-      batches: arrays `[n_steps, n_rows, ...]`.
-      share: computes what is shared, of the first array of a microbatch and its key.
-      keys: of the group, and `[n_members]` of the members.
-      config: the protocol; a microbatch is as large as the rows that draw together.
-
-    Returns:
-      the states, and the means of the losses, `[n_members]`.
+    What they share of a batch is computed once, by `share` of a microbatch's first
+    array and key. A member that is done is skipped. `states`, `members` (what tells
+    them apart) and the members' keys have leaves `[n_members, ...]`, batches are
+    `[n_steps, n_rows, ...]`. `loss` is of a member, weights, the arrays of a
+    microbatch, what is shared of it, leaves `[1, ...]`, and its two keys. A microbatch
+    is as large as the rows that draw together.
     """
     _, unpack = ravel_pytree(jax.tree.map(lambda x: x[0], states.params))
     packed = jax.vmap(lambda params: ravel_pytree(params)[0])(states.params)
@@ -348,13 +328,8 @@ def end_epoch(
 ) -> FitState:
     """Keep the best weights, halve the rate, count the epoch; members done stand still.
 
-    Args:
-      states: of all members of a learner.
-      epoch: its number, from 0.
-      losses: of every training group, `[n, m]`.
-      logits: of every validation group, `[n, m, n_rows]`.
-      truth: labels and weights of every validation group, `[n_rows]`.
-      config: the protocol.
+    `losses` are `[n, m]` of every training group; `logits` `[n, m, n_rows]` and
+    `truth`, labels and weights `[n_rows]`, of every validation group.
     """
     labels, weights = (jnp.concatenate(x) for x in zip(*truth, strict=True))
 

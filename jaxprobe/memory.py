@@ -54,12 +54,6 @@ def step_flops(
     Matrix products only, at the encoder's own widths, over all positions, padded ones
     included. Forward plus backward is three products for one, and two for the first
     projection, whose inputs need no gradient.
-
-    Args:
-      config: shape of the encoder.
-      dims: channels of the families.
-      widths: tokens of the padded spans.
-      member: which encoder.
     """
     read = np.flatnonzero(dims.subset_masks[member.subset]).tolist()
     sizes = [dims.sizes[f] for f in read]
@@ -117,14 +111,9 @@ class Sizes:
         where: Sequence[np.ndarray],
         device_dtypes: tuple[Dtype, ...],
     ) -> "Sizes":
-        """Return the sizes of a setting's rows.
+        """Return the sizes of training and validation rows, which are at `where`.
 
-        Args:
-          config: how they are trained on.
-          dims: channels of the families.
-          lengths: `[n_rows, n_spans]` tokens, of every row of the store.
-          where: training rows and validation rows among them.
-          device_dtypes: types of the families on the device.
+        `lengths` are `[n_rows, n_spans]` tokens of every row of the store.
         """
         if config.stream is not None:
             widths = widths_of(lengths)

@@ -32,14 +32,10 @@ def shared_branch(
     """`compute(operands)` where the gate is open; once for all members side by side.
 
     By itself `vmap` over gates copies what the members share, a batch of hidden states,
-    for every member. Here what is computed is as shared as what it is computed from.
-
-    Args:
-      compute: has no gradient of its own.
-      gate: scalar bool.
-      operands: arrays, not closed over, since `vmap` must see them.
-      is_read: whether the value is zeros where its gate is closed; False where nobody
-        looks at it then.
+    for every member. Here what is computed is as shared as what it is computed from. It
+    has no gradient of its own; operands are not closed over, since `vmap` must see
+    them. Where `is_read` is False nobody looks at a closed gate's value, which is no
+    zeros then.
     """
     shape = jax.eval_shape(compute, operands)
 
@@ -109,14 +105,8 @@ def gather_batch(
 ) -> SharedBatch:
     """Gather a batch and draw its noise, as `project` would for each member.
 
-    Args:
-      tokens: per family `[n_tokens, n_examples, d_family]`.
-      n_before: per family, how many tokens before the answer are left out.
-      real: `[n_tokens, n_examples]` bool.
-      rows: `[batch_size]` int32.
-      key: of the noise.
-      d_projection: width of the projections.
-      deviation: of the noise.
+    Tokens are per family `[n_tokens, n_examples, d_family]`, of which `n_before` the
+    answer are left out; `real` is `[n_tokens, n_examples]` bool, `rows` `[batch_size]`.
     """
     gathered, drawn = [], []
     for f, (family, first) in enumerate(zip(tokens, n_before, strict=True)):
@@ -229,13 +219,11 @@ def _product(
 def _projected_noise(deviation, stream, weight, shape, source) -> jax.Array:
     """What Gaussian noise on every input channel adds to a product of that shape.
 
-    `source` is its key, or what is drawn already.
-
-    Noise `n` on the input adds `Wn` to the projection, which is Gaussian of covariance
+    Noise `n` on the input adds `Wn` to the projection, Gaussian of covariance
     `deviation**2 * WW'`. Drawn here, with the Cholesky factor of that covariance, it
     takes `d_projection` draws a token instead of `d_family` (64 instead of 4096 at the
-    paper's widths). The distribution is the same, and so is the expected gradient,
-    since the factor is differentiated too.
+    paper's widths); the expected gradient is the same, since the factor is
+    differentiated too.
     """
     is_key = isinstance(source, RowKeys) or jnp.issubdtype(
         source.dtype, jax.dtypes.prng_key
@@ -315,18 +303,9 @@ def wide_product(
 ) -> jax.Array:
     """Gather a batch and project it; zeros on padding, or where the gate is closed.
 
-    Only `weight` has a gradient.
-
-    Args:
-      matmul_dtype: see `jaxprobe.stored`.
-      weight: `[d_projection, d_family]`.
-      tokens: `[n_tokens, n_examples, d_family]`.
-      rows: `[n_batch]` int32, all of them among the examples.
-      real: `[n_tokens, n_batch]` bool, the batch's mask.
-      gate: scalar bool.
-
-    Returns:
-      `[d_projection, n_tokens, n_batch]`.
+    Of `[d_projection, d_family]` and tokens `[n_tokens, n_examples, d_family]`, whose
+    `rows` `[n_batch]` are taken, it is `[d_projection, n_tokens, n_batch]`. Only
+    `weight` has a gradient.
     """
     return _wide_forward(matmul_dtype, weight, tokens, rows, real, gate)[0]
 

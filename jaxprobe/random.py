@@ -51,16 +51,9 @@ class RowKeys:
 def hashed_bits(
     key: jax.Array | RowKeys, stream: int, shape: tuple[int, ...], row_axis: int = -1
 ) -> jax.Array:
-    """Counter-based random bits: a keyed multiply-xorshift hash of the index.
+    """Counter-based random bits, uint32: a keyed multiply-xorshift hash of the index.
 
-    Args:
-      key: of a training step, or of its rows.
-      stream: tells draws of the same step apart.
-      shape: of the result.
-      row_axis: along which rows lie.
-
-    Returns:
-      `shape` uint32.
+    `stream` tells draws of the same step apart; rows lie along `row_axis`.
     """
     if isinstance(key, RowKeys):
         words, index = _row_index(key, shape, row_axis % len(shape))

@@ -103,10 +103,7 @@ def rows_of(
 ) -> Rows:
     """Return which question each row of a store is, and whether its answer is right.
 
-    Args:
-      store: of one setting; its keys are (example, setting, variant).
-      examples: all questions of the store; others may be among them.
-      labels: one for every row of the store; others may be among them.
+    Its keys are (example, setting, variant); other examples and labels are not read.
     """
     by_id = {example.id: example for example in examples}
     by_key: dict[tuple[str, ...], Label] = {
@@ -138,15 +135,7 @@ def rows_of(
 def partners(
     ids: Sequence[str] | np.ndarray, closed_book: Sequence[str] | np.ndarray
 ) -> np.ndarray:
-    """Return the closed-book row of the same question for every row.
-
-    Args:
-      ids: `[n_rows]` example ids.
-      closed_book: example ids of the closed-book rows.
-
-    Returns:
-      `[n_rows]` int64 indices into `closed_book`.
-    """
+    """Return the closed-book row of the same question for every row, `[n_rows]`."""
     index = {example_id: i for i, example_id in enumerate(closed_book)}
     if missing := [example_id for example_id in ids if example_id not in index]:
         raise ValueError(
@@ -219,12 +208,8 @@ class TrainingSet:
         """Yield rows a few at a time, those of similar length together.
 
         All batches of rows of similar length have one shape, so that one executable
-        serves them; the last batch repeats its last row.
-
-        Args:
-          where: `[n]` rows of the store.
-          read: `read` or `read_train`; None is `read`.
-          n_copies: how many arrays as large as the tokens the work on them takes.
+        serves them; the last batch repeats its last row. `n_copies` is how many arrays
+        as large as the tokens the work on them takes.
 
         Yields:
           Indices into `where`, `[n]`, and the tokens of at least `n` examples.
@@ -280,15 +265,10 @@ def training_set(
 ) -> TrainingSet:
     """Fit the standardisation on the training rows, and read them unless streamed.
 
-    Args:
-      store: of one setting.
-      rows: what its rows are.
-      layer: entry of the resid axis for the hidden family (0 is the embedding); None
-        where no family is stored by layer.
-      n_batch: rows of a training batch, by which rows are grouped by length.
-      streamed: leave the rows in the store.
-      device_dtypes: types of the families on the device, see `read_tokens`; None for
-        those in which they are stored.
+    `layer` is the entry of the resid axis for the hidden family (0 is the embedding),
+    None where no family is stored by layer. Rows are grouped by length, by batches of
+    `n_batch`. Families lie on the device as stored, or as `device_dtypes` says, see
+    `read_tokens`.
     """
     dims, lengths = family_dims(store), stored_lengths(store)
     where = rows.where("train"), rows.where("validation")
@@ -361,9 +341,7 @@ def _check_classes(rows: Rows, where: tuple[np.ndarray, np.ndarray]) -> None:
 def rows_at_once(widths: Sequence[int], dims: FamilyDims) -> int:
     """Return how many examples are encoded together, a power of two.
 
-    Args:
-      widths: tokens of the padded spans.
-      dims: channels of a token; an example of the paper's takes eight megabytes.
+    One of the paper's takes eight megabytes.
     """
     fitting = _MOST_BYTES // (4 * sum(widths) * dims.total)
     return 1 << (max(1, min(fitting, _MOST_ROWS)).bit_length() - 1)

@@ -51,15 +51,9 @@ def share_outside(
 ) -> np.ndarray:
     """Return which share of each family's values lies beyond its channels' ranges.
 
-    Args:
-      features: of `n_examples` answers, as they are read (not standardised).
-      dims: channels of the pass.
-      low: `[d_total]`.
-      high: `[d_total]`.
-
-    Returns:
-      `[n_examples, n_families]` in [0, 1]; a value that is no number lies outside, and
-      an answer without tokens has none there.
+    Features are as read, not standardised, `low` and `high` `[d_total]`. Returned are
+    `[n_examples, n_families]` in [0, 1]; a value that is no number lies outside, and an
+    answer without tokens has none there.
     """
     n_outside = np.zeros((features.n_examples, dims.n_families))
     n_values = np.zeros_like(n_outside)
@@ -92,14 +86,8 @@ def fit_scope(
     """Find the ranges on training answers, and the limits on validation answers.
 
     The ranges are found on answers at even distances, of some 16,000 tokens; the limits
-    on all of validation, of which as many are in memory at once.
-
-    Args:
-      read: returns the features of rows of the store.
-      dims: channels of the pass.
-      lengths: `[n_rows]` tokens that are read.
-      train: rows; at least one.
-      validation: rows; at least one.
+    on all of validation, of which as many are in memory at once. `lengths` `[n_rows]`
+    are the tokens that are read; of both kinds of rows there is at least one.
     """
     features = read(_some(train, lengths))
     low, high = np.zeros((2, dims.total), np.float32)
@@ -290,10 +278,7 @@ class Threshold:
 
 
 class Thresholds(NamedTuple):
-    """From which P on answers are trusted, and up to which they are distrusted.
-
-    Named as the decisions are that begin there.
-    """
+    """From which P on answers are trusted, and up to which they are distrusted."""
 
     trust: Threshold
     distrust: Threshold
@@ -338,12 +323,7 @@ def _at_most(n_errors: int, n: int, share: float) -> float:
 
 
 def fewest_decided(wanted: float, n_errors: int = 0) -> int:
-    """Return how many decided answers certify a precision with some errors among them.
-
-    Args:
-      wanted: below 1.
-      n_errors: of the decided answers.
-    """
+    """Return how many decided answers certify a precision below 1 with some errors."""
 
     def shows(n: int) -> bool:
         return _at_most(n_errors, n, 1 - wanted) <= 1 - CONFIDENCE
@@ -355,10 +335,7 @@ def fewest_decided(wanted: float, n_errors: int = 0) -> int:
 
 
 def _lower_bound(n_errors: int, n: int) -> float:
-    """Return the least share of right decisions that is not refuted (Clopper-Pearson).
-
-    By halving: the probability of so few errors falls as their share grows.
-    """
+    """Return the least share of right ones that is not refuted (Clopper-Pearson)."""
     low, high = 0.0, 1.0  # of the share of errors
     if n_errors == n:
         return 0.0
@@ -382,12 +359,7 @@ def certify(
     sequence, and the last that passed is the threshold. It lies just above the next
     answer, so that the trusted ones are a free draw of what lies beyond it. To distrust
     is to trust that an answer is wrong, whose probability is 1 - P. Only answers beyond
-    one half take part.
-
-    Args:
-      validation: at least one answer.
-      wanted: in (0, 1]; 1 is never certified.
-      decision: which of the two.
+    one half take part. A precision of 1 is never certified.
     """
     sign = 1 if decision == "trust" else -1  # of P: the surest decision comes first
     least = 0.5 if decision == "trust" else np.nextafter(-0.5, 0)

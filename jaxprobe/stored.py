@@ -58,15 +58,7 @@ def values_of(tokens: jax.Array | StoredTokens) -> jax.Array:
 
 
 def take_rows(tokens: jax.Array | StoredTokens, at: jax.Array) -> jax.Array:
-    """Take rows of tokens as one matrix.
-
-    Args:
-      tokens: `[n_tokens, n_examples, d_family]`.
-      at: of any shape, see `rows_of_tokens`.
-
-    Returns:
-      Standardised values, `[*at.shape, d_family]` float32.
-    """
+    """Take standardised rows (see `rows_of_tokens`), `[*at.shape, d_family]`."""
 
     def take(x: jax.Array) -> jax.Array:
         return x.reshape(-1, *x.shape[2:]).at[at].get(mode="promise_in_bounds")
@@ -91,15 +83,7 @@ def moved(take: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
 
 
 def rows_of_tokens(tokens: jax.Array | StoredTokens, rows: jax.Array) -> jax.Array:
-    """Where the tokens of some examples lie.
-
-    Args:
-      tokens: `[n_tokens, n_examples, d]`.
-      rows: `[n]` int32, all of them among the examples.
-
-    Returns:
-      `[n_tokens, n]` int32, rows of `tokens` as one matrix.
-    """
+    """Where the tokens of examples lie as rows of one matrix, `[n_tokens, n]`."""
     n_tokens, n_examples, _ = tokens.shape
     return n_examples * jnp.arange(n_tokens, dtype=jnp.int32)[:, None] + rows[None]
 
@@ -121,13 +105,10 @@ def _standardized(
 
 
 def product(a: jax.Array, b: jax.Array, matmul_dtype: MatmulDtype) -> jax.Array:
-    """`a @ b`, float32.
+    """`a @ b`, float32, both rounded to a type.
 
-    Args:
-      a: `[m, k]` float32.
-      b: `[k, n]` float32.
-      matmul_dtype: type to which both are rounded. "float32" is not: but JAX's default
-        on NVIDIA's GPUs is TF32, which keeps ten bits (`jax_default_matmul_precision`).
+    "float32" does not round: but JAX's default on NVIDIA's GPUs is TF32, which keeps
+    ten bits (`jax_default_matmul_precision`).
     """
     return a @ b if matmul_dtype == "float32" else _mixed(a, b)
 
@@ -172,13 +153,11 @@ def use_one_blas_thread() -> None:
 
     On a CPU, JAX hands a Cholesky factor and its triangular solves to SciPy's OpenBLAS,
     which spreads 64 x 64 numbers over every core and then lets its threads spin for
-    some milliseconds. These are the cores that the next products need: at the paper's
-    widths a training step took 1.3 times as long.
+    some milliseconds: at the paper's widths a training step took 1.3 times as long.
 
-    For the whole process, and not undone: several trainings may run side by side, and
-    the first to end must not wake the threads for the others. Without effect where
-    another living thread has set limits through `threadpoolctl`, and on accelerators,
-    which factor on the device.
+    For the whole process, and not undone: several trainings may run side by side.
+    Without effect where another living thread has set limits through `threadpoolctl`,
+    and on accelerators, which factor on the device.
     """
     if jax.default_backend() != "cpu":
         return

@@ -84,9 +84,7 @@ def split_families(
 
     Apart, an encoder that does not read a family neither gathers nor multiplies it.
     Padding becomes exactly zero, and so do signals of a span that is not read: a store
-    of the answer span alone and a live pass, which has all spans, give the same. No
-    mask is needed for these: a span has signals in every example or in none, and a
-    convolution of its own.
+    of the answer span alone and a live pass, which has all spans, give the same.
     """
     mean, std = (jnp.asarray(x)[None, None] for x in standardizer)
     spans = []
@@ -163,13 +161,9 @@ def fit_standardizer(
 ) -> Standardizer:
     """Fit the standardisation on examples that memory need not hold together.
 
-    Families that a store keeps of the answer span alone are fitted on that span: the
-    zeros that stand for the others would shrink the mean and widen the spread.
-
-    Args:
-      batches: yields the examples, some at a time; called twice where a family is kept
-        of the answer span alone.
-      dims: of the store.
+    Families that a store keeps of the answer span alone are fitted on that span, in a
+    second reading: the zeros that stand for the others would shrink the mean and widen
+    the spread.
     """
     standardizer = standardizer_of(batches(), dims.slices)
     if not dims.of_answers:
@@ -189,16 +183,10 @@ def read_families(
     *,
     is_decoded: bool = True,
 ) -> dict[str, Ragged]:
-    """Read all families of stored examples at once.
+    """Read all families of stored examples at once, or int8 codes as they are.
 
     Each in a thread of its own: reading holds no lock, and where chunks are small one
     core alone cannot copy as fast as a disk delivers.
-
-    Args:
-      store: an extracted setting.
-      layer: entry of the resid axis, of families that are stored by layer.
-      examples: `[n]` indices into the store, or None for all.
-      is_decoded: False for int8 codes, and the families of their scales beside them.
     """
     stored = store.spec.families
     names = list(stored_signals(store) if is_decoded else stored)
@@ -220,22 +208,11 @@ def read_tokens(
     standardizer: Standardizer,
     device_dtypes: Sequence[Dtype],
 ) -> FamilyTokens:
-    """Read the signals of stored examples as they lie on a device.
+    """Read the signals of stored examples as they lie on a device; onto the host.
 
-    Their values are those of `split_families` after `read_features`.
-
-    Args:
-      store: an extracted setting.
-      layer: entry of the resid axis for the hidden family (0 is the embedding); None
-        where no family is stored by layer.
-      examples: `[n]` indices into the store.
-      n_tokens: padded length per span.
-      standardizer: fitted on training tokens.
-      device_dtypes: of each family `float32`, standardised here, or the type in
-        which it is stored, for `StoredTokens`.
-
-    Returns:
-      Arrays of the host.
+    Their values are those of `split_families` after `read_features`. In `device_dtypes`
+    is of each family `float32`, standardised here, or the type in which it is stored,
+    for `StoredTokens`.
     """
     families = read_families(store, layer, examples, is_decoded=False)
     spans = store.spec.spans[examples][:, list(used_spans(store.spec.spans))]
@@ -298,13 +275,10 @@ def read_features(
 ) -> Features:
     """Read the signals of stored examples as the encoders read them.
 
-    Args:
-      store: an extracted setting.
-      layer: entry of the resid axis for the hidden family (0 is the embedding); None
-        where no family is stored by layer.
-      examples: `[n]` indices into the store, or None for all.
-      n_tokens: padded length per span; None takes the longest of each.
-      read: the spans, places among `SPAN_NAMES`; None takes those that the store has.
+    `layer` is the entry of the resid axis for the hidden family (0 is the embedding),
+    None where no family is stored by layer. Spans are those that the store has, or
+    places among `SPAN_NAMES` that are `read`, padded to `n_tokens` or the longest of
+    each.
     """
     spec, families = store.spec, read_families(store, layer, examples)
     chosen = slice(None) if examples is None else examples
@@ -322,11 +296,7 @@ def read_features(
 
 
 def _spread(answers: Ragged, starts: np.ndarray, n_rows: int) -> np.ndarray:
-    """Return rows of answers at their tokens, among zeros.
-
-    No encoder sees these zeros: what it reads of the other spans is zero after
-    standardisation, see `split_families`.
-    """
+    """Return rows of answers at their tokens, among zeros, which no encoder sees."""
     values, lengths = answers.values, answers.lengths
     spread = np.zeros((n_rows, *values.shape[1:]), values.dtype)
     within = np.arange(len(values)) - np.repeat(answers.starts, lengths)
@@ -340,13 +310,9 @@ SURPRISAL = 1  # column of a prob row: p(v), -log p(v), entropy, top p, margin
 def answer_log_prob(prob_rows: np.ndarray, answer_span: tuple[int, int]) -> float:
     """Return the mean log-probability of an answer's tokens, in nats; at most 0.
 
-    This is the logarithm of the inverse perplexity, so higher means more likely
-    correct. An answer without a token has an empty literal span; it is read where it
-    was given, at the last prompt token, which emitted the end.
-
-    Args:
-      prob_rows: `[n_tokens, 5]`, the prob family of one example, any float dtype.
-      answer_span: absolute `[start, stop)` into those rows.
+    Of the prob family of one example, `[n_tokens, 5]`: the logarithm of the inverse
+    perplexity, so higher means more likely correct. An answer without a token has an
+    empty literal span; it is read at the last prompt token, which emitted the end.
     """
     start, stop = answer_span
     if not 0 <= start <= stop <= len(prob_rows) or stop == 0:
@@ -369,14 +335,10 @@ def answer_log_probs(store: FeatureStore) -> np.ndarray:
 
 
 def mean_log_eigenvalue(states: np.ndarray, ridge: float = 1e-3) -> float:
-    """Return (1/k) ln det(Z J Z' + ridge I) of k states, high where they lie apart.
+    """Return (1/k) ln det(Z J Z' + ridge I) of `[k, d]`, high where they lie apart.
 
     J centres each state over its own dimensions; the products are not divided by their
     number. Of INSIDE (eq. 6, where the ridge is alpha) and of SeaKR.
-
-    Args:
-      states: `[k, d]`, any float dtype, at least one.
-      ridge: added to the diagonal.
     """
     wide = np.asarray(states, np.float64)
     centred = wide - wide.mean(axis=1, keepdims=True)
@@ -388,18 +350,10 @@ def mean_log_eigenvalue(states: np.ndarray, ridge: float = 1e-3) -> float:
 def mean_answer_states(
     store: FeatureStore, examples: np.ndarray, layer: int, n_chunk: int = 1024
 ) -> np.ndarray:
-    """Return the mean hidden state over the answer span, for the layer sweep.
+    """Return the mean hidden state over the answer span, `[n_examples, d_model]`.
 
-    Only rows of answer spans are read, once, a few examples at a time.
-
-    Args:
-      store: an extracted setting.
-      examples: `[n_examples]` indices into the store.
-      layer: entry of the resid axis (0 is the embedding).
-      n_chunk: examples whose rows are in memory together.
-
-    Returns:
-      `[n_examples, d_model]` float32; zeros where the span is empty.
+    Only rows of answer spans are read, once, `n_chunk` examples at a time; zeros where
+    the span is empty. `layer` is an entry of the resid axis (0 is the embedding).
     """
     d_model = store.spec.families["hidden"].shape[1]
     means = np.zeros((len(examples), d_model), np.float32)

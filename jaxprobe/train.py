@@ -154,12 +154,8 @@ def epoch_groups(
 ) -> list[Group]:
     """Split the examples into groups, every example once.
 
-    Chunks are spread at random and evenly, so that the last group is not small.
-
-    Args:
-      examples: `[n]` indices into the store, ascending.
-      config: sizes.
-      seed: of the order of the chunks, such as (root seed, seed, epoch).
+    Chunks are spread at random, by a seed such as (root seed, seed, epoch), and evenly,
+    so that the last group is not small.
     """
     n_chunks = -(-len(examples) // config.n_chunk)
     n_rows = config.group_rows(len(examples))
@@ -231,11 +227,7 @@ def fit_streamed(
     encoder: Encoder,
     config: TrainConfig,
 ) -> Trained:
-    """Train encoders from a store, as `jaxprobe.grid` trains them on one device.
-
-    Returns:
-      Best weights of every member, in the order of the blocks.
-    """
+    """Train from a store as `jaxprobe.grid` does on a device; best weights by block."""
     use_one_blas_thread()
     sample = train.read(train.where[:1])
     learners = [
@@ -272,8 +264,7 @@ def train_encoders(
     Args:
       data: the rows; their labels are learned.
       config: widths, protocol, and how rows are streamed.
-      subsets: numbers of those that are trained, each with every seed of the
-        protocol; None trains all of the families that the rows have.
+      subsets: numbers of those that are trained, each with every seed; None trains all.
       cache: where finished members are saved, and those of an earlier or another
         process found; its key names the data, the configuration and nothing else.
         Streamed members are all finished at once.
@@ -328,14 +319,9 @@ LINEAR_ONLY = EncoderConfig(
 def train_regression(data: TrainingSet) -> tuple[Trained, MemberOutputs]:
     """Fit a regression of all families as an encoder whose network is zero.
 
-    Validation rows are not looked at; see `jaxprobe.linear.fit_ridge`.
-
-    Args:
-      data: the rows; their labels are learned.
-
-    Returns:
-      One member, of the shape `LINEAR_ONLY`, and its outputs on every row of the
-      store. A training row's logit is of a regression that has not seen its question.
+    Validation rows are not looked at; see `jaxprobe.linear.fit_ridge`. Returned are one
+    member, of the shape `LINEAR_ONLY`, and its outputs on every row of the store; a
+    training row's logit is of a regression that has not seen its question.
     """
     train = data.where[0]
     batches = list(data.splits()[0])
@@ -498,10 +484,9 @@ def _outputs(
 def settings_at_once(config: GridConfig) -> int:
     """Return how many settings are trained side by side.
 
-    Both, where memory holds them: each compiles its own step on one core for as long as
-    the other does, and a member's operations already share the cores among themselves.
-    Streamed, one: memory holds one's groups. On an accelerator, or where memory is
-    given, one: it is planned to be full.
+    Both, where memory holds them: each compiles on one core for as long as the other
+    does. Streamed, one: memory holds one's groups. On an accelerator, or where memory
+    is given, one: it is planned to be full.
     """
     is_planned = config.device_memory is not None or jax.default_backend() != "cpu"
     return 1 if is_planned or config.stream is not None else len(SETTINGS)
@@ -545,10 +530,7 @@ def _train_setting(
     setting: Setting,
     tick: Callable[[], None],
 ) -> None:
-    """Train this process's share of a setting, or all and save the checkpoint.
-
-    The grid, and its control: encoders of all families, with labels that are permuted.
-    """
+    """Train this process's share of a setting, and its control of permuted labels."""
     caches = _caches(run, config, setting)
     if checkpoint.is_saved(run.encoders(setting), caches[0].key):
         return

@@ -57,12 +57,7 @@ def as_texts(values: Any, name: str) -> list[str]:
 
 
 def as_contexts(values: Any, n_questions: int) -> list[tuple[Passage, ...]]:
-    """Return the passages of every question: none of any where there are no contexts.
-
-    Args:
-      values: None, or for every question what `as_passages` reads.
-      n_questions: that they belong to.
-    """
+    """Return every question's passages (see `as_passages`); None is none of any."""
     if values is None:
         return [()] * n_questions
     contexts = as_list(values, "contexts", "a list with an entry a question")
@@ -163,14 +158,11 @@ def from_document(contents: str) -> Passage:
 
 
 def as_passage(value: Any, name: str) -> Passage:
-    """Return a passage.
+    """Return a passage; `name` is the argument's, for the message.
 
-    Args:
-      value: a text; a mapping with `text` and perhaps `title`, or with `contents` as
-        FlashRAG and Search-R1 write it (see `from_document`); a document with
-        `page_content` and perhaps a `title` in its `metadata`, as LangChain's; or a
-        `Passage`.
-      name: of the argument, for the message.
+    A text; a mapping with `text` and perhaps `title`, or with `contents` as FlashRAG
+    and Search-R1 write it (see `from_document`); a document with `page_content` and
+    perhaps a `title` in its `metadata`, as LangChain's; or a `Passage`.
     """
     if isinstance(value, str):
         return Passage(title="", text=str(value))
@@ -194,12 +186,7 @@ def as_passage(value: Any, name: str) -> Passage:
 
 
 def as_passages(value: Any, name: str) -> tuple[Passage, ...]:
-    """Return the passages of a context: none of None, one of a single passage.
-
-    Args:
-      value: None, what `as_passage` reads, or several of these.
-      name: of the argument, for the message.
-    """
+    """Return the passages of a context: none of None, one of a single passage."""
     if value is None:
         return ()
     is_passage = isinstance(value, (str, Mapping, Passage))
@@ -214,14 +201,10 @@ def as_passages(value: Any, name: str) -> tuple[Passage, ...]:
 
 
 def as_rows(value: Any, columns: Collection[str]) -> list[Any]:
-    """Return the rows of a table or list; what a row holds is checked row by row.
+    """Return the rows of a data frame (pandas, polars, pyarrow) or of any iterable.
 
-    A missing cell of a table (NaN, NA) is left out of its row.
-
-    Args:
-      value: a data frame (pandas, polars, pyarrow), or any iterable of rows.
-      columns: those of a table that are read; a warning names the others, except an
-        `id`.
+    A missing cell (NaN, NA) is left out of its row. A warning names columns that are
+    not read, except an `id`; what a row holds is checked row by row.
     """
     if not _is_table(value):
         return as_list(value, "rows", "a list of rows or a data frame")

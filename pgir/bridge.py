@@ -67,29 +67,17 @@ class Reading:
 
 
 def emissions(signals: AnswerSignals, n_prompt: int, n_answer: int) -> np.ndarray:
-    """Return the prob rows of the positions that emitted an answer's tokens, `[n, 5]`.
-
-    Args:
-      signals: of the answer, which may lack the first tokens of its prompt.
-      n_prompt: tokens of the prompt.
-      n_answer: tokens of the answer, `n` of them.
-    """
+    """Return the prob rows `[n, 5]` of the positions that emitted an answer."""
     start = n_prompt - 1 - signals.first_token
     return signals.prob[start : start + n_answer]
 
 
 class ProbedBackbone:
-    """A backbone with its detector: answers questions and scores answers.
+    """A frozen backbone with its detector: answers questions and scores answers.
 
     Prompts are those that the detector was trained under, and an answer's span is the
-    one of training.
-
-    Args:
-      backbone: the frozen model.
-      detector: trained on this backbone's signals.
-      config: how answers are generated.
-      most_bytes: that encoding answers together may take.
-      strict: refuse a backbone of another revision or type than the detector's.
+    one of training. `most_bytes` is what encoding answers together may take; `strict`
+    refuses a backbone of another revision or type than the detector's.
     """
 
     def __init__(
@@ -161,11 +149,8 @@ class ProbedBackbone:
     ) -> tuple[list[Answer], Reading]:
         """Return answers and their signals, from the passes that write them.
 
-        Where the model cannot be read so, it reads the answers again.
-
-        Args:
-          requests: prompts.
-          sampling: how tokens are chosen; None is greedily.
+        Where the model cannot be read so, it reads the answers again. Without sampling
+        tokens are chosen greedily.
         """
         if self.why_read_again is not None:
             answers, signals = self.answer(requests, sampling), None
@@ -227,10 +212,7 @@ class ProbedBackbone:
             yield batch, signals
 
     def _as_trained(self, signals: AnswerSignals) -> AnswerSignals:
-        """Round signals as the store that the detector was trained on does.
-
-        So a score is that of the evaluation, also where the store keeps 8 bits.
-        """
+        """Round signals as the store of the training does, which may keep 8 bits."""
         rounded = {
             name: as_written(getattr(signals, name), kind)
             for name, kind in zip(FAMILIES, self.trained.stored_as, strict=False)
@@ -299,13 +281,7 @@ class TorchForward:
     def _fuse(
         self, head: SettingHead, logits: list[torch.Tensor], pooled: list[torch.Tensor]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Fuse encoders, see `jaxprobe.fusion.FusionHead`.
-
-        Args:
-          head: of `n_slots` slots; the first `n_selected` are filled.
-          logits: per encoder `[n_seeds, n_examples]`.
-          pooled: per encoder `[n_seeds, n_examples, d_pooled]`.
-        """
+        """Fuse each encoder's logits `[n_seeds, n_examples]` and pooled vectors."""
         weights, n = self._heads[id(head)], len(logits)
         p_correct = torch.sigmoid(torch.stack(logits, dim=1))
         inputs = torch.cat([torch.stack(pooled, dim=1), p_correct[..., None]], dim=-1)
@@ -331,14 +307,7 @@ class _StackedEncoders:
     def __init__(
         self, bank: EncoderBank, device: torch.device | str, needs_pooled: bool
     ) -> None:
-        """Take the encoders of a bank.
-
-        Args:
-          bank: leaves `[n_seeds, n_kept, …]`.
-          device: of the weights.
-          needs_pooled: a head reads the pooled vectors. Where none does, a network
-            that adds nothing to its linear part is not run.
-        """
+        """Take a bank's encoders; some run no network unless a head reads it."""
         self.bank, self.device = bank, device
         _, first = next(leaves(bank.params))
         self.shape = tuple(first.shape[:2])
@@ -366,11 +335,7 @@ class _StackedEncoders:
         self.inverse = 1.0 / torch.as_tensor(np.asarray(std), device=device)
 
     def __call__(self, features: Features) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logits `[n_seeds, n_kept, n_examples]` and pooled `[…, 2 * hidden]`.
-
-        Args:
-          features: of `n_examples` answers, as they are read.
-        """
+        """Return logits `[n_seeds, n_kept, n_examples]` and pooled vectors."""
         masks = [torch.as_tensor(m, device=self.device) for m in features.masks]
         spans = [
             self._standardized(torch.as_tensor(x, device=self.device), mask, span)
@@ -414,10 +379,7 @@ class _StackedEncoders:
         return (x + weights["mlp_out/bias"][:, None])[..., 0], vectors[-1]
 
     def _projected(self, x: torch.Tensor) -> torch.Tensor:
-        """Project the families, `[n_members, n_examples, n_tokens, n_families * d]`.
-
-        A family is projected in one product for all members that read it.
-        """
+        """Project to `[n_members, n_examples, n_tokens, n_families * d]`."""
         weights, d = self.network, self.bank.config.projection
         biases = weights["projection_bias"] * self.is_read[..., None]
         shape = (len(self.is_read), *x.shape[:2], biases[0].numel())
@@ -434,13 +396,7 @@ class _StackedEncoders:
     def _span(
         self, projected: torch.Tensor, real: torch.Tensor, weights: Weights
     ) -> torch.Tensor:
-        """Run the residual blocks of a span and pool, `[n_members, n_examples, 2 * d]`.
-
-        Args:
-          projected: `[n_members, n_examples, n_tokens, n_families * projection]`.
-          real: `[n_examples, n_tokens]`, 1 on real tokens and 0 on padding.
-          weights: of this span.
-        """
+        """Run a span's residual blocks and pool, `[n_members, n_examples, 2 * d]`."""
         config, mask = self.bank.config, real[..., None]
 
         def layer(x: torch.Tensor, name: str) -> torch.Tensor:
@@ -499,14 +455,9 @@ def _group_norm(
     scale: torch.Tensor,
     bias: torch.Tensor,
 ) -> torch.Tensor:
-    """Normalise groups of channels over the real tokens.
+    """Normalise groups of channels over real tokens, `[n_examples, n_tokens]`.
 
-    Args:
-      x: `[n_members, n_examples, n_tokens, d]`, zero on padding; so is the result.
-      real: `[n_examples, n_tokens]`.
-      n_groups: divides `d`.
-      scale: `[n_members, d]`.
-      bias: `[n_members, d]`.
+    Of `[n_members, n_examples, n_tokens, d]`, zero on padding, as the result is.
     """
     size = x.shape[-1] // n_groups
     count = real.sum(dim=1).clamp(min=1.0)[:, None] * size

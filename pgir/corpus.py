@@ -77,12 +77,10 @@ class Gold(Record, frozen=True, kw_only=True):
 class Corpus(Sequence[Passage]):
     """The passages of a finished corpus, read from disk one by one.
 
-    Attributes:
-      folder: where it lies.
-      facts: of `corpus.json`; `sources` counts the passages of every file, those that
-        no earlier file had, and those left out for more than `MOST_WORDS` words or
-        without any.
-      identity: SHA-256 of the passages; an index names the one that it was built on.
+    `sources` of its facts, `corpus.json`, counts the passages of every file, those that
+    no earlier file had, and those left out for more than `MOST_WORDS` words or without
+    any. The identity is the SHA-256 of the passages; an index names the one that it was
+    built on.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -138,11 +136,7 @@ def as_document(passage: Passage) -> str:
 
 
 def _key(passage: Passage) -> int:
-    """Return what two wordings of one passage share: letters and digits, any case.
-
-    Eight bytes: among 21 million passages two that differ share one with probability
-    1.2e-5, and a whole digest would take 2 GB more.
-    """
+    """Return eight bytes of the letters and digits: one clash in 21e6 is 1.2e-5."""
     words = _WORDS.sub(" ", f"{passage.title} {passage.text}".casefold()).strip()
     digest = hashlib.blake2b(words.encode("utf-8", "replace"), digest_size=8).digest()
     return int.from_bytes(digest)
@@ -279,10 +273,7 @@ def build_corpus(folder: Path, sources: Sequence[Path], note: Note) -> Corpus:
 
 @contextlib.contextmanager
 def held_alone(folder: Path) -> Iterator[None]:
-    """Make a folder and keep other processes out; after an error it goes if empty.
-
-    Raises `InUse` if another process holds it.
-    """
+    """Make a folder and keep others out (`InUse`); after an error it goes if empty."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = folder / "lock"
     with acquire_lock(lock) as stream:
@@ -322,13 +313,7 @@ def _write_passages(
 def gold_recall(
     ranking: np.ndarray, golds: Sequence[int], depths: Sequence[int] = DEPTHS
 ) -> dict[int, float]:
-    """Return the share of a question's gold passages among the first of a ranking.
-
-    Args:
-      ranking: `[n]` indices, best first.
-      golds: at least one index.
-      depths: how many count as the first.
-    """
+    """Return the share of gold passages, at least one, among the first of a ranking."""
     return {
         depth: len(set(golds) & set(ranking[:depth].tolist())) / len(golds)
         for depth in depths
@@ -360,10 +345,7 @@ def measure(
 ) -> tuple[Measured, dict[str, int]]:
     """Return recall and has-answer per question set, and how many questions each has.
 
-    Args:
-      rankings: `[n_questions, n]` indices, best first.
-      passages: what the indices mean.
-      golds: the questions, with their gold passages.
+    Rankings are `[n_questions, n]` indices, best first.
     """
     of_set: dict[tuple[str, str], list[dict[int, float]]] = {}
     for gold, ranking in zip(golds, rankings, strict=True):
@@ -383,9 +365,7 @@ def measure(
 def agreement(rankings: np.ndarray, exact: np.ndarray) -> dict[int, float]:
     """Return the share of the exact ranking's first passages that another one has.
 
-    Args:
-      rankings: `[n_queries, n]` of a lossy index.
-      exact: `[n_queries, n]` of the flat one.
+    Both are `[n_queries, n]`.
     """
     pairs = list(zip(rankings, exact, strict=True))
     shares = {d: [gold_recall(a, b[:d], (d,))[d] for a, b in pairs] for d in DEPTHS}

@@ -272,11 +272,7 @@ def _ranges(
 def _prompt_as_given(
     tokenizer: Any, template: PromptTemplate, given: AnswerToScore
 ) -> PromptTokens:
-    """Return the prompt that was really used.
-
-    The question span begins where the question does if that is known; else as in
-    training, behind the context, or closed-book with the last message or the prompt.
-    """
+    """Return the prompt that was really used; its spans are found, or as trained."""
     prompt = _prompt_text(tokenizer, given)
     context, question = _ranges(prompt, given)
     if question is not None:
@@ -401,15 +397,10 @@ def prepare(
     stop_id: int | None = None,
     example_id: str = "given",
 ) -> ScoringInput:
-    """Make the sequence of an answer that exists.
+    """Make the sequence of an answer that exists, for the model of a fast tokenizer.
 
-    Args:
-      tokenizer: a fast one, of the model that is to read it.
-      template: the run's own.
-      given: answer and prompt.
-      answer_span: as in training.
-      stop_id: what ended the answers in training; None takes the tokenizer's.
-      example_id: of the answer.
+    `template` and `answer_span` are the run's own; None takes the tokenizer's stop
+    token.
     """
     prompt = prompt_tokens(tokenizer, template, given)
     usual = tokenizer.eos_token_id if stop_id is None else stop_id

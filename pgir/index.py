@@ -70,12 +70,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def read_encoder_config(path: Path, **chosen: Any) -> PassageEncoderConfig:
-    """Return how an encoder is run, by its files, or for E5 by its name.
-
-    Args:
-      path: its directory.
-      **chosen: fields of `PassageEncoderConfig` that a person chose, or None.
-    """
+    """Return how an encoder is run, by its files, by its name (E5), or as chosen."""
     path = Path(path).expanduser().resolve()
     if not (path / "config.json").is_file():
         raise ValueError(
@@ -107,12 +102,9 @@ def read_encoder_config(path: Path, **chosen: Any) -> PassageEncoderConfig:
 
 
 class TextEncoder:
-    """An encoder in memory.
+    """An encoder in memory, of vectors `d_model` wide.
 
-    Attributes:
-      config: how it is run.
-      identity: SHA-256 of all that its vectors depend on, but its path.
-      d_model: width of its vectors.
+    Its identity is the SHA-256 of all that its vectors depend on, but its path.
     """
 
     def __init__(self, config: PassageEncoderConfig) -> None:
@@ -204,12 +196,9 @@ def import_faiss() -> Any:
 
 
 class Vectors:
-    """The vectors of a corpus, memory-mapped.
+    """The vectors of a corpus, `(n_passages, d_model)`, memory-mapped.
 
-    Attributes:
-      folder: where they lie.
-      facts: what they were made of, as sealed in `vectors.json`.
-      shape: `(n_passages, d_model)`.
+    `facts` are what they were made of, as sealed in `vectors.json`.
     """
 
     def __init__(self, folder: Path) -> None:

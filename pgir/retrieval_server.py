@@ -35,13 +35,8 @@ class _Closed(Exception):
 class RetrievalServer(ThreadingHTTPServer):
     """Serves one retriever; one search at a time, requests in the order they come.
 
-    Args:
-      retriever: ranks the passages.
-      passages: what its indices mean.
-      host: address to listen at.
-      port: 0 takes a free one, see `server_port`.
-      depth: passages of a request that does not say how many.
-      timeout: seconds that a client may be silent before it is left.
+    Port 0 takes a free one, see `server_port`. `depth` is of a request that does not
+    say how many, `timeout` the seconds that a client may be silent before it is left.
     """
 
     daemon_threads = False  # closing waits until whoever is answered has the reply
@@ -134,13 +129,8 @@ class RetrievalServer(ThreadingHTTPServer):
         """Return the reply to a request, of either protocol.
 
         A score is the reciprocal of the rank: retrievers give an order, and what their
-        own scores mean differs.
-
-        Raises:
-          KeyError: nothing is served under this path.
-          ValueError: the request is not of the protocol.
-          _Closed: the server is being closed.
-          _SearchFailed: the retriever has raised an error.
+        own scores mean differs. Nothing under the path is a KeyError, what is not of
+        the protocol a ValueError; a `_Closed` or a `_SearchFailed` may be raised.
         """
         if path == "/retrieve":
             rankings = self._rank(request.get("queries"), request.get("topk"))

@@ -127,25 +127,16 @@ class FusedRetriever:
 
 
 def fuse_all(rankings: Sequence[np.ndarray], depth: int) -> np.ndarray:
-    """Return the fused rankings of some queries, `[n_queries, depth]` or fewer columns.
-
-    Args:
-      rankings: of each retriever, `[n_queries, n]` indices, best first.
-      depth: most passages of a query.
-    """
+    """Return the fused rankings of some queries, `[n_queries, depth]` or fewer."""
     width = min(depth, *(ranking.shape[1] for ranking in rankings))
     rows = [fuse(of_query)[:width] for of_query in zip(*rankings, strict=True)]
     return np.array(rows, np.int64).reshape(len(rows), width)
 
 
 def fuse(rankings: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
-    """Return the passages of some rankings in the order of their fused scores.
+    """Return the passages of one query's rankings in the order of their fused scores.
 
-    Args:
-      rankings: of one query, `[n]` indices each, best first.
-
-    Returns:
-      `[n_distinct]` indices; of equal scores the lower index first.
+    Of equal scores the lower index comes first.
     """
     indices, inverse = np.unique(np.concatenate(rankings), return_inverse=True)
     gains = [1 / (RANK_CONSTANT + 1 + np.arange(len(each))) for each in rankings]
@@ -154,12 +145,7 @@ def fuse(rankings: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
 
 
 class RetrievalFailed(OSError):
-    """Some questions got no passages.
-
-    Attributes:
-      reasons: by place of the question.
-      rankings: indices of the others, by place.
-    """
+    """Some questions got no passages, for reasons by place; others have rankings."""
 
     def __init__(
         self,
@@ -197,12 +183,7 @@ class _CachedRanking(msgspec.Struct, frozen=True):
 class CachedRetriever:
     """Ranks documents of somebody else's search, which get indices that stay.
 
-    A passage without a word is never ranked: no prompt can hold it.
-
-    Attributes:
-      passages: of all searches, in the order of first appearance; it grows, and an
-        index once given stays.
-      n_empty: passages without a word among them.
+    A passage without a word is never ranked, but counted: no prompt can hold it.
 
     Args:
       name: of the searcher, for messages.
@@ -351,8 +332,7 @@ class ServedRetriever(CachedRetriever):
 def _post_within(seconds: float, url: str, body: Mapping[str, Any]) -> bytes:
     """Return the reply to a JSON request, if it is there in full after some seconds.
 
-    A socket's own time-out begins anew with every byte, so that a server which sends
-    one now and then would never be late: a thread reads, which is not waited for.
+    A socket's own time-out begins anew with every byte: a thread reads, and is left.
     """
     reply: concurrent.futures.Future[bytes] = concurrent.futures.Future()
 
@@ -383,10 +363,7 @@ def _post_within(seconds: float, url: str, body: Mapping[str, Any]) -> bytes:
 
 
 def read_reply(reply: Any, n_queries: int, depth: int) -> list[list[str]]:
-    """Return the documents in a reply, of each question as many as asked for.
-
-    Fewer where the server has no more.
-    """
+    """Return the documents in a reply, of each question at most `depth`."""
     if isinstance(reply, dict):
         reply = reply.get("result")
     if not isinstance(reply, list):
@@ -576,12 +553,8 @@ def open_retrieval(
 ) -> Retrieval:
     """Return the retriever that a run has chosen, with its passages.
 
-    Args:
-      config: the run's choice.
-      passages: file of those that came with its questions.
-      searches: folder in which rankings of a server or of a person's own retriever are
-        kept.
-      note: called with what happened to them.
+    `passages` is the file of those that came with its questions, `searches` the folder
+    in which rankings of a server or of a person's own retriever are kept.
     """
     if config.retriever not in KINDS:
         plug = load_retriever(config.retriever)

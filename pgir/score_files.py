@@ -222,13 +222,9 @@ def score_rows(
 ) -> None:
     """Score rows in order; those that `out` has already are not scored again.
 
-    Args:
-      score: `Scorer.score_many`, of some rows at a time.
-      rows: of a file.
-      identity: of the detector, so that no file mixes two detectors' numbers.
-      out: results of an earlier call; None where there is none.
-      write: takes results as JSON lines, some rows at a time.
-      each: called with every row and its result, in order.
+    The detector's identity keeps two detectors' numbers from one file. `write` takes
+    JSON lines, some rows at a time; `each` is called with every row and its result, in
+    order.
     """
     stream = iter(rows)
     rows_done = out.rows() if out else ()
@@ -313,11 +309,9 @@ _RAISES, _LOWERS = "31, 104, 173", "179, 78, 12"  # red, green, blue
 
 
 def score_html(result: Mapping[str, Any], effects: Sequence[float]) -> str:
-    """Return one score for a notebook: its answer, P and notes.
+    """Return one score (`Score.as_json`) for a notebook: its answer, P and notes.
 
-    Args:
-      result: see `Score.as_json`.
-      effects: of each token on P, see `Score.effects`; none, and nothing is tinted.
+    Without effects no token is tinted.
     """
     entry = _entry((None, (), result))
     most = max(map(abs, effects), default=0.0) or 1.0
@@ -379,13 +373,7 @@ Shown = tuple[str | None, Sequence[str], Mapping[str, Any]]
 
 
 def page(title: str, summary: str, results: Iterable[Shown]) -> str:
-    """Return the page of scored answers.
-
-    Args:
-      title: of the page.
-      summary: what became of the rows, in words.
-      results: of each answer, see `Score.as_json`; beyond `MOST_SHOWN` counted alone.
-    """
+    """Return the page of scored answers; beyond `MOST_SHOWN` they are counted alone."""
     shown = list(results)
     entries = [_entry(each) for each in shown[:MOST_SHOWN]]
     counts = collections.Counter(note for each in entries for note in each["notes"])
@@ -426,13 +414,9 @@ def shown_tokens(
 ) -> list[dict[str, Any]]:
     """Return the tokens of a sequence as the report shows them.
 
-    Args:
-      decode: gives the text of token ids.
-      answer: the exact ids.
-      prob: `[n_tokens, 5]`, the prob family of the same sequence; each token is shown
-        with the numbers of the position that emitted it. A token whose position has
-        none (the first of all) is left out.
-      first_token: which token the first row is of.
+    Rows `[n_tokens, 5]` of the prob family begin at `first_token`; each token is shown
+    with the numbers of the position that emitted it. A token whose position has none
+    (the first of all) is left out.
     """
     from beatrice.jaxprobe.families import SPAN_NAMES  # the report needs no JAX
 

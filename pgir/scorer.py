@@ -497,13 +497,9 @@ def stream_tokens(
 ) -> Generator[StreamedToken, None, tuple[Answer, AnswerSignals]]:
     """Yield an answer's tokens as they are chosen; return it with its signals.
 
-    Args:
-      probed: the model; between two tokens others may use it.
-      request: the prompt.
-      sampling: how tokens are chosen.
-      every: so many tokens apart is P of the answer so far; None is nowhere. Such a
-        token comes with the next one's step, which tells how likely its end is.
-      p_correct: P of an answer, by what was read of it.
+    Between two tokens others may use the model. `every` so many tokens apart is P of
+    the answer so far; such a token comes with the next one's step, which tells how
+    likely its end is.
     """
     tokenizer, stop = probed.backbone.tokenizer, sampling.stop
     stops, n_most = stop_ids(probed.backbone), sampling.max_new_tokens
@@ -561,14 +557,7 @@ def stream_tokens(
 def _last_tokens(
     waiting: list[tuple[StreamedToken, str]], answer: str, n_shown: int, n_left: int
 ) -> Iterator[StreamedToken]:
-    """Yield the tokens that waited for the end of the answer.
-
-    Args:
-      waiting: each with the text that ends in it.
-      answer: its whole text.
-      n_shown: characters of it that went out before.
-      n_left: how many of these tokens are of the answer; the one behind ended it.
-    """
+    """Yield what waited for the end: `n_left` tokens, behind `n_shown` characters."""
     for index, (token, text) in enumerate(waiting[: n_left + 1]):
         is_last = index in (n_left, len(waiting) - 1)
         shown = answer if is_last else answer[: len(text)]

@@ -114,13 +114,7 @@ def candidates_without(setting: Setting, n_pool: int, family: str) -> list[int]:
 def replaced(
     outputs: MemberOutputs, by: MemberOutputs, subsets: tuple[int, ...]
 ) -> MemberOutputs:
-    """Put the outputs of some encoders in the place of the grid's.
-
-    Args:
-      outputs: of the grid, `[n_seeds * 15, ...]`, seed-major.
-      by: of the subsets, `[n_seeds * n_subsets, ...]`, seed-major.
-      subsets: rows of SUBSETS.
-    """
+    """Put the outputs of some encoders in the place of the grid's, both seed-major."""
     n_seeds = len(outputs.logits) // N_SUBSETS
     indices = [s * N_SUBSETS + k for s in range(n_seeds) for k in subsets]
 
@@ -220,11 +214,7 @@ class Ablation:
             members.clear()
 
     def _outputs_without(self, variant: str, setting: Setting) -> MemberOutputs:
-        """Return a pass's outputs, those of the champions' encoders as retrained.
-
-        The other encoders keep their outputs; no head reads them. So the pool keeps its
-        shape, and a head its place in the pool, its draws and its executable.
-        """
+        """Return a pass's outputs, those of the champions' encoders as retrained."""
         outputs = self.read_outputs(setting)
         subsets = self.subsets[setting]
         if variant not in span_variants(setting) or not subsets:

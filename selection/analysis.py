@@ -65,13 +65,7 @@ TOLERANCE = 0.01  # of completeness, relative to the differences that are attrib
 def replaced(
     features: FamilyTokens, means: PerChannel, gone: PerChannel
 ) -> FamilyTokens:
-    """Put means in the place of signals, on real tokens.
-
-    Args:
-      features: standardised.
-      means: per family `[n_spans, d_family]`.
-      gone: the same shapes, bool: True where a channel of a span is replaced.
-    """
+    """Put means `[n_spans, d_family]` in the place of real tokens' signals."""
     lengths = np.array([len(mask) for mask in features.masks])
     real = jnp.concatenate(features.masks)
 
@@ -99,20 +93,10 @@ def path_gradients(
 ) -> tuple[jax.Array, ...]:
     """Integrated gradients of the logits along the straight way from start to end.
 
-    Sundararajan et al. 2017, by quadrature.
-
-    Args:
-      params: of one encoder.
-      family_mask: `[n_families]` bool, which it reads.
-      start: the baseline, of the same masks.
-      end: the signals.
-      nodes: `[n_steps]` in (0, 1).
-      weights: `[n_steps]`, which sum to 1.
-      encoder: the module; None where the network adds nothing to its linear part.
-
-    Returns:
-      Of each family `[n_tokens, n_examples, d_family]` attributions in logits, which
-      sum to the difference of an example's logits.
+    Sundararajan et al. 2017, by quadrature at `nodes` in (0, 1), whose weights sum to
+    1. Without an encoder the network adds nothing to its linear part. Of each family
+    `[n_tokens, n_examples, d_family]` in logits, which sum to the difference of an
+    example's logits.
     """
 
     def total(tokens: tuple[jax.Array, ...]) -> jax.Array:
@@ -154,18 +138,9 @@ def attributed(
     """Return attributions that sum to the differences of logits within `TOLERANCE`.
 
     Steps are doubled until they do: an encoder has kinks, on which the error falls like
-    one over the steps (.2 to 1 % at 64), or until there are 1,024.
-
-    Args:
-      params: of one encoder.
-      family_mask: `[n_families]` bool.
-      start: the baseline.
-      end: the signals.
-      encoder: the module.
-      n: leading examples that count.
-
-    Returns:
-      Per family `[n_tokens, n, d_family]`, and the differences `[n]`.
+    one over the steps (.2 to 1 % at 64), or until there are 1,024. Of the `n` leading
+    examples they are per family `[n_tokens, n, d_family]`, beside the differences
+    `[n]`.
     """
     ends = (
         member_logits([(params, family_mask)], at, encoder=encoder)[0, :n]
@@ -208,10 +183,7 @@ def of_span(dims: FamilyDims, n_spans: int, span: int) -> PerChannel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Deployed:
-    """The encoders of a setting, and the rows that they are applied to.
-
-    Values that several analyses read are computed once.
-    """
+    """The encoders of a setting and their rows; values are computed once."""
 
     setting: Setting  # whose answers are looked at
     store: FeatureStore
@@ -347,13 +319,8 @@ class Deployed:
     ) -> np.ndarray:
         """Return the logits of encoders whose signals are replaced by their means.
 
-        Args:
-          names: encoders by their letters.
-          where: `[n]` rows of the store.
-          each: channels that are gone, of each variant.
-
-        Returns:
-          `[n_names, n_variants, n_seeds, n]` logits.
+        They are `[n_names, n_variants, n_seeds, n]` of rows of the store; `each` has
+        the channels that are gone in a variant.
         """
         shape = (len(names), len(each), self.n_seeds, len(where))
         result = np.full(shape, np.nan, np.float32)
@@ -375,11 +342,6 @@ class Deployed:
         self, name: str, where: np.ndarray, families: Sequence[int] = range(N_FAMILIES)
     ) -> Iterator[tuple[np.ndarray, np.ndarray, tuple[np.ndarray, ...], Any]]:
         """Yield integrated gradients from the means of some families, part by part.
-
-        Args:
-          name: the encoder's letters.
-          where: `[n]` rows of the store.
-          families: that begin at their means; the others stay what they are.
 
         Yields:
           Places in `where` `[n]`; differences of the logits `[n_seeds, n]`; per family
@@ -532,13 +494,8 @@ def ratio_rows(
 ) -> list[ResultRow]:
     """Return ratios with 95 % intervals that resample questions.
 
-    Args:
-      experiment: of the rows.
-      ratios: of the same `n` examples.
-      ids: `[n]` questions; two wordings of one move together.
-      set_fields: the rows' setting, dataset and split.
-      config: of the resamples, which all ratios share.
-      reason: why a ratio is undefined whose denominator is 0.
+    Two wordings of a question move together. `reason` is why a ratio is undefined whose
+    denominator is 0.
     """
     if not ratios:
         return []

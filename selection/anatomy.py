@@ -135,10 +135,7 @@ def _searches(run: RunDir) -> dict[HeadName, Search]:
 def _deployed(
     run: RunDir, searches: Mapping[HeadName, Search]
 ) -> dict[Setting, Deployed]:
-    """Return the encoders of a run's settings, with those that any search selected.
-
-    The with-context search may have selected closed-book encoders.
-    """
+    """Return each setting's encoders, with those that any search selected."""
     pairs = dict.fromkeys(p for search in searches.values() for p in search.reads)
     deployed = {}
     for setting in settings_of(run):

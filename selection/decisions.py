@@ -72,13 +72,7 @@ N_BEST = 10  # the paper's
 def mistakes(scores: np.ndarray, labels: np.ndarray, names: np.ndarray) -> np.ndarray:
     """Return where a score is wrong that flags as many answers as are wrong.
 
-    Args:
-      scores: `[n]`, higher = more likely correct.
-      labels: `[n]` bool.
-      names: `[n]`, all different; they settle ties, so that order does not.
-
-    Returns:
-      `[n]` bool: flagged and right, or wrong and not flagged.
+    Flagged and right, or wrong and not flagged; names, all different, settle ties.
     """
     is_flagged = np.zeros(len(scores), bool)
     is_flagged[np.lexsort((names, scores))[: int((~labels).sum())]] = True
@@ -174,13 +168,8 @@ def counts_along(
 ) -> np.ndarray:
     """Return how many closed-book encoders sets hold, along the ranking.
 
-    Args:
-      ranking: of all sets.
-      is_closed_book: `[n_pool]` bool.
-      n_parts: of the ranking, best first.
-
-    Returns:
-      `[SET_SIZE + 1, n_parts]`: of a part's sets, the share that holds 0, 1, 2 or 3.
+    Of each of `n_parts`, best first, the share of sets that holds 0, 1, 2 or 3:
+    `[SET_SIZE + 1, n_parts]`.
     """
     parts = ranking.parts(is_closed_book[ranking.sets].sum(axis=1), n_parts)
     return np.stack([[(x == k).mean() for x in parts] for k in range(SET_SIZE + 1)])
@@ -241,12 +230,7 @@ def flip_ratios(
 ) -> list[Ratio]:
     """Return how often decisions flip, how often rightly, and how near the boundary.
 
-    Args:
-      name: letters of the encoder.
-      family: letter of the family that is taken away.
-      intact: `[n_seeds, n]` logits.
-      without: the same without the family.
-      labels: `[n]` bool.
+    Both logits are `[n_seeds, n]`, with the family and without it.
     """
     is_flip = (intact > 0) != (without > 0)
     is_right = (intact > 0) == labels[None]
@@ -339,10 +323,8 @@ def grounding_ratios(
 ) -> list[Ratio]:
     """Return shares of answers and precisions of flips.
 
-    Args:
-      answers: `n` of them.
-      flips: by letters of the encoder, whether decisions flip, and whether the intact
-        encoder is right; `[n_seeds, n]` bool each.
+    Of each encoder is given whether decisions flip, and whether the intact one is
+    right, `[n_seeds, n]` bool.
     """
     labels, stands, without = answers
     every, has = np.ones(len(labels)), ~np.isnan(without)
@@ -423,13 +405,9 @@ def surest_questions(
 ) -> dict[int, int]:
     """Return the question shown of each kind, by the kind's place.
 
-    The surest: the smallest distance of a probability that decides from its threshold
-    is the largest. Accepted, the first decides alone.
-
-    Args:
-      ids: `[n]`, all different.
-      p: `[n, 2]` calibrated P(correct), closed-book and with context.
-      thresholds: `[2]`.
+    The surest: the smallest distance of a probability that decides, of `[n, 2]`
+    closed-book and with context, from its threshold is the largest. Accepted, the first
+    decides alone.
     """
     kinds, distance = kinds_of(p, thresholds), np.abs(p - thresholds[None])
     margin = np.where(kinds == 0, distance[:, 0], distance.min(axis=1))

@@ -139,18 +139,10 @@ class Enumeration:
 
 
 def carried(ranking: Ranking, traits: np.ndarray, n_bins: int) -> np.ndarray:
-    """How many encoders of a set carry a trait, along the ranking, best to worst.
+    """Mean encoders of a set with a trait along the ranking, `[n_traits, n_bins]`.
 
     The ribbon of the paper's figure of all combinations: a local mean, here over equal
-    parts of the ranking.
-
-    Args:
-      ranking: of all sets.
-      traits: `[n_traits, n_pool]` bool, such as "reads hidden states with context".
-      n_bins: parts of the ranking.
-
-    Returns:
-      `[n_traits, n_bins]` mean number of encoders, from 0 to the size of a set.
+    parts of the ranking. Traits are `[n_traits, n_pool]` bool.
     """
     parts = ranking.parts(traits[:, ranking.sets].sum(axis=2).T, n_bins)
     means = [counts.mean(axis=0) for counts in parts]
@@ -170,11 +162,7 @@ def _rankings(run: RunDir) -> Cache:
 
 
 def _greedy_members(heads: HeadTrainer, added: Sequence[int]) -> tuple[int, ...]:
-    """Return the search's set after three rounds.
-
-    Where the search stopped earlier, it is continued without a margin, so that what is
-    ranked is always as large as what it is ranked among.
-    """
+    """Return the search's set after three rounds, if need be without a margin."""
     if len(added) >= SET_SIZE:
         return tuple(sorted(added[:SET_SIZE]))
     return heads.search(margin=-1.0, max_encoders=SET_SIZE).members
@@ -198,11 +186,7 @@ def _rank_rows(
 
 
 def traits(setting: Setting, n_pool: int) -> dict[tuple[str, Setting], np.ndarray]:
-    """Return which encoders of a pool read which family in which pass.
-
-    Returns:
-      `[n_pool]` bool by the family's letter and the pass.
-    """
+    """Return which of a pool's encoders read which family of which pass."""
     pool = reads(setting, range(n_pool))
     passes: list[Setting] = [s for s in SETTINGS if any(w == s for w, _ in pool)]
     return {
@@ -218,11 +202,7 @@ def rank(
     added: Sequence[int],
     bootstrap: BootstrapConfig,
 ) -> tuple[dict[str, np.ndarray], list[ResultRow]]:
-    """Compare a pool's best set of three with greedy's.
-
-    Returns:
-      What the report reads of the ranking, and the rows of both sets.
-    """
+    """Compare a pool's best set of three with greedy's: for the report, and as rows."""
     rows = heads.pool.rows
     best = ranking.sets[ranking.order[0]]
     greedy = _greedy_members(heads, added)

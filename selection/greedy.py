@@ -126,13 +126,7 @@ def fit_sets(
 ) -> Heads:
     """Train a head for every set and seed in one call.
 
-    Args:
-      sets: pool positions; each must fit `config.n_slots`.
-      train: outputs of the pool on the training rows.
-      valid: the same on the validation rows.
-      config: shape of the heads.
-      train_config: the protocol.
-      n_calls: sets to pad to, so that calls with fewer sets reuse the executable.
+    It is padded to `n_calls` sets, so that calls with fewer reuse the executable.
     """
     n_sets = max(n_calls or 0, len(sets))
     slots = np.zeros((n_sets, config.n_slots), np.int32)
@@ -162,11 +156,7 @@ def fit_sets(
 def _split_sets(
     slots: np.ndarray, masks: np.ndarray, n_parts: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Split the sets of a call into equal parts.
-
-    Every n-th set goes to a part: a call of fewer sets than it is padded to has its
-    empty ones at the end, and no part should have them all.
-    """
+    """Give every n-th set to a part: the empty ones are all at the end."""
     n_excess = -len(slots) % n_parts
     slots, masks = (np.pad(x, ((0, n_excess), (0, 0))) for x in (slots, masks))
     return [(slots[i::n_parts], masks[i::n_parts]) for i in range(n_parts)]
@@ -219,13 +209,9 @@ class HeadTrainer:
         margin: float | None = None,
         max_encoders: int | None = None,
     ) -> Selection:
-        """Select encoders by greedy forward search.
+        """Select encoders by greedy forward search among candidates, or all.
 
-        Args:
-          candidates: pool positions to search; None searches all.
-          margin: of seed-averaged validation AUROC, that an addition has to gain; None
-            takes the configured one.
-          max_encoders: of the set; None sets no limit beside the pool.
+        The margin is of seed-averaged validation AUROC; None takes the configured one.
         """
         valid, n_pool = self.pool.valid, self.pool.train.n_pool
         used = np.asarray(valid.labels)[np.asarray(valid.weights) > 0]
@@ -389,9 +375,8 @@ SELECT = Stage(
 def halves(rows: Rows, number: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Split the labelled in-domain questions that no encoder was trained on.
 
-    Returns:
-      Rows that a search may see and rows that it may not, indices into the store. Each
-      set of questions is split evenly, and a rewording goes with its question.
+    Rows that a search may see and rows that it may not, indices into the store: each
+    set of questions is split evenly, and a rewording goes with its question.
     """
     where = np.concatenate([rows.where("validation"), rows.where("test")])
     is_seen = np.zeros(len(rows.ids), bool)
@@ -418,9 +403,8 @@ def gaps(
 ) -> dict[str, np.ndarray]:
     """Return AUROC on the rows seen minus AUROC on the rows unseen, mean over seeds.
 
-    Returns:
-      `[1]` by detector: the searched set, and one encoder of all families; NaN where a
-      half has one class, or no encoder ranks the half that is seen.
+    `[1]` by detector: the searched set, and one encoder of all families; NaN where a
+    half has one class, or no encoder ranks the half that is seen.
     """
     heads = HeadTrainer(searched_on(pool, seen), config)
     every_family = np.asarray(pool.all_rows.outputs)[:, pool.n_subsets - 1, -1]
@@ -443,10 +427,7 @@ def gaps(
 
 
 def _gap_rows(every: dict[str, np.ndarray], rows: Rows, n: int) -> list[ResultRow]:
-    """Return means over the splits; the interval holds 95 % of the splits' own.
-
-    Splits that are NaN, see `gaps`, are left out, and the reason says how many.
-    """
+    """Return means over the splits that are no NaN, in the interval of 95 % of them."""
     at = {"setting": rows.setting, "dataset": IN_DOMAIN, "split": "test", "n": n}
     at |= {"experiment": EXPERIMENT, "metric": "auroc_gap"}
     result = []

@@ -77,16 +77,10 @@ def attributed_rows(deployed: Deployed) -> np.ndarray:
 def head_sums(
     deployed: Deployed, name: str, where: np.ndarray
 ) -> tuple[np.ndarray, float]:
-    """Return how much each head of each layer moves the logit, and the error.
+    """Return how much each head of each layer moves the logit, and the incompleteness.
 
-    Args:
-      deployed: encoders of a setting.
-      name: of one that reads attention.
-      where: `[n]` rows of the store.
-
-    Returns:
-      `[n, n_layers, n_heads]` absolute attributions in logits, summed over seeds,
-      tokens, spans and channels; and the incompleteness.
+    `[n, n_layers, n_heads]` absolute attributions in logits, summed over seeds, tokens,
+    spans and channels.
     """
     shape = deployed.store.spec.families["attn"].shape
     sums = np.zeros((len(where), *shape[-2:]))
@@ -103,13 +97,7 @@ def head_sums(
 
 
 def channels_of_heads(dims: FamilyDims, n_spans: int, cells: np.ndarray) -> PerChannel:
-    """Return which channels are gone where some heads are.
-
-    Args:
-      dims: of the encoders.
-      n_spans: of the setting.
-      cells: `[n_layers, n_heads]` bool.
-    """
+    """Return which channels are gone where `[n_layers, n_heads]` heads are."""
     channels = [np.zeros((n_spans, size), bool) for size in dims.sizes]
     # Two other spans and two readings stand before layers and heads.
     channels[_ATTENTION][:] = np.tile(

@@ -97,13 +97,8 @@ class SmallSampleTrainer:
     ) -> dict[str, np.ndarray] | None:
         """Train encoders on some labelled rows, and return their logits on others.
 
-        Args:
-          names: of encoders.
-          order: `[n]` rows to train and validate on, see `train_valid_split`.
-          where: `[m]` rows that are scored.
-
-        Returns:
-          `[m]` logits by name; None where a part of the rows holds one class.
+        `order` is split as `train_valid_split` says. None where a part of it holds one
+        class.
         """
         labels, config = self.deployed.rows.labels, self.deployed.config
         splits = train_valid_split(order)
@@ -130,12 +125,7 @@ class SmallSampleTrainer:
         return {name: logits[row_of[subset_index(name)]] for name in names}
 
     def _rows(self, taken: np.ndarray, splits: Sequence[np.ndarray]) -> TrainingSet:
-        """Return some rows of the store as if they were all; no others are read.
-
-        Args:
-          taken: `[n]` rows of the store, some more than once.
-          splits: indices of training and of validation rows among them.
-        """
+        """Return some rows, some more than once, as if they were all."""
         data = self.deployed.data
         lengths = widths_of(data.lengths[self.drawn])
 
@@ -285,14 +275,9 @@ class RankAgreement(NamedTuple):
 
 
 def subset_aurocs(ranked: Ranked, weights: np.ndarray) -> np.ndarray:
-    """Return every subset's AUROC, mean over seeds, under many weightings.
+    """Return every subset's AUROC, mean over seeds, under weights `[n, n_resamples]`.
 
-    Args:
-      ranked: of a run.
-      weights: `[n, n_resamples]` float32 counts.
-
-    Returns:
-      `[n_subsets, n_resamples]`; NaN where a resample lacks a class.
+    `[n_subsets, n_resamples]`; NaN where a resample lacks a class.
     """
     return np.stack(
         [
@@ -309,11 +294,7 @@ def subset_aurocs(ranked: Ranked, weights: np.ndarray) -> np.ndarray:
 
 
 def rank_correlation(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Spearman's correlation down each column, `[n_subsets, n]` each; NaN if constant.
-
-    Returns:
-      `[n]` in [-1, 1].
-    """
+    """Spearman's correlation down each column `[n_subsets]`; NaN if constant."""
     a, b = (rankdata(x, axis=0, nan_policy="propagate") for x in (first, second))
     a, b = a - a.mean(axis=0), b - b.mean(axis=0)
     with np.errstate(invalid="ignore"):
@@ -324,11 +305,9 @@ def agreement(first: Ranked, second: Ranked, config: BootstrapConfig) -> RankAgr
     """Correlate how two runs rank the subsets of signal families.
 
     The paper's conservation of the ranking between its two models, .78. It gives no
-    interval. Ours resamples the questions of both runs and computes all
-    AUROCs anew. It does not resample the subsets: they are all there are, and they
-    share families, so they are no sample of anything. What is by chance is which
-    questions were asked. A question that both runs were asked is drawn for both
-    together. Resampled AUROCs have more noise than the sample's, so the interval lies
+    interval. Ours resamples the questions of both runs, those that both were asked
+    together, and computes all AUROCs anew; subsets are all there are, and no sample of
+    anything. Resampled AUROCs have more noise than the sample's, so the interval lies
     somewhat nearer to zero than one around the value would.
     """
     n = len(first.ids)

@@ -67,11 +67,9 @@ def question_encoder(
 ) -> QuestionEncoder:
     """Return the encoder of questions for the rivals that read questions alone.
 
-    Args:
-      training: questions that the words are weighed on, where there is no checkpoint.
-      checkpoint: folder of a sentence encoder (SKR takes SimCSE), whose states are
-        averaged over the tokens. None counts words and pairs of words (TF-IDF), which
-        needs no weights.
+    From the folder of a sentence encoder (SKR takes SimCSE) states are averaged over
+    the tokens. None counts words and pairs of words (TF-IDF, weighed on the training
+    questions), which needs no weights.
     """
     if checkpoint is not None:
         options = {"query_prefix": "", "pooling": "mean", "max_tokens": 128}
@@ -87,13 +85,10 @@ def question_encoder(
 def wants_retrieval(
     leads: np.ndarray, counts: tuple[int, int, int], k: int
 ) -> np.ndarray:
-    """Return the votes of the neighbours, as `knn.py` counts them, `[n]` bool.
+    """Return the votes of `k` neighbours, as `knn.py` counts them, `[n]` bool.
 
-    Args:
-      leads: `[n]`, by how many of a question's neighbours more answered better with
-        passages than answered worse.
-      counts: of all training questions those better, those worse, and all.
-      k: neighbours asked.
+    By how many of them more answered better with passages than worse, and by the counts
+    of all training questions: those better, those worse, and all.
     """
     n_better, n_worse, n_all = counts
     is_usual = n_better >= n_worse  # else what is asked is whether not to retrieve
@@ -128,14 +123,7 @@ def neighbours_of(
     with_passages: np.ndarray,
     encoder: QuestionEncoder,
 ) -> Neighbours:
-    """Return the index of training questions.
-
-    Args:
-      questions: of the training split.
-      without: `[n]` bool, whether the closed-book answer is right.
-      with_passages: the same of the answer after one retrieval.
-      encoder: of questions.
-    """
+    """Return the index of training questions, by whether each answer `[n]` is right."""
     changed = np.flatnonzero(without != with_passages).tolist()
     vectors = encoder([questions[i] for i in changed]) if changed else []
     return Neighbours(
@@ -203,11 +191,7 @@ def iterative(question: str, config: ControllerConfig) -> Plan[str]:
 
 
 def silver_labels(right: Mapping[Strategy, np.ndarray]) -> list[Strategy | None]:
-    """Return each question's label: the cheapest strategy that is right, or None.
-
-    Args:
-      right: `[n_questions]` bool of every strategy.
-    """
+    """Return each question's label: the cheapest strategy that is right, or None."""
     order: tuple[Strategy, ...] = ("A", "B", "C")
     rows = zip(*(right[name] for name in order), strict=True)
     return [
@@ -300,11 +284,7 @@ def perplexity_maps(stores: Stores) -> dict[Setting, Map]:
 
 
 def perplexity_judge(maps: Mapping[Setting, Map]) -> Judge:
-    """Return a judge of drafts that asks for nothing: it reads how they were written.
-
-    Args:
-      maps: from a mean log-probability to P(correct), of each setting.
-    """
+    """Return a judge that asks for nothing: it maps the mean log-probability to P."""
 
     def judge(
         question: str, passages: tuple[int, ...], reply: Reply

@@ -50,15 +50,9 @@ _SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 def last_attention(
     backbone: Backbone, sequences: Sequence[Sequence[int]], tokens_per_batch: int
 ) -> list[np.ndarray]:
-    """Return the last attending layer's weights of each sequence.
+    """Return the last attending layer's weights, `[n_heads, n_tokens, n_tokens]` each.
 
-    Args:
-      backbone: the model.
-      sequences: token ids, read as they are; of at least one token.
-      tokens_per_batch: padding included.
-
-    Returns:
-      `[n_heads, n_tokens, n_tokens]` each, rows of weights that sum to 1.
+    Sequences are of at least one token; a batch's tokens include its padding.
     """
     maps: list[Any] = [None] * len(sequences)
     layers = backbone.attention_layers
@@ -98,9 +92,7 @@ def content_words(text: str) -> list[str]:
 def word_owners(ends: Sequence[int], text: str) -> tuple[list[str], np.ndarray]:
     """Return a text's words, and which of them each token is of, `[n_tokens]`.
 
-    Args:
-      ends: of each token the character behind it.
-      text: parted at white space.
+    `ends` has of each token the character behind it; words are parted at white space.
     """
     words = list(re.finditer(r"\S+", text))
     starts = np.array([word.start() for word in words])
@@ -118,13 +110,7 @@ def word_values(words: Words) -> np.ndarray:
 def query_words(
     attended: Attended, hits: np.ndarray, most: int = MOST_QUERY_WORDS
 ) -> str:
-    """Return the query: the words that the hits attend to most, in their order.
-
-    Args:
-      attended: question and answer, and what each word of the answer attends to.
-      hits: `[n_answer_words]` bool, at least one.
-      most: words of the query.
-    """
+    """Return the query: the words that the hits attend to most, in their order."""
     words, n_question = attended.words, len(attended.words) - len(attended.rows)
     is_content = np.array([bool(content_words(word)) for word in words])
     is_hit = np.zeros(len(words), bool)

@@ -184,14 +184,10 @@ def vanilla_rag(question: str, config: ControllerConfig) -> Plan[str]:
 def best_under_cap(
     candidates: dict[Any, tuple[np.ndarray, np.ndarray]], cap: float
 ) -> Any:
-    """Return the setting with the best mean quality that keeps under the cap.
+    """Return the setting of best mean quality whose mean generations keep the cap.
 
-    Of equals the cheapest, then the first. Where none keeps under it, the cheapest:
-    a rival that cannot spend less is shown with what it spends.
-
-    Args:
-      candidates: per setting, quality and generations of each question.
-      cap: on the mean generations of a question.
+    Of equals the cheapest, then the first. Where none keeps under it, the cheapest: a
+    rival that cannot spend less is shown with what it spends.
     """
     ranked = [
         (-float(quality.mean()), float(cost.mean()), index)
@@ -309,13 +305,10 @@ def decide(trace: Trace, policy: Policy) -> Decision:
 def fresh_passages(
     ranking: Sequence[int], seen: frozenset[int], n_passages: int
 ) -> tuple[int, ...]:
-    """Return the page's passages that no earlier round has shown.
+    """Return the page's passages that no earlier round has shown, in rank order.
 
-    Pages of `n_passages` are tried in turn: a page with nothing new is skipped, so
-    that the search goes deeper instead of repeating itself.
-
-    Returns:
-      One to `n_passages` indices in rank order; none if the ranking is used up.
+    Pages of `n_passages` are tried in turn: a page with nothing new is skipped, so that
+    the search goes deeper instead of repeating itself. None if it is used up.
     """
     for start in range(0, len(ranking), n_passages):
         page = ranking[start : start + n_passages]
@@ -361,15 +354,8 @@ def drafts(
 ) -> Plan[Trace]:
     """Draft a question closed-book and round after round, until a draft is accepted.
 
-    Args:
-      question: not empty.
-      config: k, B, depth and query.
-      judge: of drafts.
-      accept: of drafts; none traces the whole budget.
-
-    Returns:
-      Up to `max_budget + 1` drafts, fewer where one was accepted or the ranking is
-      used up.
+    None is by default, which traces the whole budget: `max_budget + 1` drafts, fewer
+    where the ranking is used up.
     """
     trace: list[TracedDraft] = []
     passages: tuple[int, ...] = ()

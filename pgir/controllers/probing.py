@@ -67,13 +67,7 @@ def balanced(labels: np.ndarray) -> np.ndarray:
 
 
 def fit_probe(states: np.ndarray, labels: np.ndarray, seed: int) -> torch.nn.Module:
-    """Train one prober on balanced answers.
-
-    Args:
-      states: `[n, d_model]` float32.
-      labels: `[n]` bool, True is right.
-      seed: of weights and order; theirs is the layer.
-    """
+    """Train a prober on balanced answers `[n, d_model]`; their seed is the layer."""
     rows = balanced(labels)
     inputs = torch.from_numpy(states[rows])
     targets = torch.from_numpy(labels[rows]).long()
@@ -95,14 +89,10 @@ def fit_probe(states: np.ndarray, labels: np.ndarray, seed: int) -> torch.nn.Mod
 class Probing(BatchedService):
     """Serves "probe": the summed probabilities (wrong, right) of an answer.
 
-    The probes are trained when the first answer is asked for: on a machine where all
-    of them are kept already nothing is trained. They read the mean state of the
-    generated tokens. The last of these is never fed; where nothing else was generated,
-    the state that emitted it is read.
-
-    Args:
-      answering: what answers, and keeps the mean states of `state_layers`.
-      training: answers to training questions, without passages and with.
+    The probes are trained, on answers to training questions, when the first answer is
+    asked for: on a machine where all of them are kept already nothing is trained. They
+    read the mean state of the generated tokens. The last of these is never fed; where
+    nothing else was generated, the state that emitted it is read.
     """
 
     size = _CALLS_PER_BATCH
@@ -159,14 +149,9 @@ def probing_rag(
     shown: Callable[[tuple[int, ...]], str],
     config: ControllerConfig,
 ) -> Plan[str]:
-    """Answer until the probes say that it is right.
+    """Answer until the probes are surer by theta that it is right.
 
-    Args:
-      question: not empty.
-      theta: how much surer the probes have to be.
-      n_training: answers that they were trained on; it tells probes apart.
-      shown: passages as the prompt has them.
-      config: k and how many retrievals.
+    `n_training` answers they were trained on: it tells probes apart.
     """
     passages: tuple[int, ...] = ()
     reply = yield Call("answer", question)

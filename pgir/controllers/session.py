@@ -58,11 +58,8 @@ QUERIES: dict[str, dict[str, Any]] = {
 def question_sets(examples: Sequence[Example], limit: int | None) -> list[QuestionSet]:
     """Return the evaluated sets that have passages, in file order, validation first.
 
-    Of a set without, the corpus that is searched has none either.
-
-    Args:
-      examples: of the run, of all splits.
-      limit: most questions of each set; None for all.
+    Of a set without, the corpus that is searched has none either. The limit is of each
+    set.
     """
     sets: dict[tuple[str, str], list[Example]] = {}
     for example in examples:
@@ -102,12 +99,7 @@ _RIVALS: dict[str, RivalEntry] = {}
 
 
 def rival(name: str, since: str) -> Callable[[Run], Run]:
-    """Register a controller; that its module lies in this folder is all else it takes.
-
-    Args:
-      name: of the `RivalEntry`.
-      since: likewise.
-    """
+    """Register a controller, whose module need only lie in this folder."""
 
     def register(run: Run) -> Run:
         _RIVALS[name] = RivalEntry(name, since, run)
@@ -172,12 +164,7 @@ class Session:
     def run(
         self, label: str, examples: Sequence[Example], plan_of: PlanOf
     ) -> list[Done]:
-        """Run a controller on questions.
-
-        Raises:
-          ConnectionError: calls failed; they are made again by the next run, and
-            everything else is kept.
-        """
+        """Run a controller; after a ConnectionError all but failed calls are kept."""
         results = self.waves.run(label, [plan_of(e) for e in examples])
         done = [result for result in results if isinstance(result, Done)]
         if len(done) < len(results):
@@ -203,10 +190,7 @@ class Session:
     ) -> None:
         """Choose a rival's setting on validation, and run it on every set.
 
-        Args:
-          name: of the controller.
-          grid: settings tried, the published one first; the first of equals is taken.
-          plan: for a question under a setting.
+        The published one comes first in the grid, and of equals the first is taken.
         """
         examples, tried = self.validation, {}
         for index, setting in enumerate(grid):
@@ -243,14 +227,7 @@ class Session:
         config: ControllerConfig,
         judge: Judge = detector_judge,
     ) -> Policy:
-        """Choose threshold and budget on validation traces, and run the loop.
-
-        Args:
-          name: of the controller.
-          traced: validation sets, at least.
-          config: that the traces were made with.
-          judge: of drafts, where the loop is run.
-        """
+        """Choose threshold and budget on validation traces, and run the loop."""
         policy, _ = choose_policy(traced, config)
         self._run_policy(name, policy, config, judge)
         return policy
@@ -266,11 +243,7 @@ class Session:
         """Choose PGIR's query on validation too, and run it as `<name>_query`.
 
         Quality decides, then cost; the paper's query is tried first and keeps a tie.
-
-        Args:
-          name: of the controller.
-          judge: of drafts.
-          show_all: also run those that were not chosen, as `<name>:<query>`.
+        With `show_all` those that were not chosen are run, too, as `<name>:<query>`.
         """
         tried: dict[str, Tried] = {}
         settings: dict[str, tuple[Policy, ControllerConfig]] = {}
@@ -324,15 +297,9 @@ def choose_policy(
 ) -> tuple[Policy, Tried]:
     """Choose threshold and budget by exact match on the validation traces of all sets.
 
-    Among policies under the cap on mean generations, the highest exact match; then
-    the fewest generations, then the lowest budget and threshold.
-
-    Args:
-      traced: of all sets.
-      config: what is searched.
-
-    Returns:
-      The policy, and what came of it on the validation questions.
+    Among policies under the cap on mean generations, the highest exact match; then the
+    fewest generations, then the lowest budget and threshold. Beside the policy is what
+    came of it.
     """
     pairs = [
         (trace, [exact_match(draft.answer, example.golds) for draft in trace])

@@ -158,11 +158,7 @@ def _drawn(
 
 
 def _macro(sets: Sequence[Drawn]) -> Drawn:
-    """Return the unweighted mean over sets, each resampled by itself.
-
-    Sets of one size have drawn the same places. So that their questions are not drawn
-    together, the resamples of each set are moved on by one from those of the last.
-    """
+    """Return the mean over sets; resamples move on, as equal sizes drew the same."""
     return {
         key: _Drawn(
             float(np.mean([drawn[key].value for drawn in sets])),
@@ -257,14 +253,7 @@ def seconds_rows(
 def frontier(
     name: str, traced: Sequence[Traced], policy: Policy, config: ControllerConfig
 ) -> list[dict[str, Any]]:
-    """Return quality against cost for every budget at the chosen threshold.
-
-    Args:
-      name: of the controller.
-      traced: to the full budget.
-      policy: its threshold is kept.
-      config: what was searched.
-    """
+    """Return quality against cost for every budget at the chosen threshold."""
     points = []
     for traced_set in traced:
         if traced_set.split == "validation":
@@ -595,11 +584,7 @@ def _run_pgir(
 
 
 def _expected_calls(session: Session, config: ControlConfig) -> int:
-    """Return about how many calls will be made, for the bar.
-
-    A full trace of a question is two calls, and three a round. On the demo all else was
-    1.4 times that, of it .6 for the choice of the query and .1 to .3 for a rival.
-    """
+    """Return about how many calls will be made, as measured on the demo."""
     trace = len(session.examples) * (2 + 3 * config.max_budget)
     more = 0.1 + 0.6 * (config.queries != "paper") + 0.15 * len(config.rivals)
     return round(trace * (1 + more))

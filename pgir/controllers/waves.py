@@ -66,10 +66,7 @@ DraftJudge = Callable[[str, str, Sequence[Passage]], float]
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """A call that could not be made, or the question that made it.
-
-    The next run tries it again.
-    """
+    """A call, or its question, that could not be made; the next run tries it again."""
 
     reason: str
 
@@ -94,9 +91,8 @@ class Service(abc.ABC):
 class BatchedService(Service):
     """Serves calls that have something in common together.
 
-    Attributes:
-      size: most calls of a batch; None serves all together.
-      is_joint: whether a value depends, by rounding, on what else is in the batch.
+    At most `size` in a batch, or all. It is joint where a value depends, by rounding,
+    on what else is in the batch.
     """
 
     size: int | None = None
@@ -143,13 +139,9 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 class CallJournal:
     """Every call that was made under one identity, in memory and in a file.
 
-    Args:
-      path: of the file, JSON lines; from the first one on that is damaged or of
-        another identity it is begun again. None keeps calls in memory alone.
-      key: of everything that values depend on beside the calls.
-
-    Attributes:
-      on_calls: called with the number of all calls when some were made.
+    The key is of everything that values depend on beside the calls: from the first line
+    on that is damaged or of another identity the file is begun again. `on_calls` is
+    called with the number of all calls when some were made.
     """
 
     def __init__(self, path: Path | None, key: str) -> None:
@@ -232,15 +224,9 @@ def _plain(value: Any) -> Any:
 
 
 class Waves:
-    """Runs controllers.
+    """Runs controllers, whose questions go together in groups (of 1: one at a time).
 
-    Attributes:
-      failed: calls that could not be made, and why.
-
-    Args:
-      services: by kind of call.
-      journal: of the calls.
-      group_size: questions that go together; 1 is one question at a time.
+    `failed` has the calls that could not be made, and why.
     """
 
     def __init__(
@@ -357,12 +343,8 @@ class Searching(BatchedService):
 class Answering(Service):
     """Serves "answer": a greedy answer under the run's own template, for everyone.
 
-    Attributes:
-      probed: the backbone.
-      passages: the corpus.
-      journal: where answers are kept.
-      escaped: indices of passages that hold control tokens of the model, which no
-        prompt can; a blank splits them.
+    `escaped` are passages that hold control tokens of the model, which no prompt can; a
+    blank splits them.
     """
 
     def __init__(
@@ -512,11 +494,7 @@ class Answering(Service):
             )
 
     def _rewrite(self, calls: Sequence[Call], ids_in_memory: Collection[Any]) -> None:
-        """Write answers again whose signals are not in memory.
-
-        In the batches of their wave, so that they are rounded as before; a run that
-        was killed does so.
-        """
+        """Write answers without signals again, in the batches of their wave."""
         lost = [c for c in calls if self.request(c)[0].prompt.ids not in ids_in_memory]
         while lost:
             wave = self.journal.wave_of(lost[0])
@@ -607,10 +585,7 @@ def showable(
     question: str,
     passages: Sequence[Passage],
 ) -> list[Passage]:
-    """Return a question's passages unchanged, or escaped where no prompt can hold them.
-
-    See `escape_passage`.
-    """
+    """Return passages, escaped (`escape_passage`) where no prompt can hold them."""
     try:
         build_prompt(tokenizer, template, question, passages)
     except ValueError:
@@ -729,12 +704,7 @@ class Judging(BatchedService):
 
 
 def open_services(answering: Answering, retriever: Retriever) -> dict[str, Service]:
-    """Return the services of all calls that need no training.
-
-    Args:
-      answering: the backbone.
-      retriever: ranks the passages of `answering`.
-    """
+    """Return the services of all calls that need no training."""
     return {
         "search": Searching(retriever),
         "answer": answering,
