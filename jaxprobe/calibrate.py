@@ -1,10 +1,8 @@
 """From trained encoders and selected heads to a calibrated detector.
 
-The pool that heads are selected from, the detector of a selection, and the stage that
-saves it. The `run_…` functions read a run as values. With context the pool is the
-with-context encoders, then the closed-book ones reading the closed-book pass of the
-same question. Closed-book it is the closed-book encoders. In a run of one setting it is
-that setting's alone.
+With context the pool that heads are selected from is the with-context encoders, then
+the closed-book ones reading the closed-book pass of the same question. Closed-book it
+is the closed-book encoders. The `run_…` functions read a run as values.
 
 Calibration sees validation rows alone: one map a head, and the P that the head then
 gives them certifies its decisions.
@@ -260,10 +258,9 @@ def calibrated_head(
     branch: HeadName, fused: FusedHead, grid: Grid, precision: float, kind: MapKind
 ) -> SettingHead:
     """Fit a head's map on the validation rows, and keep the P that it gives them."""
-    where = grid.rows.where("validation")
+    where, trained = map(grid.rows.where, ("validation", "train"))
     scores, labels = fused.scores.mean(axis=0)[where], grid.rows.labels[where]
     questions = grid.rows.ids[where]
-    trained = grid.rows.where("train")
     calibrator = FIT_MAP[kind](scores, labels, questions)
     validation = Validation.of_answers(calibrator(scores), labels, questions)
     return SettingHead(
@@ -359,21 +356,13 @@ def score_store(
         raise ValueError(
             f"scoring {branch} needs the signals of {' and '.join(sorted(missing))}"
         )
-    store_of_answers = stores[setting]
-    where = (
-        np.arange(len(store_of_answers.spec.keys))
-        if examples is None
-        else np.asarray(examples)
-    )
+    ids = _ids(stores[setting])
+    where = np.arange(len(ids)) if examples is None else np.asarray(examples)
     rows, lengths = {}, {}
     for name in passes:
         store, bank = stores[name], detector.banks[name]
         _check_families(bank.dims, store)
-        rows[name] = (
-            where
-            if name == setting
-            else partners(_ids(store_of_answers)[where], _ids(store))
-        )
+        rows[name] = where if name == setting else partners(ids[where], _ids(store))
         lengths[name] = span_lengths(store.spec.spans[rows[name]], bank.spans)
     indices, scores = [], []
     every = np.concatenate(list(lengths.values()), axis=1)
@@ -522,18 +511,11 @@ def _grid(run: RunDir, setting: Setting) -> Grid:
     )
 
 
-def _training_scripts(run: RunDir) -> tuple[str, ...]:
-    """Return the scripts that the training questions and passages are written in."""
-    questions = (e for e in read_examples(run) if e.split == "train")
-    return scripts_of(
-        text for e in questions for text in (e.question, *(p.text for p in e.passages))
-    )
-
-
 def _provenance(run: RunDir, store: FeatureStore) -> Provenance:
     """Return what a run's detector is trained on; `store` is any of the run's."""
     sections = read_manifest(run.path)["sections"]
     ends = Counter(a.stop_id for a in read_answers(run) if a.stop_id is not None)
+    questions = (e for e in read_examples(run) if e.split == "train")
     return Provenance(
         model=sections["backbone"]["model"],
         revision=str(store.spec.fingerprint["model"]),
@@ -543,7 +525,11 @@ def _provenance(run: RunDir, store: FeatureStore) -> Provenance:
         answer_span=sections["extract"]["answer_span"],
         prompt=msgspec.convert(sections["answer"]["prompt"], PromptConfig),
         stop_id=ends.most_common(1)[0][0] if ends else None,
-        scripts=_training_scripts(run),
+        scripts=scripts_of(
+            text
+            for e in questions
+            for text in (e.question, *(p.text for p in e.passages))
+        ),
         path=store.spec.path,
     )
 

@@ -1,12 +1,10 @@
 """Weights on disk: Orbax, one JSON file, and checksums of every file.
 
-Orbax marks a checkpoint as complete but does not notice a flipped bit in it, so every
-file's sum is checked before anything is read. Saving is atomic: a checkpoint is either
-there whole or not at all. Finished parts of a longer work are in a `Cache` until the
-whole is saved.
-
-Orbax is loaded where a checkpoint is written or read: loading it gives the root logger
-a handler, after which `logging.basicConfig` of a notebook does nothing.
+Orbax does not notice a flipped bit, so every file's sum is checked before anything is
+read. A checkpoint is either there whole or not at all; finished parts of a longer work
+are in a `Cache` until the whole is saved. Orbax is loaded where it is needed: loading
+it gives the root logger a handler, after which `logging.basicConfig` of a notebook does
+nothing.
 """
 
 import contextlib

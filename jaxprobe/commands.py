@@ -18,10 +18,10 @@ from beatrice.extract.run.verbs import (
     option,
     options,
 )
+from beatrice.jaxprobe.config import GRID_PRESETS, GridConfig, StreamConfig, as_bytes
 
 if TYPE_CHECKING:
     from beatrice.jaxprobe.calibrate import CalibrateConfig
-    from beatrice.jaxprobe.config import GridConfig
 
 # What presets are of heads; a test holds it against their configurations.
 HEAD_SIZES = (
@@ -58,14 +58,8 @@ class SizeOptions(HeadSizeOptions):
     )
     seeds: int | None = option("Encoders of each subset of the families.", min=1)
 
-    def change(self, config: "GridConfig", run_preset: Preset) -> "GridConfig":
-        """Return a section of these sizes.
-
-        Its widths are in the preset's proportion, whatever was recorded: one line makes
-        one section.
-        """
-        from beatrice.jaxprobe.config import GRID_PRESETS
-
+    def change(self, config: GridConfig, run_preset: Preset) -> GridConfig:
+        """Return a section of these sizes, its widths in the preset's proportion."""
         preset = GRID_PRESETS[self.preset or run_preset]
         start = preset if self.preset else config
         return start.resized(**self.sizes(), like=preset.encoder)
@@ -85,21 +79,13 @@ class TrainingOptions:
         "Begin encoders as regressions: for a few thousand answers.", False, rare=True
     )
 
-    def change(self, config: "GridConfig") -> "GridConfig":
+    def change(self, config: GridConfig) -> GridConfig:
         """Return how encoders are trained, as the options say."""
-        from beatrice.jaxprobe.config import StreamConfig
-
         if self.streamed:
             config = dataclasses.replace(config, stream=StreamConfig())
         if self.linear_first:
             config = config.linear_first()
         return config.mixed() if self.mixed else config
-
-
-def _as_bytes(text: str) -> int:
-    from beatrice.jaxprobe.config import as_bytes
-
-    return as_bytes(text)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,7 +95,7 @@ class DeviceOptions:
     device_memory: int | None = option(
         "Bytes to plan for, such as 80GiB; by default the device's own.",
         rare=True,
-        type=Parsed(_as_bytes),
+        type=Parsed(as_bytes),
     )
 
 
@@ -142,7 +128,7 @@ def train(
     from beatrice.extract.run.stages import do
     from beatrice.jaxprobe.train import TRAIN
 
-    def change(config: "GridConfig") -> "GridConfig":
+    def change(config: GridConfig) -> GridConfig:
         config = training.change(sizes.change(config, RunDir(run_dir).preset))
         if device.device_memory is None:
             return config

@@ -68,14 +68,13 @@ class EncoderConfig:
     def __post_init__(self):
         """Check that the widths fit together."""
         _check_counts(self, projection=1, hidden=1, n_blocks=0, n_groups=1)
-        _check_amounts(self, "dropout")
+        _check_amounts(self, "dropout", "input_noise")
         if self.hidden % self.n_groups:
             raise ValueError(
                 f"hidden width {self.hidden} has no {self.n_groups} equal groups"
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}")
-        _check_amounts(self, "input_noise")
         if self.matmul_dtype not in get_args(MatmulDtype):
             raise ValueError(
                 f"matmul_dtype: expected {' or '.join(get_args(MatmulDtype))}, "
@@ -336,28 +335,14 @@ GRID_PRESETS: dict[Preset, GridConfig] = {
     ),
     "paper": GridConfig(),
 }
+_HEADS = TrainConfig(
+    learning_rate=3e-3, max_epochs=8, lr_patience=2, patience=3, n_microbatches=1
+)
 SELECT_PRESETS: dict[Preset, SelectConfig] = {
-    "demo": SelectConfig(
-        head=FusionConfig(hidden=16),
-        train=TrainConfig(
-            learning_rate=3e-3,
-            batch_size=512,
-            max_epochs=8,
-            lr_patience=2,
-            patience=3,
-            n_microbatches=1,
-        ),
-    ),
+    "demo": SelectConfig(head=FusionConfig(hidden=16), train=_HEADS),
     "few": SelectConfig(
         head=FusionConfig(hidden=16, is_mean_first=True),
-        train=TrainConfig(
-            learning_rate=3e-3,
-            batch_size=64,
-            max_epochs=8,
-            lr_patience=2,
-            patience=3,
-            n_microbatches=1,
-        ),
+        train=dataclasses.replace(_HEADS, batch_size=64),
     ),
     "smoke": SelectConfig(
         # Room for a pool of two passes: all heads share one executable per setting.

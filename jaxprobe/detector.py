@@ -39,7 +39,6 @@ from beatrice.jaxprobe.scope import (
 
 Params = Any  # nested dictionaries of arrays
 CONFIG, ARRAYS = "config.json", "probe.safetensors"
-_FORMAT = 8
 _Kind = TypeVar("_Kind")
 # Of a pass's features: logits `[n_seeds, n_kept, n_examples]` and pooled vectors
 # `[..., d_pooled]` of its encoders, arrays of any framework.
@@ -65,10 +64,7 @@ class EncoderBank:
 
     @property
     def row_bytes(self) -> int:
-        """What encoding an answer of the longest spans in training takes, in bytes.
-
-        An upper estimate: the compiled modules of three runs take .4 to 1.0 of it.
-        """
+        """Bytes that an answer as long as training's longest takes, at most."""
         _, first = next(leaves(self.params))
         n_encoders = int(np.prod(first.shape[:2]))
         projected = len(self.dims.sizes) * self.config.projection
@@ -103,9 +99,8 @@ class Scores(NamedTuple):
     @staticmethod
     def joined(scores: "Sequence[Scores]") -> "Scores":
         """Scores of answers that were scored in parts."""
-        raw, p_correct, encoders, names = zip(*scores, strict=True)
-        arrays = map(np.concatenate, (raw, p_correct, encoders))
-        return Scores(*arrays, encoder_names=names[0])
+        *arrays, names = zip(*scores, strict=True)
+        return Scores(*map(np.concatenate, arrays), encoder_names=names[0])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,10 +118,7 @@ class SettingHead:
     calibrator: Calibrator  # from raw score to probability
 
     def thresholds(self, precision: float | None = None) -> Thresholds:
-        """Return where decisions begin that are right as often as asked.
-
-        Takes some milliseconds.
-        """
+        """Return where decisions begin that are right as often as asked."""
         return certified(self.validation, precision or self.precision)
 
 
@@ -271,7 +263,7 @@ class Detector:
         """Write the two files of a detector into a folder: structure and arrays."""
         tree: dict[str, Any] = {}
         saved: dict[str, Any] = {
-            "format": _FORMAT,
+            "format": 8,
             "provenance": msgspec.to_builtins(self.provenance),
         }
         for name, values in (("banks", self.banks), ("heads", self.heads)):
@@ -299,13 +291,7 @@ class Detector:
                 name: _merge_arrays(tree["heads"][name], fields, SettingHead)
                 for name, fields in saved.heads.items()
             }
-        except (
-            msgspec.ValidationError,
-            KeyError,
-            TypeError,
-            OSError,
-            SafetensorError,
-        ) as error:
+        except (ValueError, KeyError, TypeError, OSError, SafetensorError) as error:
             raise ValueError(
                 f"{path} is no detector of this version ({error}); {again}"
             ) from error

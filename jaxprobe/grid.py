@@ -1,13 +1,11 @@
 """Train every encoder of the grid: members are subset x seed.
 
-Members lie in blocks; a block is trained whole by `fit`, and blocks follow one another,
-so that results can be saved and progress shown. On a GPU a block is the whole grid,
+Members lie in blocks, each trained whole by `fit`. On a GPU a block is the whole grid,
 side by side by `vmap`. On a CPU it is half the subsets of a seed, which take each step
 in turn: a batch is gathered and its noise is drawn once for all of them, a member's
 activations stay in cache, and neither a member that is done nor a family that is not
 read costs anything. Over several devices the subsets of a block lie along one mesh
-axis: each device trains its share of them, with every seed, as one device trains them
-all; only what comes out is gathered.
+axis; only what comes out is gathered.
 
 Batches and input noise depend on the seed alone, so the members of a seed share them;
 initial weights and dropout depend on (subset, seed), never on the block.

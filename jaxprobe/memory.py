@@ -2,12 +2,10 @@
 
 The step of all members is compiled for arrays that do not exist, and halved until the
 compiler says that it fits: first the members side by side, then the rows at once.
-Results do not depend on it (`PlannedConfig`).
-
-Where an accelerator is there, its own compiler is asked. Where none is, this machine's
-compiler stands for it: it is given the module as it is lowered for accelerators. Its
-buffers are not theirs: it fuses other loops, lays arrays out otherwise, and leaves no
-room for a library's scratch.
+Results do not depend on it (`PlannedConfig`). Without an accelerator this machine's
+compiler stands for its own, given the module as it is lowered for accelerators: it
+fuses other loops, lays arrays out otherwise, and leaves no room for a library's
+scratch.
 """
 
 import dataclasses

@@ -57,12 +57,10 @@ def share_outside(
     """
     n_outside = np.zeros((features.n_examples, dims.n_families))
     n_values = np.zeros_like(n_outside)
-    for span, (tokens, mask) in enumerate(
-        zip(features.tokens, features.masks, strict=True)
-    ):
-        x, read = np.asarray(tokens), _is_read(dims, span, features.n_spans)
-        outside = ~((low <= x) & (x <= high)) & np.asarray(mask)[..., None] & read
-        n_tokens = np.asarray(mask).sum(axis=1)
+    for span, real in enumerate(map(np.asarray, features.masks)):
+        x = np.asarray(features.tokens[span])
+        read, n_tokens = _is_read(dims, span, features.n_spans), real.sum(axis=1)
+        outside = ~((low <= x) & (x <= high)) & real[..., None] & read
         for family, channels in enumerate(dims.slices):
             n_outside[:, family] += outside[..., channels].sum(axis=(1, 2))
             n_values[:, family] += n_tokens * int(read[channels].sum())
@@ -94,13 +92,10 @@ def fit_scope(
     for first in range(0, dims.total, _CHANNELS_AT_ONCE):
         channels = slice(first, first + _CHANNELS_AT_ONCE)
         values = []
-        for span, (tokens, mask) in enumerate(
-            zip(features.tokens, features.masks, strict=True)
-        ):
-            x = np.asarray(tokens)[np.asarray(mask)][:, channels]
-            values.append(
-                np.where(_is_read(dims, span, features.n_spans)[channels], x, np.nan)
-            )
+        for span, real in enumerate(map(np.asarray, features.masks)):
+            x = np.asarray(features.tokens[span])[real][:, channels]
+            read = _is_read(dims, span, features.n_spans)[channels]
+            values.append(np.where(read, x, np.nan))
         low[channels], high[channels] = np.nanquantile(
             np.concatenate(values), QUANTILES, axis=0
         )
@@ -120,10 +115,7 @@ def _script(letter: str) -> str:
 
 
 def count_scripts(text: str) -> collections.Counter[str]:
-    """Return how many letters of each script a text has.
-
-    A script is not a language: French passes where English was learned.
-    """
+    """Return how many letters of each script (which is no language) a text has."""
     if text.isascii():
         return collections.Counter({"LATIN": sum(map(str.isalpha, text))})
     return collections.Counter(_script(letter) for letter in text if letter.isalpha())
@@ -131,9 +123,7 @@ def count_scripts(text: str) -> collections.Counter[str]:
 
 def scripts_of(texts: Iterable[str]) -> tuple[str, ...]:
     """Return the scripts of at least one in a thousand letters, in order of names."""
-    counts: collections.Counter[str] = collections.Counter()
-    for text in texts:
-        counts.update(count_scripts(text))
+    counts = sum(map(count_scripts, texts), collections.Counter())
     least = _LEAST_SHARE * counts.total()
     return tuple(sorted(s for s, n in counts.items() if n and n >= least))
 

@@ -1,23 +1,17 @@
 """Train every encoder of a setting, and apply it to every row; the stage `train`.
 
-The first functions read a run as the values that the functions below a stage take.
-
 Several processes may train one grid, each its share of the members. Members never speak
 to each other, so neither do the processes: each saves its finished members, and whoever
 finds that none is missing joins them as one process would. On a CPU the checkpoint is
-that of one process bit by bit, whatever the number of processes, before and after a
-kill. On accelerators members lie side by side in blocks of other sizes, which changes
-how their products are summed, within rounding.
-
-Each process trains on the devices it sees, one GPU of its own where a launcher starts
-several on a machine. Rows are not split over processes: a setting has 48 members, six
-for each of eight GPUs, and gradients of parts of the rows would meet in every step.
+that of one process bit by bit, before and after a kill. On accelerators members lie
+side by side in blocks of other sizes, which changes how their products are summed,
+within rounding. Rows are not split over processes: a setting has 48 members, six for
+each of eight GPUs, and gradients of parts of the rows would meet in every step.
 
 Of a store that is larger than memory, a group of chunks of rows is what fits there.
-While the encoders train on one group the next is read, so host memory holds two
-whatever the size of the store. Every encoder of a call takes its steps on a group
-before the next one comes: the store is read once per epoch, not once per epoch and
-encoder. On one group that holds everything the result is that of `jaxprobe.grid`.
+While the encoders train on one group the next is read. Every encoder of a call takes
+its steps on a group before the next one comes: the store is read once per epoch. On one
+group that holds everything the result is that of `jaxprobe.grid`.
 """
 
 import dataclasses

@@ -1,14 +1,12 @@
 """The score as a gate: whether to retrieve, and which answer to keep; and PGIR itself.
 
-`should_retrieve` lets the backbone answer closed-book and returns whether that answer
-may stand; `keep` takes that answer and one written with passages, by whoever wrote it,
-and returns the better. An answer may stand where the probe trusts it, at the precision
-that it was loaded with, or from a threshold on: a run's is PGIR's tau where `beatrice
-control` has chosen one, the same that its tables were made with. `run_pgir` runs the
-whole loop, without a run directory, over a person's own retriever.
+An answer may stand where the probe trusts it, at the precision that it was loaded with,
+or from a threshold on: a run's is PGIR's tau where `beatrice control` has chosen one,
+the same that its tables were made with. `run_pgir` runs the whole loop, without a run
+directory, over a person's own retriever.
 
-FlashRAG, LangGraph and LlamaIndex are imported only by their adapters, and this package
-needs none of them. Each adapter is short enough to be pasted.
+FlashRAG, LangGraph and LlamaIndex are imported only by their adapters, each short
+enough to be pasted.
 """
 
 import dataclasses

@@ -4,10 +4,9 @@ An encoder is run as E5 and the sentence transformers are: mean (or first-token)
 of the last hidden states, then L2 norm, so that an inner product is a cosine. E5 was
 trained with "query: " and "passage: " before every text.
 
-Encoding is nearly all of the work (hours for Wikipedia), so it is done in shards that
-each appear whole or not at all: a killed build continues with the first one missing,
-and the files are those of a build that was not killed. Vectors are float16, as
-FlashRAG encodes them; the shards are memory-mapped for exact rescoring.
+Encoding takes hours for Wikipedia, so it is done in shards that each appear whole or
+not at all: a killed build continues with the first one missing, to the same files.
+Vectors are float16, as FlashRAG encodes them.
 """
 
 import dataclasses

@@ -2,11 +2,9 @@
 
 Read are our own rows (the fields of `AnswerToScore`, and an id), lm-eval's
 `samples_*.jsonl` and FlashRAG's records, in any container that questions are read from.
-Where a log holds the prompt that was really used, that prompt is read.
-
-The page is self-contained: one script of its own, nothing from outside. A token is
-tinted by its own probability under the backbone, the simplest quantity that is exact
-for a token: P(correct) is one number for the whole answer, read from more than these.
+Where a log holds the prompt that was really used, that prompt is read. On the page a
+token is tinted by its own probability under the backbone, the simplest quantity that is
+exact for a token.
 """
 
 import collections

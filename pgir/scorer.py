@@ -1,12 +1,8 @@
 """Scoring answers that exist: the calls for a user who has question and answer.
 
-A warning leaves the number; where the detector cannot judge, the decision is
-"unknown", with its reason. Limits come from training: lengths, scripts, and the ranges
-of the signals, see `jaxprobe.scope`; the texts stand in `pgir.warnings`.
-
-An answer that is streamed has P of the answer so far. A stop string may be several
-tokens: those that could begin one are held back until they do not, or until the answer
-has ended before them.
+A warning leaves the number; where the detector cannot judge, the decision is "unknown",
+with its reason. A stop string may be several tokens: those that could begin one are
+held back in a stream until they do not, or until the answer has ended before them.
 """
 
 import dataclasses

@@ -4,9 +4,8 @@ Without a family: the greedy search over the encoders that do not read it. Witho
 span: the champion's encoders trained anew, then its head, in two ways. `zeroed` is the
 paper's (appendix D): the span's signals are zero while training, and the evaluation is
 unchanged. `without` leaves the span out of both. A head reads the answer span's vector,
-so without that span it loses by construction: the encoders' own probabilities, which
-no head has touched, are rows too. All runs in the executables of the ordinary stages;
-the paper's other variants are rows of `evaluate` already.
+so without that span it loses by construction: the encoders' own probabilities, which no
+head has touched, are rows too.
 """
 
 import dataclasses
@@ -94,9 +93,7 @@ def rows_without(data: TrainingSet, setting: Setting, variant: str) -> TrainingS
     """Return a setting's training rows as a span variant reads them."""
     way, name, _ = variant.split("_")
     span = SPANS[setting].index(name)
-    if way == "zeroed":
-        return data.with_zeroed(span)
-    return data.without(span)
+    return data.with_zeroed(span) if way == "zeroed" else data.without(span)
 
 
 def own_scores(pool: PoolOutputs, members: Sequence[int]) -> np.ndarray:
@@ -287,10 +284,7 @@ def _cache(run: RunDir) -> Cache:
 
 
 def scores_without(run: RunDir, setting: Setting, variant: str) -> np.ndarray | None:
-    """Return the scores of a variant on every row, `[n_seeds, n_rows]`.
-
-    None where its search found nothing to select.
-    """
+    """Return a variant's scores `[n_seeds, n_rows]`; None if nothing was selected."""
     return load_variants(_cache(run), setting)[variant].get("scores")
 
 

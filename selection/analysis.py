@@ -1,14 +1,12 @@
 """The input and the output of every analysis, and shares as rows with intervals.
 
-An analysis reads the encoders and heads of a finished run and returns rows. Nothing is
-trained again, except where an analysis says so. The table is in `selection.anatomy`.
+An analysis reads the encoders and heads of a finished run and returns rows; the table
+is in `selection.anatomy`.
 
-Deployed encoders are asked without some of their signals, and by integrated gradients.
 A signal is taken away by putting its mean over the evaluation data in its place (paper,
 appendix E). The mean is that of its span, over all labelled test and held-out answers:
-every span has a convolution of its own, so that a channel of each is an input by
-itself; one mean of all spans would put that of the passages into the answer. The paper
-does not say which it takes.
+every span has a convolution of its own, so one mean of all spans would put that of the
+passages into the answer. The paper does not say which it takes.
 """
 
 import dataclasses
@@ -142,23 +140,20 @@ def attributed(
     examples they are per family `[n_tokens, n, d_family]`, beside the differences
     `[n]`.
     """
-    ends = (
+    before, after = (
         member_logits([(params, family_mask)], at, encoder=encoder)[0, :n]
         for at in (start, end)
     )
-    change = np.subtract(*reversed(list(ends)))
+    change = after - before
     network = None if is_linear_only(params) else encoder
     n_steps = _FEWEST_STEPS
     while True:
-        nodes, weights = quadrature(n_steps)
+        steps = (x.reshape(-1, _STEPS_AT_ONCE) for x in quadrature(n_steps))
         gradients = (
             path_gradients(
-                *(params, family_mask, start, end),
-                jnp.asarray(nodes[first : first + _STEPS_AT_ONCE]),
-                jnp.asarray(weights[first : first + _STEPS_AT_ONCE]),
-                encoder=network,
+                params, family_mask, start, end, *map(jnp.asarray, at), encoder=network
             )
-            for first in range(0, n_steps, _STEPS_AT_ONCE)
+            for at in zip(*steps, strict=True)
         )
         total = reduce(partial(jax.tree.map, jnp.add), gradients)
         attributions = [np.asarray(x)[:, :n] for x in total]
@@ -226,7 +221,7 @@ class Deployed:
 
     @property
     def spans(self) -> tuple[str, ...]:
-        """Names of the setting's spans, in order: two closed-book, else three."""
+        """Names of the setting's spans, in order."""
         return tuple(SPAN_NAMES[span] for span in SPANS[self.setting])
 
     @property
@@ -324,10 +319,9 @@ class Deployed:
         """
         shape = (len(names), len(each), self.n_seeds, len(where))
         result = np.full(shape, np.nan, np.float32)
-        masks = [jnp.asarray(SUBSETS[subset_index(name)]) for name in names]
         every = [
-            (params, mask)
-            for name, mask in zip(names, masks, strict=True)
+            (params, jnp.asarray(SUBSETS[subset_index(name)]))
+            for name in names
             for params in self.params(name)
         ]
         for indices, tokens in self.data.batches(where, n_copies=2):
@@ -351,22 +345,19 @@ class Deployed:
         mask = jnp.asarray(SUBSETS[subset_index(name)])
         for indices, tokens in self.data.batches(where, n_copies=8):
             start = replaced(tokens, self.means, gone)
-            n, differences, by_seed = len(indices), [], []
-            for params in self.params(name):
-                attributions_of_seed, change = attributed(
-                    params, mask, start, tokens, self.encoder, n
-                )
-                differences.append(change)
-                by_seed.append(attributions_of_seed)
+            by_seed, differences = zip(
+                *(
+                    attributed(params, mask, start, tokens, self.encoder, len(indices))
+                    for params in self.params(name)
+                ),
+                strict=True,
+            )
             stacked = tuple(np.stack(seeds) for seeds in zip(*by_seed, strict=True))
             yield indices, np.stack(differences), stacked, tokens
 
 
 def incompleteness(summed: np.ndarray, differences: np.ndarray) -> float:
-    """Return how far attributions are from summing to the differences of the logits.
-
-    Both `[...]`; the sum of the errors' sizes over the sum of the differences'.
-    """
+    """Return the sum of the errors' sizes over that of the differences', `[...]`."""
     size = float(np.abs(differences).sum())
     return float(np.abs(summed - differences).sum()) / size if size else 0.0
 
@@ -454,10 +445,7 @@ def per_setting(
 
 
 def judged_sets(rows: Rows) -> list[tuple[str, str]]:
-    """Return the test and held-out sets, all in-domain ones together first.
-
-    Of one in-domain set alone there is one entry.
-    """
+    """Return the test and held-out sets, several in-domain ones together first."""
     sets = [x for x in rows.evaluated_sets() if x[1] in ("test", "ood")]
     in_domain = [x for x in sets if x[1] == "test" and x[0] != IN_DOMAIN]
     return [x for x in sets if len(in_domain) > 1 or x not in in_domain]

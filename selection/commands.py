@@ -16,9 +16,9 @@ from beatrice.extract.run.verbs import (
     options,
 )
 from beatrice.jaxprobe.commands import HeadSizeOptions
+from beatrice.jaxprobe.config import SELECT_PRESETS, SelectConfig
 
 if TYPE_CHECKING:
-    from beatrice.jaxprobe.config import SelectConfig
     from beatrice.selection.anatomy import AnatomyConfig
 
 
@@ -44,10 +44,8 @@ class FusedOptions(HeadSizeOptions):
         rare=True,
     )
 
-    def change(self, config: "SelectConfig") -> "SelectConfig":
+    def change(self, config: SelectConfig) -> SelectConfig:
         """Return how encoders are selected and fused, as the options say."""
-        from beatrice.jaxprobe.config import SELECT_PRESETS
-
         if self.fusion and self.epochs:
             raise click.UsageError("fusion=mean trains nothing: leave out --epochs")
         sizes = dataclasses.replace(self, fusion=None).sizes()

@@ -1,35 +1,30 @@
 """Decisions: what combining gains, absent families that flip them, support, and cases.
 
 Complementarity (paper, figure of that name): every single-family encoder is thresholded
-to flag as many answers as are wrong, as in the paper (section 5.3). A cell is the share
-of the column family's mistakes, of either kind, that the row family gets right; two
-families whose mistakes had nothing to do with each other would have one minus the row's
-own error rate there.
+to flag as many answers as are wrong (section 5.3). A cell is the share of the column
+family's mistakes, of either kind, that the row family gets right.
 
 Pairs and fusion: an early-fused pair against each of its members (paper, figure across
 backbones, lower half: against the better one), and the selected set against the six
 other variants of the paper's table of features and fusion, question by question.
 
 Combinations, of the ranking that `select --exhaustive` leaves (paper, figure of the
-combination search): its ribbons of families are drawn in the report already; here are
-the count of closed-book encoders along the ranking, and what the ten best sets hold.
+combination search): the count of closed-book encoders along the ranking, and what the
+ten best sets hold.
 
 Flips: one family at a time is replaced by its means inside a deployed encoder (paper,
 appendix E, table of flips and figure of the boundary band). A flip is a decision,
 P(correct) above or below one half, that changes; it is precise where the intact encoder
-decides correctly. The score without the family, against what the family adds to it,
-shows how near the boundary its flips lie.
+decides correctly.
 
 Grounding: the flips of attention, restricted to the answers on which verbatim support
 and correctness disagree (paper, appendix E, table of grounding), beside how good
-retrieval was: the generator's accuracy with and without the passages, and the share of
-wrong answers that stand in them.
+retrieval was.
 
 Cases, after the paper's table of case studies (appendix G), but of every set and kind,
 and chosen by a rule. A closed-book answer with P(correct) of at least the threshold is
-accepted; else the with-context answer is trusted if its P is; else both are flagged. Of
-each set and kind the case that is surest of its decisions is shown, of equals the
-smaller id, with at most three of its golds.
+accepted; else the with-context answer is trusted if its P is; else both are flagged.
+The case is shown that is surest of its decisions, of equals the smaller id.
 """
 
 import itertools
@@ -91,13 +86,8 @@ def complementarity(deployed: Deployed) -> list[ResultRow]:
         where = rows.where(split, dataset)
         labels = rows.labels[where]
         wrong = {
-            x: np.stack(
-                [
-                    mistakes(logits[where], labels, names[where])
-                    for logits in deployed.logits_of(x)
-                ]
-            )
-            for x in LETTERS
+            letter: np.stack([mistakes(x[where], labels, names[where]) for x in logits])
+            for letter, logits in ((x, deployed.logits_of(x)) for x in LETTERS)
         }
         all_answers = np.ones_like(wrong["H"])
         ratios = [
@@ -129,16 +119,12 @@ def _differences(
 
 def pairs(deployed: Deployed) -> list[ResultRow]:
     """Return what the encoder of two families has more than that of each of them."""
-    names = [*LETTERS, *map("".join, itertools.combinations(LETTERS, 2))]
+    both = [*map("".join, itertools.combinations(LETTERS, 2))]
     scored = [
-        Scored(name=encoder(name), scores=deployed.logits_of(name)) for name in names
+        Scored(name=encoder(name), scores=deployed.logits_of(name))
+        for name in (*LETTERS, *both)
     ]
-    compared = [
-        (encoder(name), encoder(letter))
-        for name in names
-        if len(name) == 2
-        for letter in name
-    ]
+    compared = [(encoder(name), encoder(letter)) for name in both for letter in name]
     return _differences(deployed, scored, compared, PAIRS)
 
 

@@ -2,9 +2,8 @@
 
 The paper enumerates all three-encoder sets of a pool (section 4.3): 455 closed-book and
 4,060 with context, each with a head per seed. Calls are as large as a round of the
-greedy search, so that all of them run through the executable the search has compiled.
-Each call's AUROCs are saved, so that a killed enumeration continues. The stage ranks
-the sets of a run, and finds greedy's place there.
+greedy search, and run through its executable. Each call's AUROCs are saved, so that a
+killed enumeration continues.
 """
 
 import dataclasses
@@ -206,12 +205,10 @@ def rank(
     rows = heads.pool.rows
     best = ranking.sets[ranking.order[0]]
     greedy = _greedy_members(heads, added)
+    threes = {"best_three": tuple(best.tolist()), "greedy_three": greedy}
     scored = [
         Scored(name=name, scores=heads.scores(heads.fit(members)))
-        for name, members in (
-            ("best_three", tuple(best.tolist())),
-            ("greedy_three", greedy),
-        )
+        for name, members in threes.items()
     ]
     arrays = {**ranking._asdict(), "greedy": np.array(greedy, np.int32)}
     return arrays, [

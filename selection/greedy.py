@@ -4,14 +4,11 @@ Algorithm 1 of the paper (appendix B). Each round trains a fresh head, per seed,
 every encoder not yet selected, added to the set; the best addition is kept while it
 helps by more than a margin. All heads of all rounds run through one compiled call.
 
-The stage chooses encoders and trains the fusion heads. Another one measures optimism:
-how much too good a selection looks on the rows that it was selected on. One validation
-split decides early stopping, layer, heads, encoders and calibration, as in the paper.
-On request the validation and in-domain test questions are split anew, at random, into
-a half that the greedy search sees and a half that it does not; the difference of its
-AUROC on the two halves is its optimism. Halves are exchangeable, so anything chosen
-beforehand has none: one encoder of all families is the control. The encoders
-themselves stay those of the run.
+Another stage measures optimism: how much too good a selection looks on the rows that it
+was selected on. The validation and in-domain test questions are split anew, at random,
+into a half that the greedy search sees and a half that it does not; the difference of
+its AUROC on the two halves is its optimism. Halves are exchangeable, so anything chosen
+beforehand has none: one encoder of all families is the control.
 """
 
 import dataclasses

@@ -2,16 +2,15 @@
 
 Heads (paper, appendix E, figure of attention heads): integrated gradients over the
 channels of attention, from a baseline in which that family lies at its means, over 400
-test answers; a head's share is the absolute attribution of its channels over all tokens
-and spans. Unlike the paper's, the eight largest heads are found on one half of these
-answers and measured on the other: found and measured on the same ones, the largest of
-any map hold more than eight drawn ones.
+test answers; a head's share is the absolute attribution of its channels. Unlike the
+paper's, the eight largest heads are found on one half of these answers and measured on
+the other: found and measured on the same ones, the largest of any map hold more than
+eight drawn ones.
 
-Positions, in two ways. Integrated gradients of the encoder of all families, from all
-signals at their means, say how much each token moves its logit. And a whole span is put
-at its means inside the deployed encoder: the AUROC that is lost is what only that span
-has. The paper's way, a span zeroed and everything trained again, is `evaluate
---ablations`; a head that reads the answer span's vector loses there by construction.
+Positions: integrated gradients of the encoder of all families say how much each token
+moves its logit. And a whole span is put at its means inside the deployed encoder: the
+AUROC that is lost is what only that span has. The paper's way, a span zeroed and
+everything trained again, is `evaluate --ablations`.
 
 Layers: the layer sweep of the paper (figure of the same name) reads at most some
 answers of each split and has no interval; here every labelled answer counts, on
@@ -106,12 +105,6 @@ def channels_of_heads(dims: FamilyDims, n_spans: int, cells: np.ndarray) -> PerC
     return tuple(channels)
 
 
-def _cells_of(shape: tuple[int, ...], flat: np.ndarray) -> np.ndarray:
-    cells = np.zeros(int(np.prod(shape)), bool)
-    cells[flat] = True
-    return cells.reshape(shape)
-
-
 def heads(deployed: Deployed) -> list[ResultRow]:
     """Return the share of every head, and what the largest eight of them are worth."""
     where = attributed_rows(deployed)
@@ -131,30 +124,23 @@ def _head_rows(
     deployed: Deployed, name: str, where: np.ndarray, sums: np.ndarray, set_fields: dict
 ) -> list[ResultRow]:
     subject = encoder(name)
-    shape, n_cells = sums.shape[1:], int(np.prod(sums.shape[1:]))
+    shape, n_cells = sums.shape[1:], sums[0].size
     totals = sums.sum(axis=(1, 2))
     ratios = [
-        Ratio(
-            subject._replace(layer=layer),
-            "share",
-            sums[:, layer, head],
-            totals,
-            {"head": head},
-        )
-        for layer in range(shape[0])
-        for head in range(shape[1])
+        Ratio(subject._replace(layer=i), "share", sums[:, i, j], totals, {"head": j})
+        for i, j in np.ndindex(shape)
     ]
     ids, config = deployed.rows.ids[where], deployed.bootstrap
     result = ratio_rows(HEADS, ratios, ids, set_fields, config)
     n_heads = min(N_HEADS, n_cells)
     half = len(where) // 2  # they are in the order of a hash
     order = np.argsort(-sums[:half].sum(axis=0).ravel(), kind="stable")
-    top = _cells_of(shape, order[:n_heads])
     rng = np.random.default_rng(deployed.seed)
-    others = [
-        _cells_of(shape, rng.choice(n_cells, n_heads, replace=False))
-        for _ in range(N_DRAWS)
-    ]
+    drawn = [rng.choice(n_cells, n_heads, replace=False) for _ in range(N_DRAWS)]
+    top, *others = (
+        np.isin(np.arange(n_cells), flat).reshape(shape)
+        for flat in (order[:n_heads], *drawn)
+    )
     rest = where[half:]
     variants = [
         channels_of_heads(deployed.dims, deployed.n_spans, cells)

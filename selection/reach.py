@@ -2,19 +2,16 @@
 
 Encoders are trained anew here. Beyond the paper: are 200 labelled answers enough? Of n
 labels four fifths train and one fifth stops the training (or chooses the penalty of a
-linear probe). And a detector of one question set
-is read on each other one, all trained on equally many answers; a held-out set, on which
-nothing of the run is trained, teaches with one half of its questions and is read on the
-other.
+linear probe). And a detector of one question set is read on each other one, all trained
+on equally many answers; a held-out set teaches with one half of its questions and is
+read on the other.
 
 To bound what it costs, encoders have one seed, three sizes and one drawing of answers
-(of which the larger hold the smaller); the probe has more sizes. All sizes are repeated
-to one number of rows, so that all take the same steps in the same executable. Answers
-whose text is far longer than most are not drawn.
+(of which the larger hold the smaller). All sizes are repeated to one number of rows, so
+that all take the same steps in the same executable.
 
 Do the same combinations win on another backbone? Spearman's correlation of the fifteen
-encoders' AUROC (paper, appendix E, figure across backbones), with an interval that
-resamples both runs' questions.
+encoders' AUROC (paper, appendix E, figure across backbones).
 """
 
 import dataclasses
@@ -119,10 +116,9 @@ class SmallSampleTrainer:
         )
         shutil.rmtree(self.folder, ignore_errors=True)
         assert trained is not None  # None is of a share
-        members, outputs = trained[0].members, trained[1]
-        row_of = {member.subset: i for i, member in enumerate(members)}
-        logits = np.asarray(outputs.logits)[:, indices[2]]
-        return {name: logits[row_of[subset_index(name)]] for name in names}
+        logits = np.asarray(trained[1].logits)[:, indices[2]]
+        subsets = [member.subset for member in trained[0].members]
+        return {name: logits[subsets.index(subset_index(name))] for name in names}
 
     def _rows(self, taken: np.ndarray, splits: Sequence[np.ndarray]) -> TrainingSet:
         """Return some rows, some more than once, as if they were all."""
@@ -214,15 +210,10 @@ def _half(ids: Iterable[str]) -> np.ndarray:
 
 def sources_of(rows: Rows, pools: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return the rows from which every set may teach, `[n]` indices by its name."""
-    sources = {}
-    in_domain = np.concatenate([pools["train"], pools["validation"]])
-    for dataset in dict.fromkeys(rows.datasets[in_domain].tolist()):
-        sources[dataset] = in_domain[rows.datasets[in_domain] == dataset]
-    held_out = pools["ood"]
-    held_out = held_out[_half(rows.ids[held_out])] if len(held_out) else held_out
-    for dataset in dict.fromkeys(rows.datasets[held_out].tolist()):
-        sources[dataset] = held_out[rows.datasets[held_out] == dataset]
-    return sources
+    held_out = pools["ood"][_half(rows.ids[pools["ood"]])]
+    pool = np.concatenate([pools["train"], pools["validation"], held_out])
+    datasets = rows.datasets[pool]
+    return {name: pool[datasets == name] for name in dict.fromkeys(datasets.tolist())}
 
 
 def transfer(inputs: AnalysisInput) -> AnalysisOutput:
@@ -279,18 +270,12 @@ def subset_aurocs(ranked: Ranked, weights: np.ndarray) -> np.ndarray:
 
     `[n_subsets, n_resamples]`; NaN where a resample lacks a class.
     """
-    return np.stack(
-        [
-            np.mean(
-                [
-                    weighted_metrics(scores, ranked.labels, weights)["auroc"]
-                    for scores in ranked.scores[:, subset]
-                ],
-                axis=0,
-            )
-            for subset in range(ranked.scores.shape[1])
-        ]
-    )
+
+    def auroc_of(scores: np.ndarray) -> np.ndarray:
+        return weighted_metrics(scores, ranked.labels, weights)["auroc"]
+
+    subsets = np.moveaxis(ranked.scores, 1, 0)
+    return np.stack([np.mean([*map(auroc_of, seeds)], axis=0) for seeds in subsets])
 
 
 def rank_correlation(first: np.ndarray, second: np.ndarray) -> np.ndarray:

@@ -1,17 +1,15 @@
 """What a controller is, and PGIR: one calibrated score decides when to retrieve.
 
-A controller is a generator function over one question: it yields calls and is sent
-the value of each, so that it reads like its paper, and whoever runs it may serve the
-calls of a thousand questions together (`pgir.controllers.waves`). The cost is counted
-from the calls, the same for all; see `Cost`.
+A controller is a generator function over one question: it yields calls and is sent the
+value of each, so that it reads like its paper, and whoever runs it may serve the calls
+of a thousand questions together (`pgir.controllers.waves`). The cost is counted from
+the calls, the same for all; see `Cost`.
 
-PGIR is section 4 of the paper. The model answers closed-book; a draft that clears the
-threshold is returned. Otherwise passages are retrieved with the question and the
-current draft, no passage twice, and the model answers again, up to a budget of
-rounds; the first draft to clear the threshold is returned, else the best one.
-
-The drafts of a question do not depend on the threshold: they are traced once, and
-every threshold and budget is then decided on the same trace.
+PGIR is section 4 of the paper. A draft that clears the threshold is returned, the first
+of them closed-book. Otherwise passages are retrieved with the question and the current
+draft, no passage twice, up to a budget of rounds; then the best one is returned. Drafts
+do not depend on the threshold: they are traced once, and every threshold and budget is
+decided on the same trace.
 """
 
 import dataclasses

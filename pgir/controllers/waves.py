@@ -2,12 +2,9 @@
 
 All questions are advanced until each waits for a call; the kind of call that most wait
 for is served, in batches, and so on: all first drafts, then all first searches. Every
-call that was made is kept in a journal, with its value. A run that was killed reads
-it there, plans the batches of the interrupted wave over the same calls as before, and
+call that was made is kept in a journal, with its value. A run that was killed reads it
+there, plans the batches of the interrupted wave over the same calls as before, and
 leaves out those that are there: its numbers are those of a run that was not killed.
-
-The services of searches, answers and scores follow: the retriever, and the backbone
-with its detector.
 """
 
 import abc
