@@ -94,8 +94,8 @@ def fit_scope(
         values = []
         for span, real in enumerate(map(np.asarray, features.masks)):
             x = np.asarray(features.tokens[span])[real][:, channels]
-            read = _is_read(dims, span, features.n_spans)[channels]
-            values.append(np.where(read, x, np.nan))
+            is_read = _is_read(dims, span, features.n_spans)[channels]
+            values.append(np.where(is_read, x, np.nan))
         low[channels], high[channels] = np.nanquantile(
             np.concatenate(values), QUANTILES, axis=0
         )

@@ -115,18 +115,12 @@ class ProbedBackbone:
         self, setting: Setting, questions: Sequence[str], contexts: Sequence
     ) -> list[Request]:
         """Return one request per question, named by its place."""
+        build = functools.partial(build_prompt, self.backbone.tokenizer, self.template)
+        prompts = [build(*x) for x in zip(questions, contexts, strict=True)]
+        fixed = {"setting": setting, "variant": "original"}
         return [
-            Request(
-                example_id=str(i),
-                setting=setting,
-                variant="original",
-                prompt=build_prompt(
-                    self.backbone.tokenizer, self.template, question, context
-                ),
-            )
-            for i, (question, context) in enumerate(
-                zip(questions, contexts, strict=True)
-            )
+            Request(example_id=str(i), prompt=prompt, **fixed)
+            for i, prompt in enumerate(prompts)
         ]
 
     def answer(
@@ -230,18 +224,14 @@ class ProbedBackbone:
         """Return the scores of answers that were read, `[n]` each."""
         n = min(self.rows_at_once(setting) for setting in readings)
         n_all = len(next(iter(readings.values())).signals)
-        return Scores.joined(
-            [
-                self.forward.score(
-                    branch,
-                    {
-                        setting: reading.rows(first, n).features(setting)
-                        for setting, reading in readings.items()
-                    },
-                )
-                for first in range(0, n_all, n)
-            ]
-        )
+        parts = []
+        for first in range(0, n_all, n):
+            features: dict[Setting, Features] = {
+                setting: reading.rows(first, n).features(setting)
+                for setting, reading in readings.items()
+            }
+            parts.append(self.forward.score(branch, features))
+        return Scores.joined(parts)
 
 
 _LAYER_NORM_EPSILON = 1e-6  # Flax's

@@ -404,11 +404,9 @@ def run_pgir(
         max_budget=policy.budget,
         query=query,
     )
-    cached_retriever = OwnRetriever(retriever)
-    passages = cached_retriever.passages
-    journal = CallJournal(None, "")
-    answering = Answering(probed, passages, journal)
-    waves = Waves(open_services(answering, cached_retriever), journal)
+    kept, journal = OwnRetriever(retriever), CallJournal(None, "")
+    answering = Answering(probed, kept.passages, journal)
+    waves = Waves(open_services(answering, kept), journal)
     draft_judge: Judge = detector_judge
     if judge is not None:
         draft_judge = waves.add_judge("judge", judge)
@@ -416,7 +414,7 @@ def run_pgir(
     return [
         RagAnswer(question=text, error=result.reason)
         if isinstance(result, Failed)
-        else _answer_of(text, result.value, policy, passages)
+        else _answer_of(text, result.value, policy, kept.passages)
         for text, result in zip(texts, waves.run("pgir", plans), strict=True)
     ]
 

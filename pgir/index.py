@@ -77,9 +77,8 @@ def read_encoder_config(path: Path, **chosen: Any) -> PassageEncoderConfig:
             "model.safetensors, as `save_pretrained` writes it"
         )
     model = _read_json(path / "config.json")
-    prompts = (
-        _read_json(path / "config_sentence_transformers.json").get("prompts") or {}
-    )
+    of_library = _read_json(path / "config_sentence_transformers.json")
+    prompts = of_library.get("prompts") or {}
     pooled = _read_json(path / "1_Pooling" / "config.json")
     pooling: Pooling = "cls" if pooled.get("pooling_mode_cls_token") else "mean"
     if pooling == "mean" and not pooled.get("pooling_mode_mean_tokens", True):

@@ -374,17 +374,34 @@ class Scorer(AnswerScorer):
         if reading is None:
             sequences = [prepared.sequence for prepared in inputs]
             reading = probed.read_sequences(sequences)
-        features = reading.features(setting)
+        features, name = reading.features(setting), _HEADS[setting]
         scores = self._detect(setting, features)
         outside = warn_after(detector, features, len(inputs), setting)
         mixed = warn_of_path(probed.trained, probed.backbone, reading.path)
+        doubts = detector.heads[name].evidence.doubts
         for i, prepared in enumerate(inputs):
-            warnings = self._warn_before(prepared) + mixed
-            warnings += outside[i]
+            warnings = [*self._warn_before(prepared), *mixed, *outside[i]]
+            if not np.isfinite(scores.raw[i]):
+                yield _unknown(prepared, REASONS["not_finite"], warnings)
+                continue
+            p_correct = float(scores.p_correct[i])
+            decision, reason = self._thresholds[name].decide(p_correct)
+            if doubts:  # a certified threshold among them would be luck
+                decision, reason = "unknown", doubts[0]
             lengths = len(prepared.prompt.ids), len(prepared.pieces)
             surprisal = emissions(reading.signals[i], *lengths)[:, 1]
-            score = self._make_score(setting, prepared, scores, i, surprisal, warnings)
-            if len(inputs) == 1 and score.p_correct is not None:
+            values = map(float, scores.encoders[i])
+            score = Score(
+                p_correct=p_correct,
+                raw=float(scores.raw[i]),
+                encoders=dict(zip(scores.encoder_names, values, strict=True)),
+                decision=decision,
+                reason=reason,
+                warnings=(*doubts, *warnings),
+                tokens=prepared.pieces,
+                log_probs=tuple(-float(x) for x in surprisal),
+            )
+            if len(inputs) == 1:
                 masked = self._masked(setting, features, score)
                 score = dataclasses.replace(score, masked=masked)
             yield score
@@ -412,37 +429,6 @@ class Scorer(AnswerScorer):
         """Return what the detector says of answers from the signals of one pass."""
         passes: dict[Setting, Features] = {setting: features}
         return self.probed.forward.score(_HEADS[setting], passes)
-
-    def _make_score(
-        self,
-        setting: Setting,
-        prepared: ScoringInput,
-        scores: Scores,
-        i: int,
-        surprisal: np.ndarray,
-        warnings: list[str],
-    ) -> Score:
-        """Put together what is known of one answer."""
-        if not np.isfinite(scores.raw[i]):
-            reason = REASONS["not_finite"]
-            return _unknown(prepared, reason, warnings)
-        p_correct = float(scores.p_correct[i])
-        head = self.probed.detector.heads[_HEADS[setting]]
-        doubts = head.evidence.doubts
-        decision, reason = self._thresholds[_HEADS[setting]].decide(p_correct)
-        if doubts:  # a certified threshold among them would be luck
-            decision, reason = "unknown", doubts[0]
-        values = map(float, scores.encoders[i])
-        return Score(
-            p_correct=p_correct,
-            raw=float(scores.raw[i]),
-            encoders=dict(zip(scores.encoder_names, values, strict=True)),
-            decision=decision,
-            reason=reason,
-            warnings=(*doubts, *warnings),
-            tokens=prepared.pieces,
-            log_probs=tuple(-float(x) for x in surprisal),
-        )
 
 
 def _loaded(model: Any) -> Backbone:

@@ -120,14 +120,8 @@ class _Drawn(NamedTuple):
 
     def row(self, **fields: Any) -> ResultRow:
         low, high = interval_of(self.draws)
-        return ResultRow(
-            setting="both",
-            value=self.value,
-            ci_low=low,
-            ci_high=high,
-            n=self.n,
-            **fields,
-        )
+        fields |= {"setting": "both", "n": self.n}
+        return ResultRow(value=self.value, ci_low=low, ci_high=high, **fields)
 
     def minus(self, other: "_Drawn", **fields: Any) -> ResultRow:
         """Return the row of the difference, resampled over the same questions."""
@@ -348,11 +342,9 @@ def choose_cases(traced: Sequence[Traced], policy: Policy) -> list[Chosen]:
         outcomes.append([])
         for trace, example in zip(traced_set.traces, traced_set.examples, strict=True):
             decision = decide(trace, policy)
-            first, last = (
-                exact_match(draft.answer, example.golds)
-                for draft in (trace[0], decision.draft)
-            )
-            outcomes[-1].append((decision, first, last))
+            is_right = partial(exact_match, golds=example.golds)
+            both = is_right(trace[0].answer), is_right(decision.draft.answer)
+            outcomes[-1].append((decision, *both))
     shown: dict[tuple[int, int], Chosen] = {}
     for action, verdict, n_wanted, matches in KINDS:
         for _ in range(n_wanted):
@@ -377,10 +369,8 @@ def make_cases(
     """Return the case studies of the evaluated sets as the report shows them."""
     cases = []
     for case in choose_cases(traced, policy):
-        example, trace = (
-            case.traced.examples[case.example_index],
-            case.traced.traces[case.example_index],
-        )
+        of_set, at = case.traced, case.example_index
+        example, trace = of_set.examples[at], of_set.traces[at]
         drafts = [trace[r] for r in sorted({0, case.decision.round})]
         cases.append(
             {
@@ -452,11 +442,7 @@ CONTROL_PRESETS: dict[Preset, ControlConfig] = {
     "demo": _SMALL,
     "few": _SMALL,
     "smoke": ControlConfig(
-        max_budget=2,
-        n_questions=8,
-        n_training=16,
-        n_draws=3,
-        queries="paper",
+        max_budget=2, n_questions=8, n_training=16, n_draws=3, queries="paper"
     ),
     "paper": ControlConfig(),
 }
@@ -474,10 +460,7 @@ def retrieval_config(run: RunDir, section: Searches = "retrieval") -> RetrievalC
 
 
 def settle_retrieval(run: RunDir, config: RetrievalConfig, section: Searches) -> None:
-    """Let a run search elsewhere; `control`, if it searched there, is done again.
-
-    No answer, label or weight of the run itself depends on it.
-    """
+    """Let a run search elsewhere; `control`, if it searched there, is done again."""
     if section == "retrieval" and config != retrieval_config(run):
         run.reopen_stage("control")
     run.settle(section, RETRIEVAL_PRESETS, lambda _: config, is_replaceable=True)
@@ -626,9 +609,8 @@ def _control(
     curve = frontier("pgir", traced, policy, session.config)
     if config.queries != "paper":
         show_all = config.queries == "all"
-        best, with_query = session.run_pgir_query(
-            "pgir", detector_judge, show_all=show_all
-        )
+        query = session.run_pgir_query("pgir", detector_judge, show_all=show_all)
+        best, with_query = query
         evaluated = [each for each in session.sets if each.split != "validation"]
         retraced = session.trace("trace:query", with_query, evaluated)
         curve += frontier("pgir_query", retraced, best, with_query)
@@ -668,17 +650,15 @@ def _in_words(chosen: Mapping[str, Any]) -> str:
 
 def _note_of_passages(retrieval: Retrieval, answering: Answering) -> str:
     """Return how many passages could not be shown as they were, or nothing."""
-    n_empty = getattr(retrieval.retriever, "n_empty", 0)
-    n_escaped = len(answering.escaped)
-    notes = []
-    if n_empty:
-        notes.append(f"{n_empty} passages without a word were left out")
-    if n_escaped:
-        notes.append(
-            f"{n_escaped} passages hold control tokens of the model, which a blank "
-            "splits"
-        )
-    return "; ".join(notes)
+    n_empty, n_escaped = (
+        getattr(retrieval.retriever, "n_empty", 0),
+        len(answering.escaped),
+    )
+    counts = {
+        "passages without a word were left out": n_empty,
+        "passages hold control tokens of the model, which a blank splits": n_escaped,
+    }
+    return "; ".join(f"{n} {text}" for text, n in counts.items() if n)
 
 
 def _inputs(run: RunDir) -> list[Path]:

@@ -39,7 +39,7 @@ from beatrice.extract.records import Answer, Passage, Setting
 from beatrice.extract.run.files import JsonLines, sha256_json
 from beatrice.extract.signals.decode import ReadingGenerator
 from beatrice.extract.signals.reader import AnswerSignals, SignalReader
-from beatrice.extract.signals.sequence import sequence_of
+from beatrice.extract.signals.sequence import TokenSequence, sequence_of
 from beatrice.pgir.arguments import argument_error
 from beatrice.pgir.bridge import MOST_ROWS, ProbedBackbone, Reading, emissions
 from beatrice.pgir.controllers.loop import (
@@ -443,9 +443,8 @@ class Answering(Service):
             yield failed
         places = [i for i, why in enumerate(reasons) if why is None]
         finished = {at for at, i in enumerate(places) if i in done}
-        prompts = [
-            GeneratorPrompt(text="", ids=requests[i][0].prompt.ids) for i in places
-        ]
+        ids = (requests[i][0].prompt.ids for i in places)
+        prompts = [GeneratorPrompt(text="", ids=x) for x in ids]
         with self.probed.lock:
             generator = self.generator
             if self.is_read_at_once:
@@ -474,12 +473,12 @@ class Answering(Service):
     def _keep(
         self, answers: Sequence[Answer], signals: Sequence[AnswerSignals | None]
     ) -> None:
-        layers, span = self._reader.hidden_layers, self.probed.answer_span
+        layers = self._reader.hidden_layers
         slots = [layers.index(layer) for layer in self._state_layers]
         slot = layers.index(self.probed.trained.layer)
         for answer, read in zip(answers, signals, strict=True):
             if read is None:  # its stop string is several tokens
-                (read,) = self._reader.read([sequence_of(answer, answer_span=span)])
+                (read,) = self._reader.read(self._sequences([answer]))
             hidden = read.hidden
             if slots:
                 start, stop = written_tokens(answer)
@@ -509,11 +508,12 @@ class Answering(Service):
         if not self.is_read_at_once:
             return self.probed.read(answers)
         self._rewrite(calls, self._signals)
+        signals = [self._signals[answer.prompt_ids] for answer in answers]
+        return self.probed.reading(signals, self._sequences(answers))
+
+    def _sequences(self, answers: Sequence[Answer]) -> list[TokenSequence]:
         span = self.probed.answer_span
-        return self.probed.reading(
-            [self._signals[answer.prompt_ids] for answer in answers],
-            [sequence_of(answer, answer_span=span) for answer in answers],
-        )
+        return [sequence_of(answer, answer_span=span) for answer in answers]
 
     def states_of(self, calls: Sequence[Call]) -> np.ndarray:
         """Return `[n, n_layers, d_model]`, the mean states of answers' tokens."""
@@ -523,15 +523,12 @@ class Answering(Service):
             if self.is_read_at_once:
                 self._rewrite(calls[rows], self._states)
             else:
-                self._read_again(answers[rows])
+                some = answers[rows]
+                batches = self.probed.read_batches(self._reader, self._sequences(some))
+                for batch, signals in batches:
+                    self._keep([some[i] for i in batch], signals)
             self._trim()
         return np.stack([self._states[answer.prompt_ids] for answer in answers])
-
-    def _read_again(self, answers: Sequence[Answer]) -> None:
-        span = self.probed.answer_span
-        sequences = [sequence_of(answer, answer_span=span) for answer in answers]
-        for batch, signals in self.probed.read_batches(self._reader, sequences):
-            self._keep([answers[i] for i in batch], signals)
 
     def cost(self, call: Call, value: Reply) -> Cost:
         """Return the cost of an answer."""
@@ -569,10 +566,8 @@ def written_tokens(answer: Answer) -> tuple[int, int]:
 
 def escape_passage(tokenizer: Any, passage: Passage) -> Passage:
     """Return a passage whose title and text hold no control token of a model."""
-    title, text = (
-        escape_control_tokens(tokenizer, words)
-        for words in (passage.title, passage.text)
-    )
+    escape = functools.partial(escape_control_tokens, tokenizer)
+    title, text = escape(passage.title), escape(passage.text)
     return msgspec.structs.replace(passage, title=title, text=text)
 
 
@@ -623,9 +618,8 @@ class Scoring(BatchedService):
             if call.text not in self._closed_book:
                 wave = self._answering.journal.wave_of(Call("score", call.text))
                 self._read_closed_book([other for other in wave if not other.passages])
-        signals, spans = zip(
-            *(self._closed_book[call.text] for call in calls), strict=True
-        )
+        kept = [self._closed_book[call.text] for call in calls]
+        signals, spans = zip(*kept, strict=True)
         return Reading(list(signals), np.stack(spans))
 
     def values(self, calls: Sequence[Call]) -> list[DraftScore]:
@@ -691,9 +685,8 @@ class Judging(BatchedService):
             return Failed(str(error))
         # Whatever a person's own code raises is a mistake in that code.
         except Exception as error:
-            raise ValueError(
-                f"the judge fails ({type(error).__name__}): {error}"
-            ) from error
+            text = f"the judge fails ({type(error).__name__}): {error}"
+            raise ValueError(text) from error
         is_number = isinstance(p_correct, numbers.Real)
         if not is_number or not 0 <= float(p_correct) <= 1:
             raise argument_error("the judge", "a probability in [0, 1]", p_correct)

@@ -317,13 +317,18 @@ print(json.dumps([raw, probe.answer(rows[0]["question"]).text, heavy]))
 """
 
 
+def downloaded(cache, name):
+    """Make a repository in a cache of the Hub; return where its files lie."""
+    commit, repository = "a" * 40, cache / f"models--owner--{name}"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    return repository / "snapshots" / commit
+
+
 @pytest.fixture
 def hub_cache(saved, tmp_path):
     """A cache of the Hub that holds the probe, as `snapshot_download` leaves it."""
-    commit, repository = "a" * 40, tmp_path / "hub" / "models--owner--name"
-    shutil.copytree(saved, repository / "snapshots" / commit)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(commit)
+    shutil.copytree(saved, downloaded(tmp_path / "hub", "name"))
     return tmp_path / "hub"
 
 
@@ -342,19 +347,13 @@ def test_a_probe_of_the_hubs_cache_scores_alike_where_nothing_of_training_is_ins
 
 
 def test_the_list_of_probes_survives_what_else_lies_in_the_hubs_cache(probe, hub_cache):
-    commit = "b" * 40
-    for name, is_probe in (("foreign", False), ("undefined", True)):
-        repository = hub_cache / f"models--owner--{name}"
-        snapshot = repository / "snapshots" / commit
-        if is_probe:  # of a set with right answers alone
-            row = {"head": "single_pass", "split": "test", "metric": "auroc"}
-            row |= {"value": None, "ci_low": None, "ci_high": None, "n": 30}
-            probe.with_report([row]).save(snapshot)
-        else:
-            snapshot.mkdir(parents=True)
-            (snapshot / "eval.json").write_text('{"accuracy": 1}')
-        (repository / "refs").mkdir()
-        (repository / "refs" / "main").write_text(commit)
+    row = {"head": "single_pass", "split": "test", "metric": "auroc"}
+    row |= {"value": None, "ci_low": None, "ci_high": None, "n": 30}
+    undefined = probe.with_report([row])  # of a set with right answers alone
+    undefined.save(downloaded(hub_cache, "undefined"))
+    foreign = downloaded(hub_cache, "foreign")
+    foreign.mkdir(parents=True)
+    (foreign / "eval.json").write_text('{"accuracy": 1}')
     damaged = hub_cache / "models--owner--name" / "snapshots" / ("a" * 40)
     (damaged / CHECKSUMS).unlink()
     done = call("probes", HF_HUB_CACHE=str(hub_cache))
@@ -382,60 +381,36 @@ def test_an_exported_probe_scores_as_its_run_where_there_is_no_jax(
         assert p_correct < 1e-3  # a step of the isotonic map has a slope of hundreds
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "shown"),
-    [
-        (
-            ["-c", "import numpy as np; from beatrice.jaxprobe import scope; "
-             "few = scope.Validation(np.ones(9), np.ones(9, bool)); "
-             "print(scope.certify(few, 0.9, 'trust').in_words())"],
-            0,
-            "22 validation answers",
-        ),
-        (["-c", "import beatrice; beatrice.fit"], 1, "beatrice-probe[train]'"),
-        (
-            ["-c", "import beatrice; model = beatrice.LanguageModel('embedded'); "
-             "model.answer(['where was Skiband Rugrond born?'], read=True)"],
-            1,
-            "beatrice-probe[train]'",
-        ),
-        (
-            ["-c", "import beatrice; model = beatrice.LanguageModel('embedded'); "
-             "model.read(model.answer(['where was Skiband Rugrond born?']))"],
-            1,
-            "beatrice-probe[train]'",
-        ),
-        (
-            ["-c", "import beatrice; beatrice.load('embedded').predict(None)"],
-            1,
-            "beatrice-probe[train]'",
-        ),
-        (
-            ["-c", "import beatrice, tempfile; file = tempfile.NamedTemporaryFile(); "
-             "file.write(b'PAR1' * 9); file.flush(); "
-             "beatrice.read_questions(file.name)"],
-            1,
-            "pip install pyarrow",
-        ),
-        (
-            ["-m", "beatrice", "demo", "nowhere", "--preset", "smoke"],
-            1,
-            "beatrice-probe[train]'",
-        ),
-    ],
-    ids=[
-        "a score without a threshold",
-        "a function",
-        "answers with signals",
-        "signals of answers",
-        "P of signals",
-        "a Parquet file",
-        "a verb",
-    ],
-)  # fmt: skip
-def test_what_needs_training_says_what_to_install_and_what_does_not_works(
-    bare, words, code, shown
-):
+MODEL = "import beatrice; model = beatrice.LanguageModel('embedded'); "
+ASKED = "model.answer(['where was Skiband Rugrond born?']"
+TRAIN = "beatrice-probe[train]'"
+OF_FEW = """
+import numpy as np; from beatrice.jaxprobe import scope
+few = scope.Validation(np.ones(9), np.ones(9, bool))
+print(scope.certify(few, 0.9, "trust").in_words())
+"""
+OF_PARQUET = """
+import beatrice, tempfile
+file = tempfile.NamedTemporaryFile()
+file.write(b"PAR1" * 9); file.flush()
+beatrice.read_questions(file.name)
+"""
+CASES = {
+    "a score without a threshold": (["-c", OF_FEW], 0, "22 validation answers"),
+    "a function": (["-c", "import beatrice; beatrice.fit"], 1, TRAIN),
+    "answers with signals": (["-c", f"{MODEL}{ASKED}, read=True)"], 1, TRAIN),
+    "signals of answers": (["-c", f"{MODEL}model.read({ASKED}))"], 1, TRAIN),
+    "P of signals": (
+        ["-c", "import beatrice; beatrice.load('embedded').predict(None)"], 1, TRAIN
+    ),
+    "a Parquet file": (["-c", OF_PARQUET], 1, "pip install pyarrow"),
+    "a verb": (["-m", "beatrice", "demo", "nowhere", "--preset", "smoke"], 1, TRAIN),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_needs_training_says_what_to_install_and_what_does_not_works(bare, case):
+    words, code, shown = CASES[case]
     done = bare(*words)
     assert done.returncode == code
     assert shown in (done.stderr if code else done.stdout).splitlines()[-1]

@@ -133,9 +133,7 @@ def test_a_paired_difference_resamples_both_detectors_together():
     row = find(table, experiment="paired", against="near", **columns)
     value = difference(lambda scores: auroc(scores, labels).value)
     assert row.value == pytest.approx(value)
-    draws = difference(
-        lambda scores: weighted_metrics(scores, labels, weights)["auroc"]
-    )
+    draws = difference(lambda x: weighted_metrics(x, labels, weights)["auroc"])
     assert (row.ci_low, row.ci_high) == pytest.approx(interval_of(draws))
     # Near twins: each has a wide interval, their difference a narrow one.
     mean = {"experiment": "detection", "detector": "champion", "seed": "mean"}

@@ -62,13 +62,19 @@ def planted(n_examples, seed, family=2, strength=2.0):
     return Features(tuple(tokens), tuple(masks)), labels
 
 
-def planted_parts():
-    """Training and validation rows with a planted residual-stream signal."""
+def planted_parts(left_out=None, change=lambda features: features):
+    """Training and validation rows with a planted residual-stream signal.
+
+    A span may be left out by its mask, or the features be changed.
+    """
     rows, valid = planted(230, seed=0), planted(110, seed=1)
-    standardizer = standardizer_of([rows[0]])
-    return tuple(
-        labelled(split_families(x, DIMS, standardizer), y) for x, y in (rows, valid)
-    )
+    standardizer, parts = standardizer_of([rows[0]]), []
+    for features, labels in (rows, valid):
+        families = split_families(change(features), DIMS, standardizer)
+        if left_out is not None:
+            families = empty_span(families, left_out)
+        parts.append(labelled(families, labels))
+    return tuple(parts)
 
 
 @pytest.fixture(scope="module")
@@ -76,12 +82,9 @@ def parts():
     return planted_parts()
 
 
-def as_groups(parts):
-    return [[block] for block in parts]
-
-
 def train(blocks, parts, config=TRAIN, fit=fit_blocks):
-    return list(fit(blocks, *as_groups(parts), encoder=ENCODER, config=config))
+    groups = ([part] for part in parts)
+    return list(fit(blocks, *groups, encoder=ENCODER, config=config))
 
 
 def test_members_are_found_where_the_signal_is_planted_and_only_there(parts):
@@ -163,8 +166,9 @@ def planned_devices(stream):
 
 def train_on_mesh(out):
     """Train over the devices of a process of its own."""
+    groups = ([part] for part in planted_parts())
     options = {"encoder": ENCODER, "config": TRAIN, "mesh": member_mesh()}
-    trained = fit_block(BLOCK, *as_groups(planted_parts()), **options)
+    trained = fit_block(BLOCK, *groups, **options)
     leaves = {f"w{i}": x for i, x in enumerate(jax.tree.leaves(trained.params))}
     np.savez(
         out,
@@ -180,42 +184,21 @@ QUESTION, ANSWER = 0, 1
 PR = Block((subset_index("PR"),), (0,))
 
 
-@pytest.fixture(scope="module")
-def plain():
-    """Features, labels and standardisation; the signal lies in the answer span."""
-    rows, valid = planted(230, seed=0), planted(110, seed=1)
-    return rows, valid, standardizer_of([rows[0]])
-
-
-def without(plain, span=None):
-    """Both parts with a span left out by its mask."""
-    *parts, standardizer = plain
-    families = [(split_families(x, DIMS, standardizer), y) for x, y in parts]
-    if span is not None:
-        families = [(empty_span(x, span), y) for x, y in families]
-    return tuple(labelled(*part) for part in families)
-
-
-def test_a_span_left_out_is_a_span_that_was_never_there(plain):
+def test_a_span_left_out_is_a_span_that_was_never_there():
     """Another way to the same: features whose span is empty and holds zeros."""
-    *parts, standardizer = plain
 
-    def emptied(spans):
-        return tuple(
-            np.zeros_like(x) if i == QUESTION else x for i, x in enumerate(spans)
-        )
+    def emptied(features):
+        return Features(*((np.zeros_like(x[QUESTION]), x[ANSWER]) for x in features))
 
-    parts = [(Features(*map(emptied, features)), y) for features, y in parts]
-    never = without((*parts, standardizer))
     masked, absent = (
         train([PR], data)[0].info.valid_auroc
-        for data in (without(plain, QUESTION), never)
+        for data in (planted_parts(QUESTION), planted_parts(change=emptied))
     )
     np.testing.assert_allclose(masked, absent, atol=1e-6)
 
 
-def test_what_is_left_out_has_no_influence(plain):
-    train_data, valid_data = without(plain, ANSWER)
+def test_what_is_left_out_has_no_influence():
+    train_data, valid_data = planted_parts(ANSWER)
     trained = train([PR], (train_data, valid_data))[0]
     features = valid_data.features
     answer = features.span_slices[ANSWER]
@@ -228,11 +211,11 @@ def test_what_is_left_out_has_no_influence(plain):
     np.testing.assert_array_equal(here.pooled, np.zeros((1, 110, CONFIG.d_pooled)))
 
 
-def test_every_choice_of_spans_trains_in_one_executable(plain):
-    train([PR], without(plain))
+def test_every_choice_of_spans_trains_in_one_executable(parts):
+    train([PR], parts)
     n_traces = train_block._cache_size()
     for span in (QUESTION, ANSWER):
-        train([PR], without(plain, span))
+        train([PR], planted_parts(span))
     assert train_block._cache_size() == n_traces
 
 
@@ -245,10 +228,12 @@ def test_long_texts_and_wide_models_are_read_fewer_at_a_time():
     assert rows_at_once((60, 15, 8), DIMS) == 1024
 
 
-def test_rows_of_like_length_are_one_group():
+def test_rows_of_like_length_or_fewer_than_a_batch_are_one_group():
     lengths = np.random.default_rng(0).integers(8, 13, (500, 2))
-    (group,) = width_groups(lengths, 32)
-    np.testing.assert_array_equal(group, np.arange(500))
+    for some in (lengths, np.array([[5, 1], [900, 1]])):
+        (group,) = width_groups(some, 32)
+        np.testing.assert_array_equal(group, np.arange(len(some)))
+    assert widths_of(np.array([[0, 3], [0, 2]])) == (1, 3)  # an empty span
 
 
 def test_a_few_long_rows_are_batches_of_their_own_and_no_row_is_lost():
@@ -262,14 +247,6 @@ def test_a_few_long_rows_are_batches_of_their_own_and_no_row_is_lost():
     assert [widths_of(lengths[group])[0] for group in groups] == [20, 20, 20, 900]
 
 
-def test_fewer_rows_than_a_batch_are_one_group_however_long():
-    assert len(width_groups(np.array([[5, 1], [900, 1]]), 32)) == 1
-
-
-def test_an_empty_span_is_padded_to_one_token():
-    assert widths_of(np.array([[0, 3], [0, 2]])) == (1, 3)
-
-
 def split_at(data, n_first):
     """Two groups of the rows."""
     labels, rows = np.asarray(data.labels) > 0, np.arange(len(data.labels))
@@ -279,10 +256,8 @@ def split_at(data, n_first):
 
 def test_encoders_find_what_is_planted_in_rows_of_several_groups(parts):
     rows, valid = parts
-    block, groups = (
-        Block((subset_index("R"),), (0,)),
-        (split_at(rows, 115), split_at(valid, 36)),
-    )
+    block, groups = Block((subset_index("R"),), (0,)), (split_at(rows, 115),)
+    groups += (split_at(valid, 36),)
     (result,) = fit_blocks([block], *groups, encoder=ENCODER, config=TRAIN)
     assert result.info.best_auroc[0] > 0.85
     outputs = jax.device_get(member_outputs(result, valid.features, encoder=ENCODER))

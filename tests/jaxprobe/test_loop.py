@@ -118,16 +118,10 @@ def test_a_step_is_that_of_adamw():
     np.testing.assert_allclose(result.params, expected, rtol=1e-6)
 
 
-def test_configs_that_train_nothing_are_refused():
-    with pytest.raises(ValueError, match="max_epochs"):
-        TrainConfig(max_epochs=-1)
-    with pytest.raises(ValueError, match="equal parts"):
-        TrainConfig(batch_size=100, n_microbatches=3)
-
-
 @pytest.mark.parametrize(
     ("config", "field", "value"),
     [
+        (TrainConfig, "max_epochs", -1),
         (TrainConfig, "n_microbatches", 0),
         (TrainConfig, "n_microbatches", -4),
         (TrainConfig, "learning_rate", math.nan),
@@ -153,6 +147,8 @@ def test_configs_that_train_nothing_are_refused():
 def test_a_size_out_of_its_range_is_refused_by_its_name(config, field, value):
     with pytest.raises(ValueError, match=f"{field} must be .* got {value!r}"):
         config(**{field: value})
+    with pytest.raises(ValueError, match="equal parts"):
+        TrainConfig(batch_size=100, n_microbatches=3)
 
 
 TREE = {"a": {"b": np.arange(600.0, dtype=np.float32)}, "c": np.ones((2, 3), np.int32)}

@@ -146,7 +146,9 @@ SMALLEST = dataclasses.replace(
 )
 
 
-def test_one_row_of_one_member_that_does_not_fit_is_named_in_a_sentence():
+def test_rows_or_one_row_of_one_member_that_do_not_fit_are_named_in_a_sentence():
+    with pytest.raises(ValueError, match="rows that training holds .*streamed=true"):
+        memory.choose(SIZES, memory.rows_bytes(SIZES, 2048))
     rows = memory.rows_bytes(SMALLEST, 4)
     with pytest.raises(ValueError, match="one member's step on one row does not fit"):
         memory.choose(SMALLEST, int((rows + 1000) / (1 - memory.KEPT_FREE)))
@@ -164,11 +166,6 @@ def test_of_a_stream_the_members_that_wait_for_their_turn_are_counted():
     assert plan.resident + plan.needed.total <= plan.limit
     n_waiting = 15 - plan.n_subsets
     assert plan.resident == plan.needed.outputs * n_waiting // plan.n_subsets
-
-
-def test_rows_that_do_not_fit_are_named_in_a_sentence():
-    with pytest.raises(ValueError, match="rows that training holds .*streamed=true"):
-        memory.choose(SIZES, memory.rows_bytes(SIZES, 2048))
 
 
 def test_two_groups_of_a_stream_and_all_groups_in_memory_are_counted():
@@ -220,17 +217,12 @@ def test_rows_are_counted_in_the_width_in_which_they_are_held(dtype, token):
     assert widened + copied < sizes.n_valid * 56 * 4096 * 4
 
 
-@pytest.mark.parametrize(
-    ("text", "n"), [("80GiB", 80 << 30), ("1.5 MiB", 3 << 19), ("7", 7), ("2k", 2048)]
-)
-def test_a_number_of_bytes_is_read(text, n):
-    assert as_bytes(text) == n
-
-
-@pytest.mark.parametrize("text", ["", "80 apples", "-1GiB", "0", "0.8"])
-def test_what_is_no_number_of_bytes_is_refused(text):
-    with pytest.raises(ValueError, match="expected a number of bytes"):
-        as_bytes(text)
+def test_a_number_of_bytes_is_read_and_what_is_none_is_refused():
+    read = {"80GiB": 80 << 30, "1.5 MiB": 3 << 19, "7": 7, "2k": 2048}
+    assert {text: as_bytes(text) for text in read} == read
+    for text in ("", "80 apples", "-1GiB", "0", "0.8"):
+        with pytest.raises(ValueError, match="expected a number of bytes"):
+            as_bytes(text)
 
 
 def test_what_is_trained_again_does_not_ask_for_a_plan():

@@ -132,9 +132,6 @@ def test_p_is_small_far_from_zero_one_at_it_and_never_nothing():
     assert two_sided_p(draws + 1.96) == pytest.approx(0.05, abs=0.01)
     assert two_sided_p(draws + 9) == two_sided_p(draws - 9) == 2 / 10_000
     assert two_sided_p(np.array([np.nan, 1.0, 1.0, 1.0])) == 0.5
-
-
-def test_an_interval_leaves_undefined_resamples_out():
     assert interval_of(np.array([0.5, np.nan, 0.5])) == (0.5, 0.5)
 
 
@@ -154,6 +151,8 @@ def test_the_stratified_auroc_is_the_share_of_its_pairs():
     result = stratified_auroc(scores, labels, strata).value
     assert result == pytest.approx(np.mean(credit))
     assert stratified_auroc(scores, labels, 0 * strata) == auroc(scores, labels)
+    undefined = stratified_auroc(scores, labels, labels)  # of one class each
+    assert np.isnan(undefined.value) and "no stratum" in undefined.reason
 
 
 def test_a_weighted_stratified_auroc_is_that_of_repeated_examples():
@@ -164,12 +163,6 @@ def test_a_weighted_stratified_auroc_is_that_of_repeated_examples():
     for value, weight in zip(result, weights.T.astype(int), strict=True):
         again = [np.repeat(x, weight) for x in (scores, labels, strata)]
         assert value == pytest.approx(stratified_auroc(*again).value, abs=1e-6)
-
-
-def test_strata_of_one_class_have_no_auroc():
-    labels = np.array([True, True, False])
-    result = stratified_auroc(np.arange(3.0), labels, labels)
-    assert np.isnan(result.value) and "no stratum" in result.reason
 
 
 def test_the_standard_error_of_a_gain_is_that_of_a_bootstrap_of_both_classes():

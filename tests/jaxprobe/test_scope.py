@@ -1,4 +1,5 @@
 import dataclasses
+from functools import partial
 
 import numpy as np
 import pytest
@@ -54,6 +55,8 @@ def test_a_moved_family_lies_outside_and_the_others_do_not(scope):
     assert (share[:, 2] == 1).all()
     # The limits come of 100 validation answers, so a few of 50 may pass them.
     assert (share[:, [0, 1, 3]] > scope.limits[[0, 1, 3]]).mean() < 0.1
+    features.tokens[1][0, 0, DIMS.slices[1]] = np.nan  # no number lies outside
+    assert share_outside(features, DIMS, *scope[:2])[0, 1] >= 1 / 20
 
 
 def test_limits_are_those_of_all_long_answers_of_which_few_are_read_at_once():
@@ -67,13 +70,6 @@ def test_limits_are_those_of_all_long_answers_of_which_few_are_read_at_once():
     assert sum(n_read) > 400 and max(n_read) * 600 <= 2**14
     share = share_outside(read(rows[500:]), DIMS, *scope[:2])
     np.testing.assert_allclose(scope.limits, np.quantile(share, 0.999, axis=0))
-
-
-def test_a_value_that_is_no_number_lies_outside(scope):
-    features = normal_features(np.arange(1))
-    features.tokens[1][0, 0, DIMS.slices[1]] = np.nan
-    share = share_outside(features, DIMS, *scope[:2])
-    assert share[0, 1] >= 1 / 20
 
 
 def test_hidden_states_that_no_store_kept_are_in_no_range():
@@ -109,14 +105,12 @@ def test_fewest_answers_are_those_of_the_binomial_table():
     assert fewest_decided(0.01) == 1
 
 
-def trust(p, labels, wanted=0.9):
+def trust(p, labels, wanted=0.9, decision="trust"):
     """The threshold from which on answers to as many questions are trusted."""
-    return certify(Validation(np.asarray(p), np.asarray(labels)), wanted, "trust")
+    return certify(Validation(np.asarray(p), np.asarray(labels)), wanted, decision)
 
 
-def distrust(p, labels, wanted=0.9):
-    """The threshold up to which they are distrusted."""
-    return certify(Validation(np.asarray(p), np.asarray(labels)), wanted, "distrust")
+distrust = partial(trust, decision="distrust")  # up to which they are
 
 
 def test_twenty_two_trusted_answers_without_an_error_are_the_fewest():

@@ -1,6 +1,7 @@
 """The gate, the pipelines of others that it stands in, and what a person plugs in."""
 
 import importlib.util
+import itertools
 import json
 import re
 import shutil
@@ -150,15 +151,11 @@ def never(*_):
 
 
 @needs("langgraph")
-def test_a_graph_retrieves_only_if_the_draft_does_not_stand(scorer):
+def test_a_graph_retrieves_only_if_need_be_and_keeps_the_better_answer(scorer):
     app = langgraph_app(lenient(scorer), never, never)
     state = app.invoke({"question": QUESTION})
     assert state["answer"] == scorer.answer(QUESTION).text
     assert "passages" not in state
-
-
-@needs("langgraph")
-def test_a_graph_keeps_the_better_answer(scorer):
     gate = strict(scorer)
     app = langgraph_app(gate, lambda q: [PASSAGE], lambda q, passages: ANSWER)
     state = app.invoke({"question": QUESTION})
@@ -168,9 +165,8 @@ def test_a_graph_keeps_the_better_answer(scorer):
     assert state["passages"] == [PASSAGE]
 
 
-@pytest.fixture
-def engine():
-    """A LlamaIndex engine of one passage and one answer."""
+@needs("llama_index.core")
+def test_an_engine_is_asked_only_if_need_be_and_keeps_the_better_answer(scorer):
     from llama_index.core.base.response.schema import Response
     from llama_index.core.query_engine import CustomQueryEngine
     from llama_index.core.schema import NodeWithScore, TextNode
@@ -183,19 +179,10 @@ def engine():
             node = NodeWithScore(node=TextNode(text=PASSAGE), score=1.0)
             return Response(response=ANSWER, source_nodes=[node])
 
-    return FixedAnswer()
-
-
-@needs("llama_index.core")
-def test_an_engine_is_asked_only_if_the_draft_does_not_stand(scorer, engine):
+    engine, gate = FixedAnswer(), strict(scorer)
     gated = llama_index_engine(lenient(scorer), engine)
     assert str(gated.query(QUESTION)) == scorer.answer(QUESTION).text
     assert engine.n_queries == 0
-
-
-@needs("llama_index.core")
-def test_an_engine_keeps_the_better_answer_with_its_sources(scorer, engine):
-    gate = strict(scorer)
     (drafted,) = gate.draft([QUESTION])
     best = gate.keep(drafted, ANSWER, [PASSAGE])
     response = llama_index_engine(gate, engine).query(QUESTION)
@@ -289,6 +276,9 @@ def test_a_retriever_that_fails_ends_in_a_sentence(give, message):
         OwnRetriever(Fixed(give)).search(["a"], 2)
 
 
+DOUBTING = {"threshold": 1.0, "query": "question"}  # every question searches
+
+
 def test_a_connection_that_fails_fails_its_questions_alone(scorer):
     def give(queries, depth):
         if queries[0] != QUESTION or len(queries) > 1:
@@ -297,13 +287,8 @@ def test_a_connection_that_fails_fails_its_questions_alone(scorer):
 
     with pytest.raises(RetrievalFailed, match="1 of 2"):
         OwnRetriever(Fixed(give)).search([QUESTION, "bad?"], 2)
-    good, bad, worse = run_pgir(
-        scorer,
-        [QUESTION, "bad?", "worse?"],
-        Fixed(give),
-        threshold=1.0,
-        query="question",
-    )
+    questions = [QUESTION, "bad?", "worse?"]
+    good, bad, worse = run_pgir(scorer, questions, Fixed(give), **DOUBTING)
     assert good.answer and good.error is None
     assert bad.answer is None and bad.error == "bad? is down"
     assert worse.answer is None and worse.error == "worse? is down"
@@ -311,9 +296,7 @@ def test_a_connection_that_fails_fails_its_questions_alone(scorer):
 
 def test_a_passage_that_fits_no_window_fails_its_question_alone(scorer):
     long = Fixed(lambda q, n: [[PASSAGE * 90 if x == QUESTION else PASSAGE] for x in q])
-    bad, good = run_pgir(
-        scorer, [QUESTION, OTHER], long, threshold=1.0, query="question"
-    )
+    bad, good = run_pgir(scorer, [QUESTION, OTHER], long, **DOUBTING)
     assert good.error is None and good.n_generations == 2
     assert bad.answer is None and "has a window of 512; give shorter pass" in bad.error
 
@@ -337,22 +320,22 @@ def test_a_judge_that_gives_no_probability_ends_in_a_sentence(scorer, given):
         run_pgir(scorer, [QUESTION], retriever, **options)
 
 
-@pytest.mark.parametrize("kind", ["retriever", "judge"])
-@pytest.mark.parametrize("name", ["nowhere:Notes", "bm52", "os:path"])
-def test_a_plug_that_is_not_there_is_not_written_down(smoke_run, tmp_path, kind, name):
-    manifest = shutil.copyfile(smoke_run / "manifest.json", tmp_path / "manifest.json")
-    before = manifest.read_bytes()
-    done = beatrice("control", tmp_path, f"--{kind}", name, code=2)
-    assert f"--{kind}" in done.stderr
-    assert manifest.read_bytes() == before
+PLUGS = itertools.product(("retriever", "judge"), ("nowhere:Notes", "bm52", "os:path"))
 
 
-def test_an_encoder_that_is_none_is_not_written_down(smoke_run, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "name", "named"),
+    [
+        *((kind, name, f"--{kind}") for kind, name in PLUGS),
+        ("encoder", ROOT / "docs", "docs is no encoder"),
+    ],
+)
+def test_a_plug_that_is_not_there_is_not_written_down(
+    smoke_run, tmp_path, kind, name, named
+):
     manifest = shutil.copyfile(smoke_run / "manifest.json", tmp_path / "manifest.json")
     before = manifest.read_bytes()
-    (tmp_path / "empty").mkdir()
-    line = ("control", tmp_path, "--encoder", tmp_path / "empty")
-    assert "empty is no encoder" in beatrice(*line, code=2).stderr
+    assert named in beatrice("control", tmp_path, f"--{kind}", name, code=2).stderr
     assert manifest.read_bytes() == before
 
 

@@ -71,10 +71,8 @@ def waves(path, key="corpus", **options):
     return Waves(services, CallJournal(path, key), **options)
 
 
-def run(runner):
-    return runner.run(
-        "trace", [loop.drafts(question, CONFIG) for question in QUESTIONS]
-    )
+def run(runner, name="trace"):
+    return runner.run(name, [loop.drafts(question, CONFIG) for question in QUESTIONS])
 
 
 def counted(results):
@@ -106,9 +104,7 @@ def test_a_call_is_made_once_and_paid_for_by_everyone(tmp_path):
     runner = waves(tmp_path / "calls.jsonl")
     before = run(runner)
     n_batches = {kind: len(service.served) for kind, service in runner.services.items()}
-    after = runner.run(
-        "again", [loop.drafts(question, CONFIG) for question in QUESTIONS]
-    )
+    after = run(runner, "again")
     assert {kind: len(s.served) for kind, s in runner.services.items()} == n_batches
     assert after == before
 
@@ -164,8 +160,7 @@ def test_a_number_that_is_not_finite_is_read_as_it_was_written(tmp_path):
 def test_calls_of_another_corpus_are_not_taken(tmp_path):
     path = tmp_path / "calls.jsonl"
     run(waves(path))
-    other = waves(path, key="another corpus")
-    run(other)
+    run(other := waves(path, key="another corpus"))
     assert len(other.services["search"].served) > 0
 
 
@@ -215,9 +210,10 @@ kinds = "birthplace employer spouse".split()
 passages = [Passage(title=n, text=f"the {k} of {n} is {names[(i * 7 + j) % 32]}.")
             for i, n in enumerate(names) for j, k in enumerate(kinds)]
 examples = tuple(
-    Example(id=f"q{i}", dataset="world", split=split, golds=(names[(i * 7) % 32],),
-            question=f"what is the {kinds[i % 3]} of {n}?")
-    for i, n in enumerate(names) for split in ("validation",))
+    Example(id=f"q{i}", dataset="world", split="validation",
+            question=f"what is the {kinds[i % 3]} of {n}?",
+            golds=(names[(i * 7) % 32],))
+    for i, n in enumerate(names))
 backbone = load_backbone(WEIGHTS)
 probed = ProbedBackbone(backbone, make_detector(backbone),
                         GenerationConfig(max_new_tokens=6, tokens_per_batch=200))
