@@ -233,11 +233,8 @@ def make_demo() -> click.Command:
         from beatrice.extract.run.stages import run_stage
         from beatrice.extract.world.stage import new_world
 
-        settings, progress = (
-            new_world(**given(run), storage=storage.fields()),
-            Progress(),
-        )
-        began = time.monotonic()
+        settings = new_world(**given(run), storage=storage.fields())
+        progress, began = Progress(), time.monotonic()
         with RunDir.open(run_dir, settings) as opened:
             for stage_path in CHAIN:
                 stage = pkgutil.resolve_name(stage_path)
@@ -261,8 +258,6 @@ if TYPE_CHECKING:
     from beatrice.extract.run.directory import RunDir
     from beatrice.probe import Probe
 
-# Shown of a row on the page: the first that is there.
-_HEADINGS = ("question", "prompt")
 Results = Sequence[tuple[str | None, Sequence[str], Mapping[str, Any]]]
 
 
@@ -358,11 +353,10 @@ def score(source: str | None, as_json: bool, how: ScoreOptions) -> None:
             _score_file(probe, Path(name).name, file, n_rows, how, as_json)
             return
     context, question = how.context or None, how.question or ""
-    result = (
-        probe.answer(question, context)
-        if how.answer is None
-        else probe.score(question, how.answer, context)
-    )
+    if how.answer is None:
+        result = probe.answer(question, context)
+    else:
+        result = probe.score(question, how.answer, context)
     for warning in result.warnings:
         click.echo(printable(f"warning: {warning}"), err=True)
     click.echo(": ".join(filter(None, (result.decision, result.reason))), err=True)
@@ -464,7 +458,8 @@ def _score_file(
         def each(row: Any, result: Mapping[str, Any]) -> None:
             tally.add(row, result)
             if how.html is not None:
-                arguments = (getattr(row.given, name, None) for name in _HEADINGS)
+                names = ("question", "prompt")  # the first that is there is shown
+                arguments = (getattr(row.given, name, None) for name in names)
                 passages = getattr(row.given, "context", None) or ()
                 texts = [getattr(passage, "text", passage) for passage in passages]
                 shown.append((next(filter(None, arguments), None), texts, result))
@@ -527,11 +522,10 @@ def fit(
         raise click.UsageError(f"after the model give {wanted}")
     NewPath().convert(places[-1], None, None)
     check_folder(places[-1])
+    note = Progress().note
     fit_own(
         model,
-        read_labelled(labelled, Progress().note)
-        if labelled
-        else read_questions(places[0]),
+        read_labelled(labelled, note) if labelled else read_questions(places[0]),
         places[-1],
         is_labelled=labelled is not None,
         untrustworthy=untrustworthy,
@@ -547,15 +541,9 @@ _IN_REPORT = {
 }  # experiment, metric and kind of a run's rows
 
 
-def _report_of(
-    run: "RunDir",
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _report_of(run: "RunDir") -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return rows of `Probe.report` of a finished run, and of five test answers."""
-    from beatrice.extract.run.contents import (
-        read_answers,
-        read_examples,
-        settings_of,
-    )
+    from beatrice.extract.run.contents import read_answers, read_examples, settings_of
     from beatrice.extract.run.rows import read_result_rows
     from beatrice.probe import MOST_EXAMPLES
 
@@ -575,9 +563,8 @@ def _report_of(
             continue
         row: dict[str, Any] = {"question": example.question, "answer": answer.text}
         if setting == "with_context":
-            row["context"] = [
-                {"title": p.title, "text": p.text} for p in example.passages
-            ]
+            shown = [{"title": p.title, "text": p.text} for p in example.passages]
+            row["context"] = shown
         examples.append(row)
         if len(examples) == MOST_EXAMPLES:
             break
@@ -600,12 +587,10 @@ def export(run_dir: Path, folder: Path, untrustworthy: bool) -> None:
     from beatrice.extract.run.directory import RunDir
     from beatrice.probe import load
 
-    run = RunDir(run_dir)
     probe = load(run_dir)
-    report, examples = _report_of(run)
-    probe.with_report(report).save(
-        folder, examples=examples, untrustworthy=untrustworthy
-    )
+    report, examples = _report_of(RunDir(run_dir))
+    probe = probe.with_report(report)
+    probe.save(folder, examples=examples, untrustworthy=untrustworthy)
     size = sum(path.stat().st_size for path in folder.iterdir())
     click.echo(f"{folder}: {size / 1e6:.1f} MB; beatrice score {folder} --question …")
 

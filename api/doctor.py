@@ -114,11 +114,9 @@ def look_at_devices() -> Iterator[Finding]:
     for index in range(torch.cuda.device_count()):
         free, total = map(bytes_in_words, torch.cuda.mem_get_info(index))
         text = f"{torch.cuda.get_device_name(index)}, {free} of {total} free"
-        if torch.cuda.get_device_capability(index) >= (8, 0):
-            yield Finding(f"cuda:{index}", "ok", text)
-        else:
-            text += ", no bfloat16; use float16"
-            yield Finding(f"cuda:{index}", "warning", text)
+        is_old = torch.cuda.get_device_capability(index) < (8, 0)
+        text += ", no bfloat16; use float16" if is_old else ""
+        yield Finding(f"cuda:{index}", "warning" if is_old else "ok", text)
     devices = ", ".join(map(str, jax.devices()))
     limits = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     of = "" if limits is None else f", {bytes_in_words(limits)} each for its programs"

@@ -172,15 +172,9 @@ def fit(
         raise ValueError(f"recipe: expected one of {choices}, found {recipe!r}")
     rows = _rows_of(passes, labels, groups, splits, seed)
     layer = _choose_layer(passes, rows, config, seed)
-    fused, grids = _fit_heads(
-        passes, rows, layer, recipe, config.seeded(seed), progress
-    )
-    detector = calibrated(
-        fused,
-        grids,
-        provenance=_provenance(passes, layer),
-        precision=precision,
-    )
+    seeded, provenance = config.seeded(seed), _provenance(passes, layer)
+    fused, grids = _fit_heads(passes, rows, layer, recipe, seeded, progress)
+    detector = calibrated(fused, grids, provenance=provenance, precision=precision)
     report = _report(fused, detector, rows, config.n_resamples, seed)
     model = next(iter(passes.values())).model
     opener = partial(scorer_of, detector, model)
@@ -207,28 +201,22 @@ def _fit_heads(
         pools: dict[Setting, Pool] = {
             setting: pool_of(outputs, rows, setting, n_seeds) for setting in passes
         }
-        return _fuse(pools, config.heads), grids
+        selected = select_heads(pools, config.heads)
+        return {
+            branch: FusedHead(
+                chosen.members,
+                chosen.config,
+                chosen.params,
+                HeadTrainer(pools[branch_setting(branch)], config.heads).scores(chosen),
+            )
+            for branch, chosen in selected.items()
+        }, grids
     heads: dict[HeadName, FusedHead] = {}
     for branch in branches_of(tuple(passes)):
         setting = branch_setting(branch)
         every = grids[setting].dims.n_subsets - 1
         heads[branch] = passing_head(every, outputs[setting])
     return heads, grids
-
-
-def _fuse(
-    pools: Mapping[Setting, Pool], config: SelectConfig
-) -> dict[HeadName, FusedHead]:
-    """Select encoders for each head, and score every row by their fusion."""
-    return {
-        branch: FusedHead(
-            chosen.members,
-            chosen.config,
-            chosen.params,
-            HeadTrainer(pools[branch_setting(branch)], config).scores(chosen),
-        )
-        for branch, chosen in select_heads(pools, config).items()
-    }
 
 
 def _train(

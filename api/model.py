@@ -173,9 +173,8 @@ class LanguageModel:
         stop = usual_stop(self.prompt) if stop is None else as_texts(stop, "stop")
         config = GenerationConfig(max_new_tokens=max_new_tokens, stop=tuple(stop))
         if read:
-            return self._answer_and_read(
-                requests.requests, config, self._layers(layers), store
-            )
+            kept = self._layers(layers)
+            return self._answer_and_read(requests.requests, config, kept, store)
         return generate(self.backbone, requests.requests, config)
 
     def _answer_and_read(
@@ -297,16 +296,14 @@ class LanguageModel:
 
         stops = Counter(a.stop_id for a in answers if a.stop_id is not None)
         tokenizer = self.backbone.tokenizer
-        texts = (
-            []
-            if tokenizer is None
-            else tokenizer.batch_decode([answer.prompt_ids for answer in answers])
-        )
+        texts = [answer.text for answer in answers]
+        if tokenizer is not None:
+            texts += tokenizer.batch_decode([answer.prompt_ids for answer in answers])
         return {
             "name": self.name,
             "prompt": dataclasses.asdict(self.prompt),
             "stop_id": stops.most_common(1)[0][0] if stops else None,
-            "scripts": scripts_of([*texts, *(answer.text for answer in answers)]),
+            "scripts": scripts_of(texts),
         }
 
 
@@ -453,9 +450,8 @@ def _as_example(
     if isinstance(question, Example):
         name, text = question.id, question.question
     elif not isinstance(question, str) or not question.strip():
-        raise argument_error(
-            f"questions[{number}]", "a text that says something", question
-        )
+        name = f"questions[{number}]"
+        raise argument_error(name, "a text that says something", question)
     return Example(
         id=name,
         question=str(text),
@@ -470,9 +466,8 @@ def _check_answers(answers: Iterable[Answer]) -> list[Answer]:
     checked = as_list(answers, "answers", "a list of Answers")
     for number, answer in enumerate(checked):
         if not isinstance(answer, Answer):
-            raise argument_error(
-                f"answers[{number}]", "an Answer of LanguageModel.answer", answer
-            )
+            name = f"answers[{number}]"
+            raise argument_error(name, "an Answer of LanguageModel.answer", answer)
     settings = {answer.setting for answer in checked}
     if len(settings) != 1:
         raise ValueError(

@@ -160,15 +160,11 @@ def read_given(
     from beatrice.pgir.given import AnswerToScore, prepare
 
     tokenizer, template = model.backbone.tokenizer, model.prompt.prompt_template()
-    answers = [
-        prepare(
-            tokenizer,
-            template,
-            AnswerToScore(question=question, answer=answer),
-            example_id=str(number),
-        ).answer
-        for number, (question, answer, _) in enumerate(rows)
-    ]
+    answers = []
+    for number, (question, answer, _) in enumerate(rows):
+        given = AnswerToScore(question=question, answer=answer)
+        prepared = prepare(tokenizer, template, given, example_id=str(number))
+        answers.append(prepared.answer)
     labels, texts = np.array([row[2] for row in rows]), [row[0] for row in rows]
     splits = split_answers(labels, texts)
     _forecast(model.read, answers, note)
@@ -281,10 +277,8 @@ def fit_own(
             "questions; nothing is saved (--untrustworthy saves it, and each of its "
             "scores says so)"
         )
-    probe.with_report([*probe.rows, *baselines]).save(
-        folder,
-        examples=examples_of(probe, data),
-        untrustworthy=untrustworthy,
-    )
+    examples = examples_of(probe, data)
+    probe = probe.with_report([*probe.rows, *baselines])
+    probe.save(folder, examples=examples, untrustworthy=untrustworthy)
     shutil.rmtree(work, ignore_errors=True)  # the probe is all that is needed
     say(f"{folder}: load it with beatrice.load({str(folder)!r})")

@@ -175,13 +175,8 @@ class Probe(AnswerScorer):
         }
         if not len(signals):
             return np.zeros(0)
-        return score_store(
-            self.detector,
-            branch,
-            stores,
-            layer=self.layer,
-            examples=signals.indices,
-        ).p_correct
+        fixed = {"layer": self.layer, "examples": signals.indices}
+        return score_store(self.detector, branch, stores, **fixed).p_correct
 
     @property
     def scorer(self) -> "Scorer":
@@ -333,13 +328,10 @@ def _portable(detector: Detector, scorer: "Scorer | None") -> Detector:
     trained = detector.provenance
     if trained is None:
         return detector
-    provenance = dataclasses.replace(
-        trained, model=name_of_released(trained.revision) or trained.model
-    )
-    if scorer is not None and trained.hashes == ModelHashes():  # of a run
-        provenance = dataclasses.replace(
-            provenance, hashes=scorer.probed.backbone.hashes
-        )
+    model, hashes = name_of_released(trained.revision) or trained.model, trained.hashes
+    if scorer is not None and hashes == ModelHashes():  # of a run
+        hashes = scorer.probed.backbone.hashes
+    provenance = dataclasses.replace(trained, model=model, hashes=hashes)
     return dataclasses.replace(detector, provenance=provenance)
 
 
@@ -462,13 +454,8 @@ def load(
             "device and dtype are those of the model in memory; give a path to choose "
             "them"
         )
-    options = {
-        "model": model,
-        "device": device,
-        "dtype": dtype,
-        "strict": strict,
-        "precision": precision,
-    }
+    options: dict[str, Any] = {"model": model, "device": device, "dtype": dtype}
+    options |= {"strict": strict, "precision": precision}
     folder = _find(path)
     return (_saved_probe if _is_saved(folder) else _probe_of_run)(folder, options)
 
@@ -490,16 +477,9 @@ def _saved_probe(folder: Path, options: Mapping[str, Any]) -> Probe:
         for line in file.read_bytes().splitlines()
     ]
     identity = sha256_file(folder / CHECKSUMS)
-    return Probe(
-        detector,
-        about.report,
-        layer=about.layer,
-        examples=examples,
-        identity=identity,
-        open_scorer=partial(
-            scorer_of, detector, examples=examples, identity=identity, **options
-        ),
-    )
+    known = {"examples": examples, "identity": identity}
+    opener = partial(scorer_of, detector, **known, **options)
+    return Probe(detector, about.report, layer=about.layer, open_scorer=opener, **known)
 
 
 def _probe_of_run(folder: Path, options: Mapping[str, Any]) -> Probe:

@@ -158,9 +158,8 @@ class Signals:
         store: Any = self.store
         if store.url.startswith(_MEMORY):
             memory = open_kvstore(store.url)
-            store = {
-                key: memory.read(key).result().value for key in memory.list().result()
-            }
+            keys = memory.list().result()
+            store = {key: memory.read(key).result().value for key in keys}
         return _reopened, (store, self.indices, self.model)
 
     @cached_property
@@ -209,9 +208,8 @@ class Signals:
             chosen = self.indices[which if isinstance(which, slice) else list(which)]
             return Signals(self.store, chosen, model=self.model)
         at = [self.indices[which]]
-        return {
-            name: read_family(self.store, name, at).values for name in self.families
-        }
+        families = self.families
+        return {name: read_family(self.store, name, at).values for name in families}
 
     def __repr__(self) -> str:
         """Say how many answers, of which setting, layers and families."""
@@ -301,9 +299,8 @@ def _counts_of(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
     """Return the tokens of each answer as int64 `[n_answers]`."""
     counts = _whole_numbers(lengths, "lengths")
     if counts.ndim != 1:
-        raise ValueError(
-            f"lengths: expected [n_answers], found the shape {counts.shape}"
-        )
+        shape = counts.shape
+        raise ValueError(f"lengths: expected [n_answers], found the shape {shape}")
     return counts
 
 

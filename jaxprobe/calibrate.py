@@ -221,10 +221,7 @@ class Grid:
 
 
 class FusedHead(NamedTuple):
-    """The heads of a set of pool positions (see `reads`), leaves `[n_seeds, ...]`.
-
-    `scores` are `[n_seeds, n_rows]` uncalibrated probabilities of every row.
-    """
+    """Heads of pool positions (see `reads`) and their raw P, `[n_seeds, n_rows]`."""
 
     members: Sequence[int]
     config: FusionConfig
@@ -316,10 +313,7 @@ def calibrated(
     precision: float = 0.9,
     kind: MapKind = "increasing",
 ) -> Detector:
-    """Return the detector of selected heads and the encoders that they read.
-
-    Of no `provenance` are a caller's arrays.
-    """
+    """Return the detector of selected heads, and of the encoders that they read."""
     heads: dict[HeadName, SettingHead] = {
         branch: calibrated_head(
             branch, head, grids[branch_setting(branch)], precision, kind

@@ -57,10 +57,7 @@ def _sigmoid(logits: np.ndarray) -> np.ndarray:
 
 
 class Reliability(NamedTuple):
-    """Equal-width bins of predicted probability, between `[n_bins + 1]` edges.
-
-    Mean prediction and share of correct answers are NaN in an empty bin.
-    """
+    """Bins of predicted probability; means are NaN in an empty bin."""
 
     edges: np.ndarray
     confidence: np.ndarray
@@ -247,10 +244,7 @@ def reliability(
 
 
 def ece(p_correct: np.ndarray, labels: np.ndarray, n_bins: int = 15) -> float:
-    """Expected calibration error over equal-width bins, in [0, 1].
-
-    NaN of nothing, and where a probability is NaN.
-    """
+    """Expected calibration error in equal-width bins, in [0, 1]; NaN of none or NaN."""
     if not len(labels):
         return float("nan")
     bins = reliability(p_correct, labels, n_bins)

@@ -153,10 +153,7 @@ class PlannedConfig(TrainConfig):
 
 
 def row_choices(config: TrainConfig) -> list[int]:
-    """Return the sizes into which a batch may be split, largest first.
-
-    They divide a microbatch that draws together, or are several such microbatches.
-    """
+    """Return the sizes of a batch's parts, largest first: whole or equal microbatches."""
     size = config.batch_size // config.microbatches()
     return [
         n

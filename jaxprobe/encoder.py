@@ -170,10 +170,7 @@ def masked_group_norm(
 
 
 def masked_pool(x: jax.Array, mask: jax.Array) -> jax.Array:
-    """Maximum and mean over the real tokens, `[2 * d, n_examples]`; zeros if none is.
-
-    Of `[d, n_span_tokens, n_examples]`, zero on padding.
-    """
+    """Maximum and mean over real tokens (padding is zero), `[2 * d, n_examples]`."""
     count = mask.sum(axis=0)[None]
     highest = jnp.where(mask[None] > 0, x, -jnp.inf).max(axis=1, initial=-1e30)
     highest = jnp.where(count > 0, highest, 0.0)

@@ -121,10 +121,7 @@ class PoolOutputs(NamedTuple):
 
 
 def head_inputs(pooled: jax.Array, logits: jax.Array) -> jax.Array:
-    """Lay probabilities below pooled vectors, `[..., d_pooled + 1, n_examples]`.
-
-    Of pooled `[..., n_examples, d_pooled]` and logits `[..., n_examples]`.
-    """
+    """Lay probabilities below pooled vectors, `[..., d_pooled + 1, n_examples]`."""
     p_correct = jax.nn.sigmoid(logits)[..., None, :]
     return jnp.concatenate([jnp.swapaxes(pooled, -1, -2), p_correct], axis=-2)
 

@@ -239,10 +239,7 @@ def start_block(
     config: TrainConfig,
     mesh: Mesh | None = None,
 ) -> FitState:
-    """States before the first step; of `features` only the widths matter.
-
-    What reads no family is done before it begins.
-    """
+    """States before the first step, by the widths alone; what reads nothing is done."""
 
     def start(member, _, sample: FamilyTokens) -> FitState:
         family_mask, subset, seed = member

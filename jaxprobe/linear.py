@@ -55,10 +55,7 @@ def fit_linear(
         [float], LogisticRegression | LinearSVC
     ] = logistic_regression,
 ) -> LinearFit:
-    """Fit on training answers; validation AUROC chooses the penalty.
-
-    Of equals, the strongest. `regression_of` makes a regression of an inverse penalty.
-    """
+    """Fit on training answers; validation AUROC chooses the strongest best penalty."""
     is_correct = both_classes(labels, train.shape[0], "training")
     is_valid_correct = both_classes(valid_labels, valid.shape[0], "validation")
 
@@ -197,10 +194,7 @@ def _folds(
 def fit_linear_parts(
     train: Pooled, valid: Pooled, questions: np.ndarray, subsets: Sequence[int]
 ) -> LinearGrid:
-    """Fit the regressions of subsets of the families; `valid` chooses penalties.
-
-    Rows of one of the questions `[n_train]` are in one fold.
-    """
+    """Fit regressions of subsets by folds of questions; `valid` chooses penalties."""
     scales = [block_scale(family) for family in train.families]
     scaled = [_scaled(rows.families, scales) for rows in (train, valid)]
     folds = _folds(train.labels, questions)
@@ -298,10 +292,7 @@ def drop_networks_without_gain(
     labels: np.ndarray,
     questions: np.ndarray | None = None,
 ) -> Trained:
-    """Zero the last layer of networks that gain nothing on their linear part.
-
-    `logits` `[n_members, n_validation]` are of both together.
-    """
+    """Zero the last layer of networks that gain nothing on their linear part."""
     linear = [grid.valid[member.subset] for member in trained.members]
     pairs = zip(logits, linear, strict=True)
     is_dropped = np.array([not is_gain(*pair, labels, questions) for pair in pairs])

@@ -109,10 +109,7 @@ class Sizes:
         where: Sequence[np.ndarray],
         device_dtypes: tuple[Dtype, ...],
     ) -> "Sizes":
-        """Return the sizes of training and validation rows, which are at `where`.
-
-        `lengths` are `[n_rows, n_spans]` tokens of every row of the store.
-        """
+        """Return the sizes of training and validation rows at `where` in a store."""
         if config.stream is not None:
             widths = widths_of(lengths)
             groups = [[(config.stream.group_rows(len(rows)), widths)] for rows in where]

@@ -235,10 +235,7 @@ def _rising(
     weights: np.ndarray,
     among: np.ndarray | None = None,
 ) -> Iterator[tuple[np.ndarray | None, np.ndarray | None]]:
-    """Yield the weights `[n_resamples]` of right and of wrong at each rising score.
-
-    None where only the other kind has this score.
-    """
+    """Yield the weights of right and of wrong, or None, at each rising score."""
     among = np.arange(len(scores)) if among is None else among
     order = among[np.argsort(scores[among], kind="stable")]
     edges = np.flatnonzero(np.diff(scores[order], prepend=np.nan, append=np.nan))

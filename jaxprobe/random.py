@@ -28,10 +28,7 @@ def stream_key(root_seed: int, stream: int, *numbers: jax.Array | int) -> jax.Ar
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowKeys:
-    """Keys of rows that draw in groups, whatever part of a batch is computed at once.
-
-    A row draws what it draws where its whole group is computed with the group's key.
-    """
+    """Keys of rows, which draw as in their whole group whatever is computed."""
 
     # `[]` where the rows lie in one group, or `[n_groups]` of whole ones.
     keys: jax.Array
@@ -50,10 +47,7 @@ class RowKeys:
 def hashed_bits(
     key: jax.Array | RowKeys, stream: int, shape: tuple[int, ...], row_axis: int = -1
 ) -> jax.Array:
-    """Counter-based random bits, uint32: a keyed multiply-xorshift hash of the index.
-
-    `stream` tells draws of the same step apart; rows lie along `row_axis`.
-    """
+    """Counter-based random bits: a keyed multiply-xorshift hash of stream and index."""
     if isinstance(key, RowKeys):
         words, index = _row_index(key, shape, row_axis % len(shape))
     else:

@@ -101,10 +101,7 @@ class Rows:
 def rows_of(
     store: FeatureStore, examples: Iterable[Example], labels: Iterable[Label]
 ) -> Rows:
-    """Return which question each row of a store is, and whether its answer is right.
-
-    Its keys are (example, setting, variant); other examples and labels are not read.
-    """
+    """Return which question each row of a store is, and whether its answer is right."""
     by_id = {example.id: example for example in examples}
     by_key: dict[tuple[str, ...], Label] = {
         (x.example_id, x.setting, x.variant): x for x in labels
@@ -146,10 +143,7 @@ def partners(
 
 
 class LayerCurve(Record, frozen=True, kw_only=True):
-    """A setting's sweep: validation AUROC per layer and seed, and the best layer.
-
-    `n_train` and `n_validation` are the answers that the probes read.
-    """
+    """A setting's sweep: validation AUROC per layer and seed, and the best layer."""
 
     layers: tuple[int, ...]
     auroc: tuple[tuple[Share, ...], ...]
@@ -194,10 +188,7 @@ class TrainingSet:
     in_memory: tuple[tuple[Bucket, ...], tuple[Bucket, ...]] | None
 
     def splits(self) -> list[Iterable[tuple[np.ndarray, FamilyTokens]]]:
-        """Return the training and the validation rows, a few at a time.
-
-        Each as `batches` yields it; rows that are in memory come in their groups.
-        """
+        """Return training and validation rows, in their groups or as `batches`."""
         if self.in_memory is not None:
             return list(self.in_memory)
         return list(map(self.batches, self.where, (self.read_train, self.read)))
@@ -339,10 +330,7 @@ def _check_classes(rows: Rows, where: tuple[np.ndarray, np.ndarray]) -> None:
 
 
 def rows_at_once(widths: Sequence[int], dims: FamilyDims) -> int:
-    """Return how many examples are encoded together, a power of two.
-
-    One of the paper's takes eight megabytes.
-    """
+    """Return how many examples, a power of two, are encoded together."""
     fitting = _MOST_BYTES // (4 * sum(widths) * dims.total)
     return 1 << (max(1, min(fitting, _MOST_ROWS)).bit_length() - 1)
 

@@ -410,10 +410,8 @@ def _fit(
     sizes = Sizes.of(config, data.dims, data.lengths, data.where, data.device_dtypes)
     plan = choose(sizes, config.device_memory)
     blocks = plan.blocks(members)
-    protocol = {
-        "encoder": Encoder(config.encoder, data.dims),
-        "config": plan.config(config.train),
-    }
+    encoder = Encoder(config.encoder, data.dims)
+    protocol = {"encoder": encoder, "config": plan.config(config.train)}
     labels = [data.rows.labels[where] for where in data.where]
     questions = [
         np.unique(data.rows.ids[where], return_inverse=True)[1] for where in data.where
@@ -466,9 +464,8 @@ def _outputs(
     encoder = Encoder(config.encoder, data.dims)
     indices, outputs = [], []
     for rows, tokens in data.batches(where):
-        logits, pooled = jax.device_get(
-            member_outputs(trained, tokens, encoder=encoder)
-        )
+        of_batch = member_outputs(trained, tokens, encoder=encoder)
+        logits, pooled = jax.device_get(of_batch)
         indices.append(rows)
         outputs.append(MemberOutputs(logits[:, : len(rows)], pooled[:, : len(rows)]))
     order = np.argsort(np.concatenate(indices))
@@ -532,9 +529,8 @@ def _train_setting(
         return_freed_memory()
     data = run_training_set(run, setting, config)
     permuted = permute_by_question(data.rows, run.seed)
-    control_data = dataclasses.replace(
-        data, rows=dataclasses.replace(data.rows, labels=permuted)
-    )
+    rows = dataclasses.replace(data.rows, labels=permuted)
+    control_data = dataclasses.replace(data, rows=rows)
     fit = partial(train_encoders, config=config, share=run.share, on_part=tick)
     grid = fit(data, cache=caches[0])
     control = fit(control_data, subsets=[EVERY_FAMILY], cache=caches[1])

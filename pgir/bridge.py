@@ -445,10 +445,7 @@ def _group_norm(
     scale: torch.Tensor,
     bias: torch.Tensor,
 ) -> torch.Tensor:
-    """Normalise groups of channels over real tokens, `[n_examples, n_tokens]`.
-
-    Of `[n_members, n_examples, n_tokens, d]`, zero on padding, as the result is.
-    """
+    """Normalise groups of channels over real tokens; padding is and stays zero."""
     size = x.shape[-1] // n_groups
     count = real.sum(dim=1).clamp(min=1.0)[:, None] * size
     mean = x.sum(dim=2).unflatten(-1, (n_groups, size)).sum(-1) / count

@@ -206,11 +206,10 @@ def corpus(folder: Path, as_json: bool, how: CorpusOptions) -> None:
         _search(Corpus(folder), encoder, how, as_json)
         return
     progress = Progress()
-    corpus = (
-        build_corpus(folder, how.source, progress.note)
-        if how.source
-        else Corpus(folder)
-    )
+    if how.source:
+        corpus = build_corpus(folder, how.source, progress.note)
+    else:
+        corpus = Corpus(folder)
     n_passages, n_questions = len(corpus), len(corpus.golds())
     if as_json:
         counts = {"n_passages": n_passages, "n_questions": n_questions}

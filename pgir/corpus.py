@@ -343,10 +343,7 @@ def has_answer(
 def measure(
     rankings: np.ndarray, passages: Sequence[Passage], golds: Sequence[Gold]
 ) -> tuple[Measured, dict[str, int]]:
-    """Return recall and has-answer per question set, and how many questions each has.
-
-    Rankings are `[n_questions, n]` indices, best first.
-    """
+    """Return recall and has-answer per question set, and each one's questions."""
     of_set: dict[tuple[str, str], list[dict[int, float]]] = {}
     for gold, ranking in zip(golds, rankings, strict=True):
         values = {
@@ -363,10 +360,7 @@ def measure(
 
 
 def agreement(rankings: np.ndarray, exact: np.ndarray) -> dict[int, float]:
-    """Return the share of the exact ranking's first passages that another one has.
-
-    Both are `[n_queries, n]`.
-    """
+    """Return the share of the exact ranking's first passages that another one has."""
     pairs = list(zip(rankings, exact, strict=True))
     shares = {d: [gold_recall(a, b[:d], (d,))[d] for a, b in pairs] for d in DEPTHS}
     return {depth: float(np.mean(values)) for depth, values in shares.items()}

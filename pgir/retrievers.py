@@ -134,10 +134,7 @@ def fuse_all(rankings: Sequence[np.ndarray], depth: int) -> np.ndarray:
 
 
 def fuse(rankings: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
-    """Return the passages of one query's rankings in the order of their fused scores.
-
-    Of equal scores the lower index comes first.
-    """
+    """Return one query's passages by fused score; of equals the lower index first."""
     indices, inverse = np.unique(np.concatenate(rankings), return_inverse=True)
     gains = [1 / (RANK_CONSTANT + 1 + np.arange(len(each))) for each in rankings]
     scores = np.bincount(inverse, np.concatenate(gains))

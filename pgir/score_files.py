@@ -191,13 +191,9 @@ class Tally:
 
     def as_json(self) -> dict[str, Any]:
         """Return what became of the rows."""
-        decisions = {name: self.decisions[name] for name in SIGNS if name != "bad"}
-        return {
-            "n_rows": self.n_done,
-            **decisions,
-            "bad": len(self.bad),
-            "unread": self.unread,
-        }
+        counts = {"n_rows": self.n_done}
+        counts |= {name: self.decisions[name] for name in SIGNS if name != "bad"}
+        return {**counts, "bad": len(self.bad), "unread": self.unread}
 
     def in_words(self) -> str:
         """Say what became of the rows."""
@@ -307,10 +303,7 @@ _RAISES, _LOWERS = "31, 104, 173", "179, 78, 12"  # red, green, blue
 
 
 def score_html(result: Mapping[str, Any], effects: Sequence[float]) -> str:
-    """Return one score (`Score.as_json`) for a notebook: its answer, P and notes.
-
-    Without effects no token is tinted.
-    """
+    """Return one score (`Score.as_json`) for a notebook, tinted by effects if any."""
     entry = _entry((None, (), result))
     most = max(map(abs, effects), default=0.0) or 1.0
     spans = []
@@ -327,9 +320,8 @@ def score_html(result: Mapping[str, Any], effects: Sequence[float]) -> str:
         title = f' title="{", ".join(titles)}"' if titles else ""
         spans.append(f"<span{style}{title}>{html.escape(token['text'])}</span>")
     p = "no P" if entry["p"] is None else f"P(correct) = {entry['p']}"
-    notes = "".join(
-        f"<br><small>{html.escape(note)}</small>" for note in entry["notes"]
-    )
+    escaped = map(html.escape, entry["notes"])
+    notes = "".join(f"<br><small>{note}</small>" for note in escaped)
     kind = entry["kind"]
     return (
         f'<div><b>{SIGNS[kind]} {kind} · {p}</b><br><span style="white-space: '

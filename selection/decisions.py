@@ -65,10 +65,7 @@ N_BEST = 10  # the paper's
 
 
 def mistakes(scores: np.ndarray, labels: np.ndarray, names: np.ndarray) -> np.ndarray:
-    """Return where a score is wrong that flags as many answers as are wrong.
-
-    Flagged and right, or wrong and not flagged; names, all different, settle ties.
-    """
+    """Return where flagging as many as are wrong errs; names settle ties."""
     is_flagged = np.zeros(len(scores), bool)
     is_flagged[np.lexsort((names, scores))[: int((~labels).sum())]] = True
     return is_flagged == labels
@@ -214,10 +211,7 @@ KINDS = ("accepted closed-book", "trusted with context", "both flagged")
 def flip_ratios(
     name: str, family: str, intact: np.ndarray, without: np.ndarray, labels: np.ndarray
 ) -> list[Ratio]:
-    """Return how often decisions flip, how often rightly, and how near the boundary.
-
-    Both logits are `[n_seeds, n]`, with the family and without it.
-    """
+    """Return how often decisions flip, how often rightly, and how near the boundary."""
     is_flip = (intact > 0) != (without > 0)
     is_right = (intact > 0) == labels[None]
     is_near, every = np.abs(without) <= NEAR, np.ones_like(is_flip)
@@ -236,10 +230,7 @@ def flip_ratios(
 
 
 def flips(deployed: Deployed) -> list[ResultRow]:
-    """Return the flips of every family of every queried encoder on every set.
-
-    And the share of right answers, against which a precision is to be read.
-    """
+    """Return the flips of every family of every queried encoder, and right answers."""
     rows, result = deployed.rows, []
     for dataset, split in judged_sets(rows):
         at = np.isin(deployed.judged, rows.where(split, dataset))
@@ -417,10 +408,7 @@ def _read_decisions(
 
 
 def cases(inputs: AnalysisInput) -> AnalysisOutput:
-    """Return how many questions are of each kind and how often the answer is right.
-
-    And a case of each kind of every set.
-    """
+    """Return each kind's share of questions and of right answers, and a case."""
     settings: tuple[Setting, Setting] = ("closed_book", "with_context")
     deployed = inputs.settings["with_context"]
     frames, ends = zip(*(_read_decisions(inputs, x) for x in settings), strict=True)

@@ -121,10 +121,7 @@ def fit_sets(
     train_config: TrainConfig,
     n_calls: int | None = None,
 ) -> Heads:
-    """Train a head for every set and seed in one call.
-
-    It is padded to `n_calls` sets, so that calls with fewer reuse the executable.
-    """
+    """Train a head for every set and seed in one call, padded to `n_calls` sets."""
     n_sets = max(n_calls or 0, len(sets))
     slots = np.zeros((n_sets, config.n_slots), np.int32)
     masks = np.zeros((n_sets, config.n_slots), bool)

@@ -253,10 +253,7 @@ def positions(deployed: Deployed) -> list[ResultRow]:
 
 
 def spans_gone(deployed: Deployed) -> list[ResultRow]:
-    """Return the AUROC of queried encoders with each span at its means, and the loss.
-
-    The encoder's own logit, without a head.
-    """
+    """Return the AUROC of encoders' logits with a span at its means, and the loss."""
     scored, pairs = [], []
     for name in deployed.queried:
         intact = encoder(name)
@@ -288,10 +285,7 @@ def linear_scores(
 
 
 def pooled_signals(deployed: Deployed, where: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Return what a linear probe reads of some rows, `[n, n_features]` a family.
-
-    The same as encoders that begin as regressions do, see `jaxprobe.encoder`.
-    """
+    """Return what regressions read of some rows, `[n, n_features]` a family."""
     labels = deployed.rows.labels[where]
     return Pooled.of(deployed.data.batches(where, n_copies=2), labels).families
 

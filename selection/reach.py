@@ -217,10 +217,7 @@ def sources_of(rows: Rows, pools: Mapping[str, np.ndarray]) -> dict[str, np.ndar
 
 
 def transfer(inputs: AnalysisInput) -> AnalysisOutput:
-    """Return AUROC on every set of detectors that were trained on one set each.
-
-    Of the encoder and the probe of all families, from as many answers of each set.
-    """
+    """Return AUROC on every set of an encoder and a probe that one other set taught."""
     return per_setting(lambda deployed: _matrix(deployed, inputs.folder))(inputs)
 
 
@@ -266,10 +263,7 @@ class RankAgreement(NamedTuple):
 
 
 def subset_aurocs(ranked: Ranked, weights: np.ndarray) -> np.ndarray:
-    """Return every subset's AUROC, mean over seeds, under weights `[n, n_resamples]`.
-
-    `[n_subsets, n_resamples]`; NaN where a resample lacks a class.
-    """
+    """Return every subset's AUROC, mean over seeds, or NaN, `[n_subsets, n_resamples]`."""
 
     def auroc_of(scores: np.ndarray) -> np.ndarray:
         return weighted_metrics(scores, ranked.labels, weights)["auroc"]
@@ -339,10 +333,7 @@ def _auroc_rows(
 
 
 def backbones(inputs: AnalysisInput) -> AnalysisOutput:
-    """Return how two runs' encoders compare on test answers, in shared settings.
-
-    And what pairs of families gain on the other backbone.
-    """
+    """Return how two runs' encoders compare on test answers, and the other's pairs."""
     shared: list[Setting] = [s for s in inputs.settings if s in inputs.other]
     if not shared:
         raise ValueError(

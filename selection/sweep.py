@@ -198,10 +198,7 @@ def choose_layer(
     config: SweepSection,
     on_setting: Callable[[], None] = lambda: None,
 ) -> LayerSweep:
-    """Choose the layer that the hidden family is read from, by validation AUROC.
-
-    One layer serves all settings, as in the paper: the best of their mean.
-    """
+    """Choose one layer of hidden states for all settings, best in their mean AUROC."""
     curves = {}
     for setting, (store, rows) in stores.items():
         curves[setting] = sweep_store(store, rows, config)

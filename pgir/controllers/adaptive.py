@@ -243,11 +243,8 @@ def run_adaptive(session: Session) -> None:
     again = session.run(
         "train:iterative", training, lambda e: iterative(e.question, shared)
     )
-    right: dict[Strategy, np.ndarray] = {
-        "A": without,
-        "B": once,
-        "C": right_of(training, again),
-    }
+    right: dict[Strategy, np.ndarray] = {"A": without, "B": once}
+    right["C"] = right_of(training, again)
     pairs = zip(training, silver_labels(right), strict=True)
     labelled = [(example, label) for example, label in pairs if label]
     labelled += biased(session.unanswered)
@@ -277,9 +274,8 @@ def perplexity_maps(stores: Stores) -> dict[Setting, Map]:
     maps: dict[Setting, Map] = {}
     for setting, (store, rows) in stores.items():
         where = rows.where("validation")
-        maps[setting] = fit_calibrator(
-            answer_log_probs(store)[where], rows.labels[where]
-        )
+        log_probs = answer_log_probs(store)[where]
+        maps[setting] = fit_calibrator(log_probs, rows.labels[where])
     return maps
 
 
@@ -298,10 +294,7 @@ def perplexity_judge(maps: Mapping[Setting, Map]) -> Judge:
 
 @rival("perplexity_rag", "")
 def run_perplexity(session: Session) -> None:
-    """Choose threshold and budget on validation, and run.
-
-    Where the loop is run no pass of the detector is asked for, nor paid.
-    """
+    """Choose threshold and budget on validation, and run; no detector is asked."""
     judge = perplexity_judge(perplexity_maps(session.stores()))
     session.run_loop("perplexity_rag", judge)
     if session.queries != "paper":

@@ -50,10 +50,7 @@ _SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 def last_attention(
     backbone: Backbone, sequences: Sequence[Sequence[int]], tokens_per_batch: int
 ) -> list[np.ndarray]:
-    """Return the last attending layer's weights, `[n_heads, n_tokens, n_tokens]` each.
-
-    Sequences are of at least one token; a batch's tokens include its padding.
-    """
+    """Return the last attending layer's weights `[n_heads, n_tokens, n_tokens]`."""
     maps: list[Any] = [None] * len(sequences)
     layers = backbone.attention_layers
 
@@ -90,10 +87,7 @@ def content_words(text: str) -> list[str]:
 
 
 def word_owners(ends: Sequence[int], text: str) -> tuple[list[str], np.ndarray]:
-    """Return a text's words, and which of them each token is of, `[n_tokens]`.
-
-    `ends` has of each token the character behind it; words are parted at white space.
-    """
+    """Return a text's words, and which one each token, which ends there, is of."""
     words = list(re.finditer(r"\S+", text))
     starts = np.array([word.start() for word in words])
     owners = np.searchsorted(starts, np.asarray(ends), side="left") - 1

@@ -114,13 +114,6 @@ class Probing(BatchedService):
         self._layers = probed_layers(answering.probed.backbone.n_layers)
         self._probes: list[torch.nn.Module] = []
 
-    def _train(self) -> None:
-        states = self._answering.states_of(self._calls)
-        self._probes = [
-            fit_probe(states[:, index], self._labels, layer)
-            for index, layer in enumerate(self._layers)
-        ]
-
     @torch.no_grad()
     def _sums(self, calls: Sequence[Call]) -> np.ndarray:
         states = torch.from_numpy(self._answering.states_of([c.answer for c in calls]))
@@ -134,7 +127,11 @@ class Probing(BatchedService):
         """Return the sums of each answer."""
         with self._answering.probed.lock:
             if not self._probes:
-                self._train()
+                states = self._answering.states_of(self._calls)
+                self._probes = [
+                    fit_probe(states[:, index], self._labels, layer)
+                    for index, layer in enumerate(self._layers)
+                ]
             return [(wrong, right) for wrong, right in self._sums(calls).tolist()]
 
     def cost(self, call: Call, value: tuple[float, float]) -> Cost:
@@ -170,10 +167,7 @@ def probing_rag(
 
 @rival("probing_rag", "2024-10")
 def run_probing(session: Session) -> None:
-    """Train probes on training answers, choose theta on validation, and run.
-
-    Left out where they have nothing to learn from.
-    """
+    """Train probes on training answers, if they can learn, choose theta, and run."""
     answering = session.answering
     shared, training = session.config, []
     _ = session.outcomes  # the answers to learn from

@@ -31,10 +31,7 @@ _SHARES = (0.5, 0.0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 
 def uncertainty(states: np.ndarray) -> float:
-    """Return how far states `[k, d]` lie apart, see `mean_log_eigenvalue`.
-
-    Without a state it is infinite, which is above every delta: retrieve.
-    """
+    """Return how far states `[k, d]` lie apart; of none inf, above every delta."""
     return mean_log_eigenvalue(states) if len(states) else math.inf
 
 

@@ -194,9 +194,8 @@ class Session:
         """
         examples, tried = self.validation, {}
         for index, setting in enumerate(grid):
-            done = self.run(
-                f"{name}:{index}", examples, lambda e, s=setting: plan(s, e)
-            )
+            label = f"{name}:{index}"
+            done = self.run(label, examples, lambda e, s=setting: plan(s, e))
             generations = np.array([each.cost.generations for each in done])
             tried[index] = (right_of(examples, done), generations)
         best = best_under_cap(tried, self.config.max_generations)

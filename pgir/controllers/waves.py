@@ -75,10 +75,7 @@ class Service(abc.ABC):
     def batches(
         self, calls: Sequence[Call], done: Collection[int]
     ) -> Generator[list[tuple[int, Any]], None, None]:
-        """Yield (place in `calls`, value or `Failed`) of each batch.
-
-        A value is of its type in `VALUES`. Calls that are done may be left out.
-        """
+        """Yield (place in `calls`, value or `Failed`) by batch; done ones may lack."""
 
     def cost(self, call: Call, value: Any) -> Cost:
         """Return what a call costs, seconds apart."""
@@ -221,10 +218,7 @@ def _plain(value: Any) -> Any:
 
 
 class Waves:
-    """Runs controllers, whose questions go together in groups (of 1: one at a time).
-
-    `failed` has the calls that could not be made, and why.
-    """
+    """Runs controllers, whose questions go together in groups; knows failed calls."""
 
     def __init__(
         self,
@@ -304,10 +298,7 @@ class Waves:
 
 
 class Searching(BatchedService):
-    """Serves "search": the ranking of a query, indices into the corpus.
-
-    A search that fails fails the queries concerned alone.
-    """
+    """Serves "search": rankings of queries, which fail alone if theirs fails."""
 
     is_joint = False
 
