@@ -153,7 +153,7 @@ class PlannedConfig(TrainConfig):
 
 
 def row_choices(config: TrainConfig) -> list[int]:
-    """Return the sizes of a batch's parts, largest first: whole or equal microbatches."""
+    """Return the sizes of a batch's parts, largest first, by whole microbatches."""
     size = config.batch_size // config.microbatches()
     return [
         n

@@ -263,7 +263,7 @@ class RankAgreement(NamedTuple):
 
 
 def subset_aurocs(ranked: Ranked, weights: np.ndarray) -> np.ndarray:
-    """Return every subset's AUROC, mean over seeds, or NaN, `[n_subsets, n_resamples]`."""
+    """Return every subset's AUROC, mean over seeds, under weights, or NaN."""
 
     def auroc_of(scores: np.ndarray) -> np.ndarray:
         return weighted_metrics(scores, ranked.labels, weights)["auroc"]
