@@ -323,11 +323,7 @@ def _as_splits(splits: Any, signals: Signals) -> np.ndarray:
 
 
 def _rows_of(
-    passes: Mapping[Setting, Signals],
-    labels: Any,
-    groups: Any,
-    splits: Any,
-    seed: int,
+    passes: Mapping[Setting, Signals], labels: Any, groups: Any, splits: Any, seed: int
 ) -> dict[Setting, Rows]:
     """Return what the rows of every store are; rows that no one chose have no split."""
     truth: dict[Setting, tuple[np.ndarray, np.ndarray]] = {

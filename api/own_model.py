@@ -84,10 +84,7 @@ def split_answers(labels: np.ndarray, questions: Sequence[str]) -> np.ndarray:
 
 
 def answer_and_label(
-    model: Any,
-    questions: Sequence[Example],
-    work: Path,
-    note: Callable[[str], None],
+    model: Any, questions: Sequence[Example], work: Path, note: Callable[[str], None]
 ) -> Labelled:
     """Answer with signals in one pass, and label by exact match with the golds.
 

@@ -77,11 +77,7 @@ from beatrice.jaxprobe.fusion import (
 )
 from beatrice.jaxprobe.grid import Trained, grid_members
 from beatrice.jaxprobe.metrics import BootstrapConfig, auroc_interval
-from beatrice.jaxprobe.rows import (
-    Rows,
-    partners,
-    rows_at_once,
-)
+from beatrice.jaxprobe.rows import Rows, partners, rows_at_once
 from beatrice.jaxprobe.scope import (
     Evidence,
     Validation,

@@ -102,10 +102,7 @@ class DeviceOptions:
 @click.command()
 @RUN_DIR
 @options(
-    sizes=SizeOptions,
-    training=TrainingOptions,
-    work=ShareOptions,
-    device=DeviceOptions,
+    sizes=SizeOptions, training=TrainingOptions, work=ShareOptions, device=DeviceOptions
 )
 def train(
     run_dir: Path,

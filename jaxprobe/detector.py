@@ -29,13 +29,7 @@ from beatrice.jaxprobe.families import (
     Standardizer,
     check_features,
 )
-from beatrice.jaxprobe.scope import (
-    Evidence,
-    Scope,
-    Thresholds,
-    Validation,
-    certified,
-)
+from beatrice.jaxprobe.scope import Evidence, Scope, Thresholds, Validation, certified
 
 Params = Any  # nested dictionaries of arrays
 CONFIG, ARRAYS = "config.json", "probe.safetensors"

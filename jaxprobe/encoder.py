@@ -335,10 +335,7 @@ class Encoder(nn.Module):
 
     @nn.compact
     def __call__(
-        self,
-        features: FamilyTokens,
-        family_mask: jax.Array,
-        draw: Draw | None = None,
+        self, features: FamilyTokens, family_mask: jax.Array, draw: Draw | None = None
     ) -> tuple[jax.Array, jax.Array]:
         """Score answers from standardised signals of the families in the mask.
 

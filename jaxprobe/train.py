@@ -226,10 +226,7 @@ def fit_streamed(
     sample = train.read(train.where[:1])
     learners = [
         block_learner(
-            filled_block(block, encoder, config),
-            sample,
-            encoder=encoder,
-            config=config,
+            filled_block(block, encoder, config), sample, encoder=encoder, config=config
         )
         for block in blocks
     ]

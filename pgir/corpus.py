@@ -19,12 +19,7 @@ import msgspec
 import numpy as np
 
 from beatrice.extract.datasets.fields import Question
-from beatrice.extract.datasets.loading import (
-    FileRefused,
-    Loaded,
-    Refusal,
-    open_dataset,
-)
+from beatrice.extract.datasets.loading import FileRefused, Loaded, Refusal, open_dataset
 from beatrice.extract.datasets.rows import read_raw
 from beatrice.extract.records import (
     Passage,

@@ -311,10 +311,7 @@ def _prompt_as_given(
 
 
 def _prompt_from_template(
-    tokenizer: Any,
-    template: PromptTemplate,
-    question: str,
-    passages: Sequence[Passage],
+    tokenizer: Any, template: PromptTemplate, question: str, passages: Sequence[Passage]
 ) -> PromptTokens:
     """Return the prompt that the run's own template makes."""
     prompt = build_prompt(tokenizer, template, question, passages)

@@ -91,10 +91,7 @@ class Bm25Retriever:
     def search(self, queries: Sequence[str], depth: int) -> np.ndarray:
         """Return `[n_queries, min(depth, n_passages)]` indices, best first."""
         indices, _ = self._index.retrieve(
-            _words(queries),
-            k=min(depth, self._n),
-            show_progress=False,
-            n_threads=0,
+            _words(queries), k=min(depth, self._n), show_progress=False, n_threads=0
         )
         return np.asarray(indices)
 

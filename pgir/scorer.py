@@ -30,12 +30,7 @@ from beatrice.extract.signals.sequence import batches_of
 from beatrice.jaxprobe.detector import Detector, HeadName, Scores
 from beatrice.jaxprobe.families import Features
 from beatrice.jaxprobe.scope import Thresholds
-from beatrice.pgir.arguments import (
-    argument_error,
-    as_messages,
-    as_path,
-    as_probability,
-)
+from beatrice.pgir.arguments import argument_error, as_messages, as_path, as_probability
 from beatrice.pgir.asking import (
     BATCH_SIZE,
     AnswerScorer,

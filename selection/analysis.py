@@ -307,10 +307,7 @@ class Deployed:
         )
 
     def logits_without(
-        self,
-        names: Sequence[str],
-        where: np.ndarray,
-        each: Sequence[PerChannel],
+        self, names: Sequence[str], where: np.ndarray, each: Sequence[PerChannel]
     ) -> np.ndarray:
         """Return the logits of encoders whose signals are replaced by their means.
 

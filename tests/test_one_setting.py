@@ -21,11 +21,7 @@ SETTINGS_OF = {
     "mixed": SETTINGS,
     "with-context": ("with_context",),
 }
-HAS = {
-    "closed-book": ("closed_book",),
-    "mixed": SETTINGS,
-    "with-context": ("with_context",),
-}
+HAS = SETTINGS_OF | {"closed-book": ("closed_book",)}
 VERBS = "answer label extract sweep train select calibrate evaluate".split()
 
 

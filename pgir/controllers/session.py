@@ -183,10 +183,7 @@ class Session:
             answers[name] = of_set
 
     def tune(
-        self,
-        name: str,
-        grid: Sequence[Any],
-        plan: Callable[[Any, Example], Plan[str]],
+        self, name: str, grid: Sequence[Any], plan: Callable[[Any, Example], Plan[str]]
     ) -> None:
         """Choose a rival's setting on validation, and run it on every set.
 

@@ -563,10 +563,7 @@ def escape_passage(tokenizer: Any, passage: Passage) -> Passage:
 
 
 def showable(
-    tokenizer: Any,
-    template: PromptTemplate,
-    question: str,
-    passages: Sequence[Passage],
+    tokenizer: Any, template: PromptTemplate, question: str, passages: Sequence[Passage]
 ) -> list[Passage]:
     """Return passages, escaped (`escape_passage`) where no prompt can hold them."""
     try:

@@ -277,17 +277,13 @@ def rng():
 def test_signals_in_memory_are_given_back_with_the_last_that_holds_them(rng):
     signals, _ = planted_signals(rng, 20)
     url, some = signals.store.url, signals[:5]
+    others = beatrice.Signals(url)
+    del others  # of an address gives nothing back
+    assert len(signals[0]["sae"])
     del signals
     assert len(some[0]["sae"]) and open_kvstore(url).list().result()
     del some
     assert not open_kvstore(url).list().result()
-
-
-def test_signals_in_memory_stay_when_others_of_their_address_go(rng):
-    signals, _ = planted_signals(rng, 20)
-    others = beatrice.Signals(signals.store.url)
-    del others
-    assert len(signals[0]["sae"])
 
 
 def test_signals_in_memory_go_along_to_a_copy_and_to_another_process(rng):
@@ -381,6 +377,8 @@ def test_whatever_holds_rows_has_the_rows_of_an_array(kind):
     signals = beatrice.Signals.from_arrays({"a": KINDS[kind](rows)})
     assert len(signals) == 6
     assert [signals[i]["a"].tolist() for i in range(6)] == [[r.tolist()] for r in rows]
+    named = beatrice.Signals.from_arrays({"a": ROWS}, ids=torch.arange(6))
+    assert named.ids == ("0", "1", "2", "3", "4", "5")  # a tensor's numbers
 
 
 def test_a_store_of_other_arrays_is_not_written_over(tmp_path):
@@ -423,17 +421,12 @@ def test_what_fit_cannot_use_is_one_sentence(rng, change, named):
         beatrice.fit(**given, progress=False)
 
 
-def test_no_answers_have_no_p(rng):
-    signals, labels = planted_signals(rng, 60)
-    probe = beatrice.fit(signals, labels, config="smoke", progress=False)
-    assert probe.predict(signals[[]]).shape == (0,)
-
-
 def test_a_fit_shows_how_far_it_is_unless_it_is_told_not_to(rng, capsys):
     signals, labels = planted_signals(rng, 60)
     for progress in (True, False):
-        beatrice.fit(signals, labels, config="smoke", progress=progress)
+        probe = beatrice.fit(signals, labels, config="smoke", progress=progress)
         assert ("fit closed_book" in capsys.readouterr().err) == progress
+    assert probe.predict(signals[[]]).shape == (0,)  # no answers have no P
 
 
 def test_a_label_that_a_table_or_tensor_has_not_is_one_that_nobody_knows(rng):
@@ -455,11 +448,6 @@ def test_a_label_that_a_table_or_tensor_has_not_is_one_that_nobody_knows(rng):
     assert all(np.array_equal(first, p_correct) for p_correct in others)
 
 
-def test_names_in_a_tensor_are_its_numbers(rng):
-    signals = beatrice.Signals.from_arrays({"a": ROWS}, ids=torch.arange(6))
-    assert signals.ids == ("0", "1", "2", "3", "4", "5")
-
-
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
@@ -474,12 +462,11 @@ def test_a_setting_of_another_type_is_refused_when_it_is_made(fields, named):
         beatrice.FitConfig(**fields)
 
 
-def test_a_probe_predicts_one_setting_at_a_time(signals, probe):
+def test_a_probe_of_arrays_predicts_one_setting_at_a_time_and_has_no_model(
+    signals, probe
+):
     with pytest.raises(ValueError, match="signals: expected Signals of one setting"):
         probe.predict(signals)
-
-
-def test_a_probe_of_arrays_says_that_it_has_no_language_model(probe):
     with pytest.raises(ValueError, match="arrays"):
         probe.score("a question", "an answer")
 

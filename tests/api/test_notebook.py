@@ -187,16 +187,13 @@ def test_a_model_that_nobody_holds_is_given_back_with_what_has_read_it():
     assert weights() is None
 
 
-def test_a_tokenizer_of_more_words_than_a_model_in_memory_is_refused(model):
+def test_a_model_in_memory_takes_no_larger_tokenizer_and_no_other_device(model):
+    with pytest.raises(ValueError, match="those of the model in memory"):
+        beatrice.load("embedded", model=model, device="cpu")
     tokenizer = copy.deepcopy(model.backbone.tokenizer)
     tokenizer.add_tokens(["Zyxw"])
     with pytest.raises(ValueError, match="ids up to .* or resize the embeddings"):
         beatrice.LanguageModel(model.backbone.model, tokenizer)
-
-
-def test_a_model_in_memory_is_not_moved_to_a_device(model):
-    with pytest.raises(ValueError, match="those of the model in memory"):
-        beatrice.load("embedded", model=model, device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -253,13 +250,10 @@ def test_what_answers_cannot_be_given_by_is_one_sentence(model, options, named):
         model.answer(["where was Skiband Rugrond born?"], **options)
 
 
-@pytest.mark.parametrize("answers", [None, [], "text", ["text"]])
-def test_only_answers_are_read(model, answers):
-    with pytest.raises(ValueError, match="answers"):
-        model.read(answers)
-
-
-def test_layers_that_the_model_has_not_are_refused(model):
+def test_only_answers_are_read_in_layers_that_the_model_has(model):
+    for no_answers in (None, [], "text", ["text"]):
+        with pytest.raises(ValueError, match="answers"):
+            model.read(no_answers)
     answers = model.answer([QUESTION])
     for layers in ("last", [99], [-1], [], None, 3, [2.5]):
         with pytest.raises(ValueError, match="layers"):

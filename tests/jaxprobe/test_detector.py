@@ -27,11 +27,7 @@ from beatrice.jaxprobe.config import (
 )
 from beatrice.jaxprobe.detector import Detector, Provenance
 from beatrice.jaxprobe.encoder import Encoder
-from beatrice.jaxprobe.families import (
-    SUBSETS,
-    paper_dims,
-    subset_index,
-)
+from beatrice.jaxprobe.families import SUBSETS, paper_dims, subset_index
 from beatrice.jaxprobe.grid import Member
 from beatrice.jaxprobe.metrics import auroc
 from beatrice.jaxprobe.rows import rows_of, training_set

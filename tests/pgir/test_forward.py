@@ -11,12 +11,7 @@ from beatrice.extract.records import Passage
 from beatrice.jaxprobe import forward
 from beatrice.jaxprobe.config import EncoderConfig
 from beatrice.jaxprobe.encoder import Encoder
-from beatrice.jaxprobe.families import (
-    SPANS,
-    SUBSET_NAMES,
-    Features,
-    paper_dims,
-)
+from beatrice.jaxprobe.families import SPANS, SUBSET_NAMES, Features, paper_dims
 from beatrice.jaxprobe.fusion import FusionHead
 from beatrice.pgir.bridge import ProbedBackbone, TorchForward
 from tests.extract.signals.test_precision import precision_beside

@@ -90,10 +90,8 @@ def test_weights_of_an_encoder_are_safetensors_whatever_its_index_names(tmp_path
     weights = load_file(path / "model.safetensors")
     torch.save(weights, path / "pytorch_model.bin")
     (path / "model.safetensors").rename(path / "decoy.safetensors")
-    index_file = {
-        "metadata": {},
-        "weight_map": dict.fromkeys(weights, "pytorch_model.bin"),
-    }
+    places = dict.fromkeys(weights, "pytorch_model.bin")
+    index_file = {"metadata": {}, "weight_map": places}
     (path / "model.safetensors.index.json").write_text(json.dumps(index_file))
     with pytest.raises(ValueError, match="'pytorch_model.bin' as weights"):
         index.TextEncoder(index.read_encoder_config(path))
@@ -123,10 +121,10 @@ def test_e5_gets_its_prefixes_by_name_and_others_none(tmp_path):
     assert index.read_encoder_config(e5, query_prefix="ask: ").query_prefix == "ask: "
     other = index.read_encoder_config(save_encoder(tmp_path / "se57en").path)
     assert (other.query_prefix, other.passage_prefix) == ("", "")
-    plain = index.TextEncoder(
-        index.read_encoder_config(e5, query_prefix="", max_tokens=48)
+    plain, requests = (
+        index.TextEncoder(index.read_encoder_config(e5, max_tokens=48, **prefix))
+        for prefix in ({"query_prefix": ""}, {})
     )
-    requests = index.TextEncoder(index.read_encoder_config(e5, max_tokens=48))
     rows = requests.encode(["river"], "query"), plain.encode(["query: river"], "query")
     np.testing.assert_allclose(*rows, atol=1e-6)
     assert plain.identity != requests.identity
@@ -247,9 +245,7 @@ def test_an_index_of_another_encoder_is_refused_by_name(copied, tmp_path):
 def test_an_index_of_another_corpus_is_refused_by_name(copied, tmp_path):
     corpus, encoder = copied
     other = make_corpus(tmp_path / "other", N - 1)
-    shutil.copytree(
-        index.index_folder(corpus, "tiny"), index.index_folder(other, "tiny")
-    )
+    shutil.copytree(*(index.index_folder(x, "tiny") for x in (corpus, other)))
     with pytest.raises(ValueError, match="on another corpus"):
         index.DenseRetriever(other, encoder)
 

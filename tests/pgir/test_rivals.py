@@ -45,13 +45,7 @@ def nine_or_x(call):
 # SKR
 
 
-@given(
-    st.integers(0, 10),
-    st.integers(0, 10),
-    st.integers(0, 400),
-    st.integers(0, 400),
-    st.integers(0, 400),
-)
+@given(*[st.integers(0, 10)] * 2, *[st.integers(0, 400)] * 3)
 def test_skr_votes_as_flashrag_writes_the_same_rule(near, hurt, better, worse, same):
     k, n_all = 10, max(1, better + worse + same)
     delta, total = near - hurt, better - worse
@@ -75,11 +69,8 @@ def test_skr_asks_the_neighbours_on_which_something_changed():
     assert len(index.vectors) == 12 and index.n_all == 15
     new = encoder(["who wrote that", "where is that town"])
     assert index.retrieves(new, k=5).tolist() == [False, True]
-
-
-def test_skr_without_a_neighbour_does_not_fail():
     index = adaptive.neighbours_of(["a", "b"], np.ones(2, bool), np.ones(2, bool), len)
-    assert index.retrieves(np.ones((1, 1)), k=5).tolist() == [False]
+    assert index.retrieves(np.ones((1, 1)), k=5).tolist() == [False]  # nobody is near
 
 
 # Adaptive-RAG
@@ -172,12 +163,9 @@ def test_the_query_is_what_the_uncertain_words_look_at_in_their_order():
 
 
 def test_where_only_function_words_trigger_these_are_asked():
+    assert dragin.content_words("Where is the Tiber's rise?") == ["tiber's", "rise"]
     attended = Attended(("Tiber", "rises", "the"), ((0.9, 0.1, 0.0),))
     assert dragin.query_words(attended, np.array([True])) == "Tiber rises"
-
-
-def test_content_words_are_those_that_are_no_stop_words():
-    assert dragin.content_words("Where is the Tiber's rise?") == ["tiber's", "rise"]
 
 
 def dragin_serve(call):
@@ -239,12 +227,9 @@ def test_seakr_reads_each_passage_alone_and_keeps_the_surest_that_says_something
 # Probing-RAG
 
 
-def test_probes_read_the_published_depths():
+def test_probes_have_the_published_depths_and_parts():
     assert probing.probed_layers(18) == (6, 8, 10, 12, 14, 16)
     assert probing.probed_layers(6) == (2, 3, 4, 5)
-
-
-def test_a_probe_has_the_published_parts():
     names = [type(layer).__name__ for layer in probing.make_probe(12)]
     block = ["Linear", "SiLU", "LayerNorm", "Dropout"]
     assert names == ["LayerNorm", *block, *block, "Linear"]
@@ -258,12 +243,14 @@ def test_a_probe_learns_a_planted_direction_and_nothing_from_permuted_labels():
     new = rng.normal(size=(400, 16)).astype(np.float32)
 
     def accuracy(labels):
+        probe = probing.fit_probe(states, labels, 3)
         with torch.no_grad():
-            predicted = probing.fit_probe(states, labels, 3)(
-                torch.from_numpy(new)
-            ).argmax(-1)
+            predicted = probe(torch.from_numpy(new)).argmax(-1)
         return (predicted.numpy().astype(bool) == (new[:, 0] > 0)).mean()
 
+    few = np.arange(12) < 3
+    rows = probing.balanced(few)  # as many right as wrong ones are learned from
+    assert len(rows) == 6 and few[rows].sum() == 3
     assert accuracy(labels) > 0.85
     assert 0.3 < accuracy(rng.permutation(labels)) < 0.7
 
@@ -274,12 +261,6 @@ def test_a_probe_is_fitted_without_seeding_gpus():
         gpu.seed = 5
         probing.fit_probe(states, states[:, 0] > 0, 3)
         assert gpu.seed == 5
-
-
-def test_as_many_right_as_wrong_answers_are_learned_from():
-    labels = np.array([True] * 3 + [False] * 9)
-    rows = probing.balanced(labels)
-    assert len(rows) == 6 and labels[rows].sum() == 3
 
 
 def probing_serve(surest):
@@ -332,24 +313,16 @@ def test_perplexity_judges_in_the_same_loop_without_a_pass_of_the_detector():
 
 def test_the_best_setting_under_the_cap_is_taken_the_cheapest_of_equals():
     right, wrong = np.ones(4), np.zeros(4)
-    cost = lambda n: np.full(4, float(n))  # noqa: E731
-    tried = {
-        "dear": (right, cost(5)),
-        "first": (right, cost(3)),
-        "cheap": (right, cost(2)),
-        "bad": (wrong, cost(1)),
-    }
+    costs = {"dear": 5, "first": 3, "cheap": 2, "bad": 1}
+    tried = {x: (wrong if n == 1 else right, np.full(4, n)) for x, n in costs.items()}
     assert best_under_cap(tried, 4.0) == "cheap"
     assert best_under_cap({"a": tried["dear"], "b": tried["bad"]}, 0.5) == "b"
 
 
 @pytest.fixture(scope="module")
 def answering(probed, tmp_path_factory):
-    small = ProbedBackbone(
-        probed.backbone,
-        probed.detector,
-        GenerationConfig(max_new_tokens=8, tokens_per_batch=512),
-    )
+    config = GenerationConfig(max_new_tokens=8, tokens_per_batch=512)
+    small = ProbedBackbone(probed.backbone, probed.detector, config)
     journal = CallJournal(tmp_path_factory.mktemp("calls") / "calls.jsonl", "one")
     passages = [Passage(title="", text=PASSAGE)]
     return Answering(small, passages, journal, probing.state_layers(6))
@@ -388,18 +361,9 @@ class TextsInTurn:
 
     def stream(self, prompts, config):
         for index, (ids, text) in enumerate(self.texts):
-            yield (
-                index,
-                Generated(
-                    text=text,
-                    token_ids=ids,
-                    stop_id=2,
-                    log_probs=(-1.0,) * (len(ids) + 1),
-                    finish="stop",
-                    n_prompt_tokens=3,
-                    n_new_tokens=len(ids) + 1,
-                ),
-            )
+            fields = {"text": text, "token_ids": ids, "stop_id": 2, "finish": "stop"}
+            fields |= {"n_prompt_tokens": 3, "n_new_tokens": len(ids) + 1}
+            yield index, Generated(log_probs=(-1.0,) * (len(ids) + 1), **fields)
 
 
 def test_draws_without_a_text_say_nothing_of_how_far_answers_lie_apart(

@@ -114,9 +114,8 @@ def test_bad_text_is_refused_in_one_sentence(
 
 
 def test_a_few_unknown_words_are_a_warning(scorer):
-    score = scorer.score(QUESTION, ANSWER, PASSAGE + " xyzzy")
-    assert len(score.warnings) == 1
-    assert "1 of" in score.warnings[0]
+    (warning,) = scorer.score(QUESTION, ANSWER, PASSAGE + " xyzzy").warnings
+    assert "1 of" in warning
 
 
 @pytest.mark.parametrize(
@@ -248,10 +247,8 @@ def test_messages_go_through_the_chat_template(chatting):
 
 
 def test_without_places_the_last_message_is_the_question(chatting):
-    messages = [
-        {"role": "system", "content": "short"},
-        {"role": "user", "content": PROMPT},
-    ]
+    texts = {"system": "short", "user": PROMPT}
+    messages = [{"role": role, "content": text} for role, text in texts.items()]
     prepared = prepared_of(chatting, messages=messages, answer=ANSWER)
     start, stop = prepared.sequence.spans[1]
     words = chatting.backbone.tokenizer.decode(prepared.sequence.ids[start:stop])
@@ -378,11 +375,8 @@ def scoped(probed, **changes):
     return Scorer(probed.backbone, detector)
 
 
-def test_an_answer_like_trainings_has_no_warning(probed):
+def test_signals_outside_the_range_of_training_are_a_warning_and_others_none(probed):
     assert scoped(probed).score(QUESTION, ANSWER, PASSAGE).warnings == ()
-
-
-def test_signals_outside_the_range_of_training_are_a_warning(probed):
     dims = probed.detector.banks["with_context"].dims
     high = np.full(dims.total, 1e9, np.float32)
     high[dims.slices[1]] = -1e9
@@ -390,9 +384,11 @@ def test_signals_outside_the_range_of_training_are_a_warning(probed):
     assert "100.0% of the prob signals lie outside" in warning
 
 
-def test_a_longer_context_than_any_in_training_is_a_warning(probed):
+def test_a_longer_context_or_another_script_than_in_training_is_a_warning(probed):
     (warning,) = scoped(probed).score(QUESTION, ANSWER, [PASSAGE] * 2).warnings
     assert "the context has 16 tokens, in training at most" in warning
+    score = scoped(probed).score(QUESTION + " где родился", ANSWER, PASSAGE)
+    assert any("another script" in w and "CYRILLIC" in w for w in score.warnings)
 
 
 def test_an_answer_that_was_cut_is_a_warning_and_a_whole_one_is_not():
@@ -408,11 +404,6 @@ def test_a_second_pass_over_what_was_written_is_a_warning_where_it_rounds(dtype,
     assert probe.detector.provenance.path == "decode"
     warnings = probe.score(QUESTION, ANSWER).warnings
     assert sum(f"which {dtype} rounds otherwise" in text for text in warnings) == n
-
-
-def test_another_script_is_a_warning(probed):
-    score = scoped(probed).score(QUESTION + " где родился", ANSWER, PASSAGE)
-    assert any("another script" in w and "CYRILLIC" in w for w in score.warnings)
 
 
 def test_of_signals_that_are_no_numbers_nothing_is_known(probed):
@@ -462,8 +453,7 @@ def test_a_detector_of_two_right_answers_trusts_nothing_and_says_so(probed):
     assert score.decision == "unknown" and score.p_correct == 0.9
     assert score.reason == score.warnings[0]
     assert "too few to trust: 2 right and 60 wrong training answers" in score.reason
-    enough = Evidence(train=(60, 60), validation=(30, 30), auroc=(0.6, 0.8))
-    score = judged(probed, 0.9, enough)
+    score = judged(probed, 0.9)  # of enough
     assert score.decision == "trust" and not any("few" in w for w in score.warnings)
 
 

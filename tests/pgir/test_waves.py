@@ -16,12 +16,7 @@ from beatrice.pgir.controllers.session import (
     question_sets,
     training_questions,
 )
-from beatrice.pgir.controllers.waves import (
-    CallJournal,
-    Failed,
-    Waves,
-    written_tokens,
-)
+from beatrice.pgir.controllers.waves import CallJournal, Failed, Waves, written_tokens
 from tests.pgir.small import played, reply
 from tests.process import run_python, start
 from tests.records import an_answer, an_example
