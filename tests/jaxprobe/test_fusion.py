@@ -121,11 +121,6 @@ def test_more_slots_change_nothing():
     np.testing.assert_allclose(three.valid_auroc, many.valid_auroc, atol=2e-3)  # sums
 
 
-def test_an_empty_set_trains_nothing():
-    _, info = train([(), (), (1,)])
-    assert not info.n_epochs[:2].any() and info.n_epochs[2].all()
-
-
 def test_encoder_dropout_hides_whole_encoders_but_never_all():
     mask = jnp.array([True, True, True, False])
     keep = np.asarray(fusion.keep_encoders(jax.random.key(0), 20000, mask, 0.3))
@@ -188,7 +183,9 @@ def test_a_head_sees_how_far_each_two_of_its_slots_are_apart_and_no_others():
     assert with_pair(2, (0.1, 0.9, 0.1), jnp.array([True, True, False])) == 0.0
 
 
-def test_sets_that_do_not_fit_are_refused():
+def test_an_empty_set_trains_nothing_and_those_that_do_not_fit_are_refused():
+    _, info = train([(), (), (1,)])
+    assert not info.n_epochs[:2].any() and info.n_epochs[2].all()
     for members, n_slots in (((0, 1, 2), 2), ((1, 1), 4)):
         with pytest.raises(ValueError, match="cannot hold"):
             fusion.slots_of(members, n_slots)
@@ -229,6 +226,10 @@ def test_products_are_those_of_one_product_over_the_filled_slots():
     for n_filled in range(N_SLOTS + 1):
         result = jax.jit(ours)(*operands(), n_filled)
         np.testing.assert_allclose(result, plain(*operands(), n_filled), atol=1e-5)
+    kernel, pool, keep = operands()
+    pools = np.stack([pool, -2 * pool])  # are each by itself
+    result = jax.vmap(lambda p: ours(kernel, p, keep))(pools)
+    np.testing.assert_allclose(result[1], -2 * result[0], atol=1e-5)
 
 
 def test_the_gradient_is_that_of_one_product_and_zero_on_empty_slots():
@@ -240,13 +241,6 @@ def test_the_gradient_is_that_of_one_product_and_zero_on_empty_slots():
     result, expected = (jax.grad(loss(f))(kernel) for f in (ours, plain))
     np.testing.assert_allclose(result, expected, atol=1e-5)
     assert not result[N_FILLED:].any() and result[:N_FILLED].any()
-
-
-def test_products_of_stacked_pools_are_those_of_each():
-    kernel, pool, keep = operands()
-    pools = np.stack([pool, -2 * pool])
-    result = jax.vmap(lambda p: ours(kernel, p, keep))(pools)
-    np.testing.assert_allclose(result[1], -2 * result[0], atol=1e-5)
 
 
 def test_every_set_of_a_pool_has_keys_of_its_own_whatever_the_order_of_its_slots():

@@ -259,6 +259,9 @@ def test_families_of_any_names_and_number_are_read_in_their_order():
     dims = family_dims(store)
     assert dims == FamilyDims(names=names, sizes=(3, 4), spans=kinds)
     assert dims.letters == "ZB" and dims.subset_names == ("Z", "B", "ZB")
+    assert letters_of(("hidden", "prob", "resid", "attn")) == "HPRA"
+    assert letters_of(("mass", "mean", "x")) == "ABC"  # else no distinct initials
+    assert letters_of(("1st", "2nd")) == "AB"
     features = read_features(store, None)
     read = zip(features.tokens, features.masks, strict=True)
     for span, (tokens, mask) in enumerate(read):
@@ -268,12 +271,6 @@ def test_families_of_any_names_and_number_are_read_in_their_order():
         answers = values["beta"][n_answer : n_answer + mask[3].sum()].reshape(-1, 4)
         other = answers if span == 2 else np.zeros((mask[3].sum(), 4))
         np.testing.assert_array_equal(tokens[3, mask[3], 3:], other)
-
-
-def test_letters_are_initials_where_these_are_distinct():
-    assert letters_of(("hidden", "prob", "resid", "attn")) == "HPRA"
-    assert letters_of(("mass", "mean", "x")) == "ABC"
-    assert letters_of(("1st", "2nd")) == "AB"
 
 
 def test_rows_whose_span_is_zeroed_stay_so_where_another_span_is_left_out():

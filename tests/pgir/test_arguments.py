@@ -170,12 +170,9 @@ def test_a_column_that_no_score_reads_is_left_and_named_once(scorer):
     assert [score.error for score in scores] == [None, None]
 
 
-def test_an_empty_question_among_several_is_named_by_its_place(scorer):
+def test_one_questions_context_has_either_name_and_an_empty_one_its_place(scorer):
     with pytest.raises(ValueError, match="^question 2 of 2 is empty"):
         scorer.answer([QUESTION, " "])
-
-
-def test_the_context_of_a_single_question_has_either_name(scorer):
     expected = scorer.answer(QUESTION, contexts=PASSAGE)
     assert scorer.answer(QUESTION, context=PASSAGE) == expected
 

@@ -113,6 +113,9 @@ def shown(trace):
 def test_no_passage_is_shown_twice_and_every_round_shows_something_new():
     trace, _ = played(drafts("who?", ControllerConfig(depth=12)), planted())
     assert shown(trace) == [(), (0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11)]
+    serve = planted(lambda query: range(4))  # soon used up
+    trace, _ = played(drafts("who?", ControllerConfig()), serve)
+    assert shown(trace) == [(), (0, 1, 2), (3,)]
 
 
 def test_a_passage_that_does_not_fit_the_window_counts_as_not_shown():
@@ -131,12 +134,6 @@ def test_a_score_that_is_no_number_is_below_all_others():
     assert decide(trace_of(math.nan, math.nan), policy).round == 0
 
 
-def test_a_used_up_corpus_ends_the_trace_early():
-    serve = planted(lambda query: range(4))
-    trace, _ = played(drafts("who?", ControllerConfig()), serve)
-    assert shown(trace) == [(), (0, 1, 2), (3,)]
-
-
 @pytest.mark.parametrize(
     ("query", "expected"),
     [
@@ -153,6 +150,8 @@ def test_queries_take_the_draft_where_they_say(query, expected):
     _, calls = played(drafts("who?", config), planted(wanted=1))
     queries = [call.text for call in calls if call.kind == "search"]
     assert queries[:2] == expected
+    with pytest.raises(ValueError, match="query: expected one of draft, question"):
+        ControllerConfig(query="both_ways")
 
 
 @pytest.mark.parametrize(
@@ -167,11 +166,6 @@ def test_two_queries_are_fused_by_their_ranks_or_shown_both(query, passages):
     config = ControllerConfig(max_budget=1, query=query)
     trace, _ = played(drafts("who?", config), rankings)
     assert shown(trace)[1] == passages
-
-
-def test_a_query_that_does_not_exist_is_refused():
-    with pytest.raises(ValueError, match="query: expected one of draft, question"):
-        ControllerConfig(query="both_ways")
 
 
 @pytest.mark.parametrize("threshold", [0.1, 0.5, 0.95])
@@ -233,16 +227,6 @@ def test_the_search_finds_the_planted_policy_and_obeys_the_cap():
     assert right.all() and set(generations.tolist()) == {3}
     with pytest.raises(ValueError, match="no policy stays under"):
         choose_policy([questions], ControllerConfig(max_generations=0.5))
-
-
-def test_other_maps_change_probabilities_by_pass_and_nothing_else():
-    result = recalibrated(trace_of(0.5, 0.4, 0.9), lambda x: x / 2, lambda x: 1 - x)
-    assert [draft.p_correct for draft in result] == pytest.approx([0.25, 0.6, 0.1])
-    assert [d.answer for d in result] == ["a0", "a1", "a2"]
-    assert [d.raw for d in result] == [0.5, 0.4, 0.9]
-
-
-def test_a_higher_cap_admits_a_policy_that_costs_more():
     # Only the fourth retrieval is right, and it is the fifth generation.
     questions = validated("a4", 0.5, 0.4, 0.3, 0.3, 0.9)
     low, high = (
@@ -250,6 +234,13 @@ def test_a_higher_cap_admits_a_policy_that_costs_more():
         for cap in (4.0, 5.0)
     )
     assert high == 4 > low
+
+
+def test_other_maps_change_probabilities_by_pass_and_nothing_else():
+    result = recalibrated(trace_of(0.5, 0.4, 0.9), lambda x: x / 2, lambda x: 1 - x)
+    assert [draft.p_correct for draft in result] == pytest.approx([0.25, 0.6, 0.1])
+    assert [d.answer for d in result] == ["a0", "a1", "a2"]
+    assert [d.raw for d in result] == [0.5, 0.4, 0.9]
 
 
 def test_the_cap_is_a_setting_of_the_run(tmp_path):
@@ -269,16 +260,11 @@ def test_bm25_ranks_the_passage_with_the_rare_word_first():
     result = Bm25Retriever(CORPUS).search(["where is word7", "word3"], 3)
     assert result[:, 0].tolist() == [7, 3]
     assert result.shape == (2, 3)
-
-
-def test_an_empty_corpus_is_refused():
     with pytest.raises(ValueError, match="at least one passage"):
         Bm25Retriever([])
 
 
 POLICY = Policy(threshold=0.5, budget=2)
-
-
 RANKED = ("no_rag", "vanilla_rag", "draft_rag", "pgir", "perfect_judge")
 
 

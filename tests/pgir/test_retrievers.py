@@ -404,11 +404,6 @@ def test_a_passage_that_one_retriever_misses_can_still_be_found():
     assert fused.search([], 2).shape == (0, 2)
 
 
-def test_recall_is_the_share_of_gold_passages_among_the_first():
-    ranking = np.array([5, 1, 8, 2, 9, 3])
-    assert gold_recall(ranking, [1, 3], (1, 2, 6)) == {1: 0.0, 2: 0.5, 6: 1.0}
-
-
 def test_an_answer_is_held_by_whole_words_whatever_case_and_articles():
     texts = {"Rome": "A parish.", "": "Paris"}
     passages = [Passage(title=title, text=text) for title, text in texts.items()]
@@ -430,7 +425,9 @@ def test_means_are_per_question_set():
     assert result["a", "answer"] == {3: 0.0, 5: 0.0, 20: 0.0}
 
 
-def test_agreement_is_one_with_itself_and_half_where_half_is_missing():
+def test_recall_and_agreement_are_shares_among_the_first():
+    ranking = np.array([5, 1, 8, 2, 9, 3])
+    assert gold_recall(ranking, [1, 3], (1, 2, 6)) == {1: 0.0, 2: 0.5, 6: 1.0}
     exact = np.tile(np.arange(20), (3, 1))
     assert set(agreement(exact, exact).values()) == {1.0}
     half = np.where(np.arange(20) % 2, exact, 99)
@@ -480,31 +477,21 @@ def test_a_choice_that_lacks_something_is_refused_in_a_sentence(run, tmp_path):
     assert retrieval_config(run) == RetrievalConfig()
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"corpus": "EMPTY"}, "no finished corpus"),
-        ({"corpus": "CORPUS", "retriever": "dense"}, "is no encoder"),
-    ],
-)
-def test_what_is_not_there_is_not_written_down(run, tmp_path, options, named):
+URLS = "http://127.0.0.1:9/find", "ftp://x/retrieve", "x"  # of no protocol
+
+
+def test_what_is_not_there_is_not_written_down(run, tmp_path):
     (tmp_path / "empty").mkdir()
-    places = {"EMPTY": tmp_path / "empty", "CORPUS": make_corpus(tmp_path, 20).folder}
-    chosen = {name: places.get(value, value) for name, value in options.items()}
-    if "retriever" in chosen:
-        chosen["retriever_encoder"] = tmp_path / "empty"
-    before = run.manifest.read_bytes()
-    with pytest.raises(ValueError, match=named):
-        RetrievalOptions(**chosen).write(run.path)
-    assert run.manifest.read_bytes() == before
-
-
-@pytest.mark.parametrize("url", ["http://127.0.0.1:9/find", "ftp://x/retrieve", "x"])
-def test_a_url_of_no_protocol_is_wrong_usage_and_is_not_written_down(run, url):
-    before = run.manifest.read_bytes()
-    with pytest.raises(click.UsageError, match="expected a URL that ends in /retrieve"):
-        RetrievalOptions(url=url).write(run.path)
-    assert run.manifest.read_bytes() == before
+    empty, before = tmp_path / "empty", run.manifest.read_bytes()
+    dense = {"corpus": make_corpus(tmp_path, 20).folder, "retriever": "dense"}
+    for options, error, named in (
+        ({"corpus": empty}, ValueError, "no finished corpus"),
+        (dense | {"retriever_encoder": empty}, ValueError, "is no encoder"),
+        *(({"url": url}, click.UsageError, "that ends in /retrieve") for url in URLS),
+    ):
+        with pytest.raises(error, match=named):
+            RetrievalOptions(**options).write(run.path)
+        assert run.manifest.read_bytes() == before
 
 
 OF_RUN, OF_CORPUS = RetrievalOptions, CorpusOptions

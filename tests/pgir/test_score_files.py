@@ -140,6 +140,9 @@ def test_a_result_names_the_line_of_the_file(tmp_path):
     array = write_array(tmp_path / "answers.json", [ROW, ROW])
     for path, expected in ((table, [2, 4]), (lines, [2, 4]), (array, [1, 2])):
         assert [row.line for row in read_rows(path)] == expected, path
+    table.write_text(f"question,answer,context\n{QUESTION},Guzolt Falls,\n")
+    (row,) = read_rows(table)  # an empty cell is no passage
+    assert row.given == AnswerToScore(question=QUESTION, answer="Guzolt Falls")
 
 
 @pytest.mark.parametrize(
@@ -174,13 +177,6 @@ def test_results_that_were_edited_or_are_of_something_else_are_not_continued(
     write_lines(path, [ROW, ROW | row])
     with pytest.raises(ValueError, match=message):
         score_lines(scorer, path, JsonLines(out), identity)
-
-
-def test_an_empty_cell_of_a_table_is_no_passage(tmp_path):
-    path = tmp_path / "answers.csv"
-    path.write_text(f"question,answer,context\n{QUESTION},Guzolt Falls,\n")
-    (row,) = read_rows(path)
-    assert row.given == AnswerToScore(question=QUESTION, answer="Guzolt Falls")
 
 
 def test_the_page_tints_tokens_by_their_probability_and_says_so():

@@ -87,17 +87,12 @@ def test_waves_give_what_each_question_gets_by_itself(tmp_path, group_size):
         assert done.cost.seconds > 0
 
 
-def test_all_first_drafts_are_asked_for_together(tmp_path):
+def test_first_drafts_are_made_together_and_a_call_once_and_paid_for_by_all(tmp_path):
     runner = waves(tmp_path / "calls.jsonl")
-    run(runner)
+    before = run(runner)
     first = [call for batch in runner.services["answer"].served[:4] for call in batch]
     assert [call.text for call in first] == QUESTIONS
     assert {call.passages for call in first} == {()}
-
-
-def test_a_call_is_made_once_and_paid_for_by_everyone(tmp_path):
-    runner = waves(tmp_path / "calls.jsonl")
-    before = run(runner)
     n_batches = {kind: len(service.served) for kind, service in runner.services.items()}
     after = run(runner, "again")
     assert {kind: len(s.served) for kind, s in runner.services.items()} == n_batches
@@ -121,7 +116,7 @@ def test_an_interrupted_wave_goes_on_with_the_same_batches(tmp_path, kind, batch
         assert before + service.served == whole.services[name].served
 
 
-def test_a_line_that_was_cut_or_changed_is_asked_again(tmp_path):
+def test_a_line_that_was_cut_or_changed_or_of_another_corpus_is_asked_again(tmp_path):
     path = tmp_path / "calls.jsonl"
     expected = counted(run(waves(path)))
     lines = path.read_bytes().splitlines(keepends=True)
@@ -138,6 +133,8 @@ def test_a_line_that_was_cut_or_changed_is_asked_again(tmp_path):
         again = waves(path)
         assert counted(run(again)) == expected
         assert not any(service.served for service in again.services.values())
+    run(other := waves(path, key="another corpus"))
+    assert len(other.services["search"].served) > 0
 
 
 def test_a_number_that_is_not_finite_is_read_as_it_was_written(tmp_path):
@@ -150,13 +147,6 @@ def test_a_number_that_is_not_finite_is_read_as_it_was_written(tmp_path):
     CallJournal(path, "one").add("w", list(values), list(values.values()), 0.0)
     journal = CallJournal(path, "one")
     assert repr({call: journal.value(call) for call in values}) == repr(values)
-
-
-def test_calls_of_another_corpus_are_not_taken(tmp_path):
-    path = tmp_path / "calls.jsonl"
-    run(waves(path))
-    run(other := waves(path, key="another corpus"))
-    assert len(other.services["search"].served) > 0
 
 
 def test_a_failed_search_costs_its_question_alone_and_is_tried_again(tmp_path):

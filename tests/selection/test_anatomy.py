@@ -87,6 +87,10 @@ def test_a_family_that_decides_and_one_that_corrects_at_the_boundary_are_told_ap
     # Without the decider a constant is left, and half of the decisions are others.
     result = values(flip_ratios("HP", "H", both, np.full((1, n), -0.01), labels), n)
     assert result["flip_rate"].value == pytest.approx(0.5)
+    # What adds nothing flips nothing, and its precision is undefined.
+    result = values(flip_ratios("H", "P", decider[None], decider[None], labels), n)
+    assert result["flip_rate"].value == result["mean_contribution"].value == 0.0
+    assert result["flip_precision"].value is None and result["flip_precision"].reason
 
 
 @pytest.mark.parametrize(("reach", "width"), [(0.0, 0.5), (6.0, 0.5), (40.0, 4.0)])
@@ -110,13 +114,6 @@ def test_the_boundarys_cells_hold_every_answer_however_far_it_lies(reach, width)
     assert abs(farthest - reach) <= width / 2
     deployed.rows.where = lambda split: np.arange(0)  # no labelled test row
     assert boundary(deployed) == []
-
-
-def test_a_family_that_adds_nothing_flips_nothing_and_its_precision_is_undefined():
-    labels, decider, _, _ = planted()
-    result = values(flip_ratios("H", "P", decider[None], decider[None], labels), 400)
-    assert result["flip_rate"].value == result["mean_contribution"].value == 0.0
-    assert result["flip_precision"].value is None and result["flip_precision"].reason
 
 
 def test_a_family_of_noise_flips_as_often_rightly_as_wrongly():
@@ -278,13 +275,10 @@ def test_regression_finds_what_is_planted_and_nothing_in_permuted_rows():
     assert np.isnan(undefined).all()
 
 
-def test_a_fifth_of_the_labels_validates_and_the_rest_trains():
+def test_a_fifth_validates_and_no_question_that_teaches_of_a_held_out_set_is_read():
     train, valid = train_valid_split(np.arange(100))
     assert (len(train), len(valid)) == (80, 20)
     assert not set(train) & set(valid)
-
-
-def test_no_question_that_teaches_about_a_held_out_set_is_read():
     splits = ["train"] * 20 + ["validation"] * 10 + ["ood"] * 40
     rows = rows_of(["one"] * 30 + ["held"] * 40, splits)
     pools = {split: np.flatnonzero(rows.splits == split) for split in set(splits)}

@@ -86,12 +86,9 @@ def test_permuted_labels_select_hardly_anything():
     assert abs(value - 0.5) < 0.12  # 3.5 standard errors
 
 
-def test_slots_grow_by_doubling_and_only_when_needed():
+def test_slots_grow_by_doubling_and_validation_rows_of_one_class_are_refused():
     assert slots_for(FUSION, 4) == FUSION
     assert slots_for(FUSION, 5).n_slots == 8 and slots_for(FUSION, 9).n_slots == 16
-
-
-def test_validation_rows_of_one_class_are_refused():
     codes = random_codes(50, 0)
     with pytest.raises(ValueError, match="one class"):
         search(codes, codes._replace(labels=jnp.ones(50)))
