@@ -117,9 +117,8 @@ class ProbedBackbone:
         """Return one request per question, named by its place."""
         build = functools.partial(build_prompt, self.backbone.tokenizer, self.template)
         prompts = [build(*x) for x in zip(questions, contexts, strict=True)]
-        fixed = {"setting": setting, "variant": "original"}
         return [
-            Request(example_id=str(i), prompt=prompt, **fixed)
+            Request(str(i), setting, "original", prompt)
             for i, prompt in enumerate(prompts)
         ]
 

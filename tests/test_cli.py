@@ -232,15 +232,12 @@ def test_who_presses_ctrl_c_gets_the_code_of_what_was_interrupted(tmp_path):
     assert "Traceback" not in output
 
 
-def test_a_letter_that_the_terminal_does_not_know_is_escaped():
+def test_a_letter_that_the_terminal_does_not_know_is_escaped_and_no_input_is_said():
     rows = ROOT / "docs" / "results" / "demo.jsonl"
     words = ("report", rows, "--print", "detectors")
     known = call(*words, PYTHONIOENCODING="utf-8").stdout
     escaped = call(*words, PYTHONIOENCODING="latin-1").stdout
     assert "─" in known and "\\u2500" in escaped
-
-
-def test_standard_input_that_is_closed_is_said():
     line = f"exec {sys.executable} -m beatrice score --probe embedded --file - <&-"
     done = run_line("sh", "-c", line, code=2)
     assert_error_sentence(done, "standard input is closed")

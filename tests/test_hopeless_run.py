@@ -71,11 +71,17 @@ def test_cut_answers_are_told_only_what_was_not_done_yet(prompt, left):
     assert {x for x in ("--chat", "--template") if x in advice} == left
 
 
-def test_few_cut_answers_are_counted_without_advice():
+def test_few_cut_answers_and_hedges_are_counted_and_only_empty_ones_refused():
     answers = [an_answer() for _ in range(19)] + [an_answer(stop_id=None, text="")]
     assert summarize_answers(answers, 7, PromptConfig()) == [
         "closed_book: 20 answers, 1 cut at 7 tokens, 1 empty, 0 hedges or refusals"
     ]
+    answers = [an_answer(text=x) for x in ("Oslo", "I do not know", "unclear", "")]
+    (line,) = summarize_answers(answers, 7, PromptConfig())
+    assert line.endswith("4 answers, 0 cut at 7 tokens, 1 empty, 2 hedges or refusals")
+    assert shares_of(answers) == {"cut_off": 0.0, "empty": 0.25, "hedged": 0.5}
+    with pytest.raises(ValueError, match="all 3 answers are empty"):
+        summarize_answers([an_answer(text="")] * 3, 10, PromptConfig())
 
 
 @pytest.mark.parametrize(
@@ -99,18 +105,6 @@ def test_few_cut_answers_are_counted_without_advice():
 )
 def test_hedges_and_refusals_are_told_by_how_an_answer_begins(text, counts):
     assert is_hedge(text) == counts
-
-
-def test_hedges_are_counted_and_nothing_is_dropped():
-    answers = [an_answer(text=x) for x in ("Oslo", "I do not know", "unclear", "")]
-    (line,) = summarize_answers(answers, 7, PromptConfig())
-    assert line.endswith("4 answers, 0 cut at 7 tokens, 1 empty, 2 hedges or refusals")
-    assert shares_of(answers) == {"cut_off": 0.0, "empty": 0.25, "hedged": 0.5}
-
-
-def test_nothing_but_empty_answers_is_refused():
-    with pytest.raises(ValueError, match="all 3 answers are empty"):
-        summarize_answers([an_answer(text="")] * 3, 10, PromptConfig())
 
 
 def test_labels_say_how_many_answers_are_right_and_where_one_class_is_alone():

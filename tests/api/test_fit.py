@@ -592,15 +592,12 @@ def test_labelled_answers_are_read_line_by_line_and_what_is_not_read_is_named(tm
         read_labelled(path, notes.append)
 
 
-def test_every_part_has_its_share_of_the_right_answers():
+def test_every_part_has_its_share_of_right_answers_and_no_question_is_torn_apart():
     labels = np.arange(400) % 10 == 0
     splits = split_answers(labels, [str(i) for i in range(400)])
     for name, n in {"train": 200, "validation": 100, "test": 100}.items():
         assert (splits == name).sum() == n
         assert labels[splits == name].sum() == n // 10
-
-
-def test_answers_to_one_question_are_not_torn_apart():
     rng = np.random.default_rng(0)
     labels, questions = rng.random(400) < 0.4, [str(i % 80) for i in range(400)]
     splits = split_answers(labels, questions)

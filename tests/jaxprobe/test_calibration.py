@@ -63,12 +63,6 @@ def test_calibration_refuses_nothing_and_nan():
             fit_calibrator(scores, np.zeros(len(scores), bool))
 
 
-@pytest.mark.parametrize("right", [True, False])
-def test_ten_answers_of_one_kind_are_no_certainty(right):
-    p = fit_calibrator(np.linspace(0, 1, 10), np.full(10, right))(np.array([0.5]))
-    assert p == pytest.approx(10.5 / 11 if right else 0.5 / 11)
-
-
 def test_levels_with_many_rows_are_those_of_plain_isotonic_regression():
     rng = np.random.default_rng(0)
     scores = rng.random(20000)
@@ -85,6 +79,9 @@ def test_no_probability_is_beyond_what_some_level_supports():
     low, middle, high = fit_calibrator(scores, labels > 0)(np.array([0.0, 1.0, 2.0]))
     assert low == pytest.approx(0.5 / 21)
     assert middle <= high == pytest.approx(90.5 / 101)
+    for right, expected in ((True, 10.5 / 11), (False, 0.5 / 11)):  # no certainty
+        p = fit_calibrator(np.linspace(0, 1, 10), np.full(10, right))(np.array([0.5]))
+        assert p == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("fit", FIT_MAP.values(), ids=FIT_MAP)

@@ -201,29 +201,19 @@ def trained():
     return store, rows, data, train_encoders(data, GRID)
 
 
-def test_every_subset_of_three_families_is_trained_with_every_seed(trained):
-    *_, data, (grid, outputs) = trained
+def test_arrays_alone_make_a_detector_that_is_saved_and_scores(trained, tmp_path):
+    store, rows, data, (grid, outputs) = trained  # every subset with every seed
     assert data.dims.letters == "MLF" and data.dims.n_subsets == 7
     assert grid.members == tuple(Member(k, s) for s in range(N_SEEDS) for k in range(7))
     assert outputs.logits.shape == (7 * N_SEEDS, N)
-
-
-def test_arrays_alone_make_a_detector_that_is_saved_and_scores(trained, tmp_path):
-    store, rows, data, (grid, outputs) = trained
     pool = pool_of({"closed_book": outputs}, {"closed_book": rows}, "closed_book", 2)
     config = SelectConfig(head=FusionConfig(hidden=8, n_slots=3), train=HEADS)
     trainer = HeadTrainer(pool, config)
     chosen = trainer.search()
     scores = trainer.scores(chosen)
     head = FusedHead(chosen.members, chosen.config, chosen.params, scores)
-    source = Grid(
-        store=store,
-        rows=rows,
-        layer=None,
-        trained=grid,
-        standardizer=data.standardizer,
-        config=GRID.encoder,
-    )
+    about = {"store": store, "rows": rows, "layer": None, "config": GRID.encoder}
+    source = Grid(trained=grid, standardizer=data.standardizer, **about)
     detector = calibrated({"closed_book": head}, {"closed_book": source}, precision=0.8)
     assert any("L" in name for _, name in detector.heads["closed_book"].reads)
     detector.save(tmp_path / "probe")

@@ -29,16 +29,13 @@ def some_rows(n=200, n_labelled=150, p_right=0.9):
     )
 
 
-def test_permuted_labels_are_those_of_the_labelled_rows_dealt_out_anew():
+def test_permuted_labels_are_those_of_labelled_questions_dealt_out_anew():
     rows = some_rows()
     where = rows.where("test")
     permuted = permute_by_question(rows, seed=0)
     assert permuted[where].sum() == rows.labels[where].sum()
     assert (permuted[where] != rows.labels[where]).any()
     assert not permuted[~rows.is_labelled].any()
-
-
-def test_the_wordings_of_a_question_stay_together():
     rows = some_rows(n_labelled=200, p_right=0.5)
 
     def pairs(labels):

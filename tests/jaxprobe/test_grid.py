@@ -117,8 +117,10 @@ def test_one_trace_serves_all_fifteen_subsets(parts):
     assert train_block._cache_size() == n_traces
 
 
-def test_join_orders_members(parts):
-    trained = train([Block((2,), (0,)), Block((0,), (0,))], parts)
+def test_one_device_trains_blocks_one_by_one_and_join_orders_members(parts):
+    blocks = [Block((2,), (0,)), Block((0,), (0,))]
+    trained = train(blocks, parts, fit=fit_everywhere)
+    assert [t.members for t in trained] == [block.members for block in blocks]
     joined = join(trained, [Member(0, 0), Member(2, 0)])
     np.testing.assert_array_equal(
         joined.params["params"]["mlp_in"]["bias"][1],
@@ -150,12 +152,6 @@ def test_eight_devices_train_what_one_does(parts, tmp_path):
         np.testing.assert_allclose(arrays["valid_auroc"], aurocs, atol=2e-3)
         for i, leaf in enumerate(jax.tree.leaves(alone.params)):
             np.testing.assert_allclose(arrays[f"w{i}"], leaf, atol=2e-3)  # sums
-
-
-def test_one_device_trains_blocks_one_by_one(parts):
-    blocks = [Block((0,), (0,)), Block((3,), (1,))]
-    trained = train(blocks, parts, fit=fit_everywhere)
-    assert [t.members for t in trained] == [block.members for block in blocks]
 
 
 def planned_devices(stream):

@@ -192,9 +192,7 @@ def test_networks_without_a_gain_are_stopped_for_good_and_no_other(rows):
         inputs = learner.start(), block, iter([group, group])
         state = _stopped_without_gain(*inputs, logits, TRAIN.patience)
         assert bool(state.is_active(TRAIN).all()) == (not is_stopped)
-
-
-def test_networks_that_lost_patience_by_themselves_were_not_stopped_by_the_review():
+    # Some lost patience by themselves, and were not stopped by the review.
     best, last = np.array([2, 5, 7, 5]), np.array([8, 8, 8, 11])
     info = FitInfo(*[None] * 3, best_epoch=best, n_epochs=last, learning_rate=None)
     assert n_stopped_by_review(info, 8, dataclasses.replace(TRAIN, patience=5)) == 2

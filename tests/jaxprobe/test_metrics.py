@@ -27,32 +27,25 @@ def tied_scores(n=200, seed=0):
     return np.round(rng.standard_normal(n) + labels, 1).astype(np.float32), labels
 
 
-def test_auroc_gives_ties_half_credit():
+def test_auroc_is_sklearns_also_weighted_and_gives_ties_half_credit():
     assert auroc(np.zeros(4), np.array([0, 1, 0, 1], bool)).value == 0.5
     assert masked_auroc(jnp.zeros(4), jnp.array([0.0, 1, 0, 1]), jnp.ones(4)) == 0.5
     scores, labels = tied_scores()
     expected = roc_auc_score(labels, scores)
     for sign, value in ((1, expected), (-1, 1 - expected)):
         assert auroc(sign * scores, labels).value == pytest.approx(value)
-
-
-def test_masked_auroc_equals_sklearn_with_sample_weights():
-    scores, labels = tied_scores()
     weights = np.random.default_rng(1).integers(0, 4, 200).astype(np.float32)
     got = jax.jit(masked_auroc)(scores, labels.astype(np.float32), weights)
     expected = roc_auc_score(labels, scores, sample_weight=weights)
     assert float(got) == pytest.approx(expected, abs=1e-6)
 
 
-def test_one_class_is_undefined_and_says_so():
+def test_one_class_is_undefined_and_says_so_and_what_is_no_number_is_no_tie():
     assert np.isnan(masked_auroc(jnp.arange(3.0), jnp.ones(3), jnp.ones(3)))
     for metric in (auroc, auprc):
         value, reason = metric(np.arange(3.0), np.ones(3, bool))
         assert np.isnan(value) and "one class" in reason
     assert "finite" in auroc(np.array([np.nan, 1.0]), np.array([True, False])).reason
-
-
-def test_a_score_that_is_not_a_number_is_no_tie():
     scores = jnp.array([jnp.nan, 0.0, 1.0, jnp.nan])
     labels = jnp.array([0.0, 0.0, 1.0, 1.0])
     assert np.isnan(masked_auroc(scores, labels, jnp.ones(4)))

@@ -161,6 +161,11 @@ def test_a_frame_is_read_row_by_row_and_an_empty_cell_is_left_out(scorer):
     plain, grounded = scorer.score_many(frame)
     assert plain.raw == pytest.approx(scorer.score(**ROW).raw, abs=1e-5)
     assert grounded.raw != plain.raw
+    # Tables of others are read by what they offer.
+    polars = SimpleNamespace(columns=[], to_dicts=lambda: [{**ROW, "context": None}])
+    arrow = SimpleNamespace(columns=[], to_pylist=lambda: [ROW])
+    for table in (polars, arrow):
+        assert as_rows(table, ARGUMENTS) == [ROW]
 
 
 def test_a_column_that_no_score_reads_is_left_and_named_once(scorer):
@@ -175,13 +180,6 @@ def test_one_questions_context_has_either_name_and_an_empty_one_its_place(scorer
         scorer.answer([QUESTION, " "])
     expected = scorer.answer(QUESTION, contexts=PASSAGE)
     assert scorer.answer(QUESTION, context=PASSAGE) == expected
-
-
-def test_tables_of_others_are_read_by_what_they_offer():
-    polars = SimpleNamespace(columns=[], to_dicts=lambda: [{**ROW, "context": None}])
-    arrow = SimpleNamespace(columns=[], to_pylist=lambda: [ROW])
-    for table in (polars, arrow):
-        assert as_rows(table, ARGUMENTS) == [ROW]
 
 
 def test_one_passage_is_not_read_letter_by_letter(scorer, gate):

@@ -171,6 +171,7 @@ def test_scores_do_not_depend_on_how_many_answers_the_memory_holds(probed):
         for setting, context in contexts.items()
     }
     whole = probed.score("with_context", passes)
+    assert probed.reader.hidden_layers == (LAYER,)
     banks = {
         where: dataclasses.replace(bank, lengths=(64,) * len(SPANS[where]))
         for where, bank in probed.detector.banks.items()
@@ -184,7 +185,3 @@ def test_scores_do_not_depend_on_how_many_answers_the_memory_holds(probed):
         assert parts.encoder_names == whole.encoder_names
         np.testing.assert_allclose(parts.raw, whole.raw, atol=1e-5)
         np.testing.assert_allclose(parts.encoders, whole.encoders, atol=1e-5)
-
-
-def test_the_layer_is_the_one_the_detector_was_trained_on(probed):
-    assert probed.reader.hidden_layers == (LAYER,)

@@ -41,12 +41,6 @@ def needs(package):
     )
 
 
-@pytest.fixture(scope="module")
-def p_correct(scorer):
-    """Of the backbone's own closed-book answer."""
-    return Gate(scorer, 0.5).draft([QUESTION])[0].p_correct
-
-
 def strict(scorer):
     return Gate(scorer, 1.0)  # the map keeps away from certainty: nothing stands
 
@@ -55,13 +49,7 @@ def lenient(scorer):
     return Gate(scorer, 1e-6)  # everything stands
 
 
-def test_a_draft_stands_from_the_threshold_on(scorer, p_correct):
-    at, above = Gate(scorer, p_correct), Gate(scorer, p_correct + 1e-4)
-    assert not at.should_retrieve(QUESTION)
-    assert above.should_retrieve(QUESTION)
-
-
-def test_the_draft_is_the_backbones_answer_and_its_score(scorer):
+def test_the_draft_is_the_backbones_answer_and_stands_from_the_threshold_on(scorer):
     drafts = strict(scorer).draft([QUESTION, OTHER])
     assert [draft.question for draft in drafts] == [QUESTION, OTHER]
     texts = [score.text for score in scorer.answer([QUESTION, OTHER])]
@@ -69,6 +57,9 @@ def test_the_draft_is_the_backbones_answer_and_its_score(scorer):
     expected = [scorer.score(d.question, d.answer).p_correct for d in drafts]
     assert [d.p_correct for d in drafts] == pytest.approx(expected, abs=1e-5)
     assert strict(scorer).draft([]) == []
+    p_correct = drafts[0].p_correct
+    assert not Gate(scorer, p_correct).should_retrieve(QUESTION)
+    assert Gate(scorer, p_correct + 1e-4).should_retrieve(QUESTION)
 
 
 def draft(p, decision="distrust"):
@@ -132,15 +123,12 @@ class FlashRagDataset:
     question = [QUESTION, OTHER]
 
 
-def test_flashrag_gets_a_verdict_for_each_question(scorer):
+def test_flashrag_gets_a_verdict_for_each_question_of_its_run_or_gate(scorer, tmp_path):
     config = {"judger_name": "beatrice", "device": "cpu"}
     judger = FlashRagJudger(config, gate=strict(scorer))
     assert judger.judge(FlashRagDataset()) == [True, True]
     assert judger.judge([QUESTION]) == judger.judge(QUESTION) == [True]
     assert FlashRagJudger({}, gate=lenient(scorer)).judge(QUESTION) == [False]
-
-
-def test_flashrags_judger_opens_the_run_that_its_config_names(tmp_path):
     config = {"judger_config": {"run": tmp_path / "no run", "threshold": 0.5}}
     with pytest.raises(ValueError, match="no run"):
         FlashRagJudger(config)

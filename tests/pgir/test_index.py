@@ -232,18 +232,14 @@ def test_what_is_damaged_and_deleted_is_made_again_as_it_was(copied):
     assert (folder / "vectors-00001.npy").read_bytes() == expected
 
 
-def test_an_index_of_another_encoder_is_refused_by_name(copied, tmp_path):
-    corpus, _ = copied
+def test_an_index_of_another_encoder_or_corpus_is_refused_by_name(copied, tmp_path):
+    corpus, encoder = copied
     other = index.TextEncoder(save_encoder(tmp_path / "x" / "tiny", seed=1))
     with pytest.raises(ValueError, match="by another encoder"):
         index.DenseRetriever(corpus, other)
     folder = index.index_folder(corpus, "tiny")
     with pytest.raises(ValueError, match="by another encoder"):
         index.build_vectors(folder, corpus, other, NOTHING)
-
-
-def test_an_index_of_another_corpus_is_refused_by_name(copied, tmp_path):
-    corpus, encoder = copied
     other = make_corpus(tmp_path / "other", N - 1)
     shutil.copytree(*(index.index_folder(x, "tiny") for x in (corpus, other)))
     with pytest.raises(ValueError, match="on another corpus"):

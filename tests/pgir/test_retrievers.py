@@ -589,13 +589,10 @@ def test_a_page_is_no_passage(tmp_path):
     assert "1 left out for more than 1000 words, 2 left out without a word" in notes[0]
 
 
-def test_of_a_file_without_passages_nothing_is_left(tmp_path):
+def test_records_of_questions_that_cannot_be_used_are_counted_if_any_can(tmp_path):
     with pytest.raises(ValueError, match="none of the files holds a passage"):
         build(tmp_path, bare__jsonl=BARE)
     assert not (tmp_path / "corpus").exists()
-
-
-def test_records_of_questions_that_cannot_be_used_are_counted(tmp_path):
     rows = [{**BARE, "context": CONTEXT}, {**BARE, "question": 7}]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     _, notes = build(tmp_path, asked__jsonl=lines)

@@ -324,16 +324,10 @@ def test_the_planted_setting_and_the_planted_query_are_found(tmp_path):
     assert {done.value for done in answers["pgir:question_first"]} == {"yes"}
 
 
-def test_what_is_right_on_test_changes_nothing_that_is_chosen(tmp_path):
-    (tmp_path / "other").mkdir()
-    first, other = session(tmp_path), session(tmp_path / "other", test_golds=("no",))
-    assert entered(first) == entered(other)
-
-
-def test_a_cap_keeps_out_what_costs_more(tmp_path):
+def test_a_cap_keeps_out_what_costs_more_and_what_is_right_on_test_nothing(tmp_path):
     free = entered(session(tmp_path))
-    (tmp_path / "other").mkdir()
-    capped = entered(session(tmp_path / "other", max_generations=1.0))
+    assert entered(session(tmp_path / "other", test_golds=("no",))) == free
+    capped = entered(session(tmp_path / "capped", max_generations=1.0))
     assert free["pgir_query"]["query"] == "question"
     assert capped["pgir_query"]["threshold"] <= 0.3  # every first draft is returned
 

@@ -81,11 +81,6 @@ def test_the_best_set_is_that_of_a_brute_force_by_another_program(ranking):
     assert max(abs(a - b) for a, b in both) < 0.06  # 500 rows: s.e. 0.02
 
 
-def test_the_numbers_of_sets_are_the_papers():
-    assert len(all_sets(15, 3)) == 455 and len(all_sets(30, 3)) == 4060
-    assert len({tuple(s) for s in all_sets(7, 3)}) == math.comb(7, 3)
-
-
 def test_greedy_and_the_enumeration_share_one_executable_per_setting(tmp_path):
     for number, n_rows in enumerate((320, 360)):  # two settings: two shapes
         codes = random_codes(n_rows, 3), random_codes(200, 4)
@@ -162,6 +157,8 @@ def test_a_damaged_or_foreign_piece_is_trained_again(tmp_path, ranking):
 
 
 def test_the_ribbon_counts_what_the_sets_carry():
+    assert len(all_sets(15, 3)) == 455 and len(all_sets(30, 3)) == 4060  # the paper's
+    assert len({tuple(s) for s in all_sets(7, 3)}) == math.comb(7, 3)
     sets = all_sets(4, 3)  # 012, 013, 023, 123
     aurocs = np.array([[0.1], [0.4], [0.3], [0.2]], np.float32)
     traits = np.array([[False, False, False, True], [True, True, False, False]])
