@@ -293,8 +293,11 @@ def sizes_of_choices(
 ) -> str:
     """Return a table of bytes: a line per type of the hidden states.
 
-    The config says how the other families are written; `n_tokens` has prompts,
-    `n_answer` answer spans alone.
+    Args:
+      shapes: as `outline_shapes` gives them.
+      config: says how the other families are written.
+      n_tokens: of all sequences, prompts included.
+      n_answer: of all answer spans.
     """
     from beatrice.extract.commands import STORED_TYPES
     from beatrice.extract.store.spec import Spans, stored_bytes

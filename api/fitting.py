@@ -488,7 +488,14 @@ def metric_rows(
     resamples of few right answers on top are all as good. The ECE of resamples is above
     that of the answers by as much as theirs is above the true one: its interval begins
     as far below the value as theirs ends above it, and at zero where a P that is right
-    shows as much by chance. Clusters are the questions, which are resampled.
+    shows as much by chance.
+
+    Args:
+      raw: `[n]` scores that rank.
+      p_correct: `[n]` calibrated probabilities.
+      labels: `[n]` bool.
+      clusters: `[n]` questions, which are resampled.
+      bootstrap: how.
     """
     resampled: dict[str, tuple[Callable[..., float], np.ndarray]] = {
         "auprc": (lambda scores, labels: auprc(scores, labels).value, raw),

@@ -38,7 +38,12 @@ class Labelled(NamedTuple):
 def read_labelled(
     path: Path, note: Callable[[str], None]
 ) -> list[tuple[str, str, bool]]:
-    """Return question, answer and label of each record; note unread fields."""
+    """Return question, answer and label of each record of a file.
+
+    Args:
+      path: of JSON lines, or another kind of file that questions are read from.
+      note: called with which fields are not read.
+    """
     from beatrice.extract.datasets.rows import read_raw, recognise
 
     rows, unread = [], Counter[str]()
@@ -63,6 +68,10 @@ def split_answers(labels: np.ndarray, questions: Sequence[str]) -> np.ndarray:
 
     Answers to one question stay together: what is held back would else be seen. Parts
     are alike in questions that are mostly answered right.
+
+    Args:
+      labels: `[n_answers]` bool.
+      questions: of each answer.
     """
     numbers: dict[str, int] = {}
     group = np.array([numbers.setdefault(text, len(numbers)) for text in questions])
@@ -88,8 +97,13 @@ def answer_and_label(
 ) -> Labelled:
     """Answer with signals in one pass, and label by exact match with the golds.
 
-    A chat model sees worked examples of short answers, which a gold can match. In
-    `work` lie answers and signals, where the same call continues.
+    A chat model sees worked examples of short answers, which a gold can match.
+
+    Args:
+      model: a `LanguageModel`.
+      questions: with golds.
+      work: a folder for answers and signals, where the same call continues.
+      note: called with what takes how long, and with what looks wrong.
     """
     from beatrice.extract.generate.prompts import SHOTS, PromptConfig
     from beatrice.extract.label.labels import exact_match
@@ -182,7 +196,11 @@ def text_scores(labelled: Labelled) -> np.ndarray:
 
 
 def compare(probe: Any, labelled: Labelled) -> tuple[list[dict[str, Any]], list[str]]:
-    """Compare a probe with its baselines: report rows, and lines for people."""
+    """Compare a probe with its baselines on the answers that were held back.
+
+    Returns:
+      Rows as `Probe.report` has them, of the baselines, and a line each for people.
+    """
     from beatrice.jaxprobe.metrics import auroc, auroc_interval
     from beatrice.jaxprobe.tokens import answer_log_probs
 
@@ -245,7 +263,16 @@ def fit_own(
     untrustworthy: bool,
     say: Callable[[str], None],
 ) -> None:
-    """Answer and label questions, or read labelled answers; fit, measure and save."""
+    """Answer and label questions, or read labelled answers; fit, measure and save.
+
+    Args:
+      model: a Hub id, a path, or a released model's name.
+      rows: questions with golds, or of `read_labelled`.
+      folder: of the probe.
+      is_labelled: rows are labelled answers.
+      untrustworthy: save a probe that rests on too few answers.
+      say: called with each line of what the probe is worth.
+    """
     from beatrice.model import LanguageModel
 
     progress, work = Progress(), folder.with_name(f"{folder.name}.work")

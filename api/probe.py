@@ -175,8 +175,10 @@ class Probe(AnswerScorer):
         }
         if not len(signals):
             return np.zeros(0)
-        fixed = {"layer": self.layer, "examples": signals.indices}
-        return score_store(self.detector, branch, stores, **fixed).p_correct
+        scores = score_store(
+            self.detector, branch, stores, layer=self.layer, examples=signals.indices
+        )
+        return scores.p_correct
 
     @property
     def scorer(self) -> "Scorer":
@@ -393,7 +395,15 @@ def scorer_of(
 ) -> "Scorer":
     """Load the language model that a detector names, or take the one that is given.
 
-    `examples` are answers whose P must come out, `identity` is of the probe's files.
+    Args:
+      detector: of the probe.
+      model: where the model lies, or one in memory.
+      device: of the model.
+      dtype: of its weights.
+      strict: refuse a model of another revision or type; else every score warns.
+      precision: share of decisions that shall be right.
+      examples: answers whose P must come out.
+      identity: SHA-256 of the probe's files.
     """
     from beatrice.extract.generate.prompts import GenerationConfig
     from beatrice.model import LanguageModel, usual_stop
@@ -598,6 +608,10 @@ def card(detector: Detector, report: Sequence[Mapping[str, Any]]) -> str:
     """Return what people and the Hub read of a probe, its `README.md`.
 
     Front matter of the Hub, use, numbers, scope, limits.
+
+    Args:
+      detector: of the probe.
+      report: rows of what it is worth, as `Probe.report` has them.
     """
     trained = detector.provenance
     model = "arrays of its author" if trained is None else trained.model

@@ -161,7 +161,13 @@ def branches_of(settings: Sequence[Setting]) -> tuple[HeadName, ...]:
 def reads(
     branch: HeadName, members: Sequence[int], names: Sequence[str] = SUBSET_NAMES
 ) -> tuple[tuple[Setting, str], ...]:
-    """Return the (pass, subset name) of positions in a branch's pool."""
+    """Return the (pass, subset name) of pool positions.
+
+    Args:
+      branch: whose pool.
+      members: positions in it.
+      names: of all subsets of a pass; those of the paper's families by default.
+    """
     setting, n = branch_setting(branch), len(names)
     return tuple((setting if i < n else "closed_book", names[i % n]) for i in members)
 
@@ -217,7 +223,14 @@ class Grid:
 
 
 class FusedHead(NamedTuple):
-    """Heads of pool positions (see `reads`) and their raw P, `[n_seeds, n_rows]`."""
+    """The heads of a selected set, with their scores of every row of their setting.
+
+    Attributes:
+      members: pool positions, see `jaxprobe.calibrate.reads`.
+      config: shape of the heads.
+      params: leaves `[n_seeds, ...]`.
+      scores: `[n_seeds, n_rows]` uncalibrated probabilities.
+    """
 
     members: Sequence[int]
     config: FusionConfig
@@ -455,9 +468,10 @@ def fold_calibrators(run: RunDir, branch: HeadName) -> tuple[Calibrator, ...]:
 class CalibrateConfig:
     """The run's section `calibrate`.
 
-    The precision is the share of decisions that shall be right. Isotonic regression is
-    the paper's map; it makes hundreds of answers equal, and much of P of a difference
-    of rounding at its steps.
+    Attributes:
+      precision: share of decisions that shall be right: to trust an answer, or not to.
+      maps: from scores to P. Isotonic regression is the paper's; it makes hundreds of
+        answers equal, and much of P of a difference of rounding at its steps.
     """
 
     precision: float = 0.9

@@ -57,7 +57,14 @@ def _sigmoid(logits: np.ndarray) -> np.ndarray:
 
 
 class Reliability(NamedTuple):
-    """Bins of predicted probability; means are NaN in an empty bin."""
+    """Equal-width bins of predicted probability.
+
+    Attributes:
+      edges: `[n_bins + 1]`, from 0 to 1.
+      confidence: `[n_bins]` mean prediction; NaN in an empty bin.
+      accuracy: `[n_bins]` share of correct answers; NaN in an empty bin.
+      n_examples: `[n_bins]`.
+    """
 
     edges: np.ndarray
     confidence: np.ndarray
@@ -66,12 +73,16 @@ class Reliability(NamedTuple):
 
 
 def fit_calibrator(scores: np.ndarray, labels: np.ndarray) -> Calibrator:
-    """Isotonic regression of labels `[n]` bool on scores `[n]`, away from certainty.
+    """Isotonic regression of correctness on scores, away from certainty.
 
     A level that the regression fits to `k` right ones of `n` is worth (k + 1/2) / (n +
     1), the midpoint of Wilson's interval of one standard error. No probability lies
     beyond the highest and the lowest of these: ten right answers among ten are no 1.0,
     and levels with hundreds of rows stay where they are (the paper has no such bound).
+
+    Args:
+      scores: `[n_examples]`, higher means more likely correct.
+      labels: `[n_examples]` bool.
     """
     # Here, since it takes a second to load, and most stages fit no map.
     from sklearn.isotonic import IsotonicRegression
@@ -173,10 +184,15 @@ def choose_calibrator(
     """Fit the simplest map that is not clearly worse than the best.
 
     Every map is fitted on nine tenths of the questions and measured on the last, ten
-    times over. Taken is the first of `MAPS` that loses at most two standard errors of
-    the paired difference, by question, to the map of least log loss: rows that had a
+    times over. Taken is the first of `MAPS` that loses at most two standard errors
+    of the paired difference, by question, to the map of least log loss: rows that had a
     part in choosing the scorer would otherwise prefer the most flexible one. Where
     there are too few answers to compare, it is the first.
+
+    Args:
+      raw: `[n]` scores in [0, 1].
+      labels: `[n]` bool, of both classes.
+      questions: `[n]` names; answers to one question are in one fold.
     """
     raw, labels = _finite(raw), np.asarray(labels, bool)
     n_rarer = min(labels.sum(), (~labels).sum())
@@ -213,10 +229,18 @@ def cross_fit(
     folds: np.ndarray,
     n_folds: int,
 ) -> tuple[Calibrator, ...]:
-    """Return for every fold, a number of each row, the map fitted on the others.
+    """Return for every fold the map that was fitted on the other folds.
 
-    What is searched on probabilities of rows that their own map has seen is searched on
-    numbers that are too good; these have not.
+    What is searched on probabilities of rows that their own map has seen is searched
+    on numbers that are too good; these have not.
+
+    Args:
+      fit: a map of scores, labels and questions.
+      scores: `[n_examples]`.
+      labels: `[n_examples]` bool.
+      questions: `[n_examples]` names.
+      folds: `[n_examples]` int, from 0.
+      n_folds: how many there are; one may be empty.
     """
     others = (folds != k for k in range(n_folds))
     return tuple(fit(scores[x], labels[x], questions[x]) for x in others)
@@ -263,6 +287,13 @@ def ece_by_chance(
 
     The error of a finite sample is above zero whatever P is. Right and wrong are drawn
     from P itself; answers to one question go together, as far as their P allow.
+
+    Args:
+      p_correct: `[n]` probabilities, at least one.
+      questions: `[n]` names.
+      n_bins: as of `ece`.
+      n_draws: of right and wrong.
+      seed: of the draws.
     """
     rng = np.random.default_rng(seed)
     names, question = np.unique(questions, return_inverse=True)

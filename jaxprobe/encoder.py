@@ -70,9 +70,16 @@ def token_convolution(
 ) -> jax.Array:
     """Convolution of kernel size 3 over tokens, as one matrix product.
 
-    Of `[d_in, n_span_tokens, n_examples]`, zero on padding, and a kernel `[d_out, 3,
-    d_in]` it is `[d_out, n_span_tokens, n_examples]`. Its gradients are one product
-    each as well: autodiff would pad and add instead.
+    Its gradients are one product each as well: autodiff would pad and add instead.
+
+    Args:
+      x: `[d_in, n_span_tokens, n_examples]`, zero on padding.
+      kernel: `[d_out, 3, d_in]`.
+      flag: see `materialize`.
+      matmul_dtype: see `jaxprobe.stored`.
+
+    Returns:
+      `[d_out, n_span_tokens, n_examples]`.
     """
     return _token_convolution_forward(x, kernel, flag, matmul_dtype)[0]
 
@@ -152,9 +159,15 @@ def masked_group_norm(
 ) -> jax.Array:
     """Group normalisation whose statistics see real tokens only.
 
-    Of `[d, n_span_tokens, n_examples]`, zero on padding, with `[n_span_tokens,
-    n_examples]` float32 masks, `[d]` scales and biases; the result is zero on padding,
-    too.
+    Args:
+      x: `[d, n_span_tokens, n_examples]`, zero on padding.
+      mask: `[n_span_tokens, n_examples]` float32.
+      n_groups: divides `d`.
+      scale: `[d]`.
+      bias: `[d]`.
+
+    Returns:
+      `[d, n_span_tokens, n_examples]`, zero on padding.
     """
     d = x.shape[0]
     # Groups are summed and spread by small products, not by a reshape of `x`.
@@ -170,7 +183,15 @@ def masked_group_norm(
 
 
 def masked_pool(x: jax.Array, mask: jax.Array) -> jax.Array:
-    """Maximum and mean over real tokens (padding is zero), `[2 * d, n_examples]`."""
+    """Maximum and mean over the real tokens, one below the other; zeros if none is.
+
+    Args:
+      x: `[d, n_span_tokens, n_examples]`, zero on padding.
+      mask: `[n_span_tokens, n_examples]` float32.
+
+    Returns:
+      `[2 * d, n_examples]`.
+    """
     count = mask.sum(axis=0)[None]
     highest = jnp.where(mask[None] > 0, x, -jnp.inf).max(axis=1, initial=-1e30)
     highest = jnp.where(count > 0, highest, 0.0)
@@ -303,10 +324,16 @@ class SpanCNN(nn.Module):
         family_mask: jax.Array,
         key: jax.Array | RowKeys | None,
     ) -> jax.Array:
-        """Encode a span `[n_families * projection, n_span_tokens, n_examples]`.
+        """Encode one span.
 
-        The mask is `[n_span_tokens, n_examples]` bool, the key None outside training;
-        the result is `[2 * hidden, n_examples]`.
+        Args:
+          projected: `[n_families * projection, n_span_tokens, n_examples]`.
+          mask: `[n_span_tokens, n_examples]` bool.
+          family_mask: `[n_families]` bool.
+          key: seed of the dropout; None outside training.
+
+        Returns:
+          `[2 * hidden, n_examples]`.
         """
         cfg = self.config
         flag = family_mask.any()
@@ -337,9 +364,13 @@ class Encoder(nn.Module):
     def __call__(
         self, features: FamilyTokens, family_mask: jax.Array, draw: Draw | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """Score answers from standardised signals of the families in the mask.
+        """Score answers.
 
-        Of a draw its rows alone are scored; None scores all without noise and dropout.
+        Args:
+          features: standardised signals, families apart.
+          family_mask: `[n_families]` bool, the subset that is read.
+          draw: a batch of training, whose rows alone are scored; None for all examples
+            without noise and dropout.
 
         Returns:
           logits `[n_examples]`, of the network and of a linear part if the variables

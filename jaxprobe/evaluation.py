@@ -138,7 +138,15 @@ def _measure(
     config: BootstrapConfig,
     strata: np.ndarray | None,
 ) -> dict[tuple[Subject, str], _Measured]:
-    """Measure every detector by every metric on chosen rows, which may be none."""
+    """Measure every detector by every metric on one set.
+
+    Args:
+      detectors: their scores of all rows.
+      chosen: `[n]` indices of the set's labelled rows, which may be none.
+      rows: what the rows are.
+      config: of the resamples, which all detectors share.
+      strata: `[n_rows]`, within which alone answers are compared; None compares all.
+    """
     of_set = rows.take(chosen)
     strata = None if strata is None else strata[chosen]
     cases = [_case(scored.take(chosen), of_set, strata) for scored in detectors]

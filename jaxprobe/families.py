@@ -258,11 +258,16 @@ def standardizer_of(
 def pad_span(
     rows: np.ndarray, starts: np.ndarray, spans: np.ndarray, n_tokens: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Cut one span out of ragged rows `[n_rows, d_total]`; pad it with zeros.
+    """Cut one span out of ragged rows and pad it on the right with zeros.
 
-    `starts` `[n_examples]` is the row of each example's token 0, `spans` `[n_examples,
-    2]` its `[start, stop)`. Returned are `[n_examples, n_tokens, d_total]` float32 and
-    the mask.
+    Args:
+      rows: `[n_rows, d_total]`.
+      starts: `[n_examples]`, the row of each example's token 0, or where it would be.
+      spans: `[n_examples, 2]`, `[start, stop)` inside the example.
+      n_tokens: padded length; no span is longer.
+
+    Returns:
+      `[n_examples, n_tokens, d_total]` float32 and its mask `[n_examples, n_tokens]`.
     """
     lengths = spans[:, 1] - spans[:, 0]
     check_width(lengths, n_tokens)
@@ -293,7 +298,12 @@ def used_spans(spans: np.ndarray) -> tuple[int, ...]:
 
 
 def span_lengths(spans: np.ndarray, read: Sequence[int]) -> np.ndarray:
-    """Return the tokens of the spans that are read, `[n_examples, n_spans]`."""
+    """Return the tokens of the spans that are read, `[n_examples, n_spans]`.
+
+    Args:
+      spans: `[n_examples, 3, 2]`.
+      read: places among `SPAN_NAMES`.
+    """
     return np.diff(spans[:, list(read)])[..., 0]
 
 
@@ -329,12 +339,18 @@ _MOST_GROUPS = 4  # each is a shape of its own, to be compiled
 
 
 def width_groups(lengths: np.ndarray, n_batch: int) -> list[np.ndarray]:
-    """Split rows by length where that spares at least a third of the padded tokens.
+    """Split rows by length, where that spares at least a third of the padded tokens.
 
     The longest rows are a batch of their own, the next two batches, the next four; the
     rest is one group. A group's batches are then hardly ever filled up with nothing.
-    Positions ascend within each group, shortest group first; one where the rows are
-    alike.
+
+    Args:
+      lengths: `[n_rows, n_spans]` tokens.
+      n_batch: rows of a batch.
+
+    Returns:
+      Positions of rows, ascending within each group, shortest group first; all of them
+      in one group where the rows are alike.
     """
     n_rows = len(lengths)
     order = np.argsort(lengths.sum(axis=1), kind="stable")

@@ -79,10 +79,18 @@ def bank_outputs(
     dims: FamilyDims,
     encoder: Encoder,
 ) -> tuple[jax.Array, jax.Array]:
-    """Run all kept encoders, leaves `[n_seeds, n_kept, ...]`, on the same features.
+    """Run all kept encoders on the same features.
 
-    Returned are logits `[n_seeds, n_kept, n_examples]` and pooled vectors `[...,
-    d_pooled]`.
+    Args:
+      params: leaves `[n_seeds, n_kept, ...]`.
+      family_masks: `[n_kept, n_families]` bool.
+      standardizer: of the pass.
+      features: of `n_examples` answers.
+      dims: channels of the pass.
+      encoder: the module.
+
+    Returns:
+      Logits `[n_seeds, n_kept, n_examples]` and pooled vectors `[..., d_pooled]`.
     """
     families: FamilyTokens = split_families(features, dims, standardizer)
     over_members = jax.vmap(lambda p, mask: apply_module(encoder, p, families, mask))

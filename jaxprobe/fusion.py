@@ -65,6 +65,9 @@ def slot_products(
       start: int32, the first example; the batch is the `n_examples` from there.
       keep: `[n_slots, n_examples]` float32 factors.
       n_filled: int32, how many slots are filled.
+
+    Returns:
+      `[hidden, n_examples]`.
     """
     return _forward(kernel, pool, members, start, keep, n_filled)[0]
 
@@ -121,7 +124,15 @@ class PoolOutputs(NamedTuple):
 
 
 def head_inputs(pooled: jax.Array, logits: jax.Array) -> jax.Array:
-    """Lay probabilities below pooled vectors, `[..., d_pooled + 1, n_examples]`."""
+    """Return the inputs of a head.
+
+    Args:
+      pooled: `[..., n_examples, d_pooled]`.
+      logits: `[..., n_examples]`.
+
+    Returns:
+      `[..., d_pooled + 1, n_examples]`: the pooled vector, and the probability.
+    """
     p_correct = jax.nn.sigmoid(logits)[..., None, :]
     return jnp.concatenate([jnp.swapaxes(pooled, -1, -2), p_correct], axis=-2)
 
@@ -134,8 +145,12 @@ def pool_outputs(
 ) -> PoolOutputs:
     """Lay the seed-major grids of one or more passes side by side as one pool.
 
-    Each has `n_seeds * n_encoders` members on the same examples: with context, then
-    closed-book. Of no `questions` each row has its own.
+    Args:
+      outputs: one per pass over the same examples, in pool order: with context, then
+        closed-book. Each has `n_seeds * n_encoders` members.
+      n_seeds: of every grid.
+      labels: `[n_examples]` bool; every example counts once.
+      questions: `[n_examples]` names or numbers; None where each row has its own.
     """
     on_host: list[np.ndarray] = [
         np.array(x, np.float32) for x in (labels, np.ones(np.shape(labels)))
@@ -157,10 +172,19 @@ def _side_by_side(outputs: tuple[MemberOutputs, ...], n_seeds: int) -> jax.Array
 def keep_encoders(
     key: jax.Array, n_examples: int, slot_mask: jax.Array, rate: float
 ) -> jax.Array:
-    """Draw which encoders an example sees in a step, `[n_slots, n_examples]` bool.
+    """Draw which encoders an example sees in one training step.
 
     Each is hidden independently with probability `rate`. Where that would hide all of
     them, one filled slot, chosen uniformly, stays: a head cannot learn from nothing.
+
+    Args:
+      key: of the draw, see `jaxprobe.random`.
+      n_examples: in the batch.
+      slot_mask: `[n_slots]` bool, True where a slot is filled.
+      rate: probability of hiding.
+
+    Returns:
+      `[n_slots, n_examples]` bool, False on empty slots.
     """
     # Counted slot by slot, so that empty slots change nothing for the filled ones.
     bits = hashed_bits(key, 0, (slot_mask.shape[0], n_examples))
@@ -235,7 +259,12 @@ class FusionHead(nn.Module):
 
 
 def _mean_logit(scores: jax.Array, keep: jax.Array) -> jax.Array:
-    """Return the mean logit `[n_examples]` of the encoders that are seen."""
+    """Return the mean logit `[n_examples]` of the encoders that are seen.
+
+    Args:
+      scores: `[n_slots, n_examples]` probabilities.
+      keep: `[n_slots, n_examples]` 1 where an encoder is seen, else 0.
+    """
     p_correct = jnp.clip(scores, _SUREST, 1 - _SUREST)
     logits = jnp.log(p_correct) - jnp.log1p(-p_correct)
     return (logits * keep).sum(0) / jnp.maximum(keep.sum(0), 1.0)
@@ -312,10 +341,18 @@ def _head_keys(
 def _permuted(
     train: PoolOutputs, seed: jax.Array, read: jax.Array, key: jax.Array, size: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One epoch's order of a seed's pool; encoders that no head reads become zeros.
+    """One epoch's order of a seed's pool.
 
-    Outputs are `[n_pool, d_output, n_steps * size]`, labels and shares `[n_steps,
-    size]`.
+    Args:
+      train: outputs, labels and weights.
+      seed: whose encoders.
+      read: `[n_pool]` bool, the encoders that a head reads; the others become zeros.
+      key: of the order.
+      size: of a batch.
+
+    Returns:
+      outputs `[n_pool, d_output, n_steps * size]`, batch after batch; labels and shares
+      `[n_steps, size]`.
     """
     rows, shares = epoch_batches(key, train.weights, size)
     order = rows.reshape(-1)

@@ -55,7 +55,17 @@ def fit_linear(
         [float], LogisticRegression | LinearSVC
     ] = logistic_regression,
 ) -> LinearFit:
-    """Fit on training answers; validation AUROC chooses the strongest best penalty."""
+    """Fit on training answers; validation AUROC chooses the penalty.
+
+    Of equals, the strongest penalty.
+
+    Args:
+      train: `[n_train, n_features]`.
+      labels: `[n_train]`, True where the answer is correct.
+      valid: `[n_validation, n_features]`.
+      valid_labels: `[n_validation]`.
+      regression_of: the regression of an inverse penalty, to be fitted.
+    """
     is_correct = both_classes(labels, train.shape[0], "training")
     is_valid_correct = both_classes(valid_labels, valid.shape[0], "validation")
 
@@ -72,12 +82,18 @@ Scale = tuple[np.ndarray, np.ndarray]
 
 
 def block_scale(train: np.ndarray) -> Scale:
-    """Return what to subtract from a block `[n_train, n_features]`, and to divide by.
+    """Return what to subtract from a block of features, and what to divide by.
 
-    Features then have mean 0 and one variance on the training rows, and together those
-    of a row have variance 1, whatever the block's width: one range of penalties serves
-    ten features and ten thousand, and blocks can stand side by side. A constant feature
-    is only centred.
+    Features then have mean 0 and one variance on the training rows, and together
+    those of a row have variance 1, whatever the block's width: one range of penalties
+    serves ten features and ten thousand, and blocks can stand side by side.
+
+    Args:
+      train: `[n_train, n_features]` of the training rows; a feature that is constant
+        there is only centred.
+
+    Returns:
+      means and divisors, `[n_features]`, of the dtype of `train`.
     """
     spread = train.std(axis=0)
     return train.mean(axis=0), np.where(spread > 0, spread, 1) * train.shape[1] ** 0.5
@@ -194,7 +210,14 @@ def _folds(
 def fit_linear_parts(
     train: Pooled, valid: Pooled, questions: np.ndarray, subsets: Sequence[int]
 ) -> LinearGrid:
-    """Fit regressions of subsets by folds of questions; `valid` chooses penalties."""
+    """Fit the regressions of subsets of the families.
+
+    Args:
+      train: training rows.
+      valid: validation rows, which choose each regression's penalty.
+      questions: `[n_train]`; rows of one question are in one fold.
+      subsets: their numbers.
+    """
     scales = [block_scale(family) for family in train.families]
     scaled = [_scaled(rows.families, scales) for rows in (train, valid)]
     folds = _folds(train.labels, questions)
@@ -292,7 +315,15 @@ def drop_networks_without_gain(
     labels: np.ndarray,
     questions: np.ndarray | None = None,
 ) -> Trained:
-    """Zero the last layer of networks that gain nothing on their linear part."""
+    """Zero the last layer of networks that gain nothing on their linear part.
+
+    Args:
+      trained: members with their linear parts.
+      logits: `[n_members, n_validation]` of network and linear part together.
+      grid: the linear parts.
+      labels: `[n_validation]` bool.
+      questions: `[n_validation]`, see `jaxprobe.metrics.auroc_gain`.
+    """
     linear = [grid.valid[member.subset] for member in trained.members]
     pairs = zip(logits, linear, strict=True)
     is_dropped = np.array([not is_gain(*pair, labels, questions) for pair in pairs])

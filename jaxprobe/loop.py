@@ -155,7 +155,12 @@ def start_fit(params: Params, config: TrainConfig, pack=ravel_pytree) -> FitStat
 def epoch_batches(
     key: jax.Array, weights: jax.Array, batch_size: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Shuffle rows into batches; the last one may hold fewer.
+    """Shuffle rows into batches.
+
+    Args:
+      key: of the order.
+      weights: `[n_rows]` row weights.
+      batch_size: rows per batch; the last one may hold fewer.
 
     Returns:
       row numbers `[n_steps, batch_size]`, and each row's share of its batch's loss,
@@ -231,12 +236,20 @@ def take_steps_in_turn(
 ) -> tuple[FitState, jax.Array]:
     """Take the steps of several members on a group, every step of one after another's.
 
-    What they share of a batch is computed once, by `share` of a microbatch's first
-    array and key. A member that is done is skipped. `states`, `members` (what tells
-    them apart) and the members' keys have leaves `[n_members, ...]`, batches are
-    `[n_steps, n_rows, ...]`. `loss` is of a member, weights, the arrays of a
-    microbatch, what is shared of it, leaves `[1, ...]`, and its two keys. A microbatch
-    is as large as the rows that draw together.
+    What they share of a batch is computed once. A member that is done is skipped.
+
+    Args:
+      states: before them, leaves `[n_members, ...]`.
+      members: what tells members apart, leaves `[n_members, ...]`.
+      loss: of a member, weights, the arrays of a microbatch, what is shared of it,
+        leaves `[1, ...]`, and its two keys.
+      batches: arrays `[n_steps, n_rows, ...]`.
+      share: computes what is shared, of the first array of a microbatch and its key.
+      keys: of the group, and `[n_members]` of the members.
+      config: the protocol; a microbatch is as large as the rows that draw together.
+
+    Returns:
+      the states, and the means of the losses, `[n_members]`.
     """
     _, unpack = ravel_pytree(jax.tree.map(lambda x: x[0], states.params))
     packed = jax.vmap(lambda params: ravel_pytree(params)[0])(states.params)

@@ -109,7 +109,15 @@ class Sizes:
         where: Sequence[np.ndarray],
         device_dtypes: tuple[Dtype, ...],
     ) -> "Sizes":
-        """Return the sizes of training and validation rows at `where` in a store."""
+        """Return the sizes of a setting's rows.
+
+        Args:
+          config: how they are trained on.
+          dims: channels of the families.
+          lengths: `[n_rows, n_spans]` tokens, of every row of the store.
+          where: training rows and validation rows among them.
+          device_dtypes: types of the families on the device.
+        """
         if config.stream is not None:
             widths = widths_of(lengths)
             groups = [[(config.stream.group_rows(len(rows)), widths)] for rows in where]

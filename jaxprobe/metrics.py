@@ -21,9 +21,14 @@ from scipy.optimize import brentq
 def masked_auroc(scores: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:
     """AUROC with half credit for ties; compiled and `vmap`-able.
 
-    Of labels `[n]` float32, and weights at least 0, which leave an example out. NaN
-    where a class is missing, or a score that counts is NaN: sorted, it would look like
-    a tie.
+    Args:
+      scores: `[n_examples]` float.
+      labels: `[n_examples]` float32, 1 correct and 0 incorrect.
+      weights: `[n_examples]` float32, at least 0; 0 leaves an example out.
+
+    Returns:
+      Scalar float32 in [0, 1]; NaN where a class is missing, or a score that counts is
+      NaN: sorted, it would look like a tie.
     """
     order = jnp.argsort(scores)
     ordered = scores[order]
@@ -105,8 +110,17 @@ def auroc_gain(
 
     By the placements of each row among those of the other class (DeLong, DeLong and
     Clarke-Pearson, Biometrics 1988), summed over the rows of a question (Obuchowski,
-    Biometrics 1997): these are no new evidence. The error is NaN if a class is of one
-    question.
+    Biometrics 1997).
+
+    Args:
+      scores: `[n_examples]`.
+      others: `[n_examples]`.
+      labels: `[n_examples]` bool, both classes.
+      questions: `[n_examples]`, equal for rows of one question, which are no new
+        evidence; None where every row has its own.
+
+    Returns:
+      the gain, and its standard error; NaN if a class is of one question.
     """
     ours, theirs = (_placements(x, labels) for x in (scores, others))
     gain = ours - theirs
@@ -143,8 +157,12 @@ def auroc_interval(
     The wider of two: every AUROC that lies within 1.96 of the standard errors which
     Hanley and McNeil (1982) expect of it, both classes counted as their mean (Newcombe,
     Statistics in Medicine 2006, method 5), and DeLong's on the logit scale, whose error
-    is zero where the few right answers lie on top. Questions are counted, not rows; of
-    one class, the interval is (0, 1).
+    is zero where the few right answers lie on top.
+
+    Args:
+      scores: `[n_examples]`.
+      labels: `[n_examples]` bool; of one class, the interval is (0, 1).
+      questions: `[n_examples]`, see `auroc_gain`; they are counted, not rows.
     """
     numbers = _numbered(questions, labels)
     n_right, n_wrong = (len(np.unique(numbers[rows])) for rows in (labels, ~labels))
@@ -211,6 +229,11 @@ def stratified_auroc(
 
     Pairs of two strata do not count, so what only tells strata apart has one half. Each
     pair counts once, ties half; a stratum of one class has no pair.
+
+    Args:
+      scores: `[n_examples]`.
+      labels: `[n_examples]` bool.
+      strata: `[n_examples]`, equal where examples are compared.
     """
     if reason := _undefined(scores, labels):
         return Metric(math.nan, reason)
@@ -235,7 +258,11 @@ def _rising(
     weights: np.ndarray,
     among: np.ndarray | None = None,
 ) -> Iterator[tuple[np.ndarray | None, np.ndarray | None]]:
-    """Yield the weights of right and of wrong, or None, at each rising score."""
+    """Yield the weights of the right and of the wrong answers at each rising score.
+
+    `[n_resamples]` each; None where only the other kind has this score. `among` are the
+    indices of the answers that count; None is all.
+    """
     among = np.arange(len(scores)) if among is None else among
     order = among[np.argsort(scores[among], kind="stable")]
     edges = np.flatnonzero(np.diff(scores[order], prepend=np.nan, append=np.nan))
@@ -255,13 +282,21 @@ def _rising(
 def weighted_metrics(
     scores: np.ndarray, labels: np.ndarray, weights: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """AUROC and AUPRC by `[n_examples, n_resamples]` float32 weights, from one sort.
+    """AUROC and AUPRC under many weightings of the same examples, from one sort.
 
     One pass over the ranks; each step adds a number for each resample to sums that stay
-    in the cache, some ten times as fast as running totals over all. Sums of counts are
-    exact up to 2**24; other sums and quotients are rounded to float32, AUPRC is off by
-    about 1e-6, and what rounding alone would put above one is one. Returned are
-    `[n_resamples]` by the metric's name; NaN where a resample lacks a class.
+    in the cache, some ten times as fast as running totals over `[n_examples,
+    n_resamples]`. Sums of counts are exact up to 2**24; other sums and quotients are
+    rounded to float32, AUPRC is off by about 1e-6, and what rounding alone would put
+    above one is one.
+
+    Args:
+      scores: `[n_examples]`, finite.
+      labels: `[n_examples]` bool.
+      weights: `[n_examples, n_resamples]` float32, such as the counts of `resamples`.
+
+    Returns:
+      `[n_resamples]` float32 by the metric's name; NaN where a resample lacks a class.
     """
     zeros = np.zeros((5, weights.shape[1]), np.float32)
     n_wrong, n_flagged, credit, precision, scratch = zeros
@@ -318,9 +353,14 @@ def resamples(
 ) -> Iterator[np.ndarray]:
     """Yield how often each example is drawn when whole clusters are resampled.
 
-    Rows of one of the clusters `[n_examples]` move together. Counts are `[n_examples,
-    n]` float32 of some resamples, in order: at most `n_weights`, though of 256 at
-    least.
+    Args:
+      clusters: `[n_examples]` question identifiers, at least one; the rows of one
+        question move together.
+      config: number of resamples and seed.
+      n_weights: most counts in memory together, though of 256 resamples at least.
+
+    Yields:
+      `[n_examples, n]` float32 counts of some resamples, in order.
     """
     _, cluster = np.unique(np.asarray(clusters), return_inverse=True)
     n_clusters = int(cluster.max()) + 1

@@ -303,9 +303,18 @@ def wide_product(
 ) -> jax.Array:
     """Gather a batch and project it; zeros on padding, or where the gate is closed.
 
-    Of `[d_projection, d_family]` and tokens `[n_tokens, n_examples, d_family]`, whose
-    `rows` `[n_batch]` are taken, it is `[d_projection, n_tokens, n_batch]`. Only
-    `weight` has a gradient.
+    Only `weight` has a gradient.
+
+    Args:
+      matmul_dtype: see `jaxprobe.stored`.
+      weight: `[d_projection, d_family]`.
+      tokens: `[n_tokens, n_examples, d_family]`.
+      rows: `[n_batch]` int32, all of them among the examples.
+      real: `[n_tokens, n_batch]` bool, the batch's mask.
+      gate: scalar bool.
+
+    Returns:
+      `[d_projection, n_tokens, n_batch]`.
     """
     return _wide_forward(matmul_dtype, weight, tokens, rows, real, gate)[0]
 

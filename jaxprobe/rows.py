@@ -330,7 +330,12 @@ def _check_classes(rows: Rows, where: tuple[np.ndarray, np.ndarray]) -> None:
 
 
 def rows_at_once(widths: Sequence[int], dims: FamilyDims) -> int:
-    """Return how many examples, a power of two, are encoded together."""
+    """Return how many examples are encoded together, a power of two.
+
+    Args:
+      widths: tokens of the padded spans.
+      dims: channels of a token; an example of the paper's takes eight megabytes.
+    """
     fitting = _MOST_BYTES // (4 * sum(widths) * dims.total)
     return 1 << (max(1, min(fitting, _MOST_ROWS)).bit_length() - 1)
 

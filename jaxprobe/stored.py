@@ -58,7 +58,15 @@ def values_of(tokens: jax.Array | StoredTokens) -> jax.Array:
 
 
 def take_rows(tokens: jax.Array | StoredTokens, at: jax.Array) -> jax.Array:
-    """Take standardised rows (see `rows_of_tokens`), `[*at.shape, d_family]`."""
+    """Take rows of tokens as one matrix.
+
+    Args:
+      tokens: `[n_tokens, n_examples, d_family]`.
+      at: of any shape, see `rows_of_tokens`.
+
+    Returns:
+      Standardised values, `[*at.shape, d_family]` float32.
+    """
 
     def take(x: jax.Array) -> jax.Array:
         return x.reshape(-1, *x.shape[2:]).at[at].get(mode="promise_in_bounds")
@@ -83,7 +91,15 @@ def moved(take: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
 
 
 def rows_of_tokens(tokens: jax.Array | StoredTokens, rows: jax.Array) -> jax.Array:
-    """Where the tokens of examples lie as rows of one matrix, `[n_tokens, n]`."""
+    """Where the tokens of some examples lie.
+
+    Args:
+      tokens: `[n_tokens, n_examples, d]`.
+      rows: `[n]` int32, all of them among the examples.
+
+    Returns:
+      `[n_tokens, n]` int32, rows of `tokens` as one matrix.
+    """
     n_tokens, n_examples, _ = tokens.shape
     return n_examples * jnp.arange(n_tokens, dtype=jnp.int32)[:, None] + rows[None]
 
@@ -105,10 +121,13 @@ def _standardized(
 
 
 def product(a: jax.Array, b: jax.Array, matmul_dtype: MatmulDtype) -> jax.Array:
-    """`a @ b`, float32, both rounded to a type.
+    """`a @ b`, float32.
 
-    "float32" does not round: but JAX's default on NVIDIA's GPUs is TF32, which keeps
-    ten bits (`jax_default_matmul_precision`).
+    Args:
+      a: `[m, k]` float32.
+      b: `[k, n]` float32.
+      matmul_dtype: type to which both are rounded. "float32" is not: but JAX's default
+        on NVIDIA's GPUs is TF32, which keeps ten bits (`jax_default_matmul_precision`).
     """
     return a @ b if matmul_dtype == "float32" else _mixed(a, b)
 

@@ -183,10 +183,16 @@ def read_families(
     *,
     is_decoded: bool = True,
 ) -> dict[str, Ragged]:
-    """Read all families of stored examples at once, or int8 codes as they are.
+    """Read all families of stored examples at once.
 
     Each in a thread of its own: reading holds no lock, and where chunks are small one
     core alone cannot copy as fast as a disk delivers.
+
+    Args:
+      store: an extracted setting.
+      layer: entry of the resid axis, of families that are stored by layer.
+      examples: `[n]` indices into the store, or None for all.
+      is_decoded: False for int8 codes, and the families of their scales beside them.
     """
     stored = store.spec.families
     names = list(stored_signals(store) if is_decoded else stored)
@@ -208,11 +214,22 @@ def read_tokens(
     standardizer: Standardizer,
     device_dtypes: Sequence[Dtype],
 ) -> FamilyTokens:
-    """Read the signals of stored examples as they lie on a device; onto the host.
+    """Read the signals of stored examples as they lie on a device.
 
-    Their values are those of `split_families` after `read_features`. In `device_dtypes`
-    is of each family `float32`, standardised here, or the type in which it is stored,
-    for `StoredTokens`.
+    Their values are those of `split_families` after `read_features`.
+
+    Args:
+      store: an extracted setting.
+      layer: entry of the resid axis for the hidden family (0 is the embedding); None
+        where no family is stored by layer.
+      examples: `[n]` indices into the store.
+      n_tokens: padded length per span.
+      standardizer: fitted on training tokens.
+      device_dtypes: of each family `float32`, standardised here, or the type in
+        which it is stored, for `StoredTokens`.
+
+    Returns:
+      Arrays of the host.
     """
     families = read_families(store, layer, examples, is_decoded=False)
     spans = store.spec.spans[examples][:, list(used_spans(store.spec.spans))]
@@ -275,10 +292,13 @@ def read_features(
 ) -> Features:
     """Read the signals of stored examples as the encoders read them.
 
-    `layer` is the entry of the resid axis for the hidden family (0 is the embedding),
-    None where no family is stored by layer. Spans are those that the store has, or
-    places among `SPAN_NAMES` that are `read`, padded to `n_tokens` or the longest of
-    each.
+    Args:
+      store: an extracted setting.
+      layer: entry of the resid axis for the hidden family (0 is the embedding); None
+        where no family is stored by layer.
+      examples: `[n]` indices into the store, or None for all.
+      n_tokens: padded length per span; None takes the longest of each.
+      read: the spans, places among `SPAN_NAMES`; None takes those that the store has.
     """
     spec, families = store.spec, read_families(store, layer, examples)
     chosen = slice(None) if examples is None else examples
@@ -350,10 +370,18 @@ def mean_log_eigenvalue(states: np.ndarray, ridge: float = 1e-3) -> float:
 def mean_answer_states(
     store: FeatureStore, examples: np.ndarray, layer: int, n_chunk: int = 1024
 ) -> np.ndarray:
-    """Return the mean hidden state over the answer span, `[n_examples, d_model]`.
+    """Return the mean hidden state over the answer span, for the layer sweep.
 
-    Only rows of answer spans are read, once, `n_chunk` examples at a time; zeros where
-    the span is empty. `layer` is an entry of the resid axis (0 is the embedding).
+    Only rows of answer spans are read, once, a few examples at a time.
+
+    Args:
+      store: an extracted setting.
+      examples: `[n_examples]` indices into the store.
+      layer: entry of the resid axis (0 is the embedding).
+      n_chunk: examples whose rows are in memory together.
+
+    Returns:
+      `[n_examples, d_model]` float32; zeros where the span is empty.
     """
     d_model = store.spec.families["hidden"].shape[1]
     means = np.zeros((len(examples), d_model), np.float32)

@@ -148,8 +148,12 @@ def epoch_groups(
 ) -> list[Group]:
     """Split the examples into groups, every example once.
 
-    Chunks are spread at random, by a seed such as (root seed, seed, epoch), and evenly,
-    so that the last group is not small.
+    Chunks are spread at random and evenly, so that the last group is not small.
+
+    Args:
+      examples: `[n]` indices into the store, ascending.
+      config: sizes.
+      seed: of the order of the chunks, such as (root seed, seed, epoch).
     """
     n_chunks = -(-len(examples) // config.n_chunk)
     n_rows = config.group_rows(len(examples))
@@ -461,8 +465,9 @@ def _outputs(
     encoder = Encoder(config.encoder, data.dims)
     indices, outputs = [], []
     for rows, tokens in data.batches(where):
-        of_batch = member_outputs(trained, tokens, encoder=encoder)
-        logits, pooled = jax.device_get(of_batch)
+        logits, pooled = jax.device_get(
+            member_outputs(trained, tokens, encoder=encoder)
+        )
         indices.append(rows)
         outputs.append(MemberOutputs(logits[:, : len(rows)], pooled[:, : len(rows)]))
     order = np.argsort(np.concatenate(indices))

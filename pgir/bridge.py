@@ -270,7 +270,13 @@ class TorchForward:
     def _fuse(
         self, head: SettingHead, logits: list[torch.Tensor], pooled: list[torch.Tensor]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Fuse each encoder's logits `[n_seeds, n_examples]` and pooled vectors."""
+        """Fuse encoders, see `jaxprobe.fusion.FusionHead`.
+
+        Args:
+          head: of `n_slots` slots; the first `n_selected` are filled.
+          logits: per encoder `[n_seeds, n_examples]`.
+          pooled: per encoder `[n_seeds, n_examples, d_pooled]`.
+        """
         weights, n = self._heads[id(head)], len(logits)
         p_correct = torch.sigmoid(torch.stack(logits, dim=1))
         inputs = torch.cat([torch.stack(pooled, dim=1), p_correct[..., None]], dim=-1)
@@ -296,7 +302,14 @@ class _StackedEncoders:
     def __init__(
         self, bank: EncoderBank, device: torch.device | str, needs_pooled: bool
     ) -> None:
-        """Take a bank's encoders; some run no network unless a head reads it."""
+        """Take the encoders of a bank.
+
+        Args:
+          bank: leaves `[n_seeds, n_kept, …]`.
+          device: of the weights.
+          needs_pooled: a head reads the pooled vectors. Where none does, a network
+            that adds nothing to its linear part is not run.
+        """
         self.bank, self.device = bank, device
         _, first = next(leaves(bank.params))
         self.shape = tuple(first.shape[:2])
@@ -324,7 +337,11 @@ class _StackedEncoders:
         self.inverse = 1.0 / torch.as_tensor(np.asarray(std), device=device)
 
     def __call__(self, features: Features) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logits `[n_seeds, n_kept, n_examples]` and pooled vectors."""
+        """Return logits `[n_seeds, n_kept, n_examples]` and pooled `[…, 2 * hidden]`.
+
+        Args:
+          features: of `n_examples` answers, as they are read.
+        """
         masks = [torch.as_tensor(m, device=self.device) for m in features.masks]
         spans = [
             self._standardized(torch.as_tensor(x, device=self.device), mask, span)
@@ -385,7 +402,13 @@ class _StackedEncoders:
     def _span(
         self, projected: torch.Tensor, real: torch.Tensor, weights: Weights
     ) -> torch.Tensor:
-        """Run a span's residual blocks and pool, `[n_members, n_examples, 2 * d]`."""
+        """Run the residual blocks of a span and pool, `[n_members, n_examples, 2 * d]`.
+
+        Args:
+          projected: `[n_members, n_examples, n_tokens, n_families * projection]`.
+          real: `[n_examples, n_tokens]`, 1 on real tokens and 0 on padding.
+          weights: of this span.
+        """
         config, mask = self.bank.config, real[..., None]
 
         def layer(x: torch.Tensor, name: str) -> torch.Tensor:
@@ -444,7 +467,15 @@ def _group_norm(
     scale: torch.Tensor,
     bias: torch.Tensor,
 ) -> torch.Tensor:
-    """Normalise groups of channels over real tokens; padding is and stays zero."""
+    """Normalise groups of channels over the real tokens.
+
+    Args:
+      x: `[n_members, n_examples, n_tokens, d]`, zero on padding; so is the result.
+      real: `[n_examples, n_tokens]`.
+      n_groups: divides `d`.
+      scale: `[n_members, d]`.
+      bias: `[n_members, d]`.
+    """
     size = x.shape[-1] // n_groups
     count = real.sum(dim=1).clamp(min=1.0)[:, None] * size
     mean = x.sum(dim=2).unflatten(-1, (n_groups, size)).sum(-1) / count

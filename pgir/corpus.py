@@ -308,7 +308,13 @@ def _write_passages(
 def gold_recall(
     ranking: np.ndarray, golds: Sequence[int], depths: Sequence[int] = DEPTHS
 ) -> dict[int, float]:
-    """Return the share of gold passages, at least one, among the first of a ranking."""
+    """Return the share of a question's gold passages among the first of a ranking.
+
+    Args:
+      ranking: `[n]` indices, best first.
+      golds: at least one index.
+      depths: how many count as the first.
+    """
     return {
         depth: len(set(golds) & set(ranking[:depth].tolist())) / len(golds)
         for depth in depths
@@ -338,7 +344,13 @@ def has_answer(
 def measure(
     rankings: np.ndarray, passages: Sequence[Passage], golds: Sequence[Gold]
 ) -> tuple[Measured, dict[str, int]]:
-    """Return recall and has-answer per question set, and each one's questions."""
+    """Return recall and has-answer per question set, and how many questions each has.
+
+    Args:
+      rankings: `[n_questions, n]` indices, best first.
+      passages: what the indices mean.
+      golds: the questions, with their gold passages.
+    """
     of_set: dict[tuple[str, str], list[dict[int, float]]] = {}
     for gold, ranking in zip(golds, rankings, strict=True):
         values = {
@@ -355,7 +367,12 @@ def measure(
 
 
 def agreement(rankings: np.ndarray, exact: np.ndarray) -> dict[int, float]:
-    """Return the share of the exact ranking's first passages that another one has."""
+    """Return the share of the exact ranking's first passages that another one has.
+
+    Args:
+      rankings: `[n_queries, n]` of a lossy index.
+      exact: `[n_queries, n]` of the flat one.
+    """
     pairs = list(zip(rankings, exact, strict=True))
     shares = {d: [gold_recall(a, b[:d], (d,))[d] for a, b in pairs] for d in DEPTHS}
     return {depth: float(np.mean(values)) for depth, values in shares.items()}

@@ -124,14 +124,26 @@ class FusedRetriever:
 
 
 def fuse_all(rankings: Sequence[np.ndarray], depth: int) -> np.ndarray:
-    """Return the fused rankings of some queries, `[n_queries, depth]` or fewer."""
+    """Return the fused rankings of some queries, `[n_queries, depth]` or fewer columns.
+
+    Args:
+      rankings: of each retriever, `[n_queries, n]` indices, best first.
+      depth: most passages of a query.
+    """
     width = min(depth, *(ranking.shape[1] for ranking in rankings))
     rows = [fuse(of_query)[:width] for of_query in zip(*rankings, strict=True)]
     return np.array(rows, np.int64).reshape(len(rows), width)
 
 
 def fuse(rankings: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
-    """Return one query's passages by fused score; of equals the lower index first."""
+    """Return the passages of some rankings in the order of their fused scores.
+
+    Args:
+      rankings: of one query, `[n]` indices each, best first.
+
+    Returns:
+      `[n_distinct]` indices; of equal scores the lower index first.
+    """
     indices, inverse = np.unique(np.concatenate(rankings), return_inverse=True)
     gains = [1 / (RANK_CONSTANT + 1 + np.arange(len(each))) for each in rankings]
     scores = np.bincount(inverse, np.concatenate(gains))

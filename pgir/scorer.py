@@ -474,9 +474,13 @@ def stream_tokens(
 ) -> Generator[StreamedToken, None, tuple[Answer, AnswerSignals]]:
     """Yield an answer's tokens as they are chosen; return it with its signals.
 
-    Between two tokens others may use the model. `every` so many tokens apart is P of
-    the answer so far; such a token comes with the next one's step, which tells how
-    likely its end is.
+    Args:
+      probed: the model; between two tokens others may use it.
+      request: the prompt.
+      sampling: how tokens are chosen.
+      every: so many tokens apart is P of the answer so far; None is nowhere. Such a
+        token comes with the next one's step, which tells how likely its end is.
+      p_correct: P of an answer, by what was read of it.
     """
     tokenizer, stop = probed.backbone.tokenizer, sampling.stop
     stops, n_most = stop_ids(probed.backbone), sampling.max_new_tokens

@@ -60,10 +60,6 @@ REASONS = {
 }
 
 
-def _warning(name: str, **values: object) -> str:
-    return WARNINGS[name].format(**values)
-
-
 def why_unreadable(model: Backbone, prepared: ScoringInput) -> str | None:
     """Return why an answer cannot be read to any use, or None."""
     n_tokens, most = len(prepared.sequence.ids), model.max_length
@@ -89,9 +85,11 @@ def warn_of_path(trained: Provenance, model: Backbone, path: ReadingPath) -> lis
         "decode": "the passes that write an answer",
         "teacher_forced": "a pass that reads it again",
     }
-    actual, expected = passes[path], passes[trained.path]
-    dtype = _name_dtype(model)
-    return [_warning("other_path", actual=actual, trained=expected, dtype=dtype)]
+    return [
+        WARNINGS["other_path"].format(
+            actual=passes[path], trained=passes[trained.path], dtype=_name_dtype(model)
+        )
+    ]
 
 
 def _name_dtype(model: Backbone) -> str:
@@ -102,9 +100,14 @@ def differences(trained: Provenance, model: Backbone) -> list[str]:
     """Return in what a model is not the one whose signals a detector was trained on."""
     warnings = []
     if trained.revision != model.revision:
-        names = {"trained": trained.model, "model": model.name}
-        revisions = {"revision": trained.revision[:12], "here": model.revision[:12]}
-        warnings.append(_warning("other_model", **names, **revisions))
+        warnings.append(
+            WARNINGS["other_model"].format(
+                trained=trained.model,
+                revision=trained.revision[:12],
+                model=model.name,
+                here=model.revision[:12],
+            )
+        )
     for field in dataclasses.fields(ModelHashes):
         if field.name == "chat_template" and not trained.prompt.chat:
             continue  # it is not used
@@ -112,13 +115,21 @@ def differences(trained: Provenance, model: Backbone) -> list[str]:
             getattr(hashes, field.name) for hashes in (trained.hashes, model.hashes)
         )
         if expected and expected != here:
-            what, here = field.name.replace("_", " "), here[:12] or "none"
-            hashes = {"what": what, "trained": expected[:12], "here": here}
-            warnings.append(_warning("other_hash", model=model.name, **hashes))
+            warnings.append(
+                WARNINGS["other_hash"].format(
+                    what=field.name.replace("_", " "),
+                    trained=expected[:12],
+                    model=model.name,
+                    here=here[:12] or "none",
+                )
+            )
     dtype = _name_dtype(model)
     if dtype != trained.dtype:
-        dtypes = {"trained": trained.dtype, "here": dtype}
-        warnings.append(_warning("other_dtype", model=model.name, **dtypes))
+        warnings.append(
+            WARNINGS["other_dtype"].format(
+                trained=trained.dtype, model=model.name, here=dtype
+            )
+        )
     return warnings
 
 
@@ -128,29 +139,43 @@ def warn_before(
     """Return the warnings that need no forward pass."""
     prompt, warnings = prepared.prompt, differences(trained, model)
     if not prompt.is_templates:
-        template, chat = trained.prompt.template, trained.prompt.chat
-        chat = "with" if chat else "without"
-        warnings.append(_warning("other_prompt", template=template, chat=chat))
+        warnings.append(
+            WARNINGS["other_prompt"].format(
+                template=trained.prompt.template,
+                chat="with" if trained.prompt.chat else "without",
+            )
+        )
     unknown = model.tokenizer.unk_token_id
     for what, ids in prepared.parts:
         if n_unknown := ids.count(unknown):
-            counts = {"n": n_unknown, "of": len(ids)}
-            warnings.append(_warning("unknown_tokens", what=what, **counts))
+            warnings.append(
+                WARNINGS["unknown_tokens"].format(n=n_unknown, of=len(ids), what=what)
+            )
     longest = detector.banks[prompt.setting].lengths
     lengths = np.diff(prepared.sequence.spans)[:, 0]
     for span, most in zip(SPANS[prompt.setting], longest, strict=True):
         if lengths[span] > most:
-            name, n = SPAN_NAMES[span], lengths[span]
-            warnings.append(_warning("long", what=name, n=n, most=most))
+            warnings.append(
+                WARNINGS["long"].format(
+                    what=SPAN_NAMES[span], n=lengths[span], most=most
+                )
+            )
     if prepared.answer.stop_id is None:
-        warnings.append(_warning("cut", n=len(prepared.pieces)))
-    known = trained.scripts
-    letters = count_scripts(f"{prompt.words} {prepared.answer.text}")
-    foreign = {script: n for script, n in letters.items() if script not in known}
-    if known and sum(foreign.values()) > MOST_FOREIGN * letters.total():
-        counts = {"n": sum(foreign.values()), "of": letters.total()}
-        scripts = {"scripts": ", ".join(sorted(foreign)), "known": ", ".join(known)}
-        warnings.append(_warning("other_script", **counts, **scripts))
+        warnings.append(WARNINGS["cut"].format(n=len(prepared.pieces)))
+    known, counts = (
+        trained.scripts,
+        count_scripts(f"{prompt.words} {prepared.answer.text}"),
+    )
+    foreign = {script: n for script, n in counts.items() if script not in known}
+    if known and sum(foreign.values()) > MOST_FOREIGN * counts.total():
+        warnings.append(
+            WARNINGS["other_script"].format(
+                n=sum(foreign.values()),
+                of=counts.total(),
+                scripts=", ".join(sorted(foreign)),
+                known=", ".join(known),
+            )
+        )
     return warnings
 
 
@@ -160,11 +185,13 @@ def warn_after(
     """Return, of each of the first `n` answers, which signals are unlike training's."""
     bank = detector.banks[setting]
     shares = share_outside(features, bank.dims, bank.scope.low, bank.scope.high)
-    text, names = WARNINGS["unusual_signals"], bank.dims.names
+    text = WARNINGS["unusual_signals"]
     return [
         [
             text.format(share=f"{share:.1%}", family=family, limit=f"{limit:.1%}")
-            for family, share, limit in zip(names, row, bank.scope.limits, strict=True)
+            for family, share, limit in zip(
+                bank.dims.names, row, bank.scope.limits, strict=True
+            )
             if share > limit
         ]
         for row in shares[:n]

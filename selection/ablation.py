@@ -111,7 +111,13 @@ def candidates_without(setting: Setting, n_pool: int, family: str) -> list[int]:
 def replaced(
     outputs: MemberOutputs, by: MemberOutputs, subsets: tuple[int, ...]
 ) -> MemberOutputs:
-    """Put the outputs of some encoders in the place of the grid's, both seed-major."""
+    """Put the outputs of some encoders in the place of the grid's.
+
+    Args:
+      outputs: of the grid, `[n_seeds * 15, ...]`, seed-major.
+      by: of the subsets, `[n_seeds * n_subsets, ...]`, seed-major.
+      subsets: rows of SUBSETS.
+    """
     n_seeds = len(outputs.logits) // N_SUBSETS
     indices = [s * N_SUBSETS + k for s in range(n_seeds) for k in subsets]
 

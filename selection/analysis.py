@@ -91,10 +91,20 @@ def path_gradients(
 ) -> tuple[jax.Array, ...]:
     """Integrated gradients of the logits along the straight way from start to end.
 
-    Sundararajan et al. 2017, by quadrature at `nodes` in (0, 1), whose weights sum to
-    1. Without an encoder the network adds nothing to its linear part. Of each family
-    `[n_tokens, n_examples, d_family]` in logits, which sum to the difference of an
-    example's logits.
+    Sundararajan et al. 2017, by quadrature.
+
+    Args:
+      params: of one encoder.
+      family_mask: `[n_families]` bool, which it reads.
+      start: the baseline, of the same masks.
+      end: the signals.
+      nodes: `[n_steps]` in (0, 1).
+      weights: `[n_steps]`, which sum to 1.
+      encoder: the module; None where the network adds nothing to its linear part.
+
+    Returns:
+      Of each family `[n_tokens, n_examples, d_family]` attributions in logits, which
+      sum to the difference of an example's logits.
     """
 
     def total(tokens: tuple[jax.Array, ...]) -> jax.Array:
@@ -136,9 +146,18 @@ def attributed(
     """Return attributions that sum to the differences of logits within `TOLERANCE`.
 
     Steps are doubled until they do: an encoder has kinks, on which the error falls like
-    one over the steps (.2 to 1 % at 64), or until there are 1,024. Of the `n` leading
-    examples they are per family `[n_tokens, n, d_family]`, beside the differences
-    `[n]`.
+    one over the steps (.2 to 1 % at 64), or until there are 1,024.
+
+    Args:
+      params: of one encoder.
+      family_mask: `[n_families]` bool.
+      start: the baseline.
+      end: the signals.
+      encoder: the module.
+      n: leading examples that count.
+
+    Returns:
+      Per family `[n_tokens, n, d_family]`, and the differences `[n]`.
     """
     before, after = (
         member_logits([(params, family_mask)], at, encoder=encoder)[0, :n]
@@ -311,8 +330,13 @@ class Deployed:
     ) -> np.ndarray:
         """Return the logits of encoders whose signals are replaced by their means.
 
-        They are `[n_names, n_variants, n_seeds, n]` of rows of the store; `each` has
-        the channels that are gone in a variant.
+        Args:
+          names: encoders by their letters.
+          where: `[n]` rows of the store.
+          each: channels that are gone, of each variant.
+
+        Returns:
+          `[n_names, n_variants, n_seeds, n]` logits.
         """
         shape = (len(names), len(each), self.n_seeds, len(where))
         result = np.full(shape, np.nan, np.float32)
@@ -479,8 +503,13 @@ def ratio_rows(
 ) -> list[ResultRow]:
     """Return ratios with 95 % intervals that resample questions.
 
-    Two wordings of a question move together. `reason` is why a ratio is undefined whose
-    denominator is 0.
+    Args:
+      experiment: of the rows.
+      ratios: of the same `n` examples.
+      ids: `[n]` questions; two wordings of one move together.
+      set_fields: the rows' setting, dataset and split.
+      config: of the resamples, which all ratios share.
+      reason: why a ratio is undefined whose denominator is 0.
     """
     if not ratios:
         return []

@@ -65,7 +65,16 @@ N_BEST = 10  # the paper's
 
 
 def mistakes(scores: np.ndarray, labels: np.ndarray, names: np.ndarray) -> np.ndarray:
-    """Return where flagging as many as are wrong errs; names settle ties."""
+    """Return where a score is wrong that flags as many answers as are wrong.
+
+    Args:
+      scores: `[n]`, higher = more likely correct.
+      labels: `[n]` bool.
+      names: `[n]`, all different; they settle ties, so that order does not.
+
+    Returns:
+      `[n]` bool: flagged and right, or wrong and not flagged.
+    """
     is_flagged = np.zeros(len(scores), bool)
     is_flagged[np.lexsort((names, scores))[: int((~labels).sum())]] = True
     return is_flagged == labels
@@ -151,8 +160,13 @@ def counts_along(
 ) -> np.ndarray:
     """Return how many closed-book encoders sets hold, along the ranking.
 
-    Of each of `n_parts`, best first, the share of sets that holds 0, 1, 2 or 3:
-    `[SET_SIZE + 1, n_parts]`.
+    Args:
+      ranking: of all sets.
+      is_closed_book: `[n_pool]` bool.
+      n_parts: of the ranking, best first.
+
+    Returns:
+      `[SET_SIZE + 1, n_parts]`: of a part's sets, the share that holds 0, 1, 2 or 3.
     """
     parts = ranking.parts(is_closed_book[ranking.sets].sum(axis=1), n_parts)
     return np.stack([[(x == k).mean() for x in parts] for k in range(SET_SIZE + 1)])
@@ -211,7 +225,15 @@ KINDS = ("accepted closed-book", "trusted with context", "both flagged")
 def flip_ratios(
     name: str, family: str, intact: np.ndarray, without: np.ndarray, labels: np.ndarray
 ) -> list[Ratio]:
-    """Return how often decisions flip, how often rightly, and how near the boundary."""
+    """Return how often decisions flip, how often rightly, and how near the boundary.
+
+    Args:
+      name: letters of the encoder.
+      family: letter of the family that is taken away.
+      intact: `[n_seeds, n]` logits.
+      without: the same without the family.
+      labels: `[n]` bool.
+    """
     is_flip = (intact > 0) != (without > 0)
     is_right = (intact > 0) == labels[None]
     is_near, every = np.abs(without) <= NEAR, np.ones_like(is_flip)
@@ -382,9 +404,13 @@ def surest_questions(
 ) -> dict[int, int]:
     """Return the question shown of each kind, by the kind's place.
 
-    The surest: the smallest distance of a probability that decides, of `[n, 2]`
-    closed-book and with context, from its threshold is the largest. Accepted, the first
-    decides alone.
+    The surest: the smallest distance of a probability that decides from its threshold
+    is the largest. Accepted, the first decides alone.
+
+    Args:
+      ids: `[n]`, all different.
+      p: `[n, 2]` calibrated P(correct), closed-book and with context.
+      thresholds: `[2]`.
     """
     kinds, distance = kinds_of(p, thresholds), np.abs(p - thresholds[None])
     margin = np.where(kinds == 0, distance[:, 0], distance.min(axis=1))

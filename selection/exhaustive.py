@@ -185,7 +185,11 @@ def _rank_rows(
 
 
 def traits(setting: Setting, n_pool: int) -> dict[tuple[str, Setting], np.ndarray]:
-    """Return which of a pool's encoders read which family of which pass."""
+    """Return which encoders of a pool read which family in which pass.
+
+    Returns:
+      `[n_pool]` bool by the family's letter and the pass.
+    """
     pool = reads(setting, range(n_pool))
     passes: list[Setting] = [s for s in SETTINGS if any(w == s for w, _ in pool)]
     return {

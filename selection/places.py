@@ -76,10 +76,16 @@ def attributed_rows(deployed: Deployed) -> np.ndarray:
 def head_sums(
     deployed: Deployed, name: str, where: np.ndarray
 ) -> tuple[np.ndarray, float]:
-    """Return how much each head of each layer moves the logit, and the incompleteness.
+    """Return how much each head of each layer moves the logit, and the error.
 
-    `[n, n_layers, n_heads]` absolute attributions in logits, summed over seeds, tokens,
-    spans and channels.
+    Args:
+      deployed: encoders of a setting.
+      name: of one that reads attention.
+      where: `[n]` rows of the store.
+
+    Returns:
+      `[n, n_layers, n_heads]` absolute attributions in logits, summed over seeds,
+      tokens, spans and channels; and the incompleteness.
     """
     shape = deployed.store.spec.families["attn"].shape
     sums = np.zeros((len(where), *shape[-2:]))

@@ -94,8 +94,13 @@ class SmallSampleTrainer:
     ) -> dict[str, np.ndarray] | None:
         """Train encoders on some labelled rows, and return their logits on others.
 
-        `order` is split as `train_valid_split` says. None where a part of it holds one
-        class.
+        Args:
+          names: of encoders.
+          order: `[n]` rows to train and validate on, see `train_valid_split`.
+          where: `[m]` rows that are scored.
+
+        Returns:
+          `[m]` logits by name; None where a part of the rows holds one class.
         """
         labels, config = self.deployed.rows.labels, self.deployed.config
         splits = train_valid_split(order)
@@ -121,7 +126,12 @@ class SmallSampleTrainer:
         return {name: logits[subsets.index(subset_index(name))] for name in names}
 
     def _rows(self, taken: np.ndarray, splits: Sequence[np.ndarray]) -> TrainingSet:
-        """Return some rows, some more than once, as if they were all."""
+        """Return some rows of the store as if they were all; no others are read.
+
+        Args:
+          taken: `[n]` rows of the store, some more than once.
+          splits: indices of training and of validation rows among them.
+        """
         data = self.deployed.data
         lengths = widths_of(data.lengths[self.drawn])
 
@@ -263,7 +273,15 @@ class RankAgreement(NamedTuple):
 
 
 def subset_aurocs(ranked: Ranked, weights: np.ndarray) -> np.ndarray:
-    """Return every subset's AUROC, mean over seeds, under weights, or NaN."""
+    """Return every subset's AUROC, mean over seeds, under many weightings.
+
+    Args:
+      ranked: of a run.
+      weights: `[n, n_resamples]` float32 counts.
+
+    Returns:
+      `[n_subsets, n_resamples]`; NaN where a resample lacks a class.
+    """
 
     def auroc_of(scores: np.ndarray) -> np.ndarray:
         return weighted_metrics(scores, ranked.labels, weights)["auroc"]
@@ -273,7 +291,11 @@ def subset_aurocs(ranked: Ranked, weights: np.ndarray) -> np.ndarray:
 
 
 def rank_correlation(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Spearman's correlation down each column `[n_subsets]`; NaN if constant."""
+    """Spearman's correlation down each column, `[n_subsets, n]` each; NaN if constant.
+
+    Returns:
+      `[n]` in [-1, 1].
+    """
     a, b = (rankdata(x, axis=0, nan_policy="propagate") for x in (first, second))
     a, b = a - a.mean(axis=0), b - b.mean(axis=0)
     with np.errstate(invalid="ignore"):

@@ -53,10 +53,17 @@ def sweep_layers(
     valid_labels: np.ndarray,
     config: TrainConfig = PROBE,
 ) -> np.ndarray:
-    """Fit a probe per layer and seed, all at once, on means over the answer tokens.
+    """Fit a probe per layer and seed, all at once.
 
-    Those are `[n_answers, n_layers + 1, d_model]`; returned is validation AUROC
-    `[n_layers + 1, n_seeds]`, where entry 0 is the embedding.
+    Args:
+      train_hidden: `[n_train, n_layers + 1, d_model]` means over the answer tokens.
+      train_labels: `[n_train]` bool.
+      valid_hidden: `[n_valid, n_layers + 1, d_model]`.
+      valid_labels: `[n_valid]` bool.
+      config: the protocol.
+
+    Returns:
+      `[n_layers + 1, n_seeds]` validation AUROC; entry 0 is the embedding.
     """
     both_classes(train_labels, len(train_hidden), "training")
     both_classes(valid_labels, len(valid_hidden), "validation")
@@ -162,6 +169,9 @@ def sweep_rows(rows: Rows, split: str, limit: int, seed: int) -> np.ndarray:
     Of more than `limit`, the rows are put in order of dataset and label, at random
     within, and taken at even distances: each group has its share, rounded. The states
     of all rows at all layers would be 16 GB at the paper's sizes.
+
+    Returns:
+      `[n]` indices, at most `limit`.
     """
     where = rows.where(split)
     where = where[rows.variants[where] == "original"]
@@ -198,7 +208,10 @@ def choose_layer(
     config: SweepSection,
     on_setting: Callable[[], None] = lambda: None,
 ) -> LayerSweep:
-    """Choose one layer of hidden states for all settings, best in their mean AUROC."""
+    """Choose the layer that the hidden family is read from, by validation AUROC.
+
+    One layer serves all settings, as in the paper: the best of their mean.
+    """
     curves = {}
     for setting, (store, rows) in stores.items():
         curves[setting] = sweep_store(store, rows, config)

@@ -191,7 +191,11 @@ def iterative(question: str, config: ControllerConfig) -> Plan[str]:
 
 
 def silver_labels(right: Mapping[Strategy, np.ndarray]) -> list[Strategy | None]:
-    """Return each question's label: the cheapest strategy that is right, or None."""
+    """Return each question's label: the cheapest strategy that is right, or None.
+
+    Args:
+      right: `[n_questions]` bool of every strategy.
+    """
     order: tuple[Strategy, ...] = ("A", "B", "C")
     rows = zip(*(right[name] for name in order), strict=True)
     return [

@@ -87,7 +87,12 @@ def content_words(text: str) -> list[str]:
 
 
 def word_owners(ends: Sequence[int], text: str) -> tuple[list[str], np.ndarray]:
-    """Return a text's words, and which one each token, which ends there, is of."""
+    """Return a text's words, and which of them each token is of, `[n_tokens]`.
+
+    Args:
+      ends: of each token the character behind it.
+      text: parted at white space.
+    """
     words = list(re.finditer(r"\S+", text))
     starts = np.array([word.start() for word in words])
     owners = np.searchsorted(starts, np.asarray(ends), side="left") - 1
@@ -104,7 +109,13 @@ def word_values(words: Words) -> np.ndarray:
 def query_words(
     attended: Attended, hits: np.ndarray, most: int = MOST_QUERY_WORDS
 ) -> str:
-    """Return the query: the words that the hits attend to most, in their order."""
+    """Return the query: the words that the hits attend to most, in their order.
+
+    Args:
+      attended: question and answer, and what each word of the answer attends to.
+      hits: `[n_answer_words]` bool, at least one.
+      most: words of the query.
+    """
     words, n_question = attended.words, len(attended.words) - len(attended.rows)
     is_content = np.array([bool(content_words(word)) for word in words])
     is_hit = np.zeros(len(words), bool)

@@ -67,7 +67,13 @@ def balanced(labels: np.ndarray) -> np.ndarray:
 
 
 def fit_probe(states: np.ndarray, labels: np.ndarray, seed: int) -> torch.nn.Module:
-    """Train a prober on balanced answers `[n, d_model]`; their seed is the layer."""
+    """Train one prober on balanced answers.
+
+    Args:
+      states: `[n, d_model]` float32.
+      labels: `[n]` bool, True is right.
+      seed: of weights and order; theirs is the layer.
+    """
     rows = balanced(labels)
     inputs = torch.from_numpy(states[rows])
     targets = torch.from_numpy(labels[rows]).long()

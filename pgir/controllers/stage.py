@@ -609,8 +609,9 @@ def _control(
     curve = frontier("pgir", traced, policy, session.config)
     if config.queries != "paper":
         show_all = config.queries == "all"
-        query = session.run_pgir_query("pgir", detector_judge, show_all=show_all)
-        best, with_query = query
+        best, with_query = session.run_pgir_query(
+            "pgir", detector_judge, show_all=show_all
+        )
         evaluated = [each for each in session.sets if each.split != "validation"]
         retraced = session.trace("trace:query", with_query, evaluated)
         curve += frontier("pgir_query", retraced, best, with_query)
